@@ -1,0 +1,261 @@
+"""The classifier heads: DET, HET, HET-H and HET-XL, each a map from pre-logits phi [B, D] to `GaussianLogits`.
+
+Their location parameters are `kernel` [D, Kp] and `bias` [Kp] in every one of them, named as an ordinary linear head's, so that
+a deterministic checkpoint starts a heteroscedastic model. Kp is K rounded up to `class_multiple`: it depends on no mesh, so a
+checkpoint moves between meshes, and every mesh whose model axis divides `class_multiple` shards it.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import partitioning
+
+from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.hashing import class_buckets
+from het_plugin.heads.linear import matmul
+from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature
+from het_plugin.integrate import LINKS, GaussianLogits, Hashed, Linear, LowRank, Opaque, apply_projection
+
+Temperature = FixedTemperature | LearnedTemperature
+
+
+class Classifier(nn.Module):
+  """What all heads share: W, b, the temperature and the link.
+
+  Attributes:
+    num_classes: K >= 1.
+    link: 'softmax', or 'sigmoid' for multi-label problems.
+    temperature: `FixedTemperature` or `LearnedTemperature`.
+    class_multiple: K is padded up to a multiple of it; the padding is masked out of every probability.
+    initial_bias: the classes' bias at the start in units of tau, b = initial_bias * tau_0, so that the first loss does not
+      depend on tau_0. -10 suits a sigmoid link over many classes; 0 a softmax.
+    dtype: compute type of matrix products; logits are float32.
+  """
+
+  num_classes: int
+  link: str = 'softmax'
+  temperature: Temperature = FixedTemperature()
+  class_multiple: int = 128
+  initial_bias: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @property
+  def padded_classes(self) -> int:
+    """Kp."""
+    return -(-self.num_classes // self.class_multiple) * self.class_multiple
+
+  def check(self) -> None:
+    """Raises ValueError naming the attribute that is wrong."""
+    name = type(self).__name__
+    if self.num_classes < 1:
+      raise ValueError(f'{name}.num_classes={self.num_classes} must be at least 1')
+    if self.class_multiple < 1:
+      raise ValueError(f'{name}.class_multiple={self.class_multiple} must be at least 1')
+    if self.link not in LINKS:
+      raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
+    self.temperature.check()
+
+  def num_params(self, pre_logits_dim: int) -> int:
+    """Parameters of the head for D = pre_logits_dim, without padding."""
+    return (pre_logits_dim + 1) * self.num_classes + self.extra_params(pre_logits_dim)
+
+  def extra_params(self, pre_logits_dim: int) -> int:
+    """Parameters beyond a deterministic head with a fixed temperature, without padding."""
+    del pre_logits_dim
+    return self.temperature.num_params()
+
+  def kernel(self, phi: jax.Array) -> jax.Array:
+    return partitioning.param_with_axes(
+      'kernel',
+      nn.initializers.lecun_normal(),
+      (phi.shape[-1], self.padded_classes),
+      jnp.float32,
+      axes=('embed', 'vocab'),
+    )
+
+  def location(self, phi: jax.Array, kernel: jax.Array) -> jax.Array:
+    """W^T phi + b, float32 [B, Kp]."""
+    start = nn.initializers.constant(self.initial_bias * self.temperature.tau_0)
+    bias = partitioning.param_with_axes('bias', start, (self.padded_classes,), jnp.float32, axes=('vocab',))
+    location = matmul(phi, kernel, self.dtype) + bias
+    return partitioning.with_sharding_constraint(location, ('batch', 'vocab'))
+
+  def gaussian(self, location: jax.Array, covariance: LowRank | None, projection) -> GaussianLogits:
+    return GaussianLogits(
+      location, covariance, projection, self.temperature(), num_classes=self.num_classes, link=self.link
+    )
+
+
+class Det(Classifier):
+  """The deterministic classifier, link(W^T phi + b over tau) (eq. 1); with a learned temperature in table 8."""
+
+  @nn.compact
+  def __call__(self, phi: jax.Array) -> GaussianLogits:
+    """phi [B, D] -> logits without noise."""
+    self.check()
+    return self.gaussian(self.location(phi, self.kernel(phi)), None, None)
+
+
+class Heteroscedastic(Classifier):
+  """What the heteroscedastic heads share: how Sigma(x) is parametrised (`LowRankCovariance`).
+
+  Attributes:
+    num_factors: R >= 1; 50 in the paper.
+    parametrization: 'efficient' or 'full'.
+    remainder: 'rank_one' or 'diag'.
+    factor_bias: whether J has a bias, as in the reference implementation.
+  """
+
+  num_factors: int = 50
+  parametrization: str = 'efficient'
+  remainder: str = 'rank_one'
+  factor_bias: bool = False
+
+  def extra_params(self, pre_logits_dim: int) -> int:
+    noise_dim = self.unpadded_noise_dim(pre_logits_dim)
+    covariance = self.make_covariance(noise_dim, 'noise', parent=None)
+    return covariance.num_params(pre_logits_dim, noise_dim) + self.temperature.num_params()
+
+  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
+    """Q."""
+    raise NotImplementedError
+
+  def make_covariance(self, noise_dim: int, noise_axis: str, **kwargs) -> LowRankCovariance:
+    return LowRankCovariance(
+      noise_dim,
+      noise_axis,
+      num_factors=self.num_factors,
+      parametrization=self.parametrization,
+      remainder=self.remainder,
+      factor_bias=self.factor_bias,
+      dtype=self.dtype,
+      **kwargs,
+    )
+
+  def check(self) -> None:
+    super().check()
+    self.make_covariance(1, 'noise', parent=None).check()
+
+
+class Het(Heteroscedastic):
+  """HET (Collier et al. 2021; eq. 2, 4, 18): noise in logit space, Q = K."""
+
+  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
+    return self.num_classes
+
+  @nn.compact
+  def __call__(self, phi: jax.Array) -> GaussianLogits:
+    """phi [B, D] -> logits W^T phi + b + z F(x)."""
+    self.check()
+    location = self.location(phi, self.kernel(phi))
+    covariance, mean = self.make_covariance(self.padded_classes, 'vocab', name='covariance')(phi)
+    return self.gaussian(_shift(location, mean, None), covariance, None)
+
+
+class HetH(Heteroscedastic):
+  """HET-H (eq. 9): noise in R^H, spread over the classes by a fixed hash.
+
+  Attributes:
+    num_buckets: H; None is D, which gives it the parameters of HET-XL (section 6.1).
+    hash_seed: seed of the hash.
+  """
+
+  num_buckets: int | None = None
+  hash_seed: int = 0
+
+  def check(self) -> None:
+    super().check()
+    if self.num_buckets is not None and self.num_buckets < 1:
+      raise ValueError(f'HetH.num_buckets={self.num_buckets} must be at least 1, or None for D')
+
+  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
+    return pre_logits_dim if self.num_buckets is None else self.num_buckets
+
+  @nn.compact
+  def __call__(self, phi: jax.Array) -> GaussianLogits:
+    """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
+    self.check()
+    location = self.location(phi, self.kernel(phi))
+    noise_dim = self.unpadded_noise_dim(phi.shape[-1])
+    covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
+    projection = Hashed(jnp.asarray(class_buckets(self.padded_classes, noise_dim, self.hash_seed)))
+    return self.gaussian(_shift(location, mean, projection), covariance, projection)
+
+
+class HetXL(Heteroscedastic):
+  """HET-XL (eq. 5): noise in the pre-logits, mapped to the classes by W itself.
+
+  Attributes:
+    noise_dim: None shares W (Q = D). A number M gives the noise a W' [M, K] of its own (eq. 14; Q = M).
+    get_logits: another map phi [N, D] -> logits [N, K] in place of W^T phi + b (section 3.1), a linen module or a function;
+      the head then has only the parameters of the covariance and the temperature, and `class_multiple` and `initial_bias` do
+      not apply.
+  """
+
+  noise_dim: int | None = None
+  get_logits: Callable[[jax.Array], jax.Array] | nn.Module | None = None
+
+  def check(self) -> None:
+    super().check()
+    if self.noise_dim is not None and self.noise_dim < 1:
+      raise ValueError(f'HetXL.noise_dim={self.noise_dim} must be at least 1, or None to share W')
+    if self.noise_dim is not None and self.get_logits is not None:
+      raise ValueError('HetXL.noise_dim and HetXL.get_logits exclude each other: an opaque get_logits takes phi + noise')
+
+  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
+    return pre_logits_dim if self.noise_dim is None else self.noise_dim
+
+  def num_params(self, pre_logits_dim: int) -> int:
+    if self.get_logits is None:
+      return super().num_params(pre_logits_dim)
+    return self.extra_params(pre_logits_dim)
+
+  def extra_params(self, pre_logits_dim: int) -> int:
+    own_kernel = 0 if self.noise_dim is None else self.noise_dim * self.num_classes
+    return super().extra_params(pre_logits_dim) + own_kernel
+
+  @nn.compact
+  def __call__(self, phi: jax.Array) -> GaussianLogits:
+    """phi [B, D] -> logits W^T (phi + z F(x)) + b."""
+    self.check()
+    noise_dim = self.unpadded_noise_dim(phi.shape[-1])
+    covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
+    if self.get_logits is not None:
+      phi = phi.astype(covariance.diag.dtype)
+      return self._opaque(phi if mean is None else phi + mean, covariance)
+    kernel = self.kernel(phi)
+    location = self.location(phi, kernel)
+    if self.noise_dim is not None:
+      kernel = partitioning.param_with_axes(
+        'noise_kernel',
+        nn.initializers.lecun_normal(),
+        (noise_dim, self.padded_classes),
+        jnp.float32,
+        axes=('noise', 'vocab'),
+      )
+    projection = Linear(kernel.astype(self.dtype))
+    return self.gaussian(_shift(location, mean, projection), covariance, projection)
+
+  def _opaque(self, phi, covariance):
+    location = self.get_logits(phi)
+    if location.shape != (phi.shape[0], self.num_classes):
+      raise ValueError(
+        f'HetXL.get_logits returned shape {location.shape} for pre-logits {phi.shape}; num_classes={self.num_classes} asks '
+        f'for {(phi.shape[0], self.num_classes)}'
+      )
+    if isinstance(self.get_logits, nn.Module):
+      module, params = self.get_logits.unbind()
+      projection = Opaque(phi, params, module.apply)
+    else:
+      get_logits, params = jax.closure_convert(self.get_logits, phi)
+      projection = Opaque(phi, params, lambda params, phi: get_logits(phi, *params))
+    return self.gaussian(location.astype(phi.dtype), covariance, projection)
+
+
+def _shift(location: jax.Array, mean: jax.Array | None, projection: Linear | Hashed | None) -> jax.Array:
+  """The location with the mean of the noise in it, so that the noise itself has none."""
+  if mean is None:
+    return location
+  return location + apply_projection(projection, mean[:, None])[:, 0]

@@ -1,0 +1,82 @@
+"""phi -> the low-rank noise of a heteroscedastic head (section 2.2, appendix L)."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import partitioning
+
+from het_plugin.heads.linear import affine
+from het_plugin.integrate import REMAINDERS, LowRank
+
+PARAMETRIZATIONS = ('efficient', 'full')
+MIN_DIAG = 1e-3  # keeps d(x) off zero, as the reference implementation does
+
+
+class LowRankCovariance(nn.Module):
+  """Parametrises eps in R^Q by v(x), J and d(x), or by a V(x) whose every entry depends on x.
+
+  efficient: V(x) = J o (1_R v(x)^T), v(x) = K_2^T phi + b_2:  2 (D + 1) Q + R Q parameters with those of d(x).
+  full:      V(x) = C phi + c:                                 (R + 1) (D + 1) Q parameters.
+  d(x) = softplus(K_1^T phi + b_1) + 1e-3 in both.
+
+  Attributes:
+    noise_dim: Q.
+    noise_axis: logical axis of the Q-sized dimension: 'vocab' where Q = K, else 'noise'.
+    num_factors: R >= 1.
+    parametrization: 'efficient' or 'full'.
+    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18), 'diag' adds diag(d(x)^2) (eq. 17, with d the standard deviation).
+    factor_bias: gives J a bias b as the reference implementation does: the noise then has the mean b o v(x), which belongs to
+      the location. Only for 'efficient'.
+    dtype: compute type of the matrix products; results are float32.
+  """
+
+  noise_dim: int
+  noise_axis: str
+  num_factors: int = 50
+  parametrization: str = 'efficient'
+  remainder: str = 'rank_one'
+  factor_bias: bool = False
+  dtype: jnp.dtype = jnp.float32
+
+  def check(self) -> None:
+    """Raises ValueError naming the attribute that is wrong."""
+    if self.num_factors < 1:
+      raise ValueError(f'num_factors={self.num_factors} must be at least 1')
+    if self.noise_dim < 1:
+      raise ValueError(f'the noise dimension {self.noise_dim} must be at least 1')
+    if self.parametrization not in PARAMETRIZATIONS:
+      raise ValueError(
+        f'parametrization={self.parametrization!r} is unknown: choose one of {", ".join(PARAMETRIZATIONS)}'
+      )
+    if self.remainder not in REMAINDERS:
+      raise ValueError(f'remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}')
+    if self.factor_bias and self.parametrization == 'full':
+      raise ValueError("factor_bias=True needs parametrization='efficient': the full V(x) has a bias of its own")
+
+  def num_params(self, pre_logits_dim: int, noise_dim: int) -> int:
+    """Parameters for a noise space of `noise_dim` (given apart, for `self.noise_dim` may be padded)."""
+    per_dim = {
+      'efficient': 2 * (pre_logits_dim + 1) + self.num_factors + self.factor_bias,
+      'full': (self.num_factors + 1) * (pre_logits_dim + 1),
+    }
+    return per_dim[self.parametrization] * noise_dim
+
+  @nn.compact
+  def __call__(self, phi: jax.Array) -> tuple[LowRank, jax.Array | None]:
+    """Maps phi [B, D] to the noise and, with `factor_bias`, its mean b o v(x) [B, Q] float32."""
+    self.check()
+    dim, axis, factors = self.noise_dim, self.noise_axis, self.num_factors
+    diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype)  # [B, Q]
+    diag = jax.nn.softplus(diag) + MIN_DIAG
+    if self.parametrization == 'full':
+      loading = affine(self, 'V', phi, (factors, dim), ('factors', axis), self.dtype)  # [B, R, Q]
+      return LowRank(None, loading, diag, self.remainder), None
+    scale = affine(self, 'v', phi, (dim,), (axis,), self.dtype)  # [B, Q]
+    loading = partitioning.param_with_axes(
+      'J', nn.initializers.lecun_normal(), (factors, dim), jnp.float32, axes=('factors', axis)
+    )
+    mean = None
+    if self.factor_bias:
+      bias = partitioning.param_with_axes('J_bias', nn.initializers.zeros, (dim,), jnp.float32, axes=(axis,))
+      mean = bias * scale  # [B, Q]
+    return LowRank(scale, loading, diag, self.remainder), mean

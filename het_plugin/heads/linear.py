@@ -1,0 +1,42 @@
+"""Affine maps of the pre-logits with t5x's logical axes."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import partitioning
+
+
+def affine(
+  module: nn.Module,
+  name: str,
+  phi: jax.Array,
+  features: tuple[int, ...],
+  axes: tuple[str, ...],
+  dtype: jnp.dtype,
+) -> jax.Array:
+  """phi [B, D] -> phi W + b, float32 [B, *features], with parameters `{name}_kernel` and `{name}_bias` of `module`."""
+  pre_logits_dim = phi.shape[-1]
+
+  def kernel_init(key, shape, dtype):  # fan-in D whatever the rank of `features`
+    flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
+    return flat.reshape(shape)
+
+  kernel = partitioning.param_with_axes(
+    f'{name}_kernel', kernel_init, (pre_logits_dim, *features), jnp.float32, axes=('embed', *axes), module=module
+  )
+  bias = partitioning.param_with_axes(
+    f'{name}_bias', nn.initializers.zeros, features, jnp.float32, axes=axes, module=module
+  )
+  return matmul(phi, kernel, dtype) + bias
+
+
+def matmul(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """x [B, D] times kernel [D, ...] with operands in `dtype`, accumulated and returned in float32 (or wider)."""
+  return jax.lax.dot_general(
+    x.astype(dtype),
+    kernel.astype(dtype),
+    (((x.ndim - 1,), (0,)), ((), ())),
+    preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+  )

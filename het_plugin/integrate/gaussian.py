@@ -1,0 +1,169 @@
+"""The value type that heads produce and everything else consumes: a Gaussian over logits.
+
+    logits = location + projection(eps),    eps = z F(x) in R^Q,    z ~ N(0, I)
+
+`F(x)` is kept in the structured form in which the heads parametrise it (`LowRank`), and the map from the noise space R^Q to
+the K classes is one of a few explicit projections. With Q = K there is none (HET); HET-H indexes by a hash (`Hashed`); HET-XL
+multiplies by W (`Linear`) or calls somebody's `get_logits` (`Opaque`).
+
+B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp is K rounded up so that a mesh divides it;
+the padded classes have no probability.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+LINKS = ('softmax', 'sigmoid')
+REMAINDERS = ('rank_one', 'diag')
+
+
+@struct.dataclass
+class LowRank:
+  """Low-rank noise eps = z F(x): covariance V(x)^T V(x) plus a remainder made of d(x).
+
+  Attributes:
+    scale: v(x) [B, Q], or None where `loading` depends on the input itself.
+    loading: J [R, Q] with V(x) = J o (1_R v(x)^T), the parameter-efficient form (section 2.2); or V(x) [B, R, Q] where
+      `scale` is None, the full form (eq. 4).
+    diag: d(x) [B, Q], positive.
+    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal a sample), 'diag' adds diag(d(x)^2) (Q normals a sample).
+  """
+
+  scale: jax.Array | None
+  loading: jax.Array
+  diag: jax.Array
+  remainder: str = struct.field(pytree_node=False, default='rank_one')
+
+  @property
+  def num_factors(self) -> int:
+    return self.loading.shape[-2]
+
+  @property
+  def num_normals(self) -> int:
+    """Standard normals that one sample takes: R + 1, or R + Q with remainder 'diag'."""
+    return self.num_factors + (1 if self.remainder == 'rank_one' else self.diag.shape[-1])
+
+  def noise(self, z: jax.Array) -> jax.Array:
+    """Maps standard normals [B, S, num_normals] to noise samples [B, S, Q]."""
+    z_factors, z_diag = z[..., : self.num_factors], z[..., self.num_factors :]
+    if self.scale is None:
+      low_rank = jnp.einsum('bsr,brq->bsq', z_factors, self.loading)
+    else:
+      low_rank = jnp.einsum('bsr,rq->bsq', z_factors, self.loading) * self.scale[:, None]
+    return low_rank + z_diag * self.diag[:, None]  # [B, S, Q]
+
+  def scaled(self, factor: jax.Array) -> 'LowRank':
+    """The noise `factor * eps`, at the cost of [B, Q]."""
+    if self.scale is None:
+      return self.replace(loading=self.loading * factor, diag=self.diag * factor)
+    return self.replace(scale=self.scale * factor, diag=self.diag * factor)
+
+  def dense_loading(self) -> jax.Array:
+    """V(x) as an array [B, R, Q]."""
+    return self.loading if self.scale is None else self.loading * self.scale[:, None]
+
+
+@struct.dataclass
+class Linear:
+  """logits = location + eps W, with W [Q, Kp]: HET-XL (eq. 5), or W' of eq. 14."""
+
+  kernel: jax.Array
+
+
+@struct.dataclass
+class Hashed:
+  """logits_k = location_k + eps[h(k)], with h int32 [Kp] into the Q = H buckets: HET-H (eq. 9)."""
+
+  buckets: jax.Array
+
+
+@struct.dataclass
+class Opaque:
+  """logits = get_logits(params, phi + eps), somebody else's map from pre-logits [N, D] to logits [N, K] (section 3.1)."""
+
+  phi: jax.Array  # [B, D]
+  params: Any
+  get_logits: Callable[[Any, jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+
+Projection = Linear | Hashed | Opaque | None
+
+
+@struct.dataclass
+class GaussianLogits:
+  """Gaussian logits of a batch.
+
+  Attributes:
+    location: [B, Kp] float32, W^T phi + b.
+    covariance: the noise, or None for a deterministic classifier.
+    projection: the map from the noise space to the classes; None is the identity (Q = Kp).
+    temperature: tau, a float32 scalar: probabilities are link(logits / tau).
+    num_classes: K <= Kp; classes from K on are padding.
+    link: 'softmax' or 'sigmoid'.
+  """
+
+  location: jax.Array
+  covariance: LowRank | None
+  projection: Projection
+  temperature: jax.Array
+  num_classes: int = struct.field(pytree_node=False)
+  link: str = struct.field(pytree_node=False, default='softmax')
+
+  def factors(self) -> jax.Array:
+    """All factors in logit space, [B, R + 1, Kp]: logits ~ location + z @ factors, z ~ N(0, I_{R+1}).
+
+    Raises:
+      ValueError: for a deterministic or opaque classifier, or remainder 'diag', which have no such form.
+    """
+    if self.covariance is None or isinstance(self.projection, Opaque) or self.covariance.remainder == 'diag':
+      raise ValueError(
+        'factors() needs a covariance with remainder="rank_one" and a known projection; got '
+        f'covariance={self.covariance is not None}, projection={type(self.projection).__name__}'
+      )
+    projected = project(self.covariance, self.projection)
+    return jnp.concatenate([projected.dense_loading(), projected.diag[:, None]], axis=1)
+
+
+def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:
+  """The same noise with its factors already in logit space (Q = Kp): the first half of project-then-sample."""
+  match projection:
+    case None:
+      return covariance
+    case Hashed(buckets):
+      pick = lambda x: None if x is None else x[..., buckets]
+      return covariance.replace(
+        scale=pick(covariance.scale), loading=pick(covariance.loading), diag=pick(covariance.diag)
+      )
+    case Linear(kernel):
+      loading = _matmul(covariance.dense_loading(), kernel)  # [B, R, Kp]
+      return covariance.replace(scale=None, loading=loading, diag=_matmul(covariance.diag, kernel))
+  raise TypeError(f'no logit-space factors for projection {type(projection).__name__}')
+
+
+def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """x [..., Q] @ kernel [Q, K] in the kernel's compute type, accumulated in float32 (or wider)."""
+  return jnp.matmul(
+    x.astype(kernel.dtype), kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
+  )
+
+
+def apply_projection(projection: Linear | Hashed | None, eps: jax.Array) -> jax.Array:
+  """Noise samples [B, S, Q] to logit space [B, S, Kp]: the second half of sample-then-project."""
+  match projection:
+    case None:
+      return eps
+    case Hashed(buckets):
+      return eps[..., buckets]
+    case Linear(kernel):
+      return _matmul(eps, kernel)
+  raise TypeError(f'no linear map for projection {type(projection).__name__}')
+
+
+def check_link(link: str) -> None:
+  if link not in LINKS:
+    raise ValueError(f'link={link!r} is unknown: choose one of {", ".join(LINKS)}')
+

@@ -1,0 +1,266 @@
+"""E[link(logits / tau)] of Gaussian logits by Monte Carlo: log-likelihoods for training, log-probabilities for evaluation."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import core
+from flax.linen import partitioning as flax_partitioning
+
+from het_plugin.integrate import samplers, streaming
+from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Linear, Opaque, project
+
+ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
+
+
+@dataclasses.dataclass(frozen=True)
+class Integrator:
+  """Monte Carlo estimator of the heteroscedastic predictive distribution (eq. 2 and 5, last line of appendix A.1).
+
+  Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic logits (no covariance) take
+  the closed form whatever `num_samples` says.
+
+  Attributes:
+    num_samples: S >= 1.
+    order: 'sample_then_project' applies the projection to every noise sample; 'project_then_sample' applies it to the R + 1
+      factors first and samples in logit space; 'auto' takes the one with fewer floating point operations (`pick_order`). The
+      same draws give the same values either way.
+    chunk_size: samples whose logits exist at one time; None derives it from `chunk_bytes`.
+    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, over all devices, in bytes.
+    class_shards: tiles into which the classes are cut so that shards never talk inside the sample loop; None takes the number
+      of shards that the active mesh and logical axis rules give the axis 'vocab' (1 outside a mesh).
+  """
+
+  num_samples: int = 1000
+  order: str = 'auto'
+  chunk_size: int | None = None
+  chunk_bytes: int = 2**26
+  class_shards: int | None = None
+  sampler: samplers.Sampler = samplers.iid
+
+  def __post_init__(self):
+    if self.num_samples < 1:
+      raise ValueError(f'Integrator.num_samples={self.num_samples} must be at least 1')
+    if self.order not in ORDERS:
+      raise ValueError(f'Integrator.order={self.order!r} is unknown: choose one of {", ".join(ORDERS)}')
+    if self.chunk_size is not None and self.chunk_size < 1:
+      raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
+    if self.chunk_bytes < 1:
+      raise ValueError(f'Integrator.chunk_bytes={self.chunk_bytes} must be at least 1')
+
+  def nll(self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array) -> jax.Array:
+    """Negative log-likelihood of each example.
+
+    Args:
+      logits: of B examples.
+      labels: int32 [B, L] class ids, negative entries are padding. Softmax: the mean of -log p over an example's labels (one
+        label: the cross-entropy). Sigmoid: the binary cross-entropies summed over all classes, listed ones being on.
+      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); ignored where the logits are deterministic.
+
+    Returns:
+      float32 [B]; an example without any label gets 0 under softmax.
+    """
+    if logits.link == 'softmax':
+      listed = labels >= 0
+      log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
+      return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+    on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
+    log_q = self._log_sigmoid(logits, jnp.where(on, 1.0, -1.0), keys)
+    return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
+
+  def log_prob(self, logits: GaussianLogits, keys: jax.Array) -> jax.Array:
+    """log p(k | x) of every class: float32 [B, Kp], with padded classes at about -1e30.
+
+    Softmax: the classes' probabilities sum to one. Sigmoid: log p(y_k = 1 | x), class by class.
+    """
+    if logits.link == 'softmax':
+      if logits.covariance is None:
+        log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
+      else:
+        log_p = _untile(streaming.log_softmax(*self._streams(logits, keys)))
+    else:
+      log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
+    return jnp.where(_valid(logits), log_p, streaming.PADDED)
+
+  def _log_softmax_at(self, logits, labels, keys):
+    if logits.covariance is None:
+      log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
+      return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
+    return streaming.log_softmax_at(*self._streams(logits, keys), labels)
+
+  def _log_sigmoid(self, logits, sign, keys):
+    if logits.covariance is None:
+      return jax.nn.log_sigmoid(sign * _deterministic(logits))
+    plan, tiles, const = self._streams(logits, keys)
+    return _untile(streaming.log_sigmoid(plan, tiles, const, _tile(sign, const.valid.shape[0])))
+
+  def _streams(self, logits, keys):
+    """The arguments of the streamed estimators: plan, tiles, constants."""
+    num_tiles = self._num_tiles(logits)
+    order = self._order(logits)
+    plan = streaming.Plan(self.num_samples, self._chunk(logits), self.sampler)
+    tiles, buckets = _make_tiles(logits, order, num_tiles)
+    valid = _valid(logits).reshape(num_tiles, -1)
+    return plan, tiles, streaming.Constants(keys, valid, buckets)
+
+  def _order(self, logits):
+    if self.order == 'auto':
+      return pick_order(logits, self.num_samples)
+    if self.order == 'project_then_sample' and not can_project_first(logits):
+      raise ValueError(
+        "Integrator.order='project_then_sample' needs remainder='rank_one' and a known projection; got "
+        f'remainder={logits.covariance.remainder!r}, projection={type(logits.projection).__name__}: '
+        "use 'sample_then_project' or 'auto'"
+      )
+    return self.order
+
+  def _chunk(self, logits):
+    if self.chunk_size is None:
+      limit = max(1, self.chunk_bytes // (logits.location.size * logits.location.dtype.itemsize))
+    else:
+      limit = self.chunk_size
+    num_chunks = math.ceil(self.num_samples / limit)
+    return math.ceil(self.num_samples / num_chunks)  # chunks of nearly one size: less of the last one is thrown away
+
+  def _num_tiles(self, logits):
+    if isinstance(logits.projection, Opaque):
+      return 1  # nothing is known of how its classes are laid out
+    num_tiles = num_class_shards() if self.class_shards is None else self.class_shards
+    num_classes = logits.location.shape[-1]
+    if num_classes % num_tiles:
+      raise ValueError(
+        f'{num_classes} (padded) classes do not divide into {num_tiles} shards of the model axis: set the head\'s '
+        f'class_multiple to a multiple of {num_tiles}'
+      )
+    return num_tiles
+
+
+def can_project_first(logits: GaussianLogits) -> bool:
+  """Whether the factors have a form in logit space: not where get_logits is opaque or the remainder fills the noise space."""
+  if logits.projection is None:
+    return True
+  return not isinstance(logits.projection, Opaque) and logits.covariance.remainder == 'rank_one'
+
+
+def pick_order(logits: GaussianLogits, num_samples: int) -> str:
+  """The evaluation order with fewer multiply-adds an example.
+
+  With the linear projection (HET-XL), S samples, R factors, Q noise dimensions and K classes:
+
+      sample then project   S (R + 1) Q + S Q K
+      project then sample   (R + 1) Q K + S (R + 1) K
+
+  Only the first is open where `can_project_first` is not. Without a projection (HET) the two are the same computation. For a hash (HET-H) projecting indexes the factors once instead of every sample,
+  but then samples in K instead of H dimensions.
+  """
+  covariance, projection = logits.covariance, logits.projection
+  if not can_project_first(logits):
+    return 'sample_then_project'
+  factors = covariance.num_factors + 1
+  classes = logits.location.shape[-1]
+  noise_dim = covariance.diag.shape[-1]
+  match projection:
+    case Linear():
+      sample_first = num_samples * (factors * noise_dim + noise_dim * classes)
+      project_first = factors * noise_dim * classes + num_samples * factors * classes
+    case Hashed():
+      sample_first = num_samples * (factors * noise_dim + HASH_COST * classes)
+      project_first = num_samples * factors * classes
+    case None:
+      return 'project_then_sample'
+  return 'sample_then_project' if sample_first < project_first else 'project_then_sample'
+
+
+HASH_COST = 16  # multiply-adds in whose time one indexed element is moved there and back
+
+
+def num_class_shards() -> int:
+  """Shards of the logical axis 'vocab' under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside one."""
+  mesh = core.meta.get_global_mesh()
+  if mesh is None or not flax_partitioning.get_axis_rules():
+    return 1
+  (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',)) or (None,)
+  names = axis if isinstance(axis, tuple) else (axis,)
+  return math.prod(mesh.shape[name] for name in names if name is not None)
+
+
+def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:
+  """bool [B, num_classes] from int32 [B, L] class ids padded with negative entries."""
+  return (labels[:, :, None] == jnp.arange(num_classes)).any(axis=1)
+
+
+def _deterministic(logits):
+  return jnp.where(_valid(logits), logits.location / logits.temperature, streaming.PADDED)
+
+
+def _valid(logits):
+  return jnp.arange(logits.location.shape[-1]) < logits.num_classes
+
+
+def _tile(x, num_tiles):
+  """[..., Kp] to [M, ..., k], sharded by tile."""
+  x = jnp.moveaxis(x.reshape(*x.shape[:-1], num_tiles, -1), -2, 0)
+  return _on_its_shard(x)
+
+
+def _untile(x):
+  """[M, B, k] to [B, Kp]."""
+  x = jnp.moveaxis(x, 0, -2)
+  return x.reshape(*x.shape[:-2], -1)
+
+
+def _on_every_shard(x, num_tiles):
+  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the loop is over."""
+  return None if x is None else _on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
+
+
+def _on_its_shard(x):
+  """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
+  if num_class_shards() == 1:
+    return x
+  (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',))
+  spec = jax.sharding.PartitionSpec(axis, *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _make_tiles(logits, order, num_tiles):
+  """Splits the classes into tiles and folds 1 / tau in, outside the loops, so that neither costs anything a sample."""
+  inverse = 1.0 / logits.temperature
+  if isinstance(logits.projection, Opaque):
+    opaque = logits.projection
+    scaled = opaque.replace(
+      params=(opaque.params, inverse),
+      get_logits=_TemperedLogits(opaque.get_logits),
+    )
+    lead = lambda tree: jax.tree.map(lambda x: x[None], tree)
+    return streaming.Tiles(None, lead(logits.covariance), lead(scaled)), None
+
+  covariance, projection = logits.covariance.scaled(inverse), logits.projection
+  if order == 'project_then_sample':
+    covariance, projection = project(covariance, projection), None
+  split = lambda x: None if x is None else _tile(x, num_tiles)
+  spread = lambda x: _on_every_shard(x, num_tiles)
+  place = split if projection is None else spread  # the noise space is the logits, or is shared by all classes
+  covariance = covariance.replace(
+    scale=place(covariance.scale), loading=place(covariance.loading), diag=place(covariance.diag)
+  )
+  location = split(logits.location * inverse)
+  match projection:
+    case None:
+      return streaming.Tiles(location, covariance, None), None
+    case Linear(kernel):
+      return streaming.Tiles(location, covariance, Linear(split(kernel))), None
+    case Hashed(buckets):
+      return streaming.Tiles(location, covariance, None), split(buckets)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TemperedLogits:
+  """get_logits(phi) / tau with the inverse temperature as one more parameter."""
+
+  get_logits: object
+
+  def __call__(self, params, phi):
+    params, inverse = params
+    return self.get_logits(params, phi) * inverse

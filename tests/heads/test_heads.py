@@ -1,0 +1,268 @@
+"""The heads: parameter counts, the paper's equations, padding, temperature, logical axes, errors."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+
+from het_plugin.heads import (
+  Det,
+  FixedTemperature,
+  Het,
+  HetH,
+  HetXL,
+  LearnedTemperature,
+  class_buckets,
+)
+from het_plugin.integrate import Integrator, example_keys, iid
+
+B, D, K, R, H, M, S = 3, 6, 13, 4, 5, 7, 9
+HEADS = {
+  'det': Det(K, class_multiple=8),
+  'het': Het(K, num_factors=R, class_multiple=8),
+  'het_h': HetH(K, num_factors=R, num_buckets=H, class_multiple=8),
+  'het_xl': HetXL(K, num_factors=R, class_multiple=8),
+  'het_xl_own': HetXL(K, num_factors=R, noise_dim=M, class_multiple=8),
+}
+PHI = jax.random.normal(jax.random.key(0), (B, D))
+
+
+def size(tree):
+  return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def init(head, phi=PHI, seed=1):
+  """Parameters with every bias away from zero, so that none of them can be forgotten."""
+  params = head.init(jax.random.key(seed), phi)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+  return tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+
+@pytest.mark.parametrize('factor_bias', [False, True])
+@pytest.mark.parametrize('learned', [False, True])
+def test_parameter_counts_are_the_papers(factor_bias, learned):
+  temperature = LearnedTemperature() if learned else FixedTemperature()
+  bias = factor_bias
+  expected = {
+    'het': 2 * (D + 1) * K + R * K + bias * K,
+    'het_h': 2 * (D + 1) * H + R * H + bias * H,
+    'het_xl': 2 * D * (D + 1) + R * D + bias * D,
+    'het_xl_own': 2 * (D + 1) * M + R * M + bias * M + M * K,
+  }
+  det = HEADS['det'].clone(temperature=temperature, class_multiple=1)
+  assert det.extra_params(D) == learned
+  assert size(det.init(jax.random.key(0), PHI)['params']) == det.num_params(D) == (D + 1) * K + learned
+  for name, extra in expected.items():
+    head = HEADS[name].clone(temperature=temperature, class_multiple=1, factor_bias=factor_bias)
+    assert head.extra_params(D) == extra + learned, name
+    assert size(head.init(jax.random.key(0), PHI)['params']) == head.num_params(D), name
+
+
+def test_full_covariance_count():
+  head = HetXL(K, num_factors=R, parametrization='full', class_multiple=1)
+  assert size(head.init(jax.random.key(0), PHI)['params']) == head.num_params(D)
+  assert head.extra_params(D) == (R + 1) * (D + 1) * D
+
+
+def test_het_xl_of_the_paper_adds_what_table_3_says():
+  """ResNet152x1 on ImageNet-21k: 102.9M -> 111.4M with HET-XL, -> 193.5M with HET (with the reference's factor bias)."""
+  classes, dim = 21_843, 2048
+  assert round(HetXL(classes, factor_bias=True).extra_params(dim) / 1e6, 1) == 8.5
+  assert round((102.9e6 + Het(classes, factor_bias=True).extra_params(dim)) / 1e6, 1) == 193.5
+
+
+def numpy_forward(name, params, z, factor_bias):
+  """Logits [B, S, K] in float64 from the equations, one example at a time."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  phi, z = np.asarray(PHI, np.float64), np.asarray(z, np.float64)
+  c = p['covariance']
+  v = phi @ c['v_kernel'] + c['v_bias']
+  d = np.log1p(np.exp(phi @ c['d_kernel'] + c['d_bias'])) + 1e-3
+  loading = c['J']
+  logits = []
+  for b in range(B):
+    low_rank = z[b, :, :R] @ loading + (c['J_bias'] if factor_bias else 0.0)
+    eps = v[b] * low_rank + d[b] * z[b, :, R:]  # [S, Q]
+    if name == 'het_xl':
+      logits.append((phi[b] + eps) @ p['kernel'] + p['bias'])
+    elif name == 'het_xl_own':
+      logits.append(phi[b] @ p['kernel'] + p['bias'] + eps @ p['noise_kernel'])
+    elif name == 'het_h':
+      logits.append(phi[b] @ p['kernel'] + p['bias'] + eps[:, class_buckets(16, H)])
+    else:
+      logits.append(phi[b] @ p['kernel'] + p['bias'] + eps)
+  return np.stack(logits)[:, :, :K]
+
+
+@pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl', 'het_xl_own'])
+@pytest.mark.parametrize('factor_bias', [False, True])
+def test_heads_follow_their_equations(name, factor_bias):
+  head = HEADS[name].clone(factor_bias=factor_bias, temperature=FixedTemperature(0.6))
+  params = init(head)
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+  logits = numpy_forward(name, params, iid(keys, jnp.arange(S), R + 1), factor_bias) / 0.6
+  log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  expected = np.log(np.exp(log_p).mean(axis=1))
+  for order in ('sample_then_project', 'project_then_sample'):
+    got = Integrator(num_samples=S, order=order).log_prob(head.apply({'params': params}, PHI), keys)
+    np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize('name', HEADS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_padding_gets_no_gradient_and_every_real_parameter_does(name, link):
+  head = HEADS[name].clone(link=link, temperature=LearnedTemperature())
+  params = init(head)
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+
+  def loss(params):
+    logits = head.apply({'params': params}, PHI)
+    return Integrator(num_samples=S).nll(logits, jnp.array([[0], [7], [12]]), keys).mean()
+
+  gradient = jax.grad(loss)(params)
+  for path, g in jax.tree_util.tree_leaves_with_path(gradient):
+    assert np.isfinite(g).all(), path
+    assert np.abs(g).max() > 0, path
+    if g.ndim and g.shape[-1] == 16:
+      np.testing.assert_array_equal(g[..., K:], 0.0)
+
+
+@pytest.mark.parametrize('name', HEADS)
+def test_result_does_not_depend_on_padding(name):
+  head = HEADS[name]
+  params = init(head)
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+  tight = head.clone(class_multiple=1)
+  cut = jax.tree.map(lambda x: x[..., :K] if x.ndim and x.shape[-1] == 16 else x, params)
+  integrator = Integrator(num_samples=S)
+  padded = integrator.log_prob(head.apply({'params': params}, PHI), keys)
+  np.testing.assert_allclose(
+    padded[:, :K], integrator.log_prob(tight.apply({'params': cut}, PHI), keys), rtol=1e-5, atol=1e-6
+  )
+
+
+def test_learned_temperature_follows_eq_16():
+  head = Det(K, temperature=LearnedTemperature())
+  params = head.init(jax.random.key(0), PHI)['params']
+  assert params['temperature']['t'] == 0.0
+  np.testing.assert_allclose(head.apply({'params': params}, PHI).temperature, 2.525, rtol=1e-6)
+  for tau_0 in (0.06, 1.25, 4.9):
+    head = Det(K, temperature=LearnedTemperature(initial_tau=tau_0))
+    params = head.init(jax.random.key(0), PHI)['params']
+    np.testing.assert_allclose(head.apply({'params': params}, PHI).temperature, tau_0, rtol=1e-5)
+  for t, bound in ((-40.0, 0.05), (40.0, 5.0)):
+    got = head.apply({'params': {**params, 'temperature': {'t': jnp.float32(t)}}}, PHI).temperature
+    np.testing.assert_allclose(got, bound, rtol=1e-6)
+
+
+def test_initial_bias_makes_the_first_loss_independent_of_tau():
+  """With sigmoid and -10 the loss of a wide multi-label head starts near 10 for its one label, whatever tau_0."""
+  labels = jnp.zeros((B, 1), jnp.int32)
+  keys = example_keys(jax.random.key(0), jnp.arange(B))
+  for tau_0 in (0.5, 2.525, 4.5):
+    head = Det(5000, link='sigmoid', initial_bias=-10.0, temperature=LearnedTemperature(initial_tau=tau_0))
+    params = head.init(jax.random.key(0), jnp.zeros_like(PHI))['params']
+    loss = Integrator().nll(head.apply({'params': params}, jnp.zeros_like(PHI)), labels, keys)
+    np.testing.assert_allclose(loss, 10 + 5000 * np.exp(-10), rtol=1e-2)
+
+
+def test_hash_is_fixed_and_even():
+  buckets = class_buckets(30_000, 128, seed=0)
+  np.testing.assert_array_equal(buckets[:5], class_buckets(5, 128, seed=0))
+  assert (buckets != class_buckets(30_000, 128, seed=1)).mean() > 0.9
+  counts = np.bincount(buckets, minlength=128)
+  assert counts.min() > 150 and counts.max() < 320  # 234 expected, standard deviation 15
+  np.testing.assert_array_equal(class_buckets(8, 5, seed=3), [splitmix64(k, 3) % 5 for k in range(8)])
+
+
+def splitmix64(k, seed):
+  """In Python's integers: the finaliser of splitmix64 at seed + 1 golden steps from k."""
+  x = (k + (seed + 1) * 0x9E3779B97F4A7C15) % 2**64
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+  x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+  return x ^ x >> 31
+
+
+class OwnLogits(nn.Module):
+  features: int
+
+  @nn.compact
+  def __call__(self, phi):
+    return nn.Dense(self.features)(jnp.tanh(phi))
+
+
+@pytest.mark.parametrize('factor_bias', [False, True])
+def test_opaque_get_logits_as_module_and_as_function(factor_bias):
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+  labels = jnp.array([[1], [2], [3]])
+  integrator = Integrator(num_samples=S, chunk_size=4)
+  head = HetXL(K, num_factors=R, get_logits=OwnLogits(K), factor_bias=factor_bias)
+  params = init(head)
+  assert set(params) == {'covariance', 'get_logits'}
+  assert head.extra_params(D) == size(params['covariance'])
+
+  def with_module(params):
+    return integrator.nll(head.apply({'params': params}, PHI), labels, keys).mean()
+
+  def with_function(params):
+    own = {'params': params['get_logits']}
+    head = HetXL(K, num_factors=R, get_logits=lambda x: OwnLogits(K).apply(own, x), factor_bias=factor_bias)
+    rest = {'params': {'covariance': params['covariance']}}
+    return integrator.nll(head.apply(rest, PHI), labels, keys).mean()
+
+  value, gradient = jax.jit(jax.value_and_grad(with_module))(params)
+  other, other_gradient = jax.jit(jax.value_and_grad(with_function))(params)
+  np.testing.assert_allclose(value, other, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, other_gradient)
+  assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+
+
+def test_every_parameter_carries_logical_axes():
+  for name, head in HEADS.items():
+    variables = head.clone(temperature=LearnedTemperature()).init(jax.random.key(0), PHI)
+    axes = partitioning.get_axis_names(variables['params_axes'])
+    assert jax.tree.structure(axes, is_leaf=lambda x: isinstance(x, tuple)).num_leaves == len(
+      jax.tree.leaves(variables['params'])
+    ), name
+    assert axes['kernel'] == jax.sharding.PartitionSpec('embed', 'vocab')
+  axes = partitioning.get_axis_names(HEADS['het'].init(jax.random.key(0), PHI)['params_axes'])
+  assert axes['covariance']['J'] == jax.sharding.PartitionSpec('factors', 'vocab')
+
+
+@pytest.mark.parametrize('name', HEADS)
+def test_bfloat16_products_give_float32_logits(name):
+  head = HEADS[name].clone(dtype=jnp.bfloat16)
+  params = init(head)
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+  got = Integrator(num_samples=S).log_prob(head.apply({'params': params}, PHI), keys)
+  exact = Integrator(num_samples=S).log_prob(HEADS[name].apply({'params': params}, PHI), keys)
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got[:, :K], exact[:, :K], atol=0.2)
+
+
+@pytest.mark.parametrize(
+  'head,words',
+  [
+    (Det(0), 'num_classes=0'),
+    (Det(K, link='probit'), "link='probit'"),
+    (Det(K, class_multiple=0), 'class_multiple=0'),
+    (Het(K, num_factors=0), 'num_factors=0'),
+    (Het(K, parametrization='dense'), 'efficient, full'),
+    (Het(K, remainder='none'), 'rank_one, diag'),
+    (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
+    (HetH(K, num_buckets=0), 'num_buckets=0'),
+    (HetXL(K, noise_dim=0), 'noise_dim=0'),
+    (HetXL(K, noise_dim=4, get_logits=len), 'exclude'),
+    (HetXL(K, get_logits=lambda phi: phi), 'get_logits returned'),
+    (Det(K, temperature=FixedTemperature(0.0)), 'tau=0.0'),
+    (Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)), 'tau_min=5.0 and tau_max=0.05'),
+    (Det(K, temperature=LearnedTemperature(initial_tau=6.0)), 'initial_tau=6.0'),
+  ],
+)
+def test_bad_settings_are_one_sentence(head, words):
+  with pytest.raises(ValueError, match=words) as error:
+    head.init(jax.random.key(0), PHI)
+  assert '\n' not in str(error.value)

@@ -1,0 +1,424 @@
+"""The streamed integrator against a materialised float64 reference: values, gradients, extremes, memory, sharding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+from jax.test_util import check_grads
+
+from het_plugin.integrate import (
+  GaussianLogits,
+  Hashed,
+  Integrator,
+  Linear,
+  LowRank,
+  Opaque,
+  example_keys,
+  iid,
+  pick_order,
+)
+from tests.integrate import reference
+
+B, D, K, KP, H, R, S = 3, 6, 13, 16, 5, 4, 11
+LABELS = [[2], [12], [0]]
+MULTI_LABELS = [[2, 7], [12], []]
+KINDS = ('identity', 'hash', 'linear')
+
+
+def pad(labels):
+  width = max(1, *(len(ids) for ids in labels))
+  return jnp.array([ids + [-1] * (width - len(ids)) for ids in labels], jnp.int32)
+
+
+def keys_of(num_examples=B, seed=3):
+  return example_keys(jax.random.key(seed), jnp.arange(num_examples))
+
+
+def make(kind, *, full=False, seed=0, dtype=jnp.float64, scale=1.0):
+  """Arrays {name: array} of a problem with padded classes."""
+  rng = np.random.default_rng(seed)
+  noise_dim = {'identity': KP, 'hash': H, 'linear': D}[kind]
+  arrays = {
+    'location': rng.normal(size=(B, KP)) * scale,
+    'loading': rng.normal(size=(B, R, noise_dim) if full else (R, noise_dim)),
+    'diag': rng.uniform(0.1, 1.0, size=(B, noise_dim)),
+    'tau': np.array(0.7),
+  }
+  if not full:
+    arrays['scale'] = rng.normal(size=(B, noise_dim))
+  if kind == 'linear':
+    arrays['kernel'] = rng.normal(size=(D, KP))
+  return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+
+
+BUCKETS = np.arange(KP) * 7 % H
+
+
+def gaussian(arrays, kind, remainder='rank_one', link='softmax'):
+  covariance = LowRank(arrays.get('scale'), arrays['loading'], arrays['diag'], remainder)
+  projection = {
+    'identity': None,
+    'hash': Hashed(jnp.asarray(BUCKETS)),
+    'linear': Linear(arrays['kernel']) if kind == 'linear' else None,
+  }[kind]
+  return GaussianLogits(arrays['location'], covariance, projection, arrays['tau'], num_classes=K, link=link)
+
+
+def reference_logits(arrays, kind, z):
+  covariance = (arrays.get('scale'), arrays['loading'], arrays['diag'])
+  logits = reference.sample_logits(z, arrays['location'], covariance, kind, BUCKETS, arrays.get('kernel'))
+  return logits[:, :, :K]
+
+
+def normals(arrays, remainder='rank_one', num_samples=S):
+  number = R + (1 if remainder == 'rank_one' else arrays['diag'].shape[-1])
+  return iid(keys_of(), jnp.arange(num_samples), number).astype(jnp.float64)
+
+
+def relative_error(tree, expected):
+  expected = jax.tree.map(np.asarray, expected)  # leaves jax before x64 is off again
+  difference = jax.tree.map(lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b), tree, expected)
+  size = jax.tree.map(np.linalg.norm, expected)
+  return max(jax.tree.leaves(jax.tree.map(lambda d, s: d / max(s, 1e-12), difference, size)))
+
+
+CASES = [
+  (kind, link, full, remainder)
+  for kind in KINDS
+  for link in ('softmax', 'sigmoid')
+  for full, remainder in ((False, 'rank_one'), (True, 'rank_one'), (False, 'diag'))
+]
+
+
+@pytest.mark.parametrize('kind,link,full,remainder', CASES)
+def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, remainder):
+  with jax.enable_x64(True):
+    arrays = make(kind, full=full)
+    z = normals(arrays, remainder)
+
+    def expected(arrays):
+      logits = reference_logits(arrays, kind, z)
+      return reference.nll(logits, arrays['tau'], link, LABELS) @ jnp.array([1.0, -2.0, 0.5])
+
+    def actual(arrays, order):
+      integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+      nll = integrator.nll(gaussian(arrays, kind, remainder, link), pad(LABELS), keys_of())
+      return nll @ jnp.array([1.0, -2.0, 0.5])
+
+    value, gradient = jax.value_and_grad(expected)(arrays)
+    orders = ['sample_then_project']
+    if remainder == 'rank_one' or kind == 'identity':
+      orders.append('project_then_sample')
+    for order in orders:
+      got, got_gradient = jax.jit(jax.value_and_grad(actual), static_argnums=1)(arrays, order)
+      np.testing.assert_allclose(got, value, rtol=1e-10)
+      assert relative_error(got_gradient, gradient) < 1e-9, order
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_float32_gradients_are_right_to_1e_6(kind, link):
+  with jax.enable_x64(True):
+    single = make(kind, scale=3.0, dtype=jnp.float32)
+    z = normals(single)
+
+    def expected(arrays):
+      return reference.nll(reference_logits(arrays, kind, z), arrays['tau'], link, LABELS).mean()
+
+    value, gradient = jax.value_and_grad(expected)(jax.tree.map(lambda x: x.astype(jnp.float64), single))
+
+  def actual(arrays):
+    integrator = Integrator(num_samples=S, chunk_size=4)
+    return integrator.nll(gaussian(arrays, kind, link=link), pad(LABELS), keys_of()).mean()
+
+  got, got_gradient = jax.jit(jax.value_and_grad(actual))(single)
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, value, rtol=1e-6)
+  assert relative_error(got_gradient, gradient) < 1e-6
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('class_shards', [1, 4])
+def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link, class_shards):
+  with jax.enable_x64(True):
+    arrays = make(kind)
+    z = normals(arrays)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(B, K)))
+
+    def expected(arrays):
+      log_p = reference.log_prob(reference_logits(arrays, kind, z), arrays['tau'], link)
+      return (weight * log_p).sum(), log_p
+
+    def actual(arrays):
+      integrator = Integrator(num_samples=S, chunk_size=4, class_shards=class_shards)
+      log_p = integrator.log_prob(gaussian(arrays, kind, link=link), keys_of())
+      return (weight * log_p[:, :K]).sum(), log_p
+
+    (_, log_p), gradient = jax.value_and_grad(expected, has_aux=True)(arrays)
+    (_, got), got_gradient = jax.jit(jax.value_and_grad(actual, has_aux=True))(arrays)
+    np.testing.assert_allclose(got[:, :K], log_p, rtol=1e-10)
+    assert (got[:, K:] <= -1e29).all()
+    assert relative_error(got_gradient, gradient) < 1e-9
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_nll_of_several_labels_and_of_none(link):
+  with jax.enable_x64(True):
+    arrays = make('linear')
+    expected = reference.nll(
+      reference_logits(arrays, 'linear', normals(arrays)), arrays['tau'], link, MULTI_LABELS
+    )
+    for class_shards in (1, 2):
+      integrator = Integrator(num_samples=S, class_shards=class_shards)
+      got = integrator.nll(gaussian(arrays, 'linear', link=link), pad(MULTI_LABELS), keys_of())
+      np.testing.assert_allclose(got, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize('chunk_size', [1, S, 5 * S])
+def test_chunk_size_changes_nothing(chunk_size):
+  with jax.enable_x64(True):
+    arrays = make('linear')
+
+    def loss(arrays, chunk_size):
+      integrator = Integrator(num_samples=S, chunk_size=chunk_size)
+      return integrator.nll(gaussian(arrays, 'linear'), pad(LABELS), keys_of()).sum()
+
+    value, gradient = jax.value_and_grad(loss)(arrays, 4)
+    got, got_gradient = jax.value_and_grad(loss)(arrays, chunk_size)
+    np.testing.assert_allclose(got, value, rtol=1e-12)
+    assert relative_error(got_gradient, gradient) < 1e-12
+
+
+def test_gradient_matches_finite_differences():
+  with jax.enable_x64(True):
+    arrays = make('linear')
+
+    def loss(arrays):
+      return Integrator(num_samples=S).nll(gaussian(arrays, 'linear'), pad(LABELS), keys_of()).sum()
+
+    check_grads(loss, (arrays,), order=1, modes=['rev'], rtol=1e-6, atol=1e-6)
+
+
+def test_opaque_get_logits_agrees_with_shared_w():
+  with jax.enable_x64(True):
+    arrays = make('linear')
+    phi = jnp.asarray(np.random.default_rng(2).normal(size=(B, D)))
+    kernel = arrays['kernel'][:, :K]
+
+    def shared(kernel, phi, covariance):
+      location = jnp.pad(phi @ kernel, ((0, 0), (0, KP - K)))
+      padded = jnp.pad(kernel, ((0, 0), (0, KP - K)))
+      return GaussianLogits(location, covariance, Linear(padded), arrays['tau'], num_classes=K)
+
+    def opaque(kernel, phi, covariance):
+      projection = Opaque(phi, kernel, lambda kernel, x: x @ kernel)
+      return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], num_classes=K)
+
+    def loss(build, *args):
+      return Integrator(num_samples=S, chunk_size=3).nll(build(*args), pad(LABELS), keys_of()).sum()
+
+    covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
+    args = (kernel, phi, covariance)
+    values = [jax.value_and_grad(lambda *a, f=f: loss(f, *a), (0, 1, 2))(*args) for f in (shared, opaque)]
+    np.testing.assert_allclose(values[0][0], values[1][0], rtol=1e-12)
+    assert relative_error(values[1][1], values[0][1]) < 1e-10
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_improbable_labels_keep_their_loss_and_gradient(link):
+  """Where averaged probabilities underflow (p below 1e-30) the loss is still exact and still pulls."""
+  location = jnp.zeros((2, KP)).at[:, 1].set(400.0).at[1, 0].set(-900.0)
+  arrays = make('identity', dtype=jnp.float32) | {'location': location, 'tau': jnp.float32(1.0)}
+
+  def loss(arrays):
+    logits = gaussian(jax.tree.map(lambda x: x[:2] if x.shape[:1] == (B,) else x, arrays), 'identity', link=link)
+    return Integrator(num_samples=S).nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
+
+  value, gradient = jax.value_and_grad(loss)(arrays)
+  assert 400.0 + 1300.0 - 30.0 < value < 1800.0 if link == 'softmax' else value > 1200.0
+  at_label = np.asarray(gradient['location'][:, 0])
+  np.testing.assert_allclose(at_label[0] if link == 'softmax' else at_label[1], -1.0, atol=1e-3)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+
+
+def test_probabilities_sum_to_one_at_30k_classes():
+  rng = np.random.default_rng(0)
+  classes = 29_593
+  covariance = LowRank(
+    jnp.asarray(rng.normal(size=(1, 8)), jnp.float32),
+    jnp.asarray(rng.normal(size=(4, 8)), jnp.float32),
+    jnp.ones((1, 8), jnp.float32),
+  )
+  kernel = jnp.asarray(rng.normal(size=(8, classes)), jnp.float32)
+  logits = GaussianLogits(
+    jnp.zeros((1, classes)), covariance, Linear(kernel), jnp.float32(1.0), num_classes=classes
+  )
+  log_p = Integrator(num_samples=32).log_prob(logits, keys_of(1))
+  np.testing.assert_allclose(np.exp(np.asarray(log_p, np.float64)).sum(), 1.0, atol=1e-5)
+
+
+def test_one_sample_one_example():
+  arrays = make('linear', dtype=jnp.float32)
+  arrays = {n: (x[:1] if n in ('location', 'scale', 'diag') else x) for n, x in arrays.items()}
+  integrator = Integrator(num_samples=1)
+  logits = gaussian(arrays, 'linear')
+  log_p = integrator.log_prob(logits, keys_of(1))
+  nll = integrator.nll(logits, jnp.array([[4]]), keys_of(1))
+  np.testing.assert_allclose(nll[0], -log_p[0, 4], rtol=1e-6)
+  z = iid(keys_of(1), jnp.arange(1), R + 1)
+  eps = (z[..., :R] @ arrays['loading']) * arrays['scale'][:, None] + z[..., R:] * arrays['diag'][:, None]
+  u = (arrays['location'] + (eps @ arrays['kernel'])[:, 0])[:, :K] / arrays['tau']
+  np.testing.assert_allclose(log_p[:, :K], jax.nn.log_softmax(u), rtol=1e-5)
+
+
+def test_draws_depend_on_the_example_alone():
+  """The same example in another batch, at another place, with another chunk size: the same answer."""
+  arrays = make('linear', dtype=jnp.float32)
+  keys = keys_of()
+  integrator = Integrator(num_samples=S, chunk_size=4)
+  together = integrator.log_prob(gaussian(arrays, 'linear'), keys)
+  alone = {n: (x[2:] if n in ('location', 'scale', 'diag') else x) for n, x in arrays.items()}
+  alone = dataclasses.replace(integrator, chunk_size=5).log_prob(gaussian(alone, 'linear'), keys[2:])
+  np.testing.assert_allclose(together[2:, :K], alone[:, :K], rtol=2e-6)
+
+
+def test_more_samples_extend_the_draws():
+  keys = keys_of()
+  np.testing.assert_array_equal(iid(keys, jnp.arange(5), 3), iid(keys, jnp.arange(9), 3)[:, :5])
+
+
+def test_deterministic_logits_take_the_closed_form():
+  location = jax.random.normal(jax.random.key(0), (B, KP))
+  for link, expected in (('softmax', jax.nn.log_softmax(location[:, :K] / 2.0)), ('sigmoid', jax.nn.log_sigmoid(location[:, :K] / 2.0))):
+    logits = GaussianLogits(location, None, None, jnp.float32(2.0), num_classes=K, link=link)
+    np.testing.assert_allclose(Integrator().log_prob(logits, keys_of())[:, :K], expected, rtol=1e-5)
+  nll = Integrator().nll(logits, pad(LABELS), keys_of())
+  off = jax.nn.log_sigmoid(-location[:, :K] / 2.0)
+  on = np.asarray(expected)[np.arange(B), [2, 12, 0]] - np.asarray(off)[np.arange(B), [2, 12, 0]]
+  np.testing.assert_allclose(nll, -(off.sum(-1) + on), rtol=1e-5)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_memory_does_not_grow_with_samples(kind, link):
+  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 64 with the same chunk size."""
+  batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'hash': 32, 'linear': 32}[kind]
+
+  def loss(location, scale, loading, diag, kernel, num_samples):
+    projection = {'identity': None, 'hash': Hashed(jnp.arange(classes) % noise_dim), 'linear': Linear(kernel)}[kind]
+    logits = GaussianLogits(
+      location, LowRank(scale, loading, diag), projection, jnp.float32(1.0), num_classes=classes, link=link
+    )
+    integrator = Integrator(num_samples=num_samples, chunk_size=32)
+    return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
+
+  shapes = [(batch, classes), (batch, noise_dim), (8, noise_dim), (batch, noise_dim), (32, classes)]
+  args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+  temps = []
+  for num_samples in (64, 1000):
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnums=5)
+    temps.append(step.lower(*args, num_samples).compile().memory_analysis().temp_size_in_bytes)
+  assert temps[1] < 1.05 * temps[0] + 16 * 1000 * batch, temps
+
+
+def test_cost_model_picks_the_cheaper_order():
+  def shape(batch, noise_dim, classes, factors):
+    covariance = LowRank(jnp.zeros((batch, noise_dim)), jnp.zeros((factors, noise_dim)), jnp.zeros((batch, noise_dim)))
+    kernel = Linear(jnp.zeros((noise_dim, classes)))
+    return GaussianLogits(jnp.zeros((batch, classes)), covariance, kernel, jnp.float32(1), num_classes=classes)
+
+  wide = shape(2, 64, 512, 10)
+  assert pick_order(wide, 4) == 'sample_then_project'
+  assert pick_order(wide, 1000) == 'project_then_sample'
+
+
+# ------------------------------------------------------------------------------------------------------- sharded classes
+
+
+def sharded(function, mesh):
+  def run(*args):
+    with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+      return jax.jit(function)(*args)
+
+  return run
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('order', ['sample_then_project', 'project_then_sample'])
+def test_sharded_classes_match_the_float64_reference(kind, link, order):
+  if jax.device_count() < 8:
+    pytest.skip('needs 8 devices')
+  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  spec = jax.sharding.PartitionSpec
+  with jax.enable_x64(True):
+    arrays = make(kind)
+    arrays = {n: jnp.concatenate([x, x[:1]]) if n in ('location', 'scale', 'diag') else x for n, x in arrays.items()}
+    labels = LABELS + LABELS[:1]
+    keys = example_keys(jax.random.key(3), jnp.array([0, 1, 2, 7]))
+    z = iid(keys, jnp.arange(S), R + 1).astype(jnp.float64)
+
+    def expected(arrays):
+      return reference.nll(reference_logits(arrays, kind, z), arrays['tau'], link, labels).mean()
+
+    value, gradient = jax.value_and_grad(expected)(arrays)
+
+    def loss(arrays):
+      integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+      return integrator.nll(gaussian(arrays, kind, link=link), pad(labels), keys).mean()
+
+    last = 'model' if kind == 'identity' else None
+    specs = {
+      'location': spec('data', 'model'),
+      'kernel': spec(None, 'model'),
+      'scale': spec('data', last),
+      'diag': spec('data', last),
+      'loading': spec(None, last),
+      'tau': spec(),
+    }
+    placed = {n: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    got, got_gradient = sharded(jax.value_and_grad(loss), mesh)(placed)
+    np.testing.assert_allclose(got, value, rtol=1e-10)
+    assert relative_error(got_gradient, gradient) < 1e-9
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+  'arguments,words',
+  [
+    ({'num_samples': 0}, 'num_samples=0'),
+    ({'order': 'fastest'}, 'project_then_sample'),
+    ({'chunk_size': 0}, 'chunk_size=0'),
+    ({'chunk_bytes': 0}, 'chunk_bytes=0'),
+  ],
+)
+def test_bad_settings_are_named(arguments, words):
+  with pytest.raises(ValueError, match=words):
+    Integrator(**arguments)
+
+
+def test_impossible_requests_are_named():
+  arrays = make('linear', dtype=jnp.float32)
+  with pytest.raises(ValueError, match='remainder'):
+    Integrator(num_samples=2, order='project_then_sample').log_prob(gaussian(arrays, 'linear', 'diag'), keys_of())
+  with pytest.raises(ValueError, match='class_multiple'):
+    Integrator(num_samples=2, class_shards=3).log_prob(gaussian(arrays, 'linear'), keys_of())
+  with pytest.raises(ValueError, match='rank_one'):
+    gaussian(arrays, 'linear', 'diag').factors()
+
+
+def test_factors_reproduce_the_covariance():
+  arrays = make('linear', dtype=jnp.float32)
+  factors = gaussian(arrays, 'linear').factors()
+  assert factors.shape == (B, R + 1, KP)
+  z = iid(keys_of(), jnp.arange(S), R + 1)
+  direct = reference.sample_logits(
+    z, arrays['location'], (arrays['scale'], arrays['loading'], arrays['diag']), 'linear', None, arrays['kernel']
+  )
+  np.testing.assert_allclose(arrays['location'][:, None] + z @ factors, direct, atol=1e-4)
