@@ -1,0 +1,5 @@
+"""Backbones: images [B, H, W, C] to pre-logits phi [B, D] and intermediate representations."""
+
+from het_plugin.backbones.vit import ViT, vit
+
+__all__ = ['ViT', 'vit']

@@ -1,0 +1,180 @@
+"""Examples held in arrays: scikit-learn's digits and NPZ files."""
+
+import functools
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from het_plugin.data import counter_random
+from het_plugin.data.sources import TaskInfo
+
+_SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
+_VALIDATION_FRACTION = 0.1
+_NUM_DIGITS = 1797
+
+
+class ArraySource:
+  """An ExampleSource over arrays; they are loaded at the first read and stay in memory."""
+
+  image_dtype = np.float32
+
+  def __init__(
+    self,
+    name: str,
+    load: Callable[[], tuple[np.ndarray, np.ndarray]],
+    splits: Mapping[str, np.ndarray],
+    info: TaskInfo,
+    image_size: int,
+  ):
+    """
+    Args:
+      name: the data set, for messages.
+      load: returns images [N, H, H, C], uint8 or float32 in [0, 1], and labels, int32 [N, L].
+      splits: the row numbers of each split, int64.
+      info: what is known beforehand.
+      image_size: H.
+    """
+    self._name = name
+    self._load = functools.cache(load)
+    self._splits = splits
+    self.info = info
+    self.image_size = image_size
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = self._load()
+    rows = self._splits[split][ids]
+    white = 255 if images.dtype == np.uint8 else 1
+    return images[rows].astype(np.float32) * np.float32(2 / white) - np.float32(1), labels[rows]
+
+  def describe(self, split: str, example_id: int) -> str:
+    return f'{self._name}[{self._splits[split][example_id]}]'
+
+
+def digits_source() -> ArraySource:
+  """scikit-learn's digits, 8 x 8: a fixed train split of 1,438 and a test split of 359."""
+  held_out, kept = fixed_split(_NUM_DIGITS, 0.2)
+  splits = {'train': kept, 'test': held_out}
+  info = TaskInfo(
+    num_classes=10,
+    multi_label=False,
+    channels=1,
+    class_names=tuple(map(str, range(10))),
+    splits={name: len(rows) for name, rows in splits.items()},
+  )
+  return ArraySource('digits', _load_digits, splits, info, image_size=8)
+
+
+def npz_source(path: str) -> ArraySource:
+  """An NPZ file of images and labels.
+
+  Arrays of the file:
+    image       [N, H, H] or [N, H, H, C]; uint8, or float in [0, 1].
+    label       integers; [N], or multi-label [N, L] padded with -1.
+    class_name  optional [K] strings. Without it K is the largest label + 1.
+    split       optional [N] strings, the split of each example. Without it a fixed tenth of the
+                examples is 'validation' and the rest 'train'.
+
+  Raises:
+    ValueError: the file or an array is missing, or does not have the shape, type or values above.
+  """
+  if not os.path.isfile(path):
+    raise ValueError(f'npz:{path}: there is no such file.')
+  with np.load(path, allow_pickle=False) as arrays:
+    missing = [name for name in ('image', 'label') if name not in arrays.files]
+    if missing:
+      raise ValueError(
+        f"npz:{path} needs the arrays 'image' and 'label'; it lacks {missing} and has "
+        f'{sorted(arrays.files)}.'
+      )
+    labels = arrays['label']
+    names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
+    split_names = arrays['split'].astype(str) if 'split' in arrays.files else None
+  shape, dtype = _image_header(path)
+  num_classes, labels = _check_labels(path, labels, names, num_images=shape[0])
+  if len(shape) not in (3, 4) or shape[1] != shape[2]:
+    raise ValueError(f'npz:{path}: image is {shape}; it must be [N, H, H] or [N, H, H, C].')
+  if dtype != np.uint8 and dtype.kind != 'f':
+    raise ValueError(f'npz:{path}: image is {dtype}; it must be uint8, or float in [0, 1].')
+  if split_names is None:
+    held_out, kept = fixed_split(shape[0], _VALIDATION_FRACTION)
+    splits = {'train': kept, 'validation': held_out}
+  else:
+    if split_names.shape != shape[:1]:
+      raise ValueError(f'npz:{path}: split is {split_names.shape}; it must be {shape[:1]}.')
+    splits = {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}
+  info = TaskInfo(
+    num_classes=num_classes,
+    multi_label=labels.shape[1] > 1,
+    channels=shape[3] if len(shape) == 4 else 1,
+    class_names=names,
+    splits={name: len(rows) for name, rows in splits.items()},
+    max_labels=labels.shape[1],
+  )
+  return ArraySource(
+    f'npz:{path}', lambda: (_load_npz_images(path), labels), splits, info, image_size=shape[1]
+  )
+
+
+def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+  """Sorted row numbers (held out, kept), the same ones ever after; neither is empty if N > 1."""
+  order = counter_random.permutation(_SPLIT_KEY, num_examples)
+  num_held_out = min(max(round(fraction * num_examples), 1), num_examples - 1)
+  return np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
+
+
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
+  from sklearn import datasets  # takes seconds to import, and only this task needs it
+
+  digits = datasets.load_digits()
+  return (digits.images / 16).astype(np.float32)[..., None], digits.target.astype(np.int32)[:, None]
+
+
+def _check_labels(path, labels, names, num_images: int) -> tuple[int, np.ndarray]:
+  """Returns the number of classes and the labels as int32 [N, L]."""
+  if labels.ndim not in (1, 2) or len(labels) != num_images or labels.dtype.kind not in 'iu':
+    raise ValueError(
+      f'npz:{path}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L] '
+      f'with N = {num_images}, the number of images.'
+    )
+  if labels.size == 0:
+    raise ValueError(f'npz:{path} holds no examples.')
+  labels = labels.reshape(num_images, -1).astype(np.int64)
+  num_classes = len(names) if names is not None else int(labels.max()) + 1
+  lowest = 0 if labels.shape[1] == 1 else -1
+  wrong = (labels < lowest) | (labels >= num_classes)
+  if wrong.any():
+    row = int(np.flatnonzero(wrong.any(axis=1))[0])
+    raise ValueError(
+      f'npz:{path}: label {int(labels[row][wrong[row]][0])} of example {row} is out of range; '
+      f'labels are 0 .. {num_classes - 1}' + (', or -1 for none.' if lowest else '.')
+    )
+  return num_classes, labels.astype(np.int32)
+
+
+def _image_header(path: str) -> tuple[tuple[int, ...], np.dtype]:
+  """Shape and dtype of the array 'image', without reading its data."""
+  with zipfile.ZipFile(path) as archive, archive.open('image.npy') as stream:
+    version = np.lib.format.read_magic(stream)
+    read_header = {
+      (1, 0): np.lib.format.read_array_header_1_0,
+      (2, 0): np.lib.format.read_array_header_2_0,
+    }[version]
+    shape, _, dtype = read_header(stream)
+  return shape, dtype
+
+
+def _load_npz_images(path: str) -> np.ndarray:
+  with np.load(path, allow_pickle=False) as arrays:
+    images = arrays['image']
+  images = images if images.ndim == 4 else images[..., None]
+  if images.dtype == np.uint8:
+    return images
+  if not (images.min() >= 0 and images.max() <= 1):
+    raise ValueError(
+      f'npz:{path}: float images must lie in [0, 1], these in [{images.min()}, {images.max()}].'
+    )
+  return images.astype(np.float32)

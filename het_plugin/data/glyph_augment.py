@@ -1,0 +1,110 @@
+"""Random affine maps, blur, contrast and noise for whole batches of glyphs, in numpy.
+
+Every draw of an example is a function of the example's key alone (counter_random), and every
+operation is element-wise, so an example comes out bit-identical in whatever batch it is computed.
+"""
+
+import numpy as np
+
+from het_plugin.data import counter_random
+
+_MAX_ROTATION = np.deg2rad(6.0)
+_SCALE = (0.85, 1.1)
+_MAX_ASPECT = 0.1  # relative stretch of the width against the height
+_MAX_SHEAR = 0.1
+_MAX_TRANSLATION = 0.04  # of the side
+_MAX_BLUR = 0.25  # outer weight of the three-tap kernel: a standard deviation of 0.7 pixels
+_MAX_NOISE = 0.08  # standard deviation, where black to white is 1
+_MIN_CONTRAST = 0.5
+
+_NOISE_STREAM = 2**32  # folded into the key; far from the counters of the other draws
+_CHUNK = 64  # examples worked on at a time: their temporaries stay in the cache
+
+
+def augment(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+  """Augmented images, float32 [B, S, S, 1] in [-1, 1].
+
+  Args:
+    glyphs: uint8 [P, S + 2, S + 2], GlyphBank.images.
+    rows: int64 [B], the glyph of each example.
+    keys: uint64 [B], the random key of each example.
+  """
+  side = glyphs.shape[1] - 2
+  images = np.empty((len(rows), side, side, 1), np.float32)
+  for start in range(0, len(rows), _CHUNK):
+    chunk = slice(start, start + _CHUNK)
+    images[chunk, :, :, 0] = _augment_chunk(glyphs, rows[chunk], keys[chunk])
+  return images
+
+
+def _augment_chunk(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+  side = glyphs.shape[1] - 2
+  u = counter_random.uniform(keys, 10)  # [B, 10]
+  images = _sample(glyphs, rows, _inverse_affine(u[:, :6], side))
+  weight = (_MAX_BLUR * u[:, 6])[:, None, None]
+  images = _blur(_blur(images, weight).swapaxes(1, 2), weight).swapaxes(1, 2)
+
+  contrast = _MIN_CONTRAST + (1 - _MIN_CONTRAST) * u[:, 7]
+  # The darkest level is drawn so that black and white stay within range before the noise.
+  darkest = (1 - contrast) * u[:, 9]
+  deviation = _MAX_NOISE * u[:, 8]
+  noise_keys = counter_random.fold(keys, _NOISE_STREAM)
+  noise = counter_random.standard_normal(noise_keys, side * side).reshape(images.shape)
+  # Levels in [-1, 1]: 2 x - 1 folded into the factors.
+  images *= (contrast * (2 / 255))[:, None, None]
+  images += (2 * darkest - 1)[:, None, None]
+  images += noise * (2 * deviation)[:, None, None]
+  return np.clip(images, -1, 1, out=images)
+
+
+def _inverse_affine(u: np.ndarray, side: int) -> tuple[np.ndarray, ...]:
+  """Maps output pixels to source pixels: y' = a y + b x + c, x' = d y + e x + f, each [B].
+
+  u: draws in [0, 1), [B, 6]. Coordinates are those of the bordered glyph for y', x', and count from
+  the centre of the image for y, x.
+  """
+  symmetric = 2 * u - 1
+  angle = _MAX_ROTATION * symmetric[:, 0]
+  scale = _SCALE[0] + (_SCALE[1] - _SCALE[0]) * u[:, 1]
+  aspect = 1 + _MAX_ASPECT * symmetric[:, 2]
+  shear = _MAX_SHEAR * symmetric[:, 3]
+  shift_y, shift_x = side * _MAX_TRANSLATION * symmetric[:, 4:6].T
+  cos, sin = np.cos(angle), np.sin(angle)
+  # inverse of scale * rotation * [[1, 0], [shear, aspect]] on (y, x)
+  a, b = cos / scale, sin / scale
+  d, e = (-sin / scale - shear * a) / aspect, (cos / scale - shear * b) / aspect
+  centre = (side - 1) / 2 + 1
+  c = centre - a * shift_y - b * shift_x
+  f = centre - d * shift_y - e * shift_x
+  return tuple(x.astype(np.float32) for x in (a, b, c, d, e, f))
+
+
+def _sample(glyphs: np.ndarray, rows: np.ndarray, affine: tuple[np.ndarray, ...]) -> np.ndarray:
+  """Bilinear samples of the glyphs, float32 [B, S, S] in [0, 255]."""
+  padded = glyphs.shape[1]
+  side = padded - 2
+  a, b, c, d, e, f = (x[:, None] for x in affine)
+  grid = np.arange(side, dtype=np.float32) - np.float32((side - 1) / 2)
+  y = (a * grid + c)[:, :, None] + (b * grid)[:, None, :]  # [B, S, S]
+  x = (d * grid + f)[:, :, None] + (e * grid)[:, None, :]
+  np.clip(y, 0, np.float32(padded - 1.001), out=y)
+  np.clip(x, 0, np.float32(padded - 1.001), out=x)
+  row, column = y.astype(np.int32), x.astype(np.int32)
+  y -= row
+  x -= column
+  flat = glyphs.reshape(-1)
+  corner = rows[:, None, None] * (padded * padded) + (row * padded + column)
+  top_left, top_right = flat.take(corner), flat.take(corner + 1)
+  bottom_left, bottom_right = flat.take(corner + padded), flat.take(corner + (padded + 1))
+  top = top_left + x * (top_right.astype(np.float32) - top_left)
+  bottom = bottom_left + x * (bottom_right.astype(np.float32) - bottom_left)
+  return top + y * (bottom - top)
+
+
+def _blur(images: np.ndarray, weight: np.ndarray) -> np.ndarray:
+  """Convolves the rows' axis of [B, S, S] with (weight, 1 - 2 weight, weight), weight [B, 1, 1]."""
+  blurred = images * (1 - 2 * weight)
+  weighted = images * weight
+  blurred[:, 1:] += weighted[:, :-1]
+  blurred[:, :-1] += weighted[:, 1:]
+  return blurred

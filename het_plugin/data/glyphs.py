@@ -1,0 +1,113 @@
+"""The glyph tasks: augmented Unicode characters, made on the fly and keyed by example number.
+
+Example i of a split shows the class perm_b[i mod K] with b = i div K, where perm_b is a permutation
+of the split's K classes: every block of K examples holds each class once. The face and the
+augmentation are drawn from a key made of (seed, split, i) alone, so reading needs no state. Finite
+splits do not depend on the seed: they are the same for every run.
+
+    glyphs_core, glyphs_full   train (endless, DejaVu faces), validation (same faces, other keys),
+                               shift (STIX faces, the classes that they have)
+    glyphs_heldout             train and test, for few-shot evaluation: characters that are not in
+                               glyphs_core, in STIX faces. Unshuffled, the first s K examples of
+                               train are s shots of every class.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from het_plugin.data import counter_random, glyph_augment, glyph_bank
+from het_plugin.data.sources import TaskInfo
+
+_FACE_STREAM = 2**33  # folded into an example's key; apart from the augmentation's counters
+
+
+@dataclasses.dataclass(frozen=True)
+class GlyphSplit:
+  """The faces of a split and its examples for each class (None: endless)."""
+
+  faces: tuple[str, ...]
+  examples_per_class: int | None
+
+
+_TRAINING_SPLITS = {
+  'train': GlyphSplit(glyph_bank.DEJAVU_FACES, None),
+  'validation': GlyphSplit(glyph_bank.DEJAVU_FACES, 4),
+  'shift': GlyphSplit(glyph_bank.STIX_FACES, 4),
+}
+_FEWSHOT_SPLITS = {
+  'train': GlyphSplit(glyph_bank.STIX_FACES, 32),
+  'test': GlyphSplit(glyph_bank.STIX_FACES, 8),
+}
+SPLITS = {'core': _TRAINING_SPLITS, 'full': _TRAINING_SPLITS, 'heldout': _FEWSHOT_SPLITS}
+
+
+class GlyphSource:
+  """An ExampleSource of augmented glyphs, float32 [B, size, size, 1] in [-1, 1], for any size."""
+
+  image_size = None
+  image_dtype = np.float32
+
+  def __init__(self, class_set: str):
+    if class_set not in SPLITS:
+      raise ValueError(f'class_set is {class_set!r}; it must be one of {sorted(SPLITS)}.')
+    self._class_set = class_set
+
+  @functools.cached_property
+  def info(self) -> TaskInfo:
+    names = glyph_bank.glyph_classes(self._class_set).names
+    num_examples = {
+      name: split.examples_per_class
+      and split.examples_per_class * len(_split_classes(self._class_set, name))
+      for name, split in SPLITS[self._class_set].items()
+    }
+    return TaskInfo(
+      num_classes=len(names),
+      multi_label=False,
+      channels=1,
+      class_names=names,
+      splits=num_examples,
+    )
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    spec = SPLITS[self._class_set][split]
+    bank = glyph_bank.glyph_bank(self._class_set, spec.faces, size)
+    split_number = list(SPLITS[self._class_set]).index(split)
+    stream_seed = seed if spec.examples_per_class is None else 0
+    classes = self._classes(split, ids, (stream_seed, split_number))
+    keys = counter_random.fold(counter_random.base_key(stream_seed, split_number), ids)
+    face_draw = counter_random.fold(keys, _FACE_STREAM)
+    face = (face_draw % bank.faces_per_class[classes].astype(np.uint64)).astype(np.int64)
+    images = glyph_augment.augment(bank.images, bank.first[classes] + face, keys)
+    return images, classes.astype(np.int32)[:, None]
+
+  def describe(self, split: str, example_id: int) -> str:
+    return f'{self._class_set} glyph {example_id} of {split}'
+
+  def _classes(self, split: str, ids: np.ndarray, stream: tuple[int, int]) -> np.ndarray:
+    """The class of each example, int64 [B]."""
+    split_classes = _split_classes(self._class_set, split)
+    block, position = np.divmod(ids, len(split_classes))
+    classes = np.empty(len(ids), np.int64)
+    for b in np.unique(block):
+      here = block == b
+      classes[here] = _block_order(*stream, int(b), len(split_classes))[position[here]]
+    return split_classes[classes]
+
+
+@functools.cache
+def _split_classes(class_set: str, split: str) -> np.ndarray:
+  """The classes that some face of the split has, int64 [K]."""
+  faces = SPLITS[class_set][split].faces
+  present = frozenset().union(*(glyph_bank.face_characters(face) for face in faces))
+  code_points = glyph_bank.glyph_classes(class_set).code_points
+  return np.array([k for k, c in enumerate(code_points) if c in present])
+
+
+@functools.lru_cache(maxsize=16)
+def _block_order(seed: int, split_number: int, block: int, num_classes: int) -> np.ndarray:
+  key = counter_random.base_key(seed, split_number, block)
+  return counter_random.permutation(key, num_classes)

@@ -1,0 +1,238 @@
+"""Batches by global position: the built-in trainer's road to the tasks.
+
+The state of an iterator is one integer, the global position of the next batch's first example. It
+does not depend on the number of hosts: a host reads its own rows of every global batch, and what is
+in a row depends on its position alone.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from het_plugin.data import reader
+from het_plugin.data.sources import TRAIN_SPLIT, TaskInfo
+
+Batch = dict[str, np.ndarray]
+
+_PREFETCHED_BATCHES = 2
+_TF_BLOCK = 128  # examples in TensorFlow at a time; bounds the memory that decoded photographs take
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+  """What to read; the names are t5x's.
+
+  mixture_or_task_name: a name (see tasks.py) or a task.
+  task_feature_lengths: {'image': H, 'label': L}, the images' side and the labels' length.
+  split: one of the task's splits.
+  batch_size: examples of the GLOBAL batch.
+  shuffle: whether every epoch is in a random order of its own; else in the order of the records.
+  seed: of the order, the augmentation and the endless streams; in [0, 2^32).
+  num_epochs: passes over the split. None: endless for the split 'train', one for any other.
+  augment: whether images go through the task's training preprocessors. None: for the split 'train'.
+  max_corrupt_fraction: the part of the split that may be unreadable (such rows are masked).
+  module: a module to import first, such as one that registers tasks.
+  use_cached, pack: t5x's; image tasks are neither cached nor packed, so they must be False.
+  """
+
+  mixture_or_task_name: Any
+  task_feature_lengths: Mapping[str, int]
+  split: str
+  batch_size: int
+  shuffle: bool = True
+  seed: int = 0
+  num_epochs: int | None = None
+  augment: bool | None = None
+  max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
+  module: str | None = None
+  use_cached: bool = False
+  pack: bool = False
+
+  def __post_init__(self):
+    if self.batch_size < 1:
+      raise ValueError(f'batch_size is {self.batch_size}; it must be at least 1.')
+    if self.seed is None or not 0 <= self.seed < 2**32:
+      raise ValueError(f'seed is {self.seed}; it must be an integer in [0, 2^32).')
+    if self.num_epochs is not None and self.num_epochs < 1:
+      raise ValueError(f'num_epochs is {self.num_epochs}; it must be at least 1, or None.')
+    if not 0 <= self.max_corrupt_fraction <= 1:
+      raise ValueError(
+        f'max_corrupt_fraction is {self.max_corrupt_fraction}; it must lie in [0, 1].'
+      )
+    for name in ('use_cached', 'pack'):
+      if getattr(self, name):
+        raise ValueError(f'{name} is True; image tasks are neither cached nor packed: use False.')
+
+
+class BatchIterator:
+  """Batches of numpy arrays, read ahead on a background thread.
+
+  A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1,
+  index int32 [B] and mask float32 [B], with B the number of `rows` (see ExampleReader.read). An
+  error in reading a batch is raised by the `next` that would have returned it.
+
+  element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
+  num_batches: batches from position 0 to the end; None if endless.
+  """
+
+  def __init__(
+    self,
+    make_batch: Callable[[np.ndarray], Batch],
+    corrupt: reader.CorruptRecords,
+    element_spec: Mapping[str, jax.ShapeDtypeStruct],
+    batch_size: int,
+    rows: np.ndarray,
+    num_examples: int | None,
+  ):
+    """`make_batch` maps positions, int64 [B], to the batch; num_examples None: endless."""
+    self._make_batch = make_batch
+    self._corrupt = corrupt
+    self._batch_size = batch_size
+    self._rows = rows
+    self._num_examples = num_examples
+    self.element_spec = element_spec
+    self.num_batches = None if num_examples is None else -(-num_examples // batch_size)
+    self._executor = concurrent.futures.ThreadPoolExecutor(1, 'input')
+    self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
+    self._position = 0
+
+  @property
+  def corrupt_records(self) -> tuple[str, ...]:
+    """Names of the unreadable images that this host has met since it started."""
+    return self._corrupt.names
+
+  def __iter__(self) -> 'BatchIterator':
+    return self
+
+  def __next__(self) -> Batch:
+    if self._ended(self._position):
+      raise StopIteration
+    while len(self._pending) <= _PREFETCHED_BATCHES:
+      start = self._position + len(self._pending) * self._batch_size
+      if self._ended(start):
+        break
+      self._pending.append(self._executor.submit(self._make_batch, start + self._rows))
+    batch = self._pending[0].result()  # an error leaves the state as it was
+    self._pending.popleft()
+    self._position += self._batch_size
+    return batch
+
+  def get_state(self) -> dict[str, int]:
+    """The position of the next example in the global order; batches read ahead do not count."""
+    return {'position': self._position}
+
+  def set_state(self, state: Mapping[str, int]) -> None:
+    """Continues at a state of get_state, as if never interrupted; reads nothing before it.
+
+    Raises:
+      ValueError: not such a state.
+    """
+    if set(state) != {'position'} or state['position'] < 0:
+      raise ValueError(f"state is {dict(state)}; it must be {{'position': p}} with p >= 0.")
+    self._discard_pending()
+    self._position = int(state['position'])
+
+  def close(self) -> None:
+    """Stops the background thread. The iterator cannot be used afterwards."""
+    self._discard_pending()
+    self._executor.shutdown(wait=True)
+
+  def _ended(self, position: int) -> bool:
+    return self._num_examples is not None and position >= self._num_examples
+
+  def _discard_pending(self) -> None:
+    for future in self._pending:
+      future.cancel()
+    self._pending.clear()
+
+
+def task_info(name: str) -> TaskInfo:
+  """What is known of a task without reading its images.
+
+  Raises:
+    ValueError: no such task, or its files are not as they should be.
+  """
+  from het_plugin.data import tasks  # not at the top: seqio and TensorFlow take seconds to import
+
+  return tasks.get_task(name).examples.info
+
+
+def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchIterator:
+  """Batches of a task.
+
+  Args:
+    cfg: what to read.
+    rows: the row numbers of the global batch that this process supplies, in this order; None: all.
+
+  Raises:
+    ValueError: the configuration is wrong or does not fit the task; no image has been read then.
+  """
+  if cfg.module:
+    importlib.import_module(cfg.module)
+  rows = np.arange(cfg.batch_size) if rows is None else np.asarray(rows, np.int64)
+  if not len(rows) or rows.min() < 0 or rows.max() >= cfg.batch_size:
+    raise ValueError(
+      f'rows is {rows.tolist()}; they must lie in [0, batch_size = {cfg.batch_size}).'
+    )
+
+  # Not at the top: seqio and TensorFlow take seconds to import.
+  from het_plugin.data import seqio_task, tasks
+
+  task = tasks.get_task(cfg.mixture_or_task_name)
+  augment = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
+  seqio_task.check_request(task, cfg.split, cfg.task_feature_lengths, augment)
+  info = task.examples.info
+  if cfg.num_epochs is not None and info.splits[cfg.split] is None:
+    raise ValueError(
+      f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
+      f'be None.'
+    )
+  side, max_labels = cfg.task_feature_lengths['image'], cfg.task_feature_lengths['label']
+  example_reader = reader.ExampleReader(
+    task.examples,
+    cfg.split,
+    size=side,
+    max_labels=max_labels,
+    shuffle=cfg.shuffle,
+    seed=cfg.seed,
+    num_epochs=cfg.num_epochs or (None if cfg.split == TRAIN_SPLIT else 1),
+    max_corrupt_fraction=cfg.max_corrupt_fraction,
+  )
+  if task.split_preprocessors(augment):
+    preprocess = seqio_task.batch_preprocessor(task, cfg.task_feature_lengths, augment)
+    make_batch = functools.partial(_read_in_blocks, example_reader, preprocess)
+  else:
+    make_batch = functools.partial(_read_arrays, example_reader)
+  B = cfg.batch_size
+  element_spec = {
+    'image': jax.ShapeDtypeStruct((B, side, side, info.channels), np.float32),
+    'label': jax.ShapeDtypeStruct((B, max_labels), np.int32),
+    'index': jax.ShapeDtypeStruct((B,), np.int32),
+    'mask': jax.ShapeDtypeStruct((B,), np.float32),
+  }
+  return BatchIterator(
+    make_batch, example_reader.corrupt, element_spec, B, rows, example_reader.num_examples
+  )
+
+
+def _read_arrays(example_reader: reader.ExampleReader, positions: np.ndarray) -> Batch:
+  """The batch of a task without preprocessors, without TensorFlow."""
+  examples = example_reader.read(positions)
+  return {name: examples[name] for name in ('image', 'label', 'index', 'mask')}
+
+
+def _read_in_blocks(
+  example_reader: reader.ExampleReader,
+  preprocess: Callable[[Mapping[str, Any]], Batch],
+  positions: np.ndarray,
+) -> Batch:
+  starts = range(0, len(positions), _TF_BLOCK)
+  blocks = [preprocess(example_reader.read(positions[s : s + _TF_BLOCK])) for s in starts]
+  return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}

@@ -1,0 +1,253 @@
+"""seqio tasks over sources that read by number: one global order for seqio and our pipeline."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import seqio
+
+from het_plugin.data import reader, sources
+from het_plugin.data.tf_host import tf
+
+OUTPUT_FEATURES = {
+  'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
+  'label': seqio.Feature(seqio.PassThroughVocabulary(size=1), add_eos=False, dtype=tf.int32),
+  'index': seqio.ContinuousFeature(dtype=tf.int32, rank=0),
+  'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=0),
+}
+
+_BLOCK = 64  # examples that one call of the source reads under seqio
+
+Preprocessor = Callable[..., tf.data.Dataset]
+
+
+class IndexedDataSource(seqio.DataSource):
+  """A seqio data source over an ExampleSource. Shuffles by epoch, shards by position."""
+
+  def __init__(self, examples: sources.ExampleSource):
+    self.examples = examples
+    super().__init__(
+      splits=examples.info.splits,
+      num_input_examples=examples.info.splits,
+      caching_permitted=False,
+      performs_internal_shuffling=True,
+    )
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return True
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return [split]
+
+  def get_dataset(
+    self,
+    split: str = sources.TRAIN_SPLIT,
+    shuffle: bool = True,
+    seed: int | None = None,
+    shard_info: seqio.ShardInfo | None = None,
+    *,
+    sequence_length: Mapping[str, int] | None = None,
+    use_cached: bool = False,
+    num_epochs: int | None = 1,
+  ) -> tf.data.Dataset:
+    """Packed examples (see `unpack`) of one shard, in the global order.
+
+    Shard i of n holds the positions p with p mod n = i. An endless split ignores num_epochs.
+    """
+    if not sequence_length:
+      raise ValueError("sequence_length is missing; it must be {'image': H, 'label': L}.")
+    example_reader = reader.ExampleReader(
+      self.examples,
+      split,
+      size=sequence_length['image'],
+      max_labels=sequence_length['label'],
+      shuffle=shuffle,
+      seed=seed or 0,
+      num_epochs=num_epochs,
+      max_corrupt_fraction=reader.MAX_CORRUPT_FRACTION,
+    )
+    shard, num_shards = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
+    total = example_reader.num_examples
+    specs = packed_specs()
+
+    def read_block(start):
+      stop = start + _BLOCK * num_shards
+      positions = np.arange(start, stop if total is None else min(stop, total), num_shards)
+      block = pack(example_reader.read(positions))
+      return [block[name] for name in specs]
+
+    def read_tensors(start):
+      tensors = tf.numpy_function(read_block, [start], [s.dtype for s in specs.values()])
+      for tensor, spec in zip(tensors, specs.values(), strict=True):
+        tensor.set_shape([None, *spec.shape])
+      return dict(zip(specs, tensors, strict=True))
+
+    stop = np.iinfo(np.int64).max if total is None else total
+    starts = tf.data.Dataset.range(shard, stop, _BLOCK * num_shards)
+    return starts.map(read_tensors).unbatch()
+
+
+class ImageTask(seqio.Task):
+  """A seqio task whose order and preprocessing are keyed by one global position.
+
+  seqio.Task caches, repeats and shuffles around its source, each of which loses the position. Here
+  the source does the ordering, and the preprocessors are run as seqio runs them.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    source: IndexedDataSource,
+    output_features: Mapping[str, seqio.Feature],
+    preprocessors: Sequence[Preprocessor] = (),
+    eval_preprocessors: Sequence[Preprocessor] = (),
+    **kwargs,
+  ):
+    """`preprocessors` are for the split 'train', `eval_preprocessors` for all others."""
+    super().__init__(name, source, output_features, preprocessors=preprocessors, **kwargs)
+    self._eval_preprocessors = tuple(eval_preprocessors)
+
+  @property
+  def examples(self) -> sources.ExampleSource:
+    """The examples by number, before preprocessing."""
+    return self.source.examples
+
+  def split_preprocessors(self, augment: bool) -> Sequence[Preprocessor]:
+    """The preprocessors of training (augment) or of evaluation."""
+    return self.preprocessors if augment else self._eval_preprocessors
+
+  def preprocess(
+    self, packed: tf.data.Dataset, sequence_length: Mapping[str, int], augment: bool
+  ) -> tf.data.Dataset:
+    """From packed examples to the task's output features."""
+    source = self.examples
+    dtype, num_channels = tf.as_dtype(source.image_dtype), source.info.channels
+    dataset = packed.map(lambda example: unpack(example, dtype, num_channels))
+    dataset = self._preprocess_dataset(dataset, self.split_preprocessors(augment), sequence_length)
+    dataset = self._validate_preprocessing(dataset)
+    return dataset.map(lambda example: {name: example[name] for name in self.output_features})
+
+  def get_dataset(
+    self,
+    sequence_length: Mapping[str, int] | None = None,
+    split: str = sources.TRAIN_SPLIT,
+    use_cached: bool = False,
+    shuffle: bool = True,
+    shuffle_buffer_size: int | None = None,
+    seed: int | None = None,
+    shard_info: seqio.ShardInfo | None = None,
+    num_epochs: int | None = 1,
+    trim_output_features: bool = True,
+    try_in_mem_cache: bool = True,
+  ) -> tf.data.Dataset:
+    """As seqio.Task.get_dataset; the whole split is shuffled, so the buffer size is not needed.
+
+    Raises:
+      ValueError: caching is asked for, the split does not exist or the lengths do not fit the task.
+    """
+    del shuffle_buffer_size, trim_output_features, try_in_mem_cache
+    if use_cached:
+      raise ValueError(
+        f'use_cached is True; the image task {self.name} cannot be cached: use False.'
+      )
+    augment = split == sources.TRAIN_SPLIT
+    check_request(self, split, sequence_length or {}, augment)
+    packed = self.source.get_dataset(
+      split,
+      shuffle,
+      seed,
+      shard_info,
+      sequence_length=sequence_length,
+      num_epochs=num_epochs,
+    )
+    return self.preprocess(packed, sequence_length, augment).prefetch(tf.data.AUTOTUNE)
+
+
+def check_request(task: ImageTask, split: str, lengths: Mapping[str, int], augment: bool) -> None:
+  """Raises ValueError if the task has no such split or cannot make features of these lengths."""
+  info = task.examples.info
+  if split not in info.splits:
+    raise ValueError(f'split is {split!r}; the splits of {task.name} are {sorted(info.splits)}.')
+  if info.splits[split] == 0:
+    raise ValueError(f'The split {split!r} of {task.name} is empty.')
+  if set(lengths) != {'image', 'label'} or min(lengths.values()) < 1:
+    raise ValueError(
+      f"task_feature_lengths is {dict(lengths)}; it must be {{'image': H, 'label': L}}, both at "
+      f'least 1.'
+    )
+  if lengths['label'] < info.max_labels:
+    raise ValueError(
+      f"task_feature_lengths['label'] is {lengths['label']}; examples of {task.name} have up to "
+      f'{info.max_labels} labels.'
+    )
+  size = task.examples.image_size
+  if size not in (None, lengths['image']) and not task.split_preprocessors(augment):
+    raise ValueError(
+      f"task_feature_lengths['image'] is {lengths['image']}; the images of {task.name} are {size} "
+      f'x {size} and the task does not resize them: use {size}, or call add_image_task with a '
+      f'resize preprocessor.'
+    )
+
+
+def packed_specs() -> dict[str, tf.TensorSpec]:
+  """The element specification of packed examples (see `pack`), without the batch dimension."""
+  return {
+    'image': tf.TensorSpec([], tf.string),
+    'shape': tf.TensorSpec([3], tf.int32),
+    'label': tf.TensorSpec([None], tf.int32),
+    'index': tf.TensorSpec([], tf.int32),
+    'mask': tf.TensorSpec([], tf.float32),
+    'key': tf.TensorSpec([2], tf.int32),
+  }
+
+
+def pack(examples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+  """ExampleReader.read's result for TensorFlow: images of any side as byte strings and shapes."""
+  images = examples['image']
+  return {
+    **examples,
+    'image': np.array([image.tobytes() for image in images], object),
+    'shape': np.array([image.shape for image in images], np.int32).reshape(-1, 3),
+  }
+
+
+def unpack(
+  example: Mapping[str, tf.Tensor], dtype: tf.DType, num_channels: int
+) -> dict[str, tf.Tensor]:
+  """The inverse of `pack` for one example: image [h, w, C]."""
+  image = tf.reshape(tf.io.decode_raw(example['image'], dtype), example['shape'])
+  image.set_shape([None, None, num_channels])
+  rest = {name: value for name, value in example.items() if name not in ('image', 'shape')}
+  return {**rest, 'image': image}
+
+
+def batch_preprocessor(
+  task: ImageTask, lengths: Mapping[str, int], augment: bool
+) -> Callable[[Mapping[str, Sequence[np.ndarray]]], dict[str, np.ndarray]]:
+  """A function from ExampleReader.read's result to the task's output features as arrays [B, ...].
+
+  It runs the task's preprocessors exactly as seqio does, on a dataset that holds just these
+  examples; the graph is built once. The image is checked to be [H, H, C].
+  """
+  specs = packed_specs()
+  batch_specs = {n: tf.TensorSpec([None, *s.shape], s.dtype, name=n) for n, s in specs.items()}
+  options = tf.data.Options()
+  # Every call is a new dataset, too short-lived for autotuning to find its parallelism.
+  options.autotune.initial_parallelism = os.cpu_count()
+  side = lengths['image']
+
+  @tf.function(input_signature=[batch_specs])
+  def preprocess(packed):
+    dataset = tf.data.Dataset.from_tensor_slices(packed)
+    dataset = task.preprocess(dataset, lengths, augment)
+    size = tf.shape(packed['index'], tf.int64)[0]
+    batch = dataset.batch(size).with_options(options).get_single_element()
+    channels = task.examples.info.channels
+    return {**batch, 'image': tf.ensure_shape(batch['image'], [None, side, side, channels])}
+
+  def run(examples):
+    batch = preprocess({name: tf.constant(x) for name, x in pack(examples).items()})
+    return {name: x.numpy() for name, x in batch.items()}
+
+  return run

@@ -1,0 +1,91 @@
+"""Classification metrics as clu metrics: merged over batches, they are those of all rows together.
+
+B examples, K classes, L labels. Labels are int32 [B, L], padded with -1; a mask float32 [B] is 1
+for real rows and 0 for padding.
+"""
+
+import flax
+import jax
+import jax.numpy as jnp
+from clu import metrics as clu_metrics
+
+NUM_BINS = 15  # Guo et al. 2017 and most of the literature since
+
+
+def label_nll(log_prob: jax.Array, labels: jax.Array) -> jax.Array:
+  """-log p averaged over an example's labels, [B] from log_prob [B, K]; 0 if it has no label."""
+  listed = labels >= 0
+  at_labels = jnp.take_along_axis(log_prob, jnp.maximum(labels, 0), axis=-1)  # [B, L]
+  return -jnp.where(listed, at_labels, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+
+
+def is_listed(classes: jax.Array, labels: jax.Array) -> jax.Array:
+  """Whether the class int32 [B] is any of the example's labels, float32 [B]."""
+  return (classes[:, None] == labels).any(-1).astype(jnp.float32)
+
+
+@flax.struct.dataclass
+class ExpectedCalibrationError(clu_metrics.Metric):
+  """Expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
+
+  The mean gap between confidence and accuracy over NUM_BINS bins of equal width, each weighted with
+  its rows. Bin m holds the confidences in (m / NUM_BINS, (m + 1) / NUM_BINS], the first 0 as well.
+
+  Attributes:
+    count: float32 [NUM_BINS], rows of each bin.
+    confidence: float32 [NUM_BINS], sum of their confidences.
+    correct: float32 [NUM_BINS], sum of their correct predictions.
+  """
+
+  count: jax.Array
+  confidence: jax.Array
+  correct: jax.Array
+
+  @classmethod
+  def empty(cls) -> 'ExpectedCalibrationError':
+    zeros = jnp.zeros((NUM_BINS,), jnp.float32)
+    return cls(count=zeros, confidence=zeros, correct=zeros)
+
+  @classmethod
+  def from_model_output(
+    cls, confidence: jax.Array, correct: jax.Array, mask: jax.Array | None = None, **_
+  ) -> 'ExpectedCalibrationError':
+    """Takes confidence [B] in [0, 1], correct [B] in {0, 1} and mask [B]."""
+    mask = jnp.ones_like(confidence) if mask is None else mask.astype(jnp.float32)
+    bins = jnp.clip(jnp.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(jnp.int32)
+    member = jax.nn.one_hot(bins, NUM_BINS, axis=0) * mask  # [NUM_BINS, B]
+    return cls(
+      count=member.sum(-1),
+      confidence=(member * confidence).sum(-1),
+      correct=(member * correct).sum(-1),
+    )
+
+  def merge(self, other: 'ExpectedCalibrationError') -> 'ExpectedCalibrationError':
+    return jax.tree.map(jnp.add, self, other)
+
+  def compute(self) -> jax.Array:
+    return jnp.abs(self.correct - self.confidence).sum() / self.count.sum()
+
+
+def base_metrics(
+  nll: jax.Array, correct: jax.Array, tau: jax.Array, mask: jax.Array
+) -> dict[str, clu_metrics.Metric]:
+  """Loss, NLL, precision@1 and temperature of a batch.
+
+  Args:
+    nll: [B], for the sigmoid link summed over the classes.
+    correct: [B], whether the top class is any of the labels.
+    tau: scalar.
+    mask: [B].
+
+  Returns:
+    'loss', 'nll' and 'precision_at_1', means over the real rows, which are their `count`; and
+    'tau', of which a merge keeps the last.
+  """
+  mean_nll = clu_metrics.Average.from_model_output(nll, mask=mask)
+  return {
+    'loss': mean_nll,
+    'nll': mean_nll,
+    'precision_at_1': clu_metrics.Average.from_model_output(correct, mask=mask),
+    'tau': clu_metrics.LastValue.from_model_output(tau[None]),
+  }

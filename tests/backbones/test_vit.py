@@ -1,0 +1,260 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import traverse_util
+from flax.linen import partitioning
+
+from het_plugin.backbones import ViT, vit
+from het_plugin.backbones.vit import Block, Mlp, PatchEmbedding
+
+TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2)
+RULES = (
+  ('batch', 'data'),
+  ('vocab', 'model'),
+  ('mlp', 'model'),
+  ('heads', 'model'),
+  ('joined_kv', 'model'),
+  ('kv', None),
+  ('embed', None),
+  ('length', None),
+)
+
+
+def images(batch=4, size=8, channels=3):
+  return jax.random.normal(jax.random.key(7), (batch, size, size, channels))
+
+
+def shapes(model, size=224, channels=3):
+  image = jax.ShapeDtypeStruct((1, size, size, channels), jnp.float32)
+  return jax.eval_shape(model.init, jax.random.key(0), image)
+
+
+def num_params(model, size=224):
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes(model, size)['params']))
+
+
+def random_params(model, image, scale=0.3):
+  """Parameters without the zeros and ones of the initialisers, which would hide their use."""
+  params = model.init(jax.random.key(0), image)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  return jax.tree.unflatten(
+    tree, [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+  )
+
+
+def test_b16_has_the_published_number_of_parameters():
+  assert num_params(vit('B/16')) + 1000 * (768 + 1) == 86_567_656
+
+
+@pytest.mark.parametrize(
+  ('num_classes', 'millions'), [(18_291, 325.3), (21_843, 328.9), (29_593, 336.9)]
+)
+def test_l32_with_representation_layer_has_the_parameters_of_table_3(num_classes, millions):
+  backbone = num_params(vit('L/32', representation_size=1024))
+  assert round((backbone + 1025 * num_classes) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize('patch_size', [1, 2, 4])
+def test_patch_embedding_is_the_strided_convolution(patch_size):
+  image = images(size=8)
+  embedding = PatchEmbedding(patch_size, 16, jnp.float32)
+  params = random_params(embedding, image)
+  convolved = jax.lax.conv_general_dilated(
+    image,
+    params['kernel'],
+    (patch_size, patch_size),
+    'VALID',
+    dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+  )
+  expected = convolved.reshape(4, -1, 16) + params['bias']
+  np.testing.assert_allclose(embedding.apply({'params': params}, image), expected, atol=1e-5)
+
+
+def test_block_is_that_of_flax_modules():
+  x = jax.random.normal(jax.random.key(2), (3, 5, 16))
+  block = Block(num_heads=2, mlp_dim=32, dropout=0.0, dtype=jnp.float32)
+  params = block.init(jax.random.key(0), x, deterministic=True)['params']
+  params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
+
+  def split_heads(dense, shape):
+    bias = dense['bias'].reshape(shape[1:])
+    return {'kernel': dense['kernel'].reshape(shape), 'bias': bias}
+
+  attention = {
+    k: split_heads(params['attention'][k], (16, 2, 8)) for k in ('query', 'key', 'value')
+  }
+  out = params['attention']['out']
+  attention['out'] = {'kernel': out['kernel'].reshape(2, 8, 16), 'bias': out['bias']}
+
+  norm = nn.LayerNorm(epsilon=1e-6)
+  y = norm.apply({'params': params['attention_norm']}, x)
+  y = x + nn.MultiHeadAttention(num_heads=2).apply({'params': attention}, y)
+  z = norm.apply({'params': params['mlp_norm']}, y)
+  z = nn.gelu(nn.Dense(32).apply({'params': params['mlp']['wi']}, z))
+  expected = y + nn.Dense(16).apply({'params': params['mlp']['wo']}, z)
+
+  actual = block.apply({'params': params}, x, deterministic=True)
+  np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(('pooling', 'tokens'), [('token', 5), ('gap', 4)])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_representations(pooling, tokens, dtype):
+  model = dataclasses.replace(TINY, pooling=pooling, dtype=dtype)
+  variables = model.init(jax.random.key(0), images())
+  phi, intermediates = model.apply(variables, images())
+  dtype = jnp.dtype(dtype)
+  assert {name: (x.shape, x.dtype) for name, x in intermediates.items()} == {
+    'patches': ((4, 4, 16), dtype),
+    'block00': ((4, tokens, 16), dtype),
+    'block01': ((4, tokens, 16), dtype),
+    'encoder_norm': ((4, tokens, 16), jnp.float32),
+    'pre_logits': ((4, 16), jnp.float32),
+  }
+  pooled = intermediates['encoder_norm']
+  pooled = pooled[:, 0] if pooling == 'token' else pooled.mean(1)
+  np.testing.assert_array_equal(phi, intermediates['pre_logits'])
+  np.testing.assert_allclose(phi, pooled, rtol=1e-6)
+  assert {x.dtype for x in jax.tree.leaves(variables['params'])} == {jnp.dtype('float32')}
+
+
+def test_representation_layer_is_a_biased_tanh_layer():
+  model = dataclasses.replace(TINY, representation_size=6)
+  params = random_params(model, images())
+  phi, intermediates = model.apply({'params': params}, images())
+  layer = params['representation']
+  pooled = intermediates['encoder_norm'][:, 0]
+  expected = np.tanh(pooled @ layer['kernel'] + layer['bias'])
+  assert model.pre_logits_dim == 6
+  np.testing.assert_allclose(phi, expected, atol=1e-6)
+
+
+def test_bfloat16_stays_close_to_float32():
+  image = images(batch=16)
+  params = TINY.init(jax.random.key(0), image)
+  exact, _ = TINY.apply(params, image)
+  rounded, _ = dataclasses.replace(TINY, dtype=jnp.bfloat16).apply(params, image)
+  error = np.abs(exact - rounded).max()
+  assert 0 < error < 0.1
+
+
+def test_one_image_of_one_patch_and_one_channel():
+  image = images(batch=1, size=4, channels=1)
+  phi, intermediates = TINY.apply(TINY.init(jax.random.key(0), image), image)
+  assert phi.shape == (1, 16)
+  assert intermediates['patches'].shape == (1, 1, 16)
+
+
+def test_the_batch_does_not_change_an_example():
+  params = {'params': random_params(TINY, images())}
+  whole, _ = TINY.apply(params, images())
+  alone, _ = TINY.apply(params, images()[2:3])
+  np.testing.assert_allclose(whole[2:3], alone, atol=2e-6)
+
+
+def test_dropout_acts_in_training_only():
+  model = dataclasses.replace(TINY, dropout=0.5)
+  params = model.init(jax.random.key(0), images())
+  evaluated, _ = model.apply(params, images())
+  undropped, _ = TINY.apply(params, images(), train=True)  # no rng needed at rate 0
+  np.testing.assert_array_equal(evaluated, undropped)
+
+  def train(seed):
+    return model.apply(params, images(), train=True, rngs={'dropout': jax.random.key(seed)})[0]
+
+  np.testing.assert_array_equal(train(0), train(0))
+  assert np.abs(train(0) - train(1)).max() > 1e-2
+  assert np.abs(train(0) - evaluated).max() > 1e-2
+
+
+def test_the_mlp_drops_its_hidden_units():
+  x = jax.random.normal(jax.random.key(2), (3, 5, 16))
+  mlp = Mlp(mlp_dim=32, dropout=0.5, dtype=jnp.float32)
+  params = mlp.init(jax.random.key(0), x, deterministic=True)
+  dropped = mlp.apply(params, x, deterministic=False, rngs={'dropout': jax.random.key(1)})
+  assert np.abs(dropped - mlp.apply(params, x, deterministic=True)).max() > 1e-2
+
+
+def test_every_parameter_has_axes_of_its_rank_that_shard_heads_and_mlp():
+  model = dataclasses.replace(TINY, representation_size=6)
+  variables = shapes(model, size=8)
+  params = traverse_util.flatten_dict(variables['params'], sep='/')
+  axes = traverse_util.flatten_dict(partitioning.get_axis_names(variables['params_axes']), sep='/')
+  assert params.keys() == axes.keys()
+  assert all(len(axes[name]) == x.ndim for name, x in params.items())
+
+  split = {
+    name
+    for name, names in axes.items()
+    if 'model' in partitioning.logical_to_mesh_axes(names, RULES)
+  }
+  in_block = {f'attention/{n}/{p}' for n in ('query', 'key', 'value') for p in ('kernel', 'bias')}
+  in_block |= {'attention/out/kernel', 'mlp/wi/kernel', 'mlp/wi/bias', 'mlp/wo/kernel'}
+  assert split == {f'block{layer:02d}/{name}' for layer in range(2) for name in in_block}
+
+
+@pytest.mark.parametrize('model_shards', [1, 4, 8])
+def test_sharded_values_and_gradients_are_those_of_one_device(model_shards):
+  # 2 heads over 4 and 8 shards: the mesh need not divide the heads.
+  image = images(batch=8)
+  params = random_params(TINY, image)
+
+  def loss(params, image):
+    phi, _ = TINY.apply({'params': params}, image)
+    return jnp.square(phi).sum(-1).mean(), phi
+
+  step = jax.value_and_grad(loss, has_aux=True)
+  expected = jax.jit(step)(params, image)
+  mesh = jax.make_mesh(
+    (8 // model_shards, model_shards), ('data', 'model'), (jax.sharding.AxisType.Auto,) * 2
+  )
+  with jax.set_mesh(mesh), partitioning.axis_rules(RULES):
+    compiled = jax.jit(step).lower(params, image).compile()
+    actual = compiled(params, image)
+  if model_shards > 1:
+    assert 'all-reduce' in compiled.as_text()
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), actual, expected
+  )
+
+
+def test_sizes_by_name():
+  assert vit('Ti/7', depth=3).patch_size == 7
+  assert vit('Ti/7', depth=3).depth == 3
+  assert vit('S/16').width == 384
+  assert vit('L/32').num_heads == 16
+  assert vit('B/16', patch_size=8) == vit('B/8')
+
+
+@pytest.mark.parametrize('variant', ['X/16', 'B', 'B/', 'B/-1', '16', 'b/16'])
+def test_unknown_variants_list_the_sizes(variant):
+  with pytest.raises(ValueError, match='Ti, S, B, L'):
+    vit(variant)
+
+
+@pytest.mark.parametrize(
+  ('overrides', 'message'),
+  [
+    ({'widht': 8}, 'no setting widht: choose from .*width'),
+    ({'pooling': 'map'}, 'pooling=.map. is unknown: choose one of token, gap'),
+    ({'num_heads': 5}, 'width=768 must be a multiple of num_heads=5'),
+    ({'depth': 0}, 'depth=0 must be at least 1'),
+    ({'patch_size': 0}, 'patch_size=0 must be at least 1'),
+    ({'representation_size': 0}, 'representation_size=0 must be at least 1'),
+    ({'dropout': 1.0}, r'dropout=1.0 must lie in \[0, 1\)'),
+  ],
+)
+def test_bad_settings_are_named(overrides, message):
+  with pytest.raises(ValueError, match=message):
+    vit('B/16', **overrides)
+
+
+def test_an_image_that_patches_do_not_fill_is_an_error():
+  with pytest.raises(ValueError, match='patch_size=4 must divide the image, which is 10x10'):
+    shapes(TINY, size=10)

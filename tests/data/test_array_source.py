@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+
+from het_plugin.data import array_source
+
+
+def write(path, **arrays):
+  np.savez(path, **arrays)
+  return str(path)
+
+
+def images(n, size=6, dtype=np.uint8):
+  return np.random.default_rng(0).integers(0, 256, (n, size, size)).astype(dtype)
+
+
+def test_digits():
+  source = array_source.digits_source()
+  assert source.info.splits == {'train': 1438, 'test': 359}
+  pictures, labels = source.read('train', np.arange(1438), 8, seed=0)
+  test_pictures, test_labels = source.read('test', np.arange(359), 8, seed=0)
+  assert pictures.shape == (1438, 8, 8, 1) and pictures.dtype == np.float32
+  assert pictures.min() == -1 and pictures.max() == 1
+  assert np.bincount(labels[:, 0]).min() > 100 and np.bincount(test_labels[:, 0]).min() > 20
+  everything = {p.tobytes() for p in pictures} | {p.tobytes() for p in test_pictures}
+  assert len(everything) > 1790  # the splits are disjoint (a few digits may be the same picture)
+
+
+def test_npz_uint8_and_the_split_it_makes(tmp_path):
+  array, label = images(50), np.arange(50) % 7
+  source = array_source.npz_source(write(tmp_path / 'a.npz', image=array, label=label))
+  assert source.info.splits == {'train': 45, 'validation': 5}
+  assert (source.info.num_classes, source.info.channels, source.image_size) == (7, 1, 6)
+  seen = {}
+  for split, count in source.info.splits.items():
+    pictures, labels = source.read(split, np.arange(count), 6, seed=0)
+    for picture, row in zip(pictures, labels, strict=True):
+      seen[np.round((picture[..., 0] + 1) * 127.5).astype(np.uint8).tobytes()] = row[0]
+  assert len(seen) == 50
+  assert all(seen[picture.tobytes()] == k for picture, k in zip(array, label, strict=True))
+
+
+def test_npz_float_multi_label_names_and_splits(tmp_path):
+  path = write(
+    tmp_path / 'a.npz',
+    image=np.linspace(0, 1, 3 * 4 * 4 * 3).reshape(3, 4, 4, 3),
+    label=np.array([[0, 2, -1], [1, -1, -1], [-1, -1, -1]]),
+    class_name=np.array(['a', 'b', 'c', 'd']),
+    split=np.array(['train', 'test', 'train']),
+  )
+  source = array_source.npz_source(path)
+  info = source.info
+  assert info.splits == {'train': 2, 'test': 1} and info.class_names == ('a', 'b', 'c', 'd')
+  assert (info.num_classes, info.channels, info.max_labels) == (4, 3, 3) and info.multi_label
+  pictures, labels = source.read('train', np.array([1, 0]), 4, seed=0)
+  np.testing.assert_array_equal(labels, [[-1, -1, -1], [0, 2, -1]])
+  assert pictures.dtype == np.float32 and pictures.max() == 1 and pictures.min() == -1
+
+
+BAD_FILES = {
+  "lacks ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
+  r'label -1 of example 1 is out of range; labels are 0 .. 0.': {
+    'image': images(2),
+    'label': np.array([0, -1]),
+  },
+  'label 5 of example 0 is out of range; labels are 0 .. 1.': {
+    'image': images(1),
+    'label': np.array([5]),
+    'class_name': np.array(['a', 'b']),
+  },
+  'label -2 of example 0 is out of range; labels are 0 .. 1, or -1 for none': {
+    'image': images(1),
+    'label': np.array([[1, -2]]),
+  },
+  'integers [N] or [N, L] with N = 2': {'image': images(2), 'label': np.zeros(3, int)},
+  'label is float64': {'image': images(2), 'label': np.zeros(2)},
+  'image is (2, 4, 5)': {'image': np.zeros((2, 4, 5), np.uint8), 'label': np.zeros(2, int)},
+  'image is int64; it must be uint8': {'image': images(2, dtype=int), 'label': np.zeros(2, int)},
+  'split is (1,)': {'image': images(2), 'label': np.zeros(2, int), 'split': np.array(['a'])},
+  'holds no examples': {'image': images(0), 'label': np.zeros(0, int)},
+}
+
+
+@pytest.mark.parametrize('message', BAD_FILES)
+def test_bad_npz(tmp_path, message):
+  with pytest.raises(ValueError) as error:
+    array_source.npz_source(write(tmp_path / 'a.npz', **BAD_FILES[message]))
+  assert message in str(error.value)
+
+
+def test_float_images_out_of_range(tmp_path):
+  path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), 255.0), label=np.zeros(3, int))
+  with pytest.raises(ValueError, match=r'must lie in \[0, 1\], these in \[255.0, 255.0\]'):
+    array_source.npz_source(path).read('train', np.arange(1), 4, seed=0)
+
+
+def test_missing_npz():
+  with pytest.raises(ValueError, match='npz:/nowhere.npz: there is no such file'):
+    array_source.npz_source('/nowhere.npz')

@@ -1,0 +1,98 @@
+import unicodedata
+
+import numpy as np
+import pytest
+
+from het_plugin.data import glyph_bank
+from het_plugin.data.glyph_bank import DEJAVU_FACES, STIX_FACES, face_characters, glyph_classes
+
+
+def test_sizes_of_the_frozen_class_sets():
+  sizes = {name: len(glyph_classes(name).code_points) for name in glyph_bank.CLASS_SETS}
+  assert sizes == {'core': 2297, 'full': 6494, 'heldout': 1142}
+
+
+def test_core_classes_are_glyphs_of_all_twelve_dejavu_faces():
+  assert len(DEJAVU_FACES) == 12
+  core = set(glyph_classes('core').code_points)
+  for face in DEJAVU_FACES:
+    assert core <= face_characters(face)
+
+
+def test_frozen_list_agrees_with_the_fonts():
+  """Later Unicode tables may name or reclassify a few characters: the list is what counts then."""
+
+  def is_candidate(c):
+    return unicodedata.category(chr(c))[0] in 'LNSP' and unicodedata.name(chr(c), None)
+
+  dejavu = [face_characters(face) for face in DEJAVU_FACES]
+  core = {c for c in frozenset.intersection(*dejavu) if is_candidate(c)}
+  full = {c for c in frozenset.union(*dejavu) if is_candidate(c)}
+  assert len(core ^ set(glyph_classes('core').code_points)) <= 5
+  assert len(full ^ set(glyph_classes('full').code_points)) <= 20
+  assert set(glyph_classes('core').code_points) <= set(glyph_classes('full').code_points)
+
+
+def test_heldout_classes_are_in_two_stix_faces_and_not_in_core():
+  heldout = glyph_classes('heldout').code_points
+  assert not set(heldout) & set(glyph_classes('core').code_points)
+  assert all(sum(c in face_characters(face) for face in STIX_FACES) >= 2 for c in heldout)
+
+
+def test_names_are_unicode_names_in_order_of_code_point():
+  classes = glyph_classes('core')
+  assert list(classes.code_points) == sorted(classes.code_points)
+  name_of = dict(zip(classes.code_points, classes.names, strict=True))
+  assert name_of[ord('A')] == 'LATIN CAPITAL LETTER A'
+  assert name_of[0x0391] == 'GREEK CAPITAL LETTER ALPHA'
+
+
+def test_bank_has_every_core_glyph_inside_the_border():
+  bank = glyph_bank.glyph_bank('core', DEJAVU_FACES, 28)
+  assert bank.images.shape == (27_564, 30, 30) and bank.images.dtype == np.uint8
+  assert (bank.faces_per_class == 12).all()
+  assert not bank.images[:, [0, -1]].any() and not bank.images[:, :, [0, -1]].any()
+  assert (bank.images.max(axis=(1, 2)) > 0).mean() > 0.999
+
+
+def test_glyphs_are_centred():
+  bank = glyph_bank.glyph_bank('core', DEJAVU_FACES, 28)
+  for axis in (1, 2):
+    ink = bank.images.any(axis=3 - axis)
+    ink = ink[ink.any(axis=1)]
+    before, after = ink.argmax(axis=1), ink[:, ::-1].argmax(axis=1)
+    assert abs(before - after).max() <= 2
+
+
+@pytest.mark.parametrize('size', [8, 45])
+def test_other_sizes(size):
+  bank = glyph_bank.glyph_bank('heldout', STIX_FACES, size)
+  assert bank.images.shape == (bank.first[-1], size + 2, size + 2)
+  assert bank.images.any()
+
+
+def test_latin_greek_and_cyrillic_a_are_one_bitmap():
+  classes = glyph_classes('core')
+  bank = glyph_bank.glyph_bank('core', DEJAVU_FACES, 28)
+  row = bank.first[[classes.code_points.index(c) for c in (0x41, 0x391, 0x410)]]
+  first_face = bank.images[row]  # DejaVu Sans
+  np.testing.assert_array_equal(first_face[0], first_face[1])
+  np.testing.assert_array_equal(first_face[0], first_face[2])
+  other = bank.images[bank.first[classes.code_points.index(ord('B'))]]
+  assert (other != first_face[0]).any()
+
+
+def test_homoglyph_ceiling_of_a_hand_made_bank(monkeypatch):
+  """Classes 0 and 1 look alike in face 0 only; class 2 is unique; class 3 has no face."""
+  pictures = {'both': 1, 'zero': 2, 'one': 3, 'two': 4, 'two_again': 5}
+  order = ['both', 'zero', 'both', 'one', 'two', 'two_again']
+  images = np.stack([np.full((4, 4), pictures[name], np.uint8) for name in order])
+  bank = glyph_bank.GlyphBank(images=images, first=np.array([0, 2, 4, 6, 6]))
+  monkeypatch.setattr(glyph_bank, 'glyph_bank', lambda *args: bank)
+  # six (class, face) pairs: two of them are right half of the time
+  assert glyph_bank.homoglyph_ceiling('core', ('a', 'b'), 2) == pytest.approx(5 / 6)
+
+
+def test_homoglyph_ceiling_of_core():
+  ceiling = glyph_bank.homoglyph_ceiling('core', DEJAVU_FACES, 28)
+  assert 0.9 < ceiling < 0.97

@@ -1,0 +1,124 @@
+import time
+
+import numpy as np
+import pytest
+
+from het_plugin.data import glyphs
+from het_plugin.data.glyphs import GlyphSource
+
+CORE = GlyphSource('core')
+
+
+@pytest.mark.parametrize('split', ['train', 'validation', 'shift'])
+def test_examples_do_not_depend_on_the_batch_they_are_read_in(split):
+  ids = np.arange(200, 330)
+  images, labels = CORE.read(split, ids, 28, seed=3)
+  assert images.shape == (130, 28, 28, 1) and images.dtype == np.float32
+  assert labels.shape == (130, 1) and labels.dtype == np.int32
+  assert images.min() >= -1 and images.max() <= 1
+  for some in (ids[77:78], ids[::-1], ids[5:100:7]):
+    some_images, some_labels = CORE.read(split, some, 28, seed=3)
+    np.testing.assert_array_equal(some_images, images[some - 200])
+    np.testing.assert_array_equal(some_labels, labels[some - 200])
+
+
+def test_every_class_once_in_each_block():
+  K = CORE.info.num_classes
+  _, labels = CORE.read('train', np.arange(2 * K), 8, seed=0)
+  for block in labels[:K, 0], labels[K:, 0]:
+    np.testing.assert_array_equal(np.sort(block), np.arange(K))
+  assert (labels[:K] != labels[K:]).mean() > 0.9
+
+
+def test_train_depends_on_the_seed_and_finite_splits_do_not():
+  ids = np.arange(64)
+  for split, same in (('train', False), ('validation', True), ('shift', True)):
+    images, labels = CORE.read(split, ids, 28, seed=0)
+    other_images, other_labels = CORE.read(split, ids, 28, seed=1)
+    assert np.array_equal(images, other_images) == same
+    assert np.array_equal(labels, other_labels) == same
+
+
+def test_validation_is_not_a_part_of_train():
+  train, train_labels = CORE.read('train', np.arange(64), 28, seed=0)
+  validation, labels = CORE.read('validation', np.arange(64), 28, seed=0)
+  assert not np.array_equal(train_labels, labels)
+  assert not (train == validation).all(axis=(1, 2, 3)).any()
+
+
+def test_far_positions_of_the_endless_split():
+  images, labels = CORE.read('train', np.array([2**40, 2**40 + 1]), 28, seed=0)
+  assert np.isfinite(images).all() and (labels >= 0).all()
+
+
+def test_no_examples():
+  images, labels = CORE.read('train', np.zeros(0, np.int64), 28, seed=0)
+  assert images.shape == (0, 28, 28, 1) and labels.shape == (0, 1)
+
+
+def test_split_sizes():
+  assert CORE.info.splits == {'train': None, 'validation': 4 * 2297, 'shift': 4 * 1139}
+  assert GlyphSource('full').info.splits['validation'] == 4 * 6494
+
+
+def test_shift_shows_only_classes_that_stix_has():
+  _, labels = CORE.read('shift', np.arange(4 * 1139), 8, seed=0)
+  classes, counts = np.unique(labels, return_counts=True)
+  assert len(classes) == 1139 and (counts == 4).all()
+
+
+def test_the_first_shots_of_heldout_train_are_balanced():
+  source = GlyphSource('heldout')
+  K = source.info.num_classes
+  _, labels = source.read('train', np.arange(5 * K), 8, seed=0)
+  assert (np.bincount(labels[:, 0], minlength=K) == 5).all()
+
+
+def test_full_draws_only_faces_that_have_the_class():
+  """A class that one face has is drawn from that face: no blank or replacement glyphs."""
+  source = GlyphSource('full')
+  images, _ = source.read('validation', np.arange(1000), 28, seed=0)
+  contrast = np.ptp(images, axis=(1, 2, 3))
+  assert (contrast > 0.5).mean() > 0.99
+
+
+def test_glyphs_are_not_cut_off():
+  """Away from noise, the outermost pixels are background."""
+  images, _ = CORE.read('validation', np.arange(2000), 28, seed=0)
+  frame = np.concatenate([images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]], axis=1)
+  background = np.median(frame, axis=(1, 2))
+  ink = images.max(axis=(1, 2, 3)) - background
+  touching = (frame.max(axis=(1, 2)) - background) > 0.8 * np.maximum(ink, 0.5)
+  assert touching.mean() < 0.01
+
+
+def test_nearest_base_glyph_finds_the_class_more_often_than_not():
+  """The labels belong to the pictures: a correlation with the un-augmented glyphs finds them."""
+  source = GlyphSource('heldout')
+  ids = np.arange(400)
+  images, labels = source.read('test', ids, 28, seed=0)
+  spec = glyphs.SPLITS['heldout']['test']
+  bank = glyphs.glyph_bank.glyph_bank('heldout', spec.faces, 28)
+  base = bank.images[:, 1:-1, 1:-1].reshape(len(bank.images), -1).astype(np.float32)
+
+  def normalise(x):
+    x = x - x.mean(axis=1, keepdims=True)
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-6)
+
+  nearest = (normalise(images.reshape(400, -1)) @ normalise(base).T).argmax(axis=1)
+  predicted = np.searchsorted(bank.first, nearest, side='right') - 1
+  # shifts of two pixels defeat a correlation often; chance is 1 / 1142
+  assert (predicted == labels[:, 0]).mean() > 0.15
+
+
+def test_speed():
+  """At least 10,000 images a second; ten times that on a free core."""
+  CORE.read('train', np.arange(256), 28, seed=0)  # renders the glyphs
+  start = time.process_time()
+  CORE.read('train', np.arange(256, 256 + 5120), 28, seed=0)
+  assert 5120 / (time.process_time() - start) > 10_000
+
+
+def test_unknown_class_set():
+  with pytest.raises(ValueError, match="'core', 'full', 'heldout'"):
+    GlyphSource('latin')

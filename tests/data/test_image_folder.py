@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from het_plugin.data import decode
+from het_plugin.data.image_folder import ImageFolderSource
+
+
+def test_split_folders(tmp_path, image_files):
+  cats = image_files.write(tmp_path / 'train' / 'cat', 3, '.png')
+  image_files.write(tmp_path / 'train' / 'ant', 2, '.JPG')
+  image_files.write(tmp_path / 'validation' / 'cat', 1, '.jpeg')
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.class_names == ('ant', 'cat')
+  assert source.info.splits == {'train': 5, 'validation': 1}
+  images, labels = source.read('train', np.array([4, 0]), 16, seed=0)
+  assert source.describe('train', 4) == str(cats[2])
+  np.testing.assert_array_equal(labels, [[1], [0]])
+  np.testing.assert_array_equal(images[0], np.asarray(Image.open(cats[2])))
+  assert images[1].shape == (20, 30, 3) and images[1].dtype == np.uint8
+
+
+def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
+  for name, count in (('a', 20), ('b', 2), ('c', 1)):
+    image_files.write(tmp_path / name, count)
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.splits == {'train': 18 + 1 + 1, 'validation': 2 + 1}
+  names = {
+    split: [source.describe(split, i) for i in range(n)] for split, n in source.info.splits.items()
+  }
+  assert len(set(names['train'] + names['validation'])) == 23
+  again = ImageFolderSource(str(tmp_path))
+  assert [again.describe('validation', i) for i in range(3)] == names['validation']
+
+
+def test_grey_and_palette_images_become_rgb(tmp_path):
+  (tmp_path / 'a').mkdir()
+  grey = np.random.default_rng(0).integers(0, 256, (9, 9), np.uint8)
+  Image.fromarray(grey).save(tmp_path / 'a' / '0.png')
+  Image.fromarray(grey).convert('P').save(tmp_path / 'a' / '1.png')
+  source = ImageFolderSource(str(tmp_path))
+  for split in ('train', 'validation'):
+    (image,), _ = source.read(split, np.array([0]), 9, seed=0)
+    np.testing.assert_array_equal(image, np.repeat(grey[..., None], 3, axis=-1))
+
+
+@pytest.mark.parametrize('suffix', ['.jpg', '.png'])
+def test_damaged_images_are_none(tmp_path, image_files, suffix):
+  cut, foreign, whole = image_files.write(tmp_path / 'a', 3, suffix)
+  image_files.truncate(cut)
+  foreign.write_bytes(b'GIF89a not an image of ours')
+  assert decode.decode_rgb(cut.read_bytes()) is None
+  assert decode.decode_rgb(foreign.read_bytes()) is None
+  assert decode.decode_rgb(b'') is None
+  assert decode.decode_rgb(whole.read_bytes()).shape == (22, 30, 3)
+
+
+def test_missing_folder():
+  with pytest.raises(ValueError, match='image_folder:/nowhere: there is no such folder'):
+    ImageFolderSource('/nowhere')
+
+
+def test_empty_folder(tmp_path):
+  with pytest.raises(ValueError, match='holds no class folders'):
+    ImageFolderSource(str(tmp_path))
+
+
+def test_empty_class(tmp_path, image_files):
+  image_files.write(tmp_path / 'a', 1)
+  (tmp_path / 'b').mkdir()
+  (tmp_path / 'b' / 'notes.txt').write_text('no image')
+  with pytest.raises(ValueError, match='b holds no images'):
+    ImageFolderSource(str(tmp_path))
+
+
+def test_class_unknown_to_train(tmp_path, image_files):
+  image_files.write(tmp_path / 'train' / 'a', 1)
+  image_files.write(tmp_path / 'validation' / 'b', 1)
+  with pytest.raises(ValueError, match=r"has classes that .* lacks: \['b'\]"):
+    ImageFolderSource(str(tmp_path))

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+
+from het_plugin.data.reader import CorruptRecords, ExampleReader
+from het_plugin.data.sources import TaskInfo
+
+
+class CountingSource:
+  """Picture i is i everywhere and has label i; records in `bad` are unreadable."""
+
+  image_size = None
+  image_dtype = np.uint8
+
+  def __init__(self, num_examples, bad=()):
+    self.info = TaskInfo(100, False, 1, None, {'train': num_examples})
+    self._bad = bad
+
+  def read(self, split, ids, size, seed):
+    images = [None if i in self._bad else np.full((size, 3, 1), i, np.uint8) for i in ids]
+    return images, ids.astype(np.int32)[:, None]
+
+  def describe(self, split, example_id):
+    return f'picture {example_id}'
+
+
+def make_reader(num_examples=10, bad=(), **kwargs):
+  settings = {
+    'size': 4,
+    'max_labels': 2,
+    'shuffle': True,
+    'seed': 0,
+    'num_epochs': None,
+    'max_corrupt_fraction': 1.0,
+  }
+  return ExampleReader(CountingSource(num_examples, bad), 'train', **(settings | kwargs))
+
+
+@pytest.mark.parametrize('num_examples', [1, 2, 7, 10])
+def test_every_record_once_in_each_epoch(num_examples):
+  labels = make_reader(num_examples).read(np.arange(3 * num_examples))['label'][:, 0]
+  for epoch in labels.reshape(3, num_examples):
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(num_examples))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+  def read(seed):
+    return make_reader(50, seed=seed).read(np.arange(150))['label'][:, 0]
+
+  orders = [*read(0).reshape(3, 50), *read(1).reshape(3, 50)]
+  assert len({order.tobytes() for order in orders}) == 6
+
+
+def test_unshuffled_order():
+  labels = make_reader(5, shuffle=False).read(np.arange(12))['label'][:, 0]
+  np.testing.assert_array_equal(labels, np.arange(12) % 5)
+
+
+def test_labels_are_padded():
+  np.testing.assert_array_equal(make_reader().read(np.arange(10))['label'][:, 1], -1)
+
+
+def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
+  one_pass = make_reader(num_epochs=1).read(np.arange(10))
+  np.testing.assert_array_equal(one_pass['index'], one_pass['label'][:, 0])
+  endless = make_reader().read(np.arange(15))
+  np.testing.assert_array_equal(endless['index'], np.arange(15))
+  assert make_reader().read(np.array([2**31 + 5]))['index'] == [5]
+  assert endless['index'].dtype == np.int32
+
+
+def test_keys_follow_seed_and_position():
+  keys = make_reader().read(np.arange(20))['key']
+  assert keys.shape == (20, 2) and keys.dtype == np.int32
+  assert len({key.tobytes() for key in keys}) == 20  # the second epoch is augmented anew
+  assert not np.array_equal(keys, make_reader(seed=1).read(np.arange(20))['key'])
+
+
+def test_rows_past_the_end_are_masked():
+  examples = make_reader(num_epochs=1).read(np.arange(8, 13))
+  np.testing.assert_array_equal(examples['mask'], [1, 1, 0, 0, 0])
+  np.testing.assert_array_equal(examples['label'][2:], -1)
+  assert [image.shape for image in examples['image'][2:]] == [(4, 4, 1)] * 3
+
+
+def test_only_padding():
+  examples = make_reader(num_epochs=1).read(np.arange(20, 23))
+  assert not examples['mask'].any() and len(examples['image']) == 3
+
+
+def test_unreadable_records_keep_their_position_and_are_counted_once():
+  reader = make_reader(bad=(3, 7), shuffle=False)
+  examples = reader.read(np.arange(20))
+  np.testing.assert_array_equal(np.flatnonzero(examples['mask'] == 0), [3, 7, 13, 17])
+  np.testing.assert_array_equal(examples['label'][[3, 7, 13, 17]], -1)
+  good = np.flatnonzero(examples['mask'])
+  np.testing.assert_array_equal(examples['label'][good, 0], good % 10)
+  assert reader.corrupt.names == ('picture 3', 'picture 7')
+
+
+def test_too_many_unreadable_records():
+  reader = make_reader(bad=(3, 7), shuffle=False, max_corrupt_fraction=0.1)
+  reader.read(np.arange(7))
+  message = '2 of 10 images are unreadable, more than max_corrupt_fraction = 0.1 allows; the first'
+  with pytest.raises(ValueError, match=f'{message} are: picture 3, picture 7'):
+    reader.read(np.arange(7, 10))
+
+
+def test_the_error_names_the_first_files_only():
+  corrupt = CorruptRecords(1000, 0.008)
+  for i in range(8):
+    corrupt.add(i, f'<{i}>')
+  with pytest.raises(ValueError, match='the first are: <0>, <1>, <2>, <3>, <4>.$'):
+    corrupt.add(8, '<8>')
+
+
+def test_no_unreadable_record_is_tolerated_at_zero():
+  with pytest.raises(ValueError, match='1 of 10'):
+    make_reader(bad=(0,), max_corrupt_fraction=0.0).read(np.arange(10))

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+import seqio
+
+from het_plugin.data import glyphs, preprocess, task_info, tasks
+
+
+def test_built_in_tasks_are_registered_with_seqio():
+  assert {'digits', 'glyphs_core', 'glyphs_full', 'glyphs_heldout'} <= set(
+    seqio.TaskRegistry.names()
+  )
+  assert task_info('glyphs_core').num_classes == 2297
+  assert task_info('glyphs_core').class_names[0] == 'EXCLAMATION MARK'
+  assert task_info('digits').splits == {'train': 1438, 'test': 359}
+
+
+@pytest.mark.parametrize('folder', ['plain', 'with space', 'dash-ed/ümlaut', 'x' * 150])
+def test_paths_that_seqio_names_refuse(tmp_path, folder):
+  path = tmp_path / folder / 'my data.npz'
+  path.parent.mkdir(parents=True)
+  np.savez(path, image=np.zeros((4, 3, 3), np.uint8), label=np.arange(4))
+  task = tasks.get_task(f'npz:{path}')
+  assert seqio.TaskRegistry.get(task.name) is task
+  assert tasks.get_task(f'npz:{path}') is task
+  assert tasks.get_task(task.name) is task and tasks.get_task(task) is task
+
+
+def test_paths_that_look_alike_are_different_tasks(tmp_path):
+  for name in ('a-b', 'a_b'):
+    np.savez(tmp_path / f'{name}.npz', image=np.zeros((2, 3, 3), np.uint8), label=np.arange(2))
+  names = {tasks.get_task(f'npz:{tmp_path}/{name}.npz').name for name in ('a-b', 'a_b')}
+  assert len(names) == 2
+
+
+@pytest.mark.parametrize('name', ['glyphs', 'npz:', 'image_folder:', 'foo:bar', 'two words', ''])
+def test_unknown_names_list_the_valid_ones(name):
+  with pytest.raises(ValueError) as error:
+    task_info(name)
+  for valid in ('glyphs_core', 'digits', 'npz:PATH', 'image_folder:PATH', 'tfds:NAME'):
+    assert valid in str(error.value)
+
+
+def test_an_added_task_runs_its_preprocessors():
+  task = tasks.add_image_task(
+    'colour_glyphs',
+    glyphs.GlyphSource('heldout'),
+    preprocessors=[preprocess.to_channels(3)],
+    eval_preprocessors=[preprocess.to_channels(3)],
+  )
+  dataset = task.get_dataset({'image': 9, 'label': 1}, 'test', shuffle=False)
+  (example,) = dataset.take(1).as_numpy_iterator()
+  images, labels = task.examples.read('test', np.arange(1), 9, seed=0)
+  np.testing.assert_array_equal(example['image'], np.repeat(images[0], 3, axis=-1))
+  np.testing.assert_array_equal(example['label'], labels[0])
+
+
+def test_a_name_is_taken_once():
+  with pytest.raises(ValueError, match='digits'):
+    tasks.add_image_task('digits', glyphs.GlyphSource('core'))

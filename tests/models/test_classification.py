@@ -1,0 +1,417 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from flax.linen import partitioning
+
+from het_plugin.backbones import ViT
+from het_plugin.heads import Det, FixedTemperature, Het, HetH, HetXL, LearnedTemperature
+from het_plugin.integrate import Integrator, example_keys
+from het_plugin.models import ClassificationModel, ParamCounts
+
+NUM_CLASSES = 10
+PADDED_CLASSES = 16
+BACKBONE = ViT(
+  patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2, pooling='gap', representation_size=12
+)
+SHARED = {
+  'num_classes': NUM_CLASSES,
+  'class_multiple': 8,
+  'temperature': LearnedTemperature(0.5, 1.5),
+}
+NOISE = {'num_factors': 2, **SHARED}
+HEADS = {
+  'det': Det(**SHARED),
+  'het': Het(**NOISE),
+  'het_h': HetH(num_buckets=6, **NOISE),
+  'het_xl': HetXL(**NOISE),
+}
+STEP_KEY = jax.random.key(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskInfo:
+  """The fields of `data.TaskInfo` that a model reads."""
+
+  num_classes: int = NUM_CLASSES
+  multi_label: bool = False
+
+
+def make_model(head='het_xl', backbone=BACKBONE, link='softmax', **kwargs):
+  head = HEADS[head] if isinstance(head, str) else head
+  return ClassificationModel(
+    backbone=backbone,
+    head=head.clone(link=link),
+    optimizer_def=None,
+    train_integrator=Integrator(num_samples=8),
+    eval_integrator=Integrator(num_samples=16),
+    **kwargs,
+  )
+
+
+def make_batch(rows=8, num_labels=1, seed=0):
+  rng = np.random.default_rng(seed)
+  labels = np.stack([rng.permutation(NUM_CLASSES)[:num_labels] for _ in range(rows)])
+  labels[::2, 1:] = -1
+  return {
+    'image': rng.standard_normal((rows, 8, 8, 1), np.float32),
+    'label': labels.astype(np.int32),
+    'index': np.arange(100, 100 + rows, dtype=np.int32),
+    'mask': np.ones(rows, np.float32),
+  }
+
+
+def make_params(model, batch):
+  """Initial parameters, moved off the values at which parts of the model are switched off."""
+  shapes = {name: x.shape for name, x in batch.items()}
+  params = model.get_initial_variables(jax.random.key(0), shapes)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  return jax.tree.unflatten(
+    tree, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+  )
+
+
+def rows_of(batch, rows):
+  return {name: x[rows] for name, x in batch.items()}
+
+
+def loss_and_grads(model, params, batch, key=STEP_KEY):
+  return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, key)[0]))(params, batch)
+
+
+def steps_of(model):
+  """The training and the evaluation step, (params, batch) -> (loss, metrics), compiled."""
+  return jax.jit(lambda p, b: model.loss_fn(p, b, STEP_KEY)), jax.jit(model.eval_fn)
+
+
+def computed(metrics):
+  return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def assert_trees_close(actual, expected, **tolerance):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_variables_have_axes_and_are_made_without_computing(head):
+  model = make_model(head)
+  variables = jax.eval_shape(
+    lambda rng: model.get_initial_variables(
+      rng, {'image': (8, 8, 8, 1), 'label': (8, 1)}, {'image': jnp.float32}
+    ),
+    jax.random.key(0),
+  )
+  assert variables.keys() == {'params', 'params_axes'}
+  assert variables['params'].keys() == {'backbone', 'head'}
+  params = traverse_util.flatten_dict(variables['params'], sep='/')
+  axes = traverse_util.flatten_dict(partitioning.get_axis_names(variables['params_axes']), sep='/')
+  assert params.keys() == axes.keys()
+  assert all(len(axes[name]) == x.ndim for name, x in params.items())
+  assert {x.dtype for x in params.values()} == {jnp.dtype('float32')}
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('head', HEADS)
+def test_gradients_reach_every_parameter(head, link):
+  model, batch = make_model(head, link=link), make_batch()
+  _, grads = loss_and_grads(model, make_params(model, batch), batch)
+  for name, grad in traverse_util.flatten_dict(grads, sep='/').items():
+    assert np.isfinite(grad).all(), name
+    if name.endswith('attention/key/bias'):
+      continue  # adds the same number to all logits of a query, which its softmax does not see
+    assert np.abs(grad).max() > 1e-7, name
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('head', ['det', 'het', 'het_xl'])
+def test_padded_classes_never_count(head, link):
+  model, batch = make_model(head, link=link), make_batch()
+  params = make_params(model, batch)
+  logits, _ = model.module.apply({'params': params}, batch['image'])
+  batch['label'] = np.asarray(jnp.argmax(logits.location[:, :NUM_CLASSES], -1, keepdims=True))
+  bias = params['head']['bias']
+  assert bias.shape == (PADDED_CLASSES,)
+  tempting = {**params, 'head': {**params['head'], 'bias': bias.at[NUM_CLASSES:].set(50.0)}}
+  for step in steps_of(model):
+    values = computed(step(params, batch)[1])
+    assert values['precision_at_1'] > 0
+    assert computed(step(tempting, batch)[1]) == values
+  top, aux = model.predict_batch_with_aux(tempting, batch)
+  assert top.max() < NUM_CLASSES
+  assert aux['top5'].max() < NUM_CLASSES
+  _, grads = loss_and_grads(model, tempting, batch)
+  np.testing.assert_array_equal(grads['head']['bias'][NUM_CLASSES:], 0)
+  np.testing.assert_array_equal(grads['head']['kernel'][:, NUM_CLASSES:], 0)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('garbage_label', [-1, 3])
+def test_padding_rows_change_nothing(link, garbage_label):
+  model, batch = make_model(link=link), make_batch(rows=6)
+  params = make_params(model, batch)
+  padding = make_batch(rows=2, seed=9)
+  padding['mask'] = np.zeros(2, np.float32)
+  padding['label'] = np.full((2, 1), garbage_label, np.int32)
+  padded = {name: np.concatenate([batch[name], padding[name]]) for name in batch}
+  assert_trees_close(
+    loss_and_grads(model, params, padded),
+    loss_and_grads(model, params, batch),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  for step in steps_of(model):
+    (loss, metrics), (expected_loss, expected) = step(params, padded), step(params, batch)
+    assert int(metrics['loss'].count) == 6
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for name, value in computed(expected).items():
+      np.testing.assert_allclose(float(metrics[name].compute()), value, rtol=1e-5, err_msg=name)
+
+
+def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
+  model, batch = make_model(), make_batch()
+  batch['mask'] = np.zeros_like(batch['mask'])
+  loss, grads = loss_and_grads(model, make_params(model, batch), batch)
+  assert float(loss) == 0
+  assert all(np.abs(g).max() == 0 for g in jax.tree.leaves(grads))
+
+
+def test_neither_order_nor_microbatches_change_the_step():
+  model, batch = make_model(), make_batch()
+  params = make_params(model, batch)
+  expected = loss_and_grads(model, params, batch)
+  shuffled = rows_of(batch, np.random.default_rng(0).permutation(8))
+  assert_trees_close(loss_and_grads(model, params, shuffled), expected, rtol=1e-4, atol=1e-6)
+  parts = [
+    loss_and_grads(model, params, rows_of(batch, slice(start, start + 2)))
+    for start in range(0, 8, 2)
+  ]
+  mean = jax.tree.map(lambda *x: sum(x) / 4, *parts)
+  assert_trees_close(mean, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_evaluation_does_not_depend_on_the_batches(link):
+  model, batch = make_model(link=link), make_batch()
+  params = make_params(model, batch)
+  eval_fn = jax.jit(model.eval_fn)
+  whole = computed(eval_fn(params, batch)[1])
+  first = eval_fn(params, rows_of(batch, slice(0, 1)))[1]
+  last = eval_fn(params, rows_of(batch, slice(1, 8)))[1]
+  merged = computed({name: first[name].merge(last[name]) for name in first})
+  assert merged.keys() == {'loss', 'nll', 'precision_at_1', 'ece', 'tau'}
+  for name, value in whole.items():
+    np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_keys_decide_the_noise():
+  model, batch = make_model(), make_batch()
+  params = make_params(model, batch)
+
+  step = jax.jit(model.loss_fn)
+
+  def loss(key, batch=batch):
+    return float(step(params, batch, key)[0])
+
+  moved = {**batch, 'index': batch['index'] + 1}
+  raw = jax.random.PRNGKey(3)  # as t5x passes it
+  assert loss(STEP_KEY) == loss(STEP_KEY) == loss(raw)
+  assert loss(STEP_KEY) != loss(jax.random.key(4))
+  assert loss(STEP_KEY) != loss(STEP_KEY, moved)
+
+  def eval_loss(model, batch=batch):
+    return float(model.eval_fn(params, batch)[0])
+
+  assert eval_loss(model) == eval_loss(make_model())
+  assert eval_loss(model) != eval_loss(make_model(eval_seed=1))
+  assert eval_loss(model) != eval_loss(model, moved)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_key():
+  model = make_model('det', backbone=BACKBONE.clone(dropout=0.5))
+  batch = make_batch()
+  params = make_params(model, batch)
+  loss = [float(model.loss_fn(params, batch, jax.random.key(seed))[0]) for seed in (0, 0, 1)]
+  assert loss[0] == loss[1] != loss[2]
+  expected = float(make_model('det').eval_fn(params, batch)[0])
+  assert float(model.eval_fn(params, batch)[0]) == expected
+  assert float(model.loss_fn(params, batch, None)[0]) == expected  # t5x's deterministic mode
+
+
+def test_index_and_mask_are_optional():
+  model, batch = make_model(), make_batch()
+  params = make_params(model, batch)
+  bare = {name: batch[name] for name in ('image', 'label')}
+  full = {**batch, 'index': np.arange(8, dtype=np.int32)}
+  for step in steps_of(model):
+    assert computed(step(params, bare)[1]) == computed(step(params, full)[1])
+
+
+def test_loss_normalizing_factor_divides_the_sum():
+  batch = make_batch()
+  model, summed = make_model(), make_model(loss_normalizing_factor=4.0)
+  params = make_params(model, batch)
+  mean, _ = model.loss_fn(params, batch, STEP_KEY)
+  loss, metrics = summed.loss_fn(params, batch, STEP_KEY)
+  np.testing.assert_allclose(loss, mean * 8 / 4, rtol=1e-6)
+  np.testing.assert_allclose(metrics['loss'].compute(), mean, rtol=1e-6)
+  with pytest.raises(ValueError, match='loss_normalizing_factor=0 must be positive'):
+    make_model(loss_normalizing_factor=0)
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_bfloat16_activations_keep_float32_logits_and_loss(head):
+  backbone = BACKBONE.clone(dtype=jnp.bfloat16)
+  model = make_model(HEADS[head].clone(dtype=jnp.bfloat16), backbone)
+  batch = make_batch()
+  params = make_params(model, batch)
+  logits, _ = model.module.apply({'params': params}, batch['image'])
+  assert logits.location.dtype == jnp.float32
+  loss, grads = loss_and_grads(model, params, batch)
+  assert loss.dtype == jnp.float32
+  assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}
+  exact, _ = loss_and_grads(make_model(head), params, batch)
+  assert 0 < abs(float(loss - exact)) < 0.05
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('head', ['det', 'het'])
+def test_multi_label_metrics_and_scores(head, link):
+  model, batch = make_model(head, link=link), make_batch(num_labels=3)
+  params = make_params(model, batch)
+  loss, metrics = model.eval_fn(params, batch)
+  top = np.asarray(model.predict_batch(params, batch))
+  correct = [t in row[row >= 0] for (t,), row in zip(top, batch['label'], strict=True)]
+  np.testing.assert_allclose(metrics['precision_at_1'].compute(), np.mean(correct), rtol=1e-6)
+
+  logits, _ = model.module.apply({'params': params}, batch['image'])
+  keys = example_keys(jax.random.key(0), batch['index'])
+  log_prob = model.eval_integrator.log_prob(logits, keys)[:, :NUM_CLASSES]
+  on = (batch['label'][:, :, None] == np.arange(NUM_CLASSES)).any(1)  # [B, K]
+  if link == 'sigmoid':
+    expected = np.where(on, log_prob, np.log1p(-np.exp(log_prob))).sum(-1)
+  else:
+    expected = (on * log_prob).sum(-1) / on.sum(-1)
+  np.testing.assert_allclose(model.score_batch(params, batch), expected, rtol=1e-4)
+  np.testing.assert_allclose(metrics['nll'].compute(), -expected.mean(), rtol=1e-4)
+  np.testing.assert_allclose(loss, -expected.mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_predictions_and_scores_agree(head):
+  model, batch = make_model(head), make_batch()
+  params = make_params(model, batch)
+  top, aux = model.predict_batch_with_aux(params, batch)
+  assert (top.shape, top.dtype) == ((8, 1), jnp.int32)
+  assert (aux['log_prob'].shape, aux['top5'].shape) == ((8, 1), (8, 5))
+  np.testing.assert_array_equal(top, aux['top5'][:, :1])
+  np.testing.assert_array_equal(top, model.predict_batch(params, batch, rng=jax.random.key(8)))
+
+  score_batch = jax.jit(model.score_batch)
+
+  def score(labels):
+    return np.asarray(score_batch(params, {**batch, 'label': labels}))
+
+  by_rank = np.stack([score(aux['top5'][:, i : i + 1]) for i in range(5)], axis=1)  # [B, 5]
+  assert (np.diff(by_rank) <= 0).all()
+  np.testing.assert_allclose(by_rank[:, :1], aux['log_prob'], rtol=1e-4, atol=1e-6)
+  every = np.stack([score(np.full((8, 1), k, np.int32)) for k in range(NUM_CLASSES)], axis=1)
+  np.testing.assert_allclose(np.exp(every).sum(-1), 1.0, rtol=1e-5)
+
+
+def test_few_classes_have_a_short_top5():
+  model = make_model(Det(num_classes=3, class_multiple=8))
+  batch = make_batch()
+  _, aux = model.predict_batch_with_aux(make_params(model, batch), batch)
+  np.testing.assert_array_equal(np.sort(aux['top5']), np.tile(np.arange(3), (8, 1)))
+
+
+def test_training_precision_is_that_of_the_location():
+  model, batch = make_model('het'), make_batch()
+  params = make_params(model, batch)
+  logits, _ = model.module.apply({'params': params}, batch['image'])
+  top = np.argmax(logits.location[:, :NUM_CLASSES], -1)
+  batch['label'] = np.where(np.arange(8) < 6, top, (top + 1) % NUM_CLASSES)[:, None].astype(
+    np.int32
+  )
+  _, metrics = model.loss_fn(params, batch, STEP_KEY)
+  assert float(metrics['precision_at_1'].compute()) == 0.75
+
+
+def test_representations_and_intermediates():
+  model, batch = make_model(), make_batch()
+  params = make_params(model, batch)
+  found = model.representations(params, batch, layers=('pre_logits', 'block01'))
+  assert {name: x.shape for name, x in found.items()} == {
+    'pre_logits': (8, 12),
+    'block01': (8, 4, 16),
+  }
+  scores, intermediates = model.score_batch(params, batch, return_intermediates=True)
+  np.testing.assert_array_equal(scores, model.score_batch(params, batch))
+  (pre_logits,) = intermediates['pre_logits']
+  np.testing.assert_allclose(pre_logits, found['pre_logits'], rtol=1e-6)
+  with pytest.raises(ValueError, match='block99.* choose from patches, block00, block01, .*pre_l'):
+    model.representations(params, batch, layers=('block99',))
+
+
+def test_t5x_gets_a_converter_of_the_batches():
+  converter = make_model().FEATURE_CONVERTER_CLS(pack=False, use_custom_packing_ops=False)
+  assert converter.MODEL_FEATURES.keys() == make_batch().keys()
+
+
+def test_validate_names_what_does_not_fit():
+  make_model().validate(TaskInfo())
+  make_model(link='sigmoid').validate(TaskInfo(multi_label=True))
+  with pytest.raises(ValueError, match=r'HetXL.num_classes=10 must be .* of the task, 7'):
+    make_model().validate(TaskInfo(num_classes=7))
+  with pytest.raises(ValueError, match="HetXL.link='softmax' cannot fit a multi-label task"):
+    make_model().validate(TaskInfo(multi_label=True))
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_parameters_are_counted_without_padding(head):
+  def counts(class_multiple):
+    model = make_model(HEADS[head].clone(class_multiple=class_multiple))
+    shapes = jax.eval_shape(
+      lambda: model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 1)})['params']
+    )
+    return model.count_params(shapes), sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+  unpadded, num_unpadded = counts(class_multiple=1)
+  padded, num_padded = counts(class_multiple=8)
+  assert unpadded == padded
+  assert unpadded.total == num_unpadded < num_padded
+  assert unpadded.head - unpadded.extra == (12 + 1) * NUM_CLASSES
+
+
+def test_det_with_a_fixed_temperature_has_no_extra_parameters():
+  model = make_model(Det(num_classes=NUM_CLASSES, temperature=FixedTemperature(1.0)))
+  counts = model.count_params({'backbone': {'w': jnp.zeros((2, 3))}})
+  assert counts == ParamCounts(backbone=6, head=13 * NUM_CLASSES, extra=0)
+
+
+@pytest.mark.parametrize('head', ['det', 'het_xl'])
+def test_a_mesh_does_not_change_loss_gradients_or_predictions(head):
+  model, batch = make_model(head, BACKBONE.clone(depth=1)), make_batch()
+  params = make_params(model, batch)
+
+  def step(params, batch):
+    loss, grads = jax.value_and_grad(lambda p: model.loss_fn(p, batch, STEP_KEY)[0])(params)
+    return loss, grads, model.eval_fn(params, batch), model.predict_batch(params, batch)
+
+  rules = (
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('joined_kv', 'model'),
+    ('embed', None),
+  )
+  expected = jax.jit(step)(params, batch)
+  mesh = jax.make_mesh((2, 4), ('data', 'model'), (jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), partitioning.axis_rules(rules):
+    actual = jax.jit(step)(params, batch)
+  assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)

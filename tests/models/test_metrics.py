@@ -1,0 +1,154 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn import metrics as sklearn_metrics
+
+from het_plugin.models import metrics
+
+
+def random_batch(seed, rows=40, classes=7, num_labels=1):
+  """log_prob, labels padded with -1, mask; about a quarter of the rows is padding."""
+  rng = np.random.default_rng(seed)
+  log_prob = jax.nn.log_softmax(3 * rng.standard_normal((rows, classes)).astype(np.float32))
+  labels = np.stack([rng.permutation(classes)[:num_labels] for _ in range(rows)])
+  labels[:, 1:][rng.random((rows, num_labels - 1)) < 0.5] = -1
+  mask = (rng.random(rows) < 0.75).astype(np.float32)
+  return np.asarray(log_prob), labels.astype(np.int32), mask
+
+
+def batch_metrics(log_prob, labels, mask, tau=1.0):
+  top = jnp.argmax(log_prob, -1)
+  correct = metrics.is_listed(top, labels)
+  result = metrics.base_metrics(
+    metrics.label_nll(log_prob, labels), correct, jnp.float32(tau), jnp.asarray(mask)
+  )
+  confidence = jnp.exp(log_prob.max(-1))
+  result['ece'] = metrics.ExpectedCalibrationError.from_model_output(confidence, correct, mask=mask)
+  return result
+
+
+def merge(a, b):
+  return {name: a[name].merge(b[name]) for name in a}
+
+
+def compute(result):
+  return {name: float(metric.compute()) for name, metric in result.items()}
+
+
+def reference_ece(confidence, correct, bins=15):
+  edges = np.linspace(0, 1, bins + 1)
+  total = 0.0
+  for low, high in zip(edges[:-1], edges[1:], strict=True):
+    inside = (confidence > low) & (confidence <= high)
+    if inside.any():
+      total += inside.sum() * abs(correct[inside].mean() - confidence[inside].mean())
+  return total / len(confidence)
+
+
+def test_single_label_metrics_are_those_of_scikit_learn():
+  log_prob, labels, mask = random_batch(0, rows=300)
+  real = mask > 0
+  probs, y = np.exp(log_prob[real].astype(np.float64)), labels[real, 0]
+  result = batch_metrics(log_prob, labels, mask, tau=0.7)
+  values = compute(result)
+  top = probs.argmax(-1)
+  expected_nll = sklearn_metrics.log_loss(y, probs / probs.sum(-1, keepdims=True), labels=range(7))
+  np.testing.assert_allclose(values['nll'], expected_nll, rtol=1e-5)
+  np.testing.assert_allclose(values['loss'], expected_nll, rtol=1e-5)
+  np.testing.assert_allclose(
+    values['precision_at_1'], sklearn_metrics.accuracy_score(y, top), rtol=1e-6
+  )
+  np.testing.assert_allclose(values['ece'], reference_ece(probs.max(-1), top == y), rtol=1e-5)
+  np.testing.assert_allclose(values['tau'], 0.7, rtol=1e-6)
+  assert int(result['loss'].count) == real.sum()
+
+
+def test_multi_label_metrics_count_any_of_the_labels():
+  log_prob, labels, mask = random_batch(1, rows=200, num_labels=3)
+  values = compute(batch_metrics(log_prob, labels, mask))
+  nll, correct, confidence = [], [], []
+  for row, listed, real in zip(log_prob.astype(np.float64), labels, mask, strict=True):
+    if real:
+      listed = listed[listed >= 0]
+      nll.append(-row[listed].mean())
+      correct.append(row.argmax() in listed)
+      confidence.append(np.exp(row.max()))
+  np.testing.assert_allclose(values['nll'], np.mean(nll), rtol=1e-5)
+  np.testing.assert_allclose(values['precision_at_1'], np.mean(correct), rtol=1e-6)
+  expected_ece = reference_ece(np.array(confidence), np.array(correct))
+  np.testing.assert_allclose(values['ece'], expected_ece, rtol=1e-5)
+
+
+@pytest.mark.parametrize('sizes', [(1, 39), (13, 13, 14), (8, 8, 8, 8, 8)])
+def test_merging_batches_gives_the_metrics_of_all_rows(sizes):
+  log_prob, labels, mask = random_batch(2, num_labels=2)
+  whole = compute(batch_metrics(log_prob, labels, mask))
+  cuts = np.cumsum(sizes)[:-1]
+  parts = [np.split(x, cuts) for x in (log_prob, labels, mask)]
+  merged = functools.reduce(merge, (batch_metrics(*part) for part in zip(*parts, strict=True)))
+  merged = compute(merged)
+  assert merged.keys() == whole.keys()
+  for name, value in whole.items():
+    np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_batch_of_padding_rows_adds_nothing():
+  log_prob, labels, mask = random_batch(3)
+  padding = batch_metrics(log_prob, labels, np.zeros_like(mask))
+  real = batch_metrics(log_prob, labels, mask)
+  assert compute(merge(padding, real)) == compute(real)
+  assert compute(merge(real, padding)) == compute(real)
+
+
+def test_metrics_merge_inside_a_compiled_loop():
+  log_prob, labels, mask = random_batch(4, rows=32)
+  split = lambda x: jnp.asarray(x).reshape(4, 8, *x.shape[1:])  # noqa: E731
+
+  @jax.jit
+  def scanned(*arrays):
+    _, stacked = jax.lax.scan(lambda _, part: (None, batch_metrics(*part)), None, arrays)
+    return {name: metric.reduce() for name, metric in stacked.items()}
+
+  result = compute(scanned(*map(split, (log_prob, labels, mask))))
+  for name, value in compute(batch_metrics(log_prob, labels, mask)).items():
+    np.testing.assert_allclose(result[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_tau_is_the_last_one():
+  log_prob, labels, mask = random_batch(5)
+  first, last = (batch_metrics(log_prob, labels, mask, tau=tau) for tau in (2.0, 0.5))
+  assert float(merge(first, last)['tau'].compute()) == 0.5
+
+
+@pytest.mark.parametrize(
+  ('confidence', 'correct', 'expected'),
+  [
+    ([1.0, 1.0], [1, 1], 0.0),
+    ([1.0, 1.0], [0, 0], 1.0),
+    ([0.0], [0], 0.0),
+    ([0.5, 0.5], [1, 0], 0.0),  # one bin: the gaps cancel
+    ([0.1, 0.9], [1, 0], 0.9),  # two bins: they do not
+    ([0.2, 0.15], [1, 0], 0.325),  # 3 / 15 still belongs to the bin below it
+    ([1.0000001], [1], 0.0),  # exp(log p) may round above 1
+  ],
+)
+def test_ece_by_hand(confidence, correct, expected):
+  metric = metrics.ExpectedCalibrationError.from_model_output(
+    jnp.array(confidence, jnp.float32), jnp.array(correct, jnp.float32)
+  )
+  np.testing.assert_allclose(metric.compute(), expected, atol=1e-6)
+  merged = metrics.ExpectedCalibrationError.empty().merge(metric)
+  np.testing.assert_allclose(merged.compute(), expected, atol=1e-6)
+
+
+def test_metrics_are_float32():
+  for metric in batch_metrics(*random_batch(6)).values():
+    assert metric.compute().dtype == jnp.float32
+
+
+def test_nll_of_an_example_without_labels_is_zero():
+  nll = metrics.label_nll(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([[-1, -1]]))
+  np.testing.assert_array_equal(nll, [0.0])
