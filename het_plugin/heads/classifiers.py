@@ -1,8 +1,9 @@
-"""The classifier heads: DET, HET, HET-H and HET-XL, each a map from pre-logits phi [B, D] to `GaussianLogits`.
+"""The classifier heads DET, HET, HET-H and HET-XL: pre-logits phi [B, D] to `GaussianLogits`.
 
-Their location parameters are `kernel` [D, Kp] and `bias` [Kp] in every one of them, named as an ordinary linear head's, so that
-a deterministic checkpoint starts a heteroscedastic model. Kp is K rounded up to `class_multiple`: it depends on no mesh, so a
-checkpoint moves between meshes, and every mesh whose model axis divides `class_multiple` shards it.
+Their location parameters are `kernel` [D, Kp] and `bias` [Kp] in every one of them, named as an
+ordinary linear head's, so that a deterministic checkpoint starts a heteroscedastic model. Kp is K
+rounded up to `class_multiple`: it depends on no mesh, so a checkpoint moves between meshes, and
+every mesh whose model axis divides `class_multiple` shards it.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.hashing import class_buckets
 from het_plugin.heads.linear import matmul
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature
-from het_plugin.integrate import LINKS, GaussianLogits, Hashed, Linear, LowRank, Opaque, apply_projection
+from het_plugin.integrate import (
+  LINKS,
+  GaussianLogits,
+  Hashed,
+  Linear,
+  LowRank,
+  Opaque,
+  apply_projection,
+)
 
 Temperature = FixedTemperature | LearnedTemperature
 
@@ -28,9 +37,11 @@ class Classifier(nn.Module):
     num_classes: K >= 1.
     link: 'softmax', or 'sigmoid' for multi-label problems.
     temperature: `FixedTemperature` or `LearnedTemperature`.
-    class_multiple: K is padded up to a multiple of it; the padding is masked out of every probability.
-    initial_bias: the classes' bias at the start in units of tau, b = initial_bias * tau_0, so that the first loss does not
-      depend on tau_0. -10 suits a sigmoid link over many classes; 0 a softmax.
+    class_multiple: K is padded up to a multiple of it; the padding is masked out of every
+      probability.
+    initial_bias: the classes' bias at the start in units of tau, b = initial_bias * tau_0, so that
+      the first loss does not depend on tau_0. -10 suits a sigmoid link over many classes; 0 a
+      softmax.
     dtype: compute type of matrix products; logits are float32.
   """
 
@@ -78,18 +89,25 @@ class Classifier(nn.Module):
   def location(self, phi: jax.Array, kernel: jax.Array) -> jax.Array:
     """W^T phi + b, float32 [B, Kp]."""
     start = nn.initializers.constant(self.initial_bias * self.temperature.tau_0)
-    bias = partitioning.param_with_axes('bias', start, (self.padded_classes,), jnp.float32, axes=('vocab',))
+    bias = partitioning.param_with_axes(
+      'bias', start, (self.padded_classes,), jnp.float32, axes=('vocab',)
+    )
     location = matmul(phi, kernel, self.dtype) + bias
     return partitioning.with_sharding_constraint(location, ('batch', 'vocab'))
 
   def gaussian(self, location: jax.Array, covariance: LowRank | None, projection) -> GaussianLogits:
     return GaussianLogits(
-      location, covariance, projection, self.temperature(), num_classes=self.num_classes, link=self.link
+      location,
+      covariance,
+      projection,
+      self.temperature(),
+      num_classes=self.num_classes,
+      link=self.link,
     )
 
 
 class Det(Classifier):
-  """The deterministic classifier, link(W^T phi + b over tau) (eq. 1); with a learned temperature in table 8."""
+  """The deterministic classifier, link((W^T phi + b) / tau) (eq. 1; with learned tau, table 8)."""
 
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
@@ -188,10 +206,11 @@ class HetXL(Heteroscedastic):
   """HET-XL (eq. 5): noise in the pre-logits, mapped to the classes by W itself.
 
   Attributes:
-    noise_dim: None shares W (Q = D). A number M gives the noise a W' [M, K] of its own (eq. 14; Q = M).
-    get_logits: another map phi [N, D] -> logits [N, K] in place of W^T phi + b (section 3.1), a linen module or a function;
-      the head then has only the parameters of the covariance and the temperature, and `class_multiple` and `initial_bias` do
-      not apply.
+    noise_dim: None shares W (Q = D). A number M gives the noise a W' [M, K] of its own (eq. 14;
+      Q = M).
+    get_logits: another map phi [N, D] -> logits [N, K] in place of W^T phi + b (section 3.1), a
+      linen module or a function; the head then has only the parameters of the covariance and the
+      temperature, and `class_multiple` and `initial_bias` do not apply.
   """
 
   noise_dim: int | None = None
@@ -202,7 +221,10 @@ class HetXL(Heteroscedastic):
     if self.noise_dim is not None and self.noise_dim < 1:
       raise ValueError(f'HetXL.noise_dim={self.noise_dim} must be at least 1, or None to share W')
     if self.noise_dim is not None and self.get_logits is not None:
-      raise ValueError('HetXL.noise_dim and HetXL.get_logits exclude each other: an opaque get_logits takes phi + noise')
+      raise ValueError(
+        'HetXL.noise_dim and HetXL.get_logits exclude each other: an opaque get_logits takes '
+        'phi + noise'
+      )
 
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     return pre_logits_dim if self.noise_dim is None else self.noise_dim
@@ -242,8 +264,8 @@ class HetXL(Heteroscedastic):
     location = self.get_logits(phi)
     if location.shape != (phi.shape[0], self.num_classes):
       raise ValueError(
-        f'HetXL.get_logits returned shape {location.shape} for pre-logits {phi.shape}; num_classes={self.num_classes} asks '
-        f'for {(phi.shape[0], self.num_classes)}'
+        f'HetXL.get_logits returned shape {location.shape} for pre-logits {phi.shape}; '
+        f'num_classes={self.num_classes} asks for {(phi.shape[0], self.num_classes)}'
       )
     if isinstance(self.get_logits, nn.Module):
       module, params = self.get_logits.unbind()
@@ -254,7 +276,9 @@ class HetXL(Heteroscedastic):
     return self.gaussian(location.astype(phi.dtype), covariance, projection)
 
 
-def _shift(location: jax.Array, mean: jax.Array | None, projection: Linear | Hashed | None) -> jax.Array:
+def _shift(
+  location: jax.Array, mean: jax.Array | None, projection: Linear | Hashed | None
+) -> jax.Array:
   """The location with the mean of the noise in it, so that the noise itself has none."""
   if mean is None:
     return location

@@ -15,7 +15,8 @@ MIN_DIAG = 1e-3  # keeps d(x) off zero, as the reference implementation does
 class LowRankCovariance(nn.Module):
   """Parametrises eps in R^Q by v(x), J and d(x), or by a V(x) whose every entry depends on x.
 
-  efficient: V(x) = J o (1_R v(x)^T), v(x) = K_2^T phi + b_2:  2 (D + 1) Q + R Q parameters with those of d(x).
+  efficient: V(x) = J o (1_R v(x)^T), v(x) = K_2^T phi + b_2:  2 (D + 1) Q + R Q parameters with
+  those of d(x).
   full:      V(x) = C phi + c:                                 (R + 1) (D + 1) Q parameters.
   d(x) = softplus(K_1^T phi + b_1) + 1e-3 in both.
 
@@ -24,9 +25,10 @@ class LowRankCovariance(nn.Module):
     noise_axis: logical axis of the Q-sized dimension: 'vocab' where Q = K, else 'noise'.
     num_factors: R >= 1.
     parametrization: 'efficient' or 'full'.
-    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18), 'diag' adds diag(d(x)^2) (eq. 17, with d the standard deviation).
-    factor_bias: gives J a bias b as the reference implementation does: the noise then has the mean b o v(x), which belongs to
-      the location. Only for 'efficient'.
+    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18), 'diag' adds diag(d(x)^2) (eq. 17, with d the
+      standard deviation).
+    factor_bias: gives J a bias b as the reference implementation does: the noise then has the mean
+      b o v(x), which belongs to the location. Only for 'efficient'.
     dtype: compute type of the matrix products; results are float32.
   """
 
@@ -46,15 +48,20 @@ class LowRankCovariance(nn.Module):
       raise ValueError(f'the noise dimension {self.noise_dim} must be at least 1')
     if self.parametrization not in PARAMETRIZATIONS:
       raise ValueError(
-        f'parametrization={self.parametrization!r} is unknown: choose one of {", ".join(PARAMETRIZATIONS)}'
+        f'parametrization={self.parametrization!r} is unknown: choose one of '
+        f'{", ".join(PARAMETRIZATIONS)}'
       )
     if self.remainder not in REMAINDERS:
-      raise ValueError(f'remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}')
+      raise ValueError(
+        f'remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}'
+      )
     if self.factor_bias and self.parametrization == 'full':
-      raise ValueError("factor_bias=True needs parametrization='efficient': the full V(x) has a bias of its own")
+      raise ValueError(
+        "factor_bias=True needs parametrization='efficient': the full V(x) has a bias of its own"
+      )
 
   def num_params(self, pre_logits_dim: int, noise_dim: int) -> int:
-    """Parameters for a noise space of `noise_dim` (given apart, for `self.noise_dim` may be padded)."""
+    """Parameters for a noise space of `noise_dim`, which `self.noise_dim` may be padded over."""
     per_dim = {
       'efficient': 2 * (pre_logits_dim + 1) + self.num_factors + self.factor_bias,
       'full': (self.num_factors + 1) * (pre_logits_dim + 1),
@@ -77,6 +84,8 @@ class LowRankCovariance(nn.Module):
     )
     mean = None
     if self.factor_bias:
-      bias = partitioning.param_with_axes('J_bias', nn.initializers.zeros, (dim,), jnp.float32, axes=(axis,))
+      bias = partitioning.param_with_axes(
+        'J_bias', nn.initializers.zeros, (dim,), jnp.float32, axes=(axis,)
+      )
       mean = bias * scale  # [B, Q]
     return LowRank(scale, loading, diag, self.remainder), mean

@@ -16,7 +16,10 @@ def affine(
   axes: tuple[str, ...],
   dtype: jnp.dtype,
 ) -> jax.Array:
-  """phi [B, D] -> phi W + b, float32 [B, *features], with parameters `{name}_kernel` and `{name}_bias` of `module`."""
+  """phi [B, D] -> phi W + b, float32 [B, *features].
+
+  W and b are the parameters `{name}_kernel` and `{name}_bias` of `module`.
+  """
   pre_logits_dim = phi.shape[-1]
 
   def kernel_init(key, shape, dtype):  # fan-in D whatever the rank of `features`
@@ -24,7 +27,12 @@ def affine(
     return flat.reshape(shape)
 
   kernel = partitioning.param_with_axes(
-    f'{name}_kernel', kernel_init, (pre_logits_dim, *features), jnp.float32, axes=('embed', *axes), module=module
+    f'{name}_kernel',
+    kernel_init,
+    (pre_logits_dim, *features),
+    jnp.float32,
+    axes=('embed', *axes),
+    module=module,
   )
   bias = partitioning.param_with_axes(
     f'{name}_bias', nn.initializers.zeros, features, jnp.float32, axes=axes, module=module
@@ -33,7 +41,7 @@ def affine(
 
 
 def matmul(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """x [B, D] times kernel [D, ...] with operands in `dtype`, accumulated and returned in float32 (or wider)."""
+  """x [B, D] times kernel [D, ...]: operands in `dtype`, sums and result in float32 or wider."""
   return jax.lax.dot_general(
     x.astype(dtype),
     kernel.astype(dtype),

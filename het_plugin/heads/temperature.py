@@ -1,4 +1,4 @@
-"""The temperature tau of link(logits / tau): fixed, or learned inside a range (appendix K, eq. 16)."""
+"""The temperature tau of link(logits / tau): fixed, or learned inside a range (appendix K)."""
 
 import math
 
@@ -58,12 +58,13 @@ class LearnedTemperature(nn.Module):
     """Raises ValueError where the range is empty, not positive, or does not contain tau_0."""
     if not 0 < self.tau_min < self.tau_max:
       raise ValueError(
-        f'LearnedTemperature.tau_min={self.tau_min} and tau_max={self.tau_max} must satisfy 0 < tau_min < tau_max'
+        f'LearnedTemperature.tau_min={self.tau_min} and tau_max={self.tau_max} must satisfy '
+        '0 < tau_min < tau_max'
       )
     if not self.tau_min < self.tau_0 < self.tau_max:
       raise ValueError(
-        f'LearnedTemperature.initial_tau={self.tau_0} must lie strictly between tau_min={self.tau_min} and '
-        f'tau_max={self.tau_max}'
+        f'LearnedTemperature.initial_tau={self.tau_0} must lie strictly between '
+        f'tau_min={self.tau_min} and tau_max={self.tau_max}'
       )
 
   @nn.compact

@@ -11,7 +11,13 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   project,
 )
-from het_plugin.integrate.integrator import ORDERS, Integrator, multi_hot, num_class_shards, pick_order
+from het_plugin.integrate.integrator import (
+  ORDERS,
+  Integrator,
+  multi_hot,
+  num_class_shards,
+  pick_order,
+)
 from het_plugin.integrate.samplers import example_keys, iid
 
 __all__ = [

@@ -2,12 +2,13 @@
 
     logits = location + projection(eps),    eps = z F(x) in R^Q,    z ~ N(0, I)
 
-`F(x)` is kept in the structured form in which the heads parametrise it (`LowRank`), and the map from the noise space R^Q to
-the K classes is one of a few explicit projections. With Q = K there is none (HET); HET-H indexes by a hash (`Hashed`); HET-XL
-multiplies by W (`Linear`) or calls somebody's `get_logits` (`Opaque`).
+`F(x)` is kept in the structured form in which the heads parametrise it (`LowRank`), and the map
+from the noise space R^Q to the K classes is one of a few explicit projections. With Q = K there is
+none (HET); HET-H indexes by a hash (`Hashed`); HET-XL multiplies by W (`Linear`) or calls
+somebody's `get_logits` (`Opaque`).
 
-B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp is K rounded up so that a mesh divides it;
-the padded classes have no probability.
+B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp is K rounded up so
+that a mesh divides it; the padded classes have no probability.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,11 @@ class LowRank:
 
   Attributes:
     scale: v(x) [B, Q], or None where `loading` depends on the input itself.
-    loading: J [R, Q] with V(x) = J o (1_R v(x)^T), the parameter-efficient form (section 2.2); or V(x) [B, R, Q] where
-      `scale` is None, the full form (eq. 4).
+    loading: J [R, Q] with V(x) = J o (1_R v(x)^T), the parameter-efficient form (section 2.2); or
+      V(x) [B, R, Q] where `scale` is None, the full form (eq. 4).
     diag: d(x) [B, Q], positive.
-    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal a sample), 'diag' adds diag(d(x)^2) (Q normals a sample).
+    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal a sample), 'diag' adds diag(d(x)^2)
+      (Q normals a sample).
   """
 
   scale: jax.Array | None
@@ -83,7 +85,10 @@ class Hashed:
 
 @struct.dataclass
 class Opaque:
-  """logits = get_logits(params, phi + eps), somebody else's map from pre-logits [N, D] to logits [N, K] (section 3.1)."""
+  """logits = get_logits(params, phi + eps): somebody's map from pre-logits [N, D] to logits [N, K].
+
+  Section 3.1 of the paper.
+  """
 
   phi: jax.Array  # [B, D]
   params: Any
@@ -114,12 +119,17 @@ class GaussianLogits:
   link: str = struct.field(pytree_node=False, default='softmax')
 
   def factors(self) -> jax.Array:
-    """All factors in logit space, [B, R + 1, Kp]: logits ~ location + z @ factors, z ~ N(0, I_{R+1}).
+    """All factors in logit space, [B, R + 1, Kp]: logits = location + z @ factors, z ~ N(0, I).
 
     Raises:
-      ValueError: for a deterministic or opaque classifier, or remainder 'diag', which have no such form.
+      ValueError: for a deterministic or opaque classifier, or remainder 'diag', which have no such
+        form.
     """
-    if self.covariance is None or isinstance(self.projection, Opaque) or self.covariance.remainder == 'diag':
+    if (
+      self.covariance is None
+      or isinstance(self.projection, Opaque)
+      or self.covariance.remainder == 'diag'
+    ):
       raise ValueError(
         'factors() needs a covariance with remainder="rank_one" and a known projection; got '
         f'covariance={self.covariance is not None}, projection={type(self.projection).__name__}'
@@ -129,15 +139,12 @@ class GaussianLogits:
 
 
 def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:
-  """The same noise with its factors already in logit space (Q = Kp): the first half of project-then-sample."""
+  """The same noise with its factors in logit space: the first half of project-then-sample."""
   match projection:
     case None:
       return covariance
     case Hashed(buckets):
-      pick = lambda x: None if x is None else x[..., buckets]
-      return covariance.replace(
-        scale=pick(covariance.scale), loading=pick(covariance.loading), diag=pick(covariance.diag)
-      )
+      return jax.tree.map(lambda x: x[..., buckets], covariance)
     case Linear(kernel):
       loading = _matmul(covariance.dense_loading(), kernel)  # [B, R, Kp]
       return covariance.replace(scale=None, loading=loading, diag=_matmul(covariance.diag, kernel))
@@ -166,4 +173,3 @@ def apply_projection(projection: Linear | Hashed | None, eps: jax.Array) -> jax.
 def check_link(link: str) -> None:
   if link not in LINKS:
     raise ValueError(f'link={link!r} is unknown: choose one of {", ".join(LINKS)}')
-

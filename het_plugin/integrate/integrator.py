@@ -1,6 +1,7 @@
-"""E[link(logits / tau)] of Gaussian logits by Monte Carlo: log-likelihoods for training, log-probabilities for evaluation."""
+"""E[link(logits / tau)] of Gaussian logits by Monte Carlo, for training and for evaluation."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -16,20 +17,23 @@ ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 
 @dataclasses.dataclass(frozen=True)
 class Integrator:
-  """Monte Carlo estimator of the heteroscedastic predictive distribution (eq. 2 and 5, last line of appendix A.1).
+  """Monte Carlo estimator of the heteroscedastic predictive distribution (eq. 2 and 5, last line of
+  appendix A.1).
 
-  Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic logits (no covariance) take
-  the closed form whatever `num_samples` says.
+  Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic
+  logits (no covariance) take the closed form whatever `num_samples` says.
 
   Attributes:
     num_samples: S >= 1.
-    order: 'sample_then_project' applies the projection to every noise sample; 'project_then_sample' applies it to the R + 1
-      factors first and samples in logit space; 'auto' takes the one with fewer floating point operations (`pick_order`). The
-      same draws give the same values either way.
+    order: 'sample_then_project' applies the projection to every noise sample; 'project_then_sample'
+      applies it to the R + 1 factors first and samples in logit space; 'auto' takes the one with
+      fewer floating point operations (`pick_order`). The same draws give the same values either
+      way.
     chunk_size: samples whose logits exist at one time; None derives it from `chunk_bytes`.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, over all devices, in bytes.
-    class_shards: tiles into which the classes are cut so that shards never talk inside the sample loop; None takes the number
-      of shards that the active mesh and logical axis rules give the axis 'vocab' (1 outside a mesh).
+    class_shards: tiles into which the classes are cut so that shards never talk inside the sample
+      loop; None takes the number of shards that the active mesh and logical axis rules give the
+      axis 'vocab' (1 outside a mesh).
   """
 
   num_samples: int = 1000
@@ -43,7 +47,9 @@ class Integrator:
     if self.num_samples < 1:
       raise ValueError(f'Integrator.num_samples={self.num_samples} must be at least 1')
     if self.order not in ORDERS:
-      raise ValueError(f'Integrator.order={self.order!r} is unknown: choose one of {", ".join(ORDERS)}')
+      raise ValueError(
+        f'Integrator.order={self.order!r} is unknown: choose one of {", ".join(ORDERS)}'
+      )
     if self.chunk_size is not None and self.chunk_size < 1:
       raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
     if self.chunk_bytes < 1:
@@ -54,9 +60,11 @@ class Integrator:
 
     Args:
       logits: of B examples.
-      labels: int32 [B, L] class ids, negative entries are padding. Softmax: the mean of -log p over an example's labels (one
-        label: the cross-entropy). Sigmoid: the binary cross-entropies summed over all classes, listed ones being on.
-      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); ignored where the logits are deterministic.
+      labels: int32 [B, L] class ids, negative entries are padding. Softmax: the mean of -log p over
+        an example's labels (one label: the cross-entropy). Sigmoid: the binary cross-entropies
+        summed over all classes, listed ones being on.
+      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); ignored where the logits
+        are deterministic.
 
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.
@@ -109,8 +117,9 @@ class Integrator:
       return pick_order(logits, self.num_samples)
     if self.order == 'project_then_sample' and not can_project_first(logits):
       raise ValueError(
-        "Integrator.order='project_then_sample' needs remainder='rank_one' and a known projection; got "
-        f'remainder={logits.covariance.remainder!r}, projection={type(logits.projection).__name__}: '
+        "Integrator.order='project_then_sample' needs remainder='rank_one' and a known projection; "
+        f'got remainder={logits.covariance.remainder!r} and '
+        f'projection={type(logits.projection).__name__}: '
         "use 'sample_then_project' or 'auto'"
       )
     return self.order
@@ -121,7 +130,8 @@ class Integrator:
     else:
       limit = self.chunk_size
     num_chunks = math.ceil(self.num_samples / limit)
-    return math.ceil(self.num_samples / num_chunks)  # chunks of nearly one size: less of the last one is thrown away
+    # Chunks of nearly one size: less of the last one is thrown away.
+    return math.ceil(self.num_samples / num_chunks)
 
   def _num_tiles(self, logits):
     if isinstance(logits.projection, Opaque):
@@ -130,14 +140,16 @@ class Integrator:
     num_classes = logits.location.shape[-1]
     if num_classes % num_tiles:
       raise ValueError(
-        f'{num_classes} (padded) classes do not divide into {num_tiles} shards of the model axis: set the head\'s '
-        f'class_multiple to a multiple of {num_tiles}'
+        f'{num_classes} (padded) classes do not divide into {num_tiles} shards of the model axis: '
+        f"set the head's class_multiple to a multiple of {num_tiles}"
       )
     return num_tiles
 
 
 def can_project_first(logits: GaussianLogits) -> bool:
-  """Whether the factors have a form in logit space: not where get_logits is opaque or the remainder fills the noise space."""
+  """Whether the factors have a form in logit space: not where get_logits is opaque or the remainder
+  fills the noise space.
+  """
   if logits.projection is None:
     return True
   return not isinstance(logits.projection, Opaque) and logits.covariance.remainder == 'rank_one'
@@ -151,8 +163,9 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
       sample then project   S (R + 1) Q + S Q K
       project then sample   (R + 1) Q K + S (R + 1) K
 
-  Only the first is open where `can_project_first` is not. Without a projection (HET) the two are the same computation. For a hash (HET-H) projecting indexes the factors once instead of every sample,
-  but then samples in K instead of H dimensions.
+  Only the first is open where `can_project_first` is not. Without a projection (HET) the two are
+  the same computation. For a hash (HET-H) projecting indexes the factors once instead of every
+  sample, but then samples in K instead of H dimensions.
   """
   covariance, projection = logits.covariance, logits.projection
   if not can_project_first(logits):
@@ -176,7 +189,9 @@ HASH_COST = 16  # multiply-adds in whose time one indexed element is moved there
 
 
 def num_class_shards() -> int:
-  """Shards of the logical axis 'vocab' under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside one."""
+  """Shards of the logical axis 'vocab' under the active mesh (`jax.set_mesh`) and flax axis rules;
+  1 outside one.
+  """
   mesh = core.meta.get_global_mesh()
   if mesh is None or not flax_partitioning.get_axis_rules():
     return 1
@@ -211,8 +226,10 @@ def _untile(x):
 
 
 def _on_every_shard(x, num_tiles):
-  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the loop is over."""
-  return None if x is None else _on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
+  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the
+  loop is over.
+  """
+  return _on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
 
 
 def _on_its_shard(x):
@@ -220,12 +237,16 @@ def _on_its_shard(x):
   if num_class_shards() == 1:
     return x
   (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',))
-  spec = jax.sharding.PartitionSpec(axis, *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+  spec = jax.sharding.PartitionSpec(
+    axis, *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+  )
   return jax.lax.with_sharding_constraint(x, spec)
 
 
 def _make_tiles(logits, order, num_tiles):
-  """Splits the classes into tiles and folds 1 / tau in, outside the loops, so that neither costs anything a sample."""
+  """Splits the classes into tiles and folds 1 / tau in, outside the loops, so that neither costs
+  anything a sample.
+  """
   inverse = 1.0 / logits.temperature
   if isinstance(logits.projection, Opaque):
     opaque = logits.projection
@@ -233,18 +254,16 @@ def _make_tiles(logits, order, num_tiles):
       params=(opaque.params, inverse),
       get_logits=_TemperedLogits(opaque.get_logits),
     )
-    lead = lambda tree: jax.tree.map(lambda x: x[None], tree)
-    return streaming.Tiles(None, lead(logits.covariance), lead(scaled)), None
+    one_tile = jax.tree.map(lambda x: x[None], (logits.covariance, scaled))
+    return streaming.Tiles(None, *one_tile), None
 
   covariance, projection = logits.covariance.scaled(inverse), logits.projection
   if order == 'project_then_sample':
     covariance, projection = project(covariance, projection), None
-  split = lambda x: None if x is None else _tile(x, num_tiles)
-  spread = lambda x: _on_every_shard(x, num_tiles)
-  place = split if projection is None else spread  # the noise space is the logits, or is shared by all classes
-  covariance = covariance.replace(
-    scale=place(covariance.scale), loading=place(covariance.loading), diag=place(covariance.diag)
-  )
+  split = functools.partial(_tile, num_tiles=num_tiles)
+  # The noise space is either that of the logits or shared by all classes.
+  place = split if projection is None else functools.partial(_on_every_shard, num_tiles=num_tiles)
+  covariance = jax.tree.map(place, covariance)
   location = split(logits.location * inverse)
   match projection:
     case None:

@@ -1,7 +1,8 @@
 """Standard normal draws, one stream an example and one draw a sample index.
 
-A draw is a pure function of (key of the example, sample index), so neither the chunk size, the evaluation order, the mesh, the
-number of microbatches nor the batch an example happens to be in changes it.
+A draw is a pure function of (key of the example, sample index), so neither the chunk size, the
+evaluation order, the mesh, the number of microbatches nor the batch an example happens to be in
+changes it.
 """
 
 from collections.abc import Callable

@@ -1,21 +1,27 @@
-"""E[softmax] and E[sigmoid] of Gaussian logits, streamed over samples, exact in log space, with hand-written gradients.
+"""E[softmax] and E[sigmoid] of Gaussian logits, streamed over samples, exact in log space.
 
-Samples come in chunks. A chunk's logits live only inside the loop body; the backward pass draws the same normals again and
-recomputes them. Beside the arguments and the answer only [B, S] scalars are kept, so memory does not grow with S K.
+Samples come in chunks. A chunk's logits live only inside the loop body; the backward pass draws the
+same normals again and recomputes them. Beside the arguments and the answer only [B, S] scalars are
+kept, so memory does not grow with S K.
 
-Classes come as M tiles [M, B, k], M k = Kp: one tile a shard of the model axis. Inside the loops tiles never talk to each
-other. What crosses tiles (the log-sum-exp over classes, sums over classes in the backward pass) is kept a tile and reduced once
-after the loop, and gradients of what the tiles share are summed over tiles by the caller's broadcast, again once. Under SPMD
-partitioning that makes one reduction a direction instead of one a chunk.
+Classes come as M tiles [M, B, k], M k = Kp: one tile a shard of the model axis. Inside the loops
+tiles never talk to each other. What crosses tiles (the log-sum-exp over classes, sums over classes
+in the backward pass) is kept a tile and reduced once after the loop, and gradients of what the
+tiles share are summed over tiles by the caller's broadcast, again once. Under SPMD partitioning
+that makes one reduction a direction instead of one a chunk.
 
-The gradients. With u [S, K] the logits of one example over tau, P_sk = softmax(u_s)_k, and g the cotangent of the answer:
+The gradients. With u [S, K] the logits of one example over tau, P_sk = softmax(u_s)_k, and g the
+cotangent of the answer:
 
-    log p_y = log mean_s P_sy          d/du_sj = sum_y g_y w_sy (1[j = y] - P_sj),        w_sy = P_sy / sum_s P_sy
-    log p_k = log mean_s P_sk          the same with y running over all classes:
-                                       d/du_sj = g_j w_sj - P_sj c_s,                     c_s = sum_k g_k w_sk
-    log q_k = log mean_s sigmoid(a u)  d/du_sk = g_k w_sk a sigmoid(-a u_sk),             w_sk = sigmoid(a u_sk) / sum_s ...
+    log p_y = log mean_s P_sy           w_sy = P_sy / sum_s P_sy
+      d/du_sj = sum_y g_y w_sy (1[j = y] - P_sj)
+    log p_k = log mean_s P_sk           c_s = sum_k g_k w_sk: the same with y over all classes
+      d/du_sj = g_j w_sj - P_sj c_s
+    log q_k = log mean_s sigmoid(a u)   w_sk = sigmoid(a u_sk) / sum_s sigmoid(a u_sk)
+      d/du_sk = g_k w_sk a sigmoid(-a u_sk)
 
-Every quotient is formed as exp of a difference of logarithms, so none of them underflows where the quotient does not.
+Every quotient is formed as exp of a difference of logarithms, so none of them underflows where the
+quotient does not.
 """
 
 import dataclasses
@@ -28,7 +34,8 @@ from flax import struct
 from het_plugin.integrate import samplers
 from het_plugin.integrate.gaussian import Hashed, Linear, LowRank, Opaque, apply_projection
 
-PADDED = -1e30  # the logit of a padded class: its exp is exactly zero, and it is finite, so that 0 * PADDED is 0
+# The logit of a padded class: its exp is exactly zero, and it is finite, so that 0 * PADDED is 0.
+PADDED = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,9 @@ class Plan:
 
 @struct.dataclass
 class Tiles:
-  """What gradients flow to; every leaf leads with the tile axis M. Logits are location + projection(noise), already over tau."""
+  """What gradients flow to; every leaf leads with the tile axis M. Logits are location +
+  projection(noise), already over tau.
+  """
 
   location: jax.Array | None  # [M, B, k]
   covariance: LowRank
@@ -60,7 +69,9 @@ class Constants:
   buckets: jax.Array | None  # [M, k] int32, the hash of HET-H
 
 
-def _tile_logits(tile: Tiles, valid: jax.Array, buckets: jax.Array | None, z: jax.Array) -> jax.Array:
+def _tile_logits(
+  tile: Tiles, valid: jax.Array, buckets: jax.Array | None, z: jax.Array
+) -> jax.Array:
   """Logits [B, s, k] of one tile for normals z [B, s, num_normals]."""
   eps = tile.covariance.noise(z)  # [B, s, Q]
   if isinstance(tile.projection, Opaque):
@@ -73,7 +84,9 @@ def _tile_logits(tile: Tiles, valid: jax.Array, buckets: jax.Array | None, z: ja
   return jnp.where(valid, logits, PADDED)
 
 
-def _logits(plan: Plan, tiles: Tiles, const: Constants, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logits(
+  plan: Plan, tiles: Tiles, const: Constants, chunk: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Logits [M, B, s, k] of one chunk, and which of its samples count, bool [s]."""
   sample_index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
   z = plan.sampler(const.keys, sample_index, tiles.covariance.num_normals)
@@ -84,7 +97,10 @@ def _logits(plan: Plan, tiles: Tiles, const: Constants, chunk: jax.Array) -> tup
 
 
 def _accumulate_gradient(plan, tiles, const, cotangent, per_chunk):
-  """Sum over chunks of the pull-back of `cotangent(logits, counts, x)` to the tiles; `per_chunk` leads with the chunk axis."""
+  """Sums over chunks the pull-back of `cotangent(logits, counts, x)` to the tiles.
+
+  x is the chunk's slice of `per_chunk`, which leads with the chunk axis.
+  """
 
   def body(total, inputs):
     chunk, x = inputs
@@ -97,9 +113,9 @@ def _accumulate_gradient(plan, tiles, const, cotangent, per_chunk):
 
 
 def _chunked(x: jax.Array, plan: Plan) -> jax.Array:
-  """[..., S', L] or [..., S'] by chunks: the sample axis (axis 1) becomes a leading chunk axis and s."""
+  """[B, S', ...] to [C, B, s, ...]."""
   x = x.reshape(x.shape[0], plan.num_chunks, plan.chunk_size, *x.shape[2:])
-  return jnp.moveaxis(x, 1, 0)  # [C, B, s, ...]
+  return jnp.moveaxis(x, 1, 0)
 
 
 def _unchunked(x: jax.Array) -> jax.Array:
@@ -110,7 +126,10 @@ def _unchunked(x: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class _LogSumExp:
-  """log-sum-exp over classes as maximum plus log of the rest: log-probabilities near 0 keep their digits, as u - max is exact."""
+  """log-sum-exp over classes, as the maximum plus the log of the rest.
+
+  Log-probabilities near 0 keep their digits so: u - max is exact there.
+  """
 
   peak: jax.Array
   log_total: jax.Array
@@ -130,7 +149,7 @@ def _partial_logsumexp(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
   return peak, jnp.exp(logits - peak[..., None]).sum(axis=-1)
 
 
-# --------------------------------------------------------------------------------------------- softmax at given classes
+# softmax at given classes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,7 +160,8 @@ def log_softmax_at(plan: Plan, tiles: Tiles, const: Constants, labels: jax.Array
     plan: how to stream.
     tiles: the logits.
     const: keys, valid classes.
-    labels: int32 [B, L] class ids; entries that are negative get the answer of no class (a very negative number).
+    labels: int32 [B, L] class ids; entries that are negative get the answer of no class (a very
+      negative number).
 
   Returns:
     [B, L] in the accumulation type (float32, or wider where the logits are).
@@ -157,7 +177,8 @@ def _log_softmax_at(plan, tiles, const, labels):
   def body(_, chunk):
     logits, counts = _logits(plan, tiles, const, chunk)
     peak, total = _partial_logsumexp(logits)
-    at_label = jnp.take_along_axis(logits, jnp.clip(local, 0, k - 1)[:, :, None], axis=-1)  # [M, B, s, L]
+    # [M, B, s, L]
+    at_label = jnp.take_along_axis(logits, jnp.clip(local, 0, k - 1)[:, :, None], axis=-1)
     return None, (peak, total, jnp.where(inside[:, :, None], at_label, 0.0), counts)
 
   _, (peak, total, at_label, counts) = jax.lax.scan(body, None, jnp.arange(plan.num_chunks))
@@ -195,7 +216,7 @@ def _log_softmax_at_bwd(plan, residuals, g):
 log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
 
 
-# ----------------------------------------------------------------------------------------------- softmax at all classes
+# softmax at all classes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -205,7 +226,7 @@ def log_softmax(plan: Plan, tiles: Tiles, const: Constants) -> jax.Array:
 
 
 def _log_mean_exp(plan, tiles, const, log_value, per_chunk):
-  """log mean_s exp(log_value(logits, x)) over the samples, [M, B, k], by a running maximum and sum."""
+  """log mean_s exp(log_value(logits, x)), [M, B, k], by a running maximum and sum."""
 
   def body(carry, inputs):
     peak, total = carry
@@ -279,15 +300,15 @@ def _log_softmax_bwd(plan, residuals, g):
 log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
 
 
-# -------------------------------------------------------------------------------------------------------------- sigmoid
+# sigmoid
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_sigmoid(plan: Plan, tiles: Tiles, const: Constants, sign: jax.Array) -> jax.Array:
-  """log E[sigmoid(sign * u)], [M, B, k], for sign [M, B, k] of +1 (the class is on) and -1 (it is off).
+  """log E[sigmoid(sign * u)], [M, B, k]; sign [M, B, k] is +1 where a class is on and -1 where off.
 
-  Nothing crosses classes here: neither direction communicates over tiles. The answer at padded classes is 0 times anything
-  you like to weigh it with; mask it.
+  Nothing crosses classes here: neither direction communicates over tiles. The answer at padded
+  classes means nothing, and no gradient flows to them.
   """
   return _log_sigmoid(plan, tiles, const, sign)
 
@@ -305,7 +326,8 @@ def _log_sigmoid_fwd(plan, tiles, const, sign):
 
 def _log_sigmoid_bwd(plan, residuals, g):
   tiles, const, sign, log_q = residuals
-  g_mean = jnp.where(const.valid[:, None], g * sign, 0.0)[:, :, None] / plan.num_samples  # [M, B, 1, k]
+  # [M, B, 1, k]
+  g_mean = jnp.where(const.valid[:, None], g * sign, 0.0)[:, :, None] / plan.num_samples
 
   def cotangent(logits, counts, _):
     signed = sign[:, :, None] * logits

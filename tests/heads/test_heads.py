@@ -1,4 +1,6 @@
-"""The heads: parameter counts, the paper's equations, padding, temperature, logical axes, errors."""
+"""The heads: parameter counts, the paper's equations, padding, temperature, logical axes,
+errors.
+"""
 
 import flax.linen as nn
 import jax
@@ -38,7 +40,9 @@ def init(head, phi=PHI, seed=1):
   params = head.init(jax.random.key(seed), phi)['params']
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-  return tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+  return tree.unflatten(
+    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+  )
 
 
 @pytest.mark.parametrize('factor_bias', [False, True])
@@ -54,7 +58,9 @@ def test_parameter_counts_are_the_papers(factor_bias, learned):
   }
   det = HEADS['det'].clone(temperature=temperature, class_multiple=1)
   assert det.extra_params(D) == learned
-  assert size(det.init(jax.random.key(0), PHI)['params']) == det.num_params(D) == (D + 1) * K + learned
+  assert (
+    size(det.init(jax.random.key(0), PHI)['params']) == det.num_params(D) == (D + 1) * K + learned
+  )
   for name, extra in expected.items():
     head = HEADS[name].clone(temperature=temperature, class_multiple=1, factor_bias=factor_bias)
     assert head.extra_params(D) == extra + learned, name
@@ -68,7 +74,9 @@ def test_full_covariance_count():
 
 
 def test_het_xl_of_the_paper_adds_what_table_3_says():
-  """ResNet152x1 on ImageNet-21k: 102.9M -> 111.4M with HET-XL, -> 193.5M with HET (with the reference's factor bias)."""
+  """ResNet152x1 on ImageNet-21k: 102.9M -> 111.4M with HET-XL, -> 193.5M with HET (with the
+  reference's factor bias).
+  """
   classes, dim = 21_843, 2048
   assert round(HetXL(classes, factor_bias=True).extra_params(dim) / 1e6, 1) == 8.5
   assert round((102.9e6 + Het(classes, factor_bias=True).extra_params(dim)) / 1e6, 1) == 193.5
@@ -140,7 +148,10 @@ def test_result_does_not_depend_on_padding(name):
   integrator = Integrator(num_samples=S)
   padded = integrator.log_prob(head.apply({'params': params}, PHI), keys)
   np.testing.assert_allclose(
-    padded[:, :K], integrator.log_prob(tight.apply({'params': cut}, PHI), keys), rtol=1e-5, atol=1e-6
+    padded[:, :K],
+    integrator.log_prob(tight.apply({'params': cut}, PHI), keys),
+    rtol=1e-5,
+    atol=1e-6,
   )
 
 
@@ -159,11 +170,15 @@ def test_learned_temperature_follows_eq_16():
 
 
 def test_initial_bias_makes_the_first_loss_independent_of_tau():
-  """With sigmoid and -10 the loss of a wide multi-label head starts near 10 for its one label, whatever tau_0."""
+  """With sigmoid and -10 the loss of a wide multi-label head starts near 10 for its one label,
+  whatever tau_0.
+  """
   labels = jnp.zeros((B, 1), jnp.int32)
   keys = example_keys(jax.random.key(0), jnp.arange(B))
   for tau_0 in (0.5, 2.525, 4.5):
-    head = Det(5000, link='sigmoid', initial_bias=-10.0, temperature=LearnedTemperature(initial_tau=tau_0))
+    head = Det(
+      5000, link='sigmoid', initial_bias=-10.0, temperature=LearnedTemperature(initial_tau=tau_0)
+    )
     params = head.init(jax.random.key(0), jnp.zeros_like(PHI))['params']
     loss = Integrator().nll(head.apply({'params': params}, jnp.zeros_like(PHI)), labels, keys)
     np.testing.assert_allclose(loss, 10 + 5000 * np.exp(-10), rtol=1e-2)
@@ -175,7 +190,9 @@ def test_hash_is_fixed_and_even():
   assert (buckets != class_buckets(30_000, 128, seed=1)).mean() > 0.9
   counts = np.bincount(buckets, minlength=128)
   assert counts.min() > 150 and counts.max() < 320  # 234 expected, standard deviation 15
-  np.testing.assert_array_equal(class_buckets(8, 5, seed=3), [splitmix64(k, 3) % 5 for k in range(8)])
+  np.testing.assert_array_equal(
+    class_buckets(8, 5, seed=3), [splitmix64(k, 3) % 5 for k in range(8)]
+  )
 
 
 def splitmix64(k, seed):
@@ -209,14 +226,18 @@ def test_opaque_get_logits_as_module_and_as_function(factor_bias):
 
   def with_function(params):
     own = {'params': params['get_logits']}
-    head = HetXL(K, num_factors=R, get_logits=lambda x: OwnLogits(K).apply(own, x), factor_bias=factor_bias)
+    head = HetXL(
+      K, num_factors=R, get_logits=lambda x: OwnLogits(K).apply(own, x), factor_bias=factor_bias
+    )
     rest = {'params': {'covariance': params['covariance']}}
     return integrator.nll(head.apply(rest, PHI), labels, keys).mean()
 
   value, gradient = jax.jit(jax.value_and_grad(with_module))(params)
   other, other_gradient = jax.jit(jax.value_and_grad(with_function))(params)
   np.testing.assert_allclose(value, other, rtol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, other_gradient)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, other_gradient
+  )
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
 
@@ -258,7 +279,10 @@ def test_bfloat16_products_give_float32_logits(name):
     (HetXL(K, noise_dim=4, get_logits=len), 'exclude'),
     (HetXL(K, get_logits=lambda phi: phi), 'get_logits returned'),
     (Det(K, temperature=FixedTemperature(0.0)), 'tau=0.0'),
-    (Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)), 'tau_min=5.0 and tau_max=0.05'),
+    (
+      Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)),
+      'tau_min=5.0 and tau_max=0.05',
+    ),
     (Det(K, temperature=LearnedTemperature(initial_tau=6.0)), 'initial_tau=6.0'),
   ],
 )

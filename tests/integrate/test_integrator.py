@@ -1,4 +1,6 @@
-"""The streamed integrator against a materialised float64 reference: values, gradients, extremes, memory, sharding."""
+"""The streamed integrator against a materialised float64 reference: values, gradients, extremes,
+memory, sharding.
+"""
 
 import dataclasses
 
@@ -64,12 +66,16 @@ def gaussian(arrays, kind, remainder='rank_one', link='softmax'):
     'hash': Hashed(jnp.asarray(BUCKETS)),
     'linear': Linear(arrays['kernel']) if kind == 'linear' else None,
   }[kind]
-  return GaussianLogits(arrays['location'], covariance, projection, arrays['tau'], num_classes=K, link=link)
+  return GaussianLogits(
+    arrays['location'], covariance, projection, arrays['tau'], num_classes=K, link=link
+  )
 
 
 def reference_logits(arrays, kind, z):
   covariance = (arrays.get('scale'), arrays['loading'], arrays['diag'])
-  logits = reference.sample_logits(z, arrays['location'], covariance, kind, BUCKETS, arrays.get('kernel'))
+  logits = reference.sample_logits(
+    z, arrays['location'], covariance, kind, BUCKETS, arrays.get('kernel')
+  )
   return logits[:, :, :K]
 
 
@@ -80,7 +86,9 @@ def normals(arrays, remainder='rank_one', num_samples=S):
 
 def relative_error(tree, expected):
   expected = jax.tree.map(np.asarray, expected)  # leaves jax before x64 is off again
-  difference = jax.tree.map(lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b), tree, expected)
+  difference = jax.tree.map(
+    lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b), tree, expected
+  )
   size = jax.tree.map(np.linalg.norm, expected)
   return max(jax.tree.leaves(jax.tree.map(lambda d, s: d / max(s, 1e-12), difference, size)))
 
@@ -128,7 +136,9 @@ def test_float32_gradients_are_right_to_1e_6(kind, link):
     def expected(arrays):
       return reference.nll(reference_logits(arrays, kind, z), arrays['tau'], link, LABELS).mean()
 
-    value, gradient = jax.value_and_grad(expected)(jax.tree.map(lambda x: x.astype(jnp.float64), single))
+    value, gradient = jax.value_and_grad(expected)(
+      jax.tree.map(lambda x: x.astype(jnp.float64), single)
+    )
 
   def actual(arrays):
     integrator = Integrator(num_samples=S, chunk_size=4)
@@ -223,19 +233,25 @@ def test_opaque_get_logits_agrees_with_shared_w():
 
     covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
     args = (kernel, phi, covariance)
-    values = [jax.value_and_grad(lambda *a, f=f: loss(f, *a), (0, 1, 2))(*args) for f in (shared, opaque)]
+    values = [
+      jax.value_and_grad(lambda *a, f=f: loss(f, *a), (0, 1, 2))(*args) for f in (shared, opaque)
+    ]
     np.testing.assert_allclose(values[0][0], values[1][0], rtol=1e-12)
     assert relative_error(values[1][1], values[0][1]) < 1e-10
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_improbable_labels_keep_their_loss_and_gradient(link):
-  """Where averaged probabilities underflow (p below 1e-30) the loss is still exact and still pulls."""
+  """Where averaged probabilities underflow (p below 1e-30) the loss is still exact and still
+  pulls.
+  """
   location = jnp.zeros((2, KP)).at[:, 1].set(400.0).at[1, 0].set(-900.0)
   arrays = make('identity', dtype=jnp.float32) | {'location': location, 'tau': jnp.float32(1.0)}
 
   def loss(arrays):
-    logits = gaussian(jax.tree.map(lambda x: x[:2] if x.shape[:1] == (B,) else x, arrays), 'identity', link=link)
+    logits = gaussian(
+      jax.tree.map(lambda x: x[:2] if x.shape[:1] == (B,) else x, arrays), 'identity', link=link
+    )
     return Integrator(num_samples=S).nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
 
   value, gradient = jax.value_and_grad(loss)(arrays)
@@ -270,19 +286,25 @@ def test_one_sample_one_example():
   nll = integrator.nll(logits, jnp.array([[4]]), keys_of(1))
   np.testing.assert_allclose(nll[0], -log_p[0, 4], rtol=1e-6)
   z = iid(keys_of(1), jnp.arange(1), R + 1)
-  eps = (z[..., :R] @ arrays['loading']) * arrays['scale'][:, None] + z[..., R:] * arrays['diag'][:, None]
+  eps = (z[..., :R] @ arrays['loading']) * arrays['scale'][:, None] + z[..., R:] * arrays['diag'][
+    :, None
+  ]
   u = (arrays['location'] + (eps @ arrays['kernel'])[:, 0])[:, :K] / arrays['tau']
   np.testing.assert_allclose(log_p[:, :K], jax.nn.log_softmax(u), rtol=1e-5)
 
 
 def test_draws_depend_on_the_example_alone():
-  """The same example in another batch, at another place, with another chunk size: the same answer."""
+  """The same example in another batch, at another place, with another chunk size: the same
+  answer.
+  """
   arrays = make('linear', dtype=jnp.float32)
   keys = keys_of()
   integrator = Integrator(num_samples=S, chunk_size=4)
   together = integrator.log_prob(gaussian(arrays, 'linear'), keys)
   alone = {n: (x[2:] if n in ('location', 'scale', 'diag') else x) for n, x in arrays.items()}
-  alone = dataclasses.replace(integrator, chunk_size=5).log_prob(gaussian(alone, 'linear'), keys[2:])
+  alone = dataclasses.replace(integrator, chunk_size=5).log_prob(
+    gaussian(alone, 'linear'), keys[2:]
+  )
   np.testing.assert_allclose(together[2:, :K], alone[:, :K], rtol=2e-6)
 
 
@@ -293,7 +315,10 @@ def test_more_samples_extend_the_draws():
 
 def test_deterministic_logits_take_the_closed_form():
   location = jax.random.normal(jax.random.key(0), (B, KP))
-  for link, expected in (('softmax', jax.nn.log_softmax(location[:, :K] / 2.0)), ('sigmoid', jax.nn.log_sigmoid(location[:, :K] / 2.0))):
+  for link, expected in (
+    ('softmax', jax.nn.log_softmax(location[:, :K] / 2.0)),
+    ('sigmoid', jax.nn.log_sigmoid(location[:, :K] / 2.0)),
+  ):
     logits = GaussianLogits(location, None, None, jnp.float32(2.0), num_classes=K, link=link)
     np.testing.assert_allclose(Integrator().log_prob(logits, keys_of())[:, :K], expected, rtol=1e-5)
   nll = Integrator().nll(logits, pad(LABELS), keys_of())
@@ -305,13 +330,24 @@ def test_deterministic_logits_take_the_closed_form():
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_memory_does_not_grow_with_samples(kind, link):
-  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 64 with the same chunk size."""
+  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 64 with the same
+  chunk size.
+  """
   batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'hash': 32, 'linear': 32}[kind]
 
   def loss(location, scale, loading, diag, kernel, num_samples):
-    projection = {'identity': None, 'hash': Hashed(jnp.arange(classes) % noise_dim), 'linear': Linear(kernel)}[kind]
+    projection = {
+      'identity': None,
+      'hash': Hashed(jnp.arange(classes) % noise_dim),
+      'linear': Linear(kernel),
+    }[kind]
     logits = GaussianLogits(
-      location, LowRank(scale, loading, diag), projection, jnp.float32(1.0), num_classes=classes, link=link
+      location,
+      LowRank(scale, loading, diag),
+      projection,
+      jnp.float32(1.0),
+      num_classes=classes,
+      link=link,
     )
     integrator = Integrator(num_samples=num_samples, chunk_size=32)
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
@@ -327,16 +363,20 @@ def test_memory_does_not_grow_with_samples(kind, link):
 
 def test_cost_model_picks_the_cheaper_order():
   def shape(batch, noise_dim, classes, factors):
-    covariance = LowRank(jnp.zeros((batch, noise_dim)), jnp.zeros((factors, noise_dim)), jnp.zeros((batch, noise_dim)))
+    covariance = LowRank(
+      jnp.zeros((batch, noise_dim)), jnp.zeros((factors, noise_dim)), jnp.zeros((batch, noise_dim))
+    )
     kernel = Linear(jnp.zeros((noise_dim, classes)))
-    return GaussianLogits(jnp.zeros((batch, classes)), covariance, kernel, jnp.float32(1), num_classes=classes)
+    return GaussianLogits(
+      jnp.zeros((batch, classes)), covariance, kernel, jnp.float32(1), num_classes=classes
+    )
 
   wide = shape(2, 64, 512, 10)
   assert pick_order(wide, 4) == 'sample_then_project'
   assert pick_order(wide, 1000) == 'project_then_sample'
 
 
-# ------------------------------------------------------------------------------------------------------- sharded classes
+# Sharded classes.
 
 
 def sharded(function, mesh):
@@ -357,7 +397,10 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
   spec = jax.sharding.PartitionSpec
   with jax.enable_x64(True):
     arrays = make(kind)
-    arrays = {n: jnp.concatenate([x, x[:1]]) if n in ('location', 'scale', 'diag') else x for n, x in arrays.items()}
+    arrays = {
+      n: jnp.concatenate([x, x[:1]]) if n in ('location', 'scale', 'diag') else x
+      for n, x in arrays.items()
+    }
     labels = LABELS + LABELS[:1]
     keys = example_keys(jax.random.key(3), jnp.array([0, 1, 2, 7]))
     z = iid(keys, jnp.arange(S), R + 1).astype(jnp.float64)
@@ -380,13 +423,15 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
       'loading': spec(None, last),
       'tau': spec(),
     }
-    placed = {n: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    placed = {
+      n: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[n])) for n, x in arrays.items()
+    }
     got, got_gradient = sharded(jax.value_and_grad(loss), mesh)(placed)
     np.testing.assert_allclose(got, value, rtol=1e-10)
     assert relative_error(got_gradient, gradient) < 1e-9
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -406,7 +451,9 @@ def test_bad_settings_are_named(arguments, words):
 def test_impossible_requests_are_named():
   arrays = make('linear', dtype=jnp.float32)
   with pytest.raises(ValueError, match='remainder'):
-    Integrator(num_samples=2, order='project_then_sample').log_prob(gaussian(arrays, 'linear', 'diag'), keys_of())
+    Integrator(num_samples=2, order='project_then_sample').log_prob(
+      gaussian(arrays, 'linear', 'diag'), keys_of()
+    )
   with pytest.raises(ValueError, match='class_multiple'):
     Integrator(num_samples=2, class_shards=3).log_prob(gaussian(arrays, 'linear'), keys_of())
   with pytest.raises(ValueError, match='rank_one'):
@@ -419,6 +466,11 @@ def test_factors_reproduce_the_covariance():
   assert factors.shape == (B, R + 1, KP)
   z = iid(keys_of(), jnp.arange(S), R + 1)
   direct = reference.sample_logits(
-    z, arrays['location'], (arrays['scale'], arrays['loading'], arrays['diag']), 'linear', None, arrays['kernel']
+    z,
+    arrays['location'],
+    (arrays['scale'], arrays['loading'], arrays['diag']),
+    'linear',
+    None,
+    arrays['kernel'],
   )
   np.testing.assert_allclose(arrays['location'][:, None] + z @ factors, direct, atol=1e-4)

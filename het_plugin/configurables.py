@@ -1,0 +1,65 @@
+"""Everything that gin may configure, registered in this one place; the code itself knows nothing of
+gin.
+
+Importing the module registers the plugin proper (heads, integrator, backbones, models, data), which
+is what any host needs: `import het_plugin.configurables` is the first line of our gin files.
+`register_trainer` adds the built-in trainer, which only our own mains want: under t5x its names
+(PjitPartitioner, DatasetConfig's t5x namesake ...) are t5x's.
+"""
+
+import functools
+
+import gin
+from het_plugin import backbones, data, gin_utils, heads, integrate, models
+
+_PLUGIN = {
+  'het_plugin.heads': (
+    heads.Det,
+    heads.Het,
+    heads.HetH,
+    heads.HetXL,
+    heads.FixedTemperature,
+    heads.LearnedTemperature,
+  ),
+  'het_plugin.integrate': (integrate.Integrator,),
+  'het_plugin.backbones': (backbones.vit,),
+  'het_plugin.models': (models.ClassificationModel,),
+  'het_plugin.data': (data.DatasetConfig,),
+}
+
+
+def _register(table) -> None:
+  for module, objects in table.items():
+    for configurable in objects:
+      gin.external_configurable(configurable, module=module)
+
+
+@functools.cache
+def register_trainer() -> None:
+  """Registers the built-in trainer, its actions and the few-shot hook."""
+  # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
+  from het_plugin.evaluation import fewshot_action
+  from het_plugin.training import actions, checkpoints, optimizers, partitioning, train, trainer
+
+  _register(
+    {
+      'het_plugin.training': (
+        train.train,
+        trainer.Trainer,
+        partitioning.PjitPartitioner,
+        partitioning.standard_logical_axis_rules,
+        optimizers.adamw,
+        optimizers.warmup_schedule,
+        checkpoints.CheckpointConfig,
+        checkpoints.SaveCheckpointConfig,
+        checkpoints.RestoreCheckpointConfig,
+        actions.TerminateOnNanAction,
+        actions.EarlyStoppingAction,
+      ),
+      'het_plugin.evaluation': (fewshot_action.FewShotAction, fewshot_action.FewShotDataset),
+    }
+  )
+
+
+_register(_PLUGIN)
+gin_utils.install_file_reader()

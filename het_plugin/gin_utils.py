@@ -1,0 +1,135 @@
+"""gin on the command line as t5x has it, and gin files that are found wherever the package is
+installed.
+"""
+
+import contextlib
+import logging as stdlib_logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+
+import gin
+
+PACKAGE = Path(__file__).parent
+_PREFIX = 'het_plugin/gin/'
+_FLAG_PREFIX = '--gin.'
+CONFIG_ERROR = 2  # exit code of a run whose settings are wrong
+
+
+def gin_root() -> Path:
+  """The folder of our gin files: inside the package where a wheel was installed, beside it in a
+  checkout.
+  """
+  installed = PACKAGE / 'gin'
+  return installed if installed.is_dir() else PACKAGE.parent / 'gin'
+
+
+def resolve(path: str) -> str:
+  """'het_plugin/gin/heads/het_xl.gin' to the file's place; any other path unchanged."""
+  return str(gin_root() / path.removeprefix(_PREFIX)) if path.startswith(_PREFIX) else path
+
+
+def install_file_reader() -> None:
+  """Lets `include 'het_plugin/gin/...'` work from a checkout too, where gin/ is no package that gin
+  could look into.
+  """
+  gin.config.register_file_reader(_open_ours, _is_ours)
+  # gin asks its own package reader first, which reports as an error, on the root logger, what ours
+  # then finds
+  stdlib_logging.getLogger().addFilter(
+    lambda record: not record.getMessage().startswith(f'Path not found: {_PREFIX}')
+  )
+
+
+def _open_ours(path: str):
+  return open(resolve(path))
+
+
+def _is_ours(path: str) -> bool:
+  return path.startswith(_PREFIX) and os.path.isfile(resolve(path))
+
+
+def define_flags() -> None:
+  """Flags of every main: --gin_file (repeatable), --gin_bindings, --gin_search_paths, and
+  --gin.NAME=VALUE.
+  """
+  flags.DEFINE_multi_string(
+    'gin_file', [], 'Path of a gin file; may be given several times, later ones win.'
+  )
+  flags.DEFINE_multi_string(
+    'gin_bindings', [], 'A gin binding, "NAME=VALUE"; the same as --gin.NAME=VALUE.'
+  )
+  flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """absl's flag parser after turning --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
+  rewritten = [argv[0]]
+  for argument in argv[1:]:
+    if argument.startswith(_FLAG_PREFIX):
+      name, equals, value = argument.removeprefix(_FLAG_PREFIX).partition('=')
+      if not equals:
+        sys.exit(f'Error: {argument} lacks its value: write {argument}=VALUE')
+      argument = f'--gin_bindings={name} = {value}'
+    rewritten.append(argument)
+  return app.parse_flags_with_usage(rewritten)
+
+
+def parse_config(
+  gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ('.',)
+) -> None:
+  """Replaces the gin configuration by that of the files and, after them, the bindings.
+
+  Raises:
+    ValueError: a file that cannot be found, with the place it was looked for; anything that gin
+      does not understand.
+  """
+  gin.clear_config()
+  for path in search_paths:
+    gin.add_config_file_search_path(path)
+  for file in gin_files:
+    if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
+      raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}')
+  gin.parse_config_files_and_bindings(list(gin_files), list(bindings))
+
+
+def one_sentence(error: BaseException) -> str:
+  """An error's message on one line, without the call sites that gin appends to it."""
+  text = str(error).strip() or type(error).__name__
+  if unbound := re.match(r"No bindings specified for '(.+)/gin\.macro'", text):
+    return f'{unbound[1]} is not set: bind it in a gin file or with --gin.{unbound[1]}=VALUE'
+  lines = [line.strip() for line in text.splitlines()]
+  return ' '.join(line for line in lines if line and not line.startswith('In call to configurable'))
+
+
+@contextlib.contextmanager
+def one_sentence_errors():
+  """Ends the program with one line and exit code 2 where a setting is wrong.
+
+  `--verbosity=1` gives the traceback instead.
+  """
+  try:
+    yield
+  except (ValueError, OSError, SyntaxError, ImportError) as error:
+    if logging.level_debug():
+      raise
+    logging.flush()
+    print(f'Error: {one_sentence(error)} (--verbosity=1 shows where)', file=sys.stderr)
+    sys.exit(CONFIG_ERROR)
+
+
+def run(main: Callable[[Sequence[str]], None]) -> None:
+  """Runs a main with our flags and logging to stderr."""
+  logging.set_stderrthreshold('info')
+  stdlib_logging.getLogger('het_plugin').setLevel(stdlib_logging.INFO)
+  # orbax tells each of the some thirty things that it does to write a checkpoint
+  logging.get_absl_handler().addFilter(
+    lambda record: record.levelno > stdlib_logging.INFO or '/orbax/' not in record.pathname
+  )
+  jax.config.parse_flags_with_absl()
+  app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,204 @@
+"""Trains every head for the same steps on rendered characters and lays the results side by side.
+
+    python -m het_plugin.quickstart --output_dir=runs/quickstart
+
+A head whose run is complete is not trained again; one that was interrupted goes on. In the output
+directory: results.json (one row a head), results.txt, curves.png, index.html, and a run directory a
+head with its checkpoints, metrics.jsonl, event files and config.gin.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+
+import gin
+from het_plugin import configurables, gin_utils, models, reporting, train
+from het_plugin.data import task_info
+from het_plugin.training import partitioning
+
+HEADS = {
+  'det': 'DET',
+  'det_learned_tau': 'DET, learned tau',
+  'het': 'HET',
+  'het_h': 'HET-H',
+  'het_xl': 'HET-XL',
+}
+RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
+
+_GIN_FILE = flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
+_HEADS = flags.DEFINE_list('heads', list(HEADS), f'Some of {",".join(HEADS)}.')
+_OUTPUT_DIR = flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
+_JSON = flags.DEFINE_string('json', None, 'Another place for results.json.')
+
+
+def parse_head_config(head: str, output_dir: Path, bindings: Sequence[str]) -> None:
+  """Makes the gin configuration the one of this head's run."""
+  files = [_GIN_FILE.value, f'het_plugin/gin/heads/{head}.gin', *flags.FLAGS.gin_file]
+  model_dir = f"MODEL_DIR = '{output_dir / head}'"
+  gin_utils.parse_config(files, [model_dir, *bindings], flags.FLAGS.gin_search_paths)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+  """The training loss and temperature of a run by step, from the lines of its metrics.jsonl."""
+  lines = [line for line in metrics if 'train/loss' in line]
+  columns = {'step': 'step', 'loss': 'train/loss', 'tau': 'train/tau'}
+  return {
+    name: [math.nan if line[key] is None else line[key] for line in lines]
+    for name, key in columns.items()
+  }
+
+
+def result(head: str, run_dir: Path) -> dict[str, Any]:
+  """The row of a finished run, read back from what it wrote; the counts from the configured model
+  itself.
+  """
+  metrics = read_jsonl(run_dir / 'metrics.jsonl')
+  task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+  prefix = f'training_eval/{task}/'
+  final = [line for line in metrics if f'{prefix}nll' in line][-1]
+  speeds = [
+    line['train/timing/ms_per_step'] for line in metrics if 'train/timing/ms_per_step' in line
+  ]
+  model = gin.get_configurable(models.ClassificationModel)()
+  partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
+  size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
+  image = (1, size, size, task_info(task).channels)
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), {'image': image}))[
+    'params'
+  ]
+  counts = model.count_params(params)
+  by_dataset, errors = few_shot_accuracies(read_jsonl(run_dir / 'fewshot.jsonl'), final['step'])
+  return {
+    'head': HEADS[head],
+    'num_classes': model.head.num_classes,
+    'pre_logits_dim': model.backbone.pre_logits_dim,
+    'num_factors': getattr(model.head, 'num_factors', None),
+    'mesh': f'{partitioner.data_shards}x{partitioner.model_shards}',
+    'nll': final[f'{prefix}nll'],
+    'precision_at_1': final[f'{prefix}precision_at_1'],
+    'ece': final[f'{prefix}ece'],
+    'tau': final[f'{prefix}tau'],
+    'num_params': counts.total,
+    'extra_params': counts.extra,
+    'ms_per_step': statistics.median(speeds),
+    'fewshot': average_over_datasets(by_dataset),
+    'fewshot_by_dataset': by_dataset,
+    'fewshot_stderr_by_dataset': errors,
+    'steps': final['step'],
+  }
+
+
+def few_shot_accuracies(lines: Sequence[Mapping[str, Any]], step: int) -> tuple[dict, dict]:
+  """{data set: {shots: mean accuracy}} and the same with standard errors, of one step."""
+  means, errors = {}, {}
+  for line in lines:
+    if line['step'] == step:
+      means.setdefault(line['dataset'], {})[line['shots']] = line['mean']
+      errors.setdefault(line['dataset'], {})[line['shots']] = line['stderr']
+  return means, errors
+
+
+def average_over_datasets(by_dataset: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+  """Accuracy by shots averaged over the data sets, the aggregate of table 22."""
+  shots = {n for accuracies in by_dataset.values() for n in accuracies}
+  return {n: statistics.fmean(a[n] for a in by_dataset.values() if n in a) for n in sorted(shots)}
+
+
+def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
+  """Rows to read the others by: guessing, and what identical glyphs leave to the best
+  classifier.
+  """
+  from het_plugin.data.glyph_bank import homoglyph_ceiling
+
+  return [
+    {'head': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
+    {'head': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
+  ]
+
+
+def report(
+  rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Path], output_dir: Path, yardsticks
+) -> str:
+  """Writes results.json, results.txt, curves.png and index.html; returns the table."""
+  reporting.write_json(rows, output_dir / 'results.json')
+  shown = [
+    {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}
+    | {'fewshot': row['fewshot_by_dataset'], 'fewshot_stderr': row['fewshot_stderr_by_dataset']}
+    for row in rows
+  ]
+  table = reporting.text_table(shown, yardsticks)
+  (output_dir / 'results.txt').write_text(table + '\n')
+  lines = {HEADS[head]: curves(read_jsonl(run / 'metrics.jsonl')) for head, run in runs.items()}
+  png = reporting.curves_png(lines)
+  (output_dir / 'curves.png').write_bytes(png)
+  page = reporting.html_page(
+    title='Heteroscedastic heads on rendered characters',
+    introduction=f'Every head trained for the same {rows[0]["steps"]:,} steps on the same '
+    'examples, then evaluated on unseen renderings.',
+    rows=shown,
+    references=yardsticks,
+    notes=[
+      'NLL: negative log-likelihood of the validation split in nats; prec@1: share of examples '
+      'whose most probable class is right; ECE: expected calibration error over 15 bins.',
+      'extra: parameters beyond the deterministic head. Parameters are counted without the '
+      'padding of the classes.',
+      'ms/step: median over the run, on the machine that made this page.',
+      'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
+      'typefaces that training did not show. Mean and standard error over draws of the shots.',
+      'Chance guesses uniformly. The ceiling is the best precision@1 that identical glyphs of '
+      'different characters leave.',
+    ],
+    figures=[
+      reporting.Figure(
+        png,
+        'Training loss and temperature.',
+        'Training loss and temperature tau of every head by step.',
+      )
+    ],
+    provenance=reporting.Provenance.of_this_process(
+      'het_plugin.quickstart',
+      {HEADS[h]: (run / 'config.gin').read_text() for h, run in runs.items()},
+    ),
+  )
+  (output_dir / 'index.html').write_text(page)
+  return table
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  configurables.register_trainer()
+  with gin_utils.one_sentence_errors():
+    if unknown := [head for head in _HEADS.value if head not in HEADS]:
+      raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
+    output_dir = Path(_OUTPUT_DIR.value)
+    rows, runs = [], {}
+    for number, head in enumerate(_HEADS.value, 1):
+      logging.info('=== %s (%d of %d)', HEADS[head], number, len(_HEADS.value))
+      runs[head] = output_dir / head
+      parse_head_config(head, output_dir, flags.FLAGS.gin_bindings)
+      train.train_from_gin()
+      rows.append(result(head, runs[head]))
+      jax.clear_caches()  # the next head compiles everything anew
+    yardsticks = references(
+      rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
+    )
+    table = report(rows, runs, output_dir, yardsticks)
+    if _JSON.value:
+      reporting.write_json(rows, _JSON.value)
+  print(f'\n{table}\n\nThe same with curves: {output_dir / "index.html"}')
+
+
+if __name__ == '__main__':
+  gin_utils.define_flags()
+  gin_utils.run(main)

@@ -1,0 +1,9 @@
+"""Results as a table, a JSON file, plots and one HTML page; everything shown comes from the caller's rows."""
+
+from het_plugin.reporting.files import write_json
+from het_plugin.reporting.page import Figure, html_page
+from het_plugin.reporting.plots import curves_png
+from het_plugin.reporting.provenance import Provenance
+from het_plugin.reporting.text import text_table
+
+__all__ = ['Figure', 'Provenance', 'curves_png', 'html_page', 'text_table', 'write_json']

@@ -1,0 +1,150 @@
+"""Rows of results as columns of formatted cells, which the text table and the HTML page lay out.
+
+A row is a mapping. These fields are known (all optional but `head`):
+
+  head              name of the row
+  num_classes, pre_logits_dim, num_factors, mesh    the problem; stated once where all rows agree
+  nll               nats per example
+  precision_at_1, ece    in [0, 1]
+  tau               the temperature
+  num_params, extra_params    counts; extra is over the deterministic head
+  ms_per_step       milliseconds
+  fewshot           {shots: accuracy} or {dataset: {shots: accuracy}}
+  fewshot_stderr    standard errors, nested like `fewshot`
+
+Any other number or string becomes a column of its own name. None and NaN are shown as a dash.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_MISSING = '–'
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """One column: `group` names the table it belongs to ('' is the main one), `best` the row numbers that lead it."""
+
+  group: str
+  title: str
+  cells: tuple[str, ...]
+  best: frozenset[int] = frozenset()
+
+  def is_present(self, row: int) -> bool:
+    return self.cells[row] != _MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+  title: str
+  spec: str = ''
+  better: Callable | None = None  # min or max
+
+
+_FIELDS = {
+  'num_classes': _Field('classes K', ','),
+  'pre_logits_dim': _Field('pre-logits D', ','),
+  'num_factors': _Field('factors R', ','),
+  'mesh': _Field('mesh'),
+  'nll': _Field('NLL', '.3f', min),
+  'precision_at_1': _Field('prec@1', '.3f', max),
+  'ece': _Field('ECE', '.3f', min),
+  'tau': _Field('tau', '.3f'),
+  'num_params': _Field('parameters', ','),
+  'extra_params': _Field('extra', ','),
+  'ms_per_step': _Field('ms/step', '.1f'),
+}
+_PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
+_ACCURACY = _Field('', '.3f', max)
+
+
+def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
+  """Columns of `rows`, of which the last `num_references` are yardsticks that compete for no best value."""
+  compared = len(rows) - num_references
+  names = [name for name in _ordered_fields(rows) if name not in shared_fields(rows[:compared])]
+  result = [
+    _column('', _FIELDS.get(name, _Field(name, '.4g')), [row.get(name) for row in rows], compared)
+    for name in names
+  ]
+  accuracies = [_flat_fewshot(row.get('fewshot') or {}) for row in rows]
+  errors = [_flat_fewshot(row.get('fewshot_stderr') or {}) for row in rows]
+  for dataset, shots in _ordered_keys(accuracies):
+    field = dataclasses.replace(_ACCURACY, title=f'{shots} shot' + 's' * (shots != 1))
+    values = [row.get((dataset, shots)) for row in accuracies]
+    stderr = [row.get((dataset, shots)) for row in errors]
+    group = ' '.join(filter(None, ('few-shot accuracy', dataset)))
+    result.append(_column(group, field, values, compared, stderr))
+  return result
+
+
+def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
+  """{field: formatted value} of the fields that describe the problem and are the same in every row."""
+  shared = {}
+  for name in _PROBLEM:
+    values = {_format(row.get(name), _FIELDS[name].spec) for row in rows}
+    if len(values) == 1 and _MISSING not in values:
+      shared[name] = values.pop()
+  return shared
+
+
+def problem_line(rows: Sequence[Row]) -> str:
+  """What all rows share, as one line: 'classes K 2,297, pre-logits D 128, mesh 4x2'."""
+  return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
+
+
+def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:
+  cells = [_format(value, field.spec) for value in values]
+  best = frozenset()
+  present = [cell for cell in cells[:compared] if cell != _MISSING]
+  if field.better and len(present) > 1:
+    # Rows that print the same lead together.
+    leader = field.better(present, key=float)
+    best = frozenset(i for i, cell in enumerate(cells[:compared]) if cell == leader)
+  for i, error in enumerate(stderr or ()):
+    if _is_present(error):
+      cells[i] += f' ±{error:{field.spec}}'
+  return Column(group, field.title, tuple(cells), best)
+
+
+def _ordered_fields(rows: Sequence[Row]) -> list[str]:
+  """Known fields first, in their order, then the others as they come; those that no row has are left out."""
+  others = dict.fromkeys(
+    name
+    for row in rows
+    for name, value in row.items()
+    if name not in _FIELDS and name != 'head' and isinstance(value, numbers.Number | str)
+  )
+  known = [name for name in _FIELDS if any(row.get(name) is not None for row in rows)]
+  return [*known, *others]
+
+
+def _ordered_keys(flat: Sequence[Mapping]) -> list[tuple[str, int]]:
+  """All (dataset, shots), data sets as they come and shots ascending."""
+  datasets = list(dict.fromkeys(dataset for row in flat for dataset, _ in row))
+  keys = {key for row in flat for key in row}
+  return sorted(keys, key=lambda key: (datasets.index(key[0]), key[1]))
+
+
+def _flat_fewshot(accuracies: Mapping) -> dict[tuple[str, int], float]:
+  """{(dataset, shots): accuracy}; without data sets the name is ''. JSON has turned shots into strings."""
+  flat = {}
+  for key, value in accuracies.items():
+    by_shots = value if isinstance(value, Mapping) else {key: value}
+    dataset = str(key) if isinstance(value, Mapping) else ''
+    flat |= {(dataset, int(shots)): accuracy for shots, accuracy in by_shots.items()}
+  return flat
+
+
+def _format(value: Any, spec: str) -> str:
+  if not _is_present(value):
+    return _MISSING
+  return format(value, spec) if isinstance(value, numbers.Number) else str(value)
+
+
+def _is_present(value: Any) -> bool:
+  return value is not None and not (isinstance(value, numbers.Real) and math.isnan(value))

@@ -1,0 +1,120 @@
+"""Training curves as a PNG: one panel for the loss, one for the temperature."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+Curves = Mapping[str, Mapping[str, Sequence[float]]]
+
+# (colour, dashes): every colour has a contrast of at least 4.5:1 on white, and lines differ without it too.
+_STYLES = (
+  ('#4a4a4a', 'solid'),
+  ('#8a5a00', (0, (5, 1.5))),
+  ('#1b5fad', 'solid'),
+  ('#8b2f7f', (0, (5, 1.5))),
+  ('#00704d', 'solid'),
+  ('#b33c00', (0, (5, 1.5))),
+)
+_PANELS = {'loss': 'training loss (nats per example)', 'tau': 'temperature tau'}
+_SMOOTH_FRACTION = 0.02  # of a curve's points, in one moving average
+_LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
+_LABEL_GAP = 0.055  # of the axis height, between two labels
+
+
+def curves_png(curves: Curves, dpi: int = 160) -> bytes:
+  """Loss and temperature against the step, one line a head, labelled at its end.
+
+  Args:
+    curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are gaps.
+    dpi: pixels per inch; the figure is 11 inches wide.
+
+  Returns:
+    The PNG file's bytes.
+
+  Raises:
+    ValueError: there is no curve, or a curve's length is not that of its steps.
+  """
+  panels = [name for name in _PANELS if any(name in curve for curve in curves.values())]
+  if not panels:
+    raise ValueError(f'curves has neither of {list(_PANELS)} for any head; heads: {list(curves)}.')
+  figure = Figure(figsize=(11, 4.2), layout='constrained')
+  FigureCanvasAgg(figure)
+  styles = {head: _STYLES[i % len(_STYLES)] for i, head in enumerate(curves)}
+  for ax, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    _panel(ax, name, {h: (c['step'], c[name]) for h, c in curves.items() if name in c}, styles)
+  buffer = io.BytesIO()
+  figure.savefig(buffer, format='png', dpi=dpi)
+  return buffer.getvalue()
+
+
+def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
+  ends, lows, highs = {}, [], []
+  for head, (step, values) in lines.items():
+    step, values = np.asarray(step, float), np.asarray(values, float)
+    if step.shape != values.shape:
+      raise ValueError(f'{head}: {len(step)} steps but {len(values)} values of {name}.')
+    color, dashes = styles[head]
+    smooth = _smooth(values)
+    if len(values) > 2 and not np.array_equal(smooth, values):
+      ax.plot(step, values, color=color, alpha=0.18, linewidth=0.8)
+    ax.plot(step, smooth, color=color, linestyle=dashes, linewidth=1.8)
+    finite = smooth[np.isfinite(smooth)]
+    if finite.size:
+      ends[head] = finite[-1]
+      lows.append(finite.min())
+      highs.append(finite.max())
+  if lows and min(lows) > 0 and max(highs) / min(lows) > _LOG_RATIO:
+    ax.set_yscale('log')
+  ax.set_title(_PANELS[name], loc='left', fontsize=11)
+  ax.set_xlabel('step', fontsize=10)
+  ax.xaxis.set_major_formatter('{x:,.0f}')
+  ax.spines[['top', 'right']].set_visible(False)
+  ax.grid(axis='y', color='#dddddd', linewidth=0.7)
+  ax.margins(x=0)
+  _label_ends(ax, ends, styles)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+  """Centred moving average over _SMOOTH_FRACTION of the points; shorter windows at the ends."""
+  half = int(len(values) * _SMOOTH_FRACTION / 2)
+  if not half:
+    return values
+  kernel = np.ones(2 * half + 1)
+  return np.convolve(values, kernel, 'same') / np.convolve(np.ones_like(values), kernel, 'same')
+
+
+def _label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping) -> None:
+  """Writes each head's name right of its line's end, pushed apart where ends meet."""
+  ax.autoscale_view()  # transData is only up to date afterwards
+  to_axes = ax.transData + ax.transAxes.inverted()
+  heads = sorted(ends, key=ends.get)
+  wanted = [to_axes.transform((1.0, ends[head]))[1] for head in heads]
+  for head, height in zip(heads, _push_apart(wanted, _LABEL_GAP), strict=True):
+    ax.annotate(
+      head,
+      xy=(1.0, height),
+      xycoords='axes fraction',
+      xytext=(6, 0),
+      textcoords='offset points',
+      color=styles[head][0],
+      fontsize=9.5,
+      va='center',
+      annotation_clip=False,
+    )
+
+
+def _push_apart(heights: Sequence[float], gap: float) -> list[float]:
+  """Ascending heights moved as little as need be to lie `gap` apart; runs that touch stay centred where they were."""
+  runs: list[list[float]] = []  # [centre, members]
+  for height in heights:
+    runs.append([height, 1])
+    while len(runs) > 1 and runs[-1][0] - runs[-2][0] < gap * (runs[-1][1] + runs[-2][1]) / 2:
+      (low, n), (high, m) = runs[-2:]
+      runs[-2:] = [[(low * n + high * m) / (n + m), n + m]]
+  return [
+    centre + gap * (i - (members - 1) / 2) for centre, members in runs for i in range(members)
+  ]

@@ -1,0 +1,171 @@
+"""Actions: what runs between training steps and may stop training; named as in t5x."""
+
+import abc
+import dataclasses
+import enum
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from het_plugin.training import partitioning
+from het_plugin.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+MetricsByTask = Mapping[str, Mapping[str, float]]
+
+
+class ActionMode(enum.Enum):
+  """When an action runs."""
+
+  TRAIN = 1  # Each stats_period, on the training metrics of that period.
+  TRAIN_EVAL = 2  # After each train-eval.
+  INFER_EVAL = 3  # After each infer-eval.
+
+
+@dataclasses.dataclass(frozen=True)
+class ActionContext:
+  """What an action may need beyond the state and the metrics.
+
+  Attributes:
+    model: the model in training.
+    partitioner: its placement.
+    writer: clu MetricWriter; writes on process 0 only, whichever process calls it.
+    model_dir: the run's directory.
+    random_seed: the run's seed.
+  """
+
+  model: Any
+  partitioner: partitioning.PjitPartitioner
+  writer: Any
+  model_dir: str
+  random_seed: int
+
+
+class BaseAction(abc.ABC):
+  """Runs on every process, so that it may use the whole mesh."""
+
+  def setup(self, context: ActionContext) -> None:
+    """Called once, before the first step."""
+    del context
+
+  @abc.abstractmethod
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Does the action's work.
+
+    Args:
+      train_state: the current state, not to be kept: the next step donates its buffers.
+      metrics_by_task: {task: {metric: value}}; the training metrics are under 'train'.
+
+    Returns:
+      True to stop training.
+    """
+
+
+Actions = Mapping[ActionMode, Sequence[BaseAction]]
+
+
+def parse_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None) -> Actions:
+  """Maps t5x's string keys to modes; raises ValueError on an unknown one."""
+  parsed = {}
+  for key, group in (actions or {}).items():
+    name = key.name if isinstance(key, ActionMode) else key
+    if name not in ActionMode.__members__:
+      raise ValueError(
+        f'Unknown action mode {key!r}; valid are {", ".join(ActionMode.__members__)}.'
+      )
+    parsed[ActionMode[name]] = tuple(group)
+  return parsed
+
+
+def run_actions(
+  mode: ActionMode, actions: Actions, train_state: TrainState, metrics_by_task: MetricsByTask
+) -> bool:
+  """Runs the actions of a mode; True if process 0 wants to stop (all processes return the same)."""
+  stop = False
+  for action in actions.get(mode, ()):
+    stop |= bool(action.run(train_state, metrics_by_task))
+  if jax.process_count() > 1 and actions.get(mode):
+    stop = bool(multihost_utils.broadcast_one_to_all(np.asarray(stop)))
+  return stop
+
+
+def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
+  """Looks a metric up; an action that watches nothing would never fire, so that is an error."""
+  if task not in metrics_by_task:
+    raise ValueError(f'Unknown task {task!r}; valid are {", ".join(sorted(metrics_by_task))}.')
+  if metric not in metrics_by_task[task]:
+    valid = ', '.join(sorted(metrics_by_task[task]))
+    raise ValueError(f'Task {task!r} has no metric {metric!r}; valid are {valid}.')
+  return metrics_by_task[task][metric]
+
+
+class TerminateOnNanAction(BaseAction):
+  """Stops training when a metric is NaN or infinite."""
+
+  def __init__(self, task: str = 'train', metric: str = 'loss'):
+    self._task = task
+    self._metric = metric
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    value = _metric(metrics_by_task, self._task, self._metric)
+    if math.isfinite(value):
+      return False
+    _log.error('Stopping: %s of %s is %s.', self._metric, self._task, value)
+    return True
+
+
+class EarlyStoppingAction(BaseAction):
+  """Stops training when a metric has not improved `patience` times in a row.
+
+  A value improves on the one before it when it is better by more than atol + rtol * |value before|.
+  """
+
+  def __init__(
+    self,
+    metric: tuple[str, str],
+    mode: str,
+    patience: int = 3,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+  ):
+    """Sets up the watch.
+
+    Args:
+      metric: (task, metric).
+      mode: 'min' or 'max', the better direction.
+      patience: number of values in a row, at least 2, none of which improves on the one before.
+      atol: absolute change that does not count yet.
+      rtol: the same, relative to the value before.
+
+    Raises:
+      ValueError: another mode, a patience below 2, a negative tolerance.
+    """
+    if mode not in ('min', 'max'):
+      raise ValueError(f"mode={mode!r} must be 'min' or 'max'.")
+    if patience < 2:
+      raise ValueError(f'patience={patience} must be at least 2: it counts the values compared.')
+    if atol < 0 or rtol < 0:
+      raise ValueError(f'atol={atol} and rtol={rtol} must be at least 0.')
+    self._task, self._metric = metric
+    self._sign = 1.0 if mode == 'min' else -1.0
+    self._patience = patience
+    self._atol = atol
+    self._rtol = rtol
+    self._history: list[float] = []
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    value = _metric(metrics_by_task, self._task, self._metric)
+    self._history = [*self._history, self._sign * value][-self._patience :]
+    if len(self._history) < self._patience:
+      return False
+    pairs = zip(self._history[:-1], self._history[1:], strict=True)
+    if any(now < before - self._atol - self._rtol * abs(before) for before, now in pairs):
+      return False
+    _log.warning('Stopping: %s of %s has not improved.', self._metric, self._task)
+    return True

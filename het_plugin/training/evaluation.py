@@ -1,0 +1,59 @@
+"""One evaluation of a model's metrics on a data set."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from het_plugin.training import partitioning, prefetch, step_metrics
+from het_plugin.training import trainer as trainer_lib
+from het_plugin.training.train_state import TrainState
+
+
+class Evaluator:
+  """Runs a model's `eval_fn` over one data set, from its beginning each time."""
+
+  def __init__(
+    self,
+    task: str,
+    iterator: Any,
+    batch_size: int,
+    max_batches: int | None,
+    partitioner: partitioning.PjitPartitioner,
+  ):
+    """Keeps the iterator and the state it starts from.
+
+    Args:
+      task: name of the data set.
+      iterator: a BatchIterator.
+      batch_size: rows of its global batch; rows with mask 0 do not count.
+      max_batches: stops there; None for the whole data set, which must then end.
+
+    Raises:
+      ValueError: the data set has no batch, or no end where the whole of it is wanted.
+    """
+    if iterator.num_batches == 0:
+      raise ValueError(f'The evaluation data set {task!r} has no batch.')
+    if max_batches is None and iterator.num_batches is None:
+      raise ValueError(f'The evaluation data set {task!r} is endless, but is to be run to its end.')
+    self.task = task
+    self._iterator = iterator
+    self._start = iterator.get_state()
+    self._batch_size = batch_size
+    self._max_batches = max_batches
+    self._partitioner = partitioner
+
+  def run(
+    self, trainer: trainer_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
+  ) -> dict[str, float] | None:
+    """Metrics over the data set, or None if `interrupted()` became true on the way."""
+    in_flight = step_metrics.InFlight(step_metrics.max_steps_in_flight(self._partitioner.mesh))
+    batch_metrics = []
+    self._iterator.set_state(self._start)
+    with prefetch.DevicePrefetcher(self._iterator, self._partitioner, self._batch_size) as batches:
+      for batch in itertools.islice(batches, self._max_batches):
+        if interrupted():
+          return None
+        batch_metrics += in_flight.push(trainer.eval_step(train_state, batch))
+    batch_metrics += in_flight.drain()
+    return step_metrics.compute_metrics(functools.reduce(trainer_lib.merge_metrics, batch_metrics))

@@ -1,0 +1,88 @@
+"""FLOPs of a traced computation, and the peak of the device, for model FLOPs utilisation.
+
+XLA's cost analysis counts the body of a loop once, so it misses all but one microbatch, scanned
+layer or chunk of Monte Carlo samples. This counts them all, from the jaxpr.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+
+def count_flops(jaxpr: core.Jaxpr) -> float:
+  """FLOPs of the matrix products and convolutions in a jaxpr, 2 per multiply and add.
+
+  A scan counts with its length, of a cond the dearest branch counts, a while loop of unknown length
+  counts once. The count is of the whole program before partitioning, and of what is computed:
+  gradients that recompute activations count that too.
+  """
+  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: core.JaxprEqn) -> float:
+  match equation.primitive.name:
+    case 'dot_general':
+      (lhs_contracting, _), _ = equation.params['dimension_numbers']
+      lhs = equation.invars[0].aval.shape
+      depth = math.prod(lhs[axis] for axis in lhs_contracting)
+      return 2.0 * math.prod(equation.outvars[0].aval.shape) * depth
+    case 'conv_general_dilated':
+      # Each output sums over a kernel window: all of the kernel but its output features.
+      kernel = equation.invars[1].aval.shape
+      out_features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
+      return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / out_features
+    case 'scan':
+      return equation.params['length'] * _inner_flops(equation)
+    case 'cond':
+      return max(count_flops(branch.jaxpr) for branch in equation.params['branches'])
+    case 'shard_map':
+      # The body is what one device does.
+      return equation.params['mesh'].size * _inner_flops(equation)
+    case _:
+      return _inner_flops(equation)
+
+
+def _inner_flops(equation: core.JaxprEqn) -> float:
+  return sum(count_flops(jaxpr) for param in equation.params.values() for jaxpr in _jaxprs(param))
+
+
+def _jaxprs(param: Any) -> Iterator[core.Jaxpr]:
+  if isinstance(param, core.ClosedJaxpr):
+    yield param.jaxpr
+  elif isinstance(param, core.Jaxpr):
+    yield param
+  elif isinstance(param, (tuple, list)):
+    for item in param:
+      yield from _jaxprs(item)
+
+
+# Peak bfloat16 FLOP/s of one JAX device (v2, v3 and TPU7x show two devices a chip, hence half a
+# chip here). TPU: cloud.google.com/tpu/docs/system-architecture-tpu-vm and the page of each
+# version. GPU: NVIDIA's data sheets, dense tensor-core rates (V100: float16).
+_PEAK_FLOPS = {
+  'TPU v2': 22.5e12,
+  'TPU v3': 61.5e12,
+  'TPU v4': 275e12,
+  'TPU v5 lite': 197e12,
+  'TPU v5e': 197e12,
+  'TPU v5': 459e12,
+  'TPU v5p': 459e12,
+  'TPU v6 lite': 918e12,
+  'TPU v6e': 918e12,
+  'TPU7x': 1153.5e12,
+  'NVIDIA B200': 2250e12,
+  'NVIDIA H200': 989e12,
+  'NVIDIA H100': 989e12,
+  'NVIDIA A100': 312e12,
+  'NVIDIA L40S': 362e12,
+  'NVIDIA L4': 121e12,
+  'Tesla V100': 125e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """Peak bfloat16 FLOP/s by the longest known prefix of a device's kind; None when unknown."""
+  matches = [kind for kind in _PEAK_FLOPS if device_kind.startswith(kind)]
+  return _PEAK_FLOPS[max(matches, key=len)] if matches else None

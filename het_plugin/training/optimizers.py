@@ -1,0 +1,152 @@
+"""Optimizers and learning-rate schedules: plain arguments in, optax out."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptaxWrapper:
+  """What a model carries as `optimizer_def`; the attribute has the name that t5x's class gives it.
+
+  Attributes:
+    optax_optimizer: the gradient transformation, its schedule included.
+    learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for the log
+      alone; None where there is nothing to log.
+  """
+
+  optax_optimizer: optax.GradientTransformation
+  learning_rate_fn: optax.Schedule | None = None
+
+
+def adamw(
+  learning_rate: float | optax.Schedule,
+  *,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  weight_decay: float = 0.0,
+  weight_decay_params: str = r'(kernel|/J)$',
+  clip_norm: float | None = None,
+) -> OptaxWrapper:
+  """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
+
+  Args:
+    learning_rate: a number, or step -> number (see `warmup_schedule`).
+    b1, b2, eps: of Adam's moments.
+    weight_decay: multiplied by the learning rate and the parameter.
+    weight_decay_params: regular expression, searched for in a parameter's path ('head/kernel');
+      only these decay. The default leaves out temperature, norms, biases and embeddings.
+    clip_norm: gradients are scaled down to this global norm before Adam sees them; None: never.
+
+  Raises:
+    ValueError: a negative weight_decay or a clip_norm that is not positive; later, when the
+      parameters are known, a pattern that matches none of them.
+  """
+  if weight_decay < 0:
+    raise ValueError(f'weight_decay={weight_decay} must be at least 0.')
+  if clip_norm is not None and clip_norm <= 0:
+    raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no clipping.')
+
+  def decays(params: PyTree) -> PyTree:
+    mask = jax.tree_util.tree_map_with_path(
+      lambda path, _: bool(re.search(weight_decay_params, _path_name(path))), params
+    )
+    if weight_decay and not any(jax.tree.leaves(mask)):
+      raise ValueError(f'weight_decay_params={weight_decay_params!r} matches no parameter.')
+    return mask
+
+  clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+  adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+  schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+  return OptaxWrapper(optax.chain(*clip, adam), learning_rate_fn=schedule)
+
+
+def warmup_schedule(
+  peak_value: float,
+  total_steps: int,
+  warmup_steps: int = 0,
+  decay: str = 'linear',
+  init_value: float = 0.0,
+  end_value: float = 0.0,
+) -> optax.Schedule:
+  """Linear warm-up from init_value to peak_value, then a decay to end_value at total_steps.
+
+  Args:
+    peak_value: learning rate at the end of the warm-up.
+    total_steps: steps of the whole schedule, warm-up included; constant at its last value
+      afterwards.
+    warmup_steps: 0 starts at peak_value.
+    decay: 'linear'; 'cosine'; 'constant' (stays at peak_value); 'rsqrt', peak_value *
+      sqrt(warmup_steps / step) (Vaswani et al., 2017), never below end_value.
+    init_value: learning rate of step 0 when there is a warm-up.
+    end_value: learning rate at total_steps; 'constant' does not use it, for 'rsqrt' it is the
+      floor.
+
+  Raises:
+    ValueError: an unknown decay, a warm-up that does not fit into total_steps, a peak_value that
+      is not positive.
+  """
+  if not 0 <= warmup_steps < total_steps:
+    raise ValueError(
+      f'warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}.'
+    )
+  if peak_value <= 0:
+    raise ValueError(f'peak_value={peak_value} must be positive.')
+  steps = total_steps - warmup_steps
+  decays: dict[str, Callable[[], optax.Schedule]] = {
+    'linear': lambda: optax.linear_schedule(peak_value, end_value, steps),
+    'cosine': lambda: optax.cosine_decay_schedule(peak_value, steps, alpha=end_value / peak_value),
+    'constant': lambda: optax.constant_schedule(peak_value),
+    'rsqrt': lambda: _rsqrt_schedule(peak_value, max(warmup_steps, 1), end_value, steps),
+  }
+  if decay not in decays:
+    raise ValueError(f'Unknown decay {decay!r}; valid are {", ".join(decays)}.')
+  if not warmup_steps:
+    return decays[decay]()
+  warmup = optax.linear_schedule(init_value, peak_value, warmup_steps)
+  return optax.join_schedules([warmup, decays[decay]()], [warmup_steps])
+
+
+def _rsqrt_schedule(
+  peak_value: float, timescale: int, end_value: float, steps: int
+) -> optax.Schedule:
+  def schedule(count):
+    count = jax.numpy.minimum(count, steps)
+    return jax.numpy.maximum(
+      peak_value * jax.numpy.sqrt(timescale / (timescale + count)), end_value
+    )
+
+  return schedule
+
+
+def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
+  """PartitionSpecs of an optimizer state: a parameter's for what mirrors it, else replicated.
+
+  Works for any optax optimizer, masked ones too: a leaf mirrors the parameter at whose path its own
+  ends, if it has the parameter's shape. A moment of another shape (Adafactor's sums over rows and
+  columns) is small.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+  by_path = {path: (p.shape, spec) for (path, p), spec in zip(leaves, specs, strict=True)}
+
+  def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    for start in range(len(path)):
+      shape, param_spec = by_path.get(path[start:], (None, None))
+      if shape == leaf.shape:
+        return param_spec
+    return PartitionSpec()
+
+  return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')

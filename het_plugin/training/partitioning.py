@@ -1,0 +1,315 @@
+"""A (data, model) device mesh, t5x's logical axis rules, and jit with shardings on top of them.
+
+Names and meanings follow t5x's `partitioning` module, so its gin bindings and its axis names carry
+over.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+from flax.linen import partitioning as flax_partitioning
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from het_plugin.training import optimizers
+from het_plugin.training import train_state as train_state_lib
+
+PyTree = Any
+LogicalAxisRules = Sequence[tuple[str, str | None]]
+
+# t5x's replicated names, and the heads' own: neither the factors R nor the noise dimension Q is
+# split.
+_REPLICATED_AXES = (
+  'relpos_buckets',
+  'abspos_buckets',
+  'length',
+  'layers',
+  'stack',
+  'mlp_activations',
+  'factors',
+  'noise',
+)
+
+
+def standard_logical_axis_rules(
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: LogicalAxisRules = (),
+) -> LogicalAxisRules:
+  """Rules from logical axis names to the mesh axes 'data' and 'model', as t5x sets them.
+
+  Args:
+    activation_partitioning_dims: 2 also splits the 'embed' axis of activations over 'model'.
+    parameter_partitioning_dims: 2 also splits the 'embed' axis of parameters over 'data'.
+    additional_rules: appended, so an axis they name keeps any standard rule that comes first.
+
+  Raises:
+    ValueError: when a number of dimensions is neither 1 nor 2.
+  """
+  for name, dims in (
+    ('activation_partitioning_dims', activation_partitioning_dims),
+    ('parameter_partitioning_dims', parameter_partitioning_dims),
+  ):
+    if dims not in (1, 2):
+      raise ValueError(f'{name} must be 1 or 2, got {dims!r}.')
+
+  rules = [
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('heads', 'model'),
+    ('kv', None),
+    ('joined_kv', 'model'),
+  ]
+  # The first rule whose mesh axis is still free wins, hence 'model' before 'data'.
+  if activation_partitioning_dims == 2:
+    rules.append(('embed', 'model'))
+  if parameter_partitioning_dims == 2:
+    rules.append(('embed', 'data'))
+  rules.append(('embed', None))
+  rules.extend((name, None) for name in _REPLICATED_AXES)
+  return (*rules, *additional_rules)
+
+
+class PartitionedFn:
+  """A jitted function that is traced under the partitioner's mesh and logical axis rules."""
+
+  def __init__(self, jitted: Any, context: Callable[[], contextlib.AbstractContextManager]):
+    self._jitted = jitted
+    self._context = context
+
+  def __call__(self, *args):
+    with self._context():
+      return self._jitted(*args)
+
+  def trace(self, *args) -> jax.stages.Traced:
+    with self._context():
+      return self._jitted.trace(*args)
+
+  def lower(self, *args) -> jax.stages.Lowered:
+    with self._context():
+      return self._jitted.lower(*args)
+
+
+class PjitPartitioner:
+  """Places parameters, optimizer state, batches and computations on a (data, model) mesh."""
+
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: Sequence[int] | None = None,
+    logical_axis_rules: LogicalAxisRules | None = None,
+    devices: Sequence[jax.Device] | None = None,
+  ):
+    """Sets the mesh up; nothing is compiled.
+
+    Args:
+      num_partitions: size of the model axis; None stands for 1, pure data parallelism.
+      model_parallel_submesh: t5x's (x, y, z, c) tile; its product is the size of the model axis. At
+        most one of the two may be set.
+      logical_axis_rules: defaults to `standard_logical_axis_rules()`.
+      devices: defaults to all devices of all processes.
+
+    Raises:
+      ValueError: both sizes are set, a size is below 1, or it does not divide the number of
+        devices.
+    """
+    if num_partitions is not None and model_parallel_submesh is not None:
+      raise ValueError(
+        f'Set num_partitions or model_parallel_submesh, not both: they are {num_partitions} and '
+        f'{tuple(model_parallel_submesh)}.'
+      )
+    if model_parallel_submesh is not None:
+      setting, model = (
+        f'model_parallel_submesh={tuple(model_parallel_submesh)}',
+        math.prod(model_parallel_submesh),
+      )
+    else:
+      setting, model = (
+        f'num_partitions={num_partitions}',
+        1 if num_partitions is None else num_partitions,
+      )
+    devices = list(jax.devices() if devices is None else devices)
+    if model < 1 or len(devices) % model:
+      raise ValueError(
+        f'{setting} asks for a model axis of {model}, which must be at least 1 and divide the '
+        f'number of devices, {len(devices)}.'
+      )
+    shape = (len(devices) // model, model)
+    if devices[0].platform == 'tpu':
+      # Follows the physical torus, so that both axes get nearest-neighbour links.
+      mesh_devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+      mesh_devices = np.asarray(devices).reshape(shape)
+    self._mesh = Mesh(mesh_devices, ('data', 'model'))
+    rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+    for name, axis in rules:
+      if axis not in ('data', 'model', None):
+        raise ValueError(
+          f"logical_axis_rules maps {name!r} to {axis!r}; valid are 'data', 'model' and None."
+        )
+    self._logical_axis_rules = tuple(rules)
+
+  @property
+  def mesh(self) -> Mesh:
+    return self._mesh
+
+  @property
+  def logical_axis_rules(self) -> LogicalAxisRules:
+    return self._logical_axis_rules
+
+  @property
+  def data_partition_spec(self) -> PartitionSpec:
+    return PartitionSpec('data')
+
+  @property
+  def data_shards(self) -> int:
+    """Size of the data axis: the number of pieces a batch is cut into."""
+    return self._mesh.shape['data']
+
+  @property
+  def model_shards(self) -> int:
+    """Size of the model axis: the number of pieces a K-sized parameter is cut into."""
+    return self._mesh.shape['model']
+
+  @contextlib.contextmanager
+  def context(self) -> Iterator[None]:
+    """The mesh and the axis rules, which flax's `with_sharding_constraint` in a model needs."""
+    with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._logical_axis_rules):
+      yield
+
+  def shardings(self, axis_resources: PyTree) -> PyTree:
+    """Turns a tree of PartitionSpecs (None: replicated) into NamedShardings on the mesh."""
+    return jax.tree.map(
+      lambda spec: NamedSharding(self._mesh, PartitionSpec() if spec is None else spec),
+      axis_resources,
+      is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
+    )
+
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> PartitionedFn:
+    """Jits `fn` with the given PartitionSpecs (or prefixes of trees of them; None: replicated)."""
+    jitted = jax.jit(
+      fn,
+      in_shardings=self.shardings(in_axis_resources),
+      out_shardings=self.shardings(out_axis_resources),
+      static_argnums=static_argnums,
+      donate_argnums=donate_argnums,
+    )
+    return PartitionedFn(jitted, self.context)
+
+  def check_batch_size(self, batch_size: int, num_microbatches: int = 1) -> None:
+    """Raises ValueError unless every microbatch spreads evenly over the data axis."""
+    if batch_size < 1 or batch_size % (self.data_shards * num_microbatches):
+      raise ValueError(
+        f'batch_size={batch_size} must be a positive multiple of '
+        f'{self.data_shards * num_microbatches}: the data axis has {self.data_shards} shards and '
+        f'num_microbatches={num_microbatches}.'
+      )
+
+  def batch_rows(self, batch_size: int) -> np.ndarray:
+    """Row numbers of the global batch that this process feeds, ascending, int64 [rows].
+
+    Asked of the sharding, not of the process index: processes that sit along the model axis feed
+      the same
+    rows, and a process need not hold a contiguous range.
+    """
+    self.check_batch_size(batch_size)
+    sharding = NamedSharding(self._mesh, self.data_partition_spec)
+    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
+
+  def shard_batch(self, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
+    """Puts this process's rows on its devices as part of the global batch.
+
+    Args:
+      batch: arrays [rows, ...], rows in the order of `batch_rows(batch_size)`.
+      batch_size: rows of the global batch.
+
+    Returns:
+      Global arrays [batch_size, ...], split over the data axis.
+    """
+    rows = self.batch_rows(batch_size)
+    sharding = NamedSharding(self._mesh, self.data_partition_spec)
+
+    def place(name: str, local: np.ndarray) -> jax.Array:
+      if len(local) != len(rows):
+        raise ValueError(f'batch[{name!r}] has {len(local)} rows; this process feeds {len(rows)}.')
+      position = {row: i for i, row in enumerate(rows.tolist())}
+
+      def shard(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(batch_size)
+        first = position[start]
+        return local[first : first + stop - start]
+
+      return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
+
+    return {name: place(name, np.asarray(local)) for name, local in batch.items()}
+
+  def batch_spec(
+    self, element_spec: Mapping[str, jax.ShapeDtypeStruct]
+  ) -> dict[str, jax.ShapeDtypeStruct]:
+    """The global batch as shapes with shardings, to compile for before there is data."""
+    sharding = NamedSharding(self._mesh, self.data_partition_spec)
+    return {
+      name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+      for name, spec in element_spec.items()
+    }
+
+  def get_mesh_axes(self, train_state: train_state_lib.TrainState) -> train_state_lib.TrainState:
+    """A copy of the state with PartitionSpecs as leaves; optimizer state follows its parameter.
+
+    Args:
+      train_state: arrays or shapes.
+
+    Raises:
+      ValueError: a parameter has an axis name that no rule knows, or a dimension that the mesh does
+        not divide.
+    """
+    names = flax_partitioning.get_axis_names(train_state.params_axes)
+    flat_names = traverse_util.flatten_dict(names, sep='/')
+    flat_params = traverse_util.flatten_dict(train_state.params, sep='/')
+    flat_specs = {
+      path: self._parameter_spec(path, param.shape, flat_names[path])
+      for path, param in flat_params.items()
+    }
+    param_specs = traverse_util.unflatten_dict(flat_specs, sep='/')
+    return train_state.replace(
+      step=PartitionSpec(),
+      params=param_specs,
+      opt_state=optimizers.state_specs(train_state.opt_state, train_state.params, param_specs),
+    )
+
+  def _parameter_spec(
+    self, path: str, shape: tuple[int, ...], names: Sequence[str | None]
+  ) -> PartitionSpec:
+    known = {name for name, _ in self._logical_axis_rules}
+    unknown = [name for name in names if name is not None and name not in known]
+    if unknown:
+      raise ValueError(
+        f'Parameter {path} has the axis name {unknown[0]!r}, which no logical axis rule maps; '
+        f'known names are {", ".join(sorted(known))}.'
+      )
+    if len(names) != len(shape):
+      raise ValueError(
+        f'Parameter {path} of shape {shape} has {len(names)} axis names, {tuple(names)}.'
+      )
+    spec = flax_partitioning.logical_to_mesh_axes(names, self._logical_axis_rules)
+    for dim, name, axis in zip(shape, names, spec, strict=True):
+      if axis is not None and dim % self._mesh.shape[axis]:
+        raise ValueError(
+          f'Parameter {path} of shape {shape} cannot be split: its axis {name!r} of size {dim} '
+          f'does not divide by the {self._mesh.shape[axis]} shards of the mesh axis {axis!r}.'
+        )
+    return spec

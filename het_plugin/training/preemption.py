@@ -1,0 +1,64 @@
+"""Turns SIGTERM into a checkpoint and a clean exit, on all processes at the same step."""
+
+import logging
+import signal
+import threading
+
+import jax
+from jax.experimental import multihost_utils
+
+_log = logging.getLogger(__name__)
+
+# A launcher that sees this code starts the run again; any other code but 0 is a failure.
+EXIT_CODE = 42
+
+
+class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
+  """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
+
+  Attributes:
+    step: the step saved.
+  """
+
+  def __init__(self, step: int):
+    super().__init__(EXIT_CODE)
+    self.step = step
+
+
+class PreemptionNotice:
+  """Watches for SIGTERM while it is entered.
+
+  With jax.distributed, its preemption service receives the signal on any process and agrees with
+  the others on a step; a Python handler would take the signal away from it. Without, a handler sets
+  a flag, which `received` shows between steps too. Python can set handlers in the main thread only;
+  training in another one is not watched.
+  """
+
+  def __init__(self):
+    self._received = False
+    self._previous = None
+
+  def __enter__(self) -> 'PreemptionNotice':
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not jax.distributed.is_initialized() and in_main_thread:
+      self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    if self._previous is not None:
+      signal.signal(signal.SIGTERM, self._previous)
+
+  def _on_signal(self, signum: int, frame: object) -> None:
+    del signum, frame
+    _log.warning('SIGTERM: saving and exiting after this step.')
+    self._received = True
+
+  def received(self) -> bool:
+    """Whether this process alone may stop right now, be it in the middle of an evaluation."""
+    return self._received
+
+  def reached(self, step: int) -> bool:
+    """Whether to save and exit after `step`; all processes call it at every step and agree."""
+    if jax.distributed.is_initialized():
+      return multihost_utils.reached_preemption_sync_point(step)
+    return self._received

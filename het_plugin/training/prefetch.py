@@ -1,0 +1,66 @@
+"""Feeds the next batch to the device while the current one is computed on."""
+
+import concurrent.futures
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from het_plugin.training import partitioning
+
+
+class DevicePrefetcher:
+  """Iterates over global batches on the device, one ahead of its caller.
+
+  Attributes:
+    state: the iterator's state after the batch that `next` returned last; not that of the batch in
+      preparation. A checkpoint that holds it resumes with the very next example.
+    wait_seconds: time that callers have spent waiting for batches so far.
+  """
+
+  def __init__(self, iterator: Any, partitioner: partitioning.PjitPartitioner, batch_size: int):
+    """Starts on the first batch.
+
+    Args:
+      iterator: gives this process's rows of each batch, and `get_state()`.
+      partitioner: places the rows.
+      batch_size: rows of the global batch.
+    """
+    self._iterator = iterator
+    self._partitioner = partitioner
+    self._batch_size = batch_size
+    self.state: Mapping[str, int] = iterator.get_state()
+    self.wait_seconds = 0.0
+    self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prefetch')
+    self._next = self._executor.submit(self._prepare)
+
+  def _prepare(self) -> tuple[dict[str, jax.Array], Mapping[str, int]] | None:
+    # A future cannot carry StopIteration through a generator, so the end is a value.
+    batch = next(self._iterator, None)
+    if batch is None:
+      return None
+    return self._partitioner.shard_batch(batch, self._batch_size), self._iterator.get_state()
+
+  def __iter__(self) -> 'DevicePrefetcher':
+    return self
+
+  def __next__(self) -> dict[str, jax.Array]:
+    start = time.monotonic()
+    prepared = self._next.result()
+    self.wait_seconds += time.monotonic() - start
+    if prepared is None:
+      raise StopIteration
+    batch, self.state = prepared
+    self._next = self._executor.submit(self._prepare)
+    return batch
+
+  def close(self) -> None:
+    """Waits for the batch in preparation and drops it."""
+    self._executor.shutdown(wait=True)
+
+  def __enter__(self) -> 'DevicePrefetcher':
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()

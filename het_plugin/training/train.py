@@ -1,0 +1,263 @@
+"""The training run: validation, set-up and resumption around the loop."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from clu import metric_writers as clu_writers
+from clu import parameter_overview
+from etils import epath
+from flax import traverse_util
+
+from het_plugin.training import actions as actions_lib
+from het_plugin.training import (
+  checkpoints,
+  evaluation,
+  metric_writers,
+  partitioning,
+  preemption,
+  prefetch,
+  profiling,
+  step_metrics,
+)
+from het_plugin.training import loop as loop_lib
+from het_plugin.training import trainer as trainer_lib
+from het_plugin.training.actions import ActionMode
+from het_plugin.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+
+def get_dataset(cfg: Any, rows: Any) -> Any:
+  """`het_plugin.data.get_dataset`, imported when it is called: TensorFlow comes with it."""
+  from het_plugin import data
+
+  return data.get_dataset(cfg, rows)
+
+
+def task_info(name: str) -> Any:
+  """`het_plugin.data.task_info`, imported when it is called."""
+  from het_plugin import data
+
+  return data.task_info(name)
+
+
+def train(
+  *,
+  model: Any,
+  train_dataset_cfg: Any,
+  train_eval_dataset_cfg: Any | None,
+  infer_eval_dataset_cfg: Any | None = None,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+  partitioner: partitioning.PjitPartitioner,
+  trainer_cls: Callable[..., trainer_lib.Trainer] = trainer_lib.Trainer,
+  model_dir: epath.PathLike,
+  total_steps: int,
+  eval_steps: int,
+  eval_period: int,
+  stats_period: int | None = None,
+  random_seed: int = 0,
+  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
+  get_dataset_fn: Callable[[Any, Any], Any] = get_dataset,
+  task_info_fn: Callable[[str], Any] = task_info,
+  summarize_config_fn: Callable[[str, clu_writers.MetricWriter, int], None] | None = None,
+  profile_steps: tuple[int, int] | None = None,
+  config_fingerprint: str = '',
+) -> tuple[int, TrainState]:
+  """Trains a model; argument names and meanings are those of t5x's `train`.
+
+  All processes call it. On SIGTERM it saves a checkpoint after the step in progress and raises
+  `preemption.Preempted`, a SystemExit with code 42; called again with the same model_dir, it goes
+  on with the next example. An evaluation that was due then runs first.
+
+  Args:
+    model: an object with t5x's model surface. `model.validate(task_info)`, where it exists, is
+      called with the task of every data set; `model.count_params(params)`, where it exists, goes to
+      the log as the number of parameters without padding.
+    train_dataset_cfg: an endless data set; its batch_size is the global one.
+    train_eval_dataset_cfg: evaluated over eval_steps batches; None for no train-eval.
+    infer_eval_dataset_cfg: evaluated to its end, whenever train-eval runs; None for no infer-eval.
+    checkpoint_cfg: what to save, and where the initial parameters come from.
+    partitioner: placement of everything.
+    trainer_cls: `Trainer`, or a partial of it that sets num_microbatches.
+    model_dir: takes checkpoints, metrics.jsonl, event files and profiles.
+    total_steps: the step to stop after, counted from the beginning of the run, not of this call.
+    eval_steps: batches per train-eval (fewer where the data set ends).
+    eval_period: steps between evaluations; one follows the last step in any case.
+    stats_period: steps between writes of training metrics; None for eval_period.
+    random_seed: of parameters, dropout and noise.
+    actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}.
+    get_dataset_fn: (dataset config, row numbers of the global batch) -> BatchIterator.
+    task_info_fn: task name -> TaskInfo.
+    summarize_config_fn: called once with (model_dir, writer, step), to write the configuration
+      down.
+    profile_steps: (first, last) step to profile, counted from 1; None for none.
+    config_fingerprint: kept in checkpoints; a run resumed with another one says so.
+
+  Returns:
+    (last step, last train state).
+
+  Raises:
+    ValueError: a setting is wrong; one sentence, before anything is compiled.
+    preemption.Preempted: after SIGTERM, with the checkpoint on disk.
+  """
+  stats_period = eval_period if stats_period is None else stats_period
+  _check_positive(
+    total_steps=total_steps,
+    eval_steps=eval_steps,
+    eval_period=eval_period,
+    stats_period=stats_period,
+  )
+  actions = actions_lib.parse_actions(actions)
+  model_dir = epath.Path(model_dir)
+  profiler = profiling.StepProfiler(model_dir / 'profile', profile_steps)
+  eval_cfgs = {
+    ActionMode.TRAIN_EVAL: (train_eval_dataset_cfg, eval_steps),
+    ActionMode.INFER_EVAL: (infer_eval_dataset_cfg, None),
+  }
+  eval_cfgs = {mode: (cfg, steps) for mode, (cfg, steps) in eval_cfgs.items() if cfg is not None}
+  for cfg in (train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())):
+    partitioner.check_batch_size(cfg.batch_size)
+    if hasattr(model, 'validate'):
+      model.validate(task_info_fn(cfg.mixture_or_task_name))
+
+  def open_dataset(cfg: Any) -> Any:
+    return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
+
+  train_iter = open_dataset(train_dataset_cfg)
+  init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
+  init = _init_fn(model, train_iter.element_spec, init_rng)
+  abstract_state = jax.eval_shape(init)
+  axes = partitioner.get_mesh_axes(abstract_state)
+  trainer = trainer_cls(
+    model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
+  )
+  trainer.check_batch_size(train_dataset_cfg.batch_size)
+  evaluators = {
+    mode: evaluation.Evaluator(
+      _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
+    )
+    for mode, (cfg, max_batches) in eval_cfgs.items()
+  }
+
+  with contextlib.ExitStack() as stack:
+    notice = stack.enter_context(preemption.PreemptionNotice())
+    checkpointer = checkpoints.Checkpointer(model_dir, checkpoint_cfg.save)
+    stack.callback(checkpointer.close)
+
+    # The state comes from the first of these that there is:
+    #   1. the newest checkpoint in model_dir that can be read: this run, resumed;
+    #   2. the parameters of checkpoint_cfg.restore, with a fresh optimizer at step 0: a warm start;
+    #   3. the model's initial values.
+    target = _with_shardings(abstract_state, partitioner.shardings(axes))
+    restored = checkpointer.restore(target)
+    if restored is not None:
+      step, train_state = int(restored.train_state.step), restored.train_state
+      _resume_dataset(train_iter, restored)
+      if restored.record['config_fingerprint'] != config_fingerprint:
+        _log.warning('The configuration is not the one that the checkpoint was saved with.')
+    else:
+      restore = checkpoint_cfg.restore
+      read = {} if restore is None else checkpoints.restore_params(restore, target.params)
+      step, train_state = 0, partitioner.partition(init, (), axes)()
+      train_state = train_state.replace(params=_overlay(train_state.params, read))
+    if step > total_steps:
+      raise ValueError(f'total_steps={total_steps} is below the step of the checkpoint, {step}.')
+
+    writer = metric_writers.create_writer(model_dir, resume_step=step)
+    stack.callback(writer.close)
+    _log_parameters(model, train_state.params)
+    if summarize_config_fn is not None:
+      summarize_config_fn(str(model_dir), writer, step)
+    context = actions_lib.ActionContext(model, partitioner, writer, str(model_dir), random_seed)
+    for group in actions.values():
+      for action in group:
+        action.setup(context)
+
+    stack.callback(profiler.close)
+    batches = stack.enter_context(
+      prefetch.DevicePrefetcher(train_iter, partitioner, train_dataset_cfg.batch_size)
+    )
+    loop = loop_lib.TrainLoop(
+      step=step,
+      train_state=train_state,
+      trainer=trainer,
+      batches=batches,
+      evaluators=evaluators,
+      actions=actions,
+      writer=writer,
+      checkpointer=checkpointer,
+      notice=notice,
+      profiler=profiler,
+      total_steps=total_steps,
+      eval_period=eval_period,
+      save_period=None if checkpoint_cfg.save is None else checkpoint_cfg.save.period,
+      record={'config_fingerprint': config_fingerprint},
+    )
+    stop = False
+    if restored is not None and not restored.record['evaluated']:
+      stop = loop.evaluate()
+    if stop or step == total_steps:
+      _log.info('The run is complete at step %d: nothing to train.', step)
+      return step, train_state
+    batch_spec = partitioner.batch_spec(train_iter.element_spec)
+    compilation = trainer.compile_train(train_state, batch_spec)
+    _log.info('Compiled the train step in %.1f s.', compilation.seconds)
+    writer.write_scalars(step, {'train/timing/compile_seconds': compilation.seconds})
+    del train_state  # The loop donates it.
+    loop.run(
+      step_metrics.StepMetrics(
+        stats_period, train_dataset_cfg.batch_size, compilation.flops, partitioner.mesh
+      )
+    )
+    return loop.step, loop.train_state
+
+
+def _check_positive(**settings: int) -> None:
+  for name, value in settings.items():
+    if value < 1:
+      raise ValueError(f'{name}={value} must be at least 1.')
+
+
+def _task_name(cfg: Any) -> str:
+  task = cfg.mixture_or_task_name
+  return task if isinstance(task, str) else task.name
+
+
+def _init_fn(
+  model: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct], rng: jax.Array
+) -> Callable[[], TrainState]:
+  shapes = {name: spec.shape for name, spec in element_spec.items()}
+  types = {name: spec.dtype for name, spec in element_spec.items()}
+  return lambda: TrainState.create(
+    model.optimizer_def, model.get_initial_variables(rng, shapes, types)
+  )
+
+
+def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+  return jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+  )
+
+
+def _overlay(params: PyTree, read: Mapping[str, jax.Array]) -> PyTree:
+  flat = traverse_util.flatten_dict(params, sep='/')
+  return traverse_util.unflatten_dict(flat | dict(read), sep='/')
+
+
+def _resume_dataset(train_iter: Any, restored: checkpoints.Restored) -> None:
+  if restored.dataset_state is None:
+    _log.warning('The checkpoint has no input position: the data set starts again.')
+  else:
+    train_iter.set_state(restored.dataset_state)
+
+
+def _log_parameters(model: Any, params: PyTree) -> None:
+  table = parameter_overview.get_parameter_overview(params, include_stats='sharding')
+  _log.info('Parameters and their shardings:\n%s', table)
+  if hasattr(model, 'count_params'):
+    _log.info('Parameters without padding: %s.', model.count_params(params))

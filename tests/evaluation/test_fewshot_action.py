@@ -1,0 +1,200 @@
+"""The action inside a training run: when it runs, what it writes, on digits with a tiny ViT."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from het_plugin.backbones import ViT
+from het_plugin.data import TaskInfo
+from het_plugin.evaluation import fewshot_action
+from het_plugin.evaluation.fewshot_action import FewShotAction, FewShotDataset
+from het_plugin.heads import Det
+from het_plugin.integrate import Integrator
+from het_plugin.models import ClassificationModel
+from het_plugin.training.actions import ActionContext
+from het_plugin.training.optimizers import OptaxWrapper
+from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.training.train_state import TrainState
+
+DIGITS = FewShotDataset('digits', 'digits')
+SIZE = 8
+
+
+class Writer:
+  def __init__(self):
+    self.scalars = {}
+
+  def write_scalars(self, step, scalars):
+    self.scalars[step] = dict(scalars)
+
+
+class Model(ClassificationModel):
+  """Counts how often its representations are traced, hence compiled."""
+
+  traces = 0
+
+  def representations(self, *args, **kwargs):
+    self.traces += 1
+    return super().representations(*args, **kwargs)
+
+
+def make_context(model_dir, model_shards=2, channels=1):
+  backbone = ViT(patch_size=4, width=32, depth=1, mlp_dim=32, num_heads=2, pooling='gap')
+  integrator = Integrator(num_samples=2)
+  optimizer = OptaxWrapper(optax.sgd(0.1))
+  model = Model(backbone, Det(num_classes=10), optimizer, integrator, integrator)
+  partitioner = PjitPartitioner(num_partitions=model_shards)
+  context = ActionContext(model, partitioner, Writer(), str(model_dir), random_seed=0)
+
+  variables = model.get_initial_variables(jax.random.key(0), {'image': (8, SIZE, SIZE, channels)})
+  state = TrainState.create(optimizer, variables)
+  params = jax.device_put(
+    state.params, partitioner.shardings(partitioner.get_mesh_axes(state).params)
+  )
+  return context, state.replace(params=params)
+
+
+def at(state, step):
+  return state.replace(step=jnp.asarray(step, jnp.int32))
+
+
+def make_action(**kwargs):
+  defaults = {'shots': (1, 5), 'seeds': (0, 1), 'datasets': (DIGITS,), 'batch_size': 128}
+  return FewShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
+
+
+def records(model_dir):
+  return [json.loads(line) for line in (model_dir / 'fewshot.jsonl').read_text().splitlines()]
+
+
+def test_digits_over_the_mesh(tmp_path):
+  context, state = make_context(tmp_path)
+  action = make_action(shots=(1, 5, 10, 25), seeds=(0, 1, 2))
+  action.setup(context)
+  assert action.run(at(state, 7), {}) is False
+
+  by_shots = action.results['digits']
+  assert by_shots[25].mean > 0.5  # random features of a digit are far above chance, 0.1
+  scalars = context.writer.scalars[7]
+  assert set(scalars) == {
+    f'fewshot/digits/{s}shot{suffix}' for s in (1, 5, 10, 25) for suffix in ('', '_stderr')
+  }
+  assert scalars['fewshot/digits/25shot'] == by_shots[25].mean
+  assert [(r['step'], r['dataset'], r['shots']) for r in records(tmp_path)] == [
+    (7, 'digits', s) for s in (1, 5, 10, 25)
+  ]
+  assert records(tmp_path)[-1]['accuracies'] == list(by_shots[25].accuracies)
+  assert context.model.traces == 1  # both splits
+
+  action.run(at(state, 8), {})
+  assert context.model.traces == 1
+  assert len(records(tmp_path)) == 8
+
+
+def test_accuracies_do_not_depend_on_mesh_or_batch_size(tmp_path):
+  results = []
+  for model_shards, batch_size in ((1, 64), (8, 300)):
+    context, state = make_context(tmp_path, model_shards)
+    action = make_action(batch_size=batch_size, l2=1.0)
+    action.setup(context)
+    action.run(state, {})
+    results.append(action.results['digits'])
+  for shots in (1, 5):  # representations agree to rounding; at most a test row or two may flip
+    np.testing.assert_allclose(
+      results[0][shots].accuracies, results[1][shots].accuracies, atol=0.01
+    )
+
+
+def test_period_and_final_step(tmp_path):
+  context, state = make_context(tmp_path)
+  action = make_action(shots=(1,), seeds=(0,), period=10, total_steps=27)
+  action.setup(context)
+  for step in (5, 10, 15, 20, 25, 27):
+    action.run(at(state, step), {})
+  assert list(context.writer.scalars) == [5, 15, 25, 27]
+  assert 'fewshot/digits/1shot_stderr' not in context.writer.scalars[5]
+
+
+def test_resume_neither_repeats_nor_duplicates(tmp_path):
+  context, state = make_context(tmp_path)
+  first = make_action(shots=(1,), period=10)
+  first.setup(context)
+  for step in (10, 20, 30):
+    first.run(at(state, step), {})
+
+  context, state = make_context(tmp_path)
+  resumed = make_action(shots=(1,), period=10)
+  resumed.setup(context)
+  resumed.run(at(state, 35), {})
+  assert not context.writer.scalars
+  resumed.run(at(state, 40), {})
+  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30, 40]
+
+  context, state = make_context(tmp_path)
+  went_back = make_action(shots=(1,), period=10)
+  went_back.setup(context)
+  for step in (20, 25, 30):
+    went_back.run(at(state, step), {})
+  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30]
+
+
+def test_bounds_and_endless_splits(tmp_path):
+  context, state = make_context(tmp_path)
+  endless = FewShotDataset('core', 'glyphs_core', 'train', 'validation', max_train=64, max_test=64)
+  bounded = FewShotDataset('few', 'digits', max_train=150, max_test=40)
+  action = make_action(datasets=(endless, bounded), shots=(5,), batch_size=64)
+  action.setup(context)
+  action.run(state, {})
+  assert action.results['core'][5].classes_short == 64  # 64 of 2,297 classes, once each
+  assert action.results['few'][5].classes_short == 0  # the choice is not the first few classes
+  assert (np.array(action.results['few'][5].accuracies) * 40 % 1 < 1e-9).all()
+
+  unbounded = make_action(datasets=(FewShotDataset('core', 'glyphs_core', 'train', 'validation'),))
+  with pytest.raises(ValueError, match="split 'train' of 'glyphs_core' is endless"):
+    unbounded.setup(context)
+
+
+def test_default_datasets_exist(tmp_path):
+  context, _ = make_context(tmp_path)
+  FewShotAction(image_size=SIZE, channels=1).setup(context)
+
+
+def test_grey_data_for_a_colour_model(tmp_path):
+  context, state = make_context(tmp_path, channels=3)
+  action = FewShotAction(SIZE, channels=3, datasets=(DIGITS,), shots=(5,), batch_size=128)
+  action.setup(context)
+  action.run(state, {})
+  assert action.results['digits'][5].mean > 0.2
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'shots': (0,)}, 'shots='),
+    ({'period': 0}, 'period=0'),
+    ({'datasets': (DIGITS, DIGITS)}, r"distinct names; they are \['digits', 'digits'\]"),
+    ({'batch_size': 6}, 'batch_size=6'),
+    ({'datasets': (FewShotDataset('x', 'no_such_task'),)}, 'no_such_task'),
+    ({'datasets': (FewShotDataset('x', 'digits', test_split='dev'),)}, 'dev'),
+    ({'layer': 'no_such_layer'}, 'no_such_layer'),
+  ],
+)
+def test_bad_settings_are_one_sentence(tmp_path, change, message):
+  context, state = make_context(tmp_path)
+  with pytest.raises(ValueError, match=message):
+    action = make_action(**change)
+    action.setup(context)
+    action.run(state, {})
+
+
+def test_multi_label_task_is_refused(tmp_path, monkeypatch):
+  context, _ = make_context(tmp_path)
+  info = TaskInfo(3, True, 1, None, types.MappingProxyType({'train': 5, 'test': 5}), max_labels=2)
+  monkeypatch.setattr(fewshot_action, 'task_info', lambda name: info)
+  with pytest.raises(ValueError, match="'digits' is multi-label"):
+    make_action().setup(context)

@@ -1,0 +1,126 @@
+"""The closed form against explicit float64 solves of the regression it stands for."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import RidgeClassifier
+
+from het_plugin.evaluation import ridge
+
+L2S = [2.0**-10, 1.0, 2.0**10, 2.0**19]
+SHAPES = {'tall': (60, 7), 'square': (20, 20), 'wide': (12, 50)}
+
+
+def make_examples(n, d, num_classes=4, seed=0):
+  rng = np.random.default_rng(seed)
+  y = np.concatenate([np.arange(num_classes), rng.integers(0, num_classes, n - num_classes)])
+  x = rng.normal(size=(num_classes, d))[y] + rng.normal(size=(n, d)) * rng.uniform(0.1, 9, d) + 5
+  return x, y
+
+
+def design(x, mean, std):
+  return np.concatenate([(x - mean) / (std + 1e-5), np.full((len(x), 1), 100.0)], axis=1)
+
+
+def one_hot_pm1(y, num_classes):
+  return 2 * np.eye(num_classes)[y] - 1
+
+
+def solve(a, targets, l2):
+  """argmin |A W - Y|^2 + l2 |W|^2 as a least-squares problem: condition number not squared."""
+  stacked = np.concatenate([a, np.sqrt(l2) * np.eye(a.shape[1])])
+  padded = np.concatenate([targets, np.zeros((a.shape[1], targets.shape[1]))])
+  return np.linalg.lstsq(stacked, padded, rcond=None)[0]
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('l2', L2S)
+def test_scores_match_dense_solve_with_explicit_bias_column(shape, l2):
+  x, y = make_examples(*SHAPES[shape])
+  new, _ = make_examples(33, x.shape[1], seed=1)
+  a = design(x, x.mean(0), x.std(0))
+  targets = one_hot_pm1(y, 4)
+  expected = design(new, x.mean(0), x.std(0)) @ solve(a, targets, l2)
+  actual = ridge.decompose(x, y).scores(new, l2)
+  np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+  if l2 >= 1:  # below, the normal equations themselves (eigenvalues to 1e4 N) lose the digits
+    w = np.linalg.solve(a.T @ a + l2 * np.eye(a.shape[1]), a.T @ targets)
+    normal = design(new, x.mean(0), x.std(0)) @ w
+    np.testing.assert_allclose(actual, normal, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('l2', L2S)
+def test_leave_one_out_matches_refitting_without_the_row(shape, l2):
+  x, y = make_examples(*SHAPES[shape])
+  a = design(x, x.mean(0), x.std(0))
+  targets = one_hot_pm1(y, 4)
+  keep = ~np.eye(len(y), dtype=bool)
+  expected = [a[i] @ solve(a[keep[i]], targets[keep[i]], l2) for i in range(len(y))]
+  rows = np.arange(len(y))[::-1]
+  actual = ridge.decompose(x, y).leave_one_out(l2, rows)
+  np.testing.assert_allclose(actual, np.array(expected)[rows], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_accuracy_equals_sklearn_ridge_classifier(shape):
+  x, y = make_examples(*SHAPES[shape])
+  new, new_y = make_examples(200, x.shape[1], seed=1)
+  for l2 in (0.1, 1.0, 10.0):  # far below 1e4 N, where the large bias feature is as good as free
+    model = ridge.decompose(x, y)
+    reference = RidgeClassifier(alpha=l2).fit((x - x.mean(0)) / (x.std(0) + 1e-5), y)
+    expected = reference.score((new - x.mean(0)) / (x.std(0) + 1e-5), new_y)
+    assert np.mean(model.predict(new, l2) == new_y) == pytest.approx(expected, abs=1e-12)
+
+
+def test_blocks_change_nothing(monkeypatch):
+  x, y = make_examples(60, 7)
+  model = ridge.decompose(x, y)
+  expected = model.classes[model.scores(x, 1.0).argmax(axis=1)]
+  for elements in (1, 11 * 13, 11 * 60):  # blocks of 1, 13 (60 do not divide) and 60 rows
+    monkeypatch.setattr(ridge, '_BLOCK_ELEMENTS', elements)
+    np.testing.assert_array_equal(model.predict(x, 1.0), expected)
+
+
+def test_small_l2_on_float32_features_keeps_its_accuracy():
+  """The same in float32 with the bias column in the Gram matrix breaks down: the fault avoided."""
+  rng = np.random.default_rng(0)
+  y = np.repeat(np.arange(50), 50)
+  x = (4 * rng.normal(size=(50, 128))[y] + rng.normal(size=(2500, 128))).astype(np.float32)
+  model = ridge.decompose(x, y)
+  assert model.eigenvalues.min() > 0
+  assert np.mean(model.predict(x, 2.0**-10) == y) == 1.0
+
+  a = design(x, x.mean(0), x.std(0)).astype(np.float32)
+  assert np.linalg.eigvalsh(a.T @ a)[-1] == pytest.approx(2.5e7, rel=1e-3)
+
+
+@pytest.mark.parametrize('shape', [(30, 6), (5, 40)])
+def test_constant_features_are_ignored(shape):
+  x, y = make_examples(*shape)
+  constant = np.concatenate([x, np.full((len(x), 2), 0.1)], axis=1)
+  moved = np.concatenate([x, np.full((len(x), 2), 7e3)], axis=1)  # only at test time it moves
+  expected = ridge.decompose(x, y).scores(x, 2.0**-10)
+  actual = ridge.decompose(constant, y).scores(moved, 2.0**-10)
+  np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_dependent_features_leave_it_finite_and_exact():
+  x, y = make_examples(30, 6)
+  x = np.concatenate([x, x, x[:, :1] - x[:, 1:2]], axis=1)  # 13 features of rank 6
+  model = ridge.decompose(x, y)
+  assert len(model.eigenvalues) == 6
+  a = design(x, x.mean(0), x.std(0))
+  expected = a @ solve(a, one_hot_pm1(y, 4), 2.0**-10)
+  np.testing.assert_allclose(model.scores(x, 2.0**-10), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_all_features_constant_predicts_the_most_frequent_class():
+  model = ridge.decompose(np.ones((5, 3)), np.array([2, 7, 7, 2, 7]))
+  np.testing.assert_array_equal(model.predict(np.zeros((4, 3)), 1.0), [7] * 4)
+
+
+def test_single_example():
+  model = ridge.decompose(np.array([[1.0, 2.0]]), np.array([3]))
+  np.testing.assert_array_equal(model.predict(np.random.default_rng(0).normal(size=(4, 2)), 1.0), 3)
+  np.testing.assert_allclose(model.scores(np.zeros((1, 2)), 1.0), 1 / (1 + 1e-4))

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Makes or reuses .venv, checks the style with ruff, and runs the tests. Arguments go to pytest:
+#   bash tests/run.sh                        everything
+#   bash tests/run.sh tests/heads -k het_xl  some of it (paths are relative to the checkout)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup_env.sh"
+
+style=0
+say 'ruff check, ruff format --check'
+"$PYTHON" -m ruff check --output-format concise . || style=1
+"$PYTHON" -m ruff format --check --quiet . || { say 'not formatted as "ruff format" would'; style=1; }
+
+say "pytest $*"
+"$PYTHON" -m pytest "$@"
+exit "$style"

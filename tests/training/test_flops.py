@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from het_plugin.training import flops
+
+
+def count(fn, *args):
+  return flops.count_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def test_matrix_products_and_their_gradients():
+  x, w = jnp.zeros((8, 16)), jnp.zeros((16, 32))
+  product = 2 * 8 * 16 * 32
+  assert count(jnp.matmul, x, w) == product
+  assert (
+    count(jax.grad(lambda x, w: jnp.sum(jnp.square(x @ w)), argnums=(0, 1)), x, w) == 3 * product
+  )
+
+
+def test_batched_product():
+  assert count(jnp.matmul, jnp.zeros((3, 8, 16)), jnp.zeros((3, 16, 32))) == 2 * 3 * 8 * 16 * 32
+
+
+def test_convolution():
+  image, kernel = jnp.zeros((2, 8, 8, 3)), jnp.zeros((3, 3, 3, 5))
+  dims = ('NHWC', 'HWIO', 'NHWC')
+
+  def conv(image, kernel):
+    return lax.conv_general_dilated(image, kernel, (1, 1), 'SAME', dimension_numbers=dims)
+
+  assert count(conv, image, kernel) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
+
+
+def test_loops_count_every_turn_where_cost_analysis_counts_one():
+  w = jnp.zeros((16, 16))
+
+  def fn(x):
+    return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+  x = jnp.zeros((4, 16))
+  assert count(jax.jit(fn), x) == 7 * 2 * 4 * 16 * 16
+  assert jax.jit(fn).lower(x).compile().cost_analysis()['flops'] < 2 * (2 * 4 * 16 * 16)
+
+
+def test_branches_and_recomputation():
+  w, x = jnp.zeros((16, 16)), jnp.zeros((4, 16))
+  product = 2 * 4 * 16 * 16
+  assert count(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x), x) == (
+    2 * product
+  )
+  remat = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x)))
+  plain = jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))
+  assert count(remat, x) > count(plain, x) >= 4 * product
+
+
+def test_shard_map_counts_all_devices():
+  mesh = Mesh(np.asarray(jax.devices()), ('data',))
+  spec = PartitionSpec('data')
+  fn = jax.shard_map(lambda x: x @ jnp.ones((16, 16)), mesh=mesh, in_specs=spec, out_specs=spec)
+  assert count(fn, jnp.zeros((8, 16))) == 2 * 8 * 16 * 16
+
+
+@pytest.mark.parametrize(
+  'kind, peak',
+  [
+    ('TPU v5 lite', 197e12),
+    ('TPU v5', 459e12),
+    ('TPU v4', 275e12),
+    ('NVIDIA H100 80GB HBM3', 989e12),
+    ('cpu', None),
+  ],
+)
+def test_peak(kind, peak):
+  assert flops.peak_flops(kind) == peak

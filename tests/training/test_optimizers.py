@@ -1,0 +1,88 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from het_plugin.training import optimizers
+
+PARAMS = {
+  'block': {'kernel': jnp.array([[2.0, -1.0]]), 'bias': jnp.array([0.5])},
+  'norm': {'scale': jnp.array([1.0])},
+  'head': {'kernel': jnp.array([[3.0]]), 'temperature': jnp.array(0.3)},
+}
+
+
+def update(optimizer: optimizers.OptaxWrapper, grads):
+  tx = optimizer.optax_optimizer
+  return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+
+
+def test_decay_is_lr_times_wd_times_param_and_on_kernels_only():
+  zero = jax.tree.map(jnp.zeros_like, PARAMS)
+  updates = update(optimizers.adamw(0.1, weight_decay=0.2), zero)
+  np.testing.assert_allclose(updates['block']['kernel'], -0.1 * 0.2 * PARAMS['block']['kernel'])
+  np.testing.assert_allclose(updates['head']['kernel'], -0.1 * 0.2 * PARAMS['head']['kernel'])
+  for leaf in (updates['block']['bias'], updates['norm']['scale'], updates['head']['temperature']):
+    np.testing.assert_array_equal(leaf, jnp.zeros_like(leaf))
+
+
+def test_decay_can_be_bound_to_other_parameters():
+  zero = jax.tree.map(jnp.zeros_like, PARAMS)
+  updates = update(optimizers.adamw(0.1, weight_decay=0.2, weight_decay_params='bias$'), zero)
+  np.testing.assert_allclose(updates['block']['bias'], -0.1 * 0.2 * 0.5)
+  np.testing.assert_array_equal(updates['block']['kernel'], jnp.zeros((1, 2)))
+
+
+def test_decay_pattern_that_matches_nothing_is_an_error():
+  with pytest.raises(ValueError, match="weight_decay_params='kernle' matches no parameter"):
+    optimizers.adamw(0.1, weight_decay=0.2, weight_decay_params='kernle').optax_optimizer.init(
+      PARAMS
+    )
+
+
+def test_gradients_are_clipped_to_the_global_norm_before_adam():
+  grads = jax.tree.map(lambda p: 100.0 * jnp.ones_like(p), PARAMS)
+  clipped = jax.tree.map(lambda g: g / optax.tree.norm(grads), grads)
+  # eps of the size of the gradients, or Adam would hide their scale.
+  got = update(optimizers.adamw(0.1, eps=1.0, clip_norm=1.0), grads)
+  want = update(optimizers.adamw(0.1, eps=1.0), clipped)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
+  'decay, middle, end',
+  [
+    ('linear', 0.505, 0.01),
+    ('cosine', 0.505, 0.01),
+    ('constant', 1.0, 1.0),
+    ('rsqrt', np.sqrt(10 / 60), np.sqrt(10 / 110)),
+  ],
+)
+def test_schedules(decay, middle, end):
+  schedule = optimizers.warmup_schedule(
+    1.0, total_steps=110, warmup_steps=10, decay=decay, init_value=0.1, end_value=0.01
+  )
+  at = [0, 5, 10, 60, 110, 200]
+  np.testing.assert_allclose([schedule(s) for s in at], [0.1, 0.55, 1.0, middle, end, end], 1e-5)
+
+
+def test_rsqrt_stops_at_its_floor_and_schedules_start_at_the_peak_without_warmup():
+  schedule = optimizers.warmup_schedule(1.0, 10_000, 10, decay='rsqrt', end_value=0.5)
+  assert schedule(9_000) == 0.5
+  assert optimizers.warmup_schedule(1.0, 10)(0) == 1.0
+
+
+@pytest.mark.parametrize(
+  'make, words',
+  [
+    (lambda: optimizers.warmup_schedule(1.0, 10, decay='step'), "'step'; valid are linear, cosine"),
+    (lambda: optimizers.warmup_schedule(1.0, 10, 10), 'warmup_steps=10.*total_steps=10'),
+    (lambda: optimizers.warmup_schedule(0.0, 10), 'peak_value=0.0'),
+    (lambda: optimizers.adamw(1.0, weight_decay=-1), 'weight_decay=-1'),
+    (lambda: optimizers.adamw(1.0, clip_norm=0), 'clip_norm=0'),
+  ],
+)
+def test_bad_settings_are_named(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()

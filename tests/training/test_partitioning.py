@@ -1,0 +1,169 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.linen import partitioning as flax_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from het_plugin.training import optimizers, partitioning
+from het_plugin.training.train_state import TrainState
+from tests.training import toy
+
+P = PartitionSpec
+
+
+def make_state(model: toy.ToyModel) -> TrainState:
+  """Shapes only."""
+  return jax.eval_shape(
+    lambda: TrainState.create(
+      model.optimizer_def,
+      model.get_initial_variables(jax.random.key(0), {'image': (8, toy.SIDE, toy.SIDE, 1)}),
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  'setting, shape',
+  [
+    ({}, (8, 1)),
+    ({'num_partitions': 1}, (8, 1)),
+    ({'num_partitions': 4}, (2, 4)),
+    ({'model_parallel_submesh': (1, 2, 1, 1)}, (4, 2)),
+    ({'model_parallel_submesh': (2, 2, 2, 1)}, (1, 8)),
+  ],
+)
+def test_mesh_shape(setting, shape):
+  partitioner = partitioning.PjitPartitioner(**setting)
+  assert partitioner.mesh.axis_names == ('data', 'model')
+  assert (partitioner.data_shards, partitioner.model_shards) == shape
+
+
+@pytest.mark.parametrize(
+  'setting, words',
+  [
+    ({'num_partitions': 3}, 'num_partitions=3.*divide the number of devices, 8'),
+    ({'num_partitions': 0}, 'num_partitions=0'),
+    ({'num_partitions': 2, 'model_parallel_submesh': (1, 2)}, 'not both'),
+    ({'logical_axis_rules': [('embed', 'modle')]}, "'modle'; valid are 'data', 'model'"),
+  ],
+)
+def test_bad_settings_are_named(setting, words):
+  with pytest.raises(ValueError, match=words):
+    partitioning.PjitPartitioner(**setting)
+
+
+def test_rules_reject_other_dims():
+  with pytest.raises(ValueError, match='parameter_partitioning_dims must be 1 or 2, got 3'):
+    partitioning.standard_logical_axis_rules(parameter_partitioning_dims=3)
+
+
+@pytest.mark.parametrize('dims, embed', [(1, None), (2, 'data')])
+def test_parameters_and_optimizer_state_are_split(dims, embed):
+  rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=dims)
+  partitioner = partitioning.PjitPartitioner(num_partitions=4, logical_axis_rules=rules)
+  axes = partitioner.get_mesh_axes(make_state(toy.ToyModel()))
+  for tree in (axes.params, axes.opt_state[1][0].mu, axes.opt_state[1][0].nu):
+    assert tree['head_kernel'] == P(embed, 'model')  # W [D, K]
+    assert tree['head_bias'] == P('model')
+    assert tree['hidden_kernel'] == P(None, embed)
+    assert tree['temperature'] == P()
+  assert axes.step == P()
+  assert axes.opt_state[1][0].count == P()
+
+
+def test_state_of_masked_optimizers_follows_the_parameters():
+  optimizer = optax.multi_transform(
+    {'head': optax.adam(1e-2), 'rest': optax.sgd(1e-2, momentum=0.9)},
+    lambda params: {k: 'head' if k.startswith('head') else 'rest' for k in params},
+  )
+  state = make_state(toy.ToyModel(optimizer_def=optimizers.OptaxWrapper(optimizer)))
+  axes = partitioning.PjitPartitioner(num_partitions=4).get_mesh_axes(state)
+  adam = axes.opt_state.inner_states['head'].inner_state[0]
+  assert adam.mu['head_kernel'] == adam.nu['head_kernel'] == P(None, 'model')
+
+
+def test_factored_state_is_replicated():
+  optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+  state = make_state(toy.ToyModel(optimizer_def=optimizers.OptaxWrapper(optimizer)))
+  axes = partitioning.PjitPartitioner(num_partitions=4).get_mesh_axes(state)
+  factored = axes.opt_state[0]
+  assert factored.v_row['head_kernel'] == factored.v_col['head_kernel'] == P()
+  assert factored.v['head_bias'] == P('model')
+
+
+def test_indivisible_parameter_is_named():
+  partitioner = partitioning.PjitPartitioner(num_partitions=4)
+  with pytest.raises(ValueError, match=r"head_bias of shape \(10,\).*'vocab' of size 10.*4 shards"):
+    partitioner.get_mesh_axes(make_state(toy.ToyModel(toy.Mlp(num_classes=10))))
+
+
+class _OddAxes(nn.Module):
+  @nn.compact
+  def __call__(self, image):
+    flax_partitioning.param_with_axes('w', nn.initializers.zeros, (8,), axes=('vocabulary',))
+
+
+class _NoAxes(nn.Module):
+  @nn.compact
+  def __call__(self, image):
+    nn.Dense(3)(image)
+
+
+class _BatchNorm(nn.Module):
+  @nn.compact
+  def __call__(self, image):
+    nn.BatchNorm(use_running_average=False)(image)
+
+
+def test_unknown_axis_name_lists_the_known_ones():
+  with pytest.raises(ValueError, match="w has the axis name 'vocabulary'.*factors.*vocab"):
+    partitioning.PjitPartitioner().get_mesh_axes(
+      make_state(toy.ToyModel(_OddAxes(), optimizers.adamw(1e-2)))
+    )
+
+
+def test_parameters_without_axes_are_named():
+  with pytest.raises(ValueError, match='Dense_0/bias has no logical axis names'):
+    make_state(toy.ToyModel(_NoAxes()))
+
+
+def test_mutable_collections_are_refused():
+  with pytest.raises(ValueError, match='mutable collections batch_stats'):
+    make_state(toy.ToyModel(_BatchNorm()))
+
+
+def test_batch_goes_to_the_data_axis_and_back():
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  rows = partitioner.batch_rows(8)
+  np.testing.assert_array_equal(rows, np.arange(8))  # One process feeds them all.
+  batch = {'index': np.arange(8, dtype=np.int32), 'image': np.random.normal(size=(8, 2, 2, 1))}
+  batch['image'] = batch['image'].astype(np.float32)
+  placed = partitioner.shard_batch(batch, 8)
+  for name, value in batch.items():
+    np.testing.assert_array_equal(placed[name], value)
+    assert placed[name].sharding == NamedSharding(partitioner.mesh, P('data'))
+    assert placed[name].addressable_shards[0].data.shape[0] == 2
+
+
+def test_batch_that_does_not_divide_is_named():
+  partitioner = partitioning.PjitPartitioner()
+  with pytest.raises(ValueError, match='batch_size=12.*8 shards'):
+    partitioner.batch_rows(12)
+  with pytest.raises(ValueError, match=r"batch\['index'\] has 4 rows; this process feeds 8"):
+    partitioner.shard_batch({'index': np.arange(4)}, 8)
+
+
+def test_partition_runs_under_mesh_and_rules():
+  """flax's constraint inside a function takes effect, on CPU too."""
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+
+  def fn(x):
+    return flax_partitioning.with_sharding_constraint(x + 1, ('batch', 'vocab'))
+
+  compiled = partitioner.partition(fn, (None,), P('data')).lower(jnp.zeros((8, 8))).compile()
+  assert 'sharding_constraint' in str(
+    partitioner.partition(fn, (None,), None).trace(jnp.zeros((8, 8))).jaxpr
+  )
+  assert compiled.output_shardings.spec == P('data')

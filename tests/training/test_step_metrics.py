@@ -1,0 +1,62 @@
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from clu import metrics as clu_metrics
+
+from het_plugin.training import step_metrics
+
+
+def metrics(loss: float, rows: int = 1):
+  return {'loss': clu_metrics.Average(total=jnp.float32(loss * rows), count=jnp.int32(rows))}
+
+
+def make_stats(period: int, batch_size: int = 1, flops_per_step: float = 1.0):
+  mesh = jax.make_mesh((8,), ('data',))
+  return step_metrics.StepMetrics(period, batch_size, flops_per_step, mesh)
+
+
+def test_in_flight_returns_values_only_over_its_limit():
+  queue = step_metrics.InFlight(limit=2)
+  assert queue.push(jnp.float32(1)) == queue.push(jnp.float32(2)) == []
+  assert queue.push(jnp.float32(3)) == [1]
+  assert queue.drain() == [2, 3]
+  assert queue.drain() == []
+
+
+def test_summaries_come_at_multiples_of_the_period_and_weigh_by_rows():
+  stats = make_stats(period=2, batch_size=4)
+  assert stats.add(5, metrics(7.0), data_wait=0.0) == []  # Resumed at step 4.
+  (summary,) = stats.add(6, metrics(1.0, rows=2), data_wait=0.0)
+  assert summary.step == 6
+  assert summary.values['loss'] == pytest.approx((7 + 2 * 1) / 3)
+  assert stats.flush(6) == []
+  stats.add(7, metrics(5.0), data_wait=0.0)
+  (summary,) = stats.flush(7)
+  assert (summary.step, summary.values['loss']) == (7, 5.0)
+
+
+def test_speed_leaves_pauses_out_and_shows_the_wait_for_data():
+  stats = make_stats(period=2, batch_size=10)
+  time.sleep(0.1)
+  stats.add(1, metrics(1.0), data_wait=0.1)
+  with stats.paused():
+    time.sleep(0.5)
+  time.sleep(0.1)
+  (summary,) = stats.add(2, metrics(1.0), data_wait=0.0)
+  assert 100 <= summary.values['timing/ms_per_step'] < 250
+  ms = summary.values['timing/ms_per_step']
+  assert summary.values['timing/examples_per_second'] == pytest.approx(10 / ms * 1e3)
+  assert summary.values['timing/data_wait_share'] == pytest.approx(0.1 / (2 * ms / 1e3))
+  assert 'timing/mfu' not in summary.values  # The peak of a CPU is not known.
+
+
+def test_utilisation_where_the_peak_is_known(monkeypatch):
+  monkeypatch.setattr(step_metrics.flops_lib, 'peak_flops', lambda kind: 1e3)
+  stats = make_stats(period=1, flops_per_step=8e2)  # 0.1 s at peak
+  time.sleep(0.2)
+  (summary,) = stats.add(1, metrics(1.0), data_wait=0.0)
+  assert summary.values['timing/mfu'] == pytest.approx(
+    100 / summary.values['timing/ms_per_step'], rel=1e-3
+  )

@@ -1,0 +1,123 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from het_plugin.training import partitioning, step_metrics, trainer
+from het_plugin.training.train_state import TrainState
+from tests.training import toy
+
+BATCH = 32
+STEPS = 8
+
+
+@functools.cache
+def train(num_partitions, num_microbatches=None, dims=1, real_rows=BATCH, factor=None):
+  """Final parameters (numpy), final state, metrics of the last step, after STEPS steps."""
+  partitioner = partitioning.PjitPartitioner(
+    num_partitions=num_partitions,
+    logical_axis_rules=partitioning.standard_logical_axis_rules(parameter_partitioning_dims=dims),
+  )
+  model = toy.ToyModel(loss_normalizing_factor=factor)
+
+  def init():
+    shapes = {'image': (BATCH, toy.SIDE, toy.SIDE, 1)}
+    variables = model.get_initial_variables(jax.random.key(1), shapes)
+    return TrainState.create(model.optimizer_def, variables)
+
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+  state = partitioner.partition(init, (), axes)()
+  steps = trainer.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches)
+  steps.check_batch_size(BATCH)
+  for step in range(STEPS):
+    index = step * BATCH + np.arange(BATCH)
+    batch = toy.make_batch(index, np.arange(BATCH) < real_rows)
+    state, metrics = steps.train_step(state, partitioner.shard_batch(batch, BATCH))
+    jax.block_until_ready(metrics)
+  return jax.device_get(state.params), state, step_metrics.compute_metrics(jax.device_get(metrics))
+
+
+def assert_same(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[0], b[0])
+  assert a[2].keys() == b[2].keys()
+  for name, value in a[2].items():
+    np.testing.assert_allclose(value, b[2][name], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize('num_partitions', [2, 4, 8])
+def test_meshes_agree(num_partitions):
+  assert_same(train(num_partitions), train(1))
+
+
+@pytest.mark.parametrize('num_partitions', [2, 4])
+def test_parameters_split_over_data_agree(num_partitions):
+  split = train(num_partitions, dims=2)
+  assert_same(split, train(1))
+  kernel = split[1].params['head_kernel']
+  assert kernel.addressable_shards[0].data.size == kernel.size // 8
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 2, 4])
+@pytest.mark.parametrize('real_rows', [BATCH, 13, 1])
+def test_microbatches_change_nothing(num_microbatches, real_rows):
+  """With 13 real rows the microbatches have different numbers of them; with 1, most have none."""
+  assert_same(train(4, num_microbatches, real_rows=real_rows), train(4, real_rows=real_rows))
+
+
+def test_microbatches_of_a_loss_with_a_constant_factor_are_summed():
+  assert_same(train(4, 4, factor=BATCH), train(4, factor=BATCH))
+  assert_same(train(4, 4, factor=BATCH), train(4))
+
+
+def test_one_row_per_device_and_microbatch():
+  assert_same(train(2, 8), train(2))
+
+
+def test_classes_and_their_optimizer_state_stay_split():
+  state = train(4)[1]
+  moments = state.opt_state[1][0]
+  for tree in (state.params, moments.mu, moments.nu):
+    assert tree['head_kernel'].addressable_shards[0].data.shape == (toy.WIDTH, toy.NUM_CLASSES // 4)
+    assert tree['head_bias'].addressable_shards[0].data.shape == (toy.NUM_CLASSES // 4,)
+
+
+def test_microbatches_are_spread_over_the_data_axis_without_communication():
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  batch = partitioner.shard_batch({'index': np.arange(BATCH)}, BATCH)
+  split = partitioner.partition(
+    functools.partial(trainer.split_microbatches, num_microbatches=4),
+    (partitioner.data_partition_spec,),
+    jax.sharding.PartitionSpec(None, 'data'),
+  )
+  pieces = split(batch)['index']
+  assert pieces.shape == (4, BATCH // 4)
+  assert sorted(np.asarray(pieces).ravel()) == list(range(BATCH))
+  text = split.lower(batch).compile().as_text()
+  assert not any(word in text for word in ('all-to-all', 'all-gather', 'collective-permute'))
+
+
+def test_metrics():
+  values = train(1)[2]
+  assert values['learning_rate'] == pytest.approx(1e-2)
+  norm = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(train(1)[0])))
+  assert values['param_norm'] == pytest.approx(norm, rel=1e-5)
+  assert 0 < values['update_norm'] < values['param_norm']
+  assert values['gradient_norm'] > 0
+
+
+@pytest.mark.parametrize(
+  'num_microbatches, batch_size, words',
+  [
+    (3, BATCH, 'batch_size=32 must be a positive multiple of 12'),
+    (4, BATCH + 4, 'batch_size=36 must be a positive multiple of 16.*num_microbatches=4'),
+    (0, BATCH, 'num_microbatches=0'),
+  ],
+)
+def test_bad_settings_are_named(num_microbatches, batch_size, words):
+  with pytest.raises(ValueError, match=words):
+    partitioner = partitioning.PjitPartitioner(num_partitions=2)
+    state = train(2)[1]
+    axes = partitioner.get_mesh_axes(state)
+    steps = trainer.Trainer(toy.ToyModel(), partitioner, axes, jax.random.key(0), num_microbatches)
+    steps.check_batch_size(batch_size)

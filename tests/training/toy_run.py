@@ -1,0 +1,70 @@
+"""A training run of the toy model, which a test can also start as a process and interrupt."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from het_plugin.training import actions, checkpoints, partitioning, trainer
+from het_plugin.training.train import train
+from tests.training import toy
+
+
+class SignalAction(actions.BaseAction):
+  """Sends SIGTERM to the last process at a step."""
+
+  def __init__(self, step: int):
+    self._step = step
+
+  def run(self, train_state, metrics_by_task):
+    is_last = jax.process_index() == jax.process_count() - 1
+    if int(train_state.step) == self._step and is_last:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return False
+
+
+def recording_trainer(path: Path):
+  """A trainer class that appends the indices of every batch trained on to a file."""
+
+  class RecordingTrainer(trainer.Trainer):
+    def train_step(self, train_state, batch):
+      with path.open('a') as file:
+        file.write(' '.join(map(str, np.asarray(batch['index']))) + '\n')
+      return super().train_step(train_state, batch)
+
+  return RecordingTrainer
+
+
+def run(model_dir: Path, **overrides):
+  """Trains 12 steps of 16 examples on a 4 x 2 mesh; keyword arguments override those of `train`."""
+  settings = {
+    'model': toy.ToyModel(),
+    'train_dataset_cfg': toy.ToyDatasetConfig(16),
+    'train_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'toy_eval', num_examples=20),
+    'checkpoint_cfg': checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=4)),
+    'partitioner': partitioning.PjitPartitioner(num_partitions=2),
+    'model_dir': model_dir,
+    'total_steps': 12,
+    'eval_steps': 10,
+    'eval_period': 6,
+    'stats_period': 1,
+    'get_dataset_fn': toy.get_dataset,
+  }
+  return train(**(settings | overrides))
+
+
+def main(model_dir: str, signal_step: str, address: str = '', process: str = '0') -> None:
+  """A process of a run that gets SIGTERM: the only one, or with an address one of two."""
+  settings = {'actions': {'TRAIN': [SignalAction(int(signal_step))]}}
+  if address:
+    jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+  else:
+    settings['trainer_cls'] = recording_trainer(Path(model_dir) / 'seen.txt')
+  run(Path(model_dir), **settings)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
