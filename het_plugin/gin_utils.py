@@ -67,8 +67,8 @@ def define_flags() -> None:
   flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-  """absl's flag parser after turning --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
+def rewrite_flags(argv: Sequence[str]) -> list[str]:
+  """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE, which absl can parse."""
   rewritten = [argv[0]]
   for argument in argv[1:]:
     if argument.startswith(_FLAG_PREFIX):
@@ -77,7 +77,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         sys.exit(f'Error: {argument} lacks its value: write {argument}=VALUE')
       argument = f'--gin_bindings={name} = {value}'
     rewritten.append(argument)
-  return app.parse_flags_with_usage(rewritten)
+  return rewritten
 
 
 def parse_config(
@@ -132,4 +132,4 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     lambda record: record.levelno > stdlib_logging.INFO or '/orbax/' not in record.pathname
   )
   jax.config.parse_flags_with_absl()
-  app.run(main, flags_parser=parse_flags)
+  app.run(main, flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)))

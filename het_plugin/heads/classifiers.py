@@ -154,7 +154,7 @@ class Heteroscedastic(Classifier):
 
   def check(self) -> None:
     super().check()
-    self.make_covariance(1, 'noise', parent=None).check()
+    self.make_covariance(1, 'noise', parent=None).check(type(self).__name__)
 
 
 class Het(Heteroscedastic):

@@ -40,24 +40,25 @@ class LowRankCovariance(nn.Module):
   factor_bias: bool = False
   dtype: jnp.dtype = jnp.float32
 
-  def check(self) -> None:
-    """Raises ValueError naming the attribute that is wrong."""
+  def check(self, owner: str) -> None:
+    """Raises ValueError naming the attribute, of the module `owner`, that is wrong."""
     if self.num_factors < 1:
-      raise ValueError(f'num_factors={self.num_factors} must be at least 1')
+      raise ValueError(f'{owner}.num_factors={self.num_factors} must be at least 1')
     if self.noise_dim < 1:
-      raise ValueError(f'the noise dimension {self.noise_dim} must be at least 1')
+      raise ValueError(f'{owner}: the noise dimension {self.noise_dim} must be at least 1')
     if self.parametrization not in PARAMETRIZATIONS:
       raise ValueError(
-        f'parametrization={self.parametrization!r} is unknown: choose one of '
+        f'{owner}.parametrization={self.parametrization!r} is unknown: choose one of '
         f'{", ".join(PARAMETRIZATIONS)}'
       )
     if self.remainder not in REMAINDERS:
       raise ValueError(
-        f'remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}'
+        f'{owner}.remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}'
       )
     if self.factor_bias and self.parametrization == 'full':
       raise ValueError(
-        "factor_bias=True needs parametrization='efficient': the full V(x) has a bias of its own"
+        f"{owner}.factor_bias=True needs parametrization='efficient': the full V(x) has a bias of "
+        'its own'
       )
 
   def num_params(self, pre_logits_dim: int, noise_dim: int) -> int:
@@ -71,7 +72,7 @@ class LowRankCovariance(nn.Module):
   @nn.compact
   def __call__(self, phi: jax.Array) -> tuple[LowRank, jax.Array | None]:
     """Maps phi [B, D] to the noise and, with `factor_bias`, its mean b o v(x) [B, Q] float32."""
-    self.check()
+    self.check(type(self).__name__)
     dim, axis, factors = self.noise_dim, self.noise_axis, self.num_factors
     diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype)  # [B, Q]
     diag = jax.nn.softplus(diag) + MIN_DIAG

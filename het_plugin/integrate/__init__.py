@@ -1,5 +1,6 @@
 """Gaussian logits and the expectation of their softmax or sigmoid."""
 
+from het_plugin.integrate.analytic import ESTIMATORS, Analytic, mean_field, taylor
 from het_plugin.integrate.gaussian import (
   LINKS,
   REMAINDERS,
@@ -18,23 +19,30 @@ from het_plugin.integrate.integrator import (
   num_class_shards,
   pick_order,
 )
-from het_plugin.integrate.samplers import example_keys, iid
+from het_plugin.integrate.samplers import SAMPLERS, antithetic, example_keys, iid, sobol
 
 __all__ = [
+  'ESTIMATORS',
   'LINKS',
   'ORDERS',
   'REMAINDERS',
+  'SAMPLERS',
+  'Analytic',
   'GaussianLogits',
   'Hashed',
   'Integrator',
   'Linear',
   'LowRank',
   'Opaque',
+  'antithetic',
   'apply_projection',
   'example_keys',
   'iid',
+  'mean_field',
   'multi_hot',
   'num_class_shards',
   'pick_order',
   'project',
+  'sobol',
+  'taylor',
 ]

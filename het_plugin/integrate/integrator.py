@@ -34,6 +34,8 @@ class Integrator:
     class_shards: tiles into which the classes are cut so that shards never talk inside the sample
       loop; None takes the number of shards that the active mesh and logical axis rules give the
       axis 'vocab' (1 outside a mesh).
+    sampler: where the normals come from: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
+      function of that signature.
   """
 
   num_samples: int = 1000
@@ -41,7 +43,7 @@ class Integrator:
   chunk_size: int | None = None
   chunk_bytes: int = 2**26
   class_shards: int | None = None
-  sampler: samplers.Sampler = samplers.iid
+  sampler: str | samplers.Sampler = 'iid'
 
   def __post_init__(self):
     if self.num_samples < 1:
@@ -54,6 +56,11 @@ class Integrator:
       raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
     if self.chunk_bytes < 1:
       raise ValueError(f'Integrator.chunk_bytes={self.chunk_bytes} must be at least 1')
+    if not callable(self.sampler) and self.sampler not in samplers.SAMPLERS:
+      raise ValueError(
+        f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
+        f'{", ".join(samplers.SAMPLERS)}, or give a function'
+      )
 
   def nll(self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array) -> jax.Array:
     """Negative log-likelihood of each example.
@@ -107,7 +114,8 @@ class Integrator:
     """The arguments of the streamed estimators: plan, tiles, constants."""
     num_tiles = self._num_tiles(logits)
     order = self._order(logits)
-    plan = streaming.Plan(self.num_samples, self._chunk(logits), self.sampler)
+    sampler = self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
+    plan = streaming.Plan(self.num_samples, self._chunk(logits), sampler)
     tiles, buckets = _make_tiles(logits, order, num_tiles)
     valid = _valid(logits).reshape(num_tiles, -1)
     return plan, tiles, streaming.Constants(keys, valid, buckets)

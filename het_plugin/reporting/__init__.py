@@ -1,4 +1,4 @@
-"""Results as a table, a JSON file, plots and one HTML page; everything shown comes from the caller's rows."""
+"""Results as a table, a JSON file, plots and one HTML page."""
 
 from het_plugin.reporting.files import write_json
 from het_plugin.reporting.page import Figure, html_page

@@ -28,7 +28,7 @@ _MISSING = '–'
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """One column: `group` names the table it belongs to ('' is the main one), `best` the row numbers that lead it."""
+  """One column: `group` names its table ('' is the main one), `best` the rows that lead it."""
 
   group: str
   title: str
@@ -64,7 +64,7 @@ _ACCURACY = _Field('', '.3f', max)
 
 
 def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
-  """Columns of `rows`, of which the last `num_references` are yardsticks that compete for no best value."""
+  """Columns of `rows`; the last `num_references` are yardsticks, never marked as best."""
   compared = len(rows) - num_references
   names = [name for name in _ordered_fields(rows) if name not in shared_fields(rows[:compared])]
   result = [
@@ -83,7 +83,7 @@ def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
 
 
 def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
-  """{field: formatted value} of the fields that describe the problem and are the same in every row."""
+  """{field: formatted value} of the problem's fields that are the same in every row."""
   shared = {}
   for name in _PROBLEM:
     values = {_format(row.get(name), _FIELDS[name].spec) for row in rows}
@@ -93,7 +93,7 @@ def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def problem_line(rows: Sequence[Row]) -> str:
-  """What all rows share, as one line: 'classes K 2,297, pre-logits D 128, mesh 4x2'."""
+  """What all rows share, as one line: 'classes K 2,297, mesh 4x2'."""
   return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
 
 
@@ -112,7 +112,7 @@ def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:
 
 
 def _ordered_fields(rows: Sequence[Row]) -> list[str]:
-  """Known fields first, in their order, then the others as they come; those that no row has are left out."""
+  """Known fields that some row has, in their order, then the others as they come."""
   others = dict.fromkeys(
     name
     for row in rows
@@ -131,7 +131,7 @@ def _ordered_keys(flat: Sequence[Mapping]) -> list[tuple[str, int]]:
 
 
 def _flat_fewshot(accuracies: Mapping) -> dict[tuple[str, int], float]:
-  """{(dataset, shots): accuracy}; without data sets the name is ''. JSON has turned shots into strings."""
+  """{(dataset, shots): accuracy}, the name '' without data sets; shots may be JSON's strings."""
   flat = {}
   for key, value in accuracies.items():
     by_shots = value if isinstance(value, Mapping) else {key: value}

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def write_json(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-  """Writes `rows` as a JSON list; numpy values become plain ones, NaN and infinities null. Makes the directory."""
+  """Writes `rows` as a JSON list, NaN and infinities as null; makes the directory."""
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps([_plain(row) for row in rows], indent=2, allow_nan=False) + '\n')

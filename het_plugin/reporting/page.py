@@ -13,7 +13,7 @@ from het_plugin.reporting.provenance import Provenance
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """A PNG with the caption below it and `alt`, the words in its place for those who do not see it."""
+  """A PNG, the caption below it, and `alt`, the words for those who do not see it."""
 
   png: bytes
   caption: str
@@ -131,7 +131,8 @@ def _provenance(provenance: Provenance) -> str:
       f'<pre>{escape(provenance.command)}</pre>',
       f'<p>{escape(provenance.created)} · {escape(_versions(provenance.versions))}</p>',
       *(
-        f'<details><summary>Configuration: {escape(name)}</summary><pre>{escape(text)}</pre></details>'
+        f'<details><summary>Configuration: {escape(name)}</summary>'
+        f'<pre>{escape(text)}</pre></details>'
         for name, text in provenance.configs.items()
       ),
       '</section>',

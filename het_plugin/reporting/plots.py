@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
-# (colour, dashes): every colour has a contrast of at least 4.5:1 on white, and lines differ without it too.
+# (colour, dashes): colours with a contrast of 4.5:1 on white; dashes tell lines apart without them.
 _STYLES = (
   ('#4a4a4a', 'solid'),
   ('#8a5a00', (0, (5, 1.5))),
@@ -29,7 +29,8 @@ def curves_png(curves: Curves, dpi: int = 160) -> bytes:
   """Loss and temperature against the step, one line a head, labelled at its end.
 
   Args:
-    curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are gaps.
+    curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are
+      gaps.
     dpi: pixels per inch; the figure is 11 inches wide.
 
   Returns:
@@ -108,13 +109,15 @@ def _label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping) -> None:
 
 
 def _push_apart(heights: Sequence[float], gap: float) -> list[float]:
-  """Ascending heights moved as little as need be to lie `gap` apart; runs that touch stay centred where they were."""
+  """Ascending heights in [0, 1], moved as little as need be to lie `gap` apart."""
   runs: list[list[float]] = []  # [centre, members]
   for height in heights:
     runs.append([height, 1])
     while len(runs) > 1 and runs[-1][0] - runs[-2][0] < gap * (runs[-1][1] + runs[-2][1]) / 2:
       (low, n), (high, m) = runs[-2:]
       runs[-2:] = [[(low * n + high * m) / (n + m), n + m]]
-  return [
+  apart = [
     centre + gap * (i - (members - 1) / 2) for centre, members in runs for i in range(members)
   ]
+  room_above = [1 - gap * (len(apart) - 1 - i) for i in range(len(apart))]
+  return [max(gap * i, min(room_above[i], height)) for i, height in enumerate(apart)]

@@ -1,0 +1,188 @@
+"""E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u without samples: closed forms, biased.
+
+Both cost about the projection of the factors, (R + 1) Q K multiply-adds an example, and no exact
+estimate comes near that; how far off they are, `benchmarks/analytic_bias.py` measures. Below, u is
+over tau, mu [K] its mean, Sigma = G^T G [K, K] its covariance with factors G [R + 1, K], and
+p = link(mu). No K x K matrix is ever formed.
+
+Mean field. Lu, Ie and Sha, "Mean-field approximation to Gaussian-softmax integral with application
+to uncertainty estimation" (2020), in the first of its three variants (mf0), which leaves the
+variances of the rivals i of class k out:
+
+    1 / p_k ~ sum_i exp(c_k (mu_i - mu_k)),    c_k = 1 / sqrt(1 + lambda_0 Sigma_kk)
+
+with lambda_0 = pi / 8. Each class has a scale of its own, so this takes K^2 exponentials. Here
+log sum_i exp(c mu_i), a function of c, is replaced by its tangent at c = 1, and what comes out is
+normalised:
+
+    p_k ~ softmax(c_k (mu_k - m))_k,    m = sum_i p_i mu_i
+
+It is mf0 where all variances are equal, does not change when a constant is added to all logits
+(scaling the bare mu_k, as is common, does), and costs K exponentials. Sigmoid: sigmoid(c_k mu_k),
+by MacKay, "The evidence framework applied to classification networks" (1992).
+
+Taylor. The second-order expansion in the noise around mu, also known as the delta method, which
+Collier et al., "Correlated input-dependent label noise in large-scale image classification" (2021)
+compare with sampling: E[f(u)] ~ f(mu) + 1/2 tr(Sigma f''(mu)). For f = softmax_k
+
+    f''_ij = p_k ((1[k = i] - p_i) (1[k = j] - p_j) - p_i (1[i = j] - p_j))
+
+    tr(Sigma f'') = p_k (q_k - sum_i p_i q_i),    q_k = Var(u_k - sum_i p_i u_i)
+
+since the first term's trace is the variance of u_k - sum_i p_i u_i, and the second's, the
+p-weighted variance of u, is the p-weighted mean of those. With factors,
+q_k = sum_r (G_rk - sum_i p_i G_ri)^2. The approximation p_k (1 + (q_k - sum_i p_i q_i) / 2) sums to
+one. For f = sigmoid, f'' = p (1 - p) (1 - 2 p). The error falls with the fourth power of the
+noise's size. Where the noise is large the bracket can be negative: see `TAYLOR_FLOOR`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate.gaussian import GaussianLogits, LowRank, Opaque, project
+from het_plugin.integrate.integrator import multi_hot
+from het_plugin.integrate.streaming import PADDED
+
+LAMBDA_0 = math.pi / 8
+
+# The Taylor expansion never multiplies a probability by less than this. What it says below is not a
+# probability; the floor keeps all of them in (0, 1), after they are made to sum to one again.
+TAYLOR_FLOOR = 0.01
+
+
+def mean_field(logits: GaussianLogits) -> jax.Array:
+  """Mean-field approximation (module docstring) of log p(k | x).
+
+  Args:
+    logits: of B examples, either link; deterministic ones are answered exactly.
+
+  Returns:
+    float32 [B, Kp] (wider where the logits are): softmax, log-probabilities of the classes, which
+    sum to one; sigmoid, log p(y_k = 1 | x). Padded classes get `PADDED`.
+
+  Raises:
+    ValueError: for an opaque projection, or remainder 'diag' under any projection.
+  """
+  location, noise = _in_logit_space(logits)
+  scale = jax.lax.rsqrt(1.0 + LAMBDA_0 * _variance(noise))
+  if logits.link == 'sigmoid':
+    return _masked(logits, jax.nn.log_sigmoid(scale * location))
+  centre = jnp.sum(jax.nn.softmax(location) * location, axis=-1, keepdims=True)
+  return _masked(logits, jax.nn.log_softmax(_masked(logits, scale * (location - centre))))
+
+
+def taylor(logits: GaussianLogits) -> jax.Array:
+  """Second-order Taylor approximation (module docstring) of log p(k | x).
+
+  Arguments, result and errors are those of `mean_field`.
+  """
+  location, noise = _in_logit_space(logits)
+  if logits.link == 'sigmoid':
+    p = jax.nn.sigmoid(location)
+    curvature = 0.5 * _variance(noise) * (1.0 - 2.0 * p)
+    on = jax.nn.log_sigmoid(location) + _log_floored(1.0 + (1.0 - p) * curvature)
+    off = jax.nn.log_sigmoid(-location) + _log_floored(1.0 - p * curvature)
+    return _masked(logits, jax.nn.log_sigmoid(on - off))
+  p = jax.nn.softmax(location)
+  q = _centred_variance(noise, p)
+  bracket = 1.0 + 0.5 * (q - jnp.sum(p * q, axis=-1, keepdims=True))
+  return _masked(logits, jax.nn.log_softmax(jax.nn.log_softmax(location) + _log_floored(bracket)))
+
+
+ESTIMATORS: dict[str, Callable[[GaussianLogits], jax.Array]] = {
+  'mean_field': mean_field,
+  'taylor': taylor,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Analytic:
+  """A closed form in the place of an `Integrator`: the same methods, no samples, biased.
+
+  Attributes:
+    method: 'mean_field' or 'taylor'.
+  """
+
+  method: str = 'mean_field'
+
+  def __post_init__(self):
+    if self.method not in ESTIMATORS:
+      raise ValueError(
+        f'Analytic.method={self.method!r} is unknown: choose one of {", ".join(ESTIMATORS)}'
+      )
+
+  def nll(
+    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
+  ) -> jax.Array:
+    """Negative log-likelihood [B] of int32 labels [B, L], as `Integrator.nll` defines it; `keys` is
+    ignored.
+    """
+    if logits.link == 'softmax':
+      listed = labels >= 0
+      log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
+      return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+    # p(y_k = 0) is p(y_k = 1) of the mirrored logit.
+    on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
+    log_q = self.log_prob(logits.replace(location=jnp.where(on, 1.0, -1.0) * logits.location))
+    return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
+
+  def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+    """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
+    return ESTIMATORS[self.method](logits)
+
+
+def _in_logit_space(logits: GaussianLogits) -> tuple[jax.Array, LowRank]:
+  """Mean [B, Kp] and noise (Q = Kp) of the logits over tau."""
+  location = _masked(logits, logits.location / logits.temperature)
+  covariance = logits.covariance
+  if covariance is None:
+    no_factors = jnp.zeros((location.shape[0], 0, location.shape[1]), location.dtype)
+    return location, LowRank(None, no_factors, jnp.zeros_like(location))
+  if isinstance(logits.projection, Opaque):
+    raise ValueError(
+      'the analytic estimators need the factors of the noise in logit space, which an opaque '
+      'get_logits does not give: use Integrator'
+    )
+  if covariance.remainder == 'diag' and logits.projection is not None:
+    raise ValueError(
+      "the analytic estimators take remainder='diag' without a projection only (HET), where it "
+      f'stays diagonal; got projection={type(logits.projection).__name__}: use '
+      "remainder='rank_one', or Integrator"
+    )
+  return location, project(covariance.scaled(1.0 / logits.temperature), logits.projection)
+
+
+def _variance(noise: LowRank) -> jax.Array:
+  """Var(u_k), [B, Kp]."""
+  low_rank = jnp.square(noise.loading).sum(-2)  # [K] where all examples share J, or [B, K]
+  if noise.scale is not None:
+    low_rank = low_rank * jnp.square(noise.scale)
+  return low_rank + jnp.square(noise.diag)
+
+
+def _centred_variance(noise: LowRank, p: jax.Array) -> jax.Array:
+  """Var(u_k - sum_i p_i u_i), [B, Kp], for probabilities p [B, Kp]."""
+  loading, diag = noise.dense_loading(), noise.diag  # [B, R, K], [B, K]
+  mean = jnp.einsum('brk,bk->br', loading, p)
+  low_rank = jnp.square(loading - mean[:, :, None]).sum(1)
+  if noise.remainder == 'rank_one':
+    return low_rank + jnp.square(diag - jnp.sum(p * diag, axis=-1, keepdims=True))
+  # sum_j d_j^2 (1[j = k] - p_j)^2
+  rest = jnp.sum(jnp.square(p * diag), axis=-1, keepdims=True)
+  return low_rank + jnp.square(diag) * (1.0 - 2.0 * p) + rest
+
+
+def _log_floored(bracket: jax.Array) -> jax.Array:
+  return jnp.log(jnp.maximum(bracket, TAYLOR_FLOOR))
+
+
+def _valid(logits):
+  return jnp.arange(logits.location.shape[-1]) < logits.num_classes
+
+
+def _masked(logits, x):
+  return jnp.where(_valid(logits), x, PADDED)

@@ -1,0 +1,247 @@
+"""Analytic estimators against quadrature in float64, against the exact integrator's conventions,
+and where their formulas stop meaning anything.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from het_plugin.integrate import (
+  ESTIMATORS,
+  Analytic,
+  GaussianLogits,
+  Hashed,
+  Integrator,
+  Linear,
+  LowRank,
+  Opaque,
+  mean_field,
+  taylor,
+)
+
+B, K, KP, D, R = 2, 5, 8, 6, 1
+KINDS = ('identity', 'hash', 'linear')
+BUCKETS = np.arange(KP) * 7 % 3
+
+every_estimator = pytest.mark.parametrize('estimator', ESTIMATORS.values(), ids=ESTIMATORS)
+both_links = pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+
+
+def make(kind='identity', link='softmax', noise=1.0, *, full=False, remainder='rank_one', tau=0.8):
+  """Gaussian logits of K classes in Kp; their padded entries are not zero, as in a real head."""
+  rng = np.random.default_rng(0)
+  noise_dim = {'identity': KP, 'hash': 3, 'linear': D}[kind]
+  covariance = LowRank(
+    None if full else jnp.asarray(noise * rng.normal(size=(B, noise_dim))),
+    jnp.asarray(
+      rng.normal(size=(B, R, noise_dim)) * noise if full else rng.normal(size=(R, noise_dim))
+    ),
+    jnp.asarray(noise * rng.uniform(0.2, 1.0, size=(B, noise_dim))),
+    remainder,
+  )
+  projection = {
+    'identity': None,
+    'hash': Hashed(jnp.asarray(BUCKETS)),
+    'linear': Linear(jnp.asarray(rng.normal(size=(D, KP))) / np.sqrt(D)),
+  }[kind]
+  location = jnp.asarray(1.5 * rng.normal(size=(B, KP)))
+  return GaussianLogits(
+    location, covariance, projection, jnp.asarray(tau), num_classes=K, link=link
+  )
+
+
+def quadrature(logits, degree=40):
+  """E[link(u)], [B, K], by Gauss-Hermite over the R + 1 = 2 normals."""
+  nodes, weights = np.polynomial.hermite_e.hermegauss(degree)
+  z = np.stack(np.meshgrid(nodes, nodes), -1).reshape(-1, 2)
+  weight = np.outer(weights, weights).reshape(-1) / (2 * np.pi)
+  u = logits.location[:, None] + z @ np.asarray(logits.factors())  # [B, N, Kp]
+  u = u[..., :K] / logits.temperature
+  p = jax.nn.softmax(u) if logits.link == 'softmax' else jax.nn.sigmoid(u)
+  return np.einsum('n,bnk->bk', weight, p)
+
+
+@every_estimator
+@both_links
+@pytest.mark.parametrize('kind', KINDS)
+def test_no_noise_gives_the_link(estimator, link, kind):
+  with jax.enable_x64(True):
+    logits = make(kind, link, noise=0.0)
+    u = logits.location[:, :K] / logits.temperature
+    expected = jax.nn.log_softmax(u) if link == 'softmax' else jax.nn.log_sigmoid(u)
+    for given in (logits, logits.replace(covariance=None, projection=None)):
+      log_p = estimator(given)
+      np.testing.assert_allclose(log_p[:, :K], expected, rtol=1e-12)
+      assert (log_p[:, K:] <= -1e29).all()
+
+
+@pytest.mark.parametrize('method', ESTIMATORS)
+@both_links
+def test_same_conventions_as_the_integrator(method, link):
+  """Deterministic logits have one answer, whoever gives it: several labels, none, padding."""
+  logits = make('identity', link).replace(covariance=None)
+  labels = jnp.array([[2, 4], [-1, -1]], jnp.int32)
+  keys = jax.random.split(jax.random.key(0), B)
+  analytic, exact = Analytic(method), Integrator()
+  for name, args in (('nll', (labels, keys)), ('log_prob', (keys,))):
+    got, expected = getattr(analytic, name)(logits, *args), getattr(exact, name)(logits, *args)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('method', ESTIMATORS)
+@both_links
+def test_nll_is_made_of_log_prob(method, link):
+  with jax.enable_x64(True):
+    logits = make('linear', link)
+    log_p = Analytic(method).log_prob(logits)[:, :K]
+    nll = Analytic(method).nll(logits, jnp.array([[2], [4]], jnp.int32))
+    at_label = log_p[jnp.arange(B), jnp.array([2, 4])]
+    if link == 'softmax':
+      np.testing.assert_allclose(nll, -at_label, rtol=1e-12)
+    else:
+      off = jnp.log1p(-jnp.exp(log_p))
+      off_label = off[jnp.arange(B), jnp.array([2, 4])]
+      np.testing.assert_allclose(nll, -(off.sum(-1) - off_label + at_label), rtol=1e-9)
+
+
+@both_links
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('full', [False, True])
+def test_taylor_error_falls_with_the_fourth_power_of_the_noise(link, kind, full):
+  with jax.enable_x64(True):
+    errors = []
+    for noise in (0.1, 0.05):
+      logits = make(kind, link, noise, full=full)
+      errors.append(np.abs(np.exp(taylor(logits)[:, :K]) - quadrature(logits)).max())
+    assert errors[0] < 1e-3
+    assert 3.8 < np.log2(errors[0] / errors[1]) < 4.2, errors
+
+
+@both_links
+def test_taylor_with_a_diagonal_remainder_is_of_second_order_too(link):
+  """The full covariance V^T V + diag(d^2), written out and put into the Hessian by autodiff."""
+  with jax.enable_x64(True):
+    logits = make('identity', link, 0.3, full=True, remainder='diag')
+    tau = logits.temperature
+    loading = logits.covariance.loading[..., :K] / tau
+    diag = jnp.square(logits.covariance.diag[:, :K] / tau)
+    sigma = jnp.einsum('bri,brj->bij', loading, loading) + jax.vmap(jnp.diag)(diag)
+    f = jax.nn.softmax if link == 'softmax' else jax.nn.sigmoid
+    mu = logits.location[:, :K] / tau
+    second = jnp.einsum('bkij,bij->bk', jax.vmap(jax.hessian(f))(mu), sigma)
+    np.testing.assert_allclose(jnp.exp(taylor(logits)[:, :K]), f(mu) + second / 2, rtol=1e-10)
+
+
+@both_links
+@pytest.mark.parametrize('kind', KINDS)
+def test_mean_field_is_near_at_small_noise(link, kind):
+  """Standard deviations of the logits up to about 0.5 over tau: within 0.02 of the probability."""
+  with jax.enable_x64(True):
+    logits = make(kind, link, 0.3)
+    np.testing.assert_allclose(jnp.exp(mean_field(logits)[:, :K]), quadrature(logits), atol=0.02)
+
+
+def test_mean_field_is_the_published_one_where_all_variances_are_equal():
+  """mf0, written out as the sum over rivals."""
+  with jax.enable_x64(True):
+    diag = jnp.full((B, KP), 1.7)
+    noise = LowRank(None, jnp.zeros((B, 0, KP)), diag, 'diag')
+    logits = make().replace(covariance=noise, temperature=jnp.ones(()))
+    mu = logits.location[:, :K]
+    rivals = (mu[:, None, :] - mu[:, :, None]) / np.sqrt(1 + np.pi / 8 * 1.7**2)
+    np.testing.assert_allclose(
+      mean_field(logits)[:, :K], -jnp.log(jnp.exp(rivals).sum(-1)), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+  'estimator,std,tolerance',
+  [(mean_field, 0.3, 3e-3), (mean_field, 2.0, 0.02), (taylor, 0.3, 5e-4), (taylor, 0.1, 5e-6)],
+)
+def test_sigmoid_against_quadrature_in_one_dimension(estimator, std, tolerance):
+  with jax.enable_x64(True):
+    mean = jnp.linspace(-6.0, 6.0, 25)
+    noise = LowRank(None, jnp.zeros((1, 1, 25)), jnp.full((1, 25), std))
+    logits = GaussianLogits(mean[None], noise, None, jnp.ones(()), num_classes=25, link='sigmoid')
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    expected = jax.nn.sigmoid(mean[:, None] + std * nodes) @ (weights / np.sqrt(2 * np.pi))
+    np.testing.assert_allclose(jnp.exp(estimator(logits))[0], expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+  'estimator,std,tolerance', [(mean_field, 0.3, 0.02), (taylor, 0.3, 2e-3), (taylor, 0.1, 3e-5)]
+)
+def test_two_classes_against_quadrature_in_one_dimension(estimator, std, tolerance):
+  with jax.enable_x64(True):
+    loading = jnp.array([[[std, -std]]])
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    for mean in (-2.0, 0.0, 0.5, 3.0):
+      logits = GaussianLogits(
+        jnp.array([[mean, 0.0]]), LowRank(None, loading, jnp.zeros((1, 2))), None, jnp.ones(()), 2
+      )
+      first = jax.nn.sigmoid(mean + 2 * std * nodes) @ weights / np.sqrt(2 * np.pi)
+      got = jnp.exp(estimator(logits))[0]
+      np.testing.assert_allclose(got, [first, 1 - first], atol=tolerance)
+
+
+@every_estimator
+def test_a_common_shift_of_the_logits_changes_nothing(estimator):
+  with jax.enable_x64(True):
+    logits = make('linear')
+    shifted = estimator(logits.replace(location=logits.location + 100.0))
+    np.testing.assert_allclose(shifted[:, :K], estimator(logits)[:, :K], rtol=1e-9)
+
+
+@every_estimator
+@both_links
+@pytest.mark.parametrize('noise', [1.0, 10.0, 1000.0])
+def test_probabilities_and_gradients_stay_sane_at_any_noise(estimator, link, noise):
+  logits = make('linear', link, noise)
+  log_p = estimator(logits)
+  p = np.exp(np.asarray(log_p, np.float64))[:, :K]
+  assert (p > 0).all() and (p <= 1 + 1e-6).all()
+  if link == 'softmax':
+    np.testing.assert_allclose(p.sum(-1), 1.0, atol=1e-5)
+  gradient = jax.grad(lambda g: estimator(g)[:, :K].sum(), allow_int=True)(logits)
+  for x in jax.tree.leaves(gradient):
+    assert np.isfinite(x).all()
+
+
+def test_taylor_outside_its_range_is_floored_and_normalised():
+  with jax.enable_x64(True):
+    loading = jnp.array([[[12.0, 0.0, 0.0]]])
+    logits = GaussianLogits(
+      jnp.zeros((1, 3)), LowRank(None, loading, jnp.zeros((1, 3))), None, jnp.ones(()), 3
+    )
+    # p = 1/3 and sum p G = 4: q = (64, 16, 16), their mean is 32, the brackets are 17, -7, -7.
+    floored = np.array([17.0, 0.01, 0.01])
+    np.testing.assert_allclose(jnp.exp(taylor(logits))[0], floored / floored.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize('method', ESTIMATORS)
+def test_temperature_is_a_scaling_of_the_logits(method):
+  with jax.enable_x64(True):
+    logits = make('hash', tau=0.5)
+    scaled = logits.replace(
+      location=2 * logits.location,
+      covariance=logits.covariance.scaled(jnp.asarray(2.0)),
+      temperature=jnp.ones(()),
+    )
+    got, expected = (jax.jit(Analytic(method).log_prob)(g) for g in (logits, scaled))
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@every_estimator
+def test_what_has_no_factors_is_refused(estimator):
+  with pytest.raises(ValueError, match="remainder='diag'.*Linear"):
+    estimator(make('linear', remainder='diag'))
+  opaque = Opaque(jnp.zeros((B, D)), None, lambda params, x: x)
+  with pytest.raises(ValueError, match='opaque'):
+    estimator(make('linear').replace(projection=opaque))
+
+
+def test_unknown_method_lists_the_known():
+  with pytest.raises(ValueError, match="method='laplace'.*mean_field, taylor"):
+    Analytic('laplace')

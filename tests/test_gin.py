@@ -1,0 +1,164 @@
+"""The gin files: every run with every head, use from elsewhere, errors in one sentence."""
+
+import itertools
+import pathlib
+
+import jax
+import pytest
+
+import gin
+from het_plugin import configurables, data, gin_utils, heads, models
+from het_plugin.training import train as train_lib
+
+ROOT = pathlib.Path(__file__).parents[1]
+GIN = ROOT / 'gin'
+RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name != 'train.gin')
+HEADS = {
+  'det': heads.Det,
+  'det_learned_tau': heads.Det,
+  'het': heads.Het,
+  'het_h': heads.HetH,
+  'het_xl': heads.HetXL,
+}
+OWN = [
+  "MIXTURE_OR_TASK_NAME = 'digits'",
+  'NUM_CLASSES = 10',
+  'IMAGE_SIZE = 32',
+  'TRAIN_STEPS = 600',
+]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  configurables.register_trainer()
+  yield
+  gin.clear_config()
+
+
+def bindings(run):
+  return ["MODEL_DIR = 'unused'", *(OWN if run == 'own_images.gin' else [])]
+
+
+def make_model():
+  return gin.get_configurable(models.ClassificationModel)()
+
+
+@pytest.mark.parametrize('run,head', list(itertools.product(RUNS, HEADS)))
+def test_every_run_takes_every_head(run, head):
+  gin_utils.parse_config(
+    [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin'], bindings(run)
+  )
+  model = make_model()
+  assert type(model.head) is HEADS[head]
+  assert model.head.num_classes == gin.query_parameter('%NUM_CLASSES')
+  info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
+  model.validate(info)
+  size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
+  size = size if isinstance(size, int) else gin.query_parameter('%IMAGE_SIZE')
+  image = {'image': (2, size, size, info.channels)}
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), image))
+  assert model.count_params(variables['params']).head == model.head.num_params(
+    model.backbone.pre_logits_dim
+  )
+  with gin.unlock_config():
+    gin.bind_parameter('train.total_steps', 0)
+  with pytest.raises(ValueError, match='total_steps=0'):  # everything else could be built
+    gin.get_configurable(train_lib.train)()
+
+
+def test_head_files_are_the_ones_tested():
+  assert {path.stem for path in (GIN / 'heads').glob('*.gin')} == set(HEADS)
+
+
+@pytest.mark.parametrize(
+  'path', sorted(GIN.glob('models/*.gin')) + sorted(GIN.glob('datasets/*.gin'))
+)
+def test_parts_bind_what_exists(path):
+  """Each part together with the frame: gin refuses names and parameters that there are not."""
+  files = [
+    'het_plugin/gin/runs/train.gin',
+    'het_plugin/gin/models/classification.gin',
+    'het_plugin/gin/models/vit_ti_16.gin',
+    'het_plugin/gin/datasets/digits.gin',
+    'het_plugin/gin/heads/het_xl.gin',
+    str(path),
+  ]
+  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
+  assert info.num_classes == gin.query_parameter('%NUM_CLASSES')
+  assert gin.query_parameter('%EVAL_SPLIT') in info.splits
+  make_model()
+
+
+@pytest.mark.parametrize('path', sorted(GIN.glob('partitioning/*.gin')))
+def test_partitioning_files_make_a_partitioner(path):
+  from het_plugin.training import partitioning
+
+  gin_utils.parse_config([str(path)], [])
+  partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
+  assert partitioner.data_shards * partitioner.model_shards == jax.device_count()
+
+
+def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):
+  (tmp_path / 'mine.gin').write_text(
+    "include 'het_plugin/gin/models/vit_ti_16.gin'\n"
+    'NUM_CLASSES = 77\n'
+    'HEAD = @Det()\n'
+    'Det.num_classes = %NUM_CLASSES\n'
+    "include 'het_plugin/gin/models/classification.gin'\n"
+    'OPTIMIZER = None\n'
+    "include 'het_plugin/gin/heads/het_xl.gin'\n"  # the one line
+    'HetXL.num_factors = 15\n'
+  )
+  monkeypatch.chdir(tmp_path)
+  gin_utils.parse_config(['mine.gin'], [])
+  head = make_model().head
+  assert isinstance(head, heads.HetXL)
+  assert (head.num_classes, head.num_factors) == (77, 15)
+  assert isinstance(head.temperature, heads.LearnedTemperature)
+
+
+RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+
+
+@pytest.mark.parametrize(
+  'files,extra,words',
+  [
+    (RUN[:1], [], 'HEAD is not set: bind it in a gin file or with --gin.HEAD=VALUE'),
+    (RUN, ['HetXL.num_factor = 3'], "doesn't have a parameter named 'num_factor'"),
+    (RUN, ['HetXXL.num_factors = 3'], "No configurable matching 'HetXXL'"),
+    ([*RUN, 'heads/none.gin'], [], "gin_file='heads/none.gin' does not exist"),
+    (RUN, ['NUM_CLASSES = 11'], 'HetXL.num_classes=11 must be the number of classes of the task'),
+    (RUN, ['BATCH_SIZE = 30'], 'batch_size=30 must be a positive multiple of'),
+    (RUN, ['LearnedTemperature.tau_min = 6.0'], 'tau_min=6.0 and tau_max=5.0'),
+    (RUN, ['HetXL.num_factors = 0'], 'HetXL.num_factors=0 must be at least 1'),
+    (RUN, ["MIXTURE_OR_TASK_NAME = 'digit'"], "'digit'; it must be one of"),
+    (RUN, ['PjitPartitioner.num_partitions = 3'], 'num_partitions=3'),
+    (RUN, ["vit.variant = 'XS/4'"], "vit.variant='XS/4' is unknown"),
+    (RUN, ["HetXL.link = 'probit'"], "HetXL.link='probit' is unknown"),
+    (RUN, ['train/Integrator.num_samples = 0'], 'num_samples=0 must be at least 1'),
+    (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
+    (RUN, ['TRAIN_STEPS = 0'], 'total_steps=0'),
+    (RUN, ['TRAIN_STEPS ='], 'Unable to parse value'),
+  ],
+)
+def test_config_errors_are_one_sentence_before_anything_is_written(
+  files, extra, words, tmp_path, capsys
+):
+  from het_plugin import train
+
+  with pytest.raises(SystemExit) as stop, gin_utils.one_sentence_errors():
+    gin_utils.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
+    train.train_from_gin()
+  assert stop.value.code == gin_utils.CONFIG_ERROR
+  message = capsys.readouterr().err.strip()
+  assert words in message.splitlines()[-1]
+  assert message.splitlines()[-1].startswith('Error: ')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_flags_become_bindings():
+  argv = gin_utils.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
+  assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
+  with pytest.raises(SystemExit, match='lacks its value'):
+    gin_utils.rewrite_flags(['train', '--gin.MODEL_DIR'])
