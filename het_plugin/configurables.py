@@ -21,7 +21,7 @@ _PLUGIN = {
     heads.FixedTemperature,
     heads.LearnedTemperature,
   ),
-  'het_plugin.integrate': (integrate.Integrator,),
+  'het_plugin.integrate': (integrate.Integrator, integrate.Analytic),
   'het_plugin.backbones': (backbones.vit,),
   'het_plugin.models': (models.ClassificationModel,),
   'het_plugin.data': (data.DatasetConfig,),

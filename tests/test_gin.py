@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import gin
-from het_plugin import configurables, data, gin_utils, heads, models
+from het_plugin import configurables, data, gin_utils, heads, integrate, models
 from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -64,6 +64,13 @@ def test_every_run_takes_every_head(run, head):
     gin.bind_parameter('train.total_steps', 0)
   with pytest.raises(ValueError, match='total_steps=0'):  # everything else could be built
     gin.get_configurable(train_lib.train)()
+
+
+def test_evaluation_may_do_without_samples():
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+  extra = ['ClassificationModel.eval_integrator = @Analytic()', "Analytic.method = 'taylor'"]
+  gin_utils.parse_config(files, bindings('digits_smoke.gin') + extra)
+  assert make_model().eval_integrator == integrate.Analytic('taylor')
 
 
 def test_head_files_are_the_ones_tested():

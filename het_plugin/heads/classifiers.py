@@ -124,12 +124,14 @@ class Heteroscedastic(Classifier):
     parametrization: 'efficient' or 'full'.
     remainder: 'rank_one' or 'diag'.
     factor_bias: whether J has a bias, as in the reference implementation.
+    initial_noise_scale: size of the noise at the start; 1.0 is the reference's.
   """
 
   num_factors: int = 50
   parametrization: str = 'efficient'
   remainder: str = 'rank_one'
   factor_bias: bool = False
+  initial_noise_scale: float = 1.0
 
   def extra_params(self, pre_logits_dim: int) -> int:
     noise_dim = self.unpadded_noise_dim(pre_logits_dim)
@@ -148,6 +150,7 @@ class Heteroscedastic(Classifier):
       parametrization=self.parametrization,
       remainder=self.remainder,
       factor_bias=self.factor_bias,
+      initial_noise_scale=self.initial_noise_scale,
       dtype=self.dtype,
       **kwargs,
     )

@@ -1,5 +1,7 @@
 """phi -> the low-rank noise of a heteroscedastic head (section 2.2, appendix L)."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,9 @@ class LowRankCovariance(nn.Module):
       standard deviation).
     factor_bias: gives J a bias b as the reference implementation does: the noise then has the mean
       b o v(x), which belongs to the location. Only for 'efficient'.
+    initial_noise_scale: the noise starts about this many times as large as with the reference's
+      initialisers (1.0: as large as the pre-logits themselves). Short runs do better from 0.1:
+      see benchmarks/initial_noise.py.
     dtype: compute type of the matrix products; results are float32.
   """
 
@@ -38,6 +43,7 @@ class LowRankCovariance(nn.Module):
   parametrization: str = 'efficient'
   remainder: str = 'rank_one'
   factor_bias: bool = False
+  initial_noise_scale: float = 1.0
   dtype: jnp.dtype = jnp.float32
 
   def check(self, owner: str) -> None:
@@ -54,6 +60,11 @@ class LowRankCovariance(nn.Module):
     if self.remainder not in REMAINDERS:
       raise ValueError(
         f'{owner}.remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}'
+      )
+    if not self.initial_noise_scale > 0:
+      raise ValueError(
+        f'{owner}.initial_noise_scale={self.initial_noise_scale} must be positive; 1.0 is the '
+        "reference's"
       )
     if self.factor_bias and self.parametrization == 'full':
       raise ValueError(
@@ -74,12 +85,15 @@ class LowRankCovariance(nn.Module):
     """Maps phi [B, D] to the noise and, with `factor_bias`, its mean b o v(x) [B, Q] float32."""
     self.check(type(self).__name__)
     dim, axis, factors = self.noise_dim, self.noise_axis, self.num_factors
-    diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype)  # [B, Q]
+    scale_init = self.initial_noise_scale
+    diag_bias = math.log(math.expm1(scale_init * math.log(2.0)))  # softplus gives scale_init log 2
+    diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype, initial_bias=diag_bias)  # [B, Q]
     diag = jax.nn.softplus(diag) + MIN_DIAG
     if self.parametrization == 'full':
-      loading = affine(self, 'V', phi, (factors, dim), ('factors', axis), self.dtype)  # [B, R, Q]
+      shape, axes = (factors, dim), ('factors', axis)
+      loading = affine(self, 'V', phi, shape, axes, self.dtype, scale_init)  # [B, R, Q]
       return LowRank(None, loading, diag, self.remainder), None
-    scale = affine(self, 'v', phi, (dim,), (axis,), self.dtype)  # [B, Q]
+    scale = affine(self, 'v', phi, (dim,), (axis,), self.dtype, scale_init)  # [B, Q]
     loading = partitioning.param_with_axes(
       'J', nn.initializers.lecun_normal(), (factors, dim), jnp.float32, axes=('factors', axis)
     )

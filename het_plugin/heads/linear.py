@@ -15,16 +15,19 @@ def affine(
   features: tuple[int, ...],
   axes: tuple[str, ...],
   dtype: jnp.dtype,
+  initial_scale: float = 1.0,
+  initial_bias: float = 0.0,
 ) -> jax.Array:
   """phi [B, D] -> phi W + b, float32 [B, *features].
 
-  W and b are the parameters `{name}_kernel` and `{name}_bias` of `module`.
+  W and b are the parameters `{name}_kernel` and `{name}_bias` of `module`; W starts as Lecun's
+  normal times `initial_scale`.
   """
   pre_logits_dim = phi.shape[-1]
 
   def kernel_init(key, shape, dtype):  # fan-in D whatever the rank of `features`
     flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
-    return flat.reshape(shape)
+    return initial_scale * flat.reshape(shape)
 
   kernel = partitioning.param_with_axes(
     f'{name}_kernel',
@@ -35,7 +38,12 @@ def affine(
     module=module,
   )
   bias = partitioning.param_with_axes(
-    f'{name}_bias', nn.initializers.zeros, features, jnp.float32, axes=axes, module=module
+    f'{name}_bias',
+    nn.initializers.constant(initial_bias),
+    features,
+    jnp.float32,
+    axes=axes,
+    module=module,
   )
   return matmul(phi, kernel, dtype) + bias
 

@@ -15,7 +15,7 @@ import numpy as np
 from clu import metrics as clu_metrics
 from flax import linen as nn
 
-from het_plugin.integrate import GaussianLogits, Integrator, example_keys
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys
 from het_plugin.models import metrics as metrics_lib
 
 Batch = Mapping[str, jax.Array]
@@ -70,7 +70,7 @@ class ClassificationModel:
     head: nn.Module,
     optimizer_def: Any,
     train_integrator: Integrator,
-    eval_integrator: Integrator,
+    eval_integrator: Integrator | Analytic,
     loss_normalizing_factor: float | None = None,
     eval_seed: int = 0,
   ):

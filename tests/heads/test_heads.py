@@ -273,6 +273,7 @@ def test_bfloat16_products_give_float32_logits(name):
     (Het(K, num_factors=0), 'num_factors=0'),
     (Het(K, parametrization='dense'), 'efficient, full'),
     (Het(K, remainder='none'), 'rank_one, diag'),
+    (Het(K, initial_noise_scale=0.0), 'initial_noise_scale=0.0'),
     (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
     (HetH(K, num_buckets=0), 'num_buckets=0'),
     (HetXL(K, noise_dim=0), 'noise_dim=0'),
@@ -290,3 +291,19 @@ def test_bad_settings_are_one_sentence(head, words):
   with pytest.raises(ValueError, match=words) as error:
     head.init(jax.random.key(0), PHI)
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('parametrization', ['efficient', 'full'])
+@pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl'])
+def test_initial_noise_scale_scales_the_noise_at_the_start(name, parametrization):
+  phi = jax.random.normal(jax.random.key(3), (256, D))
+
+  def factors(scale):
+    head = HEADS[name].clone(parametrization=parametrization, initial_noise_scale=scale)
+    logits, _ = head.init_with_output(jax.random.key(1), phi)
+    return np.asarray(logits.factors())  # [B, R + 1, Kp]
+
+  reference, small = factors(1.0), factors(0.1)
+  np.testing.assert_allclose(small[:, :R], 0.1 * reference[:, :R], rtol=1e-5, atol=1e-7)
+  remainder = np.abs(small[:, R]).mean() / np.abs(reference[:, R]).mean()
+  assert 0.05 < remainder < 0.25  # a softplus is not homogeneous

@@ -10,7 +10,7 @@ from flax.linen import partitioning
 
 from het_plugin.backbones import ViT
 from het_plugin.heads import Det, FixedTemperature, Het, HetH, HetXL, LearnedTemperature
-from het_plugin.integrate import Integrator, example_keys
+from het_plugin.integrate import Analytic, Integrator, example_keys
 from het_plugin.models import ClassificationModel, ParamCounts
 
 NUM_CLASSES = 10
@@ -321,6 +321,19 @@ def test_predictions_and_scores_agree(head):
   np.testing.assert_allclose(by_rank[:, :1], aux['log_prob'], rtol=1e-4, atol=1e-6)
   every = np.stack([score(np.full((8, 1), k, np.int32)) for k in range(NUM_CLASSES)], axis=1)
   np.testing.assert_allclose(np.exp(every).sum(-1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('head', ['het', 'het_h', 'het_xl'])
+def test_an_analytic_estimator_evaluates_without_samples(head, link):
+  batch = make_batch(rows=64)
+  head = HEADS[head].clone(initial_noise_scale=0.2)
+  sampled, analytic = make_model(head, link=link), make_model(head, link=link)
+  shapes = {name: x.shape for name, x in batch.items()}
+  params = sampled.get_initial_variables(jax.random.key(0), shapes)['params']
+  analytic.eval_integrator = Analytic('taylor')
+  losses = [steps_of(model)[1](params, batch)[0] for model in (sampled, analytic)]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
 
 
 def test_few_classes_have_a_short_top5():
