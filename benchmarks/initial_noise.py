@@ -2,8 +2,9 @@
 
     python benchmarks/initial_noise.py [--scales 1.0,0.1] [--steps 500] [--json OUT]
 
-Trains HET, HET-H and HET-XL with gin/runs/glyphs_quickstart.gin at every initial_noise_scale (1.0 is
-the reference implementation's start). Ten minutes on two CPU cores; one with --steps 20.
+Trains HET, HET-H and HET-XL with gin/runs/glyphs_quickstart.gin at each initial_noise_scale, of
+which 1.0 is the reference implementation's start. Ten minutes on two CPU cores; one with
+--steps 20.
 """
 
 import argparse

@@ -1,0 +1,195 @@
+"""Our integrator against the paper's procedure: seconds and memory of the loss and its gradient.
+
+    python benchmarks/integrator.py [--heads het_xl] [--links softmax] [--json OUT]
+
+The paper's procedure, as its reference implementation has it: all S noise samples are materialised,
+the classifier is applied to every one of them, and the loss is -log of the mean probability,
+differentiated by JAX. Both sides are compiled and timed in turns in this process; seconds are the
+median of the repeats. Memory is what XLA says of the compiled program beyond its arguments and
+results. Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
+--samples 1,16 --repeats 1.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gaussian_problem import print_table, write_json
+
+from het_plugin.heads import class_buckets
+from het_plugin.integrate import (
+  LINKS,
+  SAMPLERS,
+  GaussianLogits,
+  Hashed,
+  Integrator,
+  Linear,
+  LowRank,
+  example_keys,
+)
+from het_plugin.integrate.integrator import multi_hot
+
+HEADS = ('het', 'het_h', 'het_xl')
+CLIP = 1e-7  # of the reference implementation's probabilities
+
+
+def make_arguments(args, head):
+  """Everything that gradients flow to, for pre-logits of width D: noise, W, b, tau."""
+  rng = np.random.default_rng(0)
+  noise_dim = args.classes if head == 'het' else args.dim
+
+  def normal(*shape, scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+  return {
+    'phi': normal(args.batch, args.dim),
+    'scale': normal(args.batch, noise_dim, scale=0.3),  # v(x)
+    'diag': jax.nn.softplus(normal(args.batch, noise_dim)) * 0.3,  # d(x)
+    'loading': normal(args.factors, noise_dim, scale=args.factors**-0.5),  # J
+    'kernel': normal(args.dim, args.classes, scale=args.dim**-0.5),
+    'bias': normal(args.classes),
+    'tau': jnp.float32(1.5),
+  }
+
+
+def reference_loss(head, link, num_samples, buckets):
+  """The paper's procedure: (arguments, labels [B, L], key) -> loss."""
+
+  def loss(x, labels, key):
+    factor_key, diag_key = jax.random.split(key)
+    batch, num_factors = len(x['phi']), len(x['loading'])
+    z = jax.random.normal(factor_key, (num_samples, batch, num_factors))
+    eps = (z @ x['loading']) * x['scale']
+    eps += x['diag'] * jax.random.normal(diag_key, (num_samples, batch, 1))  # [S, B, Q]
+    if head == 'het_xl':
+      logits = (x['phi'] + eps) @ x['kernel'] + x['bias']
+    else:
+      logits = x['phi'] @ x['kernel'] + x['bias'] + (eps[..., buckets] if head == 'het_h' else eps)
+    logits = logits / x['tau']  # [S, B, K]
+    if link == 'softmax':
+      p = jnp.maximum(jax.nn.softmax(logits, axis=-1).mean(0), CLIP)
+      return -jnp.log(jnp.take_along_axis(p, labels, axis=-1)).mean()
+    p = jnp.clip(jax.nn.sigmoid(logits).mean(0), CLIP, 1 - CLIP)
+    on = multi_hot(labels, p.shape[-1])
+    return -jnp.where(on, jnp.log(p), jnp.log1p(-p)).sum(-1).mean()
+
+  return loss
+
+
+def our_loss(head, link, integrator, buckets):
+  """The same loss through `Integrator.nll`."""
+
+  def loss(x, labels, key):
+    projection = {
+      'het': None,
+      'het_h': Hashed(buckets),
+      'het_xl': Linear(x['kernel']),
+    }[head]
+    logits = GaussianLogits(
+      location=x['phi'] @ x['kernel'] + x['bias'],
+      covariance=LowRank(x['scale'], x['loading'], x['diag']),
+      projection=projection,
+      temperature=x['tau'],
+      num_classes=x['bias'].size,
+      link=link,
+    )
+    keys = example_keys(key, jnp.arange(len(labels)))
+    return integrator.nll(logits, labels, keys).mean()
+
+  return loss
+
+
+def compile_loss(loss, *arguments):
+  return jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
+
+
+def time_in_turns(functions, arguments, repeats):
+  """Median seconds of each function, called one after the other `repeats` times."""
+  seconds = [[] for _ in functions]
+  for repeat in range(repeats + 1):  # the first is a warm-up
+    for times, function in zip(seconds, functions, strict=True):
+      start = time.perf_counter()
+      jax.block_until_ready(function(*arguments))
+      if repeat:
+        times.append(time.perf_counter() - start)
+  return [statistics.median(times) for times in seconds]
+
+
+def compare(args, head, link, num_samples):
+  """One row: both sides' seconds and temporary bytes, and how many times ours are smaller."""
+  x = make_arguments(args, head)
+  labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
+  arguments = (x, labels, jax.random.key(1))
+  buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
+  integrator = Integrator(num_samples=num_samples, sampler=args.sampler)
+  ours = compile_loss(our_loss(head, link, integrator, buckets), *arguments)
+  reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
+  seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats)
+  temp, reference_temp = (f.memory_analysis().temp_size_in_bytes for f in (ours, reference))
+  return dict(
+    head=head,
+    link=link,
+    b=args.batch,
+    d=args.dim,
+    k=args.classes,
+    r=args.factors,
+    s=num_samples,
+    sampler=args.sampler,
+    seconds=seconds,
+    reference_seconds=reference_seconds,
+    time_ratio=reference_seconds / seconds,
+    temp_bytes=temp,
+    reference_temp_bytes=reference_temp,
+    memory_ratio=reference_temp / temp,
+  )
+
+
+def names(choices):
+  """An argparse type: comma-separated names out of `choices`."""
+
+  def parse(text):
+    if unknown := [name for name in text.split(',') if name not in choices]:
+      raise argparse.ArgumentTypeError(f'{unknown} unknown: choose from {", ".join(choices)}')
+    return text.split(',')
+
+  return parse
+
+
+def integers(text):
+  return [int(x) for x in text.split(',')]
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
+  parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
+  parser.add_argument('--samples', type=integers, default=[1, 16, 64, 256, 1000], help='S')
+  parser.add_argument('--batch', type=int, default=8, help='examples B')
+  parser.add_argument('--dim', type=int, default=1024, help='pre-logits D')
+  parser.add_argument('--classes', type=int, default=5000, help='classes K')
+  parser.add_argument('--factors', type=int, default=50, help='factors R')
+  parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of our side')
+  parser.add_argument('--repeats', type=int, default=5, help='timed calls of each side')
+  parser.add_argument('--json', type=Path, help='write the rows here')
+  args = parser.parse_args()
+  rows = []
+  for head in args.heads:
+    for link in args.links:
+      rows += [compare(args, head, link, s) for s in args.samples]
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  last = max(rows, key=lambda row: row['s'])
+  worst = min(rows, key=lambda row: row['time_ratio'])
+  write_json(args.json, rows)
+  print(
+    f'{last["head"]}, {last["link"]}, S = {last["s"]}: {last["time_ratio"]:.2f} times as fast in '
+    f'{last["memory_ratio"]:.1f} times less memory; least at S = {worst["s"]} '
+    f'({worst["head"]}, {worst["link"]}): {worst["time_ratio"]:.2f}'
+  )
+
+
+if __name__ == '__main__':
+  main()
