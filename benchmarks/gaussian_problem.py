@@ -20,7 +20,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--classes', type=int, default=500, help='classes K')
   parser.add_argument('--dim', type=int, default=64, help='pre-logits D')
   parser.add_argument('--factors', type=int, default=50, help='factors R')
-  parser.add_argument('--reference_samples', type=int, default=100_000)
+  parser.add_argument(
+    '--reference_samples', type=int, default=100_000, help='samples S of the reference answer'
+  )
   parser.add_argument('--json', type=Path, help='write the rows here')
 
 

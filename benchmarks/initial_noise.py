@@ -1,6 +1,6 @@
 """What starting with little noise is worth in a short run: the quick start's heads, twice.
 
-    python benchmarks/initial_noise.py [--scales 1.0,0.1] [--steps 500] [--json OUT]
+    python benchmarks/initial_noise.py [--scales 1.0,0.1] [--steps 700] [--json OUT]
 
 Trains HET, HET-H and HET-XL with gin/runs/glyphs_quickstart.gin at each initial_noise_scale, of
 which 1.0 is the reference implementation's start. Ten minutes on two CPU cores; one with
@@ -24,7 +24,8 @@ def train(scale: float, args: argparse.Namespace, output_dir: str) -> list[dict]
   command = [sys.executable, '-m', 'het_plugin.quickstart', f'--output_dir={output_dir}']
   command += [f'--heads={",".join(args.heads)}', '--gin.ACTIONS=None']
   command += [f'--gin.{name}_PERIOD={args.steps}' for name in ('EVAL', 'SAVE')]
-  command += [f'--gin.TRAIN_STEPS={args.steps}', *(f'--gin.{b}' for b in args.gin)]
+  command += [f'--gin.TRAIN_STEPS={args.steps}', f'--gin.WARMUP_STEPS={args.steps // 7}']
+  command += [f'--gin.{binding}' for binding in args.gin]
   command += [f'--gin.{HEADS[head]}.initial_noise_scale={scale}' for head in args.heads]
   subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
   columns = ('head', 'nll', 'precision_at_1', 'ece', 'tau')
@@ -38,7 +39,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--scales', default='1.0,0.1', help='two values of initial_noise_scale')
   parser.add_argument('--heads', default=','.join(HEADS), help=f'some of {",".join(HEADS)}')
-  parser.add_argument('--steps', type=int, default=500, help='training steps')
+  parser.add_argument('--steps', type=int, default=700, help='training steps')
   parser.add_argument('--gin', action='append', default=[], metavar='NAME=VALUE', help='a binding')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()

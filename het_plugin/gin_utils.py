@@ -127,9 +127,11 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
   """Runs a main with our flags and logging to stderr."""
   logging.set_stderrthreshold('info')
   stdlib_logging.getLogger('het_plugin').setLevel(stdlib_logging.INFO)
-  # orbax tells each of the some thirty things that it does to write a checkpoint
+  # orbax tells each of the some thirty things that it does to write a checkpoint, gin each file
+  # that it looks for.
+  chatty = re.compile(f'/orbax/checkpoint/|{re.escape(os.path.dirname(gin.__file__))}')
   logging.get_absl_handler().addFilter(
-    lambda record: record.levelno > stdlib_logging.INFO or '/orbax/' not in record.pathname
+    lambda record: record.levelno > stdlib_logging.INFO or not chatty.search(record.pathname)
   )
   jax.config.parse_flags_with_absl()
   app.run(main, flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)))

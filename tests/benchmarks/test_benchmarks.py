@@ -1,0 +1,69 @@
+"""The benchmarks at a tiny size: that they run and that their rows are right, not how fast."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+  path.name for path in (ROOT / 'benchmarks').glob('*.py') if path.name != 'gaussian_problem.py'
+)
+SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
+
+
+def run(script, tmp_path, *flags):
+  """(rows, printed lines) of a benchmark."""
+  out = tmp_path / 'out.json'
+  command = [sys.executable, f'benchmarks/{script}', *flags, f'--json={out}']
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  return json.loads(out.read_text()), result.stdout.splitlines()
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_help_explains_every_flag(script):
+  command = [sys.executable, f'benchmarks/{script}', '--help']
+  text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+  assert '--json' in text
+  for entry in text.split('\n  -')[2:]:  # the first is the heading, the second -h
+    assert len(entry.split()) > 2, f'{script}: -{entry} has no help'
+
+
+def test_integrator(tmp_path):
+  flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=1,5', '--repeats=1']
+  heads, links = ['het', 'het_h', 'het_xl'], ['softmax', 'sigmoid']
+  flags += [f'--heads={",".join(heads)}', f'--links={",".join(links)}']
+  rows, printed = run('integrator.py', tmp_path, *flags)
+  assert [(row['head'], row['link'], row['s']) for row in rows] == [
+    (head, link, s) for head in heads for link in links for s in (1, 5)
+  ]
+  for row in rows:
+    assert row['time_ratio'] == row['reference_seconds'] / row['seconds'] > 0
+    assert row['memory_ratio'] == row['reference_temp_bytes'] / row['temp_bytes'] > 0
+  assert 'times as fast' in printed[-1]
+
+
+def test_samplers(tmp_path):
+  result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000')
+  assert {row['sampler'] for row in result['rows']} == {'iid', 'antithetic', 'sobol'}
+  assert all(row['rmse'] > 0 for row in result['rows'])
+  assert any('ratio' in line for line in printed[-3:])
+
+
+def test_analytic_bias(tmp_path):
+  result, _ = run('analytic_bias.py', tmp_path, *SMALL, '--reference_samples=4000')
+  rmse = {(r['link'], r['noise'], r['estimator']): r['rmse'] for r in result['rows']}
+  for link in ('softmax', 'sigmoid'):
+    assert rmse[link, 'small', 'taylor'] < rmse[link, 'small', 'location']
+
+
+def test_initial_noise(tmp_path):
+  tiny = ['BATCH_SIZE=8', 'EVAL_STEPS=1', 'STATS_PERIOD=1', 'eval/Integrator.num_samples=2']
+  flags = ['--steps=2', '--heads=het_xl', *(f'--gin={binding}' for binding in tiny)]
+  result, printed = run('initial_noise.py', tmp_path, *flags)
+  assert [row['initial_noise_scale'] for row in result['rows']] == [1.0, 0.1]
+  assert result['rows'][0]['nll'] != result['rows'][1]['nll']
+  assert 'HET-XL' in printed[-1]
