@@ -1,0 +1,98 @@
+"""README and docs/: links, paths, flags and bindings that they name exist, and examples run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gin
+from het_plugin import configurables
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')])
+TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs')
+# Made by a run or a reader, not part of the tree.
+EXAMPLES = {'het_plugin/gin/heads/NAME.gin', 'gin/heads/NAME.gin', 'het_plugin.gin'}
+
+pages = pytest.mark.parametrize('page', PAGES, ids=lambda path: path.name)
+
+
+def blocks(page, language):
+  """The fenced blocks of a language, without their indentation in lists."""
+  found = re.findall(rf'^( *)```{language}\n(.*?)^\1```', page.read_text(), re.M | re.S)
+  return [re.sub(f'^{indent}', '', text, flags=re.M) for indent, text in found]
+
+
+@pages
+def test_links_resolve(page):
+  for target in re.findall(r'\]\(([^)#]+)\)', page.read_text()):
+    if not target.startswith('http'):
+      assert (page.parent / target).exists(), target
+
+
+@pages
+def test_paths_exist(page):
+  text = page.read_text()
+  names = re.findall(r'`([\w./-]+)`', text) + re.findall(r"'(het_plugin/gin/[\w./-]+)'", text)
+  names += re.findall(r'(?:=|bash |python )((?:gin|launch|tests|benchmarks)/[\w./-]+)', text)
+  for name in set(names) - EXAMPLES:
+    if name.split('/')[0] in TREES and '/' in name:
+      path = name.removeprefix('het_plugin/') if name.startswith('het_plugin/gin/') else name
+      assert (ROOT / path).exists(), name
+
+
+def defined_flags(module):
+  text = (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
+  text += (ROOT / 'het_plugin' / f'{module}.py').read_text()
+  return set(re.findall(r"flags\.DEFINE_\w+\(\s*'(\w+)'", text)) | {'verbosity', 'help'}
+
+
+@pages
+def test_flags_exist(page):
+  for block in blocks(page, 'bash'):
+    for command in re.sub(r'\\\n', ' ', block).splitlines():
+      if main := re.search(r'python -m het_plugin\.(\w+)', command):
+        flags = set(re.findall(r'--(\w+)(?![\w.])', command))
+        assert flags <= defined_flags(main[1]), command
+
+
+def gin_names(page):
+  """(configurable, parameter or None) that the page binds, macros as (None, name)."""
+  lines = [line for block in blocks(page, 'gin') for line in block.splitlines()]
+  lines += re.findall(r'--gin\.([\w./]+ ?=)', page.read_text())
+  section = None
+  for line in lines:
+    if match := re.match(r'([\w/]+):\s*(#.*)?$', line):
+      section = match[1].split('/')[-1]
+    elif match := re.match(r'(\s*)(?:(\w+)/)?(\w+)(?:\.(\w+))? ?=', line):
+      indent, _, name, parameter = match.groups()
+      if parameter:
+        yield name, parameter
+      elif indent and section:
+        yield section, name
+      else:
+        yield None, name
+
+
+@pages
+def test_bindings_name_what_exists(page):
+  configurables.register_trainer()
+  gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
+  macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
+  for configurable, name in gin_names(page):
+    if configurable is None:
+      assert name in macros | {'NAME'}, f'no gin file has a macro {name}'
+    else:
+      gin.parse_config(f'{configurable}.{name} = None')  # an error where there is no such parameter
+  gin.clear_config()
+
+
+@pages
+def test_python_examples_run(page):
+  """Together, in the order of the page; those that are files of a reader's own are skipped."""
+  code = '\n'.join(block for block in blocks(page, 'python') if not block.startswith('# my_'))
+  if not code:
+    pytest.skip('no Python on this page')
+  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True, timeout=120)
