@@ -86,12 +86,14 @@ class Classifier(nn.Module):
       axes=('embed', 'vocab'),
     )
 
-  def location(self, phi: jax.Array, kernel: jax.Array) -> jax.Array:
-    """W^T phi + b, float32 [B, Kp]."""
+  def bias(self) -> jax.Array:
     start = nn.initializers.constant(self.initial_bias * self.temperature.tau_0)
-    bias = partitioning.param_with_axes(
+    return partitioning.param_with_axes(
       'bias', start, (self.padded_classes,), jnp.float32, axes=('vocab',)
     )
+
+  def location(self, phi: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """W^T phi + b, float32 [B, Kp]."""
     location = matmul(phi, kernel, self.dtype) + bias
     return partitioning.with_sharding_constraint(location, ('batch', 'vocab'))
 
@@ -113,7 +115,7 @@ class Det(Classifier):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits without noise."""
     self.check()
-    return self.gaussian(self.location(phi, self.kernel(phi)), None, None)
+    return self.gaussian(self.location(phi, self.kernel(phi), self.bias()), None, None)
 
 
 class Heteroscedastic(Classifier):
@@ -170,7 +172,7 @@ class Het(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + z F(x)."""
     self.check()
-    location = self.location(phi, self.kernel(phi))
+    location = self.location(phi, self.kernel(phi), self.bias())
     covariance, mean = self.make_covariance(self.padded_classes, 'vocab', name='covariance')(phi)
     return self.gaussian(_shift(location, mean, None), covariance, None)
 
@@ -198,7 +200,7 @@ class HetH(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
     self.check()
-    location = self.location(phi, self.kernel(phi))
+    location = self.location(phi, self.kernel(phi), self.bias())
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
     projection = Hashed(jnp.asarray(class_buckets(self.padded_classes, noise_dim, self.hash_seed)))
@@ -250,18 +252,21 @@ class HetXL(Heteroscedastic):
     if self.get_logits is not None:
       phi = phi.astype(covariance.diag.dtype)
       return self._opaque(phi if mean is None else phi + mean, covariance)
-    kernel = self.kernel(phi)
-    location = self.location(phi, kernel)
-    if self.noise_dim is not None:
-      kernel = partitioning.param_with_axes(
-        'noise_kernel',
-        nn.initializers.lecun_normal(),
-        (noise_dim, self.padded_classes),
-        jnp.float32,
-        axes=('noise', 'vocab'),
-      )
-    projection = Linear(kernel.astype(self.dtype))
-    return self.gaussian(_shift(location, mean, projection), covariance, projection)
+    kernel, bias = self.kernel(phi), self.bias()
+    if self.noise_dim is None:
+      phi = phi if mean is None else phi + mean
+      projection = Linear(kernel.astype(self.dtype), phi, bias)
+      return self.gaussian(self.location(phi, kernel, bias), covariance, projection)
+    noise_kernel = partitioning.param_with_axes(
+      'noise_kernel',
+      nn.initializers.lecun_normal(),
+      (noise_dim, self.padded_classes),
+      jnp.float32,
+      axes=('noise', 'vocab'),
+    )
+    projection = Linear(noise_kernel.astype(self.dtype))
+    location = _shift(self.location(phi, kernel, bias), mean, projection)
+    return self.gaussian(location, covariance, projection)
 
   def _opaque(self, phi, covariance):
     location = self.get_logits(phi)

@@ -16,7 +16,6 @@ from het_plugin.integrate.integrator import (
   ORDERS,
   Integrator,
   multi_hot,
-  num_class_shards,
   pick_order,
 )
 from het_plugin.integrate.samplers import SAMPLERS, antithetic, example_keys, iid, sobol
@@ -40,7 +39,6 @@ __all__ = [
   'iid',
   'mean_field',
   'multi_hot',
-  'num_class_shards',
   'pick_order',
   'project',
   'sobol',

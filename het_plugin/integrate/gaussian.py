@@ -71,9 +71,15 @@ class LowRank:
 
 @struct.dataclass
 class Linear:
-  """logits = location + eps W, with W [Q, Kp]: HET-XL (eq. 5), or W' of eq. 14."""
+  """logits = location + eps W, with W [Q, Kp]: HET-XL (eq. 5), or W' of eq. 14.
+
+  Where the location is phi W + bias with the same W, `phi` and `bias` may say so: the losses then
+  take both products as one, and W has one gradient instead of the sum of two.
+  """
 
   kernel: jax.Array
+  phi: jax.Array | None = None  # [B, Q]
+  bias: jax.Array | None = None  # [Kp]
 
 
 @struct.dataclass

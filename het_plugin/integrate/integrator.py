@@ -9,8 +9,15 @@ import jax.numpy as jnp
 from flax import core
 from flax.linen import partitioning as flax_partitioning
 
-from het_plugin.integrate import samplers, streaming
-from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Linear, Opaque, project
+from het_plugin.integrate import factored, samplers, streaming
+from het_plugin.integrate.gaussian import (
+  GaussianLogits,
+  Hashed,
+  Linear,
+  Opaque,
+  apply_projection,
+  project,
+)
 
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 
@@ -29,8 +36,9 @@ class Integrator:
       applies it to the R + 1 factors first and samples in logit space; 'auto' takes the one with
       fewer floating point operations (`pick_order`). The same draws give the same values either
       way.
-    chunk_size: samples whose logits exist at one time; None derives it from `chunk_bytes`.
-    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, over all devices, in bytes.
+    chunk_size: samples whose logits exist at one time; None takes 32, or fewer if
+      `chunk_bytes` asks for it.
+    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes a device.
     class_shards: tiles into which the classes are cut so that shards never talk inside the sample
       loop; None takes the number of shards that the active mesh and logical axis rules give the
       axis 'vocab' (1 outside a mesh).
@@ -76,12 +84,20 @@ class Integrator:
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.
     """
+    problem = self._factored(logits, keys)
     if logits.link == 'softmax':
       listed = labels >= 0
-      log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
+      if problem is None or labels.shape[-1] > 1:
+        log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
+      else:
+        log_p = self._factored_log_softmax_at(*problem, labels)
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    log_q = self._log_sigmoid(logits, jnp.where(on, 1.0, -1.0), keys)
+    sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
+    if problem is None:
+      log_q = self._log_sigmoid(logits, sign, keys)
+    else:
+      log_q = factored.log_sigmoid(*problem, sign)
     return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array) -> jax.Array:
@@ -110,12 +126,41 @@ class Integrator:
     plan, tiles, const = self._streams(logits, keys)
     return _untile(streaming.log_sigmoid(plan, tiles, const, _tile(sign, const.valid.shape[0])))
 
+  def _factored(self, logits, keys):
+    """The arguments of the fast losses (`factored`) but for the labels; None where only the general
+    road is open: deterministic logits, or more samples at once than fit.
+    """
+    if logits.covariance is None:
+      return None
+    has_factors = can_project_first(logits) and logits.covariance.remainder == 'rank_one'
+    chunk_size = self._chunk(logits)
+    if has_factors and self._order(logits) == 'project_then_sample':
+      plan = streaming.Plan(self.num_samples, chunk_size, self._sampler())
+      return plan, *_factors_and_location(logits), keys
+    # As many samples as there are factors need no budget, since factors have none either.
+    free = logits.covariance.num_normals if has_factors and self.chunk_size is None else 0
+    if self.num_samples > max(chunk_size, free):
+      return None
+    z = self._sampler()(keys, jnp.arange(self.num_samples), logits.covariance.num_normals)
+    plan = streaming.Plan(self.num_samples, self.num_samples, None)
+    return plan, *_samples(logits, z), keys
+
+  def _factored_log_softmax_at(self, plan, rows, shift, keys, labels):
+    """log p [B, 1] at labels [B, 1]."""
+    num_tiles = self._num_tiles(rows.shape[-1])
+    label = jnp.maximum(labels[:, 0], 0)
+    if num_tiles == 1:
+      return factored.log_softmax_at(plan, rows, shift, keys, label)[:, None]
+    tiles = (_tile(x, num_tiles) for x in (rows, shift))
+    return factored.tiled_log_softmax_at(plan, *tiles, keys, label)[:, None]
+
   def _streams(self, logits, keys):
     """The arguments of the streamed estimators: plan, tiles, constants."""
-    num_tiles = self._num_tiles(logits)
+    # Of an opaque function nothing is known of how its classes are laid out.
+    opaque = isinstance(logits.projection, Opaque)
+    num_tiles = 1 if opaque else self._num_tiles(logits.location.shape[-1])
     order = self._order(logits)
-    sampler = self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
-    plan = streaming.Plan(self.num_samples, self._chunk(logits), sampler)
+    plan = streaming.Plan(self.num_samples, self._chunk(logits), self._sampler())
     tiles, buckets = _make_tiles(logits, order, num_tiles)
     valid = _valid(logits).reshape(num_tiles, -1)
     return plan, tiles, streaming.Constants(keys, valid, buckets)
@@ -132,20 +177,22 @@ class Integrator:
       )
     return self.order
 
+  def _sampler(self):
+    return self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
+
   def _chunk(self, logits):
     if self.chunk_size is None:
-      limit = max(1, self.chunk_bytes // (logits.location.size * logits.location.dtype.itemsize))
+      devices = num_shards('vocab') * num_shards('batch')
+      bytes_a_sample = logits.location.size * logits.location.dtype.itemsize / devices
+      limit = min(MAX_CHUNK, max(1, int(self.chunk_bytes // bytes_a_sample)))
     else:
       limit = self.chunk_size
     num_chunks = math.ceil(self.num_samples / limit)
     # Chunks of nearly one size: less of the last one is thrown away.
     return math.ceil(self.num_samples / num_chunks)
 
-  def _num_tiles(self, logits):
-    if isinstance(logits.projection, Opaque):
-      return 1  # nothing is known of how its classes are laid out
-    num_tiles = num_class_shards() if self.class_shards is None else self.class_shards
-    num_classes = logits.location.shape[-1]
+  def _num_tiles(self, num_classes):
+    num_tiles = num_shards('vocab') if self.class_shards is None else self.class_shards
     if num_classes % num_tiles:
       raise ValueError(
         f'{num_classes} (padded) classes do not divide into {num_tiles} shards of the model axis: '
@@ -171,9 +218,10 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
       sample then project   S (R + 1) Q + S Q K
       project then sample   (R + 1) Q K + S (R + 1) K
 
-  Only the first is open where `can_project_first` is not. Without a projection (HET) the two are
-  the same computation. For a hash (HET-H) projecting indexes the factors once instead of every
-  sample, but then samples in K instead of H dimensions.
+  Only the first is open where `can_project_first` is not. Without a projection (HET, Q = K) it
+  makes S samples as large as the factors are, so the smaller number wins. For a hash (HET-H)
+  projecting indexes the factors once instead of every sample, but then samples in K instead of H
+  dimensions.
   """
   covariance, projection = logits.covariance, logits.projection
   if not can_project_first(logits):
@@ -187,23 +235,25 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
       project_first = factors * noise_dim * classes + num_samples * factors * classes
     case Hashed():
       sample_first = num_samples * (factors * noise_dim + HASH_COST * classes)
-      project_first = num_samples * factors * classes
+      project_first = (HASH_COST + num_samples) * factors * classes
     case None:
-      return 'project_then_sample'
+      sample_first, project_first = num_samples, factors
   return 'sample_then_project' if sample_first < project_first else 'project_then_sample'
 
 
 HASH_COST = 16  # multiply-adds in whose time one indexed element is moved there and back
+# Samples at one time: their logits and exponentials together weigh about what the factors weigh.
+MAX_CHUNK = 32
 
 
-def num_class_shards() -> int:
-  """Shards of the logical axis 'vocab' under the active mesh (`jax.set_mesh`) and flax axis rules;
-  1 outside one.
+def num_shards(logical_axis: str) -> int:
+  """Shards of a logical axis under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside
+  one.
   """
   mesh = core.meta.get_global_mesh()
   if mesh is None or not flax_partitioning.get_axis_rules():
     return 1
-  (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',)) or (None,)
+  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
   names = axis if isinstance(axis, tuple) else (axis,)
   return math.prod(mesh.shape[name] for name in names if name is not None)
 
@@ -214,11 +264,53 @@ def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:
 
 
 def _deterministic(logits):
-  return jnp.where(_valid(logits), logits.location / logits.temperature, streaming.PADDED)
+  return _masked(logits, logits.location / logits.temperature)
+
+
+def _masked(logits, u):
+  return jnp.where(_valid(logits), u, streaming.PADDED)
 
 
 def _valid(logits):
   return jnp.arange(logits.location.shape[-1]) < logits.num_classes
+
+
+def _factors_and_location(logits):
+  """F with mu as its last row [B, R + 2, Kp], over tau and in logit space, and what is added to all
+  mu, [Kp] (`factored.log_softmax_at`).
+  """
+  inverse, projection = 1.0 / logits.temperature, logits.projection
+  noise = logits.covariance.scaled(inverse)
+  if _has_phi(projection):
+    rows = [noise.dense_loading(), noise.diag[:, None], projection.phi[:, None] * inverse]
+    rows = apply_projection(projection, jnp.concatenate(rows, axis=1))
+    return rows, _masked(logits, projection.bias * inverse)
+  noise, location = project(noise, projection), logits.location[:, None] * inverse
+  rows = jnp.concatenate([noise.dense_loading(), noise.diag[:, None], location], axis=1)
+  return rows, _masked(logits, jnp.zeros_like(location[0, 0]))
+
+
+def _samples(logits, z):
+  """Samples of the logits over tau, [B, S, Kp], for normals z [B, S, num_normals], and what is
+  added to all of them, [Kp].
+  """
+  inverse, projection = 1.0 / logits.temperature, logits.projection
+  eps = logits.covariance.noise(z)  # [B, S, Q]
+  shift = jnp.zeros_like(logits.location[0])
+  if isinstance(projection, Opaque):
+    phi = projection.phi[:, None] + eps
+    u = projection.get_logits(projection.params, phi.reshape(-1, phi.shape[-1]))
+    u = u.reshape(*phi.shape[:2], -1).astype(shift.dtype) * inverse
+  elif _has_phi(projection):
+    u = apply_projection(projection, (projection.phi[:, None] + eps) * inverse)
+    shift = projection.bias * inverse
+  else:
+    u = apply_projection(projection, eps * inverse) + logits.location[:, None] * inverse
+  return u, _masked(logits, shift)
+
+
+def _has_phi(projection):
+  return isinstance(projection, Linear) and projection.phi is not None
 
 
 def _tile(x, num_tiles):
@@ -242,7 +334,7 @@ def _on_every_shard(x, num_tiles):
 
 def _on_its_shard(x):
   """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
-  if num_class_shards() == 1:
+  if num_shards('vocab') == 1:
     return x
   (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',))
   spec = jax.sharding.PartitionSpec(
