@@ -121,8 +121,10 @@ def time_in_turns(functions, arguments, repeats):
   return [statistics.median(times) for times in seconds]
 
 
-def compare(args, head, link, num_samples):
-  """One row: both sides' seconds and temporary bytes, and how many times ours are smaller."""
+def compare(args, head, link, num_samples, rates):
+  """One row: both sides' seconds and temporary bytes, how many times ours are smaller, and the part
+  of our seconds that the bound explains.
+  """
   x = make_arguments(args, head)
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
@@ -144,10 +146,41 @@ def compare(args, head, link, num_samples):
     seconds=seconds,
     reference_seconds=reference_seconds,
     time_ratio=reference_seconds / seconds,
+    of_bound=bound_seconds(args, head, num_samples, rates) / seconds,
     temp_bytes=temp,
     reference_temp_bytes=reference_temp,
     memory_ratio=reference_temp / temp,
   )
+
+
+def measure_rates(args):
+  """This machine's (exponentials, floating point operations of matrix products) a second.
+
+  Each on operands of the benchmark's own sizes: exp of a chunk of logits, and the product of all
+  examples' factors with W.
+  """
+  x = jnp.zeros((args.batch, 32, args.classes))
+  rows = jnp.ones((args.batch * (args.factors + 2), args.dim))
+  kernel = jnp.ones((args.dim, args.classes))
+  (exp_seconds,) = time_in_turns([jax.jit(jnp.exp)], [x], 5 * args.repeats)
+  (dot_seconds,) = time_in_turns([jax.jit(jnp.matmul)], [rows, kernel], 5 * args.repeats)
+  return x.size / exp_seconds, 2 * rows.size * args.classes / dot_seconds
+
+
+def bound_seconds(args, head, num_samples, rates):
+  """Seconds that value and gradient need at least at the measured rates: one exponential a class
+  and sample, and the products of the cheaper order with their gradients.
+  """
+  per_row = 2 * args.batch * args.classes  # of a product that gives one row of logits, a unit wide
+  factors = args.factors + 2  # with d and mu
+  product = 3 * args.dim  # with W: forward, and to both operands
+  if head == 'het_xl':
+    flops = min(num_samples * product, factors * product + num_samples * 2 * factors)
+  else:
+    flops = product + num_samples * 2 * factors
+  flops *= per_row
+  exponentials = args.batch * num_samples * args.classes
+  return exponentials / rates[0] + flops / rates[1]
 
 
 def names(choices):
@@ -178,18 +211,20 @@ def main():
   parser.add_argument('--repeats', type=int, default=5, help='timed calls of each side')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
+  rates = measure_rates(args)
+  print(f'{rates[0]:.3g} exponentials and {rates[1]:.3g} FLOP a second')
   rows = []
   for head in args.heads:
     for link in args.links:
-      rows += [compare(args, head, link, s) for s in args.samples]
+      rows += [compare(args, head, link, s, rates) for s in args.samples]
   print_table(list(rows[0]), [list(row.values()) for row in rows])
   last = max(rows, key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])
   write_json(args.json, rows)
   print(
     f'{last["head"]}, {last["link"]}, S = {last["s"]}: {last["time_ratio"]:.2f} times as fast in '
-    f'{last["memory_ratio"]:.1f} times less memory; least at S = {worst["s"]} '
-    f'({worst["head"]}, {worst["link"]}): {worst["time_ratio"]:.2f}'
+    f'{last["memory_ratio"]:.1f} times less memory, at {last["of_bound"]:.0%} of the bound; least '
+    f'at S = {worst["s"]} ({worst["head"]}, {worst["link"]}): {worst["time_ratio"]:.2f}'
   )
 
 

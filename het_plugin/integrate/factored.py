@@ -26,7 +26,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.streaming import PADDED, Plan
+from het_plugin.integrate.streaming import PADDED, Plan, first_order
 
 
 def _draw(plan: Plan, keys: jax.Array, num_rows: int, chunk: jax.Array):
@@ -55,7 +55,7 @@ def _logits(rows: jax.Array, shift: jax.Array, z: jax.Array | None) -> jax.Array
 def _with_shift(plan: Plan, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
   mu = gradient.sum(axis=-2) if plan.sampler is None else gradient[..., -1, :]
-  return gradient, mu.sum(axis=-2)
+  return first_order((gradient, mu.sum(axis=-2)))
 
 
 def _pull(z: jax.Array | None, weights: jax.Array) -> jax.Array:

@@ -28,7 +28,8 @@ class Integrator:
   appendix A.1).
 
   Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic
-  logits (no covariance) take the closed form whatever `num_samples` says.
+  logits (no covariance) take the closed form whatever `num_samples` says. Differentiable once, in
+  reverse mode; a second time is an error.
 
   Attributes:
     num_samples: S >= 1.

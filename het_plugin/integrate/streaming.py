@@ -69,6 +69,21 @@ class Constants:
   buckets: jax.Array | None  # [M, k] int32, the hash of HET-H
 
 
+@jax.custom_jvp
+def first_order(gradient):
+  """The identity on a gradient; differentiating it once more is an error."""
+  return gradient
+
+
+@first_order.defjvp
+def _second_order(primals, tangents):
+  del primals, tangents
+  raise NotImplementedError(
+    'Integrator has first derivatives only: its gradient is streamed over samples, and what a '
+    'second derivative needs of them is not kept'
+  )
+
+
 def _tile_logits(
   tile: Tiles, valid: jax.Array, buckets: jax.Array | None, z: jax.Array
 ) -> jax.Array:
@@ -109,7 +124,7 @@ def _accumulate_gradient(plan, tiles, const, cotangent, per_chunk):
     return jax.tree.map(jnp.add, total, gradient), None
 
   zeros = jax.tree.map(jnp.zeros_like, tiles)
-  return jax.lax.scan(body, zeros, (jnp.arange(plan.num_chunks), per_chunk))[0]
+  return first_order(jax.lax.scan(body, zeros, (jnp.arange(plan.num_chunks), per_chunk))[0])
 
 
 def _chunked(x: jax.Array, plan: Plan) -> jax.Array:

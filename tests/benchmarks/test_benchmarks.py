@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -44,6 +45,20 @@ def test_integrator(tmp_path):
     assert row['time_ratio'] == row['reference_seconds'] / row['seconds'] > 0
     assert row['memory_ratio'] == row['reference_temp_bytes'] / row['temp_bytes'] > 0
   assert 'times as fast' in printed[-1]
+
+
+def test_step_overhead(tmp_path):
+  flags = ['--variant=Ti/16', '--image_size=16', '--classes=20', '--factors=3', '--dtype=float32']
+  flags += ['--heads=het,het_xl', '--samples=2,9', '--batches=2,4', '--repeats=1']
+  rows, printed = run('step_overhead.py', tmp_path, *flags, f'--png={tmp_path / "grid.png"}')
+  assert [(row['b'], row['head'], row['s']) for row in rows] == [
+    (b, head, s)
+    for b in (2, 4)
+    for head, s in [('det', 0), ('het', 2), ('het', 9), ('het_xl', 2), ('het_xl', 9)]
+  ]
+  assert all(row['time_ratio'] > 0 and row['memory_ratio'] > 0 for row in rows)
+  assert Image.open(tmp_path / 'grid.png').size[0] > 1000
+  assert 'of DET' in printed[-1]
 
 
 def test_samplers(tmp_path):

@@ -537,6 +537,24 @@ def test_bad_settings_are_named(arguments, words):
     Integrator(**arguments)
 
 
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('order', ['sample_then_project', 'project_then_sample'])
+@pytest.mark.parametrize('method', ['nll', 'log_prob'])
+def test_second_derivatives_are_refused(link, order, method):
+  integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+  arrays = make('linear', dtype=jnp.float32)
+
+  def loss(tau):
+    logits = gaussian(arrays | {'tau': tau}, 'linear', link=link)
+    if method == 'nll':
+      return integrator.nll(logits, pad(LABELS), keys_of()).sum()
+    return integrator.log_prob(logits, keys_of())[:, :K].sum()
+
+  assert np.isfinite(jax.grad(loss)(arrays['tau']))
+  with pytest.raises(NotImplementedError, match='first derivatives only'):
+    jax.grad(jax.grad(loss))(arrays['tau'])
+
+
 def test_impossible_requests_are_named():
   arrays = make('linear', dtype=jnp.float32)
   with pytest.raises(ValueError, match='remainder'):

@@ -1,0 +1,208 @@
+"""A whole training step of a ViT with each head over the same step with DET, in time and memory.
+
+    python benchmarks/step_overhead.py --variant Ti/32 --classes 2000 --batches 16 [--json OUT]
+    python benchmarks/step_overhead.py --heads het,het_h,het_xl --batches 4,8,16 --png grid.png
+
+Forward, backward and AdamW, compiled; seconds are the median of the steps timed in turns with
+DET's. Without flags it is ViT-L/32 with K = 21,843 and bfloat16 activations, for an accelerator;
+the first line above takes a minute on two CPU cores. With several batch sizes and --png the grid of
+Collier et al. (2023), fig. 2: black where the step does not fit in memory.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gaussian_problem import print_table, write_json
+from integrator import integers, names
+
+from het_plugin.backbones import vit
+from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
+from het_plugin.integrate import LINKS, SAMPLERS, Integrator, example_keys
+
+HEADS = {'het': Het, 'het_h': HetH, 'het_xl': HetXL}
+
+
+class Model(nn.Module):
+  backbone: nn.Module
+  head: nn.Module
+
+  def __call__(self, image):
+    return self.head(self.backbone(image)[0])
+
+
+def make_head(args, name):
+  shared = {'num_classes': args.classes, 'link': args.link, 'dtype': args.dtype}
+  if name == 'det':
+    return Det(**shared)
+  return HEADS[name](
+    **shared,
+    num_factors=args.factors,
+    temperature=LearnedTemperature(),
+    initial_noise_scale=0.1,
+  )
+
+
+class Step:
+  """A compiled training step with its state."""
+
+  def __init__(self, args, name, num_samples, batch):
+    model = Model(vit(args.variant, dtype=args.dtype, pooling='gap'), make_head(args, name))
+    integrator = Integrator(num_samples=num_samples, sampler=args.sampler)
+    optimizer = optax.adamw(1e-4)
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(batch, args.image_size, args.image_size, 3))
+    self.image = jnp.asarray(image, jnp.float32)
+    self.label = jnp.asarray(rng.integers(args.classes, size=(batch, 1)), jnp.int32)
+
+    def init(key, image):
+      params = model.init(key, image)['params']
+      return params, optimizer.init(params), jnp.int32(0)
+
+    def step(state, image, label):
+      params, opt_state, count = state
+
+      def loss(params):
+        keys = example_keys(jax.random.fold_in(jax.random.key(0), count), jnp.arange(batch))
+        return integrator.nll(model.apply({'params': params}, image), label, keys).mean()
+
+      value, gradient = jax.value_and_grad(loss)(params)
+      updates, opt_state = optimizer.update(gradient, opt_state, params)
+      return (optax.apply_updates(params, updates), opt_state, count + 1), value
+
+    state = jax.eval_shape(init, jax.random.key(0), self.image)
+    lowered = jax.jit(step, donate_argnums=0).lower(state, self.image, self.label)
+    self.compiled = lowered.compile()
+    self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
+    self.state = jax.jit(init)(jax.random.key(1), self.image)
+
+  def seconds(self):
+    start = time.perf_counter()
+    self.state, value = self.compiled(self.state, self.image, self.label)
+    if not np.isfinite(jax.block_until_ready(value)):
+      raise FloatingPointError(f'the loss is {value}')
+    return time.perf_counter() - start
+
+
+def make_step(*arguments):
+  """The step, or None where it does not fit in memory."""
+  try:
+    step = Step(*arguments)
+    step.seconds()
+    return step
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    return None
+
+
+def compare(args, batch):
+  """Rows of one batch size, DET's first."""
+  det = make_step(args, 'det', 1, batch)
+  rows = [row_of(args, 'det', 0, batch, det, det, None)]
+  for name in args.heads:
+    for num_samples in args.samples:
+      step = make_step(args, name, num_samples, batch)
+      times = None
+      if step and det:
+        pairs = [(step.seconds(), det.seconds()) for _ in range(args.repeats)]
+        times = [statistics.median(side) for side in zip(*pairs, strict=True)]
+      rows.append(row_of(args, name, num_samples, batch, step, det, times))
+  rows[0]['seconds'] = rows[0]['det_seconds'] = next(
+    (row['det_seconds'] for row in rows if row['det_seconds']), None
+  )
+  rows[0]['time_ratio'] = 1.0
+  return rows
+
+
+def row_of(args, name, num_samples, batch, step, det, times):
+  seconds, det_seconds = times or (None, None)
+  temp, det_temp = (side.temp_bytes if side else None for side in (step, det))
+  return dict(
+    head=name,
+    variant=args.variant,
+    k=args.classes,
+    r=args.factors,
+    b=batch,
+    s=num_samples,
+    sampler=args.sampler,
+    seconds=seconds,
+    det_seconds=det_seconds,
+    time_ratio=seconds / det_seconds if times else None,
+    temp_bytes=temp,
+    det_temp_bytes=det_temp,
+    memory_ratio=temp / det_temp if step and det else None,
+  )
+
+
+def draw_grid(rows, path):
+  """Milliseconds an image above, GiB of temporaries below, a column a head (fig. 2)."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  heads = list(dict.fromkeys(row['head'] for row in rows))
+  batches = sorted({row['b'] for row in rows})
+  figure = Figure(figsize=(3.2 * len(heads), 6), layout='constrained')
+  FigureCanvasAgg(figure)
+  axes = figure.subplots(2, len(heads), squeeze=False)
+  measures = {
+    'ms an image': lambda row: row['seconds'] and 1e3 * row['seconds'] / row['b'],
+    'temporaries, GiB': lambda row: row['temp_bytes'] and row['temp_bytes'] / 2**30,
+  }
+  for line, (title, measure) in zip(axes, measures.items(), strict=True):
+    values = {(row['head'], row['s'], row['b']): measure(row) for row in rows}
+    present = [value for value in values.values() if value]
+    for ax, head in zip(line, heads, strict=True):
+      samples = sorted({row['s'] for row in rows if row['head'] == head})
+      table = np.array([[values[head, s, b] or np.nan for b in batches] for s in samples], float)
+      ax.set_facecolor('black')
+      ax.imshow(table, origin='lower', aspect='auto', vmin=min(present), vmax=max(present))
+      for (i, j), value in np.ndenumerate(table):
+        if np.isfinite(value):
+          ax.text(j, i, f'{value:.3g}', ha='center', va='center', color='white', fontsize=8)
+      ax.set_xticks(range(len(batches)), batches)
+      ax.set_yticks(range(len(samples)), [s or '–' for s in samples])
+      ax.set_title(f'{head}: {title}', fontsize=10)
+      ax.set_xlabel('batch')
+      ax.set_ylabel('samples S')
+  figure.savefig(path, dpi=150)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
+  parser.add_argument('--samples', type=integers, default=[16, 256, 1000], help='values of S')
+  parser.add_argument('--batches', type=integers, default=[64], help='batch sizes B')
+  parser.add_argument('--variant', default='L/32', help='ViT size and patch')
+  parser.add_argument('--image_size', type=int, default=224, help='pixels a side')
+  parser.add_argument('--classes', type=int, default=21843, help='classes K')
+  parser.add_argument('--factors', type=int, default=50, help='factors R')
+  parser.add_argument('--link', choices=LINKS, default='softmax', help='of the loss')
+  parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of the noise')
+  parser.add_argument('--dtype', default='bfloat16', help='of activations and products')
+  parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
+  parser.add_argument('--png', type=Path, help='draw the grid here')
+  parser.add_argument('--json', type=Path, help='write the rows here')
+  args = parser.parse_args()
+  rows = [row for batch in args.batches for row in compare(args, batch)]
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  write_json(args.json, rows)
+  if args.png:
+    draw_grid(rows, args.png)
+  fitting = [row for row in rows if row['time_ratio']]
+  most = max(fitting, key=lambda row: (row['s'], row['b']))
+  print(
+    f'{jax.devices()[0].device_kind}: {most["head"]}, S = {most["s"]}, B = {most["b"]}: '
+    f'{most["time_ratio"]:.3f} of the time and {most["memory_ratio"] or 1:.3f} of the temporary '
+    'memory of DET'
+  )
+
+
+if __name__ == '__main__':
+  main()
