@@ -11,17 +11,16 @@ import argparse
 import dataclasses
 
 import jax
+from command_line import print_table, write_json
 from gaussian_problem import (
   NOISE,
   add_flags,
   expectation,
   keys_of,
   make_logits,
-  print_table,
   problem_line,
   reference_log_prob,
   rmse,
-  write_json,
 )
 
 from het_plugin.integrate import ESTIMATORS, LINKS, Analytic, Integrator

@@ -1,8 +1,6 @@
-"""What the benchmarks of estimators share: random Gaussian logits, reference answer, tables."""
+"""What the benchmarks of estimators share: random Gaussian logits and the reference answer."""
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -81,22 +79,8 @@ def expectation(value: jax.Array, log_p: jax.Array, link: str = 'softmax') -> ja
   return (p * value).sum(-1).mean()
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-  """Aligned columns, numbers with four significant digits."""
-  cells = [list(header)]
-  cells += [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  for row in cells:
-    print('  '.join(f'{cell:>{width}}' for cell, width in zip(row, widths, strict=True)))
-
-
 def problem_line(args: argparse.Namespace) -> str:
   return (
     f'HET-XL, B = {args.batch}, K = {args.classes}, D = {args.dim}, R = {args.factors}, '
     f'reference of {args.reference_samples} independent samples'
   )
-
-
-def write_json(path: Path | None, result: dict) -> None:
-  if path is not None:
-    path.write_text(json.dumps(result, indent=1) + '\n')

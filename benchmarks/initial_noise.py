@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gaussian_problem import print_table, write_json
+from command_line import print_table, write_json
 
 HEADS = {'het': 'Het', 'het_h': 'HetH', 'het_xl': 'HetXL'}
 

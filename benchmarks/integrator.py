@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gaussian_problem import print_table, write_json
+from command_line import integers, names, print_table, write_json
 
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (
@@ -181,21 +181,6 @@ def bound_seconds(args, head, num_samples, rates):
   flops *= per_row
   exponentials = args.batch * num_samples * args.classes
   return exponentials / rates[0] + flops / rates[1]
-
-
-def names(choices):
-  """An argparse type: comma-separated names out of `choices`."""
-
-  def parse(text):
-    if unknown := [name for name in text.split(',') if name not in choices]:
-      raise argparse.ArgumentTypeError(f'{unknown} unknown: choose from {", ".join(choices)}')
-    return text.split(',')
-
-  return parse
-
-
-def integers(text):
-  return [int(x) for x in text.split(',')]
 
 
 def main():

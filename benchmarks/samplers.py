@@ -12,16 +12,15 @@ import argparse
 
 import jax
 import jax.numpy as jnp
+from command_line import print_table, write_json
 from gaussian_problem import (
   NOISE,
   add_flags,
   keys_of,
   make_logits,
-  print_table,
   problem_line,
   reference_log_prob,
   rmse,
-  write_json,
 )
 
 from het_plugin.integrate import SAMPLERS, Integrator

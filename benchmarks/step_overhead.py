@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gaussian_problem import print_table, write_json
-from integrator import integers, names
+from command_line import integers, names, print_table, write_json
 
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature

@@ -22,7 +22,7 @@ _PLUGIN = {
     heads.LearnedTemperature,
   ),
   'het_plugin.integrate': (integrate.Integrator, integrate.Analytic),
-  'het_plugin.backbones': (backbones.vit,),
+  'het_plugin.backbones': (backbones.resnet, backbones.vit),
   'het_plugin.models': (models.ClassificationModel,),
   'het_plugin.data': (data.DatasetConfig,),
 }

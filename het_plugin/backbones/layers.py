@@ -47,3 +47,30 @@ class LayerNorm(nn.Module):
     centred = x - x.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
     return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
+
+
+class GroupNorm(nn.Module):
+  """Normalisation over space and groups of channels (Wu and He 2018), in float32.
+
+  Parameters: scale [C] and bias [C] with the logical axis `axis`. The result is of type `dtype`.
+  """
+
+  axis: str
+  dtype: DTypeLike = jnp.float32
+  scale_init: nn.initializers.Initializer = nn.initializers.ones
+  num_groups: int = 32
+  epsilon: float = 1e-5
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [B, H, W, C] -> the same shape."""
+    shape = x.shape[-1:]
+    scale = param_with_axes('scale', self.scale_init, shape, jnp.float32, axes=(self.axis,))
+    bias = param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=(self.axis,))
+    groups = x.astype(jnp.float32).reshape(
+      *x.shape[:-1], self.num_groups, -1
+    )  # [B, H, W, G, C / G]
+    centred = groups - groups.mean((1, 2, 4), keepdims=True)
+    variance = jnp.square(centred).mean((1, 2, 4), keepdims=True)
+    normal = (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
+    return (normal * scale + bias).astype(self.dtype)

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-  path.name for path in (ROOT / 'benchmarks').glob('*.py') if path.name != 'gaussian_problem.py'
-)
+SHARED = {'command_line.py', 'gaussian_problem.py'}
+SCRIPTS = sorted({path.name for path in (ROOT / 'benchmarks').glob('*.py')} - SHARED)
 SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
 
 
@@ -45,6 +44,15 @@ def test_integrator(tmp_path):
     assert row['time_ratio'] == row['reference_seconds'] / row['seconds'] > 0
     assert row['memory_ratio'] == row['reference_temp_bytes'] / row['temp_bytes'] > 0
   assert 'times as fast' in printed[-1]
+
+
+def test_parameter_counts(tmp_path):
+  """All but the two that the paper rounds down (127.27 million)."""
+  rows, printed = run('parameter_counts.py', tmp_path)
+  assert len(rows) == 24
+  differing = [(r['backbone'], r['head'], r['dataset']) for r in rows if not r['matches']]
+  assert differing == [('ResNet152x1', head, 'JFT-4B') for head in ('HET-H', 'HET-XL')]
+  assert '22 of 24' in printed[-3]
 
 
 def test_step_overhead(tmp_path):

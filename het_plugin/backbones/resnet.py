@@ -1,0 +1,228 @@
+"""ResNets with group normalisation and weight standardisation, as BiT has them.
+
+He et al. 2016 (https://arxiv.org/abs/1512.03385, v2: https://arxiv.org/abs/1603.05027); Kolesnikov
+et al. 2020, "Big Transfer (BiT)", https://arxiv.org/abs/1912.11370; Qiao et al. 2019, "Micro-batch
+training with batch-channel normalization and weight standardization",
+https://arxiv.org/abs/1903.10520.
+
+B images, H x W pixels, C channels.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from jax.typing import DTypeLike
+
+from het_plugin.backbones.layers import GroupNorm
+
+VERSIONS = ('v1.5', 'v2')
+# Units of the four stages, table 1 of He et al. 2016.
+DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+ROOT_WIDTH = 64
+
+
+class StandardizedConv(nn.Module):
+  """A convolution without bias whose kernel has mean 0 and variance 1 for every output channel.
+
+  Parameter: kernel [kernel_size, kernel_size, I, O]; the statistics are over all but O, in float32.
+
+  Attributes:
+    features: O.
+    kernel_size: side of the square kernel.
+    axes: logical axes of I and O.
+    stride: in both directions.
+    same_padding: True pads for an output of ceil(H / stride) as TensorFlow does; False with
+      kernel_size // 2 on every side. They differ for strides above 1.
+    dtype: of the operands and the result.
+  """
+
+  features: int
+  kernel_size: int
+  axes: tuple[str | None, str]
+  stride: int = 1
+  same_padding: bool = False
+  dtype: DTypeLike = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [B, H, W, I] -> [B, H', W', O]."""
+    kernel = param_with_axes(
+      'kernel',
+      nn.initializers.he_normal(),
+      (self.kernel_size, self.kernel_size, x.shape[-1], self.features),
+      jnp.float32,
+      axes=(None, None, *self.axes),
+    )
+    kernel = kernel - kernel.mean(axis=(0, 1, 2))
+    kernel = kernel * jax.lax.rsqrt(jnp.square(kernel).mean(axis=(0, 1, 2)) + 1e-10)
+    sides = ((self.kernel_size // 2,) * 2,) * 2
+    return jax.lax.conv_general_dilated(
+      x.astype(self.dtype),
+      kernel.astype(self.dtype),
+      window_strides=(self.stride, self.stride),
+      padding='SAME' if self.same_padding else sides,
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+    )
+
+
+class Bottleneck(nn.Module):
+  """A residual unit of three convolutions: 1 x 1, 3 x 3 with the stride, 1 x 1 to 4 x the width.
+
+  v1.5 normalises after each convolution and rectifies the sum; v2 normalises and rectifies before
+  each, and leaves the sum as it is.
+  """
+
+  width: int
+  stride: int
+  version: str
+  dtype: DTypeLike
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]."""
+    before = self.version == 'v2'
+
+    def conv(name, features, size, axes, x, stride=1):
+      return StandardizedConv(
+        features, size, axes, stride, same_padding=not before, dtype=self.dtype, name=name
+      )(x)
+
+    def norm(name, axis, x, **kwargs):
+      return GroupNorm(axis, dtype=self.dtype, name=name, **kwargs)(x)
+
+    # The residual stream is whole on every device; between the convolutions channels are sharded.
+    widths = (self.width, self.width, 4 * self.width)
+    axes = (('embed', 'mlp'), ('mlp', 'embed'), ('mlp', 'embed'))
+    project = self.stride > 1 or x.shape[-1] != widths[-1]
+    if before:
+      y = nn.relu(norm('norm1', 'embed', x))
+      shortcut = y if project else x
+    else:
+      y, shortcut = x, x
+    if project:
+      shortcut = conv('conv_proj', widths[-1], 1, (None, 'embed'), shortcut, self.stride)
+      shortcut = shortcut if before else norm('norm_proj', 'embed', shortcut)
+    y = _sharded(conv('conv1', widths[0], 1, axes[0], y))
+    y = nn.relu(norm('norm2' if before else 'norm1', 'mlp', y))
+    y = _sharded(conv('conv2', widths[1], 3, axes[1], y, self.stride))
+    y = nn.relu(norm('norm3' if before else 'norm2', 'mlp', y))
+    y = _whole(conv('conv3', widths[2], 1, axes[2], y))
+    if before:
+      return shortcut + y
+    return nn.relu(shortcut + norm('norm3', 'embed', y, scale_init=nn.initializers.zeros))
+
+
+class ResNet(nn.Module):
+  """Image to pre-logits.
+
+  Attributes:
+    stages: residual units of each stage; every stage but the first halves the image.
+    width: channels after the root; a multiple of 32, the groups of the normalisation. The stages'
+      units have `width`, 2 `width`, ... channels inside and four times as many outside.
+    version: 'v2' (BiT's published weights) or 'v1.5'.
+    dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
+
+  Raises:
+    ValueError: for a setting out of its range, when built.
+  """
+
+  stages: Sequence[int]
+  width: int = ROOT_WIDTH
+  version: str = 'v2'
+  dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self):
+    if not self.stages or min(self.stages) < 1:
+      raise ValueError(f'ResNet.stages={tuple(self.stages)} must be numbers of units, at least 1')
+    if self.width < 1 or self.width % GroupNorm.num_groups:
+      raise ValueError(
+        f'ResNet.width={self.width} must be a positive multiple of the {GroupNorm.num_groups} '
+        'groups of the normalisation'
+      )
+    if self.version not in VERSIONS:
+      raise ValueError(
+        f'ResNet.version={self.version!r} is unknown: choose one of {", ".join(VERSIONS)}'
+      )
+    super().__post_init__()
+
+  @property
+  def pre_logits_dim(self) -> int:
+    """Width of phi: 2048 for a width of 64 and four stages."""
+    return 4 * self.width * 2 ** (len(self.stages) - 1)
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Encodes images.
+
+    Args:
+      image: float32 [B, H, W, C].
+      train: makes no difference.
+
+    Returns:
+      phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1',
+      'stage2', ... [B, H', W', C'], and 'pre_logits', which is phi.
+    """
+    del train
+    before, intermediates = self.version == 'v2', {}
+    root = StandardizedConv(
+      self.width, 7, (None, 'embed'), 2, not before, self.dtype, name='conv_root'
+    )
+    x = root(image)
+    if before:
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+      x = nn.max_pool(x, (3, 3), (2, 2), 'VALID')
+    else:
+      x = nn.relu(GroupNorm('embed', dtype=self.dtype, name='norm_root')(x))
+      x = nn.max_pool(x, (3, 3), (2, 2), 'SAME')
+    x = intermediates['root'] = _whole(x)
+    for stage, units in enumerate(self.stages):
+      for unit in range(units):
+        stride = 2 if stage and not unit else 1
+        name = f'stage{stage + 1}_unit{unit + 1:02d}'
+        x = Bottleneck(self.width * 2**stage, stride, self.version, self.dtype, name=name)(x)
+      intermediates[f'stage{stage + 1}'] = x
+    if before:
+      x = nn.relu(GroupNorm('embed', name='norm')(x))
+    phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
+    phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
+    return phi, intermediates
+
+
+def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:
+  """A ResNet by BiT's names: depth, x, factor of the width, such as '50x1' or '152x2'.
+
+  Args:
+    variant: a depth of 50, 101 or 152 with any whole factor.
+    **overrides: fields of `ResNet` that replace or complete those of the variant.
+
+  Raises:
+    ValueError: for an unknown variant or field.
+  """
+  depth, x, factor = variant.partition('x')
+  if not (x and depth.isdecimal() and factor.isdecimal()) or int(depth) not in DEPTHS:
+    raise ValueError(
+      f'resnet.variant={variant!r} is unknown: write one of the depths '
+      f"{', '.join(map(str, DEPTHS))}, an x and the factor of the width, such as '152x1'"
+    )
+  fields = {f.name for f in dataclasses.fields(ResNet)} - {'parent', 'name'}
+  if unknown := overrides.keys() - fields:
+    raise ValueError(
+      f'resnet has no setting {", ".join(sorted(unknown))}: choose from {", ".join(sorted(fields))}'
+    )
+  shape = {'stages': DEPTHS[int(depth)], 'width': ROOT_WIDTH * int(factor)}
+  return ResNet(**{**shape, **overrides})
+
+
+def _whole(x):
+  return with_sharding_constraint(x, ('batch', None, None, 'embed'))
+
+
+def _sharded(x):
+  return with_sharding_constraint(x, ('batch', None, None, 'mlp'))

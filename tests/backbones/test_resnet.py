@@ -1,0 +1,157 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.linen import partitioning
+
+from het_plugin.backbones import ResNet, resnet
+from het_plugin.backbones.layers import GroupNorm
+from het_plugin.backbones.resnet import StandardizedConv
+
+P = jax.sharding.PartitionSpec
+RULES = (('batch', 'data'), ('mlp', 'model'), ('embed', None))
+
+
+def images(batch=4, size=32, channels=3):
+  return jax.random.normal(jax.random.key(7), (batch, size, size, channels))
+
+
+def num_params(model):
+  shapes = jax.eval_shape(model.init, jax.random.key(0), images(1))
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes['params']))
+
+
+def random_params(model, image, scale=0.3):
+  params = model.init(jax.random.key(0), image)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  return tree.unflatten(
+    [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+  )
+
+
+@pytest.mark.parametrize(
+  ('variant', 'version', 'published'),
+  [
+    (
+      '50x1',
+      'v1.5',
+      25_557_032,
+    ),  # torchvision's resnet50, 101, 152: batch normalisation counts alike
+    ('101x1', 'v1.5', 44_549_160),
+    ('152x1', 'v1.5', 60_192_808),
+    ('50x1', 'v2', 25_549_352),  # BiT's, in timm
+  ],
+)
+def test_with_1000_classes_it_has_the_published_number_of_parameters(variant, version, published):
+  model = resnet(variant, version=version)
+  assert num_params(model) + 1000 * (model.pre_logits_dim + 1) == published
+
+
+@pytest.mark.parametrize(
+  ('num_classes', 'millions'), [(18_291, 95.6), (21_843, 102.9), (29_593, 118.8)]
+)
+@pytest.mark.parametrize('version', ['v1.5', 'v2'])
+def test_152x1_has_the_parameters_of_table_3(version, num_classes, millions):
+  model = resnet('152x1', version=version)
+  assert round((num_params(model) + 2049 * num_classes) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize('stride', [1, 2])
+@pytest.mark.parametrize('same_padding', [True, False])
+def test_convolution_is_that_of_flax_on_a_standardized_kernel(stride, same_padding):
+  x = images(2, 9, 5)
+  conv = StandardizedConv(7, 3, (None, 'embed'), stride, same_padding)
+  kernel = random_params(conv, x)['kernel']
+  flat = np.asarray(kernel, np.float64).reshape(-1, 7)
+  standardized = ((flat - flat.mean(0)) / flat.std(0)).reshape(kernel.shape)
+  plain = nn.Conv(7, (3, 3), stride, 'SAME' if same_padding else 1, use_bias=False)
+  expected = plain.apply({'params': {'kernel': jnp.asarray(standardized, jnp.float32)}}, x)
+  np.testing.assert_allclose(conv.apply({'params': {'kernel': kernel}}, x), expected, atol=1e-4)
+
+
+def test_group_norm_is_that_of_flax():
+  x = 3.0 + images(2, 5, 64)
+  norm = GroupNorm('embed')
+  params = random_params(norm, x)
+  reference = nn.GroupNorm(num_groups=32, epsilon=1e-5, use_fast_variance=False)
+  expected = reference.apply({'params': params}, x)
+  np.testing.assert_allclose(norm.apply({'params': params}, x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('version', ['v1.5', 'v2'])
+def test_representations(version):
+  model = ResNet((1, 2), width=32, version=version)
+  (phi, intermediates), _ = model.init_with_output(jax.random.key(0), images())
+  assert phi.shape == (4, model.pre_logits_dim) == (4, 256)
+  assert phi.dtype == jnp.float32
+  shapes = {name: x.shape for name, x in intermediates.items()}
+  assert shapes == {
+    'root': (4, 8, 8, 32),
+    'stage1': (4, 8, 8, 128),
+    'stage2': (4, 4, 4, 256),
+    'pre_logits': (4, 256),
+  }
+  np.testing.assert_array_equal(phi, intermediates['pre_logits'])
+
+
+@pytest.mark.parametrize('version', ['v1.5', 'v2'])
+def test_gradients_reach_every_parameter(version):
+  model = ResNet((1, 2), width=32, version=version)
+  image = images()
+  params = random_params(model, image)
+  gradients = jax.jit(jax.grad(lambda p: model.apply({'params': p}, image)[0].var()))(params)
+  assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_v15_starts_as_its_shortcuts():
+  """The last normalisation of a unit starts at 0."""
+  model = ResNet((2,), width=32, version='v1.5')
+  variables = model.init(jax.random.key(0), images())
+  _, once = model.apply(variables, images())
+  one_unit = {k: v for k, v in variables['params'].items() if k != 'stage1_unit02'}
+  _, other = ResNet((1,), width=32, version='v1.5').apply({'params': one_unit}, images())
+  np.testing.assert_array_equal(once['stage1'], other['stage1'])
+
+
+def test_bfloat16_activations_give_float32_pre_logits():
+  model = ResNet((1, 1), width=32)
+  params = random_params(model, images(), 0.1)
+  phi, intermediates = model.clone(dtype='bfloat16').apply({'params': params}, images())
+  exact, _ = model.apply({'params': params}, images())
+  assert phi.dtype == jnp.float32 and intermediates['stage1'].dtype == jnp.bfloat16
+  np.testing.assert_allclose(phi, exact, atol=0.05 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize('version', ['v1.5', 'v2'])
+def test_a_mesh_shards_the_channels_and_changes_nothing(version):
+  model = ResNet((1, 1), width=32, version=version)
+  image = images()
+  params = random_params(model, image, 0.1)
+  expected = model.apply({'params': params}, image)[0]
+  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), partitioning.axis_rules(RULES):
+    axes = jax.eval_shape(model.init, jax.random.key(0), image)['params_axes']
+    kernel = axes['stage1_unit01']['conv1']['kernel_axes'].names
+    assert partitioning.logical_to_mesh_axes(kernel) == P(None, None, None, 'model')
+    got = jax.jit(lambda p, x: model.apply({'params': p}, x)[0])(params, image)
+  np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ('make', 'words'),
+  [
+    (lambda: resnet('18x1'), "variant='18x1'"),
+    (lambda: resnet('152'), 'factor of the width'),
+    (lambda: resnet('50x1', patch_size=3), 'no setting patch_size'),
+    (lambda: resnet('50x1', version='v3'), "version='v3'"),
+    (lambda: ResNet((1,), width=48), 'width=48'),
+    (lambda: ResNet(()), r'stages=\(\)'),
+  ],
+)
+def test_bad_settings_are_one_sentence(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()
