@@ -91,7 +91,7 @@ class Integrator:
       if problem is None or labels.shape[-1] > 1:
         log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
       else:
-        log_p = self._factored_log_softmax_at(*problem, labels)
+        log_p = self._factored_log_softmax_at(self._num_tiles(logits), *problem, labels)
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
     sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
@@ -146,9 +146,8 @@ class Integrator:
     plan = streaming.Plan(self.num_samples, self.num_samples, None)
     return plan, *_samples(logits, z), keys
 
-  def _factored_log_softmax_at(self, plan, rows, shift, keys, labels):
+  def _factored_log_softmax_at(self, num_tiles, plan, rows, shift, keys, labels):
     """log p [B, 1] at labels [B, 1]."""
-    num_tiles = self._num_tiles(rows.shape[-1])
     label = jnp.maximum(labels[:, 0], 0)
     if num_tiles == 1:
       return factored.log_softmax_at(plan, rows, shift, keys, label)[:, None]
@@ -157,9 +156,7 @@ class Integrator:
 
   def _streams(self, logits, keys):
     """The arguments of the streamed estimators: plan, tiles, constants."""
-    # Of an opaque function nothing is known of how its classes are laid out.
-    opaque = isinstance(logits.projection, Opaque)
-    num_tiles = 1 if opaque else self._num_tiles(logits.location.shape[-1])
+    num_tiles = self._num_tiles(logits)
     order = self._order(logits)
     plan = streaming.Plan(self.num_samples, self._chunk(logits), self._sampler())
     tiles, buckets = _make_tiles(logits, order, num_tiles)
@@ -192,7 +189,10 @@ class Integrator:
     # Chunks of nearly one size: less of the last one is thrown away.
     return math.ceil(self.num_samples / num_chunks)
 
-  def _num_tiles(self, num_classes):
+  def _num_tiles(self, logits):
+    if isinstance(logits.projection, Opaque):
+      return 1  # nothing is known of how its classes are laid out
+    num_classes = logits.location.shape[-1]
     num_tiles = num_shards('vocab') if self.class_shards is None else self.class_shards
     if num_classes % num_tiles:
       raise ValueError(

@@ -229,7 +229,10 @@ def test_gradient_matches_finite_differences():
     check_grads(loss, (arrays,), order=1, modes=['rev'], rtol=1e-6, atol=1e-6)
 
 
-def test_opaque_get_logits_agrees_with_shared_w():
+@pytest.mark.parametrize('chunk_size', [3, None])
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
+  """On a mesh too, which 13 classes do not divide over."""
   with jax.enable_x64(True):
     arrays = make('linear')
     phi = jnp.asarray(np.random.default_rng(2).normal(size=(B, D)))
@@ -238,14 +241,15 @@ def test_opaque_get_logits_agrees_with_shared_w():
     def shared(kernel, phi, covariance):
       location = jnp.pad(phi @ kernel, ((0, 0), (0, KP - K)))
       padded = jnp.pad(kernel, ((0, 0), (0, KP - K)))
-      return GaussianLogits(location, covariance, Linear(padded), arrays['tau'], num_classes=K)
+      return GaussianLogits(location, covariance, Linear(padded), arrays['tau'], K, link)
 
     def opaque(kernel, phi, covariance):
       projection = Opaque(phi, kernel, lambda kernel, x: x @ kernel)
-      return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], num_classes=K)
+      return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], K, link)
 
     def loss(build, *args):
-      return Integrator(num_samples=S, chunk_size=3).nll(build(*args), pad(LABELS), keys_of()).sum()
+      integrator = Integrator(num_samples=S, chunk_size=chunk_size)
+      return integrator.nll(build(*args), pad(LABELS), keys_of()).sum()
 
     covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
     args = (kernel, phi, covariance)
@@ -254,6 +258,10 @@ def test_opaque_get_logits_agrees_with_shared_w():
     ]
     np.testing.assert_allclose(values[0][0], values[1][0], rtol=1e-12)
     assert relative_error(values[1][1], values[0][1]) < 1e-10
+    mesh = jax.make_mesh((1, 8), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    on_mesh = sharded(jax.value_and_grad(lambda *a: loss(opaque, *a), (0, 1, 2)), mesh)(*args)
+    np.testing.assert_allclose(on_mesh[0], values[0][0], rtol=1e-12)
+    assert relative_error(on_mesh[1], values[0][1]) < 1e-10
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
