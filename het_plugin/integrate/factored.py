@@ -103,7 +103,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
   """The answer [B], the sum of omega [B], and the sums of the module docstring over samples: the
   vector [B, T + 1] and the matrix [B, T + 1, K] (without a sampler [B, S] and [B, S, K]).
   """
-  batch, num_rows, num_classes = rows.shape
+  batch, num_rows, _ = rows.shape
 
   def body(carry, chunk):
     top, total, sums = carry
