@@ -9,6 +9,7 @@ which 1.0 is the reference implementation's start. Ten minutes on two CPU cores;
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,8 @@ def train(scale: float, args: argparse.Namespace, output_dir: str) -> list[dict]
   command += [f'--gin.TRAIN_STEPS={args.steps}', f'--gin.WARMUP_STEPS={args.steps // 7}']
   command += [f'--gin.{binding}' for binding in args.gin]
   command += [f'--gin.{HEADS[head]}.initial_noise_scale={scale}' for head in args.heads]
-  subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+  devices = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}  # as launch/quickstart.sh
+  subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=devices | os.environ)
   columns = ('head', 'nll', 'precision_at_1', 'ece', 'tau')
   return [
     {'initial_noise_scale': scale} | {name: row[name] for name in columns}

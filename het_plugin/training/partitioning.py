@@ -136,9 +136,12 @@ class PjitPartitioner:
       )
     devices = list(jax.devices() if devices is None else devices)
     if model < 1 or len(devices) % model:
+      hint = ''
+      if devices[0].platform == 'cpu':
+        hint = ' (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a CPU)'
       raise ValueError(
         f'{setting} asks for a model axis of {model}, which must be at least 1 and divide the '
-        f'number of devices, {len(devices)}.'
+        f'number of devices, {len(devices)}{hint}.'
       )
     shape = (len(devices) // model, model)
     if devices[0].platform == 'tpu':
