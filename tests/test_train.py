@@ -139,7 +139,8 @@ def test_a_det_checkpoint_starts_a_het_xl_model(tmp_path):
 
 def test_fsdp_file_shards_parameters_over_data(tmp_path):
   steps = ['TRAIN_STEPS = 1', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 1']
-  parse('het_xl', tmp_path, *steps, files=['het_plugin/gin/partitioning/fsdp.gin'])
+  files = [f'het_plugin/gin/partitioning/{name}.gin' for name in ('model_2', 'fsdp')]
+  parse('het_xl', tmp_path, *steps, files=files)
   _, state = gin.get_configurable(train.train)()
   assert state.params['head']['kernel'].sharding.spec == jax.sharding.PartitionSpec('data', 'model')
   assert gin.get_configurable(partitioning.PjitPartitioner)().model_shards == 2
