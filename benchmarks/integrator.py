@@ -187,7 +187,9 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
   parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
-  parser.add_argument('--samples', type=integers, default=[1, 16, 64, 256, 1000], help='S')
+  parser.add_argument(
+    '--samples', type=integers, default=[1, 16, 64, 256, 1000], help='values of S'
+  )
   parser.add_argument('--batch', type=int, default=8, help='examples B')
   parser.add_argument('--dim', type=int, default=1024, help='pre-logits D')
   parser.add_argument('--classes', type=int, default=5000, help='classes K')

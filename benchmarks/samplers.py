@@ -29,7 +29,9 @@ from het_plugin.integrate import SAMPLERS, Integrator
 def parse_args():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   add_flags(parser)
-  parser.add_argument('--samples', type=int, nargs='+', default=[16, 64, 256, 1000], help='S')
+  parser.add_argument(
+    '--samples', type=int, nargs='+', default=[16, 64, 256, 1000], help='values of S'
+  )
   parser.add_argument('--trials', type=int, default=20, help='keys an example')
   args = parser.parse_args()
   if len(args.samples) < 2:

@@ -60,7 +60,7 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
       raise ValueError(f'{head}: {len(step)} steps but {len(values)} values of {name}.')
     color, dashes = styles[head]
     smooth = _smooth(values)
-    if len(values) > 2 and not np.array_equal(smooth, values):
+    if len(values) > 2 and not np.array_equal(smooth, values, equal_nan=True):
       ax.plot(step, values, color=color, alpha=0.18, linewidth=0.8)
     ax.plot(step, smooth, color=color, linestyle=dashes, linewidth=1.8)
     finite = smooth[np.isfinite(smooth)]
@@ -80,12 +80,17 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """Centred moving average over _SMOOTH_FRACTION of the points; shorter windows at the ends."""
+  """Centred moving average over _SMOOTH_FRACTION of the points, shorter windows at the ends. A NaN
+  stays one and counts for nothing in its neighbours' averages.
+  """
   half = int(len(values) * _SMOOTH_FRACTION / 2)
   if not half:
     return values
   kernel = np.ones(2 * half + 1)
-  return np.convolve(values, kernel, 'same') / np.convolve(np.ones_like(values), kernel, 'same')
+  known = np.isfinite(values)
+  total = np.convolve(np.where(known, values, 0.0), kernel, 'same')
+  count = np.convolve(known, kernel, 'same')
+  return np.divide(total, count, out=np.full_like(total, np.nan), where=known)
 
 
 def _label_ends(ax: Axes, ends: Mapping[str, float], styles: Mapping) -> None:

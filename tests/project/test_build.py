@@ -54,6 +54,7 @@ def sources(target):
   return [src for src in target['srcs'] if src not in shared]
 
 
+FILEGROUPS = {f':{t["name"]}': t['srcs'] for t in TARGETS if t['kind'] == 'filegroup'}
 OWNER = {src: target['name'] for target in PYTHON for src in sources(target)}
 
 
@@ -130,19 +131,42 @@ def test_kinds():
     assert kinds[source] == wanted, f'{source} should be in a {wanted}'
 
 
+def test_a_binary_is_its_main():
+  for target in PYTHON:
+    if target['kind'] == 'py_binary':
+      assert target['srcs'] == [target['main']], f'BUILD: srcs and main of {target["name"]} differ'
+
+
+def test_files_read_at_run_time_are_data():
+  """Of libraries and binaries: tests see the whole checkout anyway."""
+  labels = [label for t in PYTHON if t['kind'] != 'py_test' for label in t.get('data', ())]
+  given = {file for label in labels for file in FILEGROUPS.get(label, [label])}
+  missing = {
+    file
+    for file in glob(['het_plugin/**/*', 'gin/**/*'])
+    if not file.endswith(('.py', '.pyc')) and file not in given
+  }
+  assert not missing, f'BUILD: {sorted(missing)} should be data of the library that reads them'
+
+
 @pytest.mark.parametrize('target', PYTHON, ids=lambda target: target['name'])
 def test_dependencies_are_the_imports(target):
   wanted = {label_of(module) for src in sources(target) for module in imported_modules(src)}
   wanted -= {f':{target["name"]}'}
   if target['kind'] == 'py_test':  # pytest comes with the main of tests
     wanted = (wanted - {'@pypi//pytest'}) | {':pytest_main'}
-  assert sorted(target.get('deps', ())) == sorted(wanted)
+  deps = target.get('deps', ())
+  lacking, needless = sorted(wanted - set(deps)), sorted(set(deps) - wanted)
+  assert sorted(deps) == sorted(wanted), (
+    f'BUILD, deps of {target["name"]}: add {lacking}, remove {needless} and repetitions'
+  )
 
 
 def test_labels_name_targets():
   names = {target['name'] for target in TARGETS}
   used = {label for t in TARGETS for key in ('deps', 'data') for label in t.get(key, ())}
-  assert {label[1:] for label in used if label.startswith(':')} <= names
+  unknown = {label for label in used if label.startswith(':') and label[1:] not in names}
+  assert not unknown, f'BUILD has no targets {sorted(unknown)}'
 
 
 def test_third_party_packages_are_declared():
@@ -151,4 +175,5 @@ def test_third_party_packages_are_declared():
   requirements = [*project['dependencies'], *project['optional-dependencies']['test']]
   declared = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in requirements}
   used = {label for target in PYTHON for label in target.get('deps', ()) if label[0] == '@'}
-  assert {label.removeprefix('@pypi//') for label in used} <= declared
+  missing = {label.removeprefix('@pypi//') for label in used} - declared
+  assert not missing, f'pyproject.toml lacks {sorted(missing)}'

@@ -43,19 +43,43 @@ def test_paths_exist(page):
       assert (ROOT / path).exists(), name
 
 
-def defined_flags(module):
-  text = (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
-  text += (ROOT / 'het_plugin' / f'{module}.py').read_text()
-  return set(re.findall(r"flags\.DEFINE_\w+\(\s*'(\w+)'", text)) | {'verbosity', 'help'}
+def defined_flags(main):
+  """Flags of a main, by the source text that defines them."""
+  text = (ROOT / main).read_text()
+  if 'add_flags(' in text:
+    text += (ROOT / 'benchmarks' / 'gaussian_problem.py').read_text()
+  if main.startswith('het_plugin/'):
+    text += (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
+  flags = re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text)
+  return {*flags, 'verbosity', 'help'}
+
+
+def main_of(command):
+  """The file of the main that a shell line starts; None where it is none of ours."""
+  if 'launch/quickstart.sh' in command:  # hands its arguments on
+    return 'het_plugin/quickstart.py'
+  if module := re.search(r'python -m (het_plugin\.\w+)', command):
+    return module[1].replace('.', '/') + '.py'
+  script = re.search(r'python (benchmarks/\w+\.py)', command)
+  return script and script[1]
 
 
 @pages
 def test_flags_exist(page):
   for block in blocks(page, 'bash'):
     for command in re.sub(r'\\\n', ' ', block).splitlines():
-      if main := re.search(r'python -m het_plugin\.(\w+)', command):
-        flags = set(re.findall(r'--(\w+)(?![\w.])', command))
-        assert flags <= defined_flags(main[1]), command
+      if main := main_of(command):
+        unknown = set(re.findall(r'--(\w+)(?![\w.])', command)) - defined_flags(main)
+        assert not unknown, f'{main} has no flag {unknown}: {command}'
+
+
+@pages
+def test_flags_in_the_text_are_flags_of_a_main(page):
+  mains = ['het_plugin/train.py', 'het_plugin/quickstart.py']
+  mains += [f'benchmarks/{path.name}' for path in (ROOT / 'benchmarks').glob('*.py')]
+  unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
+  unknown -= set().union(*map(defined_flags, mains))
+  assert not unknown, f'no main has a flag {unknown}'
 
 
 def gin_names(page):
@@ -86,6 +110,24 @@ def test_bindings_name_what_exists(page):
       assert name in macros | {'NAME'}, f'no gin file has a macro {name}'
     else:
       gin.parse_config(f'{configurable}.{name} = None')  # an error where there is no such parameter
+  gin.clear_config()
+
+
+def configurable(name):
+  """What gin knows by this name; None where it knows nothing."""
+  try:
+    return gin.get_configurable(name)
+  except ValueError:
+    return None
+
+
+@pages
+def test_parameters_in_the_text_exist(page):
+  configurables.register_trainer()
+  for name, parameter in re.findall(r'`(?:\w+/)?(\w+)\.(\w+)`', page.read_text()):
+    is_file = parameter in ('gin', 'py')
+    if not is_file and (known := configurable(name)) and not hasattr(known, parameter):
+      gin.parse_config(f'{name}.{parameter} = None')  # an error where there is no such parameter
   gin.clear_config()
 
 

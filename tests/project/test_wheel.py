@@ -37,25 +37,50 @@ def test_all_code_and_gin_files_are_inside(site):
   assert {path.name for path in site.iterdir() if path.suffix != '.dist-info'} == {'het_plugin'}
 
 
+def run(code, site, folder):
+  """What a program in `folder` prints that has the wheel, and not the checkout, on its path."""
+  start = f"""
+import sys
+sys.path = [{str(site)!r}, *(path for path in sys.path if path not in ('', {str(ROOT)!r}))]
+# An editable installation of the checkout may have a finder of its own.
+sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in str(finder).lower()]
+import het_plugin
+assert het_plugin.__file__.startswith({str(site)!r}), het_plugin.__file__
+"""
+  command = [sys.executable, '-c', start + code]
+  result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  return result.stdout.split()
+
+
 def test_a_config_elsewhere_binds_a_head_with_one_include(site, tmp_path):
   (tmp_path / 'mine.gin').write_text(
     "include 'het_plugin/gin/runs/digits_smoke.gin'\n"
     "include 'het_plugin/gin/heads/het_xl.gin'\n"
     'HetXL.num_factors = 3\n'
   )
-  code = f"""
-import sys
-sys.path = [{str(site)!r}, *(p for p in sys.path if p and {str(ROOT)!r} + '/het_plugin' != p)]
-# An editable installation of the checkout would come before the path.
-sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]
-import gin, het_plugin
-assert het_plugin.__file__.startswith({str(site)!r}), het_plugin.__file__
+  code = """
+import gin
 from het_plugin import configurables, gin_utils, models
 configurables.register_trainer()
 gin_utils.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
-print(gin.get_configurable(models.ClassificationModel)().head.num_factors, gin.__name__)
+print(gin.get_configurable(models.ClassificationModel)().head.num_factors)
 """
-  result = subprocess.run(
-    [sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True
+  assert run(code, site, tmp_path) == ['3']
+
+
+def test_a_host_that_knows_only_gin_takes_the_include_too(site, tmp_path):
+  """As t5x does: nothing of ours is imported before gin meets the include."""
+  (tmp_path / 'mine.gin').write_text(
+    "include 'het_plugin/gin/heads/het_xl.gin'\nNUM_CLASSES = 7\nHetXL.num_factors = 3\n"
   )
-  assert result.stdout.split() == ['3', 'gin'], result.stderr
+  code = """
+import importlib.util  # which gin 0.5 uses and leaves to others to import
+import gin
+gin.parse_config_file('mine.gin')
+head = gin.query_parameter('%HEAD').scoped_configurable_fn()
+print(type(head).__name__, head.num_classes, head.num_factors, gin.__file__)
+"""
+  *head, gin_file = run(code, site, tmp_path)
+  assert head == ['HetXL', '7', '3']
+  assert not gin_file.startswith((str(site), str(ROOT / 'gin')))

@@ -1,100 +1,110 @@
-"""The plots and the HTML page."""
+"""The HTML page, read back with a parser."""
 
+import datetime
 import html.parser
-import io
-import math
-
-import numpy as np
-import pytest
-from PIL import Image
+import importlib.metadata
+import sys
 
 from het_plugin import reporting
-from het_plugin.reporting import plots
 
+PNG = b'\x89PNG not really'
 VOID = {'meta', 'img'}
-CURVES = {
-  'DET': {'step': [1, 2, 3], 'loss': [5.0, 4.0, 3.0], 'tau': [1.0, 1.0, 1.0]},
-  'HET-XL': {'step': [1, 2, 3], 'loss': [6.0, math.nan, 3.0]},
-}
-
-
-def test_curves_are_a_png_of_the_asked_resolution():
-  image = Image.open(io.BytesIO(reporting.curves_png(CURVES, dpi=50)))
-  assert image.size == (550, 210)
-  colours = np.unique(np.asarray(image.convert('RGB')).reshape(-1, 3), axis=0)
-  assert len(colours) > 10
-
-
-def test_a_wide_range_and_a_single_point_can_be_drawn():
-  reporting.curves_png({'a': {'step': range(500), 'loss': np.geomspace(1e-3, 1e3, 500)}}, dpi=30)
-  reporting.curves_png({'a': {'step': [1], 'tau': [math.nan]}}, dpi=30)
-
-
-@pytest.mark.parametrize(
-  'curves,words',
-  [
-    ({}, 'neither of'),
-    ({'DET': {'step': [1]}}, "heads: \\['DET'\\]"),
-    ({'DET': {'step': [1, 2], 'loss': [1.0]}}, 'DET: 2 steps but 1 values of loss'),
-  ],
+ROWS = [{'head': '<script>', 'nll': 1.0}, {'head': 'HET', 'nll': 2.0}]
+PROVENANCE = reporting.Provenance(
+  'python -m x "<u>"', 'today', {'jax': '1.2'}, {'<b>': "x = '<y>'"}
 )
-def test_wrong_curves_are_an_error(curves, words):
-  with pytest.raises(ValueError, match=words):
-    reporting.curves_png(curves)
-
-
-@pytest.mark.parametrize('heights', [[0.0, 0.0, 0.0], [0.99, 1.0, 1.0], [0.2, 0.5, 0.52], [0.5]])
-def test_labels_are_pushed_apart_and_stay_inside(heights):
-  gap = 0.055
-  apart = plots._push_apart(heights, gap)
-  assert all(0 <= height <= 1 for height in apart)
-  assert all(b - a > gap - 1e-9 for a, b in zip(apart[:-1], apart[1:], strict=True))
-  assert max(abs(a - b) for a, b in zip(heights, apart, strict=True)) <= gap * (len(heights) - 1)
 
 
 class Page(html.parser.HTMLParser):
-  """Checks that tags close in order; keeps the text and what is loaded from elsewhere."""
+  """Checks that tags close in order; keeps the tags, the text by its innermost tag, and whatever an
+  attribute names that could lie elsewhere.
+  """
 
-  def __init__(self, text):
+  def __init__(self, document):
     super().__init__()
-    self.open, self.text, self.sources = [], [], []
-    self.feed(text)
+    self.open, self.tags, self.text, self.sources = [], set(), [], []
+    self.feed(document)
+    self.close()
     assert not self.open
 
   def handle_starttag(self, tag, attrs):
-    self.sources += [value for name, value in attrs if name in ('src', 'href')]
+    attributes = dict(attrs)
+    self.tags.add(tag)
+    self.sources += [attributes[name] for name in ('src', 'href', 'srcset') if name in attributes]
     if tag not in VOID:
-      self.open.append(tag)
+      self.open.append((tag, attributes.get('class')))
 
   def handle_endtag(self, tag):
-    assert self.open.pop() == tag
+    assert self.open.pop()[0] == tag
 
   def handle_data(self, data):
-    self.text.append(data)
+    if data.strip():
+      self.text.append((*self.open[-1], data.strip()))
+
+  def of(self, tag, css_class=None):
+    return [data for *where, data in self.text if where == [tag, css_class]]
 
 
-def test_the_page_is_whole_escaped_and_needs_no_other_file():
-  provenance = reporting.Provenance.of_this_process('het_plugin.quickstart', {'<b>': "x = '<y>'"})
-  page = Page(
-    reporting.html_page(
-      title='a < b',
-      introduction='& more',
-      rows=[{'head': '<script>', 'nll': 1.0}, {'head': 'HET', 'nll': 2.0}],
-      references=[{'head': 'chance', 'nll': 7.0}],
-      notes=['note "one"'],
-      figures=[reporting.Figure(reporting.curves_png(CURVES, dpi=30), 'cap<tion', 'alt "text"')],
-      provenance=provenance,
-    )
+def make_page(**changes):
+  arguments = dict(title='title', introduction='done', rows=ROWS, provenance=PROVENANCE)
+  return Page(reporting.html_page(**arguments | changes))
+
+
+def test_all_text_is_escaped():
+  document = reporting.html_page(
+    title='<b>title',
+    introduction='<i>&amp;',
+    rows=[*ROWS, {'head': 'DET', 'note': '<i>'}],
+    notes=['note "one" <u>'],
+    figures=[reporting.Figure(PNG, 'cap<tion', 'alt "text" <img>')],
+    provenance=PROVENANCE,
   )
-  text = '\n'.join(page.text)
-  for expected in ('a < b', '& more', '<script>', 'chance', 'note "one"', 'cap<tion', "x = '<y>'"):
-    assert expected in text
-  assert 'script' not in page.open
+  page = Page(document)
+  assert not page.tags & {'script', 'i', 'b', 'u', 'y'}
+  assert document.count('<img') == 1
+  assert 'alt="alt &quot;text&quot; &lt;img&gt;"' in document
+  text = [data for *_, data in page.text]
+  assert {'<i>&amp;', '<script>', '<i>', 'note "one" <u>', 'cap<tion'} <= set(text)
+  assert page.of('title') == page.of('h1') == ['<b>title']
+  assert page.of('pre') == ['python -m x "<u>"', "x = '<y>'"]
+  assert page.of('summary') == ['Configuration: <b>']
+
+
+def test_the_page_needs_no_other_file():
+  page = make_page(figures=[reporting.Figure(PNG, 'one', ''), reporting.Figure(PNG, 'two', '')])
+  assert len(page.sources) == 2
   assert all(source.startswith('data:image/png;base64,') for source in page.sources)
-  assert len(page.sources) == 1
+  (style,) = page.of('style')
+  assert 'url(' not in style and '@import' not in style
 
 
-def test_provenance_names_the_command_and_the_versions():
-  provenance = reporting.Provenance.of_this_process('het_plugin.quickstart', {})
-  assert provenance.command.startswith('python -m het_plugin.quickstart')
-  assert {'python', 'jax', 'flax'} <= set(provenance.versions)
+def test_the_best_is_marked_and_references_stand_apart():
+  document = reporting.html_page(
+    title='',
+    introduction='',
+    rows=ROWS,
+    provenance=PROVENANCE,
+    references=[{'head': 'chance', 'nll': 0.5}],
+  )
+  page = Page(document)
+  assert page.of('td', 'best') == ['1.000'] and page.of('td') == ['2.000', '0.500']
+  body, references = document.split('<tbody class="references">')
+  assert 'chance' in references and 'chance' not in body
+
+
+def test_few_shot_data_sets_have_a_table_each():
+  fewshot = {'digits': {1: 0.5}, 'glyphs': {1: 0.25, 5: 0.75}}
+  page = make_page(rows=[{**row, 'fewshot': fewshot, 'num_classes': 10} for row in ROWS])
+  captions = page.of('caption')
+  assert len(captions) == 3 and 'classes K 10' in ' '.join(map(str, page.text))
+  assert 'digits' in captions[1] and 'glyphs' in captions[2]
+
+
+def test_provenance_is_the_command_the_versions_and_the_time(monkeypatch):
+  monkeypatch.setattr(sys, 'argv', ['/a/path', '--gin.MODEL_DIR="x y"'])
+  provenance = reporting.Provenance.of_this_process('het_plugin.quickstart', {'DET': 'a = 1'})
+  assert provenance.command == """python -m het_plugin.quickstart '--gin.MODEL_DIR="x y"'"""
+  assert provenance.versions['jax'] == importlib.metadata.version('jax')
+  assert provenance.versions['python'] == '.'.join(map(str, sys.version_info[:3]))
+  assert datetime.datetime.fromisoformat(provenance.created).tzinfo is not None
+  assert provenance.configs == {'DET': 'a = 1'}
