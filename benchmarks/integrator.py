@@ -22,6 +22,7 @@ from command_line import integers, names, print_table, write_json
 
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (
+  IMPLEMENTATIONS,
   LINKS,
   SAMPLERS,
   GaussianLogits,
@@ -30,6 +31,7 @@ from het_plugin.integrate import (
   Linear,
   LowRank,
   example_keys,
+  shared_key,
 )
 from het_plugin.integrate.integrator import multi_hot
 
@@ -80,7 +82,7 @@ def reference_loss(head, link, num_samples, buckets):
   return loss
 
 
-def our_loss(head, link, integrator, buckets):
+def our_loss(head, link, integrator, buckets, shared_draws):
   """The same loss through `Integrator.nll`."""
 
   def loss(x, labels, key):
@@ -97,7 +99,7 @@ def our_loss(head, link, integrator, buckets):
       num_classes=x['bias'].size,
       link=link,
     )
-    keys = example_keys(key, jnp.arange(len(labels)))
+    keys = shared_key(key) if shared_draws else example_keys(key, jnp.arange(len(labels)))
     return integrator.nll(logits, labels, keys).mean()
 
   return loss
@@ -121,7 +123,7 @@ def time_in_turns(functions, arguments, repeats):
   return [statistics.median(times) for times in seconds]
 
 
-def compare(args, head, link, num_samples, rates):
+def compare(args, head, link, implementation, num_samples, rates):
   """One row: both sides' seconds and temporary bytes, how many times ours are smaller, and the part
   of our seconds that the bound explains.
   """
@@ -129,8 +131,10 @@ def compare(args, head, link, num_samples, rates):
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
   buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
-  integrator = Integrator(num_samples=num_samples, sampler=args.sampler)
-  ours = compile_loss(our_loss(head, link, integrator, buckets), *arguments)
+  integrator = Integrator(
+    num_samples=num_samples, sampler=args.sampler, implementation=implementation
+  )
+  ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
   reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
   seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats)
   temp, reference_temp = (f.memory_analysis().temp_size_in_bytes for f in (ours, reference))
@@ -143,6 +147,7 @@ def compare(args, head, link, num_samples, rates):
     r=args.factors,
     s=num_samples,
     sampler=args.sampler,
+    implementation=implementation,
     seconds=seconds,
     reference_seconds=reference_seconds,
     time_ratio=reference_seconds / seconds,
@@ -183,6 +188,19 @@ def bound_seconds(args, head, num_samples, rates):
   return exponentials / rates[0] + flops / rates[1]
 
 
+def print_kernels(rows):
+  """Fused kernels over XLA, where both were measured."""
+  of = {(r['head'], r['link'], r['s'], r['implementation']): r for r in rows}
+  for (head, link, s, implementation), xla in of.items():
+    if implementation == 'xla' and (fused := of.get((head, link, s, 'pallas'))):
+      time_ratio = xla['seconds'] / fused['seconds']
+      memory_ratio = xla['temp_bytes'] / fused['temp_bytes']
+      print(
+        f'{head}, {link}, S = {s}: fused kernels {time_ratio:.2f} times as fast as XLA in '
+        f'{memory_ratio:.2f} times less memory'
+      )
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
@@ -195,6 +213,16 @@ def main():
   parser.add_argument('--classes', type=int, default=5000, help='classes K')
   parser.add_argument('--factors', type=int, default=50, help='factors R')
   parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of our side')
+  parser.add_argument(
+    '--implementations',
+    type=names(IMPLEMENTATIONS),
+    default=['xla'],
+    help='of our side: xla, or the fused kernels pallas, or both, which are then compared; a CPU '
+    'interprets the kernels and their seconds mean nothing',
+  )
+  parser.add_argument(
+    '--shared_draws', action='store_true', help='our examples share the normals of a step'
+  )
   parser.add_argument('--repeats', type=int, default=5, help='timed calls of each side')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
@@ -203,8 +231,10 @@ def main():
   rows = []
   for head in args.heads:
     for link in args.links:
-      rows += [compare(args, head, link, s, rates) for s in args.samples]
+      for name in args.implementations:
+        rows += [compare(args, head, link, name, s, rates) for s in args.samples]
   print_table(list(rows[0]), [list(row.values()) for row in rows])
+  print_kernels(rows)
   last = max(rows, key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])
   write_json(args.json, rows)

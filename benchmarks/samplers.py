@@ -1,6 +1,6 @@
 """How many samples each sampler needs: the error of log p(y) against S.
 
-    python benchmarks/samplers.py [--json OUT]
+    python benchmarks/samplers.py [--json OUT] [--png OUT]
 
 RMSE of log p(y | x) over keys, examples and labels y ~ p(y | x), against 100,000 independent
 samples (whose own error, a tenth of that of iid at S = 1000, is part of every figure), for three
@@ -9,6 +9,7 @@ sizes of the noise. Takes 15 seconds on two CPU cores; a few with
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from gaussian_problem import (
   reference_log_prob,
   rmse,
 )
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from het_plugin.integrate import SAMPLERS, Integrator
 
@@ -33,6 +36,7 @@ def parse_args():
     '--samples', type=int, nargs='+', default=[16, 64, 256, 1000], help='values of S'
   )
   parser.add_argument('--trials', type=int, default=20, help='keys an example')
+  parser.add_argument('--png', type=Path, help='draw the curves here')
   args = parser.parse_args()
   if len(args.samples) < 2:
     parser.error('--samples needs two numbers at least: the last two are compared')
@@ -54,6 +58,24 @@ def measure(args):
           dict(noise=noise, noise_std=NOISE[noise], sampler=sampler, s=num_samples, rmse=error)
         )
   return rows
+
+
+def draw(path, rows):
+  """A panel a noise, RMSE against S on logarithmic axes."""
+  figure = Figure(figsize=(9, 3), layout='constrained')
+  axes = figure.subplots(1, len(NOISE), sharey=True)
+  for ax, (noise, std) in zip(axes, NOISE.items(), strict=True):
+    for sampler in SAMPLERS:
+      points = [(r['s'], r['rmse']) for r in rows if (r['noise'], r['sampler']) == (noise, sampler)]
+      ax.loglog(*zip(*points, strict=True), marker='o', label=sampler)
+    samples = sorted({row['s'] for row in rows})
+    ax.set_xticks(samples, map(str, samples), minor=False)
+    ax.set(title=f'{noise} noise (std {std})', xlabel='samples S')
+    ax.minorticks_off()
+  axes[0].set_ylabel('RMSE of log p(y)')
+  axes[0].legend(frameon=False)
+  FigureCanvasAgg(figure)
+  figure.savefig(path, dpi=110)
 
 
 def main():
@@ -80,6 +102,8 @@ def main():
     f'ratio: RMSE of sobol at S = {fewer} over iid at S = {more}, moderate noise: '
     f'{sobol:.4f} / {iid:.4f} = {sobol / iid:.3f}'
   )
+  if args.png:
+    draw(args.png, rows)
   write_json(args.json, {'rows': rows, 'ratio': sobol / iid})
 
 

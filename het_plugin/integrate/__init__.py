@@ -13,15 +13,24 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 from het_plugin.integrate.integrator import (
+  IMPLEMENTATIONS,
   ORDERS,
   Integrator,
   multi_hot,
   pick_order,
 )
-from het_plugin.integrate.samplers import SAMPLERS, antithetic, example_keys, iid, sobol
+from het_plugin.integrate.samplers import (
+  SAMPLERS,
+  antithetic,
+  example_keys,
+  iid,
+  shared_key,
+  sobol,
+)
 
 __all__ = [
   'ESTIMATORS',
+  'IMPLEMENTATIONS',
   'LINKS',
   'ORDERS',
   'REMAINDERS',
@@ -41,6 +50,7 @@ __all__ = [
   'multi_hot',
   'pick_order',
   'project',
+  'shared_key',
   'sobol',
   'taylor',
 ]

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from het_plugin.integrate.streaming import PADDED, Plan, first_order
 
 
-def _draw(plan: Plan, keys: jax.Array, num_rows: int, chunk: jax.Array):
+def draw(plan: Plan, keys: jax.Array, num_rows: int, chunk: jax.Array):
   """z of a chunk with a 1 for mu behind it, [B, s, T + 1]; which samples count, bool [s].
 
   Without a sampler the rows are the samples of u themselves, and there is nothing to draw: None.
@@ -52,13 +52,13 @@ def _logits(rows: jax.Array, shift: jax.Array, z: jax.Array | None) -> jax.Array
   return noise + (rows[..., -1:, :] + shift)
 
 
-def _with_shift(plan: Plan, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def with_shift(plan: Plan, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
   mu = gradient.sum(axis=-2) if plan.sampler is None else gradient[..., -1, :]
   return first_order((gradient, mu.sum(axis=-2)))
 
 
-def _pull(z: jax.Array | None, weights: jax.Array) -> jax.Array:
+def pull(z: jax.Array | None, weights: jax.Array) -> jax.Array:
   """sum_s z_s weights_s, [B, T + 1], for weights [B, s]; without z the weights."""
   return weights if z is None else jnp.einsum('bst,bs->bt', z, weights)
 
@@ -67,6 +67,8 @@ def _pull_classes(z: jax.Array | None, weights: jax.Array, e: jax.Array) -> jax.
   """sum_s z_s weights_s e_s, [..., B, T + 1, k], for e [..., B, s, k]; without z their products."""
   if z is None:
     return weights[..., None] * e
+  if len(z) == 1:  # draws that all examples share: one large product
+    return jnp.einsum('st,...bsk->...btk', z[0], weights[..., None] * e)
   return jnp.einsum('bst,...bsk->...btk', z * weights[..., None], e)
 
 
@@ -90,7 +92,7 @@ def log_softmax_at(
     plan: how to stream; without a sampler, there is one chunk.
     rows: F with mu as its last row, [B, T + 1, K]; without a sampler all samples of u, [B, S, K].
     shift: [K], added to mu of all examples: `PADDED` at padded classes, elsewhere a bias or 0.
-    keys: [B], one key an example.
+    keys: [B], one key an example, or [1], one that all share.
     label: y int32 [B], in [0, K).
 
   Returns:
@@ -107,7 +109,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
 
   def body(carry, chunk):
     top, total, sums = carry
-    z, counts = _draw(plan, keys, num_rows, chunk)
+    z, counts = draw(plan, keys, num_rows, chunk)
     logits = _logits(rows, shift, z)  # [B, s, K]
     e, peak, z_total = _exp(logits)
     at_label = jnp.take_along_axis(logits, label[:, None, None], axis=-1)[..., 0]  # [B, s]
@@ -117,7 +119,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
     shrink = jnp.exp(top - new_top)
     total = total * shrink + omega.sum(axis=-1)
     if with_gradient:
-      vector = sums[0] * shrink[:, None] + _pull(z, omega)
+      vector = sums[0] * shrink[:, None] + pull(z, omega)
       matrix = sums[1] * shrink[:, None, None] + _pull_classes(z, omega / z_total, e)
       sums = (vector, matrix)
     return (new_top, total, sums), None
@@ -129,7 +131,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
     jnp.zeros(batch, dtype),
     sums if with_gradient else (),
   )
-  (top, total, sums), _ = _scan(plan, body, start, jnp.arange(plan.num_chunks))
+  (top, total, sums), _ = scan(plan, body, start, jnp.arange(plan.num_chunks))
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
 
 
@@ -145,7 +147,7 @@ def _log_softmax_at_bwd(plan, residuals, g):
   scale = (g / total)[:, None]
   at_label = jnp.arange(matrix.shape[-1]) == label[:, None, None]  # [B, 1, K]
   gradient = jnp.where(at_label, (scale * vector)[..., None], 0.0) - scale[..., None] * matrix
-  return *_with_shift(plan, gradient), None, None
+  return *with_shift(plan, gradient), None, None
 
 
 log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
@@ -169,13 +171,13 @@ def _tiled_log_softmax_at(plan, rows, shift, keys, label):
   local = jnp.clip(local, 0, k - 1)
 
   def body(_, chunk):
-    z, counts = _draw(plan, keys, num_rows, chunk)
+    z, counts = draw(plan, keys, num_rows, chunk)
     logits = _logits(rows, shift, z)  # [M, B, s, k]
     _, peak, z_total = _exp(logits)
     at_label = jnp.take_along_axis(logits, local[:, :, None, None], axis=-1)[..., 0]
     return None, (peak, z_total, jnp.where(inside[..., None], at_label, 0.0), counts)
 
-  _, (peak, z_total, at_label, counts) = _scan(plan, body, None, jnp.arange(plan.num_chunks))
+  _, (peak, z_total, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
   top = peak.max(axis=1)  # [C, B, s]
   log_z = jnp.log(jnp.sum(z_total * jnp.exp(peak - top[:, None]), axis=1))
   log_p = jnp.where(counts[:, None], at_label.sum(axis=1) - top - log_z, -jnp.inf)  # [C, B, s]
@@ -195,19 +197,19 @@ def _tiled_log_softmax_at_bwd(plan, residuals, g):
 
   def body(sums, inputs):
     chunk, omega, top, log_z = inputs
-    z, _ = _draw(plan, keys, num_rows, chunk)
+    z, _ = draw(plan, keys, num_rows, chunk)
     logits = _logits(rows, shift, z)  # [M, B, s, k]
     p = jnp.exp((logits - top[..., None]) - log_z[..., None])
-    new = _pull(z, omega), _pull_classes(z, omega, p)
+    new = pull(z, omega), _pull_classes(z, omega, p)
     return jax.tree.map(jnp.add, sums, new), None
 
   start = (jnp.zeros((batch, num_rows), rows.dtype), jnp.zeros_like(rows))
   chunks = (jnp.arange(plan.num_chunks), omega * g[:, None], top, log_z)
-  (vector, matrix), _ = _scan(plan, body, start, chunks)
+  (vector, matrix), _ = scan(plan, body, start, chunks)
   classes = jnp.arange(num_tiles * k).reshape(num_tiles, 1, 1, k)
   at_label = classes == label[:, None, None]  # [M, B, 1, k]
   gradient = jnp.where(at_label, vector[..., None], 0.0) - matrix
-  return *_with_shift(plan, gradient), None, None
+  return *with_shift(plan, gradient), None, None
 
 
 tiled_log_softmax_at.defvjp(_tiled_log_softmax_at_fwd, _tiled_log_softmax_at_bwd)
@@ -232,7 +234,7 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
 
   def body(carry, chunk):
     top, total, gradient = carry
-    z, counts = _draw(plan, keys, num_rows, chunk)
+    z, counts = draw(plan, keys, num_rows, chunk)
     x = sign[:, None] * _logits(rows, shift, z)  # [B, s, K]
     if plan.num_samples % plan.chunk_size:
       x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
@@ -255,7 +257,7 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
     jnp.zeros((batch, num_classes), dtype),
     jnp.zeros_like(rows) if with_gradient else (),
   )
-  (top, total, gradient), _ = _scan(plan, body, start, jnp.arange(plan.num_chunks))
+  (top, total, gradient), _ = scan(plan, body, start, jnp.arange(plan.num_chunks))
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
 
 
@@ -266,13 +268,13 @@ def _log_sigmoid_fwd(plan, rows, shift, keys, sign):
 
 def _log_sigmoid_bwd(plan, residuals, g):
   gradient, scale = residuals
-  return *_with_shift(plan, gradient * (g * scale)[:, None]), None, None
+  return *with_shift(plan, gradient * (g * scale)[:, None]), None, None
 
 
 log_sigmoid.defvjp(_log_sigmoid_fwd, _log_sigmoid_bwd)
 
 
-def _scan(plan: Plan, body, start, chunks):
+def scan(plan: Plan, body, start, chunks):
   """`lax.scan` over chunks; of one chunk without a loop, which XLA would copy its arguments for."""
   if plan.num_chunks > 1:
     return jax.lax.scan(body, start, chunks)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import core
 from flax.linen import partitioning as flax_partitioning
 
-from het_plugin.integrate import factored, samplers, streaming
+from het_plugin.integrate import factored, fused, samplers, streaming
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
@@ -19,6 +20,7 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 
+IMPLEMENTATIONS = ('xla', 'pallas')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 
 
@@ -43,6 +45,8 @@ class Integrator:
     class_shards: tiles into which the classes are cut so that shards never talk inside the sample
       loop; None takes the number of shards that the active mesh and logical axis rules give the
       axis 'vocab' (1 outside a mesh).
+    implementation: 'xla', or 'pallas' for fused kernels (`kernels`) where a float32 loss projects
+      first. They are for TPUs and NVIDIA GPUs; other devices interpret them, slowly.
     sampler: where the normals come from: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
       function of that signature.
   """
@@ -52,6 +56,7 @@ class Integrator:
   chunk_size: int | None = None
   chunk_bytes: int = 2**26
   class_shards: int | None = None
+  implementation: str = 'xla'
   sampler: str | samplers.Sampler = 'iid'
 
   def __post_init__(self):
@@ -60,6 +65,11 @@ class Integrator:
     if self.order not in ORDERS:
       raise ValueError(
         f'Integrator.order={self.order!r} is unknown: choose one of {", ".join(ORDERS)}'
+      )
+    if self.implementation not in IMPLEMENTATIONS:
+      raise ValueError(
+        f'Integrator.implementation={self.implementation!r} is unknown: choose one of '
+        f'{", ".join(IMPLEMENTATIONS)}'
       )
     if self.chunk_size is not None and self.chunk_size < 1:
       raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
@@ -79,8 +89,9 @@ class Integrator:
       labels: int32 [B, L] class ids, negative entries are padding. Softmax: the mean of -log p over
         an example's labels (one label: the cross-entropy). Sigmoid: the binary cross-entropies
         summed over all classes, listed ones being on.
-      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); ignored where the logits
-        are deterministic.
+      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); or [1], whose draws all
+        examples share: what a chunk adds is then one large matrix product instead of B small ones.
+        Ignored where the logits are deterministic.
 
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.
@@ -98,7 +109,7 @@ class Integrator:
     if problem is None:
       log_q = self._log_sigmoid(logits, sign, keys)
     else:
-      log_q = factored.log_sigmoid(*problem, sign)
+      log_q = _losses(problem[0]).log_sigmoid(*problem, sign)
     return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array) -> jax.Array:
@@ -136,8 +147,16 @@ class Integrator:
     has_factors = can_project_first(logits) and logits.covariance.remainder == 'rank_one'
     chunk_size = self._chunk(logits)
     if has_factors and self._order(logits) == 'project_then_sample':
-      plan = streaming.Plan(self.num_samples, chunk_size, self._sampler())
-      return plan, *_factors_and_location(logits), keys
+      rows, shift = _factors_and_location(logits)
+      if self.implementation == 'pallas' and rows.dtype == jnp.float32:
+        plan = fused.plan_calls(self.num_samples, self._sampler(), **_placement())
+      else:
+        plan = streaming.Plan(self.num_samples, chunk_size, self._sampler())
+      _say_once(
+        f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
+        f'at a time, by {"XLA" if _losses(plan) is factored else "fused kernels"}'
+      )
+      return plan, rows, shift, keys
     # As many samples as there are factors need no budget, since factors have none either.
     free = logits.covariance.num_normals if has_factors and self.chunk_size is None else 0
     if self.num_samples > max(chunk_size, free):
@@ -149,8 +168,8 @@ class Integrator:
   def _factored_log_softmax_at(self, num_tiles, plan, rows, shift, keys, labels):
     """log p [B, 1] at labels [B, 1]."""
     label = jnp.maximum(labels[:, 0], 0)
-    if num_tiles == 1:
-      return factored.log_softmax_at(plan, rows, shift, keys, label)[:, None]
+    if num_tiles == 1 or isinstance(plan, fused.FusedPlan):
+      return _losses(plan).log_softmax_at(plan, rows, shift, keys, label)[:, None]
     tiles = (_tile(x, num_tiles) for x in (rows, shift))
     return factored.tiled_log_softmax_at(plan, *tiles, keys, label)[:, None]
 
@@ -220,9 +239,11 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
       project then sample   (R + 1) Q K + S (R + 1) K
 
   Only the first is open where `can_project_first` is not. Without a projection (HET, Q = K) it
-  makes S samples as large as the factors are, so the smaller number wins. For a hash (HET-H)
-  projecting indexes the factors once instead of every sample, but then samples in K instead of H
-  dimensions.
+  makes S samples as large as the factors are, so the smaller number wins. For a hash (HET-H), which
+  moves an element in the time of c = `HASH_COST` multiply-adds:
+
+      sample then project   S (R + 1) H + c S K
+      project then sample   c (R + 1) K + S (R + 1) K
   """
   covariance, projection = logits.covariance, logits.projection
   if not can_project_first(logits):
@@ -242,7 +263,12 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
   return 'sample_then_project' if sample_first < project_first else 'project_then_sample'
 
 
-HASH_COST = 16  # multiply-adds in whose time one indexed element is moved there and back
+@functools.cache
+def _say_once(message):
+  logging.getLogger(__name__).info(message)
+
+
+HASH_COST = 280  # multiply-adds in whose time one indexed element is moved there and back, on a CPU
 # Samples at one time: their logits and exponentials together weigh about what the factors weigh.
 MAX_CHUNK = 32
 
@@ -251,12 +277,28 @@ def num_shards(logical_axis: str) -> int:
   """Shards of a logical axis under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside
   one.
   """
-  mesh = core.meta.get_global_mesh()
-  if mesh is None or not flax_partitioning.get_axis_rules():
-    return 1
-  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
+  axis = _mesh_axes(logical_axis)
   names = axis if isinstance(axis, tuple) else (axis,)
-  return math.prod(mesh.shape[name] for name in names if name is not None)
+  return math.prod(core.meta.get_global_mesh().shape[name] for name in names if name is not None)
+
+
+def _mesh_axes(logical_axis):
+  """The mesh axis, or axes, of a logical axis; None where it is whole."""
+  if core.meta.get_global_mesh() is None or not flax_partitioning.get_axis_rules():
+    return None
+  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
+  return axis
+
+
+def _placement():
+  """Where B and K of the losses lie, as `fused.FusedPlan` takes it."""
+  batch, vocab = _mesh_axes('batch'), _mesh_axes('vocab')
+  mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
+  return {'mesh': mesh, 'batch': batch, 'vocab': vocab}
+
+
+def _losses(plan):
+  return fused if isinstance(plan, fused.FusedPlan) else factored
 
 
 def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:
@@ -337,9 +379,8 @@ def _on_its_shard(x):
   """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
   if num_shards('vocab') == 1:
     return x
-  (axis,) = flax_partitioning.logical_to_mesh_axes(('vocab',))
   spec = jax.sharding.PartitionSpec(
-    axis, *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+    _mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
   )
   return jax.lax.with_sharding_constraint(x, spec)
 

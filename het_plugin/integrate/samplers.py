@@ -27,9 +27,17 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
   Returns:
     Typed keys [B].
   """
-  if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-    key = jax.random.wrap_key_data(key)
-  return jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+  return jax.vmap(jax.random.fold_in, (None, 0))(_typed(key), index)
+
+
+def shared_key(key: jax.Array) -> jax.Array:
+  """A typed or raw PRNG key as typed keys [1]: an integrator takes it for all examples."""
+  return _typed(key)[None]
+
+
+def _typed(key):
+  is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+  return key if is_typed else jax.random.wrap_key_data(key)
 
 
 def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:

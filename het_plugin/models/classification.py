@@ -15,7 +15,7 @@ import numpy as np
 from clu import metrics as clu_metrics
 from flax import linen as nn
 
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
 from het_plugin.models import metrics as metrics_lib
 
 Batch = Mapping[str, jax.Array]
@@ -59,9 +59,10 @@ class ParamCounts:
 class ClassificationModel:
   """A backbone and a head, trained by maximum likelihood.
 
-  Noise is drawn for each example from its index: but for dropout, values depend on neither mesh,
-  hosts, batch size nor number of microbatches. Training keys come from the step's `dropout_rng`;
-  evaluation, prediction and scoring share one fixed key, so they are functions of the parameters.
+  Noise is drawn for each example from its index, or for all alike (`shared_draws`): but for
+  dropout, values depend on neither mesh, hosts, batch size nor number of microbatches. Training
+  keys come from the step's `dropout_rng`; evaluation, prediction and scoring share one fixed key,
+  so they are functions of the parameters.
   """
 
   def __init__(
@@ -73,6 +74,7 @@ class ClassificationModel:
     eval_integrator: Integrator | Analytic,
     loss_normalizing_factor: float | None = None,
     eval_seed: int = 0,
+    shared_draws: bool = False,
   ):
     """Composes the model.
 
@@ -88,6 +90,9 @@ class ClassificationModel:
         built-in trainer averages by rows. A number for their sum divided by it: t5x sums the
         gradients of microbatches, so bind the global batch size there.
       eval_seed: seed of the noise outside training.
+      shared_draws: whether all examples of a step, or of evaluation, take the same normals. Samples
+        of a batch are then one large matrix product, and the estimates of its examples depend on
+        each other: their mean has more variance.
 
     Raises:
       ValueError: for a loss_normalizing_factor that is not positive.
@@ -105,6 +110,7 @@ class ClassificationModel:
     self.eval_integrator = eval_integrator
     self.loss_normalizing_factor = loss_normalizing_factor
     self.eval_seed = eval_seed
+    self.shared_draws = shared_draws
 
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
@@ -172,7 +178,7 @@ class ClassificationModel:
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
     logits, _ = self.module.apply({'params': params}, batch['image'], train=True, rngs=rngs)
-    nll = self.train_integrator.nll(logits, batch['label'], example_keys(noise_rng, index))
+    nll = self.train_integrator.nll(logits, batch['label'], self._keys(noise_rng, batch))
     correct = metrics_lib.is_listed(_top_location(logits), batch['label'])
     return (
       self._loss(nll, mask),
@@ -264,7 +270,10 @@ class ClassificationModel:
     return self.module.apply({'params': params}, batch['image'])
 
   def _eval_keys(self, batch):
-    return example_keys(jax.random.key(self.eval_seed), _index(batch))
+    return self._keys(jax.random.key(self.eval_seed), batch)
+
+  def _keys(self, key, batch):
+    return shared_key(key) if self.shared_draws else example_keys(key, _index(batch))
 
   def _log_prob(self, logits, batch):
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]

@@ -52,6 +52,14 @@ def test_integrator(tmp_path):
   assert 'times as fast' in printed[-1]
 
 
+def test_integrator_by_kernels(tmp_path):
+  flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=9', '--repeats=1']
+  flags += ['--implementations=xla,pallas', '--shared_draws']
+  rows, printed = run('integrator.py', tmp_path, *flags)
+  assert [row['implementation'] for row in rows] == ['xla', 'pallas']
+  assert 'times as fast as XLA' in printed[-2]
+
+
 def test_parameter_counts(tmp_path):
   """All but the two that the paper rounds down (127.27 million)."""
   rows, printed = run('parameter_counts.py', tmp_path)
@@ -76,7 +84,9 @@ def test_step_overhead(tmp_path):
 
 
 def test_samplers(tmp_path):
-  result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000')
+  png = tmp_path / 'curves.png'
+  result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000', f'--png={png}')
+  assert Image.open(png).size == (990, 330)
   assert {row['sampler'] for row in result['rows']} == {'iid', 'antithetic', 'sobol'}
   assert all(row['rmse'] > 0 for row in result['rows'])
   assert any('ratio' in line for line in printed[-3:])

@@ -1,0 +1,183 @@
+"""The losses of `factored` by fused kernels, on one device or over a mesh.
+
+Two passes for a softmax, whose normaliser spans all classes: the forward pass keeps log Z and u_y
+of every sample, [B, S], and the backward pass draws the normals again. One for a sigmoid. Kernels
+see the arrays of one device (`jax.shard_map`), so the only collective is the gathering of the
+shards' log Z and u_y after the last sample; the backward pass has none.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate import kernels
+from het_plugin.integrate.factored import draw, pull, scan, with_shift
+from het_plugin.integrate.streaming import PADDED, Plan, first_order
+
+# Samples a kernel call: normals of so many exist at one time, [B, SAMPLES_A_CALL, R + 1].
+SAMPLES_A_CALL = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan(Plan):
+  """How the samples stream through kernels, and where the arrays lie (static under jit).
+
+  Attributes:
+    mesh: the active mesh; None for one device.
+    batch: the mesh axis, or axes, of B; None where it is whole.
+    vocab: those of K.
+  """
+
+  mesh: jax.sharding.Mesh | None = None
+  batch: str | tuple[str, ...] | None = None
+  vocab: str | tuple[str, ...] | None = None
+
+  def shard_map(self, function, specs: str):
+    """`function` on each device's part of its arguments.
+
+    Args:
+      function: from arrays to a tuple of arrays.
+      specs: a letter a dimension, as 'btk k -> b': b is cut over `batch`, k over `vocab`.
+    """
+    if self.mesh is None:
+      return function
+    inputs, outputs = (tuple(map(self._spec, side.split())) for side in specs.split('->'))
+    return jax.shard_map(
+      function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+    )
+
+  def _spec(self, letters):
+    axes = {'b': self.batch, 'k': self.vocab}
+    return jax.sharding.PartitionSpec(*(axes.get(letter) for letter in letters))
+
+
+def plan_calls(num_samples: int, sampler, **placement) -> FusedPlan:
+  """Samples in kernel calls of nearly one size, each of whole blocks."""
+  num_calls = -(-num_samples // SAMPLES_A_CALL)
+  blocks = -(-num_samples // (num_calls * kernels.SAMPLE_MULTIPLE))
+  return FusedPlan(num_samples, blocks * kernels.SAMPLE_MULTIPLE, sampler, **placement)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def log_softmax_at(
+  plan: FusedPlan, rows: jax.Array, shift: jax.Array, keys: jax.Array, label: jax.Array
+) -> jax.Array:
+  """`factored.log_softmax_at`, for float32 rows and a plan by `plan_calls`."""
+  return _log_softmax_at_fwd(plan, rows, shift, keys, label)[0]
+
+
+def _log_softmax_at_fwd(plan, rows, shift, keys, label):
+  rows, shift = first_order((rows, shift))
+
+  def local(rows, shift, keys, label):
+    def body(_, chunk):
+      z, counts = _draw(plan, keys, rows, chunk)
+      parts = _on_this_platform(kernels.log_z, z, rows, shift, _local(plan, label, rows))
+      return None, (*parts, counts)
+
+    _, (log_z, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
+    if plan.vocab is not None:
+      parts = jax.lax.all_gather(jnp.stack([log_z, at_label]), plan.vocab)  # [M, 2, C, B, s]
+      log_z, at_label = jax.nn.logsumexp(parts[:, 0], axis=0), parts[:, 1].sum(axis=0)
+    log_p = jnp.where(counts[:, None], at_label - log_z, -jnp.inf)  # [C, B, s]
+    answer = jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
+    return answer, log_p, log_z
+
+  answer, *residuals = plan.shard_map(local, f'btk k {_of_keys(keys)} b -> b cbs cbs')(
+    rows, shift, keys, label
+  )
+  return answer, (rows, shift, keys, label, *residuals)
+
+
+def _log_softmax_at_bwd(plan, residuals, g):
+  g = first_order(g)
+
+  def local(rows, shift, keys, label, log_p, log_z, g):
+    omega = jax.nn.softmax(log_p, axis=(0, 2)) * g[:, None]
+
+    def body(sums, inputs):
+      chunk, log_z, omega = inputs
+      z, _ = _draw(plan, keys, rows, chunk)
+      matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log_z, omega)
+      return jax.tree.map(jnp.add, sums, (pull(z, omega), matrix)), None
+
+    start = (jnp.zeros(rows.shape[:2], rows.dtype), jnp.zeros_like(rows))
+    chunks = (jnp.arange(plan.num_chunks), log_z, omega)
+    (vector, matrix), _ = scan(plan, body, start, chunks)
+    at_label = jnp.arange(rows.shape[-1]) == _local(plan, label, rows)[:, None, None]
+    return (jnp.where(at_label, vector[..., None], 0.0) - matrix,)
+
+  specs = f'btk k {_of_keys(residuals[2])} b cbs cbs b -> btk'
+  (gradient,) = plan.shard_map(local, specs)(*residuals, g)
+  return *with_shift(plan, gradient), None, None
+
+
+log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def log_sigmoid(
+  plan: FusedPlan, rows: jax.Array, shift: jax.Array, keys: jax.Array, sign: jax.Array
+) -> jax.Array:
+  """`factored.log_sigmoid`, for float32 rows and a plan by `plan_calls`."""
+  return _log_sigmoid_fwd(plan, rows, shift, keys, sign)[0]
+
+
+def _log_sigmoid_fwd(plan, rows, shift, keys, sign):
+  rows, shift = first_order((rows, shift))
+
+  def local(rows, shift, keys, sign):
+    def body(sums, chunk):
+      z, counts = _draw(plan, keys, rows, chunk)
+      new = _on_this_platform(kernels.sigmoid_sums, z, rows, shift, sign, counts)
+      top = jnp.maximum(sums[0], new[0])  # [B, K]
+      old_scale, new_scale = jnp.exp(sums[0] - top), jnp.exp(new[0] - top)
+      total = sums[1] * old_scale + new[1] * new_scale
+      gradient = sums[2] * old_scale[:, None] + new[2] * new_scale[:, None]
+      return (top, total, gradient), None
+
+    start = (jnp.full_like(sign, 2 * PADDED), jnp.zeros_like(sign), jnp.zeros_like(rows))
+    (top, total, gradient), _ = scan(plan, body, start, jnp.arange(plan.num_chunks))
+    return top + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
+
+  specs = f'btk k {_of_keys(keys)} bk -> bk bk btk'
+  sums = plan.shard_map(local, specs)(rows, shift, keys, sign)
+  return sums[0], (sums[2], sign / sums[1])
+
+
+def _log_sigmoid_bwd(plan, residuals, g):
+  gradient, scale = residuals
+  return *with_shift(plan, gradient * (g * scale)[:, None]), None, None
+
+
+log_sigmoid.defvjp(_log_sigmoid_fwd, _log_sigmoid_bwd)
+
+
+def _of_keys(keys):
+  """The letter of keys [B], or of keys [1] that all examples share."""
+  return 'b' if len(keys) > 1 else '1'
+
+
+def _draw(plan, keys, rows, chunk):
+  """z [B, s, T], also of keys [1] that all examples share."""
+  z, counts = draw(plan, keys, rows.shape[1], chunk)
+  return jnp.broadcast_to(z, (rows.shape[0], *z.shape[1:])), counts
+
+
+def _local(plan, label, rows):
+  """The labels [B] as indices into this device's classes, outside of [0, K) if on another."""
+  if plan.vocab is None:
+    return label
+  return label - rows.shape[-1] * jax.lax.axis_index(plan.vocab)
+
+
+def _on_this_platform(kernel, *args):
+  """The kernel for the platform that is compiled for; elsewhere the interpreted TPU kernel."""
+  return jax.lax.platform_dependent(
+    *args,
+    tpu=functools.partial(kernel, backend='tpu'),
+    cuda=functools.partial(kernel, backend='gpu'),
+    default=functools.partial(kernel, backend='tpu', interpret=True),
+  )

@@ -1,0 +1,330 @@
+"""Fused kernels: interpreted, against float64 and XLA, on one device and on a mesh; compiled for
+TPUs ahead of time, lowered for NVIDIA GPUs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+
+from het_plugin.integrate import (
+  GaussianLogits,
+  Hashed,
+  Integrator,
+  Linear,
+  LowRank,
+  example_keys,
+  fused,
+  iid,
+  kernels,
+  shared_key,
+)
+from het_plugin.integrate.streaming import PADDED
+from tests.integrate.hlo import collectives
+
+SHAPES = [(2, 128, 12, 700), (1, 256, 3, 130), (3, 128, 2, 5)]  # B, S, T, K
+
+
+def make(batch, num_samples, num_rows, num_classes):
+  """Arguments of the kernels; the last class is padded."""
+  rng = np.random.default_rng(0)
+  z = rng.normal(size=(batch, num_samples, num_rows))
+  z[..., -1] = 1.0
+  rows = 2.0 * rng.normal(size=(batch, num_rows, num_classes))
+  shift = rng.normal(size=num_classes)
+  shift[-1] = PADDED
+  return [x.astype(np.float32) for x in (z, rows, shift)]
+
+
+def exact_logits(z, rows, shift):
+  z, rows, shift = (np.asarray(x, np.float64) for x in (z, rows, shift))
+  return np.einsum('bst,btk->bsk', z, rows) + shift
+
+
+def exact_log_z(u):
+  top = u.max(-1)
+  return np.log(np.exp(u - top[..., None]).sum(-1)) + top
+
+
+def interpreted(name, backend):
+  return functools.partial(getattr(kernels, name), backend=backend, interpret=True)
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize('backend', kernels.BACKENDS)
+def test_log_z(backend, shape):
+  arguments = make(*shape)
+  label = np.array([0, shape[-1] - 2, -1][: shape[0]], np.int32)
+  u = exact_logits(*arguments)
+  log_z, at_label = interpreted('log_z', backend)(*arguments, label)
+  np.testing.assert_allclose(log_z, exact_log_z(u), rtol=1e-6, atol=2e-6)
+  expected = np.where(label[:, None] >= 0, u[np.arange(shape[0]), :, label], 0.0)
+  np.testing.assert_allclose(at_label, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize('backend', kernels.BACKENDS)
+def test_softmax_pull(backend, shape):
+  z, rows, shift = make(*shape)
+  u = exact_logits(z, rows, shift)
+  log_z = exact_log_z(u)
+  weight = np.random.default_rng(1).normal(size=shape[:2])
+  p = np.exp(u - log_z[..., None])
+  expected = np.einsum('bst,bsk->btk', np.float64(z) * weight[..., None], p)
+  got = interpreted('softmax_pull', backend)(z, rows, shift, np.float32(log_z), np.float32(weight))
+  assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+  assert not got[..., -1].any()
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize('backend', kernels.BACKENDS)
+def test_sigmoid_sums(backend, shape):
+  batch, num_samples, _, num_classes = shape
+  z, rows, shift = make(*shape)
+  sign = np.where(np.random.default_rng(1).random((batch, num_classes)) < 0.5, -1.0, 1.0)
+  counts = np.arange(num_samples) < num_samples - 7
+  x = (sign[:, None] * exact_logits(z, rows, shift))[:, counts]
+  sigmoid = np.exp(-np.logaddexp(0.0, -x))
+  slope = sigmoid * np.exp(-np.logaddexp(0.0, x))
+  gradient = np.einsum('bst,bsk->btk', np.float64(z)[:, counts], slope)
+  got = interpreted('sigmoid_sums', backend)(z, rows, shift, np.float32(sign), counts)
+  top, *sums = (np.asarray(part, np.float64)[..., :-1] for part in got)
+  total, got_gradient = np.exp(top) * sums[0], np.exp(top)[:, None] * sums[1]
+  np.testing.assert_allclose(total, sigmoid.sum(1)[..., :-1], rtol=1e-5)
+  gradient = gradient[..., :-1]
+  assert np.abs(got_gradient - gradient).max() < 1e-5 * np.abs(gradient).max()
+
+
+# Losses.
+
+B, D, K, KP, H, R = 4, 6, 13, 16, 5, 4
+KINDS = ('identity', 'hash', 'linear', 'shared_w')
+
+
+def problem(kind, scale=1.0):
+  rng = np.random.default_rng(0)
+  noise_dim = {'identity': KP, 'hash': H}.get(kind, D)
+  arrays = {
+    'location': scale * rng.normal(size=(B, KP)),
+    'scale': rng.normal(size=(B, noise_dim)),
+    'loading': rng.normal(size=(R, noise_dim)),
+    'diag': rng.uniform(0.1, 1.0, size=(B, noise_dim)),
+    'kernel': rng.normal(size=(D, KP)),
+    'phi': rng.normal(size=(B, D)),
+    'bias': scale * rng.normal(size=KP),
+    'tau': np.array(0.7),
+  }
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
+
+
+def loss(arrays, kind, link, keys, **settings):
+  projection = {
+    'identity': None,
+    'hash': Hashed(jnp.arange(KP) % H),
+    'linear': Linear(arrays['kernel']),
+    'shared_w': Linear(arrays['kernel'], arrays['phi'], arrays['bias']),
+  }[kind]
+  location = arrays['location']
+  if kind == 'shared_w':
+    location = arrays['phi'] @ arrays['kernel'] + arrays['bias']
+  covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
+  logits = GaussianLogits(location, covariance, projection, arrays['tau'], K, link)
+  labels = jnp.array([[2], [12], [0], [7]])
+  integrator = Integrator(order='project_then_sample', **settings)
+  return integrator.nll(logits, labels, keys) @ jnp.array([1.0, -2.0, 0.5, 1.0])
+
+
+def value_and_grad(arrays, kind, link, mesh=None, keys=None, **settings):
+  keys = example_keys(jax.random.key(3), jnp.arange(B)) if keys is None else keys
+  step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, kind, link, keys, **settings)))
+  if mesh is None:
+    return step(arrays)
+  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+    return step(arrays)
+
+
+def assert_agree(got, expected):
+  np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+  for name, value in expected[1].items():
+    error = np.abs(got[1][name] - value).max()
+    assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), name
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize(
+  'kind,num_samples',
+  [*((kind, 150) for kind in KINDS), ('linear', 1), ('shared_w', 600)],  # 600 are two kernel calls
+)
+def test_losses_are_those_of_xla(kind, link, num_samples):
+  arrays = problem(kind)
+  expected = value_and_grad(arrays, kind, link, num_samples=num_samples)
+  got = value_and_grad(arrays, kind, link, num_samples=num_samples, implementation='pallas')
+  assert_agree(got, expected)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize(
+  'kind,shape', [('identity', (2, 4)), ('shared_w', (2, 4)), ('linear', (1, 8)), ('linear', (4, 1))]
+)
+def test_losses_on_a_mesh(kind, link, shape):
+  arrays = problem(kind)
+  devices = jax.devices()[: shape[0] * shape[1]]
+  axis_types = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=axis_types, devices=devices)
+  expected = value_and_grad(arrays, kind, link, num_samples=20)
+  got = value_and_grad(arrays, kind, link, mesh, num_samples=20, implementation='pallas')
+  assert_agree(got, expected)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('shape', [None, (2, 4)])
+def test_shared_draws(link, shape):
+  arrays, key = problem('linear'), jax.random.key(5)
+  mesh = None
+  if shape:
+    mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  same = jnp.repeat(shared_key(key), B)
+  expected = value_and_grad(arrays, 'linear', link, keys=same, num_samples=20)
+  for implementation in ('xla', 'pallas'):
+    got = value_and_grad(
+      arrays,
+      'linear',
+      link,
+      mesh,
+      shared_key(key),
+      num_samples=20,
+      implementation=implementation,
+    )
+    assert_agree(got, expected)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_improbable_labels_keep_their_loss_and_gradient(link):
+  arrays = problem('linear')
+  location = jnp.zeros((B, KP)).at[:, 1].set(400.0).at[:, 0].set(-900.0)
+  arrays |= {'location': location, 'tau': jnp.float32(1.0)}
+  expected = value_and_grad(arrays, 'linear', link, num_samples=20)
+  got = value_and_grad(arrays, 'linear', link, num_samples=20, implementation='pallas')
+  assert np.abs(expected[0]) > 100.0
+  assert_agree(got, expected)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+def test_float64_is_left_to_xla():
+  with jax.enable_x64(True):
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float64), problem('linear'))
+    expected = value_and_grad(arrays, 'linear', 'softmax', num_samples=20)
+    got = value_and_grad(arrays, 'linear', 'softmax', num_samples=20, implementation='pallas')
+    assert got[0].dtype == jnp.float64
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_second_derivatives_are_refused(link):
+  arrays = problem('linear')
+
+  def of_tau(tau):
+    keys = example_keys(jax.random.key(3), jnp.arange(B))
+    return loss(
+      arrays | {'tau': tau}, 'linear', link, keys, num_samples=20, implementation='pallas'
+    )
+
+  with pytest.raises(NotImplementedError, match='first derivatives only'):
+    jax.grad(jax.grad(of_tau))(arrays['tau'])
+
+
+def test_unknown_implementation_is_named():
+  with pytest.raises(
+    ValueError, match="implementation='cuda' is unknown: choose one of xla, pallas"
+  ):
+    Integrator(implementation='cuda')
+
+
+# The programs for real devices.
+
+
+def arguments(name, batch, num_samples, num_rows, num_classes, sharding=None):
+  def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  z, rows = array(batch, num_samples, num_rows), array(batch, num_rows, num_classes)
+  others = {
+    'log_z': [array(batch, dtype=jnp.int32)],
+    'softmax_pull': [array(batch, num_samples)] * 2,
+    'sigmoid_sums': [array(batch, num_classes), array(num_samples, dtype=bool)],
+  }[name]
+  return z, rows, array(num_classes), *others
+
+
+KERNELS = ('log_z', 'softmax_pull', 'sigmoid_sums')
+REAL_SHAPES = [(8, 256, 52, 7397), (1, 128, 2, 40)]
+
+
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
+@pytest.mark.parametrize('name', KERNELS)
+@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x4', 'v5p:2x2x1', 'v6e:2x4'])
+def test_compiles_for_a_tpu(topology, name):
+  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+  from jax.experimental import topologies
+
+  description = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+  sharding = jax.sharding.SingleDeviceSharding(description.devices[0])
+  for shape in REAL_SHAPES:
+    kernel = functools.partial(getattr(kernels, name), backend='tpu')
+    compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
+    assert 'tpu_custom_call' in compiled.as_text()
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_lowers_for_an_nvidia_gpu(name):
+  for shape in REAL_SHAPES:
+    kernel = functools.partial(getattr(kernels, name), backend='gpu')
+    traced = jax.jit(kernel).trace(*arguments(name, *shape))
+    assert '__gpu$xla.gpu.triton' in traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_one_gathering_after_the_last_sample(platform, link):
+  """And none but the batch's sums in the backward pass."""
+  shape, axis_types = (2, 4), (jax.sharding.AxisType.Auto,) * 2
+  if platform == 'tpu':
+    pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4').devices
+  else:
+    devices = jax.devices()
+  mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ('data', 'model'), axis_types)
+  plan = fused.plan_calls(1300, iid, mesh=mesh, batch='data', vocab='model')
+
+  def step(rows, shift, keys, of_label):
+    keys = jax.random.wrap_key_data(keys)
+    losses = {'softmax': fused.log_softmax_at, 'sigmoid': fused.log_sigmoid}
+    return losses[link](plan, rows, shift, keys, of_label).sum()
+
+  def array(spec, *shape, dtype=jnp.float32):
+    spec = jax.sharding.PartitionSpec(*spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+  of_label = array(('data',), 8, dtype=jnp.int32)
+  if link == 'sigmoid':
+    of_label = array(('data', 'model'), 8, 400)
+  hlo = (
+    jax.jit(jax.value_and_grad(step, (0, 1)))
+    .lower(
+      array(('data', None, 'model'), 8, 5, 400),
+      array(('model',), 400),
+      array(('data',), 8, 2, dtype=jnp.uint32),
+      of_label,
+    )
+    .compile()
+    .as_text()
+  )
+  inside, outside = collectives(hlo)
+  assert not inside
+  gathered = ['all-gather'] if link == 'softmax' else []
+  assert [op for op in outside if op != 'all-reduce'] == gathered
