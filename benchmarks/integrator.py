@@ -110,11 +110,13 @@ def compile_loss(loss, *arguments):
 
 
 def time_in_turns(functions, arguments, repeats):
-  """Median seconds of each function. They take `repeats` turns, and in a turn the second of two
-  calls is timed: the first finds the caches and the allocator as the other function left them.
+  """Median seconds of each function. They take `repeats` turns, or more if a turn takes less than a
+  tenth of a second, and in a turn the second of two calls is timed: the first finds the caches and
+  the allocator as the other function left them.
   """
   seconds = [[] for _ in functions]
-  for _ in range(repeats):
+  start_of_turns = time.perf_counter()
+  while len(seconds[0]) < repeats or time.perf_counter() - start_of_turns < 0.1 * repeats:
     for times, function in zip(seconds, functions, strict=True):
       jax.block_until_ready(function(*arguments))
       start = time.perf_counter()
@@ -167,8 +169,8 @@ def measure_rates(args):
   x = jnp.zeros((args.batch, 32, args.classes))
   rows = jnp.ones((args.batch * (args.factors + 2), args.dim))
   kernel = jnp.ones((args.dim, args.classes))
-  (exp_seconds,) = time_in_turns([jax.jit(jnp.exp)], [x], 5 * args.repeats)
-  (dot_seconds,) = time_in_turns([jax.jit(jnp.matmul)], [rows, kernel], 5 * args.repeats)
+  (exp_seconds,) = time_in_turns([jax.jit(jnp.exp)], [x], args.repeats)
+  (dot_seconds,) = time_in_turns([jax.jit(jnp.matmul)], [rows, kernel], args.repeats)
   return x.size / exp_seconds, 2 * rows.size * args.classes / dot_seconds
 
 
@@ -223,7 +225,12 @@ def main():
   parser.add_argument(
     '--shared_draws', action='store_true', help='our examples share the normals of a step'
   )
-  parser.add_argument('--repeats', type=int, default=5, help='timed calls of each side')
+  parser.add_argument(
+    '--repeats',
+    type=int,
+    default=20,
+    help='timed turns of each side, at least; quick ones take a tenth of a second each',
+  )
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   rates = measure_rates(args)

@@ -73,7 +73,7 @@ def _log_softmax_at_fwd(plan, rows, shift, keys, label):
 
   def local(rows, shift, keys, label):
     def body(_, chunk):
-      z, counts = _draw(plan, keys, rows, chunk)
+      z, counts = draw(plan, keys, rows, chunk)
       parts = _on_this_platform(kernels.log_z, z, rows, shift, _local(plan, label, rows))
       return None, (*parts, counts)
 
@@ -99,7 +99,7 @@ def _log_softmax_at_bwd(plan, residuals, g):
 
     def body(sums, inputs):
       chunk, log_z, omega = inputs
-      z, _ = _draw(plan, keys, rows, chunk)
+      z, _ = draw(plan, keys, rows, chunk)
       matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log_z, omega)
       return jax.tree.map(jnp.add, sums, (pull(z, omega), matrix)), None
 
@@ -130,7 +130,7 @@ def _log_sigmoid_fwd(plan, rows, shift, keys, sign):
 
   def local(rows, shift, keys, sign):
     def body(sums, chunk):
-      z, counts = _draw(plan, keys, rows, chunk)
+      z, counts = draw(plan, keys, rows, chunk)
       new = _on_this_platform(kernels.sigmoid_sums, z, rows, shift, sign, counts)
       top = jnp.maximum(sums[0], new[0])  # [B, K]
       old_scale, new_scale = jnp.exp(sums[0] - top), jnp.exp(new[0] - top)
@@ -158,12 +158,6 @@ log_sigmoid.defvjp(_log_sigmoid_fwd, _log_sigmoid_bwd)
 def _of_keys(keys):
   """The letter of keys [B], or of keys [1] that all examples share."""
   return 'b' if len(keys) > 1 else '1'
-
-
-def _draw(plan, keys, rows, chunk):
-  """z [B, s, T], also of keys [1] that all examples share."""
-  z, counts = draw(plan, keys, rows.shape[1], chunk)
-  return jnp.broadcast_to(z, (rows.shape[0], *z.shape[1:])), counts
 
 
 def _local(plan, label, rows):

@@ -90,8 +90,7 @@ class Integrator:
         an example's labels (one label: the cross-entropy). Sigmoid: the binary cross-entropies
         summed over all classes, listed ones being on.
       keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); or [1], whose draws all
-        examples share: what a chunk adds is then one large matrix product instead of B small ones.
-        Ignored where the logits are deterministic.
+        examples share. Ignored where the logits are deterministic.
 
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.

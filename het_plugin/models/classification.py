@@ -90,9 +90,9 @@ class ClassificationModel:
         built-in trainer averages by rows. A number for their sum divided by it: t5x sums the
         gradients of microbatches, so bind the global batch size there.
       eval_seed: seed of the noise outside training.
-      shared_draws: whether all examples of a step, or of evaluation, take the same normals. Samples
-        of a batch are then one large matrix product, and the estimates of its examples depend on
-        each other: their mean has more variance.
+      shared_draws: whether all examples of a step, or of evaluation, take the same normals. That
+        saves draws, and the estimates of the examples depend on each other: their mean has more
+        variance.
 
     Raises:
       ValueError: for a loss_normalizing_factor that is not positive.

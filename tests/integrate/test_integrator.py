@@ -374,7 +374,8 @@ def test_memory_does_not_grow_with_samples(kind, link):
     integrator = Integrator(num_samples=num_samples)
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
 
-  shapes = [(batch, classes), (batch, noise_dim), (50, noise_dim), (batch, noise_dim), (32, classes)]
+  rows = (batch, noise_dim)
+  shapes = [(batch, classes), rows, (50, noise_dim), rows, (32, classes)]
   args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
   temps = []
   for num_samples in (64, 1000):
