@@ -6,6 +6,31 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes
 from jax.typing import DTypeLike
 
+# What the backward pass computes again: nothing; all but the products with parameters, whose
+# results are kept; or all but the block's input.
+REMAT = {
+  'none': None,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def check_remat(setting: str, remat: str) -> None:
+  """Raises ValueError, naming the setting, for a remat that is not in `REMAT`."""
+  if remat not in REMAT:
+    raise ValueError(f'{setting} is unknown: choose one of {", ".join(REMAT)}')
+
+
+def rematerialize(
+  block: type[nn.Module], remat: str, static_argnums: tuple[int, ...] = (), scanned: bool = False
+) -> type[nn.Module]:
+  """The module class `block`, its activations treated as `REMAT[remat]` says."""
+  if remat == 'none':
+    return block
+  policy = REMAT[remat]
+  # In a loop nothing outside can be merged with the repeated computation.
+  return nn.remat(block, policy=policy, static_argnums=static_argnums, prevent_cse=not scanned)
+
 
 class Dense(nn.Module):
   """x [..., I] -> x W + b [..., O], computed in `dtype`.

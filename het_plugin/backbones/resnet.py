@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import GroupNorm
+from het_plugin.backbones.layers import GroupNorm, check_remat, rematerialize
 
 VERSIONS = ('v1.5', 'v2')
 # Units of the four stages, table 1 of He et al. 2016.
@@ -81,10 +81,15 @@ class Bottleneck(nn.Module):
   stride: int
   version: str
   dtype: DTypeLike
+  scanned: bool = False  # returns (carry, output), the result and None
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array):
     """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]."""
+    y = self._unit(x)
+    return (y, None) if self.scanned else y
+
+  def _unit(self, x):
     before = self.version == 'v2'
 
     def conv(name, features, size, axes, x, stride=1):
@@ -126,6 +131,10 @@ class ResNet(nn.Module):
       units have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
     dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
+    remat: what the backward pass computes again to save memory (`layers.REMAT`).
+    scan_layers: the units of a stage after its first, which are alike, in a loop: compiles in a
+      fraction of the time. Their parameters are stacked under 'stage1_units', ... instead of
+      'stage1_unit02', ... (`stack_units`, `unstack_units`).
 
   Raises:
     ValueError: for a setting out of its range, when built.
@@ -135,6 +144,8 @@ class ResNet(nn.Module):
   width: int = ROOT_WIDTH
   version: str = 'v2'
   dtype: DTypeLike = jnp.float32
+  remat: str = 'none'
+  scan_layers: bool = False
 
   def __post_init__(self):
     if not self.stages or min(self.stages) < 1:
@@ -148,6 +159,7 @@ class ResNet(nn.Module):
       raise ValueError(
         f'ResNet.version={self.version!r} is unknown: choose one of {", ".join(VERSIONS)}'
       )
+    check_remat(f'ResNet.remat={self.remat!r}', self.remat)
     super().__post_init__()
 
   @property
@@ -182,17 +194,61 @@ class ResNet(nn.Module):
       x = nn.relu(GroupNorm('embed', dtype=self.dtype, name='norm_root')(x))
       x = nn.max_pool(x, (3, 3), (2, 2), 'SAME')
     x = intermediates['root'] = _whole(x)
+    first = rematerialize(Bottleneck, self.remat)
+    alike = rematerialize(Bottleneck, self.remat, scanned=self.scan_layers)
     for stage, units in enumerate(self.stages):
-      for unit in range(units):
-        stride = 2 if stage and not unit else 1
-        name = f'stage{stage + 1}_unit{unit + 1:02d}'
-        x = Bottleneck(self.width * 2**stage, stride, self.version, self.dtype, name=name)(x)
+      settings = self.version, self.dtype
+      width = self.width * 2**stage
+      x = first(width, 2 if stage else 1, *settings, name=unit_name(stage, 0))(x)
+      if self.scan_layers and units > 1:
+        scan = scan_with_axes(
+          alike,
+          variable_axes={'params': 0},
+          split_rngs={'params': True},
+          length=units - 1,
+          axis_name='layers',
+        )
+        x, _ = scan(width, 1, *settings, scanned=True, name=stacked_name(stage))(x)
+      else:
+        for unit in range(1, units):
+          x = alike(width, 1, *settings, name=unit_name(stage, unit))(x)
       intermediates[f'stage{stage + 1}'] = x
     if before:
       x = nn.relu(GroupNorm('embed', name='norm')(x))
     phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
+
+
+def unit_name(stage: int, unit: int) -> str:
+  return f'stage{stage + 1}_unit{unit + 1:02d}'
+
+
+def stacked_name(stage: int) -> str:
+  return f'stage{stage + 1}_units'
+
+
+def stack_units(params: dict[str, Any]) -> dict[str, Any]:
+  """Parameters of a `ResNet` in the layout of `scan_layers`, from those without it."""
+  params, stage = dict(params), 0
+  while unit_name(stage, 0) in params:
+    names = [unit_name(stage, unit) for unit in range(1, len(params) + 1)]
+    units = [params.pop(name) for name in names if name in params]
+    if units:
+      params[stacked_name(stage)] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *units)
+    stage += 1
+  return params
+
+
+def unstack_units(params: dict[str, Any]) -> dict[str, Any]:
+  """The inverse of `stack_units`."""
+  params, stage = dict(params), 0
+  while unit_name(stage, 0) in params:
+    units = params.pop(stacked_name(stage), {})
+    for i in range(len(jax.tree.leaves(units)[0]) if units else 0):
+      params[unit_name(stage, i + 1)] = jax.tree.map(lambda x, i=i: x[i], units)
+    stage += 1
+  return params
 
 
 def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:

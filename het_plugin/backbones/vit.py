@@ -9,20 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense, LayerNorm
+from het_plugin.backbones.layers import Dense, LayerNorm, check_remat, rematerialize
 
 POOLINGS = ('token', 'gap')
 
-# B and L: table 1 of Dosovitskiy et al. 2020. Ti and S: table 1 of Touvron et al. 2021 (DeiT,
+# B, L and H: table 1 of Dosovitskiy et al. 2020. g and G: table 2 of Zhai et al. 2021
+# (https://arxiv.org/abs/2106.04560). Ti and S: table 1 of Touvron et al. 2021 (DeiT,
 # https://arxiv.org/abs/2012.12877), named so by Steiner et al. 2021 (https://arxiv.org/abs/2106.10270).
 SIZES = {
   'Ti': {'width': 192, 'depth': 12, 'mlp_dim': 768, 'num_heads': 3},
   'S': {'width': 384, 'depth': 12, 'mlp_dim': 1536, 'num_heads': 6},
   'B': {'width': 768, 'depth': 12, 'mlp_dim': 3072, 'num_heads': 12},
   'L': {'width': 1024, 'depth': 24, 'mlp_dim': 4096, 'num_heads': 16},
+  'H': {'width': 1280, 'depth': 32, 'mlp_dim': 5120, 'num_heads': 16},
+  'g': {'width': 1408, 'depth': 40, 'mlp_dim': 6144, 'num_heads': 16},
+  'G': {'width': 1664, 'depth': 48, 'mlp_dim': 8192, 'num_heads': 16},
 }
 
 
@@ -105,15 +109,17 @@ class Block(nn.Module):
   mlp_dim: int
   dropout: float
   dtype: DTypeLike
+  scanned: bool = False  # returns (carry, output), both the result
 
   @nn.compact
-  def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+  def __call__(self, x: jax.Array, deterministic: bool):
     y = LayerNorm(self.dtype, name='attention_norm')(x)
     y = SelfAttention(self.num_heads, self.dtype, name='attention')(y)
     x = _constrain(x + nn.Dropout(self.dropout)(y, deterministic))
     y = LayerNorm(self.dtype, name='mlp_norm')(x)
     y = Mlp(self.mlp_dim, self.dropout, self.dtype, name='mlp')(y, deterministic)
-    return _constrain(x + nn.Dropout(self.dropout)(y, deterministic))
+    x = _constrain(x + nn.Dropout(self.dropout)(y, deterministic))
+    return (x, x) if self.scanned else x
 
 
 class ViT(nn.Module):
@@ -130,6 +136,10 @@ class ViT(nn.Module):
       head; None for no such layer.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
+    remat: what the backward pass computes again to save memory (`layers.REMAT`).
+    scan_layers: one block in a loop instead of `depth` blocks in a row: compiles in a fraction of
+      the time. Its parameters are stacked, [depth, ...] under 'blocks' instead of 'block00', ...
+      (`stack_blocks`, `unstack_blocks`).
 
   Raises:
     ValueError: for a setting out of its range, when built; for an image that P does not divide,
@@ -145,6 +155,8 @@ class ViT(nn.Module):
   representation_size: int | None = None
   dropout: float = 0.0
   dtype: DTypeLike = jnp.float32
+  remat: str = 'none'
+  scan_layers: bool = False
 
   def __post_init__(self):
     for name in ('patch_size', 'width', 'depth', 'mlp_dim', 'num_heads', 'representation_size'):
@@ -157,6 +169,7 @@ class ViT(nn.Module):
       raise ValueError(
         f'ViT.pooling={self.pooling!r} is unknown: choose one of {", ".join(POOLINGS)}'
       )
+    check_remat(f'ViT.remat={self.remat!r}', self.remat)
     if not 0.0 <= self.dropout < 1.0:
       raise ValueError(f'ViT.dropout={self.dropout} must lie in [0, 1)')
     super().__post_init__()
@@ -200,10 +213,23 @@ class ViT(nn.Module):
     x = _constrain(x + position.astype(x.dtype))
     x = nn.Dropout(self.dropout)(x, deterministic=not train)
 
-    for layer in range(self.depth):
-      name = f'block{layer:02d}'
-      block = Block(self.num_heads, self.mlp_dim, self.dropout, self.dtype, name=name)
-      x = intermediates[name] = block(x, deterministic=not train)
+    block = rematerialize(Block, self.remat, static_argnums=(2,), scanned=self.scan_layers)
+    settings = self.num_heads, self.mlp_dim, self.dropout, self.dtype
+    names = [block_name(layer) for layer in range(self.depth)]
+    if self.scan_layers:
+      blocks = scan_with_axes(
+        block,
+        variable_axes={'params': 0},
+        split_rngs={'params': True, 'dropout': True},
+        in_axes=nn.broadcast,
+        length=self.depth,
+        axis_name='layers',
+      )(*settings, scanned=True, name=STACKED)
+      x, outputs = blocks(x, not train)
+      intermediates |= dict(zip(names, outputs, strict=True))
+    else:
+      for name in names:
+        x = intermediates[name] = block(*settings, name=name)(x, not train)
 
     x = intermediates['encoder_norm'] = LayerNorm(name='encoder_norm')(x)
     phi = x[:, 0] if self.pooling == 'token' else x.mean(axis=1)  # [B, D]
@@ -214,11 +240,37 @@ class ViT(nn.Module):
     return phi, intermediates
 
 
+STACKED = 'blocks'
+
+
+def block_name(layer: int) -> str:
+  return f'block{layer:02d}'
+
+
+def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:
+  """Parameters of a `ViT` in the layout of `scan_layers`, from those without it."""
+  names = [name for name in map(block_name, range(len(params))) if name in params]
+  rest = {name: value for name, value in params.items() if name not in names}
+  blocks = [params[name] for name in names]
+  return rest | {STACKED: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+
+def unstack_blocks(params: dict[str, Any]) -> dict[str, Any]:
+  """The inverse of `stack_blocks`."""
+  rest = {name: value for name, value in params.items() if name != STACKED}
+  depth = len(jax.tree.leaves(params[STACKED])[0])
+
+  def layer(i):
+    return jax.tree.map(lambda x: x[i], params[STACKED])
+
+  return rest | {block_name(i): layer(i) for i in range(depth)}
+
+
 def vit(variant: str = 'S/16', **overrides: Any) -> ViT:
   """A ViT by the name of the papers: size, slash, patch size in pixels, such as 'S/16' or 'L/32'.
 
   Args:
-    variant: one of the sizes Ti, S, B, L with any patch size.
+    variant: one of the sizes Ti, S, B, L, H, g, G with any patch size.
     **overrides: fields of `ViT` that replace or complete those of the variant.
 
   Raises:

@@ -1,0 +1,118 @@
+"""Blocks in a loop and recomputed activations: the same function of the same parameters."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from het_plugin.backbones import ResNet, ViT, vit
+from het_plugin.backbones.resnet import stack_units, unstack_units
+from het_plugin.backbones.vit import stack_blocks, unstack_blocks
+
+CASES = {
+  'vit': (ViT(8, 16, 3, 32, 2), stack_blocks, unstack_blocks),
+  'resnet_v2': (ResNet(stages=(2, 1, 3), width=32), stack_units, unstack_units),
+  'resnet_v1.5': (ResNet((2, 1, 3), 32, version='v1.5'), stack_units, unstack_units),
+}
+IMAGE = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
+
+
+def value_and_grad(model, params):
+  def loss(params):
+    phi, intermediates = model.apply({'params': params}, IMAGE)
+    return jnp.sin(3 * phi).sum(), intermediates
+
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def assert_close(got, expected):
+  got, expected = (traverse_util.flatten_dict(tree, sep='/') for tree in (got, expected))
+  assert got.keys() == expected.keys()
+  for name, value in expected.items():
+    if not name.endswith('key/bias'):  # its gradient is rounding error around zero
+      scale = max(np.abs(value).max(), 1e-3)
+      np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
+@pytest.mark.parametrize('scan', [False, True])
+def test_loops_and_recomputation_change_nothing(case, remat, scan):
+  model, stack, _ = CASES[case]
+  params = model.init(jax.random.key(1), IMAGE)['params']
+  (value, intermediates), gradient = value_and_grad(model, params)
+  other = dataclasses.replace(model, remat=remat, scan_layers=scan)
+  other_params = stack(params) if scan else params
+  shapes = jax.eval_shape(other.init, jax.random.key(1), IMAGE)
+  assert jax.tree.map(jnp.shape, shapes['params']) == jax.tree.map(jnp.shape, other_params)
+  (got, got_intermediates), got_gradient = value_and_grad(other, other_params)
+  np.testing.assert_allclose(got, value, rtol=1e-5)
+  assert_close(got_intermediates, intermediates)
+  assert_close(got_gradient, stack(gradient) if scan else gradient)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_stacking_has_an_inverse(case):
+  model, stack, unstack = CASES[case]
+  params = model.init(jax.random.key(1), IMAGE)['params']
+  back = unstack(stack(params))
+  assert jax.tree.structure(back) == jax.tree.structure(params)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_stacked_parameters_name_their_layers():
+  model = dataclasses.replace(CASES['vit'][0], scan_layers=True)
+  axes = jax.eval_shape(model.init, jax.random.key(0), IMAGE)['params_axes']
+  names = traverse_util.flatten_dict(axes, sep='/')
+  assert names['blocks/mlp/wi/kernel_axes'].names == ('layers', 'embed', 'mlp')
+
+
+def test_dropout_differs_between_looped_blocks():
+  model = dataclasses.replace(CASES['vit'][0], scan_layers=True, dropout=0.5)
+  params = model.init(jax.random.key(1), IMAGE)['params']
+  rngs = {'dropout': jax.random.key(2)}
+  _, outputs = model.apply({'params': params}, IMAGE, train=True, rngs=rngs)
+  same = params | {'blocks': jax.tree.map(lambda x: jnp.zeros_like(x), params['blocks'])}
+  _, still = model.apply({'params': same}, IMAGE, train=True, rngs=rngs)
+  np.testing.assert_array_equal(still['block00'], still['block02'])  # blocks of zeros pass through
+  assert not np.allclose(outputs['block00'], outputs['block02'])
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_full_recomputation_keeps_less(case):
+  """XLA's account of the temporaries of value and gradient at a size where activations count."""
+  model = dataclasses.replace(CASES[case][0], scan_layers=True)
+  params = jax.eval_shape(model.init, jax.random.key(0), IMAGE)['params']
+  image = jax.ShapeDtypeStruct((16, 32, 32, 3), jnp.float32)
+
+  def temporaries(remat):
+    def loss(params, image):
+      other = dataclasses.replace(model, remat=remat)
+      return other.apply({'params': params}, image)[0].sum()
+
+    step = jax.jit(jax.grad(loss)).lower(params, image).compile()
+    return step.memory_analysis().temp_size_in_bytes
+
+  assert temporaries('full') < temporaries('none')
+
+
+# Millions, H of table 1 of Dosovitskiy et al. 2020, g and G of table 2 of Zhai et al. 2021.
+@pytest.mark.parametrize(('size', 'millions'), [('H/14', 632), ('g/14', 1011), ('G/14', 1843)])
+def test_large_sizes_have_the_published_number_of_parameters(size, millions):
+  model = vit(size, scan_layers=True)
+  image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+  params = jax.eval_shape(model.init, jax.random.key(0), image)['params']
+  count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+  assert count == pytest.approx(millions * 1e6, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+  'build', [lambda r: ViT(8, 16, 3, 32, 2, remat=r), lambda r: ResNet((1,), remat=r)]
+)
+def test_unknown_remat_is_named(build):
+  with pytest.raises(ValueError, match="remat='some' is unknown: choose one of none, dots, full"):
+    build('some')
