@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from het_plugin.reporting import aligned
+
 
 def names(choices):
   """An argparse type: comma-separated names out of `choices`."""
@@ -23,11 +25,8 @@ def integers(text):
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
   """Aligned columns, numbers with four significant digits."""
-  cells = [list(header)]
-  cells += [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  for row in cells:
-    print('  '.join(f'{cell:>{width}}' for cell, width in zip(row, widths, strict=True)))
+  cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]
+  print(aligned([header, *cells]))
 
 
 def write_json(path: Path | None, result: dict | list) -> None:

@@ -24,6 +24,7 @@ from command_line import integers, names, print_table, write_json
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import LINKS, SAMPLERS, Integrator, example_keys
+from het_plugin.reporting import grid_png
 
 HEADS = {'het': Het, 'het_h': HetH, 'het_xl': HetXL}
 
@@ -140,37 +141,10 @@ def row_of(args, name, num_samples, batch, step, det, times):
   )
 
 
-def draw_grid(rows, path):
-  """Milliseconds an image above, GiB of temporaries below, a column a head (fig. 2)."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  heads = list(dict.fromkeys(row['head'] for row in rows))
-  batches = sorted({row['b'] for row in rows})
-  figure = Figure(figsize=(3.2 * len(heads), 6), layout='constrained')
-  FigureCanvasAgg(figure)
-  axes = figure.subplots(2, len(heads), squeeze=False)
-  measures = {
-    'ms an image': lambda row: row['seconds'] and 1e3 * row['seconds'] / row['b'],
-    'temporaries, GiB': lambda row: row['temp_bytes'] and row['temp_bytes'] / 2**30,
-  }
-  for line, (title, measure) in zip(axes, measures.items(), strict=True):
-    values = {(row['head'], row['s'], row['b']): measure(row) for row in rows}
-    present = [value for value in values.values() if value]
-    for ax, head in zip(line, heads, strict=True):
-      samples = sorted({row['s'] for row in rows if row['head'] == head})
-      table = np.array([[values[head, s, b] or np.nan for b in batches] for s in samples], float)
-      ax.set_facecolor('black')
-      ax.imshow(table, origin='lower', aspect='auto', vmin=min(present), vmax=max(present))
-      for (i, j), value in np.ndenumerate(table):
-        if np.isfinite(value):
-          ax.text(j, i, f'{value:.3g}', ha='center', va='center', color='white', fontsize=8)
-      ax.set_xticks(range(len(batches)), batches)
-      ax.set_yticks(range(len(samples)), [s or '–' for s in samples])
-      ax.set_title(f'{head}: {title}', fontsize=10)
-      ax.set_xlabel('batch')
-      ax.set_ylabel('samples S')
-  figure.savefig(path, dpi=150)
+GRID = {
+  'ms an image': lambda row: row['seconds'] and 1e3 * row['seconds'] / row['b'],
+  'temporaries, GiB': lambda row: row['temp_bytes'] and row['temp_bytes'] / 2**30,
+}
 
 
 def main():
@@ -193,7 +167,7 @@ def main():
   print_table(list(rows[0]), [list(row.values()) for row in rows])
   write_json(args.json, rows)
   if args.png:
-    draw_grid(rows, args.png)
+    args.png.write_bytes(grid_png(rows, GRID))
   fitting = [row for row in rows if row['time_ratio']]
   most = max(fitting, key=lambda row: (row['s'], row['b']))
   print(

@@ -3,7 +3,13 @@
 Importing this package imports no TensorFlow; the tasks do, when the first one is asked for.
 """
 
-from het_plugin.data.pipeline import BatchIterator, DatasetConfig, get_dataset, task_info
+from het_plugin.data.pipeline import (
+  BatchIterator,
+  DatasetConfig,
+  element_spec,
+  get_dataset,
+  task_info,
+)
 from het_plugin.data.sources import TaskInfo
 
 __all__ = [
@@ -11,6 +17,7 @@ __all__ = [
   'DatasetConfig',
   'ImageFeatureConverter',
   'TaskInfo',
+  'element_spec',
   'get_dataset',
   'task_info',
 ]

@@ -210,16 +210,25 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     make_batch = functools.partial(_read_in_blocks, example_reader, preprocess)
   else:
     make_batch = functools.partial(_read_arrays, example_reader)
-  B = cfg.batch_size
-  element_spec = {
-    'image': jax.ShapeDtypeStruct((B, side, side, info.channels), np.float32),
-    'label': jax.ShapeDtypeStruct((B, max_labels), np.int32),
+  return BatchIterator(
+    make_batch,
+    example_reader.corrupt,
+    element_spec(cfg, info.channels),
+    cfg.batch_size,
+    rows,
+    example_reader.num_examples,
+  )
+
+
+def element_spec(cfg: DatasetConfig, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes of the global batch of `cfg`, for images of `channels` channels; reads nothing."""
+  B, side = cfg.batch_size, cfg.task_feature_lengths['image']
+  return {
+    'image': jax.ShapeDtypeStruct((B, side, side, channels), np.float32),
+    'label': jax.ShapeDtypeStruct((B, cfg.task_feature_lengths['label']), np.int32),
     'index': jax.ShapeDtypeStruct((B,), np.int32),
     'mask': jax.ShapeDtypeStruct((B,), np.float32),
   }
-  return BatchIterator(
-    make_batch, example_reader.corrupt, element_spec, B, rows, example_reader.num_examples
-  )
 
 
 def _read_arrays(example_reader: reader.ExampleReader, positions: np.ndarray) -> Batch:

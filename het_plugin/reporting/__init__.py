@@ -1,9 +1,19 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
 from het_plugin.reporting.files import write_json
+from het_plugin.reporting.grid import grid_png
 from het_plugin.reporting.page import Figure, html_page
 from het_plugin.reporting.plots import curves_png
 from het_plugin.reporting.provenance import Provenance
-from het_plugin.reporting.text import text_table
+from het_plugin.reporting.text import aligned, text_table
 
-__all__ = ['Figure', 'Provenance', 'curves_png', 'html_page', 'text_table', 'write_json']
+__all__ = [
+  'Figure',
+  'Provenance',
+  'aligned',
+  'curves_png',
+  'grid_png',
+  'html_page',
+  'text_table',
+  'write_json',
+]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 
-def write_json(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-  """Writes `rows` as a JSON list, NaN and infinities as null; makes the directory."""
+def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
+  """Writes `rows` as JSON, NaN and infinities as null; makes the directory."""
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps([_plain(row) for row in rows], indent=2, allow_nan=False) + '\n')
+  path.write_text(json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n')
 
 
 def _plain(value: Any) -> Any:

@@ -26,6 +26,12 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = ()) -> str:
   return '\n\n'.join(blocks)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+  """Lines of right-aligned columns."""
+  cells = [_pad(column, '>') for column in zip(*rows, strict=True)]
+  return '\n'.join('  '.join(line) for line in zip(*cells, strict=True))
+
+
 def _block(group: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:
   shown = [i for i in range(len(names)) if i < num_rows or any(c.is_present(i) for c in members)]
   first = _pad([group or 'head', *(names[i] for i in shown)], '<')

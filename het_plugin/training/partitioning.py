@@ -1,4 +1,5 @@
-"""A (data, model) device mesh, t5x's logical axis rules, and jit with shardings on top of them.
+"""A (data, model) or (replica, data, model) device mesh, t5x's logical axis rules, and jit with
+shardings on top of them.
 
 Names and meanings follow t5x's `partitioning` module, so its gin bindings and its axis names carry
 over.
@@ -20,7 +21,7 @@ from het_plugin.training import optimizers
 from het_plugin.training import train_state as train_state_lib
 
 PyTree = Any
-LogicalAxisRules = Sequence[tuple[str, str | None]]
+LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
 # t5x's replicated names, and the heads' own: neither the factors R nor the noise dimension Q is
 # split.
@@ -97,7 +98,12 @@ class PartitionedFn:
 
 
 class PjitPartitioner:
-  """Places parameters, optimizer state, batches and computations on a (data, model) mesh."""
+  """Places parameters, optimizer state, batches and computations on a (data, model) mesh.
+
+  With num_replicas above 1, for several slices with slow links between them, the mesh is (replica,
+  data, model): batches are split over replica and data, parameters over data and model only, so
+  that gradients are all that crosses slices.
+  """
 
   def __init__(
     self,
@@ -105,6 +111,7 @@ class PjitPartitioner:
     model_parallel_submesh: Sequence[int] | None = None,
     logical_axis_rules: LogicalAxisRules | None = None,
     devices: Sequence[jax.Device] | None = None,
+    num_replicas: int = 1,
   ):
     """Sets the mesh up; nothing is compiled.
 
@@ -114,9 +121,10 @@ class PjitPartitioner:
         most one of the two may be set.
       logical_axis_rules: defaults to `standard_logical_axis_rules()`.
       devices: defaults to all devices of all processes.
+      num_replicas: size of the replica axis, such as the number of TPU slices; 1 for no such axis.
 
     Raises:
-      ValueError: both sizes are set, a size is below 1, or it does not divide the number of
+      ValueError: both sizes are set, a size is below 1, or they do not divide the number of
         devices.
     """
     if num_partitions is not None and model_parallel_submesh is not None:
@@ -135,27 +143,37 @@ class PjitPartitioner:
         1 if num_partitions is None else num_partitions,
       )
     devices = list(jax.devices() if devices is None else devices)
-    if model < 1 or len(devices) % model:
+    if num_replicas < 1 or len(devices) % num_replicas:
+      raise ValueError(
+        f'num_replicas={num_replicas} must be at least 1 and divide the number of devices, '
+        f'{len(devices)}.'
+      )
+    if model < 1 or len(devices) % (num_replicas * model):
       hint = ''
       if devices[0].platform == 'cpu':
         hint = ' (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a CPU)'
+      of_replicas = f' of each of {num_replicas} replicas' if num_replicas > 1 else ''
       raise ValueError(
         f'{setting} asks for a model axis of {model}, which must be at least 1 and divide the '
-        f'number of devices, {len(devices)}{hint}.'
+        f'number of devices{of_replicas}, {len(devices) // num_replicas}{hint}.'
       )
-    shape = (len(devices) // model, model)
-    if devices[0].platform == 'tpu':
-      # Follows the physical torus, so that both axes get nearest-neighbour links.
-      mesh_devices = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    else:
-      mesh_devices = np.asarray(devices).reshape(shape)
-    self._mesh = Mesh(mesh_devices, ('data', 'model'))
+    shape = (len(devices) // (num_replicas * model), model)
+    names = ('data', 'model')
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    for name, axis in rules:
-      if axis not in ('data', 'model', None):
-        raise ValueError(
-          f"logical_axis_rules maps {name!r} to {axis!r}; valid are 'data', 'model' and None."
-        )
+    if num_replicas > 1:
+      shape, names = (num_replicas, *shape), ('replica', *names)
+      rules = [
+        (name, ('replica', 'data') if (name, axis) == ('batch', 'data') else axis)
+        for name, axis in rules
+      ]
+    self._mesh = Mesh(_mesh_devices(devices, shape), names)
+    for name, axes in rules:
+      for axis in axes if isinstance(axes, tuple) else (axes,):
+        if axis is not None and axis not in names:
+          raise ValueError(
+            f'logical_axis_rules maps {name!r} to {axis!r}; valid are '
+            f'{", ".join(map(repr, names))} and None.'
+          )
     self._logical_axis_rules = tuple(rules)
 
   @property
@@ -168,12 +186,16 @@ class PjitPartitioner:
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    return PartitionSpec('data')
+    return PartitionSpec(self._batch_axes if len(self._batch_axes) > 1 else 'data')
+
+  @property
+  def _batch_axes(self) -> tuple[str, ...]:
+    return self._mesh.axis_names[:-1]
 
   @property
   def data_shards(self) -> int:
-    """Size of the data axis: the number of pieces a batch is cut into."""
-    return self._mesh.shape['data']
+    """Size of the data axis, times that of the replica axis: the pieces a batch is cut into."""
+    return math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
 
   @property
   def model_shards(self) -> int:
@@ -225,8 +247,7 @@ class PjitPartitioner:
     """Row numbers of the global batch that this process feeds, ascending, int64 [rows].
 
     Asked of the sharding, not of the process index: processes that sit along the model axis feed
-      the same
-    rows, and a process need not hold a contiguous range.
+    the same rows, and a process need not hold a contiguous range.
     """
     self.check_batch_size(batch_size)
     sharding = NamedSharding(self._mesh, self.data_partition_spec)
@@ -316,3 +337,24 @@ class PjitPartitioner:
           f'does not divide by the {self._mesh.shape[axis]} shards of the mesh axis {axis!r}.'
         )
     return spec
+
+
+def _mesh_devices(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+  """The devices in the shape of the mesh. On TPUs the axes follow the physical torus, so that they
+  get nearest-neighbour links, and a replica axis lies across slices where there are as many.
+  """
+  if devices[0].platform != 'tpu':
+    return np.asarray(devices).reshape(shape)
+  num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
+  if num_slices > 1 and num_slices == shape[0]:
+    return mesh_utils.create_hybrid_device_mesh(
+      (1, *shape[1:]),
+      (num_slices, *(1,) * len(shape[1:])),
+      devices,
+      allow_split_physical_axes=True,
+    )
+  if num_slices > 1:
+    raise ValueError(
+      f'num_replicas must be the number of TPU slices, {num_slices}; the mesh is {shape}.'
+    )
+  return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -130,7 +130,7 @@ def train(
 
   train_iter = open_dataset(train_dataset_cfg)
   init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
-  init = _init_fn(model, train_iter.element_spec, init_rng)
+  init = init_fn(model, train_iter.element_spec, init_rng)
   abstract_state = jax.eval_shape(init)
   axes = partitioner.get_mesh_axes(abstract_state)
   trainer = trainer_cls(
@@ -153,7 +153,7 @@ def train(
     #   1. the newest checkpoint in model_dir that can be read: this run, resumed;
     #   2. the parameters of checkpoint_cfg.restore, with a fresh optimizer at step 0: a warm start;
     #   3. the model's initial values.
-    target = _with_shardings(abstract_state, partitioner.shardings(axes))
+    target = with_shardings(abstract_state, partitioner.shardings(axes))
     restored = checkpointer.restore(target)
     if restored is not None:
       step, train_state = int(restored.train_state.step), restored.train_state
@@ -228,9 +228,10 @@ def _task_name(cfg: Any) -> str:
   return task if isinstance(task, str) else task.name
 
 
-def _init_fn(
+def init_fn(
   model: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct], rng: jax.Array
 ) -> Callable[[], TrainState]:
+  """What makes the fresh state of a model for batches of these shapes."""
   shapes = {name: spec.shape for name, spec in element_spec.items()}
   types = {name: spec.dtype for name, spec in element_spec.items()}
   return lambda: TrainState.create(
@@ -238,7 +239,8 @@ def _init_fn(
   )
 
 
-def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+  """Shapes and where they are to lie, as one tree."""
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
   )

@@ -14,8 +14,8 @@ import clu.metrics
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen import partitioning as flax_partitioning
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from het_plugin.training import flops, partitioning
 from het_plugin.training.train_state import TrainState
@@ -38,12 +38,14 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
   """Cuts rows [B, ...] into microbatches [M, B / M, ...], each spread evenly over the data axis.
 
   Microbatch j takes the rows j, j + M, j + 2 M, ...: every device keeps the rows it has, whereas M
-  contiguous pieces would each lie on a part of the data axis only. Needs the mesh in context.
+  contiguous pieces would each lie on a part of the data axis only. Needs the mesh and the axis
+  rules in context.
   """
+  spec = flax_partitioning.logical_to_mesh_axes((None, 'batch'))
 
   def split(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-    return lax.with_sharding_constraint(jnp.swapaxes(x, 0, 1), PartitionSpec(None, 'data'))
+    return lax.with_sharding_constraint(jnp.swapaxes(x, 0, 1), spec)
 
   return jax.tree.map(split, batch)
 
@@ -196,10 +198,18 @@ class Trainer:
     """Raises ValueError unless the batch cuts into microbatches and shards."""
     self._partitioner.check_batch_size(batch_size, self.num_microbatches or 1)
 
+  def trace_train(self, train_state: TrainState, batch: Batch) -> jax.stages.Traced:
+    """The train step for a state and a batch, of which shapes with shardings suffice."""
+    return self._train_step.trace(train_state, batch)
+
+  def trace_eval(self, params: PyTree, batch: Batch) -> jax.stages.Traced:
+    """The eval step for parameters and a batch, of which shapes with shardings suffice."""
+    return self._eval_step.trace(params, batch)
+
   def compile_train(self, train_state: TrainState, batch: Batch) -> Compilation:
     """Compiles the train step for a state and a batch, of which shapes with shardings suffice."""
     start = time.monotonic()
-    traced = self._train_step.trace(train_state, batch)
+    traced = self.trace_train(train_state, batch)
     count = flops.count_flops(traced.jaxpr.jaxpr)
     self._train_step = traced.lower().compile()
     return Compilation(seconds=time.monotonic() - start, flops=count)

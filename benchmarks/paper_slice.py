@@ -1,0 +1,84 @@
+"""The paper's own slice: what each head needs on 64 TPU v3 chips, compiled here.
+
+    python benchmarks/paper_slice.py [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
+
+JFT-4B's 29,593 classes, batch 4096, S = 1000, R = 50 on v3:8x8, which is 128 devices (section 1 of
+Collier et al. 2023: there HET does not fit). Figures are the compiler's, of the train step. Needs
+libtpu (the extra 'plan'), no TPU; two minutes a row on two CPU cores.
+"""
+
+import argparse
+from pathlib import Path
+
+from command_line import names, print_table, write_json
+
+from het_plugin.planning import worker
+
+BACKBONES = ('vit_l_32', 'resnet_152')
+HEADS = ('det', 'het', 'het_h', 'het_xl')
+RUN = 'het_plugin/gin/runs/jft4b.gin'
+
+
+def meshes(text):
+  return [[int(size) for size in mesh.split('x')] for mesh in text.split(',')]
+
+
+def make_row(args, backbone, mesh, head):
+  bindings = ["MODEL_DIR = 'unused'", f"{backbone.partition('_')[0]}.dtype = 'bfloat16'"]
+  plan = worker.compile_in_process(
+    worker.Request(
+      gin_files=[
+        RUN,
+        f'het_plugin/gin/models/{backbone}.gin',
+        f'het_plugin/gin/heads/{head}.gin',
+      ],
+      gin_bindings=[*bindings, *args.gin],
+      gin_search_paths=['.'],
+      topology=args.topology,
+      mesh=mesh,
+      steps=('train',),
+    )
+  )
+  peak = plan['peak_bytes_per_device']
+  return {
+    'backbone': backbone,
+    'topology': args.topology,
+    'mesh': 'x'.join(map(str, mesh)),
+    'head': head,
+    'peak_gib': peak and peak / 2**30,
+    'hbm_gib': plan['hbm_bytes_per_device'] / 2**30,
+    'fits': plan['fits'],
+    'tflop': plan['flops_per_device'] / 1e12,
+    'all_reduced_gib': sum(c['bytes'] for c in plan['collectives']) / 2**30,
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument(
+    '--backbones', type=names(BACKBONES), default=['vit_l_32'], help=','.join(BACKBONES)
+  )
+  parser.add_argument('--heads', type=names(HEADS), default=list(HEADS), help=','.join(HEADS))
+  parser.add_argument(
+    '--meshes', type=meshes, default=[[32, 4], [128, 1]], help='data x model devices'
+  )
+  parser.add_argument('--topology', default='v3:8x8', help='as of het_plugin.plan')
+  parser.add_argument('--gin', action='append', default=[], help='a binding for all runs')
+  parser.add_argument('--json', type=Path, help='write the rows here')
+  args = parser.parse_args()
+  rows = []
+  for backbone in args.backbones:
+    for mesh in args.meshes:
+      rows += [make_row(args, backbone, mesh, head) for head in args.heads]
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  write_json(args.json, rows)
+  peaks = {row['head']: row['peak_gib'] for row in rows if row['mesh'] == rows[0]['mesh']}
+  if peaks.get('det') and peaks.get('het_xl'):
+    print(
+      f'mesh {rows[0]["mesh"]}: HET-XL takes {peaks["het_xl"] / peaks["det"]:.3f} of the memory of '
+      'DET'
+    )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,237 @@
+"""Compiles a training run for a TPU slice, on any machine, and says what it will need there.
+
+    python -m het_plugin.plan --gin_file=gin/runs/jft4b_vit_l32_het_xl.gin --topology=v3:8x8 \\
+      --mesh=32,4
+
+Takes the gin files and flags of training. The real train and eval steps are compiled ahead of time
+with libtpu, which needs no TPU (`pip install 'het_plugin[plan]'`), or for virtual CPU devices
+(--topology=cpu:8). Prints parameters by sharding, memory of a device against what it has, FLOPs and
+collectives. With --search it looks for the largest batch or number of samples that fits; with
+--grid it fills the paper's fig. 2 and 5: heads by batch sizes by samples. Nothing is read but gin
+files; each compilation has a process of its own.
+
+Exit codes: 0 it fits; 1 it does not; 2 a setting is wrong.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from het_plugin import gin_utils, reporting
+from het_plugin.planning import report, worker
+from het_plugin.planning import topology as topology_lib
+
+HEADS = ('det', 'het', 'het_h', 'het_xl')
+
+_TOPOLOGY = flags.DEFINE_string(
+  'topology',
+  'cpu:8',
+  'cpu:N, or a TPU generation and the shape of a slice in chips: v3:8x8, v4:4x4x8, v5e:8x16, '
+  'v5p:2x2x1, v6e:16x16, tpu7x:2x2x1.',
+)
+_MESH = flags.DEFINE_list(
+  'mesh',
+  None,
+  'DATA,MODEL or REPLICA,DATA,MODEL devices; what the configuration says where it is not given.',
+)
+_NUM_SLICES = flags.DEFINE_integer('num_slices', 1, 'Slices of that shape, a replica each.')
+_SEARCH = flags.DEFINE_enum(
+  'search', None, ['batch', 'samples'], 'Also looks for the largest batch, or S, that fits.'
+)
+_GRID = flags.DEFINE_bool('grid', False, 'Compiles heads by batches by samples instead of one run.')
+_HEADS = flags.DEFINE_list('heads', list(HEADS), 'Heads of the grid.')
+_BATCHES = flags.DEFINE_list('batches', ['1024', '2048', '4096', '6144'], 'Batches of the grid.')
+_SAMPLES = flags.DEFINE_list('samples', ['10', '100', '1000'], 'Numbers of samples of the grid.')
+_PNG = flags.DEFINE_string('png', None, 'Where the grid is drawn.')
+_JSON = flags.DEFINE_string('json', None, 'Where all figures are written.')
+
+_SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
+_LARGEST = {'batch': 2**20, 'samples': 2**16}  # where a search gives up
+
+
+def make_request() -> worker.Request:
+  """The request of the flags.
+
+  Raises:
+    ValueError: for a topology or a mesh that is none.
+  """
+  topology_lib.parse(_TOPOLOGY.value)
+  if _NUM_SLICES.value < 1:
+    raise ValueError(f'--num_slices={_NUM_SLICES.value} must be at least 1')
+  return worker.Request(
+    gin_files=list(flags.FLAGS.gin_file),
+    gin_bindings=["MODEL_DIR = 'unused'", *flags.FLAGS.gin_bindings],
+    gin_search_paths=list(flags.FLAGS.gin_search_paths),
+    topology=_TOPOLOGY.value,
+    mesh=None if _MESH.value is None else _integers('mesh', _MESH.value, (2, 3)),
+    num_slices=_NUM_SLICES.value,
+  )
+
+
+def with_bindings(request: worker.Request, *bindings: str) -> worker.Request:
+  return dataclasses.replace(request, gin_bindings=[*request.gin_bindings, *bindings])
+
+
+def samples_bindings(num_samples: int) -> list[str]:
+  return [f'{scope}/Integrator.num_samples = {num_samples}' for scope in ('train', 'eval')]
+
+
+def search(
+  what: str,
+  first: dict[str, Any],
+  compile_fn: Callable[[int], dict[str, Any]],
+  say: Callable[[str], None] = print,
+) -> int | None:
+  """The largest batch, or number of samples, that fits, to within a sixteenth.
+
+  Args:
+    what: 'batch' or 'samples'.
+    first: the plan of the configuration as it is.
+    compile_fn: from a value to its plan.
+    say: told of every plan.
+
+  Returns:
+    The value, a multiple of the shards that a batch is cut into; None if not even one row a shard
+    fits. At `_LARGEST` it stops.
+  """
+  unit = 1
+  if what == 'batch':
+    unit = first['num_devices'] // first['mesh']['model']
+  value = first[_SEARCHED[what]]
+
+  def fits(candidate: int) -> bool:
+    plan = compile_fn(candidate)
+    say(report.line(plan))
+    return plan['fits']
+
+  largest, smallest_failing = (value, None) if first['fits'] else (0, value)
+  while smallest_failing is None and 2 * largest <= _LARGEST[what]:
+    if fits(2 * largest):
+      largest *= 2
+    else:
+      smallest_failing = 2 * largest
+  while smallest_failing is not None and smallest_failing - largest > max(unit, largest // 16):
+    middle = (largest + smallest_failing) // 2 // unit * unit
+    if middle <= largest:
+      break
+    if fits(middle):
+      largest = middle
+    else:
+      smallest_failing = middle
+  return largest or None
+
+
+def run_search(request: worker.Request, first: dict[str, Any]) -> dict[str, Any]:
+  what = _SEARCH.value
+
+  def compile_value(value: int) -> dict[str, Any]:
+    bindings = [f'BATCH_SIZE = {value}'] if what == 'batch' else samples_bindings(value)
+    steps = dataclasses.replace(with_bindings(request, *bindings), steps=('train',))
+    return worker.compile_in_process(steps)
+
+  print(f'\nLooking for the largest {what}:', flush=True)
+  largest = search(what, first, compile_value)
+  name = 'batch' if what == 'batch' else 'number of samples'
+  print(f'The largest {name} that fits: {largest}' if largest else f'No {name} fits.')
+  return {'what': what, 'largest': largest}
+
+
+def run_grid(request: worker.Request) -> list[dict[str, Any]]:
+  """A row a cell; the deterministic head has one for each batch, with s = 0."""
+  if unknown := [head for head in _HEADS.value if head not in HEADS]:
+    raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')
+  batches = _integers('batches', _BATCHES.value)
+  samples = _integers('samples', _SAMPLES.value)
+  rows = []
+  for head in _HEADS.value:
+    for batch in batches:
+      for num_samples in samples if head != 'det' else [0]:
+        cell = dataclasses.replace(
+          with_bindings(
+            request,
+            f'BATCH_SIZE = {batch}',
+            *(samples_bindings(num_samples) if num_samples else ()),
+          ),
+          gin_files=[*request.gin_files, f'het_plugin/gin/heads/{head}.gin'],
+          steps=('train',),
+        )
+        plan = worker.compile_in_process(cell)
+        print(f'{head}: {report.line(plan)}', flush=True)
+        rows.append(
+          {
+            'head': head,
+            'b': batch,
+            's': num_samples,
+            'peak_bytes_per_device': plan['peak_bytes_per_device'],
+            'fits': plan['fits'],
+            'flops_per_device': plan['flops_per_device'],
+            'hbm_bytes_per_device': plan['hbm_bytes_per_device'],
+          }
+        )
+  return rows
+
+
+def print_grid(rows: Sequence[dict[str, Any]]) -> None:
+  header = ('head', 'batch', 'S', 'peak GiB', 'TFLOP', 'fits')
+  cells = [
+    (
+      row['head'],
+      str(row['b']),
+      str(row['s'] or '–'),
+      f'{row["peak_bytes_per_device"] / 2**30:.2f}' if row['peak_bytes_per_device'] else '?',
+      f'{row["flops_per_device"] / 1e12:.3g}',
+      'yes' if row['fits'] else 'no',
+    )
+    for row in rows
+  ]
+  print(reporting.aligned([header, *cells]))
+
+
+def draw_grid(rows: Sequence[dict[str, Any]], path: Path) -> None:
+  """GiB a device, and TFLOP a device; black where it does not fit."""
+  measures = {
+    'peak, GiB a device': lambda row: row['fits'] and row['peak_bytes_per_device'] / 2**30 or None,
+    'TFLOP a device': lambda row: row['fits'] and row['flops_per_device'] / 1e12 or None,
+  }
+  path.write_bytes(reporting.grid_png(rows, measures))
+
+
+def _integers(flag, values, lengths=None):
+  if not all(value.isdecimal() and int(value) > 0 for value in values) or (
+    lengths and len(values) not in lengths
+  ):
+    number = f' {" or ".join(map(str, lengths))}' if lengths else ''
+    raise ValueError(f'--{flag}={",".join(values)} must be{number} positive numbers')
+  return [int(value) for value in values]
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  with gin_utils.one_sentence_errors():
+    request = make_request()
+    if _GRID.value:
+      result = run_grid(request)
+      print_grid(result)
+      fits = True
+      if _PNG.value:
+        draw_grid(result, Path(_PNG.value))
+    else:
+      print('Compiling, which takes up to two minutes for a large model ...', file=sys.stderr)
+      result = worker.compile_in_process(request)
+      print(report.text(result), flush=True)
+      fits = result['fits']
+      if _SEARCH.value:
+        result['search'] = run_search(request, result)
+    if _JSON.value:
+      reporting.write_json(result, _JSON.value)
+  sys.exit(0 if fits else 1)
+
+
+if __name__ == '__main__':
+  gin_utils.define_flags()
+  gin_utils.run(main)

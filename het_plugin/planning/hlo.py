@@ -1,0 +1,74 @@
+"""Reading a compiled program: its collectives, loops counted as often as they run."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+
+_BYTES = {'pred': 1, 's4': 0.5, 'u4': 0.5, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2, 'bf16': 2}
+_BYTES |= {'f16': 2, 's32': 4, 'u32': 4, 'f32': 4, 's64': 8, 'u64': 8, 'f64': 8, 'c64': 8}
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}', re.M | re.S)
+_COLLECTIVE = re.compile(rf'= (.*?) ({"|".join(KINDS)})(-start)?\(')
+_SHAPE = re.compile(r'(\w+)\[([\d,]*)\]')
+_CALLED = re.compile(r'(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?')
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One kind of collective of a program.
+
+  Attributes:
+    kind: one of `KINDS`.
+    count: how often a device runs it in one execution of the program.
+    bytes: of its results, on one device, in all.
+    in_loops: how many of the program's instructions of this kind lie inside loops.
+  """
+
+  kind: str
+  count: int
+  bytes: int
+  in_loops: int
+
+
+def collectives(hlo: str) -> list[Collective]:
+  """Collectives of a compiled program (`compiled.as_text()`), by kind in the order of `KINDS`.
+
+  A loop whose number of rounds the compiler does not know counts as one round.
+  """
+  computations = {name: (body, bool(entry)) for entry, name, body in _COMPUTATION.findall(hlo)}
+  entry = next(name for name, (_, is_entry) in computations.items() if is_entry)
+  counts, sizes, loops = Counter(), Counter(), Counter()
+  for name, times, in_loop in _visits(computations, entry, 1, False):
+    for shape, kind, start in _COLLECTIVE.findall(computations[name][0]):
+      counts[kind] += times
+      sizes[kind] += times * _result_bytes(shape, bool(start), kind)
+      loops[kind] += in_loop
+  return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
+
+
+def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool]]:
+  """Every call of every computation under `name`: (computation, times it runs, inside a loop)."""
+  yield name, times, in_loop
+  for line in computations[name][0].splitlines():
+    is_loop = ' while(' in line
+    trips = int(found[1]) if is_loop and (found := _TRIPS.search(line)) else 1
+    for group in _CALLED.findall(line):
+      for called in re.findall(r'[\w.-]+', group):
+        # to_apply of a reduction is no call of interest, and none of those has collectives.
+        if called in computations:
+          yield from _visits(computations, called, times * trips, in_loop or is_loop)
+
+
+def _result_bytes(shape: str, is_start: bool, kind: str) -> float:
+  """Bytes of the result; the tuple of an asynchronous start has the operands in front of it."""
+  sizes = [
+    _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
+    for dtype, dims in _SHAPE.findall(shape)
+  ]
+  if is_start and kind != 'all-reduce' and len(sizes) > 1:
+    return sum(sizes[len(sizes) // 2 :][: len(sizes) // 2])
+  return sum(sizes)

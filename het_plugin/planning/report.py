@@ -1,0 +1,104 @@
+"""A plan as text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from het_plugin import reporting
+
+GIB, MIB = 2**30, 2**20
+# Shares of the memory above which something is said to dominate, and what then helps.
+_ADVICE = {
+  'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
+  'optimizer state': 'split it further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
+  'batch': 'a smaller BATCH_SIZE, or a larger data axis (--mesh)',
+  'activations, gradients and samples': "Trainer.num_microbatches = 2 or more, vit.remat = 'full' "
+  "(resnet.remat), vit.dtype = 'bfloat16', a smaller BATCH_SIZE, or a larger data axis (--mesh)",
+}
+
+
+def text(plan: Mapping[str, Any]) -> str:
+  """All figures of `step.plan`'s result."""
+  mesh = ' x '.join(f'{name} {size}' for name, size in plan['mesh'].items())
+  lines = [
+    f'{plan["topology"]}: {plan["num_devices"]} devices ({plan["device_kind"]}), mesh {mesh}',
+    f'{plan["head"]}, batch {plan["batch_size"]}, S = {plan["num_samples"]}, '
+    f'{plan["num_params"] / 1e6:.1f}M parameters (with the padding of the classes)',
+    '',
+    _table(
+      ('parameters of', 'split over', 'number', 'MiB a device'),
+      [
+        (g['group'], g['split_over'], g['num_params'], f'{g["bytes_per_device"] / MIB:.1f}')
+        for g in plan['parameters']
+      ],
+    ),
+    '',
+    _memory(plan),
+  ]
+  for step in ('train', 'eval'):
+    if step in plan:
+      lines += ['', _step(step, plan[step])]
+  return '\n'.join([*lines, '', verdict(plan)])
+
+
+def verdict(plan: Mapping[str, Any]) -> str:
+  """Whether it fits, and if not what the compiler says and what to change."""
+  hbm = plan['hbm_bytes_per_device']
+  peak = plan['peak_bytes_per_device']
+  if plan['fits']:
+    return f'It fits: the peak is {peak / GIB:.2f} of {hbm / GIB:.2f} GiB ({peak / hbm:.0%}).'
+  lines = ['It does not fit' + (f': {peak / GIB:.2f} of {hbm / GIB:.2f} GiB.' if peak else '.')]
+  for step in ('train', 'eval'):
+    if message := plan.get(step, {}).get('compiler_message'):
+      lines.append(f'The compiler on the {step} step: {_first_lines(message)}')
+  name = dominant(plan)
+  lines.append(f'What weighs most: {name}. What helps: {_ADVICE[name]}.')
+  return '\n'.join(lines)
+
+
+def dominant(plan: Mapping[str, Any]) -> str:
+  """The largest part of the memory."""
+  held = dict(plan['bytes_per_device'])
+  if plan['peak_bytes_per_device'] is None:  # then it is what the compiler could not place
+    used = sum(held.values())
+    held['activations, gradients and samples'] = plan['hbm_bytes_per_device'] - used
+  return max(held, key=held.get)
+
+
+def line(plan: Mapping[str, Any]) -> str:
+  """One line for a search."""
+  peak = plan['peak_bytes_per_device']
+  used = f'{peak / GIB:.2f} GiB' if peak is not None else 'more'
+  verb = 'fits' if plan['fits'] else 'does not fit'
+  return f'batch {plan["batch_size"]}, S = {plan["num_samples"]}: {used}, {verb}'
+
+
+def _memory(plan):
+  peak = plan['peak_bytes_per_device']
+  rows = [
+    (name, f'{size / MIB:.1f}', f'{size / peak:.0%}' if peak else '')
+    for name, size in plan['bytes_per_device'].items()
+  ]
+  if peak:
+    rows.append(('peak', f'{peak / MIB:.1f}', f'{peak / plan["hbm_bytes_per_device"]:.0%} of HBM'))
+  return _table(('memory of a device', 'MiB', 'share'), rows)
+
+
+def _step(name, step):
+  heading = f'{name} step: {step["flops"] / 1e12:.4g} TFLOP a device'
+  if step['peak_bytes'] is not None:
+    heading += f', peak {step["peak_bytes"] / GIB:.2f} GiB'
+  heading += f', compiled in {step["compile_seconds"]:.0f} s'
+  rows = [
+    (c['kind'], c['count'], f'{c["bytes"] / MIB:.1f}', c['in_loops']) for c in step['collectives']
+  ]
+  if not rows:
+    return heading
+  return f'{heading}\n{_table(("collective", "times", "MiB of results", "in loops"), rows)}'
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  return reporting.aligned([header, *[[str(cell) for cell in row] for row in rows]])
+
+
+def _first_lines(message: str) -> str:
+  return ' '.join(line.strip() for line in message.strip().splitlines()[:3])

@@ -1,0 +1,204 @@
+"""Compiles the train and eval steps of a gin configuration for devices that are not here."""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+import gin
+from het_plugin import configurables, data, gin_utils
+from het_plugin.planning import hlo, topology
+from het_plugin.planning.worker import Request
+from het_plugin.training import flops, train
+from het_plugin.training import trainer as trainer_lib
+
+PyTree = Any
+_UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+_USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
+_TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
+
+
+# gin copies the values of bindings, which devices do not allow, but not what a reference gives.
+_DEVICES: list[jax.Device] = []
+gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
+
+
+def plan(request: Request) -> dict[str, Any]:
+  """Compiles and measures; must run in a process with the `topology.environment`.
+
+  Returns:
+    The figures that `report.text` prints, JSON-able.
+
+  Raises:
+    ValueError: a setting is wrong; one sentence.
+  """
+  place = topology.get(request.topology, request.num_slices)
+  settings = configure(request, place)
+  model, partitioner = settings['model'], settings['partitioner']
+  train_cfg = settings['train_dataset_cfg']
+  eval_cfg = settings.get('train_eval_dataset_cfg') or train_cfg
+  init_rng, trainer_rng = jax.random.split(jax.random.key(0))
+  element_spec = _element_spec(train_cfg)
+  state = jax.eval_shape(train.init_fn(model, element_spec, init_rng))
+  axes = partitioner.get_mesh_axes(state)
+  state = train.with_shardings(state, partitioner.shardings(axes))
+  trainer = settings.get('trainer_cls', trainer_lib.Trainer)(
+    model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
+  )
+  trainer.check_batch_size(train_cfg.batch_size)
+  partitioner.check_batch_size(eval_cfg.batch_size)
+
+  held = {
+    'parameters': _bytes_per_device(state.params),
+    'optimizer state': _bytes_per_device(state.opt_state),
+  }
+  result = {
+    'topology': request.topology,
+    'device_kind': place.device_kind,
+    'num_devices': len(place.devices),
+    'mesh': dict(partitioner.mesh.shape),
+    'batch_size': train_cfg.batch_size,
+    'num_samples': getattr(getattr(model, 'train_integrator', None), 'num_samples', None),
+    'head': type(model.head).__name__ if hasattr(model, 'head') else None,
+    'hbm_bytes_per_device': place.hbm_bytes,
+    'parameters': _parameter_groups(state.params, axes.params),
+    'num_params': sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+    'bytes_per_device': held,
+  }
+  if 'train' in request.steps:
+    spec = partitioner.batch_spec(element_spec)
+    result['train'] = _measure(trainer.trace_train, (state, spec), place)
+    held['batch'] = _bytes_per_device(spec)
+    if (peak := result['train']['peak_bytes']) is not None:
+      held['activations, gradients and samples'] = max(0, peak - sum(held.values()))
+  if 'eval' in request.steps:
+    spec = partitioner.batch_spec(_element_spec(eval_cfg))
+    result['eval'] = _measure(trainer.trace_eval, (state.params, spec), place)
+  compiled = [result[step] for step in request.steps]
+  peaks = [step['peak_bytes'] for step in compiled]
+  result['peak_bytes_per_device'] = None if None in peaks else max(peaks)
+  result['fits'] = all(step['fits'] for step in compiled)
+  result['flops_per_device'] = compiled[0]['flops']
+  result['collectives'] = compiled[0]['collectives']
+  return result
+
+
+def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
+  """The arguments of the gin-bound `train` for these devices, built, but for actions and restores,
+  which a plan has no use for.
+  """
+  configurables.register_trainer()
+  _DEVICES[:] = place.devices
+  gin_utils.parse_config(request.gin_files, request.gin_bindings, request.gin_search_paths)
+  changes = {
+    'PjitPartitioner.devices': '@planned_devices()',
+    'train.actions': 'None',
+    'train.checkpoint_cfg': 'None',
+  }
+  if request.mesh is not None:
+    *replicas, _, model_shards = request.mesh
+    if math.prod(request.mesh) != len(place.devices):
+      raise ValueError(
+        f'--mesh={",".join(map(str, request.mesh))} has {math.prod(request.mesh)} devices; '
+        f'{request.topology} has {len(place.devices)}'
+      )
+    changes['PjitPartitioner.num_partitions'] = model_shards
+    changes['PjitPartitioner.model_parallel_submesh'] = None
+    changes['PjitPartitioner.num_replicas'] = replicas[0] if replicas else 1
+  elif request.num_slices > 1:
+    changes['PjitPartitioner.num_replicas'] = request.num_slices
+  with gin.unlock_config():
+    gin.parse_config([f'{name} = {value}' for name, value in changes.items()])
+  settings = gin.get_bindings(train.train)
+  for name in ('model', 'train_dataset_cfg', 'partitioner'):
+    if name not in settings:
+      raise ValueError(f'train.{name} is not set: include het_plugin/gin/runs/train.gin')
+  return settings
+
+
+def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
+  """Of a task that is known here its own; of any other (data on a pod's file system) RGB images."""
+  try:
+    channels = data.task_info(cfg.mixture_or_task_name).channels
+  except Exception:  # whatever a reader that does not find its data raises
+    channels = 3
+  return data.element_spec(cfg, channels)
+
+
+def _measure(
+  trace: Callable[..., jax.stages.Traced], arguments: Sequence[PyTree], place: topology.Topology
+) -> dict[str, Any]:
+  """Compiles one step; its figures a device. Memory of which there is too little is a result."""
+  traced = trace(*arguments)
+  start = time.monotonic()
+  result = {
+    'flops': flops.count_flops(traced.jaxpr.jaxpr) / len(place.devices),
+    'peak_bytes': None,
+    'fits': False,
+    'collectives': [],
+    'compiler_message': None,
+  }
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    message = str(error)
+    if 'RESOURCE_EXHAUSTED' not in message and 'Ran out of memory' not in message:
+      raise
+    result['peak_bytes'] = _peak_of_message(message, sum(map(_bytes_per_device, arguments)))
+    result['compiler_message'] = message
+  else:
+    result['peak_bytes'] = _peak_bytes(compiled.memory_analysis(), place)
+    result['fits'] = result['peak_bytes'] <= place.hbm_bytes
+    result['collectives'] = [dataclasses.asdict(c) for c in hlo.collectives(compiled.as_text())]
+  return result | {'compile_seconds': time.monotonic() - start}
+
+
+def _peak_of_message(message: str, argument_bytes: int) -> int | None:
+  """What the step would have needed, as far as the compiler says so."""
+  if used := _USED.search(message):
+    return int(float(used[1]) * _UNITS[used[2] or 'G'])
+  if temporaries := _TEMPORARIES.search(message):
+    return int(float(temporaries[1]) * _UNITS[temporaries[2]]) + argument_bytes
+  return None
+
+
+def _peak_bytes(memory: Any, place: topology.Topology) -> int:
+  if place.name.startswith('cpu'):  # whose peak leaves temporaries out
+    return (
+      memory.argument_size_in_bytes
+      + memory.output_size_in_bytes
+      - memory.alias_size_in_bytes
+      + memory.temp_size_in_bytes
+    )
+  return memory.peak_memory_in_bytes
+
+
+def _bytes_per_device(tree: PyTree) -> int:
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+  )
+
+
+def _parameter_groups(params: PyTree, specs: PyTree) -> list[dict[str, Any]]:
+  """Parameters summed by top-level name and sharding."""
+  flat_specs = traverse_util.flatten_dict(specs, sep='/')
+  groups: dict[tuple[str, str], dict[str, Any]] = {}
+  for path, x in traverse_util.flatten_dict(params, sep='/').items():
+    axes = {
+      name: None
+      for entry in flat_specs[path]
+      for name in (entry if isinstance(entry, tuple) else (entry,))
+      if name is not None
+    }
+    key = path.partition('/')[0], ' x '.join(axes) or 'whole'
+    group = groups.setdefault(
+      key, {'group': key[0], 'split_over': key[1], 'num_params': 0, 'bytes_per_device': 0}
+    )
+    group['num_params'] += math.prod(x.shape)
+    group['bytes_per_device'] += _bytes_per_device(x)
+  return sorted(groups.values(), key=lambda g: -g['bytes_per_device'])

@@ -1,0 +1,83 @@
+"""One compilation in a process of its own: the compiler keeps gigabytes until its process ends.
+
+`compile_in_process` starts `python -m het_plugin.planning.worker`, which reads a request from
+standard input and leaves the result, or the one-sentence error, in a file.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from het_plugin.planning import topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What to compile.
+
+  Attributes:
+    gin_files, gin_bindings, gin_search_paths: the configuration, as training takes it.
+    topology: see `topology.parse`.
+    mesh: (data, model) or (replica, data, model); None for what the configuration says.
+    num_slices: TPU slices.
+    steps: 'train', 'eval' or both.
+  """
+
+  gin_files: Sequence[str]
+  gin_bindings: Sequence[str]
+  gin_search_paths: Sequence[str]
+  topology: str
+  mesh: Sequence[int] | None = None
+  num_slices: int = 1
+  steps: Sequence[str] = ('train', 'eval')
+
+
+def compile_in_process(request: Request) -> dict[str, Any]:
+  """`planning.step.plan` of the request in a fresh process.
+
+  Raises:
+    ValueError: what the plan raised.
+    RuntimeError: the process died; with the end of what it wrote.
+  """
+  environment = os.environ | topology.environment(request.topology)
+  environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
+  with tempfile.TemporaryDirectory() as folder:
+    answer = Path(folder) / 'answer.json'
+    process = subprocess.run(
+      [sys.executable, '-m', 'het_plugin.planning.worker', str(answer)],
+      input=json.dumps(dataclasses.asdict(request)),
+      capture_output=True,
+      text=True,
+      env=environment,
+      check=False,
+    )
+    if not answer.exists():
+      end = ' / '.join(process.stderr.strip().splitlines()[-5:])
+      raise RuntimeError(f'the compilation ended with code {process.returncode}: {end}')
+    result = json.loads(answer.read_text())
+  if 'error' in result:
+    raise ValueError(result['error'])
+  return result
+
+
+def main() -> None:
+  # Imported by the one who compiles: the trainer and its data take seconds to import.
+  from het_plugin import gin_utils
+  from het_plugin.planning import step
+
+  request = Request(**json.load(sys.stdin))
+  try:
+    result = step.plan(request)
+  except (ValueError, OSError, SyntaxError, ImportError) as error:
+    result = {'error': gin_utils.one_sentence(error)}
+  Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,64 @@
+"""Collectives of compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin.planning import hlo
+
+P = jax.sharding.PartitionSpec
+
+
+def mesh_of_8():
+  return jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def compiled(function, *specs):
+  """The program of a function of one array [8, 16] float32 a spec."""
+  mesh = mesh_of_8()
+  args = [
+    jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+    for spec in specs
+  ]
+  shard = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+  return jax.jit(shard).lower(*args).compile().as_text()
+
+
+def test_kinds_counts_and_bytes():
+  def function(x):  # [8, 4] on a device
+    gathered = jax.lax.all_gather(x, 'model')  # [4, 8, 4]
+    return jax.lax.psum(gathered.sum(0) * 2.0, 'model')
+
+  got = {c.kind: c for c in hlo.collectives(compiled(function, P(None, 'model')))}
+  assert set(got) == {'all-gather', 'all-reduce'}
+  assert (got['all-gather'].count, got['all-gather'].bytes) == (1, 4 * 8 * 4 * 4)
+  assert (got['all-reduce'].count, got['all-reduce'].bytes) == (1, 8 * 4 * 4)
+  assert not got['all-reduce'].in_loops
+
+
+def test_loops_count_as_often_as_they_run():
+  def function(x):
+    def body(carry, _):
+      return jnp.sin(jax.lax.psum(carry, 'model')), None
+
+    return jax.lax.scan(body, x, length=7)[0]
+
+  (got,) = hlo.collectives(compiled(function, P(None, 'model')))
+  assert got == hlo.Collective('all-reduce', count=7, bytes=7 * 8 * 4 * 4, in_loops=1)
+
+
+def test_a_program_without_any():
+  text = jax.jit(jnp.sin).lower(np.ones(4, np.float32)).compile().as_text()
+  assert hlo.collectives(text) == []
+
+
+def test_asynchronous_pairs_count_once_and_their_results_only():
+  text = """HloModule m
+
+ENTRY %main (p: f32[8,4]) -> f32[32,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p), dimensions={0}
+  ROOT %d = f32[32,4]{1,0} all-gather-done(%s)
+}
+"""
+  assert hlo.collectives(text) == [hlo.Collective('all-gather', 1, 32 * 4 * 4, 0)]
