@@ -15,6 +15,7 @@ import pytest
 
 import gin
 from het_plugin import configurables, gin_utils
+from het_plugin.train import train_from_gin
 from het_plugin.training import partitioning, train, trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -132,6 +133,49 @@ def test_a_det_checkpoint_starts_a_het_xl_model(tmp_path):
   np.testing.assert_allclose(
     started.params['backbone']['encoder_norm']['scale'],
     det['backbone']['encoder_norm']['scale'],
+    atol=1e-6,
+  )
+  assert 'covariance' in started.params['head']
+
+
+def test_exported_weights_start_a_het_xl_model(tmp_path):
+  """The same through a file under vision_transformer's names, by the export main."""
+  parse('det', tmp_path / 'det', 'TRAIN_STEPS = 1', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 1')
+  _, det = train_from_gin()
+  det = jax.tree.map(np.asarray, det.params)
+  file = tmp_path / 'det.npz'
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'het_plugin.export'),
+      *(f'--checkpoint={tmp_path / "det"}', f'--output={file}'),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  with np.load(file) as arrays:
+    assert arrays['head/kernel'].shape[-1] == 10  # without the padded classes
+    query = arrays['Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel']
+    assert query.shape == (16, 2, 8)
+  parse(
+    'het_xl',
+    tmp_path / 'het_xl',
+    'TRAIN_STEPS = 1',
+    'WARMUP_STEPS = 0',
+    'LEARNING_RATE = 1e-9',
+    'warmup_schedule.end_value = 1e-9',
+    'vit.scan_layers = True',
+    'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+    f"RestoreCheckpointConfig.path = '{file}'",
+  )
+  _, started = gin.get_configurable(train.train)()
+  kernel = det['head']['kernel'].copy()
+  kernel[:, 10:] = 0.0
+  np.testing.assert_allclose(started.params['head']['kernel'], kernel, atol=1e-6)
+  np.testing.assert_allclose(
+    started.params['backbone']['blocks']['mlp']['wi']['kernel'][0],
+    det['backbone']['block00']['mlp']['wi']['kernel'],
     atol=1e-6,
   )
   assert 'covariance' in started.params['head']

@@ -1,6 +1,7 @@
 """Devices that are not here: TPU slices by name, and virtual CPU devices."""
 
 import dataclasses
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -99,10 +100,8 @@ def get(name: str, num_slices: int = 1) -> Topology:
   options = {'num_slices': num_slices} if num_slices > 1 else {}
   if generation == 'v4':
     options['chip_config_name'] = 'megacore'
-  try:
-    import libtpu  # noqa: F401
-  except ImportError:
-    raise ValueError(GET_LIBTPU) from None
+  if importlib.util.find_spec('libtpu') is None:
+    raise ValueError(GET_LIBTPU)
   try:
     description = topologies.get_topology_desc(
       platform='tpu', topology_name=f'{generation}:{shape}', **options

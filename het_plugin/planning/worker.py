@@ -1,7 +1,7 @@
 """One compilation in a process of its own: the compiler keeps gigabytes until its process ends.
 
-`compile_in_process` starts `python -m het_plugin.planning.worker`, which reads a request from
-standard input and leaves the result, or the one-sentence error, in a file.
+`compile_in_process` starts a Python that runs `main`, which reads a request from standard input and
+leaves the result, or the one-sentence error, in a file.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from het_plugin.planning import topology
+
+_RUN = 'from het_plugin.planning import worker; worker.main()'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as folder:
     answer = Path(folder) / 'answer.json'
     process = subprocess.run(
-      [sys.executable, '-m', 'het_plugin.planning.worker', str(answer)],
+      [sys.executable, '-c', _RUN, str(answer)],
       input=json.dumps(dataclasses.asdict(request)),
       capture_output=True,
       text=True,
@@ -77,7 +79,3 @@ def main() -> None:
   except (ValueError, OSError, SyntaxError, ImportError) as error:
     result = {'error': gin_utils.one_sentence(error)}
   Path(sys.argv[1]).write_text(json.dumps(result))
-
-
-if __name__ == '__main__':
-  main()

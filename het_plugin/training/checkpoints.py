@@ -21,6 +21,7 @@ from etils import epath
 from flax import traverse_util
 from jax.experimental import multihost_utils
 
+from het_plugin import weights
 from het_plugin.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class RestoreCheckpointConfig:
   """Another run's checkpoint to take the initial parameters from; optimizer and step start afresh.
 
   Attributes:
-    path: a run's directory, or a checkpoint in it.
+    path: a run's directory, or a checkpoint in it; or a published file.
     mode: 'latest' takes the newest checkpoint of the run at `path`, 'specific' the checkpoint at
       `path`.
     assignment_map: (pattern, replacement) pairs. A parameter of the model ('head/kernel') that a
@@ -73,14 +74,24 @@ class RestoreCheckpointConfig:
       that is None.
     fallback_to_scratch: True initialises parameters that the checkpoint does not have, and passes
       over those that the model does not have (DET to HET-XL); False makes either an error.
+    head: for a published file (`path` ends in .npz or .safetensors, see `weights`): 'keep' takes
+      its head, whose classes are then the model's; 'init' initialises the model's.
+    skip: for a published file: regular expressions of names in it to pass over.
   """
 
   path: str
   mode: str = 'latest'
   assignment_map: Sequence[tuple[str, str | None]] = ()
   fallback_to_scratch: bool = False
+  head: str = 'keep'
+  skip: Sequence[str] = ()
 
   def __post_init__(self):
+    if self.head not in weights.HEADS:
+      raise ValueError(
+        f'RestoreCheckpointConfig.head={self.head!r} is unknown: choose one of '
+        f'{", ".join(weights.HEADS)}.'
+      )
     if self.mode not in ('latest', 'specific'):
       raise ValueError(
         f"RestoreCheckpointConfig.mode={self.mode!r} must be 'latest' or 'specific'."
@@ -236,6 +247,8 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
   Raises:
     ValueError: no checkpoint at the path, or its parameters do not match the target's.
   """
+  if weights.is_weights_file(cfg.path):
+    return _read_published(cfg, target)
   path = _checkpoint_dir(cfg)
   saved = _shapes(ocp.StandardCheckpointHandler().metadata(path / 'state').tree)
   saved = {
@@ -251,6 +264,13 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
   _check_match({found: flat[name].shape for name, found in source.items()}, saved, path)
 
   wanted = {found: flat[name] for name, found in source.items()}
+  read = _read(path, wanted)
+  _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
+  return {name: read[found] for name, found in source.items()}
+
+
+def _read(path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Parameters by name, from one checkpoint to where the shapes say."""
   item = {'params': traverse_util.unflatten_dict(wanted, sep='/')}
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     read = checkpointer.restore(
@@ -259,9 +279,39 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
         item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
       ),
     )
-  read = traverse_util.flatten_dict(read['params'], sep='/')
-  _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
-  return {name: read[found] for name, found in source.items()}
+  return traverse_util.flatten_dict(read['params'], sep='/')
+
+
+def read_params(path: str) -> dict[str, np.ndarray]:
+  """{'head/kernel': array, ...} of the newest checkpoint of the run at `path`, on the host.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  folder = _checkpoint_dir(RestoreCheckpointConfig(path))
+  shapes = _shapes(ocp.StandardCheckpointHandler().metadata(folder / 'state').tree)
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+  wanted = {
+    name.removeprefix('params/'): jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
+    for name, shape in shapes.items()
+    if name.startswith('params/')
+  }
+  return {name: np.asarray(x) for name, x in _read(folder, wanted).items()}
+
+
+def _read_published(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
+  flat = traverse_util.flatten_dict(target, sep='/')
+  try:
+    read, report = weights.load_params(
+      weights.read_arrays(cfg.path), {name: x.shape for name, x in flat.items()}, cfg.head, cfg.skip
+    )
+  except ValueError as error:
+    raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
+  _log.info('Initial parameters from %s: %s', cfg.path, report.text())
+  return {
+    name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
+    for name, x in read.items()
+  }
 
 
 def _checkpoint_dir(cfg: RestoreCheckpointConfig) -> epath.Path:

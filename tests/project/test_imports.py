@@ -16,11 +16,20 @@ ALLOWED = {
   'backbones': {'backbones'},
   'models': {'models', 'integrate', 'data'},
   'data': {'data'},
-  'training': {'training', 'data'},
+  'training': {'training', 'data', 'weights'},
+  'weights': {'weights'},
+  'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
   'evaluation': {'evaluation', 'training', 'data'},
   'reporting': {'reporting'},
 }
-GIN_USERS = {'configurables.py', 'gin_utils.py', 'train.py', 'quickstart.py'}
+GIN_USERS = {
+  'configurables.py',
+  'gin_utils.py',
+  'train.py',
+  'quickstart.py',
+  'export.py',
+  'planning/step.py',
+}
 
 
 def imports(path):

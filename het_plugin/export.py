@@ -1,0 +1,49 @@
+"""Writes a run's parameters as others read them.
+
+    python -m het_plugin.export --checkpoint=runs/het_xl --output=het_xl.npz
+
+A ViT comes out under vision_transformer's names, a ResNet (v2) under Big Transfer's, a
+heteroscedastic head under uncertainty-baselines'; .npz or .safetensors by the name of the output.
+The configuration is the run's own config.gin. `RestoreCheckpointConfig.path` reads such files.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from absl import app, flags
+
+import gin
+from het_plugin import configurables, gin_utils, weights
+
+_CHECKPOINT = flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
+_OUTPUT = flags.DEFINE_string('output', None, 'Where to write, .npz or .safetensors.')
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  configurables.register_trainer()
+  with gin_utils.one_sentence_errors():
+    for name, value in (('checkpoint', _CHECKPOINT.value), ('output', _OUTPUT.value)):
+      if not value:
+        raise ValueError(f'--{name} is not set')
+    if not weights.is_weights_file(_OUTPUT.value):
+      raise ValueError(f'--output={_OUTPUT.value} must end in .npz or .safetensors')
+    from het_plugin.training import checkpoints, train
+
+    params = checkpoints.read_params(_CHECKPOINT.value)
+    gin_utils.parse_config([f'{_CHECKPOINT.value}/config.gin'], flags.FLAGS.gin_bindings)
+    with gin.unlock_config():
+      gin.parse_config(['train.partitioner = None', 'train.actions = None'])
+    model = gin.get_bindings(train.train)['model']
+    arrays = weights.export_params(
+      params, model.head.num_classes, getattr(model.backbone, 'num_heads', 1)
+    )
+    weights.write_arrays(_OUTPUT.value, arrays)
+  size = sum(np.size(x) for x in arrays.values())
+  print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {_OUTPUT.value}')
+
+
+if __name__ == '__main__':
+  gin_utils.define_flags()
+  gin_utils.run(main)

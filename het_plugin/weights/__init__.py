@@ -1,0 +1,14 @@
+"""Parameters from and to the files that others publish: see `layouts` for whose."""
+
+from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
+from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
+
+__all__ = [
+  'HEADS',
+  'Report',
+  'export_params',
+  'is_weights_file',
+  'load_params',
+  'read_arrays',
+  'write_arrays',
+]

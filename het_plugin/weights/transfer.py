@@ -1,0 +1,219 @@
+"""Published arrays to our parameters and back, every tensor accounted for."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import scipy.ndimage
+
+from het_plugin.weights import layouts
+
+HEADS = ('keep', 'init')
+_SHOWN = 20  # names in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What became of every tensor.
+
+  Attributes:
+    loaded: (our name, name in the file, what was done to it).
+    initialised: our parameters that the file does not have: they start afresh.
+    skipped: arrays of the file that are not used.
+  """
+
+  loaded: Sequence[tuple[str, str, str]]
+  initialised: Sequence[str]
+  skipped: Sequence[str]
+
+  def text(self) -> str:
+    changed = [line for line in self.loaded if line[2]]
+    lines = [
+      f'{len(self.loaded)} parameters loaded, {len(self.initialised)} initialised, '
+      f'{len(self.skipped)} arrays of the file skipped.'
+    ]
+    lines += [f'  {ours} from {theirs}: {note}' for ours, theirs, note in changed]
+    lines += [f'  initialised: {name}' for name in self.initialised]
+    lines += [f'  skipped: {name}' for name in self.skipped]
+    return '\n'.join(lines)
+
+
+def load_params(
+  arrays: Mapping[str, np.ndarray],
+  shapes: Mapping[str, tuple[int, ...]],
+  head: str = 'keep',
+  skip: Sequence[str] = (),
+) -> tuple[dict[str, np.ndarray], Report]:
+  """Our parameters from the arrays of a file.
+
+  A deterministic classifier starts a heteroscedastic one: W and b are kept, the noise and the
+  temperature are initialised. Position embeddings are resampled to the model's number of patches
+  (bilinear). Classes that our head pads get zeros.
+
+  Args:
+    arrays: of a file (`files.read_arrays`).
+    shapes: {our name, such as 'backbone/encoder_norm/scale': shape}, blocks stacked or not.
+    head: 'keep' the head of the file; 'init' starts all of ours afresh, for other classes.
+    skip: regular expressions of names in the file to pass over, such as 'pre_logits/.*'.
+
+  Returns:
+    {our name: float32 array}, without what is initialised; and the report.
+
+  Raises:
+    ValueError: names or shapes that do not fit, all of them listed.
+  """
+  if head not in HEADS:
+    raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
+  source = layouts.canonical(arrays)
+  flat = unstacked(shapes)
+  layout = layouts.layout_of(flat)
+  prefix = layouts.head_prefix_of(source)
+  passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
+    {name for name in source if layouts.is_head(name)} if head == 'init' else set()
+  )
+
+  read, loaded, initialised, wrong = {}, [], [], []
+  used = set()
+  for ours, shape in flat.items():
+    theirs = layouts.entry(ours, layout, prefix).name
+    is_head = ours.startswith('head/')
+    if is_head and head == 'init':
+      initialised.append(ours)
+    elif theirs in source and theirs not in passed_over:
+      used.add(theirs)
+      try:
+        read[ours], note = _fit(ours, source[theirs], shape, is_head)
+        loaded.append((ours, theirs, note))
+      except ValueError as error:
+        wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
+    elif is_head and ours not in ('head/kernel', 'head/bias'):
+      initialised.append(ours)
+    else:
+      wrong.append(f'{theirs} is missing, for {ours} {shape}')
+  skipped = sorted(set(source) - used)
+  wrong += [
+    f'{name} {source[name].shape} has no place in the model'
+    for name in skipped
+    if name not in passed_over
+  ]
+  if wrong:
+    more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
+    raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
+  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped)
+
+
+def export_params(
+  params: Mapping[str, np.ndarray], num_classes: int, num_heads: int = 1
+) -> dict[str, np.ndarray]:
+  """Our parameters under the names and in the shapes of a published file.
+
+  Args:
+    params: {our name: array}, blocks stacked or not.
+    num_classes: K; padded classes are left out.
+    num_heads: of a ViT's attention.
+
+  Raises:
+    ValueError: for a backbone that has no such layout.
+  """
+  flat = unstacked({name: np.asarray(x) for name, x in params.items()})
+  layout = layouts.layout_of(flat)
+  padded = flat['head/bias'].shape[0] if 'head/bias' in flat else num_classes
+  prefix = 'head' if any(name.startswith('head/covariance') for name in flat) else None
+  arrays = {}
+  for ours, x in flat.items():
+    if ours.startswith('head/') and x.ndim and x.shape[-1] == padded:
+      x = x[..., :num_classes]
+    name, shape = layouts.entry(ours, layout, prefix)
+    arrays[name] = x.reshape(shape(x.shape, num_heads))
+  return arrays
+
+
+_STACKED = re.compile(r'(backbone/)(?:(blocks)|(stage\d+_unit)s)/(.*)')
+
+
+def _layer_names(name: str, depth: int) -> list[str]:
+  """The names of a stacked parameter's layers, of `ViT` or `ResNet`."""
+  root, is_vit, stage, rest = _STACKED.fullmatch(name).groups()
+  if is_vit:
+    return [f'{root}block{i:02d}/{rest}' for i in range(depth)]
+  return [f'{root}{stage}{i + 2:02d}/{rest}' for i in range(depth)]  # the first is not stacked
+
+
+def unstacked(tree: Mapping) -> dict:
+  """Flat parameters, or their shapes, with `scan_layers` undone."""
+  flat = {}
+  for name, x in tree.items():
+    if not _STACKED.fullmatch(name):
+      flat[name] = x
+    elif isinstance(x, tuple):
+      flat |= dict.fromkeys(_layer_names(name, x[0]), x[1:])
+    else:
+      flat |= dict(zip(_layer_names(name, len(x)), x, strict=True))
+  return flat
+
+
+def restacked(
+  flat: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+  """The inverse of `unstacked`, for those of `shapes` that are there."""
+  stacked = {}
+  for name, shape in shapes.items():
+    if _STACKED.fullmatch(name):
+      stacked[name] = np.stack([flat[layer] for layer in _layer_names(name, shape[0])])
+    elif name in flat:
+      stacked[name] = flat[name]
+  return stacked
+
+
+def _fit(ours, x, shape, is_head):
+  """The array in our shape, and what was done to it."""
+  x = np.asarray(x, np.float32)
+  if ours == 'backbone/position_embedding' and x.shape[-2:] != shape:
+    return _resample(x.reshape(x.shape[-2:]), shape)
+  if _merges(x.shape, shape):
+    return x.reshape(shape), ''
+  squeezed = x.reshape([n for n in x.shape if n > 1] or [1])
+  padding = shape[-1] - squeezed.shape[-1] if shape else 0
+  if is_head and padding > 0 and squeezed.shape[:-1] == tuple(shape[:-1]):
+    widths = [(0, 0)] * (squeezed.ndim - 1) + [(0, padding)]
+    return np.pad(squeezed, widths), f'{padding} padded classes added'
+  raise ValueError('another shape')
+
+
+def _merges(theirs, ours):
+  """Whether joining neighbouring dimensions, and dropping ones, makes `ours` of `theirs`."""
+  left = [n for n in theirs if n > 1]
+  for size in ours:
+    joined = 1
+    while left and joined < size:
+      joined *= left.pop(0)
+    if joined != size:
+      return False
+  return not left
+
+
+def _resample(x, shape):
+  """Position embeddings [N, D] for another grid of patches. Where one more than a square number of
+  tokens is there, the first belongs to the class token.
+  """
+  new, old = _grid(shape[0]), _grid(len(x))
+  if new is None or old is None or x.shape[1] != shape[1] or (new[0] and not old[0]):
+    raise ValueError('cannot be resampled: neither the patches nor the class token match')
+  token = x[:1] if new[0] else x[:0]
+  grid = x[old[0] :].reshape(old[1], old[1], -1)
+  if old[1] != new[1]:
+    grid = scipy.ndimage.zoom(grid, (new[1] / old[1], new[1] / old[1], 1), order=1)
+  resampled = np.concatenate([token, grid.reshape(new[1] ** 2, -1)])
+  note = f'resampled from {old[1]} x {old[1]} to {new[1]} x {new[1]} patches'
+  return resampled.astype(np.float32), note
+
+
+def _grid(tokens):
+  """(class tokens, side of the grid) of a number of tokens; None for neither."""
+  for extra in (0, 1):
+    side = math.isqrt(tokens - extra)
+    if side * side == tokens - extra:
+      return extra, side
+  return None

@@ -1,0 +1,218 @@
+"""Published weights: the same forward pass, every tensor accounted for, and back."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from het_plugin import heads, weights
+from het_plugin.backbones import ResNet, ViT
+from tests.weights import theirs
+
+IMAGE = np.random.default_rng(9).normal(size=(3, theirs.SIDE, theirs.SIDE, 3)).astype(np.float32)
+
+
+def our_vit(**settings):
+  sizes = (theirs.PATCH, theirs.D, theirs.DEPTH, theirs.MLP, theirs.HEADS)
+  return ViT(*sizes, **{'representation_size': theirs.D, **settings})
+
+
+def shapes_of(backbone, head, image=IMAGE):
+  """{our name: shape}."""
+  key = jax.random.key(0)
+  phi = jnp.zeros((1, backbone.pre_logits_dim))
+  params = {
+    'backbone': jax.eval_shape(backbone.init, key, image)['params'],
+    'head': jax.eval_shape(head.init, key, phi)['params'],
+  }
+  return {name: x.shape for name, x in traverse_util.flatten_dict(params, sep='/').items()}
+
+
+def load(arrays, backbone, classifier=None, image=IMAGE, **settings):
+  classifier = classifier or heads.Det(theirs.CLASSES)
+  read, report = weights.load_params(arrays, shapes_of(backbone, classifier, image), **settings)
+  return traverse_util.unflatten_dict(read, sep='/'), report
+
+
+def pre_logits(backbone, params, image=IMAGE):
+  return backbone.apply({'params': params['backbone']}, image)[0]
+
+
+@pytest.mark.parametrize('naming', ['vision_transformer', 'big_vision', 'stacked'])
+@pytest.mark.parametrize('scan', [False, True])
+def test_vit_forward_parity(naming, scan):
+  arrays = theirs.vit()
+  expected = theirs.vit_pre_logits(arrays, IMAGE)
+  if naming != 'vision_transformer':
+    arrays = theirs.big_vision(arrays, stacked=naming == 'stacked')
+  backbone = our_vit(scan_layers=scan)
+  params, report = load(arrays, backbone)
+  np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
+  assert not report.initialised and not report.skipped
+  logits = heads.Det(theirs.CLASSES).apply({'params': params['head']}, expected).location
+  head = {name.split('/')[-1]: x for name, x in arrays.items() if 'head/' in name}
+  expected_logits = expected @ head['kernel'] + head['bias']
+  np.testing.assert_allclose(logits[:, : theirs.CLASSES], expected_logits, atol=1e-5)
+  assert not logits[:, theirs.CLASSES :].any()
+
+
+def test_vit_of_patches_alone():
+  arrays = theirs.vit(representation=False, token=False)
+  backbone = our_vit(pooling='gap', representation_size=None)
+  params, _ = load(arrays, backbone)
+  expected = theirs.vit_pre_logits(arrays, IMAGE)
+  np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
+
+
+def test_resnet_forward_parity():
+  arrays = theirs.bit()
+  backbone = ResNet(theirs.UNITS, theirs.WIDTH)
+  image = np.random.default_rng(1).normal(size=(2, 32, 32, 3)).astype(np.float32)
+  params, report = load(arrays, backbone, image=image)
+  expected = theirs.bit_pre_logits(arrays, image)
+  np.testing.assert_allclose(pre_logits(backbone, params, image), expected, rtol=1e-4, atol=1e-4)
+  assert len(report.loaded) == len(arrays)
+
+
+@pytest.mark.parametrize('prefix', ['head', 'multiclass_head', 'multilabel_head'])
+@pytest.mark.parametrize('latent', [True, False])
+def test_heteroscedastic_head_parity(prefix, latent):
+  """Logits of given normals: theirs by sampling, ours by the factors; tau by its parameter."""
+  noise_dim = theirs.D if latent else theirs.CLASSES
+  arrays = theirs.vit()
+  del arrays['head/kernel'], arrays['head/bias']
+  head_arrays = theirs.het_head(prefix, noise_dim)
+  arrays = {f'opt/target/{name}': x for name, x in {**arrays, **head_arrays}.items()}
+  settings = {
+    'num_factors': theirs.R,
+    'factor_bias': True,
+    'remainder': 'diag',
+    'temperature': heads.LearnedTemperature(0.3, 3.0),
+  }
+  head = (heads.HetXL if latent else heads.Het)(theirs.CLASSES, **settings)
+  params, report = load(arrays, our_vit(), head)
+  assert not report.initialised and not report.skipped
+  phi = np.random.default_rng(2).normal(size=(3, theirs.D)).astype(np.float32)
+  rng = np.random.default_rng(3)
+  z = rng.normal(size=(5, theirs.R))
+  z_diag = rng.normal(size=(5, noise_dim))
+  expected = theirs.het_logits(head_arrays, prefix, np.float64(phi), z, z_diag, latent)
+
+  logits = head.apply({'params': params['head']}, phi)
+  padded = 0 if latent else logits.covariance.diag.shape[-1] - noise_dim
+  normals = np.concatenate([z, np.pad(z_diag, ((0, 0), (0, padded)))], axis=1)
+  eps = logits.covariance.noise(jnp.asarray(normals, jnp.float32)[None])
+  noise = eps @ logits.projection.kernel if latent else eps
+  got = (logits.location[:, None] + noise)[..., : theirs.CLASSES]
+  np.testing.assert_allclose(got, expected, atol=1e-4)
+  t = head_arrays[f'{prefix}/pre_sigmoid_temperature'][0]
+  np.testing.assert_allclose(logits.temperature, 0.3 + 2.7 / (1 + np.exp(-t)), rtol=1e-6)
+
+
+def test_a_deterministic_file_starts_het_xl():
+  head = heads.HetXL(theirs.CLASSES, num_factors=2, temperature=heads.LearnedTemperature())
+  params, report = load(theirs.vit(), our_vit(), head)
+  assert set(params['head']) == {'kernel', 'bias'}
+  assert {name.split('/')[1] for name in report.initialised} == {'covariance', 'temperature'}
+  assert 'initialised: head/covariance/J' in report.text()
+
+
+def test_positions_are_resampled_and_the_class_token_keeps_its_own():
+  arrays = theirs.vit()  # 2 x 2 patches
+  image = np.zeros((1, 16, 16, 3), np.float32)  # 4 x 4
+  params, report = load(arrays, our_vit(), image=image)
+  old = arrays['Transformer/posembed_input/pos_embedding'][0]
+  new = params['backbone']['position_embedding']
+  assert new.shape == (17, theirs.D)
+  np.testing.assert_array_equal(new[0], old[0])
+  corners = new[1:].reshape(4, 4, -1)[::3, ::3].reshape(4, -1)
+  np.testing.assert_allclose(corners, old[1:], atol=1e-6)
+  middle = new[1:].reshape(4, 4, -1)[0, 1]
+  np.testing.assert_allclose(middle, old[1] * 2 / 3 + old[2] / 3, atol=1e-6)
+  assert 'resampled from 2 x 2 to 4 x 4 patches' in report.text()
+
+
+def test_another_head_is_initialised_and_theirs_skipped():
+  params, report = load(theirs.vit(), our_vit(), heads.Det(5), head='init')
+  assert 'head' not in params
+  assert report.skipped == ['head/bias', 'head/kernel']
+  assert report.initialised == ['head/bias', 'head/kernel']
+
+
+@pytest.mark.parametrize(
+  'change,words',
+  [
+    (lambda a: a.pop('cls'), 'cls is missing, for backbone/class_token'),
+    (lambda a: a.update(extra=np.zeros(3)), r'extra \(3,\) has no place in the model'),
+    (
+      lambda a: a.update({'embedding/bias': np.zeros(7)}),
+      r'embedding/bias \(7,\) does not fit backbone/embedding/bias \(16,\)',
+    ),
+    (
+      lambda a: a.update({'head/kernel': np.zeros((theirs.CLASSES, theirs.D))}),
+      r'head/kernel \(11, 16\) does not fit head/kernel',
+    ),
+  ],
+)
+def test_what_does_not_fit_is_listed(change, words):
+  arrays = theirs.vit()
+  change(arrays)
+  with pytest.raises(ValueError, match=words):
+    load(arrays, our_vit())
+
+
+def test_arrays_can_be_passed_over():
+  _, report = load(theirs.vit(), our_vit(representation_size=None), skip=['pre_logits/.*'])
+  assert report.skipped == ['pre_logits/bias', 'pre_logits/kernel']
+
+
+def test_other_backbones_are_refused():
+  with pytest.raises(ValueError, match="ResNet.version='v2'"):
+    load(theirs.bit(), ResNet(theirs.UNITS, theirs.WIDTH, version='v1.5'))
+
+
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+@pytest.mark.parametrize('scan', [False, True])
+def test_export_is_the_inverse(tmp_path, suffix, scan):
+  arrays = theirs.vit() | theirs.het_head('head', theirs.D)
+  del arrays['head/kernel'], arrays['head/bias']
+  head = heads.HetXL(
+    theirs.CLASSES, num_factors=theirs.R, factor_bias=True, temperature=heads.LearnedTemperature()
+  )
+  backbone = our_vit(scan_layers=scan)
+  read, _ = weights.load_params(arrays, shapes_of(backbone, head))
+  path = tmp_path / f'out.{suffix}'
+  weights.write_arrays(path, weights.export_params(read, theirs.CLASSES, theirs.HEADS))
+  back = weights.read_arrays(path)
+  back['head/pre_sigmoid_temperature'] = back['head/pre_sigmoid_temperature'].reshape(1)
+  assert back.keys() == arrays.keys()
+  for name, x in arrays.items():
+    np.testing.assert_array_equal(back[name], x, err_msg=name)
+
+
+def test_export_of_a_resnet_is_the_inverse():
+  arrays = theirs.bit()
+  backbone = ResNet(theirs.UNITS, theirs.WIDTH, scan_layers=True)
+  image = np.zeros((1, 32, 32, 3), np.float32)
+  read, _ = weights.load_params(arrays, shapes_of(backbone, heads.Det(theirs.CLASSES), image))
+  back = weights.export_params(read, theirs.CLASSES)
+  assert back.keys() == arrays.keys()
+  for name, x in arrays.items():
+    np.testing.assert_array_equal(back[name], x, err_msg=name)
+
+
+def test_files(tmp_path):
+  path = tmp_path / 'a.npz'
+  half = np.arange(4, dtype=np.float32).astype(ml_dtypes.bfloat16)
+  np.savez(path, half=half.view('V2'), count=np.int64(3))
+  arrays = weights.read_arrays(path)
+  np.testing.assert_array_equal(arrays['half'], np.arange(4, dtype=np.float32))
+  assert arrays['count'].dtype == np.int64
+  for name, words in (('b.npz', 'does not exist'), ('b.bin', 'must end in .npz or .safetensors')):
+    with pytest.raises(ValueError, match=words):
+      weights.read_arrays(tmp_path / name)
+  (tmp_path / 'c.npz').write_bytes(b'nothing')
+  with pytest.raises(ValueError, match='cannot be read'):
+    weights.read_arrays(tmp_path / 'c.npz')

@@ -1,0 +1,197 @@
+"""Arrays in the layouts of published files, and forward passes written for those arrays alone."""
+
+import jax
+import numpy as np
+import scipy.special
+
+D, HEADS, MLP, DEPTH, PATCH, SIDE, CLASSES, R = 16, 4, 24, 2, 4, 8, 11, 3
+
+
+def arrays_of(shapes, seed=0):
+  rng = np.random.default_rng(seed)
+  return {name: 0.3 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def vit(side=SIDE, representation=True, token=True):
+  """vision_transformer's names, a linear head."""
+  tokens = (side // PATCH) ** 2 + token
+  shapes = {
+    'embedding/kernel': (PATCH, PATCH, 3, D),
+    'embedding/bias': (D,),
+    'Transformer/posembed_input/pos_embedding': (1, tokens, D),
+    'Transformer/encoder_norm/scale': (D,),
+    'Transformer/encoder_norm/bias': (D,),
+    'head/kernel': (D, CLASSES),
+    'head/bias': (CLASSES,),
+  }
+  if token:
+    shapes['cls'] = (1, 1, D)
+  if representation:
+    shapes |= {'pre_logits/kernel': (D, D), 'pre_logits/bias': (D,)}
+  for i in range(DEPTH):
+    block = f'Transformer/encoderblock_{i}'
+    attention = f'{block}/MultiHeadDotProductAttention_1'
+    for name in ('query', 'key', 'value'):
+      shapes[f'{attention}/{name}/kernel'] = (D, HEADS, D // HEADS)
+      shapes[f'{attention}/{name}/bias'] = (HEADS, D // HEADS)
+    shapes[f'{attention}/out/kernel'] = (HEADS, D // HEADS, D)
+    shapes[f'{attention}/out/bias'] = (D,)
+    for norm in ('LayerNorm_0', 'LayerNorm_2'):
+      shapes |= {f'{block}/{norm}/scale': (D,), f'{block}/{norm}/bias': (D,)}
+    shapes[f'{block}/MlpBlock_3/Dense_0/kernel'] = (D, MLP)
+    shapes[f'{block}/MlpBlock_3/Dense_0/bias'] = (MLP,)
+    shapes[f'{block}/MlpBlock_3/Dense_1/kernel'] = (MLP, D)
+    shapes[f'{block}/MlpBlock_3/Dense_1/bias'] = (D,)
+  return arrays_of(shapes)
+
+
+def big_vision(arrays, stacked=False):
+  """The same under big_vision's names."""
+  renamed = {}
+  for name, x in arrays.items():
+    for old, new in (
+      ('LayerNorm_2', 'LayerNorm_1'),
+      ('MultiHeadDotProductAttention_1', 'MultiHeadDotProductAttention_0'),
+      ('MlpBlock_3', 'MlpBlock_0'),
+      ('Transformer/posembed_input/pos_embedding', 'pos_embedding'),
+    ):
+      name = name.replace(old, new)
+    renamed[f'params/{name}'] = x
+  if stacked:
+    first = 'params/Transformer/encoderblock_0/'
+    for name in [name for name in renamed if name.startswith(first)]:
+      layers = [renamed.pop(name.replace('_0/', f'_{i}/', 1)) for i in range(DEPTH)]
+      renamed[name.replace('_0/', '/', 1)] = np.stack(layers)
+  return renamed
+
+
+def layer_norm(x, p, name):
+  x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+  return x * p[f'{name}/scale'] + p[f'{name}/bias']
+
+
+def gelu(x):
+  return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def vit_pre_logits(p, image):
+  """phi [B, D] of images [B, H, W, 3], in float64."""
+  p = {name: np.float64(x) for name, x in p.items()}
+  image = np.float64(image)
+  batch, side = image.shape[0], image.shape[1] // PATCH
+  patches = image.reshape(batch, side, PATCH, side, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
+  x = np.einsum('bijpqc,pqcd->bijd', patches, p['embedding/kernel']) + p['embedding/bias']
+  x = x.reshape(batch, -1, D)
+  if 'cls' in p:
+    x = np.concatenate([np.broadcast_to(p['cls'], (batch, 1, D)), x], axis=1)
+  x = x + p['Transformer/posembed_input/pos_embedding']
+  for i in range(DEPTH):
+    block = f'Transformer/encoderblock_{i}'
+    attention = f'{block}/MultiHeadDotProductAttention_1'
+    y = layer_norm(x, p, f'{block}/LayerNorm_0')
+    query, key, value = (
+      np.einsum('bnd,dhk->bnhk', y, p[f'{attention}/{name}/kernel']) + p[f'{attention}/{name}/bias']
+      for name in ('query', 'key', 'value')
+    )
+    scores = np.einsum('bnhk,bmhk->bhnm', query, key) / np.sqrt(D // HEADS)
+    y = np.einsum('bhnm,bmhk->bnhk', scipy.special.softmax(scores, axis=-1), value)
+    y = np.einsum('bnhk,hkd->bnd', y, p[f'{attention}/out/kernel']) + p[f'{attention}/out/bias']
+    x = x + y
+    y = layer_norm(x, p, f'{block}/LayerNorm_2')
+    y = y @ p[f'{block}/MlpBlock_3/Dense_0/kernel'] + p[f'{block}/MlpBlock_3/Dense_0/bias']
+    x = x + gelu(y) @ p[f'{block}/MlpBlock_3/Dense_1/kernel']
+    x = x + p[f'{block}/MlpBlock_3/Dense_1/bias']
+  x = layer_norm(x, p, 'Transformer/encoder_norm')
+  phi = x[:, 0] if 'cls' in p else x.mean(axis=1)
+  if 'pre_logits/kernel' in p:
+    phi = np.tanh(phi @ p['pre_logits/kernel'] + p['pre_logits/bias'])
+  return phi
+
+
+def het_head(prefix, noise_dim):
+  """uncertainty-baselines' heteroscedastic head; noise_dim is its latent_dim, or the classes."""
+  shapes = {
+    'loc_layer/kernel': (D, CLASSES),
+    'loc_layer/bias': (CLASSES,),
+    'diag_layer/kernel': (D, noise_dim),
+    'diag_layer/bias': (noise_dim,),
+    'scale_layer_homoscedastic/kernel': (R, noise_dim),
+    'scale_layer_homoscedastic/bias': (noise_dim,),
+    'scale_layer_heteroscedastic/kernel': (D, noise_dim),
+    'scale_layer_heteroscedastic/bias': (noise_dim,),
+    'pre_sigmoid_temperature': (1,),
+  }
+  return {f'{prefix}/{name}': x for name, x in arrays_of(shapes, seed=1).items()}
+
+
+def het_logits(p, prefix, phi, z, z_diag, is_latent):
+  """Logits [B, S, K] before the temperature for normals z [S, R] and z_diag [S, noise_dim]."""
+  p = {name.removeprefix(f'{prefix}/'): np.float64(x) for name, x in p.items()}
+
+  def dense(name, x):
+    return x @ p[f'{name}/kernel'] + p[f'{name}/bias']
+
+  diag = np.log1p(np.exp(dense('diag_layer', phi))) + 1e-3  # [B, Q]
+  noise = dense('scale_layer_heteroscedastic', phi)[:, None] * dense('scale_layer_homoscedastic', z)
+  noise = noise + diag[:, None] * z_diag  # [B, S, Q]
+  if is_latent:
+    return dense('loc_layer', phi[:, None] + noise)
+  return dense('loc_layer', phi)[:, None] + noise
+
+
+WIDTH, UNITS = 32, (2, 1)
+
+
+def bit():
+  """Big Transfer's names."""
+  shapes = {'resnet/root_block/standardized_conv2d/kernel': (7, 7, 3, WIDTH)}
+  channels = WIDTH
+  for stage, units in enumerate(UNITS):
+    inner = WIDTH * 2**stage
+    for unit in range(units):
+      where = f'resnet/block{stage + 1}/unit{unit + 1:02d}'
+      sizes = {'a': (channels, inner, 1), 'b': (inner, inner, 3), 'c': (inner, 4 * inner, 1)}
+      for name, (before, after, size) in sizes.items():
+        shapes[f'{where}/{name}/standardized_conv2d/kernel'] = (size, size, before, after)
+        shapes |= {f'{where}/{name}/group_norm/{g}': (before,) for g in ('gamma', 'beta')}
+      if not unit:
+        shapes[f'{where}/a/proj/standardized_conv2d/kernel'] = (1, 1, channels, 4 * inner)
+      channels = 4 * inner
+  shapes |= {f'resnet/group_norm/{g}': (channels,) for g in ('gamma', 'beta')}
+  shapes |= {'resnet/head/conv2d/kernel': (1, 1, channels, CLASSES)}
+  shapes |= {'resnet/head/conv2d/bias': (CLASSES,)}
+  return arrays_of(shapes)
+
+
+def bit_pre_logits(p, image):
+  def conv(name, x, stride=1):
+    kernel = p[f'{name}/standardized_conv2d/kernel']
+    kernel = kernel - kernel.mean((0, 1, 2))
+    kernel = kernel / np.sqrt(kernel.var((0, 1, 2)) + 1e-10)
+    pad = (kernel.shape[0] // 2,) * 2
+    dims = ('NHWC', 'HWIO', 'NHWC')
+    return jax.lax.conv_general_dilated(
+      x, kernel, (stride,) * 2, (pad, pad), dimension_numbers=dims
+    )
+
+  def norm(name, x):
+    groups = np.asarray(x).reshape(*x.shape[:3], 32, -1)
+    mean = groups.mean((1, 2, 4), keepdims=True)
+    groups = (groups - mean) / np.sqrt(groups.var((1, 2, 4), keepdims=True) + 1e-5)
+    y = groups.reshape(x.shape) * p[f'{name}/group_norm/gamma'] + p[f'{name}/group_norm/beta']
+    return np.maximum(y, 0).astype(np.float32)
+
+  x = conv('resnet/root_block', image, 2)
+  x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+  windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))[:, ::2, ::2]
+  x = windows.max((-1, -2))
+  for stage, units in enumerate(UNITS):
+    for unit in range(units):
+      where = f'resnet/block{stage + 1}/unit{unit + 1:02d}'
+      stride = 2 if stage and not unit else 1
+      y = norm(f'{where}/a', x)
+      shortcut = x if unit else conv(f'{where}/a/proj', y, stride)
+      y = conv(f'{where}/a', y)
+      y = conv(f'{where}/b', norm(f'{where}/b', y), stride)
+      x = np.asarray(shortcut + conv(f'{where}/c', norm(f'{where}/c', y)))
+  return norm('resnet', x).mean((1, 2))
