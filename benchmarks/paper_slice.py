@@ -3,8 +3,9 @@
     python benchmarks/paper_slice.py [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
 
 JFT-4B's 29,593 classes, batch 4096, S = 1000, R = 50 on v3:8x8, which is 128 devices (section 1 of
-Collier et al. 2023: there HET does not fit). Figures are the compiler's, of the train step. Needs
-libtpu (the extra 'plan'), no TPU; two minutes a row on two CPU cores.
+Collier et al. 2023: there HET does not fit). Figures are the compiler's, of the train step; the
+last two columns are the formulas of docs/scale.md for what a head adds to DET. Needs libtpu (the
+extra 'plan'), no TPU; two minutes a row on two CPU cores.
 """
 
 import argparse
@@ -14,9 +15,34 @@ from command_line import names, print_table, write_json
 
 from het_plugin.planning import worker
 
+GIB = 2**30
 BACKBONES = ('vit_l_32', 'resnet_152')
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 RUN = 'het_plugin/gin/runs/jft4b.gin'
+
+
+# docs/scale.md: B, K, R, S of the run, and D of the backbones.
+BATCH, CLASSES, FACTORS, SAMPLES = 4096, 29_696, 50, 1000
+DIMS = {'vit_l_32': 1024, 'resnet_152': 2048}
+
+
+def head_flops(head, dim):
+  """What a head adds to DET's train step, sigmoid link: products with W of what is projected, its
+  covariance, and the samples, forward and backward.
+  """
+  if head == 'det':
+    return 0
+  samples = 4 * SAMPLES * BATCH * (FACTORS + 2) * CLASSES
+  covariance = 2 * 6 * BATCH * dim * (CLASSES if head == 'het' else dim)
+  projected = 6 * BATCH * (FACTORS + 1) * dim * CLASSES if head == 'het_xl' else 0
+  return samples + covariance + projected
+
+
+def factors_bytes(mesh):
+  """The factors [B, R + 2, K] of a device and their gradient, in tiles of 8 rows."""
+  data_shards, model_shards = mesh
+  rows = -(-(FACTORS + 2) // 8) * 8
+  return 2 * 4 * BATCH // data_shards * rows * CLASSES // model_shards
 
 
 def meshes(text):
@@ -45,11 +71,13 @@ def make_row(args, backbone, mesh, head):
     'topology': args.topology,
     'mesh': 'x'.join(map(str, mesh)),
     'head': head,
-    'peak_gib': peak and peak / 2**30,
-    'hbm_gib': plan['hbm_bytes_per_device'] / 2**30,
+    'peak_gib': peak and peak / GIB,
+    'hbm_gib': plan['hbm_bytes_per_device'] / GIB,
     'fits': plan['fits'],
     'tflop': plan['flops_per_device'] / 1e12,
-    'all_reduced_gib': sum(c['bytes'] for c in plan['collectives']) / 2**30,
+    'all_reduced_gib': sum(c['bytes'] for c in plan['collectives']) / GIB,
+    'factors_gib': 0.0 if head == 'det' else factors_bytes(mesh) / GIB,
+    'head_tflop': head_flops(head, DIMS[backbone]) / plan['num_devices'] / 1e12,
   }
 
 

@@ -181,6 +181,31 @@ def test_exported_weights_start_a_het_xl_model(tmp_path):
   assert 'covariance' in started.params['head']
 
 
+@pytest.mark.parametrize('implementation', ['xla', 'pallas'])
+def test_a_replica_axis_changes_nothing(tmp_path, implementation):
+  """Two slices of (2, 2), parameters over data too, against one device a model."""
+  steps = ['TRAIN_STEPS = 3', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 3']
+  steps += ['train/Integrator.order = "project_then_sample"']
+  parse('het_xl', tmp_path / 'flat', *steps)
+  _, flat = train_from_gin()
+  sliced = ['PjitPartitioner.num_partitions = 2', 'PjitPartitioner.num_replicas = 2']
+  sliced += [
+    f'train/Integrator.implementation = {implementation!r}',
+    'Trainer.num_microbatches = 2',
+  ]
+  fsdp = ['het_plugin/gin/partitioning/fsdp.gin']
+  parse('het_xl', tmp_path / 'sliced', *steps, *sliced, files=fsdp)
+  _, state = train_from_gin()
+  kernel = state.params['head']['kernel']
+  assert kernel.sharding.mesh.axis_names == ('replica', 'data', 'model')
+  assert kernel.sharding.spec == jax.sharding.PartitionSpec('data', 'model')
+  for path, value in jax.tree_util.tree_leaves_with_path(flat.params):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if not name.endswith('attention/key/bias'):  # see above
+      actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), state.params)
+      np.testing.assert_allclose(actual, value, atol=1e-4, err_msg=name)
+
+
 def test_fsdp_file_shards_parameters_over_data(tmp_path):
   steps = ['TRAIN_STEPS = 1', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 1']
   files = [f'het_plugin/gin/partitioning/{name}.gin' for name in ('model_2', 'fsdp')]

@@ -69,6 +69,20 @@ def test_parameter_counts(tmp_path):
   assert '22 of 24' in printed[-3]
 
 
+def test_paper_slice(tmp_path):
+  tiny = ['BATCH_SIZE = 4', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16']
+  tiny += ['vit.num_heads = 2', 'vit.representation_size = 16', 'NUM_CLASSES = 100']
+  flags = ['--topology=cpu:4', '--meshes=2x2', '--heads=det,het_xl']
+  flags += [f'--gin={binding}' for binding in tiny]
+  rows, printed = run('paper_slice.py', tmp_path, *flags)
+  assert [(row['mesh'], row['head'], row['fits']) for row in rows] == [
+    ('2x2', 'det', True),
+    ('2x2', 'het_xl', True),
+  ]
+  assert rows[0]['peak_gib'] < rows[1]['peak_gib'] and rows[0]['tflop'] < rows[1]['tflop']
+  assert 'of the memory of DET' in printed[-1]
+
+
 def test_step_overhead(tmp_path):
   flags = ['--variant=Ti/16', '--image_size=16', '--classes=20', '--factors=3', '--dtype=float32']
   flags += ['--heads=het,het_xl', '--samples=2,9', '--batches=2,4', '--repeats=1']

@@ -46,12 +46,25 @@ def test_mesh_shape(setting, shape):
     ({'num_partitions': 3}, 'num_partitions=3.*divide the number of devices, 8'),
     ({'num_partitions': 0}, 'num_partitions=0'),
     ({'num_partitions': 2, 'model_parallel_submesh': (1, 2)}, 'not both'),
+    ({'num_replicas': 3}, 'num_replicas=3 must be at least 1 and divide the number of devices, 8'),
+    ({'num_replicas': 4, 'num_partitions': 4}, 'devices of each of 4 replicas, 2'),
     ({'logical_axis_rules': [('embed', 'modle')]}, "'modle'; valid are 'data', 'model'"),
   ],
 )
 def test_bad_settings_are_named(setting, words):
   with pytest.raises(ValueError, match=words):
     partitioning.PjitPartitioner(**setting)
+
+
+def test_a_replica_axis_shares_the_batch_with_data():
+  partitioner = partitioning.PjitPartitioner(num_partitions=2, num_replicas=2)
+  assert dict(partitioner.mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
+  assert (partitioner.data_shards, partitioner.model_shards) == (4, 2)
+  assert partitioner.data_partition_spec == P(('replica', 'data'))
+  assert ('batch', ('replica', 'data')) in partitioner.logical_axis_rules
+  assert ('vocab', 'model') in partitioner.logical_axis_rules
+  with pytest.raises(ValueError, match='batch_size=6 must be a positive multiple of 4'):
+    partitioner.check_batch_size(6)
 
 
 def test_rules_reject_other_dims():
