@@ -75,7 +75,7 @@ def make_row(args, backbone, mesh, head):
     'hbm_gib': plan['hbm_bytes_per_device'] / GIB,
     'fits': plan['fits'],
     'tflop': plan['flops_per_device'] / 1e12,
-    'all_reduced_gib': sum(c['bytes'] for c in plan['collectives']) / GIB,
+    'all_reduced_gib': sum(c['bytes'] for c in plan['collectives'] or ()) / GIB,
     'factors_gib': 0.0 if head == 'det' else factors_bytes(mesh) / GIB,
     'head_tflop': head_flops(head, DIMS[backbone]) / plan['num_devices'] / 1e12,
   }

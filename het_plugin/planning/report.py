@@ -88,6 +88,8 @@ def _step(name, step):
   if step['peak_bytes'] is not None:
     heading += f', peak {step["peak_bytes"] / GIB:.2f} GiB'
   heading += f', compiled in {step["compile_seconds"]:.0f} s'
+  if step['collectives'] is None:
+    return f'{heading}\ncollectives: unknown, this jax cannot read the compiled program'
   rows = [
     (c['kind'], c['count'], f'{c["bytes"] / MIB:.1f}', c['in_loops']) for c in step['collectives']
   ]

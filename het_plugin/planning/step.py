@@ -154,8 +154,17 @@ def _measure(
   else:
     result['peak_bytes'] = _peak_bytes(compiled.memory_analysis(), place)
     result['fits'] = result['peak_bytes'] <= place.hbm_bytes
-    result['collectives'] = [dataclasses.asdict(c) for c in hlo.collectives(compiled.as_text())]
+    result['collectives'] = _collectives(compiled)
   return result | {'compile_seconds': time.monotonic() - start}
+
+
+def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, Any]] | None:
+  """None where this jax cannot read what this libtpu made (seen with tpu7x)."""
+  try:
+    text = compiled.as_text()
+  except jax.errors.JaxRuntimeError:
+    return None
+  return [dataclasses.asdict(c) for c in hlo.collectives(text)]
 
 
 def _peak_of_message(message: str, argument_bytes: int) -> int | None:

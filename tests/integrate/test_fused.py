@@ -286,6 +286,34 @@ def test_lowers_for_an_nvidia_gpu(name):
     assert '__gpu$xla.gpu.triton' in traced.lower(lowering_platforms=('cuda',)).as_text()
 
 
+# What the compiler wants to know of an H200.
+SM_90 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA" device_description_str: "sm_90"
+dnn_version_info { major: 9 minor: 8 patch: 0 } runtime_version { major: 12 minor: 9 patch: 0 }
+"""
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_compiles_for_an_nvidia_gpu(name):
+  pytest.importorskip('jax_cuda12_plugin', reason="jax's CUDA plugin, the extra 'gpu', is missing")
+  from jax.experimental import topologies
+
+  description = topologies.get_topology_desc(platform='cuda', target_config=SM_90, topology='1x1x1')
+  sharding = jax.sharding.SingleDeviceSharding(description.devices[0])
+  for shape in REAL_SHAPES:
+    kernel = functools.partial(getattr(kernels, name), backend='gpu')
+    compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
+    assert 'triton' in compiled.as_text()
+
+
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_one_gathering_after_the_last_sample(platform, link):
