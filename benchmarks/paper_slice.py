@@ -14,6 +14,7 @@ from pathlib import Path
 from command_line import names, print_table, write_json
 
 from het_plugin.planning import worker
+from het_plugin.planning.request import Request
 
 GIB = 2**30
 BACKBONES = ('vit_l_32', 'resnet_152')
@@ -52,7 +53,7 @@ def meshes(text):
 def make_row(args, backbone, mesh, head):
   bindings = ["MODEL_DIR = 'unused'", f"{backbone.partition('_')[0]}.dtype = 'bfloat16'"]
   plan = worker.compile_in_process(
-    worker.Request(
+    Request(
       gin_files=[
         RUN,
         f'het_plugin/gin/models/{backbone}.gin',

@@ -24,6 +24,7 @@ from absl import app, flags
 from het_plugin import gin_utils, reporting
 from het_plugin.planning import report, worker
 from het_plugin.planning import topology as topology_lib
+from het_plugin.planning.request import Request
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 
@@ -53,7 +54,7 @@ _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # where a search gives up
 
 
-def make_request() -> worker.Request:
+def make_request() -> Request:
   """The request of the flags.
 
   Raises:
@@ -62,7 +63,7 @@ def make_request() -> worker.Request:
   topology_lib.parse(_TOPOLOGY.value)
   if _NUM_SLICES.value < 1:
     raise ValueError(f'--num_slices={_NUM_SLICES.value} must be at least 1')
-  return worker.Request(
+  return Request(
     gin_files=list(flags.FLAGS.gin_file),
     gin_bindings=["MODEL_DIR = 'unused'", *flags.FLAGS.gin_bindings],
     gin_search_paths=list(flags.FLAGS.gin_search_paths),
@@ -72,7 +73,7 @@ def make_request() -> worker.Request:
   )
 
 
-def with_bindings(request: worker.Request, *bindings: str) -> worker.Request:
+def with_bindings(request: Request, *bindings: str) -> Request:
   return dataclasses.replace(request, gin_bindings=[*request.gin_bindings, *bindings])
 
 
@@ -125,7 +126,7 @@ def search(
   return largest or None
 
 
-def run_search(request: worker.Request, first: dict[str, Any]) -> dict[str, Any]:
+def run_search(request: Request, first: dict[str, Any]) -> dict[str, Any]:
   what = _SEARCH.value
 
   def compile_value(value: int) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def run_search(request: worker.Request, first: dict[str, Any]) -> dict[str, Any]
   return {'what': what, 'largest': largest}
 
 
-def run_grid(request: worker.Request) -> list[dict[str, Any]]:
+def run_grid(request: Request) -> list[dict[str, Any]]:
   """A row a cell; the deterministic head has one for each batch, with s = 0."""
   if unknown := [head for head in _HEADS.value if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')

@@ -13,7 +13,7 @@ from flax import traverse_util
 import gin
 from het_plugin import configurables, data, gin_utils
 from het_plugin.planning import hlo, topology
-from het_plugin.planning.worker import Request
+from het_plugin.planning.request import Request
 from het_plugin.training import flops, train
 from het_plugin.training import trainer as trainer_lib
 
@@ -25,7 +25,8 @@ _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
 
 # gin copies the values of bindings, which devices do not allow, but not what a reference gives.
 _DEVICES: list[jax.Device] = []
-gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
+with gin.unlock_config():
+  gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
 
 
 def plan(request: Request) -> dict[str, Any]:

@@ -1,52 +1,57 @@
 """Flat files of named arrays: .npz and .safetensors."""
 
+import io
 from collections.abc import Mapping
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from etils import epath
 
 SUFFIXES = ('.npz', '.safetensors')
 
 
-def is_weights_file(path: str) -> bool:
+def is_weights_file(path: epath.PathLike) -> bool:
   return str(path).endswith(SUFFIXES)
 
 
-def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-  """All arrays of a file, float32 where they are floating point.
+def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
+  """All arrays of a local or gs:// file, float32 where they are floating point.
 
   Raises:
     ValueError: for another suffix, a missing file, or one that cannot be read.
   """
   _check(path)
-  if not Path(path).is_file():
+  if not epath.Path(path).exists():
     raise ValueError(f'weights file {path} does not exist')
+  content = epath.Path(path).read_bytes()
   try:
     if str(path).endswith('.npz'):
-      with np.load(path, allow_pickle=False) as archive:
+      with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     else:
-      arrays = safetensors.numpy.load_file(path)
+      arrays = safetensors.numpy.load(content)
   except Exception as error:  # zipfile's, numpy's or safetensors' own
     raise ValueError(f'weights file {path} cannot be read: {error}') from error
   return {name: _widened(x) for name, x in arrays.items()}
 
 
-def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
   """Writes arrays by name.
 
   Raises:
     ValueError: for another suffix.
   """
   _check(path)
-  Path(path).parent.mkdir(parents=True, exist_ok=True)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
   if str(path).endswith('.npz'):
-    np.savez(path, **arrays)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    content = buffer.getvalue()
   else:
-    safetensors.numpy.save_file(arrays, path)
+    content = safetensors.numpy.save(arrays)
+  epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
+  epath.Path(path).write_bytes(content)
 
 
 def _check(path):

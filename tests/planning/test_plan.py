@@ -12,6 +12,7 @@ from PIL import Image
 
 from het_plugin import plan as plan_main
 from het_plugin.planning import report, step, topology, worker
+from het_plugin.planning.request import Request
 
 ROOT = Path(__file__).parents[2]
 RUN = ['gin/runs/glyphs_quickstart.gin', 'gin/heads/het_xl.gin']
@@ -32,7 +33,7 @@ def run(tmp_path, *flags, files=RUN, code=0):
 
 def request(**changes):
   fields = {'gin_files': RUN, 'gin_bindings': ["MODEL_DIR = 'unused'"], 'gin_search_paths': ['.']}
-  return worker.Request(**{**fields, 'topology': 'cpu:8', 'mesh': [4, 2], **changes})
+  return Request(**{**fields, 'topology': 'cpu:8', 'mesh': [4, 2], **changes})
 
 
 def test_a_plan_for_virtual_devices(tmp_path):
