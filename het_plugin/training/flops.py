@@ -37,6 +37,9 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
       return equation.params['length'] * _inner_flops(equation)
     case 'cond':
       return max(count_flops(branch.jaxpr) for branch in equation.params['branches'])
+    case 'pallas_call':
+      # The body is what one point of the grid does.
+      return math.prod(equation.params['grid_mapping'].grid) * _inner_flops(equation)
     case 'shard_map':
       # The body is what one device does.
       return equation.params['mesh'].size * _inner_flops(equation)

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 from het_plugin.training import flops
@@ -55,6 +56,23 @@ def test_branches_and_recomputation():
   remat = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x)))
   plain = jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))
   assert count(remat, x) > count(plain, x) >= 4 * product
+
+
+def test_a_kernel_counts_at_every_point_of_its_grid():
+  def body(x, w, out):
+    out[:] = x[:] @ w[:]
+
+  def product(x, w):
+    return pl.pallas_call(
+      body,
+      grid=(4,),
+      in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 32), lambda i: (0, 0))],
+      out_specs=pl.BlockSpec((8, 32), lambda i: (i, 0)),
+      out_shape=jax.ShapeDtypeStruct((32, 32), jnp.float32),
+      interpret=True,
+    )(x, w)
+
+  assert count(product, jnp.zeros((32, 16)), jnp.zeros((16, 32))) == 2 * 32 * 16 * 32
 
 
 def test_shard_map_counts_all_devices():
