@@ -24,7 +24,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
 
   Raises:
     ValueError: what the plan raised.
-    RuntimeError: the process died; with the end of what it wrote.
+    ChildProcessError: the process died; with the end of what it wrote.
   """
   environment = os.environ | topology.environment(request.topology)
   environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
@@ -40,7 +40,10 @@ def compile_in_process(request: Request) -> dict[str, Any]:
     )
     if not answer.exists():
       end = ' / '.join(process.stderr.strip().splitlines()[-5:])
-      raise RuntimeError(f'the compilation ended with code {process.returncode}: {end}')
+      raise ChildProcessError(
+        f'the process that compiles for {request.topology} ended with code {process.returncode}, '
+        f'as it does where memory runs out (up to 4 GiB are needed): {end}'
+      )
     result = json.loads(answer.read_text())
   if 'error' in result:
     raise ValueError(result['error'])
