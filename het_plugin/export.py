@@ -15,8 +15,11 @@ from absl import app, flags
 import gin
 from het_plugin import configurables, gin_utils, weights
 
-_CHECKPOINT = flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
-_OUTPUT = flags.DEFINE_string('output', None, 'Where to write, .npz or .safetensors.')
+
+def define_flags() -> None:
+  gin_utils.define_flags()
+  flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
+  flags.DEFINE_string('output', None, 'Where to write, .npz or .safetensors.')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,26 +27,27 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   configurables.register_trainer()
   with gin_utils.one_sentence_errors():
-    for name, value in (('checkpoint', _CHECKPOINT.value), ('output', _OUTPUT.value)):
+    checkpoint, output = flags.FLAGS.checkpoint, flags.FLAGS.output
+    for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
         raise ValueError(f'--{name} is not set')
-    if not weights.is_weights_file(_OUTPUT.value):
-      raise ValueError(f'--output={_OUTPUT.value} must end in .npz or .safetensors')
+    if not weights.is_weights_file(output):
+      raise ValueError(f'--output={output} must end in .npz or .safetensors')
     from het_plugin.training import checkpoints, train
 
-    params = checkpoints.read_params(_CHECKPOINT.value)
-    gin_utils.parse_config([f'{_CHECKPOINT.value}/config.gin'], flags.FLAGS.gin_bindings)
+    params = checkpoints.read_params(checkpoint)
+    gin_utils.parse_config([f'{checkpoint}/config.gin'], flags.FLAGS.gin_bindings)
     with gin.unlock_config():
       gin.parse_config(['train.partitioner = None', 'train.actions = None'])
     model = gin.get_bindings(train.train)['model']
     arrays = weights.export_params(
       params, model.head.num_classes, getattr(model.backbone, 'num_heads', 1)
     )
-    weights.write_arrays(_OUTPUT.value, arrays)
+    weights.write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
-  print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {_OUTPUT.value}')
+  print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
 
 
 if __name__ == '__main__':
-  gin_utils.define_flags()
+  define_flags()
   gin_utils.run(main)

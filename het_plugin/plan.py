@@ -15,43 +15,43 @@ Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a s
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
 from het_plugin import gin_utils, reporting
-from het_plugin.planning import report, worker
+from het_plugin.planning import report, search, worker
 from het_plugin.planning import topology as topology_lib
 from het_plugin.planning.request import Request
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 
-_TOPOLOGY = flags.DEFINE_string(
-  'topology',
-  'cpu:8',
-  'cpu:N, or a TPU generation and the shape of a slice in chips: v3:8x8, v4:4x4x8, v5e:8x16, '
-  'v5p:2x2x1, v6e:16x16, tpu7x:2x2x1.',
-)
-_MESH = flags.DEFINE_list(
-  'mesh',
-  None,
-  'DATA,MODEL or REPLICA,DATA,MODEL devices; what the configuration says where it is not given.',
-)
-_NUM_SLICES = flags.DEFINE_integer('num_slices', 1, 'Slices of that shape, a replica each.')
-_SEARCH = flags.DEFINE_enum(
-  'search', None, ['batch', 'samples'], 'Also looks for the largest batch, or S, that fits.'
-)
-_GRID = flags.DEFINE_bool('grid', False, 'Compiles heads by batches by samples instead of one run.')
-_HEADS = flags.DEFINE_list('heads', list(HEADS), 'Heads of the grid.')
-_BATCHES = flags.DEFINE_list('batches', ['1024', '2048', '4096', '6144'], 'Batches of the grid.')
-_SAMPLES = flags.DEFINE_list('samples', ['10', '100', '1000'], 'Numbers of samples of the grid.')
-_PNG = flags.DEFINE_string('png', None, 'Where the grid is drawn.')
-_JSON = flags.DEFINE_string('json', None, 'Where all figures are written.')
 
-_SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
-_LARGEST = {'batch': 2**20, 'samples': 2**16}  # where a search gives up
+def define_flags() -> None:
+  gin_utils.define_flags()
+  flags.DEFINE_string(
+    'topology',
+    'cpu:8',
+    'cpu:N, or a TPU generation and the shape of a slice in chips: v3:8x8, v4:4x4x8, v5e:8x16, '
+    'v5p:2x2x1, v6e:16x16, tpu7x:2x2x1.',
+  )
+  flags.DEFINE_list(
+    'mesh',
+    None,
+    'DATA,MODEL or REPLICA,DATA,MODEL devices; what the configuration says where it is not given.',
+  )
+  flags.DEFINE_integer('num_slices', 1, 'Slices of that shape, a replica each.')
+  flags.DEFINE_enum(
+    'search', None, ['batch', 'samples'], 'Also looks for the largest batch, or S, that fits.'
+  )
+  flags.DEFINE_bool('grid', False, 'Compiles heads by batches by samples instead of one run.')
+  flags.DEFINE_list('heads', list(HEADS), 'Heads of the grid.')
+  flags.DEFINE_list('batches', ['1024', '2048', '4096', '6144'], 'Batches of the grid.')
+  flags.DEFINE_list('samples', ['10', '100', '1000'], 'Numbers of samples of the grid.')
+  flags.DEFINE_string('png', None, 'Where the grid is drawn.')
+  flags.DEFINE_string('json', None, 'Where all figures are written.')
 
 
 def make_request() -> Request:
@@ -60,16 +60,16 @@ def make_request() -> Request:
   Raises:
     ValueError: for a topology or a mesh that is none.
   """
-  topology_lib.parse(_TOPOLOGY.value)
-  if _NUM_SLICES.value < 1:
-    raise ValueError(f'--num_slices={_NUM_SLICES.value} must be at least 1')
+  topology_lib.parse(flags.FLAGS.topology)
+  if flags.FLAGS.num_slices < 1:
+    raise ValueError(f'--num_slices={flags.FLAGS.num_slices} must be at least 1')
   return Request(
     gin_files=list(flags.FLAGS.gin_file),
     gin_bindings=["MODEL_DIR = 'unused'", *flags.FLAGS.gin_bindings],
     gin_search_paths=list(flags.FLAGS.gin_search_paths),
-    topology=_TOPOLOGY.value,
-    mesh=None if _MESH.value is None else _integers('mesh', _MESH.value, (2, 3)),
-    num_slices=_NUM_SLICES.value,
+    topology=flags.FLAGS.topology,
+    mesh=None if flags.FLAGS.mesh is None else _integers('mesh', flags.FLAGS.mesh, (2, 3)),
+    num_slices=flags.FLAGS.num_slices,
   )
 
 
@@ -81,53 +81,8 @@ def samples_bindings(num_samples: int) -> list[str]:
   return [f'{scope}/Integrator.num_samples = {num_samples}' for scope in ('train', 'eval')]
 
 
-def search(
-  what: str,
-  first: dict[str, Any],
-  compile_fn: Callable[[int], dict[str, Any]],
-  say: Callable[[str], None] = print,
-) -> int | None:
-  """The largest batch, or number of samples, that fits, to within a sixteenth.
-
-  Args:
-    what: 'batch' or 'samples'.
-    first: the plan of the configuration as it is.
-    compile_fn: from a value to its plan.
-    say: told of every plan.
-
-  Returns:
-    The value, a multiple of the shards that a batch is cut into; None if not even one row a shard
-    fits. At `_LARGEST` it stops.
-  """
-  unit = 1
-  if what == 'batch':
-    unit = first['num_devices'] // first['mesh']['model']
-  value = first[_SEARCHED[what]]
-
-  def fits(candidate: int) -> bool:
-    plan = compile_fn(candidate)
-    say(report.line(plan))
-    return plan['fits']
-
-  largest, smallest_failing = (value, None) if first['fits'] else (0, value)
-  while smallest_failing is None and 2 * largest <= _LARGEST[what]:
-    if fits(2 * largest):
-      largest *= 2
-    else:
-      smallest_failing = 2 * largest
-  while smallest_failing is not None and smallest_failing - largest > max(unit, largest // 16):
-    middle = (largest + smallest_failing) // 2 // unit * unit
-    if middle <= largest:
-      break
-    if fits(middle):
-      largest = middle
-    else:
-      smallest_failing = middle
-  return largest or None
-
-
 def run_search(request: Request, first: dict[str, Any]) -> dict[str, Any]:
-  what = _SEARCH.value
+  what = flags.FLAGS.search
 
   def compile_value(value: int) -> dict[str, Any]:
     bindings = [f'BATCH_SIZE = {value}'] if what == 'batch' else samples_bindings(value)
@@ -135,7 +90,7 @@ def run_search(request: Request, first: dict[str, Any]) -> dict[str, Any]:
     return worker.compile_in_process(steps)
 
   print(f'\nLooking for the largest {what}:', flush=True)
-  largest = search(what, first, compile_value)
+  largest = search.largest_that_fits(what, first, compile_value)
   name = 'batch' if what == 'batch' else 'number of samples'
   print(f'The largest {name} that fits: {largest}' if largest else f'No {name} fits.')
   return {'what': what, 'largest': largest}
@@ -143,12 +98,12 @@ def run_search(request: Request, first: dict[str, Any]) -> dict[str, Any]:
 
 def run_grid(request: Request) -> list[dict[str, Any]]:
   """A row a cell; the deterministic head has one for each batch, with s = 0."""
-  if unknown := [head for head in _HEADS.value if head not in HEADS]:
+  if unknown := [head for head in flags.FLAGS.heads if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')
-  batches = _integers('batches', _BATCHES.value)
-  samples = _integers('samples', _SAMPLES.value)
+  batches = _integers('batches', flags.FLAGS.batches)
+  samples = _integers('samples', flags.FLAGS.samples)
   rows = []
-  for head in _HEADS.value:
+  for head in flags.FLAGS.heads:
     for batch in batches:
       for num_samples in samples if head != 'det' else [0]:
         cell = dataclasses.replace(
@@ -215,21 +170,21 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with gin_utils.one_sentence_errors():
     request = make_request()
-    if _GRID.value:
+    if flags.FLAGS.grid:
       result = run_grid(request)
       print_grid(result)
-      if _PNG.value:
-        draw_grid(result, Path(_PNG.value))
+      if flags.FLAGS.png:
+        draw_grid(result, Path(flags.FLAGS.png))
     else:
       print('Compiling, which takes up to two minutes for a large model ...', file=sys.stderr)
       result = worker.compile_in_process(request)
       print(report.text(result), flush=True)
-      if _SEARCH.value:
+      if flags.FLAGS.search:
         result['search'] = run_search(request, result)
-    if _JSON.value:
-      reporting.write_json(result, _JSON.value)
+    if flags.FLAGS.json:
+      reporting.write_json(result, flags.FLAGS.json)
 
 
 if __name__ == '__main__':
-  gin_utils.define_flags()
+  define_flags()
   gin_utils.run(main)

@@ -24,7 +24,7 @@ OWN = [
   "MIXTURE_OR_TASK_NAME = 'digits'",
   'NUM_CLASSES = 10',
   'IMAGE_SIZE = 32',
-  'TRAIN_STEPS = 600',
+  'TRAIN_STEPS = 60000',
 ]
 
 
@@ -35,8 +35,12 @@ def registered():
   gin.clear_config()
 
 
+NEED_DATA = ('own_images', 'jft300m', 'jft4b', 'imagenet21k')
+BACKBONE = 'het_plugin/gin/models/vit_ti_16.gin'
+
+
 def bindings(run):
-  return ["MODEL_DIR = 'unused'", *(OWN if run == 'own_images.gin' else [])]
+  return ["MODEL_DIR = 'unused'", *(OWN if run.startswith(NEED_DATA) else [])]
 
 
 def make_model():
@@ -45,9 +49,9 @@ def make_model():
 
 @pytest.mark.parametrize('run,head', list(itertools.product(RUNS, HEADS)))
 def test_every_run_takes_every_head(run, head):
-  gin_utils.parse_config(
-    [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin'], bindings(run)
-  )
+  files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
+  needs_backbone = run in ('jft300m.gin', 'jft4b.gin', 'imagenet21k.gin')
+  gin_utils.parse_config([*files, *([BACKBONE] if needs_backbone else [])], bindings(run))
   model = make_model()
   assert type(model.head) is HEADS[head]
   assert model.head.num_classes == gin.query_parameter('%NUM_CLASSES')
@@ -91,6 +95,10 @@ def test_parts_bind_what_exists(path):
     str(path),
   ]
   gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  if path.name.startswith(NEED_DATA):
+    with pytest.raises(ValueError, match='NUM_CLASSES|num_classes'):
+      make_model().validate(data.task_info('digits'))
+    return
   info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
   assert info.num_classes == gin.query_parameter('%NUM_CLASSES')
   assert gin.query_parameter('%EVAL_SPLIT') in info.splits

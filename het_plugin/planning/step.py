@@ -113,6 +113,10 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
     changes['PjitPartitioner.num_replicas'] = replicas[0] if replicas else 1
   elif request.num_slices > 1:
     changes['PjitPartitioner.num_replicas'] = request.num_slices
+  try:
+    gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+  except ValueError:
+    changes['MIXTURE_OR_TASK_NAME'] = None  # the data may be anywhere
   with gin.unlock_config():
     gin.parse_config([f'{name} = {value}' for name, value in changes.items()])
   settings = gin.get_bindings(train.train)

@@ -10,8 +10,8 @@ import jax
 import pytest
 from PIL import Image
 
-from het_plugin import plan as plan_main
-from het_plugin.planning import report, step, topology, worker
+import gin
+from het_plugin.planning import report, search, step, topology, worker
 from het_plugin.planning.request import Request
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_search_finds_the_largest_that_fits(start, limit):
     tried.append(value)
     return fake_plan(value, limit)
 
-  found = plan_main.search('batch', fake_plan(start, limit), compile_fn, say=lambda _: None)
+  found = search.largest_that_fits('batch', fake_plan(start, limit), compile_fn, say=lambda _: None)
   if limit < 4:  # less than a row a shard
     assert found is None
   else:
@@ -144,7 +144,7 @@ def test_search_finds_the_largest_that_fits(start, limit):
 
 
 def test_search_gives_up_somewhere():
-  found = plan_main.search(
+  found = search.largest_that_fits(
     'samples', fake_plan(1000, 10**9), lambda s: fake_plan(s, 10**9), say=lambda _: None
   )
   assert found == 64000
@@ -232,7 +232,13 @@ def test_too_little_memory_is_a_result(libtpu):
   assert 'The compiler on the train step' in report.verdict(plan)
 
 
-def test_every_published_run_can_be_planned():
+@pytest.fixture
+def fresh_config():
+  yield
+  gin.clear_config()
+
+
+def test_every_published_run_can_be_planned(fresh_config):
   """Their state on the mesh that they bind, by shapes alone; compiling takes minutes."""
   for name in ('jft4b', 'jft300m', 'imagenet21k'):
     files = [f'gin/runs/{name}.gin', 'gin/models/vit_l_32.gin', 'gin/heads/het_xl.gin']

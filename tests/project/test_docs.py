@@ -103,6 +103,7 @@ def gin_names(page):
 @pages
 def test_bindings_name_what_exists(page):
   configurables.register_trainer()
+  gin.clear_config()
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
   for configurable, name in gin_names(page):
