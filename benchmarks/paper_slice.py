@@ -51,7 +51,7 @@ def meshes(text):
 
 
 def make_row(args, backbone, mesh, head):
-  bindings = ["MODEL_DIR = 'unused'", f"{backbone.partition('_')[0]}.dtype = 'bfloat16'"]
+  bindings = [f"{backbone.partition('_')[0]}.dtype = 'bfloat16'", *args.gin]
   plan = worker.compile_in_process(
     Request(
       gin_files=[
@@ -59,7 +59,7 @@ def make_row(args, backbone, mesh, head):
         f'het_plugin/gin/models/{backbone}.gin',
         f'het_plugin/gin/heads/{head}.gin',
       ],
-      gin_bindings=[*bindings, *args.gin],
+      gin_bindings=bindings,
       gin_search_paths=['.'],
       topology=args.topology,
       mesh=mesh,

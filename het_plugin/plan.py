@@ -65,7 +65,7 @@ def make_request() -> Request:
     raise ValueError(f'--num_slices={flags.FLAGS.num_slices} must be at least 1')
   return Request(
     gin_files=list(flags.FLAGS.gin_file),
-    gin_bindings=["MODEL_DIR = 'unused'", *flags.FLAGS.gin_bindings],
+    gin_bindings=list(flags.FLAGS.gin_bindings),
     gin_search_paths=list(flags.FLAGS.gin_search_paths),
     topology=flags.FLAGS.topology,
     mesh=None if flags.FLAGS.mesh is None else _integers('mesh', flags.FLAGS.mesh, (2, 3)),

@@ -23,6 +23,7 @@ _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
 
 
+_DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not what a reference gives.
 _DEVICES: list[jax.Device] = []
 with gin.unlock_config():
@@ -95,7 +96,9 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   """
   configurables.register_trainer()
   _DEVICES[:] = place.devices
-  gin_utils.parse_config(request.gin_files, request.gin_bindings, request.gin_search_paths)
+  gin_utils.parse_config(
+    [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths
+  )
   changes = {
     'PjitPartitioner.devices': '@planned_devices()',
     'train.actions': 'None',
@@ -113,10 +116,6 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
     changes['PjitPartitioner.num_replicas'] = replicas[0] if replicas else 1
   elif request.num_slices > 1:
     changes['PjitPartitioner.num_replicas'] = request.num_slices
-  try:
-    gin.query_parameter('%MIXTURE_OR_TASK_NAME')
-  except ValueError:
-    changes['MIXTURE_OR_TASK_NAME'] = None  # the data may be anywhere
   with gin.unlock_config():
     gin.parse_config([f'{name} = {value}' for name, value in changes.items()])
   settings = gin.get_bindings(train.train)

@@ -32,7 +32,7 @@ def run(tmp_path, *flags, files=RUN, code=0):
 
 
 def request(**changes):
-  fields = {'gin_files': RUN, 'gin_bindings': ["MODEL_DIR = 'unused'"], 'gin_search_paths': ['.']}
+  fields = {'gin_files': RUN, 'gin_bindings': [], 'gin_search_paths': ['.']}
   return Request(**{**fields, 'topology': 'cpu:8', 'mesh': [4, 2], **changes})
 
 
@@ -65,7 +65,7 @@ def test_a_replica_axis_splits_the_batch_and_repeats_the_parameters():
 def test_memory_does_not_grow_with_samples():
   def peak(num_samples):
     bindings = [f'train/Integrator.num_samples = {num_samples}']
-    asked = request(gin_bindings=["MODEL_DIR = 'unused'", *bindings], steps=['train'])
+    asked = request(gin_bindings=bindings, steps=['train'])
     return worker.compile_in_process(asked)['peak_bytes_per_device']
 
   assert peak(1000) < 1.05 * peak(64)
@@ -222,7 +222,7 @@ def test_slices_joined_by_a_network(libtpu):
 
 
 def test_too_little_memory_is_a_result(libtpu):
-  bindings = ["MODEL_DIR = 'unused'", 'BATCH_SIZE = 4194304']
+  bindings = ['BATCH_SIZE = 4194304']
   plan = worker.compile_in_process(
     request(topology='v5e:2x2', mesh=[4, 1], gin_bindings=bindings, steps=['train'])
   )
