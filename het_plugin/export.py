@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-import gin
-from het_plugin import configurables, gin_utils, weights
+from het_plugin import gin_utils, trained_run, weights
 
 
 def define_flags() -> None:
@@ -25,7 +24,6 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  configurables.register_trainer()
   with gin_utils.one_sentence_errors():
     checkpoint, output = flags.FLAGS.checkpoint, flags.FLAGS.output
     for name, value in (('checkpoint', checkpoint), ('output', output)):
@@ -33,13 +31,17 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f'--{name} is not set')
     if not weights.is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors')
-    from het_plugin.training import checkpoints, train
+    from het_plugin.training import checkpoints
 
     params = checkpoints.read_params(checkpoint)
-    gin_utils.parse_config([f'{checkpoint}/config.gin'], flags.FLAGS.gin_bindings)
-    with gin.unlock_config():
-      gin.parse_config(['train.partitioner = None', 'train.actions = None'])
-    model = gin.get_bindings(train.train)['model']
+    settings = trained_run.parse_run_config(
+      checkpoint,
+      flags.FLAGS.gin_file,
+      flags.FLAGS.gin_bindings,
+      flags.FLAGS.gin_search_paths,
+      without=['partitioner'],  # of the devices that it trained on
+    )
+    model = settings['model']
     arrays = weights.export_params(
       params, model.head.num_classes, getattr(model.backbone, 'num_heads', 1)
     )

@@ -13,8 +13,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from het_plugin.data import BatchIterator, DatasetConfig, get_dataset, task_info
+from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import FewShotResult, check_settings, few_shot
-from het_plugin.evaluation.representations import RepresentationExtractor, Representations
+from het_plugin.evaluation.representations import Representations
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.train_state import TrainState
 

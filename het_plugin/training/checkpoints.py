@@ -250,10 +250,7 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
   if weights.is_weights_file(cfg.path):
     return _read_published(cfg, target)
   path = _checkpoint_dir(cfg)
-  saved = _shapes(ocp.StandardCheckpointHandler().metadata(path / 'state').tree)
-  saved = {
-    name.removeprefix('params/'): s for name, s in saved.items() if name.startswith('params/')
-  }
+  saved = params_shapes(path)
   flat = traverse_util.flatten_dict(target, sep='/')
   source = {name: _source_name(name, cfg.assignment_map) for name in flat}
   if cfg.fallback_to_scratch:
@@ -282,19 +279,44 @@ def _read(path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
   return traverse_util.flatten_dict(read['params'], sep='/')
 
 
+def find(path: epath.PathLike) -> epath.Path:
+  """The checkpoint at `path`, which may be a run's directory: then its newest.
+
+  Raises:
+    ValueError: there is none.
+  """
+  specific = (epath.Path(path).absolute() / 'state').exists()
+  return _checkpoint_dir(
+    RestoreCheckpointConfig(str(path), mode='specific' if specific else 'latest')
+  )
+
+
+def step_of(checkpoint: epath.PathLike) -> int:
+  """The step that a checkpoint's directory is named by."""
+  return int(epath.Path(checkpoint).name.removeprefix(f'{_PREFIX}_'))
+
+
+def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
+  """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
+  tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree
+  return {
+    name.removeprefix('params/'): shape
+    for name, shape in _shapes(tree).items()
+    if name.startswith('params/')
+  }
+
+
 def read_params(path: str) -> dict[str, np.ndarray]:
-  """{'head/kernel': array, ...} of the newest checkpoint of the run at `path`, on the host.
+  """{'head/kernel': array, ...} of the checkpoint that `find` finds at `path`, on the host.
 
   Raises:
     ValueError: there is no checkpoint.
   """
-  folder = _checkpoint_dir(RestoreCheckpointConfig(path))
-  shapes = _shapes(ocp.StandardCheckpointHandler().metadata(folder / 'state').tree)
+  folder = find(path)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
   wanted = {
-    name.removeprefix('params/'): jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
-    for name, shape in shapes.items()
-    if name.startswith('params/')
+    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
+    for name, shape in params_shapes(folder).items()
   }
   return {name: np.asarray(x) for name, x in _read(folder, wanted).items()}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
+import safetensors
 import safetensors.numpy
 from etils import epath
 
@@ -30,7 +31,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
       with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     else:
-      arrays = safetensors.numpy.load(content)
+      arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
   except Exception as error:  # zipfile's, numpy's or safetensors' own
     raise ValueError(f'weights file {path} cannot be read: {error}') from error
   return {name: _widened(x) for name, x in arrays.items()}
@@ -57,6 +58,20 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
 def _check(path):
   if not is_weights_file(path):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
+
+
+# safetensors' own numpy reader does not know the last.
+_DTYPES = {
+  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
+  **{f'{kind}{bits}': f'{kind.lower()}{bits // 8}' for kind in 'IU' for bits in (8, 16, 32, 64)},
+  'BF16': ml_dtypes.bfloat16,
+}
+
+
+def _from_safetensors(tensor):
+  if tensor['dtype'] not in _DTYPES:
+    raise ValueError(f'its type {tensor["dtype"]} is none of {", ".join(_DTYPES)}')
+  return np.frombuffer(tensor['data'], _DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 
 def _widened(x):

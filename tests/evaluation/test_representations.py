@@ -1,136 +1,136 @@
-"""Extraction over meshes: the same rows whatever the mesh and batch size, tails dropped."""
+"""Files of representations: ours both ways, other people's, and wrong ones."""
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from flax.linen import partitioning as flax_partitioning
-from jax.sharding import PartitionSpec
+import safetensors.numpy
 
-from het_plugin.evaluation.representations import RepresentationExtractor, match_channels
-from het_plugin.training.partitioning import PjitPartitioner
-
-WEIGHTS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-SPECS = {'w': PartitionSpec(None, 'model')}
+from het_plugin.evaluation import representations
+from het_plugin.evaluation.representations import Representations, read_representations
 
 
-class FakeModel:
-  """Two linear representations of an image of 2 x 2 pixels and 2 channels."""
-
-  def __init__(self):
-    self.traces = 0
-
-  def representations(self, params, batch, layers):
-    self.traces += 1
-    flat = batch['image'].reshape(len(batch['image']), -1)
-    out = flax_partitioning.with_sharding_constraint(flat @ params['w'], ('batch', 'embed'))
-    known = {'pre_logits': out.astype(jnp.bfloat16), 'tokens': out.reshape(-1, 4, 4)}
-    return {layer: known[layer] for layer in layers}
+def make(n=6, d=4, **kwargs):
+  rng = np.random.default_rng(0)
+  return Representations(
+    features=rng.normal(size=(n, d)).astype(np.float32),
+    labels=(np.arange(n, dtype=np.int32) % 3)[:, None],
+    index=np.arange(n)[::-1] * 7,
+    **kwargs,
+  )
 
 
-def make_examples(n):
-  rng = np.random.default_rng(1)
-  index = rng.permutation(10 * n)[:n].astype(np.int32)  # neither sorted nor dense
-  return {
-    'image': rng.normal(size=(n, 2, 2, 2)).astype(np.float32),
-    'label': rng.integers(0, 5, (n, 1)).astype(np.int32),
-    'index': index,
-    'mask': np.ones(n, np.float32),
-  }
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_ours_come_back(tmp_path, suffix):
+  names, provenance = ('a', 'ß', '漢'), {'checkpoint': 'runs/x', 'layer': 'pre_logits', 'step': 3}
+  written = make(class_names=names, provenance=provenance)
+  path = str(tmp_path / f'deep/er.{suffix}')
+  representations.write_representations(path, written)
+  read = read_representations(path)
+  for name in ('features', 'labels', 'index'):
+    np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
+  assert read.class_names == names and read.provenance == provenance
+  assert [p.name for p in (tmp_path / 'deep').iterdir()] == [f'er.{suffix}']
+  np.testing.assert_array_equal(read.label, [0, 1, 2, 0, 1, 2])
 
 
-def make_batches(examples, batch_size):
-  for start in range(0, len(examples['index']), batch_size):
-    batch = {name: rows[start : start + batch_size] for name, rows in examples.items()}
-    missing = batch_size - len(batch['index'])
-    yield {
-      name: np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
-      for name, rows in batch.items()
-    }
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_half_precision_is_widened_exactly(tmp_path, suffix):
+  dtype = np.float16 if suffix == 'npz' else ml_dtypes.bfloat16
+  small = make().features.astype(dtype)
+  path = str(tmp_path / f'x.{suffix}')
+  representations.write_representations(path, Representations(small, make().labels, make().index))
+  read = read_representations(path)
+  assert read.features.dtype == np.float32
+  np.testing.assert_array_equal(read.features, small.astype(np.float32))
 
 
-def make_extractor(model, model_shards, **kwargs):
-  partitioner = PjitPartitioner(num_partitions=model_shards)
-  extractor = RepresentationExtractor(model, partitioner, SPECS, **kwargs)
-  return extractor, jax.device_put({'w': WEIGHTS}, partitioner.shardings(SPECS))
+@pytest.mark.parametrize('names', [('x', 'y'), ('embeddings', 'targets'), ('anything', 'classes')])
+def test_arrays_made_elsewhere(tmp_path, names):
+  ours = make()
+  arrays = dict(
+    zip(names, (ours.features.astype(np.float64), ours.label.astype(np.uint8)), strict=True)
+  )
+  np.savez(tmp_path / 'x.npz', **arrays)
+  read = read_representations(str(tmp_path / 'x.npz'))
+  np.testing.assert_array_equal(read.features, ours.features)
+  np.testing.assert_array_equal(read.label, ours.label)
+  np.testing.assert_array_equal(read.index, np.arange(6))
+  safetensors.numpy.save_file(arrays, tmp_path / 'x.safetensors')
+  np.testing.assert_array_equal(
+    read_representations(str(tmp_path / 'x.safetensors')).features, ours.features
+  )
 
 
-def expected_rows(examples):
-  order = np.argsort(examples['index'])
-  flat = examples['image'].reshape(-1, 8)[order]
-  return flat @ WEIGHTS, examples['label'][order], examples['index'][order]
+def test_npy_with_labels_and_splits_in_one_file(tmp_path):
+  ours = make()
+  np.save(tmp_path / 'f.npy', ours.features)
+  np.save(tmp_path / 'l.npy', ours.label)
+  read = read_representations(f'{tmp_path}/f.npy,{tmp_path}/l.npy')
+  np.testing.assert_array_equal(read.features, ours.features)
+  split = np.array(['train', 'test', 'train', 'train', 'test', 'train'])
+  np.savez(tmp_path / 'x.npz', features=ours.features, label=ours.label, split=split)
+  test = read_representations(f'{tmp_path}/x.npz:test')
+  np.testing.assert_array_equal(test.features, ours.features[[1, 4]])
+  np.testing.assert_array_equal(test.index, [1, 4])  # ids of the file: two splits never share one
+  with pytest.raises(ValueError, match="no split 'val': choose from"):
+    read_representations(f'{tmp_path}/x.npz:val')
 
 
-@pytest.mark.parametrize('model_shards', [1, 2, 8])
-@pytest.mark.parametrize('num_examples,batch_size', [(21, 8), (16, 16), (3, 8), (1, 8)])
-def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_size):
-  examples = make_examples(num_examples)
-  extractor, params = make_extractor(FakeModel(), model_shards, layer='tokens')
-  actual = extractor(params, make_batches(examples, batch_size), batch_size)
-  features, labels, index = expected_rows(examples)
-  np.testing.assert_allclose(actual.features, features, rtol=1e-4, atol=1e-5)
-  np.testing.assert_array_equal(actual.labels, labels)
-  np.testing.assert_array_equal(actual.index, index)
+def test_several_labels_have_no_single_one():
+  several = Representations(np.ones((2, 1)), np.array([[1, -1], [0, 2]]), np.array([4, 9]))
+  with pytest.raises(ValueError, match='example 9 has 2 labels'):
+    _ = several.label
 
 
-def test_bfloat16_layer_comes_back_as_float32():
-  extractor, params = make_extractor(FakeModel(), 1)
-  actual = extractor(params, make_batches(make_examples(8), 8), 8)
-  assert actual.features.dtype == np.float32
-  np.testing.assert_allclose(actual.features, expected_rows(make_examples(8))[0], rtol=1e-2)
+@pytest.mark.parametrize(
+  'arrays,message',
+  [
+    (dict(features=np.ones((3, 2)), label=np.zeros(4, int)), r'labels are int64 \[4\].*N = 3'),
+    (
+      dict(features=np.ones(3), label=np.zeros(3, int)),
+      r'features are float\d+ \[3\]',
+    ),
+    (dict(features=np.ones((3, 2)), label=np.zeros(3)), r'labels are float'),
+    (dict(features=np.ones((3, 2))), 'one array named label or labels'),
+    (
+      dict(a=np.ones((3, 2)), b=np.ones((3, 2)), label=np.zeros(3, int)),
+      'array named features',
+    ),
+    (dict(features=np.ones((3, 2)), label=np.array([0, -1, 0])), 'label -1 of row 1 is out of'),
+    (
+      dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
+      r'label 2 of row 1 is out of range; labels are 0 \.\. 1',
+    ),
+    (dict(features=np.array([[np.nan]]), label=np.zeros(1, int)), '1 rows that are not finite'),
+    (dict(features=np.ones((0, 2)), label=np.zeros(0, int)), 'no features'),
+    (
+      dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
+      'an example id of its own',
+    ),
+    (
+      dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(3, int)),
+      'index is',
+    ),
+  ],
+)
+def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):
+  np.savez(tmp_path / 'x.npz', **arrays)
+  with pytest.raises(ValueError, match=message) as error:
+    read_representations(str(tmp_path / 'x.npz'))
+  assert str(tmp_path / 'x.npz') in str(error.value) and '\n' not in str(error.value)
 
 
-def test_compiles_once_for_several_splits():
-  model = FakeModel()
-  extractor, params = make_extractor(model, 2)
-  for n in (20, 9, 16):
-    extractor(params, make_batches(make_examples(n), 8), 8)
-  assert model.traces == 1
-
-
-@pytest.mark.parametrize('bound', [1, 8, 11, 24, 100])
-def test_max_examples_keeps_the_first_and_stops_reading(bound):
-  examples = make_examples(30)
-  read = []
-
-  def endless():
-    while True:
-      for batch in make_batches(examples, 8):
-        read.append(1)
-        yield batch
-
-  extractor, params = make_extractor(FakeModel(), 1, layer='tokens')
-  source = endless() if bound <= 30 else make_batches(examples, 8)
-  actual = extractor(params, source, 8, max_examples=bound)
-  first = {name: rows[:bound] for name, rows in examples.items()}
-  np.testing.assert_array_equal(actual.index, expected_rows(first)[2])
-  np.testing.assert_allclose(actual.features, expected_rows(first)[0], rtol=1e-4, atol=1e-5)
-  assert len(read) <= -(-bound // 8) + 1
-
-
-def test_no_example_and_repeated_ids_are_errors():
-  extractor, params = make_extractor(FakeModel(), 1)
-  examples = make_examples(8)
-  for batches in ([], [examples | {'mask': np.zeros(8, np.float32)}]):
-    with pytest.raises(ValueError, match='no examples'):
-      extractor(params, batches, 8)
-  with pytest.raises(ValueError, match='16 examples but only 8 distinct'):
-    extractor(params, [examples, examples], 8)
-
-
-def test_channels_follow_the_model():
-  examples = make_examples(8)
-  grey = examples | {'image': examples['image'][..., :1]}
-  extractor, params = make_extractor(FakeModel(), 1, layer='tokens', channels=2)
-  actual = extractor(params, [grey], 8)
-  repeated = examples | {'image': np.repeat(grey['image'], 2, axis=-1)}
-  np.testing.assert_allclose(actual.features, expected_rows(repeated)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_match_channels():
-  image = jnp.arange(12.0).reshape(1, 2, 2, 3)
-  assert match_channels(image, 3) is image
-  np.testing.assert_allclose(match_channels(image, 1), image.mean(-1, keepdims=True))
-  assert match_channels(image[..., :1], 3).shape == (1, 2, 2, 3)
-  with pytest.raises(ValueError, match='3 channels cannot be turned into 4'):
-    match_channels(image, 4)
+def test_wrong_files(tmp_path):
+  (tmp_path / 'x.npz').write_bytes(b'not a zip')
+  (tmp_path / 'x.txt').write_text('1 2 3')
+  for name, message in [
+    ('x.npz', 'cannot be read'),
+    ('y.npz', 'does not exist'),
+    ('x.txt', 'must be in a file that ends in'),
+    ('f.npy', 'write FEATURES.npy,LABELS.npy'),
+    ('f.npy,l.npy', 'f.npy does not exist'),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      read_representations(str(tmp_path / name))
+  with pytest.raises(ValueError, match='must end in .npz or .safetensors'):
+    representations.write_representations(tmp_path / 'x.npy', make())

@@ -19,7 +19,7 @@ ALLOWED = {
   'training': {'training', 'data', 'weights'},
   'weights': {'weights'},
   'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
-  'evaluation': {'evaluation', 'training', 'data'},
+  'evaluation': {'evaluation', 'training', 'data', 'weights'},
   'reporting': {'reporting'},
 }
 GIN_USERS = {
@@ -27,7 +27,7 @@ GIN_USERS = {
   'gin_utils.py',
   'train.py',
   'quickstart.py',
-  'export.py',
+  'trained_run.py',
   'planning/step.py',
 }
 

@@ -1,0 +1,136 @@
+"""Extraction over meshes: the same rows whatever the mesh and batch size, tails dropped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning as flax_partitioning
+from jax.sharding import PartitionSpec
+
+from het_plugin.evaluation.extraction import RepresentationExtractor, match_channels
+from het_plugin.training.partitioning import PjitPartitioner
+
+WEIGHTS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+SPECS = {'w': PartitionSpec(None, 'model')}
+
+
+class FakeModel:
+  """Two linear representations of an image of 2 x 2 pixels and 2 channels."""
+
+  def __init__(self):
+    self.traces = 0
+
+  def representations(self, params, batch, layers):
+    self.traces += 1
+    flat = batch['image'].reshape(len(batch['image']), -1)
+    out = flax_partitioning.with_sharding_constraint(flat @ params['w'], ('batch', 'embed'))
+    known = {'pre_logits': out.astype(jnp.bfloat16), 'tokens': out.reshape(-1, 4, 4)}
+    return {layer: known[layer] for layer in layers}
+
+
+def make_examples(n):
+  rng = np.random.default_rng(1)
+  index = rng.permutation(10 * n)[:n].astype(np.int32)  # neither sorted nor dense
+  return {
+    'image': rng.normal(size=(n, 2, 2, 2)).astype(np.float32),
+    'label': rng.integers(0, 5, (n, 1)).astype(np.int32),
+    'index': index,
+    'mask': np.ones(n, np.float32),
+  }
+
+
+def make_batches(examples, batch_size):
+  for start in range(0, len(examples['index']), batch_size):
+    batch = {name: rows[start : start + batch_size] for name, rows in examples.items()}
+    missing = batch_size - len(batch['index'])
+    yield {
+      name: np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+      for name, rows in batch.items()
+    }
+
+
+def make_extractor(model, model_shards, **kwargs):
+  partitioner = PjitPartitioner(num_partitions=model_shards)
+  extractor = RepresentationExtractor(model, partitioner, SPECS, **kwargs)
+  return extractor, jax.device_put({'w': WEIGHTS}, partitioner.shardings(SPECS))
+
+
+def expected_rows(examples):
+  order = np.argsort(examples['index'])
+  flat = examples['image'].reshape(-1, 8)[order]
+  return flat @ WEIGHTS, examples['label'][order], examples['index'][order]
+
+
+@pytest.mark.parametrize('model_shards', [1, 2, 8])
+@pytest.mark.parametrize('num_examples,batch_size', [(21, 8), (16, 16), (3, 8), (1, 8)])
+def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_size):
+  examples = make_examples(num_examples)
+  extractor, params = make_extractor(FakeModel(), model_shards, layer='tokens')
+  actual = extractor(params, make_batches(examples, batch_size), batch_size)
+  features, labels, index = expected_rows(examples)
+  np.testing.assert_allclose(actual.features, features, rtol=1e-4, atol=1e-5)
+  np.testing.assert_array_equal(actual.labels, labels)
+  np.testing.assert_array_equal(actual.index, index)
+
+
+def test_bfloat16_layer_comes_back_as_float32():
+  extractor, params = make_extractor(FakeModel(), 1)
+  actual = extractor(params, make_batches(make_examples(8), 8), 8)
+  assert actual.features.dtype == np.float32
+  np.testing.assert_allclose(actual.features, expected_rows(make_examples(8))[0], rtol=1e-2)
+
+
+def test_compiles_once_for_several_splits():
+  model = FakeModel()
+  extractor, params = make_extractor(model, 2)
+  for n in (20, 9, 16):
+    extractor(params, make_batches(make_examples(n), 8), 8)
+  assert model.traces == 1
+
+
+@pytest.mark.parametrize('bound', [1, 8, 11, 24, 100])
+def test_max_examples_keeps_the_first_and_stops_reading(bound):
+  examples = make_examples(30)
+  read = []
+
+  def endless():
+    while True:
+      for batch in make_batches(examples, 8):
+        read.append(1)
+        yield batch
+
+  extractor, params = make_extractor(FakeModel(), 1, layer='tokens')
+  source = endless() if bound <= 30 else make_batches(examples, 8)
+  actual = extractor(params, source, 8, max_examples=bound)
+  first = {name: rows[:bound] for name, rows in examples.items()}
+  np.testing.assert_array_equal(actual.index, expected_rows(first)[2])
+  np.testing.assert_allclose(actual.features, expected_rows(first)[0], rtol=1e-4, atol=1e-5)
+  assert len(read) <= -(-bound // 8) + 1
+
+
+def test_no_example_and_repeated_ids_are_errors():
+  extractor, params = make_extractor(FakeModel(), 1)
+  examples = make_examples(8)
+  for batches in ([], [examples | {'mask': np.zeros(8, np.float32)}]):
+    with pytest.raises(ValueError, match='no examples'):
+      extractor(params, batches, 8)
+  with pytest.raises(ValueError, match='16 examples but only 8 distinct'):
+    extractor(params, [examples, examples], 8)
+
+
+def test_channels_follow_the_model():
+  examples = make_examples(8)
+  grey = examples | {'image': examples['image'][..., :1]}
+  extractor, params = make_extractor(FakeModel(), 1, layer='tokens', channels=2)
+  actual = extractor(params, [grey], 8)
+  repeated = examples | {'image': np.repeat(grey['image'], 2, axis=-1)}
+  np.testing.assert_allclose(actual.features, expected_rows(repeated)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_match_channels():
+  image = jnp.arange(12.0).reshape(1, 2, 2, 3)
+  assert match_channels(image, 3) is image
+  np.testing.assert_allclose(match_channels(image, 1), image.mean(-1, keepdims=True))
+  assert match_channels(image[..., :1], 3).shape == (1, 2, 2, 3)
+  with pytest.raises(ValueError, match='3 channels cannot be turned into 4'):
+    match_channels(image, 4)
