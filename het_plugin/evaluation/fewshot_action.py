@@ -204,8 +204,7 @@ class FewShotAction(BaseAction):
           scalars[f'{key}_stderr'] = result.stderr
         if result.classes_short:
           logging.warning('%s: %d classes have fewer images.', key, result.classes_short)
-        numbers = {'mean': result.mean, 'stderr': result.stderr, **dataclasses.asdict(result)}
-        records.append({'step': step, 'dataset': name, **numbers})
+        records.append({'step': step, 'dataset': name, **result.record()})
     self._context.writer.write_scalars(step, scalars)
     if jax.process_index() == 0:
       kept = [record for record in self._read() if record['step'] < step]
