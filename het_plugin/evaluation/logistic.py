@@ -86,7 +86,7 @@ class Logistic:
 
 def standardise(x: np.ndarray, y: np.ndarray) -> Logistic:
   """Standardises examples x, any float [N, D], with labels y, int [N]; N >= 1."""
-  mean, scale = ridge.moments(x)
+  mean, scale = ridge.standardisation(x)
   return Logistic(np.unique(y).astype(np.int64), mean, scale, (x - mean) / scale, y)
 
 

@@ -1,7 +1,7 @@
 """Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once.
 
-Fitted on the host in float64 (LAPACK through numpy). Which class scores highest is decided in
-float32 where that is certain, and in float64 where it is not.
+Fitted in float64 (LAPACK through numpy; `gram.py` sums up examples). Which class scores highest
+is decided in float32 where that is certain, and in float64 where it is not.
 """
 
 import dataclasses
@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import scipy.linalg
+from jax.sharding import Mesh
+
+from het_plugin.evaluation import gram
 
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly touches the bias
 STD_OFFSET = 1e-5
 _SCORE_BYTES = 1 << 26  # of scores held at once
-_WEIGHT_BYTES = 1 << 30  # of float32 weights held at once
+_WEIGHT_BYTES = 1 << 28  # of float32 weights held at once
 _SKELETON_ERROR = (
   1e-4  # relative; a smaller one means more strengths, a larger one more doubtful rows
 )
@@ -188,19 +191,33 @@ class Ridge:
     return leaders.best
 
 
-def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
-  """Standardises and decomposes examples x, any float [N, D], with labels y, int [N]; N >= 1."""
-  classes, label_ids, counts = np.unique(y, return_inverse=True, return_counts=True)
-  mean, scale = moments(x)
-  x = (x - mean) / scale
+def decompose(x: np.ndarray, y: np.ndarray, mesh: Mesh | None = None) -> Ridge:
+  """Standardises and decomposes a set of examples.
 
+  Args:
+    x: any float [N, D], N >= 1; where N >= D it is read in blocks and may be memory-mapped.
+    y: labels, int [N].
+    mesh: where N >= D, devices that sum up the Gram matrix, in float32 with compensated sums:
+      directions of X with less than `gram.FLOAT32_CUT` of the largest eigenvalue are left out. None
+      for the host and float64.
+  """
+  classes, ids, counts = np.unique(y, return_inverse=True, return_counts=True)
+  mean, constant = gram.moments(x)
   if x.shape[0] >= x.shape[1]:
-    eigenvalues, basis = _eigh_range(x.T @ x)
-    rhs = 2 * (basis.T @ _sum_by_class(x, label_ids, len(classes)).T)
+    products, sums = gram.centred_sums(x, ids, len(classes), mean, mesh)
+    scale = _scale(np.sqrt(np.diag(products) / len(x)), constant)
+    cut = len(mean) * np.finfo(np.float64).eps if mesh is None else gram.FLOAT32_CUT
+    eigenvalues, basis = _eigh_range(products / scale / scale[:, None], cut)
+    rhs = 2 * (basis.T @ (sums / scale).T)
   else:
-    eigenvalues, u = _eigh_range(x @ x.T)
-    basis = x.T @ (u / np.sqrt(eigenvalues))
-    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * _sum_by_class(u, label_ids, len(classes)).T)
+    z = x - mean
+    scale = _scale(z.std(axis=0), constant)
+    z /= scale
+    eigenvalues, u = _eigh_range(z @ z.T, len(z) * np.finfo(np.float64).eps)
+    basis = z.T @ (u / np.sqrt(eigenvalues))
+    by_class = np.argsort(ids, kind='stable')
+    sums = np.add.reduceat(u[by_class], np.cumsum(counts) - counts, axis=0)  # [K, r]
+    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * sums.T)
   return Ridge(
     num_rows=len(x),
     classes=classes.astype(np.int64),
@@ -213,28 +230,25 @@ def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
   )
 
 
-def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standardisation(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """`mean` and `scale` of `Ridge`, float64 [D], from examples x, any float [N, D]."""
-  x = x.astype(np.float64)
-  return x.mean(axis=0), np.where(np.ptp(x, axis=0) > 0, x.std(axis=0) + STD_OFFSET, np.inf)
+  mean, constant = gram.moments(x)
+  return mean, _scale((x - mean).std(axis=0), constant)
 
 
-def _eigh_range(gram: np.ndarray, precision: float = np.finfo(np.float64).eps):
-  """Eigenvalues [r] and vectors [n, r] of gram [n, n], without its numerical null space.
+def _scale(deviation: np.ndarray, constant: np.ndarray) -> np.ndarray:
+  return np.where(constant, np.inf, deviation + STD_OFFSET)
+
+
+def _eigh_range(products: np.ndarray, cut: float) -> tuple[np.ndarray, np.ndarray]:
+  """Eigenvalues [r] above `cut` of the largest, ascending, and their vectors [n, r].
 
   Null directions (one for sure if N < D, as X is centred) add nothing to exact scores, but their
   rounding errors, divided by a small l2, would swamp the residuals of well fitted examples.
   """
-  eigenvalues, vectors = np.linalg.eigh(gram)
-  kept = eigenvalues > eigenvalues[-1] * len(gram) * precision
+  eigenvalues, vectors = np.linalg.eigh(products)
+  kept = eigenvalues > eigenvalues[-1] * cut
   return eigenvalues[kept], vectors[:, kept]
-
-
-def _sum_by_class(rows: np.ndarray, label_ids: np.ndarray, num_classes: int) -> np.ndarray:
-  """Sums rows [N, r] of equal label: [K, r]."""
-  order = np.argsort(label_ids, kind='stable')
-  starts = np.searchsorted(label_ids[order], np.arange(num_classes))
-  return np.add.reduceat(rows[order], starts, axis=0)
 
 
 def _skeleton(
