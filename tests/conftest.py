@@ -22,7 +22,7 @@ class TfdsFiles:
   """Writes small prepared TFDS data sets and lets TFDS find them."""
 
   def __init__(self, root: Path):
-    import tensorflow_datasets as tfds  # takes seconds to import, and few tests need it
+    tfds = pytest.importorskip('tensorflow_datasets')  # takes seconds; few tests need it
 
     self._root = root
     self._tfds = tfds

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import seqio
 
-from het_plugin.data import preprocess, reader, sources, splits
+from het_plugin.data import preprocess, reader, sources
+from het_plugin.data import splits as splits_lib
 from het_plugin.data.tf_host import tf
 
 OUTPUT_FEATURES = {
@@ -33,8 +34,8 @@ class IndexedDataSource(seqio.DataSource):
     )
 
   @property
-  def splits(self) -> splits.SliceableSplits:
-    return splits.SliceableSplits(self.examples.info.splits)
+  def splits(self) -> splits_lib.SliceableSplits:
+    return splits_lib.SliceableSplits(self.examples.info.splits)
 
   def num_input_examples(self, split: str) -> int | None:
     return self.splits[split]
@@ -207,7 +208,7 @@ def check_request(
     ValueError: it has not, or cannot.
   """
   info = task.examples.info
-  if splits.resolve(split, info.splits, task.name).num_records == 0:
+  if splits_lib.resolve(split, info.splits, task.name).num_records == 0:
     raise ValueError(f'The split {split!r} of {task.name} is empty.')
   if set(lengths) != {'image', 'label'} or min(lengths.values()) < 1:
     raise ValueError(

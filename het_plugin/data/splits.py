@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 _SLICE = re.compile(r'(?P<split>[^\[\]]+)\[(?P<start>[^:\]]*):(?P<stop>[^:\]]*)\]')
-_RECORD = re.compile(r'-?\d[\d_]*')
+_RECORD = re.compile(r'-?\d+(?:_\d+)*')
 _PERCENT = re.compile(r'(-?\d+(?:\.\d*)?)%')
 
 

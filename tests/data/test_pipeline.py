@@ -191,6 +191,21 @@ SPLIT_TO_SLICE = {
 }
 
 
+@pytest.fixture(scope='module')
+def tfds_noise(tfds_files):
+  tfds = pytest.importorskip('tensorflow_datasets')
+  rng = np.random.default_rng(0)
+  features = {
+    'image': tfds.features.Image(shape=(None, None, 3)),
+    'label': tfds.features.ClassLabel(num_classes=3),
+  }
+  examples = [
+    {'image': rng.integers(0, 256, (9, 14, 3), np.uint8), 'label': i % 3} for i in range(21)
+  ]
+  tfds_files.write('noise', features, {'train': examples})
+  return 'tfds:noise'
+
+
 @pytest.fixture(params=SPLIT_TO_SLICE)
 def slicing(request):
   """A DatasetConfig of every source without its split, and the split to slice."""
@@ -200,18 +215,7 @@ def slicing(request):
   if name == 'image_folder':
     name = f'image_folder:{request.getfixturevalue("folder")}'
   if name == 'tfds':
-    tfds = pytest.importorskip('tensorflow_datasets')
-    name = 'tfds:sliced_noise'
-    if not tfds_exists(name):
-      rng = np.random.default_rng(0)
-      features = {
-        'image': tfds.features.Image(shape=(None, None, 3)),
-        'label': tfds.features.ClassLabel(num_classes=3),
-      }
-      examples = [
-        {'image': rng.integers(0, 256, (9, 14, 3), np.uint8), 'label': i % 3} for i in range(21)
-      ]
-      request.getfixturevalue('tfds_files').write('sliced_noise', features, {'train': examples})
+    name = request.getfixturevalue('tfds_noise')
   settings = dict(
     mixture_or_task_name=name,
     task_feature_lengths={'image': 12, 'label': 3},
@@ -221,13 +225,6 @@ def slicing(request):
     max_corrupt_fraction=0.2,
   )
   return settings, SPLIT_TO_SLICE[request.param]
-
-
-def tfds_exists(name):
-  try:
-    return bool(task_info(name))
-  except ValueError:
-    return False
 
 
 def read_all(**settings):

@@ -67,6 +67,7 @@ SYNTAX = "a slice is of one split, in records ('train[:2000]', 'train[-500:]') o
     ('train[:]', SYNTAX),
     ('train[1:2:3]', SYNTAX),
     ('train[a:]', SYNTAX),
+    ('train[1_:]', SYNTAX),
     ('train[1.5:]', SYNTAX),
     ('train[10%:200]', SYNTAX),
     ('train[:2shard]', SYNTAX),
