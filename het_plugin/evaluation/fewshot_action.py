@@ -145,7 +145,7 @@ class FewShotAction(BaseAction):
         self._context.model,
         partitioner,
         partitioner.get_mesh_axes(train_state).params,
-        layer=self._layer,
+        layers=(self._layer,),
         channels=self._channels,
       )
     self.results = {d.name: self._evaluate(d, train_state) for d in self._datasets}
@@ -179,7 +179,8 @@ class FewShotAction(BaseAction):
     self, task: str, split: str, bound: int | None, state: TrainState
   ) -> Representations:
     with contextlib.closing(self._batches(task, split, bound)) as batches:
-      return self._extractor(state.params, batches, self._batch_size, bound)
+      extracted = self._extractor(state.params, batches, self._batch_size, bound)
+    return extracted[self._layer]
 
   def _batches(self, task: str, split: str, bound: int | None) -> BatchIterator:
     endless = task_info(task).splits.get(split, 0) is None
