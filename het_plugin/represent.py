@@ -25,6 +25,7 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
 from absl import app, flags
 
 from het_plugin import data, gin_utils, reporting, trained_run
@@ -142,13 +143,9 @@ def task_name(dataset: str) -> str:
   if dataset.endswith('.npz') and not dataset.startswith('npz:'):
     return f'npz:{dataset}'
   if os.path.isdir(dataset):
-    import seqio  # takes seconds to import, and so do the tasks
+    from het_plugin.data import tasks  # takes seconds to import
 
-    from het_plugin.data import tasks
-
-    if dataset not in seqio.TaskRegistry.names():
-      return f'image_folder:{dataset}'
-    return tasks.get_task(dataset).name
+    return dataset if tasks.is_image_task(dataset) else f'image_folder:{dataset}'
   return dataset
 
 
@@ -345,14 +342,16 @@ def convert() -> dict[str, Any]:
   names = (split,) if split else representations_lib.split_names(path)
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   dtype = jax.numpy.dtype(flags.FLAGS.dtype)
-  folder = Path(flags.FLAGS.output_dir) / extraction_files.safe_name(Path(path).stem)
+  paths = path.split(',') if path.endswith('.npy') else [path]
+  folder = Path(flags.FLAGS.output_dir) / extraction_files.safe_name(Path(paths[0]).stem)
   rows = []
   for name, part in wanted.items():
     files = SplitFiles(folder, name, f'.{flags.FLAGS.format}')
     read = representations_lib.read_representations(part)
-    features = read.features.astype(dtype)
+    with np.errstate(over='ignore'):  # an error, two lines down
+      features = read.features.astype(dtype)
     extraction.check_finite(_ARRAYS_LAYER, features, read.index)
-    settings = {'source': part, 'sha256': file_digests(path), 'dtype': dtype.name, 'split': name}
+    settings = {'source': part, 'sha256': file_digests(paths), 'dtype': dtype.name, 'split': name}
     plan = extraction_files.make_plan(files, [_ARRAYS_LAYER], settings, flags.FLAGS.overwrite)
     if plan.layers:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
@@ -365,13 +364,13 @@ def convert() -> dict[str, Any]:
   return {'arrays': source, 'files': rows}
 
 
-def file_digests(path: str) -> str:
-  """SHA-256 of a file, or of the two that hold features and labels."""
+def file_digests(paths: Sequence[str]) -> list[str]:
+  """SHA-256 of each file."""
   digests = []
-  for name in path.split(',') if path.endswith('.npy') else [path]:
-    with open(name, 'rb') as file:
+  for path in paths:
+    with open(path, 'rb') as file:
       digests.append(hashlib.file_digest(file, 'sha256').hexdigest())
-  return ' '.join(digests)
+  return digests
 
 
 def how_and_when() -> dict[str, Any]:

@@ -131,7 +131,7 @@ def run_plan(
     class_names: of the task.
     provenance: what the files are to say beside the settings.
     on_rows: told the number of rows of each batch.
-    commit_seconds: work that may be lost.
+    commit_seconds: work that may be lost where this process is killed; an exception loses none.
 
   Raises:
     ValueError: a feature is not finite, there is no example, or an example id comes twice.
@@ -154,14 +154,18 @@ def run_plan(
       store.append(rows, state)
     on_rows(len(rows['index']))
 
-  if progress is None or not progress.done:
-    if progress is not None:
-      max_examples = None if max_examples is None else max_examples - progress.num_rows
-      if progress.state is not None:
-        batches.set_state(progress.state)
-    extraction.extract_to(append, extractor, params, batches, batch_size, max_examples)
+  try:
+    if progress is None or not progress.done:
+      if progress is not None:
+        max_examples = None if max_examples is None else max_examples - progress.num_rows
+        if progress.state is not None:
+          batches.set_state(progress.state)
+      extraction.extract_to(append, extractor, params, batches, batch_size, max_examples)
+      if store is not None:
+        store.finish()
+  finally:
     if store is not None:
-      store.finish()
+      store.close()
   if store is not None:
     _write_files(files, plan, store, class_names, {**(provenance or {}), **settings})
 

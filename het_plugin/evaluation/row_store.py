@@ -1,8 +1,8 @@
 """Rows of several columns on disk, appended as they come, which survive being killed.
 
 A directory with a file of raw rows for each column and progress.json, which is replaced as a whole
-once the rows before it are on the disk. What was appended behind the last commit is dropped when
-the store is opened again.
+once the rows before it are on the disk. What was written behind the last commit is dropped when the
+store is opened again.
 """
 
 import dataclasses
@@ -88,8 +88,7 @@ class RowStore:
           )
         file.truncate(size)
       self._files[name] = self._path(name).open('ab')
-    self._num_rows = start.num_rows
-    self._state = start.state
+    self._head = (start.num_rows, start.state)
     self._commit(done=start.done)
 
   def append(self, rows: Rows, state: Mapping[str, int]) -> None:
@@ -100,18 +99,18 @@ class RowStore:
       dtype, shape = self.progress.columns[name]
       assert (x.dtype, x.shape[1:]) == (np.dtype(dtype), shape), (name, x.dtype, x.shape)
       self._files[name].write(x.tobytes())
-    self._num_rows += number.pop()
-    self._state = state
+    # Both at once: an interruption leaves rows that no head counts, never a head without its rows.
+    self._head = (self._head[0] + number.pop(), state)
     if time.monotonic() >= self._committed + self._commit_seconds:
       self._commit(done=False)
 
   def finish(self) -> None:
-    """Commits the last rows and closes the files."""
+    """Commits the last rows: there are no more."""
     self._commit(done=True)
-    self.close()
 
   def close(self) -> None:
-    """Closes the files; what was appended behind the last commit is lost."""
+    """Commits what was appended and closes the files; nothing can be appended any more."""
+    self._commit(done=self.progress.done)
     for file in self._files.values():
       file.close()
 
@@ -123,16 +122,15 @@ class RowStore:
     }
 
   def remove(self) -> None:
-    self.close()
+    """Deletes a closed store."""
     shutil.rmtree(self._directory)
 
   def _commit(self, done: bool) -> None:
     for file in self._files.values():
       file.flush()
       os.fsync(file.fileno())
-    self.progress = dataclasses.replace(
-      self.progress, num_rows=self._num_rows, state=self._state, done=done
-    )
+    num_rows, state = self._head
+    self.progress = dataclasses.replace(self.progress, num_rows=num_rows, state=state, done=done)
     unfinished = self._directory / f'{_RECORD}.tmp'
     with unfinished.open('w') as file:
       json.dump(dataclasses.asdict(self.progress), file)

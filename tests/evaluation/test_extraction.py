@@ -1,4 +1,4 @@
-"""Extraction over meshes: the same rows whatever the mesh and batch size, several layers at once."""
+"""Extraction over meshes: the same rows on any mesh, for any batch size; several layers at once."""
 
 import jax
 import jax.numpy as jnp
