@@ -38,7 +38,7 @@ def _register(table) -> None:
 def register_trainer() -> None:
   """Registers the built-in trainer, its actions and the few-shot hook."""
   # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
-  from het_plugin.evaluation import fewshot_action
+  from het_plugin.evaluation import fewshot_action, fewshot_datasets
   from het_plugin.training import actions, checkpoints, optimizers, partitioning, train, trainer
 
   _register(
@@ -56,7 +56,7 @@ def register_trainer() -> None:
         actions.TerminateOnNanAction,
         actions.EarlyStoppingAction,
       ),
-      'het_plugin.evaluation': (fewshot_action.FewShotAction, fewshot_action.FewShotDataset),
+      'het_plugin.evaluation': (fewshot_action.FewShotAction, fewshot_datasets.FewShotDataset),
     }
   )
 

@@ -113,6 +113,7 @@ def npz_source(path: str) -> ArraySource:
     class_names=names,
     splits={name: len(rows) for name, rows in splits.items()},
     max_labels=labels.shape[1],
+    version=_checksums(path),
   )
   return ArraySource(
     f'npz:{path}', lambda: (_load_npz_images(path), labels), splits, info, image_size=shape[1]
@@ -153,6 +154,12 @@ def _check_labels(path, labels, names, num_images: int) -> tuple[int, np.ndarray
       f'labels are 0 .. {num_classes - 1}' + (', or -1 for none.' if lowest else '.')
     )
   return num_classes, labels.astype(np.int32)
+
+
+def _checksums(path: str) -> str:
+  """CRC-32 of each array's bytes, which the archive's directory lists."""
+  with zipfile.ZipFile(path) as archive:
+    return ' '.join(f'{entry.filename} {entry.CRC:08x}' for entry in archive.infolist())
 
 
 def _image_header(path: str) -> tuple[tuple[int, ...], np.dtype]:

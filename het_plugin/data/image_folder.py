@@ -55,6 +55,7 @@ class ImageFolderSource:
       channels=3,
       class_names=names,
       splits={split: len(paths) for split, paths in self._files.items()},
+      version=f'{sum(map(len, self._files.values()))} files',
     )
 
   def read(

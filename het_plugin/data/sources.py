@@ -20,6 +20,8 @@ class TaskInfo:
   splits: number of examples of each split; None for an endless one.
   max_labels: the largest number of labels of one example as far as it is known beforehand; the
     least 'label' length.
+  version: what tells this state of the data from another, as far as it is known without reading
+    them; None for data that do not change.
   """
 
   num_classes: int
@@ -28,6 +30,7 @@ class TaskInfo:
   class_names: tuple[str, ...] | None
   splits: Mapping[str, int | None]
   max_labels: int = 1
+  version: str | None = None
 
 
 class ExampleSource(Protocol):

@@ -104,7 +104,9 @@ def get_task(name: str | ImageTask) -> ImageTask:
 
 
 def is_image_task(name: str) -> bool:
-  return isinstance(seqio.TaskRegistry.get(name), ImageTask)
+  """Whether a task of this name is registered, and can be read by number."""
+  names = seqio.TaskRegistry.names()
+  return name in names and isinstance(seqio.TaskRegistry.get(name), ImageTask)
 
 
 def _guess_prefix(name: str) -> str | None:

@@ -65,6 +65,7 @@ class TfdsSource:
       channels=3,
       class_names=tuple(label.names),
       splits={split: info.num_examples for split, info in builder.info.splits.items()},
+      version=builder.info.full_name,
     )
 
   def read(

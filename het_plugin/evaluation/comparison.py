@@ -1,4 +1,4 @@
-"""Few-shot results of several runs: averages as in table 22 of Collier et al. 2023, and paired tests.
+"""Few-shot results of several runs: averages (Collier et al. 2023, table 22) and paired tests.
 
 A run is a method at a setting. The paper averages a method's accuracies over data sets and upstream
 settings; the standard error of such an average of n cells is here sqrt(sum of the cells' squared
@@ -25,11 +25,10 @@ class Average:
   num_cells: int
 
 
-def average(cells: Sequence[FewShotResult]) -> Average:
-  """Of results at one number of shots."""
-  errors = [cell.stderr for cell in cells]
-  stderr = None if None in errors else float(np.sqrt(np.sum(np.square(errors))) / len(cells))
-  return Average(float(np.mean([cell.mean for cell in cells])), stderr, len(cells))
+def average(means: Sequence[float], errors: Sequence[float | None]) -> Average:
+  """Of the mean accuracies of cells and their standard errors."""
+  stderr = None if None in errors else float(np.sqrt(np.sum(np.square(errors))) / len(errors))
+  return Average(float(np.mean(means)), stderr, len(means))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +59,8 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> Difference:
   """
   if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
     raise ValueError(
-      f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows cannot '
-      f'be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
+      f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows '
+      f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
     )
   gains = result.correct.astype(np.float64) - baseline.correct  # [draws, M]
   return Difference(float(gains.mean()), *_t_test(gains.mean(axis=1)), *_t_test(gains.mean(axis=0)))

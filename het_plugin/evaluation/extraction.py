@@ -1,21 +1,47 @@
 """Representations of a data-set split, computed over the mesh and gathered on every host."""
 
+import dataclasses
+import urllib.parse
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.evaluation.representations import Representations
+from het_plugin.evaluation.row_store import Rows
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
+Batches = Iterable[Mapping[str, np.ndarray]]
+POOLS = ('mean', 'none')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+  """The real rows of one batch, n of them, in the batch's order.
+
+  Attributes:
+    features: {layer: [n, D]} in the extractor's dtype.
+    labels: int32 [n, L], padded with -1.
+    index: int32 [n], example ids.
+  """
+
+  features: Mapping[str, np.ndarray]
+  labels: np.ndarray
+  index: np.ndarray
+
+  def first(self, num_rows: int) -> 'Chunk':
+    features = {layer: x[:num_rows] for layer, x in self.features.items()}
+    return Chunk(features, self.labels[:num_rows], self.index[:num_rows])
 
 
 class RepresentationExtractor:
-  """Maps batches to one named layer's representations; compiled once for each batch shape."""
+  """Maps batches to the representations of named layers, all from one forward pass; compiled once
+  for each batch shape.
+  """
 
   def __init__(
     self,
@@ -23,8 +49,10 @@ class RepresentationExtractor:
     partitioner: PjitPartitioner,
     param_specs: PyTree,
     *,
-    layer: str = 'pre_logits',
+    layers: Sequence[str] = ('pre_logits',),
     channels: int | None = None,
+    pool: Literal['mean', 'none'] = 'none',
+    dtype: Any = jnp.float32,
   ):
     """Sets the computation up; nothing is compiled yet.
 
@@ -32,17 +60,22 @@ class RepresentationExtractor:
       model: has `representations(params, batch, layers) -> {layer: [B, ...]}`.
       partitioner: places batches and results.
       param_specs: PartitionSpecs in the tree of the parameters.
-      layer: name of a representation; dimensions beyond the second are flattened.
+      layers: names of representations.
       channels: image channels that the model takes; None leaves images as they come.
+      pool: how a layer [B, ..., D] with positions, such as tokens [B, N, D] or a feature map
+        [B, H, W, D], becomes rows. 'mean': their average over all positions, [B, D], a class
+        token being one of them. 'none': side by side, [B, N D].
+      dtype: of the features; they are pooled in float32 before.
     """
+    self.layers = tuple(layers)
+    self.dtype = jnp.dtype(dtype)
     self._partitioner = partitioner
 
-    def extract(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def extract(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
       image = batch['image'] if channels is None else match_channels(batch['image'], channels)
-      layers = model.representations(params, {**batch, 'image': image}, (layer,))
-      features = layers[layer].astype(jnp.float32)
+      outputs = model.representations(params, {**batch, 'image': image}, self.layers)
       return {
-        'features': features.reshape(len(features), -1),
+        'features': {layer: as_rows(x, pool).astype(self.dtype) for layer, x in outputs.items()},
         **{name: batch[name] for name in ('label', 'index', 'mask')},
       }
 
@@ -51,53 +84,157 @@ class RepresentationExtractor:
       extract, (param_specs, partitioner.data_partition_spec), None
     )
 
-  def __call__(
-    self,
-    params: PyTree,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    batch_size: int,
-    max_examples: int | None = None,
-  ) -> Representations:
-    """Runs over `batches`; every process must call it, with as many batches.
+  def widths(self, params: PyTree, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """D of each layer, for parameters and a global batch of these shapes; compiles nothing.
+
+    Raises:
+      ValueError: the model lacks a layer, or cannot take the images' channels.
+      flax.errors.ScopeParamShapeError: its parameters are for images of another size.
+    """
+    outputs = self._extract.trace(params, dict(batch)).out_info
+    return {layer: x.shape[1] for layer, x in outputs['features'].items()}
+
+  def chunks(self, params: PyTree, batches: Batches, batch_size: int) -> Iterator[Chunk]:
+    """A chunk for each batch, in order; every process must take as many. Reads one batch ahead.
 
     Args:
       params: the parameters, placed by `param_specs`.
-      batches: this process's rows of each batch (image, label, index, mask); mask 0 marks padding.
+      batches: this process's rows of each batch (image, label, index, mask); rows of mask 0,
+        padding or unreadable, are left out.
       batch_size: rows of the global batch.
+    """
+    in_flight = deque()
+    for batch in batches:
+      in_flight.append(self._extract(params, self._partitioner.shard_batch(batch, batch_size)))
+      if len(in_flight) > 1:  # the device works on one batch while the host reads the one before
+        yield _real_rows(in_flight.popleft())
+    while in_flight:
+      yield _real_rows(in_flight.popleft())
+
+  def __call__(
+    self,
+    params: PyTree,
+    batches: Batches,
+    batch_size: int,
+    max_examples: int | None = None,
+  ) -> dict[str, Representations]:
+    """{layer: its representations}, in memory; every process must call it, with as many batches.
+
+    Args:
+      params, batches, batch_size: as in `chunks`.
       max_examples: keeps the first so many examples of the stream and reads no further.
 
     Raises:
       ValueError: there is no example, or an example id comes twice.
     """
-    chunks, in_flight, num_examples = [], deque(), 0
-
-    def collect() -> int:
-      chunk = jax.device_get(in_flight.popleft())
-      real = chunk.pop('mask') > 0
-      chunks.append({name: rows[real] for name, rows in chunk.items()})
-      return int(real.sum())
-
-    for batch in batches:
-      in_flight.append(self._extract(params, self._partitioner.shard_batch(batch, batch_size)))
-      if len(in_flight) > 1:  # the device works on one batch while the host reads the one before
-        num_examples += collect()
-      if max_examples is not None and num_examples >= max_examples:
-        break
-    while in_flight:
-      num_examples += collect()
-    if not num_examples:
-      raise ValueError('The split has no examples to compute representations of.')
-
-    rows = {
-      name: np.concatenate([chunk[name] for chunk in chunks])[:max_examples] for name in chunks[0]
-    }
-    index, order = np.unique(rows['index'], return_index=True)
-    if len(index) != len(rows['index']):
-      raise ValueError(
-        f'The split gives {len(rows["index"])} examples but only {len(index)} distinct example '
-        'ids; an evaluation split must give each example once.'
+    chunks = list(bounded(self.chunks(params, batches, batch_size), max_examples))
+    index = np.concatenate([chunk.index for chunk in chunks] or [np.empty(0, np.int32)])
+    order = order_by_id(index)
+    labels = np.concatenate([chunk.labels for chunk in chunks])[order]
+    return {
+      layer: Representations(
+        np.concatenate([chunk.features[layer] for chunk in chunks])[order], labels, index[order]
       )
-    return Representations(rows['features'][order], rows['label'][order], index)
+      for layer in self.layers
+    }
+
+
+def extract_to(
+  append: Callable[[Rows, Mapping[str, int]], None],
+  extractor: RepresentationExtractor,
+  params: PyTree,
+  batches: Any,
+  batch_size: int,
+  max_examples: int | None = None,
+) -> None:
+  """Hands the rows of `batches` on as they come; every process calls it.
+
+  Args:
+    append: takes the rows of a batch by column (`columns`) and the state with which `batches` goes
+      on behind it.
+    extractor, params, batch_size: as in `RepresentationExtractor.chunks`.
+    batches: as there, with `get_state()`.
+    max_examples: rows that are still wanted; None for all.
+
+  Raises:
+    ValueError: a feature is not finite.
+  """
+  states = deque()  # the extractor reads ahead of what it returns
+
+  def recorded() -> Iterator[Mapping[str, np.ndarray]]:
+    for batch in batches:
+      states.append(batches.get_state())
+      yield batch
+
+  for chunk in bounded(extractor.chunks(params, recorded(), batch_size), max_examples):
+    for layer, x in chunk.features.items():
+      check_finite(layer, x, chunk.index)
+    features = {feature_column(layer): x for layer, x in chunk.features.items()}
+    append({**features, 'label': chunk.labels, 'index': chunk.index}, states.popleft())
+
+
+def columns(
+  widths: Mapping[str, int], dtype: Any, max_labels: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+  """{column: (dtype, shape of a row)} of what `extract_to` hands on."""
+  return {
+    **{feature_column(layer): (str(dtype), (width,)) for layer, width in widths.items()},
+    'label': ('int32', (max_labels,)),
+    'index': ('int32', ()),
+  }
+
+
+def feature_column(layer: str) -> str:
+  """The column of a layer, which is a file name for any name of a layer."""
+  return f'features.{urllib.parse.quote(layer, safe="")}'
+
+
+def bounded(chunks: Iterable[Chunk], max_examples: int | None) -> Iterator[Chunk]:
+  """The chunks of the first so many rows; takes none behind them."""
+  num_rows = 0
+  for chunk in chunks:
+    if max_examples is not None:
+      chunk = chunk.first(max_examples - num_rows)
+    num_rows += len(chunk.index)
+    yield chunk
+    if max_examples is not None and num_rows >= max_examples:
+      break
+
+
+def order_by_id(index: np.ndarray) -> np.ndarray:
+  """The order of rows, int64 [N], that makes their example ids ascend.
+
+  Raises:
+    ValueError: there is no row, or an id comes twice.
+  """
+  if not len(index):
+    raise ValueError('The split has no examples to compute representations of.')
+  ids, order = np.unique(index, return_index=True)
+  if len(ids) != len(index):
+    raise ValueError(
+      f'The split gives {len(index)} examples but only {len(ids)} distinct example ids; an '
+      'evaluation split must give each example once.'
+    )
+  return order
+
+
+def check_finite(layer: str, features: np.ndarray, index: np.ndarray) -> None:
+  """Raises ValueError if a row of features [n, D] holds an infinity or a NaN."""
+  finite = np.isfinite(features).all(axis=1)
+  if not finite.all():
+    hint = ', which float16 may be too narrow for' if features.dtype == np.float16 else ''
+    raise ValueError(
+      f'layer {layer!r} of example {int(index[~finite][0])} is not finite in '
+      f'{features.dtype.name}{hint}'
+    )
+
+
+def as_rows(x: jax.Array, pool: str) -> jax.Array:
+  """[B, ..., D] as float32 rows: [B, D] for pool 'mean', [B, ... D] for 'none'."""
+  x = x.astype(jnp.float32)
+  if pool == 'mean' and x.ndim > 2:
+    x = x.mean(axis=range(1, x.ndim - 1))
+  return x.reshape(len(x), -1)
 
 
 def match_channels(image: jax.Array, channels: int) -> jax.Array:
@@ -116,3 +253,10 @@ def match_channels(image: jax.Array, channels: int) -> jax.Array:
   raise ValueError(
     f'Images with {given} channels cannot be turned into {channels}; 1 or equal can.'
   )
+
+
+def _real_rows(outputs: Mapping[str, Any]) -> Chunk:
+  outputs = jax.device_get(outputs)
+  real = outputs['mask'] > 0
+  features = {layer: x[real] for layer, x in outputs['features'].items()}
+  return Chunk(features, outputs['label'][real], outputs['index'][real])

@@ -41,10 +41,11 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from het_plugin.evaluation import l2_selection, logistic, ridge
 
@@ -198,6 +199,8 @@ def few_shot_all(
   *,
   shots: Sequence[int] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
+  mesh: Mesh | None = None,
+  on_trial: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, FewShotResult]]:
   """Runs the protocol on several data sets.
 
@@ -206,6 +209,8 @@ def few_shot_all(
     protocol: how.
     shots: examples a class, each >= 1.
     seeds: one subset is drawn for each, each >= 0.
+    mesh: devices for the sums over many examples (`ridge.decompose`).
+    on_trial: called after each fit.
 
   Returns:
     {name: {shots: FewShotResult}}.
@@ -216,13 +221,13 @@ def few_shot_all(
   check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
   for name, (train, test) in datasets.items():
     check_splits(train, test, name)
-  seeds = seeds[:1] if protocol.draw == 'first' else seeds
-  trials = {
-    (name, num_shots, seed): _trial(train, test, protocol, num_shots, seed)
-    for name, (train, test) in datasets.items()
-    for num_shots in shots
-    for seed in seeds
-  }
+  seeds = used_seeds(protocol, seeds)
+  trials = {}
+  for name, (train, test) in datasets.items():
+    for num_shots in shots:
+      for seed in seeds:
+        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, seed, mesh)
+        on_trial()
   if protocol.l2 in MEAN_RANKS:
     for num_shots in shots:
       accuracies = {
@@ -255,16 +260,25 @@ class _Trial:
     return _Trial(self.l2[here], self.correct[here], nll, ece)
 
 
-def _trial(train: Split, test: Split, protocol: Protocol, num_shots: int, seed: int) -> _Trial:
+def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
+  """Those that make a difference: the first examples of each class are the same for all."""
+  return seeds[:1] if protocol.draw == 'first' else seeds
+
+
+def _trial(
+  train: Split, test: Split, protocol: Protocol, num_shots: int, seed: int, mesh: Mesh | None
+) -> _Trial:
   drawn = draw_order(train.y, _index(train), seed, protocol.draw)
   subset = np.concatenate([rows[:num_shots] for rows in drawn])
-  model = (ridge.decompose if protocol.classifier == 'ridge' else logistic.standardise)(
-    train.x[subset], train.y[subset]
-  )
+  x, y = train.x[subset], train.y[subset]
+  if protocol.classifier == 'ridge':
+    model = ridge.decompose(x, y, mesh)
+  else:
+    model = logistic.standardise(x, y)
   if protocol.l2 in MEAN_RANKS:
     l2s = np.array(L2_GRID)
   elif protocol.l2 == 'loo':
-    l2s = np.array([leave_one_out_l2(model, train.x[subset], train.y[subset])])
+    l2s = np.array([leave_one_out_l2(model, x, y)])
   elif protocol.l2 == 'heldout':
     held_out = np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn])
     l2s = np.array([_heldout_l2(model, train, held_out)])

@@ -79,7 +79,7 @@ def read_representations(source: str) -> Representations:
     ValueError: a missing or wrong file, arrays that do not fit together, values that are not finite
       or out of range; one sentence that names the file.
   """
-  path, split = _partition_source(source)
+  path, split = partition_source(source)
   try:
     arrays, provenance, class_names = _read_file(path)
     found = _parse(arrays)
@@ -97,16 +97,16 @@ def read_representations(source: str) -> Representations:
 
 
 def write_representations(path: epath.PathLike, representations: Representations) -> None:
-  """Writes .npz or .safetensors, by the suffix, under another name until it is complete.
+  """Writes a local .npz or .safetensors, by the suffix, under another name until it is complete.
 
   Raises:
     ValueError: for another suffix.
   """
   names, provenance = representations.class_names, dict(representations.provenance)
   arrays = {
-    'features': representations.features,
-    'label': representations.labels.astype(np.int32),
-    'index': representations.index.astype(np.int64),
+    'features': np.ascontiguousarray(representations.features),
+    'label': np.ascontiguousarray(representations.labels, np.int32),
+    'index': np.ascontiguousarray(representations.index, np.int64),
   }
   path = epath.Path(path)
   unfinished = path.with_name(f'.unfinished.{path.name}')
@@ -119,14 +119,35 @@ def write_representations(path: epath.PathLike, representations: Representations
       np.savez(stream, **arrays, **strings)
   elif path.suffix == '.safetensors':
     metadata = {_METADATA: json.dumps({'class_names': names, 'provenance': provenance})}
-    unfinished.write_bytes(safetensors.numpy.save(arrays, metadata=metadata))
+    # From the arrays' memory to the file: features may be mapped and larger than the host's.
+    safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
   else:
     raise ValueError(f'representations file {path} must end in .npz or .safetensors')
   unfinished.replace(path)
 
 
-def _partition_source(source: str) -> tuple[str, str | None]:
-  """(path, split); a colon within the path is none of ours."""
+def read_provenance(path: epath.PathLike) -> dict[str, Any]:
+  """The provenance in a file of ours, without its arrays; empty where it has none.
+
+  Raises:
+    ValueError: the file cannot be read.
+  """
+  try:
+    return _read_description(str(path))[0]
+  except Exception as error:  # zipfile's, numpy's or safetensors' own
+    raise ValueError(f'{path} cannot be read: {error}') from error
+
+
+def split_names(path: str) -> tuple[str, ...]:
+  """The distinct strings of the array 'split' of a .npz file; empty where it has none."""
+  if not path.endswith('.npz'):
+    return ()
+  with np.load(path, allow_pickle=False) as arrays:
+    return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()
+
+
+def partition_source(source: str) -> tuple[str, str | None]:
+  """(path, split or None) of what `read_representations` takes; other colons belong to the path."""
   path, colon, split = source.rpartition(':')
   if colon and path.endswith(SUFFIXES):
     return path, split
@@ -139,15 +160,20 @@ def _read_file(path: str) -> tuple[dict[str, np.ndarray], dict[str, Any], tuple[
     return _read_npy(path), {}, None
   if not weights.is_weights_file(path):
     raise ValueError('representations must be in a file that ends in .npz, .safetensors or .npy')
-  arrays = weights.read_arrays(path)
+  return weights.read_arrays(path), *_read_description(path)
+
+
+def _read_description(path: str) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+  """Provenance and class names of a .npz or .safetensors file."""
   if path.endswith('.npz'):
-    names = arrays.get('class_name')
-    provenance = json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {}
-    return arrays, provenance, None if names is None else tuple(map(str, names))
+    with np.load(path, allow_pickle=False) as arrays:
+      provenance = json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {}
+      names = arrays['class_name'] if 'class_name' in arrays else None
+    return provenance, None if names is None else tuple(map(str, names))
   with safetensors.safe_open(path, framework='numpy') as file:
     ours = json.loads((file.metadata() or {}).get(_METADATA, '{}'))
   names = ours.get('class_names')
-  return arrays, ours.get('provenance', {}), None if names is None else tuple(names)
+  return ours.get('provenance', {}), None if names is None else tuple(names)
 
 
 def _read_npy(source: str) -> dict[str, np.ndarray]:

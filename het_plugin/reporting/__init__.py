@@ -2,7 +2,7 @@
 
 from het_plugin.reporting.files import write_json
 from het_plugin.reporting.grid import grid_png
-from het_plugin.reporting.page import Figure, html_page
+from het_plugin.reporting.page import Figure, Table, html_page
 from het_plugin.reporting.plots import curves_png
 from het_plugin.reporting.provenance import Provenance
 from het_plugin.reporting.text import aligned, text_table
@@ -10,6 +10,7 @@ from het_plugin.reporting.text import aligned, text_table
 __all__ = [
   'Figure',
   'Provenance',
+  'Table',
   'aligned',
   'curves_png',
   'grid_png',

@@ -20,6 +20,15 @@ class Figure:
   alt: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Lines of text under a header."""
+
+  caption: str
+  header: Sequence[str]
+  lines: Sequence[Sequence[str]]
+
+
 def html_page(
   *,
   title: str,
@@ -27,6 +36,7 @@ def html_page(
   rows: Sequence[Row],
   provenance: Provenance,
   references: Sequence[Row] = (),
+  tables: Sequence[Table] = (),
   notes: Sequence[str] = (),
   figures: Sequence[Figure] = (),
 ) -> str:
@@ -38,6 +48,7 @@ def html_page(
     rows: results (see `columns`).
     provenance: the command, date, versions and configurations.
     references: yardsticks such as chance and ceiling, set apart below the results.
+    tables: further ones.
     notes: how to read the columns, a line each.
     figures: plots.
   """
@@ -45,6 +56,7 @@ def html_page(
     f'<h1>{escape(title)}</h1>',
     f'<p class="lead">{escape(introduction)}</p>',
     *_tables(rows, references),
+    *map(_plain_table, tables),
     _list(notes),
     *map(_figure, figures),
     _provenance(provenance),
@@ -108,6 +120,19 @@ def _table_row(i: int, name: str, members: Sequence[Column]) -> str:
     for c in members
   )
   return f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>'
+
+
+def _plain_table(table: Table) -> str:
+  header = ''.join(f'<th scope="col">{escape(title)}</th>' for title in table.header)
+  lines = ''.join(
+    f'<tr><th scope="row">{escape(first)}</th>'
+    f'{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+    for first, *rest in table.lines
+  )
+  return (
+    f'<div class="table">\n<table>\n<caption>{escape(table.caption)}</caption>\n'
+    f'<thead><tr>{header}</tr></thead>\n<tbody>{lines}</tbody>\n</table>\n</div>'
+  )
 
 
 def _figure(figure: Figure) -> str:

@@ -1,4 +1,4 @@
-"""Extraction over meshes: the same rows whatever the mesh and batch size, tails dropped."""
+"""Extraction over meshes: the same rows on any mesh, for any batch size; several layers at once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
-from het_plugin.evaluation.extraction import RepresentationExtractor, match_channels
+from het_plugin.evaluation.extraction import RepresentationExtractor, as_rows, match_channels
 from het_plugin.training.partitioning import PjitPartitioner
 
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -55,6 +55,12 @@ def make_extractor(model, model_shards, **kwargs):
   return extractor, jax.device_put({'w': WEIGHTS}, partitioner.shardings(SPECS))
 
 
+def extract(extractor, params, batches, batch_size=8, max_examples=None):
+  """The one layer of the extractor."""
+  (representations,) = extractor(params, batches, batch_size, max_examples).values()
+  return representations
+
+
 def expected_rows(examples):
   order = np.argsort(examples['index'])
   flat = examples['image'].reshape(-1, 8)[order]
@@ -65,8 +71,8 @@ def expected_rows(examples):
 @pytest.mark.parametrize('num_examples,batch_size', [(21, 8), (16, 16), (3, 8), (1, 8)])
 def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_size):
   examples = make_examples(num_examples)
-  extractor, params = make_extractor(FakeModel(), model_shards, layer='tokens')
-  actual = extractor(params, make_batches(examples, batch_size), batch_size)
+  extractor, params = make_extractor(FakeModel(), model_shards, layers=('tokens',))
+  actual = extract(extractor, params, make_batches(examples, batch_size), batch_size)
   features, labels, index = expected_rows(examples)
   np.testing.assert_allclose(actual.features, features, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(actual.labels, labels)
@@ -75,7 +81,7 @@ def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_s
 
 def test_bfloat16_layer_comes_back_as_float32():
   extractor, params = make_extractor(FakeModel(), 1)
-  actual = extractor(params, make_batches(make_examples(8), 8), 8)
+  actual = extract(extractor, params, make_batches(make_examples(8), 8), 8)
   assert actual.features.dtype == np.float32
   np.testing.assert_allclose(actual.features, expected_rows(make_examples(8))[0], rtol=1e-2)
 
@@ -99,9 +105,9 @@ def test_max_examples_keeps_the_first_and_stops_reading(bound):
         read.append(1)
         yield batch
 
-  extractor, params = make_extractor(FakeModel(), 1, layer='tokens')
+  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens',))
   source = endless() if bound <= 30 else make_batches(examples, 8)
-  actual = extractor(params, source, 8, max_examples=bound)
+  actual = extract(extractor, params, source, 8, max_examples=bound)
   first = {name: rows[:bound] for name, rows in examples.items()}
   np.testing.assert_array_equal(actual.index, expected_rows(first)[2])
   np.testing.assert_allclose(actual.features, expected_rows(first)[0], rtol=1e-4, atol=1e-5)
@@ -121,10 +127,53 @@ def test_no_example_and_repeated_ids_are_errors():
 def test_channels_follow_the_model():
   examples = make_examples(8)
   grey = examples | {'image': examples['image'][..., :1]}
-  extractor, params = make_extractor(FakeModel(), 1, layer='tokens', channels=2)
-  actual = extractor(params, [grey], 8)
+  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens',), channels=2)
+  actual = extract(extractor, params, [grey], 8)
   repeated = examples | {'image': np.repeat(grey['image'], 2, axis=-1)}
   np.testing.assert_allclose(actual.features, expected_rows(repeated)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_all_layers_come_from_one_forward_pass():
+  model, examples = FakeModel(), make_examples(21)
+  extractor, params = make_extractor(model, 2, layers=('tokens', 'pre_logits'), pool='mean')
+  both = extractor(params, make_batches(examples, 8), 8)
+  assert list(both) == ['tokens', 'pre_logits'] and model.traces == 1
+  flat, labels, index = expected_rows(examples)
+  for layer, expected, rtol in (
+    ('tokens', flat.reshape(-1, 4, 4).mean(axis=1), 1e-4),
+    ('pre_logits', flat, 1e-2),
+  ):
+    np.testing.assert_allclose(both[layer].features, expected, rtol=rtol, atol=1e-2)
+    np.testing.assert_array_equal(both[layer].labels, labels)
+    np.testing.assert_array_equal(both[layer].index, index)
+
+
+def test_pooling():
+  x = jnp.arange(24.0).reshape(2, 3, 2, 2)  # a feature map
+  np.testing.assert_array_equal(as_rows(x, 'none'), x.reshape(2, 12))
+  np.testing.assert_allclose(as_rows(x, 'mean'), x.mean(axis=(1, 2)))
+  np.testing.assert_array_equal(as_rows(x[:, 0, 0], 'mean'), x[:, 0, 0])
+  # 1 + 1/256 is 1 in bfloat16: the mean of tokens is taken in float32
+  tokens = jnp.array([[[1.0], [1.0078125]]], jnp.bfloat16)
+  assert float(as_rows(tokens, 'mean')[0, 0]) == 1.00390625
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_storage_dtype_is_rounded_once(dtype):
+  examples = make_examples(8)
+  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens',), dtype=dtype)
+  actual = extract(extractor, params, make_batches(examples, 8))
+  assert actual.features.dtype == jnp.dtype(dtype)
+  expected, *_ = expected_rows(examples)
+  np.testing.assert_allclose(actual.features.astype(np.float32), expected, rtol=1e-2, atol=1e-3)
+
+
+def test_widths_and_wrong_layers_without_compiling():
+  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens', 'pre_logits'), pool='mean')
+  spec = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in make_examples(8).items()}
+  assert extractor.widths(params, spec) == {'tokens': 4, 'pre_logits': 16}
+  with pytest.raises(KeyError, match='no_such'):
+    make_extractor(FakeModel(), 1, layers=('no_such',))[0].widths(params, spec)
 
 
 def test_match_channels():

@@ -12,7 +12,8 @@ import pytest
 from het_plugin.backbones import ViT
 from het_plugin.data import TaskInfo, get_dataset
 from het_plugin.evaluation import fewshot_action
-from het_plugin.evaluation.fewshot_action import FewShotAction, FewShotDataset
+from het_plugin.evaluation.fewshot_action import FewShotAction
+from het_plugin.evaluation.fewshot_datasets import FewShotDataset
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel

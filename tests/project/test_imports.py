@@ -28,6 +28,7 @@ GIN_USERS = {
   'train.py',
   'quickstart.py',
   'trained_run.py',
+  'fewshot.py',
   'planning/step.py',
 }
 

@@ -1,0 +1,117 @@
+"""The data sets of a few-shot evaluation, and their representations by a model."""
+
+import contextlib
+import dataclasses
+from typing import Any, Literal
+
+from het_plugin.data import BatchIterator, DatasetConfig, get_dataset, task_info
+from het_plugin.evaluation.extraction import RepresentationExtractor
+from het_plugin.evaluation.fewshot import Split
+from het_plugin.training.partitioning import PjitPartitioner
+
+
+@dataclasses.dataclass(frozen=True)
+class FewShotDataset:
+  """A task to evaluate on.
+
+  Attributes:
+    name: names its results.
+    task: name of a single-label task.
+    train_split: split that the shots are drawn from, or a slice of one, 'train[:2000]'.
+    test_split: split or slice that accuracies are measured on.
+    max_train, max_test: use only so many examples of the split, a fixed random choice (of an
+      endless split, the first); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
+  """
+
+  name: str
+  task: str
+  train_split: str = 'train'
+  test_split: str = 'test'
+  max_train: int | None = None
+  max_test: int | None = None
+  resize: Literal['aspect', 'squash'] | None = None
+
+
+# The second: characters that no training split shows, in faces that none uses.
+DEFAULT_DATASETS = (
+  FewShotDataset('digits', 'digits'),
+  FewShotDataset('glyphs_heldout', 'glyphs_heldout'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewShotReader:
+  """Reads data sets for one model.
+
+  Attributes:
+    partitioner: the model's mesh.
+    image_size: side of the square images that the model takes, in pixels.
+    batch_size: global batch of the extraction.
+  """
+
+  partitioner: PjitPartitioner
+  image_size: int
+  batch_size: int
+
+  def check(self, dataset: FewShotDataset) -> None:
+    """Checks a data set before anything is compiled or any image read.
+
+    Raises:
+      ValueError: a batch size that the mesh does not divide, an unknown task or split, a
+        multi-label task, an endless split without a bound.
+    """
+    if task_info(dataset.task).multi_label:
+      raise ValueError(
+        f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label an image.'
+      )
+    for split, bound in _splits(dataset):
+      with contextlib.closing(self._batches(dataset, split, bound)) as batches:
+        if batches.num_batches is None and bound is None:
+          raise ValueError(
+            f'FewShotDataset {dataset.name!r}: split {split!r} of {dataset.task!r} is endless; '
+            'set max_train or max_test.'
+          )
+
+  def extract(
+    self, dataset: FewShotDataset, extractor: RepresentationExtractor, params: Any
+  ) -> tuple[Split, Split]:
+    """Training and test split of a data set, by an extractor of one layer; all processes call it.
+
+    Args:
+      dataset: what to read.
+      extractor: of the model, over `partitioner`.
+      params: the model's parameters, placed.
+    """
+    (layer,) = extractor.layers
+    halves = []
+    for split, bound in _splits(dataset):
+      with contextlib.closing(self._batches(dataset, split, bound)) as batches:
+        read = extractor(params, batches, self.batch_size, bound)[layer]
+      halves.append(Split(read.features, read.label, read.index))
+    return tuple(halves)
+
+  def _batches(self, dataset: FewShotDataset, split: str, bound: int | None) -> BatchIterator:
+    endless = task_info(dataset.task).splits.get(split, 0) is None
+    cfg = DatasetConfig(
+      mixture_or_task_name=dataset.task,
+      task_feature_lengths={'image': self.image_size, 'label': 1},
+      split=split,
+      batch_size=self.batch_size,
+      shuffle=bound is not None,  # the first of a split sorted by class would be few classes
+      num_epochs=None if endless else 1,
+      augment=False,
+      resize=dataset.resize,
+    )
+    return get_dataset(cfg, self.partitioner.batch_rows(self.batch_size))
+
+
+def check_names(datasets: tuple[FewShotDataset, ...], setting: str) -> None:
+  """Raises ValueError if there is no data set, or two have one name."""
+  names = [dataset.name for dataset in datasets]
+  if not names or len(set(names)) != len(names):
+    raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
+
+
+def _splits(dataset: FewShotDataset) -> tuple[tuple[str, int | None], tuple[str, int | None]]:
+  return (dataset.train_split, dataset.max_train), (dataset.test_split, dataset.max_test)

@@ -1,0 +1,188 @@
+"""Few-shot results of several runs as tables and a page."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from het_plugin import reporting
+from het_plugin.evaluation import comparison
+from het_plugin.evaluation.fewshot import FewShotResult
+from het_plugin.reporting.shots_plot import shots_png
+
+# {run: {data set: {shots: result}}}
+Results = Mapping[str, Mapping[str, Mapping[int, FewShotResult]]]
+
+
+def cells(results: Results) -> list[dict[str, Any]]:
+  """A row for each run, data set and number of shots."""
+  return [
+    {'run': run, 'dataset': dataset, **result.record()}
+    for run, by_dataset in results.items()
+    for dataset, by_shots in by_dataset.items()
+    for result in by_shots.values()
+  ]
+
+
+def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """A row for each run, as reporting lays them out."""
+  runs = {}
+  for row in rows:
+    table = runs.setdefault(row['run'], {'head': row['run'], 'fewshot': {}, 'fewshot_stderr': {}})
+    for name, value in (('fewshot', row['mean']), ('fewshot_stderr', row['stderr'])):
+      table[name].setdefault(row['dataset'], {})[row['shots']] = value
+  return list(runs.values())
+
+
+def averages(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """A row for each method and number of shots over all data sets and settings (table 22).
+
+  Methods are averaged over the same cells: those (data set, setting) that all of them have.
+  """
+  methods = {}
+  for row in rows:
+    method, _, setting = row['run'].partition('/')
+    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
+  averaged = []
+  for shots in sorted({shots for shots, _ in methods}):
+    of_shots = {m: cells_of for (n, m), cells_of in methods.items() if n == shots}
+    common = set.intersection(*map(set, of_shots.values()))
+    for method, cells_of in of_shots.items():
+      if len(common) > 1:
+        chosen = [cells_of[key] for key in common]
+        mean = comparison.average([c['mean'] for c in chosen], [c['stderr'] for c in chosen])
+        averaged.append({'method': method, 'shots': shots, **dataclasses.asdict(mean)})
+  return averaged
+
+
+def differences(results: Results) -> list[dict[str, Any]]:
+  """How each run differs from the first: by data set and number of shots, and over data sets."""
+  if not results:
+    return []
+  (first, baseline), *others = results.items()
+  rows = []
+  for run, by_dataset in others:
+    common = [name for name in by_dataset if name in baseline]
+    for name in common:
+      for shots in sorted(set(by_dataset[name]) & set(baseline[name])):
+        found = comparison.difference(by_dataset[name][shots], baseline[name][shots])
+        rows.append(
+          {'run': run, 'baseline': first, 'dataset': name, 'shots': shots}
+          | dataclasses.asdict(found)
+        )
+    shared = set.intersection(*(set(r[n]) for r in (by_dataset, baseline) for n in common))
+    for shots in sorted(shared) if len(common) > 1 else ():
+      ours, theirs = ({n: r[n][shots] for n in common} for r in (by_dataset, baseline))
+      rows.append(
+        {
+          'run': run,
+          'baseline': first,
+          'dataset': f'all {len(common)}',
+          'shots': shots,
+          'mean': float(np.mean([ours[n].mean - theirs[n].mean for n in common])),
+          'p_datasets': comparison.signed_rank_p(ours, theirs),
+        }
+      )
+  return rows
+
+
+def text(result: Mapping[str, Any]) -> str:
+  """All tables and what to know about them."""
+  blocks = [reporting.text_table(table_rows(result['rows']))]
+  blocks += [
+    f'{table.caption}\n{reporting.aligned([table.header, *table.lines])}'
+    for table in tables(result)
+  ]
+  return '\n\n'.join([*blocks, *warnings(result['rows'])])
+
+
+def tables(result: Mapping[str, Any]) -> list[reporting.Table]:
+  """The averages and the differences, where there are any."""
+  found = []
+  if result['averages']:
+    lines = [
+      (
+        row['method'],
+        str(row['shots']),
+        _with_error(row['mean'], row['stderr']),
+        str(row['num_cells']),
+      )
+      for row in result['averages']
+    ]
+    header = ('method', 'shots', 'accuracy', 'cells')
+    found.append(reporting.Table('Average over data sets and settings', header, lines))
+  if result['differences']:
+    lines = [
+      (
+        f'{row["run"]} - {row["baseline"]}',
+        row['dataset'],
+        str(row['shots']),
+        _with_error(row['mean'], row.get('stderr_rows'), '+'),
+        *(_p(row.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets')),
+      )
+      for row in result['differences']
+    ]
+    header = ('runs', 'data set', 'shots', 'accuracy', 'p draws', 'p rows', 'p data sets')
+    found.append(reporting.Table('Paired differences', header, lines))
+  return found
+
+
+def _with_error(mean: float, stderr: float | None, sign: str = '') -> str:
+  return f'{mean:{sign}.4f}' + (f' ±{stderr:.4f}' if stderr is not None else '')
+
+
+def _p(p: float | None) -> str:
+  return '–' if p is None else f'{p:.3g}'
+
+
+def warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Classes and test rows that an accuracy is not what it seems for."""
+  short, unseen = {}, {}
+  for row in rows:
+    if row['classes_short']:
+      short[f'{row["dataset"]} {row["shots"]} shots'] = row['classes_short']
+    if row['test_unseen']:
+      unseen[row['dataset']] = row['test_unseen']
+  found = {
+    'Classes with fewer examples than shots, of which all are used': short,
+    'Test rows of classes without any training example, which count as wrong': unseen,
+  }
+  return [
+    f'{what}: {", ".join(f"{name} {number}" for name, number in numbers.items())}.'
+    for what, numbers in found.items()
+    if numbers
+  ]
+
+
+def html(result: Mapping[str, Any], provenance: reporting.Provenance) -> str:
+  """The same as a page, with plots."""
+  rows = table_rows(result['rows'])
+  accuracies = {
+    row['head']: {
+      dataset: {n: (mean, row['fewshot_stderr'][dataset][n]) for n, mean in by_shots.items()}
+      for dataset, by_shots in row['fewshot'].items()
+    }
+    for row in rows
+  }
+  protocol = ', '.join(f'{name} {value}' for name, value in result['protocol'].items())
+  return reporting.html_page(
+    title='Few-shot linear evaluation',
+    introduction='Accuracy of a linear classifier fitted to so many examples a class.',
+    rows=rows,
+    tables=tables(result),
+    notes=[
+      f'Mean and standard error over draws of the examples. Protocol: {protocol}.',
+      'Differences are paired, with the standard error over test rows. p draws: t-test over draws; '
+      'p rows: t-test over test rows; p data sets: signed-rank test over data sets.',
+      *warnings(result['rows']),
+    ],
+    figures=[
+      reporting.Figure(
+        shots_png(accuracies),
+        'Accuracy by shots.',
+        'Few-shot accuracy against the number of shots, a panel a data set and a line a run.',
+      )
+    ],
+    provenance=provenance,
+  )

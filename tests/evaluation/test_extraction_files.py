@@ -1,0 +1,284 @@
+"""Files of an extraction: interrupted anywhere they end the same, and settings are never mixed."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from het_plugin.data import BatchIterator
+from het_plugin.data.reader import CorruptRecords
+from het_plugin.evaluation import extraction_files
+from het_plugin.evaluation.extraction import RepresentationExtractor
+from het_plugin.evaluation.extraction_files import SplitFiles, make_plan, run_plan, safe_name
+from het_plugin.evaluation.representations import read_representations
+from het_plugin.evaluation.row_store import RowStore
+from het_plugin.training.partitioning import PjitPartitioner
+
+NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')
+UNREADABLE = (5, 17)
+WEIGHTS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+IMAGES = np.random.default_rng(1).normal(size=(NUM_EXAMPLES, 2, 2, 1)).astype(np.float32)
+SETTINGS = {'step': 400, 'dataset': 'toy', 'split': 'train', 'dtype': 'float32'}
+WIDTHS = {'wide': 8, 'narrow': 4}
+
+
+class KilledError(Exception):
+  pass
+
+
+class LinearModel:
+  def representations(self, params, batch, layers):
+    flat = batch['image'].reshape(len(batch['image']), 4)
+    known = {'wide': flat @ params['w'], 'narrow': flat}
+    return {layer: known[layer] for layer in layers}
+
+
+def make_batches(batch_size=BATCH_SIZE, ids=None, stop_at=None):
+  """Batches of the examples, without end for ids None; reading position `stop_at` is too much."""
+  ids = np.arange(NUM_EXAMPLES) if ids is None else ids
+
+  def make_batch(positions):
+    if stop_at is not None and positions[-1] >= stop_at:
+      raise KilledError
+    real = positions < len(ids)
+    index = np.where(real, ids[np.minimum(positions, len(ids) - 1)], 0)
+    return {
+      'image': IMAGES[index] * real[:, None, None, None],
+      'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
+      'index': index.astype(np.int32),
+      'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
+    }
+
+  spec = {'label': jax.ShapeDtypeStruct((batch_size, 1), np.int32)}
+  rows = np.arange(batch_size)
+  return BatchIterator(make_batch, CorruptRecords(0, 1.0), spec, batch_size, rows, len(ids))
+
+
+def extract(
+  folder,
+  batches,
+  batch_size=BATCH_SIZE,
+  layers=('wide', 'narrow'),
+  model_shards=2,
+  overwrite=False,
+  max_examples=None,
+  suffix='.safetensors',
+  commit_seconds=0.0,
+  **changes,
+):
+  """A call of the program: plans and runs; returns the plan."""
+  files, settings = SplitFiles(folder, 'train', suffix), {**SETTINGS, **changes}
+  plan = make_plan(files, layers, settings, overwrite)
+  if plan.layers:
+    partitioner = PjitPartitioner(num_partitions=model_shards)
+    specs = {'w': PartitionSpec(None, 'model')}
+    extractor = RepresentationExtractor(
+      LinearModel(), partitioner, specs, layers=plan.layers, dtype=settings['dtype']
+    )
+    run_plan(
+      files,
+      plan,
+      settings,
+      extractor,
+      jax.device_put({'w': WEIGHTS}, partitioner.shardings(specs)),
+      batches,
+      batch_size=batch_size,
+      widths=WIDTHS,
+      max_examples=max_examples,
+      class_names=CLASSES,
+      commit_seconds=commit_seconds,
+    )
+  return plan
+
+
+def content(folder):
+  return {
+    str(path.relative_to(folder)): path.read_bytes()
+    for path in sorted(folder.rglob('*'))
+    if path.is_file()
+  }
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('uninterrupted')
+  extract(folder, make_batches())
+  return content(folder)
+
+
+def test_the_files(tmp_path):
+  extract(tmp_path, make_batches())
+  assert sorted(content(tmp_path)) == ['narrow/train.safetensors', 'wide/train.safetensors']
+  readable = np.setdiff1d(np.arange(NUM_EXAMPLES), UNREADABLE)
+  flat = IMAGES.reshape(-1, 4)[readable]
+  for layer, expected in (('wide', flat @ WEIGHTS), ('narrow', flat)):
+    read = read_representations(str(tmp_path / layer / 'train.safetensors'))
+    np.testing.assert_allclose(read.features, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(read.index, readable)
+    np.testing.assert_array_equal(read.label, readable % 3)
+    assert read.class_names == CLASSES
+    assert read.provenance == {
+      **SETTINGS,
+      **{'layer': layer, 'num_examples': len(readable), 'dim': WIDTHS[layer]},
+    }
+
+
+@pytest.mark.parametrize('stop_at', [0, 8, 24, 40])
+def test_interrupted_it_ends_bit_for_bit_the_same(tmp_path, uninterrupted, stop_at):
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=stop_at))
+  assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
+  batches = make_batches()
+  plan = extract(tmp_path, batches)
+  # One batch is in flight when the next cannot be read.
+  assert (plan.progress.state or {'position': 0})['position'] == max(stop_at - 8, 0)
+  assert content(tmp_path) == uninterrupted
+
+
+def test_what_is_behind_the_last_commit_is_dropped(tmp_path, uninterrupted, monkeypatch):
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=24))
+  (rows,) = tmp_path.glob('.unfinished.train/features.wide.rows')
+  with rows.open('ab') as file:
+    file.write(b'half a row')
+  monkeypatch.setattr(RowStore, 'close', lambda self: None)  # as SIGKILL: it cannot even commit
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=40), commit_seconds=3600)
+  monkeypatch.undo()
+  assert extract(tmp_path, make_batches()).progress.num_rows == 15  # as after the first time
+  assert content(tmp_path) == uninterrupted
+
+
+def test_an_exception_loses_nothing(tmp_path, uninterrupted):
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=40), commit_seconds=3600)
+  assert extract(tmp_path, make_batches()).progress.num_rows == 30
+  assert content(tmp_path) == uninterrupted
+
+
+def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeypatch):
+  write = extraction_files.write_representations
+
+  def write_one(path, representations):
+    if 'narrow' in str(path):
+      raise KilledError
+    write(path, representations)
+
+  monkeypatch.setattr(extraction_files, 'write_representations', write_one)
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches())
+  monkeypatch.undo()
+  plan = extract(tmp_path, make_batches(stop_at=0))  # no image is needed again
+  assert plan.layers == ('narrow',) and plan.progress.done
+  assert content(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize('model_shards,batch_size', [(1, 16), (8, 5), (2, 64)])
+def test_neither_mesh_nor_batch_size_matter_even_half_way(tmp_path, model_shards, batch_size):
+  with pytest.raises(KilledError):
+    extract(tmp_path / 'a', make_batches(stop_at=24))
+  extract(tmp_path / 'a', make_batches(batch_size), batch_size, model_shards=model_shards)
+  extract(tmp_path / 'b', make_batches())
+  a, b = (read_representations(str(tmp_path / x / 'wide/train.safetensors')) for x in 'ab')
+  np.testing.assert_allclose(a.features, b.features, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(a.index, b.index)
+  np.testing.assert_array_equal(a.labels, b.labels)
+
+
+def test_complete_files_stay_and_a_new_layer_is_added(tmp_path, uninterrupted):
+  extract(tmp_path, make_batches(), layers=('wide',))
+  wide = tmp_path / 'wide/train.safetensors'
+  before = wide.stat().st_mtime_ns
+  assert extract(tmp_path, make_batches(stop_at=0), layers=('wide',)).layers == ()
+  assert extract(tmp_path, make_batches()).layers == ('narrow',)
+  assert wide.stat().st_mtime_ns == before
+  assert content(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize('stop_at', [None, 24])
+@pytest.mark.parametrize(
+  'changes,message',
+  [
+    ({'step': 200}, r'step 400, now 200'),
+    ({'dataset': 'other'}, r'dataset toy, now other'),
+    ({'dtype': 'bfloat16'}, r'dtype float32, now bfloat16'),
+    ({'config': 'x' * 100}, r'\(config\)'),
+  ],
+)
+def test_other_settings_are_an_error_until_overwritten(tmp_path, stop_at, changes, message):
+  if stop_at is None:
+    extract(tmp_path, make_batches())
+  else:
+    with pytest.raises(KilledError):
+      extract(tmp_path, make_batches(stop_at=stop_at))
+  before = content(tmp_path)
+  with pytest.raises(ValueError, match=message + r'.*--overwrite'):
+    extract(tmp_path, make_batches(), **changes)
+  assert content(tmp_path) == before
+  extract(tmp_path, make_batches(), overwrite=True, **changes)
+  provenance = read_representations(str(tmp_path / 'wide/train.safetensors')).provenance
+  assert changes.items() <= provenance.items()
+  assert len(content(tmp_path)) == 2
+  assert not extract(tmp_path, make_batches(stop_at=0), overwrite=True, **changes).layers
+
+
+def test_unfinished_rows_of_other_layers_are_an_error(tmp_path):
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=24))
+  with pytest.raises(ValueError, match=r"layers \['wide', 'narrow'\], now \['wide'\]"):
+    extract(tmp_path, make_batches(), layers=('wide',))
+
+
+@pytest.mark.parametrize('max_examples', [1, 8, 20, 1000])
+def test_max_examples_of_a_shuffled_split(tmp_path, max_examples):
+  ids = np.random.default_rng(2).permutation(NUM_EXAMPLES)
+  if max_examples > 8:
+    with pytest.raises(KilledError):
+      extract(tmp_path, make_batches(ids=ids, stop_at=16), max_examples=max_examples)
+  extract(tmp_path, make_batches(ids=ids), max_examples=max_examples)
+  first = [i for i in ids if i not in UNREADABLE][:max_examples]
+  read = read_representations(str(tmp_path / 'narrow/train.safetensors'))
+  np.testing.assert_array_equal(read.index, sorted(first))
+  np.testing.assert_array_equal(read.features, IMAGES.reshape(-1, 4)[sorted(first)])
+
+
+@pytest.mark.parametrize('suffix', ['.npz', '.safetensors'])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_half_precision(tmp_path, dtype, suffix):
+  extract(tmp_path, make_batches(), suffix=suffix, dtype=dtype)
+  read = read_representations(str(tmp_path / f'narrow/train{suffix}'))
+  expected = IMAGES.reshape(-1, 4)[read.index].astype(jax.numpy.dtype(dtype)).astype(np.float32)
+  np.testing.assert_array_equal(read.features, expected)
+
+
+def test_rows_that_cannot_be_a_file(tmp_path):
+  twice = np.array([3, 4, 3])
+  with pytest.raises(ValueError, match='3 examples but only 2 distinct'):
+    extract(tmp_path, make_batches(ids=twice))
+  with pytest.raises(ValueError, match='no examples'):
+    extract(tmp_path, make_batches(ids=np.array(UNREADABLE)))
+  assert content(tmp_path) == {}
+
+
+def test_features_that_are_not_finite(tmp_path, monkeypatch):
+  monkeypatch.setitem(globals(), 'IMAGES', IMAGES * 1e6)
+  with pytest.raises(ValueError, match='of example 0 is not finite in float16, which'):
+    extract(tmp_path, make_batches(), dtype='float16')
+
+
+def test_damaged_progress(tmp_path):
+  with pytest.raises(KilledError):
+    extract(tmp_path, make_batches(stop_at=24))
+  (tmp_path / '.unfinished.train/label.rows').write_bytes(b'')
+  with pytest.raises(ValueError, match='label.rows has 0 bytes of the'):
+    extract(tmp_path, make_batches())
+  (tmp_path / '.unfinished.train/progress.json').write_text('{}')
+  with pytest.raises(ValueError, match='is no record of progress'):
+    extract(tmp_path, make_batches())
+
+
+def test_names_of_files():
+  splits = ('train', 'train[:2000]', 'train[2000:]', 'train[:50%]', 'train[:50]', '../x', 'a b')
+  assert [safe_name(split) for split in splits] == [
+    *('train', 'train_..2000', 'train_2000..', 'train_..50pct', 'train_..50', '.._x', 'a_b'),
+  ]

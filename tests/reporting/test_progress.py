@@ -1,0 +1,45 @@
+"""Progress on a terminal and in a log."""
+
+import io
+
+import pytest
+
+from het_plugin.reporting.progress import Progress
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_a_log_gets_a_line_now_and_then():
+  log = io.StringIO()
+  with Progress('train', 2000, done=500, seconds=0.0, stream=log) as progress:
+    progress.update(250)
+    progress.update(1000)
+  first, second = log.getvalue().splitlines()
+  assert first.startswith('train: 750 of 2,000 images, ') and first.endswith('/s')
+  assert second.startswith('train: 1,750 of 2,000 images, ')
+  assert progress.count == 1750
+
+
+def test_not_too_often():
+  log = io.StringIO()
+  with Progress('train', 10, stream=log) as progress:
+    progress.update(5)
+  assert log.getvalue() == ''
+
+
+def test_a_terminal_gets_a_bar():
+  terminal = Terminal()
+  with Progress('train', 2000, done=500, stream=terminal) as progress:
+    progress.update(250)
+  assert 'train:  25%' in terminal.getvalue() and '500/2000' in terminal.getvalue()
+
+
+@pytest.mark.parametrize('stream', [Terminal, io.StringIO])
+def test_hidden_it_only_counts(stream):
+  stream = stream()
+  with Progress('train', 10, seconds=0.0, shown=False, stream=stream) as progress:
+    progress.update(4)
+  assert stream.getvalue() == '' and progress.count == 4

@@ -1,0 +1,292 @@
+"""`python -m het_plugin.represent` as a user runs it: a digits run, npz files, folders, arrays."""
+
+import contextlib
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from absl import flags
+from PIL import Image
+
+import gin
+from het_plugin import configurables, data, gin_utils, represent, weights
+from het_plugin.evaluation.representations import read_representations
+from het_plugin.train import train_from_gin
+
+TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
+
+
+@pytest.fixture(autouse=True)
+def gin_left_clean():
+  yield
+  gin.clear_config()
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """Two checkpoints of a HET-XL on digits, and the parameters of the last."""
+  folder = tmp_path_factory.mktemp('run')
+  configurables.register_trainer()
+  gin_utils.parse_config(
+    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
+    [
+      f"MODEL_DIR = '{folder}'",
+      *TINY,
+      *('TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
+    ],
+  )
+  _, state = train_from_gin()
+  return folder, jax.tree.map(np.asarray, state.params)
+
+
+@contextlib.contextmanager
+def parsed_flags(arguments):
+  """The main's flags, which are gone afterwards: other mains define the same."""
+  before = set(flags.FLAGS)
+  represent.define_flags()
+  try:
+    flags.FLAGS(gin_utils.rewrite_flags(['represent', *map(str, arguments)]))
+    yield
+  finally:
+    for name in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, name)
+
+
+@pytest.fixture
+def call(tmp_path, capsys):
+  """Runs the main in this process: (rows of --json, stdout); for code 2, the line of the error."""
+
+  def call_main(*arguments, code=0):
+    table = tmp_path / 'table.json'
+    with parsed_flags([*arguments, f'--json={table}']):
+      if not code:
+        represent.main(['represent'])
+        return json.loads(table.read_text())['files'], capsys.readouterr().out
+      with pytest.raises(SystemExit) as error:
+        represent.main(['represent'])
+      assert error.value.code == code
+      message = capsys.readouterr().err.strip().splitlines()[-1]
+      assert message.startswith('Error: ')
+      return message
+
+  return call_main
+
+
+def assert_representations_equal(got, want, atol=0.0):
+  np.testing.assert_allclose(got.features, want.features, atol=atol, rtol=atol)
+  np.testing.assert_array_equal(got.labels, want.labels)
+  np.testing.assert_array_equal(got.index, want.index)
+  assert got.class_names == want.class_names
+
+
+def test_digits(run, call, tmp_path):
+  folder, _ = run
+  out = tmp_path / 'out'
+  common = (f'--checkpoint={folder}', '--dataset=digits', '--layers=pre_logits,patches')
+  rows, printed = call(*common, f'--output_dir={out}')
+  assert [(r['split'], r['layer'], r['num_examples'], r['dim']) for r in rows] == [
+    *(('train', layer, 1438, 16) for layer in ('pre_logits', 'patches')),
+    *(('test', layer, 359, 16) for layer in ('pre_logits', 'patches')),
+  ]
+  assert all(row['seconds'] > 0 and row['images_per_second'] > 0 for row in rows)
+  assert str(out / 'digits/pre_logits/test.safetensors') in printed
+
+  test = read_representations(str(out / 'digits/pre_logits/test.safetensors'))
+  batch = next(
+    data.get_dataset(
+      data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 359, shuffle=False)
+    )
+  )
+  np.testing.assert_array_equal(test.labels, batch['label'])
+  np.testing.assert_array_equal(test.index, np.arange(359))
+  assert test.class_names == tuple('0123456789')
+  about = test.provenance
+  assert about['checkpoint'] == str(folder / 'checkpoint_2') and about['step'] == 2
+  assert (about['dataset'], about['split'], about['layer']) == ('digits', 'test', 'pre_logits')
+  assert (about['dtype'], about['image_size'], about['num_examples']) == ('float32', 8, 359)
+  assert 'digits' in about['config'] and about['versions']['jax'] == jax.__version__
+  assert about['created'] and 'represent' in about['command']
+
+  # Neither mesh nor batch size matter, and the file's type does not either.
+  call(
+    *(*common[:2], '--splits=test', f'--output_dir={tmp_path}/other', '--format=npz'),
+    *('--batch_size=40', '--gin.PjitPartitioner.num_partitions=2'),
+  )
+  other = read_representations(str(tmp_path / 'other/digits/pre_logits/test.npz'))
+  assert_representations_equal(other, test, atol=1e-5)
+
+  before = {path: path.stat().st_mtime_ns for path in out.rglob('*.safetensors')}
+  rows, printed = call(*common, f'--output_dir={out}')
+  assert printed.count('is complete already.') == 4 and rows[0]['seconds'] is None
+  assert {path: path.stat().st_mtime_ns for path in out.rglob('*.safetensors')} == before
+
+  error = call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', code=2)
+  assert 'train.safetensors was made with other settings (step 2, now 1; params' in error
+  call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', '--overwrite')
+  assert read_representations(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
+
+
+def test_bounded_pooled_and_stored_in_half(run, call, tmp_path):
+  folder, _ = run
+  common = (f'--checkpoint={folder}', f'--output_dir={tmp_path}', '--layers=patches')
+  rows, _ = call(
+    *common, '--dataset=glyphs_core', '--splits=train', '--max_examples=100', '--pool=none',
+    '--dtype=bfloat16',
+  )  # fmt: skip
+  assert (rows[0]['num_examples'], rows[0]['dim']) == (100, 4 * 16)
+  few = read_representations(rows[0]['file'])
+  assert len(few.class_names) == 2297 and few.provenance['max_examples'] == 100
+  np.testing.assert_array_equal(
+    few.features, few.features.astype(ml_dtypes.bfloat16).astype(np.float32)
+  )
+  rows, _ = call(*common, '--dataset=digits', '--splits=train', '--max_examples=100')
+  digits = read_representations(rows[0]['file'])
+  assert len(digits.index) == 100 and digits.index.max() > 100  # a choice, not the first
+
+
+def test_images_of_ones_own(run, call, tmp_path):
+  folder, params = run
+  flat = {f'{name}/{path}': x for name, tree in params.items() for path, x in _flat(tree).items()}
+  weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(flat, 10, 2))
+  common = (
+    *(f'--checkpoint={tmp_path}/vit.npz', '--gin.BACKBONE=@vit()', "--gin.vit.variant='Ti/4'"),
+    *("--gin.vit.pooling='gap'", *(f'--gin.{x.replace(" ", "")}' for x in TINY)),
+    *('--gin.IMAGE_SIZE=8', f'--output_dir={tmp_path}/out'),
+  )
+  rng = np.random.default_rng(0)
+  images, labels = rng.integers(0, 256, (30, 8, 8), np.uint8), np.arange(30) % 3
+  split = np.array(['a', 'b', 'b'] * 10)
+  np.savez(tmp_path / 'birds.npz', image=images, label=labels, split=split)
+  rows, _ = call(*common, f'--dataset={tmp_path}/birds.npz')
+  assert [(row['split'], row['num_examples']) for row in rows] == [('a', 10), ('b', 20)]
+  b = read_representations(f'{tmp_path}/out/birds/pre_logits/b.safetensors')
+  np.testing.assert_array_equal(b.label, labels[split == 'b'])
+  assert b.provenance['step'] is None and 'image.npy' in b.provenance['dataset_version']
+
+  (tmp_path / 'other').mkdir()
+  np.savez(tmp_path / 'other/birds.npz', image=images[::-1], label=labels, split=split)
+  error = call(*common, f'--dataset=npz:{tmp_path}/other/birds.npz', code=2)
+  assert 'other settings (dataset; dataset_version)' in error
+
+  for name in ('wren', 'robin'):
+    (tmp_path / 'garden' / name).mkdir(parents=True)
+    for i in range(60):
+      Image.fromarray(images[i % 30]).save(tmp_path / 'garden' / name / f'{i:02}.png')
+  (tmp_path / 'garden/wren/07.png').write_bytes(b'no image')
+  rows, _ = call(*common, f'--dataset={tmp_path}/garden')
+  assert sum(row['num_examples'] for row in rows) == 119
+  train = read_representations(f'{tmp_path}/out/garden/pre_logits/train.safetensors')
+  assert train.class_names == ('robin', 'wren') and set(train.label) == {0, 1}
+  assert train.provenance['dataset_version'] == '120 files'
+
+
+def _flat(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): x
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def test_arrays_made_elsewhere(call, tmp_path):
+  rng = np.random.default_rng(0)
+  features, labels = rng.normal(size=(6, 4)), np.arange(6) % 3
+  np.save(tmp_path / 'x.npy', features)
+  np.save(tmp_path / 'y.npy', labels)
+  common = (f'--arrays={tmp_path}/x.npy,{tmp_path}/y.npy', f'--output_dir={tmp_path}/out')
+  rows, _ = call(*common)
+  assert rows[0]['file'] == str(tmp_path / 'out/x/features/all.safetensors')
+  read = read_representations(rows[0]['file'])
+  np.testing.assert_array_equal(read.features, features.astype(np.float32))
+  np.testing.assert_array_equal(read.label, labels)
+  assert read.provenance['source'] == common[0].removeprefix('--arrays=')
+  _, printed = call(*common)
+  assert 'is complete already' in printed
+  np.save(tmp_path / 'y.npy', labels[::-1])
+  assert 'other settings (sha256' in call(*common, code=2)
+
+  split = np.array(['train', 'test', 'train', 'train', 'test', 'train'])
+  np.savez(tmp_path / 'f.npz', embeddings=features, targets=labels, split=split)
+  rows, _ = call(f'--arrays={tmp_path}/f.npz', f'--output_dir={tmp_path}/out', '--dtype=float16')
+  assert [(row['split'], row['num_examples']) for row in rows] == [('test', 2), ('train', 4)]
+  np.testing.assert_array_equal(
+    read_representations(rows[0]['file']).features, features[[1, 4]].astype(np.float16)
+  )
+  np.savez(tmp_path / 'f.npz', embeddings=features * 1e6, targets=labels)
+  error = call(
+    f'--arrays={tmp_path}/f.npz', f'--output_dir={tmp_path}/o', '--dtype=float16', code=2
+  )
+  assert 'not finite in float16' in error
+
+
+@pytest.mark.parametrize(
+  'arguments,message',
+  [
+    (['--layers=pre_logitz'], "['pre_logitz'] are unknown: choose from patches, block00, "),
+    (['--splits=dev'], "split is 'dev'"),
+    (['--dataset=no_such'], "'no_such'; it must be one of"),
+    (['--dataset=glyphs_core', '--splits=train'], '--splits=train: this split of glyphs_core is'),
+    (['--dataset=./nothing.npz'], 'there is no such file'),
+    (['--batch_size=6'], 'batch_size=6 must be'),
+    (['--image_size=12'], '--image_size=12 does not fit the parameters of'),
+    (['--checkpoint=/nowhere'], '/nowhere'),
+    (['--output_dir=gs://bucket/x'], '--output_dir=gs://bucket/x must be a local directory'),
+    (['--checkpoint='], '--checkpoint and --dataset are needed, or --arrays'),
+    (['--arrays=x.npz'], '--checkpoint cannot go with --arrays=x.npz'),
+    (['--layers='], '--layers= is empty'),
+  ],
+)
+def test_bad_settings_are_one_sentence_and_write_nothing(run, call, tmp_path, arguments, message):
+  out = tmp_path / 'out'
+  common = (f'--checkpoint={run[0]}', '--dataset=digits', f'--output_dir={out}')
+  assert message in call(*common, *arguments, code=2)
+  assert not out.exists()
+
+
+def test_too_little_space(run, call, tmp_path, monkeypatch):
+  usage = represent.shutil.disk_usage(tmp_path)._replace(free=2**10)
+  monkeypatch.setattr(represent.shutil, 'disk_usage', lambda path: usage)
+  common = (f'--checkpoint={run[0]}', '--dataset=digits', f'--output_dir={tmp_path}/out')
+  assert 'has 0.0 GiB of space, and 0.0 GiB are needed' in call(*common, code=2)
+
+
+def test_splits_by_comma_outside_brackets():
+  info = data.TaskInfo(2, False, 1, None, {'train': None, 'a': 3, 'b': 2, 'none': 0})
+  assert represent.choose_splits('x', info, None) == ['a', 'b']
+  assert represent.choose_splits('x', info, 'train[:5], a[1,2],a') == ['train[:5]', 'a[1,2]', 'a']
+  with pytest.raises(ValueError, match='too alike'):
+    represent.choose_splits('x', info, 'a?,a!')
+  endless = data.TaskInfo(2, False, 1, None, {'train': None})
+  with pytest.raises(ValueError, match='--splits is needed: x has no finite split; .* train'):
+    represent.choose_splits('x', endless, None)
+
+
+def interrupted_after(num_batches, read_next):
+  """BatchIterator.__next__ that gives so many batches."""
+  left = iter(range(num_batches))
+
+  def read(batches):
+    batch = read_next(batches)  # the end is no batch
+    if next(left, None) is None:
+      raise KeyboardInterrupt
+    return batch
+
+  return read
+
+
+def test_interrupted_it_goes_on(run, call, tmp_path, monkeypatch):
+  common = (f'--checkpoint={run[0]}', '--dataset=digits', '--splits=train,test')
+  read_next = data.BatchIterator.__next__
+  monkeypatch.setattr(data.BatchIterator, '__next__', interrupted_after(5, read_next))
+  with pytest.raises(KeyboardInterrupt):
+    call(*common, f'--output_dir={tmp_path}/a')
+  assert not list(tmp_path.rglob('*.safetensors'))
+  read_again = interrupted_after(4, read_next)  # 2 of train, 2 of test
+  monkeypatch.setattr(data.BatchIterator, '__next__', read_again)
+  (train, _), _ = call(*common, f'--output_dir={tmp_path}/a')
+  assert train['images_per_second'] * train['seconds'] == pytest.approx(1438 - 4 * 256)
+  monkeypatch.undo()
+  call(*common, f'--output_dir={tmp_path}/b')
+  a, b = (read_representations(f'{tmp_path}/{x}/digits/pre_logits/train.safetensors') for x in 'ab')
+  assert_representations_equal(a, b)
