@@ -344,14 +344,15 @@ def convert() -> dict[str, Any]:
   dtype = jax.numpy.dtype(flags.FLAGS.dtype)
   paths = path.split(',') if path.endswith('.npy') else [path]
   folder = Path(flags.FLAGS.output_dir) / extraction_files.safe_name(Path(paths[0]).stem)
-  rows = []
+  rows, digests = [], None
   for name, part in wanted.items():
     files = SplitFiles(folder, name, f'.{flags.FLAGS.format}')
     read = representations_lib.read_representations(part)
+    digests = digests or file_digests(paths)
     with np.errstate(over='ignore'):  # an error, two lines down
       features = read.features.astype(dtype)
     extraction.check_finite(_ARRAYS_LAYER, features, read.index)
-    settings = {'source': part, 'sha256': file_digests(paths), 'dtype': dtype.name, 'split': name}
+    settings = {'source': part, 'sha256': digests, 'dtype': dtype.name, 'split': name}
     plan = extraction_files.make_plan(files, [_ARRAYS_LAYER], settings, flags.FLAGS.overwrite)
     if plan.layers:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}

@@ -16,6 +16,7 @@ first two (`FEATURE_NAMES`, `LABEL_NAMES`), or any names where only one array is
 
 import dataclasses
 import json
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,8 +140,8 @@ def read_provenance(path: epath.PathLike) -> dict[str, Any]:
 
 
 def split_names(path: str) -> tuple[str, ...]:
-  """The distinct strings of the array 'split' of a .npz file; empty where it has none."""
-  if not path.endswith('.npz'):
+  """The distinct strings of the array 'split' of a .npz file; empty where there is none."""
+  if not path.endswith('.npz') or not zipfile.is_zipfile(path):
     return ()
   with np.load(path, allow_pickle=False) as arrays:
     return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()

@@ -92,3 +92,7 @@ def test_errors():
     tfds_source.TfdsSource('tiny_regression')
   with pytest.raises(ValueError, match='mnist is not prepared in .*; run: tfds build mnist'):
     tfds_source.TfdsSource('mnist')
+
+
+def test_the_version_of_the_data(data_dir):
+  assert tfds_source.TfdsSource('tiny_single').info.version == 'tiny_single/1.0.0'
