@@ -57,7 +57,9 @@ class _Points:
   divisors: np.ndarray
 
   def __getitem__(self, rows) -> np.ndarray:
-    return self.x[rows].astype(np.float64) / self.divisors[rows]
+    points = self.x[rows].astype(np.float64)
+    points /= self.divisors[rows]
+    return points
 
   def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
     step = max(1, _EXACT_ELEMENTS // self.x.shape[1])
@@ -161,8 +163,9 @@ def nearest_neighbors(
   step = min(1024, max(1, _BLOCK_ELEMENTS // len(tiles.centred)))
   for start in range(0, len(rows), step):
     block = np.arange(start, min(start + step, len(rows)))
-    query, candidate = _candidates(tiles, queries[block], k, block if leave_one_out else None)
-    square = _squared_distances(queries, block[query], train, candidate)
+    points = queries[block]
+    query, candidate = _candidates(tiles, points, k, block if leave_one_out else None)
+    square = _squared_distances(points, query, train, candidate)
     order = np.lexsort((candidate, square, query))
     nearest = order[np.searchsorted(query, np.arange(len(block)))[:, None] + np.arange(k)]
     rows[block], squares[block] = candidate[nearest], square[nearest]
@@ -267,14 +270,16 @@ def _candidates(
 
 
 def _squared_distances(
-  queries: _Points, query: np.ndarray, train: _Points, row: np.ndarray
+  points: np.ndarray, query: np.ndarray, train: _Points, row: np.ndarray
 ) -> np.ndarray:
-  """|a - b|^2 of pairs of points, float64 [P]."""
+  """|a - b|^2 of pairs of a query, out of points [B, D], and a training row: float64 [P]."""
   step = max(1, _EXACT_ELEMENTS // train.x.shape[1])
   squares = np.empty(len(query))
   for start in range(0, len(query), step):
     chunk = slice(start, start + step)
-    squares[chunk] = np.square(queries[query[chunk]] - train[row[chunk]]).sum(axis=1)
+    difference = train[row[chunk]]
+    difference -= points[query[chunk]]
+    squares[chunk] = np.square(difference, out=difference).sum(axis=1)
   return squares
 
 
