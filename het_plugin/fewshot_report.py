@@ -89,7 +89,7 @@ def differences(results: Results) -> list[dict[str, Any]]:
 
 def text(result: Mapping[str, Any]) -> str:
   """All tables and what to know about them."""
-  blocks = [reporting.text_table(table_rows(result['rows']))]
+  blocks = [reporting.text_table(table_rows(result['rows']), row_title='run')]
   blocks += [
     f'{table.caption}\n{reporting.aligned([table.header, *table.lines])}'
     for table in tables(result)
@@ -170,6 +170,7 @@ def html(result: Mapping[str, Any], provenance: reporting.Provenance) -> str:
     title='Few-shot linear evaluation',
     introduction='Accuracy of a linear classifier fitted to so many examples a class.',
     rows=rows,
+    row_title='run',
     tables=tables(result),
     notes=[
       f'Mean and standard error over draws of the examples. Protocol: {protocol}.',

@@ -1,5 +1,6 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
+from het_plugin.reporting.charts import lines_png, scatter_png
 from het_plugin.reporting.files import write_json
 from het_plugin.reporting.grid import grid_png
 from het_plugin.reporting.page import Figure, Table, html_page
@@ -15,6 +16,8 @@ __all__ = [
   'curves_png',
   'grid_png',
   'html_page',
+  'lines_png',
+  'scatter_png',
   'text_table',
   'write_json',
 ]

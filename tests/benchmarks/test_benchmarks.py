@@ -120,3 +120,12 @@ def test_initial_noise(tmp_path):
   assert [row['initial_noise_scale'] for row in result['rows']] == [1.0, 0.1]
   assert result['rows'][0]['nll'] != result['rows'][1]['nll']
   assert 'HET-XL' in printed[-1]
+
+
+def test_knn(tmp_path):
+  rows, printed = run('knn.py', tmp_path, '--rows=200', '--dim=8', '--ks=1,3', '--repeats=1')
+  assert [row['k'] for row in rows] == [1, 3]
+  for row in rows:
+    assert row['time_ratio'] == row['sklearn_seconds'] / row['seconds'] > 0
+    assert row['agreement'] == 1
+  assert 'times as fast as scikit-learn' in printed[-1]

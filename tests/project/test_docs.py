@@ -75,10 +75,8 @@ def test_flags_exist(page):
 
 @pages
 def test_flags_in_the_text_are_flags_of_a_main(page):
-  mains = [
-    f'het_plugin/{name}.py' for name in ('train', 'quickstart', 'plan', 'represent', 'export')
-  ]
-  mains += [f'benchmarks/{path.name}' for path in (ROOT / 'benchmarks').glob('*.py')]
+  folders = ('het_plugin', 'benchmarks')
+  mains = [f'{name}/{path.name}' for name in folders for path in (ROOT / name).glob('*.py')]
   unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
   unknown -= set().union(*map(defined_flags, mains))
   assert not unknown, f'no main has a flag {unknown}'

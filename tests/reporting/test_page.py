@@ -92,6 +92,12 @@ def test_the_best_is_marked_and_references_stand_apart():
   assert 'chance' in references and 'chance' not in body
 
 
+def test_rows_may_be_something_else_than_heads():
+  assert 'head' in make_page().of('th')
+  page = make_page(row_title='candidate <i>')
+  assert 'candidate <i>' in page.of('th') and 'head' not in page.of('th')
+
+
 def test_few_shot_data_sets_have_a_table_each():
   fewshot = {'digits': {1: 0.5}, 'glyphs': {1: 0.25, 5: 0.75}}
   page = make_page(rows=[{**row, 'fewshot': fewshot, 'num_classes': 10} for row in ROWS])

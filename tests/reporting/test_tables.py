@@ -108,3 +108,10 @@ def test_json_has_plain_values_only(tmp_path):
 def test_json_refuses_what_it_cannot_write(tmp_path):
   with pytest.raises(TypeError):
     reporting.write_json([{'x': object()}], tmp_path / 'rows.json')
+
+
+def test_rows_may_be_something_else_than_heads():
+  rows = [{'head': 'a', 'nll': 1.0, 'fewshot': {1: 0.5}}]
+  first, second = reporting.text_table(rows, row_title='candidate').split('\n\n')
+  assert first.startswith('candidate') and second.startswith('few-shot accuracy')
+  assert reporting.text_table(rows).startswith('head')

@@ -1,0 +1,110 @@
+"""Files of several checkpoints, candidates for one task, that must hold the same examples."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from het_plugin.evaluation.log_probs import LogProbs, read_log_probs
+from het_plugin.evaluation.representations import Representations, read_representations
+
+_SUFFIXES = ('.npz', '.safetensors', '.npy')
+
+
+def split_sources(text: str) -> list[str]:
+  """'a.npz,X.npy,Y.npy' to ['a.npz', 'X.npy,Y.npy']: a .npy file and its labels are one source."""
+  sources = []
+  parts = iter(text.split(','))
+  for part in parts:
+    labels = next(parts, None) if part.endswith('.npy') else None
+    sources.append(part if labels is None else f'{part},{labels}')
+  return sources
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+  """What tells different sources apart: ['a', 'b'] of ['runs/a/x.npz', 'runs/b/x.npz']."""
+  paths = [source.split(',')[0].split('/') for source in sources]
+  if len(paths) > 1:
+    while min(map(len, paths)) > 1 and len({path[0] for path in paths}) == 1:
+      paths = [path[1:] for path in paths]
+    while min(map(len, paths)) > 1 and len({path[-1] for path in paths}) == 1:
+      paths = [path[:-1] for path in paths]
+  else:
+    paths = [paths[0][-1:]]
+  names = ['/'.join(path) for path in paths]
+  for suffix in _SUFFIXES:
+    names = [name.removesuffix(suffix) for name in names]
+  return names if len(set(names)) == len(names) else list(sources)
+
+
+def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
+  """Reads every file, so that what is wrong is known before anything is computed.
+
+  Args:
+    train: sources of the training split, one a candidate (see `read_representations`).
+    test: those of the test split, in the same order; may be empty.
+
+  Raises:
+    ValueError: a wrong file; candidates with different examples; two files of a candidate with
+      different numbers of features, or from different checkpoints or layers.
+  """
+  first, trained = {}, []
+  for split, sources in (('train', train), ('test', test)):
+    for i, source in enumerate(sources):
+      read = read_representations(source)
+      examples = _examples(read)
+      first.setdefault(split, examples)
+      _check_same(sources[0], source, first[split], examples)
+      described = (read.features.shape[1], read.class_names, read.provenance)
+      if split == 'train':
+        trained.append(described)
+      else:
+        _check_pair(source, described, train[i], trained[i])
+
+
+def same_log_probs(sources: Sequence[str], num_classes: int | None = None) -> Iterator[LogProbs]:
+  """Reads the candidates' predictions for a split, one after another.
+
+  Raises:
+    ValueError: a wrong file, or one with other examples or classes than the first or, where it is
+      given, than `num_classes`.
+  """
+  first = None
+  for source in sources:
+    read = read_log_probs(source)
+    classes = read.log_prob.shape[1]
+    num_classes = num_classes or classes
+    if classes != num_classes:
+      raise ValueError(f'{source} has {classes} classes; the files before it have {num_classes}')
+    first = first or read
+    _check_same(sources[0], source, (first.index, first.label), (read.index, read.label))
+    yield read
+
+
+def _check_pair(test: str, test_described: tuple, train: str, train_described: tuple) -> None:
+  """Compares (features, class names, provenance) of the two files of a candidate."""
+  dim, class_names, provenance = test_described
+  train_dim, train_class_names, train_provenance = train_described
+  if dim != train_dim:
+    raise ValueError(f'{test} has {dim} features and {train} {train_dim}; they must be equal')
+  if None not in (class_names, train_class_names) and class_names != train_class_names:
+    raise ValueError(f'{test} and {train} have different class names')
+  for name in ('checkpoint', 'layer'):
+    ours, theirs = provenance.get(name), train_provenance.get(name)
+    if None not in (ours, theirs) and ours != theirs:
+      raise ValueError(f'{test} is of {name} {ours}, but {train} of {name} {theirs}')
+
+
+def _examples(read: Representations) -> tuple[np.ndarray, np.ndarray]:
+  order = np.argsort(read.index, kind='stable')
+  return read.index[order], read.labels[order]
+
+
+def _check_same(first_source: str, source: str, first: tuple, other: tuple) -> None:
+  """Compares (index, labels), ascending by index."""
+  if not np.array_equal(first[0], other[0]):
+    raise ValueError(
+      f'{source} holds other examples than {first_source}: {len(other[0])} and {len(first[0])}, '
+      f'{len(np.intersect1d(first[0], other[0]))} in both'
+    )
+  if not np.array_equal(first[1], other[1]):
+    raise ValueError(f'{source} has other labels than {first_source} for the same examples')

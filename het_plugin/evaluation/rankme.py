@@ -1,0 +1,54 @@
+"""RankMe, the effective rank of representations, which needs no labels.
+
+Garrido et al. 2023, "RankMe: assessing the downstream performance of pretrained self-supervised
+representations by their rank" (https://arxiv.org/abs/2210.02885), eq. 1: for the singular values
+sigma_1 .. sigma_r, r = min(N, D), of the representations Z [N, D], not centred,
+
+    p_k = sigma_k / sum_j sigma_j + eps,   RankMe(Z) = exp(-sum_k p_k log p_k),   eps = 1e-7.
+
+The paper finds 25,600 examples enough for representations of D = 2048.
+"""
+
+import numpy as np
+import scipy.linalg
+
+EPS = 1e-7
+MAX_EXAMPLES = 25_600
+
+
+def singular_values(
+  features: np.ndarray, max_examples: int = MAX_EXAMPLES, seed: int = 0
+) -> np.ndarray:
+  """Singular values of features, finite float [N, D]: float64 [min(N, D)], descending.
+
+  Of the features themselves: the eigenvalues of their Gram matrix lose every singular value below
+  1e-8 of the largest.
+
+  Args:
+    features: the representations.
+    max_examples: of more rows, a random choice of so many that depends on N and the seed only.
+    seed: of that choice.
+
+  Raises:
+    ValueError: no or non-finite features, or all of them 0, which have no rank.
+  """
+  if features.ndim != 2 or not features.size:
+    raise ValueError(f'features must be [N, D], not empty; they are {list(features.shape)}')
+  if max_examples < 1:
+    raise ValueError(f'max_examples={max_examples} must be at least 1')
+  if len(features) > max_examples:
+    # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
+    bits = np.random.PCG64(np.random.SeedSequence([seed, len(features)])).random_raw(len(features))
+    features = features[np.sort(np.argsort(bits, kind='stable')[:max_examples])]
+  if not np.isfinite(features).all():
+    bad = int((~np.isfinite(features).all(axis=1)).sum())
+    raise ValueError(f'features have {bad} rows that are not finite')
+  if not features.any():
+    raise ValueError(f'all {len(features)} rows of the features are zero; they have no rank')
+  return scipy.linalg.svdvals(features.astype(np.float64), overwrite_a=True)
+
+
+def rankme(sigma: np.ndarray) -> float:
+  """Eq. 1 of the singular values [r], not all 0: from 1 to r, but for eps."""
+  p = sigma / sigma.sum() + EPS
+  return float(np.exp(-(p * np.log(p)).sum()))

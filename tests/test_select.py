@@ -1,0 +1,274 @@
+"""`python -m het_plugin.select`: what it finds, prints and writes, and what it refuses."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import flags
+from PIL import Image
+from scipy import special
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+
+from het_plugin import select
+from het_plugin.evaluation import few_shot
+
+ROOT = Path(__file__).parents[1]
+NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """Representations and predictions of three candidates: digits under noise."""
+  folder = tmp_path_factory.mktemp('runs')
+  rng = np.random.default_rng(0)
+  x, y = load_digits(return_X_y=True)
+  x, y = x[:500], y[:500].astype(np.int32)
+  for name, noise in NOISE.items():
+    (folder / name).mkdir()
+    noisy = (x + noise * rng.normal(size=x.shape)).astype(np.float32)
+    log_prob = special.log_softmax(
+      rng.normal(size=(500, 10)) * (2 + noise / 8) + 4 * np.eye(10)[y], axis=1
+    )
+    for split, rows in (('train', slice(0, 300)), ('test', slice(300, 500))):
+      index = np.arange(500)[rows]
+      np.savez(folder / name / f'{split}.npz', features=noisy[rows], label=y[rows], index=index)
+      arrays = dict(log_prob=log_prob[rows].astype(np.float32), label=y[rows], index=index)
+      np.savez(folder / name / f'log_prob_{split}.npz', **arrays)
+  return folder
+
+
+def files(runs, flag, file, names=NOISE):
+  return f'--{flag}=' + ','.join(str(runs / name / file) for name in names)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+  """Runs main in this process with flags of its own: (text, JSON)."""
+
+  def call(*arguments, code=0):
+    values = flags.FlagValues()
+    with monkeypatch.context() as patch:
+      for name in ('string', 'multi_string', 'list', 'enum', 'integer', 'bool'):
+        define = getattr(flags, f'DEFINE_{name}')
+        patch.setattr(flags, f'DEFINE_{name}', functools.partial(define, flag_values=values))
+      select.define_flags()
+      patch.setattr(flags, 'FLAGS', values)
+      out = tmp_path / 'out.json'
+      argv = values(['select', *arguments, *([f'--json={out}'] if not code else ())])
+      if not code:
+        select.main(argv)
+        return capsys.readouterr().out, json.loads(out.read_text())
+      with pytest.raises(SystemExit) as exit_info:
+        select.main(argv)
+    assert exit_info.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+  return call
+
+
+def load(path):
+  arrays = np.load(path)
+  return arrays['features'], arrays['label']
+
+
+def test_as_a_user_runs_it(runs, tmp_path):
+  outputs = {kind: tmp_path / 'deep' / f'knn.{kind}' for kind in ('json', 'png', 'html')}
+  result = subprocess.run(
+    [
+      *(sys.executable, '-m', 'het_plugin.select', 'knn', '--k=1,5'),
+      *(f'--train={runs / name / "train.npz"}' for name in NOISE),
+      *(f'--{kind}={path}' for kind, path in outputs.items()),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+  )
+  assert result.returncode == 0, result.stderr
+  lines = result.stdout.splitlines()
+  assert lines[0] == 'pre-logits D 64' and lines[2].split()[0] == 'candidate'
+  assert [line.split()[0] for line in lines[4:7]] == list(NOISE)
+  assert Image.open(outputs['png']).size == (880, 495)
+  page = outputs['html'].read_text()
+  assert '<th scope="col">candidate</th>' in page and 'data:image/png' in page
+  assert 'python -m het_plugin.select knn' in page and '>head<' not in page
+  assert json.loads(outputs['json'].read_text())['leave_one_out'] is True
+
+
+def test_knn_on_test_files_is_scikit_learns(runs, run):
+  text, found = run(
+    'knn', files(runs, 'train', 'train.npz'), files(runs, 'test', 'test.npz'), '--metric=cosine'
+  )
+  for row in found['rows']:
+    train, test = (load(runs / row['candidate'] / f'{split}.npz') for split in ('train', 'test'))
+    theirs = KNeighborsClassifier(1, algorithm='brute', metric='cosine').fit(*train)
+    assert row['accuracy'] == {'1': theirs.score(*test)}
+  assert 'on the test examples; cosine distance' in text
+  accuracies = [row['accuracy']['1'] for row in found['rows']]
+  assert accuracies == sorted(accuracies, reverse=True)
+
+
+def test_npy_files_and_names(runs, run, tmp_path):
+  x, y = load(runs / 'good' / 'train.npz')
+  np.save(tmp_path / 'x.npy', x)
+  np.save(tmp_path / 'y.npy', y)
+  source = f'{tmp_path}/x.npy,{tmp_path}/y.npy'
+  np.savez(tmp_path / 'other.npz', features=x[:, :10], label=y)
+  text, found = run('knn', f'--train={source},{tmp_path}/other.npz', '--names=all,part')
+  assert [(row['candidate'], row['pre_logits_dim']) for row in found['rows']] == [
+    ('all', 64),
+    ('part', 10),
+  ]
+  assert 'pre-logits D' in text.splitlines()[0]
+
+
+def test_rank_keeps_the_best(runs, run):
+  _, found = run(
+    'rank',
+    *(files(runs, 'train', 'train.npz', reversed(NOISE)), '--shots=1,5', '--seeds=0,1'),
+    *(files(runs, 'test', 'test.npz', reversed(NOISE)), '--keep=2'),
+  )
+  rows = found['rows']
+  assert [row['candidate'] for row in rows] == list(NOISE)
+  assert [sorted(row['few_shot']) for row in rows] == [['1', '5'], ['1', '5'], []]
+  train, test = (load(runs / 'good' / f'{split}.npz') for split in ('train', 'test'))
+  expected = few_shot(*train, *test, shots=(1, 5), seeds=(0, 1))
+  assert rows[0]['few_shot']['5']['accuracies'] == list(expected[5].accuracies)
+  assert found['agreement'] == {}
+  _, proxy = run('knn', files(runs, 'train', 'train.npz'))
+  assert [row['proxy'] for row in rows] == [row['accuracy']['1'] for row in proxy['rows']]
+
+
+def test_rank_keeping_all_measures_the_proxy(runs, run, tmp_path):
+  text, found = run(
+    *('rank', '--keep=all', '--shots=5', '--seeds=0', f'--png={tmp_path / "rank.png"}'),
+    *(files(runs, 'train', 'train.npz'), files(runs, 'test', 'test.npz')),
+  )
+  assert found['agreement'] == {'5': {'kendall_tau': 1.0, 'regret': [0.0, 0.0, 0.0]}}
+  assert "5 shots: Kendall's tau 1.000; regret of keeping the best 1, 2, ...: 0.000" in text
+  assert Image.open(tmp_path / 'rank.png').size == (880, 495)
+
+
+def test_rankme_and_its_bound(runs, run, tmp_path):
+  png = tmp_path / 'spectra.png'
+  _, found = run('rankme', files(runs, 'train', 'train.npz'), f'--png={png}')
+  assert [row['candidate'] for row in found['rows']] == ['poor', 'fair', 'good']
+  for row in found['rows']:
+    x, _ = load(runs / row['candidate'] / 'train.npz')
+    sigma = np.linalg.svd(x.astype(np.float64), compute_uv=False)
+    p = sigma / sigma.sum() + 1e-7
+    assert row['rankme'] == pytest.approx(np.exp(-np.sum(p * np.log(p))))
+  assert Image.open(png).size == (880, 495)
+  _, few = run('rankme', files(runs, 'train', 'train.npz'), '--max_examples=40')
+  assert all(row['num_examples'] == len(row['singular_values']) == 40 for row in few['rows'])
+
+
+def test_ensemble_beside_the_best_and_the_average(runs, run):
+  text, found = run(
+    'ensemble',
+    files(runs, 'validation', 'log_prob_train.npz'),
+    files(runs, 'test', 'log_prob_test.npz'),
+  )
+  weights = {member['candidate']: member['weight'] for member in found['members']}
+  assert sum(weights.values()) == pytest.approx(1) and len(weights) > 1
+  mixtures = [weights, {'good': 1.0}, dict.fromkeys(NOISE, 1 / 3)]
+  for row, mixture in zip(found['rows'], mixtures, strict=True):
+    for split, file in (('validation', 'train'), ('test', 'test')):
+      arrays = {name: np.load(runs / name / f'log_prob_{file}.npz') for name in mixture}
+      p = sum(w * np.exp(arrays[name]['log_prob'].astype(float)) for name, w in mixture.items())
+      label = arrays['good']['label']
+      nll = -np.log(p[np.arange(len(p)), label]).mean()
+      assert row[f'{split}_nll'] == pytest.approx(nll, rel=1e-6)
+      assert row[f'{split}_accuracy'] == np.mean(p.argmax(axis=1) == label)
+  steps = [step['validation_nll'] for step in found['steps']]
+  assert steps[-1] == pytest.approx(found['rows'][0]['validation_nll'])
+  assert steps[0] == pytest.approx(found['rows'][1]['validation_nll'])
+  assert '1. good: validation NLL' in text and 'best single: good' in text
+
+
+def test_ensemble_without_replacement_or_test_files(runs, run, tmp_path):
+  _, found = run(
+    *('ensemble', '--noreplacement', '--max_members=2', f'--png={tmp_path / "x.png"}'),
+    files(runs, 'validation', 'log_prob_train.npz'),
+  )
+  assert [member['weight'] for member in found['members']] == [0.5, 0.5]
+  assert 'test_nll' not in found['rows'][0]
+
+
+@pytest.mark.parametrize(
+  'arguments,words',
+  [
+    ([], 'write one of knn, rank, rankme, ensemble'),
+    (['kn'], 'select kn: write one of knn, rank, rankme, ensemble'),
+    (['knn', 'more'], 'select knn more: write one of'),
+    (['knn'], '--train is not set: give it a file for each candidate'),
+    (['ensemble'], '--validation is not set'),
+    (['knn', '--shots=1'], '--shots means nothing for knn; it is for rank'),
+    (['rankme', '--k=1'], '--k means nothing for rankme; it is for knn, rank'),
+    (
+      ['ensemble', '--train=x.npz'],
+      '--train means nothing for ensemble; it is for knn, rank, rankme',
+    ),
+    (['knn', '--train=x.npz'], 'x.npz does not exist'),
+    (['knn', '--train=x.npz,x.npz'], '--train names x.npz twice'),
+    (['knn', '--train=x.npy'], 'write FEATURES.npy,LABELS.npy'),
+    (['knn', '--train=x.npz', '--test=y.npz,z.npz'], '--test has 2 files and --train 1'),
+    (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
+    (['knn', '--train=x.npz', '--k=1,x'], '--k=1,x must be whole numbers'),
+    (['knn', '--train=GOOD', '--k=300'], 'k=300 must be in 1 .. 299'),
+    (['rank', '--train=GOOD', '--k=1,2'], '--k=1,2 must be one number for rank'),
+    (['rank', '--train=GOOD', '--l2=x'], '--l2=x must be a number'),
+    (['rank', '--train=GOOD'], '--test is not set; rank measures'),
+    (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
+    (['rank', '--train=GOOD', '--test=TEST', '--keep=x'], '--keep=x must be whole numbers'),
+    (['rank', '--train=GOOD', '--test=TEST', '--shots=0'], 'shots=(0,) must be one or more'),
+    (['rankme', '--train=GOOD', '--max_examples=0'], '--max_examples=0 must be at least 1'),
+    (['ensemble', '--validation=GOOD'], 'has no array log_prob'),
+    (['ensemble', '--validation=P', '--max_members=0'], '--max_members=0 must be at least 1'),
+    (['knn', '--train=GOOD,TEST'], 'holds other examples than'),
+    (['ensemble', '--validation=P,Q'], 'holds other examples than'),
+  ],
+)
+def test_what_is_wrong_is_one_sentence(runs, run, arguments, words):
+  good = runs / 'good'
+  for short, file in (('GOOD', 'train'), ('TEST', 'test'), ('P', 'log_prob_train')):
+    arguments = [x.replace(f'={short}', f'={good / file}.npz') for x in arguments]
+  arguments = [x.replace(',TEST', f',{good / "test"}.npz') for x in arguments]
+  arguments = [x.replace(',Q', f',{good / "log_prob_test"}.npz') for x in arguments]
+  line = run(*arguments, code=2)
+  assert line.startswith('Error: ') and words in line
+
+
+@pytest.mark.parametrize(
+  'arrays,words',
+  [
+    (
+      dict(features=np.ones((5, 2)), label=np.zeros(5, int)),
+      'all 5 training examples have label 0',
+    ),
+    (dict(features=np.full((5, 2), np.nan), label=np.zeros(5, int)), 'rows that are not finite'),
+    (dict(features=np.ones((0, 2)), label=np.zeros(0, int)), 'no features'),
+    (dict(features=np.ones((2, 2)), label=np.array([0, -1])), 'label -1 of row 1 is out of range'),
+  ],
+)
+def test_representations_that_cannot_be_used(run, tmp_path, arrays, words):
+  np.savez(tmp_path / 'x.npz', **arrays)
+  assert words in run('knn', f'--train={tmp_path / "x.npz"}', code=2)
+
+
+def test_test_files_of_another_width(runs, run, tmp_path):
+  np.savez(tmp_path / 'x.npz', features=np.ones((5, 2)), label=np.arange(5))
+  train = files(runs, 'train', 'train.npz', ['good'])
+  assert 'has 2 features and' in run('knn', train, f'--test={tmp_path / "x.npz"}', code=2)
+
+
+def test_an_unknown_flag_is_a_usage_error(run):
+  with pytest.raises(flags.UnrecognizedFlagError):
+    run('knn', '--neighbours=3')
