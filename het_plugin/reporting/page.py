@@ -29,6 +29,7 @@ def html_page(
   references: Sequence[Row] = (),
   notes: Sequence[str] = (),
   figures: Sequence[Figure] = (),
+  row_title: str = 'head',
 ) -> str:
   """One HTML document that needs no other file and no script. All text is escaped.
 
@@ -40,11 +41,12 @@ def html_page(
     references: yardsticks such as chance and ceiling, set apart below the results.
     notes: how to read the columns, a line each.
     figures: plots.
+    row_title: what a row is.
   """
   parts = [
     f'<h1>{escape(title)}</h1>',
     f'<p class="lead">{escape(introduction)}</p>',
-    *_tables(rows, references),
+    *_tables(rows, references, row_title),
     _list(notes),
     *map(_figure, figures),
     _provenance(provenance),
@@ -71,16 +73,18 @@ _DOCUMENT = """<!doctype html>
 """
 
 
-def _tables(rows: Sequence[Row], references: Sequence[Row]) -> list[str]:
+def _tables(rows: Sequence[Row], references: Sequence[Row], row_title: str) -> list[str]:
   names = [str(row['head']) for row in (*rows, *references)]
   all_columns = columns([*rows, *references], num_references=len(references))
   return [
-    _table(group or problem_line(rows), names, list(members), len(rows))
+    _table(group or problem_line(rows), row_title, names, list(members), len(rows))
     for group, members in itertools.groupby(all_columns, key=lambda column: column.group)
   ]
 
 
-def _table(caption: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:
+def _table(
+  caption: str, row_title: str, names: Sequence[str], members: Sequence[Column], num_rows: int
+) -> str:
   header = ''.join(f'<th scope="col">{escape(c.title)}</th>' for c in members)
   lines = [_table_row(i, name, members) for i, name in enumerate(names)]
   references = [
@@ -91,7 +95,7 @@ def _table(caption: str, names: Sequence[str], members: Sequence[Column], num_ro
       '<div class="table">',
       '<table>',
       f'<caption>{escape(caption)}</caption>',
-      f'<thead><tr><th scope="col">head</th>{header}</tr></thead>',
+      f'<thead><tr><th scope="col">{escape(row_title)}</th>{header}</tr></thead>',
       f'<tbody>{"".join(lines[:num_rows])}</tbody>',
       f'<tbody class="references">{"".join(references)}</tbody>' if references else '',
       '</table>',

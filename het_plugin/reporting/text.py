@@ -8,12 +8,13 @@ from het_plugin.reporting.columns import Column, Row, columns, problem_line
 _BEST = '*'
 
 
-def text_table(rows: Sequence[Row], references: Sequence[Row] = ()) -> str:
-  """Aligned tables of `rows` (see `columns`): the main one, then one for each few-shot data set.
+def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head') -> str:
+  """Aligned tables of `rows` (see `columns`): the main one, then one for each further group.
 
   Args:
     rows: results; the best value of a column is marked with a star.
     references: yardsticks such as chance and ceiling, set apart below the results.
+    row_title: what a row is.
 
   Returns:
     The text, without a newline at its end.
@@ -22,7 +23,7 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = ()) -> str:
   blocks = [problem_line(rows)] if problem_line(rows) else []
   all_columns = columns([*rows, *references], num_references=len(references))
   for group, members in itertools.groupby(all_columns, key=lambda column: column.group):
-    blocks.append(_block(group, names, list(members), len(rows)))
+    blocks.append(_block(group or row_title, names, list(members), len(rows)))
   return '\n\n'.join(blocks)
 
 
@@ -32,9 +33,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
   return '\n'.join('  '.join(line) for line in zip(*cells, strict=True))
 
 
-def _block(group: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:
+def _block(title: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:
   shown = [i for i in range(len(names)) if i < num_rows or any(c.is_present(i) for c in members)]
-  first = _pad([group or 'head', *(names[i] for i in shown)], '<')
+  first = _pad([title, *(names[i] for i in shown)], '<')
   body = [
     _pad([c.title + ' ', *(c.cells[i] + (_BEST if i in c.best else ' ') for i in shown)], '>')
     for c in members
