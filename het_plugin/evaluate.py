@@ -174,6 +174,7 @@ def evaluate_checkpoint(name: str, checkpoint: str, settings: Settings) -> Evalu
           _stream('ood_', settings.ood_dataset, settings.ood_split, run, settings)
         )
       )
+    looked_at = _read_looked_at(run, task, settings)
     parts = _predict(name, predictor, run, streams[0], settings)
     scores, kept = [], []
     for part in parts:
@@ -211,7 +212,7 @@ def evaluate_checkpoint(name: str, checkpoint: str, settings: Settings) -> Evalu
     unknown,
     class_names=shown_names(task, info),
     config=run.config,
-    **_look(run, task, settings),
+    **_look(run, task, settings, *looked_at),
   )
 
 
@@ -302,30 +303,40 @@ def _predict(name, predictor, run, batches, settings) -> Iterator[predictions.Pr
   yield from predictor(run.params, progress, size, bound)
 
 
-def _look(run, task: str, settings: Settings) -> dict[str, Any]:
+def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
+  """The examples whose covariance is looked at: the first ones, and those asked for by id; None
+  where there are none.
+  """
+  first, asked = None, None
+  number = settings.homoglyph_examples if glyph_class_set(task) else 0
+  if not settings.covariance_index:
+    number = max(number, settings.covariance_images)
+  if number and not class_covariance.why_none(run.model.head):
+    first = _examples(run, task, settings, number=number)
+  if settings.covariance_index:
+    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
+      asked = _examples(run, task, settings, index=settings.covariance_index)
+  return first, asked
+
+
+def _look(run, task: str, settings: Settings, first: Any, asked: Any) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
-  class_set = glyph_class_set(task)
-  number = settings.homoglyph_examples if class_set else 0
-  num_drawn = 0 if settings.covariance_index else settings.covariance_images
-  if not max(number, num_drawn) and not settings.covariance_index:
-    return {}
   if reason := class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
   look = class_covariance.CovarianceLook(run.model, run.partitioner, run.param_specs, run.channels)
   result = {}
-  if max(number, num_drawn):
-    looks = list(look(run.params, _examples(run, task, settings, number=max(number, num_drawn))))
-    result['looks'] = looks[:num_drawn]
-    if number:
+  if first is not None:
+    looks = list(look(run.params, first))
+    result['looks'] = looks[: settings.covariance_images]
+    if (class_set := glyph_class_set(task)) and settings.homoglyph_examples:
+      counted = looks[: settings.homoglyph_examples]
       result['homoglyphs'] = class_covariance.homoglyph_rate(
-        [x.label for x in looks],
-        [x.with_label for x in looks],
+        [x.label for x in counted],
+        [x.with_label for x in counted],
         homoglyphs(class_set, settings.split, run.image_size),
       )
-  if settings.covariance_index:
-    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
-      examples = _examples(run, task, settings, index=settings.covariance_index)
-    result['looks'] = list(look(run.params, examples))
+  if asked is not None:
+    result['looks'] = list(look(run.params, asked))
   return result
 
 

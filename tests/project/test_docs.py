@@ -75,7 +75,9 @@ def test_flags_exist(page):
 
 @pages
 def test_flags_in_the_text_are_flags_of_a_main(page):
-  mains = [f'het_plugin/{name}.py' for name in ('train', 'quickstart', 'plan', 'export')]
+  mains = [
+    f'het_plugin/{name}.py' for name in ('train', 'quickstart', 'plan', 'export', 'evaluate')
+  ]
   mains += [f'benchmarks/{path.name}' for path in (ROOT / 'benchmarks').glob('*.py')]
   unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
   unknown -= set().union(*map(defined_flags, mains))
