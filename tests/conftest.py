@@ -18,6 +18,40 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CHECKOUT / '.cache' / 'j
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
 
 
+class TfdsFiles:
+  """Writes small prepared TFDS data sets and lets TFDS find them."""
+
+  def __init__(self, root: Path):
+    tfds = pytest.importorskip('tensorflow_datasets')  # takes seconds; few tests need it
+
+    self._root = root
+    self._tfds = tfds
+    tfds.core.add_data_dir(str(root))
+
+  def write(self, name, features, examples, file_format='array_record', supervised_keys=None):
+    """Writes `examples`, {split: [example]}, as `tfds build` would, three a shard."""
+    core = self._tfds.core
+    folder = self._root / name / '1.0.0'
+    folder.mkdir(parents=True)
+    identity = core.DatasetIdentity(
+      name=name, version=core.Version('1.0.0'), data_dir=str(folder), module_name=''
+    )
+    info = core.DatasetInfo(
+      builder=identity,
+      features=self._tfds.features.FeaturesDict(features),
+      supervised_keys=supervised_keys,
+    )
+    writer = core.SequentialWriter(info, 3, overwrite=True, file_format=file_format)
+    writer.initialize_splits(list(examples))
+    writer.add_examples(examples)
+    writer.close_all()
+
+
+@pytest.fixture(scope='session')
+def tfds_files(tmp_path_factory) -> TfdsFiles:
+  return TfdsFiles(tmp_path_factory.mktemp('tfds'))
+
+
 @pytest.fixture(scope='session')
 def data_dir() -> Path:
   """Directory of image archives (.npz): $HET_PLUGIN_DATA, or shared/data beside the checkout."""

@@ -8,6 +8,7 @@ import pytest
 
 import gin
 from het_plugin import configurables, data, gin_utils, heads, integrate, models
+from het_plugin.evaluation import fewshot_action
 from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -112,6 +113,33 @@ def test_partitioning_files_make_a_partitioner(path):
   gin_utils.parse_config([str(path)], [])
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
   assert partitioner.data_shards * partitioner.model_shards == jax.device_count()
+
+
+def test_the_papers_few_shot_data_sets():
+  tfds = pytest.importorskip('tensorflow_datasets')
+  gin_utils.parse_config(['het_plugin/gin/evaluation/paper_datasets.gin'], [])
+  extra = ['FewShotAction.image_size = 224', 'FewShotAction.channels = 3']
+  with gin.unlock_config():
+    gin.parse_config(extra)
+  gin.get_configurable(fewshot_action.FewShotAction)()  # takes its data sets from the file
+  datasets = gin.query_parameter('%FEWSHOT_DATASETS')
+  datasets = [reference.scoped_configurable_fn() for reference in datasets]
+  names = 'birds caltech cars cifar100 col_hist dtd imagenet pets uc_merced'.split()
+  assert [dataset.name for dataset in datasets] == names
+  assert {dataset.resize for dataset in datasets} == {'squash'}
+  for dataset in datasets:
+    builder = tfds.builder(dataset.task.removeprefix('tfds:'))  # TFDS knows name and version
+    assert builder.info.features['label'].num_classes > 1 and 'image' in builder.info.features
+    if not builder.is_prepared():
+      with pytest.raises(
+        ValueError, match=f'{dataset.task} is not prepared in .*; run: tfds build'
+      ):
+        data.task_info(dataset.task)
+  by_name = {d.name: (d.train_split, d.test_split) for d in datasets}
+  assert by_name.pop('col_hist') == ('train[:2000]', 'train[2000:]')
+  assert by_name.pop('uc_merced') == ('train[:1000]', 'train[1000:]')
+  assert by_name.pop('imagenet') == ('train', 'validation')
+  assert set(by_name.values()) == {('train', 'test')}
 
 
 def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):

@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from het_plugin.data import reader
+from het_plugin.data import reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, TaskInfo
 
 Batch = dict[str, np.ndarray]
@@ -31,13 +31,21 @@ class DatasetConfig:
 
   mixture_or_task_name: a name (see tasks.py) or a task.
   task_feature_lengths: {'image': H, 'label': L}, the images' side and the labels' length.
-  split: one of the task's splits.
+  split: one of the task's splits, or a slice of a finite one in TFDS's notation: 'train[:2000]',
+    'train[10%:20%]', 'train[-500:]'. A slice is read as an evaluation split is, once and without
+    augmentation, of 'train' too; to train on one set augment = True.
   batch_size: examples of the GLOBAL batch.
   shuffle: whether every epoch is in a random order of its own; else in the order of the records.
   seed: of the order, the augmentation and the endless streams; in [0, 2^32).
-  num_epochs: passes over the split. None: endless for the split 'train', one for any other.
-  augment: whether images go through the task's training preprocessors. None: for the split 'train'.
-  max_corrupt_fraction: the part of the split that may be unreadable (such rows are masked).
+  num_epochs: passes over the split or slice. None: endless for the split 'train' and where augment
+    is True, one pass otherwise.
+  augment: whether images go through the task's training preprocessors. None: for the split 'train',
+    which no slice is.
+  resize: how evaluation makes squares of photographs: 'aspect' keeps the aspect ratio, 'squash'
+    does not (preprocess.photo_evaluation). None: as the task does, which is 'aspect' for our
+    photographs.
+  max_corrupt_fraction: the part of the split or slice that may be unreadable; such rows are
+    masked.
   module: a module to import first, such as one that registers tasks.
   use_cached, pack: t5x's; image tasks are neither cached nor packed, so they must be False.
   """
@@ -50,6 +58,7 @@ class DatasetConfig:
   seed: int = 0
   num_epochs: int | None = None
   augment: bool | None = None
+  resize: Literal['aspect', 'squash'] | None = None
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
   module: str | None = None
   use_cached: bool = False
@@ -66,6 +75,8 @@ class DatasetConfig:
       raise ValueError(
         f'max_corrupt_fraction is {self.max_corrupt_fraction}; it must lie in [0, 1].'
       )
+    if self.resize not in (None, 'aspect', 'squash'):
+      raise ValueError(f"resize is {self.resize!r}; it must be 'aspect', 'squash' or None.")
     for name in ('use_cached', 'pack'):
       if getattr(self, name):
         raise ValueError(f'{name} is True; image tasks are neither cached nor packed: use False.')
@@ -187,14 +198,17 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
 
   task = tasks.get_task(cfg.mixture_or_task_name)
   augment = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
-  seqio_task.check_request(task, cfg.split, cfg.task_feature_lengths, augment)
+  preprocessors = task.split_preprocessors(augment, cfg.resize)
+  seqio_task.check_request(task, cfg.split, cfg.task_feature_lengths, preprocessors)
   info = task.examples.info
-  if cfg.num_epochs is not None and info.splits[cfg.split] is None:
+  part = splits.resolve(cfg.split, info.splits, task.name)
+  if cfg.num_epochs is not None and part.num_records is None:
     raise ValueError(
       f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
       f'be None.'
     )
   side, max_labels = cfg.task_feature_lengths['image'], cfg.task_feature_lengths['label']
+  training = cfg.split == TRAIN_SPLIT or cfg.augment
   example_reader = reader.ExampleReader(
     task.examples,
     cfg.split,
@@ -202,11 +216,11 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     max_labels=max_labels,
     shuffle=cfg.shuffle,
     seed=cfg.seed,
-    num_epochs=cfg.num_epochs or (None if cfg.split == TRAIN_SPLIT else 1),
+    num_epochs=cfg.num_epochs or (None if training else 1),
     max_corrupt_fraction=cfg.max_corrupt_fraction,
   )
-  if task.split_preprocessors(augment):
-    preprocess = seqio_task.batch_preprocessor(task, cfg.task_feature_lengths, augment)
+  if preprocessors:
+    preprocess = seqio_task.batch_preprocessor(task, cfg.task_feature_lengths, preprocessors)
     make_batch = functools.partial(_read_in_blocks, example_reader, preprocess)
   else:
     make_batch = functools.partial(_read_arrays, example_reader)

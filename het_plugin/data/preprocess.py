@@ -11,6 +11,7 @@ every batch and after any restart, and differs between epochs. The image side co
 from het_plugin.data.tf_host import tf
 
 _CROP_STREAM, _FLIP_STREAM = 1, 2  # folded into the example's key
+_CROP_MARGIN = 256 / 224  # of an image before its central crop to the side after it
 
 
 def inception_crop(
@@ -49,12 +50,40 @@ def flip_left_right():
   return _map_image(flip)
 
 
-def resize():
-  """Resizes to the side x side square, without regard to the aspect ratio."""
-  return _map_image(lambda image, key, size: _resize(image, size, size))
+def photo_evaluation(resize_mode: str = 'aspect'):
+  """The preprocessors of photographs, uint8 of any size, in evaluation.
+
+  Both modes resize to 8/7 of the side (256 for 224), crop the centre and map levels to [-1, 1];
+  small images are enlarged.
+
+  Args:
+    resize_mode: 'aspect' keeps the aspect ratio: the shorter side becomes 8/7 of the side. 'squash'
+      does not: both sides do, bilinear without antialiasing. This is the public few-shot protocol,
+      big_vision's resize(256)|central_crop(224)|value_range(-1,1), but for levels between two
+      integers, which are rounded here and cut off there.
+
+  Raises:
+    ValueError: another mode.
+  """
+  modes = {'aspect': resize_small(), 'squash': resize(_CROP_MARGIN, antialias=False)}
+  if resize_mode not in modes:
+    raise ValueError(f'resize_mode is {resize_mode!r}; it must be one of {sorted(modes)}.')
+  return modes[resize_mode], central_crop(), value_range()
 
 
-def resize_small(factor: float = 256 / 224):
+def resize(factor: float = 1.0, antialias: bool = True):
+  """Resizes to the square of factor * side, without regard to the aspect ratio."""
+  if factor <= 0:
+    raise ValueError(f'factor is {factor}; it must be positive.')
+
+  def squash(image, key, size):
+    del key
+    return _resize(image, round(factor * size), round(factor * size), antialias)
+
+  return _map_image(squash)
+
+
+def resize_small(factor: float = _CROP_MARGIN):
   """Resizes so that the shorter side is factor * side, keeping the aspect ratio."""
   if factor < 1:
     raise ValueError(f'factor is {factor}; it must be at least 1 to leave room for a central crop.')
@@ -124,9 +153,9 @@ def _map_image(fn):
   return preprocessor
 
 
-def _resize(image, height, width):
-  """Bilinear with antialiasing; keeps the dtype."""
-  resized = tf.image.resize(image, [height, width], antialias=True)
+def _resize(image, height, width, antialias=True):
+  """Bilinear; keeps the dtype."""
+  resized = tf.image.resize(image, [height, width], antialias=antialias)
   return _to_dtype(resized, image.dtype)
 
 

@@ -1,7 +1,8 @@
 """From positions in the global order to examples: shuffling by epoch, padding, unreadable records.
 
 The global order is one sequence of positions 0, 1, 2, ... Position p shows record p mod N in epoch
-p div N or, shuffled, the record to which a permutation keyed by (seed, epoch) sends p mod N.
+p div N or, shuffled, the record to which a permutation keyed by (seed, epoch) sends p mod N. In a
+slice of a split N is the number of its own records, and its first one is added to the result.
 """
 
 import logging
@@ -9,7 +10,7 @@ import logging
 import numpy as np
 from grain.experimental import index_shuffle
 
-from het_plugin.data import counter_random
+from het_plugin.data import counter_random, splits
 from het_plugin.data.sources import ExampleSource
 
 _SHUFFLE_STREAM, _PREPROCESS_STREAM = 1, 2
@@ -18,7 +19,7 @@ _NAMED_RECORDS = 5  # how many unreadable records an error names
 
 
 class CorruptRecords:
-  """Counts the unreadable records of a split and stops the run when they are too many."""
+  """Counts the unreadable records of a split or slice; too many of them stop the run."""
 
   def __init__(self, num_records: int, max_fraction: float):
     self._num_records = num_records
@@ -70,14 +71,20 @@ class ExampleReader:
     num_epochs: int | None,
     max_corrupt_fraction: float,
   ):
-    """Arguments as in DatasetConfig; num_epochs None: endless. An endless split has no epochs."""
+    """Arguments as in DatasetConfig; num_epochs None: endless. An endless split has no epochs.
+
+    Raises:
+      ValueError: no such split or slice.
+    """
+    part = splits.resolve(split, source.info.splits)
     self._source = source
-    self._split = split
+    self._split = part.split
+    self._first_record = part.start
     self._size = size
     self._max_labels = max_labels
     self._shuffle = shuffle
     self._seed = seed
-    self._num_records = source.info.splits[split]
+    self._num_records = part.num_records
     endless = num_epochs is None or self._num_records is None
     self.num_examples = None if endless else num_epochs * self._num_records
     self._one_pass = num_epochs == 1
@@ -89,8 +96,9 @@ class ExampleReader:
     Returns:
       image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ.
       label: int32 [B, max_labels], padded with -1.
-      index: int32 [B]; in one pass over a finite split the record's number, else the position
-        mod 2^31.
+      index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
+        the whole split, so that slices that do not overlap have no index in common; else the
+        position mod 2^31.
       mask: float32 [B], 1 for an example, 0 for padding and for an unreadable record.
       key: int32 [B, 2], the random key of the example's preprocessing, from (seed, position).
 
@@ -131,14 +139,14 @@ class ExampleReader:
       return positions
     epochs, offsets = np.divmod(positions, self._num_records)
     if not self._shuffle or self._num_records == 1:
-      return offsets
+      return self._first_record + offsets
     seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
     last = self._num_records - 1
     shuffled = [
       index_shuffle(int(offset), max_index=last, seed=seeds[int(epoch)], rounds=4)
       for epoch, offset in zip(epochs, offsets, strict=True)
     ]
-    return np.array(shuffled, np.int64)
+    return self._first_record + np.array(shuffled, np.int64)
 
   def _epoch_seed(self, epoch: int) -> int:
     return int(counter_random.base_key(self._seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import seqio
 
-from het_plugin.data import reader, sources
+from het_plugin.data import preprocess, reader, sources
+from het_plugin.data import splits as splits_lib
 from het_plugin.data.tf_host import tf
 
 OUTPUT_FEATURES = {
@@ -28,10 +29,16 @@ class IndexedDataSource(seqio.DataSource):
     self.examples = examples
     super().__init__(
       splits=examples.info.splits,
-      num_input_examples=examples.info.splits,
       caching_permitted=False,
       performs_internal_shuffling=True,
     )
+
+  @property
+  def splits(self) -> splits_lib.SliceableSplits:
+    return splits_lib.SliceableSplits(self.examples.info.splits)
+
+  def num_input_examples(self, split: str) -> int | None:
+    return self.splits[split]
 
   @property
   def supports_arbitrary_sharding(self) -> bool:
@@ -53,7 +60,8 @@ class IndexedDataSource(seqio.DataSource):
   ) -> tf.data.Dataset:
     """Packed examples (see `unpack`) of one shard, in the global order.
 
-    Shard i of n holds the positions p with p mod n = i. An endless split ignores num_epochs.
+    Shard i of n holds the positions p with p mod n = i. `split` may be a slice. An endless split
+    ignores num_epochs.
     """
     if not sequence_length:
       raise ValueError("sequence_length is missing; it must be {'image': H, 'label': L}.")
@@ -113,18 +121,40 @@ class ImageTask(seqio.Task):
     """The examples by number, before preprocessing."""
     return self.source.examples
 
-  def split_preprocessors(self, augment: bool) -> Sequence[Preprocessor]:
-    """The preprocessors of training (augment) or of evaluation."""
-    return self.preprocessors if augment else self._eval_preprocessors
+  def split_preprocessors(self, augment: bool, resize: str | None = None) -> Sequence[Preprocessor]:
+    """The preprocessors of training (augment) or of evaluation.
+
+    Args:
+      augment: whether they are those of training.
+      resize: None for the task's own, else see preprocess.photo_evaluation.
+
+    Raises:
+      ValueError: `resize` is set for training, or for images that are no photographs.
+    """
+    if resize is None:
+      return self.preprocessors if augment else self._eval_preprocessors
+    if augment:
+      raise ValueError(
+        f'resize is {resize!r}; images that are augmented are cropped at random: it must be None.'
+      )
+    if self.examples.image_size is not None or self.examples.image_dtype != np.uint8:
+      raise ValueError(
+        f'resize is {resize!r}; it is for photographs, uint8 of any size, which the images of '
+        f'{self.name} are not: it must be None.'
+      )
+    return preprocess.photo_evaluation(resize)
 
   def preprocess(
-    self, packed: tf.data.Dataset, sequence_length: Mapping[str, int], augment: bool
+    self,
+    packed: tf.data.Dataset,
+    sequence_length: Mapping[str, int],
+    preprocessors: Sequence[Preprocessor],
   ) -> tf.data.Dataset:
     """From packed examples to the task's output features."""
     source = self.examples
     dtype, num_channels = tf.as_dtype(source.image_dtype), source.info.channels
     dataset = packed.map(lambda example: unpack(example, dtype, num_channels))
-    dataset = self._preprocess_dataset(dataset, self.split_preprocessors(augment), sequence_length)
+    dataset = self._preprocess_dataset(dataset, preprocessors, sequence_length)
     dataset = self._validate_preprocessing(dataset)
     return dataset.map(lambda example: {name: example[name] for name in self.output_features})
 
@@ -143,6 +173,8 @@ class ImageTask(seqio.Task):
   ) -> tf.data.Dataset:
     """As seqio.Task.get_dataset; the whole split is shuffled, so the buffer size is not needed.
 
+    `split` may be a slice; only the whole split 'train' is augmented.
+
     Raises:
       ValueError: caching is asked for, the split does not exist or the lengths do not fit the task.
     """
@@ -151,8 +183,8 @@ class ImageTask(seqio.Task):
       raise ValueError(
         f'use_cached is True; the image task {self.name} cannot be cached: use False.'
       )
-    augment = split == sources.TRAIN_SPLIT
-    check_request(self, split, sequence_length or {}, augment)
+    preprocessors = self.split_preprocessors(augment=split == sources.TRAIN_SPLIT)
+    check_request(self, split, sequence_length or {}, preprocessors)
     packed = self.source.get_dataset(
       split,
       shuffle,
@@ -161,15 +193,22 @@ class ImageTask(seqio.Task):
       sequence_length=sequence_length,
       num_epochs=num_epochs,
     )
-    return self.preprocess(packed, sequence_length, augment).prefetch(tf.data.AUTOTUNE)
+    return self.preprocess(packed, sequence_length, preprocessors).prefetch(tf.data.AUTOTUNE)
 
 
-def check_request(task: ImageTask, split: str, lengths: Mapping[str, int], augment: bool) -> None:
-  """Raises ValueError if the task has no such split or cannot make features of these lengths."""
+def check_request(
+  task: ImageTask,
+  split: str,
+  lengths: Mapping[str, int],
+  preprocessors: Sequence[Preprocessor],
+) -> None:
+  """Checks that the task has a split or slice and can make features of these lengths.
+
+  Raises:
+    ValueError: it has not, or cannot.
+  """
   info = task.examples.info
-  if split not in info.splits:
-    raise ValueError(f'split is {split!r}; the splits of {task.name} are {sorted(info.splits)}.')
-  if info.splits[split] == 0:
+  if splits_lib.resolve(split, info.splits, task.name).num_records == 0:
     raise ValueError(f'The split {split!r} of {task.name} is empty.')
   if set(lengths) != {'image', 'label'} or min(lengths.values()) < 1:
     raise ValueError(
@@ -182,7 +221,7 @@ def check_request(task: ImageTask, split: str, lengths: Mapping[str, int], augme
       f'{info.max_labels} labels.'
     )
   size = task.examples.image_size
-  if size not in (None, lengths['image']) and not task.split_preprocessors(augment):
+  if size not in (None, lengths['image']) and not preprocessors:
     raise ValueError(
       f"task_feature_lengths['image'] is {lengths['image']}; the images of {task.name} are {size} "
       f'x {size} and the task does not resize them: use {size}, or call add_image_task with a '
@@ -223,11 +262,11 @@ def unpack(
 
 
 def batch_preprocessor(
-  task: ImageTask, lengths: Mapping[str, int], augment: bool
+  task: ImageTask, lengths: Mapping[str, int], preprocessors: Sequence[Preprocessor]
 ) -> Callable[[Mapping[str, Sequence[np.ndarray]]], dict[str, np.ndarray]]:
   """A function from ExampleReader.read's result to the task's output features as arrays [B, ...].
 
-  It runs the task's preprocessors exactly as seqio does, on a dataset that holds just these
+  It runs the preprocessors exactly as seqio does, on a dataset that holds just these
   examples; the graph is built once. The image is checked to be [H, H, C].
   """
   specs = packed_specs()
@@ -238,16 +277,16 @@ def batch_preprocessor(
   side = lengths['image']
 
   @tf.function(input_signature=[batch_specs])
-  def preprocess(packed):
+  def preprocess_batch(packed):
     dataset = tf.data.Dataset.from_tensor_slices(packed)
-    dataset = task.preprocess(dataset, lengths, augment)
+    dataset = task.preprocess(dataset, lengths, preprocessors)
     size = tf.shape(packed['index'], tf.int64)[0]
     batch = dataset.batch(size).with_options(options).get_single_element()
     channels = task.examples.info.channels
     return {**batch, 'image': tf.ensure_shape(batch['image'], [None, side, side, channels])}
 
   def run(examples):
-    batch = preprocess({name: tf.constant(x) for name, x in pack(examples).items()})
+    batch = preprocess_batch({name: tf.constant(x) for name, x in pack(examples).items()})
     return {name: x.numpy() for name, x in batch.items()}
 
   return run

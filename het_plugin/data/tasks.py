@@ -2,15 +2,17 @@
 
     glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
     digits                                     scikit-learn's digits
-    npz:PATH                                   arrays in a file (array_source.py)
-    image_folder:PATH                          JPEG and PNG files by class (image_folder.py)
-    tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py)
+    npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
+    image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
+    tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); of a NAME that
+                                               a folder here has too, this one is taken
 
 Another data set, or other preprocessing, is one call of `add_image_task` in a module that
 `DatasetConfig.module` names.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -30,11 +32,7 @@ _PHOTO_TRAIN = (
   preprocess.flip_left_right(),
   preprocess.value_range(),
 )
-_PHOTO_EVAL = (
-  preprocess.resize_small(),
-  preprocess.central_crop(),
-  preprocess.value_range(),
-)
+_PHOTO_EVAL = preprocess.photo_evaluation()
 
 # prefix: (maker of the source, preprocessors of training, of evaluation)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
@@ -89,13 +87,14 @@ def get_task(name: str | ImageTask) -> ImageTask:
       )
     return task
   prefix, _, argument = name.partition(':')
-  if prefix not in _MAKERS and tfds_source.exists(name):
-    prefix, argument = 'tfds', name
-  if prefix not in _MAKERS or not argument:
+  if prefix not in _MAKERS:
+    prefix, argument = _guess_prefix(name), name
+  if prefix is None or not argument:
     ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n))
     raise ValueError(
-      f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH, image_folder:PATH, '
-      f'tfds:NAME or the name of a TensorFlow Datasets data set.'
+      f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
+      f'in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
+      f'TensorFlow Datasets data set.'
     )
   seqio_name = _seqio_name(prefix, argument)
   if seqio_name in seqio.TaskRegistry.names():
@@ -106,6 +105,15 @@ def get_task(name: str | ImageTask) -> ImageTask:
 
 def is_image_task(name: str) -> bool:
   return isinstance(seqio.TaskRegistry.get(name), ImageTask)
+
+
+def _guess_prefix(name: str) -> str | None:
+  """The kind of a name without a prefix, by what it looks like."""
+  if name.endswith('.npz'):
+    return 'npz'
+  if tfds_source.exists(name):
+    return 'tfds'
+  return 'image_folder' if os.path.isdir(name) else None
 
 
 def _seqio_name(prefix: str, argument: str) -> str:

@@ -8,8 +8,8 @@ import tensorflow_datasets as tfds
 from het_plugin.data import decode
 from het_plugin.data.sources import TaskInfo
 
-# TFDS's own parser fails on other characters: NAME[/CONFIG][:VERSION][/KEY=VALUE,...].
-_NAME = r'[\w/:.,=*]+'
+# [NAMESPACE:]NAME[/CONFIG][:VERSION][/KEY=VALUE,...]; TFDS's own parser raises on anything else.
+_NAME = r'([\w-]+:)?\w+(/[\w+.-]+)?(:[\d.*]+)?(/\w+=.+)?'
 
 
 class TfdsSource:
@@ -52,7 +52,12 @@ class TfdsSource:
     label = label.feature if multi_label else label
     self._records = builder.as_data_source(
       {split: split for split in builder.info.splits},
-      decoders={self._image_key: tfds.decode.SkipDecoding()},
+      # ours is decoded on all cores below, and no other one (such as a mask) is wanted
+      decoders={
+        key: tfds.decode.SkipDecoding()
+        for key, feature in builder.info.features.items()
+        if isinstance(feature, tfds.features.Image)
+      },
     )
     self.info = TaskInfo(
       num_classes=label.num_classes,

@@ -1,37 +1,99 @@
 """Few-shot linear evaluation: how well a linear map of a representation separates few examples.
 
-The protocol, in full (that of big_vision's evaluators/fewshot_lsr.py; what differs is marked *):
+The protocol, in full. Each step has a setting; `PROTOCOLS` has the combinations of public
+evaluators by name. What differs from theirs is marked *.
 
-1. Draw. For each class c of the training split, sort its examples by example id and give the j-th
-   the j-th raw 64-bit output of `np.random.PCG64(np.random.SeedSequence([seed, c]))`; the class
-   contributes the `shots` examples of smallest output, or all it has if fewer. So a subset depends
-   on seed, class and ids alone (*), not on the order in which hosts or batches delivered the rows,
-   and for one seed the 1-shot subset lies within the 5-shot one.
-2. Fit. Features are standardised by the mean and (population deviation + 1e-5) of the subset; a
-   feature constant over the subset is dropped (*). Ridge regression onto targets 1 (own class) and
-   -1 with a constant feature of value 100 (`ridge.py`), in float64 (*), over the classes that have
-   at least one example (*).
-3. l2. 'loo' (*): the value of `L2_GRID` = 2^-10 .. 2^19 with the highest leave-one-out accuracy on
-   the subset, of equal ones the largest. The standardisation is not redone per left-out row. Rows
-   that are their class's only example are not left out: without it no model knows the class. If
-   no others remain (1 shot), l2 = 2^10, big_vision's constant. Of more than `MAX_LEFT_OUT`
-   remaining rows, ordered by class and then as drawn, every n-th is left out, n the least that
-   keeps within. A number is used as given. The test split is never looked at to choose.
-4. Score. argmax of the regression outputs (of equal ones the smallest label); accuracy over all
-   test rows, where rows of a class without any training example are wrong by necessity.
+1. Draw (`draw`). For each class c of the training split, sort its examples by example id (*); so a
+   subset depends on ids, not on the order in which hosts or batches delivered the rows.
+   'random': the j-th example gets the j-th raw 64-bit output of
+   `np.random.PCG64(np.random.SeedSequence([seed, c]))`; the class contributes the `shots` examples
+   of smallest output, or all it has if fewer. For one seed the 1-shot subset lies within the 5-shot
+   one, and the draw of a class does not depend on what other classes there are.
+   'first': the first `shots` of each class; there is one such subset, whatever the seeds.
+2. Fit (`classifier`). Features are standardised by the mean and (population deviation + 1e-5) of
+   the subset; a feature constant over the subset is dropped (*). Over the classes that have at
+   least one example (*), and for one or many strengths l2:
+   'ridge': regression onto targets 1 (own class) and -1 with a constant feature of value 100, in
+   float64 (*) (`ridge.py`);
+   'logistic': multinomial logistic regression, scikit-learn's with C = 1 / l2 and at most 150
+   iterations of L-BFGS (`logistic.py`).
+3. Choose (`l2`). Of `L2_GRID` = 2^-10 .. 2^19
+   'loo' (*): the strength of the highest leave-one-out accuracy on the subset, of equal ones the
+   largest. Ridge only. The standardisation is not redone per left-out row. Rows that are their
+   class's only example are not left out: without it no model knows the class. Of more than
+   `MAX_LEFT_OUT` remaining rows, ordered by class and then as drawn, every n-th is left out, n the
+   least that keeps within.
+   'heldout': the highest accuracy on held-out rows of the training split, of equal ones the
+   largest. They are those drawn next, as many a class as the shots, at most `MAX_LEFT_OUT`, chosen
+   as above. These are labels beyond the shots.
+   'mean_rank', 'mean_rank_others': by test accuracies over several data sets (`l2_selection.py`);
+   only `few_shot_all` can.
+   Where nothing is left to choose by (1 shot), l2 = 2^10, big_vision's constant. A number is used
+   as given. Only the mean ranks look at test splits.
+4. Score. The class of the largest output (of equal ones the smallest label); accuracy over all test
+   rows, where rows of a class without any training example are wrong by necessity. Logistic
+   regression also has probabilities: nll (nats) and ece (15 bins) over the test rows whose class
+   has a training example.
+
+Sources: big_vision's evaluators/fewshot_lsr.py (https://github.com/google-research/big_vision),
+V-MoE's evaluate/fewshot.py (https://github.com/google-research/vmoe), uncertainty-baselines'
+baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines).
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from het_plugin.evaluation import ridge
+from het_plugin.evaluation import l2_selection, logistic, ridge
 
 L2_GRID = tuple(2.0**k for k in range(-10, 20))
 BIG_VISION_L2 = 2.0**10
-MAX_LEFT_OUT = 4096  # an accuracy over as many is known to 0.008; N x K x r x 30 is long for all
+MAX_LEFT_OUT = 4096  # an accuracy over as many is known to 0.008
+CLASSIFIERS = ('ridge', 'logistic')
+DRAWS = ('random', 'first')
+MEAN_RANKS = ('mean_rank', 'mean_rank_others')
+L2_RULES = ('loo', 'heldout', *MEAN_RANKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+  """Settings of steps 1 to 3.
+
+  Attributes:
+    classifier: one of `CLASSIFIERS`.
+    draw: one of `DRAWS`.
+    l2: one of `L2_RULES`, or a strength > 0.
+
+  Raises:
+    ValueError: for anything else, or leave-one-out of a logistic regression.
+  """
+
+  classifier: str = 'ridge'
+  draw: str = 'random'
+  l2: float | str = 'loo'
+
+  def __post_init__(self):
+    for name, choices in (('classifier', CLASSIFIERS), ('draw', DRAWS)):
+      value = getattr(self, name)
+      if value not in choices:
+        raise ValueError(f'{name}={value!r} is unknown: choose one of {", ".join(choices)}.')
+    if self.l2 not in L2_RULES and (isinstance(self.l2, str) or not 0 < self.l2 < np.inf):
+      raise ValueError(f'l2={self.l2!r} must be a finite number > 0, or {", ".join(L2_RULES)}.')
+    if self.classifier == 'logistic' and self.l2 == 'loo':
+      raise ValueError(
+        "l2='loo' needs classifier='ridge': a logistic regression would be refitted for every row; "
+        "choose 'heldout'."
+      )
+
+
+PROTOCOLS = {
+  'loo': Protocol(),
+  'big_vision': Protocol(l2=BIG_VISION_L2),
+  'vmoe': Protocol(l2='mean_rank'),
+  'uncertainty_baselines': Protocol('logistic', 'first', 'mean_rank_others'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +102,12 @@ class FewShotResult:
 
   Attributes:
     shots: examples a class.
-    accuracies: test accuracy in [0, 1] for each seed.
-    l2: strength used for each seed.
+    accuracies: test accuracy in [0, 1] for each draw.
+    l2: strength used for each draw.
     classes_short: classes of the training split with fewer examples than `shots`.
     test_unseen: test rows whose class has no training example at all.
+    nll, ece: for each draw, of a classifier with probabilities; else None.
+    correct: bool [draws, M], the test rows that are right.
   """
 
   shots: int
@@ -51,17 +115,41 @@ class FewShotResult:
   l2: tuple[float, ...]
   classes_short: int
   test_unseen: int
+  nll: tuple[float, ...] | None = None
+  ece: tuple[float, ...] | None = None
+  correct: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
   def mean(self) -> float:
-    """Mean accuracy over seeds."""
+    """Mean accuracy over draws."""
     return float(np.mean(self.accuracies))
 
   @property
   def stderr(self) -> float | None:
-    """Standard error of `mean` over seeds (deviation with n - 1); None for a single seed."""
+    """Standard error of `mean` over draws (deviation with n - 1); None for a single draw."""
     n = len(self.accuracies)
     return float(np.std(self.accuracies, ddof=1) / np.sqrt(n)) if n > 1 else None
+
+  def record(self) -> dict[str, Any]:
+    """The result as JSON has it: without `correct`, with mean and standard error."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    given = {name: x for name, x in fields.items() if name != 'correct' and x is not None}
+    return {'mean': self.mean, 'stderr': self.stderr, **given}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+  """Labelled features.
+
+  Attributes:
+    x: float [N, D].
+    y: int [N], labels >= 0; they need be neither dense nor all present.
+    index: int [N], distinct example ids >= 0; None for the row numbers.
+  """
+
+  x: np.ndarray
+  y: np.ndarray
+  index: np.ndarray | None = None
 
 
 def few_shot(
@@ -73,9 +161,11 @@ def few_shot(
   train_index: np.ndarray | None = None,
   shots: Sequence[int] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
-  l2: float | Literal['loo'] = 'loo',
+  l2: float | str = 'loo',
+  classifier: str = 'ridge',
+  draw: str = 'random',
 ) -> dict[int, FewShotResult]:
-  """Runs the protocol above.
+  """Runs the protocol above on one data set.
 
   Args:
     train_x: float [N, D], the split that subsets are drawn from.
@@ -85,7 +175,9 @@ def few_shot(
     train_index: int [N], distinct example ids >= 0; default, the row numbers.
     shots: examples a class, each >= 1.
     seeds: one subset is drawn for each, each >= 0.
-    l2: 'loo' or a strength > 0.
+    l2: 'loo', 'heldout' or a strength > 0.
+    classifier: 'ridge' or 'logistic'.
+    draw: 'random' or 'first'.
 
   Returns:
     {shots: FewShotResult}.
@@ -93,76 +185,198 @@ def few_shot(
   Raises:
     ValueError: arrays that do not fit together, are empty or not finite, or settings out of range.
   """
-  _check_arrays('train', train_x, train_y)
-  _check_arrays('test', test_x, test_y)
-  if train_x.shape[1] != test_x.shape[1]:
-    raise ValueError(
-      f'train_x has {train_x.shape[1]} features and test_x {test_x.shape[1]}; they must be equal.'
-    )
-  if train_index is None:
-    train_index = np.arange(len(train_y))
-  if len(np.unique(train_index)) != len(train_y):
-    raise ValueError(
-      f'train_index must give {len(train_y)} distinct example ids, one a row of train_x; '
-      f'it has {len(np.unique(train_index))}.'
-    )
-  check_settings(shots, seeds, l2)
-
-  classes, counts = np.unique(train_y, return_counts=True)
-  draws = {seed: draw_order(train_y, train_index, seed) for seed in seeds}
-  results = {}
-  for num_shots in shots:
-    accuracies, strengths = [], []
-    for seed in seeds:
-      subset = np.concatenate([rows[:num_shots] for rows in draws[seed]])
-      model = ridge.decompose(train_x[subset], train_y[subset])
-      strength = leave_one_out_l2(model) if l2 == 'loo' else float(l2)
-      accuracies.append(float(np.mean(model.predict(test_x, strength) == test_y)))
-      strengths.append(strength)
-    results[num_shots] = FewShotResult(
-      shots=num_shots,
-      accuracies=tuple(accuracies),
-      l2=tuple(strengths),
-      classes_short=int(np.sum(counts < num_shots)),
-      test_unseen=int(np.sum(~np.isin(test_y, classes))),
-    )
-  return results
+  protocol = Protocol(classifier, draw, l2)
+  if l2 in MEAN_RANKS:
+    raise ValueError(f'l2={l2!r} ranks strengths over several data sets: call few_shot_all.')
+  data = {'': (Split(train_x, train_y, train_index), Split(test_x, test_y))}
+  return few_shot_all(data, protocol, shots=shots, seeds=seeds)['']
 
 
-def draw_order(labels: np.ndarray, index: np.ndarray, seed: int) -> list[np.ndarray]:
-  """Rows of each class (ascending by label) in the order in which `seed` draws them (step 1)."""
+def few_shot_all(
+  datasets: Mapping[str, tuple[Split, Split]],
+  protocol: Protocol,
+  *,
+  shots: Sequence[int] = (1, 5, 10, 25),
+  seeds: Sequence[int] = (0, 1, 2),
+) -> dict[str, dict[int, FewShotResult]]:
+  """Runs the protocol on several data sets.
+
+  Args:
+    datasets: {name: (training split, test split)}.
+    protocol: how.
+    shots: examples a class, each >= 1.
+    seeds: one subset is drawn for each, each >= 0.
+
+  Returns:
+    {name: {shots: FewShotResult}}.
+
+  Raises:
+    ValueError: as `few_shot`; or a rule over data sets of which there are too few.
+  """
+  check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
+  for name, (train, test) in datasets.items():
+    check_splits(train, test, name)
+  seeds = seeds[:1] if protocol.draw == 'first' else seeds
+  trials = {
+    (name, num_shots, seed): _trial(train, test, protocol, num_shots, seed)
+    for name, (train, test) in datasets.items()
+    for num_shots in shots
+    for seed in seeds
+  }
+  if protocol.l2 in MEAN_RANKS:
+    for num_shots in shots:
+      accuracies = {
+        (name, seed): trials[name, num_shots, seed].correct.mean(axis=1)
+        for name in datasets
+        for seed in seeds
+      }
+      chosen = l2_selection.mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
+      for (name, seed), position in chosen.items():
+        trials[name, num_shots, seed] = trials[name, num_shots, seed].at(position)
+  return {
+    name: {n: _result(n, [trials[name, n, s] for s in seeds], *datasets[name]) for n in shots}
+    for name in datasets
+  }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trial:
+  """One draw, fitted at some strengths: l2 [L], correct bool [L, M], nll and ece [L] or None."""
+
+  l2: np.ndarray
+  correct: np.ndarray
+  nll: np.ndarray | None = None
+  ece: np.ndarray | None = None
+
+  def at(self, position: int) -> '_Trial':
+    """The trial at one of its strengths."""
+    here = slice(position, position + 1)
+    nll, ece = (None if x is None else x[here] for x in (self.nll, self.ece))
+    return _Trial(self.l2[here], self.correct[here], nll, ece)
+
+
+def _trial(train: Split, test: Split, protocol: Protocol, num_shots: int, seed: int) -> _Trial:
+  drawn = draw_order(train.y, _index(train), seed, protocol.draw)
+  subset = np.concatenate([rows[:num_shots] for rows in drawn])
+  model = (ridge.decompose if protocol.classifier == 'ridge' else logistic.standardise)(
+    train.x[subset], train.y[subset]
+  )
+  if protocol.l2 in MEAN_RANKS:
+    l2s = np.array(L2_GRID)
+  elif protocol.l2 == 'loo':
+    l2s = np.array([leave_one_out_l2(model, train.x[subset], train.y[subset])])
+  elif protocol.l2 == 'heldout':
+    held_out = np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn])
+    l2s = np.array([_heldout_l2(model, train, held_out)])
+  else:
+    l2s = np.array([float(protocol.l2)])
+  if protocol.classifier == 'ridge':
+    return _Trial(l2s, model.predict(test.x, l2s) == test.y)
+  scores = [model.score(test.x, test.y, l2) for l2 in l2s]
+  return _Trial(
+    l2s, *(np.array([getattr(s, n) for s in scores]) for n in ('correct', 'nll', 'ece'))
+  )
+
+
+def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
+  classes, counts = np.unique(train.y, return_counts=True)
+  correct = np.concatenate([trial.correct for trial in trials])  # [draws, M]
+
+  def numbers(name):
+    values = [getattr(trial, name) for trial in trials]
+    return None if values[0] is None else tuple(float(x[0]) for x in values)
+
+  return FewShotResult(
+    shots=num_shots,
+    accuracies=tuple(map(float, correct.mean(axis=1))),
+    l2=numbers('l2'),
+    classes_short=int(np.sum(counts < num_shots)),
+    test_unseen=int(np.sum(~np.isin(test.y, classes))),
+    nll=numbers('nll'),
+    ece=numbers('ece'),
+    correct=correct,
+  )
+
+
+def draw_order(
+  labels: np.ndarray, index: np.ndarray, seed: int, draw: str = 'random'
+) -> list[np.ndarray]:
+  """Rows of each class (ascending by label) in the order in which they are drawn (step 1)."""
   by_class = np.lexsort((index, labels))
   starts = np.flatnonzero(np.diff(labels[by_class])) + 1
-  orders = []
-  for rows in np.split(by_class, starts):
+  orders = np.split(by_class, starts)
+  if draw == 'random':
     # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
-    bits = np.random.PCG64(np.random.SeedSequence([seed, int(labels[rows[0]])]))
-    orders.append(rows[np.argsort(bits.random_raw(len(rows)), kind='stable')])
+    for i, rows in enumerate(orders):
+      bits = np.random.PCG64(np.random.SeedSequence([seed, int(labels[rows[0]])]))
+      orders[i] = rows[np.argsort(bits.random_raw(len(rows)), kind='stable')]
   return orders
 
 
-def leave_one_out_l2(model: ridge.Ridge, grid: Sequence[float] = L2_GRID) -> float:
-  """The strength of the highest leave-one-out accuracy; see step 3 of the protocol."""
-  rows = np.flatnonzero(model.counts[model.label_ids] > 1)
+def leave_one_out_l2(
+  model: ridge.Ridge, x: np.ndarray, y: np.ndarray, grid: Sequence[float] = L2_GRID
+) -> float:
+  """The strength of the highest leave-one-out accuracy (step 3) on the model's examples x, y."""
+  rows = np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1)
   if not rows.size:
     return BIG_VISION_L2
-  rows = rows[:: -(-len(rows) // MAX_LEFT_OUT)]
-
-  def num_correct(l2: float) -> int:
-    predicted = model.leave_one_out(l2, rows).argmax(axis=1)
-    return int(np.sum(predicted == model.label_ids[rows]))
-
-  return max(grid, key=lambda l2: (num_correct(l2), l2))
+  rows = _at_most(rows)
+  return _best_l2(model.leave_one_out(x[rows], y[rows], grid), y[rows], grid)
 
 
-def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: float | str) -> None:
-  """Raises ValueError, in one sentence, for settings that `few_shot` cannot use."""
+def _heldout_l2(model: ridge.Ridge | logistic.Logistic, train: Split, rows: np.ndarray) -> float:
+  if not rows.size:
+    return BIG_VISION_L2
+  rows = _at_most(rows)
+  return _best_l2(model.predict(train.x[rows], L2_GRID), train.y[rows], L2_GRID)
+
+
+def _at_most(rows: np.ndarray) -> np.ndarray:
+  return rows[:: -(-len(rows) // MAX_LEFT_OUT)]
+
+
+def _best_l2(predicted: np.ndarray, y: np.ndarray, grid: Sequence[float]) -> float:
+  """From predictions [L, M] of labels y [M]."""
+  num_correct = (predicted == y).sum(axis=1)
+  return max(zip(num_correct, grid, strict=True))[1]
+
+
+def _index(split: Split) -> np.ndarray:
+  return np.arange(len(split.y)) if split.index is None else split.index
+
+
+def check_settings(
+  shots: Sequence[int], seeds: Sequence[int], l2: float | str, num_datasets: int = 1
+) -> None:
+  """Raises ValueError, in one sentence, for settings that `few_shot_all` cannot use."""
   if not shots or min(shots) < 1:
     raise ValueError(f'shots={tuple(shots)} must be one or more numbers >= 1.')
   if not seeds or min(seeds) < 0:
     raise ValueError(f'seeds={tuple(seeds)} must be one or more numbers >= 0.')
-  if l2 != 'loo' and (isinstance(l2, str) or not 0 < l2 < np.inf):
-    raise ValueError(f"l2={l2!r} must be 'loo' or a finite number > 0.")
+  Protocol(l2=l2)
+  if l2 == 'mean_rank_others' and num_datasets < 2:
+    raise ValueError(
+      "l2='mean_rank_others' chooses by the other data sets, and there is only one: choose 'loo', "
+      "'heldout' or a number, or give more data sets."
+    )
+
+
+def check_splits(train: Split, test: Split, name: str = '') -> None:
+  """Raises ValueError, in one sentence, for arrays that `few_shot` cannot use."""
+  prefix = f'{name}: ' if name else ''
+  _check_arrays(f'{prefix}train', train.x, train.y)
+  _check_arrays(f'{prefix}test', test.x, test.y)
+  if train.x.shape[1] != test.x.shape[1]:
+    raise ValueError(
+      f'{prefix}train_x has {train.x.shape[1]} features and test_x {test.x.shape[1]}; they must be '
+      'equal.'
+    )
+  index = _index(train)
+  if index.shape != train.y.shape or len(np.unique(index)) != len(train.y):
+    raise ValueError(
+      f'{prefix}train_index must give {len(train.y)} distinct example ids, one a row of train_x; '
+      f'it has {len(np.unique(index))}.'
+    )
 
 
 def _check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:

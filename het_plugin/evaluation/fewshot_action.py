@@ -29,10 +29,11 @@ class FewShotDataset:
   Attributes:
     name: names its results.
     task: name of a single-label task.
-    train_split: split that the shots are drawn from.
-    test_split: split that accuracies are measured on.
+    train_split: split that the shots are drawn from, or a slice of one, 'train[:2000]'.
+    test_split: split or slice that accuracies are measured on.
     max_train, max_test: use only so many examples of the split, a fixed random choice (of an
       endless split, the first); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
   """
 
   name: str
@@ -41,6 +42,7 @@ class FewShotDataset:
   test_split: str = 'test'
   max_train: int | None = None
   max_test: int | None = None
+  resize: Literal['aspect', 'squash'] | None = None
 
 
 # The second: characters that no training split shows, in faces that none uses.
@@ -123,7 +125,7 @@ class FewShotAction(BaseAction):
           f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label an image.'
         )
       for split, bound in _splits(dataset):
-        with contextlib.closing(self._batches(dataset.task, split, bound)) as batches:
+        with contextlib.closing(self._batches(dataset, split, bound)) as batches:
           if batches.num_batches is None and bound is None:
             raise ValueError(
               f'FewShotDataset {dataset.name!r}: split {split!r} of {dataset.task!r} is endless; '
@@ -161,9 +163,7 @@ class FewShotAction(BaseAction):
     return step - self._last_step >= self._period
 
   def _evaluate(self, dataset: FewShotDataset, state: TrainState) -> dict[int, FewShotResult]:
-    train, test = (
-      self._extract(dataset.task, split, bound, state) for split, bound in _splits(dataset)
-    )
+    train, test = (self._extract(dataset, split, bound, state) for split, bound in _splits(dataset))
     return few_shot(
       train.features,
       train.labels[:, 0],
@@ -176,21 +176,22 @@ class FewShotAction(BaseAction):
     )
 
   def _extract(
-    self, task: str, split: str, bound: int | None, state: TrainState
+    self, dataset: FewShotDataset, split: str, bound: int | None, state: TrainState
   ) -> Representations:
-    with contextlib.closing(self._batches(task, split, bound)) as batches:
+    with contextlib.closing(self._batches(dataset, split, bound)) as batches:
       return self._extractor(state.params, batches, self._batch_size, bound)
 
-  def _batches(self, task: str, split: str, bound: int | None) -> BatchIterator:
-    endless = task_info(task).splits.get(split, 0) is None
+  def _batches(self, dataset: FewShotDataset, split: str, bound: int | None) -> BatchIterator:
+    endless = task_info(dataset.task).splits.get(split, 0) is None
     cfg = DatasetConfig(
-      mixture_or_task_name=task,
+      mixture_or_task_name=dataset.task,
       task_feature_lengths={'image': self._image_size, 'label': 1},
       split=split,
       batch_size=self._batch_size,
       shuffle=bound is not None,  # the first of a split sorted by class would be few classes
       num_epochs=None if endless else 1,
       augment=False,
+      resize=dataset.resize,
     )
     return get_dataset(cfg, self._context.partitioner.batch_rows(self._batch_size))
 
@@ -204,8 +205,7 @@ class FewShotAction(BaseAction):
           scalars[f'{key}_stderr'] = result.stderr
         if result.classes_short:
           logging.warning('%s: %d classes have fewer images.', key, result.classes_short)
-        numbers = {'mean': result.mean, 'stderr': result.stderr, **dataclasses.asdict(result)}
-        records.append({'step': step, 'dataset': name, **numbers})
+        records.append({'step': step, 'dataset': name, **result.record()})
     self._context.writer.write_scalars(step, scalars)
     if jax.process_index() == 0:
       kept = [record for record in self._read() if record['step'] < step]

@@ -1,17 +1,28 @@
 """Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once.
 
-Everything is float64 on the host (LAPACK through numpy): the sets are small, the spectrum is not.
+Fitted in float64 (LAPACK through numpy; `gram.py` sums up examples). Which class scores highest
+is decided in float32 where that is certain, and in float64 where it is not.
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import scipy.linalg
+from jax.sharding import Mesh
+
+from het_plugin.evaluation import gram
 
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly touches the bias
 STD_OFFSET = 1e-5
-_BLOCK_ELEMENTS = 1 << 20  # of features and scores held at once in float64: 8 MiB
+_SCORE_BYTES = 1 << 26  # of scores held at once
+_WEIGHT_BYTES = 1 << 28  # of float32 weights held at once
+_SKELETON_ERROR = (
+  1e-4  # relative; a smaller one means more strengths, a larger one more doubtful rows
+)
+_ROUNDING = 2.0**-20  # of what is added to a score: biases and own-class terms, at most 2
 
-# Notation: N examples, D features, K classes, r = rank of X; c = BIAS_FEATURE.
+# Notation: N examples, D features, K classes, r = rank of X; c = BIAS_FEATURE; L strengths l2.
 #
 # X [N, D] holds the features standardised by their own mean and deviation, Y [N, K] is 1 where the
 # row has the class and -1 elsewhere, and A = [X, c 1] appends the constant feature. We want
@@ -23,21 +34,34 @@ _BLOCK_ELEMENTS = 1 << 20  # of features and scores held at once in float64: 8 M
 #
 #   score(x) = x^T (X^T X + l2 I)^{-1} X^T Y  +  mean(Y) / (1 + l2 / (c^2 N)).
 #
-# For the first term we decompose the smaller Gram matrix once, E being its eigenvalues:
+# With the singular value decomposition X = U E^{1/2} V^T the first term's weights are
 #
-#   N >= D   X^T X = V E V^T   W(l2) = V      (E + l2)^{-1} V^T X^T Y
-#   N <  D   X X^T = U E U^T   W(l2) = X^T U  (E + l2)^{-1} U^T Y
+#   W(l2) = V (E + l2)^{-1} V^T X^T Y,
 #
-# Both read  lhs (E + l2)^{-1} rhs,  so a further l2 costs no further decomposition. Since X^T 1 = 0
-# the -1 entries of Y drop out of W: rhs needs sums over the rows of each class, never Y itself.
+# so a further l2 costs no further decomposition. E and V come from the smaller Gram matrix: from
+# X^T X = V E V^T, or from X X^T = U E U^T and V = X^T U E^{-1/2}. Since X^T 1 = 0 the -1 entries of
+# Y drop out: X^T Y is twice the sums of the rows of each class, and Y itself is never formed.
 #
 # Leave-one-out. With the hat matrix H(l2) = A (A^T A + l2 I)^{-1} A^T and the fitted F = H Y, the
 # model refitted without row i (the standardisation kept) misses row i by (Y_i - F_i) / (1 - H_ii),
-# so its scores there are (F_i - H_ii Y_i) / (1 - H_ii). On the two blocks
+# so its scores there are (F_i - H_ii Y_i) / (1 - H_ii), and
 #
-#   H_ii = sum_j leverage_ij / (E_j + l2) + 1 / (N + l2 / c^2),
+#   H_ii = sum_j (X V)_ij^2 / (E_j + l2) + 1 / (N + l2 / c^2).
 #
-# where leverage = (X V)^2 for N >= D and U^2 E for N < D.
+# The class that scores highest is that of F_i with 2 H_ii taken off the own class: what else H_ii
+# does is common to all classes.
+#
+# Many strengths. With p = V^T x [r] the scores are p^T (E + l2)^{-1} rhs: as functions of l2 they
+# move along the L vectors 1 / (E + l2), and m < L of those combine to the rest nearly enough,
+# 1 / (E + l2) = sum_i a_i / (E + l2_i). So scores are computed at m strengths, which a pivoted QR
+# decomposition picks, and combined for the others. How far a score can be off is known: p and the
+# weights are rounded to float32, and the combination misses the weights W_k by dW_k, so it is
+#
+#   |x| (|dW_k| + u sum_i |a_i| |W_k(l2_i)|),    u = 2 (sqrt(D) + 4) 2^-24,
+#
+# V being orthonormal (sqrt(D): errors of D roundings add up like independent ones; Higham and Mary
+# 2019, https://doi.org/10.1137/18M1226312). A row whose two best classes are nearer than twice that
+# is decided in float64 at its own strength.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,103 +69,251 @@ class Ridge:
   """A set of examples, decomposed: what is needed to fit, predict and leave one out at any l2.
 
   Attributes:
+    num_rows: N.
     classes: int64 [K], the labels seen, ascending.
     counts: int64 [K], examples of each.
-    label_ids: int64 [N], position of each example's label in `classes`.
     mean, scale: float64 [D]; a feature is used as (x - mean) / scale. A feature that is constant
       over the set has scale infinity, so it is 0 for every x instead of a rounding error enlarged.
-    eigenvalues: float64 [r], those of the smaller Gram matrix that are not 0, ascending.
-    lhs: float64 [D, r] and rhs: float64 [r, K]; weights are lhs / (eigenvalues + l2) @ rhs.
-    projected: float64 [N, r], the standardised examples times lhs.
-    leverage: float64 [N, r].
+    eigenvalues: float64 [r], E, those of the smaller Gram matrix that are not 0, ascending.
+    basis: float64 [D, r], V; orthonormal columns.
+    rhs: float64 [r, K], V^T X^T Y.
   """
 
+  num_rows: int
   classes: np.ndarray
   counts: np.ndarray
-  label_ids: np.ndarray
   mean: np.ndarray
   scale: np.ndarray
   eigenvalues: np.ndarray
-  lhs: np.ndarray
+  basis: np.ndarray
   rhs: np.ndarray
-  projected: np.ndarray
-  leverage: np.ndarray
+
+  def weights(self, l2: float, classes: slice = slice(None)) -> np.ndarray:
+    """Weights of the standardised features, float64 [D, K], of all or some classes."""
+    return self.basis @ (self.rhs[:, classes] / (self.eigenvalues + l2)[:, None])
 
   def bias(self, l2: float) -> np.ndarray:
     """Contribution of the constant feature to the scores, float64 [K]."""
-    n = len(self.label_ids)
+    n = self.num_rows
     return (2 * self.counts / n - 1) / (1 + l2 / (BIAS_FEATURE**2 * n))
 
   def scores(self, x: np.ndarray, l2: float) -> np.ndarray:
     """Regression outputs for features x [M, D]: float64 [M, K], columns in order of `classes`."""
-    weights = (self.lhs / (self.eigenvalues + l2)) @ self.rhs  # [D, K]
-    return ((x - self.mean) / self.scale) @ weights + self.bias(l2)
+    return self._standardised(x) @ self.weights(l2) + self.bias(l2)
 
-  def predict(self, x: np.ndarray, l2: float) -> np.ndarray:
-    """Label with the largest score (the smallest label of equal ones) for x [M, D]: int64 [M]."""
-    step = max(1, _BLOCK_ELEMENTS // (len(self.classes) + len(self.mean)))
-    blocks = [x[start : start + step] for start in range(0, len(x), step)]
-    return self.classes[np.concatenate([self.scores(b, l2).argmax(axis=1) for b in blocks])]
+  def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+    """Labels with the largest score, the smallest of equal ones.
 
-  def leave_one_out(self, l2: float, rows: np.ndarray) -> np.ndarray:
-    """Scores of examples `rows`, each under the model refitted without it: float64 [rows, K]."""
-    hat = self.leverage[rows] @ (1 / (self.eigenvalues + l2))
-    hat += 1 / (len(self.label_ids) + l2 / BIAS_FEATURE**2)
-    scores = self.projected[rows] @ (self.rhs / (self.eigenvalues + l2)[:, None])
-    scores += self.bias(l2)
-    scores += hat[:, None]  # - hat Y, where Y = -1 but for the own class
-    scores[np.arange(len(rows)), self.label_ids[rows]] -= 2 * hat
-    scores /= (1 - hat)[:, None]
-    return scores
+    Args:
+      x: features [M, D].
+      l2s: L strengths.
+
+    Returns:
+      int64 [L, M].
+    """
+    return self.classes[self._best_classes(x, l2s)]
+
+  def leave_one_out(self, x: np.ndarray, y: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+    """Predictions for examples of the set, each by the model refitted without it.
+
+    Args:
+      x: features [M, D] of some of the examples.
+      y: their labels, int [M].
+      l2s: L strengths.
+
+    Returns:
+      int64 [L, M].
+    """
+    own = np.searchsorted(self.classes, y)
+    return self.classes[self._best_classes(x, l2s, own, self.leverage(x, l2s))]
+
+  def leverage(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+    """H_ii of examples x [M, D] of the set, float64 [L, M]."""
+    squares = (self._standardised(x) @ self.basis) ** 2  # [M, r]
+    l2s = np.asarray(l2s, np.float64)
+    bias = 1 / (self.num_rows + l2s / BIAS_FEATURE**2)  # [L]
+    return (1 / (self.eigenvalues + l2s[:, None])) @ squares.T + bias[:, None]
+
+  def _standardised(self, x: np.ndarray) -> np.ndarray:
+    z = x - self.mean
+    z *= 1 / self.scale
+    return z
+
+  def _best_classes(
+    self,
+    x: np.ndarray,
+    l2s: Sequence[float],
+    own: np.ndarray | None = None,
+    hat: np.ndarray | None = None,
+  ) -> np.ndarray:
+    """Positions in `classes` of the highest scores, int64 [L, M], where 2 hat [L, M] is taken off
+    the scores of the classes `own` [M].
+    """
+    l2s = np.asarray(l2s, np.float64)
+    num_classes, rank = len(self.classes), len(self.eigenvalues)
+    pivots, combine, missing = _skeleton(self.eigenvalues, np.linalg.norm(self.rhs, axis=1), l2s)
+    unit = 2 * (np.sqrt(len(self.mean)) + 4) * 2.0**-24
+    basis, mix = self.basis.astype(np.float32), combine.astype(np.float32)
+    curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
+    leaders = _Leaders.empty(len(l2s), len(x))
+    reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
+    lengths = np.empty(len(x))  # |x|
+    # Multiply the rows by V, or the weights: whichever are fewer.
+    project = len(x) < 2 * len(pivots) * num_classes
+    for tile in _slices(num_classes, _WEIGHT_BYTES // (4 * max(1, rank) * len(pivots))):
+      rhs = self.rhs[:, tile]
+      weights = curves[pivots, :, None] * rhs  # [m, r, k]
+      weights = (weights if project else self.basis @ weights).astype(np.float32)
+      bias = np.stack([self.bias(l2)[tile] - self.bias(l2).mean() for l2 in l2s])  # [L, k]
+      norms, missed = (np.sqrt(c**2 @ rhs**2) for c in (curves[pivots], missing))  # [m, k], [L, k]
+      reach = np.maximum(reach, (missed + unit * (np.abs(combine) @ norms)).max(axis=1))
+      for rows in _slices(len(x), _SCORE_BYTES // (4 * len(l2s) * weights.shape[-1])):
+        z = self._standardised(x[rows])
+        lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z))
+        z = z.astype(np.float32)
+        scores = np.tensordot(mix, (z @ basis if project else z) @ weights, axes=1)  # [L, rows, k]
+        scores += bias.astype(np.float32)[:, None]
+        if own is not None:
+          _subtract_own(scores, own[rows] - tile.start, 2 * hat[:, rows])
+        leaders.update(scores, tile.start, rows)
+    doubtful = leaders.margin() <= 2 * (reach[:, None] * lengths + _ROUNDING)  # [L, M]
+    for part in _slices(len(x), _SCORE_BYTES // (8 * max(rank, num_classes))):
+      here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
+      projected = self._standardised(x[here]) @ self.basis
+      for i, l2 in enumerate(l2s):
+        some = np.flatnonzero(doubtful[i, here])
+        if not some.size:
+          continue
+        scores = projected[some] @ (curves[i, :, None] * self.rhs) + self.bias(l2)
+        if own is not None:
+          scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
+        leaders.best[i, here[some]] = scores.argmax(axis=1)
+    return leaders.best
 
 
-def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
-  """Standardises and decomposes examples x, any float [N, D], with labels y, int [N]; N >= 1."""
-  classes, label_ids, counts = np.unique(y, return_inverse=True, return_counts=True)
-  x = x.astype(np.float64)
-  mean = x.mean(axis=0)
-  scale = np.where(np.ptp(x, axis=0) > 0, x.std(axis=0) + STD_OFFSET, np.inf)
-  x = (x - mean) / scale
+def decompose(x: np.ndarray, y: np.ndarray, mesh: Mesh | None = None) -> Ridge:
+  """Standardises and decomposes a set of examples.
 
+  Args:
+    x: any float [N, D], N >= 1; where N >= D it is read in blocks and may be memory-mapped.
+    y: labels, int [N].
+    mesh: where N >= D, devices that sum up the Gram matrix, in float32 with compensated sums:
+      directions of X with less than `gram.FLOAT32_CUT` of the largest eigenvalue are left out. None
+      for the host and float64.
+  """
+  classes, ids, counts = np.unique(y, return_inverse=True, return_counts=True)
+  mean, constant = gram.moments(x)
   if x.shape[0] >= x.shape[1]:
-    eigenvalues, v = _eigh_range(x.T @ x)
-    lhs = v
-    projected = x @ v
-    rhs = 2 * _sum_by_class(projected, label_ids, len(classes)).T
-    leverage = projected**2
+    products, sums = gram.centred_sums(x, ids, len(classes), mean, mesh)
+    scale = _scale(np.sqrt(np.diag(products) / len(x)), constant)
+    cut = len(mean) * np.finfo(np.float64).eps if mesh is None else gram.FLOAT32_CUT
+    eigenvalues, basis = _eigh_range(products / scale / scale[:, None], cut)
+    rhs = 2 * (basis.T @ (sums / scale).T)
   else:
-    eigenvalues, u = _eigh_range(x @ x.T)
-    lhs = x.T @ u
-    projected = u * eigenvalues
-    rhs = 2 * _sum_by_class(u, label_ids, len(classes)).T
-    leverage = u**2 * eigenvalues
+    z = x - mean
+    scale = _scale(z.std(axis=0), constant)
+    z /= scale
+    eigenvalues, u = _eigh_range(z @ z.T, len(z) * np.finfo(np.float64).eps)
+    basis = z.T @ (u / np.sqrt(eigenvalues))
+    by_class = np.argsort(ids, kind='stable')
+    sums = np.add.reduceat(u[by_class], np.cumsum(counts) - counts, axis=0)  # [K, r]
+    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * sums.T)
   return Ridge(
+    num_rows=len(x),
     classes=classes.astype(np.int64),
     counts=counts,
-    label_ids=label_ids,
     mean=mean,
     scale=scale,
     eigenvalues=eigenvalues,
-    lhs=lhs,
+    basis=basis,
     rhs=rhs,
-    projected=projected,
-    leverage=leverage,
   )
 
 
-def _eigh_range(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Eigenvalues [r] and vectors [n, r] of gram [n, n], without its numerical null space.
+def standardisation(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """`mean` and `scale` of `Ridge`, float64 [D], from examples x, any float [N, D]."""
+  mean, constant = gram.moments(x)
+  return mean, _scale((x - mean).std(axis=0), constant)
+
+
+def _scale(deviation: np.ndarray, constant: np.ndarray) -> np.ndarray:
+  return np.where(constant, np.inf, deviation + STD_OFFSET)
+
+
+def _eigh_range(products: np.ndarray, cut: float) -> tuple[np.ndarray, np.ndarray]:
+  """Eigenvalues [r] above `cut` of the largest, ascending, and their vectors [n, r].
 
   Null directions (one for sure if N < D, as X is centred) add nothing to exact scores, but their
   rounding errors, divided by a small l2, would swamp the residuals of well fitted examples.
   """
-  eigenvalues, vectors = np.linalg.eigh(gram)
-  kept = eigenvalues > eigenvalues[-1] * len(gram) * np.finfo(np.float64).eps
+  eigenvalues, vectors = np.linalg.eigh(products)
+  kept = eigenvalues > eigenvalues[-1] * cut
   return eigenvalues[kept], vectors[:, kept]
 
 
-def _sum_by_class(rows: np.ndarray, label_ids: np.ndarray, num_classes: int) -> np.ndarray:
-  """Sums rows [N, r] of equal label: [K, r]."""
-  order = np.argsort(label_ids, kind='stable')
-  starts = np.searchsorted(label_ids[order], np.arange(num_classes))
-  return np.add.reduceat(rows[order], starts, axis=0)
+def _skeleton(
+  eigenvalues: np.ndarray, importance: np.ndarray, l2s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Strengths whose curves 1 / (E + l2) combine to those of all.
+
+  Args:
+    eigenvalues: E, float64 [r].
+    importance: what each entry of a curve is multiplied with, float64 [r].
+    l2s: float64 [L].
+
+  Returns:
+    m positions in l2s, int [m]; coefficients a, float64 [L, m]; and what is missing, the errors of
+    the combined curves, float64 [L, r].
+  """
+  curves = 1 / (eigenvalues + l2s[:, None])  # [L, r]
+  lengths = np.linalg.norm(curves * importance, axis=1)  # [L]
+  if not lengths.all():  # all features constant, or all classes alike
+    return np.zeros(1, int), np.ones((len(l2s), 1)), np.zeros_like(curves)
+  scaled = (curves * importance).T / lengths
+  triangle, order = scipy.linalg.qr(scaled, mode='r', pivoting=True)
+  steps = np.abs(np.diag(triangle))
+  m = int((steps > _SKELETON_ERROR * steps[0]).sum())
+  combine = np.empty((len(l2s), m))
+  combine[order] = scipy.linalg.solve_triangular(triangle[:m, :m], triangle[:m]).T
+  combine *= lengths[:, None] / lengths[order[:m]]
+  return order[:m], combine, combine @ curves[order[:m]] - curves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Leaders:
+  """For each strength and row the class that leads, its score and that of the next: [L, M] each."""
+
+  best: np.ndarray
+  first: np.ndarray
+  second: np.ndarray
+
+  @classmethod
+  def empty(cls, num_strengths: int, num_rows: int) -> '_Leaders':
+    lowest = np.full((num_strengths, num_rows), -np.inf, np.float32)
+    return cls(np.zeros(lowest.shape, np.int64), lowest, lowest.copy())
+
+  def update(self, scores: np.ndarray, start: int, rows: slice) -> None:
+    """Enters scores [L, rows, k] of the classes from `start` on; overwrites them."""
+    best = scores.argmax(axis=-1)[..., None]
+    first = np.take_along_axis(scores, best, -1)[..., 0]
+    np.put_along_axis(scores, best, -np.inf, -1)
+    second = scores.max(axis=-1)
+    before = self.first[:, rows].copy()
+    self.best[:, rows] = np.where(first > before, best[..., 0] + start, self.best[:, rows])
+    self.first[:, rows] = np.maximum(first, before)
+    runner_up = np.maximum(np.minimum(first, before), second)
+    self.second[:, rows] = np.maximum(self.second[:, rows], runner_up)
+
+  def margin(self) -> np.ndarray:
+    return self.first.astype(np.float64) - self.second
+
+
+def _subtract_own(scores: np.ndarray, own: np.ndarray, amount: np.ndarray) -> None:
+  """Takes amount [L, rows] off scores [L, rows, k] at the positions own [rows] that there are."""
+  rows = np.flatnonzero((own >= 0) & (own < scores.shape[-1]))
+  scores[:, rows, own[rows]] -= amount[:, rows].astype(scores.dtype)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+  step = max(1, step)
+  return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -181,6 +181,135 @@ def test_augmentation_is_for_training(folder):
   np.testing.assert_array_equal(read(seed=0, augment=False), read(seed=1, augment=False))
 
 
+SPLIT_TO_SLICE = {
+  'glyphs_core': 'validation',
+  'glyphs_heldout': 'test',
+  'digits': 'train',
+  'npz': 'train',
+  'image_folder': 'train',
+  'tfds': 'train',
+}
+
+
+@pytest.fixture(scope='module')
+def tfds_noise(tfds_files):
+  tfds = pytest.importorskip('tensorflow_datasets')
+  rng = np.random.default_rng(0)
+  features = {
+    'image': tfds.features.Image(shape=(None, None, 3)),
+    'label': tfds.features.ClassLabel(num_classes=3),
+  }
+  examples = [
+    {'image': rng.integers(0, 256, (9, 14, 3), np.uint8), 'label': i % 3} for i in range(21)
+  ]
+  tfds_files.write('noise', features, {'train': examples})
+  return 'tfds:noise'
+
+
+@pytest.fixture(params=SPLIT_TO_SLICE)
+def slicing(request):
+  """A DatasetConfig of every source without its split, and the split to slice."""
+  name = request.param
+  if name == 'npz':
+    name = f'npz:{request.getfixturevalue("npz")}'
+  if name == 'image_folder':
+    name = f'image_folder:{request.getfixturevalue("folder")}'
+  if name == 'tfds':
+    name = request.getfixturevalue('tfds_noise')
+  settings = dict(
+    mixture_or_task_name=name,
+    task_feature_lengths={'image': 12, 'label': 3},
+    batch_size=8,
+    augment=False,
+    num_epochs=1,
+    max_corrupt_fraction=0.2,
+  )
+  return settings, SPLIT_TO_SLICE[request.param]
+
+
+def read_all(**settings):
+  """Every batch in one, without padding and unreadable records."""
+  batches = list(get_dataset(DatasetConfig(**settings)))
+  whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+  return {name: x[whole['mask'] == 1] for name, x in whole.items()}
+
+
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_slices_of_every_source_are_the_records_of_the_split(slicing, shuffle):
+  settings, split = slicing
+  slices = [f'{split}[3:9]', f'{split}[-5:]']
+  total = task_info(settings['mixture_or_task_name']).splits[split]
+  expected = [np.arange(3, 9), np.arange(total - 5, total)]
+  for name, records in zip(slices, expected, strict=True):
+    part = read_all(**settings, split=name, shuffle=shuffle)
+    assert set(part['index']) <= set(records) and len(part['index']) >= len(records) - 1
+    if not shuffle:
+      assert (np.diff(part['index']) > 0).all()
+    whole = get_dataset(DatasetConfig(**settings, split=split, shuffle=False))
+    for row, number in enumerate(part['index']):
+      whole.set_state({'position': int(number) // 8 * 8})
+      batch = next(whole)
+      assert batch['index'][number % 8] == number
+      for feature in ('image', 'label'):
+        np.testing.assert_array_equal(part[feature][row], batch[feature][number % 8])
+    whole.close()
+
+
+def test_a_slice_of_train_is_evaluated_unless_augment_says_otherwise(folder):
+  settings = dict(
+    mixture_or_task_name=f'image_folder:{folder}',
+    task_feature_lengths={'image': 12, 'label': 1},
+    split='train[:6]',
+    batch_size=3,
+    shuffle=False,
+  )
+  evaluation = get_dataset(DatasetConfig(**settings))
+  plain = get_dataset(DatasetConfig(**settings, augment=False))
+  assert evaluation.num_batches == plain.num_batches == 2
+  assert_same(next(evaluation), next(plain))
+  training = get_dataset(DatasetConfig(**settings, augment=True))
+  assert training.num_batches is None
+  first, _, again = take(training, 3)
+  np.testing.assert_array_equal(first['label'], again['label'])
+  assert not np.array_equal(first['image'], again['image'])
+  bounded = get_dataset(DatasetConfig(**settings, augment=True, num_epochs=2))
+  assert bounded.num_batches == 4
+  augmented_split = {**settings, 'split': 'train'}
+  assert get_dataset(DatasetConfig(**augmented_split, augment=False)).num_batches is None
+
+
+def test_a_slice_resumes(npz):
+  cfg = DatasetConfig(
+    f'npz:{npz}', {'image': 12, 'label': 3}, 'train[5:15]', 4, seed=2, num_epochs=3
+  )
+  batches = list(get_dataset(cfg))
+  assert len(batches) == 8 and sum(batch['mask'].sum() for batch in batches) == 30
+  resumed = get_dataset(cfg)
+  resumed.set_state({'position': 12})
+  for batch in batches[3:]:
+    assert_same(next(resumed), batch)
+
+
+def test_resize_is_chosen_for_photographs(folder):
+  settings = dict(
+    mixture_or_task_name=f'image_folder:{folder}',
+    task_feature_lengths={'image': 12, 'label': 1},
+    split='validation',
+    batch_size=9,
+    shuffle=False,
+  )
+  images = {
+    mode: next(get_dataset(DatasetConfig(**settings, resize=mode)))['image']
+    for mode in (None, 'aspect', 'squash')
+  }
+  np.testing.assert_array_equal(images[None], images['aspect'])
+  assert not np.array_equal(images[None], images['squash'])
+  with pytest.raises(ValueError, match="resize is 'squash'; images that are augmented"):
+    get_dataset(DatasetConfig(**settings, resize='squash', augment=True))
+  with pytest.raises(ValueError, match="resize is 'squash'; it is for photographs.*digits are not"):
+    get_dataset(DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 4, resize='squash'))
+
+
 def test_unreadable_images_are_masked_and_reported(tmp_path, image_files, caplog):
   for name in 'abc':
     image_files.write(tmp_path / 'train' / name, 7)
@@ -258,6 +387,12 @@ BAD_CONFIGS = {
   'seed is None': {'seed': None},
   'num_epochs is 0': {'num_epochs': 0},
   'max_corrupt_fraction is 2': {'max_corrupt_fraction': 2},
+  "resize is 'crop'; it must be 'aspect', 'squash' or None": {'resize': 'crop'},
+  "split is 'train[:5]'; the split 'train' of glyphs_core is endless": {'split': 'train[:5]'},
+  "split is 'validation[:100000]'; the split 'validation' of glyphs_core has 9188 records": {
+    'split': 'validation[:100000]'
+  },
+  "split is 'validation[5]'; a slice is of one split": {'split': 'validation[5]'},
   'use_cached is True': {'use_cached': True},
   'pack is True': {'pack': True},
   "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyphs_core', "

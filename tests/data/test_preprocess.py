@@ -43,6 +43,48 @@ def test_inception_crop_respects_the_area():
   assert widths.std() > 0.05
 
 
+def apply_all(preprocessors, image, size):
+  """What several preprocessors make of one image."""
+
+  def together(dataset, lengths):
+    for preprocessor in preprocessors:
+      dataset = preprocessor(dataset, lengths)
+    return dataset
+
+  (made,) = apply(together, image=image, size=size)
+  return made
+
+
+@pytest.mark.parametrize('shape', [(40, 60, 3), (300, 200, 3), (32, 32, 3)])
+@pytest.mark.parametrize('size', [224, 28, 15])
+def test_squash_is_the_public_few_shot_protocol(shape, size):
+  """resize(256)|central_crop(224)|value_range(-1, 1), by tf.image and by hand."""
+  image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+  squashed = apply_all(preprocess.photo_evaluation('squash'), image, size)
+  side = {224: 256, 28: 32, 15: 17}[size]
+  margin = (side - size) // 2
+  resized = tf.image.resize(image, [side, side], method='bilinear').numpy()
+  expected = resized[margin : margin + size, margin : margin + size] / 127.5 - 1
+  assert squashed.shape == (size, size, 3) and squashed.dtype == np.float32
+  np.testing.assert_allclose(squashed, expected, atol=0.5 / 127.5 + 1e-5)  # levels are rounded
+
+
+def test_aspect_and_squash_see_different_parts_of_a_wide_image():
+  """Of a ramp four times as wide as high, 7/8 of the width against 7/8 of the height."""
+  ramp = np.tile(np.arange(256, dtype=np.uint8)[None, :, None], (64, 1, 3))
+  spans = {
+    mode: np.ptp(apply_all(preprocess.photo_evaluation(mode), ramp, 56)) * 127.5
+    for mode in ('aspect', 'squash')
+  }
+  assert spans['squash'] == pytest.approx(256 * 7 / 8, abs=5)
+  assert spans['aspect'] == pytest.approx(56, abs=5)
+
+
+def test_photo_evaluation_refuses_other_modes():
+  with pytest.raises(ValueError, match="resize_mode is 'crop'.*'aspect', 'squash'"):
+    preprocess.photo_evaluation('crop')
+
+
 def test_flip_mirrors_half_of_the_images():
   flipped = apply(preprocess.flip_left_right(), keys=[(i, 0) for i in range(200)])
   mirrored = [np.array_equal(image, PHOTO[:, ::-1]) for image in flipped]

@@ -23,7 +23,7 @@ class CountingSource:
     return f'picture {example_id}'
 
 
-def make_reader(num_examples=10, bad=(), **kwargs):
+def make_reader(num_examples=10, bad=(), split='train', **kwargs):
   settings = {
     'size': 4,
     'max_labels': 2,
@@ -32,7 +32,7 @@ def make_reader(num_examples=10, bad=(), **kwargs):
     'num_epochs': None,
     'max_corrupt_fraction': 1.0,
   }
-  return ExampleReader(CountingSource(num_examples, bad), 'train', **(settings | kwargs))
+  return ExampleReader(CountingSource(num_examples, bad), split, **(settings | kwargs))
 
 
 @pytest.mark.parametrize('num_examples', [1, 2, 7, 10])
@@ -66,6 +66,29 @@ def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
   np.testing.assert_array_equal(endless['index'], np.arange(15))
   assert make_reader().read(np.array([2**31 + 5]))['index'] == [5]
   assert endless['index'].dtype == np.int32
+
+
+def test_a_slice_is_a_range_of_records_in_the_order_of_the_records():
+  reader = make_reader(split='train[3:7]', shuffle=False, num_epochs=1)
+  examples = reader.read(np.arange(6))
+  assert reader.num_examples == 4
+  np.testing.assert_array_equal(examples['mask'], [1, 1, 1, 1, 0, 0])
+  np.testing.assert_array_equal(examples['label'][:4, 0], [3, 4, 5, 6])
+  np.testing.assert_array_equal(examples['index'][:4], [3, 4, 5, 6])  # numbers in the whole split
+
+
+def test_a_slice_is_shuffled_within_itself_and_repeats():
+  epochs = make_reader(20, split='train[5:15]').read(np.arange(30))['label'][:, 0].reshape(3, 10)
+  assert len({epoch.tobytes() for epoch in epochs}) == 3
+  for epoch in epochs:
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(5, 15))
+  assert make_reader(split='train[-1:]').read(np.arange(3))['label'][:, 0].tolist() == [9, 9, 9]
+
+
+def test_unreadable_records_of_a_slice_are_a_fraction_of_the_slice():
+  reader = make_reader(bad=(3, 7), split='train[:5]', shuffle=False, max_corrupt_fraction=0.19)
+  with pytest.raises(ValueError, match='1 of 5 images are unreadable.*picture 3'):
+    reader.read(np.arange(5))
 
 
 def test_keys_follow_seed_and_position():

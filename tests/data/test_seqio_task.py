@@ -57,6 +57,29 @@ def test_seqio_and_the_pipeline_give_the_same_evaluation_batches(name):
     assert_same(batch, next(ours))
 
 
+@pytest.mark.parametrize('part', ['train[5:16]', 'train[50%:]'])
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_slices_under_seqio(folder, part, shuffle):
+  ours = get_dataset(DatasetConfig(folder, LENGTHS, part, 4, shuffle=shuffle))
+  theirs = seqio_batches(folder, part, 4, 2, shuffle=shuffle, seed=0, num_epochs=1)
+  assert len(theirs) == 2
+  for batch in theirs:
+    assert_same(batch, next(ours))
+
+
+def test_seqio_knows_slices():
+  task = tasks.get_task('digits')
+  assert set(task.splits) == {'train', 'test'}
+  assert task.num_input_examples('train[:10%]') == 144
+  # what decides whether seqio's evaluator and mixtures take a task
+  assert 'test[-9:]' in task.splits and 'test[:9999]' not in task.splits
+  seqio.MixtureRegistry.add('only_digits', ['digits'], default_rate=1)
+  dataset = seqio.get_dataset(
+    'only_digits', LENGTHS, ImageFeatureConverter(), 'test[-9:]', shuffle=False, num_epochs=1
+  )
+  assert [int(e['index']) for e in dataset.as_numpy_iterator()] == list(range(350, 359))
+
+
 def test_shards_of_seqio_are_rows_of_the_global_batch(name):
   whole = seqio_batches(name, 'train', 8, 3, shuffle=True, seed=3, num_epochs=None)
   for index in range(2):
@@ -163,6 +186,7 @@ def test_the_converter_does_not_pack():
   'kwargs,message',
   [
     ({'split': 'dev'}, "split is 'dev'; the splits of digits are"),
+    ({'split': 'train[:2000]'}, "the split 'train' of digits has 1438 records"),
     ({'use_cached': True}, 'use_cached is True'),
     ({'sequence_length': None}, "it must be {'image': H, 'label': L}"),
   ],

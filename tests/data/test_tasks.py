@@ -40,6 +40,36 @@ def test_unknown_names_list_the_valid_ones(name):
     assert valid in str(error.value)
 
 
+def test_bare_paths(tmp_path, image_files):
+  np.savez(tmp_path / 'a.npz', image=np.zeros((4, 3, 3), np.uint8), label=np.arange(4))
+  image_files.write(tmp_path / 'dash-ed' / 'wren', 2)
+  assert tasks.get_task(f'{tmp_path}/a.npz') is tasks.get_task(f'npz:{tmp_path}/a.npz')
+  folder = f'{tmp_path}/dash-ed'
+  assert tasks.get_task(folder) is tasks.get_task(f'image_folder:{folder}')
+
+
+def test_a_tfds_name_goes_before_a_folder_of_that_name(tmp_path, monkeypatch):
+  (tmp_path / 'mnist').mkdir()
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match='tfds:mnist'):
+    tasks.get_task('mnist')
+  with pytest.raises(ValueError, match='mnist holds no class folders'):
+    tasks.get_task('./mnist')
+
+
+@pytest.mark.parametrize(
+  'path,message',
+  [
+    ('/nowhere/x.npz', 'npz:/nowhere/x.npz: there is no such file'),
+    ('/nowhere/birds', "mixture_or_task_name is '/nowhere/birds'; it must be one of .* existing"),
+    ('/nowhere/x.npy', 'a path that ends in .npz'),
+  ],
+)
+def test_bare_paths_that_do_not_exist(path, message):
+  with pytest.raises(ValueError, match=message):
+    task_info(path)
+
+
 def test_an_added_task_runs_its_preprocessors():
   task = tasks.add_image_task(
     'colour_glyphs',

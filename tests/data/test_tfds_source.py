@@ -8,20 +8,6 @@ from het_plugin.data import tasks, tfds_source  # noqa: E402
 LABEL = tfds.features.ClassLabel(names=['a', 'b', 'c'])
 
 
-def prepare(root, name, file_format='array_record', count=6, **features):
-  """Writes a data set as `tfds build` would, one split of `count` examples."""
-  folder = root / name / '1.0.0'
-  folder.mkdir(parents=True)
-  identity = tfds.core.DatasetIdentity(
-    name=name, version=tfds.core.Version('1.0.0'), data_dir=str(folder), module_name=''
-  )
-  info = tfds.core.DatasetInfo(builder=identity, features=tfds.features.FeaturesDict(features))
-  writer = tfds.core.SequentialWriter(info, 100, overwrite=True, file_format=file_format)
-  writer.initialize_splits(['train'])
-  writer.add_examples({'train': [example(features, i) for i in range(count)]})
-  writer.close_all()
-
-
 def example(features, i):
   """Picture i is i everywhere; its label is i mod 3, and i + 1 mod 3 too if it may have two."""
   label_key = next(key for key in features if key != 'image')
@@ -31,18 +17,20 @@ def example(features, i):
 
 
 @pytest.fixture(scope='module')
-def data_dir(tmp_path_factory):
-  root = tmp_path_factory.mktemp('tfds')
+def data_sets(tfds_files):
   image = tfds.features.Image(shape=(None, None, 3))
-  prepare(root, 'tiny_single', image=image, label=LABEL)
-  prepare(root, 'tiny_multi', image=image, labels=tfds.features.Sequence(LABEL))
-  prepare(root, 'tiny_sequential', 'tfrecord', image=image, label=LABEL)
-  prepare(root, 'tiny_regression', image=image, label=tfds.features.Scalar(np.int64))
-  tfds.core.add_data_dir(str(root))
-  return root
+
+  def write(name, file_format='array_record', **features):
+    examples = [example(features, i) for i in range(6)]
+    tfds_files.write(name, features, {'train': examples}, file_format)
+
+  write('tiny_single', image=image, label=LABEL)
+  write('tiny_multi', image=image, labels=tfds.features.Sequence(LABEL))
+  write('tiny_sequential', 'tfrecord', image=image, label=LABEL)
+  write('tiny_regression', image=image, label=tfds.features.Scalar(np.int64))
 
 
-@pytest.mark.usefixtures('data_dir')
+@pytest.mark.usefixtures('data_sets')
 def test_single_label():
   source = tfds_source.TfdsSource('tiny_single')
   info = source.info
@@ -54,7 +42,7 @@ def test_single_label():
   assert [image[0, 0, 0] for image in images] == [5, 0, 3]
 
 
-@pytest.mark.usefixtures('data_dir')
+@pytest.mark.usefixtures('data_sets')
 def test_multi_label():
   source = tfds_source.TfdsSource('tiny_multi')
   assert source.info.multi_label
@@ -62,13 +50,39 @@ def test_multi_label():
   np.testing.assert_array_equal(labels, [[0, -1], [1, 2], [2, -1]])
 
 
-@pytest.mark.usefixtures('data_dir')
+def test_features_that_are_not_wanted(tfds_files):
+  """As in birds and pets: a mask, a box and a text beside the image and its label."""
+  features = {
+    'image': tfds.features.Image(shape=(None, None, 3)),
+    'label': LABEL,
+    'segmentation_mask': tfds.features.Image(shape=(None, None, 1)),
+    'bbox': tfds.features.BBoxFeature(),
+    'label_name': tfds.features.Text(),
+  }
+  box = tfds.features.BBox(0.0, 0.0, 1.0, 1.0)
+  mask = np.zeros((4, 4, 1), np.uint8)
+  examples = [
+    {
+      'image': np.full((4, 4, 3), i, np.uint8),
+      'label': i,
+      'segmentation_mask': mask,
+      'bbox': box,
+      'label_name': 'x',
+    }
+    for i in range(3)
+  ]
+  tfds_files.write('tiny_masks', features, {'train': examples}, supervised_keys=('image', 'label'))
+  images, labels = tfds_source.TfdsSource('tiny_masks').read('train', np.array([2, 0]), 8, seed=0)
+  assert [image[0, 0, 0] for image in images] == [2, 0] and labels.tolist() == [[2], [0]]
+
+
+@pytest.mark.usefixtures('data_sets')
 def test_names_with_and_without_prefix_and_version():
   for name in ('tfds:tiny_single', 'tiny_single', 'tiny_single:1.0.0'):
     assert tasks.get_task(name).examples.info.num_classes == 3
 
 
-@pytest.mark.usefixtures('data_dir')
+@pytest.mark.usefixtures('data_sets')
 def test_errors():
   with pytest.raises(ValueError, match='tfds:tiny_nothing: TensorFlow Datasets knows no such'):
     tfds_source.TfdsSource('tiny_nothing')

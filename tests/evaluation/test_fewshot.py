@@ -1,10 +1,15 @@
 """The few-shot protocol: draws, choice of l2, edge cases, and accuracy on real digits."""
 
+import json
+
 import numpy as np
 import pytest
+from scipy.stats import rankdata
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
 
-from het_plugin.evaluation import fewshot, ridge
+from het_plugin.evaluation import fewshot, l2_selection, ridge
 
 
 @pytest.fixture(scope='module')
@@ -78,26 +83,26 @@ def test_leave_one_out_choice_matches_brute_force(digits):
       hits += int(np.argmax(a[i] @ np.linalg.solve(gram, a[rest].T @ targets[rest])) == y[i])
     correct[l2] = hits
   assert len(set(correct.values())) > 1
-  assert fewshot.leave_one_out_l2(model, grid) == max(grid, key=lambda l2: (correct[l2], l2))
+  assert fewshot.leave_one_out_l2(model, x, y, grid) == max(grid, key=lambda l2: (correct[l2], l2))
 
 
 def test_bounded_leave_one_out_chooses_as_good_an_l2(digits, monkeypatch):
-  model = ridge.decompose(digits[0], digits[1])
-  every_row = np.arange(len(digits[1]))
+  x, y = digits[:2]
+  model = ridge.decompose(x, y)
 
   def accuracy(l2):
-    return np.mean(model.leave_one_out(l2, every_row).argmax(axis=1) == model.label_ids)
+    return np.mean(model.leave_one_out(x, y, [l2])[0] == y)
 
-  best = accuracy(fewshot.leave_one_out_l2(model))
+  best = accuracy(fewshot.leave_one_out_l2(model, x, y))
   assert best == max(accuracy(l2) for l2 in fewshot.L2_GRID)
   monkeypatch.setattr(fewshot, 'MAX_LEFT_OUT', 400)  # of 1,198
-  assert accuracy(fewshot.leave_one_out_l2(model)) > best - 0.01
+  assert accuracy(fewshot.leave_one_out_l2(model, x, y)) > best - 0.01
 
 
 def test_equal_leave_one_out_accuracy_takes_the_larger_l2():
   x = np.array([[-1.0], [-1.1], [1.0], [1.1]])  # separable at any of these
-  model = ridge.decompose(x, np.array([0, 0, 1, 1]))
-  assert fewshot.leave_one_out_l2(model, (0.01, 0.1, 0.02)) == 0.1
+  y = np.array([0, 0, 1, 1])
+  assert fewshot.leave_one_out_l2(ridge.decompose(x, y), x, y, (0.01, 0.1, 0.02)) == 0.1
 
 
 def test_test_split_never_chooses_l2(digits):
@@ -156,7 +161,11 @@ def test_extremes_are_finite(n, d, l2):
     (dict(seeds=(-1,)), r'seeds=\(-1,\)'),
     (dict(l2=0.0), r'l2=0\.0'),
     (dict(l2=float('nan')), 'l2=nan'),
-    (dict(l2='best'), "l2='best' must be 'loo'"),
+    (dict(l2='mean_rank'), 'call few_shot_all'),
+    (dict(classifier='svm'), "classifier='svm' is unknown: choose one of ridge, logistic"),
+    (dict(draw='last'), "draw='last' is unknown"),
+    (dict(classifier='logistic'), "l2='loo' needs classifier='ridge'"),
+    (dict(l2='best'), "l2='best' must be a finite number > 0, or loo"),
   ],
 )
 def test_bad_input_is_one_sentence(change, message):
@@ -168,3 +177,136 @@ def test_bad_input_is_one_sentence(change, message):
   )
   with pytest.raises(ValueError, match=message):
     fewshot.few_shot(**(args | change))
+
+
+def test_held_out_rows_are_those_drawn_next(digits):
+  train_x, train_y, test_x, test_y = digits
+  results = fewshot.few_shot(*digits, shots=(5,), seeds=(2,), l2='heldout')
+  drawn = fewshot.draw_order(train_y, np.arange(len(train_y)), 2)
+  subset, held_out = (np.concatenate([r[a:b] for r in drawn]) for a, b in ((0, 5), (5, 10)))
+  model = ridge.decompose(train_x[subset], train_y[subset])
+  hits = {
+    l2: (model.scores(train_x[held_out], l2).argmax(1) == train_y[held_out]).sum()
+    for l2 in fewshot.L2_GRID
+  }
+  expected = max(hits, key=lambda l2: (hits[l2], l2))
+  assert results[5].l2 == (expected,)
+  none_left = fewshot.few_shot(train_x, train_y, test_x, test_y, shots=(9999,), l2='heldout')
+  assert none_left[9999].l2 == (2.0**10,) * 3
+
+
+def test_the_first_of_each_class_by_id(digits):
+  train_x, train_y, test_x, test_y = digits
+  shuffle = np.random.default_rng(1).permutation(len(train_y))
+  results = [
+    fewshot.few_shot(
+      train_x[rows], train_y[rows], test_x, test_y, train_index=rows, shots=(3,), draw='first'
+    )
+    for rows in (np.arange(len(train_y)), shuffle)
+  ]
+  assert results[0] == results[1]
+  first = np.concatenate([np.flatnonzero(train_y == c)[:3] for c in range(10)])
+  model = ridge.decompose(train_x[first], train_y[first])
+  (l2,) = results[0][3].l2  # one draw, whatever the seeds
+  accuracy = np.mean(model.scores(test_x, l2).argmax(1) == test_y)
+  assert results[0][3].accuracies == (accuracy,) and results[0][3].stderr is None
+
+
+def test_logistic_regression_is_scikit_learns(digits):
+  train_x, train_y, test_x, test_y = digits
+  result = fewshot.few_shot(
+    *digits, shots=(4,), seeds=(0,), l2=8.0, classifier='logistic', draw='first'
+  )[4]
+  rows = np.concatenate([np.flatnonzero(train_y == c)[:4] for c in range(10)])
+  mean, std = train_x[rows].mean(0), train_x[rows].std(0)
+  z, new = (np.where(std > 0, (x - mean) / (std + 1e-5), 0) for x in (train_x[rows], test_x))
+  reference = LogisticRegression(C=1 / 8, max_iter=150).fit(z, train_y[rows])
+  assert result.accuracies == (reference.score(new, test_y),)
+  assert result.nll[0] == pytest.approx(log_loss(test_y, reference.predict_proba(new)), rel=1e-6)
+  assert 0 < result.ece[0] < 0.5
+
+
+@pytest.mark.parametrize('classes', [[4], [2, 7], [2, 5, 7]])
+def test_logistic_columns_belong_to_the_classes_that_there_are(classes):
+  """9 never has an example: its rows are wrong, and do not count for nll."""
+  rng = np.random.default_rng(0)
+  train_y = np.repeat(classes, 6)
+  train_x = np.eye(10)[train_y] * 3 + 0.1 * rng.normal(size=(len(train_y), 10))
+  test_y = np.array([*classes, 9])
+  test_x = np.eye(10)[test_y] * 3
+  kwargs = dict(shots=(6,), classifier='logistic')
+  result = fewshot.few_shot(train_x, train_y, test_x, test_y, seeds=(0,), l2=0.1, **kwargs)[6]
+  assert result.accuracies == (pytest.approx(len(classes) / (len(classes) + 1)),)
+  assert result.test_unseen == 1 and 0 <= result.nll[0] < 0.5
+  nowhere = np.full(len(test_y), 9)
+  result = fewshot.few_shot(train_x, train_y, test_x, nowhere, l2=1.0, **kwargs)[6]
+  assert result.accuracies == (0.0,) * 3 and np.isnan(result.nll).all()
+
+
+def as_datasets(digits, num=3):
+  train_x, train_y, test_x, test_y = digits
+  rng = np.random.default_rng(0)
+  noisy = [train_x + s * rng.normal(size=train_x.shape) for s in range(0, 9 * num, 9)]
+  return {
+    f'set{i}': (fewshot.Split(x, train_y), fewshot.Split(test_x, test_y))
+    for i, x in enumerate(noisy)
+  }
+
+
+def test_mean_rank_takes_one_strength_for_all_data_sets(digits):
+  datasets = as_datasets(digits)
+  settings = dict(shots=(2, 5), seeds=(0, 1))
+  results = fewshot.few_shot_all(datasets, fewshot.PROTOCOLS['vmoe'], **settings)
+  fixed = [
+    fewshot.few_shot_all(datasets, fewshot.Protocol(l2=l2), **settings) for l2 in fewshot.L2_GRID
+  ]
+  for shots in (2, 5):
+    (chosen,) = {l2 for name in datasets for l2 in results[name][shots].l2}
+    position = fewshot.L2_GRID.index(chosen)
+    accuracies = np.array(
+      [[by_l2[name][shots].accuracies for name in datasets] for by_l2 in fixed]
+    )  # [L, sets, draws]
+    ranks = rankdata(accuracies.reshape(len(fixed), -1), axis=0).mean(axis=1)
+    assert ranks[position] == ranks.max()
+    for i, name in enumerate(datasets):
+      assert results[name][shots].accuracies == tuple(accuracies[position, i])
+
+
+def test_mean_rank_of_others_leaves_the_data_set_out(digits):
+  datasets = as_datasets(digits)
+  settings = dict(shots=(5,), seeds=(0, 1))
+  protocol = fewshot.Protocol(l2='mean_rank_others')
+  before = fewshot.few_shot_all(datasets, protocol, **settings)
+  train, test = datasets['set0']
+  wrong = {**datasets, 'set0': (train, fewshot.Split(test.x, (test.y + 1) % 10))}
+  after = fewshot.few_shot_all(wrong, protocol, **settings)
+  assert after['set0'][5].l2 == before['set0'][5].l2  # its own test labels do not matter
+  assert after['set0'][5].accuracies != before['set0'][5].accuracies
+  with pytest.raises(ValueError, match='there is only one'):
+    fewshot.few_shot_all({'a': datasets['set0']}, protocol, **settings)
+
+
+def test_equal_accuracies_do_not_favour_the_larger_strength():
+  flat = np.array([0.2, 0.9, 0.9, 0.9, 0.1])
+  chosen = l2_selection.mean_rank({('a', 0): flat, ('b', 0): flat}, others=False)
+  assert chosen == {('a', 0): 2, ('b', 0): 2}
+  assert np.argsort(np.argsort(flat)).argmax() == 3  # by position, as theirs
+  # One data set decides and the other is all ties, which by position would outvote it.
+  picky, ties = np.array([0.1, 0.8, 0.7, 0.75]), np.full(4, 0.5)
+  assert (np.argsort(np.argsort(picky)) + np.argsort(np.argsort(ties))).argmax() == 3
+  assert l2_selection.mean_rank({('a', 0): picky, ('b', 0): ties}, others=False)['a', 0] == 1
+
+
+def test_a_bad_data_set_is_named(digits):
+  datasets = as_datasets(digits, 2)
+  datasets['set1'] = (datasets['set1'][0], fewshot.Split(np.zeros((2, 5)), np.zeros(2, int)))
+  with pytest.raises(ValueError, match='set1: train_x has 64 features and test_x 5'):
+    fewshot.few_shot_all(datasets, fewshot.Protocol())
+
+
+def test_the_record_is_json(digits):
+  result = fewshot.few_shot(*digits, shots=(5,), seeds=(0, 1))[5]
+  record = json.loads(json.dumps(result.record()))
+  assert record['mean'] == result.mean and record['accuracies'] == list(result.accuracies)
+  assert 'correct' not in record and 'nll' not in record
+  np.testing.assert_array_equal(result.correct.mean(axis=1), result.accuracies)

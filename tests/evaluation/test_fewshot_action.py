@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from het_plugin.backbones import ViT
-from het_plugin.data import TaskInfo
+from het_plugin.data import TaskInfo, get_dataset
 from het_plugin.evaluation import fewshot_action
 from het_plugin.evaluation.fewshot_action import FewShotAction, FewShotDataset
 from het_plugin.heads import Det
@@ -159,6 +159,61 @@ def test_bounds_and_endless_splits(tmp_path):
     unbounded.setup(context)
 
 
+@pytest.fixture(scope='module')
+def cells(tfds_files):
+  """A TFDS data set of one split, as colorectal_histology: 60 images of 3 shades, none alike."""
+  tfds = pytest.importorskip('tensorflow_datasets')
+  rng = np.random.default_rng(0)
+  features = {
+    'image': tfds.features.Image(shape=(None, None, 3)),
+    'label': tfds.features.ClassLabel(num_classes=3),
+  }
+  examples = [
+    {'image': rng.integers(0, 80, (10, 15, 3), np.uint8) + np.uint8(80 * (i % 3)), 'label': i % 3}
+    for i in range(60)
+  ]
+  tfds_files.write('tiny_cells', features, {'train': examples})
+  return 'tfds:tiny_cells'
+
+
+def test_slices_of_one_split_are_kept_apart(tmp_path, monkeypatch, cells):
+  """Shots and test images of one split of one data set, as a cache by name would mix them up."""
+  read = []
+
+  def spy(cfg, rows):
+    batches = get_dataset(cfg, rows)
+    read.append((cfg, list(batches)))
+    batches.set_state({'position': 0})
+    return batches
+
+  monkeypatch.setattr(fewshot_action, 'get_dataset', spy)
+  context, state = make_context(tmp_path)
+  there = FewShotDataset('there', cells, 'train[:20]', 'train[20:]', resize='squash')
+  back = FewShotDataset('back', cells, 'train[20:]', 'train[:20]', resize='squash')
+  action = make_action(datasets=(there, back), shots=(5,), batch_size=16)
+  action.setup(context)
+  read.clear()  # setup only looks
+  action.run(state, {})
+
+  splits = {}
+  for cfg, batches in read:
+    real = np.concatenate([batch['mask'] for batch in batches]) == 1
+    index, images = (
+      np.concatenate([batch[name] for batch in batches])[real] for name in ('index', 'image')
+    )
+    splits.setdefault(cfg.split, []).append((index, {image.tobytes() for image in images}))
+  assert [cfg.split for cfg, _ in read] == ['train[:20]', 'train[20:]', 'train[20:]', 'train[:20]']
+  for split, expected in (('train[:20]', range(20)), ('train[20:]', range(20, 60))):
+    (index, images), (index_again, images_again) = splits[split]
+    assert index.tolist() == index_again.tolist() == list(expected)
+    assert images == images_again and len(images) == len(expected)
+  assert not splits['train[:20]'][0][1] & splits['train[20:]'][0][1]
+
+  there, back = (np.array(action.results[name][5].accuracies) for name in ('there', 'back'))
+  assert (there * 40 % 1 < 1e-9).all() and (back * 20 % 1 < 1e-9).all()
+  assert there.min() > 0.9 and back.min() > 0.9  # shades are easy to tell
+
+
 def test_default_datasets_exist(tmp_path):
   context, _ = make_context(tmp_path)
   FewShotAction(image_size=SIZE, channels=1).setup(context)
@@ -181,6 +236,16 @@ def test_grey_data_for_a_colour_model(tmp_path):
     ({'batch_size': 6}, 'batch_size=6'),
     ({'datasets': (FewShotDataset('x', 'no_such_task'),)}, 'no_such_task'),
     ({'datasets': (FewShotDataset('x', 'digits', test_split='dev'),)}, 'dev'),
+    (
+      {'datasets': (FewShotDataset('x', 'digits', 'train[:2000]'),)},
+      "split is 'train\\[:2000\\]'; the split 'train' of digits has 1438 records",
+    ),
+    (
+      {'datasets': (FewShotDataset('x', 'glyphs_core', 'train[:9]', 'validation'),)},
+      "split is 'train\\[:9\\]'; the split 'train' of glyphs_core is endless",
+    ),
+    ({'datasets': (FewShotDataset('x', 'digits', resize='crop'),)}, "resize is 'crop'"),
+    ({'datasets': (FewShotDataset('x', 'digits', resize='squash'),)}, 'is for photographs'),
     ({'layer': 'no_such_layer'}, 'no_such_layer'),
   ],
 )

@@ -58,8 +58,12 @@ def test_leave_one_out_matches_refitting_without_the_row(shape, l2):
   keep = ~np.eye(len(y), dtype=bool)
   expected = [a[i] @ solve(a[keep[i]], targets[keep[i]], l2) for i in range(len(y))]
   rows = np.arange(len(y))[::-1]
-  actual = ridge.decompose(x, y).leave_one_out(l2, rows)
-  np.testing.assert_allclose(actual, np.array(expected)[rows], rtol=1e-9, atol=1e-9)
+  model = ridge.decompose(x, y)
+  (hat,) = model.leverage(x, [l2])
+  actual = (model.scores(x, l2) - hat[:, None] * targets) / (1 - hat[:, None])
+  np.testing.assert_allclose(actual, np.array(expected), rtol=1e-9, atol=1e-9)
+  (predicted,) = model.leave_one_out(x[rows], y[rows], [l2])
+  np.testing.assert_array_equal(predicted, np.array(expected)[rows].argmax(axis=1))
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -70,16 +74,65 @@ def test_accuracy_equals_sklearn_ridge_classifier(shape):
     model = ridge.decompose(x, y)
     reference = RidgeClassifier(alpha=l2).fit((x - x.mean(0)) / (x.std(0) + 1e-5), y)
     expected = reference.score((new - x.mean(0)) / (x.std(0) + 1e-5), new_y)
-    assert np.mean(model.predict(new, l2) == new_y) == pytest.approx(expected, abs=1e-12)
+    assert np.mean(model.predict(new, [l2]) == new_y) == pytest.approx(expected, abs=1e-12)
 
 
-def test_blocks_change_nothing(monkeypatch):
-  x, y = make_examples(60, 7)
+GRID = [2.0**k for k in range(-10, 20)]
+
+
+def overlapping(n, d, num_classes, decades, seed=0):
+  """Classes that overlap, in rotated features whose spectrum spans `decades`."""
+  rng = np.random.default_rng(seed)
+  rotation, _ = np.linalg.qr(rng.normal(size=(d, d)))
+  y = np.arange(n) % num_classes
+  x = 0.3 * rng.normal(size=(num_classes, d))[y] + rng.normal(size=(n, d))
+  return x * np.logspace(0, -decades / 2, d) @ rotation, y
+
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize('shape,decades', [((300, 40, 7), 2), ((300, 40, 7), 14), ((60, 90, 5), 4)])
+def test_many_strengths_in_float32_decide_as_float64(shape, decades, own):
+  x, y = overlapping(*shape, decades)
   model = ridge.decompose(x, y)
-  expected = model.classes[model.scores(x, 1.0).argmax(axis=1)]
-  for elements in (1, 11 * 13, 11 * 60):  # blocks of 1, 13 (60 do not divide) and 60 rows
-    monkeypatch.setattr(ridge, '_BLOCK_ELEMENTS', elements)
-    np.testing.assert_array_equal(model.predict(x, 1.0), expected)
+  new = x if own else overlapping(500, *shape[1:], decades, seed=1)[0]
+  scores = np.stack([model.scores(new, l2) for l2 in GRID])
+  if own:
+    scores[:, np.arange(len(y)), y] -= 2 * model.leverage(x, GRID)
+  got = model.leave_one_out(x, y, GRID) if own else model.predict(new, GRID)
+  ordered = np.sort(scores, axis=-1)
+  sure = ordered[..., -1] - ordered[..., -2] > 1e-9  # two computations in float64 differ too
+  assert sure.mean() > 0.99
+  np.testing.assert_array_equal(got[sure], scores.argmax(axis=-1)[sure])
+
+
+def test_doubtful_rows_are_decided_in_float64(monkeypatch):
+  """Two best scores 1e-9 apart, which float32 cannot tell; and strengths that combine badly."""
+  x, y = overlapping(60, 20, 2, 2)
+  model = ridge.decompose(x, y)
+  rng = np.random.default_rng(0)
+  (a, b), (bias_a, bias_b) = model.weights(1.0).T, model.bias(1.0)
+  z = rng.normal(size=(200, 20))
+  apart = z @ (a - b) + bias_a - bias_b
+  z -= ((apart - 1e-9 * rng.choice([-1, 1], 200)) / ((a - b) @ (a - b)))[:, None] * (a - b)
+  new = z * model.scale + model.mean
+  expected = model.scores(new, 1.0).argmax(axis=1)
+  assert 50 < expected.sum() < 150
+  np.testing.assert_array_equal(model.predict(new, [1.0])[0], expected)
+
+  monkeypatch.setattr(ridge, '_SKELETON_ERROR', 0.9)  # one or two strengths for all
+  expected = np.stack([model.scores(x, l2).argmax(axis=1) for l2 in GRID])
+  np.testing.assert_array_equal(model.predict(x, GRID), expected)
+
+
+def test_tiles_and_blocks_change_nothing(monkeypatch):
+  x, y = overlapping(60, 7, 11, 3)
+  model = ridge.decompose(x, y)
+  expected, left_out = model.predict(x, GRID), model.leave_one_out(x, y, GRID)
+  for scores, weights in ((1, 1), (4 * 30 * 11 * 13, 1 << 20), (1 << 20, 4 * 7 * 30 * 4)):
+    monkeypatch.setattr(ridge, '_SCORE_BYTES', scores)
+    monkeypatch.setattr(ridge, '_WEIGHT_BYTES', weights)
+    np.testing.assert_array_equal(model.predict(x, GRID), expected)
+    np.testing.assert_array_equal(model.leave_one_out(x, y, GRID), left_out)
 
 
 def test_small_l2_on_float32_features_keeps_its_accuracy():
@@ -89,7 +142,7 @@ def test_small_l2_on_float32_features_keeps_its_accuracy():
   x = (4 * rng.normal(size=(50, 128))[y] + rng.normal(size=(2500, 128))).astype(np.float32)
   model = ridge.decompose(x, y)
   assert model.eigenvalues.min() > 0
-  assert np.mean(model.predict(x, 2.0**-10) == y) == 1.0
+  assert np.mean(model.predict(x, [2.0**-10])[0] == y) == 1.0
 
   a = design(x, x.mean(0), x.std(0)).astype(np.float32)
   assert np.linalg.eigvalsh(a.T @ a)[-1] == pytest.approx(2.5e7, rel=1e-3)
@@ -117,10 +170,11 @@ def test_dependent_features_leave_it_finite_and_exact():
 
 def test_all_features_constant_predicts_the_most_frequent_class():
   model = ridge.decompose(np.ones((5, 3)), np.array([2, 7, 7, 2, 7]))
-  np.testing.assert_array_equal(model.predict(np.zeros((4, 3)), 1.0), [7] * 4)
+  np.testing.assert_array_equal(model.predict(np.zeros((4, 3)), [1.0, 9.0]), [[7] * 4] * 2)
 
 
 def test_single_example():
   model = ridge.decompose(np.array([[1.0, 2.0]]), np.array([3]))
-  np.testing.assert_array_equal(model.predict(np.random.default_rng(0).normal(size=(4, 2)), 1.0), 3)
+  new = np.random.default_rng(0).normal(size=(4, 2))
+  np.testing.assert_array_equal(model.predict(new, [1.0]), [[3] * 4])
   np.testing.assert_allclose(model.scores(np.zeros((1, 2)), 1.0), 1 / (1 + 1e-4))

@@ -1,0 +1,99 @@
+"""Multinomial logistic regression on standardised features, as uncertainty-baselines evaluates
+few-shot accuracy (baselines/jft/fewshot_utils.py): scikit-learn's with C = 1 / l2, 150 iterations.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.special
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+
+from het_plugin.evaluation import ridge
+
+MAX_ITERATIONS = 150
+NUM_BINS = 15  # of the calibration error, as in models/metrics.py
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Score:
+  """How a model does on labelled rows.
+
+  Attributes:
+    correct: bool [M].
+    nll: mean negative log-likelihood in nats over the rows whose class the model knows; NaN if
+      there is none.
+    ece: expected calibration error over the same rows.
+  """
+
+  correct: np.ndarray
+  nll: float
+  ece: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Logistic:
+  """A set of standardised examples, to be fitted at any l2.
+
+  Attributes:
+    classes: int64 [K], the labels seen, ascending.
+    mean, scale: float64 [D]; see `ridge.Ridge`.
+    x: float64 [N, D], standardised.
+    y: int [N].
+  """
+
+  classes: np.ndarray
+  mean: np.ndarray
+  scale: np.ndarray
+  x: np.ndarray
+  y: np.ndarray
+
+  def log_prob(self, x: np.ndarray, l2: float) -> np.ndarray:
+    """Log-probabilities of features x [M, D], float64 [M, K], columns in order of `classes`."""
+    if len(self.classes) == 1:
+      return np.zeros((len(x), 1))
+    scores = self._fitted(float(l2)).decision_function((x - self.mean) / self.scale)
+    if scores.ndim == 1:  # two classes: scikit-learn gives the score of the second
+      scores = np.stack([np.zeros_like(scores), scores], axis=1)
+    return scipy.special.log_softmax(scores, axis=1)
+
+  def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+    """The most probable labels of x [M, D] at L strengths, int64 [L, M]."""
+    return np.stack([self.classes[self.log_prob(x, l2).argmax(axis=1)] for l2 in l2s])
+
+  def score(self, x: np.ndarray, y: np.ndarray, l2: float) -> Score:
+    """Scores labelled rows x [M, D], y int [M]."""
+    log_prob = self.log_prob(x, l2)
+    best = log_prob.argmax(axis=1)
+    correct = self.classes[best] == y
+    known = np.flatnonzero(np.isin(y, self.classes))
+    if not known.size:
+      return Score(correct, np.nan, np.nan)
+    at_label = log_prob[known, np.searchsorted(self.classes, y[known])]
+    confidence = np.exp(log_prob.max(axis=1))
+    return Score(
+      correct, float(-at_label.mean()), calibration_error(confidence[known], correct[known])
+    )
+
+  def _fitted(self, l2: float) -> LogisticRegression:
+    with warnings.catch_warnings():
+      # 150 iterations are the protocol, whether or not they converge.
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      return LogisticRegression(C=1 / l2, max_iter=MAX_ITERATIONS).fit(self.x, self.y)
+
+
+def standardise(x: np.ndarray, y: np.ndarray) -> Logistic:
+  """Standardises examples x, any float [N, D], with labels y, int [N]; N >= 1."""
+  mean, scale = ridge.standardisation(x)
+  return Logistic(np.unique(y).astype(np.int64), mean, scale, (x - mean) / scale, y)
+
+
+def calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
+  """Expected calibration error over NUM_BINS bins of confidence [M], correct bool [M]
+  (`models.metrics.ExpectedCalibrationError`, on the host).
+  """
+  bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(int)
+  gaps = np.bincount(bins, correct - confidence, NUM_BINS)
+  return float(np.abs(gaps).sum() / len(confidence))
