@@ -228,7 +228,6 @@ def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
     path,
     {'num_classes': num_classes},
     scores,
-    no_covariance='a file of predictions has no covariance between classes.',
     class_names=read.class_names,
   )
 
@@ -321,6 +320,8 @@ def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
 
 def _look(run, task: str, settings: Settings, first: Any, asked: Any) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
+  if not (settings.covariance_images or settings.covariance_index or settings.homoglyph_examples):
+    return {}
   if reason := class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
   look = class_covariance.CovarianceLook(run.model, run.partitioner, run.param_specs, run.channels)
@@ -359,7 +360,8 @@ def homoglyphs(class_set: str, split: str, image_size: int) -> tuple[frozenset[i
   """Of each class the classes that look the same in some typeface of the split."""
   from het_plugin.data import glyph_bank, glyphs
 
-  return glyph_bank.homoglyphs(class_set, glyphs.SPLITS[class_set][split].faces, image_size)
+  whole, _, _ = split.partition('[')  # of a slice
+  return glyph_bank.homoglyphs(class_set, glyphs.SPLITS[class_set][whole].faces, image_size)
 
 
 def shown_names(task: str, info: data.TaskInfo) -> Sequence[str] | None:

@@ -10,6 +10,7 @@ from absl.testing import flagsaver
 
 import gin
 from het_plugin import configurables, evaluate, gin_utils
+from het_plugin.data import task_info
 from het_plugin.evaluation.predictions import read_predictions
 from het_plugin.train import train_from_gin
 
@@ -100,11 +101,22 @@ def test_a_report_of_two_checkpoints(run_dir, tmp_path, capsys):
   assert predictions.log_prob.shape == (359, 10) and predictions.class_names[3] == '3'
   assert predictions.provenance['task'] == 'digits'
   run(*(f'--predictions={x}' for x in saved), '--precision_at=1,2', f'--json={tmp_path / "2.json"}')
-  assert 'a file of predictions has no covariance' in capsys.readouterr().out
   for row, again in zip(rows, json.loads((tmp_path / '2.json').read_text()), strict=True):
     for name in ('nll', 'ece', 'brier', 'aurc', 'entropy', 'precision_at_2'):
       assert again[name] == row[name]
     assert again.get('difference') == row.get('difference')
+
+
+def test_glyphs_are_shown_and_their_look_alikes_known():
+  info = task_info('glyphs_core')
+  names = evaluate.shown_names('glyphs_core', info)
+  assert names[32] == 'A  LATIN CAPITAL LETTER A' and len(names) == info.num_classes
+  assert evaluate.shown_names('digits', task_info('digits')) == tuple('0123456789')
+  assert evaluate.glyph_class_set('npz:x') is None
+  (whole, part) = (
+    evaluate.homoglyphs('core', split, 28) for split in ('validation', 'validation[:9]')
+  )
+  assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
 
 
 def test_names():
