@@ -139,13 +139,15 @@ class Predictor:
     for batch in batches:
       in_flight.append(self._predict(params, self._partitioner.shard_batch(batch, batch_size)))
       if len(in_flight) > 1:  # the device works on one batch while the host takes the one before
-        yield (part := collect())
-        taken += len(part)
+        if part := collect():
+          yield part
+          taken += len(part)
       if bound is not None and taken >= bound:
         return
     while in_flight:
-      yield (part := collect())
-      taken += len(part)
+      if part := collect():  # no batch that is all padding
+        yield part
+        taken += len(part)
 
 
 def concatenate(parts: Sequence[Predictions]) -> Predictions:

@@ -158,7 +158,13 @@ def concatenate(parts: Sequence[ExampleScores]) -> ExampleScores:
 
 
 def concatenate_uncertainty(parts: Sequence[Uncertainty]) -> Uncertainty:
-  """`Uncertainty` of the parts of a split as that of the whole."""
+  """`Uncertainty` of the parts of a split as that of the whole.
+
+  Raises:
+    ValueError: there is no part.
+  """
+  if not parts:
+    raise ValueError('there are no examples to evaluate')
   information = None
   if parts[0].mutual_information is not None:
     information = _join(part.mutual_information for part in parts)

@@ -191,6 +191,8 @@ def test_predictions_over_the_mesh(model_shards):
   np.testing.assert_array_equal(found.labels, examples['label'])
   np.testing.assert_array_equal(found.index, examples['index'])
   assert found.log_prob.shape == (19, K) and found.nll is None
+  padding = next(padded(examples, 8)) | {'mask': np.zeros(8, np.float32)}
+  assert not list(predictor(params, [padding, padding], 8))
   for bound in (1, 8, 11):
     parts = list(predictor(params, padded(examples, 8), 8, max_examples=bound))
     np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])

@@ -248,6 +248,8 @@ def test_k_and_empty():
       uncertainty.score_examples(make(), (1, k))
   with pytest.raises(ValueError, match='no examples'):
     uncertainty.concatenate([])
+  with pytest.raises(ValueError, match='no examples'):
+    uncertainty.concatenate_uncertainty([])
 
 
 def test_files_round_trip(tmp_path):
