@@ -28,9 +28,9 @@ from jax.sharding import Mesh
 import gin
 from het_plugin import fewshot_report, gin_utils, reporting
 from het_plugin.evaluation import fewshot
+from het_plugin.evaluation.candidates import short_names
 from het_plugin.evaluation.representations import read_representations
 from het_plugin.fewshot_report import Results
-from het_plugin.reporting.progress import Progress
 
 _MODULE = 'het_plugin.fewshot'
 _FROM_PROTOCOL = 'from the protocol'
@@ -135,20 +135,10 @@ def run_names(paths: Sequence[str]) -> list[str]:
   """
   names = flags.FLAGS.names
   if names is None:
-    return distinct_names(paths)
+    return short_names(paths)
   if len(names) != len(paths):
     raise ValueError(f'--names={",".join(names)} must be {len(paths)} names')
   return names
-
-
-def distinct_names(paths: Sequence[str]) -> list[str]:
-  """The first part of each path that is its own, or the whole path."""
-  parts = [Path(path.split(',')[0]).with_suffix('').parts for path in paths]
-  for place in range(-1, -1 - min(map(len, parts)), -1):
-    names = [part[place] for part in parts]
-    if len(set(names)) == len(names):
-      return names
-  return list(paths)
 
 
 def from_files(settings: Settings) -> Results:
@@ -197,7 +187,9 @@ def from_checkpoints(settings: Settings) -> Results:
       pool='mean',
     )
     data = {}
-    with Progress(f'{name}: representations', len(datasets), unit='data sets') as progress:
+    with reporting.Progress(
+      f'{name}: representations', len(datasets), unit='data sets'
+    ) as progress:
       for dataset in datasets:
         data[dataset.name] = reader.extract(dataset, extractor, run.params)
         progress.update(1)
@@ -241,7 +233,7 @@ def evaluate(
   # On a host without an accelerator its own linear algebra is the faster one.
   mesh = None if jax.default_backend() == 'cpu' else Mesh(np.array(jax.local_devices()), ('data',))
   trials = len(data) * len(shots) * len(fewshot.used_seeds(settings.protocol, settings.seeds))
-  with Progress(run, trials, unit='fits') as progress:
+  with reporting.Progress(run, trials, unit='fits') as progress:
     return fewshot.few_shot_all(
       data,
       settings.protocol,

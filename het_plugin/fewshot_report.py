@@ -9,7 +9,6 @@ import numpy as np
 from het_plugin import reporting
 from het_plugin.evaluation import comparison
 from het_plugin.evaluation.fewshot import FewShotResult
-from het_plugin.reporting.shots_plot import shots_png
 
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, FewShotResult]]]
@@ -180,7 +179,7 @@ def html(result: Mapping[str, Any], provenance: reporting.Provenance) -> str:
     ],
     figures=[
       reporting.Figure(
-        shots_png(accuracies),
+        reporting.shots_png(accuracies),
         'Accuracy by shots.',
         'Few-shot accuracy against the number of shots, a panel a data set and a line a run.',
       )

@@ -32,7 +32,6 @@ from het_plugin import data, gin_utils, reporting, trained_run
 from het_plugin.evaluation import extraction, extraction_files, fingerprint
 from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0
-from het_plugin.reporting.progress import Progress
 
 _MODULE = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -311,7 +310,7 @@ def run_split(
   num_before = 0 if split.plan.progress is None else split.plan.progress.num_rows
   with contextlib.ExitStack() as stack:
     batches = stack.enter_context(contextlib.closing(open_batches(split.config, run)))
-    progress = Progress(
+    progress = reporting.Progress(
       split.config.split, split.num_examples, num_before, shown=jax.process_index() == 0
     )
     extraction_files.run_plan(

@@ -167,10 +167,7 @@ def run_rank() -> Result:
         {
           'candidate': names[i],
           'proxy': proxy[i],
-          'few_shot': {
-            n: {'mean': result.mean, 'stderr': result.stderr, **dataclasses.asdict(result)}
-            for n, result in results.get(i, {}).items()
-          },
+          'few_shot': {n: result.record() for n, result in results.get(i, {}).items()},
         }
         for i in order
       ],

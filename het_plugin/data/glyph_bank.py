@@ -133,6 +133,23 @@ def homoglyph_ceiling(
   return float(sum(best.values()) / np.count_nonzero(faces_per_class))
 
 
+def homoglyphs(
+  class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
+) -> tuple[frozenset[int], ...]:
+  """For each class the other classes that some face renders to the same bitmap at this size."""
+  bank = glyph_bank(class_set, faces, size)
+  num_classes = len(bank.faces_per_class)
+  by_bitmap = collections.defaultdict(set)
+  for k in range(num_classes):
+    for image in bank.images[bank.first[k] : bank.first[k + 1]]:
+      by_bitmap[image.tobytes()].add(k)
+  same = [set() for _ in range(num_classes)]
+  for classes in by_bitmap.values():
+    for k in classes:
+      same[k] |= classes - {k}
+  return tuple(map(frozenset, same))
+
+
 def _face_path(face: str) -> pathlib.Path:
   return pathlib.Path(matplotlib.get_data_path(), 'fonts', 'ttf', f'{face}.ttf')
 

@@ -241,6 +241,28 @@ class ClassificationModel:
       return scores, {name: (value,) for name, value in intermediates.items()}
     return scores
 
+  def logits(self, params: PyTree, batch: Batch) -> GaussianLogits:
+    """The head's Gaussian over the logits of each example, without dropout."""
+    return self._logits(params, batch)[0]
+
+  def predictive(self, params: PyTree, batch: Batch) -> dict[str, jax.Array]:
+    """The predictive distribution of each example, by `eval_integrator`.
+
+    Returns:
+      'log_prob' float32 [B, K]: log p(k | x); sigmoid: log p(y_k = 1 | x).
+      'expected_entropy' float32 [B]: as `Integrator.expected_entropy`; only of a heteroscedastic
+        head that is sampled.
+      'nll' float32 [B]: only with a sigmoid link, whose -log p(labels | x) float32 cannot give
+        from log_prob where p is near 1.
+    """
+    logits, keys = self.logits(params, batch), self._eval_keys(batch)
+    predictive = {'log_prob': self._log_prob(logits, batch)[:, : logits.num_classes]}
+    if logits.covariance is not None and isinstance(self.eval_integrator, Integrator):
+      predictive['expected_entropy'] = self.eval_integrator.expected_entropy(logits, keys)
+    if logits.link == 'sigmoid':
+      predictive['nll'] = self.eval_integrator.nll(logits, batch['label'], keys)
+    return predictive
+
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
   ) -> dict[str, jax.Array]:

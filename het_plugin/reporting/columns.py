@@ -5,12 +5,14 @@ A row is a mapping. These fields are known (all optional but `head`):
   head              name of the row
   num_classes, pre_logits_dim, num_factors, mesh    the problem; stated once where all rows agree
   nll               nats per example
-  precision_at_1, ece    in [0, 1]
+  precision_at_1, ece, ...    in [0, 1]
   tau               the temperature
   num_params, extra_params    counts; extra is over the deterministic head
   ms_per_step       milliseconds
   fewshot           {shots: accuracy} or {dataset: {shots: accuracy}}
   fewshot_stderr    standard errors, nested like `fewshot`
+  stderr            {field: standard error} of the fields above
+  tables            {title: {field: value}}, a table each; with a 'stderr' of their own
 
 Any other number or string becomes a column of its own name. None and NaN are shown as a dash.
 """
@@ -53,10 +55,22 @@ _FIELDS = {
   'mesh': _Field('mesh'),
   'nll': _Field('NLL', '.3f', min),
   'precision_at_1': _Field('prec@1', '.3f', max),
+  'precision_at_5': _Field('prec@5', '.3f', max),
   'ece': _Field('ECE', '.3f', min),
+  'adaptive_ece': _Field('adaptive ECE', '.3f', min),
+  'brier': _Field('Brier', '.3f', min),
+  'ranking_ap': _Field('ranking AP', '.3f', max),
+  'aurc': _Field('AURC', '.4f', min),
+  'e_aurc': _Field('E-AURC', '.4f', min),
+  'auroc_errors': _Field('AUROC errors', '.3f', max),
+  'auroc': _Field('AUROC', '.3f', max),
+  'fpr_at_95': _Field('FPR@95', '.3f', min),
+  'entropy': _Field('entropy', '.3f'),
+  'mutual_information': _Field('MI', '.4f'),
   'tau': _Field('tau', '.3f'),
   'num_params': _Field('parameters', ','),
   'extra_params': _Field('extra', ','),
+  'num_samples': _Field('samples S', ','),
   'ms_per_step': _Field('ms/step', '.1f'),
 }
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
@@ -67,10 +81,10 @@ def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
   """Columns of `rows`; the last `num_references` are yardsticks, never marked as best."""
   compared = len(rows) - num_references
   names = [name for name in _ordered_fields(rows) if name not in shared_fields(rows[:compared])]
-  result = [
-    _column('', _FIELDS.get(name, _Field(name, '.4g')), [row.get(name) for row in rows], compared)
-    for name in names
-  ]
+  result = [_field_column('', name, rows, compared) for name in names]
+  for title in dict.fromkeys(title for row in rows for title in row.get('tables', {})):
+    members = [row.get('tables', {}).get(title, {}) for row in rows]
+    result += [_field_column(title, name, members, compared) for name in _ordered_fields(members)]
   accuracies = [_flat_fewshot(row.get('fewshot') or {}) for row in rows]
   errors = [_flat_fewshot(row.get('fewshot_stderr') or {}) for row in rows]
   for dataset, shots in _ordered_keys(accuracies):
@@ -95,6 +109,12 @@ def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
 def problem_line(rows: Sequence[Row]) -> str:
   """What all rows share, as one line: 'classes K 2,297, mesh 4x2'."""
   return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
+
+
+def _field_column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
+  field = _FIELDS.get(name, _Field(name, '.4g'))
+  stderr = [(row.get('stderr') or {}).get(name) for row in rows]
+  return _column(group, field, [row.get(name) for row in rows], compared, stderr)
 
 
 def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
 # (colour, dashes): colours with a contrast of 4.5:1 on white; dashes tell lines apart without them.
-_STYLES = (
+STYLES = (
   ('#4a4a4a', 'solid'),
   ('#8a5a00', (0, (5, 1.5))),
   ('#1b5fad', 'solid'),
@@ -44,7 +44,7 @@ def curves_png(curves: Curves, dpi: int = 160) -> bytes:
     raise ValueError(f'curves has neither of {list(_PANELS)} for any head; heads: {list(curves)}.')
   figure = Figure(figsize=(11, 4.2), layout='constrained')
   FigureCanvasAgg(figure)
-  styles = {head: _STYLES[i % len(_STYLES)] for i, head in enumerate(curves)}
+  styles = {head: STYLES[i % len(STYLES)] for i, head in enumerate(curves)}
   for ax, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
     _panel(ax, name, {h: (c['step'], c[name]) for h, c in curves.items() if name in c}, styles)
   buffer = io.BytesIO()

@@ -9,7 +9,7 @@ _BEST = '*'
 
 
 def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head') -> str:
-  """Aligned tables of `rows` (see `columns`): the main one, then one for each few-shot data set.
+  """Aligned tables of `rows` (see `columns`): the main one, then one for each further group.
 
   Args:
     rows: results; the best value of a column is marked with a star.

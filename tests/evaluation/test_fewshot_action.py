@@ -11,7 +11,7 @@ import pytest
 
 from het_plugin.backbones import ViT
 from het_plugin.data import TaskInfo, get_dataset
-from het_plugin.evaluation import fewshot_action
+from het_plugin.evaluation import fewshot_datasets
 from het_plugin.evaluation.fewshot_action import FewShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
 from het_plugin.heads import Det
@@ -187,7 +187,7 @@ def test_slices_of_one_split_are_kept_apart(tmp_path, monkeypatch, cells):
     batches.set_state({'position': 0})
     return batches
 
-  monkeypatch.setattr(fewshot_action, 'get_dataset', spy)
+  monkeypatch.setattr(fewshot_datasets, 'get_dataset', spy)
   context, state = make_context(tmp_path)
   there = FewShotDataset('there', cells, 'train[:20]', 'train[20:]', resize='squash')
   back = FewShotDataset('back', cells, 'train[20:]', 'train[:20]', resize='squash')
@@ -261,6 +261,6 @@ def test_bad_settings_are_one_sentence(tmp_path, change, message):
 def test_multi_label_task_is_refused(tmp_path, monkeypatch):
   context, _ = make_context(tmp_path)
   info = TaskInfo(3, True, 1, None, types.MappingProxyType({'train': 5, 'test': 5}), max_labels=2)
-  monkeypatch.setattr(fewshot_action, 'task_info', lambda name: info)
+  monkeypatch.setattr(fewshot_datasets, 'task_info', lambda name: info)
   with pytest.raises(ValueError, match="'digits' is multi-label"):
     make_action().setup(context)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax.linen import partitioning
 from jax.test_util import check_grads
+from scipy import special
 
 from het_plugin import heads
 from het_plugin.integrate import (
@@ -189,6 +190,43 @@ def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link, class
     np.testing.assert_allclose(got[:, :K], log_p, rtol=1e-10)
     assert (got[:, K:] <= -1e29).all()
     assert relative_error(got_gradient, gradient) < 1e-9
+
+
+@pytest.mark.parametrize('kind', LOSS_KINDS)
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_expected_entropy_is_that_of_the_samples(kind, link):
+  with jax.enable_x64(True):
+    arrays = make(kind, scale=3.0)
+    p = np.asarray(reference_logits(arrays, kind, normals(arrays)) / arrays['tau'])
+    p = np.asarray(jax.nn.softmax(p) if link == 'softmax' else jax.nn.sigmoid(p))  # [B, S, K]
+    entropy = special.entr(p).sum(-1)
+    if link == 'sigmoid':
+      entropy += special.entr(1 - p).sum(-1)
+    logits = gaussian(arrays, kind, link=link)
+    for order in ('sample_then_project', 'project_then_sample'):
+      integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+      got = jax.jit(integrator.expected_entropy)(logits, keys_of())
+      np.testing.assert_allclose(got, entropy.mean(axis=1), rtol=1e-5)
+    log_p = np.asarray(integrator.log_prob(logits, keys_of()))[:, :K]
+    if link == 'softmax':  # the mutual information
+      assert (-(np.exp(log_p) * log_p).sum(-1) > got).all()
+    alone = logits.replace(covariance=None, projection=None)
+    mean = np.asarray(integrator.log_prob(alone, keys_of()))[:, :K]
+    if link == 'softmax':
+      np.testing.assert_allclose(
+        integrator.expected_entropy(alone, keys_of()), -(np.exp(mean) * mean).sum(-1), rtol=1e-6
+      )
+
+
+def test_expected_entropy_at_the_ends():
+  location = jnp.array([[1e4, 0.0, -1e4, 0.0], [0.0, 0.0, 0.0, 0.0]])
+  covariance = LowRank(None, jnp.zeros((2, 1, 4)), jnp.full((2, 4), 1e-3))
+  for link in ('softmax', 'sigmoid'):
+    logits = GaussianLogits(location, covariance, None, jnp.float32(1.0), 3, link)
+    got = Integrator(num_samples=5).expected_entropy(logits, keys_of(2))
+    certain = 0.0 if link == 'softmax' else np.log(2)  # one class at 0
+    even = np.log(3) if link == 'softmax' else 3 * np.log(2)
+    np.testing.assert_allclose(got, [certain, even], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])

@@ -92,10 +92,9 @@ def test_the_best_is_marked_and_references_stand_apart():
   assert 'chance' in references and 'chance' not in body
 
 
-def test_rows_may_be_something_else_than_heads():
-  assert 'head' in make_page().of('th')
-  page = make_page(row_title='candidate <i>')
-  assert 'candidate <i>' in page.of('th') and 'head' not in page.of('th')
+def test_what_a_row_is_called():
+  assert make_page().of('th') == ['head', 'NLL', '<script>', 'HET']
+  assert make_page(row_title='<run>').of('th')[0] == '<run>'
 
 
 def test_few_shot_data_sets_have_a_table_each():

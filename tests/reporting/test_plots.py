@@ -20,7 +20,7 @@ HUES = {'#ff0000': 0, '#00ff00': 1, '#0000ff': 2}  # colour: its channel
 @pytest.fixture(autouse=True)
 def pure_colours(monkeypatch):
   """Lines and labels that no other pixel of the figure can be taken for."""
-  monkeypatch.setattr(plots, '_STYLES', [(colour, 'solid') for colour in HUES])
+  monkeypatch.setattr(plots, 'STYLES', [(colour, 'solid') for colour in HUES])
 
 
 def draw(curves, dpi=100):

@@ -80,6 +80,25 @@ def test_flat_few_shot_and_other_fields():
   ]
 
 
+def test_errors_and_further_tables_by_title():
+  rows = [
+    {'head': 'a', 'nll': 1.0, 'stderr': {'nll': 0.25}},
+    {
+      'head': 'b',
+      'nll': 2.0,
+      'stderr': {'nll': None},
+      'tables': {'against a': {'nll': -0.5, 'rate': 0.125, 'stderr': {'nll': 0.125}}},
+    },
+  ]
+  assert [(c.group, c.title, c.cells) for c in columns(rows)] == [
+    ('', 'NLL', ('1.000 ±0.250', '2.000')),
+    ('against a', 'NLL', ('–', '-0.500 ±0.125')),
+    ('against a', 'rate', ('–', '0.125')),
+  ]
+  text = reporting.text_table(rows, row_title='checkpoint')
+  assert text.startswith('checkpoint ') and '\nagainst a ' in text and 'head' not in text
+
+
 def test_text_is_aligned_with_references_below_a_rule():
   lines = reporting.text_table(ROWS, [CEILING, {'head': 'unseen', 'fewshot': {}}]).splitlines()
   header, rule = lines[2], lines[3]

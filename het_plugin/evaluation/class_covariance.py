@@ -1,0 +1,216 @@
+"""Which classes a heteroscedastic head lets go up and down together, for a given image.
+
+The head's logits are Gaussian, location + z F(x) with F [R + 1, K] (`GaussianLogits.factors`), so
+Sigma(x) = F^T F. A class's covariance with all others is F[:, c]^T F, and that of m classes among
+themselves F[:, m]^T F[:, m]: Sigma itself, K x K, is never made. The temperature cancels in a
+correlation. With HET-XL, F = F'(x) W is made of the covariance in the pre-logits and of W, so
+classes correlate also because their columns of W are alike.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin.evaluation.extraction import match_channels
+from het_plugin.training.partitioning import PjitPartitioner
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClassCovariance:
+  """Of one image.
+
+  Attributes:
+    index: the example's id.
+    label: its first label, -1 if it has none.
+    image: float32 [H, H, C], levels in [-1, 1].
+    top: int [m], the most probable classes in order.
+    log_prob: float32 [m] of these.
+    correlation: float32 [m, m] of their logits; 1 on the diagonal.
+    with_label, with_top: float32 [K], correlations of all classes with the label's (NaN without
+      one) and with the most probable class.
+  """
+
+  index: int
+  label: int
+  image: np.ndarray
+  top: np.ndarray
+  log_prob: np.ndarray
+  correlation: np.ndarray
+  with_label: np.ndarray
+  with_top: np.ndarray
+
+
+def why_none(head: Any) -> str | None:
+  """Why a head has no class correlations, in one sentence; None where it has them."""
+  name = type(head).__name__
+  if not hasattr(head, 'num_factors'):
+    return f'{name} is deterministic: it has no covariance between classes.'
+  if getattr(head, 'get_logits', None) is not None:
+    return f'{name} with get_logits maps the noise by a function that has no factors.'
+  if head.remainder != 'rank_one':
+    return f'{name}.remainder={head.remainder!r} has no factors: only rank_one is looked at.'
+  return None
+
+
+class CovarianceLook:
+  """Computes `ClassCovariance` of images, a small batch at a time."""
+
+  def __init__(
+    self,
+    model: Any,
+    partitioner: PjitPartitioner,
+    param_specs: PyTree,
+    channels: int,
+    num_top: int = 8,
+  ):
+    """Sets the computation up; nothing is compiled yet.
+
+    Args:
+      model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
+      partitioner: places batches and results.
+      param_specs: PartitionSpecs in the tree of the parameters.
+      channels: image channels that the model takes.
+      num_top: m; of fewer classes all.
+
+    Raises:
+      ValueError: the head has no class correlations.
+    """
+    if reason := why_none(model.head):
+      raise ValueError(reason)
+    self._partitioner = partitioner
+    num_classes = model.head.num_classes
+    m = min(num_top, num_classes)
+
+    def look(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+      batch = {**batch, 'image': match_channels(batch['image'], channels)}
+      log_prob = model.predictive(params, batch)['log_prob']
+      factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
+      top_log_prob, top = jax.lax.top_k(log_prob, m)
+      label = jnp.maximum(batch['label'][:, :1], 0)
+      among = correlations(factors, top)  # [B, m, K]
+      return {
+        'top': top,
+        'log_prob': top_log_prob,
+        'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
+        'with_label': correlations(factors, label)[:, 0],
+        'with_top': among[:, 0],
+      }
+
+    self._look = partitioner.partition(look, (param_specs, partitioner.data_partition_spec), None)
+    # Factors are R + 1 times the size of logits: few rows a device.
+    self.batch_size = 8 * partitioner.data_shards
+
+  def __call__(
+    self, params: PyTree, examples: Mapping[str, np.ndarray]
+  ) -> Iterator[ClassCovariance]:
+    """Yields the look at each example; every process must run through all.
+
+    Args:
+      params: the parameters, placed by `param_specs`.
+      examples: image, label and index of N examples (`take_examples`), the same on every process.
+    """
+    size, num_examples = self.batch_size, len(examples['index'])
+    for start in range(0, num_examples, size):
+      # The last batch is filled up with copies of its last example.
+      rows = np.minimum(np.arange(start, start + size), num_examples - 1)
+      batch = {name: x[rows] for name, x in examples.items()}
+      local = {name: x[self._partitioner.batch_rows(size)] for name, x in batch.items()}
+      found = jax.device_get(self._look(params, self._partitioner.shard_batch(local, size)))
+      for i in range(min(size, num_examples - start)):
+        label = int(batch['label'][i, 0])
+        row = {name: x[i] for name, x in found.items()}
+        if label < 0:
+          row['with_label'] = np.full_like(row['with_label'], np.nan)
+        yield ClassCovariance(int(batch['index'][i]), label, batch['image'][i], **row)
+
+
+def take_examples(
+  batches: Iterable[Mapping[str, np.ndarray]],
+  number: int | None = None,
+  index: Sequence[int] = (),
+) -> dict[str, np.ndarray]:
+  """The first `number` examples of a stream of whole batches, or those of some ids in their order.
+
+  Returns:
+    {'image': [N, H, H, C], 'label': int32 [N, L], 'index': int32 [N]}.
+
+  Raises:
+    ValueError: the stream has no example of an id, or none at all.
+  """
+  wanted, found = set(index), {}
+  for batch in batches:
+    for i in np.flatnonzero(batch['mask'] > 0):
+      example_id = int(batch['index'][i])
+      if not wanted or example_id in wanted:
+        found[example_id] = {name: batch[name][i] for name in ('image', 'label', 'index')}
+    if len(found) >= (len(wanted) or number):
+      break
+  if missing := sorted(wanted - set(found)):
+    raise ValueError(f'there is no example {missing[0]}')
+  if not found:
+    raise ValueError('there are no examples to look at')
+  rows = [found[i] for i in index] if wanted else list(found.values())[:number]
+  return {name: np.stack([row[name] for row in rows]) for name in ('image', 'label', 'index')}
+
+
+def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
+  """Correlations of some classes' logits with all: [B, m, K] from [B, R + 1, K] and int [B, m].
+
+  0 with a class that has no variance, whose correlation is undefined.
+  """
+  norm = jnp.sqrt(jnp.square(factors).sum(axis=1, keepdims=True))  # [B, 1, K]
+  unit = jnp.where(norm > 0, factors / jnp.where(norm > 0, norm, 1.0), 0.0)
+  picked = jnp.take_along_axis(unit, classes[:, None], axis=-1)  # [B, R + 1, m]
+  return jnp.clip(jnp.einsum('brm,brk->bmk', picked, unit, precision='highest'), -1.0, 1.0)
+
+
+def most_correlated(correlation: np.ndarray, anchor: int, number: int) -> np.ndarray:
+  """The classes of the largest correlations [K] but the anchor itself, in order; ties by number."""
+  order = np.argsort(-correlation, kind='stable')
+  return order[order != anchor][:number]
+
+
+def homoglyph_rate(
+  labels: Sequence[int],
+  with_label: Sequence[np.ndarray],
+  homoglyphs: Sequence[frozenset[int]],
+) -> dict[str, float | int | None]:
+  """How often the class most correlated with the true one looks the same.
+
+  Over the images whose class has a homoglyph. Where several classes are most correlated, as those
+  of one bucket of HET-H are, the share of homoglyphs among them counts.
+
+  Args:
+    labels: [N] true classes.
+    with_label: [N] correlations [K] with the true class.
+    homoglyphs: [K] sets of classes (`glyph_bank.homoglyphs`).
+
+  Returns:
+    'rate' and its standard error 'stderr'; 'chance', the rate of any of the other K - 1 classes;
+    'num_examples', the images that count. Rates are None where there is none.
+  """
+  hits, chances = [], []
+  for label, correlation in zip(labels, with_label, strict=True):
+    if not homoglyphs[label]:
+      continue
+    others = np.array(correlation, np.float64)
+    others[label] = -np.inf
+    # Equal factors differ by the rounding of their product.
+    most = np.flatnonzero(others >= others.max() - 1e-6)
+    hits.append(np.mean([int(k) in homoglyphs[label] for k in most]))
+    chances.append(len(homoglyphs[label]) / (len(others) - 1))
+  if not hits:
+    return {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
+  error = float(np.std(hits, ddof=1) / np.sqrt(len(hits))) if len(hits) > 1 else None
+  return {
+    'rate': float(np.mean(hits)),
+    'stderr': error,
+    'chance': float(np.mean(chances)),
+    'num_examples': len(hits),
+  }

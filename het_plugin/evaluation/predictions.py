@@ -1,0 +1,306 @@
+"""Predictive distributions of a split: computed over the mesh, and the files that hold them.
+
+Ours are .npz files with the arrays
+
+    log_prob          float32 [N, K]
+    label             int32 [N], or [N, L] padded with -1
+    index             int64 [N], distinct example ids
+    link              'softmax' or 'sigmoid'
+    class_name        [K] strings, where they are known
+    expected_entropy  float32 [N], of sampled heteroscedastic heads
+    nll               float32 [N], of the sigmoid link
+    provenance        JSON: the checkpoint, task and split they come from
+
+Files made elsewhere need a label and exactly one of `log_prob`, `prob` and `logits` [N, K].
+Softmax: probabilities of a row must sum to 1 within 0.001 and are taken as they are; logits are
+normalised. Sigmoid, where the file has link = 'sigmoid': each class is on with its own probability.
+"""
+
+import dataclasses
+import json
+import zipfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from scipy import special
+
+from het_plugin.evaluation.extraction import match_channels
+from het_plugin.training.partitioning import PjitPartitioner
+
+PyTree = Any
+
+LINKS = ('softmax', 'sigmoid')
+VALUE_NAMES = ('log_prob', 'prob', 'logits')
+LABEL_NAMES = ('label', 'labels')
+_SUM_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Predictions:
+  """Predictive distributions of N examples over K classes.
+
+  Attributes:
+    log_prob: float32 or float64 [N, K], at most 0. Softmax: log p(k | x). Sigmoid: log p(y_k = 1 |
+      x), class by class.
+    labels: int32 [N, L], padded with -1.
+    index: int64 [N], distinct example ids.
+    link: 'softmax' or 'sigmoid'.
+    class_names: of the K classes, where they are known.
+    expected_entropy: float32 [N] in nats (`Integrator.expected_entropy`), where there is noise.
+    nll: float32 [N] of a sigmoid link, where the model gave it; log_prob does not have it exactly.
+    provenance: what made them, JSON-able.
+  """
+
+  log_prob: np.ndarray
+  labels: np.ndarray
+  index: np.ndarray
+  link: str = 'softmax'
+  class_names: tuple[str, ...] | None = None
+  expected_entropy: np.ndarray | None = None
+  nll: np.ndarray | None = None
+  provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __len__(self) -> int:
+    return len(self.log_prob)
+
+  def rows(self, rows: slice | np.ndarray) -> 'Predictions':
+    """Those of some examples."""
+    return dataclasses.replace(
+      self, **{name: x[rows] for name in _PER_EXAMPLE if (x := getattr(self, name)) is not None}
+    )
+
+
+_PER_EXAMPLE = ('log_prob', 'labels', 'index', 'expected_entropy', 'nll')
+
+
+class Predictor:
+  """Maps batches to predictive distributions by the model's evaluation integrator; compiled once
+  for each batch shape.
+  """
+
+  def __init__(self, model: Any, partitioner: PjitPartitioner, param_specs: PyTree, channels: int):
+    """Sets the computation up; nothing is compiled yet.
+
+    Args:
+      model: has `predictive(params, batch)`, `head.link` and `head.num_classes`.
+      partitioner: places batches and results.
+      param_specs: PartitionSpecs in the tree of the parameters.
+      channels: image channels that the model takes.
+    """
+    self._partitioner = partitioner
+    self._link = model.head.link
+
+    def predict(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+      image = match_channels(batch['image'], channels)
+      return {
+        **model.predictive(params, {**batch, 'image': image}),
+        **{name: batch[name] for name in ('label', 'index', 'mask')},
+      }
+
+    # Classes stay sharded until here: one batch's log-probabilities are gathered, on every host.
+    self._predict = partitioner.partition(
+      predict, (param_specs, partitioner.data_partition_spec), None
+    )
+
+  def __call__(
+    self,
+    params: PyTree,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    batch_size: int,
+    max_examples: int | None = None,
+  ) -> Iterator[Predictions]:
+    """Yields the predictions batch by batch; every process must run through as many.
+
+    Args:
+      params: the parameters, placed by `param_specs`.
+      batches: this process's rows of each batch (image, label, index, mask); mask 0 marks padding.
+      batch_size: rows of the global batch.
+      max_examples: takes the first so many examples of the stream and reads no further.
+    """
+    in_flight, taken = deque(), 0
+
+    def collect() -> Predictions:
+      rows = jax.device_get(in_flight.popleft())
+      kept = np.flatnonzero(rows['mask'] > 0)[: None if bound is None else bound - taken]
+      return Predictions(
+        log_prob=np.minimum(rows['log_prob'], 0.0),  # a mean over samples may round to above 0
+        labels=rows['label'],
+        index=rows['index'].astype(np.int64),
+        link=self._link,
+        expected_entropy=rows.get('expected_entropy'),
+        nll=rows.get('nll'),
+      ).rows(kept)
+
+    bound = max_examples
+    for batch in batches:
+      in_flight.append(self._predict(params, self._partitioner.shard_batch(batch, batch_size)))
+      if len(in_flight) > 1:  # the device works on one batch while the host takes the one before
+        if part := collect():
+          yield part
+          taken += len(part)
+      if bound is not None and taken >= bound:
+        return
+    while in_flight:
+      if part := collect():  # no batch that is all padding
+        yield part
+        taken += len(part)
+
+
+def concatenate(parts: Sequence[Predictions]) -> Predictions:
+  """The parts of a split as one."""
+  joined = {
+    name: np.concatenate([getattr(part, name) for part in parts])
+    for name in _PER_EXAMPLE
+    if getattr(parts[0], name) is not None
+  }
+  return dataclasses.replace(parts[0], **joined)
+
+
+def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
+  """Writes .npz, under another name until it is complete.
+
+  Raises:
+    ValueError: for another suffix.
+  """
+  path = epath.Path(path)
+  if path.suffix != '.npz':
+    raise ValueError(f'predictions file {path} must end in .npz')
+  labels = predictions.labels.astype(np.int32)
+  arrays = {
+    'log_prob': predictions.log_prob,
+    'label': labels[:, 0] if labels.shape[1] == 1 else labels,
+    'index': predictions.index.astype(np.int64),
+    'link': np.array(predictions.link),
+    'class_name': None if predictions.class_names is None else np.array(predictions.class_names),
+    'expected_entropy': predictions.expected_entropy,
+    'nll': predictions.nll,
+    'provenance': np.array(json.dumps(dict(predictions.provenance))),
+  }
+  unfinished = path.with_name(f'.unfinished.{path.name}')
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with unfinished.open('wb') as stream:
+    np.savez(stream, **{name: x for name, x in arrays.items() if x is not None})
+  unfinished.replace(path)
+
+
+def read_predictions(path: str) -> Predictions:
+  """Reads a file.
+
+  Raises:
+    ValueError: a missing or wrong file, arrays that do not fit together, values that are no
+      probabilities, labels out of range; one sentence that names the file.
+  """
+  try:
+    if not path.endswith('.npz'):
+      raise ValueError('predictions must be in a file that ends in .npz')
+    with epath.Path(path).open('rb') as stream, np.load(stream, allow_pickle=False) as file:
+      # Not `weights.read_arrays`, whose float32 has no probability below 1e-45.
+      return _parse({name: file[name] for name in file.files})
+  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    message = str(error)
+    raise ValueError(message if path in message else f'{path}: {message}') from error
+
+
+def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
+  link = str(arrays.get('link', LINKS[0]))
+  if link not in LINKS:
+    raise ValueError(f'link is {link!r}; it must be one of {", ".join(LINKS)}')
+  name, values = _one_of(arrays, VALUE_NAMES)
+  if values.dtype.kind != 'f' or values.ndim != 2 or not values.size:
+    raise ValueError(
+      f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
+    )
+  log_prob = _log_prob(name, values, link)
+  label_name, labels = _one_of(arrays, LABEL_NAMES)
+  if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != len(values):
+    raise ValueError(
+      f'{label_name} is {labels.dtype} {list(labels.shape)}; it must be integers [N] or [N, L] '
+      f'with N = {len(values)}, the rows of {name}'
+    )
+  labels = labels.reshape(len(labels), labels.shape[1] if labels.ndim == 2 else 1)
+  index = arrays.get('index', np.arange(len(values)))
+  if index.shape != (len(values),) or index.dtype.kind not in 'iu':
+    raise ValueError(f'index is {index.dtype} {list(index.shape)}; it must be integers [N]')
+  names = arrays.get('class_name')
+  if names is not None and names.shape != (values.shape[1],):
+    raise ValueError(f'class_name is {list(names.shape)}; it must be [K] = [{values.shape[1]}]')
+  read = Predictions(
+    log_prob,
+    np.clip(labels, -1, np.iinfo(np.int32).max).astype(np.int32),
+    index.astype(np.int64),
+    link=link,
+    class_names=None if names is None else tuple(map(str, names)),
+    expected_entropy=_column(arrays, 'expected_entropy', len(values)),
+    nll=_column(arrays, 'nll', len(values)) if link == 'sigmoid' else None,
+    provenance=json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {},
+  )
+  check(read)
+  return read
+
+
+def check(predictions: Predictions) -> None:
+  """Raises ValueError for labels out of range or, under softmax, an example without its one
+  label.
+  """
+  labels, num_classes = predictions.labels, predictions.log_prob.shape[1]
+  if (wrong := (labels >= num_classes).any(axis=1)).any():
+    row = int(np.flatnonzero(wrong)[0])
+    raise ValueError(
+      f'label {int(labels[row].max())} of example {int(predictions.index[row])} is out of range; '
+      f'labels are 0 .. {num_classes - 1}'
+    )
+  count = (labels >= 0).sum(axis=1)
+  if predictions.link == 'softmax' and (count != 1).any():
+    row = int(np.flatnonzero(count != 1)[0])
+    raise ValueError(
+      f'example {int(predictions.index[row])} has {int(count[row])} labels; under a softmax each '
+      "must have one (several need link='sigmoid')"
+    )
+
+
+def _one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
+  found = [name for name in names if name in arrays]
+  if len(found) != 1:
+    raise ValueError(
+      f'there must be exactly one of the arrays {", ".join(names)}; there are: '
+      f'{", ".join(sorted(arrays)) or "none"}'
+    )
+  return found[0], arrays[found[0]]
+
+
+def _column(arrays: Mapping[str, np.ndarray], name: str, num_rows: int) -> np.ndarray | None:
+  column = arrays.get(name)
+  if column is not None and (column.shape != (num_rows,) or not np.isfinite(column).all()):
+    raise ValueError(f'{name} is {list(column.shape)}; it must be finite numbers [{num_rows}]')
+  return column
+
+
+def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
+  """Log-probabilities [N, K]: float32 as they are, all else computed in float64."""
+  if name == 'logits':
+    if not np.isfinite(values).all():
+      raise ValueError('logits has values that are not finite')
+    values = values.astype(np.float64)
+    return special.log_softmax(values, axis=1) if link == 'softmax' else special.log_expit(values)
+  if name == 'prob':
+    if not ((values >= 0) & (values <= 1 + _SUM_TOLERANCE)).all():
+      raise ValueError('prob has values outside [0, 1]')
+    with np.errstate(divide='ignore'):  # a probability of 0 is one: its log is -inf
+      log_prob = np.log(values.astype(np.float64))
+  else:
+    log_prob = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+    if not (log_prob <= _SUM_TOLERANCE).all():
+      raise ValueError('log_prob has values above 0, or NaNs')
+  if link == 'softmax':
+    total = np.exp(special.logsumexp(log_prob, axis=1))
+    if (wrong := np.abs(total - 1) > _SUM_TOLERANCE).any():
+      row = int(np.flatnonzero(wrong)[0])
+      raise ValueError(
+        f'the probabilities of row {row} sum to {total[row]:.4g} instead of 1 (an array '
+        "link = 'sigmoid' says that classes are independent)"
+      )
+  return np.minimum(log_prob, 0.0)

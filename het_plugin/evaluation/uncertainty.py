@@ -1,0 +1,417 @@
+"""How good predictive uncertainty is: likelihood, calibration, selective prediction, detection of
+unknown inputs.
+
+N examples, K classes, p the predictive distribution, y the label. Everything is computed in float64
+from log-probabilities, and from a few numbers an example, so that a split goes through in batches.
+What is undefined is None: a standard error of one example, the AUROC where there is one class only.
+
+    NLL          -log p(y), nats; sigmoid: the binary cross-entropies summed over the classes
+    precision@k  softmax: y is among the k most probable classes (top-k accuracy); sigmoid: the
+                 share of the k most probable classes that are labels. Of equal classes the first
+                 goes before.
+    ranking AP   sigmoid only: label ranking average precision, the mean over an example's labels of
+                 the share of labels among the classes that are at least as probable
+    Brier        sum_k (p_k - [y = k])^2, in [0, 2] under softmax (Brier 1950)
+    ECE          sum_m n_m / N |accuracy_m - confidence_m| over 15 bins of equal width (Guo et al.
+                 2017, https://arxiv.org/abs/1706.04599, eq. 3), as `models.metrics` has it
+    adaptive ECE the same over 15 bins of equal numbers of examples (Nixon et al. 2019,
+                 https://arxiv.org/abs/1904.01685); equal confidences are never parted
+    AURC         mean over n = 1 .. N of the error rate of the n most confident examples (Geifman
+                 and El-Yaniv 2017, https://arxiv.org/abs/1705.08500); E-AURC is what it exceeds
+                 that of the best order by (Geifman et al. 2019, https://arxiv.org/abs/1805.08206)
+    AUROC        of a score: the probability that an example of one kind scores higher than one of
+                 the other, ties counting half
+    FPR@95       the share of unknown inputs that a threshold accepts which accepts 95% of the known
+                 ones (Liang et al. 2018, https://arxiv.org/abs/1706.02690)
+
+The confidence is the probability of the most probable class, which is right where it is (one of)
+the label(s). Equal confidences count as if their order were drawn at random.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from sklearn import metrics
+
+from het_plugin.evaluation.predictions import Predictions, check
+
+NUM_BINS = 15
+_BLOCK = 2**22  # float64 elements that are worked on at a time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Uncertainty:
+  """What needs no labels.
+
+  Attributes:
+    log_confidence: float64 [N], log p of the most probable class.
+    entropy: float64 [N] in nats; sigmoid: summed over the classes.
+    mutual_information: float64 [N] in nats, of label and noise: the entropy less the expected
+      entropy given the noise; None without noise.
+  """
+
+  log_confidence: np.ndarray
+  entropy: np.ndarray
+  mutual_information: np.ndarray | None
+
+  def scores(self) -> dict[str, np.ndarray]:
+    """{name: score [N]}, each larger for what the model knows less."""
+    scores = {'max_prob': -self.log_confidence, 'entropy': self.entropy}
+    if self.mutual_information is not None:
+      scores['mutual_information'] = self.mutual_information
+    return scores
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleScores:
+  """What the metrics of a split are computed from.
+
+  Attributes:
+    index: int64 [N].
+    labels: int32 [N, L].
+    nll, brier: float64 [N].
+    precision: {k: float64 [N]}.
+    correct: bool [N], whether the most probable class is right.
+    ranking_ap: float64 [N]; None under softmax.
+    uncertainty: `Uncertainty` of the examples.
+  """
+
+  index: np.ndarray
+  labels: np.ndarray
+  nll: np.ndarray
+  brier: np.ndarray
+  precision: dict[int, np.ndarray]
+  correct: np.ndarray
+  ranking_ap: np.ndarray | None
+  uncertainty: Uncertainty
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reliability:
+  """A reliability diagram: count, mean confidence and accuracy (both NaN where empty), [M]."""
+
+  count: np.ndarray
+  confidence: np.ndarray
+  accuracy: np.ndarray
+
+  @property
+  def ece(self) -> float:
+    """The mean gap of confidence and accuracy, weighted with the counts."""
+    gap = np.where(self.count > 0, np.abs(self.accuracy - self.confidence), 0.0)
+    return float((self.count * gap).sum() / self.count.sum())
+
+
+def uncertainty(predictions: Predictions) -> Uncertainty:
+  """The label-free scores of predictions."""
+  parts = [_uncertainty(block) for block in _blocks(predictions)]
+  return concatenate_uncertainty(parts)
+
+
+def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> ExampleScores:
+  """The scores of labelled predictions.
+
+  Args:
+    predictions: of a split or of a part of it.
+    ks: for precision@k; 1 <= k <= K.
+
+  Raises:
+    ValueError: a k out of range; labels that do not fit (`predictions.check`).
+  """
+  num_classes = predictions.log_prob.shape[1]
+  if wrong := [k for k in ks if not 1 <= k <= num_classes]:
+    raise ValueError(
+      f'precision@k for k = {wrong[0]} does not exist: k is 1 .. K, the number of classes, '
+      f'{num_classes}'
+    )
+  check(predictions)
+  return concatenate([_score(block, ks) for block in _blocks(predictions)])
+
+
+def concatenate(parts: Sequence[ExampleScores]) -> ExampleScores:
+  """Scores of the parts of a split as those of the whole.
+
+  Raises:
+    ValueError: there is no example, or an example id comes twice.
+  """
+  if not sum(len(part.index) for part in parts):
+    raise ValueError('there are no examples to evaluate')
+  index = _join(part.index for part in parts)
+  if len(np.unique(index)) != len(index):
+    raise ValueError(
+      f'there are {len(index)} examples but only {len(np.unique(index))} distinct example ids; a '
+      'split must give each example once'
+    )
+  ranking = None if parts[0].ranking_ap is None else _join(part.ranking_ap for part in parts)
+  return ExampleScores(
+    **{
+      name: _join(getattr(part, name) for part in parts)
+      for name in ('labels', 'nll', 'brier', 'correct')
+    },
+    index=index,
+    precision={k: _join(part.precision[k] for part in parts) for k in parts[0].precision},
+    ranking_ap=ranking,
+    uncertainty=concatenate_uncertainty([part.uncertainty for part in parts]),
+  )
+
+
+def concatenate_uncertainty(parts: Sequence[Uncertainty]) -> Uncertainty:
+  """`Uncertainty` of the parts of a split as that of the whole.
+
+  Raises:
+    ValueError: there is no part.
+  """
+  if not parts:
+    raise ValueError('there are no examples to evaluate')
+  information = None
+  if parts[0].mutual_information is not None:
+    information = _join(part.mutual_information for part in parts)
+  return Uncertainty(
+    _join(part.log_confidence for part in parts), _join(part.entropy for part in parts), information
+  )
+
+
+def summarize(scores: ExampleScores) -> dict[str, Any]:
+  """All metrics of a split, by name; standard errors of those that are means under 'stderr'."""
+  confidence = np.exp(scores.uncertainty.log_confidence)
+  risk = risk_coverage(scores.uncertainty.log_confidence, scores.correct)
+  means = {'nll': scores.nll}
+  means |= {f'precision_at_{k}': values for k, values in scores.precision.items()}
+  means['brier'] = scores.brier
+  if scores.ranking_ap is not None:
+    means['ranking_ap'] = scores.ranking_ap
+  result = {name: float(values.mean()) for name, values in means.items()}
+  result |= {
+    'ece': reliability(confidence, scores.correct).ece,
+    'adaptive_ece': adaptive_reliability(confidence, scores.correct).ece,
+    'aurc': float(risk.mean()),
+    'e_aurc': float(risk.mean() - risk_coverage(scores.correct, scores.correct).mean()),
+    'auroc_errors': auroc(
+      -scores.uncertainty.log_confidence[~scores.correct],
+      -scores.uncertainty.log_confidence[scores.correct],
+    ),
+    'confidence': float(confidence.mean()),
+    'num_examples': len(scores.index),
+  }
+  label_free = {'entropy': scores.uncertainty.entropy}
+  if scores.uncertainty.mutual_information is not None:
+    label_free['mutual_information'] = scores.uncertainty.mutual_information
+  result |= {name: float(values.mean()) for name, values in label_free.items()}
+  result['stderr'] = {name: stderr(values) for name, values in (means | label_free).items()}
+  return result
+
+
+def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
+  """What `scores` exceeds `first` by on the same examples, with the paired standard error.
+
+  Returns:
+    Differences of the means of 'nll', 'brier' and 'precision_at_1' (where both have it), and
+    'stderr', the deviation of the examples' differences (n - 1) over sqrt N.
+
+  Raises:
+    ValueError: the examples are not the same.
+  """
+  row, first_row = np.argsort(scores.index), np.argsort(first.index)
+  same = np.array_equal(scores.index[row], first.index[first_row])
+  if not same or not np.array_equal(
+    _trimmed(scores.labels[row]), _trimmed(first.labels[first_row])
+  ):
+    raise ValueError(
+      'a comparison needs the same examples: the ids or the labels are not those of the first'
+    )
+  pairs = {'nll': (scores.nll, first.nll), 'brier': (scores.brier, first.brier)}
+  if 1 in scores.precision and 1 in first.precision:
+    pairs['precision_at_1'] = (scores.precision[1], first.precision[1])
+  with np.errstate(invalid='ignore'):  # inf - inf: NaN, which reports show as missing
+    differences = {name: a[row] - b[first_row] for name, (a, b) in pairs.items()}
+    result = {name: float(values.mean()) for name, values in differences.items()}
+  return result | {'stderr': {name: stderr(values) for name, values in differences.items()}}
+
+
+def stderr(values: np.ndarray) -> float | None:
+  """Standard error of the mean of values [N] (n - 1); None for one value or infinite ones."""
+  if len(values) < 2 or not np.isfinite(values).all():
+    return None
+  return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def reliability(
+  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
+) -> Reliability:
+  """Bins of equal width: bin m has the confidences in (m / M, (m + 1) / M], the first 0 as well."""
+  return _binned(
+    np.clip(np.ceil(confidence * num_bins) - 1, 0, num_bins - 1).astype(int),
+    confidence,
+    correct,
+    num_bins,
+  )
+
+
+def adaptive_reliability(
+  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
+) -> Reliability:
+  """Bins of as equal numbers of examples as ties allow, at most `num_bins`.
+
+  Bin m ends with the confidence of rank ceil(N (m + 1) / M); equal ends are one bin.
+  """
+  last = np.ceil(len(confidence) * np.arange(1, num_bins + 1) / num_bins).astype(int) - 1
+  ends = np.unique(np.sort(confidence)[last])
+  return _binned(np.searchsorted(ends, confidence), confidence, correct, len(ends))
+
+
+def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
+  """Error rates of the n most confident examples, n = 1 .. N, float64 [N].
+
+  Within equal confidences the expectation over their orders.
+  """
+  _, tie, size = np.unique(-np.asarray(confidence, float), return_inverse=True, return_counts=True)
+  rate = np.bincount(tie, weights=~correct) / size  # of each group of ties, most confident first
+  return np.repeat(rate, size).cumsum() / np.arange(1, len(confidence) + 1)
+
+
+def auroc(positive: np.ndarray, negative: np.ndarray) -> float | None:
+  """Probability that a score of `positive` [N] exceeds one of `negative` [M]; None if one is empty.
+
+  Ties count half.
+  """
+  if not len(positive) or not len(negative):
+    return None
+  is_positive, scores = _labelled(positive, negative)
+  return float(metrics.roc_auc_score(is_positive, scores))
+
+
+def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """False and true positive rates of all thresholds, ascending."""
+  false_positive, true_positive, _ = metrics.roc_curve(*_labelled(positive, negative))
+  return false_positive, true_positive
+
+
+def fpr_at_95(unknown: np.ndarray, known: np.ndarray) -> float:
+  """Share of `unknown` [N] scores at or below the least threshold with 95% of `known` [M] so."""
+  threshold = np.sort(known)[-(-95 * len(known) // 100) - 1]
+  return float((unknown <= threshold).mean())
+
+
+def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, float]]:
+  """{score: {'auroc', 'fpr_at_95'}} of telling unknown inputs from known ones."""
+  known_scores = known.scores()
+  return {
+    name: {
+      'auroc': auroc(score, known_scores[name]),
+      'fpr_at_95': fpr_at_95(score, known_scores[name]),
+    }
+    for name, score in unknown.scores().items()
+  }
+
+
+def _blocks(predictions: Predictions):
+  step = max(1, _BLOCK // predictions.log_prob.shape[1])
+  for start in range(0, len(predictions), step):
+    yield predictions.rows(slice(start, start + step))
+
+
+def _uncertainty(block: Predictions) -> Uncertainty:
+  log_p = block.log_prob.astype(np.float64)
+  entropy = _plogp(log_p)
+  if block.link == 'sigmoid':
+    entropy += _plogp(log1mexp(log_p))
+  entropy = entropy.sum(axis=1)
+  information = None
+  if block.expected_entropy is not None:
+    information = np.maximum(entropy - block.expected_entropy, 0.0)  # below 0 by rounding only
+  return Uncertainty(log_p.max(axis=1), entropy, information)
+
+
+def _score(block: Predictions, ks: Sequence[int]) -> ExampleScores:
+  log_p, labels = block.log_prob.astype(np.float64), _distinct(block.labels)
+  is_label = np.zeros(log_p.shape, bool)
+  row, column = np.nonzero(labels >= 0)
+  is_label[row, labels[row, column]] = True
+  top = log_p.argmax(axis=1)
+  correct = is_label[np.arange(len(top)), top]
+  log_q = log1mexp(log_p)
+  if block.nll is not None:
+    nll = block.nll.astype(np.float64)
+  elif block.link == 'softmax':
+    nll = -np.take_along_axis(log_p, labels.max(axis=1, keepdims=True), axis=1)[:, 0]
+  else:
+    nll = -np.where(is_label, log_p, log_q).sum(axis=1)
+  rank = _ranks(log_p, labels)  # [N, L]
+  return ExampleScores(
+    index=block.index,
+    labels=labels,
+    nll=nll + 0.0,  # a label of probability 1 has 0, not -0
+    brier=np.exp(2 * np.where(is_label, log_q, log_p)).sum(axis=1),
+    precision={k: (rank < k).sum(axis=1) / (1 if block.link == 'softmax' else k) for k in ks},
+    correct=correct,
+    ranking_ap=None if block.link == 'softmax' else _ranking_ap(log_p, labels, is_label),
+    uncertainty=_uncertainty(block),
+  )
+
+
+def _ranks(log_p: np.ndarray, labels: np.ndarray) -> np.ndarray:
+  """Classes that go before each label, [N, L]: the more probable, and of equal ones the first.
+
+  K for padding.
+  """
+  classes = np.arange(log_p.shape[1])
+  ranks = np.full(labels.shape, log_p.shape[1])
+  for column, label in enumerate(labels.T):
+    at_label = np.take_along_axis(log_p, np.maximum(label, 0)[:, None], axis=1)
+    before = (log_p > at_label) | ((log_p == at_label) & (classes < label[:, None]))
+    ranks[:, column] = np.where(label >= 0, before.sum(axis=1), log_p.shape[1])
+  return ranks
+
+
+def _ranking_ap(log_p: np.ndarray, labels: np.ndarray, is_label: np.ndarray) -> np.ndarray:
+  """Label ranking average precision of each example; 1 where it has no label."""
+  total = np.zeros(len(log_p))
+  for label in labels.T:
+    at_least = log_p >= np.take_along_axis(log_p, np.maximum(label, 0)[:, None], axis=1)
+    share = (at_least & is_label).sum(axis=1) / at_least.sum(axis=1)
+    total += np.where(label >= 0, share, 0.0)
+  count = (labels >= 0).sum(axis=1)
+  return np.where(count > 0, total / np.maximum(count, 1), 1.0)
+
+
+def log1mexp(log_p: np.ndarray) -> np.ndarray:
+  """log(1 - p) of log p <= 0, exact near both ends (Maechler 2012); -inf where p = 1."""
+  with np.errstate(divide='ignore'):  # np.where computes both branches everywhere
+    return np.where(log_p > -np.log(2), np.log(-np.expm1(log_p)), np.log1p(-np.exp(log_p)))
+
+
+def _plogp(log_p: np.ndarray) -> np.ndarray:
+  """-p log p, 0 where p = 0."""
+  p = np.exp(log_p)
+  return -p * np.where(p > 0, log_p, 0.0)
+
+
+def _binned(bins, confidence, correct, num_bins) -> Reliability:
+  count = np.bincount(bins, minlength=num_bins)
+  sums = (np.bincount(bins, weights=x, minlength=num_bins) for x in (confidence, correct))
+  with np.errstate(invalid='ignore'):
+    return Reliability(count, *(total / count for total in sums))
+
+
+def _labelled(positive, negative):
+  """Labels and ranks, which take infinite scores too."""
+  labels = np.repeat([True, False], [len(positive), len(negative)])
+  return labels, stats.rankdata(np.concatenate([positive, negative]), method='dense')
+
+
+def _join(parts) -> np.ndarray:
+  return np.concatenate(list(parts))
+
+
+def _distinct(labels: np.ndarray) -> np.ndarray:
+  """Labels [N, L] in order, each once, padded with -1."""
+  labels = -np.sort(-labels, axis=1)
+  labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
+  return -np.sort(-labels, axis=1)
+
+
+def _trimmed(labels: np.ndarray) -> np.ndarray:
+  """Labels without padding columns that no example needs."""
+  return labels[:, : max(1, int((labels >= 0).sum(axis=1).max(initial=1)))]

@@ -1,0 +1,212 @@
+"""Class correlations against a materialised Sigma, for every head and mesh; homoglyphs."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+from jax.sharding import PartitionSpec
+
+from het_plugin.data import glyph_bank
+from het_plugin.evaluation import class_covariance
+from het_plugin.evaluation.class_covariance import CovarianceLook
+from het_plugin.evaluation.predictions import Predictor, concatenate
+from het_plugin.heads import Det, Het, HetH, HetXL
+from het_plugin.integrate import Analytic, Integrator
+from het_plugin.models import ClassificationModel
+from het_plugin.training.partitioning import PjitPartitioner
+
+K = 10
+SHARED = {'num_classes': K, 'class_multiple': 8}
+HEADS = {
+  'het': Het(num_factors=2, **SHARED),
+  'het_h': HetH(num_factors=2, num_buckets=4, **SHARED),
+  'het_xl': HetXL(num_factors=2, **SHARED),
+}
+
+
+class Pixels(nn.Module):
+  """A backbone that compiles at once: the first pixels are the pre-logits."""
+
+  pre_logits_dim: int = 6
+
+  @nn.compact
+  def __call__(self, image, train=False):
+    # Parameters, since a model has some in its backbone.
+    scale = partitioning.param_with_axes('scale', nn.initializers.ones, (6,), axes=('embed',))
+    return image.reshape(len(image), -1)[:, :6] * scale, {}
+
+
+def make_model(head, integrator=None):
+  sampled = Integrator(num_samples=16)
+  return ClassificationModel(Pixels(), head, None, sampled, integrator or sampled)
+
+
+def make_examples(n=19):
+  rng = np.random.default_rng(0)
+  return {
+    'image': rng.normal(size=(n, 8, 8, 1)).astype(np.float32),
+    'label': rng.integers(0, K, (n, 1)).astype(np.int32),
+    'index': np.arange(100, 100 + n, dtype=np.int32),
+  }
+
+
+def padded(examples, size):
+  """Batches of `size`, the last one filled up with masked rows."""
+  n = len(examples['index'])
+  for start in range(0, n, size):
+    rows = np.arange(start, start + size)
+    batch = {name: x[np.minimum(rows, n - 1)] for name, x in examples.items()}
+    yield batch | {'mask': (rows < n).astype(np.float32)}
+
+
+@functools.cache
+def make_run(head):
+  """Model, partitioner, PartitionSpecs and parameters."""
+  model, partitioner = make_model(HEADS[head]), PjitPartitioner(num_partitions=2)
+  start = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 1)}))
+  params = start()['params']
+  return model, partitioner, jax.tree.map(lambda _: PartitionSpec(), params), params
+
+
+@functools.cache
+def expected(head):
+  """Factors and predictions of `make_examples()`, on one device."""
+  model, _, _, params = make_run(head)
+  return jax.jit(
+    lambda batch: (model.logits(params, batch).factors(), model.predictive(params, batch))
+  )(make_examples())
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_correlations_are_those_of_sigma(head):
+  model, partitioner, specs, params = make_run(head)
+  examples = make_examples()
+  look = CovarianceLook(model, partitioner, specs, channels=1, num_top=4)
+  found = list(look(params, examples))
+  assert [x.index for x in found] == examples['index'].tolist()
+  factors, predictive = expected(head)
+  factors, log_prob = np.asarray(factors, np.float64)[..., :K], np.asarray(predictive['log_prob'])
+  for i, x in enumerate(found):
+    sigma = factors[i].T @ factors[i]
+    scale = np.sqrt(np.diag(sigma))
+    correlation = sigma / scale / scale[:, None]
+    assert x.label == examples['label'][i, 0]
+    np.testing.assert_allclose(x.log_prob, log_prob[i][x.top], atol=1e-5)
+    np.testing.assert_allclose(x.log_prob, np.sort(log_prob[i])[::-1][:4], atol=1e-5)
+    np.testing.assert_allclose(x.correlation, correlation[np.ix_(x.top, x.top)], atol=1e-4)
+    np.testing.assert_allclose(x.with_label, correlation[x.label], atol=1e-4)
+    np.testing.assert_allclose(x.with_top, correlation[x.top[0]], atol=1e-4)
+    np.testing.assert_array_equal(x.image, examples['image'][i])
+
+
+def test_an_image_without_a_label_and_more_classes_than_there_are():
+  model, partitioner, specs, params = make_run('het_xl')
+  examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
+  (found,) = CovarianceLook(model, partitioner, specs, channels=1, num_top=99)(params, examples)
+  assert found.label == -1 and np.isnan(found.with_label).all() and len(found.top) == K
+
+
+def test_a_class_without_variance_correlates_with_nothing():
+  factors = jnp.array([[[1.0, 0.0, 1e-30], [1.0, 0.0, -1e-30]]])
+  found = class_covariance.correlations(factors, jnp.array([[0, 1]]))[0]
+  np.testing.assert_allclose(found, [[1, 0, 0], [0, 0, 0]], atol=1e-6)
+
+
+def test_heads_without_class_correlations():
+  partitioner, specs = PjitPartitioner(num_partitions=2), PartitionSpec()
+  with pytest.raises(ValueError, match='Det is deterministic: it has no covariance'):
+    CovarianceLook(make_model(Det(**SHARED)), partitioner, specs, channels=1)
+  diag = make_model(HetXL(remainder='diag', **SHARED))
+  with pytest.raises(ValueError, match="HetXL.remainder='diag'"):
+    CovarianceLook(diag, partitioner, specs, channels=1)
+  opaque = HetXL(get_logits=lambda phi: phi, **SHARED)
+  assert 'get_logits' in class_covariance.why_none(opaque)
+
+
+def test_most_correlated():
+  correlation = np.array([0.5, 1.0, 0.9, -1.0, 0.9])
+  assert class_covariance.most_correlated(correlation, 1, 3).tolist() == [2, 4, 0]
+
+
+def test_examples_are_the_first_or_those_asked_for():
+  examples = make_examples()
+  first = class_covariance.take_examples(padded(examples, 8), number=11)
+  np.testing.assert_array_equal(first['index'], examples['index'][:11])
+  everything = class_covariance.take_examples(padded(examples, 8), number=99)
+  assert len(everything['index']) == 19
+  asked = class_covariance.take_examples(padded(examples, 8), index=(110, 101))
+  assert asked['index'].tolist() == [110, 101]
+  np.testing.assert_array_equal(asked['image'], examples['image'][[10, 1]])
+  with pytest.raises(ValueError, match='no example 7'):
+    class_covariance.take_examples(padded(examples, 8), index=(110, 7))
+  with pytest.raises(ValueError, match='no examples'):
+    class_covariance.take_examples([], number=3)
+
+
+def test_homoglyph_rate_by_hand():
+  homoglyphs = [frozenset({1}), frozenset({0}), frozenset(), frozenset({4, 5})]
+  homoglyphs += [frozenset({3, 5}), frozenset({3, 4})]
+  correlation = {
+    0: [1.0, 0.9, 0.2, 0, 0, 0],  # found
+    2: [1.0, 0.9, 1.0, 0, 0, 0],  # has none: does not count
+    3: [0.0, 0.8, 0.8, 1.0, 0.8, 0.8],  # half of four equal ones
+  }
+  found = class_covariance.homoglyph_rate(
+    list(correlation), [np.array(x) for x in correlation.values()], homoglyphs
+  )
+  assert found['rate'] == pytest.approx(0.75) and found['num_examples'] == 2
+  assert found['chance'] == pytest.approx((1 / 5 + 2 / 5) / 2)
+  assert found['stderr'] == pytest.approx(0.25)
+  none = class_covariance.homoglyph_rate([2], [np.zeros(6)], homoglyphs)
+  assert none == {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
+
+
+def test_homoglyphs_look_the_same():
+  faces = ('DejaVuSans',)
+  homoglyphs = glyph_bank.homoglyphs('core', faces, 16)
+  bank = glyph_bank.glyph_bank('core', faces, 16)
+  code_points = glyph_bank.glyph_classes('core').code_points
+  latin, greek, cyrillic = (code_points.index(ord(c)) for c in 'AΑА')
+  assert homoglyphs[latin] == {greek, cyrillic} and homoglyphs[greek] == {latin, cyrillic}
+  for k in (latin, code_points.index(ord('Q'))):
+    image = bank.images[bank.first[k]]
+    same = {j for j in range(len(code_points)) if np.array_equal(bank.images[bank.first[j]], image)}
+    assert homoglyphs[k] == same - {k}
+
+
+@pytest.mark.parametrize('model_shards', [1, 4])
+def test_predictions_over_the_mesh(model_shards):
+  model, _, specs, params = make_run('het_xl')
+  partitioner = PjitPartitioner(num_partitions=model_shards)
+  examples = make_examples()
+  predictor = Predictor(model, partitioner, specs, channels=1)
+  found = concatenate(list(predictor(params, padded(examples, 8), 8)))
+  _, predictive = expected('het_xl')
+  np.testing.assert_allclose(found.log_prob, predictive['log_prob'], atol=1e-5)
+  np.testing.assert_allclose(found.expected_entropy, predictive['expected_entropy'], atol=1e-5)
+  np.testing.assert_array_equal(found.labels, examples['label'])
+  np.testing.assert_array_equal(found.index, examples['index'])
+  assert found.log_prob.shape == (19, K) and found.nll is None
+  padding = next(padded(examples, 8)) | {'mask': np.zeros(8, np.float32)}
+  assert not list(predictor(params, [padding, padding], 8))
+  for bound in (1, 8, 11):
+    parts = list(predictor(params, padded(examples, 8), 8, max_examples=bound))
+    np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])
+
+
+def test_what_a_head_predicts():
+  examples, params = make_examples(8), make_run('het_xl')[3]
+
+  def predictive(head, integrator=None):
+    return jax.eval_shape(make_model(head, integrator).predictive, params, examples)
+
+  head = HEADS['het_xl']
+  assert predictive(head).keys() == {'log_prob', 'expected_entropy'}
+  assert predictive(head, Analytic()).keys() == {'log_prob'}
+  sigmoid = predictive(head.clone(link='sigmoid'))
+  assert sigmoid.keys() == {'log_prob', 'expected_entropy', 'nll'}
+  assert sigmoid['log_prob'].shape == (8, K) and sigmoid['nll'].shape == (8,)

@@ -1,0 +1,336 @@
+"""Uncertainty metrics against scikit-learn and brute force; extremes; files of predictions."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special, stats
+from sklearn import metrics
+
+from het_plugin.evaluation import predictions as predictions_lib
+from het_plugin.evaluation import uncertainty
+from het_plugin.evaluation.predictions import Predictions, read_predictions, write_predictions
+from het_plugin.models.metrics import ExpectedCalibrationError
+
+N, K = 200, 7
+
+
+def make(n=N, k=K, seed=0, scale=2.0, **changes):
+  """Softmax predictions with informative but imperfect confidences."""
+  rng = np.random.default_rng(seed)
+  logits = scale * rng.normal(size=(n, k))
+  labels = np.array([rng.choice(k, p=p) for p in special.softmax(logits / 2, axis=1)])
+  arguments = dict(
+    log_prob=special.log_softmax(logits, axis=1).astype(np.float32),
+    labels=labels[:, None].astype(np.int32),
+    index=rng.permutation(10 * n)[:n].astype(np.int64),
+  )
+  return Predictions(**arguments | changes)
+
+
+def make_sigmoid(n=50, seed=0):
+  rng = np.random.default_rng(seed)
+  on = rng.random((n, K)) < 0.3
+  labels = np.full((n, K), -1, np.int32)
+  for row, classes in enumerate(on):
+    labels[row, : classes.sum()] = np.flatnonzero(classes)
+  log_prob = special.log_expit(2 * rng.normal(size=(n, K)) + on)
+  predictions = Predictions(log_prob, labels, np.arange(n), link='sigmoid')
+  return predictions, on
+
+
+def summary(predictions, ks=(1, 5)):
+  return uncertainty.summarize(uncertainty.score_examples(predictions, ks))
+
+
+def test_likelihood_precision_brier_and_entropy_as_scikit_learn_has_them():
+  predictions = make()
+  p, y = np.exp(predictions.log_prob.astype(float)), predictions.labels[:, 0]
+  found = summary(predictions, (1, 3, K))
+  assert found['nll'] == pytest.approx(-np.log(p[np.arange(N), y]).mean())
+  assert found[f'precision_at_{K}'] == 1
+  for k in (1, 3):
+    accuracy = metrics.top_k_accuracy_score(y, p, k=k, labels=range(K))
+    assert found[f'precision_at_{k}'] == pytest.approx(accuracy)
+  assert found['brier'] == pytest.approx(((p - np.eye(K)[y]) ** 2).sum(axis=1).mean(), rel=1e-6)
+  assert found['entropy'] == pytest.approx(stats.entropy(p, axis=1).mean(), rel=1e-6)
+  assert found['stderr']['nll'] == pytest.approx(stats.sem(-np.log(p[np.arange(N), y])), rel=1e-6)
+  assert found['num_examples'] == N
+
+
+def test_ece_is_that_of_training():
+  predictions = make(seed=1)
+  confidence = np.exp(predictions.log_prob).max(axis=1)
+  correct = predictions.log_prob.argmax(axis=1) == predictions.labels[:, 0]
+  metric = ExpectedCalibrationError.from_model_output(jnp.asarray(confidence), jnp.asarray(correct))
+  assert summary(predictions)['ece'] == pytest.approx(float(metric.compute()), rel=1e-4)
+  edges = uncertainty.reliability(np.array([0.0, 1 / 15, 1.0]), np.array([True, True, True]))
+  assert edges.count.tolist() == [2, *[0] * 13, 1]
+
+
+def test_adaptive_bins_are_of_equal_numbers_and_never_part_ties():
+  confidence, correct = np.random.default_rng(0).random(150), np.arange(150) % 3 > 0
+  even = uncertainty.adaptive_reliability(confidence, correct)
+  assert even.count.tolist() == [10] * 15
+  order = np.argsort(confidence)
+  gaps = np.abs((confidence - correct)[order].reshape(15, 10).mean(axis=1))
+  assert even.ece == pytest.approx(gaps.mean())
+  tied = uncertainty.adaptive_reliability(np.full(150, 0.5), correct)
+  assert tied.count.tolist() == [150] and tied.ece == pytest.approx(abs(0.5 - correct.mean()))
+  assert uncertainty.adaptive_reliability(np.array([0.3]), np.array([True])).ece == 0.7
+
+
+def test_risk_and_coverage():
+  predictions = make(seed=2)
+  scores = uncertainty.score_examples(predictions)
+  confidence = scores.uncertainty.log_confidence
+  order = np.argsort(-confidence)
+  wrong = ~scores.correct[order]
+  risk = [wrong[:n].mean() for n in range(1, N + 1)]
+  np.testing.assert_allclose(uncertainty.risk_coverage(confidence, scores.correct), risk)
+  best = np.sort(wrong)  # errors last
+  best = [best[:n].mean() for n in range(1, N + 1)]
+  found = uncertainty.summarize(scores)
+  assert found['aurc'] == pytest.approx(np.mean(risk))
+  assert found['e_aurc'] == pytest.approx(np.mean(risk) - np.mean(best))
+  auroc = metrics.roc_auc_score(~scores.correct, -confidence)
+  assert found['auroc_errors'] == pytest.approx(auroc)
+
+
+def test_equal_confidences_count_as_if_in_random_order():
+  confidence, correct = np.array([0.9, 0.5, 0.5, 0.5]), np.array([True, False, True, True])
+  rng, total = np.random.default_rng(0), np.zeros(4)
+  for _ in range(4000):
+    shuffled = np.concatenate([[True], rng.permutation(correct[1:])])
+    total += (~shuffled).cumsum() / np.arange(1, 5)
+  np.testing.assert_allclose(
+    uncertainty.risk_coverage(confidence, correct), total / 4000, atol=0.01
+  )
+
+
+def test_unknown_inputs():
+  rng = np.random.default_rng(0)
+  known, unknown = rng.normal(size=101), rng.normal(1.0, size=70).round(1)
+  is_unknown = np.repeat([0, 1], [101, 70])
+  expected = metrics.roc_auc_score(is_unknown, np.concatenate([known, unknown]))
+  assert uncertainty.auroc(unknown, known) == pytest.approx(expected)
+  pairs = unknown[:, None] - known
+  assert uncertainty.auroc(unknown, known) == pytest.approx(
+    ((pairs > 0) + 0.5 * (pairs == 0)).mean()
+  )
+  # scikit-learn: accepting means calling it known
+  accepted_unknown, accepted_known, _ = metrics.roc_curve(
+    1 - is_unknown, -np.concatenate([known, unknown]), drop_intermediate=False
+  )
+  fpr = accepted_unknown[np.argmax(accepted_known >= 0.95)]
+  assert uncertainty.fpr_at_95(unknown, known) == pytest.approx(fpr)
+  assert uncertainty.fpr_at_95(np.ones(3), np.zeros(20)) == 0
+  assert uncertainty.fpr_at_95(np.zeros(3), np.zeros(20)) == 1
+  false_positive, true_positive = uncertainty.roc(unknown, known)
+  assert metrics.auc(false_positive, true_positive) == pytest.approx(expected)
+  assert uncertainty.auroc(np.array([]), known) is None
+  assert uncertainty.auroc(np.array([np.inf]), np.array([0.0, -np.inf])) == 1
+
+
+def test_scores_are_larger_for_what_is_less_known():
+  predictions = make(expected_entropy=np.full(N, 0.1, np.float32))
+  unknown = make(scale=0.1, seed=5, expected_entropy=np.full(N, 0.1, np.float32))
+  known, unknown = uncertainty.uncertainty(predictions), uncertainty.uncertainty(unknown)
+  found = uncertainty.detection(unknown, known)
+  assert found.keys() == {'max_prob', 'entropy', 'mutual_information'}
+  assert all(values['auroc'] > 0.9 and values['fpr_at_95'] < 0.9 for values in found.values())
+  np.testing.assert_allclose(
+    known.mutual_information, np.maximum(known.entropy - 0.1, 0), atol=1e-6
+  )
+
+
+def test_probabilities_at_the_ends():
+  log_prob = np.array([[0.0, -200.0, -np.inf], [-1e-9, -20.72326585, -80.0]])
+  predictions = Predictions(log_prob, np.array([[1], [0]], np.int32), np.arange(2))
+  scores = uncertainty.score_examples(predictions, (1, 2))
+  np.testing.assert_allclose(scores.nll, [200.0, 1e-9])
+  np.testing.assert_allclose(scores.brier, [2.0, 2e-18], rtol=1e-6)
+  assert scores.precision[1].tolist() == [0, 1] and scores.precision[2].tolist() == [1, 1]
+  assert scores.uncertainty.entropy[0] == pytest.approx(0, abs=1e-80)
+  impossible = Predictions(log_prob[:1], np.array([[2]], np.int32), np.arange(1))
+  found = summary(impossible, (1,))
+  assert found['nll'] == math.inf and found['stderr']['nll'] is None and found['brier'] == 2
+  assert found['auroc_errors'] is None and found['aurc'] == 1 and found['e_aurc'] == 0
+
+
+def test_one_class_and_one_row():
+  only = Predictions(np.zeros((1, 1)), np.zeros((1, 1), np.int32), np.arange(1))
+  found = summary(only, (1,))
+  assert found['nll'] == found['brier'] == found['ece'] == found['entropy'] == found['aurc'] == 0
+  assert found['precision_at_1'] == 1 and math.copysign(1, found['nll']) == 1
+  assert found['stderr'] == dict.fromkeys(found['stderr'])
+
+
+def test_of_equal_classes_the_first_goes_before():
+  log_prob = np.full((4, 4), math.log(0.25))
+  predictions = Predictions(log_prob, np.arange(4, dtype=np.int32)[:, None], np.arange(4))
+  scores = uncertainty.score_examples(predictions, (1, 2, 4))
+  assert scores.precision[1].tolist() == [1, 0, 0, 0] == scores.correct.tolist()
+  assert scores.precision[2].tolist() == [1, 1, 0, 0] and scores.precision[4].all()
+
+
+def test_several_labels():
+  predictions, on = make_sigmoid()
+  p = np.exp(predictions.log_prob)
+  found = summary(predictions, (1, 3))
+  cross_entropy = metrics.log_loss(on.ravel(), p.ravel(), normalize=False)
+  assert found['nll'] == pytest.approx(cross_entropy / len(p))
+  top = np.argsort(-p, axis=1)[:, :3]
+  assert found['precision_at_3'] == pytest.approx(np.take_along_axis(on, top, axis=1).mean())
+  assert found['ranking_ap'] == pytest.approx(metrics.label_ranking_average_precision_score(on, p))
+  assert found['brier'] == pytest.approx(((p - on) ** 2).sum(axis=1).mean())
+  assert found['entropy'] == pytest.approx(stats.entropy(np.stack([p, 1 - p])).sum(axis=1).mean())
+
+
+def test_sigmoid_extremes_and_the_likelihood_of_the_model():
+  log_prob = np.array([[-1e-12, -1e-12, -np.inf]])
+  labels = np.array([[0, 0, -1]], np.int32)  # once, however often it is listed
+  predictions = Predictions(log_prob, labels, np.arange(1), link='sigmoid')
+  found = summary(predictions, (1, 2))
+  assert found['nll'] == pytest.approx(-math.log(1e-12), rel=1e-6)
+  assert found['precision_at_1'] == 1 and found['precision_at_2'] == 0.5
+  given = Predictions(log_prob, labels, np.arange(1), link='sigmoid', nll=np.array([3.5]))
+  assert summary(given, (1,))['nll'] == 3.5
+  without = Predictions(log_prob, np.full((1, 1), -1, np.int32), np.arange(1), link='sigmoid')
+  assert summary(without, (1,))['precision_at_1'] == 0
+
+
+def test_parts_and_blocks_make_the_whole(monkeypatch):
+  predictions = make(expected_entropy=np.zeros(N, np.float32))
+  whole = summary(predictions)
+  parts = [predictions.rows(slice(start, start + 64)) for start in range(0, N, 64)]
+  scored = [uncertainty.score_examples(part) for part in parts]
+  assert uncertainty.summarize(uncertainty.concatenate(scored)) == whole
+  monkeypatch.setattr(uncertainty, '_BLOCK', 10)
+  assert summary(predictions) == whole
+  joined = predictions_lib.concatenate(parts)
+  np.testing.assert_array_equal(joined.log_prob, predictions.log_prob)
+
+
+def test_paired_differences():
+  first, second = make(seed=3), make(seed=4)
+  order = np.random.default_rng(0).permutation(N)
+  second = Predictions(second.log_prob[order], first.labels[order], first.index[order])
+  a, b = (uncertainty.score_examples(x) for x in (first, second))
+  found = uncertainty.difference(b, a)
+  test = stats.ttest_rel(b.nll, a.nll[order])
+  assert found['nll'] == pytest.approx((b.nll - a.nll[order]).mean())
+  assert found['nll'] / found['stderr']['nll'] == pytest.approx(test.statistic)
+  assert uncertainty.difference(a, a)['stderr'] == {'nll': 0, 'brier': 0, 'precision_at_1': 0}
+  for other in (make(seed=9), make(n=N - 1, seed=3)):
+    with pytest.raises(ValueError, match='same examples'):
+      uncertainty.difference(uncertainty.score_examples(other), a)
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'labels': np.full((N, 1), K, np.int32)}, 'label 7 of example .* labels are 0 .. 6'),
+    ({'labels': np.full((N, 1), -1, np.int32)}, "has 0 labels; .* link='sigmoid'"),
+    ({'labels': np.zeros((N, 2), np.int32)}, 'has 2 labels'),
+    ({'index': np.zeros(N, int)}, 'only 1 distinct'),
+  ],
+)
+def test_labels_and_ids_that_do_not_fit(change, message):
+  with pytest.raises(ValueError, match=message):
+    uncertainty.score_examples(make(**change))
+
+
+def test_k_and_empty():
+  for k in (0, K + 1):
+    with pytest.raises(ValueError, match=f'k = {k} does not exist'):
+      uncertainty.score_examples(make(), (1, k))
+  with pytest.raises(ValueError, match='no examples'):
+    uncertainty.concatenate([])
+  with pytest.raises(ValueError, match='no examples'):
+    uncertainty.concatenate_uncertainty([])
+
+
+def test_files_round_trip(tmp_path):
+  path = tmp_path / 'new' / 'p.npz'
+  softmax = make(
+    class_names=tuple('abcdefg'),
+    expected_entropy=np.ones(N, np.float32),
+    provenance={'task': 'x'},
+  )
+  sigmoid, _ = make_sigmoid()
+  for written in (softmax, sigmoid):
+    write_predictions(path, written)
+    read = read_predictions(str(path))
+    assert summary(read) == summary(written)
+    assert (read.link, read.class_names, read.provenance) == (
+      written.link,
+      written.class_names,
+      written.provenance,
+    )
+  assert [x.name for x in path.parent.iterdir()] == ['p.npz']
+  write_predictions(path, softmax)
+  with np.load(path) as arrays:
+    assert arrays['log_prob'].dtype == np.float32 and arrays['label'].shape == (N,)
+  with pytest.raises(ValueError, match='must end in .npz'):
+    write_predictions(tmp_path / 'p.npy', softmax)
+
+
+def test_other_peoples_files(tmp_path):
+  path = str(tmp_path / 'p.npz')
+  logits = np.array([[2.0, 0.0, -300.0], [0.0, 1.0, 1.0]])
+  labels = np.array([2, 1])
+  np.savez(path, logits=logits, labels=labels)
+  read = read_predictions(path)
+  np.testing.assert_allclose(read.log_prob, special.log_softmax(logits, axis=1))
+  assert read.index.tolist() == [0, 1]
+  np.savez(path, prob=special.softmax(logits, axis=1).astype(np.float16), label=labels)
+  assert read_predictions(path).log_prob[0, 2] == -np.inf
+  np.savez(path, prob=[[1.0, 1e-300]], label=[1])
+  assert summary(read_predictions(path), (1,))['nll'] == pytest.approx(300 * math.log(10))
+  np.savez(path, logits=logits, label=np.array([[0, 2], [1, -1]]), link='sigmoid')
+  read = read_predictions(path)
+  np.testing.assert_allclose(read.log_prob, special.log_expit(logits))
+  assert read.labels.tolist() == [[0, 2], [1, -1]]
+
+
+BAD_FILES = {
+  'exactly one of the arrays log_prob, prob, logits': {'x': np.ones((2, 3)), 'label': [0, 1]},
+  'exactly one of': {'prob': np.ones((2, 3)), 'logits': np.ones((2, 3)), 'label': [0, 1]},
+  'exactly one of the arrays label': {'logits': np.ones((2, 3))},
+  'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
+  'row 1 sum to 0.9': {'log_prob': np.log([[0.5, 0.5], [0.5, 0.4]]), 'label': [0, 1]},
+  'outside \\[0, 1\\]': {'prob': [[1.5, -0.5]], 'label': [0]},
+  'above 0, or NaNs': {'log_prob': [[np.nan, 0.0]], 'label': [0]},
+  'not finite': {'logits': [[np.inf, 0.0]], 'label': [0]},
+  'floating point \\[N, K\\]': {'logits': np.ones((2, 3), int), 'label': [0, 1]},
+  'float64 \\[0, 3\\]': {'logits': np.ones((0, 3)), 'label': np.zeros(0, int)},
+  'with N = 2': {'logits': np.ones((2, 3)), 'label': [0, 1, 2]},
+  'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
+  'label is float64': {'logits': np.ones((2, 3)), 'label': [0.0, 1.0]},
+  'index is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'index': [0]},
+  'class_name is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'class_name': ['a', 'b']},
+  "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
+  'nll is': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
+}
+
+
+@pytest.mark.parametrize('message', BAD_FILES)
+def test_wrong_files(tmp_path, message):
+  path = str(tmp_path / 'p.npz')
+  np.savez(path, **BAD_FILES[message])
+  with pytest.raises(ValueError, match=message) as error:
+    read_predictions(path)
+  assert str(error.value).startswith(path)
+
+
+def test_no_file(tmp_path):
+  with pytest.raises(ValueError, match='nothing.npz'):
+    read_predictions(str(tmp_path / 'nothing.npz'))
+  for content in (b'', b'PK', b'words'):
+    (tmp_path / 'broken.npz').write_bytes(content)
+    with pytest.raises(ValueError, match='broken.npz'):
+      read_predictions(str(tmp_path / 'broken.npz'))
+  with pytest.raises(ValueError, match='p.txt: .* ends in .npz'):
+    read_predictions('p.txt')

@@ -1,0 +1,172 @@
+"""The main, as a user runs it, on runs of a few steps."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import gin
+from het_plugin import configurables, evaluate, gin_utils
+from het_plugin.data import task_info
+from het_plugin.evaluation.predictions import read_predictions
+from het_plugin.train import train_from_gin
+
+TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
+TINY += ['TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1']
+TINY += ['eval/Integrator.num_samples = 4', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1']
+
+
+@pytest.fixture(autouse=True)
+def gin_left_clean():
+  yield
+  gin.clear_config()
+
+
+@pytest.fixture(scope='module')
+def run_dir(tmp_path_factory):
+  """Two checkpoints of a HET-XL on digits."""
+  folder = tmp_path_factory.mktemp('runs') / 'het_xl'
+  configurables.register_trainer()
+  gin_utils.parse_config(
+    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
+    [f"MODEL_DIR = '{folder}'", *TINY],
+  )
+  train_from_gin()
+  return str(folder)
+
+
+@contextlib.contextmanager
+def main_flags(*arguments):
+  """absl's flags as if the program had been started with these arguments."""
+  known = flags.FLAGS
+  with flagsaver.flagsaver():
+    if 'checkpoint' not in known:
+      evaluate.define_flags()
+    known.unparse_flags()
+    known(gin_utils.rewrite_flags(['evaluate', *arguments]))
+    yield
+
+
+def run(*arguments):
+  with main_flags(*arguments):
+    evaluate.main(['evaluate'])
+
+
+def error_of(capsys, *arguments):
+  with pytest.raises(SystemExit) as exit_code:
+    run(*arguments)
+  assert exit_code.value.code == gin_utils.CONFIG_ERROR
+  (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith('Error: ')]
+  return line
+
+
+def test_a_report_of_two_checkpoints(run_dir, tmp_path, capsys):
+  output, other = tmp_path / 'out', tmp_path / 'other.npz'
+  rng = np.random.default_rng(0)
+  np.savez(other, image=rng.random((30, 8, 8, 3)), label=np.arange(30))
+  run(
+    *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1', '--split=test'),
+    *(f'--ood_dataset=npz:{other}', '--ood_split=train', f'--output_dir={output}'),
+    *('--precision_at=1,2,10', '--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
+    *('--gin.eval/Integrator.num_samples=3', f'--json={tmp_path / "rows.json"}'),
+  )
+  printed = capsys.readouterr().out
+  assert '359 examples of digits, split test.' in printed and 'difference to the first' in printed
+  rows = json.loads((tmp_path / 'rows.json').read_text())
+  assert rows == json.loads((output / 'results.json').read_text())
+  newest, first = rows
+  assert (newest['name'], first['name']) == ('het_xl', 'het_xl/checkpoint_1')
+  assert (newest['num_examples'], newest['num_ood_examples'], newest['num_samples']) == (359, 27, 3)
+  assert set(newest['ood']) == {'max_prob', 'entropy', 'mutual_information'}
+  assert newest['precision_at_10'] == 1
+  assert first['difference']['nll'] == pytest.approx(first['nll'] - newest['nll'])
+  assert [look['index'] for look in first['covariance']] == [7, 3]
+  look = first['covariance'][0]
+  assert np.shape(look['correlation']) == (8, 8) and len(look['most_correlated']) == 9
+  page = (output / 'index.html').read_text()
+  assert page.count('<img') == 2 + 3 + 4 and '<th scope="col">checkpoint</th>' in page
+  assert {x.name for x in output.glob('*.png')} == {
+    *('reliability.png', 'risk_coverage.png'),
+    *('roc_max_prob.png', 'roc_entropy.png', 'roc_mutual_information.png'),
+    *(f'covariance_het_xl{x}_{i}.png' for x in ('', '_checkpoint_1') for i in (3, 7)),
+  }
+  assert (output / 'results.txt').read_text().strip() in printed
+
+  # What was saved gives the same numbers, without the model.
+  saved = [str(output / 'predictions' / f'{x}.npz') for x in ('het_xl', 'het_xl_checkpoint_1')]
+  predictions = read_predictions(saved[0])
+  assert predictions.log_prob.shape == (359, 10) and predictions.class_names[3] == '3'
+  assert predictions.provenance['task'] == 'digits'
+  run(*(f'--predictions={x}' for x in saved), '--precision_at=1,2', f'--json={tmp_path / "2.json"}')
+  for row, again in zip(rows, json.loads((tmp_path / '2.json').read_text()), strict=True):
+    for name in ('nll', 'ece', 'brier', 'aurc', 'entropy', 'precision_at_2'):
+      assert again[name] == row[name]
+    assert again.get('difference') == row.get('difference')
+
+
+def test_glyphs_are_shown_and_their_look_alikes_known():
+  info = task_info('glyphs_core')
+  names = evaluate.shown_names('glyphs_core', info)
+  assert names[32] == 'A  LATIN CAPITAL LETTER A' and len(names) == info.num_classes
+  assert evaluate.shown_names('digits', task_info('digits')) == tuple('0123456789')
+  assert evaluate.glyph_class_set('npz:x') is None
+  (whole, part) = (
+    evaluate.homoglyphs('core', split, 28) for split in ('validation', 'validation[:9]')
+  )
+  assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
+
+
+def test_names():
+  assert evaluate.row_names(['a/b', 'a/c/', 'x/p.npz']) == ['b', 'c', 'p']
+  assert evaluate.row_names(['a/b/checkpoint_3', 'a/c']) == ['b/checkpoint_3', 'c']
+  assert evaluate.row_names(['a/b', 'c/b']) == ['a/b', 'c/b']
+  assert evaluate.default_ks(3) == (1, 3) and evaluate.default_ks(1) == (1,)
+
+
+def test_settings_that_are_wrong(capsys):
+  cases = {
+    (): '--checkpoint is not set',
+    ('--checkpoint=x.npz',): 'x.npz is a published file',
+    ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split belong together',
+    ('--predictions=x.npz', '--ood_dataset=digits', '--ood_split=test'): 'needs a --checkpoint',
+    ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
+    ('--checkpoint=x', '--max_examples=0'): '--max_examples=0 must be at least 1',
+    ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 must be whole',
+    ('--checkpoint=x', '--precision_at=0'): '--precision_at=0 must be whole numbers of at least 1',
+    ('--checkpoint=no/such/run',): 'no/such/run',
+    ('--predictions=no/such.npz',): 'no/such.npz',
+  }
+  for arguments, message in cases.items():
+    assert message in error_of(capsys, *arguments)
+
+
+def test_data_that_do_not_fit(run_dir, tmp_path, capsys):
+  rng = np.random.default_rng(0)
+  large = str(tmp_path / 'large.npz')
+  np.savez(large, image=rng.random((20, 9, 9)), label=np.arange(20) % 10)
+  ood = ('--split=test', '--ood_split=validation')
+  cases = {
+    ('--dataset=glyphs_core',): 'HetXL.num_classes=10 must be the number of classes of the task',
+    ('--dataset=nothing',): "'nothing'",
+    ('--split=validation',): "split is 'validation'; the splits of digits are ['test', 'train']",
+    ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (
+      '--ood_split=train is endless: set --max_examples'
+    ),
+    (*ood, f'--ood_dataset=npz:{large}'): 'are 9 x 9 and the task does not resize them',
+    ('--split=test', '--precision_at=11'): '--precision_at=11 must be at most',
+    ('--split=test', '--batch_size=7'): 'batch_size=7 must be a positive multiple of 8',
+    ('--split=test', '--covariance_index=359'): '--covariance_index=359: there is no example 359',
+  }
+  for arguments, message in cases.items():
+    assert message in error_of(capsys, f'--checkpoint={run_dir}', *arguments)
+
+
+def test_other_examples_cannot_be_compared(tmp_path, capsys):
+  paths = [tmp_path / 'a.npz', tmp_path / 'b.npz']
+  for path, labels in zip(paths, ([0, 1], [1, 1]), strict=True):
+    np.savez(path, logits=np.eye(2), label=labels)
+  message = error_of(capsys, *(f'--predictions={path}' for path in paths))
+  assert 'b against a: a comparison needs the same examples' in message
