@@ -53,6 +53,62 @@ def tfds_files(tmp_path_factory) -> TfdsFiles:
 
 
 @pytest.fixture(scope='session')
+def digits_run(tmp_path_factory) -> Path:
+  """The directory of a tiny HET-XL run on digits, with the checkpoints of steps 1 and 2."""
+  import gin  # these take seconds to import
+  from het_plugin import configurables, gin_utils
+  from het_plugin.train import train_from_gin
+
+  folder = tmp_path_factory.mktemp('runs') / 'het_xl'
+  configurables.register_trainer()
+  gin_utils.parse_config(
+    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
+    [
+      f"MODEL_DIR = '{folder}'",
+      *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
+      *('TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
+    ],
+  )
+  train_from_gin()
+  gin.clear_config()
+  return folder
+
+
+@pytest.fixture
+def run_main(capsys):
+  """Runs a main in this process as a user would: run_main(module, *arguments) returns what it
+  printed; with code=2, its one line on stderr. Flags and gin are as before afterwards.
+  """
+  from absl import flags
+
+  import gin
+  from het_plugin import gin_utils
+
+  def run(module, *arguments, code=0):
+    before = set(flags.FLAGS)
+    name = module.__name__.rpartition('.')[2]
+    module.define_flags()
+    try:
+      argv = flags.FLAGS(gin_utils.rewrite_flags([name, *map(str, arguments)]))
+      if not code:
+        module.main(argv)
+        return capsys.readouterr().out
+      with pytest.raises(SystemExit) as error:
+        module.main(argv)
+      assert error.value.code == code
+      message = capsys.readouterr().err.strip().splitlines()[-1]
+      assert message.startswith('Error: ')
+      return message
+    finally:
+      for flag in set(flags.FLAGS) - before:  # other mains define the same
+        delattr(flags.FLAGS, flag)
+      flags.FLAGS.unparse_flags()
+      gin.clear_config()
+
+  return run
+
+
+@pytest.fixture(scope='session')
 def data_dir() -> Path:
   """Directory of image archives (.npz): $HET_PLUGIN_DATA, or shared/data beside the checkout."""
   path = Path(os.environ.get('HET_PLUGIN_DATA', _CHECKOUT.parent / 'shared' / 'data'))

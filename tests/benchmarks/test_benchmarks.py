@@ -38,6 +38,23 @@ def test_help_explains_every_flag(path):
       assert 'help' in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
 
 
+def test_fewshot_solver(tmp_path):
+  flags = ['--classes=7,30', '--shots=4', '--d=40', '--m=200', '--turns=1']
+  rows, printed = run('fewshot_solver.py', tmp_path, *flags)
+  assert [(row['n'], row['d'], row['classes'], row['m']) for row in rows] == [
+    (28, 40, 7, 200),  # fewer rows than features, and more
+    (120, 40, 30, 200),
+  ]
+  for row in rows:
+    assert row['max_accuracy_difference'] == 0
+    assert row['best_accuracy'] > 2 / row['classes']
+    assert row['eigh_ratio'] == row['eigh_seconds'] / row['seconds'] > 0
+    assert row['ridge_classifier_ratio'] == row['ridge_classifier_seconds'] / row['seconds'] > 0
+  assert printed[-1].startswith('ratios') and printed[-1].endswith('differ by 0')
+  rows, _ = run('fewshot_solver.py', tmp_path, *flags, '--alone')
+  assert 'eigh_seconds' not in rows[0]
+
+
 def test_integrator(tmp_path):
   flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=1,5', '--repeats=1']
   heads, links = ['het', 'het_h', 'het_xl'], ['softmax', 'sigmoid']

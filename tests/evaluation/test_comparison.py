@@ -1,0 +1,62 @@
+"""Averages and paired tests against scipy and by hand."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from het_plugin.evaluation import comparison
+from het_plugin.evaluation.fewshot import FewShotResult
+
+
+def result(correct, shots=5):
+  correct = np.asarray(correct, bool)
+  accuracies = tuple(map(float, correct.mean(axis=1)))
+  return FewShotResult(shots, accuracies, (1.0,) * len(correct), 0, 0, correct=correct)
+
+
+def test_an_average_of_cells():
+  found = comparison.average([0.5, 0.7, 0.9], [0.03, 0.0, 0.04])
+  assert found == comparison.Average(pytest.approx(0.7), pytest.approx(0.05 / 3), 3)
+  assert comparison.average([0.5, 0.7], [0.1, None]).stderr is None
+
+
+def test_differences_are_paired():
+  rng = np.random.default_rng(0)
+  hard = rng.uniform(size=400)  # rows differ in difficulty, for both runs alike
+  ours = result(rng.uniform(size=(4, 400)) < np.minimum(hard + 0.05, 1))
+  theirs = result(rng.uniform(size=(4, 400)) < hard)
+  found = comparison.difference(ours, theirs)
+  assert found.mean == pytest.approx(ours.mean - theirs.mean)
+  assert found.p_draws == pytest.approx(
+    scipy.stats.ttest_rel(ours.accuracies, theirs.accuracies).pvalue
+  )
+  by_row = ours.correct.mean(axis=0), theirs.correct.mean(axis=0)
+  assert found.p_rows == pytest.approx(scipy.stats.ttest_rel(*by_row).pvalue)
+  assert found.stderr_rows < np.hypot(*(scipy.stats.sem(x) for x in by_row))
+
+
+def test_differences_without_a_test():
+  one_draw = comparison.difference(result([[1, 0, 1]]), result([[1, 0, 0]]))
+  assert one_draw.p_draws is None and one_draw.stderr_draws is None and one_draw.p_rows is not None
+  same = comparison.difference(result([[1, 0], [0, 1]]), result([[1, 0], [0, 1]]))
+  assert same == comparison.Difference(0.0, None, None, None, None)
+  one_row = comparison.difference(result([[1], [0]]), result([[0], [0]]))
+  assert one_row.p_rows is None and one_row.mean == 0.5
+
+
+def test_other_draws_or_rows_cannot_be_paired():
+  with pytest.raises(ValueError, match=r'with \[1, 3\] draws and test rows cannot be paired'):
+    comparison.difference(result([[1, 0, 1]]), result([[1, 0]]))
+
+
+def test_signed_rank_over_data_sets():
+  gains = [0.01, 0.03, -0.01, 0.02, 0.04, 0.05, 0.06]
+  ours, theirs = (
+    {str(i): FewShotResult(1, (0.5 + x,), (1.0,), 0, 0) for i, x in enumerate(values)}
+    for values in (gains, [0.0] * len(gains))
+  )
+  expected = scipy.stats.wilcoxon([ours[i].mean - theirs[i].mean for i in ours]).pvalue
+  assert comparison.signed_rank_p(ours, theirs) == pytest.approx(expected)
+  assert comparison.signed_rank_p(theirs, theirs) is None
+  few = {name: ours[name] for name in list(ours)[:5]}
+  assert comparison.signed_rank_p(few, {name: theirs[name] for name in few}) is None

@@ -1,0 +1,230 @@
+"""`python -m het_plugin.fewshot`: files and checkpoints in, tables, JSON and a page out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from het_plugin import fewshot
+from het_plugin.evaluation import few_shot
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+  """{run: (train file, test file)}: pixels of digits, clean and noisy."""
+  folder = tmp_path_factory.mktemp('files')
+  x, y = load_digits(return_X_y=True)
+  x, y = x[:600].astype(np.float32), y[:600]
+  noisy = x + 6 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+  paths = {}
+  for run, features in (('clean', x), ('noisy', noisy)):
+    paths[run] = tuple(str(folder / f'{run}_{split}.npz') for split in ('train', 'test'))
+    for path, rows in zip(paths[run], (slice(0, 400), slice(400, 600)), strict=True):
+      np.savez(path, x=features[rows], y=y[rows])
+  return paths
+
+
+def pair(files, run):
+  return f'--train={files[run][0]}', f'--test={files[run][1]}'
+
+
+def arrays(files, run):
+  loaded = [np.load(path) for path in files[run]]
+  return loaded[0]['x'], loaded[0]['y'], loaded[1]['x'], loaded[1]['y']
+
+
+def rows_of(path):
+  return {(r['run'], r['dataset'], r['shots']): r for r in json.loads(path.read_text())['rows']}
+
+
+def test_files_as_a_user_runs_it(files, tmp_path):
+  out, page = tmp_path / 'out.json', tmp_path / 'deep' / 'page.html'
+  result = subprocess.run(
+    [
+      *(sys.executable, '-m', 'het_plugin.fewshot'),
+      *(*pair(files, 'clean'), *pair(files, 'noisy')),
+      *('--names=clean,noisy', '--shots=1,5', f'--json={out}', f'--html={page}'),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+  )
+  assert result.returncode == 0, result.stderr
+  lines = result.stdout.strip().splitlines()
+  assert lines[0].split() == ['few-shot', 'accuracy', 'saved', '1', 'shot', '5', 'shots']
+  assert [line.split()[0] for line in lines[2:4]] == ['clean', 'noisy']
+  rows = rows_of(out)
+  for run in ('clean', 'noisy'):
+    expected = few_shot(*arrays(files, run), shots=(1, 5))
+    for shots in (1, 5):
+      row = rows[run, 'saved', shots]
+      assert row['accuracies'] == list(expected[shots].accuracies)
+      assert row['l2'] == list(expected[shots].l2) and row['mean'] == expected[shots].mean
+  differences = json.loads(out.read_text())['differences']
+  assert [(d['run'], d['baseline'], d['shots']) for d in differences] == [
+    ('noisy', 'clean', 1),
+    ('noisy', 'clean', 5),
+  ]
+  gap = rows['noisy', 'saved', 5]['mean'] - rows['clean', 'saved', 5]['mean']
+  assert differences[1]['mean'] == pytest.approx(gap)
+  assert differences[1]['p_rows'] < 1e-6 and 0 < differences[1]['p_draws'] < 0.05
+  text = page.read_text()
+  assert '<th scope="col">run</th>' in text and 'Paired differences' in text
+  assert 'data:image/png' in text and 'python -m het_plugin.fewshot' in text
+
+
+def test_data_sets_of_a_run_and_settings_of_a_method(files, run_main, tmp_path):
+  """Table 22: methods averaged over data sets and settings."""
+  out = tmp_path / 'out.json'
+  names = ['a/s:one', 'a/s:two', 'a/t:one', 'b/s:one', 'b/s:two']
+  sources = [pair(files, run) for run in ('clean', 'noisy', 'noisy', 'noisy', 'clean')]
+  flags = [flag for source in sources for flag in source]
+  printed = run_main(
+    fewshot, *flags, f'--names={",".join(names)}', '--shots=5', '--l2=10', f'--json={out}'
+  )
+  rows = rows_of(out)
+  assert set(rows) == {(*name.split(':'), 5) for name in names}
+  averages = {row['method']: row for row in json.loads(out.read_text())['averages']}
+  # b lacks the setting t: it does not count for a either
+  cells = [rows['a/s', 'one', 5], rows['a/s', 'two', 5]]
+  assert averages['a']['mean'] == pytest.approx(np.mean([c['mean'] for c in cells]))
+  assert averages['a']['stderr'] == pytest.approx(np.hypot(*(c['stderr'] for c in cells)) / 2)
+  assert averages['a']['num_cells'] == averages['b']['num_cells'] == 2
+  assert averages['a']['mean'] == pytest.approx(averages['b']['mean'])
+  assert 'Average over data sets and settings' in printed
+
+
+def test_earlier_results_side_by_side(files, run_main, tmp_path):
+  for run in ('clean', 'noisy'):
+    run_main(
+      fewshot, *pair(files, run), f'--names={run}', '--shots=5', f'--json={tmp_path / run}.json'
+    )
+  results = [f'--results={tmp_path / run}.json' for run in ('clean', 'noisy')]
+  printed = run_main(fewshot, *results, f'--json={tmp_path / "both.json"}')
+  one, other = (rows_of(tmp_path / f'{run}.json') for run in ('clean', 'noisy'))
+  assert rows_of(tmp_path / 'both.json') == one | other
+  assert 'clean' in printed and 'noisy' in printed
+
+
+def test_all_examples_and_warnings(files, run_main, tmp_path):
+  train_x, train_y, test_x, test_y = arrays(files, 'clean')
+  keep = (train_y != 3) & ~((train_y == 4) & (np.cumsum(train_y == 4) > 2))
+  np.savez(tmp_path / 'few.npz', x=train_x[keep], y=train_y[keep])
+  printed = run_main(
+    fewshot,
+    *(f'--train={tmp_path / "few.npz"}', f'--test={files["clean"][1]}', '--shots=all,5'),
+    *('--l2=heldout', f'--json={tmp_path / "out.json"}'),
+  )
+  most = int(np.bincount(train_y[keep]).max())
+  rows = rows_of(tmp_path / 'out.json')
+  assert sorted(shots for _, _, shots in rows) == [5, most]
+  assert rows['few', 'saved', 5]['classes_short'] == 1
+  assert rows['few', 'saved', 5]['test_unseen'] == int((test_y == 3).sum())
+  assert f'count as wrong: saved {int((test_y == 3).sum())}.' in printed
+  assert 'Classes with fewer examples than shots' in printed
+
+
+def test_protocols_by_name_and_by_part(files, run_main, tmp_path):
+  for flags, expected in [
+    (['--protocol=big_vision'], {'name': 'big_vision', 'classifier': 'ridge', 'l2': 1024.0}),
+    (
+      ['--protocol=uncertainty_baselines', '--l2=4'],
+      {'classifier': 'logistic', 'draw': 'first', 'l2': 4.0},
+    ),
+    (['--draw=first'], {'name': 'loo', 'draw': 'first', 'l2': 'loo'}),
+  ]:
+    out = tmp_path / 'out.json'
+    run_main(fewshot, *pair(files, 'clean'), '--shots=2', *flags, f'--json={out}')
+    assert expected.items() <= json.loads(out.read_text())['protocol'].items()
+  (row,) = rows_of(out).values()
+  assert len(row['accuracies']) == 1  # one draw of the first ones
+
+
+def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
+  """A task, an NPZ file and a slice, by two checkpoints of a run."""
+  x, y = load_digits(return_X_y=True)
+  images = (x[:300].reshape(-1, 8, 8) / 16 * 255).astype(np.uint8)
+  split = np.where(np.arange(300) < 200, 'train', 'test')
+  np.savez(tmp_path / 'mine.npz', image=images, label=y[:300], split=split)
+  out = tmp_path / 'out.json'
+  printed = run_main(
+    fewshot,
+    *(f'--checkpoint={digits_run / "checkpoint_1"}', f'--checkpoint={digits_run}'),
+    *(f'--datasets=digits,mine={tmp_path / "mine.npz"}', '--names=one,two', '--max_train=150'),
+    *('--shots=5', '--seeds=0,1', '--protocol=vmoe', f'--json={out}'),
+  )
+  rows = rows_of(out)
+  assert set(rows) == {(run, name, 5) for run in ('one', 'two') for name in ('digits', 'mine')}
+  for run in ('one', 'two'):
+    assert len({l2 for name in ('digits', 'mine') for l2 in rows[run, name, 5]['l2']}) == 1
+  assert {row['dataset'] for row in json.loads(out.read_text())['differences']} == {
+    'digits',
+    'mine',
+    'all 2',
+  }
+  assert 'two - one' in printed
+
+
+def test_data_sets_that_gin_files_bind(digits_run, run_main, tmp_path):
+  gin_file = tmp_path / 'sets.gin'
+  gin_file.write_text(
+    "FewShotAction.datasets = (@d/FewShotDataset(),)\nd/FewShotDataset.name = 'half'\n"
+    "d/FewShotDataset.task = 'digits'\nd/FewShotDataset.train_split = 'train[:50%]'\n"
+  )
+  out = tmp_path / 'out.json'
+  run_main(
+    fewshot,
+    *(f'--checkpoint={digits_run}', f'--gin_file={gin_file}', '--shots=1', f'--json={out}'),
+  )
+  assert [key[1] for key in rows_of(out)] == ['half']
+
+
+@pytest.mark.parametrize(
+  'flags,message',
+  [
+    ([], '--train and --test, --checkpoint, or --results are needed'),
+    (['--train=a.npz'], '--train is given 1 times and --test 0 times'),
+    (['--train=a.npz', '--test=b.npz'], 'a.npz does not exist'),
+    (['--train=a.npz', '--test=b.npz', '--checkpoint=c'], 'cannot go together'),
+    (['--train=a.npz', '--test=b.npz', '--datasets=digits'], '--datasets is for --checkpoint'),
+    (['--train=a.npz', '--test=b.npz', '--layer=x'], '--layer is for --checkpoint'),
+    (['--results=nowhere.json'], '--results=nowhere.json is no --json of this program'),
+    (['--checkpoint=nowhere'], 'nowhere holds no checkpoint'),
+    (['--shots=0', '--results=x'], '--shots=0 must be whole numbers >= 1'),
+    (['--shots=few', '--results=x'], '--shots=few must be whole numbers >= 1'),
+    (['--seeds=-1', '--results=x'], '--seeds=-1 must be whole numbers >= 0'),
+    (['--l2=much', '--results=x'], '--l2=much must be a number > 0, or loo'),
+    (['--l2=-1', '--results=x'], 'l2=-1.0 must be a finite number > 0'),
+    (['--classifier=logistic', '--results=x'], "l2='loo' needs classifier='ridge'"),
+    (['--splits=train', '--checkpoint=x'], '--splits=train must be a training and a test split'),
+  ],
+)
+def test_wrong_flags_are_one_sentence(flags, message, run_main):
+  assert message in run_main(fewshot, *flags, code=2)
+
+
+def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
+  two = [*pair(files, 'clean'), *pair(files, 'clean')]
+  assert 'must be 2 names' in run_main(fewshot, *two, '--names=a', code=2)
+  assert "run 'a' has the data set 'saved' twice" in run_main(fewshot, *two, '--names=a,a', code=2)
+  x, y, _, _ = arrays(files, 'clean')
+  np.savez(tmp_path / 'narrow.npz', x=x[:, :9], y=y)
+  wrong = [f'--train={files["clean"][0]}', f'--test={tmp_path / "narrow.npz"}']
+  assert 'train_x has 64 features and test_x 9' in run_main(fewshot, *wrong, code=2)
+  np.savez(tmp_path / 'nan.npz', x=np.where(x > 15, np.nan, x), y=y)
+  wrong = [f'--train={tmp_path / "nan.npz"}', f'--test={files["clean"][1]}']
+  assert 'rows that are not finite' in run_main(fewshot, *wrong, code=2)
+  run = f'--checkpoint={digits_run}'
+  others = '--protocol=uncertainty_baselines'
+  assert 'there is only one' in run_main(fewshot, run, '--datasets=digits', others, code=2)
+  assert 'distinct names' in run_main(fewshot, run, '--datasets=digits,digits', code=2)
+  assert 'no_such' in run_main(fewshot, run, '--datasets=no_such', code=2)
+  assert 'batch_size=6' in run_main(fewshot, run, '--datasets=digits', '--batch_size=6', code=2)
