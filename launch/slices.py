@@ -96,8 +96,8 @@ def parse(topology: str, num_slices: int = 1) -> Slice:
     )
   if known.max_chips and not _is_box(shape, known.max_chips):
     raise ValueError(
-      f'--topology={topology}: {generation} has 2x2x1, 2x2x2, 2x2x4, 2x4x4 and AxBxC with multiples '
-      f'of 4, A <= B <= C, of up to {known.max_chips} chips ({DOCUMENTED})'
+      f'--topology={topology}: {generation} has 2x2x1, 2x2x2, 2x2x4, 2x4x4 and AxBxC of '
+      f'multiples of 4, A <= B <= C, of up to {known.max_chips} chips ({DOCUMENTED})'
     )
   found = Slice(generation, shape)
   if num_slices < 1:
@@ -105,9 +105,7 @@ def parse(topology: str, num_slices: int = 1) -> Slice:
   if num_slices > 1 and generation == 'v3':
     raise ValueError(f'--num_slices={num_slices}: several slices of v3 cannot work together')
   if num_slices > 1 and found.hosts == 1:
-    raise ValueError(
-      f'--num_slices={num_slices} needs slices of several hosts; {topology} has one'
-    )
+    raise ValueError(f'--num_slices={num_slices} needs slices of several hosts; {topology} has one')
   return found
 
 

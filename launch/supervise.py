@@ -164,7 +164,9 @@ def main() -> int:
     '--end_with', type=int, help='A process id: SIGTERM for the command when that process is gone.'
   )
   parser.add_argument(
-    '--exit_zero', action='store_true', help="Ends with 0, and leaves the command's code to the file."
+    '--exit_zero',
+    action='store_true',
+    help='Ends with 0 for any code, which the file has.',
   )
   parser.add_argument('command', nargs='+', help='After "--".')
   args = parser.parse_args()

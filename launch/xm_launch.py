@@ -18,6 +18,8 @@ interrupted, launch again to go on.
 import asyncio
 import contextlib
 import importlib.util
+import logging
+import math
 import os
 import shlex
 import signal
@@ -80,18 +82,14 @@ def vertex_requirements(topology: str | None) -> dict[str, int]:
       f'--topology={topology}: XManager on Vertex knows TPU v2 and v3 only; take --executor=gke or '
       'launch/tpu_vm.sh'
     )
-  chips = 1
-  for side in shape.split('x'):
-    chips *= int(side)
+  chips = math.prod(map(int, shape.split('x')))
   return {f'tpu_{generation}': chips * VERTEX_CORES_PER_CHIP}
 
 
 def jobset_of(index: int, job: sweep.Job, num_jobs: int) -> dict[str, Any]:
   """The JobSet of a job, NAME or NAME-INDEX."""
   name = flags.FLAGS.name
-  return render.jobset(
-    render.settings_of_flags(f'{name}-{index}' if num_jobs > 1 else name), job
-  )
+  return render.jobset(render.settings_of_flags(f'{name}-{index}' if num_jobs > 1 else name), job)
 
 
 def check(jobs: Sequence[sweep.Job]) -> None:
@@ -179,7 +177,9 @@ class LocalSweep:
       (python,) = experiment.package(
         [xm.Packageable(xm.Binary(path=sys.executable), xm_local.Local.Spec())]
       )
-      await asyncio.gather(*map(run_one, self._jobs))
+      async with asyncio.TaskGroup() as group:  # cancelled, it waits for all of them
+        for job in self._jobs:
+          group.create_task(run_one(job))
 
   async def _wait(self, unit: Any, job: sweep.Job) -> None:
     """Until the job has ended. Cancelled, it ends the job first: XManager would end the shell that
@@ -276,6 +276,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         f"--executor={values.executor} needs XManager: pip install '.[launch]' (--dry_run does not)"
       )
+    logging.getLogger('alembic').setLevel(logging.WARNING)  # the database of experiments
     if values.executor == 'local':
       sys.exit(launch_local(jobs))
     from xmanager import xm_local

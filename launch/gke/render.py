@@ -28,8 +28,8 @@ from launch.supervise import PREEMPTED
 
 CONTAINER = 'train'
 REPLICATED_JOB = 'slice'
-# TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, in a JobSet of several slices, MEGASCALE_* are set in each
-# container by GKE, for jax.distributed.initialize() and libtpu to find the other hosts.
+# TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, in a JobSet of several slices, MEGASCALE_* are set by GKE
+# in each container, for jax.distributed.initialize() and libtpu to find the other hosts.
 PORTS = (8471, 8080)  # libtpu within a slice, megascale between slices
 
 
@@ -83,9 +83,7 @@ def jobset(settings: Settings, job: sweep.Job) -> dict[str, Any]:
     **({'namespace': settings.namespace} if settings.namespace else {}),
     **({'labels': {'kueue.x-k8s.io/queue-name': settings.queue}} if settings.queue else {}),
     # One slice a node pool, and all of it: hosts of two slices are not wired together.
-    'annotations': {
-      'alpha.jobset.sigs.k8s.io/exclusive-topology': 'cloud.google.com/gke-nodepool'
-    },
+    'annotations': {'alpha.jobset.sigs.k8s.io/exclusive-topology': 'cloud.google.com/gke-nodepool'},
   }
   return {
     'apiVersion': 'jobset.x-k8s.io/v1alpha2',
