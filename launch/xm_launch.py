@@ -162,7 +162,8 @@ class LocalSweep:
     """Runs all jobs. Cancelled, it waits until those that run have saved and ended."""
     from xmanager import xm, xm_local
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    for number in (signal.SIGINT, signal.SIGTERM):
+      asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     slots = asyncio.Semaphore(self._settings.max_parallel)  # XManager starts all at once
     executor = xm_local.Local(experimental_stream_output=False)
 
@@ -214,7 +215,7 @@ class LocalSweep:
 def launch_local(jobs: Sequence[sweep.Job]) -> int:
   """Runs the jobs; the exit code of the launch."""
   local = LocalSweep(jobs, flags.FLAGS)
-  with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+  with contextlib.suppress(asyncio.CancelledError):
     asyncio.run(local.run())
   if local.interrupted:
     return supervise.PREEMPTED

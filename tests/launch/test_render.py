@@ -21,8 +21,8 @@ def optional(form):
   return (form, None)
 
 
-# Fields used of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2) and, from
-# `replicatedJobs.template` on, of Kubernetes' batch/v1 Job and core/v1 Pod
+# Fields used of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2) and,
+# from `replicatedJobs.template` on, of Kubernetes' batch/v1 Job and core/v1 Pod
 # (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). A set is an enum, a list
 # of one form a list of that form; a field that is not here is an error, as it is with the strict
 # validation of the API server.

@@ -46,8 +46,9 @@ def test_paths_exist(page):
 def defined_flags(main):
   """Flags of a main, by the source text that defines them."""
   text = (ROOT / main).read_text()
-  if main.endswith('.sh'):
-    return set(re.findall(r'^ +--(\w+)(?:=\*)?\)', text, re.M))
+  if main.endswith('.sh'):  # whose arguments after -- are training's
+    own = re.findall(r'^ +--(\w+)(?:=\*)?\)', text, re.M)
+    return {*own} | defined_flags('het_plugin/train.py')
   if 'add_flags(' in text:
     text += (ROOT / 'benchmarks' / 'gaussian_problem.py').read_text()
   if 'define_settings_flags(' in text:
