@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO
 
 PREEMPTED = 42  # het_plugin.training.preemption.EXIT_CODE
-IN_USE = 2
+WRONG = 2  # the folder is in use, or the command cannot be started
 POLL_SECONDS = 0.2
 
 
@@ -166,7 +166,7 @@ def main() -> int:
   parser.add_argument(
     '--exit_zero',
     action='store_true',
-    help='Ends with 0 for any code, which the file has.',
+    help='Ends with 0 whatever happens; the file has the code.',
   )
   parser.add_argument('command', nargs='+', help='After "--".')
   args = parser.parse_args()
@@ -177,7 +177,7 @@ def main() -> int:
     return 0 if args.exit_zero else code
   except (FolderInUseError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
-    return IN_USE
+    return 0 if args.exit_zero else WRONG
 
 
 if __name__ == '__main__':

@@ -186,7 +186,7 @@ class LocalSweep:
     """Until the job has ended. Cancelled, it ends the job first: XManager would end the shell that
     started it, and leave the job to itself.
     """
-    ended = asyncio.ensure_future(asyncio.wait_for(unit.wait_until_complete(), None))
+    ended = asyncio.ensure_future(unit.wait_until_complete())
     try:
       await asyncio.shield(ended)
     except asyncio.CancelledError:
@@ -196,7 +196,7 @@ class LocalSweep:
       await self._stop(ended, job)
       raise
     finally:
-      state = supervise.read_state(Path(job.model_dir))
+      state = _own_state(job)
       code = state.get('exit_code')
       self.codes[job.name] = FAILED if code is None else code
       print(f'{job.model_dir}: exit code {code}, {state.get("restarts")} restarts', flush=True)
@@ -204,12 +204,18 @@ class LocalSweep:
   async def _stop(self, ended: asyncio.Future, job: sweep.Job) -> None:
     told = False
     while not ended.done():
-      state = supervise.read_state(Path(job.model_dir))
-      # Only the supervisor of this launch: the file may be what an earlier one left.
-      if not told and state.get('end_with') == os.getpid() and state['exit_code'] is None:
-        os.kill(state['pid'], signal.SIGTERM)
+      state = _own_state(job)
+      if not told and state and state['exit_code'] is None:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(state['pid'], signal.SIGTERM)
         told = True
       await asyncio.sleep(supervise.POLL_SECONDS)
+
+
+def _own_state(job: sweep.Job) -> dict[str, int | None]:
+  """The state of the job's supervisor; empty where the file is another launch's."""
+  state = supervise.read_state(Path(job.model_dir))
+  return state if state.get('end_with') == os.getpid() else {}
 
 
 def launch_local(jobs: Sequence[sweep.Job]) -> int:

@@ -245,7 +245,7 @@ def define_settings_flags() -> None:
   flags.DEFINE_bool('spot', False, 'On Spot VMs.')
   flags.DEFINE_bool('privileged', True, 'As root with all capabilities, which TPU drivers need.')
   flags.DEFINE_multi_string('node_selector', [], 'Further node label, NAME=VALUE; repeatable.')
-  flags.DEFINE_multi_string('env', [], 'Environment variable, NAME=VALUE; repeatable.')
+  flags.DEFINE_multi_string('env', [], 'Environment variable of the pods, NAME=VALUE; repeatable.')
 
 
 def settings_of_flags(name: str) -> Settings:

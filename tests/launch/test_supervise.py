@@ -129,6 +129,7 @@ def test_a_folder_has_one_supervisor(tmp_path):
   second = start(tmp_path, PATIENT)
   message = second.communicate()[1]
   assert second.returncode == 2
+  assert start(tmp_path, PATIENT, '--exit_zero').wait() == 0
   assert message.startswith(f'Error: {tmp_path} is in use') and str(first.pid) in message
   first.terminate()
   assert first.wait() == 42
