@@ -135,7 +135,8 @@ def supervise(
   with state_file(folder) as state, open(folder / 'supervisor.log', 'ab') as log:
     supervisor = Supervisor(command, log, grace_seconds)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-      signal.signal(number, supervisor.stop)
+      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+        signal.signal(number, supervisor.stop)
     if end_with is not None:
       threading.Thread(target=supervisor.watch, args=(end_with,), daemon=True).start()
     restarts = 0

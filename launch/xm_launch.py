@@ -31,7 +31,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin import gin_utils, reporting
+from het_plugin import gin_utils
 from het_plugin.planning import topology as topology_lib
 from launch import supervise, sweep
 from launch.gke import render
@@ -220,6 +220,8 @@ def _own_state(job: sweep.Job) -> dict[str, int | None]:
 
 def launch_local(jobs: Sequence[sweep.Job]) -> int:
   """Runs the jobs; the exit code of the launch."""
+  from het_plugin import reporting
+
   local = LocalSweep(jobs, flags.FLAGS)
   with contextlib.suppress(asyncio.CancelledError):
     asyncio.run(local.run())
