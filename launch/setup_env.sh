@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by tests/run.sh and launch/quickstart.sh: changes into the checkout, makes or reuses .venv there, installs
 # when requirements.txt or pyproject.toml changed since the last time, and leaves
 #   ROOT     the checkout
@@ -6,7 +7,7 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
-cd "$ROOT"
+cd "$ROOT" || exit
 
 say() { printf '[%s] %s\n' "$(basename "$0")" "$*"; }
 die() { say "$*" >&2; exit 1; }

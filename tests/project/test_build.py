@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON_DIRS = ('het_plugin', 'benchmarks', 'tests')
+PYTHON_DIRS = ('het_plugin', 'benchmarks', 'launch', 'tests')
 # Import name: name on PyPI, where they differ.
 PYPI_NAMES = {
   'PIL': 'pillow',
@@ -20,6 +20,7 @@ PYPI_NAMES = {
   'gin': 'gin_config',
   'orbax': 'orbax_checkpoint',
   'sklearn': 'scikit_learn',
+  'yaml': 'pyyaml',
 }
 
 
@@ -97,7 +98,7 @@ def python_files():
 
 def is_main(source):
   return (
-    source.startswith(('het_plugin/', 'benchmarks/'))
+    source.startswith(('het_plugin/', 'benchmarks/', 'launch/'))
     and "if __name__ == '__main__'" in (ROOT / source).read_text()
   )
 
@@ -170,9 +171,10 @@ def test_labels_name_targets():
 
 
 def test_third_party_packages_are_declared():
-  """Whatever is imported is a dependency of the wheel or of its `test` extra, by its own name."""
+  """Whatever is imported is a dependency of the wheel or of an extra, by its own name."""
   project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-  requirements = [*project['dependencies'], *project['optional-dependencies']['test']]
+  extras = project['optional-dependencies']
+  requirements = [*project['dependencies'], *extras['test'], *extras['launch']]
   declared = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in requirements}
   used = {label for target in PYTHON for label in target.get('deps', ()) if label[0] == '@'}
   missing = {label.removeprefix('@pypi//') for label in used} - declared

@@ -46,9 +46,14 @@ def test_paths_exist(page):
 def defined_flags(main):
   """Flags of a main, by the source text that defines them."""
   text = (ROOT / main).read_text()
+  if main.endswith('.sh'):  # whose arguments after -- are training's
+    own = re.findall(r'^ +--(\w+)(?:=\*)?\)', text, re.M)
+    return {*own} | defined_flags('het_plugin/train.py')
   if 'add_flags(' in text:
     text += (ROOT / 'benchmarks' / 'gaussian_problem.py').read_text()
-  if main.startswith('het_plugin/'):
+  if 'define_settings_flags(' in text:
+    text += (ROOT / 'launch' / 'gke' / 'render.py').read_text()
+  if 'gin_utils.define_flags(' in text:
     text += (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
   flags = re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text)
   return {*flags, 'verbosity', 'help'}
@@ -58,8 +63,10 @@ def main_of(command):
   """The file of the main that a shell line starts; None where it is none of ours."""
   if 'launch/quickstart.sh' in command:  # hands its arguments on
     return 'het_plugin/quickstart.py'
-  if module := re.search(r'python -m (het_plugin\.\w+)', command):
+  if module := re.search(r'python -m ((?:het_plugin|launch)\.[\w.]+)', command):
     return module[1].replace('.', '/') + '.py'
+  if 'launch/tpu_vm.sh' in command:
+    return 'launch/tpu_vm.sh'
   script = re.search(r'python (benchmarks/\w+\.py)', command)
   return script and script[1]
 
@@ -75,8 +82,9 @@ def test_flags_exist(page):
 
 @pages
 def test_flags_in_the_text_are_flags_of_a_main(page):
-  folders = ('het_plugin', 'benchmarks')
+  folders = ('het_plugin', 'benchmarks', 'launch', 'launch/gke')
   mains = [f'{name}/{path.name}' for name in folders for path in (ROOT / name).glob('*.py')]
+  mains.append('launch/tpu_vm.sh')
   unknown = set(re.findall(r'`--(\w+)(?![\w.-])', page.read_text()))
   unknown -= set().union(*map(defined_flags, mains))
   assert not unknown, f'no main has a flag {unknown}'

@@ -1,0 +1,171 @@
+"""What a launch runs: jobs of training's arguments and the values swept over.
+
+Plain values and strings; nothing here starts anything, and XManager is not needed.
+"""
+
+import ast
+import dataclasses
+import io
+import itertools
+import re
+import tokenize
+from collections.abc import Sequence
+
+HEAD = 'head'
+MODEL_DIR = 'MODEL_DIR'
+TRAIN = ('-m', 'het_plugin.train')  # arguments of the Python that trains
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One training run.
+
+  Attributes:
+    name: made of the swept values; unique in a launch.
+    model_dir: the run's own folder, the same at every launch, so that launching again resumes.
+    gin_files, gin_bindings, gin_search_paths: as training takes them.
+  """
+
+  name: str
+  model_dir: str
+  gin_files: tuple[str, ...]
+  gin_bindings: tuple[str, ...]
+  gin_search_paths: tuple[str, ...] = ('.',)
+
+  def arguments(self) -> list[str]:
+    """Arguments for het_plugin.train, each one string.
+
+    A list of strings and no mapping: of a mapping XManager makes `--gin.X` out of True, `--nogin.X`
+    out of False, and drops None.
+    """
+    arguments = [f'--gin_file={file}' for file in self.gin_files]
+    if self.gin_search_paths != ('.',):
+      arguments.append(f'--gin_search_paths={",".join(self.gin_search_paths)}')
+    for binding in (*self.gin_bindings, f'{MODEL_DIR} = {self.model_dir!r}'):
+      name, value = split_binding(binding)
+      arguments.append(f'--gin.{name}={value}')
+    return arguments
+
+
+def split_binding(binding: str) -> tuple[str, str]:
+  """('NAME', 'VALUE') of 'NAME = VALUE'.
+
+  Raises:
+    ValueError: there is no name or no value.
+  """
+  name, _, value = (part.strip() for part in binding.partition('='))
+  if not (name and value):
+    raise ValueError(f'--gin_bindings={binding!r} must be NAME=VALUE')
+  return name, value
+
+
+def split_values(text: str) -> list[str]:
+  """Values between the commas that stand outside of quotes and brackets.
+
+  'a(1, 2),"x,y"' has the values 'a(1, 2)' and '"x,y"'. They stay source text, as gin takes it, so
+  that True remains True and a string keeps its quotes.
+
+  Raises:
+    ValueError: quotes or brackets do not match, or a value is empty.
+  """
+  values, depth, start = [], 0, 0
+  try:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+      depth += (token.string in ('(', '[', '{')) - (token.string in (')', ']', '}'))
+      if token.type == tokenize.ERRORTOKEN and token.string in '"\'':
+        raise tokenize.TokenError('quotes')
+      if token.string == ',' and depth == 0:
+        values.append(text[start : token.start[1]].strip())
+        start = token.end[1]
+  except (tokenize.TokenError, SyntaxError) as error:
+    raise ValueError(f'{text!r} has quotes or brackets that do not match') from error
+  values.append(text[start:].strip())
+  if not all(values):
+    raise ValueError(f'{text!r} has an empty value')
+  return values
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+  """('NAME', ['v1', 'v2']) of 'NAME=v1,v2'.
+
+  Raises:
+    ValueError: for any other form, and where a value is there twice.
+  """
+  name, equals, values = text.partition('=')
+  name = name.strip()
+  if not equals or not re.fullmatch(r'[\w./]+', name):
+    raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE,..., NAME as in --gin.NAME')
+  try:
+    values = split_values(values)
+  except ValueError as error:
+    raise ValueError(f'--sweep={text}: {error}') from error
+  for value in values:
+    if not re.search('[@%]', value):  # references of gin
+      try:
+        ast.literal_eval(value)
+      except (ValueError, SyntaxError) as error:
+        raise ValueError(
+          f'--sweep={text}: {value} is no Python value; a string needs quotes of its own'
+        ) from error
+  if repeated := [value for value in values if values.count(value) > 1]:
+    raise ValueError(f'--sweep={text} has {repeated[0]} twice')
+  return name, values
+
+
+def make_jobs(
+  model_dir: str,
+  gin_files: Sequence[str],
+  gin_bindings: Sequence[str] = (),
+  gin_search_paths: Sequence[str] = ('.',),
+  heads: Sequence[str] = (),
+  sweeps: Sequence[str] = (),
+) -> list[Job]:
+  """A job for each combination of head and swept values, heads slowest; one where nothing is swept.
+
+  Args:
+    model_dir: local or gs://; of the one job, or, where values are swept, of the jobs' folders.
+    gin_files, gin_bindings, gin_search_paths: of every job. Swept values come after the bindings.
+    heads: names of het_plugin/gin/heads/*.gin; a head's file comes after the others.
+    sweeps: 'NAME=VALUE,VALUE,...' each.
+
+  Raises:
+    ValueError: one sentence on a wrong sweep, a name swept or bound twice, no gin file or folder.
+  """
+  if not model_dir:
+    raise ValueError('--model_dir is not given: a folder for what is trained')
+  if not gin_files:
+    raise ValueError('no --gin_file is given: a launch needs at least one, as training does')
+  bound = [split_binding(binding)[0] for binding in gin_bindings]
+  axes = [(HEAD, list(heads))] if heads else []
+  axes += [parse_sweep(sweep) for sweep in sweeps]
+  names = [name for name, _ in axes]
+  for name in (*bound, *names):
+    if name == MODEL_DIR:
+      raise ValueError(f'{MODEL_DIR} is bound for each job of a launch: leave it out')
+  for name in names:
+    if names.count(name) > 1 or name in bound:
+      raise ValueError(f'--sweep={name}=... is swept twice, or swept and bound')
+  jobs = []
+  for values in itertools.product(*(values for _, values in axes)):
+    chosen = list(zip(names, values, strict=True))
+    name = job_name(chosen)
+    files = [f'het_plugin/gin/heads/{value}.gin' for key, value in chosen if key == HEAD]
+    bindings = [f'{key} = {value}' for key, value in chosen if key != HEAD]
+    jobs.append(
+      Job(
+        name=name,
+        model_dir=f'{model_dir.rstrip("/")}/{name}' if axes else model_dir,
+        gin_files=(*gin_files, *files),
+        gin_bindings=(*gin_bindings, *bindings),
+        gin_search_paths=tuple(gin_search_paths),
+      )
+    )
+  if len({job.name for job in jobs}) < len(jobs):
+    raise ValueError('two of the swept values look the same in a folder name: write them apart')
+  return jobs
+
+
+def job_name(chosen: Sequence[tuple[str, str]]) -> str:
+  """'het_xl-RANDOM_SEED=1' of a head and a value; 'run' where nothing is swept."""
+  parts = [value if name == HEAD else f'{name}={value}' for name, value in chosen]
+  return re.sub(r'[^\w.=+-]+', '_', '-'.join(parts))

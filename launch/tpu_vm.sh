@@ -1,0 +1,276 @@
+#!/usr/bin/env bash
+# Trains on TPU VMs that a queued resource brings: makes it, installs the checkout on all hosts, trains, and makes it anew
+# when it is taken away. Every command may be run again.
+#
+#   bash launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- arguments of het_plugin.train]
+#
+#   create    the queued resource, and waits until it is active
+#   install   the checkout and its Python environment on all hosts
+#   run       create, install, train on all hosts and wait; after a preemption all of it again (needs --model_dir)
+#   status    of the queued resource, and of training on its first host
+#   collect   what MODEL_DIR holds but checkpoints, and the first host's log, into --into
+#   delete    the queued resource and its TPU VMs
+#
+#   --name=NAME           of the queued resource
+#   --zone=ZONE           such as us-east5-a
+#   --project=PROJECT     gcloud's own setting where it is not given
+#   --topology=v5e:4x4    generation (v2, v3, v4, v5e, v5p, v6e) and shape in chips of a slice
+#   --num_slices=1        slices
+#   --spot                Spot capacity
+#   --model_dir=gs://...  where training keeps everything
+#   --max_attempts=100    times that run makes or continues training
+#   --poll_seconds=60     between looks at the queued resource
+#   --into=FOLDER         of collect; runs/NAME
+#   --dry_run             prints every gcloud command in place of running it
+#
+# Exit codes: 0 done; 1 training or gcloud failed; 2 a setting is wrong.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '[tpu_vm] %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+wrong() { printf 'Error: %s\n' "$*" >&2; exit 2; }
+
+SCRATCH="$(mktemp -d)"
+trap 'rm -rf "$SCRATCH"' EXIT
+REMOTE=het_plugin # the checkout, in the home folder of each host
+NAME='' ZONE='' PROJECT='' TOPOLOGY='' MODEL_DIR='' INTO=''
+NUM_SLICES=1 MAX_ATTEMPTS=100 POLL_SECONDS=60 SPOT=false DRY_RUN=false
+TRAIN_ARGUMENTS=()
+
+usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+
+parse_arguments() {
+  COMMAND="${1:-}"
+  case "$COMMAND" in
+    create | install | run | status | collect | delete) shift ;;
+    -h | --help | help) usage; exit 0 ;;
+    *) wrong "the first argument is '$COMMAND'; it must be create, install, run, status, collect or delete" ;;
+  esac
+  while (($#)); do
+    case "$1" in
+      --name=*) NAME="${1#*=}" ;;
+      --zone=*) ZONE="${1#*=}" ;;
+      --project=*) PROJECT="${1#*=}" ;;
+      --topology=*) TOPOLOGY="${1#*=}" ;;
+      --num_slices=*) NUM_SLICES="${1#*=}" ;;
+      --model_dir=*) MODEL_DIR="${1#*=}" ;;
+      --max_attempts=*) MAX_ATTEMPTS="${1#*=}" ;;
+      --poll_seconds=*) POLL_SECONDS="${1#*=}" ;;
+      --into=*) INTO="${1#*=}" ;;
+      --spot) SPOT=true ;;
+      --dry_run) DRY_RUN=true ;;
+      --) shift; TRAIN_ARGUMENTS=("$@"); break ;;
+      *) wrong "$1 is no flag of tpu_vm.sh; arguments of training come after --" ;;
+    esac
+    shift
+  done
+  [[ "$NAME" =~ ^[a-z]([a-z0-9-]*[a-z0-9])?$ ]] || wrong "--name='$NAME' must be lower-case letters, digits and hyphens"
+  [[ -n "$ZONE" ]] || wrong '--zone is not given: us-east5-a, for example'
+  local number
+  for number in "num_slices=$NUM_SLICES" "max_attempts=$MAX_ATTEMPTS"; do
+    [[ "$number" =~ =[1-9][0-9]*$ ]] || wrong "--$number must be at least 1"
+  done
+  [[ "$POLL_SECONDS" =~ ^[0-9]+(\.[0-9]+)?$ ]] || wrong "--poll_seconds=$POLL_SECONDS is no number"
+  INTO="${INTO:-runs/$NAME}"
+  if [[ "$COMMAND" == create || "$COMMAND" == run ]]; then parse_topology; fi
+  if [[ "$COMMAND" == run || "$COMMAND" == collect ]]; then
+    [[ "$MODEL_DIR" == gs://?* ]] || wrong "--model_dir='$MODEL_DIR' must be a gs:// folder: what is on a TPU VM goes with it"
+  fi
+  if [[ "$COMMAND" == run && ${#TRAIN_ARGUMENTS[@]} == 0 ]]; then
+    wrong 'no arguments of training: write -- --gin_file=... after the flags'
+  fi
+}
+
+# ACCELERATOR and RUNTIME of the topology: https://cloud.google.com/tpu/docs/runtimes. v5e and v6e types count chips, the
+# others cores, two a chip.
+parse_topology() {
+  local generation="${TOPOLOGY%%:*}" shape="${TOPOLOGY#*:}"
+  [[ "$TOPOLOGY" =~ ^[a-z0-9]+:[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] ||
+    wrong "--topology='$TOPOLOGY' must be a generation and a shape in chips, such as v5e:4x4"
+  local chips=$((${shape//x/ * }))
+  case "$generation" in
+    v2 | v3 | v4) ACCELERATOR="$generation-$((2 * chips))" RUNTIME=tpu-ubuntu2204-base ;;
+    v5e) ACCELERATOR="v5litepod-$chips" RUNTIME=v2-alpha-tpuv5-lite ;;
+    v5p) ACCELERATOR="v5p-$((2 * chips))" RUNTIME=v2-alpha-tpuv5 ;;
+    v6e) ACCELERATOR="v6e-$chips" RUNTIME=v2-alpha-tpuv6e ;;
+    *) wrong "--topology=$TOPOLOGY: queued resources here are v2, v3, v4, v5e, v5p or v6e" ;;
+  esac
+}
+
+# gcloud with zone and project, or its command line with --dry_run.
+cloud() {
+  local command=(gcloud "$@")
+  if [[ "${1:-}" == compute ]]; then command+=("--zone=$ZONE"); fi
+  if [[ -n "$PROJECT" ]]; then command+=("--project=$PROJECT"); fi
+  if $DRY_RUN; then
+    printf '%q ' "${command[@]}"
+    echo
+  else
+    "${command[@]}"
+  fi
+}
+
+queued() { local verb="$1"; shift; cloud compute tpus queued-resources "$verb" "$@"; }
+on_all_hosts() { queued ssh "$NAME" --node=all --worker=all "--command=$1"; }
+on_first_host() { queued ssh "$NAME" --node=0 --worker=0 "--command=$1"; }
+
+# Prints the queued resource's state: ACTIVE, SUSPENDED, ... or NONE where there is none.
+resource_state() {
+  local out
+  if out="$(queued describe "$NAME" '--format=value(state.state)' 2>"$SCRATCH/errors")"; then
+    echo "$out"
+  elif grep -q NOT_FOUND "$SCRATCH/errors"; then
+    echo NONE
+  else
+    die "gcloud cannot describe $NAME: $(cat "$SCRATCH/errors")"
+  fi
+}
+
+create_request() {
+  local request=("--accelerator-type=$ACCELERATOR" "--runtime-version=$RUNTIME")
+  if ((NUM_SLICES > 1)); then
+    request+=("--node-count=$NUM_SLICES" "--node-prefix=$NAME")
+  else
+    request+=("--node-id=$NAME")
+  fi
+  if $SPOT; then request+=(--spot); fi
+  queued create "$NAME" "${request[@]}"
+}
+
+delete_resource() { queued delete "$NAME" --force --quiet; }
+
+# Returns when the queued resource is active; makes it where it is not there or was taken away.
+create() {
+  if $DRY_RUN; then
+    queued describe "$NAME" '--format=value(state.state)'
+    create_request
+    return
+  fi
+  local state last=''
+  while true; do
+    state="$(resource_state)" || exit 1
+    if [[ "$state" != "$last" ]]; then say "$NAME: $state"; fi
+    last="$state"
+    case "$state" in
+      ACTIVE) return ;;
+      NONE) create_request ;;
+      SUSPENDED | FAILED) delete_resource ;;
+      *) ;; # on its way: WAITING_FOR_RESOURCES, PROVISIONING, SUSPENDING, DELETING, ...
+    esac
+    sleep "$POLL_SECONDS"
+  done
+}
+
+# The tracked files of the checkout go to each host. uv brings a Python of its own: the images' is older than 3.11.
+install() {
+  local archive="$SCRATCH/het_plugin.tar.gz"
+  (cd "$ROOT" && git ls-files -z | tar --null --create --gzip --files-from=- --file="$archive") || return 1
+  queued scp "$archive" "$NAME:" --node=all --worker=all || return 1
+  on_all_hosts "set -e; mkdir -p $REMOTE; tar -xzf het_plugin.tar.gz -C $REMOTE; cd $REMOTE; \
+python3 -m pip install --quiet --user uv; \
+test -x .venv/bin/python || python3 -m uv venv --quiet --python 3.11 .venv; \
+python3 -m uv pip install --quiet --python .venv/bin/python -c requirements.txt '.[tpu]'"
+}
+
+# Starts training on all hosts, detached from the connection. A host on which it runs already is left alone.
+start() {
+  local arguments=''
+  if ((NUM_SLICES > 1)); then arguments="--gin.PjitPartitioner.num_replicas=$NUM_SLICES "; fi
+  arguments+="$(printf '%q ' "${TRAIN_ARGUMENTS[@]}" "--gin.MODEL_DIR='$MODEL_DIR'")"
+  on_all_hosts "cd $REMOTE; JAX_PLATFORMS=tpu,cpu setsid nohup .venv/bin/python -m launch.supervise --folder=run \
+-- .venv/bin/python -m het_plugin.train $arguments > run.out 2>&1 < /dev/null & sleep 5; cat run.out"
+}
+
+# Prints the first host's exit code of training, 'running', or 'unreachable'.
+training_state() {
+  local out
+  if ! out="$(on_first_host "cat $REMOTE/run/supervisor.json" 2>/dev/null)"; then
+    echo unreachable
+  elif [[ "$out" =~ \"exit_code\":\ ([0-9]+) ]]; then
+    echo "${BASH_REMATCH[1]}"
+  else
+    echo running
+  fi
+}
+
+# Waits for the end of training; prints its exit code, or 'preempted' when the queued resource is active no more.
+follow() {
+  local state
+  while true; do
+    sleep "$POLL_SECONDS"
+    state="$(resource_state)" || continue # which said why; training goes on meanwhile
+    if [[ "$state" != ACTIVE ]]; then
+      echo preempted
+      return
+    fi
+    state="$(training_state)"
+    case "$state" in
+      running) ;;
+      unreachable) say "$NAME: the first host does not answer" ;;
+      *) echo "$state"; return ;;
+    esac
+  done
+}
+
+run() {
+  local attempt outcome
+  for ((attempt = 1; attempt <= MAX_ATTEMPTS; attempt++)); do
+    create
+    if ! install || ! start; then
+      # A host may be taken away at any time; create finds out, and makes the resource anew.
+      say "attempt $attempt: installing or starting failed"
+      sleep "$POLL_SECONDS"
+      continue
+    fi
+    if $DRY_RUN; then
+      on_first_host "cat $REMOTE/run/supervisor.json"
+      return
+    fi
+    say "attempt $attempt: training; Ctrl-C ends only the waiting"
+    outcome="$(follow)"
+    case "$outcome" in
+      0) say 'done'; return ;;
+      2) die "a setting is wrong: bash launch/tpu_vm.sh collect shows the log (run/supervisor.log on the host)" ;;
+      preempted | 42) say "attempt $attempt: preempted; going on from the newest checkpoint" ;;
+      # More than 128 is a signal: SIGABRT is how JAX ends where another host is gone.
+      *)
+        ((outcome > 128)) || die "training ended with exit code $outcome: see run/supervisor.log on the hosts"
+        say "attempt $attempt: exit code $outcome; going on from the newest checkpoint"
+        ;;
+    esac
+  done
+  die "preempted or failed $MAX_ATTEMPTS times, which is --max_attempts"
+}
+
+status() {
+  if $DRY_RUN; then
+    queued describe "$NAME" '--format=value(state.state)'
+    on_first_host "cat $REMOTE/run/supervisor.json; tail -n 20 $REMOTE/run/supervisor.log"
+    return
+  fi
+  local state
+  state="$(resource_state)" || exit 1
+  echo "$NAME: $state"
+  if [[ "$state" == ACTIVE ]]; then
+    on_first_host "cat $REMOTE/run/supervisor.json; echo; tail -n 20 $REMOTE/run/supervisor.log" || echo 'training was not started'
+  fi
+}
+
+collect() {
+  $DRY_RUN || mkdir -p "$INTO"
+  cloud storage rsync --recursive '--exclude=(^|.*/)checkpoint_.*' "$MODEL_DIR" "$INTO"
+  queued scp "$NAME:$REMOTE/run/supervisor.log" "$INTO/supervisor.log" --node=0 --worker=0 ||
+    say 'the first host has no log to give'
+}
+
+delete() {
+  if ! $DRY_RUN && [[ "$(resource_state)" == NONE ]]; then
+    say "$NAME: there is none"
+    return
+  fi
+  delete_resource
+}
+
+parse_arguments "$@"
+"$COMMAND"

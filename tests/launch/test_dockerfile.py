@@ -1,0 +1,26 @@
+"""The container, as far as it can be checked without building it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / 'launch' / 'Dockerfile').read_text()
+
+
+def test_what_is_copied_exists_and_is_not_ignored():
+  ignore = (ROOT / 'launch' / 'Dockerfile.dockerignore').read_text().splitlines()
+  assert ignore[0] == '*'
+  allowed = {line.removeprefix('!') for line in ignore if line.startswith('!')}
+  copied = {name for line in re.findall(r'^COPY (.+) \S+$', TEXT, re.M) for name in line.split()}
+  assert copied == allowed
+  assert all((ROOT / name).exists() for name in copied)
+  # What the wheel is made of, see tests/project/test_wheel.py.
+  assert {'pyproject.toml', 'hatch_build.py', 'README.md', 'het_plugin', 'gin'} <= copied
+
+
+def test_it_installs_an_extra_of_the_project_and_starts_training_as_nobody_special():
+  extra = re.search(r'^ARG ACCELERATOR=(\w+)$', TEXT, re.M)[1]
+  assert f'\n{extra} = [' in (ROOT / 'pyproject.toml').read_text()
+  assert TEXT.startswith('#') and '\nFROM python:3.11-slim\n' in TEXT
+  assert '\nUSER trainer\n' in TEXT
+  assert TEXT.rstrip().endswith('ENTRYPOINT ["python", "-m", "het_plugin.train"]')

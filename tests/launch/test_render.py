@@ -1,0 +1,267 @@
+"""JobSets: their form, by the fields that JobSet and Kubernetes document, and what they say."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import sweep
+from launch.gke import render
+from launch.supervise import PREEMPTED
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {'name': 'het-xl', 'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4'}
+(JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
+
+
+def optional(form):
+  return (form, None)
+
+
+# Fields used of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2) and,
+# from `replicatedJobs.template` on, of Kubernetes' batch/v1 Job and core/v1 Pod
+# (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). A set is an enum, a list
+# of one form a list of that form; a field that is not here is an error, as it is with the strict
+# validation of the API server.
+STRINGS = {str: str}
+JOBSET = {
+  'apiVersion': {'jobset.x-k8s.io/v1alpha2'},
+  'kind': {'JobSet'},
+  'metadata': {
+    'name': str,
+    'namespace': optional(str),
+    'labels': optional(STRINGS),
+    'annotations': STRINGS,
+  },
+  'spec': {
+    'failurePolicy': {
+      'maxRestarts': int,
+      'rules': [
+        {
+          'name': str,
+          'action': {'FailJobSet', 'RestartJobSet', 'RestartJobSetAndIgnoreMaxRestarts'},
+          'onJobFailureReasons': [{'BackoffLimitExceeded', 'DeadlineExceeded', 'PodFailurePolicy'}],
+        }
+      ],
+    },
+    'replicatedJobs': [
+      {
+        'name': str,
+        'replicas': int,
+        'template': {
+          'spec': {
+            'parallelism': int,
+            'completions': int,
+            'backoffLimit': int,
+            'podFailurePolicy': {
+              'rules': [
+                {
+                  'action': {'FailJob', 'FailIndex', 'Ignore', 'Count'},
+                  'onExitCodes': optional(
+                    {'containerName': str, 'operator': {'In', 'NotIn'}, 'values': [int]}
+                  ),
+                  'onPodConditions': optional([{'type': str, 'status': {'True', 'False'}}]),
+                }
+              ]
+            },
+            'template': {
+              'spec': {
+                'restartPolicy': {'Never'},
+                'hostNetwork': bool,
+                'dnsPolicy': {'ClusterFirstWithHostNet'},
+                'terminationGracePeriodSeconds': int,
+                'serviceAccountName': optional(str),
+                'nodeSelector': STRINGS,
+                'tolerations': [
+                  {
+                    'key': str,
+                    'operator': {'Exists', 'Equal'},
+                    'value': optional(str),
+                    'effect': {'NoSchedule', 'NoExecute'},
+                  }
+                ],
+                'containers': [
+                  {
+                    'name': str,
+                    'image': str,
+                    'command': [str],
+                    'args': [str],
+                    'env': [{'name': str, 'value': str}],
+                    'ports': [{'containerPort': int}],
+                    'resources': {'limits': {'google.com/tpu': int}},
+                    'securityContext': optional({'privileged': bool, 'runAsUser': int}),
+                  }
+                ],
+              }
+            },
+          }
+        },
+      }
+    ],
+  },
+}
+
+
+def conform(value, form, path='JobSet'):
+  if isinstance(form, type):
+    assert type(value) is form, f'{path} is {value!r}'
+  elif isinstance(form, set):
+    assert value in form, f'{path} is {value!r}'
+  elif isinstance(form, list):
+    assert isinstance(value, list) and value, f'{path} is {value!r}'
+    for index, item in enumerate(value):
+      conform(item, form[0], f'{path}[{index}]')
+  elif form is STRINGS:
+    assert all(type(x) is str for pair in value.items() for x in pair), f'{path} is {value!r}'
+  else:
+    assert not value.keys() - form.keys(), f'{path} has {value.keys() - form.keys()}'
+    for name, inner in form.items():
+      if name in value:
+        conform(value[name], inner[0] if isinstance(inner, tuple) else inner, f'{path}.{name}')
+      else:
+        assert isinstance(inner, tuple), f'{path} lacks {name}'
+
+
+def rendered(job=JOB, **changes):
+  """What a YAML parser reads of a JobSet."""
+  text = render.to_yaml(render.jobset(render.Settings(**{**SETTINGS, **changes}), job))
+  return yaml.safe_load(text)
+
+
+def parts(document):
+  """(Job spec, Pod spec, container)."""
+  job = document['spec']['replicatedJobs'][0]['template']['spec']
+  pod = job['template']['spec']
+  return job, pod, pod['containers'][0]
+
+
+EVERYTHING = {
+  'num_slices': 3,
+  'namespace': 'team',
+  'service_account': 'trainer',
+  'queue': 'tpus',
+  'spot': True,
+  'privileged': False,
+  'node_selector': {'cloud.google.com/reservation-name': 'ours'},
+  'env': {'NUMBER': '1', 'FLAG': 'true'},
+}
+
+
+@pytest.mark.parametrize('changes', [{}, EVERYTHING], ids=['least', 'everything'])
+def test_the_form_is_that_of_the_api(changes):
+  conform(rendered(**changes), JOBSET)
+
+
+@pytest.mark.parametrize(
+  ('topology', 'num_slices', 'hosts'),
+  [('v5e:4x4', 1, 4), ('v6e:4x8', 2, 8), ('v4:2x2x1', 1, 1), ('v5p:4x4x4', 4, 16)],
+)
+def test_a_pod_a_host_and_a_job_a_slice(topology, num_slices, hosts):
+  document = rendered(topology=topology, num_slices=num_slices)
+  job, pod, container = parts(document)
+  assert job['parallelism'] == job['completions'] == hosts
+  assert document['spec']['replicatedJobs'][0]['replicas'] == num_slices
+  annotations = document['metadata']['annotations']
+  assert annotations['alpha.jobset.sigs.k8s.io/exclusive-topology'] == (
+    'cloud.google.com/gke-nodepool'
+  )
+  shape = pod['nodeSelector']['cloud.google.com/gke-tpu-topology']
+  chips = math.prod(map(int, shape.split('x')))
+  assert container['resources']['limits']['google.com/tpu'] * hosts == chips
+  assert {port['containerPort'] for port in container['ports']} == {8471, 8080}
+
+
+def test_a_preemption_restarts_all_and_does_not_count():
+  document = rendered()
+  job, pod, container = parts(document)
+  assert job['backoffLimit'] == 0 and pod['restartPolicy'] == 'Never'
+  code, condition = job['podFailurePolicy']['rules']
+  assert code['onExitCodes'] == {
+    'containerName': container['name'],
+    'operator': 'In',
+    'values': [PREEMPTED],
+  }
+  assert condition['onPodConditions'] == [{'type': 'DisruptionTarget', 'status': 'True'}]
+  assert {code['action'], condition['action']} == {'FailJob'}
+  (rule,) = document['spec']['failurePolicy']['rules']
+  assert rule['action'] == 'RestartJobSetAndIgnoreMaxRestarts'
+  assert rule['onJobFailureReasons'] == ['PodFailurePolicy']
+  assert document['spec']['failurePolicy']['maxRestarts'] == 5
+  assert pod['terminationGracePeriodSeconds'] == 300
+
+
+def test_gke_sets_the_addresses_of_hosts_and_slices():
+  """A value of ours would take the place of GKE's."""
+  names = {variable['name'] for variable in parts(rendered(num_slices=2))[2]['env']}
+  assert not [name for name in names if name.startswith(('TPU_', 'MEGASCALE_'))]
+
+
+def test_arguments_are_those_of_training_with_the_slices_first():
+  container = parts(rendered(num_slices=2))[2]
+  assert container['command'] == ['python', '-m', 'het_plugin.train']
+  assert container['args'] == [
+    '--gin.PjitPartitioner.num_replicas=2',
+    '--gin_file=gin/runs/digits_smoke.gin',
+    '--gin.A.flag=True',
+    "--gin.MODEL_DIR='gs://bucket/run'",
+  ]
+  (job,) = sweep.make_jobs('gs://b/x', ['x.gin'], ["a = '$(HOME) $x'"])
+  assert "--gin.a='$$(HOME) $x'" in parts(rendered(job))[2]['args']
+
+
+def test_spot_and_reservations_are_node_labels():
+  pod = parts(rendered(**EVERYTHING))[1]
+  assert pod['nodeSelector'] == {
+    'cloud.google.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice',
+    'cloud.google.com/gke-tpu-topology': '4x4',
+    'cloud.google.com/gke-spot': 'true',
+    'cloud.google.com/reservation-name': 'ours',
+  }
+  assert {toleration['key'] for toleration in pod['tolerations']} == {
+    'google.com/tpu',
+    'cloud.google.com/gke-spot',
+  }
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
+    ({'name': 'x' * 50}, 'characters too long'),
+    ({'image': ''}, '--image is empty'),
+    ({'topology': 'v5e:5x5'}, 'topologies'),
+    ({'max_restarts': -1}, 'max_restarts'),
+    ({'grace_seconds': 0}, 'grace_seconds'),
+  ],
+)
+def test_one_sentence_for_what_cannot_be(changes, words):
+  with pytest.raises(ValueError, match=words):
+    rendered(**changes)
+
+
+def test_a_folder_of_the_pod_is_refused():
+  (job,) = sweep.make_jobs('runs/x', ['x.gin'])
+  with pytest.raises(ValueError, match='gs://'):
+    rendered(job)
+
+
+def test_the_script_prints_and_writes_the_same(tmp_path):
+  command = [sys.executable, '-m', 'launch.gke.render', '--gin_file=gin/runs/digits_smoke.gin']
+  command += ['--image=i', '--topology=v6e:4x4', '--model_dir=gs://b/x', '--gin.SEED=3']
+
+  def run(*flags):
+    return subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
+
+  printed = run('--env=A=b=c')
+  assert printed.returncode == 0, printed.stderr
+  document = yaml.safe_load(printed.stdout)
+  conform(document, JOBSET)
+  assert {'name': 'A', 'value': 'b=c'} in parts(document)[2]['env']
+  assert '--gin.SEED=3' in parts(document)[2]['args']
+  assert run('--env=A=b=c', f'--output={tmp_path}/x.yaml').stdout == ''
+  assert (tmp_path / 'x.yaml').read_text() == printed.stdout
+  wrong = run('--env=A')
+  assert wrong.returncode == 2 and wrong.stderr.startswith('Error: --env=A must be NAME=VALUE')

@@ -1,0 +1,152 @@
+"""The supervisor with commands of a few lines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from het_plugin.training import preemption
+from launch import supervise
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder, code, *flags):
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={folder}', *flags]
+  return subprocess.Popen(
+    [*command, '--', sys.executable, '-c', code], cwd=ROOT, stderr=subprocess.PIPE, text=True
+  )
+
+
+def wait_for(condition, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not happen'
+    time.sleep(0.05)
+
+
+def log(folder):
+  path = folder / 'supervisor.log'
+  return path.read_text() if path.exists() else ''
+
+
+def alive(pid):
+  """Whether the process runs; one that nobody has reaped yet does not."""
+  try:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+  except FileNotFoundError:
+    return False
+
+
+# Counts its starts in a file and ends with 42 until there are three.
+PREEMPTED_TWICE = """
+import pathlib, sys
+path = pathlib.Path({path!r})
+starts = int(path.read_text()) + 1 if path.exists() else 1
+path.write_text(str(starts))
+print('start', starts)
+sys.exit({last} if starts > 2 else 42)
+"""
+# Saves when told to, and ends as a preempted run does.
+PATIENT = """
+import signal, sys, time
+def save(*_):
+  print('saved', flush=True)
+  sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_code_is_that_of_the_trainer():
+  assert supervise.PREEMPTED == preemption.EXIT_CODE
+
+
+@pytest.mark.parametrize('last', [0, 3])
+def test_a_preempted_command_starts_again(tmp_path, last):
+  code = PREEMPTED_TWICE.format(path=str(tmp_path / 'starts'), last=last)
+  assert start(tmp_path / 'run', code).wait() == last
+  state = supervise.read_state(tmp_path / 'run')
+  assert (state['restarts'], state['exit_code']) == (2, last)
+  assert log(tmp_path / 'run').count('start') == 3 + 2  # the supervisor's own words: restart
+
+
+def test_restarts_are_bounded(tmp_path):
+  assert start(tmp_path, 'import sys; sys.exit(42)', '--max_restarts=1').wait() == 42
+  assert supervise.read_state(tmp_path)['restarts'] == 1
+
+
+def test_other_codes_do_not_start_again(tmp_path):
+  assert start(tmp_path, 'import sys; sys.exit(2)').wait() == 2
+  assert start(tmp_path, 'import os, signal; os.kill(os.getpid(), signal.SIGABRT)').wait() == 134
+  assert start(tmp_path, 'import sys; sys.exit(2)', '--exit_zero').wait() == 0
+  assert supervise.read_state(tmp_path) | {'pid': 0} == {
+    'pid': 0,
+    'end_with': None,
+    'restarts': 0,
+    'exit_code': 2,
+  }
+
+
+def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
+  process = start(tmp_path, PATIENT)
+  wait_for(lambda: 'ready' in log(tmp_path))
+  process.send_signal(signal.SIGTERM)
+  assert process.wait() == 42
+  assert log(tmp_path) == 'ready\nsaved\n'
+
+
+@pytest.mark.parametrize('second_signal', [True, False])
+def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path, second_signal):
+  code = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+print('child', child.pid, flush=True)
+time.sleep(60)
+"""
+  process = start(tmp_path, code, f'--grace_seconds={60 if second_signal else 0.5}')
+  wait_for(lambda: 'child' in log(tmp_path))
+  child = int(log(tmp_path).split()[1])
+  process.send_signal(signal.SIGTERM)
+  if second_signal:
+    time.sleep(0.5)
+    assert alive(child)
+    process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=20) == 128 + signal.SIGKILL
+  wait_for(lambda: not alive(child))
+
+
+def test_a_folder_has_one_supervisor(tmp_path):
+  first = start(tmp_path, PATIENT)
+  wait_for(lambda: 'ready' in log(tmp_path))
+  second = start(tmp_path, PATIENT)
+  message = second.communicate()[1]
+  assert second.returncode == 2
+  assert start(tmp_path, PATIENT, '--exit_zero').wait() == 0
+  assert message.startswith(f'Error: {tmp_path} is in use') and str(first.pid) in message
+  first.terminate()
+  assert first.wait() == 42
+  assert json.loads((tmp_path / 'supervisor.json').read_text())['pid'] == first.pid
+
+
+def test_it_ends_with_another_process(tmp_path):
+  other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+  process = start(tmp_path, PATIENT, f'--end_with={other.pid}')
+  wait_for(lambda: 'ready' in log(tmp_path))
+  os.kill(other.pid, signal.SIGKILL)
+  other.wait()
+  assert process.wait(timeout=20) == 42
+  assert 'saved' in log(tmp_path)
+
+
+def test_a_command_that_is_not_there_is_one_sentence(tmp_path):
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--', '/no/such']
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 2 and result.stderr.count('\n') == 1 and '/no/such' in result.stderr

@@ -1,0 +1,100 @@
+"""Sweeps to jobs, and jobs to arguments that training reads as they were meant."""
+
+import pytest
+
+import gin
+from het_plugin import gin_utils
+from launch import sweep
+
+FILES = ['gin/runs/digits_smoke.gin']
+
+
+def test_heads_by_seeds_by_rates():
+  jobs = sweep.make_jobs(
+    'runs/x/',
+    FILES,
+    ['BATCH_SIZE = 8'],
+    heads=['det', 'het_xl'],
+    sweeps=['RANDOM_SEED=0,1', 'LEARNING_RATE=1e-3,3e-4'],
+  )
+  assert len(jobs) == 8
+  assert [job.name for job in jobs[:3]] == [
+    'det-RANDOM_SEED=0-LEARNING_RATE=1e-3',
+    'det-RANDOM_SEED=0-LEARNING_RATE=3e-4',
+    'det-RANDOM_SEED=1-LEARNING_RATE=1e-3',
+  ]
+  assert jobs[-1].arguments() == [
+    '--gin_file=gin/runs/digits_smoke.gin',
+    '--gin_file=het_plugin/gin/heads/het_xl.gin',
+    '--gin.BATCH_SIZE=8',
+    '--gin.RANDOM_SEED=1',
+    '--gin.LEARNING_RATE=3e-4',
+    "--gin.MODEL_DIR='runs/x/het_xl-RANDOM_SEED=1-LEARNING_RATE=3e-4'",
+  ]
+  assert jobs == sweep.make_jobs(  # the same launch again has the same folders
+    'runs/x',
+    FILES,
+    ['BATCH_SIZE = 8'],
+    heads=['det', 'het_xl'],
+    sweeps=['RANDOM_SEED=0,1', 'LEARNING_RATE=1e-3,3e-4'],
+  )
+
+
+def test_without_a_sweep_the_folder_is_the_runs_own():
+  (job,) = sweep.make_jobs('gs://b/x', FILES, gin_search_paths=['.', '/configs'])
+  assert (job.name, job.model_dir) == ('', 'gs://b/x')
+  assert '--gin_search_paths=.,/configs' in job.arguments()
+
+
+@pytest.mark.parametrize(
+  ('text', 'values'),
+  [
+    ('1,2', ['1', '2']),
+    ('True,False,None', ['True', 'False', 'None']),
+    ('\'a,b\',"c"', ["'a,b'", '"c"']),
+    ('(1, 2),[3, {4: 5}]', ['(1, 2)', '[3, {4: 5}]']),
+    ('@vit(),%BACKBONE', ['@vit()', '%BACKBONE']),
+    ('-1,1e-3', ['-1', '1e-3']),
+  ],
+)
+def test_values_stay_what_they_are(text, values):
+  assert sweep.parse_sweep(f'x.y={text}') == ('x.y', values)
+
+
+def test_values_arrive_in_gin_with_their_types():
+  """Through the flags as training rewrites them."""
+  values = ['True', 'None', "'it is'", '(1, 2)', '1e-3']
+  for value, wanted in zip(values, [True, None, 'it is', (1, 2), 1e-3], strict=True):
+    (job,) = sweep.make_jobs("runs/a folder's", FILES, [f'ANYTHING = {value}'])
+    rewritten = gin_utils.rewrite_flags(['train', *job.arguments()])
+    bindings = [flag.removeprefix('--gin_bindings=') for flag in rewritten if 'bindings' in flag]
+    gin.clear_config()
+    gin.parse_config(bindings)
+    assert gin.query_parameter('%ANYTHING') == wanted
+    assert gin.query_parameter('%MODEL_DIR') == "runs/a folder's"
+  gin.clear_config()
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'model_dir': ''}, 'model_dir'),
+    ({'gin_files': []}, 'gin_file'),
+    ({'sweeps': ['RANDOM_SEED']}, 'RANDOM_SEED must be NAME=VALUE'),
+    ({'sweeps': ['RANDOM_SEED=']}, 'empty value'),
+    ({'sweeps': ['RANDOM_SEED=1,,2']}, 'empty value'),
+    ({'sweeps': ['x=(1,2']}, 'do not match'),
+    ({'sweeps': ["x='a"]}, 'do not match'),
+    ({'sweeps': ['dtype=bfloat16']}, 'quotes of its own'),
+    ({'sweeps': ['x=1,1']}, 'has 1 twice'),
+    ({'sweeps': ['x=1', 'x=2']}, 'swept twice'),
+    ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, 'swept and bound'),
+    ({'sweeps': ["MODEL_DIR='a','b'"]}, 'MODEL_DIR'),
+    ({'gin_bindings': ["MODEL_DIR = 'a'"]}, 'MODEL_DIR'),
+    ({'gin_bindings': ['x']}, 'must be NAME=VALUE'),
+    ({'sweeps': ["x='a+b','a b','a_b'"]}, 'look the same'),
+  ],
+)
+def test_one_sentence_for_what_cannot_be(change, words):
+  with pytest.raises(ValueError, match=words):
+    sweep.make_jobs(**{'model_dir': 'runs/x', 'gin_files': FILES, **change})

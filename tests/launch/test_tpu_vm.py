@@ -1,0 +1,254 @@
+"""launch/tpu_vm.sh in its dry mode, and with a gcloud that keeps a state in files and can fail."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WHERE = ['--name=het', '--zone=us-east5-a', '--project=p']
+TRAIN = ['--', '--gin_file=gin/runs/digits_smoke.gin', "--gin.NAME='a b'"]
+RUN = ['run', *WHERE, '--topology=v5e:4x4', '--model_dir=gs://b/x', '--poll_seconds=0.01']
+
+# `state` has the states that describe goes through, one a line; the last one stays. `codes` has the
+# exit codes that the first host tells of, in the same way; '-' for a run that goes on, 'gone' where
+# the host does not answer. `fail` has words of commands that fail, each once.
+FAKE_GCLOUD = """#!/bin/bash
+cd {folder}
+printf '%q ' "$@" >> calls; echo >> calls
+next() {{ head -n 1 $1; [[ $(wc -l < $1) -gt 1 ]] && sed -i 1d $1; }}
+word=$(head -n 1 fail 2>/dev/null)
+if [[ -n "$word" && "$*" == *"$word"* ]]; then
+  sed -i 1d fail; echo "ERROR: no $word" >&2; exit 1
+fi
+case "$*" in
+  *' describe '*)
+    state=$(next state)
+    echo 'WARNING: a word on stderr' >&2
+    if [[ $state == NONE ]]; then echo 'ERROR: NOT_FOUND: Resource was not found' >&2; exit 1; fi
+    echo $state ;;
+  *'cat het_plugin/run/supervisor.json'*)
+    code=$(next codes)
+    [[ $code == gone ]] && exit 255
+    [[ $code == - ]] && code=null
+    echo "{{\\"pid\\": 1, \\"end_with\\": null, \\"restarts\\": 0, \\"exit_code\\": $code}}" ;;
+esac
+"""
+
+
+class Cloud:
+  """The fake gcloud's folder."""
+
+  def __init__(self, folder):
+    self.folder = folder
+    (folder / 'bin').mkdir(parents=True)
+    gcloud = folder / 'bin' / 'gcloud'
+    gcloud.write_text(FAKE_GCLOUD.format(folder=folder))
+    gcloud.chmod(0o755)
+
+  def script(self, *arguments, states=('ACTIVE',), codes=('0',), fail=()):
+    for name, lines in (('state', states), ('codes', codes), ('fail', fail)):
+      (self.folder / name).write_text(''.join(f'{line}\n' for line in lines))
+    (self.folder / 'calls').write_text('')
+    path = f'{self.folder / "bin"}:{os.environ["PATH"]}'
+    return subprocess.run(
+      ['bash', str(ROOT / 'launch' / 'tpu_vm.sh'), *arguments],
+      cwd=self.folder,
+      env={**os.environ, 'PATH': path},
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+
+  @property
+  def calls(self):
+    return [shlex.split(line) for line in (self.folder / 'calls').read_text().splitlines()]
+
+  @property
+  def verbs(self):
+    """create, describe, ... and, of ssh, what it does."""
+    kinds = {'uv pip install': 'install', 'launch.supervise': 'start', 'supervisor.json': 'look'}
+    found = []
+    for call in self.calls:
+      command = next((x for x in call if x.startswith('--command=')), '')
+      found.append(next((kind for part, kind in kinds.items() if part in command), call[3]))
+    return found
+
+
+@pytest.fixture
+def cloud(tmp_path):
+  return Cloud(tmp_path / 'cloud')
+
+
+def changes(verbs):
+  """Without looking, which goes on as often as it takes."""
+  return [verb for verb in verbs if verb not in ('describe', 'look')]
+
+
+def test_a_dry_run_prints_every_command_and_runs_none(cloud):
+  result = cloud.script(*RUN, '--num_slices=2', '--spot', '--dry_run', *TRAIN)
+  assert result.returncode == 0, result.stderr
+  commands = [shlex.split(line) for line in result.stdout.splitlines()]
+  assert not cloud.calls
+  assert {command[0] for command in commands} == {'gcloud'}
+  assert all(command[-2:] == ['--zone=us-east5-a', '--project=p'] for command in commands)
+  assert [command[4] for command in commands] == ['describe', 'create', 'scp', 'ssh', 'ssh', 'ssh']
+  assert commands[1][5:-2] == [
+    *('het', '--accelerator-type=v5litepod-16', '--runtime-version=v2-alpha-tpuv5-lite'),
+    *('--node-count=2', '--node-prefix=het', '--spot'),
+  ]
+  assert {'--node=all', '--worker=all'} <= set(commands[4])
+
+
+def test_training_gets_its_arguments_through_two_shells(cloud):
+  cloud.script(*RUN, '--num_slices=2', *TRAIN)
+  (command,) = [
+    word.removeprefix('--command=')
+    for call in cloud.calls
+    for word in call
+    if 'launch.supervise' in word
+  ]
+  words = shlex.split(command)
+  start = words.index('het_plugin.train') + 1
+  assert words[start : words.index('>')] == [
+    *('--gin.PjitPartitioner.num_replicas=2', '--gin_file=gin/runs/digits_smoke.gin'),
+    *("--gin.NAME='a b'", "--gin.MODEL_DIR='gs://b/x'"),
+  ]
+
+
+def test_from_nothing_to_done(cloud):
+  result = cloud.script(
+    *RUN, *TRAIN, states=['NONE', 'WAITING_FOR_RESOURCES', 'PROVISIONING', 'ACTIVE'], codes='--0'
+  )
+  assert result.returncode == 0, result.stderr
+  assert changes(cloud.verbs) == ['create', 'scp', 'install', 'start']
+  assert cloud.verbs.count('look') == 3
+
+
+def test_again_while_it_trains_makes_nothing_anew(cloud):
+  assert cloud.script(*RUN, *TRAIN).returncode == 0
+  assert changes(cloud.verbs) == ['scp', 'install', 'start']
+
+
+def test_a_preemption_makes_the_resource_anew_and_resumes(cloud):
+  states = ['ACTIVE', 'ACTIVE', 'SUSPENDING', 'SUSPENDED', 'NONE', 'PROVISIONING', 'ACTIVE']
+  result = cloud.script(*RUN, *TRAIN, states=states, codes=['-', '0'])
+  assert result.returncode == 0, result.stderr
+  once = ['scp', 'install', 'start']
+  assert changes(cloud.verbs) == [*once, 'delete', 'create', *once]
+  assert 'preempted; going on from the newest checkpoint' in result.stderr
+
+
+@pytest.mark.parametrize('code', ['42', '134'])
+def test_a_preempted_or_aborted_run_starts_again(cloud, code):
+  result = cloud.script(*RUN, *TRAIN, codes=[code, '-', '0'])
+  assert result.returncode == 0, result.stderr
+  assert cloud.verbs.count('start') == 2 and 'create' not in cloud.verbs
+
+
+@pytest.mark.parametrize(('code', 'words'), [('2', 'a setting is wrong'), ('1', 'exit code 1')])
+def test_a_failed_run_does_not_start_again(cloud, code, words):
+  result = cloud.script(*RUN, *TRAIN, codes=[code])
+  assert result.returncode == 1 and words in result.stderr
+  assert cloud.verbs.count('start') == 1
+
+
+def test_attempts_are_bounded(cloud):
+  result = cloud.script(*RUN, '--max_attempts=3', *TRAIN, codes=['42'])
+  assert result.returncode == 1 and 'preempted or failed 3 times' in result.stderr
+  assert cloud.verbs.count('start') == 3
+
+
+@pytest.mark.parametrize('word', ['scp', 'uv pip install', 'launch.supervise'])
+def test_a_host_lost_while_installing_is_tried_again(cloud, word):
+  result = cloud.script(*RUN, *TRAIN, fail=[word])
+  assert result.returncode == 0, result.stderr
+  assert 'attempt 1: installing or starting failed' in result.stderr
+
+
+def test_hosts_and_cloud_may_be_out_of_reach_for_a_while(cloud):
+  result = cloud.script(*RUN, *TRAIN, codes=['gone', '-', '0'])
+  assert result.returncode == 0 and 'does not answer' in result.stderr
+
+
+def test_a_request_that_the_cloud_refuses_ends_it(cloud):
+  result = cloud.script(*RUN, *TRAIN, states=['NONE'], fail=['queued-resources create'])
+  assert result.returncode == 1 and 'ERROR: no queued-resources create' in result.stderr
+  assert 'start' not in cloud.verbs
+
+
+def test_a_description_that_fails_otherwise_is_not_taken_for_none(cloud):
+  result = cloud.script(*RUN, *TRAIN, fail=['describe'])
+  assert result.returncode == 1 and 'gcloud cannot describe het' in result.stderr
+  assert 'create' not in cloud.verbs
+
+
+def test_status(cloud):
+  result = cloud.script('status', *WHERE, codes=['-'])
+  assert 'het: ACTIVE' in result.stdout and '"exit_code": null' in result.stdout
+  assert cloud.script('status', *WHERE, states=['SUSPENDED']).stdout == 'het: SUSPENDED\n'
+  assert cloud.verbs == ['describe']
+
+
+def test_delete_and_delete_again(cloud):
+  assert cloud.script('delete', *WHERE).returncode == 0
+  assert ['delete', 'het', '--force', '--quiet'] == cloud.calls[-1][3:7]
+  assert cloud.script('delete', *WHERE, states=['NONE']).returncode == 0
+  assert cloud.verbs == ['describe']
+
+
+def test_collect_leaves_the_checkpoints_where_they_are(cloud):
+  result = cloud.script('collect', *WHERE, '--model_dir=gs://b/x', '--into=here')
+  assert result.returncode == 0, result.stderr
+  rsync, scp = cloud.calls
+  assert rsync[:2] == ['storage', 'rsync'] and rsync[-3:-1] == ['gs://b/x', 'here']
+  (pattern,) = [x.removeprefix('--exclude=') for x in rsync if x.startswith('--exclude=')]
+  assert re.match(pattern, 'checkpoint_400/params/x') and not re.match(pattern, 'metrics.jsonl')
+  assert scp[4:6] == ['het:het_plugin/run/supervisor.log', 'here/supervisor.log']
+
+
+@pytest.mark.parametrize(
+  ('topology', 'accelerator', 'runtime'),
+  [
+    ('v3:8x8', 'v3-128', 'tpu-ubuntu2204-base'),
+    ('v4:2x2x2', 'v4-16', 'tpu-ubuntu2204-base'),
+    ('v5p:4x4x4', 'v5p-128', 'v2-alpha-tpuv5'),
+    ('v6e:4x8', 'v6e-32', 'v2-alpha-tpuv6e'),
+  ],
+)
+def test_accelerator_types(cloud, topology, accelerator, runtime):
+  result = cloud.script('create', *WHERE, f'--topology={topology}', '--dry_run')
+  assert f'--accelerator-type={accelerator} --runtime-version={runtime} ' in result.stdout
+  assert '--node-id=het' in result.stdout
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'words'),
+  [
+    ([], "the first argument is ''"),
+    (['start', *WHERE], "the first argument is 'start'"),
+    (['status', '--zone=z'], '--name'),
+    (['status', '--name=Het', '--zone=z'], "--name='Het'"),
+    (['status', '--name=het'], '--zone is not given'),
+    (['status', *WHERE, '--fast'], '--fast is no flag'),
+    (['create', *WHERE], "--topology=''"),
+    (['create', *WHERE, '--topology=v5e:4by4'], 'v5e:4x4'),
+    (['create', *WHERE, '--topology=tpu7x:2x2x1'], 'queued resources here are'),
+    (['create', *WHERE, '--topology=v5e:4x4', '--num_slices=0'], '--num_slices=0'),
+    (['run', *WHERE, '--topology=v5e:4x4', *TRAIN], "--model_dir=''"),
+    (['run', *WHERE, '--topology=v5e:4x4', '--model_dir=gs://b/x'], 'no arguments of training'),
+  ],
+)
+def test_one_sentence_for_what_cannot_be(cloud, arguments, words):
+  result = cloud.script(*arguments)
+  assert result.returncode == 2 and not cloud.calls
+  assert words in result.stderr and result.stderr.count('\n') == 1
+
+
+def test_help_lists_the_commands(cloud):
+  printed = cloud.script('--help').stdout
+  for word in ('create', 'install', 'run', 'status', 'collect', 'delete', '--dry_run'):
+    assert word in printed

@@ -1,0 +1,195 @@
+"""Launches: what --dry_run prints, and real ones where XManager is installed."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import sweep, xm_launch
+
+ROOT = Path(__file__).parents[2]
+XMANAGER = importlib.util.find_spec('xmanager') is not None
+needs_xmanager = pytest.mark.skipif(
+  not XMANAGER, reason="XManager is not installed: pip install '.[launch]'"
+)
+RUN = ['--gin_file=gin/runs/digits_smoke.gin', '--gin.EVAL_STEPS=1', '--gin.WARMUP_STEPS=0']
+TINY = ['--gin.vit.depth=1', '--gin.vit.width=16', '--gin.vit.mlp_dim=16', '--gin.BATCH_SIZE=16']
+GKE = ['--executor=gke', '--image=i', '--topology=v5e:4x4', '--model_dir=gs://b/x']
+
+
+def environment(home, **more):
+  """HOME is where XManager keeps its database."""
+  return {**os.environ, 'HOME': str(home), 'JAX_PLATFORMS': 'cpu', **more}
+
+
+def launch(tmp_path, *arguments, **more):
+  command = [sys.executable, '-m', 'launch.xm_launch', *RUN, *arguments]
+  return subprocess.run(
+    command, cwd=ROOT, env=environment(tmp_path, **more), capture_output=True, text=True
+  )
+
+
+def test_a_dry_run_prints_every_local_job_and_starts_none(tmp_path):
+  result = launch(
+    tmp_path,
+    f'--model_dir={tmp_path}/sweep',
+    '--heads=det,het_xl',
+    '--sweep=RANDOM_SEED=0,1',
+    "--gin.NAME='a b'",
+    '--dry_run',
+  )
+  assert result.returncode == 0, result.stderr
+  commands = [
+    shlex.split(line.partition(': ')[2])
+    for line in result.stdout.splitlines()
+    if line.startswith('  command: ')
+  ]
+  assert len(commands) == 4
+  assert commands[0][:3] == [sys.executable, '-m', 'launch.supervise']
+  training = commands[-1][commands[-1].index('--') + 1 :]
+  assert training == [
+    *(sys.executable, '-m', 'het_plugin.train', '--gin_file=gin/runs/digits_smoke.gin'),
+    '--gin_file=het_plugin/gin/heads/het_xl.gin',
+    *('--gin.EVAL_STEPS=1', '--gin.WARMUP_STEPS=0', "--gin.NAME='a b'", '--gin.RANDOM_SEED=1'),
+    f"--gin.MODEL_DIR='{tmp_path}/sweep/het_xl-RANDOM_SEED=1'",
+  ]
+  assert '[4/4] het_xl-RANDOM_SEED=1' in result.stdout
+  assert not (tmp_path / 'sweep').exists()
+
+
+def test_a_dry_run_for_vertex_counts_cores(tmp_path):
+  result = launch(
+    tmp_path,
+    *('--executor=vertex', '--image=i', '--topology=v3:2x2', '--model_dir=gs://b/x', '--dry_run'),
+  )
+  assert "requirements: {'tpu_v3': 8}" in result.stdout and 'image: i' in result.stdout
+
+
+def test_gke_applies_a_jobset_for_each_job(tmp_path):
+  """With a kubectl that keeps what it is given, and refuses the third."""
+  kubectl = tmp_path / 'bin' / 'kubectl'
+  kubectl.parent.mkdir()
+  kubectl.write_text(
+    f'#!/bin/bash\n[[ "$*" == "apply -f -" ]] || exit 9\n'
+    f'n=$(ls {tmp_path} | grep -c yaml)\n[[ $n -lt 2 ]] || exit 1\ncat > {tmp_path}/$n.yaml\n'
+  )
+  kubectl.chmod(0o755)
+  path = f'{kubectl.parent}:{os.environ["PATH"]}'
+  dry = launch(tmp_path, *GKE, '--heads=det,het,het_xl', '--dry_run', PATH=path)
+  assert not list(tmp_path.glob('*.yaml'))
+  result = launch(tmp_path, *GKE, '--heads=det,het,het_xl', '--name=sweep', PATH=path)
+  assert result.returncode == 2
+  assert 'kubectl apply failed for gs://b/x/het_xl' in result.stderr
+  documents = [yaml.safe_load((tmp_path / f'{i}.yaml').read_text()) for i in range(2)]
+  assert [document['metadata']['name'] for document in documents] == ['sweep-0', 'sweep-1']
+  spec = documents[1]['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  assert "--gin.MODEL_DIR='gs://b/x/het'" in spec['containers'][0]['args']
+  assert dry.stdout.count('kind: JobSet') == 3
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'words'),
+  [
+    (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from det,'),
+    (['--model_dir=gs://b/x'], 'must be a local folder'),
+    ([], '--model_dir is not given'),
+    (['--model_dir=x', '--max_parallel=0'], '--max_parallel=0'),
+    (['--executor=vertex', '--model_dir=gs://b/x', '--image=i', '--topology=v5e:4x4'], 'v2 and v3'),
+    (['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'], 'needs --model_dir=gs://'),
+    ([*GKE, '--topology=v5e:4x5'], 'has the topologies'),
+    ([*GKE, '--model_dir=x'], 'must be a gs:// folder'),
+  ],
+)
+def test_one_sentence_for_what_cannot_be(arguments, words, tmp_path):
+  result = launch(tmp_path, *arguments, '--dry_run')
+  assert result.returncode == 2
+  assert words in result.stderr and result.stderr.count('\n') == 1
+
+
+@pytest.mark.skipif(XMANAGER, reason='XManager is installed')
+def test_without_xmanager_one_sentence(tmp_path):
+  result = launch(tmp_path, f'--model_dir={tmp_path}/x')
+  assert result.returncode == 2
+  assert "needs XManager: pip install '.[launch]'" in result.stderr
+
+
+@needs_xmanager
+def test_a_sweep_runs_here_and_resumes(tmp_path):
+  arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--max_parallel=2']
+  grid = ['--heads=det,het_xl', '--sweep=RANDOM_SEED=0,1']
+  result = launch(tmp_path, *arguments, *grid, '--gin.TRAIN_STEPS=2')
+  assert result.returncode == 0, result.stderr
+  runs = sorted((tmp_path / 'sweep').iterdir())
+  assert [run.name for run in runs] == [
+    f'{head}-RANDOM_SEED={seed}' for head in ('det', 'het_xl') for seed in (0, 1)
+  ]
+  losses = [json.loads(line) for run in runs for line in (run / 'metrics.jsonl').open()]
+  assert len({row['train/loss'] for row in losses if 'train/loss' in row}) == 4
+  corner = ['--heads=het_xl', '--sweep=RANDOM_SEED=1']
+  again = launch(tmp_path, *arguments, *corner, '--gin.TRAIN_STEPS=4')
+  assert again.returncode == 0, again.stderr
+  steps = [json.loads(line)['step'] for line in (runs[-1] / 'metrics.jsonl').open()]
+  assert steps == sorted(steps) and steps[0] <= 2 and steps[-1] == 4  # one run, continued
+
+
+@needs_xmanager
+def test_a_wrong_setting_fails_its_job_alone(tmp_path):
+  result = launch(
+    tmp_path, *TINY, f'--model_dir={tmp_path}/x', '--heads=det', '--sweep=TRAIN_STEPS=2,-1'
+  )
+  assert result.returncode == 1, result.stderr
+  assert re.findall(r'^ *\S+/x/\S+ +(\d+)$', result.stdout, re.M) == ['0', '2']
+  assert 'Traceback' not in result.stderr
+
+
+@needs_xmanager
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launch_lets_its_jobs_save_and_leaves_none(tmp_path, number):
+  command = [sys.executable, '-m', 'launch.xm_launch', *RUN, *TINY, '--gin.TRAIN_STEPS=100000']
+  command += [f'--model_dir={tmp_path}/sweep', '--heads=det,het_xl', '--gin.STATS_PERIOD=5']
+  command += ['--gin.SAVE_PERIOD=100000', '--gin.EVAL_PERIOD=100000']
+  process = subprocess.Popen(
+    command, cwd=ROOT, env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+  )
+  log = tmp_path / 'sweep' / 'det' / 'supervisor.log'
+  deadline = time.monotonic() + 300
+  while not (log.exists() and 'loss' in log.read_text()):
+    assert time.monotonic() < deadline and process.poll() is None
+    time.sleep(0.2)
+  process.send_signal(number)
+  printed, _ = process.communicate(timeout=120)
+  assert process.returncode == 42, printed
+  assert list((tmp_path / 'sweep' / 'det').glob('checkpoint_*'))
+  assert json.loads((log.parent / 'supervisor.json').read_text())['exit_code'] == 42
+  assert not (tmp_path / 'sweep' / 'het_xl').exists()  # was waiting for its turn
+  left = subprocess.run(['pgrep', '-f', str(tmp_path)], capture_output=True, text=True).stdout
+  assert not left
+
+
+@needs_xmanager
+def test_vertex_jobs_have_the_requirements_and_arguments(tmp_path, monkeypatch):
+  from xmanager import xm, xm_mock
+
+  settings = {'image': 'i', 'topology': 'v3:2x2'}
+  monkeypatch.setattr(xm_launch.flags, 'FLAGS', type('Values', (), settings))
+  jobs = sweep.make_jobs('gs://b/x', ['x.gin'], ['A.flag = True'], sweeps=['A.none=None,False'])
+  experiment = xm_mock.MockExperiment()
+  asyncio.run(xm_launch.launch_vertex(experiment, jobs))
+  launched = experiment.launched_jobs
+  assert [job.args.to_list() for job in launched] == [
+    xm.merge_args(job.arguments()).to_list() for job in jobs
+  ]
+  assert '--gin.A.none=None' in launched[0].args.to_list()
+  assert '--gin.A.none=False' in launched[1].args.to_list()
+  for job in launched:
+    assert job.executor.requirements.task_requirements[xm.ResourceType.TPU_V3] == 8
