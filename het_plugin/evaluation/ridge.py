@@ -158,20 +158,26 @@ class Ridge:
     leaders = _Leaders.empty(len(l2s), len(x))
     reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
     lengths = np.empty(len(x))  # |x|
+    # Rows are standardised in float32, but for what rounding the mean shifts all of them by.
+    mean, inverse_scale = self.mean.astype(np.float32), (1 / self.scale).astype(np.float32)
+    shift = (mean - self.mean) / self.scale
     # Multiply the rows by V, or the weights: whichever are fewer.
     project = len(x) < 2 * len(pivots) * num_classes
     for tile in _slices(num_classes, _WEIGHT_BYTES // (4 * max(1, rank) * len(pivots))):
       rhs = self.rhs[:, tile]
-      weights = curves[pivots, :, None] * rhs  # [m, r, k]
+      weights = (rhs[:, :, None] * curves[pivots].T[:, None]).reshape(
+        rank, rhs.shape[1] * len(pivots)
+      )  # [r, k m]
       weights = (weights if project else self.basis @ weights).astype(np.float32)
       bias = np.stack([self.bias(l2)[tile] - self.bias(l2).mean() for l2 in l2s])  # [L, k]
+      bias += (curves * (shift @ self.basis)) @ rhs
       norms, missed = (np.sqrt(c**2 @ rhs**2) for c in (curves[pivots], missing))  # [m, k], [L, k]
       reach = np.maximum(reach, (missed + unit * (np.abs(combine) @ norms)).max(axis=1))
-      for rows in _slices(len(x), _SCORE_BYTES // (4 * len(l2s) * weights.shape[-1])):
-        z = self._standardised(x[rows])
-        lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z))
-        z = z.astype(np.float32)
-        scores = np.tensordot(mix, (z @ basis if project else z) @ weights, axes=1)  # [L, rows, k]
+      for rows in _slices(len(x), _SCORE_BYTES // (4 * len(l2s) * rhs.shape[1])):
+        z = ((x[rows] - mean) * inverse_scale).astype(np.float32, copy=False)
+        lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z)) + np.linalg.norm(shift)
+        scores = (z @ basis if project else z) @ weights  # [rows, k m]
+        scores = (mix @ scores.reshape(-1, len(pivots)).T).reshape(len(l2s), len(z), rhs.shape[1])
         scores += bias.astype(np.float32)[:, None]
         if own is not None:
           _subtract_own(scores, own[rows] - tile.start, 2 * hat[:, rows])
@@ -297,7 +303,7 @@ class _Leaders:
     best = scores.argmax(axis=-1)[..., None]
     first = np.take_along_axis(scores, best, -1)[..., 0]
     np.put_along_axis(scores, best, -np.inf, -1)
-    second = scores.max(axis=-1)
+    second = np.take_along_axis(scores, scores.argmax(axis=-1)[..., None], -1)[..., 0]
     before = self.first[:, rows].copy()
     self.best[:, rows] = np.where(first > before, best[..., 0] + start, self.best[:, rows])
     self.first[:, rows] = np.maximum(first, before)
