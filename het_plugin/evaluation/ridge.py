@@ -150,51 +150,62 @@ class Ridge:
     the scores of the classes `own` [M].
     """
     l2s = np.asarray(l2s, np.float64)
-    num_classes, rank = len(self.classes), len(self.eigenvalues)
     pivots, combine, missing = _skeleton(self.eigenvalues, np.linalg.norm(self.rhs, axis=1), l2s)
-    unit = 2 * (np.sqrt(len(self.mean)) + 4) * 2.0**-24
-    basis, mix = self.basis.astype(np.float32), combine.astype(np.float32)
     curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
-    leaders = _Leaders.empty(len(l2s), len(x))
-    reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
-    lengths = np.empty(len(x))  # |x|
+    unit = 2 * (np.sqrt(len(self.mean)) + 4) * 2.0**-24
     # Rows are standardised in float32, but for what rounding the mean shifts all of them by.
     mean, inverse_scale = self.mean.astype(np.float32), (1 / self.scale).astype(np.float32)
     shift = (mean - self.mean) / self.scale
+    basis, mix = self.basis.astype(np.float32), combine.astype(np.float32)
     # Multiply the rows by V, or the weights: whichever are fewer.
-    project = len(x) < 2 * len(pivots) * num_classes
-    for tile in _slices(num_classes, _WEIGHT_BYTES // (4 * max(1, rank) * len(pivots))):
-      rhs = self.rhs[:, tile]
-      weights = (rhs[:, :, None] * curves[pivots].T[:, None]).reshape(
-        rank, rhs.shape[1] * len(pivots)
-      )  # [r, k m]
-      weights = (weights if project else self.basis @ weights).astype(np.float32)
+    project = len(x) < 2 * len(pivots) * len(self.classes)
+
+    leaders = _Leaders.empty(len(l2s), len(x))
+    lengths = np.empty(len(x))  # |x|
+    reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
+    for tile in _slices(len(self.classes), _WEIGHT_BYTES // (4 * len(mean) * len(pivots))):
+      rhs = self.rhs[:, tile]  # [r, k]
+      weights = rhs[:, :, None] * curves[pivots].T[:, None]  # [r, k, m]
+      weights = weights.reshape(len(rhs), weights.shape[1] * weights.shape[2])
+      weights = (weights if project else self.basis @ weights).astype(np.float32)  # [r or D, k m]
       bias = np.stack([self.bias(l2)[tile] - self.bias(l2).mean() for l2 in l2s])  # [L, k]
-      bias += (curves * (shift @ self.basis)) @ rhs
+      bias = (bias + (curves * (shift @ self.basis)) @ rhs).astype(np.float32)
       norms, missed = (np.sqrt(c**2 @ rhs**2) for c in (curves[pivots], missing))  # [m, k], [L, k]
       reach = np.maximum(reach, (missed + unit * (np.abs(combine) @ norms)).max(axis=1))
-      for rows in _slices(len(x), _SCORE_BYTES // (4 * len(l2s) * rhs.shape[1])):
+      for rows in _slices(len(x), _SCORE_BYTES // (4 * bias.size)):
         z = ((x[rows] - mean) * inverse_scale).astype(np.float32, copy=False)
         lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z)) + np.linalg.norm(shift)
         scores = (z @ basis if project else z) @ weights  # [rows, k m]
-        scores = (mix @ scores.reshape(-1, len(pivots)).T).reshape(len(l2s), len(z), rhs.shape[1])
-        scores += bias.astype(np.float32)[:, None]
+        scores = mix @ scores.reshape(-1, len(pivots)).T
+        scores = scores.reshape(len(l2s), len(z), rhs.shape[1])  # [L, rows, k]
+        scores += bias[:, None]
         if own is not None:
           _subtract_own(scores, own[rows] - tile.start, 2 * hat[:, rows])
         leaders.update(scores, tile.start, rows)
     doubtful = leaders.margin() <= 2 * (reach[:, None] * lengths + _ROUNDING)  # [L, M]
-    for part in _slices(len(x), _SCORE_BYTES // (8 * max(rank, num_classes))):
+    self._decide(leaders.best, doubtful, x, curves, l2s, own, hat)
+    return leaders.best
+
+  def _decide(
+    self,
+    best: np.ndarray,
+    doubtful: np.ndarray,
+    x: np.ndarray,
+    curves: np.ndarray,
+    l2s: np.ndarray,
+    own: np.ndarray | None,
+    hat: np.ndarray | None,
+  ) -> None:
+    """Sets `best` [L, M] where `doubtful` [L, M], by scores in float64; see `_best_classes`."""
+    for part in _slices(len(x), _SCORE_BYTES // (8 * len(self.classes))):
       here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
-      projected = self._standardised(x[here]) @ self.basis
-      for i, l2 in enumerate(l2s):
+      projected = self._standardised(x[here]) @ self.basis  # [rows, r]
+      for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
         some = np.flatnonzero(doubtful[i, here])
-        if not some.size:
-          continue
-        scores = projected[some] @ (curves[i, :, None] * self.rhs) + self.bias(l2)
+        scores = projected[some] @ (curves[i, :, None] * self.rhs) + self.bias(l2s[i])
         if own is not None:
           scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
-        leaders.best[i, here[some]] = scores.argmax(axis=1)
-    return leaders.best
+        best[i, here[some]] = scores.argmax(axis=1)
 
 
 def decompose(x: np.ndarray, y: np.ndarray, mesh: Mesh | None = None) -> Ridge:
