@@ -27,17 +27,24 @@ from sklearn.linear_model import RidgeClassifier
 from het_plugin.evaluation import L2_GRID, ridge
 
 FREE_BIAS_L2 = 2.0**8
+BLOCK = 1 << 14
 
 
 def make_arrays(n: int, d: int, num_classes: int, m: int) -> tuple[np.ndarray, ...]:
   """Training features [n, d] and labels, test features [m, d] and labels; float32 and int64."""
   rng = np.random.default_rng(0)
-  centres = 0.2 * rng.normal(size=(num_classes, d))
+  centres = 0.2 * rng.standard_normal((num_classes, d), np.float32)
   rotation, _ = np.linalg.qr(rng.normal(size=(d, d)))
-  spread = (np.arange(1, d + 1) ** -0.5)[:, None] * rotation
+  spread = ((np.arange(1, d + 1) ** -0.5)[:, None] * rotation).astype(np.float32)
 
   def split(y):
-    return ((centres[y] + rng.normal(size=(len(y), d))) @ spread).astype(np.float32), y
+    x = np.empty((len(y), d), np.float32)
+    for start in range(0, len(y), BLOCK):  # a million rows may fill half the memory
+      labels = y[start : start + BLOCK]
+      x[start : start + BLOCK] = (
+        centres[labels] + rng.standard_normal((len(labels), d), np.float32)
+      ) @ spread
+    return x, y
 
   return *split(np.arange(n) % num_classes), *split(rng.integers(0, num_classes, m))
 
