@@ -17,6 +17,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from het_plugin import select
 from het_plugin.evaluation import few_shot
+from het_plugin.evaluation.predictions import Predictions, write_predictions
 
 ROOT = Path(__file__).parents[1]
 NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
@@ -38,8 +39,8 @@ def runs(tmp_path_factory):
     for split, rows in (('train', slice(0, 300)), ('test', slice(300, 500))):
       index = np.arange(500)[rows]
       np.savez(folder / name / f'{split}.npz', features=noisy[rows], label=y[rows], index=index)
-      arrays = dict(log_prob=log_prob[rows].astype(np.float32), label=y[rows], index=index)
-      np.savez(folder / name / f'log_prob_{split}.npz', **arrays)
+      predicted = Predictions(log_prob[rows].astype(np.float32), y[rows, None], index)
+      write_predictions(folder / name / f'log_prob_{split}.npz', predicted)
   return folder
 
 
@@ -221,16 +222,19 @@ def test_ensemble_without_replacement_or_test_files(runs, run, tmp_path):
     (['knn', '--train=x.npy'], 'write FEATURES.npy,LABELS.npy'),
     (['knn', '--train=x.npz', '--test=y.npz,z.npz'], '--test has 2 files and --train 1'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
-    (['knn', '--train=x.npz', '--k=1,x'], '--k=1,x must be whole numbers'),
+    (['knn', '--train=x.npz', '--k=1,x'], '--k=1,x must be whole numbers of at least 1'),
     (['knn', '--train=GOOD', '--k=300'], 'k=300 must be in 1 .. 299'),
     (['rank', '--train=GOOD', '--k=1,2'], '--k=1,2 must be one number for rank'),
     (['rank', '--train=GOOD', '--l2=x'], '--l2=x must be a number'),
     (['rank', '--train=GOOD'], '--test is not set; rank measures'),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
-    (['rank', '--train=GOOD', '--test=TEST', '--keep=x'], '--keep=x must be whole numbers'),
-    (['rank', '--train=GOOD', '--test=TEST', '--shots=0'], 'shots=(0,) must be one or more'),
+    (['rank', '--train=GOOD', '--test=TEST', '--keep=x'], '--keep=x must be in 1 .. 1'),
+    (
+      ['rank', '--train=GOOD', '--test=TEST', '--shots=0'],
+      '--shots=0 must be whole numbers of at least 1',
+    ),
     (['rankme', '--train=GOOD', '--max_examples=0'], '--max_examples=0 must be at least 1'),
-    (['ensemble', '--validation=GOOD'], 'has no array log_prob'),
+    (['ensemble', '--validation=GOOD'], 'exactly one of the arrays log_prob, prob, logits'),
     (['ensemble', '--validation=P', '--max_members=0'], '--max_members=0 must be at least 1'),
     (['knn', '--train=GOOD,TEST'], 'holds other examples than'),
     (['ensemble', '--validation=P,Q'], 'holds other examples than'),
