@@ -1,5 +1,8 @@
-"""Test set-up: 8 virtual CPU devices, quiet TensorFlow, a compilation cache, the image data."""
+"""Test set-up: 8 virtual CPU devices, quiet TensorFlow, a compilation cache, the image data, flags
+of mains, a small trained run.
+"""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -59,3 +62,51 @@ def data_dir() -> Path:
   if not path.is_dir():
     pytest.skip(f'no image data at {path}; set HET_PLUGIN_DATA to a directory that has it')
   return path
+
+
+@contextlib.contextmanager
+def _parsed_flags(main, *arguments):
+  from absl import flags
+
+  from het_plugin import gin_utils
+
+  before = set(flags.FLAGS)
+  main.define_flags()
+  try:
+    yield flags.FLAGS(gin_utils.rewrite_flags(['main', *map(str, arguments)]))
+  finally:
+    for name in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, name)
+
+
+@pytest.fixture
+def parsed_flags():
+  """`with parsed_flags(main, *arguments) as argv`: the flags of a main's module, gone afterwards,
+  since other mains have flags of the same names.
+  """
+  return _parsed_flags
+
+
+@pytest.fixture(scope='session')
+def digits_run(tmp_path_factory):
+  """(directory, parameters of the last step) of a small HET-XL on digits: checkpoints 1 and 2."""
+  import jax
+  import numpy as np
+
+  import gin
+  from het_plugin import configurables, gin_utils
+  from het_plugin.train import train_from_gin
+
+  folder = tmp_path_factory.mktemp('runs') / 'het_xl'
+  configurables.register_trainer()
+  gin_utils.parse_config(
+    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
+    [
+      *(f"MODEL_DIR = '{folder}'", 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2'),
+      *('SAVE_PERIOD = 1', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1', 'eval/Integrator.num_samples = 4'),
+      *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
+    ],
+  )
+  _, state = train_from_gin()
+  gin.clear_config()
+  return folder, jax.tree.map(np.asarray, state.params)

@@ -1,6 +1,5 @@
 """`python -m het_plugin.select`: what it finds, prints and writes, and what it refuses."""
 
-import functools
 import json
 import os
 import subprocess
@@ -49,19 +48,13 @@ def files(runs, flag, file, names=NOISE):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(parsed_flags, capsys, tmp_path):
   """Runs main in this process with flags of its own: (text, JSON)."""
 
   def call(*arguments, code=0):
-    values = flags.FlagValues()
-    with monkeypatch.context() as patch:
-      for name in ('string', 'multi_string', 'list', 'enum', 'integer', 'bool'):
-        define = getattr(flags, f'DEFINE_{name}')
-        patch.setattr(flags, f'DEFINE_{name}', functools.partial(define, flag_values=values))
-      select.define_flags()
-      patch.setattr(flags, 'FLAGS', values)
-      out = tmp_path / 'out.json'
-      argv = values(['select', *arguments, *([f'--json={out}'] if not code else ())])
+    out = tmp_path / 'out.json'
+    json_flag = [f'--json={out}'] if not code else []
+    with parsed_flags(select, *arguments, *json_flag) as argv:
       if not code:
         select.main(argv)
         return capsys.readouterr().out, json.loads(out.read_text())

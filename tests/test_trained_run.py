@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import configurables, gin_utils, trained_run, weights
-from het_plugin.train import train_from_gin
+from het_plugin import trained_run, weights
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
@@ -17,30 +16,13 @@ def gin_left_clean():
   gin.clear_config()
 
 
-@pytest.fixture(scope='module')
-def run_dir(tmp_path_factory):
-  """Two checkpoints of a HET-XL on digits, and the last step's parameters."""
-  folder = tmp_path_factory.mktemp('run')
-  configurables.register_trainer()
-  gin_utils.parse_config(
-    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
-    [
-      f"MODEL_DIR = '{folder}'",
-      *TINY,
-      *('TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
-    ],
-  )
-  _, state = train_from_gin()
-  return folder, jax.tree.map(np.asarray, state.params)
-
-
 def assert_trees_equal(got, want):
   assert jax.tree.structure(got) == jax.tree.structure(want)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), got, want)
 
 
-def test_the_newest_checkpoint_on_another_mesh(run_dir):
-  folder, params = run_dir
+def test_the_newest_checkpoint_on_another_mesh(digits_run):
+  folder, params = digits_run
   run = trained_run.open_run(folder, bindings=['PjitPartitioner.num_partitions = 2'])
   assert (run.step, run.image_size, run.channels, run.max_labels) == (2, 8, 1, 1)
   assert run.task == 'digits' and run.checkpoint == str(folder / 'checkpoint_2')
@@ -48,16 +30,16 @@ def test_the_newest_checkpoint_on_another_mesh(run_dir):
   assert_trees_equal(run.params, params)
 
 
-def test_one_checkpoint(run_dir):
-  folder, params = run_dir
+def test_one_checkpoint(digits_run):
+  folder, params = digits_run
   run = trained_run.open_run(folder / 'checkpoint_1')
   assert run.step == 1
   with pytest.raises(AssertionError):
     assert_trees_equal(run.params, params)
 
 
-def test_a_published_file_has_a_backbone_and_a_fresh_head(run_dir, tmp_path):
-  _, params = run_dir
+def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
+  _, params = digits_run
   flat = {f'{name}/{path}': x for name, tree in params.items() for path, x in _flat(tree).items()}
   path = tmp_path / 'vit.npz'
   weights.write_arrays(path, weights.export_params(flat, 10, 2))
@@ -76,10 +58,10 @@ def _flat(tree):
   }
 
 
-def test_what_is_no_run(run_dir, tmp_path):
+def test_what_is_no_run(digits_run, tmp_path):
   with pytest.raises(ValueError, match='holds no checkpoint'):
     trained_run.open_run(tmp_path)
-  folder, _ = run_dir
+  folder, _ = digits_run
   (tmp_path / 'checkpoint_2').symlink_to(folder / 'checkpoint_2')
   with pytest.raises(ValueError, match='config.gin does not exist'):
     trained_run.open_run(tmp_path)
