@@ -16,7 +16,6 @@ In the output directory: results.json, results.txt, index.html, its plots as .pn
 import contextlib
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from absl import app, flags
 
-from het_plugin import data, gin_utils, reporting, trained_run, uncertainty_report, weights
+from het_plugin import (
+  data,
+  flag_values,
+  gin_utils,
+  reporting,
+  trained_run,
+  uncertainty_report,
+  weights,
+)
 from het_plugin.evaluation import class_covariance, predictions, uncertainty
+from het_plugin.evaluation.names import short_names
 from het_plugin.uncertainty_report import Evaluation
 
 
@@ -114,31 +121,16 @@ def make_settings() -> Settings:
     ood_split=F.ood_split,
     max_examples=F.max_examples,
     batch_size=F.batch_size,
-    precision_at=None if F.precision_at is None else _integers('precision_at', 1),
+    precision_at=None if F.precision_at is None else _distinct('precision_at', least=1),
     covariance_images=F.covariance_images,
-    covariance_index=_integers('covariance_index', 0),
+    covariance_index=_distinct('covariance_index', least=0) if F.covariance_index else (),
     homoglyph_examples=F.homoglyph_examples,
     save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
   )
 
 
-def _integers(flag: str, least: int) -> tuple[int, ...]:
-  values = flags.FLAGS[flag].value
-  if not all(value.isdecimal() and int(value) >= least for value in values):
-    raise ValueError(f'--{flag}={",".join(values)} must be whole numbers of at least {least}')
-  return tuple(dict.fromkeys(map(int, values)))
-
-
-def row_names(sources: Sequence[str]) -> list[str]:
-  """Short names: a run's directory, its checkpoint behind it where that was given; the sources
-  themselves where those are not distinct.
-  """
-  names = []
-  for source in sources:
-    path = Path(source.rstrip('/'))
-    parts = path.parts[-2:] if path.name.startswith('checkpoint_') else path.parts[-1:]
-    names.append('/'.join(parts).removesuffix('.npz'))
-  return names if len(set(names)) == len(names) else list(sources)
+def _distinct(flag: str, least: int) -> tuple[int, ...]:
+  return tuple(dict.fromkeys(flag_values.integers(flag, flags.FLAGS[flag].value, least)))
 
 
 def check_checkpoint(checkpoint: str, settings: Settings) -> None:
@@ -294,12 +286,12 @@ def _stream(
 
 
 def _predict(name, predictor, run, batches, settings) -> Iterator[predictions.Predictions]:
-  size, bound = settings.batch_size, settings.max_examples
-  total = None if bound is None else -(-bound // size)
-  if batches.num_batches is not None:
-    total = batches.num_batches if total is None else min(total, batches.num_batches)
-  progress = tqdm.tqdm(batches, desc=name, total=total, unit='batch', file=sys.stderr)
-  yield from predictor(run.params, progress, size, bound)
+  known, bound = batches.num_examples, settings.max_examples
+  total = min(n for n in (known, bound) if n is not None)
+  with reporting.Progress(name, total, shown=jax.process_index() == 0) as progress:
+    for part in predictor(run.params, batches, settings.batch_size, bound):
+      progress.update(len(part))
+      yield part
 
 
 def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
@@ -382,7 +374,7 @@ def main(argv: Sequence[str]) -> None:
     settings = make_settings()
     for checkpoint in F.checkpoint:
       check_checkpoint(checkpoint, settings)
-    names = row_names([*F.checkpoint, *F.predictions])
+    names = short_names([*F.checkpoint, *F.predictions])
     num_runs = len(F.checkpoint)
     files = [evaluate_file(*x, settings) for x in zip(names[num_runs:], F.predictions, strict=True)]
     evaluations = []

@@ -26,9 +26,9 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 import gin
-from het_plugin import fewshot_report, gin_utils, reporting
+from het_plugin import fewshot_report, flag_values, gin_utils, reporting
 from het_plugin.evaluation import fewshot
-from het_plugin.evaluation.candidates import short_names
+from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.representations import read_representations
 from het_plugin.fewshot_report import Results
 
@@ -91,10 +91,12 @@ def read_settings() -> Settings:
   protocol = fewshot.PROTOCOLS[values.protocol]
   changes = {name: values[name].value for name in ('classifier', 'draw') if values[name].value}
   if values.l2 is not None:
-    changes['l2'] = values.l2 if values.l2 in fewshot.L2_RULES else _number('l2', values.l2)
+    changes['l2'] = flag_values.positive_or_word('l2', values.l2, fewshot.L2_RULES)
   protocol = dataclasses.replace(protocol, **changes)
-  shots = tuple(None if s == 'all' else _whole('shots', s, 1) for s in values.shots)
-  seeds = tuple(_whole('seeds', s, 0) for s in values.seeds)
+  shots = tuple(
+    None if s == 'all' else flag_values.integers('shots', [s], least=1)[0] for s in values.shots
+  )
+  seeds = tuple(flag_values.integers('seeds', values.seeds))
   if len(values.train) != len(values.test):
     raise ValueError(
       f'--train is given {len(values.train)} times and --test {len(values.test)} times; each run '
@@ -110,21 +112,6 @@ def read_settings() -> Settings:
   if len(values.splits) != 2:
     raise ValueError(f'--splits={",".join(values.splits)} must be a training and a test split')
   return Settings(protocol, shots, seeds)
-
-
-def _number(flag: str, text: str) -> float:
-  try:
-    return float(text)
-  except ValueError:
-    raise ValueError(
-      f'--{flag}={text} must be a number > 0, or {", ".join(fewshot.L2_RULES)}'
-    ) from None
-
-
-def _whole(flag: str, text: str, lowest: int) -> int:
-  if not text.isdecimal() or int(text) < lowest:
-    raise ValueError(f'--{flag}={text} must be whole numbers >= {lowest}')
-  return int(text)
 
 
 def run_names(paths: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin import gin_utils, reporting
+from het_plugin import flag_values, gin_utils, reporting
 from het_plugin.planning import report, search, worker
 from het_plugin.planning import topology as topology_lib
 from het_plugin.planning.request import Request
@@ -68,7 +68,9 @@ def make_request() -> Request:
     gin_bindings=list(flags.FLAGS.gin_bindings),
     gin_search_paths=list(flags.FLAGS.gin_search_paths),
     topology=flags.FLAGS.topology,
-    mesh=None if flags.FLAGS.mesh is None else _integers('mesh', flags.FLAGS.mesh, (2, 3)),
+    mesh=None
+    if flags.FLAGS.mesh is None
+    else flag_values.integers('mesh', flags.FLAGS.mesh, least=1, lengths=(2, 3)),
     num_slices=flags.FLAGS.num_slices,
   )
 
@@ -100,8 +102,8 @@ def run_grid(request: Request) -> list[dict[str, Any]]:
   """A row a cell; the deterministic head has one for each batch, with s = 0."""
   if unknown := [head for head in flags.FLAGS.heads if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')
-  batches = _integers('batches', flags.FLAGS.batches)
-  samples = _integers('samples', flags.FLAGS.samples)
+  batches = flag_values.integers('batches', flags.FLAGS.batches, least=1)
+  samples = flag_values.integers('samples', flags.FLAGS.samples, least=1)
   rows = []
   for head in flags.FLAGS.heads:
     for batch in batches:
@@ -154,15 +156,6 @@ def draw_grid(rows: Sequence[dict[str, Any]], path: Path) -> None:
     'TFLOP a device': lambda row: row['fits'] and row['flops_per_device'] / 1e12 or None,
   }
   path.write_bytes(reporting.grid_png(rows, measures))
-
-
-def _integers(flag, values, lengths=None):
-  if not all(value.isdecimal() and int(value) > 0 for value in values) or (
-    lengths and len(values) not in lengths
-  ):
-    number = f' {" or ".join(map(str, lengths))}' if lengths else ''
-    raise ValueError(f'--{flag}={",".join(values)} must be{number} positive numbers')
-  return [int(value) for value in values]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -31,15 +31,18 @@ HEADS = {
 }
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 
-_GIN_FILE = flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
-_HEADS = flags.DEFINE_list('heads', list(HEADS), f'Some of {",".join(HEADS)}.')
-_OUTPUT_DIR = flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
-_JSON = flags.DEFINE_string('json', None, 'Another place for results.json.')
+
+def define_flags() -> None:
+  gin_utils.define_flags()
+  flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
+  flags.DEFINE_list('heads', list(HEADS), f'Some of {",".join(HEADS)}.')
+  flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
+  flags.DEFINE_string('json', None, 'Another place for results.json.')
 
 
 def parse_head_config(head: str, output_dir: Path, bindings: Sequence[str]) -> None:
   """Makes the gin configuration the one of this head's run."""
-  files = [_GIN_FILE.value, f'het_plugin/gin/heads/{head}.gin', *flags.FLAGS.gin_file]
+  files = [flags.FLAGS.run, f'het_plugin/gin/heads/{head}.gin', *flags.FLAGS.gin_file]
   model_dir = f"MODEL_DIR = '{output_dir / head}'"
   gin_utils.parse_config(files, [model_dir, *bindings], flags.FLAGS.gin_search_paths)
 
@@ -179,12 +182,12 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   configurables.register_trainer()
   with gin_utils.one_sentence_errors():
-    if unknown := [head for head in _HEADS.value if head not in HEADS]:
+    if unknown := [head for head in flags.FLAGS.heads if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
-    output_dir = Path(_OUTPUT_DIR.value)
+    output_dir = Path(flags.FLAGS.output_dir)
     rows, runs = [], {}
-    for number, head in enumerate(_HEADS.value, 1):
-      logging.info('=== %s (%d of %d)', HEADS[head], number, len(_HEADS.value))
+    for number, head in enumerate(flags.FLAGS.heads, 1):
+      logging.info('=== %s (%d of %d)', HEADS[head], number, len(flags.FLAGS.heads))
       runs[head] = output_dir / head
       parse_head_config(head, output_dir, flags.FLAGS.gin_bindings)
       train.train_from_gin()
@@ -194,11 +197,11 @@ def main(argv: Sequence[str]) -> None:
       rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
     )
     table = report(rows, runs, output_dir, yardsticks)
-    if _JSON.value:
-      reporting.write_json(rows, _JSON.value)
+    if flags.FLAGS.json:
+      reporting.write_json(rows, flags.FLAGS.json)
   print(f'\n{table}\n\nThe same with curves: {output_dir / "index.html"}')
 
 
 if __name__ == '__main__':
-  gin_utils.define_flags()
+  define_flags()
   gin_utils.run(main)

@@ -102,7 +102,7 @@ def represent() -> dict[str, Any]:
     flags.FLAGS.gin_search_paths,
   )
   configs = [dataset_config(task, info, name, run) for name in names]
-  num_examples = [max_num_examples(config, info, run) for config in configs]
+  num_examples = [max_num_examples(config, run) for config in configs]
   layers = tuple(dict.fromkeys(flags.FLAGS.layers))
   extractor_of = functools.cache(functools.partial(make_extractor, run))
   spec = data.element_spec(configs[0], info.channels)
@@ -196,9 +196,7 @@ def dataset_config(
   )
 
 
-def max_num_examples(
-  config: data.DatasetConfig, info: data.TaskInfo, run: trained_run.TrainedRun
-) -> int:
+def max_num_examples(config: data.DatasetConfig, run: trained_run.TrainedRun) -> int:
   """How many examples there are at most; reads no image.
 
   Raises:
@@ -206,15 +204,14 @@ def max_num_examples(
   """
   bound = flags.FLAGS.max_examples
   with contextlib.closing(open_batches(config, run)) as batches:
-    if batches.num_batches is None:
+    if batches.num_examples is None:
       if bound is None:
         raise ValueError(
           f'--splits={config.split}: this split of {config.mixture_or_task_name} is endless: set '
           '--max_examples'
         )
       return bound
-    known = info.splits.get(config.split, batches.num_batches * config.batch_size)
-  return known if bound is None else min(known, bound)
+  return batches.num_examples if bound is None else min(batches.num_examples, bound)
 
 
 def open_batches(config: data.DatasetConfig, run: trained_run.TrainedRun) -> data.BatchIterator:

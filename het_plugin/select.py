@@ -8,10 +8,11 @@
 `knn`: k-nearest-neighbour accuracy, on test files or leaving out each training example in turn.
 `rank`: that as a proxy for all candidates, few-shot accuracy for the --keep best of them.
 `rankme`: effective rank of the representations. `ensemble`: greedy selection of members by their
-validation NLL. One file a candidate, with commas between or a flag each; files of representations
-as `evaluation/representations.py` describes (.npz, .safetensors, F.npz:split, or X.npy,Y.npy), of
-log-probabilities as `evaluation/log_probs.py` does. All take --names, --json, --png and --html; a
-flag that a subcommand does not read is an error.
+validation NLL, from what `het_plugin.evaluate --save_predictions` keeps. One file a candidate, with
+commas between or a flag each; files of representations as `evaluation/representations.py` describes
+(.npz, .safetensors, F.npz:split, or X.npy,Y.npy), of predictions as `evaluation/predictions.py`
+does. All take --names, --json, --png and --html; a flag that a subcommand does not read is an
+error.
 
 Exit codes: 0 done; 2 a setting or a file is wrong.
 """
@@ -24,22 +25,22 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from het_plugin import gin_utils, reporting
+from het_plugin import flag_values, gin_utils, reporting
 from het_plugin.evaluation import FewShotResult, checkpoint_ranking, few_shot, fewshot, knn, rankme
 from het_plugin.evaluation.candidates import (
   check_representations,
-  same_log_probs,
-  short_names,
+  read_softmax_predictions,
+  same_predictions,
   split_sources,
 )
 from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
-from het_plugin.evaluation.log_probs import read_log_probs
+from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.representations import read_representations
 
 
 def define_flags() -> None:
   flags.DEFINE_multi_string('train', [], 'Representations of the training split.')
-  flags.DEFINE_multi_string('validation', [], 'Log-probabilities of the validation split.')
+  flags.DEFINE_multi_string('validation', [], 'Predictions for the validation split.')
   flags.DEFINE_multi_string('test', [], 'The same of the test split, in the same order.')
   flags.DEFINE_list('names', None, 'Names of the candidates; else what tells their paths apart.')
   flags.DEFINE_list('k', ['1'], 'Numbers of neighbours; for rank, one.')
@@ -85,7 +86,7 @@ class Result:
 def run_knn() -> Result:
   """k-nearest-neighbour accuracy of every candidate."""
   FLAGS = flags.FLAGS
-  ks = _integers('k', FLAGS.k)
+  ks = flag_values.integers('k', FLAGS.k, least=1)
   train, test, names = _sources('train', 'test')
   check_representations(train, test)
   rows = []
@@ -116,17 +117,20 @@ def run_knn() -> Result:
 def run_rank() -> Result:
   """The kNN proxy of every candidate, and few-shot accuracy of the best by it."""
   FLAGS = flags.FLAGS
-  ks, shots, seeds = (_integers(name, FLAGS[name].value) for name in ('k', 'shots', 'seeds'))
+  ks = flag_values.integers('k', FLAGS.k, least=1)
+  shots = flag_values.integers('shots', FLAGS.shots, least=1)
+  seeds = flag_values.integers('seeds', FLAGS.seeds)
   if len(ks) != 1:
     raise ValueError(f'--k={",".join(FLAGS.k)} must be one number for rank, the k of its proxy')
-  l2 = FLAGS.l2 if FLAGS.l2 == 'loo' else _number('l2', FLAGS.l2)
+  l2 = flag_values.positive_or_word('l2', FLAGS.l2, ['loo'])
   fewshot.check_settings(shots, seeds, l2)
   train, test, names = _sources('train', 'test')
   if not test:
     raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
-  keep = len(names) if FLAGS.keep == 'all' else _integers('keep', [FLAGS.keep])[0]
-  if not 1 <= keep <= len(names):
-    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  choices = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
+  if FLAGS.keep not in choices:
+    raise ValueError(f"--keep={FLAGS.keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  keep = choices[FLAGS.keep]
   check_representations(train, test)
 
   proxy = [_knn_accuracy(source, None, ks)[0][ks[0]] for source in train]
@@ -228,10 +232,10 @@ def run_ensemble() -> Result:
   validation, test, names = _sources('validation', 'test')
   # The test files too are all read before anything is computed, for what is wrong with them.
   labels, num_classes = [], None
-  for read in same_log_probs(validation):
+  for read in same_predictions(validation):
     labels.append(read.label_log_prob)
     num_classes = read.log_prob.shape[1]
-  for _ in same_log_probs(test, num_classes):
+  for _ in same_predictions(test, num_classes):
     pass
 
   found = greedy_ensemble(
@@ -365,8 +369,10 @@ def _spectrum(sigma: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
-  label = read_log_probs(sources[0]).label
-  log_probs = mixture_log_prob((read_log_probs(source).log_prob for source in sources), weights)
+  label = read_softmax_predictions(sources[0]).label
+  log_probs = mixture_log_prob(
+    (read_softmax_predictions(source).log_prob for source in sources), weights
+  )
   scores = []
   for log_prob in log_probs:  # [N, K]
     nll = -np.take_along_axis(log_prob, label[:, None], axis=1).mean()
@@ -378,19 +384,6 @@ def _agreement_line(shots: int, found: checkpoint_ranking.Agreement) -> str:
   tau = 'undefined' if found.kendall_tau is None else f'{found.kendall_tau:.3f}'
   regret = ', '.join(f'{x:.3f}' for x in found.regret)
   return f"{shots} shots: Kendall's tau {tau}; regret of keeping the best 1, 2, ...: {regret}"
-
-
-def _integers(flag: str, values: Sequence[str]) -> list[int]:
-  if not values or not all(value.isdecimal() for value in values):
-    raise ValueError(f'--{flag}={",".join(values)} must be whole numbers')
-  return [int(value) for value in values]
-
-
-def _number(flag: str, value: str) -> float:
-  try:
-    return float(value)
-  except ValueError as error:
-    raise ValueError(f'--{flag}={value} must be a number') from error
 
 
 def _check_flags(subcommand: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import class_covariance, uncertainty
+from het_plugin.evaluation import calibration, class_covariance, uncertainty
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
 _ROW_TITLE = 'checkpoint'
@@ -68,7 +68,7 @@ def results(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
       'source': evaluation.source,
       **evaluation.details,
       **uncertainty.summarize(scores),
-      'reliability': dataclasses.asdict(uncertainty.reliability(confidence, scores.correct)),
+      'reliability': dataclasses.asdict(calibration.reliability(confidence, scores.correct)),
     }
     if evaluation is not first:
       try:
@@ -151,7 +151,7 @@ def plots(
   """{file name: figure}."""
   confidence = {e.name: np.exp(e.scores.uncertainty.log_confidence) for e in evaluations}
   diagrams = {
-    e.name: uncertainty.reliability(confidence[e.name], e.scores.correct) for e in evaluations
+    e.name: calibration.reliability(confidence[e.name], e.scores.correct) for e in evaluations
   }
   risks = {
     e.name: uncertainty.risk_coverage(e.scores.uncertainty.log_confidence, e.scores.correct)

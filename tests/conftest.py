@@ -1,5 +1,8 @@
-"""Test set-up: 8 virtual CPU devices, quiet TensorFlow, a compilation cache, the image data."""
+"""Test set-up: 8 virtual CPU devices, quiet TensorFlow, a compilation cache, the image data, flags
+of mains, a small trained run.
+"""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -53,9 +56,69 @@ def tfds_files(tmp_path_factory) -> TfdsFiles:
 
 
 @pytest.fixture(scope='session')
-def digits_run(tmp_path_factory) -> Path:
-  """The directory of a tiny HET-XL run on digits, with the checkpoints of steps 1 and 2."""
-  import gin  # these take seconds to import
+def data_dir() -> Path:
+  """Directory of image archives (.npz): $HET_PLUGIN_DATA, or shared/data beside the checkout."""
+  path = Path(os.environ.get('HET_PLUGIN_DATA', _CHECKOUT.parent / 'shared' / 'data'))
+  if not path.is_dir():
+    pytest.skip(f'no image data at {path}; set HET_PLUGIN_DATA to a directory that has it')
+  return path
+
+
+@contextlib.contextmanager
+def _parsed_flags(main, *arguments):
+  from absl import flags
+
+  from het_plugin import gin_utils
+
+  before = set(flags.FLAGS)
+  main.define_flags()
+  try:
+    yield flags.FLAGS(gin_utils.rewrite_flags(['main', *map(str, arguments)]))
+  finally:
+    for name in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, name)
+
+
+@pytest.fixture
+def parsed_flags():
+  """`with parsed_flags(main, *arguments) as argv`: the flags of a main's module, gone afterwards,
+  since other mains have flags of the same names.
+  """
+  return _parsed_flags
+
+
+@pytest.fixture
+def run_main(capsys):
+  """Runs a main in this process as a user would: run_main(module, *arguments) returns what it
+  printed; with code=2, its one line on stderr. Flags and gin are as before afterwards.
+  """
+  import gin
+
+  def run(module, *arguments, code=0):
+    with _parsed_flags(module, *arguments) as argv:
+      try:
+        if not code:
+          module.main(argv)
+          return capsys.readouterr().out
+        with pytest.raises(SystemExit) as error:
+          module.main(argv)
+      finally:
+        gin.clear_config()
+    assert error.value.code == code
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith('Error: ')
+    return message
+
+  return run
+
+
+@pytest.fixture(scope='session')
+def digits_run(tmp_path_factory):
+  """(directory, parameters of the last step) of a small HET-XL on digits: checkpoints 1 and 2."""
+  import jax
+  import numpy as np
+
+  import gin
   from het_plugin import configurables, gin_utils
   from het_plugin.train import train_from_gin
 
@@ -64,54 +127,11 @@ def digits_run(tmp_path_factory) -> Path:
   gin_utils.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
     [
-      f"MODEL_DIR = '{folder}'",
+      *(f"MODEL_DIR = '{folder}'", 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2'),
+      *('SAVE_PERIOD = 1', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1', 'eval/Integrator.num_samples = 4'),
       *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
-      *('TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
     ],
   )
-  train_from_gin()
+  _, state = train_from_gin()
   gin.clear_config()
-  return folder
-
-
-@pytest.fixture
-def run_main(capsys):
-  """Runs a main in this process as a user would: run_main(module, *arguments) returns what it
-  printed; with code=2, its one line on stderr. Flags and gin are as before afterwards.
-  """
-  from absl import flags
-
-  import gin
-  from het_plugin import gin_utils
-
-  def run(module, *arguments, code=0):
-    before = set(flags.FLAGS)
-    name = module.__name__.rpartition('.')[2]
-    module.define_flags()
-    try:
-      argv = flags.FLAGS(gin_utils.rewrite_flags([name, *map(str, arguments)]))
-      if not code:
-        module.main(argv)
-        return capsys.readouterr().out
-      with pytest.raises(SystemExit) as error:
-        module.main(argv)
-      assert error.value.code == code
-      message = capsys.readouterr().err.strip().splitlines()[-1]
-      assert message.startswith('Error: ')
-      return message
-    finally:
-      for flag in set(flags.FLAGS) - before:  # other mains define the same
-        delattr(flags.FLAGS, flag)
-      flags.FLAGS.unparse_flags()
-      gin.clear_config()
-
-  return run
-
-
-@pytest.fixture(scope='session')
-def data_dir() -> Path:
-  """Directory of image archives (.npz): $HET_PLUGIN_DATA, or shared/data beside the checkout."""
-  path = Path(os.environ.get('HET_PLUGIN_DATA', _CHECKOUT.parent / 'shared' / 'data'))
-  if not path.is_dir():
-    pytest.skip(f'no image data at {path}; set HET_PLUGIN_DATA to a directory that has it')
-  return path
+  return folder, jax.tree.map(np.asarray, state.params)

@@ -1,22 +1,14 @@
 """The main, as a user runs it, on runs of a few steps."""
 
-import contextlib
 import json
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 import gin
-from het_plugin import configurables, evaluate, gin_utils
+from het_plugin import evaluate, gin_utils, select
 from het_plugin.data import task_info
 from het_plugin.evaluation.predictions import read_predictions
-from het_plugin.train import train_from_gin
-
-TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
-TINY += ['TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1']
-TINY += ['eval/Integrator.num_samples = 4', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1']
 
 
 @pytest.fixture(autouse=True)
@@ -25,45 +17,31 @@ def gin_left_clean():
   gin.clear_config()
 
 
-@pytest.fixture(scope='module')
-def run_dir(tmp_path_factory):
-  """Two checkpoints of a HET-XL on digits."""
-  folder = tmp_path_factory.mktemp('runs') / 'het_xl'
-  configurables.register_trainer()
-  gin_utils.parse_config(
-    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
-    [f"MODEL_DIR = '{folder}'", *TINY],
-  )
-  train_from_gin()
-  return str(folder)
+@pytest.fixture
+def run(parsed_flags):
+  def call_main(*arguments):
+    with parsed_flags(evaluate, *arguments) as argv:
+      evaluate.main(argv)
+
+  return call_main
 
 
-@contextlib.contextmanager
-def main_flags(*arguments):
-  """absl's flags as if the program had been started with these arguments."""
-  known = flags.FLAGS
-  with flagsaver.flagsaver():
-    if 'checkpoint' not in known:
-      evaluate.define_flags()
-    known.unparse_flags()
-    known(gin_utils.rewrite_flags(['evaluate', *arguments]))
-    yield
+@pytest.fixture
+def error_of(run, capsys):
+  """The line of the error that the arguments end in."""
+
+  def call_main(*arguments):
+    with pytest.raises(SystemExit) as exit_code:
+      run(*arguments)
+    assert exit_code.value.code == gin_utils.CONFIG_ERROR
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith('Error: ')]
+    return line
+
+  return call_main
 
 
-def run(*arguments):
-  with main_flags(*arguments):
-    evaluate.main(['evaluate'])
-
-
-def error_of(capsys, *arguments):
-  with pytest.raises(SystemExit) as exit_code:
-    run(*arguments)
-  assert exit_code.value.code == gin_utils.CONFIG_ERROR
-  (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith('Error: ')]
-  return line
-
-
-def test_a_report_of_two_checkpoints(run_dir, tmp_path, capsys):
+def test_a_report_of_two_checkpoints(run, parsed_flags, digits_run, tmp_path, capsys):
+  run_dir, _ = digits_run
   output, other = tmp_path / 'out', tmp_path / 'other.npz'
   rng = np.random.default_rng(0)
   np.savez(other, image=rng.random((30, 8, 8, 3)), label=np.arange(30))
@@ -106,6 +84,16 @@ def test_a_report_of_two_checkpoints(run_dir, tmp_path, capsys):
       assert again[name] == row[name]
     assert again.get('difference') == row.get('difference')
 
+  with parsed_flags(
+    select, 'ensemble', f'--validation={",".join(saved)}', f'--json={tmp_path / "3.json"}'
+  ) as argv:
+    select.main(argv)
+  found = json.loads((tmp_path / '3.json').read_text())
+  best = min(rows, key=lambda row: row['nll'])
+  assert found['rows'][1]['validation_nll'] == pytest.approx(best['nll'])
+  assert found['rows'][1]['validation_accuracy'] == pytest.approx(best['precision_at_1'])
+  assert found['rows'][0]['validation_nll'] <= found['rows'][1]['validation_nll']
+
 
 def test_glyphs_are_shown_and_their_look_alikes_known():
   info = task_info('glyphs_core')
@@ -119,14 +107,11 @@ def test_glyphs_are_shown_and_their_look_alikes_known():
   assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
 
 
-def test_names():
-  assert evaluate.row_names(['a/b', 'a/c/', 'x/p.npz']) == ['b', 'c', 'p']
-  assert evaluate.row_names(['a/b/checkpoint_3', 'a/c']) == ['b/checkpoint_3', 'c']
-  assert evaluate.row_names(['a/b', 'c/b']) == ['a/b', 'c/b']
+def test_precision_at_no_more_than_all_classes():
   assert evaluate.default_ks(3) == (1, 3) and evaluate.default_ks(1) == (1,)
 
 
-def test_settings_that_are_wrong(capsys):
+def test_settings_that_are_wrong(error_of):
   cases = {
     (): '--checkpoint is not set',
     ('--checkpoint=x.npz',): 'x.npz is a published file',
@@ -140,10 +125,11 @@ def test_settings_that_are_wrong(capsys):
     ('--predictions=no/such.npz',): 'no/such.npz',
   }
   for arguments, message in cases.items():
-    assert message in error_of(capsys, *arguments)
+    assert message in error_of(*arguments)
 
 
-def test_data_that_do_not_fit(run_dir, tmp_path, capsys):
+def test_data_that_do_not_fit(error_of, digits_run, tmp_path):
+  run_dir, _ = digits_run
   rng = np.random.default_rng(0)
   large = str(tmp_path / 'large.npz')
   np.savez(large, image=rng.random((20, 9, 9)), label=np.arange(20) % 10)
@@ -161,12 +147,12 @@ def test_data_that_do_not_fit(run_dir, tmp_path, capsys):
     ('--split=test', '--covariance_index=359'): '--covariance_index=359: there is no example 359',
   }
   for arguments, message in cases.items():
-    assert message in error_of(capsys, f'--checkpoint={run_dir}', *arguments)
+    assert message in error_of(f'--checkpoint={run_dir}', *arguments)
 
 
-def test_other_examples_cannot_be_compared(tmp_path, capsys):
+def test_other_examples_cannot_be_compared(error_of, tmp_path):
   paths = [tmp_path / 'a.npz', tmp_path / 'b.npz']
   for path, labels in zip(paths, ([0, 1], [1, 1]), strict=True):
     np.savez(path, logits=np.eye(2), label=labels)
-  message = error_of(capsys, *(f'--predictions={path}' for path in paths))
+  message = error_of(*(f'--predictions={path}' for path in paths))
   assert 'b against a: a comparison needs the same examples' in message

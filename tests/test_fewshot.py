@@ -149,7 +149,8 @@ def test_protocols_by_name_and_by_part(files, run_main, tmp_path):
 
 
 def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
-  """A task, an NPZ file and a slice, by two checkpoints of a run."""
+  """A task and an NPZ file, by two checkpoints of a run."""
+  run_dir, _ = digits_run
   x, y = load_digits(return_X_y=True)
   images = (x[:300].reshape(-1, 8, 8) / 16 * 255).astype(np.uint8)
   split = np.where(np.arange(300) < 200, 'train', 'test')
@@ -157,7 +158,7 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
   out = tmp_path / 'out.json'
   printed = run_main(
     fewshot,
-    *(f'--checkpoint={digits_run / "checkpoint_1"}', f'--checkpoint={digits_run}'),
+    *(f'--checkpoint={run_dir / "checkpoint_1"}', f'--checkpoint={run_dir}'),
     *(f'--datasets=digits,mine={tmp_path / "mine.npz"}', '--names=one,two', '--max_train=150'),
     *('--shots=5', '--seeds=0,1', '--protocol=vmoe', f'--json={out}'),
   )
@@ -182,7 +183,7 @@ def test_data_sets_that_gin_files_bind(digits_run, run_main, tmp_path):
   out = tmp_path / 'out.json'
   run_main(
     fewshot,
-    *(f'--checkpoint={digits_run}', f'--gin_file={gin_file}', '--shots=1', f'--json={out}'),
+    *(f'--checkpoint={digits_run[0]}', f'--gin_file={gin_file}', '--shots=1', f'--json={out}'),
   )
   assert [key[1] for key in rows_of(out)] == ['half']
 
@@ -198,11 +199,11 @@ def test_data_sets_that_gin_files_bind(digits_run, run_main, tmp_path):
     (['--train=a.npz', '--test=b.npz', '--layer=x'], '--layer is for --checkpoint'),
     (['--results=nowhere.json'], '--results=nowhere.json is no --json of this program'),
     (['--checkpoint=nowhere'], 'nowhere holds no checkpoint'),
-    (['--shots=0', '--results=x'], '--shots=0 must be whole numbers >= 1'),
-    (['--shots=few', '--results=x'], '--shots=few must be whole numbers >= 1'),
-    (['--seeds=-1', '--results=x'], '--seeds=-1 must be whole numbers >= 0'),
+    (['--shots=0', '--results=x'], '--shots=0 must be whole numbers of at least 1'),
+    (['--shots=few', '--results=x'], '--shots=few must be whole numbers of at least 1'),
+    (['--seeds=-1', '--results=x'], '--seeds=-1 must be whole numbers of at least 0'),
     (['--l2=much', '--results=x'], '--l2=much must be a number > 0, or loo'),
-    (['--l2=-1', '--results=x'], 'l2=-1.0 must be a finite number > 0'),
+    (['--l2=-1', '--results=x'], '--l2=-1 must be a number > 0'),
     (['--classifier=logistic', '--results=x'], "l2='loo' needs classifier='ridge'"),
     (['--splits=train', '--checkpoint=x'], '--splits=train must be a training and a test split'),
   ],
@@ -222,7 +223,7 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   np.savez(tmp_path / 'nan.npz', x=np.where(x > 15, np.nan, x), y=y)
   wrong = [f'--train={tmp_path / "nan.npz"}', f'--test={files["clean"][1]}']
   assert 'rows that are not finite' in run_main(fewshot, *wrong, code=2)
-  run = f'--checkpoint={digits_run}'
+  run = f'--checkpoint={digits_run[0]}'
   others = '--protocol=uncertainty_baselines'
   assert 'there is only one' in run_main(fewshot, run, '--datasets=digits', others, code=2)
   assert 'distinct names' in run_main(fewshot, run, '--datasets=digits,digits', code=2)

@@ -1,19 +1,16 @@
 """`python -m het_plugin.represent` as a user runs it: a digits run, npz files, folders, arrays."""
 
-import contextlib
 import json
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from absl import flags
 from PIL import Image
 
 import gin
-from het_plugin import configurables, data, gin_utils, represent, weights
+from het_plugin import data, represent, weights
 from het_plugin.evaluation.representations import read_representations
-from het_plugin.train import train_from_gin
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
@@ -24,43 +21,13 @@ def gin_left_clean():
   gin.clear_config()
 
 
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  """Two checkpoints of a HET-XL on digits, and the parameters of the last."""
-  folder = tmp_path_factory.mktemp('run')
-  configurables.register_trainer()
-  gin_utils.parse_config(
-    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
-    [
-      f"MODEL_DIR = '{folder}'",
-      *TINY,
-      *('TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 1'),
-    ],
-  )
-  _, state = train_from_gin()
-  return folder, jax.tree.map(np.asarray, state.params)
-
-
-@contextlib.contextmanager
-def parsed_flags(arguments):
-  """The main's flags, which are gone afterwards: other mains define the same."""
-  before = set(flags.FLAGS)
-  represent.define_flags()
-  try:
-    flags.FLAGS(gin_utils.rewrite_flags(['represent', *map(str, arguments)]))
-    yield
-  finally:
-    for name in set(flags.FLAGS) - before:
-      delattr(flags.FLAGS, name)
-
-
 @pytest.fixture
-def call(tmp_path, capsys):
+def call(parsed_flags, tmp_path, capsys):
   """Runs the main in this process: (rows of --json, stdout); for code 2, the line of the error."""
 
   def call_main(*arguments, code=0):
     table = tmp_path / 'table.json'
-    with parsed_flags([*arguments, f'--json={table}']):
+    with parsed_flags(represent, *arguments, f'--json={table}'):
       if not code:
         represent.main(['represent'])
         return json.loads(table.read_text())['files'], capsys.readouterr().out
@@ -81,8 +48,8 @@ def assert_representations_equal(got, want, atol=0.0):
   assert got.class_names == want.class_names
 
 
-def test_digits(run, call, tmp_path):
-  folder, _ = run
+def test_digits(digits_run, call, tmp_path):
+  folder, _ = digits_run
   out = tmp_path / 'out'
   common = (f'--checkpoint={folder}', '--dataset=digits', '--layers=pre_logits,patches')
   rows, printed = call(*common, f'--output_dir={out}')
@@ -128,8 +95,8 @@ def test_digits(run, call, tmp_path):
   assert read_representations(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
 
 
-def test_bounded_pooled_and_stored_in_half(run, call, tmp_path):
-  folder, _ = run
+def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
+  folder, _ = digits_run
   common = (f'--checkpoint={folder}', f'--output_dir={tmp_path}', '--layers=patches')
   rows, _ = call(
     *common, '--dataset=glyphs_core', '--splits=train', '--max_examples=100', '--pool=none',
@@ -146,8 +113,8 @@ def test_bounded_pooled_and_stored_in_half(run, call, tmp_path):
   assert len(digits.index) == 100 and digits.index.max() > 100  # a choice, not the first
 
 
-def test_images_of_ones_own(run, call, tmp_path):
-  folder, params = run
+def test_images_of_ones_own(digits_run, call, tmp_path):
+  folder, params = digits_run
   flat = {f'{name}/{path}': x for name, tree in params.items() for path, x in _flat(tree).items()}
   weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(flat, 10, 2))
   common = (
@@ -237,17 +204,19 @@ def test_arrays_made_elsewhere(call, tmp_path):
     (['--layers='], '--layers= is empty'),
   ],
 )
-def test_bad_settings_are_one_sentence_and_write_nothing(run, call, tmp_path, arguments, message):
+def test_bad_settings_are_one_sentence_and_write_nothing(
+  digits_run, call, tmp_path, arguments, message
+):
   out = tmp_path / 'out'
-  common = (f'--checkpoint={run[0]}', '--dataset=digits', f'--output_dir={out}')
+  common = (f'--checkpoint={digits_run[0]}', '--dataset=digits', f'--output_dir={out}')
   assert message in call(*common, *arguments, code=2)
   assert not out.exists()
 
 
-def test_too_little_space(run, call, tmp_path, monkeypatch):
+def test_too_little_space(digits_run, call, tmp_path, monkeypatch):
   usage = represent.shutil.disk_usage(tmp_path)._replace(free=2**10)
   monkeypatch.setattr(represent.shutil, 'disk_usage', lambda path: usage)
-  common = (f'--checkpoint={run[0]}', '--dataset=digits', f'--output_dir={tmp_path}/out')
+  common = (f'--checkpoint={digits_run[0]}', '--dataset=digits', f'--output_dir={tmp_path}/out')
   assert 'has 0.0 GiB of space, and 0.0 GiB are needed' in call(*common, code=2)
 
 
@@ -275,8 +244,8 @@ def interrupted_after(num_batches, read_next):
   return read
 
 
-def test_interrupted_it_goes_on(run, call, tmp_path, monkeypatch):
-  common = (f'--checkpoint={run[0]}', '--dataset=digits', '--splits=train,test')
+def test_interrupted_it_goes_on(digits_run, call, tmp_path, monkeypatch):
+  common = (f'--checkpoint={digits_run[0]}', '--dataset=digits', '--splits=train,test')
   read_next = data.BatchIterator.__next__
   monkeypatch.setattr(data.BatchIterator, '__next__', interrupted_after(5, read_next))
   with pytest.raises(KeyboardInterrupt):

@@ -1,6 +1,5 @@
 """`python -m het_plugin.select`: what it finds, prints and writes, and what it refuses."""
 
-import functools
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from het_plugin import select
 from het_plugin.evaluation import few_shot
+from het_plugin.evaluation.predictions import Predictions, write_predictions
 
 ROOT = Path(__file__).parents[1]
 NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
@@ -38,8 +38,8 @@ def runs(tmp_path_factory):
     for split, rows in (('train', slice(0, 300)), ('test', slice(300, 500))):
       index = np.arange(500)[rows]
       np.savez(folder / name / f'{split}.npz', features=noisy[rows], label=y[rows], index=index)
-      arrays = dict(log_prob=log_prob[rows].astype(np.float32), label=y[rows], index=index)
-      np.savez(folder / name / f'log_prob_{split}.npz', **arrays)
+      predicted = Predictions(log_prob[rows].astype(np.float32), y[rows, None], index)
+      write_predictions(folder / name / f'log_prob_{split}.npz', predicted)
   return folder
 
 
@@ -48,19 +48,13 @@ def files(runs, flag, file, names=NOISE):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(parsed_flags, capsys, tmp_path):
   """Runs main in this process with flags of its own: (text, JSON)."""
 
   def call(*arguments, code=0):
-    values = flags.FlagValues()
-    with monkeypatch.context() as patch:
-      for name in ('string', 'multi_string', 'list', 'enum', 'integer', 'bool'):
-        define = getattr(flags, f'DEFINE_{name}')
-        patch.setattr(flags, f'DEFINE_{name}', functools.partial(define, flag_values=values))
-      select.define_flags()
-      patch.setattr(flags, 'FLAGS', values)
-      out = tmp_path / 'out.json'
-      argv = values(['select', *arguments, *([f'--json={out}'] if not code else ())])
+    out = tmp_path / 'out.json'
+    json_flag = [f'--json={out}'] if not code else []
+    with parsed_flags(select, *arguments, *json_flag) as argv:
       if not code:
         select.main(argv)
         return capsys.readouterr().out, json.loads(out.read_text())
@@ -221,16 +215,19 @@ def test_ensemble_without_replacement_or_test_files(runs, run, tmp_path):
     (['knn', '--train=x.npy'], 'write FEATURES.npy,LABELS.npy'),
     (['knn', '--train=x.npz', '--test=y.npz,z.npz'], '--test has 2 files and --train 1'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
-    (['knn', '--train=x.npz', '--k=1,x'], '--k=1,x must be whole numbers'),
+    (['knn', '--train=x.npz', '--k=1,x'], '--k=1,x must be whole numbers of at least 1'),
     (['knn', '--train=GOOD', '--k=300'], 'k=300 must be in 1 .. 299'),
     (['rank', '--train=GOOD', '--k=1,2'], '--k=1,2 must be one number for rank'),
     (['rank', '--train=GOOD', '--l2=x'], '--l2=x must be a number'),
     (['rank', '--train=GOOD'], '--test is not set; rank measures'),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
-    (['rank', '--train=GOOD', '--test=TEST', '--keep=x'], '--keep=x must be whole numbers'),
-    (['rank', '--train=GOOD', '--test=TEST', '--shots=0'], 'shots=(0,) must be one or more'),
+    (['rank', '--train=GOOD', '--test=TEST', '--keep=x'], '--keep=x must be in 1 .. 1'),
+    (
+      ['rank', '--train=GOOD', '--test=TEST', '--shots=0'],
+      '--shots=0 must be whole numbers of at least 1',
+    ),
     (['rankme', '--train=GOOD', '--max_examples=0'], '--max_examples=0 must be at least 1'),
-    (['ensemble', '--validation=GOOD'], 'has no array log_prob'),
+    (['ensemble', '--validation=GOOD'], 'exactly one of the arrays log_prob, prob, logits'),
     (['ensemble', '--validation=P', '--max_members=0'], '--max_members=0 must be at least 1'),
     (['knn', '--train=GOOD,TEST'], 'holds other examples than'),
     (['ensemble', '--validation=P,Q'], 'holds other examples than'),

@@ -26,14 +26,16 @@ def assert_equal(got, want):
 
 
 def test_the_newest_checkpoint_on_another_mesh(digits_run):
+  digits_run, params = digits_run
   run = trained_run.open_run(digits_run, bindings=['PjitPartitioner.num_partitions = 2'])
   assert (run.step, run.image_size, run.channels, run.max_labels) == (2, 8, 1, 1)
   assert run.task == 'digits' and run.checkpoint == str(digits_run / 'checkpoint_2')
   assert run.partitioner.model_shards == 2 and 'digits' in run.config
-  assert_equal(run.params, checkpoints.read_params(digits_run))
+  assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
 
 
 def test_one_checkpoint(digits_run):
+  digits_run, _ = digits_run
   run = trained_run.open_run(digits_run / 'checkpoint_1')
   assert run.step == 1
   assert_equal(run.params, checkpoints.read_params(digits_run / 'checkpoint_1'))
@@ -42,7 +44,7 @@ def test_one_checkpoint(digits_run):
 
 
 def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
-  params = checkpoints.read_params(digits_run)
+  params = checkpoints.read_params(digits_run[0])
   path = tmp_path / 'vit.npz'
   weights.write_arrays(path, weights.export_params(params, 10, 2))
   model = ['BACKBONE = @vit()', "vit.variant = 'Ti/4'", "vit.pooling = 'gap'", *TINY]
@@ -57,6 +59,7 @@ def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
 
 
 def test_what_is_no_run(digits_run, tmp_path):
+  digits_run, _ = digits_run
   with pytest.raises(ValueError, match='holds no checkpoint'):
     trained_run.open_run(tmp_path)
   (tmp_path / 'checkpoint_2').symlink_to(digits_run / 'checkpoint_2')

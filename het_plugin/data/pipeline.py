@@ -90,7 +90,7 @@ class BatchIterator:
   error in reading a batch is raised by the `next` that would have returned it.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
-  num_batches: batches from position 0 to the end; None if endless.
+  num_examples, num_batches: from position 0 to the end; None if endless.
   """
 
   def __init__(
@@ -107,7 +107,7 @@ class BatchIterator:
     self._corrupt = corrupt
     self._batch_size = batch_size
     self._rows = rows
-    self._num_examples = num_examples
+    self.num_examples = num_examples
     self.element_spec = element_spec
     self.num_batches = None if num_examples is None else -(-num_examples // batch_size)
     self._executor = concurrent.futures.ThreadPoolExecutor(1, 'input')
@@ -156,7 +156,7 @@ class BatchIterator:
     self._executor.shutdown(wait=True)
 
   def _ended(self, position: int) -> bool:
-    return self._num_examples is not None and position >= self._num_examples
+    return self.num_examples is not None and position >= self.num_examples
 
   def _discard_pending(self) -> None:
     for future in self._pending:

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from het_plugin.evaluation.log_probs import LogProbs, read_log_probs
+from het_plugin.evaluation.predictions import Predictions, read_predictions
 from het_plugin.evaluation.representations import Representations, read_representations
-
-_SUFFIXES = ('.npz', '.safetensors', '.npy')
 
 
 def split_sources(text: str) -> list[str]:
@@ -18,22 +16,6 @@ def split_sources(text: str) -> list[str]:
     labels = next(parts, None) if part.endswith('.npy') else None
     sources.append(part if labels is None else f'{part},{labels}')
   return sources
-
-
-def short_names(sources: Sequence[str]) -> list[str]:
-  """What tells different sources apart: ['a', 'b'] of ['runs/a/x.npz', 'runs/b/x.npz']."""
-  paths = [source.split(',')[0].split('/') for source in sources]
-  if len(paths) > 1:
-    while min(map(len, paths)) > 1 and len({path[0] for path in paths}) == 1:
-      paths = [path[1:] for path in paths]
-    while min(map(len, paths)) > 1 and len({path[-1] for path in paths}) == 1:
-      paths = [path[:-1] for path in paths]
-  else:
-    paths = [paths[0][-1:]]
-  names = ['/'.join(path) for path in paths]
-  for suffix in _SUFFIXES:
-    names = [name.removesuffix(suffix) for name in names]
-  return names if len(set(names)) == len(names) else list(sources)
 
 
 def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
@@ -61,8 +43,22 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
         _check_pair(source, described, train[i], trained[i])
 
 
-def same_log_probs(sources: Sequence[str], num_classes: int | None = None) -> Iterator[LogProbs]:
-  """Reads the candidates' predictions for a split, one after another.
+def read_softmax_predictions(source: str) -> Predictions:
+  """Reads predictions of one label each, ascending by example id.
+
+  Raises:
+    ValueError: a wrong file, or one of independent classes (`link` 'sigmoid').
+  """
+  read = read_predictions(source)
+  if read.link != 'softmax':
+    raise ValueError(f"{source} has link = '{read.link}'; an ensemble needs softmax predictions")
+  return read.rows(np.argsort(read.index, kind='stable'))
+
+
+def same_predictions(
+  sources: Sequence[str], num_classes: int | None = None
+) -> Iterator[Predictions]:
+  """Reads the candidates' predictions for a split, one after another (`read_softmax_predictions`).
 
   Raises:
     ValueError: a wrong file, or one with other examples or classes than the first or, where it is
@@ -70,13 +66,14 @@ def same_log_probs(sources: Sequence[str], num_classes: int | None = None) -> It
   """
   first = None
   for source in sources:
-    read = read_log_probs(source)
+    read = read_softmax_predictions(source)
     classes = read.log_prob.shape[1]
     num_classes = num_classes or classes
     if classes != num_classes:
       raise ValueError(f'{source} has {classes} classes; the files before it have {num_classes}')
-    first = first or read
-    _check_same(sources[0], source, (first.index, first.label), (read.index, read.label))
+    examples = read.index, read.label
+    first = first or examples
+    _check_same(sources[0], source, first, examples)
     yield read
 
 

@@ -11,10 +11,9 @@ import scipy.special
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from het_plugin.evaluation import ridge
+from het_plugin.evaluation import calibration, ridge
 
 MAX_ITERATIONS = 150
-NUM_BINS = 15  # of the calibration error, as in models/metrics.py
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +24,7 @@ class Score:
     correct: bool [M].
     nll: mean negative log-likelihood in nats over the rows whose class the model knows; NaN if
       there is none.
-    ece: expected calibration error over the same rows.
+    ece: expected calibration error over the same rows (`calibration.Reliability`).
   """
 
   correct: np.ndarray
@@ -73,9 +72,8 @@ class Logistic:
       return Score(correct, np.nan, np.nan)
     at_label = log_prob[known, np.searchsorted(self.classes, y[known])]
     confidence = np.exp(log_prob.max(axis=1))
-    return Score(
-      correct, float(-at_label.mean()), calibration_error(confidence[known], correct[known])
-    )
+    ece = calibration.reliability(confidence[known], correct[known]).ece
+    return Score(correct, float(-at_label.mean()), ece)
 
   def _fitted(self, l2: float) -> LogisticRegression:
     with warnings.catch_warnings():
@@ -88,12 +86,3 @@ def standardise(x: np.ndarray, y: np.ndarray) -> Logistic:
   """Standardises examples x, any float [N, D], with labels y, int [N]; N >= 1."""
   mean, scale = ridge.standardisation(x)
   return Logistic(np.unique(y).astype(np.int64), mean, scale, (x - mean) / scale, y)
-
-
-def calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
-  """Expected calibration error over NUM_BINS bins of confidence [M], correct bool [M]
-  (`models.metrics.ExpectedCalibrationError`, on the host).
-  """
-  bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(int)
-  gaps = np.bincount(bins, correct - confidence, NUM_BINS)
-  return float(np.abs(gaps).sum() / len(confidence))

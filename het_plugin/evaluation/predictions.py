@@ -12,8 +12,9 @@ Ours are .npz files with the arrays
     provenance        JSON: the checkpoint, task and split they come from
 
 Files made elsewhere need a label and exactly one of `log_prob`, `prob` and `logits` [N, K].
-Softmax: probabilities of a row must sum to 1 within 0.001 and are taken as they are; logits are
-normalised. Sigmoid, where the file has link = 'sigmoid': each class is on with its own probability.
+Softmax: probabilities of a row must sum to 1 within 0.001 (0.01 in half precision) and are taken as
+they are; logits are normalised. Sigmoid, where the file has link = 'sigmoid': each class is on with
+its own probability.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ LINKS = ('softmax', 'sigmoid')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 LABEL_NAMES = ('label', 'labels')
 _SUM_TOLERANCE = 1e-3
+_HALF_SUM_TOLERANCE = 1e-2  # half precision rounds a log-probability of -10 by 4e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +68,16 @@ class Predictions:
 
   def __len__(self) -> int:
     return len(self.log_prob)
+
+  @property
+  def label(self) -> np.ndarray:
+    """The one label of each example, int32 [N], of a softmax link (see `check`)."""
+    return self.labels.max(axis=1)
+
+  @property
+  def label_log_prob(self) -> np.ndarray:
+    """log p(y | x), [N], of a softmax link."""
+    return np.take_along_axis(self.log_prob, self.label[:, None], axis=1)[:, 0]
 
   def rows(self, rows: slice | np.ndarray) -> 'Predictions':
     """Those of some examples."""
@@ -225,6 +237,8 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
   index = arrays.get('index', np.arange(len(values)))
   if index.shape != (len(values),) or index.dtype.kind not in 'iu':
     raise ValueError(f'index is {index.dtype} {list(index.shape)}; it must be integers [N]')
+  if len(np.unique(index)) != len(index):
+    raise ValueError('index must give each example an id of its own')
   names = arrays.get('class_name')
   if names is not None and names.shape != (values.shape[1],):
     raise ValueError(f'class_name is {list(names.shape)}; it must be [K] = [{values.shape[1]}]')
@@ -281,23 +295,24 @@ def _column(arrays: Mapping[str, np.ndarray], name: str, num_rows: int) -> np.nd
 
 def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
   """Log-probabilities [N, K]: float32 as they are, all else computed in float64."""
+  tolerance = _SUM_TOLERANCE if values.dtype.itemsize >= 4 else _HALF_SUM_TOLERANCE
   if name == 'logits':
     if not np.isfinite(values).all():
       raise ValueError('logits has values that are not finite')
     values = values.astype(np.float64)
     return special.log_softmax(values, axis=1) if link == 'softmax' else special.log_expit(values)
   if name == 'prob':
-    if not ((values >= 0) & (values <= 1 + _SUM_TOLERANCE)).all():
+    if not ((values >= 0) & (values <= 1 + tolerance)).all():
       raise ValueError('prob has values outside [0, 1]')
     with np.errstate(divide='ignore'):  # a probability of 0 is one: its log is -inf
       log_prob = np.log(values.astype(np.float64))
   else:
     log_prob = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
-    if not (log_prob <= _SUM_TOLERANCE).all():
+    if not (log_prob <= tolerance).all():
       raise ValueError('log_prob has values above 0, or NaNs')
   if link == 'softmax':
     total = np.exp(special.logsumexp(log_prob, axis=1))
-    if (wrong := np.abs(total - 1) > _SUM_TOLERANCE).any():
+    if (wrong := np.abs(total - 1) > tolerance).any():
       row = int(np.flatnonzero(wrong)[0])
       raise ValueError(
         f'the probabilities of row {row} sum to {total[row]:.4g} instead of 1 (an array '

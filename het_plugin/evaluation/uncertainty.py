@@ -36,9 +36,9 @@ import numpy as np
 from scipy import stats
 from sklearn import metrics
 
+from het_plugin.evaluation import calibration
 from het_plugin.evaluation.predictions import Predictions, check
 
-NUM_BINS = 15
 _BLOCK = 2**22  # float64 elements that are worked on at a time
 
 
@@ -87,21 +87,6 @@ class ExampleScores:
   correct: np.ndarray
   ranking_ap: np.ndarray | None
   uncertainty: Uncertainty
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reliability:
-  """A reliability diagram: count, mean confidence and accuracy (both NaN where empty), [M]."""
-
-  count: np.ndarray
-  confidence: np.ndarray
-  accuracy: np.ndarray
-
-  @property
-  def ece(self) -> float:
-    """The mean gap of confidence and accuracy, weighted with the counts."""
-    gap = np.where(self.count > 0, np.abs(self.accuracy - self.confidence), 0.0)
-    return float((self.count * gap).sum() / self.count.sum())
 
 
 def uncertainty(predictions: Predictions) -> Uncertainty:
@@ -184,8 +169,8 @@ def summarize(scores: ExampleScores) -> dict[str, Any]:
     means['ranking_ap'] = scores.ranking_ap
   result = {name: float(values.mean()) for name, values in means.items()}
   result |= {
-    'ece': reliability(confidence, scores.correct).ece,
-    'adaptive_ece': adaptive_reliability(confidence, scores.correct).ece,
+    'ece': calibration.reliability(confidence, scores.correct).ece,
+    'adaptive_ece': calibration.adaptive_reliability(confidence, scores.correct).ece,
     'aurc': float(risk.mean()),
     'e_aurc': float(risk.mean() - risk_coverage(scores.correct, scores.correct).mean()),
     'auroc_errors': auroc(
@@ -235,30 +220,6 @@ def stderr(values: np.ndarray) -> float | None:
   if len(values) < 2 or not np.isfinite(values).all():
     return None
   return float(np.std(values, ddof=1) / np.sqrt(len(values)))
-
-
-def reliability(
-  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
-) -> Reliability:
-  """Bins of equal width: bin m has the confidences in (m / M, (m + 1) / M], the first 0 as well."""
-  return _binned(
-    np.clip(np.ceil(confidence * num_bins) - 1, 0, num_bins - 1).astype(int),
-    confidence,
-    correct,
-    num_bins,
-  )
-
-
-def adaptive_reliability(
-  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
-) -> Reliability:
-  """Bins of as equal numbers of examples as ties allow, at most `num_bins`.
-
-  Bin m ends with the confidence of rank ceil(N (m + 1) / M); equal ends are one bin.
-  """
-  last = np.ceil(len(confidence) * np.arange(1, num_bins + 1) / num_bins).astype(int) - 1
-  ends = np.unique(np.sort(confidence)[last])
-  return _binned(np.searchsorted(ends, confidence), confidence, correct, len(ends))
 
 
 def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
@@ -335,7 +296,7 @@ def _score(block: Predictions, ks: Sequence[int]) -> ExampleScores:
   if block.nll is not None:
     nll = block.nll.astype(np.float64)
   elif block.link == 'softmax':
-    nll = -np.take_along_axis(log_p, labels.max(axis=1, keepdims=True), axis=1)[:, 0]
+    nll = -block.label_log_prob.astype(np.float64)
   else:
     nll = -np.where(is_label, log_p, log_q).sum(axis=1)
   rank = _ranks(log_p, labels)  # [N, L]
@@ -386,13 +347,6 @@ def _plogp(log_p: np.ndarray) -> np.ndarray:
   """-p log p, 0 where p = 0."""
   p = np.exp(log_p)
   return -p * np.where(p > 0, log_p, 0.0)
-
-
-def _binned(bins, confidence, correct, num_bins) -> Reliability:
-  count = np.bincount(bins, minlength=num_bins)
-  sums = (np.bincount(bins, weights=x, minlength=num_bins) for x in (confidence, correct))
-  with np.errstate(invalid='ignore'):
-    return Reliability(count, *(total / count for total in sums))
 
 
 def _labelled(positive, negative):

@@ -1,18 +1,16 @@
 """Plots of many candidates as PNGs: curves of one quantity, and one quantity against another."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from het_plugin.reporting import style
 
 Points = tuple[Sequence[float], Sequence[float]]
 
 _MAX_LEGEND = 20  # lines; more would fill the figure
-_MARKERS = 'osD^vP'
 
 
 def lines_png(
@@ -36,12 +34,14 @@ def lines_png(
     dpi: pixels an inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
-  colors = colormaps['viridis'](np.linspace(0, 0.88, len(lines)))
+  styles = style.line_styles(lines)
   for i, (name, (x, y)) in enumerate(lines.items()):
-    marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 30 else ''
+    marker = style.MARKERS[i % len(style.MARKERS)] if len(x) <= 30 else ''
     y = np.asarray(y, float)
     shown = np.isfinite(y) & ((y > 0) | (not log_y))
-    ax.plot(x, np.where(shown, y, np.nan), color=colors[i], marker=marker, markersize=5, label=name)
+    color, dashes = styles[name]
+    shown_y = np.where(shown, y, np.nan)
+    ax.plot(x, shown_y, color=color, linestyle=dashes, marker=marker, markersize=5, label=name)
   ax.set(xscale='log' if log_x else 'linear', yscale='log' if log_y else 'linear')
   if whole_steps:
     ticks = sorted({value for x, _ in lines.values() for value in x})
@@ -49,7 +49,7 @@ def lines_png(
     ax.minorticks_off()
   if 1 < len(lines) <= _MAX_LEGEND:
     figure.legend(loc='outside right upper', frameon=False, fontsize=9)
-  return _png(figure, dpi)
+  return style.to_png(figure, dpi)
 
 
 def scatter_png(
@@ -69,27 +69,20 @@ def scatter_png(
     dpi: pixels an inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
-  colors = colormaps['viridis'](np.linspace(0, 0.88, len(groups)))
+  styles = style.line_styles(groups)
   for i, (group, (x, y)) in enumerate(groups.items()):
-    ax.scatter(x, y, color=colors[i], marker=_MARKERS[i % len(_MARKERS)], label=group)
+    color, _ = styles[group]
+    ax.scatter(x, y, color=color, marker=style.MARKERS[i % len(style.MARKERS)], label=group)
   if len(names) <= _MAX_LEGEND:
     for name, where in zip(names, zip(x, y, strict=True), strict=True):
       ax.annotate(name, where, xytext=(5, 4), textcoords='offset points', fontsize=8)
   figure.legend(loc='outside right upper', frameon=False, fontsize=9)
-  return _png(figure, dpi)
+  return style.to_png(figure, dpi)
 
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-  figure = Figure(figsize=(8, 4.5), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(8, 4.5)
   ax = figure.subplots()
   ax.set(xlabel=xlabel, ylabel=ylabel)
-  ax.spines[['top', 'right']].set_visible(False)
-  ax.grid(axis='y', color='#dddddd', linewidth=0.7)
+  style.plain_axes(ax)
   return figure, ax
-
-
-def _png(figure: Figure, dpi: int) -> bytes:
-  buffer = io.BytesIO()
-  figure.savefig(buffer, format='png', dpi=dpi)
-  return buffer.getvalue()

@@ -1,12 +1,11 @@
 """An image, its most probable classes and the correlations of their logits, as a PNG."""
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+
+from het_plugin.reporting import style
 
 _NAME_LENGTH = 40
 
@@ -37,8 +36,7 @@ class CovariancePanel:
 def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   """A PNG: image, probabilities, correlation matrix in [-1, 1], and the list of neighbours."""
   m = len(panel.classes)
-  figure = Figure(figsize=(15, 0.42 * m + 1.6), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(15, 0.42 * m + 1.6)
   image_ax, bars, matrix, words = figure.subplots(1, 4, width_ratios=(1, 1.1, 1.1, 1.6))
   image_ax.imshow(np.clip((panel.image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
   image_ax.set_axis_off()
@@ -50,7 +48,7 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   bars.invert_yaxis()
   bars.set_xlim(0, 1)
   bars.set_title('probability', fontsize=10, loc='left')
-  bars.spines[['top', 'right']].set_visible(False)
+  style.plain_axes(bars, grid=None)
 
   shown = matrix.imshow(panel.correlation, cmap='RdBu_r', vmin=-1, vmax=1)
   for (i, j), value in np.ndenumerate(panel.correlation):
@@ -67,9 +65,7 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   words.set_title(
     f'most correlated with\n{_short(panel.anchor)}', fontsize=9, loc='left', parse_math=False
   )
-  png = io.BytesIO()
-  figure.savefig(png, format='png', dpi=dpi)
-  return png.getvalue()
+  return style.to_png(figure, dpi)
 
 
 def _short(name: str) -> str:

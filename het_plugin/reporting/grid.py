@@ -1,12 +1,11 @@
 """Heat maps over batch sizes and samples, a column a head: fig. 2 of Collier et al. 2023."""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+
+from het_plugin.reporting import style
 
 Row = Mapping[str, Any]
 
@@ -24,8 +23,7 @@ def grid_png(
   """
   heads = list(dict.fromkeys(row['head'] for row in rows))
   batches = sorted({row['b'] for row in rows})
-  figure = Figure(figsize=(3.2 * len(heads), 3 * len(measures)), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(3.2 * len(heads), 3 * len(measures))
   axes = figure.subplots(len(measures), len(heads), squeeze=False)
   for line, (title, measure) in zip(axes, measures.items(), strict=True):
     values = {(row['head'], row['s'], row['b']): measure(row) for row in rows}
@@ -44,6 +42,4 @@ def grid_png(
       ax.set_title(f'{head}: {title}', fontsize=10)
       ax.set_xlabel('batch')
       ax.set_ylabel('samples S')
-  png = io.BytesIO()
-  figure.savefig(png, dpi=dpi, format='png')
-  return png.getvalue()
+  return style.to_png(figure, dpi)

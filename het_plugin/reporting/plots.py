@@ -1,24 +1,14 @@
 """Training curves as a PNG: one panel for the loss, one for the temperature."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+
+from het_plugin.reporting import style
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
-# (colour, dashes): colours with a contrast of 4.5:1 on white; dashes tell lines apart without them.
-STYLES = (
-  ('#4a4a4a', 'solid'),
-  ('#8a5a00', (0, (5, 1.5))),
-  ('#1b5fad', 'solid'),
-  ('#8b2f7f', (0, (5, 1.5))),
-  ('#00704d', 'solid'),
-  ('#b33c00', (0, (5, 1.5))),
-)
 _PANELS = {'loss': 'training loss (nats per example)', 'tau': 'temperature tau'}
 _SMOOTH_FRACTION = 0.02  # of a curve's points, in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
@@ -42,14 +32,11 @@ def curves_png(curves: Curves, dpi: int = 160) -> bytes:
   panels = [name for name in _PANELS if any(name in curve for curve in curves.values())]
   if not panels:
     raise ValueError(f'curves has neither of {list(_PANELS)} for any head; heads: {list(curves)}.')
-  figure = Figure(figsize=(11, 4.2), layout='constrained')
-  FigureCanvasAgg(figure)
-  styles = {head: STYLES[i % len(STYLES)] for i, head in enumerate(curves)}
+  figure = style.new_figure(11, 4.2)
+  styles = style.line_styles(curves)
   for ax, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
     _panel(ax, name, {h: (c['step'], c[name]) for h, c in curves.items() if name in c}, styles)
-  buffer = io.BytesIO()
-  figure.savefig(buffer, format='png', dpi=dpi)
-  return buffer.getvalue()
+  return style.to_png(figure, dpi)
 
 
 def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
@@ -73,8 +60,7 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
   ax.set_title(_PANELS[name], loc='left', fontsize=11)
   ax.set_xlabel('step', fontsize=10)
   ax.xaxis.set_major_formatter('{x:,.0f}')
-  ax.spines[['top', 'right']].set_visible(False)
-  ax.grid(axis='y', color='#dddddd', linewidth=0.7)
+  style.plain_axes(ax)
   ax.margins(x=0)
   _label_ends(ax, ends, styles)
 

@@ -1,12 +1,11 @@
 """Reliability diagrams as a PNG, a panel a model (Guo et al. 2017, fig. 1)."""
 
-import io
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+
+from het_plugin.reporting import style
 
 _COLUMNS = 3
 
@@ -31,8 +30,7 @@ def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
     raise ValueError('there is no reliability diagram to draw')
   num_columns = min(_COLUMNS, len(diagrams))
   num_lines = -(-len(diagrams) // num_columns)
-  figure = Figure(figsize=(3.6 * num_columns, 3.6 * num_lines), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(3.6 * num_columns, 3.6 * num_lines)
   axes = figure.subplots(num_lines, num_columns, squeeze=False).flat
   for ax, (name, bins) in zip(axes, diagrams.items(), strict=False):
     num_bins = len(bins.count)
@@ -46,9 +44,7 @@ def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
     ax.set_ylim(0, 1.02)
     ax.set_xlabel('confidence', fontsize=9)
     ax.set_ylabel('accuracy', fontsize=9)
-    ax.spines[['top', 'right']].set_visible(False)
+    style.plain_axes(ax, grid=None)
   for ax in list(axes)[len(diagrams) :]:
     ax.set_visible(False)
-  png = io.BytesIO()
-  figure.savefig(png, format='png', dpi=dpi)
-  return png.getvalue()
+  return style.to_png(figure, dpi)

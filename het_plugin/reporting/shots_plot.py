@@ -1,11 +1,9 @@
 """Few-shot accuracy against the number of shots, a panel a data set."""
 
-import io
 import math
 from collections.abc import Mapping
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from het_plugin.reporting import style
 
 # {run: {data set: {shots: (mean, standard error or None)}}}
 Accuracies = Mapping[str, Mapping[str, Mapping[int, tuple[float, float | None]]]]
@@ -28,23 +26,24 @@ def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
     raise ValueError('accuracies holds no data set.')
   columns = min(_COLUMNS, len(datasets))
   lines = math.ceil(len(datasets) / columns)
-  figure = Figure(figsize=(4.2 * columns, 3.2 * lines + 0.4), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(4.2 * columns, 3.2 * lines + 0.4)
   panels = figure.subplots(lines, columns, squeeze=False).ravel()
   for panel in panels[len(datasets) :]:
     panel.set_axis_off()
-  handles = {}
+  handles, styles = {}, style.line_styles(accuracies)
   for panel, dataset in zip(panels, datasets, strict=False):
     shots = sorted({n for run in accuracies.values() for n in run.get(dataset, ())})
     for number, (run, by_dataset) in enumerate(accuracies.items()):
       cells = sorted(by_dataset.get(dataset, {}).items())
       if cells:
+        color, dashes = styles[run]
         handles[run] = panel.errorbar(
           [n for n, _ in cells],
           [mean for _, (mean, _) in cells],
           yerr=[stderr or 0.0 for _, (_, stderr) in cells],
-          color=f'C{number}',
-          marker='osD^v<>'[number % 7],
+          color=color,
+          linestyle=dashes,
+          marker=style.MARKERS[number % len(style.MARKERS)],
           markersize=4,
           linewidth=1.4,
           capsize=2,
@@ -55,9 +54,6 @@ def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
     panel.set_title(dataset, loc='left', fontsize=11)
     panel.set_xlabel('shots')
     panel.set_ylabel('accuracy')
-    panel.grid(axis='y', color='#dddddd', linewidth=0.7)
-    panel.spines[['top', 'right']].set_visible(False)
+    style.plain_axes(panel)
   figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4, fontsize=9)
-  png = io.BytesIO()
-  figure.savefig(png, dpi=dpi, format='png')
-  return png.getvalue()
+  return style.to_png(figure, dpi)

@@ -1,13 +1,10 @@
 """Curves over the unit interval as a PNG, one line a name: risk-coverage and ROC curves."""
 
-import io
 from collections.abc import Mapping
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from het_plugin.reporting.plots import STYLES
+from het_plugin.reporting import style
 
 _MAX_POINTS = 2000  # more cannot be told apart, and would make the drawing slow
 
@@ -35,13 +32,13 @@ def unit_curves_png(
   """
   if not curves:
     raise ValueError('there is no curve to draw')
-  figure = Figure(figsize=(6.4, 4.6), layout='constrained')
-  FigureCanvasAgg(figure)
+  figure = style.new_figure(6.4, 4.6)
   ax = figure.subplots()
   if diagonal:
     ax.plot([0, 1], [0, 1], color='#aaaaaa', linewidth=0.9, linestyle=':')
-  for i, (name, (x, y)) in enumerate(curves.items()):
-    color, dashes = STYLES[i % len(STYLES)]
+  styles = style.line_styles(curves)
+  for name, (x, y) in curves.items():
+    color, dashes = styles[name]
     kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), _MAX_POINTS)).astype(int))
     ax.plot(x[kept], y[kept], color=color, linestyle=dashes, linewidth=1.7, label=name)
   ax.set_title(title, loc='left', fontsize=11)
@@ -49,11 +46,8 @@ def unit_curves_png(
   ax.set_ylabel(y_label)
   ax.set_xlim(0, 1)
   ax.set_ylim(0, 1.01 if diagonal else None)
-  ax.spines[['top', 'right']].set_visible(False)
-  ax.grid(color='#dddddd', linewidth=0.7)
+  style.plain_axes(ax, grid='both')
   ax.legend(frameon=False, fontsize=9)
   for text in ax.get_legend().get_texts():
     text.set_parse_math(False)
-  png = io.BytesIO()
-  figure.savefig(png, format='png', dpi=dpi)
-  return png.getvalue()
+  return style.to_png(figure, dpi)

@@ -18,22 +18,6 @@ def test_npy_files_keep_their_labels():
   ]
 
 
-@pytest.mark.parametrize(
-  'sources,names',
-  [
-    (['runs/a/train.npz', 'runs/b/train.npz'], ['a', 'b']),
-    (['runs/a.npz', 'runs/b.safetensors'], ['a', 'b']),
-    (['x/a/1/t.npz', 'x/a/2/t.npz', 'x/b/1/t.npz'], ['a/1', 'a/2', 'b/1']),
-    (['runs/het/train.npz'], ['train']),
-    (['a/X.npy,a/Y.npy', 'b/X.npy,b/Y.npy'], ['a', 'b']),
-    (['d.npz:train', 'd.npz:test'], ['d.npz:train', 'd.npz:test']),
-    (['X.npy,Y.npy', 'X.npy,Z.npy'], ['X.npy,Y.npy', 'X.npy,Z.npy']),
-  ],
-)
-def test_names_are_what_differs(sources, names):
-  assert candidates.short_names(sources) == names
-
-
 @pytest.fixture
 def write(tmp_path):
   def write(name, *, d=3, index=(4, 2, 8), labels=(1, 0, 1), names=None, **provenance):
@@ -83,20 +67,25 @@ def test_a_test_file_of_another_candidate(write, test, words):
 
 
 def test_predictions_for_the_same_examples(tmp_path):
-  def write(name, k=2, index=(0, 1), label=(0, 1)):
+  def write(name, k=2, index=(0, 1), label=(0, 1), link='softmax'):
     path = str(tmp_path / name)
-    np.savez(path, log_prob=np.full((2, k), -np.log(k)), label=np.array(label), index=index)
+    log_prob = np.full((2, k), -np.log(k))
+    np.savez(path, log_prob=log_prob, label=np.array(label), index=index, link=link)
     return path
 
   first = write('a.npz')
   swapped = write('b.npz', index=(1, 0), label=(1, 0))
-  assert len(list(candidates.same_log_probs([first, swapped], num_classes=2))) == 2
+  for read in candidates.same_predictions([first, swapped], num_classes=2):
+    assert (read.index.tolist(), read.label.tolist()) == ([0, 1], [0, 1])
   for second, words in [
     (write('c.npz', k=3), 'c.npz has 3 classes; the files before it have 2'),
     (write('d.npz', index=(0, 2)), 'd.npz holds other examples than .*a.npz: 2 and 2, 1 in both'),
     (write('e.npz', label=(1, 1)), 'e.npz has other labels'),
+    (write('f.npz', link='sigmoid'), "f.npz has link = 'sigmoid'; an ensemble needs softmax"),
+    (write('g.npz', label=((0, 1), (1, -1))), 'g.npz: example 0 has 2 labels'),
+    (write('h.npz', index=(1, 1)), 'h.npz: index must give each example an id of its own'),
   ]:
     with pytest.raises(ValueError, match=words):
-      list(candidates.same_log_probs([first, second]))
+      list(candidates.same_predictions([first, second]))
   with pytest.raises(ValueError, match='a.npz has 2 classes; the files before it have 5'):
-    list(candidates.same_log_probs([first], num_classes=5))
+    list(candidates.same_predictions([first], num_classes=5))

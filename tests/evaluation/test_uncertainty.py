@@ -10,7 +10,7 @@ from sklearn import metrics
 
 from het_plugin.evaluation import predictions as predictions_lib
 from het_plugin.evaluation import uncertainty
-from het_plugin.evaluation.predictions import Predictions, read_predictions, write_predictions
+from het_plugin.evaluation.predictions import Predictions
 from het_plugin.models.metrics import ExpectedCalibrationError
 
 N, K = 200, 7
@@ -65,20 +65,6 @@ def test_ece_is_that_of_training():
   correct = predictions.log_prob.argmax(axis=1) == predictions.labels[:, 0]
   metric = ExpectedCalibrationError.from_model_output(jnp.asarray(confidence), jnp.asarray(correct))
   assert summary(predictions)['ece'] == pytest.approx(float(metric.compute()), rel=1e-4)
-  edges = uncertainty.reliability(np.array([0.0, 1 / 15, 1.0]), np.array([True, True, True]))
-  assert edges.count.tolist() == [2, *[0] * 13, 1]
-
-
-def test_adaptive_bins_are_of_equal_numbers_and_never_part_ties():
-  confidence, correct = np.random.default_rng(0).random(150), np.arange(150) % 3 > 0
-  even = uncertainty.adaptive_reliability(confidence, correct)
-  assert even.count.tolist() == [10] * 15
-  order = np.argsort(confidence)
-  gaps = np.abs((confidence - correct)[order].reshape(15, 10).mean(axis=1))
-  assert even.ece == pytest.approx(gaps.mean())
-  tied = uncertainty.adaptive_reliability(np.full(150, 0.5), correct)
-  assert tied.count.tolist() == [150] and tied.ece == pytest.approx(abs(0.5 - correct.mean()))
-  assert uncertainty.adaptive_reliability(np.array([0.3]), np.array([True])).ece == 0.7
 
 
 def test_risk_and_coverage():
@@ -250,87 +236,3 @@ def test_k_and_empty():
     uncertainty.concatenate([])
   with pytest.raises(ValueError, match='no examples'):
     uncertainty.concatenate_uncertainty([])
-
-
-def test_files_round_trip(tmp_path):
-  path = tmp_path / 'new' / 'p.npz'
-  softmax = make(
-    class_names=tuple('abcdefg'),
-    expected_entropy=np.ones(N, np.float32),
-    provenance={'task': 'x'},
-  )
-  sigmoid, _ = make_sigmoid()
-  for written in (softmax, sigmoid):
-    write_predictions(path, written)
-    read = read_predictions(str(path))
-    assert summary(read) == summary(written)
-    assert (read.link, read.class_names, read.provenance) == (
-      written.link,
-      written.class_names,
-      written.provenance,
-    )
-  assert [x.name for x in path.parent.iterdir()] == ['p.npz']
-  write_predictions(path, softmax)
-  with np.load(path) as arrays:
-    assert arrays['log_prob'].dtype == np.float32 and arrays['label'].shape == (N,)
-  with pytest.raises(ValueError, match='must end in .npz'):
-    write_predictions(tmp_path / 'p.npy', softmax)
-
-
-def test_other_peoples_files(tmp_path):
-  path = str(tmp_path / 'p.npz')
-  logits = np.array([[2.0, 0.0, -300.0], [0.0, 1.0, 1.0]])
-  labels = np.array([2, 1])
-  np.savez(path, logits=logits, labels=labels)
-  read = read_predictions(path)
-  np.testing.assert_allclose(read.log_prob, special.log_softmax(logits, axis=1))
-  assert read.index.tolist() == [0, 1]
-  np.savez(path, prob=special.softmax(logits, axis=1).astype(np.float16), label=labels)
-  assert read_predictions(path).log_prob[0, 2] == -np.inf
-  np.savez(path, prob=[[1.0, 1e-300]], label=[1])
-  assert summary(read_predictions(path), (1,))['nll'] == pytest.approx(300 * math.log(10))
-  np.savez(path, logits=logits, label=np.array([[0, 2], [1, -1]]), link='sigmoid')
-  read = read_predictions(path)
-  np.testing.assert_allclose(read.log_prob, special.log_expit(logits))
-  assert read.labels.tolist() == [[0, 2], [1, -1]]
-
-
-BAD_FILES = {
-  'exactly one of the arrays log_prob, prob, logits': {'x': np.ones((2, 3)), 'label': [0, 1]},
-  'exactly one of': {'prob': np.ones((2, 3)), 'logits': np.ones((2, 3)), 'label': [0, 1]},
-  'exactly one of the arrays label': {'logits': np.ones((2, 3))},
-  'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
-  'row 1 sum to 0.9': {'log_prob': np.log([[0.5, 0.5], [0.5, 0.4]]), 'label': [0, 1]},
-  'outside \\[0, 1\\]': {'prob': [[1.5, -0.5]], 'label': [0]},
-  'above 0, or NaNs': {'log_prob': [[np.nan, 0.0]], 'label': [0]},
-  'not finite': {'logits': [[np.inf, 0.0]], 'label': [0]},
-  'floating point \\[N, K\\]': {'logits': np.ones((2, 3), int), 'label': [0, 1]},
-  'float64 \\[0, 3\\]': {'logits': np.ones((0, 3)), 'label': np.zeros(0, int)},
-  'with N = 2': {'logits': np.ones((2, 3)), 'label': [0, 1, 2]},
-  'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
-  'label is float64': {'logits': np.ones((2, 3)), 'label': [0.0, 1.0]},
-  'index is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'index': [0]},
-  'class_name is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'class_name': ['a', 'b']},
-  "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
-  'nll is': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
-}
-
-
-@pytest.mark.parametrize('message', BAD_FILES)
-def test_wrong_files(tmp_path, message):
-  path = str(tmp_path / 'p.npz')
-  np.savez(path, **BAD_FILES[message])
-  with pytest.raises(ValueError, match=message) as error:
-    read_predictions(path)
-  assert str(error.value).startswith(path)
-
-
-def test_no_file(tmp_path):
-  with pytest.raises(ValueError, match='nothing.npz'):
-    read_predictions(str(tmp_path / 'nothing.npz'))
-  for content in (b'', b'PK', b'words'):
-    (tmp_path / 'broken.npz').write_bytes(content)
-    with pytest.raises(ValueError, match='broken.npz'):
-      read_predictions(str(tmp_path / 'broken.npz'))
-  with pytest.raises(ValueError, match='p.txt: .* ends in .npz'):
-    read_predictions('p.txt')

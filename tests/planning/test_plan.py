@@ -76,7 +76,7 @@ def test_memory_does_not_grow_with_samples():
   [
     (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write cpu:N, or a TPU generation'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
-    (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 positive numbers'),
+    (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 whole numbers of at least 1'),
     (['--topology=cpu:8', '--num_slices=2'], 'is for TPU topologies'),
     (['--topology=cpu:8', '--gin.BATCH_SIZE=250'], 'batch_size=250 must be a positive multiple'),
     (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett unknown'),

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from het_plugin import reporting
-from het_plugin.reporting import plots
+from het_plugin.reporting import plots, style
 
 CURVES = {
   'DET': {'step': [1, 2, 3], 'loss': [5.0, 4.0, 3.0], 'tau': [1.0, 1.0, 1.0]},
@@ -20,7 +20,7 @@ HUES = {'#ff0000': 0, '#00ff00': 1, '#0000ff': 2}  # colour: its channel
 @pytest.fixture(autouse=True)
 def pure_colours(monkeypatch):
   """Lines and labels that no other pixel of the figure can be taken for."""
-  monkeypatch.setattr(plots, 'STYLES', [(colour, 'solid') for colour in HUES])
+  monkeypatch.setattr(style, 'STYLES', [(colour, 'solid') for colour in HUES])
 
 
 def draw(curves, dpi=100):

@@ -1,0 +1,32 @@
+"""Names of runs, checkpoints and files, for tables and plots."""
+
+from collections.abc import Sequence
+
+_SUFFIXES = ('.npz', '.safetensors', '.npy')
+_CHECKPOINT = 'checkpoint_'
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+  """What tells sources apart: ['a', 'b'] of ['runs/a/x.npz', 'runs/b/x.npz'].
+
+  One source has its last part; checkpoint_N comes with its run's directory, as 'run/checkpoint_N';
+  suffixes of files are dropped. Where such names are not distinct, the sources themselves.
+  """
+  paths = [_parts(source) for source in sources]
+  if len(paths) == 1:
+    paths = [paths[0][-1:]]
+  for end, rest in ((0, slice(1, None)), (-1, slice(-1))):
+    while len(paths) > 1 and min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+      paths = [path[rest] for path in paths]
+  names = ['/'.join(path) for path in paths]
+  for suffix in _SUFFIXES:
+    names = [name.removesuffix(suffix) for name in names]
+  return names if len(set(names)) == len(names) else list(sources)
+
+
+def _parts(source: str) -> list[str]:
+  """Of a path; of features and labels ('X.npy,Y.npy') that of the features."""
+  parts = source.split(',')[0].rstrip('/').split('/')
+  if parts[-1].startswith(_CHECKPOINT):
+    parts[-2:] = ['/'.join(parts[-2:])]
+  return parts

@@ -1,0 +1,44 @@
+"""Numbers that flags give as text, alone or in lists."""
+
+import math
+from collections.abc import Collection, Sequence
+
+
+def integers(
+  flag: str, values: Sequence[str], least: int = 0, lengths: Collection[int] = ()
+) -> list[int]:
+  """The whole numbers of a list flag.
+
+  Args:
+    flag: name of the flag, for the message.
+    values: its parts.
+    least: the smallest that is allowed, at least 0.
+    lengths: how many there may be; any number but none where it is not given.
+
+  Raises:
+    ValueError: naming the flag.
+  """
+  right = all(value.isdecimal() and int(value) >= least for value in values)
+  if not right or not values or (lengths and len(values) not in lengths):
+    count = f'{" or ".join(map(str, lengths))} ' if lengths else ''
+    raise ValueError(
+      f'--{flag}={",".join(values)} must be {count}whole numbers of at least {least}'
+    )
+  return [int(value) for value in values]
+
+
+def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | str:
+  """One of the words as it is, else a number.
+
+  Raises:
+    ValueError: neither a word nor a finite number > 0; naming the flag.
+  """
+  if value in words:
+    return value
+  try:
+    number = float(value)
+  except ValueError:
+    number = math.nan
+  if not 0 < number < math.inf:
+    raise ValueError(f'--{flag}={value} must be a number > 0, or {", ".join(words)}')
+  return number

@@ -1,0 +1,140 @@
+"""Files of predictions: what comes back, other people's, wrong ones."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import special
+
+from het_plugin.evaluation.predictions import Predictions, read_predictions, write_predictions
+
+LOG_PROB = special.log_softmax(np.random.default_rng(0).normal(size=(4, 3)), axis=1)
+SOFTMAX = Predictions(
+  LOG_PROB.astype(np.float32),
+  np.array([[0], [2], [1], [1]], np.int32),
+  np.array([9, 3, 7, 5]),
+  class_names=('a', 'b', 'c'),
+  expected_entropy=np.ones(4, np.float32),
+  provenance={'task': 'x'},
+)
+SIGMOID = Predictions(
+  np.array([[-1e-7, -0.5, -90.0], [-0.1, -2.0, -3.0]], np.float32),
+  np.array([[0, 2], [-1, -1]], np.int32),
+  np.array([1, 0]),
+  link='sigmoid',
+  nll=np.array([0.5, 2.5], np.float32),
+)
+
+
+@pytest.mark.parametrize('written', [SOFTMAX, SIGMOID])
+def test_files_round_trip(tmp_path, written):
+  path = tmp_path / 'new' / 'p.npz'
+  write_predictions(path, written)
+  read = read_predictions(str(path))
+  for field in dataclasses.fields(Predictions):
+    got, want = getattr(read, field.name), getattr(written, field.name)
+    np.testing.assert_array_equal(got, want)
+    assert getattr(got, 'dtype', None) == getattr(want, 'dtype', None)
+  assert [x.name for x in path.parent.iterdir()] == ['p.npz']
+
+
+def test_one_label_is_a_column_of_the_file(tmp_path):
+  write_predictions(tmp_path / 'p.npz', SOFTMAX)
+  with np.load(tmp_path / 'p.npz') as arrays:
+    assert arrays['log_prob'].dtype == np.float32 and arrays['label'].shape == (4,)
+  with pytest.raises(ValueError, match='must end in .npz'):
+    write_predictions(tmp_path / 'p.npy', SOFTMAX)
+
+
+def test_the_label_and_its_log_probability():
+  padded = dataclasses.replace(SOFTMAX, labels=np.array([[0, -1], [-1, 2], [1, -1], [1, -1]]))
+  for predictions in (SOFTMAX, padded):
+    np.testing.assert_array_equal(predictions.label, [0, 2, 1, 1])
+    np.testing.assert_array_equal(
+      predictions.label_log_prob, SOFTMAX.log_prob[range(4), [0, 2, 1, 1]]
+    )
+
+
+def test_probability_zero_and_far_tails_are_kept(tmp_path):
+  log_prob = np.array([[0, -np.inf, -np.inf], [-(2.0**-120), -80.0, -200.0]])
+  np.savez(tmp_path / 'x.npz', log_prob=log_prob, label=[0, 2])
+  read = read_predictions(str(tmp_path / 'x.npz'))
+  np.testing.assert_array_equal(read.log_prob, log_prob)
+
+
+def test_half_precision_rounds_what_probabilities_sum_to(tmp_path):
+  path = str(tmp_path / 'x.npz')
+  log_prob = np.full((1, 150), -math.log(150))  # its nearest half is 1.1e-3 below
+  np.savez(path, log_prob=log_prob.astype(np.float16), label=[0])
+  assert read_predictions(path).log_prob.dtype == np.float32
+  np.savez(path, log_prob=log_prob.astype(np.float16).astype(np.float32), label=[0])
+  with pytest.raises(ValueError, match='row 0 sum to 0.9989'):
+    read_predictions(path)
+
+
+def test_other_peoples_files(tmp_path):
+  path = str(tmp_path / 'p.npz')
+  logits = np.array([[2.0, 0.0, -300.0], [0.0, 1.0, 1.0]])
+  labels = np.array([2, 1])
+  np.savez(path, logits=logits, labels=labels)
+  read = read_predictions(path)
+  np.testing.assert_allclose(read.log_prob, special.log_softmax(logits, axis=1))
+  assert read.index.tolist() == [0, 1]
+  np.savez(path, prob=special.softmax(logits, axis=1).astype(np.float16), label=labels)
+  assert read_predictions(path).log_prob[0, 2] == -np.inf
+  np.savez(path, prob=[[1.0, 1e-300]], label=[1])
+  np.testing.assert_allclose(read_predictions(path).label_log_prob, -300 * math.log(10))
+  np.savez(path, logits=logits, label=np.array([[0, 2], [1, -1]]), link='sigmoid')
+  read = read_predictions(path)
+  np.testing.assert_allclose(read.log_prob, special.log_expit(logits))
+  assert read.labels.tolist() == [[0, 2], [1, -1]]
+
+
+BAD_FILES = {
+  'exactly one of the arrays log_prob, prob, logits': {'x': np.ones((2, 3)), 'label': [0, 1]},
+  'exactly one of': {'prob': np.ones((2, 3)), 'logits': np.ones((2, 3)), 'label': [0, 1]},
+  'exactly one of the arrays label': {'logits': np.ones((2, 3))},
+  'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
+  'row 1 sum to 0.9': {'log_prob': np.log([[0.5, 0.5], [0.5, 0.4]]), 'label': [0, 1]},
+  'outside \\[0, 1\\]': {'prob': [[1.5, -0.5]], 'label': [0]},
+  'above 0, or NaNs': {'log_prob': [[np.nan, 0.0]], 'label': [0]},
+  'not finite': {'logits': [[np.inf, 0.0]], 'label': [0]},
+  'floating point \\[N, K\\]': {'logits': np.ones((2, 3), int), 'label': [0, 1]},
+  'float64 \\[0, 3\\]': {'logits': np.ones((0, 3)), 'label': np.zeros(0, int)},
+  'with N = 2': {'logits': np.ones((2, 3)), 'label': [0, 1, 2]},
+  'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
+  'label is float64': {'logits': np.ones((2, 3)), 'label': [0.0, 1.0]},
+  'index is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'index': [0]},
+  'index must give each example an id': {
+    'logits': np.ones((2, 3)),
+    'label': [0, 1],
+    'index': [4, 4],
+  },
+  'example 0 has 2 labels': {'logits': np.ones((1, 3)), 'label': [[0, 1]]},
+  'example 7 has 0 labels': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
+  'row 0 sum to 0 instead': {'log_prob': np.full((1, 3), -np.inf), 'label': [0]},
+  'class_name is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'class_name': ['a', 'b']},
+  "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
+  'nll is': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
+}
+
+
+@pytest.mark.parametrize('message', BAD_FILES)
+def test_wrong_files(tmp_path, message):
+  path = str(tmp_path / 'p.npz')
+  np.savez(path, **BAD_FILES[message])
+  with pytest.raises(ValueError, match=message) as error:
+    read_predictions(path)
+  assert str(error.value).startswith(path) and '\n' not in str(error.value)
+
+
+def test_no_file(tmp_path):
+  with pytest.raises(ValueError, match='nothing.npz'):
+    read_predictions(str(tmp_path / 'nothing.npz'))
+  for content in (b'', b'PK', b'words'):
+    (tmp_path / 'broken.npz').write_bytes(content)
+    with pytest.raises(ValueError, match='broken.npz'):
+      read_predictions(str(tmp_path / 'broken.npz'))
+  with pytest.raises(ValueError, match='p.txt: .* ends in .npz'):
+    read_predictions('p.txt')
