@@ -48,7 +48,7 @@ def define_flags() -> None:
   flags.DEFINE_string('keep', '1', "How many candidates get a few-shot evaluation, or 'all'.")
   flags.DEFINE_list('shots', ['1', '5', '10', '25'], 'Examples a class.')
   flags.DEFINE_list('seeds', ['0', '1', '2'], 'A few-shot subset is drawn for each.')
-  flags.DEFINE_string('l2', 'loo', "Few-shot regularisation: 'loo' or a strength.")
+  flags.DEFINE_string('l2', 'loo', "Few-shot regularisation: 'loo', 'heldout' or a strength.")
   flags.DEFINE_integer(
     'max_examples',
     rankme.MAX_EXAMPLES,
@@ -122,7 +122,7 @@ def run_rank() -> Result:
   seeds = flag_values.integers('seeds', FLAGS.seeds)
   if len(ks) != 1:
     raise ValueError(f'--k={",".join(FLAGS.k)} must be one number for rank, the k of its proxy')
-  l2 = flag_values.positive_or_word('l2', FLAGS.l2, ['loo'])
+  l2 = flag_values.positive_or_word('l2', FLAGS.l2, ['loo', 'heldout'])
   fewshot.check_settings(shots, seeds, l2)
   train, test, names = _sources('train', 'test')
   if not test:
