@@ -27,13 +27,22 @@ import numpy as np
 import tqdm
 from absl import app, flags
 
-from het_plugin import data, gin_utils, reporting, trained_run, uncertainty_report, weights
+from het_plugin import (
+  data,
+  distributed,
+  gin_utils,
+  reporting,
+  trained_run,
+  uncertainty_report,
+  weights,
+)
 from het_plugin.evaluation import class_covariance, predictions, uncertainty
 from het_plugin.uncertainty_report import Evaluation
 
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  distributed.define_flags()
   flags.DEFINE_multi_string(
     'checkpoint', [], "A run's directory (its newest checkpoint) or one checkpoint; repeatable."
   )
@@ -380,6 +389,7 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with gin_utils.one_sentence_errors():
     settings = make_settings()
+    distributed.initialize()
     for checkpoint in F.checkpoint:
       check_checkpoint(checkpoint, settings)
     names = row_names([*F.checkpoint, *F.predictions])
