@@ -33,7 +33,7 @@ def define_flags() -> None:
   """Flags of the mains that run as several processes."""
   flags.DEFINE_integer(
     'heartbeat_timeout_seconds',
-    30,
+    100,
     'Of several processes: how long one may be silent before the others end.',
     lower_bound=1,
   )
@@ -83,8 +83,9 @@ def initialize() -> None:
       shutdown_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
     )
   except (RuntimeError, ValueError, KeyError) as error:
+    reason = str(error).rstrip('.')
     raise ValueError(
-      f'The processes of this run cannot join ({place}): {error}; JAX_NUM_PROCESSES=1 runs this '
+      f'The processes of this run cannot join ({place}): {reason}; JAX_NUM_PROCESSES=1 runs this '
       f'one alone, {", ".join(_EXPLICIT)} say who the others are'
     ) from error
   finally:
