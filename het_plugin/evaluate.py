@@ -27,6 +27,7 @@ from absl import app, flags
 
 from het_plugin import (
   data,
+  distributed,
   flag_values,
   gin_utils,
   reporting,
@@ -41,6 +42,7 @@ from het_plugin.uncertainty_report import Evaluation
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  distributed.define_flags()
   flags.DEFINE_multi_string(
     'checkpoint', [], "A run's directory (its newest checkpoint) or one checkpoint; repeatable."
   )
@@ -372,6 +374,7 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with gin_utils.one_sentence_errors():
     settings = make_settings()
+    distributed.initialize()
     for checkpoint in F.checkpoint:
       check_checkpoint(checkpoint, settings)
     names = short_names([*F.checkpoint, *F.predictions])

@@ -26,7 +26,7 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 import gin
-from het_plugin import fewshot_report, flag_values, gin_utils, reporting
+from het_plugin import distributed, fewshot_report, flag_values, gin_utils, reporting
 from het_plugin.evaluation import fewshot
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.representations import read_representations
@@ -39,6 +39,7 @@ _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'ma
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  distributed.define_flags()
   source = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT where it has several; repeatable.'
   flags.DEFINE_multi_string('train', [], f'Representations that shots are drawn from: {source}')
   flags.DEFINE_multi_string('test', [], f'Representations to measure accuracies on: {source}')
@@ -249,6 +250,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with gin_utils.one_sentence_errors():
     settings = read_settings()
+    distributed.initialize()
     earlier = [row for path in flags.FLAGS.results for row in read_cells(path)]
     results = {}
     if flags.FLAGS.train:

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from het_plugin import data, gin_utils, reporting, trained_run
+from het_plugin import data, distributed, gin_utils, reporting, trained_run
 from het_plugin.evaluation import extraction, extraction_files, fingerprint
 from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0
@@ -41,6 +41,7 @@ _FROM_A_MODEL = ('checkpoint', 'dataset', 'splits', 'layers', 'pool', 'max_examp
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  distributed.define_flags()
   flags.DEFINE_string('checkpoint', None, "A run's directory, a checkpoint, .npz or .safetensors.")
   flags.DEFINE_string(
     'dataset', None, 'A task (digits, npz:PATH, image_folder:PATH, tfds:NAME ...), .npz or folder.'
@@ -429,6 +430,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with gin_utils.one_sentence_errors():
     check_flags()
+    distributed.initialize()
     result = convert() if flags.FLAGS.arrays else represent()
     if jax.process_index() == 0:
       print_table(result['files'])

@@ -11,10 +11,11 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
+import jax
 from absl import app, flags, logging
 
 import gin
-from het_plugin import configurables, gin_utils
+from het_plugin import configurables, distributed, gin_utils
 
 
 def train_from_gin() -> tuple[int, object]:
@@ -34,6 +35,8 @@ def train_from_gin() -> tuple[int, object]:
 def _write_config(config: str, model_dir: str, writer, step: int) -> None:
   from etils import epath
 
+  if jax.process_index() != 0:
+    return
   writer.write_texts(step, {'gin_config': gin.markdown(config)})
   path = epath.Path(model_dir) / 'config.gin'
   path.write_text(config)
@@ -43,8 +46,9 @@ def _write_config(config: str, model_dir: str, writer, step: int) -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  configurables.register_trainer()
   with gin_utils.one_sentence_errors():
+    distributed.initialize()
+    configurables.register_trainer()
     gin_utils.parse_config(
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
@@ -53,4 +57,5 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   gin_utils.define_flags()
+  distributed.define_flags()
   gin_utils.run(main)

@@ -46,7 +46,7 @@ class Evaluator:
   def run(
     self, trainer: trainer_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
   ) -> dict[str, float] | None:
-    """Metrics over the data set, or None if `interrupted()` became true on the way."""
+    """Metrics over the data set, or None if `interrupted()`, asked before each batch, was true."""
     in_flight = step_metrics.InFlight(step_metrics.max_steps_in_flight(self._partitioner.mesh))
     batch_metrics = []
     self._iterator.set_state(self._start)

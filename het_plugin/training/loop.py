@@ -75,7 +75,7 @@ class TrainLoop:
     while not stop and self.step < self.total_steps:
       metrics, data_wait = self._train_step()
       stop = self._report(stats.add(self.step, metrics, data_wait))
-      preempted = self.notice.reached(self.step)
+      preempted = self.notice.reached()
       evaluation_due = self._is_due(self.eval_period) and bool(self.evaluators)
       save_due = self._is_due(self.save_period)
       if not (stop or preempted or evaluation_due or save_due):
@@ -98,7 +98,7 @@ class TrainLoop:
     """
     stop = False
     for mode, evaluator in self.evaluators.items():
-      values = evaluator.run(self.trainer, self.train_state, self.notice.received)
+      values = evaluator.run(self.trainer, self.train_state, self.notice.reached)
       if values is None:
         self.leave(evaluated=False)
       name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'

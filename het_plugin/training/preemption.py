@@ -29,13 +29,14 @@ class PreemptionNotice:
   """Watches for SIGTERM while it is entered.
 
   With jax.distributed, its preemption service receives the signal on any process and agrees with
-  the others on a step; a Python handler would take the signal away from it. Without, a handler sets
-  a flag, which `received` shows between steps too. Python can set handlers in the main thread only;
-  training in another one is not watched.
+  the others on a call of `reached`; a Python handler would take the signal away from it. Without, a
+  handler sets a flag. Python can set handlers in the main thread only; training in another one is
+  not watched.
   """
 
   def __init__(self):
     self._received = False
+    self._num_calls = 0
     self._previous = None
 
   def __enter__(self) -> 'PreemptionNotice':
@@ -53,12 +54,12 @@ class PreemptionNotice:
     _log.warning('SIGTERM: saving and exiting after this step.')
     self._received = True
 
-  def received(self) -> bool:
-    """Whether this process alone may stop right now, be it in the middle of an evaluation."""
-    return self._received
-
-  def reached(self, step: int) -> bool:
-    """Whether to save and exit after `step`; all processes call it at every step and agree."""
-    if jax.distributed.is_initialized():
-      return multihost_utils.reached_preemption_sync_point(step)
-    return self._received
+  def reached(self) -> bool:
+    """Whether to save and exit now; all processes call it equally often, and agree."""
+    if not jax.distributed.is_initialized():
+      return self._received
+    # The service announces the highest count so far plus one, and is true at that count alone. The
+    # numbers of steps would not do: they begin above one in a resumed run, which then would never
+    # stop for a signal that came before its first step, and stand still in an evaluation.
+    self._num_calls += 1
+    return multihost_utils.reached_preemption_sync_point(self._num_calls)

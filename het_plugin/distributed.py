@@ -1,0 +1,175 @@
+"""Joins the processes of a run, of one machine or of many, before anything else uses JAX.
+
+A process learns that it is one of several from, in this order:
+  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which launch/local.py sets;
+  JAX_NUM_PROCESSES=1 alone says that it is not, whatever follows;
+  Slurm's or Open MPI's variables;
+  TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES and MEGASCALE_NUM_SLICES, which GKE sets;
+  being on a TPU VM, whose metadata server knows the other hosts of its slice and other slices.
+Who the others are, `jax.distributed.initialize` then finds out by itself, but for the first.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+
+import jax
+from absl import flags
+
+_log = logging.getLogger(__name__)
+
+_EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+# What JAX ends a process with that lost the others. Launchers start such a run again.
+LOST = 128 + signal.SIGABRT
+# JAX's own limit must not come first: it ends the process with a stack trace of C++.
+_JAX_EXTRA_SECONDS = 60
+
+
+def define_flags() -> None:
+  """Flags of the mains that run as several processes."""
+  flags.DEFINE_integer(
+    'heartbeat_timeout_seconds',
+    100,
+    'Of several processes: how long one may be silent before the others end.',
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    'initialization_timeout_seconds',
+    300,
+    'Of several processes: how long they wait for each other at the start.',
+    lower_bound=1,
+  )
+
+
+def initialize() -> None:
+  """Joins the other processes, if there are any; the flags say how long that may take.
+
+  To be called before any computation. If the others do not come in time, the process ends with one
+  line and the exit code LOST.
+
+  Raises:
+    ValueError: a variable is wrong, or what the environment announces cannot be found.
+  """
+  if jax.distributed.is_initialized():
+    return
+  explicit = explicit_settings(os.environ)
+  if explicit == {}:
+    return
+  if explicit is None and not (source := cluster(os.environ, jax.config.jax_platforms)):
+    return
+  if explicit is None:
+    settings, place = {}, source
+  else:
+    _check_port_is_free(explicit)
+    settings = {**explicit, 'cluster_detection_method': 'deactivate'}
+    place = 'process {process_id} of {num_processes} through {coordinator_address}'.format(
+      **explicit
+    )
+  seconds = flags.FLAGS.initialization_timeout_seconds
+  _log.info('Waiting for the other processes (%s), at most %d s.', place, seconds)
+  timer = threading.Timer(seconds, _give_up, (place, seconds))
+  timer.daemon = True
+  timer.start()
+  try:
+    jax.distributed.initialize(
+      **settings,
+      initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
+      heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
+      # One that fails alone waits this long for the others to end with it.
+      shutdown_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
+    )
+  except (RuntimeError, ValueError, KeyError) as error:
+    reason = str(error).rstrip('.')
+    raise ValueError(
+      f'The processes of this run cannot join ({place}): {reason}; JAX_NUM_PROCESSES=1 runs this '
+      f'one alone, {", ".join(_EXPLICIT)} say who the others are'
+    ) from error
+  finally:
+    timer.cancel()
+  _log.info(
+    'Process %d of %d: %d of %d devices.',
+    *(jax.process_index(), jax.process_count()),
+    *(jax.local_device_count(), jax.device_count()),
+  )
+
+
+def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:
+  """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given.
+
+  Raises:
+    ValueError: a variable is missing or wrong.
+  """
+  address, count, index = (environment.get(name) for name in _EXPLICIT)
+  if count is None and index is None:
+    return None  # an address alone is for jax, which finds the rest
+  if count is not None and (not count.isdecimal() or int(count) < 1):
+    raise ValueError(f'JAX_NUM_PROCESSES={count} must be a number >= 1')
+  if count == '1' and index in (None, '0'):
+    return {}
+  missing = [name for name in _EXPLICIT if environment.get(name) is None]
+  if missing:
+    raise ValueError(f'{missing[0]} is not set: {", ".join(_EXPLICIT)} go together')
+  if not index.isdecimal() or int(index) >= int(count):
+    raise ValueError(f'JAX_PROCESS_ID={index} must be in 0..{int(count) - 1}: {count} processes')
+  host, colon, port = address.rpartition(':')
+  if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+    raise ValueError(f'JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT, of process 0')
+  return {
+    'coordinator_address': address,
+    'num_processes': int(count),
+    'process_id': int(index),
+  }
+
+
+def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None:
+  """What says that this is one of several processes, in words; None where nothing does.
+
+  Args:
+    environment: variables, as they are once jax is imported.
+    platforms: `jax.config.jax_platforms`, to which importing jax adds 'tpu' where there are some.
+  """
+  # A shell inside of a Slurm job has SLURM_NTASKS too, but is no task or the only one of its step.
+  tasks = environment.get('SLURM_STEP_NUM_TASKS', environment.get('SLURM_NTASKS', '1'))
+  if {'SLURM_PROCID', 'SLURM_STEP_NODELIST'} <= set(environment) and int(tasks) > 1:
+    return f'Slurm, {tasks} tasks'
+  ranks = environment.get('OMPI_COMM_WORLD_SIZE', '1')
+  if int(ranks) > 1:
+    return f'Open MPI, {ranks} ranks'
+  if 'tpu' not in (platforms or '').split(','):
+    return None
+  hosts = environment.get('TPU_PROCESS_ADDRESSES', environment.get('TPU_WORKER_HOSTNAMES'))
+  if hosts is not None:
+    count, slices = len(hosts.split(',')), int(environment.get('MEGASCALE_NUM_SLICES', '1'))
+    return f'{slices} TPU slices of {count} hosts' if count * slices > 1 else None
+  # Importing jax says so where it finds no chip; others forbid to ask the metadata server by it.
+  return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'
+
+
+def _check_port_is_free(settings: Mapping[str, str | int]) -> None:
+  """In process 0, which listens: jaxlib ends with a segmentation fault where it cannot."""
+  if settings['process_id'] != 0:
+    return
+  port = int(str(settings['coordinator_address']).rpartition(':')[2])
+  try:
+    with socket.create_server(('', port)):
+      pass
+  except OSError as error:
+    raise ValueError(
+      f'JAX_COORDINATOR_ADDRESS={settings["coordinator_address"]}: process 0 cannot listen there: '
+      f'{error.strerror}'
+    ) from error
+
+
+def _give_up(place: str, seconds: int) -> None:
+  print(
+    f'Error: the other processes ({place}) did not come within {seconds} s, '
+    '--initialization_timeout_seconds: is one of them not running, or is the address not that of '
+    'process 0?',
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(LOST)  # the main thread waits in C++ for as long as it takes
