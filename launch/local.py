@@ -145,7 +145,8 @@ class Group:
       return self._watch()
     finally:
       for process in self._processes:
-        _kill_group(process)
+        if process.poll() is None:
+          _kill_group(process)
       for printer in printers:
         printer.join(timeout=1)  # a process that left its group may hold the pipe
 
@@ -161,7 +162,7 @@ class Group:
     )
 
   def _watch(self) -> int:
-    result, running = 0, set(range(len(self._processes)))
+    result, failed, running = 0, False, set(range(len(self._processes)))
     if self._stop_at is not None:  # asked while they were started
       self._send(signal.SIGTERM)
     while running:
@@ -171,20 +172,21 @@ class Group:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
           _say(f'killing {_names(running)}, which did not end')
           self._stop_at = float('inf')
-          for process in self._processes:
-            _kill_group(process)
+          for index in running:
+            _kill_group(self._processes[index])
         continue
       running.remove(index)
       _kill_group(self._processes[index])
       code = self._processes[index].returncode
       result = result or (code if code >= 0 else 128 - code)
-      if code == PREEMPTED and running:  # the others are about to end too
+      if code == PREEMPTED:  # the others are about to end too
         self._end_within(self._grace_seconds, tell=False)
-      elif code and running and self._stop_at is None:
-        _say(f'process {index} {_how(code)}: ending {_names(running)}')
-        self._end_within(self._end_seconds)
-      elif code and code != PREEMPTED:
-        _say(f'process {index} {_how(code)}')
+      elif code:
+        others = f': ending {_names(running)}' if running and not failed else ''
+        _say(f'process {index} {_how(code)}{others}')
+        if not failed:
+          self._end_within(self._end_seconds)
+        failed = True
     return result
 
   def _end_within(self, seconds: float, tell: bool = True) -> None:
@@ -204,8 +206,9 @@ class Group:
   def _print_lines(self, index: int) -> None:
     for line in self._processes[index].stdout:
       text = line if line.endswith(b'\n') else line + b'\n'
-      sys.stdout.buffer.write(f'[{index}] '.encode() + text)
-      sys.stdout.buffer.flush()
+      with contextlib.suppress(BrokenPipeError):  # who read them has gone; training goes on
+        sys.stdout.buffer.write(f'[{index}] '.encode() + text)
+        sys.stdout.buffer.flush()
 
 
 def _die_with_parent() -> None:

@@ -181,12 +181,26 @@ def test_a_signal_lets_all_save(number):
   assert process.returncode == 42
 
 
-def test_after_the_grace_period_they_are_killed(tmp_path):
+def test_one_that_fails_after_a_signal_does_not_leave_the_others_their_grace(tmp_path):
   program = STUBBORN.format(ready=str(tmp_path / 'ready'), end='time.sleep(60)')
-  process = start(sys.executable, '-c', program, grace_seconds=0.5)
+  process = start(sys.executable, '-c', program, end_seconds=0.5)
   read_until(process, 'child')
   process.terminate()
-  assert process.wait(timeout=20) in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+  assert (
+    '[local] process 1 died of SIGTERM: ending process 0\n' in process.communicate(timeout=20)[0]
+  )
+  assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_after_the_grace_period_they_are_killed(tmp_path):
+  program = STUBBORN.format(ready=str(tmp_path / 'ready'), end='time.sleep(60)')
+  program = program.replace("== '0'", "< '2'")  # both are stubborn
+  process = start(sys.executable, '-c', program, grace_seconds=0.5)
+  read_until(process, 'child')
+  read_until(process, 'child')
+  process.terminate()
+  assert 'killing processes 0, 1, which did not end' in process.communicate(timeout=20)[0]
+  assert process.returncode == 128 + signal.SIGKILL
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
