@@ -1,13 +1,20 @@
 """The benchmarks at a tiny size: that they run and that their rows are right, not how fast."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+
+import gin
+from het_plugin import trained_run
+from het_plugin.training.partitioning import PjitPartitioner
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = {'command_line.py', 'gaussian_problem.py'}
@@ -146,3 +153,127 @@ def test_knn(tmp_path):
     assert row['time_ratio'] == row['sklearn_seconds'] / row['seconds'] > 0
     assert row['agreement'] == 1
   assert 'times as fast as scikit-learn' in printed[-1]
+
+
+@pytest.fixture(scope='module')
+def image_files(tmp_path_factory):
+  """Files in the formats that real_data reads: Omniglot of pure noise, emoji that are easy."""
+  folder = tmp_path_factory.mktemp('images')
+  rng = np.random.default_rng(0)
+  label, drawer = (x.ravel() for x in np.divmod(np.arange(24 * 20), 20))
+  np.savez(
+    folder / 'omniglot28.npz',
+    image=rng.integers(0, 256, (len(label), 28, 28), np.uint8),
+    label=label.astype(np.int32),
+    drawer=1 + drawer.astype(np.int32),
+    class_in_evaluation=np.arange(24) >= 4,
+  )
+  group = (np.arange(120) % 3).astype(np.int32)
+  images = rng.integers(0, 50, (len(group), 64, 64, 3), np.uint8)
+  images += np.repeat(200 * np.eye(4, dtype=np.uint8)[group], 16, axis=1)[:, :, None, None]
+  np.savez(folder / 'noto_emoji64.npz', image=images, group=group)
+  return folder
+
+
+class FlattenedPixels:
+  """A model whose pre-logits are the pixels it is given."""
+
+  def representations(self, params, batch, layers):
+    return {layer: batch['image'].reshape(len(batch['image']), -1) for layer in layers}
+
+
+@pytest.fixture
+def real_data(monkeypatch):
+  """Runs the script in this process, where imports are paid for once."""
+  monkeypatch.syspath_prepend(ROOT / 'benchmarks')
+  monkeypatch.delenv('HET_PLUGIN_DATA', raising=False)
+  module = importlib.import_module('real_data')
+
+  def call(*flags):
+    monkeypatch.setattr(sys, 'argv', ['real_data.py', *flags])
+    module.main()
+
+  return call
+
+
+def test_real_data_of_pixels(image_files, tmp_path):
+  flags = [f'--data={image_files}', '--episodes=40', '--seeds=0,1']
+  rows, printed = run('real_data.py', tmp_path, *flags)
+  mean = {
+    (row['dataset'], row['classifier'], row['ways'], row['shots']): row['mean'] for row in rows
+  }
+  assert len(rows) == len(mean) == 4 + 3 + 2 * 4 + 3
+  assert {row['representation'] for row in rows} == {'pixels'}
+  assert mean['digits', 'linear', 10, 25] > 0.8
+  assert mean['emoji', 'linear', 3, 5] == 1
+  # An image in both the training and the test images of a class would be above chance.
+  for classifier in ('ridge', 'nearest mean'):
+    for shots in (1, 5):
+      assert abs(mean['omniglot', classifier, 5, shots] - 1 / 5) < 0.06
+      assert abs(mean['omniglot', classifier, 20, shots] - 1 / 20) < 0.03
+  (whole,) = [r for r in rows if (r['dataset'], r['shots']) == ('omniglot', 10)]
+  assert whole['ways'] == 20 and whole['stderr'] is None  # one draw: every training image
+  assert 'omniglot, nearest mean: accuracy' in printed
+
+
+def test_real_data_of_runs(image_files, real_data, tmp_path, monkeypatch, capsys):
+  """A run that hands its input on is as good as these pixels; two such do not differ."""
+  partitioner = PjitPartitioner(num_partitions=2)
+  fake = types.SimpleNamespace(
+    model=FlattenedPixels(),
+    partitioner=partitioner,
+    params={},
+    param_specs={},
+    image_size=14,
+    channels=1,
+  )
+  monkeypatch.setattr(trained_run, 'open_run', lambda checkpoint: fake)
+  out = tmp_path / 'rows.json'
+  flags = [f'--data={image_files}', '--datasets=omniglot,emoji', '--episodes=5', '--seeds=0,1']
+  real_data(*flags, '--checkpoint=a=runs/a', '--checkpoint=b=runs/b', f'--json={out}')
+  by_name = {}
+  for row in json.loads(out.read_text()):
+    by_name.setdefault(row['representation'], []).append(row)
+  assert list(by_name) == ['pixels', 'pixels 14x14x1', 'a', 'b']
+  for row, of_pixels in zip(by_name['a'], by_name['pixels 14x14x1'], strict=True):
+    if row['classifier'] != 'nearest mean':  # a cosine depends on where 0 is
+      assert row['mean'] == pytest.approx(of_pixels['mean'], abs=0.02)
+  for row in by_name['b']:
+    assert row['difference'] == 0 and row['p'] is None
+  assert {row['mean'] for row in by_name['a'] if row['dataset'] == 'emoji'} == {1}
+  assert by_name['pixels'][-1]['dim'] == 64 * 64 * 3
+  assert 'emoji, linear: difference to a' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'flags, sentence',
+  [
+    (['--data=nowhere'], '--data=nowhere has no file omniglot28.npz'),
+    ([], '--data is needed'),
+    (['--datasets=digits', '--checkpoint=a'], "'a' must be NAME=RUN_DIR"),
+    (['--datasets=digits', '--checkpoint=a=nowhere'], '--checkpoint=a=nowhere: '),
+    (['--datasets=digits', '--episodes=1'], '--episodes=1 must be 2 or more'),
+  ],
+)
+def test_real_data_says_what_is_wrong(flags, sentence, real_data, capsys):
+  with pytest.raises(SystemExit) as exit_:
+    real_data(*flags)
+  assert exit_.value.code == 2
+  assert sentence in capsys.readouterr().err.splitlines()[-1]
+  gin.clear_config()
+
+
+def test_real_data_of_real_files(data_dir, real_data, tmp_path):
+  """Vinyals et al. 2016, table 1: 0.42 and 0.63 for pixels by cosine, 5 ways, 1 and 5 shots."""
+  out = tmp_path / 'rows.json'
+  flags = [f'--data={data_dir}', '--datasets=emoji,omniglot', '--episodes=20', '--shots=1,5']
+  real_data(*flags, '--seeds=0', f'--json={out}')
+  mean = {
+    (row['dataset'], row['classifier'], row['ways'], row['shots']): row['mean']
+    for row in json.loads(out.read_text())
+  }
+  for classifier in ('ridge', 'nearest mean'):
+    one, five = (mean['omniglot', classifier, 5, shots] for shots in (1, 5))
+    assert 0.35 < one < 0.6 and 0.53 < five < 0.8
+  assert 0.02 < mean['omniglot', 'linear', 659, 1] < mean['omniglot', 'linear', 659, 5] < 0.2
+  assert 1 / 9 < mean['emoji', 'linear', 9, 1] < mean['emoji', 'linear', 9, 5] < 0.6
