@@ -54,9 +54,7 @@ def test_fewshot_solver(tmp_path):
   ]
   for row in rows:
     assert row['max_accuracy_difference'] == 0
-    assert (
-      row['best_accuracy'] > 1.3 / row['classes']
-    )
+    assert row['best_accuracy'] > 1.3 / row['classes']
     assert row['eigh_ratio'] == row['eigh_seconds'] / row['seconds'] > 0
     assert row['ridge_classifier_ratio'] == row['ridge_classifier_seconds'] / row['seconds'] > 0
   assert printed[-1].startswith('ratios') and printed[-1].endswith('differ by 0')
