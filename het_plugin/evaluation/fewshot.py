@@ -224,9 +224,10 @@ def few_shot_all(
   seeds = used_seeds(protocol, seeds)
   trials = {}
   for name, (train, test) in datasets.items():
-    for num_shots in shots:
-      for seed in seeds:
-        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, seed, mesh)
+    for seed in seeds:
+      drawn = draw_order(train.y, _index(train), seed, protocol.draw)
+      for num_shots in shots:
+        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn, mesh)
         on_trial()
   if protocol.l2 in MEAN_RANKS:
     for num_shots in shots:
@@ -266,9 +267,13 @@ def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
 
 
 def _trial(
-  train: Split, test: Split, protocol: Protocol, num_shots: int, seed: int, mesh: Mesh | None
+  train: Split,
+  test: Split,
+  protocol: Protocol,
+  num_shots: int,
+  drawn: Sequence[np.ndarray],
+  mesh: Mesh | None,
 ) -> _Trial:
-  drawn = draw_order(train.y, _index(train), seed, protocol.draw)
   subset = np.concatenate([rows[:num_shots] for rows in drawn])
   x, y = train.x[subset], train.y[subset]
   if protocol.classifier == 'ridge':

@@ -38,7 +38,7 @@ def centred_sums(
   if mesh is not None:
     return _mesh_sums(x, ids, num_classes, mean, mesh)
   gram, sums = np.zeros((len(mean), len(mean))), np.zeros((num_classes, len(mean)))
-  for rows in _blocks(len(x), HOST_ROWS):
+  for rows in blocks(len(x), HOST_ROWS):
     z = x[rows] - mean
     gram += z.T @ z
     order = np.argsort(ids[rows], kind='stable')
@@ -51,7 +51,7 @@ def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Mean, float64 [D], and which features are constant, bool [D], of x, any float [N, D]."""
   total = np.zeros(x.shape[1])
   low, high = x[0], x[0]
-  for rows in _blocks(len(x), HOST_ROWS):
+  for rows in blocks(len(x), HOST_ROWS):
     total += x[rows].sum(axis=0, dtype=np.float64)
     low, high = np.minimum(low, x[rows].min(axis=0)), np.maximum(high, x[rows].max(axis=0))
   return total / len(x), low == high
@@ -67,7 +67,7 @@ def _mesh_sums(x, ids, num_classes, mean, mesh):
     out_shardings=over_rows,
   )
   state, add = zeros(), _add_block(mesh)
-  for rows in _blocks(len(x), DEVICE_ROWS * mesh.size):
+  for rows in blocks(len(x), DEVICE_ROWS * mesh.size):
     z = (x[rows] - mean).astype(np.float32)
     padding = DEVICE_ROWS * mesh.size - len(z)
     z = np.pad(z, ((0, padding), (0, 0)))
@@ -103,5 +103,7 @@ def _add_exactly(total, rest, block):
   return new, rest + ((total - (new - of_block)) + (block - of_block))
 
 
-def _blocks(length: int, step: int) -> Iterator[slice]:
+def blocks(length: int, step: int) -> Iterator[slice]:
+  """Slices of at most `step`, at least 1, that cover 0 .. length."""
+  step = max(1, step)
   return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -5,7 +5,7 @@ is decided in float32 where that is certain, and in float64 where it is not.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import scipy.linalg
@@ -163,7 +163,7 @@ class Ridge:
     leaders = _Leaders.empty(len(l2s), len(x))
     lengths = np.empty(len(x))  # |x|
     reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
-    for tile in _slices(len(self.classes), _WEIGHT_BYTES // (4 * len(mean) * len(pivots))):
+    for tile in gram.blocks(len(self.classes), _WEIGHT_BYTES // (4 * len(mean) * len(pivots))):
       rhs = self.rhs[:, tile]  # [r, k]
       weights = rhs[:, :, None] * curves[pivots].T[:, None]  # [r, k, m]
       weights = weights.reshape(len(rhs), weights.shape[1] * weights.shape[2])
@@ -172,7 +172,7 @@ class Ridge:
       bias = (bias + (curves * (shift @ self.basis)) @ rhs).astype(np.float32)
       norms, missed = (np.sqrt(c**2 @ rhs**2) for c in (curves[pivots], missing))  # [m, k], [L, k]
       reach = np.maximum(reach, (missed + unit * (np.abs(combine) @ norms)).max(axis=1))
-      for rows in _slices(len(x), _SCORE_BYTES // (4 * bias.size)):
+      for rows in gram.blocks(len(x), _SCORE_BYTES // (4 * bias.size)):
         z = ((x[rows] - mean) * inverse_scale).astype(np.float32, copy=False)
         lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z)) + np.linalg.norm(shift)
         scores = (z @ basis if project else z) @ weights  # [rows, k m]
@@ -197,7 +197,7 @@ class Ridge:
     hat: np.ndarray | None,
   ) -> None:
     """Sets `best` [L, M] where `doubtful` [L, M], by scores in float64; see `_best_classes`."""
-    for part in _slices(len(x), _SCORE_BYTES // (8 * len(self.classes))):
+    for part in gram.blocks(len(x), _SCORE_BYTES // (8 * len(self.classes))):
       here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
       projected = self._standardised(x[here]) @ self.basis  # [rows, r]
       for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
@@ -329,8 +329,3 @@ def _subtract_own(scores: np.ndarray, own: np.ndarray, amount: np.ndarray) -> No
   """Takes amount [L, rows] off scores [L, rows, k] at the positions own [rows] that there are."""
   rows = np.flatnonzero((own >= 0) & (own < scores.shape[-1]))
   scores[:, rows, own[rows]] -= amount[:, rows].astype(scores.dtype)
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-  step = max(1, step)
-  return (slice(start, min(start + step, length)) for start in range(0, length, step))
