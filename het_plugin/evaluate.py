@@ -265,21 +265,16 @@ def _stream(
       lambda x: class_covariance.match_channels(x, run.channels),
       jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    endless = info.splits.get(split, 0) is None
-    if endless and settings.max_examples is None:
+    if info.splits.get(split, 0) is None and settings.max_examples is None:
       raise ValueError(f'--{prefix}split={split} is endless: set --max_examples')
     batches = data.get_dataset(
-      data.DatasetConfig(
-        mixture_or_task_name=task,
-        task_feature_lengths={
-          'image': run.image_size,
-          'label': max(info.max_labels, run.max_labels),
-        },
-        split=split,
+      data.one_pass(
+        task,
+        split,
+        image_size=run.image_size,
+        max_labels=max(info.max_labels, run.max_labels),
         batch_size=settings.batch_size,
-        shuffle=settings.max_examples is not None,  # the first of a sorted split are few classes
-        num_epochs=None if endless else 1,
-        augment=False,
+        bounded=settings.max_examples is not None,
       ),
       None if whole else run.partitioner.batch_rows(settings.batch_size),
     )

@@ -182,18 +182,14 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
 def dataset_config(
   task: str, info: data.TaskInfo, split: str, run: trained_run.TrainedRun
 ) -> data.DatasetConfig:
-  """One pass without augmentation, in order but for a bounded one: the first examples of a split
-  sorted by class would be few classes.
-  """
-  max_labels = max(run.max_labels, info.max_labels) if info.multi_label else 1
-  return data.DatasetConfig(
-    mixture_or_task_name=task,
-    task_feature_lengths={'image': flags.FLAGS.image_size or run.image_size, 'label': max_labels},
-    split=split,
+  """What is read of a split."""
+  return data.one_pass(
+    task,
+    split,
+    image_size=flags.FLAGS.image_size or run.image_size,
+    max_labels=max(run.max_labels, info.max_labels) if info.multi_label else 1,
     batch_size=flags.FLAGS.batch_size,
-    shuffle=flags.FLAGS.max_examples is not None,
-    num_epochs=None if info.splits.get(split, 0) is None else 1,
-    augment=False,
+    bounded=flags.FLAGS.max_examples is not None,
   )
 
 

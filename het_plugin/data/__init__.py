@@ -8,6 +8,7 @@ from het_plugin.data.pipeline import (
   DatasetConfig,
   element_spec,
   get_dataset,
+  one_pass,
   task_info,
 )
 from het_plugin.data.sources import TaskInfo
@@ -19,6 +20,7 @@ __all__ = [
   'TaskInfo',
   'element_spec',
   'get_dataset',
+  'one_pass',
   'task_info',
 ]
 

@@ -175,6 +175,44 @@ def task_info(name: str) -> TaskInfo:
   return tasks.get_task(name).examples.info
 
 
+def one_pass(
+  task: str,
+  split: str,
+  *,
+  image_size: int,
+  max_labels: int,
+  batch_size: int,
+  bounded: bool,
+  resize: Literal['aspect', 'squash'] | None = None,
+) -> DatasetConfig:
+  """What evaluation reads: each example of a split once, without augmentation.
+
+  Args:
+    task: its name.
+    split: a split or a slice of one; an endless one has no end here either.
+    image_size: side of the square images, in pixels.
+    max_labels: labels an image.
+    batch_size: of the global batch.
+    bounded: whether only the first examples will be read: they are a fixed random choice then, for
+      the first of a split sorted by class would be few classes.
+    resize: see DatasetConfig.
+
+  Raises:
+    ValueError: no such task, or a setting out of range.
+  """
+  endless = task_info(task).splits.get(split, 0) is None
+  return DatasetConfig(
+    mixture_or_task_name=task,
+    task_feature_lengths={'image': image_size, 'label': max_labels},
+    split=split,
+    batch_size=batch_size,
+    shuffle=bounded,
+    num_epochs=None if endless else 1,
+    augment=False,
+    resize=resize,
+  )
+
+
 def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchIterator:
   """Batches of a task.
 

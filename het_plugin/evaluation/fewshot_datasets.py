@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from typing import Any, Literal
 
-from het_plugin.data import BatchIterator, DatasetConfig, get_dataset, task_info
+from het_plugin.data import BatchIterator, get_dataset, one_pass, task_info
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
 from het_plugin.training.partitioning import PjitPartitioner
@@ -92,15 +92,13 @@ class FewShotReader:
     return tuple(halves)
 
   def _batches(self, dataset: FewShotDataset, split: str, bound: int | None) -> BatchIterator:
-    endless = task_info(dataset.task).splits.get(split, 0) is None
-    cfg = DatasetConfig(
-      mixture_or_task_name=dataset.task,
-      task_feature_lengths={'image': self.image_size, 'label': 1},
-      split=split,
+    cfg = one_pass(
+      dataset.task,
+      split,
+      image_size=self.image_size,
+      max_labels=1,
       batch_size=self.batch_size,
-      shuffle=bound is not None,  # the first of a split sorted by class would be few classes
-      num_epochs=None if endless else 1,
-      augment=False,
+      bounded=bound is not None,
       resize=dataset.resize,
     )
     return get_dataset(cfg, self.partitioner.batch_rows(self.batch_size))
