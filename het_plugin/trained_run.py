@@ -204,11 +204,8 @@ def _complete(
   image: tuple[int, int],
 ) -> dict[str, jax.Array]:
   """What was read, placed; what the file lacks starts as the model starts."""
+  from het_plugin.training import checkpoints
+
   fresh = partitioner.partition(lambda: _init(model, *image)['params'], (), specs)()
   fresh = traverse_util.flatten_dict(fresh, sep='/')
-  flat = traverse_util.flatten_dict(target, sep='/')
-  placed = {
-    name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
-    for name, x in read.items()
-  }
-  return fresh | placed
+  return fresh | checkpoints.place(read, traverse_util.flatten_dict(target, sep='/'))

@@ -330,9 +330,16 @@ def _read_published(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, j
   except ValueError as error:
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
   _log.info('Initial parameters from %s: %s', cfg.path, report.text())
+  return place(read, flat)
+
+
+def place(
+  arrays: Mapping[str, np.ndarray], target: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Host arrays by name, on the shardings of their targets."""
   return {
-    name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
-    for name, x in read.items()
+    name: jax.make_array_from_callback(x.shape, target[name].sharding, x.__getitem__)
+    for name, x in arrays.items()
   }
 
 
