@@ -3,6 +3,7 @@
 Importing this package imports no TensorFlow; the tasks do, when the first one is asked for.
 """
 
+from het_plugin.data.duration import total_steps
 from het_plugin.data.pipeline import (
   BatchIterator,
   DatasetConfig,
@@ -22,6 +23,7 @@ __all__ = [
   'get_dataset',
   'one_pass',
   'task_info',
+  'total_steps',
 ]
 
 

@@ -1,6 +1,5 @@
 """Examples held in arrays: scikit-learn's digits and NPZ files."""
 
-import functools
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from het_plugin.data import counter_random
+from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import TaskInfo
 
 _SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
@@ -37,7 +37,7 @@ class ArraySource:
       image_size: H.
     """
     self._name = name
-    self._load = functools.cache(load)
+    self._load = locked_cache(load)
     self._splits = splits
     self.info = info
     self.image_size = image_size

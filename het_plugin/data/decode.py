@@ -4,10 +4,12 @@ import concurrent.futures
 import functools
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from PIL import Image
+
+_JPEG_MAGIC = b'\xff\xd8\xff'
 
 
 def decode_rgb(encoded: bytes) -> np.ndarray | None:
@@ -20,9 +22,27 @@ def decode_rgb(encoded: bytes) -> np.ndarray | None:
     return None
 
 
-def decode_all(load: Callable[[object], bytes], items: Iterable) -> list[np.ndarray | None]:
-  """decode_rgb(load(item)) of every item, in order, on all cores (Pillow releases the GIL)."""
-  return list(_threads().map(lambda item: decode_rgb(load(item)), items))
+def decode_all(images: Sequence, keep_jpegs: bool) -> list[np.ndarray | bytes | None]:
+  """`images` with those that are bytes decoded, on all cores (Pillow releases the GIL).
+
+  Args:
+    images: arrays, None, or the bytes of JPEG or PNG files.
+    keep_jpegs: whether JPEG files, whole or not, stay bytes.
+  """
+  decoded = list(images)
+  pending = {
+    i: _threads().submit(decode_rgb, image)
+    for i, image in enumerate(images)
+    if isinstance(image, bytes) and not (keep_jpegs and image.startswith(_JPEG_MAGIC))
+  }
+  for i, future in pending.items():
+    decoded[i] = future.result()
+  return decoded
+
+
+def load_all(load: Callable[[object], bytes], items: Iterable) -> list[bytes]:
+  """load(item) of every item, in order, many at a time."""
+  return list(_threads().map(load, items))
 
 
 @functools.cache

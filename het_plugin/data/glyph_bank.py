@@ -20,6 +20,8 @@ import numpy as np
 from matplotlib import ft2font
 from PIL import ImageFont
 
+from het_plugin.data.locked_cache import locked_cache
+
 # matplotlib ships two more, DejaVu*Display: subsets of a few dozen characters, not used here.
 DEJAVU_FACES = (
   'DejaVuSans',
@@ -89,7 +91,7 @@ def face_characters(face: str) -> frozenset[int]:
   return frozenset(ft2font.FT2Font(str(_face_path(face))).get_charmap())
 
 
-@functools.cache
+@locked_cache
 def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   """Renders every class of `class_set` in every one of `faces` that has it, at side `size` pixels.
 

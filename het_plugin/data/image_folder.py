@@ -1,7 +1,6 @@
 """Images in a folder per class, JPEG or PNG."""
 
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,9 +59,9 @@ class ImageFolderSource:
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
-  ) -> tuple[Sequence[np.ndarray | None], np.ndarray]:
+  ) -> tuple[list[bytes], np.ndarray]:
     files = [self._files[split][i] for i in ids]
-    return decode.decode_all(pathlib.Path.read_bytes, files), self._labels[split][ids][:, None]
+    return decode.load_all(pathlib.Path.read_bytes, files), self._labels[split][ids][:, None]
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])

@@ -8,7 +8,6 @@ in a row depends on its position alone.
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from het_plugin.data.sources import TRAIN_SPLIT, TaskInfo
 Batch = dict[str, np.ndarray]
 
 _PREFETCHED_BATCHES = 2
-_TF_BLOCK = 128  # examples in TensorFlow at a time; bounds the memory that decoded photographs take
+_BLOCK = 128  # examples that a thread reads at a time; bounds the memory of decoded photographs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,8 @@ class DatasetConfig:
     photographs.
   max_corrupt_fraction: the part of the split or slice that may be unreadable; such rows are
     masked.
+  num_threads: that read ahead, 128 examples of a batch at a time; the order does not depend on it.
+    Decoding and preprocessing of photographs take all cores, however many threads wait for them.
   module: a module to import first, such as one that registers tasks.
   use_cached, pack: t5x's; image tasks are neither cached nor packed, so they must be False.
   """
@@ -60,6 +61,7 @@ class DatasetConfig:
   augment: bool | None = None
   resize: Literal['aspect', 'squash'] | None = None
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
+  num_threads: int = 4
   module: str | None = None
   use_cached: bool = False
   pack: bool = False
@@ -75,6 +77,8 @@ class DatasetConfig:
       raise ValueError(
         f'max_corrupt_fraction is {self.max_corrupt_fraction}; it must lie in [0, 1].'
       )
+    if self.num_threads < 1:
+      raise ValueError(f'num_threads is {self.num_threads}; it must be at least 1.')
     if self.resize not in (None, 'aspect', 'squash'):
       raise ValueError(f"resize is {self.resize!r}; it must be 'aspect', 'squash' or None.")
     for name in ('use_cached', 'pack'):
@@ -83,7 +87,7 @@ class DatasetConfig:
 
 
 class BatchIterator:
-  """Batches of numpy arrays, read ahead on a background thread.
+  """Batches of numpy arrays, read ahead on background threads.
 
   A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1,
   index int32 [B] and mask float32 [B], with B the number of `rows` (see ExampleReader.read). An
@@ -95,23 +99,34 @@ class BatchIterator:
 
   def __init__(
     self,
-    make_batch: Callable[[np.ndarray], Batch],
+    read: Callable[[np.ndarray], Batch],
     corrupt: reader.CorruptRecords,
     element_spec: Mapping[str, jax.ShapeDtypeStruct],
     batch_size: int,
     rows: np.ndarray,
     num_examples: int | None,
+    num_threads: int,
   ):
-    """`make_batch` maps positions, int64 [B], to the batch; num_examples None: endless."""
-    self._make_batch = make_batch
+    """Reads nothing yet.
+
+    Args:
+      read: from positions, int64 [n], to their rows of the batch, on any thread.
+      corrupt: the unreadable records that `read` has met.
+      element_spec: see above.
+      batch_size: of the global batch.
+      rows: the row numbers of the global batch to read.
+      num_examples: None if endless.
+      num_threads: that read.
+    """
+    self._read = read
     self._corrupt = corrupt
     self._batch_size = batch_size
     self._rows = rows
     self.num_examples = num_examples
     self.element_spec = element_spec
     self.num_batches = None if num_examples is None else -(-num_examples // batch_size)
-    self._executor = concurrent.futures.ThreadPoolExecutor(1, 'input')
-    self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
+    self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, 'input')
+    self._pending: collections.deque[_PendingBatch] = collections.deque()
     self._position = 0
 
   @property
@@ -129,7 +144,7 @@ class BatchIterator:
       start = self._position + len(self._pending) * self._batch_size
       if self._ended(start):
         break
-      self._pending.append(self._executor.submit(self._make_batch, start + self._rows))
+      self._pending.append(self._submit(start + self._rows))
     batch = self._pending[0].result()  # an error leaves the state as it was
     self._pending.popleft()
     self._position += self._batch_size
@@ -158,10 +173,51 @@ class BatchIterator:
   def _ended(self, position: int) -> bool:
     return self.num_examples is not None and position >= self.num_examples
 
+  def _submit(self, positions: np.ndarray) -> '_PendingBatch':
+    batch = {
+      name: np.empty((len(positions), *spec.shape[1:]), spec.dtype)
+      for name, spec in self.element_spec.items()
+    }
+    slices = [slice(start, start + _BLOCK) for start in range(0, len(positions), _BLOCK)]
+    # Not a method, which would keep the iterator alive: its threads end with it.
+    futures = [self._executor.submit(_fill, self._read, positions, batch, s) for s in slices]
+    return _PendingBatch(batch, futures)
+
   def _discard_pending(self) -> None:
-    for future in self._pending:
-      future.cancel()
+    for pending in self._pending:
+      for future in pending.blocks:
+        future.cancel()
     self._pending.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PendingBatch:
+  """A batch whose blocks of rows are being read.
+
+  batch: whole once all of `blocks` are done.
+  """
+
+  batch: Batch
+  blocks: Sequence[concurrent.futures.Future]
+
+  def result(self) -> Batch:
+    for block in self.blocks:
+      block.result()
+    return self.batch
+
+
+def _fill(
+  read: Callable[[np.ndarray], Batch], positions: np.ndarray, batch: Batch, rows: slice
+) -> None:
+  """Reads some rows of a batch into it."""
+  block = read(positions[rows])
+  for name, array in batch.items():
+    if block[name].shape[1:] != array.shape[1:]:
+      raise ValueError(
+        f'{name} of the examples has the shape {list(block[name].shape[1:])}; it must be '
+        f'{list(array.shape[1:])}.'
+      )
+    array[rows] = block[name]
 
 
 def task_info(name: str) -> TaskInfo:
@@ -258,17 +314,19 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     max_corrupt_fraction=cfg.max_corrupt_fraction,
   )
   if preprocessors:
-    preprocess = seqio_task.batch_preprocessor(task, cfg.task_feature_lengths, preprocessors)
-    make_batch = functools.partial(_read_in_blocks, example_reader, preprocess)
+    read = seqio_task.preprocessed_reader(
+      task, example_reader, cfg.task_feature_lengths, preprocessors
+    )
   else:
-    make_batch = functools.partial(_read_arrays, example_reader)
+    read = example_reader.read
   return BatchIterator(
-    make_batch,
+    read,
     example_reader.corrupt,
     element_spec(cfg, info.channels),
     cfg.batch_size,
     rows,
     example_reader.num_examples,
+    cfg.num_threads,
   )
 
 
@@ -281,19 +339,3 @@ def element_spec(cfg: DatasetConfig, channels: int) -> dict[str, jax.ShapeDtypeS
     'index': jax.ShapeDtypeStruct((B,), np.int32),
     'mask': jax.ShapeDtypeStruct((B,), np.float32),
   }
-
-
-def _read_arrays(example_reader: reader.ExampleReader, positions: np.ndarray) -> Batch:
-  """The batch of a task without preprocessors, without TensorFlow."""
-  examples = example_reader.read(positions)
-  return {name: examples[name] for name in ('image', 'label', 'index', 'mask')}
-
-
-def _read_in_blocks(
-  example_reader: reader.ExampleReader,
-  preprocess: Callable[[Mapping[str, Any]], Batch],
-  positions: np.ndarray,
-) -> Batch:
-  starts = range(0, len(positions), _TF_BLOCK)
-  blocks = [preprocess(example_reader.read(positions[s : s + _TF_BLOCK])) for s in starts]
-  return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}

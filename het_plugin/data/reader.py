@@ -6,11 +6,11 @@ slice of a split N is the number of its own records, and its first one is added 
 """
 
 import logging
+import threading
 
 import numpy as np
-from grain.experimental import index_shuffle
 
-from het_plugin.data import counter_random, splits
+from het_plugin.data import counter_random, decode, splits
 from het_plugin.data.sources import ExampleSource
 
 _SHUFFLE_STREAM, _PREPROCESS_STREAM = 1, 2
@@ -19,34 +19,45 @@ _NAMED_RECORDS = 5  # how many unreadable records an error names
 
 
 class CorruptRecords:
-  """Counts the unreadable records of a split or slice; too many of them stop the run."""
+  """Counts the unreadable records of a split or slice; too many of them stop the run.
+
+  Any thread may use it.
+  """
 
   def __init__(self, num_records: int, max_fraction: float):
     self._num_records = num_records
     self._max_fraction = max_fraction
     self._names: dict[int, str] = {}
+    self._lock = threading.Lock()
 
   @property
   def names(self) -> tuple[str, ...]:
     """Descriptions of the unreadable records met so far, each once, in the order they were met."""
-    return tuple(self._names.values())
+    with self._lock:
+      return tuple(self._names.values())
+
+  def __contains__(self, record: int) -> bool:
+    return record in self._names
 
   def add(self, record: int, name: str) -> None:
     """Counts a record once, however often it is met.
 
     Raises:
-      ValueError: more than max_fraction of the split's records are unreadable.
+      ValueError: more than max_fraction of the split's records are unreadable; also where this
+        record was counted already, by another thread or before a retry.
     """
-    if record in self._names:
-      return
-    self._names[record] = name
-    logging.getLogger(__name__).warning(
-      'Unreadable image %s: its row is masked (%d so far).', name, len(self._names)
-    )
-    if len(self._names) > self._max_fraction * self._num_records:
+    with self._lock:
+      new = record not in self._names
+      self._names[record] = name
+      count = len(self._names)
+    if new:
+      logging.getLogger(__name__).warning(
+        'Unreadable image %s: its row is masked (%d so far).', name, count
+      )
+    if count > self._max_fraction * self._num_records:
       first = ', '.join(self.names[:_NAMED_RECORDS])
       raise ValueError(
-        f'{len(self._names)} of {self._num_records} images are unreadable, more than '
+        f'{count} of {self._num_records} images are unreadable, more than '
         f'max_corrupt_fraction = {self._max_fraction} allows; the first are: {first}.'
       )
 
@@ -90,11 +101,18 @@ class ExampleReader:
     self._one_pass = num_epochs == 1
     self.corrupt = CorruptRecords(self._num_records or 0, max_corrupt_fraction)
 
-  def read(self, positions: np.ndarray) -> dict[str, np.ndarray | list[np.ndarray]]:
+  def read(
+    self, positions: np.ndarray, keep_jpegs: bool = False
+  ) -> dict[str, np.ndarray | list[np.ndarray | bytes]]:
     """Examples at `positions`, int64 [B].
 
+    Args:
+      positions: in the global order.
+      keep_jpegs: leaves it to the caller to decode JPEG files and to find out which are damaged.
+
     Returns:
-      image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ.
+      image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ; with
+        keep_jpegs the bytes of those in JPEG files, but for the ones known to be unreadable.
       label: int32 [B, max_labels], padded with -1.
       index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
         the whole split, so that slices that do not overlap have no index in common; else the
@@ -115,6 +133,12 @@ class ExampleReader:
         f"task_feature_lengths['label'] is {self._max_labels}; there is an example with "
         f'{labels.shape[1]} labels.'
       )
+    if not isinstance(images, np.ndarray):
+      known = (
+        None if record in self.corrupt else image
+        for record, image in zip(records.tolist(), images, strict=True)
+      )
+      images = decode.decode_all(list(known), keep_jpegs)
     readable = np.array([image is not None for image in images], bool)
     for record in records[~readable]:
       self.corrupt.add(int(record), self._source.describe(self._split, int(record)))
@@ -140,6 +164,8 @@ class ExampleReader:
     epochs, offsets = np.divmod(positions, self._num_records)
     if not self._shuffle or self._num_records == 1:
       return self._first_record + offsets
+    from grain.experimental import index_shuffle  # takes a second; a thread has it, training not
+
     seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
     last = self._num_records - 1
     shuffled = [

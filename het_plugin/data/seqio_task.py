@@ -18,6 +18,7 @@ OUTPUT_FEATURES = {
 }
 
 _BLOCK = 64  # examples that one call of the source reads under seqio
+_JPEG = (0, 0, 0)  # what stands for the shape of an image that is still a JPEG file
 
 Preprocessor = Callable[..., tf.data.Dataset]
 
@@ -241,13 +242,18 @@ def packed_specs() -> dict[str, tf.TensorSpec]:
   }
 
 
-def pack(examples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-  """ExampleReader.read's result for TensorFlow: images of any side as byte strings and shapes."""
-  images = examples['image']
+def pack(examples: Mapping[str, Sequence[np.ndarray | bytes]]) -> dict[str, np.ndarray]:
+  """ExampleReader.read's result for TensorFlow: images of any side as byte strings and shapes, JPEG
+  files as they are with a shape of zeros.
+  """
+  packed = [
+    (image, _JPEG) if isinstance(image, bytes) else (image.tobytes(), image.shape)
+    for image in examples['image']
+  ]
   return {
     **examples,
-    'image': np.array([image.tobytes() for image in images], object),
-    'shape': np.array([image.shape for image in images], np.int32).reshape(-1, 3),
+    'image': np.array([image for image, _ in packed], object),
+    'shape': np.array([shape for _, shape in packed], np.int32).reshape(-1, 3),
   }
 
 
@@ -255,19 +261,34 @@ def unpack(
   example: Mapping[str, tf.Tensor], dtype: tf.DType, num_channels: int
 ) -> dict[str, tf.Tensor]:
   """The inverse of `pack` for one example: image [h, w, C]."""
-  image = tf.reshape(tf.io.decode_raw(example['image'], dtype), example['shape'])
+  encoded, shape = example['image'], example['shape']
+
+  def decode_raw():
+    return tf.reshape(tf.io.decode_raw(encoded, dtype), shape)
+
+  def decode_jpeg():
+    # The method by which Pillow decodes too, to the same levels.
+    return tf.io.decode_jpeg(encoded, num_channels, dct_method='INTEGER_ACCURATE')
+
+  if dtype == tf.uint8 and num_channels == 3:
+    image = tf.cond(tf.reduce_all(shape == _JPEG), decode_jpeg, decode_raw)
+  else:
+    image = decode_raw()
   image.set_shape([None, None, num_channels])
   rest = {name: value for name, value in example.items() if name not in ('image', 'shape')}
   return {**rest, 'image': image}
 
 
-def batch_preprocessor(
-  task: ImageTask, lengths: Mapping[str, int], preprocessors: Sequence[Preprocessor]
-) -> Callable[[Mapping[str, Sequence[np.ndarray]]], dict[str, np.ndarray]]:
-  """A function from ExampleReader.read's result to the task's output features as arrays [B, ...].
+def preprocessed_reader(
+  task: ImageTask,
+  example_reader: reader.ExampleReader,
+  lengths: Mapping[str, int],
+  preprocessors: Sequence[Preprocessor],
+) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+  """A function from positions, int64 [B], to the task's output features as arrays [B, ...].
 
   It runs the preprocessors exactly as seqio does, on a dataset that holds just these
-  examples; the graph is built once. The image is checked to be [H, H, C].
+  examples; the graph is built once. The image is checked to be [H, H, C]. Any thread may call it.
   """
   specs = packed_specs()
   batch_specs = {n: tf.TensorSpec([None, *s.shape], s.dtype, name=n) for n, s in specs.items()}
@@ -285,8 +306,14 @@ def batch_preprocessor(
     channels = task.examples.info.channels
     return {**batch, 'image': tf.ensure_shape(batch['image'], [None, side, side, channels])}
 
-  def run(examples):
+  def preprocess_examples(examples):
     batch = preprocess_batch({name: tf.constant(x) for name, x in pack(examples).items()})
-    return {name: x.numpy() for name, x in batch.items()}
+    return {name: np.asarray(x) for name, x in batch.items()}  # x.numpy() would copy
 
-  return run
+  def read(positions):
+    try:
+      return preprocess_examples(example_reader.read(positions, keep_jpegs=True))
+    except tf.errors.InvalidArgumentError:  # a damaged JPEG: Pillow finds out which
+      return preprocess_examples(example_reader.read(positions))
+
+  return read

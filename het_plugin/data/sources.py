@@ -47,7 +47,7 @@ class ExampleSource(Protocol):
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
-  ) -> tuple[Sequence[np.ndarray | None], np.ndarray]:
+  ) -> tuple[Sequence[np.ndarray | bytes | None], np.ndarray]:
     """Reads examples as (images, labels), the same ones for the same arguments, on any thread.
 
     Args:
@@ -58,7 +58,8 @@ class ExampleSource(Protocol):
 
     Returns:
       images: [B] images [h, w, C] of image_dtype: an array, or a list if sides differ, with None
-        for an unreadable one.
+        for an unreadable one. A source of uint8 RGB images may give the bytes of JPEG and PNG files
+        instead, which are decoded faster later.
       labels: int32 [B, L], padded with -1.
     """
 

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import tensorflow_datasets as tfds
 
-from het_plugin.data import decode
 from het_plugin.data.sources import TaskInfo
 
 # [NAMESPACE:]NAME[/CONFIG][:VERSION][/KEY=VALUE,...]; TFDS's own parser raises on anything else.
@@ -52,7 +51,7 @@ class TfdsSource:
     label = label.feature if multi_label else label
     self._records = builder.as_data_source(
       {split: split for split in builder.info.splits},
-      # ours is decoded on all cores below, and no other one (such as a mask) is wanted
+      # ours is decoded later, on all cores, and no other one (such as a mask) is wanted
       decoders={
         key: tfds.decode.SkipDecoding()
         for key, feature in builder.info.features.items()
@@ -70,9 +69,9 @@ class TfdsSource:
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
-  ) -> tuple[list[np.ndarray | None], np.ndarray]:
-    examples = [self._records[split][int(i)] for i in ids]
-    images = decode.decode_all(lambda example: example[self._image_key], examples)
+  ) -> tuple[list[bytes], np.ndarray]:
+    examples = self._records[split].__getitems__(ids.tolist())
+    images = [example[self._image_key] for example in examples]
     labels = [np.atleast_1d(example[self._label_key]) for example in examples]
     padded = np.full((len(ids), max(map(len, labels), default=1)), -1, np.int32)
     for row, label in zip(padded, labels, strict=True):

@@ -9,7 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.data import BatchIterator, DatasetConfig, get_dataset, task_info, tasks
+from het_plugin.data import (
+  BatchIterator,
+  DatasetConfig,
+  get_dataset,
+  pipeline,
+  task_info,
+  tasks,
+)
 from het_plugin.data.sources import TaskInfo
 
 GLYPHS = dict(mixture_or_task_name='glyphs_core', task_feature_lengths={'image': 28, 'label': 1})
@@ -352,6 +359,44 @@ class SlowSource:
     return np.zeros((len(ids), size, size, 1), np.float32), np.zeros((len(ids), 1), np.int32)
 
 
+def test_threads_change_neither_the_order_nor_the_batches(monkeypatch):
+  """Blocks of 3 rows of batches of 10, the later ones read faster."""
+
+  class Numbers(SlowSource):
+    def read(self, split, ids, size, seed):
+      time.sleep(0.005 / (1 + ids.min()))
+      images = np.broadcast_to(ids[:, None, None, None], (len(ids), size, size, 1))
+      return images.astype(np.float32), ids.astype(np.int32)[:, None]
+
+  monkeypatch.setattr(pipeline, '_BLOCK', 3)
+  task = tasks.add_image_task('numbers', Numbers())
+  for num_threads in (1, 8):
+    cfg = DatasetConfig(task, {'image': 2, 'label': 1}, 'train', 12, num_threads=num_threads)
+    iterator = get_dataset(cfg, rows=np.arange(2, 12))
+    for start in (0, 12, 24, 36):
+      batch = next(iterator)
+      assert iterator.get_state() == {'position': start + 12}
+      for name in batch:
+        flat = batch[name].reshape(10, -1)[:, 0]
+        np.testing.assert_array_equal(
+          flat, 1 if name == 'mask' else np.arange(start + 2, start + 12)
+        )
+    iterator.set_state({'position': 12})
+    np.testing.assert_array_equal(next(iterator)['index'], np.arange(14, 24))
+    iterator.close()
+
+
+def test_images_that_are_not_of_the_shape_announced():
+  class Wrong(SlowSource):
+    def read(self, split, ids, size, seed):
+      return np.zeros((len(ids), size, size, 3), np.float32), np.zeros((len(ids), 1), np.int32)
+
+  task = tasks.add_image_task('wrong_shape', Wrong())
+  iterator = get_dataset(DatasetConfig(task, {'image': 4, 'label': 1}, 'train', 2))
+  with pytest.raises(ValueError, match=r'image of the examples has the shape \[4, 4, 3\]'):
+    next(iterator)
+
+
 def test_reading_ahead_is_bounded_and_the_thread_ends():
   source = SlowSource()
   task = tasks.add_image_task('slow_source', source)
@@ -386,6 +431,7 @@ BAD_CONFIGS = {
   'seed is -1': {'seed': -1},
   'seed is None': {'seed': None},
   'num_epochs is 0': {'num_epochs': 0},
+  'num_threads is 0; it must be at least 1': {'num_threads': 0},
   'max_corrupt_fraction is 2': {'max_corrupt_fraction': 2},
   "resize is 'crop'; it must be 'aspect', 'squash' or None": {'resize': 'crop'},
   "split is 'train[:5]'; the split 'train' of glyphs_core is endless": {'split': 'train[:5]'},

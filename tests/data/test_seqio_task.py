@@ -1,8 +1,18 @@
+import io
+
 import numpy as np
 import pytest
 import seqio
+from PIL import Image
 
-from het_plugin.data import DatasetConfig, ImageFeatureConverter, get_dataset, tasks
+from het_plugin.data import (
+  DatasetConfig,
+  ImageFeatureConverter,
+  decode,
+  get_dataset,
+  seqio_task,
+  tasks,
+)
 from het_plugin.data.tf_host import tf
 
 LENGTHS = {'image': 12, 'label': 2}
@@ -97,6 +107,20 @@ def test_epochs_under_seqio(folder):
   first, second = (np.concatenate([b['image'] for b in batches[i : i + 3]]) for i in (0, 3))
   assert not ({x.tobytes() for x in first} & {x.tobytes() for x in second})  # augmented anew
   np.testing.assert_array_equal(np.concatenate([b['index'] for b in batches]), np.arange(42))
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
+@pytest.mark.parametrize('subsampling', [0, 1, 2])
+@pytest.mark.parametrize('progressive', [False, True])
+def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling, progressive):
+  coarse = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
+  for size in ((45, 37), (1, 1)):
+    photo = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
+    file = io.BytesIO()
+    photo.save(file, 'JPEG', quality=90, subsampling=subsampling, progressive=progressive)
+    packed = seqio_task.pack({'image': [file.getvalue()]})
+    image = seqio_task.unpack({name: x[0] for name, x in packed.items()}, tf.uint8, 3)['image']
+    np.testing.assert_array_equal(image, decode.decode_rgb(file.getvalue()))
 
 
 def test_model_features():

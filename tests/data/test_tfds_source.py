@@ -3,7 +3,7 @@ import pytest
 
 tfds = pytest.importorskip('tensorflow_datasets')
 
-from het_plugin.data import tasks, tfds_source  # noqa: E402
+from het_plugin.data import decode, tasks, tfds_source  # noqa: E402
 
 LABEL = tfds.features.ClassLabel(names=['a', 'b', 'c'])
 
@@ -38,6 +38,7 @@ def test_single_label():
   assert info.class_names == ('a', 'b', 'c')
   images, labels = source.read('train', np.array([5, 0, 3]), 8, seed=0)
   np.testing.assert_array_equal(labels, [[2], [0], [0]])
+  images = decode.decode_all(images, keep_jpegs=False)
   assert [image.shape for image in images] == [(9, 5, 3), (4, 5, 3), (7, 5, 3)]
   assert [image[0, 0, 0] for image in images] == [5, 0, 3]
 
@@ -73,6 +74,7 @@ def test_features_that_are_not_wanted(tfds_files):
   ]
   tfds_files.write('tiny_masks', features, {'train': examples}, supervised_keys=('image', 'label'))
   images, labels = tfds_source.TfdsSource('tiny_masks').read('train', np.array([2, 0]), 8, seed=0)
+  images = decode.decode_all(images, keep_jpegs=False)
   assert [image[0, 0, 0] for image in images] == [2, 0] and labels.tolist() == [[2], [0]]
 
 

@@ -49,9 +49,15 @@ def make_batches(batch_size=BATCH_SIZE, ids=None, stop_at=None):
       'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
     }
 
-  spec = {'label': jax.ShapeDtypeStruct((batch_size, 1), np.int32)}
+  spec = {
+    'image': jax.ShapeDtypeStruct((batch_size, *IMAGES.shape[1:]), IMAGES.dtype),
+    'label': jax.ShapeDtypeStruct((batch_size, 1), np.int32),
+    'index': jax.ShapeDtypeStruct((batch_size,), np.int32),
+    'mask': jax.ShapeDtypeStruct((batch_size,), np.float32),
+  }
   rows = np.arange(batch_size)
-  return BatchIterator(make_batch, CorruptRecords(0, 1.0), spec, batch_size, rows, len(ids))
+  corrupt = CorruptRecords(0, 1.0)
+  return BatchIterator(make_batch, corrupt, spec, batch_size, rows, len(ids), num_threads=2)
 
 
 def extract(

@@ -1,0 +1,53 @@
+"""The length of a training run: in steps, in examples or in epochs."""
+
+import importlib
+
+from het_plugin.data import splits
+from het_plugin.data.pipeline import DatasetConfig, task_info
+
+
+def total_steps(
+  dataset: DatasetConfig, steps: int | None = None, examples: int | None = None
+) -> int:
+  """Number of training steps. Exactly one of steps, examples and dataset.num_epochs must be set.
+
+  Epochs are exact: each example is met num_epochs times, and a last batch that they do not fill is
+  padded with rows that do not count. The last batch of a number of examples is a whole one.
+
+  Args:
+    dataset: what is trained on.
+    steps: the result.
+    examples: to be met in all, at least.
+
+  Raises:
+    ValueError: none or several of the three are set, or epochs of an endless split.
+  """
+  lengths = {'steps': steps, 'examples': examples, 'num_epochs': dataset.num_epochs}
+  given = [f'{name}={value}' for name, value in lengths.items() if value is not None]
+  if len(given) != 1:
+    raise ValueError(
+      f'The length of the run is given by {" and ".join(given) or "nothing"}; exactly one of steps '
+      '(TRAIN_STEPS), examples (TRAIN_EXAMPLES) and num_epochs (TRAIN_EPOCHS) must be set, the '
+      'others None.'
+    )
+  if steps is not None:
+    return steps
+  if examples is None:
+    examples = dataset.num_epochs * _num_records(dataset)
+  elif examples < 1:
+    raise ValueError(f'examples={examples} must be at least 1.')
+  return -(-examples // dataset.batch_size)
+
+
+def _num_records(dataset: DatasetConfig) -> int:
+  if dataset.module:
+    importlib.import_module(dataset.module)
+  task = dataset.mixture_or_task_name
+  info = task_info(task)
+  part = splits.resolve(dataset.split, info.splits, str(task))
+  if part.num_records is None:
+    raise ValueError(
+      f'num_epochs={dataset.num_epochs}, but the split {dataset.split!r} of {task} is endless: '
+      'give the length of the run in steps or examples.'
+    )
+  return part.num_records
