@@ -75,6 +75,7 @@ def environments(
     'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
     'JAX_NUM_PROCESSES': str(processes),
     'PYTHONUNBUFFERED': '1',  # what it printed before it died is what tells why
+    'HET_PLUGIN_LINES_ARE_NUMBERED': '1',  # by `_print_lines`
   }
   if devices is not None:
     count = f'--xla_force_host_platform_device_count={devices}'

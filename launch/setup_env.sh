@@ -55,7 +55,8 @@ install() {
   fi
   "$PYTHON" -m pip install --quiet uv || say 'uv is not to be had here; pip will do, more slowly'
   if "$PYTHON" -m uv --version >/dev/null 2>&1; then
-    "$PYTHON" -m uv pip install --python "$PYTHON" "${packages[@]}" && return
+    # As pip does. Without, and where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile all of TensorFlow.
+    "$PYTHON" -m uv pip install --compile-bytecode --python "$PYTHON" "${packages[@]}" && return
     say 'uv could not install these (see above); trying pip'
   fi
   "$PYTHON" -m pip install "${packages[@]}"

@@ -1,11 +1,14 @@
-"""Runs a training command and starts it again when it was preempted.
+"""Runs a training command and starts it again when it was preempted, lost other processes or was
+killed.
 
     python -m launch.supervise --folder=runs/het_xl -- python -m het_plugin.train ...
 
 Exit code 42 of the command (preempted, with a checkpoint saved) starts it again, at most
---max_restarts times; any other code ends the supervisor with that code. The folder takes the
-output of the command, `supervisor.log`, and `supervisor.json`: pid, end_with, restarts, and
-exit_code, which is null while the command runs. One supervisor at a time may use a folder.
+--max_restarts times; a signal, or a code above 128 that stands for one (134: other processes are
+lost, or it was stuck), at most --max_failures times. Any other code ends the supervisor with that
+code. The folder takes the output of the command, `supervisor.log`, and `supervisor.json`: pid,
+end_with, restarts, failures, and exit_code, which is null while the command runs; failures are
+restarts too. One supervisor at a time may use a folder.
 
 SIGTERM and Ctrl-C go to the command, so that it saves, and the supervisor ends with the command's
 code; a second one, or --grace_seconds without an end, kills. What the command leaves running of its
@@ -61,7 +64,7 @@ def write_state(file: IO[str], **state: int | None) -> None:
 
 
 def read_state(folder: Path) -> dict[str, int | None]:
-  """{pid, end_with, restarts, exit_code} of the folder's supervisor; empty where there was none."""
+  """{pid, end_with, restarts, failures, exit_code} of the folder's supervisor; empty for none."""
   with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
     return json.loads((folder / 'supervisor.json').read_text())
   return {}
@@ -123,10 +126,11 @@ def supervise(
   command: Sequence[str],
   folder: Path,
   max_restarts: int,
+  max_failures: int,
   grace_seconds: float,
   end_with: int | None = None,
 ) -> int:
-  """Runs the command until it ends with another code than 42, or too often with 42.
+  """Runs the command until it ends with 0 or an error of its own, or too often otherwise.
 
   Raises:
     FolderInUseError: another supervisor works in the folder.
@@ -139,16 +143,28 @@ def supervise(
         signal.signal(number, supervisor.stop)
     if end_with is not None:
       threading.Thread(target=supervisor.watch, args=(end_with,), daemon=True).start()
-    restarts = 0
-    write_state(state, end_with=end_with, restarts=restarts, exit_code=None)
+    preemptions = failures = 0
+
+    def write(exit_code: int | None) -> None:
+      restarts = preemptions + failures
+      write_state(
+        state, end_with=end_with, restarts=restarts, failures=failures, exit_code=exit_code
+      )
+
+    write(None)
     while True:
       code = supervisor.run()
-      if code != PREEMPTED or supervisor.stopping or restarts == max_restarts:
-        write_state(state, end_with=end_with, restarts=restarts, exit_code=code)
+      if code == PREEMPTED and not supervisor.stopping and preemptions < max_restarts:
+        preemptions += 1
+        why = f'preempted: restart {preemptions} of {max_restarts}'
+      elif code > 128 and not supervisor.stopping and failures < max_failures:
+        failures += 1
+        why = f'exit code {code}: restart {failures} of {max_failures} after failures'
+      else:
+        write(code)
         return code
-      restarts += 1
-      write_state(state, end_with=end_with, restarts=restarts, exit_code=None)
-      log.write(f'[supervise] preempted: restart {restarts} of {max_restarts}\n'.encode())
+      write(None)
+      log.write(f'[supervise] {why}\n'.encode())
       log.flush()
 
 
@@ -158,6 +174,9 @@ def main() -> int:
   )
   parser.add_argument('--folder', type=Path, required=True, help='Takes the log and the state.')
   parser.add_argument('--max_restarts', type=int, default=20, help='After exit code 42.')
+  parser.add_argument(
+    '--max_failures', type=int, default=3, help='Restarts after a signal or a code above 128.'
+  )
   parser.add_argument(
     '--grace_seconds', type=float, default=300, help='From SIGTERM until the command is killed.'
   )
@@ -173,7 +192,12 @@ def main() -> int:
   args = parser.parse_args()
   try:
     code = supervise(
-      args.command, args.folder, args.max_restarts, args.grace_seconds, args.end_with
+      args.command,
+      args.folder,
+      args.max_restarts,
+      args.max_failures,
+      args.grace_seconds,
+      args.end_with,
     )
     return 0 if args.exit_zero else code
   except (FolderInUseError, OSError) as error:

@@ -24,6 +24,7 @@ class Job:
     name: made of the swept values; unique in a launch.
     model_dir: the run's own folder, the same at every launch, so that launching again resumes.
     gin_files, gin_bindings, gin_search_paths: as training takes them.
+    train_flags: further arguments of training.
   """
 
   name: str
@@ -31,6 +32,7 @@ class Job:
   gin_files: tuple[str, ...]
   gin_bindings: tuple[str, ...]
   gin_search_paths: tuple[str, ...] = ('.',)
+  train_flags: tuple[str, ...] = ()
 
   def arguments(self) -> list[str]:
     """Arguments for het_plugin.train, each one string.
@@ -44,7 +46,7 @@ class Job:
     for binding in (*self.gin_bindings, f'{MODEL_DIR} = {self.model_dir!r}'):
       name, value = split_binding(binding)
       arguments.append(f'--gin.{name}={value}')
-    return arguments
+    return [*arguments, *self.train_flags]
 
 
 def split_binding(binding: str) -> tuple[str, str]:
@@ -119,6 +121,7 @@ def make_jobs(
   gin_search_paths: Sequence[str] = ('.',),
   heads: Sequence[str] = (),
   sweeps: Sequence[str] = (),
+  train_flags: Sequence[str] = (),
 ) -> list[Job]:
   """A job for each combination of head and swept values, heads slowest; one where nothing is swept.
 
@@ -127,6 +130,7 @@ def make_jobs(
     gin_files, gin_bindings, gin_search_paths: of every job. Swept values come after the bindings.
     heads: names of het_plugin/gin/heads/*.gin; a head's file comes after the others.
     sweeps: 'NAME=VALUE,VALUE,...' each.
+    train_flags: further arguments of training, of every job.
 
   Raises:
     ValueError: one sentence on a wrong sweep, a name swept or bound twice, no gin file or folder.
@@ -158,6 +162,7 @@ def make_jobs(
         gin_files=(*gin_files, *files),
         gin_bindings=(*gin_bindings, *bindings),
         gin_search_paths=tuple(gin_search_paths),
+        train_flags=tuple(train_flags),
       )
     )
   if len({job.name for job in jobs}) < len(jobs):

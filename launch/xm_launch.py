@@ -4,10 +4,11 @@
       --heads=det,het_xl --sweep=RANDOM_SEED=0,1 --sweep=LEARNING_RATE=1e-3,3e-3 --dry_run
 
 Takes the gin files and flags of training. --executor=local runs the jobs here as processes, at most
---max_parallel at a time, and starts a preempted one (exit code 42) again; Ctrl-C lets all of them
-save and stop. --executor=vertex takes a TPU v2 or v3, the only ones that XManager's Vertex executor
-knows. --executor=gke applies a JobSet for each job with kubectl, see launch/gke/render.py:
-XManager's own Kubernetes executor asks for no TPUs. Launching the same again resumes every job.
+--max_parallel at a time, and starts one again that was preempted (exit code 42) or killed; Ctrl-C
+lets all of them save and stop. --executor=vertex takes a TPU v2 or v3, the only ones that
+XManager's Vertex executor knows. --executor=gke applies a JobSet for each job with kubectl, see
+launch/gke/render.py: XManager's own Kubernetes executor asks for no TPUs. Launching the same again
+resumes every job.
 
 --dry_run prints all jobs and needs no XManager; local and vertex do: pip install '.[launch]'.
 
@@ -31,7 +32,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin import gin_utils
+from het_plugin import gin_utils, train_flags
 from het_plugin.planning import topology as topology_lib
 from launch import supervise, sweep
 from launch.gke import render
@@ -43,6 +44,7 @@ FAILED = 1
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  train_flags.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
   flags.DEFINE_string('name', 'het-plugin', 'Of the experiment, and of JobSets.')
@@ -63,7 +65,8 @@ def local_command(job: sweep.Job, max_restarts: int, grace_seconds: int) -> list
   """The command line of a local job: training under a supervisor that ends with this process."""
   return [
     *(sys.executable, '-m', 'launch.supervise', f'--folder={job.model_dir}'),
-    *(f'--max_restarts={max_restarts}', f'--grace_seconds={grace_seconds}'),
+    *(f'--max_restarts={max_restarts}', f'--max_failures={max_restarts}'),
+    f'--grace_seconds={grace_seconds}',
     # XManager reports a code other than 0 by traceback, several times.
     *(f'--end_with={os.getpid()}', '--exit_zero', '--'),
     *(sys.executable, *sweep.TRAIN, *job.arguments()),
@@ -272,6 +275,7 @@ def main(argv: Sequence[str]) -> None:
       values.gin_search_paths,
       values.heads,
       values.sweep,
+      train_flags.given(),
     )
     check(jobs)
     if values.dry_run:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from absl import app, flags
 
-from het_plugin import gin_utils
+from het_plugin import gin_utils, train_flags
 from launch import slices, sweep
 from launch.supervise import PREEMPTED
 
@@ -30,7 +30,7 @@ CONTAINER = 'train'
 REPLICATED_JOB = 'slice'
 # TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, in a JobSet of several slices, MEGASCALE_* are set by GKE
 # in each container, for jax.distributed.initialize() and libtpu to find the other hosts.
-PORTS = (8471, 8080)  # libtpu within a slice, megascale between slices
+PORTS = (8471, 8080, 8482)  # libtpu within a slice, megascale between slices, JAX's coordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +272,7 @@ def settings_of_flags(name: str) -> Settings:
 
 def define_flags() -> None:
   gin_utils.define_flags()
+  train_flags.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
@@ -284,7 +285,11 @@ def main(argv: Sequence[str]) -> None:
   with gin_utils.one_sentence_errors():
     values = flags.FLAGS
     (job,) = sweep.make_jobs(
-      values.model_dir, values.gin_file, values.gin_bindings, values.gin_search_paths
+      values.model_dir,
+      values.gin_file,
+      values.gin_bindings,
+      values.gin_search_paths,
+      train_flags=train_flags.given(),
     )
     text = to_yaml(jobset(settings_of_flags(values.name), job))
     if values.output:

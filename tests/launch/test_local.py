@@ -19,7 +19,7 @@ import pytest
 import gin
 from het_plugin import configurables, gin_utils
 from het_plugin.train import train_from_gin
-from het_plugin.training import checkpoints
+from het_plugin.training import checkpoints, heartbeat, verdict
 from launch import local
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +218,7 @@ def test_none_is_left_when_the_launcher_is_killed():
 def start_training(model_dir, *bindings):
   model_dir.mkdir(exist_ok=True)
   return start(
-    *(sys.executable, '-m', 'tests.launch.recorded_train', str(model_dir)),
+    *(sys.executable, '-m', 'launch.recorded_train', str(model_dir)),
     *(f'--gin_file={file}' for file in GIN_FILES),
     *(f'--gin.{text}' for text in (*SETTINGS, *bindings, f"MODEL_DIR = '{model_dir}'")),
     devices=4,
@@ -246,7 +246,9 @@ def losses(model_dir):
 
 
 def examples(path):
-  return [list(map(int, line.split())) for line in path.read_text().splitlines()]
+  """Of each step of a process."""
+  events = map(json.loads, path.read_text().splitlines())
+  return [event['index'] for event in events if 'begin' in event]
 
 
 def steps_saved(model_dir):
@@ -298,15 +300,17 @@ def test_process_0_alone_writes(pair):
   events = [name for name in names if name.startswith('events')]
   assert len(events) == 1
   assert sorted({*names} - {*events}) == [
-    *('checkpoint_2', 'checkpoint_4', 'config.gin', 'fewshot.jsonl', 'metrics.jsonl')
+    *('attempts', 'checkpoint_2', 'checkpoint_4', 'config.gin', 'fewshot.jsonl', 'heartbeats'),
+    *('logs', 'metrics.jsonl'),
   ]
+  assert [beat.state for beat in heartbeat.read(folder)] == [verdict.DONE] * 2
   assert len([row for row in lines(folder) if 'train/loss' in row]) == 4
   assert '[1]' in output and not re.search(r'^\[1\].*logging_writer', output, re.M)
 
 
 def test_each_process_reads_its_rows_only(pair):
   """A batch is 16 rows over 8 devices, of which each process has 4."""
-  first, second = (examples(pair[0] / f'process-{i}.txt')[:4] for i in range(2))
+  first, second = (examples(pair[0] / f'process-{i}.jsonl')[:4] for i in range(2))
   assert {len(batch) for batch in first + second} == {8}
   assert len({*np.ravel(first), *np.ravel(second)}) == 4 * 16
 
@@ -330,34 +334,27 @@ def test_one_process_resumes_what_two_saved(pair, alone, tmp_path):
   np.testing.assert_allclose(list(got.values()), [expected[3], expected[4]], atol=1e-5)
 
 
-def test_two_resume_what_one_saved_and_end_with_each_other(alone, tmp_path):
-  """On the mesh 1 x 8, whose model axis crosses processes. First one is killed; the second pair
-  gets SIGTERM, one process of it, before its first step.
+def test_two_resume_what_one_saved_and_stop_together(alone, tmp_path):
+  """On the mesh 1 x 8, whose model axis crosses processes. One of them gets SIGTERM before its
+  first step.
   """
   folder = copy_step_2(alone[0], tmp_path)
   settings = ['TRAIN_STEPS = 1000', 'PjitPartitioner.num_partitions = 8', 'SAVE_PERIOD = 1000']
-  process = start_training(folder, *settings, 'EVAL_PERIOD = 1000')
-  text = read_until(process, r'^\[1\].* step 4/1000 ')
-  (pid,) = {pid for pid in children(process.pid) if b'JAX_PROCESS_ID=1\0' in environment(pid)}
-  before = time.monotonic()
-  os.kill(pid, signal.SIGKILL)
-  output = process.communicate(timeout=60)[0]
-  assert time.monotonic() - before < 10
-  assert process.returncode == 128 + signal.SIGKILL
-  assert '[local] process 1 died of SIGKILL: ending process 0' in output, text + output
-  expected = losses(alone[0])
-  np.testing.assert_allclose([losses(folder)[i] for i in (3, 4)], [expected[3], expected[4]], 1e-5)
-  first, second = (examples(folder / f'process-{i}.txt') for i in range(2))
-  assert len(first[0]) == 16 and first[:2] == second[:2]  # peers along model: the same rows
-
   process = start_training(folder, *settings, 'EVAL_PERIOD = 1000')
   read_until(process, r'^\[1\].*Resuming from')
   (pid,) = {pid for pid in children(process.pid) if b'JAX_PROCESS_ID=1\0' in environment(pid)}
   os.kill(pid, signal.SIGTERM)
   output = process.communicate(timeout=200)[0]
   assert process.returncode == 42, output[-5000:]
-  assert steps_saved(folder) == [2, 3]
-  assert list(losses(folder)) == [3]
+  # While it compiles there is nothing new to save; else it is the next step.
+  saved = steps_saved(folder)
+  assert saved in ([2], [2, 3])
+  expected = {3: pytest.approx(losses(alone[0])[3], abs=1e-5)} if saved == [2, 3] else {}
+  assert losses(folder) == expected
+  if saved == [2, 3]:
+    first, second = (examples(folder / f'process-{i}.jsonl') for i in range(2))
+    assert len(first[0]) == 16 and first[:1] == second[:1]  # peers along model: the same rows
+  assert {beat.state for beat in heartbeat.read(folder)} == {verdict.PREEMPTED}
 
 
 def children(pid):

@@ -171,7 +171,7 @@ def test_a_pod_a_host_and_a_job_a_slice(topology, num_slices, hosts):
   shape = pod['nodeSelector']['cloud.google.com/gke-tpu-topology']
   chips = math.prod(map(int, shape.split('x')))
   assert container['resources']['limits']['google.com/tpu'] * hosts == chips
-  assert {port['containerPort'] for port in container['ports']} == {8471, 8080}
+  assert {port['containerPort'] for port in container['ports']} == {8471, 8080, 8482}
 
 
 def test_a_preemption_restarts_all_and_does_not_count():

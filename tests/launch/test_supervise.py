@@ -82,14 +82,24 @@ def test_restarts_are_bounded(tmp_path):
   assert supervise.read_state(tmp_path)['restarts'] == 1
 
 
+@pytest.mark.parametrize(
+  ('end', 'code'), [('os.abort()', 134), ('os.kill(os.getpid(), 9)', 137), ('os._exit(134)', 134)]
+)
+def test_one_that_was_lost_or_killed_starts_again(tmp_path, end, code):
+  assert start(tmp_path, f'import os; {end}', '--max_failures=1').wait() == code
+  state = supervise.read_state(tmp_path)
+  assert (state['restarts'], state['failures'], state['exit_code']) == (1, 1, code)
+  assert log(tmp_path) == f'[supervise] exit code {code}: restart 1 of 1 after failures\n'
+
+
 def test_other_codes_do_not_start_again(tmp_path):
-  assert start(tmp_path, 'import sys; sys.exit(2)').wait() == 2
-  assert start(tmp_path, 'import os, signal; os.kill(os.getpid(), signal.SIGABRT)').wait() == 134
+  assert start(tmp_path, 'import sys; sys.exit(1)').wait() == 1
   assert start(tmp_path, 'import sys; sys.exit(2)', '--exit_zero').wait() == 0
   assert supervise.read_state(tmp_path) | {'pid': 0} == {
     'pid': 0,
     'end_with': None,
     'restarts': 0,
+    'failures': 0,
     'exit_code': 2,
   }
 
