@@ -39,10 +39,20 @@ def register_trainer() -> None:
   """Registers the built-in trainer, its actions and the few-shot hook."""
   # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
   from het_plugin.evaluation import fewshot_action, fewshot_datasets
-  from het_plugin.training import actions, checkpoints, optimizers, partitioning, train, trainer
+  from het_plugin.training import (
+    actions,
+    checkpoints,
+    loss_spikes,
+    nonfinite,
+    optimizers,
+    partitioning,
+    train,
+    trainer,
+  )
 
   _register(
     {
+      'het_plugin.data': (data.total_steps,),
       'het_plugin.training': (
         train.train,
         trainer.Trainer,
@@ -53,6 +63,8 @@ def register_trainer() -> None:
         checkpoints.CheckpointConfig,
         checkpoints.SaveCheckpointConfig,
         checkpoints.RestoreCheckpointConfig,
+        nonfinite.NonFinitePolicy,
+        loss_spikes.LossSpikes,
         actions.TerminateOnNanAction,
         actions.EarlyStoppingAction,
       ),

@@ -9,24 +9,31 @@ A process learns that it is one of several from, in this order:
 Who the others are, `jax.distributed.initialize` then finds out by itself, but for the first.
 """
 
+import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import jax
 from absl import flags
+from absl import logging as absl_logging
+
+from het_plugin.training import exit_codes, last_words, preemption
 
 _log = logging.getLogger(__name__)
 
 _EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# What JAX ends a process with that lost the others. Launchers start such a run again.
-LOST = 128 + signal.SIGABRT
-# JAX's own limit must not come first: it ends the process with a stack trace of C++.
+# Set by a launcher that puts the process before each line itself.
+_LINES_ARE_NUMBERED = 'HET_PLUGIN_LINES_ARE_NUMBERED'
+# JAX's own limits must not come first: they end the process with a stack trace of C++.
 _JAX_EXTRA_SECONDS = 60
+# Process 0 takes the others with it when it ends. Where all fail alike, each is to say so first.
+_LEAVE_SECONDS = 2
 
 
 def define_flags() -> None:
@@ -45,11 +52,15 @@ def define_flags() -> None:
   )
 
 
-def initialize() -> None:
+def initialize(watched: bool = False) -> None:
   """Joins the other processes, if there are any; the flags say how long that may take.
 
   To be called before any computation. If the others do not come in time, the process ends with one
-  line and the exit code LOST.
+  line and the exit code `exit_codes.LOST`.
+
+  Args:
+    watched: training/heartbeat.py notices within --heartbeat_timeout_seconds that a process is
+      lost, and JAX only later, where that cannot.
 
   Raises:
     ValueError: a variable is wrong, or what the environment announces cannot be found.
@@ -74,13 +85,14 @@ def initialize() -> None:
   timer = threading.Timer(seconds, _give_up, (place, seconds))
   timer.daemon = True
   timer.start()
+  heartbeat_timeout = flags.FLAGS.heartbeat_timeout_seconds
+  later = heartbeat_timeout + _JAX_EXTRA_SECONDS
   try:
     jax.distributed.initialize(
       **settings,
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
-      heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
-      # One that fails alone waits this long for the others to end with it.
-      shutdown_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
+      heartbeat_timeout_seconds=later if watched else heartbeat_timeout,
+      shutdown_timeout_seconds=later,
     )
   except (RuntimeError, ValueError, KeyError) as error:
     reason = str(error).rstrip('.')
@@ -90,11 +102,73 @@ def initialize() -> None:
     ) from error
   finally:
     timer.cancel()
+  number_lines(os.environ)
   _log.info(
     'Process %d of %d: %d of %d devices.',
     *(jax.process_index(), jax.process_count()),
     *(jax.local_device_count(), jax.device_count()),
   )
+
+
+def number_lines(environment: Mapping[str, str]) -> None:
+  """Lets lines of the log begin with this process, unless the environment says that they do."""
+  if _LINES_ARE_NUMBERED not in environment:
+    formatter = _NumberedFormatter(jax.process_index(), jax.process_count())
+    absl_logging.get_absl_handler().setFormatter(formatter)
+
+
+class _NumberedFormatter(absl_logging.PythonFormatter):
+  """Lines of the log behind the process that wrote them, as [1/4]."""
+
+  def __init__(self, process: int, processes: int):
+    super().__init__()
+    self._prefix = f'[{process}/{processes}] '
+
+  def format(self, record: logging.LogRecord) -> str:
+    return self._prefix + super().format(record)
+
+
+def exit_at_once(code: int) -> NoReturn:
+  """Ends this process while threads of its work in C++, where an ordinary end would abort it.
+
+  Of several processes all call it; none ends before all have, since the others would take it for
+  lost.
+  """
+  jax.distributed.shutdown()
+  last_words.flush()
+  os._exit(code)
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+  """Where an exception leaves this one of several processes, ends it at once.
+
+  The usual end of a Python program waits for the others, which wait for this one. Exits in good
+  order, and those of a program that is alone, are left to it.
+  """
+  try:
+    yield
+  except BaseException as error:
+    code = exit_codes.of(error)
+    if not jax.distributed.is_initialized() or code in (0, preemption.EXIT_CODE):
+      raise
+    if not isinstance(error, SystemExit):
+      traceback.print_exc()
+    elif isinstance(error.code, str):
+      print(error.code, file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+  last_words.flush()
+  timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
+  timer.daemon = True
+  timer.start()
+  with last_words.on_abort(lambda: os._exit(code)):  # process 0 has ended meanwhile
+    try:
+      jax.distributed.shutdown()
+    finally:
+      os._exit(code)
 
 
 def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:
@@ -172,4 +246,4 @@ def _give_up(place: str, seconds: int) -> None:
     file=sys.stderr,
     flush=True,
   )
-  os._exit(LOST)  # the main thread waits in C++ for as long as it takes
+  os._exit(exit_codes.LOST)  # the main thread waits in C++ for as long as it takes

@@ -14,11 +14,12 @@ import jax
 from absl import app, flags, logging
 
 import gin
+from het_plugin import distributed
+from het_plugin.training import exit_codes
 
 PACKAGE = Path(__file__).parent
 _PREFIX = 'het_plugin/gin/'
 _FLAG_PREFIX = '--gin.'
-CONFIG_ERROR = 2  # exit code of a run whose settings are wrong
 
 
 def gin_root() -> Path:
@@ -115,12 +116,12 @@ def one_sentence_errors():
   """
   try:
     yield
-  except (ValueError, OSError, SyntaxError, ImportError) as error:
-    if logging.level_debug():
+  except exit_codes.SETTING_ERRORS as error:
+    if logging.level_debug() or exit_codes.is_lost_connection(error):
       raise
     logging.flush()
     print(f'Error: {one_sentence(error)} (--verbosity=1 shows where)', file=sys.stderr)
-    sys.exit(CONFIG_ERROR)
+    sys.exit(exit_codes.WRONG_SETTING)
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
@@ -134,4 +135,7 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     lambda record: record.levelno > stdlib_logging.INFO or not chatty.search(record.pathname)
   )
   jax.config.parse_flags_with_absl()
-  app.run(main, flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)))
+  app.run(
+    distributed.leaving()(main),
+    flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)),
+  )

@@ -3,59 +3,79 @@
     python -m het_plugin.train --gin_file=gin/runs/glyphs_vit.gin --gin_file=gin/heads/het_xl.gin \\
       --gin.MODEL_DIR="'runs/het_xl'"
 
-Run it again to go on where it stopped. Exit codes: 0 done; 2 a setting is wrong; 42 stopped by
-SIGTERM with a checkpoint saved.
+Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any
+other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 42 stopped by SIGTERM with
+a checkpoint saved; 134 another process is lost or this one is stuck. 42 and 134 are to be started
+again.
 """
 
-import functools
-import hashlib
 from collections.abc import Sequence
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 
 import gin
-from het_plugin import configurables, distributed, gin_utils
+from het_plugin import config_changes, configurables, distributed, gin_utils, train_flags
+from het_plugin.training import preemption, run_clock
+from het_plugin.training.verdict import Limits
 
 
-def train_from_gin() -> tuple[int, object]:
-  """Calls the gin-bound `train`: writes config.gin beside the checkpoints, and its fingerprint into
-  them.
+def define_flags() -> None:
+  gin_utils.define_flags()
+  train_flags.define_flags()
+
+
+def train_from_gin(
+  accept_config_changes: bool = False,
+  limits: Limits | None = None,
+  began: float | None = None,
+) -> tuple[int, object]:
+  """Calls the gin-bound `train`: writes the configuration beside the checkpoints and into them.
+
+  Args:
+    accept_config_changes: resumes a run whose configuration has another meaning since.
+    limits: how long to wait for processes that are dead or stuck; None for the defaults.
+    began: `time.monotonic()` when this process began, where it does nothing else; None for now.
+
+  Raises:
+    ValueError: it has, and that is not accepted; and what `train` raises.
   """
   from het_plugin.training import train as train_lib
 
-  configured = gin.get_configurable(train_lib.train)
-  config = gin.config_str()
-  return configured(
-    summarize_config_fn=functools.partial(_write_config, config),
-    config_fingerprint=hashlib.sha256(config.encode()).hexdigest(),
+  config = config_changes.RunConfig(gin.config_str(), accept_config_changes)
+
+  def write(model_dir: str, writer, step: int) -> None:
+    if jax.process_index() == 0:
+      writer.write_texts(step, {'gin_config': gin.markdown(config.text)})
+      config.write(model_dir, step)
+
+  return gin.get_configurable(train_lib.train)(
+    limits=limits,
+    began=began,
+    summarize_config_fn=write,
+    config=config.text,
+    check_config_fn=config.check,
   )
-
-
-def _write_config(config: str, model_dir: str, writer, step: int) -> None:
-  from etils import epath
-
-  if jax.process_index() != 0:
-    return
-  writer.write_texts(step, {'gin_config': gin.markdown(config)})
-  path = epath.Path(model_dir) / 'config.gin'
-  path.write_text(config)
-  logging.info('The configuration is in %s.', path)
 
 
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with gin_utils.one_sentence_errors():
-    distributed.initialize()
+    distributed.initialize(watched=True)
     configurables.register_trainer()
     gin_utils.parse_config(
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
-    train_from_gin()
+    limits = Limits(flags.FLAGS.heartbeat_timeout_seconds, flags.FLAGS.stall_timeout_seconds)
+    try:
+      train_from_gin(flags.FLAGS.accept_config_changes, limits, run_clock.process_start())
+    except preemption.Preempted as preempted:
+      if preempted.compiling:
+        distributed.exit_at_once(preempted.code)
+      raise
 
 
 if __name__ == '__main__':
-  gin_utils.define_flags()
-  distributed.define_flags()
+  define_flags()
   gin_utils.run(main)

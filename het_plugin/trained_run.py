@@ -20,7 +20,7 @@ from etils import epath
 from flax import traverse_util
 
 import gin
-from het_plugin import configurables, gin_utils, weights
+from het_plugin import config_changes, configurables, gin_utils, weights
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ PyTree = Any
 
 PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a published file's model
 _CHANNELS = (3, 1)
+# For the schedule, which nothing evaluates here: the run's may follow from data that are not here.
+_ANY_STEPS = 10**9
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,12 +86,14 @@ def parse_run_config(
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
   else:
-    frame = checkpoints.find(checkpoint).parent / 'config.gin'
+    found = checkpoints.find(checkpoint)
+    frame = config_changes.config_file(found, checkpoints.step_of(found))
     if not frame.exists():
       raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
   gin_utils.parse_config([str(frame), *gin_files], bindings, search_paths)
   with gin.unlock_config():
     gin.parse_config([f'train.{x} = None' for x in ('actions', 'checkpoint_cfg', *without)])
+    gin.parse_config(f'TOTAL_STEPS = {_ANY_STEPS}')
   settings = gin.get_bindings(train.train)
   for name in {'model', 'partitioner', 'train_dataset_cfg'} - set(without):
     if settings.get(name) is None:

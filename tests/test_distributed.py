@@ -1,14 +1,18 @@
 """Who a process takes for the others of its run; tests/launch/test_local.py lets them join."""
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from absl import logging as absl_logging
 
 from het_plugin import distributed
+from het_plugin.training import exit_codes
 
 ROOT = Path(__file__).parents[1]
 EXPLICIT = {
@@ -107,7 +111,7 @@ def test_others_that_do_not_come_are_one_sentence():
     port = nobody.getsockname()[1]
   address = f'localhost:{port}'
   code, (error,) = join(**{**EXPLICIT, 'JAX_COORDINATOR_ADDRESS': address})
-  assert code == distributed.LOST
+  assert code == exit_codes.LOST
   assert f'process 1 of 2 through {address}) did not come within 1 s' in error
 
 
@@ -126,3 +130,18 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')
   assert code == 2
   assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
+
+
+@pytest.mark.parametrize('launcher', [{}, {'HET_PLUGIN_LINES_ARE_NUMBERED': '1'}])
+def test_lines_of_one_of_several_begin_with_its_number(monkeypatch, launcher):
+  formatters = []
+  monkeypatch.setattr(
+    absl_logging, 'get_absl_handler', lambda: SimpleNamespace(setFormatter=formatters.append)
+  )
+  monkeypatch.setattr(distributed.jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(distributed.jax, 'process_count', lambda: 4)
+  distributed.number_lines(launcher)
+  record = logging.makeLogRecord({'msg': 'loss %.1f', 'args': (0.5,), 'levelno': logging.INFO})
+  lines = [formatter.format(record) for formatter in formatters]
+  assert len(lines) == (not launcher)
+  assert all(line.startswith('[1/4] I') and line.endswith('] loss 0.5') for line in lines)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import evaluate, gin_utils, select
+from het_plugin import evaluate, select
 from het_plugin.data import task_info
 from het_plugin.evaluation.predictions import read_predictions
+from het_plugin.training import exit_codes
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def error_of(run, capsys):
   def call_main(*arguments):
     with pytest.raises(SystemExit) as exit_code:
       run(*arguments)
-    assert exit_code.value.code == gin_utils.CONFIG_ERROR
+    assert exit_code.value.code == exit_codes.WRONG_SETTING
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith('Error: ')]
     return line
 

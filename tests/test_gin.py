@@ -9,6 +9,7 @@ import pytest
 import gin
 from het_plugin import configurables, data, gin_utils, heads, integrate, models
 from het_plugin.evaluation import fewshot_action
+from het_plugin.training import exit_codes
 from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,6 +22,7 @@ HEADS = {
   'het_h': heads.HetH,
   'het_xl': heads.HetXL,
 }
+RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
 OWN = [
   "MIXTURE_OR_TASK_NAME = 'digits'",
   'NUM_CLASSES = 10',
@@ -106,6 +108,20 @@ def test_parts_bind_what_exists(path):
   make_model()
 
 
+@pytest.mark.parametrize('length, steps', [('EXAMPLES = 100', 2), ('EPOCHS = 3', 68)])
+def test_schedule_and_run_have_the_same_length(length, steps):
+  """In epochs of the 1,438 digits, by batches of 64."""
+  gin_utils.parse_config(
+    RUN, [f'TRAIN_{length}', 'TRAIN_STEPS = None', 'WARMUP_STEPS = 0', "MODEL_DIR = 'unused'"]
+  )
+  settings = gin.get_bindings(train_lib.train)
+  assert settings['total_steps'] == steps
+  learning_rate = settings['model'].optimizer_def.learning_rate_fn
+  end = gin.query_parameter('warmup_schedule.end_value')
+  assert float(learning_rate(steps)) == pytest.approx(end)
+  assert float(learning_rate(steps - 1)) > 1.01 * end
+
+
 @pytest.mark.parametrize('path', sorted(GIN.glob('partitioning/*.gin')))
 def test_partitioning_files_make_a_partitioner(path):
   from het_plugin.training import partitioning
@@ -161,9 +177,6 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
   assert isinstance(head.temperature, heads.LearnedTemperature)
 
 
-RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
-
-
 @pytest.mark.parametrize(
   'files,extra,words',
   [
@@ -182,6 +195,8 @@ RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'
     (RUN, ['train/Integrator.num_samples = 0'], 'num_samples=0 must be at least 1'),
     (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
     (RUN, ['TRAIN_STEPS = 0'], 'total_steps=0'),
+    (RUN, ['TRAIN_STEPS = None'], 'given by nothing; exactly one of steps (TRAIN_STEPS), examples'),
+    (RUN, ['TRAIN_EPOCHS = 2'], 'given by steps=400 and num_epochs=2; exactly one of steps'),
     (RUN, ['TRAIN_STEPS ='], 'Unable to parse value'),
   ],
 )
@@ -193,11 +208,13 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
   with pytest.raises(SystemExit) as stop, gin_utils.one_sentence_errors():
     gin_utils.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
     train.train_from_gin()
-  assert stop.value.code == gin_utils.CONFIG_ERROR
+  assert stop.value.code == exit_codes.WRONG_SETTING
   message = capsys.readouterr().err.strip()
   assert words in message.splitlines()[-1]
   assert message.splitlines()[-1].startswith('Error: ')
-  assert not (tmp_path / 'run').exists()
+  # What is found once the folder is locked leaves a log of itself.
+  left = {path.name for path in (tmp_path / 'run').glob('*')}
+  assert left <= {'attempts', 'heartbeats', 'logs'}
 
 
 def test_flags_become_bindings():

@@ -39,6 +39,8 @@ def test_one_checkpoint(digits_run):
   run = trained_run.open_run(digits_run / 'checkpoint_1')
   assert run.step == 1
   assert_equal(run.params, checkpoints.read_params(digits_run / 'checkpoint_1'))
+  absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'TRAIN_STEPS = None']
+  trained_run.open_run(digits_run, bindings=[*absent, 'TRAIN_EPOCHS = 1'])  # data elsewhere
   first, last = (checkpoints.read_params(digits_run / f'checkpoint_{n}') for n in (1, 2))
   assert any((first[name] != last[name]).any() for name in first)
 

@@ -17,6 +17,7 @@ from het_plugin.evaluation.fewshot_datasets import (
   FewShotReader,
   check_names,
 )
+from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.train_state import TrainState
 
@@ -94,7 +95,8 @@ class FewShotAction(BaseAction):
     for dataset in self._datasets:
       self._reader.check(dataset)
     # All processes must agree on when to run, and process 0 is the one that writes the file.
-    last_step = max((record['step'] for record in self._read()), default=-1)
+    steps = (record['step'] for record in self._read())
+    last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
     self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
@@ -124,7 +126,7 @@ class FewShotAction(BaseAction):
   def _is_due(self, step: int) -> bool:
     if self._period is None or step == self._total_steps:
       return True
-    if not 0 <= self._last_step <= step:  # never yet, or the run went back to an older checkpoint
+    if self._last_step < 0:  # never yet
       return True
     return step - self._last_step >= self._period
 
@@ -142,10 +144,8 @@ class FewShotAction(BaseAction):
     self._context.writer.write_scalars(step, scalars)
     if jax.process_index() == 0:
       kept = [record for record in self._read() if record['step'] < step]
-      unfinished = self._file.with_suffix('.tmp')
-      unfinished.parent.mkdir(parents=True, exist_ok=True)
-      unfinished.write_text(''.join(json.dumps(record) + '\n' for record in kept + records))
-      unfinished.replace(self._file)
+      self._file.parent.mkdir(parents=True, exist_ok=True)
+      run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in kept + records))
 
   def _read(self) -> list[dict]:
     if not self._file.exists():

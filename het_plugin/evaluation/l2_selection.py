@@ -12,7 +12,6 @@ mean ranks the middle one is taken.
 from collections.abc import Hashable, Mapping
 
 import numpy as np
-import scipy.stats
 
 
 def mean_rank(
@@ -27,6 +26,8 @@ def mean_rank(
   Returns:
     {(data set, draw): position}, the same for all draws of a data set.
   """
+  import scipy.stats  # takes a second, which training without few-shot does not need
+
   ranks = {key: scipy.stats.rankdata(values) for key, values in accuracies.items()}
 
   def best(name: str) -> int:

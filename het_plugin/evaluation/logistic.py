@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import scipy.special
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 
 from het_plugin.evaluation import calibration, ridge
 
@@ -53,7 +51,7 @@ class Logistic:
     """Log-probabilities of features x [M, D], float64 [M, K], columns in order of `classes`."""
     if len(self.classes) == 1:
       return np.zeros((len(x), 1))
-    scores = self._fitted(float(l2)).decision_function((x - self.mean) / self.scale)
+    scores = self._decide((x - self.mean) / self.scale, float(l2))
     if scores.ndim == 1:  # two classes: scikit-learn gives the score of the second
       scores = np.stack([np.zeros_like(scores), scores], axis=1)
     return scipy.special.log_softmax(scores, axis=1)
@@ -75,11 +73,17 @@ class Logistic:
     ece = calibration.reliability(confidence[known], correct[known]).ece
     return Score(correct, float(-at_label.mean()), ece)
 
-  def _fitted(self, l2: float) -> LogisticRegression:
+  def _decide(self, x: np.ndarray, l2: float) -> np.ndarray:
+    """Scores of standardised features x [M, D], [M, K], or [M] for two classes."""
+    # They take a second, which training without few-shot does not need.
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
     with warnings.catch_warnings():
       # 150 iterations are the protocol, whether or not they converge.
       warnings.simplefilter('ignore', ConvergenceWarning)
-      return LogisticRegression(C=1 / l2, max_iter=MAX_ITERATIONS).fit(self.x, self.y)
+      fitted = LogisticRegression(C=1 / l2, max_iter=MAX_ITERATIONS).fit(self.x, self.y)
+    return fitted.decision_function(x)
 
 
 def standardise(x: np.ndarray, y: np.ndarray) -> Logistic:

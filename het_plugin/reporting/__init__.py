@@ -10,7 +10,7 @@ from het_plugin.reporting.progress import Progress
 from het_plugin.reporting.provenance import Provenance
 from het_plugin.reporting.reliability import reliability_png
 from het_plugin.reporting.shots_plot import shots_png
-from het_plugin.reporting.text import aligned, text_table
+from het_plugin.reporting.text import aligned, plain_table, text_table
 from het_plugin.reporting.unit_curves import unit_curves_png
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
   'grid_png',
   'html_page',
   'lines_png',
+  'plain_table',
   'reliability_png',
   'scatter_png',
   'shots_png',

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from het_plugin.reporting.columns import Column, Row, columns, problem_line
+from het_plugin.reporting.page import Table
 
 _BEST = '*'
 
@@ -31,6 +32,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
   """Lines of right-aligned columns."""
   cells = [_pad(column, '>') for column in zip(*rows, strict=True)]
   return '\n'.join('  '.join(line) for line in zip(*cells, strict=True))
+
+
+def plain_table(table: Table) -> str:
+  """A table under its caption; the first column is aligned to the left, the others to the right."""
+  first, *others = zip(*filter(any, [table.header, *table.lines]), strict=True)
+  cells = zip(_pad(first, '<'), *(_pad(column, '>') for column in others), strict=True)
+  lines = ['  '.join(line).rstrip() for line in cells]
+  rule = '-' * max(map(len, [table.caption, *lines]))
+  return '\n'.join([table.caption, rule, *lines])
 
 
 def _block(title: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:

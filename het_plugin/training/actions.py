@@ -38,6 +38,8 @@ class ActionContext:
     writer: clu MetricWriter; writes on process 0 only, whichever process calls it.
     model_dir: the run's directory.
     random_seed: the run's seed.
+    evaluated_step: where the run goes on: evaluations up to this step are done and stay, those of
+      later steps are done (again). 0 where it begins.
   """
 
   model: Any
@@ -45,6 +47,7 @@ class ActionContext:
   writer: Any
   model_dir: str
   random_seed: int
+  evaluated_step: int = 0
 
 
 class BaseAction(abc.ABC):
@@ -65,6 +68,14 @@ class BaseAction(abc.ABC):
     Returns:
       True to stop training.
     """
+
+  def get_state(self) -> Any:
+    """What a resumed run must know of the runs of this action so far, as JSON; None for nothing."""
+    return None
+
+  def set_state(self, state: Any) -> None:
+    """Goes on from what `get_state` gave; called after `setup`, unless that was None."""
+    del state
 
 
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
@@ -93,6 +104,27 @@ def run_actions(
   if jax.process_count() > 1 and actions.get(mode):
     stop = bool(multihost_utils.broadcast_one_to_all(np.asarray(stop)))
   return stop
+
+
+def get_states(actions: Actions) -> dict[str, Any]:
+  """The states of all actions that have one, by a name that stays with each."""
+  states = {name: action.get_state() for name, action in _named(actions)}
+  return {name: state for name, state in states.items() if state is not None}
+
+
+def set_states(actions: Actions, states: Mapping[str, Any]) -> None:
+  """Gives the states of `get_states` back; an action that was not there then begins anew."""
+  for name, action in _named(actions):
+    if name in states:
+      action.set_state(states[name])
+
+
+def _named(actions: Actions) -> list[tuple[str, BaseAction]]:
+  return [
+    (f'{mode.name}/{index}/{type(action).__name__}', action)
+    for mode, group in actions.items()
+    for index, action in enumerate(group)
+  ]
 
 
 def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
@@ -157,7 +189,13 @@ class EarlyStoppingAction(BaseAction):
     self._patience = patience
     self._atol = atol
     self._rtol = rtol
-    self._history: list[float] = []
+    self._history: list[float] = []  # the last values, of which a smaller one is better
+
+  def get_state(self) -> list[float]:
+    return self._history
+
+  def set_state(self, state: list[float]) -> None:
+    self._history = state
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
     value = _metric(metrics_by_task, self._task, self._metric)

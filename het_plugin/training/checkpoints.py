@@ -2,15 +2,19 @@
 
 The only module that knows orbax. A checkpoint of step n is the directory `checkpoint_n` of the run;
 orbax writes it under another name and renames it when complete, so a crash leaves no half
-checkpoint under its name.
+checkpoint under its name. The record holds checksums of the arrays and of the JSON values, because
+a damaged file need not make a reader fail: tensorstore has checksums of its tables, not of arrays.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,15 +23,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
-from jax.experimental import multihost_utils
 
 from het_plugin import weights
+from het_plugin.training import checksum, processes, rendezvous
 from het_plugin.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 PyTree = Any
 _PREFIX = 'checkpoint'
+# What `Checkpointer.save` adds to a record: the checksums of the arrays by name, and the digest of
+# everything that is JSON. Checkpoints have both, or neither where they are older than these.
+_CHECKSUMS, _DIGEST = 'checksums', 'digest'
+_SECOND_HAND = 'another process failed'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +129,48 @@ class Restored:
   record: dict[str, Any]
 
 
+class SaveFailed(SystemExit):  # noqa: N818 (it is an exit, not an error)
+  """Raised on all processes when a checkpoint cannot be written; a main exits with code 1.
+
+  The message is one sentence with the step, the reason and the newest complete checkpoint.
+  """
+
+
+class Unreadable(ValueError):  # noqa: N818 (it says what a checkpoint is)
+  """A checkpoint cannot be read, or is not what was saved; raised on all processes."""
+
+
+class _Manager(ocp.CheckpointManager):
+  """orbax's, which asks the preemption service about numbers of steps at moments of its own.
+
+  `PreemptionNotice` asks it about numbers of calls, and the service must see one count only.
+  """
+
+  def reached_preemption(self, step: int) -> bool:
+    return False
+
+
 class Checkpointer:
-  """Saves to and resumes from one run's directory."""
+  """Saves to and resumes from one run's directory; all processes call its methods together."""
 
   def __init__(self, model_dir: epath.PathLike, save_cfg: SaveCheckpointConfig | None):
     """Opens the directory, which is created when missing."""
     self._save_cfg = save_cfg
     self._directory = epath.Path(model_dir).absolute()
     policy = ocp.checkpoint_managers.LatestN(None if save_cfg is None else save_cfg.keep)
-    self._manager = ocp.CheckpointManager(
+    barrier = None
+    if jax.process_count() > 1:
+      client = ocp.multihost.get_jax_distributed_client()
+      barrier = rendezvous.Rendezvous(client, jax.process_index())
+    self._manager = _Manager(
       self._directory,
       options=ocp.CheckpointManagerOptions(
-        step_prefix=_PREFIX, preservation_policy=policy, cleanup_tmp_directories=True
+        step_prefix=_PREFIX,
+        preservation_policy=policy,
+        cleanup_tmp_directories=True,
+        # One listing for all: on a file system with a cache they might differ.
+        single_host_load_and_broadcast=True,
+        async_options=ocp.options.AsyncOptions(barrier_sync_fn=barrier),
       ),
       item_handlers={
         'state': ocp.StandardCheckpointHandler(),
@@ -140,6 +178,9 @@ class Checkpointer:
         'record': ocp.JsonCheckpointHandler(),
       },
     )
+    self._watcher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint')
+    self._saving: concurrent.futures.Future | None = None  # until what is being saved is on disk
+    self._saving_step = 0
 
   def save(
     self,
@@ -147,52 +188,108 @@ class Checkpointer:
     train_state: TrainState,
     dataset_state: Mapping[str, int],
     record: Mapping[str, Any],
+    flush: Callable[[], None] | None = None,
   ) -> None:
     """Saves in the background, unless this step is saved already or nothing is to be saved.
 
-    Returns once the state is copied off the device, so its buffers may be donated; all processes
-    call it.
+    Returns once the state is copied off the device, so its buffers may be donated.
 
     Args:
       step: the number that train_state.step holds.
       train_state: arrays.
       dataset_state: of the input iterator after this step's batch.
       record: a few JSON values about the run.
+      flush: writes what must be on disk before the checkpoint is; called first.
+
+    Raises:
+      SaveFailed: this checkpoint, what `flush` writes or the checkpoint before cannot be written.
     """
-    if self._save_cfg is None or step in self._manager.all_steps():
+    if self._save_cfg is None:
+      return
+    self.wait_until_finished()
+    if flush is not None:
+      self._check(step, _attempt(flush)[1])
+    if step in self._manager.all_steps():
       return
     arrays = _arrays(train_state)
     if self._save_cfg.dtype != 'float32':
       arrays = jax.tree.map(lambda x: _cast(x, self._save_cfg.dtype), arrays)
-    items = {'state': ocp.args.StandardSave(arrays), 'record': ocp.args.JsonSave(dict(record))}
+    items = {'state': ocp.args.StandardSave(arrays)}
     if self._save_cfg.save_dataset:
       items['dataset'] = ocp.args.JsonSave(dict(dataset_state))
-    self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+    record = {**record, _CHECKSUMS: checksum.array_checksums(_named(arrays))}
+    record[_DIGEST] = _digest(record, dict(dataset_state) if 'dataset' in items else None)
+    items['record'] = ocp.args.JsonSave(record)
+    _, failure = _attempt(
+      functools.partial(self._manager.save, step, args=ocp.args.Composite(**items), force=True)
+    )
+    self._saving_step = step
+    self._saving = self._watcher.submit(self._wait, failure)
+
+  def _wait(self, failure: Exception | None) -> None:
+    if failure is not None:
+      raise failure
+    self._manager.wait_until_finished()
+
+  @property
+  def failed(self) -> bool:
+    """Whether the last save has failed on this process: `wait_until_finished` will say so on all.
+
+    Costs nothing: it may be asked after every step.
+    """
+    saving = self._saving
+    return saving is not None and saving.done() and saving.exception() is not None
+
+  def wait_until_finished(self) -> None:
+    """Blocks until the last save is on disk.
+
+    Raises:
+      SaveFailed: on all processes, if it failed on one.
+    """
+    if self._saving is not None:
+      saving, self._saving = self._saving, None
+      self._check(self._saving_step, saving.exception())
+
+  def _check(self, step: int, failure: BaseException | None) -> None:
+    """Raises SaveFailed on all processes if one has a failure."""
+    reasons = processes.gather('' if failure is None else _one_line(failure))
+    if not reasons:
+      return
+    complete = _steps(self._directory)
+    newest = (
+      f'the newest complete one is {self._step_dir(max(complete))}, from which the same command '
+      'goes on'
+      if complete
+      else 'the run has no complete one, so the same command starts it again'
+    )
+    raise SaveFailed(
+      f'Error: the checkpoint of step {step} cannot be written ({_reason(reasons)}); {newest}.'
+    ) from failure
 
   def restore(self, target: TrainState) -> Restored | None:
-    """Reads the newest checkpoint that can be read, or returns None where the run has none.
+    """Reads the newest checkpoint that is whole, or returns None where the run has none.
 
-    One that cannot be read is reported and passed over for the one before it; once that is read,
-    it is set aside under the name `unreadable_checkpoint_n`.
+    One that cannot be read or is not what was saved is reported and passed over for the one before
+    it; once that is read, it is set aside under the name `unreadable_checkpoint_n`.
 
     Args:
       target: shapes with shardings. The mesh may differ from the one that saved.
 
     Raises:
       ValueError: parameters of the checkpoint do not match the target's.
-      RuntimeError: the run has checkpoints, but none can be read.
+      RuntimeError: the run has checkpoints, but none is whole.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
     for i, step in enumerate(steps):
-      saved, failure = _attempt(functools.partial(self._saved_shapes, step))
-      if failure is None:
-        _check_match(_shapes(_arrays(target)), saved, self._step_dir(step))
-        restored, failure = _attempt(functools.partial(self._read, step, target))
-      if _all_processes(failure is None):
-        _log.info('Resuming from %s.', self._step_dir(step))
-        self._set_aside(steps[:i])
-        return restored
-      _log.error('Passing over %s, which cannot be read: %s', self._step_dir(step), failure)
+      path = self._step_dir(step)
+      try:
+        restored = _restore(path, target)
+      except Unreadable as reason:
+        _log.error('Passing over %s, which cannot be read: %s', path, reason)
+        continue
+      _log.info('Resuming from %s.', path)
+      self._set_aside(steps[:i])
+      return restored
     if steps:
       raise RuntimeError(f'None of the checkpoints in {self._directory} can be read; see the log.')
     return None
@@ -200,38 +297,72 @@ class Checkpointer:
   def _step_dir(self, step: int) -> epath.Path:
     return self._directory / f'{_PREFIX}_{step}'
 
-  def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-    return _shapes(self._manager.item_metadata(step)['state'].tree)
-
-  def _read(self, step: int, target: TrainState) -> Restored:
-    items = {
-      'state': ocp.args.StandardRestore(_arrays(target)),
-      'record': ocp.args.JsonRestore(),
-    }
-    if (self._step_dir(step) / 'dataset').exists():
-      items['dataset'] = ocp.args.JsonRestore()
-    read = self._manager.restore(step, args=ocp.args.Composite(**items))
-    return Restored(
-      train_state=target.replace(**read['state']),
-      dataset_state=read.get('dataset'),
-      record=read['record'],
-    )
-
   def _set_aside(self, steps: Sequence[int]) -> None:
     # Out of the way of the checkpoints that this run will save at the same steps, but not lost.
-    if steps and jax.process_index() == 0:
+    if not steps:
+      return
+
+    def rename() -> None:
       for step in steps:
-        self._step_dir(step).rename(self._directory / f'unreadable_{_PREFIX}_{step}')
-    multihost_utils.sync_global_devices('set unreadable checkpoints aside')
+        name = f'unreadable_{_PREFIX}_{step}'
+        names = itertools.chain([name], (f'{name}.{i}' for i in itertools.count(2)))
+        free = next(x for x in names if not (self._directory / x).exists())
+        self._step_dir(step).rename(self._directory / free)
+
+    _on_all(rename if jax.process_index() == 0 else lambda: None)
     self._manager.reload()
 
-  def wait_until_finished(self) -> None:
-    """Blocks until the last save is on disk; raises if it failed."""
-    self._manager.wait_until_finished()
-
   def close(self) -> None:
-    """Waits for the last save and ends the background threads."""
-    self._manager.close()
+    """Waits for the last save and ends the background threads; a failure goes to the log."""
+    _, failure = _attempt(self._manager.close)
+    self._watcher.shutdown()
+    if failure is not None and self._saving is not None:  # nobody has been told
+      _log.error('The checkpoint of step %d is not written: %s', self._saving_step, failure)
+
+
+def _restore(path: epath.Path, target: TrainState) -> Restored:
+  """Reads a checkpoint of this run.
+
+  Raises:
+    Unreadable: it is not whole.
+    ValueError: it is of another model.
+  """
+  description, saved = _on_all(functools.partial(_describe, path))
+  if description is None:
+    raise Unreadable('it has no record.')
+  _check_match_on_all(_named(_arrays(target)), saved, path)
+  wanted = jax.tree_util.tree_map_with_path(
+    lambda name, x: _like(x, saved[_name(name)].dtype), _arrays(target)
+  )
+  # The handlers' own `restore`: a checkpointer's has a barrier, at which the others would wait for
+  # a process that cannot read.
+  handler = ocp.StandardCheckpointHandler()
+  read = _on_all(lambda: handler.restore(path / 'state', args=ocp.args.StandardRestore(wanted)))
+  _verify(_named(read), description.checksums, path)
+  read = jax.tree.map(lambda x, like: _cast(x, like.dtype), read, _arrays(target))
+  return Restored(target.replace(**read), description.dataset_state, description.record)
+
+
+def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | None:
+  """Step and record of the newest checkpoint whose record is whole; None: there is none.
+
+  Reads only, and for itself: one process may call it alone.
+  """
+  directory = epath.Path(model_dir).absolute()
+  steps = _steps(directory)
+  for step in sorted(steps, reverse=True):
+    read, _ = _attempt(functools.partial(_read_json, directory / f'{_PREFIX}_{step}'))
+    if read is not None:
+      return step, read.record
+  return None
+
+
+def _steps(directory: epath.Path) -> list[int]:
+  """Of the complete checkpoints of a run; orbax also counts those that were set aside."""
+  if not directory.exists():
+    return []
+  steps = ocp.utils.checkpoint_steps(directory)
+  return [step for step in steps if (directory / f'{_PREFIX}_{step}').exists()]
 
 
 def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
@@ -245,7 +376,8 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
     {'head/kernel': array, ...} on the target's shardings; those left to be initialised are absent.
 
   Raises:
-    ValueError: no checkpoint at the path, or its parameters do not match the target's.
+    ValueError: no checkpoint at the path, its parameters do not match the target's, or it is
+      damaged.
   """
   if weights.is_weights_file(cfg.path):
     return _read_published(cfg, target)
@@ -261,22 +393,99 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
   _check_match({found: flat[name].shape for name, found in source.items()}, saved, path)
 
   wanted = {found: flat[name] for name, found in source.items()}
-  read = _read(path, wanted)
+  read = _read_params(path, wanted)
   _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
   return {name: read[found] for name, found in source.items()}
 
 
-def _read(path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Parameters by name, from one checkpoint to where the shapes say."""
-  item = {'params': traverse_util.unflatten_dict(wanted, sep='/')}
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    read = checkpointer.restore(
-      path / 'state',
-      args=ocp.args.PyTreeRestore(
-        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-      ),
+def _read_params(
+  path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Parameters by name, from one checkpoint to where the shapes say.
+
+  Raises:
+    Unreadable: the checkpoint is damaged.
+  """
+  try:
+    description, saved = _on_all(functools.partial(_describe, path))
+    stored = {name: _like(x, saved[f'params/{name}'].dtype) for name, x in wanted.items()}
+    item = {'params': traverse_util.unflatten_dict(stored, sep='/')}
+    args = ocp.args.PyTreeRestore(
+      item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-  return traverse_util.flatten_dict(read['params'], sep='/')
+    handler = ocp.PyTreeCheckpointHandler()
+    read = _on_all(lambda: handler.restore(path / 'state', args=args))
+    _verify(_named(read), None if description is None else description.checksums, path)
+  except Unreadable as reason:
+    raise Unreadable(f'{path} cannot be read: {reason}') from reason
+  read = traverse_util.flatten_dict(read['params'], sep='/')
+  return {name: _cast(x, wanted[name].dtype) for name, x in read.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Description:
+  """What is JSON in a checkpoint.
+
+  Attributes:
+    record: what `Checkpointer.save` was given.
+    dataset_state: None when it was not saved.
+    checksums: of the arrays by name; None in a checkpoint older than these.
+  """
+
+  record: dict[str, Any]
+  dataset_state: dict[str, int] | None
+  checksums: dict[str, int] | None
+
+
+def _describe(path: epath.Path) -> tuple[_Description | None, dict[str, Any]]:
+  """A checkpoint's JSON, None where it has no record, and its arrays' metadata by name.
+
+  Raises:
+    Exception: it is damaged.
+  """
+  saved = _named(ocp.StandardCheckpointHandler().metadata(path / 'state').tree)
+  description = _read_json(path)
+  checksums = None if description is None else description.checksums
+  if checksums is not None and set(checksums) != set(saved):
+    raise ValueError('its arrays are not those that were saved')
+  return description, saved
+
+
+def _read_json(path: epath.Path) -> _Description | None:
+  """What is JSON in a checkpoint; None where it has no record.
+
+  Raises:
+    Exception: it is damaged.
+  """
+  if not (path / 'record').exists():
+    return None
+  handler = ocp.JsonCheckpointHandler()
+  record = handler.restore(path / 'record')
+  dataset_state = handler.restore(path / 'dataset') if (path / 'dataset').exists() else None
+  digest = record.pop(_DIGEST, None)
+  if (_CHECKSUMS in record) != (digest is not None):
+    raise ValueError('its record is not what was saved')
+  if digest is not None and digest != _digest(record, dataset_state):
+    raise ValueError('its record or its input position is not what was saved')
+  return _Description(record, dataset_state, record.pop(_CHECKSUMS, None))
+
+
+def _digest(record: Mapping[str, Any], dataset_state: Mapping[str, int] | None) -> str:
+  return checksum.json_digest([record, dataset_state])
+
+
+def _verify(
+  arrays: Mapping[str, jax.Array], checksums: Mapping[str, int] | None, path: epath.Path
+) -> None:
+  """Raises Unreadable on all processes if arrays are not what was saved on one."""
+  if checksums is None:
+    _log.warning('%s has no checksums: damage of its arrays may go unnoticed.', path)
+    return
+  found = checksum.array_checksums(arrays)
+  damaged = [name for name, value in found.items() if value != checksums[name]]
+  others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
+  if reasons := processes.gather(f'{damaged[0]} is not what was saved{others}.' if damaged else ''):
+    raise Unreadable(_reason(reasons))
 
 
 def find(path: epath.PathLike) -> epath.Path:
@@ -296,12 +505,28 @@ def step_of(checkpoint: epath.PathLike) -> int:
   return int(epath.Path(checkpoint).name.removeprefix(f'{_PREFIX}_'))
 
 
+def disk_use(model_dir: epath.PathLike) -> tuple[dict[int, int], int]:
+  """({step: bytes} of a local run's checkpoints, bytes of unfinished ones).
+
+  Opening a `Checkpointer` deletes the unfinished ones.
+  """
+  root = Path(model_dir).absolute()
+  if not root.exists():
+    return {}, 0
+  complete = {step: _size(root / f'{_PREFIX}_{step}') for step in _steps(root)}
+  return complete, sum(_size(path) for path in root.glob(f'{_PREFIX}_*.orbax-checkpoint-tmp*'))
+
+
+def _size(folder: Path) -> int:
+  return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
+
+
 def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
   tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree
   return {
-    name.removeprefix('params/'): shape
-    for name, shape in _shapes(tree).items()
+    name.removeprefix('params/'): tuple(x.shape)
+    for name, x in _named(tree).items()
     if name.startswith('params/')
   }
 
@@ -310,7 +535,7 @@ def read_params(path: str) -> dict[str, np.ndarray]:
   """{'head/kernel': array, ...} of the checkpoint that `find` finds at `path`, on the host.
 
   Raises:
-    ValueError: there is no checkpoint.
+    ValueError: there is no checkpoint, or it is damaged.
   """
   folder = find(path)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
@@ -318,7 +543,38 @@ def read_params(path: str) -> dict[str, np.ndarray]:
     name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
     for name, shape in params_shapes(folder).items()
   }
-  return {name: np.asarray(x) for name, x in _read(folder, wanted).items()}
+  return {name: np.asarray(x) for name, x in _read_params(folder, wanted).items()}
+
+
+def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
+  """{'params/head/kernel': array, 'opt_state/...': array, 'step': array} of the checkpoint that
+  `find` finds at `path`, as it was saved, on the host.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  folder = find(path) / 'state'
+  tree = ocp.StandardCheckpointHandler().metadata(folder).tree
+  on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    read = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+  return {
+    jax.tree_util.keystr(key, simple=True, separator='/'): np.asarray(x)
+    for key, x in jax.tree_util.tree_leaves_with_path(read)
+  }
+
+
+def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
+  """The input position in the checkpoint that `find` finds at `path`; None if it has none.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  folder = find(path) / 'dataset'
+  if not folder.exists():
+    return None
+  with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+    return checkpointer.restore(folder, args=ocp.args.JsonRestore())
 
 
 def _read_published(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
@@ -351,7 +607,7 @@ def _checkpoint_dir(cfg: RestoreCheckpointConfig) -> epath.Path:
         f"RestoreCheckpointConfig.path={cfg.path} is no checkpoint (mode='specific')."
       )
     return path
-  steps = ocp.utils.checkpoint_steps(path) if path.exists() else []
+  steps = _steps(path)
   if not steps:
     raise ValueError(
       f"RestoreCheckpointConfig.path={cfg.path} holds no checkpoint (mode='latest')."
@@ -374,16 +630,33 @@ def _arrays(train_state: TrainState) -> dict[str, PyTree]:
   }
 
 
-def _cast(x: jax.Array, dtype: str) -> jax.Array:
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+  """Floating point arrays in another type; others unchanged."""
   return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+def _like(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+
+def _name(path: jax.tree_util.KeyPath) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+  """Arrays, shapes or metadata of arrays, by name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, 'shape'))
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): tuple(leaf.shape)
-    for path, leaf in leaves
-  }
+  return {_name(path): leaf for path, leaf in leaves}
+
+
+def _check_match_on_all(
+  wanted: Mapping[str, Any], saved: Mapping[str, Any], path: os.PathLike
+) -> None:
+  """`_check_match` of arrays' shapes; raises on all processes if it does on one."""
+  shapes = ({name: tuple(x.shape) for name, x in side.items()} for side in (wanted, saved))
+  _, mismatch = _attempt(functools.partial(_check_match, *shapes, path))
+  if reasons := processes.gather('' if mismatch is None else str(mismatch)):
+    raise ValueError(next(iter(reasons.values())))
 
 
 def _check_match(
@@ -400,12 +673,39 @@ def _check_match(
 
 
 def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
-  """(result, None) or (None, whatever a damaged file made the reader raise)."""
+  """(result, None) or (None, whatever a damaged file or a full disk made it raise)."""
   try:
     return read(), None
   except Exception as error:
     return None, error
 
 
-def _all_processes(ok: bool) -> bool:
-  return ok if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(ok)))
+def _on_all(read: Callable[[], Any]) -> Any:
+  """What `read` returns, which all processes call at the same time.
+
+  Raises:
+    Unreadable: on all of them, if it raises on one.
+  """
+  result, failure = _attempt(read)
+  if reasons := processes.gather('' if failure is None else _one_line(failure)):
+    raise Unreadable(_reason(reasons)) from failure
+  return result
+
+
+def _reason(reasons: Mapping[int, str]) -> str:
+  """Gathered reasons in one line, without those of processes that only waited for another."""
+  first_hand = {i: reason for i, reason in reasons.items() if reason != _SECOND_HAND}
+  return processes.as_one(first_hand or reasons)
+
+
+def _one_line(error: BaseException) -> str:
+  """The reason in an error, or in what was raised before it where that has the reason."""
+  while isinstance(error, rendezvous.PeerFailed):
+    if error.__context__ is None:
+      return _SECOND_HAND
+    error = error.__context__
+  text = ' '.join(str(error).split())
+  if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's, with a page around it
+    return os.strerror(int(code[1]))
+  text = text.partition(' [source locations=')[0]
+  return f'{type(error).__name__}: {text}' if text else type(error).__name__

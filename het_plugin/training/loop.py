@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,13 @@ from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoints,
   evaluation,
+  nonfinite,
   preemption,
   prefetch,
   profiling,
+  run_clock,
   step_metrics,
+  step_watch,
 )
 from het_plugin.training import trainer as trainer_lib
 from het_plugin.training.actions import ActionMode
@@ -47,6 +51,8 @@ class TrainLoop:
     eval_period: steps between evaluations.
     save_period: steps between checkpoints; None for a run that saves nothing.
     record: JSON values to keep with each checkpoint.
+    clock: is told what the loop does.
+    watch: of the single steps.
   """
 
   step: int
@@ -63,25 +69,36 @@ class TrainLoop:
   eval_period: int
   save_period: int | None
   record: Mapping[str, Any]
+  clock: run_clock.RunClock
+  watch: step_watch.StepWatch
 
   def run(self, stats: step_metrics.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it.
 
+    Args:
+      stats: whose `on_step` is that of the loop.
+
     Raises:
       preemption.Preempted: after SIGTERM.
+      nonfinite.NonFiniteStop: for a step that was not finite; nothing is saved.
+      checkpoints.SaveFailed: soon after a checkpoint could not be written.
       ValueError: the training data set ends before.
     """
+    with self.clock.phase(run_clock.STEP):
+      self._run(stats)
+
+  def _run(self, stats: step_metrics.StepMetrics) -> None:
     stop = False
     while not stop and self.step < self.total_steps:
       metrics, data_wait = self._train_step()
-      stop = self._report(stats.add(self.step, metrics, data_wait))
-      preempted = self.notice.reached()
+      stop = self._report(stats.add(self.step, metrics, data_wait), stats)
+      preempted = self._stop_asked()
       evaluation_due = self._is_due(self.eval_period) and bool(self.evaluators)
       save_due = self._is_due(self.save_period)
       if not (stop or preempted or evaluation_due or save_due):
         continue
       leaving = stop or preempted or self.step == self.total_steps
-      stop |= self._report(stats.flush(self.step) if leaving else stats.drain())
+      stop |= self._report(stats.flush(self.step) if leaving else stats.drain(), stats)
       with stats.paused():
         if preempted:
           self.leave(evaluated=not evaluation_due)
@@ -95,32 +112,52 @@ class TrainLoop:
 
     Raises:
       preemption.Preempted: after SIGTERM in the middle; the run evaluates again when it is resumed.
+      checkpoints.SaveFailed: a checkpoint could not be written.
     """
     stop = False
     for mode, evaluator in self.evaluators.items():
-      values = evaluator.run(self.trainer, self.train_state, self.notice.reached)
+      with self.clock.phase(run_clock.EVALUATE):
+        values = evaluator.run(self.trainer, self.train_state, self._interrupted)
       if values is None:
         self.leave(evaluated=False)
       name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'
       _log.info('step %d  %s  %s', self.step, name, _format(values))
       self._write(name, self.step, values)
-      stop |= actions_lib.run_actions(
-        mode, self.actions, self.train_state, {evaluator.task: values}
-      )
+      stop |= self._act(mode, {evaluator.task: values})
     return stop
 
+  def _interrupted(self) -> bool:
+    self.clock.tick()
+    return self._stop_asked()
+
+  def _stop_asked(self) -> bool:
+    """Whether to save and leave now: after SIGTERM, or when a save failed, which saving again then
+    says. All processes agree.
+    """
+    if self.checkpointer.failed:
+      self.notice.request()
+    return self.notice.reached()
+
+  def _act(self, mode: ActionMode, metrics_by_task: actions_lib.MetricsByTask) -> bool:
+    if not self.actions.get(mode):
+      return False
+    with self.clock.phase(run_clock.ACTIONS):
+      return actions_lib.run_actions(mode, self.actions, self.train_state, metrics_by_task)
+
   def leave(self, evaluated: bool) -> None:
-    """Saves, waits until it is on disk, and raises Preempted."""
+    """Saves, waits until it is on disk, and raises Preempted, or SaveFailed if that fails."""
     self._save(evaluated)
-    self.checkpointer.wait_until_finished()
+    with self.clock.phase(run_clock.SAVE):
+      self.checkpointer.wait_until_finished()
     raise preemption.Preempted(self.step)
 
   def _is_due(self, period: int | None) -> bool:
     return period is not None and (self.step % period == 0 or self.step == self.total_steps)
 
   def _train_step(self) -> tuple[trainer_lib.Metrics, float]:
-    waited = self.batches.wait_seconds
-    batch = next(self.batches, None)
+    waited, dataset_state = self.batches.wait_seconds, self.batches.state
+    with self.clock.phase(run_clock.DATA):
+      batch = next(self.batches, None)
     if batch is None:
       raise ValueError(
         f'The training data set ended after {self.step} of total_steps={self.total_steps} steps.'
@@ -129,32 +166,64 @@ class TrainLoop:
     with jax.profiler.StepTraceAnnotation('train', step_num=self.step + 1):
       self.train_state, metrics = self.trainer.train_step(self.train_state, batch)
     self.step += 1
+    self.watch.dispatched(self.step, batch, dataset_state)
+    self.clock.tick(self.step)
     self.profiler.after(self.step, metrics)
     return metrics, self.batches.wait_seconds - waited
 
-  def _report(self, summaries: Sequence[step_metrics.Summary]) -> bool:
-    """Writes training metrics and runs the TRAIN actions on them; returns whether to stop."""
+  def on_step(self, step: int, metrics: trainer_lib.Metrics) -> None:
+    """Has the watch look at a step whose metrics are on the host."""
+    self.watch.finished(step, metrics, self._now)
+
+  def _now(self) -> nonfinite.RunState:
+    return nonfinite.RunState(
+      self.step, self.train_state, self.batches.state, self._record(evaluated=True)
+    )
+
+  def _report(
+    self, summaries: Sequence[step_metrics.Summary], stats: step_metrics.StepMetrics
+  ) -> bool:
+    """Writes training metrics and runs the TRAIN actions on them; returns whether to stop.
+
+    Raises:
+      nonfinite.NonFiniteStop: the watch stops the run; all its metrics are written.
+    """
     stop = False
+    if self.watch.stop is not None:
+      summaries = [*summaries, *stats.close(self.watch.stop.step)]
     for summary in summaries:
       _log.info('%s', _progress(summary, self.total_steps))
       self._write('train', summary.step, summary.values)
-      metrics = {'train': summary.values}
-      stop |= actions_lib.run_actions(ActionMode.TRAIN, self.actions, self.train_state, metrics)
+      if self.watch.stop is None:
+        stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
+    if self.watch.stop is not None:
+      raise self.watch.stop
     return stop
 
   def _write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
     self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
 
   def _save(self, evaluated: bool) -> None:
-    if self.save_period is None:
-      return
-    if not self.trainer.is_finite(self.train_state):
-      # It would be what a relaunch resumes from, and push a good checkpoint out.
-      _log.error('Step %d is not saved: its parameters are not finite.', self.step)
-      return
-    self.writer.flush()
-    record = {**self.record, 'evaluated': evaluated}
-    self.checkpointer.save(self.step, self.train_state, self.batches.state, record)
+    if self.save_period is not None:
+      start = time.monotonic()
+      with self.clock.phase(run_clock.SAVE):
+        self.checkpointer.save(
+          self.step,
+          self.train_state,
+          self.batches.state,
+          self._record(evaluated),
+          flush=self.writer.flush,
+        )
+      self.clock.saved(self.step)
+      self._write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
+
+  def _record(self, evaluated: bool) -> dict[str, Any]:
+    return {
+      **self.record,
+      'evaluated': evaluated,
+      'skipped_steps': self.watch.num_skipped,
+      'actions': actions_lib.get_states(self.actions),
+    }
 
 
 def _format(values: Mapping[str, float]) -> str:

@@ -1,14 +1,30 @@
-"""Where metrics go: the console, TensorBoard event files and metrics.jsonl."""
+"""Where metrics go: the console, TensorBoard event files and metrics.jsonl.
 
+A full disk does not stop training by itself. Lines of metrics.jsonl that cannot be written wait in
+memory, and flushing fails as long as there are some: a run flushes before it saves a checkpoint, so
+that none is ahead of its metrics. Event files are for looking at: what does not fit is lost.
+"""
+
+import functools
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from clu import metric_writers
 from etils import epath
+
+from het_plugin.training import run_files
+
+_log = logging.getLogger(__name__)
+
+# An object store cannot append, so the whole file is written again; not more often than this.
+_REMOTE_SECONDS = 30.0
 
 
 class JsonlWriter(metric_writers.MetricWriter):
@@ -17,27 +33,40 @@ class JsonlWriter(metric_writers.MetricWriter):
   Non-finite values are written as null, which JSON has, unlike NaN.
   """
 
-  def __init__(self, path: epath.PathLike, resume_step: int):
+  def __init__(self, path: epath.PathLike, resume_step: int, evaluated: bool = True):
     """Opens the file.
 
     Args:
-      path: created when missing.
+      path: created when missing; an object store's too.
       resume_step: lines of later steps are dropped, for the run goes through these steps again; so
         is a last line that a crash cut short.
+      evaluated: whether the evaluations of resume_step count. If not, the run does them again, and
+        of its lines those of training alone stay.
     """
-    path = epath.Path(path)
-    if path.exists():
-      kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resume_step]
-      temporary = path.with_name(path.name + '.tmp')
-      temporary.write_text(''.join(line + '\n' for line in kept))
-      temporary.replace(path)
-    self._file = path.open('a')
+    drop_later_lines(path, resume_step, evaluated)
+    self._path = epath.Path(path)
+    self._remote = run_files.is_remote(path)
+    if not self._path.exists():
+      run_files.write_text(self._path, '')
+    self._written = self._path.read_text() if self._remote else ''  # what the object holds
+    self._pending = ''
+    self._last_write = time.monotonic()
+    self._failing = False
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     values = {name: float(value) for name, value in scalars.items()}
     row = {'step': int(step), **{k: v if math.isfinite(v) else None for k, v in values.items()}}
-    self._file.write(json.dumps(row) + '\n')
-    self._file.flush()
+    self._pending += json.dumps(row) + '\n'
+    if self._remote and time.monotonic() < self._last_write + _REMOTE_SECONDS:
+      return
+    try:
+      self.flush()
+    except Exception as error:  # OSError, or that of the object store's client
+      if not self._failing:
+        _log.warning('%s cannot be written, its lines wait in memory: %s', self._path, error)
+      self._failing = True
+    else:
+      self._failing = False
 
   def write_summaries(self, step, values, metadata=None):
     del step, values, metadata
@@ -61,27 +90,96 @@ class JsonlWriter(metric_writers.MetricWriter):
     del hparams
 
   def flush(self) -> None:
-    self._file.flush()
+    """Writes the lines that wait.
+
+    Raises:
+      Exception: OSError or another, if they cannot be written; they go on waiting.
+    """
+    if not self._pending:
+      return
+    self._last_write = time.monotonic()
+    if self._remote:
+      self._path.write_text(self._written + self._pending)
+      self._written += self._pending
+    else:
+      _append(self._path, self._pending)
+    self._pending = ''
 
   def close(self) -> None:
-    self._file.close()
+    self.flush()
 
 
-def _step_of(line: str) -> float:
+def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
+  """Rewrites a file of one JSON object a line, if there is one, without those of later steps and
+  without what is no JSON; `evaluated` as in `JsonlWriter`.
+  """
+  path = epath.Path(path)
+  if path.exists():
+    limit = (step, evaluated)
+    kept = [line for line in path.read_text().splitlines() if _place_of(line) <= limit]
+    run_files.write_text(path, ''.join(line + '\n' for line in kept))
+
+
+def _place_of(line: str) -> tuple[float, bool]:
+  """(step, whether it is of more than training), which is the order in which a run writes."""
   try:
-    return json.loads(line)['step']
+    row = json.loads(line)
   except json.JSONDecodeError:
-    return np.inf
+    return np.inf, True
+  return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
 
 
-def create_writer(model_dir: epath.PathLike, resume_step: int) -> metric_writers.MetricWriter:
+def _append(path: epath.Path, text: str) -> None:
+  """Appends to a local file all or nothing: half a line would spoil the next one."""
+  size = path.stat().length if path.exists() else 0
+  try:
+    with path.open('a') as file:
+      file.write(text)
+  except OSError as error:
+    os.truncate(path, size)
+    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+class _Lenient:
+  """A writer whose failures are one warning."""
+
+  def __init__(self, writer: metric_writers.MetricWriter):
+    self._writer = writer
+    self._failed = False
+
+  def __getattr__(self, name: str) -> Callable[..., Any]:
+    method = getattr(self._writer, name)
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+      try:
+        return method(*args, **kwargs)
+      except Exception as error:  # TensorFlow's own
+        if not self._failed:
+          _log.warning('%s has failed: %s', type(self._writer).__name__, error)
+        self._failed = True
+
+    return call
+
+
+class _RunWriter(metric_writers.AsyncMultiWriter):
+  def close(self) -> None:
+    try:
+      super().close()
+    except Exception as error:  # not over what ends the run
+      _log.error('Metrics are lost: %s', error)
+
+
+def create_writer(
+  model_dir: epath.PathLike, resume_step: int, evaluated: bool = True
+) -> metric_writers.MetricWriter:
   """The writers of process 0, in background threads; on other processes one that writes nothing."""
   if jax.process_index() != 0:
     return metric_writers.MultiWriter([])
-  return metric_writers.AsyncMultiWriter(
+  return _RunWriter(
     [
       metric_writers.LoggingWriter(),
-      metric_writers.SummaryWriter(os.fspath(model_dir)),
-      JsonlWriter(epath.Path(model_dir) / 'metrics.jsonl', resume_step),
+      _Lenient(metric_writers.SummaryWriter(os.fspath(model_dir))),
+      JsonlWriter(epath.Path(model_dir) / 'metrics.jsonl', resume_step, evaluated),
     ]
   )

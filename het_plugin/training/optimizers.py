@@ -127,6 +127,12 @@ def _rsqrt_schedule(
   return schedule
 
 
+def num_updates(opt_state: PyTree, default: jax.Array) -> jax.Array:
+  """The count of updates that a schedule inside an optimizer goes by; `default` if it has none."""
+  counts = optax.tree.get_all_with_path(opt_state, 'count')
+  return counts[0][1] if counts else default
+
+
 def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
   """PartitionSpecs of an optimizer state: a parameter's for what mirrors it, else replicated.
 

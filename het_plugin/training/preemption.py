@@ -1,6 +1,7 @@
 """Turns SIGTERM into a checkpoint and a clean exit, on all processes at the same step."""
 
 import logging
+import os
 import signal
 import threading
 
@@ -17,12 +18,15 @@ class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
   """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
 
   Attributes:
-    step: the step saved.
+    step: the step saved; 0 if there was none to save.
+    compiling: whether a thread still compiles. Then Python cannot end in good order: the process
+      has to leave by os._exit (`distributed.exit_at_once`).
   """
 
-  def __init__(self, step: int):
+  def __init__(self, step: int, compiling: bool = False):
     super().__init__(EXIT_CODE)
     self.step = step
+    self.compiling = compiling
 
 
 class PreemptionNotice:
@@ -52,6 +56,12 @@ class PreemptionNotice:
   def _on_signal(self, signum: int, frame: object) -> None:
     del signum, frame
     _log.warning('SIGTERM: saving and exiting after this step.')
+    self._received = True
+
+  def request(self) -> None:
+    """Asks all processes to stop together, as a signal to this one does; once is enough."""
+    if jax.distributed.is_initialized() and not self._received:
+      os.kill(os.getpid(), signal.SIGTERM)  # the service has no other way in
     self._received = True
 
   def reached(self) -> bool:

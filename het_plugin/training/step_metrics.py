@@ -3,8 +3,9 @@
 import collections
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -53,8 +54,12 @@ class InFlight:
 
 
 def compute_metrics(metrics: trainer_lib.Metrics) -> dict[str, float]:
-  """The values of a mapping of clu metrics."""
-  return {name: float(metric.compute()) for name, metric in metrics.items()}
+  """The values of a mapping of clu metrics; one whose value is a mapping gives several."""
+  values = {}
+  for name, metric in metrics.items():
+    value = metric.compute()
+    values |= value if isinstance(value, Mapping) else {name: value}
+  return {name: float(value) for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +73,23 @@ class Summary:
 class StepMetrics:
   """Merges the metrics of steps and summarises them every `period` steps.
 
+  Steps that were not finite do not count: `nonfinite_steps` of a summary says how many there were,
+  and its other metrics are NaN where there was no other step.
+
   A summary adds, over the same steps and without the time spent in `paused`:
     timing/ms_per_step, timing/examples_per_second;
     timing/data_wait_share: share of the time in which the loop waited for its next batch;
     timing/mfu: model FLOPs utilisation, where the peak of the device is known.
   """
 
-  def __init__(self, period: int, batch_size: int, flops_per_step: float, mesh: jax.sharding.Mesh):
+  def __init__(
+    self,
+    period: int,
+    batch_size: int,
+    flops_per_step: float,
+    mesh: jax.sharding.Mesh,
+    on_step: Callable[[int, trainer_lib.Metrics], None],
+  ):
     """Starts the clock.
 
     Args:
@@ -82,18 +97,22 @@ class StepMetrics:
       batch_size: examples a step.
       flops_per_step: over all devices.
       mesh: the devices.
+      on_step: called with each step and its own metrics as soon as they are on the host.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
     self._period = period
     self._batch_size = batch_size
     self._seconds_at_peak = None if peak is None else flops_per_step / (peak * mesh.size)
+    self._on_step = on_step
     self._in_flight = InFlight(max_steps_in_flight(mesh))
     self._start_period(time.monotonic())
 
   def _start_period(self, now: float) -> None:
     self._start = now
     self._merged: trainer_lib.Metrics | None = None
+    self._left_out: trainer_lib.Metrics | None = None
     self._steps = 0
+    self._nonfinite_steps = 0
     self._data_wait = 0.0
 
   def add(self, step: int, metrics: trainer_lib.Metrics, data_wait: float) -> list[Summary]:
@@ -111,8 +130,11 @@ class StepMetrics:
 
   def flush(self, step: int) -> list[Summary]:
     """Waits for the steps in flight and closes the period at `step`, however short."""
-    summaries = self.drain()
-    return summaries + ([self._summarise(step)] if self._steps else [])
+    return self.drain() + self.close(step)
+
+  def close(self, step: int) -> list[Summary]:
+    """Closes the period at `step`, and does not wait: steps in flight are not part of it."""
+    return [self._summarise(step)] if self._steps else []
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -124,8 +146,14 @@ class StepMetrics:
   def _collect(self, done: list[tuple[int, float, trainer_lib.Metrics]]) -> list[Summary]:
     summaries = []
     for step, data_wait, metrics in done:
-      merged = self._merged
-      self._merged = metrics if merged is None else trainer_lib.merge_metrics(merged, metrics)
+      self._on_step(step, metrics)
+      if not trainer_lib.is_finite(metrics):
+        self._left_out = metrics
+        self._nonfinite_steps += 1
+      elif self._merged is None:
+        self._merged = metrics
+      else:
+        self._merged = trainer_lib.merge_metrics(self._merged, metrics)
       self._steps += 1
       self._data_wait += data_wait
       if step % self._period == 0:
@@ -135,7 +163,11 @@ class StepMetrics:
   def _summarise(self, step: int) -> Summary:
     now = time.monotonic()
     seconds = (now - self._start) / self._steps
-    values = compute_metrics(self._merged)
+    if self._merged is None:
+      values = dict.fromkeys(compute_metrics(self._left_out), math.nan)
+    else:
+      values = compute_metrics(self._merged)
+    values['nonfinite_steps'] = float(self._nonfinite_steps)
     values['timing/ms_per_step'] = 1e3 * seconds
     values['timing/examples_per_second'] = self._batch_size / seconds
     values['timing/data_wait_share'] = self._data_wait / self._steps / seconds

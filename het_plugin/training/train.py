@@ -1,6 +1,7 @@
 """The training run: validation, set-up and resumption around the loop."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,15 +15,27 @@ from flax import traverse_util
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoints,
+  compilation_cache,
   evaluation,
+  heartbeat,
+  interruptible,
   metric_writers,
+  operations,
   partitioning,
   preemption,
   prefetch,
+  processes,
   profiling,
+  resources,
+  run_clock,
+  run_lock,
   step_metrics,
+  step_watch,
+  verdict,
 )
 from het_plugin.training import loop as loop_lib
+from het_plugin.training import loss_spikes as loss_spikes_lib
+from het_plugin.training import nonfinite as nonfinite_lib
 from het_plugin.training import trainer as trainer_lib
 from het_plugin.training.actions import ActionMode
 from het_plugin.training.train_state import TrainState
@@ -66,19 +79,29 @@ def train(
   task_info_fn: Callable[[str], Any] = task_info,
   summarize_config_fn: Callable[[str, clu_writers.MetricWriter, int], None] | None = None,
   profile_steps: tuple[int, int] | None = None,
-  config_fingerprint: str = '',
+  profiler_port: int | None = None,
+  nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
+  loss_spikes: loss_spikes_lib.LossSpikes | None = None,
+  config: str = '',
+  check_config_fn: Callable[[int, Mapping[str, Any]], None] | None = None,
+  limits: verdict.Limits | None = None,
+  began: float | None = None,
 ) -> tuple[int, TrainState]:
   """Trains a model; argument names and meanings are those of t5x's `train`.
 
   All processes call it. On SIGTERM it saves a checkpoint after the step in progress and raises
   `preemption.Preempted`, a SystemExit with code 42; called again with the same model_dir, it goes
-  on with the next example. An evaluation that was due then runs first.
+  on with the next example. An evaluation that was due then runs first. While the compiler works,
+  it raises at once: there is nothing new to save.
+
+  Process 0 holds a lock on model_dir (`run_lock`).
 
   Args:
     model: an object with t5x's model surface. `model.validate(task_info)`, where it exists, is
       called with the task of every data set; `model.count_params(params)`, where it exists, goes to
       the log as the number of parameters without padding.
-    train_dataset_cfg: an endless data set; its batch_size is the global one.
+    train_dataset_cfg: a data set of at least total_steps batches; its batch_size is the global
+      one.
     train_eval_dataset_cfg: evaluated over eval_steps batches; None for no train-eval.
     infer_eval_dataset_cfg: evaluated to its end, whenever train-eval runs; None for no infer-eval.
     checkpoint_cfg: what to save, and where the initial parameters come from.
@@ -96,15 +119,27 @@ def train(
     summarize_config_fn: called once with (model_dir, writer, step), to write the configuration
       down.
     profile_steps: (first, last) step to profile, counted from 1; None for none.
-    config_fingerprint: kept in checkpoints; a run resumed with another one says so.
+    profiler_port: where process 0 listens for profilers, process i at profiler_port + i; None to
+      listen nowhere.
+    nonfinite: what to do at a step whose loss, gradient or update is not finite.
+    loss_spikes: which losses to report in MODEL_DIR/loss_spikes.jsonl; None for none.
+    config: the configuration as text, kept in the record of each checkpoint.
+    check_config_fn: called in process 0, before data and the compiler are, with step and record of
+      the newest checkpoint of a run that is resumed; its ValueError stops all processes.
+    limits: how long to wait for a process that is dead or stuck, until this one ends with
+      `exit_codes.LOST`; None for the defaults.
+    began: `time.monotonic()` when the work for this run began, imports included; None for now.
 
   Returns:
     (last step, last train state).
 
   Raises:
-    ValueError: a setting is wrong; one sentence, before anything is compiled.
+    ValueError: a setting is wrong, or model_dir in use; one sentence, before anything is compiled.
     preemption.Preempted: after SIGTERM, with the checkpoint on disk.
+    nonfinite.NonFiniteStop: a SystemExit with code 3, for a step that is not finite.
+    checkpoints.SaveFailed: a checkpoint could not be written; a SystemExit with code 1.
   """
+  clock = run_clock.RunClock(began=began)
   stats_period = eval_period if stats_period is None else stats_period
   _check_positive(
     total_steps=total_steps,
@@ -114,7 +149,7 @@ def train(
   )
   actions = actions_lib.parse_actions(actions)
   model_dir = epath.Path(model_dir)
-  profiler = profiling.StepProfiler(model_dir / 'profile', profile_steps)
+  profiler = profiling.StepProfiler(model_dir / 'profile', profile_steps, clock)
   eval_cfgs = {
     ActionMode.TRAIN_EVAL: (train_eval_dataset_cfg, eval_steps),
     ActionMode.INFER_EVAL: (infer_eval_dataset_cfg, None),
@@ -125,27 +160,42 @@ def train(
     if hasattr(model, 'validate'):
       model.validate(task_info_fn(cfg.mixture_or_task_name))
 
-  def open_dataset(cfg: Any) -> Any:
-    return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
-
-  train_iter = open_dataset(train_dataset_cfg)
-  init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
-  init = init_fn(model, train_iter.element_spec, init_rng)
-  abstract_state = jax.eval_shape(init)
-  axes = partitioner.get_mesh_axes(abstract_state)
-  trainer = trainer_cls(
-    model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
-  )
-  trainer.check_batch_size(train_dataset_cfg.batch_size)
-  evaluators = {
-    mode: evaluation.Evaluator(
-      _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
-    )
-    for mode, (cfg, max_batches) in eval_cfgs.items()
-  }
-
   with contextlib.ExitStack() as stack:
     notice = stack.enter_context(preemption.PreemptionNotice())
+    stack.enter_context(run_lock.locked(model_dir))
+    stack.enter_context(compilation_cache.in_directory(model_dir))
+    if check_config_fn is not None:
+      processes.in_the_first(lambda: _check_config(model_dir, check_config_fn))
+    if profiler_port is not None:
+      stack.enter_context(profiling.server(profiler_port))
+    ops = stack.enter_context(operations.Operations(model_dir, clock, profiler, total_steps))
+    beat = stack.enter_context(heartbeat.Heartbeat(model_dir, clock, total_steps, limits))
+
+    def open_dataset(cfg: Any) -> Any:
+      return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
+
+    train_iter = open_dataset(train_dataset_cfg)
+    init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
+    init = init_fn(model, train_iter.element_spec, init_rng)
+    abstract_state = jax.eval_shape(init)
+    axes = partitioner.get_mesh_axes(abstract_state)
+    trainer = trainer_cls(
+      model=model,
+      partitioner=partitioner,
+      train_state_axes=axes,
+      rng=trainer_rng,
+      halt_at_nonfinite=nonfinite.action == nonfinite_lib.STOP,
+    )
+    trainer.check_batch_size(train_dataset_cfg.batch_size)
+    evaluators = {
+      mode: evaluation.Evaluator(
+        _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
+      )
+      for mode, (cfg, max_batches) in eval_cfgs.items()
+    }
+
+    target = with_shardings(abstract_state, partitioner.shardings(axes))
+    resources.check(target, checkpoint_cfg.save, model_dir, total_steps)
     checkpointer = checkpoints.Checkpointer(model_dir, checkpoint_cfg.save)
     stack.callback(checkpointer.close)
 
@@ -153,35 +203,43 @@ def train(
     #   1. the newest checkpoint in model_dir that can be read: this run, resumed;
     #   2. the parameters of checkpoint_cfg.restore, with a fresh optimizer at step 0: a warm start;
     #   3. the model's initial values.
-    target = with_shardings(abstract_state, partitioner.shardings(axes))
-    restored = checkpointer.restore(target)
-    if restored is not None:
-      step, train_state = int(restored.train_state.step), restored.train_state
-      _resume_dataset(train_iter, restored)
-      if restored.record['config_fingerprint'] != config_fingerprint:
-        _log.warning('The configuration is not the one that the checkpoint was saved with.')
-    else:
-      restore = checkpoint_cfg.restore
-      read = {} if restore is None else checkpoints.restore_params(restore, target.params)
-      step, train_state = 0, partitioner.partition(init, (), axes)()
-      train_state = train_state.replace(params=_overlay(train_state.params, read))
+    with clock.phase(run_clock.RESTORE):
+      restored = checkpointer.restore(target)
+      _check_enough_batches(train_iter, train_dataset_cfg.batch_size, restored, total_steps)
+      if restored is not None:
+        step, train_state = int(restored.train_state.step), restored.train_state
+        _resume_dataset(train_iter, restored)
+      else:
+        restore = checkpoint_cfg.restore
+        read = {} if restore is None else checkpoints.restore_params(restore, target.params)
+        step, lowered = 0, partitioner.partition(init, (), axes).lower()
+        train_state = _compile(notice, step, lowered.compile)()
+        train_state = train_state.replace(params=_overlay(train_state.params, read))
+    clock.tick(step)
     if step > total_steps:
       raise ValueError(f'total_steps={total_steps} is below the step of the checkpoint, {step}.')
 
-    writer = metric_writers.create_writer(model_dir, resume_step=step)
+    evaluated = restored is None or restored.record['evaluated']
+    writer = metric_writers.create_writer(model_dir, resume_step=step, evaluated=evaluated)
     stack.callback(writer.close)
     _log_parameters(model, train_state.params)
     if summarize_config_fn is not None:
       summarize_config_fn(str(model_dir), writer, step)
-    context = actions_lib.ActionContext(model, partitioner, writer, str(model_dir), random_seed)
+    context = actions_lib.ActionContext(
+      model, partitioner, writer, str(model_dir), random_seed, step if evaluated else step - 1
+    )
     for group in actions.values():
       for action in group:
         action.setup(context)
+    if restored is not None:
+      actions_lib.set_states(actions, restored.record.get('actions', {}))
 
     stack.callback(profiler.close)
     batches = stack.enter_context(
       prefetch.DevicePrefetcher(train_iter, partitioner, train_dataset_cfg.batch_size)
     )
+    stack.callback(ops.report, writer)
+    stack.push(beat.failing)  # before anything waits to be closed
     loop = loop_lib.TrainLoop(
       step=step,
       train_state=train_state,
@@ -196,24 +254,41 @@ def train(
       total_steps=total_steps,
       eval_period=eval_period,
       save_period=None if checkpoint_cfg.save is None else checkpoint_cfg.save.period,
-      record={'config_fingerprint': config_fingerprint},
+      record={'config': config},
+      clock=clock,
+      watch=step_watch.StepWatch(
+        model_dir,
+        step,
+        nonfinite,
+        0 if restored is None else restored.record.get('skipped_steps', 0),
+        loss_spikes,
+      ),
     )
     stop = False
-    if restored is not None and not restored.record['evaluated']:
+    if not evaluated:
       stop = loop.evaluate()
     if stop or step == total_steps:
       _log.info('The run is complete at step %d: nothing to train.', step)
       return step, train_state
     batch_spec = partitioner.batch_spec(train_iter.element_spec)
-    compilation = trainer.compile_train(train_state, batch_spec)
+    with clock.phase(run_clock.COMPILE):
+      compilation = trainer.compile_train(
+        train_state, batch_spec, functools.partial(_compile, notice, step)
+      )
     _log.info('Compiled the train step in %.1f s.', compilation.seconds)
     writer.write_scalars(step, {'train/timing/compile_seconds': compilation.seconds})
     del train_state  # The loop donates it.
     loop.run(
       step_metrics.StepMetrics(
-        stats_period, train_dataset_cfg.batch_size, compilation.flops, partitioner.mesh
+        stats_period,
+        train_dataset_cfg.batch_size,
+        compilation.flops,
+        partitioner.mesh,
+        loop.on_step,
       )
     )
+    with clock.phase(run_clock.SAVE):
+      checkpointer.wait_until_finished()
     return loop.step, loop.train_state
 
 
@@ -221,6 +296,39 @@ def _check_positive(**settings: int) -> None:
   for name, value in settings.items():
     if value < 1:
       raise ValueError(f'{name}={value} must be at least 1.')
+
+
+def _check_config(
+  model_dir: epath.Path, check_config_fn: Callable[[int, Mapping[str, Any]], None]
+) -> None:
+  if (newest := checkpoints.newest_record(model_dir)) is not None:
+    check_config_fn(*newest)
+
+
+def _compile(notice: preemption.PreemptionNotice, step: int, compiler: Callable[[], Any]) -> Any:
+  """What the compiler returns; or Preempted, at the step that the run starts with."""
+  try:
+    return interruptible.call(compiler, notice.reached)
+  except interruptible.Interrupted:
+    _log.warning('Preempted while compiling: nothing new to save at step %d.', step)
+    raise preemption.Preempted(step, compiling=True) from None
+
+
+def _check_enough_batches(
+  train_iter: Any, batch_size: int, restored: checkpoints.Restored | None, total_steps: int
+) -> None:
+  if train_iter.num_batches is None:
+    return
+  step, position = 0, 0
+  if restored is not None:
+    step = int(restored.train_state.step)
+    position = (restored.dataset_state or {'position': 0})['position']
+  left = max(train_iter.num_batches - position // batch_size, 0)
+  if left < total_steps - step:
+    raise ValueError(
+      f'total_steps={total_steps} must be at most {step + left}: at step {step} the training data '
+      f'set has {left} batches of {batch_size} left; its num_epochs says how often it is read.'
+    )
 
 
 def _task_name(cfg: Any) -> str:

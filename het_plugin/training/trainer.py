@@ -6,18 +6,20 @@ the number of real rows in the batch given.
 """
 
 import dataclasses
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import clu.metrics
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
-from het_plugin.training import flops, partitioning
+from het_plugin.training import flops, optimizers, partitioning, update_report
 from het_plugin.training.train_state import TrainState
 
 PyTree = Any
@@ -32,6 +34,11 @@ def is_metric(x: Any) -> bool:
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
   """Merges two mappings of the same metrics, of which `a` is the earlier."""
   return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=is_metric)
+
+
+def is_finite(metrics: Metrics) -> bool:
+  """Whether loss, gradient and update of a step were finite, by the metrics of `train_step`."""
+  return bool(metrics['update'].finite)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
@@ -105,12 +112,25 @@ def train_step(
   batch: Batch,
   dropout_rng: jax.Array,
   num_microbatches: int | None,
+  norm_groups: Sequence[str] = update_report.GROUPS,
+  halted: jax.Array | bool = False,
 ) -> tuple[TrainState, Metrics]:
-  """One optimizer update.
+  """One optimizer update, or none where loss, gradient or update are not finite.
+
+  Args:
+    model: has t5x's `loss_fn`.
+    train_state: of before.
+    batch: arrays [B, ...] split over the data axis.
+    dropout_rng: the key of this step.
+    num_microbatches: see `accumulate_grads_microbatched`.
+    norm_groups: which groups of parameters have norms of their own, see `update_report.GROUPS`.
+    halted: bool; True leaves the state as it is, `step` too.
 
   Returns:
-    The new state, and the model's metrics with the global L2 norms `gradient_norm` (before
-    clipping), `update_norm` and `param_norm` (after the update), and `learning_rate`.
+    The new state, of which after a step that is not finite only `step` is new; and the model's
+    metrics with `learning_rate` and `update`, an UpdateReport of the global L2 norms
+    `gradient_norm` (before clipping), `update_norm` and `param_norm` (after the update) and those
+    of the groups.
   """
   grads, metrics = accumulate_grads_microbatched(
     model, train_state.params, batch, dropout_rng, num_microbatches
@@ -118,14 +138,29 @@ def train_step(
   updates, opt_state = train_state.optimizer_def.optax_optimizer.update(
     grads, train_state.opt_state, train_state.params
   )
-  params = optax.apply_updates(train_state.params, updates)
-  norms = {'gradient_norm': grads, 'update_norm': updates, 'param_norm': params}
-  for name, tree in norms.items():
-    metrics[name] = clu.metrics.Average.from_model_output(optax.tree.norm(tree))
   if (learning_rate_fn := train_state.optimizer_def.learning_rate_fn) is not None:
-    learning_rate = jnp.asarray(learning_rate_fn(train_state.step), jnp.float32)
+    # Not train_state.step, which the steps without an update count too.
+    count = optimizers.num_updates(train_state.opt_state, default=train_state.step)
+    learning_rate = jnp.asarray(learning_rate_fn(count), jnp.float32)
     metrics['learning_rate'] = clu.metrics.LastValue.from_model_output(learning_rate[None])
-  return train_state.replace(step=train_state.step + 1, params=params, opt_state=opt_state), metrics
+
+  norms = update_report.norms('gradient_norm', grads, norm_groups)
+  norms |= update_report.norms('update_norm', updates, norm_groups)
+  checked = [*jax.tree.leaves(metrics['loss']), norms['gradient_norm'], norms['update_norm']]
+  finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in checked]))
+  applied = finite & ~jnp.asarray(halted)
+
+  def choose(new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(applied, x, y), new, old)
+
+  params = choose(optax.apply_updates(train_state.params, updates), train_state.params)
+  norms |= update_report.norms('param_norm', params, norm_groups)
+  metrics['update'] = update_report.UpdateReport.from_norms(norms, finite)
+  return train_state.replace(
+    step=train_state.step + jnp.where(halted, 0, 1),
+    params=params,
+    opt_state=choose(opt_state, train_state.opt_state),
+  ), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +178,7 @@ class Compilation:
 
 
 class Trainer:
-  """The partitioned steps of one model; holds no training state."""
+  """The partitioned steps of one model; holds no training state but that training has halted."""
 
   def __init__(
     self,
@@ -152,6 +187,8 @@ class Trainer:
     train_state_axes: TrainState,
     rng: jax.Array,
     num_microbatches: int | None = None,
+    norm_groups: Sequence[str] = update_report.GROUPS,
+    halt_at_nonfinite: bool = True,
   ):
     """Prepares the steps; nothing is compiled.
 
@@ -161,37 +198,51 @@ class Trainer:
       train_state_axes: `partitioner.get_mesh_axes(train_state)`.
       rng: typed key; step n draws from fold_in(rng, n).
       num_microbatches: pieces a batch is cut into to save memory; None for one.
+      norm_groups: regular expressions, matched at the beginning of a parameter's path
+        ('head/kernel'): what one matches is the name of a group whose norms are metrics.
+      halt_at_nonfinite: whether no step changes the state any more after one whose loss, gradient
+        or update was not finite; the host may have dispatched some before it learns of that.
+
+    Raises:
+      ValueError: num_microbatches is below 1, or no regular expressions.
     """
     if num_microbatches is not None and num_microbatches < 1:
       raise ValueError(f'num_microbatches={num_microbatches} must be at least 1, or None.')
+    for pattern in norm_groups:
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        raise ValueError(f'norm_groups has {pattern!r}, no regular expression: {error}.') from error
     self.num_microbatches = num_microbatches
     self._partitioner = partitioner
+    self._halted: jax.Array | np.bool_ = np.False_
 
-    def step(train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(
+      train_state: TrainState, batch: Batch, halted: jax.Array
+    ) -> tuple[TrainState, Metrics, jax.Array]:
       step_rng = jax.random.fold_in(rng, train_state.step)
-      return train_step(model, train_state, batch, step_rng, num_microbatches)
+      train_state, metrics = train_step(
+        model, train_state, batch, step_rng, num_microbatches, norm_groups, halted
+      )
+      if halt_at_nonfinite:
+        halted |= ~metrics['update'].finite
+      return train_state, metrics, halted
 
     def eval_step(params: PyTree, batch: Batch) -> Metrics:
       _, metrics = model.eval_fn(params, batch)
       return metrics
 
-    def is_finite(params: PyTree) -> jax.Array:
-      return jnp.isfinite(optax.tree.norm(params))
-
     batch_axes = partitioner.data_partition_spec
     self._train_step = partitioner.partition(
       step,
-      in_axis_resources=(train_state_axes, batch_axes),
-      out_axis_resources=(train_state_axes, None),
+      in_axis_resources=(train_state_axes, batch_axes, None),
+      out_axis_resources=(train_state_axes, None, None),
       donate_argnums=(0,),
     )
     self._eval_step = partitioner.partition(
       eval_step,
       in_axis_resources=(train_state_axes.params, batch_axes),
       out_axis_resources=None,
-    )
-    self._is_finite = partitioner.partition(
-      is_finite, in_axis_resources=(train_state_axes.params,), out_axis_resources=None
     )
 
   def check_batch_size(self, batch_size: int) -> None:
@@ -200,28 +251,36 @@ class Trainer:
 
   def trace_train(self, train_state: TrainState, batch: Batch) -> jax.stages.Traced:
     """The train step for a state and a batch, of which shapes with shardings suffice."""
-    return self._train_step.trace(train_state, batch)
+    return self._train_step.trace(train_state, batch, self._halted)
 
   def trace_eval(self, params: PyTree, batch: Batch) -> jax.stages.Traced:
     """The eval step for parameters and a batch, of which shapes with shardings suffice."""
     return self._eval_step.trace(params, batch)
 
-  def compile_train(self, train_state: TrainState, batch: Batch) -> Compilation:
-    """Compiles the train step for a state and a batch, of which shapes with shardings suffice."""
+  def compile_train(
+    self,
+    train_state: TrainState,
+    batch: Batch,
+    call: Callable[[Callable[[], Any]], Any] = lambda fn: fn(),
+  ) -> Compilation:
+    """Compiles the train step for a state and a batch, of which shapes with shardings suffice.
+
+    Args:
+      train_state, batch: what it is compiled for.
+      call: calls the compiler, which is most of the time; `interruptible.call` does so in a thread.
+        Tracing stays in this one, to which settings of JAX may be bound.
+    """
     start = time.monotonic()
     traced = self.trace_train(train_state, batch)
     count = flops.count_flops(traced.jaxpr.jaxpr)
-    self._train_step = traced.lower().compile()
+    self._train_step = call(traced.lower().compile)
     return Compilation(seconds=time.monotonic() - start, flops=count)
 
   def train_step(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One update; the state passed in is donated and must not be used again."""
-    return self._train_step(train_state, batch)
+    train_state, metrics, self._halted = self._train_step(train_state, batch, self._halted)
+    return train_state, metrics
 
   def eval_step(self, train_state: TrainState, batch: Batch) -> Metrics:
     """Metrics of one batch."""
     return self._eval_step(train_state.params, batch)
-
-  def is_finite(self, train_state: TrainState) -> bool:
-    """Whether no parameter is NaN or infinite."""
-    return bool(self._is_finite(train_state.params))

@@ -62,6 +62,14 @@ def test_a_replica_axis_splits_the_batch_and_repeats_the_parameters():
   assert slices['flops_per_device'] == flat['flops_per_device']
 
 
+def test_epochs_of_data_that_are_elsewhere():
+  absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'TRAIN_STEPS = None']
+  settings = step.configure(
+    request(gin_bindings=[*absent, 'TRAIN_EPOCHS = 1']), topology.get('cpu:8', 1)
+  )
+  assert settings['train_dataset_cfg'].num_epochs == 1
+
+
 def test_memory_does_not_grow_with_samples():
   def peak(num_samples):
     bindings = [f'train/Integrator.num_samples = {num_samples}']

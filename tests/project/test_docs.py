@@ -53,8 +53,9 @@ def defined_flags(main):
     text += (ROOT / 'benchmarks' / 'gaussian_problem.py').read_text()
   if 'define_settings_flags(' in text:
     text += (ROOT / 'launch' / 'gke' / 'render.py').read_text()
-  if 'distributed.define_flags(' in text:
-    text += (ROOT / 'het_plugin' / 'distributed.py').read_text()
+  for module in ('train_flags', 'distributed'):
+    if f'{module}.define_flags(' in text:
+      text += (ROOT / 'het_plugin' / f'{module}.py').read_text()
   if 'gin_utils.define_flags(' in text:
     text += (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
   flags = re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text)

@@ -23,6 +23,7 @@ ALLOWED = {
   'reporting': {'reporting'},
 }
 GIN_USERS = {
+  'config_changes.py',
   'configurables.py',
   'gin_utils.py',
   'train.py',

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,27 @@ def test_terminate_on_nan(value, stop):
 def test_early_stopping(settings, values, stop_at):
   stops = verdicts(actions.EarlyStoppingAction(('eval', 'loss'), **settings), values)
   assert stops == [i == stop_at for i in range(len(values))]
+
+
+def test_states_go_back_to_their_actions():
+  def make():
+    nan, loss = actions.TerminateOnNanAction('eval'), ('eval', 'loss')
+    early = [actions.EarlyStoppingAction(loss, mode, patience=3) for mode in ('min', 'max')]
+    return {ActionMode.TRAIN_EVAL: [nan, *early]}
+
+  first, second, third = make(), make(), make()
+  for action in first[ActionMode.TRAIN_EVAL]:
+    verdicts(action, [1.0, 2.0])
+  states = actions.get_states(first)
+  assert states == {
+    'TRAIN_EVAL/1/EarlyStoppingAction': [1.0, 2.0],
+    'TRAIN_EVAL/2/EarlyStoppingAction': [-1.0, -2.0],
+  }
+  actions.set_states(second, json.loads(json.dumps(states)))
+  actions.set_states(third, {'TRAIN_EVAL/0/EarlyStoppingAction': [0.0]})  # of another configuration
+  for made in (first, second):
+    assert [verdicts(a, [3.0]) for a in made[ActionMode.TRAIN_EVAL]] == [[False], [True], [False]]
+  assert [verdicts(a, [3.0]) for a in third[ActionMode.TRAIN_EVAL]] == [[False]] * 3
 
 
 def test_watching_what_is_not_there_lists_what_is():

@@ -1,5 +1,9 @@
 import dataclasses
+import errno
 import functools
+import json
+import os
+import shutil
 
 import jax
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 
 from het_plugin.training import checkpoints, partitioning
 from het_plugin.training.train_state import TrainState
-from tests.training import toy
+from tests.training import faulty_run, toy
 
 SAVE = checkpoints.SaveCheckpointConfig(period=1)
 RECORD = {'evaluated': True}
@@ -128,6 +132,164 @@ def test_unreadable_newest_is_reported_set_aside_and_passed_over(tmp_path, caplo
   assert (tmp_path / 'unreadable_checkpoint_2').exists()
   save(tmp_path, 2)  # The run goes on and saves this step again.
   assert restore(tmp_path, make_state()).dataset_state == {'position': 200}
+
+
+WIDE = 1024  # classes, so many that tensorstore keeps arrays in files of their own, as in practice
+
+
+@pytest.fixture(scope='module')
+def two_wide(tmp_path_factory):
+  """A directory with two checkpoints of arrays of 128 kB."""
+  directory = tmp_path_factory.mktemp('wide')
+  for step in (1, 2):
+    save(directory, step, state=make_state(seed=step, num_classes=WIDE))
+  return directory
+
+
+def flip(path, bit):
+  content = bytearray(path.read_bytes())
+  content[bit // 8] ^= 1 << bit % 8
+  path.write_bytes(content)
+
+
+def assert_first_or_second(directory, caplog):
+  """What is read is one of the checkpoints to the last bit: no damage goes unnoticed."""
+  caplog.clear()
+  restored = restore(directory, make_state(num_classes=WIDE))
+  step = int(restored.train_state.step)
+  assert restored.dataset_state == {'position': 100 * step}
+  assert restored.record == RECORD
+  assert_equal(restored.train_state, at_step(make_state(seed=step, num_classes=WIDE), step))
+  assert ('Passing over' in caplog.text) == (step == 1)
+  return step
+
+
+def damaged_copies(original, directory, *damages):
+  """A copy of two checkpoints for each file of the second and each damage of it."""
+  names = [
+    path.relative_to(original)
+    for path in sorted((original / 'checkpoint_2').rglob('*'))
+    if path.is_file() and path.stat().st_size
+  ]
+  for name in names:
+    for damage in damages:
+      shutil.copytree(original, directory)
+      damage(directory / name)
+      yield directory, name
+      shutil.rmtree(directory)
+
+
+def test_a_flipped_bit_in_any_file_is_harmless_or_noticed(two_wide, tmp_path, caplog):
+  random = np.random.default_rng(0)
+  noticed = set()
+
+  def damage(path):
+    flip(path, random.integers(8 * path.stat().st_size))
+
+  for directory, name in damaged_copies(two_wide, tmp_path / 'copy', damage):
+    if assert_first_or_second(directory, caplog) == 1:
+      noticed.add(name.parts[1])
+  assert {'dataset', 'record', 'state'} <= noticed
+
+
+def test_any_file_cut_or_gone_is_harmless_or_noticed(two_wide, tmp_path, caplog):
+  def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+  for directory, name in damaged_copies(two_wide, tmp_path / 'copy', cut, os.remove):
+    step = assert_first_or_second(directory, caplog)
+    assert step == 1 or name.name != 'metadata'
+
+
+def test_damage_that_every_reader_takes_for_data_is_named(two_wide, tmp_path, caplog):
+  """Bits of the largest file, which holds the kernels' values as they are."""
+  directory = shutil.copytree(two_wide, tmp_path / 'copy')
+  files = [path for path in (directory / 'checkpoint_2').rglob('*') if path.is_file()]
+  flip(max(files, key=lambda path: path.stat().st_size), 8 * 20_000)
+  assert assert_first_or_second(directory, caplog) == 1
+  assert '_kernel is not what was saved' in caplog.text
+  aside = directory / 'unreadable_checkpoint_2'
+  with pytest.raises(ValueError, match='unreadable_checkpoint_2 cannot be read: params/.*_kernel'):
+    checkpoints.read_params(aside)
+  with pytest.raises(ValueError, match='params/.*_kernel is not what was saved'):
+    warm(make_state(num_classes=WIDE).params, aside, mode='specific')
+  checkpoints.read_params(directory)
+
+
+@pytest.mark.parametrize('item', ['dataset', 'record', 'state'])
+def test_a_missing_part_is_noticed(tmp_path, caplog, item):
+  save(tmp_path, 1, 2)
+  shutil.rmtree(tmp_path / 'checkpoint_2' / item)
+  assert restore(tmp_path, make_state()).dataset_state == {'position': 100}
+  assert 'Passing over' in caplog.text
+
+
+@pytest.mark.parametrize('change', [lambda r: r.pop('digest'), lambda r: r.pop('checksums')])
+def test_half_a_record_is_noticed(tmp_path, change):
+  save(tmp_path, 1, 2)
+  path = tmp_path / 'checkpoint_2' / 'record' / 'metadata'
+  record = json.loads(path.read_text())
+  change(record)
+  path.write_text(json.dumps(record))
+  assert restore(tmp_path, make_state()).dataset_state == {'position': 100}
+
+
+def test_a_checkpoint_older_than_checksums_is_read(tmp_path, caplog):
+  save(tmp_path, 1)
+  (tmp_path / 'checkpoint_1' / 'record' / 'metadata').write_text(json.dumps(RECORD))
+  assert restore(tmp_path, make_state()).record == RECORD
+  assert 'checkpoint_1 has no checksums' in caplog.text
+  warm(make_state().params, tmp_path)
+
+
+def test_two_of_the_same_step_are_set_aside(tmp_path):
+  for _ in range(2):
+    save(tmp_path, 1, 2)
+    truncate_arrays(tmp_path / 'checkpoint_2')
+    restore(tmp_path, make_state())
+  aside = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith('unreadable'))
+  assert aside == ['unreadable_checkpoint_2', 'unreadable_checkpoint_2.2']
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+  """Called, it lets what is saved from then on fail in the background."""
+  return lambda: faulty_run.fill_disk(monkeypatch.setattr)
+
+
+def test_a_save_that_fails_says_what_is_left(tmp_path, full_disk):
+  save(tmp_path, 1)
+  checkpointer = checkpoints.Checkpointer(tmp_path, SAVE)
+  full_disk()
+  checkpointer.save(2, at_step(make_state(seed=2), 2), {'position': 200}, RECORD)
+  words = r'step 2 cannot be written \(.*No space left on device\); .*checkpoint_1, from which'
+  with pytest.raises(checkpoints.SaveFailed, match=words) as failure:
+    checkpointer.wait_until_finished()
+  assert failure.value.code == str(failure.value)  # which Python prints, and exits with code 1
+  assert checkpointer.failed is False  # it has been said
+  checkpointer.close()
+  assert checkpoints.find(tmp_path).name == 'checkpoint_1'
+  assert restore(tmp_path, make_state()).dataset_state == {'position': 100}
+
+
+def test_a_save_that_fails_is_said_before_the_next(tmp_path, full_disk):
+  checkpointer = checkpoints.Checkpointer(tmp_path, SAVE)
+  full_disk()
+  checkpointer.save(2, at_step(make_state(), 2), {'position': 200}, RECORD)
+  with pytest.raises(checkpoints.SaveFailed, match='step 2 .* has no complete one'):
+    checkpointer.save(3, at_step(make_state(), 3), {'position': 300}, RECORD)
+  checkpointer.close()
+
+
+def test_what_must_be_on_disk_first_comes_first(tmp_path):
+  def flush():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'metrics.jsonl')
+
+  checkpointer = checkpoints.Checkpointer(tmp_path, SAVE)
+  with pytest.raises(checkpoints.SaveFailed, match="No space left on device: 'metrics.jsonl'"):
+    checkpointer.save(2, at_step(make_state(), 2), {'position': 200}, RECORD, flush=flush)
+  checkpointer.close()
+  assert not list(tmp_path.iterdir())
 
 
 def test_an_unfinished_save_is_no_checkpoint(tmp_path):

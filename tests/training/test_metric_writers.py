@@ -1,6 +1,9 @@
+import contextlib
 import json
+import resource
 
 import numpy as np
+import pytest
 from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.util import tensor_util
 
@@ -33,6 +36,21 @@ def test_resuming_drops_the_steps_to_come_and_a_torn_line(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['m.jsonl']
 
 
+def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  lines = [
+    '{"step": 2, "eval/x": 1}',
+    '{"step": 3, "train/x": 2}',
+    '{"step": 3, "eval/x": 3}',
+    '{"step": 3, "train/x": 4, "y": 5}',
+  ]
+  path.write_text('\n'.join(lines) + '\n')
+  metric_writers.JsonlWriter(path, resume_step=3, evaluated=True).close()
+  assert path.read_text().splitlines() == lines
+  metric_writers.JsonlWriter(path, resume_step=3, evaluated=False).close()
+  assert path.read_text().splitlines() == lines[:2]
+
+
 def test_event_files_too(tmp_path):
   writer = metric_writers.create_writer(tmp_path, resume_step=0)
   writer.write_scalars(3, {'train/loss': 0.5})
@@ -44,3 +62,72 @@ def test_event_files_too(tmp_path):
   (event,) = events.Tensors('train/loss')
   assert (event.step, tensor_util.make_ndarray(event.tensor_proto)) == (3, 0.5)
   assert rows(tmp_path / 'metrics.jsonl') == [{'step': 3, 'train/loss': 0.5}]
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes):
+  """What a full disk does, for files larger than this."""
+  _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_that_do_not_fit_wait(tmp_path, caplog):
+  path = tmp_path / 'm.jsonl'
+  writer = metric_writers.JsonlWriter(path, resume_step=0)
+  writer.write_scalars(1, {'x': 1})
+  with largest_file(path.stat().st_size + 7):
+    for step in (2, 3):
+      writer.write_scalars(step, {'x': step})
+    with pytest.raises(OSError, match='m.jsonl'):
+      writer.flush()
+    assert [row['step'] for row in rows(path)] == [1]
+    assert path.read_text().endswith('}\n')  # no half line
+  assert caplog.text.count('wait in memory') == 1
+  writer.write_scalars(4, {'x': 4})
+  assert [row['step'] for row in rows(path)] == [1, 2, 3, 4]
+
+
+def test_event_files_that_fail_are_a_warning(tmp_path, caplog, monkeypatch):
+  def fail(*args, **kwargs):
+    raise RuntimeError('No space left')
+
+  monkeypatch.setattr(metric_writers.metric_writers.SummaryWriter, 'write_scalars', fail)
+  writer = metric_writers.create_writer(tmp_path, resume_step=0)
+  for step in (1, 2, 3):
+    writer.write_scalars(step, {'x': step})
+    writer.flush()
+  writer.close()
+  assert caplog.text.count('SummaryWriter has failed: No space left') == 1
+  assert [row['step'] for row in rows(tmp_path / 'metrics.jsonl')] == [1, 2, 3]
+
+
+def test_closing_reports_what_is_lost(tmp_path, caplog, monkeypatch):
+  writer = metric_writers.create_writer(tmp_path, resume_step=0)
+
+  def fail(path, text):
+    raise OSError('No space left')
+
+  monkeypatch.setattr(metric_writers, '_append', fail)
+  writer.write_scalars(1, {'x': 1})
+  writer.close()
+  assert 'Metrics are lost: No space left' in caplog.text
+
+
+def test_an_object_is_written_whole_now_and_then(tmp_path, monkeypatch):
+  """An object store, played by a folder."""
+  monkeypatch.setattr(metric_writers.run_files, 'is_remote', lambda path: True)
+  path = tmp_path / 'm.jsonl'
+  path.write_text('{"step": 1, "x": 1}\n{"step": 9, "x": 9}\n')
+  writer = metric_writers.JsonlWriter(path, resume_step=1)
+  writer.write_scalars(2, {'x': 2})
+  assert [row['step'] for row in rows(path)] == [1]
+  writer.flush()
+  assert [row['step'] for row in rows(path)] == [1, 2]
+  writer.write_scalars(3, {'x': 3})
+  monkeypatch.setattr(metric_writers, '_REMOTE_SECONDS', 0.0)
+  writer.write_scalars(4, {'x': 4})
+  assert [row['step'] for row in rows(path)] == [1, 2, 3, 4]

@@ -1,20 +1,28 @@
+import math
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 
-from het_plugin.training import step_metrics
+from het_plugin.training import step_metrics, update_report
 
 
 def metrics(loss: float, rows: int = 1):
-  return {'loss': clu_metrics.Average(total=jnp.float32(loss * rows), count=jnp.int32(rows))}
+  norms = {'gradient_norm': jnp.float32(loss)}
+  return {
+    'loss': clu_metrics.Average(total=jnp.float32(loss * rows), count=jnp.int32(rows)),
+    'update': update_report.UpdateReport.from_norms(norms, jnp.isfinite(loss)),
+  }
 
 
-def make_stats(period: int, batch_size: int = 1, flops_per_step: float = 1.0):
+def make_stats(
+  period: int, batch_size: int = 1, flops_per_step: float = 1.0, on_step=lambda *_: None
+):
   mesh = jax.make_mesh((8,), ('data',))
-  return step_metrics.StepMetrics(period, batch_size, flops_per_step, mesh)
+  return step_metrics.StepMetrics(period, batch_size, flops_per_step, mesh, on_step)
 
 
 def test_in_flight_returns_values_only_over_its_limit():
@@ -35,6 +43,23 @@ def test_summaries_come_at_multiples_of_the_period_and_weigh_by_rows():
   stats.add(7, metrics(5.0), data_wait=0.0)
   (summary,) = stats.flush(7)
   assert (summary.step, summary.values['loss']) == (7, 5.0)
+
+
+def test_steps_that_are_not_finite_are_left_out_and_counted():
+  seen = []
+  stats = make_stats(
+    2, on_step=lambda step, values: seen.append((step, float(values['loss'].total)))
+  )
+  stats.add(1, metrics(math.nan), data_wait=0.0)
+  (summary,) = stats.add(2, metrics(3.0), data_wait=0.0)
+  assert (summary.values['loss'], summary.values['nonfinite_steps']) == (3.0, 1.0)
+  stats.add(3, metrics(math.inf), data_wait=0.0)
+  (summary,) = stats.add(4, metrics(math.inf), data_wait=0.0)
+  assert math.isnan(summary.values['loss']) and math.isnan(summary.values['gradient_norm'])
+  assert summary.values['nonfinite_steps'] == 2.0
+  (summary,) = stats.add(5, metrics(1.0), data_wait=0.0) + stats.close(5)
+  assert (summary.values['loss'], summary.values['nonfinite_steps']) == (1.0, 0.0)
+  np.testing.assert_equal(seen, [(1, np.nan), (2, 3), (3, np.inf), (4, np.inf), (5, 1)])
 
 
 def test_speed_leaves_pauses_out_and_shows_the_wait_for_data():

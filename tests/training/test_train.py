@@ -1,25 +1,35 @@
+import errno
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from het_plugin.training import (
   actions,
   checkpoints,
-  optimizers,
+  goodput,
+  heartbeat,
+  metric_writers,
+  operations,
   partitioning,
   preemption,
+  run_clock,
+  run_lock,
+  run_status,
   trainer,
 )
-from tests.training import toy, toy_run
+from tests.training import faulty_run, toy, toy_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +72,25 @@ def test_it_learns_and_writes(tmp_path):
   assert any(path.name.startswith('events.out') for path in tmp_path.iterdir())
 
 
+def test_where_it_stands_is_told(uninterrupted):
+  directory, _ = uninterrupted
+  facts = run_status.read(directory)
+  assert (facts['state'], facts['step'], facts['total_steps']) == ('done', 12, 12)
+  assert facts['checkpoint']['step'] == facts['attempts'][0]['saved_step'] == 12
+  assert 0 < facts['checkpoint']['bytes'] < 1e6 and facts['checkpoint']['age_seconds'] < 3600
+  assert facts['metrics']['loss'] == series(directory, 'train/loss')[12]
+  assert {'gradient_norm', 'param_norm', 'examples_per_second', 'data_wait_share'} <= set(
+    facts['metrics']
+  )
+  assert facts['metrics']['compile_seconds'] > 0
+  assert list(series(directory, 'train/timing/save_seconds')) == [4, 8, 12]
+  seconds = facts['goodput']['seconds']
+  assert all(
+    seconds[p] > 0 for p in ('training', 'start', 'restore', 'compile', 'evaluate', 'save')
+  )
+  assert series(directory, 'goodput/share')[12] == pytest.approx(facts['goodput']['share'], rel=0.2)
+
+
 def test_evaluation_leaves_padding_rows_out(uninterrupted):
   """20 examples in two batches of 16: the mean over exactly these."""
   directory, state = uninterrupted
@@ -100,19 +129,34 @@ def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_pat
     assert len([row for row in lines(tmp_path) if name in row]) == len(series(tmp_path, name))
 
 
-def test_sigterm_to_one_process_saves_on_all(tmp_path, uninterrupted):
-  """2 processes of 4 devices; one process of 8 then finishes the run."""
+def run_two(module, *arguments):
+  """(exit codes, last lines on stderr) of 2 processes of 4 devices."""
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
   env = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
-  command = [sys.executable, '-m', 'tests.training.toy_run', str(tmp_path), '3', address]
-  processes = [subprocess.Popen([*command, str(i)], cwd=ROOT, env=env) for i in range(2)]
+  command = [sys.executable, '-m', module, *map(str, arguments), address]
+  logs = [tempfile.TemporaryFile('w+') for _ in range(2)]
+  processes = [
+    subprocess.Popen([*command, str(i)], cwd=ROOT, env=env, stderr=log)
+    for i, log in enumerate(logs)
+  ]
   try:
-    assert [process.wait(timeout=120) for process in processes] == [42, 42]
+    codes = [process.wait(timeout=120) for process in processes]
   finally:
     for process in processes:
       process.kill()
+  last_lines = []
+  for log in logs:
+    log.seek(0)
+    last_lines.append(log.read().splitlines()[-1])
+  return codes, last_lines
+
+
+def test_sigterm_to_one_process_saves_on_all(tmp_path, uninterrupted):
+  """2 processes of 4 devices; one process of 8 then finishes the run."""
+  codes, _ = run_two('tests.training.toy_run', tmp_path, 3)
+  assert codes == [42, 42]
   saved = max(int(path.name.split('_')[1]) for path in tmp_path.glob('checkpoint_*'))
   assert 3 < saved < 12
   _, state = toy_run.run(tmp_path)
@@ -137,6 +181,106 @@ def test_a_crash_goes_back_to_the_last_checkpoint_without_repeating_lines(tmp_pa
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
   assert len([row for row in lines(tmp_path) if 'train/loss' in row]) == 12
 
+  crashed, resumed = goodput.read(tmp_path).values()
+  assert (crashed.start_step, crashed.step, crashed.saved_step) == (0, 7, 4)
+  assert (crashed.ended, crashed.message) == ('failed', 'RuntimeError: crash')
+  assert (resumed.start_step, resumed.step, resumed.ended) == (4, 12, 'done')
+  assert goodput.goodput([crashed, resumed]).repeated_steps == 3
+  log = [json.loads(x) for x in (tmp_path / 'logs/process-00000.jsonl').read_text().splitlines()]
+  (error,) = (line for line in log if line['level'] == 'ERROR')
+  assert error['step'] == 7 and 'RuntimeError: crash' in error['exception']
+
+
+def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterrupted):
+  """Process 1 cannot read checkpoint 8, so both pass over it; nor save it again: both end."""
+  toy_run.run(tmp_path, total_steps=8)
+  codes, last_lines = run_two('tests.training.faulty_run', tmp_path)
+  assert codes == [1, 1]
+  for line in last_lines:
+    assert line == (
+      'Error: the checkpoint of step 8 cannot be written (OSError: [Errno 28] No space left on '
+      f'device); the newest complete one is {tmp_path}/checkpoint_4, from which the same command '
+      'goes on.'
+    )
+  assert (tmp_path / 'unreadable_checkpoint_8').exists()
+  _, state = toy_run.run(tmp_path)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, uninterrupted[1].params
+  )
+
+
+def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, monkeypatch):
+  """The checkpoint of step 8 fails in the background."""
+  steps = []
+
+  class FillDisk(actions.BaseAction):
+    def run(self, train_state, metrics_by_task):
+      steps.append(int(train_state.step))
+      if steps[-1] == 5:
+        faulty_run.fill_disk(monkeypatch.setattr)
+      if steps[-1] > 8:
+        time.sleep(0.5)
+
+  with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left .*checkpoint_4, from'):
+    toy_run.run(tmp_path, actions={'TRAIN': [FillDisk()]})
+  assert steps[-1] < 12  # not only when the next one is due
+  monkeypatch.undo()
+  _, state = toy_run.run(tmp_path)
+  assert_equal(state.params, uninterrupted[1].params)
+  assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
+
+
+def test_metrics_that_cannot_be_written_end_the_run_at_the_next_checkpoint(
+  tmp_path, uninterrupted, monkeypatch
+):
+  append = metric_writers._append
+
+  class FillDisk(actions.BaseAction):
+    def run(self, train_state, metrics_by_task):
+      if int(train_state.step) == 5:
+        monkeypatch.setattr(metric_writers, '_append', self.fail)
+
+    def fail(self, path, text):
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+  with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left on device: .*metrics'):
+    toy_run.run(tmp_path, actions={'TRAIN': [FillDisk()]})
+  monkeypatch.setattr(metric_writers, '_append', append)
+  _, state = toy_run.run(tmp_path)
+  assert_equal(state.params, uninterrupted[1].params)
+  for name in ('train/loss', 'training_eval/toy_eval/loss'):
+    assert series(tmp_path, name) == series(uninterrupted[0], name)
+
+
+def cut(checkpoint):
+  for path in (checkpoint / 'state').rglob('d/*'):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(checkpoint):
+  """Another position of the input, which reads as well as the right one."""
+  path = checkpoint / 'dataset' / 'metadata'
+  path.write_text(path.read_text().replace('128', '144'))
+
+
+def halve(checkpoint):
+  for i, path in enumerate(sorted(checkpoint.rglob('*'))):
+    if path.is_file() and i % 2:
+      path.unlink()
+
+
+@pytest.mark.parametrize('damage', [cut, flip, halve])
+def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, uninterrupted, caplog, damage):
+  toy_run.run(tmp_path, total_steps=8)
+  damage(tmp_path / 'checkpoint_8')
+  _, state = toy_run.run(tmp_path)
+  assert 'checkpoint_8, which cannot be read' in caplog.text
+  assert (tmp_path / 'unreadable_checkpoint_8').exists()
+  assert_equal(state.params, uninterrupted[1].params)
+  assert_equal(jax.tree.leaves(state.opt_state), jax.tree.leaves(uninterrupted[1].opt_state))
+  for name in ('train/loss', 'training_eval/toy_eval/loss'):
+    assert series(tmp_path, name) == series(uninterrupted[0], name)
+
 
 def test_resuming_on_another_mesh(tmp_path, uninterrupted):
   toy_run.run(tmp_path, total_steps=6)
@@ -145,6 +289,16 @@ def test_resuming_on_another_mesh(tmp_path, uninterrupted):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, uninterrupted[1].params
   )
+
+
+def test_early_stopping_goes_on_where_it_was(tmp_path):
+  def run(total_steps):
+    stopping = actions.EarlyStoppingAction(('toy_eval', 'loss'), 'max', patience=3)
+    period = {'eval_period': 2, 'total_steps': total_steps}
+    return toy_run.run(tmp_path, actions={'TRAIN_EVAL': [stopping]}, **period)[0]
+
+  assert run(total_steps=4) == 4  # two evaluations, of which the second is worse
+  assert run(total_steps=12) == 6
 
 
 def test_a_finished_run_does_nothing(tmp_path):
@@ -158,12 +312,57 @@ def test_a_finished_run_does_nothing(tmp_path):
     toy_run.run(tmp_path, total_steps=3)
 
 
-def test_a_configuration_that_changed_is_reported(tmp_path, caplog):
-  toy_run.run(tmp_path, total_steps=4, config_fingerprint='a')
-  toy_run.run(tmp_path, total_steps=4, config_fingerprint='a')
-  assert 'configuration is not' not in caplog.text
-  toy_run.run(tmp_path, total_steps=4, config_fingerprint='b')
-  assert 'configuration is not' in caplog.text
+def test_a_configuration_is_checked_before_data_and_compiler(tmp_path, monkeypatch):
+  seen = []
+
+  def check(step, record):
+    seen.append((step, record['config']))
+    if len(seen) == 2:
+      raise ValueError('another run')
+
+  settings = {'total_steps': 4, 'config': 'A = 1', 'check_config_fn': check}
+  toy_run.run(tmp_path, **settings)
+  assert not seen
+  toy_run.run(tmp_path, **settings)
+  before = lines(tmp_path)
+  with pytest.raises(ValueError, match='another run'):
+    toy_run.run(tmp_path, **settings, get_dataset_fn=lambda *args: pytest.fail('read data'))
+  assert seen == [(4, 'A = 1')] * 2
+  assert lines(tmp_path) == before
+
+
+def test_a_directory_that_another_training_holds_is_left_alone(tmp_path, monkeypatch):
+  impatient = functools.partial(run_lock.locked, patience_seconds=0)
+  monkeypatch.setattr(run_lock, 'locked', impatient)
+  with run_lock.locked(tmp_path):
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=f'is in use: process {os.getpid()} on'):
+      toy_run.run(tmp_path, get_dataset_fn=lambda *args: pytest.fail('read data'))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize('phase', [run_clock.RESTORE, run_clock.COMPILE])
+def test_sigterm_ends_a_compilation(tmp_path, monkeypatch, caplog, phase):
+  """That of the initial state, and that of the step."""
+  end, clock = threading.Event(), run_clock.RunClock()
+  compile_now = jax.stages.Lowered.compile
+
+  def compile_slowly(lowered):
+    if clock.snapshot().phase != phase:
+      return compile_now(lowered)
+    os.kill(os.getpid(), signal.SIGTERM)
+    end.wait(60)
+
+  monkeypatch.setattr(run_clock, 'RunClock', lambda **_: clock)
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_slowly)
+  with pytest.raises(preemption.Preempted) as preempted:
+    toy_run.run(tmp_path)
+  assert clock.snapshot().seconds[phase] < 30
+  end.set()
+  assert preempted.value.code == 42
+  assert preempted.value.compiling and preempted.value.step == 0
+  assert 'nothing new to save' in caplog.text
+  assert not (tmp_path / run_lock.NAME).exists() and not list(tmp_path.glob('checkpoint*'))
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
@@ -226,24 +425,27 @@ def test_an_action_stops_the_run_which_is_saved(tmp_path, mode, task, step):
   assert (tmp_path / f'checkpoint_{step}').exists()
 
 
-def test_parameters_that_are_not_finite_are_not_saved(tmp_path, caplog):
-  def schedule(step):
-    return jnp.where(step < 5, 1e-2, jnp.nan)
+def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
+  """Asked for at step 2, where training waits for the answer."""
+  monkeypatch.setattr(operations, 'BEAT_SECONDS', 0.01)
+  monkeypatch.setattr(operations, '_ALONE_LEAD_SECONDS', 0)
+  request = tmp_path / 'profile_request'
 
-  last, _ = toy_run.run(
-    tmp_path,
-    model=toy.ToyModel(optimizer_def=optimizers.adamw(schedule)),
-    actions={'TRAIN': [actions.TerminateOnNanAction()]},
-  )
-  assert last == 7  # The update of step 6 spoils the parameters, the loss of step 7 shows it.
-  assert series(tmp_path, 'train/loss')[7] is None
-  assert [path.name for path in tmp_path.glob('checkpoint_*')] == ['checkpoint_4']
-  assert 'Step 7 is not saved' in caplog.text
+  class Ask(actions.BaseAction):
+    def run(self, train_state, metrics_by_task):
+      if int(train_state.step) == 2:
+        request.write_text('{"steps": 2}')
+      for _ in range(1000):
+        if request.exists() and 'first' not in request.read_text():
+          time.sleep(0.01)
+      return False
 
-
-def test_a_profile_of_the_steps_asked_for(tmp_path):
-  toy_run.run(tmp_path, total_steps=3, profile_steps=(2, 3))
-  assert list((tmp_path / 'profile').rglob('*.xplane.pb'))
+  toy_run.run(tmp_path, actions={'TRAIN': [Ask()]}, profile_steps=(10, 11))
+  traces = sorted((tmp_path / 'profile').rglob('*.xplane.pb'))
+  assert [path.parent for path in traces] == [
+    tmp_path / 'profile' / 'plugins' / 'profile' / f'step_{step}' for step in (10, 3)
+  ]
+  assert not request.exists()
 
 
 def test_parameters_and_compile_time_are_logged(tmp_path, caplog):
@@ -302,9 +504,20 @@ def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatc
   monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
   with pytest.raises(ValueError, match=words):
     toy_run.run(tmp_path, **settings)
-  assert not list(tmp_path.iterdir())
+  # What is found after the lock has left its log.
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left <= {heartbeat.FOLDER, 'attempts', 'logs'}
 
 
-def test_a_training_set_that_ends_is_named(tmp_path):
-  with pytest.raises(ValueError, match='ended after 2 of total_steps=12'):
-    toy_run.run(tmp_path, train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=32))
+def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
+  tmp_path, monkeypatch
+):
+  toy_run.run(
+    tmp_path / 'half', train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=60), total_steps=4
+  )
+  monkeypatch.setattr(trainer.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  short = toy.ToyDatasetConfig(16, num_examples=100)  # 7 batches
+  with pytest.raises(ValueError, match='total_steps=12 must be at most 7: at step 0'):
+    toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
+  with pytest.raises(ValueError, match='at most 7: at step 4 .* has 3 batches of 16 left'):
+    toy_run.run(tmp_path / 'half', train_dataset_cfg=short)

@@ -106,6 +106,16 @@ def test_metrics():
   assert values['gradient_norm'] > 0
 
 
+def test_norms_of_groups():
+  """The toy model's parameters are groups of one array each."""
+  params, _, values = train(4)
+  for kind in ('gradient_norm', 'update_norm', 'param_norm'):
+    groups = {name: values[f'{kind}/{name}'] for name in params}
+    assert np.sqrt(sum(x**2 for x in groups.values())) == pytest.approx(values[kind], rel=1e-5)
+  for name, x in params.items():
+    assert values[f'param_norm/{name}'] == pytest.approx(np.sqrt(np.sum(x**2)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
   'num_microbatches, batch_size, words',
   [

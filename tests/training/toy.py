@@ -90,11 +90,14 @@ def _average(value: jax.Array, mask: jax.Array) -> clu_metrics.Average:
 
 @dataclasses.dataclass(frozen=True)
 class ToyDatasetConfig:
-  """num_examples None: endless. The last batch of a finite one is padded."""
+  """num_examples None: endless. The last batch of a finite one is padded. The images of `nan_rows`,
+  places in the global order, are NaN.
+  """
 
   batch_size: int
   mixture_or_task_name: str = 'toy'
   num_examples: int | None = None
+  nan_rows: tuple[int, ...] = ()
 
 
 class ToyIterator:
@@ -122,7 +125,9 @@ class ToyIterator:
     index = self._position + self._rows
     self._position += self._cfg.batch_size
     end = np.inf if self._cfg.num_examples is None else self._cfg.num_examples
-    return make_batch(index, index < end)
+    batch = make_batch(index, index < end)
+    batch['image'][np.isin(index, self._cfg.nan_rows)] = np.nan
+    return batch
 
   def get_state(self):
     return {'position': self._position}

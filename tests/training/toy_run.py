@@ -27,12 +27,14 @@ class SignalAction(actions.BaseAction):
 
 
 def recording_trainer(path: Path):
-  """A trainer class that appends the indices of every batch trained on to a file."""
+  """A trainer class that appends the indices of every batch trained on, without padding, to a
+  file.
+  """
 
   class RecordingTrainer(trainer.Trainer):
     def train_step(self, train_state, batch):
       with path.open('a') as file:
-        file.write(' '.join(map(str, np.asarray(batch['index']))) + '\n')
+        file.write(' '.join(map(str, np.asarray(batch['index'])[batch['mask'] > 0])) + '\n')
       return super().train_step(train_state, batch)
 
   return RecordingTrainer

@@ -1,0 +1,78 @@
+"""Says where a run stands, also while it runs: RUN_DIR is its MODEL_DIR, on disk or gs://.
+
+    python -m het_plugin.status runs/het_xl
+    python -m het_plugin.status runs/het_xl --watch=10
+    python -m het_plugin.status runs/het_xl --profile_steps=5    # asks the run for a profile
+
+Exit codes: 0 it could be read, however the run is; 2 RUN_DIR is no run, or a flag is wrong.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import flags
+from etils import epath
+
+from het_plugin import gin_utils, reporting, status_report
+from het_plugin.training import profile_requests, run_status
+
+_CLEAR = '\x1b[H\x1b[2J'
+
+
+def define_flags() -> None:
+  flags.DEFINE_string('json', None, 'Where the same facts are written as JSON.')
+  flags.DEFINE_string('html', None, 'Where they are written as a page.')
+  flags.DEFINE_float(
+    'watch', None, 'Seconds after which it looks again, until the run is done.', lower_bound=0.1
+  )
+  flags.DEFINE_float(
+    'stale_seconds',
+    60,
+    'A run, or a process of it, that gave no sign of life for so long is taken for dead.',
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    'profile_steps', None, 'Asks the run for a profile of so many of its next steps.', lower_bound=1
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  with gin_utils.one_sentence_errors():
+    if len(argv) != 2:
+      raise ValueError('write one RUN_DIR: python -m het_plugin.status RUN_DIR')
+    run_dir = argv[1]
+    if flags.FLAGS.profile_steps is not None:
+      _request_profile(run_dir, flags.FLAGS.profile_steps)
+    state = _show(run_dir)
+    try:
+      while flags.FLAGS.watch is not None and state != run_status.DONE:
+        time.sleep(flags.FLAGS.watch)
+        print(_CLEAR if sys.stdout.isatty() else '')
+        state = _show(run_dir)
+    except KeyboardInterrupt:
+      print()
+
+
+def _show(run_dir: str) -> str:
+  """Prints and writes where the run stands; its state."""
+  facts = run_status.read(run_dir, flags.FLAGS.stale_seconds)
+  print(status_report.text(facts), flush=True)
+  if flags.FLAGS.json:
+    reporting.write_json(facts, flags.FLAGS.json)
+  if flags.FLAGS.html:
+    epath.Path(flags.FLAGS.html).parent.mkdir(parents=True, exist_ok=True)
+    epath.Path(flags.FLAGS.html).write_text(status_report.page(facts))
+  return facts['state']
+
+
+def _request_profile(run_dir: str, steps: int) -> None:
+  state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
+  if state not in (run_status.RUNNING, run_status.STARTING):
+    raise ValueError(f'--profile_steps={steps}: {run_dir} is {state}; only a run that runs answers')
+  profile_requests.request(run_dir, steps)
+
+
+if __name__ == '__main__':
+  define_flags()
+  gin_utils.run(main)

@@ -1,0 +1,31 @@
+"""Compiled programs kept in a run's directory, so that a restart need not compile again."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+
+FOLDER = 'compilation_cache'
+
+
+@contextlib.contextmanager
+def in_directory(model_dir: epath.Path) -> Iterator[None]:
+  """Keeps what is compiled inside in a folder of the run, unless JAX has a folder for it already.
+
+  JAX_COMPILATION_CACHE_DIR or --jax_compilation_cache_dir name another one,
+  JAX_ENABLE_COMPILATION_CACHE=false leaves it empty. All processes read, process 0 writes.
+
+  Args:
+    model_dir: a local path or gs://.
+  """
+  if jax.config.jax_compilation_cache_dir:
+    yield
+    return
+  compilation_cache.set_cache_dir(str(model_dir / FOLDER))
+  try:
+    yield
+  finally:
+    compilation_cache.set_cache_dir(None)
+    compilation_cache.reset_cache()  # the next run in this process has a folder of its own

@@ -1,0 +1,54 @@
+"""A process of a run of two, of which the second cannot read what the first can, nor write."""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from het_plugin.training import checkpoints
+from tests.training import toy_run
+
+
+class FullDisk:
+  """A part of a write in the background, as orbax waits for it."""
+
+  def result(self, timeout=None):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fill_disk(patch) -> None:
+  """From now on what is saved fails in the background; patch(object, name, value) sets it."""
+  handler = checkpoints.ocp.StandardCheckpointHandler
+  async_save = handler.async_save
+
+  async def fail(self, *args, **kwargs):
+    return [*await async_save(self, *args, **kwargs), FullDisk()]
+
+  patch(handler, 'async_save', fail)
+
+
+def lose(patch, name: str) -> None:
+  """The arrays of the checkpoint of this name cannot be read from now on."""
+  handler = checkpoints.ocp.StandardCheckpointHandler
+  restore = handler.restore
+
+  def fail(self, directory, *args, **kwargs):
+    if directory.parent.name == name:
+      raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return restore(self, directory, *args, **kwargs)
+
+  patch(handler, 'restore', fail)
+
+
+def main(model_dir: str, address: str, process: str) -> None:
+  jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+  if process == '1':
+    fill_disk(setattr)
+    lose(setattr, 'checkpoint_8')
+  toy_run.run(Path(model_dir))
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from het_plugin.training import checksum
+
+
+def mix(h: int) -> int:
+  h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+  h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+  return h ^ (h >> 16)
+
+
+def reference(x: np.ndarray) -> int:
+  """The definition, element by element, in Python's integers."""
+  words = x.reshape(-1).view({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32))
+  return sum(mix(int(w) ^ (i * 0x9E3779B1 % 2**32)) for i, w in enumerate(words)) % 2**32
+
+
+def of(x) -> int:
+  return checksum.array_checksums({'x': jnp.asarray(x)})['x']
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'int32', 'uint8', 'bool'])
+@pytest.mark.parametrize('shape', [(), (7,), (3, 4, 5), (0, 2)])
+def test_it_is_what_it_is_defined_to_be(dtype, shape):
+  x = np.asarray(np.random.default_rng(0).normal(size=shape) * 3).astype(jnp.dtype(dtype))
+  assert of(x) == reference(x)
+
+
+@pytest.mark.parametrize(
+  'shape, spec',
+  [((8,), PartitionSpec()), ((4, 2), PartitionSpec('a', 'b')), ((2, 4), PartitionSpec('b', None))],
+)
+def test_it_is_the_same_on_every_mesh(shape, spec):
+  x = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
+  mesh = Mesh(np.asarray(jax.devices()).reshape(shape), ('a', 'b')[: len(shape)])
+  assert of(jax.device_put(x, NamedSharding(mesh, spec))) == reference(x)
+
+
+def test_every_single_bit_counts():
+  """All 32 bits of some elements, among them zero, infinity and NaN."""
+  x = np.array([[0.0, 1.0, -2.5], [np.inf, np.nan, 1e-40]], np.float32)
+  flipped = np.repeat(x.reshape(1, -1).view(np.uint32), x.size * 32, axis=0)
+  element, bit = np.divmod(np.arange(x.size * 32), 32)
+  flipped[np.arange(len(flipped)), element] ^= np.uint32(1) << bit.astype(np.uint32)
+  sums = jax.vmap(checksum._checksum)(flipped.view(np.float32).reshape(-1, *x.shape))
+  assert of(x) not in np.asarray(sums)
+
+
+@pytest.mark.parametrize('stride', [1, 2**15, 2**16, 2**17])
+def test_places_count_where_only_the_high_bits_are_used(stride):
+  """Blocks of a float32 array with the values of bfloat16 change places, at distances of 2^k."""
+  x = np.random.default_rng(2).normal(size=4 * stride).astype(jnp.bfloat16).astype(np.float32)
+  swapped = x.reshape(4, stride)[[1, 0, 3, 2]].reshape(-1)
+  assert of(x) != of(swapped)
+  assert of(x) != of(-x)
+
+
+def test_digest_of_json():
+  assert checksum.json_digest({'a': 1, 'b': (2,)}) == checksum.json_digest({'b': [2], 'a': 1})
+  assert checksum.json_digest({'position': 100}) != checksum.json_digest({'position': 101})

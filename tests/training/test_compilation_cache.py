@@ -1,0 +1,61 @@
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from het_plugin.training import checkpoints, compilation_cache
+from tests.training import toy_run
+
+SAVE = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=1))
+
+
+@pytest.fixture
+def no_cache():
+  """JAX as a user has it who has not asked for a cache, but for one that takes small programs."""
+  before = {
+    name: getattr(jax.config, name)
+    for name in ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
+  }
+  jax.config.update('jax_compilation_cache_dir', None)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  jax_cache.reset_cache()
+
+
+@pytest.fixture
+def hits():
+  """Names of JAX's events; a hit is one of them."""
+  events = []
+
+  def listen(event, **_):
+    events.append(event)
+
+  monitoring.register_event_listener(listen)
+  yield lambda: events.count('/jax/compilation_cache/cache_hits')
+  monitoring.unregister_event_listener(listen)
+
+
+@pytest.mark.usefixtures('no_cache')
+def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_path, hits):
+  settings = {'train_eval_dataset_cfg': None, 'checkpoint_cfg': SAVE}
+  _, whole = toy_run.run(tmp_path / 'whole', total_steps=2, **settings)
+  _, _ = toy_run.run(tmp_path / 'parts', total_steps=1, **settings)
+  before = hits()
+  assert any((tmp_path / 'parts' / compilation_cache.FOLDER).iterdir())
+  assert jax.config.jax_compilation_cache_dir is None
+  _, resumed = toy_run.run(tmp_path / 'parts', total_steps=2, **settings)
+  assert hits() > before
+  jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+
+
+def test_a_folder_that_jax_has_already_is_kept(tmp_path):
+  folder = jax.config.jax_compilation_cache_dir
+  assert folder  # conftest names one
+  with compilation_cache.in_directory(tmp_path):
+    assert jax.config.jax_compilation_cache_dir == folder
+  assert jax.config.jax_compilation_cache_dir == folder
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,254 @@
+"""Steps whose loss, gradient or update is not finite: what they change, leave and end."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from het_plugin.training import (
+  checkpoints,
+  nonfinite,
+  optimizers,
+  partitioning,
+  step_metrics,
+  trainer,
+)
+from het_plugin.training.loss_spikes import LossSpikes
+from het_plugin.training.train_state import TrainState
+from tests.training import toy, toy_run
+
+BAD = {3, 7}  # steps
+SPIKE = 9
+NAN_ROWS = toy.ToyDatasetConfig(16, nan_rows=(37, 100))  # of steps 3 and 7
+
+
+class SpikingModel(toy.ToyModel):
+  """Says, and only says, that the loss of one step is high."""
+
+  def loss_fn(self, params, batch, dropout_rng):
+    loss, metrics = super().loss_fn(params, batch, dropout_rng)
+    high = 1e3 * jnp.any(batch['index'] == 16 * (SPIKE - 1))
+    return loss, metrics | {'loss': metrics['loss'].replace(total=metrics['loss'].total + high)}
+
+
+def run(model_dir, action, max_skipped=10, **settings):
+  """12 steps of which 3 and 7 are bad, a checkpoint every 2."""
+  defaults = {
+    'model': SpikingModel(),
+    'train_dataset_cfg': NAN_ROWS,
+    'checkpoint_cfg': checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=2)),
+    'nonfinite': nonfinite.NonFinitePolicy(action, max_skipped, max_states=1),
+    'loss_spikes': LossSpikes(window=8, min_history=4),
+  }
+  return toy_run.run(model_dir, **(defaults | settings))
+
+
+def stopped(model_dir, *args, **settings):
+  """Runs to the step that ends it, and returns that step."""
+  with pytest.raises(nonfinite.NonFiniteStop) as error:
+    run(model_dir, *args, **settings)
+  assert error.value.code == nonfinite.EXIT_CODE == 3
+  return error.value.step
+
+
+def read_lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train_lines(model_dir):
+  """{step: training metrics}, without the timings."""
+  lines = [line for line in read_lines(model_dir / 'metrics.jsonl') if 'train/loss' in line]
+  return {
+    line['step']: {k: v for k, v in line.items() if not k.startswith('train/timing')}
+    for line in lines
+  }
+
+
+def dump(model_dir, step):
+  return json.loads((model_dir / 'nonfinite' / f'step_{step}.json').read_text())
+
+
+def saved_steps(model_dir):
+  return sorted(int(path.name.split('_')[1]) for path in model_dir.glob('checkpoint_*'))
+
+
+def assert_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+def make_trainer(model, num_microbatches=None, **settings):
+  """(trainer, initial state as `train` makes it, partitioner), on the mesh of toy_run."""
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  init_rng, rng = jax.random.split(jax.random.key(0))
+
+  def init():
+    shapes = {'image': (16, toy.SIDE, toy.SIDE, 1)}
+    return TrainState.create(model.optimizer_def, model.get_initial_variables(init_rng, shapes))
+
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+  state = partitioner.partition(init, (), axes)()
+  return (
+    trainer.Trainer(model, partitioner, axes, rng, num_microbatches, **settings),
+    state,
+    partitioner,
+  )
+
+
+@pytest.fixture(scope='module')
+def skipped(tmp_path_factory):
+  """(directory, final state) of a run that skips both steps, one step in flight as on a GPU."""
+  directory = tmp_path_factory.mktemp('skipped')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(step_metrics, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
+    return directory, run(directory, 'skip', max_skipped=2)[1]
+
+
+@pytest.fixture(scope='module')
+def stopped_run(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('stopped')
+  assert stopped(directory, 'stop', stats_period=5) == 3
+  return directory
+
+
+def test_skipping_is_as_if_the_batch_had_never_been(skipped):
+  steps, state, partitioner = make_trainer(SpikingModel(), halt_at_nonfinite=False)
+  for step in range(1, 13):
+    if step in BAD:
+      state = state.replace(step=state.step + 1)
+      continue
+    index = np.arange(16 * (step - 1), 16 * step)
+    batch = partitioner.shard_batch(toy.make_batch(index, np.ones(16)), 16)
+    state, metrics = steps.train_step(state, batch)
+    jax.block_until_ready(metrics)
+  directory, got = skipped
+  assert int(got.step) == 12 and int(got.opt_state[1][0].count) == 10
+  assert_equal((got.params, got.opt_state), (state.params, state.opt_state))
+  lines = train_lines(directory)
+  assert {step for step, line in lines.items() if line['train/nonfinite_steps']} == BAD
+  assert {step for step, line in lines.items() if line['train/loss'] is None} == BAD
+
+
+def test_resuming_after_a_skip_changes_nothing_and_the_bound_is_of_the_whole_run(
+  tmp_path, skipped, caplog
+):
+  run(tmp_path, 'skip', max_skipped=1, total_steps=4)
+  assert '1 of at most 1 skipped' in caplog.text
+  assert stopped(tmp_path, 'skip', max_skipped=1) == 7
+  assert 'training stops, after NonFinitePolicy.max_skipped=1 others' in caplog.text
+  assert saved_steps(tmp_path) == [2, 4, 6]
+  _, state = run(tmp_path, 'skip', max_skipped=2)
+  directory, want = skipped
+  assert_equal((state.params, state.opt_state), (want.params, want.opt_state))
+  assert train_lines(tmp_path) == train_lines(directory)
+  assert dump(tmp_path, 7) == dump(directory, 7)
+
+
+def test_what_a_stop_leaves(stopped_run):
+  row = dump(stopped_run, 3)
+  assert (row['step'], row['loss'], row['gradient_norm']) == (3, 'nan', 'nan')
+  assert row['index'] == list(range(32, 48))
+  assert {'loss', 'gradient_norm/head_kernel', 'update_norm'} <= set(row['not_finite'])
+  assert row['param_norm'] > 0 and 'param_norm' not in row['not_finite']
+  assert row['state_step'] == 2
+  # Nothing of step 3 is saved or applied, and the metrics of the steps before are written.
+  assert saved_steps(stopped_run) == [2]
+  before = checkpoints.read_params(str(stopped_run / 'checkpoint_2'))
+  assert_equal(checkpoints.read_params(str(stopped_run / 'nonfinite' / 'step_3')), before)
+  (line,) = train_lines(stopped_run).values()
+  assert (line['step'], line['train/nonfinite_steps']) == (3, 1) and line['train/loss'] > 0
+
+
+def test_the_saved_state_goes_through_the_step_again(stopped_run):
+  again = stopped_run / 'nonfinite' / 'step_3'
+  assert stopped(again, 'stop') == 3
+  assert dump(again, 3) == dump(stopped_run, 3)
+  assert saved_steps(again) == [2]
+
+
+def test_steps_in_flight_when_the_run_stops_change_nothing(tmp_path, stopped_run, monkeypatch):
+  monkeypatch.setattr(step_metrics, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
+  assert stopped(tmp_path, 'stop', stats_period=5) == 3
+  assert dump(tmp_path, 3) == dump(stopped_run, 3)
+  states = [
+    checkpoints.read_params(str(d / 'nonfinite' / 'step_3')) for d in (tmp_path, stopped_run)
+  ]
+  assert_equal(*states)
+  assert train_lines(tmp_path) == train_lines(stopped_run)
+
+
+def test_the_state_of_a_skipped_step_may_be_a_later_one(skipped):
+  """With a step in flight; and it is saved of the first bad step only, which max_states says."""
+  directory, _ = skipped
+  assert (dump(directory, 3)['state_step'], dump(directory, 7)['state_step']) == (4, None)
+  params = checkpoints.read_params(str(directory / 'nonfinite' / 'step_3'))
+  assert_equal(params, checkpoints.read_params(str(directory / 'checkpoint_4')))
+  assert not (directory / 'nonfinite' / 'step_7').exists()
+
+
+def test_loss_spikes_are_reported_with_their_rows(skipped):
+  (row,) = read_lines(skipped[0] / 'loss_spikes.jsonl')
+  assert (row['step'], row['index']) == (SPIKE, list(range(128, 144)))
+  line = train_lines(skipped[0])[SPIKE]
+  assert row['loss'] == line['train/loss'] > row['threshold'] > row['median'] > 0
+  assert row['gradient_norm'] == line['train/gradient_norm']
+
+
+class BrokenGradient(toy.ToyModel):
+  """A finite loss whose gradient for the bias is not: sqrt has no derivative at 0."""
+
+  def loss_fn(self, params, batch, dropout_rng):
+    loss, metrics = super().loss_fn(params, batch, dropout_rng)
+    return loss + jnp.sqrt(0.0 * jnp.sum(params['head_bias'])), metrics
+
+
+BROKEN_UPDATE = toy.ToyModel(optimizer_def=optimizers.adamw(lambda step: jnp.nan))
+
+
+@pytest.mark.parametrize('num_microbatches', [None, 2])
+@pytest.mark.parametrize(
+  'model, nan_row, finite',
+  [
+    (toy.ToyModel(), 5, ['param_norm', 'param_norm/head_bias']),
+    (BrokenGradient(), None, ['loss', 'gradient_norm/head_kernel', 'param_norm']),
+    (BROKEN_UPDATE, None, ['loss', 'gradient_norm', 'param_norm']),
+  ],
+  ids=['loss', 'gradient', 'update'],
+)
+def test_only_the_step_number_changes(model, nan_row, finite, num_microbatches):
+  steps, state, partitioner = make_trainer(model, num_microbatches)
+  before = jax.device_get((state.params, state.opt_state))
+  batch = toy.make_batch(np.arange(16), np.ones(16))
+  if nan_row is not None:
+    batch['image'][nan_row] = np.nan
+  state, metrics = steps.train_step(state, partitioner.shard_batch(batch, 16))
+  assert not trainer.is_finite(metrics)
+  values = step_metrics.compute_metrics(jax.device_get(metrics))
+  assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
+  assert int(state.step) == 1
+  assert_equal((state.params, state.opt_state), before)
+
+
+def test_parameters_that_are_not_finite_end_a_run_at_its_first_step(tmp_path):
+  class NaNModel(toy.ToyModel):
+    def get_initial_variables(self, *args):
+      variables = super().get_initial_variables(*args)
+      return variables | {'params': jax.tree.map(lambda x: x * jnp.nan, variables['params'])}
+
+  assert stopped(tmp_path, 'stop', model=NaNModel()) == 1
+  assert {'loss', 'param_norm/head_kernel'} <= set(dump(tmp_path, 1)['not_finite'])
+  assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+  'settings, words',
+  [
+    ({'action': 'ignore'}, "NonFinitePolicy.action='ignore' must be 'stop' or 'skip'"),
+    ({'max_skipped': -1}, 'NonFinitePolicy.max_skipped=-1'),
+    ({'max_states': -1}, 'NonFinitePolicy.max_states=-1'),
+  ],
+)
+def test_bad_settings_are_named(settings, words):
+  with pytest.raises(ValueError, match=words):
+    nonfinite.NonFinitePolicy(**settings)
