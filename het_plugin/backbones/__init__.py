@@ -1,6 +1,9 @@
-"""Backbones: images [B, H, W, C] to pre-logits phi [B, D] and intermediate representations."""
+"""Backbones: images [B, H, W, C] or token ids [B, L] to pre-logits phi [B, D] and intermediate
+representations.
+"""
 
 from het_plugin.backbones.resnet import ResNet, resnet
+from het_plugin.backbones.text import TextTransformer, text_transformer
 from het_plugin.backbones.vit import ViT, vit
 
-__all__ = ['ResNet', 'ViT', 'resnet', 'vit']
+__all__ = ['ResNet', 'TextTransformer', 'ViT', 'resnet', 'text_transformer', 'vit']

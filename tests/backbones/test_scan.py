@@ -11,7 +11,7 @@ from flax import traverse_util
 
 from het_plugin.backbones import ResNet, ViT, vit
 from het_plugin.backbones.resnet import stack_units, unstack_units
-from het_plugin.backbones.vit import stack_blocks, unstack_blocks
+from het_plugin.backbones.transformer import stack_blocks, unstack_blocks
 
 CASES = {
   'vit': (ViT(8, 16, 3, 32, 2), stack_blocks, unstack_blocks),

@@ -10,7 +10,8 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import ViT, vit
-from het_plugin.backbones.vit import Block, Mlp, PatchEmbedding
+from het_plugin.backbones.transformer import Block, Mlp
+from het_plugin.backbones.vit import PatchEmbedding
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2)
 RULES = (

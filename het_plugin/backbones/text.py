@@ -1,0 +1,174 @@
+"""Text tower: token ids to pre-logits by a Transformer encoder (Zhai et al. 2022, "LiT",
+https://arxiv.org/abs/2111.07991, whose text towers are the ViT's with words for patches).
+
+B texts, L token ids a text, D width. Id 0 is padding, as in seqio's vocabularies.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from jax.typing import DTypeLike
+
+from het_plugin.backbones.layers import LayerNorm
+from het_plugin.backbones.transformer import (
+  SIZES,
+  check_encoder,
+  check_positive,
+  check_settings,
+  constrain_tokens,
+  run_blocks,
+)
+
+POOLINGS = ('last', 'token', 'mean')
+PADDING = 0
+
+
+class TextTransformer(nn.Module):
+  """Token ids to pre-logits.
+
+  Nothing attends to padding, so a text's representation does not depend on how far it is padded.
+
+  Attributes:
+    vocab_size: ids lie in [0, vocab_size).
+    width: D of the tokens; a multiple of num_heads.
+    depth: encoder blocks.
+    mlp_dim: hidden width of each block's MLP.
+    num_heads: attention heads.
+    pooling: 'last', the representation of the last id that is no padding, which is the end of the
+      text; 'token', that of a learned class token; or 'mean', over the ids that are no padding.
+    vocab_multiple: the table of embeddings is padded to a multiple of it, which a mesh divides.
+    dropout: rate after the position embeddings, the attention and both MLP layers, when training.
+    dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
+    remat: what the backward pass computes again to save memory (`layers.REMAT`).
+    scan_layers: one block in a loop, with stacked parameters, as in `ViT`.
+
+  Raises:
+    ValueError: for a setting out of its range, when built; for ids that are no int32 [B, L], when
+      called.
+  """
+
+  vocab_size: int
+  width: int
+  depth: int
+  mlp_dim: int
+  num_heads: int
+  pooling: str = 'last'
+  vocab_multiple: int = 128
+  dropout: float = 0.0
+  dtype: DTypeLike = jnp.float32
+  remat: str = 'none'
+  scan_layers: bool = False
+
+  def __post_init__(self):
+    check_positive(self, 'vocab_size', 'vocab_multiple')
+    check_encoder(self)
+    if self.pooling not in POOLINGS:
+      raise ValueError(
+        f'TextTransformer.pooling={self.pooling!r} is unknown: choose one of {", ".join(POOLINGS)}'
+      )
+    super().__post_init__()
+
+  @property
+  def pre_logits_dim(self) -> int:
+    """Width of phi."""
+    return self.width
+
+  @nn.compact
+  def __call__(
+    self, text: jax.Array, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Encodes texts.
+
+    Args:
+      text: int32 [B, L], padded with 0 on the right; the position embeddings tie the parameters to
+        L. An empty text has a representation too, which means nothing.
+      train: applies dropout; then needs the 'dropout' rng, if the rate is above 0.
+
+    Returns:
+      phi float32 [B, D], and the representations by name: 'embedding' [B, L, D], 'block00',
+      'block01', ... [B, N, D], 'encoder_norm' float32 [B, N, D] and 'pre_logits', which is phi. N
+      is L, and one more with a class token in front.
+    """
+    if text.ndim != 2 or not jnp.issubdtype(text.dtype, jnp.integer):
+      raise ValueError(
+        f'text has the shape {list(text.shape)} and dtype {text.dtype}; it must be int32 [B, L]'
+      )
+    rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    embedding = param_with_axes(
+      'embedding',
+      nn.initializers.normal(self.width**-0.5),
+      (rows, self.width),
+      jnp.float32,
+      axes=('vocab', 'embed'),
+    )
+    is_token = text != PADDING  # [B, L]
+    x = jnp.take(embedding.astype(self.dtype), text, axis=0)  # [B, L, D]
+    intermediates = {'embedding': x}
+    if self.pooling == 'token':
+      token = param_with_axes(
+        'class_token', nn.initializers.zeros, (self.width,), jnp.float32, axes=('embed',)
+      )
+      token = jnp.broadcast_to(token.astype(x.dtype), (x.shape[0], 1, self.width))
+      x = jnp.concatenate([token, x], axis=1)  # [B, N, D]
+      is_token = jnp.pad(is_token, ((0, 0), (1, 0)), constant_values=True)
+    position = param_with_axes(
+      'position_embedding',
+      nn.initializers.normal(0.02),
+      x.shape[1:],
+      jnp.float32,
+      axes=('length', 'embed'),
+    )
+    x = constrain_tokens(x + position.astype(x.dtype))
+    x = nn.Dropout(self.dropout)(x, deterministic=not train)
+    x, outputs = run_blocks(
+      x,
+      is_token,
+      depth=self.depth,
+      num_heads=self.num_heads,
+      mlp_dim=self.mlp_dim,
+      dropout=self.dropout,
+      dtype=self.dtype,
+      remat=self.remat,
+      scan_layers=self.scan_layers,
+      deterministic=not train,
+    )
+    x = intermediates['encoder_norm'] = LayerNorm(name='encoder_norm')(x)
+    intermediates |= outputs
+    phi = _pool(x, is_token, self.pooling)
+    phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
+    return phi, intermediates
+
+
+def _pool(x: jax.Array, is_token: jax.Array, pooling: str) -> jax.Array:
+  """[B, N, D] to [B, D]."""
+  if pooling == 'token':
+    return x[:, 0]
+  if pooling == 'mean':
+    weight = is_token[:, :, None].astype(x.dtype)
+    return (x * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1)
+  position = jnp.arange(is_token.shape[1])
+  last = jnp.where(is_token, position, 0).max(axis=1)  # [B]
+  # A product rather than indices: each device keeps its rows, forward and backward.
+  return jnp.einsum('bn,bnd->bd', (position == last[:, None]).astype(x.dtype), x)
+
+
+def text_transformer(variant: str = 'S', **overrides: Any) -> TextTransformer:
+  """A text tower by the size of the ViT that it equals, such as 'S' or 'g'.
+
+  Args:
+    variant: one of the sizes Ti, S, B, L, H, g, G.
+    **overrides: fields of `TextTransformer` that replace or complete those of the size; vocab_size
+      is 32,000 unless given (appendix N.2).
+
+  Raises:
+    ValueError: for an unknown variant or field.
+  """
+  if variant not in SIZES:
+    raise ValueError(
+      f'text_transformer.variant={variant!r} is unknown: choose one of {", ".join(SIZES)}'
+    )
+  check_settings('text_transformer', TextTransformer, overrides)
+  return TextTransformer(**{'vocab_size': 32_000, **SIZES[variant], **overrides})

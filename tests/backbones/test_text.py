@@ -1,0 +1,132 @@
+"""The text tower."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from flax.linen import partitioning as flax_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from het_plugin.backbones import TextTransformer, text_transformer
+from het_plugin.backbones.text import POOLINGS
+from het_plugin.backbones.transformer import stack_blocks
+from het_plugin.training.partitioning import PjitPartitioner
+
+TINY = TextTransformer(vocab_size=50, width=16, depth=2, mlp_dim=32, num_heads=2)
+TEXT = np.array([[5, 9, 2, 7, 1, 0, 0], [3, 1, 0, 0, 0, 0, 0], [8, 8, 8, 4, 40, 49, 1]], np.int32)
+
+
+def tower(pooling):
+  model = dataclasses.replace(TINY, pooling=pooling)
+  return model, model.init(jax.random.key(0), TEXT)['params']
+
+
+@pytest.mark.parametrize('pooling', POOLINGS)
+def test_padding_and_neighbours_change_nothing(pooling):
+  model, params = tower(pooling)
+  phi, intermediates = model.apply({'params': params}, TEXT)
+  assert phi.shape == (3, model.pre_logits_dim)
+  assert phi.dtype == jnp.float32
+  np.testing.assert_array_equal(phi, intermediates['pre_logits'])
+  num_tokens = 8 if pooling == 'token' else 7
+  assert intermediates['block01'].shape == (3, num_tokens, 16)
+  # As if the text ended where the padding begins.
+  short = TEXT[:1, :5]
+  extra = 1 if pooling == 'token' else 0
+  shorter = params | {'position_embedding': params['position_embedding'][: 5 + extra]}
+  alone, _ = model.apply({'params': shorter}, short)
+  np.testing.assert_allclose(alone[0], phi[0], atol=1e-5)
+
+
+def test_pooling_takes_what_it_says():
+  for pooling in POOLINGS:
+    model, params = tower(pooling)
+    phi, intermediates = model.apply({'params': params}, TEXT)
+    x = np.asarray(intermediates['encoder_norm'])
+    expected = {
+      'last': [x[0, 4], x[1, 1], x[2, 6]],
+      'token': x[:, 0],
+      'mean': [x[0, :5].mean(0), x[1, :2].mean(0), x[2].mean(0)],
+    }[pooling]
+    np.testing.assert_allclose(phi, np.stack(expected), atol=1e-6)
+
+
+def test_every_id_counts():
+  model, params = tower('last')
+  phi, _ = model.apply({'params': params}, TEXT)
+  for position in range(5):
+    changed = TEXT.copy()
+    changed[0, position] = 33
+    other, _ = model.apply({'params': params}, changed)
+    assert np.abs(other[0] - phi[0]).max() > 1e-4
+    np.testing.assert_array_equal(other[1:], phi[1:])
+
+
+def test_an_empty_text_is_finite():
+  for pooling in POOLINGS:
+    model, params = tower(pooling)
+
+    def loss(params, model=model):
+      return model.apply({'params': params}, np.zeros((2, 7), np.int32))[0].sum()
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    assert np.isfinite(value)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+
+
+def test_bfloat16_and_scanned_blocks():
+  model, params = tower('last')
+  phi, intermediates = model.apply({'params': params}, TEXT)
+  scanned, scanned_intermediates = dataclasses.replace(model, scan_layers=True, remat='full').apply(
+    {'params': stack_blocks(params)}, TEXT
+  )
+  np.testing.assert_allclose(scanned, phi, atol=1e-5)
+  assert scanned_intermediates.keys() == intermediates.keys()
+  half, intermediates = dataclasses.replace(model, dtype=jnp.bfloat16).apply(
+    {'params': params}, TEXT
+  )
+  assert half.dtype == jnp.float32
+  assert intermediates['block00'].dtype == jnp.bfloat16
+  np.testing.assert_allclose(half, phi, atol=0.1)
+
+
+def test_on_a_mesh():
+  model, params = tower('mean')
+  axes = jax.eval_shape(model.init, jax.random.key(0), TEXT)['params_axes']
+  assert traverse_util.flatten_dict(axes, sep='/')['embedding_axes'].names == ('vocab', 'embed')
+  assert params['embedding'].shape == (128, 16)  # padded, so that meshes divide it
+  text = np.tile(TEXT, (8, 1))
+  phi, _ = model.apply({'params': params}, text)
+  partitioner = PjitPartitioner(num_partitions=2)
+  with jax.set_mesh(partitioner.mesh), flax_partitioning.axis_rules(partitioner.logical_axis_rules):
+    placed = jax.device_put(
+      params['embedding'], NamedSharding(partitioner.mesh, PartitionSpec('model', None))
+    )
+    sharded, _ = jax.jit(model.apply)({'params': params | {'embedding': placed}}, text)
+  np.testing.assert_allclose(sharded, phi, atol=1e-5)
+
+
+def test_sizes_by_name():
+  g = text_transformer('g')
+  assert (g.vocab_size, g.width, g.depth, g.mlp_dim, g.num_heads) == (32_000, 1408, 40, 6144, 16)
+  assert text_transformer('Ti', vocab_size=259).vocab_size == 259
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: text_transformer('S/16'), "variant='S/16' is unknown: choose one of Ti, S, B"),
+    (lambda: text_transformer('S', patch_size=1), 'no setting patch_size: choose from depth'),
+    (lambda: dataclasses.replace(TINY, vocab_size=0), 'TextTransformer.vocab_size=0 must be'),
+    (lambda: dataclasses.replace(TINY, num_heads=3), 'width=16 must be a multiple of num_heads=3'),
+    (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' is unknown: .* last, token"),
+    (lambda: TINY.init(jax.random.key(0), np.ones((2, 3))), r'dtype float64; it must be int32'),
+    (lambda: TINY.init(jax.random.key(0), TEXT[0]), r'shape \[7\]'),
+  ],
+)
+def test_wrong_settings(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
