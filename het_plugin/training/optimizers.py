@@ -35,6 +35,7 @@ def adamw(
   weight_decay: float = 0.0,
   weight_decay_params: str = r'(kernel|/J)$',
   clip_norm: float | None = None,
+  frozen_params: str | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -45,6 +46,8 @@ def adamw(
     weight_decay_params: regular expression, searched for in a parameter's path ('head/kernel');
       only these decay. The default leaves out temperature, norms, biases and embeddings.
     clip_norm: gradients are scaled down to this global norm before Adam sees them; None: never.
+    frozen_params: regular expression, searched for in a parameter's path ('^backbone/'); what it
+      matches keeps its value, has no moments and does not count in the norm. None freezes nothing.
 
   Raises:
     ValueError: a negative weight_decay or a clip_norm that is not positive; later, when the
@@ -56,17 +59,24 @@ def adamw(
     raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no clipping.')
 
   def decays(params: PyTree) -> PyTree:
-    mask = jax.tree_util.tree_map_with_path(
-      lambda path, _: bool(re.search(weight_decay_params, _path_name(path))), params
-    )
+    mask = _matching(weight_decay_params, params)
     if weight_decay and not any(jax.tree.leaves(mask)):
       raise ValueError(f'weight_decay_params={weight_decay_params!r} matches no parameter.')
     return mask
 
+  def freezes(params: PyTree) -> PyTree:
+    mask = _matching(frozen_params, params)
+    if not any(jax.tree.leaves(mask)):
+      raise ValueError(f'frozen_params={frozen_params!r} matches no parameter.')
+    return jax.tree.map(lambda is_frozen: 'frozen' if is_frozen else 'trained', mask)
+
   clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
   adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
   schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-  return OptaxWrapper(optax.chain(*clip, adam), learning_rate_fn=schedule)
+  optimizer = optax.chain(*clip, adam)
+  if frozen_params is not None:
+    optimizer = optax.partition({'trained': optimizer, 'frozen': optax.set_to_zero()}, freezes)
+  return OptaxWrapper(optimizer, learning_rate_fn=schedule)
 
 
 def warmup_schedule(
@@ -152,6 +162,13 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTre
     return PartitionSpec()
 
   return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _matching(pattern: str, params: PyTree) -> PyTree:
+  """Whether the pattern is found in each parameter's path."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: bool(re.search(pattern, _path_name(path))), params
+  )
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

@@ -2,7 +2,8 @@
 
 A model is any object with t5x's surface: `loss_fn(params, batch, dropout_rng) -> (loss, {name: clu
 metric})` and `eval_fn(params, batch) -> (loss, {name: clu metric})`, where metrics['loss'].count is
-the number of real rows in the batch given.
+the number of real rows in the batch given. A model whose loss is no mean over examples that do not
+know of each other says so with an attribute `needs_whole_batch`.
 """
 
 import dataclasses
@@ -204,10 +205,16 @@ class Trainer:
         or update was not finite; the host may have dispatched some before it learns of that.
 
     Raises:
-      ValueError: num_microbatches is below 1, or no regular expressions.
+      ValueError: num_microbatches is below 1, or above it for a model that `needs_whole_batch`; no
+        regular expressions.
     """
     if num_microbatches is not None and num_microbatches < 1:
       raise ValueError(f'num_microbatches={num_microbatches} must be at least 1, or None.')
+    if (num_microbatches or 1) > 1 and getattr(model, 'needs_whole_batch', False):
+      raise ValueError(
+        f'num_microbatches={num_microbatches} must be 1: the loss of {type(model).__name__} '
+        "compares every example with the whole batch. To save memory set the backbones' remat."
+      )
     for pattern in norm_groups:
       try:
         re.compile(pattern)

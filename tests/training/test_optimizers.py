@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from het_plugin.training import optimizers
 
@@ -48,6 +49,41 @@ def test_gradients_are_clipped_to_the_global_norm_before_adam():
   got = update(optimizers.adamw(0.1, eps=1.0, clip_norm=1.0), grads)
   want = update(optimizers.adamw(0.1, eps=1.0), clipped)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_frozen_parameters_keep_their_values_and_cost_no_moments():
+  frozen = optimizers.adamw(0.1, weight_decay=0.2, clip_norm=1.0, frozen_params='^block/')
+  grads = jax.tree.map(jnp.ones_like, PARAMS)
+  got = update(frozen, grads)
+  jax.tree.map(lambda x: np.testing.assert_array_equal(x, jnp.zeros_like(x)), got['block'])
+  # The others are updated as if the frozen ones were not there, in the norm too.
+  rest = {name: PARAMS[name] for name in ('norm', 'head')}
+  tx = optimizers.adamw(0.1, weight_decay=0.2, clip_norm=1.0).optax_optimizer
+  want = tx.update(jax.tree.map(jnp.ones_like, rest), tx.init(rest), rest)[0]
+  for name in rest:
+    jax.tree.map(np.testing.assert_array_equal, got[name], want[name])
+  state = frozen.optax_optimizer.init(PARAMS)
+  moments = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if jnp.size(x) > 0]
+  assert not any('block' in jax.tree_util.keystr(path) for path in moments)
+  assert int(optimizers.num_updates(state, default=jnp.int32(7))) == 0
+
+
+def test_a_frozen_pattern_that_matches_nothing_is_an_error():
+  with pytest.raises(ValueError, match="frozen_params='bakcbone' matches no parameter"):
+    optimizers.adamw(0.1, frozen_params='bakcbone').optax_optimizer.init(PARAMS)
+
+
+def test_specs_of_a_partly_frozen_optimizer_follow_the_parameters():
+  state = optimizers.adamw(0.1, frozen_params='^head/').optax_optimizer.init(PARAMS)
+  specs = jax.tree.map(lambda _: PartitionSpec('model'), PARAMS)
+  got = optimizers.state_specs(state, PARAMS, specs)
+  flat = {
+    jax.tree_util.keystr(path): spec
+    for path, spec in jax.tree_util.tree_leaves_with_path(
+      got, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+  }
+  assert sum(spec == PartitionSpec('model') for spec in flat.values()) == 6  # two moments of three
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,13 @@ def test_bad_settings_are_named(num_microbatches, batch_size, words):
     axes = partitioner.get_mesh_axes(state)
     steps = trainer.Trainer(toy.ToyModel(), partitioner, axes, jax.random.key(0), num_microbatches)
     steps.check_batch_size(batch_size)
+
+
+def test_a_model_that_needs_the_whole_batch_gets_it():
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  axes = partitioner.get_mesh_axes(train(2)[1])
+  model = toy.ToyModel()
+  model.needs_whole_batch = True
+  with pytest.raises(ValueError, match='num_microbatches=2 must be 1: the loss of ToyModel'):
+    trainer.Trainer(model, partitioner, axes, jax.random.key(0), 2)
+  trainer.Trainer(model, partitioner, axes, jax.random.key(0), 1)
