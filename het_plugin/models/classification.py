@@ -16,9 +16,10 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
+from het_plugin.models import batches
 from het_plugin.models import metrics as metrics_lib
 
-Batch = Mapping[str, jax.Array]
+Batch = batches.Batch
 Metrics = dict[str, clu_metrics.Metric]
 PyTree = Any
 
@@ -97,11 +98,7 @@ class ClassificationModel:
     Raises:
       ValueError: for a loss_normalizing_factor that is not positive.
     """
-    if loss_normalizing_factor is not None and not loss_normalizing_factor > 0:
-      raise ValueError(
-        f'ClassificationModel.loss_normalizing_factor={loss_normalizing_factor} must be positive, '
-        'or None for the mean over the rows of the batch'
-      )
+    batches.check_normalizing_factor('ClassificationModel', loss_normalizing_factor)
     self.backbone = backbone
     self.head = head
     self.module = ClassificationModule(backbone, head)
@@ -174,7 +171,7 @@ class ClassificationModel:
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
-    index, mask = _index(batch), _mask(batch)
+    index, mask = batches.index(batch), batches.mask(batch)
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
     logits, _ = self.module.apply({'params': params}, batch['image'], train=True, rngs=rngs)
@@ -187,7 +184,7 @@ class ClassificationModel:
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Loss and metrics of the predictive distribution: `metrics.base_metrics` and 'ece'."""
-    labels, mask = batch['label'], _mask(batch)
+    labels, mask = batch['label'], batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
     top, top_log_prob = jnp.argmax(log_prob, -1), jnp.max(log_prob, -1)  # [B]
@@ -271,13 +268,7 @@ class ClassificationModel:
     Raises:
       ValueError: for an unknown name.
     """
-    variables = {'params': params['backbone']}
-    _, intermediates = self.backbone.apply(variables, batch['image'], train=False)
-    if unknown := [layer for layer in layers if layer not in intermediates]:
-      raise ValueError(
-        f'representations.layers={unknown} are unknown: choose from {", ".join(intermediates)}'
-      )
-    return {layer: intermediates[layer] for layer in layers}
+    return batches.representations(self.backbone, params['backbone'], batch, layers)
 
   def count_params(self, params_shapes: PyTree) -> ParamCounts:
     """Counts parameters exactly; `params_shapes` is the tree of params or of their shapes."""
@@ -295,24 +286,13 @@ class ClassificationModel:
     return self._keys(jax.random.key(self.eval_seed), batch)
 
   def _keys(self, key, batch):
-    return shared_key(key) if self.shared_draws else example_keys(key, _index(batch))
+    return shared_key(key) if self.shared_draws else example_keys(key, batches.index(batch))
 
   def _log_prob(self, logits, batch):
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]
 
   def _loss(self, nll, mask):
-    total = jnp.where(mask > 0, nll, 0.0).sum()
-    if self.loss_normalizing_factor is None:
-      return total / jnp.maximum((mask > 0).sum(), 1)
-    return total / self.loss_normalizing_factor
-
-
-def _index(batch):
-  return batch['index'] if 'index' in batch else jnp.arange(batch['image'].shape[0])
-
-
-def _mask(batch):
-  return batch['mask'] if 'mask' in batch else jnp.ones(batch['image'].shape[0], jnp.float32)
+    return batches.mean_loss(nll, mask, self.loss_normalizing_factor)
 
 
 def _top_location(logits):

@@ -1,0 +1,54 @@
+"""What the models share of a batch: who its rows are, which count, and their mean loss."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+Batch = Mapping[str, jax.Array]
+PyTree = Any
+
+
+def index(batch: Batch) -> jax.Array:
+  """The identity of each example, int32 [B]: its row where the batch does not say."""
+  return batch['index'] if 'index' in batch else jnp.arange(batch['image'].shape[0])
+
+
+def mask(batch: Batch) -> jax.Array:
+  """float32 [B], 0 for rows that do not count: all do where the batch does not say."""
+  return batch['mask'] if 'mask' in batch else jnp.ones(batch['image'].shape[0], jnp.float32)
+
+
+def check_normalizing_factor(owner: str, factor: float | None) -> None:
+  """Raises ValueError for a loss_normalizing_factor that is not positive."""
+  if factor is not None and not factor > 0:
+    raise ValueError(
+      f'{owner}.loss_normalizing_factor={factor} must be positive, or None for the mean over the '
+      'rows of the batch'
+    )
+
+
+def mean_loss(nll: jax.Array, mask: jax.Array, normalizing_factor: float | None) -> jax.Array:
+  """The mean of nll [B] over the rows that count; with a factor their sum divided by it."""
+  total = jnp.where(mask > 0, nll, 0.0).sum()
+  if normalizing_factor is None:
+    return total / jnp.maximum((mask > 0).sum(), 1)
+  return total / normalizing_factor
+
+
+def representations(
+  backbone: nn.Module, params: PyTree, batch: Batch, layers: Sequence[str]
+) -> dict[str, jax.Array]:
+  """The backbone's representations [B, ...] of the images, of the given names.
+
+  Raises:
+    ValueError: for an unknown name.
+  """
+  _, intermediates = backbone.apply({'params': params}, batch['image'], train=False)
+  if unknown := [layer for layer in layers if layer not in intermediates]:
+    raise ValueError(
+      f'representations.layers={unknown} are unknown: choose from {", ".join(intermediates)}'
+    )
+  return {layer: intermediates[layer] for layer in layers}
