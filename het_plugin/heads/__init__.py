@@ -1,12 +1,22 @@
-"""Classifier heads: pre-logits to Gaussian logits."""
+"""Heads: pre-logits to Gaussian logits, and pairs of representations to a contrastive loss."""
 
 from het_plugin.heads.classifiers import Classifier, Det, Het, Heteroscedastic, HetH, HetXL
+from het_plugin.heads.contrastive import (
+  ContrastiveDet,
+  ContrastiveHetXL,
+  Pairs,
+  class_log_prob,
+  contrastive_nll,
+  noisy_samples,
+)
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.hashing import class_buckets
-from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature
+from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
 __all__ = [
   'Classifier',
+  'ContrastiveDet',
+  'ContrastiveHetXL',
   'Det',
   'FixedTemperature',
   'Het',
@@ -14,6 +24,11 @@ __all__ = [
   'HetXL',
   'Heteroscedastic',
   'LearnedTemperature',
+  'LogitScale',
   'LowRankCovariance',
+  'Pairs',
   'class_buckets',
+  'class_log_prob',
+  'contrastive_nll',
+  'noisy_samples',
 ]

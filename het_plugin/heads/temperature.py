@@ -1,4 +1,6 @@
-"""The temperature tau of link(logits / tau): fixed, or learned inside a range (appendix K)."""
+"""The temperature tau of link(logits / tau): fixed, learned inside a range (appendix K), or learned
+as the scale of similarities (contrastive learning, appendix N.2).
+"""
 
 import math
 
@@ -74,3 +76,40 @@ class LearnedTemperature(nn.Module):
     start = nn.initializers.constant(math.log(share) - math.log1p(-share))
     t = partitioning.param_with_axes('t', start, (), jnp.float32, axes=())
     return (self.tau_max - self.tau_min) * jax.nn.sigmoid(t) + self.tau_min
+
+
+class LogitScale(nn.Module):
+  """tau(t) = exp(-t) with one trainable scalar t: the temperature of contrastive learning.
+
+  By the convention of CLIP (https://arxiv.org/abs/2103.00020, section 2.3, 2.5) and LiT
+  (https://arxiv.org/abs/2111.07991), what is called the temperature there multiplies the
+  similarities: logits = exp(t) <alpha, beta>, so exp(t) = 1 / tau. "Initialized to 10" (DET) or 3
+  (HET-XL, appendix N.2) is `initial_scale`, tau_0 = 1/10 or 1/3.
+
+  Attributes:
+    initial_scale: exp(t) at the start, positive.
+  """
+
+  initial_scale: float = 10.0
+
+  @property
+  def tau_0(self) -> float:
+    return 1.0 / self.initial_scale
+
+  def num_params(self) -> int:
+    return 1
+
+  def check(self) -> None:
+    """Raises ValueError where the scale is not positive and finite."""
+    if not 0 < self.initial_scale < math.inf:
+      raise ValueError(
+        f'LogitScale.initial_scale={self.initial_scale} must be positive; 10 for DET and 3 for '
+        "HET-XL are the paper's"
+      )
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    self.check()
+    start = nn.initializers.constant(math.log(self.initial_scale))
+    t = partitioning.param_with_axes('t', start, (), jnp.float32, axes=())
+    return jnp.exp(-t)

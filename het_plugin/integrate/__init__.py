@@ -1,6 +1,12 @@
-"""Gaussian logits and the expectation of their softmax or sigmoid."""
+"""Gaussian logits, the expectation of their softmax or sigmoid, and the softmax over a batch."""
 
 from het_plugin.integrate.analytic import ESTIMATORS, Analytic, mean_field, taylor
+from het_plugin.integrate.batch_softmax import (
+  BatchSoftmax,
+  batch_nll,
+  symmetric_nll,
+  unit_length,
+)
 from het_plugin.integrate.gaussian import (
   LINKS,
   REMAINDERS,
@@ -36,6 +42,7 @@ __all__ = [
   'REMAINDERS',
   'SAMPLERS',
   'Analytic',
+  'BatchSoftmax',
   'GaussianLogits',
   'Hashed',
   'Integrator',
@@ -44,6 +51,7 @@ __all__ = [
   'Opaque',
   'antithetic',
   'apply_projection',
+  'batch_nll',
   'example_keys',
   'iid',
   'mean_field',
@@ -52,5 +60,7 @@ __all__ = [
   'project',
   'shared_key',
   'sobol',
+  'symmetric_nll',
   'taylor',
+  'unit_length',
 ]

@@ -15,6 +15,7 @@ from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
   Linear,
+  LowRank,
   Opaque,
   apply_projection,
   project,
@@ -153,6 +154,11 @@ class Integrator:
     zero = jnp.zeros_like(logits.location[:, 0])
     total, _ = jax.lax.scan(add_chunk, zero, jnp.arange(0, self.num_samples, chunk))
     return total / self.num_samples
+
+  def noise(self, covariance: LowRank, keys: jax.Array) -> jax.Array:
+    """The S noise samples [B, S, Q] of which the estimates with these keys are made."""
+    z = self._sampler()(keys, jnp.arange(self.num_samples), covariance.num_normals)
+    return covariance.noise(z)
 
   def _log_softmax_at(self, logits, labels, keys):
     if logits.covariance is None:
@@ -305,12 +311,12 @@ def num_shards(logical_axis: str) -> int:
   """Shards of a logical axis under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside
   one.
   """
-  axis = _mesh_axes(logical_axis)
+  axis = mesh_axes(logical_axis)
   names = axis if isinstance(axis, tuple) else (axis,)
   return math.prod(core.meta.get_global_mesh().shape[name] for name in names if name is not None)
 
 
-def _mesh_axes(logical_axis):
+def mesh_axes(logical_axis):
   """The mesh axis, or axes, of a logical axis; None where it is whole."""
   if core.meta.get_global_mesh() is None or not flax_partitioning.get_axis_rules():
     return None
@@ -320,7 +326,7 @@ def _mesh_axes(logical_axis):
 
 def _placement():
   """Where B and K of the losses lie, as `fused.FusedPlan` takes it."""
-  batch, vocab = _mesh_axes('batch'), _mesh_axes('vocab')
+  batch, vocab = mesh_axes('batch'), mesh_axes('vocab')
   mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
   return {'mesh': mesh, 'batch': batch, 'vocab': vocab}
 
@@ -417,7 +423,7 @@ def _on_its_shard(x):
   if num_shards('vocab') == 1:
     return x
   spec = jax.sharding.PartitionSpec(
-    _mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+    mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
   )
   return jax.lax.with_sharding_constraint(x, spec)
 

@@ -16,6 +16,7 @@ from het_plugin.heads import (
   HetH,
   HetXL,
   LearnedTemperature,
+  LogitScale,
   class_buckets,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
@@ -307,3 +308,21 @@ def test_initial_noise_scale_scales_the_noise_at_the_start(name, parametrization
   np.testing.assert_allclose(small[:, :R], 0.1 * reference[:, :R], rtol=1e-5, atol=1e-7)
   remainder = np.abs(small[:, R]).mean() / np.abs(reference[:, R]).mean()
   assert 0.05 < remainder < 0.25  # a softplus is not homogeneous
+
+
+@pytest.mark.parametrize('scale', [10.0, 3.0, 1e4])
+def test_logit_scale_multiplies_similarities(scale):
+  temperature = LogitScale(scale)
+  params = temperature.init(jax.random.key(0))['params']
+  assert float(params['t']) == pytest.approx(np.log(scale))
+  assert float(temperature.apply({'params': params})) == pytest.approx(1 / scale)
+  assert temperature.tau_0 == pytest.approx(1 / scale)
+  assert size(params) == temperature.num_params() == 1
+  got = jax.grad(lambda p: temperature.apply({'params': p}))(params)['t']
+  assert float(got) == pytest.approx(-1 / scale)  # d exp(-t) / dt
+
+
+@pytest.mark.parametrize('scale', [0.0, -1.0, float('inf'), float('nan')])
+def test_logit_scale_must_be_positive(scale):
+  with pytest.raises(ValueError, match=f'LogitScale.initial_scale={scale} must be positive'):
+    LogitScale(scale).init(jax.random.key(0))

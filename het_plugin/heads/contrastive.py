@@ -1,0 +1,350 @@
+"""The heads of contrastive learning, DET and HET-XL (section 5): the representations of B pairs to
+what their loss takes.
+
+alpha [B, D] are the representations of the images and beta [B, D] those of the texts, in one space.
+A row of one is an example whose class is its own row of the other, among the B rows of the batch:
+
+    DET     p(b | a_n) = softmax(<alpha_n, beta_i> / tau)_i                (eq. 6)
+    HET-XL  p(b | a_n) = E[softmax(<alpha_n + eps(a_n), beta_i> / tau)_i]  (eq. 8, image to text)
+
+and the same with the towers exchanged, text to image, with a covariance of its own. What is
+classified is noisy, what it is compared with is not.
+
+Table 7 asks where representations are scaled to unit length. Before the noise (`pre_normalization`)
+is crucial; after it (`post_normalization`) "does not have a consistent effect". With the latter all
+that enters a similarity has unit length, the other tower's rows too.
+
+The size of the noise. Entries of a vector of unit length are about 1 / sqrt(D), those of ordinary
+pre-logits, for which `LowRankCovariance` has its initial values, about 1. So with pre-normalisation
+the noise is that of the representation in these units: eps = F(sqrt(D) alpha) / sqrt(D). V(x) stays
+any affine map of alpha, and d(x) a softplus of one, in other units; what changes are initial values
+and step sizes. `initial_noise_scale` thus means what it does elsewhere: at s each factor starts with
+about s times the representation's length, so the noise with s sqrt(R + 1/2) times it, whatever D
+is. The default of 0.1 with the paper's R = 15 makes that 0.4; 1.0 would make it 3.9. The input of
+the covariance is the representation that the noise is added to, as phi is in eq. 5. A tower's
+length before the normalisation is seen by nothing else of the loss, so nothing would keep it in
+bounds.
+
+At test time (appendix M) the paper classifies with the representations without noise. Averaging
+noisy representations would be no alternative, since the noise has mean zero: the mean of dot
+products with them is the dot product with the representation. What can differ is the mean of the
+probabilities, which `class_log_prob` estimates.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.linen import partitioning
+
+from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
+from het_plugin.integrate import (
+  BatchSoftmax,
+  GaussianLogits,
+  Integrator,
+  Linear,
+  LowRank,
+  Opaque,
+  batch_nll,
+  symmetric_nll,
+  unit_length,
+)
+from het_plugin.integrate.batch_softmax import CHUNK_BYTES
+
+Temperature = FixedTemperature | LearnedTemperature | LogitScale
+
+
+@struct.dataclass
+class Pairs:
+  """B pairs as the loss takes them.
+
+  Attributes:
+    alpha: float32 [B, D], images, as the noise is added to them: of unit length with
+      pre-normalisation.
+    beta: float32 [B, D], texts.
+    image_to_text: noise of alpha where images are classified, or None without noise.
+    text_to_image: noise of beta where texts are.
+    temperature: tau, a float32 scalar: logits are similarities over tau.
+    post_normalization: whether noisy representations are scaled to unit length.
+    dtype: compute type of the similarities.
+  """
+
+  alpha: jax.Array
+  beta: jax.Array
+  image_to_text: LowRank | None
+  text_to_image: LowRank | None
+  temperature: jax.Array
+  post_normalization: bool = struct.field(pytree_node=False, default=False)
+  dtype: jnp.dtype = struct.field(pytree_node=False, default=jnp.float32)
+
+  def representations(self) -> tuple[jax.Array, jax.Array]:
+    """(alpha, beta) [B, D] without noise, as they are compared: what zero-shot takes."""
+    if self.post_normalization:
+      return unit_length(self.alpha), unit_length(self.beta)
+    return self.alpha, self.beta
+
+
+class ContrastiveDet(nn.Module):
+  """Contrastive learning without noise (eq. 6).
+
+  Attributes:
+    pre_normalization: scales representations to unit length.
+    temperature: `LogitScale`, or any other.
+    dtype: compute type of the similarities; logits are float32.
+  """
+
+  pre_normalization: bool = True
+  temperature: Temperature = LogitScale(10.0)
+  dtype: jnp.dtype = jnp.float32
+
+  def check(self) -> None:
+    """Raises ValueError naming the attribute that is wrong."""
+    self.temperature.check()
+
+  def num_params(self, pre_logits_dim: int) -> int:
+    """Parameters of the head for D = pre_logits_dim, which has no kernel: the other tower is W."""
+    return self.extra_params(pre_logits_dim)
+
+  def extra_params(self, pre_logits_dim: int) -> int:
+    """Parameters beyond a deterministic head with a fixed temperature."""
+    del pre_logits_dim
+    return self.temperature.num_params()
+
+  def normalized(self, alpha: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as float32, of unit length where the head has it so.
+
+    Raises:
+      ValueError: they are not of one shape [B, D].
+    """
+    if alpha.shape != beta.shape or alpha.ndim != 2:
+      raise ValueError(
+        f'{type(self).__name__}: representations of images {alpha.shape} and texts {beta.shape} '
+        'must be of one shape [B, D]'
+      )
+    alpha, beta = alpha.astype(jnp.float32), beta.astype(jnp.float32)
+    return (unit_length(alpha), unit_length(beta)) if self.pre_normalization else (alpha, beta)
+
+  @nn.compact
+  def __call__(self, alpha: jax.Array, beta: jax.Array) -> Pairs:
+    """Representations alpha (images) and beta (texts) [B, D] -> `Pairs` without noise."""
+    self.check()
+    alpha, beta = self.normalized(alpha, beta)
+    return Pairs(alpha, beta, None, None, self.temperature(), dtype=self.dtype)
+
+
+class ContrastiveHetXL(ContrastiveDet):
+  """Contrastive learning with noise in the representation that is classified (eq. 8).
+
+  The parameters of the two covariances are 'image_to_text' and 'text_to_image'.
+
+  Attributes:
+    temperature: of appendix N.2, a scale of 3 at the start.
+    post_normalization: scales representations to unit length after the noise (table 7).
+    num_factors: R >= 1; 15 in the paper (appendix N.2).
+    parametrization: 'full' as in the paper, or 'efficient'.
+    remainder: 'rank_one' or 'diag'.
+    initial_noise_scale: size of the noise at the start, see the module docstring.
+  """
+
+  temperature: Temperature = LogitScale(3.0)
+  post_normalization: bool = False
+  num_factors: int = 15
+  parametrization: str = 'full'
+  remainder: str = 'rank_one'
+  initial_noise_scale: float = 0.1
+
+  def check(self) -> None:
+    super().check()
+    self.make_covariance(1, parent=None).check(type(self).__name__)
+
+  def extra_params(self, pre_logits_dim: int) -> int:
+    covariance = self.make_covariance(pre_logits_dim, parent=None)
+    both = 2 * covariance.num_params(pre_logits_dim, pre_logits_dim)
+    return both + self.temperature.num_params()
+
+  def make_covariance(self, noise_dim: int, **kwargs) -> LowRankCovariance:
+    return LowRankCovariance(
+      noise_dim,
+      'noise',
+      num_factors=self.num_factors,
+      parametrization=self.parametrization,
+      remainder=self.remainder,
+      initial_noise_scale=self.initial_noise_scale,
+      dtype=self.dtype,
+      **kwargs,
+    )
+
+  @nn.compact
+  def __call__(self, alpha: jax.Array, beta: jax.Array) -> Pairs:
+    """Representations alpha (images) and beta (texts) [B, D] -> `Pairs` with noise."""
+    self.check()
+    alpha, beta = self.normalized(alpha, beta)
+    noise = {
+      name: self._noise(name, phi)
+      for name, phi in (('image_to_text', alpha), ('text_to_image', beta))
+    }
+    return Pairs(
+      alpha,
+      beta,
+      **noise,
+      temperature=self.temperature(),
+      post_normalization=self.post_normalization,
+      dtype=self.dtype,
+    )
+
+  def _noise(self, name, phi):
+    unit = math.sqrt(phi.shape[-1]) if self.pre_normalization else 1.0
+    covariance, _ = self.make_covariance(phi.shape[-1], name=name)(phi * unit)
+    return covariance.scaled(1.0 / unit)
+
+
+def contrastive_nll(
+  pairs: Pairs,
+  integrator: Integrator | None = None,
+  keys: jax.Array | None = None,
+  mask: jax.Array | None = None,
+  chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[BatchSoftmax, BatchSoftmax]:
+  """Both directions of the contrastive loss; a batch's loss is the mean of both over its pairs.
+
+  Over the active mesh, see `integrate.batch_softmax`.
+
+  Args:
+    pairs: of a head.
+    integrator: of the noise; the paper trains with one sample. None, or pairs without noise: the
+      deterministic loss, with what the pairs are without noise.
+    keys: typed PRNG keys [B], one a pair (`example_keys`); each direction draws noise of its own.
+      Needed with noise only.
+    mask: [B]; a pair where it is 0 has no loss and no gradient, and is nobody's candidate.
+    chunk_bytes: budget for the logits that a device has at one time.
+
+  Returns:
+    (image to text, text to image). `correct` is that of the representations without noise, with
+    which the model is used; with noise that takes one product of its own.
+
+  Raises:
+    ValueError: noise without keys.
+  """
+  settings = {'dtype': pairs.dtype, 'chunk_bytes': chunk_bytes}
+  alpha, beta = pairs.representations()
+  if integrator is None or pairs.image_to_text is None:
+    return symmetric_nll(alpha, beta, pairs.temperature, mask, **settings)
+  if keys is None:
+    raise ValueError('contrastive_nll: pairs with noise need keys, one an example (example_keys)')
+  plain = symmetric_nll(*jax.lax.stop_gradient((alpha, beta, pairs.temperature)), mask, **settings)
+  directions = (
+    (pairs.alpha, pairs.image_to_text, beta),
+    (pairs.beta, pairs.text_to_image, alpha),
+  )
+  noisy = (
+    batch_nll(
+      integrator,
+      rows,
+      covariance,
+      columns,
+      pairs.temperature,
+      mask,
+      jax.vmap(jax.random.fold_in, (0, None))(keys, direction),
+      post_normalization=pairs.post_normalization,
+      **settings,
+    )
+    for direction, (rows, covariance, columns) in enumerate(directions)
+  )
+  return tuple(
+    without_noise.replace(nll=nll) for without_noise, nll in zip(plain, noisy, strict=True)
+  )
+
+
+def noisy_samples(
+  representation: jax.Array,
+  covariance: LowRank,
+  keys: jax.Array,
+  integrator: Integrator,
+  post_normalization: bool = False,
+) -> jax.Array:
+  """The S representations [B, S, D] that the integrator's loss compares: alpha + eps (appendix M).
+
+  Their mean over S tends to the representation itself; average what is computed of each of them.
+
+  Args:
+    representation: [B, D], the mean.
+    covariance: of the noise.
+    keys: typed PRNG keys [B], or [1], whose draws all share.
+    integrator: whose `num_samples` and `sampler` are taken.
+    post_normalization: scales each sample to unit length.
+  """
+  keys = jnp.broadcast_to(keys, (len(representation),))
+  samples = representation[:, None] + integrator.noise(covariance, keys)
+  return unit_length(samples) if post_normalization else samples
+
+
+def class_log_prob(
+  representation: jax.Array,
+  class_embeddings: jax.Array,
+  temperature: jax.Array,
+  covariance: LowRank | None = None,
+  integrator: Integrator | None = None,
+  keys: jax.Array | None = None,
+  *,
+  post_normalization: bool = False,
+  dtype: jnp.dtype = jnp.float32,
+) -> jax.Array:
+  """Zero-shot classification: log p of K classes that are representations of the other tower.
+
+  Without noise (the paper's choice) softmax(<alpha, class_k> / tau); with noise its expectation
+  (appendix M), an average of probabilities over samples. Classes are whole on every device.
+
+  Args:
+    representation: [B, D], as in `Pairs`.
+    class_embeddings: [K, D], scaled as the other tower's representations are (for several prompts a
+      class, the mean of theirs, scaled again).
+    temperature: tau.
+    covariance: of the noise; None for none.
+    integrator: of the noise; None for none.
+    keys: typed PRNG keys [B], or [1], whose draws all share. Needed with noise only.
+    post_normalization: as in `Pairs`; without noise, too, the representation is scaled.
+    dtype: compute type of the similarities.
+
+  Returns:
+    float32 [B, K].
+
+  Raises:
+    ValueError: noise without keys.
+  """
+  weights = class_embeddings.astype(dtype)
+  num_classes = len(class_embeddings)
+  get_logits = _Similarities(post_normalization, jnp.dtype(dtype))
+  location = get_logits(weights, representation)
+  logits = GaussianLogits(location, None, None, jnp.asarray(temperature), num_classes)
+  if covariance is None or integrator is None:
+    return Integrator().log_prob(logits, keys)
+  if keys is None:
+    raise ValueError('class_log_prob: noise needs keys, one an example (example_keys)')
+  projection = Linear(weights.T)
+  if post_normalization:
+    projection = Opaque(representation, weights, get_logits)
+  logits = logits.replace(covariance=covariance, projection=projection)
+  with partitioning.axis_rules(()):  # K has no shards here
+    return dataclasses.replace(integrator, class_shards=1).log_prob(logits, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Similarities:
+  """(class embeddings [K, D], representations [N, D]) -> [N, K], accumulated in float32."""
+
+  post_normalization: bool
+  dtype: jnp.dtype
+
+  def __call__(self, class_embeddings, representations):
+    if self.post_normalization:
+      representations = unit_length(representations)
+    return jax.lax.dot_general(
+      representations.astype(self.dtype),
+      class_embeddings,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.promote_types(self.dtype, jnp.float32),
+    )

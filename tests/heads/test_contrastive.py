@@ -1,0 +1,315 @@
+"""The contrastive heads against float64 numpy: representations, noise, loss, counts, zero-shot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+
+from het_plugin.heads import (
+  ContrastiveDet,
+  ContrastiveHetXL,
+  FixedTemperature,
+  LearnedTemperature,
+  LogitScale,
+  class_log_prob,
+  contrastive_nll,
+  noisy_samples,
+)
+from het_plugin.integrate import Integrator, example_keys, iid, shared_key
+
+B, D, K, R, S = 5, 6, 4, 3, 7
+ALPHA, BETA = 3.0 * jax.random.normal(jax.random.key(0), (2, B, D))
+KEYS = example_keys(jax.random.key(5), jnp.arange(B))
+
+
+def size(tree):
+  return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def init(head, seed=1):
+  """Parameters with every bias away from zero, so that none of them can be forgotten."""
+  params = head.init(jax.random.key(seed), ALPHA, BETA).get('params', {})
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed + 1), max(1, len(leaves)))
+  return tree.unflatten(
+    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=False)]
+  )
+
+
+def pairs_of(head, params, alpha=ALPHA, beta=BETA):
+  return head.apply({'params': params}, alpha, beta)
+
+
+def unit(x):
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def log_softmax(u):
+  u = u - u.max(-1, keepdims=True)
+  return u - np.log(np.exp(u).sum(-1, keepdims=True))
+
+
+def numpy_noise(params, phi, z, head):
+  """eps [B, S, D] in float64 from eq. 4 and 18, in units of the representation's entries."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  root = np.sqrt(D) if head.pre_normalization else 1.0
+  phi = phi * root
+  d = np.log1p(np.exp(phi @ p['d_kernel'] + p['d_bias'])) + 1e-3
+  if head.parametrization == 'full':
+    loading = np.einsum('bd,drq->brq', phi, p['V_kernel']) + p['V_bias']
+  else:
+    loading = p['J'][None] * (phi @ p['v_kernel'] + p['v_bias'])[:, None]
+  z = np.asarray(z, np.float64)
+  return (np.einsum('bsr,brq->bsq', z[..., :R], loading) + d[:, None] * z[..., R:]) / root
+
+
+def numpy_nll(head, params, direction, num_samples):
+  """-log E[p] [B] of one direction, an example, a sample and a class at a time."""
+  rows, columns = [np.asarray(x, np.float64) for x in (ALPHA, BETA)]
+  name = ('image_to_text', 'text_to_image')[direction]
+  if direction:
+    rows, columns = columns, rows
+  if head.pre_normalization:
+    rows, columns = unit(rows), unit(columns)
+  keys = jax.vmap(jax.random.fold_in, (0, None))(KEYS, direction)
+  z = iid(keys, jnp.arange(num_samples), R + 1)
+  samples = rows[:, None] + numpy_noise(params[name], rows, z, head)
+  if head.post_normalization:
+    samples, columns = unit(samples), unit(columns)
+  scale = np.exp(np.float64(params['temperature']['t']))
+  p = np.exp(log_softmax(samples @ columns.T * scale))  # [B, S, B]
+  return -np.log(p.mean(1)[np.arange(B), np.arange(B)])
+
+
+@pytest.mark.parametrize(
+  'head',
+  [
+    ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0),
+    ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0, post_normalization=True),
+    ContrastiveHetXL(
+      num_factors=R, initial_noise_scale=1.0, pre_normalization=False, parametrization='efficient'
+    ),
+    ContrastiveHetXL(
+      num_factors=R, initial_noise_scale=1.0, pre_normalization=False, post_normalization=True
+    ),
+  ],
+  ids=['pre', 'pre_post', 'neither', 'post'],
+)
+@pytest.mark.parametrize('num_samples', [1, S])
+def test_het_xl_follows_eq_8(head, num_samples):
+  params = init(head)
+  got = contrastive_nll(pairs_of(head, params), Integrator(num_samples=num_samples), KEYS)
+  for direction in (0, 1):
+    expected = numpy_nll(head, params, direction, num_samples)
+    np.testing.assert_allclose(got[direction].nll, expected, rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize('pre_normalization', [True, False])
+def test_det_follows_eq_6(pre_normalization):
+  head = ContrastiveDet(pre_normalization=pre_normalization, temperature=LogitScale(7.0))
+  pairs = pairs_of(head, head.init(jax.random.key(0), ALPHA, BETA)['params'])
+  assert pairs.image_to_text is None and pairs.text_to_image is None
+  alpha, beta = (np.asarray(x, np.float64) for x in (ALPHA, BETA))
+  if pre_normalization:
+    alpha, beta = unit(alpha), unit(beta)
+  u = 7.0 * alpha @ beta.T
+  for got, logits in zip(contrastive_nll(pairs), (u, u.T), strict=True):
+    np.testing.assert_allclose(got.nll, -np.diag(log_softmax(logits)), rtol=2e-5, atol=2e-6)
+    np.testing.assert_array_equal(got.correct, logits.argmax(1) == np.arange(B))
+
+
+def test_correct_of_het_xl_is_that_without_noise():
+  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=30.0)
+  pairs = pairs_of(head, init(head), ALPHA, ALPHA + 0.1 * BETA)  # the own one is the most similar
+  for direction in contrastive_nll(pairs, Integrator(num_samples=1), KEYS):
+    np.testing.assert_array_equal(direction.correct, 1.0)
+    assert direction.nll.mean() > 0.5  # which noise of this size does not see
+  without = contrastive_nll(pairs)
+  assert without[0].nll.mean() < 0.5
+
+
+def test_gradient_reaches_every_parameter_and_both_towers():
+  head = ContrastiveHetXL(num_factors=R)
+  params = init(head)
+
+  def loss(params, alpha, beta):
+    pairs = pairs_of(head, params, alpha, beta)
+    return sum(x.nll.mean() for x in contrastive_nll(pairs, Integrator(num_samples=1), KEYS))
+
+  gradient = jax.grad(loss, (0, 1, 2))(params, ALPHA, BETA)
+  assert all(jnp.abs(x).max() > 1e-5 for x in jax.tree.leaves(gradient))
+  # Scaling a representation of unit length changes nothing, so gradients are tangents.
+  for x, g in zip((ALPHA, BETA), gradient[1:], strict=True):
+    np.testing.assert_allclose(jnp.sum(x * g, axis=-1), 0.0, atol=1e-5)
+
+
+def test_directions_and_examples_draw_noise_of_their_own():
+  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0)
+  params = init(head)
+  params['text_to_image'] = params['image_to_text']
+  one, two = contrastive_nll(pairs_of(head, params, ALPHA, ALPHA), Integrator(num_samples=1), KEYS)
+  assert jnp.abs(one.nll - two.nll).max() > 1e-3
+  order = jnp.array([3, 0, 4, 1, 2])
+  pairs = pairs_of(head, params, ALPHA[order], ALPHA[order])
+  moved, _ = contrastive_nll(pairs, Integrator(num_samples=1), KEYS[order])
+  np.testing.assert_allclose(moved.nll, one.nll[order], rtol=1e-5)
+
+
+@pytest.mark.parametrize('temperature', [LogitScale(3.0), LearnedTemperature(), FixedTemperature()])
+def test_parameter_counts(temperature):
+  learned = temperature.num_params()
+  det = ContrastiveDet(temperature=temperature)
+  assert size(init(det)) == det.num_params(D) == det.extra_params(D) == learned
+  for parametrization, expected in (
+    ('full', 2 * (R + 1) * (D + 1) * D),
+    ('efficient', 2 * (2 * (D + 1) + R) * D),
+  ):
+    head = ContrastiveHetXL(num_factors=R, temperature=temperature, parametrization=parametrization)
+    assert size(init(head)) == head.num_params(D) == head.extra_params(D) == expected + learned
+
+
+def test_defaults_are_the_papers():
+  head = ContrastiveHetXL()
+  assert (head.num_factors, head.parametrization) == (15, 'full')
+  assert (head.pre_normalization, head.post_normalization) == (True, False)
+  assert float(pairs_of(head, head.init(jax.random.key(0), ALPHA, BETA)['params']).temperature) == (
+    pytest.approx(1 / 3)
+  )
+  det = ContrastiveDet()
+  assert float(pairs_of(det, det.init(jax.random.key(0), ALPHA, BETA)['params']).temperature) == (
+    pytest.approx(1 / 10)
+  )
+
+
+@pytest.mark.parametrize('dim', [8, 512])
+def test_noise_starts_with_a_length_that_does_not_depend_on_the_dimension(dim):
+  """About s sqrt(R + 1/2) times that of the representation, as the module says."""
+  alpha, beta = jax.random.normal(jax.random.key(0), (2, 20, dim))
+  head = ContrastiveHetXL(num_factors=15, initial_noise_scale=0.1)
+  pairs, _ = head.init_with_output(jax.random.key(1), alpha, beta)
+  keys = example_keys(jax.random.key(2), jnp.arange(20))
+  for phi, covariance in (
+    (pairs.alpha, pairs.image_to_text),
+    (pairs.beta, pairs.text_to_image),
+  ):
+    np.testing.assert_allclose(jnp.linalg.norm(phi, axis=-1), 1.0, rtol=1e-5)
+    eps = noisy_samples(phi, covariance, keys, Integrator(num_samples=200)) - phi[:, None]
+    length = jnp.sqrt(jnp.square(eps).sum(-1).mean())
+    assert float(length) == pytest.approx(0.1 * 15.5**0.5, rel=0.1)
+
+
+def test_noisy_samples():
+  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0)
+  params = init(head)
+  pairs = pairs_of(head, params)
+  alpha = unit(np.asarray(ALPHA, np.float64))
+  z = iid(KEYS, jnp.arange(S), R + 1)
+  expected = alpha[:, None] + numpy_noise(params['image_to_text'], alpha, z, head)
+  integrator = Integrator(num_samples=S)
+  got = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator)
+  np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+  got = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator, post_normalization=True)
+  np.testing.assert_allclose(got, unit(expected), rtol=2e-5, atol=2e-6)
+  shared = noisy_samples(
+    jnp.zeros((B, D)),
+    jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), pairs.image_to_text),
+    shared_key(jax.random.key(3)),
+    integrator,
+  )
+  np.testing.assert_array_equal(shared, jnp.broadcast_to(shared[:1], shared.shape))
+
+
+@pytest.mark.parametrize('post_normalization', [False, True])
+def test_class_log_prob(post_normalization):
+  head = ContrastiveHetXL(
+    num_factors=R, initial_noise_scale=1.0, post_normalization=post_normalization
+  )
+  pairs = pairs_of(head, init(head))
+  classes = unit(np.random.default_rng(0).normal(size=(K, D)))
+  integrator = Integrator(num_samples=S)
+  noise = {'covariance': pairs.image_to_text, 'integrator': integrator, 'keys': KEYS}
+  tau, settings = pairs.temperature, {'post_normalization': post_normalization}
+  samples = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator, post_normalization)
+  p = np.exp(log_softmax(np.asarray(samples, np.float64) @ classes.T / float(tau)))
+  embeddings = jnp.asarray(classes, jnp.float32)
+  got = class_log_prob(pairs.alpha, embeddings, tau, **noise, **settings)
+  np.testing.assert_allclose(got, np.log(p.mean(1)), rtol=2e-5, atol=2e-6)
+  expected = log_softmax(np.asarray(pairs.alpha, np.float64) @ classes.T / float(tau))
+  for without in ({**noise, 'integrator': None}, {**noise, 'covariance': None}, {}):
+    got = class_log_prob(pairs.alpha, embeddings, tau, **without, **settings)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+  with pytest.raises(ValueError, match='noise needs keys'):
+    class_log_prob(pairs.alpha, embeddings, tau, pairs.image_to_text, integrator)
+
+
+def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
+  if jax.device_count() < 8:
+    pytest.skip('needs 8 devices')
+  head = ContrastiveHetXL(num_factors=R)
+  pairs = pairs_of(head, init(head))
+  classes = jax.random.normal(jax.random.key(3), (K + 1, D))
+  arguments = pairs.alpha, classes, pairs.temperature, pairs.image_to_text
+  integrator = Integrator(num_samples=40)
+  expected = class_log_prob(*arguments, integrator, KEYS)
+  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+    got = jax.jit(lambda *x: class_log_prob(*x, integrator, KEYS))(*arguments)
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_bfloat16_products_give_float32_losses():
+  head = ContrastiveHetXL(num_factors=R, dtype=jnp.bfloat16)
+  params = init(head)
+  pairs = pairs_of(head, params, ALPHA.astype(jnp.bfloat16), BETA.astype(jnp.bfloat16))
+  assert {x.dtype for x in jax.tree.leaves(pairs)} == {jnp.dtype(jnp.float32)}
+  got = contrastive_nll(pairs, Integrator(num_samples=S), KEYS)
+  exact = contrastive_nll(pairs_of(head.clone(dtype=jnp.float32), params), Integrator(S), KEYS)
+  for x, y in zip(got, exact, strict=True):
+    assert x.nll.dtype == jnp.float32
+    np.testing.assert_allclose(x.nll, y.nll, rtol=0.03, atol=0.03)
+
+
+def test_every_parameter_carries_logical_axes():
+  variables = ContrastiveHetXL(num_factors=R).init(jax.random.key(0), ALPHA, BETA)
+  names = partitioning.get_axis_names(variables['params_axes'])
+  ranks = jax.tree.map(lambda x: x.ndim, variables['params'])
+  assert jax.tree.map(len, names, is_leaf=lambda x: isinstance(x, tuple)).unfreeze() == ranks
+  assert tuple(names['image_to_text']['V_kernel']) == ('embed', 'factors', 'noise')
+  assert tuple(names['temperature']['t']) == ()
+
+
+def test_a_zero_representation_is_finite():
+  head = ContrastiveHetXL(num_factors=R)
+  params = init(head)
+
+  def loss(alpha):
+    pairs = pairs_of(head, params, alpha, BETA)
+    return sum(x.nll.sum() for x in contrastive_nll(pairs, Integrator(num_samples=1), KEYS))
+
+  value, gradient = jax.value_and_grad(loss)(ALPHA.at[0].set(0.0))
+  assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+  'head, words',
+  [
+    (ContrastiveHetXL(num_factors=0), 'ContrastiveHetXL.num_factors=0'),
+    (ContrastiveHetXL(initial_noise_scale=0.0), 'ContrastiveHetXL.initial_noise_scale=0.0'),
+    (ContrastiveHetXL(parametrization='low'), "ContrastiveHetXL.parametrization='low'"),
+    (ContrastiveHetXL(remainder='none'), "ContrastiveHetXL.remainder='none'"),
+    (ContrastiveDet(temperature=LogitScale(-1.0)), 'LogitScale.initial_scale=-1.0'),
+  ],
+)
+def test_bad_settings_are_one_sentence(head, words):
+  with pytest.raises(ValueError) as error:
+    head.init(jax.random.key(0), ALPHA, BETA)
+  assert str(error.value).startswith(words) and '\n' not in str(error.value)
+
+
+def test_bad_arguments_are_one_sentence():
+  with pytest.raises(ValueError, match=r'ContrastiveDet: .* images \(5, 6\) and texts \(4, 6\)'):
+    ContrastiveDet().init(jax.random.key(0), ALPHA, BETA[:4])
+  head = ContrastiveHetXL(num_factors=R)
+  with pytest.raises(ValueError, match='need keys'):
+    contrastive_nll(pairs_of(head, init(head)), Integrator(num_samples=1))
