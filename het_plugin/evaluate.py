@@ -143,7 +143,7 @@ def check_checkpoint(checkpoint: str, settings: Settings) -> None:
   )
   task = settings.dataset or config['train_dataset_cfg'].mixture_or_task_name
   with _named('--dataset', task):
-    info = data.task_info(task)
+    info = data.classification_info(task)
     config['model'].validate(info)
   _check_ks(settings.precision_at or (), info.num_classes)
 
@@ -157,7 +157,7 @@ def evaluate_checkpoint(name: str, checkpoint: str, settings: Settings) -> Evalu
   F = flags.FLAGS
   run = trained_run.open_run(checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths)
   task = settings.dataset or run.task
-  info = data.task_info(task)
+  info = data.classification_info(task)
   ks = default_ks(info.num_classes) if settings.precision_at is None else settings.precision_at
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
   with contextlib.ExitStack() as stack:
@@ -258,7 +258,7 @@ def _stream(
 ) -> Iterator[data.BatchIterator]:
   """Batches of a split in the model's size: this process's rows, or `whole` ones."""
   with _named(f'--{prefix}dataset', task):
-    info = data.task_info(task)
+    info = data.classification_info(task)
     # The rule of channels, without an image.
     shape = (1, run.image_size, run.image_size, info.channels)
     jax.eval_shape(

@@ -94,7 +94,7 @@ class Split:
 def represent() -> dict[str, Any]:
   """Extracts what the flags ask for; a row for each file is under 'files'."""
   task = task_name(flags.FLAGS.dataset)
-  info = data.task_info(task)
+  info = data.classification_info(task)
   names = choose_splits(task, info, flags.FLAGS.splits)
   run = trained_run.open_run(
     flags.FLAGS.checkpoint,

@@ -103,7 +103,12 @@ def test_parts_bind_what_exists(path):
       make_model().validate(data.task_info('digits'))
     return
   info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
-  assert info.num_classes == gin.query_parameter('%NUM_CLASSES')
+  if isinstance(info, data.ImageTextInfo):
+    assert info.vocab_size == gin.query_parameter('%VOCAB_SIZE')
+    with pytest.raises(ValueError, match='captions, no class labels'):
+      make_model().validate(info)
+  else:
+    assert info.num_classes == gin.query_parameter('%NUM_CLASSES')
   assert gin.query_parameter('%EVAL_SPLIT') in info.splits
   make_model()
 

@@ -1,36 +1,49 @@
-"""Data: seqio tasks read by global position, image preprocessing and the feature converter.
+"""Data: seqio tasks read by global position, preprocessing, vocabularies and feature converters.
 
 Importing this package imports no TensorFlow; the tasks do, when the first one is asked for.
 """
+
+import importlib
 
 from het_plugin.data.duration import total_steps
 from het_plugin.data.pipeline import (
   BatchIterator,
   DatasetConfig,
+  classification_info,
   element_spec,
   get_dataset,
   one_pass,
   task_info,
 )
-from het_plugin.data.sources import TaskInfo
+from het_plugin.data.sources import ImageTextInfo, TaskInfo
+
+# Of seqio, which cannot be had without importing TensorFlow: imported when first asked for.
+_LAZY = {
+  'ImageFeatureConverter': 'feature_converter',
+  'ImageTextFeatureConverter': 'feature_converter',
+  'get_vocabulary': 'vocabularies',
+  'tokenize': 'vocabularies',
+}
 
 __all__ = [
   'BatchIterator',
   'DatasetConfig',
   'ImageFeatureConverter',
+  'ImageTextFeatureConverter',
+  'ImageTextInfo',
   'TaskInfo',
+  'classification_info',
   'element_spec',
   'get_dataset',
+  'get_vocabulary',
   'one_pass',
   'task_info',
+  'tokenize',
   'total_steps',
 ]
 
 
 def __getattr__(name: str):
-  # A seqio class: its base class cannot be had without importing TensorFlow.
-  if name == 'ImageFeatureConverter':
-    from het_plugin.data.feature_converter import ImageFeatureConverter
-
-    return ImageFeatureConverter
+  if name in _LAZY:
+    return getattr(importlib.import_module(f'het_plugin.data.{_LAZY[name]}'), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

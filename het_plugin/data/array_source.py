@@ -1,4 +1,4 @@
-"""Examples held in arrays: scikit-learn's digits and NPZ files."""
+"""Examples held in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
 
 import os
 import zipfile
@@ -8,7 +8,7 @@ import numpy as np
 
 from het_plugin.data import counter_random
 from het_plugin.data.locked_cache import locked_cache
-from het_plugin.data.sources import TaskInfo
+from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 _SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
 _VALIDATION_FRACTION = 0.1
@@ -25,13 +25,14 @@ class ArraySource:
     name: str,
     load: Callable[[], tuple[np.ndarray, np.ndarray]],
     splits: Mapping[str, np.ndarray],
-    info: TaskInfo,
+    info: TaskInfo | ImageTextInfo,
     image_size: int,
   ):
     """
     Args:
       name: the data set, for messages.
-      load: returns images [N, H, H, C], uint8 or float32 in [0, 1], and labels, int32 [N, L].
+      load: returns images [N, H, H, C], uint8 or float32 in [0, 1], and labels, int32 [N, L], or
+        captions, strings [N, M].
       splits: the row numbers of each split, int64.
       info: what is known beforehand.
       image_size: H.
@@ -81,43 +82,63 @@ def npz_source(path: str) -> ArraySource:
   Raises:
     ValueError: the file or an array is missing, or does not have the shape, type or values above.
   """
-  if not os.path.isfile(path):
-    raise ValueError(f'npz:{path}: there is no such file.')
+  name = f'npz:{path}'
+  _check_arrays(name, path, 'label')
   with np.load(path, allow_pickle=False) as arrays:
-    missing = [name for name in ('image', 'label') if name not in arrays.files]
-    if missing:
-      raise ValueError(
-        f"npz:{path} needs the arrays 'image' and 'label'; it lacks {missing} and has "
-        f'{sorted(arrays.files)}.'
-      )
     labels = arrays['label']
     names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
-    split_names = arrays['split'].astype(str) if 'split' in arrays.files else None
-  shape, dtype = _image_header(path)
-  num_classes, labels = _check_labels(path, labels, names, num_images=shape[0])
-  if len(shape) not in (3, 4) or shape[1] != shape[2]:
-    raise ValueError(f'npz:{path}: image is {shape}; it must be [N, H, H] or [N, H, H, C].')
-  if dtype != np.uint8 and dtype.kind != 'f':
-    raise ValueError(f'npz:{path}: image is {dtype}; it must be uint8, or float in [0, 1].')
-  if split_names is None:
-    held_out, kept = fixed_split(shape[0], _VALIDATION_FRACTION)
-    splits = {'train': kept, 'validation': held_out}
-  else:
-    if split_names.shape != shape[:1]:
-      raise ValueError(f'npz:{path}: split is {split_names.shape}; it must be {shape[:1]}.')
-    splits = {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}
+  shape, _ = _header(path, 'image')
+  num_classes, labels = _check_labels(name, labels, names, num_images=shape[0])
+  image_size, channels = _check_images(name, path)
+  splits = _npz_splits(name, path, shape[0])
   info = TaskInfo(
     num_classes=num_classes,
     multi_label=labels.shape[1] > 1,
-    channels=shape[3] if len(shape) == 4 else 1,
+    channels=channels,
     class_names=names,
     splits={name: len(rows) for name, rows in splits.items()},
     max_labels=labels.shape[1],
     version=_checksums(path),
   )
-  return ArraySource(
-    f'npz:{path}', lambda: (_load_npz_images(path), labels), splits, info, image_size=shape[1]
+  return ArraySource(name, lambda: (_load_npz_images(name, path), labels), splits, info, image_size)
+
+
+def npz_captions_source(path: str) -> ArraySource:
+  """An NPZ file of images and captions.
+
+  Arrays of the file:
+    image    [N, H, H] or [N, H, H, C]; uint8, or float in [0, 1].
+    caption  unicode strings (dtype '<U...'); [N], or [N, M] for up to M captions an image. Blank
+             ones do not count; an image without any is an unreadable record.
+    split    optional [N] strings, as in npz_source.
+
+  Raises:
+    ValueError: the file or an array is missing, or does not have the shape, type or values above.
+  """
+  name = f'npz_captions:{path}'
+  _check_arrays(name, path, 'caption')
+  shape, _ = _header(path, 'image')
+  caption_shape, dtype = _header(path, 'caption')
+  if dtype.kind != 'U' or len(caption_shape) not in (1, 2) or caption_shape[0] != shape[0]:
+    raise ValueError(
+      f'{name}: caption is {dtype} {caption_shape}; it must be unicode strings [N] or [N, M] with '
+      f'N = {shape[0]}, the number of images.'
+    )
+  if 0 in caption_shape:
+    raise ValueError(f'{name} holds no examples.')
+  image_size, channels = _check_images(name, path)
+  splits = _npz_splits(name, path, shape[0])
+
+  def load():
+    with np.load(path, allow_pickle=False) as arrays:
+      return _load_npz_images(name, path), arrays['caption'].reshape(shape[0], -1)
+
+  info = ImageTextInfo(
+    channels=channels,
+    splits={name: len(rows) for name, rows in splits.items()},
+    version=_checksums(path),
   )
+  return ArraySource(name, load, splits, info, image_size)
 
 
 def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -134,15 +155,15 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
   return (digits.images / 16).astype(np.float32)[..., None], digits.target.astype(np.int32)[:, None]
 
 
-def _check_labels(path, labels, names, num_images: int) -> tuple[int, np.ndarray]:
+def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray]:
   """Returns the number of classes and the labels as int32 [N, L]."""
   if labels.ndim not in (1, 2) or len(labels) != num_images or labels.dtype.kind not in 'iu':
     raise ValueError(
-      f'npz:{path}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L] '
+      f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L] '
       f'with N = {num_images}, the number of images.'
     )
   if labels.size == 0:
-    raise ValueError(f'npz:{path} holds no examples.')
+    raise ValueError(f'{name} holds no examples.')
   labels = labels.reshape(num_images, -1).astype(np.int64)
   num_classes = len(names) if names is not None else int(labels.max()) + 1
   lowest = 0 if labels.shape[1] == 1 else -1
@@ -150,10 +171,44 @@ def _check_labels(path, labels, names, num_images: int) -> tuple[int, np.ndarray
   if wrong.any():
     row = int(np.flatnonzero(wrong.any(axis=1))[0])
     raise ValueError(
-      f'npz:{path}: label {int(labels[row][wrong[row]][0])} of example {row} is out of range; '
+      f'{name}: label {int(labels[row][wrong[row]][0])} of example {row} is out of range; '
       f'labels are 0 .. {num_classes - 1}' + (', or -1 for none.' if lowest else '.')
     )
   return num_classes, labels.astype(np.int32)
+
+
+def _check_arrays(name: str, path: str, annotation: str) -> None:
+  if not os.path.isfile(path):
+    raise ValueError(f'{name}: there is no such file.')
+  with np.load(path, allow_pickle=False) as arrays:
+    missing = [array for array in ('image', annotation) if array not in arrays.files]
+    if missing:
+      raise ValueError(
+        f"{name} needs the arrays 'image' and {annotation!r}; it lacks {missing} and has "
+        f'{sorted(arrays.files)}.'
+      )
+
+
+def _check_images(name: str, path: str) -> tuple[int, int]:
+  """The side and the number of channels of the array 'image'."""
+  shape, dtype = _header(path, 'image')
+  if len(shape) not in (3, 4) or shape[1] != shape[2]:
+    raise ValueError(f'{name}: image is {shape}; it must be [N, H, H] or [N, H, H, C].')
+  if dtype != np.uint8 and dtype.kind != 'f':
+    raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')
+  return shape[1], shape[3] if len(shape) == 4 else 1
+
+
+def _npz_splits(name: str, path: str, num_images: int) -> dict[str, np.ndarray]:
+  """The row numbers of each split, by the array 'split' if there is one."""
+  with np.load(path, allow_pickle=False) as arrays:
+    split_names = arrays['split'].astype(str) if 'split' in arrays.files else None
+  if split_names is None:
+    held_out, kept = fixed_split(num_images, _VALIDATION_FRACTION)
+    return {'train': kept, 'validation': held_out}
+  if split_names.shape != (num_images,):
+    raise ValueError(f'{name}: split is {split_names.shape}; it must be {(num_images,)}.')
+  return {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}
 
 
 def _checksums(path: str) -> str:
@@ -162,9 +217,9 @@ def _checksums(path: str) -> str:
     return ' '.join(f'{entry.filename} {entry.CRC:08x}' for entry in archive.infolist())
 
 
-def _image_header(path: str) -> tuple[tuple[int, ...], np.dtype]:
-  """Shape and dtype of the array 'image', without reading its data."""
-  with zipfile.ZipFile(path) as archive, archive.open('image.npy') as stream:
+def _header(path: str, array: str) -> tuple[tuple[int, ...], np.dtype]:
+  """Shape and dtype of an array, without reading its data."""
+  with zipfile.ZipFile(path) as archive, archive.open(f'{array}.npy') as stream:
     version = np.lib.format.read_magic(stream)
     read_header = {
       (1, 0): np.lib.format.read_array_header_1_0,
@@ -174,7 +229,7 @@ def _image_header(path: str) -> tuple[tuple[int, ...], np.dtype]:
   return shape, dtype
 
 
-def _load_npz_images(path: str) -> np.ndarray:
+def _load_npz_images(name: str, path: str) -> np.ndarray:
   with np.load(path, allow_pickle=False) as arrays:
     images = arrays['image']
   images = images if images.ndim == 4 else images[..., None]
@@ -182,6 +237,6 @@ def _load_npz_images(path: str) -> np.ndarray:
     return images
   if not (images.min() >= 0 and images.max() <= 1):
     raise ValueError(
-      f'npz:{path}: float images must lie in [0, 1], these in [{images.min()}, {images.max()}].'
+      f'{name}: float images must lie in [0, 1], these in [{images.min()}, {images.max()}].'
     )
   return images.astype(np.float32)

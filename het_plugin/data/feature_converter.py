@@ -1,4 +1,6 @@
-"""The seqio feature converter of image classification: from a task to a model under t5x."""
+"""The seqio feature converters, of image classification and of image-text training: from a task to
+a model under t5x.
+"""
 
 from collections.abc import Mapping
 
@@ -9,7 +11,57 @@ from het_plugin.data.tf_host import tf
 _Spec = seqio.FeatureConverter.FeatureSpec
 
 
-class ImageFeatureConverter(seqio.FeatureConverter):
+class _ImageConverter(seqio.FeatureConverter):
+  """What both converters do; subclasses name the feature beside the image and its padding."""
+
+  ANNOTATION: str
+  PADDING: int
+  PACKING_FEATURE_DTYPES = {}
+
+  def __init__(self, pack: bool = False, use_custom_packing_ops: bool = False, **kwargs):
+    if pack or use_custom_packing_ops:
+      raise ValueError(
+        'pack or use_custom_packing_ops is True; images cannot be packed: use False.'
+      )
+    super().__init__(pack=False, use_custom_packing_ops=False, **kwargs)
+
+  def _convert_features(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
+    name = self.ANNOTATION
+    side, length = task_feature_lengths['image'], task_feature_lengths[name]
+
+    def convert(number, example):
+      image, row = example['image'], example[name]
+      missing = length - tf.shape(row)[0]
+      padded = tf.pad(row, [[0, missing]], constant_values=self.PADDING)
+      return {
+        'image': tf.ensure_shape(image, [side, side, image.shape[-1]]),
+        name: tf.ensure_shape(padded, [length]),
+        'index': example.get('index', tf.cast(number % 2**31, tf.int32)),
+        'mask': example.get('mask', tf.ones([], tf.float32)),
+      }
+
+    return ds.enumerate().map(convert, num_parallel_calls=tf.data.AUTOTUNE)
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    # Scalars have no length; seqio wants every model feature named and skips those of rank 0.
+    return {**task_feature_lengths, 'index': 1, 'mask': 1}
+
+
+def _task_features(annotation: str) -> dict[str, _Spec]:
+  return {'image': _Spec(dtype=tf.float32, rank=3), annotation: _Spec(dtype=tf.int32)}
+
+
+def _model_features(annotation: str) -> dict[str, _Spec]:
+  return {
+    **_task_features(annotation),
+    'index': _Spec(dtype=tf.int32, rank=0),
+    'mask': _Spec(dtype=tf.float32, rank=0),
+  }
+
+
+class ImageFeatureConverter(_ImageConverter):
   """Turns examples of image tasks into model features.
 
   Task features, with task_feature_lengths {'image': H, 'label': L}:
@@ -30,42 +82,28 @@ class ImageFeatureConverter(seqio.FeatureConverter):
     ValueError: packing is asked for.
   """
 
-  TASK_FEATURES = {
-    'image': _Spec(dtype=tf.float32, rank=3),
-    'label': _Spec(dtype=tf.int32),
-  }
-  MODEL_FEATURES = {
-    'image': _Spec(dtype=tf.float32, rank=3),
-    'label': _Spec(dtype=tf.int32),
-    'index': _Spec(dtype=tf.int32, rank=0),
-    'mask': _Spec(dtype=tf.float32, rank=0),
-  }
-  PACKING_FEATURE_DTYPES = {}
+  ANNOTATION = 'label'
+  PADDING = -1
+  TASK_FEATURES = _task_features('label')
+  MODEL_FEATURES = _model_features('label')
 
-  def __init__(self, pack: bool = False, use_custom_packing_ops: bool = False, **kwargs):
-    if pack or use_custom_packing_ops:
-      raise ValueError(
-        'pack or use_custom_packing_ops is True; images cannot be packed: use False.'
-      )
-    super().__init__(pack=False, use_custom_packing_ops=False, **kwargs)
 
-  def _convert_features(
-    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
-  ) -> tf.data.Dataset:
-    side, max_labels = task_feature_lengths['image'], task_feature_lengths['label']
+class ImageTextFeatureConverter(_ImageConverter):
+  """Turns examples of image-text tasks into model features.
 
-    def convert(number, example):
-      image, label = example['image'], example['label']
-      missing = max_labels - tf.shape(label)[0]
-      return {
-        'image': tf.ensure_shape(image, [side, side, image.shape[-1]]),
-        'label': tf.ensure_shape(tf.pad(label, [[0, missing]], constant_values=-1), [max_labels]),
-        'index': example.get('index', tf.cast(number % 2**31, tf.int32)),
-        'mask': example.get('mask', tf.ones([], tf.float32)),
-      }
+  As ImageFeatureConverter, with task_feature_lengths {'image': H, 'text': L}, and instead of the
+  label
+    text  int32 [l], l <= L: token ids; end-of-sequence (1) is among them already
+  which the model gets as int32 [L], padded with 0.
 
-    return ds.enumerate().map(convert, num_parallel_calls=tf.data.AUTOTUNE)
+  Args:
+    pack, use_custom_packing_ops: must be False; images are not packed.
 
-  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    # Scalars have no length; seqio wants every model feature named and skips those of rank 0.
-    return {**task_feature_lengths, 'index': 1, 'mask': 1}
+  Raises:
+    ValueError: packing is asked for.
+  """
+
+  ANNOTATION = 'text'
+  PADDING = 0
+  TASK_FEATURES = _task_features('text')
+  MODEL_FEATURES = _model_features('text')

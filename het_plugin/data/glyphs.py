@@ -10,6 +10,9 @@ splits do not depend on the seed: they are the same for every run.
     glyphs_heldout             train and test, for few-shot evaluation: characters that are not in
                                glyphs_core, in STIX faces. Unshuffled, the first s K examples of
                                train are s shots of every class.
+    glyph_names, glyph_names_full, glyph_names_heldout
+                               the same images with the characters' Unicode names as captions, such
+                               as 'latin small letter e with acute'
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ import functools
 import numpy as np
 
 from het_plugin.data import counter_random, glyph_augment, glyph_bank
-from het_plugin.data.sources import TaskInfo
+from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 _FACE_STREAM = 2**33  # folded into an example's key; apart from the augmentation's counters
 
@@ -96,6 +99,34 @@ class GlyphSource:
       here = block == b
       classes[here] = _block_order(*stream, int(b), len(split_classes))[position[here]]
     return split_classes[classes]
+
+
+class GlyphNameSource:
+  """An ExampleSource of a GlyphSource's images, each with its character's name in lower case."""
+
+  image_size = None
+  image_dtype = np.float32
+
+  def __init__(self, class_set: str):
+    self._glyphs = GlyphSource(class_set)
+
+  @functools.cached_property
+  def info(self) -> ImageTextInfo:
+    info = self._glyphs.info
+    return ImageTextInfo(channels=info.channels, splits=info.splits)
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[np.ndarray, list[tuple[str]]]:
+    images, labels = self._glyphs.read(split, ids, size, seed)
+    return images, [self._captions[k] for k in labels[:, 0].tolist()]
+
+  def describe(self, split: str, example_id: int) -> str:
+    return self._glyphs.describe(split, example_id)
+
+  @functools.cached_property
+  def _captions(self) -> list[tuple[str]]:
+    return [(name.lower(),) for name in self._glyphs.info.class_names]
 
 
 @functools.cache

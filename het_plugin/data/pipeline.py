@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from het_plugin.data import reader, splits
-from het_plugin.data.sources import TRAIN_SPLIT, TaskInfo
+from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 Batch = dict[str, np.ndarray]
 
@@ -29,7 +29,8 @@ class DatasetConfig:
   """What to read; the names are t5x's.
 
   mixture_or_task_name: a name (see tasks.py) or a task.
-  task_feature_lengths: {'image': H, 'label': L}, the images' side and the labels' length.
+  task_feature_lengths: {'image': H, 'label': L}, the images' side and the labels' length; of a task
+    of captions {'image': H, 'text': L}, with end-of-sequence among the L tokens.
   split: one of the task's splits, or a slice of a finite one in TFDS's notation: 'train[:2000]',
     'train[10%:20%]', 'train[-500:]'. A slice is read as an evaluation split is, once and without
     augmentation, of 'train' too; to train on one set augment = True.
@@ -38,13 +39,15 @@ class DatasetConfig:
   seed: of the order, the augmentation and the endless streams; in [0, 2^32).
   num_epochs: passes over the split or slice. None: endless for the split 'train' and where augment
     is True, one pass otherwise.
-  augment: whether images go through the task's training preprocessors. None: for the split 'train',
-    which no slice is.
+  augment: whether images go through the task's training preprocessors, and one of several captions
+    is chosen at random rather than the first. None: for the split 'train', which no slice is.
   resize: how evaluation makes squares of photographs: 'aspect' keeps the aspect ratio, 'squash'
     does not (preprocess.photo_evaluation). None: as the task does, which is 'aspect' for our
     photographs.
-  max_corrupt_fraction: the part of the split or slice that may be unreadable; such rows are
-    masked.
+  vocabulary: of a task of captions: 'bytes' or the path of a SentencePiece .model file, see
+    get_vocabulary. None: the task's own, which is 'bytes' but for tasks registered with another.
+  max_corrupt_fraction: the part of the split or slice that may be unreadable, or without a caption;
+    such rows are masked.
   num_threads: that read ahead, 128 examples of a batch at a time; the order does not depend on it.
     Decoding and preprocessing of photographs take all cores, however many threads wait for them.
   module: a module to import first, such as one that registers tasks.
@@ -60,6 +63,7 @@ class DatasetConfig:
   num_epochs: int | None = None
   augment: bool | None = None
   resize: Literal['aspect', 'squash'] | None = None
+  vocabulary: str | None = None
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
   num_threads: int = 4
   module: str | None = None
@@ -89,9 +93,10 @@ class DatasetConfig:
 class BatchIterator:
   """Batches of numpy arrays, read ahead on background threads.
 
-  A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1,
-  index int32 [B] and mask float32 [B], with B the number of `rows` (see ExampleReader.read). An
-  error in reading a batch is raised by the `next` that would have returned it.
+  A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1
+  or text int32 [B, L] (token ids and end-of-sequence, 1, padded with 0), index int32 [B] and mask
+  float32 [B], with B the number of `rows` (see ExampleReader.read). An error in reading a batch is
+  raised by the `next` that would have returned it.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
   num_examples, num_batches: from position 0 to the end; None if endless.
@@ -220,15 +225,31 @@ def _fill(
     array[rows] = block[name]
 
 
-def task_info(name: str) -> TaskInfo:
+def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
   """What is known of a task without reading its images.
 
+  Args:
+    name: of a task with class labels, whose TaskInfo is returned, or with captions (ImageTextInfo).
+    vocabulary: as DatasetConfig's; vocab_size depends on it.
+
   Raises:
-    ValueError: no such task, or its files are not as they should be.
+    ValueError: no such task or vocabulary, or its files are not as they should be.
   """
   from het_plugin.data import tasks  # not at the top: seqio and TensorFlow take seconds to import
 
-  return tasks.get_task(name).examples.info
+  return tasks.get_task(name, vocabulary).info
+
+
+def classification_info(name: str) -> TaskInfo:
+  """`task_info` of a task that must have class labels.
+
+  Raises:
+    ValueError: as task_info, or the task has captions.
+  """
+  info = task_info(name)
+  if not isinstance(info, TaskInfo):
+    raise ValueError(f'task is {name!r}, whose images have captions; class labels are needed here.')
+  return info
 
 
 def one_pass(
@@ -236,10 +257,12 @@ def one_pass(
   split: str,
   *,
   image_size: int,
-  max_labels: int,
+  max_labels: int | None = None,
+  text_length: int | None = None,
   batch_size: int,
   bounded: bool,
   resize: Literal['aspect', 'squash'] | None = None,
+  vocabulary: str | None = None,
 ) -> DatasetConfig:
   """What evaluation reads: each example of a split once, without augmentation.
 
@@ -247,25 +270,32 @@ def one_pass(
     task: its name.
     split: a split or a slice of one; an endless one has no end here either.
     image_size: side of the square images, in pixels.
-    max_labels: labels an image.
+    max_labels: labels an image; of a task with class labels.
+    text_length: tokens a caption, end-of-sequence among them; of a task with captions.
     batch_size: of the global batch.
     bounded: whether only the first examples will be read: they are a fixed random choice then, for
       the first of a split sorted by class would be few classes.
-    resize: see DatasetConfig.
+    resize, vocabulary: see DatasetConfig.
 
   Raises:
-    ValueError: no such task, or a setting out of range.
+    ValueError: no such task, a setting out of range, or not one of max_labels and text_length.
   """
+  if (max_labels is None) == (text_length is None):
+    raise ValueError(
+      f'max_labels is {max_labels} and text_length is {text_length}; one of them must be None.'
+    )
+  annotation = {'label': max_labels} if text_length is None else {'text': text_length}
   endless = task_info(task).splits.get(split, 0) is None
   return DatasetConfig(
     mixture_or_task_name=task,
-    task_feature_lengths={'image': image_size, 'label': max_labels},
+    task_feature_lengths={'image': image_size, **annotation},
     split=split,
     batch_size=batch_size,
     shuffle=bounded,
     num_epochs=None if endless else 1,
     augment=False,
     resize=resize,
+    vocabulary=vocabulary,
   )
 
 
@@ -290,24 +320,23 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
   # Not at the top: seqio and TensorFlow take seconds to import.
   from het_plugin.data import seqio_task, tasks
 
-  task = tasks.get_task(cfg.mixture_or_task_name)
+  task = tasks.get_task(cfg.mixture_or_task_name, cfg.vocabulary)
   augment = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
   preprocessors = task.split_preprocessors(augment, cfg.resize)
   seqio_task.check_request(task, cfg.split, cfg.task_feature_lengths, preprocessors)
-  info = task.examples.info
+  info = task.info
   part = splits.resolve(cfg.split, info.splits, task.name)
   if cfg.num_epochs is not None and part.num_records is None:
     raise ValueError(
       f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
       f'be None.'
     )
-  side, max_labels = cfg.task_feature_lengths['image'], cfg.task_feature_lengths['label']
   training = cfg.split == TRAIN_SPLIT or cfg.augment
   example_reader = reader.ExampleReader(
     task.examples,
     cfg.split,
-    size=side,
-    max_labels=max_labels,
+    size=cfg.task_feature_lengths['image'],
+    annotations=task.source.annotations(cfg.task_feature_lengths, augment),
     shuffle=cfg.shuffle,
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
@@ -333,9 +362,10 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
 def element_spec(cfg: DatasetConfig, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes of the global batch of `cfg`, for images of `channels` channels; reads nothing."""
   B, side = cfg.batch_size, cfg.task_feature_lengths['image']
+  annotation = 'text' if 'text' in cfg.task_feature_lengths else 'label'
   return {
     'image': jax.ShapeDtypeStruct((B, side, side, channels), np.float32),
-    'label': jax.ShapeDtypeStruct((B, cfg.task_feature_lengths['label']), np.int32),
+    annotation: jax.ShapeDtypeStruct((B, cfg.task_feature_lengths[annotation]), np.int32),
     'index': jax.ShapeDtypeStruct((B,), np.int32),
     'mask': jax.ShapeDtypeStruct((B,), np.float32),
   }

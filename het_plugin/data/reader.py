@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 
+from het_plugin.data import annotations as annotations_lib
 from het_plugin.data import counter_random, decode, splits
 from het_plugin.data.sources import ExampleSource
 
@@ -24,7 +25,9 @@ class CorruptRecords:
   Any thread may use it.
   """
 
-  def __init__(self, num_records: int, max_fraction: float):
+  def __init__(self, num_records: int, max_fraction: float, noun: str = 'image'):
+    """`noun` is what a record is called in messages."""
+    self._noun = noun
     self._num_records = num_records
     self._max_fraction = max_fraction
     self._names: dict[int, str] = {}
@@ -52,12 +55,12 @@ class CorruptRecords:
       count = len(self._names)
     if new:
       logging.getLogger(__name__).warning(
-        'Unreadable image %s: its row is masked (%d so far).', name, count
+        'Unreadable %s %s: its row is masked (%d so far).', self._noun, name, count
       )
     if count > self._max_fraction * self._num_records:
       first = ', '.join(self.names[:_NAMED_RECORDS])
       raise ValueError(
-        f'{count} of {self._num_records} images are unreadable, more than '
+        f'{count} of {self._num_records} {self._noun}s are unreadable, more than '
         f'max_corrupt_fraction = {self._max_fraction} allows; the first are: {first}.'
       )
 
@@ -65,9 +68,10 @@ class CorruptRecords:
 class ExampleReader:
   """Reads the examples at given positions of the global order, the same ones on every host.
 
-  A record that cannot be read keeps its position: its row has mask 0, labels -1 and a black image,
-  exactly as a padding row. So every other example is still met exactly once an epoch, and resuming
-  needs no memory of which records were bad. Positions past the last epoch are padding rows.
+  A record that cannot be read, or has no caption where it should, keeps its position: its row has
+  mask 0, labels -1 or text 0 and a black image, exactly as a padding row. So every other example is
+  still met exactly once an epoch, and resuming needs no memory of which records were bad. Positions
+  past the last epoch are padding rows.
   """
 
   def __init__(
@@ -76,13 +80,21 @@ class ExampleReader:
     split: str,
     *,
     size: int,
-    max_labels: int,
+    annotations: annotations_lib.Labels | annotations_lib.Captions,
     shuffle: bool,
     seed: int,
     num_epochs: int | None,
     max_corrupt_fraction: float,
   ):
-    """Arguments as in DatasetConfig; num_epochs None: endless. An endless split has no epochs.
+    """Reads nothing yet.
+
+    Args:
+      source: the examples.
+      split: a split or a slice of one.
+      size: side of the square images the model takes.
+      annotations: makes rows of the source's labels or captions.
+      shuffle, seed, max_corrupt_fraction: as in DatasetConfig.
+      num_epochs: None: endless. An endless split has no epochs.
 
     Raises:
       ValueError: no such split or slice.
@@ -92,14 +104,14 @@ class ExampleReader:
     self._split = part.split
     self._first_record = part.start
     self._size = size
-    self._max_labels = max_labels
+    self._annotations = annotations
     self._shuffle = shuffle
     self._seed = seed
     self._num_records = part.num_records
     endless = num_epochs is None or self._num_records is None
     self.num_examples = None if endless else num_epochs * self._num_records
     self._one_pass = num_epochs == 1
-    self.corrupt = CorruptRecords(self._num_records or 0, max_corrupt_fraction)
+    self.corrupt = CorruptRecords(self._num_records or 0, max_corrupt_fraction, annotations.noun)
 
   def read(
     self, positions: np.ndarray, keep_jpegs: bool = False
@@ -113,7 +125,7 @@ class ExampleReader:
     Returns:
       image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ; with
         keep_jpegs the bytes of those in JPEG files, but for the ones known to be unreadable.
-      label: int32 [B, max_labels], padded with -1.
+      label or text: int32 [B, L], see the `annotations`.
       index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
         the whole split, so that slices that do not overlap have no index in common; else the
         position mod 2^31.
@@ -121,41 +133,43 @@ class ExampleReader:
       key: int32 [B, 2], the random key of the example's preprocessing, from (seed, position).
 
     Raises:
-      ValueError: too many records are unreadable, or an example has more than max_labels labels.
+      ValueError: too many records are unreadable, or an example has more labels than there is room
+        for.
     """
     real = np.ones(len(positions), bool)
     if self.num_examples is not None:
       real = positions < self.num_examples
     records = self._records(positions[real])
-    images, labels = self._source.read(self._split, records, self._size, self._seed)
-    if labels.shape[1] > self._max_labels:
-      raise ValueError(
-        f"task_feature_lengths['label'] is {self._max_labels}; there is an example with "
-        f'{labels.shape[1]} labels.'
-      )
+    keys = self._keys(positions)
+    images, annotated = self._source.read(self._split, records, self._size, self._seed)
+    rows, problems = self._annotations.rows(annotated, keys[real])
     if not isinstance(images, np.ndarray):
       known = (
         None if record in self.corrupt else image
         for record, image in zip(records.tolist(), images, strict=True)
       )
       images = decode.decode_all(list(known), keep_jpegs)
-    readable = np.array([image is not None for image in images], bool)
-    for record in records[~readable]:
-      self.corrupt.add(int(record), self._source.describe(self._split, int(record)))
+    readable = np.array(
+      [i is not None and p is None for i, p in zip(images, problems, strict=True)], bool
+    )
+    for i in np.flatnonzero(~readable):
+      name = self._source.describe(self._split, int(records[i]))
+      self.corrupt.add(int(records[i]), f'{name} ({problems[i]})' if problems[i] else name)
 
-    label = np.full((len(positions), self._max_labels), -1, np.int32)
-    label[real, : labels.shape[1]] = np.where(readable[:, None], labels, -1)
+    padding = self._annotations.padding
+    padded = np.full((len(positions), self._annotations.length), padding, np.int32)
+    padded[real] = np.where(readable[:, None], rows, padding)
     index = positions.copy()
     if self._one_pass:
       index[real] = records
     mask = np.zeros(len(positions), np.float32)
     mask[real] = readable
     return {
-      'image': images if mask.all() else self._with_blanks(images, real),
-      'label': label,
+      'image': images if mask.all() else self._with_blanks(images, real, readable),
+      self._annotations.feature: padded,
       'index': (index % 2**31).astype(np.int32),
       'mask': mask,
-      'key': self._keys(positions),
+      'key': keys.view(np.int32).reshape(-1, 2),
     }
 
   def _records(self, positions: np.ndarray) -> np.ndarray:
@@ -179,15 +193,17 @@ class ExampleReader:
 
   def _keys(self, positions: np.ndarray) -> np.ndarray:
     base = counter_random.base_key(self._seed, _PREPROCESS_STREAM)
-    return counter_random.fold(base, positions).view(np.int32).reshape(-1, 2)
+    return counter_random.fold(base, positions)  # uint64 [B]
 
-  def _with_blanks(self, images, real: np.ndarray) -> list[np.ndarray] | np.ndarray:
+  def _with_blanks(
+    self, images, real: np.ndarray, readable: np.ndarray
+  ) -> list[np.ndarray] | np.ndarray:
     """Puts black images where there is no example and for the unreadable ones."""
     dtype = np.dtype(self._source.image_dtype)
     side = self._source.image_size or self._size
     black = -1 if dtype.kind == 'f' else 0
     blank = np.full((side, side, self._source.info.channels), black, dtype)
-    rows = iter(images)
-    filled = [next(rows) if is_real else None for is_real in real]
-    filled = [blank if image is None else image for image in filled]
+    filled = [blank] * len(real)
+    for row, image, is_readable in zip(np.flatnonzero(real), images, readable, strict=True):
+      filled[row] = image if is_readable else blank
     return np.stack(filled) if isinstance(images, np.ndarray) else filled

@@ -1,21 +1,15 @@
 """seqio tasks over sources that read by number: one global order for seqio and our pipeline."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import seqio
 
-from het_plugin.data import preprocess, reader, sources
+from het_plugin.data import annotations, preprocess, reader, sources, vocabularies
 from het_plugin.data import splits as splits_lib
 from het_plugin.data.tf_host import tf
-
-OUTPUT_FEATURES = {
-  'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
-  'label': seqio.Feature(seqio.PassThroughVocabulary(size=1), add_eos=False, dtype=tf.int32),
-  'index': seqio.ContinuousFeature(dtype=tf.int32, rank=0),
-  'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=0),
-}
 
 _BLOCK = 64  # examples that one call of the source reads under seqio
 _JPEG = (0, 0, 0)  # what stands for the shape of an image that is still a JPEG file
@@ -23,11 +17,28 @@ _JPEG = (0, 0, 0)  # what stands for the shape of an image that is still a JPEG 
 Preprocessor = Callable[..., tf.data.Dataset]
 
 
+def output_features(vocabulary: seqio.Vocabulary | None) -> dict[str, seqio.Feature]:
+  """The features of a task of captions in this vocabulary, or of labels (None)."""
+  if vocabulary is None:
+    label = seqio.Feature(seqio.PassThroughVocabulary(size=1), add_eos=False, dtype=tf.int32)
+    annotation = {'label': label}
+  else:
+    annotation = {'text': seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)}
+  return {
+    'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
+    **annotation,
+    'index': seqio.ContinuousFeature(dtype=tf.int32, rank=0),
+    'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=0),
+  }
+
+
 class IndexedDataSource(seqio.DataSource):
   """A seqio data source over an ExampleSource. Shuffles by epoch, shards by position."""
 
-  def __init__(self, examples: sources.ExampleSource):
+  def __init__(self, examples: sources.ExampleSource, vocabulary: seqio.Vocabulary | None = None):
+    """`vocabulary` is that of the captions; None for examples with labels."""
     self.examples = examples
+    self.vocabulary = vocabulary
     super().__init__(
       splits=examples.info.splits,
       caching_permitted=False,
@@ -37,6 +48,19 @@ class IndexedDataSource(seqio.DataSource):
   @property
   def splits(self) -> splits_lib.SliceableSplits:
     return splits_lib.SliceableSplits(self.examples.info.splits)
+
+  @property
+  def annotation(self) -> str:
+    """The feature beside the image: 'label' or 'text'."""
+    return 'label' if self.vocabulary is None else 'text'
+
+  def annotations(
+    self, lengths: Mapping[str, int], augment: bool
+  ) -> annotations.Labels | annotations.Captions:
+    """What makes rows of the examples' labels or captions, for training (augment) or not."""
+    if self.vocabulary is None:
+      return annotations.Labels(lengths['label'])
+    return annotations.Captions(self.vocabulary, lengths['text'], at_random=augment)
 
   def num_input_examples(self, split: str) -> int | None:
     return self.splits[split]
@@ -65,12 +89,14 @@ class IndexedDataSource(seqio.DataSource):
     ignores num_epochs.
     """
     if not sequence_length:
-      raise ValueError("sequence_length is missing; it must be {'image': H, 'label': L}.")
+      raise ValueError(
+        f"sequence_length is missing; it must be {{'image': H, '{self.annotation}': L}}."
+      )
     example_reader = reader.ExampleReader(
       self.examples,
       split,
       size=sequence_length['image'],
-      max_labels=sequence_length['label'],
+      annotations=self.annotations(sequence_length, augment=split == sources.TRAIN_SPLIT),
       shuffle=shuffle,
       seed=seed or 0,
       num_epochs=num_epochs,
@@ -78,7 +104,7 @@ class IndexedDataSource(seqio.DataSource):
     )
     shard, num_shards = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
     total = example_reader.num_examples
-    specs = packed_specs()
+    specs = packed_specs(self.annotation)
 
     def read_block(start):
       stop = start + _BLOCK * num_shards
@@ -121,6 +147,28 @@ class ImageTask(seqio.Task):
   def examples(self) -> sources.ExampleSource:
     """The examples by number, before preprocessing."""
     return self.source.examples
+
+  @property
+  def vocabulary(self) -> seqio.Vocabulary | None:
+    """Of the captions; None for a task of labels."""
+    return self.source.vocabulary
+
+  @property
+  def eval_preprocessors(self) -> Sequence[Preprocessor]:
+    """Those of evaluation; seqio's `preprocessors` are those of training."""
+    return self._eval_preprocessors
+
+  @property
+  def info(self) -> sources.TaskInfo | sources.ImageTextInfo:
+    """What is known without reading images."""
+    info = self.examples.info
+    if self.vocabulary is None:
+      return info
+    return dataclasses.replace(
+      info,
+      vocabulary=vocabularies.vocabulary_name(self.vocabulary),
+      vocab_size=self.vocabulary.vocab_size,
+    )
 
   def split_preprocessors(self, augment: bool, resize: str | None = None) -> Sequence[Preprocessor]:
     """The preprocessors of training (augment) or of evaluation.
@@ -208,15 +256,23 @@ def check_request(
   Raises:
     ValueError: it has not, or cannot.
   """
-  info = task.examples.info
+  info = task.info
   if splits_lib.resolve(split, info.splits, task.name).num_records == 0:
     raise ValueError(f'The split {split!r} of {task.name} is empty.')
-  if set(lengths) != {'image', 'label'} or min(lengths.values()) < 1:
+  has_labels = task.vocabulary is None
+  if has_labels and (set(lengths) != {'image', 'label'} or min(lengths.values()) < 1):
     raise ValueError(
       f"task_feature_lengths is {dict(lengths)}; it must be {{'image': H, 'label': L}}, both at "
-      f'least 1.'
+      f'least 1: {task.name} has class labels.'
     )
-  if lengths['label'] < info.max_labels:
+  if not has_labels and (
+    set(lengths) != {'image', 'text'} or lengths['image'] < 1 or lengths['text'] < 2
+  ):
+    raise ValueError(
+      f"task_feature_lengths is {dict(lengths)}; it must be {{'image': H, 'text': L}} with H at "
+      f'least 1 and L at least 2: {task.name} has captions.'
+    )
+  if has_labels and lengths['label'] < info.max_labels:
     raise ValueError(
       f"task_feature_lengths['label'] is {lengths['label']}; examples of {task.name} have up to "
       f'{info.max_labels} labels.'
@@ -225,17 +281,20 @@ def check_request(
   if size not in (None, lengths['image']) and not preprocessors:
     raise ValueError(
       f"task_feature_lengths['image'] is {lengths['image']}; the images of {task.name} are {size} "
-      f'x {size} and the task does not resize them: use {size}, or call add_image_task with a '
-      f'resize preprocessor.'
+      f'x {size} and the task does not resize them: use {size}, or register a task of your '
+      f'own with a resize preprocessor (add_image_task, add_image_text_task).'
     )
 
 
-def packed_specs() -> dict[str, tf.TensorSpec]:
-  """The element specification of packed examples (see `pack`), without the batch dimension."""
+def packed_specs(annotation: str) -> dict[str, tf.TensorSpec]:
+  """The element specification of packed examples (see `pack`), without the batch dimension.
+
+  `annotation` is the feature beside the image, 'label' or 'text'.
+  """
   return {
     'image': tf.TensorSpec([], tf.string),
     'shape': tf.TensorSpec([3], tf.int32),
-    'label': tf.TensorSpec([None], tf.int32),
+    annotation: tf.TensorSpec([None], tf.int32),
     'index': tf.TensorSpec([], tf.int32),
     'mask': tf.TensorSpec([], tf.float32),
     'key': tf.TensorSpec([2], tf.int32),
@@ -290,7 +349,7 @@ def preprocessed_reader(
   It runs the preprocessors exactly as seqio does, on a dataset that holds just these
   examples; the graph is built once. The image is checked to be [H, H, C]. Any thread may call it.
   """
-  specs = packed_specs()
+  specs = packed_specs(task.source.annotation)
   batch_specs = {n: tf.TensorSpec([None, *s.shape], s.dtype, name=n) for n, s in specs.items()}
   options = tf.data.Options()
   # Every call is a new dataset, too short-lived for autotuning to find its parallelism.

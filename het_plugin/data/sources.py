@@ -1,4 +1,7 @@
-"""What a data set is here: examples that can be read by number, and what is known beforehand."""
+"""What a data set is here: examples that can be read by number, and what is known beforehand.
+
+An example is an image with class labels or with captions.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +14,7 @@ TRAIN_SPLIT = 'train'  # the split that is augmented, and by default endless
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-  """What is known of a task without reading its images.
+  """What is known of a task of images with class labels, without reading its images.
 
   num_classes: K; labels are 0 .. K - 1.
   multi_label: whether an example may carry several labels, or none.
@@ -33,22 +36,43 @@ class TaskInfo:
   version: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ImageTextInfo:
+  """What is known of a task of images with captions, without reading its images.
+
+  channels: C of the images [H, W, C].
+  splits: number of examples, which are images, of each split; None for an endless one.
+  vocabulary: name of the vocabulary of the token ids; None in the info of a source, which has
+    texts.
+  vocab_size: number of token ids: they are 0 .. vocab_size - 1. None in the info of a source.
+  version: as in TaskInfo.
+  """
+
+  channels: int
+  splits: Mapping[str, int | None]
+  vocabulary: str | None = None
+  vocab_size: int | None = None
+  version: str | None = None
+
+
 class ExampleSource(Protocol):
   """Random access to the examples of a data set, by number within a split.
 
-  info: the TaskInfo.
+  info: the TaskInfo, or the ImageTextInfo of a source of captions.
   image_size: side of the square images that `read` returns; None if `read` can return any side.
   image_dtype: float32 (levels in [-1, 1], ready for a model) or uint8 (0 .. 255).
   """
 
-  info: TaskInfo
+  info: TaskInfo | ImageTextInfo
   image_size: int | None
   image_dtype: type[np.generic]
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
-  ) -> tuple[Sequence[np.ndarray | bytes | None], np.ndarray]:
-    """Reads examples as (images, labels), the same ones for the same arguments, on any thread.
+  ) -> tuple[Sequence[np.ndarray | bytes | None], np.ndarray | Sequence[Sequence[str]]]:
+    """Reads examples as (images, labels) or (images, captions), on any thread.
+
+    The same ones for the same arguments.
 
     Args:
       split: one of info.splits.
@@ -61,6 +85,8 @@ class ExampleSource(Protocol):
         for an unreadable one. A source of uint8 RGB images may give the bytes of JPEG and PNG files
         instead, which are decoded faster later.
       labels: int32 [B, L], padded with -1.
+      captions: [B], the texts of each image in a fixed order. Blank ones do not count; an image
+        without any is an unreadable record.
     """
 
   def describe(self, split: str, example_id: int) -> str:

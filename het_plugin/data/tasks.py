@@ -1,14 +1,22 @@
-"""The tasks by name. The first four are registered with seqio when this module is imported.
+"""The tasks by name. Those without a prefix are registered with seqio on import of this module.
 
+Images with class labels:
     glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
     digits                                     scikit-learn's digits
     npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
     image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
     tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); of a NAME that
                                                a folder here has too, this one is taken
+Images with captions:
+    glyph_names, glyph_names_full, glyph_names_heldout
+                                               the same characters with their names (glyphs.py)
+    npz_captions:PATH                          arrays in a file (array_source.py)
+    image_folder_captions:PATH                 JPEG and PNG files, and a file of captions
+                                               (caption_file.py)
+    tfds_captions:NAME                         TensorFlow Datasets (tfds_source.py)
 
-Another data set, or other preprocessing, is one call of `add_image_task` in a module that
-`DatasetConfig.module` names.
+Another data set, or other preprocessing, is one call of `add_image_task` or `add_image_text_task`
+in a module that `DatasetConfig.module` names.
 """
 
 import hashlib
@@ -18,12 +26,20 @@ from collections.abc import Callable, Sequence
 
 import seqio
 
-from het_plugin.data import array_source, glyphs, image_folder, preprocess, tfds_source
+from het_plugin.data import (
+  array_source,
+  caption_file,
+  glyphs,
+  image_folder,
+  preprocess,
+  tfds_source,
+  vocabularies,
+)
 from het_plugin.data.seqio_task import (
-  OUTPUT_FEATURES,
   ImageTask,
   IndexedDataSource,
   Preprocessor,
+  output_features,
 )
 from het_plugin.data.sources import ExampleSource
 
@@ -33,12 +49,19 @@ _PHOTO_TRAIN = (
   preprocess.value_range(),
 )
 _PHOTO_EVAL = preprocess.photo_evaluation()
+# All of the photograph, and not mirrored: what the caption names stays in the image, on its side.
+_CAPTIONED_PHOTO = (preprocess.resize(), preprocess.value_range())
 
 # prefix: (maker of the source, preprocessors of training, of evaluation)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
   'npz': (array_source.npz_source, (), ()),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, _PHOTO_EVAL),
   'tfds': (tfds_source.TfdsSource, _PHOTO_TRAIN, _PHOTO_EVAL),
+}
+_CAPTION_MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
+  'npz_captions': (array_source.npz_captions_source, (), ()),
+  'image_folder_captions': (caption_file.CaptionFileSource, _CAPTIONED_PHOTO, _CAPTIONED_PHOTO),
+  'tfds_captions': (tfds_source.TfdsCaptionSource, _CAPTIONED_PHOTO, _CAPTIONED_PHOTO),
 }
 
 
@@ -48,7 +71,7 @@ def add_image_task(
   preprocessors: Sequence[Preprocessor] = (),
   eval_preprocessors: Sequence[Preprocessor] = (),
 ) -> ImageTask:
-  """Registers a source of images with seqio.
+  """Registers a source of images with class labels with seqio.
 
   Args:
     name: letters, digits and . : _ #
@@ -60,22 +83,82 @@ def add_image_task(
   Raises:
     ValueError: the name is taken or has other characters.
   """
+  return _add(name, IndexedDataSource(source), preprocessors, eval_preprocessors)
+
+
+def add_image_text_task(
+  name: str,
+  source: ExampleSource,
+  vocabulary: str | seqio.Vocabulary | None = None,
+  preprocessors: Sequence[Preprocessor] = (),
+  eval_preprocessors: Sequence[Preprocessor] = (),
+) -> ImageTask:
+  """Registers a source of images with captions with seqio.
+
+  The captions are tokenised as they are read, before the preprocessors, which see the token ids as
+  `text`; those are not told where a token is cut off.
+
+  Args:
+    name, preprocessors, eval_preprocessors: see add_image_task.
+    source: the examples; its info is an ImageTextInfo.
+    vocabulary: a name (see get_vocabulary; None: bytes) or a vocabulary, with padding as id 0 and
+      end-of-sequence as 1. DatasetConfig.vocabulary goes before it.
+
+  Raises:
+    ValueError: the name is taken or has other characters, or there is no such vocabulary.
+  """
+  if vocabulary is None or isinstance(vocabulary, str):
+    vocabulary = vocabularies.get_vocabulary(vocabulary)
+  return _add(name, IndexedDataSource(source, vocabulary), preprocessors, eval_preprocessors)
+
+
+def _add(
+  name: str,
+  source: IndexedDataSource,
+  preprocessors: Sequence[Preprocessor],
+  eval_preprocessors: Sequence[Preprocessor],
+) -> ImageTask:
   return seqio.TaskRegistry.add(
     name,
-    source=IndexedDataSource(source),
-    output_features=OUTPUT_FEATURES,
+    source=source,
+    output_features=output_features(source.vocabulary),
     preprocessors=tuple(preprocessors),
     task_cls=ImageTask,
     eval_preprocessors=tuple(eval_preprocessors),
   )
 
 
-def get_task(name: str | ImageTask) -> ImageTask:
+def get_task(name: str | ImageTask, vocabulary: str | None = None) -> ImageTask:
   """The task of a name; a task of a path is registered under a name that seqio accepts.
 
+  Args:
+    name: a name, or a task.
+    vocabulary: of the captions, see get_vocabulary; the task with another vocabulary than its own
+      is registered under a name of its own. None: the task's.
+
   Raises:
-    ValueError: no such task, path or data set, or a seqio task that cannot be read by number.
+    ValueError: no such task, path, data set or vocabulary, a seqio task that cannot be read by
+      number, or a vocabulary for a task of labels.
   """
+  task = _get_task(name)
+  if vocabulary is None:
+    return task
+  if task.vocabulary is None:
+    raise ValueError(
+      f'vocabulary is {vocabulary!r}; {task.name} has class labels, no captions: it must be None.'
+    )
+  loaded = vocabularies.get_vocabulary(vocabulary)
+  if loaded == task.vocabulary:
+    return task
+  seqio_name = f'{task.name}:{_readable(vocabulary)}'
+  if seqio_name in seqio.TaskRegistry.names():
+    return seqio.TaskRegistry.get(seqio_name)
+  return add_image_text_task(
+    seqio_name, task.examples, loaded, task.preprocessors, task.eval_preprocessors
+  )
+
+
+def _get_task(name: str | ImageTask) -> ImageTask:
   if isinstance(name, ImageTask):
     return name
   if name in seqio.TaskRegistry.names():
@@ -83,22 +166,27 @@ def get_task(name: str | ImageTask) -> ImageTask:
     if not isinstance(task, ImageTask):
       raise ValueError(
         f'{name!r} is a plain seqio task, which cannot be read by position; register it with '
-        f'het_plugin.data.tasks.add_image_task (under t5x it works as it is).'
+        f'add_image_task or add_image_text_task of het_plugin.data.tasks (under t5x it works as it '
+        f'is).'
       )
     return task
   prefix, _, argument = name.partition(':')
-  if prefix not in _MAKERS:
+  if prefix not in _MAKERS and prefix not in _CAPTION_MAKERS:
     prefix, argument = _guess_prefix(name), name
   if prefix is None or not argument:
     ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n))
     raise ValueError(
       f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
       f'in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
-      f'TensorFlow Datasets data set.'
+      f'TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
+      f'image_folder_captions:PATH or tfds_captions:NAME.'
     )
   seqio_name = _seqio_name(prefix, argument)
   if seqio_name in seqio.TaskRegistry.names():
     return seqio.TaskRegistry.get(seqio_name)
+  if prefix in _CAPTION_MAKERS:
+    make, train, evaluation = _CAPTION_MAKERS[prefix]
+    return add_image_text_task(seqio_name, make(argument), None, train, evaluation)
   make, train, evaluation = _MAKERS[prefix]
   return add_image_task(seqio_name, make(argument), train, evaluation)
 
@@ -120,12 +208,18 @@ def _guess_prefix(name: str) -> str | None:
 
 def _seqio_name(prefix: str, argument: str) -> str:
   """A readable name within seqio's alphabet, unique to the argument."""
+  return f'{prefix}:{_readable(argument)}'
+
+
+def _readable(argument: str) -> str:
   readable = re.sub(r'[^A-Za-z0-9.]+', '_', argument)[-40:]
-  return f'{prefix}:{readable}_{hashlib.sha256(argument.encode()).hexdigest()[:8]}'
+  return f'{readable}_{hashlib.sha256(argument.encode()).hexdigest()[:8]}'
 
 
 for _class_set in glyphs.SPLITS:
   add_image_task(f'glyphs_{_class_set}', glyphs.GlyphSource(_class_set))
+  _suffix = '' if _class_set == 'core' else f'_{_class_set}'
+  add_image_text_task(f'glyph_names{_suffix}', glyphs.GlyphNameSource(_class_set))
 add_image_task(
   'digits',
   array_source.digits_source(),

@@ -1,14 +1,17 @@
 """Data sets of TensorFlow Datasets that were prepared for random access."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 
-from het_plugin.data.sources import TaskInfo
+from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 # [NAMESPACE:]NAME[/CONFIG][:VERSION][/KEY=VALUE,...]; TFDS's own parser raises on anything else.
 _NAME = r'([\w-]+:)?\w+(/[\w+.-]+)?(:[\d.*]+)?(/\w+=.+)?'
+_CAPTION_KEYS = ('captions', 'caption', 'text')
 
 
 class TfdsSource:
@@ -30,40 +33,19 @@ class TfdsSource:
       ValueError: unknown to TFDS, not prepared, not prepared for random access, or without image
         and label features.
     """
-    builder = _builder(name)
-    if builder is None:
-      raise ValueError(f'tfds:{name}: TensorFlow Datasets knows no such data set.')
-    if not builder.is_prepared():
-      raise ValueError(
-        f'tfds:{name} is not prepared in {builder.data_dir}; run: tfds build {name} '
-        f'--file_format=array_record'
-      )
-    random_access = tfds.core.FileFormat.with_random_access()
-    if not builder.info.available_file_formats() & random_access:
-      raise ValueError(
-        f'tfds:{name} is in a format without random access; run: tfds convert_format '
-        f'--dataset_version_dir={builder.data_dir} --out_file_format=array_record'
-      )
-    self._name = name
+    self._name = f'tfds:{name}'
+    builder = _prepared_builder(name)
     self._image_key, self._label_key = _supervised_keys(name, builder.info)
     label = builder.info.features[self._label_key]
     multi_label = isinstance(label, tfds.features.Sequence)
     label = label.feature if multi_label else label
-    self._records = builder.as_data_source(
-      {split: split for split in builder.info.splits},
-      # ours is decoded later, on all cores, and no other one (such as a mask) is wanted
-      decoders={
-        key: tfds.decode.SkipDecoding()
-        for key, feature in builder.info.features.items()
-        if isinstance(feature, tfds.features.Image)
-      },
-    )
+    self._records = _records(builder)
     self.info = TaskInfo(
       num_classes=label.num_classes,
       multi_label=multi_label,
       channels=3,
       class_names=tuple(label.names),
-      splits={split: info.num_examples for split, info in builder.info.splits.items()},
+      splits=_splits(builder),
       version=builder.info.full_name,
     )
 
@@ -79,7 +61,48 @@ class TfdsSource:
     return images, padded
 
   def describe(self, split: str, example_id: int) -> str:
-    return f'tfds:{self._name} {split}[{example_id}]'
+    return f'{self._name} {split}[{example_id}]'
+
+
+class TfdsCaptionSource:
+  """An ExampleSource over a prepared TFDS data set of RGB images, uint8, with captions.
+
+  As TfdsSource, but for the features: 'image', and the first of 'captions', 'caption' and 'text'
+  that there is, unless `supervised_keys` names others. The captions are a text, a sequence of
+  texts, or a sequence of records with a 'text' or 'caption' among their fields, as COCO's.
+  """
+
+  image_size = None
+  image_dtype = np.uint8
+
+  def __init__(self, name: str):
+    """Reads the data set's metadata.
+
+    Raises:
+      ValueError: unknown to TFDS, not prepared, not prepared for random access, or without image
+        and caption features.
+    """
+    self._name = f'tfds_captions:{name}'
+    builder = _prepared_builder(name)
+    self._image_key, self._caption_path = _caption_keys(name, builder.info)
+    self._records = _records(builder)
+    self.info = ImageTextInfo(channels=3, splits=_splits(builder), version=builder.info.full_name)
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[list[bytes], list[list[str]]]:
+    examples = self._records[split].__getitems__(ids.tolist())
+    return [example[self._image_key] for example in examples], list(map(self._texts, examples))
+
+  def describe(self, split: str, example_id: int) -> str:
+    return f'{self._name} {split}[{example_id}]'
+
+  def _texts(self, example: Mapping[str, Any]) -> list[str]:
+    value = example
+    for key in self._caption_path:
+      value = value[key]
+    # What is not UTF-8 becomes half of a surrogate pair, which readers of captions refuse.
+    return [text.decode('utf-8', 'surrogateescape') for text in np.atleast_1d(value).tolist()]
 
 
 def exists(name: str) -> bool:
@@ -111,3 +134,69 @@ def _supervised_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, str]:
       f'features are {sorted(features)}.'
     )
   return image, label
+
+
+def _prepared_builder(name: str) -> tfds.core.DatasetBuilder:
+  """The builder of a data set that can be read by number.
+
+  Raises:
+    ValueError: unknown to TFDS, not prepared, or not prepared for random access.
+  """
+  builder = _builder(name)
+  if builder is None:
+    raise ValueError(f'tfds:{name}: TensorFlow Datasets knows no such data set.')
+  if not builder.is_prepared():
+    raise ValueError(
+      f'tfds:{name} is not prepared in {builder.data_dir}; run: tfds build {name} '
+      f'--file_format=array_record'
+    )
+  random_access = tfds.core.FileFormat.with_random_access()
+  if not builder.info.available_file_formats() & random_access:
+    raise ValueError(
+      f'tfds:{name} is in a format without random access; run: tfds convert_format '
+      f'--dataset_version_dir={builder.data_dir} --out_file_format=array_record'
+    )
+  return builder
+
+
+def _records(builder: tfds.core.DatasetBuilder) -> Mapping[str, Any]:
+  """The examples of each split by number, with images as the bytes of their files."""
+  return builder.as_data_source(
+    {split: split for split in builder.info.splits},
+    # ours is decoded later, on all cores, and no other one (such as a mask) is wanted
+    decoders={
+      key: tfds.decode.SkipDecoding()
+      for key, feature in builder.info.features.items()
+      if isinstance(feature, tfds.features.Image)
+    },
+  )
+
+
+def _splits(builder: tfds.core.DatasetBuilder) -> dict[str, int]:
+  return {split: info.num_examples for split, info in builder.info.splits.items()}
+
+
+def _caption_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, tuple[str, ...]]:
+  """The name of the image feature, and the path to the captions' texts."""
+  features = dict(info.features.items())
+  given = [(info.supervised_keys or ('image', None))[1]]
+  image = 'image' if 'image' in features else (info.supervised_keys or ('image',))[0]
+  for key in [*given, *_CAPTION_KEYS]:
+    path = _text_path(features.get(key))
+    if path is not None and isinstance(features.get(image), tfds.features.Image):
+      return image, (key, *path)
+  raise ValueError(
+    f"tfds_captions:{name} needs an 'image' and texts in one of {list(_CAPTION_KEYS)}; it has the "
+    f'features {sorted(features)}.'
+  )
+
+
+def _text_path(feature: Any) -> tuple[str, ...] | None:
+  """The keys below a feature that lead to its texts; None if there are none."""
+  if isinstance(feature, tfds.features.Sequence):
+    feature = feature.feature
+  if isinstance(feature, tfds.features.FeaturesDict):
+    keys = [key for key in ('text', 'caption') if _text_path(feature.get(key)) == ()]
+    return (keys[0],) if keys else None
+  is_text = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.object_
+  return () if is_text else None

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from typing import Any, Literal
 
-from het_plugin.data import BatchIterator, get_dataset, one_pass, task_info
+from het_plugin.data import BatchIterator, classification_info, get_dataset, one_pass
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
 from het_plugin.training.partitioning import PjitPartitioner
@@ -61,7 +61,7 @@ class FewShotReader:
       ValueError: a batch size that the mesh does not divide, an unknown task or split, a
         multi-label task, an endless split without a bound.
     """
-    if task_info(dataset.task).multi_label:
+    if classification_info(dataset.task).multi_label:
       raise ValueError(
         f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label an image.'
       )

@@ -127,6 +127,10 @@ class ClassificationModel:
     Raises:
       ValueError: naming the setting that does not fit.
     """
+    if getattr(task_info, 'num_classes', None) is None:
+      raise ValueError(
+        'the images of the task have captions, no class labels: ClassificationModel cannot fit it'
+      )
     name = type(self.head).__name__
     if self.head.num_classes != task_info.num_classes:
       raise ValueError(

@@ -52,11 +52,11 @@ def get_dataset(cfg: Any, rows: Any) -> Any:
   return data.get_dataset(cfg, rows)
 
 
-def task_info(name: str) -> Any:
+def task_info(name: str, vocabulary: str | None = None) -> Any:
   """`het_plugin.data.task_info`, imported when it is called."""
   from het_plugin import data
 
-  return data.task_info(name)
+  return data.task_info(name, vocabulary)
 
 
 def train(
@@ -115,7 +115,8 @@ def train(
     random_seed: of parameters, dropout and noise.
     actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}.
     get_dataset_fn: (dataset config, row numbers of the global batch) -> BatchIterator.
-    task_info_fn: task name -> TaskInfo.
+    task_info_fn: task name, and the data set's vocabulary if it names one -> what the model's
+      `validate` takes.
     summarize_config_fn: called once with (model_dir, writer, step), to write the configuration
       down.
     profile_steps: (first, last) step to profile, counted from 1; None for none.
@@ -158,7 +159,10 @@ def train(
   for cfg in (train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())):
     partitioner.check_batch_size(cfg.batch_size)
     if hasattr(model, 'validate'):
-      model.validate(task_info_fn(cfg.mixture_or_task_name))
+      # Of captions: the number of token ids depends on it.
+      vocabulary = getattr(cfg, 'vocabulary', None)
+      arguments = () if vocabulary is None else (vocabulary,)
+      model.validate(task_info_fn(cfg.mixture_or_task_name, *arguments))
 
   with contextlib.ExitStack() as stack:
     notice = stack.enter_context(preemption.PreemptionNotice())

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from het_plugin.data.annotations import Labels
 from het_plugin.data.reader import CorruptRecords, ExampleReader
 from het_plugin.data.sources import TaskInfo
 
@@ -26,7 +27,7 @@ class CountingSource:
 def make_reader(num_examples=10, bad=(), split='train', **kwargs):
   settings = {
     'size': 4,
-    'max_labels': 2,
+    'annotations': Labels(2),
     'shuffle': True,
     'seed': 0,
     'num_epochs': None,

@@ -263,6 +263,6 @@ def test_bad_settings_are_one_sentence(tmp_path, change, message):
 def test_multi_label_task_is_refused(tmp_path, monkeypatch):
   context, _ = make_context(tmp_path)
   info = TaskInfo(3, True, 1, None, types.MappingProxyType({'train': 5, 'test': 5}), max_labels=2)
-  monkeypatch.setattr(fewshot_datasets, 'task_info', lambda name: info)
+  monkeypatch.setattr(fewshot_datasets, 'classification_info', lambda name: info)
   with pytest.raises(ValueError, match="'digits' is multi-label"):
     make_action().setup(context)

@@ -1,0 +1,146 @@
+"""What belongs to the images of a batch, class labels or captions, as rows of fixed length."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from het_plugin.data import counter_random
+
+if TYPE_CHECKING:  # it imports TensorFlow, for which readers of labels need not wait
+  import seqio
+
+PADDING, END = 0, 1  # seqio's token ids, in every vocabulary that is taken here
+_CAPTION_STREAM = 2**34  # folded into an example's key
+
+
+class Labels:
+  """The feature 'label': class numbers, int32 [B, L], padded with -1."""
+
+  feature = 'label'
+  padding = -1
+  noun = 'image'
+
+  def __init__(self, length: int):
+    self.length = length
+
+  def rows(self, labels: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
+    """Labels int32 [B, l] as a source reads them, padded to L.
+
+    Returns:
+      rows: int32 [B, L].
+      problems: [B], None for each example.
+
+    Raises:
+      ValueError: an example has more than L labels.
+    """
+    del keys
+    if labels.shape[1] > self.length:
+      raise ValueError(
+        f"task_feature_lengths['label'] is {self.length}; there is an example with "
+        f'{labels.shape[1]} labels.'
+      )
+    rows = np.full((len(labels), self.length), self.padding, np.int32)
+    rows[:, : labels.shape[1]] = labels
+    return rows, [None] * len(labels)
+
+
+class Captions:
+  """The feature 'text': token ids of one caption an image, int32 [B, L]; see `tokenize`.
+
+  Of several captions of an image training takes one at random, by the example's key, so that other
+  epochs show other ones; evaluation takes the first. Blank captions are as none at all. Those cut
+  to L tokens are counted, and the count is logged at the 1st, 10th, 100th ... of them.
+
+  Any thread may use it.
+  """
+
+  feature = 'text'
+  padding = PADDING
+  noun = 'image-text pair'
+
+  def __init__(self, vocabulary: 'seqio.Vocabulary', length: int, at_random: bool):
+    """
+    Args:
+      vocabulary: of the token ids.
+      length: L.
+      at_random: whether one of several captions is chosen at random.
+    """
+    self._vocabulary = vocabulary
+    self.length = length
+    self._at_random = at_random
+    self._num_read = self._num_cut = 0
+    self._lock = threading.Lock()
+
+  @property
+  def num_cut(self) -> int:
+    """Captions read so far, each as often as it was read, of which tokens were cut off."""
+    return self._num_cut
+
+  def rows(
+    self, captions: Sequence[Sequence[str]], keys: np.ndarray
+  ) -> tuple[np.ndarray, list[str | None]]:
+    """Token ids of one caption of each example.
+
+    Args:
+      captions: [B], the captions of each.
+      keys: uint64 [B], the random key of each.
+
+    Returns:
+      rows: int32 [B, L]; of any content where there is a problem.
+      problems: [B], None, or why the example has no text.
+    """
+    draws = counter_random.fold(keys, _CAPTION_STREAM)
+    ids, problems = [], []
+    for several, draw in zip(captions, draws.tolist(), strict=True):
+      several = [caption for caption in several if caption.strip()]
+      caption = several[draw % len(several) if self._at_random else 0] if several else ''
+      tokens = self._tokens(caption)
+      ids.append(tokens or [])
+      problems.append(_problem(caption, tokens))
+    self._count(ids)
+    return token_rows(ids, self.length), problems
+
+  def _tokens(self, caption: str) -> Sequence[int] | None:
+    """Token ids; None for a text that UTF-8 cannot express."""
+    try:
+      caption.encode()
+    except UnicodeEncodeError:
+      return None
+    return self._vocabulary.encode(caption)
+
+  def _count(self, ids: Sequence[Sequence[int]]) -> None:
+    cut = sum(len(tokens) >= self.length for tokens in ids)
+    with self._lock:
+      self._num_read += len(ids)
+      before, self._num_cut = self._num_cut, self._num_cut + cut
+      num_read, num_cut = self._num_read, self._num_cut
+    if len(str(num_cut)) > len(str(before)) or (cut and not before):
+      logging.getLogger(__name__).warning(
+        "%d of %d captions read so far are cut to task_feature_lengths['text'] = %d tokens.",
+        *(num_cut, num_read, self.length),
+      )
+
+
+def _problem(caption: str, tokens: Sequence[int] | None) -> str | None:
+  if not caption:
+    return 'its caption is missing or empty'
+  if tokens is None:
+    return 'its caption is not valid UTF-8'
+  return None if len(tokens) else 'its caption has no tokens in the vocabulary'
+
+
+def token_rows(ids: Sequence[Sequence[int]], length: int) -> np.ndarray:
+  """Token ids without end-of-sequence as rows: cut to fit, then END, then PADDING.
+
+  Returns:
+    int32 [N, length].
+  """
+  rows = np.full((len(ids), length), PADDING, np.int32)
+  for row, tokens in zip(rows, ids, strict=True):
+    count = min(len(tokens), length - 1)
+    row[:count] = tokens[:count]
+    row[count] = END
+  return rows

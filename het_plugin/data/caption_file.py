@@ -1,0 +1,164 @@
+"""Images in a folder, JPEG or PNG, and a file that says what is on them."""
+
+import csv
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from het_plugin.data import decode
+from het_plugin.data.array_source import fixed_split
+from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo
+
+FILE_NAMES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
+_VALIDATION_FRACTION = 0.1
+
+
+class CaptionFileSource:
+  """An ExampleSource of RGB images, uint8, in their own sizes, with captions.
+
+  PATH is a folder that holds one of captions.jsonl, captions.csv and captions.tsv, or such a file
+  (of any name with that suffix). It is UTF-8 text with one record a line:
+    .jsonl      {"file": "a/1.jpg", "caption": "a dog on the left"}
+    .csv, .tsv  columns named by the first line, separated by commas or by tabs, quoted as
+                spreadsheets do
+  Fields (others are ignored):
+    file     the image's path, relative to the folder of the file of captions
+    caption  a text; in .jsonl a list of texts too. An image with several captions may also have
+             several records.
+    split    optional, in all records or in none. Without it a fixed tenth of the images is
+             'validation' and the rest 'train'.
+  Examples are the images, in the order in which the file first names them. An image whose captions
+  are all blank, or whose file is missing, is an unreadable record.
+  """
+
+  image_size = None
+  image_dtype = np.uint8
+
+  def __init__(self, path: str):
+    """Reads the captions; no images.
+
+    Raises:
+      ValueError: no such folder or file, or its text is not as above; the message has the line.
+    """
+    self._file = _captions_file(path)
+    self._captions, split_of = _images(self._file)
+    files = list(self._captions)
+    if not files:
+      raise ValueError(f'{self._file} holds no records.')
+    if None in split_of.values():
+      held_out, kept = fixed_split(len(files), _VALIDATION_FRACTION)
+      self._files = {
+        TRAIN_SPLIT: [files[i] for i in kept],
+        'validation': [files[i] for i in held_out],
+      }
+    else:
+      splits = sorted(set(split_of.values()))
+      self._files = {split: [f for f in files if split_of[f] == split] for split in splits}
+    self.info = ImageTextInfo(
+      channels=3,
+      splits={split: len(files) for split, files in self._files.items()},
+      version=f'{len(files)} images, {sum(map(len, self._captions.values()))} captions',
+    )
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[list[bytes | None], list[list[str]]]:
+    files = [self._files[split][i] for i in ids]
+    images = decode.load_all(_read_bytes, [self._file.parent / file for file in files])
+    return images, [self._captions[file] for file in files]
+
+  def describe(self, split: str, example_id: int) -> str:
+    return str(self._file.parent / self._files[split][example_id])
+
+
+def _captions_file(path: str) -> pathlib.Path:
+  file = pathlib.Path(path)
+  suffixes = [pathlib.Path(name).suffix for name in FILE_NAMES]
+  if file.is_dir():
+    found = [file / name for name in FILE_NAMES if (file / name).is_file()]
+    if len(found) != 1:
+      raise ValueError(
+        f'image_folder_captions:{path}: the folder holds {len(found)} of {list(FILE_NAMES)}; it '
+        f'must hold one, or name the file itself.'
+      )
+    return found[0]
+  if not file.is_file():
+    raise ValueError(f'image_folder_captions:{path}: there is no such folder or file.')
+  if file.suffix not in suffixes:
+    raise ValueError(f'image_folder_captions:{path}: a file of captions must end in {suffixes}.')
+  return file
+
+
+def _images(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str | None]]:
+  """The captions and the split of each image, by its `file`."""
+  records = _json_records(file) if file.suffix == '.jsonl' else _table_records(file)
+  captions: dict[str, list[str]] = {}
+  splits: dict[str, str | None] = {}
+  try:
+    for line, record in records:
+      where = f'{file}, line {line}'
+      name, texts, split = (record.get(field) for field in ('file', 'caption', 'split'))
+      texts = [] if texts is None else [texts] if isinstance(texts, str) else texts
+      if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: 'file' is {name!r}; it must be the path of an image.")
+      if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: 'caption' is {texts!r}; it must be a text or a list of texts.")
+      if split is not None and (not isinstance(split, str) or not split):
+        raise ValueError(f"{where}: 'split' is {split!r}; it must be the name of a split.")
+      if splits.setdefault(name, split) != split:
+        raise ValueError(
+          f"{where}: 'split' is {split!r}; {name} was in {splits[name]!r} before, and an image is "
+          f'in one split.'
+        )
+      captions.setdefault(name, []).extend(texts)
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
+  without = [name for name, split in splits.items() if split is None]
+  if without and len(without) < len(splits):
+    raise ValueError(f"{file}: {without[0]} has no 'split', others have; all must, or none.")
+  return captions, splits
+
+
+def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
+  """(line number, record)"""
+  with file.open(encoding='utf-8') as lines:
+    for number, line in enumerate(lines, 1):
+      if not line.strip():
+        continue
+      try:
+        record = json.loads(line)
+      except json.JSONDecodeError as error:
+        raise ValueError(f'{file}, line {number} is not valid JSON: {error}.') from error
+      if not isinstance(record, dict) or 'caption' not in record:
+        raise ValueError(
+          f"{file}, line {number}: a record must be an object with 'file' and 'caption'."
+        )
+      yield number, record
+
+
+def _table_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
+  """(line number, record)"""
+  delimiter = ',' if file.suffix == '.csv' else '\t'
+  with file.open(encoding='utf-8-sig', newline='') as lines:
+    table = csv.DictReader(lines, delimiter=delimiter)
+    missing = [name for name in ('file', 'caption') if name not in (table.fieldnames or ())]
+    if missing:
+      raise ValueError(
+        f'{file} lacks the columns {missing}; its first line names {table.fieldnames or []}.'
+      )
+    for record in table:
+      if None in record:
+        raise ValueError(
+          f'{file}, line {table.line_num} has more fields than the first line names; quote texts '
+          f'that hold a {delimiter!r}.'
+        )
+      yield table.line_num, record
+
+
+def _read_bytes(path: pathlib.Path) -> bytes | None:
+  try:
+    return path.read_bytes()
+  except FileNotFoundError:
+    return None
