@@ -194,6 +194,8 @@ class TrainLoop:
     for summary in summaries:
       _log.info('%s', _progress(summary, self.total_steps))
       self._write('train', summary.step, summary.values)
+      if corrupt := self.batches.num_corrupt_records:
+        self._write('data', summary.step, {'corrupt_records': corrupt})
       if self.watch.stop is None:
         stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
     if self.watch.stop is not None:

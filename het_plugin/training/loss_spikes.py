@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from het_plugin.training import metric_writers
+from het_plugin.training import metric_writers, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -122,5 +122,4 @@ class SpikeReport:
       *(loss, step, spike.median, spike.threshold, self._path),
     )
     if jax.process_index() == 0:
-      with self._path.open('a') as file:
-        file.write(json.dumps(row) + '\n')
+      run_files.append_text(self._path, json.dumps(row) + '\n')

@@ -102,7 +102,7 @@ class JsonlWriter(metric_writers.MetricWriter):
       self._path.write_text(self._written + self._pending)
       self._written += self._pending
     else:
-      _append(self._path, self._pending)
+      run_files.append_text(self._path, self._pending)
     self._pending = ''
 
   def close(self) -> None:
@@ -127,17 +127,6 @@ def _place_of(line: str) -> tuple[float, bool]:
   except json.JSONDecodeError:
     return np.inf, True
   return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
-
-
-def _append(path: epath.Path, text: str) -> None:
-  """Appends to a local file all or nothing: half a line would spoil the next one."""
-  size = path.stat().length if path.exists() else 0
-  try:
-    with path.open('a') as file:
-      file.write(text)
-  except OSError as error:
-    os.truncate(path, size)
-    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 class _Lenient:

@@ -42,6 +42,11 @@ class DevicePrefetcher:
       return None
     return self._partitioner.shard_batch(batch, self._batch_size), self._iterator.get_state()
 
+  @property
+  def num_corrupt_records(self) -> int:
+    """Records among this process's rows that could not be read, since it started."""
+    return len(getattr(self._iterator, 'corrupt_records', ()))
+
   def __iter__(self) -> 'DevicePrefetcher':
     return self
 

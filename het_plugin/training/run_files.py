@@ -33,6 +33,27 @@ def write_text(path: epath.PathLike, text: str) -> None:
     raise
 
 
+def append_text(path: epath.PathLike, text: str) -> None:
+  """Appends to a file all or nothing: half a line would spoil the next one. An object is written
+  anew with the text at its end, which is for what comes rarely.
+
+  Raises:
+    OSError: it cannot be written, with its path; what was in it is still there.
+  """
+  path = epath.Path(path)
+  if is_remote(path):
+    path.write_text((path.read_text() if path.exists() else '') + text)
+    return
+  size = path.stat().length if path.exists() else 0
+  try:
+    with path.open('a') as file:
+      file.write(text)
+  except OSError as error:
+    if path.exists():
+      os.truncate(path, size)
+    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def write_json(path: epath.PathLike, value: Any) -> None:
   """`write_text` of the JSON of `value`."""
   write_text(path, json.dumps(value) + '\n')

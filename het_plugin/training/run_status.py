@@ -353,13 +353,9 @@ def _goodput(run: _Run) -> dict[str, Any] | None:
 
 
 def _corrupt_records(scalars: Scalars) -> int | None:
-  """The largest of the scalars of this name."""
-  counts = [
-    value
-    for name, (_, value) in scalars.items()
-    if name.rpartition('/')[2] == 'corrupt_records' and value is not None
-  ]
-  return int(max(counts)) if counts else None
+  """Records that could not be read, which the training loop counts where there are any."""
+  _, value = scalars.get('data/corrupt_records', (None, None))
+  return None if value is None else int(value)
 
 
 def _profiles(folder: epath.Path) -> list[str]:

@@ -55,7 +55,10 @@ def test_small_rises_of_a_steady_loss_do_not_count():
   assert spikes(LossSpikes(), [1.0] * 49 + [9.0]) == {}  # Too short a history.
 
 
-def test_a_line_a_spike_but_not_too_many(tmp_path, caplog):
+@pytest.mark.parametrize('is_remote', [False, True])
+def test_a_line_a_spike_but_not_too_many(tmp_path, caplog, monkeypatch, is_remote):
+  """In an object store, played by a folder, too."""
+  monkeypatch.setattr(loss_spikes.run_files, 'is_remote', lambda path: is_remote)
   path = tmp_path / 'spikes.jsonl'
   cfg = LossSpikes(window=20, min_history=10, min_period=5)
   report = loss_spikes.SpikeReport(cfg, path, resume_step=0)

@@ -111,7 +111,7 @@ def test_closing_reports_what_is_lost(tmp_path, caplog, monkeypatch):
   def fail(path, text):
     raise OSError('No space left')
 
-  monkeypatch.setattr(metric_writers, '_append', fail)
+  monkeypatch.setattr(metric_writers.run_files, 'append_text', fail)
   writer.write_scalars(1, {'x': 1})
   writer.close()
   assert 'Metrics are lost: No space left' in caplog.text

@@ -91,6 +91,18 @@ def test_where_it_stands_is_told(uninterrupted):
   assert series(directory, 'goodput/share')[12] == pytest.approx(facts['goodput']['share'], rel=0.2)
 
 
+def test_unreadable_records_are_counted(tmp_path):
+  def get_dataset(cfg, rows):
+    iterator = toy.get_dataset(cfg, rows)
+    if cfg.mixture_or_task_name == 'toy':
+      iterator.corrupt_records = ('a.jpg', 'b.jpg')
+    return iterator
+
+  toy_run.run(tmp_path, get_dataset_fn=get_dataset)
+  assert set(series(tmp_path, 'data/corrupt_records').values()) == {2}
+  assert run_status.read(tmp_path)['corrupt_records'] == 2
+
+
 def test_evaluation_leaves_padding_rows_out(uninterrupted):
   """20 examples in two batches of 16: the mean over exactly these."""
   directory, state = uninterrupted
@@ -233,19 +245,19 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
 def test_metrics_that_cannot_be_written_end_the_run_at_the_next_checkpoint(
   tmp_path, uninterrupted, monkeypatch
 ):
-  append = metric_writers._append
+  append = metric_writers.run_files.append_text
 
   class FillDisk(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
       if int(train_state.step) == 5:
-        monkeypatch.setattr(metric_writers, '_append', self.fail)
+        monkeypatch.setattr(metric_writers.run_files, 'append_text', self.fail)
 
     def fail(self, path, text):
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
   with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left on device: .*metrics'):
     toy_run.run(tmp_path, actions={'TRAIN': [FillDisk()]})
-  monkeypatch.setattr(metric_writers, '_append', append)
+  monkeypatch.setattr(metric_writers.run_files, 'append_text', append)
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   for name in ('train/loss', 'training_eval/toy_eval/loss'):
