@@ -174,7 +174,8 @@ def _get_task(name: str | ImageTask) -> ImageTask:
   if prefix not in _MAKERS and prefix not in _CAPTION_MAKERS:
     prefix, argument = _guess_prefix(name), name
   if prefix is None or not argument:
-    ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n))
+    # Without those that this function has registered for paths and vocabularies.
+    ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n) and ':' not in n)
     raise ValueError(
       f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
       f'in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
