@@ -105,10 +105,16 @@ def add_image_text_task(
       end-of-sequence as 1. DatasetConfig.vocabulary goes before it.
 
   Raises:
-    ValueError: the name is taken or has other characters, or there is no such vocabulary.
+    ValueError: the name is taken or has other characters, there is no such vocabulary, or its
+      end-of-sequence is another id.
   """
   if vocabulary is None or isinstance(vocabulary, str):
     vocabulary = vocabularies.get_vocabulary(vocabulary)
+  if vocabulary.eos_id != vocabularies.END:
+    raise ValueError(
+      f'vocabulary is {vocabulary}, whose id of end-of-sequence is {vocabulary.eos_id}; it must be '
+      f'{vocabularies.END}.'
+    )
   return _add(name, IndexedDataSource(source, vocabulary), preprocessors, eval_preprocessors)
 
 

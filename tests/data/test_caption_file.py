@@ -1,3 +1,4 @@
+import csv
 import json
 
 import numpy as np
@@ -177,6 +178,21 @@ BAD_TABLES = {
     'file,caption\na,b\nc,d, e\n'
   ),
 }
+
+
+def test_short_rows_and_quotes_without_end(photos):
+  (photos / 'captions.csv').write_text('file,caption\na/000.png\nb.jpg,x\n')
+  captions = [texts for _, texts in pairs(CaptionFileSource(str(photos))).values()]
+  assert sorted(captions) == [[], ['x']]
+  limit = csv.field_size_limit(100)  # as if the table were of more than 131,072 characters
+  try:
+    (photos / 'captions.csv').write_text(
+      'file,caption\nb.jpg,"a quote that does not end' + ' .' * 99
+    )
+    with pytest.raises(ValueError, match='captions.csv is no table: field larger than field limit'):
+      CaptionFileSource(str(photos))
+  finally:
+    csv.field_size_limit(limit)
 
 
 @pytest.mark.parametrize('message', BAD_TABLES)

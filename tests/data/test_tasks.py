@@ -126,6 +126,10 @@ def test_an_image_text_task_of_ones_own(sentencepiece_model):
     np.testing.assert_array_equal(example['text'], tokenize(own.vocabulary, [name], 80)[0])
   with pytest.raises(ValueError, match="'words'"):
     tasks.add_image_text_task('no_such_words', glyphs.GlyphNameSource('core'), vocabulary='words')
+  with pytest.raises(ValueError, match='whose id of end-of-sequence is None; it must be 1'):
+    tasks.add_image_text_task(
+      'no_end', glyphs.GlyphNameSource('core'), vocabulary=seqio.PassThroughVocabulary(9)
+    )
 
 
 def test_captioned_photographs_stay_whole(tmp_path):
