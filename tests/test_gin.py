@@ -113,6 +113,24 @@ def test_parts_bind_what_exists(path):
   make_model()
 
 
+def test_one_binding_sets_the_vocabulary_of_training_and_evaluation():
+  files = [
+    'het_plugin/gin/runs/train.gin',
+    'het_plugin/gin/models/classification.gin',
+    'het_plugin/gin/models/vit_ti_16.gin',
+    'het_plugin/gin/heads/det.gin',
+    'het_plugin/gin/datasets/glyph_names.gin',
+  ]
+  bindings = ['NUM_CLASSES = 3', "MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5']
+  gin_utils.parse_config(files, [*bindings, "DatasetConfig.vocabulary = 'words.model'"])
+  settings = gin.get_bindings(train_lib.train)
+  for mode in ('train', 'train_eval'):
+    cfg = settings[f'{mode}_dataset_cfg']
+    assert (cfg.mixture_or_task_name, cfg.vocabulary) == ('glyph_names', 'words.model')
+    with pytest.raises(ValueError, match="'words.model'; there is no such file"):
+      data.get_dataset(cfg)
+
+
 @pytest.mark.parametrize('length, steps', [('EXAMPLES = 100', 2), ('EPOCHS = 3', 68)])
 def test_schedule_and_run_have_the_same_length(length, steps):
   """In epochs of the 1,438 digits, by batches of 64."""

@@ -115,6 +115,8 @@ def _images(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str | N
       captions.setdefault(name, []).extend(texts)
   except UnicodeDecodeError as error:
     raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
+  except csv.Error as error:
+    raise ValueError(f'{file} is no table: {error}.') from error
   without = [name for name, split in splits.items() if split is None]
   if without and len(without) < len(splits):
     raise ValueError(f"{file}: {without[0]} has no 'split', others have; all must, or none.")

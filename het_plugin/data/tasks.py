@@ -105,10 +105,16 @@ def add_image_text_task(
       end-of-sequence as 1. DatasetConfig.vocabulary goes before it.
 
   Raises:
-    ValueError: the name is taken or has other characters, or there is no such vocabulary.
+    ValueError: the name is taken or has other characters, there is no such vocabulary, or its
+      end-of-sequence is another id.
   """
   if vocabulary is None or isinstance(vocabulary, str):
     vocabulary = vocabularies.get_vocabulary(vocabulary)
+  if vocabulary.eos_id != vocabularies.END:
+    raise ValueError(
+      f'vocabulary is {vocabulary}, whose id of end-of-sequence is {vocabulary.eos_id}; it must be '
+      f'{vocabularies.END}.'
+    )
   return _add(name, IndexedDataSource(source, vocabulary), preprocessors, eval_preprocessors)
 
 
@@ -174,7 +180,8 @@ def _get_task(name: str | ImageTask) -> ImageTask:
   if prefix not in _MAKERS and prefix not in _CAPTION_MAKERS:
     prefix, argument = _guess_prefix(name), name
   if prefix is None or not argument:
-    ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n))
+    # Without those that this function has registered for paths and vocabularies.
+    ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n) and ':' not in n)
     raise ValueError(
       f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
       f'in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '

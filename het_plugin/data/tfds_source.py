@@ -196,7 +196,7 @@ def _text_path(feature: Any) -> tuple[str, ...] | None:
   if isinstance(feature, tfds.features.Sequence):
     feature = feature.feature
   if isinstance(feature, tfds.features.FeaturesDict):
-    keys = [key for key in ('text', 'caption') if _text_path(feature.get(key)) == ()]
+    keys = [key for key in ('text', 'caption') if key in feature and _text_path(feature[key]) == ()]
     return (keys[0],) if keys else None
   is_text = isinstance(feature, tfds.features.Tensor) and feature.np_dtype == np.object_
   return () if is_text else None

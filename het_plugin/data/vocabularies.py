@@ -41,6 +41,7 @@ def _load(name: str) -> seqio.Vocabulary:
     tokenizer = vocabulary.tokenizer
   except Exception as error:  # of protobuf's parser or SentencePiece's, by their versions
     raise ValueError(f'vocabulary is {name!r}; it is no SentencePiece model.') from error
+  # Of the model itself: seqio's `pad_id` is 0 whatever the model's is.
   ids = tokenizer.pad_id(), tokenizer.eos_id()
   if ids != (PADDING, END):
     raise ValueError(

@@ -18,7 +18,7 @@ The size of the noise. Entries of a vector of unit length are about 1 / sqrt(D),
 pre-logits, for which `LowRankCovariance` has its initial values, about 1. So with pre-normalisation
 the noise is that of the representation in these units: eps = F(sqrt(D) alpha) / sqrt(D). V(x) stays
 any affine map of alpha, and d(x) a softplus of one, in other units; what changes are initial values
-and step sizes. `initial_noise_scale` thus means what it does elsewhere: at s each factor starts with
+and step sizes. `initial_noise_scale` means what it does elsewhere: at s each factor starts with
 about s times the representation's length, so the noise with s sqrt(R + 1/2) times it, whatever D
 is. The default of 0.1 with the paper's R = 15 makes that 0.4; 1.0 would make it 3.9. The input of
 the covariance is the representation that the noise is added to, as phi is in eq. 5. A tower's

@@ -26,3 +26,24 @@ class ImageFiles:
 @pytest.fixture(scope='session')
 def image_files():
   return ImageFiles
+
+
+@pytest.fixture(scope='session')
+def sentencepiece_model(tmp_path_factory):
+  """Path of a SentencePiece model of 60 tokens, made of glyph names."""
+  import sentencepiece
+
+  from het_plugin.data import glyph_bank
+
+  path = tmp_path_factory.mktemp('vocabulary') / 'names.model'
+  sentencepiece.SentencePieceTrainer.Train(
+    sentence_iterator=(name.lower() for name in glyph_bank.glyph_classes('core').names),
+    model_prefix=str(path.with_suffix('')),
+    vocab_size=60,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    minloglevel=2,
+  )
+  return str(path)

@@ -96,3 +96,81 @@ def test_float_images_out_of_range(tmp_path):
 def test_missing_npz():
   with pytest.raises(ValueError, match='npz:/nowhere.npz: there is no such file'):
     array_source.npz_source('/nowhere.npz')
+
+
+def captions(*texts):
+  return np.array(texts)
+
+
+def test_npz_captions(tmp_path):
+  array = images(5)
+  path = write(
+    tmp_path / 'a.npz',
+    image=array,
+    caption=captions('one', 'zwei ✓', '', 'four', 'five'),
+    split=captions('train', 'test', 'train', 'test', 'train'),
+  )
+  source = array_source.npz_captions_source(path)
+  info = source.info
+  assert info.splits == {'train': 3, 'test': 2} and info.channels == 1 and source.image_size == 6
+  assert info.vocab_size is None and 'caption.npy' in info.version
+  pictures, texts = source.read('train', np.array([2, 0, 1]), 6, seed=0)
+  assert [list(several) for several in texts] == [['five'], ['one'], ['']]
+  levels = np.round((pictures[..., 0] + 1) * 127.5).astype(np.uint8)
+  np.testing.assert_array_equal(levels, array[[4, 0, 2]])
+  _, texts = source.read('test', np.arange(2), 6, seed=0)
+  assert [list(several) for several in texts] == [['zwei ✓'], ['four']]
+
+
+def test_npz_with_several_captions_and_the_split_it_makes(tmp_path):
+  several = captions(*(f'{i}' for i in range(100))).reshape(50, 2)
+  path = write(tmp_path / 'a.npz', image=images(50), caption=several)
+  source = array_source.npz_captions_source(path)
+  assert source.info.splits == {'train': 45, 'validation': 5}
+  seen = []
+  for split, count in source.info.splits.items():
+    seen += [tuple(texts) for texts in source.read(split, np.arange(count), 6, seed=0)[1]]
+  assert sorted(seen, key=lambda texts: int(texts[0])) == [tuple(row) for row in several]
+
+
+BAD_CAPTIONS = {
+  "needs the arrays 'image' and 'caption'; it lacks ['caption'] and has ['image']": {
+    'image': images(2)
+  },
+  'caption is <U1 (3,); it must be unicode strings [N] or [N, M] with N = 2': {
+    'image': images(2),
+    'caption': captions('a', 'b', 'c'),
+  },
+  'caption is |S1 (2,); it must be unicode': {'image': images(2), 'caption': captions(b'a', b'b')},
+  'caption is int64 (2,)': {'image': images(2), 'caption': np.arange(2)},
+  'caption is object (2,)': {'image': images(2), 'caption': np.array(['a', None], object)},
+  'caption is <U1 (2, 1, 1)': {'image': images(2), 'caption': np.full((2, 1, 1), 'a')},
+  'holds no examples': {'image': images(0), 'caption': np.zeros(0, 'U3')},
+  'image is (2, 4, 5)': {'image': np.zeros((2, 4, 5), np.uint8), 'caption': captions('a', 'b')},
+  'split is (1,)': {'image': images(2), 'caption': captions('a', 'b'), 'split': captions('a')},
+}
+
+
+@pytest.mark.parametrize('message', BAD_CAPTIONS)
+def test_bad_npz_captions(tmp_path, message):
+  path = write(tmp_path / 'a.npz', **BAD_CAPTIONS[message])
+  with pytest.raises(ValueError) as error:
+    array_source.npz_captions_source(path)
+  assert str(error.value).startswith(f'npz_captions:{path}') and message in str(error.value)
+
+
+def test_missing_npz_captions():
+  with pytest.raises(ValueError, match='npz_captions:/nowhere.npz: there is no such file'):
+    array_source.npz_captions_source('/nowhere.npz')
+
+
+def test_emoji(data_dir):
+  """The archive of emoji that real-data experiments use needs no conversion."""
+  path = data_dir / 'noto_emoji64.npz'
+  if not path.is_file():
+    pytest.skip(f'no {path}')
+  source = array_source.npz_captions_source(str(path))
+  assert source.info.splits == {'train': 1298, 'validation': 144} and source.info.channels == 3
+  pictures, texts = source.read('train', np.arange(3), 64, seed=0)
+  assert pictures.shape == (3, 64, 64, 3)
+  assert all(len(several) == 1 and several[0] for several in texts)

@@ -1,4 +1,5 @@
 import time
+import unicodedata
 
 import numpy as np
 import pytest
@@ -122,3 +123,32 @@ def test_speed():
 def test_unknown_class_set():
   with pytest.raises(ValueError, match="'core', 'full', 'heldout'"):
     GlyphSource('latin')
+
+
+@pytest.mark.parametrize('split', ['train', 'validation', 'shift'])
+def test_names_are_those_of_the_characters_shown(split):
+  source = glyphs.GlyphNameSource('core')
+  ids = np.arange(100, 150)
+  images, captions = source.read(split, ids, 20, seed=4)
+  same_images, labels = CORE.read(split, ids, 20, seed=4)
+  np.testing.assert_array_equal(images, same_images)
+  code_points = glyphs.glyph_bank.glyph_classes('core').code_points
+  names = [unicodedata.name(chr(code_points[k])).lower() for k in labels[:, 0]]
+  assert [list(several) for several in captions] == [[name] for name in names]
+  assert source.info.splits == CORE.info.splits and source.info.channels == 1
+
+
+def test_heldout_characters_have_names_that_training_never_shows():
+  """Zero-shot on them is about unseen names; words of the names are shared."""
+  core, heldout = (
+    {name.lower() for name in glyphs.glyph_bank.glyph_classes(s).names} for s in ('core', 'heldout')
+  )
+  assert not core & heldout
+  words = {word for name in core for word in name.split()}
+  seen = [word in words for name in heldout for word in name.split()]
+  # as docs/data.md has it
+  assert round(100 * np.mean(seen)) == 70
+  assert sum(all(word in words for word in name.split()) for name in heldout) == 225
+  assert not words & {'bold', 'italic', 'sans-serif'}
+  full = {name.lower() for name in glyphs.glyph_bank.glyph_classes('full').names}
+  assert len(heldout & full) == 899

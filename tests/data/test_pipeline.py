@@ -1,4 +1,5 @@
 import gc
+import json
 import pathlib
 import subprocess
 import sys
@@ -12,10 +13,14 @@ import pytest
 from het_plugin.data import (
   BatchIterator,
   DatasetConfig,
+  classification_info,
   get_dataset,
+  get_vocabulary,
+  one_pass,
   pipeline,
   task_info,
   tasks,
+  tokenize,
 )
 from het_plugin.data.sources import TaskInfo
 
@@ -46,11 +51,53 @@ def npz(tmp_path_factory):
   return path
 
 
-@pytest.fixture(params=['glyphs_core', 'digits', 'npz', 'image_folder'])
+@pytest.fixture(scope='module')
+def npz_captions(tmp_path_factory):
+  """Every image has up to three captions; the third image of each split has none."""
+  path = tmp_path_factory.mktemp('arrays') / 'captions.npz'
+  rng = np.random.default_rng(0)
+  captions = np.array(
+    [[f'image {i}', f'{i} again', '' if i % 2 else f'no. {i}'] for i in range(30)]
+  )
+  captions[[2, 23]] = ''
+  np.savez(
+    path,
+    image=rng.integers(0, 256, (30, 12, 12, 3), np.uint8),
+    caption=captions,
+    split=np.repeat(['train', 'validation'], [21, 9]),
+  )
+  return path
+
+
+@pytest.fixture(scope='module')
+def captioned_folder(folder):
+  """The photographs of `folder`, of which one is unreadable, with one or two captions each."""
+  records = [
+    {'file': str(path.relative_to(folder)), 'caption': caption, 'split': path.parts[-3]}
+    for path in sorted(folder.glob('*/*/*'))
+    for caption in (f'photograph {path.stem}', f'of class {path.parent.name}')
+  ]
+  (folder / 'captions.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  return folder
+
+
+KINDS = [
+  *('glyphs_core', 'digits', 'npz', 'image_folder'),
+  *('glyph_names', 'npz_captions', 'image_folder_captions'),
+]
+
+
+@pytest.fixture(params=KINDS)
 def config(request):
   """A DatasetConfig of every kind of task, as keyword arguments; batches of 8."""
   lengths, evaluation = {'image': 12, 'label': 3}, 'validation'
   name = request.param
+  if 'names' in name or 'captions' in name:
+    lengths = {'image': 12, 'text': 16}
+  if name == 'npz_captions':
+    name = f'npz_captions:{request.getfixturevalue("npz_captions")}'
+  if name == 'image_folder_captions':
+    name = f'image_folder_captions:{request.getfixturevalue("captioned_folder")}'
   if name == 'digits':
     evaluation = 'test'
   if name == 'npz':
@@ -72,6 +119,7 @@ def config(request):
       split=evaluation,
       batch_size=8,
       shuffle=False,
+      max_corrupt_fraction=0.2,
     ),
   }
 
@@ -91,9 +139,10 @@ def test_batches_have_the_shapes_and_types_of_the_contract(config, mode):
   iterator = get_dataset(DatasetConfig(**config[mode]))
   batch = next(iterator)
   channels = task_info(config[mode]['mixture_or_task_name']).channels
+  has_text = 'text' in config[mode]['task_feature_lengths']
   assert iterator.element_spec == {
     'image': jax.ShapeDtypeStruct((8, 12, 12, channels), np.float32),
-    'label': jax.ShapeDtypeStruct((8, 3), np.int32),
+    'text' if has_text else 'label': jax.ShapeDtypeStruct((8, 16 if has_text else 3), np.int32),
     'index': jax.ShapeDtypeStruct((8,), np.int32),
     'mask': jax.ShapeDtypeStruct((8,), np.float32),
   }
@@ -101,6 +150,13 @@ def test_batches_have_the_shapes_and_types_of_the_contract(config, mode):
     assert (batch[name].shape, batch[name].dtype) == (spec.shape, spec.dtype), name
   assert batch['image'].min() >= -1 and batch['image'].max() <= 1
   assert np.ptp(batch['image']) > 0.5
+  if has_text:
+    text = batch['text'][batch['mask'] == 1]
+    assert len(text) and ((text == 1).sum(axis=1) == 1).all()
+    ends = (text == 1).argmax(axis=1)
+    assert (ends > 0).all() and text.min() == 0 and text.max() < 259
+    for row, end in zip(text, ends, strict=True):
+      assert (row[:end] > 2).all() and not row[end + 1 :].any()
 
 
 def test_a_restored_iterator_continues_as_if_never_interrupted(config):
@@ -146,9 +202,13 @@ def test_evaluation_is_one_pass_with_a_masked_tail(config):
   assert iterator.num_batches == -(-total // 8) and len(batches) == 2
   mask = np.concatenate([batch['mask'] for batch in batches])
   index = np.concatenate([batch['index'] for batch in batches])
-  np.testing.assert_array_equal(mask, np.arange(position, position + 16) < total)
-  np.testing.assert_array_equal(index[mask == 1], np.arange(position, total))
-  assert (batches[-1]['label'][batches[-1]['mask'] == 0] == -1).all()
+  records = np.arange(position, position + 16)
+  unreadable = [2] if 'npz_captions' in config['evaluation']['mixture_or_task_name'] else []
+  np.testing.assert_array_equal(mask, (records < total) & ~np.isin(records, unreadable))
+  np.testing.assert_array_equal(index[: total - position], np.arange(position, total))
+  name = 'text' if 'text' in batches[0] else 'label'
+  padding = 0 if name == 'text' else -1
+  assert all((batch[name][batch['mask'] == 0] == padding).all() for batch in batches)
   with pytest.raises(StopIteration):
     next(iterator)
 
@@ -195,6 +255,9 @@ SPLIT_TO_SLICE = {
   'npz': 'train',
   'image_folder': 'train',
   'tfds': 'train',
+  'glyph_names': 'shift',
+  'npz_captions': 'train',
+  'image_folder_captions': 'train',
 }
 
 
@@ -223,9 +286,14 @@ def slicing(request):
     name = f'image_folder:{request.getfixturevalue("folder")}'
   if name == 'tfds':
     name = request.getfixturevalue('tfds_noise')
+  if name == 'npz_captions':
+    name = f'npz_captions:{request.getfixturevalue("npz_captions")}'
+  if name == 'image_folder_captions':
+    name = f'image_folder_captions:{request.getfixturevalue("captioned_folder")}'
+  annotation = {'text': 16} if 'names' in name or 'captions' in name else {'label': 3}
   settings = dict(
     mixture_or_task_name=name,
-    task_feature_lengths={'image': 12, 'label': 3},
+    task_feature_lengths={'image': 12, **annotation},
     batch_size=8,
     augment=False,
     num_epochs=1,
@@ -257,7 +325,7 @@ def test_slices_of_every_source_are_the_records_of_the_split(slicing, shuffle):
       whole.set_state({'position': int(number) // 8 * 8})
       batch = next(whole)
       assert batch['index'][number % 8] == number
-      for feature in ('image', 'label'):
+      for feature in ('image', *set(batch) & {'label', 'text'}):
         np.testing.assert_array_equal(part[feature][row], batch[feature][number % 8])
     whole.close()
 
@@ -295,6 +363,66 @@ def test_a_slice_resumes(npz):
   resumed.set_state({'position': 12})
   for batch in batches[3:]:
     assert_same(next(resumed), batch)
+
+
+def test_captions_are_those_of_their_images(npz_captions):
+  """Through shuffling, epochs and slices; in training any one, in evaluation the first."""
+  with np.load(npz_captions) as arrays:
+    images, captions = arrays['image'].astype(np.float32) * (2 / 255) - 1, arrays['caption']
+  settings = dict(
+    mixture_or_task_name=f'npz_captions:{npz_captions}',
+    task_feature_lengths={'image': 12, 'text': 16},
+    batch_size=4,
+    max_corrupt_fraction=0.2,
+  )
+
+  def pairs(num_batches, **kwargs):
+    iterator = get_dataset(DatasetConfig(**settings, **kwargs))
+    for batch in take(iterator, num_batches):
+      for i in np.flatnonzero(batch['mask']):
+        (number,) = np.flatnonzero(np.abs(images - batch['image'][i]).max(axis=(1, 2, 3)) < 1e-6)
+        text = bytes(token - 3 for token in batch['text'][i].tolist() if token > 2).decode()
+        yield number, list(captions[number]).index(text)
+
+  training = set(pairs(200, split='train'))
+  assert training == {(i, j) for i in range(21) for j in range(3 - i % 2) if i != 2}
+  assert set(pairs(3, split='train[:50%]')) == {(i, 0) for i in range(10) if i != 2}
+
+
+def test_identical_captions_are_pairs_like_any_other(tmp_path):
+  captions = np.array(['the same'] * 6)
+  np.savez(tmp_path / 'a.npz', image=np.zeros((6, 4, 4), np.uint8), caption=captions)
+  cfg = DatasetConfig(f'npz_captions:{tmp_path}/a.npz', {'image': 4, 'text': 9}, 'train', 5)
+  batch = next(get_dataset(cfg))
+  assert batch['mask'].sum() == 5 and (batch['text'] == batch['text'][0]).all()
+
+
+def test_a_vocabulary_of_the_configuration(sentencepiece_model):
+  settings = dict(
+    mixture_or_task_name='glyph_names',
+    task_feature_lengths={'image': 8, 'text': 80},
+    split='validation',
+    batch_size=20,
+    shuffle=False,
+  )
+  as_bytes = next(get_dataset(DatasetConfig(**settings)))
+  assert_same(next(get_dataset(DatasetConfig(**settings, vocabulary='bytes'))), as_bytes)
+  pieces = next(get_dataset(DatasetConfig(**settings, vocabulary=sentencepiece_model)))
+  np.testing.assert_array_equal(pieces['image'], as_bytes['image'])
+  names = [get_vocabulary().decode(row.tolist()) for row in as_bytes['text']]
+  np.testing.assert_array_equal(pieces['text'], tokenize(sentencepiece_model, names, 80))
+  assert pieces['text'].max() < task_info('glyph_names', sentencepiece_model).vocab_size == 60
+  assert task_info('glyph_names').vocab_size == 259
+
+
+def test_one_pass_over_captions():
+  settings = dict(image_size=8, batch_size=20, bounded=False)
+  cfg = one_pass('glyph_names', 'shift', text_length=40, vocabulary='bytes', **settings)
+  assert cfg.task_feature_lengths == {'image': 8, 'text': 40}
+  assert get_dataset(cfg).num_examples == 4556
+  for lengths in ({}, {'text_length': 40, 'max_labels': 1}):
+    with pytest.raises(ValueError, match='one of them must be None'):
+      one_pass('glyph_names', 'shift', **lengths, **settings)
 
 
 def test_resize_is_chosen_for_photographs(folder):
@@ -451,6 +579,25 @@ BAD_CONFIGS = {
   "it must be {'image': H, 'label': L}": {'task_feature_lengths': {'image': 28}},
   'both at least 1': {'task_feature_lengths': {'image': 28, 'label': 0}},
   "num_epochs is 3; the split 'train' of glyphs_core is endless": {'num_epochs': 3},
+  "'text': 8}; it must be {'image': H, 'label': L}, both at least 1: glyphs_core has class": {
+    'task_feature_lengths': {'image': 28, 'text': 8}
+  },
+  "{'image': 28, 'label': 1}; it must be {'image': H, 'text': L} with H at least 1 and L at least "
+  '2: glyph_names has captions': {'mixture_or_task_name': 'glyph_names'},
+  "'text': 1}; it must be {'image': H, 'text': L} with H at least 1 and L at least 2": {
+    'mixture_or_task_name': 'glyph_names',
+    'task_feature_lengths': {'image': 28, 'text': 1},
+  },
+  "vocabulary is 'bytes'; glyphs_core has class labels, no captions: it must be None": {
+    'vocabulary': 'bytes'
+  },
+  "vocabulary is 'words'; it must be 'bytes' or the path of a .model file": {
+    'mixture_or_task_name': 'glyph_names',
+    'vocabulary': 'words',
+  },
+  'npz_captions:/nowhere.npz: there is no such file': {
+    'mixture_or_task_name': 'npz_captions:/nowhere.npz'
+  },
   'npz:/nowhere.npz: there is no such file': {'mixture_or_task_name': 'npz:/nowhere.npz'},
 }
 
@@ -500,6 +647,12 @@ def test_importing_the_package_does_not_import_tensorflow():
   )
   checkout = pathlib.Path(__file__).resolve().parents[2]
   subprocess.run([sys.executable, '-c', code], check=True, cwd=checkout)
+
+
+def test_classification_info():
+  assert classification_info('digits') == task_info('digits')
+  with pytest.raises(ValueError, match="task is 'glyph_names', whose images have captions"):
+    classification_info('glyph_names')
 
 
 def test_batch_iterator_is_public():

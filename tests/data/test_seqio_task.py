@@ -1,4 +1,6 @@
 import io
+import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -8,14 +10,18 @@ from PIL import Image
 from het_plugin.data import (
   DatasetConfig,
   ImageFeatureConverter,
+  ImageTextFeatureConverter,
   decode,
   get_dataset,
+  reader,
   seqio_task,
   tasks,
 )
 from het_plugin.data.tf_host import tf
 
 LENGTHS = {'image': 12, 'label': 2}
+TEXT_LENGTHS = {'image': 12, 'text': 16}
+MOST = {'max_corrupt_fraction': 0.1}
 
 
 @pytest.fixture(scope='module')
@@ -27,17 +33,46 @@ def folder(tmp_path_factory, image_files):
   return f'image_folder:{root}'
 
 
-@pytest.fixture(params=['glyphs_core', 'digits', 'image_folder'])
+@pytest.fixture(scope='module')
+def captioned_folder(folder):
+  """The photographs of `folder` with two captions each; one of train has none."""
+  root = pathlib.Path(folder.removeprefix('image_folder:'))
+  files = sorted(path.relative_to(root) for path in root.glob('*/*/*'))
+  records = [
+    {'file': str(file), 'split': file.parts[0], 'caption': [f'photo {file.stem}', file.parts[1]]}
+    for file in files
+  ]
+  records[3]['caption'] = ''
+  (root / 'captions.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  return f'image_folder_captions:{root}'
+
+
+@pytest.fixture(params=['glyphs_core', 'digits', 'image_folder', 'glyph_names', 'captions'])
 def name(request):
-  return request.getfixturevalue('folder') if request.param == 'image_folder' else request.param
+  fixtures = {'image_folder': 'folder', 'captions': 'captioned_folder'}
+  if request.param in fixtures:
+    return request.getfixturevalue(fixtures[request.param])
+  return request.param
+
+
+@pytest.fixture(autouse=True)
+def some_may_be_unreadable(monkeypatch):
+  """seqio.get_dataset cannot say how many; the photograph without captions is one of 21."""
+  monkeypatch.setattr(reader, 'MAX_CORRUPT_FRACTION', 0.1)
+
+
+def lengths_of(name):
+  return LENGTHS if tasks.get_task(name).vocabulary is None else TEXT_LENGTHS
 
 
 def seqio_batches(name, split, batch_size, count=None, **kwargs):
   """What t5x reads: seqio.get_dataset with the converter."""
+  lengths = lengths_of(name)
+  converter = ImageFeatureConverter if lengths is LENGTHS else ImageTextFeatureConverter
   dataset = seqio.get_dataset(
     mixture_or_task_name=tasks.get_task(name).name,
-    task_feature_lengths=LENGTHS,
-    feature_converter=ImageFeatureConverter(pack=False, use_custom_packing_ops=False),
+    task_feature_lengths=lengths,
+    feature_converter=converter(pack=False, use_custom_packing_ops=False),
     dataset_split=split,
     use_cached=False,
     batch_size=batch_size,
@@ -53,7 +88,7 @@ def assert_same(batch, other):
 
 
 def test_seqio_and_the_pipeline_give_the_same_training_batches(name):
-  ours = get_dataset(DatasetConfig(name, LENGTHS, 'train', 8, seed=3))
+  ours = get_dataset(DatasetConfig(name, lengths_of(name), 'train', 8, seed=3, **MOST))
   theirs = seqio_batches(name, 'train', 8, 5, shuffle=True, seed=3, num_epochs=None)
   assert len(theirs) == 5
   for batch in theirs:
@@ -62,16 +97,18 @@ def test_seqio_and_the_pipeline_give_the_same_training_batches(name):
 
 def test_seqio_and_the_pipeline_give_the_same_evaluation_batches(name):
   split = 'test' if name == 'digits' else 'validation'
-  ours = get_dataset(DatasetConfig(name, LENGTHS, split, 3, shuffle=False))
+  ours = get_dataset(DatasetConfig(name, lengths_of(name), split, 3, shuffle=False, **MOST))
   for batch in seqio_batches(name, split, 3, 3, shuffle=False, num_epochs=1):
     assert_same(batch, next(ours))
 
 
 @pytest.mark.parametrize('part', ['train[5:16]', 'train[50%:]'])
 @pytest.mark.parametrize('shuffle', [False, True])
-def test_slices_under_seqio(folder, part, shuffle):
-  ours = get_dataset(DatasetConfig(folder, LENGTHS, part, 4, shuffle=shuffle))
-  theirs = seqio_batches(folder, part, 4, 2, shuffle=shuffle, seed=0, num_epochs=1)
+@pytest.mark.parametrize('photos', ['folder', 'captioned_folder'])
+def test_slices_under_seqio(request, photos, part, shuffle):
+  name = request.getfixturevalue(photos)
+  ours = get_dataset(DatasetConfig(name, lengths_of(name), part, 4, shuffle=shuffle))
+  theirs = seqio_batches(name, part, 4, 2, shuffle=shuffle, seed=0, num_epochs=1)
   assert len(theirs) == 2
   for batch in theirs:
     assert_same(batch, next(ours))
@@ -132,6 +169,49 @@ def test_model_features():
     'mask': ((4,), np.float32),
   }
   assert (batch['label'][:, 1] == -1).all() and (batch['mask'] == 1).all()
+
+
+def test_model_features_of_image_text_tasks():
+  (batch,) = seqio_batches('glyph_names', 'validation', 4, 1)
+  assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
+    'image': ((4, 12, 12, 1), np.float32),
+    'text': ((4, 16), np.int32),
+    'index': ((4,), np.int32),
+    'mask': ((4,), np.float32),
+  }
+
+
+def test_masked_rows_and_caption_choice_under_seqio(captioned_folder):
+  batches = seqio_batches(captioned_folder, 'train', 21, shuffle=False, seed=0, num_epochs=9)
+  for batch in batches:
+    np.testing.assert_array_equal(batch['mask'], np.arange(21) != 3)
+    assert not batch['text'][3].any() and (batch['image'][3] == -1).all()
+  assert len({batch['text'][4].tobytes() for batch in batches}) == 2
+
+
+def test_the_vocabulary_is_in_the_output_features(sentencepiece_model):
+  assert tasks.get_task('glyph_names').output_features['text'].vocabulary == seqio.ByteVocabulary()
+  task = tasks.get_task('glyph_names', sentencepiece_model)
+  assert task is tasks.get_task('glyph_names', sentencepiece_model)
+  assert seqio.get_mixture_or_task(task.name) is task and task.name != 'glyph_names'
+  feature = task.output_features['text']
+  assert feature.vocabulary.vocab_size == 60 and feature.add_eos
+  (batch,) = seqio_batches(task.name, 'validation', 4, 1, shuffle=False)
+  ours = get_dataset(
+    DatasetConfig(
+      'glyph_names', TEXT_LENGTHS, 'validation', 4, shuffle=False, vocabulary=sentencepiece_model
+    )
+  )
+  assert_same(batch, next(ours))
+
+
+def test_mixtures_of_image_text_tasks():
+  seqio.MixtureRegistry.add('names', ['glyph_names', 'glyph_names_heldout'], default_rate=1)
+  dataset = seqio.get_dataset(
+    'names', TEXT_LENGTHS, ImageTextFeatureConverter(), 'train', shuffle=False, num_epochs=None
+  )
+  examples = list(dataset.take(20).as_numpy_iterator())
+  assert all(example['mask'] == 1 and (example['text'] == 1).sum() == 1 for example in examples)
 
 
 def test_mixtures_keep_index_and_mask():
@@ -199,11 +279,44 @@ def test_the_converter_checks_lengths():
     list(short.as_numpy_iterator())
   with pytest.raises(ValueError, match='task_feature_lengths'):
     converted('glyphs_core', {'image': 12, 'label': 1, 'text': 3})
+  with pytest.raises(ValueError, match='glyph_names has captions'):
+    converted('glyph_names', LENGTHS)
+  with pytest.raises(ValueError, match="extra features .*{'text'}"):
+    converted('glyph_names', TEXT_LENGTHS)  # by the converter of labels
+
+
+def test_the_text_converter_completes_plain_tasks():
+  """Of texts of any length; without index and mask."""
+
+  def plain_pairs(split, shuffle_files, seed=None):
+    del split, shuffle_files, seed
+    signature = {
+      'image': tf.TensorSpec([4, 4, 1], tf.float32),
+      'text': tf.TensorSpec([None], tf.int32),
+    }
+    examples = [{'image': np.zeros((4, 4, 1), np.float32), 'text': [5] * i + [1]} for i in range(3)]
+    return tf.data.Dataset.from_generator(lambda: iter(examples), output_signature=signature)
+
+  task = seqio.TaskRegistry.add(
+    'plain_pairs',
+    source=seqio.FunctionDataSource(plain_pairs, splits=['train']),
+    preprocessors=[],
+    output_features={
+      'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
+      'text': seqio.Feature(seqio.ByteVocabulary()),
+    },
+  )
+  lengths = {'image': 4, 'text': 3}
+  dataset = seqio.get_dataset(task, lengths, ImageTextFeatureConverter(), shuffle=False)
+  examples = list(dataset.as_numpy_iterator())
+  assert [e['text'].tolist() for e in examples] == [[1, 0, 0], [5, 1, 0], [5, 5, 1]]
+  assert [(int(e['index']), int(e['mask'])) for e in examples] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_the_converter_does_not_pack():
-  with pytest.raises(ValueError, match='images cannot be packed'):
-    ImageFeatureConverter(pack=True)
+  for converter in (ImageFeatureConverter, ImageTextFeatureConverter):
+    with pytest.raises(ValueError, match='images cannot be packed'):
+      converter(pack=True)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +332,11 @@ def test_errors_of_the_task(kwargs, message):
   settings = {'sequence_length': LENGTHS, 'split': 'train'} | kwargs
   with pytest.raises(ValueError, match=message):
     tasks.get_task('digits').get_dataset(**settings)
+
+
+def test_lengths_of_image_text_tasks_are_checked():
+  with pytest.raises(ValueError, match="it must be {'image': H, 'text': L} with H at least 1"):
+    tasks.get_task('glyph_names').get_dataset({'image': 12}, 'train')
 
 
 def test_plain_seqio_tasks_cannot_be_read_by_position():

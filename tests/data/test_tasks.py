@@ -1,8 +1,17 @@
 import numpy as np
 import pytest
 import seqio
+from PIL import Image
 
-from het_plugin.data import glyphs, preprocess, task_info, tasks
+from het_plugin.data import (
+  DatasetConfig,
+  get_dataset,
+  glyphs,
+  preprocess,
+  task_info,
+  tasks,
+  tokenize,
+)
 
 
 def test_built_in_tasks_are_registered_with_seqio():
@@ -32,11 +41,18 @@ def test_paths_that_look_alike_are_different_tasks(tmp_path):
   assert len(names) == 2
 
 
-@pytest.mark.parametrize('name', ['glyphs', 'npz:', 'image_folder:', 'foo:bar', 'two words', ''])
+@pytest.mark.parametrize('name', ['glyphs', 'npz:', 'npz_captions:', 'foo:bar', 'two words', ''])
 def test_unknown_names_list_the_valid_ones(name):
   with pytest.raises(ValueError) as error:
     task_info(name)
-  for valid in ('glyphs_core', 'digits', 'npz:PATH', 'image_folder:PATH', 'tfds:NAME'):
+  for valid in (
+    'glyphs_core',
+    'digits',
+    'npz:PATH',
+    'image_folder:PATH',
+    'tfds:NAME',
+    'npz_captions:PATH',
+  ):
     assert valid in str(error.value)
 
 
@@ -87,3 +103,43 @@ def test_an_added_task_runs_its_preprocessors():
 def test_a_name_is_taken_once():
   with pytest.raises(ValueError, match='digits'):
     tasks.add_image_task('digits', glyphs.GlyphSource('core'))
+
+
+def test_an_image_text_task_of_ones_own(sentencepiece_model):
+  """With a vocabulary and preprocessing of its own, which other vocabularies keep."""
+  task = tasks.add_image_text_task(
+    'colour_names',
+    glyphs.GlyphNameSource('heldout'),
+    vocabulary=sentencepiece_model,
+    preprocessors=[preprocess.to_channels(3), preprocess.flip_left_right()],
+    eval_preprocessors=[preprocess.to_channels(3)],
+  )
+  assert task_info('colour_names').vocab_size == 60
+  assert task_info('colour_names').vocabulary == sentencepiece_model
+  as_bytes = tasks.get_task('colour_names', 'bytes')
+  assert as_bytes.info.vocab_size == 259 and as_bytes.preprocessors == task.preprocessors
+  for own in (task, as_bytes):
+    dataset = own.get_dataset({'image': 9, 'text': 80}, 'test', shuffle=False)
+    (example,) = dataset.take(1).as_numpy_iterator()
+    images, ((name,),) = own.examples.read('test', np.arange(1), 9, seed=0)
+    np.testing.assert_array_equal(example['image'], np.repeat(images[0], 3, axis=-1))
+    np.testing.assert_array_equal(example['text'], tokenize(own.vocabulary, [name], 80)[0])
+  with pytest.raises(ValueError, match="'words'"):
+    tasks.add_image_text_task('no_such_words', glyphs.GlyphNameSource('core'), vocabulary='words')
+  with pytest.raises(ValueError, match='whose id of end-of-sequence is None; it must be 1'):
+    tasks.add_image_text_task(
+      'no_end', glyphs.GlyphNameSource('core'), vocabulary=seqio.PassThroughVocabulary(9)
+    )
+
+
+def test_captioned_photographs_stay_whole(tmp_path):
+  """A plain resize in training as in evaluation: no crop, and left stays left."""
+  pixels = np.zeros((40, 80, 3), np.uint8)
+  pixels[:, :40] = [255, 0, 0]
+  Image.fromarray(pixels).save(tmp_path / 'a.png')
+  (tmp_path / 'captions.csv').write_text('file,caption,split\na.png,red on the left,train\n')
+  name = f'image_folder_captions:{tmp_path}'
+  iterator = get_dataset(DatasetConfig(name, {'image': 8, 'text': 20}, 'train', 1))
+  for _ in range(6):
+    image = next(iterator)['image'][0]
+    assert (image[:, :3, 0] > 0.99).all() and (image[:, 5:, 0] < -0.99).all()

@@ -3,7 +3,7 @@ import pytest
 
 tfds = pytest.importorskip('tensorflow_datasets')
 
-from het_plugin.data import decode, tasks, tfds_source  # noqa: E402
+from het_plugin.data import DatasetConfig, decode, get_dataset, tasks, tfds_source  # noqa: E402
 
 LABEL = tfds.features.ClassLabel(names=['a', 'b', 'c'])
 
@@ -98,3 +98,101 @@ def test_errors():
 
 def test_the_version_of_the_data(data_dir):
   assert tfds_source.TfdsSource('tiny_single').info.version == 'tiny_single/1.0.0'
+
+
+TEXT = tfds.features.Text()
+CAPTIONS = {  # features of data sets that there are, and example i of each
+  'tiny_text': ({'text': TEXT}, lambda i: {'text': f'only {i}'}),
+  'tiny_texts': (
+    {'captions': tfds.features.Sequence(TEXT)},
+    lambda i: {'captions': [f'{i} {j}' for j in range(i)]},
+  ),
+  'tiny_coco': (
+    {'captions': tfds.features.Sequence({'id': np.int64, 'text': np.str_}), 'text': TEXT},
+    lambda i: {'captions': [{'id': j, 'text': f'{i} {j}'} for j in range(i)], 'text': 'other'},
+  ),
+  'tiny_supervised': ({'alt': TEXT, 'text': TEXT}, lambda i: {'alt': f'only {i}', 'text': ''}),
+}
+
+
+@pytest.fixture(scope='module')
+def caption_data_sets(tfds_files):
+  image = tfds.features.Image(shape=(None, None, 3))
+  for name, (features, make) in CAPTIONS.items():
+    examples = [{'image': np.full((4 + i, 5, 3), i, np.uint8), **make(i)} for i in range(4)]
+    keys = ('image', 'alt') if name == 'tiny_supervised' else None
+    tfds_files.write(name, {'image': image, **features}, {'train': examples}, supervised_keys=keys)
+
+
+@pytest.mark.usefixtures('caption_data_sets')
+@pytest.mark.parametrize('name', CAPTIONS)
+def test_captions(name):
+  source = tfds_source.TfdsCaptionSource(name)
+  assert source.info.splits == {'train': 4} and source.info.channels == 3
+  assert source.info.version == f'{name}/1.0.0'
+  images, captions = source.read('train', np.array([3, 0, 2]), 8, seed=0)
+  images = decode.decode_all(images, keep_jpegs=False)
+  assert [image[0, 0, 0] for image in images] == [3, 0, 2]
+  several = name in ('tiny_texts', 'tiny_coco')
+  expected = [[f'{i} {j}' for j in range(i)] if several else [f'only {i}'] for i in (3, 0, 2)]
+  assert [list(texts) for texts in captions] == expected
+
+
+@pytest.mark.usefixtures('caption_data_sets')
+def test_one_of_several_captions():
+  """In training another one in every epoch, in evaluation the first; none is an unreadable one."""
+  settings = dict(
+    mixture_or_task_name='tfds_captions:tiny_coco',
+    task_feature_lengths={'image': 6, 'text': 6},
+    split='train',
+    batch_size=4,
+    shuffle=False,
+    max_corrupt_fraction=0.3,
+  )
+
+  def texts(batch):
+    return [bytes(row[row > 2] - 3).decode() for row in batch['text'].astype(np.uint8)]
+
+  iterator = get_dataset(DatasetConfig(**settings, augment=False))
+  for _ in range(2):
+    batch = next(iterator)
+    assert texts(batch) == ['', '1 0', '2 0', '3 0']
+    np.testing.assert_array_equal(batch['mask'], [0, 1, 1, 1])
+  assert iterator.corrupt_records == (
+    'tfds_captions:tiny_coco train[0] (its caption is missing or empty)',
+  )
+  training, again = (get_dataset(DatasetConfig(**settings)) for _ in range(2))
+  epochs = [texts(next(training)) for _ in range(12)]
+  assert {epoch[3] for epoch in epochs} == {'3 0', '3 1', '3 2'}
+  assert {epoch[2] for epoch in epochs} == {'2 0', '2 1'}
+  again.set_state({'position': 4 * 5})
+  assert texts(next(again)) == epochs[5]
+  other = get_dataset(DatasetConfig(**settings, seed=1))
+  assert [texts(next(other)) for _ in range(12)] != epochs
+
+
+@pytest.mark.usefixtures('data_sets')
+def test_a_data_set_without_captions():
+  with pytest.raises(ValueError, match=r"needs an 'image' and texts in one of .*'label'\]"):
+    tfds_source.TfdsCaptionSource('tiny_single')
+  with pytest.raises(ValueError, match='knows no such data set'):
+    tfds_source.TfdsCaptionSource('tiny_nothing')
+
+
+def test_captions_that_are_not_utf_8(tfds_files):
+  features = {'image': tfds.features.Image(shape=(None, None, 3)), 'caption': TEXT}
+  examples = [
+    {'image': np.zeros((4, 4, 3), np.uint8), 'caption': text} for text in (b'K\xe4tzchen', 'fine')
+  ]
+  tfds_files.write('tiny_latin_1', features, {'train': examples})
+  cfg = DatasetConfig(
+    'tfds_captions:tiny_latin_1',
+    {'image': 4, 'text': 8},
+    'train[:2]',
+    2,
+    shuffle=False,
+    max_corrupt_fraction=0.5,
+  )
+  iterator = get_dataset(cfg)
+  np.testing.assert_array_equal(next(iterator)['mask'], [0, 1])
+  assert iterator.corrupt_records[0].endswith('train[0] (its caption is not valid UTF-8)')

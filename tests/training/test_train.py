@@ -488,6 +488,21 @@ def _refusing_model():
   return model
 
 
+def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
+  """A text tower's embedding has a row for each token id."""
+
+  def refuse(info):
+    raise ValueError(f'no embedding for {info}')
+
+  model, cfg = toy.ToyModel(), toy.ToyDatasetConfig(16)
+  model.validate = refuse
+  object.__setattr__(cfg, 'vocabulary', 'words.model')
+  with pytest.raises(ValueError, match=r"no embedding for \('toy', 'words.model'\)"):
+    toy_run.run(
+      tmp_path, model=model, train_dataset_cfg=cfg, task_info_fn=lambda *arguments: arguments
+    )
+
+
 ENDLESS = toy.ToyDatasetConfig(16, 'endless')
 
 

@@ -1,0 +1,243 @@
+"""Our batch softmax against the plain one over 8 devices: seconds and memory of loss and gradient.
+
+    python benchmarks/contrastive_loss.py [--losses det,het_xl] [--samples 1] [--json OUT]
+    python benchmarks/contrastive_loss.py --topology v3:16x16 --batch 16384 --dim 1024
+
+The plain loss is what one writes down: all similarities [B, B] (with noise [B, S, B], for each
+direction), `jax.nn.log_softmax` along both sides, differentiated by JAX and cut over the devices by
+the compiler. Both sides get the same arrays, cut over the data axis, are compiled, and are timed in
+turns in this process; seconds are the median of the repeats. Memory is what XLA says of a device's
+part of the compiled program beyond its arguments and results. DET and HET-XL with one sample take
+four minutes on two CPU cores, seconds with --batch 64 --dim 8 --repeats 1. With many samples and
+the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048.
+
+--topology only compiles ours, for devices that are not here: a TPU slice by its name as `python -m
+het_plugin.plan` takes it (v3:16x16, the paper's, needs libtpu), or cpu:512. It fails where a device
+holds an array [B, B].
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+# Read when JAX is first imported.
+os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from command_line import integers, names, print_table, write_json
+from flax.linen import partitioning as flax_partitioning
+from integrator import time_in_turns
+from jax.sharding import PartitionSpec
+
+from het_plugin.heads import Pairs, contrastive_nll
+from het_plugin.integrate import Integrator, LowRank, example_keys
+from het_plugin.planning import hlo, topology
+from het_plugin.training.partitioning import PjitPartitioner
+
+LOSSES = ('det', 'het_xl')
+NOISE = 0.1  # size of the noise over that of the representations
+
+
+def make_arguments(args, loss):
+  """Everything that gradients flow to: unit vectors, noise, tau; as functions of nothing."""
+  shape = args.batch, args.dim
+
+  def make():
+    keys = jax.random.split(jax.random.key(0), 6)
+    alpha, beta = (jax.random.normal(key, shape) * args.dim**-0.5 for key in keys[:2])
+    noise = [None, None]
+    if loss == 'het_xl':
+      noise = [
+        LowRank(
+          None,
+          NOISE * args.dim**-0.5 * jax.random.normal(loading, (args.batch, args.factors, args.dim)),
+          NOISE * args.dim**-0.5 * jnp.abs(jax.random.normal(diag, shape)),
+        )
+        for loading, diag in (keys[2:4], keys[4:])
+      ]
+    return {'alpha': alpha, 'beta': beta, 'noise': noise, 'tau': jnp.float32(1 / 3)}
+
+  return make
+
+
+def our_loss(args, num_samples):
+  """Through `contrastive_nll`: (arguments, key) -> loss."""
+  integrator = Integrator(num_samples=max(1, num_samples))
+
+  def loss(x, key):
+    pairs = Pairs(x['alpha'], x['beta'], *x['noise'], x['tau'], dtype=jnp.dtype(args.dtype))
+    keys = example_keys(key, jnp.arange(args.batch))
+    one, two = contrastive_nll(pairs, integrator, keys, chunk_bytes=args.chunk_bytes)
+    return (one.nll.mean() + two.nll.mean()) / 2
+
+  return loss
+
+
+def plain_loss(args, num_samples):
+  """The same written down: (arguments, key) -> loss."""
+
+  def similarities(rows, columns, tau):
+    product = jnp.einsum(
+      '...d,jd->...j',
+      rows.astype(args.dtype),
+      columns.astype(args.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    return product / tau
+
+  def direction(rows, noise, columns, tau, key):
+    z = jax.random.normal(key, (args.batch, num_samples, args.factors + 1))
+    samples = rows[:, None] + noise.noise(z)  # [B, S, D]
+    log_p = jax.nn.log_softmax(similarities(samples, columns, tau), axis=-1)  # [B, S, B]
+    own = jnp.einsum('isi->is', log_p)
+    return (math.log(num_samples) - jax.nn.logsumexp(own, axis=1)).mean()
+
+  def loss(x, key):
+    alpha, beta, (of_alpha, of_beta), tau = x['alpha'], x['beta'], x['noise'], x['tau']
+    if of_alpha is None:
+      logits = similarities(alpha, beta, tau)
+      log_p = [jnp.diagonal(jax.nn.log_softmax(logits, axis=axis)) for axis in (1, 0)]
+      return -(log_p[0].mean() + log_p[1].mean()) / 2
+    keys = jax.random.split(key)
+    one = direction(alpha, of_alpha, beta, tau, keys[0])
+    two = direction(beta, of_beta, alpha, tau, keys[1])
+    return (one + two) / 2
+
+  return loss
+
+
+def shardings(partitioner, make):
+  """Rows over the data axis, scalars whole."""
+
+  def place(x):
+    spec = partitioner.data_partition_spec if x.ndim else PartitionSpec()
+    return jax.sharding.NamedSharding(partitioner.mesh, spec)
+
+  return jax.tree.map(place, jax.eval_shape(make))
+
+
+def compile_loss(partitioner, loss, make):
+  """Compiled value and gradient, the gradient placed as its arguments are."""
+  place = shardings(partitioner, make)
+  whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
+  arguments = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(make), place
+  )
+  key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole)
+  step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, place))
+  rules = partitioner.logical_axis_rules
+  with jax.set_mesh(partitioner.mesh), flax_partitioning.axis_rules(rules):
+    return step.lower(arguments, key).compile()
+
+
+def compare(args, partitioner, loss, num_samples):
+  """One row: both sides' seconds and temporary bytes a device, and how many times ours are less."""
+  make = make_arguments(args, loss)
+  sides = [
+    compile_loss(partitioner, side(args, num_samples), make) for side in (our_loss, plain_loss)
+  ]
+  whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
+  arguments = (
+    jax.jit(make, out_shardings=shardings(partitioner, make))(),
+    jax.device_put(jax.random.key(1), whole),
+  )
+  values = [float(side(*arguments)[0]) for side in sides]
+  if not np.allclose(*values, rtol=0.02):  # the draws differ
+    raise FloatingPointError(f'the losses are {values}')
+  seconds, plain_seconds = time_in_turns(sides, arguments, args.repeats)
+  temp, plain_temp = (side.memory_analysis().temp_size_in_bytes for side in sides)
+  return dict(
+    loss=loss,
+    b=args.batch,
+    d=args.dim,
+    s=num_samples,
+    devices=partitioner.mesh.size,
+    model_shards=partitioner.mesh.shape['model'],
+    dtype=args.dtype,
+    seconds=seconds,
+    plain_seconds=plain_seconds,
+    time_ratio=plain_seconds / seconds,
+    temp_bytes=temp,
+    plain_temp_bytes=plain_temp,
+    memory_ratio=plain_temp / temp,
+  )
+
+
+def compile_only(args, place, partitioner, loss, num_samples):
+  """One row: what a device of the topology needs, and what it sends."""
+  compiled = compile_loss(partitioner, our_loss(args, num_samples), make_arguments(args, loss))
+  text, memory = compiled.as_text(), compiled.memory_analysis()
+  if square := re.search(rf'\w+\[(?:\d+,)*{args.batch},(?:\d+,)*{args.batch}\b[\d,]*\]', text):
+    raise SystemExit(f'{loss}, S = {num_samples}: a device holds {square[0]}')
+  collectives = {c.kind: c.count for c in hlo.collectives(text)}
+  return dict(
+    loss=loss,
+    b=args.batch,
+    d=args.dim,
+    s=num_samples,
+    topology=args.topology,
+    devices=len(place.devices),
+    argument_bytes=memory.argument_size_in_bytes,
+    temp_bytes=memory.temp_size_in_bytes,
+    hbm_bytes=place.hbm_bytes,
+    all_gathers=collectives.get('all-gather', 0),
+    reduce_scatters=collectives.get('reduce-scatter', 0),
+    all_reduces=collectives.get('all-reduce', 0),
+  )
+
+
+def start_for(name):
+  """Goes on as a process with the environment in which the topology can be had."""
+  environment = topology.environment(name)
+  if any(os.environ.get(variable) != value for variable, value in environment.items()):
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--losses', type=names(LOSSES), default=list(LOSSES), help=','.join(LOSSES))
+  parser.add_argument('--samples', type=integers, default=[1], help='values of S of het_xl')
+  parser.add_argument('--batch', type=int, default=8192, help='pairs B')
+  parser.add_argument('--dim', type=int, default=512, help='representations D')
+  parser.add_argument('--factors', type=int, default=15, help='factors R')
+  parser.add_argument('--dtype', default='float32', help='of the products')
+  parser.add_argument('--model_shards', type=int, default=1, help='size of the model axis')
+  parser.add_argument(
+    '--chunk_bytes', type=int, default=2**26, help="budget of our side for a device's logits"
+  )
+  parser.add_argument('--repeats', type=int, default=5, help='timed turns of each side, at least')
+  parser.add_argument('--topology', help='only compile ours for these devices, such as v3:16x16')
+  parser.add_argument('--json', type=Path, help='write the rows here')
+  args = parser.parse_args()
+  cases = [(x, s) for x in args.losses for s in (args.samples if x == 'het_xl' else [0])]
+  if args.topology:
+    start_for(args.topology)
+    place = topology.get(args.topology)
+    partitioner = PjitPartitioner(args.model_shards, devices=place.devices)
+    rows = [compile_only(args, place, partitioner, *case) for case in cases]
+  else:
+    partitioner = PjitPartitioner(args.model_shards)
+    rows = [compare(args, partitioner, *case) for case in cases]
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  write_json(args.json, rows)
+  if args.topology:
+    most = max(rows, key=lambda row: row['temp_bytes'])
+    print(
+      f'{args.topology}: no [B, B] on any device; at most {most["temp_bytes"] / 2**20:.0f} MiB of '
+      f'temporaries a device ({most["loss"]}, S = {most["s"]})'
+    )
+    return
+  for row in rows:
+    print(
+      f'{row["loss"]}, S = {row["s"]}: {row["time_ratio"]:.2f} times as fast as the plain loss in '
+      f'{row["memory_ratio"]:.1f} times less memory'
+    )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+import seqio
+
+from het_plugin.data import counter_random, get_vocabulary
+from het_plugin.data.annotations import Captions, Labels
+
+KEYS = counter_random.fold(counter_random.base_key(0), np.arange(1000))
+
+
+def captions(length=8, at_random=False, vocabulary=None):
+  return Captions(vocabulary or get_vocabulary(), length, at_random)
+
+
+def texts_of(rows):
+  return [get_vocabulary().decode(row.tolist()) for row in rows]
+
+
+def test_labels_are_padded():
+  rows, problems = Labels(3).rows(np.array([[1, 2], [3, -1]], np.int32), KEYS[:2])
+  np.testing.assert_array_equal(rows, [[1, 2, -1], [3, -1, -1]])
+  assert rows.dtype == np.int32 and problems == [None, None]
+  with pytest.raises(ValueError, match=r"\['label'\] is 1; there is an example with 2 labels"):
+    Labels(1).rows(np.array([[1, 2]]), KEYS[:1])
+
+
+def test_the_first_caption_in_evaluation():
+  rows, problems = captions().rows([('one', 'two'), ('  ', '', 'three')], KEYS[:2])
+  assert rows.shape == (2, 8) and rows.dtype == np.int32 and problems == [None, None]
+  assert texts_of(rows) == ['one', 'three']
+
+
+def test_training_draws_each_caption_equally_often_by_key():
+  several = [('a', ' ', 'b', 'c')] * 1000
+  rows, _ = captions(at_random=True).rows(several, KEYS)
+  letters = texts_of(rows)
+  counts = [letters.count(letter) for letter in 'abc']
+  assert sum(counts) == 1000
+  # each is binomial: 333 +- 15
+  assert max(abs(count - 1000 / 3) for count in counts) < 60
+  some = [3, 999, 0]
+  other, _ = captions(at_random=True).rows([several[0]] * 3, KEYS[some])
+  np.testing.assert_array_equal(other, rows[some])
+
+
+def test_missing_captions():
+  given = [(), ('',), ('\t\n', ' '), ('\ud800',), ('fine',)]
+  for at_random in (False, True):
+    rows, problems = captions(at_random=at_random).rows(given, KEYS[:5])
+    assert problems[:3] == ['its caption is missing or empty'] * 3
+    assert problems[3:] == ['its caption is not valid UTF-8', None]
+    assert texts_of(rows[4:]) == ['fine']
+
+
+def test_a_caption_without_tokens(sentencepiece_model):
+  """SentencePiece's normaliser takes some characters for nothing at all."""
+  vocabulary = seqio.SentencePieceVocabulary(sentencepiece_model)
+  assert not vocabulary.encode('\u200b')
+  _, problems = captions(vocabulary=vocabulary).rows([('\u200b',)], KEYS[:1])
+  assert problems == ['its caption has no tokens in the vocabulary']
+
+
+def test_cut_captions_are_counted_and_named_now_and_then(caplog):
+  maker = captions(length=4)
+  maker.rows([('abc',)], KEYS[:1])
+  assert maker.num_cut == 0 and not caplog.records
+  rows, problems = maker.rows([('abcd',), ('ab',)], KEYS[:2])
+  np.testing.assert_array_equal(rows, [[100, 101, 102, 1], [100, 101, 1, 0]])
+  assert problems == [None, None] and maker.num_cut == 1
+  assert caplog.messages == [
+    "1 of 3 captions read so far are cut to task_feature_lengths['text'] = 4 tokens."
+  ]
+  for count in range(2, 102):
+    maker.rows([('too long',)], KEYS[:1])
+    assert maker.num_cut == count
+  assert [message.split(' of ')[0] for message in caplog.messages] == ['1', '10', '100']
+
+
+def test_no_examples():
+  for at_random in (False, True):
+    rows, problems = captions(at_random=at_random).rows([], KEYS[:0])
+    assert rows.shape == (0, 8) and problems == []

@@ -1,0 +1,211 @@
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from het_plugin.data import DatasetConfig, decode, get_dataset
+from het_plugin.data.caption_file import CaptionFileSource
+
+RECORDS = [
+  {'file': 'a/000.png', 'caption': 'a dog, on the left'},
+  {'file': 'a/001.png', 'caption': ['a "cat"', 'ein Kätzchen']},
+  {'file': 'a/000.png', 'caption': 'another caption'},
+  {'file': 'b.jpg', 'caption': 'a bird', 'id': 7},
+]
+
+
+@pytest.fixture
+def photos(tmp_path, image_files):
+  image_files.write(tmp_path / 'a', 2)
+  image_files.write(tmp_path, 1, '.jpg')[0].rename(tmp_path / 'b.jpg')
+  return tmp_path
+
+
+def write_json(path, records=RECORDS):
+  path.write_text(
+    '\n'.join(json.dumps(record, ensure_ascii=False) for record in records) + '\n\n', 'utf-8'
+  )
+  return str(path)
+
+
+def pairs(source):
+  """{description: captions} of every example, and the split it is in."""
+  found = {}
+  for split, count in source.info.splits.items():
+    images, captions = source.read(split, np.arange(count), 8, seed=0)
+    for i, (image, texts) in enumerate(zip(images, captions, strict=True)):
+      assert decode.decode_rgb(image) is not None
+      found[source.describe(split, i)] = (split, list(texts))
+  return found
+
+
+@pytest.mark.parametrize('form', ['.jsonl', '.csv', '.tsv'])
+def test_forms_hold_the_same(photos, form):
+  if form == '.jsonl':
+    write_json(photos / 'captions.jsonl')
+  else:
+    rows = [['file', 'id', 'caption'], ['a/000.png', '', 'a dog, on the left']]
+    rows += [['a/001.png', '', 'a "cat"'], ['a/001.png', '', 'ein Kätzchen']]
+    rows += [['a/000.png', '', 'another caption'], ['b.jpg', '7', 'a bird']]
+    quoted = [['"' + field.replace('"', '""') + '"' for field in row] for row in rows]
+    text = '\r\n'.join((',' if form == '.csv' else '\t').join(row) for row in quoted)
+    (photos / f'captions{form}').write_text('\ufeff' + text, 'utf-8')
+  source = CaptionFileSource(str(photos))
+  assert source.info.channels == 3 and source.info.splits == {'train': 2, 'validation': 1}
+  assert source.info.version == '3 images, 5 captions'
+  texts = {name: captions for name, (_, captions) in pairs(source).items()}
+  assert texts == {
+    str(photos / 'a' / '000.png'): ['a dog, on the left', 'another caption'],
+    str(photos / 'a' / '001.png'): ['a "cat"', 'ein Kätzchen'],
+    str(photos / 'b.jpg'): ['a bird'],
+  }
+  named = CaptionFileSource(str(photos / f'captions{form}'))
+  assert pairs(named) == pairs(source)
+
+
+def test_images_and_captions_belong_together(photos):
+  write_json(photos / 'captions.jsonl', [{**r, 'split': 'train'} for r in RECORDS])
+  cfg = DatasetConfig(
+    f'image_folder_captions:{photos}',
+    {'image': 12, 'text': 30},
+    'train',
+    3,
+    shuffle=False,
+    augment=False,
+  )
+  text = next(get_dataset(cfg))['text']
+  expected = ['a dog, on the left', 'a "cat"', 'a bird']
+  assert [bytes(row[row > 2] - 3).decode() for row in text.astype(np.uint8)] == expected
+
+
+def test_splits_of_the_file(photos):
+  splits = ['train', 'test', 'train', 'test']
+  write_json(
+    photos / 'captions.jsonl', [{**r, 'split': s} for r, s in zip(RECORDS, splits, strict=True)]
+  )
+  source = CaptionFileSource(str(photos))
+  assert source.info.splits == {'test': 2, 'train': 1}
+  assert [split for split, _ in pairs(source).values()] == ['test', 'test', 'train']
+
+
+def test_what_is_missing_is_an_unreadable_record(photos, caplog):
+  """An image that is not there, one that is cut off, captions that are blank or null."""
+  (photos / 'b.jpg').write_bytes((photos / 'b.jpg').read_bytes()[:200])
+  records = [
+    {'file': 'a/000.png', 'caption': ''},
+    {'file': 'nowhere.png', 'caption': 'lost'},
+    {'file': 'a/001.png', 'caption': 'fine'},
+    {'file': 'b.jpg', 'caption': 'half a bird'},
+    {'file': 'nothing.jpg', 'caption': None},
+    {'file': 'a/../a/000.png', 'caption': []},
+  ]
+  write_json(photos / 'captions.jsonl', [{**r, 'split': 'train'} for r in records])
+  settings = dict(
+    mixture_or_task_name=f'image_folder_captions:{photos}',
+    task_feature_lengths={'image': 8, 'text': 8},
+    split='train',
+    batch_size=6,
+    shuffle=False,
+  )
+  iterator = get_dataset(DatasetConfig(**settings, max_corrupt_fraction=0.9))
+  for _ in range(2):  # in the second epoch too
+    batch = next(iterator)
+    np.testing.assert_array_equal(batch['mask'], [0, 0, 1, 0, 0, 0])
+    assert not batch['text'][batch['mask'] == 0].any()
+    assert (batch['image'][batch['mask'] == 0] == -1).all()
+  names = set(iterator.corrupt_records)
+  missing = 'its caption is missing or empty'
+  assert names == {
+    f'{photos}/a/000.png ({missing})',
+    f'{photos}/nowhere.png',
+    f'{photos}/b.jpg',
+    f'{photos}/nothing.jpg ({missing})',
+    f'{photos}/a/../a/000.png ({missing})',
+  }
+  assert f'Unreadable image-text pair {photos}/a/000.png ({missing}): its row' in caplog.text
+  with pytest.raises(ValueError, match=r'of 6 image-text pairs are unreadable, more than max_corr'):
+    next(get_dataset(DatasetConfig(**settings, max_corrupt_fraction=0.5)))
+
+
+def test_no_such_file(tmp_path):
+  with pytest.raises(ValueError, match='image_folder_captions:/nowhere: there is no such folder'):
+    CaptionFileSource('/nowhere')
+  with pytest.raises(
+    ValueError, match=r'the folder holds 0 of \[.captions.jsonl.*it must hold one'
+  ):
+    CaptionFileSource(str(tmp_path))
+  for name in ('captions.csv', 'captions.tsv'):
+    (tmp_path / name).write_text('file,caption\n')
+  with pytest.raises(ValueError, match='the folder holds 2 of'):
+    CaptionFileSource(str(tmp_path))
+  with pytest.raises(ValueError, match='captions.csv holds no records'):
+    CaptionFileSource(str(tmp_path / 'captions.csv'))
+  (tmp_path / 'captions.txt').write_text('x')
+  with pytest.raises(ValueError, match=r"must end in \['.jsonl', '.csv', '.tsv'\]"):
+    CaptionFileSource(str(tmp_path / 'captions.txt'))
+
+
+BAD_FILES = {
+  'captions.jsonl, line 2 is not valid JSON': '{"file": "a", "caption": "b"}\n{"file": ',
+  "line 1: a record must be an object with 'file' and 'caption'": '{"file": "a"}',
+  'line 1: a record must be': '["a", "b"]',
+  "line 1: 'file' is None; it must be the path": '{"caption": "b"}',
+  "line 1: 'caption' is 3; it must be a text or a list": '{"file": "a", "caption": 3}',
+  "line 1: 'caption' is ['b', 3]": '{"file": "a", "caption": ["b", 3]}',
+  "line 1: 'split' is 2; it must be the name": '{"file": "a", "caption": "b", "split": 2}',
+  "line 2: 'split' is 'y'; a was in 'x' before": '{"file": "a", "caption": "b", "split": "x"}\n'
+  '{"file": "a", "caption": "c", "split": "y"}',
+  "b has no 'split', others have; all must, or none": '{"file": "a", "caption": "x", '
+  '"split": "train"}\n{"file": "b", "caption": "y"}',
+}
+
+
+@pytest.mark.parametrize('message', BAD_FILES)
+def test_bad_json(tmp_path, message):
+  (tmp_path / 'captions.jsonl').write_text(BAD_FILES[message])
+  with pytest.raises(ValueError) as error:
+    CaptionFileSource(str(tmp_path))
+  assert message in str(error.value)
+
+
+BAD_TABLES = {
+  "captions.csv lacks the columns ['caption']; its first line names ['file', 'text']": (
+    'file,text\na,b\n'
+  ),
+  "captions.csv lacks the columns ['file', 'caption']; its first line names []": '',
+  "captions.csv, line 3 has more fields than the first line names; quote texts that hold a ','": (
+    'file,caption\na,b\nc,d, e\n'
+  ),
+}
+
+
+def test_short_rows_and_quotes_without_end(photos):
+  (photos / 'captions.csv').write_text('file,caption\na/000.png\nb.jpg,x\n')
+  captions = [texts for _, texts in pairs(CaptionFileSource(str(photos))).values()]
+  assert sorted(captions) == [[], ['x']]
+  limit = csv.field_size_limit(100)  # as if the table were of more than 131,072 characters
+  try:
+    (photos / 'captions.csv').write_text(
+      'file,caption\nb.jpg,"a quote that does not end' + ' .' * 99
+    )
+    with pytest.raises(ValueError, match='captions.csv is no table: field larger than field limit'):
+      CaptionFileSource(str(photos))
+  finally:
+    csv.field_size_limit(limit)
+
+
+@pytest.mark.parametrize('message', BAD_TABLES)
+def test_bad_tables(tmp_path, message):
+  (tmp_path / 'captions.csv').write_text(BAD_TABLES[message])
+  with pytest.raises(ValueError) as error:
+    CaptionFileSource(str(tmp_path))
+  assert message in str(error.value)
+
+
+@pytest.mark.parametrize('suffix', ['csv', 'jsonl'])
+def test_other_encodings(tmp_path, suffix):
+  text = 'file,caption\na,Kätzchen\n' if suffix == 'csv' else '{"file":"a","caption":"Kätzchen"}'
+  (tmp_path / f'captions.{suffix}').write_text(text, 'latin-1')
+  with pytest.raises(ValueError, match=rf'captions.{suffix} is not valid UTF-8'):
+    CaptionFileSource(str(tmp_path))

@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+import sentencepiece
+import seqio
+
+from het_plugin.data import get_vocabulary, tokenize, vocabularies
+
+
+def test_bytes_need_no_file():
+  vocabulary = get_vocabulary()
+  assert vocabulary is get_vocabulary('bytes') is get_vocabulary(None)
+  assert vocabulary == seqio.ByteVocabulary() and vocabulary.vocab_size == 259
+  np.testing.assert_array_equal(
+    tokenize('bytes', ['ab', 'é'], 5), [[100, 101, 1, 0, 0], [0xC3 + 3, 0xA9 + 3, 1, 0, 0]]
+  )
+
+
+def test_sentencepiece_model(sentencepiece_model):
+  vocabulary = get_vocabulary(sentencepiece_model)
+  assert vocabulary is get_vocabulary(sentencepiece_model) and vocabulary.vocab_size == 60
+  texts = ['latin small letter e with acute', 'plus sign']
+  rows = tokenize(sentencepiece_model, texts, 32)
+  assert rows.shape == (2, 32) and rows.dtype == np.int32
+  processor = sentencepiece.SentencePieceProcessor(model_file=sentencepiece_model)
+  for row, text in zip(rows, texts, strict=True):
+    expected = [*processor.encode(text), 1]
+    np.testing.assert_array_equal(row, expected + [0] * (32 - len(expected)))
+    assert vocabulary.decode(row.tolist()) == text
+
+
+@pytest.mark.parametrize('length', [2, 3, 4, 5, 9])
+def test_rows_end_with_end_of_sequence_however_long_the_text(length):
+  rows = tokenize(get_vocabulary(), ['', 'a', 'abc', 'abcd', 'abcdefgh' * 9], length)
+  assert rows.shape == (5, length) and rows.dtype == np.int32
+  for row, size in zip(rows, [0, 1, 3, 4, 72], strict=True):
+    end = min(size, length - 1)
+    np.testing.assert_array_equal(row[:end], 100 + np.arange(end))
+    assert row[end] == 1 and not row[end + 1 :].any()
+
+
+def test_no_texts():
+  assert tokenize('bytes', [], 4).shape == (0, 4)
+
+
+def test_names(sentencepiece_model):
+  for name in ('bytes', sentencepiece_model):
+    assert vocabularies.vocabulary_name(get_vocabulary(name)) == name
+  assert vocabularies.vocabulary_name(seqio.PassThroughVocabulary(7))
+
+
+def test_errors(tmp_path):
+  with pytest.raises(ValueError, match="vocabulary is 'words'; it must be 'bytes' or the path"):
+    get_vocabulary('words')
+  with pytest.raises(ValueError, match=r"vocabulary is 32000; it must be 'bytes' or the path"):
+    get_vocabulary(32000)
+  with pytest.raises(ValueError, match="vocabulary is '/nowhere/x.model'; there is no such file"):
+    get_vocabulary('/nowhere/x.model')
+  (tmp_path / 'no.model').write_text('this is no model')
+  with pytest.raises(ValueError, match=r'no.model.; it is no SentencePiece model'):
+    get_vocabulary(str(tmp_path / 'no.model'))
+  with pytest.raises(ValueError, match='length is 1; it must be at least 2'):
+    tokenize('bytes', ['a'], 1)
+  with pytest.raises(ValueError, match="texts is 'a cat'; it must be a sequence"):
+    tokenize('bytes', 'a cat', 8)
+
+
+def test_a_model_with_other_special_ids(tmp_path):
+  """SentencePiece's own default has no padding, and end-of-sequence as 2."""
+  sentencepiece.SentencePieceTrainer.Train(
+    sentence_iterator=iter(['some words to learn from', 'and others'] * 20),
+    model_prefix=str(tmp_path / 'default'),
+    vocab_size=18,
+    minloglevel=2,
+  )
+  with pytest.raises(
+    ValueError, match=r'are \(-1, 2\) and must be \(0, 1\): train it with pad_id=0'
+  ):
+    get_vocabulary(str(tmp_path / 'default.model'))

@@ -1,0 +1,472 @@
+"""The softmax over a batch against a float64 reference: values, gradients, meshes, chunks, masks,
+memory.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning
+
+from het_plugin.integrate import (
+  Integrator,
+  LowRank,
+  antithetic,
+  batch_nll,
+  example_keys,
+  iid,
+  shared_key,
+  symmetric_nll,
+)
+from tests.integrate.hlo import collectives
+
+B, D, R = 16, 6, 3
+KEY = jax.random.key(7)
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+def make(batch=B, *, full=True, seed=0, scale=1.0):
+  """Arrays that gradients flow to, float32: rows and columns of about unit length, noise, tau."""
+  keys = iter(jax.random.split(jax.random.key(seed), 8))
+  rows, columns = (jax.random.normal(next(keys), (batch, D)) * D**-0.5 for _ in range(2))
+  shape = (batch, R, D) if full else (R, D)
+  return {
+    'rows': rows,
+    'columns': columns,
+    'covariance': LowRank(
+      None if full else 0.5 * jax.random.normal(next(keys), (batch, D)),
+      0.5 * jax.random.normal(next(keys), shape),
+      0.3 * jnp.abs(jax.random.normal(next(keys), (batch, D))),
+    ),
+    'tau': jnp.float32(0.3 / scale),
+  }
+
+
+def weights_of(batch=B, seed=9):
+  """Cotangents, none like another, of both directions."""
+  return jax.random.normal(jax.random.key(seed), (2, batch))
+
+
+def deterministic(arrays, weights, mask=None, **settings):
+  both = symmetric_nll(arrays['rows'], arrays['columns'], arrays['tau'], mask, **settings)
+  return sum(jnp.sum(w * x.nll) for w, x in zip(weights, both, strict=True))
+
+
+def noisy(arrays, weights, mask=None, *, num_samples, keys=None, integrator=None, **settings):
+  batch = len(arrays['rows'])
+  keys = example_keys(KEY, jnp.arange(batch)) if keys is None else keys
+  integrator = integrator or Integrator(num_samples=num_samples)
+  names = ('rows', 'covariance', 'columns', 'tau')
+  return jnp.sum(
+    weights[0] * batch_nll(integrator, *(arrays[n] for n in names), mask, keys, **settings)
+  )
+
+
+# The reference: float64, everything materialised, pairs that do not count taken out beforehand.
+
+
+def log_softmax(u, axis):
+  u = u - jax.lax.stop_gradient(u.max(axis, keepdims=True))
+  return u - jnp.log(jnp.exp(u).sum(axis, keepdims=True))
+
+
+def reference_deterministic(arrays, weights):
+  u = arrays['rows'] @ arrays['columns'].T / arrays['tau']
+  return -sum(
+    jnp.sum(w * jnp.diag(log_softmax(u, axis))) for w, axis in zip(weights, (1, 0), strict=True)
+  )
+
+
+def reference_noisy(arrays, weights, *, z, post_normalization=False):
+  c = arrays['covariance']
+  loading = c.loading if c.scale is None else c.loading[None] * c.scale[:, None]
+  eps = (
+    jnp.stack([x[:, :R] @ v for x, v in zip(z, loading, strict=True)])
+    + z[..., R:] * c.diag[:, None]
+  )
+  samples = arrays['rows'][:, None] + eps  # [B, S, D]
+  if post_normalization:
+    samples = samples / jnp.sqrt(jnp.sum(samples**2, -1, keepdims=True))
+  u = jnp.stack([x @ arrays['columns'].T for x in samples]) / arrays['tau']
+  p = jnp.exp(log_softmax(u, 2)).mean(1)
+  return -jnp.sum(weights[0] * jnp.log(jnp.diag(p)))
+
+
+def expected(reference, arrays, weights, mask=None, z=None, **settings):
+  """(value, gradient) in float64; 0 for what belongs to pairs that do not count."""
+  with jax.enable_x64(True):
+    keep = np.arange(weights.shape[1]) if mask is None else np.flatnonzero(mask)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (arrays, weights, z))
+    batched = functools.partial(is_batched, arrays)
+
+    def loss(arrays, weights, z):
+      arrays = jax.tree.map_with_path(lambda p, x: x[keep] if batched(p) else x, arrays)
+      more = settings if z is None else {'z': z[keep], **settings}
+      return reference(arrays, weights[:, keep], **more)
+
+    return jax.tree.map(np.asarray, jax.value_and_grad(loss)(*wide))
+
+
+def is_batched(arrays, path):
+  """Whether a leaf has a row a pair: all but tau and the J of the efficient form."""
+  name = jax.tree_util.keystr(path)
+  return name != "['tau']" and not (
+    name.endswith('loading') and arrays['covariance'].loading.ndim < 3
+  )
+
+
+def assert_close(got, want, tolerance=2e-6):
+  """Each leaf's error relative to its largest entry."""
+
+  def check(path, x, y):
+    error = np.abs(np.asarray(x, np.float64) - y).max() / max(np.abs(y).max(), 1e-3)
+    assert error < tolerance, f'{jax.tree_util.keystr(path)}: {error}'
+
+  jax.tree.map_with_path(check, got, want)
+
+
+def on_mesh(shape, function, *args):
+  if jax.device_count() < 8:
+    pytest.skip('needs 8 devices')
+  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+    return jax.jit(function)(*args)
+
+
+# Deterministic.
+
+
+@pytest.mark.parametrize('chunk_bytes', [2**26, 4 * B * 5, 1])
+@pytest.mark.parametrize('masked', [False, True])
+def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
+  """In one block, in chunks that do not divide the batch, row by row."""
+  arrays, weights = make(), weights_of()
+  mask = (jnp.arange(B) % 3 != 1).astype(jnp.float32) if masked else None
+  want = expected(reference_deterministic, arrays, weights, mask)
+  loss = functools.partial(deterministic, mask=mask, chunk_bytes=chunk_bytes)
+  assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want)
+
+
+@pytest.mark.parametrize('shape', MESHES)
+@pytest.mark.parametrize('chunk_bytes', [2**26, 1])
+def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
+  arrays, weights = make(), weights_of()
+  mask = jnp.arange(B) != 5
+  want = expected(reference_deterministic, arrays, weights, mask)
+  loss = functools.partial(deterministic, mask=mask, chunk_bytes=chunk_bytes)
+  assert_close(on_mesh(shape, jax.value_and_grad(loss), arrays, weights), want)
+
+
+@pytest.mark.parametrize('batch', [1, 6, 12])
+def test_batches_that_the_mesh_does_not_divide(batch):
+  arrays, weights = make(batch), weights_of(batch)
+  value, gradient = expected(reference_deterministic, arrays, weights)
+  got = on_mesh((2, 4), jax.value_and_grad(deterministic), arrays, weights)
+  if batch == 1:  # the only candidate
+    assert got[0] == 0.0 and all((x == 0).all() for x in jax.tree.leaves(got[1]))
+  assert_close(got, (value, gradient))
+
+
+def test_a_replica_axis_cuts_the_batch_too():
+  if jax.device_count() < 8:
+    pytest.skip('needs 8 devices')
+  names = ('replica', 'data', 'model')
+  mesh = jax.make_mesh((2, 2, 2), names, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+  arrays, weights = make(), weights_of()
+  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', ('replica', 'data'))]):
+    compiled = jax.jit(jax.value_and_grad(deterministic)).lower(arrays, weights).compile()
+    assert_close(compiled(arrays, weights), expected(reference_deterministic, arrays, weights))
+  assert f'f32[{B // 8},{B}]' in compiled.as_text()
+
+
+def test_correct_is_the_argmax():
+  arrays = make()
+  u = np.asarray(arrays['rows'] @ arrays['columns'].T)
+  mask = np.arange(B) != 3
+  got = symmetric_nll(arrays['rows'], arrays['columns'], 0.3, jnp.asarray(mask))
+  for direction, logits in zip(got, (u, u.T), strict=True):
+    best = np.where(mask, logits, -np.inf).argmax(1)
+    np.testing.assert_array_equal(direction.correct, (best == np.arange(B)) & mask)
+  assert 0 < got[0].correct.sum() < B
+  chunked = symmetric_nll(
+    arrays['rows'], arrays['columns'], 0.3, jnp.asarray(mask), chunk_bytes=4 * B * 3
+  )
+  for one, two in zip(got, chunked, strict=True):
+    np.testing.assert_array_equal(one.correct, two.correct)
+
+
+@pytest.mark.parametrize('chunk_bytes', [2**26, 1])
+def test_representations_that_are_all_alike(chunk_bytes):
+  """log B, right one time in B, and nowhere to go but together."""
+  same = jnp.broadcast_to(make()['rows'][:1], (B, D))
+
+  def loss(x):
+    one, two = symmetric_nll(x, x, 0.01, chunk_bytes=chunk_bytes)
+    return one.nll.sum() + two.nll.sum(), (one, two)
+
+  gradient, both = jax.grad(loss, has_aux=True)(same)
+  for direction in both:
+    np.testing.assert_allclose(direction.nll, np.log(B), rtol=1e-6)
+    np.testing.assert_allclose(direction.correct, 1 / B, rtol=1e-6)
+  assert jnp.isfinite(gradient).all()
+
+
+def test_one_caption_twice():
+  """Its two images each give their own caption half of what it is worth."""
+  rows = jnp.eye(4)
+  columns = jnp.eye(4).at[1].set(jnp.eye(4)[0])  # captions 0 and 1 are the same
+  one, _ = symmetric_nll(rows, columns, 0.01)
+  np.testing.assert_allclose(one.nll[0], np.log(2), rtol=1e-5)
+  np.testing.assert_array_equal(one.correct[jnp.array([0, 2, 3])], [0.5, 1, 1])
+
+
+@pytest.mark.parametrize('scale', [1e4, 1e-4])
+def test_extreme_temperatures(scale):
+  arrays, weights = make(scale=scale), weights_of()
+  want = expected(reference_deterministic, arrays, weights)
+  # A logit of 1e4 is known to 1e-3 only, hence a probability to about as much of itself.
+  assert_close(
+    jax.value_and_grad(deterministic)(arrays, weights), want, 5e-3 if scale > 1 else 1e-5
+  )
+
+
+def test_near_certain_pairs_keep_the_digits_of_their_loss():
+  rows = jnp.eye(4)
+  tau = 1 / 12.0
+  one, two = symmetric_nll(rows, rows, tau)
+  for direction in (one, two):
+    np.testing.assert_allclose(direction.nll, np.log1p(3 * np.exp(-12.0)), rtol=1e-2)
+
+
+def test_what_does_not_count_may_hold_anything():
+  arrays, weights = make(), weights_of()
+  mask = jnp.arange(B) != 2
+  want = expected(reference_deterministic, arrays, weights, mask)
+  for bad in (jnp.nan, jnp.inf):
+    broken = {n: x.at[2].set(bad) if n in ('rows', 'columns') else x for n, x in arrays.items()}
+    loss = functools.partial(deterministic, mask=mask)
+    assert_close(jax.value_and_grad(loss)(broken, weights), want)
+
+
+def test_a_batch_in_which_nothing_counts():
+  arrays, weights = make(), weights_of()
+  for loss in (deterministic, functools.partial(noisy, num_samples=1)):
+    value, gradient = jax.value_and_grad(loss)(arrays, weights, mask=jnp.zeros(B))
+    assert value == 0
+    assert all((x == 0).all() for x in jax.tree.leaves(gradient))
+
+
+def test_bfloat16_products():
+  arrays, weights = make(), weights_of()
+  want = expected(reference_deterministic, arrays, weights)
+  loss = functools.partial(deterministic, dtype=jnp.bfloat16)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(arrays, weights)
+  assert {x.dtype for x in jax.tree.leaves((value, gradient))} == {jnp.dtype(jnp.float32)}
+  assert_close((value, gradient), want, 0.03)
+  text = jax.jit(jax.value_and_grad(loss)).lower(arrays, weights).as_text()
+  products = re.findall(r'dot_general.*: \((.*?)\) -> (\S+)', text)
+  assert len(products) == 3
+  for operands, result in products:
+    assert operands.count('bf16') == 2 and result.endswith('xf32>')
+  half = {n: x.astype(jnp.bfloat16) for n, x in arrays.items() if n in ('rows', 'columns')}
+  got = jax.grad(loss)({**arrays, **half}, weights)
+  assert got['rows'].dtype == got['columns'].dtype == jnp.bfloat16
+
+
+# Noisy.
+
+
+def normals(batch, num_samples, sampler=iid, keys=None):
+  keys = example_keys(KEY, jnp.arange(batch)) if keys is None else keys
+  return sampler(keys, jnp.arange(num_samples), R + 1)
+
+
+@pytest.mark.parametrize('full', [True, False], ids=['full', 'efficient'])
+@pytest.mark.parametrize('num_samples', [1, 3, 40])
+@pytest.mark.parametrize('alike', [True, False], ids=['mean', 'any_cotangent'])
+def test_batch_nll_and_its_gradient(full, num_samples, alike):
+  """A mean takes the gradient of the forward pass, any other loss runs the chunks again."""
+  arrays = make(full=full)
+  weights = jnp.full((2, B), -0.7) if alike else weights_of()
+  mask = jnp.arange(B) % 5 != 1
+  want = expected(reference_noisy, arrays, weights, mask, normals(B, num_samples))
+  for chunk_bytes in (2**26, 4 * B * 5):
+    loss = functools.partial(noisy, mask=mask, num_samples=num_samples, chunk_bytes=chunk_bytes)
+    assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
+
+
+@pytest.mark.parametrize('shape', MESHES)
+@pytest.mark.parametrize('full', [True, False], ids=['full', 'efficient'])
+def test_batch_nll_over_a_mesh(shape, full):
+  arrays, weights, mask = make(full=full), weights_of(), jnp.arange(B) != 5
+  want = expected(reference_noisy, arrays, weights, mask, normals(B, 1))
+  loss = functools.partial(noisy, mask=mask, num_samples=1)
+  assert_close(on_mesh(shape, jax.value_and_grad(loss), arrays, weights), want, 5e-6)
+
+
+@pytest.mark.parametrize('num_samples', [1, 3])
+def test_post_normalization(num_samples):
+  arrays, weights = make(), weights_of()
+  z = normals(B, num_samples)
+  want = expected(reference_noisy, arrays, weights, None, z, post_normalization=True)
+  settings = {'num_samples': num_samples, 'post_normalization': True}
+  for chunk_bytes in (2**26, 4 * B * 5):
+    loss = functools.partial(noisy, chunk_bytes=chunk_bytes, **settings)
+    assert_close(jax.value_and_grad(loss)(arrays, weights), want, 5e-6)
+  loss = functools.partial(noisy, **settings)
+  assert_close(on_mesh((4, 2), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
+
+
+@pytest.mark.parametrize('batch', [1, 6])
+def test_noisy_batches_that_the_mesh_does_not_divide(batch):
+  arrays, weights = make(batch), weights_of(batch)
+  want = expected(reference_noisy, arrays, weights, None, normals(batch, 1))
+  loss = functools.partial(noisy, num_samples=1)
+  assert_close(on_mesh((2, 4), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
+
+
+def test_the_integrator_is_that_of_the_caller():
+  """Its sampler, and a remainder that fills the noise space; shared draws."""
+  arrays, weights = make(), weights_of()
+  want = expected(reference_noisy, arrays, weights, None, normals(B, 4, antithetic))
+  loss = functools.partial(noisy, num_samples=4, integrator=Integrator(4, sampler='antithetic'))
+  assert_close(jax.value_and_grad(loss)(arrays, weights), want, 5e-6)
+  keys = shared_key(KEY)
+  z = jnp.broadcast_to(normals(1, 2, keys=keys), (B, 2, R + 1))
+  want = expected(reference_noisy, arrays, weights, None, z)
+  loss = functools.partial(noisy, num_samples=2, keys=keys)
+  assert_close(jax.value_and_grad(loss)(arrays, weights), want, 5e-6)
+
+
+def test_noise_follows_the_example():
+  """Neither place nor company of an example changes what is drawn for it."""
+  arrays = make()
+  keys = example_keys(KEY, jnp.arange(B))
+  order = jax.random.permutation(jax.random.key(1), B)
+
+  def nll(index):
+    moved = jax.tree.map(lambda x: x[index], (arrays['rows'], arrays['covariance']))
+    columns = arrays['columns'][index]
+    return batch_nll(Integrator(num_samples=2), *moved, columns, 0.3, None, keys[index])
+
+  np.testing.assert_allclose(nll(order), nll(jnp.arange(B))[order], rtol=2e-6)
+
+
+def test_no_noise_is_the_deterministic_loss():
+  arrays = make()
+  none = jax.tree.map(jnp.zeros_like, arrays['covariance'])
+  keys = example_keys(KEY, jnp.arange(B))
+  both = symmetric_nll(arrays['rows'], arrays['columns'], 0.3)
+  for direction, names in zip(both, (('rows', 'columns'), ('columns', 'rows')), strict=True):
+    rows, columns = (arrays[n] for n in names)
+    got = batch_nll(Integrator(num_samples=5), rows, none, columns, 0.3, None, keys)
+    np.testing.assert_allclose(got, direction.nll, rtol=2e-6, atol=1e-6)
+
+
+def test_noisy_extremes():
+  for scale in (1e4, 1e-4):
+    arrays = make(scale=scale)
+    loss = functools.partial(noisy, num_samples=1, mask=jnp.arange(B) != 1)
+    value, gradient = jax.value_and_grad(loss)(arrays, jnp.ones((2, B)))
+    want = expected(reference_noisy, arrays, jnp.ones((2, B)), jnp.arange(B) != 1, normals(B, 1))
+    np.testing.assert_allclose(value, want[0], rtol=1e-4)
+    assert_close(gradient, want[1], 2e-2 if scale > 1 else 1e-5)
+
+
+# What the compiled program holds and sends.
+
+
+def compiled_loss(loss, shape, batch, dim):
+  """The compiled loss and gradient with pairs over 'data'."""
+  if jax.device_count() < 8:
+    pytest.skip('needs 8 devices')
+  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=cut)
+
+  arrays = {
+    'rows': array(batch, dim),
+    'columns': array(batch, dim),
+    'covariance': LowRank(None, array(batch, R, dim), array(batch, dim)),
+    'tau': jax.ShapeDtypeStruct((), jnp.float32),
+  }
+  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+    step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, jnp.ones((2, batch)) / batch)))
+    return step.lower(arrays).compile()
+
+
+LOSSES = {
+  'det': deterministic,
+  'one_sample': functools.partial(noisy, num_samples=1),
+  'post_normalized': functools.partial(noisy, num_samples=1, post_normalization=True),
+  'samples': functools.partial(noisy, num_samples=20),
+}
+
+
+@pytest.mark.parametrize('name', LOSSES)
+@pytest.mark.parametrize('shape', [(8, 1), (2, 4)])
+def test_no_device_holds_all_similarities(name, shape):
+  batch, dim = 992, 24  # no other dimension is 992 x 992 / 8
+  compiled = compiled_loss(LOSSES[name], shape, batch, dim)
+  text = compiled.as_text()
+  assert not re.search(rf'\[(?:\d+,)*{batch},(?:\d+,)*{batch}[,\]]', text)
+  assert not re.search(rf'\[(?:\d+,)*{batch * batch}[,\]]', text)
+  if name != 'samples':  # every device has an eighth, on a model axis too
+    assert f'[{batch // 8},{batch}]' in text or f'[{batch // 8},1,{batch}]' in text
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * batch * batch
+  inside, _ = collectives(text)
+  assert not inside  # nor does a chunk talk
+  found = re.findall(r'= \(?\w+\[([\d,]*)\]\S* all-gather', text)
+  # The columns go around once, and once more where the backward pass may have to run again.
+  of_columns = [x for x in found if x == f'{batch},{dim}']
+  on_model_axis = 3 if shape[1] > 1 else 0  # gradients, from an eighth to all rows of 'data'
+  assert 1 <= len(of_columns) <= (1 if name == 'det' else 2) + on_model_axis
+
+
+def test_memory_does_not_grow_with_the_batch_beyond_the_budget():
+  batch, dim, budget = 2048, 8, 2**18
+  loss = functools.partial(deterministic, chunk_bytes=budget)
+  block = 4 * batch * batch // 8
+  temp = compiled_loss(loss, (8, 1), batch, dim).memory_analysis().temp_size_in_bytes
+  assert temp < 4 * budget + 10 * 4 * batch * dim < block
+  whole = compiled_loss(deterministic, (8, 1), batch, dim)
+  assert block < whole.memory_analysis().temp_size_in_bytes < 2.5 * block
+
+
+@pytest.mark.parametrize('loss', [deterministic, functools.partial(noisy, num_samples=1)])
+def test_three_products(loss):
+  """One of representations with representations forward, two backward: D, or B, is contracted."""
+  arrays = make(32)
+
+  def mean(arrays):
+    return loss(arrays, jnp.ones((2, 32)))
+
+  text = jax.jit(jax.value_and_grad(mean)).lower(arrays).compile().as_text()
+  big = [
+    line
+    for line in text.splitlines()
+    if ' dot(' in line and '32,32' in line.partition('metadata')[0]
+  ]
+  again = 0 if loss is deterministic else 3  # the branch for any other cotangent
+  assert len(big) == 3 + again
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    ({'columns': jnp.zeros((4, D))}, r'rows \(16, 6\) and columns \(4, 6\) must be of one shape'),
+    ({'chunk_bytes': 0}, 'chunk_bytes=0 must be at least 1'),
+  ],
+)
+def test_bad_arguments_are_one_sentence(change, words):
+  arrays = {**make(), **{n: x for n, x in change.items() if n == 'columns'}}
+  settings = {n: x for n, x in change.items() if n != 'columns'}
+  with pytest.raises(ValueError, match=f'symmetric_nll: .*{words}'):
+    deterministic(arrays, weights_of(), **settings)
+  with pytest.raises(ValueError, match=f'batch_nll: .*{words}'):
+    noisy(arrays, weights_of(), num_samples=1, **settings)
