@@ -25,8 +25,8 @@ _PLUGIN = {
     heads.LogitScale,
   ),
   'het_plugin.integrate': (integrate.Integrator, integrate.Analytic),
-  'het_plugin.backbones': (backbones.resnet, backbones.vit),
-  'het_plugin.models': (models.ClassificationModel,),
+  'het_plugin.backbones': (backbones.resnet, backbones.text_transformer, backbones.vit),
+  'het_plugin.models': (models.ClassificationModel, models.ContrastiveModel),
   'het_plugin.data': (data.DatasetConfig,),
 }
 

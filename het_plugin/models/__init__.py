@@ -1,11 +1,14 @@
-"""The t5x model surface around a backbone, a head and their metrics."""
+"""The t5x model surface around backbones, a head and their metrics."""
 
 from het_plugin.models.classification import ClassificationModel, ClassificationModule, ParamCounts
+from het_plugin.models.contrastive import ContrastiveModel, ContrastiveModule
 from het_plugin.models.metrics import ExpectedCalibrationError
 
 __all__ = [
   'ClassificationModel',
   'ClassificationModule',
+  'ContrastiveModel',
+  'ContrastiveModule',
   'ExpectedCalibrationError',
   'ParamCounts',
 ]

@@ -1,0 +1,341 @@
+"""Contrastive learning of images and texts behind t5x's model surface (section 5; LiT, Zhai et al.
+2022, https://arxiv.org/abs/2111.07991).
+
+B pairs, D dimensions of the common space, L token ids a text, K classes. A batch has image
+[B, H, W, C] and text int32 [B, L] padded with 0; and optionally index int32 [B], the identity of
+each pair (its row if absent), and mask float32 [B], 0 for padding rows (all real if absent).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from clu import metrics as clu_metrics
+from flax import linen as nn
+
+from het_plugin.backbones.layers import Dense
+from het_plugin.heads import Pairs, class_log_prob, contrastive_nll
+from het_plugin.integrate import BatchSoftmax, Integrator, example_keys
+from het_plugin.models import batches
+from het_plugin.models.classification import ParamCounts
+
+Batch = batches.Batch
+Metrics = dict[str, clu_metrics.Metric]
+PyTree = Any
+
+
+class ContrastiveModule(nn.Module):
+  """The parameters: {'backbone', 'image_projection', 'text_tower', 'text_projection', 'head'}.
+
+  The image tower has the name that a classifier's has, so that its checkpoint fits.
+
+  Attributes:
+    backbone: the image tower.
+    text_tower: of the texts.
+    head: representations alpha, beta [B, D] to `Pairs`.
+    embedding_dim: D, to which both towers are projected. None: the images are represented by their
+      tower as it is, and the texts are projected to its width.
+    locked: whether the image tower has no gradient, and no dropout. Its projection has.
+  """
+
+  backbone: nn.Module
+  text_tower: nn.Module
+  head: nn.Module
+  embedding_dim: int | None = None
+  locked: bool = False
+
+  def setup(self):
+    # 'kv' because t5x's rules leave it whole: every row of the batch is compared with all of D.
+    if self.embedding_dim is not None:
+      self.image_projection = Dense(self.embedding_dim, ('embed', 'kv'))
+    self.text_projection = Dense(self.dim, ('embed', 'kv'))
+
+  @property
+  def dim(self) -> int:
+    """D."""
+    return self.backbone.pre_logits_dim if self.embedding_dim is None else self.embedding_dim
+
+  def __call__(self, image: jax.Array, text: jax.Array, train: bool = False) -> Pairs:
+    """image [B, H, W, C], text [B, L] -> the head's pairs."""
+    return self.head(self.embed_image(image, train), self.embed_text(text, train))
+
+  def embed_image(self, image: jax.Array, train: bool = False) -> jax.Array:
+    """image [B, H, W, C] -> alpha [B, D], as the head takes it."""
+    phi, _ = self.backbone(image, train=train and not self.locked)
+    if self.locked:
+      phi = jax.lax.stop_gradient(phi)
+    return phi if self.embedding_dim is None else self.image_projection(phi)
+
+  def embed_text(self, text: jax.Array, train: bool = False) -> jax.Array:
+    """text [B, L] -> beta [B, D], as the head takes it."""
+    return self.text_projection(self.text_tower(text, train=train)[0])
+
+
+class ContrastiveModel:
+  """Two towers and a contrastive head, trained by the symmetric batch softmax (eq. 6, 8).
+
+  A pair's candidates are the whole batch, over all devices, so a batch cannot be cut into
+  microbatches. Noise is drawn for each pair from its index: but for dropout, values depend on
+  neither mesh nor hosts. Outside training representations are without noise, as the paper has it
+  (appendix M), unless an `eval_integrator` is given, which draws from one fixed key.
+  """
+
+  needs_whole_batch = True
+
+  def __init__(
+    self,
+    backbone: nn.Module,
+    text_tower: nn.Module,
+    head: nn.Module,
+    optimizer_def: Any,
+    train_integrator: Integrator,
+    eval_integrator: Integrator | None = None,
+    embedding_dim: int | None = None,
+    locked: bool = False,
+    loss_normalizing_factor: float | None = None,
+    eval_seed: int = 0,
+  ):
+    """Composes the model.
+
+    Args:
+      backbone: the image tower, `backbone(image, train=False) -> (phi [B, D], {name:
+        representation})` with the attribute `pre_logits_dim`.
+      text_tower: `text_tower(text, train=False)`, which returns the same, with the attributes
+        `pre_logits_dim` and `vocab_size`.
+      head: `head(alpha, beta) -> Pairs` with the methods `num_params(D)` and `extra_params(D)`.
+      optimizer_def: the optimizer that the trainer runs.
+      train_integrator: of the noise in training; one sample in the paper (appendix N.2).
+      eval_integrator: of the noise in `eval_fn` and `score_batch`; None for none.
+      embedding_dim: D; None for the width of the image tower, which then is not projected.
+      locked: whether the image tower keeps its parameters. Freeze them in the optimizer too, or
+        weight decay moves them: adamw.frozen_params = '^backbone/'.
+      loss_normalizing_factor: as in ClassificationModel; the rows are pairs.
+      eval_seed: seed of the noise outside training.
+
+    Raises:
+      ValueError: for an embedding_dim below 1, or a loss_normalizing_factor that is not positive.
+    """
+    if embedding_dim is not None and embedding_dim < 1:
+      raise ValueError(
+        f'ContrastiveModel.embedding_dim={embedding_dim} must be at least 1, or None for the width '
+        'of the image tower'
+      )
+    batches.check_normalizing_factor('ContrastiveModel', loss_normalizing_factor)
+    self.backbone = backbone
+    self.text_tower = text_tower
+    self.head = head
+    self.module = ContrastiveModule(backbone, text_tower, head, embedding_dim, locked)
+    self.optimizer_def = optimizer_def
+    self.train_integrator = train_integrator
+    self.eval_integrator = eval_integrator
+    self.loss_normalizing_factor = loss_normalizing_factor
+    self.eval_seed = eval_seed
+
+  @property
+  def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
+    """What t5x turns a seqio task's features into batches with."""
+    # Imported when t5x asks: it needs seqio and so TensorFlow, which nothing else of a model does.
+    from het_plugin.data import ImageTextFeatureConverter
+
+    return ImageTextFeatureConverter
+
+  def validate(self, task_info: Any) -> None:
+    """Checks that the text tower fits the task.
+
+    Args:
+      task_info: `data.ImageTextInfo`, of which `vocab_size` and `vocabulary` are read.
+
+    Raises:
+      ValueError: the task has no captions, or ids that the text tower has no embedding for.
+    """
+    vocab_size = getattr(task_info, 'vocab_size', None)
+    if vocab_size is None:
+      raise ValueError(
+        'ContrastiveModel trains on images with captions; the task has class labels: choose one '
+        'with captions, such as glyph_names'
+      )
+    if vocab_size > self.text_tower.vocab_size:
+      raise ValueError(
+        f'{type(self.text_tower).__name__}.vocab_size={self.text_tower.vocab_size} must be at '
+        f'least {vocab_size}, the size of the vocabulary {task_info.vocabulary!r}'
+      )
+
+  def get_initial_variables(
+    self,
+    rng: jax.Array,
+    input_shapes: Mapping[str, Sequence[int]],
+    input_types: Mapping[str, Any] | None = None,
+  ) -> dict[str, PyTree]:
+    """Initial 'params', float32, and their logical axes, 'params_axes'.
+
+    Args:
+      rng: PRNG key.
+      input_shapes: of which 'image' is read, (B, H, W, C), and 'text', (B, L).
+      input_types: dtypes of the images; float32 where absent.
+    """
+    dtype = (input_types or {}).get('image', jnp.float32)
+    image = jnp.zeros(tuple(input_shapes['image']), dtype)
+    return self.module.init(rng, image, jnp.zeros(tuple(input_shapes['text']), jnp.int32))
+
+  def loss_fn(
+    self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
+  ) -> tuple[jax.Array, Metrics]:
+    """Training loss, the mean of both directions over the pairs of the batch, and metrics.
+
+    Args:
+      params: as of `get_initial_variables`.
+      batch: see the module docstring.
+      dropout_rng: key of the step; None is t5x's deterministic mode, the same as `eval_fn`.
+
+    Returns:
+      The scalar loss and the metrics: 'loss'; and of each direction ('image_to_text',
+      'text_to_image') 'nll/...' and 'precision_at_1/...' among the pairs of the batch, the latter
+      without noise; 'tau', and 'logit_scale', 1 / tau.
+    """
+    if dropout_rng is None:
+      return self.eval_fn(params, batch)
+    dropout_rng, noise_rng = jax.random.split(dropout_rng)
+    rngs = {'dropout': jax.random.fold_in(dropout_rng, batches.index(batch)[0])}
+    pairs = self._apply(params, batch['image'], batch['text'], train=True, rngs=rngs)
+    keys = example_keys(noise_rng, batches.index(batch))
+    return self._loss_and_metrics(pairs, self.train_integrator, keys, batch)
+
+  def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
+    """Loss and metrics as of `loss_fn`, among the pairs of this batch: they depend on its size."""
+    pairs = self.pairs(params, batch)
+    return self._loss_and_metrics(pairs, self.eval_integrator, self._eval_keys(batch), batch)
+
+  def predict_batch(self, params: PyTree, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
+    """`image_embeddings`; `rng` as in predict_batch_with_aux."""
+    return self.predict_batch_with_aux(params, batch, rng)[0]
+
+  def predict_batch_with_aux(
+    self, params: PyTree, batch: Batch, rng: jax.Array | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The embeddings of the images, float32 [B, D]; and 'text', those of the texts, [B, D].
+
+    `rng` is unused: they are without noise.
+    """
+    del rng
+    alpha, beta = self.pairs(params, batch).representations()
+    return alpha, {'text': beta}
+
+  def score_batch(
+    self, params: PyTree, batch: Batch, return_intermediates: bool = False
+  ) -> jax.Array | tuple[jax.Array, dict[str, tuple[jax.Array]]]:
+    """log p of each pair among those of the batch, the mean of both directions: float32 [B].
+
+    With `return_intermediates` also the image tower's representations by name, each a tuple of one
+    array as t5x returns them.
+    """
+    pairs = self.pairs(params, batch)
+    scores = -_mean(self._nll(pairs, self.eval_integrator, self._eval_keys(batch), batch))
+    if not return_intermediates:
+      return scores
+    _, intermediates = self.backbone.apply({'params': params['backbone']}, batch['image'])
+    return scores, {name: (value,) for name, value in intermediates.items()}
+
+  def pairs(self, params: PyTree, batch: Batch) -> Pairs:
+    """What the loss takes of a batch, without dropout."""
+    return self._apply(params, batch['image'], batch['text'])
+
+  def image_embeddings(self, params: PyTree, batch: Batch) -> jax.Array:
+    """Images as they are compared with `text_embeddings`, by dot products: float32 [B, D]."""
+    return self._image_pairs(params, batch).representations()[0]
+
+  def text_embeddings(self, params: PyTree, text: jax.Array) -> jax.Array:
+    """Texts int32 [N, L] as they are compared with `image_embeddings`: float32 [N, D]."""
+    beta = self._apply(params, text, method='embed_text')
+    return self._head(params, beta, beta).representations()[1]
+
+  def class_log_prob(
+    self, params: PyTree, batch: Batch, class_embeddings: jax.Array, num_samples: int
+  ) -> jax.Array:
+    """Zero-shot classification: log p(k | image) of K classes that are embeddings of texts.
+
+    Args:
+      params: as of `get_initial_variables`.
+      batch: of which 'image' and 'index' are read.
+      class_embeddings: float32 [K, D].
+      num_samples: S of the noise in the image representation; 0 for none (appendix M).
+
+    Returns:
+      float32 [B, K].
+    """
+    pairs = self._image_pairs(params, batch)
+    return class_log_prob(
+      pairs.alpha,
+      class_embeddings,
+      pairs.temperature,
+      pairs.image_to_text,
+      Integrator(num_samples=num_samples) if num_samples else None,
+      self._eval_keys(batch),
+      post_normalization=pairs.post_normalization,
+      dtype=pairs.dtype,
+    )
+
+  def representations(
+    self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
+  ) -> dict[str, jax.Array]:
+    """The image tower's representations [B, ...] of the given names.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    return batches.representations(self.backbone, params['backbone'], batch, layers)
+
+  def count_params(self, params_shapes: PyTree) -> ParamCounts:
+    """Counts parameters exactly, both towers and the projections as the backbone.
+
+    The padding of the vocabulary is left out. `params_shapes` is the tree of params or of their
+    shapes.
+    """
+    dim = self.module.dim
+    towers = {name: tree for name, tree in params_shapes.items() if name != 'head'}
+    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(towers))
+    rows, width = params_shapes['text_tower']['embedding'].shape
+    return ParamCounts(
+      backbone=total - (rows - self.text_tower.vocab_size) * width,
+      head=self.head.num_params(dim),
+      extra=self.head.extra_params(dim),
+    )
+
+  def _apply(self, params, *inputs, **settings):
+    return self.module.apply({'params': params}, *inputs, **settings)
+
+  def _head(self, params, alpha, beta):
+    return self.head.apply({'params': params.get('head', {})}, alpha, beta)
+
+  def _image_pairs(self, params, batch):
+    """Pairs of which only the images and their noise mean something."""
+    alpha = self._apply(params, batch['image'], method='embed_image')
+    return self._head(params, alpha, alpha)
+
+  def _eval_keys(self, batch):
+    return example_keys(jax.random.key(self.eval_seed), batches.index(batch))
+
+  def _nll(self, pairs, integrator, keys, batch):
+    return contrastive_nll(pairs, integrator, keys, batches.mask(batch))
+
+  def _loss_and_metrics(self, pairs, integrator, keys, batch):
+    mask = batches.mask(batch)
+    directions = self._nll(pairs, integrator, keys, batch)
+    nll = _mean(directions)
+    tau = pairs.temperature
+    metrics = {
+      'loss': clu_metrics.Average.from_model_output(nll, mask=mask),
+      'tau': clu_metrics.LastValue.from_model_output(tau[None]),
+      'logit_scale': clu_metrics.LastValue.from_model_output(1.0 / tau[None]),
+    }
+    for name, direction in zip(('image_to_text', 'text_to_image'), directions, strict=True):
+      average = clu_metrics.Average.from_model_output
+      metrics[f'nll/{name}'] = average(direction.nll, mask=mask)
+      metrics[f'precision_at_1/{name}'] = average(direction.correct, mask=mask)
+    return batches.mean_loss(nll, mask, self.loss_normalizing_factor), metrics
+
+
+def _mean(directions: tuple[BatchSoftmax, BatchSoftmax]) -> jax.Array:
+  """The loss of each pair, [B]."""
+  return (directions[0].nll + directions[1].nll) / 2

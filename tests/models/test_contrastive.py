@@ -1,0 +1,241 @@
+"""Contrastive learning on t5x's model surface."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from het_plugin.backbones import TextTransformer, ViT
+from het_plugin.heads import ContrastiveDet, ContrastiveHetXL
+from het_plugin.integrate import Integrator
+from het_plugin.models import ContrastiveModel
+from het_plugin.training import optimizers, partitioning, trainer
+from het_plugin.training.train_state import TrainState
+
+IMAGE_TOWER = ViT(patch_size=4, width=16, depth=1, mlp_dim=16, num_heads=2, pooling='gap')
+TEXT_TOWER = TextTransformer(vocab_size=40, width=16, depth=1, mlp_dim=16, num_heads=2)
+HEADS = {'det': ContrastiveDet(), 'het_xl': ContrastiveHetXL(num_factors=3)}
+B = 16
+
+
+def make_model(head='det', **settings):
+  settings = {
+    'optimizer_def': optimizers.adamw(1e-2, weight_decay=0.1),
+    'train_integrator': Integrator(num_samples=1),
+    **settings,
+  }
+  return ContrastiveModel(IMAGE_TOWER, TEXT_TOWER, HEADS[head], **settings)
+
+
+def make_batch(rows=B, seed=0):
+  rng = np.random.default_rng(seed)
+  text = rng.integers(2, 40, (rows, 6)).astype(np.int32)
+  text[:, 4:] = [1, 0]
+  return {
+    'image': rng.normal(size=(rows, 8, 8, 1)).astype(np.float32),
+    'text': text,
+    'index': np.arange(100, 100 + rows, dtype=np.int32),
+    'mask': np.ones(rows, np.float32),
+  }
+
+
+def initial(model, batch, seed=0):
+  shapes = {name: x.shape for name, x in batch.items()}
+  return model.get_initial_variables(jax.random.key(seed), shapes)['params']
+
+
+def values(metrics):
+  return {name: float(np.asarray(metric.compute())) for name, metric in metrics.items()}
+
+
+def test_the_loss_is_equation_6():
+  model, batch = make_model(), make_batch()
+  params = initial(model, batch)
+  loss, metrics = model.eval_fn(params, batch)
+  alpha = np.asarray(model.image_embeddings(params, batch), np.float64)
+  beta = np.asarray(model.text_embeddings(params, batch['text']), np.float64)
+  np.testing.assert_allclose(np.linalg.norm(alpha, axis=1), 1, rtol=1e-5)
+  u = 10.0 * alpha @ beta.T
+  image_to_text = np.log(np.exp(u).sum(1)) - np.diag(u)
+  text_to_image = np.log(np.exp(u).sum(0)) - np.diag(u)
+  got = values(metrics)
+  np.testing.assert_allclose(loss, (image_to_text + text_to_image).mean() / 2, rtol=1e-5)
+  np.testing.assert_allclose(got['loss'], loss, rtol=1e-6)
+  np.testing.assert_allclose(got['nll/image_to_text'], image_to_text.mean(), rtol=1e-5)
+  np.testing.assert_allclose(got['nll/text_to_image'], text_to_image.mean(), rtol=1e-5)
+  assert got['precision_at_1/image_to_text'] == np.mean(u.argmax(1) == np.arange(B))
+  assert got['logit_scale'] == pytest.approx(10.0)
+  assert got['tau'] == pytest.approx(0.1)
+  scores = model.score_batch(params, batch)
+  np.testing.assert_allclose(scores, -(image_to_text + text_to_image) / 2, rtol=1e-4)
+  embeddings, aux = model.predict_batch_with_aux(params, batch)
+  np.testing.assert_allclose(embeddings, alpha, atol=1e-6)
+  np.testing.assert_allclose(aux['text'], beta, atol=1e-6)
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_masked_rows_do_not_matter(head):
+  model, batch = make_model(head), make_batch()
+  params = initial(model, batch)
+  rng = jax.random.key(3)
+
+  def value_and_grad(batch):
+    return jax.value_and_grad(lambda p: model.loss_fn(p, batch, rng)[0])(params)
+
+  padded = make_batch(B + 8, seed=5)
+  for name, x in batch.items():
+    padded[name][:B] = x
+  padded['mask'][B:] = 0
+  (loss, gradient), (padded_loss, padded_gradient) = map(value_and_grad, (batch, padded))
+  np.testing.assert_allclose(padded_loss, loss, rtol=1e-5)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=1e-5), gradient, padded_gradient)
+  nothing = batch | {'mask': np.zeros(B, np.float32)}
+  assert float(model.eval_fn(params, nothing)[0]) == 0
+
+
+def test_noise_is_of_training_and_follows_the_examples():
+  model, batch = make_model('het_xl'), make_batch()
+  params = initial(model, batch)
+  first = model.loss_fn(params, batch, jax.random.key(1))[0]
+  assert first == model.loss_fn(params, batch, jax.random.key(1))[0]
+  assert abs(first - model.loss_fn(params, batch, jax.random.key(2))[0]) > 1e-5
+  order = np.random.default_rng(0).permutation(B)
+  shuffled = {name: x[order] for name, x in batch.items()}
+  np.testing.assert_allclose(
+    model.loss_fn(params, shuffled, jax.random.key(1))[0], first, rtol=1e-5
+  )
+  # Without a key, as at evaluation: no noise, whatever the covariance is.
+  plain = model.loss_fn(params, batch, None)[0]
+  without = make_model('det')
+  without.head = dataclasses.replace(HEADS['det'], temperature=HEADS['het_xl'].temperature)
+  without.module = without.module.clone(head=without.head)
+  flat = {name: tree for name, tree in params.items() if name != 'head'}
+  flat['head'] = {'temperature': params['head']['temperature']}
+  np.testing.assert_allclose(without.eval_fn(flat, batch)[0], plain, rtol=1e-5)
+  noisy = make_model('het_xl', eval_integrator=Integrator(num_samples=8))
+  assert abs(noisy.eval_fn(params, batch)[0] - plain) > 1e-5
+
+
+def test_a_locked_tower_has_no_gradient_and_its_projection_has():
+  model = make_model(embedding_dim=10, locked=True)
+  batch = make_batch()
+  params = initial(model, batch)
+  gradient = jax.grad(lambda p: model.loss_fn(p, batch, jax.random.key(0))[0])(params)
+  flat = traverse_util.flatten_dict(gradient, sep='/')
+  for name, x in flat.items():
+    if name.startswith('backbone/'):
+      assert not np.any(x), name
+  assert np.any(flat['image_projection/kernel'])
+  assert np.any(flat['text_tower/embedding'])
+  assert model.image_embeddings(params, batch).shape == (B, 10)
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_a_step_is_the_same_on_every_mesh(head):
+  """The loss compares all of the batch, over all devices."""
+  batch = make_batch()
+  results = []
+  for num_partitions in (1, 2, 8):
+    model = make_model(head, optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
+    partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
+    shapes = {name: x.shape for name, x in batch.items()}
+
+    def init(model=model, shapes=shapes):
+      variables = model.get_initial_variables(jax.random.key(0), shapes)
+      return TrainState.create(model.optimizer_def, variables)
+
+    axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+    state = partitioner.partition(init, (), axes)()
+    steps = trainer.Trainer(model, partitioner, axes, jax.random.key(2))
+    spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    placed = jax.tree.map(
+      lambda x, s: jax.device_put(x, s.sharding), batch, partitioner.batch_spec(spec)
+    )
+    state, metrics = steps.train_step(state, placed)
+    results.append((values({'loss': metrics['loss']}), jax.device_get(state.params)))
+  for loss, params in results[1:]:
+    assert loss == pytest.approx(results[0][0], rel=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=1e-4), results[0][1], params)
+
+
+def test_zero_shot_probabilities():
+  model, batch = make_model('het_xl'), make_batch()
+  params = initial(model, batch)
+  classes = model.text_embeddings(params, make_batch(7, seed=9)['text'])
+  log_prob = model.class_log_prob(params, batch, classes, 0)
+  scores = 3.0 * np.asarray(model.image_embeddings(params, batch)) @ np.asarray(classes).T
+  np.testing.assert_allclose(log_prob, jax.nn.log_softmax(scores), atol=1e-5)
+  sampled = model.class_log_prob(params, batch, classes, 500)
+  np.testing.assert_allclose(np.exp(sampled).sum(-1), 1, rtol=1e-4)
+  assert np.abs(sampled - log_prob).max() > 1e-3
+
+
+def test_representations_are_those_of_the_image_tower():
+  model, batch = make_model(), make_batch()
+  params = initial(model, batch)
+  got = model.representations(params, batch, ('pre_logits', 'block00'))
+  assert got['pre_logits'].shape == (B, 16)
+  np.testing.assert_allclose(
+    got['pre_logits'] / np.linalg.norm(got['pre_logits'], axis=1, keepdims=True),
+    model.image_embeddings(params, batch),
+    atol=1e-5,
+  )
+  _, intermediates = model.score_batch(params, batch, return_intermediates=True)
+  np.testing.assert_array_equal(intermediates['block00'][0], got['block00'])
+
+
+@pytest.mark.parametrize('head', HEADS)
+def test_count_params(head):
+  model, batch = make_model(head, embedding_dim=10), make_batch()
+  params = initial(model, batch)
+  counts = model.count_params(params)
+  total = sum(x.size for x in jax.tree.leaves(params))
+  assert counts.total == total - (128 - 40) * 16  # the padding of the vocabulary
+  assert counts.extra == {'det': 1, 'het_xl': 2 * 4 * 11 * 10 + 1}[head]
+
+
+def task(**info):
+  return types.SimpleNamespace(**{'vocab_size': 41, 'vocabulary': 'bytes'} | info)
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: make_model().validate(task()), 'vocab_size=40 must be at least 41, .*bytes'),
+    (lambda: make_model().validate(types.SimpleNamespace(num_classes=3)), 'has class labels'),
+    (lambda: make_model(embedding_dim=0), 'ContrastiveModel.embedding_dim=0 must be at least 1'),
+    (lambda: make_model(loss_normalizing_factor=0), 'ContrastiveModel.loss_normalizing_factor=0'),
+  ],
+)
+def test_wrong_settings(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_a_vocabulary_that_fits():
+  make_model().validate(task(vocab_size=40))
+
+
+def test_t5x_normalises_by_a_constant():
+  batch = make_batch()
+  model = make_model(loss_normalizing_factor=4.0)
+  params = initial(model, batch)
+  mean, _ = make_model().eval_fn(params, batch)
+  total, _ = model.eval_fn(params, batch)
+  np.testing.assert_allclose(total, mean * B / 4.0, rtol=1e-6)
+
+
+def test_identical_captions_are_a_chance_of_one_in_b():
+  model, batch = make_model(), make_batch()
+  batch = {name: np.repeat(x[:1], B, axis=0) for name, x in batch.items()}
+  params = initial(model, batch)
+  loss, metrics = model.eval_fn(params, batch)
+  np.testing.assert_allclose(loss, np.log(B), rtol=1e-6)
+  assert values(metrics)['precision_at_1/image_to_text'] == pytest.approx(1 / B)
+  gradient = jax.grad(lambda p: model.eval_fn(p, batch)[0])(params)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+  assert jnp.isfinite(loss)
