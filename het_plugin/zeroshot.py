@@ -26,7 +26,16 @@ from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import short_names
 
 # What a data set's own settings give way to.
-_CHANGES = ('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize')
+_CHANGES = (
+  'split',
+  'templates',
+  'class_names',
+  'lower',
+  'max_labels',
+  'max_examples',
+  'resize',
+  'identical_captions_right',
+)
 _SPLITS = ('test', 'validation')  # taken where none is named, the first that there is
 
 
@@ -56,6 +65,12 @@ def define_flags() -> None:
     'class_names', None, "A file with a name a line, in the labels' order; else the task's names."
   )
   flags.DEFINE_bool('lower', None, 'Whether class names are lower-cased.')
+  flags.DEFINE_integer('max_labels', None, 'Most labels an image, of a multi-label task.')
+  flags.DEFINE_bool(
+    'identical_captions_right',
+    None,
+    'Whether a caption is right for all images that have its text.',
+  )
   flags.DEFINE_integer(
     'max_examples', None, 'At most so many, a fixed random choice.', lower_bound=1
   )
@@ -178,8 +193,8 @@ def evaluate(run: Run) -> dict[str, tuple[Any, dict[str, Any]]]:
       result = evaluator(dataset, opened.params, progress.update)
     row = {'run': run.name, 'group': run.group, 'dataset': dataset.name}
     about = {'checkpoint': opened.checkpoint, 'step': opened.step, 'samples': flags.FLAGS.samples}
-    found[dataset.name] = dataset, {**row, **result.record(), **about, 'split': dataset.split}
-    found[dataset.name][1]['scalars'] = result.scalars()
+    row |= {**result.record(), **about, **dataclasses.asdict(dataset), 'scalars': result.scalars()}
+    found[dataset.name] = dataset, row
   return found
 
 

@@ -62,8 +62,8 @@ class ZeroShotDataset:
 
 # The first: characters that no training split shows, in faces that none uses.
 DEFAULT_DATASETS = (
-  ZeroShotDataset('glyphs_heldout', 'glyphs_heldout', templates='none'),
-  ZeroShotDataset('glyphs_core', 'glyphs_core', 'validation', templates='none'),
+  ZeroShotDataset('glyphs_heldout', 'glyphs_heldout', templates='none', lower=True),
+  ZeroShotDataset('glyphs_core', 'glyphs_core', 'validation', templates='none', lower=True),
 )
 
 
