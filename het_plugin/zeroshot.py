@@ -59,7 +59,9 @@ def define_flags() -> None:
     'split', None, f'A split or a slice of one; of a task by default {" or ".join(_SPLITS)}.'
   )
   flags.DEFINE_string(
-    'templates', None, "What is said about a class: none, photo, ensemble, or a file of '{}' lines."
+    'templates',
+    None,
+    "What is said about a class: none, photo, ensemble, a text with '{}', or a file of such lines.",
   )
   flags.DEFINE_string(
     'class_names', None, "A file with a name a line, in the labels' order; else the task's names."

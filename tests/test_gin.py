@@ -192,6 +192,19 @@ def test_the_papers_zero_shot_data_sets(tmp_path):
     assert dataset.split in data.task_info(dataset.task).splits
 
 
+def test_zero_shot_needs_a_run_with_captions():
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin']
+  action = [
+    'ZeroShotAction.image_size = 8',
+    'ZeroShotAction.channels = 1',
+    'ZeroShotAction.tokenizer = @run_tokenizer()',
+    'run_tokenizer.dataset_cfg = @train/DatasetConfig()',
+  ]
+  gin_utils.parse_config(files, bindings('digits_smoke.gin') + action)
+  with pytest.raises(ValueError, match="of the training data has no 'text'"):
+    gin.get_configurable(zeroshot_action.ZeroShotAction)()
+
+
 def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):
   (tmp_path / 'mine.gin').write_text(
     "include 'het_plugin/gin/models/vit_ti_16.gin'\n"

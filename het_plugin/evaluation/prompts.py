@@ -26,19 +26,20 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
   """Prompt templates, each with one '{}'.
 
   Args:
-    templates: a name in PROMPTS, the path of a text file with a template a line (empty lines do not
-      count), or the templates themselves.
+    templates: a name in PROMPTS, one template, the path of a text file with a template a line
+      (empty lines do not count), or several templates.
 
   Raises:
-    ValueError: neither a name nor a file, no template, or one without exactly one '{}'.
+    ValueError: none of these, or a template that does not hold '{}' exactly once.
   """
   if isinstance(templates, str):
     if templates in PROMPTS:
       return PROMPTS[templates]
-    if PLACE in templates:
-      raise ValueError(f"templates='{templates}' is one string: write a tuple, ('{templates}',)")
     source = f'templates={templates!r}'
-    found = _lines(templates, source, f'one of {", ".join(PROMPTS)}')
+    if PLACE in templates:
+      found = (templates,)
+    else:
+      found = _lines(templates, source, f"one of {', '.join(PROMPTS)}, a text with '{{}}'")
   else:
     source, found = f'templates={templates!r}', tuple(templates)
   for template in found:

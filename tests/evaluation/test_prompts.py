@@ -20,6 +20,7 @@ def test_filling():
 
 def test_templates_of_ones_own(tmp_path):
   assert prompts.get_templates(('the {}!', '{}')) == ('the {}!', '{}')
+  assert prompts.get_templates('an {}') == ('an {}',)
   file = tmp_path / 'mine.txt'
   file.write_text('une photo : {}\n\n  {} é\n', encoding='utf-8')
   assert prompts.get_templates(str(file)) == ('une photo : {}', '{} é')
@@ -28,8 +29,11 @@ def test_templates_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
   'templates,message',
   [
-    ('clip', r"templates='clip' must be one of none, photo, ensemble, or a text file: .*clip"),
-    ('a {}', r"templates='a \{\}' is one string: write a tuple, \('a \{\}',\)"),
+    (
+      'clip',
+      r"templates='clip' must be one of none, photo, ensemble, a text .*, or a text file: .*clip",
+    ),
+    ('{} is {}', "'{} is {}' must hold '{}' once"),
     ((), 'holds no template'),
     (('a {}', 'nothing'), "'nothing' must hold '{}' once"),
     (('{} {}',), "must hold '{}' once"),

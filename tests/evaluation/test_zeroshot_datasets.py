@@ -1,6 +1,7 @@
 """Evaluation of a small contrastive model over a mesh, against numpy on the same examples."""
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -97,6 +98,23 @@ def test_one_compilation_for_all_evaluations():
   for split in ('test', 'test', 'train[:100]'):
     evaluator(dataclasses.replace(DIGITS, split=split), params)
   assert model.traces == 1
+
+
+def test_no_device_gets_the_scores_of_another():
+  """Between shards of the classes and of the batch only numbers a row are exchanged."""
+  evaluator, params = make(model_shards=4)
+  batch = {
+    'image': np.zeros((64, SIZE, SIZE, 1), np.float32),
+    'label': np.zeros((64, 1), np.int32),
+    'index': np.arange(64, dtype=np.int32),
+    'mask': np.ones(64, np.float32),
+  }
+  classes = evaluator._place_classes(np.ones((1003, 16), np.float32))
+  assert classes[0].shape == (1004, 16) and classes[1].sum() == 1003
+  placed = evaluator._partitioner.shard_batch(batch, 64)
+  hlo = evaluator._rank.lower(params, placed, *classes).compile().as_text()
+  exchanged = re.findall(r'= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(', hlo)
+  assert exchanged and all(re.match(r'\w+\[\d+\]', shape) for shape in exchanged), exchanged
 
 
 def test_class_embeddings_follow_the_parameters():
