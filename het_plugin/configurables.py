@@ -39,9 +39,14 @@ def _register(table) -> None:
 
 @functools.cache
 def register_trainer() -> None:
-  """Registers the built-in trainer, its actions and the few-shot hook."""
+  """Registers the built-in trainer, its actions and the hooks of evaluation."""
   # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
-  from het_plugin.evaluation import fewshot_action, fewshot_datasets
+  from het_plugin.evaluation import (
+    fewshot_action,
+    fewshot_datasets,
+    zeroshot_action,
+    zeroshot_datasets,
+  )
   from het_plugin.training import (
     actions,
     checkpoints,
@@ -71,7 +76,13 @@ def register_trainer() -> None:
         actions.TerminateOnNanAction,
         actions.EarlyStoppingAction,
       ),
-      'het_plugin.evaluation': (fewshot_action.FewShotAction, fewshot_datasets.FewShotDataset),
+      'het_plugin.evaluation': (
+        fewshot_action.FewShotAction,
+        fewshot_datasets.FewShotDataset,
+        zeroshot_action.ZeroShotAction,
+        zeroshot_datasets.ZeroShotDataset,
+        zeroshot_datasets.run_tokenizer,
+      ),
     }
   )
 

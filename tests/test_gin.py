@@ -8,7 +8,7 @@ import pytest
 
 import gin
 from het_plugin import configurables, data, gin_utils, heads, integrate, models
-from het_plugin.evaluation import fewshot_action
+from het_plugin.evaluation import fewshot_action, prompts, zeroshot_action
 from het_plugin.training import exit_codes
 from het_plugin.training import train as train_lib
 
@@ -179,6 +179,53 @@ def test_the_papers_few_shot_data_sets():
   assert by_name.pop('uc_merced') == ('train[:1000]', 'train[1000:]')
   assert by_name.pop('imagenet') == ('train', 'validation')
   assert set(by_name.values()) == {('train', 'test')}
+
+
+def test_the_papers_zero_shot_data_sets(tmp_path):
+  tfds = pytest.importorskip('tensorflow_datasets')
+  names_file = tmp_path / 'imagenet.txt'
+  names_file.write_text('\n'.join(f'name {i}' for i in range(1000)))
+  gin_utils.parse_config(
+    ['het_plugin/gin/evaluation/zeroshot_paper.gin'],
+    ["ZERO_SHOT_TEMPLATES = 'photo'", f"IMAGENET_CLASS_NAMES = '{names_file}'"],
+  )
+  datasets = gin.get_bindings(zeroshot_action.ZeroShotAction)['datasets']
+  assert [(dataset.name, dataset.split) for dataset in datasets] == [
+    ('imagenet', 'validation'),
+    ('cifar100', 'test'),
+    ('oxford_iiit_pet', 'test'),
+    ('glyphs_heldout', 'test'),
+    ('glyphs_core', 'validation'),
+  ]
+  sizes = {'imagenet': 1000, 'cifar100': 100, 'oxford_iiit_pet': 37}
+  for dataset in datasets[:3]:
+    assert dataset.templates == 'photo'
+    info = tfds.builder(dataset.task.removeprefix('tfds:')).info
+    label = info.features['label']
+    assert label.num_classes == sizes[dataset.name]
+    assert not info.splits or dataset.split in info.splits  # of one that is not prepared: unknown
+    names = prompts.readable_names(
+      dataset.task, label.names, dataset.class_names, label.num_classes
+    )
+    assert len(set(names)) == len(names) and not any('_' in name for name in names)
+  imagenet = tfds.builder('imagenet2012').info.features['label'].names
+  with pytest.raises(ValueError, match='by WordNet numbers .n01440764'):
+    prompts.readable_names('tfds:imagenet2012', imagenet, None, 1000)
+  for dataset in datasets[3:]:
+    assert dataset.split in data.task_info(dataset.task).splits
+
+
+def test_zero_shot_needs_a_run_with_captions():
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin']
+  action = [
+    'ZeroShotAction.image_size = 8',
+    'ZeroShotAction.channels = 1',
+    'ZeroShotAction.tokenizer = @run_tokenizer()',
+    'run_tokenizer.dataset_cfg = @train/DatasetConfig()',
+  ]
+  gin_utils.parse_config(files, bindings('digits_smoke.gin') + action)
+  with pytest.raises(ValueError, match="of the training data has no 'text'"):
+    gin.get_configurable(zeroshot_action.ZeroShotAction)()
 
 
 def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):

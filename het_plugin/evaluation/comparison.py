@@ -1,4 +1,5 @@
-"""Few-shot results of several runs: averages (Collier et al. 2023, table 22) and paired tests.
+"""Results of several runs: averages (Collier et al. 2023, table 22), paired tests of few-shot
+results, and unpaired ones of groups of runs.
 
 A run is a method at a setting. The paper averages a method's accuracies over data sets and upstream
 settings; the standard error of such an average of n cells is here sqrt(sum of the cells' squared
@@ -84,3 +85,27 @@ def signed_rank_p(
   if len(gains) < MIN_DATASETS or not np.any(gains):
     return None
   return float(scipy.stats.wilcoxon(gains).pvalue)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupMean:
+  """Mean of a metric over the runs of a group, which differ by their seed; stderr None for one."""
+
+  mean: float
+  stderr: float | None
+  num_runs: int
+
+
+def group_mean(values: Sequence[float]) -> GroupMean:
+  """Of the metric of each run of a group."""
+  stderr = float(scipy.stats.sem(values)) if len(values) > 1 else None
+  return GroupMean(float(np.mean(values)), stderr, len(values))
+
+
+def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
+  """p of the two-sample unequal-variance (Welch's) t-test that two groups of runs are equally good
+  (Collier et al. 2023, table 6); None for a group of fewer than two, or where no runs differ.
+  """
+  if min(len(values), len(baseline)) < 2 or not (np.ptp(values) or np.ptp(baseline)):
+    return None
+  return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)

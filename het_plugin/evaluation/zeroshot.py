@@ -1,0 +1,290 @@
+"""Zero-shot classification and retrieval by embeddings of images and texts.
+
+A class is what is said about it: each prompt template is filled with its name, the embeddings of
+these texts are normalised, averaged over templates and normalised again (Radford et al. 2021,
+https://arxiv.org/abs/2103.00020, section 3.1.4; Zhai et al. 2022,
+https://arxiv.org/abs/2111.07991). An image is given the class of the largest dot product (Collier
+et al. 2023, appendix A.2).
+
+Ranks are exact: they depend on block and mesh size only as far as the rounding of dot products
+does, which are float32. Of equal scores the lower number comes first, as with a stable sort and
+argmax. What is not a number never helps: a right answer that is NaN is wrong, and a wrong one that
+is NaN stands before.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from het_plugin.evaluation import prompts
+
+RECALL_AT = (1, 5, 10)
+NEVER = np.iinfo(np.int32).max  # the rank of an answer that cannot be right
+_BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
+
+Tokenize = Callable[[Sequence[str]], np.ndarray]
+
+# N queries (images or captions), M or K candidates (captions, images or classes), D dimensions.
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+  """Of zero-shot classification.
+
+  Attributes:
+    top1, top5: the share of images with a right class among the first 1 and 5, in [0, 1]; of five
+      classes or fewer any order has the right one among the first 5.
+    num_examples: images that count.
+    num_classes: K.
+    classes_alike: classes whose texts, as the model gets them, are those of a class before; they
+      cannot be told apart, and an image of theirs is wrong at 1.
+  """
+
+  top1: float
+  top5: float
+  num_examples: int
+  num_classes: int
+  classes_alike: int = 0
+
+  def record(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  def scalars(self) -> dict[str, float]:
+    return {'top1': self.top1, 'top5': self.top5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+  """Of retrieval.
+
+  Attributes:
+    image_to_text: {k: the share of images with one of their captions among the first k}.
+    text_to_image: {k: the share of captions with their image among the first k}.
+    num_images, num_captions: of which.
+    captions_alike: captions that say, as the model gets them, what one before says.
+  """
+
+  image_to_text: Mapping[int, float]
+  text_to_image: Mapping[int, float]
+  num_images: int
+  num_captions: int
+  captions_alike: int
+
+  def record(self) -> dict[str, Any]:
+    named = dataclasses.asdict(self)
+    return {
+      'recall_at': {way: named.pop(way) for way in ('image_to_text', 'text_to_image')}
+    } | named
+
+  def scalars(self) -> dict[str, float]:
+    return {
+      f'{way}/recall{k}': value
+      for way, by_k in self.record()['recall_at'].items()
+      for k, value in by_k.items()
+    }
+
+
+def class_embeddings(
+  embed: Callable[[np.ndarray], np.ndarray],
+  tokenize: Tokenize,
+  names: Sequence[str],
+  templates: Sequence[str],
+) -> tuple[np.ndarray, int]:
+  """Embeddings of classes; no more than one template's texts are embedded at a time.
+
+  Args:
+    embed: from token ids, int32 [N, L], to embeddings, float [N, D].
+    tokenize: from texts to token ids.
+    names: of the K classes.
+    templates: see `prompts.get_templates`.
+
+  Returns:
+    The normalised means over templates of normalised embeddings, float32 [K, D], and how many
+    classes have the token ids of a class before, in all templates.
+
+  Raises:
+    ValueError: an embedding is not finite, or a class's is 0.
+  """
+  total, texts = None, []
+  for template in templates:
+    tokens = tokenize(prompts.fill(template, names))
+    distinct, text = np.unique(tokens, axis=0, return_inverse=True)
+    text = text.reshape(-1)
+    embedded = normalized(embed(distinct), 'text')[text]  # one text has one embedding, to the bit
+    total = embedded if total is None else total + embedded
+    texts.append(text)
+  alike = len(names) - len(np.unique(np.stack(texts, axis=1), axis=0))
+  return normalized(total, 'class').astype(np.float32), alike
+
+
+def normalized(x: np.ndarray, what: str) -> np.ndarray:
+  """Rows x [N, D] divided by their lengths, float64.
+
+  Raises:
+    ValueError: a row is 0 or not finite.
+  """
+  x = np.asarray(x, np.float64)
+  length = np.linalg.norm(x, axis=1, keepdims=True)
+  wrong = ~(np.isfinite(length) & (length > 0))[:, 0]
+  if wrong.any():
+    raise ValueError(
+      f'The embedding of {what} {int(np.argmax(wrong))} has the length {length[wrong][0, 0]}: it '
+      'must be finite and positive'
+    )
+  return x / length
+
+
+def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
+  """bool [B, K]: whether class k is among label [B, L], padded with -1."""
+  return (label[:, :, None] == jnp.arange(num_classes)).any(axis=1)
+
+
+def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
+  """How many candidates stand before the best right one.
+
+  Args:
+    scores: float [B, K]; higher is better.
+    right: bool [B, K].
+
+  Returns:
+    int32 [B], 0 for the first; NEVER where nothing is right, or what is right is NaN.
+  """
+  # Compared, not sorted: candidates may be split over the mesh, and a sort would gather them.
+  own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
+  place = jnp.arange(scores.shape[1])
+  tied = scores == own
+  first = jnp.where(right & tied, place, scores.shape[1]).min(axis=1, keepdims=True)
+  before = ~(scores <= own) | (tied & (place < first))
+  rank = before.sum(axis=1, dtype=jnp.int32)
+  possible = right.any(axis=1) & ~jnp.isnan(own[:, 0])
+  return jnp.where(possible, rank, NEVER)
+
+
+def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
+  """Dot products of rows, float32 [N, M], on accelerators too, whose default is less precise."""
+  return jnp.einsum(
+    'nd,md->nm',
+    queries.astype(jnp.float32),
+    candidates.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+
+
+def embedding_ranks(
+  queries: np.ndarray,
+  candidates: np.ndarray,
+  right: scipy.sparse.csr_array,
+  mesh: Mesh | None = None,
+  block_elements: int = _BLOCK_ELEMENTS,
+) -> np.ndarray:
+  """`best_ranks` of the dot products of embeddings, a block of queries at a time.
+
+  Args:
+    queries: float32 [N, D].
+    candidates: float32 [M, D]. Equal rows have equal scores, to the bit.
+    right: bool [N, M], sparse.
+    mesh: of devices of this process, over whose first axis a block's queries are split; None: one
+      device.
+    block_elements: scores held at once, at most, unless one query a device has more.
+
+  Returns:
+    int32 [N].
+  """
+  mesh = mesh or Mesh(np.array(jax.local_devices()[:1]), ('data',))
+  shards = mesh.shape[mesh.axis_names[0]]
+  split = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+  whole = NamedSharding(mesh, PartitionSpec())
+  per_shard = max(1, block_elements // (len(candidates) * shards))
+  block = shards * min(per_shard, -(-len(queries) // shards))
+  # A product may round a column by where it stands in the matrix, so equal ones are computed once.
+  distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
+
+  @jax.jit
+  def ranks(block_queries, distinct, column, block_right):
+    return best_ranks(similarity(block_queries, distinct)[:, column], block_right)
+
+  distinct, column = jax.device_put((distinct, column.reshape(-1)), whole)
+  found = []
+  for start in range(0, len(queries), block):
+    rows = slice(start, start + block)
+    x, y = np.asarray(queries[rows], np.float32), right[rows].toarray()
+    missing = block - len(x)  # one shape, compiled once
+    x, y = (np.pad(a, ((0, missing), (0, 0))) for a in (x, y))
+    found.append(
+      np.asarray(ranks(jax.device_put(x, split), distinct, column, jax.device_put(y, split)))
+    )
+  return np.concatenate(found)[: len(queries)]
+
+
+def retrieval_recall(
+  image_embeddings: np.ndarray,
+  caption_embeddings: np.ndarray,
+  caption_image: np.ndarray,
+  caption_text: np.ndarray,
+  *,
+  identical_captions_right: bool = False,
+  ks: Sequence[int] = RECALL_AT,
+  mesh: Mesh | None = None,
+  block_elements: int = _BLOCK_ELEMENTS,
+) -> Recall:
+  """Recall at k from images to captions and from captions to images.
+
+  As is usual for the captions of Flickr30k and COCO, a caption is right for the image that it was
+  written for alone: another image's caption of the same words is wrong, and of the two the lower
+  number comes first. With `identical_captions_right` it is right for all images that have one of
+  its words, as befits captions made of class names.
+
+  Args:
+    image_embeddings: float32 [N, D].
+    caption_embeddings: float32 [M, D].
+    caption_image: int [M], the image of each caption; an image may have several, or none: then it
+      is no query, but a candidate.
+    caption_text: int [M], equal for captions of the same words.
+    identical_captions_right: see above.
+    ks: numbers of answers.
+    mesh, block_elements: see `embedding_ranks`.
+
+  Raises:
+    ValueError: there is no caption, or shapes or image numbers do not fit together.
+  """
+  N, M = len(image_embeddings), len(caption_embeddings)
+  if not M or caption_image.shape != (M,) or caption_text.shape != (M,):
+    raise ValueError(
+      f'{M} captions cannot have the images {list(caption_image.shape)} and texts '
+      f'{list(caption_text.shape)}: there must be one of each for each caption, and a caption'
+    )
+  if caption_image.min() < 0 or caption_image.max() >= N:
+    raise ValueError(
+      f'caption_image goes from {caption_image.min()} to {caption_image.max()}; it must lie in '
+      f'0 .. {N - 1}'
+    )
+  owner = scipy.sparse.csr_array((np.ones(M, bool), (np.arange(M), caption_image)), shape=(M, N))
+  num_texts = len(np.unique(caption_text))
+  if identical_captions_right:
+    _, text = np.unique(caption_text, return_inverse=True)
+    says = scipy.sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
+    owner = (says @ (says.T @ owner.astype(np.int32))).astype(bool).tocsr()
+  options = {'mesh': mesh, 'block_elements': block_elements}
+  images = np.unique(caption_image)
+  to_text = embedding_ranks(
+    image_embeddings[images], caption_embeddings, owner.T.tocsr()[images], **options
+  )
+  to_image = embedding_ranks(caption_embeddings, image_embeddings, owner, **options)
+  return Recall(
+    image_to_text=hits(to_text, ks),
+    text_to_image=hits(to_image, ks),
+    num_images=N,
+    num_captions=M,
+    captions_alike=M - num_texts,
+  )
+
+
+def hits(ranks: np.ndarray, ks: Sequence[int]) -> dict[int, float]:
+  """{k: the share of ranks [N] below k}."""
+  return {k: float(np.mean(ranks < k)) for k in ks}

@@ -1,0 +1,393 @@
+"""The data sets of a zero-shot evaluation, and how a contrastive model does on them."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from het_plugin.data import (
+  BatchIterator,
+  DatasetConfig,
+  TaskInfo,
+  get_dataset,
+  one_pass,
+  task_info,
+)
+from het_plugin.evaluation import extraction, prompts, zeroshot
+from het_plugin.training.partitioning import PjitPartitioner
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroShotDataset:
+  """A task to evaluate on: classification where it has classes, retrieval where it has captions.
+
+  Attributes:
+    name: names its results.
+    task: name of a task of classes or of captions.
+    split: a split, or a slice of one, 'test[:2000]'.
+    templates: what is said about a class, see `prompts.get_templates`.
+    class_names: in place of the task's own, in the order of the labels: names, or the path of a
+      text file with one a line.
+    lower: whether class names are lower-cased.
+    max_labels: most labels an image, of a multi-label task; None for what the task says.
+    max_examples: only so many examples of the split, a fixed random choice (of an endless split,
+      the first); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
+    identical_captions_right: of captions, see `zeroshot.retrieval_recall`.
+  """
+
+  name: str
+  task: str
+  split: str = 'test'
+  templates: str | tuple[str, ...] = 'photo'
+  class_names: str | tuple[str, ...] | None = None
+  lower: bool = False
+  max_labels: int | None = None
+  max_examples: int | None = None
+  resize: Literal['aspect', 'squash'] | None = None
+  identical_captions_right: bool = False
+
+
+# The first: characters that no training split shows, in faces that none uses.
+DEFAULT_DATASETS = (
+  ZeroShotDataset('glyphs_heldout', 'glyphs_heldout', templates='none', lower=True),
+  ZeroShotDataset('glyphs_core', 'glyphs_core', 'validation', templates='none', lower=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """From N texts to the token ids that a text tower takes, int32 [N, L], padded with 0.
+
+  Attributes:
+    vocabulary: its name, see `data.get_vocabulary`.
+    length: L.
+  """
+
+  vocabulary: str
+  length: int
+
+  def __call__(self, texts: Sequence[str]) -> np.ndarray:
+    from het_plugin.data import tokenize  # imports TensorFlow, which takes seconds
+
+    return tokenize(self.vocabulary, texts, self.length)
+
+
+def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
+  """Makes tokens as those were made that a model is trained on.
+
+  Args:
+    dataset_cfg: what the model is trained on.
+
+  Raises:
+    ValueError: that has no captions.
+  """
+  length = dataset_cfg.task_feature_lengths.get('text')
+  if length is None:
+    raise ValueError(
+      f'task_feature_lengths={dict(dataset_cfg.task_feature_lengths)} of the training data has no '
+      "'text': zero-shot evaluation needs a model that is trained on captions"
+    )
+  vocabulary = dataset_cfg.vocabulary or task_info(dataset_cfg.mixture_or_task_name).vocabulary
+  return Tokenizer(vocabulary, length)
+
+
+class ZeroShotEvaluator:
+  """Evaluates one model, with any parameters; compiled once for each number of classes.
+
+  All processes call its methods, with the same arguments.
+  """
+
+  def __init__(
+    self,
+    model: Any,
+    partitioner: PjitPartitioner,
+    param_specs: PyTree,
+    tokenizer: Tokenizer,
+    *,
+    image_size: int,
+    channels: int,
+    batch_size: int,
+    num_samples: int = 0,
+  ):
+    """Sets the computations up; nothing is read or compiled yet.
+
+    Args:
+      model: has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params, text int32
+        [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch, class_embeddings
+        [K, D], num_samples) -> [B, K]`.
+      partitioner: the model's mesh.
+      param_specs: PartitionSpecs in the tree of the parameters.
+      tokenizer: that of the model's training.
+      image_size: side of the square images that the model takes, in pixels.
+      channels: channels that the model takes; grey data are repeated, colours averaged.
+      batch_size: global batch, of images and of texts.
+      num_samples: classes are ranked by their probability under so many samples of the noise
+        (Collier et al. 2023, appendix M), for classes only; 0 ranks by the deterministic
+        embeddings.
+
+    Raises:
+      ValueError: the model is not contrastive, or a setting is out of range.
+    """
+    check_model(model, num_samples)
+    partitioner.check_batch_size(batch_size)
+    self._partitioner = partitioner
+    self._tokenizer = tokenizer
+    self._image_size = image_size
+    self._batch_size = batch_size
+    self._num_samples = num_samples
+    data_spec = partitioner.data_partition_spec
+    # A model's own probabilities are of whole rows; dot products can be had for classes apart.
+    self._class_spec = PartitionSpec() if num_samples else PartitionSpec('model')
+
+    def with_channels(batch):
+      return {**batch, 'image': extraction.match_channels(batch['image'], channels)}
+
+    def rank(params, batch, classes, real):  # classes [Kp, D], real bool [Kp]
+      images = with_channels(batch)
+      if num_samples:
+        scores = model.class_log_prob(params, images, classes, num_samples)
+        scores = scores.astype(jnp.float32)
+      else:
+        scores = zeroshot.similarity(model.image_embeddings(params, images), classes)
+        scores = jnp.where(real, scores, -jnp.inf)
+      right = zeroshot.label_mask(batch['label'], classes.shape[0])
+      return {'rank': zeroshot.best_ranks(scores, right), **_plain(batch)}
+
+    def embed_images(params, batch):
+      image = model.image_embeddings(params, with_channels(batch)).astype(jnp.float32)
+      return {'image': image, 'text': batch['text'], 'digest': batch['digest'], **_plain(batch)}
+
+    def embed_texts(params, batch):
+      return model.text_embeddings(params, batch['text']).astype(jnp.float32)
+
+    # Results replicated: so each host reads whole batches, whichever rows it fed.
+    classes_spec = (self._class_spec, self._class_spec)
+    self._rank = partitioner.partition(rank, (param_specs, data_spec, *classes_spec), None)
+    self._embed_images = partitioner.partition(embed_images, (param_specs, data_spec), None)
+    self._embed_texts = partitioner.partition(embed_texts, (param_specs, data_spec), None)
+
+  def check(self, dataset: ZeroShotDataset) -> int | None:
+    """Checks a data set before anything is compiled or any image read.
+
+    Returns:
+      The number of its examples that will be read; None where that is not known.
+
+    Raises:
+      ValueError: an unknown task or split, an endless split without a bound, no names for the
+        classes or another number of them, wrong templates.
+    """
+    if not has_captions(dataset):
+      _class_names(dataset)
+      prompts.get_templates(dataset.templates)
+    elif self._num_samples:
+      raise ValueError(
+        f'num_samples={self._num_samples} is for classes; {dataset.task!r} has captions, which are '
+        'found by the deterministic embeddings: set 0'
+      )
+    if dataset.max_examples is not None and dataset.max_examples < 1:
+      raise ValueError(
+        f'ZeroShotDataset {dataset.name!r}: max_examples={dataset.max_examples} must be at least 1'
+      )
+    with contextlib.closing(self._batches(dataset)) as batches:
+      if batches.num_examples is None and dataset.max_examples is None:
+        raise ValueError(
+          f'ZeroShotDataset {dataset.name!r}: split {dataset.split!r} of {dataset.task!r} is '
+          'endless; set max_examples.'
+        )
+      sizes = (batches.num_examples, dataset.max_examples)
+    return min(size for size in sizes if size is not None)
+
+  def __call__(
+    self,
+    dataset: ZeroShotDataset,
+    params: PyTree,
+    on_rows: Callable[[int], None] = lambda number: None,
+  ) -> zeroshot.Accuracy | zeroshot.Recall:
+    """How the model does on a data set.
+
+    Args:
+      dataset: what to read.
+      params: the model's parameters, placed.
+      on_rows: told how many more images are done.
+
+    Raises:
+      ValueError: as `check`; a text has no finite embedding; a split without examples, or which
+        gives one twice.
+    """
+    evaluate = self._retrieve if has_captions(dataset) else self._classify
+    return evaluate(dataset, params, on_rows)
+
+  def class_embeddings(self, dataset: ZeroShotDataset, params: PyTree) -> tuple[np.ndarray, int]:
+    """`zeroshot.class_embeddings` of a data set of classes: [K, D], and how many are alike."""
+    names = _class_names(dataset)
+    embeddings, alike = zeroshot.class_embeddings(
+      lambda tokens: self._embed(params, tokens),
+      self._tokenizer,
+      names,
+      prompts.get_templates(dataset.templates),
+    )
+    if alike:
+      _log.warning(
+        '%s: %d of %d classes have the texts of another class, in the tokens that the model gets.',
+        *(dataset.name, alike, len(names)),
+      )
+    return embeddings, alike
+
+  def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
+    embeddings, alike = self.class_embeddings(dataset, params)
+    classes = self._place_classes(embeddings)
+    outputs = self._read(
+      dataset, lambda batch: self._rank(params, batch, *classes), on_rows, columns=('rank',)
+    )
+    found = zeroshot.hits(outputs['rank'], (1, 5))
+    return zeroshot.Accuracy(found[1], found[5], len(outputs['rank']), len(embeddings), alike)
+
+  def _retrieve(self, dataset, params, on_rows) -> zeroshot.Recall:
+    outputs = self._read(
+      dataset,
+      lambda batch: self._embed_images(params, batch),
+      on_rows,
+      columns=('image', 'text', 'digest'),
+    )
+    # Data sets that list pairs show an image of several captions several times.
+    _, image, image_of = np.unique(
+      outputs['digest'], axis=0, return_index=True, return_inverse=True
+    )
+    texts, text_of = np.unique(outputs['text'], axis=0, return_inverse=True)
+    image_of, text_of = image_of.reshape(-1), text_of.reshape(-1)
+    return zeroshot.retrieval_recall(
+      outputs['image'][image],
+      self._embed(params, texts)[text_of],
+      image_of,
+      text_of,
+      identical_captions_right=dataset.identical_captions_right,
+      mesh=Mesh(np.array(jax.local_devices()), ('data',)),
+    )
+
+  def _read(self, dataset, compute, on_rows, columns) -> dict[str, np.ndarray]:
+    """The computed columns of all real rows, in the order of the example ids."""
+    parts, num_rows = [], 0
+    with contextlib.closing(self._batches(dataset)) as batches:
+      for rows in self._computed(batches, compute):
+        if dataset.max_examples is not None:
+          rows = {name: x[: dataset.max_examples - num_rows] for name, x in rows.items()}
+        parts.append(rows)
+        num_rows += len(rows['index'])
+        on_rows(len(rows['index']))
+        if num_rows == dataset.max_examples:
+          break
+    index = np.concatenate([rows['index'] for rows in parts] or [np.empty(0, np.int32)])
+    order = extraction.order_by_id(index)
+    return {name: np.concatenate([rows[name] for rows in parts])[order] for name in columns}
+
+  def _computed(
+    self, batches: BatchIterator, compute: Callable[[Any], Any]
+  ) -> Iterator[dict[str, np.ndarray]]:
+    in_flight = deque()
+    for batch in batches:
+      if 'text' in batch:
+        batch = {**batch, 'digest': digests(batch['image'])}
+      in_flight.append(compute(self._partitioner.shard_batch(batch, self._batch_size)))
+      if len(in_flight) > 1:  # the device works on one batch while the host reads the one before
+        yield _real_rows(in_flight.popleft())
+    while in_flight:
+      yield _real_rows(in_flight.popleft())
+
+  def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
+    """float32 [N, D] of token ids int32 [N, L]."""
+    found = []
+    rows = self._partitioner.batch_rows(self._batch_size)
+    for start in range(0, len(tokens), self._batch_size):
+      # Past the end the last text comes again, so that there is one shape and no empty text.
+      block = tokens[np.minimum(start + rows, len(tokens) - 1)]
+      batch = self._partitioner.shard_batch({'text': block}, self._batch_size)
+      found.append(np.asarray(self._embed_texts(params, batch)))
+    return np.concatenate(found)[: len(tokens)]
+
+  def _place_classes(self, embeddings: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Embeddings [Kp, D], and which of them are of classes, bool [Kp]: as many on each shard."""
+    K = len(embeddings)
+    shards = 1 if self._num_samples else self._partitioner.model_shards
+    missing = -K % shards
+    padded = np.pad(embeddings, ((0, missing), (0, 0)))
+    sharding = NamedSharding(self._partitioner.mesh, self._class_spec)
+    return tuple(
+      jax.make_array_from_callback(x.shape, sharding, lambda part, x=x: x[part])
+      for x in (padded, np.arange(K + missing) < K)
+    )
+
+  def _batches(self, dataset: ZeroShotDataset) -> BatchIterator:
+    if has_captions(dataset):
+      features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
+    else:
+      features = {'max_labels': dataset.max_labels or task_info(dataset.task).max_labels}
+    cfg = one_pass(
+      dataset.task,
+      dataset.split,
+      image_size=self._image_size,
+      batch_size=self._batch_size,
+      bounded=dataset.max_examples is not None,
+      resize=dataset.resize,
+      **features,
+    )
+    return get_dataset(cfg, self._partitioner.batch_rows(self._batch_size))
+
+
+def has_captions(dataset: ZeroShotDataset) -> bool:
+  """Whether the task pairs images with captions; raises ValueError if there is no such task."""
+  return not isinstance(task_info(dataset.task), TaskInfo)
+
+
+def check_names(datasets: tuple[ZeroShotDataset, ...], setting: str) -> None:
+  """Raises ValueError if there is no data set, or two have one name."""
+  names = [dataset.name for dataset in datasets]
+  if not names or len(set(names)) != len(names):
+    raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
+
+
+def check_model(model: Any, num_samples: int = 0) -> None:
+  """Raises ValueError unless the model embeds images and texts, and draws samples if it shall."""
+  if num_samples < 0:
+    raise ValueError(f'num_samples={num_samples} must be at least 0')
+  needed = ['image_embeddings', 'text_embeddings', *(['class_log_prob'] if num_samples else [])]
+  if missing := [name for name in needed if not hasattr(model, name)]:
+    raise ValueError(
+      f'{type(model).__name__} has no {missing[0]}: zero-shot evaluation needs a contrastive model'
+    )
+
+
+def digests(images: np.ndarray) -> np.ndarray:
+  """int32 [B, 4], equal for images [B, ...] of the same pixels."""
+  found = [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in images]
+  return np.frombuffer(b''.join(found), np.int32).reshape(-1, 4)
+
+
+def _class_names(dataset: ZeroShotDataset) -> tuple[str, ...]:
+  info = task_info(dataset.task)
+  names = prompts.readable_names(
+    dataset.task, info.class_names, dataset.class_names, info.num_classes
+  )
+  return tuple(name.lower() for name in names) if dataset.lower else names
+
+
+def _plain(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  return {name: batch[name] for name in ('index', 'mask')}
+
+
+def _real_rows(outputs: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+  outputs = jax.device_get(outputs)
+  real = outputs['mask'] > 0
+  return {name: x[real] for name, x in outputs.items()}

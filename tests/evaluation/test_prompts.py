@@ -1,0 +1,86 @@
+"""Templates and names of classes: what is taken, what is refused."""
+
+import pytest
+
+from het_plugin.evaluation import prompts
+
+
+@pytest.mark.parametrize('name', prompts.PROMPTS)
+def test_sets_by_name(name):
+  templates = prompts.get_templates(name)
+  assert templates == prompts.PROMPTS[name]
+  assert len(set(templates)) == len(templates) and all(t.count('{}') == 1 for t in templates)
+
+
+def test_filling():
+  assert prompts.fill('a {}, {x} {0}', ['b{}', '']) == ['a b{}, {x} {0}', 'a , {x} {0}']
+  assert prompts.fill(*prompts.get_templates('none'), ['cat']) == ['cat']
+  assert prompts.fill(*prompts.get_templates('photo'), ['cat']) == ['a photo of a cat.']
+
+
+def test_templates_of_ones_own(tmp_path):
+  assert prompts.get_templates(('the {}!', '{}')) == ('the {}!', '{}')
+  assert prompts.get_templates('an {}') == ('an {}',)
+  file = tmp_path / 'mine.txt'
+  file.write_text('une photo : {}\n\n  {} é\n', encoding='utf-8')
+  assert prompts.get_templates(str(file)) == ('une photo : {}', '{} é')
+
+
+@pytest.mark.parametrize(
+  'templates,message',
+  [
+    (
+      'clip',
+      r"templates='clip' must be one of none, photo, ensemble, a text .*, or a text file: .*clip",
+    ),
+    ('{} is {}', "'{} is {}' must hold '{}' once"),
+    ((), 'holds no template'),
+    (('a {}', 'nothing'), "'nothing' must hold '{}' once"),
+    (('{} {}',), "must hold '{}' once"),
+    ((3,), "3 must hold '{}' once"),
+  ],
+)
+def test_wrong_templates(templates, message):
+  with pytest.raises(ValueError, match=message):
+    prompts.get_templates(templates)
+
+
+def test_wrong_template_files(tmp_path):
+  file = tmp_path / 't.txt'
+  file.write_text('\n')
+  with pytest.raises(ValueError, match='t.txt.* holds no template'):
+    prompts.get_templates(str(file))
+  file.write_text('{}\nbare\n')
+  with pytest.raises(ValueError, match="t.txt.*'bare' must hold '{}' once"):
+    prompts.get_templates(str(file))
+  file.write_bytes(b'\xff{}')
+  with pytest.raises(ValueError, match='t.txt.*must be one of'):
+    prompts.get_templates(str(file))
+
+
+def test_names_become_words(tmp_path):
+  assert prompts.readable_names('t', ('aquarium_fish', 'crab'), None, 2) == (
+    'aquarium fish',
+    'crab',
+  )
+  assert prompts.readable_names('t', ('n01440764', 'b'), ('x', ' y_ z'), 2) == ('x', 'y z')
+  file = tmp_path / 'names.txt'
+  file.write_text('tench\ngoldfish\n')
+  assert prompts.readable_names('t', None, str(file), 2) == ('tench', 'goldfish')
+
+
+@pytest.mark.parametrize(
+  'own,given,message',
+  [
+    (None, None, "'t' has no class names: set class_names"),
+    ((), None, "'t' has no class names"),
+    (('a',), None, "'t' has 1 names; 't' has 2 classes"),
+    (('a', 'b'), ('x', 'y', 'z'), "class_names has 3 names; 't' has 2 classes"),
+    (('a', '_'), None, "'t': the name of class 1 is empty"),
+    (('n01440764', 'n01443537'), None, 'WordNet numbers .n01440764 ....*set class_names'),
+    (('a', 'b'), '/no/such/file', "class_names='/no/such/file' must be a tuple of names, or a te"),
+  ],
+)
+def test_wrong_names(own, given, message):
+  with pytest.raises(ValueError, match=message):
+    prompts.readable_names('t', own, given, 2)

@@ -1,0 +1,242 @@
+"""Zero-shot numerics against sorting in numpy, scikit-learn's top-k accuracy and small cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.sharding import Mesh
+from sklearn.metrics import top_k_accuracy_score
+
+from het_plugin.evaluation import zeroshot
+from het_plugin.evaluation.zeroshot import NEVER, best_ranks, embedding_ranks, retrieval_recall
+
+
+def sorted_ranks(scores, right):
+  """By a stable sort of each row."""
+  ranks = []
+  for score, is_right in zip(scores, right, strict=True):
+    order = np.argsort(-score, kind='stable')
+    places = np.flatnonzero(is_right[order])
+    ranks.append(places[0] if len(places) else NEVER)
+  return np.array(ranks)
+
+
+@pytest.mark.parametrize('levels', [3, 10**6])  # nearly all tied, nearly none
+@pytest.mark.parametrize('shape', [(1, 1), (1, 3), (40, 2), (57, 31)])
+def test_ranks_are_those_of_a_stable_sort(shape, levels):
+  rng = np.random.default_rng(0)
+  scores = rng.integers(0, levels, shape).astype(np.float32)
+  right = rng.random(shape) < 0.3
+  right[0] = True
+  right[-1] = False
+  np.testing.assert_array_equal(best_ranks(scores, right), sorted_ranks(scores, right))
+
+
+def test_a_tie_goes_to_the_lower_number():
+  ones = np.ones((3, 3), np.float32)
+  np.testing.assert_array_equal(best_ranks(ones, np.eye(3, dtype=bool)), [0, 1, 2])
+
+
+def test_what_is_no_number_does_not_help():
+  nan, inf = np.nan, np.inf
+  scores = np.array([[nan, 1, 2], [1, nan, 2], [nan, nan, nan], [-inf, 0, 0], [inf, inf, 1]], 'f')
+  right = np.eye(3, dtype=bool)[[0, 0, 1, 0, 1]]
+  # NaN itself is never right; one that is wrong stands before
+  np.testing.assert_array_equal(best_ranks(scores, right), [NEVER, 2, NEVER, 2, 1])
+  both = np.array([[True, True, False]])
+  assert best_ranks(np.array([[nan, 1, 2]], 'f'), both)[0] == NEVER
+
+
+def test_labels():
+  label = jnp.array([[2, -1], [0, 1], [-1, -1], [1, 1]])
+  expected = [[0, 0, 1], [1, 1, 0], [0, 0, 0], [0, 1, 0]]
+  np.testing.assert_array_equal(zeroshot.label_mask(label, 3), np.array(expected, bool))
+
+
+@pytest.mark.parametrize('num_classes', [6, 40])
+def test_top_k_as_in_scikit_learn(num_classes):
+  rng = np.random.default_rng(1)
+  x, classes = rng.normal(size=(101, 8)), rng.normal(size=(num_classes, 8))
+  y = rng.integers(0, num_classes, 101)
+  right = scipy.sparse.csr_array((np.ones(101, bool), (np.arange(101), y)), (101, num_classes))
+  found = zeroshot.hits(embedding_ranks(x, classes, right), (1, 5))
+  for k in (1, 5):
+    expected = top_k_accuracy_score(y, x @ classes.T, k=k, labels=np.arange(num_classes))
+    assert found[k] == pytest.approx(expected, abs=1e-12)
+  assert 0 < found[1] < found[5]
+
+
+@pytest.mark.parametrize('shards', [1, 3, 8])
+@pytest.mark.parametrize('block_elements', [1, 500, 1 << 25])
+def test_blocks_and_meshes_give_the_same_ranks(shards, block_elements):
+  rng = np.random.default_rng(2)
+  queries = rng.integers(-2, 3, (53, 4)).astype(np.float32)  # exact in float32, full of ties
+  candidates = rng.integers(-2, 3, (29, 4)).astype(np.float32)
+  right = rng.random((53, 29)) < 0.1
+  mesh = Mesh(np.array(jax.devices()[:shards]), ('data',))
+  found = embedding_ranks(
+    queries, candidates, scipy.sparse.csr_array(right), mesh, block_elements=block_elements
+  )
+  np.testing.assert_array_equal(found, sorted_ranks(queries @ candidates.T, right))
+
+
+def test_equal_candidates_tie_whatever_the_matrix_product_rounds():
+  rng = np.random.default_rng(3)
+  one = rng.normal(size=(1, 257)).astype(np.float32)
+  candidates = np.repeat(one, 37, axis=0)
+  queries = rng.normal(size=(37, 257)).astype(np.float32)
+  right = scipy.sparse.csr_array(np.eye(37, dtype=bool))
+  np.testing.assert_array_equal(embedding_ranks(queries, candidates, right), np.arange(37))
+
+
+def test_float32_products_are_not_lowered():
+  lowered = jax.jit(zeroshot.similarity).lower(jnp.ones((2, 8), jnp.bfloat16), jnp.ones((3, 8)))
+  assert 'HIGHEST' in lowered.as_text() and 'bf16' not in lowered.as_text().split('dot_general')[1]
+
+
+def tokenize(texts):
+  """Letters as ids."""
+  rows = np.zeros((len(texts), 24), np.int32)
+  for row, text in zip(rows, texts, strict=True):
+    row[: len(text[:24])] = [ord(c) for c in text[:24]]
+  return rows
+
+
+def embedding_of(tokens):
+  return np.stack([np.sin((i + 1) * tokens).sum(axis=1) for i in range(5)], axis=1) + tokens[:, :5]
+
+
+def test_class_embeddings_are_normalised_means_of_normalised_texts():
+  names, templates = ['cat', 'dog', 'bird', 'dog'], ('{}', 'one {}.', 'the {} there')
+  found, alike = zeroshot.class_embeddings(embedding_of, tokenize, names, templates)
+  assert found.dtype == np.float32 and alike == 1
+  for name, row in zip(names, found, strict=True):
+    texts = embedding_of(tokenize([t.replace('{}', name) for t in templates]))
+    mean = (texts / np.linalg.norm(texts, axis=1, keepdims=True)).mean(axis=0)
+    np.testing.assert_allclose(row, mean / np.linalg.norm(mean), rtol=1e-5, atol=1e-6)
+  assert (found[1] == found[3]).all()
+
+
+def test_classes_alike_are_so_in_all_templates():
+  # cut after 24 letters: alike behind a long template, apart in the short one
+  templates = ('a very long introduction {}', '{}')
+  assert zeroshot.class_embeddings(embedding_of, tokenize, ['a', 'b'], templates)[1] == 0
+  assert zeroshot.class_embeddings(embedding_of, tokenize, ['a', 'b'], templates[:1])[1] == 1
+
+
+@pytest.mark.parametrize('value', [0.0, np.nan, np.inf])
+def test_embeddings_without_direction_are_refused(value):
+  def embed(tokens):
+    return np.where(np.arange(len(tokens))[:, None] == 1, value, np.ones((len(tokens), 3)))
+
+  with pytest.raises(ValueError, match='The embedding of text 1 has the length'):
+    zeroshot.class_embeddings(embed, tokenize, ['a', 'b'], ('{}',))
+
+
+def test_opposite_texts_cancel():
+  def embed(tokens):
+    return np.where(tokens[:, :1] == ord('-'), -1.0, 1.0) * np.ones((1, 3))
+
+  with pytest.raises(ValueError, match='The embedding of class 0 has the length 0'):
+    zeroshot.class_embeddings(embed, tokenize, ['a'], ('{}', '-{}'))
+
+
+def brute_recall(images, captions, owner, same_text, k):
+  """By sorting all scores; right[m, n] says whether caption m is right for image n."""
+  right = np.zeros((len(captions), len(images)), bool)
+  for m, n in enumerate(owner):
+    right[m, n] = True
+    if same_text is not None:
+      right[same_text == same_text[m], n] = True
+  scores = images @ captions.T
+  to_text = sorted_ranks(scores, right.T)[np.unique(owner)]
+  to_image = sorted_ranks(scores.T, right)
+  return np.mean(to_text < k), np.mean(to_image < k)
+
+
+@pytest.mark.parametrize('alike', [False, True])
+@pytest.mark.parametrize('sizes', [(1, 1), (1, 5), (3, 3), (20, 71)])
+def test_recall_against_sorting(sizes, alike):
+  N, M = sizes
+  rng = np.random.default_rng(4)
+  images = rng.integers(-3, 4, (N, 3)).astype(np.float32)
+  text = rng.integers(0, max(1, M // 2), M)
+  captions = rng.integers(-3, 4, (M, 3)).astype(np.float32)[text]
+  owner = np.concatenate([np.arange(N), rng.integers(0, N, M - N)])
+  found = retrieval_recall(
+    images, captions, owner, text, identical_captions_right=alike, block_elements=64
+  )
+  assert (found.num_images, found.num_captions) == (N, M)
+  assert found.captions_alike == M - len(set(text.tolist()))
+  for k in (1, 5, 10):
+    to_text, to_image = brute_recall(images, captions, owner, text if alike else None, k)
+    assert found.image_to_text[k] == pytest.approx(to_text, abs=1e-12)
+    assert found.text_to_image[k] == pytest.approx(to_image, abs=1e-12)
+
+
+def test_identical_captions():
+  """Two images that the model knows apart, of which both captions say the same."""
+  images = np.eye(2, dtype=np.float32)
+  captions = np.ones((2, 2), np.float32)
+  arguments = (images, captions, np.arange(2), np.array([7, 7]))
+  apart = retrieval_recall(*arguments)
+  assert apart.image_to_text[1] == 0.5 and apart.text_to_image[1] == 0.5
+  assert apart.captions_alike == 1
+  one = retrieval_recall(*arguments, identical_captions_right=True)
+  assert one.image_to_text[1] == one.text_to_image[1] == 1
+
+
+def test_a_model_that_sees_nothing_is_at_chance():
+  ones = np.ones((40, 3), np.float32)
+  found = retrieval_recall(ones, ones, np.arange(40), np.arange(40))
+  for way in (found.image_to_text, found.text_to_image):
+    assert way == {1: 1 / 40, 5: 5 / 40, 10: 10 / 40}
+
+
+def test_images_without_captions_are_candidates_only():
+  images = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
+  captions = np.array([[2, 0.5], [0, 1]], np.float32)
+  found = retrieval_recall(images, captions, np.array([1, 2]), np.arange(2), ks=(1, 2))
+  assert found.text_to_image == {1: 0.5, 2: 1.0}  # image 0 stands before image 1
+  assert found.image_to_text == {1: 1.0, 2: 1.0}  # of images 1 and 2
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'caption_image': np.array([0, 2])}, 'goes from 0 to 2; it must lie in 0 .. 1'),
+    ({'caption_image': np.array([-1, 0])}, 'goes from -1 to 0'),
+    ({'caption_image': np.zeros(3, int)}, r'2 captions cannot have the images \[3\]'),
+    ({'caption_text': np.zeros(1, int)}, r'texts \[1\]'),
+    (
+      {
+        'caption_embeddings': np.zeros((0, 2)),
+        'caption_image': np.zeros(0, int),
+        'caption_text': np.zeros(0, int),
+      },
+      '0 captions',
+    ),
+  ],
+)
+def test_wrong_pairs(change, message):
+  arguments = {
+    'image_embeddings': np.eye(2),
+    'caption_embeddings': np.eye(2),
+    'caption_image': np.arange(2),
+    'caption_text': np.arange(2),
+  }
+  with pytest.raises(ValueError, match=message):
+    retrieval_recall(**(arguments | change))
+
+
+def test_records():
+  recall = zeroshot.Recall({1: 0.5}, {1: 0.25}, 4, 8, 1)
+  assert recall.record() == {
+    'recall_at': {'image_to_text': {1: 0.5}, 'text_to_image': {1: 0.25}},
+    'num_images': 4,
+    'num_captions': 8,
+    'captions_alike': 1,
+  }
+  assert recall.scalars() == {'image_to_text/recall1': 0.5, 'text_to_image/recall1': 0.25}
+  assert zeroshot.Accuracy(0.5, 1.0, 8, 4).scalars() == {'top1': 0.5, 'top5': 1.0}

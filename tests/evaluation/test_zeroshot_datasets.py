@@ -1,0 +1,347 @@
+"""Evaluation of a small contrastive model over a mesh, against numpy on the same examples."""
+
+import dataclasses
+import re
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from het_plugin.data import TaskInfo, get_dataset, one_pass
+from het_plugin.evaluation import zeroshot_datasets
+from het_plugin.evaluation.zeroshot_datasets import (
+  Tokenizer,
+  ZeroShotDataset,
+  ZeroShotEvaluator,
+  run_tokenizer,
+)
+from het_plugin.training.optimizers import OptaxWrapper
+from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.training.train_state import TrainState
+from tests.evaluation import fake_contrastive
+from tests.evaluation.fake_contrastive import FakeContrastive, Letters
+
+SIZE = 8
+NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
+DIGITS = ZeroShotDataset('digits', 'digits', templates=('{}', 'a {}'), class_names=NAMES)
+
+
+def make(model_shards=2, batch_size=64, model=None, **kwargs):
+  """An evaluator of a model, and its initial parameters, placed."""
+  model = model or FakeContrastive(OptaxWrapper(optax.sgd(0.1)))
+  partitioner = PjitPartitioner(num_partitions=model_shards)
+  variables = model.get_initial_variables(jax.random.key(0), {'image': (1, SIZE, SIZE, 1)})
+  specs = partitioner.get_mesh_axes(TrainState.create(model.optimizer_def, variables)).params
+  params = jax.device_put(variables['params'], partitioner.shardings(specs))
+  settings = {'image_size': SIZE, 'channels': 1, 'batch_size': batch_size} | kwargs
+  return ZeroShotEvaluator(model, partitioner, specs, Letters(), **settings), params
+
+
+def digits(split):
+  cfg = one_pass('digits', split, image_size=SIZE, max_labels=1, batch_size=512, bounded=False)
+  (batch,) = get_dataset(cfg)
+  real = batch['mask'] > 0
+  return batch['image'][real], batch['label'][real, 0]
+
+
+def expected_top_k(params, dataset, k):
+  images, labels = digits(dataset.split)
+  classes = fake_contrastive.class_vectors(
+    params, dataset.class_names, dataset.templates, Letters()
+  )
+  scores = fake_contrastive.image_vectors(params, images) @ classes.T
+  top = np.argsort(-scores, axis=1, kind='stable')[:, :k]
+  return np.mean((top == labels[:, None]).any(axis=1))
+
+
+@pytest.mark.parametrize('model_shards,batch_size', [(1, 64), (2, 360), (8, 7)])
+def test_digits_over_meshes(model_shards, batch_size):
+  """Shards of the model axis need not divide ten classes, nor batches the examples."""
+  evaluator, params = make(model_shards, batch_size)
+  done = []
+  found = evaluator(DIGITS, params, done.append)
+  assert found.num_examples == sum(done) == evaluator.check(DIGITS) == 359
+  assert found.num_classes == 10 and found.classes_alike == 0
+  assert found.top1 == pytest.approx(expected_top_k(params, DIGITS, 1), abs=1e-12)
+  assert found.top5 == pytest.approx(expected_top_k(params, DIGITS, 5), abs=1e-12)
+  assert 0 < found.top1 < found.top5 < 1
+
+
+def test_a_fitted_text_tower_is_right():
+  """Each class's word is the mean image of the class: nearly every test image is nearest to it."""
+  evaluator, params = make()
+  images, labels = digits('train[:500]')
+  pixels = images.reshape(len(images), -1)
+  centre = pixels.mean(axis=0)
+  means = np.stack([pixels[labels == k].mean(axis=0) - centre for k in range(10)])
+  table, letters = np.zeros((fake_contrastive.VOCAB_SIZE, 16), np.float32), 'abcdefghij'
+  tokens = Letters()(letters)[:, 0]
+  basis = np.linalg.svd(means, full_matrices=False)[2][:10]  # [10, pixels]
+  table[tokens, :10] = means @ basis.T
+  kernel = np.zeros((pixels.shape[1], 16), np.float32)
+  kernel[:, :10] = basis.T
+  params = jax.tree.map(
+    lambda new, old: jax.device_put(new, old.sharding), {'image': kernel, 'text': table}, params
+  )
+  found = evaluator(
+    dataclasses.replace(DIGITS, templates='none', class_names=tuple(letters)), params
+  )
+  assert found.top1 > 0.6 and found.top5 > 0.95
+
+
+def test_one_compilation_for_all_evaluations():
+  model = FakeContrastive(OptaxWrapper(optax.sgd(0.1)))
+  evaluator, params = make(model=model)
+  for split in ('test', 'test', 'train[:100]'):
+    evaluator(dataclasses.replace(DIGITS, split=split), params)
+  assert model.traces == 1
+
+
+def test_no_device_gets_the_scores_of_another():
+  """Between shards of the classes and of the batch only numbers a row are exchanged."""
+  evaluator, params = make(model_shards=4)
+  batch = {
+    'image': np.zeros((64, SIZE, SIZE, 1), np.float32),
+    'label': np.zeros((64, 1), np.int32),
+    'index': np.arange(64, dtype=np.int32),
+    'mask': np.ones(64, np.float32),
+  }
+  classes = evaluator._place_classes(np.ones((1003, 16), np.float32))
+  assert classes[0].shape == (1004, 16) and classes[1].sum() == 1003
+  placed = evaluator._partitioner.shard_batch(batch, 64)
+  hlo = evaluator._rank.lower(params, placed, *classes).compile().as_text()
+  exchanged = re.findall(r'= (\S+) (?:all-\w+|collective-permute|reduce-scatter)\(', hlo)
+  assert exchanged and all(re.match(r'\w+\[\d+\]', shape) for shape in exchanged), exchanged
+
+
+def test_class_embeddings_follow_the_parameters():
+  evaluator, params = make()
+  for scale in (1.0, 3.0):
+    scaled = jax.tree.map(lambda x, s=scale: np.cos(s * np.asarray(x)), params)
+    placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), scaled, params)
+    expected = fake_contrastive.class_vectors(scaled, NAMES, DIGITS.templates, Letters())
+    np.testing.assert_allclose(
+      evaluator.class_embeddings(DIGITS, placed)[0], expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_names_alike_are_counted(caplog):
+  evaluator, params = make()
+  names = ('one',) + NAMES[1:]
+  found = evaluator(dataclasses.replace(DIGITS, class_names=names), params)
+  assert found.classes_alike == 1
+  assert 'digits: 1 of 10 classes have the texts of another class' in caplog.text
+  _, labels = digits('test')
+  worst = np.mean(labels == 1)  # the image of the second 'one' is the first's
+  assert found.top1 <= 1 - worst
+
+
+def test_samples_rank_by_probabilities():
+  evaluator, params = make(num_samples=64)
+  few, _ = make(num_samples=1)
+  images, labels = digits('test')
+  classes = fake_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
+  batch = {'image': images, 'index': np.arange(len(images))}
+  log_prob = FakeContrastive().class_log_prob(
+    jax.device_get(params), batch, classes.astype(np.float32), 64
+  )
+  expected = float(np.mean(np.argmax(log_prob, axis=1) == labels))
+  assert evaluator(DIGITS, params).top1 == pytest.approx(expected, abs=0.006)  # two near-ties
+  assert few(DIGITS, params) != evaluator(DIGITS, params)
+
+
+def test_at_most_so_many_examples():
+  evaluator, params = make()
+  bounded = dataclasses.replace(DIGITS, max_examples=70)
+  assert evaluator.check(bounded) == 70
+  assert evaluator(bounded, params).num_examples == 70
+  endless = ZeroShotDataset('core', 'glyphs_core', 'train', templates='none', max_examples=40)
+  evaluator, params = make()
+  assert evaluator(endless, params).num_classes == 2297
+
+
+class Batches:
+  """What a BatchIterator is to an evaluator."""
+
+  def __init__(self, batches):
+    self._batches = batches
+    self.num_examples = int(sum(batch['mask'].sum() for batch in batches))
+
+  def __iter__(self):
+    return iter(self._batches)
+
+  def close(self):
+    pass
+
+
+def in_batches(arrays, batch_size, rows):
+  """This process's rows of padded batches; the padding would be best, if it counted."""
+  missing = -len(arrays['index']) % batch_size
+  mask = np.pad(np.ones(len(arrays['index']), np.float32), (0, missing))
+  padded = {
+    name: np.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=100)
+    for name, x in arrays.items()
+  } | {'mask': mask}
+  if 'text' in padded:
+    padded['text'] %= fake_contrastive.VOCAB_SIZE
+  return Batches(
+    [
+      {name: x[start : start + batch_size][rows] for name, x in padded.items()}
+      for start in range(0, len(mask), batch_size)
+    ]
+  )
+
+
+@pytest.fixture
+def fake_data(monkeypatch):
+  """Lets a test say what is read: fake_data(info, arrays) returns the settings of the reading."""
+
+  def install(info, arrays):
+    settings = []
+    monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
+    monkeypatch.setattr(
+      zeroshot_datasets, 'one_pass', lambda task, split, **kw: settings.append(kw) or kw
+    )
+    monkeypatch.setattr(
+      zeroshot_datasets,
+      'get_dataset',
+      lambda cfg, rows: in_batches(arrays, cfg['batch_size'], rows),
+    )
+    return settings
+
+  return install
+
+
+def test_several_labels_and_none(fake_data):
+  rng = np.random.default_rng(0)
+  label = np.array([[3, -1], [0, 3], [-1, -1], [1, 2], [2, -1]], np.int32)
+  image = rng.normal(size=(5, SIZE, SIZE, 1)).astype(np.float32)
+  info = TaskInfo(4, True, 1, None, types.MappingProxyType({'test': 5}), max_labels=2)
+  settings = fake_data(
+    info, {'image': image, 'label': label, 'index': np.arange(5, dtype=np.int32)}
+  )
+  evaluator, params = make(batch_size=8)
+  names = ('aa', 'bcd', 'ef', 'g')
+  found = evaluator(ZeroShotDataset('x', 'x', class_names=names, templates='none'), params)
+  classes = fake_contrastive.class_vectors(params, names, ('{}',), Letters())
+  best = np.argmax(fake_contrastive.image_vectors(params, image) @ classes.T, axis=1)
+  assert found.top1 == pytest.approx(np.mean((label == best[:, None]).any(axis=1)))
+  assert found.top5 == pytest.approx(0.8)  # the image without a label is wrong even so
+  assert found.num_examples == 5 and settings[0]['max_labels'] == 2
+  evaluator(ZeroShotDataset('x', 'x', class_names=names, max_labels=2), params)
+
+
+@pytest.mark.parametrize('alike', [False, True])
+def test_captions(fake_data, alike):
+  """Nine pairs of seven images, of which two come twice, and captions of which some are alike."""
+  rng = np.random.default_rng(1)
+  image = rng.normal(size=(7, SIZE, SIZE, 1)).astype(np.float32)[[0, 1, 2, 3, 4, 5, 6, 0, 1]]
+  texts = ['cat', 'dog', 'cat', 'a bird', 'bird', 'dog', 'cow', 'feline', 'dog']
+  text = Letters()(texts)
+  splits = {'test': 9}
+  info = types.SimpleNamespace(channels=1, splits=splits, vocabulary='letters')
+  arrays = {'image': image, 'text': text, 'index': np.arange(9, dtype=np.int32)}
+  settings = fake_data(info, arrays)
+  evaluator, params = make(batch_size=4, model_shards=2)
+  dataset = ZeroShotDataset('pairs', 'pairs', identical_captions_right=alike)
+  assert evaluator.check(dataset) == 9
+  found = evaluator(dataset, params)
+  wanted = {'text_length': 12, 'vocabulary': 'letters', 'image_size': SIZE}
+  assert wanted.items() <= settings[-1].items() and 'max_labels' not in settings[-1]
+  assert (found.num_images, found.num_captions, found.captions_alike) == (7, 9, 3)
+
+  owner = np.array([0, 1, 2, 3, 4, 5, 6, 0, 1])
+  right = owner[:, None] == np.arange(7)  # [captions, images]
+  if alike:
+    same = (text[:, None] == text).all(axis=2)
+    right = (same.astype(int) @ right) > 0
+  scores = fake_contrastive.text_vectors(params, text) @ (
+    fake_contrastive.image_vectors(params, image[:7]).T
+  )
+  _, number = np.unique(text, axis=0, return_inverse=True)
+  scores = scores.round(9)  # equal texts are equal
+  for k in (1, 5):
+    first = np.argsort(-scores, axis=1, kind='stable')[:, :k]
+    to_image = np.take_along_axis(right, first, axis=1).any(axis=1).mean()
+    assert found.text_to_image[k] == pytest.approx(to_image)
+  assert found.image_to_text[10] == found.text_to_image[10] == 1.0
+  # Without ties between unlike captions, the order of images in the results does not matter.
+  first = np.argsort(-scores.T, axis=1, kind='stable')[:, :5]
+  if alike:
+    assert found.image_to_text[5] == np.take_along_axis(right.T, first, axis=1).any(axis=1).mean()
+  assert found.image_to_text[1] <= found.image_to_text[5] <= 1.0
+
+
+def test_digests_tell_images_apart():
+  rng = np.random.default_rng(0)
+  images = rng.normal(size=(3, 4, 4, 1)).astype(np.float32)[[0, 1, 0, 2]]
+  found = zeroshot_datasets.digests(images)
+  assert found.shape == (4, 4) and found.dtype == np.int32
+  assert (found[0] == found[2]).all() and len(np.unique(found, axis=0)) == 3
+
+
+def test_tokenizer_of_a_run(monkeypatch):
+  info = types.SimpleNamespace(vocabulary='bytes')
+  monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
+  cfg = types.SimpleNamespace(
+    mixture_or_task_name='glyph_names',
+    task_feature_lengths={'image': 28, 'text': 80},
+    vocabulary=None,
+  )
+  assert run_tokenizer(cfg) == Tokenizer('bytes', 80)
+  cfg.vocabulary = 'x.model'
+  assert run_tokenizer(cfg) == Tokenizer('x.model', 80)
+  cfg.task_feature_lengths = {'image': 28, 'label': 1}
+  with pytest.raises(ValueError, match="has no 'text': zero-shot evaluation needs a model"):
+    run_tokenizer(cfg)
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'task': 'no_such_task'}, 'no_such_task'),
+    ({'split': 'dev'}, "split is 'dev'"),
+    ({'class_names': NAMES[:3]}, "class_names has 3 names; 'digits' has 10 classes"),
+    ({'templates': 'clip'}, "templates='clip' must be one of"),
+    ({'max_examples': 0}, 'max_examples=0 must be at least 1'),
+    ({'resize': 'crop'}, "resize is 'crop'"),
+    (
+      {'task': 'glyphs_core', 'split': 'train', 'class_names': None},
+      'is endless; set max_examples',
+    ),
+  ],
+)
+def test_wrong_data_sets(change, message):
+  evaluator, _ = make()
+  with pytest.raises(ValueError, match=message):
+    evaluator.check(dataclasses.replace(DIGITS, **change))
+
+
+def test_wrong_models_and_settings(fake_data):
+  partitioner = PjitPartitioner()
+  kwargs = {'image_size': 8, 'channels': 1, 'batch_size': 8}
+
+  def evaluator(model, **more):
+    return ZeroShotEvaluator(model, partitioner, PartitionSpec(), Letters(), **(kwargs | more))
+
+  with pytest.raises(ValueError, match='SimpleNamespace has no image_embeddings: .* contrastive'):
+    evaluator(types.SimpleNamespace())
+  with pytest.raises(ValueError, match='batch_size=6'):
+    evaluator(FakeContrastive(), batch_size=6)
+  with pytest.raises(ValueError, match='num_samples=-1'):
+    evaluator(FakeContrastive(), num_samples=-1)
+  towers = types.SimpleNamespace(image_embeddings=None, text_embeddings=None)
+  evaluator(towers)
+  with pytest.raises(ValueError, match='has no class_log_prob'):
+    evaluator(towers, num_samples=2)
+  fake_data(types.SimpleNamespace(splits={'test': 1}), {})
+  with pytest.raises(ValueError, match='num_samples=2 is for classes'):
+    evaluator(FakeContrastive(), num_samples=2).check(ZeroShotDataset('x', 'x'))
+  twice = (ZeroShotDataset('x', 'x'), ZeroShotDataset('x', 'y'))
+  with pytest.raises(
+    ValueError, match=r"datasets must be .* distinct names; they are \['x', 'x'\]"
+  ):
+    zeroshot_datasets.check_names(twice, 'datasets')

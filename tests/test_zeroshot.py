@@ -1,0 +1,258 @@
+"""`python -m het_plugin.zeroshot`: checkpoints and groups of seeds in, tables and JSON out.
+
+Checkpoints are stood in for by two linear towers, whose seed is the number in the path.
+"""
+
+import dataclasses
+import json
+import re
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+
+from het_plugin import configurables, gin_utils, trained_run, zeroshot
+from het_plugin.evaluation import zeroshot_datasets
+from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
+from het_plugin.training.optimizers import OptaxWrapper
+from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.training.train_state import TrainState
+from tests.evaluation.fake_contrastive import FakeContrastive, Letters
+
+FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
+LETTERS = Letters()
+
+
+def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',)):
+  """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
+  configurables.register_trainer()
+  gin_utils.parse_config(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
+  model, partitioner = FakeContrastive(OptaxWrapper(optax.sgd(0.1))), PjitPartitioner()
+  seed = int(re.search(r'\d+', str(checkpoint))[0])
+  variables = model.get_initial_variables(jax.random.key(seed), {'image': (1, 8, 8, 1)})
+  specs = partitioner.get_mesh_axes(TrainState.create(model.optimizer_def, variables)).params
+  params = jax.device_put(variables['params'], partitioner.shardings(specs))
+  return trained_run.TrainedRun(
+    checkpoint, 9, model, partitioner, params, specs, 8, 1, 1, 'a task', 'a config'
+  )
+
+
+def tokenizer_of(dataset_cfg):
+  assert dataset_cfg == 'the run'
+  return LETTERS
+
+
+@pytest.fixture
+def towers(monkeypatch):
+  monkeypatch.setattr(trained_run, 'open_run', open_towers)
+  monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
+
+
+def evaluated(path, dataset, **settings):
+  """What the evaluator itself finds."""
+  run = open_towers(path)
+  evaluator = ZeroShotEvaluator(
+    run.model,
+    run.partitioner,
+    run.param_specs,
+    LETTERS,
+    **({'image_size': 8, 'channels': 1, 'batch_size': 64} | settings),
+  )
+  return evaluator(dataset, run.params)
+
+
+def test_one_checkpoint_on_one_data_set(towers, run_main, tmp_path):
+  out = tmp_path / 'deep' / 'out.json'
+  printed = run_main(zeroshot, '--checkpoint=runs/lit_3', '--dataset=digits', *FEW, f'--json={out}')
+  expected = evaluated(
+    'runs/lit_3', ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
+  )
+  result = json.loads(out.read_text())
+  assert result['top1'] == expected.top1 and result['top5'] == expected.top5
+  assert (result['num_examples'], result['split'], result['step']) == (128, 'test', 9)
+  assert result['rows'] == [{k: v for k, v in result.items() if k not in ('rows', 'groups')}]
+  assert result['groups'] == [] and 'recall_at' not in result
+  lines = printed.strip().splitlines()
+  assert lines[0] == 'Zero-shot classification'
+  assert lines[2].split() == ['run', 'data', 'set', 'top1', 'top5']
+  assert lines[3].split() == ['lit_3', 'digits', f'{expected.top1:.4f}', f'{expected.top5:.4f}']
+
+
+def test_seeds_in_groups(towers, run_main, tmp_path):
+  out = tmp_path / 'out.json'
+  printed = run_main(
+    zeroshot,
+    *('--group=DET=d/1,d/2,d/3', '--group=HET-XL=x/4,x/5,x/6', '--group=one=y/7'),
+    *('--checkpoint=z/8', '--names=alone', f'--json={out}', *FEW),
+    *('--dataset=digits,part=digits', '--split=test[:128]'),
+  )
+  result = json.loads(out.read_text())
+  assert 'top1' not in result
+  assert [(row['run'], row['group']) for row in result['rows'][::2]] == [
+    ('alone', None),
+    *((f'DET/{n}', 'DET') for n in '123'),
+    *((f'HET-XL/{n}', 'HET-XL') for n in '456'),
+    ('one/7', 'one'),
+  ]
+  by_group = {}
+  for row in result['rows']:
+    if row['dataset'] == 'digits':
+      by_group.setdefault(row['group'], []).append(row['top5'])
+  assert len(set(by_group['DET'] + by_group['HET-XL'])) > 1
+  groups = {(g['dataset'], g['metric'], g['group']): g for g in result['groups']}
+  assert len(groups) == 2 * 2 * 3
+  for name in ('DET', 'HET-XL'):
+    group = groups['digits', 'top5', name]
+    assert group['mean'] == pytest.approx(np.mean(by_group[name]))
+    assert group['stderr'] == pytest.approx(np.std(by_group[name], ddof=1) / np.sqrt(3))
+  expected = scipy.stats.ttest_ind(by_group['HET-XL'], by_group['DET'], equal_var=False).pvalue
+  assert groups['digits', 'top5', 'HET-XL']['p'] == pytest.approx(expected)
+  assert groups['digits', 'top5', 'DET']['p'] is None
+  alone = groups['digits', 'top5', 'one']
+  assert (alone['stderr'], alone['p'], alone['num_runs']) == (None, None, 1)
+  assert "Groups, p of Welch's t-test against DET" in printed
+  assert f'±{groups["digits", "top5", "DET"]["stderr"]:.4f}' in printed
+
+
+def test_samples(towers, run_main, tmp_path):
+  out = tmp_path / 'out.json'
+  run_main(
+    zeroshot,
+    *('--checkpoint=a/1', '--dataset=digits', '--samples=2', *FEW, f'--json={out}'),
+  )
+  result = json.loads(out.read_text())
+  dataset = ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
+  sampled = evaluated('a/1', dataset, num_samples=2)
+  assert (result['top1'], result['top5']) == (sampled.top1, sampled.top5)
+  assert result['samples'] == 2 and sampled != evaluated('a/1', dataset)
+
+
+def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
+  gin_file = tmp_path / 'sets.gin'
+  gin_file.write_text(
+    'ZeroShotAction.datasets = (@a/ZeroShotDataset(), @b/ZeroShotDataset())\n'
+    "a/ZeroShotDataset:\n  name = 'a'\n  task = 'digits'\n  split = 'test[:50]'\n"
+    "b/ZeroShotDataset:\n  name = 'b'\n  task = 'digits'\n  templates = ('{}', 'the {}')\n"
+  )
+  out = tmp_path / 'out.json'
+  common = ('--checkpoint=a/1', f'--gin_file={gin_file}', '--batch_size=64', f'--json={out}')
+  run_main(zeroshot, *common)
+  rows = json.loads(out.read_text())['rows']
+  assert [(row['dataset'], row['num_examples']) for row in rows] == [('a', 50), ('b', 359)]
+  assert rows[1]['templates'] == ['{}', 'the {}']
+  run_main(zeroshot, *common, '--dataset=b', '--max_examples=30')
+  result = json.loads(out.read_text())
+  assert result['dataset'] == 'b' and result['num_examples'] == 30
+  assert result['templates'] == ['{}', 'the {}']
+
+
+def test_default_data_sets(towers, run_main, tmp_path):
+  out = tmp_path / 'out.json'
+  printed = run_main(zeroshot, '--checkpoint=a/1', '--max_examples=64', f'--json={out}')
+  rows = json.loads(out.read_text())['rows']
+  assert [row['dataset'] for row in rows] == ['glyphs_heldout', 'glyphs_core']
+  assert rows[1]['num_classes'] == 2297 and rows[1]['split'] == 'validation'
+  # Names of more letters than the towers take
+  assert f'one before: glyphs_heldout {rows[0]["classes_alike"]}' in printed
+
+
+def test_class_names_of_a_file(towers, run_main, tmp_path):
+  names = tmp_path / 'names.txt'
+  names.write_text('\n'.join(f'Digit_{i}' for i in 'abcdefghij'))
+  out = tmp_path / 'out.json'
+  run_main(
+    zeroshot,
+    *('--checkpoint=a/1', '--dataset=digits', f'--class_names={names}', '--lower', *FEW),
+    f'--json={out}',
+  )
+  dataset = ZeroShotDataset(
+    'digits',
+    'digits',
+    templates='none',
+    class_names=tuple(f'digit {i}' for i in 'abcdefghij'),
+    max_examples=128,
+  )
+  assert json.loads(out.read_text())['top5'] == evaluated('a/1', dataset).top5
+
+
+def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
+  """What the main makes of a task of captions."""
+  info = types.SimpleNamespace(splits={'validation': 4}, channels=1)
+  monkeypatch.setattr(zeroshot.data, 'task_info', lambda task: info)
+  result = zeroshot_datasets.zeroshot.Recall(
+    {1: 0.25, 5: 0.5, 10: 1.0}, {1: 0.0, 5: 0.75, 10: 1.0}, 4, 8, 3
+  )
+  monkeypatch.setattr(ZeroShotEvaluator, 'check', lambda self, dataset: 4)
+  monkeypatch.setattr(ZeroShotEvaluator, '__call__', lambda self, dataset, params, on_rows: result)
+  out = tmp_path / 'out.json'
+  printed = run_main(
+    zeroshot,
+    *('--group=a=r/1,r/2', '--dataset=pairs', f'--json={out}', '--identical_captions_right'),
+  )
+  (row, _) = json.loads(out.read_text())['rows']
+  assert row['recall_at'] == {
+    'image_to_text': {'1': 0.25, '5': 0.5, '10': 1.0},
+    'text_to_image': {'1': 0.0, '5': 0.75, '10': 1.0},
+  }
+  assert row['split'] == 'validation' and row['identical_captions_right'] and 'top1' not in row
+  assert 'image->text @1' in printed and 'Zero-shot classification' not in printed
+  assert 'one before: pairs 3' in printed
+  groups = json.loads(out.read_text())['groups']
+  assert {group['metric'] for group in groups} == {
+    f'{way}/recall{k}' for way in ('image_to_text', 'text_to_image') for k in (1, 5, 10)
+  }
+  assert all(group['stderr'] == 0 for group in groups)
+
+
+@pytest.mark.parametrize(
+  'flags,message',
+  [
+    ([], '--checkpoint or --group is needed'),
+    (['--group=a'], '--group=a must be NAME=DIR,DIR'),
+    (['--group=a=r/1,,r/2'], 'must be NAME=DIR,DIR'),
+    (['--group=a=r/1,r/1'], 'has a checkpoint twice: a seed counts once'),
+    (['--group=a=r/1', '--group=a=r/2'], 'the groups a,a must have distinct names'),
+    (['--checkpoint=r/1', '--names=a,b'], '--names=a,b must be 1 names'),
+    (['--checkpoint=r/1', '--checkpoint=r/1'], 'the runs r/1,r/1 must have distinct names'),
+    (['--checkpoint=r/1', '--dataset=digits,digits'], 'distinct names'),
+    (['--checkpoint=r/1', '--dataset=no_such'], 'no_such'),
+    (['--checkpoint=r/1', '--dataset=digits', '--split=dev'], "split is 'dev'"),
+    (['--checkpoint=r/1', '--dataset=digits', '--batch_size=6'], 'batch_size=6'),
+    (['--checkpoint=r/1', '--dataset=digits', '--templates=clip'], "templates='clip' must be one"),
+    (['--checkpoint=r/1', '--dataset=digits', '--class_names=no'], "class_names='no' must be"),
+  ],
+)
+def test_wrong_flags_are_one_sentence(flags, message, towers, run_main):
+  assert message in run_main(zeroshot, *flags, code=2)
+
+
+def test_a_checkpoint_that_is_none(run_main):
+  assert 'nowhere holds no checkpoint' in run_main(zeroshot, '--checkpoint=nowhere', code=2)
+
+
+def test_a_classifier_is_refused(digits_run, run_main):
+  message = run_main(zeroshot, f'--checkpoint={digits_run[0]}', '--dataset=digits', code=2)
+  assert 'ClassificationModel has no image_embeddings: zero-shot evaluation needs a' in message
+
+
+def test_one_name_is_one_data_set_in_all_runs(towers, monkeypatch, run_main):
+  """Runs bind data sets of their own."""
+  sizes = iter((32, 64))
+
+  def open_bound(checkpoint, *settings):
+    run = open_towers(checkpoint, *settings)
+    dataset = ZeroShotDataset('mine', 'digits', f'test[:{next(sizes)}]', 'none')
+    monkeypatch.setattr(zeroshot_datasets, 'DEFAULT_DATASETS', (dataset,))
+    return run
+
+  monkeypatch.setattr(trained_run, 'open_run', open_bound)
+  message = run_main(zeroshot, '--checkpoint=a/1', '--checkpoint=b/2', '--batch_size=32', code=2)
+  assert "b/2: the data set 'mine' is" in message or "b: the data set 'mine' is" in message
+
+
+def test_rows_name_all_settings():
+  names = {field.name for field in dataclasses.fields(ZeroShotDataset)}
+  assert set(zeroshot._CHANGES) <= names
