@@ -45,7 +45,7 @@ class TrainedRun:
     param_specs: PartitionSpecs in the tree of the parameters.
     image_size: side of the square images that the configuration feeds, in pixels.
     channels: of the images that the parameters take.
-    max_labels: labels an image that the configuration feeds.
+    max_labels: labels an image that the configuration feeds; 1 where it feeds captions.
     task: what the configuration trains on; None for a published file.
     config: the configuration as gin text.
   """
@@ -125,12 +125,12 @@ def open_run(
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths
-  placements = {c: _placement(model, partitioner, lengths['image'], c) for c in _CHANNELS}
+  placements = {c: _placement(model, partitioner, lengths, c) for c in _CHANNELS}
   if weights.is_weights_file(checkpoint):
     step, task = None, None
     channels, read = _read_published(checkpoint, placements)
     specs, target = placements[channels]
-    params = _complete(read, target, model, partitioner, specs, (lengths['image'], channels))
+    params = _complete(read, target, model, partitioner, specs, lengths, channels)
   else:
     checkpoint = checkpoints.find(checkpoint)
     step = checkpoints.step_of(checkpoint)
@@ -148,25 +148,30 @@ def open_run(
     param_specs=specs,
     image_size=lengths['image'],
     channels=channels,
-    max_labels=lengths['label'],
+    max_labels=lengths.get('label', 1),
     task=task,
     config=config,
   )
 
 
-def _placement(model: Any, partitioner: Any, size: int, channels: int) -> tuple[PyTree, PyTree]:
+def _placement(
+  model: Any, partitioner: Any, lengths: Mapping[str, int], channels: int
+) -> tuple[PyTree, PyTree]:
   """PartitionSpecs, and shapes with shardings, of the parameters for images of these channels."""
   from het_plugin.training import train, train_state
 
   state = jax.eval_shape(
-    lambda: train_state.TrainState.create(model.optimizer_def, _init(model, size, channels))
+    lambda: train_state.TrainState.create(model.optimizer_def, _init(model, lengths, channels))
   )
   specs = partitioner.get_mesh_axes(state).params
   return specs, train.with_shardings(state.params, partitioner.shardings(specs))
 
 
-def _init(model: Any, size: int, channels: int) -> PyTree:
-  return model.get_initial_variables(jax.random.key(0), {'image': (1, size, size, channels)})
+def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
+  shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
+  if 'text' in lengths:
+    shapes['text'] = (1, lengths['text'])
+  return model.get_initial_variables(jax.random.key(0), shapes)
 
 
 def _saved_channels(
@@ -205,11 +210,12 @@ def _complete(
   model: Any,
   partitioner: Any,
   specs: PyTree,
-  image: tuple[int, int],
+  lengths: Mapping[str, int],
+  channels: int,
 ) -> dict[str, jax.Array]:
   """What was read, placed; what the file lacks starts as the model starts."""
   from het_plugin.training import checkpoints
 
-  fresh = partitioner.partition(lambda: _init(model, *image)['params'], (), specs)()
+  fresh = partitioner.partition(lambda: _init(model, lengths, channels)['params'], (), specs)()
   fresh = traverse_util.flatten_dict(fresh, sep='/')
   return fresh | checkpoints.place(read, traverse_util.flatten_dict(target, sep='/'))

@@ -14,13 +14,19 @@ from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIN = ROOT / 'gin'
-RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name != 'train.gin')
+ALL_RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name != 'train.gin')
+CONTRASTIVE_RUNS = [name for name in ALL_RUNS if name.startswith('lit_')]
+RUNS = [name for name in ALL_RUNS if name not in CONTRASTIVE_RUNS]
 HEADS = {
   'det': heads.Det,
   'det_learned_tau': heads.Det,
   'het': heads.Het,
   'het_h': heads.HetH,
   'het_xl': heads.HetXL,
+}
+CONTRASTIVE_HEADS = {
+  'contrastive_det': heads.ContrastiveDet,
+  'contrastive_het_xl': heads.ContrastiveHetXL,
 }
 RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
 OWN = [
@@ -81,7 +87,38 @@ def test_evaluation_may_do_without_samples():
 
 
 def test_head_files_are_the_ones_tested():
-  assert {path.stem for path in (GIN / 'heads').glob('*.gin')} == set(HEADS)
+  assert {path.stem for path in (GIN / 'heads').glob('*.gin')} == {*HEADS, *CONTRASTIVE_HEADS}
+
+
+@pytest.mark.parametrize('run,head', list(itertools.product(CONTRASTIVE_RUNS, CONTRASTIVE_HEADS)))
+def test_every_contrastive_run_takes_every_contrastive_head(run, head):
+  files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
+  own = ["MIXTURE_OR_TASK_NAME = 'glyph_names'"] if run.startswith('lit_webli') else []
+  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", *own])
+  settings = gin.get_bindings(train_lib.train)
+  model, cfg = settings['model'], settings['train_dataset_cfg']
+  assert type(model.head) is CONTRASTIVE_HEADS[head]
+  model.validate(data.task_info(cfg.mixture_or_task_name))
+  lengths = cfg.task_feature_lengths
+  shapes = {'image': (2, lengths['image'], lengths['image'], 1), 'text': (2, lengths['text'])}
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
+  counts = model.count_params(variables['params'])
+  assert counts.head == model.head.num_params(model.module.dim)
+  model.optimizer_def.optax_optimizer.init(variables['params'])  # its patterns match
+
+
+@pytest.mark.parametrize('head', ['det', 'het_xl'])
+def test_the_two_ways_to_name_a_contrastive_head_agree(head):
+  """gin/runs/lit_glyphs_HEAD.gin, and lit_glyphs.gin with a head file."""
+  configs = []
+  for files in (
+    [f'het_plugin/gin/runs/lit_glyphs_{head}.gin'],
+    ['het_plugin/gin/runs/lit_glyphs.gin', f'het_plugin/gin/heads/contrastive_{head}.gin'],
+  ):
+    gin_utils.parse_config(files, ["MODEL_DIR = 'unused'"])
+    configs.append(gin.config_str())
+    gin.clear_config()
+  assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +134,15 @@ def test_parts_bind_what_exists(path):
     'het_plugin/gin/heads/het_xl.gin',
     str(path),
   ]
+  if path.stem == 'contrastive':
+    files += [
+      f'het_plugin/gin/{part}.gin' for part in ('heads/contrastive_det', 'datasets/glyph_names')
+    ]
   gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  if path.stem == 'contrastive':
+    model = gin.get_configurable(models.ContrastiveModel)()
+    model.validate(data.task_info('glyph_names'))
+    return
   if path.name.startswith(NEED_DATA):
     with pytest.raises(ValueError, match='NUM_CLASSES|num_classes'):
       make_model().validate(data.task_info('digits'))
