@@ -28,7 +28,6 @@ LETTERS = Letters()
 
 def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',)):
   """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
-  configurables.register_trainer()
   gin_utils.parse_config(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
   model, partitioner = FakeContrastive(OptaxWrapper(optax.sgd(0.1))), PjitPartitioner()
   seed = int(re.search(r'\d+', str(checkpoint))[0])
@@ -47,6 +46,7 @@ def tokenizer_of(dataset_cfg):
 
 @pytest.fixture
 def towers(monkeypatch):
+  configurables.register_trainer()  # once for all tests, hence before anything is replaced
   monkeypatch.setattr(trained_run, 'open_run', open_towers)
   monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
 

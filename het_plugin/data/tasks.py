@@ -41,7 +41,7 @@ from het_plugin.data.seqio_task import (
   Preprocessor,
   output_features,
 )
-from het_plugin.data.sources import ExampleSource
+from het_plugin.data.sources import ExampleSource, ImageTextInfo
 
 _PHOTO_TRAIN = (
   preprocess.inception_crop(),
@@ -81,8 +81,10 @@ def add_image_task(
     eval_preprocessors: run on every other split.
 
   Raises:
-    ValueError: the name is taken or has other characters.
+    ValueError: the name is taken or has other characters, or the source has captions.
   """
+  if isinstance(source.info, ImageTextInfo):
+    raise ValueError(f'the images of {name!r} have captions: call add_image_text_task.')
   return _add(name, IndexedDataSource(source), preprocessors, eval_preprocessors)
 
 
@@ -105,9 +107,11 @@ def add_image_text_task(
       end-of-sequence as 1. DatasetConfig.vocabulary goes before it.
 
   Raises:
-    ValueError: the name is taken or has other characters, there is no such vocabulary, or its
-      end-of-sequence is another id.
+    ValueError: the name is taken or has other characters, the source has class labels, there is no
+      such vocabulary, or its end-of-sequence is another id.
   """
+  if not isinstance(source.info, ImageTextInfo):
+    raise ValueError(f'the images of {name!r} have class labels, no captions: call add_image_task.')
   if vocabulary is None or isinstance(vocabulary, str):
     vocabulary = vocabularies.get_vocabulary(vocabulary)
   if vocabulary.eos_id != vocabularies.END:

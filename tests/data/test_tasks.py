@@ -132,6 +132,13 @@ def test_an_image_text_task_of_ones_own(sentencepiece_model):
     )
 
 
+def test_labels_and_captions_are_not_mixed_up():
+  with pytest.raises(ValueError, match="'x' have captions: call add_image_text_task"):
+    tasks.add_image_task('x', glyphs.GlyphNameSource('core'))
+  with pytest.raises(ValueError, match="'x' have class labels, no captions: call add_image_task"):
+    tasks.add_image_text_task('x', glyphs.GlyphSource('core'))
+
+
 def test_captioned_photographs_stay_whole(tmp_path):
   """A plain resize in training as in evaluation: no crop, and left stays left."""
   pixels = np.zeros((40, 80, 3), np.uint8)
