@@ -14,7 +14,7 @@ ALLOWED = {
   'integrate': {'integrate'},
   'heads': {'heads', 'integrate'},
   'backbones': {'backbones'},
-  'models': {'models', 'integrate', 'data'},
+  'models': {'models', 'backbones', 'heads', 'integrate', 'data'},
   'data': {'data'},
   'training': {'training', 'data', 'weights'},
   'weights': {'weights'},
@@ -30,6 +30,7 @@ GIN_USERS = {
   'quickstart.py',
   'trained_run.py',
   'fewshot.py',
+  'zeroshot.py',
   'planning/step.py',
 }
 
