@@ -9,7 +9,8 @@ the compiler. Both sides get the same arrays, cut over the data axis, are compil
 turns in this process; seconds are the median of the repeats. Memory is what XLA says of a device's
 part of the compiled program beyond its arguments and results. DET and HET-XL with one sample take
 four minutes on two CPU cores, seconds with --batch 64 --dim 8 --repeats 1. With many samples and
-the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048.
+the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048. What a
+device holds of a larger batch needs no running: --batch 32768 --repeats 0.
 
 --topology only compiles ours, for devices that are not here: a TPU slice by its name as `python -m
 het_plugin.plan` takes it (v3:16x16, the paper's, needs libtpu), or cpu:512. It fails where a device
@@ -141,15 +142,17 @@ def compare(args, partitioner, loss, num_samples):
   sides = [
     compile_loss(partitioner, side(args, num_samples), make) for side in (our_loss, plain_loss)
   ]
-  whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
-  arguments = (
-    jax.jit(make, out_shardings=shardings(partitioner, make))(),
-    jax.device_put(jax.random.key(1), whole),
-  )
-  values = [float(side(*arguments)[0]) for side in sides]
-  if not np.allclose(*values, rtol=0.02):  # the draws differ
-    raise FloatingPointError(f'the losses are {values}')
-  seconds, plain_seconds = time_in_turns(sides, arguments, args.repeats)
+  seconds = plain_seconds = None
+  if args.repeats:
+    whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
+    arguments = (
+      jax.jit(make, out_shardings=shardings(partitioner, make))(),
+      jax.device_put(jax.random.key(1), whole),
+    )
+    values = [float(side(*arguments)[0]) for side in sides]
+    if not np.allclose(*values, rtol=0.02):  # the draws differ
+      raise FloatingPointError(f'the losses are {values}')
+    seconds, plain_seconds = time_in_turns(sides, arguments, args.repeats)
   temp, plain_temp = (side.memory_analysis().temp_size_in_bytes for side in sides)
   return dict(
     loss=loss,
@@ -161,7 +164,7 @@ def compare(args, partitioner, loss, num_samples):
     dtype=args.dtype,
     seconds=seconds,
     plain_seconds=plain_seconds,
-    time_ratio=plain_seconds / seconds,
+    time_ratio=plain_seconds / seconds if args.repeats else None,
     temp_bytes=temp,
     plain_temp_bytes=plain_temp,
     memory_ratio=plain_temp / temp,
@@ -210,7 +213,12 @@ def main():
   parser.add_argument(
     '--chunk_bytes', type=int, default=2**26, help="budget of our side for a device's logits"
   )
-  parser.add_argument('--repeats', type=int, default=5, help='timed turns of each side, at least')
+  parser.add_argument(
+    '--repeats',
+    type=int,
+    default=5,
+    help='timed turns of each side, at least; 0 compares the memory alone, and runs nothing',
+  )
   parser.add_argument('--topology', help='only compile ours for these devices, such as v3:16x16')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
@@ -233,10 +241,8 @@ def main():
     )
     return
   for row in rows:
-    print(
-      f'{row["loss"]}, S = {row["s"]}: {row["time_ratio"]:.2f} times as fast as the plain loss in '
-      f'{row["memory_ratio"]:.1f} times less memory'
-    )
+    time = f'{row["time_ratio"]:.2f} times as fast as the plain loss ' if args.repeats else ''
+    print(f'{row["loss"]}, S = {row["s"]}: {time}in {row["memory_ratio"]:.1f} times less memory')
 
 
 if __name__ == '__main__':

@@ -149,7 +149,7 @@ def batch_nll(
 def unit_length(x: jax.Array) -> jax.Array:
   """x [..., D] over its Euclidean norm; a zero vector stays zero, with a finite gradient."""
   squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-  return x * jax.lax.rsqrt(jnp.maximum(squared, 1e-24))
+  return x * jax.lax.rsqrt(jnp.maximum(squared, 1e-12))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,28 @@ def test_integrator_by_kernels(tmp_path):
   assert 'times as fast as XLA' in printed[-2]
 
 
+def test_contrastive_loss(tmp_path):
+  flags = ['--batch=32', '--dim=8', '--factors=3', '--samples=1,3', '--repeats=1']
+  rows, printed = run('contrastive_loss.py', tmp_path, *flags, '--model_shards=2')
+  assert [(row['loss'], row['s']) for row in rows] == [('det', 0), ('het_xl', 1), ('het_xl', 3)]
+  for row in rows:
+    assert row['devices'] == 8 and row['model_shards'] == 2
+    assert row['time_ratio'] == row['plain_seconds'] / row['seconds'] > 0
+    assert row['memory_ratio'] == row['plain_temp_bytes'] / row['temp_bytes'] > 0
+  assert 'times as fast as the plain loss' in printed[-1]
+
+
+def test_contrastive_loss_of_devices_that_are_not_here(tmp_path):
+  flags = ['--batch=480', '--dim=8', '--factors=3', '--topology=cpu:16']
+  rows, printed = run('contrastive_loss.py', tmp_path, *flags)
+  assert [(row['loss'], row['devices']) for row in rows] == [('det', 16), ('het_xl', 16)]
+  for row in rows:
+    assert row['all_gathers'] > 0
+    # Beside the columns and their gradient, less than all similarities.
+    assert row['temp_bytes'] < 4 * 480**2
+  assert 'no [B, B] on any device' in printed[-1]
+
+
 def test_parameter_counts(tmp_path):
   """All but the two that the paper rounds down (127.27 million)."""
   rows, printed = run('parameter_counts.py', tmp_path)
