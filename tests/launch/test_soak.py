@@ -254,3 +254,17 @@ def test_one_sentence_for_what_cannot_be(flags, words):
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert result.returncode == 2
   assert words in result.stderr and result.stderr.count('\n') == 1
+
+
+def test_killed_for_real_a_run_ends_as_the_one_nothing_happened_to(tmp_path):
+  """One process with two devices, killed twice and preempted once."""
+  out = tmp_path / 'soak.json'
+  command = [sys.executable, '-m', 'launch.soak', '--rounds=2', '--sigterm_share=0.5']
+  command += ['--processes=1', '--devices=2', '--worker=tests.launch.toy_worker']
+  command += [f'--folder={tmp_path / "runs"}', f'--json={out}']
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+  assert done.returncode == 0, done.stdout + done.stderr
+  result = json.loads(out.read_text())
+  assert (result['rounds'], result['mismatches']) == (2, 0)
+  assert result['kills'] >= 2
+  assert 'compared: 17 arrays' in done.stdout
