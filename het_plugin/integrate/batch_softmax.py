@@ -121,7 +121,8 @@ def batch_nll(
     keys: typed PRNG keys [B], one an example (`example_keys`), or [1], whose draws all share.
     post_normalization: each noisy row is scaled to unit length (table 7).
     dtype: compute type of the products.
-    chunk_bytes: budget for the logits, or factors, of a chunk of rows on a device.
+    chunk_bytes: budget for the logits, or factors, of a chunk of rows on a device. About three
+      arrays of that size exist at one time.
 
   Returns:
     float32 [B], nats; 0 where the mask is 0.
