@@ -1,11 +1,12 @@
-"""A whole training step of contrastive learning with HET-XL over one with DET, same towers and batch.
+"""A whole training step of contrastive HET-XL over one of DET, with the same towers and batch.
 
     python benchmarks/contrastive_step.py [--samples 1,4] [--json OUT]
 
-Both towers, the loss (`contrastive_nll`), its gradient and AdamW, as the trainer compiles them; seconds
-are the median of steps timed in turns. FLOPs are those of matrix products, counted from the program.
-Without flags it is ViT-S/16 at 224 x 224 and a text tower S of 16 tokens, which takes three minutes on
-two CPU cores. The overhead of a covariance of D x D (R + 1) falls with the towers' FLOPs a pair.
+Both towers, the loss (`contrastive_nll`), its gradient and AdamW, as the trainer compiles them;
+seconds are the median of steps timed in turns. FLOPs are those of matrix products, counted from the
+program. Without flags it is ViT-S/16 at 224 x 224 and a text tower S of 16 tokens, which takes
+three minutes on two CPU cores. What a covariance of D x D (R + 1) adds falls as the towers' FLOPs a
+pair grow.
 """
 
 import argparse
@@ -96,17 +97,17 @@ def main():
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('--variant', default='S/16', help='of the image tower')
-  parser.add_argument('--text_variant', default='S')
+  parser.add_argument('--text_variant', default='S', help='of the text tower')
   parser.add_argument('--width', type=int, help="of both towers; else the variants'")
   parser.add_argument('--depth', type=int, help="of both towers; else the variants'")
-  parser.add_argument('--image_size', type=int, default=224)
-  parser.add_argument('--tokens', type=int, default=16)
-  parser.add_argument('--vocab_size', type=int, default=32_000)
-  parser.add_argument('--batch', type=int, default=16)
+  parser.add_argument('--image_size', type=int, default=224, help='in pixels')
+  parser.add_argument('--tokens', type=int, default=16, help='L, of a text')
+  parser.add_argument('--vocab_size', type=int, default=32_000, help='token ids')
+  parser.add_argument('--batch', type=int, default=16, help='B')
   parser.add_argument('--factors', type=int, default=15, help='R')
   parser.add_argument('--samples', type=integers, default=[1], help='S, by comma')
   parser.add_argument('--dtype', default='float32', help='of the activations')
-  parser.add_argument('--repeats', type=int, default=9)
+  parser.add_argument('--repeats', type=int, default=9, help='turns')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   rows = [compare(args, num_samples) for num_samples in args.samples]

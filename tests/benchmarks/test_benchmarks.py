@@ -144,6 +144,27 @@ def test_step_overhead(tmp_path):
   assert 'of DET' in printed[-1]
 
 
+def test_contrastive_step(tmp_path):
+  flags = ['--width=24', '--depth=1', '--variant=Ti/16', '--text_variant=Ti', '--image_size=32']
+  flags += ['--batch=4', '--tokens=5', '--vocab_size=50', '--factors=2', '--repeats=1']
+  (row,), printed = run('contrastive_step.py', tmp_path, *flags)
+  assert row['time_ratio'] > 0 and row['flops_ratio'] > 1
+  assert 'times as long as DET' in printed[-1]
+
+
+def test_normalization(tmp_path):
+  tiny = ['vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16']
+  tiny += [f'text_transformer.{x}' for x in ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')]
+  tiny += ["TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}", 'EVAL_STEPS=1']
+  tiny += [f'{name}/ZeroShotDataset.max_examples=64' for name in ('core', 'heldout', 'pairs')]
+  flags = ['--steps=2', '--seeds=0', '--cells=det,both', *(f'--gin={binding}' for binding in tiny)]
+  rows, printed = run('normalization.py', tmp_path, *flags)
+  assert [row['cell'] for row in rows] == ['det', 'both']
+  assert all(0 <= row['glyphs_core'] <= 1 and 0 <= row['glyphs_heldout'] <= 1 for row in rows)
+  assert rows[0]['glyphs_core_error'] is None  # of one seed
+  assert 'accuracy over det' in printed[-1]
+
+
 def test_samplers(tmp_path):
   png = tmp_path / 'curves.png'
   result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000', f'--png={png}')
