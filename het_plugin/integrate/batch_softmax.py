@@ -143,6 +143,8 @@ def batch_nll(
   own, loading = covariance, None
   if covariance.scale is not None:  # J belongs to all rows
     own, loading = covariance.replace(loading=None), covariance.loading
+  if mask is not None:
+    own = jax.tree.map(lambda x: _real(x, valid, x.dtype), own)
   shared = columns, jnp.asarray(temperature, plan.accumulate), loading
   return _noisy(noisy, (rows, own), shared, keys, valid)
 
@@ -253,7 +255,7 @@ def _valid(mask, batch_size):
 
 def _real(x, valid, dtype):
   """Rows that do not count are 0, whatever they hold: not even a NaN gets out of them."""
-  return jnp.where(valid[:, None], x, 0).astype(dtype)
+  return jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).astype(dtype)
 
 
 def _to_chunks(x, chunks):
