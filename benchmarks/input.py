@@ -198,7 +198,10 @@ def main():
     folder = Path(folder)
     paths = write_photos(args, folder / 'photos')
     kilobytes = sum(path.stat().st_size for path in paths) / args.photos / 1e3
-    dataset = write_tfds(folder / 'tfds', paths).as_dataset(split='train')
+    # Without its cache in memory, which would hold the decoded images of the first turn.
+    read_config = tfds.ReadConfig(try_autocache=False)
+    builder = write_tfds(folder / 'tfds', paths)
+    dataset = builder.as_dataset(split='train', read_config=read_config)
     source = ImageFolderSource(str(folder / 'photos'))
     decode, augment = (
       OnePass(args, tasks.add_image_task(name, source, preprocessors))
