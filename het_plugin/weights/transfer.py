@@ -50,7 +50,8 @@ def load_params(
 
   A deterministic classifier starts a heteroscedastic one: W and b are kept, the noise and the
   temperature are initialised. Position embeddings are resampled to the model's number of patches
-  (bilinear). Classes that our head pads get zeros.
+  (bilinear). Classes that our head pads get zeros. What is neither backbone nor head, such as a
+  text tower, is initialised.
 
   Args:
     arrays: of a file (`files.read_arrays`).
@@ -77,11 +78,12 @@ def load_params(
   read, loaded, initialised, wrong = {}, [], [], []
   used = set()
   for ours, shape in flat.items():
-    theirs = layouts.entry(ours, layout, prefix).name
     is_head = ours.startswith('head/')
-    if is_head and head == 'init':
+    if not ours.startswith(('backbone/', 'head/')) or (is_head and head == 'init'):
       initialised.append(ours)
-    elif theirs in source and theirs not in passed_over:
+      continue
+    theirs = layouts.entry(ours, layout, prefix).name
+    if theirs in source and theirs not in passed_over:
       used.add(theirs)
       try:
         read[ours], note = _fit(ours, source[theirs], shape, is_head)

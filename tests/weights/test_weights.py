@@ -1,5 +1,7 @@
 """Published weights: the same forward pass, every tensor accounted for, and back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,7 +10,9 @@ import pytest
 from flax import traverse_util
 
 from het_plugin import heads, weights
-from het_plugin.backbones import ResNet, ViT
+from het_plugin.backbones import ResNet, TextTransformer, ViT
+from het_plugin.integrate import Integrator
+from het_plugin.models import ContrastiveModel
 from tests.weights import theirs
 
 IMAGE = np.random.default_rng(9).normal(size=(3, theirs.SIDE, theirs.SIDE, 3)).astype(np.float32)
@@ -139,6 +143,25 @@ def test_another_head_is_initialised_and_theirs_skipped():
   assert 'head' not in params
   assert report.skipped == ['head/bias', 'head/kernel']
   assert report.initialised == ['head/bias', 'head/kernel']
+
+
+def test_the_image_tower_of_a_contrastive_model():
+  """LiT: beside the tower nothing is in the file."""
+  backbone, arrays = our_vit(scan_layers=True), theirs.vit()
+  text_tower = TextTransformer(vocab_size=9, width=8, depth=1, mlp_dim=8, num_heads=1)
+  model = ContrastiveModel(
+    backbone, text_tower, heads.ContrastiveHetXL(), None, Integrator(num_samples=1)
+  )
+  init = functools.partial(
+    model.get_initial_variables, input_shapes={'image': IMAGE.shape, 'text': (3, 5)}
+  )
+  flat = traverse_util.flatten_dict(jax.eval_shape(init, jax.random.key(0))['params'], sep='/')
+  read, report = weights.load_params(arrays, {k: x.shape for k, x in flat.items()}, head='init')
+  assert all(name.startswith('backbone/') for name in read)
+  assert set(report.initialised) == {name for name in flat if not name.startswith('backbone/')}
+  params = traverse_util.unflatten_dict(read, sep='/')
+  expected = theirs.vit_pre_logits(arrays, IMAGE)
+  np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
