@@ -1,0 +1,97 @@
+"""LiT from the command line: a classifier's image tower, locked, and a text tower trained to it;
+zero-shot evaluation while it trains and of its checkpoint.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from het_plugin import trained_run, zeroshot
+
+ROOT = Path(__file__).parents[1]
+TOWER = ('vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16')
+TINY = (
+  *TOWER,
+  *(f'text_transformer.{x}' for x in ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')),
+  "TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}",
+  *('EVAL_STEPS=1', 'EVAL_PERIOD=2', 'SAVE_PERIOD=2', 'STATS_PERIOD=1', 'WARMUP_STEPS=0'),
+  'warmup_schedule.decay="constant"',
+  'ZeroShotAction.datasets=(@heldout/ZeroShotDataset(), @pairs/ZeroShotDataset())',
+  *(f'{name}/ZeroShotDataset.max_examples=64' for name in ('heldout', 'pairs')),
+)
+
+
+def train(model_dir, *flags):
+  command = [sys.executable, '-m', 'het_plugin.train', f"--gin.MODEL_DIR='{model_dir}'", *flags]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
+def bind(*bindings):
+  return [f'--gin.{binding}' for binding in bindings]
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """(a classifier, LiT of two steps that was started again for a third one)."""
+  folder = tmp_path_factory.mktemp('runs')
+  files = ('runs/glyphs_quickstart', 'heads/det')
+  files = [f'--gin_file=het_plugin/gin/{name}.gin' for name in files]
+  short = bind(*TOWER, 'TRAIN_STEPS=1', 'WARMUP_STEPS=0', 'ACTIONS=None', 'EVAL_STEPS=1')
+  train(folder / 'det', *files, *short)
+  lit = [
+    '--gin_file=het_plugin/gin/runs/lit_glyphs_het_xl.gin',
+    *bind(*TINY, 'LOCKED=True', "adamw.frozen_params='^backbone/'"),
+    '--gin.CheckpointConfig.restore=@RestoreCheckpointConfig()',
+    f"--gin.RestoreCheckpointConfig.path='{folder / 'det'}'",
+    '--gin.RestoreCheckpointConfig.fallback_to_scratch=True',
+  ]
+  for steps in (2, 3):
+    train(folder / 'lit', *lit, f'--gin.TRAIN_STEPS={steps}')
+  return folder / 'det', folder / 'lit'
+
+
+def test_the_locked_tower_is_the_classifiers(runs):
+  towers = []
+  for run in runs:
+    params = trained_run.open_run(run).params
+    towers.append(traverse_util.flatten_dict(params['backbone'], sep='/'))
+  assert towers[0].keys() == towers[1].keys()
+  for name, x in towers[0].items():
+    np.testing.assert_array_equal(x, towers[1][name], err_msg=name)
+
+
+def test_it_is_evaluated_while_it_trains_and_goes_on(runs):
+  rows = [json.loads(line) for line in (runs[1] / 'metrics.jsonl').read_text().splitlines()]
+  assert [row['step'] for row in rows if 'train/loss' in row] == [1, 2, 3]
+  top1 = {
+    row['step']: row['zeroshot/glyphs_heldout/top1']
+    for row in rows
+    if 'zeroshot/glyphs_heldout/top1' in row
+  }
+  assert list(top1) == [2, 3] and all(0 <= x <= 1 for x in top1.values())
+  assert any('zeroshot/glyph_names/image_to_text/recall10' in row for row in rows)
+  assert any('train/precision_at_1/text_to_image' in row for row in rows)
+
+
+def test_zero_shot_of_the_checkpoint(runs, run_main, tmp_path):
+  """The main finds what the action has found."""
+  out = tmp_path / 'zeroshot.json'
+  run_main(zeroshot, f'--checkpoint={runs[1]}', f'--json={out}')
+  rows = {row['dataset']: row for row in json.loads(out.read_text())['rows']}
+  records = [json.loads(line) for line in (runs[1] / 'zeroshot.jsonl').read_text().splitlines()]
+  for record in records:
+    if record['step'] == 3:
+      row = rows[record['dataset']]
+      assert all(row[key] == record[key] for key in ('top1', 'top5', 'recall_at') if key in record)
+  assert rows['glyph_names']['recall_at']['image_to_text'].keys() == {'1', '5', '10'}
+  sampled = tmp_path / 'sampled.json'
+  flags = ('--dataset=glyphs_heldout', '--samples=4', '--max_examples=32')
+  run_main(zeroshot, f'--checkpoint={runs[1]}', *flags, f'--json={sampled}')
+  assert 0 <= json.loads(sampled.read_text())['top1'] <= 1
