@@ -1,6 +1,6 @@
 """Trains a model that gin files describe.
 
-    python -m het_plugin.train --gin_file=gin/runs/glyphs_vit.gin --gin_file=gin/heads/het_xl.gin \\
+    python -m het_plugin.train --gin_file=gin/runs/glyphs_quickstart.gin --gin_file=gin/heads/het_xl.gin \\
       --gin.MODEL_DIR="'runs/het_xl'"
 
 Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any

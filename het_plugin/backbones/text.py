@@ -18,7 +18,7 @@ from het_plugin.backbones.transformer import (
   check_encoder,
   check_positive,
   check_settings,
-  constrain_tokens,
+  prepare_tokens,
   run_blocks,
 )
 
@@ -107,22 +107,10 @@ class TextTransformer(nn.Module):
     is_token = text != PADDING  # [B, L]
     x = jnp.take(embedding.astype(self.dtype), text, axis=0)  # [B, L, D]
     intermediates = {'embedding': x}
-    if self.pooling == 'token':
-      token = param_with_axes(
-        'class_token', nn.initializers.zeros, (self.width,), jnp.float32, axes=('embed',)
-      )
-      token = jnp.broadcast_to(token.astype(x.dtype), (x.shape[0], 1, self.width))
-      x = jnp.concatenate([token, x], axis=1)  # [B, N, D]
-      is_token = jnp.pad(is_token, ((0, 0), (1, 0)), constant_values=True)
-    position = param_with_axes(
-      'position_embedding',
-      nn.initializers.normal(0.02),
-      x.shape[1:],
-      jnp.float32,
-      axes=('length', 'embed'),
-    )
-    x = constrain_tokens(x + position.astype(x.dtype))
-    x = nn.Dropout(self.dropout)(x, deterministic=not train)
+    has_class_token = self.pooling == 'token'
+    if has_class_token:
+      is_token = jnp.pad(is_token, ((0, 0), (1, 0)), constant_values=True)  # [B, N]
+    x = prepare_tokens(x, has_class_token, self.dropout, deterministic=not train)
     x, outputs = run_blocks(
       x,
       is_token,

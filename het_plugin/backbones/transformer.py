@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import Dense, LayerNorm, check_remat, rematerialize
@@ -90,6 +90,31 @@ class Block(nn.Module):
     y = Mlp(self.mlp_dim, self.dropout, self.dtype, name='mlp')(y, deterministic)
     x = constrain_tokens(x + nn.Dropout(self.dropout)(y, deterministic))
     return (x, x) if self.scanned else x
+
+
+def prepare_tokens(
+  x: jax.Array, has_class_token: bool, dropout: float, deterministic: bool
+) -> jax.Array:
+  """What the first block takes of embedded patches or words x [B, L, D], [B, N, D]: with a learned
+  class token in front where there is one, position embeddings and dropout. The parameters are those
+  of the compact module that calls this.
+  """
+  width = x.shape[-1]
+  if has_class_token:
+    token = param_with_axes(
+      'class_token', nn.initializers.zeros, (width,), jnp.float32, axes=('embed',)
+    )
+    token = jnp.broadcast_to(token.astype(x.dtype), (x.shape[0], 1, width))
+    x = jnp.concatenate([token, x], axis=1)  # [B, N, D]
+  position = param_with_axes(
+    'position_embedding',
+    nn.initializers.normal(0.02),
+    x.shape[1:],
+    jnp.float32,
+    axes=('length', 'embed'),
+  )
+  x = constrain_tokens(x + position.astype(x.dtype))
+  return nn.Dropout(dropout)(x, deterministic=deterministic)
 
 
 def run_blocks(

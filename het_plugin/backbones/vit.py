@@ -17,7 +17,7 @@ from het_plugin.backbones.transformer import (
   check_encoder,
   check_positive,
   check_settings,
-  constrain_tokens,
+  prepare_tokens,
   run_blocks,
 )
 
@@ -126,22 +126,7 @@ class ViT(nn.Module):
     intermediates = {}
     x = PatchEmbedding(self.patch_size, self.width, self.dtype, name='embedding')(image)
     intermediates['patches'] = x
-    if self.pooling == 'token':
-      token = param_with_axes(
-        'class_token', nn.initializers.zeros, (self.width,), jnp.float32, axes=('embed',)
-      )
-      token = jnp.broadcast_to(token.astype(x.dtype), (x.shape[0], 1, self.width))
-      x = jnp.concatenate([token, x], axis=1)  # [B, N, D]
-    position = param_with_axes(
-      'position_embedding',
-      nn.initializers.normal(0.02),
-      x.shape[1:],
-      jnp.float32,
-      axes=('length', 'embed'),
-    )
-    x = constrain_tokens(x + position.astype(x.dtype))
-    x = nn.Dropout(self.dropout)(x, deterministic=not train)
-
+    x = prepare_tokens(x, self.pooling == 'token', self.dropout, deterministic=not train)
     x, outputs = run_blocks(
       x,
       depth=self.depth,

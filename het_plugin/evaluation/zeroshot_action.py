@@ -1,14 +1,10 @@
 """Zero-shot accuracies of a contrastive model while it is being trained."""
 
-import json
-from collections.abc import Sequence
-
-import jax
-import numpy as np
-from etils import epath
-from jax.experimental import multihost_utils
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from het_plugin.evaluation import zeroshot
+from het_plugin.evaluation.periodic_action import PeriodicAction
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -17,21 +13,19 @@ from het_plugin.evaluation.zeroshot_datasets import (
   check_model,
   check_names,
 )
-from het_plugin.training import run_files
-from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
+from het_plugin.training.actions import ActionContext
 from het_plugin.training.train_state import TrainState
 
-RESULTS_FILE = 'zeroshot.jsonl'
 
-
-class ZeroShotAction(BaseAction):
+class ZeroShotAction(PeriodicAction):
   """Zero-shot classification and retrieval (`zeroshot.py`); for mode TRAIN_EVAL.
 
   Writes the scalars zeroshot/<name>/top1 and top5, of captions zeroshot/<name>/image_to_text/
-  recall1 and so on, in [0, 1], and a line for each data set to <model_dir>/zeroshot.jsonl. A
-  resumed run replaces the lines of steps that it takes again. Classes are embedded anew each time.
-  `results` holds the latest {name: Accuracy or Recall}.
+  recall1 and so on, in [0, 1], and a line for each data set to <model_dir>/zeroshot.jsonl. Classes
+  are embedded anew each time. `results` holds the latest {name: Accuracy or Recall}.
   """
+
+  results_file = 'zeroshot.jsonl'
 
   def __init__(
     self,
@@ -53,17 +47,15 @@ class ZeroShotAction(BaseAction):
       batch_size: global batch, of images and of texts.
       datasets: what to evaluate on.
       num_samples: see `ZeroShotEvaluator`.
-      period: steps between evaluations, at least; None for each time the loop calls.
-      total_steps: the last step of training, evaluated whatever the period.
+      period, total_steps: see `PeriodicAction`.
 
     Raises:
       ValueError: a setting out of range, or two data sets of one name.
     """
+    super().__init__(period, total_steps)
     check_names(tuple(datasets), 'ZeroShotAction.datasets')
     if num_samples < 0:
       raise ValueError(f'ZeroShotAction.num_samples={num_samples} must be at least 0.')
-    if period is not None and period < 1:
-      raise ValueError(f'ZeroShotAction.period={period} must be at least 1, or None.')
     self._settings = {
       'tokenizer': tokenizer,
       'image_size': image_size,
@@ -72,8 +64,6 @@ class ZeroShotAction(BaseAction):
       'num_samples': num_samples,
     }
     self._datasets = tuple(datasets)
-    self._period = period
-    self._total_steps = total_steps
     self._evaluator: ZeroShotEvaluator | None = None
     self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
 
@@ -84,22 +74,15 @@ class ZeroShotAction(BaseAction):
       ValueError: a model that is not contrastive, and as `ZeroShotEvaluator.check`.
     """
     check_model(context.model, self._settings['num_samples'])
-    self._context = context
-    self._file = epath.Path(context.model_dir) / RESULTS_FILE
+    super().setup(context)
     checker = ZeroShotEvaluator(context.model, context.partitioner, None, **self._settings)
     for dataset in self._datasets:
       checker.check(dataset)
-    # All processes must agree on when to run, and process 0 is the one that writes the file.
-    steps = (record['step'] for record in self._read())
-    last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
-    self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
 
-  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Evaluates if it is time; never stops training."""
-    del metrics_by_task
-    step = int(train_state.step)
-    if not self._is_due(step):
-      return False
+  def evaluate(
+    self, train_state: TrainState
+  ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
+    """Accuracy and recall of the state's parameters."""
     if self._evaluator is None:
       partitioner = self._context.partitioner
       specs = partitioner.get_mesh_axes(train_state).params
@@ -107,33 +90,10 @@ class ZeroShotAction(BaseAction):
     self.results = {
       dataset.name: self._evaluator(dataset, train_state.params) for dataset in self._datasets
     }
-    self._last_step = step
-    self._report(step)
-    return False
-
-  def _is_due(self, step: int) -> bool:
-    if self._period is None or step == self._total_steps:
-      return True
-    if self._last_step < 0:  # never yet
-      return True
-    return step - self._last_step >= self._period
-
-  def _report(self, step: int) -> None:
     scalars = {
       f'zeroshot/{name}/{key}': value
       for name, result in self.results.items()
       for key, value in result.scalars().items()
     }
-    self._context.writer.write_scalars(step, scalars)
-    if jax.process_index() == 0:
-      records = [
-        {'step': step, 'dataset': name, **result.record()} for name, result in self.results.items()
-      ]
-      kept = [record for record in self._read() if record['step'] < step]
-      self._file.parent.mkdir(parents=True, exist_ok=True)
-      run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in kept + records))
-
-  def _read(self) -> list[dict]:
-    if not self._file.exists():
-      return []
-    return [json.loads(line) for line in self._file.read_text().splitlines()]
+    records = [{'dataset': name, **result.record()} for name, result in self.results.items()]
+    return scalars, records

@@ -1,0 +1,84 @@
+"""What the evaluations of a run in training share: when it is time, and a file of their results."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from het_plugin.training import run_files
+from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
+from het_plugin.training.train_state import TrainState
+
+
+class PeriodicAction(BaseAction):
+  """Evaluates now and then; results become scalars, and lines of a file in the model's directory.
+
+  A resumed run replaces the lines of steps that it takes again, and keeps the rhythm of the run
+  before.
+
+  Attributes:
+    results_file: the file's name.
+  """
+
+  results_file: str
+
+  def __init__(self, period: int | None, total_steps: int | None):
+    """Takes the rhythm.
+
+    Args:
+      period: steps between evaluations, at least; None for each time the loop calls.
+      total_steps: the last step of training, evaluated whatever the period.
+
+    Raises:
+      ValueError: a period below 1.
+    """
+    if period is not None and period < 1:
+      raise ValueError(f'{type(self).__name__}.period={period} must be at least 1, or None.')
+    self._period = period
+    self._total_steps = total_steps
+
+  def setup(self, context: ActionContext) -> None:
+    """Finds out what an earlier run has evaluated."""
+    self._context = context
+    self._file = epath.Path(context.model_dir) / self.results_file
+    # All processes must agree on when to run, and process 0 is the one that writes the file.
+    steps = (record['step'] for record in self._read())
+    last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
+    self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Evaluates if it is time; never stops training."""
+    del metrics_by_task
+    step = int(train_state.step)
+    if self._is_due(step):
+      scalars, records = self.evaluate(train_state)
+      self._last_step = step
+      self._context.writer.write_scalars(step, scalars)
+      if jax.process_index() == 0:
+        kept = [record for record in self._read() if record['step'] < step]
+        rows = kept + [{'step': step, **record} for record in records]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
+    return False
+
+  def evaluate(
+    self, train_state: TrainState
+  ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
+    """The scalars by name, and the lines for the file; called in all processes."""
+    raise NotImplementedError
+
+  def _is_due(self, step: int) -> bool:
+    if self._period is None or step == self._total_steps:
+      return True
+    if self._last_step < 0:  # never yet
+      return True
+    return step - self._last_step >= self._period
+
+  def _read(self) -> list[dict[str, Any]]:
+    if not self._file.exists():
+      return []
+    return [json.loads(line) for line in self._file.read_text().splitlines()]
