@@ -1,7 +1,7 @@
 """Trains a model that gin files describe.
 
-    python -m het_plugin.train --gin_file=gin/runs/glyphs_quickstart.gin --gin_file=gin/heads/het_xl.gin \\
-      --gin.MODEL_DIR="'runs/het_xl'"
+    python -m het_plugin.train --gin_file=gin/runs/glyphs_quickstart.gin \\
+      --gin_file=gin/heads/het_xl.gin --gin.MODEL_DIR="'runs/het_xl'"
 
 Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any
 other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 42 stopped by SIGTERM with

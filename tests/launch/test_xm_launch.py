@@ -100,7 +100,7 @@ def test_gke_applies_a_jobset_for_each_job(tmp_path):
 @pytest.mark.parametrize(
   ('arguments', 'words'),
   [
-    (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from contrastive_det,'),
+    (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from contrast'),
     (['--model_dir=gs://b/x'], 'must be a local folder'),
     ([], '--model_dir is not given'),
     (['--model_dir=x', '--max_parallel=0'], '--max_parallel=0'),
