@@ -4,6 +4,7 @@
 
 A ViT comes out under vision_transformer's names, a ResNet (v2) under Big Transfer's, a
 heteroscedastic head under uncertainty-baselines'; .npz or .safetensors by the name of the output.
+Of a contrastive model it is the image tower, for which there are such names.
 The configuration is the run's own config.gin. `RestoreCheckpointConfig.path` reads such files.
 """
 
@@ -42,9 +43,11 @@ def main(argv: Sequence[str]) -> None:
       without=['partitioner'],  # of the devices that it trained on
     )
     model = settings['model']
-    arrays = weights.export_params(
-      params, model.head.num_classes, getattr(model.backbone, 'num_heads', 1)
-    )
+    num_classes = getattr(model.head, 'num_classes', None)
+    if num_classes is None:
+      params = {name: x for name, x in params.items() if name.startswith('backbone/')}
+    num_heads = getattr(model.backbone, 'num_heads', 1)
+    arrays = weights.export_params(params, num_classes or 1, num_heads)
     weights.write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')

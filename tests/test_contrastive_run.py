@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin import trained_run, zeroshot
+from het_plugin import export, trained_run, weights, zeroshot
 
 ROOT = Path(__file__).parents[1]
 TOWER = ('vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16')
@@ -95,3 +95,14 @@ def test_zero_shot_of_the_checkpoint(runs, run_main, tmp_path):
   flags = ('--dataset=glyphs_heldout', '--samples=4', '--max_examples=32')
   run_main(zeroshot, f'--checkpoint={runs[1]}', *flags, f'--json={sampled}')
   assert 0 <= json.loads(sampled.read_text())['top1'] <= 1
+
+
+def test_the_image_tower_is_exported(runs, run_main, tmp_path):
+  towers = []
+  for name, run in zip(('classifier', 'contrastive'), runs, strict=True):
+    path = tmp_path / f'{name}.npz'
+    run_main(export, f'--checkpoint={run}', f'--output={path}')
+    towers.append(weights.read_arrays(path))
+  assert towers[0].keys() - towers[1].keys() == {'head/kernel', 'head/bias'}
+  for name, x in towers[1].items():
+    np.testing.assert_array_equal(x, towers[0][name], err_msg=name)
