@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 import gin
 from het_plugin import distributed, fewshot_report, flag_values, gin_utils, reporting
 from het_plugin.evaluation import fewshot
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import check_names, short_names
 from het_plugin.evaluation.representations import read_representations
 from het_plugin.fewshot_report import Results
 
@@ -208,7 +208,7 @@ def chosen_datasets() -> tuple[Any, ...]:
         max_test=flags.FLAGS.max_test,
       )
     )
-  fewshot_datasets.check_names(tuple(chosen), '--datasets')
+  check_names(chosen, '--datasets')
   return tuple(chosen)
 
 

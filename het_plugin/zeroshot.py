@@ -23,7 +23,7 @@ from absl import app, flags
 import gin
 from het_plugin import data, distributed, gin_utils, reporting, trained_run
 from het_plugin.evaluation import comparison, zeroshot
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import check_names, short_names
 
 # What a data set's own settings give way to.
 _CHANGES = (
@@ -150,7 +150,7 @@ def chosen_datasets() -> tuple[Any, ...]:
   changes = {name: flags.FLAGS[name].value for name in _CHANGES}
   changes = {name: value for name, value in changes.items() if value is not None}
   chosen = tuple(dataclasses.replace(dataset, **changes) for dataset in chosen)
-  zeroshot_datasets.check_names(chosen, '--dataset')
+  check_names(chosen, '--dataset')
   return chosen
 
 

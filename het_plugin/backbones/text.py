@@ -64,11 +64,7 @@ class TextTransformer(nn.Module):
 
   def __post_init__(self):
     check_positive(self, 'vocab_size', 'vocab_multiple')
-    check_encoder(self)
-    if self.pooling not in POOLINGS:
-      raise ValueError(
-        f'TextTransformer.pooling={self.pooling!r} is unknown: choose one of {", ".join(POOLINGS)}'
-      )
+    check_encoder(self, POOLINGS)
     super().__post_init__()
 
   @property

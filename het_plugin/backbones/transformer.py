@@ -5,7 +5,7 @@ B examples, N tokens, D width.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,13 +169,17 @@ def check_positive(module: nn.Module, *names: str) -> None:
       raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
 
 
-def check_encoder(module: nn.Module) -> None:
-  """Raises ValueError for a setting of the encoder that is out of range."""
+def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
+  """Raises ValueError for a setting of the encoder that is out of range, or another pooling."""
   owner = type(module).__name__
   check_positive(module, 'width', 'depth', 'mlp_dim', 'num_heads')
   if module.width % module.num_heads:
     raise ValueError(
       f'{owner}.width={module.width} must be a multiple of num_heads={module.num_heads}'
+    )
+  if module.pooling not in poolings:
+    raise ValueError(
+      f'{owner}.pooling={module.pooling!r} is unknown: choose one of {", ".join(poolings)}'
     )
   check_remat(f'{owner}.remat={module.remat!r}', module.remat)
   if not 0.0 <= module.dropout < 1.0:

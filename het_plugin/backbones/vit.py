@@ -96,11 +96,7 @@ class ViT(nn.Module):
 
   def __post_init__(self):
     check_positive(self, 'patch_size', 'representation_size')
-    check_encoder(self)
-    if self.pooling not in POOLINGS:
-      raise ValueError(
-        f'ViT.pooling={self.pooling!r} is unknown: choose one of {", ".join(POOLINGS)}'
-      )
+    check_encoder(self, POOLINGS)
     super().__post_init__()
 
   @property

@@ -103,13 +103,10 @@ class RepresentationExtractor:
         padding or unreadable, are left out.
       batch_size: rows of the global batch.
     """
-    in_flight = deque()
-    for batch in batches:
-      in_flight.append(self._extract(params, self._partitioner.shard_batch(batch, batch_size)))
-      if len(in_flight) > 1:  # the device works on one batch while the host reads the one before
-        yield _real_rows(in_flight.popleft())
-    while in_flight:
-      yield _real_rows(in_flight.popleft())
+    outputs = (
+      self._extract(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
+    )
+    return map(_real_rows, fetched(outputs))
 
   def __call__(
     self,
@@ -255,8 +252,20 @@ def match_channels(image: jax.Array, channels: int) -> jax.Array:
   )
 
 
+def fetched(outputs: Iterable[PyTree]) -> Iterator[PyTree]:
+  """Device values on the host, in order. The device works on one while the host takes the one
+  before: one more of `outputs` is asked for than is returned.
+  """
+  in_flight = deque()
+  for output in outputs:
+    in_flight.append(output)
+    if len(in_flight) > 1:
+      yield jax.device_get(in_flight.popleft())
+  while in_flight:
+    yield jax.device_get(in_flight.popleft())
+
+
 def _real_rows(outputs: Mapping[str, Any]) -> Chunk:
-  outputs = jax.device_get(outputs)
   real = outputs['mask'] > 0
   features = {layer: x[real] for layer, x in outputs['features'].items()}
   return Chunk(features, outputs['label'][real], outputs['index'][real])

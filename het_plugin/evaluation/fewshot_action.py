@@ -11,8 +11,8 @@ from het_plugin.evaluation.fewshot_datasets import (
   DEFAULT_DATASETS,
   FewShotDataset,
   FewShotReader,
-  check_names,
 )
+from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.periodic_action import PeriodicAction
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.train_state import TrainState

@@ -104,12 +104,5 @@ class FewShotReader:
     return get_dataset(cfg, self.partitioner.batch_rows(self.batch_size))
 
 
-def check_names(datasets: tuple[FewShotDataset, ...], setting: str) -> None:
-  """Raises ValueError if there is no data set, or two have one name."""
-  names = [dataset.name for dataset in datasets]
-  if not names or len(set(names)) != len(names):
-    raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
-
-
 def _splits(dataset: FewShotDataset) -> tuple[tuple[str, int | None], tuple[str, int | None]]:
   return (dataset.train_split, dataset.max_train), (dataset.test_split, dataset.max_test)

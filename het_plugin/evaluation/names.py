@@ -1,6 +1,7 @@
-"""Names of runs, checkpoints and files, for tables and plots."""
+"""Names of runs, checkpoints and files, for tables and plots; and of data sets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 _SUFFIXES = ('.npz', '.safetensors', '.npy')
 _CHECKPOINT = 'checkpoint_'
@@ -22,6 +23,13 @@ def short_names(sources: Sequence[str]) -> list[str]:
   for suffix in _SUFFIXES:
     names = [name.removesuffix(suffix) for name in names]
   return names if len(set(names)) == len(names) else list(sources)
+
+
+def check_names(datasets: Iterable[Any], setting: str) -> None:
+  """Raises ValueError if there is no data set, or two have one `name`."""
+  names = [dataset.name for dataset in datasets]
+  if not names or len(set(names)) != len(names):
+    raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
 
 
 def _parts(source: str) -> list[str]:

@@ -20,7 +20,6 @@ its own probability.
 import dataclasses
 import json
 import zipfile
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from etils import epath
 from scipy import special
 
-from het_plugin.evaluation.extraction import match_channels
+from het_plugin.evaluation.extraction import fetched, match_channels
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
@@ -133,12 +132,14 @@ class Predictor:
       batch_size: rows of the global batch.
       max_examples: takes the first so many examples of the stream and reads no further.
     """
-    in_flight, taken = deque(), 0
-
-    def collect() -> Predictions:
-      rows = jax.device_get(in_flight.popleft())
-      kept = np.flatnonzero(rows['mask'] > 0)[: None if bound is None else bound - taken]
-      return Predictions(
+    outputs = (
+      self._predict(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
+    )
+    taken = 0
+    for rows in fetched(outputs):
+      left = None if max_examples is None else max_examples - taken
+      kept = np.flatnonzero(rows['mask'] > 0)[:left]
+      part = Predictions(
         log_prob=np.minimum(rows['log_prob'], 0.0),  # a mean over samples may round to above 0
         labels=rows['label'],
         index=rows['index'].astype(np.int64),
@@ -146,20 +147,11 @@ class Predictor:
         expected_entropy=rows.get('expected_entropy'),
         nll=rows.get('nll'),
       ).rows(kept)
-
-    bound = max_examples
-    for batch in batches:
-      in_flight.append(self._predict(params, self._partitioner.shard_batch(batch, batch_size)))
-      if len(in_flight) > 1:  # the device works on one batch while the host takes the one before
-        if part := collect():
-          yield part
-          taken += len(part)
-      if bound is not None and taken >= bound:
-        return
-    while in_flight:
-      if part := collect():  # no batch that is all padding
+      if part:  # no batch that is all padding
         yield part
         taken += len(part)
+      if max_examples is not None and taken >= max_examples:
+        return
 
 
 def concatenate(parts: Sequence[Predictions]) -> Predictions:

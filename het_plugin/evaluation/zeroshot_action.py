@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from het_plugin.evaluation import zeroshot
+from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.periodic_action import PeriodicAction
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
@@ -11,7 +12,6 @@ from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
   ZeroShotEvaluator,
   check_model,
-  check_names,
 )
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.train_state import TrainState
@@ -53,7 +53,7 @@ class ZeroShotAction(PeriodicAction):
       ValueError: a setting out of range, or two data sets of one name.
     """
     super().__init__(period, total_steps)
-    check_names(tuple(datasets), 'ZeroShotAction.datasets')
+    check_names(datasets, 'ZeroShotAction.datasets')
     if num_samples < 0:
       raise ValueError(f'ZeroShotAction.num_samples={num_samples} must be at least 0.')
     self._settings = {

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -296,15 +295,13 @@ class ZeroShotEvaluator:
   def _computed(
     self, batches: BatchIterator, compute: Callable[[Any], Any]
   ) -> Iterator[dict[str, np.ndarray]]:
-    in_flight = deque()
-    for batch in batches:
-      if 'text' in batch:
-        batch = {**batch, 'digest': digests(batch['image'])}
-      in_flight.append(compute(self._partitioner.shard_batch(batch, self._batch_size)))
-      if len(in_flight) > 1:  # the device works on one batch while the host reads the one before
-        yield _real_rows(in_flight.popleft())
-    while in_flight:
-      yield _real_rows(in_flight.popleft())
+    def outputs():
+      for batch in batches:
+        if 'text' in batch:
+          batch = {**batch, 'digest': digests(batch['image'])}
+        yield compute(self._partitioner.shard_batch(batch, self._batch_size))
+
+    return map(_real_rows, extraction.fetched(outputs()))
 
   def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
@@ -351,13 +348,6 @@ def has_captions(dataset: ZeroShotDataset) -> bool:
   return not isinstance(task_info(dataset.task), TaskInfo)
 
 
-def check_names(datasets: tuple[ZeroShotDataset, ...], setting: str) -> None:
-  """Raises ValueError if there is no data set, or two have one name."""
-  names = [dataset.name for dataset in datasets]
-  if not names or len(set(names)) != len(names):
-    raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
-
-
 def check_model(model: Any, num_samples: int = 0) -> None:
   """Raises ValueError unless the model embeds images and texts, and draws samples if it shall."""
   if num_samples < 0:
@@ -387,7 +377,6 @@ def _plain(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   return {name: batch[name] for name in ('index', 'mask')}
 
 
-def _real_rows(outputs: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-  outputs = jax.device_get(outputs)
+def _real_rows(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   real = outputs['mask'] > 0
   return {name: x[real] for name, x in outputs.items()}

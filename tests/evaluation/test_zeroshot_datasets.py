@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import zeroshot_datasets
+from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.zeroshot_datasets import (
   Tokenizer,
   ZeroShotDataset,
@@ -344,4 +345,4 @@ def test_wrong_models_and_settings(fake_data):
   with pytest.raises(
     ValueError, match=r"datasets must be .* distinct names; they are \['x', 'x'\]"
   ):
-    zeroshot_datasets.check_names(twice, 'datasets')
+    check_names(twice, 'datasets')
