@@ -7,19 +7,17 @@ directory: results.json (one row a head), results.txt, curves.png, index.html, a
 head with its checkpoints, metrics.jsonl, event files and config.gin.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import app, flags, logging
 
 import gin
-from het_plugin import configurables, gin_utils, models, reporting, train
-from het_plugin.data import task_info
+from het_plugin import configurables, gin_utils, reporting
+from het_plugin.studies import runs as runs_lib
 from het_plugin.training import partitioning
 
 HEADS = {
@@ -40,57 +38,36 @@ def define_flags() -> None:
   flags.DEFINE_string('json', None, 'Another place for results.json.')
 
 
-def parse_head_config(head: str, output_dir: Path, bindings: Sequence[str]) -> None:
-  """Makes the gin configuration the one of this head's run."""
+def head_run(head: str, bindings: Sequence[str]) -> runs_lib.Run:
   files = [flags.FLAGS.run, f'het_plugin/gin/heads/{head}.gin', *flags.FLAGS.gin_file]
-  model_dir = f"MODEL_DIR = '{output_dir / head}'"
-  gin_utils.parse_config(files, [model_dir, *bindings], flags.FLAGS.gin_search_paths)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-  """The training loss and temperature of a run by step, from the lines of its metrics.jsonl."""
-  lines = [line for line in metrics if 'train/loss' in line]
-  columns = {'step': 'step', 'loss': 'train/loss', 'tau': 'train/tau'}
-  return {
-    name: [math.nan if line[key] is None else line[key] for line in lines]
-    for name, key in columns.items()
-  }
+  return runs_lib.Run(files, bindings, flags.FLAGS.gin_search_paths)
 
 
 def result(head: str, run_dir: Path) -> dict[str, Any]:
   """The row of a finished run, read back from what it wrote; the counts from the configured model
   itself.
   """
-  metrics = read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = runs_lib.read_jsonl(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
-  prefix = f'training_eval/{task}/'
-  final = [line for line in metrics if f'{prefix}nll' in line][-1]
+  final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
   speeds = [
     line['train/timing/ms_per_step'] for line in metrics if 'train/timing/ms_per_step' in line
   ]
-  model = gin.get_configurable(models.ClassificationModel)()
+  model, counts = runs_lib.configured_model()
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
-  size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
-  image = (1, size, size, task_info(task).channels)
-  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), {'image': image}))[
-    'params'
-  ]
-  counts = model.count_params(params)
-  by_dataset, errors = few_shot_accuracies(read_jsonl(run_dir / 'fewshot.jsonl'), final['step'])
+  by_dataset, errors = few_shot_accuracies(
+    runs_lib.read_jsonl(run_dir / 'fewshot.jsonl'), final['step']
+  )
   return {
     'head': HEADS[head],
     'num_classes': model.head.num_classes,
     'pre_logits_dim': model.backbone.pre_logits_dim,
     'num_factors': getattr(model.head, 'num_factors', None),
     'mesh': f'{partitioner.data_shards}x{partitioner.model_shards}',
-    'nll': final[f'{prefix}nll'],
-    'precision_at_1': final[f'{prefix}precision_at_1'],
-    'ece': final[f'{prefix}ece'],
-    'tau': final[f'{prefix}tau'],
+    'nll': final['nll'],
+    'precision_at_1': final['precision_at_1'],
+    'ece': final['ece'],
+    'tau': final['tau'],
     'num_params': counts.total,
     'extra_params': counts.extra,
     'ms_per_step': statistics.median(speeds),
@@ -141,7 +118,10 @@ def report(
   ]
   table = reporting.text_table(shown, yardsticks)
   (output_dir / 'results.txt').write_text(table + '\n')
-  lines = {HEADS[head]: curves(read_jsonl(run / 'metrics.jsonl')) for head, run in runs.items()}
+  lines = {
+    HEADS[head]: runs_lib.curves(runs_lib.read_jsonl(run / 'metrics.jsonl'))
+    for head, run in runs.items()
+  }
   png = reporting.curves_png(lines)
   (output_dir / 'curves.png').write_bytes(png)
   page = reporting.html_page(
@@ -189,10 +169,8 @@ def main(argv: Sequence[str]) -> None:
     for number, head in enumerate(flags.FLAGS.heads, 1):
       logging.info('=== %s (%d of %d)', HEADS[head], number, len(flags.FLAGS.heads))
       runs[head] = output_dir / head
-      parse_head_config(head, output_dir, flags.FLAGS.gin_bindings)
-      train.train_from_gin()
+      runs_lib.complete(head_run(head, flags.FLAGS.gin_bindings), runs[head])
       rows.append(result(head, runs[head]))
-      jax.clear_caches()  # the next head compiles everything anew
     yardsticks = references(
       rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
     )

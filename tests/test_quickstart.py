@@ -1,7 +1,6 @@
 """The quick start at a tiny size: its files, its fields, its rerun."""
 
 import json
-import math
 import os
 import pathlib
 import subprocess
@@ -75,13 +74,3 @@ def test_unknown_head_is_named(tmp_path):
 def test_average_over_datasets_is_by_shots():
   got = quickstart.average_over_datasets({'a': {1: 0.2, 5: 0.4}, 'b': {1: 0.4}})
   assert got == {1: pytest.approx(0.3), 5: pytest.approx(0.4)}
-
-
-def test_curves_read_gaps():
-  lines = [
-    {'step': 1, 'train/loss': 2.0, 'train/tau': 1.0},
-    {'step': 1, 'fewshot/x': 0.1},
-    {'step': 2, 'train/loss': None, 'train/tau': 0.9},
-  ]
-  got = quickstart.curves(lines)
-  assert got['step'] == [1, 2] and math.isnan(got['loss'][1])

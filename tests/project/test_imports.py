@@ -21,6 +21,16 @@ ALLOWED = {
   'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
   'evaluation': {'evaluation', 'training', 'data', 'weights'},
   'reporting': {'reporting'},
+  'studies': {
+    'studies',
+    'training',
+    'evaluation',
+    'data',
+    'models',
+    'reporting',
+    'gin_utils',
+    'train',
+  },
 }
 GIN_USERS = {
   'config_changes.py',
@@ -32,6 +42,7 @@ GIN_USERS = {
   'fewshot.py',
   'zeroshot.py',
   'planning/step.py',
+  'studies/runs.py',
 }
 
 

@@ -1,0 +1,1 @@
+"""Studies: sets of training runs that are compared."""
