@@ -1,6 +1,7 @@
 """Blocks in a loop and recomputed activations: the same function of the same parameters."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -29,6 +30,14 @@ def value_and_grad(model, params):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
+@functools.cache
+def plain(case):
+  """Parameters, value and gradient without loops or recomputation."""
+  model, _, _ = CASES[case]
+  params = jax.jit(model.init)(jax.random.key(1), IMAGE)['params']
+  return params, value_and_grad(model, params)
+
+
 def assert_close(got, expected):
   got, expected = (traverse_util.flatten_dict(tree, sep='/') for tree in (got, expected))
   assert got.keys() == expected.keys()
@@ -39,12 +48,13 @@ def assert_close(got, expected):
 
 
 @pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
-@pytest.mark.parametrize('scan', [False, True])
+@pytest.mark.parametrize(
+  ('remat', 'scan'),
+  [('dots', False), ('full', False), ('none', True), ('dots', True), ('full', True)],
+)
 def test_loops_and_recomputation_change_nothing(case, remat, scan):
   model, stack, _ = CASES[case]
-  params = model.init(jax.random.key(1), IMAGE)['params']
-  (value, intermediates), gradient = value_and_grad(model, params)
+  params, ((value, intermediates), gradient) = plain(case)
   other = dataclasses.replace(model, remat=remat, scan_layers=scan)
   other_params = stack(params) if scan else params
   shapes = jax.eval_shape(other.init, jax.random.key(1), IMAGE)
@@ -57,8 +67,8 @@ def test_loops_and_recomputation_change_nothing(case, remat, scan):
 
 @pytest.mark.parametrize('case', CASES)
 def test_stacking_has_an_inverse(case):
-  model, stack, unstack = CASES[case]
-  params = model.init(jax.random.key(1), IMAGE)['params']
+  _, stack, unstack = CASES[case]
+  params, _ = plain(case)
   back = unstack(stack(params))
   assert jax.tree.structure(back) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, back, params)
@@ -73,7 +83,7 @@ def test_stacked_parameters_name_their_layers():
 
 def test_dropout_differs_between_looped_blocks():
   model = dataclasses.replace(CASES['vit'][0], scan_layers=True, dropout=0.5)
-  params = model.init(jax.random.key(1), IMAGE)['params']
+  params = jax.jit(model.init)(jax.random.key(1), IMAGE)['params']
   rngs = {'dropout': jax.random.key(2)}
   _, outputs = model.apply({'params': params}, IMAGE, train=True, rngs=rngs)
   same = params | {'blocks': jax.tree.map(lambda x: jnp.zeros_like(x), params['blocks'])}
