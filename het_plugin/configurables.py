@@ -117,6 +117,7 @@ def register_t5x() -> None:
         datasets.task_name,
         checkpoints.CheckpointConfig,
         checkpoints.TrainStateInitializer,
+        checkpoints.find_checkpoint,
         config.summarize_config,
         t5x_host_partitioning.PjitPartitioner,
         trainer.Trainer,

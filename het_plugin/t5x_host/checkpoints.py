@@ -10,6 +10,15 @@ from t5x import utils
 from het_plugin.training import checkpoints
 
 
+def find_checkpoint(path: str) -> str:
+  """The checkpoint at `path`, which may be a run's directory: then its newest.
+
+  Raises:
+    ValueError: there is none.
+  """
+  return str(checkpoints.find(path))
+
+
 class CheckpointConfig(utils.CheckpointConfig):
   """t5x's with our `restore`, which `TrainStateInitializer` does.
 

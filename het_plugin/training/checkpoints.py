@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class RestoreCheckpointConfig:
   """Another run's checkpoint to take the initial parameters from; optimizer and step start afresh.
 
   Attributes:
-    path: a run's directory, or a checkpoint in it; or a published file.
+    path: a run's directory, or a checkpoint in it, of ours or of t5x; or a published file.
     mode: 'latest' takes the newest checkpoint of the run at `path`, 'specific' the checkpoint at
       `path`.
     assignment_map: (pattern, replacement) pairs. A parameter of the model ('head/kernel') that a
@@ -408,8 +408,9 @@ def _read_params(
   """
   try:
     description, saved = _on_all(functools.partial(_describe, path))
-    stored = {name: _like(x, saved[f'params/{name}'].dtype) for name, x in wanted.items()}
-    item = {'params': traverse_util.unflatten_dict(stored, sep='/')}
+    root = _params_root(saved)
+    stored = {name: _like(x, saved[f'{root}/{name}'].dtype) for name, x in wanted.items()}
+    item = {root: traverse_util.unflatten_dict(stored, sep='/')}
     args = ocp.args.PyTreeRestore(
       item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
@@ -418,7 +419,7 @@ def _read_params(
     _verify(_named(read), None if description is None else description.checksums, path)
   except Unreadable as reason:
     raise Unreadable(f'{path} cannot be read: {reason}') from reason
-  read = traverse_util.flatten_dict(read['params'], sep='/')
+  read = traverse_util.flatten_dict(read[root], sep='/')
   return {name: _cast(x, wanted[name].dtype) for name, x in read.items()}
 
 
@@ -523,12 +524,18 @@ def _size(folder: Path) -> int:
 
 def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
-  tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree
+  saved = _named(ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree)
+  prefix = f'{_params_root(saved)}/'
   return {
-    name.removeprefix('params/'): tuple(x.shape)
-    for name, x in _named(tree).items()
-    if name.startswith('params/')
+    name.removeprefix(prefix): tuple(x.shape)
+    for name, x in saved.items()
+    if name.startswith(prefix)
   }
+
+
+def _params_root(saved: Collection[str]) -> str:
+  """What the names of a checkpoint's parameters begin with; t5x's are its optimizer's target."""
+  return 'target' if any(name.startswith('target/') for name in saved) else 'params'
 
 
 def read_params(path: str) -> dict[str, np.ndarray]:
