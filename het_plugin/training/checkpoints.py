@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import os
 import re
@@ -569,6 +570,46 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
     jax.tree_util.keystr(key, simple=True, separator='/'): np.asarray(x)
     for key, x in jax.tree_util.tree_leaves_with_path(read)
   }
+
+
+_TO_T5X = {'params/': 'target/', 'opt_state/': 'state/param_states/', 'step': 'state/step'}
+
+
+def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
+  """Writes the checkpoint that `find` finds at `path` as t5x's trainer would have saved it.
+
+  It has the optimizer's state and, as gin/t5x/train.gin reads it in one process, the input position:
+  t5x can go on with the run.
+
+  Args:
+    path: a run of ours, or a checkpoint in it.
+    model_dir: of the run under t5x.
+
+  Returns:
+    Where it is, MODEL_DIR/checkpoint_STEP.
+
+  Raises:
+    ValueError: there is no checkpoint, it is t5x's already, or model_dir has one of this step.
+  """
+  folder = find(path)
+  arrays = read_arrays(folder)
+  if _params_root(arrays) != 'params':
+    raise ValueError(f'{folder} is a checkpoint of t5x already')
+  target = epath.Path(model_dir).absolute() / folder.name
+  if target.exists():
+    raise ValueError(f'{target} exists already')
+  renamed = {}
+  for name, x in arrays.items():
+    old = next(prefix for prefix in _TO_T5X if name.startswith(prefix))
+    renamed[_TO_T5X[old] + name.removeprefix(old)] = x
+  tree = traverse_util.unflatten_dict(renamed, sep='/')
+  options = ocp.CheckpointManagerOptions(step_prefix=_PREFIX)
+  with ocp.CheckpointManager(target.parent, options=options) as manager:
+    manager.save(step_of(folder), args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+  if (state := read_dataset_state(folder)) is not None:
+    (target / 'dataset').mkdir()
+    (target / 'dataset' / 'train_ds-000-of-001').write_text(json.dumps(state))
+  return str(target)
 
 
 def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
