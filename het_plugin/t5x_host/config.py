@@ -24,7 +24,9 @@ def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 't5x_config.gin').write_text(text)
   engine = config_changes.bindings(epath.Path(gin_utils.resolve(_ENGINE)).read_text())
-  (folder / config_changes.CONFIG).write_text(config_changes.without(text, set(engine), t5x_host.__name__))
+  (folder / config_changes.CONFIG).write_text(
+    config_changes.without(text, set(engine), t5x_host.__name__)
+  )
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})
     summary_writer.flush()
