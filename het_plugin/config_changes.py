@@ -18,7 +18,7 @@ there.
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -125,6 +125,27 @@ def bindings(text: str) -> dict[str, Any]:
       else:
         macros[name] = statement.value
   return {key: _expand(value, macros) for key, value in bound.items()}
+
+
+def without(text: str, keys: Collection[str], module: str) -> str:
+  """A configuration as text without some bindings and the imports of a package.
+
+  Args:
+    text: as of `gin.config_str()`.
+    keys: as those of `bindings`; macros have none.
+    module: the package.
+  """
+  kept = []
+  for statement in config_parser.ConfigParser(text, _Delegate()):
+    if isinstance(statement, config_parser.ImportStatement):
+      if not f'{statement.module}.'.startswith(f'{module}.'):
+        kept.append(statement.format())
+    elif isinstance(statement, config_parser.BindingStatement):
+      name = f'{statement.scope}/{statement.selector}'.lstrip('/')
+      key = f'{name}.{statement.arg_name}' if statement.arg_name else name
+      if key not in keys:
+        kept.append(f'{key} = {statement.value!r}')
+  return ''.join(f'{line}\n' for line in kept)
 
 
 def _expand(value: Any, macros: Mapping[str, Any]) -> Any:

@@ -1,10 +1,10 @@
 """Everything that gin may configure, registered in this one place; the code itself knows nothing of
 gin.
 
-Importing the module registers the plugin proper (heads, integrator, backbones, models, data), which
-is what any host needs: `import het_plugin.configurables` is the first line of our gin files.
-`register_trainer` adds the built-in trainer, which only our own mains want: under t5x its names
-(PjitPartitioner, DatasetConfig's t5x namesake ...) are t5x's.
+Importing the module registers the plugin proper (heads, integrator, backbones, models), which is what any host
+needs: `import het_plugin.configurables` is the first line of our gin files. The names of the trainer (train, Trainer,
+PjitPartitioner, DatasetConfig ...) are those of the host: `register_trainer` gives them to the built-in trainer, as
+our mains want, and `register_t5x` to t5x, as gin/t5x wants.
 """
 
 import functools
@@ -27,7 +27,6 @@ _PLUGIN = {
   'het_plugin.integrate': (integrate.Integrator, integrate.Analytic),
   'het_plugin.backbones': (backbones.resnet, backbones.text_transformer, backbones.vit),
   'het_plugin.models': (models.ClassificationModel, models.ContrastiveModel),
-  'het_plugin.data': (data.DatasetConfig,),
 }
 
 
@@ -37,18 +36,19 @@ def _register(table) -> None:
       gin.external_configurable(configurable, module=module)
 
 
+def _is_registered(name: str) -> bool:
+  try:
+    gin.get_configurable(name)
+  except ValueError:
+    return False
+  return True
+
+
 @functools.cache
 def register_trainer() -> None:
   """Registers the built-in trainer, its actions and the hooks of evaluation."""
   # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
-  from het_plugin.evaluation import (
-    fewshot_action,
-    fewshot_datasets,
-    zeroshot_action,
-    zeroshot_datasets,
-  )
   from het_plugin.training import (
-    actions,
     checkpoints,
     loss_spikes,
     nonfinite,
@@ -60,7 +60,6 @@ def register_trainer() -> None:
 
   _register(
     {
-      'het_plugin.data': (data.total_steps,),
       'het_plugin.training': (
         train.train,
         trainer.Trainer,
@@ -73,9 +72,97 @@ def register_trainer() -> None:
         checkpoints.RestoreCheckpointConfig,
         nonfinite.NonFinitePolicy,
         loss_spikes.LossSpikes,
-        actions.TerminateOnNanAction,
-        actions.EarlyStoppingAction,
       ),
+    }
+  )
+  _register_evaluations()
+  _register_runs()
+
+
+@functools.cache
+def register_t5x() -> None:
+  """Registers t5x under the names that run files bind, where none of our mains has registered the
+  built-in trainer: what t5x trained has a configuration that names it.
+
+  Raises:
+    ModuleNotFoundError: t5x or what it needs is not there.
+  """
+  if _is_registered('het_plugin.training.train'):
+    return
+  import seqio
+  import t5x.infer
+  import t5x.train
+  from t5x import partitioning, utils
+
+  from het_plugin.t5x_host import checkpoints, config, datasets, trainer
+  from het_plugin.t5x_host import partitioning as t5x_host_partitioning
+  from het_plugin.training.checkpoints import RestoreCheckpointConfig
+
+  register_t5x_hooks()
+  _register_runs()
+  _register(
+    {
+      't5x.partitioning': (partitioning.standard_logical_axis_rules,),
+      't5x.utils': (utils.SaveCheckpointConfig,),
+      't5x.infer': (t5x.infer.write_inferences_to_file,),
+      'seqio': (
+        seqio.Evaluator,
+        seqio.PyLoggingLogger,
+        seqio.TensorBoardLogger,
+        seqio.JSONLogger,
+      ),
+      'het_plugin.t5x_host': (
+        datasets.get_dataset,
+        datasets.get_eval_datasets,
+        datasets.task_name,
+        checkpoints.CheckpointConfig,
+        checkpoints.TrainStateInitializer,
+        checkpoints.find_checkpoint,
+        config.summarize_config,
+        t5x_host_partitioning.PjitPartitioner,
+        trainer.Trainer,
+      ),
+      'het_plugin.training': (RestoreCheckpointConfig,),
+    }
+  )
+  # Of t5x.eval and t5x.infer, which read with seqio what t5x.train has saved.
+  gin.external_configurable(utils.DatasetConfig, 'SeqioDatasetConfig', 't5x.utils')
+  gin.external_configurable(
+    utils.RestoreCheckpointConfig, 'T5xRestoreCheckpointConfig', 't5x.utils'
+  )
+  if not _is_registered('train'):  # in any main but that of training
+    gin.external_configurable(t5x.train.train, module='t5x.train')
+
+
+@functools.cache
+def register_t5x_hooks() -> None:
+  """Registers our actions and optimizer for t5x, under names that t5x has not.
+
+  Raises:
+    ModuleNotFoundError: t5x or what it needs is not there.
+  """
+  from het_plugin.t5x_host import actions, optimizers
+  from het_plugin.training.optimizers import warmup_schedule
+
+  _register(
+    {
+      'het_plugin.t5x_host': (actions.hosted_actions, optimizers.adamw),
+      'het_plugin.training': (warmup_schedule,),
+    }
+  )
+  _register_evaluations()
+
+
+def _register_evaluations() -> None:
+  from het_plugin.evaluation import (
+    fewshot_action,
+    fewshot_datasets,
+    zeroshot_action,
+    zeroshot_datasets,
+  )
+
+  _register(
+    {
       'het_plugin.evaluation': (
         fewshot_action.FewShotAction,
         fewshot_datasets.FewShotDataset,
@@ -83,6 +170,17 @@ def register_trainer() -> None:
         zeroshot_datasets.ZeroShotDataset,
         zeroshot_datasets.run_tokenizer,
       ),
+    }
+  )
+
+
+def _register_runs() -> None:
+  from het_plugin.training import actions
+
+  _register(
+    {
+      'het_plugin.data': (data.DatasetConfig, data.total_steps),
+      'het_plugin.training': (actions.TerminateOnNanAction, actions.EarlyStoppingAction),
     }
   )
 

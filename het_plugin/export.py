@@ -1,14 +1,17 @@
 """Writes a run's parameters as others read them.
 
     python -m het_plugin.export --checkpoint=runs/het_xl --output=het_xl.npz
+    python -m het_plugin.export --checkpoint=runs/het_xl --output=runs/het_xl_t5x
 
 A ViT comes out under vision_transformer's names, a ResNet (v2) under Big Transfer's, a
 heteroscedastic head under uncertainty-baselines'; .npz or .safetensors by the name of the output.
 Of a contrastive model it is the image tower, for which there are such names.
 The configuration is the run's own config.gin. `RestoreCheckpointConfig.path` reads such files.
+A directory gets the checkpoint as t5x has it, with the state of the optimizer, to go on there (docs/t5x.md).
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from absl import app, flags
@@ -19,7 +22,7 @@ from het_plugin import gin_utils, trained_run, weights
 def define_flags() -> None:
   gin_utils.define_flags()
   flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
-  flags.DEFINE_string('output', None, 'Where to write, .npz or .safetensors.')
+  flags.DEFINE_string('output', None, 'Where to write: a file, .npz or .safetensors; or the directory of a run under t5x.')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,10 +33,13 @@ def main(argv: Sequence[str]) -> None:
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
         raise ValueError(f'--{name} is not set')
-    if not weights.is_weights_file(output):
-      raise ValueError(f'--output={output} must end in .npz or .safetensors')
+    if not weights.is_weights_file(output) and Path(output).suffix:
+      raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     from het_plugin.training import checkpoints
 
+    if not weights.is_weights_file(output):
+      print(f'A checkpoint of t5x: {checkpoints.write_t5x(checkpoint, output)}')
+      return
     params = checkpoints.read_params(checkpoint)
     settings = trained_run.parse_run_config(
       checkpoint,

@@ -19,6 +19,7 @@ from het_plugin.training import exit_codes
 
 PACKAGE = Path(__file__).parent
 _PREFIX = 'het_plugin/gin/'
+_BUILTIN = 'het_plugin/gin/builtin/train.gin'
 _FLAG_PREFIX = '--gin.'
 
 
@@ -86,6 +87,8 @@ def parse_config(
 ) -> None:
   """Replaces the gin configuration by that of the files and, after them, the bindings.
 
+  What only the built-in trainer has, gin/builtin/train.gin, is read before them.
+
   Raises:
     ValueError: a file that cannot be found, with the place it was looked for; anything that gin
       does not understand.
@@ -96,7 +99,7 @@ def parse_config(
   for file in gin_files:
     if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
       raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}')
-  gin.parse_config_files_and_bindings(list(gin_files), list(bindings))
+  gin.parse_config_files_and_bindings([_BUILTIN, *gin_files], list(bindings))
 
 
 def one_sentence(error: BaseException) -> str:

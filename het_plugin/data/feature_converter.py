@@ -25,6 +25,14 @@ class _ImageConverter(seqio.FeatureConverter):
       )
     super().__init__(pack=False, use_custom_packing_ops=False, **kwargs)
 
+  def __call__(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
+    # seqio's evaluator gives the lengths of all features that the task has, which need not have
+    # index and mask.
+    lengths = {name: task_feature_lengths[name] for name in self.TASK_FEATURES}
+    return super().__call__(ds, lengths)
+
   def _convert_features(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
@@ -38,8 +46,8 @@ class _ImageConverter(seqio.FeatureConverter):
       return {
         'image': tf.ensure_shape(image, [side, side, image.shape[-1]]),
         name: tf.ensure_shape(padded, [length]),
-        'index': example.get('index', tf.cast(number % 2**31, tf.int32)),
-        'mask': example.get('mask', tf.ones([], tf.float32)),
+        'index': tf.reshape(example.get('index', tf.cast(number % 2**31, tf.int32)), []),
+        'mask': tf.reshape(example.get('mask', tf.ones([], tf.float32)), []),
       }
 
     return ds.enumerate().map(convert, num_parallel_calls=tf.data.AUTOTUNE)

@@ -27,8 +27,9 @@ def output_features(vocabulary: seqio.Vocabulary | None) -> dict[str, seqio.Feat
   return {
     'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
     **annotation,
-    'index': seqio.ContinuousFeature(dtype=tf.int32, rank=0),
-    'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=0),
+    # Of rank 1, for seqio's evaluator measures the length of every feature.
+    'index': seqio.ContinuousFeature(dtype=tf.int32, rank=1),
+    'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=1),
   }
 
 
@@ -204,6 +205,9 @@ class ImageTask(seqio.Task):
     dtype, num_channels = tf.as_dtype(source.image_dtype), source.info.channels
     dataset = packed.map(lambda example: unpack(example, dtype, num_channels))
     dataset = self._preprocess_dataset(dataset, preprocessors, sequence_length)
+    dataset = dataset.map(
+      lambda example: {**example, **{name: example[name][None] for name in ('index', 'mask')}}
+    )
     dataset = self._validate_preprocessing(dataset)
     return dataset.map(lambda example: {name: example[name] for name in self.output_features})
 
@@ -363,7 +367,12 @@ def preprocessed_reader(
     size = tf.shape(packed['index'], tf.int64)[0]
     batch = dataset.batch(size).with_options(options).get_single_element()
     channels = task.examples.info.channels
-    return {**batch, 'image': tf.ensure_shape(batch['image'], [None, side, side, channels])}
+    return {
+      **batch,
+      'image': tf.ensure_shape(batch['image'], [None, side, side, channels]),
+      'index': batch['index'][:, 0],
+      'mask': batch['mask'][:, 0],
+    }
 
   def preprocess_examples(examples):
     batch = preprocess_batch({name: tf.constant(x) for name, x in pack(examples).items()})

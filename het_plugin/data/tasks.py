@@ -32,6 +32,7 @@ from het_plugin.data import (
   glyphs,
   image_folder,
   preprocess,
+  seqio_metrics,
   tfds_source,
   vocabularies,
 )
@@ -128,9 +129,11 @@ def _add(
   preprocessors: Sequence[Preprocessor],
   eval_preprocessors: Sequence[Preprocessor],
 ) -> ImageTask:
+  has_labels = source.vocabulary is None
   return seqio.TaskRegistry.add(
     name,
     source=source,
+    metric_fns=(seqio_metrics.precision, seqio_metrics.likelihood) if has_labels else (),
     output_features=output_features(source.vocabulary),
     preprocessors=tuple(preprocessors),
     task_cls=ImageTask,

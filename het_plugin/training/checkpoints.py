@@ -10,10 +10,11 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class RestoreCheckpointConfig:
   """Another run's checkpoint to take the initial parameters from; optimizer and step start afresh.
 
   Attributes:
-    path: a run's directory, or a checkpoint in it; or a published file.
+    path: a run's directory, or a checkpoint in it, of ours or of t5x; or a published file.
     mode: 'latest' takes the newest checkpoint of the run at `path`, 'specific' the checkpoint at
       `path`.
     assignment_map: (pattern, replacement) pairs. A parameter of the model ('head/kernel') that a
@@ -408,8 +409,9 @@ def _read_params(
   """
   try:
     description, saved = _on_all(functools.partial(_describe, path))
-    stored = {name: _like(x, saved[f'params/{name}'].dtype) for name, x in wanted.items()}
-    item = {'params': traverse_util.unflatten_dict(stored, sep='/')}
+    root = _params_root(saved)
+    stored = {name: _like(x, saved[f'{root}/{name}'].dtype) for name, x in wanted.items()}
+    item = {root: traverse_util.unflatten_dict(stored, sep='/')}
     args = ocp.args.PyTreeRestore(
       item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
@@ -418,7 +420,7 @@ def _read_params(
     _verify(_named(read), None if description is None else description.checksums, path)
   except Unreadable as reason:
     raise Unreadable(f'{path} cannot be read: {reason}') from reason
-  read = traverse_util.flatten_dict(read['params'], sep='/')
+  read = traverse_util.flatten_dict(read[root], sep='/')
   return {name: _cast(x, wanted[name].dtype) for name, x in read.items()}
 
 
@@ -523,12 +525,18 @@ def _size(folder: Path) -> int:
 
 def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
-  tree = ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree
+  saved = _named(ocp.StandardCheckpointHandler().metadata(epath.Path(checkpoint) / 'state').tree)
+  prefix = f'{_params_root(saved)}/'
   return {
-    name.removeprefix('params/'): tuple(x.shape)
-    for name, x in _named(tree).items()
-    if name.startswith('params/')
+    name.removeprefix(prefix): tuple(x.shape)
+    for name, x in saved.items()
+    if name.startswith(prefix)
   }
+
+
+def _params_root(saved: Collection[str]) -> str:
+  """What the names of a checkpoint's parameters begin with; t5x's are its optimizer's target."""
+  return 'target' if any(name.startswith('target/') for name in saved) else 'params'
 
 
 def read_params(path: str) -> dict[str, np.ndarray]:
@@ -562,6 +570,46 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
     jax.tree_util.keystr(key, simple=True, separator='/'): np.asarray(x)
     for key, x in jax.tree_util.tree_leaves_with_path(read)
   }
+
+
+_TO_T5X = {'params/': 'target/', 'opt_state/': 'state/param_states/', 'step': 'state/step'}
+
+
+def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
+  """Writes the checkpoint that `find` finds at `path` as t5x's trainer would have saved it.
+
+  It has the optimizer's state and, as gin/t5x/train.gin reads it in one process, the input position:
+  t5x can go on with the run.
+
+  Args:
+    path: a run of ours, or a checkpoint in it.
+    model_dir: of the run under t5x.
+
+  Returns:
+    Where it is, MODEL_DIR/checkpoint_STEP.
+
+  Raises:
+    ValueError: there is no checkpoint, it is t5x's already, or model_dir has one of this step.
+  """
+  folder = find(path)
+  arrays = read_arrays(folder)
+  if _params_root(arrays) != 'params':
+    raise ValueError(f'{folder} is a checkpoint of t5x already')
+  target = epath.Path(model_dir).absolute() / folder.name
+  if target.exists():
+    raise ValueError(f'{target} exists already')
+  renamed = {}
+  for name, x in arrays.items():
+    old = next(prefix for prefix in _TO_T5X if name.startswith(prefix))
+    renamed[_TO_T5X[old] + name.removeprefix(old)] = x
+  tree = traverse_util.unflatten_dict(renamed, sep='/')
+  options = ocp.CheckpointManagerOptions(step_prefix=_PREFIX)
+  with ocp.CheckpointManager(target.parent, options=options) as manager:
+    manager.save(step_of(folder), args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+  if (state := read_dataset_state(folder)) is not None:
+    (target / 'dataset').mkdir()
+    (target / 'dataset' / 'train_ds-000-of-001').write_text(json.dumps(state))
+  return str(target)
 
 
 def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:

@@ -166,14 +166,28 @@ class PjitPartitioner:
         (name, ('replica', 'data') if (name, axis) == ('batch', 'data') else axis)
         for name, axis in rules
       ]
-    self._mesh = Mesh(_mesh_devices(devices, shape), names)
+    self._take(Mesh(_mesh_devices(devices, shape), names), rules)
+
+  @classmethod
+  def on_mesh(cls, mesh: Mesh, logical_axis_rules: LogicalAxisRules) -> 'PjitPartitioner':
+    """The partitioner of a mesh that is there already, with the model axis last.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have.
+    """
+    partitioner = cls.__new__(cls)
+    partitioner._take(mesh, logical_axis_rules)
+    return partitioner
+
+  def _take(self, mesh: Mesh, rules: LogicalAxisRules) -> None:
     for name, axes in rules:
       for axis in axes if isinstance(axes, tuple) else (axes,):
-        if axis is not None and axis not in names:
+        if axis is not None and axis not in mesh.axis_names:
           raise ValueError(
             f'logical_axis_rules maps {name!r} to {axis!r}; valid are '
-            f'{", ".join(map(repr, names))} and None.'
+            f'{", ".join(map(repr, mesh.axis_names))} and None.'
           )
+    self._mesh = mesh
     self._logical_axis_rules = tuple(rules)
 
   @property

@@ -1,0 +1,104 @@
+"""Our actions in t5x's loop."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.core
+import jax
+from clu import metric_writers, values
+from t5x import checkpoints_utils
+from t5x import partitioning as t5x_partitioning
+from t5x import trainer as t5x_trainer
+
+from het_plugin.evaluation.periodic_action import PeriodicAction
+from het_plugin.t5x_host import partitioning
+from het_plugin.training import actions as actions_lib
+from het_plugin.training.train_state import TrainState
+
+
+class HostedAction(t5x_trainer.BaseAction):
+  """One of our actions, given t5x's state and metrics in our form."""
+
+  def __init__(self, action: actions_lib.BaseAction):
+    self.action = action
+
+  def run(self, train_state: Any, metrics_by_task: Mapping[str, Mapping[str, Any]]) -> bool:
+    return self.action.run(our_state(train_state), our_metrics(metrics_by_task))
+
+
+def our_state(train_state: Any) -> TrainState:
+  """Step and parameters of t5x's train state; no action looks at the optimizer's."""
+  return TrainState(
+    step=train_state.step,
+    params=flax.core.unfreeze(train_state.params),
+    opt_state=(),
+    optimizer_def=None,
+    params_axes=flax.core.freeze(train_state.params_axes),
+  )
+
+
+def our_metrics(metrics_by_task: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+  """Numbers in place of clu's values; what is no number is left out."""
+
+  def number(value: Any) -> float | None:
+    value = value.value if isinstance(value, values.Scalar) else value
+    return float(value) if hasattr(value, '__float__') and jax.numpy.ndim(value) == 0 else None
+
+  numbers = {
+    task: {name: number(value) for name, value in metrics.items()}
+    for task, metrics in metrics_by_task.items()
+  }
+  return {
+    task: {name: value for name, value in metrics.items() if value is not None}
+    for task, metrics in numbers.items()
+  }
+
+
+def hosted_actions(
+  actions: Mapping[str, Sequence[actions_lib.BaseAction]] | None,
+  model: Any,
+  partitioner: t5x_partitioning.PjitPartitioner,
+  model_dir: str,
+  random_seed: int = 0,
+) -> dict[str, list[HostedAction]]:
+  """What `train.actions` of t5x takes, of our actions; each is set up.
+
+  Scalars of the actions go to MODEL_DIR/actions, where t5x's are in MODEL_DIR/train.
+
+  Args:
+    actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}; None for none.
+    model: the model in training, or one like it.
+    partitioner: of the run, or one like it.
+    model_dir: the run's directory.
+    random_seed: the run's.
+
+  Raises:
+    ValueError: an unknown mode, what the actions' `setup` raises, or with several processes an
+      action that computes on the mesh: t5x runs actions on process 0.
+  """
+  groups = actions_lib.parse_actions(actions)
+  if not groups:
+    return {}
+  context = actions_lib.ActionContext(
+    model,
+    partitioning.ours(partitioner),
+    metric_writers.create_default_writer(
+      model_dir, just_logging=jax.process_index() > 0, collection='actions'
+    ),
+    model_dir,
+    random_seed,
+    # t5x evaluates after it has saved, so what a checkpoint has seen was evaluated.
+    checkpoints_utils.latest_step(model_dir) or 0,
+  )
+  hosted = {}
+  for mode, group in groups.items():
+    for action in group:
+      if jax.process_count() > 1 and isinstance(action, PeriodicAction):
+        raise ValueError(
+          f'{type(action).__name__} computes on the whole mesh, and with {jax.process_count()} '
+          'processes t5x runs actions on the first only: leave it out, and evaluate the '
+          'checkpoints afterwards (python -m het_plugin.fewshot).'
+        )
+      action.setup(context)
+    hosted[mode.name] = [HostedAction(action) for action in group]
+  return hosted

@@ -1,0 +1,142 @@
+"""Our data sets behind t5x's hooks for them: the order, the rows and the position are those of our
+trainer.
+
+t5x's own roads lead to the same tasks through seqio; there is no position in them, so a run that is
+resumed begins with the first example again.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import clu.data.dataset_iterator
+import jax
+import numpy as np
+from etils import epath
+
+from het_plugin import data
+
+
+class TrainIterator(clu.data.dataset_iterator.DatasetIterator):
+  """Batches for t5x's loop. Its checkpoints hold the position of the next example."""
+
+  def __init__(self, batches: data.BatchIterator, rows: int):
+    self._batches = batches
+    self._rows = rows
+
+  @property
+  def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Of the rows of this process."""
+    return local_spec(self._batches, self._rows)
+
+  def __next__(self) -> Mapping[str, np.ndarray]:
+    return next(self._batches)
+
+  def reset(self) -> None:
+    self._batches.set_state({'position': 0})
+
+  def save(self, filename: epath.PathLike) -> None:
+    epath.Path(filename).write_text(json.dumps(self._batches.get_state()))
+
+  def restore(self, filename: epath.PathLike) -> None:
+    path = epath.Path(filename)
+    # t5x has looked at the first batch when it saves this one.
+    is_first = 'checkpoint_0' in path.parts
+    self._batches.set_state({'position': 0} if is_first else json.loads(path.read_text()))
+
+  def load(self, filename: epath.PathLike) -> None:
+    self.restore(filename)
+
+
+class EvalBatches:
+  """The same first batches of a data set each time they are iterated over."""
+
+  def __init__(self, batches: data.BatchIterator, rows: int, max_batches: int):
+    self._batches = batches
+    self._rows = rows
+    self._max_batches = max_batches
+
+  @property
+  def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    return local_spec(self._batches, self._rows)
+
+  def __iter__(self) -> Iterator[Mapping[str, np.ndarray]]:
+    self._batches.set_state({'position': 0})
+    for _, batch in zip(range(self._max_batches), self._batches, strict=False):
+      yield batch
+
+
+def local_spec(batches: data.BatchIterator, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    for name, x in batches.element_spec.items()
+  }
+
+
+def get_dataset(
+  cfg: data.DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  feature_converter_cls: Callable[..., Any],
+  num_epochs: int | None = None,
+  continue_from_last_checkpoint: bool = False,
+  *,
+  model: Any,
+) -> TrainIterator:
+  """`train.get_dataset_fn` of t5x for our DatasetConfig.
+
+  Args:
+    cfg: what to read.
+    shard_id, num_shards: t5x's piece of the global batch for this process.
+    feature_converter_cls, num_epochs, continue_from_last_checkpoint: t5x's, not needed: batches are
+      the model's already, and cfg has its epochs.
+    model: checked against the task.
+
+  Raises:
+    ValueError: a setting of cfg is wrong or does not fit the task, or the model does not.
+  """
+  del feature_converter_cls, num_epochs, continue_from_last_checkpoint
+  return TrainIterator(*_open(cfg, shard_id, num_shards, model))
+
+
+def get_eval_datasets(
+  cfg: data.DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  eval_steps: int,
+  feature_converter_cls: Callable[..., Any],
+  *,
+  model: Any,
+) -> dict[str, EvalBatches]:
+  """`train.train_eval_get_dataset_fn` of t5x for our DatasetConfig; as `get_dataset`.
+
+  The last batch of a data set that eval_steps exceed is padded with rows that do not count.
+  """
+  del feature_converter_cls
+  batches, rows = _open(cfg, shard_id, num_shards, model)
+  return {cfg.mixture_or_task_name: EvalBatches(batches, rows, eval_steps)}
+
+
+def _open(
+  cfg: data.DatasetConfig, shard_id: int, num_shards: int, model: Any
+) -> tuple[data.BatchIterator, int]:
+  if cfg.batch_size % num_shards:
+    raise ValueError(
+      f'batch_size={cfg.batch_size} must be a multiple of {num_shards}, the shards of the data.'
+    )
+  vocabulary = () if cfg.vocabulary is None else (cfg.vocabulary,)
+  model.validate(data.task_info(cfg.mixture_or_task_name, *vocabulary))
+  rows = cfg.batch_size // num_shards
+  batches = data.get_dataset(cfg, np.arange(rows) + shard_id * rows)
+  return batches, rows
+
+
+def task_name(name: str) -> str:
+  """The name under which seqio knows the task of any of our names, such as 'image_folder:/data/birds'.
+
+  Raises:
+    ValueError: as `data.tasks.get_task`.
+  """
+  from het_plugin.data import tasks
+
+  return tasks.get_task(name).name

@@ -1,0 +1,215 @@
+"""Heads of this project in t5x's minimal T5: the tokens of the vocabulary are the K classes.
+
+B sequences, T target tokens each, D the width of the decoder, K the size of the vocabulary (Kp with
+the head's padding).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import seqio
+from clu import metrics as clu_metrics
+from flax import linen as nn
+from t5x import adafactor, decoding, losses, models
+from t5x.examples.t5 import network
+
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
+
+PROJECTION = 'logits_dense'  # the layer of the network that the head replaces
+# Noise dimensions are as wide as the decoder, factors few.
+FACTOR_RULES = {'noise': adafactor.FactorDim.COLUMN, 'factors': adafactor.FactorDim.ROW}
+
+Batch = Mapping[str, jax.Array]
+PyTree = Any
+
+
+class Transformer(network.Transformer):
+  """t5x's minimal T5 with a classifier head in the place of `logits_dense`.
+
+  The head's parameters lie where those of that layer do, `decoder/logits_dense`, and its kernel [D,
+  Kp] is called `kernel` as there: a checkpoint of T5 starts the network, W included.
+
+  Attributes:
+    config: t5x's T5Config.
+    head: `Det`, `Het`, `HetH` or `HetXL` with num_classes = config.vocab_size.
+    integrator: makes the predictive distribution of evaluation, scoring and decoding.
+    eval_seed: seed of the noise outside training. All tokens share their draws: a token's
+      distribution is a function of the parameters and of the tokens before it, in a beam search as
+      in scoring.
+  """
+
+  head: nn.Module
+  integrator: Integrator | Analytic
+  eval_seed: int = 0
+
+  def setup(self):
+    if self.config.logits_via_embedding:
+      raise ValueError(
+        'T5Config.logits_via_embedding=True has no layer of its own that a head could replace: '
+        'bind False'
+      )
+    if self.head.num_classes != self.config.vocab_size:
+      raise ValueError(
+        f'{type(self.head).__name__}.num_classes={self.head.num_classes} must be '
+        f'T5Config.vocab_size, {self.config.vocab_size}'
+      )
+    if self.head.link != 'softmax':
+      raise ValueError(
+        f"{type(self.head).__name__}.link={self.head.link!r} must be 'softmax': a token is one of "
+        'the vocabulary'
+      )
+    super().setup()
+
+  def decode(self, *args, **kwargs) -> jax.Array:
+    """As t5x's, with log p(token) float32 [B, T, Kp] for logits: their softmax is the predictive
+    distribution itself. Padded tokens have about -1e30.
+    """
+    key = shared_key(jax.random.key(self.eval_seed))
+    with nn.intercept_methods(
+      self._head_then(lambda logits: self.integrator.log_prob(logits, key))
+    ):
+      return super().decode(*args, **kwargs)
+
+  def gaussian_logits(
+    self,
+    encoder_input_tokens: jax.Array,
+    decoder_input_tokens: jax.Array,
+    decoder_target_tokens: jax.Array,
+    encoder_segment_ids: jax.Array | None = None,
+    decoder_segment_ids: jax.Array | None = None,
+    decoder_positions: jax.Array | None = None,
+    enable_dropout: bool = True,
+  ) -> GaussianLogits:
+    """The head's logits of the B * T target tokens, in order; arguments as t5x's `__call__`."""
+    encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout)
+    found = []
+    with nn.intercept_methods(self._head_then(found.append)):
+      super().decode(
+        encoded,
+        encoder_input_tokens,
+        decoder_input_tokens,
+        decoder_target_tokens,
+        encoder_segment_ids,
+        decoder_segment_ids,
+        decoder_positions,
+        enable_dropout,
+      )
+    (logits,) = found
+    return logits
+
+  def _head_then(self, use: Callable[[GaussianLogits], jax.Array | None]) -> Callable[..., Any]:
+    """The interceptor that calls the head in the place of the projection, and `use` on what it
+    returns.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+      module = context.module
+      if module.name != PROJECTION or context.method_name != '__call__':
+        return next_fun(*args, **kwargs)
+      (y,) = args  # [B, T, D]
+      head = self.head.copy(parent=module.scope)
+      used = use(head(y.reshape(-1, y.shape[-1])))
+      return y if used is None else used.reshape(*y.shape[:-1], -1)
+
+    return intercept
+
+
+class EncoderDecoderModel(models.EncoderDecoderModel):
+  """t5x's EncoderDecoderModel, trained on the likelihood of a head's predictive distribution.
+
+  Evaluation, scoring and decoding are t5x's: the network gives them log-probabilities for logits.
+  There is neither label smoothing nor a z-loss, which are of one softmax, not of a mean of many.
+  """
+
+  def __init__(
+    self,
+    module: Transformer,
+    input_vocabulary: seqio.Vocabulary,
+    output_vocabulary: seqio.Vocabulary,
+    optimizer_def: Any,
+    train_integrator: Integrator,
+    decode_fn: models.DecodeFnCallable = decoding.beam_search,
+    feature_converter_cls: Callable[..., seqio.FeatureConverter] | None = None,
+    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    default_decoder_params: models.DecoderParams | None = None,
+  ):
+    """Composes the model; arguments as in t5x, and `train_integrator`, of the training loss.
+
+    t5x sums the gradients of microbatches: with several, `loss_normalizing_factor` must be a
+    number, or None for the sum over the tokens.
+    """
+    super().__init__(
+      module=module,
+      input_vocabulary=input_vocabulary,
+      output_vocabulary=output_vocabulary,
+      optimizer_def=optimizer_def,
+      decode_fn=decode_fn,
+      feature_converter_cls=feature_converter_cls,
+      loss_normalizing_factor=loss_normalizing_factor,
+      default_decoder_params=default_decoder_params,
+    )
+    self.train_integrator = train_integrator
+
+  def loss_fn(
+    self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
+  ) -> tuple[jax.Array, models.MetricsMap]:
+    """Weighted sum of -log p over the target tokens, divided by the normalizing factor; metrics.
+
+    In training every token has noise of its own, and accuracy is that of the noise-free logits;
+    without `dropout_rng` both are of the predictive distribution.
+    """
+    if dropout_rng is None:
+      return super().loss_fn(params, batch, None)
+    dropout_rng, noise_rng = jax.random.split(dropout_rng)
+    targets = batch['decoder_target_tokens']  # [B, T]
+    logits = self.module.apply(
+      {'params': params},
+      batch['encoder_input_tokens'],
+      batch['decoder_input_tokens'],
+      targets,
+      encoder_segment_ids=batch.get('encoder_segment_ids'),
+      decoder_segment_ids=batch.get('decoder_segment_ids'),
+      decoder_positions=batch.get('decoder_positions'),
+      rngs={'dropout': dropout_rng},
+      method='gaussian_logits',
+    )
+    keys = example_keys(noise_rng, jnp.arange(targets.size))
+    nll = self.train_integrator.nll(logits, targets.reshape(-1, 1), keys).reshape(targets.shape)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(
+      self._loss_normalizing_factor, batch
+    )
+    loss = (nll if weights is None else nll * weights).sum()
+    loss = loss if factor is None else loss / factor
+    metrics = self._compute_metrics(
+      logits=logits.location[:, : logits.num_classes].reshape(*targets.shape, -1),
+      targets=targets,
+      mask=weights,
+      loss=loss,
+      segment_ids=_segment_ids(batch),
+    )
+    metrics['tau'] = clu_metrics.LastValue.from_model_output(logits.temperature[None])
+    return loss, metrics
+
+
+def _segment_ids(batch: Batch) -> dict[str, jax.Array]:
+  """What t5x's metrics take the share of padding from."""
+  suffix = '_segment_ids'
+  packed = {name.removesuffix(suffix): x for name, x in batch.items() if name.endswith(suffix)}
+  features = ('encoder_input_tokens', 'decoder_target_tokens')
+  return packed or {name: batch[name] != 0 for name in features}
+
+
+def logical_factor_rules() -> dict[str, adafactor.FactorDim]:
+  """t5x's standard rules, by which Adafactor factors second moments, and those of the heads' own
+  axes.
+  """
+  return dict(adafactor.standard_logical_factor_rules()) | FACTOR_RULES
+
+
+def multiply_by_parameter_scale() -> adafactor.HParamMap:
+  """Adafactor's steps in units of a parameter's size, but for what starts at zero: biases, and the
+  temperature's t. Steps of a thousandth of the learning rate would leave those where they are.
+  """
+  return adafactor.HParamMap(((r'.*(bias|/t)$', False), (r'.*', True)))

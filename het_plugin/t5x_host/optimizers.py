@@ -1,0 +1,12 @@
+"""Our optimizer as t5x wants it."""
+
+import functools
+
+from t5x import optimizers as t5x_optimizers
+
+from het_plugin.training import optimizers
+
+
+@functools.wraps(optimizers.adamw)
+def adamw(*args, **kwargs) -> t5x_optimizers.OptaxWrapper:
+  return t5x_optimizers.OptaxWrapper(optimizers.adamw(*args, **kwargs).optax_optimizer)

@@ -1,0 +1,57 @@
+"""t5x's partitioner, and ours on its mesh."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from t5x import partitioning as t5x_partitioning
+
+from het_plugin.training import partitioning
+
+
+class PjitPartitioner(t5x_partitioning.PjitPartitioner):
+  """t5x's, which on CPUs heeds num_partitions as on accelerators.
+
+  There t5x's own puts all devices of a process on the model axis.
+  """
+
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: Sequence[int] | None = None,
+    **kwargs: Any,
+  ):
+    """As t5x's; neither of the two is a model axis of 1.
+
+    Raises:
+      ValueError: on CPUs, num_partitions does not divide the devices of a process.
+    """
+    if num_partitions is None and model_parallel_submesh is None:
+      num_partitions = 1
+    devices = jax.local_device_count()
+    self._is_cpu = model_parallel_submesh is None and jax.devices()[0].platform == 'cpu'
+    if self._is_cpu and (num_partitions < 1 or devices % num_partitions):
+      raise ValueError(
+        f'PjitPartitioner.num_partitions={num_partitions} must be at least 1 and divide the number '
+        f'of devices of a process, {devices} (XLA_FLAGS=--xla_force_host_platform_device_count=8 '
+        'makes 8 of a CPU).'
+      )
+    super().__init__(num_partitions, model_parallel_submesh, **kwargs)
+
+  @functools.cached_property
+  def mesh(self) -> jax.sharding.Mesh:
+    if self._is_cpu:
+      return t5x_partitioning.get_mesh((1, self._num_partitions))
+    return super().mesh
+
+
+def ours(partitioner: t5x_partitioning.PjitPartitioner) -> partitioning.PjitPartitioner:
+  """Our partitioner on the mesh and by the axis rules of t5x's.
+
+  The names that only our heads use are replicated: t5x lets unknown names be.
+  """
+  known = {name for name, _ in partitioner.logical_axis_rules}
+  own = [(name, axis) for name, axis in partitioning.standard_logical_axis_rules()]
+  rules = [*partitioner.logical_axis_rules, *(rule for rule in own if rule[0] not in known)]
+  return partitioning.PjitPartitioner.on_mesh(partitioner.mesh, rules)
