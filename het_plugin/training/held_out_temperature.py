@@ -59,9 +59,7 @@ def temperature_optimizer(
   def labels(params: PyTree) -> PyTree:
     path = _temperature_path(params)
     flat = traverse_util.flatten_dict(params)
-    return traverse_util.unflatten_dict(
-      {p: 'temperature' if p == path else 'others' for p in flat}
-    )
+    return traverse_util.unflatten_dict({p: 'temperature' if p == path else 'others' for p in flat})
 
   parts = {'others': optimizer_def.optax_optimizer, 'temperature': optax.adam(learning_rate)}
   return optimizers.OptaxWrapper(optax.partition(parts, labels), optimizer_def.learning_rate_fn)
@@ -157,9 +155,15 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
       estimator: 'luketina' or 'simple', of the derivative with respect to t; see the module.
 
     Raises:
-      ValueError: held_out_every is below 2, another estimator, microbatches.
+      ValueError: held_out_every is below 2, another estimator, microbatches, a model that
+        `needs_whole_batch`.
     """
     super().__init__(*args, **kwargs)
+    if getattr(self._model, 'needs_whole_batch', False):
+      raise ValueError(
+        f'HeldOutTemperatureTrainer cannot hold out rows of a batch for {type(self._model).__name__}: '
+        'its loss compares every example with the whole batch.'
+      )
     if held_out_every < 2:
       raise ValueError(
         f'HeldOutTemperatureTrainer.held_out_every={held_out_every} must be at least 2: of so many '
