@@ -50,6 +50,7 @@ def register_trainer() -> None:
   from het_plugin.training import (
     actions,
     checkpoints,
+    held_out_temperature,
     loss_spikes,
     nonfinite,
     optimizers,
@@ -60,10 +61,16 @@ def register_trainer() -> None:
 
   _register(
     {
-      'het_plugin.data': (data.total_steps,),
+      'het_plugin.data': (
+        data.total_steps,
+        data.HeldOutDatasetConfig,
+        data.get_dataset_with_held_out,
+      ),
       'het_plugin.training': (
         train.train,
         trainer.Trainer,
+        held_out_temperature.HeldOutTemperatureTrainer,
+        held_out_temperature.temperature_optimizer,
         partitioning.PjitPartitioner,
         partitioning.standard_logical_axis_rules,
         optimizers.adamw,

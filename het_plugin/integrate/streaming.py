@@ -84,8 +84,8 @@ def _second_order(primals, tangents):
 
 @jax.custom_jvp
 def reverse_once(gradient):
-  """The identity on a gradient; differentiating it in forward mode streams too, in reverse mode it is
-  an error.
+  """The identity on a gradient; once more it can be differentiated in forward mode, which streams
+  too; in reverse mode that is an error.
   """
   return gradient
 

@@ -1,5 +1,5 @@
-"""Training whose temperature follows a held-out loss: Luketina et al. (2016) and the simple gradient
-of Collier et al. 2023, appendix G.2.
+"""Training whose temperature follows a held-out loss: by Luketina et al. (2016), or by the simple
+gradient of Collier et al. 2023, appendix G.2.
 
 With theta all parameters but t, tau = tau(t), L the training loss of the training rows and V that
 of the held-out rows, and s the learning rate of the step:
@@ -17,7 +17,6 @@ weight decay. theta itself moves by L_theta and its own optimizer, t by the deri
 from collections.abc import Callable
 from typing import Any
 
-import clu.metrics
 import jax
 import jax.numpy as jnp
 import optax
