@@ -3,9 +3,9 @@
     python -m het_plugin.tune --method=all --output_dir=runs/temperature
 
 trains what each method asks for, with every seed, and lays the methods out as table 13 does. A
-training that is complete is not repeated: run the same command again to go on, or with other methods
-to add lines. In the output directory: results.json (one row a method), results.txt, tau_nll.png,
-curves.png, index.html, and a folder a seed with a run directory a training.
+training that is complete is not repeated: run the same command again to go on, or with more
+methods to add their rows. In the output directory: results.json (one row a method), results.txt,
+tau_nll.png, curves.png, index.html, and a folder a seed with a run directory a training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def report(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
   figures = [
     reporting.Figure(
       tau_nll,
-      'Test NLL by tau, of all replications: searches show each trial, the others where they ended.',
+      'Test NLL by tau, of all replications: every trial of a search, the end of the others.',
       'Test NLL of every training against its temperature.',
     )
   ]

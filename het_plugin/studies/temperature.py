@@ -240,7 +240,7 @@ class Study:
     return dataclasses.replace(trained, tau=tau)
 
   def _online(self, row: str, estimator: str, held_out_every: int | None) -> Trained:
-    """A training whose tau follows held-out rows: a share of the batch, or of the validation set."""
+    """A training whose tau follows held-out rows, a share of the batch or of the validation set."""
     bindings = [
       'train.trainer_cls = @HeldOutTemperatureTrainer',
       f'HeldOutTemperatureTrainer.estimator = {estimator!r}',
@@ -249,8 +249,9 @@ class Study:
     ]
     if held_out_every is None:
       self.base.parse(self.folder)
+      held_out_every = _configured(data.HeldOutDatasetConfig).held_out_every
       bindings += [
-        f'HeldOutTemperatureTrainer.held_out_every = {_configured(data.HeldOutDatasetConfig).held_out_every}',
+        f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
         'train/DatasetConfig.split = %TRAIN_SPLIT',
         'train.train_dataset_cfg = @HeldOutDatasetConfig()',
         'train.get_dataset_fn = @get_dataset_with_held_out',
@@ -342,7 +343,7 @@ def table_row(row: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def with_p_values(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Adds p of Welch's test that a row's test NLL is that of simple training, where both are there."""
+  """Adds p of Welch's test that a row's test NLL is that of simple training, if that is there."""
   nlls = {row['row']: [outcome['nll'] for outcome in row['replications']] for row in rows}
   if BASELINE not in nlls:
     return list(rows)

@@ -49,7 +49,7 @@ def temperature_optimizer(
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
-      'temperature_optimizer.learning_rate=None needs an optimizer whose learning_rate_fn is known: '
+      'temperature_optimizer.learning_rate=None needs an optimizer_def with a learning_rate_fn: '
       'give a number.'
     )
   if not callable(learning_rate) and learning_rate < 0:
@@ -160,8 +160,8 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
     super().__init__(*args, **kwargs)
     if getattr(self._model, 'needs_whole_batch', False):
       raise ValueError(
-        f'HeldOutTemperatureTrainer cannot hold out rows of a batch for {type(self._model).__name__}: '
-        'its loss compares every example with the whole batch.'
+        f'HeldOutTemperatureTrainer cannot hold out rows of {type(self._model).__name__}: its '
+        'loss compares every example with the whole batch.'
       )
     if held_out_every < 2:
       raise ValueError(
@@ -211,8 +211,8 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
       step_size = trainer.learning_rate(train_state)
       if step_size is None:
         raise ValueError(
-          "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer whose learning_rate_fn "
-          'is known, such as adamw.'
+          "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer with a "
+          'learning_rate_fn, such as adamw.'
         )
       grads, t_grad, metrics, held_out = hypergradient(*losses, flat, t, step_size)
     grads = traverse_util.unflatten_dict({**grads, path: t_grad})

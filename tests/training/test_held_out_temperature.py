@@ -158,7 +158,7 @@ def test_meshes_agree(estimator):
 
 
 def test_only_the_temperature_sees_the_held_out_rows():
-  """After one step theta is the same whatever they are, and the first Adam step of t is its rate."""
+  """One step takes theta to the same place by both estimators, and t by its rate."""
   luketina, simple = trained(1, 'luketina', 1)[0], trained(1, 'simple', 1)[0]
   assert abs(t_of(luketina)) == pytest.approx(0.01, rel=1e-3)
   a, b = dict(luketina.params), dict(simple.params)
