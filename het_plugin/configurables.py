@@ -50,6 +50,7 @@ def register_trainer() -> None:
   # Imported here: clu's writers bring TensorFlow, which a host of a head need not pay for.
   from het_plugin.training import (
     checkpoints,
+    held_out_temperature,
     loss_spikes,
     nonfinite,
     optimizers,
@@ -60,9 +61,12 @@ def register_trainer() -> None:
 
   _register(
     {
+      'het_plugin.data': (data.HeldOutDatasetConfig, data.get_dataset_with_held_out),
       'het_plugin.training': (
         train.train,
         trainer.Trainer,
+        held_out_temperature.HeldOutTemperatureTrainer,
+        held_out_temperature.temperature_optimizer,
         partitioning.PjitPartitioner,
         partitioning.standard_logical_axis_rules,
         optimizers.adamw,

@@ -6,6 +6,7 @@ Importing this package imports no TensorFlow; the tasks do, when the first one i
 import importlib
 
 from het_plugin.data.duration import total_steps
+from het_plugin.data.held_out import HeldOutDatasetConfig, get_dataset_with_held_out
 from het_plugin.data.pipeline import (
   BatchIterator,
   DatasetConfig,
@@ -28,6 +29,7 @@ _LAZY = {
 __all__ = [
   'BatchIterator',
   'DatasetConfig',
+  'HeldOutDatasetConfig',
   'ImageFeatureConverter',
   'ImageTextFeatureConverter',
   'ImageTextInfo',
@@ -35,6 +37,7 @@ __all__ = [
   'classification_info',
   'element_spec',
   'get_dataset',
+  'get_dataset_with_held_out',
   'get_vocabulary',
   'one_pass',
   'task_info',

@@ -26,7 +26,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.streaming import PADDED, Plan, first_order
+from het_plugin.integrate.streaming import PADDED, Plan, reverse_once
 
 
 def draw(plan: Plan, keys: jax.Array, rows: jax.Array, chunk: jax.Array):
@@ -59,7 +59,7 @@ def _logits(rows: jax.Array, shift: jax.Array, z: jax.Array | None) -> jax.Array
 def with_shift(plan: Plan, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
   mu = gradient.sum(axis=-2) if plan.sampler is None else gradient[..., -1, :]
-  return first_order((gradient, mu.sum(axis=-2)))
+  return reverse_once((gradient, mu.sum(axis=-2)))
 
 
 def pull(z: jax.Array | None, weights: jax.Array) -> jax.Array:

@@ -32,7 +32,8 @@ class Integrator:
 
   Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic
   logits (no covariance) take the closed form whatever `num_samples` says. Differentiable once, in
-  reverse mode; a second time is an error.
+  reverse mode, and without fused kernels once more in forward mode over it (`jax.jvp` of
+  `jax.grad`), which streams as well; other second derivatives are an error.
 
   Attributes:
     num_samples: S >= 1.

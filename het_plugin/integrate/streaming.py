@@ -30,6 +30,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.custom_derivatives import linear_call
 
 from het_plugin.integrate import samplers
 from het_plugin.integrate.gaussian import Hashed, Linear, LowRank, Opaque, apply_projection
@@ -78,9 +79,27 @@ def first_order(gradient):
 @first_order.defjvp
 def _second_order(primals, tangents):
   del primals, tangents
+  _refuse()
+
+
+@jax.custom_jvp
+def reverse_once(gradient):
+  """The identity on a gradient; once more it can be differentiated in forward mode, which streams
+  too; in reverse mode that is an error.
+  """
+  return gradient
+
+
+@reverse_once.defjvp
+def _forward_over_reverse(primals, tangents):
+  return *primals, linear_call(lambda _, t: t, _refuse, (), tangents[0])
+
+
+def _refuse(*_):
   raise NotImplementedError(
-    'Integrator has first derivatives only: its gradient is streamed over samples, and what a '
-    'second derivative needs of them is not kept'
+    'Integrator has first derivatives only, but for forward mode over reverse mode without fused '
+    'kernels: its gradient is streamed over samples, and what another second derivative needs of '
+    'them is not kept'
   )
 
 
@@ -124,7 +143,7 @@ def _accumulate_gradient(plan, tiles, const, cotangent, per_chunk):
     return jax.tree.map(jnp.add, total, gradient), None
 
   zeros = jax.tree.map(jnp.zeros_like, tiles)
-  return first_order(jax.lax.scan(body, zeros, (jnp.arange(plan.num_chunks), per_chunk))[0])
+  return reverse_once(jax.lax.scan(body, zeros, (jnp.arange(plan.num_chunks), per_chunk))[0])
 
 
 def _chunked(x: jax.Array, plan: Plan) -> jax.Array:

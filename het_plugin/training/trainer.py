@@ -136,14 +136,31 @@ def train_step(
   grads, metrics = accumulate_grads_microbatched(
     model, train_state.params, batch, dropout_rng, num_microbatches
   )
+  return apply_grads(train_state, grads, metrics, norm_groups, halted)
+
+
+def learning_rate(train_state: TrainState) -> jax.Array | None:
+  """Of the next update, float32 []; None where the optimizer does not say."""
+  if (schedule := train_state.optimizer_def.learning_rate_fn) is None:
+    return None
+  # Not train_state.step, which the steps without an update count too.
+  count = optimizers.num_updates(train_state.opt_state, default=train_state.step)
+  return jnp.asarray(schedule(count), jnp.float32)
+
+
+def apply_grads(
+  train_state: TrainState,
+  grads: PyTree,
+  metrics: Metrics,
+  norm_groups: Sequence[str] = update_report.GROUPS,
+  halted: jax.Array | bool = False,
+) -> tuple[TrainState, Metrics]:
+  """The update of `train_step` from float32 gradients, and the metrics with what it adds."""
   updates, opt_state = train_state.optimizer_def.optax_optimizer.update(
     grads, train_state.opt_state, train_state.params
   )
-  if (learning_rate_fn := train_state.optimizer_def.learning_rate_fn) is not None:
-    # Not train_state.step, which the steps without an update count too.
-    count = optimizers.num_updates(train_state.opt_state, default=train_state.step)
-    learning_rate = jnp.asarray(learning_rate_fn(count), jnp.float32)
-    metrics['learning_rate'] = clu.metrics.LastValue.from_model_output(learning_rate[None])
+  if (rate := learning_rate(train_state)) is not None:
+    metrics['learning_rate'] = clu.metrics.LastValue.from_model_output(rate[None])
 
   norms = update_report.norms('gradient_norm', grads, norm_groups)
   norms |= update_report.norms('update_norm', updates, norm_groups)
@@ -221,6 +238,7 @@ class Trainer:
       except re.error as error:
         raise ValueError(f'norm_groups has {pattern!r}, no regular expression: {error}.') from error
     self.num_microbatches = num_microbatches
+    self._model = model
     self._partitioner = partitioner
     self._halted: jax.Array | np.bool_ = np.False_
 
@@ -228,9 +246,8 @@ class Trainer:
       train_state: TrainState, batch: Batch, halted: jax.Array
     ) -> tuple[TrainState, Metrics, jax.Array]:
       step_rng = jax.random.fold_in(rng, train_state.step)
-      train_state, metrics = train_step(
-        model, train_state, batch, step_rng, num_microbatches, norm_groups, halted
-      )
+      grads, metrics = self.compute_grads(train_state, batch, step_rng)
+      train_state, metrics = apply_grads(train_state, grads, metrics, norm_groups, halted)
       if halt_at_nonfinite:
         halted |= ~metrics['update'].finite
       return train_state, metrics, halted
@@ -250,6 +267,20 @@ class Trainer:
       eval_step,
       in_axis_resources=(train_state_axes.params, batch_axes),
       out_axis_resources=None,
+    )
+
+  def compute_grads(
+    self, train_state: TrainState, batch: Batch, step_rng: jax.Array
+  ) -> tuple[PyTree, Metrics]:
+    """Float32 gradients shaped as the parameters, and metrics with 'loss'; traced once.
+
+    Args:
+      train_state: of before the step.
+      batch: arrays [B, ...] split over the data axis.
+      step_rng: the key of this step.
+    """
+    return accumulate_grads_microbatched(
+      self._model, train_state.params, batch, step_rng, self.num_microbatches
     )
 
   def check_batch_size(self, batch_size: int) -> None:

@@ -20,6 +20,7 @@ PYPI_NAMES = {
   'gin': 'gin_config',
   'orbax': 'orbax_checkpoint',
   'sklearn': 'scikit_learn',
+  'vizier': 'google_vizier',
   'yaml': 'pyyaml',
 }
 
@@ -174,7 +175,7 @@ def test_third_party_packages_are_declared():
   """Whatever is imported is a dependency of the wheel or of an extra, by its own name."""
   project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
   extras = project['optional-dependencies']
-  requirements = [*project['dependencies'], *extras['test'], *extras['launch']]
+  requirements = [*project['dependencies'], *extras['test'], *extras['launch'], *extras['tune']]
   declared = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in requirements}
   used = {label for target in PYTHON for label in target.get('deps', ()) if label[0] == '@'}
   missing = {label.removeprefix('@pypi//') for label in used} - declared

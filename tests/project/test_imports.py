@@ -43,6 +43,7 @@ GIN_USERS = {
   'zeroshot.py',
   'planning/step.py',
   'studies/runs.py',
+  'studies/temperature.py',
 }
 
 

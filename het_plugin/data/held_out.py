@@ -1,0 +1,135 @@
+"""Training batches with held-out examples among their rows.
+
+Of every n rows of a batch the last is held out: row r with r mod n = n - 1. Each device so has the
+same share of both, whatever the mesh, and one integer is still the state of the input.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from het_plugin.data import pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutDatasetConfig:
+  """Two data sets as one.
+
+  train: the examples that the parameters are trained on.
+  held_out: the others, endless too (augment = True on a slice), with a batch_size that divides that
+    of `train`.
+  """
+
+  train: pipeline.DatasetConfig
+  held_out: pipeline.DatasetConfig
+
+  def __post_init__(self):
+    if self.train.batch_size % self.held_out.batch_size:
+      raise ValueError(
+        f'HeldOutDatasetConfig.held_out has batch_size {self.held_out.batch_size}; it must divide '
+        f'that of train, {self.train.batch_size}.'
+      )
+
+  @property
+  def batch_size(self) -> int:
+    """Rows of the global batch, of both."""
+    return self.train.batch_size + self.held_out.batch_size
+
+  @property
+  def held_out_every(self) -> int:
+    """n: of so many rows one is held out."""
+    return self.batch_size // self.held_out.batch_size
+
+  @property
+  def mixture_or_task_name(self):
+    return self.train.mixture_or_task_name
+
+  @property
+  def vocabulary(self) -> str | None:
+    return self.train.vocabulary
+
+
+class HeldOutIterator:
+  """Batches of both, as `pipeline.BatchIterator` gives them.
+
+  Rows of the two data sets may have the same `index`, which is that of each among its own.
+  """
+
+  def __init__(self, cfg: HeldOutDatasetConfig, rows: np.ndarray):
+    """Reads nothing yet.
+
+    Args:
+      cfg: what to read.
+      rows: the row numbers of the global batch to read, int64 [B].
+
+    Raises:
+      ValueError: the data sets do not fit the task, or one ends.
+    """
+    n = cfg.held_out_every
+    group, place = np.divmod(rows, n)
+    self._is_held_out = place == n - 1  # [B]
+    train_rows = (group * (n - 1) + place)[~self._is_held_out]
+    self._train = pipeline.get_dataset(cfg.train, train_rows)
+    self._held_out = pipeline.get_dataset(cfg.held_out, group[self._is_held_out])
+    for name, iterator in (('train', self._train), ('held_out', self._held_out)):
+      if iterator.num_examples is not None:
+        raise ValueError(
+          f'HeldOutDatasetConfig.{name} ends after {iterator.num_examples} examples; it must be '
+          'endless: set its augment to True and its num_epochs to None.'
+        )
+    self._sizes = cfg.train.batch_size, cfg.held_out.batch_size
+    self.num_examples = self.num_batches = None
+    self.element_spec = {
+      name: jax.ShapeDtypeStruct((cfg.batch_size, *spec.shape[1:]), spec.dtype)
+      for name, spec in self._train.element_spec.items()
+    }
+
+  @property
+  def corrupt_records(self) -> tuple[str, ...]:
+    return self._train.corrupt_records + self._held_out.corrupt_records
+
+  def __iter__(self) -> 'HeldOutIterator':
+    return self
+
+  def __next__(self) -> pipeline.Batch:
+    train, held_out = next(self._train), next(self._held_out)
+    batch = {}
+    for name, rows in train.items():
+      batch[name] = np.empty((len(self._is_held_out), *rows.shape[1:]), rows.dtype)
+      batch[name][~self._is_held_out] = rows
+      batch[name][self._is_held_out] = held_out[name]
+    return batch
+
+  def get_state(self) -> dict[str, int]:
+    """The number of rows before the next batch, of both data sets."""
+    return {
+      'position': self._train.get_state()['position'] + self._held_out.get_state()['position']
+    }
+
+  def set_state(self, state: Mapping[str, int]) -> None:
+    """Continues at a state of get_state."""
+    if set(state) != {'position'} or state['position'] % sum(self._sizes):
+      raise ValueError(
+        f"state is {dict(state)}; it must be {{'position': p}} with p a multiple of the batch, "
+        f'{sum(self._sizes)}.'
+      )
+    batches = state['position'] // sum(self._sizes)
+    for iterator, size in zip((self._train, self._held_out), self._sizes, strict=True):
+      iterator.set_state({'position': batches * size})
+
+  def close(self) -> None:
+    """Stops the background threads."""
+    self._train.close()
+    self._held_out.close()
+
+
+def get_dataset_with_held_out(
+  cfg: pipeline.DatasetConfig | HeldOutDatasetConfig, rows: Sequence[int] | None = None
+) -> pipeline.BatchIterator | HeldOutIterator:
+  """`pipeline.get_dataset`, of a HeldOutDatasetConfig too; for `train.get_dataset_fn`."""
+  if isinstance(cfg, pipeline.DatasetConfig):
+    return pipeline.get_dataset(cfg, rows)
+  rows = np.arange(cfg.batch_size) if rows is None else np.asarray(rows, np.int64)
+  return HeldOutIterator(cfg, rows)

@@ -1,0 +1,102 @@
+"""Temperatures to try next, by Vizier's default algorithm: a Gaussian process and UCB with pure
+exploration in a batch (Song et al. 2022, https://arxiv.org/abs/2207.13676; Golovin et al. 2017).
+
+A program of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. It keeps
+nothing: all trials so far come in, so a study that was interrupted goes on from its own record.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_METRIC, _PARAMETER = 'nll', 'tau'
+_NEEDED = ('vizier', 'equinox', 'tensorflow_probability', 'typeguard', 'jaxtyping', 'chex')
+
+
+def check_installed() -> None:
+  """Raises ValueError where Vizier cannot be had."""
+  if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    raise ValueError(
+      f'Bayesian optimization needs google-vizier, and {", ".join(missing)} is not installed: '
+      "pip install 'het_plugin[tune]', or leave bayesian out of --method"
+    )
+
+
+def suggest(
+  trials: Sequence[Mapping[str, float | None]],
+  count: int,
+  bounds: tuple[float, float],
+  seed: int,
+  cache_dir: str,
+) -> list[float]:
+  """Temperatures to try at the same time.
+
+  Args:
+    trials: {'tau': temperature, 'nll': what is minimised, None where training failed} so far.
+    count: how many to suggest.
+    bounds: of tau, which is searched on a logarithmic scale.
+    seed: of the suggestions.
+    cache_dir: where compiled programs are kept.
+
+  Returns:
+    Temperatures, rounded to four digits.
+
+  Raises:
+    RuntimeError: Vizier failed; with the end of what it said.
+  """
+  request = {'trials': list(trials), 'count': count, 'bounds': bounds, 'seed': seed}
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_ENABLE_X64': '1',
+    'XLA_FLAGS': '',
+    'JAX_COMPILATION_CACHE_DIR': cache_dir,
+  }
+  done = subprocess.run(
+    [sys.executable, '-m', 'het_plugin.studies.vizier_suggestions'],
+    input=json.dumps(request),
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    raise RuntimeError(f'Vizier made no suggestions: {done.stderr[-2000:]}')
+  low, high = bounds
+  taus = json.loads(done.stdout.splitlines()[-1])
+  return [min(max(float(f'{tau:.4g}'), low), high) for tau in taus]
+
+
+def _suggest(request: Mapping[str, Any]) -> list[float]:
+  import jax
+  from vizier import algorithms, pyvizier
+
+  # Not vizier.algorithms.designers, which imports what its other algorithms need too.
+  from vizier._src.algorithms.designers import gp_ucb_pe
+
+  problem = pyvizier.ProblemStatement()
+  problem.search_space.root.add_float_param(
+    _PARAMETER, *request['bounds'], scale_type=pyvizier.ScaleType.LOG
+  )
+  goal = pyvizier.ObjectiveMetricGoal.MINIMIZE
+  problem.metric_information.append(pyvizier.MetricInformation(_METRIC, goal=goal))
+  rng = jax.random.fold_in(jax.random.PRNGKey(request['seed']), len(request['trials']))
+  designer = gp_ucb_pe.VizierGPUCBPEBandit(problem, rng=rng)
+  completed = []
+  for number, trial in enumerate(request['trials'], 1):
+    done = pyvizier.Trial(id=number, parameters={_PARAMETER: trial['tau']})
+    if trial['nll'] is None or not math.isfinite(trial['nll']):
+      done.complete(pyvizier.Measurement(), infeasibility_reason='training failed')
+    else:
+      done.complete(pyvizier.Measurement({_METRIC: trial['nll']}))
+    completed.append(done)
+  designer.update(algorithms.CompletedTrials(completed), algorithms.ActiveTrials())
+  suggestions = designer.suggest(request['count'])
+  return [suggestion.parameters.get_value(_PARAMETER) for suggestion in suggestions]
+
+
+if __name__ == '__main__':
+  print(json.dumps(_suggest(json.load(sys.stdin))))

@@ -1,0 +1,220 @@
+"""Training whose temperature follows a held-out loss: by Luketina et al. (2016), or by the simple
+gradient of Collier et al. 2023, appendix G.2.
+
+With theta all parameters but t, tau = tau(t), L the training loss of the training rows and V that
+of the held-out rows, and s the learning rate of the step:
+
+  Luketina   dV/dt at theta' = theta - s grad_theta L(theta, t), which depends on t:
+             d/dt V(theta'(t), t) = V_t(theta', t) - s < V_theta(theta', t), L_theta,t(theta, t) >
+  simple     V_t(theta, t): how theta depends on t is left out, and theta is that of before the step
+
+L_theta,t is the derivative of L's gradient along t: one forward-mode pass through the reverse one,
+nothing is approximated. theta' is a step of plain SGD, whatever optimizer trains theta (Luketina et
+al. 2016, https://arxiv.org/abs/1511.06727, section 2.1; appendix G.2): no momentum, no clipping, no
+weight decay. theta itself moves by L_theta and its own optimizer, t by the derivative above.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+from flax.linen import partitioning as flax_partitioning
+from jax import lax
+
+from het_plugin.training import optimizers, trainer
+from het_plugin.training.train_state import TrainState
+
+Batch = trainer.Batch
+Metrics = trainer.Metrics
+PyTree = Any
+
+LUKETINA, SIMPLE = 'luketina', 'simple'
+
+
+def temperature_optimizer(
+  optimizer_def: optimizers.OptaxWrapper, learning_rate: float | optax.Schedule | None = None
+) -> optimizers.OptaxWrapper:
+  """Trains t by an Adam of its own, apart from the moments and the clipping of the others.
+
+  Args:
+    optimizer_def: of the other parameters.
+    learning_rate: of t; 0 keeps it as it is. None: that of the others.
+
+  Raises:
+    ValueError: a negative learning rate, or None where the others' is not known; later, when the
+      parameters are known, there is no temperature among them.
+  """
+  if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
+    raise ValueError(
+      'temperature_optimizer.learning_rate=None needs an optimizer_def with a learning_rate_fn: '
+      'give a number.'
+    )
+  if not callable(learning_rate) and learning_rate < 0:
+    raise ValueError(f'temperature_optimizer.learning_rate={learning_rate} must be at least 0.')
+
+  def labels(params: PyTree) -> PyTree:
+    path = _temperature_path(params)
+    flat = traverse_util.flatten_dict(params)
+    return traverse_util.unflatten_dict({p: 'temperature' if p == path else 'others' for p in flat})
+
+  parts = {'others': optimizer_def.optax_optimizer, 'temperature': optax.adam(learning_rate)}
+  return optimizers.OptaxWrapper(optax.partition(parts, labels), optimizer_def.learning_rate_fn)
+
+
+def _temperature_path(params: PyTree) -> tuple[str, ...]:
+  found = [path for path in traverse_util.flatten_dict(params) if path[-1] == 't']
+  if len(found) != 1:
+    names = ', '.join('/'.join(path) for path in found) or 'none'
+    raise ValueError(
+      f'The model has {len(found)} learned temperatures ({names}); there must be one: bind '
+      "LearnedTemperature to the head's temperature."
+    )
+  return found[0]
+
+
+def hypergradient(
+  train_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
+  held_out_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
+  theta: PyTree,
+  t: jax.Array,
+  step_size: jax.Array | float,
+) -> tuple[PyTree, jax.Array, Any, Any]:
+  """L's gradient with respect to theta, and the derivative with respect to t of V after one step of
+  SGD on L.
+
+  Args:
+    train_loss, held_out_loss: (theta, t) -> (scalar, anything): L and V.
+    theta: any tree.
+    t: scalar.
+    step_size: s of theta'(t) = theta - s grad_theta L(theta, t).
+
+  Returns:
+    L_theta shaped as theta, d/dt V(theta'(t), t), and what L and V returned beside their values.
+  """
+
+  def gradient(t: jax.Array) -> tuple[PyTree, Any]:
+    return jax.grad(train_loss, has_aux=True)(theta, t)
+
+  grads, mixed, aux = jax.jvp(gradient, (t,), (jnp.ones_like(t),), has_aux=True)
+  ahead = jax.tree.map(lambda p, g: p - step_size * g, theta, grads)
+  (v_theta, v_t), held_out_aux = jax.grad(held_out_loss, argnums=(0, 1), has_aux=True)(ahead, t)
+  indirect = sum(
+    jnp.vdot(v, m) for v, m in zip(jax.tree.leaves(v_theta), jax.tree.leaves(mixed), strict=True)
+  )
+  return grads, v_t - step_size * indirect, aux, held_out_aux
+
+
+def simple_gradient(
+  train_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
+  held_out_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
+  theta: PyTree,
+  t: jax.Array,
+) -> tuple[PyTree, jax.Array, Any, Any]:
+  """As `hypergradient`, with V's partial derivative at theta."""
+  grads, aux = jax.grad(train_loss, has_aux=True)(theta, t)
+  v_t, held_out_aux = jax.grad(held_out_loss, argnums=1, has_aux=True)(theta, t)
+  return grads, v_t, aux, held_out_aux
+
+
+def split_held_out(batch: Batch, held_out_every: int) -> tuple[Batch, Batch]:
+  """The training rows [B - B / n, ...] and the held-out rows [B / n, ...] of a batch [B, ...].
+
+  Of every n rows the last is held out (`data.held_out`), which leaves each row on its device. Needs
+  the mesh and the axis rules in context.
+  """
+  spec = flax_partitioning.logical_to_mesh_axes(('batch',))
+
+  def pick(x: jax.Array, rows: slice) -> jax.Array:
+    grouped = x.reshape(x.shape[0] // held_out_every, held_out_every, *x.shape[1:])
+    return lax.with_sharding_constraint(grouped[:, rows].reshape(-1, *x.shape[1:]), spec)
+
+  return tuple(
+    jax.tree.map(lambda x, rows=rows: pick(x, rows), batch)
+    for rows in (slice(held_out_every - 1), slice(held_out_every - 1, None))
+  )
+
+
+class HeldOutTemperatureTrainer(trainer.Trainer):
+  """A Trainer for which one of every n rows of a batch tells the temperature where to go, and the
+  others everything else.
+
+  The held-out rows may be a second data set's (`data.HeldOutDatasetConfig`) or a share of the
+  batch. Their noise has a key of its own, folded with their index as the training rows' is. Metrics
+  are those of the training rows, and 'held_out_loss'.
+  """
+
+  def __init__(self, *args, held_out_every: int = 8, estimator: str = LUKETINA, **kwargs):
+    """As `Trainer`, and:
+
+    Args:
+      held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
+      estimator: 'luketina' or 'simple', of the derivative with respect to t; see the module.
+
+    Raises:
+      ValueError: held_out_every is below 2, another estimator, microbatches, a model that
+        `needs_whole_batch`.
+    """
+    super().__init__(*args, **kwargs)
+    if getattr(self._model, 'needs_whole_batch', False):
+      raise ValueError(
+        f'HeldOutTemperatureTrainer cannot hold out rows of {type(self._model).__name__}: its '
+        'loss compares every example with the whole batch.'
+      )
+    if held_out_every < 2:
+      raise ValueError(
+        f'HeldOutTemperatureTrainer.held_out_every={held_out_every} must be at least 2: of so many '
+        'rows one is held out.'
+      )
+    if estimator not in (LUKETINA, SIMPLE):
+      raise ValueError(
+        f'HeldOutTemperatureTrainer.estimator={estimator!r} must be {LUKETINA!r} or {SIMPLE!r}.'
+      )
+    if (self.num_microbatches or 1) > 1:
+      raise ValueError(
+        f'HeldOutTemperatureTrainer.num_microbatches={self.num_microbatches} must be 1: the '
+        'gradient with respect to the temperature is that of one whole step.'
+      )
+    self._held_out_every = held_out_every
+    self._estimator = estimator
+
+  def check_batch_size(self, batch_size: int) -> None:
+    """Raises ValueError unless every device has as many rows held out as the others."""
+    super().check_batch_size(batch_size)
+    multiple = self._held_out_every * self._partitioner.data_shards
+    if batch_size % multiple:
+      raise ValueError(
+        f'batch_size={batch_size} must be a multiple of {multiple}: one of '
+        f'held_out_every={self._held_out_every} rows is held out on each of the '
+        f'{self._partitioner.data_shards} shards of the data axis.'
+      )
+
+  def compute_grads(
+    self, train_state: TrainState, batch: Batch, step_rng: jax.Array
+  ) -> tuple[PyTree, Metrics]:
+    train_rows, held_out_rows = split_held_out(batch, self._held_out_every)
+    flat = traverse_util.flatten_dict(train_state.params)
+    path = _temperature_path(train_state.params)
+    t = flat.pop(path)
+
+    def loss(rows: Batch, rng: jax.Array):
+      return lambda theta, t: self._model.loss_fn(
+        traverse_util.unflatten_dict({**theta, path: t}), rows, rng
+      )
+
+    losses = loss(train_rows, step_rng), loss(held_out_rows, jax.random.fold_in(step_rng, 1))
+    if self._estimator == SIMPLE:
+      grads, t_grad, metrics, held_out = simple_gradient(*losses, flat, t)
+    else:
+      step_size = trainer.learning_rate(train_state)
+      if step_size is None:
+        raise ValueError(
+          "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer with a "
+          'learning_rate_fn, such as adamw.'
+        )
+      grads, t_grad, metrics, held_out = hypergradient(*losses, flat, t, step_size)
+    grads = traverse_util.unflatten_dict({**grads, path: t_grad})
+    metrics['held_out_loss'] = held_out['loss']
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics

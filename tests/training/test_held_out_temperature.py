@@ -1,0 +1,192 @@
+"""Derivatives of the held-out loss with respect to t, and the trainer that follows them."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning as flax_partitioning
+
+from het_plugin.heads import HetXL, LearnedTemperature
+from het_plugin.integrate import Integrator, example_keys
+from het_plugin.training import held_out_temperature, optimizers, partitioning, step_metrics
+from het_plugin.training.held_out_temperature import HeldOutTemperatureTrainer
+from het_plugin.training.train_state import TrainState
+from tests.training import toy
+
+BATCH = 64
+
+
+def tau_of(t):
+  return 4.95 / (1 + np.exp(-t)) + 0.05
+
+
+def mean_nll(x, y, theta, t):
+  """Mean -log softmax(tanh(x A) W / tau)[y] and theta's gradient, in NumPy's float64."""
+  hidden = np.tanh(x @ theta['A'])
+  logits = hidden @ theta['W'] / tau_of(t)
+  p = np.exp(logits - logits.max(-1, keepdims=True))
+  p /= p.sum(-1, keepdims=True)
+  nll = -np.log(p[np.arange(len(y)), y]).mean()
+  residual = (p - np.eye(p.shape[1])[y]) / len(y) / tau_of(t)
+  back = (residual @ theta['W'].T) * (1 - hidden**2)
+  return nll, {'A': x.T @ back, 'W': hidden.T @ residual}
+
+
+@pytest.mark.parametrize('step_size', [0.03, 1.0])
+def test_the_hypergradient_is_that_of_finite_differences_in_float64(step_size):
+  rng = np.random.default_rng(0)
+  theta = {'A': rng.normal(size=(5, 7)), 'W': rng.normal(size=(7, 4))}
+  rows, held_out = ((rng.normal(size=(9, 5)), rng.integers(4, size=9)) for _ in range(2))
+  t = 0.3
+
+  def after_a_step(t):
+    _, grads = mean_nll(*rows, theta, t)
+    return mean_nll(*held_out, {k: theta[k] - step_size * grads[k] for k in theta}, t)[0]
+
+  def loss(x, y, theta, t):
+    tau = 4.95 * jax.nn.sigmoid(t) + 0.05
+    log_p = jax.nn.log_softmax(jnp.tanh(x @ theta['A']) @ theta['W'] / tau)
+    return -log_p[jnp.arange(len(y)), y].mean(), None
+
+  losses = functools.partial(loss, *rows), functools.partial(loss, *held_out)
+  eps = 1e-5
+  with jax.enable_x64(True):
+    t64 = jnp.asarray(t, jnp.float64)
+    grads, t_grad, _, _ = held_out_temperature.hypergradient(*losses, theta, t64, step_size)
+    _, simple, _, _ = held_out_temperature.simple_gradient(*losses, theta, t64)
+    assert t_grad.dtype == jnp.float64
+  want = (after_a_step(t + eps) - after_a_step(t - eps)) / (2 * eps)
+  np.testing.assert_allclose(t_grad, want, rtol=1e-7)
+  direct = mean_nll(*held_out, theta, t + eps)[0] - mean_nll(*held_out, theta, t - eps)[0]
+  np.testing.assert_allclose(simple, direct / (2 * eps), rtol=1e-7)
+  assert abs(t_grad - simple) > 1e-4  # the step matters
+  jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w), grads, mean_nll(*rows, theta, t)[1])
+
+
+def test_the_hypergradient_goes_through_the_integrator():
+  """Its loss has a gradient rule of its own, which is differentiated along t here."""
+  head = HetXL(num_classes=11, num_factors=3, temperature=LearnedTemperature())
+  phi = jax.random.normal(jax.random.key(0), (2, 12, 8))
+  params = head.init(jax.random.key(1), phi[0])['params']
+  theta, temperature = dict(params), params['temperature']
+  labels = jax.random.randint(jax.random.key(2), (2, 12, 1), 0, 11)
+  integrator = Integrator(num_samples=16)
+
+  def loss(part, theta, t):
+    logits = head.apply({'params': theta | {'temperature': {'t': t}}}, phi[part])
+    keys = example_keys(jax.random.key(3 + part), jnp.arange(12))
+    return integrator.nll(logits, labels[part], keys).mean(), None
+
+  del theta['temperature']
+  losses = [functools.partial(loss, part) for part in range(2)]
+  t, step_size, eps = temperature['t'] - 1.0, 2.0, 0.03
+  _, t_grad, _, _ = jax.jit(held_out_temperature.hypergradient, static_argnums=(0, 1))(
+    *losses, theta, t, step_size
+  )
+
+  def after_a_step(t):
+    grads, _ = jax.grad(losses[0], has_aux=True)(theta, t)
+    ahead = jax.tree.map(lambda p, g: p - step_size * g, theta, grads)
+    return losses[1](ahead, t)[0]
+
+  after_a_step = jax.jit(after_a_step)
+  want = (after_a_step(t + eps) - after_a_step(t - eps)) / (2 * eps)
+  direct = jax.grad(losses[1], argnums=1, has_aux=True)(theta, t)[0]
+  np.testing.assert_allclose(t_grad, want, rtol=3e-3)
+  assert abs(t_grad - direct) > 0.05 * abs(t_grad)
+
+
+class Module(toy.Mlp):
+  """The toy model; its temperature is where the heads have it."""
+
+  @nn.compact
+  def __call__(self, image, noise=None):
+    x = jnp.tanh(self._dense(image.reshape(image.shape[0], -1), 'hidden', 32, (None, 'embed')))
+    x = flax_partitioning.with_sharding_constraint(x, ('batch', 'embed'))
+    x = x if noise is None else x + noise
+    return self._dense(x, 'head', 16, ('embed', 'vocab')) / LearnedTemperature(name='temperature')()
+
+
+def trained(num_partitions, estimator, steps=3, held_out_real=True, t_rate=0.01, **settings):
+  """State and metrics after some steps."""
+  partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
+  base = optimizers.adamw(1e-2, weight_decay=1e-2, weight_decay_params='_kernel$', clip_norm=1.0)
+  model = toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, t_rate))
+
+  def init():
+    variables = model.get_initial_variables(
+      jax.random.key(1), {'image': (BATCH, toy.SIDE, toy.SIDE, 1)}
+    )
+    return TrainState.create(model.optimizer_def, variables)
+
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+  state = partitioner.partition(init, (), axes)()
+  trainer = HeldOutTemperatureTrainer(
+    model,
+    partitioner,
+    axes,
+    jax.random.key(2),
+    estimator=estimator,
+    **{'held_out_every': 4} | settings,
+  )
+  trainer.check_batch_size(BATCH)
+  for step in range(steps):
+    index = step * BATCH + np.arange(BATCH)
+    batch = toy.make_batch(index, np.ones(BATCH, bool))
+    if not held_out_real:
+      batch['image'][3::4] = np.nan
+    state, metrics = trainer.train_step(state, partitioner.shard_batch(batch, BATCH))
+    jax.block_until_ready(metrics)
+  return state, steps and step_metrics.compute_metrics(jax.device_get(metrics))
+
+
+def t_of(state):
+  return float(state.params['temperature']['t'])
+
+
+@pytest.mark.parametrize('estimator', ['luketina', 'simple'])
+def test_meshes_agree(estimator):
+  (state, metrics), (other, other_metrics) = (trained(n, estimator) for n in (1, 4))
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), state.params, other.params)
+  for name, value in metrics.items():
+    np.testing.assert_allclose(value, other_metrics[name], atol=1e-4, err_msg=name)
+  assert metrics['held_out_loss'] != metrics['loss']
+  assert t_of(state) != 0.0
+
+
+def test_only_the_temperature_sees_the_held_out_rows():
+  """One step takes theta to the same place by both estimators, and t by its rate."""
+  luketina, simple = trained(1, 'luketina', 1)[0], trained(1, 'simple', 1)[0]
+  assert abs(t_of(luketina)) == pytest.approx(0.01, rel=1e-3)
+  a, b = dict(luketina.params), dict(simple.params)
+  del a['temperature'], b['temperature']
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a, b)
+
+
+def test_a_temperature_whose_rate_is_0_stays():
+  assert t_of(trained(1, 'simple', 2, t_rate=0.0)[0]) == 0.0
+
+
+@pytest.mark.parametrize('estimator', ['luketina', 'simple'])
+def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing(estimator):
+  state, _ = trained(1, estimator, 2, held_out_real=False)
+  assert t_of(state) == 0.0 and int(state.step) == 1  # and no step after it
+  assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(state.params))
+
+
+def test_settings_are_checked():
+  for settings, message in (
+    ({'held_out_every': 1}, 'held_out_every=1'),
+    ({'estimator': 'exact'}, "estimator='exact' must be 'luketina' or 'simple'"),
+    ({'num_microbatches': 2}, 'num_microbatches=2 must be 1'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      trained(1, **{'estimator': 'simple', 'steps': 0} | settings)
+  with pytest.raises(ValueError, match='learning_rate=-1'):
+    held_out_temperature.temperature_optimizer(optimizers.adamw(1e-3), -1)
+  optimizer = held_out_temperature.temperature_optimizer(optimizers.adamw(1e-3))
+  with pytest.raises(ValueError, match='0 learned temperatures'):
+    optimizer.optax_optimizer.init({'kernel': jnp.zeros(2)})
