@@ -4,7 +4,8 @@ gin.
 Importing the module registers the plugin proper (heads, integrator, backbones, models, data), which
 is what any host needs: `import het_plugin.configurables` is the first line of our gin files.
 `register_trainer` adds the built-in trainer, which only our own mains want: under t5x its names
-(PjitPartitioner, DatasetConfig's t5x namesake ...) are t5x's.
+(PjitPartitioner, DatasetConfig's t5x namesake ...) are t5x's. `register_studies` adds what compares
+runs.
 """
 
 import functools
@@ -85,6 +86,16 @@ def register_trainer() -> None:
       ),
     }
   )
+
+
+@functools.cache
+def register_studies() -> tuple[type, ...]:
+  """Registers the studies, for the main that runs them, and returns their classes."""
+  from het_plugin.studies import ablation
+
+  studies = (ablation.Ablation,)
+  _register({'het_plugin.studies': studies})
+  return studies
 
 
 _register(_PLUGIN)
