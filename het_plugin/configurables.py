@@ -91,10 +91,10 @@ def register_trainer() -> None:
 @functools.cache
 def register_studies() -> tuple[type, ...]:
   """Registers the studies, for the main that runs them, and returns their classes."""
-  from het_plugin.studies import ablation
+  from het_plugin.studies import ablation, alignment, flops
 
-  studies = (ablation.Ablation,)
-  _register({'het_plugin.studies': studies})
+  studies = (ablation.Ablation, flops.Flops)
+  _register({'het_plugin.studies': (*studies, alignment.RowSpaceAlignment)})
   return studies
 
 

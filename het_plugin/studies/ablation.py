@@ -22,6 +22,7 @@ from het_plugin import reporting
 from het_plugin.evaluation import comparison
 from het_plugin.studies import runs as runs_lib
 from het_plugin.studies.outcome import Outcome, Request
+from het_plugin.studies.settings import bindings_of, check_label, check_settings, files_of
 from het_plugin.training import nonfinite
 
 _log = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ _LOWEST_SHOWN_P = 1e-4
 class Ablation:
   """What is compared, and how.
 
-  Settings are names of gin files, which end in .gin, and bindings, 'NAME = VALUE'. Files are read
-  before bindings, and those of a cell after those of `shared`.
+  Settings are gin files and bindings (`settings`), those of a cell after those of `shared`.
 
   Attributes:
     title: one line.
@@ -75,15 +75,7 @@ class Ablation:
   analysis: Callable[[Path], Mapping[str, float]] | None = None
 
   def __post_init__(self):
-    if not self.cells:
-      raise ValueError('Ablation.cells is empty: {label: settings}')
-    for where, settings in {'shared': self.shared, **self.cells}.items():
-      for setting in (settings,) if isinstance(settings, str) else settings:
-        if '=' not in setting and not setting.endswith('.gin') or isinstance(settings, str):
-          raise ValueError(
-            f'Ablation: {where!r} has the setting {setting!r}; settings are a tuple of gin files '
-            "that end in .gin and of bindings 'NAME = VALUE'"
-          )
+    check_settings('Ablation', self.shared, self.cells)
     folders = [_folder_name(label) for label in self.cells]
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
@@ -93,7 +85,7 @@ class Ablation:
       'measured': self.measured,
     }.items():
       for label in labels:
-        self._check_label(where, label)
+        check_label('Ablation', where, label, self.cells)
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     if common := set(self.seeds) & set(self.choose_seeds):
@@ -104,15 +96,9 @@ class Ablation:
     order = list(self.cells)
     for label, bindings in self.measured.items():
       for other, _ in bindings.values():
-        self._check_label('measured', other)
+        check_label('Ablation', 'measured', other, self.cells)
         if order.index(other) >= order.index(label):
           raise ValueError(f'Ablation.measured: {other!r} must come before {label!r} in the cells')
-
-  def _check_label(self, where: str, label: str) -> None:
-    if label not in self.cells:
-      raise ValueError(
-        f'Ablation.{where} names the cell {label!r}; the cells are {", ".join(self.cells)}'
-      )
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
     """The same with some of the cells, in their order.
@@ -120,8 +106,7 @@ class Ablation:
     Raises:
       ValueError: no such cell, or one that needs another.
     """
-    for label in labels:
-      self._check_label('cells', label)
+    check_settings('Ablation', self.shared, self.cells, labels)
     kept = {label: settings for label, settings in self.cells.items() if label in labels}
     return dataclasses.replace(
       self,
@@ -235,9 +220,9 @@ class _Training:
     _log.info('=== run %d of %d: %s', self._finished, self._total, cell)
     settings = [*self._ablation.shared, *self._ablation.cells[cell.label]]
     run = runs_lib.Run(
-      [s for s in settings if '=' not in s],
+      files_of(settings),
       [
-        *(s for s in settings if '=' in s),
+        *bindings_of(settings),
         f'EVAL_SPLIT = {split!r}',
         *bindings,
         *self._request.gin_bindings,
