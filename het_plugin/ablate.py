@@ -65,7 +65,11 @@ def study(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] =
     ValueError: no such ablation, or a setting of it is wrong.
   """
   gin_utils.parse_config([gin_file(name)], bindings, search_paths)
-  return gin.query_parameter(f'%{STUDY}').scoped_configurable_fn()
+  try:
+    reference = gin.query_parameter(f'%{STUDY}')
+  except ValueError:
+    raise ValueError(f'{name} binds no {STUDY}, such as {STUDY} = @Ablation()') from None
+  return reference.scoped_configurable_fn()
 
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:

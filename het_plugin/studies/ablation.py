@@ -86,6 +86,8 @@ class Ablation:
     }.items():
       for label in labels:
         check_label('Ablation', where, label, self.cells)
+    if not self.metrics:
+      raise ValueError('Ablation.metrics is empty')
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     if common := set(self.seeds) & set(self.choose_seeds):
@@ -96,9 +98,10 @@ class Ablation:
     order = list(self.cells)
     for label, bindings in self.measured.items():
       for other, _ in bindings.values():
-        check_label('Ablation', 'measured', other, self.cells)
-        if order.index(other) >= order.index(label):
-          raise ValueError(f'Ablation.measured: {other!r} must come before {label!r} in the cells')
+        if other not in order[: order.index(label)]:
+          raise ValueError(
+            f'Ablation.measured: {label!r} needs {other!r}, which must come before it in the cells'
+          )
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
     """The same with some of the cells, in their order.
@@ -123,6 +126,22 @@ class Ablation:
     grid = {**self.choose, **self.choose_for.get(label, {})}
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
+  def training_run(
+    self,
+    label: str,
+    seed: int,
+    values: Mapping[str, Any],
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = ('.',),
+  ) -> runs_lib.Run:
+    """The run of a cell with values of the hyperparameters that are chosen; `bindings` come after
+    the cell's own.
+    """
+    settings = [*self.shared, *self.cells[label]]
+    chosen = [f'{name} = {value!r}' for name, value in values.items()]
+    bindings = [*bindings_of(settings), *bindings, *chosen, f'RANDOM_SEED = {seed}']
+    return runs_lib.Run(files_of(settings), bindings, search_paths)
+
   def run(self, request: Request) -> Iterator[Outcome]:
     """Trains what is not trained yet, and reports after every seed; leaves gin configurations
     parsed.
@@ -131,6 +150,10 @@ class Ablation:
       ValueError: a setting is wrong.
       preemption.Preempted, nonfinite.NonFiniteStop: as `runs.complete`.
     """
+    chosen = {name for label in self.cells for name in self.candidates(label)[0]}
+    for binding in request.gin_bindings:
+      if (name := binding.partition('=')[0].strip()) in chosen:
+        raise ValueError(f'--gin.{name} has no effect: it is chosen; bind Ablation.choose instead')
     ablation = self if request.seeds is None else dataclasses.replace(self, seeds=request.seeds)
     if request.cells is not None:
       ablation = ablation.only(request.cells)
@@ -190,11 +213,7 @@ class _Training:
     candidates = self._ablation.candidates(label)
     if len(candidates) == 1:
       return candidates[0], []
-    tried = [
-      values | {NLL: statistics.fmean(self._choice_nll(label, seed, values) for seed in seeds)}
-      for seeds in [self._ablation.choose_seeds]
-      for values in candidates
-    ]
+    tried = [values | {NLL: self._mean_nll(label, values)} for values in candidates]
     best = min(range(len(tried)), key=lambda i: tried[i][NLL])
     if not math.isfinite(tried[best][NLL]):
       raise ValueError(f'Ablation: no values of {", ".join(candidates[0])} let {label!r} train')
@@ -204,31 +223,29 @@ class _Training:
         _log.warning('%s: the best %s, %s, is at the end of those tried.', label, name, value)
     return candidates[best], tried
 
-  def _choice_nll(self, label: str, seed: int, values: Mapping[str, Any]) -> float:
-    cell = _Cell(label, seed, values)
-    try:
-      folder = self._complete(cell, self._ablation.choose_split, [])
-    except nonfinite.NonFiniteStop as stop:
-      _log.warning('%s: not finite at step %d, so not chosen.', cell, stop.step)
-      return math.inf
-    nll = _final_values(folder, [NLL])[NLL]
-    return math.inf if math.isnan(nll) else nll
+  def _mean_nll(self, label: str, values: Mapping[str, Any]) -> float:
+    """Over the seeds that choose; infinite where a run is not finite."""
+    found = []
+    for seed in self._ablation.choose_seeds:
+      cell = _Cell(label, seed, values)
+      try:
+        folder = self._complete(cell, self._ablation.choose_split, [])
+      except nonfinite.NonFiniteStop as stop:
+        _log.warning('%s: not finite at step %d, so not chosen.', cell, stop.step)
+        return math.inf
+      found.append(_final_values(folder, [NLL])[NLL])
+    mean = statistics.fmean(found)
+    return mean if math.isfinite(mean) else math.inf
 
   def _complete(self, cell: _Cell, split: str, bindings: Sequence[str]) -> Path:
     """The folder of the run, trained."""
     self._finished += 1
     _log.info('=== run %d of %d: %s', self._finished, self._total, cell)
-    settings = [*self._ablation.shared, *self._ablation.cells[cell.label]]
-    run = runs_lib.Run(
-      files_of(settings),
-      [
-        *bindings_of(settings),
-        f'EVAL_SPLIT = {split!r}',
-        *bindings,
-        *self._request.gin_bindings,
-        *(f'{name} = {value!r}' for name, value in cell.values.items()),
-        f'RANDOM_SEED = {cell.seed}',
-      ],
+    run = self._ablation.training_run(
+      cell.label,
+      cell.seed,
+      cell.values,
+      [f'EVAL_SPLIT = {split!r}', *bindings, *self._request.gin_bindings],
       self._request.gin_search_paths,
     )
     folder = cell.folder(self._request.output_dir)
