@@ -100,7 +100,10 @@ def configured_model() -> tuple[Any, Any]:
   nothing is computed.
   """
   model = gin.query_parameter('%MODEL').scoped_configurable_fn()
-  size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
-  image = (1, size, size, task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels)
-  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), {'image': image}))
+  lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
+  channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels
+  shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
+  if 'text' in lengths:
+    shapes['text'] = (1, lengths['text'])
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
   return model, model.count_params(params['params'])

@@ -1,0 +1,137 @@
+"""The command that runs ablations: a tiny one to its table, and again; every gin file of ours."""
+
+import json
+import pathlib
+import re
+
+import jax
+import pytest
+
+import gin
+from het_plugin import ablate, configurables, gin_utils
+from het_plugin.studies import runs as runs_lib
+from het_plugin.studies.ablation import Ablation
+from het_plugin.studies.flops import Flops
+from het_plugin.training import train
+
+STUDY = """
+import het_plugin.configurables
+STUDY = @Ablation()
+Ablation:
+  title = 'Tiny'
+  paper = 'Table 0.'
+  shared = (
+    'het_plugin/gin/runs/digits_smoke.gin',
+    'TRAIN_STEPS = 4', 'EVAL_PERIOD = 4', 'STATS_PERIOD = 2', 'SAVE_PERIOD = 4', 'EVAL_STEPS = 4',
+    'WARMUP_STEPS = 1', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16',
+    'PjitPartitioner.devices = @one_device()',  # 8 take longer to compile for
+  )
+  cells = {
+    'tau 1': ('het_plugin/gin/heads/det.gin',),
+    'learned': ('het_plugin/gin/heads/det_learned_tau.gin',),
+  }
+  seeds = (0, 1)
+  choose_for = {'tau 1': {'LEARNING_RATE': (1e-7, 1e-2)}}
+  choose_split = 'test[:50%]'
+  report_split = 'test[50%:]'
+"""
+
+
+@pytest.fixture(autouse=True, scope='module')
+def registered():
+  configurables.register_trainer()
+  configurables.register_studies()
+  with gin.unlock_config():
+    gin.external_configurable(lambda: jax.devices()[:1], name='one_device')
+
+
+def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeypatch, caplog):
+  study, out, copy = tmp_path / 'tiny.gin', tmp_path / 'out', tmp_path / 'copy.json'
+  study.write_text(STUDY)
+  caplog.set_level('INFO')
+  printed = run_main(ablate, study, f'--output_dir={out}', f'--json={copy}')
+  assert 'run 6 of 6: learned, seed 1' in caplog.text
+
+  results = json.loads((out / 'results.json').read_text())
+  assert results == json.loads(copy.read_text())
+  assert results['title'] == 'Tiny' and results['paper'] == 'Table 0.'
+  fixed, learned = results['rows']
+  best = fixed['chosen']['LEARNING_RATE']
+  tried = {x['LEARNING_RATE']: x['nll'] for x in results['choices']['tau 1']}
+  assert tried.keys() == {1e-7, 1e-2} and tried[best] == min(tried.values())
+  assert {path.name for path in (out / 'tau_1').iterdir()} == {
+    *(f'seed=100,LEARNING_RATE={rate}' for rate in tried),
+    *(f'seed={seed},LEARNING_RATE={best}' for seed in (0, 1)),
+  }
+  assert fixed['runs']['nll'][0] != fixed['runs']['nll'][1] and 0 < fixed['nll'] < 20
+  assert learned['num_params'] == fixed['num_params'] + 1 and learned['extra_params'] == 1
+  last = runs_lib.final_evaluations(runs_lib.read_jsonl(out / 'learned/seed=1/metrics.jsonl'))
+  assert learned['runs']['nll'][1] == last['training_eval/digits']['nll']
+
+  config = (out / 'learned/seed=1/config.gin').read_text()
+  assert "EVAL_SPLIT = 'test[50%:]'" in config and 'RANDOM_SEED = 1' in config
+  assert 'Ablation' not in config  # a run of its own, as any other
+  config = (out / f'tau_1/seed=100,LEARNING_RATE={best}/config.gin').read_text()
+  assert "EVAL_SPLIT = 'test[:50%]'" in config
+  table, page = ((out / name).read_text() for name in ('results.txt', 'index.html'))
+  assert table.strip() in printed and '±' in table and "Welch's t-test against tau 1" in table
+  assert 'data:image/png' in page and 'learned/seed=0' in page
+
+  with monkeypatch.context() as patch:  # again: nothing is trained
+    patch.setattr(train, 'train', None)
+    assert run_main(ablate, study, f'--output_dir={out}') == printed
+    run_main(ablate, study, f'--output_dir={out}', '--cells=learned', '--seeds=1')
+  (row,) = json.loads((out / 'results.json').read_text())['rows']
+  assert row['nll'] == learned['runs']['nll'][1] and row['stderr']['nll'] is None
+
+
+@pytest.mark.parametrize('name', ablate.names())
+def test_every_cell_builds_its_model(name, tmp_path):
+  study = ablate.study(name)
+  text = pathlib.Path(gin_utils.resolve(ablate.gin_file(name))).read_text()
+  assert study.paper and re.search(rf'^#   python -m het_plugin.ablate {name}\b', text, re.M)
+  if isinstance(study, Flops):
+    assert study.samples[0] == 1
+    return
+  assert isinstance(study, Ablation) and (len(study.seeds) >= 3 or study.analysis)
+  extra = {}
+  for label in study.cells:
+    # The user names Omniglot's file.
+    task = ["MIXTURE_OR_TASK_NAME = 'digits'"] if name == 'heads_omniglot' else []
+    study.training_run(label, 0, study.candidates(label)[0], task).parse(tmp_path)
+    _, counts = runs_lib.configured_model()
+    extra[label] = counts.total
+  if name == 'det_equal_params':
+    assert abs(extra['DET, wider MLP'] / extra['HET-XL'] - 1) < 0.001
+  gin.clear_config()
+
+
+@pytest.mark.parametrize('name', ['flops_resnet_152'])
+def test_flops_need_no_training(name, tmp_path, run_main):
+  out = tmp_path / 'flops.json'
+  printed = run_main(
+    ablate,
+    name,
+    f'--json={out}',
+    f'--output_dir={tmp_path}',
+    '--cells=DET,HET',
+    '--gin.Flops.samples=(1, 8)',
+    "--gin.resnet.variant='50x1'",
+  )
+  assert 'GFLOP an image, training' in printed
+  det, het = json.loads(out.read_text())['rows']
+  training = [row['tables']['GFLOP an image, training'] for row in (det, het)]
+  assert training[0]['S = 1'] == training[0]['S = 8'] < training[1]['S = 1'] < training[1]['S = 8']
+
+
+def test_names(run_main, tmp_path):
+  listed = run_main(ablate, '--list')
+  assert all(f'\n{name} ' in listed for name in ablate.names())
+  message = run_main(ablate, 'head', code=2)
+  assert "'head' is no ablation" in message and 'heads, heads_omniglot' in message
+  assert 'does not exist' in run_main(ablate, tmp_path / 'mine.gin', code=2)
+  (tmp_path / 'mine.gin').write_text('import het_plugin.configurables\n')
+  assert 'binds no STUDY' in run_main(ablate, tmp_path / 'mine.gin', code=2)
+  message = run_main(ablate, 'heads', '--gin.LEARNING_RATE=1', code=2)
+  assert '--gin.LEARNING_RATE has no effect' in message
+  assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cells=HET-L', code=2)
