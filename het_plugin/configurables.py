@@ -1,10 +1,11 @@
 """Everything that gin may configure, registered in this one place; the code itself knows nothing of
 gin.
 
-Importing the module registers the plugin proper (heads, integrator, backbones, models), which is what any host
-needs: `import het_plugin.configurables` is the first line of our gin files. The names of the trainer (train, Trainer,
-PjitPartitioner, DatasetConfig ...) are those of the host: `register_trainer` gives them to the built-in trainer, as
-our mains want, and `register_t5x` to t5x, as gin/t5x wants.
+Importing the module registers the plugin proper (heads, integrator, backbones, models), which is
+what any host needs: `import het_plugin.configurables` is the first line of our gin files. The names
+of the trainer (train, Trainer, PjitPartitioner, DatasetConfig ...) are those of the host:
+`register_trainer` gives them to the built-in trainer, as our mains want, and `register_t5x` to t5x,
+as gin/t5x wants.
 """
 
 import functools

@@ -21,6 +21,14 @@ ALLOWED = {
   'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
   'evaluation': {'evaluation', 'training', 'data', 'weights'},
   'reporting': {'reporting'},
+  't5x_host': {
+    't5x_host',
+    'config_changes',
+    'gin_utils',
+    'data',
+    'evaluation',
+    'training',
+  },
   'studies': {
     'studies',
     'training',
@@ -43,6 +51,7 @@ GIN_USERS = {
   'zeroshot.py',
   'planning/step.py',
   'studies/runs.py',
+  't5x_host/config.py',
 }
 
 
