@@ -128,17 +128,17 @@ def bindings(text: str) -> dict[str, Any]:
 
 
 def without(text: str, keys: Collection[str], module: str) -> str:
-  """A configuration as text without some bindings and the imports of a package.
+  """A configuration as text without some bindings and an import.
 
   Args:
     text: as of `gin.config_str()`.
     keys: as those of `bindings`; macros have none.
-    module: the package.
+    module: the one that is imported.
   """
   kept = []
   for statement in config_parser.ConfigParser(text, _Delegate()):
     if isinstance(statement, config_parser.ImportStatement):
-      if not f'{statement.module}.'.startswith(f'{module}.'):
+      if statement.module != module:
         kept.append(statement.format())
     elif isinstance(statement, config_parser.BindingStatement):
       name = f'{statement.scope}/{statement.selector}'.lstrip('/')

@@ -86,14 +86,18 @@ def register_trainer() -> None:
 
 @functools.cache
 def register_t5x() -> None:
-  """Registers t5x under the names that run files bind, where none of our mains has registered the
-  built-in trainer: what t5x trained has a configuration that names it.
+  """Registers t5x under the names that run files bind.
 
   Raises:
+    ValueError: the built-in trainer has these names already.
     ModuleNotFoundError: t5x or what it needs is not there.
   """
   if _is_registered('het_plugin.training.train'):
-    return
+    raise ValueError(
+      'gin/t5x is for `python -m t5x.train`, t5x.eval and t5x.infer: without it this run is one of '
+      'the built-in trainer'
+    )
+  _check_t5x()
   import seqio
   import t5x.infer
   import t5x.train
@@ -146,6 +150,7 @@ def register_t5x_hooks() -> None:
   Raises:
     ModuleNotFoundError: t5x or what it needs is not there.
   """
+  _check_t5x()
   from het_plugin.t5x_host import actions, optimizers
   from het_plugin.training.optimizers import warmup_schedule
 
@@ -156,6 +161,15 @@ def register_t5x_hooks() -> None:
     }
   )
   _register_evaluations()
+
+
+def _check_t5x() -> None:
+  try:
+    import t5x.train  # noqa: F401
+  except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+      f'{error}: t5x and what it needs must be importable, docs/t5x.md says how'
+    ) from error
 
 
 def _register_evaluations() -> None:

@@ -7,7 +7,8 @@ A ViT comes out under vision_transformer's names, a ResNet (v2) under Big Transf
 heteroscedastic head under uncertainty-baselines'; .npz or .safetensors by the name of the output.
 Of a contrastive model it is the image tower, for which there are such names.
 The configuration is the run's own config.gin. `RestoreCheckpointConfig.path` reads such files.
-A directory gets the checkpoint as t5x has it, with the state of the optimizer, to go on there (docs/t5x.md).
+A directory gets the checkpoint as t5x has it, with the state of the optimizer, to go on there
+(docs/t5x.md).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,11 @@ from het_plugin import gin_utils, trained_run, weights
 def define_flags() -> None:
   gin_utils.define_flags()
   flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
-  flags.DEFINE_string('output', None, 'Where to write: a file, .npz or .safetensors; or the directory of a run under t5x.')
+  flags.DEFINE_string(
+    'output',
+    None,
+    'Where to write: a file, .npz or .safetensors; or the directory of a run under t5x.',
+  )
 
 
 def main(argv: Sequence[str]) -> None:

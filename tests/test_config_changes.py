@@ -245,3 +245,25 @@ def test_other_changes_are_logged(resumed, digits_run, caplog):
   }
   assert 'SAVE_PERIOD = 7' in (folder / 'config.gin').read_text()
   assert not list(folder.glob('config_until*'))
+
+
+def test_a_configuration_without_what_a_host_knows():
+  text = (
+    'import het_plugin.configurables\n'
+    'import het_plugin.t5x_engine\n'
+    'ACTIONS = None\n'
+    "train.actions = {'TRAIN': [@a/EarlyStoppingAction()], 'x': (%ACTIONS, 'it\\'s', -1e-3)}\n"
+    'train.get_dataset_fn = @get_dataset\n'
+    'eval/Integrator.num_samples = 4\n'
+    'Integrator.num_samples = 3\n'
+  )
+  kept = config_changes.without(
+    text, {'train.get_dataset_fn', 'Integrator.num_samples'}, 'het_plugin.t5x_engine'
+  )
+  assert 't5x_engine' not in kept and 'import het_plugin.configurables' in kept
+  assert config_changes.bindings(kept) == {
+    key: value
+    for key, value in config_changes.bindings(text).items()
+    if key not in ('train.get_dataset_fn', 'Integrator.num_samples')
+  }
+  assert 'ACTIONS = None' in kept

@@ -2,6 +2,8 @@
 
 import itertools
 import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -337,3 +339,15 @@ def test_flags_become_bindings():
   assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
   with pytest.raises(SystemExit, match='lacks its value'):
     gin_utils.rewrite_flags(['train', '--gin.MODEL_DIR'])
+
+
+def test_what_makes_t5x_the_host_is_not_for_our_mains():
+  with pytest.raises(ValueError, match='gin/t5x is for .python -m t5x.train., t5x.eval'):
+    gin_utils.parse_config(['gin/t5x/train.gin', *RUN], bindings('digits_smoke.gin'), [str(ROOT)])
+
+
+def test_without_t5x_its_engine_says_what_is_missing():
+  # In a process of its own: here the names are the built-in trainer's already.
+  code = 'import sys; sys.modules["t5x"] = None; import het_plugin.t5x_engine'
+  result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+  assert 'docs/t5x.md' in result.stderr.splitlines()[-1]

@@ -69,3 +69,30 @@ def test_what_is_no_run(digits_run, tmp_path):
     trained_run.open_run(tmp_path)
   with pytest.raises(ValueError, match='checkpoint_2 holds backbone/.*mlp'):
     trained_run.open_run(digits_run, bindings=['vit.mlp_dim = 32'])
+
+
+def test_a_run_of_t5x(digits_run, tmp_path):
+  """Its checkpoint, as t5x lays it out, beside the configuration that it leaves for our mains."""
+  folder, params = digits_run
+  theirs = tmp_path / 'theirs'
+  assert checkpoints.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
+  (theirs / 'config.gin').write_text((folder / 'config.gin').read_text())
+  ours, arrays = checkpoints.read_arrays(folder), checkpoints.read_arrays(theirs)
+  roots = ('params/', 'target/'), ('opt_state/', 'state/param_states/'), ('step', 'state/step')
+  renamed = {
+    new + name.removeprefix(old): x
+    for name, x in ours.items()
+    for old, new in roots
+    if name.startswith(old)
+  }
+  assert set(renamed) == set(arrays)
+  for name, x in renamed.items():
+    np.testing.assert_array_equal(arrays[name], x, err_msg=name)
+  assert (theirs / 'checkpoint_2/dataset/train_ds-000-of-001').read_text() == '{"position": 16}'
+  run = trained_run.open_run(theirs)
+  assert run.step == 2
+  assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
+  with pytest.raises(ValueError, match='checkpoint_2 exists already'):
+    checkpoints.write_t5x(folder, theirs)
+  with pytest.raises(ValueError, match='is a checkpoint of t5x already'):
+    checkpoints.write_t5x(theirs, tmp_path / 'again')

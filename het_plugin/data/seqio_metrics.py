@@ -1,7 +1,8 @@
-"""Metrics of seqio's evaluator, which `t5x.eval` and infer-eval of t5x run: on the host, over a whole split.
+"""Metrics of seqio's evaluator, which t5x.eval and infer-eval of t5x run: on the host, over a whole
+split.
 
-N examples; targets are their labels, int32 [L] each, padded with -1. Rows without a label, which unreadable images
-are too, do not count.
+N examples; targets are their labels, int32 [L] each, padded with -1. Rows without a label, which
+unreadable images are too, do not count.
 """
 
 from collections.abc import Mapping, Sequence

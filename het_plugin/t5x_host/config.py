@@ -6,16 +6,17 @@ import jax
 from etils import epath
 
 import gin
-from het_plugin import config_changes, gin_utils, t5x_host
+from het_plugin import config_changes, gin_utils
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
+_ENGINE_MODULE = 'het_plugin.t5x_engine'
 
 
 def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step: int) -> None:
-  """`summarize_config_fn` of t5x: the whole configuration becomes MODEL_DIR/t5x_config.gin and a text summary; what
-  no host knows better than another, MODEL_DIR/config.gin.
+  """`summarize_config_fn` of t5x: writes MODEL_DIR/t5x_config.gin and a text summary; and without
+  what only t5x knows MODEL_DIR/config.gin.
 
-  So `python -m het_plugin.evaluate` and all other mains take the run's checkpoints, where there is no t5x too.
+  With that our mains take the run's checkpoints, where there is no t5x too.
   """
   if jax.process_index():
     return
@@ -25,7 +26,7 @@ def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step
   (folder / 't5x_config.gin').write_text(text)
   engine = config_changes.bindings(epath.Path(gin_utils.resolve(_ENGINE)).read_text())
   (folder / config_changes.CONFIG).write_text(
-    config_changes.without(text, set(engine), t5x_host.__name__)
+    config_changes.without(text, set(engine), _ENGINE_MODULE)
   )
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})

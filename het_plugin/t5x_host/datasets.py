@@ -132,7 +132,7 @@ def _open(
 
 
 def task_name(name: str) -> str:
-  """The name under which seqio knows the task of any of our names, such as 'image_folder:/data/birds'.
+  """The name that seqio has for a task of any of our names, such as 'image_folder:/data/birds'.
 
   Raises:
     ValueError: as `data.tasks.get_task`.

@@ -578,8 +578,8 @@ _TO_T5X = {'params/': 'target/', 'opt_state/': 'state/param_states/', 'step': 's
 def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
   """Writes the checkpoint that `find` finds at `path` as t5x's trainer would have saved it.
 
-  It has the optimizer's state and, as gin/t5x/train.gin reads it in one process, the input position:
-  t5x can go on with the run.
+  It has the optimizer's state and, as gin/t5x/train.gin reads it in one process, the input
+  position: t5x can go on with the run.
 
   Args:
     path: a run of ours, or a checkpoint in it.

@@ -1,5 +1,5 @@
-"""What t5x (revision cc342d4) calls of a model, called here as t5x calls it, so that a change which it would
-not survive fails where there is no t5x. tests/t5x_host has the real thing.
+"""What t5x (revision cc342d4) calls of a model, called here as t5x calls it, so that a change which
+it would not survive fails where there is no t5x. tests/t5x_host has the real thing.
 """
 
 import dataclasses
@@ -118,7 +118,9 @@ def test_every_parameter_has_axes_and_nothing_is_mutable(model, batch):
   assert set(variables) == {'params', 'params_axes'}
   names = partitioning.get_axis_names(variables['params_axes'])
   names = traverse_util.flatten_dict(flax.core.unfreeze(names), sep='/')
-  for name, x in traverse_util.flatten_dict(flax.core.unfreeze(variables['params']), sep='/').items():
+  for name, x in traverse_util.flatten_dict(
+    flax.core.unfreeze(variables['params']), sep='/'
+  ).items():
     assert len(names[name]) == x.ndim, name
 
 

@@ -23,6 +23,8 @@ PYPI_NAMES = {
   'vizier': 'google_vizier',
   'yaml': 'pyyaml',
 }
+# What is not on PyPI, and found on the path where somebody has it (docs/t5x.md).
+NOT_ON_PYPI = {'t5x'}
 
 
 def glob(patterns):
@@ -68,7 +70,8 @@ def imported_modules(source):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       names |= {f'{node.module}.{alias.name}' for alias in node.names}
-  return {name for name in names if name.split('.')[0] not in sys.stdlib_module_names}
+  others = sys.stdlib_module_names | NOT_ON_PYPI
+  return {name for name in names if name.split('.')[0] not in others}
 
 
 def file_of(module):

@@ -21,6 +21,14 @@ ALLOWED = {
   'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
   'evaluation': {'evaluation', 'training', 'data', 'weights'},
   'reporting': {'reporting'},
+  't5x_host': {
+    't5x_host',
+    'config_changes',
+    'gin_utils',
+    'data',
+    'evaluation',
+    'training',
+  },
   'studies': {
     'studies',
     'training',
@@ -44,6 +52,7 @@ GIN_USERS = {
   'planning/step.py',
   'studies/runs.py',
   'studies/temperature.py',
+  't5x_host/config.py',
 }
 
 

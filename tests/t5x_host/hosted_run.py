@@ -1,5 +1,5 @@
-"""Runs t5x's mains one after the other in a process of their own, because names of the built-in trainer and of t5x
-exclude each other in one. Arguments: a JSON file with a list of [main, gin files, bindings].
+"""Runs t5x's mains one after the other in a process of their own, where the names of the trainer
+are t5x's. Argument: a JSON file with a list of [main, gin files, bindings].
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""Runs of gin/runs inside t5x, against the same runs of the built-in trainer. They need t5x: docs/t5x.md."""
+"""Runs of gin/runs inside t5x, against the same runs of the built-in trainer. They need t5x, which
+docs/t5x.md says how to get.
+"""
 
 import importlib.util
 import json

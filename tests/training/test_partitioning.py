@@ -180,3 +180,13 @@ def test_partition_runs_under_mesh_and_rules():
     partitioner.partition(fn, (None,), None).trace(jnp.zeros((8, 8))).jaxpr
   )
   assert compiled.output_shardings.spec == P('data')
+
+
+def test_a_mesh_that_is_there_already():
+  given = partitioning.PjitPartitioner(num_partitions=4)
+  taken = partitioning.PjitPartitioner.on_mesh(given.mesh, given.logical_axis_rules)
+  assert taken.mesh is given.mesh and (taken.data_shards, taken.model_shards) == (2, 4)
+  state = make_state(toy.ToyModel())
+  assert taken.get_mesh_axes(state) == given.get_mesh_axes(state)
+  with pytest.raises(ValueError, match="maps 'batch' to 'replica'; valid are 'data', 'model'"):
+    partitioning.PjitPartitioner.on_mesh(given.mesh, [('batch', 'replica')])
