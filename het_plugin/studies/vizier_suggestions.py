@@ -1,8 +1,8 @@
 """Temperatures to try next, by Vizier's default algorithm: a Gaussian process and UCB with pure
 exploration in a batch (Song et al. 2022, https://arxiv.org/abs/2207.13676; Golovin et al. 2017).
 
-In a process of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. It keeps
-nothing: all trials so far come in, so a study that was interrupted goes on from its own record.
+In a process of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. The
+process keeps nothing: all trials so far come in, so a study goes on from its own record.
 """
 
 import importlib.util
