@@ -40,6 +40,7 @@ MEANS: Mapping[str, Sequence[str] | None] = {
     *('profile_steps', 'profiler_port', 'nonfinite', 'loss_spikes'),
   ),
   'Trainer': ('num_microbatches', 'norm_groups'),
+  'HeldOutTemperatureTrainer': ('num_microbatches', 'norm_groups'),
   'NonFinitePolicy': _ALL,
   'LossSpikes': _ALL,
   'PjitPartitioner': _ALL,

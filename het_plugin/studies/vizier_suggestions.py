@@ -1,8 +1,8 @@
 """Temperatures to try next, by Vizier's default algorithm: a Gaussian process and UCB with pure
 exploration in a batch (Song et al. 2022, https://arxiv.org/abs/2207.13676; Golovin et al. 2017).
 
-A program of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. It keeps
-nothing: all trials so far come in, so a study that was interrupted goes on from its own record.
+In a process of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. The
+process keeps nothing: all trials so far come in, so a study goes on from its own record.
 """
 
 import importlib.util
@@ -57,7 +57,7 @@ def suggest(
     'JAX_COMPILATION_CACHE_DIR': cache_dir,
   }
   done = subprocess.run(
-    [sys.executable, '-m', 'het_plugin.studies.vizier_suggestions'],
+    [sys.executable, '-c', f'from {__name__} import answer; answer()'],
     input=json.dumps(request),
     env=environment,
     capture_output=True,
@@ -98,5 +98,6 @@ def _suggest(request: Mapping[str, Any]) -> list[float]:
   return [suggestion.parameters.get_value(_PARAMETER) for suggestion in suggestions]
 
 
-if __name__ == '__main__':
+def answer() -> None:
+  """The process that `suggest` starts: a request from stdin, taus as the last line of stdout."""
   print(json.dumps(_suggest(json.load(sys.stdin))))

@@ -14,7 +14,7 @@ from het_plugin.integrate import Integrator, example_keys
 from het_plugin.training import held_out_temperature, optimizers, partitioning, step_metrics
 from het_plugin.training.held_out_temperature import HeldOutTemperatureTrainer
 from het_plugin.training.train_state import TrainState
-from tests.training import toy
+from tests.training import toy, toy_run
 
 BATCH = 64
 
@@ -110,11 +110,15 @@ class Module(toy.Mlp):
     return self._dense(x, 'head', 16, ('embed', 'vocab')) / LearnedTemperature(name='temperature')()
 
 
+def toy_model(t_rate=0.01):
+  base = optimizers.adamw(1e-2, weight_decay=1e-2, weight_decay_params='_kernel$', clip_norm=1.0)
+  return toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, t_rate))
+
+
 def trained(num_partitions, estimator, steps=3, held_out_real=True, t_rate=0.01, **settings):
   """State and metrics after some steps."""
   partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
-  base = optimizers.adamw(1e-2, weight_decay=1e-2, weight_decay_params='_kernel$', clip_norm=1.0)
-  model = toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, t_rate))
+  model = toy_model(t_rate)
 
   def init():
     variables = model.get_initial_variables(
@@ -175,6 +179,24 @@ def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing(estimator):
   state, _ = trained(1, estimator, 2, held_out_real=False)
   assert t_of(state) == 0.0 and int(state.step) == 1  # and no step after it
   assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(state.params))
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_moments_of_t(tmp_path):
+  def run(folder, steps):
+    _, state = toy_run.run(
+      folder,
+      model=toy_model(),
+      trainer_cls=functools.partial(HeldOutTemperatureTrainer, held_out_every=4),
+      total_steps=steps,
+      eval_period=12,
+    )
+    return jax.device_get(state.params)
+
+  whole = run(tmp_path / 'whole', 8)
+  run(tmp_path / 'parts', 4)
+  resumed = run(tmp_path / 'parts', 8)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole, resumed)
+  assert whole['temperature']['t'] != 0.0
 
 
 def test_settings_are_checked():
