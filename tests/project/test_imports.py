@@ -30,6 +30,9 @@ ALLOWED = {
     'reporting',
     'gin_utils',
     'train',
+    'trained_run',
+    'heads',
+    'integrate',
   },
 }
 GIN_USERS = {
@@ -38,11 +41,13 @@ GIN_USERS = {
   'gin_utils.py',
   'train.py',
   'quickstart.py',
+  'ablate.py',
   'trained_run.py',
   'fewshot.py',
   'zeroshot.py',
   'planning/step.py',
   'studies/runs.py',
+  'studies/flops.py',
 }
 
 
