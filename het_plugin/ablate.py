@@ -30,7 +30,7 @@ def define_flags() -> None:
   flags.DEFINE_bool('list', False, 'Prints the ablations that there are by name.')
   flags.DEFINE_string('output_dir', None, 'Takes the runs and results; else runs/ablations/NAME.')
   flags.DEFINE_list('seeds', None, "In place of the ablation's.")
-  flags.DEFINE_list('cells', None, 'Labels of the only cells to compare; else all.')
+  flags.DEFINE_multi_string('cell', None, 'Label of a cell to compare, repeatable; else all.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
   flags.DEFINE_multi_string(
     'gin_bindings', [], 'A gin binding, "NAME=VALUE"; the same as --gin.NAME=VALUE.'
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
       of_runs,
       flags.FLAGS.gin_search_paths,
       None if seeds is None else flag_values.integers('seeds', seeds),
-      flags.FLAGS.cells,
+      flags.FLAGS.cell,
     )
     for outcome in chosen.run(request):
       text = write(outcome, output_dir, flags.FLAGS.json)

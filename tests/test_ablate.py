@@ -39,9 +39,9 @@ Ablation:
 
 @pytest.fixture(autouse=True, scope='module')
 def registered():
-  configurables.register_trainer()
-  configurables.register_studies()
   with gin.unlock_config():
+    configurables.register_trainer()
+    configurables.register_studies()
     gin.external_configurable(lambda: jax.devices()[:1], name='one_device')
 
 
@@ -80,7 +80,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   with monkeypatch.context() as patch:  # again: nothing is trained
     patch.setattr(train, 'train', None)
     assert run_main(ablate, study, f'--output_dir={out}') == printed
-    run_main(ablate, study, f'--output_dir={out}', '--cells=learned', '--seeds=1')
+    run_main(ablate, study, f'--output_dir={out}', '--cell=learned', '--seeds=1')
   (row,) = json.loads((out / 'results.json').read_text())['rows']
   assert row['nll'] == learned['runs']['nll'][1] and row['stderr']['nll'] is None
 
@@ -114,7 +114,8 @@ def test_flops_need_no_training(name, tmp_path, run_main):
     name,
     f'--json={out}',
     f'--output_dir={tmp_path}',
-    '--cells=DET,HET',
+    '--cell=DET',
+    '--cell=HET',
     '--gin.Flops.samples=(1, 8)',
     "--gin.resnet.variant='50x1'",
   )
@@ -134,4 +135,18 @@ def test_names(run_main, tmp_path):
   assert 'binds no STUDY' in run_main(ablate, tmp_path / 'mine.gin', code=2)
   message = run_main(ablate, 'heads', '--gin.LEARNING_RATE=1', code=2)
   assert '--gin.LEARNING_RATE has no effect' in message
-  assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cells=HET-L', code=2)
+  assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
+
+
+def test_contrastive_cells_report_zero_shot_accuracy(tmp_path, run_main):
+  sizes = ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')
+  tiny = [*(f'vit.{x}' for x in sizes), *(f'text_transformer.{x}' for x in sizes)]
+  tiny += ["TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}", 'BATCH_SIZE=16', 'EVAL_STEPS=1']
+  tiny += ['PjitPartitioner.num_partitions=1', 'PjitPartitioner.devices=@one_device()']
+  tiny += ['TRAIN_STEPS=2', 'WARMUP_STEPS=1', 'EVAL_PERIOD=2', 'STATS_PERIOD=1']
+  tiny += [f'{name}/ZeroShotDataset.max_examples=64' for name in ('core', 'heldout', 'pairs')]
+  flags = ['--cell=HET-XL, both', '--seeds=0', *(f'--gin.{binding}' for binding in tiny)]
+  printed = run_main(ablate, 'normalization', f'--output_dir={tmp_path}', *flags)
+  (row,) = json.loads((tmp_path / 'results.json').read_text())['rows']
+  assert 0 <= row['zeroshot/glyphs_core/top1'] <= 1 and 0 < row['loss'] < 20
+  assert 'zeroshot/glyphs_heldout/top1' in printed

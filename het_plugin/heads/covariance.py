@@ -33,7 +33,7 @@ class LowRankCovariance(nn.Module):
       b o v(x), which belongs to the location. Only for 'efficient'.
     initial_noise_scale: the noise starts about this many times as large as with the reference's
       initialisers (1.0: as large as the pre-logits themselves). Short runs do better from 0.1:
-      see benchmarks/initial_noise.py.
+      see gin/runs/ablations/initial_noise.gin.
     dtype: compute type of the matrix products; results are float32.
   """
 

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 NLL = 'nll'
 _LOWEST_SHOWN_P = 1e-4
+_OF_TRAINING = ('goodput', 'train')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,8 +285,9 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   for group, values in runs_lib.final_evaluations(metrics).items():
     found |= values if group.startswith('training_eval/') else {}
   if missing := [name for name in names if name not in found]:
+    evaluated = sorted(name for name in found if name.partition('/')[0] not in _OF_TRAINING)
     raise ValueError(
-      f'Ablation.metrics has {missing[0]!r}; the run in {run_dir} has {", ".join(sorted(found))}'
+      f'Ablation.metrics has {missing[0]!r}; the run in {run_dir} has {", ".join(evaluated)}'
     )
   return {name: found[name] for name in names}
 

@@ -152,19 +152,6 @@ def test_contrastive_step(tmp_path):
   assert 'times as long as DET' in printed[-1]
 
 
-def test_normalization(tmp_path):
-  tiny = ['vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16']
-  tiny += [f'text_transformer.{x}' for x in ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')]
-  tiny += ["TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}", 'EVAL_STEPS=1']
-  tiny += [f'{name}/ZeroShotDataset.max_examples=64' for name in ('core', 'heldout', 'pairs')]
-  flags = ['--steps=2', '--seeds=0', '--cells=det,both', *(f'--gin={binding}' for binding in tiny)]
-  rows, printed = run('normalization.py', tmp_path, *flags)
-  assert [row['cell'] for row in rows] == ['det', 'both']
-  assert all(0 <= row['glyphs_core'] <= 1 and 0 <= row['glyphs_heldout'] <= 1 for row in rows)
-  assert rows[0]['glyphs_core_error'] is None  # of one seed
-  assert 'accuracy over det' in printed[-1]
-
-
 def test_samplers(tmp_path):
   png = tmp_path / 'curves.png'
   result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000', f'--png={png}')
@@ -179,16 +166,6 @@ def test_analytic_bias(tmp_path):
   rmse = {(r['link'], r['noise'], r['estimator']): r['rmse'] for r in result['rows']}
   for link in ('softmax', 'sigmoid'):
     assert rmse[link, 'small', 'taylor'] < rmse[link, 'small', 'location']
-
-
-def test_initial_noise(tmp_path):
-  tiny = ['BATCH_SIZE=8', 'EVAL_STEPS=1', 'STATS_PERIOD=1', 'eval/Integrator.num_samples=2']
-  tiny += ['vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2']
-  flags = ['--steps=2', '--heads=het_xl', *(f'--gin={binding}' for binding in tiny)]
-  result, printed = run('initial_noise.py', tmp_path, *flags)
-  assert [row['initial_noise_scale'] for row in result['rows']] == [1.0, 0.1]
-  assert result['rows'][0]['nll'] != result['rows'][1]['nll']
-  assert 'HET-XL' in printed[-1]
 
 
 def test_knn(tmp_path):

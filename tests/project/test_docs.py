@@ -115,6 +115,7 @@ def gin_names(page):
 @pages
 def test_bindings_name_what_exists(page):
   configurables.register_trainer()
+  configurables.register_studies()
   gin.clear_config()
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
@@ -137,6 +138,7 @@ def configurable(name):
 @pages
 def test_parameters_in_the_text_exist(page):
   configurables.register_trainer()
+  configurables.register_studies()
   for name, parameter in re.findall(r'`(?:\w+/)?(\w+)\.(\w+)`', page.read_text()):
     is_file = parameter in ('gin', 'py')
     if not is_file and (known := configurable(name)) and not hasattr(known, parameter):

@@ -38,6 +38,9 @@ ALLOWED = {
     'reporting',
     'gin_utils',
     'train',
+    'trained_run',
+    'heads',
+    'integrate',
   },
 }
 GIN_USERS = {
@@ -46,6 +49,7 @@ GIN_USERS = {
   'gin_utils.py',
   'train.py',
   'quickstart.py',
+  'ablate.py',
   'trained_run.py',
   'fewshot.py',
   'zeroshot.py',
@@ -53,6 +57,7 @@ GIN_USERS = {
   'studies/runs.py',
   'studies/temperature.py',
   't5x_host/config.py',
+  'studies/flops.py',
 }
 
 

@@ -46,7 +46,8 @@ def trained(monkeypatch):
 
   monkeypatch.setattr(runs, 'complete', complete)
   monkeypatch.setattr(runs, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
-  return calls
+  yield calls
+  gin.clear_config()
 
 
 def ablation(**settings):
@@ -159,7 +160,7 @@ def test_settings_that_contradict_each_other(settings, message):
 
 
 def test_unknown_metrics_and_cells(tmp_path, trained):
-  with pytest.raises(ValueError, match="'top2'; the run in .* has nll, .*tau"):
+  with pytest.raises(ValueError, match="'top2'; the run in .* has nll, step, tau"):
     last_outcome(ablation(metrics=('top2',)), tmp_path)
   with pytest.raises(ValueError, match="cells names the cell 'HET'"):
     last_outcome(ablation(), tmp_path, cells=['HET'])
