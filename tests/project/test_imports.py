@@ -22,6 +22,7 @@ ALLOWED = {
   'evaluation': {'evaluation', 'training', 'data', 'weights'},
   'reporting': {'reporting'},
   't5x_host': {
+    'integrate',
     't5x_host',
     'config_changes',
     'gin_utils',
