@@ -136,8 +136,8 @@ def test_rows_are_means_over_replications():
   assert rows[0]['nll'] == 1.5 and rows[0]['stderr']['nll'] == pytest.approx(0.5 / math.sqrt(3))
   assert rows[0]['trainings'] == 2 and rows[0]['steps'] == 800 and rows[0]['validation_nll'] is None
   got = temperature.with_p_values(rows)
-  assert got[0]['p'] < 0.05 and got[1]['p'] is None
-  assert 'p' not in temperature.with_p_values(rows[:1])[0]
+  assert got[0]['welch_p'] < 0.05 and got[1]['welch_p'] is None
+  assert 'welch_p' not in temperature.with_p_values(rows[:1])[0]
 
 
 def test_vizier_suggests_in_the_range(tmp_path):
