@@ -118,7 +118,7 @@ def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
     assert held_out == {'estimator': estimator, 'held_out_every': every}
   assert hasattr(cfg, 'held_out') == (row == 'luketina:validation')
   model = settings['model']
-  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 2.525)
+  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 0.5)
   params = {'kernel': 0.0, 'temperature': {'t': 0.0}}
   state = model.optimizer_def.optax_optimizer.init(params)
   assert hasattr(state, 'inner_states') == (row != 'simple_training')
