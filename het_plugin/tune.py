@@ -8,6 +8,7 @@ methods to add their rows. In the output directory: results.json (one row a meth
 tau_nll.png, curves.png, index.html, and a folder a seed with a run directory a training.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def report(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
   figures = [
     reporting.Figure(
       tau_nll,
-      'Test NLL by tau, of all replications: every trial of a search, the end of the others.',
+      'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
       'Test NLL of every training against its temperature.',
     )
   ]
@@ -100,7 +101,7 @@ def report(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
     row_title='method',
     notes=[
       'NLL and prec@1: of the test set, which neither training nor the choice of tau saw, but for '
-      '(2 folds), where it chose tau. validation_nll: of the set that chose tau.',
+      '(2 folds), where it chose tau. Validation NLL: of the set that chose tau.',
       'trainings and steps: what one replication takes. ms/step: of the chosen training.',
       "p: of Welch's test that the NLL is that of simple training.",
     ],
@@ -114,13 +115,20 @@ def report(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
 
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-  """{title: (tau, test NLL)}, sorted by tau, without the retrained ones, which add one point."""
-  lines = {}
+  """{title: (tau, test NLL)}, means over replications: by tau the trials of a search, of the others
+  where they ended. A retrained one is left out where its search has a line already.
+  """
+  lines, names = {}, {row['row'] for row in rows}
   for row in rows:
-    if not row['row'].endswith(':retrain') or len(rows) == 1:
-      trials = [trial for outcome in row['replications'] for trial in outcome['trials']]
-      points = sorted((trial['tau'], trial['nll']) for trial in trials)
-      lines[row['head']] = tuple(map(list, zip(*points, strict=True)))
+    if row['single training'] == 'yes':
+      lines[row['head']] = [row['tau']], [row['nll']]
+    elif row['row'].replace(':retrain', ':validation') not in names - {row['row']}:
+      by_tau = {}
+      for outcome in row['replications']:
+        for trial in outcome['trials']:
+          by_tau.setdefault(trial['tau'], []).append(trial['nll'])
+      taus = sorted(by_tau)
+      lines[row['head']] = taus, [statistics.fmean(by_tau[tau]) for tau in taus]
   return lines
 
 

@@ -68,10 +68,12 @@ _FIELDS = {
   'entropy': _Field('entropy', '.3f'),
   'mutual_information': _Field('MI', '.4f'),
   'tau': _Field('tau', '.3f'),
+  'validation_nll': _Field('validation NLL', '.3f'),
   'num_params': _Field('parameters', ','),
   'extra_params': _Field('extra', ','),
   'num_samples': _Field('samples S', ','),
   'ms_per_step': _Field('ms/step', '.1f'),
+  'welch_p': _Field('p', '.3f'),
 }
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 _ACCURACY = _Field('', '.3f', max)

@@ -343,14 +343,16 @@ def table_row(row: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def with_p_values(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Adds p of Welch's test that a row's test NLL is that of simple training, if that is there."""
+  """Adds `welch_p`, p of Welch's test that a row's test NLL is that of simple training."""
   nlls = {row['row']: [outcome['nll'] for outcome in row['replications']] for row in rows}
   if BASELINE not in nlls:
     return list(rows)
   return [
     row
     | {
-      'p': None if row['row'] == BASELINE else comparison.welch_p(nlls[row['row']], nlls[BASELINE])
+      'welch_p': None
+      if row['row'] == BASELINE
+      else comparison.welch_p(nlls[row['row']], nlls[BASELINE])
     }
     for row in rows
   ]

@@ -118,7 +118,7 @@ def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
     assert held_out == {'estimator': estimator, 'held_out_every': every}
   assert hasattr(cfg, 'held_out') == (row == 'luketina:validation')
   model = settings['model']
-  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 2.525)
+  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 0.5)
   params = {'kernel': 0.0, 'temperature': {'t': 0.0}}
   state = model.optimizer_def.optax_optimizer.init(params)
   assert hasattr(state, 'inner_states') == (row != 'simple_training')
@@ -136,8 +136,8 @@ def test_rows_are_means_over_replications():
   assert rows[0]['nll'] == 1.5 and rows[0]['stderr']['nll'] == pytest.approx(0.5 / math.sqrt(3))
   assert rows[0]['trainings'] == 2 and rows[0]['steps'] == 800 and rows[0]['validation_nll'] is None
   got = temperature.with_p_values(rows)
-  assert got[0]['p'] < 0.05 and got[1]['p'] is None
-  assert 'p' not in temperature.with_p_values(rows[:1])[0]
+  assert got[0]['welch_p'] < 0.05 and got[1]['welch_p'] is None
+  assert 'welch_p' not in temperature.with_p_values(rows[:1])[0]
 
 
 def test_vizier_suggests_in_the_range(tmp_path):
