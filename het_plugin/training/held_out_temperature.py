@@ -14,7 +14,7 @@ al. 2016, https://arxiv.org/abs/1511.06727, section 2.1; appendix G.2): no momen
 weight decay. theta itself moves by L_theta and its own optimizer, t by the derivative above.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from flax import traverse_util
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
-from het_plugin.training import optimizers, trainer
+from het_plugin.training import optimizers, partitioning, trainer, update_report
 from het_plugin.training.train_state import TrainState
 
 Batch = trainer.Batch
@@ -146,7 +146,18 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
   are those of the training rows, and 'held_out_loss'.
   """
 
-  def __init__(self, *args, held_out_every: int = 8, estimator: str = LUKETINA, **kwargs):
+  def __init__(
+    self,
+    model: Any,
+    partitioner: partitioning.PjitPartitioner,
+    train_state_axes: TrainState,
+    rng: jax.Array,
+    num_microbatches: int | None = None,
+    norm_groups: Sequence[str] = update_report.GROUPS,
+    halt_at_nonfinite: bool = True,
+    held_out_every: int = 8,
+    estimator: str = LUKETINA,
+  ):
     """As `Trainer`, and:
 
     Args:
@@ -157,10 +168,18 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
       ValueError: held_out_every is below 2, another estimator, microbatches, a model that
         `needs_whole_batch`.
     """
-    super().__init__(*args, **kwargs)
-    if getattr(self._model, 'needs_whole_batch', False):
+    super().__init__(
+      model,
+      partitioner,
+      train_state_axes,
+      rng,
+      num_microbatches,
+      norm_groups,
+      halt_at_nonfinite,
+    )
+    if getattr(model, 'needs_whole_batch', False):
       raise ValueError(
-        f'HeldOutTemperatureTrainer cannot hold out rows of {type(self._model).__name__}: its '
+        f'HeldOutTemperatureTrainer cannot hold out rows of {type(model).__name__}: its '
         'loss compares every example with the whole batch.'
       )
     if held_out_every < 2:
@@ -172,9 +191,9 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
       raise ValueError(
         f'HeldOutTemperatureTrainer.estimator={estimator!r} must be {LUKETINA!r} or {SIMPLE!r}.'
       )
-    if (self.num_microbatches or 1) > 1:
+    if (num_microbatches or 1) > 1:
       raise ValueError(
-        f'HeldOutTemperatureTrainer.num_microbatches={self.num_microbatches} must be 1: the '
+        f'HeldOutTemperatureTrainer.num_microbatches={num_microbatches} must be 1: the '
         'gradient with respect to the temperature is that of one whole step.'
       )
     self._held_out_every = held_out_every
