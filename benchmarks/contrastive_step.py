@@ -60,7 +60,8 @@ class Step:
 
     def step(state, batch):
       rng = jax.random.fold_in(jax.random.key(1), state.step)
-      state, metrics = trainer.train_step(model, state, batch, rng, None)
+      grads, metrics = trainer.accumulate_grads_microbatched(model, state.params, batch, rng, None)
+      state, metrics = trainer.apply_grads(state, grads, metrics)
       return state, metrics['loss'].compute()
 
     self._state = jax.jit(init)()

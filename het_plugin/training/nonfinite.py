@@ -1,6 +1,6 @@
 """What a run does with a step whose loss, gradient or update is NaN or infinite.
 
-The compiled step leaves parameters and optimizer as they are then (`trainer.train_step`). Here is
+The compiled step leaves parameters and optimizer as they are then (`trainer.apply_grads`). Here is
 whether the run goes on, and what it leaves of such a step.
 """
 

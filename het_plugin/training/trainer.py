@@ -38,7 +38,7 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def is_finite(metrics: Metrics) -> bool:
-  """Whether loss, gradient and update of a step were finite, by the metrics of `train_step`."""
+  """Whether loss, gradient and update of a step were finite, by the metrics of `apply_grads`."""
   return bool(metrics['update'].finite)
 
 
@@ -107,38 +107,6 @@ def accumulate_grads_microbatched(
   return jax.tree.map(lambda total: total * scale, grad_sum), metrics
 
 
-def train_step(
-  model: Any,
-  train_state: TrainState,
-  batch: Batch,
-  dropout_rng: jax.Array,
-  num_microbatches: int | None,
-  norm_groups: Sequence[str] = update_report.GROUPS,
-  halted: jax.Array | bool = False,
-) -> tuple[TrainState, Metrics]:
-  """One optimizer update, or none where loss, gradient or update are not finite.
-
-  Args:
-    model: has t5x's `loss_fn`.
-    train_state: of before.
-    batch: arrays [B, ...] split over the data axis.
-    dropout_rng: the key of this step.
-    num_microbatches: see `accumulate_grads_microbatched`.
-    norm_groups: which groups of parameters have norms of their own, see `update_report.GROUPS`.
-    halted: bool; True leaves the state as it is, `step` too.
-
-  Returns:
-    The new state, of which after a step that is not finite only `step` is new; and the model's
-    metrics with `learning_rate` and `update`, an UpdateReport of the global L2 norms
-    `gradient_norm` (before clipping), `update_norm` and `param_norm` (after the update) and those
-    of the groups.
-  """
-  grads, metrics = accumulate_grads_microbatched(
-    model, train_state.params, batch, dropout_rng, num_microbatches
-  )
-  return apply_grads(train_state, grads, metrics, norm_groups, halted)
-
-
 def learning_rate(train_state: TrainState) -> jax.Array | None:
   """Of the next update, float32 []; None where the optimizer does not say."""
   if (schedule := train_state.optimizer_def.learning_rate_fn) is None:
@@ -155,7 +123,20 @@ def apply_grads(
   norm_groups: Sequence[str] = update_report.GROUPS,
   halted: jax.Array | bool = False,
 ) -> tuple[TrainState, Metrics]:
-  """The update of `train_step` from float32 gradients, and the metrics with what it adds."""
+  """One optimizer update, or none where loss, gradient or update are not finite.
+
+  Args:
+    train_state: of before.
+    grads: float32, shaped as the parameters.
+    metrics: with 'loss'.
+    norm_groups: which groups of parameters have norms of their own, see `update_report.GROUPS`.
+    halted: bool; True leaves the state as it is, `step` too.
+
+  Returns:
+    The new state, of which after a step that is not finite only `step` is new; and the metrics with
+    `learning_rate` and `update`, an UpdateReport of the global L2 norms `gradient_norm` (before
+    clipping), `update_norm` and `param_norm` (after the update) and those of the groups.
+  """
   updates, opt_state = train_state.optimizer_def.optax_optimizer.update(
     grads, train_state.opt_state, train_state.params
   )
