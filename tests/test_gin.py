@@ -16,7 +16,8 @@ from het_plugin.training import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIN = ROOT / 'gin'
-ALL_RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name != 'train.gin')
+FRAMES = ('train.gin', 'temperature.gin')
+ALL_RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name not in FRAMES)
 CONTRASTIVE_RUNS = [name for name in ALL_RUNS if name.startswith('lit_')]
 RUNS = [name for name in ALL_RUNS if name not in CONTRASTIVE_RUNS]
 HEADS = {

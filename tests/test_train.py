@@ -47,13 +47,13 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
 
 @pytest.mark.parametrize('head', ['het', 'het_xl'])
 def test_four_steps_agree_across_meshes_and_microbatches(head, tmp_path):
-  """K = 2,297 on 1, 2, 4 and 8 shards, which 2,297 does not divide into.
+  """K = 2,297 on 1, 4 and 8 shards, which 2,297 does not divide into.
 
   All parameters but the attention keys' bias: softmax does not see it, its gradient is rounding
   error around zero, and Adam scales that up to a full step.
   """
   expected = train_final_params(tmp_path / '0', head, 1, 1)
-  cells = {'het': [(8, 1), (1, 4)], 'het_xl': [(2, 1), (4, 1), (8, 1), (2, 2), (1, 4)]}
+  cells = {'het': [(8, 1), (1, 4)], 'het_xl': [(4, 1), (8, 1), (2, 2)]}
   for i, (model_shards, num_microbatches) in enumerate(cells[head], 1):
     got = train_final_params(tmp_path / str(i), head, model_shards, num_microbatches)
     for path, value in jax.tree_util.tree_leaves_with_path(expected):

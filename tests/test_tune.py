@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from het_plugin import tune
 
@@ -29,25 +27,22 @@ eval/Integrator.num_samples = 2
 """
 
 
-@pytest.fixture(scope='module', autouse=True)
-def defined():
-  if 'trials_per_round' not in flags.FLAGS:
-    tune.define_flags()
-  flags.FLAGS.mark_as_parsed()
+@pytest.fixture
+def run(tmp_path, run_main):
+  """Runs the main with flags by name; what it printed, or with code=2 its error."""
+  (tmp_path / 'run.gin').write_text(RUN)
+
+  def call(code=0, **settings):
+    given = {'run': tmp_path / 'run.gin', 'output_dir': tmp_path / 'study'} | settings
+    return run_main(tune, *(f'--{name}={value}' for name, value in given.items()), code=code)
+
+  return call
 
 
-def run(output_dir, **settings):
-  (output_dir / 'run.gin').write_text(RUN)
-  with flagsaver.flagsaver(
-    run=str(output_dir / 'run.gin'), output_dir=str(output_dir / 'study'), **settings
-  ):
-    tune.main(['tune'])
-
-
-def test_the_table_and_its_rerun(tmp_path, capsys, monkeypatch):
+def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
   methods = ['grid:validation', 'luketina:validation']
-  settings = {'method': methods, 'grid': ['0.2'], 'replications': 1}
-  run(tmp_path, json=str(tmp_path / 'copy.json'), **settings)
+  settings = {'method': ','.join(methods), 'grid': '0.2', 'replications': 1}
+  printed = run(json=tmp_path / 'copy.json', **settings)
   folder = tmp_path / 'study'
   rows = json.loads((folder / 'results.json').read_text())
   assert rows == json.loads((tmp_path / 'copy.json').read_text())
@@ -64,24 +59,22 @@ def test_the_table_and_its_rerun(tmp_path, capsys, monkeypatch):
     assert 0 < row['nll'] < 20 and 0 <= row['precision_at_1'] <= 1 and row['ms_per_step'] > 0
   assert luketina['tau'] != 2.525
   table = (folder / 'results.txt').read_text()
-  assert table.strip() in capsys.readouterr().out and 'Luketina et al. (2016)' in table
+  assert table.strip() in printed and 'Luketina et al. (2016)' in table
   for plot in ('tau_nll.png', 'curves.png'):
     assert (folder / plot).read_bytes().startswith(b'\x89PNG')
   assert 'Luketina' in (folder / 'index.html').read_text()
 
   monkeypatch.setattr('het_plugin.train.train_from_gin', None)  # nothing is trained again
-  run(tmp_path, **settings)
+  assert run(**settings) == printed
   assert json.loads((folder / 'results.json').read_text()) == rows
 
 
-def test_wrong_settings_are_one_sentence(tmp_path, capsys, monkeypatch):
+def test_wrong_settings_are_one_sentence(run, monkeypatch):
   monkeypatch.setattr('het_plugin.studies.vizier_suggestions._NEEDED', ('no_such_module',))
   for settings, message in (
-    ({'method': ['newton']}, '--method=newton is unknown: choose from all, grid, bayesian'),
-    ({'grid': ['0.01']}, '--grid=0.01 must be temperatures in [0.05, 5.0]'),
-    ({'grid': ['x']}, '--grid=x must be numbers'),
-    ({'method': ['bayesian']}, "pip install 'het_plugin[tune]'"),
+    ({'method': 'newton'}, '--method=newton is unknown: choose from all, grid, bayesian'),
+    ({'grid': '0.01'}, '--grid=0.01 must be temperatures in [0.05, 5.0]'),
+    ({'grid': 'x'}, '--grid=x must be numbers'),
+    ({'method': 'bayesian'}, "pip install 'het_plugin[tune]'"),
   ):
-    with pytest.raises(SystemExit) as stop:
-      run(tmp_path, **settings)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert message in run(code=2, **settings)

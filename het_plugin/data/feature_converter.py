@@ -28,9 +28,10 @@ class _ImageConverter(seqio.FeatureConverter):
   def __call__(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
-    # seqio's evaluator gives the lengths of all features that the task has, which need not have
-    # index and mask.
-    lengths = {name: task_feature_lengths[name] for name in self.TASK_FEATURES}
+    # Those of index and mask come from seqio's evaluator only; a task need not have the two.
+    lengths = {
+      name: length for name, length in task_feature_lengths.items() if name not in ('index', 'mask')
+    }
     return super().__call__(ds, lengths)
 
   def _convert_features(

@@ -443,12 +443,18 @@ def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
   monkeypatch.setattr(operations, '_ALONE_LEAD_SECONDS', 0)
   request = tmp_path / 'profile_request'
 
+  def is_unanswered():
+    try:
+      return 'first' not in request.read_text()
+    except FileNotFoundError:  # answered, and done with
+      return False
+
   class Ask(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
       if int(train_state.step) == 2:
         request.write_text('{"steps": 2}')
       for _ in range(1000):
-        if request.exists() and 'first' not in request.read_text():
+        if is_unanswered():
           time.sleep(0.01)
       return False
 
