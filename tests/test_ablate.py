@@ -1,5 +1,6 @@
 """The command that runs ablations: a tiny one to its table, and again; every gin file of ours."""
 
+import functools
 import json
 import pathlib
 import re
@@ -37,12 +38,17 @@ Ablation:
 """
 
 
-@pytest.fixture(autouse=True, scope='module')
-def registered():
+@functools.cache  # pytest-xdist comes back to a file, and a fixture would run again
+def register():
   with gin.unlock_config():
     configurables.register_trainer()
     configurables.register_studies()
     gin.external_configurable(lambda: jax.devices()[:1], name='one_device')
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  register()
 
 
 def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeypatch, caplog):
