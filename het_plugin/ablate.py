@@ -20,6 +20,7 @@ from absl import app, flags
 
 import gin
 from het_plugin import configurables, flag_values, gin_utils, reporting
+from het_plugin.studies import runs as runs_lib
 from het_plugin.studies.outcome import Outcome, Request
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
@@ -27,15 +28,12 @@ STUDY = 'STUDY'  # the macro that a file binds
 
 
 def define_flags() -> None:
+  gin_utils.define_binding_flags()
   flags.DEFINE_bool('list', False, 'Prints the ablations that there are by name.')
   flags.DEFINE_string('output_dir', None, 'Takes the runs and results; else runs/ablations/NAME.')
   flags.DEFINE_list('seeds', None, "In place of the ablation's.")
   flags.DEFINE_multi_string('cell', None, 'Label of a cell to compare, repeatable; else all.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
-  flags.DEFINE_multi_string(
-    'gin_bindings', [], 'A gin binding, "NAME=VALUE"; the same as --gin.NAME=VALUE.'
-  )
-  flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
 
 
 def names() -> list[str]:
@@ -66,10 +64,10 @@ def study(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] =
   """
   gin_utils.parse_config([gin_file(name)], bindings, search_paths)
   try:
-    reference = gin.query_parameter(f'%{STUDY}')
+    gin.query_parameter(f'%{STUDY}')
   except ValueError:
     raise ValueError(f'{name} binds no {STUDY}, such as {STUDY} = @Ablation()') from None
-  return reference.scoped_configurable_fn()
+  return runs_lib.called(STUDY)
 
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -63,6 +63,11 @@ def define_flags() -> None:
   flags.DEFINE_multi_string(
     'gin_file', [], 'Path of a gin file; may be given several times, later ones win.'
   )
+  define_binding_flags()
+
+
+def define_binding_flags() -> None:
+  """Those of `define_flags` but for --gin_file, for a main that finds its files itself."""
   flags.DEFINE_multi_string(
     'gin_bindings', [], 'A gin binding, "NAME=VALUE"; the same as --gin.NAME=VALUE.'
   )

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 import gin
 from het_plugin import configurables, gin_utils, reporting
 from het_plugin.studies import runs as runs_lib
-from het_plugin.training import partitioning
+from het_plugin.training import partitioning, run_files
 
 HEADS = {
   'det': 'DET',
@@ -47,16 +47,13 @@ def result(head: str, run_dir: Path) -> dict[str, Any]:
   """The row of a finished run, read back from what it wrote; the counts from the configured model
   itself.
   """
-  metrics = runs_lib.read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
-  speeds = [
-    line['train/timing/ms_per_step'] for line in metrics if 'train/timing/ms_per_step' in line
-  ]
   model, counts = runs_lib.configured_model()
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
   by_dataset, errors = few_shot_accuracies(
-    runs_lib.read_jsonl(run_dir / 'fewshot.jsonl'), final['step']
+    run_files.read_jsonl(run_dir / 'fewshot.jsonl'), final['step']
   )
   return {
     'head': HEADS[head],
@@ -70,7 +67,7 @@ def result(head: str, run_dir: Path) -> dict[str, Any]:
     'tau': final['tau'],
     'num_params': counts.total,
     'extra_params': counts.extra,
-    'ms_per_step': statistics.median(speeds),
+    'ms_per_step': runs_lib.ms_per_step(metrics),
     'fewshot': average_over_datasets(by_dataset),
     'fewshot_by_dataset': by_dataset,
     'fewshot_stderr_by_dataset': errors,
@@ -119,7 +116,7 @@ def report(
   table = reporting.text_table(shown, yardsticks)
   (output_dir / 'results.txt').write_text(table + '\n')
   lines = {
-    HEADS[head]: runs_lib.curves(runs_lib.read_jsonl(run / 'metrics.jsonl'))
+    HEADS[head]: runs_lib.curves(run_files.read_jsonl(run / 'metrics.jsonl'))
     for head, run in runs.items()
   }
   png = reporting.curves_png(lines)

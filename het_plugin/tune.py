@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from het_plugin import configurables, gin_utils, reporting
 from het_plugin.studies import runs as runs_lib
 from het_plugin.studies import temperature, vizier_suggestions
-from het_plugin.training import compilation_cache
+from het_plugin.training import compilation_cache, run_files
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
 
@@ -80,7 +80,7 @@ def report(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
   }  # fmt: skip
   if folders:
     lines = {
-      title: runs_lib.curves(runs_lib.read_jsonl(folder / 'metrics.jsonl'))
+      title: runs_lib.curves(run_files.read_jsonl(folder / 'metrics.jsonl'))
       for title, folder in folders.items()
     }
     curves = reporting.curves_png(lines)

@@ -13,7 +13,7 @@ from het_plugin import ablate, configurables, gin_utils
 from het_plugin.studies import runs as runs_lib
 from het_plugin.studies.ablation import Ablation
 from het_plugin.studies.flops import Flops
-from het_plugin.training import train
+from het_plugin.training import run_files, train
 
 STUDY = """
 import het_plugin.configurables
@@ -71,7 +71,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   }
   assert fixed['runs']['nll'][0] != fixed['runs']['nll'][1] and 0 < fixed['nll'] < 20
   assert learned['num_params'] == fixed['num_params'] + 1 and learned['extra_params'] == 1
-  last = runs_lib.final_evaluations(runs_lib.read_jsonl(out / 'learned/seed=1/metrics.jsonl'))
+  last = runs_lib.final_evaluations(run_files.read_jsonl(out / 'learned/seed=1/metrics.jsonl'))
   assert learned['runs']['nll'][1] == last['training_eval/digits']['nll']
 
   config = (out / 'learned/seed=1/config.gin').read_text()

@@ -79,6 +79,4 @@ class PeriodicAction(BaseAction):
     return step - self._last_step >= self._period
 
   def _read(self) -> list[dict[str, Any]]:
-    if not self._file.exists():
-      return []
-    return [json.loads(line) for line in self._file.read_text().splitlines()]
+    return run_files.read_jsonl(self._file)

@@ -23,7 +23,7 @@ from het_plugin.evaluation import comparison
 from het_plugin.studies import runs as runs_lib
 from het_plugin.studies.outcome import Outcome, Request
 from het_plugin.studies.settings import bindings_of, check_label, check_settings, files_of
-from het_plugin.training import nonfinite
+from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   Raises:
     ValueError: the run has no such metric.
   """
-  metrics = runs_lib.read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
   found = {}
   for line in metrics:
     found |= {k: math.nan if v is None else v for k, v in line.items()}
@@ -307,7 +307,7 @@ class _Results:
     num_seeds = len(self.found[self._baseline])
     seeds = self.ablation.seeds[:num_seeds]
     curves = {
-      label: runs_lib.curves(runs_lib.read_jsonl(folders[0] / 'metrics.jsonl'))
+      label: runs_lib.curves(run_files.read_jsonl(folders[0] / 'metrics.jsonl'))
       for label, folders in self.folders.items()
     }
     return Outcome(

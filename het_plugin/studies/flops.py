@@ -126,7 +126,7 @@ class Flops:
     rows, operations, backbone, configs = [], {}, None, {}
     for label in self._parsed(request):
       configs[label] = gin.config_str()
-      encoder, head = _called('BACKBONE'), _called('HEAD')
+      encoder, head = runs_lib.called('BACKBONE'), runs_lib.called('HEAD')
       if backbone is None:
         size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
         backbone = backbone_flops(encoder, (1, size, size, _CHANNELS))
@@ -172,10 +172,6 @@ class Flops:
     lines = {row['head']: (self.samples, list(row['tables'][group].values())) for row in rows}
     png = reporting.lines_png(lines, xlabel='samples S', ylabel=group, log_x=True, log_y=True)
     return reporting.Figure(png, group, f'{group} of every cell by the number of samples.')
-
-
-def _called(macro: str) -> Any:
-  return gin.query_parameter(f'%{macro}').scoped_configurable_fn()
 
 
 def _integrator(scope: str, num_samples: int) -> integrate.Integrator:

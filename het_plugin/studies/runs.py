@@ -5,6 +5,7 @@ wrote.
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,6 @@ def complete(run: Run, run_dir: Path) -> bool:
   return True
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-  """The lines of a file; none where there is no file."""
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
   """{'training_eval/TASK' or 'infer_eval/TASK': {'step', 'nll', ...}} of the last evaluations, from
   the lines of a run's metrics.jsonl; NaN where a value was not finite.
@@ -95,11 +91,23 @@ def curves(
   }
 
 
+def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+  """The median, from the lines of a run's metrics.jsonl; None where none was written."""
+  name = 'train/timing/ms_per_step'
+  speeds = [line[name] for line in metrics if name in line]
+  return statistics.median(speeds) if speeds else None
+
+
+def called(macro: str) -> Any:
+  """What the reference makes that a macro of the parsed configuration is, such as @vit()."""
+  return gin.query_parameter(f'%{macro}').scoped_configurable_fn()
+
+
 def configured_model() -> tuple[Any, Any]:
   """The model of the parsed configuration, and the exact counts of its parameters (`ParamCounts`);
   nothing is computed.
   """
-  model = gin.query_parameter('%MODEL').scoped_configurable_fn()
+  model = called('MODEL')
   lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
   channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels
   shapes = {'image': (1, lengths['image'], lengths['image'], channels)}

@@ -30,7 +30,7 @@ from het_plugin import data
 from het_plugin.evaluation import comparison
 from het_plugin.studies import runs as runs_lib
 from het_plugin.studies import vizier_suggestions
-from het_plugin.training import nonfinite
+from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -287,12 +287,9 @@ class Study:
     except nonfinite.NonFiniteStop as stop:
       _log.warning('%s: step %d was not finite; the training counts as failed.', name, stop.step)
       return Trained(name, math.nan, math.inf, math.inf, math.nan, steps, None)
-    metrics = runs_lib.read_jsonl(self.folder / name / 'metrics.jsonl')
+    metrics = run_files.read_jsonl(self.folder / name / 'metrics.jsonl')
     final = runs_lib.final_evaluations(metrics)
     validation, test = final[f'training_eval/{task}'], final[f'infer_eval/{task}']
-    speeds = [
-      line['train/timing/ms_per_step'] for line in metrics if 'train/timing/ms_per_step' in line
-    ]
     return Trained(
       name,
       test['tau'],
@@ -300,7 +297,7 @@ class Study:
       _infinite(test['nll']),
       test['precision_at_1'],
       steps,
-      statistics.median(speeds) if speeds else None,
+      runs_lib.ms_per_step(metrics),
     )
 
 

@@ -68,6 +68,12 @@ def read_json(path: epath.PathLike) -> dict[str, Any] | None:
   return value if isinstance(value, dict) else None
 
 
+def read_jsonl(path: epath.PathLike) -> list[dict[str, Any]]:
+  """All lines of a file that nobody is writing; none where there is no file."""
+  path = epath.Path(path)
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def read_lines(path: epath.PathLike, max_bytes: int = _TAIL_BYTES) -> Iterator[dict[str, Any]]:
   """The objects in a file of JSON lines, or in its last `max_bytes`.
 

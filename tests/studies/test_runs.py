@@ -6,7 +6,7 @@ import pytest
 
 from het_plugin import configurables
 from het_plugin.studies import runs
-from het_plugin.training import train
+from het_plugin.training import run_files, train
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def small_run(**bindings):
 
 def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   assert runs.complete(small_run(), tmp_path)
-  lines = runs.read_jsonl(tmp_path / 'metrics.jsonl')
+  lines = run_files.read_jsonl(tmp_path / 'metrics.jsonl')
   final = runs.final_evaluations(lines)['training_eval/digits']
   assert final['step'] == 2 and 0 < final['nll'] < 20
   assert runs.curves(lines)['step'] == [1, 2]
