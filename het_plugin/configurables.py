@@ -207,10 +207,11 @@ def _register_runs() -> None:
 @functools.cache
 def register_studies() -> tuple[type, ...]:
   """Registers the studies, for the main that runs them, and returns their classes."""
-  from het_plugin.studies import ablation, alignment, flops
+  from het_plugin.studies import ablation, alignment, flops, noise
 
   studies = (ablation.Ablation, flops.Flops)
-  _register({'het_plugin.studies': (*studies, alignment.RowSpaceAlignment)})
+  analyses = (alignment.RowSpaceAlignment, noise.NoiseEffect)
+  _register({'het_plugin.studies': (*studies, *analyses)})
   return studies
 
 

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from het_plugin import data, trained_run
+from het_plugin import trained_run
 from het_plugin.evaluation import class_covariance, row_spaces
+from het_plugin.studies import examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +47,11 @@ class RowSpaceAlignment:
 
   def _factors(self, run: trained_run.TrainedRun) -> Iterator[np.ndarray]:
     """Q(x) [R + 1, K] of each example."""
-    num_classes, partitioner = run.model.head.num_classes, run.partitioner
-    size = 4 * partitioner.data_shards  # rows are R + 1 times the size of logits
-    factors = partitioner.partition(
-      lambda params, batch: run.model.logits(params, batch).factors()[..., :num_classes],
-      (run.param_specs, partitioner.data_partition_spec),
-      None,
-    )
-    cfg = data.one_pass(
-      run.task,
-      self.split,
-      image_size=run.image_size,
-      max_labels=run.max_labels,
-      batch_size=size,
-      bounded=True,
-    )
-    left = self.num_examples
-    for batch in data.get_dataset(cfg, partitioner.batch_rows(size)):
-      real = np.flatnonzero(batch['mask'] > 0)[:left]
-      yield from jax.device_get(factors(run.params, partitioner.shard_batch(batch, size)))[real]
-      left -= len(real)
-      if not left:
-        return
+    num_classes = run.model.head.num_classes
+
+    def factors(params, batch):
+      return run.model.logits(params, batch).factors()[..., :num_classes]
+
+    size = 4 * run.partitioner.data_shards  # rows are R + 1 times the size of logits
+    for rows in examples.per_example(run, factors, self.split, self.num_examples, size):
+      yield from rows

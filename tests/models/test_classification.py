@@ -16,7 +16,7 @@ from het_plugin.models import ClassificationModel, ParamCounts
 NUM_CLASSES = 10
 PADDED_CLASSES = 16
 BACKBONE = ViT(
-  patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2, pooling='gap', representation_size=12
+  patch_size=4, width=16, depth=1, mlp_dim=32, num_heads=2, pooling='gap', representation_size=12
 )
 SHARED = {
   'num_classes': NUM_CLASSES,

@@ -55,7 +55,7 @@ def values(metrics):
 def test_the_loss_is_equation_6():
   model, batch = make_model(), make_batch()
   params = initial(model, batch)
-  loss, metrics = model.eval_fn(params, batch)
+  loss, metrics = jax.jit(model.eval_fn)(params, batch)
   alpha = np.asarray(model.image_embeddings(params, batch), np.float64)
   beta = np.asarray(model.text_embeddings(params, batch['text']), np.float64)
   np.testing.assert_allclose(np.linalg.norm(alpha, axis=1), 1, rtol=1e-5)
@@ -84,7 +84,7 @@ def test_masked_rows_do_not_matter(head):
   rng = jax.random.key(3)
 
   def value_and_grad(batch):
-    return jax.value_and_grad(lambda p: model.loss_fn(p, batch, rng)[0])(params)
+    return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, rng)[0]))(params, batch)
 
   padded = make_batch(B + 8, seed=5)
   for name, x in batch.items():
@@ -94,37 +94,36 @@ def test_masked_rows_do_not_matter(head):
   np.testing.assert_allclose(padded_loss, loss, rtol=1e-5)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=1e-5), gradient, padded_gradient)
   nothing = batch | {'mask': np.zeros(B, np.float32)}
-  assert float(model.eval_fn(params, nothing)[0]) == 0
+  assert float(jax.jit(model.eval_fn)(params, nothing)[0]) == 0
 
 
 def test_noise_is_of_training_and_follows_the_examples():
   model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)
-  first = model.loss_fn(params, batch, jax.random.key(1))[0]
-  assert first == model.loss_fn(params, batch, jax.random.key(1))[0]
-  assert abs(first - model.loss_fn(params, batch, jax.random.key(2))[0]) > 1e-5
+  loss = jax.jit(lambda p, b, key: model.loss_fn(p, b, key)[0])
+  first = loss(params, batch, jax.random.key(1))
+  assert first == loss(params, batch, jax.random.key(1))
+  assert abs(first - loss(params, batch, jax.random.key(2))) > 1e-5
   order = np.random.default_rng(0).permutation(B)
   shuffled = {name: x[order] for name, x in batch.items()}
-  np.testing.assert_allclose(
-    model.loss_fn(params, shuffled, jax.random.key(1))[0], first, rtol=1e-5
-  )
+  np.testing.assert_allclose(loss(params, shuffled, jax.random.key(1)), first, rtol=1e-5)
   # Without a key, as at evaluation: no noise, whatever the covariance is.
-  plain = model.loss_fn(params, batch, None)[0]
+  plain = jax.jit(lambda p, b: model.loss_fn(p, b, None)[0])(params, batch)
   without = make_model('det')
   without.head = dataclasses.replace(HEADS['det'], temperature=HEADS['het_xl'].temperature)
   without.module = without.module.clone(head=without.head)
   flat = {name: tree for name, tree in params.items() if name != 'head'}
   flat['head'] = {'temperature': params['head']['temperature']}
-  np.testing.assert_allclose(without.eval_fn(flat, batch)[0], plain, rtol=1e-5)
+  np.testing.assert_allclose(jax.jit(without.eval_fn)(flat, batch)[0], plain, rtol=1e-5)
   noisy = make_model('het_xl', eval_integrator=Integrator(num_samples=8))
-  assert abs(noisy.eval_fn(params, batch)[0] - plain) > 1e-5
+  assert abs(jax.jit(noisy.eval_fn)(params, batch)[0] - plain) > 1e-5
 
 
 def test_a_locked_tower_has_no_gradient_and_its_projection_has():
   model = make_model(embedding_dim=10, locked=True)
   batch = make_batch()
   params = initial(model, batch)
-  gradient = jax.grad(lambda p: model.loss_fn(p, batch, jax.random.key(0))[0])(params)
+  gradient = jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, jax.random.key(0))[0]))(params)
   flat = traverse_util.flatten_dict(gradient, sep='/')
   for name, x in flat.items():
     if name.startswith('backbone/'):
@@ -139,7 +138,7 @@ def test_a_step_is_the_same_on_every_mesh(head):
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
   results = []
-  for num_partitions in (1, 2, 8):
+  for num_partitions in (1, 4):  # meshes 8 x 1 and 2 x 4
     model = make_model(head, optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
     partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
     shapes = {name: x.shape for name, x in batch.items()}
@@ -224,8 +223,8 @@ def test_t5x_normalises_by_a_constant():
   batch = make_batch()
   model = make_model(loss_normalizing_factor=4.0)
   params = initial(model, batch)
-  mean, _ = make_model().eval_fn(params, batch)
-  total, _ = model.eval_fn(params, batch)
+  mean, _ = jax.jit(make_model().eval_fn)(params, batch)
+  total, _ = jax.jit(model.eval_fn)(params, batch)
   np.testing.assert_allclose(total, mean * B / 4.0, rtol=1e-6)
 
 
@@ -233,9 +232,9 @@ def test_identical_captions_are_a_chance_of_one_in_b():
   model, batch = make_model(), make_batch()
   batch = {name: np.repeat(x[:1], B, axis=0) for name, x in batch.items()}
   params = initial(model, batch)
-  loss, metrics = model.eval_fn(params, batch)
+  loss, metrics = jax.jit(model.eval_fn)(params, batch)
   np.testing.assert_allclose(loss, np.log(B), rtol=1e-6)
   assert values(metrics)['precision_at_1/image_to_text'] == pytest.approx(1 / B)
-  gradient = jax.grad(lambda p: model.eval_fn(p, batch)[0])(params)
+  gradient = jax.jit(jax.grad(lambda p: model.eval_fn(p, batch)[0]))(params)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
   assert jnp.isfinite(loss)
