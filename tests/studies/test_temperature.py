@@ -97,7 +97,8 @@ def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_p
 )
 def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
   """By the configuration that each run would be trained with."""
-  study = temperature.Study(runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin']), tmp_path, 2)
+  base = runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin'], ['TRAIN_STEPS = 400'])
+  study = temperature.Study(base, tmp_path, 2)
 
   def complete(run, folder):
     run.parse(folder)
@@ -118,7 +119,7 @@ def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
     assert held_out == {'estimator': estimator, 'held_out_every': every}
   assert hasattr(cfg, 'held_out') == (row == 'luketina:validation')
   model = settings['model']
-  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 0.5)
+  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 2.525)
   params = {'kernel': 0.0, 'temperature': {'t': 0.0}}
   state = model.optimizer_def.optax_optimizer.init(params)
   assert hasattr(state, 'inner_states') == (row != 'simple_training')
