@@ -19,7 +19,7 @@ from het_plugin.train import train_from_gin
 from het_plugin.training import partitioning, train, trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
-SHORT = ['WARMUP_STEPS = 0', 'EVAL_PERIOD = None']
+SHORT = ['WARMUP_STEPS = 0', 'train.train_eval_dataset_cfg = None']
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
 
@@ -32,7 +32,12 @@ def parse(head, model_dir, *extra, run='digits_smoke', files=()):
 def train_final_params(model_dir, head, model_shards, num_microbatches):
   """Four steps on the 2,297 classes of glyphs_core; parameters as numpy arrays."""
   settings = [
-    *('TRAIN_STEPS = 4', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = None', 'ACTIONS = None'),
+    *(
+      'TRAIN_STEPS = 4',
+      'WARMUP_STEPS = 0',
+      'train.train_eval_dataset_cfg = None',
+      'ACTIONS = None',
+    ),
     *('BATCH_SIZE = 32', f'PjitPartitioner.num_partitions = {model_shards}'),
     'CheckpointConfig.save = None',
   ]
