@@ -7,7 +7,6 @@ same share of both, whatever the mesh, and one integer is still the state of the
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
 from het_plugin.data import pipeline
@@ -47,6 +46,10 @@ class HeldOutDatasetConfig:
     return self.train.mixture_or_task_name
 
   @property
+  def task_feature_lengths(self) -> Mapping[str, int]:
+    return self.train.task_feature_lengths
+
+  @property
   def vocabulary(self) -> str | None:
     return self.train.vocabulary
 
@@ -81,10 +84,8 @@ class HeldOutIterator:
         )
     self._sizes = cfg.train.batch_size, cfg.held_out.batch_size
     self.num_examples = self.num_batches = None
-    self.element_spec = {
-      name: jax.ShapeDtypeStruct((cfg.batch_size, *spec.shape[1:]), spec.dtype)
-      for name, spec in self._train.element_spec.items()
-    }
+    channels = self._train.element_spec['image'].shape[-1]
+    self.element_spec = pipeline.element_spec(cfg, channels)
 
   @property
   def corrupt_records(self) -> tuple[str, ...]:

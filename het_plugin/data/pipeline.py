@@ -359,8 +359,13 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
   )
 
 
-def element_spec(cfg: DatasetConfig, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes of the global batch of `cfg`, for images of `channels` channels; reads nothing."""
+def element_spec(cfg: Any, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes of the global batch of a data set, for images of `channels` channels; reads nothing.
+
+  Args:
+    cfg: a DatasetConfig, or another with its batch_size and task_feature_lengths.
+    channels: of the images.
+  """
   B, side = cfg.batch_size, cfg.task_feature_lengths['image']
   annotation = 'text' if 'text' in cfg.task_feature_lengths else 'label'
   return {

@@ -21,6 +21,7 @@ def test_every_nth_row_is_held_out():
   assert (cfg.batch_size, cfg.held_out_every) == (8, 4)
   got = data.get_dataset_with_held_out(cfg)
   assert got.element_spec['image'].shape == (8, 8, 8, 1) and got.num_batches is None
+  assert got.element_spec == data.element_spec(cfg, 1)  # which `plan` reads without the data
   plain = data.get_dataset_with_held_out(cfg.train)
   held_out = data.get_dataset(cfg.held_out)
   for _ in range(3):
