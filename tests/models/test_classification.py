@@ -356,7 +356,7 @@ def test_training_precision_is_that_of_the_location():
 
 
 def test_representations_and_intermediates():
-  model, batch = make_model(), make_batch()
+  model, batch = make_model(backbone=BACKBONE.clone(depth=2)), make_batch()
   params = make_params(model, batch)
   found = model.representations(params, batch, layers=('pre_logits', 'block01'))
   assert {name: x.shape for name, x in found.items()} == {
@@ -409,7 +409,7 @@ def test_det_with_a_fixed_temperature_has_no_extra_parameters():
 
 @pytest.mark.parametrize('head', ['det', 'het_xl'])
 def test_a_mesh_does_not_change_loss_gradients_or_predictions(head):
-  model, batch = make_model(head, BACKBONE.clone(depth=1)), make_batch()
+  model, batch = make_model(head, BACKBONE), make_batch()
   params = make_params(model, batch)
 
   def step(params, batch):
