@@ -7,6 +7,7 @@ standard errors) / n: data sets and settings are those that were chosen, only th
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -108,4 +109,6 @@ def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
   """
   if min(len(values), len(baseline)) < 2 or not (np.ptp(values) or np.ptp(baseline)):
     return None
-  return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)
+  with warnings.catch_warnings():  # that runs of one group are the same is no loss of precision
+    warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
+    return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)

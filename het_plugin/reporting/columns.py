@@ -114,9 +114,17 @@ def problem_line(rows: Sequence[Row]) -> str:
 
 
 def _field_column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
-  field = _FIELDS.get(name, _Field(name, '.4g'))
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
+  field = _FIELDS.get(name) or _Field(name, _spec(stderr))
   return _column(group, field, [row.get(name) for row in rows], compared, stderr)
+
+
+def _spec(stderr: Sequence[float | None]) -> str:
+  """The format of a field that is not known: two digits of the largest standard error."""
+  largest = max(filter(_is_present, stderr), default=0.0)
+  if not largest > 0:
+    return '.4g'
+  return f'.{max(0, 1 - math.floor(math.log10(largest)))}f'
 
 
 def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:

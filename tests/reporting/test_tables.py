@@ -134,3 +134,16 @@ def test_rows_may_be_something_else_than_heads():
   first, second = reporting.text_table(rows, row_title='candidate').split('\n\n')
   assert first.startswith('candidate') and second.startswith('few-shot accuracy')
   assert reporting.text_table(rows).startswith('head')
+
+
+def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
+  rows = [
+    {'head': 'a', 'size': 0.98721, 'stderr': {'size': 0.002564}},
+    {'head': 'b', 'size': 0.2094, 'stderr': {'size': 0.00080}},
+  ]
+  text = reporting.text_table(rows)
+  assert '0.9872 ±0.0026' in text and '0.2094 ±0.0008' in text
+  rows = [{'head': 'a', 'size': 1234.5, 'stderr': {'size': 31.0}}]
+  assert '1234 ±31' in reporting.text_table(rows) and '0.5 ±0' in reporting.text_table(
+    [{'head': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
+  )
