@@ -32,14 +32,8 @@ def parse(head, model_dir, *extra, run='digits_smoke', files=()):
 def train_final_params(model_dir, head, model_shards, num_microbatches):
   """Four steps on the 2,297 classes of glyphs_core; parameters as numpy arrays."""
   settings = [
-    *(
-      'TRAIN_STEPS = 4',
-      'WARMUP_STEPS = 0',
-      'train.train_eval_dataset_cfg = None',
-      'ACTIONS = None',
-    ),
+    *('TRAIN_STEPS = 4', *SHORT, 'ACTIONS = None', 'CheckpointConfig.save = None'),
     *('BATCH_SIZE = 32', f'PjitPartitioner.num_partitions = {model_shards}'),
-    'CheckpointConfig.save = None',
   ]
   parse(head, model_dir, *settings, run='glyphs_quickstart')
   _, state = gin.get_configurable(train.train)(

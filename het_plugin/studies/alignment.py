@@ -19,7 +19,7 @@ class RowSpaceAlignment:
 
   Attributes:
     split: of the run's task.
-    num_examples: the first of the split.
+    num_examples: at most; a fixed random choice of the split.
 
   Raises:
     ValueError: the head has no factors.

@@ -1,4 +1,4 @@
-"""What analyses of a trained run share: a function of examples, over the first of a split."""
+"""What analyses of a trained run share: a function of some examples of a split."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -569,10 +569,8 @@ BAD_CONFIGS = {
   "split is 'validation[5]'; a slice is of one split": {'split': 'validation[5]'},
   'use_cached is True': {'use_cached': True},
   'pack is True': {'pack': True},
-  # Among what other tests register in the process.
-  "'digits', 'glyph_names', 'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', "
-  "'glyphs_full', 'glyphs_heldout'": {'mixture_or_task_name': 'glyph_core'},
-  "mixture_or_task_name is 'glyph_core'; it must be one of [": {
+  "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyph_names', "
+  "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout'": {
     'mixture_or_task_name': 'glyph_core'
   },
   "split is 'test'; the splits of glyphs_core are ['shift', 'train', 'validation']": {

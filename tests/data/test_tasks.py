@@ -86,7 +86,16 @@ def test_bare_paths_that_do_not_exist(path, message):
     task_info(path)
 
 
-def test_an_added_task_runs_its_preprocessors():
+@pytest.fixture
+def own_tasks():
+  """Takes the tasks of a test out of the registry, whose names messages list."""
+  before = set(seqio.TaskRegistry.names())
+  yield
+  for name in set(seqio.TaskRegistry.names()) - before:
+    seqio.TaskRegistry.remove(name)
+
+
+def test_an_added_task_runs_its_preprocessors(own_tasks):
   task = tasks.add_image_task(
     'colour_glyphs',
     glyphs.GlyphSource('heldout'),
@@ -105,7 +114,7 @@ def test_a_name_is_taken_once():
     tasks.add_image_task('digits', glyphs.GlyphSource('core'))
 
 
-def test_an_image_text_task_of_ones_own(sentencepiece_model):
+def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):
   """With a vocabulary and preprocessing of its own, which other vocabularies keep."""
   task = tasks.add_image_text_task(
     'colour_names',
