@@ -330,7 +330,7 @@ def table_row(row: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     'single training': 'yes' if ROWS[row].single_training else 'no',
     'no validation set': 'yes' if ROWS[row].no_validation_set else 'no',
     'trainings': outcomes[0]['trainings'],
-    'steps': statistics.fmean(outcome['steps'] for outcome in outcomes),
+    'steps': round(statistics.fmean(outcome['steps'] for outcome in outcomes)),
     'ms_per_step': statistics.median(
       [outcome['ms_per_step'] for outcome in outcomes if outcome['ms_per_step'] is not None]
       or [math.nan]

@@ -1,20 +1,24 @@
 """Temperatures to try next, by Vizier's default algorithm: a Gaussian process and UCB with pure
 exploration in a batch (Song et al. 2022, https://arxiv.org/abs/2207.13676; Golovin et al. 2017).
 
-In a process of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. The
-process keeps nothing: all trials so far come in, so a study goes on from its own record.
+In a process of its own: Vizier needs JAX's 64-bit mode and a CPU, and training has neither. It is
+started once, for its imports take longer than a first answer, and ends with this process. It keeps
+nothing of what it is asked: all trials so far come in, so a study goes on from its own record.
 """
 
+import functools
 import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 _METRIC, _PARAMETER = 'nll', 'tau'
+_ANSWER = 'taus: '  # starts the line of an answer; Vizier may print others
 _NEEDED = ('vizier', 'equinox', 'tensorflow_probability', 'typeguard', 'jaxtyping', 'chex')
 
 
@@ -50,24 +54,44 @@ def suggest(
     RuntimeError: Vizier failed; with the end of what it said.
   """
   request = {'trials': list(trials), 'count': count, 'bounds': bounds, 'seed': seed}
+  process, errors = _process(cache_dir)
+  line = ''
+  try:
+    process.stdin.write(json.dumps(request) + '\n')
+    process.stdin.flush()
+    line = next((line for line in process.stdout if line.startswith(_ANSWER)), '')
+  except BrokenPipeError:
+    pass
+  if not line:
+    _process.cache_clear()  # the next one may fare better
+    process.wait()
+    errors.seek(0)
+    raise RuntimeError(f'Vizier made no suggestions: {errors.read()[-2000:]}')
+  low, high = bounds
+  taus = json.loads(line.removeprefix(_ANSWER))
+  return [min(max(float(f'{tau:.4g}'), low), high) for tau in taus]
+
+
+@functools.cache
+def _process(cache_dir: str) -> tuple[subprocess.Popen, IO[str]]:
+  """The process that answers, and what it writes to stderr."""
   environment = os.environ | {
     'JAX_PLATFORMS': 'cpu',
     'JAX_ENABLE_X64': '1',
     'XLA_FLAGS': '',
     'JAX_COMPILATION_CACHE_DIR': cache_dir,
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
   }
-  done = subprocess.run(
+  errors = tempfile.TemporaryFile('w+')
+  process = subprocess.Popen(
     [sys.executable, '-c', f'from {__name__} import answer; answer()'],
-    input=json.dumps(request),
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=errors,
     env=environment,
-    capture_output=True,
     text=True,
   )
-  if done.returncode:
-    raise RuntimeError(f'Vizier made no suggestions: {done.stderr[-2000:]}')
-  low, high = bounds
-  taus = json.loads(done.stdout.splitlines()[-1])
-  return [min(max(float(f'{tau:.4g}'), low), high) for tau in taus]
+  return process, errors
 
 
 def _suggest(request: Mapping[str, Any]) -> list[float]:
@@ -76,6 +100,7 @@ def _suggest(request: Mapping[str, Any]) -> list[float]:
 
   # Not vizier.algorithms.designers, which imports what its other algorithms need too.
   from vizier._src.algorithms.designers import gp_ucb_pe
+  from vizier.pyvizier.converters import padding
 
   problem = pyvizier.ProblemStatement()
   problem.search_space.root.add_float_param(
@@ -84,7 +109,9 @@ def _suggest(request: Mapping[str, Any]) -> list[float]:
   goal = pyvizier.ObjectiveMetricGoal.MINIMIZE
   problem.metric_information.append(pyvizier.MetricInformation(_METRIC, goal=goal))
   rng = jax.random.fold_in(jax.random.PRNGKey(request['seed']), len(request['trials']))
-  designer = gp_ucb_pe.VizierGPUCBPEBandit(problem, rng=rng)
+  # Without padding every round compiles anew; what is suggested is the same.
+  schedule = padding.PaddingSchedule(num_trials=padding.PaddingType.POWERS_OF_2)
+  designer = gp_ucb_pe.VizierGPUCBPEBandit(problem, rng=rng, padding_schedule=schedule)
   completed = []
   for number, trial in enumerate(request['trials'], 1):
     done = pyvizier.Trial(id=number, parameters={_PARAMETER: trial['tau']})
@@ -99,5 +126,6 @@ def _suggest(request: Mapping[str, Any]) -> list[float]:
 
 
 def answer() -> None:
-  """The process that `suggest` starts: a request from stdin, taus as the last line of stdout."""
-  print(json.dumps(_suggest(json.load(sys.stdin))))
+  """The process that `suggest` starts: requests, a line each, from stdin; ends with it."""
+  for line in sys.stdin:
+    print(_ANSWER + json.dumps(_suggest(json.loads(line))), flush=True)

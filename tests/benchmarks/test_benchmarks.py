@@ -1,6 +1,7 @@
 """The benchmarks at a tiny size: that they run and that their rows are right, not how fast."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -22,8 +23,8 @@ SCRIPTS = sorted({path.name for path in (ROOT / 'benchmarks').glob('*.py')} - SH
 SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
 
 
-def run(script, tmp_path, *flags):
-  """(rows, printed lines) of a benchmark."""
+def run_process(script, tmp_path, *flags):
+  """(rows, printed lines) of a benchmark that is a process, as it is for users."""
   out = tmp_path / 'out.json'
   command = [sys.executable, f'benchmarks/{script}', *flags, f'--json={out}']
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -31,12 +32,36 @@ def run(script, tmp_path, *flags):
   return json.loads(out.read_text()), result.stdout.splitlines()
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_every_script_has_help_and_json(script, monkeypatch, capsys):
+@pytest.fixture
+def call_main(monkeypatch):
+  """Runs a script in this process, where imports are paid for once."""
   monkeypatch.syspath_prepend(ROOT / 'benchmarks')  # as when the script is run
-  monkeypatch.setattr(sys, 'argv', [script, '--help'])
-  with pytest.raises(SystemExit) as end:
+  monkeypatch.chdir(ROOT)
+
+  def call(script, *flags):
+    monkeypatch.setattr(sys, 'argv', [script, *flags])
     importlib.import_module(script.removesuffix('.py')).main()
+
+  return call
+
+
+@pytest.fixture
+def run(call_main, tmp_path, capsys):
+  """(rows, printed lines) of a benchmark."""
+
+  def call(script, *flags):
+    out = tmp_path / 'out.json'
+    capsys.readouterr()
+    call_main(script, *flags, f'--json={out}')
+    return json.loads(out.read_text()), capsys.readouterr().out.splitlines()
+
+  return call
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_every_script_has_help_and_json(script, call_main, capsys):
+  with pytest.raises(SystemExit) as end:
+    call_main(script, '--help')
   assert end.value.code == 0
   assert '--json' in capsys.readouterr().out
 
@@ -48,9 +73,9 @@ def test_help_explains_every_flag(path):
       assert 'help' in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
 
 
-def test_fewshot_solver(tmp_path):
+def test_fewshot_solver(run):
   flags = ['--classes=7,30', '--shots=4', '--d=40', '--m=200', '--turns=1']
-  rows, printed = run('fewshot_solver.py', tmp_path, *flags)
+  rows, printed = run('fewshot_solver.py', *flags)
   assert [(row['n'], row['d'], row['classes'], row['m']) for row in rows] == [
     (28, 40, 7, 200),  # fewer rows than features, and more
     (120, 40, 30, 200),
@@ -61,15 +86,15 @@ def test_fewshot_solver(tmp_path):
     assert row['eigh_ratio'] == row['eigh_seconds'] / row['seconds'] > 0
     assert row['ridge_classifier_ratio'] == row['ridge_classifier_seconds'] / row['seconds'] > 0
   assert printed[-1].startswith('ratios') and printed[-1].endswith('differ by 0')
-  rows, _ = run('fewshot_solver.py', tmp_path, *flags, '--alone')
+  rows, _ = run('fewshot_solver.py', *flags, '--alone')
   assert 'eigh_seconds' not in rows[0]
 
 
-def test_integrator(tmp_path):
+def test_integrator(run):
   flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=1,5', '--repeats=1']
   heads, links = ['het', 'het_h', 'het_xl'], ['softmax', 'sigmoid']
   flags += [f'--heads={",".join(heads)}', f'--links={",".join(links)}']
-  rows, printed = run('integrator.py', tmp_path, *flags)
+  rows, printed = run('integrator.py', *flags)
   assert [(row['head'], row['link'], row['s']) for row in rows] == [
     (head, link, s) for head in heads for link in links for s in (1, 5)
   ]
@@ -79,17 +104,17 @@ def test_integrator(tmp_path):
   assert 'times as fast' in printed[-1]
 
 
-def test_integrator_by_kernels(tmp_path):
+def test_integrator_by_kernels(run):
   flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=9', '--repeats=1']
   flags += ['--implementations=xla,pallas', '--shared_draws']
-  rows, printed = run('integrator.py', tmp_path, *flags)
+  rows, printed = run('integrator.py', *flags)
   assert [row['implementation'] for row in rows] == ['xla', 'pallas']
   assert 'times as fast as XLA' in printed[-2]
 
 
-def test_contrastive_loss(tmp_path):
+def test_contrastive_loss(run):
   flags = ['--batch=32', '--dim=8', '--factors=3', '--samples=1,3', '--repeats=1']
-  rows, printed = run('contrastive_loss.py', tmp_path, *flags, '--model_shards=2')
+  rows, printed = run('contrastive_loss.py', *flags, '--model_shards=2')
   assert [(row['loss'], row['s']) for row in rows] == [('det', 0), ('het_xl', 1), ('het_xl', 3)]
   for row in rows:
     assert row['devices'] == 8 and row['model_shards'] == 2
@@ -100,7 +125,7 @@ def test_contrastive_loss(tmp_path):
 
 def test_contrastive_loss_of_devices_that_are_not_here(tmp_path):
   flags = ['--batch=480', '--dim=8', '--factors=3', '--topology=cpu:16']
-  rows, printed = run('contrastive_loss.py', tmp_path, *flags)
+  rows, printed = run_process('contrastive_loss.py', tmp_path, *flags)
   assert [(row['loss'], row['devices']) for row in rows] == [('det', 16), ('het_xl', 16)]
   for row in rows:
     assert row['all_gathers'] > 0
@@ -109,21 +134,21 @@ def test_contrastive_loss_of_devices_that_are_not_here(tmp_path):
   assert 'no [B, B] on any device' in printed[-1]
 
 
-def test_parameter_counts(tmp_path):
+def test_parameter_counts(run):
   """All but the two that the paper rounds down (127.27 million)."""
-  rows, printed = run('parameter_counts.py', tmp_path)
+  rows, printed = run('parameter_counts.py')
   assert len(rows) == 24
   differing = [(r['backbone'], r['head'], r['dataset']) for r in rows if not r['matches']]
   assert differing == [('ResNet152x1', head, 'JFT-4B') for head in ('HET-H', 'HET-XL')]
   assert '22 of 24' in printed[-3]
 
 
-def test_paper_slice(tmp_path):
+def test_paper_slice(run):
   tiny = ['BATCH_SIZE = 4', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16']
   tiny += ['vit.num_heads = 2', 'vit.representation_size = 16', 'NUM_CLASSES = 100']
   flags = ['--topology=cpu:4', '--meshes=2x2', '--heads=det,het_xl']
   flags += [f'--gin={binding}' for binding in tiny]
-  rows, printed = run('paper_slice.py', tmp_path, *flags)
+  rows, printed = run('paper_slice.py', *flags)
   assert [(row['mesh'], row['head'], row['fits']) for row in rows] == [
     ('2x2', 'det', True),
     ('2x2', 'het_xl', True),
@@ -132,10 +157,10 @@ def test_paper_slice(tmp_path):
   assert 'of the memory of DET' in printed[-1]
 
 
-def test_step_overhead(tmp_path):
+def test_step_overhead(run, tmp_path):
   flags = ['--variant=Ti/16', '--image_size=16', '--classes=20', '--factors=3', '--dtype=float32']
   flags += ['--heads=het_xl', '--samples=2,9', '--batches=2', '--repeats=1']
-  rows, printed = run('step_overhead.py', tmp_path, *flags, f'--png={tmp_path / "grid.png"}')
+  rows, printed = run('step_overhead.py', *flags, f'--png={tmp_path / "grid.png"}')
   assert [(row['b'], row['head'], row['s']) for row in rows] == [
     *((2, 'det', 0), (2, 'het_xl', 2), (2, 'het_xl', 9))
   ]
@@ -144,32 +169,32 @@ def test_step_overhead(tmp_path):
   assert 'of DET' in printed[-1]
 
 
-def test_contrastive_step(tmp_path):
+def test_contrastive_step(run):
   flags = ['--width=24', '--depth=1', '--variant=Ti/16', '--text_variant=Ti', '--image_size=32']
   flags += ['--batch=4', '--tokens=5', '--vocab_size=50', '--factors=2', '--repeats=1']
-  (row,), printed = run('contrastive_step.py', tmp_path, *flags)
+  (row,), printed = run('contrastive_step.py', *flags)
   assert row['time_ratio'] > 0 and row['flops_ratio'] > 1
   assert 'times as long as DET' in printed[-1]
 
 
-def test_samplers(tmp_path):
+def test_samplers(run, tmp_path):
   png = tmp_path / 'curves.png'
-  result, printed = run('samplers.py', tmp_path, *SMALL, '--reference_samples=4000', f'--png={png}')
+  result, printed = run('samplers.py', *SMALL, '--reference_samples=4000', f'--png={png}')
   assert Image.open(png).size == (990, 330)
   assert {row['sampler'] for row in result['rows']} == {'iid', 'antithetic', 'sobol'}
   assert all(row['rmse'] > 0 for row in result['rows'])
   assert any('ratio' in line for line in printed[-3:])
 
 
-def test_analytic_bias(tmp_path):
-  result, _ = run('analytic_bias.py', tmp_path, *SMALL, '--reference_samples=4000')
+def test_analytic_bias(run):
+  result, _ = run('analytic_bias.py', *SMALL, '--reference_samples=4000')
   rmse = {(r['link'], r['noise'], r['estimator']): r['rmse'] for r in result['rows']}
   for link in ('softmax', 'sigmoid'):
     assert rmse[link, 'small', 'taylor'] < rmse[link, 'small', 'location']
 
 
-def test_knn(tmp_path):
-  rows, printed = run('knn.py', tmp_path, '--rows=200', '--dim=8', '--ks=1,3', '--repeats=1')
+def test_knn(run):
+  rows, printed = run('knn.py', '--rows=200', '--dim=8', '--ks=1,3', '--repeats=1')
   assert [row['k'] for row in rows] == [1, 3]
   for row in rows:
     assert row['time_ratio'] == row['sklearn_seconds'] / row['seconds'] > 0
@@ -177,8 +202,8 @@ def test_knn(tmp_path):
   assert 'times as fast as scikit-learn' in printed[-1]
 
 
-def test_loop(tmp_path):
-  (row,), printed = run('loop.py', tmp_path, '--sizes=tiny', '--pairs=2', '--period=3')
+def test_loop(run):
+  (row,), printed = run('loop.py', '--sizes=tiny', '--pairs=2', '--period=3')
   assert (row['size'], row['turns']) == ('tiny', 2)
   assert 0 < row['ratio_quartiles'][0] <= row['ratio'] <= row['ratio_quartiles'][1]
   assert row['bare_ms'] > 0 and row['state_mb'] > 0
@@ -188,7 +213,7 @@ def test_loop(tmp_path):
 
 def test_restart(tmp_path):
   flags = ['--gin=vit.depth=1', '--gin=vit.width=12', '--gin=vit.mlp_dim=12', '--rounds=1']
-  rows, printed = run('restart.py', tmp_path, *flags, '--gin=IMAGE_SIZE=16')
+  rows, printed = run_process('restart.py', tmp_path, *flags, '--gin=IMAGE_SIZE=16')
   assert [row['cache'] for row in rows] == ['without', 'with']
   parts = ('imports', 'configuration', 'data_set', 'shapes', 'restore', 'compile', 'first_step')
   for row in rows:
@@ -198,9 +223,9 @@ def test_restart(tmp_path):
   assert 'with the compilation cache' in printed[-1]
 
 
-def test_input(tmp_path):
+def test_input(run):
   flags = ['--photos=24', '--photo_size=60,45', '--image_size=16', '--backbone=tiny', '--batch=8']
-  result, printed = run('input.py', tmp_path, *flags, '--steps=4', '--repeats=1')
+  result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
   assert [row['work'] for row in result['rates']] == ['decode', 'decode, augment']
   for row in result['rates']:
     assert row['lowest'] == row['ratio'] == row['highest'] > 0
@@ -237,22 +262,14 @@ class FlattenedPixels:
 
 
 @pytest.fixture
-def real_data(monkeypatch):
-  """Runs the script in this process, where imports are paid for once."""
-  monkeypatch.syspath_prepend(ROOT / 'benchmarks')
+def real_data(call_main, monkeypatch):
   monkeypatch.delenv('HET_PLUGIN_DATA', raising=False)
-  module = importlib.import_module('real_data')
-
-  def call(*flags):
-    monkeypatch.setattr(sys, 'argv', ['real_data.py', *flags])
-    module.main()
-
-  return call
+  return functools.partial(call_main, 'real_data.py')
 
 
-def test_real_data_of_pixels(image_files, tmp_path):
+def test_real_data_of_pixels(run, image_files):
   flags = [f'--data={image_files}', '--episodes=40', '--seeds=0,1']
-  rows, printed = run('real_data.py', tmp_path, *flags)
+  rows, printed = run('real_data.py', *flags)
   mean = {
     (row['dataset'], row['classifier'], row['ways'], row['shots']): row['mean'] for row in rows
   }

@@ -1,8 +1,10 @@
 """Methods to choose tau: which training is chosen, on what, and at which cost."""
 
 import dataclasses
+import functools
 import json
 import math
+import sys
 
 import pytest
 
@@ -148,6 +150,29 @@ def test_vizier_suggests_in_the_range(tmp_path):
     pytest.skip(str(error))
   got = vizier_suggestions.suggest([], 5, (0.05, 5.0), 0, str(tmp_path))
   assert len(set(got)) == 5 and all(0.05 <= tau <= 5.0 for tau in got)
+
+
+def test_one_vizier_answers_all_questions(tmp_path, monkeypatch):
+  """A process that answers twice, between lines of its own, and fails then; the next one starts."""
+  program = tmp_path / 'vizier'
+  program.write_text(
+    f'#!{sys.executable}\nimport json, os, sys\n'
+    'for number, line in zip(range(2), sys.stdin):\n'
+    '  print("hello")\n'
+    '  tau = len(json.loads(line)["trials"]) + number / 10\n'
+    '  print("taus:", [tau, 9.87654], flush=True)\n'
+    'sys.exit("out of ideas, " + os.environ["JAX_ENABLE_X64"])\n'
+  )
+  program.chmod(0o755)
+  vizier_suggestions._process.cache_clear()
+  monkeypatch.setattr(vizier_suggestions.sys, 'executable', str(program))
+  ask = functools.partial(vizier_suggestions.suggest, bounds=(0.05, 5.0), seed=0, cache_dir='')
+  trial = {'tau': 1.0, 'nll': None}
+  for _ in range(2):
+    assert ask([], 2) == [0.05, 5.0]
+    assert ask([trial], 2) == [1.1, 5.0]
+    with pytest.raises(RuntimeError, match='Vizier made no suggestions: out of ideas, 1'):
+      ask([trial], 2)
 
 
 def test_a_missing_vizier_is_one_sentence(monkeypatch):
