@@ -3,8 +3,7 @@
 Example i of a split shows the class perm_b[i mod K] with b = i div K, where perm_b is a permutation
 of the split's K classes: every block of K examples holds each class once. The face and the
 augmentation are drawn from a key made of (seed, split, i) alone, so reading needs no state. Finite
-splits do not depend on the seed: they are the same for every run, so a process keeps their images
-where they are small, for the next evaluation, epoch or training.
+splits do not depend on the seed: they are the same for every run.
 
     glyphs_core, glyphs_full   train (endless, DejaVu faces), validation (same faces, other keys),
                                shift (STIX faces, the classes that they have)
@@ -22,11 +21,9 @@ import functools
 import numpy as np
 
 from het_plugin.data import counter_random, glyph_augment, glyph_bank
-from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 _FACE_STREAM = 2**33  # folded into an example's key; apart from the augmentation's counters
-_MAX_KEPT_BYTES = 2**27  # images of a finite split that take more are made anew each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,30 +76,16 @@ class GlyphSource:
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    num_examples = self.info.splits[split]
+    spec = SPLITS[self._class_set][split]
+    bank = glyph_bank.glyph_bank(self._class_set, spec.faces, size)
     split_number = list(SPLITS[self._class_set]).index(split)
-    stream = (seed if num_examples is None else 0, split_number)
-    classes = self._classes(split, ids, stream)
-    if num_examples is None or num_examples * size**2 * 4 > _MAX_KEPT_BYTES:
-      images = self._render(split, ids, classes, size, stream)
-    else:
-      kept = _kept_images(self._class_set, split, num_examples, size)
-      new = ~kept.made[ids]
-      if new.any():
-        kept.images[ids[new]] = self._render(split, ids[new], classes[new], size, stream)
-        kept.made[ids[new]] = True  # after the images: other threads read here too
-      images = kept.images[ids]
-    return images, classes.astype(np.int32)[:, None]
-
-  def _render(
-    self, split: str, ids: np.ndarray, classes: np.ndarray, size: int, stream: tuple[int, int]
-  ) -> np.ndarray:
-    """The images of examples of these classes, float32 [B, size, size, 1]."""
-    bank = glyph_bank.glyph_bank(self._class_set, SPLITS[self._class_set][split].faces, size)
-    keys = counter_random.fold(counter_random.base_key(*stream), ids)
+    stream_seed = seed if spec.examples_per_class is None else 0
+    classes = self._classes(split, ids, (stream_seed, split_number))
+    keys = counter_random.fold(counter_random.base_key(stream_seed, split_number), ids)
     face_draw = counter_random.fold(keys, _FACE_STREAM)
     face = (face_draw % bank.faces_per_class[classes].astype(np.uint64)).astype(np.int64)
-    return glyph_augment.augment(bank.images, bank.first[classes] + face, keys)
+    images = glyph_augment.augment(bank.images, bank.first[classes] + face, keys)
+    return images, classes.astype(np.int32)[:, None]
 
   def describe(self, split: str, example_id: int) -> str:
     return f'{self._class_set} glyph {example_id} of {split}'
@@ -146,21 +129,6 @@ class GlyphNameSource:
     return [(name.lower(),) for name in self._glyphs.info.class_names]
 
 
-class _KeptImages:
-  """The images of a finite split, float32 [N, size, size, 1], and which of them were made."""
-
-  def __init__(self, num_examples: int, size: int):
-    self.images = np.empty((num_examples, size, size, 1), np.float32)
-    self.made = np.zeros(num_examples, bool)
-
-
-@locked_cache
-def _kept_images(class_set: str, split: str, num_examples: int, size: int) -> _KeptImages:
-  """Those of this split in this process."""
-  del class_set, split
-  return _KeptImages(num_examples, size)
-
-
 @functools.cache
 def _split_classes(class_set: str, split: str) -> np.ndarray:
   """The classes that some face of the split has, int64 [K]."""
@@ -170,7 +138,7 @@ def _split_classes(class_set: str, split: str) -> np.ndarray:
   return np.array([k for k, c in enumerate(code_points) if c in present])
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=128)  # no finite split has as many, and shuffled it needs them all
 def _block_order(seed: int, split_number: int, block: int, num_classes: int) -> np.ndarray:
   key = counter_random.base_key(seed, split_number, block)
   return counter_random.permutation(key, num_classes)

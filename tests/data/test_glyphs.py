@@ -10,13 +10,6 @@ from het_plugin.data.glyphs import GlyphSource
 CORE = GlyphSource('core')
 
 
-@pytest.fixture
-def nothing_kept(monkeypatch):
-  """Every image is rendered."""
-  monkeypatch.setattr(glyphs, '_MAX_KEPT_BYTES', 0)
-
-
-@pytest.mark.usefixtures('nothing_kept')
 @pytest.mark.parametrize('split', ['train', 'validation', 'shift'])
 def test_examples_do_not_depend_on_the_batch_they_are_read_in(split):
   ids = np.arange(200, 330)
@@ -30,29 +23,6 @@ def test_examples_do_not_depend_on_the_batch_they_are_read_in(split):
     np.testing.assert_array_equal(some_labels, labels[some - 200])
 
 
-def test_images_of_finite_splits_are_rendered_once(monkeypatch):
-  ids = np.arange(3000, 3100)
-  with monkeypatch.context() as patch:
-    patch.setattr(glyphs, '_MAX_KEPT_BYTES', 0)
-    expected = {split: CORE.read(split, ids, 24, seed=0)[0] for split in ('train', 'validation')}
-  rendered = []
-  render = glyphs.GlyphSource._render
-  monkeypatch.setattr(
-    glyphs.GlyphSource,
-    '_render',
-    lambda self, split, new, *args: rendered.append(len(new)) or render(self, split, new, *args),
-  )
-  for some in (ids[:50], ids[30:][::-1], ids[[7, 7, 99, 0]], ids[:0]):
-    images, labels = CORE.read('validation', some, 24, seed=0)
-    np.testing.assert_array_equal(images, expected['validation'][some - 3000])
-    assert labels.shape == (len(some), 1)
-    images += 1  # a reader may change what it was given
-  assert rendered == [50, 50]
-  for _ in range(2):
-    np.testing.assert_array_equal(CORE.read('train', ids, 24, seed=0)[0], expected['train'])
-  assert rendered == [50, 50, 100, 100]
-
-
 def test_every_class_once_in_each_block():
   K = CORE.info.num_classes
   _, labels = CORE.read('train', np.arange(2 * K), 8, seed=0)
@@ -61,7 +31,15 @@ def test_every_class_once_in_each_block():
   assert (labels[:K] != labels[K:]).mean() > 0.9
 
 
-@pytest.mark.usefixtures('nothing_kept')
+def test_a_shuffled_split_orders_each_block_once():
+  heldout = GlyphSource('heldout')
+  ids = np.random.default_rng(0).permutation(heldout.info.splits['train'])
+  glyphs._block_order.cache_clear()
+  for some in ids[:1000].reshape(5, 200):
+    heldout.read('train', some, 8, seed=0)
+  assert glyphs._block_order.cache_info().misses == 32
+
+
 def test_train_depends_on_the_seed_and_finite_splits_do_not():
   ids = np.arange(64)
   for split, same in (('train', False), ('validation', True), ('shift', True)):
