@@ -2,6 +2,7 @@
 
 from het_plugin.reporting.charts import lines_png, scatter_png
 from het_plugin.reporting.class_covariance import CovariancePanel, covariance_png
+from het_plugin.reporting.columns import p_text
 from het_plugin.reporting.files import write_json
 from het_plugin.reporting.grid import grid_png
 from het_plugin.reporting.page import Figure, Table, html_page
@@ -25,6 +26,7 @@ __all__ = [
   'grid_png',
   'html_page',
   'lines_png',
+  'p_text',
   'plain_table',
   'reliability_png',
   'scatter_png',

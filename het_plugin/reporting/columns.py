@@ -26,6 +26,8 @@ from typing import Any
 Row = Mapping[str, Any]
 
 _MISSING = '–'
+_P_VALUE = 'p value'  # a format of our own
+_LOWEST_SHOWN_P = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ _FIELDS = {
   'extra_params': _Field('extra', ','),
   'num_samples': _Field('samples S', ','),
   'ms_per_step': _Field('ms/step', '.1f'),
-  'welch_p': _Field('p', '.3f'),
+  'welch_p': _Field('p', _P_VALUE),
 }
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 _ACCURACY = _Field('', '.3f', max)
@@ -115,15 +117,17 @@ def problem_line(rows: Sequence[Row]) -> str:
 
 def _field_column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
-  field = _FIELDS.get(name) or _Field(name, _spec(stderr))
-  return _column(group, field, [row.get(name) for row in rows], compared, stderr)
+  values = [row.get(name) for row in rows]
+  field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
+  return _column(group, field, values, compared, stderr)
 
 
-def _spec(stderr: Sequence[float | None]) -> str:
+def _spec(values: Sequence[Any], stderr: Sequence[float | None]) -> str:
   """The format of a field that is not known: two digits of the largest standard error."""
   largest = max(filter(_is_present, stderr), default=0.0)
   if not largest > 0:
-    return '.4g'
+    whole = all(isinstance(value, numbers.Integral) for value in values if _is_present(value))
+    return ',' if whole else '.4g'
   return f'.{max(0, 1 - math.floor(math.log10(largest)))}f'
 
 
@@ -170,9 +174,18 @@ def _flat_fewshot(accuracies: Mapping) -> dict[tuple[str, int], float]:
   return flat
 
 
+def p_text(p: float | None) -> str:
+  """The p of a test, to four digits; a dash for None."""
+  if p is None:
+    return _MISSING
+  return f'<{_LOWEST_SHOWN_P:g}' if p < _LOWEST_SHOWN_P else f'{p:.4f}'
+
+
 def _format(value: Any, spec: str) -> str:
   if not _is_present(value):
     return _MISSING
+  if spec == _P_VALUE:
+    return p_text(value)
   return format(value, spec) if isinstance(value, numbers.Number) else str(value)
 
 

@@ -28,7 +28,6 @@ from het_plugin.training import nonfinite, run_files
 _log = logging.getLogger(__name__)
 
 NLL = 'nll'
-_LOWEST_SHOWN_P = 1e-4
 _OF_TRAINING = ('goodput', 'train')
 
 
@@ -361,7 +360,9 @@ class _Results:
 
   def _tests(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table | None:
     """p of each cell and metric; None where nothing can be tested."""
-    lines = [[row['head'], *(_p_text(p) for p in row['p'].values())] for row in rows if 'p' in row]
+    lines = [
+      [row['head'], *(reporting.p_text(p) for p in row['p'].values())] for row in rows if 'p' in row
+    ]
     if len(self.found[self._baseline]) < 2 or not lines:
       return None
     return reporting.Table(
@@ -392,9 +393,3 @@ class _Results:
 
 def _values_text(values: Mapping[str, Any]) -> str:
   return ', '.join(f'{name} {value}' for name, value in values.items())
-
-
-def _p_text(p: float | None) -> str:
-  if p is None:
-    return '–'
-  return f'<{_LOWEST_SHOWN_P:g}' if p < _LOWEST_SHOWN_P else f'{p:.4f}'

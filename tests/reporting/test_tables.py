@@ -147,3 +147,15 @@ def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
   assert '1234 ±31' in reporting.text_table(rows) and '0.5 ±0' in reporting.text_table(
     [{'head': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
   )
+
+
+def test_counts_and_p_values():
+  rows = [
+    {'head': 'a', 'steps': 15000, 'welch_p': 0.05065, 'rate': 1},
+    {'head': 'b', 'steps': 500, 'welch_p': 2.4e-5, 'rate': 0.5},
+    {'head': 'c', 'steps': None, 'welch_p': None},
+  ]
+  cells = {column.title: column.cells for column in columns(rows)}
+  assert cells['steps'] == ('15,000', '500', '–')
+  assert cells['p'] == ('0.0507', '<0.0001', '–')
+  assert cells['rate'] == ('1', '0.5', '–')
