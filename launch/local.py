@@ -123,6 +123,7 @@ class Group:
     self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in the order in which they do
     self._stop_at = None  # when to kill; None while nobody asked to stop
     self._signalled = False
+    self._told: set[subprocess.Popen] = set()  # those that SIGTERM was sent to
 
   def stop(self, *_) -> None:
     """Asks all to save and end: signal handler."""
@@ -165,7 +166,7 @@ class Group:
   def _watch(self) -> int:
     result, failed, running = 0, False, set(range(len(self._processes)))
     if self._stop_at is not None:  # asked while they were started
-      self._send(signal.SIGTERM)
+      self._tell()
     while running:
       try:
         index = self._ended.get(timeout=_POLL_SECONDS)
@@ -194,11 +195,14 @@ class Group:
     at = time.monotonic() + seconds
     self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
     if tell:
-      self._send(signal.SIGTERM)
+      self._tell()
 
-  def _send(self, number: signal.Signals) -> None:
+  def _tell(self) -> None:
+    """SIGTERM, once to each: a second one would kill a process that has saved and is ending."""
     for process in self._processes:
-      process.send_signal(number)
+      if process not in self._told:
+        self._told.add(process)
+        process.send_signal(signal.SIGTERM)
 
   def _wait(self, index: int) -> None:
     self._processes[index].wait()

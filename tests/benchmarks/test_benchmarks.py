@@ -24,7 +24,9 @@ SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
 
 
 def run_process(script, tmp_path, *flags):
-  """(rows, printed lines) of a benchmark that is a process, as it is for users."""
+  """(rows, printed lines) of a benchmark in a process, as it is for users: one that starts itself
+  anew, is about starting, or registers tasks.
+  """
   out = tmp_path / 'out.json'
   command = [sys.executable, f'benchmarks/{script}', *flags, f'--json={out}']
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -223,9 +225,9 @@ def test_restart(tmp_path):
   assert 'with the compilation cache' in printed[-1]
 
 
-def test_input(run):
+def test_input(tmp_path):
   flags = ['--photos=24', '--photo_size=60,45', '--image_size=16', '--backbone=tiny', '--batch=8']
-  result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
+  result, printed = run_process('input.py', tmp_path, *flags, '--steps=4', '--repeats=1')
   assert [row['work'] for row in result['rates']] == ['decode', 'decode, augment']
   for row in result['rates']:
     assert row['lowest'] == row['ratio'] == row['highest'] > 0
