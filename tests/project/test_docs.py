@@ -21,7 +21,9 @@ pages = pytest.mark.parametrize('page', PAGES, ids=lambda path: path.name)
 
 @pytest.fixture(autouse=True)
 def no_configuration():
-  """A test before may have left one that is locked."""
+  """Before a test, for one elsewhere may have left its own, locked; and after it."""
+  gin.clear_config()
+  yield
   gin.clear_config()
 
 
@@ -122,7 +124,6 @@ def gin_names(page):
 def test_bindings_name_what_exists(page):
   configurables.register_trainer()
   configurables.register_studies()
-  gin.clear_config()
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
   for configurable, name in gin_names(page):
@@ -130,7 +131,6 @@ def test_bindings_name_what_exists(page):
       assert name in macros | {'NAME'}, f'no gin file has a macro {name}'
     else:
       gin.parse_config(f'{configurable}.{name} = None')  # an error where there is no such parameter
-  gin.clear_config()
 
 
 def configurable(name):
@@ -149,7 +149,6 @@ def test_parameters_in_the_text_exist(page):
     is_file = parameter in ('gin', 'py')
     if not is_file and (known := configurable(name)) and not hasattr(known, parameter):
       gin.parse_config(f'{name}.{parameter} = None')  # an error where there is no such parameter
-  gin.clear_config()
 
 
 @pages
