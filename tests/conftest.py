@@ -12,7 +12,13 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Read by JAX and TensorFlow when they are first imported, which is after this file.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
+# Tests compile for longer than they compute, two fifths of it in LLVM's slow passes. Without them,
+# two programs may round the last bit of exp or erf_inv differently.
+os.environ.setdefault(
+  'XLA_FLAGS',
+  '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 '
+  '--xla_llvm_disable_expensive_passes=true',
+)
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # A notice on each import otherwise.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
