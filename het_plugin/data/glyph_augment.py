@@ -17,6 +17,9 @@ _MAX_BLUR = 0.25  # outer weight of the three-tap kernel: a standard deviation o
 _MAX_NOISE = 0.08  # standard deviation, where black to white is 1
 _MIN_CONTRAST = 0.5
 
+# Which of an example's uniform draws is what; the first six are the affine map's.
+_BLUR, _CONTRAST, _NOISE, _LEVEL = 6, 7, 8, 9
+_NUM_DRAWS = 10
 _NOISE_STREAM = 2**32  # folded into the key; far from the counters of the other draws
 _CHUNK = 64  # examples worked on at a time: their temporaries stay in the cache
 
@@ -37,17 +40,30 @@ def augment(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarra
   return images
 
 
+def difficulty(keys: np.ndarray) -> np.ndarray:
+  """How hard the image of each key is to read, float64 [B] in [1/2, 3): (1/2 + n) / c.
+
+  c is its contrast, from 1/2 to 1, and n its noise as a part of the most that an image may have.
+  """
+  u = counter_random.uniform(keys, _NUM_DRAWS).astype(np.float64)
+  return (0.5 + u[:, _NOISE]) / _contrast(u)
+
+
+def _contrast(u: np.ndarray) -> np.ndarray:
+  return _MIN_CONTRAST + (1 - _MIN_CONTRAST) * u[:, _CONTRAST]
+
+
 def _augment_chunk(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
   side = glyphs.shape[1] - 2
-  u = counter_random.uniform(keys, 10)  # [B, 10]
+  u = counter_random.uniform(keys, _NUM_DRAWS)  # [B, 10]
   images = _sample(glyphs, rows, _inverse_affine(u[:, :6], side))
-  weight = (_MAX_BLUR * u[:, 6])[:, None, None]
+  weight = (_MAX_BLUR * u[:, _BLUR])[:, None, None]
   images = _blur(_blur(images, weight).swapaxes(1, 2), weight).swapaxes(1, 2)
 
-  contrast = _MIN_CONTRAST + (1 - _MIN_CONTRAST) * u[:, 7]
+  contrast = _contrast(u)
   # The darkest level is drawn so that black and white stay within range before the noise.
-  darkest = (1 - contrast) * u[:, 9]
-  deviation = _MAX_NOISE * u[:, 8]
+  darkest = (1 - contrast) * u[:, _LEVEL]
+  deviation = _MAX_NOISE * u[:, _NOISE]
   noise_keys = counter_random.fold(keys, _NOISE_STREAM)
   noise = counter_random.standard_normal(noise_keys, side * side).reshape(images.shape)
   # Levels in [-1, 1]: 2 x - 1 folded into the factors.

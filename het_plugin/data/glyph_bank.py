@@ -62,10 +62,12 @@ class GlyphBank:
   images: uint8 [P, S + 2, S + 2], ink = 255; one row for each (class, face) pair for which the face
     has the character. S is the image side; sampling outside of it reads the blank border.
   first: int64 [K + 1]. A class that no face has owns no rows.
+  faces: int64 [P], the number of each row's face in the order in which faces were asked for.
   """
 
   images: np.ndarray
   first: np.ndarray
+  faces: np.ndarray
 
   @property
   def faces_per_class(self) -> np.ndarray:
@@ -107,7 +109,8 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   for row, (face, code_point) in enumerate(pairs):
     _draw_centred(images[row, 1:-1, 1:-1], fonts, face, chr(code_point))
   images.flags.writeable = False
-  return GlyphBank(images=images, first=first)
+  numbers = np.array([faces.index(face) for fs in owned for face in fs], np.int64)
+  return GlyphBank(images=images, first=first, faces=numbers)
 
 
 def homoglyph_ceiling(

@@ -10,6 +10,9 @@ splits do not depend on the seed: they are the same for every run.
     glyphs_heldout             train and test, for few-shot evaluation: characters that are not in
                                glyphs_core, in STIX faces. Unshuffled, the first s K examples of
                                train are s shots of every class.
+    glyphs_noisy, glyphs_noisy_full
+                               the same images, labelled by readers who take lookalikes for each
+                               other (glyph_confusions)
     glyph_names, glyph_names_full, glyph_names_heldout
                                the same images with the characters' Unicode names as captions, such
                                as 'latin small letter e with acute'
@@ -20,7 +23,7 @@ import functools
 
 import numpy as np
 
-from het_plugin.data import counter_random, glyph_augment, glyph_bank
+from het_plugin.data import counter_random, glyph_augment, glyph_bank, glyph_confusions
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 _FACE_STREAM = 2**33  # folded into an example's key; apart from the augmentation's counters
@@ -76,6 +79,19 @@ class GlyphSource:
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[np.ndarray, np.ndarray]:
+    bank, classes, rows, keys = self._draw(split, ids, size, seed)
+    images = glyph_augment.augment(bank.images, rows, keys)
+    return images, self._labels(split, classes, rows, keys).astype(np.int32)[:, None]
+
+  def describe(self, split: str, example_id: int) -> str:
+    return f'{self._class_set} glyph {example_id} of {split}'
+
+  def _draw(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[glyph_bank.GlyphBank, np.ndarray, np.ndarray, np.ndarray]:
+    """The bank, and of each example the class, the row of the bank and the key: int64, int64 and
+    uint64 [B].
+    """
     spec = SPLITS[self._class_set][split]
     bank = glyph_bank.glyph_bank(self._class_set, spec.faces, size)
     split_number = list(SPLITS[self._class_set]).index(split)
@@ -84,11 +100,13 @@ class GlyphSource:
     keys = counter_random.fold(counter_random.base_key(stream_seed, split_number), ids)
     face_draw = counter_random.fold(keys, _FACE_STREAM)
     face = (face_draw % bank.faces_per_class[classes].astype(np.uint64)).astype(np.int64)
-    images = glyph_augment.augment(bank.images, bank.first[classes] + face, keys)
-    return images, classes.astype(np.int32)[:, None]
+    return bank, classes, bank.first[classes] + face, keys
 
-  def describe(self, split: str, example_id: int) -> str:
-    return f'{self._class_set} glyph {example_id} of {split}'
+  def _labels(
+    self, split: str, classes: np.ndarray, rows: np.ndarray, keys: np.ndarray
+  ) -> np.ndarray:
+    """The labels of examples as drawn, int64 [B]."""
+    return classes
 
   def _classes(self, split: str, ids: np.ndarray, stream: tuple[int, int]) -> np.ndarray:
     """The class of each example, int64 [B]."""
@@ -99,6 +117,38 @@ class GlyphSource:
       here = block == b
       classes[here] = _block_order(*stream, int(b), len(split_classes))[position[here]]
     return split_classes[classes]
+
+
+class NoisyGlyphSource(GlyphSource):
+  """A GlyphSource whose examples are labelled by readers who take lookalikes for each other.
+
+  The images are the GlyphSource's, example by example, so that its labels are the true ones.
+  """
+
+  def describe(self, split: str, example_id: int) -> str:
+    return f'{self._class_set} glyph {example_id} of {split}, with noisy labels'
+
+  def label_distribution(
+    self, split: str, ids: np.ndarray, seed: int = 0
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """What the examples' labels are drawn from.
+
+    Args:
+      split, ids, seed: as of `read`.
+
+    Returns:
+      The classes that each may be taken for, int64 [B, C], the true one first, and their
+      probabilities, float64 [B, C].
+    """
+    _, _, rows, keys = self._draw(split, ids, glyph_confusions.SIZE, seed)
+    faces = SPLITS[self._class_set][split].faces
+    return glyph_confusions.distribution(self._class_set, faces, rows, keys)
+
+  def _labels(
+    self, split: str, classes: np.ndarray, rows: np.ndarray, keys: np.ndarray
+  ) -> np.ndarray:
+    faces = SPLITS[self._class_set][split].faces
+    return glyph_confusions.labels(self._class_set, faces, rows, keys)
 
 
 class GlyphNameSource:

@@ -2,6 +2,7 @@
 
 Images with class labels:
     glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
+    glyphs_noisy, glyphs_noisy_full            the same with noisy labels (glyph_confusions.py)
     digits                                     scikit-learn's digits
     npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
     image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
@@ -231,8 +232,10 @@ def _readable(argument: str) -> str:
 
 
 for _class_set in glyphs.SPLITS:
-  add_image_task(f'glyphs_{_class_set}', glyphs.GlyphSource(_class_set))
   _suffix = '' if _class_set == 'core' else f'_{_class_set}'
+  add_image_task(f'glyphs_{_class_set}', glyphs.GlyphSource(_class_set))
+  if _class_set != 'heldout':
+    add_image_task(f'glyphs_noisy{_suffix}', glyphs.NoisyGlyphSource(_class_set))
   add_image_text_task(f'glyph_names{_suffix}', glyphs.GlyphNameSource(_class_set))
 add_image_task(
   'digits',

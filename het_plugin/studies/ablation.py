@@ -76,6 +76,12 @@ class Ablation:
 
   def __post_init__(self):
     check_settings('Ablation', self.shared, self.cells)
+    for where in ('choose_for', 'measured'):
+      if not isinstance(getattr(self, where), Mapping):
+        raise ValueError(f'Ablation.{where}={getattr(self, where)!r} must be {{label: settings}}')
+    _check_grid('choose', self.choose)
+    for label, grid in self.choose_for.items():
+      _check_grid(f'choose_for, of {label!r},', grid)
     folders = [_folder_name(label) for label in self.cells]
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
@@ -158,6 +164,17 @@ class Ablation:
     if request.cells is not None:
       ablation = ablation.only(request.cells)
     yield from _Training(ablation, request).outcomes()
+
+
+def _check_grid(where: str, grid: Any) -> None:
+  """Raises ValueError unless it is {name: values}, with a value at least."""
+  if not isinstance(grid, Mapping) or not all(
+    isinstance(values, Sequence) and not isinstance(values, str) and len(values)
+    for values in grid.values()
+  ):
+    raise ValueError(
+      f'Ablation.{where} is {grid!r}; it must be {{macro or parameter: (value, ...)}}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,6 +145,15 @@ def test_parameter_counts(run):
   assert '22 of 24' in printed[-3]
 
 
+def test_glyph_label_noise(run):
+  rows, printed = run('glyph_label_noise.py')
+  assert [row['count'] for row in rows] == [4 * 2297, 2 * 2297]
+  for row in rows:
+    assert 0.3 < row['wrong'] < 0.5 and 0.5 < row['precision_at_1'] < 0.7
+    assert row['entropy'] == pytest.approx(row['nll'], abs=0.05)  # of 4,594 draws
+  assert printed[0].split()[-1] == 'precision_at_1'
+
+
 def test_paper_slice(run):
   tiny = ['BATCH_SIZE = 4', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16']
   tiny += ['vit.num_heads = 2', 'vit.representation_size = 16', 'NUM_CLASSES = 100']

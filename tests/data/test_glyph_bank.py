@@ -87,7 +87,7 @@ def test_homoglyph_ceiling_of_a_hand_made_bank(monkeypatch):
   pictures = {'both': 1, 'zero': 2, 'one': 3, 'two': 4, 'two_again': 5}
   order = ['both', 'zero', 'both', 'one', 'two', 'two_again']
   images = np.stack([np.full((4, 4), pictures[name], np.uint8) for name in order])
-  bank = glyph_bank.GlyphBank(images=images, first=np.array([0, 2, 4, 6, 6]))
+  bank = glyph_bank.GlyphBank(images, np.array([0, 2, 4, 6, 6]), np.array([0, 1, 0, 1, 0, 1]))
   monkeypatch.setattr(glyph_bank, 'glyph_bank', lambda *args: bank)
   # six (class, face) pairs: two of them are right half of the time
   assert glyph_bank.homoglyph_ceiling('core', ('a', 'b'), 2) == pytest.approx(5 / 6)

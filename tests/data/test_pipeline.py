@@ -570,9 +570,8 @@ BAD_CONFIGS = {
   'use_cached is True': {'use_cached': True},
   'pack is True': {'pack': True},
   "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyph_names', "
-  "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout'": {
-    'mixture_or_task_name': 'glyph_core'
-  },
+  "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout', "
+  "'glyphs_noisy', 'glyphs_noisy_full'": {'mixture_or_task_name': 'glyph_core'},
   "split is 'test'; the splits of glyphs_core are ['shift', 'train', 'validation']": {
     'split': 'test'
   },

@@ -20,6 +20,8 @@ def test_built_in_tasks_are_registered_with_seqio():
   )
   assert task_info('glyphs_core').num_classes == 2297
   assert task_info('glyphs_core').class_names[0] == 'EXCLAMATION MARK'
+  assert task_info('glyphs_noisy') == task_info('glyphs_core')
+  assert task_info('glyphs_noisy_full') == task_info('glyphs_full')
   assert task_info('digits').splits == {'train': 1438, 'test': 359}
 
 
