@@ -338,10 +338,13 @@ def _examples(run, task, settings, **which) -> dict[str, np.ndarray]:
 
 
 def glyph_class_set(task: str) -> str | None:
-  """'core' of 'glyphs_core'; None for a task of no glyphs."""
+  """'core' of 'glyphs_core' and 'glyphs_noisy'; None for a task of no glyphs."""
   from het_plugin.data import glyph_bank
 
-  prefix, _, class_set = task.partition('_')
+  prefix, *words = task.split('_')
+  if words[:1] == ['noisy']:
+    words = words[1:] or ['core']
+  class_set = '_'.join(words)
   return class_set if prefix == 'glyphs' and class_set in glyph_bank.CLASS_SETS else None
 
 

@@ -101,7 +101,11 @@ def test_glyphs_are_shown_and_their_look_alikes_known():
   names = evaluate.shown_names('glyphs_core', info)
   assert names[32] == 'A  LATIN CAPITAL LETTER A' and len(names) == info.num_classes
   assert evaluate.shown_names('digits', task_info('digits')) == tuple('0123456789')
-  assert evaluate.glyph_class_set('npz:x') is None
+  assert (
+    evaluate.glyph_class_set('npz:x') is None and evaluate.glyph_class_set('glyph_names') is None
+  )
+  sets = [evaluate.glyph_class_set(f'glyphs_{x}') for x in ('core', 'noisy', 'noisy_full')]
+  assert sets == ['core', 'core', 'full']
   (whole, part) = (
     evaluate.homoglyphs('core', split, 28) for split in ('validation', 'validation[:9]')
   )
