@@ -141,15 +141,18 @@ def exit_at_once(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-  """Where an exception leaves this one of several processes, ends it at once.
+  """Ends this process at once where an exception leaves it and the usual end of a Python program
+  would not do: while a thread still compiles (`Preempted.compiling`), and of one of several
+  processes, as it would wait for the others, which wait for this one.
 
-  The usual end of a Python program waits for the others, which wait for this one. Exits in good
-  order, and those of a program that is alone, are left to it.
+  Other exits of a program that is alone, and exits in good order, are left to it.
   """
   try:
     yield
   except BaseException as error:
     code = exit_codes.of(error)
+    if isinstance(error, preemption.Preempted) and error.compiling:
+      exit_at_once(code)
     if not jax.distributed.is_initialized() or code in (0, preemption.EXIT_CODE):
       raise
     if not isinstance(error, SystemExit):

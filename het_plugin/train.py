@@ -16,7 +16,7 @@ from absl import app, flags
 
 import gin
 from het_plugin import config_changes, configurables, distributed, gin_utils, train_flags
-from het_plugin.training import preemption, run_clock
+from het_plugin.training import run_clock
 from het_plugin.training.verdict import Limits
 
 
@@ -68,12 +68,7 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
     limits = Limits(flags.FLAGS.heartbeat_timeout_seconds, flags.FLAGS.stall_timeout_seconds)
-    try:
-      train_from_gin(flags.FLAGS.accept_config_changes, limits, run_clock.process_start())
-    except preemption.Preempted as preempted:
-      if preempted.compiling:
-        distributed.exit_at_once(preempted.code)
-      raise
+    train_from_gin(flags.FLAGS.accept_config_changes, limits, run_clock.process_start())
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ import pytest
 from absl import logging as absl_logging
 
 from het_plugin import distributed
-from het_plugin.training import exit_codes
+from het_plugin.training import exit_codes, preemption
 
 ROOT = Path(__file__).parents[1]
 EXPLICIT = {
@@ -130,6 +130,56 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')
   assert code == 2
   assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
+
+
+COMPILING = """
+import threading, time
+import jax, jax.numpy as jnp
+from het_plugin import gin_utils
+from het_plugin.training import preemption
+
+def step(x):
+  for i in range(200):
+    x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + jax.random.normal(jax.random.key(i), (64,))
+  return x
+
+def main(argv):
+  lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+  threading.Thread(target=lowered.compile, daemon=True).start()
+  time.sleep(0.2)
+  raise preemption.Preempted(0, compiling=True)
+
+gin_utils.run(main)
+"""
+
+
+def test_a_preempted_main_leaves_a_compilation_behind():
+  """An ordinary end would abort, as the thread comes back from C++ to a Python that is gone."""
+  result = subprocess.run(
+    [sys.executable, '-c', COMPILING],
+    env={**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert result.returncode == 42, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+  'error, code',
+  [
+    (preemption.Preempted(3, compiling=True), 42),
+    (preemption.Preempted(3), None),
+    (ValueError(), None),
+  ],
+)
+def test_only_a_compilation_ends_a_process_that_is_alone(monkeypatch, error, code):
+  ends = []
+  monkeypatch.setattr(distributed, 'exit_at_once', ends.append)
+  with pytest.raises(type(error)), distributed.leaving():
+    raise error
+  assert ends == ([] if code is None else [code])
 
 
 @pytest.mark.parametrize('launcher', [{}, {'HET_PLUGIN_LINES_ARE_NUMBERED': '1'}])

@@ -20,7 +20,7 @@ class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
   Attributes:
     step: the step saved; 0 if there was none to save.
     compiling: whether a thread still compiles. Then Python cannot end in good order: the process
-      has to leave by os._exit (`distributed.exit_at_once`).
+      has to leave by os._exit, as a main under `distributed.leaving` does.
   """
 
   def __init__(self, step: int, compiling: bool = False):
