@@ -41,8 +41,15 @@ def make_row(class_set, split, ids, examples):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--class_set', choices=['core', 'full'], default='core')
-  parser.add_argument('--split', choices=['validation', 'shift'], default='validation')
+  parser.add_argument(
+    '--class_set',
+    choices=['core', 'full'],
+    default='core',
+    help='glyphs_noisy or glyphs_noisy_full',
+  )
+  parser.add_argument(
+    '--split', choices=['validation', 'shift'], default='validation', help='of that task'
+  )
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   ids = np.arange(NoisyGlyphSource(args.class_set).info.splits[args.split])
