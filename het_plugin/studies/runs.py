@@ -15,6 +15,7 @@ import jax
 import gin
 from het_plugin import gin_utils, train
 from het_plugin.data import task_info
+from het_plugin.training import preemption
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -49,14 +50,18 @@ def complete(run: Run, run_dir: Path) -> bool:
 
   Raises:
     ValueError: a setting is wrong, or the run in the folder is another one.
-    preemption.Preempted: a SystemExit, after SIGTERM; call again to go on.
+    preemption.Preempted: a SystemExit, after SIGTERM; call again to go on. Also where the signal
+      came so late that the run was completed.
   """
   run.parse(run_dir)
   config = gin.config_str()
   if (run_dir / _DONE).exists() and json.loads((run_dir / _DONE).read_text())['config'] == config:
     return False
-  train.train_from_gin()
+  with preemption.PreemptionNotice() as notice:
+    step, _ = train.train_from_gin()
   (run_dir / _DONE).write_text(json.dumps({'config': config}))
+  if notice.received:
+    raise preemption.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew
   return True
 

@@ -35,7 +35,8 @@ class PreemptionNotice:
   With jax.distributed, its preemption service receives the signal on any process and agrees with
   the others on a call of `reached`; a Python handler would take the signal away from it. Without, a
   handler sets a flag. Python can set handlers in the main thread only; training in another one is
-  not watched.
+  not watched. Of notices one in another the inner one passes the signal on to the outer when it is
+  left: what was asked for at the end of a run is known to what would start the next.
   """
 
   def __init__(self):
@@ -52,11 +53,21 @@ class PreemptionNotice:
   def __exit__(self, *exc_info) -> None:
     if self._previous is not None:
       signal.signal(signal.SIGTERM, self._previous)
+      outer = getattr(self._previous, '__self__', None)
+      if self._received and isinstance(outer, PreemptionNotice):
+        outer._received = True
 
   def _on_signal(self, signum: int, frame: object) -> None:
     del signum, frame
     _log.warning('SIGTERM: saving and exiting after this step.')
     self._received = True
+
+  @property
+  def received(self) -> bool:
+    """Whether this process got the signal; without asking others, and False under
+    jax.distributed.
+    """
+    return self._received
 
   def request(self) -> None:
     """Asks all processes to stop together, as a signal to this one does; once is enough."""

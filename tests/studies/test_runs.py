@@ -1,12 +1,14 @@
 """A run of a study: trained once, read back."""
 
 import math
+import os
+import signal
 
 import pytest
 
 from het_plugin import configurables
 from het_plugin.studies import runs
-from het_plugin.training import run_files, train
+from het_plugin.training import preemption, run_files, train
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,21 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   assert runs.complete(small_run(STATS_PERIOD=2), tmp_path)
   with pytest.raises(ValueError, match='adamw.weight_decay'):
     runs.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
+
+
+def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):
+  def train_to_the_end():
+    with preemption.PreemptionNotice():
+      os.kill(os.getpid(), signal.SIGTERM)
+    return 2, None
+
+  before = signal.getsignal(signal.SIGTERM)
+  monkeypatch.setattr(runs.train, 'train_from_gin', train_to_the_end)
+  with pytest.raises(preemption.Preempted) as preempted:
+    runs.complete(small_run(), tmp_path)
+  assert (preempted.value.code, preempted.value.step, preempted.value.compiling) == (42, 2, False)
+  assert signal.getsignal(signal.SIGTERM) is before
+  assert not runs.complete(small_run(), tmp_path)  # it is complete
 
 
 def test_curves_read_gaps():
