@@ -60,7 +60,7 @@ def complete(run: Run, run_dir: Path) -> bool:
   with preemption.PreemptionNotice() as notice:
     step, _ = train.train_from_gin()
   (run_dir / _DONE).write_text(json.dumps({'config': config}))
-  if notice.received:
+  if notice.reached():
     raise preemption.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew
   return True

@@ -55,19 +55,12 @@ class PreemptionNotice:
       signal.signal(signal.SIGTERM, self._previous)
       outer = getattr(self._previous, '__self__', None)
       if self._received and isinstance(outer, PreemptionNotice):
-        outer._received = True
+        outer.request()
 
   def _on_signal(self, signum: int, frame: object) -> None:
     del signum, frame
     _log.warning('SIGTERM: saving and exiting after this step.')
     self._received = True
-
-  @property
-  def received(self) -> bool:
-    """Whether this process got the signal; without asking others, and False under
-    jax.distributed.
-    """
-    return self._received
 
   def request(self) -> None:
     """Asks all processes to stop together, as a signal to this one does; once is enough."""
