@@ -339,13 +339,9 @@ def _examples(run, task, settings, **which) -> dict[str, np.ndarray]:
 
 def glyph_class_set(task: str) -> str | None:
   """'core' of 'glyphs_core' and 'glyphs_noisy'; None for a task of no glyphs."""
-  from het_plugin.data import glyph_bank
+  from het_plugin.data import glyphs
 
-  prefix, *words = task.split('_')
-  if words[:1] == ['noisy']:
-    words = words[1:] or ['core']
-  class_set = '_'.join(words)
-  return class_set if prefix == 'glyphs' and class_set in glyph_bank.CLASS_SETS else None
+  return glyphs.SOURCES[task].class_set if task in glyphs.SOURCES else None
 
 
 def homoglyphs(class_set: str, split: str, image_size: int) -> tuple[frozenset[int], ...]:

@@ -39,8 +39,6 @@ DEJAVU_FACES = (
 )
 STIX_FACES = ('STIXGeneral', 'STIXGeneralBol', 'STIXGeneralBolIta', 'STIXGeneralItalic')
 
-CLASS_SETS = ('core', 'full', 'heldout')
-
 # Fractions of the image side: the size of the em, and the box every glyph must fit in so that
 # rotation, shear and translation do not cut it off.
 _EM = 0.85

@@ -92,6 +92,6 @@ def labels(
 ) -> np.ndarray:
   """One reader's labels, int64 [B], the same for the same keys. Arguments as of `distribution`."""
   classes, p = distribution(class_set, faces, rows, keys)
-  u = counter_random.uniform(counter_random.fold(keys, _LABEL_STREAM), 1)  # [B, 1]
-  answer = (p.cumsum(1) <= u).sum(1)
-  return np.take_along_axis(classes, np.minimum(answer, p.shape[1] - 1)[:, None], 1)[:, 0]
+  u = counter_random.uniform(counter_random.fold(keys, _LABEL_STREAM), 1)  # [B, 1], <= 1 - 2^-24
+  answer = (p.cumsum(1) <= u).sum(1, keepdims=True)  # the sum of all p is closer to 1 than u
+  return np.take_along_axis(classes, answer, 1)[:, 0]

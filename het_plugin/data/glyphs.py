@@ -50,7 +50,10 @@ SPLITS = {'core': _TRAINING_SPLITS, 'full': _TRAINING_SPLITS, 'heldout': _FEWSHO
 
 
 class GlyphSource:
-  """An ExampleSource of augmented glyphs, float32 [B, size, size, 1] in [-1, 1], for any size."""
+  """An ExampleSource of augmented glyphs, float32 [B, size, size, 1] in [-1, 1], for any size.
+
+  class_set: 'core', 'full' or 'heldout'.
+  """
 
   image_size = None
   image_dtype = np.float32
@@ -58,15 +61,15 @@ class GlyphSource:
   def __init__(self, class_set: str):
     if class_set not in SPLITS:
       raise ValueError(f'class_set is {class_set!r}; it must be one of {sorted(SPLITS)}.')
-    self._class_set = class_set
+    self.class_set = class_set
 
   @functools.cached_property
   def info(self) -> TaskInfo:
-    names = glyph_bank.glyph_classes(self._class_set).names
+    names = glyph_bank.glyph_classes(self.class_set).names
     num_examples = {
       name: split.examples_per_class
-      and split.examples_per_class * len(_split_classes(self._class_set, name))
-      for name, split in SPLITS[self._class_set].items()
+      and split.examples_per_class * len(_split_classes(self.class_set, name))
+      for name, split in SPLITS[self.class_set].items()
     }
     return TaskInfo(
       num_classes=len(names),
@@ -84,7 +87,7 @@ class GlyphSource:
     return images, self._labels(split, classes, rows, keys).astype(np.int32)[:, None]
 
   def describe(self, split: str, example_id: int) -> str:
-    return f'{self._class_set} glyph {example_id} of {split}'
+    return f'{self.class_set} glyph {example_id} of {split}'
 
   def _draw(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -92,9 +95,9 @@ class GlyphSource:
     """The bank, and of each example the class, the row of the bank and the key: int64, int64 and
     uint64 [B].
     """
-    spec = SPLITS[self._class_set][split]
-    bank = glyph_bank.glyph_bank(self._class_set, spec.faces, size)
-    split_number = list(SPLITS[self._class_set]).index(split)
+    spec = SPLITS[self.class_set][split]
+    bank = glyph_bank.glyph_bank(self.class_set, spec.faces, size)
+    split_number = list(SPLITS[self.class_set]).index(split)
     stream_seed = seed if spec.examples_per_class is None else 0
     classes = self._classes(split, ids, (stream_seed, split_number))
     keys = counter_random.fold(counter_random.base_key(stream_seed, split_number), ids)
@@ -110,7 +113,7 @@ class GlyphSource:
 
   def _classes(self, split: str, ids: np.ndarray, stream: tuple[int, int]) -> np.ndarray:
     """The class of each example, int64 [B]."""
-    split_classes = _split_classes(self._class_set, split)
+    split_classes = _split_classes(self.class_set, split)
     block, position = np.divmod(ids, len(split_classes))
     classes = np.empty(len(ids), np.int64)
     for b in np.unique(block):
@@ -126,7 +129,7 @@ class NoisyGlyphSource(GlyphSource):
   """
 
   def describe(self, split: str, example_id: int) -> str:
-    return f'{self._class_set} glyph {example_id} of {split}, with noisy labels'
+    return f'{self.class_set} glyph {example_id} of {split}, with noisy labels'
 
   def label_distribution(
     self, split: str, ids: np.ndarray, seed: int = 0
@@ -141,14 +144,24 @@ class NoisyGlyphSource(GlyphSource):
       probabilities, float64 [B, C].
     """
     _, _, rows, keys = self._draw(split, ids, glyph_confusions.SIZE, seed)
-    faces = SPLITS[self._class_set][split].faces
-    return glyph_confusions.distribution(self._class_set, faces, rows, keys)
+    faces = SPLITS[self.class_set][split].faces
+    return glyph_confusions.distribution(self.class_set, faces, rows, keys)
 
   def _labels(
     self, split: str, classes: np.ndarray, rows: np.ndarray, keys: np.ndarray
   ) -> np.ndarray:
-    faces = SPLITS[self._class_set][split].faces
-    return glyph_confusions.labels(self._class_set, faces, rows, keys)
+    faces = SPLITS[self.class_set][split].faces
+    return glyph_confusions.labels(self.class_set, faces, rows, keys)
+
+
+# The tasks of images with class labels, by name.
+SOURCES = {
+  'glyphs_core': GlyphSource('core'),
+  'glyphs_full': GlyphSource('full'),
+  'glyphs_heldout': GlyphSource('heldout'),
+  'glyphs_noisy': NoisyGlyphSource('core'),
+  'glyphs_noisy_full': NoisyGlyphSource('full'),
+}
 
 
 class GlyphNameSource:

@@ -231,11 +231,10 @@ def _readable(argument: str) -> str:
   return f'{readable}_{hashlib.sha256(argument.encode()).hexdigest()[:8]}'
 
 
+for _name, _source in glyphs.SOURCES.items():
+  add_image_task(_name, _source)
 for _class_set in glyphs.SPLITS:
   _suffix = '' if _class_set == 'core' else f'_{_class_set}'
-  add_image_task(f'glyphs_{_class_set}', glyphs.GlyphSource(_class_set))
-  if _class_set != 'heldout':
-    add_image_task(f'glyphs_noisy{_suffix}', glyphs.NoisyGlyphSource(_class_set))
   add_image_text_task(f'glyph_names{_suffix}', glyphs.GlyphNameSource(_class_set))
 add_image_task(
   'digits',
