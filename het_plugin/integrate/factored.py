@@ -58,8 +58,11 @@ def _logits(rows: jax.Array, shift: jax.Array, z: jax.Array | None) -> jax.Array
 
 def with_shift(plan: Plan, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
-  mu = gradient.sum(axis=-2) if plan.sampler is None else gradient[..., -1, :]
-  return reverse_once((gradient, mu.sum(axis=-2)))
+  mu = gradient.sum(axis=-2) if plan.sampler is None else gradient[..., -1, :]  # [..., B, K]
+  # As a product: XLA's own sum over examples took ten times as long on a CPU.
+  ones = jnp.ones(mu.shape[-2], mu.dtype)
+  shift = jnp.einsum('b,...bk->...k', ones, mu, precision=jax.lax.Precision.HIGHEST)
+  return reverse_once((gradient, shift))
 
 
 def pull(z: jax.Array | None, weights: jax.Array) -> jax.Array:
