@@ -22,6 +22,7 @@ os.environ.setdefault(
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # A notice on each import otherwise.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # Two workers compile for TPUs.
 # Reruns spend most of their time compiling the same small programs.
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CHECKOUT / '.cache' / 'jax'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')

@@ -247,13 +247,13 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
     new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
     e = jnp.exp(-jnp.abs(x) - new_top[:, None])
     t = e * jnp.exp(new_top)[:, None]  # exp(-|x|)
-    sigmoid = jnp.where(x < 0, e, 1.0) / (1.0 + t)
+    r = 1.0 / (1.0 + t)
+    sigmoid = jnp.where(x < 0, e * r, r)
     shrink = jnp.exp(top - new_top)
     total = total * shrink + sigmoid.sum(axis=1)
     if with_gradient:
-      slope = sigmoid * (jnp.where(x < 0, 1.0, t) / (1.0 + t))
-      ones = jnp.ones(slope.shape[:2], slope.dtype)
-      gradient = gradient * shrink[:, None] + _pull_classes(z, ones, slope)
+      ones = jnp.ones(x.shape[:2], x.dtype)
+      gradient = gradient * shrink[:, None] + _pull_classes(z, ones, e * r * r)
     return (new_top, total, gradient), None
 
   dtype = rows.dtype

@@ -95,19 +95,19 @@ def _log_softmax_at_bwd(plan, residuals, g):
   g = first_order(g)
 
   def local(rows, shift, keys, label, log_p, log_z, g):
-    omega = jax.nn.softmax(log_p, axis=(0, 2)) * g[:, None]
+    log_omega = jax.nn.log_softmax(log_p, axis=(0, 2))  # [C, B, s]
 
     def body(sums, inputs):
-      chunk, log_z, omega = inputs
+      chunk, log_z, log_omega = inputs
       z, _ = draw(plan, keys, rows, chunk)
-      matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log_z, omega)
-      return jax.tree.map(jnp.add, sums, (pull(z, omega), matrix)), None
+      matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log_z - log_omega)
+      return jax.tree.map(jnp.add, sums, (pull(z, jnp.exp(log_omega)), matrix)), None
 
     start = (jnp.zeros(rows.shape[:2], rows.dtype), jnp.zeros_like(rows))
-    chunks = (jnp.arange(plan.num_chunks), log_z, omega)
+    chunks = (jnp.arange(plan.num_chunks), log_z, log_omega)
     (vector, matrix), _ = scan(plan, body, start, chunks)
     at_label = jnp.arange(rows.shape[-1]) == _local(plan, label, rows)[:, None, None]
-    return (jnp.where(at_label, vector[..., None], 0.0) - matrix,)
+    return (g[:, None, None] * (jnp.where(at_label, vector[..., None], 0.0) - matrix),)
 
   specs = f'btk k {_of_keys(residuals[2])} b cbs cbs b -> btk'
   (gradient,) = plan.shard_map(local, specs)(*residuals, g)

@@ -5,7 +5,7 @@ Each kernel takes normals z [B, S, T] (T = R + 2, a 1 for mu behind the normals)
 shift of a block of samples and a block of classes in fast memory, where they also end:
 
     log_z          log sum_k exp(u_sk), and u_sy                                    [B, S]
-    softmax_pull   sum_s w_s z_s exp(u_sk - log_z_s)                                [B, T, K]
+    softmax_pull   sum_s z_s exp(u_sk - log_scale_s)                               [B, T, K]
     sigmoid_sums   sum_s sigmoid(x_sk), sum_s z_s sigmoid(x_sk) sigmoid(-x_sk)      x = a u
 
 There are two of each. On a TPU (Mosaic) the grid walks the blocks that are summed over in order and
@@ -17,6 +17,7 @@ mu and shift, which are added. All else is float32.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ from het_plugin.integrate.streaming import PADDED
 
 # Samples and classes of a block: on a TPU multiples of its tile (8, 128), on a GPU powers of two.
 TPU_BLOCK = (128, 512)
-GPU_BLOCK = (64, 64)
-SAMPLE_MULTIPLE = 128  # of both sample blocks
+GPU_LOG_Z_BLOCK = (128, 64)
+GPU_SAMPLES = 32  # of a block, where a program sums over samples
+SAMPLE_MULTIPLE = 128  # of all sample blocks
+LOG2_E = math.log2(math.e)
 BACKENDS = ('tpu', 'gpu')
 
 
@@ -53,14 +56,12 @@ def log_z(
   return call(z, rows, shift[None], label, interpret)
 
 
-def softmax_pull(
-  z, rows, shift, log_partition, weight, *, backend: str, interpret: bool = False
-) -> jax.Array:
-  """sum_s weight_s z_s exp(u_sk - log_partition_s), float32 [B, T, K], for weight and log_partition
-  float32 [B, S]; the other arguments are those of `log_z`.
+def softmax_pull(z, rows, shift, log_scale, *, backend: str, interpret: bool = False) -> jax.Array:
+  """sum_s z_s exp(u_sk - log_scale_s), float32 [B, T, K], for log_scale float32 [B, S], where a
+  sample at infinity adds nothing; the other arguments are those of `log_z`.
   """
   call = {'tpu': _tpu_softmax_pull, 'gpu': _gpu_softmax_pull}[backend]
-  return call(z, rows, shift[None], log_partition, weight, interpret)
+  return call(z, rows, shift[None], log_scale, interpret)
 
 
 def sigmoid_sums(
@@ -78,7 +79,7 @@ def sigmoid_sums(
     sum_s z_s sigmoid(x_s) sigmoid(-x_s) = exp(top) gradient; all float32.
   """
   call = {'tpu': _tpu_sigmoid_sums, 'gpu': _gpu_sigmoid_sums}[backend]
-  return call(z, rows, shift[None], sign, counts.astype(jnp.float32), interpret)
+  return call(z, rows, shift[None], sign, counts, interpret)
 
 
 # What a block of samples and classes does, on either device.
@@ -112,11 +113,11 @@ def _add_samples(top, total, gradient, x, counts, pull):
   new_top = jnp.maximum(top, jnp.minimum(x.max(axis=0, keepdims=True), 0.0))
   e = jnp.exp(-jnp.abs(x) - new_top)
   t = e * jnp.exp(new_top)  # exp(-|x|)
-  sigmoid = jnp.where(x < 0, e, 1.0) / (1.0 + t)
-  slope = sigmoid * (jnp.where(x < 0, 1.0, t) / (1.0 + t))
+  r = 1.0 / (1.0 + t)
+  sigmoid = jnp.where(x < 0, e * r, r)
   shrink = jnp.exp(top - new_top)
   total = total * shrink + sigmoid.sum(axis=0, keepdims=True)
-  return new_top, total, gradient * shrink + pull(slope)
+  return new_top, total, gradient * shrink + pull(e * r * r)
 
 
 # TPU: the grid walks the blocks of a sum in order. A block at the edge of K reads what lies beyond
@@ -181,17 +182,17 @@ def _tpu_log_z(z, rows, shift, label, interpret):
   return out[..., 0], at_label[..., 0]
 
 
-def _tpu_softmax_pull_kernel(z, pulled, rows, shift, log_partition, out):
+def _tpu_softmax_pull_kernel(z, pulled, rows, shift, log_scale, out):
   @pl.when(pl.program_id(2) == 0)
   def _():
     out[:] = jnp.zeros_like(out)
 
   num_rows = rows.shape[0]
   u = _block_logits(z[:], rows[:], rows[num_rows - 1 :], shift[:], _tpu_dot, num_rows)
-  out[:] += _tpu_dot(pulled[:], jnp.exp(u - log_partition[:]))
+  out[:] += _tpu_dot(pulled[:], jnp.exp(u - log_scale[:]))
 
 
-def _tpu_softmax_pull(z, rows, shift, log_partition, weight, interpret):
+def _tpu_softmax_pull(z, rows, shift, log_scale, interpret):
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
   s, k = TPU_BLOCK[0], min(TPU_BLOCK[1], num_classes)
@@ -209,7 +210,7 @@ def _tpu_softmax_pull(z, rows, shift, log_partition, weight, interpret):
     jax.ShapeDtypeStruct(rows.shape, jnp.float32),
     [],
     interpret,
-  )(z, jnp.swapaxes(z * weight[..., None], 1, 2), rows, shift, log_partition[..., None])
+  )(z, jnp.swapaxes(z, 1, 2), rows, shift, log_scale[..., None])
 
 
 def _tpu_sigmoid_sums_kernel(z, pulled, rows, shift, sign, counts, top, total, gradient):
@@ -248,145 +249,200 @@ def _tpu_sigmoid_sums(z, rows, shift, sign, counts, interpret):
     [one_row, one_row, jax.ShapeDtypeStruct(rows.shape, jnp.float32)],
     [],
     interpret,
-  )(z, jnp.swapaxes(z, 1, 2), rows, shift, sign[:, None], counts[:, None])
+  )(z, jnp.swapaxes(z, 1, 2), rows, shift, sign[:, None], counts.astype(jnp.float32)[:, None])
   return top[:, 0], total[:, 0], gradient
 
 
-# NVIDIA: one program sums. Block sides are powers of two; what lies beyond an array is not loaded.
+# NVIDIA: one program sums, and neighbours in the grid read the same normals or rows. Block sides are
+# powers of two; what lies beyond an array is not loaded. Logits are in units of log 2, as the
+# hardware's exponential takes them. Instructions are what bounds these kernels, and half of them
+# round and turn the operands of products: hence products that share one block of normals, and sums
+# over samples with classes along the rows, where they stay in a thread.
 
 
-def _gpu_dot(a, b):
-  return plgpu.dot(a, b)
-
-
-def _gpu_call(kernel, grid, out_shape, interpret):
+def _gpu_call(kernel, grid, out_shape, num_warps, interpret):
   return pl.pallas_call(
-    kernel,
+    functools.partial(kernel, interpret=interpret),
     grid=grid,
     out_shape=out_shape,
     interpret=interpret,
-    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+    compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
   )
 
 
-class _Columns:
-  """A block of classes of one example."""
-
-  def __init__(self, b, start, k, rows_ref):
-    num_rows, num_classes = rows_ref.shape[1:]
-    self._t = jnp.arange(_padded_rows(num_rows))
-    self.index = start + jnp.arange(k)
-    self.inside = self.index < num_classes
-    self._row_mask = self._t < num_rows
-    self._b, self._mu_row = b, num_rows - 1
-
-  @property
-  def mask(self):  # [T, k]
-    return self._row_mask[:, None] & self.inside[None]
-
-  @property
-  def rows_index(self):
-    return self._b, self._t[:, None], self.index[None]
-
-  def load(self, rows_ref, shift_ref):
-    """rows [T, k], mu [1, k], shift [1, k]; zeros outside."""
-    rows = plgpu.load(rows_ref.at[self.rows_index], mask=self.mask, other=0.0)
-    mu = plgpu.load(rows_ref.at[self._b, self._mu_row, self.index], mask=self.inside, other=0.0)
-    shift = plgpu.load(shift_ref.at[0, self.index], mask=self.inside, other=0.0)
-    return rows, mu[None], shift[None]
+def _instruction(asm, x):
+  (y,) = plgpu.elementwise_inline_asm(
+    asm,
+    args=[x],
+    constraints='=f,f',
+    pack=1,
+    result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+  )
+  return y
 
 
-def _padded_rows(num_rows):
-  return max(16, pl.next_power_of_2(num_rows))
+def _exp2(x, interpret):
+  """2^x in one instruction: to 2 in the last place, 0 below 2^-126."""
+  return jnp.exp2(x) if interpret else _instruction('ex2.approx.ftz.f32 $0, $1;', x)
 
 
-def _pad_normals(z):
-  return jnp.pad(z, ((0, 0), (0, 0), (0, _padded_rows(z.shape[-1]) - z.shape[-1])))
+def _reciprocal(x, interpret):
+  """1 / x in one instruction: to 1 in the last place."""
+  return 1.0 / x if interpret else _instruction('rcp.approx.ftz.f32 $0, $1;', x)
 
 
-def _gpu_log_z_kernel(z_ref, rows_ref, shift_ref, label_ref, out_ref, at_label_ref):
-  b, samples = pl.program_id(0), pl.ds(pl.program_id(1) * GPU_BLOCK[0], GPU_BLOCK[0])
+def _gpu_operands(z, rows, shift):
+  """z [B, S, T] padded to a power of two, and mu + shift [B, K], both in units of log 2."""
+  num_rows = rows.shape[1]
+  padding = max(16, pl.next_power_of_2(num_rows)) - num_rows
+  z = jnp.pad(z, ((0, 0), (0, 0), (0, padding)))
+  return z * LOG2_E, (rows[:, -1] + shift) * LOG2_E
+
+
+def _gpu_log_z_kernel(z_ref, rows_ref, mu_ref, label_ref, log_z_ref, at_label_ref, *, interpret):
+  s, k = GPU_LOG_Z_BLOCK
+  b, samples = pl.program_id(1), pl.ds(pl.program_id(0) * s, s)
   num_rows, num_classes = rows_ref.shape[1:]
-  z = plgpu.load(z_ref.at[b, samples])
+  t = jnp.arange(z_ref.shape[-1])
+  z = jnp.where(t < num_rows - 1, plgpu.load(z_ref.at[b, samples]), 0.0)  # [s, T], without mu's 1
   label = plgpu.load(label_ref.at[b])
 
-  def body(j, carry):
-    *sums, at_label = carry
-    columns = _Columns(b, j * GPU_BLOCK[1], GPU_BLOCK[1], rows_ref)
-    u = _block_logits(z, *columns.load(rows_ref, shift_ref), _gpu_dot, num_rows)
-    sums = _add_classes(*sums, jnp.where(columns.inside[None], u, PADDED))
-    return *sums, at_label + _at_label(u, columns.index[None], label)
+  def add(carry, j, inside=None):
+    top, total, at_label = carry  # [s]
+    start = j * k
+    index = start + jnp.arange(k)
+    mask = (t < num_rows)[:, None]
+    rows = plgpu.load(
+      rows_ref.at[b, t[:, None], index[None]],
+      mask=mask if inside is None else mask & inside[None],
+      other=0.0,
+    )
+    mu = plgpu.load(mu_ref.at[b, index], mask=inside, other=None if inside is None else PADDED)
+    u = plgpu.dot(z, rows) + mu[None]  # [s, k]
+    at_label = jax.lax.cond(
+      (label >= start) & (label < start + k),
+      lambda: at_label + jnp.where((index == label)[None], u, 0.0).sum(axis=1),
+      lambda: at_label,
+    )
+    new_top = jnp.maximum(top, u.max(axis=1))
+    e = _exp2(u - new_top[:, None], interpret)
+    return new_top, total * _exp2(top - new_top, interpret) + e.sum(axis=1), at_label
 
-  zeros = jnp.zeros((GPU_BLOCK[0], 1))
-  start = jnp.full_like(zeros, 2 * PADDED), zeros, zeros
-  num_blocks = pl.cdiv(num_classes, GPU_BLOCK[1])
-  top, total, at_label = jax.lax.fori_loop(0, num_blocks, body, start)
-  plgpu.store(out_ref.at[b, samples], (top + jnp.log(total))[:, 0])
-  plgpu.store(at_label_ref.at[b, samples], at_label[:, 0])
+  zeros = jnp.zeros(s)
+  carry = jnp.full_like(zeros, 2 * PADDED), zeros, zeros
+  whole, rest = divmod(num_classes, k)
+  carry = jax.lax.fori_loop(0, whole, lambda j, carry: add(carry, j), carry)
+  if rest:
+    carry = add(carry, whole, jnp.arange(k) < rest)
+  top, total, at_label = carry
+  plgpu.store(log_z_ref.at[b, samples], top / LOG2_E + jnp.log(total))
+  plgpu.store(at_label_ref.at[b, samples], at_label / LOG2_E)
 
 
 def _gpu_log_z(z, rows, shift, label, interpret):
   batch, num_samples, _ = z.shape
   out_shape = [jax.ShapeDtypeStruct((batch, num_samples), jnp.float32)] * 2
-  grid = (batch, num_samples // GPU_BLOCK[0])
-  call = _gpu_call(_gpu_log_z_kernel, grid, out_shape, interpret)
-  return call(_pad_normals(z), rows, shift, label)
+  grid = (num_samples // GPU_LOG_Z_BLOCK[0], batch)
+  z, mu = _gpu_operands(z, rows, shift)
+  return _gpu_call(_gpu_log_z_kernel, grid, out_shape, 8, interpret)(z, rows, mu, label)
 
 
-def _gpu_softmax_pull_kernel(z_ref, rows_ref, shift_ref, log_partition_ref, weight_ref, out_ref):
-  b = pl.program_id(0)
-  columns = _Columns(b, pl.program_id(1) * GPU_BLOCK[1], GPU_BLOCK[1], rows_ref)
-  block = columns.load(rows_ref, shift_ref)
-  num_rows = rows_ref.shape[1]
+class _Classes:
+  """A block of classes of one example, whose samples one program sums."""
+
+  def __init__(self, num_normals, rows_ref):
+    num_rows, num_classes = rows_ref.shape[1:]
+    k = _classes_a_program(num_normals)
+    self.b = pl.program_id(1)
+    self.index = pl.program_id(0) * k + jnp.arange(k)
+    self.inside = self.index < num_classes
+    self._t = jnp.arange(num_normals)
+    self._mask = (self._t < num_rows)[:, None] & self.inside[None]
+    self._is_noise = (self._t < num_rows - 1)[:, None]
+
+  def load_rows(self, rows_ref):
+    """[T, k] without mu, 0 outside."""
+    mask = self._mask & self._is_noise
+    return plgpu.load(rows_ref.at[self.b, self._t[:, None], self.index[None]], mask=mask, other=0.0)
+
+  def load(self, ref, other):
+    """[k] of [B, K]."""
+    return plgpu.load(ref.at[self.b, self.index], mask=self.inside, other=other)
+
+  def store(self, ref, value):
+    plgpu.store(ref.at[self.b, self.index], value, mask=self.inside)
+
+  def store_rows(self, ref, value):
+    plgpu.store(ref.at[self.b, self._t[:, None], self.index[None]], value, mask=self._mask)
+
+
+def _classes_a_program(num_normals):
+  """128, or what registers hold of the rows."""
+  return max(16, min(128, 8192 // num_normals))
+
+
+def _gpu_pull_call(kernel, z, rows, out_shape, interpret):
+  grid = (pl.cdiv(rows.shape[-1], _classes_a_program(z.shape[-1])), rows.shape[0])
+  return _gpu_call(kernel, grid, out_shape, 4, interpret)
+
+
+def _gpu_softmax_pull_kernel(z_ref, rows_ref, mu_ref, log_scale_ref, out_ref, *, interpret):
+  classes = _Classes(z_ref.shape[-1], rows_ref)
+  rows, mu = classes.load_rows(rows_ref), classes.load(mu_ref, PADDED)[:, None]
 
   def body(i, total):
-    samples = pl.ds(i * GPU_BLOCK[0], GPU_BLOCK[0])
-    z = plgpu.load(z_ref.at[b, samples])
-    log_partition = plgpu.load(log_partition_ref.at[b, samples])[:, None]
-    weight = plgpu.load(weight_ref.at[b, samples])[:, None]
-    p = jnp.exp(_block_logits(z, *block, _gpu_dot, num_rows) - log_partition)
-    return total + plgpu.dot(z * weight, p, trans_a=True)
+    samples = pl.ds(i * GPU_SAMPLES, GPU_SAMPLES)
+    z = plgpu.load(z_ref.at[classes.b, samples])  # [s, T]
+    log_scale = plgpu.load(log_scale_ref.at[classes.b, samples])
+    u = plgpu.dot(rows, z, trans_a=True, trans_b=True) + mu  # [k, s]
+    return total + plgpu.dot(z, _exp2(u - log_scale, interpret), trans_a=True, trans_b=True)
 
-  num_blocks = z_ref.shape[1] // GPU_BLOCK[0]
-  total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros_like(block[0]))
-  plgpu.store(out_ref.at[columns.rows_index], total, mask=columns.mask)
+  num_blocks = z_ref.shape[1] // GPU_SAMPLES
+  total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros_like(rows))
+  classes.store_rows(out_ref, total / LOG2_E)
 
 
-def _gpu_softmax_pull(z, rows, shift, log_partition, weight, interpret):
-  grid = (rows.shape[0], pl.cdiv(rows.shape[-1], GPU_BLOCK[1]))
+def _gpu_softmax_pull(z, rows, shift, log_scale, interpret):
+  z, mu = _gpu_operands(z, rows, shift)
   out_shape = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-  call = _gpu_call(_gpu_softmax_pull_kernel, grid, out_shape, interpret)
-  return call(_pad_normals(z), rows, shift, log_partition, weight)
+  call = _gpu_pull_call(_gpu_softmax_pull_kernel, z, rows, out_shape, interpret)
+  return call(z, rows, mu, log_scale * LOG2_E)
 
 
 def _gpu_sigmoid_sums_kernel(
-  z_ref, rows_ref, shift_ref, sign_ref, counts_ref, top_ref, total_ref, gradient_ref
+  z_ref, rows_ref, mu_ref, sign_ref, penalty_ref, top_ref, total_ref, gradient_ref, *, interpret
 ):
-  b = pl.program_id(0)
-  columns = _Columns(b, pl.program_id(1) * GPU_BLOCK[1], GPU_BLOCK[1], rows_ref)
-  block = columns.load(rows_ref, shift_ref)
-  num_rows = rows_ref.shape[1]
-  sign = plgpu.load(sign_ref.at[b, columns.index], mask=columns.inside, other=1.0)[None]
+  classes = _Classes(z_ref.shape[-1], rows_ref)
+  sign = classes.load(sign_ref, 1.0)
+  rows = classes.load_rows(rows_ref) * sign
+  mu = (classes.load(mu_ref, 0.0) * sign)[:, None]
 
   def body(i, carry):
-    samples = pl.ds(i * GPU_BLOCK[0], GPU_BLOCK[0])
-    z = plgpu.load(z_ref.at[b, samples])
-    counts = plgpu.load(counts_ref.at[samples])[:, None]
-    x = sign * _block_logits(z, *block, _gpu_dot, num_rows)
-    return _add_samples(*carry, x, counts, lambda slope: plgpu.dot(z, slope, trans_a=True))
+    top, total, gradient = carry  # [k], [k], [T, k]
+    samples = pl.ds(i * GPU_SAMPLES, GPU_SAMPLES)
+    z = plgpu.load(z_ref.at[classes.b, samples])  # [s, T]
+    x = plgpu.dot(rows, z, trans_a=True, trans_b=True) + mu + plgpu.load(penalty_ref.at[samples])
+    new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))
+    e = _exp2(-jnp.abs(x) - new_top[:, None], interpret)  # [k, s]
+    r = _reciprocal(1.0 + e * _exp2(new_top, interpret)[:, None], interpret)
+    shrink = _exp2(top - new_top, interpret)
+    total = total * shrink + jnp.where(x < 0, e * r, r).sum(axis=1)
+    gradient = gradient * shrink[:, None] + plgpu.dot(e * r * r, z)
+    return new_top, total, gradient
 
-  start = jnp.full_like(sign, 2 * PADDED), jnp.zeros_like(sign), jnp.zeros_like(block[0])
-  num_blocks = z_ref.shape[1] // GPU_BLOCK[0]
+  start = jnp.full_like(sign, 2 * PADDED), jnp.zeros_like(sign), jnp.zeros_like(rows.T)
+  num_blocks = z_ref.shape[1] // GPU_SAMPLES
   top, total, gradient = jax.lax.fori_loop(0, num_blocks, body, start)
-  plgpu.store(top_ref.at[b, columns.index], top[0], mask=columns.inside)
-  plgpu.store(total_ref.at[b, columns.index], total[0], mask=columns.inside)
-  plgpu.store(gradient_ref.at[columns.rows_index], gradient, mask=columns.mask)
+  classes.store(top_ref, top / LOG2_E)
+  classes.store(total_ref, total)
+  classes.store_rows(gradient_ref, gradient.T / LOG2_E)
 
 
 def _gpu_sigmoid_sums(z, rows, shift, sign, counts, interpret):
   batch, _, num_classes = rows.shape
   one_row = jax.ShapeDtypeStruct((batch, num_classes), jnp.float32)
   out_shape = [one_row, one_row, jax.ShapeDtypeStruct(rows.shape, jnp.float32)]
-  grid = (batch, pl.cdiv(num_classes, GPU_BLOCK[1]))
-  call = _gpu_call(_gpu_sigmoid_sums_kernel, grid, out_shape, interpret)
-  return call(_pad_normals(z), rows, shift, sign, counts)
+  z, mu = _gpu_operands(z, rows, shift)
+  penalty = jnp.where(counts, 0.0, 2 * PADDED)
+  call = _gpu_pull_call(_gpu_sigmoid_sums_kernel, z, rows, out_shape, interpret)
+  return call(z, rows, mu, sign, penalty)

@@ -71,10 +71,10 @@ def test_softmax_pull(backend, shape):
   z, rows, shift = make(*shape)
   u = exact_logits(z, rows, shift)
   log_z = exact_log_z(u)
-  weight = np.random.default_rng(1).normal(size=shape[:2])
-  p = np.exp(u - log_z[..., None])
-  expected = np.einsum('bst,bsk->btk', np.float64(z) * weight[..., None], p)
-  got = interpreted('softmax_pull', backend)(z, rows, shift, np.float32(log_z), np.float32(weight))
+  log_scale = log_z + np.random.default_rng(1).exponential(size=shape[:2])
+  log_scale[:, 1] = np.inf
+  expected = np.einsum('bst,bsk->btk', np.float64(z), np.exp(u - log_scale[..., None]))
+  got = interpreted('softmax_pull', backend)(z, rows, shift, np.float32(log_scale))
   assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
   assert not got[..., -1].any()
 
@@ -150,7 +150,8 @@ def assert_agree(got, expected):
   np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
   for name, value in expected[1].items():
     error = np.abs(got[1][name] - value).max()
-    assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), name
+    least = 1.0 if name == 'tau' else 1e-3  # what tau's gradient sums is of order one
+    assert error <= 1e-5 * max(np.abs(value).max(), least), name
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -253,14 +254,14 @@ def arguments(name, batch, num_samples, num_rows, num_classes, sharding=None):
   z, rows = array(batch, num_samples, num_rows), array(batch, num_rows, num_classes)
   others = {
     'log_z': [array(batch, dtype=jnp.int32)],
-    'softmax_pull': [array(batch, num_samples)] * 2,
+    'softmax_pull': [array(batch, num_samples)],
     'sigmoid_sums': [array(batch, num_classes), array(num_samples, dtype=bool)],
   }[name]
   return z, rows, array(num_classes), *others
 
 
 KERNELS = ('log_z', 'softmax_pull', 'sigmoid_sums')
-REAL_SHAPES = [(8, 256, 52, 7397), (1, 128, 2, 40)]
+REAL_SHAPES = [(8, 256, 52, 7397), (1, 128, 2, 40), (2, 128, 102, 1024)]  # B, S, T, K
 
 
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
