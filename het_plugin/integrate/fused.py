@@ -1,13 +1,14 @@
 """The losses of `factored` by fused kernels, on one device or over a mesh.
 
-Two passes for a softmax, whose normaliser spans all classes: the forward pass keeps log Z and u_y
+Two passes for a softmax, whose normaliser spans all classes: the forward pass keeps log2 Z and u_y
 of every sample, [B, S], and the backward pass draws the normals again. One for a sigmoid. Kernels
 see the arrays of one device (`jax.shard_map`), so the only collective is the gathering of the
-shards' log Z and u_y after the last sample; the backward pass has none.
+shards' log2 Z and u_y after the last sample; the backward pass has none.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from het_plugin.integrate.streaming import PADDED, Plan, first_order
 
 # Samples a kernel call: normals of so many exist at one time, [B, SAMPLES_A_CALL, R + 1].
 SAMPLES_A_CALL = 512
+LN_2 = math.log(2.0)  # a kernel's unit of logarithms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +76,18 @@ def _log_softmax_at_fwd(plan, rows, shift, keys, label):
   def local(rows, shift, keys, label):
     def body(_, chunk):
       z, counts = draw(plan, keys, rows, chunk)
-      parts = _on_this_platform(kernels.log_z, z, rows, shift, _local(plan, label, rows))
+      parts = _on_this_platform(kernels.log2_z, z, rows, shift, _local(plan, label, rows))
       return None, (*parts, counts)
 
-    _, (log_z, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
+    _, (log2_z, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
     if plan.vocab is not None:
-      parts = jax.lax.all_gather(jnp.stack([log_z, at_label]), plan.vocab)  # [M, 2, C, B, s]
-      log_z, at_label = jax.nn.logsumexp(parts[:, 0], axis=0), parts[:, 1].sum(axis=0)
-    log_p = jnp.where(counts[:, None], at_label - log_z, -jnp.inf)  # [C, B, s]
+      parts = jax.lax.all_gather(jnp.stack([log2_z, at_label]), plan.vocab)  # [M, 2, C, B, s]
+      top = parts[:, 0].max(axis=0)
+      log2_z = top + jnp.log2(jnp.exp2(parts[:, 0] - top).sum(axis=0))
+      at_label = parts[:, 1].sum(axis=0)
+    log_p = jnp.where(counts[:, None], (at_label - log2_z) * LN_2, -jnp.inf)  # [C, B, s]
     answer = jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
-    return answer, log_p, log_z
+    return answer, log_p, log2_z
 
   answer, *residuals = plan.shard_map(local, f'btk k {_of_keys(keys)} b -> b cbs cbs')(
     rows, shift, keys, label
@@ -94,17 +98,18 @@ def _log_softmax_at_fwd(plan, rows, shift, keys, label):
 def _log_softmax_at_bwd(plan, residuals, g):
   g = first_order(g)
 
-  def local(rows, shift, keys, label, log_p, log_z, g):
+  def local(rows, shift, keys, label, log_p, log2_z, g):
     log_omega = jax.nn.log_softmax(log_p, axis=(0, 2))  # [C, B, s]
 
     def body(sums, inputs):
-      chunk, log_z, log_omega = inputs
+      chunk, log2_z, log_omega = inputs
       z, _ = draw(plan, keys, rows, chunk)
-      matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log_z - log_omega)
+      log2_scale = log2_z - log_omega / LN_2
+      matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log2_scale)
       return jax.tree.map(jnp.add, sums, (pull(z, jnp.exp(log_omega)), matrix)), None
 
     start = (jnp.zeros(rows.shape[:2], rows.dtype), jnp.zeros_like(rows))
-    chunks = (jnp.arange(plan.num_chunks), log_z, log_omega)
+    chunks = (jnp.arange(plan.num_chunks), log2_z, log_omega)
     (vector, matrix), _ = scan(plan, body, start, chunks)
     at_label = jnp.arange(rows.shape[-1]) == _local(plan, label, rows)[:, None, None]
     return (g[:, None, None] * (jnp.where(at_label, vector[..., None], 0.0) - matrix),)
@@ -133,14 +138,14 @@ def _log_sigmoid_fwd(plan, rows, shift, keys, sign):
       z, counts = draw(plan, keys, rows, chunk)
       new = _on_this_platform(kernels.sigmoid_sums, z, rows, shift, sign, counts)
       top = jnp.maximum(sums[0], new[0])  # [B, K]
-      old_scale, new_scale = jnp.exp(sums[0] - top), jnp.exp(new[0] - top)
+      old_scale, new_scale = jnp.exp2(sums[0] - top), jnp.exp2(new[0] - top)
       total = sums[1] * old_scale + new[1] * new_scale
       gradient = sums[2] * old_scale[:, None] + new[2] * new_scale[:, None]
       return (top, total, gradient), None
 
     start = (jnp.full_like(sign, 2 * PADDED), jnp.zeros_like(sign), jnp.zeros_like(rows))
     (top, total, gradient), _ = scan(plan, body, start, jnp.arange(plan.num_chunks))
-    return top + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
+    return top * LN_2 + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
 
   specs = f'btk k {_of_keys(keys)} bk -> bk bk btk'
   sums = plan.shard_map(local, specs)(rows, shift, keys, sign)
