@@ -26,7 +26,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.streaming import PADDED, Plan, reverse_once
+from het_plugin.integrate.streaming import PADDED, Plan, at_class, reverse_once
 
 
 def draw(plan: Plan, keys: jax.Array, rows: jax.Array, chunk: jax.Array):
@@ -117,7 +117,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
     z, counts = draw(plan, keys, rows, chunk)
     logits = _logits(rows, shift, z)  # [B, s, K]
     e, peak, z_total = _exp(logits)
-    at_label = jnp.take_along_axis(logits, label[:, None, None], axis=-1)[..., 0]  # [B, s]
+    at_label = at_class(logits, label)
     log_p = jnp.where(counts, at_label - peak - jnp.log(z_total), -jnp.inf)
     new_top = jnp.maximum(top, log_p.max(axis=-1))
     omega = jnp.exp(log_p - new_top[:, None])  # [B, s]
@@ -172,15 +172,12 @@ def tiled_log_softmax_at(
 def _tiled_log_softmax_at(plan, rows, shift, keys, label):
   num_tiles, _, num_rows, k = rows.shape
   local = label - k * jnp.arange(num_tiles)[:, None]  # [M, B]
-  inside = (local >= 0) & (local < k)
-  local = jnp.clip(local, 0, k - 1)
 
   def body(_, chunk):
     z, counts = draw(plan, keys, rows, chunk)
     logits = _logits(rows, shift, z)  # [M, B, s, k]
     _, peak, z_total = _exp(logits)
-    at_label = jnp.take_along_axis(logits, local[:, :, None, None], axis=-1)[..., 0]
-    return None, (peak, z_total, jnp.where(inside[..., None], at_label, 0.0), counts)
+    return None, (peak, z_total, at_class(logits, local), counts)
 
   _, (peak, z_total, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
   top = peak.max(axis=1)  # [C, B, s]
@@ -242,7 +239,8 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
     z, counts = draw(plan, keys, rows, chunk)
     x = sign[:, None] * _logits(rows, shift, z)  # [B, s, K]
     if plan.num_samples % plan.chunk_size:
-      x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
+      # Where all that follows is 0. Added: XLA would write a mask of [s, K] on a TPU.
+      x += jnp.where(counts, 0.0, 2 * PADDED)[:, None]
     # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
     new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
     e = jnp.exp(-jnp.abs(x) - new_top[:, None])
