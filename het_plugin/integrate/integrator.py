@@ -41,10 +41,9 @@ class Integrator:
       applies it to the R + 1 factors first and samples in logit space; 'auto' takes the one with
       fewer floating point operations (`pick_order`). The same draws give the same values either
       way.
-    chunk_size: samples whose logits exist at one time; None takes 64, on CPUs 32, or fewer if
+    chunk_size: samples whose logits exist at one time; None takes 32, or fewer if
       `chunk_bytes` asks for it.
-    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes a device; None takes 2^28,
-      on CPUs 2^26.
+    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes a device.
     class_shards: tiles into which the classes are cut so that shards never talk inside the sample
       loop; None takes the number of shards that the active mesh and logical axis rules give the
       axis 'vocab' (1 outside a mesh).
@@ -57,7 +56,7 @@ class Integrator:
   num_samples: int = 1000
   order: str = 'auto'
   chunk_size: int | None = None
-  chunk_bytes: int | None = None
+  chunk_bytes: int = 2**28
   class_shards: int | None = None
   implementation: str = 'xla'
   sampler: str | samplers.Sampler = 'iid'
@@ -76,8 +75,8 @@ class Integrator:
       )
     if self.chunk_size is not None and self.chunk_size < 1:
       raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
-    if self.chunk_bytes is not None and self.chunk_bytes < 1:
-      raise ValueError(f'Integrator.chunk_bytes={self.chunk_bytes} must be at least 1, or None')
+    if self.chunk_bytes < 1:
+      raise ValueError(f'Integrator.chunk_bytes={self.chunk_bytes} must be at least 1')
     if not callable(self.sampler) and self.sampler not in samplers.SAMPLERS:
       raise ValueError(
         f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
@@ -237,9 +236,7 @@ class Integrator:
     if self.chunk_size is None:
       devices = num_shards('vocab') * num_shards('batch')
       bytes_a_sample = logits.location.size * logits.location.dtype.itemsize / devices
-      samples, budget = CHUNK.get(_platform(), CHUNK['others'])
-      budget = self.chunk_bytes or budget
-      limit = min(samples, max(1, int(budget // bytes_a_sample)))
+      limit = min(MAX_CHUNK, max(1, int(self.chunk_bytes // bytes_a_sample)))
     else:
       limit = self.chunk_size
     num_chunks = math.ceil(self.num_samples / limit)
@@ -307,10 +304,8 @@ def _say_once(message):
 
 
 HASH_COST = 280  # multiply-adds in whose time one indexed element is moved there and back, on a CPU
-# Samples at one time, and the budget in bytes for their logits. Logits and exponentials of 32
-# samples weigh about what the factors weigh; more only leave a CPU's caches. Matrix units want more
-# rows: `benchmarks/tpu_cycles.py` counts what they make of them.
-CHUNK = {'cpu': (32, 2**26), 'others': (64, 2**28)}
+# Samples at one time: their logits and exponentials together weigh about what the factors weigh.
+MAX_CHUNK = 32
 
 
 def num_shards(logical_axis: str) -> int:
@@ -328,13 +323,6 @@ def mesh_axes(logical_axis):
     return None
   (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
   return axis
-
-
-def _platform():
-  """Of the active mesh, which may be another's than this process's ('tpu' for a plan)."""
-  mesh = core.meta.get_global_mesh()
-  device = None if mesh is None else mesh.abstract_device
-  return jax.default_backend() if device is None else device.platform
 
 
 def _placement():

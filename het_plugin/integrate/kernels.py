@@ -115,7 +115,7 @@ def _tpu_call(kernel, grid, in_specs, out_specs, out_shape, scratch_shapes, inte
   )
 
 
-def _tpu_block(at_most, num_samples, num_classes):
+def tpu_block(at_most, num_samples, num_classes):
   """Samples, which divide `num_samples`, and classes, which leave little of the last block idle."""
   s, k = at_most
   tiles = pl.cdiv(num_classes, LANES)
@@ -176,7 +176,7 @@ def _tpu_log2_z_kernel(z, rows, mu, label, out, at_label, top, total, label_sum,
 def _tpu_log2_z(z, rows, shift, label, interpret):
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
-  s, k = _tpu_block(TPU_SUM_OF_CLASSES, num_samples, num_classes)
+  s, k = tpu_block(TPU_SUM_OF_CLASSES, num_samples, num_classes)
   z, mu = _tpu_operands(z, rows, shift)
   out, at_label = _tpu_call(
     functools.partial(_tpu_log2_z_kernel, num_classes=num_classes),
@@ -207,7 +207,7 @@ def _tpu_softmax_pull_kernel(z, pulled, rows, mu, log2_scale, out):
 def _tpu_softmax_pull(z, rows, shift, log2_scale, interpret):
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
-  s, k = _tpu_block(TPU_SUM_OF_SAMPLES, num_samples, num_classes)
+  s, k = tpu_block(TPU_SUM_OF_SAMPLES, num_samples, num_classes)
   pulled = jnp.swapaxes(z, 1, 2)
   z, mu = _tpu_operands(z, rows, shift)
   return _tpu_call(
@@ -257,7 +257,7 @@ def _tpu_reciprocal(x, interpret):
 def _tpu_sigmoid_sums(z, rows, shift, sign, penalty, interpret):
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
-  s, k = _tpu_block(TPU_SUM_OF_SAMPLES, num_samples, num_classes)
+  s, k = tpu_block(TPU_SUM_OF_SAMPLES, num_samples, num_classes)
   class_block = pl.BlockSpec((None, 1, k), lambda b, j, i: (b, 0, j))
   row_block = pl.BlockSpec((None, num_rows, k), lambda b, j, i: (b, 0, j))
   one_row = jax.ShapeDtypeStruct((batch, 1, num_classes), jnp.float32)

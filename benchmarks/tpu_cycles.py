@@ -1,0 +1,184 @@
+"""Cycles that libtpu expects of the integrator, for loss and gradient on a TPU that is not here.
+
+    python benchmarks/tpu_cycles.py [--topology v5e:2x2] [--links softmax,sigmoid] [--json OUT]
+
+Three sides, HET-XL compiled for one device of the topology: the paper's procedure, XLA's loop and
+the fused kernels. XLA writes its estimate into the program, an operation each; those of a loop's
+body count as often as it runs. A kernel counts the bundles of instructions that libtpu dumps, which
+a TPU issues in this order, times its blocks: too many, since some run for the first or last block
+only. Neither knows all waits for memory. So these numbers choose between programs, and a TPU has to
+confirm them. Needs libtpu (the extra 'plan'); 20 seconds a row on one CPU core.
+"""
+
+import argparse
+import functools
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from command_line import integers, names, print_table, write_json
+from integrator import compile_loss, our_loss, reference_loss
+
+from het_plugin.integrate import LINKS, Integrator, fused, kernels
+from het_plugin.planning import topology
+
+DUMP = 'HET_PLUGIN_TPU_CYCLES_DUMP'  # the directory of this process's dumps
+PROCEDURES = ('paper', 'xla', 'pallas')
+
+
+def start_for(name):
+  """Goes on as a process that compiles for the topology and dumps kernels."""
+  if DUMP in os.environ:
+    return
+  dump = tempfile.mkdtemp(prefix='tpu_cycles_')
+  flags = f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true'
+  environment = topology.environment(name) | {'LIBTPU_INIT_ARGS': flags, DUMP: dump}
+  sys.stdout.flush()
+  os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
+
+
+def arguments(args, sharding):
+  """Shapes of `integrator.make_arguments` for HET-XL, labels and a key."""
+
+  def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  x = {name: array(args.batch, args.dim) for name in ('phi', 'scale', 'diag')}
+  x |= {
+    'loading': array(args.factors, args.dim),
+    'kernel': array(args.dim, args.classes),
+    'bias': array(args.classes),
+    'tau': array(),
+  }
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  return x, array(args.batch, 1, dtype=jnp.int32), array(dtype=key.dtype)
+
+
+def program_cycles(text):
+  """XLA's estimate for a compiled program, given as HLO text; custom calls count nothing."""
+  computations, lines = {}, []
+  for line in text.splitlines():
+    if not line.startswith(' ') and line.rstrip().endswith('{'):
+      name = re.match(r'(ENTRY )?%?([\w.\-]+)', line)
+      lines = computations['ENTRY' if name[1] else name[2]] = []
+    lines.append(line)
+
+  def of(computation):
+    return sum(map(of_line, computations[computation]))
+
+  def of_line(line):
+    if loop := re.search(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)', line):
+      return trips(loop[1]) * of(loop[2])
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+    return int(estimate[1]) if estimate else 0
+
+  def trips(condition):
+    """The constant that the loop's counter stays below."""
+    (trip,) = re.findall(r'= s32\[\]\S* constant\((\d+)\)', '\n'.join(computations[condition]))
+    return int(trip)
+
+  return of('ENTRY')
+
+
+def kernel_cycles(name, args, sharding, num_samples):
+  """Bundles of a kernel times its blocks, over the cores that share them."""
+
+  def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  at_most = kernels.TPU_SUM_OF_CLASSES if name == 'log2_z' else kernels.TPU_SUM_OF_SAMPLES
+  s, k = kernels.tpu_block(at_most, num_samples, args.classes)
+  class_blocks = math.ceil(args.classes / k)
+  num_classes = class_blocks * k  # whole blocks: a rest has code of its own, and would count twice
+  others = {
+    'log2_z': [array(args.batch, dtype=jnp.int32)],
+    'softmax_pull': [array(args.batch, num_samples)],
+    'sigmoid_sums': [array(args.batch, num_classes), array(num_samples, dtype=bool)],
+  }[name]
+  z = array(args.batch, num_samples, args.factors + 2)
+  rows = array(args.batch, args.factors + 2, num_classes)
+  dump = Path(os.environ[DUMP])
+  shutil.rmtree(dump)
+  dump.mkdir()
+  kernel = functools.partial(getattr(kernels, name), backend='tpu')
+  jax.jit(kernel).lower(z, rows, array(num_classes), *others).compile()
+  (path,) = (
+    path for path in dump.glob(f'*-{name}*-final_bundles.txt') if 'schedule' not in path.name
+  )
+  bundles = len(re.findall(r'^ *0x[0-9a-f]+ ', path.read_text(), re.MULTILINE))
+  (device,) = sharding.device_set
+  return bundles * args.batch * (num_samples // s) * class_blocks / device.num_cores
+
+
+def compile_side(args, sharding, link, num_samples, procedure):
+  """One row: the cycles and temporary bytes of a side."""
+  if procedure == 'paper':
+    loss = reference_loss('het_xl', link, num_samples, None)
+  else:
+    integrator = Integrator(num_samples, implementation=procedure)
+    loss = our_loss('het_xl', link, integrator, None, shared_draws=False)
+  compiled = compile_loss(loss, *arguments(args, sharding))
+  cycles = program_cycles(compiled.as_text())
+  if procedure == 'pallas':
+    plan = fused.plan_calls(num_samples, None)
+    names = ('log2_z', 'softmax_pull') if link == 'softmax' else ('sigmoid_sums',)
+    cycles += plan.num_chunks * sum(
+      kernel_cycles(name, args, sharding, plan.chunk_size) for name in names
+    )
+  return dict(
+    topology=args.topology,
+    link=link,
+    b=args.batch,
+    d=args.dim,
+    k=args.classes,
+    r=args.factors,
+    s=num_samples,
+    procedure=procedure,
+    cycles=cycles,
+    temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+  )
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--topology', default='v5e:2x2', help='whose device, as of het_plugin.plan')
+  parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
+  parser.add_argument('--samples', type=integers, default=[64, 1000], help='values of S')
+  parser.add_argument('--batch', type=int, default=8, help='examples B of a device')
+  parser.add_argument('--dim', type=int, default=1024, help='pre-logits D')
+  parser.add_argument('--classes', type=int, default=21888, help='classes K')
+  parser.add_argument('--factors', type=int, default=50, help='factors R')
+  parser.add_argument('--json', type=Path, help='write the rows here')
+  args = parser.parse_args()
+  start_for(args.topology)
+  try:
+    device = topology.get(args.topology).devices[0]
+  except ValueError as error:
+    parser.error(str(error))
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  rows = []
+  for link in args.links:
+    for s in args.samples:
+      sides = [compile_side(args, sharding, link, s, procedure) for procedure in PROCEDURES]
+      for side in sides:
+        side['cycles_ratio'] = sides[0]['cycles'] / side['cycles']
+        side['memory_ratio'] = sides[0]['temp_bytes'] / side['temp_bytes']
+      rows += sides
+  shutil.rmtree(os.environ[DUMP])
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  write_json(args.json, rows)
+  paper, xla, pallas = rows[-3:]
+  print(
+    f"{paper['link']}, S = {paper['s']}: of the paper's procedure XLA's loop takes 1 / "
+    f'{xla["cycles_ratio"]:.1f} of the cycles, the fused kernels 1 / {pallas["cycles_ratio"]:.1f}'
+  )
+
+
+if __name__ == '__main__':
+  main()
