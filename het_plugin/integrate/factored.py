@@ -239,8 +239,7 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
     z, counts = draw(plan, keys, rows, chunk)
     x = sign[:, None] * _logits(rows, shift, z)  # [B, s, K]
     if plan.num_samples % plan.chunk_size:
-      # Where all that follows is 0. Added: XLA would write a mask of [s, K] on a TPU.
-      x += jnp.where(counts, 0.0, 2 * PADDED)[:, None]
+      x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
     # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
     new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
     e = jnp.exp(-jnp.abs(x) - new_top[:, None])

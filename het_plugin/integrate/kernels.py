@@ -284,9 +284,9 @@ def _tpu_sigmoid_sums(z, rows, shift, sign, penalty, interpret):
 
 # NVIDIA: one program sums, and neighbours in the grid read the same normals or rows. Block sides
 # are powers of two; what lies beyond an array is not loaded. Instructions are what bounds these
-# kernels: those of a loop were counted in the code for sm_90, and half of them round and turn the
-# operands of products. Hence products that share one block of normals, and sums over samples with
-# classes along the rows, where they stay in a thread.
+# kernels: those of a loop were counted in the code for sm_90, where up to half of them round and
+# turn the operands of products. Hence products that share one block of normals, and sums over
+# samples with classes along the rows, where they stay in a thread.
 
 
 def _gpu_call(kernel, grid, out_shape, num_warps, interpret):
@@ -373,7 +373,9 @@ def _gpu_log2_z(z, rows, shift, label, interpret):
   out_shape = [jax.ShapeDtypeStruct((batch, num_samples), jnp.float32)] * 2
   grid = (num_samples // GPU_SUM_OF_CLASSES[0], batch)
   z, mu = _gpu_operands(z, rows, shift)
-  return _gpu_call(_gpu_log2_z_kernel, grid, out_shape, 8, interpret)(z, rows, mu, label)
+  return _gpu_call(_gpu_log2_z_kernel, grid, out_shape, num_warps=8, interpret=interpret)(
+    z, rows, mu, label
+  )
 
 
 class _Classes:
@@ -412,7 +414,7 @@ def _classes_a_program(num_normals):
 
 def _gpu_pull_call(kernel, z, rows, out_shape, interpret):
   grid = (pl.cdiv(rows.shape[-1], _classes_a_program(z.shape[-1])), rows.shape[0])
-  return _gpu_call(kernel, grid, out_shape, 4, interpret)
+  return _gpu_call(kernel, grid, out_shape, num_warps=4, interpret=interpret)
 
 
 def _gpu_softmax_pull_kernel(z_ref, rows_ref, mu_ref, log2_scale_ref, out_ref, *, interpret):

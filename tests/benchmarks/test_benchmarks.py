@@ -114,6 +114,54 @@ def test_integrator_by_kernels(run):
   assert 'times as fast as XLA' in printed[-2]
 
 
+PROGRAM = """\
+HloModule jit_loss
+
+%cond.1 (p: (s32[], f32[8])) -> pred[] {
+  %constant.5 = s32[]{:T(128)} constant(32)
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.5), direction=LT
+}
+
+%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %a = f32[8]{0} fusion(%x), backend_config={"window_config":{"estimated_cycles":"7"}}
+  %b = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %c = f32[8]{0} fusion(%x), backend_config={"window_config":{"estimated_cycles":"100"}}
+  %w = (s32[], f32[8]) while(%t), condition=%cond.1, body=%body.1
+}
+"""
+
+
+def test_cycles_of_a_loop_count_as_often_as_it_runs(monkeypatch):
+  monkeypatch.syspath_prepend(ROOT / 'benchmarks')
+  assert importlib.import_module('tpu_cycles').program_cycles(PROGRAM) == 100 + 32 * 7
+
+
+def test_tpu_cycles(tmp_path):
+  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+  flags = ['--topology=v5e:2x2', '--links=softmax,sigmoid', '--samples=600', '--batch=2']
+  flags += ['--classes=300', '--dim=16', '--factors=3']
+  rows, printed = run_process('tpu_cycles.py', tmp_path, *flags)
+  sides = ['paper', 'xla', 'pallas']
+  assert [(row['link'], row['procedure']) for row in rows] == [
+    (link, side) for link in ('softmax', 'sigmoid') for side in sides
+  ]
+  for row in rows:
+    paper = rows[0] if row['link'] == 'softmax' else rows[3]
+    assert row['cycles'] > 1000 and row['cycles_ratio'] == paper['cycles'] / row['cycles']
+  assert "of the paper's procedure" in printed[-1]
+
+
+def test_tpu_cycles_needs_libtpu(call_main, monkeypatch, capsys):
+  monkeypatch.setenv('HET_PLUGIN_TPU_CYCLES_DUMP', 'set')  # as in the process that compiles
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(SystemExit):
+    call_main('tpu_cycles.py')
+  assert "pip install 'het_plugin[plan]'" in capsys.readouterr().err
+
+
 def test_contrastive_loss(run):
   flags = ['--batch=32', '--dim=8', '--factors=3', '--samples=1,3', '--repeats=1']
   rows, printed = run('contrastive_loss.py', *flags, '--model_shards=2')
