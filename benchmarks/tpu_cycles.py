@@ -36,9 +36,10 @@ def start_for(name):
   """Goes on as a process that compiles for the topology and dumps kernels."""
   if DUMP in os.environ:
     return
+  environment = topology.environment(name)
   dump = tempfile.mkdtemp(prefix='tpu_cycles_')
   flags = f'--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true'
-  environment = topology.environment(name) | {'LIBTPU_INIT_ARGS': flags, DUMP: dump}
+  environment |= {'LIBTPU_INIT_ARGS': flags, DUMP: dump}
   sys.stdout.flush()
   os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
 
@@ -157,9 +158,11 @@ def main():
   parser.add_argument('--factors', type=int, default=50, help='factors R')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
-  start_for(args.topology)
   try:
+    start_for(args.topology)
     device = topology.get(args.topology).devices[0]
+    if device.platform != 'tpu':
+      raise ValueError(f'--topology={args.topology} is no TPU: write one such as v5e:2x2')
   except ValueError as error:
     parser.error(str(error))
   sharding = jax.sharding.SingleDeviceSharding(device)

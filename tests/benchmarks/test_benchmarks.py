@@ -154,12 +154,20 @@ def test_tpu_cycles(tmp_path):
   assert "of the paper's procedure" in printed[-1]
 
 
-def test_tpu_cycles_needs_libtpu(call_main, monkeypatch, capsys):
+@pytest.mark.parametrize(
+  'name, message',
+  [
+    ('v5e:2x2', "pip install 'het_plugin[plan]'"),
+    ('cpu:8', '--topology=cpu:8 is no TPU'),
+    ('v9:2x2', '--topology=v9:2x2 is unknown'),
+  ],
+)
+def test_tpu_cycles_of_no_tpu(name, message, call_main, monkeypatch, capsys):
   monkeypatch.setenv('HET_PLUGIN_TPU_CYCLES_DUMP', 'set')  # as in the process that compiles
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)  # libtpu
   with pytest.raises(SystemExit):
-    call_main('tpu_cycles.py')
-  assert "pip install 'het_plugin[plan]'" in capsys.readouterr().err
+    call_main('tpu_cycles.py', f'--topology={name}')
+  assert message in capsys.readouterr().err
 
 
 def test_contrastive_loss(run):
