@@ -26,7 +26,7 @@ from command_line import integers, names, print_table, write_json
 from integrator import compile_loss, our_loss, reference_loss
 
 from het_plugin.integrate import LINKS, Integrator, fused, kernels
-from het_plugin.planning import topology
+from het_plugin.planning import hlo, topology
 
 DUMP = 'HET_PLUGIN_TPU_CYCLES_DUMP'  # the directory of this process's dumps
 PROCEDURES = ('paper', 'xla', 'pallas')
@@ -44,11 +44,18 @@ def start_for(name):
   os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
 
 
-def arguments(args, sharding):
-  """Shapes of `integrator.make_arguments` for HET-XL, labels and a key."""
+def on(sharding):
+  """(*shape, dtype=float32) -> the shape of an array that lies so."""
 
   def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  return array
+
+
+def arguments(args, sharding):
+  """Shapes of `integrator.make_arguments` for HET-XL, labels and a key."""
+  array = on(sharding)
 
   x = {name: array(args.batch, args.dim) for name in ('phi', 'scale', 'diag')}
   x |= {
@@ -63,15 +70,10 @@ def arguments(args, sharding):
 
 def program_cycles(text):
   """XLA's estimate for a compiled program, given as HLO text; custom calls count nothing."""
-  computations, lines = {}, []
-  for line in text.splitlines():
-    if not line.startswith(' ') and line.rstrip().endswith('{'):
-      name = re.match(r'(ENTRY )?%?([\w.\-]+)', line)
-      lines = computations['ENTRY' if name[1] else name[2]] = []
-    lines.append(line)
+  computations, entry = hlo.parse(text)
 
   def of(computation):
-    return sum(map(of_line, computations[computation]))
+    return sum(map(of_line, computations[computation].splitlines()))
 
   def of_line(line):
     if loop := re.search(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)', line):
@@ -81,17 +83,15 @@ def program_cycles(text):
 
   def trips(condition):
     """The constant that the loop's counter stays below."""
-    (trip,) = re.findall(r'= s32\[\]\S* constant\((\d+)\)', '\n'.join(computations[condition]))
+    (trip,) = re.findall(r'= s32\[\]\S* constant\((\d+)\)', computations[condition])
     return int(trip)
 
-  return of('ENTRY')
+  return of(entry)
 
 
 def kernel_cycles(name, args, sharding, num_samples):
   """Bundles of a kernel times its blocks, over the cores that share them."""
-
-  def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  array = on(sharding)
 
   at_most = kernels.TPU_SUM_OF_CLASSES if name == 'log2_z' else kernels.TPU_SUM_OF_SAMPLES
   s, k = kernels.tpu_block(at_most, num_samples, args.classes)

@@ -39,21 +39,27 @@ def collectives(hlo: str) -> list[Collective]:
 
   A loop whose number of rounds the compiler does not know counts as one round.
   """
-  computations = {name: (body, bool(entry)) for entry, name, body in _COMPUTATION.findall(hlo)}
-  entry = next(name for name, (_, is_entry) in computations.items() if is_entry)
+  computations, entry = parse(hlo)
   counts, sizes, loops = Counter(), Counter(), Counter()
   for name, times, in_loop in _visits(computations, entry, 1, False):
-    for shape, kind, start in _COLLECTIVE.findall(computations[name][0]):
+    for shape, kind, start in _COLLECTIVE.findall(computations[name]):
       counts[kind] += times
       sizes[kind] += times * _result_bytes(shape, bool(start), kind)
       loops[kind] += in_loop
   return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
 
 
+def parse(hlo: str) -> tuple[dict[str, str], str]:
+  """The lines of every computation of a compiled program, by its name, and the entry's name."""
+  found = _COMPUTATION.findall(hlo)
+  entry = next(name for is_entry, name, _ in found if is_entry)
+  return {name: lines for _, name, lines in found}, entry
+
+
 def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool]]:
   """Every call of every computation under `name`: (computation, times it runs, inside a loop)."""
   yield name, times, in_loop
-  for line in computations[name][0].splitlines():
+  for line in computations[name].splitlines():
     is_loop = ' while(' in line
     trips = int(found[1]) if is_loop and (found := _TRIPS.search(line)) else 1
     for group in _CALLED.findall(line):
