@@ -26,13 +26,8 @@ from command_line import names, print_table, write_json
 from training_model import classifier
 
 from het_plugin.data import TaskInfo
-from het_plugin.training import (
-  actions,
-  checkpoints,
-  partitioning,
-  run_clock,
-  trainer,
-)
+from het_plugin.operations import run_clock
+from het_plugin.training import actions, checkpoints, partitioning, trainer
 from het_plugin.training.train import train
 
 NUM_CLASSES = 100

@@ -40,7 +40,7 @@ import numpy as np
 import scipy.stats
 from command_line import integers, names, print_table, write_json
 
-from het_plugin import gin_utils, trained_run
+from het_plugin.config import gin_utils, trained_run
 from het_plugin.data import array_source
 from het_plugin.evaluation import BIG_VISION_L2, FewShotResult, comparison, few_shot, ridge
 from het_plugin.evaluation.extraction import RepresentationExtractor, match_channels

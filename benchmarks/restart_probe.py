@@ -15,7 +15,8 @@ def install():
   """Registers the action LeaveAfter and the function timed_get_dataset with gin."""
   import gin
   from het_plugin import data
-  from het_plugin.training import actions, run_clock
+  from het_plugin.operations import run_clock
+  from het_plugin.training import actions
 
   imported = time.time()
   seen = {'data_set': 0.0, 'steps': 0}

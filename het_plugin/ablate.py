@@ -19,9 +19,10 @@ from pathlib import Path
 from absl import app, flags
 
 import gin
-from het_plugin import configurables, flag_values, gin_utils, reporting
-from het_plugin.studies import runs as runs_lib
-from het_plugin.studies.outcome import Outcome, Request
+from het_plugin import reporting
+from het_plugin.config import flag_values, gin_utils, registry
+from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments.outcome import Outcome, Request
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
 STUDY = 'STUDY'  # the macro that a file binds
@@ -72,7 +73,7 @@ def study(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] =
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
   """Those of studies, and those of runs."""
-  of_studies = tuple(f'{cls.__name__}.' for cls in configurables.register_studies())
+  of_studies = tuple(f'{cls.__name__}.' for cls in registry.register_studies())
   own = [binding for binding in bindings if binding.startswith(of_studies)]
   return own, [binding for binding in bindings if binding not in own]
 
@@ -110,8 +111,8 @@ def write(outcome: Outcome, output_dir: Path, copy: str | None) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-  configurables.register_trainer()
-  configurables.register_studies()
+  registry.register_trainer()
+  registry.register_studies()
   with gin_utils.one_sentence_errors():
     if flags.FLAGS.list:
       print(listing())

@@ -25,19 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from het_plugin import (
-  data,
-  distributed,
-  flag_values,
-  gin_utils,
-  reporting,
-  trained_run,
-  uncertainty_report,
-  weights,
-)
-from het_plugin.evaluation import class_covariance, predictions, uncertainty
+from het_plugin import data, reporting, weights
+from het_plugin.config import distributed, flag_values, gin_utils, trained_run
+from het_plugin.evaluation import class_covariance, predictions, uncertainty, uncertainty_report
 from het_plugin.evaluation.names import short_names
-from het_plugin.uncertainty_report import Evaluation
+from het_plugin.evaluation.uncertainty_report import Evaluation
 
 
 def define_flags() -> None:

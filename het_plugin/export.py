@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-from het_plugin import gin_utils, trained_run, weights
+from het_plugin import weights
+from het_plugin.config import gin_utils, trained_run
 
 
 def define_flags() -> None:

@@ -26,11 +26,12 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 import gin
-from het_plugin import distributed, fewshot_report, flag_values, gin_utils, reporting
-from het_plugin.evaluation import fewshot
+from het_plugin import reporting
+from het_plugin.config import distributed, flag_values, gin_utils
+from het_plugin.evaluation import fewshot, fewshot_report
+from het_plugin.evaluation.fewshot_report import Results
 from het_plugin.evaluation.names import check_names, short_names
 from het_plugin.evaluation.representations import read_representations
-from het_plugin.fewshot_report import Results
 
 _MODULE = 'het_plugin.fewshot'
 _FROM_PROTOCOL = 'from the protocol'
@@ -149,7 +150,7 @@ def from_files(settings: Settings) -> Results:
 
 def from_checkpoints(settings: Settings) -> Results:
   """Evaluates --checkpoint; the representations of the data sets are kept in memory."""
-  from het_plugin import trained_run
+  from het_plugin.config import trained_run
   from het_plugin.evaluation import extraction, fewshot_datasets
 
   names = run_names(flags.FLAGS.checkpoint)

@@ -21,7 +21,8 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin import flag_values, gin_utils, reporting
+from het_plugin import reporting
+from het_plugin.config import flag_values, gin_utils
 from het_plugin.planning import report, search, worker
 from het_plugin.planning import topology as topology_lib
 from het_plugin.planning.request import Request

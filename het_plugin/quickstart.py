@@ -16,8 +16,9 @@ from typing import Any
 from absl import app, flags, logging
 
 import gin
-from het_plugin import configurables, gin_utils, reporting
-from het_plugin.studies import runs as runs_lib
+from het_plugin import reporting
+from het_plugin.config import gin_utils, registry
+from het_plugin.experiments import runs as runs_lib
 from het_plugin.training import partitioning, run_files
 
 HEADS = {
@@ -157,7 +158,7 @@ def report(
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  configurables.register_trainer()
+  registry.register_trainer()
   with gin_utils.one_sentence_errors():
     if unknown := [head for head in flags.FLAGS.heads if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')

@@ -28,7 +28,8 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from het_plugin import data, distributed, gin_utils, reporting, trained_run
+from het_plugin import data, reporting
+from het_plugin.config import distributed, gin_utils, trained_run
 from het_plugin.evaluation import extraction, extraction_files, fingerprint
 from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0

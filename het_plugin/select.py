@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from het_plugin import flag_values, gin_utils, reporting
+from het_plugin import reporting
+from het_plugin.config import flag_values, gin_utils
 from het_plugin.evaluation import FewShotResult, checkpoint_ranking, few_shot, fewshot, knn, rankme
 from het_plugin.evaluation.candidates import (
   check_representations,

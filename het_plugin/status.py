@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from absl import flags
 from etils import epath
 
-from het_plugin import gin_utils, reporting, status_report
-from het_plugin.training import profile_requests, run_status
+from het_plugin import reporting
+from het_plugin.config import gin_utils
+from het_plugin.operations import profile_requests, run_status, status_report
 
 _CLEAR = '\x1b[H\x1b[2J'
 

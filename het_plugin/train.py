@@ -15,9 +15,9 @@ import jax
 from absl import app, flags
 
 import gin
-from het_plugin import config_changes, configurables, distributed, gin_utils, train_flags
-from het_plugin.training import run_clock
-from het_plugin.training.verdict import Limits
+from het_plugin.config import changes, distributed, gin_utils, registry, train_flags
+from het_plugin.operations import run_clock
+from het_plugin.operations.verdict import Limits
 
 
 def define_flags() -> None:
@@ -42,7 +42,7 @@ def train_from_gin(
   """
   from het_plugin.training import train as train_lib
 
-  config = config_changes.RunConfig(gin.config_str(), accept_config_changes)
+  config = changes.RunConfig(gin.config_str(), accept_config_changes)
 
   def write(model_dir: str, writer, step: int) -> None:
     if jax.process_index() == 0:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with gin_utils.one_sentence_errors():
     distributed.initialize(watched=True)
-    configurables.register_trainer()
+    registry.register_trainer()
     gin_utils.parse_config(
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )

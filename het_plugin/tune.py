@@ -15,9 +15,10 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from het_plugin import configurables, gin_utils, reporting
-from het_plugin.studies import runs as runs_lib
-from het_plugin.studies import temperature, vizier_suggestions
+from het_plugin import reporting
+from het_plugin.config import gin_utils, registry
+from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import temperature, vizier_suggestions
 from het_plugin.training import compilation_cache, run_files
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
@@ -135,7 +136,7 @@ def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], 
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  configurables.register_trainer()
+  registry.register_trainer()
   with gin_utils.one_sentence_errors():
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = parse_grid(flags.FLAGS.grid)

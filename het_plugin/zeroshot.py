@@ -21,7 +21,8 @@ import jax
 from absl import app, flags
 
 import gin
-from het_plugin import data, distributed, gin_utils, reporting, trained_run
+from het_plugin import data, reporting
+from het_plugin.config import distributed, gin_utils, trained_run
 from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import check_names, short_names
 

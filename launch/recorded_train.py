@@ -6,7 +6,8 @@ python -m launch.recorded_train FOLDER --gin_file=...
 import sys
 from pathlib import Path
 
-from het_plugin import gin_utils, train
+from het_plugin import train
+from het_plugin.config import gin_utils
 from launch import recorder
 
 if __name__ == '__main__':

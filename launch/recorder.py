@@ -1,7 +1,7 @@
 """Writes down what each process of a run does and which examples it trains on.
 
 FOLDER/process-N.jsonl gets a line, with its time in seconds, whenever process N
-  enters or exits a phase of the run (het_plugin/training/run_clock.py);
+  enters or exits a phase of the run (het_plugin/operations/run_clock.py);
   is at a step: the one it resumes from, 0 if from none, and each that is done;
   begins a step: the rows of the global batch that its devices hold, the index of the example in
     each, and a checksum of all that the batch says of it.
@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from het_plugin.training import run_clock, trainer
+from het_plugin.operations import run_clock
+from het_plugin.training import trainer
 
 
 class Recorder:

@@ -60,7 +60,7 @@ REFERENCE, KILLED = 'reference', 'killed'  # the runs' folders
 SAVE_PERIOD, EVAL_PERIOD, STEPS_PER_ROUND = 2, 3, 6
 
 WRITE = 'checkpoint write'  # orbax has not renamed it yet
-# What is aimed at: a phase of the run (het_plugin/training/run_clock.py), or WRITE.
+# What is aimed at: a phase of the run (het_plugin/operations/run_clock.py), or WRITE.
 AIMS = ('start', 'restore', 'compile', 'step', 'evaluate', 'actions', 'save', WRITE, WRITE)
 ALL, LAUNCHER = 'all', 'launcher'
 _TEMPORARY = '.orbax-checkpoint-tmp'

@@ -32,7 +32,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin import gin_utils, train_flags
+from het_plugin.config import gin_utils, train_flags
 from het_plugin.planning import topology as topology_lib
 from launch import supervise, sweep
 from launch.gke import render

@@ -75,7 +75,7 @@ def data_dir() -> Path:
 def _parsed_flags(main, *arguments):
   from absl import flags
 
-  from het_plugin import gin_utils
+  from het_plugin.config import gin_utils
 
   before = set(flags.FLAGS)
   main.define_flags()
@@ -126,11 +126,11 @@ def digits_run(tmp_path_factory):
   import numpy as np
 
   import gin
-  from het_plugin import configurables, gin_utils
+  from het_plugin.config import gin_utils, registry
   from het_plugin.train import train_from_gin
 
   folder = tmp_path_factory.mktemp('runs') / 'het_xl'
-  configurables.register_trainer()
+  registry.register_trainer()
   gin_utils.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
     [

@@ -9,14 +9,15 @@ import jax
 import pytest
 
 import gin
-from het_plugin import ablate, configurables, gin_utils
-from het_plugin.studies import runs as runs_lib
-from het_plugin.studies.ablation import Ablation
-from het_plugin.studies.flops import Flops
+from het_plugin import ablate
+from het_plugin.config import gin_utils, registry
+from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments.ablation import Ablation
+from het_plugin.experiments.flops import Flops
 from het_plugin.training import run_files, train
 
 STUDY = """
-import het_plugin.configurables
+import het_plugin.config
 STUDY = @Ablation()
 Ablation:
   title = 'Tiny'
@@ -41,8 +42,8 @@ Ablation:
 @functools.cache  # pytest-xdist comes back to a file, and a fixture would run again
 def register():
   with gin.unlock_config():
-    configurables.register_trainer()
-    configurables.register_studies()
+    registry.register_trainer()
+    registry.register_studies()
     gin.external_configurable(lambda: jax.devices()[:1], name='one_device')
 
 
@@ -137,7 +138,7 @@ def test_names(run_main, tmp_path):
   message = run_main(ablate, 'head', code=2)
   assert "'head' is no ablation" in message and 'heads, heads_noisy' in message
   assert 'does not exist' in run_main(ablate, tmp_path / 'mine.gin', code=2)
-  (tmp_path / 'mine.gin').write_text('import het_plugin.configurables\n')
+  (tmp_path / 'mine.gin').write_text('import het_plugin.config\n')
   assert 'binds no STUDY' in run_main(ablate, tmp_path / 'mine.gin', code=2)
   message = run_main(ablate, 'heads', '--gin.LEARNING_RATE=1', code=2)
   assert '--gin.LEARNING_RATE has no effect' in message

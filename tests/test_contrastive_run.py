@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin import export, trained_run, weights, zeroshot
+from het_plugin import export, weights, zeroshot
+from het_plugin.config import trained_run
 
 ROOT = Path(__file__).parents[1]
 TOWER = ('vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16')

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from het_plugin import status
-from het_plugin.training import goodput, run_clock
+from het_plugin.operations import goodput, run_clock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,7 +140,7 @@ def test_it_needs_no_tensorflow_and_no_devices(run_dir):
   code = (
     'import sys\n'
     'from het_plugin import status, status_report\n'
-    'from het_plugin.training import run_status\n'
+    'from het_plugin.operations import run_status\n'
     f'facts = run_status.read({str(run_dir)!r})\n'
     'status_report.text(facts), status_report.page(facts)\n'
     'from jax._src import xla_bridge\n'

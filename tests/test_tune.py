@@ -70,7 +70,7 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
 
 
 def test_wrong_settings_are_one_sentence(run, monkeypatch):
-  monkeypatch.setattr('het_plugin.studies.vizier_suggestions._NEEDED', ('no_such_module',))
+  monkeypatch.setattr('het_plugin.experiments.vizier_suggestions._NEEDED', ('no_such_module',))
   for settings, message in (
     ({'method': 'newton'}, '--method=newton is unknown: choose from all, grid, bayesian'),
     ({'grid': '0.01'}, '--grid=0.01 must be temperatures in [0.05, 5.0]'),

@@ -14,7 +14,8 @@ import optax
 import pytest
 import scipy.stats
 
-from het_plugin import configurables, gin_utils, trained_run, zeroshot
+from het_plugin import zeroshot
+from het_plugin.config import gin_utils, registry, trained_run
 from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
 from het_plugin.training.optimizers import OptaxWrapper
@@ -46,7 +47,7 @@ def tokenizer_of(dataset_cfg):
 
 @pytest.fixture
 def towers(monkeypatch):
-  configurables.register_trainer()  # once for all tests, hence before anything is replaced
+  registry.register_trainer()  # once for all tests, hence before anything is replaced
   monkeypatch.setattr(trained_run, 'open_run', open_towers)
   monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
 

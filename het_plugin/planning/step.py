@@ -11,7 +11,8 @@ import jax
 from flax import traverse_util
 
 import gin
-from het_plugin import configurables, data, gin_utils
+from het_plugin import data
+from het_plugin.config import gin_utils, registry
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.request import Request
 from het_plugin.training import flops, train
@@ -94,7 +95,7 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   """The arguments of the gin-bound `train` for these devices, built, but for actions and restores,
   which a plan has no use for.
   """
-  configurables.register_trainer()
+  registry.register_trainer()
   _DEVICES[:] = place.devices
   gin_utils.parse_config(
     [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths

@@ -52,7 +52,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
 
 def main() -> None:
   # Imported by the one who compiles: the trainer and its data take seconds to import.
-  from het_plugin import gin_utils
+  from het_plugin.config import gin_utils
   from het_plugin.planning import step
 
   request = Request(**json.load(sys.stdin))

@@ -6,10 +6,10 @@ import jax
 from etils import epath
 
 import gin
-from het_plugin import config_changes, gin_utils
+from het_plugin.config import changes, gin_utils
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
-_ENGINE_MODULE = 'het_plugin.t5x_engine'
+_ENGINE_MODULE = 'het_plugin.t5x_host.engine'
 
 
 def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step: int) -> None:
@@ -24,10 +24,8 @@ def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step
   folder = epath.Path(model_dir)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 't5x_config.gin').write_text(text)
-  engine = config_changes.bindings(epath.Path(gin_utils.resolve(_ENGINE)).read_text())
-  (folder / config_changes.CONFIG).write_text(
-    config_changes.without(text, set(engine), _ENGINE_MODULE)
-  )
+  engine = changes.bindings(epath.Path(gin_utils.resolve(_ENGINE)).read_text())
+  (folder / changes.CONFIG).write_text(changes.without(text, set(engine), _ENGINE_MODULE))
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})
     summary_writer.flush()

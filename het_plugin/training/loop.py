@@ -11,15 +11,13 @@ from typing import Any
 import jax
 from clu import metric_writers
 
+from het_plugin.operations import preemption, profiling, run_clock
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoints,
   evaluation,
   nonfinite,
-  preemption,
   prefetch,
-  profiling,
-  run_clock,
   step_metrics,
   step_watch,
 )

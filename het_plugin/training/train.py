@@ -12,26 +12,28 @@ from clu import parameter_overview
 from etils import epath
 from flax import traverse_util
 
+from het_plugin.operations import (
+  heartbeat,
+  interruptible,
+  operations,
+  preemption,
+  profiling,
+  resources,
+  run_clock,
+  run_lock,
+  verdict,
+)
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoints,
   compilation_cache,
   evaluation,
-  heartbeat,
-  interruptible,
   metric_writers,
-  operations,
   partitioning,
-  preemption,
   prefetch,
   processes,
-  profiling,
-  resources,
-  run_clock,
-  run_lock,
   step_metrics,
   step_watch,
-  verdict,
 )
 from het_plugin.training import loop as loop_lib
 from het_plugin.training import loss_spikes as loss_spikes_lib

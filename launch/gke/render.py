@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from absl import app, flags
 
-from het_plugin import gin_utils, train_flags
+from het_plugin.config import gin_utils, train_flags
 from launch import slices, sweep
 from launch.supervise import PREEMPTED
 

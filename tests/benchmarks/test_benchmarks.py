@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import gin
-from het_plugin import trained_run
+from het_plugin.config import trained_run
 from het_plugin.training.partitioning import PjitPartitioner
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import configurables, gin_utils
+from het_plugin.config import gin_utils, registry
+from het_plugin.operations import heartbeat, verdict
 from het_plugin.train import train_from_gin
-from het_plugin.training import checkpoints, heartbeat, verdict
+from het_plugin.training import checkpoints
 from launch import local
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +229,7 @@ def start_training(model_dir, *bindings):
 
 def train_here(model_dir):
   """Four steps in this one process of eight devices; {name: array} of the parameters."""
-  configurables.register_trainer()
+  registry.register_trainer()
   files = [f'het_plugin/{file}' for file in GIN_FILES]
   gin_utils.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
   train_from_gin()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.training import preemption
+from het_plugin.operations import preemption
 from launch import supervise
 
 ROOT = Path(__file__).parents[2]

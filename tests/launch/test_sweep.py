@@ -3,7 +3,7 @@
 import pytest
 
 import gin
-from het_plugin import gin_utils
+from het_plugin.config import gin_utils
 from launch import sweep
 
 FILES = ['gin/runs/digits_smoke.gin']

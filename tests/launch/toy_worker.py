@@ -50,7 +50,7 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from het_plugin import distributed, gin_utils
+  from het_plugin.config import distributed, gin_utils
   from launch import recorder
 
   recorder.install(recorder.Recorder(Path(sys.argv.pop(1))))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import gin
-from het_plugin import configurables
+from het_plugin.config import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')])
@@ -122,8 +122,8 @@ def gin_names(page):
 
 @pages
 def test_bindings_name_what_exists(page):
-  configurables.register_trainer()
-  configurables.register_studies()
+  registry.register_trainer()
+  registry.register_studies()
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
   for configurable, name in gin_names(page):
@@ -143,8 +143,8 @@ def configurable(name):
 
 @pages
 def test_parameters_in_the_text_exist(page):
-  configurables.register_trainer()
-  configurables.register_studies()
+  registry.register_trainer()
+  registry.register_studies()
   for name, parameter in re.findall(r'`(?:\w+/)?(\w+)\.(\w+)`', page.read_text()):
     is_file = parameter in ('gin', 'py')
     if not is_file and (known := configurable(name)) and not hasattr(known, parameter):

@@ -61,7 +61,8 @@ def test_a_config_elsewhere_binds_a_head_with_one_include(site, tmp_path):
   )
   code = """
 import gin
-from het_plugin import configurables, gin_utils, models
+from het_plugin import models
+from het_plugin.config import gin_utils
 configurables.register_trainer()
 gin_utils.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
 print(gin.get_configurable(models.ClassificationModel)().head.num_factors)

@@ -212,7 +212,7 @@ NUM_CLASSES = 384
 
 def run_t5x(main, folder, config):
   """`python -m t5x.MAIN` in a folder, with a gin file of this text."""
-  (folder / f'{main}.gin').write_text('import het_plugin.configurables\n' + config)
+  (folder / f'{main}.gin').write_text('import het_plugin.config\n' + config)
   process = subprocess.run(
     [sys.executable, '-m', f't5x.{main}', f'--gin_search_paths={HERE}', f'--gin_file={main}.gin'],
     cwd=folder,

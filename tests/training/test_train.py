@@ -15,20 +15,16 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.training import (
-  actions,
-  checkpoints,
+from het_plugin.operations import (
   goodput,
   heartbeat,
-  metric_writers,
   operations,
-  partitioning,
   preemption,
   run_clock,
   run_lock,
   run_status,
-  trainer,
 )
+from het_plugin.training import actions, checkpoints, metric_writers, partitioning, trainer
 from tests.training import faulty_run, toy, toy_run
 
 ROOT = Path(__file__).resolve().parents[2]

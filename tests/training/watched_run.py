@@ -14,8 +14,8 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from het_plugin import distributed, gin_utils
-from het_plugin.training import heartbeat, run_clock, verdict
+from het_plugin.config import distributed, gin_utils
+from het_plugin.operations import heartbeat, run_clock, verdict
 
 STEPS, FAULT_STEP = 4000, 20
 

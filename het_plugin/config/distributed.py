@@ -1,0 +1,253 @@
+"""Joins the processes of a run, of one machine or of many, before anything else uses JAX.
+
+A process learns that it is one of several from, in this order:
+  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which launch/local.py sets;
+  JAX_NUM_PROCESSES=1 alone says that it is not, whatever follows;
+  Slurm's or Open MPI's variables;
+  TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES and MEGASCALE_NUM_SLICES, which GKE sets;
+  being on a TPU VM, whose metadata server knows the other hosts of its slice and other slices.
+Who the others are, `jax.distributed.initialize` then finds out by itself, but for the first.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+import jax
+from absl import flags
+from absl import logging as absl_logging
+
+from het_plugin.operations import last_words, preemption
+from het_plugin.training import exit_codes
+
+_log = logging.getLogger(__name__)
+
+_EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+# Set by a launcher that puts the process before each line itself.
+_LINES_ARE_NUMBERED = 'HET_PLUGIN_LINES_ARE_NUMBERED'
+# JAX's own limits must not come first: they end the process with a stack trace of C++.
+_JAX_EXTRA_SECONDS = 60
+# Process 0 takes the others with it when it ends. Where all fail alike, each is to say so first.
+_LEAVE_SECONDS = 2
+
+
+def define_flags() -> None:
+  """Flags of the mains that run as several processes."""
+  flags.DEFINE_integer(
+    'heartbeat_timeout_seconds',
+    100,
+    'Of several processes: how long one may be silent before the others end.',
+    lower_bound=1,
+  )
+  flags.DEFINE_integer(
+    'initialization_timeout_seconds',
+    300,
+    'Of several processes: how long they wait for each other at the start.',
+    lower_bound=1,
+  )
+
+
+def initialize(watched: bool = False) -> None:
+  """Joins the other processes, if there are any; the flags say how long that may take.
+
+  To be called before any computation. If the others do not come in time, the process ends with one
+  line and the exit code `exit_codes.LOST`.
+
+  Args:
+    watched: training/heartbeat.py notices within --heartbeat_timeout_seconds that a process is
+      lost, and JAX only later, where that cannot.
+
+  Raises:
+    ValueError: a variable is wrong, or what the environment announces cannot be found.
+  """
+  if jax.distributed.is_initialized():
+    return
+  explicit = explicit_settings(os.environ)
+  if explicit == {}:
+    return
+  if explicit is None and not (source := cluster(os.environ, jax.config.jax_platforms)):
+    return
+  if explicit is None:
+    settings, place = {}, source
+  else:
+    _check_port_is_free(explicit)
+    settings = {**explicit, 'cluster_detection_method': 'deactivate'}
+    place = 'process {process_id} of {num_processes} through {coordinator_address}'.format(
+      **explicit
+    )
+  seconds = flags.FLAGS.initialization_timeout_seconds
+  _log.info('Waiting for the other processes (%s), at most %d s.', place, seconds)
+  timer = threading.Timer(seconds, _give_up, (place, seconds))
+  timer.daemon = True
+  timer.start()
+  heartbeat_timeout = flags.FLAGS.heartbeat_timeout_seconds
+  later = heartbeat_timeout + _JAX_EXTRA_SECONDS
+  try:
+    jax.distributed.initialize(
+      **settings,
+      initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
+      heartbeat_timeout_seconds=later if watched else heartbeat_timeout,
+      shutdown_timeout_seconds=later,
+    )
+  except (RuntimeError, ValueError, KeyError) as error:
+    reason = str(error).rstrip('.')
+    raise ValueError(
+      f'The processes of this run cannot join ({place}): {reason}; JAX_NUM_PROCESSES=1 runs this '
+      f'one alone, {", ".join(_EXPLICIT)} say who the others are'
+    ) from error
+  finally:
+    timer.cancel()
+  number_lines(os.environ)
+  _log.info(
+    'Process %d of %d: %d of %d devices.',
+    *(jax.process_index(), jax.process_count()),
+    *(jax.local_device_count(), jax.device_count()),
+  )
+
+
+def number_lines(environment: Mapping[str, str]) -> None:
+  """Lets lines of the log begin with this process, unless the environment says that they do."""
+  if _LINES_ARE_NUMBERED not in environment:
+    formatter = _NumberedFormatter(jax.process_index(), jax.process_count())
+    absl_logging.get_absl_handler().setFormatter(formatter)
+
+
+class _NumberedFormatter(absl_logging.PythonFormatter):
+  """Lines of the log behind the process that wrote them, as [1/4]."""
+
+  def __init__(self, process: int, processes: int):
+    super().__init__()
+    self._prefix = f'[{process}/{processes}] '
+
+  def format(self, record: logging.LogRecord) -> str:
+    return self._prefix + super().format(record)
+
+
+def exit_at_once(code: int) -> NoReturn:
+  """Ends this process while threads of its work in C++, where an ordinary end would abort it.
+
+  Of several processes all call it; none ends before all have, since the others would take it for
+  lost.
+  """
+  jax.distributed.shutdown()
+  last_words.flush()
+  os._exit(code)
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+  """Ends this process at once where an exception leaves it and the usual end of a Python program
+  would not do: while a thread still compiles (`Preempted.compiling`), and of one of several
+  processes, as it would wait for the others, which wait for this one.
+
+  Other exits of a program that is alone, and exits in good order, are left to it.
+  """
+  try:
+    yield
+  except BaseException as error:
+    code = exit_codes.of(error)
+    if isinstance(error, preemption.Preempted) and error.compiling:
+      exit_at_once(code)
+    if not jax.distributed.is_initialized() or code in (0, preemption.EXIT_CODE):
+      raise
+    if not isinstance(error, SystemExit):
+      traceback.print_exc()
+    elif isinstance(error.code, str):
+      print(error.code, file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+  last_words.flush()
+  timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
+  timer.daemon = True
+  timer.start()
+  with last_words.on_abort(lambda: os._exit(code)):  # process 0 has ended meanwhile
+    try:
+      jax.distributed.shutdown()
+    finally:
+      os._exit(code)
+
+
+def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:
+  """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given.
+
+  Raises:
+    ValueError: a variable is missing or wrong.
+  """
+  address, count, index = (environment.get(name) for name in _EXPLICIT)
+  if count is None and index is None:
+    return None  # an address alone is for jax, which finds the rest
+  if count is not None and (not count.isdecimal() or int(count) < 1):
+    raise ValueError(f'JAX_NUM_PROCESSES={count} must be a number >= 1')
+  if count == '1' and index in (None, '0'):
+    return {}
+  missing = [name for name in _EXPLICIT if environment.get(name) is None]
+  if missing:
+    raise ValueError(f'{missing[0]} is not set: {", ".join(_EXPLICIT)} go together')
+  if not index.isdecimal() or int(index) >= int(count):
+    raise ValueError(f'JAX_PROCESS_ID={index} must be in 0..{int(count) - 1}: {count} processes')
+  host, colon, port = address.rpartition(':')
+  if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+    raise ValueError(f'JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT, of process 0')
+  return {
+    'coordinator_address': address,
+    'num_processes': int(count),
+    'process_id': int(index),
+  }
+
+
+def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None:
+  """What says that this is one of several processes, in words; None where nothing does.
+
+  Args:
+    environment: variables, as they are once jax is imported.
+    platforms: `jax.config.jax_platforms`, to which importing jax adds 'tpu' where there are some.
+  """
+  # A shell inside of a Slurm job has SLURM_NTASKS too, but is no task or the only one of its step.
+  tasks = environment.get('SLURM_STEP_NUM_TASKS', environment.get('SLURM_NTASKS', '1'))
+  if {'SLURM_PROCID', 'SLURM_STEP_NODELIST'} <= set(environment) and int(tasks) > 1:
+    return f'Slurm, {tasks} tasks'
+  ranks = environment.get('OMPI_COMM_WORLD_SIZE', '1')
+  if int(ranks) > 1:
+    return f'Open MPI, {ranks} ranks'
+  if 'tpu' not in (platforms or '').split(','):
+    return None
+  hosts = environment.get('TPU_PROCESS_ADDRESSES', environment.get('TPU_WORKER_HOSTNAMES'))
+  if hosts is not None:
+    count, slices = len(hosts.split(',')), int(environment.get('MEGASCALE_NUM_SLICES', '1'))
+    return f'{slices} TPU slices of {count} hosts' if count * slices > 1 else None
+  # Importing jax says so where it finds no chip; others forbid to ask the metadata server by it.
+  return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'
+
+
+def _check_port_is_free(settings: Mapping[str, str | int]) -> None:
+  """In process 0, which listens: jaxlib ends with a segmentation fault where it cannot."""
+  if settings['process_id'] != 0:
+    return
+  port = int(str(settings['coordinator_address']).rpartition(':')[2])
+  try:
+    with socket.create_server(('', port)):
+      pass
+  except OSError as error:
+    raise ValueError(
+      f'JAX_COORDINATOR_ADDRESS={settings["coordinator_address"]}: process 0 cannot listen there: '
+      f'{error.strerror}'
+    ) from error
+
+
+def _give_up(place: str, seconds: int) -> None:
+  print(
+    f'Error: the other processes ({place}) did not come within {seconds} s, '
+    '--initialization_timeout_seconds: is one of them not running, or is the address not that of '
+    'process 0?',
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(exit_codes.LOST)  # the main thread waits in C++ for as long as it takes

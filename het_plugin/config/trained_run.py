@@ -1,0 +1,222 @@
+"""What a training run left, opened for evaluation: its model, its parameters, a mesh of the devices
+here.
+
+    run = trained_run.open_run('runs/het_xl')
+    run.model.representations(run.params, batch, ('pre_logits',))
+
+A checkpoint is a run's directory (then its newest), one checkpoint in it
+(runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors), whose model gin files must
+describe.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from flax import traverse_util
+
+import gin
+from het_plugin import weights
+from het_plugin.config import changes, gin_utils, registry
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a published file's model
+_CHANNELS = (3, 1)
+# For the schedule, which nothing evaluates here: the run's may follow from data that are not here.
+_ANY_STEPS = 10**9
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedRun:
+  """A model and its parameters.
+
+  Attributes:
+    checkpoint: the checkpoint's directory, or the published file.
+    step: of the checkpoint; None for a published file.
+    model: has the t5x model surface.
+    partitioner: the configuration's mesh, over the devices here.
+    params: the parameters, placed.
+    param_specs: PartitionSpecs in the tree of the parameters.
+    image_size: side of the square images that the configuration feeds, in pixels.
+    channels: of the images that the parameters take.
+    max_labels: labels an image that the configuration feeds; 1 where it feeds captions.
+    task: what the configuration trains on; None for a published file.
+    config: the configuration as gin text.
+  """
+
+  checkpoint: str
+  step: int | None
+  model: Any
+  partitioner: Any
+  params: PyTree
+  param_specs: PyTree
+  image_size: int
+  channels: int
+  max_labels: int
+  task: str | None
+  config: str
+
+
+def parse_run_config(
+  checkpoint: epath.PathLike,
+  gin_files: Sequence[str] = (),
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = ('.',),
+  *,
+  without: Sequence[str] = (),
+) -> Mapping[str, Any]:
+  """Makes the gin configuration that of a run, and returns the arguments of its `train`.
+
+  Args:
+    checkpoint, gin_files, bindings, search_paths: as in `open_run`.
+    without: arguments that are not wanted, besides the actions and the checkpoints.
+
+  Raises:
+    ValueError: there is no configuration beside the checkpoint, or it lacks something.
+  """
+  from het_plugin.training import checkpoints, train
+
+  registry.register_trainer()
+  if weights.is_weights_file(checkpoint):
+    frame = PUBLISHED
+  else:
+    found = checkpoints.find(checkpoint)
+    frame = changes.config_file(found, checkpoints.step_of(found))
+    if not frame.exists():
+      raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
+  gin_utils.parse_config([str(frame), *gin_files], bindings, search_paths)
+  with gin.unlock_config():
+    gin.parse_config([f'train.{x} = None' for x in ('actions', 'checkpoint_cfg', *without)])
+    gin.parse_config(f'TOTAL_STEPS = {_ANY_STEPS}')
+  settings = gin.get_bindings(train.train)
+  for name in {'model', 'partitioner', 'train_dataset_cfg'} - set(without):
+    if settings.get(name) is None:
+      raise ValueError(f'train.{name} is not set in the configuration of {checkpoint}')
+  return settings
+
+
+def open_run(
+  checkpoint: epath.PathLike,
+  gin_files: Sequence[str] = (),
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = ('.',),
+) -> TrainedRun:
+  """Opens a checkpoint; every process calls it. The gin configuration is the run's afterwards.
+
+  Args:
+    checkpoint: see above.
+    gin_files: read after the run's config.gin; of a published file, those of its model.
+    bindings: gin bindings that go before all else, such as 'PjitPartitioner.num_partitions = 1'.
+    search_paths: where gin files are looked for.
+
+  Raises:
+    ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
+      fit the model.
+  """
+  from het_plugin.training import checkpoints
+
+  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
+  config = gin.config_str()
+  model, partitioner = settings['model'], settings['partitioner']
+  lengths = settings['train_dataset_cfg'].task_feature_lengths
+  placements = {c: _placement(model, partitioner, lengths, c) for c in _CHANNELS}
+  if weights.is_weights_file(checkpoint):
+    step, task = None, None
+    channels, read = _read_published(checkpoint, placements)
+    specs, target = placements[channels]
+    params = _complete(read, target, model, partitioner, specs, lengths, channels)
+  else:
+    checkpoint = checkpoints.find(checkpoint)
+    step = checkpoints.step_of(checkpoint)
+    task = settings['train_dataset_cfg'].mixture_or_task_name
+    channels = _saved_channels(checkpoints.params_shapes(checkpoint), placements)
+    specs, target = placements[channels]
+    restore = checkpoints.RestoreCheckpointConfig(str(checkpoint), mode='specific')
+    params = checkpoints.restore_params(restore, target)
+  return TrainedRun(
+    checkpoint=str(checkpoint),
+    step=step,
+    model=model,
+    partitioner=partitioner,
+    params=traverse_util.unflatten_dict(params, sep='/'),
+    param_specs=specs,
+    image_size=lengths['image'],
+    channels=channels,
+    max_labels=lengths.get('label', 1),
+    task=task,
+    config=config,
+  )
+
+
+def _placement(
+  model: Any, partitioner: Any, lengths: Mapping[str, int], channels: int
+) -> tuple[PyTree, PyTree]:
+  """PartitionSpecs, and shapes with shardings, of the parameters for images of these channels."""
+  from het_plugin.training import train, train_state
+
+  state = jax.eval_shape(
+    lambda: train_state.TrainState.create(model.optimizer_def, _init(model, lengths, channels))
+  )
+  specs = partitioner.get_mesh_axes(state).params
+  return specs, train.with_shardings(state.params, partitioner.shardings(specs))
+
+
+def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
+  shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
+  if 'text' in lengths:
+    shapes['text'] = (1, lengths['text'])
+  return model.get_initial_variables(jax.random.key(0), shapes)
+
+
+def _saved_channels(
+  saved: Mapping[str, tuple[int, ...]], placements: Mapping[int, tuple[PyTree, PyTree]]
+) -> int:
+  """The channels with which most parameters have the saved shapes."""
+
+  def num_matches(channels: int) -> int:
+    flat = traverse_util.flatten_dict(placements[channels][1], sep='/')
+    return sum(saved.get(name) == x.shape for name, x in flat.items())
+
+  return max(placements, key=num_matches)
+
+
+def _read_published(
+  path: epath.PathLike, placements: Mapping[int, tuple[PyTree, PyTree]]
+) -> tuple[int, dict[str, np.ndarray]]:
+  """Channels and the backbone's parameters by name; a file's head has other classes than ours."""
+  arrays = weights.read_arrays(path)
+  errors = []
+  for channels, (_, target) in placements.items():
+    flat = traverse_util.flatten_dict(target, sep='/')
+    try:
+      read, report = weights.load_params(arrays, {k: x.shape for k, x in flat.items()}, 'init')
+    except ValueError as error:
+      errors.append(error)
+    else:
+      _log.info('Parameters from %s: %s', path, report.text())
+      return channels, read
+  raise ValueError(f'{path}: {errors[0]}')
+
+
+def _complete(
+  read: Mapping[str, np.ndarray],
+  target: PyTree,
+  model: Any,
+  partitioner: Any,
+  specs: PyTree,
+  lengths: Mapping[str, int],
+  channels: int,
+) -> dict[str, jax.Array]:
+  """What was read, placed; what the file lacks starts as the model starts."""
+  from het_plugin.training import checkpoints
+
+  fresh = partitioner.partition(lambda: _init(model, lengths, channels)['params'], (), specs)()
+  fresh = traverse_util.flatten_dict(fresh, sep='/')
+  return fresh | checkpoints.place(read, traverse_util.flatten_dict(target, sep='/'))

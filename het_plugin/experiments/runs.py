@@ -1,0 +1,123 @@
+"""One training run of a study: trained in a folder of its own, once, and read back from what it
+wrote.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import gin
+from het_plugin import train
+from het_plugin.config import gin_utils
+from het_plugin.data import task_info
+from het_plugin.operations import preemption
+
+_DONE = 'done.json'
+_EVALUATIONS = ('training_eval', 'infer_eval')
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What training reads.
+
+  Attributes:
+    gin_files: later ones win.
+    gin_bindings: 'NAME = VALUE' each; they come after the files.
+    gin_search_paths: where gin files are looked for.
+  """
+
+  gin_files: Sequence[str]
+  gin_bindings: Sequence[str] = ()
+  gin_search_paths: Sequence[str] = ('.',)
+
+  def parse(self, run_dir: Path) -> None:
+    """Makes the gin configuration the one of this run, in this folder."""
+    bindings = [*self.gin_bindings, f'MODEL_DIR = {str(run_dir)!r}']
+    gin_utils.parse_config(self.gin_files, bindings, self.gin_search_paths)
+
+
+def complete(run: Run, run_dir: Path) -> bool:
+  """Trains the run to its end, on from where it was interrupted; leaves its gin configuration
+  parsed.
+
+  Returns:
+    Whether there was anything to train: False for a run that was complete with this configuration.
+
+  Raises:
+    ValueError: a setting is wrong, or the run in the folder is another one.
+    preemption.Preempted: a SystemExit, after SIGTERM; call again to go on. Also where the signal
+      came so late that the run was completed.
+  """
+  run.parse(run_dir)
+  config = gin.config_str()
+  if (run_dir / _DONE).exists() and json.loads((run_dir / _DONE).read_text())['config'] == config:
+    return False
+  with preemption.PreemptionNotice() as notice:
+    step, _ = train.train_from_gin()
+  (run_dir / _DONE).write_text(json.dumps({'config': config}))
+  if notice.reached():
+    raise preemption.Preempted(step)
+  jax.clear_caches()  # the next run compiles everything anew
+  return True
+
+
+def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+  """{'training_eval/TASK' or 'infer_eval/TASK': {'step', 'nll', ...}} of the last evaluations, from
+  the lines of a run's metrics.jsonl; NaN where a value was not finite.
+  """
+  found = {}
+  for line in metrics:
+    values = {}
+    for name, value in line.items():
+      group, _, metric = name.rpartition('/')
+      if group.split('/')[0] in _EVALUATIONS:
+        value = math.nan if value is None else value
+        values.setdefault(group, {'step': line['step']})[metric] = value
+    found |= values
+  return found
+
+
+def curves(
+  metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ('loss', 'tau')
+) -> dict[str, list[float]]:
+  """Training metrics of a run by step, from the lines of its metrics.jsonl; NaN where a value was
+  not finite.
+  """
+  lines = [line for line in metrics if 'train/loss' in line]
+  columns = {'step': 'step'} | {name: f'train/{name}' for name in names}
+  return {
+    name: [math.nan if line[key] is None else line[key] for line in lines]
+    for name, key in columns.items()
+  }
+
+
+def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+  """The median, from the lines of a run's metrics.jsonl; None where none was written."""
+  name = 'train/timing/ms_per_step'
+  speeds = [line[name] for line in metrics if name in line]
+  return statistics.median(speeds) if speeds else None
+
+
+def called(macro: str) -> Any:
+  """What the reference makes that a macro of the parsed configuration is, such as @vit()."""
+  return gin.query_parameter(f'%{macro}').scoped_configurable_fn()
+
+
+def configured_model() -> tuple[Any, Any]:
+  """The model of the parsed configuration, and the exact counts of its parameters (`ParamCounts`);
+  nothing is computed.
+  """
+  model = called('MODEL')
+  lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
+  channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels
+  shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
+  if 'text' in lengths:
+    shapes['text'] = (1, lengths['text'])
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
+  return model, model.count_params(params['params'])

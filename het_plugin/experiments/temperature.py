@@ -1,0 +1,355 @@
+"""Ways to choose the temperature, compared as in table 13 of Collier et al. 2023 (section 4 and
+appendix G).
+
+The data come in three parts: what parameters are trained on, a validation set on which tau is
+chosen, a test set that neither saw. A method's numbers are those of the test set:
+
+  grid search, Bayesian optimization   a training for each tau; that of the best validation NLL
+    (2 folds)    the test set chooses, and what would be validation data are trained on too
+    (+ retrain)  the tau of the best validation NLL, trained once more on training and validation
+                 data
+  Luketina et al. (2016), simple gradient   one training in which tau follows held-out examples
+                 (`training.held_out_temperature`): of the validation set, or a share of each
+                 batch of training and validation data; a share of 1/n makes the run longer by 1/n
+  simple training   one training on both in which tau is trained like the other parameters
+
+All trainings but those with a share have the same number of steps.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gin
+from het_plugin import data
+from het_plugin.evaluation import comparison
+from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import vizier_suggestions
+from het_plugin.training import nonfinite, run_files
+
+_log = logging.getLogger(__name__)
+
+GRID = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 5.0)  # appendix G.1
+BOUNDS = (0.05, 5.0)
+# A fixed tau is a parameter that does not move: all such trainings are one compiled program. Its
+# range is wider than BOUNDS, whose ends eq. 16 reaches at infinity only.
+_FIXED_RANGE = (0.025, 10.0)
+_SHARES = {'12.5%': 8, '25%': 4}  # one of so many rows is held out
+BASELINE = 'simple_training'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A line of the table: its name there, and its last two columns."""
+
+  title: str
+  single_training: bool
+  no_validation_set: bool
+
+
+def _rows() -> dict[str, Row]:
+  rows = {}
+  for method, title in (('grid', 'Grid search'), ('bayesian', 'Bayesian optimization')):
+    for variant, suffix in (
+      ('validation', ''),
+      ('2folds', ' (2 folds)'),
+      ('retrain', ' (+ retrain)'),
+    ):
+      rows[f'{method}:{variant}'] = Row(title + suffix, False, False)
+  for method, title, suffix in (
+    ('luketina', 'Luketina et al. (2016)', ''),
+    ('simple_gradient', 'Simple gradient', ' (val)'),
+  ):
+    rows[f'{method}:validation'] = Row(title + suffix, True, False)
+    for share in _SHARES:
+      rows[f'{method}:{share}'] = Row(f'{title} ({share})', True, True)
+  return rows | {BASELINE: Row('Simple training', True, True)}
+
+
+ROWS = _rows()
+METHODS = tuple(dict.fromkeys(name.partition(':')[0] for name in ROWS))
+
+
+def parse_methods(names: Sequence[str]) -> list[str]:
+  """Rows of the table in its order, from names of rows, of methods (all rows), or 'all'.
+
+  Raises:
+    ValueError: a name that is none of these.
+  """
+  chosen = set()
+  for name in names:
+    found = [row for row in ROWS if name in ('all', row, row.partition(':')[0])]
+    if not found:
+      raise ValueError(
+        f'--method={name} is unknown: choose from all, {", ".join(METHODS)}, or of their rows '
+        f'{", ".join(row for row in ROWS if ":" in row)}'
+      )
+    chosen |= set(found)
+  return [row for row in ROWS if row in chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """A finished training.
+
+  Attributes:
+    name: of its folder.
+    tau: at its end.
+    validation_nll, nll: of the validation and the test set; infinite where training failed.
+    precision_at_1: of the test set.
+    steps: it was meant to take.
+    ms_per_step: the median.
+  """
+
+  name: str
+  tau: float
+  validation_nll: float
+  nll: float
+  precision_at_1: float
+  steps: int
+  ms_per_step: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What a method came to in one replication: the training it chose, and all that it took."""
+
+  chosen: Trained
+  trainings: Sequence[Trained]
+  uses_validation: bool  # whether chosen's validation NLL is one of data that it was not trained on
+
+  def as_json(self) -> dict[str, Any]:
+    return {
+      'nll': self.chosen.nll,
+      'precision_at_1': self.chosen.precision_at_1,
+      'tau': self.chosen.tau,
+      'validation_nll': self.chosen.validation_nll if self.uses_validation else None,
+      'trainings': len(self.trainings),
+      'steps': sum(training.steps for training in self.trainings),
+      'ms_per_step': self.chosen.ms_per_step,
+      'chosen': self.chosen.name,
+      'trials': [{'tau': t.tau, 'nll': t.nll} for t in self.trainings],
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """One replication: trains what its methods ask for, each thing once, in a folder of its own.
+
+  Attributes:
+    base: the run whose temperature is tuned; it includes gin/runs/temperature.gin.
+    folder: of this replication.
+    seed: RANDOM_SEED of all its trainings.
+    grid: temperatures of the grid search.
+    rounds, trials_per_round: of Bayesian optimization; the trials of a round are chosen together.
+    cache_dir: where compiled programs are kept.
+  """
+
+  base: runs_lib.Run
+  folder: Path
+  seed: int
+  grid: Sequence[float] = GRID
+  rounds: int = 6
+  trials_per_round: int = 5
+  cache_dir: str = ''
+
+  def outcome(self, row: str) -> Outcome:
+    """Of one row of the table.
+
+    Raises:
+      ValueError: a setting is wrong, or all trainings of a search failed.
+    """
+    method, _, variant = row.partition(':')
+    if method in ('grid', 'bayesian'):
+      search = self._grid if method == 'grid' else self._bayesian
+      return self._searched(row, search, variant)
+    if method == BASELINE:
+      chosen = self._train('simple_training', ['train/DatasetConfig.split = %FULL_SPLIT'])
+    else:
+      estimator = 'luketina' if method == 'luketina' else 'simple'
+      chosen = self._online(row, estimator, _SHARES.get(variant))
+    return Outcome(chosen, [chosen], uses_validation=variant == 'validation')
+
+  def _searched(
+    self, row: str, search: Callable[[str, str], Iterator[Trained]], variant: str
+  ) -> Outcome:
+    if variant == '2folds':
+      trainings, criterion = list(search('FULL_SPLIT', 'nll')), 'nll'
+    else:
+      trainings, criterion = list(search('TRAIN_SPLIT', 'validation_nll')), 'validation_nll'
+    best = min(trainings, key=lambda training: getattr(training, criterion))
+    if not math.isfinite(getattr(best, criterion)):
+      raise ValueError(
+        f'All {len(trainings)} trainings of {ROWS[row].title} failed: see {self.folder}/*/nonfinite'
+      )
+    if variant == 'retrain':
+      best = self._fixed(best.tau, 'FULL_SPLIT')
+      trainings.append(best)
+    return Outcome(best, trainings, uses_validation=variant == 'validation')
+
+  def _grid(self, split: str, criterion: str) -> Iterator[Trained]:
+    for number, tau in enumerate(self.grid, 1):
+      _log.info('Grid search: trial %d of %d, tau %g', number, len(self.grid), tau)
+      yield self._fixed(tau, split)
+
+  def _bayesian(self, split: str, criterion: str) -> Iterator[Trained]:
+    """The temperatures are written down before they are tried, so a study that goes on tries the
+    same.
+    """
+    path = self.folder / f'bayesian_{split.lower()}.json'
+    suggested = json.loads(path.read_text()) if path.exists() else []
+    total = self.rounds * self.trials_per_round
+    trials = []
+    for number in range(total):
+      if number == len(suggested):
+        _log.info('Bayesian optimization: asking Vizier for round %d of %d',
+          number // self.trials_per_round + 1, self.rounds)  # fmt: skip
+        suggested += vizier_suggestions.suggest(
+          [{'tau': t.tau, 'nll': _finite(getattr(t, criterion))} for t in trials],
+          self.trials_per_round,
+          BOUNDS,
+          self.seed,
+          self.cache_dir,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(suggested))
+      tau = suggested[number]
+      _log.info('Bayesian optimization: trial %d of %d, tau %g', number + 1, total, tau)
+      trials.append(self._fixed(tau, split))
+      yield trials[-1]
+
+  def _fixed(self, tau: float, split: str) -> Trained:
+    """A training with a constant tau on the split that a macro names."""
+    low, high = _FIXED_RANGE
+    trained = self._train(
+      f'{split.lower()}_tau_{tau:g}',
+      [
+        f'train/DatasetConfig.split = %{split}',
+        f'LearnedTemperature.tau_min = {low}',
+        f'LearnedTemperature.tau_max = {high}',
+        f'LearnedTemperature.initial_tau = {tau}',
+        'OPTIMIZER = @temperature_optimizer()',
+        'temperature_optimizer.learning_rate = 0.0',
+      ],
+    )
+    return dataclasses.replace(trained, tau=tau)
+
+  def _online(self, row: str, estimator: str, held_out_every: int | None) -> Trained:
+    """A training whose tau follows held-out rows, a share of the batch or of the validation set."""
+    bindings = [
+      'train.trainer_cls = @HeldOutTemperatureTrainer',
+      f'HeldOutTemperatureTrainer.estimator = {estimator!r}',
+      'OPTIMIZER = @temperature_optimizer()',
+      'temperature_optimizer.learning_rate = %TEMPERATURE_LEARNING_RATE',
+    ]
+    if held_out_every is None:
+      self.base.parse(self.folder)
+      held_out_every = _configured(data.HeldOutDatasetConfig).held_out_every
+      bindings += [
+        f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
+        'train/DatasetConfig.split = %TRAIN_SPLIT',
+        'train.train_dataset_cfg = @HeldOutDatasetConfig()',
+        'train.get_dataset_fn = @get_dataset_with_held_out',
+      ]
+      return self._train(row.replace(':', '_'), bindings)
+    bindings += [
+      f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
+      'train/DatasetConfig.split = %FULL_SPLIT',
+    ]
+    return self._train(row.replace(':', '_').rstrip('%'), bindings, 1 + 1 / held_out_every)
+
+  def _train(self, name: str, bindings: Sequence[str], length: float = 1.0) -> Trained:
+    """Trains and reads back; `length` multiplies the steps of the base run."""
+    self.base.parse(self.folder)
+    head = gin.query_parameter('%HEAD').selector.rpartition('.')[2]
+    optimizer = gin.query_parameter('%OPTIMIZER')
+    steps = round(length * _configured(data.total_steps))
+    task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+    run = dataclasses.replace(
+      self.base,
+      gin_bindings=[
+        *self.base.gin_bindings,
+        f'{head}.temperature = @LearnedTemperature()',
+        f'temperature_optimizer.optimizer_def = {optimizer!r}',
+        *(f'TRAIN_{unit} = None' for unit in ('EXAMPLES', 'EPOCHS')),
+        f'TRAIN_STEPS = {steps}',
+        f'RANDOM_SEED = {self.seed}',
+        *bindings,
+      ],
+    )
+    try:
+      runs_lib.complete(run, self.folder / name)
+    except nonfinite.NonFiniteStop as stop:
+      _log.warning('%s: step %d was not finite; the training counts as failed.', name, stop.step)
+      return Trained(name, math.nan, math.inf, math.inf, math.nan, steps, None)
+    metrics = run_files.read_jsonl(self.folder / name / 'metrics.jsonl')
+    final = runs_lib.final_evaluations(metrics)
+    validation, test = final[f'training_eval/{task}'], final[f'infer_eval/{task}']
+    return Trained(
+      name,
+      test['tau'],
+      _infinite(validation['nll']),
+      _infinite(test['nll']),
+      test['precision_at_1'],
+      steps,
+      runs_lib.ms_per_step(metrics),
+    )
+
+
+def _configured(configurable: Any) -> Any:
+  return gin.get_configurable(configurable)()
+
+
+def _finite(value: float) -> float | None:
+  return value if math.isfinite(value) else None
+
+
+def _infinite(value: float) -> float:
+  return math.inf if math.isnan(value) else value
+
+
+_AVERAGED = ('nll', 'precision_at_1', 'tau', 'validation_nll')
+
+
+def table_row(row: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """A line of the table from `Outcome.as_json` of each replication: means and standard errors."""
+  means = {}
+  for name in _AVERAGED:
+    values = [outcome[name] for outcome in outcomes]
+    means[name] = None if None in values else comparison.group_mean(values)
+  return {
+    'head': ROWS[row].title,
+    'row': row,
+    **{name: mean and mean.mean for name, mean in means.items()},
+    'stderr': {name: mean and mean.stderr for name, mean in means.items()},
+    'single training': 'yes' if ROWS[row].single_training else 'no',
+    'no validation set': 'yes' if ROWS[row].no_validation_set else 'no',
+    'trainings': outcomes[0]['trainings'],
+    'steps': round(statistics.fmean(outcome['steps'] for outcome in outcomes)),
+    'ms_per_step': statistics.median(
+      [outcome['ms_per_step'] for outcome in outcomes if outcome['ms_per_step'] is not None]
+      or [math.nan]
+    ),
+    'replications': list(outcomes),
+  }
+
+
+def with_p_values(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Adds `welch_p`, p of Welch's test that a row's test NLL is that of simple training."""
+  nlls = {row['row']: [outcome['nll'] for outcome in row['replications']] for row in rows}
+  if BASELINE not in nlls:
+    return list(rows)
+  return [
+    row
+    | {
+      'welch_p': None
+      if row['row'] == BASELINE
+      else comparison.welch_p(nlls[row['row']], nlls[BASELINE])
+    }
+    for row in rows
+  ]

@@ -1,5 +1,0 @@
-"""Imported by gin/t5x/*.gin: the names that run files bind are t5x's from here on."""
-
-from het_plugin import configurables
-
-configurables.register_t5x()

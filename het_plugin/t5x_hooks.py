@@ -1,5 +1,0 @@
-"""Imported by gin/t5x/hooks.gin: our actions and optimizer beside a configuration of t5x's own."""
-
-from het_plugin import configurables
-
-configurables.register_t5x_hooks()

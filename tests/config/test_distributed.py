@@ -1,0 +1,198 @@
+"""Who a process takes for the others of its run; tests/launch/test_local.py lets them join."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from absl import logging as absl_logging
+
+from het_plugin.config import distributed
+from het_plugin.operations import preemption
+from het_plugin.training import exit_codes
+
+ROOT = Path(__file__).parents[2]
+EXPLICIT = {
+  'JAX_COORDINATOR_ADDRESS': 'localhost:1234',
+  'JAX_NUM_PROCESSES': '2',
+  'JAX_PROCESS_ID': '1',
+}
+SLURM = {'SLURM_PROCID': '0', 'SLURM_STEP_NODELIST': 'a,b', 'SLURM_NTASKS': '2'}
+
+
+def test_explicit_variables():
+  assert distributed.explicit_settings(EXPLICIT) == {
+    'coordinator_address': 'localhost:1234',
+    'num_processes': 2,
+    'process_id': 1,
+  }
+  assert distributed.explicit_settings({}) is None
+  # jax.distributed.initialize takes the address alone beside what a cluster says.
+  assert distributed.explicit_settings({'JAX_COORDINATOR_ADDRESS': 'a:1'}) is None
+  assert distributed.explicit_settings({'JAX_NUM_PROCESSES': '1'}) == {}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'JAX_PROCESS_ID': '2'}, r'JAX_PROCESS_ID=2 must be in 0\.\.1'),
+    ({'JAX_PROCESS_ID': '-1'}, 'JAX_PROCESS_ID=-1'),
+    ({'JAX_NUM_PROCESSES': '1'}, r'JAX_PROCESS_ID=1 must be in 0\.\.0'),
+    ({'JAX_NUM_PROCESSES': 'two'}, 'JAX_NUM_PROCESSES=two must be a number >= 1'),
+    ({'JAX_NUM_PROCESSES': None}, 'JAX_NUM_PROCESSES is not set'),
+    ({'JAX_PROCESS_ID': None}, 'JAX_PROCESS_ID is not set'),
+    ({'JAX_COORDINATOR_ADDRESS': None}, 'JAX_COORDINATOR_ADDRESS is not set'),
+    ({'JAX_COORDINATOR_ADDRESS': 'localhost'}, 'localhost must be HOST:PORT'),
+    ({'JAX_COORDINATOR_ADDRESS': 'localhost:99999'}, 'must be HOST:PORT'),
+  ],
+)
+def test_wrong_variables_are_one_sentence(changes, message):
+  environment = {k: v for k, v in {**EXPLICIT, **changes}.items() if v is not None}
+  with pytest.raises(ValueError, match=message):
+    distributed.explicit_settings(environment)
+
+
+@pytest.mark.parametrize(
+  ('environment', 'platforms', 'expected'),
+  [
+    ({}, None, None),
+    ({}, 'cpu', None),
+    (SLURM, None, 'Slurm, 2 tasks'),
+    ({**SLURM, 'SLURM_NTASKS': '1'}, None, None),
+    ({**SLURM, 'SLURM_STEP_NUM_TASKS': '1'}, None, None),  # a shell that srun --pty gave
+    ({'SLURM_NTASKS': '2'}, None, None),  # a batch script outside of srun
+    ({'OMPI_COMM_WORLD_SIZE': '4'}, None, 'Open MPI, 4 ranks'),
+    ({'OMPI_COMM_WORLD_SIZE': '1'}, None, None),
+    ({'TPU_WORKER_HOSTNAMES': 'a,b'}, 'tpu,cpu', '1 TPU slices of 2 hosts'),
+    ({'TPU_WORKER_HOSTNAMES': 'a,b'}, 'cpu', None),
+    ({'TPU_WORKER_HOSTNAMES': 'localhost'}, 'tpu,cpu', None),
+    (
+      {'TPU_WORKER_HOSTNAMES': 'a', 'MEGASCALE_NUM_SLICES': '2'},
+      'tpu,cpu',
+      '2 TPU slices of 1 hosts',
+    ),
+    ({'TPU_PROCESS_ADDRESSES': 'a:1,b:1'}, 'tpu,cpu', '1 TPU slices of 2 hosts'),
+    ({}, 'tpu,cpu', 'the metadata of a TPU VM'),
+    ({'TPU_SKIP_MDS_QUERY': '1'}, 'tpu,cpu', None),
+  ],
+)
+def test_clusters(environment, platforms, expected):
+  assert distributed.cluster(environment, platforms) == expected
+
+
+JOIN = """
+from het_plugin.config import distributed, gin_utils
+def main(argv):
+  with gin_utils.one_sentence_errors():
+    distributed.initialize()
+distributed.define_flags()
+gin_utils.run(main)
+"""
+
+
+def join(**environment):
+  """(exit code, its lines of error)."""
+  result = subprocess.run(
+    [sys.executable, '-c', JOIN, '--initialization_timeout_seconds=1'],
+    env={**os.environ, **environment},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  return result.returncode, [line for line in result.stderr.splitlines() if 'Error' in line]
+
+
+def test_others_that_do_not_come_are_one_sentence():
+  with socket.create_server(('localhost', 0)) as nobody:
+    port = nobody.getsockname()[1]
+  address = f'localhost:{port}'
+  code, (error,) = join(**{**EXPLICIT, 'JAX_COORDINATOR_ADDRESS': address})
+  assert code == exit_codes.LOST
+  assert f'process 1 of 2 through {address}) did not come within 1 s' in error
+
+
+def test_a_port_in_use_is_one_sentence():
+  with socket.create_server(('', 0)) as taken:
+    port = taken.getsockname()[1]
+    address = f'localhost:{port}'
+    changes = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_ID': '0'}
+    code, (error,) = join(**{**EXPLICIT, **changes})
+  assert code == 2
+  assert f'{address}: process 0 cannot listen there: Address already in use' in error
+
+
+def test_a_cluster_that_jax_does_not_know_is_one_sentence():
+  """Open MPI 5 no longer sets the variable from which jax takes the address."""
+  code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')
+  assert code == 2
+  assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
+
+
+COMPILING = """
+import threading, time
+import jax, jax.numpy as jnp
+from het_plugin.config import gin_utils
+from het_plugin.operations import preemption
+
+def step(x):
+  for i in range(200):
+    x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + jax.random.normal(jax.random.key(i), (64,))
+  return x
+
+def main(argv):
+  lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+  threading.Thread(target=lowered.compile, daemon=True).start()
+  time.sleep(0.2)
+  raise preemption.Preempted(0, compiling=True)
+
+gin_utils.run(main)
+"""
+
+
+def test_a_preempted_main_leaves_a_compilation_behind():
+  """An ordinary end would abort, as the thread comes back from C++ to a Python that is gone."""
+  result = subprocess.run(
+    [sys.executable, '-c', COMPILING],
+    env={**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert result.returncode == 42, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+  'error, code',
+  [
+    (preemption.Preempted(3, compiling=True), 42),
+    (preemption.Preempted(3), None),
+    (ValueError(), None),
+  ],
+)
+def test_only_a_compilation_ends_a_process_that_is_alone(monkeypatch, error, code):
+  ends = []
+  monkeypatch.setattr(distributed, 'exit_at_once', ends.append)
+  with pytest.raises(type(error)), distributed.leaving():
+    raise error
+  assert ends == ([] if code is None else [code])
+
+
+@pytest.mark.parametrize('launcher', [{}, {'HET_PLUGIN_LINES_ARE_NUMBERED': '1'}])
+def test_lines_of_one_of_several_begin_with_its_number(monkeypatch, launcher):
+  formatters = []
+  monkeypatch.setattr(
+    absl_logging, 'get_absl_handler', lambda: SimpleNamespace(setFormatter=formatters.append)
+  )
+  monkeypatch.setattr(distributed.jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(distributed.jax, 'process_count', lambda: 4)
+  distributed.number_lines(launcher)
+  record = logging.makeLogRecord({'msg': 'loss %.1f', 'args': (0.5,), 'levelno': logging.INFO})
+  lines = [formatter.format(record) for formatter in formatters]
+  assert len(lines) == (not launcher)
+  assert all(line.startswith('[1/4] I') and line.endswith('] loss 0.5') for line in lines)

@@ -1,0 +1,355 @@
+"""The gin files: every run with every head, use from elsewhere, errors in one sentence."""
+
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import gin
+from het_plugin import data, heads, integrate, models
+from het_plugin.config import gin_utils, registry
+from het_plugin.evaluation import fewshot_action, prompts, zeroshot_action
+from het_plugin.training import exit_codes
+from het_plugin.training import train as train_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+GIN = ROOT / 'gin'
+FRAMES = ('train.gin', 'temperature.gin')
+ALL_RUNS = sorted(path.name for path in (GIN / 'runs').glob('*.gin') if path.name not in FRAMES)
+CONTRASTIVE_RUNS = [name for name in ALL_RUNS if name.startswith('lit_')]
+RUNS = [name for name in ALL_RUNS if name not in CONTRASTIVE_RUNS]
+HEADS = {
+  'det': heads.Det,
+  'det_learned_tau': heads.Det,
+  'het': heads.Het,
+  'het_h': heads.HetH,
+  'het_xl': heads.HetXL,
+}
+CONTRASTIVE_HEADS = {
+  'contrastive_det': heads.ContrastiveDet,
+  'contrastive_het_xl': heads.ContrastiveHetXL,
+}
+RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+OWN = [
+  "MIXTURE_OR_TASK_NAME = 'digits'",
+  'NUM_CLASSES = 10',
+  'IMAGE_SIZE = 32',
+  'TRAIN_STEPS = 60000',
+]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  registry.register_trainer()
+  yield
+  gin.clear_config()
+
+
+NEED_DATA = ('own_images', 'jft300m', 'jft4b', 'imagenet21k')
+BACKBONE = 'het_plugin/gin/models/vit_ti_16.gin'
+
+
+def bindings(run):
+  return ["MODEL_DIR = 'unused'", *(OWN if run.startswith(NEED_DATA) else [])]
+
+
+def make_model():
+  return gin.get_configurable(models.ClassificationModel)()
+
+
+@pytest.mark.parametrize('run,head', list(itertools.product(RUNS, HEADS)))
+def test_every_run_takes_every_head(run, head):
+  files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
+  needs_backbone = run in ('jft300m.gin', 'jft4b.gin', 'imagenet21k.gin')
+  gin_utils.parse_config([*files, *([BACKBONE] if needs_backbone else [])], bindings(run))
+  model = make_model()
+  assert type(model.head) is HEADS[head]
+  assert model.head.num_classes == gin.query_parameter('%NUM_CLASSES')
+  info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
+  model.validate(info)
+  size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
+  size = size if isinstance(size, int) else gin.query_parameter('%IMAGE_SIZE')
+  image = {'image': (2, size, size, info.channels)}
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), image))
+  assert model.count_params(variables['params']).head == model.head.num_params(
+    model.backbone.pre_logits_dim
+  )
+  with gin.unlock_config():
+    gin.bind_parameter('train.total_steps', 0)
+  with pytest.raises(ValueError, match='total_steps=0'):  # everything else could be built
+    gin.get_configurable(train_lib.train)()
+
+
+def test_evaluation_may_do_without_samples():
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+  extra = ['ClassificationModel.eval_integrator = @Analytic()', "Analytic.method = 'taylor'"]
+  gin_utils.parse_config(files, bindings('digits_smoke.gin') + extra)
+  assert make_model().eval_integrator == integrate.Analytic('taylor')
+
+
+def test_head_files_are_the_ones_tested():
+  assert {path.stem for path in (GIN / 'heads').glob('*.gin')} == {*HEADS, *CONTRASTIVE_HEADS}
+
+
+@pytest.mark.parametrize('run,head', list(itertools.product(CONTRASTIVE_RUNS, CONTRASTIVE_HEADS)))
+def test_every_contrastive_run_takes_every_contrastive_head(run, head):
+  files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
+  own = ["MIXTURE_OR_TASK_NAME = 'glyph_names'"] if run.startswith('lit_webli') else []
+  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", *own])
+  settings = gin.get_bindings(train_lib.train)
+  model, cfg = settings['model'], settings['train_dataset_cfg']
+  assert type(model.head) is CONTRASTIVE_HEADS[head]
+  model.validate(data.task_info(cfg.mixture_or_task_name))
+  lengths = cfg.task_feature_lengths
+  shapes = {'image': (2, lengths['image'], lengths['image'], 1), 'text': (2, lengths['text'])}
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
+  counts = model.count_params(variables['params'])
+  assert counts.head == model.head.num_params(model.module.dim)
+  model.optimizer_def.optax_optimizer.init(variables['params'])  # its patterns match
+
+
+@pytest.mark.parametrize('head', ['det', 'het_xl'])
+def test_the_two_ways_to_name_a_contrastive_head_agree(head):
+  """gin/runs/lit_glyphs_HEAD.gin, and lit_glyphs.gin with a head file."""
+  configs = []
+  for files in (
+    [f'het_plugin/gin/runs/lit_glyphs_{head}.gin'],
+    ['het_plugin/gin/runs/lit_glyphs.gin', f'het_plugin/gin/heads/contrastive_{head}.gin'],
+  ):
+    gin_utils.parse_config(files, ["MODEL_DIR = 'unused'"])
+    configs.append(gin.config_str())
+    gin.clear_config()
+  assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+  'path', sorted(GIN.glob('models/*.gin')) + sorted(GIN.glob('datasets/*.gin'))
+)
+def test_parts_bind_what_exists(path):
+  """Each part together with the frame: gin refuses names and parameters that there are not."""
+  files = [
+    'het_plugin/gin/runs/train.gin',
+    'het_plugin/gin/models/classification.gin',
+    'het_plugin/gin/models/vit_ti_16.gin',
+    'het_plugin/gin/datasets/digits.gin',
+    'het_plugin/gin/heads/het_xl.gin',
+    str(path),
+  ]
+  if path.stem == 'contrastive':
+    files += [
+      f'het_plugin/gin/{part}.gin' for part in ('heads/contrastive_det', 'datasets/glyph_names')
+    ]
+  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  if path.stem == 'contrastive':
+    model = gin.get_configurable(models.ContrastiveModel)()
+    model.validate(data.task_info('glyph_names'))
+    return
+  if path.name.startswith(NEED_DATA):
+    with pytest.raises(ValueError, match='NUM_CLASSES|num_classes'):
+      make_model().validate(data.task_info('digits'))
+    return
+  info = data.task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
+  if isinstance(info, data.ImageTextInfo):
+    assert info.vocab_size == gin.query_parameter('%VOCAB_SIZE')
+    with pytest.raises(ValueError, match='captions, no class labels'):
+      make_model().validate(info)
+  else:
+    assert info.num_classes == gin.query_parameter('%NUM_CLASSES')
+  assert gin.query_parameter('%EVAL_SPLIT') in info.splits
+  make_model()
+
+
+def test_one_binding_sets_the_vocabulary_of_training_and_evaluation():
+  files = [
+    'het_plugin/gin/runs/train.gin',
+    'het_plugin/gin/models/classification.gin',
+    'het_plugin/gin/models/vit_ti_16.gin',
+    'het_plugin/gin/heads/det.gin',
+    'het_plugin/gin/datasets/glyph_names.gin',
+  ]
+  bindings = ['NUM_CLASSES = 3', "MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5']
+  gin_utils.parse_config(files, [*bindings, "DatasetConfig.vocabulary = 'words.model'"])
+  settings = gin.get_bindings(train_lib.train)
+  for mode in ('train', 'train_eval'):
+    cfg = settings[f'{mode}_dataset_cfg']
+    assert (cfg.mixture_or_task_name, cfg.vocabulary) == ('glyph_names', 'words.model')
+    with pytest.raises(ValueError, match="'words.model'; there is no such file"):
+      data.get_dataset(cfg)
+
+
+@pytest.mark.parametrize('length, steps', [('EXAMPLES = 100', 2), ('EPOCHS = 3', 68)])
+def test_schedule_and_run_have_the_same_length(length, steps):
+  """In epochs of the 1,438 digits, by batches of 64."""
+  gin_utils.parse_config(
+    RUN, [f'TRAIN_{length}', 'TRAIN_STEPS = None', 'WARMUP_STEPS = 0', "MODEL_DIR = 'unused'"]
+  )
+  settings = gin.get_bindings(train_lib.train)
+  assert settings['total_steps'] == steps
+  learning_rate = settings['model'].optimizer_def.learning_rate_fn
+  end = gin.query_parameter('warmup_schedule.end_value')
+  assert float(learning_rate(steps)) == pytest.approx(end)
+  assert float(learning_rate(steps - 1)) > 1.01 * end
+
+
+@pytest.mark.parametrize('path', sorted(GIN.glob('partitioning/*.gin')))
+def test_partitioning_files_make_a_partitioner(path):
+  from het_plugin.training import partitioning
+
+  gin_utils.parse_config([str(path)], [])
+  partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
+  assert partitioner.data_shards * partitioner.model_shards == jax.device_count()
+
+
+def test_the_papers_few_shot_data_sets():
+  tfds = pytest.importorskip('tensorflow_datasets')
+  gin_utils.parse_config(['het_plugin/gin/evaluation/paper_datasets.gin'], [])
+  extra = ['FewShotAction.image_size = 224', 'FewShotAction.channels = 3']
+  with gin.unlock_config():
+    gin.parse_config(extra)
+  gin.get_configurable(fewshot_action.FewShotAction)()  # takes its data sets from the file
+  datasets = gin.query_parameter('%FEWSHOT_DATASETS')
+  datasets = [reference.scoped_configurable_fn() for reference in datasets]
+  names = 'birds caltech cars cifar100 col_hist dtd imagenet pets uc_merced'.split()
+  assert [dataset.name for dataset in datasets] == names
+  assert {dataset.resize for dataset in datasets} == {'squash'}
+  for dataset in datasets:
+    builder = tfds.builder(dataset.task.removeprefix('tfds:'))  # TFDS knows name and version
+    assert builder.info.features['label'].num_classes > 1 and 'image' in builder.info.features
+    if not builder.is_prepared():
+      with pytest.raises(
+        ValueError, match=f'{dataset.task} is not prepared in .*; run: tfds build'
+      ):
+        data.task_info(dataset.task)
+  by_name = {d.name: (d.train_split, d.test_split) for d in datasets}
+  assert by_name.pop('col_hist') == ('train[:2000]', 'train[2000:]')
+  assert by_name.pop('uc_merced') == ('train[:1000]', 'train[1000:]')
+  assert by_name.pop('imagenet') == ('train', 'validation')
+  assert set(by_name.values()) == {('train', 'test')}
+
+
+def test_the_papers_zero_shot_data_sets(tmp_path):
+  tfds = pytest.importorskip('tensorflow_datasets')
+  names_file = tmp_path / 'imagenet.txt'
+  names_file.write_text('\n'.join(f'name {i}' for i in range(1000)))
+  gin_utils.parse_config(
+    ['het_plugin/gin/evaluation/zeroshot_paper.gin'],
+    ["ZERO_SHOT_TEMPLATES = 'photo'", f"IMAGENET_CLASS_NAMES = '{names_file}'"],
+  )
+  datasets = gin.get_bindings(zeroshot_action.ZeroShotAction)['datasets']
+  assert [(dataset.name, dataset.split) for dataset in datasets] == [
+    ('imagenet', 'validation'),
+    ('cifar100', 'test'),
+    ('oxford_iiit_pet', 'test'),
+    ('glyphs_heldout', 'test'),
+    ('glyphs_core', 'validation'),
+  ]
+  sizes = {'imagenet': 1000, 'cifar100': 100, 'oxford_iiit_pet': 37}
+  for dataset in datasets[:3]:
+    assert dataset.templates == 'photo'
+    info = tfds.builder(dataset.task.removeprefix('tfds:')).info
+    label = info.features['label']
+    assert label.num_classes == sizes[dataset.name]
+    assert not info.splits or dataset.split in info.splits  # of one that is not prepared: unknown
+    names = prompts.readable_names(
+      dataset.task, label.names, dataset.class_names, label.num_classes
+    )
+    assert len(set(names)) == len(names) and not any('_' in name for name in names)
+  imagenet = tfds.builder('imagenet2012').info.features['label'].names
+  with pytest.raises(ValueError, match='by WordNet numbers .n01440764'):
+    prompts.readable_names('tfds:imagenet2012', imagenet, None, 1000)
+  for dataset in datasets[3:]:
+    assert dataset.split in data.task_info(dataset.task).splits
+
+
+def test_zero_shot_needs_a_run_with_captions():
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin']
+  action = [
+    'ZeroShotAction.image_size = 8',
+    'ZeroShotAction.channels = 1',
+    'ZeroShotAction.tokenizer = @run_tokenizer()',
+    'run_tokenizer.dataset_cfg = @train/DatasetConfig()',
+  ]
+  gin_utils.parse_config(files, bindings('digits_smoke.gin') + action)
+  with pytest.raises(ValueError, match="of the training data has no 'text'"):
+    gin.get_configurable(zeroshot_action.ZeroShotAction)()
+
+
+def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):
+  (tmp_path / 'mine.gin').write_text(
+    "include 'het_plugin/gin/models/vit_ti_16.gin'\n"
+    'NUM_CLASSES = 77\n'
+    'HEAD = @Det()\n'
+    'Det.num_classes = %NUM_CLASSES\n'
+    "include 'het_plugin/gin/models/classification.gin'\n"
+    'OPTIMIZER = None\n'
+    "include 'het_plugin/gin/heads/het_xl.gin'\n"  # the one line
+    'HetXL.num_factors = 15\n'
+  )
+  monkeypatch.chdir(tmp_path)
+  gin_utils.parse_config(['mine.gin'], [])
+  head = make_model().head
+  assert isinstance(head, heads.HetXL)
+  assert (head.num_classes, head.num_factors) == (77, 15)
+  assert isinstance(head.temperature, heads.LearnedTemperature)
+
+
+@pytest.mark.parametrize(
+  'files,extra,words',
+  [
+    (RUN[:1], [], 'HEAD is not set: bind it in a gin file or with --gin.HEAD=VALUE'),
+    (RUN, ['HetXL.num_factor = 3'], "doesn't have a parameter named 'num_factor'"),
+    (RUN, ['HetXXL.num_factors = 3'], "No configurable matching 'HetXXL'"),
+    ([*RUN, 'heads/none.gin'], [], "gin_file='heads/none.gin' does not exist"),
+    (RUN, ['NUM_CLASSES = 11'], 'HetXL.num_classes=11 must be the number of classes of the task'),
+    (RUN, ['BATCH_SIZE = 30'], 'batch_size=30 must be a positive multiple of'),
+    (RUN, ['LearnedTemperature.tau_min = 6.0'], 'tau_min=6.0 and tau_max=5.0'),
+    (RUN, ['HetXL.num_factors = 0'], 'HetXL.num_factors=0 must be at least 1'),
+    (RUN, ["MIXTURE_OR_TASK_NAME = 'digit'"], "'digit'; it must be one of"),
+    (RUN, ['PjitPartitioner.num_partitions = 3'], 'num_partitions=3'),
+    (RUN, ["vit.variant = 'XS/4'"], "vit.variant='XS/4' is unknown"),
+    (RUN, ["HetXL.link = 'probit'"], "HetXL.link='probit' is unknown"),
+    (RUN, ['train/Integrator.num_samples = 0'], 'num_samples=0 must be at least 1'),
+    (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
+    (RUN, ['TRAIN_STEPS = 0'], 'total_steps=0'),
+    (RUN, ['TRAIN_STEPS = None'], 'given by nothing; exactly one of steps (TRAIN_STEPS), examples'),
+    (RUN, ['TRAIN_EPOCHS = 2'], 'given by steps=400 and num_epochs=2; exactly one of steps'),
+    (RUN, ['TRAIN_STEPS ='], 'Unable to parse value'),
+  ],
+)
+def test_config_errors_are_one_sentence_before_anything_is_written(
+  files, extra, words, tmp_path, capsys
+):
+  from het_plugin import train
+
+  with pytest.raises(SystemExit) as stop, gin_utils.one_sentence_errors():
+    gin_utils.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
+    train.train_from_gin()
+  assert stop.value.code == exit_codes.WRONG_SETTING
+  message = capsys.readouterr().err.strip()
+  assert words in message.splitlines()[-1]
+  assert message.splitlines()[-1].startswith('Error: ')
+  # What is found once the folder is locked leaves a log of itself.
+  left = {path.name for path in (tmp_path / 'run').glob('*')}
+  assert left <= {'attempts', 'heartbeats', 'logs'}
+
+
+def test_flags_become_bindings():
+  argv = gin_utils.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
+  assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
+  with pytest.raises(SystemExit, match='lacks its value'):
+    gin_utils.rewrite_flags(['train', '--gin.MODEL_DIR'])
+
+
+def test_what_makes_t5x_the_host_is_not_for_our_mains():
+  with pytest.raises(ValueError, match='gin/t5x is for .python -m t5x.train., t5x.eval'):
+    gin_utils.parse_config(['gin/t5x/train.gin', *RUN], bindings('digits_smoke.gin'), [str(ROOT)])
+
+
+def test_without_t5x_its_engine_says_what_is_missing():
+  # In a process of its own: here the names are the built-in trainer's already.
+  code = 'import sys; sys.modules["t5x"] = None; import het_plugin.t5x_host.engine'
+  result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+  assert 'docs/t5x.md' in result.stderr.splitlines()[-1]

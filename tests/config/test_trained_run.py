@@ -1,0 +1,99 @@
+"""Runs opened for evaluation: ours, one checkpoint of ours, and published files."""
+
+import numpy as np
+import pytest
+from flax import traverse_util
+
+import gin
+from het_plugin import weights
+from het_plugin.config import trained_run
+from het_plugin.training import checkpoints
+
+TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
+
+
+@pytest.fixture(autouse=True)
+def gin_left_clean():
+  yield
+  gin.clear_config()
+
+
+def assert_equal(got, want):
+  """`got` is a tree, `want` flat."""
+  flat = traverse_util.flatten_dict(got, sep='/')
+  assert set(flat) == set(want)
+  for name, x in flat.items():
+    np.testing.assert_array_equal(np.asarray(x), want[name])
+
+
+def test_the_newest_checkpoint_on_another_mesh(digits_run):
+  digits_run, params = digits_run
+  run = trained_run.open_run(digits_run, bindings=['PjitPartitioner.num_partitions = 2'])
+  assert (run.step, run.image_size, run.channels, run.max_labels) == (2, 8, 1, 1)
+  assert run.task == 'digits' and run.checkpoint == str(digits_run / 'checkpoint_2')
+  assert run.partitioner.model_shards == 2 and 'digits' in run.config
+  assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
+
+
+def test_one_checkpoint(digits_run):
+  digits_run, _ = digits_run
+  run = trained_run.open_run(digits_run / 'checkpoint_1')
+  assert run.step == 1
+  assert_equal(run.params, checkpoints.read_params(digits_run / 'checkpoint_1'))
+  absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'TRAIN_STEPS = None']
+  trained_run.open_run(digits_run, bindings=[*absent, 'TRAIN_EPOCHS = 1'])  # data elsewhere
+  first, last = (checkpoints.read_params(digits_run / f'checkpoint_{n}') for n in (1, 2))
+  assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
+  params = checkpoints.read_params(digits_run[0])
+  path = tmp_path / 'vit.npz'
+  weights.write_arrays(path, weights.export_params(params, 10, 2))
+  model = ['BACKBONE = @vit()', "vit.variant = 'Ti/4'", "vit.pooling = 'gap'", *TINY]
+  run = trained_run.open_run(path, bindings=[*model, 'IMAGE_SIZE = 8'])
+  assert (run.step, run.task, run.channels) == (None, None, 1)
+  backbone = {
+    name.removeprefix('backbone/'): x for name, x in params.items() if name.startswith('backbone/')
+  }
+  assert_equal(run.params['backbone'], backbone)
+  with pytest.raises(ValueError, match='vit.npz'):
+    trained_run.open_run(path, bindings=[*model, 'IMAGE_SIZE = 8', 'vit.mlp_dim = 32'])
+
+
+def test_what_is_no_run(digits_run, tmp_path):
+  digits_run, _ = digits_run
+  with pytest.raises(ValueError, match='holds no checkpoint'):
+    trained_run.open_run(tmp_path)
+  (tmp_path / 'checkpoint_2').symlink_to(digits_run / 'checkpoint_2')
+  with pytest.raises(ValueError, match='config.gin does not exist'):
+    trained_run.open_run(tmp_path)
+  with pytest.raises(ValueError, match='checkpoint_2 holds backbone/.*mlp'):
+    trained_run.open_run(digits_run, bindings=['vit.mlp_dim = 32'])
+
+
+def test_a_run_of_t5x(digits_run, tmp_path):
+  """Its checkpoint, as t5x lays it out, beside the configuration that it leaves for our mains."""
+  folder, params = digits_run
+  theirs = tmp_path / 'theirs'
+  assert checkpoints.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
+  (theirs / 'config.gin').write_text((folder / 'config.gin').read_text())
+  ours, arrays = checkpoints.read_arrays(folder), checkpoints.read_arrays(theirs)
+  roots = ('params/', 'target/'), ('opt_state/', 'state/param_states/'), ('step', 'state/step')
+  renamed = {
+    new + name.removeprefix(old): x
+    for name, x in ours.items()
+    for old, new in roots
+    if name.startswith(old)
+  }
+  assert set(renamed) == set(arrays)
+  for name, x in renamed.items():
+    np.testing.assert_array_equal(arrays[name], x, err_msg=name)
+  assert (theirs / 'checkpoint_2/dataset/train_ds-000-of-001').read_text() == '{"position": 16}'
+  run = trained_run.open_run(theirs)
+  assert run.step == 2
+  assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
+  with pytest.raises(ValueError, match='checkpoint_2 exists already'):
+    checkpoints.write_t5x(folder, theirs)
+  with pytest.raises(ValueError, match='is a checkpoint of t5x already'):
+    checkpoints.write_t5x(theirs, tmp_path / 'again')

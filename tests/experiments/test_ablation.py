@@ -1,0 +1,175 @@
+"""Ablations: what is chosen, what follows from another cell, what is reported. Training is replaced
+by a function of the configuration; tests/test_ablate.py trains.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+import gin
+from het_plugin.config import registry
+from het_plugin.experiments import runs
+from het_plugin.experiments.ablation import Ablation
+from het_plugin.experiments.outcome import Request
+from het_plugin.models.classification import ParamCounts
+from het_plugin.training import nonfinite
+
+RUN = 'het_plugin/gin/runs/digits_smoke.gin'
+HEAD = 'het_plugin/gin/heads/{}.gin'.format
+
+
+@pytest.fixture
+def trained(monkeypatch):
+  """Replaces training; gives what was trained: (folder, learning rate, seed, split)."""
+  registry.register_trainer()
+  calls = []
+
+  def complete(run, folder):
+    run.parse(folder)
+    rate, seed, split = (
+      gin.query_parameter(f'%{name}') for name in ('LEARNING_RATE', 'RANDOM_SEED', 'EVAL_SPLIT')
+    )
+    calls.append((folder.name, rate, seed, split))
+    if rate == 1.0:
+      raise nonfinite.NonFiniteStop(3)
+    tau = dict(gin.get_bindings('FixedTemperature')).get('tau', 2.0 + seed / 8)
+    nll = abs(math.log(rate / 0.01)) + 0.1 * np.sin(seed + 1) + (tau if seed < 50 else 0)
+    last = {'nll': nll, 'tau': tau}
+    line = {'step': 4, 'train/loss': nll, 'train/tau': tau, 'zeroshot/x/top1': 0.5}
+    line |= {f'training_eval/digits/{name}': value for name, value in last.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'metrics.jsonl').write_text(json.dumps(line) + '\n')
+    (folder / 'config.gin').write_text(gin.config_str())
+
+  monkeypatch.setattr(runs, 'complete', complete)
+  monkeypatch.setattr(runs, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
+  yield calls
+  gin.clear_config()
+
+
+def ablation(**settings):
+  settings = {
+    'title': 'Tiny',
+    'paper': 'Table 0.',
+    'shared': (RUN, 'LEARNING_RATE = 0.003'),
+    'cells': {'DET': (HEAD('det'),), 'learned': (HEAD('det_learned_tau'),)},
+    'metrics': ('nll', 'tau'),
+  } | settings
+  return Ablation(**settings)
+
+
+def last_outcome(study, folder, **request):
+  *_, outcome = study.run(Request(folder, **request))
+  return outcome
+
+
+def test_the_table_has_means_errors_and_p_over_seeds(tmp_path, trained):
+  outcomes = list(ablation(metrics=('nll', 'tau', 'zeroshot/x/top1')).run(Request(tmp_path)))
+  assert [len(outcome.details['seeds']) for outcome in outcomes] == [1, 2, 3]
+  assert [seed for _, _, seed, _ in trained] == [0, 0, 1, 1, 2, 2]
+  det, learned = outcomes[-1].rows
+  for row in (det, learned):
+    values = row['runs']['nll']
+    assert len(values) == 3 and math.isclose(row['nll'], np.mean(values))
+    assert math.isclose(row['stderr']['nll'], np.std(values, ddof=1) / math.sqrt(3))
+  test = scipy.stats.ttest_ind(learned['runs']['nll'], det['runs']['nll'], equal_var=False)
+  assert math.isclose(learned['p']['nll'], test.pvalue) and 'p' not in det
+  assert learned['zeroshot/x/top1'] == 0.5 and learned['p']['zeroshot/x/top1'] is None
+  assert outcomes[0].rows[0]['stderr']['nll'] is None and not outcomes[0].tables
+  (tests,) = outcomes[-1].tables
+  assert tests.lines == [['learned', f'{test.pvalue:.4f}', *tests.lines[0][2:]]]
+
+
+def test_each_cell_gets_its_best_values_from_runs_that_are_not_reported(tmp_path, trained):
+  study = ablation(
+    choose={'LEARNING_RATE': (0.003, 0.011, 1.0)},
+    choose_for={'learned': {'LearnedTemperature.tau_max': (4.0, 5.0)}},
+    choose_seeds=(100, 101),
+    choose_split='test[:50%]',
+    report_split='test[50%:]',
+    seeds=(0,),
+  )
+  outcome = last_outcome(study, tmp_path)
+  choosing = [(rate, seed) for _, rate, seed, split in trained if split == 'test[:50%]']
+  assert len(choosing) == 3 * 2 + 6 * 2 - 3  # after one that is not finite no other of its kind
+  assert {seed for _, seed in choosing} == {100, 101}
+  assert [(rate, seed) for _, rate, seed, split in trained if split == 'test[50%:]'] == [
+    (0.011, 0),
+    (0.011, 0),
+  ]
+  det, learned = outcome.rows
+  assert det['chosen'] == {'LEARNING_RATE': 0.011}
+  assert learned['chosen'] == {'LEARNING_RATE': 0.011, 'LearnedTemperature.tau_max': 4.0}
+  assert math.isinf(outcome.details['choices']['DET'][-1]['nll'])
+  assert trained[-1][0] == 'seed=0,LEARNING_RATE=0.011,LearnedTemperature.tau_max=4.0'
+  table = outcome.tables[-1]
+  assert [line[2] for line in table.lines[:3]][1].endswith('*') and len(table.lines) == 9
+
+
+def test_a_cell_can_follow_from_the_same_seed_of_another(tmp_path, trained):
+  study = ablation(
+    measured={'DET': {'FixedTemperature.tau': ('learned', 'tau')}},
+    cells={'learned': (HEAD('det_learned_tau'),), 'DET': (HEAD('det'),)},
+  )
+  learned, det = last_outcome(study, tmp_path).rows
+  assert det['runs']['tau'] == learned['runs']['tau'] == [2.0, 2.125, 2.25]
+
+
+def test_an_analysis_adds_metrics_once(tmp_path, trained):
+  seen = []
+
+  def analysis(folder):
+    seen.append(folder)
+    return {'depth': len(seen)}
+
+  for _ in range(2):
+    outcome = last_outcome(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
+  assert outcome.rows[1]['runs']['depth'] == [2, 4] and len(seen) == 4
+
+
+def test_bindings_of_the_command_line_win(tmp_path, trained):
+  request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
+  outcome = last_outcome(ablation(), tmp_path, **request)
+  assert trained == [('seed=7', 0.02, 7, 'validation[50%:]')]
+  assert [row['head'] for row in outcome.rows] == ['learned']
+  with pytest.raises(ValueError, match='LEARNING_RATE.*is chosen'):
+    last_outcome(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'cells': {}}, 'cells is empty'),
+    ({'cells': {'DET': 'det.gin'}}, "'DET' has the setting 'det.gin'"),
+    ({'cells': {'DET': ('det',)}}, "'DET' has the setting 'det'"),
+    ({'cells': {'a b': (), 'a/b': ()}}, 'names that differ'),
+    ({'baseline': 'HET'}, "baseline names the cell 'HET'; the cells are DET, learned"),
+    ({'choose_for': {'HET': {}}}, "choose_for names the cell 'HET'"),
+    ({'choose': None}, r'choose is None; it must be \{macro or parameter: \(value, ...\)\}'),
+    ({'choose': {'LEARNING_RATE': 0.1}}, 'choose is'),
+    ({'choose': {'LEARNING_RATE': ()}}, 'choose is'),
+    ({'choose_for': {'DET': {'HEAD': 'det'}}}, "choose_for, of 'DET', is {'HEAD': 'det'}"),
+    ({'choose_for': ('DET',)}, r"choose_for=\('DET',\) must be"),
+    ({'measured': None}, 'measured=None must be'),
+    ({'seeds': (1, 1)}, r'seeds=\(1, 1\)'),
+    ({'seeds': (0, 100)}, r'choose_seeds has \[100\]'),
+    ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "'DET' needs 'learned', which must"),
+    ({'metrics': ()}, 'metrics is empty'),
+  ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+  with pytest.raises(ValueError, match=message):
+    ablation(**settings)
+
+
+def test_unknown_metrics_and_cells(tmp_path, trained):
+  with pytest.raises(ValueError, match="'top2'; the run in .* has nll, step, tau"):
+    last_outcome(ablation(metrics=('top2',)), tmp_path)
+  with pytest.raises(ValueError, match="cells names the cell 'HET'"):
+    last_outcome(ablation(), tmp_path, cells=['HET'])
+  study = ablation(measured={'learned': {'x': ('DET', 'tau')}})
+  with pytest.raises(ValueError, match="'learned' needs 'DET'"):
+    last_outcome(study, tmp_path, cells=['learned'])

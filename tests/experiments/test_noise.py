@@ -1,0 +1,65 @@
+"""What the noise does in a trained run, against float64 numpy."""
+
+import numpy as np
+import pytest
+from scipy import special
+
+from het_plugin import data
+from het_plugin.config import trained_run
+from het_plugin.experiments.noise import NoiseEffect
+from het_plugin.heads import Det
+from het_plugin.integrate import Integrator
+
+EFFECT = NoiseEffect(split='test', num_examples=24)
+
+
+@pytest.fixture
+def noisy_run(digits_run, monkeypatch):
+  """HET-XL with many samples at evaluation; whoever opens a run gets it."""
+  run = trained_run.open_run(digits_run[0])
+  run.model.eval_integrator = Integrator(num_samples=4000)
+  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  return run
+
+
+def batch_of(run):
+  """The same examples in one batch."""
+  size = 128
+  cfg = data.one_pass(run.task, 'test', image_size=8, max_labels=1, batch_size=size, bounded=True)
+  batch = next(iter(data.get_dataset(cfg)))
+  return {name: x[:24] for name, x in batch.items()}
+
+
+def test_against_samples_in_float64(noisy_run):
+  found = EFFECT(None)
+  batch = batch_of(noisy_run)
+  logits = noisy_run.model.logits(noisy_run.params, batch)
+  factors = np.asarray(logits.factors(), np.float64)[..., :10]  # [B, R + 1, K]
+  location = np.asarray(logits.location, np.float64)[:, :10]
+  tau = float(logits.temperature)
+  z = np.random.default_rng(0).standard_normal((10_000, *factors.shape[:2]))
+  noise = np.einsum('sbr,brk->sbk', z, factors) / tau
+  centred = noise - noise.mean(-1, keepdims=True)
+  assert found['noise / tau'] == pytest.approx(np.sqrt(centred.var(0).mean()), rel=0.02)
+  labels = batch['label'][:, 0]
+  rows = np.arange(len(labels))
+  with_noise = -np.log(special.softmax(location / tau + noise, -1)[:, rows, labels].mean(0))
+  bare = -special.log_softmax(location / tau, -1)[rows, labels]
+  assert abs(bare - with_noise).mean() > 0.02
+  assert found['NLL without noise'] == pytest.approx((bare - with_noise).mean(), abs=0.01)
+
+
+def test_a_deterministic_head_has_none(digits_run, monkeypatch):
+  run = trained_run.open_run(digits_run[0])
+  run.model.head = Det(num_classes=10, class_multiple=run.model.head.class_multiple)
+  run.model.module = run.model.module.clone(head=run.model.head)
+  del run.params['head']['covariance'], run.params['head']['temperature']
+  del run.param_specs['head']['covariance'], run.param_specs['head']['temperature']
+  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
+
+
+def test_noise_without_factors_is_told(noisy_run):
+  noisy_run.model.head = noisy_run.model.head.clone(remainder='diag')
+  with pytest.raises(ValueError, match="NoiseEffect: HetXL.remainder='diag' has no factors"):
+    EFFECT(None)

@@ -1,0 +1,83 @@
+"""A run of a study: trained once, read back."""
+
+import math
+import os
+import signal
+
+import pytest
+
+from het_plugin.config import registry
+from het_plugin.experiments import runs
+from het_plugin.operations import preemption
+from het_plugin.training import run_files, train
+
+
+@pytest.fixture(autouse=True)
+def trainer():
+  registry.register_trainer()
+
+
+def small_run(**bindings):
+  sizes = {
+    'TRAIN_STEPS': 2,
+    'EVAL_STEPS': 1,
+    'EVAL_PERIOD': 2,
+    'STATS_PERIOD': 1,
+    'WARMUP_STEPS': 1,
+  }
+  sizes |= {'vit.width': 16, 'vit.depth': 1, 'vit.mlp_dim': 16, 'BATCH_SIZE': 16} | bindings
+  files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+  return runs.Run(files, [f'{name} = {value}' for name, value in sizes.items()])
+
+
+def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
+  assert runs.complete(small_run(), tmp_path)
+  lines = run_files.read_jsonl(tmp_path / 'metrics.jsonl')
+  final = runs.final_evaluations(lines)['training_eval/digits']
+  assert final['step'] == 2 and 0 < final['nll'] < 20
+  assert runs.curves(lines)['step'] == [1, 2]
+  model, counts = runs.configured_model()
+  assert model.head.num_classes == 10 and counts.extra == 2 * 16 * 17 + 50 * 16 + 1
+  with monkeypatch.context() as patch:
+    patch.setattr(train, 'train', None)
+    assert not runs.complete(small_run(), tmp_path)
+  # other means: opened, with nothing left to train
+  assert runs.complete(small_run(STATS_PERIOD=2), tmp_path)
+  with pytest.raises(ValueError, match='adamw.weight_decay'):
+    runs.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
+
+
+def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):
+  def train_to_the_end():
+    with preemption.PreemptionNotice():
+      os.kill(os.getpid(), signal.SIGTERM)
+    return 2, None
+
+  before = signal.getsignal(signal.SIGTERM)
+  monkeypatch.setattr(runs.train, 'train_from_gin', train_to_the_end)
+  with pytest.raises(preemption.Preempted) as preempted:
+    runs.complete(small_run(), tmp_path)
+  assert (preempted.value.code, preempted.value.step, preempted.value.compiling) == (42, 2, False)
+  assert signal.getsignal(signal.SIGTERM) is before
+  assert not runs.complete(small_run(), tmp_path)  # it is complete
+
+
+def test_curves_read_gaps():
+  lines = [
+    {'step': 1, 'train/loss': 2.0, 'train/tau': 1.0},
+    {'step': 1, 'fewshot/x': 0.1},
+    {'step': 2, 'train/loss': None, 'train/tau': 0.9},
+  ]
+  got = runs.curves(lines)
+  assert got['step'] == [1, 2] and math.isnan(got['loss'][1])
+
+
+def test_the_last_evaluations_count():
+  lines = [
+    {'step': 1, 'training_eval/digits/nll': 2.0, 'infer_eval/shift/nll': 3.0},
+    {'step': 2, 'training_eval/digits/nll': None, 'train/loss': 1.0},
+  ]
+  got = runs.final_evaluations(lines)
+  assert got['infer_eval/shift'] == {'step': 1, 'nll': 3.0}
+  assert got['training_eval/digits']['step'] == 2
+  assert math.isnan(got['training_eval/digits']['nll']) and len(got) == 2

@@ -1,0 +1,181 @@
+"""Methods to choose tau: which training is chosen, on what, and at which cost."""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+
+import pytest
+
+import gin
+from het_plugin.config import registry
+from het_plugin.experiments import runs, temperature, vizier_suggestions
+
+
+@pytest.fixture(autouse=True)
+def trainer():
+  registry.register_trainer()
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+  """A study whose trainings are a formula; `study.trained` lists them."""
+  base = runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin'])
+  study = temperature.Study(base, tmp_path, 1, grid=(0.1, 0.4, 3.0), rounds=2, trials_per_round=2)
+  trained = []
+
+  def fixed(self, tau, split):
+    trained.append((tau, split))
+    distance = abs(math.log(tau / 0.5))
+    # tau 0.1 is the best on the test set, and 3 fails
+    validation = math.inf if tau == 3.0 else 1 + distance
+    nll = math.inf if tau == 3.0 else 2 - distance
+    return temperature.Trained(f'{split}_{tau}', tau, validation, nll, 0.5, 400, 10.0)
+
+  monkeypatch.setattr(temperature.Study, '_fixed', fixed)
+  return study, trained
+
+
+def test_methods_are_rows_of_the_table_in_its_order():
+  rows = temperature.parse_methods(['all'])
+  assert len(rows) == 13 and rows == list(temperature.ROWS)
+  got = temperature.parse_methods(['simple_training', 'luketina', 'grid:retrain'])
+  shares = ['luketina:12.5%', 'luketina:25%']
+  assert got == ['grid:retrain', 'luketina:validation', *shares, 'simple_training']
+  with pytest.raises(ValueError, match='--method=luketina:50% is unknown: choose from all, grid'):
+    temperature.parse_methods(['luketina:50%'])
+
+
+def test_grid_search_chooses_by_validation_and_two_folds_by_test(study):
+  study, trained = study
+  got = study.outcome('grid:validation')
+  assert got.chosen.tau == 0.4 and len(got.trainings) == 3 and got.uses_validation
+  assert {split for _, split in trained} == {'TRAIN_SPLIT'}
+  trained.clear()
+  got = study.outcome('grid:2folds')
+  assert got.chosen.tau == 0.1 and not got.uses_validation
+  assert {split for _, split in trained} == {'FULL_SPLIT'}
+  trained.clear()
+  got = study.outcome('grid:retrain')
+  assert trained[-1] == (0.4, 'FULL_SPLIT') and got.chosen.name == 'FULL_SPLIT_0.4'
+  assert got.as_json()['steps'] == 4 * 400 and got.as_json()['validation_nll'] is None
+  with pytest.raises(ValueError, match='All 1 trainings of Grid search failed'):
+    dataclasses.replace(study, grid=(3.0,)).outcome('grid:validation')
+
+
+def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_path):
+  study, trained = study
+  asked = []
+
+  def suggest(trials, count, bounds, seed, cache_dir):
+    asked.append(trials)
+    return [3.0, 0.6] if not trials else [0.5, 0.2]
+
+  monkeypatch.setattr(vizier_suggestions, 'suggest', suggest)
+  got = study.outcome('bayesian:validation')
+  assert got.chosen.tau == 0.5 and [tau for tau, _ in trained] == [3.0, 0.6, 0.5, 0.2]
+  assert asked[0] == [] and asked[1][0] == {'tau': 3.0, 'nll': None} and asked[1][1]['nll'] < 1.2
+  study.outcome('bayesian:retrain')
+  assert len(asked) == 2 and trained[-1] == (0.5, 'FULL_SPLIT')
+  record = tmp_path / 'bayesian_train_split.json'
+  assert json.loads(record.read_text()) == [3.0, 0.6, 0.5, 0.2]
+  record.write_text('[3.0, 0.6]')  # interrupted in the second round
+  study.outcome('bayesian:validation')
+  assert len(asked) == 3 and asked[2] == asked[1]
+  study.outcome('bayesian:2folds')
+  assert len(asked) == 5 and asked[4][1]['nll'] > 1.5  # told the NLL of the test set
+
+
+@pytest.mark.parametrize(
+  'row, steps, every, split',
+  [
+    ('luketina:validation', 400, 5, 'train[:87.5%]'),
+    ('luketina:12.5%', 450, 8, 'train'),
+    ('simple_gradient:25%', 500, 4, 'train'),
+    ('simple_training', 400, None, 'train'),
+    ('fixed', 400, None, 'train[:87.5%]'),
+  ],
+)
+def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
+  """By the configuration that each run would be trained with."""
+  base = runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin'], ['TRAIN_STEPS = 400'])
+  study = temperature.Study(base, tmp_path, 2)
+
+  def complete(run, folder):
+    run.parse(folder)
+    raise StopIteration
+
+  monkeypatch.setattr(runs, 'complete', complete)
+  with pytest.raises(StopIteration):
+    study._fixed(0.05, 'TRAIN_SPLIT') if row == 'fixed' else study.outcome(row)
+  settings = gin.get_bindings('train')
+  assert settings['total_steps'] == steps and settings['random_seed'] == 2
+  cfg = settings['train_dataset_cfg']
+  assert getattr(cfg, 'train', cfg).split == split and getattr(cfg, 'train', cfg).augment
+  assert settings['infer_eval_dataset_cfg'].split == 'test[:50%]'
+  assert settings['train_eval_dataset_cfg'].split == 'train[87.5%:]'
+  if every:
+    held_out = gin.get_bindings('HeldOutTemperatureTrainer')
+    estimator = 'luketina' if row.startswith('luketina') else 'simple'
+    assert held_out == {'estimator': estimator, 'held_out_every': every}
+  assert hasattr(cfg, 'held_out') == (row == 'luketina:validation')
+  model = settings['model']
+  assert model.head.temperature.tau_0 == pytest.approx(0.05 if row == 'fixed' else 2.525)
+  params = {'kernel': 0.0, 'temperature': {'t': 0.0}}
+  state = model.optimizer_def.optax_optimizer.init(params)
+  assert hasattr(state, 'inner_states') == (row != 'simple_training')
+
+
+def test_rows_are_means_over_replications():
+  def outcome(nll):
+    chosen = temperature.Trained('x', 0.4, nll + 1, nll, 0.5, 400, 10.0)
+    return temperature.Outcome(chosen, [chosen] * 2, uses_validation=False).as_json()
+
+  rows = [
+    temperature.table_row('grid:2folds', [outcome(1.0), outcome(1.5), outcome(2.0)]),
+    temperature.table_row('simple_training', [outcome(4.0), outcome(4.0), outcome(4.1)]),
+  ]
+  assert rows[0]['nll'] == 1.5 and rows[0]['stderr']['nll'] == pytest.approx(0.5 / math.sqrt(3))
+  assert rows[0]['trainings'] == 2 and rows[0]['steps'] == 800 and rows[0]['validation_nll'] is None
+  got = temperature.with_p_values(rows)
+  assert got[0]['welch_p'] < 0.05 and got[1]['welch_p'] is None
+  assert 'welch_p' not in temperature.with_p_values(rows[:1])[0]
+
+
+def test_vizier_suggests_in_the_range(tmp_path):
+  try:
+    vizier_suggestions.check_installed()
+  except ValueError as error:
+    pytest.skip(str(error))
+  got = vizier_suggestions.suggest([], 5, (0.05, 5.0), 0, str(tmp_path))
+  assert len(set(got)) == 5 and all(0.05 <= tau <= 5.0 for tau in got)
+
+
+def test_one_vizier_answers_all_questions(tmp_path, monkeypatch):
+  """A process that answers twice, between lines of its own, and fails then; the next one starts."""
+  program = tmp_path / 'vizier'
+  program.write_text(
+    f'#!{sys.executable}\nimport json, os, sys\n'
+    'for number, line in zip(range(2), sys.stdin):\n'
+    '  print("hello")\n'
+    '  tau = len(json.loads(line)["trials"]) + number / 10\n'
+    '  print("taus:", [tau, 9.87654], flush=True)\n'
+    'sys.exit("out of ideas, " + os.environ["JAX_ENABLE_X64"])\n'
+  )
+  program.chmod(0o755)
+  vizier_suggestions._process.cache_clear()
+  monkeypatch.setattr(vizier_suggestions.sys, 'executable', str(program))
+  ask = functools.partial(vizier_suggestions.suggest, bounds=(0.05, 5.0), seed=0, cache_dir='')
+  trial = {'tau': 1.0, 'nll': None}
+  for _ in range(2):
+    assert ask([], 2) == [0.05, 5.0]
+    assert ask([trial], 2) == [1.1, 5.0]
+    with pytest.raises(RuntimeError, match='Vizier made no suggestions: out of ideas, 1'):
+      ask([trial], 2)
+
+
+def test_a_missing_vizier_is_one_sentence(monkeypatch):
+  monkeypatch.setattr(vizier_suggestions, '_NEEDED', ('vizier_of_another_name',))
+  with pytest.raises(ValueError, match='vizier_of_another_name is not installed: pip install'):
+    vizier_suggestions.check_installed()

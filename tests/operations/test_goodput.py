@@ -1,0 +1,165 @@
+"""Goodput of hand-made histories, and the files of attempts."""
+
+import json
+
+import pytest
+
+from het_plugin.operations import goodput, run_clock
+from het_plugin.operations.goodput import Attempt
+
+
+def attempt(began, start_step, last_step, ended=None, /, **seconds):
+  """An attempt whose phases last so long."""
+  return Attempt(
+    began=began,
+    written=began + sum(seconds.values()),
+    seconds=seconds,
+    start_step=start_step,
+    step=last_step,
+    ended=ended,
+  )
+
+
+def parts(attempts):
+  """The parts that are not zero; their sum is the wall time, without rounding."""
+  found = goodput.goodput(attempts)
+  assert sum(found.seconds.values()) == found.wall_seconds
+  return {part: value for part, value in found.seconds.items() if value}
+
+
+def test_a_run_without_a_restart():
+  history = [
+    attempt(
+      *(1000, 0, 100, 'done'),
+      **{'start': 20, 'restore': 2, 'compile': 30, 'data': 4, 'step': 128},
+      **{'evaluate': 8, 'actions': 1, 'save': 5, 'end': 2},
+    )
+  ]
+  assert parts(history) == {
+    **{'training': 128, 'start': 20, 'restore': 2, 'compile': 30, 'data': 4},
+    **{'evaluate': 8, 'actions': 1, 'save': 5, 'end': 2},
+  }
+  assert goodput.goodput(history).share == 128 / 200
+  assert goodput.goodput(history).repeated_steps == 0
+
+
+def test_killed_between_checkpoints():
+  """Written for the last time at step 60 of 2 s each, gone on from step 50 after 33 s."""
+  history = [
+    attempt(1000, 0, 60, start=10, compile=20, step=120, save=6),
+    attempt(1189, 50, 100, 'done', start=10, compile=20, step=100),
+  ]
+  assert parts(history) == {
+    **{'training': 100 + 100, 'repeated': 20, 'start': 20, 'compile': 40, 'save': 6, 'down': 33},
+  }
+  found = goodput.goodput(history)
+  assert found.repeated_steps == 10
+  assert found.wall_seconds == 1189 + 130 - 1000
+  assert found.share == 200 / 319
+
+
+def test_preempted_runs_repeat_nothing():
+  history = [
+    attempt(1000, 0, 60, 'preempted', start=10, step=120),
+    attempt(1150, 60, 100, 'done', start=10, step=80),
+  ]
+  assert parts(history) == {'training': 200, 'start': 20, 'down': 20}
+
+
+def test_two_restarts():
+  history = [
+    attempt(1000, 0, 30, start=5, step=30),
+    attempt(1040, 20, 50, start=5, step=60),
+    attempt(1106, 40, 60, 'done', start=5, step=20),
+  ]
+  assert parts(history) == {
+    **{'training': 20 + 40 + 20, 'repeated': 10 + 20, 'start': 15, 'down': 5 + 1},
+  }
+
+
+def test_gone_on_from_an_earlier_checkpoint_than_the_start_before():
+  """Checkpoint 20 proved unreadable: all of the second start is lost, and steps of the first."""
+  history = [
+    attempt(1000, 0, 30, step=30),
+    attempt(1030, 20, 50, step=60),
+    attempt(1090, 10, 60, 'done', step=50),
+  ]
+  assert parts(history) == {'training': 10 + 0 + 50, 'repeated': 20 + 60}
+  assert goodput.goodput(history).repeated_steps == 20 + 30
+
+
+def test_killed_before_its_first_step():
+  history = [
+    attempt(1000, 0, 10, step=20),
+    attempt(1020, None, 0, start=7),  # before it had read its checkpoint
+    attempt(1030, 10, 10, start=7, step=1),  # in its first step
+    attempt(1038, 10, 20, start=7, step=20),
+  ]
+  assert parts(history) == {'training': 40, 'repeated': 1, 'start': 21, 'down': 3}
+
+
+def test_what_still_runs_counts_as_kept():
+  assert parts([attempt(1000, 0, 0, start=1, step=2)]) == {'training': 2, 'start': 1}
+  assert parts([attempt(1000, 0, 5, start=1, step=9)]) == {'training': 9, 'start': 1}
+
+
+def test_time_after_a_run_that_was_done_is_no_down_time():
+  history = [attempt(1000, 0, 10, 'done', step=20), attempt(9000, 10, 20, 'done', step=20)]
+  assert parts(history) == {'training': 40}
+
+
+def test_clocks_of_two_machines():
+  """The next start is on a machine whose clock is behind: its time counts, none is negative."""
+  history = [attempt(1000, 0, 10, step=20), attempt(1015, 10, 20, step=20)]
+  assert parts(history) == {'training': 40}
+
+
+def test_nothing_yet():
+  assert goodput.goodput([]).share == 0.0
+  assert parts([]) == {}
+
+
+def test_in_words():
+  history = [
+    attempt(1000, 0, 60, start=10, compile=20, step=120, save=0.2),
+    attempt(1183.2, 50, 100, 'done', start=10, compile=20, step=100),
+  ]
+  assert goodput.describe(goodput.goodput(history), 2) == (
+    'Goodput 63.9%: training steps 0:03:20 of 0:05:13 in 2 starts, compile 0:00:40, '
+    'down 0:00:33, start-up 0:00:20, repeated steps 0:00:20.'
+  )
+
+
+def test_attempts_are_files_that_grow(tmp_path):
+  clock = run_clock.RunClock(began=run_clock.time.monotonic() - 5)
+  file = goodput.AttemptFile(tmp_path, clock, total_steps=9, processes=2)
+  clock.tick(step=3)
+  clock.tick(step=4)
+  clock.saved(4)
+  (before,) = goodput.read(tmp_path).values()
+  assert (before.start_step, before.ended, before.total_steps) == (None, None, 9)
+  assert before.written - before.began == pytest.approx(5, abs=1)
+  file.write()
+  (now,) = goodput.read(tmp_path).values()
+  assert (now.start_step, now.step, now.saved_step, now.processes) == (3, 4, 4, 2)
+  assert now.began == before.began
+  file.write(goodput.FAILED, 'ValueError: no')
+  (now,) = goodput.read(tmp_path).values()
+  assert (now.ended, now.message) == ('failed', 'ValueError: no')
+
+  following = goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=9, processes=1)
+  assert list(goodput.read(tmp_path)) == [1, 2]
+  found, number = following.goodput()
+  assert number == 2 and found.seconds['start'] >= 5
+
+
+def test_other_files_are_passed_over_but_their_numbers_are_taken(tmp_path):
+  folder = tmp_path / goodput.FOLDER
+  folder.mkdir()
+  (folder / 'attempt_0007.json').write_text('{"began": 1, "written": 2, "seco')
+  (folder / 'attempt_0006.json').write_text('[]')
+  (folder / 'attempt_0005.json.tmp').write_text('{}')
+  newer = {'began': 1.0, 'written': 2.0, 'seconds': {'step': 1.0}, 'from_a_later_version': 3}
+  (folder / 'attempt_0004.json').write_text(json.dumps(newer))
+  goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=1, processes=1)
+  assert list(goodput.read(tmp_path)) == [4, 8]

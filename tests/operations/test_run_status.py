@@ -1,0 +1,340 @@
+"""Where a run stands: directories made by hand, for every state and for what is cut short."""
+
+import json
+import os
+
+import pytest
+
+from het_plugin.operations import run_status
+
+NOW = 2_000_000_000.0
+CONFIG = 'train.stats_period = 10\ntrain.total_steps = %TRAIN_STEPS\n\nTRAIN_STEPS = 400\n'
+
+
+def beat(folder, process=0, seconds_ago=2.0, **changes):
+  value = {
+    **{'process': process, 'processes': 1, 'host': 'host-0', 'pid': 77, 'run': 'b'},
+    **{'beat': 9, 'time': NOW - seconds_ago, 'step': 300, 'total_steps': 400, 'ticks': 1000},
+    **{'phase': 'step', 'idle_seconds': 0.0, 'state': 'running', 'message': ''},
+  }
+  (folder / 'heartbeats').mkdir(exist_ok=True)
+  path = folder / 'heartbeats' / f'process-{process:05d}.json'
+  path.write_text(json.dumps(value | changes))
+
+
+def attempt(folder, number=1, seconds_ago=2.0, **changes):
+  value = {
+    **{'began': NOW - seconds_ago - 150, 'written': NOW - seconds_ago},
+    **{'seconds': {'start': 20, 'compile': 30, 'step': 80, 'data': 5, 'evaluate': 15}},
+    **{'start_step': 100, 'step': 300, 'saved_step': 200, 'total_steps': 400, 'ended': None},
+    **{'message': '', 'processes': 1, 'host': 'host-0', 'pid': 77},
+  }
+  (folder / 'attempts').mkdir(exist_ok=True)
+  (folder / 'attempts' / f'attempt_{number:04d}.json').write_text(json.dumps(value | changes))
+
+
+def write_lines(path, *values):
+  path.write_text(''.join(json.dumps(value) + '\n' for value in values))
+
+
+def checkpoint(folder, step, seconds_ago):
+  path = folder / f'checkpoint_{step}'
+  (path / 'state' / 'd').mkdir(parents=True)
+  (path / 'state' / 'd' / 'array').write_bytes(bytes(1000))
+  metadata = json.dumps({'commit_timestamp_nsecs': int((NOW - seconds_ago) * 1e9)})
+  (path / '_CHECKPOINT_METADATA').write_text(metadata)
+  return 1000 + len(metadata)
+
+
+def read(folder, **settings):
+  facts = run_status.read(folder, now=NOW, **settings)
+  json.dumps(facts, allow_nan=False)
+  return facts
+
+
+def state(folder, **settings):
+  return read(folder, **settings)['state']
+
+
+# States.
+
+
+def test_running(tmp_path):
+  beat(tmp_path)
+  attempt(tmp_path)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['step'], facts['total_steps']) == ('running', 300, 400)
+  assert facts['percent'] == 75.0
+  assert facts['seconds_per_step'] == 100 / 200  # steps, data and evaluations
+  assert facts['eta_seconds'] == 50.0
+  assert facts['problems'] == []
+
+
+@pytest.mark.parametrize('phase', ['start', 'restore', 'compile'])
+def test_starting(tmp_path, phase):
+  beat(tmp_path, phase=phase, step=0)
+  assert state(tmp_path) == 'starting'
+
+
+def test_starting_by_the_attempt_alone(tmp_path):
+  attempt(tmp_path, start_step=None, step=0, seconds={'start': 5})
+  write_lines(tmp_path / 'metrics.jsonl', {'step': 120, 'train/loss': 1.0})
+  facts = read(tmp_path)
+  assert (facts['state'], facts['step'], facts['eta_seconds']) == ('starting', 120, None)
+
+
+@pytest.mark.parametrize('how', ['done', 'preempted', 'failed'])
+@pytest.mark.parametrize('by', [(beat,), (attempt,), (beat, attempt)])
+def test_ended(tmp_path, how, by):
+  if beat in by:
+    beat(tmp_path, seconds_ago=5000, state=how, message='why')
+  if attempt in by:
+    attempt(tmp_path, seconds_ago=5001, ended=how, message='why')
+  facts = read(tmp_path)
+  assert facts['state'] == how and facts['eta_seconds'] is None
+  assert facts['message'] == ('why' if how != 'done' or by == (attempt,) else facts['message'])
+  assert facts['problems'] == (['The run failed: why.'] if how == 'failed' else [])
+  if attempt in by:
+    assert facts['attempts'][0]['ended'] == how
+
+
+def test_failed_as_one_process_says(tmp_path):
+  beat(tmp_path, 0, processes=2)
+  beat(tmp_path, 1, processes=2, state='failed', message='process 1 failed: ValueError: x')
+  facts = read(tmp_path)
+  assert (facts['state'], facts['message']) == ('failed', 'process 1 failed: ValueError: x')
+
+
+def test_killed(tmp_path):
+  beat(tmp_path, seconds_ago=90)
+  attempt(tmp_path, seconds_ago=92)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['seconds_since_sign_of_life']) == ('stale', 90.0)
+  assert facts['problems'] == [
+    'No sign of life for 0:01:30: it was killed, or stands still.',
+  ]
+  assert facts['attempts'][0]['ended'] == 'killed'
+  assert state(tmp_path, stale_seconds=120) == 'running'
+
+
+def test_started_again_after_it_was_preempted(tmp_path):
+  attempt(tmp_path, seconds_ago=60, ended='preempted')
+  beat(tmp_path, phase='restore', step=0, pid=78)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['step']) == ('starting', 300)
+
+
+def test_the_end_counts_though_the_last_beat_says_that_it_runs(tmp_path):
+  attempt(tmp_path, seconds_ago=60, ended='done')
+  beat(tmp_path, seconds_ago=59)
+  assert state(tmp_path) == 'done'
+
+
+def test_a_machine_whose_clock_is_ahead(tmp_path):
+  beat(tmp_path, seconds_ago=-30)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['seconds_since_sign_of_life']) == ('running', 0.0)
+
+
+# Runs of a version that had neither heartbeats nor attempts.
+
+
+def old_run(folder, step, seconds_ago):
+  (folder / 'config.gin').write_text(CONFIG)
+  speed = {'train/timing/ms_per_step': 200.0}
+  write_lines(folder / 'metrics.jsonl', {'step': step, 'train/loss': 1.0, **speed})
+  for name in ('config.gin', 'metrics.jsonl'):
+    os.utime(folder / name, (NOW - seconds_ago, NOW - seconds_ago))
+
+
+@pytest.mark.parametrize(
+  ('step', 'seconds_ago', 'expected'),
+  [(300, 5, 'running'), (300, 500, 'stale'), (400, 5, 'done'), (400, 5000, 'done')],
+)
+def test_an_old_run(tmp_path, step, seconds_ago, expected):
+  old_run(tmp_path, step, seconds_ago)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['step'], facts['total_steps']) == (expected, step, 400)
+  assert facts['eta_seconds'] == (20.0 if expected == 'running' else None)
+  assert facts['goodput'] is None and facts['processes'] == facts['attempts'] == []
+
+
+def test_only_checkpoints_are_left(tmp_path):
+  size = checkpoint(tmp_path, 400, 50)
+  facts = read(tmp_path)
+  assert (facts['state'], facts['step'], facts['total_steps']) == ('stale', 400, None)
+  assert facts['checkpoint'] == {'step': 400, 'age_seconds': 50.0, 'bytes': size}
+
+
+def test_a_number_bound_without_a_macro(tmp_path):
+  (tmp_path / 'config.gin').write_text('train.total_steps = 70\n')
+  assert read(tmp_path)['total_steps'] == 70
+
+
+# Processes.
+
+
+def test_who_is_behind(tmp_path):
+  for process, ticks, idle in ((0, 1000, 30), (1, 998, 33), (2, 1000, 31)):
+    beat(tmp_path, process, processes=3, ticks=ticks, idle_seconds=idle, host=f'host-{process}')
+  facts = read(tmp_path)
+  assert [row['is_behind'] for row in facts['processes']] == [False, True, False]
+  assert [row['idle_seconds'] for row in facts['processes']] == [32, 35, 33]
+  assert facts['processes'][1]['host'] == 'host-1'
+  assert facts['problems'] == ['The others wait for process 1.']
+
+
+def test_processes_that_move_are_not_behind(tmp_path):
+  """Their signs of life are of different moments."""
+  beat(tmp_path, 0, seconds_ago=4, processes=2, ticks=1000)
+  beat(tmp_path, 1, seconds_ago=1, processes=2, ticks=1400)
+  assert read(tmp_path)['problems'] == []
+
+
+def test_a_silent_process(tmp_path):
+  beat(tmp_path, 0, processes=2, idle_seconds=70)
+  beat(tmp_path, 1, seconds_ago=75, processes=2, ticks=990)
+  facts = read(tmp_path)
+  assert facts['state'] == 'running'
+  assert [row['is_silent'] for row in facts['processes']] == [False, True]
+  assert facts['problems'] == ['Silent: process 1.', 'The others wait for process 1.']
+
+
+def test_processes_of_an_earlier_start_are_left_out(tmp_path):
+  beat(tmp_path, 0)
+  beat(tmp_path, 1, seconds_ago=5000, run='a', state='failed')
+  facts = read(tmp_path)
+  assert facts['state'] == 'running' and len(facts['processes']) == 1
+
+
+# Everything else.
+
+
+def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
+  beat(tmp_path)
+  write_lines(
+    tmp_path / 'metrics.jsonl',
+    {'step': 0, 'train/timing/compile_seconds': 12.5},
+    {'step': 10, 'train/loss': 2.0, 'train/tau': 1.5, 'train/timing/data_wait_share': 0.2},
+    {'step': 10, 'training_eval/digits/nll': 2.1, 'training_eval/digits/tau': 0.1},
+    {'step': 10, 'fewshot/digits/1shot': 0.4},
+    {'step': 20, 'training_eval/digits/nll': 1.9, 'training_eval/digits/ece': 0.2},
+    {'step': 20, 'data/corrupt_records': 3},
+    {'step': 30, 'train/loss': None, 'train/tau': 1.4, 'train/timing/data_wait_share': 0.25},
+    {'step': 30, 'goodput/share': 0.5},
+  )
+  with (tmp_path / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 40, "train/lo')
+  facts = read(tmp_path)
+  assert facts['metrics_step'] == 30
+  assert facts['metrics'] == {
+    **{'loss': None, 'tau': 1.4, 'data_wait_share': 0.25, 'compile_seconds': 12.5},
+  }
+  assert facts['evaluations'] == {
+    'training_eval/digits': {'step': 20, 'nll': 1.9, 'ece': 0.2},
+    'fewshot/digits': {'step': 10, '1shot': 0.4},
+  }
+  assert facts['problems'] == [
+    'loss is not finite at step 30.',
+    'Training waits for data 25% of its time.',
+    'Records that could not be read: 3.',
+  ]
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  write_lines(path, {'step': 1, 'a': 1.0}, {'step': 2, 'b': 1.0}, {'step': 3, 'c': 1.0})
+  size = path.stat().st_size
+  read = run_status.run_files.read_lines
+  assert [line['step'] for line in read(path, size)] == [1, 2, 3]
+  assert [line['step'] for line in read(path, size - 1)] == [2, 3]
+
+
+def test_checkpoints(tmp_path):
+  beat(tmp_path)
+  checkpoint(tmp_path, 100, 90)
+  size = checkpoint(tmp_path, 200, 30)
+  (tmp_path / 'checkpoint_300.orbax-checkpoint-tmp').mkdir()
+  (tmp_path / 'unreadable_checkpoint_150').mkdir()
+  facts = read(tmp_path)
+  assert facts['checkpoint'] == {'step': 200, 'age_seconds': 30.0, 'bytes': size}
+  assert facts['problems'] == ['Checkpoints that could not be read were set aside: 150.']
+
+
+def test_checkpoints_of_an_object_store_are_complete_with_their_last_file(tmp_path, monkeypatch):
+  checkpoint(tmp_path, 100, 90)
+  checkpoint(tmp_path, 200, 30)
+  (tmp_path / 'checkpoint_100' / 'commit_success.txt').touch()
+  assert read(tmp_path)['checkpoint']['step'] == 200
+  monkeypatch.setattr(run_status.run_files, 'is_remote', lambda path: True)
+  assert read(tmp_path)['checkpoint']['step'] == 100
+
+
+def test_reports_of_guard_rails(tmp_path):
+  beat(tmp_path)
+  write_lines(tmp_path / 'loss_spikes.jsonl', {'step': 40, 'loss': 9.0}, {'step': 70, 'loss': 8.0})
+  (tmp_path / 'nonfinite').mkdir()
+  for step in (90, 110):
+    (tmp_path / 'nonfinite' / f'step_{step}.json').write_text('{}')
+  (tmp_path / 'config_until_50.gin').touch()
+  (tmp_path / 'profile_request').touch()
+  (tmp_path / 'profile' / 'plugins' / 'profile' / 'step_12').mkdir(parents=True)
+  facts = read(tmp_path)
+  assert facts['loss_spikes'] == [{'step': 40, 'loss': 9.0}, {'step': 70, 'loss': 8.0}]
+  assert facts['nonfinite_steps'] == [90, 110] and facts['configs_until'] == [50]
+  assert facts['profile_is_requested'] and facts['profiles'] == ['step_12']
+  assert facts['problems'] == [
+    '2 steps not finite, the last one 110.',
+    '2 loss spikes, the last one at step 70.',
+  ]
+
+
+def test_attempts_and_goodput(tmp_path):
+  attempt(tmp_path, 1, seconds_ago=400)
+  attempt(tmp_path, 2, seconds_ago=2, start_step=200)
+  facts = read(tmp_path)
+  assert [row['ended'] for row in facts['attempts']] == ['killed', 'running']
+  assert facts['attempts'][0]['wall_seconds'] == 150
+  assert facts['goodput']['repeated_steps'] == 100
+  assert facts['goodput']['seconds']['repeated'] == 40
+  assert facts['goodput']['wall_seconds'] == 150 + 248 + 150
+  assert facts['goodput']['share'] == (40 + 80) / 548
+
+
+def test_files_that_are_being_written(tmp_path):
+  beat(tmp_path)
+  attempt(tmp_path)
+  for path in ('heartbeats/process-00001.json', 'attempts/attempt_0002.json'):
+    (tmp_path / path).write_text('{"process": 1, "ti')
+  (tmp_path / 'heartbeats' / 'process-00000.json.tmp').write_text('')
+  (tmp_path / 'loss_spikes.jsonl').write_text('{"step": 40}\n{"step"')
+  facts = read(tmp_path)
+  assert len(facts['processes']) == len(facts['attempts']) == len(facts['loss_spikes']) == 1
+
+
+def test_files_of_something_else(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('not JSON\n[1, 2]\n{"no step": 1}\n\n')
+  (tmp_path / 'heartbeats').mkdir()
+  (tmp_path / 'heartbeats' / 'process-00000.json').write_text('{}')
+  (tmp_path / 'attempts').write_text('a file')
+  facts = read(tmp_path)
+  assert facts['step'] == 0 and facts['metrics'] == {} and facts['attempts'] == []
+
+
+@pytest.mark.parametrize('kind', ['nothing', 'file', 'empty', 'runs', 'other'])
+def test_what_is_no_run(tmp_path, kind):
+  path = tmp_path / 'run'
+  if kind == 'file':
+    path.touch()
+  elif kind != 'nothing':
+    path.mkdir()
+  if kind == 'runs':  # a folder of runs
+    (path / 'het_xl').mkdir()
+    (path / 'het_xl' / 'metrics.jsonl').touch()
+  if kind == 'other':
+    (path / 'checkpoint_last').mkdir()
+  words = (
+    'does not exist' if kind in ('nothing', 'file') else 'is no run: it has none of config.gin'
+  )
+  with pytest.raises(ValueError, match=f'RUN_DIR={path} {words}'):
+    run_status.read(path)
