@@ -40,7 +40,7 @@ import numpy as np
 import scipy.stats
 from command_line import integers, names, print_table, write_json
 
-from het_plugin.config import gin_utils, trained_run
+from het_plugin.config import command_line, trained_run
 from het_plugin.data import array_source
 from het_plugin.evaluation import BIG_VISION_L2, FewShotResult, comparison, few_shot, ridge
 from het_plugin.evaluation.extraction import RepresentationExtractor, match_channels
@@ -391,7 +391,7 @@ def main() -> None:
     try:
       size, channels, of_runs[name] = pre_logits(checkpoint, datasets)
     except ValueError as error:
-      parser.error(f'--checkpoint={name}={checkpoint}: {gin_utils.one_sentence(error)}')
+      parser.error(f'--checkpoint={name}={checkpoint}: {command_line.one_sentence(error)}')
     for dataset, data in datasets.items():
       row = f'{PIXELS} {size}x{size}x{channels}'
       if data.images.shape[2:] != (size, channels) and row not in features[dataset]:

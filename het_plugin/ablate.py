@@ -20,7 +20,7 @@ from absl import app, flags
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import flag_values, gin_utils, registry
+from het_plugin.config import command_line, flag_values, parsing, registry
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments.outcome import Outcome, Request
 
@@ -29,7 +29,7 @@ STUDY = 'STUDY'  # the macro that a file binds
 
 
 def define_flags() -> None:
-  gin_utils.define_binding_flags()
+  command_line.define_binding_flags()
   flags.DEFINE_bool('list', False, 'Prints the ablations that there are by name.')
   flags.DEFINE_string('output_dir', None, 'Takes the runs and results; else runs/ablations/NAME.')
   flags.DEFINE_list('seeds', None, "In place of the ablation's.")
@@ -39,7 +39,7 @@ def define_flags() -> None:
 
 def names() -> list[str]:
   """Of our ablations."""
-  return sorted(path.stem for path in Path(gin_utils.resolve(FOLDER)).glob('*.gin'))
+  return sorted(path.stem for path in Path(parsing.resolve(FOLDER)).glob('*.gin'))
 
 
 def gin_file(name: str) -> str:
@@ -63,7 +63,7 @@ def study(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] =
   Raises:
     ValueError: no such ablation, or a setting of it is wrong.
   """
-  gin_utils.parse_config([gin_file(name)], bindings, search_paths)
+  parsing.parse_config([gin_file(name)], bindings, search_paths)
   try:
     gin.query_parameter(f'%{STUDY}')
   except ValueError:
@@ -113,7 +113,7 @@ def write(outcome: Outcome, output_dir: Path, copy: str | None) -> str:
 def main(argv: Sequence[str]) -> None:
   registry.register_trainer()
   registry.register_studies()
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     if flags.FLAGS.list:
       print(listing())
       return
@@ -137,4 +137,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

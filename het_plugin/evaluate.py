@@ -26,14 +26,14 @@ import numpy as np
 from absl import app, flags
 
 from het_plugin import data, reporting, weights
-from het_plugin.config import distributed, flag_values, gin_utils, trained_run
+from het_plugin.config import command_line, distributed, flag_values, trained_run
 from het_plugin.evaluation import class_covariance, predictions, uncertainty, uncertainty_report
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   distributed.define_flags()
   flags.DEFINE_multi_string(
     'checkpoint', [], "A run's directory (its newest checkpoint) or one checkpoint; repeatable."
@@ -358,7 +358,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     settings = make_settings()
     distributed.initialize()
     for checkpoint in F.checkpoint:
@@ -387,4 +387,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -18,11 +18,11 @@ import numpy as np
 from absl import app, flags
 
 from het_plugin import weights
-from het_plugin.config import gin_utils, trained_run
+from het_plugin.config import command_line, trained_run
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   flags.DEFINE_string('checkpoint', None, "A run's directory; its newest checkpoint.")
   flags.DEFINE_string(
     'output',
@@ -34,7 +34,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     checkpoint, output = flags.FLAGS.checkpoint, flags.FLAGS.output
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
@@ -67,4 +67,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

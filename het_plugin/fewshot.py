@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import distributed, flag_values, gin_utils
+from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.evaluation import fewshot, fewshot_report
 from het_plugin.evaluation.fewshot_report import Results
 from het_plugin.evaluation.names import check_names, short_names
@@ -39,7 +39,7 @@ _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'ma
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   distributed.define_flags()
   source = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT where it has several; repeatable.'
   flags.DEFINE_multi_string('train', [], f'Representations that shots are drawn from: {source}')
@@ -249,7 +249,7 @@ def read_cells(path: str) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     settings = read_settings()
     distributed.initialize()
     earlier = [row for path in flags.FLAGS.results for row in read_cells(path)]
@@ -277,4 +277,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -22,7 +22,7 @@ from typing import Any
 from absl import app, flags
 
 from het_plugin import reporting
-from het_plugin.config import flag_values, gin_utils
+from het_plugin.config import command_line, flag_values
 from het_plugin.planning import report, search, worker
 from het_plugin.planning import topology as topology_lib
 from het_plugin.planning.request import Request
@@ -31,7 +31,7 @@ HEADS = ('det', 'het', 'het_h', 'het_xl')
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   flags.DEFINE_string(
     'topology',
     'cpu:8',
@@ -162,7 +162,7 @@ def draw_grid(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     request = make_request()
     if flags.FLAGS.grid:
       result = run_grid(request)
@@ -181,4 +181,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -17,7 +17,7 @@ from absl import app, flags, logging
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import command_line, registry
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.training import partitioning, run_files
 
@@ -32,7 +32,7 @@ RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
   flags.DEFINE_list('heads', list(HEADS), f'Some of {",".join(HEADS)}.')
   flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   registry.register_trainer()
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     if unknown := [head for head in flags.FLAGS.heads if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = Path(flags.FLAGS.output_dir)
@@ -180,4 +180,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

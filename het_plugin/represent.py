@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags
 
 from het_plugin import data, reporting
-from het_plugin.config import distributed, gin_utils, trained_run
+from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import extraction, extraction_files, fingerprint
 from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0
@@ -41,7 +41,7 @@ _FROM_A_MODEL = ('checkpoint', 'dataset', 'splits', 'layers', 'pool', 'max_examp
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   distributed.define_flags()
   flags.DEFINE_string('checkpoint', None, "A run's directory, a checkpoint, .npz or .safetensors.")
   flags.DEFINE_string(
@@ -425,7 +425,7 @@ def check_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     check_flags()
     distributed.initialize()
     result = convert() if flags.FLAGS.arrays else represent()
@@ -437,4 +437,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import flag_values, gin_utils
+from het_plugin.config import command_line, flag_values
 from het_plugin.evaluation import FewShotResult, checkpoint_ranking, few_shot, fewshot, knn, rankme
 from het_plugin.evaluation.candidates import (
   check_representations,
@@ -425,7 +425,7 @@ def _write(result: Result) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     if len(argv) != 2 or argv[1] not in SUBCOMMANDS:
       raise ValueError(
         f'select{"".join(f" {x}" for x in argv[1:])}: write one of {", ".join(SUBCOMMANDS)}'
@@ -437,4 +437,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -15,7 +15,7 @@ from absl import flags
 from etils import epath
 
 from het_plugin import reporting
-from het_plugin.config import gin_utils
+from het_plugin.config import command_line
 from het_plugin.operations import profile_requests, run_status, status_report
 
 _CLEAR = '\x1b[H\x1b[2J'
@@ -39,7 +39,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     if len(argv) != 2:
       raise ValueError('write one RUN_DIR: python -m het_plugin.status RUN_DIR')
     run_dir = argv[1]
@@ -76,4 +76,4 @@ def _request_profile(run_dir: str, steps: int) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

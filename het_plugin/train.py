@@ -15,13 +15,13 @@ import jax
 from absl import app, flags
 
 import gin
-from het_plugin.config import changes, distributed, gin_utils, registry, train_flags
+from het_plugin.config import changes, command_line, distributed, parsing, registry, train_flags
 from het_plugin.operations import run_clock
 from het_plugin.operations.verdict import Limits
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   train_flags.define_flags()
 
 
@@ -61,10 +61,10 @@ def train_from_gin(
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     distributed.initialize(watched=True)
     registry.register_trainer()
-    gin_utils.parse_config(
+    parsing.parse_config(
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
     limits = Limits(flags.FLAGS.heartbeat_timeout_seconds, flags.FLAGS.stall_timeout_seconds)
@@ -73,4 +73,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

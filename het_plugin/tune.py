@@ -16,7 +16,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from het_plugin import reporting
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import command_line, registry
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments import temperature, vizier_suggestions
 from het_plugin.training import compilation_cache, run_files
@@ -25,7 +25,7 @@ RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   flags.DEFINE_string(
     'run', RUN, 'The gin file of the run; it includes het_plugin/gin/runs/temperature.gin.'
   )
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   registry.register_trainer()
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = parse_grid(flags.FLAGS.grid)
     if any(row.startswith('bayesian') for row in methods):
@@ -176,4 +176,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

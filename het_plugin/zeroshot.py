@@ -22,7 +22,7 @@ from absl import app, flags
 
 import gin
 from het_plugin import data, reporting
-from het_plugin.config import distributed, gin_utils, trained_run
+from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import check_names, short_names
 
@@ -41,7 +41,7 @@ _SPLITS = ('test', 'validation')  # taken where none is named, the first that th
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   distributed.define_flags()
   flags.DEFINE_multi_string(
     'checkpoint', [], "A run's directory, or a checkpoint in it; repeatable."
@@ -289,7 +289,7 @@ def text(rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]])
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     runs = chosen_runs()
     distributed.initialize()
     rows = evaluate_all(runs)
@@ -304,4 +304,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

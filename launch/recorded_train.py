@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from het_plugin import train
-from het_plugin.config import gin_utils
+from het_plugin.config import command_line
 from launch import recorder
 
 if __name__ == '__main__':
   recorder.install(recorder.Recorder(Path(sys.argv.pop(1))))
   train.define_flags()
-  gin_utils.run(train.main)
+  command_line.run(train.main)

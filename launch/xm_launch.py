@@ -32,7 +32,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin.config import gin_utils, train_flags
+from het_plugin.config import command_line, parsing, train_flags
 from het_plugin.planning import topology as topology_lib
 from launch import supervise, sweep
 from launch.gke import render
@@ -43,7 +43,7 @@ FAILED = 1
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   train_flags.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
@@ -99,8 +99,8 @@ def check(jobs: Sequence[sweep.Job]) -> None:
   """Raises ValueError, one sentence, for what cannot be launched."""
   values = flags.FLAGS
   for head in values.heads:
-    if not os.path.isfile(gin_utils.resolve(f'het_plugin/gin/heads/{head}.gin')):
-      known = sorted(path.stem for path in (gin_utils.gin_root() / 'heads').glob('*.gin'))
+    if not os.path.isfile(parsing.resolve(f'het_plugin/gin/heads/{head}.gin')):
+      known = sorted(path.stem for path in (parsing.gin_root() / 'heads').glob('*.gin'))
       raise ValueError(f'--heads={head} is unknown: choose from {", ".join(known)}')
   remote = values.model_dir.startswith('gs://')
   if values.executor == 'local':
@@ -267,7 +267,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   values = flags.FLAGS
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     jobs = sweep.make_jobs(
       values.model_dir,
       values.gin_file,
@@ -299,4 +299,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

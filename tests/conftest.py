@@ -75,12 +75,12 @@ def data_dir() -> Path:
 def _parsed_flags(main, *arguments):
   from absl import flags
 
-  from het_plugin.config import gin_utils
+  from het_plugin.config import command_line
 
   before = set(flags.FLAGS)
   main.define_flags()
   try:
-    yield flags.FLAGS(gin_utils.rewrite_flags(['main', *map(str, arguments)]))
+    yield flags.FLAGS(command_line.rewrite_flags(['main', *map(str, arguments)]))
   finally:
     for name in set(flags.FLAGS) - before:
       delattr(flags.FLAGS, name)
@@ -126,12 +126,12 @@ def digits_run(tmp_path_factory):
   import numpy as np
 
   import gin
-  from het_plugin.config import gin_utils, registry
+  from het_plugin.config import parsing, registry
   from het_plugin.train import train_from_gin
 
   folder = tmp_path_factory.mktemp('runs') / 'het_xl'
   registry.register_trainer()
-  gin_utils.parse_config(
+  parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
     [
       *(f"MODEL_DIR = '{folder}'", 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2'),

@@ -10,7 +10,7 @@ import pytest
 
 import gin
 from het_plugin import ablate
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import parsing, registry
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments.ablation import Ablation
 from het_plugin.experiments.flops import Flops
@@ -95,7 +95,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
 @pytest.mark.parametrize('name', ablate.names())
 def test_every_cell_builds_its_model(name, tmp_path):
   study = ablate.study(name)
-  text = pathlib.Path(gin_utils.resolve(ablate.gin_file(name))).read_text()
+  text = pathlib.Path(parsing.resolve(ablate.gin_file(name))).read_text()
   assert study.paper and re.search(rf'^#   python -m het_plugin.ablate {name}\b', text, re.M)
   if isinstance(study, Flops):
     assert study.samples[0] == 1

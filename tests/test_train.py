@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import parsing, registry
 from het_plugin.train import train_from_gin
 from het_plugin.training import partitioning, train, trainer
 
@@ -26,7 +26,7 @@ TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 
 def parse(head, model_dir, *extra, run='digits_smoke', files=()):
   registry.register_trainer()
   files = [f'het_plugin/gin/runs/{run}.gin', f'het_plugin/gin/heads/{head}.gin', *files]
-  gin_utils.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *TINY, *extra])
+  parsing.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *TINY, *extra])
 
 
 def train_final_params(model_dir, head, model_shards, num_microbatches):

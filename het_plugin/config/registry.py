@@ -12,7 +12,7 @@ import functools
 
 import gin
 from het_plugin import backbones, data, heads, integrate, models
-from het_plugin.config import gin_utils
+from het_plugin.config import parsing
 
 _PLUGIN = {
   'het_plugin.heads': (
@@ -217,4 +217,4 @@ def register_studies() -> tuple[type, ...]:
 
 
 _register(_PLUGIN)
-gin_utils.install_file_reader()
+parsing.install_file_reader()

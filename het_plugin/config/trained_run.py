@@ -21,7 +21,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, gin_utils, registry
+from het_plugin.config import changes, parsing, registry
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def parse_run_config(
     frame = changes.config_file(found, checkpoints.step_of(found))
     if not frame.exists():
       raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
-  gin_utils.parse_config([str(frame), *gin_files], bindings, search_paths)
+  parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
   with gin.unlock_config():
     gin.parse_config([f'train.{x} = None' for x in ('actions', 'checkpoint_cfg', *without)])
     gin.parse_config(f'TOTAL_STEPS = {_ANY_STEPS}')

@@ -14,7 +14,7 @@ import jax
 
 import gin
 from het_plugin import train
-from het_plugin.config import gin_utils
+from het_plugin.config import parsing
 from het_plugin.data import task_info
 from het_plugin.operations import preemption
 
@@ -39,7 +39,7 @@ class Run:
   def parse(self, run_dir: Path) -> None:
     """Makes the gin configuration the one of this run, in this folder."""
     bindings = [*self.gin_bindings, f'MODEL_DIR = {str(run_dir)!r}']
-    gin_utils.parse_config(self.gin_files, bindings, self.gin_search_paths)
+    parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
 
 
 def complete(run: Run, run_dir: Path) -> bool:

@@ -12,7 +12,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import data
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import parsing, registry
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.request import Request
 from het_plugin.training import flops, train
@@ -97,7 +97,7 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   """
   registry.register_trainer()
   _DEVICES[:] = place.devices
-  gin_utils.parse_config(
+  parsing.parse_config(
     [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths
   )
   changes = {

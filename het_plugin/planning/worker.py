@@ -52,12 +52,12 @@ def compile_in_process(request: Request) -> dict[str, Any]:
 
 def main() -> None:
   # Imported by the one who compiles: the trainer and its data take seconds to import.
-  from het_plugin.config import gin_utils
+  from het_plugin.config import command_line
   from het_plugin.planning import step
 
   request = Request(**json.load(sys.stdin))
   try:
     result = step.plan(request)
   except (ValueError, OSError, SyntaxError, ImportError) as error:
-    result = {'error': gin_utils.one_sentence(error)}
+    result = {'error': command_line.one_sentence(error)}
   Path(sys.argv[1]).write_text(json.dumps(result))

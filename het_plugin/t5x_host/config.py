@@ -6,7 +6,7 @@ import jax
 from etils import epath
 
 import gin
-from het_plugin.config import changes, gin_utils
+from het_plugin.config import changes, parsing
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.t5x_host.engine'
@@ -24,7 +24,7 @@ def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step
   folder = epath.Path(model_dir)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 't5x_config.gin').write_text(text)
-  engine = changes.bindings(epath.Path(gin_utils.resolve(_ENGINE)).read_text())
+  engine = changes.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
   (folder / changes.CONFIG).write_text(changes.without(text, set(engine), _ENGINE_MODULE))
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})

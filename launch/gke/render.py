@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from absl import app, flags
 
-from het_plugin.config import gin_utils, train_flags
+from het_plugin.config import command_line, train_flags
 from launch import slices, sweep
 from launch.supervise import PREEMPTED
 
@@ -271,7 +271,7 @@ def settings_of_flags(name: str) -> Settings:
 
 
 def define_flags() -> None:
-  gin_utils.define_flags()
+  command_line.define_flags()
   train_flags.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
@@ -282,7 +282,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     values = flags.FLAGS
     (job,) = sweep.make_jobs(
       values.model_dir,
@@ -300,4 +300,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -13,7 +13,7 @@ from het_plugin import train as main
 from het_plugin.backbones.resnet import ResNet
 from het_plugin.backbones.vit import ViT
 from het_plugin.config import changes as config_changes
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import parsing, registry
 from het_plugin.config.changes import UNSET, changes
 from het_plugin.training import train as train_lib
 
@@ -23,7 +23,7 @@ FILES = ('runs/digits_smoke', 'heads/het_xl')
 def text(*more, files=FILES):
   registry.register_trainer()
   try:
-    gin_utils.parse_config(
+    parsing.parse_config(
       [f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'runs/x'", *more]
     )
     return gin.config_str()

@@ -85,12 +85,12 @@ def test_clusters(environment, platforms, expected):
 
 
 JOIN = """
-from het_plugin.config import distributed, gin_utils
+from het_plugin.config import distributed, command_line
 def main(argv):
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     distributed.initialize()
 distributed.define_flags()
-gin_utils.run(main)
+command_line.run(main)
 """
 
 
@@ -136,7 +136,7 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
 COMPILING = """
 import threading, time
 import jax, jax.numpy as jnp
-from het_plugin.config import gin_utils
+from het_plugin.config import command_line
 from het_plugin.operations import preemption
 
 def step(x):
@@ -150,7 +150,7 @@ def main(argv):
   time.sleep(0.2)
   raise preemption.Preempted(0, compiling=True)
 
-gin_utils.run(main)
+command_line.run(main)
 """
 
 

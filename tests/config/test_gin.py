@@ -10,7 +10,7 @@ import pytest
 
 import gin
 from het_plugin import data, heads, integrate, models
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import command_line, parsing, registry
 from het_plugin.evaluation import fewshot_action, prompts, zeroshot_action
 from het_plugin.training import exit_codes
 from het_plugin.training import train as train_lib
@@ -64,7 +64,7 @@ def make_model():
 def test_every_run_takes_every_head(run, head):
   files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
   needs_backbone = run in ('jft300m.gin', 'jft4b.gin', 'imagenet21k.gin')
-  gin_utils.parse_config([*files, *([BACKBONE] if needs_backbone else [])], bindings(run))
+  parsing.parse_config([*files, *([BACKBONE] if needs_backbone else [])], bindings(run))
   model = make_model()
   assert type(model.head) is HEADS[head]
   assert model.head.num_classes == gin.query_parameter('%NUM_CLASSES')
@@ -86,7 +86,7 @@ def test_every_run_takes_every_head(run, head):
 def test_evaluation_may_do_without_samples():
   files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
   extra = ['ClassificationModel.eval_integrator = @Analytic()', "Analytic.method = 'taylor'"]
-  gin_utils.parse_config(files, bindings('digits_smoke.gin') + extra)
+  parsing.parse_config(files, bindings('digits_smoke.gin') + extra)
   assert make_model().eval_integrator == integrate.Analytic('taylor')
 
 
@@ -98,7 +98,7 @@ def test_head_files_are_the_ones_tested():
 def test_every_contrastive_run_takes_every_contrastive_head(run, head):
   files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
   own = ["MIXTURE_OR_TASK_NAME = 'glyph_names'"] if run.startswith('lit_webli') else []
-  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", *own])
+  parsing.parse_config(files, ["MODEL_DIR = 'unused'", *own])
   settings = gin.get_bindings(train_lib.train)
   model, cfg = settings['model'], settings['train_dataset_cfg']
   assert type(model.head) is CONTRASTIVE_HEADS[head]
@@ -119,7 +119,7 @@ def test_the_two_ways_to_name_a_contrastive_head_agree(head):
     [f'het_plugin/gin/runs/lit_glyphs_{head}.gin'],
     ['het_plugin/gin/runs/lit_glyphs.gin', f'het_plugin/gin/heads/contrastive_{head}.gin'],
   ):
-    gin_utils.parse_config(files, ["MODEL_DIR = 'unused'"])
+    parsing.parse_config(files, ["MODEL_DIR = 'unused'"])
     configs.append(gin.config_str())
     gin.clear_config()
   assert configs[0] == configs[1]
@@ -142,7 +142,7 @@ def test_parts_bind_what_exists(path):
     files += [
       f'het_plugin/gin/{part}.gin' for part in ('heads/contrastive_det', 'datasets/glyph_names')
     ]
-  gin_utils.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  parsing.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
   if path.stem == 'contrastive':
     model = gin.get_configurable(models.ContrastiveModel)()
     model.validate(data.task_info('glyph_names'))
@@ -171,7 +171,7 @@ def test_one_binding_sets_the_vocabulary_of_training_and_evaluation():
     'het_plugin/gin/datasets/glyph_names.gin',
   ]
   bindings = ['NUM_CLASSES = 3', "MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5']
-  gin_utils.parse_config(files, [*bindings, "DatasetConfig.vocabulary = 'words.model'"])
+  parsing.parse_config(files, [*bindings, "DatasetConfig.vocabulary = 'words.model'"])
   settings = gin.get_bindings(train_lib.train)
   for mode in ('train', 'train_eval'):
     cfg = settings[f'{mode}_dataset_cfg']
@@ -183,7 +183,7 @@ def test_one_binding_sets_the_vocabulary_of_training_and_evaluation():
 @pytest.mark.parametrize('length, steps', [('EXAMPLES = 100', 2), ('EPOCHS = 3', 68)])
 def test_schedule_and_run_have_the_same_length(length, steps):
   """In epochs of the 1,438 digits, by batches of 64."""
-  gin_utils.parse_config(
+  parsing.parse_config(
     RUN, [f'TRAIN_{length}', 'TRAIN_STEPS = None', 'WARMUP_STEPS = 0', "MODEL_DIR = 'unused'"]
   )
   settings = gin.get_bindings(train_lib.train)
@@ -198,14 +198,14 @@ def test_schedule_and_run_have_the_same_length(length, steps):
 def test_partitioning_files_make_a_partitioner(path):
   from het_plugin.training import partitioning
 
-  gin_utils.parse_config([str(path)], [])
+  parsing.parse_config([str(path)], [])
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
   assert partitioner.data_shards * partitioner.model_shards == jax.device_count()
 
 
 def test_the_papers_few_shot_data_sets():
   tfds = pytest.importorskip('tensorflow_datasets')
-  gin_utils.parse_config(['het_plugin/gin/evaluation/paper_datasets.gin'], [])
+  parsing.parse_config(['het_plugin/gin/evaluation/paper_datasets.gin'], [])
   extra = ['FewShotAction.image_size = 224', 'FewShotAction.channels = 3']
   with gin.unlock_config():
     gin.parse_config(extra)
@@ -234,7 +234,7 @@ def test_the_papers_zero_shot_data_sets(tmp_path):
   tfds = pytest.importorskip('tensorflow_datasets')
   names_file = tmp_path / 'imagenet.txt'
   names_file.write_text('\n'.join(f'name {i}' for i in range(1000)))
-  gin_utils.parse_config(
+  parsing.parse_config(
     ['het_plugin/gin/evaluation/zeroshot_paper.gin'],
     ["ZERO_SHOT_TEMPLATES = 'photo'", f"IMAGENET_CLASS_NAMES = '{names_file}'"],
   )
@@ -272,7 +272,7 @@ def test_zero_shot_needs_a_run_with_captions():
     'ZeroShotAction.tokenizer = @run_tokenizer()',
     'run_tokenizer.dataset_cfg = @train/DatasetConfig()',
   ]
-  gin_utils.parse_config(files, bindings('digits_smoke.gin') + action)
+  parsing.parse_config(files, bindings('digits_smoke.gin') + action)
   with pytest.raises(ValueError, match="of the training data has no 'text'"):
     gin.get_configurable(zeroshot_action.ZeroShotAction)()
 
@@ -289,7 +289,7 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     'HetXL.num_factors = 15\n'
   )
   monkeypatch.chdir(tmp_path)
-  gin_utils.parse_config(['mine.gin'], [])
+  parsing.parse_config(['mine.gin'], [])
   head = make_model().head
   assert isinstance(head, heads.HetXL)
   assert (head.num_classes, head.num_factors) == (77, 15)
@@ -324,8 +324,8 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
 ):
   from het_plugin import train
 
-  with pytest.raises(SystemExit) as stop, gin_utils.one_sentence_errors():
-    gin_utils.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
+  with pytest.raises(SystemExit) as stop, command_line.one_sentence_errors():
+    parsing.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
     train.train_from_gin()
   assert stop.value.code == exit_codes.WRONG_SETTING
   message = capsys.readouterr().err.strip()
@@ -337,15 +337,15 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
 
 
 def test_flags_become_bindings():
-  argv = gin_utils.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
+  argv = command_line.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
   assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
   with pytest.raises(SystemExit, match='lacks its value'):
-    gin_utils.rewrite_flags(['train', '--gin.MODEL_DIR'])
+    command_line.rewrite_flags(['train', '--gin.MODEL_DIR'])
 
 
 def test_what_makes_t5x_the_host_is_not_for_our_mains():
   with pytest.raises(ValueError, match='gin/t5x is for .python -m t5x.train., t5x.eval'):
-    gin_utils.parse_config(['gin/t5x/train.gin', *RUN], bindings('digits_smoke.gin'), [str(ROOT)])
+    parsing.parse_config(['gin/t5x/train.gin', *RUN], bindings('digits_smoke.gin'), [str(ROOT)])
 
 
 def test_without_t5x_its_engine_says_what_is_missing():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin.config import gin_utils, registry
+from het_plugin.config import parsing, registry
 from het_plugin.operations import heartbeat, verdict
 from het_plugin.train import train_from_gin
 from het_plugin.training import checkpoints
@@ -231,7 +231,7 @@ def train_here(model_dir):
   """Four steps in this one process of eight devices; {name: array} of the parameters."""
   registry.register_trainer()
   files = [f'het_plugin/{file}' for file in GIN_FILES]
-  gin_utils.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
+  parsing.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
   train_from_gin()
   gin.clear_config()
   return checkpoints.read_params(str(model_dir))

@@ -3,7 +3,7 @@
 import pytest
 
 import gin
-from het_plugin.config import gin_utils
+from het_plugin.config import command_line
 from launch import sweep
 
 FILES = ['gin/runs/digits_smoke.gin']
@@ -66,7 +66,7 @@ def test_values_arrive_in_gin_with_their_types():
   values = ['True', 'None', "'it is'", '(1, 2)', '1e-3']
   for value, wanted in zip(values, [True, None, 'it is', (1, 2), 1e-3], strict=True):
     (job,) = sweep.make_jobs("runs/a folder's", FILES, [f'ANYTHING = {value}'])
-    rewritten = gin_utils.rewrite_flags(['train', *job.arguments()])
+    rewritten = command_line.rewrite_flags(['train', *job.arguments()])
     bindings = [flag.removeprefix('--gin_bindings=') for flag in rewritten if 'bindings' in flag]
     gin.clear_config()
     gin.parse_config(bindings)

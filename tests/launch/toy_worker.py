@@ -50,10 +50,10 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from het_plugin.config import distributed, gin_utils
+  from het_plugin.config import command_line, distributed
   from launch import recorder
 
   recorder.install(recorder.Recorder(Path(sys.argv.pop(1))))
-  gin_utils.define_flags()
+  command_line.define_flags()
   distributed.define_flags()
-  gin_utils.run(main)
+  command_line.run(main)

@@ -64,8 +64,8 @@ def defined_flags(main):
   for module in ('train_flags', 'distributed'):
     if f'{module}.define_flags(' in text:
       text += (ROOT / 'het_plugin' / f'{module}.py').read_text()
-  if 'gin_utils.define_flags(' in text:
-    text += (ROOT / 'het_plugin' / 'gin_utils.py').read_text()
+  if 'command_line.define_flags(' in text:
+    text += (ROOT / 'het_plugin' / 'command_line.py').read_text()
   flags = re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text)
   return {*flags, 'verbosity', 'help'}
 

@@ -47,7 +47,7 @@ ALLOWED = {
 GIN_USERS = {
   'config_changes.py',
   'configurables.py',
-  'gin_utils.py',
+  'command_line.py',
   'train.py',
   'quickstart.py',
   'ablate.py',

@@ -62,9 +62,9 @@ def test_a_config_elsewhere_binds_a_head_with_one_include(site, tmp_path):
   code = """
 import gin
 from het_plugin import models
-from het_plugin.config import gin_utils
+from het_plugin.config import parsing
 configurables.register_trainer()
-gin_utils.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
+parsing.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
 print(gin.get_configurable(models.ClassificationModel)().head.num_factors)
 """
   assert run(code, site, tmp_path) == ['3']

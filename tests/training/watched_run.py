@@ -14,7 +14,7 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from het_plugin.config import distributed, gin_utils
+from het_plugin.config import command_line, distributed
 from het_plugin.operations import heartbeat, run_clock, verdict
 
 STEPS, FAULT_STEP = 4000, 20
@@ -54,7 +54,7 @@ def define_flags() -> None:
 def main(argv) -> None:
   del argv
   values = flags.FLAGS
-  with gin_utils.one_sentence_errors():
+  with command_line.one_sentence_errors():
     distributed.initialize(watched=True)
     multihost_utils.process_allgather(np.ones(1))  # connects and compiles
     clock = run_clock.RunClock()
@@ -86,4 +86,4 @@ def start(output: str, environment: Mapping[str, str], arguments: Sequence[str])
   os.environ.update(environment)
   sys.argv = ['watched_run', *arguments]
   define_flags()
-  gin_utils.run(main)
+  command_line.run(main)
