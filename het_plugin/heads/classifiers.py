@@ -16,7 +16,7 @@ from flax.linen import partitioning
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.hashing import class_buckets
 from het_plugin.heads.linear import matmul
-from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature
+from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
   LINKS,
   GaussianLogits,
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
   Attributes:
     num_classes: K >= 1.
     link: 'softmax', or 'sigmoid' for multi-label problems.
-    temperature: `FixedTemperature` or `LearnedTemperature`.
+    temperature: `FixedTemperature` or `LearnedTemperature`; None is a fixed tau of 1.
     class_multiple: K is padded up to a multiple of it; the padding is masked out of every
       probability.
     initial_bias: the classes' bias at the start in units of tau, b = initial_bias * tau_0, so that
@@ -47,16 +47,21 @@ class Classifier(nn.Module):
 
   num_classes: int
   link: str = 'softmax'
-  temperature: Temperature = FixedTemperature()
+  temperature: Temperature | None = None
   class_multiple: int = 128
   initial_bias: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self) -> None:
+    self.temperature = owned(self.temperature, FixedTemperature())
+    super().__post_init__()
 
   @property
   def padded_classes(self) -> int:
     """Kp."""
     return -(-self.num_classes // self.class_multiple) * self.class_multiple
 
+  @nn.nowrap
   def check(self) -> None:
     """Raises ValueError naming the attribute that is wrong."""
     name = type(self).__name__
@@ -68,10 +73,12 @@ class Classifier(nn.Module):
       raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
     self.temperature.check()
 
+  @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
     """Parameters of the head for D = pre_logits_dim, without padding."""
     return (pre_logits_dim + 1) * self.num_classes + self.extra_params(pre_logits_dim)
 
+  @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
     """Parameters beyond a deterministic head with a fixed temperature, without padding."""
     del pre_logits_dim
@@ -135,15 +142,18 @@ class Heteroscedastic(Classifier):
   factor_bias: bool = False
   initial_noise_scale: float = 1.0
 
+  @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
     noise_dim = self.unpadded_noise_dim(pre_logits_dim)
     covariance = self.make_covariance(noise_dim, 'noise', parent=None)
     return covariance.num_params(pre_logits_dim, noise_dim) + self.temperature.num_params()
 
+  @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     """Q."""
     raise NotImplementedError
 
+  @nn.nowrap
   def make_covariance(self, noise_dim: int, noise_axis: str, **kwargs) -> LowRankCovariance:
     return LowRankCovariance(
       noise_dim,
@@ -157,6 +167,7 @@ class Heteroscedastic(Classifier):
       **kwargs,
     )
 
+  @nn.nowrap
   def check(self) -> None:
     super().check()
     self.make_covariance(1, 'noise', parent=None).check(type(self).__name__)
@@ -165,6 +176,7 @@ class Heteroscedastic(Classifier):
 class Het(Heteroscedastic):
   """HET (Collier et al. 2021; eq. 2, 4, 18): noise in logit space, Q = K."""
 
+  @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     return self.num_classes
 
@@ -188,11 +200,13 @@ class HetH(Heteroscedastic):
   num_buckets: int | None = None
   hash_seed: int = 0
 
+  @nn.nowrap
   def check(self) -> None:
     super().check()
     if self.num_buckets is not None and self.num_buckets < 1:
       raise ValueError(f'HetH.num_buckets={self.num_buckets} must be at least 1, or None for D')
 
+  @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     return pre_logits_dim if self.num_buckets is None else self.num_buckets
 
@@ -221,6 +235,7 @@ class HetXL(Heteroscedastic):
   noise_dim: int | None = None
   get_logits: Callable[[jax.Array], jax.Array] | nn.Module | None = None
 
+  @nn.nowrap
   def check(self) -> None:
     super().check()
     if self.noise_dim is not None and self.noise_dim < 1:
@@ -231,14 +246,17 @@ class HetXL(Heteroscedastic):
         'phi + noise'
       )
 
+  @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     return pre_logits_dim if self.noise_dim is None else self.noise_dim
 
+  @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
     if self.get_logits is None:
       return super().num_params(pre_logits_dim)
     return self.extra_params(pre_logits_dim)
 
+  @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
     own_kernel = 0 if self.noise_dim is None else self.noise_dim * self.num_classes
     return super().extra_params(pre_logits_dim) + own_kernel

@@ -33,6 +33,7 @@ probabilities, which `class_log_prob` estimates.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -41,7 +42,7 @@ from flax import struct
 from flax.linen import partitioning
 
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
+from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale, owned
 from het_plugin.integrate import (
   BatchSoftmax,
   GaussianLogits,
@@ -93,22 +94,31 @@ class ContrastiveDet(nn.Module):
 
   Attributes:
     pre_normalization: scales representations to unit length.
-    temperature: `LogitScale`, or any other.
+    temperature: `LogitScale`, or any other; None is a `LogitScale` that starts at 10.
     dtype: compute type of the similarities; logits are float32.
   """
 
   pre_normalization: bool = True
-  temperature: Temperature = LogitScale(10.0)
+  temperature: Temperature | None = None
   dtype: jnp.dtype = jnp.float32
 
+  _INITIAL_SCALE: ClassVar[float] = 10.0  # appendix N.2
+
+  def __post_init__(self) -> None:
+    self.temperature = owned(self.temperature, LogitScale(self._INITIAL_SCALE))
+    super().__post_init__()
+
+  @nn.nowrap
   def check(self) -> None:
     """Raises ValueError naming the attribute that is wrong."""
     self.temperature.check()
 
+  @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
     """Parameters of the head for D = pre_logits_dim, which has no kernel: the other tower is W."""
     return self.extra_params(pre_logits_dim)
 
+  @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
     """Parameters beyond a deterministic head with a fixed temperature."""
     del pre_logits_dim
@@ -142,7 +152,7 @@ class ContrastiveHetXL(ContrastiveDet):
   The parameters of the two covariances are 'image_to_text' and 'text_to_image'.
 
   Attributes:
-    temperature: of appendix N.2, a scale of 3 at the start.
+    temperature: as in `ContrastiveDet`; None starts at a scale of 3 (appendix N.2).
     post_normalization: scales representations to unit length after the noise (table 7).
     num_factors: R >= 1; 15 in the paper (appendix N.2).
     parametrization: 'full' as in the paper, or 'efficient'.
@@ -150,22 +160,25 @@ class ContrastiveHetXL(ContrastiveDet):
     initial_noise_scale: size of the noise at the start, see the module docstring.
   """
 
-  temperature: Temperature = LogitScale(3.0)
+  _INITIAL_SCALE: ClassVar[float] = 3.0
   post_normalization: bool = False
   num_factors: int = 15
   parametrization: str = 'full'
   remainder: str = 'rank_one'
   initial_noise_scale: float = 0.1
 
+  @nn.nowrap
   def check(self) -> None:
     super().check()
     self.make_covariance(1, parent=None).check(type(self).__name__)
 
+  @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
     covariance = self.make_covariance(pre_logits_dim, parent=None)
     both = 2 * covariance.num_params(pre_logits_dim, pre_logits_dim)
     return both + self.temperature.num_params()
 
+  @nn.nowrap
   def make_covariance(self, noise_dim: int, **kwargs) -> LowRankCovariance:
     return LowRankCovariance(
       noise_dim,

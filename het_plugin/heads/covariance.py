@@ -46,6 +46,7 @@ class LowRankCovariance(nn.Module):
   initial_noise_scale: float = 1.0
   dtype: jnp.dtype = jnp.float32
 
+  @nn.nowrap
   def check(self, owner: str) -> None:
     """Raises ValueError naming the attribute, of the module `owner`, that is wrong."""
     if self.num_factors < 1:
@@ -72,6 +73,7 @@ class LowRankCovariance(nn.Module):
         'its own'
       )
 
+  @nn.nowrap
   def num_params(self, pre_logits_dim: int, noise_dim: int) -> int:
     """Parameters for a noise space of `noise_dim`, which `self.noise_dim` may be padded over."""
     per_dim = {

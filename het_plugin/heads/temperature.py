@@ -23,9 +23,11 @@ class FixedTemperature(nn.Module):
   def tau_0(self) -> float:
     return self.tau
 
+  @nn.nowrap
   def num_params(self) -> int:
     return 0
 
+  @nn.nowrap
   def check(self) -> None:
     """Raises ValueError where tau is not positive."""
     if not self.tau > 0:
@@ -53,9 +55,11 @@ class LearnedTemperature(nn.Module):
   def tau_0(self) -> float:
     return (self.tau_min + self.tau_max) / 2 if self.initial_tau is None else self.initial_tau
 
+  @nn.nowrap
   def num_params(self) -> int:
     return 1
 
+  @nn.nowrap
   def check(self) -> None:
     """Raises ValueError where the range is empty, not positive, or does not contain tau_0."""
     if not 0 < self.tau_min < self.tau_max:
@@ -96,9 +100,11 @@ class LogitScale(nn.Module):
   def tau_0(self) -> float:
     return 1.0 / self.initial_scale
 
+  @nn.nowrap
   def num_params(self) -> int:
     return 1
 
+  @nn.nowrap
   def check(self) -> None:
     """Raises ValueError where the scale is not positive and finite."""
     if not 0 < self.initial_scale < math.inf:
@@ -113,3 +119,12 @@ class LogitScale(nn.Module):
     start = nn.initializers.constant(math.log(self.initial_scale))
     t = partitioning.param_with_axes('t', start, (), jnp.float32, axes=())
     return jnp.exp(-t)
+
+
+def owned(temperature: nn.Module | None, default: nn.Module) -> nn.Module:
+  """A copy of the temperature (of `default` for None) that has no parent module yet.
+
+  A head takes it in `__post_init__`. Where a head is built inside another module's `nn.compact`,
+  linen would otherwise place t beside the head and not below it.
+  """
+  return (default if temperature is None else temperature).clone(parent=None)
