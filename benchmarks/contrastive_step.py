@@ -26,8 +26,9 @@ from het_plugin.backbones import text_transformer, vit
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
-from het_plugin.training import flops, optimizers, trainer
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import flops, optimizers
+from het_plugin.training import step as step_lib
+from het_plugin.training.state import TrainState
 
 
 class Step:
@@ -60,8 +61,8 @@ class Step:
 
     def step(state, batch):
       rng = jax.random.fold_in(jax.random.key(1), state.step)
-      grads, metrics = trainer.accumulate_grads_microbatched(model, state.params, batch, rng, None)
-      state, metrics = trainer.apply_grads(state, grads, metrics)
+      grads, metrics = step_lib.accumulate_grads_microbatched(model, state.params, batch, rng, None)
+      state, metrics = step_lib.apply_grads(state, grads, metrics)
       return state, metrics['loss'].compute()
 
     self._state = jax.jit(init)()

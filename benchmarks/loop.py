@@ -27,7 +27,8 @@ from training_model import classifier
 
 from het_plugin.data import TaskInfo
 from het_plugin.operations import run_clock
-from het_plugin.training import actions, checkpoints, partitioning, trainer
+from het_plugin.training import actions, checkpoints, partitioning
+from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 
 NUM_CLASSES = 100
@@ -137,7 +138,7 @@ def measure(args, size, folder):
   """The turns of one run, and the bytes of its state."""
   recorded = {}
 
-  class RecordedTrainer(trainer.Trainer):
+  class RecordedTrainer(step_lib.Trainer):
     def __init__(self, **kwargs):
       super().__init__(**kwargs)
       recorded['trainer'] = self

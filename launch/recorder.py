@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from het_plugin.operations import run_clock
-from het_plugin.training import trainer
+from het_plugin.training import step as step_lib
 
 
 class Recorder:
@@ -54,14 +54,14 @@ def install(recorder: Recorder) -> None:
       if step is not None:
         recorder.write(at=step)
 
-  train_step = trainer.Trainer.train_step
+  train_step = step_lib.Trainer.train_step
 
   def recorded_step(self, train_state, batch):
     recorder.write(begin=int(train_state.step) + 1, **batch_rows(batch))
     return train_step(self, train_state, batch)
 
   run_clock.RunClock = RecordedClock
-  trainer.Trainer.train_step = recorded_step
+  step_lib.Trainer.train_step = recorded_step
 
 
 def batch_rows(batch: Mapping[str, jax.Array]) -> dict[str, list[int]]:

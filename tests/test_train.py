@@ -16,7 +16,8 @@ import pytest
 import gin
 from het_plugin.config import parsing, registry
 from het_plugin.train import train_from_gin
-from het_plugin.training import partitioning, train, trainer
+from het_plugin.training import partitioning, train
+from het_plugin.training import step as step_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHORT = ['WARMUP_STEPS = 0', 'train.train_eval_dataset_cfg = None']
@@ -37,7 +38,7 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
   ]
   parse(head, model_dir, *settings, run='glyphs_quickstart')
   _, state = gin.get_configurable(train.train)(
-    trainer_cls=functools.partial(trainer.Trainer, num_microbatches=num_microbatches)
+    trainer_cls=functools.partial(step_lib.Trainer, num_microbatches=num_microbatches)
   )
   return jax.tree.map(np.asarray, state.params)
 

@@ -20,7 +20,7 @@ from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.evaluation.fake_contrastive import FakeContrastive, Letters
 
 FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')

@@ -58,15 +58,15 @@ def register_trainer() -> None:
     optimizers,
     partitioning,
     train,
-    trainer,
   )
+  from het_plugin.training import step as step_lib
 
   _register(
     {
       'het_plugin.data': (data.HeldOutDatasetConfig, data.get_dataset_with_held_out),
       'het_plugin.training': (
         train.train,
-        trainer.Trainer,
+        step_lib.Trainer,
         held_out_temperature.HeldOutTemperatureTrainer,
         held_out_temperature.temperature_optimizer,
         partitioning.PjitPartitioner,

@@ -15,7 +15,7 @@ from het_plugin.evaluation.fewshot_datasets import (
 from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.periodic_action import PeriodicAction
 from het_plugin.training.actions import ActionContext
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 
 class FewShotAction(PeriodicAction):

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 
 class PeriodicAction(BaseAction):

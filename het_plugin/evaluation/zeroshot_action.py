@@ -14,7 +14,7 @@ from het_plugin.evaluation.zeroshot_datasets import (
   check_model,
 )
 from het_plugin.training.actions import ActionContext
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 
 class ZeroShotAction(PeriodicAction):

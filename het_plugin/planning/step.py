@@ -16,7 +16,7 @@ from het_plugin.config import parsing, registry
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.request import Request
 from het_plugin.training import flops, train
-from het_plugin.training import trainer as trainer_lib
+from het_plugin.training import step as step_lib
 
 PyTree = Any
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
@@ -50,7 +50,7 @@ def plan(request: Request) -> dict[str, Any]:
   state = jax.eval_shape(train.init_fn(model, element_spec, init_rng))
   axes = partitioner.get_mesh_axes(state)
   state = train.with_shardings(state, partitioner.shardings(axes))
-  trainer = settings.get('trainer_cls', trainer_lib.Trainer)(
+  trainer = settings.get('trainer_cls', step_lib.Trainer)(
     model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
   )
   trainer.check_batch_size(train_cfg.batch_size)

@@ -13,7 +13,7 @@ from t5x import trainer as t5x_trainer
 from het_plugin.evaluation.periodic_action import PeriodicAction
 from het_plugin.t5x_host import partitioning
 from het_plugin.training import actions as actions_lib
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 
 class HostedAction(t5x_trainer.BaseAction):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from het_plugin.training import partitioning
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from flax import traverse_util
 
 from het_plugin import weights
 from het_plugin.training import checksum, processes, rendezvous
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 

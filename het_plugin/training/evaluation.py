@@ -5,9 +5,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from het_plugin.training import partitioning, prefetch, step_metrics
-from het_plugin.training import trainer as trainer_lib
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import partitioning, prefetch
+from het_plugin.training import step as step_lib
+from het_plugin.training.state import TrainState
 
 
 class Evaluator:
@@ -44,10 +45,10 @@ class Evaluator:
     self._partitioner = partitioner
 
   def run(
-    self, trainer: trainer_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
+    self, trainer: step_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
   ) -> dict[str, float] | None:
     """Metrics over the data set, or None if `interrupted()`, asked before each batch, was true."""
-    in_flight = step_metrics.InFlight(step_metrics.max_steps_in_flight(self._partitioner.mesh))
+    in_flight = metrics_lib.InFlight(metrics_lib.max_steps_in_flight(self._partitioner.mesh))
     batch_metrics = []
     self._iterator.set_state(self._start)
     with prefetch.DevicePrefetcher(self._iterator, self._partitioner, self._batch_size) as batches:
@@ -56,4 +57,4 @@ class Evaluator:
           return None
         batch_metrics += in_flight.push(trainer.eval_step(train_state, batch))
     batch_metrics += in_flight.drain()
-    return step_metrics.compute_metrics(functools.reduce(trainer_lib.merge_metrics, batch_metrics))
+    return metrics_lib.compute_metrics(functools.reduce(metrics_lib.merge_metrics, batch_metrics))

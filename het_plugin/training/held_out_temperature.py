@@ -24,11 +24,13 @@ from flax import traverse_util
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
-from het_plugin.training import optimizers, partitioning, trainer, update_report
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import optimizers, partitioning
+from het_plugin.training import step as step_lib
+from het_plugin.training.state import TrainState
 
-Batch = trainer.Batch
-Metrics = trainer.Metrics
+Batch = step_lib.Batch
+Metrics = step_lib.Metrics
 PyTree = Any
 
 LUKETINA, SIMPLE = 'luketina', 'simple'
@@ -137,7 +139,7 @@ def split_held_out(batch: Batch, held_out_every: int) -> tuple[Batch, Batch]:
   )
 
 
-class HeldOutTemperatureTrainer(trainer.Trainer):
+class HeldOutTemperatureTrainer(step_lib.Trainer):
   """A Trainer for which one of every n rows of a batch tells the temperature where to go, and the
   others everything else.
 
@@ -153,7 +155,7 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
     train_state_axes: TrainState,
     rng: jax.Array,
     num_microbatches: int | None = None,
-    norm_groups: Sequence[str] = update_report.GROUPS,
+    norm_groups: Sequence[str] = metrics_lib.GROUPS,
     halt_at_nonfinite: bool = True,
     held_out_every: int = 8,
     estimator: str = LUKETINA,
@@ -227,7 +229,7 @@ class HeldOutTemperatureTrainer(trainer.Trainer):
     if self._estimator == SIMPLE:
       grads, t_grad, metrics, held_out = simple_gradient(*losses, flat, t)
     else:
-      step_size = trainer.learning_rate(train_state)
+      step_size = step_lib.learning_rate(train_state)
       if step_size is None:
         raise ValueError(
           "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer with a "

@@ -13,17 +13,11 @@ from clu import metric_writers
 
 from het_plugin.operations import preemption, profiling, run_clock
 from het_plugin.training import actions as actions_lib
-from het_plugin.training import (
-  checkpoints,
-  evaluation,
-  nonfinite,
-  prefetch,
-  step_metrics,
-  step_watch,
-)
-from het_plugin.training import trainer as trainer_lib
+from het_plugin.training import checkpoints, evaluation, nonfinite, prefetch, step_watch
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import step as step_lib
 from het_plugin.training.actions import ActionMode
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +49,7 @@ class TrainLoop:
 
   step: int
   train_state: TrainState
-  trainer: trainer_lib.Trainer
+  trainer: step_lib.Trainer
   batches: prefetch.DevicePrefetcher
   evaluators: Mapping[ActionMode, evaluation.Evaluator]
   actions: actions_lib.Actions
@@ -70,7 +64,7 @@ class TrainLoop:
   clock: run_clock.RunClock
   watch: step_watch.StepWatch
 
-  def run(self, stats: step_metrics.StepMetrics) -> None:
+  def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it.
 
     Args:
@@ -85,7 +79,7 @@ class TrainLoop:
     with self.clock.phase(run_clock.STEP):
       self._run(stats)
 
-  def _run(self, stats: step_metrics.StepMetrics) -> None:
+  def _run(self, stats: metrics_lib.StepMetrics) -> None:
     stop = False
     while not stop and self.step < self.total_steps:
       metrics, data_wait = self._train_step()
@@ -152,7 +146,7 @@ class TrainLoop:
   def _is_due(self, period: int | None) -> bool:
     return period is not None and (self.step % period == 0 or self.step == self.total_steps)
 
-  def _train_step(self) -> tuple[trainer_lib.Metrics, float]:
+  def _train_step(self) -> tuple[metrics_lib.Metrics, float]:
     waited, dataset_state = self.batches.wait_seconds, self.batches.state
     with self.clock.phase(run_clock.DATA):
       batch = next(self.batches, None)
@@ -169,7 +163,7 @@ class TrainLoop:
     self.profiler.after(self.step, metrics)
     return metrics, self.batches.wait_seconds - waited
 
-  def on_step(self, step: int, metrics: trainer_lib.Metrics) -> None:
+  def on_step(self, step: int, metrics: metrics_lib.Metrics) -> None:
     """Has the watch look at a step whose metrics are on the host."""
     self.watch.finished(step, metrics, self._now)
 
@@ -179,7 +173,7 @@ class TrainLoop:
     )
 
   def _report(
-    self, summaries: Sequence[step_metrics.Summary], stats: step_metrics.StepMetrics
+    self, summaries: Sequence[metrics_lib.Summary], stats: metrics_lib.StepMetrics
   ) -> bool:
     """Writes training metrics and runs the TRAIN actions on them; returns whether to stop.
 
@@ -230,7 +224,7 @@ def _format(values: Mapping[str, float]) -> str:
   return '  '.join(f'{name}={value:.4g}' for name, value in sorted(values.items()))
 
 
-def _progress(summary: step_metrics.Summary, total_steps: int) -> str:
+def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:
   values = summary.values
   eta = datetime.timedelta(
     seconds=math.ceil((total_steps - summary.step) * values['timing/ms_per_step'] / 1e3)

@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from het_plugin.training import checkpoints, run_files
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from het_plugin.training import optimizers
-from het_plugin.training import train_state as train_state_lib
+from het_plugin.training import state as state_lib
 
 PyTree = Any
 LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
@@ -305,7 +305,7 @@ class PjitPartitioner:
       for name, spec in element_spec.items()
     }
 
-  def get_mesh_axes(self, train_state: train_state_lib.TrainState) -> train_state_lib.TrainState:
+  def get_mesh_axes(self, train_state: state_lib.TrainState) -> state_lib.TrainState:
     """A copy of the state with PartitionSpecs as leaves; optimizer state follows its parameter.
 
     Args:

@@ -10,8 +10,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from het_plugin.training import loss_spikes, nonfinite, step_metrics
-from het_plugin.training import trainer as trainer_lib
+from het_plugin.training import loss_spikes, nonfinite
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,12 @@ class StepWatch:
     """What to raise to end the run; None while it goes on."""
     return self._guard.stop
 
-  def dispatched(
-    self, step: int, batch: trainer_lib.Batch, dataset_state: Mapping[str, int]
-  ) -> None:
+  def dispatched(self, step: int, batch: step_lib.Batch, dataset_state: Mapping[str, int]) -> None:
     """Takes the batch of a step, and the state of the input iterator before it."""
     self._inputs[step] = _Input(batch.get('index'), dataset_state)
 
   def finished(
-    self, step: int, metrics: trainer_lib.Metrics, now: Callable[[], nonfinite.RunState]
+    self, step: int, metrics: metrics_lib.Metrics, now: Callable[[], nonfinite.RunState]
   ) -> None:
     """Takes the metrics of a step on the host; all processes call it for the same steps in order.
 
@@ -74,8 +73,8 @@ class StepWatch:
       now: gives the run, which may have dispatched later steps; asked where the step is not finite.
     """
     given = self._inputs.pop(step)
-    if not trainer_lib.is_finite(metrics):
-      values = step_metrics.compute_metrics(metrics)
+    if not metrics_lib.is_finite(metrics):
+      values = metrics_lib.compute_metrics(metrics)
       self._guard.report(step, values, _rows(given.index), given.dataset_state, now())
     elif self._spikes is not None:
       loss = float(metrics['loss'].compute())

@@ -32,15 +32,15 @@ from het_plugin.training import (
   partitioning,
   prefetch,
   processes,
-  step_metrics,
   step_watch,
 )
 from het_plugin.training import loop as loop_lib
 from het_plugin.training import loss_spikes as loss_spikes_lib
+from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import nonfinite as nonfinite_lib
-from het_plugin.training import trainer as trainer_lib
+from het_plugin.training import step as step_lib
 from het_plugin.training.actions import ActionMode
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def train(
   infer_eval_dataset_cfg: Any | None = None,
   checkpoint_cfg: checkpoints.CheckpointConfig,
   partitioner: partitioning.PjitPartitioner,
-  trainer_cls: Callable[..., trainer_lib.Trainer] = trainer_lib.Trainer,
+  trainer_cls: Callable[..., step_lib.Trainer] = step_lib.Trainer,
   model_dir: epath.PathLike,
   total_steps: int,
   eval_steps: int,
@@ -285,7 +285,7 @@ def train(
     writer.write_scalars(step, {'train/timing/compile_seconds': compilation.seconds})
     del train_state  # The loop donates it.
     loop.run(
-      step_metrics.StepMetrics(
+      metrics_lib.StepMetrics(
         stats_period,
         train_dataset_cfg.batch_size,
         compilation.flops,

@@ -20,7 +20,7 @@ from het_plugin.models import ClassificationModel
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 
 DIGITS = FewShotDataset('digits', 'digits')
 SIZE = 8

@@ -15,7 +15,7 @@ from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.evaluation.fake_contrastive import FakeContrastive, Letters
 
 SIZE = 8

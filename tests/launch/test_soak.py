@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from het_plugin.training import checkpoints
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from launch import run_comparison, soak
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ from het_plugin.backbones import TextTransformer, ViT
 from het_plugin.heads import ContrastiveDet, ContrastiveHetXL
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
-from het_plugin.training import optimizers, partitioning, trainer
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import optimizers, partitioning
+from het_plugin.training import step as step_lib
+from het_plugin.training.state import TrainState
 
 IMAGE_TOWER = ViT(patch_size=4, width=16, depth=1, mlp_dim=16, num_heads=2, pooling='gap')
 TEXT_TOWER = TextTransformer(vocab_size=40, width=16, depth=1, mlp_dim=16, num_heads=2)
@@ -149,7 +150,7 @@ def test_a_step_is_the_same_on_every_mesh(head):
 
     axes = partitioner.get_mesh_axes(jax.eval_shape(init))
     state = partitioner.partition(init, (), axes)()
-    steps = trainer.Trainer(model, partitioner, axes, jax.random.key(2))
+    steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2))
     spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     placed = jax.tree.map(
       lambda x, s: jax.device_put(x, s.sharding), batch, partitioner.batch_spec(spec)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from het_plugin.training import checkpoints, partitioning
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.training import faulty_run, toy
 
 SAVE = checkpoints.SaveCheckpointConfig(period=1)

@@ -11,9 +11,10 @@ from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.heads import HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator, example_keys
-from het_plugin.training import held_out_temperature, optimizers, partitioning, step_metrics
+from het_plugin.training import held_out_temperature, optimizers, partitioning
+from het_plugin.training import metrics as metrics_lib
 from het_plugin.training.held_out_temperature import HeldOutTemperatureTrainer
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.training import toy, toy_run
 
 BATCH = 64
@@ -144,7 +145,7 @@ def trained(num_partitions, estimator, steps=3, held_out_real=True, t_rate=0.01,
       batch['image'][3::4] = np.nan
     state, metrics = trainer.train_step(state, partitioner.shard_batch(batch, BATCH))
     jax.block_until_ready(metrics)
-  return state, steps and step_metrics.compute_metrics(jax.device_get(metrics))
+  return state, steps and metrics_lib.compute_metrics(jax.device_get(metrics))
 
 
 def t_of(state):

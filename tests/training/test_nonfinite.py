@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.training import (
-  checkpoints,
-  nonfinite,
-  optimizers,
-  partitioning,
-  step_metrics,
-  trainer,
-)
+from het_plugin.training import checkpoints, nonfinite, optimizers, partitioning
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import step as step_lib
 from het_plugin.training.loss_spikes import LossSpikes
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.training import toy, toy_run
 
 BAD = {3, 7}  # steps
@@ -90,7 +85,7 @@ def make_trainer(model, num_microbatches=None, **settings):
   axes = partitioner.get_mesh_axes(jax.eval_shape(init))
   state = partitioner.partition(init, (), axes)()
   return (
-    trainer.Trainer(model, partitioner, axes, rng, num_microbatches, **settings),
+    step_lib.Trainer(model, partitioner, axes, rng, num_microbatches, **settings),
     state,
     partitioner,
   )
@@ -101,7 +96,7 @@ def skipped(tmp_path_factory):
   """(directory, final state) of a run that skips both steps, one step in flight as on a GPU."""
   directory = tmp_path_factory.mktemp('skipped')
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(step_metrics, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
+    patch.setattr(metrics_lib, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
     return directory, run(directory, 'skip', max_skipped=2)[1]
 
 
@@ -168,7 +163,7 @@ def test_the_saved_state_goes_through_the_step_again(stopped_run):
 
 
 def test_steps_in_flight_when_the_run_stops_change_nothing(tmp_path, stopped_run, monkeypatch):
-  monkeypatch.setattr(step_metrics, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
+  monkeypatch.setattr(metrics_lib, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
   assert stopped(tmp_path, 'stop', stats_period=5) == 3
   assert dump(tmp_path, 3) == dump(stopped_run, 3)
   states = [
@@ -223,8 +218,8 @@ def test_only_the_step_number_changes(model, nan_row, finite, num_microbatches):
   if nan_row is not None:
     batch['image'][nan_row] = np.nan
   state, metrics = steps.train_step(state, partitioner.shard_batch(batch, 16))
-  assert not trainer.is_finite(metrics)
-  values = step_metrics.compute_metrics(jax.device_get(metrics))
+  assert not metrics_lib.is_finite(metrics)
+  values = metrics_lib.compute_metrics(jax.device_get(metrics))
   assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
   assert int(state.step) == 1
   assert_equal((state.params, state.opt_state), before)

@@ -8,7 +8,7 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.training import optimizers, partitioning
-from het_plugin.training.train_state import TrainState
+from het_plugin.training.state import TrainState
 from tests.training import toy
 
 P = PartitionSpec

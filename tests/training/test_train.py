@@ -24,7 +24,8 @@ from het_plugin.operations import (
   run_lock,
   run_status,
 )
-from het_plugin.training import actions, checkpoints, metric_writers, partitioning, trainer
+from het_plugin.training import actions, checkpoints, metric_writers, partitioning
+from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -517,7 +518,7 @@ ENDLESS = toy.ToyDatasetConfig(16, 'endless')
     ({'train_dataset_cfg': toy.ToyDatasetConfig(18)}, 'batch_size=18'),
     ({'train_eval_dataset_cfg': toy.ToyDatasetConfig(6)}, 'batch_size=6'),
     (
-      {'trainer_cls': functools.partial(trainer.Trainer, num_microbatches=8)},
+      {'trainer_cls': functools.partial(step_lib.Trainer, num_microbatches=8)},
       'batch_size=16 must be a positive multiple of 32',
     ),
     ({'model': toy.ToyModel(toy.Mlp(num_classes=15))}, 'head_bias of shape'),
@@ -529,7 +530,7 @@ ENDLESS = toy.ToyDatasetConfig(16, 'endless')
   ],
 )
 def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatch, settings, words):
-  monkeypatch.setattr(trainer.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
   monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
   with pytest.raises(ValueError, match=words):
     toy_run.run(tmp_path, **settings)
@@ -544,7 +545,7 @@ def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
   toy_run.run(
     tmp_path / 'half', train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=60), total_steps=4
   )
-  monkeypatch.setattr(trainer.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
   short = toy.ToyDatasetConfig(16, num_examples=100)  # 7 batches
   with pytest.raises(ValueError, match='total_steps=12 must be at most 7: at step 0'):
     toy_run.run(tmp_path / 'new', train_dataset_cfg=short)

@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from het_plugin.training import actions, checkpoints, partitioning, trainer
+from het_plugin.training import actions, checkpoints, partitioning
+from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 from tests.training import toy
 
@@ -31,7 +32,7 @@ def recording_trainer(path: Path):
   file.
   """
 
-  class RecordingTrainer(trainer.Trainer):
+  class RecordingTrainer(step_lib.Trainer):
     def train_step(self, train_state, batch):
       with path.open('a') as file:
         file.write(' '.join(map(str, np.asarray(batch['index'])[batch['mask'] > 0])) + '\n')

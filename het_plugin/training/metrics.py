@@ -4,16 +4,22 @@ import collections
 import contextlib
 import dataclasses
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import clu.metrics
+import flax
 import jax
+import jax.numpy as jnp
+import optax
 
 from het_plugin.training import flops as flops_lib
-from het_plugin.training import trainer as trainer_lib
 
 PyTree = Any
+
+Metrics = dict[str, clu.metrics.Metric]
 
 # Steps whose results the host has not waited for when it dispatches the next one. One lets the
 # device start on step n + 1 while the host reads the metrics of step n.
@@ -53,7 +59,21 @@ class InFlight:
     return done
 
 
-def compute_metrics(metrics: trainer_lib.Metrics) -> dict[str, float]:
+def is_metric(x: Any) -> bool:
+  return isinstance(x, clu.metrics.Metric)
+
+
+def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
+  """Merges two mappings of the same metrics, of which `a` is the earlier."""
+  return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=is_metric)
+
+
+def is_finite(metrics: Metrics) -> bool:
+  """Whether loss, gradient and update of a step were finite, by the metrics of `apply_grads`."""
+  return bool(metrics['update'].finite)
+
+
+def compute_metrics(metrics: Metrics) -> dict[str, float]:
   """The values of a mapping of clu metrics; one whose value is a mapping gives several."""
   values = {}
   for name, metric in metrics.items():
@@ -88,7 +108,7 @@ class StepMetrics:
     batch_size: int,
     flops_per_step: float,
     mesh: jax.sharding.Mesh,
-    on_step: Callable[[int, trainer_lib.Metrics], None],
+    on_step: Callable[[int, Metrics], None],
   ):
     """Starts the clock.
 
@@ -109,13 +129,13 @@ class StepMetrics:
 
   def _start_period(self, now: float) -> None:
     self._start = now
-    self._merged: trainer_lib.Metrics | None = None
-    self._left_out: trainer_lib.Metrics | None = None
+    self._merged: Metrics | None = None
+    self._left_out: Metrics | None = None
     self._steps = 0
     self._nonfinite_steps = 0
     self._data_wait = 0.0
 
-  def add(self, step: int, metrics: trainer_lib.Metrics, data_wait: float) -> list[Summary]:
+  def add(self, step: int, metrics: Metrics, data_wait: float) -> list[Summary]:
     """Takes the metrics of a step, on the device, and the seconds it waited for data.
 
     Returns:
@@ -143,17 +163,17 @@ class StepMetrics:
     yield
     self._start += time.monotonic() - start
 
-  def _collect(self, done: list[tuple[int, float, trainer_lib.Metrics]]) -> list[Summary]:
+  def _collect(self, done: list[tuple[int, float, Metrics]]) -> list[Summary]:
     summaries = []
     for step, data_wait, metrics in done:
       self._on_step(step, metrics)
-      if not trainer_lib.is_finite(metrics):
+      if not is_finite(metrics):
         self._left_out = metrics
         self._nonfinite_steps += 1
       elif self._merged is None:
         self._merged = metrics
       else:
-        self._merged = trainer_lib.merge_metrics(self._merged, metrics)
+        self._merged = merge_metrics(self._merged, metrics)
       self._steps += 1
       self._data_wait += data_wait
       if step % self._period == 0:
@@ -175,3 +195,63 @@ class StepMetrics:
       values['timing/mfu'] = self._seconds_at_peak / seconds
     self._start_period(now)
     return Summary(step, values)
+
+
+# Regular expressions, matched at the beginning of a parameter's path ('head/covariance/J'): what
+# one matches is the name of a group. These make the groups 'backbone', 'head', 'head/kernel',
+# 'head/covariance' and so on.
+GROUPS = (r'[^/]+', r'head/[^/]+')
+
+
+@flax.struct.dataclass
+class UpdateReport(clu.metrics.Metric):
+  """Norms of a step, averaged over steps by `merge`; few arrays, since each is fetched every step.
+
+  Attributes:
+    total: float32 [len(names)], sums over the steps.
+    count: int32, number of steps.
+    finite: bool, whether all of these steps had a finite loss, gradient and update.
+    names: of the norms.
+  """
+
+  total: jax.Array
+  count: jax.Array
+  finite: jax.Array
+  names: tuple[str, ...] = flax.struct.field(pytree_node=False)
+
+  @classmethod
+  def from_norms(cls, norms: Mapping[str, jax.Array], finite: jax.Array) -> 'UpdateReport':
+    """Of one step: scalars by name."""
+    total = jnp.stack([jnp.asarray(norm, jnp.float32) for norm in norms.values()])
+    return cls(total=total, count=jnp.ones((), jnp.int32), finite=finite, names=tuple(norms))
+
+  def merge(self, other: 'UpdateReport') -> 'UpdateReport':
+    return self.replace(
+      total=self.total + other.total,
+      count=self.count + other.count,
+      finite=self.finite & other.finite,
+    )
+
+  def compute(self) -> dict[str, jax.Array]:
+    """{name: mean norm}."""
+    return dict(zip(self.names, self.total / self.count, strict=True))
+
+
+def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Array]:
+  """L2 norms over all devices.
+
+  Args:
+    name: of what the tree holds.
+    tree: shaped as parameters.
+    patterns: see GROUPS.
+
+  Returns:
+    {name: of the whole tree, name/group: of each group}.
+  """
+  groups: dict[str, list[jax.Array]] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    path = jax.tree_util.keystr(path, simple=True, separator='/')
+    for group in {match[0]: None for p in patterns if (match := re.match(p, path))}:
+      groups.setdefault(group, []).append(leaf)
+  by_group = {f'{name}/{group}': optax.tree.norm(leaves) for group, leaves in groups.items()}
+  return {name: optax.tree.norm(tree), **by_group}

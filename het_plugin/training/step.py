@@ -20,26 +20,13 @@ import optax
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
-from het_plugin.training import flops, optimizers, partitioning, update_report
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import flops, optimizers, partitioning
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training.state import TrainState
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
-Metrics = dict[str, clu.metrics.Metric]
-
-
-def is_metric(x: Any) -> bool:
-  return isinstance(x, clu.metrics.Metric)
-
-
-def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """Merges two mappings of the same metrics, of which `a` is the earlier."""
-  return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=is_metric)
-
-
-def is_finite(metrics: Metrics) -> bool:
-  """Whether loss, gradient and update of a step were finite, by the metrics of `apply_grads`."""
-  return bool(metrics['update'].finite)
+Metrics = metrics_lib.Metrics
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
@@ -102,7 +89,7 @@ def accumulate_grads_microbatched(
     step, (zeros, jnp.zeros((), jnp.float32)), split_microbatches(batch, num_microbatches)
   )
   # reduce() is clu's merge over a leading axis.
-  metrics = jax.tree.map(lambda metric: metric.reduce(), stacked, is_leaf=is_metric)
+  metrics = jax.tree.map(lambda metric: metric.reduce(), stacked, is_leaf=metrics_lib.is_metric)
   scale = 1.0 if summed else 1.0 / jnp.maximum(weight_sum, 1.0)
   return jax.tree.map(lambda total: total * scale, grad_sum), metrics
 
@@ -120,7 +107,7 @@ def apply_grads(
   train_state: TrainState,
   grads: PyTree,
   metrics: Metrics,
-  norm_groups: Sequence[str] = update_report.GROUPS,
+  norm_groups: Sequence[str] = metrics_lib.GROUPS,
   halted: jax.Array | bool = False,
 ) -> tuple[TrainState, Metrics]:
   """One optimizer update, or none where loss, gradient or update are not finite.
@@ -129,7 +116,7 @@ def apply_grads(
     train_state: of before.
     grads: float32, shaped as the parameters.
     metrics: with 'loss'.
-    norm_groups: which groups of parameters have norms of their own, see `update_report.GROUPS`.
+    norm_groups: which groups of parameters have norms of their own, see `metrics_lib.GROUPS`.
     halted: bool; True leaves the state as it is, `step` too.
 
   Returns:
@@ -143,8 +130,8 @@ def apply_grads(
   if (rate := learning_rate(train_state)) is not None:
     metrics['learning_rate'] = clu.metrics.LastValue.from_model_output(rate[None])
 
-  norms = update_report.norms('gradient_norm', grads, norm_groups)
-  norms |= update_report.norms('update_norm', updates, norm_groups)
+  norms = metrics_lib.norms('gradient_norm', grads, norm_groups)
+  norms |= metrics_lib.norms('update_norm', updates, norm_groups)
   checked = [*jax.tree.leaves(metrics['loss']), norms['gradient_norm'], norms['update_norm']]
   finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in checked]))
   applied = finite & ~jnp.asarray(halted)
@@ -153,8 +140,8 @@ def apply_grads(
     return jax.tree.map(lambda x, y: jnp.where(applied, x, y), new, old)
 
   params = choose(optax.apply_updates(train_state.params, updates), train_state.params)
-  norms |= update_report.norms('param_norm', params, norm_groups)
-  metrics['update'] = update_report.UpdateReport.from_norms(norms, finite)
+  norms |= metrics_lib.norms('param_norm', params, norm_groups)
+  metrics['update'] = metrics_lib.UpdateReport.from_norms(norms, finite)
   return train_state.replace(
     step=train_state.step + jnp.where(halted, 0, 1),
     params=params,
@@ -186,7 +173,7 @@ class Trainer:
     train_state_axes: TrainState,
     rng: jax.Array,
     num_microbatches: int | None = None,
-    norm_groups: Sequence[str] = update_report.GROUPS,
+    norm_groups: Sequence[str] = metrics_lib.GROUPS,
     halt_at_nonfinite: bool = True,
   ):
     """Prepares the steps; nothing is compiled.

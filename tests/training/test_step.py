@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from het_plugin.training import partitioning, step_metrics, trainer
-from het_plugin.training.train_state import TrainState
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import partitioning
+from het_plugin.training import step as step_lib
+from het_plugin.training.state import TrainState
 from tests.training import toy
 
 BATCH = 32
@@ -28,14 +30,14 @@ def train(num_partitions, num_microbatches=None, dims=1, real_rows=BATCH, factor
 
   axes = partitioner.get_mesh_axes(jax.eval_shape(init))
   state = partitioner.partition(init, (), axes)()
-  steps = trainer.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches)
+  steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches)
   steps.check_batch_size(BATCH)
   for step in range(STEPS):
     index = step * BATCH + np.arange(BATCH)
     batch = toy.make_batch(index, np.arange(BATCH) < real_rows)
     state, metrics = steps.train_step(state, partitioner.shard_batch(batch, BATCH))
     jax.block_until_ready(metrics)
-  return jax.device_get(state.params), state, step_metrics.compute_metrics(jax.device_get(metrics))
+  return jax.device_get(state.params), state, metrics_lib.compute_metrics(jax.device_get(metrics))
 
 
 def assert_same(a, b):
@@ -86,7 +88,7 @@ def test_microbatches_are_spread_over_the_data_axis_without_communication():
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   batch = partitioner.shard_batch({'index': np.arange(BATCH)}, BATCH)
   split = partitioner.partition(
-    functools.partial(trainer.split_microbatches, num_microbatches=4),
+    functools.partial(step_lib.split_microbatches, num_microbatches=4),
     (partitioner.data_partition_spec,),
     jax.sharding.PartitionSpec(None, 'data'),
   )
@@ -129,7 +131,7 @@ def test_bad_settings_are_named(num_microbatches, batch_size, words):
     partitioner = partitioning.PjitPartitioner(num_partitions=2)
     state = train(2)[1]
     axes = partitioner.get_mesh_axes(state)
-    steps = trainer.Trainer(toy.ToyModel(), partitioner, axes, jax.random.key(0), num_microbatches)
+    steps = step_lib.Trainer(toy.ToyModel(), partitioner, axes, jax.random.key(0), num_microbatches)
     steps.check_batch_size(batch_size)
 
 
@@ -139,5 +141,5 @@ def test_a_model_that_needs_the_whole_batch_gets_it():
   model = toy.ToyModel()
   model.needs_whole_batch = True
   with pytest.raises(ValueError, match='num_microbatches=2 must be 1: the loss of ToyModel'):
-    trainer.Trainer(model, partitioner, axes, jax.random.key(0), 2)
-  trainer.Trainer(model, partitioner, axes, jax.random.key(0), 1)
+    step_lib.Trainer(model, partitioner, axes, jax.random.key(0), 2)
+  step_lib.Trainer(model, partitioner, axes, jax.random.key(0), 1)

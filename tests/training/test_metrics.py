@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 
-from het_plugin.training import step_metrics, update_report
+from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import step as step_lib
+
+PARAMS = {
+  'backbone': {'block_0': {'kernel': jnp.full((2, 2), 1.0)}, 'norm': jnp.full((5,), 1.0)},
+  'head': {'kernel': jnp.full((4,), 2.0), 'covariance': {'J': jnp.full((9,), 1.0)}},
+}
 
 
 def metrics(loss: float, rows: int = 1):
   norms = {'gradient_norm': jnp.float32(loss)}
   return {
     'loss': clu_metrics.Average(total=jnp.float32(loss * rows), count=jnp.int32(rows)),
-    'update': update_report.UpdateReport.from_norms(norms, jnp.isfinite(loss)),
+    'update': metrics_lib.UpdateReport.from_norms(norms, jnp.isfinite(loss)),
   }
 
 
@@ -22,11 +28,11 @@ def make_stats(
   period: int, batch_size: int = 1, flops_per_step: float = 1.0, on_step=lambda *_: None
 ):
   mesh = jax.make_mesh((8,), ('data',))
-  return step_metrics.StepMetrics(period, batch_size, flops_per_step, mesh, on_step)
+  return metrics_lib.StepMetrics(period, batch_size, flops_per_step, mesh, on_step)
 
 
 def test_in_flight_returns_values_only_over_its_limit():
-  queue = step_metrics.InFlight(limit=2)
+  queue = metrics_lib.InFlight(limit=2)
   assert queue.push(jnp.float32(1)) == queue.push(jnp.float32(2)) == []
   assert queue.push(jnp.float32(3)) == [1]
   assert queue.drain() == [2, 3]
@@ -78,10 +84,38 @@ def test_speed_leaves_pauses_out_and_shows_the_wait_for_data():
 
 
 def test_utilisation_where_the_peak_is_known(monkeypatch):
-  monkeypatch.setattr(step_metrics.flops_lib, 'peak_flops', lambda kind: 1e3)
+  monkeypatch.setattr(metrics_lib.flops_lib, 'peak_flops', lambda kind: 1e3)
   stats = make_stats(period=1, flops_per_step=8e2)  # 0.1 s at peak
   time.sleep(0.2)
   (summary,) = stats.add(1, metrics(1.0), data_wait=0.0)
   assert summary.values['timing/mfu'] == pytest.approx(
     100 / summary.values['timing/ms_per_step'], rel=1e-3
   )
+
+
+def test_groups_are_the_top_level_and_the_parts_of_the_head():
+  assert metrics_lib.norms('param_norm', PARAMS, metrics_lib.GROUPS) == {
+    'param_norm': pytest.approx(np.sqrt(9 + 16 + 9)),
+    'param_norm/backbone': 3,
+    'param_norm/head': 5,
+    'param_norm/head/kernel': 4,
+    'param_norm/head/covariance': 3,
+  }
+
+
+def test_other_groups():
+  norms = metrics_lib.norms('x', PARAMS, [r'backbone/block_\d+', 'encoder'])
+  assert set(norms) == {'x', 'x/backbone/block_0'}
+  with pytest.raises(ValueError, match=r"norm_groups has '\(head'"):
+    step_lib.Trainer(None, None, None, None, norm_groups=['(head'])
+
+
+def test_norms_are_averaged_over_steps():
+  def report(a, b, finite=True):
+    norms = {'a': jnp.float32(a), 'b': jnp.float32(b)}
+    return {'update': metrics_lib.UpdateReport.from_norms(norms, jnp.asarray(finite))}
+
+  merged = metrics_lib.merge_metrics(jax.device_get(report(1, 10)), jax.device_get(report(3, 20)))
+  assert metrics_lib.compute_metrics(merged) == {'a': 2.0, 'b': 15.0}
+  assert metrics_lib.is_finite(merged)
+  assert not metrics_lib.is_finite(metrics_lib.merge_metrics(merged, report(0, 0, finite=False)))
