@@ -43,7 +43,7 @@ Ablation:
 def register():
   with gin.unlock_config():
     registry.register_trainer()
-    registry.register_studies()
+    registry.register('experiments')
     gin.external_configurable(lambda: jax.devices()[:1], name='one_device')
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import gin
 from het_plugin.config import parsing, registry
-from het_plugin.train import train_from_gin
+from het_plugin.config.training_run import train_from_gin
 from het_plugin.training import partitioning, train
 from het_plugin.training import step as step_lib
 

@@ -64,7 +64,9 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
     assert (folder / plot).read_bytes().startswith(b'\x89PNG')
   assert 'Luketina' in (folder / 'index.html').read_text()
 
-  monkeypatch.setattr('het_plugin.train.train_from_gin', None)  # nothing is trained again
+  monkeypatch.setattr(
+    'het_plugin.config.training_run.train_from_gin', None
+  )  # nothing is trained again
   assert run(**settings) == printed
   assert json.loads((folder / 'results.json').read_text()) == rows
 

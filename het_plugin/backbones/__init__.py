@@ -6,4 +6,6 @@ from het_plugin.backbones.resnet import ResNet, resnet
 from het_plugin.backbones.text import TextTransformer, text_transformer
 from het_plugin.backbones.vit import ViT, vit
 
+CONFIGURABLES = {'resnet': ('resnet',), 'text': ('text_transformer',), 'vit': ('vit',)}
+
 __all__ = ['ResNet', 'TextTransformer', 'ViT', 'resnet', 'text_transformer', 'vit']

@@ -26,6 +26,12 @@ _LAZY = {
   'tokenize': 'vocabularies',
 }
 
+CONFIGURABLES = {
+  'duration': ('total_steps',),
+  'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
+  'pipeline': ('DatasetConfig',),
+}
+
 __all__ = [
   'BatchIterator',
   'DatasetConfig',

@@ -11,6 +11,13 @@ from het_plugin.evaluation.fewshot import (
   few_shot_all,
 )
 
+CONFIGURABLES = {
+  'fewshot_action': ('FewShotAction',),
+  'fewshot_datasets': ('FewShotDataset',),
+  'zeroshot_action': ('ZeroShotAction',),
+  'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
+}
+
 __all__ = [
   'BIG_VISION_L2',
   'L2_GRID',

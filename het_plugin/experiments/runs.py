@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 import gin
-from het_plugin import train
-from het_plugin.config import parsing
+from het_plugin.config import parsing, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import preemption
 
@@ -59,7 +58,7 @@ def complete(run: Run, run_dir: Path) -> bool:
   if (run_dir / _DONE).exists() and json.loads((run_dir / _DONE).read_text())['config'] == config:
     return False
   with preemption.PreemptionNotice() as notice:
-    step, _ = train.train_from_gin()
+    step, _ = training_run.train_from_gin()
   (run_dir / _DONE).write_text(json.dumps({'config': config}))
   if notice.reached():
     raise preemption.Preempted(step)

@@ -13,6 +13,12 @@ from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.hashing import class_buckets
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
+CONFIGURABLES = {
+  'classifiers': ('Det', 'Het', 'HetH', 'HetXL'),
+  'contrastive': ('ContrastiveDet', 'ContrastiveHetXL'),
+  'temperature': ('FixedTemperature', 'LearnedTemperature', 'LogitScale'),
+}
+
 __all__ = [
   'Classifier',
   'ContrastiveDet',

@@ -34,6 +34,8 @@ from het_plugin.integrate.samplers import (
   sobol,
 )
 
+CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
+
 __all__ = [
   'ESTIMATORS',
   'IMPLEMENTATIONS',

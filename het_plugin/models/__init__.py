@@ -4,6 +4,11 @@ from het_plugin.models.classification import ClassificationModel, Classification
 from het_plugin.models.contrastive import ContrastiveModel, ContrastiveModule
 from het_plugin.models.metrics import ExpectedCalibrationError
 
+CONFIGURABLES = {
+  'classification': ('ClassificationModel',),
+  'contrastive': ('ContrastiveModel',),
+}
+
 __all__ = [
   'ClassificationModel',
   'ClassificationModule',

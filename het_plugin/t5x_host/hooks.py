@@ -1,5 +1,18 @@
-"""Imported by gin/t5x/hooks.gin: our actions and optimizer beside a configuration of t5x's own."""
+"""Imported by gin/t5x/hooks.gin: registers our actions and optimizer beside t5x's.
 
+Raises:
+  ModuleNotFoundError: t5x or a package that it needs is missing.
+"""
+
+from het_plugin import t5x_host
 from het_plugin.config import registry
 
-registry.register_t5x_hooks()
+try:
+  import t5x.train  # noqa: F401
+except ModuleNotFoundError as error:
+  raise ModuleNotFoundError(
+    f'{error}: t5x and what it needs must be importable, docs/t5x.md says how'
+  ) from error
+
+registry.register_table(t5x_host.__name__, t5x_host.HOOKS)
+registry.register('evaluation')

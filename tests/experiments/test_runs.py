@@ -54,7 +54,7 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, mon
     return 2, None
 
   before = signal.getsignal(signal.SIGTERM)
-  monkeypatch.setattr(runs.train, 'train_from_gin', train_to_the_end)
+  monkeypatch.setattr(runs.training_run, 'train_from_gin', train_to_the_end)
   with pytest.raises(preemption.Preempted) as preempted:
     runs.complete(small_run(), tmp_path)
   assert (preempted.value.code, preempted.value.step, preempted.value.compiling) == (42, 2, False)

@@ -18,8 +18,8 @@ import pytest
 
 import gin
 from het_plugin.config import parsing, registry
+from het_plugin.config.training_run import train_from_gin
 from het_plugin.operations import heartbeat, verdict
-from het_plugin.train import train_from_gin
 from het_plugin.training import checkpoints
 from launch import local
 

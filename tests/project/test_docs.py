@@ -123,7 +123,7 @@ def gin_names(page):
 @pages
 def test_bindings_name_what_exists(page):
   registry.register_trainer()
-  registry.register_studies()
+  registry.register('experiments')
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
   for configurable, name in gin_names(page):
@@ -144,7 +144,7 @@ def configurable(name):
 @pages
 def test_parameters_in_the_text_exist(page):
   registry.register_trainer()
-  registry.register_studies()
+  registry.register('experiments')
   for name, parameter in re.findall(r'`(?:\w+/)?(\w+)\.(\w+)`', page.read_text()):
     is_file = parameter in ('gin', 'py')
     if not is_file and (known := configurable(name)) and not hasattr(known, parameter):

@@ -107,7 +107,7 @@ def ours(tmp_path_factory, run_in_process):
 def run_in_process():
   import gin
   from het_plugin.config import parsing, registry
-  from het_plugin.train import train_from_gin
+  from het_plugin.config.training_run import train_from_gin
 
   def run(gin_files, bindings):
     registry.register_trainer()
