@@ -1,6 +1,7 @@
-"""Who may import whom (docs/design.md)."""
+"""The house: who may import whom (docs/design.md), how long a file may be, and what lies where."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,62 +9,41 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PORTABLE = {'jax', 'flax', 'numpy'}
-# package: what it may import of the project
-ALLOWED = {
-  'integrate': {'integrate'},
-  'heads': {'heads', 'integrate'},
-  'backbones': {'backbones'},
-  'models': {'models', 'backbones', 'heads', 'integrate', 'data'},
-  'data': {'data'},
-  'training': {'training', 'data', 'weights'},
-  'weights': {'weights'},
-  'planning': {'planning', 'training', 'data', 'configurables', 'gin_utils', 'reporting'},
-  'evaluation': {'evaluation', 'training', 'data', 'weights'},
-  'reporting': {'reporting'},
-  't5x_host': {
-    'integrate',
-    't5x_host',
-    'config_changes',
-    'gin_utils',
-    'data',
-    'evaluation',
-    'training',
-  },
-  'studies': {
-    'studies',
-    'training',
-    'evaluation',
-    'data',
-    'models',
-    'reporting',
-    'gin_utils',
-    'train',
-    'trained_run',
-    'heads',
-    'integrate',
+PACKAGE = ROOT / 'het_plugin'
+# room: the rooms below it that it imports.
+BELOW = {
+  'integrate': set(),
+  'heads': {'integrate'},
+  'backbones': set(),
+  'data': set(),
+  'models': {'integrate', 'heads', 'backbones', 'data'},  # of data, the feature converters
+  'weights': set(),
+  'reporting': set(),
+  'training': {'data', 'weights', 'operations'},
+  'operations': {'training', 'reporting'},
+  'evaluation': {'training', 'data', 'weights', 'reporting'},
+  'config': {'training', 'weights', 'operations'},
+  'planning': {'config', 'training', 'data', 'reporting'},
+  't5x_host': {'config', 'evaluation', 'training', 'data', 'integrate'},
+  'experiments': {
+    *('config', 'evaluation', 'operations', 'training', 'data', 'heads', 'integrate', 'reporting')
   },
 }
-GIN_USERS = {
-  'config_changes.py',
-  'configurables.py',
-  'command_line.py',
-  'train.py',
-  'quickstart.py',
-  'ablate.py',
-  'trained_run.py',
-  'fewshot.py',
-  'zeroshot.py',
-  'planning/step.py',
-  'studies/runs.py',
-  'studies/temperature.py',
-  't5x_host/config.py',
-  'studies/flops.py',
-}
+PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
+KNOW_GIN = {'config', 'planning', 't5x_host', 'experiments', 'mains'}
+MAX_LINES = 450
+LONGER = {'checkpoints.py', 'kernels.py', 'integrator.py', 'batch_softmax.py'}
+
+FILES = sorted(PACKAGE.rglob('*.py'))
+
+
+def room_of(path):
+  parts = path.relative_to(PACKAGE).parts
+  return parts[0] if len(parts) > 1 else 'mains'
 
 
 def imports(path):
-  """Names of the modules that a file imports, with the names taken from them."""
+  """Full names of what a file imports, anywhere in it."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
@@ -72,60 +52,93 @@ def imports(path):
       yield from (f'{node.module}.{alias.name}' for alias in node.names)
 
 
-def files(package):
-  found = sorted((ROOT / 'het_plugin' / package).rglob('*.py'))
-  assert found
-  return found
+def file_of(name):
+  """The file of a module of ours, or of the module of an object of ours."""
+  parts = name.split('.')
+  for length in range(len(parts), 0, -1):
+    stem = ROOT.joinpath(*parts[:length])
+    for path in (stem.with_suffix('.py'), stem / '__init__.py'):
+      if path.is_file():
+        return path
+  raise AssertionError(f'no module {name}')
 
 
-def test_every_package_has_a_rule():
-  packages = {path.parent.name for path in (ROOT / 'het_plugin').glob('*/__init__.py')}
-  assert packages == set(ALLOWED)
+IMPORTED = {path: set(imports(path)) for path in FILES}
+OURS = {
+  path: {file_of(name) for name in names if name.split('.')[0] == 'het_plugin'}
+  for path, names in IMPORTED.items()
+}
 
 
-@pytest.mark.parametrize('package', ALLOWED)
-def test_packages_import_in_one_direction(package):
-  for path in files(package):
-    for name in imports(path):
-      if name.startswith('het_plugin.'):
-        assert name.split('.')[1] in ALLOWED[package], f'{path} imports {name}'
+def users(package):
+  """Files that import a package of others."""
+  return {p for p, names in IMPORTED.items() if any(n.split('.')[0] == package for n in names)}
 
 
-@pytest.mark.parametrize('package', ['integrate', 'heads', 'backbones'])
-def test_the_core_needs_jax_flax_and_numpy_only(package):
-  for path in files(package):
-    tops = {name.split('.')[0] for name in imports(path)} - {'het_plugin'}
-    assert tops - sys.stdlib_module_names <= PORTABLE, path
+def test_rooms_import_those_below_only():
+  assert {path.parent.name for path in PACKAGE.glob('*/__init__.py')} - {'gin'} == set(BELOW)
+  for path, imported in OURS.items():
+    room = room_of(path)
+    for other in {room_of(file) for file in imported if file != PACKAGE / '__init__.py'}:
+      assert other == room or room == 'mains' or other in BELOW[room], f'{path} imports {other}'
 
 
-def test_the_core_brings_no_tensorflow():
-  code = (
-    'import sys, het_plugin.heads, het_plugin.integrate, het_plugin.backbones\n'
-    'print([m for m in ("tensorflow", "gin", "seqio", "clu", "orbax") if m in sys.modules])'
-  )
-  result = subprocess.run(
-    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
-  )
-  assert result.stdout.strip() == '[]'
+def test_no_file_imports_itself_through_others():
+  left = dict(OURS)
+  while free := [path for path, imported in left.items() if not (imported - {path}) & set(left)]:
+    for path in free:
+      del left[path]
+  assert not left, f'a circle is among {sorted(str(p.relative_to(PACKAGE)) for p in left)}'
 
 
-def test_gin_is_imported_in_few_places():
-  users = {
-    str(path.relative_to(ROOT / 'het_plugin'))
-    for path in (ROOT / 'het_plugin').rglob('*.py')
-    if any(name.split('.')[0] == 'gin' for name in imports(path))
-  }
-  assert users == GIN_USERS
+def test_the_core_needs_jax_flax_and_numpy_only():
+  for path in FILES:
+    if room_of(path) in PORTABLE:
+      others = {name.split('.')[0] for name in IMPORTED[path]} - sys.stdlib_module_names
+      assert others <= {'het_plugin', 'jax', 'flax', 'numpy'}, path
 
 
-def test_one_module_knows_orbax():
-  users = {
-    path.name
-    for path in (ROOT / 'het_plugin').rglob('*.py')
-    if any(name.split('.')[0] == 'orbax' for name in imports(path))
-  }
-  assert users == {'checkpoints.py'}
+def test_gin_and_orbax_stay_where_they_belong():
+  assert {room_of(path) for path in users('gin')} <= KNOW_GIN
+  assert {path.name for path in users('orbax')} == {'checkpoints.py'}
+
+
+def test_the_root_holds_mains():
+  for path in PACKAGE.glob('*.py'):
+    assert path.name == '__init__.py' or "if __name__ == '__main__'" in path.read_text(), path
+
+
+def test_files_are_short():
+  for path in FILES:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES or path.name in LONGER, f'{path} has {lines} lines'
 
 
 def test_the_gin_tree_is_no_package():
   assert not list((ROOT / 'gin').rglob('*.py'))
+
+
+@pytest.mark.parametrize('room', BELOW)
+def test_configurables_exist(room):
+  """Those of t5x_host need t5x, apart from ours."""
+  package = f'het_plugin.{room}'
+  for key, names in getattr(importlib.import_module(package), 'CONFIGURABLES', {}).items():
+    if room == 't5x_host' and not key.startswith('het_plugin.'):
+      continue
+    module = importlib.import_module(key if '.' in key else f'{package}.{key}')
+    for name in names:
+      assert callable(getattr(module, name)), f'{package} states {key}.{name}'
+
+
+def loaded(code, *packages):
+  """Those of the packages that a program has imported."""
+  code = f'import sys\n{code}\nprint(*[name for name in {packages} if name in sys.modules])'
+  result = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
+  )
+  return result.stdout.split()
+
+
+def test_the_core_brings_no_tensorflow():
+  code = 'import het_plugin.heads, het_plugin.integrate, het_plugin.backbones'
+  assert loaded(code, 'tensorflow', 'gin', 'seqio', 'clu', 'orbax') == []
