@@ -1,23 +1,24 @@
-"""Runs a command as several processes of this machine, which find each other.
+"""Runs a command as several processes of this machine that form one JAX run.
 
     python -m launch.local --processes=2 --devices=4 -- python -m het_plugin.train ...
 
 Each process gets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which the mains of
-het_plugin read. --devices=N gives each N virtual CPU devices, --gpus_per_process=N each GPUs of its
-own; without either all see all devices. Their lines are printed behind their numbers: [1] ...
+het_plugin read. The coordinator listens on the loopback interface only, unless
+JAX_COORDINATOR_BIND_ADDRESS is set to another HOST:PORT. --devices=N gives each process N virtual
+CPU devices, --gpus_per_process=N its own N GPUs; without either, each process sees all devices.
+Lines of output start with the number of their process: [1] ...
 
-SIGTERM and Ctrl-C go to all of them as SIGTERM, so that training saves; a second one, or
---grace_seconds without an end, kills. When a process fails, the others, which wait for it, get
-SIGTERM and are killed --end_seconds later. What processes leave running of their own process groups
-is killed when they end; they also get SIGTERM when this program is killed (on Linux).
+SIGTERM and Ctrl-C are passed on to all processes as SIGTERM, so that training saves; a second
+signal, or --grace_seconds without an end, kills them. When a process fails, the others, which wait
+for it, get SIGTERM and are killed --end_seconds later. Child processes that are left are killed
+too. If the launcher itself is killed, its processes get SIGTERM (Linux only).
 
-Exit codes: 0 all done; 42 preempted, with a checkpoint saved; else that of the process that failed
-first, 128 + the signal if one killed it; 2 also for a setting that is wrong.
+Exit codes: 0 all done; 42 preempted, checkpoint saved; otherwise the code of the process that
+failed first, or 128 + the signal that killed it; 2 also for a wrong setting.
 
-Needs the standard library only.
+Needs only the standard library.
 """
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -31,15 +32,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from launch.supervise import PREEMPTED, WRONG
+from launch.supervise import PREEMPTED, WRONG, exit_code, kill_group, make_parser, on_signals
 
-_PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+_LOOPBACK = '127.0.0.1'
+_PR_SET_PDEATHSIG = 1  # prctl(2) on Linux
 _POLL_SECONDS = 0.2
 
 
 def free_port() -> int:
-  """A TCP port that nobody listens on right now."""
-  with socket.create_server(('', 0)) as server:
+  """A TCP port of the loopback interface that is not in use."""
+  with socket.create_server((_LOOPBACK, 0)) as server:
     return server.getsockname()[1]
 
 
@@ -53,14 +55,15 @@ def environments(
   """The environment of each process.
 
   Args:
-    base: what they have in common.
-    port: of the coordinator, which is process 0.
-    processes: how many.
-    devices: virtual CPU devices of each; None leaves the platform as it is.
-    gpus_per_process: GPUs of each, of those in CUDA_VISIBLE_DEVICES or else from 0; None: all.
+    base: environment that they have in common.
+    port: port of the coordinator, which is process 0.
+    processes: number of processes.
+    devices: virtual CPU devices per process; None leaves the platform as it is.
+    gpus_per_process: GPUs per process, taken from CUDA_VISIBLE_DEVICES or counted from 0; None
+      lets each process see all.
 
   Raises:
-    ValueError: a number is wrong, both are given, or there are too few GPUs.
+    ValueError: a number is below 1, both kinds of devices are given, or there are too few GPUs.
   """
   numbers = {'processes': processes, 'devices': devices, 'gpus_per_process': gpus_per_process}
   for name, value in numbers.items():
@@ -68,13 +71,16 @@ def environments(
       raise ValueError(f'--{name}={value} must be at least 1')
   if devices is not None and gpus_per_process is not None:
     raise ValueError(
-      f'--devices={devices} is of the CPU, --gpus_per_process={gpus_per_process} is not: give one'
+      f'--devices={devices} asks for CPU devices and --gpus_per_process={gpus_per_process} for '
+      'GPUs: give one of them'
     )
+  address = f'{_LOOPBACK}:{port}'
   common = {
+    'JAX_COORDINATOR_BIND_ADDRESS': address,  # JAX itself would listen on all interfaces
     **base,
-    'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
+    'JAX_COORDINATOR_ADDRESS': address,
     'JAX_NUM_PROCESSES': str(processes),
-    'PYTHONUNBUFFERED': '1',  # what it printed before it died is what tells why
+    'PYTHONUNBUFFERED': '1',  # the last lines before a crash tell its cause
     'HET_PLUGIN_LINES_ARE_NUMBERED': '1',  # by `_print_lines`
   }
   if devices is not None:
@@ -98,7 +104,7 @@ def environments(
 
 
 class Group:
-  """The processes and what ends them."""
+  """Starts the processes and ends them together."""
 
   def __init__(
     self,
@@ -107,31 +113,31 @@ class Group:
     grace_seconds: float,
     end_seconds: float,
   ):
-    """Takes the settings; nothing is started.
+    """Stores the settings; `run` starts the processes.
 
     Args:
-      command: of every process.
-      environments: one for each process.
-      grace_seconds: from a signal until processes are killed.
-      end_seconds: from the failure of one until the others are killed.
+      command: command of every process.
+      environments: one environment per process.
+      grace_seconds: time from a signal until processes are killed.
+      end_seconds: time from the failure of one process until the others are killed.
     """
     self._command = command
     self._environments = environments
     self._grace_seconds = grace_seconds
     self._end_seconds = end_seconds
     self._processes: list[subprocess.Popen] = []
-    self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in the order in which they do
-    self._stop_at = None  # when to kill; None while nobody asked to stop
+    self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in order of ending
+    self._stop_at = None  # when to kill; None while no stop was requested
     self._signalled = False
-    self._told: set[subprocess.Popen] = set()  # those that SIGTERM was sent to
+    self._told: set[subprocess.Popen] = set()  # those that got SIGTERM
 
   def stop(self, *_) -> None:
-    """Asks all to save and end: signal handler."""
+    """Asks all processes to save and end. Serves as signal handler."""
     self._end_within(0 if self._signalled else self._grace_seconds)
     self._signalled = True
 
   def run(self) -> int:
-    """Runs all until they have ended; the exit code.
+    """Runs all processes to their end and returns the exit code.
 
     Raises:
       OSError: the command cannot be started.
@@ -148,7 +154,7 @@ class Group:
     finally:
       for process in self._processes:
         if process.poll() is None:
-          _kill_group(process)
+          kill_group(process)
       for printer in printers:
         printer.join(timeout=1)  # a process that left its group may hold the pipe
 
@@ -165,7 +171,7 @@ class Group:
 
   def _watch(self) -> int:
     result, failed, running = 0, False, set(range(len(self._processes)))
-    if self._stop_at is not None:  # asked while they were started
+    if self._stop_at is not None:  # the signal came while they were started
       self._tell()
     while running:
       try:
@@ -175,13 +181,13 @@ class Group:
           _say(f'killing {_names(running)}, which did not end')
           self._stop_at = float('inf')
           for index in running:
-            _kill_group(self._processes[index])
+            kill_group(self._processes[index])
         continue
       running.remove(index)
-      _kill_group(self._processes[index])
+      kill_group(self._processes[index])
       code = self._processes[index].returncode
-      result = result or (code if code >= 0 else 128 - code)
-      if code == PREEMPTED:  # the others are about to end too
+      result = result or exit_code(code)
+      if code == PREEMPTED:  # the others save and end by themselves
         self._end_within(self._grace_seconds, tell=False)
       elif code:
         others = f': ending {_names(running)}' if running and not failed else ''
@@ -198,7 +204,7 @@ class Group:
       self._tell()
 
   def _tell(self) -> None:
-    """SIGTERM, once to each: a second one would kill a process that has saved and is ending."""
+    """Sends SIGTERM once per process: a second one would kill a process that is just saving."""
     for process in self._processes:
       if process not in self._told:
         self._told.add(process)
@@ -211,20 +217,15 @@ class Group:
   def _print_lines(self, index: int) -> None:
     for line in self._processes[index].stdout:
       text = line if line.endswith(b'\n') else line + b'\n'
-      with contextlib.suppress(BrokenPipeError):  # who read them has gone; training goes on
+      with contextlib.suppress(BrokenPipeError):  # the reader is gone; training goes on
         sys.stdout.buffer.write(f'[{index}] '.encode() + text)
         sys.stdout.buffer.flush()
 
 
 def _die_with_parent() -> None:
-  """In the new process: SIGTERM when the process that started it is gone."""
+  """Runs in the new process: requests SIGTERM for when its parent is gone."""
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _kill_group(process: subprocess.Popen) -> None:
-  with contextlib.suppress(ProcessLookupError):
-    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _how(code: int) -> str:
@@ -240,20 +241,14 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--processes', type=int, required=True, help='How many.')
-  parser.add_argument('--devices', type=int, help='Virtual CPU devices of each process.')
-  parser.add_argument('--gpus_per_process', type=int, help='GPUs of each process.')
-  parser.add_argument('--port', type=int, help='Of the coordinator; a free one by default.')
+  parser = make_parser(__doc__)
+  parser.add_argument('--processes', type=int, required=True, help='Number of processes.')
+  parser.add_argument('--devices', type=int, help='Virtual CPU devices per process.')
+  parser.add_argument('--gpus_per_process', type=int, help='GPUs per process.')
+  parser.add_argument('--port', type=int, help='Port of the coordinator; default: a free one.')
   parser.add_argument(
-    '--grace_seconds', type=float, default=300, help='From SIGTERM until processes are killed.'
+    '--end_seconds', type=float, default=10, help='How long the others may outlive a failed one.'
   )
-  parser.add_argument(
-    '--end_seconds', type=float, default=10, help='How long the others may outlive one that failed.'
-  )
-  parser.add_argument('command', nargs='+', help='After "--".')
   args = parser.parse_args()
   try:
     group = Group(
@@ -264,9 +259,7 @@ def main() -> int:
       args.grace_seconds,
       args.end_seconds,
     )
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
-        signal.signal(number, group.stop)
+    on_signals(group.stop)
     return group.run()
   except (ValueError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)

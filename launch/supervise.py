@@ -1,20 +1,20 @@
-"""Runs a training command and starts it again when it was preempted, lost other processes or was
-killed.
+"""Runs a training command and restarts it after preemptions and crashes.
 
     python -m launch.supervise --folder=runs/het_xl -- python -m het_plugin.train ...
 
-Exit code 42 of the command (preempted, with a checkpoint saved) starts it again, at most
---max_restarts times; a signal, or a code above 128 that stands for one (134: other processes are
-lost, or it was stuck), at most --max_failures times. Any other code ends the supervisor with that
-code. The folder takes the output of the command, `supervisor.log`, and `supervisor.json`: pid,
-end_with, restarts, failures, and exit_code, which is null while the command runs; failures are
-restarts too. One supervisor at a time may use a folder.
+Exit code 42 of the command (preempted, checkpoint saved) restarts it, at most --max_restarts times.
+A signal, or an exit code above 128 that stands for a signal (134: the process lost its peers or was
+stuck), restarts it at most --max_failures times. Any other code ends the supervisor with that code.
 
-SIGTERM and Ctrl-C go to the command, so that it saves, and the supervisor ends with the command's
-code; a second one, or --grace_seconds without an end, kills. What the command leaves running of its
-own process group is killed when it ends.
+The folder receives the output of the command, `supervisor.log`, and `supervisor.json` with pid,
+end_with, restarts, failures and exit_code. exit_code is null while the command runs; failures count
+as restarts too. Only one supervisor at a time may use a folder.
 
-Needs the standard library only: it also runs on hosts where nothing is installed yet.
+SIGTERM and Ctrl-C are passed on to the command, so that it saves, and the supervisor ends with the
+command's code. A second signal, or --grace_seconds without an end, kills the command. Child
+processes that the command leaves in its process group are killed when it ends.
+
+Needs only the standard library, so that it also runs on hosts where nothing is installed yet.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -37,12 +37,42 @@ POLL_SECONDS = 0.2
 
 
 class FolderInUseError(Exception):
-  """Another supervisor works in the folder."""
+  """Another supervisor uses the folder."""
+
+
+def on_signals(handler: Callable[..., None]) -> None:
+  """Calls the handler on SIGTERM, Ctrl-C and SIGHUP, unless nohup made SIGHUP ignored."""
+  for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+      signal.signal(number, handler)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+  """Kills a process that was started with start_new_session, and all of its process group."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def exit_code(returncode: int) -> int:
+  """The code of a `Popen.returncode` as shells give it: 128 + the signal that ended a process."""
+  return returncode if returncode >= 0 else 128 - returncode
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+  """A parser with the arguments that `launch.local` and `launch.supervise` share."""
+  parser = argparse.ArgumentParser(
+    description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    '--grace_seconds', type=float, default=300, help='Seconds from SIGTERM until SIGKILL.'
+  )
+  parser.add_argument('command', nargs='+', help='The command to run, after "--".')
+  return parser
 
 
 @contextlib.contextmanager
 def state_file(folder: Path) -> Iterator[IO[str]]:
-  """The folder's supervisor.json, locked for as long as it is open.
+  """Opens supervisor.json in the folder and holds a lock on it while it is open.
 
   Raises:
     FolderInUseError: another process holds the lock.
@@ -64,35 +94,35 @@ def write_state(file: IO[str], **state: int | None) -> None:
 
 
 def read_state(folder: Path) -> dict[str, int | None]:
-  """{pid, end_with, restarts, failures, exit_code} of the folder's supervisor; empty for none."""
+  """The contents of supervisor.json in the folder; empty if there is none."""
   with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
     return json.loads((folder / 'supervisor.json').read_text())
   return {}
 
 
 class Supervisor:
-  """One command, its restarts, and the signals on the way to it."""
+  """Runs one command and passes signals on to it."""
 
   def __init__(self, command: Sequence[str], log: IO[bytes], grace_seconds: float):
     self._command = command
     self._log = log
     self._grace_seconds = grace_seconds
     self._process = None
-    self._stop_at = None  # when to kill; None while nobody asked to stop
+    self._stop_at = None  # when to kill; None while no stop was requested
 
   @property
   def stopping(self) -> bool:
     return self._stop_at is not None
 
   def stop(self, *_) -> None:
-    """Asks the command to end: signal handler, and what `watch` calls."""
+    """Asks the command to end. Serves as signal handler."""
     patience = 0 if self.stopping else self._grace_seconds
     self._stop_at = time.monotonic() + patience
     if self._process is not None and self._process.poll() is None:
       self._process.send_signal(signal.SIGTERM)
 
   def watch(self, pid: int) -> None:
-    """Stops when the process `pid` is gone, however it ended."""
+    """Stops the command when the process `pid` is gone, however that ended."""
     while not self.stopping:
       try:
         os.kill(pid, 0)
@@ -101,25 +131,22 @@ class Supervisor:
       time.sleep(POLL_SECONDS)
 
   def run(self) -> int:
-    """Runs the command once; its exit code, or 128 + the signal that ended it.
+    """Runs the command once and returns its exit code, or 128 + the signal that ended it.
 
-    SIGTERM goes to the command's first process alone: data workers must live until it has saved.
+    SIGTERM goes to the first process of the command only: its data workers must live until it has
+    saved.
     """
     self._process = subprocess.Popen(
       self._command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
     )
-    if self.stopping:  # asked before the process was there
+    if self.stopping:  # the signal came before the process existed
       self._process.send_signal(signal.SIGTERM)
     while (code := self._process.poll()) is None:
       if self.stopping and time.monotonic() > self._stop_at:
-        self._kill_group()
+        kill_group(self._process)
       time.sleep(POLL_SECONDS)
-    self._kill_group()
-    return code if code >= 0 else 128 - code
-
-  def _kill_group(self) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self._process.pid, signal.SIGKILL)
+    kill_group(self._process)
+    return exit_code(code)
 
 
 def supervise(
@@ -130,26 +157,22 @@ def supervise(
   grace_seconds: float,
   end_with: int | None = None,
 ) -> int:
-  """Runs the command until it ends with 0 or an error of its own, or too often otherwise.
+  """Runs the command with restarts; returns its last exit code. The flags explain the settings.
 
   Raises:
-    FolderInUseError: another supervisor works in the folder.
+    FolderInUseError: another supervisor uses the folder.
     OSError: the command cannot be started.
   """
   with state_file(folder) as state, open(folder / 'supervisor.log', 'ab') as log:
     supervisor = Supervisor(command, log, grace_seconds)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
-        signal.signal(number, supervisor.stop)
+    on_signals(supervisor.stop)
     if end_with is not None:
       threading.Thread(target=supervisor.watch, args=(end_with,), daemon=True).start()
     preemptions = failures = 0
 
-    def write(exit_code: int | None) -> None:
+    def write(code: int | None) -> None:
       restarts = preemptions + failures
-      write_state(
-        state, end_with=end_with, restarts=restarts, failures=failures, exit_code=exit_code
-      )
+      write_state(state, end_with=end_with, restarts=restarts, failures=failures, exit_code=code)
 
     write(None)
     while True:
@@ -169,26 +192,20 @@ def supervise(
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--folder', type=Path, required=True, help='Takes the log and the state.')
-  parser.add_argument('--max_restarts', type=int, default=20, help='After exit code 42.')
+  parser = make_parser(__doc__)
+  parser.add_argument('--folder', type=Path, required=True, help='Folder of the log and state.')
   parser.add_argument(
-    '--max_failures', type=int, default=3, help='Restarts after a signal or a code above 128.'
+    '--max_restarts', type=int, default=20, help='Number of restarts after exit code 42.'
   )
   parser.add_argument(
-    '--grace_seconds', type=float, default=300, help='From SIGTERM until the command is killed.'
+    '--max_failures', type=int, default=3, help='Number of restarts after signals.'
   )
   parser.add_argument(
-    '--end_with', type=int, help='A process id: SIGTERM for the command when that process is gone.'
+    '--end_with', type=int, help='A process id: when that process is gone, the command is stopped.'
   )
   parser.add_argument(
-    '--exit_zero',
-    action='store_true',
-    help='Ends with 0 whatever happens; the file has the code.',
+    '--exit_zero', action='store_true', help='Exit with 0 always; supervisor.json has the code.'
   )
-  parser.add_argument('command', nargs='+', help='After "--".')
   args = parser.parse_args()
   try:
     code = supervise(
@@ -199,10 +216,10 @@ def main() -> int:
       args.grace_seconds,
       args.end_with,
     )
-    return 0 if args.exit_zero else code
   except (FolderInUseError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
-    return 0 if args.exit_zero else WRONG
+    code = WRONG
+  return 0 if args.exit_zero else code
 
 
 if __name__ == '__main__':

@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# Trains on TPU VMs that a queued resource brings: makes it, installs the checkout on all hosts, trains, and makes it anew
-# when it is taken away. Every command may be run again.
+# Trains on Cloud TPU VMs: requests a queued resource, installs the checkout on all hosts, trains, and requests the resource
+# again when it is taken away. Every command may be repeated safely.
 #
 #   bash launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE [flags] [-- arguments of het_plugin.train]
 #
-#   create    the queued resource, and waits until it is active
-#   install   the checkout and its Python environment on all hosts
-#   run       create, install, train on all hosts and wait; after a preemption all of it again (needs --model_dir)
-#   status    of the queued resource, and of training on its first host
-#   collect   what MODEL_DIR holds but checkpoints, and the first host's log, into --into
-#   delete    the queued resource and its TPU VMs
+#   create    request the queued resource and wait until it is active
+#   install   copy the checkout to all hosts and install it there
+#   run       create, install, train on all hosts and wait; after a preemption start over (needs --model_dir)
+#   status    show the state of the queued resource, and of training on its first host
+#   collect   copy MODEL_DIR without its checkpoints, and the first host's log, to --into
+#   delete    delete the queued resource and its TPU VMs
 #
-#   --name=NAME           of the queued resource
-#   --zone=ZONE           such as us-east5-a
-#   --project=PROJECT     gcloud's own setting where it is not given
-#   --topology=v5e:4x4    generation (v2, v3, v4, v5e, v5p, v6e) and shape in chips of a slice
-#   --num_slices=1        slices
-#   --spot                Spot capacity
-#   --model_dir=gs://...  where training keeps everything
-#   --max_attempts=100    times that run makes or continues training
-#   --poll_seconds=60     between looks at the queued resource
-#   --into=FOLDER         of collect; runs/NAME
-#   --dry_run             prints every gcloud command in place of running it
+#   --name=NAME           name of the queued resource
+#   --zone=ZONE           for example us-east5-a
+#   --project=PROJECT     default: the project that gcloud is set to
+#   --topology=v5e:4x4    TPU generation (v2, v3, v4, v5e, v5p, v6e) and shape of a slice in chips
+#   --num_slices=1        number of slices
+#   --spot                use Spot capacity
+#   --model_dir=gs://...  folder of the run
+#   --max_attempts=100    how often run may start training
+#   --poll_seconds=60     seconds between two looks at the queued resource
+#   --into=FOLDER         target of collect; default: runs/NAME
+#   --dry_run             print the gcloud commands and run none
 #
 # Exit codes: 0 done; 1 training or gcloud failed; 2 a setting is wrong.
 set -euo pipefail
@@ -40,6 +40,13 @@ TRAIN_ARGUMENTS=()
 
 usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
 
+# check FLAG VALUE PATTERN WHAT: the whole value must match the pattern. This matters most for numbers: Bash evaluates the
+# text inside (( )), so a value such as x[$(command)] would run the command.
+check() {
+  local LC_ALL=C # [a-z] means ASCII letters only
+  [[ "$2" =~ ^($3)$ ]] || wrong "--$1='$2' must be $4"
+}
+
 parse_arguments() {
   COMMAND="${1:-}"
   case "$COMMAND" in
@@ -47,17 +54,13 @@ parse_arguments() {
     -h | --help | help) usage; exit 0 ;;
     *) wrong "the first argument is '$COMMAND'; it must be create, install, run, status, collect or delete" ;;
   esac
+  local flag
   while (($#)); do
     case "$1" in
-      --name=*) NAME="${1#*=}" ;;
-      --zone=*) ZONE="${1#*=}" ;;
-      --project=*) PROJECT="${1#*=}" ;;
-      --topology=*) TOPOLOGY="${1#*=}" ;;
-      --num_slices=*) NUM_SLICES="${1#*=}" ;;
-      --model_dir=*) MODEL_DIR="${1#*=}" ;;
-      --max_attempts=*) MAX_ATTEMPTS="${1#*=}" ;;
-      --poll_seconds=*) POLL_SECONDS="${1#*=}" ;;
-      --into=*) INTO="${1#*=}" ;;
+      --name=* | --zone=* | --project=* | --topology=* | --num_slices=* | --model_dir=* | --max_attempts=* | --poll_seconds=* | --into=*)
+        flag="${1%%=*}" flag="${flag#--}"
+        printf -v "${flag^^}" '%s' "${1#*=}"
+        ;;
       --spot) SPOT=true ;;
       --dry_run) DRY_RUN=true ;;
       --) shift; TRAIN_ARGUMENTS=("$@"); break ;;
@@ -65,29 +68,28 @@ parse_arguments() {
     esac
     shift
   done
-  [[ "$NAME" =~ ^[a-z]([a-z0-9-]*[a-z0-9])?$ ]] || wrong "--name='$NAME' must be lower-case letters, digits and hyphens"
-  [[ -n "$ZONE" ]] || wrong '--zone is not given: us-east5-a, for example'
-  local number
-  for number in "num_slices=$NUM_SLICES" "max_attempts=$MAX_ATTEMPTS"; do
-    [[ "$number" =~ =[1-9][0-9]*$ ]] || wrong "--$number must be at least 1"
-  done
-  [[ "$POLL_SECONDS" =~ ^[0-9]+(\.[0-9]+)?$ ]] || wrong "--poll_seconds=$POLL_SECONDS is no number"
+  check name "$NAME" '[a-z]([a-z0-9-]{0,60}[a-z0-9])?' 'lower-case letters, digits and hyphens, a letter first'
+  check zone "$ZONE" '[a-z0-9-]+' 'a zone, such as us-east5-a'
+  check project "$PROJECT" '([a-z][a-z0-9.:-]*)?' 'the id of a project'
+  check num_slices "$NUM_SLICES" '[1-9][0-9]{0,3}' 'a whole number from 1 to 9999'
+  check max_attempts "$MAX_ATTEMPTS" '[1-9][0-9]{0,5}' 'a whole number of at least 1'
+  check poll_seconds "$POLL_SECONDS" '[0-9]{1,6}(\.[0-9]{1,6})?' 'a number of seconds'
   INTO="${INTO:-runs/$NAME}"
   if [[ "$COMMAND" == create || "$COMMAND" == run ]]; then parse_topology; fi
   if [[ "$COMMAND" == run || "$COMMAND" == collect ]]; then
-    [[ "$MODEL_DIR" == gs://?* ]] || wrong "--model_dir='$MODEL_DIR' must be a gs:// folder: what is on a TPU VM goes with it"
+    check model_dir "$MODEL_DIR" 'gs://[a-z0-9][A-Za-z0-9._/=+~@%,-]*' 'a gs:// folder without spaces: TPU VMs are deleted with their disks'
+    check into "$INTO" '[^-].*' 'a folder whose name does not begin with a hyphen'
   fi
   if [[ "$COMMAND" == run && ${#TRAIN_ARGUMENTS[@]} == 0 ]]; then
     wrong 'no arguments of training: write -- --gin_file=... after the flags'
   fi
 }
 
-# ACCELERATOR and RUNTIME of the topology: https://cloud.google.com/tpu/docs/runtimes. v5e and v6e types count chips, the
-# others cores, two a chip.
+# Sets ACCELERATOR and RUNTIME (https://cloud.google.com/tpu/docs/runtimes). Names of v5e and v6e count chips; the others
+# count cores, two per chip.
 parse_topology() {
   local generation="${TOPOLOGY%%:*}" shape="${TOPOLOGY#*:}"
-  [[ "$TOPOLOGY" =~ ^[a-z0-9]+:[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] ||
-    wrong "--topology='$TOPOLOGY' must be a generation and a shape in chips, such as v5e:4x4"
+  check topology "$TOPOLOGY" '[a-z0-9]+:[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}' 'a generation and a shape in chips, such as v5e:4x4'
   local chips=$((${shape//x/ * }))
   case "$generation" in
     v2 | v3 | v4) ACCELERATOR="$generation-$((2 * chips))" RUNTIME=tpu-ubuntu2204-base ;;
@@ -98,7 +100,7 @@ parse_topology() {
   esac
 }
 
-# gcloud with zone and project, or its command line with --dry_run.
+# Runs gcloud with zone and project; with --dry_run prints the command instead.
 cloud() {
   local command=(gcloud "$@")
   if [[ "${1:-}" == compute ]]; then command+=("--zone=$ZONE"); fi
@@ -115,7 +117,7 @@ queued() { local verb="$1"; shift; cloud compute tpus queued-resources "$verb" "
 on_all_hosts() { queued ssh "$NAME" --node=all --worker=all "--command=$1"; }
 on_first_host() { queued ssh "$NAME" --node=0 --worker=0 "--command=$1"; }
 
-# Prints the queued resource's state: ACTIVE, SUSPENDED, ... or NONE where there is none.
+# Prints the state of the queued resource: ACTIVE, SUSPENDED, ... or NONE if it does not exist.
 resource_state() {
   local out
   if out="$(queued describe "$NAME" '--format=value(state.state)' 2>"$SCRATCH/errors")"; then
@@ -140,7 +142,7 @@ create_request() {
 
 delete_resource() { queued delete "$NAME" --force --quiet; }
 
-# Returns when the queued resource is active; makes it where it is not there or was taken away.
+# Returns when the queued resource is active. Requests it if it does not exist or was taken away.
 create() {
   if $DRY_RUN; then
     queued describe "$NAME" '--format=value(state.state)'
@@ -156,13 +158,14 @@ create() {
       ACTIVE) return ;;
       NONE) create_request ;;
       SUSPENDED | FAILED) delete_resource ;;
-      *) ;; # on its way: WAITING_FOR_RESOURCES, PROVISIONING, SUSPENDING, DELETING, ...
+      *) ;; # not ready yet: WAITING_FOR_RESOURCES, PROVISIONING, SUSPENDING, DELETING, ...
     esac
     sleep "$POLL_SECONDS"
   done
 }
 
-# The tracked files of the checkout go to each host. uv brings a Python of its own: the images' is older than 3.11.
+# Copies the tracked files of the checkout to each host and installs them. uv installs Python 3.11: the images have an older
+# one.
 install() {
   local archive="$SCRATCH/het_plugin.tar.gz"
   (cd "$ROOT" && git ls-files -z | tar --null --create --gzip --files-from=- --file="$archive") || return 1
@@ -173,7 +176,8 @@ test -x .venv/bin/python || python3 -m uv venv --quiet --python 3.11 .venv; \
 python3 -m uv pip install --quiet --compile-bytecode --python .venv/bin/python -c requirements.txt '.[tpu]'"
 }
 
-# Starts training on all hosts, detached from the connection. A host on which it runs already is left alone.
+# Starts training on all hosts, detached from the connection. Hosts that already train go on: launch.supervise refuses to
+# start twice in one folder.
 start() {
   local arguments=''
   if ((NUM_SLICES > 1)); then arguments="--gin.PjitPartitioner.num_replicas=$NUM_SLICES "; fi
@@ -194,12 +198,12 @@ training_state() {
   fi
 }
 
-# Waits for the end of training; prints its exit code, or 'preempted' when the queued resource is active no more.
+# Waits for the end of training. Prints its exit code, or 'preempted' if the queued resource is no longer active.
 follow() {
   local state
   while true; do
     sleep "$POLL_SECONDS"
-    state="$(resource_state)" || continue # which said why; training goes on meanwhile
+    state="$(resource_state)" || continue # the reason was printed; training goes on
     if [[ "$state" != ACTIVE ]]; then
       echo preempted
       return
@@ -218,7 +222,7 @@ run() {
   for ((attempt = 1; attempt <= MAX_ATTEMPTS; attempt++)); do
     create
     if ! install || ! start; then
-      # A host may be taken away at any time; create finds out, and makes the resource anew.
+      # The host may have been taken away; create then requests the resource again.
       say "attempt $attempt: installing or starting failed"
       sleep "$POLL_SECONDS"
       continue
@@ -232,11 +236,11 @@ run() {
     case "$outcome" in
       0) say 'done'; return ;;
       2) die "a setting is wrong: bash launch/tpu_vm.sh collect shows the log (run/supervisor.log on the host)" ;;
-      preempted | 42) say "attempt $attempt: preempted; going on from the newest checkpoint" ;;
-      # More than 128 is a signal: SIGABRT is how JAX ends where another host is gone.
+      preempted | 42) say "attempt $attempt: preempted; resuming from the newest checkpoint" ;;
+      # Codes above 128 stand for signals: a process that lost its peers ends with 134.
       *)
         ((outcome > 128)) || die "training ended with exit code $outcome: see run/supervisor.log on the hosts"
-        say "attempt $attempt: exit code $outcome; going on from the newest checkpoint"
+        say "attempt $attempt: exit code $outcome; resuming from the newest checkpoint"
         ;;
     esac
   done
@@ -261,12 +265,12 @@ collect() {
   $DRY_RUN || mkdir -p "$INTO"
   cloud storage rsync --recursive '--exclude=(^|.*/)checkpoint_.*' "$MODEL_DIR" "$INTO"
   queued scp "$NAME:$REMOTE/run/supervisor.log" "$INTO/supervisor.log" --node=0 --worker=0 ||
-    say 'the first host has no log to give'
+    say 'the first host has no log'
 }
 
 delete() {
   if ! $DRY_RUN && [[ "$(resource_state)" == NONE ]]; then
-    say "$NAME: there is none"
+    say "$NAME does not exist"
     return
   fi
   delete_resource

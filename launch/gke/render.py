@@ -4,16 +4,17 @@
       --name=het-xl --image=REGISTRY/het_plugin:1 --topology=v5e:4x4 --num_slices=2 \\
       --model_dir=gs://BUCKET/het_xl | kubectl apply -f -
 
-Takes the gin files and flags of training; the files must be in the image, which launch/Dockerfile
-makes. The cluster needs JobSet 0.6 or newer and a node pool for each slice; docs/launch.md says how
-to get both.
+Takes the gin files and flags of training. The gin files must be in the image, which
+launch/Dockerfile builds. The cluster needs JobSet 0.6 or newer and one node pool per slice;
+docs/launch.md shows how to create them. launch/gke/jobset.yaml is the template.
 
-Applied again after it ended (kubectl delete jobset NAME first), the run goes on from its newest
-checkpoint.
+To resume a run that has ended, delete its JobSet (kubectl delete jobset NAME) and apply it again.
 """
 
 import dataclasses
+import json
 import re
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,29 +27,26 @@ from het_plugin.config import command_line, train_flags
 from launch import slices, sweep
 from launch.supervise import PREEMPTED
 
-CONTAINER = 'train'
-REPLICATED_JOB = 'slice'
-# TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, in a JobSet of several slices, MEGASCALE_* are set by GKE
-# in each container, for jax.distributed.initialize() and libtpu to find the other hosts.
-PORTS = (8471, 8080, 8482)  # libtpu within a slice, megascale between slices, JAX's coordinator
+TEMPLATE = Path(__file__).with_name('jobset.yaml')
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What a JobSet is made of, beside the job itself.
+  """Settings of a JobSet beside the job it runs. Each is also a flag.
 
   Attributes:
-    name: of the JobSet, a DNS label.
-    image: container with het_plugin installed.
-    topology: 'v5e:4x4', of each slice.
-    num_slices: slices, each in a node pool of its own.
-    max_restarts: failures that are not preemptions.
-    grace_seconds: from SIGTERM to SIGKILL, to save a checkpoint in.
-    namespace, service_account, queue: of the cluster; None for its defaults. The queue is Kueue's.
-    spot: on Spot VMs.
-    privileged: root with all capabilities, see `container`.
-    node_selector: further node labels, such as a reservation's.
-    env: further environment variables.
+    name: name of the JobSet, a DNS label.
+    image: container image with het_plugin installed.
+    topology: generation and shape of each slice, for example 'v5e:4x4'.
+    num_slices: number of slices, each in a node pool of its own.
+    max_restarts: number of failures after which the JobSet fails. Preemptions do not count.
+    grace_seconds: seconds between SIGTERM and SIGKILL, in which training saves a checkpoint.
+    namespace, service_account: of the cluster; None for the defaults.
+    queue: LocalQueue of Kueue; None for no queue.
+    spot: whether to use Spot VMs.
+    privileged: whether the container runs as root with all capabilities.
+    node_selector: additional node labels, for example those of a reservation.
+    env: additional environment variables.
   """
 
   name: str
@@ -67,145 +65,70 @@ class Settings:
 
 
 def jobset(settings: Settings, job: sweep.Job) -> dict[str, Any]:
-  """The JobSet, jobset.x-k8s.io/v1alpha2 (https://jobset.sigs.k8s.io/docs/reference).
-
-  Each slice is a Job with a pod a host. A Job whose pod fails fails at once, and the JobSet then
-  recreates all of them, since the others could not go on alone. Preemptions, which are exit code 42
-  and evictions of the node, do not count towards max_restarts.
+  """Fills launch/gke/jobset.yaml.
 
   Raises:
-    ValueError: one sentence on a name, topology, folder or number that cannot be.
+    ValueError: a name, topology, folder or number is not possible; one sentence says which.
   """
-  one_slice = slices.parse(settings.topology, settings.num_slices)
-  _check(settings, job, one_slice)
-  metadata = {
-    'name': settings.name,
-    **({'namespace': settings.namespace} if settings.namespace else {}),
-    **({'labels': {'kueue.x-k8s.io/queue-name': settings.queue}} if settings.queue else {}),
-    # One slice a node pool, and all of it: hosts of two slices are not wired together.
-    'annotations': {'alpha.jobset.sigs.k8s.io/exclusive-topology': 'cloud.google.com/gke-nodepool'},
-  }
-  return {
-    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
-    'kind': 'JobSet',
-    'metadata': metadata,
-    'spec': {
-      'failurePolicy': {
-        'maxRestarts': settings.max_restarts,
-        'rules': [
-          {
-            'name': 'preempted',
-            'action': 'RestartJobSetAndIgnoreMaxRestarts',
-            'onJobFailureReasons': ['PodFailurePolicy'],
-          }
-        ],
-      },
-      'replicatedJobs': [
-        {
-          'name': REPLICATED_JOB,
-          'replicas': settings.num_slices,
-          'template': {'spec': _job_spec(settings, job, one_slice)},
-        }
-      ],
-    },
-  }
-
-
-def _job_spec(settings: Settings, job: sweep.Job, one_slice: slices.Slice) -> dict[str, Any]:
-  return {
-    'parallelism': one_slice.hosts,
-    'completions': one_slice.hosts,
-    'backoffLimit': 0,
-    # A Job that fails by one of these rules does so with the reason PodFailurePolicy, else with
-    # BackoffLimitExceeded.
-    'podFailurePolicy': {
-      'rules': [
-        {
-          'action': 'FailJob',
-          'onExitCodes': {
-            'containerName': CONTAINER,
-            'operator': 'In',
-            'values': [PREEMPTED],
-          },
-        },
-        {
-          'action': 'FailJob',
-          'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}],
-        },
-      ]
-    },
-    'template': {'spec': _pod_spec(settings, job, one_slice)},
-  }
-
-
-def _pod_spec(settings: Settings, job: sweep.Job, one_slice: slices.Slice) -> dict[str, Any]:
+  tpu_slice = slices.parse(settings.topology, settings.num_slices)
+  _check(settings, job, tpu_slice)
   selector = {
-    'cloud.google.com/gke-tpu-accelerator': one_slice.accelerator,
-    'cloud.google.com/gke-tpu-topology': one_slice.shape,
+    'cloud.google.com/gke-tpu-accelerator': tpu_slice.accelerator,
+    'cloud.google.com/gke-tpu-topology': tpu_slice.shape,
   }
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
   if settings.spot:
-    selector['cloud.google.com/gke-spot'] = 'true'
-    tolerations.append(
-      {
-        'key': 'cloud.google.com/gke-spot',
-        'operator': 'Equal',
-        'value': 'true',
-        'effect': 'NoSchedule',
-      }
-    )
-  return {
-    'restartPolicy': 'Never',  # podFailurePolicy demands it
-    'hostNetwork': True,  # slices talk over the hosts' network cards
-    'dnsPolicy': 'ClusterFirstWithHostNet',
-    'terminationGracePeriodSeconds': settings.grace_seconds,
-    **({'serviceAccountName': settings.service_account} if settings.service_account else {}),
-    'nodeSelector': {**selector, **settings.node_selector},
-    'tolerations': tolerations,
-    'containers': [container(settings, job)],
-  }
-
-
-def container(settings: Settings, job: sweep.Job) -> dict[str, Any]:
-  """The container of each host."""
-  # Kubernetes replaces $(NAME) in arguments, and $$( by $(.
-  arguments = [argument.replace('$(', '$$(') for argument in job.arguments()]
-  # Without a TPU to be had, an error and no training on the CPU.
+    spot = 'cloud.google.com/gke-spot'
+    selector[spot] = 'true'
+    tolerations += [{'key': spot, 'operator': 'Equal', 'value': 'true', 'effect': 'NoSchedule'}]
+  # With 'tpu,cpu' a pod without its TPU fails. Otherwise JAX would train on the CPU.
   env = {'JAX_PLATFORMS': 'tpu,cpu', **settings.env}
-  # The driver locks memory beyond the limit of an ordinary container:
+  # TPU drivers lock more memory than an ordinary container may:
   # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
-  security = {'securityContext': {'privileged': True, 'runAsUser': 0}}
-  return {
-    'name': CONTAINER,
-    'image': settings.image,
-    'command': ['python', *sweep.TRAIN],
-    'args': [*_slices_binding(settings.num_slices), *arguments],
+  security = {'privileged': True, 'runAsUser': 0} if settings.privileged else None
+  # One replica of the parameters per slice (docs/scale.md), unless the job binds another number.
+  replicas = [f'--gin.PjitPartitioner.num_replicas={settings.num_slices}']
+  arguments = [*(replicas if settings.num_slices > 1 else []), *job.arguments()]
+  values = dataclasses.asdict(settings) | {
+    'hosts': tpu_slice.hosts,
+    'preempted': PREEMPTED,
+    'node_selector': {**selector, **settings.node_selector},
+    'tolerations': tolerations,
+    # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
+    'args': [argument.replace('$', '$$') for argument in arguments],
     'env': [{'name': name, 'value': value} for name, value in env.items()],
-    'ports': [{'containerPort': port} for port in PORTS],
-    'resources': {'limits': {'google.com/tpu': slices.CHIPS_PER_HOST}},
-    **(security if settings.privileged else {}),
+    'chips_per_host': slices.CHIPS_PER_HOST,
+    'security': security,
   }
+  # JSON is YAML, so values need no quoting of their own.
+  text = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+  return _without_nulls(yaml.safe_load(string.Template(TEMPLATE.read_text()).substitute(text)))
 
 
-def _slices_binding(num_slices: int) -> list[str]:
-  """A replica of the parameters for each slice (docs/scale.md), unless the job binds another."""
-  return [f'--gin.PjitPartitioner.num_replicas={num_slices}'] if num_slices > 1 else []
+def _without_nulls(node: Any) -> Any:
+  """A copy without mapping entries that are null or have only such entries."""
+  if isinstance(node, list):
+    return [_without_nulls(item) for item in node]
+  if not isinstance(node, dict):
+    return node
+  kept = {name: _without_nulls(value) for name, value in node.items()}
+  return {name: value for name, value in kept.items() if value is not None and value != {}}
 
 
-def _check(settings: Settings, job: sweep.Job, one_slice: slices.Slice) -> None:
+def _check(settings: Settings, job: sweep.Job, tpu_slice: slices.Slice) -> None:
   if not re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', settings.name):
     raise ValueError(
       f'--name={settings.name} must be lower-case letters, digits and hyphens, a letter first'
     )
-  # What Kubernetes makes of it: NAME-slice-SLICE-HOST-abcde, of at most 63 characters.
-  last = f'{settings.name}-{REPLICATED_JOB}-{settings.num_slices - 1}-{one_slice.hosts - 1}-abcde'
+  # Kubernetes names the pods NAME-slice-SLICE-HOST-abcde, with at most 63 characters.
+  last = f'{settings.name}-slice-{settings.num_slices - 1}-{tpu_slice.hosts - 1}-abcde'
   if len(last) > 63:
     raise ValueError(f'--name={settings.name} is {len(last) - 63} characters too long for its pods')
   if not settings.image:
-    raise ValueError('--image is empty: name the container image that launch/Dockerfile made')
+    raise ValueError('--image is empty: name the container image that launch/Dockerfile built')
   if not re.match(r'gs://[a-z0-9]', job.model_dir):
     raise ValueError(
-      f'--model_dir={job.model_dir} must be a gs:// folder: a pod that starts again is a new one'
+      f'--model_dir={job.model_dir} must be a gs:// folder: the disk of a pod is lost with the pod'
     )
   if settings.max_restarts < 0 or settings.grace_seconds < 1:
     raise ValueError(
@@ -219,10 +142,10 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
-  """{NAME: VALUE} of 'NAME=VALUE's.
+  """{NAME: VALUE} of 'NAME=VALUE' strings.
 
   Raises:
-    ValueError: one is not of that form.
+    ValueError: a string has another form.
   """
   found = dict(value.partition('=')[::2] for value in values)
   if not all(found) or any('=' not in value for value in values):
@@ -231,43 +154,33 @@ def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
 
 
 def define_settings_flags() -> None:
-  """Flags of a JobSet but for its name and folder, which a sweep has many of."""
+  """Defines the flags of `Settings`, without --name and --model_dir."""
   flags.DEFINE_string('image', '', 'Container image with het_plugin installed.')
-  flags.DEFINE_string('topology', None, 'Generation and shape in chips of a slice: v5e:4x4.')
-  flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
+  flags.DEFINE_string('topology', None, 'TPU generation and shape of a slice in chips: v5e:4x4.')
+  flags.DEFINE_integer('num_slices', 1, 'Number of slices.')
   flags.DEFINE_integer(
-    'max_restarts', 5, 'Failures that are started again; on GKE, preemptions do not count.'
+    'max_restarts', 5, 'Number of restarts after failures; on GKE, preemptions do not count.'
   )
-  flags.DEFINE_integer('grace_seconds', 300, 'Between SIGTERM and SIGKILL.')
-  flags.DEFINE_string('namespace', None, 'Namespace of the cluster.')
+  flags.DEFINE_integer('grace_seconds', 300, 'Seconds between SIGTERM and SIGKILL.')
+  flags.DEFINE_string('namespace', None, 'Namespace in the cluster.')
   flags.DEFINE_string('service_account', None, 'Kubernetes service account that may write gs://.')
   flags.DEFINE_string('queue', None, 'LocalQueue of Kueue.')
-  flags.DEFINE_bool('spot', False, 'On Spot VMs.')
-  flags.DEFINE_bool('privileged', True, 'As root with all capabilities, which TPU drivers need.')
-  flags.DEFINE_multi_string('node_selector', [], 'Further node label, NAME=VALUE; repeatable.')
-  flags.DEFINE_multi_string('env', [], 'Environment variable of the pods, NAME=VALUE; repeatable.')
+  flags.DEFINE_bool('spot', False, 'Use Spot VMs.')
+  flags.DEFINE_bool('privileged', True, 'Run pods as root, which TPU drivers need.')
+  flags.DEFINE_multi_string('node_selector', [], 'Additional node label, NAME=VALUE; repeatable.')
+  flags.DEFINE_multi_string(
+    'env', [], 'Additional environment variable of the pods, NAME=VALUE; repeatable.'
+  )
 
 
 def settings_of_flags(name: str) -> Settings:
-  """The flags' settings for a JobSet of this name."""
+  """The settings in the flags, for a JobSet of this name."""
   values = flags.FLAGS
   if not values.topology:
     raise ValueError('--topology is not given: v5e:4x4, for example')
-  return Settings(
-    name=name,
-    image=values.image,
-    topology=values.topology,
-    num_slices=values.num_slices,
-    max_restarts=values.max_restarts,
-    grace_seconds=values.grace_seconds,
-    namespace=values.namespace,
-    service_account=values.service_account,
-    queue=values.queue,
-    spot=values.spot,
-    privileged=values.privileged,
-    node_selector=pairs('node_selector', values.node_selector),
-    env=pairs('env', values.env),
-  )
+  given = {field.name: values[field.name].value for field in dataclasses.fields(Settings)}
+  mappings = {flag: pairs(flag, given[flag]) for flag in ('node_selector', 'env')}
+  return Settings(**given | mappings | {'name': name})
 
 
 def define_flags() -> None:
@@ -276,7 +189,7 @@ def define_flags() -> None:
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
-  flags.DEFINE_string('output', None, 'Where the YAML is written; stdout where not given.')
+  flags.DEFINE_string('output', None, 'File for the YAML; default: stdout.')
 
 
 def main(argv: Sequence[str]) -> None:

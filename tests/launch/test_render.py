@@ -1,9 +1,6 @@
-"""JobSets: their form, by the fields that JobSet and Kubernetes document, and what they say."""
+"""JobSets have the documented form and say what was asked for."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +9,6 @@ from launch import sweep
 from launch.gke import render
 from launch.supervise import PREEMPTED
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {'name': 'het-xl', 'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4'}
 (JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
 
@@ -156,10 +152,9 @@ def test_the_form_is_that_of_the_api(changes):
 
 
 @pytest.mark.parametrize(
-  ('topology', 'num_slices', 'hosts'),
-  [('v5e:4x4', 1, 4), ('v6e:4x8', 2, 8), ('v4:2x2x1', 1, 1), ('v5p:4x4x4', 4, 16)],
+  ('topology', 'num_slices', 'hosts'), [('v4:2x2x1', 1, 1), ('v6e:4x8', 2, 8)]
 )
-def test_a_pod_a_host_and_a_job_a_slice(topology, num_slices, hosts):
+def test_one_pod_per_host_and_one_job_per_slice(topology, num_slices, hosts):
   document = rendered(topology=topology, num_slices=num_slices)
   job, pod, container = parts(document)
   assert job['parallelism'] == job['completions'] == hosts
@@ -208,8 +203,9 @@ def test_arguments_are_those_of_training_with_the_slices_first():
     '--gin.A.flag=True',
     "--gin.MODEL_DIR='gs://bucket/run'",
   ]
-  (job,) = sweep.make_jobs('gs://b/x', ['x.gin'], ["a = '$(HOME) $x'"])
-  assert "--gin.a='$$(HOME) $x'" in parts(rendered(job))[2]['args']
+  # Kubernetes turns $$ into $ and expands only a $( that is not escaped.
+  (job,) = sweep.make_jobs('gs://b/x', ['x.gin'], ["a = '$(HOME) $$(HOME) $x'"])
+  assert "--gin.a='$$(HOME) $$$$(HOME) $$x'" in parts(rendered(job))[2]['args']
 
 
 def test_spot_and_reservations_are_node_labels():
@@ -232,12 +228,10 @@ def test_spot_and_reservations_are_node_labels():
     ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
     ({'name': 'x' * 50}, 'characters too long'),
     ({'image': ''}, '--image is empty'),
-    ({'topology': 'v5e:5x5'}, 'topologies'),
-    ({'max_restarts': -1}, 'max_restarts'),
     ({'grace_seconds': 0}, 'grace_seconds'),
   ],
 )
-def test_one_sentence_for_what_cannot_be(changes, words):
+def test_one_sentence_for_a_wrong_setting(changes, words):
   with pytest.raises(ValueError, match=words):
     rendered(**changes)
 
@@ -248,20 +242,15 @@ def test_a_folder_of_the_pod_is_refused():
     rendered(job)
 
 
-def test_the_script_prints_and_writes_the_same(tmp_path):
-  command = [sys.executable, '-m', 'launch.gke.render', '--gin_file=gin/runs/digits_smoke.gin']
-  command += ['--image=i', '--topology=v6e:4x4', '--model_dir=gs://b/x', '--gin.SEED=3']
-
-  def run(*flags):
-    return subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
-
-  printed = run('--env=A=b=c')
-  assert printed.returncode == 0, printed.stderr
-  document = yaml.safe_load(printed.stdout)
+def test_the_script_prints_and_writes_the_same(tmp_path, run_main):
+  arguments = ['--gin_file=gin/runs/digits_smoke.gin', '--image=i', '--topology=v6e:4x4']
+  arguments += ['--model_dir=gs://b/x', '--gin.SEED=3']
+  printed = run_main(render, *arguments, '--env=A=b=c')
+  document = yaml.safe_load(printed)
   conform(document, JOBSET)
   assert {'name': 'A', 'value': 'b=c'} in parts(document)[2]['env']
   assert '--gin.SEED=3' in parts(document)[2]['args']
-  assert run('--env=A=b=c', f'--output={tmp_path}/x.yaml').stdout == ''
-  assert (tmp_path / 'x.yaml').read_text() == printed.stdout
-  wrong = run('--env=A')
-  assert wrong.returncode == 2 and wrong.stderr.startswith('Error: --env=A must be NAME=VALUE')
+  assert run_main(render, *arguments, '--env=A=b=c', f'--output={tmp_path}/x.yaml') == ''
+  assert (tmp_path / 'x.yaml').read_text() == printed
+  with pytest.raises(ValueError, match='--env=A must be NAME=VALUE'):
+    render.pairs('env', ['A'])
