@@ -2,10 +2,21 @@
 representations.
 """
 
+from het_plugin.backbones.plain import PlainBackbone, as_backbone, with_axes
 from het_plugin.backbones.resnet import ResNet, resnet
 from het_plugin.backbones.text import TextTransformer, text_transformer
 from het_plugin.backbones.vit import ViT, vit
 
 CONFIGURABLES = {'resnet': ('resnet',), 'text': ('text_transformer',), 'vit': ('vit',)}
 
-__all__ = ['ResNet', 'TextTransformer', 'ViT', 'resnet', 'text_transformer', 'vit']
+__all__ = [
+  'PlainBackbone',
+  'ResNet',
+  'TextTransformer',
+  'ViT',
+  'as_backbone',
+  'resnet',
+  'text_transformer',
+  'vit',
+  'with_axes',
+]

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from flax import traverse_util
 
+from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
 from het_plugin.models import batches
 from het_plugin.models import metrics as metrics_lib
@@ -81,7 +83,7 @@ class ClassificationModel:
 
     Args:
       backbone: `backbone(image, train=False) -> (phi [B, D], {name: representation})` with the
-        attribute `pre_logits_dim`, D.
+        attribute `pre_logits_dim`, D; or any flax module image -> phi (`backbones.PlainBackbone`).
       head: `head(phi) -> GaussianLogits` with the attributes `num_classes` and `link` and the
         methods `num_params(D)` and `extra_params(D)`.
       optimizer_def: the optimizer that the trainer runs.
@@ -99,9 +101,9 @@ class ClassificationModel:
       ValueError: for a loss_normalizing_factor that is not positive.
     """
     batches.check_normalizing_factor('ClassificationModel', loss_normalizing_factor)
-    self.backbone = backbone
+    self.backbone = as_backbone(backbone)
     self.head = head
-    self.module = ClassificationModule(backbone, head)
+    self.module = ClassificationModule(self.backbone, head)
     self.optimizer_def = optimizer_def
     self.train_integrator = train_integrator
     self.eval_integrator = eval_integrator
@@ -152,9 +154,12 @@ class ClassificationModel:
       rng: PRNG key.
       input_shapes: of which 'image' is read, (B, H, W, C).
       input_types: dtypes, float32 where absent.
+
+    Raises:
+      ValueError: the backbone has mutable collections, or returns something else than phi [B, D].
     """
     dtype = (input_types or {}).get('image', jnp.float32)
-    return self.module.init(rng, jnp.zeros(tuple(input_shapes['image']), dtype))
+    return with_axes(self.module.init(rng, jnp.zeros(tuple(input_shapes['image']), dtype)))
 
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
@@ -274,9 +279,16 @@ class ClassificationModel:
     """
     return batches.representations(self.backbone, params['backbone'], batch, layers)
 
+  def pre_logits_dim(self, params_shapes: PyTree) -> int:
+    """D, of which a plain flax module says nothing: then the length of the head's matrices."""
+    if (stated := getattr(self.backbone, 'pre_logits_dim', None)) is not None:
+      return stated
+    head = traverse_util.flatten_dict(params_shapes['head'])
+    return next(x.shape[0] for path, x in head.items() if path[-1] in ('kernel', 'd_kernel'))
+
   def count_params(self, params_shapes: PyTree) -> ParamCounts:
     """Counts parameters exactly; `params_shapes` is the tree of params or of their shapes."""
-    width = self.backbone.pre_logits_dim
+    width = self.pre_logits_dim(params_shapes)
     return ParamCounts(
       backbone=sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params_shapes['backbone'])),
       head=self.head.num_params(width),

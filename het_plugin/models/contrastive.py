@@ -15,6 +15,7 @@ import numpy as np
 from clu import metrics as clu_metrics
 from flax import linen as nn
 
+from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.backbones.layers import Dense
 from het_plugin.heads import Pairs, class_log_prob, contrastive_nll
 from het_plugin.integrate import BatchSoftmax, Integrator, example_keys
@@ -101,7 +102,8 @@ class ContrastiveModel:
 
     Args:
       backbone: the image tower, `backbone(image, train=False) -> (phi [B, D], {name:
-        representation})` with the attribute `pre_logits_dim`.
+        representation})` with the attribute `pre_logits_dim`; or any flax module image -> phi, with
+        an embedding_dim.
       text_tower: `text_tower(text, train=False)`, which returns the same, with the attributes
         `pre_logits_dim` and `vocab_size`.
       head: `head(alpha, beta) -> Pairs` with the methods `num_params(D)` and `extra_params(D)`.
@@ -122,11 +124,16 @@ class ContrastiveModel:
         f'ContrastiveModel.embedding_dim={embedding_dim} must be at least 1, or None for the width '
         'of the image tower'
       )
+    if embedding_dim is None and not hasattr(backbone, 'pre_logits_dim'):
+      raise ValueError(
+        f'ContrastiveModel.embedding_dim must be set: {type(backbone).__name__} does not state the '
+        'width of its output (pre_logits_dim)'
+      )
     batches.check_normalizing_factor('ContrastiveModel', loss_normalizing_factor)
-    self.backbone = backbone
+    self.backbone = as_backbone(backbone)
     self.text_tower = text_tower
     self.head = head
-    self.module = ContrastiveModule(backbone, text_tower, head, embedding_dim, locked)
+    self.module = ContrastiveModule(self.backbone, text_tower, head, embedding_dim, locked)
     self.optimizer_def = optimizer_def
     self.train_integrator = train_integrator
     self.eval_integrator = eval_integrator
@@ -177,7 +184,8 @@ class ContrastiveModel:
     """
     dtype = (input_types or {}).get('image', jnp.float32)
     image = jnp.zeros(tuple(input_shapes['image']), dtype)
-    return self.module.init(rng, image, jnp.zeros(tuple(input_shapes['text']), jnp.int32))
+    text = jnp.zeros(tuple(input_shapes['text']), jnp.int32)
+    return with_axes(self.module.init(rng, image, text))
 
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None

@@ -1,0 +1,105 @@
+"""Any flax module image -> phi as a backbone: what our own backbones state, found out for it."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import traverse_util
+from flax.linen import partitioning
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+# The largest dimension of a parameter is sharded like D where rules shard it (FSDP), if it is a
+# multiple of this number, which the data axes of common meshes divide.
+_SHARDED_MULTIPLE = 128
+
+
+class PlainBackbone(nn.Module):
+  """Gives a plain flax module the interface of our backbones, without a level in its parameters.
+
+  Attributes:
+    module: `module(image [B, H, W, C])` returns phi [B, D], or (phi, {name: representation}). It is
+      told whether it trains if its `__call__` has an argument `train` or `deterministic`.
+  """
+
+  module: nn.Module
+
+  def setup(self):
+    nn.share_scope(self, self.module)
+
+  def __call__(
+    self, image: jax.Array, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """image [B, H, W, C] -> phi [B, D], and representations by name, 'pre_logits' among them.
+
+    Raises:
+      ValueError: the module returns something else.
+    """
+    arguments = inspect.signature(type(self.module).__call__).parameters
+    modes = {'train': train, 'deterministic': not train}
+    output = self.module(image, **{name: modes[name] for name in modes if name in arguments})
+    phi, representations = output if isinstance(output, tuple) else (output, {})
+    if getattr(phi, 'ndim', None) != 2 or not isinstance(representations, Mapping):
+      raise ValueError(
+        f'the backbone {type(self.module).__name__} must return phi [B, D], or (phi, {{name: '
+        f'representation}}); for images {image.shape} it returned '
+        f'{jax.tree.map(lambda x: getattr(x, "shape", x), output)}'
+      )
+    return phi, {**representations, 'pre_logits': phi}
+
+
+def as_backbone(module: nn.Module) -> nn.Module:
+  """The module itself if it states `pre_logits_dim`, as ours do, else a `PlainBackbone` of it."""
+  return module if hasattr(module, 'pre_logits_dim') else PlainBackbone(module)
+
+
+def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
+  """Initial variables, with logical axes for the parameters that carry none.
+
+  Args:
+    variables: 'params', and 'params_axes' of those made by `param_with_axes`.
+
+  Returns:
+    Both collections; a parameter without axes gets 'embed' for its largest dimension if that is a
+    multiple of 128, and no name for the others, which leaves them replicated.
+
+  Raises:
+    ValueError: the module has other collections, such as BatchNorm's statistics.
+  """
+  variables = nn.unbox(variables)
+  if state := sorted(set(variables) - {'params', 'params_axes'}):
+    raise ValueError(
+      f'the model keeps state beside its parameters ({", ".join(state)}), which a training step '
+      'here does not update: take a layer without it, such as GroupNorm in place of BatchNorm'
+    )
+  params = traverse_util.flatten_dict(variables['params'])
+  axes = traverse_util.flatten_dict(variables.get('params_axes', {}))
+  added = {
+    (*path[:-1], f'{path[-1]}_axes'): partitioning.AxisMetadata(names=_axes(value.shape))
+    for path, value in params.items()
+    if (*path[:-1], f'{path[-1]}_axes') not in axes
+  }
+  if added:
+    sharded = sum('embed' in metadata.names for metadata in added.values())
+    _log.info(
+      '%d parameters have no logical axes: %d are sharded as the axis embed is, the others are '
+      'replicated.',
+      *(len(added), sharded),
+    )
+  return {
+    'params': variables['params'],
+    'params_axes': traverse_util.unflatten_dict({**axes, **added}),
+  }
+
+
+def _axes(shape: tuple[int, ...]) -> tuple[str | None, ...]:
+  largest = max(range(len(shape)), key=shape.__getitem__, default=None)
+  return tuple(
+    'embed' if dim == largest and len(shape) > 1 and size % _SHARDED_MULTIPLE == 0 else None
+    for dim, size in enumerate(shape)
+  )

@@ -1,0 +1,110 @@
+"""Flax modules that know nothing of this project as backbones."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gin
+from het_plugin import models
+from het_plugin.heads import HetXL, LearnedTemperature
+from het_plugin.integrate import Integrator
+from het_plugin.training import optimizers
+
+IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
+BATCH = {'image': IMAGES, 'label': jnp.array([[0], [1], [2], [0]])}
+
+
+@gin.configurable(module='test_plain')
+class ConvNet(nn.Module):
+  """What anybody would write."""
+
+  width: int = 256
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Conv(self.width, (3, 3))(x))
+    return nn.Dense(16)(x.mean((1, 2)))
+
+
+class WithModes(nn.Module):
+  @nn.compact
+  def __call__(self, x, *, deterministic):
+    x = x.reshape(len(x), -1)
+    hidden = nn.Dropout(0.5, deterministic=deterministic)(nn.Dense(6)(x))
+    return nn.Dense(5)(hidden), {'hidden': hidden}
+
+
+class WithState(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.BatchNorm(use_running_average=not train)(x).mean((1, 2))
+
+
+class Map(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Conv(3, (3, 3))(x)
+
+
+def model(backbone):
+  return models.ClassificationModel(
+    backbone,
+    HetXL(3, num_factors=2, temperature=LearnedTemperature()),
+    optimizers.adamw(1e-3),
+    Integrator(num_samples=4),
+    Integrator(num_samples=4),
+  )
+
+
+def test_parameters_have_the_modules_own_names_and_axes():
+  variables = model(ConvNet()).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
+  assert set(variables['params']['backbone']) == {'Conv_0', 'Dense_0'}
+  axes = variables['params_axes']['backbone']
+  assert axes['Conv_0']['kernel_axes'].names == (None, None, None, 'embed')  # 3 x 3 x 1 x 256
+  assert axes['Dense_0']['kernel_axes'].names == ('embed', None)
+  assert axes['Dense_0']['bias_axes'].names == (None,)
+
+
+def test_the_number_of_parameters_follows_from_the_shapes():
+  made = model(ConvNet(4))
+  params = made.get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})['params']
+  counts = made.count_params(params)
+  assert counts.backbone == 9 * 4 + 4 + 4 * 16 + 16
+  assert counts.head == HetXL(3, num_factors=2, temperature=LearnedTemperature()).num_params(16)
+
+
+def test_modes_and_representations_reach_the_module():
+  made = model(WithModes())
+  params = made.get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})['params']
+  found = made.representations(params, BATCH, ('hidden', 'pre_logits'))
+  assert found['hidden'].shape == (4, 6) and found['pre_logits'].shape == (4, 5)
+  np.testing.assert_array_equal(made.eval_fn(params, BATCH)[0], made.eval_fn(params, BATCH)[0])
+  losses = {float(made.loss_fn(params, BATCH, jax.random.key(i))[0]) for i in range(3)}
+  assert len(losses) == 3  # dropout is on
+
+
+@pytest.mark.parametrize(
+  ('backbone', 'message'),
+  [(WithState(), 'batch_stats'), (Map(), r'Map must return phi \[B, D\].*\(4, 8, 8, 3\)')],
+)
+def test_what_does_not_fit_is_one_sentence(backbone, message):
+  with pytest.raises(ValueError, match=message):
+    model(backbone).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
+
+
+@pytest.mark.parametrize('partitioning', ['model_2', 'fsdp'])
+def test_it_trains_bound_by_one_line_of_gin(partitioning, run_main, tmp_path):
+  from het_plugin import train
+
+  run = tmp_path / 'run'
+  run_main(
+    train,
+    '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
+    '--gin_file=het_plugin/gin/heads/het_xl.gin',
+    f'--gin_file=het_plugin/gin/partitioning/{partitioning}.gin',
+    *('--gin.BACKBONE=@ConvNet()', '--gin.TRAIN_STEPS=2', '--gin.WARMUP_STEPS=0'),
+    *('--gin.EVAL_STEPS=1', f"--gin.MODEL_DIR='{run}'"),
+  )
+  assert (run / 'checkpoint_2').is_dir()
