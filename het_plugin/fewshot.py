@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh
 
 import gin
 from het_plugin import reporting
@@ -219,8 +218,6 @@ def evaluate(
   """{data set: {shots: result}} of a run."""
   most = max(int(np.bincount(train.y).max()) for train, _ in data.values())
   shots = tuple(dict.fromkeys(most if n is None else n for n in settings.shots))
-  # On a host without an accelerator its own linear algebra is the faster one.
-  mesh = None if jax.default_backend() == 'cpu' else Mesh(np.array(jax.local_devices()), ('data',))
   trials = len(data) * len(shots) * len(fewshot.used_seeds(settings.protocol, settings.seeds))
   with reporting.Progress(run, trials, unit='fits') as progress:
     return fewshot.few_shot_all(
@@ -228,7 +225,6 @@ def evaluate(
       settings.protocol,
       shots=shots,
       seeds=settings.seeds,
-      mesh=mesh,
       on_trial=lambda: progress.update(1),
     )
 

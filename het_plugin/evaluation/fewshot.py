@@ -45,7 +45,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from het_plugin.evaluation import l2_selection, logistic, ridge
 
@@ -199,7 +198,6 @@ def few_shot_all(
   *,
   shots: Sequence[int] = (1, 5, 10, 25),
   seeds: Sequence[int] = (0, 1, 2),
-  mesh: Mesh | None = None,
   on_trial: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, FewShotResult]]:
   """Runs the protocol on several data sets.
@@ -209,7 +207,6 @@ def few_shot_all(
     protocol: how.
     shots: examples a class, each >= 1.
     seeds: one subset is drawn for each, each >= 0.
-    mesh: devices for the sums over many examples (`ridge.decompose`).
     on_trial: called after each fit.
 
   Returns:
@@ -227,7 +224,7 @@ def few_shot_all(
     for seed in seeds:
       drawn = draw_order(train.y, _index(train), seed, protocol.draw)
       for num_shots in shots:
-        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn, mesh)
+        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn)
         on_trial()
   if protocol.l2 in MEAN_RANKS:
     for num_shots in shots:
@@ -272,12 +269,11 @@ def _trial(
   protocol: Protocol,
   num_shots: int,
   drawn: Sequence[np.ndarray],
-  mesh: Mesh | None,
 ) -> _Trial:
   subset = np.concatenate([rows[:num_shots] for rows in drawn])
   x, y = train.x[subset], train.y[subset]
   if protocol.classifier == 'ridge':
-    model = ridge.decompose(x, y, mesh)
+    model = ridge.decompose(x, y)
   else:
     model = logistic.standardise(x, y)
   if protocol.l2 in MEAN_RANKS:

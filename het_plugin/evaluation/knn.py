@@ -4,36 +4,30 @@ With k = 1, Euclidean distances and each training example left out in turn, this
 which Puigcerver et al. 2020, "Scalable transfer learning with expert models"
 (https://arxiv.org/abs/2009.13239), choose a network for a task before any training.
 
-What is guaranteed: the neighbours are those of the exact distances of the given rows, ordered by
-these distances in float64 (of the differences, relative error D 2^-53); of equal ones the lower row
-comes first.
+Neighbours are ordered by the distances |a - b| of the given rows in float64; of equal distances the
+lower row comes first.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-METRICS = ('euclidean', 'cosine')
-_BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
-_EXACT_ELEMENTS = 1 << 20  # differences held at once in float64: 8 MiB
-_TILE = 64  # most columns that share one minimum
-_ROUNDING = 2.0**-24  # of float32
+from het_plugin.evaluation.ridge import blocks
 
-# Notation: N training examples, M queries, D features; a query and b training example.
+METRICS = ('euclidean', 'cosine')
+_BLOCK_ELEMENTS = 1 << 24  # float64 scores held at once: 128 MiB
+_EXACT_ELEMENTS = 1 << 20  # float64 differences held at once: 8 MiB
+
+# One matrix product per block of queries a gives, for all training examples b,
 #
-# Points are x / 2^e (Euclidean) or x / |x| (cosine: |a - b|^2 = 2 (1 - cos), so both metrics are
-# one), less the mean of the training points, which moves no distance and shortens all vectors. In
-# float32, by one matrix product a block of queries,
+#   score(a, b) = |b|^2 / 2 - a^T b  =  (|a - b|^2 - |a|^2) / 2.
 #
-#   score(a, b) = |b|^2 / 2 - a^T b  =  (|a - b|^2 - |a|^2) / 2,
-#
-# whose error is at most  margin(a, b) = u (D + c) |a| |b| + u c |b|^2  in any order of summation
-# (u = 2^-24; c covers the rounding of points, |b|^2 and sums). The training examples lie in tiles;
-# with the largest |b| of a tile its smallest score is known within margin(a, tile). The k-th
-# smallest of (smallest score + margin) over the tiles bounds the k-th smallest exact score, so
-# every neighbour has (score - margin) below that bound. The few candidates so found are computed
-# again as |a - b| from the original rows in float64.
+# Rows are centred by the mean of the training examples, which changes no distance and makes the
+# products small. For the cosine they are divided by their norms first: |a - b|^2 = 2 (1 - cos).
+# Rounding puts a score off by less than u (D + 4) (|a| |b| + |b|^2), u = 2^-53. All rows within
+# twice that of the k-th smallest score are candidates; the few candidates are ordered by |a - b|
+# itself, computed from the original rows.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,50 +43,6 @@ class Neighbors:
   distances: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Points:
-  """Rows x [N, D] over their divisors [N, 1], in float64, a few at a time."""
-
-  x: np.ndarray
-  divisors: np.ndarray
-
-  def __getitem__(self, rows) -> np.ndarray:
-    points = self.x[rows].astype(np.float64)
-    points /= self.divisors[rows]
-    return points
-
-  def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
-    step = max(1, _EXACT_ELEMENTS // self.x.shape[1])
-    for start in range(0, len(self.x), step):
-      rows = slice(start, min(start + step, len(self.x)))
-      yield rows, self[rows]
-
-  def centred(self, mean: np.ndarray, num_rows: int) -> np.ndarray:
-    """Points less the mean, float32 [num_rows, D]; rows past the last are zero."""
-    centred = np.zeros((num_rows, self.x.shape[1]), np.float32)
-    for rows, points in self.blocks():
-      centred[rows] = points - mean
-    return centred
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tiles:
-  """Training points for float32 scores; row i is in tile i % num_tiles.
-
-  Attributes:
-    centred: float32 [N', D], N' = tile * num_tiles >= N.
-    half_squares: float32 [N'], |b|^2 / 2; infinity where there is no example.
-    slope, offset: float32 [num_tiles]; margin(a, tile) = slope |a| + offset.
-    mean: float64 [D] of the points.
-  """
-
-  centred: np.ndarray
-  half_squares: np.ndarray
-  slope: np.ndarray
-  offset: np.ndarray
-  mean: np.ndarray
-
-
 def knn_accuracy(
   train_x: np.ndarray,
   train_y: np.ndarray,
@@ -106,19 +56,18 @@ def knn_accuracy(
 
   Args:
     train_x: finite float [N, D].
-    train_y: int [N], of two classes at least.
-    test_x, test_y: float [M, D] and int [M]; None for the training set itself, each row without its
-      own entry. Other rows with the same features count: an example that is there twice has itself
-      as neighbour.
+    train_y: int [N], of at least two classes.
+    test_x, test_y: float [M, D] and int [M]. None for the training set itself, each row without its
+      own entry; other rows with the same features count.
     ks: numbers of neighbours, each in 1 .. N - 1.
     metric: one of METRICS.
 
   Returns:
-    {k: accuracy in [0, 1]}. Test examples of a class without a training example, and left-out ones
-    that were their class's only one, are wrong by necessity.
+    {k: accuracy in [0, 1]}. Test examples of a class without a training example are wrong by
+    necessity, as are left-out ones that were the only one of their class.
 
   Raises:
-    ValueError: arrays that do not fit together or are empty, one class only, settings out of range,
+    ValueError: arrays that do not fit together or are empty, a single class, settings out of range,
       a row of zeros with 'cosine'.
   """
   _check_labels('train', train_x, train_y)
@@ -142,49 +91,57 @@ def nearest_neighbors(
 ) -> Neighbors:
   """The k nearest rows of train_x [N, D] of queries [M, D], or of its own rows, each left out.
 
-  Memory beside the arguments: N D float32 and a block of 2^25 scores. The time is that of the
-  float32 matrix product of all pairs, unless very many rows are equally near.
+  Memory beside the arguments: float64 copies of both and a block of 2^24 scores. The time is that
+  of the matrix product of all pairs, unless a large part of the rows are equally near.
 
   Raises:
     ValueError: as `knn_accuracy`.
   """
   check_settings((k,), metric, len(train_x))
   leave_one_out = queries is None
-  queries = train_x if leave_one_out else queries
-  if queries.shape[1] != train_x.shape[1]:
+  if not leave_one_out and queries.shape[1] != train_x.shape[1]:
     raise ValueError(
       f'training examples have {train_x.shape[1]} features and queries {queries.shape[1]}; they '
       'must be equal'
     )
-  train, queries = _points((train_x, queries), metric)
-  tiles = _make_tiles(train, k)
-  rows = np.empty((len(queries.x), k), np.int64)
-  squares = np.empty((len(queries.x), k))
-  step = min(1024, max(1, _BLOCK_ELEMENTS // len(tiles.centred)))
-  for start in range(0, len(rows), step):
-    block = np.arange(start, min(start + step, len(rows)))
-    points = queries[block]
-    query, candidate = _candidates(tiles, points, k, block if leave_one_out else None)
-    square = _squared_distances(points, query, train, candidate)
-    order = np.lexsort((candidate, square, query))
-    nearest = order[np.searchsorted(query, np.arange(len(block)))[:, None] + np.arange(k)]
-    rows[block], squares[block] = candidate[nearest], square[nearest]
-  if metric == 'cosine':
-    return Neighbors(rows, squares / 2)
-  return Neighbors(rows, np.sqrt(squares) * train.divisors[0])
+  train = _points(train_x, metric)
+  points = train if leave_one_out else _points(queries, metric)
+  mean = train.mean(axis=0)
+  centred = train - mean
+  squares = np.einsum('nd,nd->n', centred, centred)
+  longest = np.sqrt(squares.max())
+  unit = 2.0**-53 * (train.shape[1] + 8)
+
+  rows = np.empty((len(points), k), np.int64)
+  distances = np.empty((len(points), k))
+  for block in blocks(len(points), min(1024, _BLOCK_ELEMENTS // len(train))):
+    some = points[block]
+    query = some - mean
+    scores = query @ centred.T  # [B, N]
+    np.subtract(squares / 2, scores, out=scores)
+    if leave_one_out:
+      scores[np.arange(len(some)), np.arange(block.start, block.stop)] = np.inf
+    margin = 2 * unit * longest * (np.linalg.norm(query, axis=1) + longest)
+    bound = np.partition(scores, k - 1, axis=1)[:, k - 1] + margin
+    of, row = np.nonzero(scores <= bound[:, None])  # candidates, ascending by query
+    square = _squared_distances(some, of, train, row)
+    order = np.lexsort((row, square, of))
+    nearest = order[np.searchsorted(of, np.arange(len(some)))[:, None] + np.arange(k)]
+    rows[block], distances[block] = row[nearest], square[nearest]
+  distances = distances / 2 if metric == 'cosine' else np.sqrt(distances)
+  return Neighbors(rows, distances)
 
 
 def vote(labels: np.ndarray) -> np.ndarray:
   """Most frequent label of each row of labels [M, k], which are nearest first: [M]. Of equally
   frequent labels, the one whose nearest example is nearer.
   """
-  step = max(1, _EXACT_ELEMENTS // labels.shape[1] ** 2)
-  winners = []
-  for start in range(0, len(labels), step):
-    block = labels[start : start + step]
+  winners = np.empty(len(labels), labels.dtype)
+  for rows in blocks(len(labels), _EXACT_ELEMENTS // labels.shape[1] ** 2):
+    block = labels[rows]
     counts = (block[:, :, None] == block[:, None, :]).sum(axis=2)  # [M, k], of each one's label
-    winners.append(block[np.arange(len(block)), counts.argmax(axis=1)])
-  return np.concatenate(winners)
+    winners[rows] = block[np.arange(len(block)), counts.argmax(axis=1)]
+  return winners
 
 
 def check_settings(ks: Sequence[int], metric: str, num_train: int) -> None:
@@ -198,88 +155,27 @@ def check_settings(ks: Sequence[int], metric: str, num_train: int) -> None:
     )
 
 
-def _points(arrays: Sequence[np.ndarray], metric: str) -> list[_Points]:
-  if metric == 'euclidean':
-    # A power of two: no row changes, and squares can neither overflow nor all be zero.
-    largest = max(float(max(x.max(), -x.min())) for x in arrays)
-    scale = 2.0 ** np.frexp(largest)[1] if largest else 1.0
-    return [_Points(x, np.full((len(x), 1), scale)) for x in arrays]
-  return [_Points(x, _norms(x)) for x in arrays]
-
-
-def _norms(x: np.ndarray) -> np.ndarray:
-  """Norms of the rows, float64 [N, 1]."""
-  largest = np.maximum(x.max(axis=1, keepdims=True), -x.min(axis=1, keepdims=True))
-  if (largest == 0).any():
-    raise ValueError(
-      f'row {int(np.flatnonzero(largest == 0)[0])} of {len(x)} is all zeros and has no cosine; '
-      "use the metric 'euclidean'"
-    )
-  largest = largest.astype(np.float64)
-  scaled = _Points(x, largest)
-  squares = [np.square(points).sum(axis=1, keepdims=True) for _, points in scaled.blocks()]
-  return largest * np.sqrt(np.concatenate(squares))
-
-
-def _make_tiles(train: _Points, k: int) -> _Tiles:
-  num_rows, dim = train.x.shape
-  tile = int(np.clip(num_rows // (8 * k), 1, _TILE))  # more tiles than neighbours, by far
-  num_tiles = -(-num_rows // tile)
-  mean = sum(points.sum(axis=0) for _, points in train.blocks()) / num_rows
-  centred = train.centred(mean, tile * num_tiles)
-  squares = np.einsum('nd,nd->n', centred, centred, dtype=np.float64)
-  largest = squares.reshape(tile, num_tiles).max(axis=0)  # |b|^2 of a tile
-  half_squares = np.full(len(centred), np.inf, np.float32)
-  half_squares[:num_rows] = squares[:num_rows] / 2
-  unit = 1.01 * _ROUNDING
-  underflow = 4 * dim * np.finfo(np.float32).tiny
-  return _Tiles(
-    centred=centred,
-    half_squares=half_squares,
-    slope=(unit * (dim + 16) * np.sqrt(largest)).astype(np.float32),
-    offset=(unit * 8 * largest + underflow).astype(np.float32),
-    mean=mean,
-  )
-
-
-def _candidates(
-  tiles: _Tiles, points: np.ndarray, k: int, own: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-  """(query, training row) pairs that hold the k nearest of each query, ascending by query.
-
-  Args:
-    tiles: the training points.
-    points: queries, float64 [B, D].
-    k: neighbours.
-    own: row [B] that a query must not find; None for none.
-  """
-  centred = (points - tiles.mean).astype(np.float32)
-  scores = centred @ tiles.centred.T  # [B, N']
-  np.subtract(tiles.half_squares, scores, out=scores)
-  if own is not None:
-    scores[np.arange(len(own)), own] = np.inf
-  num_tiles = len(tiles.slope)
-  scores = scores.reshape(len(centred), -1, num_tiles)
-  smallest = scores.min(axis=1)
-  margins = np.linalg.norm(centred, axis=1)[:, None] * tiles.slope + tiles.offset  # [B, num_tiles]
-  bound = np.partition(smallest + margins, k - 1, axis=1)[:, k - 1]
-  query, tile = np.nonzero(smallest - margins <= bound[:, None])
-  near = scores[query, :, tile] - margins[query, tile][:, None] <= bound[query][:, None]
-  pair, place = np.nonzero(near)
-  return query[pair], place * num_tiles + tile[pair]
+def _points(x: np.ndarray, metric: str) -> np.ndarray:
+  """Rows x [N, D] in float64, for the cosine divided by their norms."""
+  points = x.astype(np.float64)
+  if metric == 'cosine':
+    norms = np.linalg.norm(points, axis=1, keepdims=True)
+    if not norms.all():
+      raise ValueError(
+        f'row {int(np.flatnonzero(norms == 0)[0])} of {len(x)} is all zeros and has no cosine; use '
+        "the metric 'euclidean'"
+      )
+    points /= norms
+  return points
 
 
 def _squared_distances(
-  points: np.ndarray, query: np.ndarray, train: _Points, row: np.ndarray
+  queries: np.ndarray, of: np.ndarray, train: np.ndarray, row: np.ndarray
 ) -> np.ndarray:
-  """|a - b|^2 of pairs of a query, out of points [B, D], and a training row: float64 [P]."""
-  step = max(1, _EXACT_ELEMENTS // train.x.shape[1])
-  squares = np.empty(len(query))
-  for start in range(0, len(query), step):
-    chunk = slice(start, start + step)
-    difference = train[row[chunk]]
-    difference -= points[query[chunk]]
-    squares[chunk] = np.square(difference, out=difference).sum(axis=1)
+  """|a - b|^2 of the pairs queries[of], train[row]: float64 [P]."""
+  squares = np.empty(len(of))
+  for pairs in blocks(len(of), _EXACT_ELEMENTS // train.shape[1]):
+    squares[pairs] = np.square(queries[of[pairs]] - train[row[pairs]]).sum(axis=1)
   return squares
 
 

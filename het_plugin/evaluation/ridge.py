@@ -1,36 +1,31 @@
 """Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once.
 
-Fitted in float64 (LAPACK through numpy; `gram.py` sums up examples). Which class scores highest
-is decided in float32 where that is certain, and in float64 where it is not.
+The fit is in float64. The class with the highest score is found in float32 where rounding cannot
+change it, and in float64 elsewhere, so predictions are those of float64.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import scipy.linalg
-from jax.sharding import Mesh
 
-from het_plugin.evaluation import gram
-
-BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly touches the bias
+BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly changes the bias
 STD_OFFSET = 1e-5
-_SCORE_BYTES = 1 << 26  # of scores held at once
-_WEIGHT_BYTES = 1 << 28  # of float32 weights held at once
-_SKELETON_ERROR = (
-  1e-4  # relative; a smaller one means more strengths, a larger one more doubtful rows
-)
-_ROUNDING = 2.0**-20  # of what is added to a score: biases and own-class terms, at most 2
+_BLOCK_ROWS = 4096  # examples that are read at once
+_SCORE_BYTES = 1 << 23  # float32 scores that are held at once; they should fit the cache
+_SKELETON_ERROR = 1e-4  # relative; smaller needs more strengths, larger leaves more doubtful rows
+_ROUNDING = 2.0**-20  # error of adding biases and own-class terms, which are at most 2
 
 # Notation: N examples, D features, K classes, r = rank of X; c = BIAS_FEATURE; L strengths l2.
 #
-# X [N, D] holds the features standardised by their own mean and deviation, Y [N, K] is 1 where the
-# row has the class and -1 elsewhere, and A = [X, c 1] appends the constant feature. We want
+# X [N, D] holds the features standardised by their own mean and deviation. Y [N, K] is 1 where the
+# row has the class and -1 elsewhere. A = [X, c 1] appends the constant feature. We want
 #
 #   argmin_W |A W - Y|^2 + l2 |W|^2 = (A^T A + l2 I)^{-1} A^T Y.
 #
-# The columns of X sum to zero, so A^T A = diag(X^T X, c^2 N) falls into two blocks: weights and
-# bias do not see each other, and the eigenvalue c^2 N, which ruins the spectrum, is never formed:
+# The columns of X sum to zero, so A^T A = diag(X^T X, c^2 N) has two blocks: weights and bias are
+# independent, and the eigenvalue c^2 N, which ruins the condition number, is never formed:
 #
 #   score(x) = x^T (X^T X + l2 I)^{-1} X^T Y  +  mean(Y) / (1 + l2 / (c^2 N)).
 #
@@ -38,43 +33,44 @@ _ROUNDING = 2.0**-20  # of what is added to a score: biases and own-class terms,
 #
 #   W(l2) = V (E + l2)^{-1} V^T X^T Y,
 #
-# so a further l2 costs no further decomposition. E and V come from the smaller Gram matrix: from
+# so another l2 needs no further decomposition. E and V come from the smaller Gram matrix: from
 # X^T X = V E V^T, or from X X^T = U E U^T and V = X^T U E^{-1/2}. Since X^T 1 = 0 the -1 entries of
 # Y drop out: X^T Y is twice the sums of the rows of each class, and Y itself is never formed.
 #
 # Leave-one-out. With the hat matrix H(l2) = A (A^T A + l2 I)^{-1} A^T and the fitted F = H Y, the
 # model refitted without row i (the standardisation kept) misses row i by (Y_i - F_i) / (1 - H_ii),
-# so its scores there are (F_i - H_ii Y_i) / (1 - H_ii), and
+# so its scores there are (F_i - H_ii Y_i) / (1 - H_ii), with
 #
 #   H_ii = sum_j (X V)_ij^2 / (E_j + l2) + 1 / (N + l2 / c^2).
 #
-# The class that scores highest is that of F_i with 2 H_ii taken off the own class: what else H_ii
-# does is common to all classes.
+# The class with the highest of these scores is that of F_i after 2 H_ii is subtracted from the own
+# class; everything else that H_ii does is common to all classes.
 #
-# Many strengths. With p = V^T x [r] the scores are p^T (E + l2)^{-1} rhs: as functions of l2 they
-# move along the L vectors 1 / (E + l2), and m < L of those combine to the rest nearly enough,
-# 1 / (E + l2) = sum_i a_i / (E + l2_i). So scores are computed at m strengths, which a pivoted QR
-# decomposition picks, and combined for the others. How far a score can be off is known: p and the
-# weights are rounded to float32, and the combination misses the weights W_k by dW_k, so it is
+# Many strengths. With p = V^T x [r] the scores are p^T (E + l2)^{-1} V^T X^T Y. The L vectors
+# 1 / (E + l2) are nearly linear combinations of m < L of them, 1 / (E + l2) = sum_i a_i / (E +
+# l2_i). So scores are computed in float32 at m strengths, which a pivoted QR decomposition picks,
+# and combined for the others. The error is known: x and the weights are rounded to float32 and the
+# combination misses the weights W_k by dW_k, so a score is off by at most
 #
-#   |x| (|dW_k| + u sum_i |a_i| |W_k(l2_i)|),    u = 2 (sqrt(D) + 4) 2^-24,
+#   |x| (|dW_k| + u sum_i |a_i| |W_k(l2_i)|),    u = 2 (sqrt(D) + 4) 2^-24
 #
-# V being orthonormal (sqrt(D): errors of D roundings add up like independent ones; Higham and Mary
-# 2019, https://doi.org/10.1137/18M1226312). A row whose two best classes are nearer than twice that
-# is decided in float64 at its own strength.
+# (sqrt(D) because D rounding errors add up like independent ones; Higham and Mary 2019,
+# https://doi.org/10.1137/18M1226312). A row whose two best classes are closer than twice that is
+# decided in float64 at its own strength.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ridge:
-  """A set of examples, decomposed: what is needed to fit, predict and leave one out at any l2.
+  """A decomposed set of examples: fits, predicts and leaves one out at any l2.
 
   Attributes:
     num_rows: N.
     classes: int64 [K], the labels seen, ascending.
-    counts: int64 [K], examples of each.
+    counts: int64 [K], number of examples of each class.
     mean, scale: float64 [D]; a feature is used as (x - mean) / scale. A feature that is constant
-      over the set has scale infinity, so it is 0 for every x instead of a rounding error enlarged.
-    eigenvalues: float64 [r], E, those of the smaller Gram matrix that are not 0, ascending.
+      over the set has scale infinity, so that it is 0 for every x and not an amplified rounding
+      error.
+    eigenvalues: float64 [r], E, the nonzero ones of the smaller Gram matrix, ascending.
     basis: float64 [D, r], V; orthonormal columns.
     rhs: float64 [r, K], V^T X^T Y.
   """
@@ -88,9 +84,9 @@ class Ridge:
   basis: np.ndarray
   rhs: np.ndarray
 
-  def weights(self, l2: float, classes: slice = slice(None)) -> np.ndarray:
-    """Weights of the standardised features, float64 [D, K], of all or some classes."""
-    return self.basis @ (self.rhs[:, classes] / (self.eigenvalues + l2)[:, None])
+  def weights(self, l2: float) -> np.ndarray:
+    """Weights of the standardised features, float64 [D, K]."""
+    return self.basis @ (self.rhs / (self.eigenvalues + l2)[:, None])
 
   def bias(self, l2: float) -> np.ndarray:
     """Contribution of the constant feature to the scores, float64 [K]."""
@@ -102,7 +98,7 @@ class Ridge:
     return self._standardised(x) @ self.weights(l2) + self.bias(l2)
 
   def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
-    """Labels with the largest score, the smallest of equal ones.
+    """Labels with the highest score; among equal scores, the smallest label.
 
     Args:
       x: features [M, D].
@@ -146,95 +142,70 @@ class Ridge:
     own: np.ndarray | None = None,
     hat: np.ndarray | None = None,
   ) -> np.ndarray:
-    """Positions in `classes` of the highest scores, int64 [L, M], where 2 hat [L, M] is taken off
-    the scores of the classes `own` [M].
+    """Positions in `classes` of the highest scores, int64 [L, M].
+
+    Where they are given, 2 hat [L, M] is subtracted from the scores of the classes own [M].
     """
     l2s = np.asarray(l2s, np.float64)
-    pivots, combine, missing = _skeleton(self.eigenvalues, np.linalg.norm(self.rhs, axis=1), l2s)
     curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
+    bias = np.stack([self.bias(l2) for l2 in l2s])  # [L, K]
+    pivots, combine, missing = _skeleton(curves, np.linalg.norm(self.rhs, axis=1))
+    weights = np.empty((len(self.mean), len(self.classes), len(pivots)), np.float32)  # [D, K, m]
+    for j, l2 in enumerate(l2s[pivots]):
+      weights[..., j] = self.weights(l2)
+    # The largest error of a score, divided by |x|: [L].
     unit = 2 * (np.sqrt(len(self.mean)) + 4) * 2.0**-24
-    # Rows are standardised in float32, but for what rounding the mean shifts all of them by.
-    mean, inverse_scale = self.mean.astype(np.float32), (1 / self.scale).astype(np.float32)
-    shift = (mean - self.mean) / self.scale
-    basis, mix = self.basis.astype(np.float32), combine.astype(np.float32)
-    # Multiply the rows by V, or the weights: whichever are fewer.
-    project = len(x) < 2 * len(pivots) * len(self.classes)
+    norms, missed = (np.sqrt(c**2 @ self.rhs**2) for c in (curves[pivots], missing))  # [m|L, K]
+    error = (missed + unit * (np.abs(combine) @ norms)).max(axis=1)
 
-    leaders = _Leaders.empty(len(l2s), len(x))
-    lengths = np.empty(len(x))  # |x|
-    reach = np.zeros(len(l2s))  # the largest error of a score, over |x|
-    for tile in gram.blocks(len(self.classes), _WEIGHT_BYTES // (4 * len(mean) * len(pivots))):
-      rhs = self.rhs[:, tile]  # [r, k]
-      weights = rhs[:, :, None] * curves[pivots].T[:, None]  # [r, k, m]
-      weights = weights.reshape(len(rhs), weights.shape[1] * weights.shape[2])
-      weights = (weights if project else self.basis @ weights).astype(np.float32)  # [r or D, k m]
-      bias = np.stack([self.bias(l2)[tile] - self.bias(l2).mean() for l2 in l2s])  # [L, k]
-      bias = (bias + (curves * (shift @ self.basis)) @ rhs).astype(np.float32)
-      norms, missed = (np.sqrt(c**2 @ rhs**2) for c in (curves[pivots], missing))  # [m, k], [L, k]
-      reach = np.maximum(reach, (missed + unit * (np.abs(combine) @ norms)).max(axis=1))
-      for rows in gram.blocks(len(x), _SCORE_BYTES // (4 * bias.size)):
-        z = ((x[rows] - mean) * inverse_scale).astype(np.float32, copy=False)
-        lengths[rows] = np.sqrt(np.einsum('md,md->m', z, z)) + np.linalg.norm(shift)
-        scores = (z @ basis if project else z) @ weights  # [rows, k m]
-        scores = mix @ scores.reshape(-1, len(pivots)).T
-        scores = scores.reshape(len(l2s), len(z), rhs.shape[1])  # [L, rows, k]
-        scores += bias[:, None]
-        if own is not None:
-          _subtract_own(scores, own[rows] - tile.start, 2 * hat[:, rows])
-        leaders.update(scores, tile.start, rows)
-    doubtful = leaders.margin() <= 2 * (reach[:, None] * lengths + _ROUNDING)  # [L, M]
-    self._decide(leaders.best, doubtful, x, curves, l2s, own, hat)
-    return leaders.best
+    best = np.empty((len(l2s), len(x)), np.int64)
+    doubtful = np.empty(best.shape, bool)
+    mix, bias32 = combine.astype(np.float32), bias.astype(np.float32)
+    for rows in blocks(len(x), max(128, _SCORE_BYTES // (4 * bias.size))):
+      z = self._standardised(x[rows])
+      scores = z.astype(np.float32) @ weights.reshape(len(weights), -1)  # [rows, K m]
+      scores = (mix @ scores.reshape(-1, len(pivots)).T).reshape(len(l2s), len(z), -1)
+      scores += bias32[:, None]  # [L, rows, K]
+      if own is not None:
+        scores[:, np.arange(len(z)), own[rows]] -= 2 * hat[:, rows]
+      best[:, rows], margin = _best_and_margin(scores)
+      lengths = np.linalg.norm(z, axis=1)
+      doubtful[:, rows] = margin <= 2 * (error[:, None] * lengths + _ROUNDING)
 
-  def _decide(
-    self,
-    best: np.ndarray,
-    doubtful: np.ndarray,
-    x: np.ndarray,
-    curves: np.ndarray,
-    l2s: np.ndarray,
-    own: np.ndarray | None,
-    hat: np.ndarray | None,
-  ) -> None:
-    """Sets `best` [L, M] where `doubtful` [L, M], by scores in float64; see `_best_classes`."""
-    for part in gram.blocks(len(x), _SCORE_BYTES // (8 * len(self.classes))):
+    # Float64 decides the doubtful rows.
+    for part in blocks(len(x), _BLOCK_ROWS):
       here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
       projected = self._standardised(x[here]) @ self.basis  # [rows, r]
       for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
         some = np.flatnonzero(doubtful[i, here])
-        scores = projected[some] @ (curves[i, :, None] * self.rhs) + self.bias(l2s[i])
+        scores = projected[some] @ (curves[i, :, None] * self.rhs) + bias[i]
         if own is not None:
           scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
         best[i, here[some]] = scores.argmax(axis=1)
+    return best
 
 
-def decompose(x: np.ndarray, y: np.ndarray, mesh: Mesh | None = None) -> Ridge:
+def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
   """Standardises and decomposes a set of examples.
 
   Args:
-    x: any float [N, D], N >= 1; where N >= D it is read in blocks and may be memory-mapped.
+    x: any float [N, D], N >= 1. Where N >= D it is read in blocks and may be memory-mapped.
     y: labels, int [N].
-    mesh: where N >= D, devices that sum up the Gram matrix, in float32 with compensated sums:
-      directions of X with less than `gram.FLOAT32_CUT` of the largest eigenvalue are left out. None
-      for the host and float64.
   """
   classes, ids, counts = np.unique(y, return_inverse=True, return_counts=True)
-  mean, constant = gram.moments(x)
+  mean, constant = _moments(x)
   if x.shape[0] >= x.shape[1]:
-    products, sums = gram.centred_sums(x, ids, len(classes), mean, mesh)
+    products, sums = _centred_sums(x, ids, len(classes), mean)
     scale = _scale(np.sqrt(np.diag(products) / len(x)), constant)
-    cut = len(mean) * np.finfo(np.float64).eps if mesh is None else gram.FLOAT32_CUT
-    eigenvalues, basis = _eigh_range(products / scale / scale[:, None], cut)
+    eigenvalues, basis = _eigh_range(products / scale / scale[:, None])
     rhs = 2 * (basis.T @ (sums / scale).T)
   else:
     z = x - mean
     scale = _scale(z.std(axis=0), constant)
     z /= scale
-    eigenvalues, u = _eigh_range(z @ z.T, len(z) * np.finfo(np.float64).eps)
+    eigenvalues, u = _eigh_range(z @ z.T)
     basis = z.T @ (u / np.sqrt(eigenvalues))
-    by_class = np.argsort(ids, kind='stable')
-    sums = np.add.reduceat(u[by_class], np.cumsum(counts) - counts, axis=0)  # [K, r]
-    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * sums.T)
+    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * _class_sums(u, ids, len(classes)).T)
   return Ridge(
     num_rows=len(x),
     classes=classes.astype(np.int64),
@@ -249,83 +220,93 @@ def decompose(x: np.ndarray, y: np.ndarray, mesh: Mesh | None = None) -> Ridge:
 
 def standardisation(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """`mean` and `scale` of `Ridge`, float64 [D], from examples x, any float [N, D]."""
-  mean, constant = gram.moments(x)
+  mean, constant = _moments(x)
   return mean, _scale((x - mean).std(axis=0), constant)
+
+
+def _moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Mean, float64 [D], and which features are constant, bool [D], of x, any float [N, D]."""
+  total = np.zeros(x.shape[1])
+  low, high = x[0], x[0]
+  for rows in blocks(len(x), _BLOCK_ROWS):
+    total += x[rows].sum(axis=0, dtype=np.float64)
+    low, high = np.minimum(low, x[rows].min(axis=0)), np.maximum(high, x[rows].max(axis=0))
+  return total / len(x), low == high
+
+
+def _centred_sums(
+  x: np.ndarray, ids: np.ndarray, num_classes: int, mean: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """X^T X and the class sums of X = x - mean: float64 [D, D] and [K, D]."""
+  products, sums = np.zeros((len(mean), len(mean))), np.zeros((num_classes, len(mean)))
+  for rows in blocks(len(x), _BLOCK_ROWS):
+    z = x[rows] - mean
+    products += z.T @ z
+    sums += _class_sums(z, ids[rows], num_classes)
+  return products, sums
+
+
+def _class_sums(z: np.ndarray, ids: np.ndarray, num_classes: int) -> np.ndarray:
+  """Sums of the rows z [N, D] of each class, float64 [K, D]."""
+  sums = np.zeros((num_classes, z.shape[1]))
+  order = np.argsort(ids, kind='stable')
+  present, starts = np.unique(ids[order], return_index=True)
+  sums[present] = np.add.reduceat(z[order], starts, axis=0)
+  return sums
 
 
 def _scale(deviation: np.ndarray, constant: np.ndarray) -> np.ndarray:
   return np.where(constant, np.inf, deviation + STD_OFFSET)
 
 
-def _eigh_range(products: np.ndarray, cut: float) -> tuple[np.ndarray, np.ndarray]:
-  """Eigenvalues [r] above `cut` of the largest, ascending, and their vectors [n, r].
+def _eigh_range(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Eigenvalues [r] that are not 0 but for rounding, ascending, and their vectors [n, r].
 
-  Null directions (one for sure if N < D, as X is centred) add nothing to exact scores, but their
-  rounding errors, divided by a small l2, would swamp the residuals of well fitted examples.
+  Null directions (there is one if N < D, as X is centred) add nothing to exact scores, but their
+  rounding errors, divided by a small l2, would exceed the residuals of well fitted examples.
   """
   eigenvalues, vectors = np.linalg.eigh(products)
-  kept = eigenvalues > eigenvalues[-1] * cut
+  kept = eigenvalues > eigenvalues[-1] * len(products) * np.finfo(np.float64).eps
   return eigenvalues[kept], vectors[:, kept]
 
 
 def _skeleton(
-  eigenvalues: np.ndarray, importance: np.ndarray, l2s: np.ndarray
+  curves: np.ndarray, importance: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Strengths whose curves 1 / (E + l2) combine to those of all.
+  """Curves of which all others are nearly linear combinations.
 
   Args:
-    eigenvalues: E, float64 [r].
+    curves: 1 / (E + l2), float64 [L, r].
     importance: what each entry of a curve is multiplied with, float64 [r].
-    l2s: float64 [L].
 
   Returns:
-    m positions in l2s, int [m]; coefficients a, float64 [L, m]; and what is missing, the errors of
-    the combined curves, float64 [L, r].
+    m rows of curves, int [m]; coefficients a, float64 [L, m]; and the errors of the combined
+    curves, float64 [L, r].
   """
-  curves = 1 / (eigenvalues + l2s[:, None])  # [L, r]
   lengths = np.linalg.norm(curves * importance, axis=1)  # [L]
-  if not lengths.all():  # all features constant, or all classes alike
-    return np.zeros(1, int), np.ones((len(l2s), 1)), np.zeros_like(curves)
+  if not lengths.all():  # all features are constant, or all classes have the same mean
+    return np.zeros(1, int), np.ones((len(curves), 1)), np.zeros_like(curves)
   scaled = (curves * importance).T / lengths
   triangle, order = scipy.linalg.qr(scaled, mode='r', pivoting=True)
   steps = np.abs(np.diag(triangle))
   m = int((steps > _SKELETON_ERROR * steps[0]).sum())
-  combine = np.empty((len(l2s), m))
+  combine = np.empty((len(curves), m))
   combine[order] = scipy.linalg.solve_triangular(triangle[:m, :m], triangle[:m]).T
   combine *= lengths[:, None] / lengths[order[:m]]
   return order[:m], combine, combine @ curves[order[:m]] - curves
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Leaders:
-  """For each strength and row the class that leads, its score and that of the next: [L, M] each."""
-
-  best: np.ndarray
-  first: np.ndarray
-  second: np.ndarray
-
-  @classmethod
-  def empty(cls, num_strengths: int, num_rows: int) -> '_Leaders':
-    lowest = np.full((num_strengths, num_rows), -np.inf, np.float32)
-    return cls(np.zeros(lowest.shape, np.int64), lowest, lowest.copy())
-
-  def update(self, scores: np.ndarray, start: int, rows: slice) -> None:
-    """Enters scores [L, rows, k] of the classes from `start` on; overwrites them."""
-    best = scores.argmax(axis=-1)[..., None]
-    first = np.take_along_axis(scores, best, -1)[..., 0]
-    np.put_along_axis(scores, best, -np.inf, -1)
-    second = np.take_along_axis(scores, scores.argmax(axis=-1)[..., None], -1)[..., 0]
-    before = self.first[:, rows].copy()
-    self.best[:, rows] = np.where(first > before, best[..., 0] + start, self.best[:, rows])
-    self.first[:, rows] = np.maximum(first, before)
-    runner_up = np.maximum(np.minimum(first, before), second)
-    self.second[:, rows] = np.maximum(self.second[:, rows], runner_up)
-
-  def margin(self) -> np.ndarray:
-    return self.first.astype(np.float64) - self.second
+def _best_and_margin(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Position of the highest of scores [L, M, K] and its lead, both [L, M]; overwrites scores."""
+  best = scores.argmax(axis=-1)[..., None]
+  first = np.take_along_axis(scores, best, -1)
+  np.put_along_axis(scores, best, -np.inf, -1)
+  # argmax and take, because max is several times as slow over a short last axis
+  second = np.take_along_axis(scores, scores.argmax(axis=-1)[..., None], -1)
+  return best[..., 0], (first - second)[..., 0]
 
 
-def _subtract_own(scores: np.ndarray, own: np.ndarray, amount: np.ndarray) -> None:
-  """Takes amount [L, rows] off scores [L, rows, k] at the positions own [rows] that there are."""
-  rows = np.flatnonzero((own >= 0) & (own < scores.shape[-1]))
-  scores[:, rows, own[rows]] -= amount[:, rows].astype(scores.dtype)
+def blocks(length: int, step: int) -> Iterator[slice]:
+  """Slices of at most `step`, at least 1, that cover 0 .. length."""
+  step = max(1, step)
+  return (slice(start, min(start + step, length)) for start in range(0, length, step))
