@@ -41,12 +41,13 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f'--{name} is not set')
     if not weights.is_weights_file(output) and Path(output).suffix:
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
-    from het_plugin.training import checkpoints
+    from het_plugin.t5x_host import conversion
+    from het_plugin.training import checkpoint_reader
 
     if not weights.is_weights_file(output):
-      print(f'A checkpoint of t5x: {checkpoints.write_t5x(checkpoint, output)}')
+      print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    params = checkpoints.read_params(checkpoint)
+    params = checkpoint_reader.read_params(checkpoint)
     settings = trained_run.parse_run_config(
       checkpoint,
       flags.FLAGS.gin_file,

@@ -140,16 +140,16 @@ def compare_checkpoints(
     reference, run: folders of runs.
     tolerance: of the parameters' and optimizer's floats, absolute; None for bit for bit.
   """
-  from het_plugin.training import checkpoints  # takes seconds
+  from het_plugin.training import checkpoint_reader
 
-  folders = [checkpoints.find(folder) for folder in (reference, run)]
+  folders = [checkpoint_reader.find(folder) for folder in (reference, run)]
   if folders[0].name != folders[1].name:
     return [f'the newest checkpoint is {folders[1].name}, not {folders[0].name}'], 0, 0.0
   found, largest = [], 0.0
-  states = [checkpoints.read_dataset_state(folder) for folder in folders]
+  states = [checkpoint_reader.read_dataset_state(folder) for folder in folders]
   if states[0] != states[1]:
     found.append(f'{folders[0].name}: the input position is {states[1]}, not {states[0]}')
-  expected, got = map(checkpoints.read_arrays, folders)
+  expected, got = map(checkpoint_reader.read_arrays, folders)
   for name in sorted(expected.keys() ^ got.keys()):
     found.append(f'{folders[0].name}: {name} is in one of the two only')
   different = []

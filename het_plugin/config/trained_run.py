@@ -81,14 +81,14 @@ def parse_run_config(
   Raises:
     ValueError: there is no configuration beside the checkpoint, or it lacks something.
   """
-  from het_plugin.training import checkpoints, train
+  from het_plugin.training import checkpoint_reader, train
 
   registry.register_trainer()
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
   else:
-    found = checkpoints.find(checkpoint)
-    frame = changes.config_file(found, checkpoints.step_of(found))
+    found = checkpoint_reader.find(checkpoint)
+    frame = changes.config_file(found, checkpoint_reader.step_of(found))
     if not frame.exists():
       raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
   parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
@@ -120,7 +120,7 @@ def open_run(
     ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
       fit the model.
   """
-  from het_plugin.training import checkpoints
+  from het_plugin.training import checkpoint_reader, checkpoints, warm_start
 
   settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
   config = gin.config_str()
@@ -133,13 +133,13 @@ def open_run(
     specs, target = placements[channels]
     params = _complete(read, target, model, partitioner, specs, lengths, channels)
   else:
-    checkpoint = checkpoints.find(checkpoint)
-    step = checkpoints.step_of(checkpoint)
+    checkpoint = checkpoint_reader.find(checkpoint)
+    step = checkpoint_reader.step_of(checkpoint)
     task = settings['train_dataset_cfg'].mixture_or_task_name
-    channels = _saved_channels(checkpoints.params_shapes(checkpoint), placements)
+    channels = _saved_channels(checkpoint_reader.params_shapes(checkpoint), placements)
     specs, target = placements[channels]
     restore = checkpoints.RestoreCheckpointConfig(str(checkpoint), mode='specific')
-    params = checkpoints.restore_params(restore, target)
+    params = warm_start.restore_params(restore, target)
   return TrainedRun(
     checkpoint=str(checkpoint),
     step=step,
@@ -216,8 +216,8 @@ def _complete(
   channels: int,
 ) -> dict[str, jax.Array]:
   """What was read, placed; what the file lacks starts as the model starts."""
-  from het_plugin.training import checkpoints
+  from het_plugin.training import warm_start
 
   fresh = partitioner.partition(lambda: _init(model, lengths, channels)['params'], (), specs)()
   fresh = traverse_util.flatten_dict(fresh, sep='/')
-  return fresh | checkpoints.place(read, traverse_util.flatten_dict(target, sep='/'))
+  return fresh | warm_start.place(read, traverse_util.flatten_dict(target, sep='/'))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from het_plugin.training import checkpoints, processes, run_files
+from het_plugin.training import checkpoint_reader, checkpoints, processes, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _check_disk(
 ) -> None:
   if run_files.is_remote(model_dir) or jax.process_index() != 0:
     return
-  saved, unfinished = checkpoints.disk_use(model_dir)
+  saved, unfinished = checkpoint_reader.disk_use(model_dir)
   newest = max(saved, default=0)
   if newest >= total_steps:
     return

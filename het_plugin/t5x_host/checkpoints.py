@@ -7,7 +7,7 @@ import jax
 from flax import traverse_util
 from t5x import utils
 
-from het_plugin.training import checkpoints
+from het_plugin.training import checkpoint_reader, checkpoints, warm_start
 
 
 def find_checkpoint(path: str) -> str:
@@ -16,7 +16,7 @@ def find_checkpoint(path: str) -> str:
   Raises:
     ValueError: there is none.
   """
-  return str(checkpoints.find(path))
+  return str(checkpoint_reader.find(path))
 
 
 class CheckpointConfig(utils.CheckpointConfig):
@@ -50,7 +50,7 @@ class TrainStateInitializer(utils.TrainStateInitializer):
     """The initial state.
 
     Raises:
-      ValueError: as `checkpoints.restore_params`.
+      ValueError: as `warm_start.restore_params`.
     """
     state = super().from_scratch(init_rng)
     if self._initial is None:
@@ -59,6 +59,6 @@ class TrainStateInitializer(utils.TrainStateInitializer):
     target = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
-    read = checkpoints.restore_params(self._initial, target)
+    read = warm_start.restore_params(self._initial, target)
     flat = traverse_util.flatten_dict(params, sep='/') | read
     return state.replace_params(flax.core.freeze(traverse_util.unflatten_dict(flat, sep='/')))

@@ -1,4 +1,4 @@
-"""Actions: what runs between training steps and may stop training; named as in t5x."""
+"""Actions run between training steps and may stop training; the names are those of t5x."""
 
 import abc
 import dataclasses
@@ -23,23 +23,23 @@ MetricsByTask = Mapping[str, Mapping[str, float]]
 class ActionMode(enum.Enum):
   """When an action runs."""
 
-  TRAIN = 1  # Each stats_period, on the training metrics of that period.
-  TRAIN_EVAL = 2  # After each train-eval.
-  INFER_EVAL = 3  # After each infer-eval.
+  TRAIN = 1  # every stats_period, on the training metrics of that period
+  TRAIN_EVAL = 2  # after each train-eval
+  INFER_EVAL = 3  # after each infer-eval
 
 
 @dataclasses.dataclass(frozen=True)
 class ActionContext:
-  """What an action may need beyond the state and the metrics.
+  """What `setup` gives to an action.
 
   Attributes:
     model: the model in training.
-    partitioner: its placement.
-    writer: clu MetricWriter; writes on process 0 only, whichever process calls it.
+    partitioner: places computations on the mesh.
+    writer: clu MetricWriter; all processes may call it, only process 0 writes.
     model_dir: the run's directory.
     random_seed: the run's seed.
-    evaluated_step: where the run goes on: evaluations up to this step are done and stay, those of
-      later steps are done (again). 0 where it begins.
+    evaluated_step: evaluations up to this step are done; the run does those of later steps, again
+      if necessary. 0 for a new run.
   """
 
   model: Any
@@ -51,30 +51,30 @@ class ActionContext:
 
 
 class BaseAction(abc.ABC):
-  """Runs on every process, so that it may use the whole mesh."""
+  """An action; it runs on every process, so that it may use the whole mesh."""
 
   def setup(self, context: ActionContext) -> None:
-    """Called once, before the first step."""
+    """Called once before the first step."""
     del context
 
   @abc.abstractmethod
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Does the action's work.
+    """Runs the action.
 
     Args:
-      train_state: the current state, not to be kept: the next step donates its buffers.
-      metrics_by_task: {task: {metric: value}}; the training metrics are under 'train'.
+      train_state: the current state. Do not keep it: the next step donates its buffers.
+      metrics_by_task: {task: {metric: value}}; the task of training metrics is 'train'.
 
     Returns:
       True to stop training.
     """
 
   def get_state(self) -> Any:
-    """What a resumed run must know of the runs of this action so far, as JSON; None for nothing."""
+    """JSON value that a resumed run passes to `set_state`; None if the action has no state."""
     return None
 
   def set_state(self, state: Any) -> None:
-    """Goes on from what `get_state` gave; called after `setup`, unless that was None."""
+    """Restores a state of `get_state`; called after `setup` if there is one."""
     del state
 
 
@@ -82,7 +82,7 @@ Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
 
 def parse_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None) -> Actions:
-  """Maps t5x's string keys to modes; raises ValueError on an unknown one."""
+  """Maps t5x's string keys to modes; raises ValueError for an unknown key."""
   parsed = {}
   for key, group in (actions or {}).items():
     name = key.name if isinstance(key, ActionMode) else key
@@ -97,7 +97,7 @@ def parse_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | Non
 def run_actions(
   mode: ActionMode, actions: Actions, train_state: TrainState, metrics_by_task: MetricsByTask
 ) -> bool:
-  """Runs the actions of a mode; True if process 0 wants to stop (all processes return the same)."""
+  """Runs the actions of a mode; all processes return whether process 0 wants to stop."""
   stop = False
   for action in actions.get(mode, ()):
     stop |= bool(action.run(train_state, metrics_by_task))
@@ -107,13 +107,13 @@ def run_actions(
 
 
 def get_states(actions: Actions) -> dict[str, Any]:
-  """The states of all actions that have one, by a name that stays with each."""
+  """States of all actions that have one, by a name from mode, place and class of the action."""
   states = {name: action.get_state() for name, action in _named(actions)}
   return {name: state for name, state in states.items() if state is not None}
 
 
 def set_states(actions: Actions, states: Mapping[str, Any]) -> None:
-  """Gives the states of `get_states` back; an action that was not there then begins anew."""
+  """Restores what `get_states` returned; an action without a saved state starts afresh."""
   for name, action in _named(actions):
     if name in states:
       action.set_state(states[name])
@@ -128,7 +128,7 @@ def _named(actions: Actions) -> list[tuple[str, BaseAction]]:
 
 
 def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
-  """Looks a metric up; an action that watches nothing would never fire, so that is an error."""
+  """Looks up a metric. A missing one is an error, because the action would never do anything."""
   if task not in metrics_by_task:
     raise ValueError(f'Unknown task {task!r}; valid are {", ".join(sorted(metrics_by_task))}.')
   if metric not in metrics_by_task[task]:
@@ -153,9 +153,9 @@ class TerminateOnNanAction(BaseAction):
 
 
 class EarlyStoppingAction(BaseAction):
-  """Stops training when a metric has not improved `patience` times in a row.
+  """Stops training when none of the last `patience` values of a metric improved on its predecessor.
 
-  A value improves on the one before it when it is better by more than atol + rtol * |value before|.
+  An improvement is a change in the better direction by more than atol + rtol * |predecessor|.
   """
 
   def __init__(
@@ -166,17 +166,17 @@ class EarlyStoppingAction(BaseAction):
     atol: float = 0.0,
     rtol: float = 0.0,
   ):
-    """Sets up the watch.
+    """Starts with an empty history.
 
     Args:
       metric: (task, metric).
       mode: 'min' or 'max', the better direction.
-      patience: number of values in a row, at least 2, none of which improves on the one before.
-      atol: absolute change that does not count yet.
-      rtol: the same, relative to the value before.
+      patience: number of successive values to compare, at least 2.
+      atol: absolute change that is not an improvement.
+      rtol: the same, relative to the predecessor.
 
     Raises:
-      ValueError: another mode, a patience below 2, a negative tolerance.
+      ValueError: mode, patience or a tolerance is out of range.
     """
     if mode not in ('min', 'max'):
       raise ValueError(f"mode={mode!r} must be 'min' or 'max'.")
@@ -189,7 +189,7 @@ class EarlyStoppingAction(BaseAction):
     self._patience = patience
     self._atol = atol
     self._rtol = rtol
-    self._history: list[float] = []  # the last values, of which a smaller one is better
+    self._history: list[float] = []  # last values, with a sign that makes smaller better
 
   def get_state(self) -> list[float]:
     return self._history

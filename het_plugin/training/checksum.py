@@ -1,15 +1,14 @@
-"""Checksums that tell whether what was read is what was saved.
+"""Checksums of arrays that do not depend on mesh, sharding or number of processes.
 
-Of an array of elements x_i, i its place in row-major order of the global array,
+The checksum of an array with elements x_i, where i is the row-major index in the global array, is
 
-    sum_i mix(bits(x_i) xor c i)  mod 2^32,    mix one to one on 32 bits, c odd.
+    sum_i mix(bits(x_i) xor c i)  mod 2^32,    mix a bijection of 32-bit words, c odd.
 
-The sum is of integers, so it does not depend on the order, and with it not on mesh, sharding or
-number of processes. As mix is one to one, a change of one element changes exactly one term to
-another value, and so the sum: any change inside one element, one bit or many, is noticed for
-certain. Of changes in several elements, which damage of compressed data makes, and of elements that
-changed places, one in 2^32 is missed. A plain weighted sum would not do: the low half of a float32
-that was bfloat16 is zero, and with it the low half of the sum.
+A sum of integers does not depend on the order of its terms. Because mix is a bijection, any change
+within one element changes exactly one term and is always noticed. Changes of several elements, as
+from damaged compressed data, and swapped elements are missed with probability 2^-32. A plain
+weighted sum is not enough: the low half of a float32 that was bfloat16 is zero, and so is the low
+half of the sum.
 """
 
 import functools
@@ -24,30 +23,30 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-_STEP = 0x9E3779B1  # c: odd, so that places differ up to 2^32
+_STEP = 0x9E3779B1  # c; odd, so that c i is different for all i < 2^32
 
 
 def array_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-  """The checksum of each array, 0..2^32 - 1, computed where the array lies.
+  """The checksum of each array, 0 to 2^32 - 1, computed on the devices that hold the array.
 
-  All processes call it with the same names in the same order, and get the same numbers. A program
-  for each shape and sharding compiles in a fraction of the time of one program for all arrays.
+  All processes call it with the same names in the same order and get the same numbers.
 
   Args:
-    arrays: of booleans, integers or floating point numbers of at most 8 bytes; any sharding.
+    arrays: booleans, integers or floating-point numbers of at most 8 bytes; any sharding.
   """
+  # One program per shape and sharding compiles much faster than one program for all arrays.
   sums = {}
   for name, x in arrays.items():
     sums[name] = _program(_replicated(x.sharding))(x)
     if jax.default_backend() == 'cpu':
-      # The threads of virtual devices are few, and collectives in flight hold them until all of
-      # one have come: several processes waited for each other for ever.
+      # Virtual devices share few threads. With several collectives in flight, processes waited for
+      # each other for ever.
       sums[name].block_until_ready()
   return {name: int(value) for name, value in jax.device_get(sums).items()}
 
 
 def json_digest(value: Any) -> str:
-  """SHA-256 of a JSON value, whatever the order of its keys; tuples count as lists."""
+  """SHA-256 of a JSON value; the order of keys does not count, and tuples are lists."""
   canonical = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
   return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -73,7 +72,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-  # The finaliser of MurmurHash3: shifts with xor and odd factors, each of which can be undone.
+  # The finaliser of MurmurHash3; each xor-shift and each product with an odd factor is invertible.
   h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
   return h ^ (h >> 16)

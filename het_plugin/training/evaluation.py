@@ -1,4 +1,4 @@
-"""One evaluation of a model's metrics on a data set."""
+"""Evaluates a model's metrics on a data set while it trains."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ from het_plugin.training.state import TrainState
 
 
 class Evaluator:
-  """Runs a model's `eval_fn` over one data set, from its beginning each time."""
+  """Runs a model's `eval_fn` over a data set, each time from its beginning."""
 
   def __init__(
     self,
@@ -22,16 +22,17 @@ class Evaluator:
     max_batches: int | None,
     partitioner: partitioning.PjitPartitioner,
   ):
-    """Keeps the iterator and the state it starts from.
+    """Keeps the iterator and its current state, to which every evaluation returns.
 
     Args:
       task: name of the data set.
       iterator: a BatchIterator.
-      batch_size: rows of its global batch; rows with mask 0 do not count.
-      max_batches: stops there; None for the whole data set, which must then end.
+      batch_size: rows of the global batch; rows with mask 0 do not count.
+      max_batches: number of batches to evaluate; None for the whole data set, which must be finite.
+      partitioner: places the batches.
 
     Raises:
-      ValueError: the data set has no batch, or no end where the whole of it is wanted.
+      ValueError: the data set has no batch, or it is endless and max_batches is None.
     """
     if iterator.num_batches == 0:
       raise ValueError(f'The evaluation data set {task!r} has no batch.')
@@ -47,7 +48,7 @@ class Evaluator:
   def run(
     self, trainer: step_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
   ) -> dict[str, float] | None:
-    """Metrics over the data set, or None if `interrupted()`, asked before each batch, was true."""
+    """Metrics over the data set; None if `interrupted()`, asked before each batch, is True."""
     in_flight = metrics_lib.InFlight(metrics_lib.max_steps_in_flight(self._partitioner.mesh))
     batch_metrics = []
     self._iterator.set_state(self._start)

@@ -1,6 +1,4 @@
-"""The exit codes of a run and which one an exception means; docs/launch.md says what launchers make
-of them.
-"""
+"""Exit codes of a run, and the code for an exception; see docs/launch.md for what launchers do."""
 
 import re
 import signal
@@ -9,21 +7,21 @@ import jax
 
 FAILED = 1
 WRONG_SETTING = 2
-# The others are lost, or nothing moves. The code of SIGABRT, by which JAX ends such a process.
+# Other processes are lost or the run hangs: the code of SIGABRT, with which JAX ends a process.
 LOST = 128 + signal.SIGABRT
 
-# What wrong settings raise: one line says it all.
+# Raised for wrong settings; one line is enough to report them.
 SETTING_ERRORS = (ValueError, OSError, SyntaxError, ImportError)
 
-# What XLA calls the end of a connection depends on who made it: gloo, NCCL, a TPU, a barrier. On
-# CPU it even raises it as a ValueError.
+# XLA reports a lost connection differently for gloo, NCCL, TPUs and barriers. On CPU it even raises
+# a ValueError.
 _CONNECTION = re.compile(
   r'(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): '
 )
 
 
 def is_lost_connection(error: BaseException) -> bool:
-  """Whether one of several processes would raise this when another one has gone."""
+  """Whether a process raises this error because another process has gone."""
   return (
     isinstance(error, (ValueError, RuntimeError))
     and jax.distributed.is_initialized()
@@ -32,7 +30,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def of(error: BaseException | None) -> int:
-  """The exit code of a main from which this escapes; None for none."""
+  """The exit code of a main that ends with this exception, or with none."""
   if error is None:
     return 0
   if isinstance(error, SystemExit):

@@ -1,7 +1,7 @@
-"""FLOPs of a traced computation, and the peak of the device, for model FLOPs utilisation.
+"""FLOPs of a traced computation and the peak of a device, for model FLOPs utilisation.
 
-XLA's cost analysis counts the body of a loop once, so it misses all but one microbatch, scanned
-layer or chunk of Monte Carlo samples. This counts them all, from the jaxpr.
+XLA's cost analysis counts the body of a loop once, and so one microbatch, one scanned layer or one
+chunk of Monte Carlo samples. Counting in the jaxpr includes all turns.
 """
 
 import math
@@ -12,11 +12,11 @@ from jax.extend import core
 
 
 def count_flops(jaxpr: core.Jaxpr) -> float:
-  """FLOPs of the matrix products and convolutions in a jaxpr, 2 per multiply and add.
+  """FLOPs of the matrix products and convolutions in a jaxpr, 2 per multiply-add.
 
-  A scan counts with its length, of a cond the dearest branch counts, a while loop of unknown length
-  counts once. The count is of the whole program before partitioning, and of what is computed:
-  gradients that recompute activations count that too.
+  A scan counts with its length, a cond with its most expensive branch, and a while loop once. The
+  count is for the whole program before partitioning. It includes activations that the backward pass
+  recomputes.
   """
   return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
@@ -29,7 +29,7 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
       depth = math.prod(lhs[axis] for axis in lhs_contracting)
       return 2.0 * math.prod(equation.outvars[0].aval.shape) * depth
     case 'conv_general_dilated':
-      # Each output sums over a kernel window: all of the kernel but its output features.
+      # Each output sums over one kernel window, that is the kernel without its output features.
       kernel = equation.invars[1].aval.shape
       out_features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
       return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / out_features
@@ -38,10 +38,10 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
     case 'cond':
       return max(count_flops(branch.jaxpr) for branch in equation.params['branches'])
     case 'pallas_call':
-      # The body is what one point of the grid does.
+      # The body is the work of one point of the grid.
       return math.prod(equation.params['grid_mapping'].grid) * _inner_flops(equation)
     case 'shard_map':
-      # The body is what one device does.
+      # The body is the work of one device.
       return equation.params['mesh'].size * _inner_flops(equation)
     case _:
       return _inner_flops(equation)
@@ -61,9 +61,9 @@ def _jaxprs(param: Any) -> Iterator[core.Jaxpr]:
       yield from _jaxprs(item)
 
 
-# Peak bfloat16 FLOP/s of one JAX device (v2, v3 and TPU7x show two devices a chip, hence half a
-# chip here). TPU: cloud.google.com/tpu/docs/system-architecture-tpu-vm and the page of each
-# version. GPU: NVIDIA's data sheets, dense tensor-core rates (V100: float16).
+# Peak bfloat16 FLOP/s of one JAX device, which is half a chip for v2, v3 and TPU7x. TPU:
+# cloud.google.com/tpu/docs/system-architecture-tpu-vm and the page of each version. GPU: NVIDIA's
+# data sheets, dense tensor-core rates (V100: float16).
 _PEAK_FLOPS = {
   'TPU v2': 22.5e12,
   'TPU v3': 61.5e12,
@@ -86,6 +86,6 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Peak bfloat16 FLOP/s by the longest known prefix of a device's kind; None when unknown."""
+  """Peak bfloat16 FLOP/s of a device kind, by its longest known prefix; None if unknown."""
   matches = [kind for kind in _PEAK_FLOPS if device_kind.startswith(kind)]
   return _PEAK_FLOPS[max(matches, key=len)] if matches else None

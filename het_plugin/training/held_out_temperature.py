@@ -1,17 +1,16 @@
-"""Training whose temperature follows a held-out loss: by Luketina et al. (2016), or by the simple
-gradient of Collier et al. 2023, appendix G.2.
+"""Trains the temperature on a held-out loss (Collier et al., 2023, appendix G.2).
 
-With theta all parameters but t, tau = tau(t), L the training loss of the training rows and V that
-of the held-out rows, and s the learning rate of the step:
+Let theta be all parameters except t, tau = tau(t), L the loss of the training rows, V the loss of
+the held-out rows and s the learning rate of the step. theta is trained on L with its own optimizer.
+t is trained with one of two derivatives:
 
-  Luketina   dV/dt at theta' = theta - s grad_theta L(theta, t), which depends on t:
-             d/dt V(theta'(t), t) = V_t(theta', t) - s < V_theta(theta', t), L_theta,t(theta, t) >
-  simple     V_t(theta, t): how theta depends on t is left out, and theta is that of before the step
+  'luketina'  dV/dt after one step theta'(t) = theta - s L_theta(theta, t):
+              d/dt V(theta'(t), t) = V_t(theta', t) - s < V_theta(theta', t), L_theta,t(theta, t) >
+  'simple'    V_t(theta, t), which ignores that theta depends on t
 
-L_theta,t is the derivative of L's gradient along t: one forward-mode pass through the reverse one,
-nothing is approximated. theta' is a step of plain SGD, whatever optimizer trains theta (Luketina et
-al. 2016, https://arxiv.org/abs/1511.06727, section 2.1; appendix G.2): no momentum, no clipping, no
-weight decay. theta itself moves by L_theta and its own optimizer, t by the derivative above.
+The mixed derivative L_theta,t is exact: one forward-mode pass through the gradient. As in Luketina
+et al. (2016, https://arxiv.org/abs/1511.06727, section 2.1), theta' is a step of plain SGD without
+momentum, clipping or weight decay, whichever optimizer trains theta.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,15 +38,15 @@ LUKETINA, SIMPLE = 'luketina', 'simple'
 def temperature_optimizer(
   optimizer_def: optimizers.OptaxWrapper, learning_rate: float | optax.Schedule | None = None
 ) -> optimizers.OptaxWrapper:
-  """Trains t by an Adam of its own, apart from the moments and the clipping of the others.
+  """Trains t with a separate Adam, outside the moments and the clipping of the other parameters.
 
   Args:
-    optimizer_def: of the other parameters.
-    learning_rate: of t; 0 keeps it as it is. None: that of the others.
+    optimizer_def: optimizer of the other parameters.
+    learning_rate: of t; 0 keeps t constant, None uses the learning rate of the others.
 
   Raises:
-    ValueError: a negative learning rate, or None where the others' is not known; later, when the
-      parameters are known, there is no temperature among them.
+    ValueError: the learning rate is negative, or None and optimizer_def does not tell its own; at
+      initialisation, the model does not have exactly one learned temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
@@ -84,17 +83,16 @@ def hypergradient(
   t: jax.Array,
   step_size: jax.Array | float,
 ) -> tuple[PyTree, jax.Array, Any, Any]:
-  """L's gradient with respect to theta, and the derivative with respect to t of V after one step of
-  SGD on L.
+  """The gradient of L with respect to theta, and dV/dt after one SGD step on L ('luketina').
 
   Args:
-    train_loss, held_out_loss: (theta, t) -> (scalar, anything): L and V.
+    train_loss, held_out_loss: L and V, (theta, t) -> (scalar, auxiliary output).
     theta: any tree.
     t: scalar.
-    step_size: s of theta'(t) = theta - s grad_theta L(theta, t).
+    step_size: s.
 
   Returns:
-    L_theta shaped as theta, d/dt V(theta'(t), t), and what L and V returned beside their values.
+    L_theta shaped as theta, d/dt V(theta'(t), t), and the auxiliary outputs of L and V.
   """
 
   def gradient(t: jax.Array) -> tuple[PyTree, Any]:
@@ -115,17 +113,17 @@ def simple_gradient(
   theta: PyTree,
   t: jax.Array,
 ) -> tuple[PyTree, jax.Array, Any, Any]:
-  """As `hypergradient`, with V's partial derivative at theta."""
+  """As `hypergradient`, with the partial derivative V_t(theta, t) ('simple')."""
   grads, aux = jax.grad(train_loss, has_aux=True)(theta, t)
   v_t, held_out_aux = jax.grad(held_out_loss, argnums=1, has_aux=True)(theta, t)
   return grads, v_t, aux, held_out_aux
 
 
 def split_held_out(batch: Batch, held_out_every: int) -> tuple[Batch, Batch]:
-  """The training rows [B - B / n, ...] and the held-out rows [B / n, ...] of a batch [B, ...].
+  """Splits a batch [B, ...] into training rows [B - B / n, ...] and held-out rows [B / n, ...].
 
-  Of every n rows the last is held out (`data.held_out`), which leaves each row on its device. Needs
-  the mesh and the axis rules in context.
+  The last of every n rows is held out (as in `data.held_out`), so every row stays on its device.
+  Needs the mesh and the axis rules in context.
   """
   spec = flax_partitioning.logical_to_mesh_axes(('batch',))
 
@@ -140,12 +138,11 @@ def split_held_out(batch: Batch, held_out_every: int) -> tuple[Batch, Batch]:
 
 
 class HeldOutTemperatureTrainer(step_lib.Trainer):
-  """A Trainer for which one of every n rows of a batch tells the temperature where to go, and the
-  others everything else.
+  """A Trainer that trains the temperature on every n-th row of a batch, and the rest on the others.
 
-  The held-out rows may be a second data set's (`data.HeldOutDatasetConfig`) or a share of the
-  batch. Their noise has a key of its own, folded with their index as the training rows' is. Metrics
-  are those of the training rows, and 'held_out_loss'.
+  The held-out rows are a share of the batch or come from a second data set
+  (`data.HeldOutDatasetConfig`). Their noise has a separate key. Metrics are those of the training
+  rows, and 'held_out_loss'.
   """
 
   def __init__(
@@ -160,15 +157,15 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     held_out_every: int = 8,
     estimator: str = LUKETINA,
   ):
-    """As `Trainer`, and:
+    """Takes the arguments of `Trainer` and two more.
 
     Args:
       held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
-      estimator: 'luketina' or 'simple', of the derivative with respect to t; see the module.
+      estimator: 'luketina' or 'simple', the derivative with respect to t; see the module.
 
     Raises:
-      ValueError: held_out_every is below 2, another estimator, microbatches, a model that
-        `needs_whole_batch`.
+      ValueError: held_out_every is below 2, the estimator is unknown, num_microbatches is above 1,
+        or the model `needs_whole_batch`.
     """
     super().__init__(
       model,
@@ -186,8 +183,8 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
       )
     if held_out_every < 2:
       raise ValueError(
-        f'HeldOutTemperatureTrainer.held_out_every={held_out_every} must be at least 2: of so many '
-        'rows one is held out.'
+        f'HeldOutTemperatureTrainer.held_out_every={held_out_every} must be at least 2: one of '
+        'that many rows is held out.'
       )
     if estimator not in (LUKETINA, SIMPLE):
       raise ValueError(
@@ -202,7 +199,7 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     self._estimator = estimator
 
   def check_batch_size(self, batch_size: int) -> None:
-    """Raises ValueError unless every device has as many rows held out as the others."""
+    """Raises ValueError unless every device holds out the same number of rows."""
     super().check_batch_size(batch_size)
     multiple = self._held_out_every * self._partitioner.data_shards
     if batch_size % multiple:

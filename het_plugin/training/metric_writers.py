@@ -1,8 +1,9 @@
-"""Where metrics go: the console, TensorBoard event files and metrics.jsonl.
+"""Writers of metrics: the log, TensorBoard event files and metrics.jsonl.
 
-A full disk does not stop training by itself. Lines of metrics.jsonl that cannot be written wait in
-memory, and flushing fails as long as there are some: a run flushes before it saves a checkpoint, so
-that none is ahead of its metrics. Event files are for looking at: what does not fit is lost.
+A full disk does not end training by itself. Lines of metrics.jsonl that cannot be written wait in
+memory, and `flush` fails while there are any. A run flushes before it saves a checkpoint, so that
+no checkpoint is ahead of its metrics. Event files are only for looking at; what cannot be written
+there is lost.
 """
 
 import functools
@@ -15,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from clu import metric_writers
 from etils import epath
 
@@ -23,32 +23,33 @@ from het_plugin.training import run_files
 
 _log = logging.getLogger(__name__)
 
-# An object store cannot append, so the whole file is written again; not more often than this.
+# Objects of an object store cannot be appended to. They are rewritten, at most this often.
 _REMOTE_SECONDS = 30.0
 
 
-class JsonlWriter(metric_writers.MetricWriter):
-  """Appends scalars to a file, one JSON object with its step a line; drops other kinds of values.
+class JsonlWriter(metric_writers.MultiWriter):
+  """Appends scalars to a file, one JSON object with its step per line; ignores other values.
 
-  Non-finite values are written as null, which JSON has, unlike NaN.
+  Values that are not finite become null, because JSON has no NaN.
   """
 
   def __init__(self, path: epath.PathLike, resume_step: int, evaluated: bool = True):
-    """Opens the file.
+    """Opens the file; creates it if it is missing.
 
     Args:
-      path: created when missing; an object store's too.
-      resume_step: lines of later steps are dropped, for the run goes through these steps again; so
-        is a last line that a crash cut short.
-      evaluated: whether the evaluations of resume_step count. If not, the run does them again, and
-        of its lines those of training alone stay.
+      path: local, or in an object store.
+      resume_step: lines of later steps are dropped, because the run repeats these steps; so is a
+        last line that a crash cut short.
+      evaluated: whether the evaluations of resume_step are done. If not, the run repeats them, and
+        only the training lines of that step are kept.
     """
+    super().__init__([])
     drop_later_lines(path, resume_step, evaluated)
     self._path = epath.Path(path)
     self._remote = run_files.is_remote(path)
     if not self._path.exists():
       run_files.write_text(self._path, '')
-    self._written = self._path.read_text() if self._remote else ''  # what the object holds
+    self._written = self._path.read_text() if self._remote else ''  # content of the object
     self._pending = ''
     self._last_write = time.monotonic()
     self._failing = False
@@ -61,33 +62,12 @@ class JsonlWriter(metric_writers.MetricWriter):
       return
     try:
       self.flush()
-    except Exception as error:  # OSError, or that of the object store's client
+    except Exception as error:  # OSError, or an error of the object store's client
       if not self._failing:
         _log.warning('%s cannot be written, its lines wait in memory: %s', self._path, error)
       self._failing = True
     else:
       self._failing = False
-
-  def write_summaries(self, step, values, metadata=None):
-    del step, values, metadata
-
-  def write_images(self, step, images):
-    del step, images
-
-  def write_videos(self, step, videos):
-    del step, videos
-
-  def write_audios(self, step, audios, *, sample_rate):
-    del step, audios, sample_rate
-
-  def write_texts(self, step, texts):
-    del step, texts
-
-  def write_histograms(self, step, arrays, num_buckets=None):
-    del step, arrays, num_buckets
-
-  def write_hparams(self, hparams):
-    del hparams
 
   def flush(self) -> None:
     """Writes the lines that wait.
@@ -110,27 +90,28 @@ class JsonlWriter(metric_writers.MetricWriter):
 
 
 def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
-  """Rewrites a file of one JSON object a line, if there is one, without those of later steps and
-  without what is no JSON; `evaluated` as in `JsonlWriter`.
+  """Rewrites a file of JSON lines, if it exists, without lines of later steps and broken lines.
+
+  `evaluated` is as in `JsonlWriter`.
   """
   path = epath.Path(path)
   if path.exists():
     limit = (step, evaluated)
-    kept = [line for line in path.read_text().splitlines() if _place_of(line) <= limit]
+    kept = [line for line in path.read_text().splitlines() if _position(line) <= limit]
     run_files.write_text(path, ''.join(line + '\n' for line in kept))
 
 
-def _place_of(line: str) -> tuple[float, bool]:
-  """(step, whether it is of more than training), which is the order in which a run writes."""
+def _position(line: str) -> tuple[float, bool]:
+  """(step, whether the line holds more than training metrics): the order in which a run writes."""
   try:
     row = json.loads(line)
   except json.JSONDecodeError:
-    return np.inf, True
+    return math.inf, True
   return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
 
 
 class _Lenient:
-  """A writer whose failures are one warning."""
+  """A writer whose first failure is a warning and whose later failures are silent."""
 
   def __init__(self, writer: metric_writers.MetricWriter):
     self._writer = writer
@@ -143,7 +124,7 @@ class _Lenient:
     def call(*args, **kwargs):
       try:
         return method(*args, **kwargs)
-      except Exception as error:  # TensorFlow's own
+      except Exception as error:  # TensorFlow's own types
         if not self._failed:
           _log.warning('%s has failed: %s', type(self._writer).__name__, error)
         self._failed = True
@@ -155,14 +136,14 @@ class _RunWriter(metric_writers.AsyncMultiWriter):
   def close(self) -> None:
     try:
       super().close()
-    except Exception as error:  # not over what ends the run
+    except Exception as error:  # must not replace the exception that ends the run
       _log.error('Metrics are lost: %s', error)
 
 
 def create_writer(
   model_dir: epath.PathLike, resume_step: int, evaluated: bool = True
 ) -> metric_writers.MetricWriter:
-  """The writers of process 0, in background threads; on other processes one that writes nothing."""
+  """Writers of process 0, in background threads; other processes get one that writes nothing."""
   if jax.process_index() != 0:
     return metric_writers.MultiWriter([])
   return _RunWriter(

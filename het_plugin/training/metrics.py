@@ -1,4 +1,4 @@
-"""Metrics and speed of the training steps, fetched without making the device wait."""
+"""Metrics of training steps: norms of the update, speed, and summaries over a period."""
 
 import collections
 import contextlib
@@ -18,16 +18,98 @@ import optax
 from het_plugin.training import flops as flops_lib
 
 PyTree = Any
-
 Metrics = dict[str, clu.metrics.Metric]
 
 # Steps whose results the host has not waited for when it dispatches the next one. One lets the
 # device start on step n + 1 while the host reads the metrics of step n.
 MAX_STEPS_IN_FLIGHT = 1
-# Virtual CPU devices share few threads, which the collectives of steps in flight hold while they
-# wait for each other. Measured with 8 of them on 2 cores, meshes 8x1, 4x2 and 2x4: with 0, 1 and 8
-# in flight steps take the same time, with 100 the process aborts at a rendezvous.
+# Virtual CPU devices share few threads. Collectives of steps in flight hold these threads while
+# they wait for each other: with 8 devices on 2 cores, 0, 1 and 8 steps in flight take the same time
+# per step, and 100 abort the process.
 MAX_STEPS_IN_FLIGHT_CPU = 0
+
+# Regular expressions, matched at the beginning of a parameter's path ('head/covariance/J'). The
+# matched text is the name of a group: here 'backbone', 'head', 'head/kernel', 'head/covariance'.
+GROUPS = (r'[^/]+', r'head/[^/]+')
+
+
+def is_metric(x: Any) -> bool:
+  return isinstance(x, clu.metrics.Metric)
+
+
+def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
+  """Merges two mappings of the same metrics; `a` is the earlier one."""
+  return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=is_metric)
+
+
+def is_finite(metrics: Metrics) -> bool:
+  """Whether loss, gradient and update of a step were finite, from the metrics of `apply_grads`."""
+  return bool(metrics['update'].finite)
+
+
+def compute_metrics(metrics: Metrics) -> dict[str, float]:
+  """Values of clu metrics; a metric whose value is a mapping gives one entry per key."""
+  values = {}
+  for name, metric in metrics.items():
+    value = metric.compute()
+    values |= value if isinstance(value, Mapping) else {name: value}
+  return {name: float(value) for name, value in values.items()}
+
+
+@flax.struct.dataclass
+class UpdateReport(clu.metrics.Metric):
+  """Norms of a step; `merge` averages them over steps.
+
+  All norms are one array, because every array is fetched from the device after every step.
+
+  Attributes:
+    total: float32 [len(names)], sums over the steps.
+    count: int32 [], number of steps.
+    finite: bool [], whether loss, gradient and update of all steps were finite.
+    names: of the norms.
+  """
+
+  total: jax.Array
+  count: jax.Array
+  finite: jax.Array
+  names: tuple[str, ...] = flax.struct.field(pytree_node=False)
+
+  @classmethod
+  def from_norms(cls, norms: Mapping[str, jax.Array], finite: jax.Array) -> 'UpdateReport':
+    """The report of one step from scalars by name."""
+    total = jnp.stack([jnp.asarray(norm, jnp.float32) for norm in norms.values()])
+    return cls(total=total, count=jnp.ones((), jnp.int32), finite=finite, names=tuple(norms))
+
+  def merge(self, other: 'UpdateReport') -> 'UpdateReport':
+    return self.replace(
+      total=self.total + other.total,
+      count=self.count + other.count,
+      finite=self.finite & other.finite,
+    )
+
+  def compute(self) -> dict[str, jax.Array]:
+    """{name: mean norm}."""
+    return dict(zip(self.names, self.total / self.count, strict=True))
+
+
+def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Array]:
+  """L2 norms of a tree and of groups of its leaves, over all devices.
+
+  Args:
+    name: prefix of the results.
+    tree: shaped as the parameters.
+    patterns: see GROUPS.
+
+  Returns:
+    {name: norm of the tree, name/group: norm of a group, ...}, scalars.
+  """
+  groups: dict[str, list[jax.Array]] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    path = jax.tree_util.keystr(path, simple=True, separator='/')
+    for group in {match[0]: None for p in patterns if (match := re.match(p, path))}:
+      groups.setdefault(group, []).append(leaf)
+  by_group = {f'{name}/{group}': optax.tree.norm(leaves) for group, leaves in groups.items()}
+  return {name: optax.tree.norm(tree), **by_group}
 
 
 def max_steps_in_flight(mesh: jax.sharding.Mesh) -> int:
@@ -49,7 +131,7 @@ class InFlight:
     return self._pop(self._limit)
 
   def drain(self) -> list[PyTree]:
-    """Waits for all that is left."""
+    """Waits for all values that are left."""
     return self._pop(0)
 
   def _pop(self, limit: int) -> list[PyTree]:
@@ -59,32 +141,9 @@ class InFlight:
     return done
 
 
-def is_metric(x: Any) -> bool:
-  return isinstance(x, clu.metrics.Metric)
-
-
-def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """Merges two mappings of the same metrics, of which `a` is the earlier."""
-  return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=is_metric)
-
-
-def is_finite(metrics: Metrics) -> bool:
-  """Whether loss, gradient and update of a step were finite, by the metrics of `apply_grads`."""
-  return bool(metrics['update'].finite)
-
-
-def compute_metrics(metrics: Metrics) -> dict[str, float]:
-  """The values of a mapping of clu metrics; one whose value is a mapping gives several."""
-  values = {}
-  for name, metric in metrics.items():
-    value = metric.compute()
-    values |= value if isinstance(value, Mapping) else {name: value}
-  return {name: float(value) for name, value in values.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """Metrics of the steps up to `step` since the last summary."""
+  """Metrics of the steps up to `step` since the previous summary."""
 
   step: int
   values: dict[str, float]
@@ -93,10 +152,10 @@ class Summary:
 class StepMetrics:
   """Merges the metrics of steps and summarises them every `period` steps.
 
-  Steps that were not finite do not count: `nonfinite_steps` of a summary says how many there were,
-  and its other metrics are NaN where there was no other step.
+  Steps that were not finite do not count; `nonfinite_steps` of a summary is their number, and the
+  other metrics are NaN if there was no finite step.
 
-  A summary adds, over the same steps and without the time spent in `paused`:
+  A summary also has, over the same steps and without the time spent in `paused`:
     timing/ms_per_step, timing/examples_per_second;
     timing/data_wait_share: share of the time in which the loop waited for its next batch;
     timing/mfu: model FLOPs utilisation, where the peak of the device is known.
@@ -114,10 +173,10 @@ class StepMetrics:
 
     Args:
       period: steps between summaries.
-      batch_size: examples a step.
+      batch_size: examples per step.
       flops_per_step: over all devices.
       mesh: the devices.
-      on_step: called with each step and its own metrics as soon as they are on the host.
+      on_step: called with each step and its metrics as soon as they are on the host.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
     self._period = period
@@ -129,8 +188,8 @@ class StepMetrics:
 
   def _start_period(self, now: float) -> None:
     self._start = now
-    self._merged: Metrics | None = None
-    self._left_out: Metrics | None = None
+    self._merged: Metrics | None = None  # of the finite steps
+    self._left_out: Metrics | None = None  # of the last step that was not finite
     self._steps = 0
     self._nonfinite_steps = 0
     self._data_wait = 0.0
@@ -139,8 +198,8 @@ class StepMetrics:
     """Takes the metrics of a step, on the device, and the seconds it waited for data.
 
     Returns:
-      The summaries now due. One comes when the metrics of its last step are on the host, which is
-      up to MAX_STEPS_IN_FLIGHT steps later.
+      The summaries that are now due. A summary is due once the metrics of its last step are on the
+      host, which is up to MAX_STEPS_IN_FLIGHT steps later.
     """
     return self._collect(self._in_flight.push((step, data_wait, metrics)))
 
@@ -149,16 +208,16 @@ class StepMetrics:
     return self._collect(self._in_flight.drain())
 
   def flush(self, step: int) -> list[Summary]:
-    """Waits for the steps in flight and closes the period at `step`, however short."""
+    """Waits for the steps in flight and closes the period at `step`."""
     return self.drain() + self.close(step)
 
   def close(self, step: int) -> list[Summary]:
-    """Closes the period at `step`, and does not wait: steps in flight are not part of it."""
+    """Closes the period at `step` without the steps in flight."""
     return [self._summarise(step)] if self._steps else []
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Keeps what happens inside, such as an evaluation, out of the time per step."""
+    """Leaves the time spent inside, such as an evaluation, out of the time per step."""
     start = time.monotonic()
     yield
     self._start += time.monotonic() - start
@@ -195,63 +254,3 @@ class StepMetrics:
       values['timing/mfu'] = self._seconds_at_peak / seconds
     self._start_period(now)
     return Summary(step, values)
-
-
-# Regular expressions, matched at the beginning of a parameter's path ('head/covariance/J'): what
-# one matches is the name of a group. These make the groups 'backbone', 'head', 'head/kernel',
-# 'head/covariance' and so on.
-GROUPS = (r'[^/]+', r'head/[^/]+')
-
-
-@flax.struct.dataclass
-class UpdateReport(clu.metrics.Metric):
-  """Norms of a step, averaged over steps by `merge`; few arrays, since each is fetched every step.
-
-  Attributes:
-    total: float32 [len(names)], sums over the steps.
-    count: int32, number of steps.
-    finite: bool, whether all of these steps had a finite loss, gradient and update.
-    names: of the norms.
-  """
-
-  total: jax.Array
-  count: jax.Array
-  finite: jax.Array
-  names: tuple[str, ...] = flax.struct.field(pytree_node=False)
-
-  @classmethod
-  def from_norms(cls, norms: Mapping[str, jax.Array], finite: jax.Array) -> 'UpdateReport':
-    """Of one step: scalars by name."""
-    total = jnp.stack([jnp.asarray(norm, jnp.float32) for norm in norms.values()])
-    return cls(total=total, count=jnp.ones((), jnp.int32), finite=finite, names=tuple(norms))
-
-  def merge(self, other: 'UpdateReport') -> 'UpdateReport':
-    return self.replace(
-      total=self.total + other.total,
-      count=self.count + other.count,
-      finite=self.finite & other.finite,
-    )
-
-  def compute(self) -> dict[str, jax.Array]:
-    """{name: mean norm}."""
-    return dict(zip(self.names, self.total / self.count, strict=True))
-
-
-def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Array]:
-  """L2 norms over all devices.
-
-  Args:
-    name: of what the tree holds.
-    tree: shaped as parameters.
-    patterns: see GROUPS.
-
-  Returns:
-    {name: of the whole tree, name/group: of each group}.
-  """
-  groups: dict[str, list[jax.Array]] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    path = jax.tree_util.keystr(path, simple=True, separator='/')
-    for group in {match[0]: None for p in patterns if (match := re.match(p, path))}:
-      groups.setdefault(group, []).append(leaf)
-  by_group = {f'{name}/{group}': optax.tree.norm(leaves) for group, leaves in groups.items()}
-  return {name: optax.tree.norm(tree), **by_group}

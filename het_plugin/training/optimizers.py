@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: plain arguments in, optax out."""
+"""Optimizers and learning-rate schedules from plain arguments, as optax transformations."""
 
 import dataclasses
 import re
@@ -14,12 +14,12 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptaxWrapper:
-  """What a model carries as `optimizer_def`; the attribute has the name that t5x's class gives it.
+  """A model's `optimizer_def`; `optax_optimizer` has the name of t5x's attribute.
 
   Attributes:
-    optax_optimizer: the gradient transformation, its schedule included.
-    learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for the log
-      alone; None where there is nothing to log.
+    optax_optimizer: the gradient transformation, with its schedule.
+    learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for logging;
+      None if unknown.
   """
 
   optax_optimizer: optax.GradientTransformation
@@ -41,17 +41,17 @@ def adamw(
 
   Args:
     learning_rate: a number, or step -> number (see `warmup_schedule`).
-    b1, b2, eps: of Adam's moments.
-    weight_decay: multiplied by the learning rate and the parameter.
-    weight_decay_params: regular expression, searched for in a parameter's path ('head/kernel');
-      only these decay. The default leaves out temperature, norms, biases and embeddings.
-    clip_norm: gradients are scaled down to this global norm before Adam sees them; None: never.
-    frozen_params: regular expression, searched for in a parameter's path ('^backbone/'); what it
-      matches keeps its value, has no moments and does not count in the norm. None freezes nothing.
+    b1, b2, eps: Adam's constants.
+    weight_decay: factor of learning rate times parameter.
+    weight_decay_params: regular expression; parameters decay if it is found in their path
+      ('head/kernel'). The default leaves out temperature, norms, biases and embeddings.
+    clip_norm: gradients are scaled down to this global norm before Adam; None for no clipping.
+    frozen_params: regular expression; parameters keep their value if it is found in their path
+      ('^backbone/'). They have no moments and do not count in the norm. None freezes nothing.
 
   Raises:
-    ValueError: a negative weight_decay or a clip_norm that is not positive; later, when the
-      parameters are known, a pattern that matches none of them.
+    ValueError: weight_decay is negative or clip_norm is not positive; at initialisation, a pattern
+      matches no parameter.
   """
   if weight_decay < 0:
     raise ValueError(f'weight_decay={weight_decay} must be at least 0.')
@@ -91,18 +91,17 @@ def warmup_schedule(
 
   Args:
     peak_value: learning rate at the end of the warm-up.
-    total_steps: steps of the whole schedule, warm-up included; constant at its last value
-      afterwards.
+    total_steps: length of the schedule, warm-up included; the last value stays afterwards.
     warmup_steps: 0 starts at peak_value.
-    decay: 'linear'; 'cosine'; 'constant' (stays at peak_value); 'rsqrt', peak_value *
-      sqrt(warmup_steps / step) (Vaswani et al., 2017), never below end_value.
-    init_value: learning rate of step 0 when there is a warm-up.
-    end_value: learning rate at total_steps; 'constant' does not use it, for 'rsqrt' it is the
-      floor.
+    decay: 'linear', 'cosine', 'constant' (stays at peak_value), or 'rsqrt', which is peak_value *
+      sqrt(warmup_steps / step) (Vaswani et al., 2017).
+    init_value: learning rate of step 0 if there is a warm-up.
+    end_value: learning rate at total_steps; 'rsqrt' takes it as a lower bound, 'constant' ignores
+      it.
 
   Raises:
-    ValueError: an unknown decay, a warm-up that does not fit into total_steps, a peak_value that
-      is not positive.
+    ValueError: decay is unknown, the warm-up is not shorter than total_steps, or peak_value is not
+      positive.
   """
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
@@ -138,17 +137,17 @@ def _rsqrt_schedule(
 
 
 def num_updates(opt_state: PyTree, default: jax.Array) -> jax.Array:
-  """The count of updates that a schedule inside an optimizer goes by; `default` if it has none."""
+  """Number of updates that a schedule inside the optimizer has counted; `default` if none does."""
   counts = optax.tree.get_all_with_path(opt_state, 'count')
   return counts[0][1] if counts else default
 
 
 def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
-  """PartitionSpecs of an optimizer state: a parameter's for what mirrors it, else replicated.
+  """PartitionSpecs of an optimizer state.
 
-  Works for any optax optimizer, masked ones too: a leaf mirrors the parameter at whose path its own
-  ends, if it has the parameter's shape. A moment of another shape (Adafactor's sums over rows and
-  columns) is small.
+  A leaf whose path ends with the path of a parameter, and which has its shape, gets the parameter's
+  spec. Other leaves are small (counts, Adafactor's row and column sums) and are replicated. This
+  works for any optax optimizer, masked ones included.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

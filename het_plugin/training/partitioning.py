@@ -1,8 +1,7 @@
-"""A (data, model) or (replica, data, model) device mesh, t5x's logical axis rules, and jit with
-shardings on top of them.
+"""Device mesh, logical axis rules and jit with shardings, as in t5x's `partitioning` module.
 
-Names and meanings follow t5x's `partitioning` module, so its gin bindings and its axis names carry
-over.
+Names and meanings follow t5x, so its gin bindings and axis names work here. The mesh axes are
+(data, model) or (replica, data, model).
 """
 
 import contextlib
@@ -23,8 +22,7 @@ from het_plugin.training import state as state_lib
 PyTree = Any
 LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
-# t5x's replicated names, and the heads' own: neither the factors R nor the noise dimension Q is
-# split.
+# t5x's replicated names, and the heads': the factors R and the noise dimension Q are not split.
 _REPLICATED_AXES = (
   'relpos_buckets',
   'abspos_buckets',
@@ -47,10 +45,10 @@ def standard_logical_axis_rules(
   Args:
     activation_partitioning_dims: 2 also splits the 'embed' axis of activations over 'model'.
     parameter_partitioning_dims: 2 also splits the 'embed' axis of parameters over 'data'.
-    additional_rules: appended, so an axis they name keeps any standard rule that comes first.
+    additional_rules: appended; a standard rule for the same axis comes first.
 
   Raises:
-    ValueError: when a number of dimensions is neither 1 nor 2.
+    ValueError: a number of dimensions is neither 1 nor 2.
   """
   for name, dims in (
     ('activation_partitioning_dims', activation_partitioning_dims),
@@ -78,7 +76,7 @@ def standard_logical_axis_rules(
 
 
 class PartitionedFn:
-  """A jitted function that is traced under the partitioner's mesh and logical axis rules."""
+  """A jitted function, traced under the partitioner's mesh and logical axis rules."""
 
   def __init__(self, jitted: Any, context: Callable[[], contextlib.AbstractContextManager]):
     self._jitted = jitted
@@ -101,8 +99,8 @@ class PjitPartitioner:
   """Places parameters, optimizer state, batches and computations on a (data, model) mesh.
 
   With num_replicas above 1, for several slices with slow links between them, the mesh is (replica,
-  data, model): batches are split over replica and data, parameters over data and model only, so
-  that gradients are all that crosses slices.
+  data, model). Batches are split over replica and data, parameters over data and model only, so
+  that only gradients cross slices.
   """
 
   def __init__(
@@ -113,19 +111,19 @@ class PjitPartitioner:
     devices: Sequence[jax.Device] | None = None,
     num_replicas: int = 1,
   ):
-    """Sets the mesh up; nothing is compiled.
+    """Sets up the mesh; compiles nothing.
 
     Args:
-      num_partitions: size of the model axis; None stands for 1, pure data parallelism.
-      model_parallel_submesh: t5x's (x, y, z, c) tile; its product is the size of the model axis. At
-        most one of the two may be set.
+      num_partitions: size of the model axis; None is 1, pure data parallelism.
+      model_parallel_submesh: t5x's (x, y, z, c) tile, whose product is the size of the model axis;
+        an alternative to num_partitions.
       logical_axis_rules: defaults to `standard_logical_axis_rules()`.
       devices: defaults to all devices of all processes.
       num_replicas: size of the replica axis, such as the number of TPU slices; 1 for no such axis.
 
     Raises:
-      ValueError: both sizes are set, a size is below 1, or they do not divide the number of
-        devices.
+      ValueError: both sizes of the model axis are set, a size is below 1, or the sizes do not
+        divide the number of devices.
     """
     if num_partitions is not None and model_parallel_submesh is not None:
       raise ValueError(
@@ -170,7 +168,7 @@ class PjitPartitioner:
 
   @classmethod
   def on_mesh(cls, mesh: Mesh, logical_axis_rules: LogicalAxisRules) -> 'PjitPartitioner':
-    """The partitioner of a mesh that is there already, with the model axis last.
+    """A partitioner for an existing mesh, whose last axis is the model axis.
 
     Raises:
       ValueError: a rule names an axis that the mesh does not have.
@@ -208,17 +206,17 @@ class PjitPartitioner:
 
   @property
   def data_shards(self) -> int:
-    """Size of the data axis, times that of the replica axis: the pieces a batch is cut into."""
+    """Number of pieces a batch is cut into: sizes of the data and replica axes, multiplied."""
     return math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
 
   @property
   def model_shards(self) -> int:
-    """Size of the model axis: the number of pieces a K-sized parameter is cut into."""
+    """Size of the model axis: number of pieces the class dimension K is cut into."""
     return self._mesh.shape['model']
 
   @contextlib.contextmanager
   def context(self) -> Iterator[None]:
-    """The mesh and the axis rules, which flax's `with_sharding_constraint` in a model needs."""
+    """Sets the mesh and the axis rules for flax's `with_sharding_constraint` inside models."""
     with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._logical_axis_rules):
       yield
 
@@ -258,18 +256,16 @@ class PjitPartitioner:
       )
 
   def batch_rows(self, batch_size: int) -> np.ndarray:
-    """Row numbers of the global batch that this process feeds, ascending, int64 [rows].
-
-    Asked of the sharding, not of the process index: processes that sit along the model axis feed
-    the same rows, and a process need not hold a contiguous range.
-    """
+    """Row numbers of the global batch that this process feeds, ascending, int64 [rows]."""
     self.check_batch_size(batch_size)
+    # From the sharding, not from the process index: processes along the model axis feed the same
+    # rows, and the rows of a process need not be contiguous.
     sharding = NamedSharding(self._mesh, self.data_partition_spec)
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
 
   def shard_batch(self, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
-    """Puts this process's rows on its devices as part of the global batch.
+    """Places this process's rows on its devices as part of the global batch.
 
     Args:
       batch: arrays [rows, ...], rows in the order of `batch_rows(batch_size)`.
@@ -298,7 +294,7 @@ class PjitPartitioner:
   def batch_spec(
     self, element_spec: Mapping[str, jax.ShapeDtypeStruct]
   ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The global batch as shapes with shardings, to compile for before there is data."""
+    """Shapes with shardings of the global batch, for compiling before there is data."""
     sharding = NamedSharding(self._mesh, self.data_partition_spec)
     return {
       name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
@@ -306,14 +302,13 @@ class PjitPartitioner:
     }
 
   def get_mesh_axes(self, train_state: state_lib.TrainState) -> state_lib.TrainState:
-    """A copy of the state with PartitionSpecs as leaves; optimizer state follows its parameter.
+    """The state with PartitionSpecs as leaves; optimizer state is placed as its parameter.
 
     Args:
       train_state: arrays or shapes.
 
     Raises:
-      ValueError: a parameter has an axis name that no rule knows, or a dimension that the mesh does
-        not divide.
+      ValueError: no rule maps an axis name of a parameter, or the mesh does not divide a dimension.
     """
     names = flax_partitioning.get_axis_names(train_state.params_axes)
     flat_names = traverse_util.flatten_dict(names, sep='/')
@@ -354,11 +349,11 @@ class PjitPartitioner:
 
 
 def _mesh_devices(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-  """The devices in the shape of the mesh. On TPUs the axes follow the physical torus, so that they
-  get nearest-neighbour links, and a replica axis lies across slices where there are as many.
-  """
+  """The devices in the shape of the mesh."""
   if devices[0].platform != 'tpu':
     return np.asarray(devices).reshape(shape)
+  # On TPUs mesh axes follow the physical torus, for nearest-neighbour links, and the replica axis
+  # follows the slices.
   num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
   if num_slices > 1 and num_slices == shape[0]:
     return mesh_utils.create_hybrid_device_mesh(

@@ -1,4 +1,4 @@
-"""Feeds the next batch to the device while the current one is computed on."""
+"""Puts the next batch on the device while the step works on the current one."""
 
 import concurrent.futures
 import time
@@ -11,19 +11,19 @@ from het_plugin.training import partitioning
 
 
 class DevicePrefetcher:
-  """Iterates over global batches on the device, one ahead of its caller.
+  """Iterates over global batches on the device and prepares one batch ahead.
 
   Attributes:
-    state: the iterator's state after the batch that `next` returned last; not that of the batch in
-      preparation. A checkpoint that holds it resumes with the very next example.
-    wait_seconds: time that callers have spent waiting for batches so far.
+    state: the iterator's state after the last batch that `next` returned, not after the batch in
+      preparation: a run that resumes from it continues with the next example.
+    wait_seconds: total time that callers have waited for batches.
   """
 
   def __init__(self, iterator: Any, partitioner: partitioning.PjitPartitioner, batch_size: int):
-    """Starts on the first batch.
+    """Starts to prepare the first batch.
 
     Args:
-      iterator: gives this process's rows of each batch, and `get_state()`.
+      iterator: yields this process's rows of each batch, and has `get_state()`.
       partitioner: places the rows.
       batch_size: rows of the global batch.
     """
@@ -44,7 +44,7 @@ class DevicePrefetcher:
 
   @property
   def num_corrupt_records(self) -> int:
-    """Records among this process's rows that could not be read, since it started."""
+    """Number of records among this process's rows that could not be read."""
     return len(getattr(self._iterator, 'corrupt_records', ()))
 
   def __iter__(self) -> 'DevicePrefetcher':

@@ -20,7 +20,7 @@ class TrainState(struct.PyTreeNode):
     params: the model's parameters, float32, as nested dicts.
     opt_state: state of `optimizer_def.optax_optimizer` for `params`.
     optimizer_def: the model's OptaxWrapper (static).
-    params_axes: logical axis names in the layout of flax's `params_axes` collection (static).
+    params_axes: logical axis names, laid out as flax's `params_axes` collection (static).
   """
 
   step: jax.Array
@@ -33,7 +33,7 @@ class TrainState(struct.PyTreeNode):
   def create(
     cls, optimizer_def: optimizers.OptaxWrapper, model_variables: Mapping[str, Any]
   ) -> 'TrainState':
-    """Fresh state at step 0 from the result of a model's `get_initial_variables`.
+    """The state at step 0, from the result of a model's `get_initial_variables`.
 
     Raises:
       ValueError: a parameter has no axis names, or there is a collection besides params and

@@ -1,9 +1,9 @@
 """One training step and one evaluation step of a model, partitioned over the mesh.
 
-A model is any object with t5x's surface: `loss_fn(params, batch, dropout_rng) -> (loss, {name: clu
-metric})` and `eval_fn(params, batch) -> (loss, {name: clu metric})`, where metrics['loss'].count is
-the number of real rows in the batch given. A model whose loss is no mean over examples that do not
-know of each other says so with an attribute `needs_whole_batch`.
+A model is any object with t5x's surface: `loss_fn(params, batch, dropout_rng)` and
+`eval_fn(params, batch)` return (loss, {name: clu metric}), and metrics['loss'].count is the number
+of real rows in the batch. A model whose loss compares examples with each other sets an attribute
+`needs_whole_batch`.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ Metrics = metrics_lib.Metrics
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
   """Cuts rows [B, ...] into microbatches [M, B / M, ...], each spread evenly over the data axis.
 
-  Microbatch j takes the rows j, j + M, j + 2 M, ...: every device keeps the rows it has, whereas M
-  contiguous pieces would each lie on a part of the data axis only. Needs the mesh and the axis
-  rules in context.
+  Needs the mesh and the axis rules in context.
   """
   spec = flax_partitioning.logical_to_mesh_axes((None, 'batch'))
 
   def split(x: jax.Array) -> jax.Array:
+    # Microbatch j takes the rows j, j + M, j + 2 M, ...: every device keeps the rows it has. M
+    # contiguous pieces would each lie on a part of the data axis only.
     x = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
     return lax.with_sharding_constraint(jnp.swapaxes(x, 0, 1), spec)
 
@@ -50,23 +50,22 @@ def accumulate_grads_microbatched(
 ) -> tuple[PyTree, Metrics]:
   """Gradients and metrics of the whole batch, computed one microbatch after the other.
 
-  The number of microbatches changes nothing but rounding: the mean loss of a microbatch counts with
-  its number of real rows, a loss that the model normalises by a constant (t5x's
-  `loss_normalizing_factor`) is a sum already, and the key is the same for all because noise is
-  keyed by batch['index'] inside the model.
+  The number of microbatches changes only rounding.
 
   Args:
     model: has t5x's `loss_fn`.
     params: float32.
     batch: arrays [B, ...] split over the data axis.
-    dropout_rng: the key of this step.
-    num_microbatches: M, which with the data axis divides B; None or 1 for none.
+    dropout_rng: key of this step.
+    num_microbatches: M; B must be divisible by M times the size of the data axis. None or 1 for
+      the whole batch at once.
 
   Returns:
     Float32 gradients shaped as params, and the merged metrics.
   """
 
   def value_and_grad(microbatch: Batch) -> tuple[PyTree, Metrics]:
+    # The same key for all microbatches: the model draws noise per example, keyed by batch['index'].
     (_, metrics), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(
       params, microbatch, dropout_rng
     )
@@ -75,6 +74,8 @@ def accumulate_grads_microbatched(
   if num_microbatches is None or num_microbatches == 1:
     return value_and_grad(batch)
 
+  # t5x's loss_normalizing_factor makes the loss a sum over rows; otherwise it is a mean, which
+  # counts with the number of real rows of the microbatch.
   summed = getattr(model, 'loss_normalizing_factor', None) is not None
 
   def step(carry, microbatch):
@@ -88,17 +89,17 @@ def accumulate_grads_microbatched(
   (grad_sum, weight_sum), stacked = lax.scan(
     step, (zeros, jnp.zeros((), jnp.float32)), split_microbatches(batch, num_microbatches)
   )
-  # reduce() is clu's merge over a leading axis.
+  # clu's reduce() merges over the leading axis.
   metrics = jax.tree.map(lambda metric: metric.reduce(), stacked, is_leaf=metrics_lib.is_metric)
   scale = 1.0 if summed else 1.0 / jnp.maximum(weight_sum, 1.0)
   return jax.tree.map(lambda total: total * scale, grad_sum), metrics
 
 
 def learning_rate(train_state: TrainState) -> jax.Array | None:
-  """Of the next update, float32 []; None where the optimizer does not say."""
+  """Learning rate of the next update, float32 []; None if the optimizer does not tell it."""
   if (schedule := train_state.optimizer_def.learning_rate_fn) is None:
     return None
-  # Not train_state.step, which the steps without an update count too.
+  # Not train_state.step, which also counts the steps without an update.
   count = optimizers.num_updates(train_state.opt_state, default=train_state.step)
   return jnp.asarray(schedule(count), jnp.float32)
 
@@ -113,16 +114,16 @@ def apply_grads(
   """One optimizer update, or none where loss, gradient or update are not finite.
 
   Args:
-    train_state: of before.
+    train_state: before the update.
     grads: float32, shaped as the parameters.
-    metrics: with 'loss'.
-    norm_groups: which groups of parameters have norms of their own, see `metrics_lib.GROUPS`.
-    halted: bool; True leaves the state as it is, `step` too.
+    metrics: contain 'loss'.
+    norm_groups: groups of parameters whose norms are reported, see `metrics.GROUPS`.
+    halted: bool []; True leaves the whole state unchanged, `step` included.
 
   Returns:
-    The new state, of which after a step that is not finite only `step` is new; and the metrics with
-    `learning_rate` and `update`, an UpdateReport of the global L2 norms `gradient_norm` (before
-    clipping), `update_norm` and `param_norm` (after the update) and those of the groups.
+    The new state and the metrics. If the step is not finite, only `step` of the state changes. The
+    metrics gain `learning_rate` and `update`, an UpdateReport of the L2 norms `gradient_norm`
+    (before clipping), `update_norm` and `param_norm` (after the update), in total and by group.
   """
   updates, opt_state = train_state.optimizer_def.optax_optimizer.update(
     grads, train_state.opt_state, train_state.params
@@ -151,12 +152,11 @@ def apply_grads(
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-  """What compiling the train step took and gave.
+  """Result of compiling the train step.
 
   Attributes:
-    seconds: of tracing, lowering and compiling.
-    flops: of one step over all devices; matrix products and convolutions only, see
-      `flops.count_flops`.
+    seconds: time spent on tracing, lowering and compiling.
+    flops: of one step over all devices, matrix products and convolutions only.
   """
 
   seconds: float
@@ -164,7 +164,10 @@ class Compilation:
 
 
 class Trainer:
-  """The partitioned steps of one model; holds no training state but that training has halted."""
+  """The partitioned steps of one model.
+
+  The only training state it holds is whether training has halted at a step that was not finite.
+  """
 
   def __init__(
     self,
@@ -182,16 +185,16 @@ class Trainer:
       model: an object with t5x's model surface.
       partitioner: places the computation.
       train_state_axes: `partitioner.get_mesh_axes(train_state)`.
-      rng: typed key; step n draws from fold_in(rng, n).
-      num_microbatches: pieces a batch is cut into to save memory; None for one.
-      norm_groups: regular expressions, matched at the beginning of a parameter's path
-        ('head/kernel'): what one matches is the name of a group whose norms are metrics.
-      halt_at_nonfinite: whether no step changes the state any more after one whose loss, gradient
-        or update was not finite; the host may have dispatched some before it learns of that.
+      rng: typed key; step n uses fold_in(rng, n).
+      num_microbatches: number of pieces a batch is cut into to save memory; None for one.
+      norm_groups: regular expressions that define groups of parameters whose norms are metrics, see
+        `metrics.GROUPS`.
+      halt_at_nonfinite: whether the state stays unchanged after a step whose loss, gradient or
+        update was not finite. The host may dispatch further steps before it learns of that one.
 
     Raises:
-      ValueError: num_microbatches is below 1, or above it for a model that `needs_whole_batch`; no
-        regular expressions.
+      ValueError: num_microbatches is below 1, or above 1 for a model that `needs_whole_batch`, or a
+        group is not a regular expression.
     """
     if num_microbatches is not None and num_microbatches < 1:
       raise ValueError(f'num_microbatches={num_microbatches} must be at least 1, or None.')
@@ -240,27 +243,30 @@ class Trainer:
   def compute_grads(
     self, train_state: TrainState, batch: Batch, step_rng: jax.Array
   ) -> tuple[PyTree, Metrics]:
-    """Float32 gradients shaped as the parameters, and metrics with 'loss'; traced once.
+    """Computes gradients; subclasses override it.
 
     Args:
-      train_state: of before the step.
+      train_state: before the step.
       batch: arrays [B, ...] split over the data axis.
-      step_rng: the key of this step.
+      step_rng: key of this step.
+
+    Returns:
+      Float32 gradients shaped as the parameters, and metrics that contain 'loss'.
     """
     return accumulate_grads_microbatched(
       self._model, train_state.params, batch, step_rng, self.num_microbatches
     )
 
   def check_batch_size(self, batch_size: int) -> None:
-    """Raises ValueError unless the batch cuts into microbatches and shards."""
+    """Raises ValueError unless the batch divides into microbatches and shards."""
     self._partitioner.check_batch_size(batch_size, self.num_microbatches or 1)
 
   def trace_train(self, train_state: TrainState, batch: Batch) -> jax.stages.Traced:
-    """The train step for a state and a batch, of which shapes with shardings suffice."""
+    """Traces the train step for a state and a batch, given as arrays or shapes with shardings."""
     return self._train_step.trace(train_state, batch, self._halted)
 
   def trace_eval(self, params: PyTree, batch: Batch) -> jax.stages.Traced:
-    """The eval step for parameters and a batch, of which shapes with shardings suffice."""
+    """Traces the eval step for parameters and a batch, given as arrays or shapes with shardings."""
     return self._eval_step.trace(params, batch)
 
   def compile_train(
@@ -269,12 +275,12 @@ class Trainer:
     batch: Batch,
     call: Callable[[Callable[[], Any]], Any] = lambda fn: fn(),
   ) -> Compilation:
-    """Compiles the train step for a state and a batch, of which shapes with shardings suffice.
+    """Compiles the train step.
 
     Args:
-      train_state, batch: what it is compiled for.
-      call: calls the compiler, which is most of the time; `interruptible.call` does so in a thread.
-        Tracing stays in this one, to which settings of JAX may be bound.
+      train_state, batch: arrays, or shapes with shardings.
+      call: calls the compiler, which takes most of the time; `interruptible.call` uses a thread.
+        Tracing stays in this thread, because settings of JAX may be bound to it.
     """
     start = time.monotonic()
     traced = self.trace_train(train_state, batch)
@@ -283,7 +289,7 @@ class Trainer:
     return Compilation(seconds=time.monotonic() - start, flops=count)
 
   def train_step(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One update; the state passed in is donated and must not be used again."""
+    """One update. The state passed in is donated and must not be used again."""
     train_state, metrics, self._halted = self._train_step(train_state, batch, self._halted)
     return train_state, metrics
 

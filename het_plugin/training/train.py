@@ -25,6 +25,7 @@ from het_plugin.operations import (
 )
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
+  checkpoint_reader,
   checkpoints,
   compilation_cache,
   evaluation,
@@ -33,6 +34,7 @@ from het_plugin.training import (
   prefetch,
   processes,
   step_watch,
+  warm_start,
 )
 from het_plugin.training import loop as loop_lib
 from het_plugin.training import loss_spikes as loss_spikes_lib
@@ -217,7 +219,7 @@ def train(
         _resume_dataset(train_iter, restored)
       else:
         restore = checkpoint_cfg.restore
-        read = {} if restore is None else checkpoints.restore_params(restore, target.params)
+        read = {} if restore is None else warm_start.restore_params(restore, target.params)
         step, lowered = 0, partitioner.partition(init, (), axes).lower()
         train_state = _compile(notice, step, lowered.compile)()
         train_state = train_state.replace(params=_overlay(train_state.params, read))
@@ -307,7 +309,7 @@ def _check_positive(**settings: int) -> None:
 def _check_config(
   model_dir: epath.Path, check_config_fn: Callable[[int, Mapping[str, Any]], None]
 ) -> None:
-  if (newest := checkpoints.newest_record(model_dir)) is not None:
+  if (newest := checkpoint_reader.newest_record(model_dir)) is not None:
     check_config_fn(*newest)
 
 

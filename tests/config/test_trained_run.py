@@ -7,7 +7,8 @@ from flax import traverse_util
 import gin
 from het_plugin import weights
 from het_plugin.config import trained_run
-from het_plugin.training import checkpoints
+from het_plugin.t5x_host import conversion
+from het_plugin.training import checkpoint_reader
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
@@ -39,15 +40,15 @@ def test_one_checkpoint(digits_run):
   digits_run, _ = digits_run
   run = trained_run.open_run(digits_run / 'checkpoint_1')
   assert run.step == 1
-  assert_equal(run.params, checkpoints.read_params(digits_run / 'checkpoint_1'))
+  assert_equal(run.params, checkpoint_reader.read_params(digits_run / 'checkpoint_1'))
   absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'TRAIN_STEPS = None']
   trained_run.open_run(digits_run, bindings=[*absent, 'TRAIN_EPOCHS = 1'])  # data elsewhere
-  first, last = (checkpoints.read_params(digits_run / f'checkpoint_{n}') for n in (1, 2))
+  first, last = (checkpoint_reader.read_params(digits_run / f'checkpoint_{n}') for n in (1, 2))
   assert any((first[name] != last[name]).any() for name in first)
 
 
 def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
-  params = checkpoints.read_params(digits_run[0])
+  params = checkpoint_reader.read_params(digits_run[0])
   path = tmp_path / 'vit.npz'
   weights.write_arrays(path, weights.export_params(params, 10, 2))
   model = ['BACKBONE = @vit()', "vit.variant = 'Ti/4'", "vit.pooling = 'gap'", *TINY]
@@ -76,9 +77,9 @@ def test_a_run_of_t5x(digits_run, tmp_path):
   """Its checkpoint, as t5x lays it out, beside the configuration that it leaves for our mains."""
   folder, params = digits_run
   theirs = tmp_path / 'theirs'
-  assert checkpoints.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
+  assert conversion.write_t5x(folder, theirs) == str(theirs / 'checkpoint_2')
   (theirs / 'config.gin').write_text((folder / 'config.gin').read_text())
-  ours, arrays = checkpoints.read_arrays(folder), checkpoints.read_arrays(theirs)
+  ours, arrays = checkpoint_reader.read_arrays(folder), checkpoint_reader.read_arrays(theirs)
   roots = ('params/', 'target/'), ('opt_state/', 'state/param_states/'), ('step', 'state/step')
   renamed = {
     new + name.removeprefix(old): x
@@ -94,6 +95,6 @@ def test_a_run_of_t5x(digits_run, tmp_path):
   assert run.step == 2
   assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
   with pytest.raises(ValueError, match='checkpoint_2 exists already'):
-    checkpoints.write_t5x(folder, theirs)
+    conversion.write_t5x(folder, theirs)
   with pytest.raises(ValueError, match='is a checkpoint of t5x already'):
-    checkpoints.write_t5x(theirs, tmp_path / 'again')
+    conversion.write_t5x(theirs, tmp_path / 'again')

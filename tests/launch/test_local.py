@@ -16,7 +16,7 @@ import pytest
 import gin
 from het_plugin.config import parsing, registry
 from het_plugin.config.training_run import train_from_gin
-from het_plugin.training import checkpoints
+from het_plugin.training import checkpoint_reader
 from launch import local
 
 ROOT = Path(__file__).parents[2]
@@ -248,7 +248,7 @@ def train_here(model_dir):
   parsing.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
   train_from_gin()
   gin.clear_config()
-  return checkpoints.read_params(str(model_dir))
+  return checkpoint_reader.read_params(str(model_dir))
 
 
 def rows(path):
@@ -290,7 +290,7 @@ def test_two_processes_train_as_one_does_which_resumes_their_run(alone, tmp_path
   got = losses(folder)
   assert list(got) == [1, 2, 3, 4]
   np.testing.assert_allclose(list(got.values()), list(expected.values()), atol=1e-5)
-  assert_same_params(checkpoints.read_params(str(folder)), alone[1])
+  assert_same_params(checkpoint_reader.read_params(str(folder)), alone[1])
   # Process 0 alone writes results.
   assert len(list(folder.glob('events*'))) == 1
   assert len([row for row in rows(folder / 'metrics.jsonl') if 'train/loss' in row]) == 4

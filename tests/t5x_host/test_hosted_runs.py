@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from het_plugin.training import checkpoints
+from het_plugin.t5x_host import conversion
+from het_plugin.training import checkpoint_reader
 
 pytestmark = [
   pytest.mark.t5x,
@@ -91,7 +92,7 @@ def assert_same(a, b, steps, atol=1e-5):
 
 
 def params(model_dir, step=STEPS):
-  return checkpoints.read_params(str(Path(model_dir) / f'checkpoint_{step}'))
+  return checkpoint_reader.read_params(str(Path(model_dir) / f'checkpoint_{step}'))
 
 
 @pytest.fixture(scope='module')
@@ -99,7 +100,7 @@ def ours(tmp_path_factory, run_in_process):
   """Runs of the built-in trainer: HET-XL with the few-shot action, and its first half exported."""
   folder = tmp_path_factory.mktemp('ours')
   run_in_process(files('het_xl', engine=None), settings(folder / 'het_xl', *FEW_SHOT))
-  checkpoints.write_t5x(folder / 'het_xl' / 'checkpoint_2', folder / 'exported')
+  conversion.write_t5x(folder / 'het_xl' / 'checkpoint_2', folder / 'exported')
   return folder
 
 

@@ -23,16 +23,17 @@ def of(x) -> int:
   return checksum.array_checksums({'x': jnp.asarray(x)})['x']
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'int32', 'uint8', 'bool'])
-@pytest.mark.parametrize('shape', [(), (7,), (3, 4, 5), (0, 2)])
+@pytest.mark.parametrize(
+  'dtype, shape',
+  [('float32', (3, 4, 5)), ('bfloat16', (7,)), ('int32', ()), ('uint8', (0, 2)), ('bool', (7,))],
+)
 def test_it_is_what_it_is_defined_to_be(dtype, shape):
   x = np.asarray(np.random.default_rng(0).normal(size=shape) * 3).astype(jnp.dtype(dtype))
   assert of(x) == reference(x)
 
 
 @pytest.mark.parametrize(
-  'shape, spec',
-  [((8,), PartitionSpec()), ((4, 2), PartitionSpec('a', 'b')), ((2, 4), PartitionSpec('b', None))],
+  'shape, spec', [((8,), PartitionSpec()), ((4, 2), PartitionSpec('a', 'b'))]
 )
 def test_it_is_the_same_on_every_mesh(shape, spec):
   x = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
@@ -50,7 +51,7 @@ def test_every_single_bit_counts():
   assert of(x) not in np.asarray(sums)
 
 
-@pytest.mark.parametrize('stride', [1, 2**15, 2**16, 2**17])
+@pytest.mark.parametrize('stride', [1, 2**16])
 def test_places_count_where_only_the_high_bits_are_used(stride):
   """Blocks of a float32 array with the values of bfloat16 change places, at distances of 2^k."""
   x = np.random.default_rng(2).normal(size=4 * stride).astype(jnp.bfloat16).astype(np.float32)

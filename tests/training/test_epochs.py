@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from het_plugin import data
-from het_plugin.training import actions, checkpoints
+from het_plugin.training import actions, checkpoint_reader, checkpoints
 from tests.training import toy, toy_run
 
 DIGITS = data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'train', 256, num_epochs=1)
@@ -48,7 +48,7 @@ def test_the_last_batch_weighs_its_real_rows(tmp_path):
   model = toy.ToyModel()
   save = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=1))
   run(tmp_path, cfg, toy.get_dataset, total_steps=1, checkpoint_cfg=save)
-  params = checkpoints.read_params(str(tmp_path))
+  params = checkpoint_reader.read_params(str(tmp_path))
   (values,), _ = run(tmp_path, cfg, toy.get_dataset, total_steps=2, checkpoint_cfg=save)
   assert seen(tmp_path) == list(range(20))
 

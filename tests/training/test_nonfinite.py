@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.training import checkpoints, nonfinite, optimizers, partitioning
+from het_plugin.training import checkpoint_reader, checkpoints, nonfinite, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
 from het_plugin.training.loss_spikes import LossSpikes
@@ -149,8 +149,8 @@ def test_what_a_stop_leaves(stopped_run):
   assert row['state_step'] == 2
   # Nothing of step 3 is saved or applied, and the metrics of the steps before are written.
   assert saved_steps(stopped_run) == [2]
-  before = checkpoints.read_params(str(stopped_run / 'checkpoint_2'))
-  assert_equal(checkpoints.read_params(str(stopped_run / 'nonfinite' / 'step_3')), before)
+  before = checkpoint_reader.read_params(str(stopped_run / 'checkpoint_2'))
+  assert_equal(checkpoint_reader.read_params(str(stopped_run / 'nonfinite' / 'step_3')), before)
   (line,) = train_lines(stopped_run).values()
   assert (line['step'], line['train/nonfinite_steps']) == (3, 1) and line['train/loss'] > 0
 
@@ -167,7 +167,7 @@ def test_steps_in_flight_when_the_run_stops_change_nothing(tmp_path, stopped_run
   assert stopped(tmp_path, 'stop', stats_period=5) == 3
   assert dump(tmp_path, 3) == dump(stopped_run, 3)
   states = [
-    checkpoints.read_params(str(d / 'nonfinite' / 'step_3')) for d in (tmp_path, stopped_run)
+    checkpoint_reader.read_params(str(d / 'nonfinite' / 'step_3')) for d in (tmp_path, stopped_run)
   ]
   assert_equal(*states)
   assert train_lines(tmp_path) == train_lines(stopped_run)
@@ -177,8 +177,8 @@ def test_the_state_of_a_skipped_step_may_be_a_later_one(skipped):
   """With a step in flight; and it is saved of the first bad step only, which max_states says."""
   directory, _ = skipped
   assert (dump(directory, 3)['state_step'], dump(directory, 7)['state_step']) == (4, None)
-  params = checkpoints.read_params(str(directory / 'nonfinite' / 'step_3'))
-  assert_equal(params, checkpoints.read_params(str(directory / 'checkpoint_4')))
+  params = checkpoint_reader.read_params(str(directory / 'nonfinite' / 'step_3'))
+  assert_equal(params, checkpoint_reader.read_params(str(directory / 'checkpoint_4')))
   assert not (directory / 'nonfinite' / 'step_7').exists()
 
 

@@ -1,0 +1,331 @@
+"""Reads one checkpoint: its parameters, input position and record, on any mesh.
+
+A checkpoint of step n is the directory `checkpoint_n` of a run. It is ours or t5x's; they differ in
+the names of the parts. Ours also has a record of the run with the checksums of all arrays and a
+digest of everything that is JSON, because tensorstore does not notice every damaged byte.
+
+Functions that read arrays are collective: all processes call them at the same time, and if one
+process cannot read, all of them raise.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from flax import traverse_util
+
+from het_plugin.training import checksum, processes, rendezvous
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+PREFIX = 'checkpoint'
+# Entries that `seal` adds to a record.
+_CHECKSUMS, _DIGEST = 'checksums', 'digest'
+_ELSEWHERE = 'another process failed'
+
+
+class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
+  """A checkpoint cannot be read, or differs from what was saved; raised on all processes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+  """The JSON parts of one of our checkpoints.
+
+  Attributes:
+    record: what `Checkpointer.save` was given.
+    dataset_state: the input position; None when it was not saved.
+    checksums: {name of an array: checksum}.
+  """
+
+  record: dict[str, Any]
+  dataset_state: dict[str, int] | None
+  checksums: dict[str, int]
+
+
+def steps(model_dir: epath.PathLike) -> list[int]:
+  """Steps of the complete checkpoints of a run."""
+  directory = epath.Path(model_dir).absolute()
+  if not directory.exists():
+    return []
+  # orbax also counts checkpoints that were set aside under another prefix.
+  found = ocp.utils.checkpoint_steps(directory)
+  return [step for step in found if (directory / f'{PREFIX}_{step}').exists()]
+
+
+def step_of(checkpoint: epath.PathLike) -> int:
+  """The step in the name of a checkpoint's directory."""
+  return int(epath.Path(checkpoint).name.removeprefix(f'{PREFIX}_'))
+
+
+def find(path: epath.PathLike) -> epath.Path:
+  """The checkpoint at `path`, or the newest one of the run at `path`.
+
+  Raises:
+    ValueError: there is none.
+  """
+  path = epath.Path(path).absolute()
+  if (path / 'state').exists():
+    return path
+  if not (found := steps(path)):
+    raise ValueError(f'{path} holds no checkpoint.')
+  return path / f'{PREFIX}_{max(found)}'
+
+
+def disk_use(model_dir: epath.PathLike) -> tuple[dict[int, int], int]:
+  """Disk space of a local run's checkpoints.
+
+  Returns:
+    ({step: bytes} of complete checkpoints, bytes of unfinished ones, which opening a `Checkpointer`
+    deletes).
+  """
+  root = Path(model_dir).absolute()
+  complete = {step: _size(root / f'{PREFIX}_{step}') for step in steps(root)}
+  return complete, sum(_size(path) for path in root.glob(f'{PREFIX}_*.orbax-checkpoint-tmp*'))
+
+
+def _size(folder: Path) -> int:
+  return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
+
+
+def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | None:
+  """Step and record of the newest checkpoint whose record is intact; None if there is none.
+
+  Reads only, and may be called by one process alone.
+  """
+  directory = epath.Path(model_dir).absolute()
+  for step in sorted(steps(directory), reverse=True):
+    read, _ = attempt(functools.partial(read_json, directory / f'{PREFIX}_{step}'))
+    if read is not None:
+      return step, read.record
+  return None
+
+
+def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
+  """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
+  saved = _metadata(epath.Path(checkpoint))
+  prefix = f'{params_root(saved)}/'
+  return {
+    name.removeprefix(prefix): tuple(x.shape)
+    for name, x in saved.items()
+    if name.startswith(prefix)
+  }
+
+
+def params_root(saved: Collection[str]) -> str:
+  """First part of the names of a checkpoint's parameters: 'params', or 'target' in t5x's."""
+  return 'target' if any(name.startswith('target/') for name in saved) else 'params'
+
+
+def read_params(path: epath.PathLike) -> dict[str, np.ndarray]:
+  """Parameters of the checkpoint that `find` finds at `path`, on the host.
+
+  Returns:
+    {'head/kernel': float32 array, ...}.
+
+  Raises:
+    ValueError: there is no checkpoint, or it is damaged.
+  """
+  folder = find(path)
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+  wanted = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
+    for name, shape in params_shapes(folder).items()
+  }
+  return {name: np.asarray(x) for name, x in read_params_to(folder, wanted).items()}
+
+
+def read_params_to(
+  checkpoint: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Some parameters of a checkpoint, with the given dtypes and shardings.
+
+  Raises:
+    Unreadable: the checkpoint is damaged.
+  """
+  try:
+    description, saved = on_all(functools.partial(describe, checkpoint))
+    root = params_root(saved)
+    stored = {name: like(x, saved[f'{root}/{name}'].dtype) for name, x in wanted.items()}
+    item = {root: traverse_util.unflatten_dict(stored, sep='/')}
+    args = ocp.args.PyTreeRestore(
+      item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+    )
+    handler = ocp.PyTreeCheckpointHandler()
+    read = on_all(lambda: handler.restore(checkpoint / 'state', args=args))
+    if description is None:
+      _log.warning('%s has no checksums: damaged arrays may go unnoticed.', checkpoint)
+    else:
+      verify(named(read), description.checksums)
+  except Unreadable as reason:
+    raise Unreadable(f'{checkpoint} cannot be read: {reason}') from reason
+  read = traverse_util.flatten_dict(read[root], sep='/')
+  return {name: cast(x, wanted[name].dtype) for name, x in read.items()}
+
+
+def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
+  """All arrays of the checkpoint that `find` finds at `path`, as saved, on the host; not verified.
+
+  Returns:
+    {'params/head/kernel': array, 'opt_state/...': array, 'step': array}.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  folder = find(path) / 'state'
+  tree = ocp.StandardCheckpointHandler().metadata(folder).tree
+  on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    read = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+  return {name: np.asarray(x) for name, x in named(read).items()}
+
+
+def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
+  """The input position in the checkpoint that `find` finds at `path`; None if it has none.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
+  folder = find(path) / 'dataset'
+  return ocp.JsonCheckpointHandler().restore(folder) if folder.exists() else None
+
+
+def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]]:
+  """A checkpoint's JSON (None where it has no record) and its arrays' metadata by name.
+
+  Raises:
+    Exception: any type, if the checkpoint is damaged.
+  """
+  saved = _metadata(checkpoint)
+  description = read_json(checkpoint)
+  if description is not None and set(description.checksums) != set(saved):
+    raise ValueError('its arrays are not those that were saved')
+  return description, saved
+
+
+def read_json(checkpoint: epath.Path) -> Description | None:
+  """A checkpoint's JSON; None where it has no record, as t5x's.
+
+  Raises:
+    Exception: any type, if the JSON is damaged.
+  """
+  if not (checkpoint / 'record').exists():
+    return None
+  record = ocp.JsonCheckpointHandler().restore(checkpoint / 'record')
+  dataset_state = read_dataset_state(checkpoint)
+  if record.pop(_DIGEST, None) != checksum.json_digest([record, dataset_state]):
+    raise ValueError('its record or its input position is not what was saved')
+  checksums = record.pop(_CHECKSUMS)
+  return Description(record, dataset_state, checksums)
+
+
+def seal(
+  record: Mapping[str, Any], dataset_state: Mapping[str, int] | None, checksums: Mapping[str, int]
+) -> dict[str, Any]:
+  """The record as it is saved, with checksums and digest; `read_json` checks and removes them."""
+  record = {**record, _CHECKSUMS: dict(checksums)}
+  return {**record, _DIGEST: checksum.json_digest([record, dataset_state])}
+
+
+def verify(arrays: Mapping[str, jax.Array], checksums: Mapping[str, int]) -> None:
+  """Raises Unreadable on all processes if an array differs from what was saved on one of them."""
+  found = checksum.array_checksums(arrays)
+  damaged = [name for name, value in found.items() if value != checksums[name]]
+  others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
+  if reasons := processes.gather(f'{damaged[0]} is not what was saved{others}.' if damaged else ''):
+    raise Unreadable(join(reasons))
+
+
+def check_match(
+  wanted: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: epath.PathLike
+) -> None:
+  """Compares names and shapes of what a run has with those of a checkpoint; collective.
+
+  Raises:
+    ValueError: on all processes, with the first name that differs on one.
+  """
+  mismatch = _mismatch(*({k: tuple(x.shape) for k, x in side.items()} for side in (wanted, saved)))
+  if reasons := processes.gather(mismatch):
+    raise ValueError(f'{checkpoint} {next(iter(reasons.values()))}')
+
+
+def _mismatch(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> str:
+  # Parameters first: where they differ the optimizer state does too, under less telling names.
+  for name, shape in sorted(wanted.items(), key=lambda item: not item[0].startswith('params/')):
+    if name not in saved:
+      return f'has no {name}, which this run has with shape {shape}.'
+    if saved[name] != shape:
+      return f'holds {name} with shape {saved[name]}, but this run has {shape}.'
+  if extra := sorted(set(saved) - set(wanted)):
+    return f'holds {extra[0]}, which this run does not have ({len(extra)} such).'
+  return ''
+
+
+def _metadata(checkpoint: epath.Path) -> dict[str, Any]:
+  return named(ocp.StandardCheckpointHandler().metadata(checkpoint / 'state').tree)
+
+
+def named(tree: PyTree) -> dict[str, Any]:
+  """Arrays, shapes or metadata of arrays by name ('params/head/kernel')."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, 'shape'))
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+  """A floating-point array in another type; other arrays unchanged."""
+  return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def like(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+  """Shape and sharding of `x` with another dtype."""
+  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+
+def attempt(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
+  """(result, None), or (None, the exception that a damaged file or a full disk caused)."""
+  try:
+    return fn(), None
+  except Exception as error:  # tensorstore, orbax and json each raise their own types
+    return None, error
+
+
+def on_all(fn: Callable[[], Any]) -> Any:
+  """Result of `fn`, which all processes call at the same time.
+
+  Raises:
+    Unreadable: on all processes, if `fn` raises on one.
+  """
+  result, failure = attempt(fn)
+  if reasons := processes.gather('' if failure is None else one_line(failure)):
+    raise Unreadable(join(reasons)) from failure
+  return result
+
+
+def join(reasons: Mapping[int, str]) -> str:
+  """Gathered reasons in one line, without those of processes that only waited for another."""
+  own = {i: text for i, text in reasons.items() if text != _ELSEWHERE}
+  return processes.as_one(own or reasons)
+
+
+def one_line(error: BaseException) -> str:
+  """The cause of an error in one line."""
+  while isinstance(error, rendezvous.PeerFailed):
+    if error.__context__ is None:
+      return _ELSEWHERE
+    error = error.__context__
+  text = ' '.join(str(error).split())
+  if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore wraps it in a page of text
+    return os.strerror(int(code[1]))
+  text = text.partition(' [source locations=')[0]
+  return f'{type(error).__name__}: {text}' if text else type(error).__name__

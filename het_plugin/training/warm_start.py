@@ -1,0 +1,97 @@
+"""Initial parameters from a checkpoint of another run, or from a published file."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from flax import traverse_util
+
+from het_plugin import weights
+from het_plugin.training import checkpoint_reader
+from het_plugin.training.checkpoints import RestoreCheckpointConfig
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+
+def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
+  """Reads parameters for a warm start; all processes call it together.
+
+  Args:
+    cfg: source and selection.
+    target: the model's parameters as shapes with shardings.
+
+  Returns:
+    {'head/kernel': array, ...} on the target's shardings. Parameters that are to be initialised are
+    absent.
+
+  Raises:
+    ValueError: there is no checkpoint at the path, its parameters do not match the target's, or it
+      is damaged.
+  """
+  flat = traverse_util.flatten_dict(target, sep='/')
+  if weights.is_weights_file(cfg.path):
+    return _read_published(cfg, flat)
+  path = _checkpoint(cfg)
+  saved = {
+    name: jax.ShapeDtypeStruct(shape, np.float32)
+    for name, shape in checkpoint_reader.params_shapes(path).items()
+  }
+  source = {name: _source_name(name, cfg.assignment_map) for name in flat}
+  source = {name: found for name, found in source.items() if found is not None}
+  if cfg.fallback_to_scratch:
+    source = {name: found for name, found in source.items() if found in saved}
+    _log.info('From scratch: %s.', ', '.join(sorted(set(flat) - set(source))) or 'nothing')
+    _log.info('Not used: %s.', ', '.join(sorted(set(saved) - set(source.values()))) or 'nothing')
+    saved = {found: saved[found] for found in source.values()}
+  wanted = {found: flat[name] for name, found in source.items()}
+  checkpoint_reader.check_match(wanted, saved, path)
+  read = checkpoint_reader.read_params_to(path, wanted)
+  _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
+  return {name: read[found] for name, found in source.items()}
+
+
+def _checkpoint(cfg: RestoreCheckpointConfig) -> epath.Path:
+  path = epath.Path(cfg.path).absolute()
+  is_checkpoint = (path / 'state').exists()
+  if cfg.mode == 'specific' and is_checkpoint:
+    return path
+  if cfg.mode == 'specific' or is_checkpoint or not checkpoint_reader.steps(path):
+    what = 'is no checkpoint' if cfg.mode == 'specific' else 'holds no checkpoint'
+    raise ValueError(f'RestoreCheckpointConfig.path={cfg.path} {what} (mode={cfg.mode!r}).')
+  return checkpoint_reader.find(path)
+
+
+def _source_name(name: str, assignment_map: Sequence[tuple[str, str | None]]) -> str | None:
+  for pattern, replacement in assignment_map:
+    if re.fullmatch(pattern, name):
+      return None if replacement is None else re.sub(f'^(?:{pattern})$', replacement, name)
+  return name
+
+
+def _read_published(
+  cfg: RestoreCheckpointConfig, flat: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  try:
+    read, report = weights.load_params(
+      weights.read_arrays(cfg.path), {name: x.shape for name, x in flat.items()}, cfg.head, cfg.skip
+    )
+  except ValueError as error:
+    raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
+  _log.info('Initial parameters from %s: %s', cfg.path, report.text())
+  return place(read, flat)
+
+
+def place(
+  arrays: Mapping[str, np.ndarray], target: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Puts host arrays on the shardings of their targets, by name."""
+  return {
+    name: jax.make_array_from_callback(x.shape, target[name].sharding, x.__getitem__)
+    for name, x in arrays.items()
+  }
