@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import het_plugin
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / 'het_plugin'
 # room: the rooms below it that it imports.
@@ -131,9 +133,8 @@ def test_configurables_exist(room):
       assert callable(getattr(module, name)), f'{package} states {key}.{name}'
 
 
-def loaded(code, *packages):
-  """Those of the packages that a program has imported."""
-  code = f'import sys\n{code}\nprint(*[name for name in {packages} if name in sys.modules])'
+def run(code):
+  """What a program prints."""
   result = subprocess.run(
     [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
   )
@@ -141,5 +142,28 @@ def loaded(code, *packages):
 
 
 def test_the_core_brings_no_tensorflow():
-  code = 'import het_plugin.heads, het_plugin.integrate, het_plugin.backbones'
-  assert loaded(code, 'tensorflow', 'gin', 'seqio', 'clu', 'orbax') == []
+  assert (
+    run(
+      'import sys, het_plugin.heads, het_plugin.integrate, het_plugin.backbones\n'
+      'print(*{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules))'
+    )
+    == []
+  )
+
+
+def test_the_package_itself_is_imported_at_once():
+  seconds, *brought = run(
+    'import sys, time\n'
+    'start = time.process_time()\n'
+    'import het_plugin\n'
+    'print(time.process_time() - start, *{"jax", "numpy", "tensorflow"} & set(sys.modules))'
+  )
+  assert float(seconds) < 0.3 and not brought
+
+
+def test_names_of_the_package_are_those_of_its_rooms():
+  for name in set(het_plugin.__all__) - {'__version__'}:
+    assert getattr(het_plugin, name).__module__.startswith('het_plugin.'), name
+  assert set(het_plugin.__all__) <= set(dir(het_plugin))
+  with pytest.raises(AttributeError, match="no attribute 'HetXXL'"):
+    het_plugin.HetXXL  # noqa: B018

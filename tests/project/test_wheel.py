@@ -62,8 +62,8 @@ def test_a_config_elsewhere_binds_a_head_with_one_include(site, tmp_path):
   code = """
 import gin
 from het_plugin import models
-from het_plugin.config import parsing
-configurables.register_trainer()
+from het_plugin.config import parsing, registry
+registry.register_trainer()
 parsing.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
 print(gin.get_configurable(models.ClassificationModel)().head.num_factors)
 """
