@@ -8,6 +8,8 @@ from het_plugin.backbones.text import TextTransformer, text_transformer
 from het_plugin.backbones.vit import ViT, vit
 
 CONFIGURABLES = {'resnet': ('resnet',), 'text': ('text_transformer',), 'vit': ('vit',)}
+# What may change between two starts of a run without changing its results (config/changes.py).
+SAME_RESULTS = ('*.remat',)
 
 __all__ = [
   'PlainBackbone',

@@ -1,13 +1,16 @@
-"""Registers what gin may configure.
+"""Registers what gin may configure, and knows what of it does not change the results of a run.
 
 Each room states its configurables as data, `CONFIGURABLES` in its `__init__.py`:
 
     CONFIGURABLES = {'classifiers': ('Det', 'Het'), 'temperature': ('FixedTemperature',)}
 
-A key is a module of the room, or the full name of a module elsewhere. The code of a room does not
-import gin. Importing `het_plugin.config`, as our gin files do, registers the rooms that any host
-needs; a main registers the rooms of the trainer, which have the names that t5x gives its own
-trainer, and gin/t5x registers those of `t5x_host` in their place.
+A key is a module of the room, or the full name of a module elsewhere. `SAME_RESULTS`, where a room
+has it, lists parameters as 'NAME.PARAMETER', or '*.PARAMETER' for all configurables of the room.
+The code of a room does not import gin.
+
+Importing `het_plugin.config`, as our gin files do, registers the rooms that any host needs. A main
+registers the rooms of the trainer, which have the names that t5x gives its own trainer; gin/t5x
+registers `t5x_host` in their place.
 """
 
 import importlib
@@ -49,6 +52,18 @@ def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
 def register_trainer() -> None:
   """Registers the built-in trainer, its data sets and the actions of evaluation."""
   register(*TRAINER_ROOMS)
+
+
+def same_results() -> frozenset[tuple[str, str]]:
+  """(configurable, parameter) of all that the rooms state not to change the results of a run."""
+  found = set()
+  for room in (*MODEL_ROOMS, *TRAINER_ROOMS):
+    package = importlib.import_module(f'het_plugin.{room}')
+    names = [name for group in package.CONFIGURABLES.values() for name in group]
+    for entry in getattr(package, 'SAME_RESULTS', ()):
+      name, _, parameter = entry.partition('.')
+      found |= {(each, parameter) for each in (names if name == '*' else [name])}
+  return frozenset(found)
 
 
 def is_registered(name: str) -> bool:

@@ -31,6 +31,8 @@ CONFIGURABLES = {
   'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': ('DatasetConfig',),
 }
+# What may change between two starts of a run without changing its results (config/changes.py).
+SAME_RESULTS = ('DatasetConfig.num_threads', 'DatasetConfig.max_corrupt_fraction')
 
 __all__ = [
   'BatchIterator',

@@ -35,6 +35,11 @@ from het_plugin.integrate.samplers import (
 )
 
 CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
+# What may change between two starts of a run without changing its results (config/changes.py).
+SAME_RESULTS = (
+  *('Integrator.order', 'Integrator.implementation', 'Integrator.class_shards'),
+  *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
+)
 
 __all__ = [
   'ESTIMATORS',

@@ -1,6 +1,6 @@
-"""What counts as a change of a run's meaning, and what a run that is resumed does about it."""
+"""Which changes of a configuration may change the results, and what a run that is resumed does."""
 
-import hashlib
+import importlib
 import inspect
 import shutil
 
@@ -10,22 +10,15 @@ from etils import epath
 import gin
 import het_plugin.data
 from het_plugin import train as main
-from het_plugin.backbones.resnet import ResNet
-from het_plugin.backbones.vit import ViT
 from het_plugin.config import changes as config_changes
 from het_plugin.config import parsing, registry
 from het_plugin.config.changes import UNSET, changes
-from het_plugin.training import train as train_lib
-
-FILES = ('runs/digits_smoke', 'heads/het_xl')
 
 
-def text(*more, files=FILES):
+def config_text(*files):
   registry.register_trainer()
   try:
-    parsing.parse_config(
-      [f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'runs/x'", *more]
-    )
+    parsing.parse_config([f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'runs/x'"])
     return gin.config_str()
   finally:
     gin.clear_config()
@@ -33,58 +26,52 @@ def text(*more, files=FILES):
 
 @pytest.fixture(scope='module')
 def before():
-  return text()
+  return config_text('runs/digits_smoke', 'heads/het_xl')
 
 
 def split(found):
-  """Keys of the changes of meaning, and of the others."""
-  return [{change.key for change in found if change.is_meaning is kind} for kind in (True, False)]
+  """Keys of the changes that may change results, and of the others."""
+  return [{x.key for x in found if x.changes_results is kind} for kind in (True, False)]
+
+
+EARLY = "train.actions = {'TRAIN': [@EarlyStoppingAction()]}\nEarlyStoppingAction.patience = 1"
 
 
 @pytest.mark.parametrize(
-  ('binding', 'meaning', 'means'),
+  ('binding', 'serious', 'harmless'),
   [
-    ('HetXL.num_factors = 40', {'HetXL.num_factors'}, set()),
-    ('NUM_CLASSES = 11', {'HetXL.num_classes'}, set()),
-    ('LearnedTemperature.tau_max = 3.0', {'LearnedTemperature.tau_max'}, set()),
-    ("HetXL.link = 'sigmoid'", {'HetXL.link'}, set()),
-    ('vit.width = 32', {'vit.width'}, set()),
+    ('HetXL.num_factors = 40', 'HetXL.num_factors', ''),
+    ('NUM_CLASSES = 11', 'HetXL.num_classes', ''),
     (
       'BATCH_SIZE = 32',
-      {'train/DatasetConfig.batch_size'},
-      {'train_eval/DatasetConfig.batch_size'},
+      'train/DatasetConfig.batch_size',
+      'train_eval/DatasetConfig.batch_size',
     ),
-    ('RANDOM_SEED = 1', {'train.random_seed', 'train/DatasetConfig.seed'}, set()),
-    ('LEARNING_RATE = 1e-4', {'warmup_schedule.peak_value'}, set()),
-    ('train/Integrator.num_samples = 8', {'train/Integrator.num_samples'}, set()),
-    ('Integrator.num_samples = 8', {'Integrator.num_samples'}, set()),
-    ("SaveCheckpointConfig.dtype = 'bfloat16'", {'SaveCheckpointConfig.dtype'}, set()),
-    ('TRAIN_STEPS = 800', {'total_steps.steps'}, set()),
-    ('SAVE_PERIOD = 7', set(), {'SaveCheckpointConfig.period'}),
-    ('EVAL_PERIOD = 7', set(), {'train.eval_period'}),
-    ("EVAL_SPLIT = 'train'", set(), {'train_eval/DatasetConfig.split'}),
-    ('eval/Integrator.num_samples = 8', set(), {'eval/Integrator.num_samples'}),
-    ('PjitPartitioner.num_partitions = 2', set(), {'PjitPartitioner.num_partitions'}),
-    ("vit.remat = 'full'", set(), {'vit.remat'}),
-    ("MODEL_DIR = 'runs/y'", set(), {'train.model_dir'}),
-    (
-      "ACTIONS = {'TRAIN': [@EarlyStoppingAction()]}\nEarlyStoppingAction.patience = 1",
-      set(),
-      {'train.actions', 'EarlyStoppingAction.patience'},
-    ),
-    ('NOBODYS = 3', set(), set()),
+    ('train/Integrator.num_samples = 8', 'train/Integrator.num_samples', ''),
+    ('Integrator.num_samples = 8', 'Integrator.num_samples', ''),
+    ("SaveCheckpointConfig.dtype = 'bfloat16'", 'SaveCheckpointConfig.dtype', ''),
+    ('TRAIN_STEPS = 800', 'total_steps.steps', ''),
+    ('EVAL_PERIOD = 7', '', 'train.eval_period'),
+    ("EVAL_SPLIT = 'train'", '', 'train_eval/DatasetConfig.split'),
+    ('eval/Integrator.num_samples = 8', '', 'eval/Integrator.num_samples'),
+    ('PjitPartitioner.num_partitions = 2', '', 'PjitPartitioner.num_partitions'),
+    ("vit.remat = 'full'", '', 'vit.remat'),
+    ("text_transformer.remat = 'full'", '', 'text_transformer.remat'),
+    ('ContrastiveModel.eval_integrator = @x/Integrator()', '', 'ContrastiveModel.eval_integrator'),
+    (EARLY, '', 'train.actions EarlyStoppingAction.patience'),
+    ('OURS = 3', '', ''),
+    ('ours.remat = 3', 'ours.remat', ''),
   ],
 )
-def test_one_binding(before, binding, meaning, means):
-  assert split(changes(before, text(*binding.split('\n')))) == [meaning, means]
+def test_one_binding(before, binding, serious, harmless):
+  assert split(changes(before, f'{before}\n{binding}')) == [{*serious.split()}, {*harmless.split()}]
 
 
 def test_another_head(before):
-  found = changes(before, text(files=('runs/digits_smoke', 'heads/het')))
-  meaning, means = split(found)
-  assert not means and {key.split('.')[0] for key in meaning} == {
-    *('ClassificationModel', 'HetXL', 'Het')
-  }
+  found = changes(before, config_text('runs/digits_smoke', 'heads/het'))
+  serious, harmless = split(found)
+  assert not harmless
+  assert {key.split('.')[0] for key in serious} == {'ClassificationModel', 'HetXL', 'Het'}
   lines = [str(change) for change in found]
   assert 'ClassificationModel.head: @HetXL() -> @Het()' in lines
   assert 'HetXL.num_factors: 50 -> (not set)' in lines
@@ -120,28 +107,25 @@ def own(size=1, num_samples=2, reference='None', decay='constant'):
   return OWN.format(size=size, num_samples=num_samples, reference=reference, decay=decay)
 
 
-def test_what_is_not_ours_is_meaning_but_for_actions():
-  meaning, means = split(changes(own(), own(size=5)))
-  assert meaning == {'MyModel.size'}
-  assert means == {'MyAction.sizes', 'mine/Sizes.first', 'warmup_schedule.total_steps'}
+def test_what_is_not_ours_may_change_results_unless_only_actions_use_it():
+  assert split(changes(own(), own(size=5))) == [
+    {'MyModel.size'},
+    {'MyAction.sizes', 'mine/Sizes.first', 'warmup_schedule.total_steps'},
+  ]
 
 
-def test_what_training_shares_with_evaluation_is_meaning():
+def test_what_training_shares_with_evaluation_may_change_results():
   assert split(changes(own(), own(num_samples=3))) == [set(), {'eval/Integrator.num_samples'}]
   shared = '@eval/Integrator()'
   (change,) = changes(own(reference=shared), own(reference=shared, num_samples=3))
-  assert change.is_meaning and (change.before, change.after) == (2, 3)
+  assert change.changes_results and (change.before, change.after) == (2, 3)
 
 
-@pytest.mark.parametrize(('decay', 'is_meaning'), [('rsqrt', False), ('cosine', True)])
-def test_more_steps_are_meaning_where_the_learning_rate_ends_with_them(decay, is_meaning):
-  was = own(decay=decay)
-  now = was.replace('total_steps = 1', 'total_steps = 2')
-  (change,) = changes(was, now)
-  assert change.is_meaning is is_meaning
-  unbound = was.replace(f"warmup_schedule.decay = '{decay}'", '')  # linear
-  (change,) = changes(unbound, unbound.replace('total_steps = 1', 'total_steps = 2'))
-  assert change.is_meaning
+@pytest.mark.parametrize(('decay', 'serious'), [('rsqrt', False), ('cosine', True), (None, True)])
+def test_more_steps_change_results_where_the_learning_rate_ends_with_them(decay, serious):
+  was = own(decay=decay).replace("warmup_schedule.decay = 'None'", '')  # which is linear
+  (change,) = changes(was, was.replace('total_steps = 1', 'total_steps = 2'))
+  assert change.changes_results is serious
 
 
 def test_a_constant_stays_a_name():
@@ -149,39 +133,28 @@ def test_a_constant_stays_a_name():
   assert (change.key, change.before, change.after) == ('B.x', UNSET, 1)
 
 
-def parameters(name):
-  if name in ('vit', 'resnet'):  # of the module that these make
-    return set(inspect.signature({'vit': ViT, 'resnet': ResNet}[name]).parameters)
-  configurable = gin.get_configurable(name)
-  if inspect.isclass(configurable):
-    configurable = configurable.__mro__[1]  # gin's is a subclass
-  return set(inspect.signature(configurable).parameters)
+def parameters(configurable):
+  """Names of its parameters and, of a function that makes a module, of those of the module."""
+  made = inspect.signature(configurable).return_annotation
+  fields = inspect.signature(made).parameters if inspect.isclass(made) else ()
+  return {*inspect.signature(configurable).parameters, *fields}
 
 
-def test_means_are_parameters_that_exist():
-  registry.register_trainer()
-  for name, means in config_changes.MEANS.items():
-    assert set(means or ()) <= parameters(name), name
-
-
-def test_every_parameter_of_train_is_decided_on():
-  """One that is new belongs into MEANS, or here."""
-  given_by_the_main = {'summarize_config_fn', 'config', 'check_config_fn', 'limits', 'began'}
-  assert set(inspect.signature(train_lib.train).parameters) == given_by_the_main | {
-    *config_changes.MEANS['train'],
-    *('model', 'train_dataset_cfg', 'trainer_cls', 'random_seed', 'get_dataset_fn', 'task_info_fn'),
+@pytest.mark.parametrize('room', [*registry.MODEL_ROOMS, *registry.TRAINER_ROOMS])
+def test_rooms_state_parameters_that_exist(room):
+  package = importlib.import_module(f'het_plugin.{room}')
+  modules = {
+    name: importlib.import_module(f'het_plugin.{room}.{key}')
+    for key, names in package.CONFIGURABLES.items()
+    for name in names
   }
+  for entry in getattr(package, 'SAME_RESULTS', ()):
+    name, parameter = entry.split('.')
+    known = [parameters(getattr(modules[n], n)) for n in (modules if name == '*' else [name])]
+    assert any(parameter in names for names in known), entry
 
 
 # Runs that are resumed.
-
-
-def test_configurations_of_older_runs_are_compared_as_a_whole(caplog):
-  fingerprint = hashlib.sha256(b'A.x = 1').hexdigest()
-  config_changes.RunConfig('A.x = 1').check(4, {'config_fingerprint': fingerprint})
-  assert not caplog.text
-  config_changes.RunConfig('A.x = 2').check(4, {'config_fingerprint': fingerprint})
-  assert 'not the one that the checkpoint was saved with' in caplog.text
 
 
 def test_a_checkpoint_belongs_to_the_configuration_of_its_time(tmp_path):
@@ -193,59 +166,38 @@ def test_a_checkpoint_belongs_to_the_configuration_of_its_time(tmp_path):
   wanted = {2: 'A.x = 1', 4: 'A.x = 1', 6: 'A.x = 2', 8: 'A.x = 2', 9: 'A.x = 3'}
   for step, want in wanted.items():
     assert config_changes.config_file(folder / f'checkpoint_{step}', step).read_text() == want
-  assert sorted(path.name for path in folder.iterdir()) == [
-    *('config.gin', 'config_until_4.gin', 'config_until_8.gin')
-  ]
 
 
-@pytest.fixture
-def resumed(digits_run, tmp_path, run_main):
-  """resumed(*flags): the run of two steps once more, from its own configuration."""
+def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
+  digits_run, tmp_path, run_main, caplog
+):
   folder = tmp_path / 'run'
   shutil.copytree(digits_run[0], folder)
-
-  def run(*arguments, code=0):
-    config = f'--gin_file={digits_run[0] / "config.gin"}'
-    return run_main(main, config, f"--gin.MODEL_DIR='{folder}'", *arguments, code=code)
-
-  return folder, run
-
-
-def test_a_change_of_meaning_is_confirmed(resumed, caplog):
-  folder, run = resumed
   files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-  caplog.set_level('INFO')
+  old = (folder / 'config.gin').read_text()
+  same = [f'--gin_file={digits_run[0] / "config.gin"}', f"--gin.MODEL_DIR='{folder}'"]
   changed = ['--gin.LEARNING_RATE=5e-3', '--gin.EVAL_STEPS=2', '--gin.RANDOM_SEED=1']
+  caplog.set_level('INFO')
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(het_plugin.data, 'get_dataset', lambda *_: pytest.fail('read data'))
-    message = run(*changed, code=2)
+    message = run_main(main, *same, *changed, code=2)
   assert 'its step 2: train.random_seed, train/DatasetConfig.seed, warmup_schedule.p' in message
   assert message.endswith('go on with --accept_config_changes (--verbosity=1 shows where)')
   assert '\n  warmup_schedule.peak_value: 0.003 -> 0.005' in caplog.text
   assert '\n  train.eval_steps: 1 -> 2' in caplog.text
   assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
 
-  old = (folder / 'config.gin').read_text()
-  run(*changed, '--accept_config_changes')  # complete: nothing is trained
-  assert (folder / 'config_until_2.gin').read_text() == old
+  run_main(main, *same, '--gin.SAVE_PERIOD=7', '--gin.UNUSED=3')  # harmless
+  assert 'SAVE_PERIOD = 7' in (folder / 'config.gin').read_text()
+  assert not list(folder.glob('config_until*'))
+
+  run_main(main, *same, *changed, '--accept_config_changes')  # complete: nothing is trained
+  kept = (folder / 'config_until_2.gin').read_text()
+  assert changes(kept, old) == []
   assert {change.key for change in changes(old, (folder / 'config.gin').read_text())} == {
     *('train.random_seed', 'train/DatasetConfig.seed', 'warmup_schedule.peak_value'),
     *('train.eval_steps', 'train.model_dir'),
   }
-
-
-def test_other_changes_are_logged(resumed, digits_run, caplog):
-  folder, run = resumed
-  caplog.set_level('INFO')
-  run('--gin.SAVE_PERIOD=7', '--gin.UNUSED=3')
-  (message,) = [record.message for record in caplog.records if 'changed since' in record.message]
-  assert {line.strip() for line in message.splitlines()} == {
-    'The configuration changed since step 2:',
-    'SaveCheckpointConfig.period: 1 -> 7',
-    f"train.model_dir: '{digits_run[0]}' -> '{folder}'",
-  }
-  assert 'SAVE_PERIOD = 7' in (folder / 'config.gin').read_text()
-  assert not list(folder.glob('config_until*'))
 
 
 def test_a_configuration_without_what_a_host_knows():
@@ -258,13 +210,8 @@ def test_a_configuration_without_what_a_host_knows():
     'eval/Integrator.num_samples = 4\n'
     'Integrator.num_samples = 3\n'
   )
-  kept = config_changes.without(
-    text, {'train.get_dataset_fn', 'Integrator.num_samples'}, 'het_plugin.t5x_host.engine'
-  )
-  assert 't5x_engine' not in kept and 'import het_plugin.config' in kept
-  assert config_changes.bindings(kept) == {
-    key: value
-    for key, value in config_changes.bindings(text).items()
-    if key not in ('train.get_dataset_fn', 'Integrator.num_samples')
-  }
-  assert 'ACTIONS = None' in kept
+  dropped = {'train.get_dataset_fn', 'Integrator.num_samples'}
+  kept = config_changes.without(text, dropped, 'het_plugin.t5x_host.engine')
+  assert 't5x_host' not in kept and 'import het_plugin.config' in kept and 'ACTIONS = None' in kept
+  want = config_changes.bindings(text)
+  assert config_changes.bindings(kept) == {k: x for k, x in want.items() if k not in dropped}
