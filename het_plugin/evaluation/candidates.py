@@ -1,15 +1,16 @@
-"""Files of several checkpoints, candidates for one task, that must hold the same examples."""
+"""Files of several checkpoints that are candidates for one task and hold the same examples."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
 from het_plugin.evaluation.representations import Representations, read_representations
 
 
 def split_sources(text: str) -> list[str]:
-  """'a.npz,X.npy,Y.npy' to ['a.npz', 'X.npy,Y.npy']: a .npy file and its labels are one source."""
+  """Splits 'a.npz,X.npy,Y.npy' into ['a.npz', 'X.npy,Y.npy']: labels follow their .npy file."""
   sources = []
   parts = iter(text.split(','))
   for part in parts:
@@ -18,11 +19,44 @@ def split_sources(text: str) -> list[str]:
   return sources
 
 
-def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
-  """Reads every file, so that what is wrong is known before anything is computed.
+def candidate_names(
+  names: Sequence[str] | None, sources: Sequence[str], test: Sequence[str] = (), flag: str = 'train'
+) -> list[str]:
+  """Names of the candidates: those given, or the parts in which the paths of `sources` differ.
 
   Args:
-    train: sources of the training split, one a candidate (see `read_representations`).
+    names: as --names has them, or None.
+    sources: one per candidate.
+    test: the same for the test split; may be empty.
+    flag: the one that gives `sources`, for errors.
+
+  Raises:
+    ValueError: no or equal sources, or names or test files that do not match them in number.
+  """
+  if not sources:
+    raise ValueError(f'--{flag} is not set: give it a file for each candidate')
+  if len(set(sources)) != len(sources):
+    twice = next(source for source in sources if list(sources).count(source) > 1)
+    raise ValueError(f'--{flag} names {twice} twice; candidates must differ')
+  if test and len(test) != len(sources):
+    raise ValueError(
+      f'--test has {len(test)} files and --{flag} {len(sources)}: give one per candidate'
+    )
+  if names is None:
+    return short_names(sources)
+  if len(names) != len(sources) or len(set(names)) != len(names) or not all(names):
+    raise ValueError(
+      f'--names={",".join(names)} must be {len(sources)} different names, one for each file of '
+      f'--{flag}'
+    )
+  return list(names)
+
+
+def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
+  """Reads every file, so that errors are found before anything is computed.
+
+  Args:
+    train: sources of the training split, one per candidate (see `read_representations`).
     test: those of the test split, in the same order; may be empty.
 
   Raises:
@@ -61,8 +95,8 @@ def same_predictions(
   """Reads the candidates' predictions for a split, one after another (`read_softmax_predictions`).
 
   Raises:
-    ValueError: a wrong file, or one with other examples or classes than the first or, where it is
-      given, than `num_classes`.
+    ValueError: a wrong file, or one whose examples or classes differ from those of the first, or
+      from `num_classes` if it is given.
   """
   first = None
   for source in sources:

@@ -1,4 +1,4 @@
-"""Names of runs, checkpoints and files, for tables and plots; and of data sets."""
+"""Names of runs, checkpoints, files and data sets, for tables and plots."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,10 +8,11 @@ _CHECKPOINT = 'checkpoint_'
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-  """What tells sources apart: ['a', 'b'] of ['runs/a/x.npz', 'runs/b/x.npz'].
+  """The parts in which sources differ: ['a', 'b'] for ['runs/a/x.npz', 'runs/b/x.npz'].
 
-  One source has its last part; checkpoint_N comes with its run's directory, as 'run/checkpoint_N';
-  suffixes of files are dropped. Where such names are not distinct, the sources themselves.
+  A single source is named by its last part. checkpoint_N keeps the directory of its run, as
+  'run/checkpoint_N'. Suffixes of files are dropped. If the names are not distinct, the sources
+  themselves are the names.
   """
   paths = [_parts(source) for source in sources]
   if len(paths) == 1:
@@ -26,14 +27,14 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 def check_names(datasets: Iterable[Any], setting: str) -> None:
-  """Raises ValueError if there is no data set, or two have one `name`."""
+  """Raises ValueError if there is no data set, or two have the same `name`."""
   names = [dataset.name for dataset in datasets]
   if not names or len(set(names)) != len(names):
     raise ValueError(f'{setting} must be data sets of distinct names; they are {names}.')
 
 
 def _parts(source: str) -> list[str]:
-  """Of a path; of features and labels ('X.npy,Y.npy') that of the features."""
+  """Parts of a path; for features and labels ('X.npy,Y.npy') those of the features."""
   parts = source.split(',')[0].rstrip('/').split('/')
   if parts[-1].startswith(_CHECKPOINT):
     parts[-2:] = ['/'.join(parts[-2:])]

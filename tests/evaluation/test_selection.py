@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from het_plugin.evaluation.checkpoint_ranking import agreement, best_first
+from het_plugin.evaluation.selection import agreement, best_first
 
 
 def test_best_first_keeps_the_order_of_equals():

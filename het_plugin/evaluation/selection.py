@@ -1,0 +1,388 @@
+"""What `het_plugin.select` computes: candidates compared by the files of what they make of a task.
+
+Each function takes one source per candidate (`candidates.py`), reads all of them before it computes
+anything, and returns a `Result`. Errors name the flags of the program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from het_plugin import reporting
+from het_plugin.evaluation import fewshot
+from het_plugin.evaluation import knn as neighbors
+from het_plugin.evaluation import rankme as effective_rank
+from het_plugin.evaluation.candidates import (
+  candidate_names,
+  check_representations,
+  read_softmax_predictions,
+  same_predictions,
+)
+from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
+from het_plugin.evaluation.representations import read_representations
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+  """Table, plot and numbers of one comparison.
+
+  Attributes:
+    title, introduction: of the page.
+    rows: one per candidate or ensemble (see `reporting`), best first.
+    notes: lines below the table.
+    caption: of the plot.
+    draw: makes the plot, a PNG.
+    json: all numbers.
+  """
+
+  title: str
+  introduction: str
+  rows: Sequence[Mapping[str, Any]]
+  notes: Sequence[str]
+  caption: str
+  draw: Callable[[], bytes]
+  json: Mapping[str, Any]
+
+  def write(self, program: str, *, json: str | None, png: str | None, html: str | None) -> None:
+    """Prints the table and writes the files whose paths are given."""
+    print(reporting.text_table(self.rows, row_title='candidate'))
+    print('\n' + '\n'.join(self.notes))
+    if json:
+      reporting.write_json(self.json, json)
+    if not (png or html):
+      return
+    plot = self.draw()
+    for path in filter(None, (png, html)):
+      Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if png:
+      Path(png).write_bytes(plot)
+    if html:
+      page = reporting.html_page(
+        title=self.title,
+        introduction=self.introduction,
+        rows=self.rows,
+        row_title='candidate',
+        notes=self.notes,
+        figures=[reporting.Figure(plot, self.caption, self.caption)],
+        provenance=reporting.Provenance.of_this_process(program, {}),
+      )
+      Path(html).write_text(page)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+  """A proxy against the accuracy that it stands for.
+
+  Attributes:
+    kendall_tau: tau-b over the candidates, in [-1, 1]. None where it is undefined: fewer than two
+      candidates, or all equal in the proxy or the accuracy.
+    regret: by number of candidates kept, 1 .. C: the best accuracy of all minus the best of those
+      kept.
+  """
+
+  kendall_tau: float | None
+  regret: tuple[float, ...]
+
+  def line(self, shots: int) -> str:
+    """The agreement at a number of shots as a note."""
+    tau = 'undefined' if self.kendall_tau is None else f'{self.kendall_tau:.3f}'
+    regret = ', '.join(f'{x:.3f}' for x in self.regret)
+    return f"{shots} shots: Kendall's tau {tau}; regret of keeping the best 1, 2, ...: {regret}"
+
+
+def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> Agreement:
+  """How well the order of `proxy` [C] matches that of `accuracy` [C], both finite, C >= 1."""
+  import scipy.stats  # takes a second or more
+
+  accuracy = np.asarray(accuracy)
+  kept = np.maximum.accumulate(accuracy[best_first(proxy)])
+  # scipy's tau of a constant is NaN
+  tau = scipy.stats.kendalltau(proxy, accuracy).statistic if len(accuracy) > 1 else np.nan
+  return Agreement(
+    kendall_tau=None if np.isnan(tau) else float(tau),
+    regret=tuple(float(x) for x in accuracy.max() - kept),
+  )
+
+
+def best_first(proxy: Sequence[float]) -> list[int]:
+  """Candidates from the highest proxy to the lowest; equal ones keep their order."""
+  return [int(i) for i in np.argsort(-np.asarray(proxy), kind='stable')]
+
+
+def knn(
+  *,
+  train: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  k: Sequence[int],
+  metric: str,
+) -> Result:
+  """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out."""
+  names = candidate_names(names, train, test)
+  check_representations(train, test)
+  rows = []
+  for i, name in enumerate(names):
+    accuracy, dim = _knn_accuracy(train[i], test[i] if test else None, k, metric)
+    rows.append({'candidate': name, 'pre_logits_dim': dim, 'accuracy': accuracy})
+  rows.sort(key=lambda row: -row['accuracy'][k[0]])
+  lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
+  measured = 'the test examples' if test else 'the training examples, each left out in turn'
+  return Result(
+    title='k-nearest-neighbour accuracy',
+    introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
+    f'{measured}.',
+    rows=[
+      {'head': row['candidate'], 'pre_logits_dim': row['pre_logits_dim']}
+      | {f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()}
+      for row in rows
+    ],
+    notes=[f'accuracy on {measured}; {metric} distance'],
+    caption='Accuracy against the number of neighbours.',
+    draw=lambda: reporting.lines_png(
+      lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
+    ),
+    json={'metric': metric, 'leave_one_out': not test, 'rows': rows},
+  )
+
+
+def rank(
+  *,
+  train: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  k: Sequence[int],
+  metric: str,
+  keep: str,
+  shots: Sequence[int],
+  seeds: Sequence[int],
+  l2: float | str,
+) -> Result:
+  """The kNN proxy of every candidate, and few-shot accuracy of the `keep` best by it."""
+  if len(k) != 1:
+    raise ValueError(f'--k={",".join(map(str, k))} must be one number for rank, the k of its proxy')
+  fewshot.check_settings(shots, seeds, l2)
+  names = candidate_names(names, train, test)
+  if not test:
+    raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
+  choices = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
+  if keep not in choices:
+    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  check_representations(train, test)
+
+  proxy = [_knn_accuracy(source, None, k, metric)[0][k[0]] for source in train]
+  order = best_first(proxy)
+  kept = order[: choices[keep]]
+  results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
+  # {shots: (proxies, accuracies)}
+  points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}
+  measured = points if len(kept) == len(names) else {}
+  agreements = {n: agreement(*pair) for n, pair in measured.items()}
+  proxy_name = f'kNN accuracy, k = {k[0]}'
+  return Result(
+    title='Candidates for a task',
+    introduction=f'All candidates by the leave-one-out {proxy_name} ({metric} distance) on the '
+    f'training examples, and few-shot accuracy on the test examples of the best {len(kept)}.',
+    rows=[
+      {
+        'head': names[i],
+        proxy_name: f'{proxy[i]:.4f}',
+        'fewshot': {n: result.mean for n, result in results.get(i, {}).items()},
+        'fewshot_stderr': {n: result.stderr for n, result in results.get(i, {}).items()},
+      }
+      for i in order
+    ],
+    notes=[found.line(n) for n, found in agreements.items()]
+    or [
+      f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
+    ],
+    caption='Few-shot accuracy against the proxy.',
+    draw=lambda: reporting.scatter_png(
+      {f'{n} shot{"s" * (n > 1)}': pair for n, pair in points.items()},
+      [names[i] for i in kept],
+      xlabel=f'{proxy_name}, leave-one-out',
+      ylabel='few-shot accuracy',
+    ),
+    json={
+      'metric': metric,
+      'k': k[0],
+      'rows': [
+        {
+          'candidate': names[i],
+          'proxy': proxy[i],
+          'few_shot': {n: result.record() for n, result in results.get(i, {}).items()},
+        }
+        for i in order
+      ],
+      'agreement': {n: dataclasses.asdict(found) for n, found in agreements.items()},
+    },
+  )
+
+
+def rankme(*, train: Sequence[str], names: Sequence[str] | None, max_examples: int) -> Result:
+  """RankMe of every candidate, with its spectrum."""
+  if max_examples < 1:
+    raise ValueError(f'--max_examples={max_examples} must be at least 1')
+  names = candidate_names(names, train)
+  check_representations(train)
+  rows = []
+  for name, source in zip(names, train, strict=True):
+    features = read_representations(source).features
+    sigma = effective_rank.singular_values(features, max_examples)
+    rows.append(
+      {
+        'candidate': name,
+        'rankme': effective_rank.rankme(sigma),
+        'pre_logits_dim': features.shape[1],
+        'num_examples': min(max_examples, len(features)),
+        'singular_values': sigma,
+      }
+    )
+  rows.sort(key=lambda row: -row['rankme'])
+  spectra = {row['candidate']: _spectrum(row['singular_values']) for row in rows}
+  return Result(
+    title='RankMe',
+    introduction='Effective rank of the representations: the exponential of the entropy of their '
+    'singular values (Garrido et al. 2023, eq. 1).',
+    rows=[
+      {
+        'head': row['candidate'],
+        'pre_logits_dim': row['pre_logits_dim'],
+        'examples': row['num_examples'],
+        'RankMe': row['rankme'],
+      }
+      for row in rows
+    ],
+    notes=['from 1 to the smaller of D and the number of examples'],
+    caption='Singular values over the largest.',
+    draw=lambda: reporting.lines_png(
+      spectra, xlabel='k', ylabel='singular value / largest', log_x=True, log_y=True
+    ),
+    json={'rows': rows},
+  )
+
+
+def ensemble(
+  *,
+  validation: Sequence[str],
+  test: Sequence[str],
+  names: Sequence[str] | None,
+  max_members: int,
+  replacement: bool,
+) -> Result:
+  """A greedy ensemble beside the best single candidate and the average of all."""
+  if max_members < 1:
+    raise ValueError(f'--max_members={max_members} must be at least 1')
+  names = candidate_names(names, validation, test, flag='validation')
+  # The test files are read now too, so that a wrong one is found before anything is computed.
+  labels, num_classes = [], None
+  for read in same_predictions(validation):
+    labels.append(read.label_log_prob)
+    num_classes = read.log_prob.shape[1]
+  for _ in same_predictions(test, num_classes):
+    pass
+
+  found = greedy_ensemble(np.stack(labels), max_members=max_members, replacement=replacement)
+  shares = found.weights(len(names))
+  best = found.members[0]  # the first step looks for the best single one
+  ensembles = {
+    'greedy ensemble': shares,
+    f'best single: {names[best]}': np.eye(len(names))[best],
+    'average of all': np.full(len(names), 1 / len(names)),
+  }
+  rows = [
+    {'ensemble': name, 'num_members': int((weights > 0).sum())}
+    for name, weights in ensembles.items()
+  ]
+  splits = {'validation': validation} | ({'test': test} if test else {})
+  for split, sources in splits.items():
+    scores = _mixture_scores(sources, np.stack(list(ensembles.values())))
+    for row, (nll, accuracy) in zip(rows, scores, strict=True):
+      row |= {f'{split}_nll': nll, f'{split}_accuracy': accuracy}
+  members = sorted(set(found.members), key=lambda i: -shares[i])
+  steps = [
+    {'candidate': names[member], 'validation_nll': nll}
+    for member, nll in zip(found.members, found.nll, strict=True)
+  ]
+  path = (range(1, len(found.nll) + 1), found.nll)
+  return Result(
+    title='Greedy ensemble',
+    introduction=f'Members out of {len(names)} candidates, added one by one for the smallest '
+    f'validation NLL {"with" if replacement else "without"} replacement; an ensemble predicts the '
+    'average of probabilities.',
+    rows=[
+      {'head': row['ensemble'], 'members': row['num_members']}
+      | {
+        f'{split} {title}': f'{row[f"{split}_{name}"]:.4f}'
+        for split in splits
+        for title, name in (('NLL', 'nll'), ('accuracy', 'accuracy'))
+      }
+      for row in rows
+    ],
+    notes=['members: ' + ', '.join(f'{names[i]} {shares[i]:.3g}' for i in members)]
+    + [
+      f'{i}. {step["candidate"]}: validation NLL {step["validation_nll"]:.4f}'
+      for i, step in enumerate(steps, 1)
+    ],
+    caption='Validation NLL by number of members.',
+    draw=lambda: reporting.lines_png(
+      {'validation NLL': path}, xlabel='members', ylabel='validation NLL', whole_steps=True
+    ),
+    json={
+      'rows': rows,
+      'members': [{'candidate': names[i], 'weight': shares[i]} for i in members],
+      'steps': steps,
+    },
+  )
+
+
+def _knn_accuracy(
+  train: str, test: str | None, ks: Sequence[int], metric: str
+) -> tuple[dict[int, float], int]:
+  """({k: accuracy}, D) of a candidate; of its training examples left out where test is None."""
+  train_split = read_representations(train)
+  test_split = read_representations(test) if test else None
+  accuracy = neighbors.knn_accuracy(
+    train_split.features,
+    train_split.label,
+    test_split and test_split.features,
+    test_split and test_split.label,
+    ks=ks,
+    metric=metric,
+  )
+  return accuracy, train_split.features.shape[1]
+
+
+def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
+  """{shots: result} of a candidate."""
+  train_split, test_split = read_representations(train), read_representations(test)
+  return fewshot.few_shot(
+    train_split.features,
+    train_split.label,
+    test_split.features,
+    test_split.label,
+    train_index=train_split.index,
+    **settings,
+  )
+
+
+def _spectrum(sigma: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(k, sigma_k / sigma_1) of the singular values that are larger than rounding errors."""
+  relative = sigma / sigma[0]
+  relative = relative[relative > len(sigma) * np.finfo(np.float64).eps]
+  return np.arange(1, len(relative) + 1), relative
+
+
+def _mixture_scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[float, float]]:
+  """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
+  label = read_softmax_predictions(sources[0]).label
+  log_probs = mixture_log_prob(
+    (read_softmax_predictions(source).log_prob for source in sources), weights
+  )
+  scores = []
+  for log_prob in log_probs:  # [N, K]
+    nll = -np.take_along_axis(log_prob, label[:, None], axis=1).mean()
+    scores.append((float(nll), float(np.mean(log_prob.argmax(axis=1) == label))))
+  return scores
