@@ -1,8 +1,6 @@
 """What all mains share: gin flags as t5x has them, one sentence for a wrong setting, logging."""
 
 import contextlib
-import logging as stdlib_logging
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
-import gin
-from het_plugin.config import distributed
+from het_plugin.config import distributed, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
@@ -74,17 +71,12 @@ def one_sentence_errors():
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs a main with our flags and logging to stderr."""
-  logging.set_stderrthreshold('info')
-  stdlib_logging.getLogger('het_plugin').setLevel(stdlib_logging.INFO)
-  # orbax tells each of the some thirty things that it does to write a checkpoint, gin each file
-  # that it looks for.
-  chatty = re.compile(f'/orbax/checkpoint/|{re.escape(os.path.dirname(gin.__file__))}')
-  logging.get_absl_handler().addFilter(
-    lambda record: record.levelno > stdlib_logging.INFO or not chatty.search(record.pathname)
-  )
+  """Runs a main with the flags of all mains, and with the log on stderr as `screen` has it."""
+  screen.define_flags()
   jax.config.parse_flags_with_absl()
-  app.run(
-    distributed.leaving()(main),
-    flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)),
-  )
+
+  def shown(argv: Sequence[str]) -> None:
+    screen.set_up()
+    distributed.leaving()(main)(argv)
+
+  app.run(shown, flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)))

@@ -114,19 +114,20 @@ def initialize(watched: bool = False) -> None:
 def number_lines(environment: Mapping[str, str]) -> None:
   """Lets lines of the log begin with this process, unless the environment says that they do."""
   if _LINES_ARE_NUMBERED not in environment:
-    formatter = _NumberedFormatter(jax.process_index(), jax.process_count())
-    absl_logging.get_absl_handler().setFormatter(formatter)
+    handler = absl_logging.get_absl_handler()
+    prefix = f'[{jax.process_index()}/{jax.process_count()}] '
+    handler.setFormatter(_NumberedFormatter(prefix, handler.python_handler.formatter))
 
 
-class _NumberedFormatter(absl_logging.PythonFormatter):
-  """Lines of the log behind the process that wrote them, as [1/4]."""
+class _NumberedFormatter(logging.Formatter):
+  """Lines of another formatter behind the process that wrote them, as [1/4]."""
 
-  def __init__(self, process: int, processes: int):
+  def __init__(self, prefix: str, formatter: logging.Formatter):
     super().__init__()
-    self._prefix = f'[{process}/{processes}] '
+    self._prefix, self._formatter = prefix, formatter
 
   def format(self, record: logging.LogRecord) -> str:
-    return self._prefix + super().format(record)
+    return self._prefix + self._formatter.format(record)
 
 
 def exit_at_once(code: int) -> NoReturn:

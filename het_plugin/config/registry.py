@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 
 import gin
+from het_plugin.config import screen
 
 MODEL_ROOMS = ('integrate', 'heads', 'backbones', 'models')
 TRAINER_ROOMS = ('data', 'training', 'evaluation')
@@ -26,9 +27,10 @@ _registered = set()
 
 def register(*rooms: str) -> None:
   """Registers the configurables of rooms, each once, as het_plugin.ROOM.NAME."""
-  for room in rooms:
-    package = f'het_plugin.{room}'
-    register_table(package, importlib.import_module(package).CONFIGURABLES)
+  with screen.without_native_lines():  # TensorFlow comes with some rooms
+    for room in rooms:
+      package = f'het_plugin.{room}'
+      register_table(package, importlib.import_module(package).CONFIGURABLES)
 
 
 def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:

@@ -1,0 +1,103 @@
+"""What every main shows: short lines of this package, and warnings. --verbose shows everything.
+
+What is not shown is not lost: MODEL_DIR/logs has all lines of a training and the warnings of all
+libraries.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import jax
+from absl import flags
+from absl import logging as absl_logging
+
+_PACKAGE = os.sep + 'het_plugin' + os.sep
+# Lines of the C++ libraries, such as 'I0000 00:00:1795373126.290662    2334 port.cc:153] ...'.
+_NATIVE = re.compile(
+  rb'[IWE]\d{4} \d\d:\d\d:\S+ +\d+ \w+\.cc:\d+\]|WARNING: All log messages before'
+)
+
+
+def define_flags() -> None:
+  """--verbose, for all mains; several may ask for it."""
+  if 'verbose' not in flags.FLAGS:
+    flags.DEFINE_bool('verbose', False, 'Prints all that this program and its libraries log.')
+
+
+def is_verbose() -> bool:
+  return 'verbose' in flags.FLAGS and flags.FLAGS['verbose'].value
+
+
+def set_up() -> None:
+  """Directs the log to stderr, once the flags are parsed."""
+  absl_logging.set_stderrthreshold('info')
+  logging.getLogger('het_plugin').setLevel(logging.INFO)
+  if not is_verbose():
+    handler = absl_logging.get_absl_handler()
+    handler.setFormatter(_ShortFormatter())
+    handler.addFilter(is_shown)
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+  """Whether a record is shown without --verbose: one line of this package, or a warning.
+
+  TensorFlow's warnings are left out: it gives advice on tracing that concerns data sets which are
+  traced once each.
+  """
+  if record.levelno >= logging.WARNING:
+    return record.name != 'tensorflow' or record.levelno >= logging.ERROR
+  return _PACKAGE in record.pathname and '\n' not in record.getMessage()
+
+
+@contextlib.contextmanager
+def only_warnings() -> Iterator[None]:
+  """Leaves the screen to a progress bar: of the log, warnings alone are shown, unless --verbose."""
+  handler = absl_logging.get_absl_handler()
+
+  def is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or is_verbose()
+
+  handler.addFilter(is_warning)
+  try:
+    yield
+  finally:
+    handler.removeFilter(is_warning)
+
+
+@contextlib.contextmanager
+def without_native_lines() -> Iterator[None]:
+  """Keeps back what C++ libraries write to file 2 when they are loaded; other lines follow at the
+  end. TensorFlow has no setting for it: it writes before any is read.
+
+  Without effect with --verbose, and in one of several processes, whose last words must not be lost.
+  """
+  if is_verbose() or 'tensorflow' in sys.modules or jax.distributed.is_initialized():
+    yield
+    return
+  sys.stderr.flush()
+  real = os.dup(2)
+  with tempfile.TemporaryFile() as kept:
+    os.dup2(kept.fileno(), 2)
+    try:
+      yield
+    finally:
+      sys.stderr.flush()
+      os.dup2(real, 2)
+      os.close(real)
+      kept.seek(0)
+      for line in kept:
+        if not _NATIVE.match(line):
+          os.write(2, line)
+
+
+class _ShortFormatter(logging.Formatter):
+  """The message alone, behind its level where it is a warning or worse."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    text = super().format(record)
+    return text if record.levelno < logging.WARNING else f'{record.levelname.title()}: {text}'
