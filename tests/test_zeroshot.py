@@ -16,7 +16,7 @@ import scipy.stats
 
 from het_plugin import zeroshot
 from het_plugin.config import parsing, registry, trained_run
-from het_plugin.evaluation import zeroshot_datasets
+from het_plugin.evaluation import zeroshot_datasets, zeroshot_report
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
@@ -67,11 +67,15 @@ def evaluated(path, dataset, **settings):
 
 def test_one_checkpoint_on_one_data_set(towers, run_main, tmp_path):
   out = tmp_path / 'deep' / 'out.json'
-  printed = run_main(zeroshot, '--checkpoint=runs/lit_3', '--dataset=digits', *FEW, f'--json={out}')
-  expected = evaluated(
-    'runs/lit_3', ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
+  printed = run_main(
+    zeroshot,
+    *('--checkpoint=runs/lit_3', '--dataset=digits', '--samples=2', *FEW, f'--json={out}'),
   )
+  dataset = ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
+  expected = evaluated('runs/lit_3', dataset, num_samples=2)
+  assert expected != evaluated('runs/lit_3', dataset)
   result = json.loads(out.read_text())
+  assert result['samples'] == 2
   assert result['top1'] == expected.top1 and result['top5'] == expected.top5
   assert (result['num_examples'], result['split'], result['step']) == (128, 'test', 9)
   assert result['rows'] == [{k: v for k, v in result.items() if k not in ('rows', 'groups')}]
@@ -86,7 +90,7 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   out = tmp_path / 'out.json'
   printed = run_main(
     zeroshot,
-    *('--group=DET=d/1,d/2,d/3', '--group=HET-XL=x/4,x/5,x/6', '--group=one=y/7'),
+    *('--group=DET=d/1,d/2', '--group=HET-XL=x/4,x/5', '--group=one=y/7'),
     *('--checkpoint=z/8', '--names=alone', f'--json={out}', *FEW),
     *('--dataset=digits,part=digits', '--split=test[:128]'),
   )
@@ -94,8 +98,8 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   assert 'top1' not in result
   assert [(row['run'], row['group']) for row in result['rows'][::2]] == [
     ('alone', None),
-    *((f'DET/{n}', 'DET') for n in '123'),
-    *((f'HET-XL/{n}', 'HET-XL') for n in '456'),
+    *((f'DET/{n}', 'DET') for n in '12'),
+    *((f'HET-XL/{n}', 'HET-XL') for n in '45'),
     ('one/7', 'one'),
   ]
   by_group = {}
@@ -108,7 +112,7 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   for name in ('DET', 'HET-XL'):
     group = groups['digits', 'top5', name]
     assert group['mean'] == pytest.approx(np.mean(by_group[name]))
-    assert group['stderr'] == pytest.approx(np.std(by_group[name], ddof=1) / np.sqrt(3))
+    assert group['stderr'] == pytest.approx(np.std(by_group[name], ddof=1) / np.sqrt(2))
   expected = scipy.stats.ttest_ind(by_group['HET-XL'], by_group['DET'], equal_var=False).pvalue
   assert groups['digits', 'top5', 'HET-XL']['p'] == pytest.approx(expected)
   assert groups['digits', 'top5', 'DET']['p'] is None
@@ -116,19 +120,6 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   assert (alone['stderr'], alone['p'], alone['num_runs']) == (None, None, 1)
   assert "Groups, p of Welch's t-test against DET" in printed
   assert f'±{groups["digits", "top5", "DET"]["stderr"]:.4f}' in printed
-
-
-def test_samples(towers, run_main, tmp_path):
-  out = tmp_path / 'out.json'
-  run_main(
-    zeroshot,
-    *('--checkpoint=a/1', '--dataset=digits', '--samples=2', *FEW, f'--json={out}'),
-  )
-  result = json.loads(out.read_text())
-  dataset = ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
-  sampled = evaluated('a/1', dataset, num_samples=2)
-  assert (result['top1'], result['top5']) == (sampled.top1, sampled.top5)
-  assert result['samples'] == 2 and sampled != evaluated('a/1', dataset)
 
 
 def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
@@ -148,16 +139,6 @@ def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   result = json.loads(out.read_text())
   assert result['dataset'] == 'b' and result['num_examples'] == 30
   assert result['templates'] == ['{}', 'the {}']
-
-
-def test_default_data_sets(towers, run_main, tmp_path):
-  out = tmp_path / 'out.json'
-  printed = run_main(zeroshot, '--checkpoint=a/1', '--max_examples=64', f'--json={out}')
-  rows = json.loads(out.read_text())['rows']
-  assert [row['dataset'] for row in rows] == ['glyphs_heldout', 'glyphs_core']
-  assert rows[1]['num_classes'] == 2297 and rows[1]['split'] == 'validation'
-  # Names of more letters than the towers take
-  assert f'one before: glyphs_heldout {rows[0]["classes_alike"]}' in printed
 
 
 def test_class_names_of_a_file(towers, run_main, tmp_path):
@@ -182,7 +163,7 @@ def test_class_names_of_a_file(towers, run_main, tmp_path):
 def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
   """What the main makes of a task of captions."""
   info = types.SimpleNamespace(splits={'validation': 4}, channels=1)
-  monkeypatch.setattr(zeroshot.data, 'task_info', lambda task: info)
+  monkeypatch.setattr(zeroshot_report.data, 'task_info', lambda task: info)
   result = zeroshot_datasets.zeroshot.Recall(
     {1: 0.25, 5: 0.5, 10: 1.0}, {1: 0.0, 5: 0.75, 10: 1.0}, 4, 8, 3
   )
@@ -213,25 +194,16 @@ def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
   [
     ([], '--checkpoint or --group is needed'),
     (['--group=a'], '--group=a must be NAME=DIR,DIR'),
-    (['--group=a=r/1,,r/2'], 'must be NAME=DIR,DIR'),
     (['--group=a=r/1,r/1'], 'has a checkpoint twice: a seed counts once'),
     (['--group=a=r/1', '--group=a=r/2'], 'the groups a,a must have distinct names'),
     (['--checkpoint=r/1', '--names=a,b'], '--names=a,b must be 1 names'),
-    (['--checkpoint=r/1', '--checkpoint=r/1'], 'the runs r/1,r/1 must have distinct names'),
     (['--checkpoint=r/1', '--dataset=digits,digits'], 'distinct names'),
-    (['--checkpoint=r/1', '--dataset=no_such'], 'no_such'),
     (['--checkpoint=r/1', '--dataset=digits', '--split=dev'], "split is 'dev'"),
     (['--checkpoint=r/1', '--dataset=digits', '--batch_size=6'], 'batch_size=6'),
-    (['--checkpoint=r/1', '--dataset=digits', '--templates=clip'], "templates='clip' must be one"),
-    (['--checkpoint=r/1', '--dataset=digits', '--class_names=no'], "class_names='no' must be"),
   ],
 )
 def test_wrong_flags_are_one_sentence(flags, message, towers, run_main):
   assert message in run_main(zeroshot, *flags, code=2)
-
-
-def test_a_checkpoint_that_is_none(run_main):
-  assert 'nowhere holds no checkpoint' in run_main(zeroshot, '--checkpoint=nowhere', code=2)
 
 
 def test_a_classifier_is_refused(digits_run, run_main):
@@ -246,7 +218,7 @@ def test_one_name_is_one_data_set_in_all_runs(towers, monkeypatch, run_main):
   def open_bound(checkpoint, *settings):
     run = open_towers(checkpoint, *settings)
     dataset = ZeroShotDataset('mine', 'digits', f'test[:{next(sizes)}]', 'none')
-    monkeypatch.setattr(zeroshot_datasets, 'DEFAULT_DATASETS', (dataset,))
+    monkeypatch.setattr(zeroshot_report, 'DEFAULT_DATASETS', (dataset,))
     return run
 
   monkeypatch.setattr(trained_run, 'open_run', open_bound)
@@ -254,6 +226,14 @@ def test_one_name_is_one_data_set_in_all_runs(towers, monkeypatch, run_main):
   assert "b/2: the data set 'mine' is" in message or "b: the data set 'mine' is" in message
 
 
+def test_default_data_sets():
+  chosen = zeroshot_report.choose_datasets(None, None, {'max_examples': 64, 'lower': None})
+  assert [(x.name, x.split, x.max_examples, x.lower) for x in chosen] == [
+    ('glyphs_heldout', 'test', 64, True),
+    ('glyphs_core', 'validation', 64, True),
+  ]
+
+
 def test_rows_name_all_settings():
   names = {field.name for field in dataclasses.fields(ZeroShotDataset)}
-  assert set(zeroshot._CHANGES) <= names
+  assert set(zeroshot._OF_DATASETS) <= names

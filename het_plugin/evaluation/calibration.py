@@ -1,7 +1,7 @@
 """Calibration of confidences: reliability diagrams and their expected calibration error.
 
-N examples, N >= 1: the confidence of each, the probability of its most probable class, and whether
-that class is right. Everything is computed in float64.
+The confidence of an example is the probability of its most probable class, which is right or not.
+There are N >= 1 examples. Everything is computed in float64.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class Reliability:
 
   @property
   def ece(self) -> float:
-    """Expected calibration error: the mean gap of confidence and accuracy, weighted with the
-    counts (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
+    """Expected calibration error: the gap of confidence and accuracy, averaged with the counts as
+    weights (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
     """
     gap = np.where(self.count > 0, np.abs(self.accuracy - self.confidence), 0.0)
     return float((self.count * gap).sum() / self.count.sum())
@@ -31,7 +31,7 @@ class Reliability:
 def reliability(
   confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
 ) -> Reliability:
-  """Bins of equal width: bin m has the confidences in (m / M, (m + 1) / M], the first 0 as well.
+  """Bins of equal width: bin m holds the confidences in (m / M, (m + 1) / M], bin 0 also 0.
 
   Args:
     confidence: any float [N], in [0, 1].
@@ -46,7 +46,7 @@ def reliability(
 def adaptive_reliability(
   confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
 ) -> Reliability:
-  """Bins of as equal numbers of examples as ties allow, at most `num_bins`.
+  """At most `num_bins` bins, with numbers of examples as equal as ties allow.
 
   Bin m ends with the confidence of rank ceil(N (m + 1) / M); equal ends are one bin (Nixon et al.
   2019, https://arxiv.org/abs/1904.01685).

@@ -1,10 +1,9 @@
-"""Which classes a heteroscedastic head lets go up and down together, for a given image.
+"""Which classes' logits go up and down together under a heteroscedastic head, for a given image.
 
 The head's logits are Gaussian, location + z F(x) with F [R + 1, K] (`GaussianLogits.factors`), so
-Sigma(x) = F^T F. A class's covariance with all others is F[:, c]^T F, and that of m classes among
-themselves F[:, m]^T F[:, m]: Sigma itself, K x K, is never made. The temperature cancels in a
-correlation. With HET-XL, F = F'(x) W is made of the covariance in the pre-logits and of W, so
-classes correlate also because their columns of W are alike.
+Sigma(x) = F^T F. The covariance of class c with all others is F[:, c]^T F, so that the K x K matrix
+Sigma is never built. The temperature cancels in a correlation. With HET-XL, F = F'(x) W: classes
+correlate because of the covariance in the pre-logits and because their columns of W are alike.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassCovariance:
-  """Of one image.
+  """The class correlations of one image.
 
   Attributes:
     index: the example's id.
@@ -32,8 +31,8 @@ class ClassCovariance:
     top: int [m], the most probable classes in order.
     log_prob: float32 [m] of these.
     correlation: float32 [m, m] of their logits; 1 on the diagonal.
-    with_label, with_top: float32 [K], correlations of all classes with the label's (NaN without
-      one) and with the most probable class.
+    with_label, with_top: float32 [K], correlations of all classes with the label's class (NaN
+      without one) and with the most probable class.
   """
 
   index: int
@@ -47,7 +46,7 @@ class ClassCovariance:
 
 
 def why_none(head: Any) -> str | None:
-  """Why a head has no class correlations, in one sentence; None where it has them."""
+  """Why a head has no class correlations, in one sentence; None if it has them."""
   name = type(head).__name__
   if not hasattr(head, 'num_factors'):
     return f'{name} is deterministic: it has no covariance between classes.'
@@ -69,14 +68,14 @@ class CovarianceLook:
     channels: int,
     num_top: int = 8,
   ):
-    """Sets the computation up; nothing is compiled yet.
+    """Sets the computation up; compiles nothing yet.
 
     Args:
       model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
       partitioner: places batches and results.
       param_specs: PartitionSpecs in the tree of the parameters.
       channels: image channels that the model takes.
-      num_top: m; of fewer classes all.
+      num_top: m, the number of most probable classes; at most K are taken.
 
     Raises:
       ValueError: the head has no class correlations.
@@ -92,18 +91,19 @@ class CovarianceLook:
       log_prob = model.predictive(params, batch)['log_prob']
       factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
       top_log_prob, top = jax.lax.top_k(log_prob, m)
-      label = jnp.maximum(batch['label'][:, :1], 0)
+      label = batch['label'][:, :1]
+      with_label = correlations(factors, jnp.maximum(label, 0))[:, 0]
       among = correlations(factors, top)  # [B, m, K]
       return {
         'top': top,
         'log_prob': top_log_prob,
         'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
-        'with_label': correlations(factors, label)[:, 0],
+        'with_label': jnp.where(label < 0, jnp.nan, with_label),
         'with_top': among[:, 0],
       }
 
     self._look = partitioner.partition(look, (param_specs, partitioner.data_partition_spec), None)
-    # Factors are R + 1 times the size of logits: few rows a device.
+    # Factors are R + 1 times the size of logits: few rows per device.
     self.batch_size = 8 * partitioner.data_shards
 
   def __call__(
@@ -123,11 +123,9 @@ class CovarianceLook:
       local = {name: x[self._partitioner.batch_rows(size)] for name, x in batch.items()}
       found = jax.device_get(self._look(params, self._partitioner.shard_batch(local, size)))
       for i in range(min(size, num_examples - start)):
-        label = int(batch['label'][i, 0])
         row = {name: x[i] for name, x in found.items()}
-        if label < 0:
-          row['with_label'] = np.full_like(row['with_label'], np.nan)
-        yield ClassCovariance(int(batch['index'][i]), label, batch['image'][i], **row)
+        index, label = int(batch['index'][i]), int(batch['label'][i, 0])
+        yield ClassCovariance(index, label, batch['image'][i], **row)
 
 
 def take_examples(
@@ -135,10 +133,11 @@ def take_examples(
   number: int | None = None,
   index: Sequence[int] = (),
 ) -> dict[str, np.ndarray]:
-  """The first `number` examples of a stream of whole batches, or those of some ids in their order.
+  """The first `number` examples of a stream of whole batches, or the examples of given ids.
 
   Returns:
-    {'image': [N, H, H, C], 'label': int32 [N, L], 'index': int32 [N]}.
+    {'image': [N, H, H, C], 'label': int32 [N, L], 'index': int32 [N]}, in the order of the stream
+    or of `index`.
 
   Raises:
     ValueError: the stream has no example of an id, or none at all.
@@ -162,7 +161,7 @@ def take_examples(
 def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
   """Correlations of some classes' logits with all: [B, m, K] from [B, R + 1, K] and int [B, m].
 
-  0 with a class that has no variance, whose correlation is undefined.
+  The correlation with a class without variance is undefined and given as 0.
   """
   norm = jnp.sqrt(jnp.square(factors).sum(axis=1, keepdims=True))  # [B, 1, K]
   unit = jnp.where(norm > 0, factors / jnp.where(norm > 0, norm, 1.0), 0.0)
@@ -171,7 +170,7 @@ def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
 
 
 def most_correlated(correlation: np.ndarray, anchor: int, number: int) -> np.ndarray:
-  """The classes of the largest correlations [K] but the anchor itself, in order; ties by number."""
+  """The classes of the largest correlations [K], without the anchor; of ties the lower first."""
   order = np.argsort(-correlation, kind='stable')
   return order[order != anchor][:number]
 
@@ -181,10 +180,10 @@ def homoglyph_rate(
   with_label: Sequence[np.ndarray],
   homoglyphs: Sequence[frozenset[int]],
 ) -> dict[str, float | int | None]:
-  """How often the class most correlated with the true one looks the same.
+  """How often the class that correlates most with the true class looks the same.
 
-  Over the images whose class has a homoglyph. Where several classes are most correlated, as those
-  of one bucket of HET-H are, the share of homoglyphs among them counts.
+  Counts the images whose class has a homoglyph. If several classes correlate most, such as the
+  classes of one bucket of HET-H, the share of homoglyphs among them counts.
 
   Args:
     labels: [N] true classes.
@@ -192,19 +191,18 @@ def homoglyph_rate(
     homoglyphs: [K] sets of classes (`glyph_bank.homoglyphs`).
 
   Returns:
-    'rate' and its standard error 'stderr'; 'chance', the rate of any of the other K - 1 classes;
-    'num_examples', the images that count. Rates are None where there is none.
+    'rate' and its standard error 'stderr'; 'chance', the rate for a random one of the other K - 1
+    classes; 'num_examples', the images that count. Rates are None if there are none.
   """
   hits, chances = [], []
   for label, correlation in zip(labels, with_label, strict=True):
-    if not homoglyphs[label]:
-      continue
-    others = np.array(correlation, np.float64)
-    others[label] = -np.inf
-    # Equal factors differ by the rounding of their product.
-    most = np.flatnonzero(others >= others.max() - 1e-6)
-    hits.append(np.mean([int(k) in homoglyphs[label] for k in most]))
-    chances.append(len(homoglyphs[label]) / (len(others) - 1))
+    if homoglyphs[label]:
+      others = np.array(correlation, np.float64)
+      others[label] = -np.inf
+      # The tolerance is for equal factors, whose products may round differently.
+      most = np.flatnonzero(others >= others.max() - 1e-6)
+      hits.append(np.mean([int(k) in homoglyphs[label] for k in most]))
+      chances.append(len(homoglyphs[label]) / (len(others) - 1))
   if not hits:
     return {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
   error = float(np.std(hits, ddof=1) / np.sqrt(len(hits))) if len(hits) > 1 else None

@@ -1,9 +1,8 @@
 """Representations of a data-set split, computed over the mesh and gathered on every host."""
 
-import dataclasses
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,36 +10,56 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.evaluation.representations import Representations
-from het_plugin.evaluation.row_store import Rows
+from het_plugin.training import checksum
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
 Batches = Iterable[Mapping[str, np.ndarray]]
+Rows = dict[str, np.ndarray]  # {column: [n, ...]}, a row per example
 POOLS = ('mean', 'none')
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Chunk:
-  """The real rows of one batch, n of them, in the batch's order.
+def example_rows(
+  outputs: Iterable[Mapping[str, jax.Array]], max_examples: int | None = None
+) -> Iterator[Rows]:
+  """Brings results per example to the host, batch by batch, in order.
 
-  Attributes:
-    features: {layer: [n, D]} in the extractor's dtype.
-    labels: int32 [n, L], padded with -1.
-    index: int32 [n], example ids.
+  Asks for one batch more than it has given, so that the devices compute a batch while the host
+  works on the batch before.
+
+  Args:
+    outputs: columns [B, ...] of each batch. Column 'mask' [B] is 0 for padding and for examples
+      that could not be read; these rows are dropped.
+    max_examples: stops after so many rows; None takes all.
+
+  Yields:
+    The columns without 'mask', [n, ...] with 0 <= n <= B.
   """
+  left = np.inf if max_examples is None else max_examples
+  in_flight = deque()
 
-  features: Mapping[str, np.ndarray]
-  labels: np.ndarray
-  index: np.ndarray
+  def fetch() -> Rows:
+    nonlocal left
+    columns = dict(jax.device_get(in_flight.popleft()))
+    rows = np.flatnonzero(columns.pop('mask') > 0)
+    rows = rows[: int(min(left, len(rows)))]
+    left -= len(rows)
+    return {name: x[rows] for name, x in columns.items()}
 
-  def first(self, num_rows: int) -> 'Chunk':
-    features = {layer: x[:num_rows] for layer, x in self.features.items()}
-    return Chunk(features, self.labels[:num_rows], self.index[:num_rows])
+  for output in outputs:
+    in_flight.append(output)
+    if len(in_flight) > 1:
+      yield fetch()
+      if left <= 0:
+        return
+  if in_flight:
+    yield fetch()
 
 
 class RepresentationExtractor:
-  """Maps batches to the representations of named layers, all from one forward pass; compiled once
-  for each batch shape.
+  """Computes the representations of named layers, all in one forward pass.
+
+  Compiles once per batch shape.
   """
 
   def __init__(
@@ -54,32 +73,30 @@ class RepresentationExtractor:
     pool: Literal['mean', 'none'] = 'none',
     dtype: Any = jnp.float32,
   ):
-    """Sets the computation up; nothing is compiled yet.
+    """Sets the computation up; compiles nothing yet.
 
     Args:
       model: has `representations(params, batch, layers) -> {layer: [B, ...]}`.
       partitioner: places batches and results.
       param_specs: PartitionSpecs in the tree of the parameters.
       layers: names of representations.
-      channels: image channels that the model takes; None leaves images as they come.
+      channels: image channels that the model takes; None leaves images unchanged.
       pool: how a layer [B, ..., D] with positions, such as tokens [B, N, D] or a feature map
-        [B, H, W, D], becomes rows. 'mean': their average over all positions, [B, D], a class
-        token being one of them. 'none': side by side, [B, N D].
-      dtype: of the features; they are pooled in float32 before.
+        [B, H, W, D], becomes rows. 'mean' averages over all positions, a class token included, to
+        [B, D]. 'none' puts them side by side, [B, N D].
+      dtype: of the features. They are pooled in float32 first.
     """
     self.layers = tuple(layers)
     self.dtype = jnp.dtype(dtype)
     self._partitioner = partitioner
 
-    def extract(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def extract(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       image = batch['image'] if channels is None else match_channels(batch['image'], channels)
       outputs = model.representations(params, {**batch, 'image': image}, self.layers)
-      return {
-        'features': {layer: as_rows(x, pool).astype(self.dtype) for layer, x in outputs.items()},
-        **{name: batch[name] for name in ('label', 'index', 'mask')},
-      }
+      features = {column(k): as_rows(x, pool).astype(self.dtype) for k, x in outputs.items()}
+      return features | {name: batch[name] for name in ('label', 'index', 'mask')}
 
-    # Results replicated: so each host reads whole batches, whichever rows it fed.
+    # The results are replicated, so that each host reads whole batches, whichever rows it fed.
     self._extract = partitioner.partition(
       extract, (param_specs, partitioner.data_partition_spec), None
     )
@@ -92,120 +109,65 @@ class RepresentationExtractor:
       flax.errors.ScopeParamShapeError: its parameters are for images of another size.
     """
     outputs = self._extract.trace(params, dict(batch)).out_info
-    return {layer: x.shape[1] for layer, x in outputs['features'].items()}
+    return {layer: outputs[column(layer)].shape[1] for layer in self.layers}
 
-  def chunks(self, params: PyTree, batches: Batches, batch_size: int) -> Iterator[Chunk]:
-    """A chunk for each batch, in order; every process must take as many. Reads one batch ahead.
+  def rows(
+    self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
+  ) -> Iterator[Rows]:
+    """Columns of each batch in order; every process must take the same number of batches.
 
     Args:
       params: the parameters, placed by `param_specs`.
-      batches: this process's rows of each batch (image, label, index, mask); rows of mask 0,
-        padding or unreadable, are left out.
+      batches: this process's rows of each batch (image, label, index, mask).
       batch_size: rows of the global batch.
+      max_examples: takes the first so many examples of the stream and reads no further.
+
+    Yields:
+      `column(layer)`: [n, D] in the extractor's dtype; label int32 [n, L]; index int32 [n].
     """
     outputs = (
       self._extract(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
     )
-    return map(_real_rows, fetched(outputs))
+    return example_rows(outputs, max_examples)
 
   def __call__(
-    self,
-    params: PyTree,
-    batches: Batches,
-    batch_size: int,
-    max_examples: int | None = None,
+    self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
   ) -> dict[str, Representations]:
-    """{layer: its representations}, in memory; every process must call it, with as many batches.
-
-    Args:
-      params, batches, batch_size: as in `chunks`.
-      max_examples: keeps the first so many examples of the stream and reads no further.
+    """{layer: its representations} in memory; arguments as in `rows`.
 
     Raises:
-      ValueError: there is no example, or an example id comes twice.
+      ValueError: there is no example, or an example id occurs twice.
     """
-    chunks = list(bounded(self.chunks(params, batches, batch_size), max_examples))
-    index = np.concatenate([chunk.index for chunk in chunks] or [np.empty(0, np.int32)])
-    order = order_by_id(index)
-    labels = np.concatenate([chunk.labels for chunk in chunks])[order]
+    whole = in_order(list(self.rows(params, batches, batch_size, max_examples)))
     return {
-      layer: Representations(
-        np.concatenate([chunk.features[layer] for chunk in chunks])[order], labels, index[order]
-      )
+      layer: Representations(whole[column(layer)], whole['label'], whole['index'])
       for layer in self.layers
     }
 
 
-def extract_to(
-  append: Callable[[Rows, Mapping[str, int]], None],
-  extractor: RepresentationExtractor,
-  params: PyTree,
-  batches: Any,
-  batch_size: int,
-  max_examples: int | None = None,
-) -> None:
-  """Hands the rows of `batches` on as they come; every process calls it.
-
-  Args:
-    append: takes the rows of a batch by column (`columns`) and the state with which `batches` goes
-      on behind it.
-    extractor, params, batch_size: as in `RepresentationExtractor.chunks`.
-    batches: as there, with `get_state()`.
-    max_examples: rows that are still wanted; None for all.
-
-  Raises:
-    ValueError: a feature is not finite.
-  """
-  states = deque()  # the extractor reads ahead of what it returns
-
-  def recorded() -> Iterator[Mapping[str, np.ndarray]]:
-    for batch in batches:
-      states.append(batches.get_state())
-      yield batch
-
-  for chunk in bounded(extractor.chunks(params, recorded(), batch_size), max_examples):
-    for layer, x in chunk.features.items():
-      check_finite(layer, x, chunk.index)
-    features = {feature_column(layer): x for layer, x in chunk.features.items()}
-    append({**features, 'label': chunk.labels, 'index': chunk.index}, states.popleft())
-
-
-def columns(
-  widths: Mapping[str, int], dtype: Any, max_labels: int
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-  """{column: (dtype, shape of a row)} of what `extract_to` hands on."""
-  return {
-    **{feature_column(layer): (str(dtype), (width,)) for layer, width in widths.items()},
-    'label': ('int32', (max_labels,)),
-    'index': ('int32', ()),
-  }
-
-
-def feature_column(layer: str) -> str:
-  """The column of a layer, which is a file name for any name of a layer."""
+def column(layer: str) -> str:
+  """The column of a layer; it is a file name for any name of a layer."""
   return f'features.{urllib.parse.quote(layer, safe="")}'
 
 
-def bounded(chunks: Iterable[Chunk], max_examples: int | None) -> Iterator[Chunk]:
-  """The chunks of the first so many rows; takes none behind them."""
-  num_rows = 0
-  for chunk in chunks:
-    if max_examples is not None:
-      chunk = chunk.first(max_examples - num_rows)
-    num_rows += len(chunk.index)
-    yield chunk
-    if max_examples is not None and num_rows >= max_examples:
-      break
+def in_order(parts: Sequence[Rows]) -> Rows:
+  """The parts of a split as one, ascending by example id (column 'index').
+
+  Raises:
+    ValueError: there is no row, or an id occurs twice.
+  """
+  order = order_by_id(np.concatenate([rows['index'] for rows in parts] or [np.empty(0, int)]))
+  return {name: np.concatenate([rows[name] for rows in parts])[order] for name in parts[0]}
 
 
 def order_by_id(index: np.ndarray) -> np.ndarray:
-  """The order of rows, int64 [N], that makes their example ids ascend.
+  """The order of rows, int64 [N], in which their example ids ascend.
 
   Raises:
-    ValueError: there is no row, or an id comes twice.
+    ValueError: there is no row, or an id occurs twice.
   """
   if not len(index):
-    raise ValueError('The split has no examples to compute representations of.')
+    raise ValueError('The split has no examples to evaluate.')
   ids, order = np.unique(index, return_index=True)
   if len(ids) != len(index):
     raise ValueError(
@@ -252,20 +214,13 @@ def match_channels(image: jax.Array, channels: int) -> jax.Array:
   )
 
 
-def fetched(outputs: Iterable[PyTree]) -> Iterator[PyTree]:
-  """Device values on the host, in order. The device works on one while the host takes the one
-  before: one more of `outputs` is asked for than is returned.
+def params_fingerprint(params: PyTree) -> str:
+  """16 hex digits of the names, types, shapes and bits of parameters; every process calls it.
+
+  It does not depend on the mesh (`checksum.array_checksums`).
   """
-  in_flight = deque()
-  for output in outputs:
-    in_flight.append(output)
-    if len(in_flight) > 1:
-      yield jax.device_get(in_flight.popleft())
-  while in_flight:
-    yield jax.device_get(in_flight.popleft())
-
-
-def _real_rows(outputs: Mapping[str, Any]) -> Chunk:
-  real = outputs['mask'] > 0
-  features = {layer: x[real] for layer, x in outputs['features'].items()}
-  return Chunk(features, outputs['label'][real], outputs['index'][real])
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  named = {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in leaves}
+  sums = checksum.array_checksums(named)
+  described = {name: [str(x.dtype), x.shape, sums[name]] for name, x in named.items()}
+  return checksum.json_digest(described)[:16]

@@ -1,17 +1,18 @@
-"""Where the representations of a data set lie, and what of them is there already.
+"""Where the representations of a data set lie, and how an interrupted extraction goes on.
 
     OUTPUT_DIR/DATASET/LAYER/SPLIT.safetensors    complete, with the settings that made it
     OUTPUT_DIR/DATASET/.unfinished.SPLIT/         rows of all layers so far (row_store.py)
 
-Settings are JSON-able and say all that the features depend on. Files of other settings are never
-mixed with, nor replaced unless that is asked for.
+Settings are JSON values: all that the features depend on. Files of other settings are never mixed
+in, and are replaced only if that is asked for.
 """
 
 import dataclasses
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,143 +55,151 @@ class SplitFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What there is to do for a split.
+  """What is left to do for a split.
 
   Attributes:
+    files: of the split.
+    settings: of all layers.
+    num_examples: rows to write at most, the first of the stream.
     layers: those without a complete file.
-    progress: of the unfinished rows, which hold these layers; None where there are none.
+    progress: of the unfinished rows, which hold these layers; None if there are none.
   """
 
+  files: SplitFiles
+  settings: Settings
+  num_examples: int
   layers: tuple[str, ...]
   progress: row_store.Progress | None
 
 
 def make_plan(
-  files: SplitFiles, layers: Sequence[str], settings: Settings, overwrite: bool = False
+  files: SplitFiles,
+  settings: Settings,
+  num_examples: int,
+  layers: Sequence[str],
+  overwrite: bool = False,
 ) -> Plan:
   """Looks at what is there; changes nothing.
 
   Args:
-    files: of the split.
-    layers: those wanted.
-    settings: of all layers.
-    overwrite: whether what has other settings is to be replaced.
+    files, settings, num_examples: see `Plan`.
+    layers: the layers wanted.
+    overwrite: whether to replace what has other settings.
 
   Raises:
-    ValueError: there is something of other settings, and no `overwrite`.
+    ValueError: there is something of other settings, and `overwrite` is False.
   """
   pending = []
   for layer in layers:
     path = files.path(layer)
-    wanted = {**settings, 'layer': layer}
-    changes = _changes(read_provenance(path), wanted) if path.exists() else None
-    if changes and not overwrite:
-      raise _other_settings(path, changes)
-    if changes != []:
-      pending.append(layer)
+    if path.exists():
+      changes = _changes(read_provenance(path), {**settings, 'layer': layer})
+      if not changes:
+        continue
+      _refuse(path, changes, overwrite)
+    pending.append(layer)
   progress = row_store.read_progress(files.unfinished) if pending else None
-  if progress is None:
-    return Plan(tuple(pending), None)
-  # Files are written one after the other, so complete rows may hold layers that have theirs.
-  begun = list(progress.settings['layers'])
-  wanted = begun if progress.done and set(pending) <= set(begun) else pending
-  changes = _changes(progress.settings, {**settings, 'layers': wanted})
-  if changes and not overwrite:
-    raise _other_settings(files.unfinished, changes)
-  return Plan(tuple(pending), None if changes else progress)
+  if progress is not None:
+    # Files are written one after the other, so complete rows may hold layers that have a file.
+    begun = list(progress.settings['layers'])
+    wanted = begun if progress.done and set(pending) <= set(begun) else pending
+    if changes := _changes(progress.settings, {**settings, 'layers': wanted}):
+      _refuse(files.unfinished, changes, overwrite)
+      progress = None
+  return Plan(files, settings, num_examples, tuple(pending), progress)
 
 
 def run_plan(
-  files: SplitFiles,
   plan: Plan,
-  settings: Settings,
   extractor: extraction.RepresentationExtractor,
   params: Any,
   batches: Any,
-  *,
   batch_size: int,
   widths: Mapping[str, int],
-  max_examples: int | None = None,
+  *,
   class_names: tuple[str, ...] | None = None,
   provenance: Settings | None = None,
   on_rows: Callable[[int], None] = lambda number: None,
   commit_seconds: float = 10.0,
 ) -> None:
-  """Computes the layers of a plan and writes their files. Killed at any moment, a new plan goes on
-  behind the last rows committed.
+  """Computes the layers of a plan and writes their files.
 
-  Every process calls it; process 0 is the one that writes.
+  After a kill at any moment a new plan goes on behind the last rows committed. Every process calls
+  this; process 0 writes.
 
   Args:
-    files, plan, settings: as in and from `make_plan`.
+    plan: of `make_plan`.
     extractor: of the plan's layers.
-    params, batch_size: as in `RepresentationExtractor.chunks`.
+    params, batch_size: as in `RepresentationExtractor.rows`.
     batches: a data.BatchIterator of the split, at its start.
     widths: D of each layer.
-    max_examples: uses the first so many examples of the stream.
     class_names: of the task.
-    provenance: what the files are to say beside the settings.
-    on_rows: told the number of rows of each batch.
-    commit_seconds: work that may be lost where this process is killed; an exception loses none.
+    provenance: what the files say beside the settings.
+    on_rows: is called with the number of rows of each batch.
+    commit_seconds: work that a kill may lose; an exception loses none.
 
   Raises:
-    ValueError: a feature is not finite, there is no example, or an example id comes twice.
+    ValueError: a feature is not finite, there is no example, or an example id occurs twice.
   """
-  progress = plan.progress
   store = None
   if jax.process_index() == 0:
-    if progress is None:
-      shutil.rmtree(files.unfinished, ignore_errors=True)
-    columns = extraction.columns(
-      {layer: widths[layer] for layer in plan.layers},
-      extractor.dtype,
-      batches.element_spec['label'].shape[1],
-    )
-    new = row_store.Progress({**settings, 'layers': list(plan.layers)}, columns)
-    store = row_store.RowStore(files.unfinished, progress or new, commit_seconds)
-
-  def append(rows: row_store.Rows, state: Mapping[str, int]) -> None:
-    if store is not None:
-      store.append(rows, state)
-    on_rows(len(rows['index']))
-
+    store = _open_store(plan, batches, widths, str(extractor.dtype), commit_seconds)
   try:
-    if progress is None or not progress.done:
-      if progress is not None:
-        max_examples = None if max_examples is None else max_examples - progress.num_rows
-        if progress.state is not None:
-          batches.set_state(progress.state)
-      extraction.extract_to(append, extractor, params, batches, batch_size, max_examples)
+    if plan.progress is None or not plan.progress.done:
+      states = deque()  # behind each batch, as the extractor reads ahead of what it gives
+
+      def recorded() -> Iterator[Mapping[str, np.ndarray]]:
+        for batch in batches:
+          states.append(batches.get_state())
+          yield batch
+
+      left = plan.num_examples
+      if plan.progress is not None and plan.progress.state is not None:
+        batches.set_state(plan.progress.state)
+        left -= plan.progress.num_rows
+      for rows in extractor.rows(params, recorded(), batch_size, left):
+        for layer in plan.layers:
+          extraction.check_finite(layer, rows[extraction.column(layer)], rows['index'])
+        if store is not None:
+          store.append(rows, states.popleft())
+        on_rows(len(rows['index']))
       if store is not None:
-        store.finish()
+        store.commit(done=True)
   finally:
     if store is not None:
-      store.close()
+      store.commit()
   if store is not None:
-    _write_files(files, plan, store, class_names, {**(provenance or {}), **settings})
+    _write_files(plan, store, class_names, {**(provenance or {}), **plan.settings})
 
 
-def _write_files(
-  files: SplitFiles,
-  plan: Plan,
-  store: row_store.RowStore,
-  class_names: tuple[str, ...] | None,
-  provenance: Settings,
-) -> None:
-  """A file for each layer of the complete rows, which are then removed.
+def _open_store(plan, batches, widths, dtype: str, commit_seconds: float) -> row_store.RowStore:
+  """The unfinished rows of a plan, or an empty store for them."""
+  if plan.progress is not None:
+    return row_store.RowStore(plan.files.unfinished, plan.progress, commit_seconds)
+  shutil.rmtree(plan.files.unfinished, ignore_errors=True)
+  rows = max(1, plan.num_examples)  # an empty file cannot be mapped
+  max_labels = batches.element_spec['label'].shape[1]
+  columns = {'label': ('int32', (rows, max_labels)), 'index': ('int32', (rows,))}
+  columns |= {extraction.column(k): (dtype, (rows, widths[k])) for k in plan.layers}
+  new = row_store.Progress({**plan.settings, 'layers': list(plan.layers)}, columns)
+  return row_store.RowStore(plan.files.unfinished, new, commit_seconds)
 
-  Rows that come in another order than that of their ids are put into order in memory.
+
+def _write_files(plan: Plan, store: row_store.RowStore, class_names, provenance: Settings) -> None:
+  """Writes a file per layer of the complete rows, which are then removed.
+
+  Rows that come in another order than that of their ids are put in order in memory.
   """
-  rows = store.read()
+  rows = store.rows()
   try:
     order = extraction.order_by_id(rows['index'])
   except ValueError:  # such rows never become a file
-    store.remove()
+    shutil.rmtree(plan.files.unfinished)
     raise
   if (order == np.arange(len(order))).all():
     order = slice(None)
   for layer in plan.layers:
-    features = rows[extraction.feature_column(layer)]
+    features = rows[extraction.column(layer)]
     num_examples, dim = features.shape
     representations = Representations(
       features[order],
@@ -199,32 +208,32 @@ def _write_files(
       class_names,
       {**provenance, 'layer': layer, 'num_examples': num_examples, 'dim': dim},
     )
-    write_representations(files.path(layer), representations)
-  store.remove()
+    write_representations(plan.files.path(layer), representations)
+  shutil.rmtree(plan.files.unfinished)
 
 
 def safe_name(name: str) -> str:
-  """A file name for a layer or a split, the same characters where they are harmless.
+  """A file name for a layer or a split; harmless characters stay.
 
-  Slices stay readable and apart: 'train[:50%]' is 'train_..50pct', 'train[50:]' 'train_50..'.
+  Slices stay readable and distinct: 'train[:50%]' is 'train_..50pct', 'train[50:]' 'train_50..'.
   """
   readable = name.replace('[', '_').replace(']', '').replace(':', '..').replace('%', 'pct')
   return re.sub(r'[^\w.+-]', '_', readable)
 
 
 def from_process_0(compute: Callable[[], Any]) -> Any:
-  """What process 0 computes, on every process; and its ValueError."""
+  """What process 0 computes, on every process; a ValueError or OSError there is raised on all."""
   if jax.process_count() == 1:
     return compute()
   answer = (None, None)
   if jax.process_index() == 0:
     try:
       answer = (compute(), None)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
       answer = (None, str(error))
   sent = np.frombuffer(pickle.dumps(answer), np.uint8)
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
-  buffer = np.resize(sent, size)  # only that of process 0 counts
+  buffer = np.resize(sent, size)  # only the buffer of process 0 counts
   value, error = pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
   if error is not None:
     raise ValueError(error)
@@ -232,21 +241,19 @@ def from_process_0(compute: Callable[[], Any]) -> Any:
 
 
 def _changes(found: Settings, wanted: Settings) -> list[str]:
+  """What differs, with both values unless they are long."""
+  different = [name for name, value in wanted.items() if found.get(name) != value]
   return [
-    _change(name, found.get(name), value)
-    for name, value in wanted.items()
-    if found.get(name) != value
+    name
+    if max(len(str(found.get(name))), len(str(wanted[name]))) > _SHOWN
+    else f'{name} {found.get(name)}, now {wanted[name]}'
+    for name in different
   ]
 
 
-def _change(name: str, found: Any, wanted: Any) -> str:
-  if max(len(str(found)), len(str(wanted))) > _SHOWN:
-    return name
-  return f'{name} {found}, now {wanted}'
-
-
-def _other_settings(path: Path, changes: Sequence[str]) -> ValueError:
-  return ValueError(
-    f'{path} was made with other settings ({"; ".join(changes)}): give another --output_dir, or '
-    '--overwrite to replace it'
-  )
+def _refuse(path: Path, changes: Sequence[str], overwrite: bool) -> None:
+  if not overwrite:
+    raise ValueError(
+      f'{path} was made with other settings ({"; ".join(changes)}): give another --output_dir, or '
+      '--overwrite to replace it'
+    )

@@ -1,25 +1,23 @@
 """Predictive distributions of a split: computed over the mesh, and the files that hold them.
 
-Ours are .npz files with the arrays
+het_plugin writes .npz files with the arrays
 
     log_prob          float32 [N, K]
     label             int32 [N], or [N, L] padded with -1
     index             int64 [N], distinct example ids
     link              'softmax' or 'sigmoid'
-    class_name        [K] strings, where they are known
+    class_name        [K] strings, if they are known
     expected_entropy  float32 [N], of sampled heteroscedastic heads
     nll               float32 [N], of the sigmoid link
     provenance        JSON: the checkpoint, task and split they come from
 
-Files made elsewhere need a label and exactly one of `log_prob`, `prob` and `logits` [N, K].
-Softmax: probabilities of a row must sum to 1 within 0.001 (0.01 in half precision) and are taken as
-they are; logits are normalised. Sigmoid, where the file has link = 'sigmoid': each class is on with
-its own probability.
+Files made elsewhere need a label and exactly one of `log_prob`, `prob` and `logits` [N, K]. With a
+softmax link, the probabilities of a row must sum to 1 within 0.001 (0.01 in half precision); logits
+are normalised. With link = 'sigmoid', each class is on with its own probability.
 """
 
 import dataclasses
 import json
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +26,8 @@ import numpy as np
 from etils import epath
 from scipy import special
 
-from het_plugin.evaluation.extraction import fetched, match_channels
+from het_plugin.evaluation import array_files
+from het_plugin.evaluation.extraction import example_rows, match_channels
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
@@ -50,10 +49,11 @@ class Predictions:
     labels: int32 [N, L], padded with -1.
     index: int64 [N], distinct example ids.
     link: 'softmax' or 'sigmoid'.
-    class_names: of the K classes, where they are known.
-    expected_entropy: float32 [N] in nats (`Integrator.expected_entropy`), where there is noise.
-    nll: float32 [N] of a sigmoid link, where the model gave it; log_prob does not have it exactly.
-    provenance: what made them, JSON-able.
+    class_names: of the K classes; None if unknown.
+    expected_entropy: float32 [N] in nats (`Integrator.expected_entropy`); None without noise.
+    nll: float32 [N] of a sigmoid link, in nats, from the model itself; log_prob does not give it
+      exactly. None if the model did not give it.
+    provenance: what made the predictions, as JSON values.
   """
 
   log_prob: np.ndarray
@@ -79,7 +79,7 @@ class Predictions:
     return np.take_along_axis(self.log_prob, self.label[:, None], axis=1)[:, 0]
 
   def rows(self, rows: slice | np.ndarray) -> 'Predictions':
-    """Those of some examples."""
+    """The predictions of some examples."""
     return dataclasses.replace(
       self, **{name: x[rows] for name in _PER_EXAMPLE if (x := getattr(self, name)) is not None}
     )
@@ -89,12 +89,13 @@ _PER_EXAMPLE = ('log_prob', 'labels', 'index', 'expected_entropy', 'nll')
 
 
 class Predictor:
-  """Maps batches to predictive distributions by the model's evaluation integrator; compiled once
-  for each batch shape.
+  """Maps batches to predictive distributions by the model's evaluation integrator.
+
+  Compiles once per batch shape.
   """
 
   def __init__(self, model: Any, partitioner: PjitPartitioner, param_specs: PyTree, channels: int):
-    """Sets the computation up; nothing is compiled yet.
+    """Sets the computation up; compiles nothing yet.
 
     Args:
       model: has `predictive(params, batch)`, `head.link` and `head.num_classes`.
@@ -112,7 +113,7 @@ class Predictor:
         **{name: batch[name] for name in ('label', 'index', 'mask')},
       }
 
-    # Classes stay sharded until here: one batch's log-probabilities are gathered, on every host.
+    # Classes stay sharded up to here, where the log-probabilities of one batch are gathered.
     self._predict = partitioner.partition(
       predict, (param_specs, partitioner.data_partition_spec), None
     )
@@ -124,34 +125,27 @@ class Predictor:
     batch_size: int,
     max_examples: int | None = None,
   ) -> Iterator[Predictions]:
-    """Yields the predictions batch by batch; every process must run through as many.
+    """Yields the predictions batch by batch; every process must take the same number.
 
     Args:
       params: the parameters, placed by `param_specs`.
-      batches: this process's rows of each batch (image, label, index, mask); mask 0 marks padding.
+      batches: this process's rows of each batch (image, label, index, mask); mask 0 is padding.
       batch_size: rows of the global batch.
       max_examples: takes the first so many examples of the stream and reads no further.
     """
     outputs = (
       self._predict(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
     )
-    taken = 0
-    for rows in fetched(outputs):
-      left = None if max_examples is None else max_examples - taken
-      kept = np.flatnonzero(rows['mask'] > 0)[:left]
-      part = Predictions(
-        log_prob=np.minimum(rows['log_prob'], 0.0),  # a mean over samples may round to above 0
-        labels=rows['label'],
-        index=rows['index'].astype(np.int64),
-        link=self._link,
-        expected_entropy=rows.get('expected_entropy'),
-        nll=rows.get('nll'),
-      ).rows(kept)
-      if part:  # no batch that is all padding
-        yield part
-        taken += len(part)
-      if max_examples is not None and taken >= max_examples:
-        return
+    for rows in example_rows(outputs, max_examples):
+      if len(rows['index']):
+        yield Predictions(
+          log_prob=np.minimum(rows['log_prob'], 0.0),  # a mean over samples may round to above 0
+          labels=rows['label'],
+          index=rows['index'].astype(np.int64),
+          link=self._link,
+          expected_entropy=rows.get('expected_entropy'),
+          nll=rows.get('nll'),
+        )
 
 
 def concatenate(parts: Sequence[Predictions]) -> Predictions:
@@ -165,7 +159,7 @@ def concatenate(parts: Sequence[Predictions]) -> Predictions:
 
 
 def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
-  """Writes .npz, under another name until it is complete.
+  """Writes an .npz file.
 
   Raises:
     ValueError: for another suffix.
@@ -184,29 +178,23 @@ def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
     'nll': predictions.nll,
     'provenance': np.array(json.dumps(dict(predictions.provenance))),
   }
-  unfinished = path.with_name(f'.unfinished.{path.name}')
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with unfinished.open('wb') as stream:
+  with array_files.replacing(path) as unfinished, unfinished.open('wb') as stream:
     np.savez(stream, **{name: x for name, x in arrays.items() if x is not None})
-  unfinished.replace(path)
 
 
 def read_predictions(path: str) -> Predictions:
   """Reads a file.
 
   Raises:
-    ValueError: a missing or wrong file, arrays that do not fit together, values that are no
-      probabilities, labels out of range; one sentence that names the file.
+    ValueError: the file is missing or damaged, its arrays do not fit together, values are no
+      probabilities, or labels are out of range. The message is one sentence that names the file.
   """
-  try:
+  with array_files.reading(path):
     if not path.endswith('.npz'):
       raise ValueError('predictions must be in a file that ends in .npz')
     with epath.Path(path).open('rb') as stream, np.load(stream, allow_pickle=False) as file:
-      # Not `weights.read_arrays`, whose float32 has no probability below 1e-45.
+      # Not `weights.read_arrays`, which narrows to float32: that has no probability below 1e-45.
       return _parse({name: file[name] for name in file.files})
-  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-    message = str(error)
-    raise ValueError(message if path in message else f'{path}: {message}') from error
 
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
@@ -218,26 +206,13 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
     raise ValueError(
       f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
     )
-  log_prob = _log_prob(name, values, link)
-  label_name, labels = _one_of(arrays, LABEL_NAMES)
-  if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != len(values):
-    raise ValueError(
-      f'{label_name} is {labels.dtype} {list(labels.shape)}; it must be integers [N] or [N, L] '
-      f'with N = {len(values)}, the rows of {name}'
-    )
-  labels = labels.reshape(len(labels), labels.shape[1] if labels.ndim == 2 else 1)
-  index = arrays.get('index', np.arange(len(values)))
-  if index.shape != (len(values),) or index.dtype.kind not in 'iu':
-    raise ValueError(f'index is {index.dtype} {list(index.shape)}; it must be integers [N]')
-  if len(np.unique(index)) != len(index):
-    raise ValueError('index must give each example an id of its own')
   names = arrays.get('class_name')
   if names is not None and names.shape != (values.shape[1],):
     raise ValueError(f'class_name is {list(names.shape)}; it must be [K] = [{values.shape[1]}]')
   read = Predictions(
-    log_prob,
-    np.clip(labels, -1, np.iinfo(np.int32).max).astype(np.int32),
-    index.astype(np.int64),
+    _log_prob(name, values, link),
+    array_files.label_rows(_one_of(arrays, LABEL_NAMES)[1], len(values)),
+    array_files.example_ids(arrays.get('index'), len(values)),
     link=link,
     class_names=None if names is None else tuple(map(str, names)),
     expected_entropy=_column(arrays, 'expected_entropy', len(values)),
@@ -249,9 +224,7 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
 
 
 def check(predictions: Predictions) -> None:
-  """Raises ValueError for labels out of range or, under softmax, an example without its one
-  label.
-  """
+  """Raises ValueError if a label is out of range or a softmax example lacks its one label."""
   labels, num_classes = predictions.labels, predictions.log_prob.shape[1]
   if (wrong := (labels >= num_classes).any(axis=1)).any():
     row = int(np.flatnonzero(wrong)[0])
@@ -286,7 +259,7 @@ def _column(arrays: Mapping[str, np.ndarray], name: str, num_rows: int) -> np.nd
 
 
 def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
-  """Log-probabilities [N, K]: float32 as they are, all else computed in float64."""
+  """Log-probabilities [N, K]: given ones unchanged, others computed in float64."""
   tolerance = _SUM_TOLERANCE if values.dtype.itemsize >= 4 else _HALF_SUM_TOLERANCE
   if name == 'logits':
     if not np.isfinite(values).all():

@@ -1,14 +1,14 @@
-"""What is said about a class: sentences made of its name, and lists of names that files hold."""
+"""Prompts about a class: templates that its name fills, and names of classes."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-PLACE = '{}'  # where the name goes
+PLACE = '{}'  # stands for the name
 PROMPTS: dict[str, tuple[str, ...]] = {
   'none': ('{}',),
   'photo': ('a photo of a {}.',),
-  # Views, qualities and media in which an image may show something; classes embed as their mean.
+  # Views, qualities and media of images; the embedding of a class is the mean over these.
   'ensemble': (
     '{}',
     'a photo of a {}.',
@@ -26,11 +26,11 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
   """Prompt templates, each with one '{}'.
 
   Args:
-    templates: a name in PROMPTS, one template, the path of a text file with a template a line
-      (empty lines do not count), or several templates.
+    templates: a name in PROMPTS, one template, several templates, or the path of a text file with
+      one template per line (empty lines do not count).
 
   Raises:
-    ValueError: none of these, or a template that does not hold '{}' exactly once.
+    ValueError: it is none of these, or a template does not hold '{}' exactly once.
   """
   if isinstance(templates, str):
     if templates in PROMPTS:
@@ -51,7 +51,7 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def fill(template: str, names: Sequence[str]) -> list[str]:
-  """The template about each name; other braces stay as they are."""
+  """The template filled with each name; other braces stay unchanged."""
   before, _, after = template.partition(PLACE)
   return [f'{before}{name}{after}' for name in names]
 
@@ -63,13 +63,13 @@ def readable_names(
 
   Args:
     task: its name, for messages.
-    own: names that the task has, None for none.
-    given: names to take instead, or the path of a text file with one a line.
-    num_classes: how many there must be.
+    own: the task's own names; None if it has none.
+    given: names to take instead, or the path of a text file with one name per line.
+    num_classes: the number of names there must be.
 
   Raises:
-    ValueError: there are none, one is empty, they are not `num_classes`, or the task's own are
-      numbers of WordNet (TFDS's ImageNet), which say nothing to a text tower.
+    ValueError: there are no names or not `num_classes`, one is empty, or the task's own names are
+      WordNet numbers (TFDS's ImageNet), which mean nothing to a text tower.
   """
   if given is not None:
     source = f'class_names={given!r}' if isinstance(given, str) else 'class_names'

@@ -1,17 +1,17 @@
 """Representations of a split, and the files that hold them.
 
-Ours are .safetensors or .npz with the arrays
+het_plugin writes .safetensors or .npz files with the arrays
 
     features    float [N, D]
     label       int32 [N, L], padded with -1
     index       int64 [N], distinct example ids
-    class_name  [K] strings, where they are known (.npz)
+    class_name  [K] strings, if they are known (.npz)
     provenance  JSON: where the features come from (.npz)
 
-.safetensors holds no strings: there class names and provenance are in its metadata, as JSON under
-'het_plugin'. Files made elsewhere may be without the last three, and may have other names for the
-first two (`FEATURE_NAMES`, `LABEL_NAMES`), or any names where only one array is floating point
-[N, D] and only one integers [N]. Features in a .npy file have their labels in another.
+.safetensors files hold no strings. There class names and provenance are JSON in the metadata, under
+'het_plugin'. Files made elsewhere may lack the last three arrays. They may use other names for the
+first two (`FEATURE_NAMES`, `LABEL_NAMES`), or any names if exactly one array is floating point
+[N, D] and exactly one is integers [N]. Features in a .npy file have their labels in a second file.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ import safetensors.numpy
 from etils import epath
 
 from het_plugin import weights
+from het_plugin.evaluation import array_files
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
@@ -37,14 +38,14 @@ _METADATA = 'het_plugin'
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Representations:
-  """A split, ascending by example id.
+  """The representations of a split by one layer.
 
   Attributes:
     features: float [N, D].
     labels: int32 [N, L], padded with -1.
     index: integers [N], distinct example ids >= 0.
-    class_names: of the K classes, where they are known.
-    provenance: what made them, JSON-able: checkpoint, task, split, layer, ...
+    class_names: of the K classes; None if unknown.
+    provenance: what made the features, as JSON values: checkpoint, task, split, layer, ...
   """
 
   features: np.ndarray
@@ -73,32 +74,27 @@ def read_representations(source: str) -> Representations:
   """Reads a file.
 
   Args:
-    source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy; then a split where the file has
-      an array 'split' of strings [N]: PATH.npz:test.
+    source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME takes one split of
+      a file that has an array 'split' of strings [N].
 
   Raises:
-    ValueError: a missing or wrong file, arrays that do not fit together, values that are not finite
-      or out of range; one sentence that names the file.
+    ValueError: the file is missing or damaged, its arrays do not fit together, or values are not
+      finite or out of range. The message is one sentence that names the file.
   """
   path, split = partition_source(source)
-  try:
+  with array_files.reading(path):
     arrays, provenance, class_names = _read_file(path)
-    found = _parse(arrays)
-  except (ValueError, OSError) as error:
-    message = str(error)
-    raise ValueError(message if path in message else f'{path}: {message}') from error
-  rows = _rows_of_split(path, arrays, split, len(found['features']))
-  read = Representations(
-    **{name: x if rows is None else x[rows] for name, x in found.items()},
-    class_names=class_names,
-    provenance=provenance,
-  )
-  _check(source, read)
+    read = Representations(*_parse(arrays), class_names, provenance)
+    if split is not None:
+      rows = _rows_of_split(arrays, split, len(read.features))
+      columns = (read.features[rows], read.labels[rows], read.index[rows])
+      read = Representations(*columns, class_names, provenance)
+    _check(read)
   return read
 
 
 def write_representations(path: epath.PathLike, representations: Representations) -> None:
-  """Writes a local .npz or .safetensors, by the suffix, under another name until it is complete.
+  """Writes a local .npz or .safetensors file, by the suffix.
 
   Raises:
     ValueError: for another suffix.
@@ -110,45 +106,41 @@ def write_representations(path: epath.PathLike, representations: Representations
     'index': np.ascontiguousarray(representations.index, np.int64),
   }
   path = epath.Path(path)
-  unfinished = path.with_name(f'.unfinished.{path.name}')
-  path.parent.mkdir(parents=True, exist_ok=True)
-  if path.suffix == '.npz':
-    strings = {'provenance': np.array(json.dumps(provenance))}
-    if names is not None:
-      strings['class_name'] = np.array(names)
-    with unfinished.open('wb') as stream:
-      np.savez(stream, **arrays, **strings)
-  elif path.suffix == '.safetensors':
-    metadata = {_METADATA: json.dumps({'class_names': names, 'provenance': provenance})}
-    # From the arrays' memory to the file: features may be mapped and larger than the host's.
-    safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
-  else:
+  if not weights.is_weights_file(path):
     raise ValueError(f'representations file {path} must end in .npz or .safetensors')
-  unfinished.replace(path)
+  with array_files.replacing(path) as unfinished:
+    if path.suffix == '.npz':
+      strings = {'provenance': np.array(json.dumps(provenance))}
+      if names is not None:
+        strings['class_name'] = np.array(names)
+      with unfinished.open('wb') as stream:
+        np.savez(stream, **arrays, **strings)
+    else:
+      metadata = {_METADATA: json.dumps({'class_names': names, 'provenance': provenance})}
+      # Writes from the arrays' memory: features may be a mapped file that exceeds the memory.
+      safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
 
 
 def read_provenance(path: epath.PathLike) -> dict[str, Any]:
-  """The provenance in a file of ours, without its arrays; empty where it has none.
+  """The provenance in a file, read without its arrays; empty if the file has none.
 
   Raises:
     ValueError: the file cannot be read.
   """
-  try:
+  with array_files.reading(str(path)):
     return _read_description(str(path))[0]
-  except Exception as error:  # zipfile's, numpy's or safetensors' own
-    raise ValueError(f'{path} cannot be read: {error}') from error
 
 
 def split_names(path: str) -> tuple[str, ...]:
-  """The distinct strings of the array 'split' of a .npz file; empty where there is none."""
+  """The distinct strings in the array 'split' of a .npz file; empty if it has no such array."""
   if not path.endswith('.npz') or not zipfile.is_zipfile(path):
     return ()
-  with np.load(path, allow_pickle=False) as arrays:
+  with array_files.reading(path), np.load(path, allow_pickle=False) as arrays:
     return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()
 
 
 def partition_source(source: str) -> tuple[str, str | None]:
-  """(path, split or None) of what `read_representations` takes; other colons belong to the path."""
+  """Splits the source of `read_representations` into path and split (None if it names none)."""
   path, colon, split = source.rpartition(':')
   if colon and path.endswith(SUFFIXES):
     return path, split
@@ -189,30 +181,22 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
   return arrays
 
 
-def _parse(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Features, labels and index, under whichever names."""
   features = _find(
     arrays, FEATURE_NAMES, 'floating point [N, D]', lambda x: _is_float(x) and x.ndim == 2
   )
+  if not _is_float(features) or features.ndim != 2 or not features.size:
+    raise ValueError(
+      f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
+      'N and D at least 1'
+    )
   others = {name: x for name, x in arrays.items() if x is not features and name != 'index'}
   labels = _find(
     others, LABEL_NAMES, 'integers [N]', lambda x: x.dtype.kind in 'iu' and x.ndim == 1
   )
-  if not _is_float(features) or features.ndim != 2:
-    raise ValueError(
-      f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D]'
-    )
-  if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != len(features):
-    raise ValueError(
-      f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
-      f'N = {len(features)}, the rows of the features'
-    )
-  index = arrays.get('index', np.arange(len(features)))
-  if index.shape != features.shape[:1] or index.dtype.kind not in 'iu':
-    raise ValueError(f'index is {index.dtype} {list(index.shape)}; it must be integers [N]')
-  if labels.size and labels.max() > np.iinfo(np.int32).max:
-    raise ValueError(f'label {labels.max()} is out of range; labels are class numbers')
-  labels = labels.reshape(len(labels), labels.shape[1] if labels.ndim == 2 else 1)
-  return {'features': features, 'labels': labels.astype(np.int32), 'index': index.astype(np.int64)}
+  labels = array_files.label_rows(labels, len(features))
+  return features, labels, array_files.example_ids(arrays.get('index'), len(features))
 
 
 def _find(arrays, names, description, fits) -> np.ndarray:
@@ -232,27 +216,22 @@ def _is_float(x: np.ndarray) -> bool:
   return x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16
 
 
-def _rows_of_split(
-  path: str, arrays: Mapping[str, np.ndarray], split: str | None, num_rows: int
-) -> np.ndarray | None:
-  if split is None:
-    return None
+def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) -> np.ndarray:
   if 'split' not in arrays:
-    raise ValueError(f"{path} has no array 'split', which {path}:{split} asks for")
+    raise ValueError(f"there is no array 'split', which the name {split!r} asks for")
   names = arrays['split'].astype(str)
   if names.shape != (num_rows,):
-    raise ValueError(f'{path}: split is {list(names.shape)}; it must be [{num_rows}]')
+    raise ValueError(f'split is {list(names.shape)}; it must be [{num_rows}]')
   if split not in names:
-    raise ValueError(f'{path} has no split {split!r}: choose from {sorted(set(names))}')
+    raise ValueError(f'there is no split {split!r}: choose from {sorted(set(names))}')
   return np.flatnonzero(names == split)
 
 
-def _check(source: str, read: Representations) -> None:
-  if not read.features.size:
-    raise ValueError(f'{source} has no features: {list(read.features.shape)}')
+def _check(read: Representations) -> None:
+  """Raises ValueError if a value is not finite or out of range."""
   finite = np.isfinite(read.features).all(axis=1)
   if not finite.all():
-    raise ValueError(f'{source} has {int((~finite).sum())} rows that are not finite')
+    raise ValueError(f'there are {int((~finite).sum())} rows that are not finite')
   lowest = 0 if read.labels.shape[1] == 1 else -1
   names = read.class_names
   highest = np.iinfo(np.int32).max if names is None else len(names) - 1
@@ -260,8 +239,8 @@ def _check(source: str, read: Representations) -> None:
   if wrong.any():
     row = int(np.flatnonzero(wrong.any(axis=1))[0])
     raise ValueError(
-      f'{source}: label {int(read.labels[row][wrong[row]][0])} of row {row} is out of range; '
+      f'label {int(read.labels[row][wrong[row]][0])} of row {row} is out of range; '
       f'labels are 0 .. {"K - 1" if names is None else highest}'
     )
-  if len(np.unique(read.index)) != len(read.index) or read.index.min() < 0:
-    raise ValueError(f'{source}: index must give each row an example id of its own, >= 0')
+  if read.index.min() < 0:
+    raise ValueError('index has an example id below 0')

@@ -1,15 +1,13 @@
-"""Rows of several columns on disk, appended as they come, which survive being killed.
+"""Rows of several columns on disk that survive a kill.
 
-A directory with a file of raw rows for each column and progress.json, which is replaced as a whole
-once the rows before it are on the disk. What was written behind the last commit is dropped when the
-store is opened again.
+A directory with one mapped file per column, allocated for all rows that may come, and
+progress.json. That record is replaced as a whole after the rows it counts are on disk; rows behind
+it are computed again.
 """
 
 import dataclasses
 import json
-import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,44 +16,42 @@ from typing import Any
 import ml_dtypes  # noqa: F401, makes 'bfloat16' a dtype of numpy
 import numpy as np
 
-Rows = Mapping[str, np.ndarray]
-Columns = Mapping[str, tuple[str, tuple[int, ...]]]
+from het_plugin.training import run_files
+
 _RECORD = 'progress.json'
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """What is on the disk for sure.
+  """What is safely on disk.
 
   Attributes:
-    settings: what the rows were computed from and how; JSON-able.
-    columns: {name: (dtype, shape of a row)}.
+    settings: what the rows are computed from and how, as JSON values.
+    columns: {name: (dtype, shape)}; the first dimension is the number of rows that may come.
     num_rows: complete rows.
-    state: of the input behind them; None before the first.
-    done: whether there are no more to come.
+    state: of the input behind these rows; None before the first.
+    done: whether no more rows will come.
   """
 
   settings: Mapping[str, Any]
-  columns: Columns
+  columns: Mapping[str, tuple[str, tuple[int, ...]]]
   num_rows: int = 0
   state: Mapping[str, int] | None = None
   done: bool = False
 
 
 def read_progress(directory: Path) -> Progress | None:
-  """The last commit of a store; None where there is none.
+  """The record of a store; None if there is no store.
 
   Raises:
-    ValueError: the record is not ours.
+    ValueError: the record is damaged.
   """
   path = directory / _RECORD
   if not path.exists():
     return None
   try:
-    record = json.loads(path.read_text())
-    columns = {name: (dtype, tuple(shape)) for name, (dtype, shape) in record['columns'].items()}
-    return Progress(**{**record, 'columns': columns})
-  except (TypeError, KeyError, ValueError) as error:
+    return Progress(**json.loads(path.read_text()))
+  except (TypeError, ValueError) as error:
     raise ValueError(f'{path} is no record of progress: {error}') from error
 
 
@@ -63,90 +59,58 @@ class RowStore:
   """Appends rows to a directory; one process at a time."""
 
   def __init__(self, directory: Path, start: Progress, commit_seconds: float = 10.0):
-    """Opens the store at a commit of it, or makes a new one.
+    """Opens a store, or makes one where the directory does not exist.
 
     Args:
-      directory: made when missing.
-      start: what `read_progress` returned; for a new store, settings and columns.
-      commit_seconds: time between commits, at least. 0 commits after each chunk.
+      directory: of the store.
+      start: what `read_progress` returned; for a new store its settings and columns.
+      commit_seconds: least time between commits; 0 commits after each batch.
 
     Raises:
-      ValueError: a file holds fewer rows than were committed.
+      ValueError: a column's file is shorter than the record says.
+      OSError: the disk has too little space for a new store.
     """
-    self._directory = Path(directory)
-    self._commit_seconds = commit_seconds
     self.progress = start
-    self._directory.mkdir(parents=True, exist_ok=True)
-    self._files = {}
-    for name in start.columns:
-      size = start.num_rows * self._row_bytes(name)
-      with self._path(name).open('ab') as file:
-        if file.tell() < size:
-          raise ValueError(
-            f'{self._path(name)} has {file.tell()} bytes of the {size} that were written: remove '
-            f'{self._directory} to start afresh'
-          )
-        file.truncate(size)
-      self._files[name] = self._path(name).open('ab')
-    self._head = (start.num_rows, start.state)
-    self._commit(done=start.done)
+    self._directory = directory
+    self._commit_seconds = commit_seconds
+    directory.mkdir(parents=True, exist_ok=True)
+    self._committed = 0.0  # time of the last commit
+    self._columns = {name: self._map(name, *column) for name, column in start.columns.items()}
+    self.commit()
 
-  def append(self, rows: Rows, state: Mapping[str, int]) -> None:
+  def append(self, rows: Mapping[str, np.ndarray], state: Mapping[str, int]) -> None:
     """Adds rows {column: [n, ...]} and the input's state behind them; commits if it is time."""
-    number = {len(x) for x in rows.values()}
-    assert set(rows) == set(self._files) and len(number) == 1, (sorted(rows), number)
-    for name, x in rows.items():
-      dtype, shape = self.progress.columns[name]
-      assert (x.dtype, x.shape[1:]) == (np.dtype(dtype), shape), (name, x.dtype, x.shape)
-      self._files[name].write(x.tobytes())
-    # Both at once: an interruption leaves rows that no head counts, never a head without its rows.
-    self._head = (self._head[0] + number.pop(), state)
+    start, end = self.progress.num_rows, self.progress.num_rows + len(rows['index'])
+    for name, column in self._columns.items():
+      assert rows[name].dtype == column.dtype, (name, rows[name].dtype, column.dtype)
+      column[start:end] = rows[name]
+    self.progress = dataclasses.replace(self.progress, num_rows=end, state=state)
     if time.monotonic() >= self._committed + self._commit_seconds:
-      self._commit(done=False)
+      self.commit()
 
-  def finish(self) -> None:
-    """Commits the last rows: there are no more."""
-    self._commit(done=True)
-
-  def close(self) -> None:
-    """Commits what was appended and closes the files; nothing can be appended any more."""
-    self._commit(done=self.progress.done)
-    for file in self._files.values():
-      file.close()
-
-  def read(self) -> dict[str, np.ndarray]:
-    """The committed rows by column, as read-only arrays over the files."""
-    return {
-      name: self._read(name, dtype, (self.progress.num_rows, *shape))
-      for name, (dtype, shape) in self.progress.columns.items()
-    }
-
-  def remove(self) -> None:
-    """Deletes a closed store."""
-    shutil.rmtree(self._directory)
-
-  def _commit(self, done: bool) -> None:
-    for file in self._files.values():
-      file.flush()
-      os.fsync(file.fileno())
-    num_rows, state = self._head
-    self.progress = dataclasses.replace(self.progress, num_rows=num_rows, state=state, done=done)
-    unfinished = self._directory / f'{_RECORD}.tmp'
-    with unfinished.open('w') as file:
-      json.dump(dataclasses.asdict(self.progress), file)
-      file.flush()
-      os.fsync(file.fileno())
-    unfinished.replace(self._directory / _RECORD)
+  def commit(self, done: bool = False) -> None:
+    """Puts all rows on disk, then the record of them."""
+    for column in self._columns.values():
+      column.flush()
+    self.progress = dataclasses.replace(self.progress, done=done or self.progress.done)
+    run_files.write_json(self._directory / _RECORD, dataclasses.asdict(self.progress))
     self._committed = time.monotonic()
 
-  def _read(self, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if not math.prod(shape):  # nothing can be mapped
-      return np.empty(shape, dtype)
-    return np.memmap(self._path(name), dtype, mode='r', shape=shape)
+  def rows(self) -> dict[str, np.ndarray]:
+    """All rows by column, as arrays over the files."""
+    return {name: column[: self.progress.num_rows] for name, column in self._columns.items()}
 
-  def _path(self, name: str) -> Path:
-    return self._directory / f'{name}.rows'
-
-  def _row_bytes(self, name: str) -> int:
-    dtype, shape = self.progress.columns[name]
-    return np.dtype(dtype).itemsize * math.prod(shape)
+  def _map(self, name: str, dtype: str, shape: tuple[int, ...]) -> np.memmap:
+    path, size = self._directory / f'{name}.rows', np.dtype(dtype).itemsize * int(np.prod(shape))
+    if self.progress.state is None:
+      with path.open('wb') as file:
+        file.truncate(size)
+        if hasattr(os, 'posix_fallocate'):
+          # Writing to a mapped file on a full disk kills the process, so take the space now.
+          os.posix_fallocate(file.fileno(), 0, size)
+    elif path.stat().st_size != size:
+      raise ValueError(
+        f'{path} has {path.stat().st_size} bytes instead of {size}: remove {self._directory} to '
+        'start afresh'
+      )
+    return np.memmap(path, dtype, mode='r+', shape=tuple(shape))

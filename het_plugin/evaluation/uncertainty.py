@@ -1,37 +1,38 @@
-"""How good predictive uncertainty is: likelihood, calibration, selective prediction, detection of
+"""Metrics of predictive uncertainty: likelihood, calibration, selective prediction, detection of
 unknown inputs.
 
 N examples, K classes, p the predictive distribution, y the label. Everything is computed in float64
-from log-probabilities, and from a few numbers an example, so that a split goes through in batches.
-What is undefined is None: a standard error of one example, the AUROC where there is one class only.
+from log-probabilities, through a few numbers per example, so that a split can come in batches. What
+is undefined is None: the standard error of one example, the AUROC of one kind only.
 
     NLL          -log p(y), nats; sigmoid: the binary cross-entropies summed over the classes
     precision@k  softmax: y is among the k most probable classes (top-k accuracy); sigmoid: the
-                 share of the k most probable classes that are labels. Of equal classes the first
-                 goes before.
+                 share of the k most probable classes that are labels. Of equally probable classes
+                 the lower number comes first.
     ranking AP   sigmoid only: label ranking average precision, the mean over an example's labels of
                  the share of labels among the classes that are at least as probable
     Brier        sum_k (p_k - [y = k])^2, in [0, 2] under softmax (Brier 1950)
     ECE          sum_m n_m / N |accuracy_m - confidence_m| over 15 bins of equal width (Guo et al.
-                 2017, https://arxiv.org/abs/1706.04599, eq. 3), as `models.metrics` has it
+                 2017, https://arxiv.org/abs/1706.04599, eq. 3), as in `models.metrics`
     adaptive ECE the same over 15 bins of equal numbers of examples (Nixon et al. 2019,
-                 https://arxiv.org/abs/1904.01685); equal confidences are never parted
+                 https://arxiv.org/abs/1904.01685); equal confidences stay in one bin
     AURC         mean over n = 1 .. N of the error rate of the n most confident examples (Geifman
-                 and El-Yaniv 2017, https://arxiv.org/abs/1705.08500); E-AURC is what it exceeds
-                 that of the best order by (Geifman et al. 2019, https://arxiv.org/abs/1805.08206)
-    AUROC        of a score: the probability that an example of one kind scores higher than one of
-                 the other, ties counting half
-    FPR@95       the share of unknown inputs that a threshold accepts which accepts 95% of the known
-                 ones (Liang et al. 2018, https://arxiv.org/abs/1706.02690)
+                 and El-Yaniv 2017, https://arxiv.org/abs/1705.08500); E-AURC subtracts the AURC
+                 of the best order (Geifman et al. 2019, https://arxiv.org/abs/1805.08206)
+    AUROC        of a score: the probability that an example of one kind scores higher than an
+                 example of the other kind, ties counting half
+    FPR@95       the share of unknown inputs that pass a threshold that 95% of the known inputs pass
+                 (Liang et al. 2018, https://arxiv.org/abs/1706.02690)
 
-The confidence is the probability of the most probable class, which is right where it is (one of)
-the label(s). Equal confidences count as if their order were drawn at random.
+The confidence is the probability of the most probable class, which is right if it is a label. Equal
+confidences count as if their order were random.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from scipy import stats
 from sklearn import metrics
@@ -39,18 +40,19 @@ from sklearn import metrics
 from het_plugin.evaluation import calibration
 from het_plugin.evaluation.predictions import Predictions, check
 
-_BLOCK = 2**22  # float64 elements that are worked on at a time
+_BLOCK = 2**22  # float64 elements in work at a time
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Uncertainty:
-  """What needs no labels.
+  """Scores that need no labels; a tree of arrays [N].
 
   Attributes:
     log_confidence: float64 [N], log p of the most probable class.
     entropy: float64 [N] in nats; sigmoid: summed over the classes.
-    mutual_information: float64 [N] in nats, of label and noise: the entropy less the expected
-      entropy given the noise; None without noise.
+    mutual_information: float64 [N] in nats, of label and noise: the entropy minus the expected
+      entropy given the noise. None without noise.
   """
 
   log_confidence: np.ndarray
@@ -58,16 +60,17 @@ class Uncertainty:
   mutual_information: np.ndarray | None
 
   def scores(self) -> dict[str, np.ndarray]:
-    """{name: score [N]}, each larger for what the model knows less."""
+    """{name: score [N]}; a larger score means that the model knows less."""
     scores = {'max_prob': -self.log_confidence, 'entropy': self.entropy}
     if self.mutual_information is not None:
       scores['mutual_information'] = self.mutual_information
     return scores
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleScores:
-  """What the metrics of a split are computed from.
+  """The numbers per example that the metrics of a split are computed from; a tree of arrays [N].
 
   Attributes:
     index: int64 [N].
@@ -89,10 +92,12 @@ class ExampleScores:
   uncertainty: Uncertainty
 
 
+_Scores = TypeVar('_Scores', ExampleScores, Uncertainty)
+
+
 def uncertainty(predictions: Predictions) -> Uncertainty:
-  """The label-free scores of predictions."""
-  parts = [_uncertainty(block) for block in _blocks(predictions)]
-  return concatenate_uncertainty(parts)
+  """The scores of predictions that need no labels."""
+  return concatenate([_uncertainty(block) for block in _blocks(predictions)])
 
 
 def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> ExampleScores:
@@ -115,51 +120,27 @@ def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> Exam
   return concatenate([_score(block, ks) for block in _blocks(predictions)])
 
 
-def concatenate(parts: Sequence[ExampleScores]) -> ExampleScores:
-  """Scores of the parts of a split as those of the whole.
+def concatenate(parts: Sequence[_Scores]) -> _Scores:
+  """The scores of the parts of a split as those of the whole.
 
   Raises:
-    ValueError: there is no example, or an example id comes twice.
+    ValueError: there is no example, or an example id occurs twice.
   """
-  if not sum(len(part.index) for part in parts):
+  if not sum(len(x) for part in parts for x in jax.tree.leaves(part)):
     raise ValueError('there are no examples to evaluate')
-  index = _join(part.index for part in parts)
-  if len(np.unique(index)) != len(index):
-    raise ValueError(
-      f'there are {len(index)} examples but only {len(np.unique(index))} distinct example ids; a '
-      'split must give each example once'
-    )
-  ranking = None if parts[0].ranking_ap is None else _join(part.ranking_ap for part in parts)
-  return ExampleScores(
-    **{
-      name: _join(getattr(part, name) for part in parts)
-      for name in ('labels', 'nll', 'brier', 'correct')
-    },
-    index=index,
-    precision={k: _join(part.precision[k] for part in parts) for k in parts[0].precision},
-    ranking_ap=ranking,
-    uncertainty=concatenate_uncertainty([part.uncertainty for part in parts]),
-  )
-
-
-def concatenate_uncertainty(parts: Sequence[Uncertainty]) -> Uncertainty:
-  """`Uncertainty` of the parts of a split as that of the whole.
-
-  Raises:
-    ValueError: there is no part.
-  """
-  if not parts:
-    raise ValueError('there are no examples to evaluate')
-  information = None
-  if parts[0].mutual_information is not None:
-    information = _join(part.mutual_information for part in parts)
-  return Uncertainty(
-    _join(part.log_confidence for part in parts), _join(part.entropy for part in parts), information
-  )
+  whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  if isinstance(whole, ExampleScores):
+    num_distinct = len(np.unique(whole.index))
+    if num_distinct != len(whole.index):
+      raise ValueError(
+        f'there are {len(whole.index)} examples but only {num_distinct} distinct example ids; a '
+        'split must give each example once'
+      )
+  return whole
 
 
 def summarize(scores: ExampleScores) -> dict[str, Any]:
-  """All metrics of a split, by name; standard errors of those that are means under 'stderr'."""
+  """All metrics of a split by name; under 'stderr' the standard errors of those that are means."""
   confidence = np.exp(scores.uncertainty.log_confidence)
   risk = risk_coverage(scores.uncertainty.log_confidence, scores.correct)
   means = {'nll': scores.nll}
@@ -189,11 +170,11 @@ def summarize(scores: ExampleScores) -> dict[str, Any]:
 
 
 def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
-  """What `scores` exceeds `first` by on the same examples, with the paired standard error.
+  """The difference of `scores` to `first` on the same examples, with the paired standard error.
 
   Returns:
-    Differences of the means of 'nll', 'brier' and 'precision_at_1' (where both have it), and
-    'stderr', the deviation of the examples' differences (n - 1) over sqrt N.
+    Differences of the means of 'nll', 'brier' and 'precision_at_1' (if both have it), and under
+    'stderr' the standard deviation of the differences per example (n - 1) over sqrt N.
 
   Raises:
     ValueError: the examples are not the same.
@@ -209,14 +190,14 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
   pairs = {'nll': (scores.nll, first.nll), 'brier': (scores.brier, first.brier)}
   if 1 in scores.precision and 1 in first.precision:
     pairs['precision_at_1'] = (scores.precision[1], first.precision[1])
-  with np.errstate(invalid='ignore'):  # inf - inf: NaN, which reports show as missing
+  with np.errstate(invalid='ignore'):  # inf - inf is NaN, which reports show as missing
     differences = {name: a[row] - b[first_row] for name, (a, b) in pairs.items()}
     result = {name: float(values.mean()) for name, values in differences.items()}
   return result | {'stderr': {name: stderr(values) for name, values in differences.items()}}
 
 
 def stderr(values: np.ndarray) -> float | None:
-  """Standard error of the mean of values [N] (n - 1); None for one value or infinite ones."""
+  """Standard error of the mean of values [N] (n - 1); None for one value or if one is infinite."""
   if len(values) < 2 or not np.isfinite(values).all():
     return None
   return float(np.std(values, ddof=1) / np.sqrt(len(values)))
@@ -225,7 +206,7 @@ def stderr(values: np.ndarray) -> float | None:
 def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
   """Error rates of the n most confident examples, n = 1 .. N, float64 [N].
 
-  Within equal confidences the expectation over their orders.
+  Within equal confidences, the expectation over random orders.
   """
   _, tie, size = np.unique(-np.asarray(confidence, float), return_inverse=True, return_counts=True)
   rate = np.bincount(tie, weights=~correct) / size  # of each group of ties, most confident first
@@ -233,9 +214,9 @@ def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 
 
 def auroc(positive: np.ndarray, negative: np.ndarray) -> float | None:
-  """Probability that a score of `positive` [N] exceeds one of `negative` [M]; None if one is empty.
+  """Probability that a score of `positive` [N] exceeds a score of `negative` [M]; ties count half.
 
-  Ties count half.
+  None if one of them is empty.
   """
   if not len(positive) or not len(negative):
     return None
@@ -244,19 +225,19 @@ def auroc(positive: np.ndarray, negative: np.ndarray) -> float | None:
 
 
 def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """False and true positive rates of all thresholds, ascending."""
+  """False and true positive rates at all thresholds, ascending."""
   false_positive, true_positive, _ = metrics.roc_curve(*_labelled(positive, negative))
   return false_positive, true_positive
 
 
 def fpr_at_95(unknown: np.ndarray, known: np.ndarray) -> float:
-  """Share of `unknown` [N] scores at or below the least threshold with 95% of `known` [M] so."""
+  """Share of `unknown` [N] scores at or below the least threshold that 95% of `known` [M] meet."""
   threshold = np.sort(known)[-(-95 * len(known) // 100) - 1]
   return float((unknown <= threshold).mean())
 
 
 def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, float]]:
-  """{score: {'auroc', 'fpr_at_95'}} of telling unknown inputs from known ones."""
+  """{score: {'auroc', 'fpr_at_95'}} for telling unknown inputs from known inputs."""
   known_scores = known.scores()
   return {
     name: {
@@ -281,7 +262,7 @@ def _uncertainty(block: Predictions) -> Uncertainty:
   entropy = entropy.sum(axis=1)
   information = None
   if block.expected_entropy is not None:
-    information = np.maximum(entropy - block.expected_entropy, 0.0)  # below 0 by rounding only
+    information = np.maximum(entropy - block.expected_entropy, 0.0)  # only rounding gives < 0
   return Uncertainty(log_p.max(axis=1), entropy, information)
 
 
@@ -313,9 +294,9 @@ def _score(block: Predictions, ks: Sequence[int]) -> ExampleScores:
 
 
 def _ranks(log_p: np.ndarray, labels: np.ndarray) -> np.ndarray:
-  """Classes that go before each label, [N, L]: the more probable, and of equal ones the first.
+  """How many classes come before each label, [N, L]; K for padding.
 
-  K for padding.
+  More probable classes come first, and of equally probable classes the lower number.
   """
   classes = np.arange(log_p.shape[1])
   ranks = np.full(labels.shape, log_p.shape[1])
@@ -327,7 +308,7 @@ def _ranks(log_p: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def _ranking_ap(log_p: np.ndarray, labels: np.ndarray, is_label: np.ndarray) -> np.ndarray:
-  """Label ranking average precision of each example; 1 where it has no label."""
+  """Label ranking average precision of each example; 1 for an example without a label."""
   total = np.zeros(len(log_p))
   for label in labels.T:
     at_least = log_p >= np.take_along_axis(log_p, np.maximum(label, 0)[:, None], axis=1)
@@ -338,34 +319,30 @@ def _ranking_ap(log_p: np.ndarray, labels: np.ndarray, is_label: np.ndarray) -> 
 
 
 def log1mexp(log_p: np.ndarray) -> np.ndarray:
-  """log(1 - p) of log p <= 0, exact near both ends (Maechler 2012); -inf where p = 1."""
+  """log(1 - p) of log p <= 0, accurate near both ends (Maechler 2012); -inf for p = 1."""
   with np.errstate(divide='ignore'):  # np.where computes both branches everywhere
     return np.where(log_p > -np.log(2), np.log(-np.expm1(log_p)), np.log1p(-np.exp(log_p)))
 
 
 def _plogp(log_p: np.ndarray) -> np.ndarray:
-  """-p log p, 0 where p = 0."""
+  """-p log p; 0 for p = 0."""
   p = np.exp(log_p)
   return -p * np.where(p > 0, log_p, 0.0)
 
 
 def _labelled(positive, negative):
-  """Labels and ranks, which take infinite scores too."""
+  """Labels and scores; scores become ranks, as scikit-learn refuses infinite ones."""
   labels = np.repeat([True, False], [len(positive), len(negative)])
   return labels, stats.rankdata(np.concatenate([positive, negative]), method='dense')
 
 
-def _join(parts) -> np.ndarray:
-  return np.concatenate(list(parts))
-
-
 def _distinct(labels: np.ndarray) -> np.ndarray:
-  """Labels [N, L] in order, each once, padded with -1."""
+  """Labels [N, L] ascending, each once, padded with -1."""
   labels = -np.sort(-labels, axis=1)
   labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
   return -np.sort(-labels, axis=1)
 
 
 def _trimmed(labels: np.ndarray) -> np.ndarray:
-  """Labels without padding columns that no example needs."""
+  """Labels without the padding columns that no example needs."""
   return labels[:, : max(1, int((labels >= 0).sum(axis=1).max(initial=1)))]

@@ -1,4 +1,4 @@
-"""The report of `evaluate`: its numbers as JSON-able rows, its table, its plots and its page."""
+"""The report of `evaluate`: its numbers as rows of JSON values, its table, its plots, its page."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ _SCORE_TITLES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-  """What is known of one checkpoint, or of one file of predictions.
+  """The results of one checkpoint or of one file of predictions.
 
   Attributes:
-    name: of its row.
+    name: names its row.
     source: the checkpoint or file.
-    details: numbers of the model, for the row.
+    details: further values for the row.
     scores: of the split.
-    unknown: of the out-of-distribution split.
-    looks: class correlations of the images drawn.
-    no_covariance: why there are none.
-    homoglyphs: `class_covariance.homoglyph_rate`, of glyph tasks.
-    class_names: as shown.
+    unknown: of the out-of-distribution split; None without one.
+    looks: class correlations of some images.
+    no_covariance: why there are no class correlations; None if there are.
+    homoglyphs: `class_covariance.homoglyph_rate`, for glyph tasks.
+    class_names: as shown; None shows numbers.
     config: gin text; None for a file.
   """
 
@@ -53,22 +53,21 @@ class Evaluation:
 
 
 def results(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-  """All numbers, a mapping a row.
+  """All numbers, one mapping per row.
 
   Raises:
-    ValueError: rows are of different examples.
+    ValueError: the rows are of different examples.
   """
   rows = []
   first = evaluations[0]
   for evaluation in evaluations:
     scores = evaluation.scores
-    confidence = np.exp(scores.uncertainty.log_confidence)
     row = {
       'name': evaluation.name,
       'source': evaluation.source,
       **evaluation.details,
       **uncertainty.summarize(scores),
-      'reliability': dataclasses.asdict(calibration.reliability(confidence, scores.correct)),
+      'reliability': dataclasses.asdict(_reliability(scores)),
     }
     if evaluation is not first:
       try:
@@ -87,13 +86,20 @@ def results(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
   return rows
 
 
+def _reliability(scores: uncertainty.ExampleScores) -> calibration.Reliability:
+  return calibration.reliability(np.exp(scores.uncertainty.log_confidence), scores.correct)
+
+
 def _look_row(look: class_covariance.ClassCovariance, names) -> dict[str, Any]:
-  anchor, correlation = _anchor(look)
+  # The list of neighbours is for the true class, without a label for the most probable class.
+  labelled = look.label >= 0
+  anchor = look.label if labelled else int(look.top[0])
+  correlation = look.with_label if labelled else look.with_top
   nearest = class_covariance.most_correlated(correlation, anchor, _NEIGHBOURS)
   return {
     'index': look.index,
     'label': look.label,
-    'label_name': _name(names, look.label) if look.label >= 0 else None,
+    'label_name': _name(names, look.label) if labelled else None,
     'top': look.top,
     'top_names': [_name(names, k) for k in look.top],
     'probability': np.exp(look.log_prob),
@@ -107,24 +113,17 @@ def _look_row(look: class_covariance.ClassCovariance, names) -> dict[str, Any]:
   }
 
 
-def _anchor(look: class_covariance.ClassCovariance) -> tuple[int, np.ndarray]:
-  """The class whose neighbours are listed, the true one where there is one; its correlations."""
-  if look.label >= 0:
-    return look.label, look.with_label
-  return int(look.top[0]), look.with_top
-
-
 def _name(names: Sequence[str] | None, k: int) -> str:
   return str(k) if names is None else names[k]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Results as text."""
+  """The rows as text."""
   return reporting.text_table([_shown(row) for row in rows], row_title=_ROW_TITLE)
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row as `reporting` takes it."""
+  """The columns that the tables show, as `reporting` takes them."""
   shown = {name: row[name] for name in _SHOWN if name in row}
   shown |= {name: row[name] for name in row if name.startswith('precision_at_')}
   tables = {}
@@ -149,20 +148,16 @@ def plots(
   evaluations: Sequence[Evaluation], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, reporting.Figure]:
   """{file name: figure}."""
-  confidence = {e.name: np.exp(e.scores.uncertainty.log_confidence) for e in evaluations}
-  diagrams = {
-    e.name: calibration.reliability(confidence[e.name], e.scores.correct) for e in evaluations
-  }
-  risks = {
-    e.name: uncertainty.risk_coverage(e.scores.uncertainty.log_confidence, e.scores.correct)
-    for e in evaluations
-  }
-  curves = {name: (np.arange(1, len(r) + 1) / len(r), r) for name, r in risks.items()}
+  diagrams = {e.name: _reliability(e.scores) for e in evaluations}
+  curves = {}
+  for e in evaluations:
+    risk = uncertainty.risk_coverage(e.scores.uncertainty.log_confidence, e.scores.correct)
+    curves[e.name] = np.arange(1, len(risk) + 1) / len(risk), risk
   found = {
     'reliability': reporting.Figure(
       reporting.reliability_png(diagrams),
-      'Accuracy by confidence. Dots are the mean confidence of a bin, their area its share of the '
-      'examples; on the dotted line a model is calibrated.',
+      'Accuracy by confidence. A dot is at the mean confidence of a bin, with an area by its share '
+      'of the examples. A calibrated model lies on the dotted line.',
       'Reliability diagram of each row.',
     ),
     'risk_coverage': reporting.Figure(
@@ -197,71 +192,88 @@ def plots(
   for evaluation, row in zip(evaluations, rows, strict=True):
     for look, numbers in zip(evaluation.looks, row['covariance'], strict=True):
       found[f'covariance_{file_name(evaluation.name)}_{look.index}'] = reporting.Figure(
-        _covariance_png(look, numbers),
+        reporting.covariance_png(_panel(look, numbers)),
         f'{evaluation.name}, example {look.index}: which logits go up and down together.',
         f'Class correlations of example {look.index}.',
       )
   return found
 
 
-def _covariance_png(look: class_covariance.ClassCovariance, numbers: Mapping[str, Any]) -> bytes:
-  return reporting.covariance_png(
-    reporting.CovariancePanel(
-      image=look.image,
-      title=f'example {look.index}: {numbers["label_name"] or "no label"}',
-      classes=numbers['top_names'],
-      probability=numbers['probability'],
-      correlation=look.correlation,
-      anchor=numbers['anchor_name'],
-      neighbours=[(x['name'], x['correlation']) for x in numbers['most_correlated']],
-    )
+def _panel(look: class_covariance.ClassCovariance, numbers: Mapping[str, Any]):
+  return reporting.CovariancePanel(
+    image=look.image,
+    title=f'example {look.index}: {numbers["label_name"] or "no label"}',
+    classes=numbers['top_names'],
+    probability=numbers['probability'],
+    correlation=look.correlation,
+    anchor=numbers['anchor_name'],
+    neighbours=[(x['name'], x['correlation']) for x in numbers['most_correlated']],
   )
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """How to read the columns; docs/uncertainty.md has the definitions."""
   lines = [
-    'NLL: nats an example; prec@k: the label is among the k most probable classes; ECE: 15 bins; '
-    'AURC: mean error rate over all coverages, E-AURC what it exceeds the best order by; AUROC '
-    'errors: of telling wrong predictions from right ones by confidence.',
+    'NLL: nats per example; prec@k: the label is among the k most probable classes; ECE: 15 bins; '
+    'AURC: mean error rate over all coverages; E-AURC: AURC minus that of the best order; AUROC '
+    'errors: how well the confidence tells wrong predictions from right ones.',
     '± is a standard error over the examples; differences to the first row are paired by example.',
   ]
   if any('ood' in row for row in rows):
     lines.append(
-      'FPR@95: share of unknown inputs that pass a threshold which 95% of the known ones pass.'
+      'FPR@95: share of unknown inputs that pass a threshold that 95% of the known inputs pass.'
     )
   return lines + [f'{r["name"]}: {r["no_covariance"]}' for r in rows if 'no_covariance' in r]
 
 
 def introduction(rows: Sequence[Mapping[str, Any]]) -> str:
-  """What was evaluated on, in a line."""
+  """The examples evaluated on, in a line."""
   first = rows[0]
   where = f' of {first["dataset"]}, split {first["split"]}' if 'dataset' in first else ''
   return f'{first["num_examples"]:,} examples{where}.'
 
 
-def write(
-  evaluations: Sequence[Evaluation], rows: Sequence[Mapping[str, Any]], output_dir: Path
+def report(
+  evaluations: Sequence[Evaluation],
+  rows: Sequence[Mapping[str, Any]],
+  output_dir: str | None = None,
+  json: str | None = None,
 ) -> None:
-  """Writes results.json, results.txt, the plots and index.html."""
-  output_dir.mkdir(parents=True, exist_ok=True)
-  reporting.write_json(rows, output_dir / 'results.json')
-  (output_dir / 'results.txt').write_text(table(rows) + '\n')
-  figures = plots(evaluations, rows)
-  for name, figure in figures.items():
-    (output_dir / f'{name}.png').write_bytes(figure.png)
-  page = reporting.html_page(
-    title='Predictive uncertainty',
-    introduction=introduction(rows),
-    rows=[_shown(row) for row in rows],
-    row_title=_ROW_TITLE,
-    notes=notes(rows),
-    figures=list(figures.values()),
-    provenance=reporting.Provenance.of_this_process(
-      'het_plugin.evaluate', {e.name: e.config for e in evaluations if e.config}
-    ),
-  )
-  (output_dir / 'index.html').write_text(page)
+  """Prints the table; writes results.json, results.txt, the plots and index.html.
+
+  Args:
+    evaluations, rows: see `results`.
+    output_dir: of the files; None writes none.
+    json: another place for results.json.
+  """
+  if output_dir:
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    reporting.write_json(rows, folder / 'results.json')
+    (folder / 'results.txt').write_text(table(rows) + '\n')
+    figures = plots(evaluations, rows)
+    for name, figure in figures.items():
+      (folder / f'{name}.png').write_bytes(figure.png)
+    page = reporting.html_page(
+      title='Predictive uncertainty',
+      introduction=introduction(rows),
+      rows=[_shown(row) for row in rows],
+      row_title=_ROW_TITLE,
+      notes=notes(rows),
+      figures=list(figures.values()),
+      provenance=reporting.Provenance.of_this_process(
+        'het_plugin.evaluate', {e.name: e.config for e in evaluations if e.config}
+      ),
+    )
+    (folder / 'index.html').write_text(page)
+  if json:
+    reporting.write_json(rows, json)
+  print(f'{introduction(rows)}\n{table(rows)}')
+  for row in rows:
+    if 'no_covariance' in row:
+      print(f'{row["name"]}: {row["no_covariance"]}')
+  if output_dir:
+    print(f'\nThe same with curves and pictures: {folder / "index.html"}')
 
 
 def file_name(name: str) -> str:

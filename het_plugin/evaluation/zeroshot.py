@@ -1,15 +1,14 @@
 """Zero-shot classification and retrieval by embeddings of images and texts.
 
-A class is what is said about it: each prompt template is filled with its name, the embeddings of
-these texts are normalised, averaged over templates and normalised again (Radford et al. 2021,
+The embedding of a class comes from texts: its name fills each prompt template, and the embeddings
+of these texts are normalised, averaged over templates and normalised again (Radford et al. 2021,
 https://arxiv.org/abs/2103.00020, section 3.1.4; Zhai et al. 2022,
-https://arxiv.org/abs/2111.07991). An image is given the class of the largest dot product (Collier
-et al. 2023, appendix A.2).
+https://arxiv.org/abs/2111.07991). An image gets the class of the largest dot product (Collier et
+al. 2023, appendix A.2).
 
-Ranks are exact: they depend on block and mesh size only as far as the rounding of dot products
-does, which are float32. Of equal scores the lower number comes first, as with a stable sort and
-argmax. What is not a number never helps: a right answer that is NaN is wrong, and a wrong one that
-is NaN stands before.
+Ranks are exact up to the rounding of the float32 dot products. Among equal scores the lower number
+comes first, as with a stable sort and argmax. A NaN never helps: a right answer whose score is NaN
+counts as wrong, and a wrong answer whose score is NaN comes first.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from het_plugin.evaluation import prompts
 
 RECALL_AT = (1, 5, 10)
-NEVER = np.iinfo(np.int32).max  # the rank of an answer that cannot be right
+NEVER = np.iinfo(np.int32).max  # the rank where no answer is right
 _BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
 
 Tokenize = Callable[[Sequence[str]], np.ndarray]
@@ -35,15 +34,14 @@ Tokenize = Callable[[Sequence[str]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-  """Of zero-shot classification.
+  """The accuracy of zero-shot classification.
 
   Attributes:
-    top1, top5: the share of images with a right class among the first 1 and 5, in [0, 1]; of five
-      classes or fewer any order has the right one among the first 5.
-    num_examples: images that count.
+    top1, top5: the share of images with a right class among the first 1 and 5, in [0, 1].
+    num_examples: number of images.
     num_classes: K.
-    classes_alike: classes whose texts, as the model gets them, are those of a class before; they
-      cannot be told apart, and an image of theirs is wrong at 1.
+    classes_alike: number of classes whose texts are, in the model's tokens, those of an earlier
+      class. The model cannot tell them apart, and their images are wrong at 1.
   """
 
   top1: float
@@ -61,13 +59,13 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-  """Of retrieval.
+  """The recall of retrieval.
 
   Attributes:
     image_to_text: {k: the share of images with one of their captions among the first k}.
     text_to_image: {k: the share of captions with their image among the first k}.
-    num_images, num_captions: of which.
-    captions_alike: captions that say, as the model gets them, what one before says.
+    num_images, num_captions: sizes of the data set.
+    captions_alike: number of captions that equal an earlier one in the model's tokens.
   """
 
   image_to_text: Mapping[int, float]
@@ -96,17 +94,17 @@ def class_embeddings(
   names: Sequence[str],
   templates: Sequence[str],
 ) -> tuple[np.ndarray, int]:
-  """Embeddings of classes; no more than one template's texts are embedded at a time.
+  """Embeddings of classes; embeds the texts of one template at a time.
 
   Args:
-    embed: from token ids, int32 [N, L], to embeddings, float [N, D].
-    tokenize: from texts to token ids.
+    embed: maps token ids int32 [N, L] to embeddings float [N, D].
+    tokenize: maps texts to token ids.
     names: of the K classes.
     templates: see `prompts.get_templates`.
 
   Returns:
-    The normalised means over templates of normalised embeddings, float32 [K, D], and how many
-    classes have the token ids of a class before, in all templates.
+    The normalised means over templates of normalised embeddings, float32 [K, D], and the number of
+    classes that have the token ids of an earlier class in all templates.
 
   Raises:
     ValueError: an embedding is not finite, or a class's is 0.
@@ -116,7 +114,7 @@ def class_embeddings(
     tokens = tokenize(prompts.fill(template, names))
     distinct, text = np.unique(tokens, axis=0, return_inverse=True)
     text = text.reshape(-1)
-    embedded = normalized(embed(distinct), 'text')[text]  # one text has one embedding, to the bit
+    embedded = normalized(embed(distinct), 'text')[text]  # equal texts get equal bits
     total = embedded if total is None else total + embedded
     texts.append(text)
   alike = len(names) - len(np.unique(np.stack(texts, axis=1), axis=0))
@@ -146,16 +144,16 @@ def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
 
 
 def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
-  """How many candidates stand before the best right one.
+  """The number of candidates that come before the best right one.
 
   Args:
     scores: float [B, K]; higher is better.
     right: bool [B, K].
 
   Returns:
-    int32 [B], 0 for the first; NEVER where nothing is right, or what is right is NaN.
+    int32 [B], 0 for the first; NEVER if nothing is right or a right score is NaN.
   """
-  # Compared, not sorted: candidates may be split over the mesh, and a sort would gather them.
+  # Comparisons rather than a sort, which would gather candidates that are split over the mesh.
   own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
   place = jnp.arange(scores.shape[1])
   tied = scores == own
@@ -167,7 +165,7 @@ def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
-  """Dot products of rows, float32 [N, M], on accelerators too, whose default is less precise."""
+  """Dot products of rows in full float32 precision, [N, M], on accelerators too."""
   return jnp.einsum(
     'nd,md->nm',
     queries.astype(jnp.float32),
@@ -189,9 +187,9 @@ def embedding_ranks(
     queries: float32 [N, D].
     candidates: float32 [M, D]. Equal rows have equal scores, to the bit.
     right: bool [N, M], sparse.
-    mesh: of devices of this process, over whose first axis a block's queries are split; None: one
-      device.
-    block_elements: scores held at once, at most, unless one query a device has more.
+    mesh: of devices of this process; the queries of a block are split over its first axis. None
+      uses one device.
+    block_elements: scores held at once at most; one query per device is the least.
 
   Returns:
     int32 [N].
@@ -202,7 +200,7 @@ def embedding_ranks(
   whole = NamedSharding(mesh, PartitionSpec())
   per_shard = max(1, block_elements // (len(candidates) * shards))
   block = shards * min(per_shard, -(-len(queries) // shards))
-  # A product may round a column by where it stands in the matrix, so equal ones are computed once.
+  # The rounding of a column may depend on its place, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
 
   @jax.jit
@@ -235,17 +233,17 @@ def retrieval_recall(
 ) -> Recall:
   """Recall at k from images to captions and from captions to images.
 
-  As is usual for the captions of Flickr30k and COCO, a caption is right for the image that it was
-  written for alone: another image's caption of the same words is wrong, and of the two the lower
-  number comes first. With `identical_captions_right` it is right for all images that have one of
-  its words, as befits captions made of class names.
+  As is usual for Flickr30k and COCO, a caption is right only for the image that it was written for:
+  an equal caption of another image is wrong, and of the two the lower number comes first. With
+  `identical_captions_right`, which suits captions made of class names, a caption is right for all
+  images that have an equal caption.
 
   Args:
     image_embeddings: float32 [N, D].
     caption_embeddings: float32 [M, D].
-    caption_image: int [M], the image of each caption; an image may have several, or none: then it
-      is no query, but a candidate.
-    caption_text: int [M], equal for captions of the same words.
+    caption_image: int [M], the image of each caption. An image may have several captions, or none:
+      then it is a candidate but no query.
+    caption_text: int [M], equal for equal captions.
     identical_captions_right: see above.
     ks: numbers of answers.
     mesh, block_elements: see `embedding_ranks`.
@@ -257,7 +255,7 @@ def retrieval_recall(
   if not M or caption_image.shape != (M,) or caption_text.shape != (M,):
     raise ValueError(
       f'{M} captions cannot have the images {list(caption_image.shape)} and texts '
-      f'{list(caption_text.shape)}: there must be one of each for each caption, and a caption'
+      f'{list(caption_text.shape)}: both must be [{M}], and M at least 1'
     )
   if caption_image.min() < 0 or caption_image.max() >= N:
     raise ValueError(

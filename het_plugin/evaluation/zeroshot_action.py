@@ -21,8 +21,8 @@ class ZeroShotAction(PeriodicAction):
   """Zero-shot classification and retrieval (`zeroshot.py`); for mode TRAIN_EVAL.
 
   Writes the scalars zeroshot/<name>/top1 and top5, of captions zeroshot/<name>/image_to_text/
-  recall1 and so on, in [0, 1], and a line for each data set to <model_dir>/zeroshot.jsonl. Classes
-  are embedded anew each time. `results` holds the latest {name: Accuracy or Recall}.
+  recall1 and so on, in [0, 1], and a line per data set to <model_dir>/zeroshot.jsonl. Classes are
+  embedded again each time. `results` holds the latest {name: Accuracy or Recall}.
   """
 
   results_file = 'zeroshot.jsonl'
@@ -38,11 +38,11 @@ class ZeroShotAction(PeriodicAction):
     period: int | None = None,
     total_steps: int | None = None,
   ):
-    """Sets the evaluation up; nothing is read or compiled yet.
+    """Sets the evaluation up; reads and compiles nothing yet.
 
     Args:
       image_size: side of the square images that the model takes, in pixels.
-      channels: channels that the model takes; grey data are repeated, colours averaged.
+      channels: image channels that the model takes; grey data are repeated, colours averaged.
       tokenizer: that of the training; in gin `@run_tokenizer()`, of `@train/DatasetConfig()`.
       batch_size: global batch, of images and of texts.
       datasets: what to evaluate on.
@@ -50,7 +50,7 @@ class ZeroShotAction(PeriodicAction):
       period, total_steps: see `PeriodicAction`.
 
     Raises:
-      ValueError: a setting out of range, or two data sets of one name.
+      ValueError: a setting is out of range, or two data sets have the same name.
     """
     super().__init__(period, total_steps)
     check_names(datasets, 'ZeroShotAction.datasets')
@@ -68,10 +68,10 @@ class ZeroShotAction(PeriodicAction):
     self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
 
   def setup(self, context: ActionContext) -> None:
-    """Checks model and data sets and finds out what an earlier run has evaluated.
+    """Checks the model and the data sets, and finds out what an earlier run has evaluated.
 
     Raises:
-      ValueError: a model that is not contrastive, and as `ZeroShotEvaluator.check`.
+      ValueError: the model is not contrastive; and as `ZeroShotEvaluator.check`.
     """
     check_model(context.model, self._settings['num_samples'])
     super().setup(context)

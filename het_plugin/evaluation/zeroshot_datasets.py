@@ -1,10 +1,10 @@
-"""The data sets of a zero-shot evaluation, and how a contrastive model does on them."""
+"""The data sets of a zero-shot evaluation, and the accuracy of a contrastive model on them."""
 
 import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -30,7 +30,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ZeroShotDataset:
-  """A task to evaluate on: classification where it has classes, retrieval where it has captions.
+  """A task to evaluate on: classification if it has classes, retrieval if it has captions.
 
   Attributes:
     name: names its results.
@@ -38,10 +38,10 @@ class ZeroShotDataset:
     split: a split, or a slice of one, 'test[:2000]'.
     templates: what is said about a class, see `prompts.get_templates`.
     class_names: in place of the task's own, in the order of the labels: names, or the path of a
-      text file with one a line.
+      text file with one name per line.
     lower: whether class names are lower-cased.
-    max_labels: most labels an image, of a multi-label task; None for what the task says.
-    max_examples: only so many examples of the split, a fixed random choice (of an endless split,
+    max_labels: labels per image at most, for a multi-label task; None takes the task's own number.
+    max_examples: uses so many examples of the split, a fixed random choice (of an endless split,
       the first); None for all.
     resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
     identical_captions_right: of captions, see `zeroshot.retrieval_recall`.
@@ -59,7 +59,7 @@ class ZeroShotDataset:
   identical_captions_right: bool = False
 
 
-# The first: characters that no training split shows, in faces that none uses.
+# glyphs_heldout has characters that no training split shows, in faces that none uses.
 DEFAULT_DATASETS = (
   ZeroShotDataset('glyphs_heldout', 'glyphs_heldout', templates='none', lower=True),
   ZeroShotDataset('glyphs_core', 'glyphs_core', 'validation', templates='none', lower=True),
@@ -68,7 +68,7 @@ DEFAULT_DATASETS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """From N texts to the token ids that a text tower takes, int32 [N, L], padded with 0.
+  """Maps N texts to the token ids that a text tower takes, int32 [N, L], padded with 0.
 
   Attributes:
     vocabulary: its name, see `data.get_vocabulary`.
@@ -85,13 +85,10 @@ class Tokenizer:
 
 
 def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
-  """Makes tokens as those were made that a model is trained on.
-
-  Args:
-    dataset_cfg: what the model is trained on.
+  """The tokenizer of a model's training data.
 
   Raises:
-    ValueError: that has no captions.
+    ValueError: the training data have no captions.
   """
   length = dataset_cfg.task_feature_lengths.get('text')
   if length is None:
@@ -104,9 +101,9 @@ def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
 
 
 class ZeroShotEvaluator:
-  """Evaluates one model, with any parameters; compiled once for each number of classes.
+  """Evaluates one model, with any parameters; compiles once per number of classes.
 
-  All processes call its methods, with the same arguments.
+  All processes call its methods with the same arguments.
   """
 
   def __init__(
@@ -121,7 +118,7 @@ class ZeroShotEvaluator:
     batch_size: int,
     num_samples: int = 0,
   ):
-    """Sets the computations up; nothing is read or compiled yet.
+    """Sets the computations up; reads and compiles nothing yet.
 
     Args:
       model: has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params, text int32
@@ -131,11 +128,10 @@ class ZeroShotEvaluator:
       param_specs: PartitionSpecs in the tree of the parameters.
       tokenizer: that of the model's training.
       image_size: side of the square images that the model takes, in pixels.
-      channels: channels that the model takes; grey data are repeated, colours averaged.
+      channels: image channels that the model takes; grey data are repeated, colours averaged.
       batch_size: global batch, of images and of texts.
-      num_samples: classes are ranked by their probability under so many samples of the noise
-        (Collier et al. 2023, appendix M), for classes only; 0 ranks by the deterministic
-        embeddings.
+      num_samples: ranks classes by their probability under so many samples of the noise (Collier
+        et al. 2023, appendix M); not for captions. 0 ranks by the deterministic embeddings.
 
     Raises:
       ValueError: the model is not contrastive, or a setting is out of range.
@@ -148,7 +144,7 @@ class ZeroShotEvaluator:
     self._batch_size = batch_size
     self._num_samples = num_samples
     data_spec = partitioner.data_partition_spec
-    # A model's own probabilities are of whole rows; dot products can be had for classes apart.
+    # A model's own probabilities need all classes; dot products can be split over them.
     self._class_spec = PartitionSpec() if num_samples else PartitionSpec('model')
 
     def with_channels(batch):
@@ -172,7 +168,7 @@ class ZeroShotEvaluator:
     def embed_texts(params, batch):
       return model.text_embeddings(params, batch['text']).astype(jnp.float32)
 
-    # Results replicated: so each host reads whole batches, whichever rows it fed.
+    # The results are replicated, so that each host reads whole batches, whichever rows it fed.
     classes_spec = (self._class_spec, self._class_spec)
     self._rank = partitioner.partition(rank, (param_specs, data_spec, *classes_spec), None)
     self._embed_images = partitioner.partition(embed_images, (param_specs, data_spec), None)
@@ -215,16 +211,16 @@ class ZeroShotEvaluator:
     params: PyTree,
     on_rows: Callable[[int], None] = lambda number: None,
   ) -> zeroshot.Accuracy | zeroshot.Recall:
-    """How the model does on a data set.
+    """Accuracy or recall of the model on a data set.
 
     Args:
       dataset: what to read.
       params: the model's parameters, placed.
-      on_rows: told how many more images are done.
+      on_rows: is called with the number of images of each batch.
 
     Raises:
-      ValueError: as `check`; a text has no finite embedding; a split without examples, or which
-        gives one twice.
+      ValueError: as `check`; a text has no finite embedding; the split has no examples, or gives
+        one twice.
     """
     evaluate = self._retrieve if has_captions(dataset) else self._classify
     return evaluate(dataset, params, on_rows)
@@ -248,27 +244,18 @@ class ZeroShotEvaluator:
   def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
     embeddings, alike = self.class_embeddings(dataset, params)
     classes = self._place_classes(embeddings)
-    outputs = self._read(
-      dataset, lambda batch: self._rank(params, batch, *classes), on_rows, columns=('rank',)
-    )
-    found = zeroshot.hits(outputs['rank'], (1, 5))
-    return zeroshot.Accuracy(found[1], found[5], len(outputs['rank']), len(embeddings), alike)
+    rows = self._read(dataset, lambda batch: self._rank(params, batch, *classes), on_rows)
+    found = zeroshot.hits(rows['rank'], (1, 5))
+    return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(embeddings), alike)
 
   def _retrieve(self, dataset, params, on_rows) -> zeroshot.Recall:
-    outputs = self._read(
-      dataset,
-      lambda batch: self._embed_images(params, batch),
-      on_rows,
-      columns=('image', 'text', 'digest'),
-    )
-    # Data sets that list pairs show an image of several captions several times.
-    _, image, image_of = np.unique(
-      outputs['digest'], axis=0, return_index=True, return_inverse=True
-    )
-    texts, text_of = np.unique(outputs['text'], axis=0, return_inverse=True)
+    rows = self._read(dataset, lambda batch: self._embed_images(params, batch), on_rows)
+    # Data sets of pairs show an image of several captions several times.
+    _, image, image_of = np.unique(rows['digest'], axis=0, return_index=True, return_inverse=True)
+    texts, text_of = np.unique(rows['text'], axis=0, return_inverse=True)
     image_of, text_of = image_of.reshape(-1), text_of.reshape(-1)
     return zeroshot.retrieval_recall(
-      outputs['image'][image],
+      rows['image'][image],
       self._embed(params, texts)[text_of],
       image_of,
       text_of,
@@ -276,46 +263,35 @@ class ZeroShotEvaluator:
       mesh=Mesh(np.array(jax.local_devices()), ('data',)),
     )
 
-  def _read(self, dataset, compute, on_rows, columns) -> dict[str, np.ndarray]:
-    """The computed columns of all real rows, in the order of the example ids."""
-    parts, num_rows = [], 0
-    with contextlib.closing(self._batches(dataset)) as batches:
-      for rows in self._computed(batches, compute):
-        if dataset.max_examples is not None:
-          rows = {name: x[: dataset.max_examples - num_rows] for name, x in rows.items()}
-        parts.append(rows)
-        num_rows += len(rows['index'])
-        on_rows(len(rows['index']))
-        if num_rows == dataset.max_examples:
-          break
-    index = np.concatenate([rows['index'] for rows in parts] or [np.empty(0, np.int32)])
-    order = extraction.order_by_id(index)
-    return {name: np.concatenate([rows[name] for rows in parts])[order] for name in columns}
+  def _read(self, dataset, compute, on_rows) -> extraction.Rows:
+    """The columns that `compute` gives for a batch, of all examples in the order of their ids."""
 
-  def _computed(
-    self, batches: BatchIterator, compute: Callable[[Any], Any]
-  ) -> Iterator[dict[str, np.ndarray]]:
     def outputs():
       for batch in batches:
         if 'text' in batch:
           batch = {**batch, 'digest': digests(batch['image'])}
         yield compute(self._partitioner.shard_batch(batch, self._batch_size))
 
-    return map(_real_rows, extraction.fetched(outputs()))
+    parts = []
+    with contextlib.closing(self._batches(dataset)) as batches:
+      for rows in extraction.example_rows(outputs(), dataset.max_examples):
+        parts.append(rows)
+        on_rows(len(rows['index']))
+    return extraction.in_order(parts)
 
   def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
     found = []
     rows = self._partitioner.batch_rows(self._batch_size)
     for start in range(0, len(tokens), self._batch_size):
-      # Past the end the last text comes again, so that there is one shape and no empty text.
+      # The last text fills the last batch, so that there is one shape and no empty text.
       block = tokens[np.minimum(start + rows, len(tokens) - 1)]
       batch = self._partitioner.shard_batch({'text': block}, self._batch_size)
       found.append(np.asarray(self._embed_texts(params, batch)))
     return np.concatenate(found)[: len(tokens)]
 
   def _place_classes(self, embeddings: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Embeddings [Kp, D], and which of them are of classes, bool [Kp]: as many on each shard."""
+    """Embeddings [Kp, D] and which of them are real, bool [Kp]; Kp divides over the shards."""
     K = len(embeddings)
     shards = 1 if self._num_samples else self._partitioner.model_shards
     missing = -K % shards
@@ -344,12 +320,12 @@ class ZeroShotEvaluator:
 
 
 def has_captions(dataset: ZeroShotDataset) -> bool:
-  """Whether the task pairs images with captions; raises ValueError if there is no such task."""
+  """Whether the task has captions rather than classes; raises ValueError for an unknown task."""
   return not isinstance(task_info(dataset.task), TaskInfo)
 
 
 def check_model(model: Any, num_samples: int = 0) -> None:
-  """Raises ValueError unless the model embeds images and texts, and draws samples if it shall."""
+  """Raises ValueError if the model cannot embed images and texts, or draw samples if wanted."""
   if num_samples < 0:
     raise ValueError(f'num_samples={num_samples} must be at least 0')
   needed = ['image_embeddings', 'text_embeddings', *(['class_log_prob'] if num_samples else [])]
@@ -360,7 +336,7 @@ def check_model(model: Any, num_samples: int = 0) -> None:
 
 
 def digests(images: np.ndarray) -> np.ndarray:
-  """int32 [B, 4], equal for images [B, ...] of the same pixels."""
+  """int32 [B, 4] that are equal for images [B, ...] of equal pixels."""
   found = [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in images]
   return np.frombuffer(b''.join(found), np.int32).reshape(-1, 4)
 
@@ -375,8 +351,3 @@ def _class_names(dataset: ZeroShotDataset) -> tuple[str, ...]:
 
 def _plain(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   return {name: batch[name] for name in ('index', 'mask')}
-
-
-def _real_rows(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  real = outputs['mask'] > 0
-  return {name: x[real] for name, x in outputs.items()}

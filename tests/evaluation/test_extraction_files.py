@@ -74,7 +74,8 @@ def extract(
 ):
   """A call of the program: plans and runs; returns the plan."""
   files, settings = SplitFiles(folder, 'train', suffix), {**SETTINGS, **changes}
-  plan = make_plan(files, layers, settings, overwrite)
+  bound = min(x for x in (batches.num_examples, max_examples) if x is not None)
+  plan = make_plan(files, settings, bound, layers, overwrite)
   if plan.layers:
     partitioner = PjitPartitioner(num_partitions=model_shards)
     specs = {'w': PartitionSpec(None, 'model')}
@@ -82,15 +83,12 @@ def extract(
       LinearModel(), partitioner, specs, layers=plan.layers, dtype=settings['dtype']
     )
     run_plan(
-      files,
       plan,
-      settings,
       extractor,
       jax.device_put({'w': WEIGHTS}, partitioner.shardings(specs)),
       batches,
-      batch_size=batch_size,
-      widths=WIDTHS,
-      max_examples=max_examples,
+      batch_size,
+      WIDTHS,
       class_names=CLASSES,
       commit_seconds=commit_seconds,
     )
@@ -109,33 +107,28 @@ def content(folder):
 def uninterrupted(tmp_path_factory):
   folder = tmp_path_factory.mktemp('uninterrupted')
   extract(folder, make_batches())
-  return content(folder)
-
-
-def test_the_files(tmp_path):
-  extract(tmp_path, make_batches())
-  assert sorted(content(tmp_path)) == ['narrow/train.safetensors', 'wide/train.safetensors']
   readable = np.setdiff1d(np.arange(NUM_EXAMPLES), UNREADABLE)
   flat = IMAGES.reshape(-1, 4)[readable]
   for layer, expected in (('wide', flat @ WEIGHTS), ('narrow', flat)):
-    read = read_representations(str(tmp_path / layer / 'train.safetensors'))
+    read = read_representations(str(folder / layer / 'train.safetensors'))
     np.testing.assert_allclose(read.features, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(read.index, readable)
     np.testing.assert_array_equal(read.label, readable % 3)
     assert read.class_names == CLASSES
-    assert read.provenance == {
-      **SETTINGS,
-      **{'layer': layer, 'num_examples': len(readable), 'dim': WIDTHS[layer]},
-    }
+    about = {'layer': layer, 'num_examples': len(readable), 'dim': WIDTHS[layer]}
+    assert read.provenance == {**SETTINGS, **about}
+  found = content(folder)
+  assert sorted(found) == ['narrow/train.safetensors', 'wide/train.safetensors']
+  return found
 
 
-@pytest.mark.parametrize('stop_at', [0, 8, 24, 40])
-def test_interrupted_it_ends_bit_for_bit_the_same(tmp_path, uninterrupted, stop_at):
+# An exception loses nothing, however long ago the last commit was.
+@pytest.mark.parametrize('stop_at,commit_seconds', [(0, 0), (24, 0), (40, 3600)])
+def test_interrupted_it_ends_bit_for_bit_the_same(tmp_path, uninterrupted, stop_at, commit_seconds):
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(stop_at=stop_at))
+    extract(tmp_path, make_batches(stop_at=stop_at), commit_seconds=commit_seconds)
   assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
-  batches = make_batches()
-  plan = extract(tmp_path, batches)
+  plan = extract(tmp_path, make_batches())
   # One batch is in flight when the next cannot be read.
   assert (plan.progress.state or {'position': 0})['position'] == max(stop_at - 8, 0)
   assert content(tmp_path) == uninterrupted
@@ -144,21 +137,13 @@ def test_interrupted_it_ends_bit_for_bit_the_same(tmp_path, uninterrupted, stop_
 def test_what_is_behind_the_last_commit_is_dropped(tmp_path, uninterrupted, monkeypatch):
   with pytest.raises(KilledError):
     extract(tmp_path, make_batches(stop_at=24))
-  (rows,) = tmp_path.glob('.unfinished.train/features.wide.rows')
-  with rows.open('ab') as file:
-    file.write(b'half a row')
-  monkeypatch.setattr(RowStore, 'close', lambda self: None)  # as SIGKILL: it cannot even commit
+  commit = RowStore.commit
+  # As SIGKILL: what follows the opening is never committed.
+  monkeypatch.setattr(RowStore, 'commit', lambda self, done=False: self._committed or commit(self))
   with pytest.raises(KilledError):
     extract(tmp_path, make_batches(stop_at=40), commit_seconds=3600)
   monkeypatch.undo()
   assert extract(tmp_path, make_batches()).progress.num_rows == 15  # as after the first time
-  assert content(tmp_path) == uninterrupted
-
-
-def test_an_exception_loses_nothing(tmp_path, uninterrupted):
-  with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(stop_at=40), commit_seconds=3600)
-  assert extract(tmp_path, make_batches()).progress.num_rows == 30
   assert content(tmp_path) == uninterrupted
 
 
@@ -179,7 +164,7 @@ def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeyp
   assert content(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize('model_shards,batch_size', [(1, 16), (8, 5), (2, 64)])
+@pytest.mark.parametrize('model_shards,batch_size', [(8, 5)])
 def test_neither_mesh_nor_batch_size_matter_even_half_way(tmp_path, model_shards, batch_size):
   with pytest.raises(KilledError):
     extract(tmp_path / 'a', make_batches(stop_at=24))
@@ -201,14 +186,12 @@ def test_complete_files_stay_and_a_new_layer_is_added(tmp_path, uninterrupted):
   assert content(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize('stop_at', [None, 24])
 @pytest.mark.parametrize(
-  'changes,message',
+  'stop_at,changes,message',
   [
-    ({'step': 200}, r'step 400, now 200'),
-    ({'dataset': 'other'}, r'dataset toy, now other'),
-    ({'dtype': 'bfloat16'}, r'dtype float32, now bfloat16'),
-    ({'config': 'x' * 100}, r'\(config\)'),
+    (None, {'step': 200}, r'step 400, now 200'),
+    (24, {'dtype': 'bfloat16'}, r'dtype float32, now bfloat16'),
+    (24, {'config': 'x' * 100}, r'\(config\)'),
   ],
 )
 def test_other_settings_are_an_error_until_overwritten(tmp_path, stop_at, changes, message):
@@ -223,9 +206,7 @@ def test_other_settings_are_an_error_until_overwritten(tmp_path, stop_at, change
   assert content(tmp_path) == before
   extract(tmp_path, make_batches(), overwrite=True, **changes)
   provenance = read_representations(str(tmp_path / 'wide/train.safetensors')).provenance
-  assert changes.items() <= provenance.items()
-  assert len(content(tmp_path)) == 2
-  assert not extract(tmp_path, make_batches(stop_at=0), overwrite=True, **changes).layers
+  assert changes.items() <= provenance.items() and len(content(tmp_path)) == 2
 
 
 def test_unfinished_rows_of_other_layers_are_an_error(tmp_path):
@@ -235,7 +216,7 @@ def test_unfinished_rows_of_other_layers_are_an_error(tmp_path):
     extract(tmp_path, make_batches(), layers=('wide',))
 
 
-@pytest.mark.parametrize('max_examples', [1, 8, 20, 1000])
+@pytest.mark.parametrize('max_examples', [8, 20])
 def test_max_examples_of_a_shuffled_split(tmp_path, max_examples):
   ids = np.random.default_rng(2).permutation(NUM_EXAMPLES)
   if max_examples > 8:
@@ -248,8 +229,7 @@ def test_max_examples_of_a_shuffled_split(tmp_path, max_examples):
   np.testing.assert_array_equal(read.features, IMAGES.reshape(-1, 4)[sorted(first)])
 
 
-@pytest.mark.parametrize('suffix', ['.npz', '.safetensors'])
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('dtype,suffix', [('bfloat16', '.npz'), ('float16', '.safetensors')])
 def test_half_precision(tmp_path, dtype, suffix):
   extract(tmp_path, make_batches(), suffix=suffix, dtype=dtype)
   read = read_representations(str(tmp_path / f'narrow/train{suffix}'))
@@ -276,7 +256,7 @@ def test_damaged_progress(tmp_path):
   with pytest.raises(KilledError):
     extract(tmp_path, make_batches(stop_at=24))
   (tmp_path / '.unfinished.train/label.rows').write_bytes(b'')
-  with pytest.raises(ValueError, match='label.rows has 0 bytes of the'):
+  with pytest.raises(ValueError, match='label.rows has 0 bytes instead of'):
     extract(tmp_path, make_batches())
   (tmp_path / '.unfinished.train/progress.json').write_text('{}')
   with pytest.raises(ValueError, match='is no record of progress'):

@@ -104,7 +104,7 @@ BAD_FILES = {
   'float64 \\[0, 3\\]': {'logits': np.ones((0, 3)), 'label': np.zeros(0, int)},
   'with N = 2': {'logits': np.ones((2, 3)), 'label': [0, 1, 2]},
   'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
-  'label is float64': {'logits': np.ones((2, 3)), 'label': [0.0, 1.0]},
+  'labels are float64': {'logits': np.ones((2, 3)), 'label': [0.0, 1.0]},
   'index is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'index': [0]},
   'index must give each example an id': {
     'logits': np.ones((2, 3)),

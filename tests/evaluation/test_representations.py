@@ -102,14 +102,10 @@ def test_several_labels_have_no_single_one():
       r'label 2 of row 1 is out of range; labels are 0 \.\. 1',
     ),
     (dict(features=np.array([[np.nan]]), label=np.zeros(1, int)), '1 rows that are not finite'),
-    (dict(features=np.ones((0, 2)), label=np.zeros(0, int)), 'no features'),
+    (dict(features=np.ones((0, 2)), label=np.zeros(0, int)), 'N and D at least 1'),
     (
       dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
-      'an example id of its own',
-    ),
-    (
-      dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(3, int)),
-      'index is',
+      'each example an id of its own',
     ),
   ],
 )
@@ -118,6 +114,27 @@ def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):
   with pytest.raises(ValueError, match=message) as error:
     read_representations(str(tmp_path / 'x.npz'))
   assert str(tmp_path / 'x.npz') in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_damaged_files_are_one_sentence_with_the_file(tmp_path, suffix):
+  """Cut short, or with a byte changed, a file reads as it was or is an error of one sentence."""
+  path = tmp_path / f'x.{suffix}'
+  representations.write_representations(path, make(provenance={'step': 3}))
+  whole, want = path.read_bytes(), make()
+  rng = np.random.default_rng(0)
+  for position in (0, 1, *rng.integers(2, len(whole), 40)):
+    flipped = bytearray(whole)
+    flipped[position] ^= 0x55
+    for damaged in (whole[:position], bytes(flipped)):
+      path.write_bytes(damaged)
+      for read in (read_representations, representations.read_provenance):
+        try:
+          read(str(path))
+        except ValueError as error:
+          assert str(path) in str(error) and '\n' not in str(error)
+  path.write_bytes(whole)
+  np.testing.assert_array_equal(read_representations(str(path)).features, want.features)
 
 
 def test_wrong_files(tmp_path):

@@ -234,5 +234,3 @@ def test_k_and_empty():
       uncertainty.score_examples(make(), (1, k))
   with pytest.raises(ValueError, match='no examples'):
     uncertainty.concatenate([])
-  with pytest.raises(ValueError, match='no examples'):
-    uncertainty.concatenate_uncertainty([])

@@ -23,7 +23,7 @@ def sorted_ranks(scores, right):
 
 
 @pytest.mark.parametrize('levels', [3, 10**6])  # nearly all tied, nearly none
-@pytest.mark.parametrize('shape', [(1, 1), (1, 3), (40, 2), (57, 31)])
+@pytest.mark.parametrize('shape', [(1, 1), (57, 31)])
 def test_ranks_are_those_of_a_stable_sort(shape, levels):
   rng = np.random.default_rng(0)
   scores = rng.integers(0, levels, shape).astype(np.float32)
@@ -31,11 +31,6 @@ def test_ranks_are_those_of_a_stable_sort(shape, levels):
   right[0] = True
   right[-1] = False
   np.testing.assert_array_equal(best_ranks(scores, right), sorted_ranks(scores, right))
-
-
-def test_a_tie_goes_to_the_lower_number():
-  ones = np.ones((3, 3), np.float32)
-  np.testing.assert_array_equal(best_ranks(ones, np.eye(3, dtype=bool)), [0, 1, 2])
 
 
 def test_what_is_no_number_does_not_help():
@@ -54,8 +49,8 @@ def test_labels():
   np.testing.assert_array_equal(zeroshot.label_mask(label, 3), np.array(expected, bool))
 
 
-@pytest.mark.parametrize('num_classes', [6, 40])
-def test_top_k_as_in_scikit_learn(num_classes):
+def test_top_k_as_in_scikit_learn():
+  num_classes = 40
   rng = np.random.default_rng(1)
   x, classes = rng.normal(size=(101, 8)), rng.normal(size=(num_classes, 8))
   y = rng.integers(0, num_classes, 101)
@@ -67,8 +62,7 @@ def test_top_k_as_in_scikit_learn(num_classes):
   assert 0 < found[1] < found[5]
 
 
-@pytest.mark.parametrize('shards', [1, 3, 8])
-@pytest.mark.parametrize('block_elements', [1, 500, 1 << 25])
+@pytest.mark.parametrize('shards,block_elements', [(1, 500), (3, 1), (8, 1 << 25)])
 def test_blocks_and_meshes_give_the_same_ranks(shards, block_elements):
   rng = np.random.default_rng(2)
   queries = rng.integers(-2, 3, (53, 4)).astype(np.float32)  # exact in float32, full of ties
@@ -134,14 +128,6 @@ def test_embeddings_without_direction_are_refused(value):
     zeroshot.class_embeddings(embed, tokenize, ['a', 'b'], ('{}',))
 
 
-def test_opposite_texts_cancel():
-  def embed(tokens):
-    return np.where(tokens[:, :1] == ord('-'), -1.0, 1.0) * np.ones((1, 3))
-
-  with pytest.raises(ValueError, match='The embedding of class 0 has the length 0'):
-    zeroshot.class_embeddings(embed, tokenize, ['a'], ('{}', '-{}'))
-
-
 def brute_recall(images, captions, owner, same_text, k):
   """By sorting all scores; right[m, n] says whether caption m is right for image n."""
   right = np.zeros((len(captions), len(images)), bool)
@@ -156,7 +142,7 @@ def brute_recall(images, captions, owner, same_text, k):
 
 
 @pytest.mark.parametrize('alike', [False, True])
-@pytest.mark.parametrize('sizes', [(1, 1), (1, 5), (3, 3), (20, 71)])
+@pytest.mark.parametrize('sizes', [(1, 5), (20, 71)])
 def test_recall_against_sorting(sizes, alike):
   N, M = sizes
   rng = np.random.default_rng(4)
@@ -228,15 +214,3 @@ def test_wrong_pairs(change, message):
   }
   with pytest.raises(ValueError, match=message):
     retrieval_recall(**(arguments | change))
-
-
-def test_records():
-  recall = zeroshot.Recall({1: 0.5}, {1: 0.25}, 4, 8, 1)
-  assert recall.record() == {
-    'recall_at': {'image_to_text': {1: 0.5}, 'text_to_image': {1: 0.25}},
-    'num_images': 4,
-    'num_captions': 8,
-    'captions_alike': 1,
-  }
-  assert recall.scalars() == {'image_to_text/recall1': 0.5, 'text_to_image/recall1': 0.25}
-  assert zeroshot.Accuracy(0.5, 1.0, 8, 4).scalars() == {'top1': 0.5, 'top5': 1.0}

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from het_plugin.data import TaskInfo
-from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot_action import ZeroShotAction
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.training.actions import ActionContext
@@ -30,12 +28,12 @@ class Writer:
     self.scalars[step] = dict(scalars)
 
 
-def make_context(model_dir, evaluated_step=0, model=None):
+def make_context(model_dir, model=None):
   optimizer = OptaxWrapper(optax.sgd(0.1))
   towers = FakeContrastive(optimizer)
   partitioner = PjitPartitioner(num_partitions=2)
   model = model or towers
-  context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, evaluated_step)
+  context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, 0)
   variables = towers.get_initial_variables(jax.random.key(0), {'image': (1, SIZE, SIZE, 1)})
   state = TrainState.create(optimizer, variables)
   specs = partitioner.get_mesh_axes(state).params
@@ -89,51 +87,6 @@ def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
   assert context.model.traces == 1
 
 
-def test_samples(tmp_path):
-  context, state = make_context(tmp_path)
-  action = make_action(num_samples=2)
-  action.setup(context)
-  action.run(state, {})
-  deterministic = make_action()
-  deterministic.setup(context)
-  deterministic.run(state, {})
-  assert action.results['digits'] != deterministic.results['digits']
-
-
-def test_period_and_final_step(tmp_path):
-  context, state = make_context(tmp_path)
-  action = make_action(period=10, total_steps=27)
-  action.setup(context)
-  for step in (5, 10, 15, 20, 25, 27):
-    action.run(at(state, step), {})
-  assert list(context.writer.scalars) == [5, 15, 25, 27]
-
-
-def test_resume_neither_repeats_nor_duplicates(tmp_path):
-  context, state = make_context(tmp_path)
-  first = make_action(period=10)
-  first.setup(context)
-  for step in (10, 20, 30):
-    first.run(at(state, step), {})
-
-  context, state = make_context(tmp_path, evaluated_step=34)
-  resumed = make_action(period=10)
-  resumed.setup(context)
-  resumed.run(at(state, 35), {})
-  assert not context.writer.scalars
-  resumed.run(at(state, 40), {})
-  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30, 40]
-
-  # What later steps left does not count, though one of them was evaluated already.
-  context, state = make_context(tmp_path, evaluated_step=19)
-  went_back = make_action(period=10)
-  went_back.setup(context)
-  for step in (20, 25, 30):
-    went_back.run(at(state, step), {})
-  assert list(context.writer.scalars) == [20, 30]
-  assert [r['step'] for r in records(tmp_path)] == [10, 20, 30]
-
-
 def test_default_data_sets_exist(tmp_path):
   context, _ = make_context(tmp_path)
   ZeroShotAction(SIZE, 1, Letters()).setup(context)
@@ -143,27 +96,15 @@ def test_default_data_sets_exist(tmp_path):
   'change,message',
   [
     ({'period': 0}, 'ZeroShotAction.period=0'),
-    ({'num_samples': -1}, 'ZeroShotAction.num_samples=-1'),
     ({'datasets': (DIGITS, DIGITS)}, r"distinct names; they are \['digits', 'digits'\]"),
-    ({'datasets': ()}, 'distinct names'),
     ({'batch_size': 6}, 'batch_size=6'),
     ({'datasets': (ZeroShotDataset('x', 'no_such_task'),)}, 'no_such_task'),
-    ({'datasets': (ZeroShotDataset('x', 'digits', 'dev'),)}, 'dev'),
-    ({'datasets': (ZeroShotDataset('x', 'digits', templates='x'),)}, "templates='x' must be one"),
   ],
 )
 def test_bad_settings_are_one_sentence_before_training(tmp_path, change, message):
   context, _ = make_context(tmp_path)
   with pytest.raises(ValueError, match=message):
     make_action(**change).setup(context)
-
-
-def test_a_task_without_names(tmp_path, monkeypatch):
-  info = TaskInfo(10, False, 1, None, {'test': 4})
-  monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
-  context, _ = make_context(tmp_path)
-  with pytest.raises(ValueError, match="'digits' has no class names: set class_names"):
-    make_action().setup(context)
 
 
 def test_a_classifier_is_refused(tmp_path):

@@ -1,0 +1,277 @@
+"""Evaluates the predictive uncertainty of checkpoints and of saved predictions."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin import data, reporting, weights
+from het_plugin.evaluation import class_covariance, predictions, uncertainty
+from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.uncertainty_report import Evaluation, file_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What to evaluate and how: the flags of the main, by name; see there.
+
+  Attributes:
+    save_to: folder of the predictions; None does not keep them.
+  """
+
+  checkpoint: Sequence[str]
+  predictions: Sequence[str]
+  dataset: str | None
+  split: str
+  ood_dataset: str | None
+  ood_split: str | None
+  max_examples: int | None
+  batch_size: int
+  precision_at: tuple[int, ...] | None
+  covariance_images: int
+  covariance_index: tuple[int, ...]
+  homoglyph_examples: int
+  save_to: Path | None
+
+  def __post_init__(self):
+    if not self.checkpoint and not self.predictions:
+      raise ValueError('--checkpoint is not set (nor is --predictions)')
+    for checkpoint in self.checkpoint:
+      if weights.is_weights_file(checkpoint):
+        raise ValueError(
+          f'--checkpoint={checkpoint} is a published file, whose head is not trained: give the '
+          'directory of a run'
+        )
+    if (self.ood_dataset is None) != (self.ood_split is None):
+      raise ValueError('--ood_dataset and --ood_split belong together: set both')
+    if self.ood_dataset and not self.checkpoint:
+      raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
+
+  def ks(self, num_classes: int) -> tuple[int, ...]:
+    """The k of precision@k.
+
+    Raises:
+      ValueError: one exceeds the number of classes.
+    """
+    if self.precision_at is None:
+      return tuple(dict.fromkeys((1, min(5, num_classes))))
+    if wrong := [k for k in self.precision_at if k > num_classes]:
+      raise ValueError(
+        f'--precision_at={wrong[0]} must be at most the number of classes, {num_classes}'
+      )
+    return self.precision_at
+
+
+def check_model(model: Any, task: str, settings: Settings) -> None:
+  """Raises ValueError if a model or the settings do not fit a task; needs no parameters."""
+  with _named('--dataset', task):
+    info = data.classification_info(task)
+    model.validate(info)
+  settings.ks(info.num_classes)
+
+
+def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:
+  """Evaluates all checkpoints, then all files of predictions.
+
+  Args:
+    settings: what to evaluate.
+    open_run: gives the `config.trained_run.TrainedRun` of a checkpoint.
+
+  Raises:
+    ValueError: a file is wrong, or the data do not fit a model or the settings. A model is compiled
+      only once its data are known to fit.
+  """
+  names = short_names([*settings.checkpoint, *settings.predictions])
+  num_runs = len(settings.checkpoint)
+  files = [
+    evaluate_file(name, path, settings)
+    for name, path in zip(names[num_runs:], settings.predictions, strict=True)
+  ]
+  evaluations = []
+  for name, checkpoint in zip(names[:num_runs], settings.checkpoint, strict=True):
+    evaluations.append(evaluate_run(name, open_run(checkpoint), settings))
+    jax.clear_caches()  # the next model shares no program
+  return evaluations + files
+
+
+def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
+  """Scores saved predictions, the first max_examples of them."""
+  read = predictions.read_predictions(path)
+  num_classes = read.log_prob.shape[1]
+  with _named('--predictions', path):
+    kept = read.rows(slice(settings.max_examples))
+    scores = uncertainty.score_examples(kept, settings.ks(num_classes))
+  return Evaluation(name, path, {'num_classes': num_classes}, scores, class_names=read.class_names)
+
+
+def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
+  """Predicts the split and the out-of-distribution split of a `TrainedRun`, and looks at the
+  covariance of its classes.
+
+  Raises:
+    ValueError: the data do not fit the model or the settings; nothing is compiled then.
+  """
+  task = settings.dataset or run.task
+  info = data.classification_info(task)
+  ks = settings.ks(info.num_classes)
+  predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+  with contextlib.ExitStack() as stack:
+    known = stack.enter_context(_stream('', task, settings.split, run, settings))
+    if settings.ood_dataset:
+      ood = (settings.ood_dataset, settings.ood_split)
+      unknown = stack.enter_context(_stream('ood_', *ood, run, settings))
+    looked_at = _read_looked_at(run, task, settings)
+    scores, kept = [], []
+    for part in _predict(name, predictor, run, known, settings):
+      scores.append(uncertainty.score_examples(part, ks))
+      if settings.save_to:
+        kept.append(part)
+    scores = uncertainty.concatenate(scores)
+    if settings.save_to and jax.process_index() == 0:
+      provenance = {'checkpoint': run.checkpoint, 'task': task, 'split': settings.split}
+      whole = dataclasses.replace(
+        predictions.concatenate(kept), class_names=info.class_names, provenance=provenance
+      )
+      predictions.write_predictions(settings.save_to / f'{file_name(name)}.npz', whole)
+    of_unknown = None
+    if settings.ood_dataset:
+      parts = _predict(f'{name}, unknown inputs', predictor, run, unknown, settings)
+      of_unknown = uncertainty.concatenate([uncertainty.uncertainty(part) for part in parts])
+  details = {
+    'num_classes': info.num_classes,
+    'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
+    'step': run.step,
+    'num_samples': getattr(run.model.eval_integrator, 'num_samples', None),
+    'dataset': task,
+    'split': settings.split,
+    'ood_dataset': settings.ood_dataset,
+    'ood_split': settings.ood_split,
+  }
+  return Evaluation(
+    name,
+    run.checkpoint,
+    details,
+    scores,
+    of_unknown,
+    class_names=shown_names(task, info),
+    config=run.config,
+    **_look(run, task, settings, *looked_at),
+  )
+
+
+@contextlib.contextmanager
+def _named(flag: str, value: Any) -> Iterator[None]:
+  """Puts the flag before the message of a ValueError."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{flag}={value}: {error}') from error
+
+
+@contextlib.contextmanager
+def _stream(
+  prefix: str, task: str, split: str, run: Any, settings: Settings, *, whole: bool = False
+) -> Iterator[data.BatchIterator]:
+  """Batches of a split in the model's size: this process's rows, or `whole` ones."""
+  with _named(f'--{prefix}dataset', task):
+    info = data.classification_info(task)
+    # Checks the channels without an image.
+    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
+    jax.eval_shape(lambda x: class_covariance.match_channels(x, run.channels), image)
+    if info.splits.get(split, 0) is None and settings.max_examples is None:
+      raise ValueError(f'--{prefix}split={split} is endless: set --max_examples')
+    config = data.one_pass(
+      task,
+      split,
+      image_size=run.image_size,
+      max_labels=max(info.max_labels, run.max_labels),
+      batch_size=settings.batch_size,
+      bounded=settings.max_examples is not None,
+    )
+    rows = None if whole else run.partitioner.batch_rows(settings.batch_size)
+    batches = data.get_dataset(config, rows)
+  with contextlib.closing(batches):
+    yield batches
+
+
+def _predict(name, predictor, run, batches, settings) -> Iterator[predictions.Predictions]:
+  total = min(n for n in (batches.num_examples, settings.max_examples) if n is not None)
+  with reporting.Progress(name, total, shown=jax.process_index() == 0) as progress:
+    for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
+      progress.update(len(part))
+      yield part
+
+
+def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
+  """The examples to look at: the first ones, and those asked for by id; None if there are none."""
+  first, asked = None, None
+  number = settings.homoglyph_examples if glyph_class_set(task) else 0
+  if not settings.covariance_index:
+    number = max(number, settings.covariance_images)
+  if number and not class_covariance.why_none(run.model.head):
+    first = _examples(run, task, settings, number=number)
+  if settings.covariance_index:
+    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
+      asked = _examples(run, task, settings, index=settings.covariance_index)
+  return first, asked
+
+
+def _examples(run, task, settings, **which) -> dict[str, np.ndarray]:
+  with _stream('', task, settings.split, run, settings, whole=True) as batches:
+    bound = settings.max_examples
+    bounded = itertools.islice(batches, None if bound is None else -(-bound // settings.batch_size))
+    return class_covariance.take_examples(bounded, **which)
+
+
+def _look(run, task: str, settings: Settings, first: Any, asked: Any) -> dict[str, Any]:
+  """The covariance fields of an `Evaluation`."""
+  if not (settings.covariance_images or settings.covariance_index or settings.homoglyph_examples):
+    return {}
+  if reason := class_covariance.why_none(run.model.head):
+    return {'no_covariance': reason}
+  look = class_covariance.CovarianceLook(run.model, run.partitioner, run.param_specs, run.channels)
+  result = {}
+  if first is not None:
+    looks = list(look(run.params, first))
+    result['looks'] = looks[: settings.covariance_images]
+    if (class_set := glyph_class_set(task)) and settings.homoglyph_examples:
+      counted = looks[: settings.homoglyph_examples]
+      result['homoglyphs'] = class_covariance.homoglyph_rate(
+        [x.label for x in counted],
+        [x.with_label for x in counted],
+        homoglyphs(class_set, settings.split, run.image_size),
+      )
+  if asked is not None:
+    result['looks'] = list(look(run.params, asked))
+  return result
+
+
+def glyph_class_set(task: str) -> str | None:
+  """'core' for 'glyphs_core' and 'glyphs_noisy'; None for a task without glyphs."""
+  from het_plugin.data import glyphs
+
+  return glyphs.SOURCES[task].class_set if task in glyphs.SOURCES else None
+
+
+def homoglyphs(class_set: str, split: str, image_size: int) -> tuple[frozenset[int], ...]:
+  """For each class, the classes that look the same in some typeface of the split."""
+  from het_plugin.data import glyph_bank, glyphs
+
+  whole, _, _ = split.partition('[')  # of a slice
+  return glyph_bank.homoglyphs(class_set, glyphs.SPLITS[class_set][whole].faces, image_size)
+
+
+def shown_names(task: str, info: data.TaskInfo) -> Sequence[str] | None:
+  """Names of the classes; for glyphs with the characters themselves."""
+  from het_plugin.data import glyph_bank
+
+  if class_set := glyph_class_set(task):
+    classes = glyph_bank.glyph_classes(class_set)
+    return [f'{chr(c)}  {n}' for c, n in zip(classes.code_points, classes.names, strict=True)]
+  return info.class_names

@@ -1,0 +1,211 @@
+"""Zero-shot results of several checkpoints and groups of seeds: what to evaluate, rows, tables."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from het_plugin import data, reporting
+from het_plugin.evaluation import comparison, zeroshot
+from het_plugin.evaluation.names import check_names, short_names
+from het_plugin.evaluation.zeroshot_datasets import (
+  DEFAULT_DATASETS,
+  Tokenizer,
+  ZeroShotDataset,
+  ZeroShotEvaluator,
+)
+
+SPLITS = ('test', 'validation')  # the first of these that a task has is the default
+_TABLES = {
+  'Zero-shot classification': ('top1', 'top5'),
+  'Retrieval: recall at k': tuple(
+    f'{way}/recall{k}' for way in ('image_to_text', 'text_to_image') for k in zeroshot.RECALL_AT
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A checkpoint to evaluate; `group` is None outside groups."""
+
+  name: str
+  checkpoint: str
+  group: str | None
+
+
+def choose_runs(
+  checkpoints: Sequence[str], names: Sequence[str] | None, group_texts: Sequence[str]
+) -> list[Run]:
+  """What --checkpoint, --names and --group=NAME=DIR,DIR,... say.
+
+  Raises:
+    ValueError: they name nothing, or two things alike.
+  """
+  if names is not None and len(names) != len(checkpoints):
+    raise ValueError(
+      f'--names={",".join(names)} must be {len(checkpoints)} names, one per --checkpoint'
+    )
+  names = names or (short_names(checkpoints) if checkpoints else ())
+  runs = [Run(name, path, None) for name, path in zip(names, checkpoints, strict=True)]
+  groups = []
+  for text in group_texts:
+    group, equals, paths = text.partition('=')
+    paths = paths.split(',')
+    if not equals or not group or not all(paths):
+      raise ValueError(f'--group={text} must be NAME=DIR,DIR,...')
+    if len(set(paths)) != len(paths):
+      raise ValueError(f'--group={text} has a checkpoint twice: a seed counts once')
+    pairs = zip(short_names(paths), paths, strict=True)
+    runs += [Run(f'{group}/{name}', path, group) for name, path in pairs]
+    groups.append(group)
+  if not runs:
+    raise ValueError('--checkpoint or --group is needed')
+  for what, given in (('groups', groups), ('runs', [run.name for run in runs])):
+    if len(set(given)) != len(given):
+      raise ValueError(f'the {what} {",".join(given)} must have distinct names')
+  return runs
+
+
+def choose_datasets(
+  texts: Sequence[str] | None,
+  bound: Sequence[ZeroShotDataset] | None,
+  changes: Mapping[str, Any],
+) -> tuple[ZeroShotDataset, ...]:
+  """The data sets of --dataset, or all that are bound.
+
+  Args:
+    texts: names of bound data sets, tasks, or NAME=TASK; None takes all that are bound.
+    bound: what the configuration binds; None binds DEFAULT_DATASETS.
+    changes: settings that replace those of the data sets; None leaves a setting.
+
+  Raises:
+    ValueError: an unknown task, one that has none of SPLITS and is not told which, or two data
+      sets of one name.
+  """
+  known = {dataset.name: dataset for dataset in bound or DEFAULT_DATASETS}
+  changes = {name: value for name, value in changes.items() if value is not None}
+  chosen = []
+  for text in known if texts is None else texts:
+    dataset = known.get(text)
+    if dataset is None:
+      name, equals, task = text.rpartition('=')
+      split = changes.get('split') or _default_split(task)
+      dataset = ZeroShotDataset(name if equals else Path(task).stem or task, task, split)
+    chosen.append(dataclasses.replace(dataset, **changes))
+  check_names(chosen, '--dataset')
+  return tuple(chosen)
+
+
+def _default_split(task: str) -> str:
+  splits = data.task_info(task).splits
+  if not (usual := [split for split in SPLITS if split in splits]):
+    raise ValueError(f'--split is needed: {task} has {", ".join(sorted(splits))}')
+  return usual[0]
+
+
+def evaluate(
+  runs: Sequence[Run],
+  open_run: Callable[[str], tuple[Any, Tokenizer, Sequence[ZeroShotDataset]]],
+  batch_size: int,
+  num_samples: int,
+) -> list[dict[str, Any]]:
+  """A row of results for each run and data set.
+
+  Args:
+    runs: what to evaluate.
+    open_run: gives the `config.trained_run.TrainedRun` of a checkpoint, its tokenizer and the data
+      sets to evaluate it on.
+    batch_size, num_samples: see `ZeroShotEvaluator`.
+
+  Raises:
+    ValueError: a model is not contrastive, a data set cannot be evaluated, or runs bind different
+      data sets under one name.
+  """
+  rows, known = [], {}
+  for run in runs:
+    opened, tokenizer, datasets = open_run(run.checkpoint)
+    evaluator = ZeroShotEvaluator(
+      opened.model,
+      opened.partitioner,
+      opened.param_specs,
+      tokenizer,
+      image_size=opened.image_size,
+      channels=opened.channels,
+      batch_size=batch_size,
+      num_samples=num_samples,
+    )
+    sizes = [evaluator.check(dataset) for dataset in datasets]
+    about = {'checkpoint': opened.checkpoint, 'step': opened.step, 'samples': num_samples}
+    for dataset, size in zip(datasets, sizes, strict=True):
+      if (before := known.setdefault(dataset.name, dataset)) != dataset:
+        raise ValueError(
+          f'{run.name}: the data set {dataset.name!r} is {dataset}; in a run before it is '
+          f'{before}: bind ZeroShotAction.datasets for all by --gin_file'
+        )
+      title = f'{run.name}: {dataset.name}'
+      with reporting.Progress(title, size, shown=jax.process_index() == 0) as progress:
+        result = evaluator(dataset, opened.params, progress.update)
+      rows.append(
+        {'run': run.name, 'group': run.group, 'dataset': dataset.name}
+        | {**result.record(), **about, **dataclasses.asdict(dataset), 'scalars': result.scalars()}
+      )
+  return rows
+
+
+def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Mean and standard error of each metric over each group, and p against the first group."""
+  values: dict[tuple[str, str], dict[str, list[float]]] = {}
+  for row in rows:
+    if row['group'] is not None:
+      for metric, value in row['scalars'].items():
+        by_group = values.setdefault((row['dataset'], metric), {})
+        by_group.setdefault(row['group'], []).append(value)
+  found = []
+  for (dataset, metric), by_group in values.items():
+    (first, baseline), *_ = by_group.items()
+    for group, of_runs in by_group.items():
+      mean = dataclasses.asdict(comparison.group_mean(of_runs))
+      p = None if group == first else comparison.welch_p(of_runs, baseline)
+      found.append(
+        {'dataset': dataset, 'metric': metric, 'group': group, **mean, 'baseline': first, 'p': p}
+      )
+  return found
+
+
+def tables(rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str:
+  """All tables as text, and a line on classes or captions that cannot be told apart."""
+  blocks = []
+  for caption, metrics in _TABLES.items():
+    lines = [
+      (row['run'], row['dataset'], *(f'{row["scalars"][metric]:.4f}' for metric in metrics))
+      for row in rows
+      if set(metrics) <= set(row['scalars'])
+    ]
+    if lines:
+      titles = (m.replace('_to_', '->').replace('/recall', ' @') for m in metrics)
+      blocks.append(reporting.Table(caption, ('run', 'data set', *titles), lines))
+  if groups:
+    lines = [
+      (
+        *(group[name] for name in ('group', 'dataset', 'metric')),
+        f'{group["mean"]:.4f}' + ('' if group['stderr'] is None else f' ±{group["stderr"]:.4f}'),
+        str(group['num_runs']),
+        '–' if group['p'] is None else f'{group["p"]:.3g}',
+      )
+      for group in groups
+    ]
+    caption = f"Groups, p of Welch's t-test against {groups[0]['baseline']}"
+    header = ('group', 'data set', 'metric', 'mean', 'runs', 'p')
+    blocks.append(reporting.Table(caption, header, lines))
+  blocks = [reporting.plain_table(table) for table in blocks]
+  alike = {
+    row['dataset']: number
+    for row in rows
+    if (number := row.get('classes_alike', 0) or row.get('captions_alike', 0))
+  }
+  if alike:
+    counts = ', '.join(f'{name} {number}' for name, number in alike.items())
+    blocks.append(f'Classes or captions of the same words as one before: {counts}.')
+  return '\n\n'.join(blocks)
