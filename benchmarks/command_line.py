@@ -1,11 +1,20 @@
-"""What all benchmarks share: lists on the command line, the table and the JSON file."""
+"""What the benchmarks share: their flags, the table that they print and the JSON file."""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from het_plugin.reporting import aligned
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+  """A parser with --json. The help shows the whole description."""
+  parser = argparse.ArgumentParser(
+    description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--json', type=Path, help='file for the rows')
+  return parser
 
 
 def names(choices):
@@ -24,7 +33,7 @@ def integers(text):
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-  """Aligned columns, numbers with four significant digits."""
+  """Prints aligned columns, numbers with four significant digits."""
   cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]
   print(aligned([header, *cells]))
 
@@ -32,3 +41,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 def write_json(path: Path | None, result: dict | list) -> None:
   if path is not None:
     path.write_text(json.dumps(result, indent=1) + '\n')
+
+
+def report(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
+  """Prints rows with the same columns as a table and writes them to the path of --json."""
+  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  write_json(path, rows)

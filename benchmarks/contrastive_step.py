@@ -1,17 +1,15 @@
-"""A whole training step of contrastive HET-XL over one of DET, with the same towers and batch.
+"""Time and FLOPs of a whole training step of contrastive HET-XL, relative to DET.
 
     python benchmarks/contrastive_step.py [--samples 1,4] [--json OUT]
 
-Both towers, the loss (`contrastive_nll`), its gradient and AdamW, as the trainer compiles them;
-seconds are the median of steps timed in turns. FLOPs are those of matrix products, counted from the
-program. Without flags it is ViT-S/16 at 224 x 224 and a text tower S of 16 tokens, which takes
-three minutes on two CPU cores. What a covariance of D x D (R + 1) adds falls as the towers' FLOPs a
-pair grow.
+The step is both towers, the loss (`contrastive_nll`), its gradient and AdamW, as the trainer
+compiles them. Seconds are medians of steps that are timed in turns. FLOPs are those of matrix
+products, counted from the program. The default is ViT-S/16 at 224 x 224 with text tower S and 16
+tokens, which takes three minutes on two CPU cores. With larger towers the relative cost of HET-XL
+is smaller.
 """
 
-import argparse
 import os
-from pathlib import Path
 
 # Read when JAX is first imported.
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=1')
@@ -19,7 +17,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=1')
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import integers, print_table, write_json
+from command_line import integers, make_parser, report
 from integrator import time_in_turns
 
 from het_plugin.backbones import text_transformer, vit
@@ -32,7 +30,7 @@ from het_plugin.training.state import TrainState
 
 
 class Step:
-  """A compiled training step with its state, called without arguments."""
+  """A compiled training step with its state."""
 
   def __init__(self, args, head, num_samples):
     dtype = jnp.dtype(args.dtype)
@@ -78,7 +76,7 @@ class Step:
 
 
 def compare(args, num_samples):
-  """A row: HET-XL with S samples, and DET."""
+  """One row: HET-XL with S samples and DET."""
   det = Step(args, ContrastiveDet(), 1)
   het_xl = Step(args, ContrastiveHetXL(num_factors=args.factors), num_samples)
   seconds, det_seconds = time_in_turns([het_xl, det], (), args.repeats)
@@ -95,27 +93,22 @@ def compare(args, num_samples):
 
 
 def main():
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = make_parser(__doc__)
   parser.add_argument('--variant', default='S/16', help='of the image tower')
   parser.add_argument('--text_variant', default='S', help='of the text tower')
-  parser.add_argument('--width', type=int, help="of both towers; else the variants'")
-  parser.add_argument('--depth', type=int, help="of both towers; else the variants'")
+  parser.add_argument('--width', type=int, help='of both towers; default: as the variants')
+  parser.add_argument('--depth', type=int, help='of both towers; default: as the variants')
   parser.add_argument('--image_size', type=int, default=224, help='in pixels')
-  parser.add_argument('--tokens', type=int, default=16, help='L, of a text')
-  parser.add_argument('--vocab_size', type=int, default=32_000, help='token ids')
-  parser.add_argument('--batch', type=int, default=16, help='B')
-  parser.add_argument('--factors', type=int, default=15, help='R')
-  parser.add_argument('--samples', type=integers, default=[1], help='S, by comma')
+  parser.add_argument('--tokens', type=int, default=16, help='tokens L per text')
+  parser.add_argument('--vocab_size', type=int, default=32_000, help='number of token ids')
+  parser.add_argument('--batch', type=int, default=16, help='batch size B')
+  parser.add_argument('--factors', type=int, default=15, help='factors R')
+  parser.add_argument('--samples', type=integers, default=[1], help='values of S')
   parser.add_argument('--dtype', default='float32', help='of the activations')
-  parser.add_argument('--repeats', type=int, default=9, help='turns')
-  parser.add_argument('--json', type=Path, help='write the rows here')
+  parser.add_argument('--repeats', type=int, default=9, help='timed turns')
   args = parser.parse_args()
   rows = [compare(args, num_samples) for num_samples in args.samples]
-  columns = ('s', 'b', 'seconds', 'det_seconds', 'time_ratio', 'flops_ratio')
-  print_table(columns, [[row[name] for name in columns] for row in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   for row in rows:
     print(f'HET-XL with S = {row["s"]} takes {row["time_ratio"]:.3f} times as long as DET.')
 

@@ -1,24 +1,22 @@
-"""Training on JPEG files: how long it waits for them, and how fast they are decoded and augmented.
+"""Training on JPEG files: how long it waits for data, and how fast files are read.
 
     python benchmarks/input.py [--json OUT]
     python benchmarks/input.py --photos=24 --photo_size=60,45 --image_size=16 --backbone=tiny \\
       --batch=4 --steps=4 --repeats=1
 
-Makes JPEG files that have the spectrum of photographs, 500 x 375 at quality 90, some 100 kB each.
+Makes JPEG files with the spectrum of photographs, 500 x 375 at quality 90, about 100 kB each.
 
-1. Trains a ViT-Ti/16 at 224 pixels on a folder of them, random crops and flips included, and prints
-   which share of the time the loop waited for its next batch. The first batches, which fill the
-   queue, are printed apart.
-2. Reads the files once a turn, by our pipeline and by a TensorFlow Datasets data set of the same
-   files in turns, timed by TFDS's benchmark: decoded only (ours with a central crop without a
-   resize, and in batches), and with the crops and flips of training, which TFDS's data set runs as
-   one tf.data pipeline. Rates are images per second of CPU time, so that they are those of a core
-   and other processes count little; all threads of TensorFlow are there for both.
+1. Trains a ViT-Ti/16 at 224 pixels on them, with random crops and flips, and prints the share of
+   time that the loop waited for its next batch. The first batches, which fill the queue, are
+   printed separately.
+2. Reads all files with our pipeline and, in turns, with a TensorFlow Datasets data set of the same
+   files, timed by TFDS's own benchmark: decoded only (ours with a central crop that does not
+   resize, and in batches), and with the crops and flips of training. Rates are images per second of
+   CPU time, so they are per core and depend little on other processes.
 
-Takes two minutes on two CPU cores, the second line some seconds.
+Takes two minutes on two CPU cores, the second command some seconds.
 """
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -28,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
-from command_line import integers, print_table, write_json
+from command_line import integers, make_parser, print_table, write_json
+from loop import BACKBONES, classifier
 from PIL import Image
 from tensorflow_datasets.core.utils import benchmark as tfds_benchmark
-from training_model import BACKBONES, classifier
 
 from het_plugin.data import DatasetConfig, get_dataset, preprocess, tasks
 from het_plugin.data.image_folder import ImageFolderSource
@@ -45,20 +43,19 @@ AUGMENT = (preprocess.inception_crop(), preprocess.flip_left_right(), preprocess
 
 
 def parse_args():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--photos', type=int, default=256, help='files')
+  parser = make_parser(__doc__)
+  parser.add_argument('--photos', type=int, default=256, help='number of files')
   parser.add_argument('--photo_size', type=integers, default=[500, 375], help='width,height')
-  parser.add_argument('--image_size', type=int, default=224, help='pixels a side for the model')
-  parser.add_argument('--backbone', choices=BACKBONES, default='vit_ti', help='of the model')
-  parser.add_argument('--batch', type=int, default=16, help='images a batch')
-  parser.add_argument('--steps', type=int, default=40, help='of training')
-  parser.add_argument('--repeats', type=int, default=7, help='turns of each side')
-  parser.add_argument('--json', type=Path, help='write the result here')
+  parser.add_argument('--image_size', type=int, default=224, help='height and width for the model')
+  parser.add_argument('--backbone', choices=BACKBONES, default='vit_ti', help='size of the model')
+  parser.add_argument('--batch', type=int, default=16, help='images per batch')
+  parser.add_argument('--steps', type=int, default=40, help='training steps')
+  parser.add_argument('--repeats', type=int, default=7, help='timed turns of each side')
   return parser.parse_args()
 
 
 def photo(rng, width, height):
-  """An image whose amplitudes fall with the frequency as those of photographs do."""
+  """An image with the power spectrum of photographs."""
   frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
   frequency[0, 0] = np.inf
 
@@ -73,7 +70,7 @@ def photo(rng, width, height):
 
 
 def write_photos(args, folder):
-  """Paths of the files, a folder a class."""
+  """Writes the files, one folder per class, and returns their paths."""
   rng = np.random.default_rng(0)
   paths = []
   for i in range(args.photos):
@@ -85,7 +82,7 @@ def write_photos(args, folder):
 
 
 def write_tfds(folder, paths):
-  """A TFDS data set of the same files, their bytes as they are."""
+  """A TFDS data set of the same files, byte by byte."""
   identity = tfds.core.DatasetIdentity(
     name='photos', version=tfds.core.Version('1.0.0'), data_dir=str(folder), module_name=''
   )
@@ -111,7 +108,7 @@ class Recorder(actions.BaseAction):
 
 
 def waiting(args, photos, model_dir):
-  """Milliseconds a step and the share of them spent waiting, in the first batches and later."""
+  """Milliseconds per step, and the share spent waiting for data, at the start and later."""
   period = max(args.steps // 4, 1)
   recorder = Recorder()
   train(
@@ -138,7 +135,7 @@ def waiting(args, photos, model_dir):
 
 
 class OnePass:
-  """Iterates over the files once, in our batches."""
+  """Iterates over the files once, in batches of our pipeline."""
 
   def __init__(self, args, task):
     self._cfg = DatasetConfig(
@@ -152,7 +149,7 @@ class OnePass:
 
 
 def tfds_pipeline(args, dataset, preprocessors):
-  """The same preprocessing of a TFDS data set, in batches."""
+  """Applies the same preprocessing to a TFDS data set, in batches."""
   keyed = dataset.enumerate().map(
     lambda i, example: {**example, 'key': tf.stack([tf.cast(i, tf.int32), 0])},
     num_parallel_calls=tf.data.AUTOTUNE,
@@ -163,7 +160,7 @@ def tfds_pipeline(args, dataset, preprocessors):
 
 
 def rate(iterable, num_images):
-  """(images per second of CPU time, images per second)."""
+  """Returns (images per second of CPU time, images per second)."""
   cpu = time.process_time()
   with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
     seen = tfds_benchmark.raw_benchmark(iterable)
@@ -172,7 +169,7 @@ def rate(iterable, num_images):
 
 
 def compare(args, work, ours, theirs):
-  """A row of the two sides, in turns; the first turn of each builds its graph and is left out."""
+  """One row. The first turn of each side builds its graph and does not count."""
   sides = {'ours': ours, 'tfds': theirs}
   rates = {name: [] for name in sides}
   for turn in range(args.repeats + 1):
@@ -198,7 +195,7 @@ def main():
     folder = Path(folder)
     paths = write_photos(args, folder / 'photos')
     kilobytes = sum(path.stat().st_size for path in paths) / args.photos / 1e3
-    # Without its cache in memory, which would hold the decoded images of the first turn.
+    # TFDS would cache the decoded images of the first turn in memory.
     read_config = tfds.ReadConfig(try_autocache=False)
     builder = write_tfds(folder / 'tfds', paths)
     dataset = builder.as_dataset(split='train', read_config=read_config)
@@ -217,12 +214,12 @@ def main():
   write_json(args.json, {'kilobytes': kilobytes, 'rates': rates, 'training': training})
   for row in rates:
     print(
-      f'{row["work"]}: {row["ours_per_core"]:.0f} images/s a core, {row["ratio"]:.2f} times those '
-      f'of TFDS ({row["lowest"]:.2f} to {row["highest"]:.2f})'
+      f'{row["work"]}: {row["ours_per_core"]:.0f} images/s per core, {row["ratio"]:.2f} times '
+      f'those of TFDS ({row["lowest"]:.2f} to {row["highest"]:.2f})'
     )
   print(
     f'{args.backbone}: the loop waited for data {training["wait_share"]:.2%} of its time, '
-    f'{training["ms_per_step"]:.0f} ms a step; {training["first_wait_share"]:.1%} at the start'
+    f'{training["ms_per_step"]:.0f} ms per step; {training["first_wait_share"]:.1%} at the start'
   )
 
 

@@ -1,18 +1,16 @@
-"""The training loop over a bare jitted step, and how long it stands still for a checkpoint.
+"""Overhead of the training loop over the bare compiled step, and how long a checkpoint stops it.
 
     python benchmarks/loop.py [--json OUT]
     python benchmarks/loop.py --sizes=tiny --pairs=2 --period=5
 
-One side is `train` as a run calls it: batches prefetched from the host to the device, metrics,
-a report every --period steps, the check for preemption. The other is the same compiled step in a
-loop of its own, on a batch that is on the device already. They take turns of --period steps within
-one run, so that whatever else the machine does meets both; a ratio is that of neighbouring turns.
-Every other turn of the loop begins with a checkpoint, which is written in the background, and is
-followed by one of the same state for which everything waits. Those turns do not enter the ratio.
-Takes six minutes on two CPU cores, the second line some seconds.
+Compares `train` as a run calls it (prefetched batches, metrics, reports, the check for preemption)
+with the same compiled step in a bare loop over one batch on the device. They take turns of --period
+steps within one run, and a ratio is that of neighbouring turns, so that other load on the machine
+affects both. Every other turn of the loop begins with a checkpoint, written in the background, and
+is followed by a save of the same state that is waited for; these turns do not count in the ratio.
+Takes six minutes on two CPU cores, the second command some seconds.
 """
 
-import argparse
 import dataclasses
 import statistics
 import tempfile
@@ -22,21 +20,38 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import names, print_table, write_json
-from training_model import classifier
+from command_line import make_parser, names, report
 
+from het_plugin.backbones import vit
 from het_plugin.data import TaskInfo
-from het_plugin.operations import run_clock
-from het_plugin.training import actions, checkpoints, partitioning
+from het_plugin.heads import HetXL, LearnedTemperature
+from het_plugin.integrate import Integrator
+from het_plugin.models import ClassificationModel
+from het_plugin.training import actions, checkpoints, optimizers, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 
 NUM_CLASSES = 100
+BACKBONES = {
+  'vit_ti': {'variant': 'Ti/16'},
+  'tiny': {'variant': 'Ti/4', 'width': 16, 'depth': 1, 'mlp_dim': 16, 'num_heads': 2},
+}
+
+
+def classifier(backbone, num_classes):
+  """HET-XL on a ViT, with AdamW."""
+  return ClassificationModel(
+    vit(pooling='gap', **BACKBONES[backbone]),
+    HetXL(num_classes, num_factors=10, temperature=LearnedTemperature()),
+    optimizers.adamw(1e-4, weight_decay=0.1, clip_norm=1.0),
+    Integrator(num_samples=16),
+    Integrator(num_samples=16),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """A DatasetConfig of random images that are on the host already."""
+  """A dataset config of random images in host memory."""
 
   batch_size: int
   image_size: int
@@ -50,7 +65,7 @@ SIZES = {
 
 
 class NoiseIterator:
-  """Gives the same batch again and again."""
+  """Returns the same batch every time."""
 
   num_batches = None
 
@@ -77,92 +92,74 @@ class NoiseIterator:
     return {'position': self._position}
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
-  """A turn of the loop and the turn of the bare step after it, in seconds.
+class Alternate(actions.BaseAction):
+  """After every turn of the loop, takes one of the bare step.
 
-  save: how much of the loop's the save took; 0 without one.
-  blocking_save: of one for which everything waits; 0 where the loop saved nothing.
+  `turns` has {'loop', 'bare', 'save', 'blocking_save'} in seconds; without a checkpoint in the turn
+  of the loop, the last two are 0.
   """
 
-  loop: float
-  bare: float
-  save: float
-  blocking_save: float
-
-
-class Alternate(actions.BaseAction):
-  """After every turn of the loop, one of the bare step."""
-
-  def __init__(self, period, bare_batch, checkpointer, recorded):
-    self._period = period
-    self._batch = bare_batch
-    self._checkpointer = checkpointer
-    self._recorded = recorded
-    self._state = None
-    self._resumed = None
-    self._saved = 0.0
+  def __init__(self, period, batch, checkpointer, trainers, saves):
+    self._period, self._batch, self._checkpointer = period, batch, checkpointer
+    self._trainers, self._saves = trainers, saves
+    self._state = self._resumed = None
     self.turns = []
 
   def run(self, train_state, metrics_by_task):
     jax.block_until_ready(train_state)
-    loop = None if self._resumed is None else time.perf_counter() - self._resumed
-    total_saved = self._recorded['clock'].snapshot().seconds.get(run_clock.SAVE, 0.0)
-    saved, self._saved = total_saved - self._saved, total_saved
+    loop = self._resumed and time.perf_counter() - self._resumed
+    save = sum(self._saves)
     if self._state is None:
       self._state = jax.tree.map(jnp.copy, train_state)
       self._bare_turn()
-    bare = self._bare_turn()
-    blocking = self._blocking_save() if saved else 0.0
+    turn = {'loop': loop, 'bare': self._bare_turn(), 'save': save, 'blocking_save': 0.0}
+    if save:
+      start = time.perf_counter()
+      self._checkpointer.save(int(self._state.step), self._state, {}, {})
+      self._checkpointer.wait_until_finished()
+      turn['blocking_save'] = time.perf_counter() - start
     if loop is not None:  # the first turn compiles and fills caches
-      self.turns.append(Turn(loop, bare, saved, blocking))
+      self.turns.append(turn)
+    self._saves.clear()
     self._resumed = time.perf_counter()
     return False
 
   def _bare_turn(self):
-    step = self._recorded['trainer'].train_step
     start = time.perf_counter()
     for _ in range(self._period):
-      self._state, _ = step(self._state, self._batch)
+      self._state, _ = self._trainers[0].train_step(self._state, self._batch)
     jax.block_until_ready(self._state)
-    return time.perf_counter() - start
-
-  def _blocking_save(self):
-    start = time.perf_counter()
-    self._checkpointer.save(int(self._state.step), self._state, {}, {})
-    self._checkpointer.wait_until_finished()
     return time.perf_counter() - start
 
 
 def measure(args, size, folder):
-  """The turns of one run, and the bytes of its state."""
-  recorded = {}
+  """Returns the turns of one run, and the bytes of its state."""
+  trainers, saves = [], []
 
   class RecordedTrainer(step_lib.Trainer):
     def __init__(self, **kwargs):
       super().__init__(**kwargs)
-      recorded['trainer'] = self
+      trainers.append(self)
 
-  class RecordedClock(run_clock.RunClock):
-    def __init__(self, **settings):
-      super().__init__(**settings)
-      recorded['clock'] = self
+  def timed_save(*args, **kwargs):
+    start = time.perf_counter()
+    save(*args, **kwargs)
+    saves.append(time.perf_counter() - start)
 
   partitioner = partitioning.PjitPartitioner()
   cfg = SIZES[size]
   host = next(NoiseIterator(cfg, partitioner.batch_rows(cfg.batch_size)))
-  save = checkpoints.SaveCheckpointConfig(period=2 * args.period, keep=1)
-  checkpointer = checkpoints.Checkpointer(folder / 'blocking', save)
-  alternate = Alternate(
-    args.period, partitioner.shard_batch(host, cfg.batch_size), checkpointer, recorded
-  )
-  unrecorded, run_clock.RunClock = run_clock.RunClock, RecordedClock
+  save_cfg = checkpoints.SaveCheckpointConfig(period=2 * args.period, keep=1)
+  checkpointer = checkpoints.Checkpointer(folder / 'blocking', save_cfg)
+  batch = partitioner.shard_batch(host, cfg.batch_size)
+  alternate = Alternate(args.period, batch, checkpointer, trainers, saves)
+  save, checkpoints.Checkpointer.save = checkpoints.Checkpointer.save, timed_save
   try:
     _, state = train(
       model=classifier(size, NUM_CLASSES),
       train_dataset_cfg=cfg,
       train_eval_dataset_cfg=None,
-      checkpoint_cfg=checkpoints.CheckpointConfig(save),
+      checkpoint_cfg=checkpoints.CheckpointConfig(save_cfg),
       partitioner=partitioner,
       trainer_cls=RecordedTrainer,
       model_dir=folder / 'run',
@@ -175,20 +172,20 @@ def measure(args, size, folder):
       task_info_fn=lambda name: TaskInfo(NUM_CLASSES, False, 3, None, {'train': None}),
     )
   finally:
-    run_clock.RunClock = unrecorded
+    checkpoints.Checkpointer.save = save
     checkpointer.close()
   return alternate.turns, sum(x.nbytes for x in jax.tree.leaves(state))
 
 
 def row_of(name, period, turns, state_bytes):
-  plain = [turn for turn in turns if not turn.save]
-  saving = [turn for turn in turns if turn.save]
-  ratios = [turn.bare / turn.loop for turn in plain]
+  plain = [turn for turn in turns if not turn['save']]
+  saving = [turn for turn in turns if turn['save']]
+  ratios = [turn['bare'] / turn['loop'] for turn in plain]
   quartiles = statistics.quantiles(ratios, n=4, method='inclusive')
-  bare = statistics.median(turn.bare for turn in turns) / period
-  overhead = statistics.median(turn.loop - turn.bare for turn in plain) / period
-  stall = statistics.median(turn.save for turn in saving)
-  blocking = statistics.median(turn.blocking_save for turn in saving)
+  bare = statistics.median(turn['bare'] for turn in turns) / period
+  overhead = statistics.median(turn['loop'] - turn['bare'] for turn in plain) / period
+  stall = statistics.median(turn['save'] for turn in saving)
+  blocking = statistics.median(turn['blocking_save'] for turn in saving)
   return {
     'size': name,
     'turns': len(plain),
@@ -205,11 +202,10 @@ def row_of(name, period, turns, state_bytes):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('--sizes', type=names(SIZES), default=list(SIZES), help=','.join(SIZES))
   parser.add_argument('--pairs', type=int, default=12, help='turns without and with a save')
-  parser.add_argument('--period', type=int, default=100, help='steps of a turn, and of a report')
-  parser.add_argument('--json', type=Path, help='write the rows here')
+  parser.add_argument('--period', type=int, default=100, help='steps per turn, and per report')
   args = parser.parse_args()
   if args.pairs < 2:
     parser.error(f'--pairs={args.pairs} must be at least 2')
@@ -217,13 +213,12 @@ def main():
   for name in args.sizes:
     with tempfile.TemporaryDirectory() as folder:
       rows.append(row_of(name, args.period, *measure(args, name, Path(folder))))
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   for row in rows:
     low, high = row['ratio_quartiles']
     print(
       f'{row["size"]}: {row["ratio"]:.3f} of the steps/s of the bare step (quartiles {low:.3f} to '
-      f'{high:.3f}), {row["overhead_us"]:.0f} us a step; a save stops the loop for '
+      f'{high:.3f}), {row["overhead_us"]:.0f} us per step; a save stops the loop for '
       f'{row["save_stall_steps"]:.2f} steps, {row["stall_over_blocking"]:.2f} of a blocking one'
     )
 

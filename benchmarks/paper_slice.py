@@ -1,17 +1,14 @@
-"""The paper's own slice: what each head needs on 64 TPU v3 chips, compiled here.
+"""Memory and FLOPs of each head on the paper's own slice, 64 TPU v3 chips, from the compiler.
 
     python benchmarks/paper_slice.py [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
 
-JFT-4B's 29,593 classes, batch 4096, S = 1000, R = 50 on v3:8x8, which is 128 devices (section 1 of
-Collier et al. 2023: there HET does not fit). Figures are the compiler's, of the train step; the
+Compiles the training step for JFT-4B's 29,593 classes, batch 4096, S = 1000 and R = 50 on v3:8x8,
+which has 128 devices. Section 1 of Collier et al. (2023) reports that HET does not fit there. The
 last two columns are the formulas of docs/scale.md for what a head adds to DET. Needs libtpu (the
-extra 'plan'), no TPU; two minutes a row on two CPU cores.
+extra 'plan') but no TPU, and two minutes per row on two CPU cores.
 """
 
-import argparse
-from pathlib import Path
-
-from command_line import names, print_table, write_json
+from command_line import make_parser, names, report
 
 from het_plugin.planning import worker
 from het_plugin.planning.request import Request
@@ -20,16 +17,16 @@ GIB = 2**30
 BACKBONES = ('vit_l_32', 'resnet_152')
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 RUN = 'het_plugin/gin/runs/jft4b.gin'
-
-
-# docs/scale.md: B, K, R, S of the run, and D of the backbones.
+# B, K, R and S of the run, and D of the backbones.
 BATCH, CLASSES, FACTORS, SAMPLES = 4096, 29_696, 50, 1000
 DIMS = {'vit_l_32': 1024, 'resnet_152': 2048}
 
 
 def head_flops(head, dim):
-  """What a head adds to DET's train step, sigmoid link: products with W of what is projected, its
-  covariance, and the samples, forward and backward.
+  """FLOPs that a head adds to the training step of DET with the sigmoid link.
+
+  They are the samples, the covariance, and for HET-XL the projection of the factors by W, each
+  forward and backward.
   """
   if head == 'det':
     return 0
@@ -40,7 +37,7 @@ def head_flops(head, dim):
 
 
 def factors_bytes(mesh):
-  """The factors [B, R + 2, K] of a device and their gradient, in tiles of 8 rows."""
+  """Bytes per device of the factors [B, R + 2, K] and their gradient, in tiles of 8 rows."""
   data_shards, model_shards = mesh
   rows = -(-(FACTORS + 2) // 8) * 8
   return 2 * 4 * BATCH // data_shards * rows * CLASSES // model_shards
@@ -83,24 +80,27 @@ def make_row(args, backbone, mesh, head):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument(
     '--backbones', type=names(BACKBONES), default=['vit_l_32'], help=','.join(BACKBONES)
   )
   parser.add_argument('--heads', type=names(HEADS), default=list(HEADS), help=','.join(HEADS))
   parser.add_argument(
-    '--meshes', type=meshes, default=[[32, 4], [128, 1]], help='data x model devices'
+    '--meshes',
+    type=meshes,
+    default=[[32, 4], [128, 1]],
+    help='devices along the data and the model axis',
   )
-  parser.add_argument('--topology', default='v3:8x8', help='as of het_plugin.plan')
-  parser.add_argument('--gin', action='append', default=[], help='a binding for all runs')
-  parser.add_argument('--json', type=Path, help='write the rows here')
+  parser.add_argument('--topology', default='v3:8x8', help='as in het_plugin.plan')
+  parser.add_argument('--gin', action='append', default=[], help='a gin binding for all rows')
   args = parser.parse_args()
-  rows = []
-  for backbone in args.backbones:
-    for mesh in args.meshes:
-      rows += [make_row(args, backbone, mesh, head) for head in args.heads]
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
-  write_json(args.json, rows)
+  rows = [
+    make_row(args, backbone, mesh, head)
+    for backbone in args.backbones
+    for mesh in args.meshes
+    for head in args.heads
+  ]
+  report(args.json, rows)
   peaks = {row['head']: row['peak_gib'] for row in rows if row['mesh'] == rows[0]['mesh']}
   if peaks.get('det') and peaks.get('het_xl'):
     print(

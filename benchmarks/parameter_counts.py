@@ -1,19 +1,16 @@
-"""Parameters of the paper's models beside its table 3, from shapes alone.
+"""Parameter counts of the paper's models next to those of its table 3.
 
     python benchmarks/parameter_counts.py [--json OUT]
 
-Heads have the reference implementation's parameters (factor_bias) and R = 50; the temperature, one
-parameter where it is learned, does not show. Nothing is computed but shapes: seconds on any
-machine.
+Heads have the parameters of the reference implementation (factor_bias) and R = 50. A learned
+temperature is one parameter, too few to show. Only shapes are computed: seconds on any machine.
 """
 
-import argparse
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from command_line import print_table, write_json
+from command_line import make_parser, report
 
 from het_plugin.backbones import resnet, vit
 from het_plugin.heads import Det, Het, HetH, HetXL
@@ -25,7 +22,7 @@ BACKBONES = {
   'ViT-L/32': vit('L/32', representation_size=1024),
 }
 HEADS = {'DET': Det, 'HET': Het, 'HET-H': HetH, 'HET-XL': HetXL}
-# Millions, the column #Params of table 3, by backbone and head, in the order of CLASSES.
+# The column #Params of table 3 in millions, in the order of CLASSES.
 TABLE_3 = {
   ('ResNet152x1', 'DET'): (95.6, 102.9, 118.8),
   ('ResNet152x1', 'HET'): (171.5, 193.5, 241.6),
@@ -39,7 +36,7 @@ TABLE_3 = {
 
 
 def count(backbone, head):
-  """Parameters of backbone and head by the shapes of their variables."""
+  """The number of parameters of a backbone and a head."""
   image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
   phi = jax.ShapeDtypeStruct((1, backbone.pre_logits_dim), jnp.float32)
   params = [
@@ -69,20 +66,10 @@ def make_rows():
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--json', type=Path, help='write the rows here')
-  args = parser.parse_args()
+  args = make_parser(__doc__).parse_args()
   rows = make_rows()
-  cells = [row | {'num_params': f'{row["num_params"]:,}'} for row in rows]
-  print_table(list(cells[0]), [list(row.values()) for row in cells])
-  write_json(args.json, rows)
-  differing = [row for row in rows if not row['matches']]
-  print(f'{len(rows) - len(differing)} of {len(rows)} are as printed in table 3')
-  for row in differing:
-    print(
-      f'{row["backbone"]}, {row["head"]}, {row["dataset"]}: {row["num_params"] / 1e6:.2f} million '
-      f'here, {row["printed_millions"]} in the paper'
-    )
+  report(args.json, rows)
+  print(f'{sum(row["matches"] for row in rows)} of {len(rows)} are as printed in table 3')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,5 @@
-"""The benchmarks at a tiny size: that they run and that their rows are right, not how fast."""
+"""Each benchmark runs at a tiny size and its rows are consistent. Speed is not tested."""
 
-import ast
 import functools
 import importlib
 import json
@@ -18,15 +17,13 @@ from het_plugin.config import trained_run
 from het_plugin.training.partitioning import PjitPartitioner
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {'command_line.py', 'gaussian_problem.py', 'restart_probe.py', 'training_model.py'}
+SHARED = {'command_line.py', 'gaussian_problem.py'}
 SCRIPTS = sorted({path.name for path in (ROOT / 'benchmarks').glob('*.py')} - SHARED)
 SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
 
 
 def run_process(script, tmp_path, *flags):
-  """(rows, printed lines) of a benchmark in a process, as it is for users: one that starts itself
-  anew, is about starting, or registers tasks.
-  """
+  """(rows, printed lines) of a benchmark that needs a process of its own."""
   out = tmp_path / 'out.json'
   command = [sys.executable, f'benchmarks/{script}', *flags, f'--json={out}']
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -36,7 +33,7 @@ def run_process(script, tmp_path, *flags):
 
 @pytest.fixture
 def call_main(monkeypatch):
-  """Runs a script in this process, where imports are paid for once."""
+  """Runs a script in this process, so that imports are shared."""
   monkeypatch.syspath_prepend(ROOT / 'benchmarks')  # as when the script is run
   monkeypatch.chdir(ROOT)
 
@@ -68,13 +65,6 @@ def test_every_script_has_help_and_json(script, call_main, capsys):
   assert '--json' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('path', sorted((ROOT / 'benchmarks').glob('*.py')), ids=lambda p: p.name)
-def test_help_explains_every_flag(path):
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == 'add_argument':
-      assert 'help' in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
-
-
 def test_fewshot_solver(run):
   flags = ['--classes=7,30', '--shots=4', '--d=40', '--m=200', '--turns=1']
   rows, printed = run('fewshot_solver.py', *flags)
@@ -88,8 +78,6 @@ def test_fewshot_solver(run):
     assert row['eigh_ratio'] == row['eigh_seconds'] / row['seconds'] > 0
     assert row['ridge_classifier_ratio'] == row['ridge_classifier_seconds'] / row['seconds'] > 0
   assert printed[-1].startswith('ratios') and printed[-1].endswith('differ by 0')
-  rows, _ = run('fewshot_solver.py', *flags, '--alone')
-  assert 'eigh_seconds' not in rows[0]
 
 
 def test_integrator(run):
@@ -154,20 +142,12 @@ def test_tpu_cycles(tmp_path):
   assert "of the paper's procedure" in printed[-1]
 
 
-@pytest.mark.parametrize(
-  'name, message',
-  [
-    ('v5e:2x2', "pip install 'het_plugin[plan]'"),
-    ('cpu:8', '--topology=cpu:8 is no TPU'),
-    ('v9:2x2', '--topology=v9:2x2 is unknown'),
-  ],
-)
-def test_tpu_cycles_of_no_tpu(name, message, call_main, monkeypatch, capsys):
+def test_tpu_cycles_without_libtpu(call_main, monkeypatch, capsys):
   monkeypatch.setenv('HET_PLUGIN_TPU_CYCLES_DUMP', 'set')  # as in the process that compiles
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)  # libtpu
   with pytest.raises(SystemExit):
-    call_main('tpu_cycles.py', f'--topology={name}')
-  assert message in capsys.readouterr().err
+    call_main('tpu_cycles.py', '--topology=v5e:2x2')
+  assert "pip install 'het_plugin[plan]'" in capsys.readouterr().err
 
 
 def test_contrastive_loss(run):
@@ -181,24 +161,24 @@ def test_contrastive_loss(run):
   assert 'times as fast as the plain loss' in printed[-1]
 
 
-def test_contrastive_loss_of_devices_that_are_not_here(tmp_path):
+@pytest.mark.slow
+def test_contrastive_loss_for_absent_devices(tmp_path):
   flags = ['--batch=480', '--dim=8', '--factors=3', '--topology=cpu:16']
   rows, printed = run_process('contrastive_loss.py', tmp_path, *flags)
   assert [(row['loss'], row['devices']) for row in rows] == [('det', 16), ('het_xl', 16)]
   for row in rows:
     assert row['all_gathers'] > 0
-    # Beside the columns and their gradient, less than all similarities.
+    # Less than all similarities, besides the columns and their gradient.
     assert row['temp_bytes'] < 4 * 480**2
   assert 'no [B, B] on any device' in printed[-1]
 
 
 def test_parameter_counts(run):
-  """All but the two that the paper rounds down (127.27 million)."""
+  """All agree except two that the paper rounds down (127.27 million)."""
   rows, printed = run('parameter_counts.py')
-  assert len(rows) == 24
+  assert len(rows) == 24 and '22 of 24' in printed[-1]
   differing = [(r['backbone'], r['head'], r['dataset']) for r in rows if not r['matches']]
   assert differing == [('ResNet152x1', head, 'JFT-4B') for head in ('HET-H', 'HET-XL')]
-  assert '22 of 24' in printed[-3]
 
 
 def test_glyph_label_noise(run):
@@ -278,21 +258,21 @@ def test_loop(run):
   assert 'of the steps/s of the bare step' in printed[-1]
 
 
-def test_restart(tmp_path):
+@pytest.mark.slow
+def test_restart(run):
   flags = ['--gin=vit.depth=1', '--gin=vit.width=12', '--gin=vit.mlp_dim=12', '--rounds=1']
-  rows, printed = run_process('restart.py', tmp_path, *flags, '--gin=IMAGE_SIZE=16')
+  rows, printed = run('restart.py', *flags, '--gin=IMAGE_SIZE=16')
   assert [row['cache'] for row in rows] == ['without', 'with']
-  parts = ('imports', 'configuration', 'data_set', 'shapes', 'restore', 'compile', 'first_step')
   for row in rows:
-    assert row['total'] == row['lowest'] == row['highest']
-    assert sum(row[part] for part in parts) == pytest.approx(row['total'])
-    assert all(row[part] > 0 for part in parts)
+    assert row['total'] == row['lowest'] == row['highest'] > row['imports'] + row['compile']
+    assert row['imports'] > 0 and row['compile'] > 0
   assert 'with the compilation cache' in printed[-1]
 
 
-def test_input(tmp_path):
+@pytest.mark.slow
+def test_input(run):
   flags = ['--photos=24', '--photo_size=60,45', '--image_size=16', '--backbone=tiny', '--batch=8']
-  result, printed = run_process('input.py', tmp_path, *flags, '--steps=4', '--repeats=1')
+  result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
   assert [row['work'] for row in result['rates']] == ['decode', 'decode, augment']
   for row in result['rates']:
     assert row['lowest'] == row['ratio'] == row['highest'] > 0
@@ -303,7 +283,7 @@ def test_input(tmp_path):
 
 @pytest.fixture(scope='module')
 def image_files(tmp_path_factory):
-  """Files in the formats that real_data reads: Omniglot of pure noise, emoji that are easy."""
+  """Files in the formats that real_data reads: Omniglot is pure noise, emoji are easy."""
   folder = tmp_path_factory.mktemp('images')
   rng = np.random.default_rng(0)
   label, drawer = (x.ravel() for x in np.divmod(np.arange(24 * 20), 20))
@@ -355,7 +335,7 @@ def test_real_data_of_pixels(run, image_files):
 
 
 def test_real_data_of_runs(image_files, real_data, tmp_path, monkeypatch, capsys):
-  """A run that hands its input on is as good as these pixels; two such do not differ."""
+  """A model that returns its input is as good as the pixels; two such models do not differ."""
   partitioner = PjitPartitioner(num_partitions=2)
   fake = types.SimpleNamespace(
     model=FlattenedPixels(),
@@ -383,24 +363,15 @@ def test_real_data_of_runs(image_files, real_data, tmp_path, monkeypatch, capsys
   assert 'emoji, linear: difference to a' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-  'flags, sentence',
-  [
-    (['--data=nowhere'], '--data=nowhere has no file omniglot28.npz'),
-    ([], '--data is needed'),
-    (['--datasets=digits', '--checkpoint=a'], "'a' must be NAME=RUN_DIR"),
-    (['--datasets=digits', '--checkpoint=a=nowhere'], '--checkpoint=a=nowhere: '),
-    (['--datasets=digits', '--episodes=1'], '--episodes=1 must be 2 or more'),
-  ],
-)
-def test_real_data_says_what_is_wrong(flags, sentence, real_data, capsys):
+def test_real_data_says_what_is_wrong(real_data, capsys):
   with pytest.raises(SystemExit) as exit_:
-    real_data(*flags)
+    real_data('--data=nowhere')
   assert exit_.value.code == 2
-  assert sentence in capsys.readouterr().err.splitlines()[-1]
+  assert '--data=nowhere has no file omniglot28.npz' in capsys.readouterr().err.splitlines()[-1]
   gin.clear_config()
 
 
+@pytest.mark.slow
 def test_real_data_of_real_files(data_dir, real_data, tmp_path):
   """Vinyals et al. 2016, table 1: 0.42 and 0.63 for pixels by cosine, 5 ways, 1 and 5 shots."""
   out = tmp_path / 'rows.json'
