@@ -1,7 +1,7 @@
-"""TPU slices as GKE knows them: accelerator names, topologies, hosts.
+"""TPU slices on GKE: accelerator names, topologies and numbers of hosts.
 
-The table is that of https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus#availability
-("TPU availability in GKE"); names and machine types agree with xpk's system_characteristics.py.
+The table follows "TPU availability in GKE", see DOCUMENTED; names and machine types agree with
+xpk's system_characteristics.py.
 """
 
 import dataclasses
@@ -20,13 +20,11 @@ class Generation:
 
   Attributes:
     accelerator: value of the node label cloud.google.com/gke-tpu-accelerator.
-    machine_type: of node pools with four chips a host.
-    topologies: all that there are, for generations with two dimensions.
-    max_chips: of a slice, for generations with three, whose topologies follow a rule.
+    topologies: all topologies, for generations with two dimensions.
+    max_chips: largest slice, for generations with three dimensions, whose topologies follow a rule.
   """
 
   accelerator: str
-  machine_type: str
   topologies: tuple[str, ...] = ()
   max_chips: int = 0
 
@@ -34,24 +32,23 @@ class Generation:
 GENERATIONS = {
   'v3': Generation(
     'tpu-v3-slice',
-    'ct3p-hightpu-4t',
     ('4x4', '4x8', '8x8', '8x16', '16x16', '16x32', '32x32'),
   ),
-  'v4': Generation('tpu-v4-podslice', 'ct4p-hightpu-4t', max_chips=16 * 16 * 16),
-  'v5e': Generation('tpu-v5-lite-podslice', 'ct5lp-hightpu-4t', _PLANE),
-  'v5p': Generation('tpu-v5p-slice', 'ct5p-hightpu-4t', max_chips=16 * 16 * 24),
-  'v6e': Generation('tpu-v6e-slice', 'ct6e-standard-4t', _PLANE),
-  'tpu7x': Generation('tpu7x', 'tpu7x-standard-4t', max_chips=16 * 16 * 36),
+  'v4': Generation('tpu-v4-podslice', max_chips=16 * 16 * 16),
+  'v5e': Generation('tpu-v5-lite-podslice', _PLANE),
+  'v5p': Generation('tpu-v5p-slice', max_chips=16 * 16 * 24),
+  'v6e': Generation('tpu-v6e-slice', _PLANE),
+  'tpu7x': Generation('tpu7x', max_chips=16 * 16 * 36),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """A slice of TPU chips that are wired together.
+  """A slice: TPU chips that are connected to each other.
 
   Attributes:
     generation: key of GENERATIONS.
-    shape: '4x8', the topology in chips.
+    shape: topology in chips, for example '4x8'.
   """
 
   generation: str
@@ -69,19 +66,15 @@ class Slice:
   def accelerator(self) -> str:
     return GENERATIONS[self.generation].accelerator
 
-  @property
-  def machine_type(self) -> str:
-    return GENERATIONS[self.generation].machine_type
-
 
 def parse(topology: str, num_slices: int = 1) -> Slice:
-  """The slice of 'v5e:4x4'.
+  """The slice that is called 'v5e:4x4', for example.
 
-  A v5e or v6e slice of 2x4 has two hosts here; GKE's machine type with all eight chips in one host
-  is left out.
+  A 2x4 slice of v5e or v6e has two hosts here. The machine type with eight chips per host is not
+  supported.
 
   Raises:
-    ValueError: the topology is none that GKE has, or has too few hosts to be one of several slices.
+    ValueError: GKE does not have the topology, or cannot combine several slices of it.
   """
   generation, shape = topology_lib.parse(topology)
   if generation not in GENERATIONS:
@@ -103,7 +96,7 @@ def parse(topology: str, num_slices: int = 1) -> Slice:
   if num_slices < 1:
     raise ValueError(f'--num_slices={num_slices} must be at least 1')
   if num_slices > 1 and generation == 'v3':
-    raise ValueError(f'--num_slices={num_slices}: several slices of v3 cannot work together')
+    raise ValueError(f'--num_slices={num_slices}: slices of v3 cannot be combined')
   if num_slices > 1 and found.hosts == 1:
     raise ValueError(f'--num_slices={num_slices} needs slices of several hosts; {topology} has one')
   return found

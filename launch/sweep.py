@@ -1,6 +1,6 @@
-"""What a launch runs: jobs of training's arguments and the values swept over.
+"""The jobs of a launch: the arguments of training for each combination of swept values.
 
-Plain values and strings; nothing here starts anything, and XManager is not needed.
+Nothing here starts a job or needs XManager.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 HEAD = 'head'
 MODEL_DIR = 'MODEL_DIR'
-TRAIN = ('-m', 'het_plugin.train')  # arguments of the Python that trains
+TRAIN = ('-m', 'het_plugin.train')  # arguments of Python for training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Job:
   """One training run.
 
   Attributes:
-    name: made of the swept values; unique in a launch.
-    model_dir: the run's own folder, the same at every launch, so that launching again resumes.
-    gin_files, gin_bindings, gin_search_paths: as training takes them.
-    train_flags: further arguments of training.
+    name: the swept values; unique in a launch.
+    model_dir: folder of the run. It is the same at every launch, so launching again resumes it.
+    gin_files, gin_bindings, gin_search_paths: as in the flags of training.
+    train_flags: additional arguments of training.
   """
 
   name: str
@@ -35,10 +35,10 @@ class Job:
   train_flags: tuple[str, ...] = ()
 
   def arguments(self) -> list[str]:
-    """Arguments for het_plugin.train, each one string.
+    """The arguments of het_plugin.train.
 
-    A list of strings and no mapping: of a mapping XManager makes `--gin.X` out of True, `--nogin.X`
-    out of False, and drops None.
+    They are a list because XManager changes mappings: it turns True into `--gin.X`, False into
+    `--nogin.X`, and drops None.
     """
     arguments = [f'--gin_file={file}' for file in self.gin_files]
     if self.gin_search_paths != ('.',):
@@ -62,10 +62,9 @@ def split_binding(binding: str) -> tuple[str, str]:
 
 
 def split_values(text: str) -> list[str]:
-  """Values between the commas that stand outside of quotes and brackets.
+  """Splits at the commas outside quotes and brackets: 'a(1, 2),"x,y"' is 'a(1, 2)' and '"x,y"'.
 
-  'a(1, 2),"x,y"' has the values 'a(1, 2)' and '"x,y"'. They stay source text, as gin takes it, so
-  that True remains True and a string keeps its quotes.
+  Values stay source text, as gin reads it: True remains True and strings keep their quotes.
 
   Raises:
     ValueError: quotes or brackets do not match, or a value is empty.
@@ -91,7 +90,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
   """('NAME', ['v1', 'v2']) of 'NAME=v1,v2'.
 
   Raises:
-    ValueError: for any other form, and where a value is there twice.
+    ValueError: the text has another form, or repeats a value.
   """
   name, equals, values = text.partition('=')
   name = name.strip()
@@ -102,12 +101,12 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
   except ValueError as error:
     raise ValueError(f'--sweep={text}: {error}') from error
   for value in values:
-    if not re.search('[@%]', value):  # references of gin
+    if not re.search('[@%]', value):  # references, which only gin resolves
       try:
         ast.literal_eval(value)
       except (ValueError, SyntaxError) as error:
         raise ValueError(
-          f'--sweep={text}: {value} is no Python value; a string needs quotes of its own'
+          f'--sweep={text}: {value} is no Python value; strings need quotes of their own'
         ) from error
   if repeated := [value for value in values if values.count(value) > 1]:
     raise ValueError(f'--sweep={text} has {repeated[0]} twice')
@@ -123,29 +122,29 @@ def make_jobs(
   sweeps: Sequence[str] = (),
   train_flags: Sequence[str] = (),
 ) -> list[Job]:
-  """A job for each combination of head and swept values, heads slowest; one where nothing is swept.
+  """One job per combination of head and swept values; heads change slowest.
 
   Args:
-    model_dir: local or gs://; of the one job, or, where values are swept, of the jobs' folders.
-    gin_files, gin_bindings, gin_search_paths: of every job. Swept values come after the bindings.
-    heads: names of het_plugin/gin/heads/*.gin; a head's file comes after the others.
+    model_dir: local or gs:// folder of the job; with a sweep, jobs get sub-folders.
+    gin_files, gin_bindings, gin_search_paths: of all jobs. Swept values override bindings.
+    heads: names of het_plugin/gin/heads/*.gin, which are included after the other files.
     sweeps: 'NAME=VALUE,VALUE,...' each.
-    train_flags: further arguments of training, of every job.
+    train_flags: additional arguments of training, for all jobs.
 
   Raises:
-    ValueError: one sentence on a wrong sweep, a name swept or bound twice, no gin file or folder.
+    ValueError: a sweep is wrong, a name is swept or bound twice, or a file or folder is missing.
   """
   if not model_dir:
-    raise ValueError('--model_dir is not given: a folder for what is trained')
+    raise ValueError('--model_dir is not given: name the folder of the run')
   if not gin_files:
-    raise ValueError('no --gin_file is given: a launch needs at least one, as training does')
+    raise ValueError('no --gin_file is given: training needs at least one')
   bound = [split_binding(binding)[0] for binding in gin_bindings]
   axes = [(HEAD, list(heads))] if heads else []
   axes += [parse_sweep(sweep) for sweep in sweeps]
   names = [name for name, _ in axes]
   for name in (*bound, *names):
     if name == MODEL_DIR:
-      raise ValueError(f'{MODEL_DIR} is bound for each job of a launch: leave it out')
+      raise ValueError(f'{MODEL_DIR} is set by the launcher: use --model_dir')
   for name in names:
     if names.count(name) > 1 or name in bound:
       raise ValueError(f'--sweep={name}=... is swept twice, or swept and bound')
@@ -166,11 +165,11 @@ def make_jobs(
       )
     )
   if len({job.name for job in jobs}) < len(jobs):
-    raise ValueError('two of the swept values look the same in a folder name: write them apart')
+    raise ValueError('two swept values give the same folder name: write them differently')
   return jobs
 
 
 def job_name(chosen: Sequence[tuple[str, str]]) -> str:
-  """'het_xl-RANDOM_SEED=1' of a head and a value; 'run' where nothing is swept."""
+  """The swept values as the name of a folder, for example 'het_xl-RANDOM_SEED=1'."""
   parts = [value if name == HEAD else f'{name}={value}' for name, value in chosen]
   return re.sub(r'[^\w.=+-]+', '_', '-'.join(parts))

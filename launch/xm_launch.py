@@ -3,17 +3,20 @@
     python -m launch.xm_launch --gin_file=gin/runs/digits_smoke.gin --model_dir=runs/sweep \\
       --heads=det,het_xl --sweep=RANDOM_SEED=0,1 --sweep=LEARNING_RATE=1e-3,3e-3 --dry_run
 
-Takes the gin files and flags of training. --executor=local runs the jobs here as processes, at most
---max_parallel at a time, and starts one again that was preempted (exit code 42) or killed; Ctrl-C
-lets all of them save and stop. --executor=vertex takes a TPU v2 or v3, the only ones that
-XManager's Vertex executor knows. --executor=gke applies a JobSet for each job with kubectl, see
-launch/gke/render.py: XManager's own Kubernetes executor asks for no TPUs. Launching the same again
-resumes every job.
+Takes the gin files and flags of training.
 
---dry_run prints all jobs and needs no XManager; local and vertex do: pip install '.[launch]'.
+    --executor=local   runs jobs as processes of this machine, at most --max_parallel at a time, and
+                       restarts those that were preempted (exit code 42) or killed. Ctrl-C lets all
+                       running jobs save and stop.
+    --executor=vertex  runs jobs on TPU v2 or v3, the only TPUs of XManager's Vertex executor.
+    --executor=gke     applies one JobSet per job with kubectl (launch/gke/render.py). XManager's
+                       own Kubernetes executor requests no TPUs.
 
-Exit codes: 0 all jobs done, or handed to the cloud; 1 a job failed; 2 a setting is wrong; 42
-interrupted, launch again to go on.
+Repeating a launch resumes its jobs. --dry_run prints all jobs and needs no XManager; local and
+vertex need it: pip install '.[launch]'.
+
+Exit codes: 0 all jobs are done, or were submitted; 1 a job failed; 2 a setting is wrong; 42 the
+launch was interrupted.
 """
 
 import asyncio
@@ -38,7 +41,7 @@ from launch import supervise, sweep
 from launch.gke import render
 
 EXECUTORS = ('local', 'vertex', 'gke')
-VERTEX_CORES_PER_CHIP = 2  # XManager's requirements count v2 and v3 by cores: tpu_v3=8 is a 2x2
+VERTEX_CORES_PER_CHIP = 2  # XManager counts cores: tpu_v3=8 is a 2x2
 FAILED = 1
 
 
@@ -47,56 +50,54 @@ def define_flags() -> None:
   train_flags.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
-  flags.DEFINE_string('name', 'het-plugin', 'Of the experiment, and of JobSets.')
-  flags.DEFINE_string(
-    'model_dir', '', 'Folder of the run; with a sweep each job has a folder in it.'
-  )
-  flags.DEFINE_list('heads', [], 'Names of gin/heads/*.gin, a job for each.')
+  flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')
+  flags.DEFINE_string('model_dir', '', 'Folder of the run; with a sweep, jobs have sub-folders.')
+  flags.DEFINE_list('heads', [], 'Names of gin/heads/*.gin, one job each.')
   flags.DEFINE_multi_string(
     'sweep', [], 'NAME=VALUE,VALUE,... with NAME and VALUE as in --gin.NAME=VALUE; repeatable.'
   )
-  flags.DEFINE_integer('max_parallel', 1, 'Local jobs at a time.')
-  flags.DEFINE_bool('dry_run', False, 'Prints all jobs and launches none.')
+  flags.DEFINE_integer('max_parallel', 1, 'Number of local jobs at a time.')
+  flags.DEFINE_bool('dry_run', False, 'Print all jobs and launch none.')
   if importlib.util.find_spec('xmanager'):
     from xmanager import xm_flags  # noqa: F401 (defines --xm_...)
 
 
 def local_command(job: sweep.Job, max_restarts: int, grace_seconds: int) -> list[str]:
-  """The command line of a local job: training under a supervisor that ends with this process."""
+  """The command of a local job: training under a supervisor that stops when this process ends."""
   return [
     *(sys.executable, '-m', 'launch.supervise', f'--folder={job.model_dir}'),
     *(f'--max_restarts={max_restarts}', f'--max_failures={max_restarts}'),
     f'--grace_seconds={grace_seconds}',
-    # XManager reports a code other than 0 by traceback, several times.
+    # XManager would report other exit codes with several tracebacks.
     *(f'--end_with={os.getpid()}', '--exit_zero', '--'),
     *(sys.executable, *sweep.TRAIN, *job.arguments()),
   ]
 
 
 def vertex_requirements(topology: str | None) -> dict[str, int]:
-  """Arguments for xm.JobRequirements.
+  """The arguments of xm.JobRequirements.
 
   Raises:
-    ValueError: no topology, or one of a TPU that XManager's Vertex executor does not know.
+    ValueError: there is no topology, or XManager's Vertex executor does not support it.
   """
   generation, shape = topology_lib.parse(topology or '')
   if generation not in ('v2', 'v3'):
     raise ValueError(
-      f'--topology={topology}: XManager on Vertex knows TPU v2 and v3 only; take --executor=gke or '
-      'launch/tpu_vm.sh'
+      f'--topology={topology}: XManager on Vertex supports TPU v2 and v3 only; use '
+      '--executor=gke or launch/tpu_vm.sh'
     )
   chips = math.prod(map(int, shape.split('x')))
   return {f'tpu_{generation}': chips * VERTEX_CORES_PER_CHIP}
 
 
 def jobset_of(index: int, job: sweep.Job, num_jobs: int) -> dict[str, Any]:
-  """The JobSet of a job, NAME or NAME-INDEX."""
+  """The JobSet of a job, called NAME, or NAME-INDEX if there are several."""
   name = flags.FLAGS.name
   return render.jobset(render.settings_of_flags(f'{name}-{index}' if num_jobs > 1 else name), job)
 
 
 def check(jobs: Sequence[sweep.Job]) -> None:
-  """Raises ValueError, one sentence, for what cannot be launched."""
+  """Raises ValueError if the jobs cannot be launched as the flags say."""
   values = flags.FLAGS
   for head in values.heads:
     if not os.path.isfile(parsing.resolve(f'het_plugin/gin/heads/{head}.gin')):
@@ -126,7 +127,7 @@ def check(jobs: Sequence[sweep.Job]) -> None:
 
 
 def description(index: int, job: sweep.Job, num_jobs: int) -> str:
-  """What --dry_run prints for a job."""
+  """The text of --dry_run for a job."""
   values = flags.FLAGS
   lines = [f'[{index + 1}/{num_jobs}] {job.name or values.name}']
   if values.executor == 'local':
@@ -148,10 +149,10 @@ def description(index: int, job: sweep.Job, num_jobs: int) -> str:
 
 
 class LocalSweep:
-  """Jobs on this machine.
+  """Runs jobs on this machine.
 
   Attributes:
-    codes: exit code of each job that ended.
+    codes: exit codes of the jobs that have ended, by name.
     interrupted: whether Ctrl-C or SIGTERM ended the launch.
   """
 
@@ -162,12 +163,12 @@ class LocalSweep:
     self.codes: dict[str, int] = {}
 
   async def run(self) -> None:
-    """Runs all jobs. Cancelled, it waits until those that run have saved and ended."""
+    """Runs all jobs. When cancelled, waits until the running ones have saved and ended."""
     from xmanager import xm, xm_local
 
     for number in (signal.SIGINT, signal.SIGTERM):
       asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    slots = asyncio.Semaphore(self._settings.max_parallel)  # XManager starts all at once
+    slots = asyncio.Semaphore(self._settings.max_parallel)  # XManager would start all at once
     executor = xm_local.Local(experimental_stream_output=False)
 
     async def run_one(job: sweep.Job) -> None:
@@ -181,13 +182,14 @@ class LocalSweep:
       (python,) = experiment.package(
         [xm.Packageable(xm.Binary(path=sys.executable), xm_local.Local.Spec())]
       )
-      async with asyncio.TaskGroup() as group:  # cancelled, it waits for all of them
+      async with asyncio.TaskGroup() as group:  # when cancelled, it waits for all of them
         for job in self._jobs:
           group.create_task(run_one(job))
 
   async def _wait(self, unit: Any, job: sweep.Job) -> None:
-    """Until the job has ended. Cancelled, it ends the job first: XManager would end the shell that
-    started it, and leave the job to itself.
+    """Waits until the job has ended. When cancelled, stops the job first.
+
+    XManager would end only the shell that started the job, and leave the job running.
     """
     ended = asyncio.ensure_future(unit.wait_until_complete())
     try:
@@ -216,13 +218,13 @@ class LocalSweep:
 
 
 def _own_state(job: sweep.Job) -> dict[str, int | None]:
-  """The state of the job's supervisor; empty where the file is another launch's."""
+  """The state of the job's supervisor; empty if it belongs to another launch."""
   state = supervise.read_state(Path(job.model_dir))
   return state if state.get('end_with') == os.getpid() else {}
 
 
 def launch_local(jobs: Sequence[sweep.Job]) -> int:
-  """Runs the jobs; the exit code of the launch."""
+  """Runs the jobs and returns the exit code of the launch."""
   from het_plugin import reporting
 
   local = LocalSweep(jobs, flags.FLAGS)
@@ -236,7 +238,7 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
 
 
 async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
-  """Adds a Vertex job for each job to an XManager experiment."""
+  """Adds one Vertex job per job to an XManager experiment."""
   from xmanager import xm, xm_local
 
   values = flags.FLAGS
@@ -251,10 +253,10 @@ async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
 
 
 def launch_gke(jobs: Sequence[sweep.Job]) -> None:
-  """Applies the JobSets.
+  """Applies the JobSets in order.
 
   Raises:
-    OSError: kubectl is missing, or refuses one; those before it stay.
+    OSError: kubectl is missing, or refuses a JobSet; those before it stay applied.
   """
   for index, job in enumerate(jobs):
     document = render.to_yaml(jobset_of(index, job, len(jobs)))
@@ -289,7 +291,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         f"--executor={values.executor} needs XManager: pip install '.[launch]' (--dry_run does not)"
       )
-    logging.getLogger('alembic').setLevel(logging.WARNING)  # the database of experiments
+    logging.getLogger('alembic').setLevel(logging.WARNING)  # migrations of its database
     if values.executor == 'local':
       sys.exit(launch_local(jobs))
     from xmanager import xm_local

