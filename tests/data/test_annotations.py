@@ -74,9 +74,3 @@ def test_cut_captions_are_counted_and_named_now_and_then(caplog):
     maker.rows([('too long',)], KEYS[:1])
     assert maker.num_cut == count
   assert [message.split(' of ')[0] for message in caplog.messages] == ['1', '10', '100']
-
-
-def test_no_examples():
-  for at_random in (False, True):
-    rows, problems = captions(at_random=at_random).rows([], KEYS[:0])
-    assert rows.shape == (0, 8) and problems == []

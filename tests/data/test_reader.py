@@ -36,7 +36,7 @@ def make_reader(num_examples=10, bad=(), split='train', **kwargs):
   return ExampleReader(CountingSource(num_examples, bad), split, **(settings | kwargs))
 
 
-@pytest.mark.parametrize('num_examples', [1, 2, 7, 10])
+@pytest.mark.parametrize('num_examples', [1, 7])
 def test_every_record_once_in_each_epoch(num_examples):
   labels = make_reader(num_examples).read(np.arange(3 * num_examples))['label'][:, 0]
   for epoch in labels.reshape(3, num_examples):
@@ -49,15 +49,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
   orders = [*read(0).reshape(3, 50), *read(1).reshape(3, 50)]
   assert len({order.tobytes() for order in orders}) == 6
-
-
-def test_unshuffled_order():
-  labels = make_reader(5, shuffle=False).read(np.arange(12))['label'][:, 0]
-  np.testing.assert_array_equal(labels, np.arange(12) % 5)
-
-
-def test_labels_are_padded():
-  np.testing.assert_array_equal(make_reader().read(np.arange(10))['label'][:, 1], -1)
 
 
 def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
@@ -106,11 +97,6 @@ def test_rows_past_the_end_are_masked():
   assert [image.shape for image in examples['image'][2:]] == [(4, 4, 1)] * 3
 
 
-def test_only_padding():
-  examples = make_reader(num_epochs=1).read(np.arange(20, 23))
-  assert not examples['mask'].any() and len(examples['image']) == 3
-
-
 def test_unreadable_records_keep_their_position_and_are_counted_once():
   reader = make_reader(bad=(3, 7), shuffle=False)
   examples = reader.read(np.arange(20))
@@ -135,8 +121,3 @@ def test_the_error_names_the_first_files_only():
     corrupt.add(i, f'<{i}>')
   with pytest.raises(ValueError, match='the first are: <0>, <1>, <2>, <3>, <4>.$'):
     corrupt.add(8, '<8>')
-
-
-def test_no_unreadable_record_is_tolerated_at_zero():
-  with pytest.raises(ValueError, match='1 of 10'):
-    make_reader(bad=(0,), max_corrupt_fraction=0.0).read(np.arange(10))

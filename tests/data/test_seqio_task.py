@@ -47,7 +47,7 @@ def captioned_folder(folder):
   return f'image_folder_captions:{root}'
 
 
-@pytest.fixture(params=['glyphs_core', 'digits', 'image_folder', 'glyph_names', 'captions'])
+@pytest.fixture(params=['glyphs_core', 'image_folder', 'captions'])
 def name(request):
   fixtures = {'image_folder': 'folder', 'captions': 'captioned_folder'}
   if request.param in fixtures:
@@ -96,17 +96,14 @@ def test_seqio_and_the_pipeline_give_the_same_training_batches(name):
 
 
 def test_seqio_and_the_pipeline_give_the_same_evaluation_batches(name):
-  split = 'test' if name == 'digits' else 'validation'
-  ours = get_dataset(DatasetConfig(name, lengths_of(name), split, 3, shuffle=False, **MOST))
-  for batch in seqio_batches(name, split, 3, 3, shuffle=False, num_epochs=1):
+  ours = get_dataset(DatasetConfig(name, lengths_of(name), 'validation', 3, shuffle=False, **MOST))
+  for batch in seqio_batches(name, 'validation', 3, 3, shuffle=False, num_epochs=1):
     assert_same(batch, next(ours))
 
 
-@pytest.mark.parametrize('part', ['train[5:16]', 'train[50%:]'])
-@pytest.mark.parametrize('shuffle', [False, True])
-@pytest.mark.parametrize('photos', ['folder', 'captioned_folder'])
-def test_slices_under_seqio(request, photos, part, shuffle):
-  name = request.getfixturevalue(photos)
+@pytest.mark.parametrize('part, shuffle', [('train[5:16]', False), ('train[50%:]', True)])
+def test_slices_under_seqio(folder, part, shuffle):
+  name = folder
   ours = get_dataset(DatasetConfig(name, lengths_of(name), part, 4, shuffle=shuffle))
   theirs = seqio_batches(name, part, 4, 2, shuffle=shuffle, seed=0, num_epochs=1)
   assert len(theirs) == 2
@@ -138,17 +135,10 @@ def test_shards_of_seqio_are_rows_of_the_global_batch(name):
       assert_same(part, {feature: x[index::2] for feature, x in batch.items()})
 
 
-def test_epochs_under_seqio(folder):
-  batches = seqio_batches(folder, 'train', 7, shuffle=True, seed=0, num_epochs=2)
-  assert len(batches) == 6
-  first, second = (np.concatenate([b['image'] for b in batches[i : i + 3]]) for i in (0, 3))
-  assert not ({x.tobytes() for x in first} & {x.tobytes() for x in second})  # augmented anew
-  np.testing.assert_array_equal(np.concatenate([b['index'] for b in batches]), np.arange(42))
-
-
-@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
-@pytest.mark.parametrize('subsampling', [0, 1, 2])
-@pytest.mark.parametrize('progressive', [False, True])
+@pytest.mark.parametrize(
+  'mode, subsampling, progressive',
+  [('RGB', 2, False), ('RGB', 0, True), ('L', 0, False), ('CMYK', 1, True)],
+)
 def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling, progressive):
   coarse = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
   for size in ((45, 37), (1, 1)):
@@ -158,27 +148,6 @@ def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling
     packed = seqio_task.pack({'image': [file.getvalue()]})
     image = seqio_task.unpack({name: x[0] for name, x in packed.items()}, tf.uint8, 3)['image']
     np.testing.assert_array_equal(image, decode.decode_rgb(file.getvalue()))
-
-
-def test_model_features():
-  (batch,) = seqio_batches('glyphs_core', 'validation', 4, 1)
-  assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
-    'image': ((4, 12, 12, 1), np.float32),
-    'label': ((4, 2), np.int32),
-    'index': ((4,), np.int32),
-    'mask': ((4,), np.float32),
-  }
-  assert (batch['label'][:, 1] == -1).all() and (batch['mask'] == 1).all()
-
-
-def test_model_features_of_image_text_tasks():
-  (batch,) = seqio_batches('glyph_names', 'validation', 4, 1)
-  assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
-    'image': ((4, 12, 12, 1), np.float32),
-    'text': ((4, 16), np.int32),
-    'index': ((4,), np.int32),
-    'mask': ((4,), np.float32),
-  }
 
 
 def test_masked_rows_and_caption_choice_under_seqio(captioned_folder):
@@ -203,15 +172,6 @@ def test_the_vocabulary_is_in_the_output_features(sentencepiece_model):
     )
   )
   assert_same(batch, next(ours))
-
-
-def test_mixtures_of_image_text_tasks():
-  seqio.MixtureRegistry.add('names', ['glyph_names', 'glyph_names_heldout'], default_rate=1)
-  dataset = seqio.get_dataset(
-    'names', TEXT_LENGTHS, ImageTextFeatureConverter(), 'train', shuffle=False, num_epochs=None
-  )
-  examples = list(dataset.take(20).as_numpy_iterator())
-  assert all(example['mask'] == 1 and (example['text'] == 1).sum() == 1 for example in examples)
 
 
 def test_mixtures_keep_index_and_mask():
@@ -323,8 +283,6 @@ def test_the_converter_does_not_pack():
   'kwargs,message',
   [
     ({'split': 'dev'}, "split is 'dev'; the splits of digits are"),
-    ({'split': 'train[:2000]'}, "the split 'train' of digits has 1438 records"),
-    ({'use_cached': True}, 'use_cached is True'),
     ({'sequence_length': None}, "it must be {'image': H, 'label': L}"),
   ],
 )
@@ -334,16 +292,7 @@ def test_errors_of_the_task(kwargs, message):
     tasks.get_task('digits').get_dataset(**settings)
 
 
-def test_lengths_of_image_text_tasks_are_checked():
-  with pytest.raises(ValueError, match="it must be {'image': H, 'text': L} with H at least 1"):
-    tasks.get_task('glyph_names').get_dataset({'image': 12}, 'train')
-
-
 def test_plain_seqio_tasks_cannot_be_read_by_position():
   plain_task()
   with pytest.raises(ValueError, match="'plain' is a plain seqio task"):
     get_dataset(DatasetConfig('plain', LENGTHS, 'train', 4))
-
-
-def test_tensorflow_sees_no_accelerator():
-  assert not tf.config.get_visible_devices('GPU')

@@ -28,7 +28,7 @@ def test_sentencepiece_model(sentencepiece_model):
     assert vocabulary.decode(row.tolist()) == text
 
 
-@pytest.mark.parametrize('length', [2, 3, 4, 5, 9])
+@pytest.mark.parametrize('length', [2, 4, 9])
 def test_rows_end_with_end_of_sequence_however_long_the_text(length):
   rows = tokenize(get_vocabulary(), ['', 'a', 'abc', 'abcd', 'abcdefgh' * 9], length)
   assert rows.shape == (5, length) and rows.dtype == np.int32
@@ -36,10 +36,6 @@ def test_rows_end_with_end_of_sequence_however_long_the_text(length):
     end = min(size, length - 1)
     np.testing.assert_array_equal(row[:end], 100 + np.arange(end))
     assert row[end] == 1 and not row[end + 1 :].any()
-
-
-def test_no_texts():
-  assert tokenize('bytes', [], 4).shape == (0, 4)
 
 
 def test_names(sentencepiece_model):
