@@ -40,10 +40,8 @@ def random_params(model, image, scale=0.3):
       '50x1',
       'v1.5',
       25_557_032,
-    ),  # torchvision's resnet50, 101, 152: batch normalisation counts alike
-    ('101x1', 'v1.5', 44_549_160),
-    ('152x1', 'v1.5', 60_192_808),
-    ('50x1', 'v2', 25_549_352),  # BiT's, in timm
+    ),
+    ('50x1', 'v2', 25_549_352),
   ],
 )
 def test_with_1000_classes_it_has_the_published_number_of_parameters(variant, version, published):
@@ -51,17 +49,14 @@ def test_with_1000_classes_it_has_the_published_number_of_parameters(variant, ve
   assert num_params(model) + 1000 * (model.pre_logits_dim + 1) == published
 
 
-@pytest.mark.parametrize(
-  ('num_classes', 'millions'), [(18_291, 95.6), (21_843, 102.9), (29_593, 118.8)]
-)
 @pytest.mark.parametrize('version', ['v1.5', 'v2'])
+@pytest.mark.parametrize(('num_classes', 'millions'), [(21_843, 102.9)])
 def test_152x1_has_the_parameters_of_table_3(version, num_classes, millions):
   model = resnet('152x1', version=version)
   assert round((num_params(model) + 2049 * num_classes) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize('stride', [1, 2])
-@pytest.mark.parametrize('same_padding', [True, False])
+@pytest.mark.parametrize('stride, same_padding', [(1, True), (2, False)])
 def test_convolution_is_that_of_flax_on_a_standardized_kernel(stride, same_padding):
   x = images(2, 9, 5)
   conv = StandardizedConv(7, 3, (None, 'embed'), stride, same_padding)
@@ -145,11 +140,9 @@ def test_a_mesh_shards_the_channels_and_changes_nothing(version):
   ('make', 'words'),
   [
     (lambda: resnet('18x1'), "variant='18x1'"),
-    (lambda: resnet('152'), 'factor of the width'),
     (lambda: resnet('50x1', patch_size=3), 'no setting patch_size'),
     (lambda: resnet('50x1', version='v3'), "version='v3'"),
     (lambda: ResNet((1,), width=48), 'width=48'),
-    (lambda: ResNet(()), r'stages=\(\)'),
   ],
 )
 def test_bad_settings_are_one_sentence(make, words):

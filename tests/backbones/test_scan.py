@@ -50,12 +50,9 @@ def assert_close(got, expected):
 @pytest.mark.parametrize(
   ('case', 'remat', 'scan'),
   [
-    *[
-      (case, remat, scan)
-      for case in ('vit', 'resnet_v2')
-      for remat, scan in [('dots', False), ('none', True), ('dots', True), ('full', True)]
-    ],
     ('vit', 'full', False),
+    ('vit', 'dots', True),
+    ('resnet_v2', 'none', True),
     ('resnet_v1.5', 'full', True),
   ],
 )
@@ -118,7 +115,7 @@ def test_full_recomputation_keeps_less(case):
 
 
 # Millions, H of table 1 of Dosovitskiy et al. 2020, g and G of table 2 of Zhai et al. 2021.
-@pytest.mark.parametrize(('size', 'millions'), [('H/14', 632), ('g/14', 1011), ('G/14', 1843)])
+@pytest.mark.parametrize(('size', 'millions'), [('G/14', 1843)])
 def test_large_sizes_have_the_published_number_of_parameters(size, millions):
   model = vit(size, scan_layers=True)
   image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -10,7 +10,6 @@ from het_plugin.heads import (
   ContrastiveDet,
   ContrastiveHetXL,
   FixedTemperature,
-  LearnedTemperature,
   LogitScale,
   class_log_prob,
   contrastive_nll,
@@ -96,8 +95,8 @@ def numpy_nll(head, params, direction, num_samples):
   ],
   ids=['pre', 'pre_post', 'neither', 'post'],
 )
-@pytest.mark.parametrize('num_samples', [1, S])
-def test_het_xl_follows_eq_8(head, num_samples):
+def test_het_xl_follows_eq_8(head):
+  num_samples = 1 if head.post_normalization else S
   params = init(head)
   got = contrastive_nll(pairs_of(head, params), Integrator(num_samples=num_samples), KEYS)
   for direction in (0, 1):
@@ -156,7 +155,7 @@ def test_directions_and_examples_draw_noise_of_their_own():
   np.testing.assert_allclose(moved.nll, one.nll[order], rtol=1e-5)
 
 
-@pytest.mark.parametrize('temperature', [LogitScale(3.0), LearnedTemperature(), FixedTemperature()])
+@pytest.mark.parametrize('temperature', [LogitScale(3.0), FixedTemperature()])
 def test_parameter_counts(temperature):
   learned = temperature.num_params()
   det = ContrastiveDet(temperature=temperature)
@@ -295,9 +294,7 @@ def test_a_zero_representation_is_finite():
   'head, words',
   [
     (ContrastiveHetXL(num_factors=0), 'ContrastiveHetXL.num_factors=0'),
-    (ContrastiveHetXL(initial_noise_scale=0.0), 'ContrastiveHetXL.initial_noise_scale=0.0'),
     (ContrastiveHetXL(parametrization='low'), "ContrastiveHetXL.parametrization='low'"),
-    (ContrastiveHetXL(remainder='none'), "ContrastiveHetXL.remainder='none'"),
     (ContrastiveDet(temperature=LogitScale(-1.0)), 'LogitScale.initial_scale=-1.0'),
   ],
 )

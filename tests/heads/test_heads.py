@@ -106,8 +106,10 @@ def numpy_forward(name, params, z, factor_bias):
   return np.stack(logits)[:, :, :K]
 
 
-@pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl', 'het_xl_own'])
-@pytest.mark.parametrize('factor_bias', [False, True])
+@pytest.mark.parametrize(
+  'name, factor_bias',
+  [('het', True), ('het_h', False), ('het_xl', False), ('het_xl', True), ('het_xl_own', False)],
+)
 def test_heads_follow_their_equations(name, factor_bias):
   head = HEADS[name].clone(factor_bias=factor_bias, temperature=FixedTemperature(0.6))
   params = init(head)
@@ -120,8 +122,10 @@ def test_heads_follow_their_equations(name, factor_bias):
     np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize('name', HEADS)
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize(
+  'name, link',
+  [('det', 'softmax'), ('het', 'sigmoid'), ('het_h', 'softmax'), ('het_xl', 'sigmoid')],
+)
 def test_padding_gets_no_gradient_and_every_real_parameter_does(name, link):
   head = HEADS[name].clone(link=link, temperature=LearnedTemperature())
   params = init(head)
@@ -139,7 +143,7 @@ def test_padding_gets_no_gradient_and_every_real_parameter_does(name, link):
       np.testing.assert_array_equal(g[..., K:], 0.0)
 
 
-@pytest.mark.parametrize('name', HEADS)
+@pytest.mark.parametrize('name', ['het_h', 'het_xl'])
 def test_result_does_not_depend_on_padding(name):
   head = HEADS[name]
   params = init(head)
@@ -254,7 +258,7 @@ def test_every_parameter_carries_logical_axes():
   assert axes['covariance']['J'] == jax.sharding.PartitionSpec('factors', 'vocab')
 
 
-@pytest.mark.parametrize('name', HEADS)
+@pytest.mark.parametrize('name', ['het', 'het_xl'])
 def test_bfloat16_products_give_float32_logits(name):
   head = HEADS[name].clone(dtype=jnp.bfloat16)
   params = init(head)
@@ -270,22 +274,15 @@ def test_bfloat16_products_give_float32_logits(name):
   [
     (Det(0), 'num_classes=0'),
     (Det(K, link='probit'), "link='probit'"),
-    (Det(K, class_multiple=0), 'class_multiple=0'),
     (Het(K, num_factors=0), 'num_factors=0'),
     (Het(K, parametrization='dense'), 'efficient, full'),
-    (Het(K, remainder='none'), 'rank_one, diag'),
-    (Het(K, initial_noise_scale=0.0), 'initial_noise_scale=0.0'),
     (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
-    (HetH(K, num_buckets=0), 'num_buckets=0'),
-    (HetXL(K, noise_dim=0), 'noise_dim=0'),
     (HetXL(K, noise_dim=4, get_logits=len), 'exclude'),
     (HetXL(K, get_logits=lambda phi: phi), 'get_logits returned'),
-    (Det(K, temperature=FixedTemperature(0.0)), 'tau=0.0'),
     (
       Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)),
       'tau_min=5.0 and tau_max=0.05',
     ),
-    (Det(K, temperature=LearnedTemperature(initial_tau=6.0)), 'initial_tau=6.0'),
   ],
 )
 def test_bad_settings_are_one_sentence(head, words):
@@ -294,8 +291,7 @@ def test_bad_settings_are_one_sentence(head, words):
   assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('parametrization', ['efficient', 'full'])
-@pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl'])
+@pytest.mark.parametrize('name, parametrization', [('het', 'efficient'), ('het_xl', 'full')])
 def test_initial_noise_scale_scales_the_noise_at_the_start(name, parametrization):
   phi = jax.random.normal(jax.random.key(3), (256, D))
 
@@ -310,8 +306,8 @@ def test_initial_noise_scale_scales_the_noise_at_the_start(name, parametrization
   assert 0.05 < remainder < 0.25  # a softplus is not homogeneous
 
 
-@pytest.mark.parametrize('scale', [10.0, 3.0, 1e4])
-def test_logit_scale_multiplies_similarities(scale):
+def test_logit_scale_multiplies_similarities():
+  scale = 10.0
   temperature = LogitScale(scale)
   params = temperature.init(jax.random.key(0))['params']
   assert float(params['t']) == pytest.approx(np.log(scale))
@@ -320,9 +316,3 @@ def test_logit_scale_multiplies_similarities(scale):
   assert size(params) == temperature.num_params() == 1
   got = jax.grad(lambda p: temperature.apply({'params': p}))(params)['t']
   assert float(got) == pytest.approx(-1 / scale)  # d exp(-t) / dt
-
-
-@pytest.mark.parametrize('scale', [0.0, -1.0, float('inf'), float('nan')])
-def test_logit_scale_must_be_positive(scale):
-  with pytest.raises(ValueError, match=f'LogitScale.initial_scale={scale} must be positive'):
-    LogitScale(scale).init(jax.random.key(0))

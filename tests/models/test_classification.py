@@ -115,8 +115,9 @@ def test_variables_have_axes_and_are_made_without_computing(head):
   assert {x.dtype for x in params.values()} == {jnp.dtype('float32')}
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('head', HEADS)
+@pytest.mark.parametrize(
+  'head, link', [('het', 'sigmoid'), ('het_h', 'softmax'), ('het_xl', 'softmax')]
+)
 def test_gradients_reach_every_parameter(head, link):
   model, batch = make_model(head, link=link), make_batch()
   _, grads = loss_and_grads(model, make_params(model, batch), batch)
@@ -127,8 +128,7 @@ def test_gradients_reach_every_parameter(head, link):
     assert np.abs(grad).max() > 1e-7, name
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('head', ['det', 'het', 'het_xl'])
+@pytest.mark.parametrize('head, link', [('het', 'softmax'), ('het_xl', 'sigmoid')])
 def test_padded_classes_never_count(head, link):
   model, batch = make_model(head, link=link), make_batch()
   params = make_params(model, batch)
@@ -149,8 +149,7 @@ def test_padded_classes_never_count(head, link):
   np.testing.assert_array_equal(grads['head']['kernel'][:, NUM_CLASSES:], 0)
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('garbage_label', [-1, 3])
+@pytest.mark.parametrize('link, garbage_label', [('softmax', -1), ('sigmoid', 3)])
 def test_padding_rows_change_nothing(link, garbage_label):
   model, batch = make_model(link=link), make_batch(rows=6)
   params = make_params(model, batch)
@@ -194,9 +193,8 @@ def test_neither_order_nor_microbatches_change_the_step():
   assert_trees_close(mean, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-def test_evaluation_does_not_depend_on_the_batches(link):
-  model, batch = make_model(link=link), make_batch()
+def test_evaluation_does_not_depend_on_the_batches():
+  model, batch = make_model(), make_batch()
   params = make_params(model, batch)
   eval_fn = jax.jit(model.eval_fn)
   whole = computed(eval_fn(params, batch)[1])
@@ -263,7 +261,7 @@ def test_loss_normalizing_factor_divides_the_sum():
     make_model(loss_normalizing_factor=0)
 
 
-@pytest.mark.parametrize('head', HEADS)
+@pytest.mark.parametrize('head', ['det', 'het_xl'])
 def test_bfloat16_activations_keep_float32_logits_and_loss(head):
   backbone = BACKBONE.clone(dtype=jnp.bfloat16)
   model = make_model(HEADS[head].clone(dtype=jnp.bfloat16), backbone)
@@ -301,7 +299,7 @@ def test_multi_label_metrics_and_scores(head, link):
   np.testing.assert_allclose(loss, -expected.mean(), rtol=1e-4)
 
 
-@pytest.mark.parametrize('head', HEADS)
+@pytest.mark.parametrize('head', ['det', 'het_xl'])
 def test_predictions_and_scores_agree(head):
   model, batch = make_model(head), make_batch()
   params = make_params(model, batch)
@@ -323,8 +321,7 @@ def test_predictions_and_scores_agree(head):
   np.testing.assert_allclose(np.exp(every).sum(-1), 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('head', ['het', 'het_h', 'het_xl'])
+@pytest.mark.parametrize('head, link', [('het_h', 'softmax'), ('het_xl', 'sigmoid')])
 def test_an_analytic_estimator_evaluates_without_samples(head, link):
   batch = make_batch(rows=64)
   head = HEADS[head].clone(initial_noise_scale=0.2)
@@ -407,7 +404,7 @@ def test_det_with_a_fixed_temperature_has_no_extra_parameters():
   assert counts == ParamCounts(backbone=6, head=13 * NUM_CLASSES, extra=0)
 
 
-@pytest.mark.parametrize('head', ['det', 'het_xl'])
+@pytest.mark.parametrize('head', ['het_xl'])
 def test_a_mesh_does_not_change_loss_gradients_or_predictions(head):
   model, batch = make_model(head, BACKBONE), make_batch()
   params = make_params(model, batch)

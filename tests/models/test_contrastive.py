@@ -139,7 +139,7 @@ def test_a_step_is_the_same_on_every_mesh(head):
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
   results = []
-  for num_partitions in (1, 2, 8):
+  for num_partitions in (1, 4):
     model = make_model(head, optimizer_def=optimizers.adamw(1e-2, eps=1e-3))
     partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
     shapes = {name: x.shape for name, x in batch.items()}
@@ -208,16 +208,12 @@ def task(**info):
     (lambda: make_model().validate(task()), 'vocab_size=40 must be at least 41, .*bytes'),
     (lambda: make_model().validate(types.SimpleNamespace(num_classes=3)), 'has class labels'),
     (lambda: make_model(embedding_dim=0), 'ContrastiveModel.embedding_dim=0 must be at least 1'),
-    (lambda: make_model(loss_normalizing_factor=0), 'ContrastiveModel.loss_normalizing_factor=0'),
   ],
 )
 def test_wrong_settings(make, message):
+  make_model().validate(task(vocab_size=40))
   with pytest.raises(ValueError, match=message):
     make()
-
-
-def test_a_vocabulary_that_fits():
-  make_model().validate(task(vocab_size=40))
 
 
 def test_t5x_normalises_by_a_constant():

@@ -82,8 +82,8 @@ def test_multi_label_metrics_count_any_of_the_labels():
   np.testing.assert_allclose(values['ece'], expected_ece, rtol=1e-5)
 
 
-@pytest.mark.parametrize('sizes', [(1, 39), (13, 13, 14), (8, 8, 8, 8, 8)])
-def test_merging_batches_gives_the_metrics_of_all_rows(sizes):
+def test_merging_batches_gives_the_metrics_of_all_rows():
+  sizes = (1, 13, 26)
   log_prob, labels, mask = random_batch(2, num_labels=2)
   whole = compute(batch_metrics(log_prob, labels, mask))
   cuts = np.cumsum(sizes)[:-1]
@@ -115,12 +115,6 @@ def test_metrics_merge_inside_a_compiled_loop():
   result = compute(scanned(*map(split, (log_prob, labels, mask))))
   for name, value in compute(batch_metrics(log_prob, labels, mask)).items():
     np.testing.assert_allclose(result[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_tau_is_the_last_one():
-  log_prob, labels, mask = random_batch(5)
-  first, last = (batch_metrics(log_prob, labels, mask, tau=tau) for tau in (2.0, 0.5))
-  assert float(merge(first, last)['tau'].compute()) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import TextTransformer, ViT
-from het_plugin.heads import ContrastiveHetXL, Det, Het, HetH, HetXL, LearnedTemperature, LogitScale
+from het_plugin.heads import ContrastiveHetXL, Det, HetXL, LearnedTemperature, LogitScale
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel, ContrastiveModel
 from het_plugin.training import actions, optimizers
@@ -27,8 +27,6 @@ B = 8
 VIT = ViT(patch_size=4, width=16, depth=1, mlp_dim=16, num_heads=2, pooling='gap')
 HEADS = {
   'det': Det(num_classes=10),
-  'het': Het(num_classes=10, num_factors=2, temperature=LearnedTemperature()),
-  'het_h': HetH(num_classes=10, num_factors=2, temperature=LearnedTemperature()),
   'het_xl': HetXL(num_classes=10, num_factors=2, temperature=LearnedTemperature()),
 }
 

@@ -84,13 +84,7 @@ def test_shard_map_counts_all_devices():
 
 @pytest.mark.parametrize(
   'kind, peak',
-  [
-    ('TPU v5 lite', 197e12),
-    ('TPU v5', 459e12),
-    ('TPU v4', 275e12),
-    ('NVIDIA H100 80GB HBM3', 989e12),
-    ('cpu', None),
-  ],
+  [('TPU v5 lite', 197e12), ('TPU v5', 459e12), ('cpu', None)],
 )
 def test_peak(kind, peak):
   assert flops.peak_flops(kind) == peak

@@ -175,9 +175,8 @@ def test_a_temperature_whose_rate_is_0_stays():
   assert t_of(trained(1, 'simple', 2, t_rate=0.0)[0]) == 0.0
 
 
-@pytest.mark.parametrize('estimator', ['luketina', 'simple'])
-def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing(estimator):
-  state, _ = trained(1, estimator, 2, held_out_real=False)
+def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing():
+  state, _ = trained(1, 'luketina', 2, held_out_real=False)
   assert t_of(state) == 0.0 and int(state.step) == 1  # and no step after it
   assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(state.params))
 

@@ -28,13 +28,6 @@ def test_decay_is_lr_times_wd_times_param_and_on_kernels_only():
     np.testing.assert_array_equal(leaf, jnp.zeros_like(leaf))
 
 
-def test_decay_can_be_bound_to_other_parameters():
-  zero = jax.tree.map(jnp.zeros_like, PARAMS)
-  updates = update(optimizers.adamw(0.1, weight_decay=0.2, weight_decay_params='bias$'), zero)
-  np.testing.assert_allclose(updates['block']['bias'], -0.1 * 0.2 * 0.5)
-  np.testing.assert_array_equal(updates['block']['kernel'], jnp.zeros((1, 2)))
-
-
 def test_decay_pattern_that_matches_nothing_is_an_error():
   with pytest.raises(ValueError, match="weight_decay_params='kernle' matches no parameter"):
     optimizers.adamw(0.1, weight_decay=0.2, weight_decay_params='kernle').optax_optimizer.init(
@@ -66,11 +59,6 @@ def test_frozen_parameters_keep_their_values_and_cost_no_moments():
   moments = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if jnp.size(x) > 0]
   assert not any('block' in jax.tree_util.keystr(path) for path in moments)
   assert int(optimizers.num_updates(state, default=jnp.int32(7))) == 0
-
-
-def test_a_frozen_pattern_that_matches_nothing_is_an_error():
-  with pytest.raises(ValueError, match="frozen_params='bakcbone' matches no parameter"):
-    optimizers.adamw(0.1, frozen_params='bakcbone').optax_optimizer.init(PARAMS)
 
 
 def test_specs_of_a_partly_frozen_optimizer_follow_the_parameters():
@@ -114,8 +102,6 @@ def test_rsqrt_stops_at_its_floor_and_schedules_start_at_the_peak_without_warmup
   [
     (lambda: optimizers.warmup_schedule(1.0, 10, decay='step'), "'step'; valid are linear, cosine"),
     (lambda: optimizers.warmup_schedule(1.0, 10, 10), 'warmup_steps=10.*total_steps=10'),
-    (lambda: optimizers.warmup_schedule(0.0, 10), 'peak_value=0.0'),
-    (lambda: optimizers.adamw(1.0, weight_decay=-1), 'weight_decay=-1'),
     (lambda: optimizers.adamw(1.0, clip_norm=0), 'clip_norm=0'),
   ],
 )
