@@ -1,4 +1,4 @@
-"""Layers whose float32 parameters carry t5x's logical axis names, so that its rules shard them."""
+"""Layers with float32 parameters that carry t5x's logical axis names."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes
 from jax.typing import DTypeLike
 
-# What the backward pass computes again: nothing; all but the products with parameters, whose
-# results are kept; or all but the block's input.
+# What the backward pass recomputes: nothing; everything except products with parameters; or
+# everything from the input of the block.
 REMAT = {
   'none': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -16,7 +16,7 @@ REMAT = {
 
 
 def check_remat(setting: str, remat: str) -> None:
-  """Raises ValueError, naming the setting, for a remat that is not in `REMAT`."""
+  """Raises ValueError with the name of the setting if `remat` is not in `REMAT`."""
   if remat not in REMAT:
     raise ValueError(f'{setting} is unknown: choose one of {", ".join(REMAT)}')
 
@@ -24,18 +24,18 @@ def check_remat(setting: str, remat: str) -> None:
 def rematerialize(
   block: type[nn.Module], remat: str, static_argnums: tuple[int, ...] = (), scanned: bool = False
 ) -> type[nn.Module]:
-  """The module class `block`, its activations treated as `REMAT[remat]` says."""
+  """The module class `block` with the rematerialisation policy `REMAT[remat]`."""
   if remat == 'none':
     return block
   policy = REMAT[remat]
-  # In a loop nothing outside can be merged with the repeated computation.
+  # Inside a loop, common subexpression elimination cannot undo the recomputation.
   return nn.remat(block, policy=policy, static_argnums=static_argnums, prevent_cse=not scanned)
 
 
 class Dense(nn.Module):
   """x [..., I] -> x W + b [..., O], computed in `dtype`.
 
-  Parameters: kernel [I, O] with the logical axes `kernel_axes`, bias [O] with the second of them.
+  Parameters: kernel [I, O] with the logical axes `kernel_axes`, and bias [O] with the second one.
   """
 
   features: int

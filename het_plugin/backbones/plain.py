@@ -1,4 +1,4 @@
-"""Any flax module image -> phi as a backbone: what our own backbones state, found out for it."""
+"""Adapts plain flax modules image -> phi to the interface of the backbones here."""
 
 import inspect
 import logging
@@ -14,17 +14,17 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 
-# The largest dimension of a parameter is sharded like D where rules shard it (FSDP), if it is a
-# multiple of this number, which the data axes of common meshes divide.
+# The largest dimension of a parameter gets the axis name of D, which FSDP rules shard, if it is a
+# multiple of this number. The data axes of common meshes divide it.
 _SHARDED_MULTIPLE = 128
 
 
 class PlainBackbone(nn.Module):
-  """Gives a plain flax module the interface of our backbones, without a level in its parameters.
+  """Gives a plain flax module the interface of our backbones; parameter names do not change.
 
   Attributes:
-    module: `module(image [B, H, W, C])` returns phi [B, D], or (phi, {name: representation}). It is
-      told whether it trains if its `__call__` has an argument `train` or `deterministic`.
+    module: `module(image [B, H, W, C])` returns phi [B, D] or (phi, {name: representation}). If its
+      `__call__` has an argument `train` or `deterministic`, the mode is passed.
   """
 
   module: nn.Module
@@ -38,7 +38,7 @@ class PlainBackbone(nn.Module):
     """image [B, H, W, C] -> phi [B, D], and representations by name, 'pre_logits' among them.
 
     Raises:
-      ValueError: the module returns something else.
+      ValueError: the module does not return phi [B, D].
     """
     arguments = inspect.signature(type(self.module).__call__).parameters
     modes = {'train': train, 'deterministic': not train}
@@ -54,19 +54,19 @@ class PlainBackbone(nn.Module):
 
 
 def as_backbone(module: nn.Module) -> nn.Module:
-  """The module itself if it states `pre_logits_dim`, as ours do, else a `PlainBackbone` of it."""
+  """The module itself if it has `pre_logits_dim`, else a `PlainBackbone` of it."""
   return module if hasattr(module, 'pre_logits_dim') else PlainBackbone(module)
 
 
 def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
-  """Initial variables, with logical axes for the parameters that carry none.
+  """Initial variables with logical axes for all parameters.
 
   Args:
-    variables: 'params', and 'params_axes' of those made by `param_with_axes`.
+    variables: 'params', and 'params_axes' for parameters made by `param_with_axes`.
 
   Returns:
-    Both collections; a parameter without axes gets 'embed' for its largest dimension if that is a
-    multiple of 128, and no name for the others, which leaves them replicated.
+    Both collections. A parameter without axes gets 'embed' for its largest dimension if that is a
+    multiple of 128; its other dimensions are replicated.
 
   Raises:
     ValueError: the module has other collections, such as BatchNorm's statistics.

@@ -1,4 +1,4 @@
-"""ResNets with group normalisation and weight standardisation, as BiT has them.
+"""ResNets with group normalisation and weight standardisation, as in BiT.
 
 He et al. 2016 (https://arxiv.org/abs/1512.03385, v2: https://arxiv.org/abs/1603.05027); Kolesnikov
 et al. 2020, "Big Transfer (BiT)", https://arxiv.org/abs/1912.11370; Qiao et al. 2019, "Micro-batch
@@ -27,17 +27,18 @@ ROOT_WIDTH = 64
 
 
 class StandardizedConv(nn.Module):
-  """A convolution without bias whose kernel has mean 0 and variance 1 for every output channel.
+  """A convolution without bias whose kernel has mean 0 and variance 1 per output channel.
 
-  Parameter: kernel [kernel_size, kernel_size, I, O]; the statistics are over all but O, in float32.
+  Parameter: kernel [kernel_size, kernel_size, I, O]. Statistics are over all axes except O, in
+  float32.
 
   Attributes:
     features: O.
     kernel_size: side of the square kernel.
     axes: logical axes of I and O.
     stride: in both directions.
-    same_padding: True pads for an output of ceil(H / stride) as TensorFlow does; False with
-      kernel_size // 2 on every side. They differ for strides above 1.
+    same_padding: True pads for an output of ceil(H / stride) as TensorFlow does; False pads
+      kernel_size // 2 on every side. The two differ for strides above 1.
     dtype: of the operands and the result.
   """
 
@@ -73,8 +74,8 @@ class StandardizedConv(nn.Module):
 class Bottleneck(nn.Module):
   """A residual unit of three convolutions: 1 x 1, 3 x 3 with the stride, 1 x 1 to 4 x the width.
 
-  v1.5 normalises after each convolution and rectifies the sum; v2 normalises and rectifies before
-  each, and leaves the sum as it is.
+  v1.5 normalises after each convolution and applies ReLU to the sum. v2 normalises and applies ReLU
+  before each convolution and leaves the sum unchanged.
   """
 
   width: int
@@ -126,18 +127,18 @@ class ResNet(nn.Module):
   """Image to pre-logits.
 
   Attributes:
-    stages: residual units of each stage; every stage but the first halves the image.
+    stages: number of residual units per stage; every stage after the first halves the image.
     width: channels after the root; a multiple of 32, the groups of the normalisation. The stages'
       units have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
     dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
     remat: what the backward pass computes again to save memory (`layers.REMAT`).
-    scan_layers: the units of a stage after its first, which are alike, in a loop: compiles in a
-      fraction of the time. Their parameters are stacked under 'stage1_units', ... instead of
+    scan_layers: runs the equal units of a stage, all after its first, in a loop, which compiles
+      much faster. Their parameters are stacked under 'stage1_units', ... instead of
       'stage1_unit02', ... (`stack_units`, `unstack_units`).
 
   Raises:
-    ValueError: for a setting out of its range, when built.
+    ValueError: a setting is out of range.
   """
 
   stages: Sequence[int]
@@ -175,7 +176,7 @@ class ResNet(nn.Module):
 
     Args:
       image: float32 [B, H, W, C].
-      train: makes no difference.
+      train: unused.
 
     Returns:
       phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1',
@@ -229,7 +230,7 @@ def stacked_name(stage: int) -> str:
 
 
 def stack_units(params: dict[str, Any]) -> dict[str, Any]:
-  """Parameters of a `ResNet` in the layout of `scan_layers`, from those without it."""
+  """Converts parameters of a `ResNet` to the layout of `scan_layers`."""
   params, stage = dict(params), 0
   while unit_name(stage, 0) in params:
     names = [unit_name(stage, unit) for unit in range(1, len(params) + 1)]
@@ -252,14 +253,14 @@ def unstack_units(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:
-  """A ResNet by BiT's names: depth, x, factor of the width, such as '50x1' or '152x2'.
+  """A ResNet by its name in BiT: depth, x, factor of the width, such as '50x1' or '152x2'.
 
   Args:
     variant: a depth of 50, 101 or 152 with any whole factor.
-    **overrides: fields of `ResNet` that replace or complete those of the variant.
+    **overrides: fields of `ResNet` that replace those of the variant.
 
   Raises:
-    ValueError: for an unknown variant or field.
+    ValueError: the variant or a field is unknown.
   """
   depth, x, factor = variant.partition('x')
   if not (x and depth.isdecimal() and factor.isdecimal()) or int(depth) not in DEPTHS:

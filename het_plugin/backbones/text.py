@@ -1,7 +1,7 @@
-"""Text tower: token ids to pre-logits by a Transformer encoder (Zhai et al. 2022, "LiT",
-https://arxiv.org/abs/2111.07991, whose text towers are the ViT's with words for patches).
+"""Text tower: a Transformer encoder from token ids to pre-logits.
 
-B texts, L token ids a text, D width. Id 0 is padding, as in seqio's vocabularies.
+As in LiT (Zhai et al., 2022, https://arxiv.org/abs/2111.07991) it is a ViT with token embeddings in
+place of patches. B texts, L token ids per text, D width. Id 0 is padding, as in seqio.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ PADDING = 0
 class TextTransformer(nn.Module):
   """Token ids to pre-logits.
 
-  Nothing attends to padding, so a text's representation does not depend on how far it is padded.
+  No token attends to padding, so the representation of a text does not depend on its padding.
 
   Attributes:
     vocab_size: ids lie in [0, vocab_size).
@@ -37,17 +37,16 @@ class TextTransformer(nn.Module):
     depth: encoder blocks.
     mlp_dim: hidden width of each block's MLP.
     num_heads: attention heads.
-    pooling: 'last', the representation of the last id that is no padding, which is the end of the
-      text; 'token', that of a learned class token; or 'mean', over the ids that are no padding.
-    vocab_multiple: the table of embeddings is padded to a multiple of it, which a mesh divides.
+    pooling: 'last', the representation of the last id before the padding; 'token', that of a
+      learned class token; or 'mean', the mean over all ids before the padding.
+    vocab_multiple: the embedding table is padded to a multiple of it, so that meshes divide it.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
-    remat: what the backward pass computes again to save memory (`layers.REMAT`).
-    scan_layers: one block in a loop, with stacked parameters, as in `ViT`.
+    remat: what the backward pass recomputes to save memory (`layers.REMAT`).
+    scan_layers: runs the blocks in a loop, with stacked parameters, as in `ViT`.
 
   Raises:
-    ValueError: for a setting out of its range, when built; for ids that are no int32 [B, L], when
-      called.
+    ValueError: a setting is out of range, or the ids are not int32 [B, L].
   """
 
   vocab_size: int
@@ -79,9 +78,9 @@ class TextTransformer(nn.Module):
     """Encodes texts.
 
     Args:
-      text: int32 [B, L], padded with 0 on the right; the position embeddings tie the parameters to
-        L. An empty text has a representation too, which means nothing.
-      train: applies dropout; then needs the 'dropout' rng, if the rate is above 0.
+      text: int32 [B, L], padded with 0 on the right. L is fixed by the position embeddings. An
+        empty text has a finite but meaningless representation.
+      train: applies dropout, with the 'dropout' rng.
 
     Returns:
       phi float32 [B, D], and the representations by name: 'embedding' [B, L, D], 'block00',

@@ -1,7 +1,7 @@
-"""The Transformer encoder that the ViT and the text tower share (Dosovitskiy et al. 2020, section
-3.1, https://arxiv.org/abs/2010.11929; Vaswani et al. 2017).
+"""The Transformer encoder of ViT and text tower.
 
-B examples, N tokens, D width.
+Source: Dosovitskiy et al., 2020, section 3.1 (https://arxiv.org/abs/2010.11929); Vaswani et al.,
+2017. B examples, N tokens, D width.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ SIZES = {
 class SelfAttention(nn.Module):
   """Multi-head self-attention [B, N, D] -> [B, N, D], its softmax in float32.
 
-  The heads share one 'joined_kv' parameter axis: it is as long as the width, so a mesh divides it
-  even where it does not divide the number of heads (3 in Ti).
+  The heads share one parameter axis 'joined_kv' of the length of the width, so a mesh can divide it
+  even if it does not divide the number of heads (3 in Ti).
   """
 
   num_heads: int
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-    """x [B, N, D]; is_token bool [B, N] says what may be attended to, None everything."""
+    """x [B, N, D]; is_token bool [B, N] marks the tokens to attend to, None for all."""
     width = x.shape[-1]
 
     def project(name):
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-  """GELU perceptron of one hidden layer, [B, N, D] -> [B, N, D]."""
+  """Perceptron with one hidden layer and GELU, [B, N, D] -> [B, N, D]."""
 
   mlp_dim: int
   dropout: float
@@ -71,9 +71,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-  """Pre-norm encoder block: attention, then MLP, each with a residual connection (eq. 2, 3 of
-  Dosovitskiy et al. 2020).
-  """
+  """Pre-norm encoder block: attention and MLP with residual connections (Dosovitskiy, eq. 2, 3)."""
 
   num_heads: int
   mlp_dim: int
@@ -95,9 +93,10 @@ class Block(nn.Module):
 def prepare_tokens(
   x: jax.Array, has_class_token: bool, dropout: float, deterministic: bool
 ) -> jax.Array:
-  """What the first block takes of embedded patches or words x [B, L, D], [B, N, D]: with a learned
-  class token in front where there is one, position embeddings and dropout. The parameters are those
-  of the compact module that calls this.
+  """Input of the first block, [B, N, D], from embedded patches or words x [B, L, D].
+
+  Prepends a learned class token if there is one, adds position embeddings and applies dropout. The
+  parameters belong to the compact module that calls this.
   """
   width = x.shape[-1]
   if has_class_token:
@@ -130,16 +129,16 @@ def run_blocks(
   scan_layers: bool,
   deterministic: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """`depth` encoder blocks, as submodules of the compact module that calls this.
+  """Runs `depth` encoder blocks, submodules of the compact module that calls this.
 
   Args:
     x: [B, N, D].
-    is_token: bool [B, N], what may be attended to; None everything.
+    is_token: bool [B, N], the tokens to attend to; None for all.
     depth, num_heads, mlp_dim, dropout, dtype, remat, scan_layers: see `ViT`.
-    deterministic: without dropout.
+    deterministic: True for no dropout.
 
   Returns:
-    The result [B, N, D] and those of all blocks by name: 'block00', 'block01', ...
+    The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
   """
   block = rematerialize(Block, remat, static_argnums=(2,), scanned=scan_layers)
   settings = num_heads, mlp_dim, dropout, dtype
@@ -162,7 +161,7 @@ def run_blocks(
 
 
 def check_positive(module: nn.Module, *names: str) -> None:
-  """Raises ValueError for an attribute of these below 1; None is none."""
+  """Raises ValueError if one of the attributes is below 1; None is allowed."""
   for name in names:
     value = getattr(module, name)
     if value is not None and value < 1:
@@ -170,7 +169,7 @@ def check_positive(module: nn.Module, *names: str) -> None:
 
 
 def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
-  """Raises ValueError for a setting of the encoder that is out of range, or another pooling."""
+  """Raises ValueError if a setting of the encoder is out of range."""
   owner = type(module).__name__
   check_positive(module, 'width', 'depth', 'mlp_dim', 'num_heads')
   if module.width % module.num_heads:
@@ -187,7 +186,7 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
 
 
 def check_settings(name: str, module: type[nn.Module], settings: Mapping[str, Any]) -> None:
-  """Raises ValueError for settings that the module, made by the function `name`, does not have."""
+  """Raises ValueError for settings of the function `name` that `module` does not have."""
   fields = {f.name for f in dataclasses.fields(module)} - {'parent', 'name'}
   if unknown := settings.keys() - fields:
     raise ValueError(
@@ -203,7 +202,7 @@ def block_name(layer: int) -> str:
 
 
 def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:
-  """Parameters of an encoder in the layout of `scan_layers`, from those without it."""
+  """Converts parameters to the layout of `scan_layers`."""
   names = [name for name in map(block_name, range(len(params))) if name in params]
   rest = {name: value for name, value in params.items() if name not in names}
   blocks = [params[name] for name in names]
@@ -222,5 +221,5 @@ def unstack_blocks(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def constrain_tokens(x: jax.Array) -> jax.Array:
-  """[B, N, D] where activations of tokens lie."""
+  """Shards activations of tokens [B, N, D]."""
   return with_sharding_constraint(x, ('batch', 'length', 'embed'))

@@ -1,4 +1,4 @@
-"""Vision Transformer (Dosovitskiy et al. 2020, "An image is worth 16x16 words", https://arxiv.org/abs/2010.11929).
+"""Vision Transformer (Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929).
 
 B images, H x W pixels, C channels, P patch size, N tokens, D width.
 """
@@ -27,9 +27,9 @@ POOLINGS = ('token', 'gap')
 class PatchEmbedding(nn.Module):
   """Non-overlapping patches, each mapped linearly: image [B, H, W, C] to [B, (H/P)(W/P), D].
 
-  The same function and parameters (kernel [P, P, C, D], bias [D]) as a P x P convolution of stride
-  P. Written as one matrix product because that is 1.4 to 3.3 times as fast on CPU at 224 x 224
-  (forward and backward, P = 16 and 32), and fills a matrix unit whatever C is.
+  Function and parameters (kernel [P, P, C, D], bias [D]) are those of a P x P convolution of stride
+  P. One matrix product is 1.4 to 3.3 times as fast on CPU at 224 x 224 (forward and backward,
+  P = 16 and 32), and fills a matrix unit for any C.
   """
 
   patch_size: int
@@ -72,14 +72,12 @@ class ViT(nn.Module):
       head; None for no such layer.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
-    remat: what the backward pass computes again to save memory (`layers.REMAT`).
-    scan_layers: one block in a loop instead of `depth` blocks in a row: compiles in a fraction of
-      the time. Its parameters are stacked, [depth, ...] under 'blocks' instead of 'block00', ...
-      (`stack_blocks`, `unstack_blocks`).
+    remat: what the backward pass recomputes to save memory (`layers.REMAT`).
+    scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
+      [depth, ...] under 'blocks' instead of 'block00', ... (`stack_blocks`, `unstack_blocks`).
 
   Raises:
-    ValueError: for a setting out of its range, when built; for an image that P does not divide,
-      when called.
+    ValueError: a setting is out of range, or P does not divide the image.
   """
 
   patch_size: int
@@ -111,8 +109,8 @@ class ViT(nn.Module):
     """Encodes images.
 
     Args:
-      image: float32 [B, H, W, C]; the position embeddings tie the parameters to H and W.
-      train: applies dropout; then needs the 'dropout' rng, if the rate is above 0.
+      image: float32 [B, H, W, C]. H and W are fixed by the position embeddings.
+      train: applies dropout, with the 'dropout' rng.
 
     Returns:
       phi float32 [B, pre_logits_dim], and the representations by name: 'patches'
@@ -150,10 +148,10 @@ def vit(variant: str = 'S/16', **overrides: Any) -> ViT:
 
   Args:
     variant: one of the sizes Ti, S, B, L, H, g, G with any patch size.
-    **overrides: fields of `ViT` that replace or complete those of the variant.
+    **overrides: fields of `ViT` that replace those of the variant.
 
   Raises:
-    ValueError: for an unknown variant or field.
+    ValueError: the variant or a field is unknown.
   """
   size, slash, patch_size = variant.partition('/')
   if size not in SIZES or not slash or not patch_size.isdecimal():

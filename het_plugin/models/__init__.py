@@ -1,4 +1,4 @@
-"""The t5x model surface around backbones, a head and their metrics."""
+"""Models with the t5x interface: backbones, a head, and their metrics."""
 
 from het_plugin.models.classification import ClassificationModel, ClassificationModule, ParamCounts
 from het_plugin.models.contrastive import ContrastiveModel, ContrastiveModule

@@ -1,4 +1,4 @@
-"""What the models share of a batch: who its rows are, which count, and their mean loss."""
+"""Index, mask and mean loss of a batch, shared by the models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,17 +12,17 @@ PyTree = Any
 
 
 def index(batch: Batch) -> jax.Array:
-  """The identity of each example, int32 [B]: its row where the batch does not say."""
+  """The index of each example, int32 [B]: the row number if the batch has none."""
   return batch['index'] if 'index' in batch else jnp.arange(batch['image'].shape[0])
 
 
 def mask(batch: Batch) -> jax.Array:
-  """float32 [B], 0 for rows that do not count: all do where the batch does not say."""
+  """float32 [B], 0 for padding rows; all ones if the batch has no mask."""
   return batch['mask'] if 'mask' in batch else jnp.ones(batch['image'].shape[0], jnp.float32)
 
 
 def check_normalizing_factor(owner: str, factor: float | None) -> None:
-  """Raises ValueError for a loss_normalizing_factor that is not positive."""
+  """Raises ValueError if loss_normalizing_factor is not positive."""
   if factor is not None and not factor > 0:
     raise ValueError(
       f'{owner}.loss_normalizing_factor={factor} must be positive, or None for the mean over the '
@@ -31,7 +31,7 @@ def check_normalizing_factor(owner: str, factor: float | None) -> None:
 
 
 def mean_loss(nll: jax.Array, mask: jax.Array, normalizing_factor: float | None) -> jax.Array:
-  """The mean of nll [B] over the rows that count; with a factor their sum divided by it."""
+  """The mean of nll [B] over the real rows, or their sum divided by the factor."""
   total = jnp.where(mask > 0, nll, 0.0).sum()
   if normalizing_factor is None:
     return total / jnp.maximum((mask > 0).sum(), 1)
@@ -41,10 +41,10 @@ def mean_loss(nll: jax.Array, mask: jax.Array, normalizing_factor: float | None)
 def representations(
   backbone: nn.Module, params: PyTree, batch: Batch, layers: Sequence[str]
 ) -> dict[str, jax.Array]:
-  """The backbone's representations [B, ...] of the images, of the given names.
+  """The backbone's representations [B, ...] with the given names.
 
   Raises:
-    ValueError: for an unknown name.
+    ValueError: a name is unknown.
   """
   _, intermediates = backbone.apply({'params': params}, batch['image'], train=False)
   if unknown := [layer for layer in layers if layer not in intermediates]:

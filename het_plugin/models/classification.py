@@ -1,8 +1,8 @@
-"""Image classification behind the model surface of t5x, which its trainer and ours both drive.
+"""Image classification with the model interface of t5x, for its trainer and the built-in one.
 
 B examples, K classes (Kp with padding), D pre-logits, L labels. A batch has image [B, H, W, C] and
-label int32 [B, L] padded with -1; and optionally index int32 [B], the identity of each example (its
-row if absent), and mask float32 [B], 0 for padding rows (all real if absent).
+label int32 [B, L], padded with -1. It may have index int32 [B], the number of each example (default
+its row), and mask float32 [B], 0 for padding rows (default all real).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ PyTree = Any
 
 
 class ClassificationModule(nn.Module):
-  """The parameters: {'backbone': ..., 'head': ...}."""
+  """Backbone and head; the parameters are {'backbone': ..., 'head': ...}."""
 
   backbone: nn.Module
   head: nn.Module
@@ -42,12 +42,12 @@ class ClassificationModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ParamCounts:
-  """Exact numbers of parameters, without the padding of the classes.
+  """Exact numbers of parameters, without padded classes.
 
   Attributes:
-    backbone: of the backbone.
-    head: of the head.
-    extra: those of the head that a deterministic head with a fixed temperature does not have.
+    backbone: in the backbone.
+    head: in the head.
+    extra: in the head, beyond those of a deterministic head with a fixed temperature.
   """
 
   backbone: int
@@ -62,10 +62,10 @@ class ParamCounts:
 class ClassificationModel:
   """A backbone and a head, trained by maximum likelihood.
 
-  Noise is drawn for each example from its index, or for all alike (`shared_draws`): but for
-  dropout, values depend on neither mesh, hosts, batch size nor number of microbatches. Training
-  keys come from the step's `dropout_rng`; evaluation, prediction and scoring share one fixed key,
-  so they are functions of the parameters.
+  The noise of an example depends on its index, or is the same for all examples (`shared_draws`).
+  Without dropout, values therefore do not depend on mesh, hosts, batch size or number of
+  microbatches. Training keys come from the step's `dropout_rng`. Evaluation, prediction and scoring
+  use one fixed key, so they are functions of the parameters.
   """
 
   def __init__(
@@ -83,22 +83,22 @@ class ClassificationModel:
 
     Args:
       backbone: `backbone(image, train=False) -> (phi [B, D], {name: representation})` with the
-        attribute `pre_logits_dim`, D; or any flax module image -> phi (`backbones.PlainBackbone`).
+        attribute `pre_logits_dim`, D, or any flax module image -> phi (`backbones.PlainBackbone`).
       head: `head(phi) -> GaussianLogits` with the attributes `num_classes` and `link` and the
         methods `num_params(D)` and `extra_params(D)`.
-      optimizer_def: the optimizer that the trainer runs.
+      optimizer_def: the trainer's optimizer.
       train_integrator: estimates the training loss.
       eval_integrator: estimates metrics, predictions and scores.
-      loss_normalizing_factor: None for the mean loss of the real rows of a (micro)batch, which the
-        built-in trainer averages by rows. A number for their sum divided by it: t5x sums the
-        gradients of microbatches, so bind the global batch size there.
+      loss_normalizing_factor: None for the mean loss over the real rows of a (micro)batch, which
+        the built-in trainer averages by rows. A number divides the sum over rows instead: t5x sums
+        the gradients of microbatches, so bind the global batch size there.
       eval_seed: seed of the noise outside training.
-      shared_draws: whether all examples of a step, or of evaluation, take the same normals. That
-        saves draws, and the estimates of the examples depend on each other: their mean has more
+      shared_draws: whether all examples of a step, or of an evaluation, share the same normal
+        draws. This saves time, but correlates the estimates of the examples, so their mean has more
         variance.
 
     Raises:
-      ValueError: for a loss_normalizing_factor that is not positive.
+      ValueError: loss_normalizing_factor is not positive.
     """
     batches.check_normalizing_factor('ClassificationModel', loss_normalizing_factor)
     self.backbone = as_backbone(backbone)
@@ -113,8 +113,8 @@ class ClassificationModel:
 
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
-    """What t5x turns a seqio task's features into batches with."""
-    # Imported when t5x asks: it needs seqio and so TensorFlow, which nothing else of a model does.
+    """The seqio feature converter with which t5x makes batches."""
+    # Imported here because it needs seqio and TensorFlow, and the rest of a model does not.
     from het_plugin.data import ImageFeatureConverter
 
     return ImageFeatureConverter
@@ -123,11 +123,10 @@ class ClassificationModel:
     """Checks that the head fits the task.
 
     Args:
-      task_info: `data.TaskInfo`, of which `num_classes` and `multi_label` are read. The backbone
-        takes the number of channels from the images.
+      task_info: a `data.TaskInfo`; `num_classes` and `multi_label` are read.
 
     Raises:
-      ValueError: naming the setting that does not fit.
+      ValueError: a setting of the head does not fit the task.
     """
     if getattr(task_info, 'num_classes', None) is None:
       raise ValueError(
@@ -152,11 +151,11 @@ class ClassificationModel:
 
     Args:
       rng: PRNG key.
-      input_shapes: of which 'image' is read, (B, H, W, C).
-      input_types: dtypes, float32 where absent.
+      input_shapes: {'image': (B, H, W, C)}; other entries are ignored.
+      input_types: {'image': dtype}; float32 by default.
 
     Raises:
-      ValueError: the backbone has mutable collections, or returns something else than phi [B, D].
+      ValueError: the backbone has mutable collections or does not return phi [B, D].
     """
     dtype = (input_types or {}).get('image', jnp.float32)
     return with_axes(self.module.init(rng, jnp.zeros(tuple(input_shapes['image']), dtype)))
@@ -166,17 +165,18 @@ class ClassificationModel:
   ) -> tuple[jax.Array, Metrics]:
     """Training loss and metrics.
 
-    Pass every microbatch of a step the same `dropout_rng`: noise then follows the examples, and
-    dropout the first example of the microbatch.
+    All microbatches of a step get the same `dropout_rng`: noise is keyed by the index of each
+    example, dropout by the index of the first example of the microbatch.
 
     Args:
-      params: as of `get_initial_variables`.
+      params: parameters as from `get_initial_variables`.
       batch: see the module docstring.
       dropout_rng: key of the step; None is t5x's deterministic mode, the same as `eval_fn`.
 
     Returns:
-      The scalar loss and the metrics of `metrics.base_metrics`. The training precision@1 is that of
-      the noise-free logits: the predictive distribution would take a second pass over the samples.
+      The scalar loss and the metrics of `metrics.base_metrics`. precision_at_1 is computed from the
+      logits without noise, because the predictive distribution would need a second pass over the
+      samples.
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
@@ -192,14 +192,14 @@ class ClassificationModel:
     )
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-    """Loss and metrics of the predictive distribution: `metrics.base_metrics` and 'ece'."""
+    """Loss, `metrics.base_metrics` and 'ece' of the predictive distribution."""
     labels, mask = batch['label'], batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
     top, top_log_prob = jnp.argmax(log_prob, -1), jnp.max(log_prob, -1)  # [B]
     if logits.link == 'softmax':
       nll = metrics_lib.label_nll(log_prob, labels)
-    else:  # log(1 - p) cannot be had from log p near p = 1: integrate both signs
+    else:  # near p = 1, log(1 - p) cannot be computed from log p: integrate both signs
       nll = self.eval_integrator.nll(logits, labels, self._eval_keys(batch))
     correct = metrics_lib.is_listed(top, labels)
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
@@ -218,14 +218,14 @@ class ClassificationModel:
     """The most probable classes of each example.
 
     Args:
-      params: as of `get_initial_variables`.
+      params: parameters as from `get_initial_variables`.
       batch: see the module docstring.
-      rng: unused. t5x derives it from the number of the batch; predictions shall not depend on
+      rng: unused. t5x derives it from the number of the batch, but predictions must not depend on
         how examples are batched.
 
     Returns:
-      The most probable class, int32 [B, 1]; and 'log_prob' [B, 1], its log-probability, and 'top5'
-      int32 [B, min(5, K)], the most probable classes in order.
+      The most probable class, int32 [B, 1], and a dict with its log-probability 'log_prob' [B, 1]
+      and the most probable classes in order, 'top5' int32 [B, min(5, K)].
     """
     del rng
     logits, _ = self._logits(params, batch)
@@ -238,8 +238,8 @@ class ClassificationModel:
   ) -> jax.Array | tuple[jax.Array, dict[str, tuple[jax.Array]]]:
     """log p(y | x) of each example, float32 [B].
 
-    With `return_intermediates` also the backbone's representations by name, each a tuple of one
-    array as t5x returns them.
+    With `return_intermediates` also the backbone's representations by name, each as a tuple of one
+    array as in t5x.
     """
     logits, intermediates = self._logits(params, batch)
     scores = -self.eval_integrator.nll(logits, batch['label'], self._eval_keys(batch))
@@ -248,18 +248,18 @@ class ClassificationModel:
     return scores
 
   def logits(self, params: PyTree, batch: Batch) -> GaussianLogits:
-    """The head's Gaussian over the logits of each example, without dropout."""
+    """The Gaussian over the logits of each example, without dropout."""
     return self._logits(params, batch)[0]
 
   def predictive(self, params: PyTree, batch: Batch) -> dict[str, jax.Array]:
-    """The predictive distribution of each example, by `eval_integrator`.
+    """The predictive distribution of each example, estimated by `eval_integrator`.
 
     Returns:
-      'log_prob' float32 [B, K]: log p(k | x); sigmoid: log p(y_k = 1 | x).
-      'expected_entropy' float32 [B]: as `Integrator.expected_entropy`; only of a heteroscedastic
-        head that is sampled.
-      'nll' float32 [B]: only with a sigmoid link, whose -log p(labels | x) float32 cannot give
-        from log_prob where p is near 1.
+      'log_prob' float32 [B, K]: log p(k | x), or log p(y_k = 1 | x) with the sigmoid link.
+      'expected_entropy' float32 [B]: see `Integrator.expected_entropy`; only for a heteroscedastic
+        head and a sampling integrator.
+      'nll' float32 [B]: -log p(labels | x); only with the sigmoid link, where it cannot be computed
+        from log_prob for p near 1.
     """
     logits, keys = self.logits(params, batch), self._eval_keys(batch)
     predictive = {'log_prob': self._log_prob(logits, batch)[:, : logits.num_classes]}
@@ -272,22 +272,22 @@ class ClassificationModel:
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
   ) -> dict[str, jax.Array]:
-    """The backbone's representations [B, ...] of the given names.
+    """The backbone's representations [B, ...] with the given names.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: a name is unknown.
     """
     return batches.representations(self.backbone, params['backbone'], batch, layers)
 
   def pre_logits_dim(self, params_shapes: PyTree) -> int:
-    """D, of which a plain flax module says nothing: then the length of the head's matrices."""
+    """D, as stated by the backbone, or from the head's matrices for a plain flax module."""
     if (stated := getattr(self.backbone, 'pre_logits_dim', None)) is not None:
       return stated
     head = traverse_util.flatten_dict(params_shapes['head'])
     return next(x.shape[0] for path, x in head.items() if path[-1] in ('kernel', 'd_kernel'))
 
   def count_params(self, params_shapes: PyTree) -> ParamCounts:
-    """Counts parameters exactly; `params_shapes` is the tree of params or of their shapes."""
+    """Exact numbers of parameters, from a tree of parameters or of their shapes."""
     width = self.pre_logits_dim(params_shapes)
     return ParamCounts(
       backbone=sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params_shapes['backbone'])),
@@ -312,7 +312,7 @@ class ClassificationModel:
 
 
 def _top_location(logits):
-  """The class of the largest location, int32 [B]; padded classes have one too and must not win."""
+  """The class with the largest location, int32 [B]; never a padded class."""
   real = jnp.arange(logits.location.shape[-1]) < logits.num_classes
   return jnp.argmax(jnp.where(real, logits.location, -jnp.inf), axis=-1)
 

@@ -1,9 +1,9 @@
-"""Contrastive learning of images and texts behind t5x's model surface (section 5; LiT, Zhai et al.
-2022, https://arxiv.org/abs/2111.07991).
+"""Contrastive learning of images and texts with the model interface of t5x (section 5).
 
-B pairs, D dimensions of the common space, L token ids a text, K classes. A batch has image
-[B, H, W, C] and text int32 [B, L] padded with 0; and optionally index int32 [B], the identity of
-each pair (its row if absent), and mask float32 [B], 0 for padding rows (all real if absent).
+It follows LiT (Zhai et al., 2022, https://arxiv.org/abs/2111.07991). B pairs, D dimensions of the
+common space, L token ids per text, K classes. A batch has image [B, H, W, C] and text int32 [B, L],
+padded with 0. It may have index int32 [B], the number of each pair (default: its row), and mask
+float32 [B], 0 for padding rows (default: all real).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,18 @@ PyTree = Any
 
 
 class ContrastiveModule(nn.Module):
-  """The parameters: {'backbone', 'image_projection', 'text_tower', 'text_projection', 'head'}.
+  """Two towers, their projections and a head.
 
-  The image tower has the name that a classifier's has, so that its checkpoint fits.
+  The parameters are {'backbone', 'image_projection', 'text_tower', 'text_projection', 'head'}. The
+  image tower is called 'backbone' as in a classifier, so that a classifier's checkpoint fits.
 
   Attributes:
     backbone: the image tower.
-    text_tower: of the texts.
-    head: representations alpha, beta [B, D] to `Pairs`.
-    embedding_dim: D, to which both towers are projected. None: the images are represented by their
-      tower as it is, and the texts are projected to its width.
-    locked: whether the image tower has no gradient, and no dropout. Its projection has.
+    text_tower: the text tower.
+    head: maps representations alpha, beta [B, D] to `Pairs`.
+    embedding_dim: D; both towers are projected to it. None uses the image tower's output as it is
+      and projects texts to its width.
+    locked: whether the image tower gets no gradient and no dropout. Its projection is trained.
   """
 
   backbone: nn.Module
@@ -77,10 +78,10 @@ class ContrastiveModule(nn.Module):
 class ContrastiveModel:
   """Two towers and a contrastive head, trained by the symmetric batch softmax (eq. 6, 8).
 
-  A pair's candidates are the whole batch, over all devices, so a batch cannot be cut into
-  microbatches. Noise is drawn for each pair from its index: but for dropout, values depend on
-  neither mesh nor hosts. Outside training representations are without noise, as the paper has it
-  (appendix M), unless an `eval_integrator` is given, which draws from one fixed key.
+  Each pair is compared with the whole batch on all devices, so a batch cannot be cut into
+  microbatches. The noise of a pair depends on its index: without dropout, values do not depend on
+  mesh or hosts. Outside training there is no noise, as in the paper (appendix M), unless an
+  `eval_integrator` is given; it uses one fixed key.
   """
 
   needs_whole_batch = True
@@ -102,22 +103,23 @@ class ContrastiveModel:
 
     Args:
       backbone: the image tower, `backbone(image, train=False) -> (phi [B, D], {name:
-        representation})` with the attribute `pre_logits_dim`; or any flax module image -> phi, with
-        an embedding_dim.
-      text_tower: `text_tower(text, train=False)`, which returns the same, with the attributes
+        representation})` with the attribute `pre_logits_dim`; or any flax module image -> phi if
+        embedding_dim is set.
+      text_tower: `text_tower(text, train=False)` with the same result and the attributes
         `pre_logits_dim` and `vocab_size`.
       head: `head(alpha, beta) -> Pairs` with the methods `num_params(D)` and `extra_params(D)`.
-      optimizer_def: the optimizer that the trainer runs.
-      train_integrator: of the noise in training; one sample in the paper (appendix N.2).
-      eval_integrator: of the noise in `eval_fn` and `score_batch`; None for none.
-      embedding_dim: D; None for the width of the image tower, which then is not projected.
-      locked: whether the image tower keeps its parameters. Freeze them in the optimizer too, or
-        weight decay moves them: adamw.frozen_params = '^backbone/'.
-      loss_normalizing_factor: as in ClassificationModel; the rows are pairs.
+      optimizer_def: the trainer's optimizer.
+      train_integrator: integrates over the noise in training; one sample in the paper (appendix
+        N.2).
+      eval_integrator: the same in `eval_fn` and `score_batch`; None for no noise.
+      embedding_dim: D; None for the width of the image tower, which is then not projected.
+      locked: whether the image tower gets no gradient. Also set adamw.frozen_params = '^backbone/',
+        because weight decay would change its parameters.
+      loss_normalizing_factor: as in ClassificationModel, with pairs as rows.
       eval_seed: seed of the noise outside training.
 
     Raises:
-      ValueError: for an embedding_dim below 1, or a loss_normalizing_factor that is not positive.
+      ValueError: embedding_dim is below 1 or missing, or loss_normalizing_factor is not positive.
     """
     if embedding_dim is not None and embedding_dim < 1:
       raise ValueError(
@@ -142,8 +144,8 @@ class ContrastiveModel:
 
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
-    """What t5x turns a seqio task's features into batches with."""
-    # Imported when t5x asks: it needs seqio and so TensorFlow, which nothing else of a model does.
+    """The seqio feature converter with which t5x makes batches."""
+    # Imported here because it needs seqio and TensorFlow, and the rest of a model does not.
     from het_plugin.data import ImageTextFeatureConverter
 
     return ImageTextFeatureConverter
@@ -152,10 +154,10 @@ class ContrastiveModel:
     """Checks that the text tower fits the task.
 
     Args:
-      task_info: `data.ImageTextInfo`, of which `vocab_size` and `vocabulary` are read.
+      task_info: a `data.ImageTextInfo`; `vocab_size` and `vocabulary` are read.
 
     Raises:
-      ValueError: the task has no captions, or ids that the text tower has no embedding for.
+      ValueError: the task has no captions, or its vocabulary is larger than the text tower's.
     """
     vocab_size = getattr(task_info, 'vocab_size', None)
     if vocab_size is None:
@@ -179,8 +181,8 @@ class ContrastiveModel:
 
     Args:
       rng: PRNG key.
-      input_shapes: of which 'image' is read, (B, H, W, C), and 'text', (B, L).
-      input_types: dtypes of the images; float32 where absent.
+      input_shapes: {'image': (B, H, W, C), 'text': (B, L)}; other entries are ignored.
+      input_types: {'image': dtype}; float32 by default.
     """
     dtype = (input_types or {}).get('image', jnp.float32)
     image = jnp.zeros(tuple(input_shapes['image']), dtype)
@@ -190,17 +192,17 @@ class ContrastiveModel:
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
   ) -> tuple[jax.Array, Metrics]:
-    """Training loss, the mean of both directions over the pairs of the batch, and metrics.
+    """Training loss, the mean over both directions and all pairs of the batch, and metrics.
 
     Args:
-      params: as of `get_initial_variables`.
+      params: parameters as from `get_initial_variables`.
       batch: see the module docstring.
       dropout_rng: key of the step; None is t5x's deterministic mode, the same as `eval_fn`.
 
     Returns:
-      The scalar loss and the metrics: 'loss'; and of each direction ('image_to_text',
-      'text_to_image') 'nll/...' and 'precision_at_1/...' among the pairs of the batch, the latter
-      without noise; 'tau', and 'logit_scale', 1 / tau.
+      The scalar loss and the metrics 'loss', 'tau', 'logit_scale' (1 / tau) and, for both
+      directions ('image_to_text', 'text_to_image'), 'nll/...' and 'precision_at_1/...'. The latter
+      is computed without noise.
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
@@ -211,7 +213,7 @@ class ContrastiveModel:
     return self._loss_and_metrics(pairs, self.train_integrator, keys, batch)
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-    """Loss and metrics as of `loss_fn`, among the pairs of this batch: they depend on its size."""
+    """Loss and metrics as in `loss_fn`; they depend on the size of the batch."""
     pairs = self.pairs(params, batch)
     return self._loss_and_metrics(pairs, self.eval_integrator, self._eval_keys(batch), batch)
 
@@ -222,9 +224,9 @@ class ContrastiveModel:
   def predict_batch_with_aux(
     self, params: PyTree, batch: Batch, rng: jax.Array | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The embeddings of the images, float32 [B, D]; and 'text', those of the texts, [B, D].
+    """Embeddings without noise: of images, float32 [B, D], and of texts, {'text': [B, D]}.
 
-    `rng` is unused: they are without noise.
+    `rng` is unused.
     """
     del rng
     alpha, beta = self.pairs(params, batch).representations()
@@ -233,10 +235,10 @@ class ContrastiveModel:
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False
   ) -> jax.Array | tuple[jax.Array, dict[str, tuple[jax.Array]]]:
-    """log p of each pair among those of the batch, the mean of both directions: float32 [B].
+    """log p of each pair among those of the batch, averaged over both directions, float32 [B].
 
-    With `return_intermediates` also the image tower's representations by name, each a tuple of one
-    array as t5x returns them.
+    With `return_intermediates` also the image tower's representations by name, each as a tuple of
+    one array as in t5x.
     """
     pairs = self.pairs(params, batch)
     scores = -_mean(self._nll(pairs, self.eval_integrator, self._eval_keys(batch), batch))
@@ -246,28 +248,28 @@ class ContrastiveModel:
     return scores, {name: (value,) for name, value in intermediates.items()}
 
   def pairs(self, params: PyTree, batch: Batch) -> Pairs:
-    """What the loss takes of a batch, without dropout."""
+    """The input of the loss for a batch, without dropout."""
     return self._apply(params, batch['image'], batch['text'])
 
   def image_embeddings(self, params: PyTree, batch: Batch) -> jax.Array:
-    """Images as they are compared with `text_embeddings`, by dot products: float32 [B, D]."""
+    """Image embeddings, float32 [B, D]; similarity to `text_embeddings` is the dot product."""
     return self._image_pairs(params, batch).representations()[0]
 
   def text_embeddings(self, params: PyTree, text: jax.Array) -> jax.Array:
-    """Texts int32 [N, L] as they are compared with `image_embeddings`: float32 [N, D]."""
+    """Embeddings of texts int32 [N, L], float32 [N, D]."""
     beta = self._apply(params, text, method='embed_text')
     return self._head(params, beta, beta).representations()[1]
 
   def class_log_prob(
     self, params: PyTree, batch: Batch, class_embeddings: jax.Array, num_samples: int
   ) -> jax.Array:
-    """Zero-shot classification: log p(k | image) of K classes that are embeddings of texts.
+    """Zero-shot classification: log p(k | image) for K classes given as text embeddings.
 
     Args:
-      params: as of `get_initial_variables`.
-      batch: of which 'image' and 'index' are read.
+      params: parameters as from `get_initial_variables`.
+      batch: 'image' and 'index' are read.
       class_embeddings: float32 [K, D].
-      num_samples: S of the noise in the image representation; 0 for none (appendix M).
+      num_samples: S, samples of the noise in the image representation; 0 for no noise (appendix M).
 
     Returns:
       float32 [B, K].
@@ -287,18 +289,18 @@ class ContrastiveModel:
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
   ) -> dict[str, jax.Array]:
-    """The image tower's representations [B, ...] of the given names.
+    """The image tower's representations [B, ...] with the given names.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: a name is unknown.
     """
     return batches.representations(self.backbone, params['backbone'], batch, layers)
 
   def count_params(self, params_shapes: PyTree) -> ParamCounts:
-    """Counts parameters exactly, both towers and the projections as the backbone.
+    """Exact numbers of parameters, from a tree of parameters or of their shapes.
 
-    The padding of the vocabulary is left out. `params_shapes` is the tree of params or of their
-    shapes.
+    Both towers and the projections count as the backbone; padded rows of the vocabulary do not
+    count.
     """
     dim = self.module.dim
     towers = {name: tree for name, tree in params_shapes.items() if name != 'head'}
@@ -317,7 +319,7 @@ class ContrastiveModel:
     return self.head.apply({'params': params.get('head', {})}, alpha, beta)
 
   def _image_pairs(self, params, batch):
-    """Pairs of which only the images and their noise mean something."""
+    """Pairs with images on both sides; only the image side is to be used."""
     alpha = self._apply(params, batch['image'], method='embed_image')
     return self._head(params, alpha, alpha)
 

@@ -1,4 +1,4 @@
-"""Classification metrics as clu metrics: merged over batches, they are those of all rows together.
+"""Classification metrics as clu metrics; merging batches gives the metrics of all rows.
 
 B examples, K classes, L labels. Labels are int32 [B, L], padded with -1; a mask float32 [B] is 1
 for real rows and 0 for padding.
@@ -13,14 +13,14 @@ NUM_BINS = 15  # Guo et al. 2017 and most of the literature since
 
 
 def label_nll(log_prob: jax.Array, labels: jax.Array) -> jax.Array:
-  """-log p averaged over an example's labels, [B] from log_prob [B, K]; 0 if it has no label."""
+  """-log p averaged over each example's labels, [B], from log_prob [B, K]; 0 if there are none."""
   listed = labels >= 0
   at_labels = jnp.take_along_axis(log_prob, jnp.maximum(labels, 0), axis=-1)  # [B, L]
   return -jnp.where(listed, at_labels, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
 
 
 def is_listed(classes: jax.Array, labels: jax.Array) -> jax.Array:
-  """Whether the class int32 [B] is any of the example's labels, float32 [B]."""
+  """Whether each class, int32 [B], is among the labels of its example, float32 [B]."""
   return (classes[:, None] == labels).any(-1).astype(jnp.float32)
 
 
@@ -28,13 +28,14 @@ def is_listed(classes: jax.Array, labels: jax.Array) -> jax.Array:
 class ExpectedCalibrationError(clu_metrics.Metric):
   """Expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
 
-  The mean gap between confidence and accuracy over NUM_BINS bins of equal width, each weighted with
-  its rows. Bin m holds the confidences in (m / NUM_BINS, (m + 1) / NUM_BINS], the first 0 as well.
+  The mean gap between confidence and accuracy over NUM_BINS bins of equal width, weighted by the
+  number of rows. Bin m holds the confidences in (m / NUM_BINS, (m + 1) / NUM_BINS]; bin 0 also
+  holds 0.
 
   Attributes:
-    count: float32 [NUM_BINS], rows of each bin.
-    confidence: float32 [NUM_BINS], sum of their confidences.
-    correct: float32 [NUM_BINS], sum of their correct predictions.
+    count: float32 [NUM_BINS], rows per bin.
+    confidence: float32 [NUM_BINS], sum of confidences per bin.
+    correct: float32 [NUM_BINS], number of correct predictions per bin.
   """
 
   count: jax.Array
@@ -73,14 +74,14 @@ def base_metrics(
   """Loss, NLL, precision@1 and temperature of a batch.
 
   Args:
-    nll: [B], for the sigmoid link summed over the classes.
-    correct: [B], whether the top class is any of the labels.
+    nll: [B]; for the sigmoid link, summed over the classes.
+    correct: [B], whether the top class is among the labels.
     tau: scalar.
     mask: [B].
 
   Returns:
-    'loss', 'nll' and 'precision_at_1', means over the real rows, which are their `count`; and
-    'tau', of which a merge keeps the last.
+    'loss', 'nll' and 'precision_at_1', means over the real rows, whose number is their `count`, and
+    'tau', whose last value a merge keeps.
   """
   mean_nll = clu_metrics.Average.from_model_output(nll, mask=mask)
   return {

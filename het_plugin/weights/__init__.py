@@ -1,4 +1,4 @@
-"""Parameters from and to the files that others publish: see `layouts` for whose."""
+"""Reads and writes published weights; `layouts` lists the supported projects."""
 
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
 from het_plugin.weights.transfer import HEADS, Report, export_params, load_params

@@ -13,14 +13,15 @@ SUFFIXES = ('.npz', '.safetensors')
 
 
 def is_weights_file(path: epath.PathLike) -> bool:
+  """Whether the name of a file ends in .npz or .safetensors."""
   return str(path).endswith(SUFFIXES)
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """All arrays of a local or gs:// file, float32 where they are floating point.
+  """All arrays of a local or gs:// file; floating-point arrays become float32.
 
   Raises:
-    ValueError: for another suffix, a missing file, or one that cannot be read.
+    ValueError: the suffix is another one, or the file is missing or damaged.
   """
   _check(path)
   if not epath.Path(path).exists():
@@ -32,16 +33,16 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
         arrays = {name: archive[name] for name in archive.files}
     else:
       arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
-  except Exception as error:  # zipfile's, numpy's or safetensors' own
+  except Exception as error:  # zipfile, numpy and safetensors each raise their own types
     raise ValueError(f'weights file {path} cannot be read: {error}') from error
   return {name: _widened(x) for name, x in arrays.items()}
 
 
 def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes arrays by name.
+  """Writes arrays to a local or gs:// file.
 
   Raises:
-    ValueError: for another suffix.
+    ValueError: the suffix is another one.
   """
   _check(path)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -60,7 +61,7 @@ def _check(path):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
 
 
-# safetensors' own numpy reader does not know the last.
+# safetensors' numpy reader does not know bfloat16.
 _DTYPES = {
   **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
   **{f'{kind}{bits}': f'{kind.lower()}{bits // 8}' for kind in 'IU' for bits in (8, 16, 32, 64)},
@@ -75,7 +76,7 @@ def _from_safetensors(tensor):
 
 
 def _widened(x):
-  # numpy has no bfloat16: big_vision's files have it as two bytes of no type.
+  # numpy has no bfloat16: big_vision's files store it as two bytes without a type.
   if x.dtype == np.dtype('V2'):
     x = x.view(ml_dtypes.bfloat16)
   is_float = np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16

@@ -1,14 +1,14 @@
-"""Whose files have which parameter under which name.
+"""Names and shapes of our parameters in published files.
 
-    vit   vision_transformer's and big_vision's ViTs, and uncertainty-baselines' on top of them
+    vit   ViTs of vision_transformer, big_vision and uncertainty-baselines
           (https://github.com/google-research/vision_transformer, .../big_vision,
           https://github.com/google/uncertainty-baselines)
-    bit   Big Transfer's ResNets (https://github.com/google-research/big_transfer)
+    bit   ResNets of Big Transfer (https://github.com/google-research/big_transfer)
 
-Heads: a linear one, or edward2's MCSoftmaxDenseFA and MCSigmoidDenseFA as uncertainty-baselines has
-them: loc_layer, diag_layer (softplus + 1e-3 gives d), scale_layer_heteroscedastic (v),
-scale_layer_homoscedastic (J, with bias) and pre_sigmoid_temperature (t); with a `latent_dim` the
-noise is HET-XL's.
+The head is linear, or edward2's MCSoftmaxDenseFA or MCSigmoidDenseFA as in uncertainty-baselines:
+loc_layer (W, b), diag_layer (d = softplus + 1e-3), scale_layer_heteroscedastic (v),
+scale_layer_homoscedastic (J, with a bias) and pre_sigmoid_temperature (t). With a `latent_dim` it
+is HET-XL, otherwise HET.
 """
 
 import re
@@ -18,19 +18,20 @@ from typing import NamedTuple
 import numpy as np
 
 LAYOUTS = ('vit', 'bit')
-# What trainers put in front of all names.
+# Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 _HEAD_PREFIXES = ('head', 'multiclass_head', 'multilabel_head')
 _VIT_BLOCK = 'Transformer/encoderblock'
 
 
 class Entry(NamedTuple):
-  """One parameter's name in a file, and how its array there becomes ours ([D, H, D / H] to [D, D],
-  say) by a reshape alone.
+  """The name of a parameter in a file and its shape there.
+
+  The arrays differ by a reshape only, for example [D, D] from [D, H, D / H] with H attention heads.
   """
 
   name: str
-  shape: Callable[[tuple[int, ...], int], tuple[int, ...]]  # (our shape, heads) -> theirs
+  shape: Callable[[tuple[int, ...], int], tuple[int, ...]]  # (our shape, H) -> shape in the file
 
 
 def _same(shape, num_heads):
@@ -78,7 +79,7 @@ _VIT_BLOCKS = {
   'mlp/wo/kernel': ('MlpBlock_3/Dense_1/kernel', _same),
   'mlp/wo/bias': ('MlpBlock_3/Dense_1/bias', _same),
 }
-# big_vision's names inside a block and those of vision_transformer that they replaced.
+# big_vision's names inside a block, and vision_transformer's older names for the same.
 _RENAMED_IN_BLOCKS = {
   'LayerNorm_1': 'LayerNorm_2',
   'MultiHeadDotProductAttention_0': 'MultiHeadDotProductAttention_1',
@@ -104,10 +105,10 @@ _NOISE = {
 
 
 def layout_of(our_names) -> str:
-  """The layout that has a place for our parameters.
+  """The layout of the backbone that our parameters belong to.
 
   Raises:
-    ValueError: for parameters of no backbone of ours, or of a v1.5 ResNet, which nobody publishes.
+    ValueError: the backbone is neither a ViT nor a v2 ResNet. No weights are published for others.
   """
   if 'backbone/embedding/kernel' in our_names:
     return 'vit'
@@ -119,12 +120,12 @@ def layout_of(our_names) -> str:
 
 
 def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
-  """Where a parameter of ours is in a file.
+  """Name and shape of one of our parameters in a file.
 
   Args:
-    our_name: such as 'backbone/block00/mlp/wi/kernel', of unstacked parameters.
+    our_name: name of an unstacked parameter, such as 'backbone/block00/mlp/wi/kernel'.
     layout: one of `LAYOUTS`.
-    head_prefix: of a heteroscedastic head in the file; None for a linear head.
+    head_prefix: prefix of a heteroscedastic head in the file; None for a linear head.
   """
   part, _, rest = our_name.partition('/')
   if part == 'head':
@@ -165,8 +166,9 @@ def _bit_entry(rest):
 
 
 def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The arrays of a file under vision_transformer's names: without what trainers put in front,
-  big_vision's newer names and its stacked blocks undone.
+  """The arrays of a file under vision_transformer's names.
+
+  Removes the prefixes of trainers, renames big_vision's layers and unstacks its blocks.
   """
   flat: dict[str, np.ndarray] = {}
   for name, x in arrays.items():
@@ -188,7 +190,7 @@ def _older(name):
 
 
 def head_prefix_of(names) -> str | None:
-  """The name in front of a heteroscedastic head's layers; None where there is no such head."""
+  """Prefix of the layers of a heteroscedastic head; None if the file has no such head."""
   for prefix in _HEAD_PREFIXES:
     if f'{prefix}/loc_layer/kernel' in names:
       return prefix
@@ -196,5 +198,5 @@ def head_prefix_of(names) -> str | None:
 
 
 def is_head(name: str) -> bool:
-  """Whether an array of a file belongs to its head."""
+  """Whether an array of a file belongs to the head."""
   return name.startswith(tuple(f'{p}/' for p in (*_HEAD_PREFIXES, 'resnet/head')))

@@ -1,4 +1,4 @@
-"""Published arrays to our parameters and back, every tensor accounted for."""
+"""Converts published arrays to our parameters and back; reports what happened to every array."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ _SHOWN = 20  # names in an error
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What became of every tensor.
+  """What happened to every array.
 
   Attributes:
-    loaded: (our name, name in the file, what was done to it).
-    initialised: our parameters that the file does not have: they start afresh.
+    loaded: (our name, name in the file, what was changed or '').
+    initialised: our parameters that are not in the file and are to be initialised.
     skipped: arrays of the file that are not used.
   """
 
@@ -29,6 +29,7 @@ class Report:
   skipped: Sequence[str]
 
   def text(self) -> str:
+    """The report in lines: a summary, and all parameters that were not loaded as they are."""
     changed = [line for line in self.loaded if line[2]]
     lines = [
       f'{len(self.loaded)} parameters loaded, {len(self.initialised)} initialised, '
@@ -48,22 +49,21 @@ def load_params(
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
 
-  A deterministic classifier starts a heteroscedastic one: W and b are kept, the noise and the
-  temperature are initialised. Position embeddings are resampled to the model's number of patches
-  (bilinear). Classes that our head pads get zeros. What is neither backbone nor head, such as a
-  text tower, is initialised.
+  From a deterministic classifier a heteroscedastic model takes W and b; noise and temperature are
+  initialised. Position embeddings are resampled bilinearly to the model's number of patches. Padded
+  classes get zeros. Parameters outside backbone and head, such as a text tower, are initialised.
 
   Args:
-    arrays: of a file (`files.read_arrays`).
+    arrays: arrays by name (`files.read_arrays`).
     shapes: {our name, such as 'backbone/encoder_norm/scale': shape}, blocks stacked or not.
-    head: 'keep' the head of the file; 'init' starts all of ours afresh, for other classes.
-    skip: regular expressions of names in the file to pass over, such as 'pre_logits/.*'.
+    head: 'keep' loads the head of the file, 'init' initialises ours, for other classes.
+    skip: regular expressions of the names in the file to ignore, such as 'pre_logits/.*'.
 
   Returns:
-    {our name: float32 array}, without what is initialised; and the report.
+    {our name: float32 array} without the parameters to initialise, and the report.
 
   Raises:
-    ValueError: names or shapes that do not fit, all of them listed.
+    ValueError: names or shapes do not fit; lists all of them.
   """
   if head not in HEADS:
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
@@ -114,10 +114,10 @@ def export_params(
   Args:
     params: {our name: array}, blocks stacked or not.
     num_classes: K; padded classes are left out.
-    num_heads: of a ViT's attention.
+    num_heads: number of attention heads of a ViT.
 
   Raises:
-    ValueError: for a backbone that has no such layout.
+    ValueError: there is no published layout for the backbone.
   """
   flat = unstacked({name: np.asarray(x) for name, x in params.items()})
   layout = layouts.layout_of(flat)
@@ -136,7 +136,7 @@ _STACKED = re.compile(r'(backbone/)(?:(blocks)|(stage\d+_unit)s)/(.*)')
 
 
 def _layer_names(name: str, depth: int) -> list[str]:
-  """The names of a stacked parameter's layers, of `ViT` or `ResNet`."""
+  """The unstacked names of a stacked parameter of a `ViT` or a `ResNet`."""
   root, is_vit, stage, rest = _STACKED.fullmatch(name).groups()
   if is_vit:
     return [f'{root}block{i:02d}/{rest}' for i in range(depth)]
@@ -144,7 +144,7 @@ def _layer_names(name: str, depth: int) -> list[str]:
 
 
 def unstacked(tree: Mapping) -> dict:
-  """Flat parameters, or their shapes, with `scan_layers` undone."""
+  """Flat parameters, or their shapes, in the layout without `scan_layers`."""
   flat = {}
   for name, x in tree.items():
     if not _STACKED.fullmatch(name):
@@ -159,7 +159,7 @@ def unstacked(tree: Mapping) -> dict:
 def restacked(
   flat: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-  """The inverse of `unstacked`, for those of `shapes` that are there."""
+  """The inverse of `unstacked`, for the parameters of `shapes` that are present."""
   stacked = {}
   for name, shape in shapes.items():
     if _STACKED.fullmatch(name):
@@ -170,7 +170,7 @@ def restacked(
 
 
 def _fit(ours, x, shape, is_head):
-  """The array in our shape, and what was done to it."""
+  """The array in our shape, and what was changed."""
   x = np.asarray(x, np.float32)
   if ours == 'backbone/position_embedding' and x.shape[-2:] != shape:
     return _resample(x.reshape(x.shape[-2:]), shape)
@@ -185,7 +185,7 @@ def _fit(ours, x, shape, is_head):
 
 
 def _merges(theirs, ours):
-  """Whether joining neighbouring dimensions, and dropping ones, makes `ours` of `theirs`."""
+  """Whether dropping dimensions of 1 and joining neighbouring ones turns `theirs` into `ours`."""
   left = [n for n in theirs if n > 1]
   for size in ours:
     joined = 1
@@ -197,8 +197,9 @@ def _merges(theirs, ours):
 
 
 def _resample(x, shape):
-  """Position embeddings [N, D] for another grid of patches. Where one more than a square number of
-  tokens is there, the first belongs to the class token.
+  """Resamples position embeddings [N, D] to another grid of patches.
+
+  If N is a square number plus one, the first embedding belongs to the class token.
   """
   new, old = _grid(shape[0]), _grid(len(x))
   if new is None or old is None or x.shape[1] != shape[1] or (new[0] and not old[0]):
@@ -213,7 +214,7 @@ def _resample(x, shape):
 
 
 def _grid(tokens):
-  """(class tokens, side of the grid) of a number of tokens; None for neither."""
+  """(number of class tokens, side of the grid) from a number of tokens; None if it is neither."""
   for extra in (0, 1):
     side = math.isqrt(tokens - extra)
     if side * side == tokens - extra:
