@@ -1,4 +1,4 @@
-"""Heads: pre-logits to Gaussian logits, and pairs of representations to a contrastive loss."""
+"""Heads: map pre-logits to Gaussian logits, and pairs of representations to contrastive logits."""
 
 from het_plugin.heads.classifiers import Classifier, Det, Het, Heteroscedastic, HetH, HetXL
 from het_plugin.heads.contrastive import (

@@ -1,9 +1,9 @@
 """The classifier heads DET, HET, HET-H and HET-XL: pre-logits phi [B, D] to `GaussianLogits`.
 
-Their location parameters are `kernel` [D, Kp] and `bias` [Kp] in every one of them, named as an
-ordinary linear head's, so that a deterministic checkpoint starts a heteroscedastic model. Kp is K
-rounded up to `class_multiple`: it depends on no mesh, so a checkpoint moves between meshes, and
-every mesh whose model axis divides `class_multiple` shards it.
+All heads name their location parameters as a linear head does, `kernel` [D, Kp] and `bias` [Kp], so
+that a deterministic checkpoint can initialise a heteroscedastic model. Kp is K rounded up to a
+multiple of `class_multiple`. It does not depend on the mesh, so checkpoints move between meshes,
+and every mesh whose model axis divides `class_multiple` can shard it.
 """
 
 from collections.abc import Callable
@@ -31,17 +31,16 @@ Temperature = FixedTemperature | LearnedTemperature
 
 
 class Classifier(nn.Module):
-  """What all heads share: W, b, the temperature and the link.
+  """Base of all heads: W, b, temperature and link.
 
   Attributes:
     num_classes: K >= 1.
     link: 'softmax', or 'sigmoid' for multi-label problems.
     temperature: `FixedTemperature` or `LearnedTemperature`; None is a fixed tau of 1.
-    class_multiple: K is padded up to a multiple of it; the padding is masked out of every
-      probability.
-    initial_bias: the classes' bias at the start in units of tau, b = initial_bias * tau_0, so that
-      the first loss does not depend on tau_0. -10 suits a sigmoid link over many classes; 0 a
-      softmax.
+    class_multiple: K is padded to a multiple of it. Padded classes are masked out of all
+      probabilities.
+    initial_bias: initial bias in units of tau, b = initial_bias * tau_0, so that the first loss
+      does not depend on tau_0. Use 0 for softmax and -10 for a sigmoid link with many classes.
     dtype: compute type of matrix products; logits are float32.
   """
 
@@ -63,7 +62,7 @@ class Classifier(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError naming the attribute that is wrong."""
+    """Raises ValueError if an attribute is out of range."""
     name = type(self).__name__
     if self.num_classes < 1:
       raise ValueError(f'{name}.num_classes={self.num_classes} must be at least 1')
@@ -75,12 +74,12 @@ class Classifier(nn.Module):
 
   @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
-    """Parameters of the head for D = pre_logits_dim, without padding."""
+    """Number of parameters for D = pre_logits_dim, without padding."""
     return (pre_logits_dim + 1) * self.num_classes + self.extra_params(pre_logits_dim)
 
   @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
-    """Parameters beyond a deterministic head with a fixed temperature, without padding."""
+    """Number of parameters beyond a deterministic head with fixed temperature, without padding."""
     del pre_logits_dim
     return self.temperature.num_params()
 
@@ -126,14 +125,14 @@ class Det(Classifier):
 
 
 class Heteroscedastic(Classifier):
-  """What the heteroscedastic heads share: how Sigma(x) is parametrised (`LowRankCovariance`).
+  """Base of the heteroscedastic heads: the parametrisation of Sigma(x), see `LowRankCovariance`.
 
   Attributes:
     num_factors: R >= 1; 50 in the paper.
     parametrization: 'efficient' or 'full'.
     remainder: 'rank_one' or 'diag'.
     factor_bias: whether J has a bias, as in the reference implementation.
-    initial_noise_scale: size of the noise at the start; 1.0 is the reference's.
+    initial_noise_scale: initial size of the noise; 1.0 in the reference implementation.
   """
 
   num_factors: int = 50
@@ -190,10 +189,10 @@ class Het(Heteroscedastic):
 
 
 class HetH(Heteroscedastic):
-  """HET-H (eq. 9): noise in R^H, spread over the classes by a fixed hash.
+  """HET-H (eq. 9): noise in R^H, mapped to the classes by a fixed hash.
 
   Attributes:
-    num_buckets: H; None is D, which gives it the parameters of HET-XL (section 6.1).
+    num_buckets: H; None is D, which gives as many parameters as HET-XL has (section 6.1).
     hash_seed: seed of the hash.
   """
 
@@ -225,11 +224,11 @@ class HetXL(Heteroscedastic):
   """HET-XL (eq. 5): noise in the pre-logits, mapped to the classes by W itself.
 
   Attributes:
-    noise_dim: None shares W (Q = D). A number M gives the noise a W' [M, K] of its own (eq. 14;
+    noise_dim: None shares W (Q = D). A number M gives the noise a separate W' [M, K] (eq. 14,
       Q = M).
-    get_logits: another map phi [N, D] -> logits [N, K] in place of W^T phi + b (section 3.1), a
-      linen module or a function; the head then has only the parameters of the covariance and the
-      temperature, and `class_multiple` and `initial_bias` do not apply.
+    get_logits: a linen module or function phi [N, D] -> logits [N, K] that replaces W^T phi + b
+      (section 3.1). The head then has only the parameters of covariance and temperature;
+      `class_multiple` and `initial_bias` are ignored.
   """
 
   noise_dim: int | None = None
@@ -305,7 +304,7 @@ class HetXL(Heteroscedastic):
 def _shift(
   location: jax.Array, mean: jax.Array | None, projection: Linear | Hashed | None
 ) -> jax.Array:
-  """The location with the mean of the noise in it, so that the noise itself has none."""
+  """Adds the mean of the noise to the location, so that the noise itself has mean zero."""
   if mean is None:
     return location
   return location + apply_projection(projection, mean[:, None])[:, 0]

@@ -1,34 +1,30 @@
-"""The heads of contrastive learning, DET and HET-XL (section 5): the representations of B pairs to
-what their loss takes.
+"""The heads of contrastive learning, DET and HET-XL (section 5).
 
 alpha [B, D] are the representations of the images and beta [B, D] those of the texts, in one space.
-A row of one is an example whose class is its own row of the other, among the B rows of the batch:
+Each row of one tower is classified among the B rows of the other; its class is its own pair:
 
     DET     p(b | a_n) = softmax(<alpha_n, beta_i> / tau)_i                (eq. 6)
     HET-XL  p(b | a_n) = E[softmax(<alpha_n + eps(a_n), beta_i> / tau)_i]  (eq. 8, image to text)
 
-and the same with the towers exchanged, text to image, with a covariance of its own. What is
-classified is noisy, what it is compared with is not.
+The direction text to image exchanges the towers and has a separate covariance. The row that is
+classified is noisy, the rows that it is compared with are not.
 
-Table 7 asks where representations are scaled to unit length. Before the noise (`pre_normalization`)
-is crucial; after it (`post_normalization`) "does not have a consistent effect". With the latter all
-that enters a similarity has unit length, the other tower's rows too.
+Normalisation (table 7). Scaling representations to unit length before the noise
+(`pre_normalization`) is crucial. Scaling after the noise (`post_normalization`) "does not have a
+consistent effect"; it also scales the rows of the other tower.
 
-The size of the noise. Entries of a vector of unit length are about 1 / sqrt(D), those of ordinary
-pre-logits, for which `LowRankCovariance` has its initial values, about 1. So with pre-normalisation
-the noise is that of the representation in these units: eps = F(sqrt(D) alpha) / sqrt(D). V(x) stays
-any affine map of alpha, and d(x) a softplus of one, in other units; what changes are initial values
-and step sizes. `initial_noise_scale` means what it does elsewhere: at s each factor starts with
-about s times the representation's length, so the noise with s sqrt(R + 1/2) times it, whatever D
-is. The default of 0.1 with the paper's R = 15 makes that 0.4; 1.0 would make it 3.9. The input of
-the covariance is the representation that the noise is added to, as phi is in eq. 5. A tower's
-length before the normalisation is seen by nothing else of the loss, so nothing would keep it in
-bounds.
+Size of the noise. The entries of a unit vector are about 1 / sqrt(D), and the initialisers of
+`LowRankCovariance` expect entries of about 1. With pre-normalisation the noise is therefore
+computed in these units: eps = F(sqrt(D) alpha) / sqrt(D). V(x) is still an affine map of alpha and
+d(x) a softplus of one; only initial values and step sizes change. With `initial_noise_scale` s, the
+initial noise is about s sqrt(R + 1/2) times as long as the representation, for any D. The default
+0.1 with the paper's R = 15 gives 0.4; 1.0 would give 3.9. The input of the covariance is the
+representation that the noise is added to, as phi in eq. 5, after the normalisation: nothing else in
+the loss depends on the length before it, so nothing would bound it.
 
-At test time (appendix M) the paper classifies with the representations without noise. Averaging
-noisy representations would be no alternative, since the noise has mean zero: the mean of dot
-products with them is the dot product with the representation. What can differ is the mean of the
-probabilities, which `class_log_prob` estimates.
+At test time (appendix M) the paper uses the representations without noise. Averaging noisy
+representations is no alternative, because the noise has mean zero. Averaging probabilities gives a
+different result, which `class_log_prob` estimates.
 """
 
 import dataclasses
@@ -61,14 +57,13 @@ Temperature = FixedTemperature | LearnedTemperature | LogitScale
 
 @struct.dataclass
 class Pairs:
-  """B pairs as the loss takes them.
+  """B pairs, the input of the contrastive loss.
 
   Attributes:
-    alpha: float32 [B, D], images, as the noise is added to them: of unit length with
-      pre-normalisation.
-    beta: float32 [B, D], texts.
-    image_to_text: noise of alpha where images are classified, or None without noise.
-    text_to_image: noise of beta where texts are.
+    alpha: float32 [B, D], images before the noise is added; of unit length with pre-normalisation.
+    beta: float32 [B, D], texts, in the same way.
+    image_to_text: noise of alpha in the direction image to text, or None.
+    text_to_image: noise of beta in the direction text to image, or None.
     temperature: tau, a float32 scalar: logits are similarities over tau.
     post_normalization: whether noisy representations are scaled to unit length.
     dtype: compute type of the similarities.
@@ -83,7 +78,7 @@ class Pairs:
   dtype: jnp.dtype = struct.field(pytree_node=False, default=jnp.float32)
 
   def representations(self) -> tuple[jax.Array, jax.Array]:
-    """(alpha, beta) [B, D] without noise, as they are compared: what zero-shot takes."""
+    """(alpha, beta) [B, D] without noise, scaled as for the similarities; used for zero-shot."""
     if self.post_normalization:
       return unit_length(self.alpha), unit_length(self.beta)
     return self.alpha, self.beta
@@ -110,25 +105,25 @@ class ContrastiveDet(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError naming the attribute that is wrong."""
+    """Raises ValueError if an attribute is out of range."""
     self.temperature.check()
 
   @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
-    """Parameters of the head for D = pre_logits_dim, which has no kernel: the other tower is W."""
+    """Number of parameters for D = pre_logits_dim. There is no W: the other tower replaces it."""
     return self.extra_params(pre_logits_dim)
 
   @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
-    """Parameters beyond a deterministic head with a fixed temperature."""
+    """Number of parameters beyond a deterministic head with fixed temperature."""
     del pre_logits_dim
     return self.temperature.num_params()
 
   def normalized(self, alpha: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as float32, of unit length where the head has it so.
+    """Both as float32, scaled to unit length with `pre_normalization`.
 
     Raises:
-      ValueError: they are not of one shape [B, D].
+      ValueError: they do not have the same shape [B, D].
     """
     if alpha.shape != beta.shape or alpha.ndim != 2:
       raise ValueError(
@@ -147,7 +142,7 @@ class ContrastiveDet(nn.Module):
 
 
 class ContrastiveHetXL(ContrastiveDet):
-  """Contrastive learning with noise in the representation that is classified (eq. 8).
+  """Contrastive learning with noise on the representation that is classified (eq. 8).
 
   The parameters of the two covariances are 'image_to_text' and 'text_to_image'.
 
@@ -157,7 +152,7 @@ class ContrastiveHetXL(ContrastiveDet):
     num_factors: R >= 1; 15 in the paper (appendix N.2).
     parametrization: 'full' as in the paper, or 'efficient'.
     remainder: 'rank_one' or 'diag'.
-    initial_noise_scale: size of the noise at the start, see the module docstring.
+    initial_noise_scale: initial size of the noise, see the module docstring.
   """
 
   _INITIAL_SCALE: ClassVar[float] = 3.0
@@ -222,32 +217,32 @@ def contrastive_nll(
   mask: jax.Array | None = None,
   chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[BatchSoftmax, BatchSoftmax]:
-  """Both directions of the contrastive loss; a batch's loss is the mean of both over its pairs.
+  """Both directions of the contrastive loss; a batch's loss is the mean over them and all pairs.
 
-  Over the active mesh, see `integrate.batch_softmax`.
+  Uses the active mesh, see `integrate.batch_softmax`.
 
   Args:
-    pairs: of a head.
-    integrator: of the noise; the paper trains with one sample. None, or pairs without noise: the
-      deterministic loss, with what the pairs are without noise.
-    keys: typed PRNG keys [B], one a pair (`example_keys`); each direction draws noise of its own.
-      Needed with noise only.
-    mask: [B]; a pair where it is 0 has no loss and no gradient, and is nobody's candidate.
-    chunk_bytes: budget for the logits that a device has at one time.
+    pairs: output of a head.
+    integrator: integrates over the noise; the paper trains with one sample. With None, or with
+      pairs without noise, the loss is deterministic.
+    keys: typed PRNG keys [B], one per pair (`example_keys`), needed with noise; the directions draw
+      different noise.
+    mask: [B]; pairs with 0 have no loss and no gradient, and no other pair is compared with them.
+    chunk_bytes: memory budget per device for logits.
 
   Returns:
-    (image to text, text to image). `correct` is that of the representations without noise, with
-    which the model is used; with noise that takes one product of its own.
+    (image to text, text to image). `correct` is computed from the representations without noise, as
+    they are used at test time; with noise this takes a second matrix product.
 
   Raises:
-    ValueError: noise without keys.
+    ValueError: there is noise but no keys.
   """
   settings = {'dtype': pairs.dtype, 'chunk_bytes': chunk_bytes}
   alpha, beta = pairs.representations()
   if integrator is None or pairs.image_to_text is None:
     return symmetric_nll(alpha, beta, pairs.temperature, mask, **settings)
   if keys is None:
-    raise ValueError('contrastive_nll: pairs with noise need keys, one an example (example_keys)')
+    raise ValueError('contrastive_nll: pairs with noise need keys, one per example (example_keys)')
   plain = symmetric_nll(*jax.lax.stop_gradient((alpha, beta, pairs.temperature)), mask, **settings)
   directions = (
     (pairs.alpha, pairs.image_to_text, beta),
@@ -279,15 +274,16 @@ def noisy_samples(
   integrator: Integrator,
   post_normalization: bool = False,
 ) -> jax.Array:
-  """The S representations [B, S, D] that the integrator's loss compares: alpha + eps (appendix M).
+  """S noisy representations alpha + eps, [B, S, D], as in the integrator's loss (appendix M).
 
-  Their mean over S tends to the representation itself; average what is computed of each of them.
+  Their mean over S tends to the representation itself, so average a function of each sample, not
+  the samples.
 
   Args:
     representation: [B, D], the mean.
     covariance: of the noise.
-    keys: typed PRNG keys [B], or [1], whose draws all share.
-    integrator: whose `num_samples` and `sampler` are taken.
+    keys: typed PRNG keys [B], or [1] to share the draws.
+    integrator: gives `num_samples` and `sampler`.
     post_normalization: scales each sample to unit length.
   """
   keys = jnp.broadcast_to(keys, (len(representation),))
@@ -306,27 +302,27 @@ def class_log_prob(
   post_normalization: bool = False,
   dtype: jnp.dtype = jnp.float32,
 ) -> jax.Array:
-  """Zero-shot classification: log p of K classes that are representations of the other tower.
+  """Zero-shot classification: log p of K classes given as representations of the other tower.
 
-  Without noise (the paper's choice) softmax(<alpha, class_k> / tau); with noise its expectation
-  (appendix M), an average of probabilities over samples. Classes are whole on every device.
+  Without noise (the paper's choice) this is log softmax(<alpha, class_k> / tau), with noise the log
+  of the expected probability (appendix M). Classes are not sharded.
 
   Args:
     representation: [B, D], as in `Pairs`.
-    class_embeddings: [K, D], scaled as the other tower's representations are (for several prompts a
-      class, the mean of theirs, scaled again).
+    class_embeddings: [K, D], scaled as the other tower's representations are (with several prompts
+      per class: their mean, scaled again).
     temperature: tau.
-    covariance: of the noise; None for none.
-    integrator: of the noise; None for none.
-    keys: typed PRNG keys [B], or [1], whose draws all share. Needed with noise only.
-    post_normalization: as in `Pairs`; without noise, too, the representation is scaled.
+    covariance: of the noise; None for no noise.
+    integrator: integrates over the noise; None for no noise.
+    keys: typed PRNG keys [B], or [1] to share the draws; needed with noise.
+    post_normalization: as in `Pairs`; scales the representation without noise too.
     dtype: compute type of the similarities.
 
   Returns:
     float32 [B, K].
 
   Raises:
-    ValueError: noise without keys.
+    ValueError: there is noise but no keys.
   """
   weights = class_embeddings.astype(dtype)
   num_classes = len(class_embeddings)
@@ -336,7 +332,7 @@ def class_log_prob(
   if covariance is None or integrator is None:
     return Integrator().log_prob(logits, keys)
   if keys is None:
-    raise ValueError('class_log_prob: noise needs keys, one an example (example_keys)')
+    raise ValueError('class_log_prob: noise needs keys, one per example (example_keys)')
   projection = Linear(weights.T)
   if post_normalization:
     projection = Opaque(representation, weights, get_logits)

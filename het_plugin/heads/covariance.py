@@ -1,4 +1,4 @@
-"""phi -> the low-rank noise of a heteroscedastic head (section 2.2, appendix L)."""
+"""The low-rank noise of a heteroscedastic head as a function of phi (section 2.2, appendix L)."""
 
 import math
 
@@ -15,25 +15,24 @@ MIN_DIAG = 1e-3  # keeps d(x) off zero, as the reference implementation does
 
 
 class LowRankCovariance(nn.Module):
-  """Parametrises eps in R^Q by v(x), J and d(x), or by a V(x) whose every entry depends on x.
+  """Parametrises the noise eps in R^Q by factors V(x) [R, Q] and a remainder d(x) [Q].
 
-  efficient: V(x) = J o (1_R v(x)^T), v(x) = K_2^T phi + b_2:  2 (D + 1) Q + R Q parameters with
-  those of d(x).
-  full:      V(x) = C phi + c:                                 (R + 1) (D + 1) Q parameters.
-  d(x) = softplus(K_1^T phi + b_1) + 1e-3 in both.
+    efficient  V(x) = J o (1_R v(x)^T), v(x) = K_2^T phi + b_2    2 (D + 1) Q + R Q parameters
+    full       V(x) = C phi + c                                   (R + 1) (D + 1) Q parameters
+    both       d(x) = softplus(K_1^T phi + b_1) + 1e-3            (included in the counts)
 
   Attributes:
     noise_dim: Q.
-    noise_axis: logical axis of the Q-sized dimension: 'vocab' where Q = K, else 'noise'.
+    noise_axis: logical axis of the dimension Q: 'vocab' for Q = K, else 'noise'.
     num_factors: R >= 1.
     parametrization: 'efficient' or 'full'.
     remainder: 'rank_one' adds d(x) d(x)^T (eq. 18), 'diag' adds diag(d(x)^2) (eq. 17, with d the
       standard deviation).
-    factor_bias: gives J a bias b as the reference implementation does: the noise then has the mean
+    factor_bias: gives J a bias b, as the reference implementation does. The noise then has the mean
       b o v(x), which belongs to the location. Only for 'efficient'.
-    initial_noise_scale: the noise starts about this many times as large as with the reference's
-      initialisers (1.0: as large as the pre-logits themselves). Short runs do better from 0.1:
-      see gin/runs/ablations/initial_noise.gin.
+    initial_noise_scale: initial size of the noise relative to the reference's initialisers (1.0:
+      about as large as the pre-logits). Short runs do better with 0.1, see
+      gin/runs/ablations/initial_noise.gin.
     dtype: compute type of the matrix products; results are float32.
   """
 
@@ -48,7 +47,7 @@ class LowRankCovariance(nn.Module):
 
   @nn.nowrap
   def check(self, owner: str) -> None:
-    """Raises ValueError naming the attribute, of the module `owner`, that is wrong."""
+    """Raises ValueError if an attribute is out of range; `owner` is the head named in it."""
     if self.num_factors < 1:
       raise ValueError(f'{owner}.num_factors={self.num_factors} must be at least 1')
     if self.noise_dim < 1:
@@ -75,7 +74,7 @@ class LowRankCovariance(nn.Module):
 
   @nn.nowrap
   def num_params(self, pre_logits_dim: int, noise_dim: int) -> int:
-    """Parameters for a noise space of `noise_dim`, which `self.noise_dim` may be padded over."""
+    """Number of parameters for Q = noise_dim; `self.noise_dim` may be larger by padding."""
     per_dim = {
       'efficient': 2 * (pre_logits_dim + 1) + self.num_factors + self.factor_bias,
       'full': (self.num_factors + 1) * (pre_logits_dim + 1),
@@ -84,11 +83,12 @@ class LowRankCovariance(nn.Module):
 
   @nn.compact
   def __call__(self, phi: jax.Array) -> tuple[LowRank, jax.Array | None]:
-    """Maps phi [B, D] to the noise and, with `factor_bias`, its mean b o v(x) [B, Q] float32."""
+    """phi [B, D] -> the noise and, with `factor_bias`, its mean b o v(x), float32 [B, Q]."""
     self.check(type(self).__name__)
     dim, axis, factors = self.noise_dim, self.noise_axis, self.num_factors
     scale_init = self.initial_noise_scale
-    diag_bias = math.log(math.expm1(scale_init * math.log(2.0)))  # softplus gives scale_init log 2
+    # softplus(diag_bias) = scale_init log 2, and the reference starts at softplus(0) = log 2.
+    diag_bias = math.log(math.expm1(scale_init * math.log(2.0)))
     diag = affine(self, 'd', phi, (dim,), (axis,), self.dtype, initial_bias=diag_bias)  # [B, Q]
     diag = jax.nn.softplus(diag) + MIN_DIAG
     if self.parametrization == 'full':

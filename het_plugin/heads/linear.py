@@ -20,8 +20,8 @@ def affine(
 ) -> jax.Array:
   """phi [B, D] -> phi W + b, float32 [B, *features].
 
-  W and b are the parameters `{name}_kernel` and `{name}_bias` of `module`; W starts as Lecun's
-  normal times `initial_scale`.
+  W and b are the parameters `{name}_kernel` and `{name}_bias` of `module`. W is initialised with
+  LeCun's normal times `initial_scale`, b with `initial_bias`.
   """
   pre_logits_dim = phi.shape[-1]
 

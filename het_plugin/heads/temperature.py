@@ -1,5 +1,7 @@
-"""The temperature tau of link(logits / tau): fixed, learned inside a range (appendix K), or learned
-as the scale of similarities (contrastive learning, appendix N.2).
+"""The temperature tau of link(logits / tau).
+
+It is fixed, learned within a range (appendix K), or learned as the scale of similarities for
+contrastive learning (appendix N.2).
 """
 
 import math
@@ -11,7 +13,7 @@ from flax.linen import partitioning
 
 
 class FixedTemperature(nn.Module):
-  """A constant tau, without a parameter.
+  """A constant tau without parameters.
 
   Attributes:
     tau: the temperature, positive.
@@ -29,7 +31,7 @@ class FixedTemperature(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError where tau is not positive."""
+    """Raises ValueError if tau is not positive."""
     if not self.tau > 0:
       raise ValueError(f'FixedTemperature.tau={self.tau} must be positive')
 
@@ -44,7 +46,7 @@ class LearnedTemperature(nn.Module):
   Attributes:
     tau_min: lower end of the range, positive. 0.05 in the paper.
     tau_max: upper end of the range. 5.0 in the paper.
-    initial_tau: tau_0, inside the range; None is its midpoint (t = 0; 2.525 in the paper).
+    initial_tau: tau_0, within the range; None is the midpoint (t = 0; 2.525 in the paper).
   """
 
   tau_min: float = 0.05
@@ -61,7 +63,7 @@ class LearnedTemperature(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError where the range is empty, not positive, or does not contain tau_0."""
+    """Raises ValueError if the range is empty, not positive, or does not contain tau_0."""
     if not 0 < self.tau_min < self.tau_max:
       raise ValueError(
         f'LearnedTemperature.tau_min={self.tau_min} and tau_max={self.tau_max} must satisfy '
@@ -85,10 +87,10 @@ class LearnedTemperature(nn.Module):
 class LogitScale(nn.Module):
   """tau(t) = exp(-t) with one trainable scalar t: the temperature of contrastive learning.
 
-  By the convention of CLIP (https://arxiv.org/abs/2103.00020, section 2.3, 2.5) and LiT
-  (https://arxiv.org/abs/2111.07991), what is called the temperature there multiplies the
-  similarities: logits = exp(t) <alpha, beta>, so exp(t) = 1 / tau. "Initialized to 10" (DET) or 3
-  (HET-XL, appendix N.2) is `initial_scale`, tau_0 = 1/10 or 1/3.
+  In CLIP (https://arxiv.org/abs/2103.00020, sections 2.3 and 2.5) and LiT
+  (https://arxiv.org/abs/2111.07991) the temperature is a factor of the similarities: logits =
+  exp(t) <alpha, beta>, so exp(t) = 1 / tau. The paper's initial values of 10 (DET) and 3 (HET-XL,
+  appendix N.2) are `initial_scale`, that is tau_0 = 1/10 and 1/3.
 
   Attributes:
     initial_scale: exp(t) at the start, positive.
@@ -106,7 +108,7 @@ class LogitScale(nn.Module):
 
   @nn.nowrap
   def check(self) -> None:
-    """Raises ValueError where the scale is not positive and finite."""
+    """Raises ValueError if the scale is not positive and finite."""
     if not 0 < self.initial_scale < math.inf:
       raise ValueError(
         f'LogitScale.initial_scale={self.initial_scale} must be positive; 10 for DET and 3 for '
