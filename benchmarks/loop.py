@@ -27,6 +27,7 @@ from het_plugin.data import TaskInfo
 from het_plugin.heads import HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
+from het_plugin.operations import operations
 from het_plugin.training import actions, checkpoints, optimizers, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
@@ -169,6 +170,7 @@ def measure(args, size, folder):
       stats_period=args.period,
       actions={'TRAIN': [alternate]},
       get_dataset_fn=NoiseIterator,
+      observer=operations.Operations(),
       task_info_fn=lambda name: TaskInfo(NUM_CLASSES, False, 3, None, {'train': None}),
     )
   finally:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-PREEMPTED = 42  # het_plugin.operations.preemption.EXIT_CODE
+PREEMPTED = 42  # het_plugin.training.exit_codes.PREEMPTED
 WRONG = 2  # the folder is in use, or the command cannot be started
 POLL_SECONDS = 0.2
 

@@ -23,7 +23,7 @@ import jax
 from absl import flags
 from absl import logging as absl_logging
 
-from het_plugin.operations import last_words, preemption
+from het_plugin.operations import last_words
 from het_plugin.training import exit_codes
 
 _log = logging.getLogger(__name__)
@@ -153,9 +153,9 @@ def leaving() -> Iterator[None]:
     yield
   except BaseException as error:
     code = exit_codes.of(error)
-    if isinstance(error, preemption.Preempted) and error.compiling:
+    if isinstance(error, exit_codes.Preempted) and error.compiling:
       exit_at_once(code)
-    if not jax.distributed.is_initialized() or code in (0, preemption.EXIT_CODE):
+    if not jax.distributed.is_initialized() or code in (0, exit_codes.PREEMPTED):
       raise
     if not isinstance(error, SystemExit):
       traceback.print_exc()

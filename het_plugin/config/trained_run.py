@@ -159,14 +159,14 @@ def _placement(
   model: Any, partitioner: Any, lengths: Mapping[str, int], channels: int
 ) -> tuple[PyTree, PyTree]:
   """PartitionSpecs, and shapes with shardings, of the parameters for images of these channels."""
+  from het_plugin.training import initial_state
   from het_plugin.training import state as state_lib
-  from het_plugin.training import train
 
   state = jax.eval_shape(
     lambda: state_lib.TrainState.create(model.optimizer_def, _init(model, lengths, channels))
   )
   specs = partitioner.get_mesh_axes(state).params
-  return specs, train.with_shardings(state.params, partitioner.shardings(specs))
+  return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
 
 
 def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:

@@ -1,7 +1,5 @@
 """A training that gin has configured."""
 
-import jax
-
 import gin
 from het_plugin.config import changes
 from het_plugin.operations.verdict import Limits
@@ -26,19 +24,10 @@ def train_from_gin(
     ValueError: the configuration has another meaning and that is not accepted, or what `train`
       raises.
   """
+  from het_plugin.operations import operations
   from het_plugin.training import train
 
   config = changes.RunConfig(gin.config_str(), accept_config_changes)
-
-  def write(model_dir: str, writer, step: int) -> None:
-    if jax.process_index() == 0:
-      writer.write_texts(step, {'gin_config': gin.markdown(config.text)})
-      config.write(model_dir, step)
-
   return gin.get_configurable(train.train)(
-    limits=limits,
-    began=began,
-    summarize_config_fn=write,
-    config=config.text,
-    check_config_fn=config.check,
+    config=config, observer=operations.Operations(limits, began)
   )

@@ -154,7 +154,7 @@ class Ablation:
 
     Raises:
       ValueError: a setting is wrong.
-      preemption.Preempted, nonfinite.NonFiniteStop: as `runs.complete`.
+      exit_codes.Preempted, nonfinite.NonFiniteStop: as `runs.complete`.
     """
     chosen = {name for label in self.cells for name in self.candidates(label)[0]}
     for binding in request.gin_bindings:

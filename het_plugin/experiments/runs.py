@@ -16,6 +16,7 @@ import gin
 from het_plugin.config import parsing, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import preemption
+from het_plugin.training import exit_codes
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -50,7 +51,7 @@ def complete(run: Run, run_dir: Path) -> bool:
 
   Raises:
     ValueError: a setting is wrong, or the run in the folder is another one.
-    preemption.Preempted: a SystemExit, after SIGTERM; call again to go on. Also where the signal
+    exit_codes.Preempted: a SystemExit, after SIGTERM; call again to go on. Also where the signal
       came so late that the run was completed.
   """
   run.parse(run_dir)
@@ -61,7 +62,7 @@ def complete(run: Run, run_dir: Path) -> bool:
     step, _ = training_run.train_from_gin()
   (run_dir / _DONE).write_text(json.dumps({'config': config}))
   if notice.reached():
-    raise preemption.Preempted(step)
+    raise exit_codes.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew
   return True
 

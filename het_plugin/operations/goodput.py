@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 
 from het_plugin.operations import run_clock
-from het_plugin.training import run_files
+from het_plugin.training import observer, run_files
 
 FOLDER = 'attempts'
 _PREFIX = 'attempt_'
@@ -31,14 +31,14 @@ DOWN = 'down'  # between attempts
 # The parts of a run's time: those two of the phase STEP, the other phases, and DOWN.
 PARTS = {
   TRAINING: 'training steps',
-  run_clock.START: 'start-up',
-  run_clock.RESTORE: 'restore',
-  run_clock.COMPILE: 'compile',
-  run_clock.DATA: 'data wait',
-  run_clock.EVALUATE: 'evaluation',
-  run_clock.ACTIONS: 'actions',
-  run_clock.SAVE: 'checkpoint stalls',
-  run_clock.END: 'closing',
+  observer.START: 'start-up',
+  observer.RESTORE: 'restore',
+  observer.COMPILE: 'compile',
+  observer.DATA: 'data wait',
+  observer.EVALUATE: 'evaluation',
+  observer.ACTIONS: 'actions',
+  observer.SAVE: 'checkpoint stalls',
+  observer.END: 'closing',
   REPEATED: 'repeated steps',
   DOWN: 'down',
 }
@@ -120,11 +120,11 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
   for i, attempt in enumerate(attempts):
     later = attempts[i + 1 :]
     for phase, value in attempt.seconds.items():
-      if phase != run_clock.STEP:
+      if phase != observer.STEP:
         seconds[phase] += value
     going_on = [other.start_step for other in later if other.start_step is not None]
     lost = min(attempt.steps, max(0, attempt.step - min(going_on, default=attempt.step)))
-    stepping = attempt.seconds.get(run_clock.STEP, 0.0)
+    stepping = attempt.seconds.get(observer.STEP, 0.0)
     if attempt.steps:
       repeated = stepping * lost / attempt.steps
     else:  # it ended in its first step

@@ -22,9 +22,9 @@ from types import TracebackType
 import jax
 from etils import epath
 
-from het_plugin.operations import last_words, preemption, run_clock, verdict
+from het_plugin.operations import last_words, run_clock, verdict
 from het_plugin.operations.verdict import Beat, Limits, Peer, Verdict
-from het_plugin.training import exit_codes, run_files
+from het_plugin.training import exit_codes, observer, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Heartbeat:
       step=0,
       total_steps=total_steps,
       ticks=0,
-      phase=run_clock.START,
+      phase=observer.START,
       idle_seconds=0.0,
       state=verdict.RUNNING,
       message='',
@@ -131,7 +131,7 @@ class Heartbeat:
     self._stop.set()
     self._thread.join()  # which may be about to end the process
     if self._now.state == verdict.RUNNING:
-      state = verdict.PREEMPTED if isinstance(error, preemption.Preempted) else verdict.DONE
+      state = verdict.PREEMPTED if isinstance(error, exit_codes.Preempted) else verdict.DONE
       self._set(state=state, exit_code=exit_codes.of(error))
     if self._processes > 1 or self._now.beat or self._now.state != verdict.FAILED:
       self._beat()
@@ -149,7 +149,7 @@ class Heartbeat:
     """
     del error_type, trace
     code = exit_codes.of(error)
-    if code in (0, preemption.EXIT_CODE) or self._now.state != verdict.RUNNING:
+    if code in (0, exit_codes.PREEMPTED) or self._now.state != verdict.RUNNING:
       return
     if self._processes > 1 and exit_codes.is_lost_connection(error):
       self._lost_connection.set()

@@ -10,24 +10,6 @@ from jax.experimental import multihost_utils
 
 _log = logging.getLogger(__name__)
 
-# A launcher that sees this code starts the run again; any other code but 0 is a failure.
-EXIT_CODE = 42
-
-
-class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
-
-  Attributes:
-    step: the step saved; 0 if there was none to save.
-    compiling: whether a thread still compiles. Then Python cannot end in good order: the process
-      has to leave by os._exit, as a main under `distributed.leaving` does.
-  """
-
-  def __init__(self, step: int, compiling: bool = False):
-    super().__init__(EXIT_CODE)
-    self.step = step
-    self.compiling = compiling
-
 
 class PreemptionNotice:
   """Watches for SIGTERM while it is entered.

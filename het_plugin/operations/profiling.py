@@ -14,6 +14,7 @@ from etils import epath
 
 from het_plugin.operations import run_clock
 from het_plugin.operations.profile_requests import Steps
+from het_plugin.training import observer
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class StepProfiler:
     """Ends a trace that is still running."""
     if self._running is None:
       return
-    with self._clock.phase(run_clock.ACTIONS):
+    with self._clock.phase(observer.ACTIONS):
       try:
         jax.profiler.stop_trace()
         _log.info('Traced %s: %s.', self._running, self._copy())

@@ -9,17 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-# The phases of a run, of which it is always in one.
-START = 'start'  # imports, shapes, data sets, files
-RESTORE = 'restore'  # reading a checkpoint, or making the initial state
-COMPILE = 'compile'
-DATA = 'data'  # waiting for the next batch
-STEP = 'step'  # dispatching steps and waiting for their results
-EVALUATE = 'evaluate'
-ACTIONS = 'actions'  # and writing profiles
-SAVE = 'save'  # the part of a checkpoint that training waits for
-END = 'end'  # after training: closing what is open
-PHASES = (START, RESTORE, COMPILE, DATA, STEP, EVALUATE, ACTIONS, SAVE, END)
+from het_plugin.training.observer import END, PHASES, START
 
 
 def process_start() -> float:

@@ -13,9 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin.operations import goodput, profile_requests, run_clock
+from het_plugin.operations import goodput, profile_requests
 from het_plugin.operations.goodput import DONE, FAILED, PREEMPTED
-from het_plugin.training import run_files
+from het_plugin.training import observer, run_files
 
 # What else a run may be doing, as far as its files say. STALE: it gives no sign of life any more,
 # without having said why.
@@ -37,7 +37,7 @@ _SCALARS = {
   'save_seconds': 'train/timing/save_seconds',
 }
 _EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot')
-_BEFORE_TRAINING = (run_clock.START, run_clock.RESTORE, run_clock.COMPILE)
+_BEFORE_TRAINING = (observer.START, observer.RESTORE, observer.COMPILE)
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are no sign of anything
 _MUCH_DATA_WAIT = 0.1
 _READERS = 16
@@ -231,7 +231,7 @@ def _is_before_training(run: _Run) -> bool:
   if run.beats:
     return run.beats[0].get('phase') in _BEFORE_TRAINING
   if run.last is not None:
-    return not run.last.seconds.get(run_clock.STEP)
+    return not run.last.seconds.get(observer.STEP)
   return not run.scalars
 
 
@@ -257,7 +257,7 @@ def _seconds_per_step(run: _Run) -> float | None:
   """With evaluations and checkpoints, since the run was last started."""
   if run.last is not None and run.last.steps:
     seconds = run.last.seconds.items()
-    lost = (*_BEFORE_TRAINING, run_clock.END)
+    lost = (*_BEFORE_TRAINING, observer.END)
     return sum(value for phase, value in seconds if phase not in lost) / run.last.steps
   _, milliseconds = run.scalars.get('train/timing/ms_per_step', (0, None))
   return None if milliseconds is None else milliseconds / 1e3

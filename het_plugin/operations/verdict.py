@@ -44,7 +44,7 @@ class Beat:
     step: number of training steps dispatched.
     total_steps: where the run ends.
     ticks: `run_clock.Snapshot.ticks`: of two processes the one with fewer is behind.
-    phase: one of `run_clock.PHASES`.
+    phase: one of `observer.PHASES`.
     idle_seconds: since the last tick.
     state: RUNNING, DONE, PREEMPTED or FAILED.
     message: why it failed, in a sentence that names the process at fault; else empty.

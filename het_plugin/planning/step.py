@@ -15,7 +15,7 @@ from het_plugin import data
 from het_plugin.config import parsing, registry
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.request import Request
-from het_plugin.training import flops, train
+from het_plugin.training import flops, initial_state, train
 from het_plugin.training import step as step_lib
 
 PyTree = Any
@@ -47,9 +47,9 @@ def plan(request: Request) -> dict[str, Any]:
   eval_cfg = settings.get('train_eval_dataset_cfg') or train_cfg
   init_rng, trainer_rng = jax.random.split(jax.random.key(0))
   element_spec = _element_spec(train_cfg)
-  state = jax.eval_shape(train.init_fn(model, element_spec, init_rng))
+  state = jax.eval_shape(initial_state.init_fn(model, element_spec, init_rng))
   axes = partitioner.get_mesh_axes(state)
-  state = train.with_shardings(state, partitioner.shardings(axes))
+  state = initial_state.with_shardings(state, partitioner.shardings(axes))
   trainer = settings.get('trainer_cls', step_lib.Trainer)(
     model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
   )

@@ -4,7 +4,6 @@ CONFIGURABLES = {
   'actions': ('TerminateOnNanAction', 'EarlyStoppingAction'),
   'checkpoints': ('CheckpointConfig', 'SaveCheckpointConfig', 'RestoreCheckpointConfig'),
   'held_out_temperature': ('HeldOutTemperatureTrainer', 'temperature_optimizer'),
-  'loss_spikes': ('LossSpikes',),
   'nonfinite': ('NonFinitePolicy',),
   'optimizers': ('adamw', 'warmup_schedule'),
   'partitioning': ('PjitPartitioner', 'standard_logical_axis_rules'),

@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
-from het_plugin.training import checksum, processes, rendezvous
+from het_plugin.training import barrier as barrier_lib
+from het_plugin.training import checksum, processes
 
 _log = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ def join(reasons: Mapping[int, str]) -> str:
 
 def one_line(error: BaseException) -> str:
   """The cause of an error in one line."""
-  while isinstance(error, rendezvous.PeerFailed):
+  while isinstance(error, barrier_lib.PeerFailed):
     if error.__context__ is None:
       return _ELSEWHERE
     error = error.__context__

@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from het_plugin import weights
-from het_plugin.training import checkpoint_reader, checksum, processes, rendezvous
+from het_plugin.training import barrier as barrier_lib
+from het_plugin.training import checkpoint_reader, checksum, processes
 from het_plugin.training.checkpoint_reader import PREFIX, Unreadable
 from het_plugin.training.state import TrainState
 
@@ -153,7 +154,7 @@ class Checkpointer:
     barrier = None
     if jax.process_count() > 1:
       client = ocp.multihost.get_jax_distributed_client()
-      barrier = rendezvous.Rendezvous(client, jax.process_index())
+      barrier = barrier_lib.Barrier(client, jax.process_index())
     self._manager = _Manager(
       self._directory,
       options=ocp.CheckpointManagerOptions(

@@ -7,6 +7,8 @@ import jax
 
 FAILED = 1
 WRONG_SETTING = 2
+# Stopped as asked, with a checkpoint on disk: a launcher starts the run again.
+PREEMPTED = 42
 # Other processes are lost or the run hangs: the code of SIGABRT, with which JAX ends a process.
 LOST = 128 + signal.SIGABRT
 
@@ -18,6 +20,21 @@ SETTING_ERRORS = (ValueError, OSError, SyntaxError, ImportError)
 _CONNECTION = re.compile(
   r'(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): '
 )
+
+
+class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
+  """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
+
+  Attributes:
+    step: the step saved; 0 if there was none to save.
+    compiling: whether a thread still compiles. Python cannot end in good order then: the process
+      must leave by `os._exit`, as a main under `distributed.leaving` does.
+  """
+
+  def __init__(self, step: int, compiling: bool = False):
+    super().__init__(PREEMPTED)
+    self.step = step
+    self.compiling = compiling
 
 
 def is_lost_connection(error: BaseException) -> bool:

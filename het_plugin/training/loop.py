@@ -1,4 +1,4 @@
-"""The loop over steps: train, report, evaluate, act, save; and leave in good order on SIGTERM."""
+"""The loop over steps: train, report, evaluate, act, save, and leave when asked to."""
 
 import dataclasses
 import datetime
@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from clu import metric_writers
+from jax.experimental import multihost_utils
 
-from het_plugin.operations import preemption, profiling, run_clock
 from het_plugin.training import actions as actions_lib
-from het_plugin.training import checkpoints, evaluation, nonfinite, prefetch, step_watch
+from het_plugin.training import checkpoints, evaluation, exit_codes, nonfinite, prefetch
 from het_plugin.training import metrics as metrics_lib
+from het_plugin.training import observer as observer_lib
 from het_plugin.training import step as step_lib
 from het_plugin.training.actions import ActionMode
 from het_plugin.training.state import TrainState
@@ -24,153 +26,166 @@ _log = logging.getLogger(__name__)
 _METRIC_PREFIX = {ActionMode.TRAIN_EVAL: 'training_eval', ActionMode.INFER_EVAL: 'infer_eval'}
 
 
-@dataclasses.dataclass
-class TrainLoop:
-  """A run in progress; `step` and `train_state` change, the rest is what it works with.
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """When a run does what, in steps.
 
   Attributes:
-    step: number of steps done, which train_state.step holds too, on the device.
+    total_steps: where the run ends.
+    eval_steps: batches per train-eval.
+    eval_period: steps between evaluations.
+    stats_period: steps between reports of training metrics.
+    save_period: steps between checkpoints; None for a run that saves nothing.
+
+  Raises:
+    ValueError: one of them is below 1.
+  """
+
+  total_steps: int
+  eval_steps: int
+  eval_period: int
+  stats_period: int
+  save_period: int | None
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value is not None and value < 1:
+        raise ValueError(f'{name}={value} must be at least 1.')
+
+  def is_due(self, period: int | None, step: int) -> bool:
+    """Whether a period ends at a step; the last step ends all of them."""
+    return period is not None and (step % period == 0 or step == self.total_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+  """What a run writes.
+
+  Attributes:
+    writer: of metrics.
+    checkpointer: of checkpoints, if the run saves any.
+    config: the configuration as text, kept with each checkpoint.
+  """
+
+  writer: metric_writers.MetricWriter
+  checkpointer: checkpoints.Checkpointer
+  config: str
+
+  def write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
+    self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepInput:
+  """What a step in flight was given."""
+
+  index: jax.Array | None  # [B], of the global batch, on the devices
+  dataset_state: Mapping[str, int]  # before the batch
+
+  def rows(self) -> list[int] | None:
+    """batch['index'] of the rows of all processes, which call this together."""
+    if self.index is None:
+      return None
+    return np.asarray(multihost_utils.process_allgather(self.index, tiled=True)).tolist()
+
+
+@dataclasses.dataclass
+class TrainLoop:
+  """A run in progress; `step` and `train_state` change.
+
+  Attributes:
+    step: number of steps done. train_state.step holds it too, on the device.
     train_state: the current state.
+    schedule: when the run does what.
     trainer: the compiled steps.
     batches: the training batches.
     evaluators: by the mode of the actions that follow each.
     actions: by mode.
-    writer: of metrics.
-    checkpointer: saves, if the run saves.
-    notice: of preemption.
-    profiler: of a range of steps.
-    total_steps: where the run ends.
-    eval_period: steps between evaluations.
-    save_period: steps between checkpoints; None for a run that saves nothing.
-    record: JSON values to keep with each checkpoint.
-    clock: is told what the loop does.
-    watch: of the single steps.
+    outputs: metrics and checkpoints.
+    guard: decides about steps that are not finite.
+    observer: is told what the loop does, and says when to stop.
   """
 
   step: int
   train_state: TrainState
+  schedule: Schedule
   trainer: step_lib.Trainer
   batches: prefetch.DevicePrefetcher
   evaluators: Mapping[ActionMode, evaluation.Evaluator]
   actions: actions_lib.Actions
-  writer: metric_writers.MetricWriter
-  checkpointer: checkpoints.Checkpointer
-  notice: preemption.PreemptionNotice
-  profiler: profiling.StepProfiler
-  total_steps: int
-  eval_period: int
-  save_period: int | None
-  record: Mapping[str, Any]
-  clock: run_clock.RunClock
-  watch: step_watch.StepWatch
+  outputs: Outputs
+  guard: nonfinite.NonFiniteGuard
+  observer: observer_lib.Observer
+
+  def __post_init__(self):
+    self._inputs: dict[int, _StepInput] = {}  # by step in flight
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it.
 
     Args:
-      stats: whose `on_step` is that of the loop.
+      stats: calls `on_step` of this loop.
 
     Raises:
-      preemption.Preempted: after SIGTERM.
+      exit_codes.Preempted: the observer asked to stop.
       nonfinite.NonFiniteStop: for a step that was not finite; nothing is saved.
       checkpoints.SaveFailed: soon after a checkpoint could not be written.
-      ValueError: the training data set ends before.
+      ValueError: the training data set ends before total_steps.
     """
-    with self.clock.phase(run_clock.STEP):
-      self._run(stats)
+    with self.observer.phase(observer_lib.STEP):
+      stopped = False
+      while not stopped and self.step < self.schedule.total_steps:
+        stopped = self._step_and_report(stats)
 
-  def _run(self, stats: metrics_lib.StepMetrics) -> None:
-    stop = False
-    while not stop and self.step < self.total_steps:
-      metrics, data_wait = self._train_step()
-      stop = self._report(stats.add(self.step, metrics, data_wait), stats)
-      preempted = self._stop_asked()
-      evaluation_due = self._is_due(self.eval_period) and bool(self.evaluators)
-      save_due = self._is_due(self.save_period)
-      if not (stop or preempted or evaluation_due or save_due):
-        continue
-      leaving = stop or preempted or self.step == self.total_steps
-      stop |= self._report(stats.flush(self.step) if leaving else stats.drain(), stats)
-      with stats.paused():
-        if preempted:
-          self.leave(evaluated=not evaluation_due)
-        if evaluation_due and not stop:
-          stop = self.evaluate()
-        if save_due or stop:
-          self._save(evaluated=True)
-
-  def evaluate(self) -> bool:
-    """Evaluates every data set and runs the actions that follow; returns whether to stop.
-
-    Raises:
-      preemption.Preempted: after SIGTERM in the middle; the run evaluates again when it is resumed.
-      checkpoints.SaveFailed: a checkpoint could not be written.
-    """
-    stop = False
-    for mode, evaluator in self.evaluators.items():
-      with self.clock.phase(run_clock.EVALUATE):
-        values = evaluator.run(self.trainer, self.train_state, self._interrupted)
-      if values is None:
-        self.leave(evaluated=False)
-      name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'
-      _log.info('step %d  %s  %s', self.step, name, _format(values))
-      self._write(name, self.step, values)
-      stop |= self._act(mode, {evaluator.task: values})
+  def _step_and_report(self, stats: metrics_lib.StepMetrics) -> bool:
+    """One step, and what is due after it; returns whether an action stops the run."""
+    metrics, data_wait = self._train_step()
+    stop = self._report(stats.add(self.step, metrics, data_wait), stats)
+    preempted = self._stop_asked()
+    evaluation_due = bool(self.evaluators) and self._is_due(self.schedule.eval_period)
+    save_due = self._is_due(self.schedule.save_period)
+    if not (stop or preempted or evaluation_due or save_due):
+      return False
+    leaving = stop or preempted or self.step == self.schedule.total_steps
+    stop |= self._report(stats.flush(self.step) if leaving else stats.drain(), stats)
+    with stats.paused():
+      if preempted:
+        self._leave(evaluated=not evaluation_due)
+      if evaluation_due and not stop:
+        stop = self.evaluate()
+      if save_due or stop:
+        self._save(evaluated=True)
     return stop
 
-  def _interrupted(self) -> bool:
-    self.clock.tick()
-    return self._stop_asked()
-
-  def _stop_asked(self) -> bool:
-    """Whether to save and leave now: after SIGTERM, or when a save failed, which saving again then
-    says. All processes agree.
-    """
-    if self.checkpointer.failed:
-      self.notice.request()
-    return self.notice.reached()
-
-  def _act(self, mode: ActionMode, metrics_by_task: actions_lib.MetricsByTask) -> bool:
-    if not self.actions.get(mode):
-      return False
-    with self.clock.phase(run_clock.ACTIONS):
-      return actions_lib.run_actions(mode, self.actions, self.train_state, metrics_by_task)
-
-  def leave(self, evaluated: bool) -> None:
-    """Saves, waits until it is on disk, and raises Preempted, or SaveFailed if that fails."""
-    self._save(evaluated)
-    with self.clock.phase(run_clock.SAVE):
-      self.checkpointer.wait_until_finished()
-    raise preemption.Preempted(self.step)
-
-  def _is_due(self, period: int | None) -> bool:
-    return period is not None and (self.step % period == 0 or self.step == self.total_steps)
-
   def _train_step(self) -> tuple[metrics_lib.Metrics, float]:
+    """Dispatches one step; returns its metrics on the devices, and the seconds it waited."""
     waited, dataset_state = self.batches.wait_seconds, self.batches.state
-    with self.clock.phase(run_clock.DATA):
+    with self.observer.phase(observer_lib.DATA):
       batch = next(self.batches, None)
     if batch is None:
       raise ValueError(
-        f'The training data set ended after {self.step} of total_steps={self.total_steps} steps.'
+        f'The training data set ended after {self.step} of '
+        f'total_steps={self.schedule.total_steps} steps.'
       )
-    self.profiler.before(self.step + 1)
+    self.observer.before_step(self.step + 1)
     with jax.profiler.StepTraceAnnotation('train', step_num=self.step + 1):
       self.train_state, metrics = self.trainer.train_step(self.train_state, batch)
     self.step += 1
-    self.watch.dispatched(self.step, batch, dataset_state)
-    self.clock.tick(self.step)
-    self.profiler.after(self.step, metrics)
+    self._inputs[self.step] = _StepInput(batch.get('index'), dataset_state)
+    self.observer.after_step(self.step, metrics)
     return metrics, self.batches.wait_seconds - waited
 
   def on_step(self, step: int, metrics: metrics_lib.Metrics) -> None:
-    """Has the watch look at a step whose metrics are on the host."""
-    self.watch.finished(step, metrics, self._now)
-
-  def _now(self) -> nonfinite.RunState:
-    return nonfinite.RunState(
+    """Takes the metrics of a step on the host; later steps may have been dispatched meanwhile."""
+    given = self._inputs.pop(step)
+    if metrics_lib.is_finite(metrics):
+      self.observer.step_finished(step, metrics, given.rows)
+      return
+    now = nonfinite.RunState(
       self.step, self.train_state, self.batches.state, self._record(evaluated=True)
     )
+    values = metrics_lib.compute_metrics(metrics)
+    self.guard.report(step, values, given.rows(), given.dataset_state, now)
 
   def _report(
     self, summaries: Sequence[metrics_lib.Summary], stats: metrics_lib.StepMetrics
@@ -178,44 +193,89 @@ class TrainLoop:
     """Writes training metrics and runs the TRAIN actions on them; returns whether to stop.
 
     Raises:
-      nonfinite.NonFiniteStop: the watch stops the run; all its metrics are written.
+      nonfinite.NonFiniteStop: the guard stops the run; all its metrics are written.
     """
     stop = False
-    if self.watch.stop is not None:
-      summaries = [*summaries, *stats.close(self.watch.stop.step)]
+    if self.guard.stop is not None:
+      summaries = [*summaries, *stats.close(self.guard.stop.step)]
     for summary in summaries:
-      _log.info('%s', _progress(summary, self.total_steps))
-      self._write('train', summary.step, summary.values)
+      _log.info('%s', _progress(summary, self.schedule.total_steps))
+      self.outputs.write('train', summary.step, summary.values)
       if corrupt := self.batches.num_corrupt_records:
-        self._write('data', summary.step, {'corrupt_records': corrupt})
-      if self.watch.stop is None:
+        self.outputs.write('data', summary.step, {'corrupt_records': corrupt})
+      if self.guard.stop is None:
         stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
-    if self.watch.stop is not None:
-      raise self.watch.stop
+    if self.guard.stop is not None:
+      raise self.guard.stop
     return stop
 
-  def _write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
-    self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
+  def evaluate(self) -> bool:
+    """Evaluates every data set and runs the actions that follow; returns whether to stop.
+
+    Raises:
+      exit_codes.Preempted: the observer asked to stop; a resumed run evaluates again.
+      checkpoints.SaveFailed: a checkpoint could not be written.
+    """
+    stop = False
+    for mode, evaluator in self.evaluators.items():
+      with self.observer.phase(observer_lib.EVALUATE):
+        values = evaluator.run(self.trainer, self.train_state, self._interrupted)
+      if values is None:
+        self._leave(evaluated=False)
+      name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'
+      _log.info('step %d  %s  %s', self.step, name, _format(values))
+      self.outputs.write(name, self.step, values)
+      stop |= self._act(mode, {evaluator.task: values})
+    return stop
+
+  def _act(self, mode: ActionMode, metrics_by_task: actions_lib.MetricsByTask) -> bool:
+    if not self.actions.get(mode):
+      return False
+    with self.observer.phase(observer_lib.ACTIONS):
+      return actions_lib.run_actions(mode, self.actions, self.train_state, metrics_by_task)
+
+  def _is_due(self, period: int | None) -> bool:
+    return self.schedule.is_due(period, self.step)
+
+  def _interrupted(self) -> bool:
+    self.observer.progressed()
+    return self._stop_asked()
+
+  def _stop_asked(self) -> bool:
+    """Whether to save and leave now; all processes agree. A save that failed is a reason, too:
+    saving again raises its error.
+    """
+    if self.outputs.checkpointer.failed:
+      self.observer.ask_to_stop()
+    return self.observer.stop_asked()
+
+  def _leave(self, evaluated: bool) -> None:
+    """Saves, waits until it is on disk, and raises Preempted, or SaveFailed if that fails."""
+    self._save(evaluated)
+    with self.observer.phase(observer_lib.SAVE):
+      self.outputs.checkpointer.wait_until_finished()
+    raise exit_codes.Preempted(self.step)
 
   def _save(self, evaluated: bool) -> None:
-    if self.save_period is not None:
-      start = time.monotonic()
-      with self.clock.phase(run_clock.SAVE):
-        self.checkpointer.save(
-          self.step,
-          self.train_state,
-          self.batches.state,
-          self._record(evaluated),
-          flush=self.writer.flush,
-        )
-      self.clock.saved(self.step)
-      self._write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
+    if self.schedule.save_period is None:
+      return
+    start = time.monotonic()
+    with self.observer.phase(observer_lib.SAVE):
+      self.outputs.checkpointer.save(
+        self.step,
+        self.train_state,
+        self.batches.state,
+        self._record(evaluated),
+        flush=self.outputs.writer.flush,
+      )
+    self.observer.saved(self.step)
+    self.outputs.write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
 
   def _record(self, evaluated: bool) -> dict[str, Any]:
     return {
-      **self.record,
+      'config': self.outputs.config,
       'evaluated': evaluated,
-      'skipped_steps': self.watch.num_skipped,
+      'skipped_steps': self.guard.num_skipped,
       'actions': actions_lib.get_states(self.actions),
     }
 
@@ -225,6 +285,7 @@ def _format(values: Mapping[str, float]) -> str:
 
 
 def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:
+  """The line of a report."""
   values = summary.values
   eta = datetime.timedelta(
     seconds=math.ceil((total_steps - summary.step) * values['timing/ms_per_step'] / 1e3)

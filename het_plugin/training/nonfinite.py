@@ -1,7 +1,7 @@
-"""What a run does with a step whose loss, gradient or update is NaN or infinite.
+"""What a run does at a step whose loss, gradient or update is NaN or infinite.
 
-The compiled step leaves parameters and optimizer as they are then (`trainer.apply_grads`). Here is
-whether the run goes on, and what it leaves of such a step.
+The compiled step then leaves parameters and optimizer as they are (`trainer.apply_grads`). This
+module decides whether the run goes on, and describes the step.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class NonFinitePolicy:
   """What to do at a step that is not finite.
 
   Attributes:
-    action: 'stop' ends the run at the first one, 'skip' goes on with the next batch.
-    max_skipped: with 'skip', how many the run may have in all, from its beginning over all
-      resumptions; one more ends it.
-    max_states: of the first so many the train state is saved too.
+    action: 'stop' ends the run at the first such step, 'skip' goes on with the next batch.
+    max_skipped: with 'skip', how many such steps the run may have in all, over all resumptions;
+      one more ends it.
+    max_states: the train state is saved for the first so many.
   """
 
   action: str = STOP
@@ -64,7 +64,7 @@ class NonFiniteStop(SystemExit):  # noqa: N818 (it is an exit, not an error)
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-  """What a checkpoint of a moment of the run would hold; see `checkpoints.Checkpointer.save`."""
+  """What a checkpoint taken now would hold; see `checkpoints.Checkpointer.save`."""
 
   step: int
   train_state: TrainState
@@ -73,11 +73,10 @@ class RunState:
 
 
 class NonFiniteGuard:
-  """Counts the steps that are not finite, leaves a description of each, and says when to stop.
+  """Counts the steps that are not finite, describes each, and says when to stop.
 
-  Of step N it leaves MODEL_DIR/nonfinite/step_N.json and, of the first few,
-  MODEL_DIR/nonfinite/step_N, a run directory with one checkpoint: started there, a run goes through
-  step N again.
+  It writes MODEL_DIR/nonfinite/step_N.json for step N and, for the first few, a run directory
+  MODEL_DIR/nonfinite/step_N with one checkpoint: a run started there goes through step N again.
 
   Attributes:
     num_skipped: steps of the whole run whose update was left out.
@@ -85,7 +84,7 @@ class NonFiniteGuard:
   """
 
   def __init__(self, policy: NonFinitePolicy, model_dir: epath.PathLike, num_skipped: int):
-    """`num_skipped`: of the run before it was resumed."""
+    """Takes the policy, the run's directory and the steps skipped before the run was resumed."""
     self._policy = policy
     self._folder = epath.Path(model_dir) / 'nonfinite'
     self.num_skipped = num_skipped
@@ -99,14 +98,14 @@ class NonFiniteGuard:
     dataset_state: Mapping[str, int],
     now: RunState,
   ) -> None:
-    """Takes a step that is not finite; all processes call it, with the same values.
+    """Takes a step that is not finite; all processes call it with the same values.
 
     Args:
       step: counted from 1.
       values: its metrics.
       index: batch['index'] of all its rows.
-      dataset_state: of the input iterator before its batch.
-      now: the run, which may have dispatched a later step already.
+      dataset_state: state of the input iterator before its batch.
+      now: the current state of the run, which may have dispatched a later step already.
     """
     path = self._folder / f'step_{step}.json'
     saves_state = self.num_skipped < self._policy.max_states
@@ -143,11 +142,11 @@ class NonFiniteGuard:
       self._save(self._folder / f'step_{step}', state)
 
   def _is_exact(self, step: int, now: RunState) -> bool:
-    # A run that stops applies nothing after the step (`Trainer.train_step`), even if dispatched.
+    # A run that stops applies no later step (`Trainer.train_step`), even if it was dispatched.
     return self._policy.action == STOP or now.step == step
 
   def _save(self, folder: epath.Path, state: RunState) -> None:
-    # Left by an earlier attempt at the step, perhaps with other parameters.
+    # An earlier attempt may have left one, perhaps with other parameters.
     if jax.process_index() == 0 and folder.exists():
       folder.rmtree()
     multihost_utils.sync_global_devices('remove an earlier state')
@@ -157,6 +156,6 @@ class NonFiniteGuard:
 
 
 def _state_before(step: int, dataset_state: Mapping[str, int], now: RunState) -> RunState:
-  """The parameters of now are those before the step: its number and its batch are to be undone."""
+  """The current parameters are those before the step; only its number and batch are undone."""
   train_state = now.train_state.replace(step=now.train_state.step - 1)
   return RunState(step - 1, train_state, dataset_state, now.record)

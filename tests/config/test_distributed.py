@@ -12,7 +12,6 @@ import pytest
 from absl import logging as absl_logging
 
 from het_plugin.config import distributed
-from het_plugin.operations import preemption
 from het_plugin.training import exit_codes
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +136,7 @@ COMPILING = """
 import threading, time
 import jax, jax.numpy as jnp
 from het_plugin.config import command_line
-from het_plugin.operations import preemption
+from het_plugin.training import exit_codes
 
 def step(x):
   for i in range(200):
@@ -148,7 +147,7 @@ def main(argv):
   lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
   threading.Thread(target=lowered.compile, daemon=True).start()
   time.sleep(0.2)
-  raise preemption.Preempted(0, compiling=True)
+  raise exit_codes.Preempted(0, compiling=True)
 
 command_line.run(main)
 """
@@ -170,8 +169,8 @@ def test_a_preempted_main_leaves_a_compilation_behind():
 @pytest.mark.parametrize(
   'error, code',
   [
-    (preemption.Preempted(3, compiling=True), 42),
-    (preemption.Preempted(3), None),
+    (exit_codes.Preempted(3, compiling=True), 42),
+    (exit_codes.Preempted(3), None),
     (ValueError(), None),
   ],
 )

@@ -9,7 +9,7 @@ import pytest
 from het_plugin.config import registry
 from het_plugin.experiments import runs
 from het_plugin.operations import preemption
-from het_plugin.training import run_files, train
+from het_plugin.training import exit_codes, run_files, train
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, mon
 
   before = signal.getsignal(signal.SIGTERM)
   monkeypatch.setattr(runs.training_run, 'train_from_gin', train_to_the_end)
-  with pytest.raises(preemption.Preempted) as preempted:
+  with pytest.raises(exit_codes.Preempted) as preempted:
     runs.complete(small_run(), tmp_path)
   assert (preempted.value.code, preempted.value.step, preempted.value.compiling) == (42, 2, False)
   assert signal.getsignal(signal.SIGTERM) is before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import preemption
+from het_plugin.training import exit_codes
 from launch import supervise
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ time.sleep(60)
 
 
 def test_the_code_is_that_of_the_trainer():
-  assert supervise.PREEMPTED == preemption.EXIT_CODE
+  assert supervise.PREEMPTED == exit_codes.PREEMPTED
 
 
 @pytest.mark.parametrize('last', [0, 3])

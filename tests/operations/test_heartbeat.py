@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from het_plugin.operations import heartbeat, preemption, run_clock, verdict
-from het_plugin.training import exit_codes
+from het_plugin.operations import heartbeat, run_clock, verdict
+from het_plugin.training import exit_codes, observer
 from launch import local
 from tests.training import watched_run
 
@@ -170,7 +170,7 @@ def wait_for(condition):
 def test_the_file_follows_the_run(tmp_path):
   clock = run_clock.RunClock()
   with beating(tmp_path, clock, heartbeat_timeout_seconds=0.5):
-    with clock.phase(run_clock.EVALUATE):
+    with clock.phase(observer.EVALUATE):
       clock.tick(7)
       wait_for(lambda: [beat.step for beat in heartbeat.read(tmp_path)] == [7])
       (running,) = heartbeat.read(tmp_path)
@@ -184,7 +184,7 @@ def test_the_file_follows_the_run(tmp_path):
 @pytest.mark.parametrize(
   ('error', 'state', 'code', 'said'),
   [
-    (preemption.Preempted(3), verdict.PREEMPTED, 42, ''),
+    (exit_codes.Preempted(3), verdict.PREEMPTED, 42, ''),
     (RuntimeError('no\nluck'), verdict.FAILED, 1, ') failed: RuntimeError: no luck'),
     (ValueError('a=1 is wrong.'), verdict.FAILED, 2, ') failed: ValueError: a=1 is wrong.'),
     (KeyboardInterrupt(), verdict.FAILED, 1, ') failed: KeyboardInterrupt'),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import interruptible, preemption, run_lock
+from het_plugin.operations import interruptible, run_lock
+from het_plugin.training import exit_codes
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +98,7 @@ def test_two_processes_agree(tmp_path):
     done = subprocess.run(
       command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
-  assert done.returncode == preemption.EXIT_CODE, done.stdout[-3000:]
+  assert done.returncode == exit_codes.PREEMPTED, done.stdout[-3000:]
   of = [re.findall(rf'^\[{i}\] (\w+[: ].*)$', done.stdout, re.M) for i in range(2)]
   for index, lines in enumerate(of):
     refused, returned, raised, left = (

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from het_plugin.operations import run_clock
+from het_plugin.training import observer
 
 
 class Now:
@@ -22,11 +23,11 @@ def test_a_phase_inside_another_counts_as_itself_only():
   now = Now()
   clock = run_clock.RunClock(now)
   now.advance(1)
-  with clock.phase(run_clock.STEP):
+  with clock.phase(observer.STEP):
     now.advance(2)
-    with clock.phase(run_clock.DATA):
+    with clock.phase(observer.DATA):
       now.advance(4)
-      assert clock.snapshot().phase == run_clock.DATA
+      assert clock.snapshot().phase == observer.DATA
     now.advance(8)
     assert clock.snapshot().seconds == {'start': 1, 'step': 10, 'data': 4}
   now.advance(16)
@@ -35,9 +36,9 @@ def test_a_phase_inside_another_counts_as_itself_only():
 
 def test_a_phase_ends_with_an_error_too():
   clock = run_clock.RunClock()
-  with pytest.raises(RuntimeError), clock.phase(run_clock.SAVE):
+  with pytest.raises(RuntimeError), clock.phase(observer.SAVE):
     raise RuntimeError
-  assert clock.snapshot().phase == run_clock.START
+  assert clock.snapshot().phase == observer.START
 
 
 def test_progress():
@@ -50,7 +51,7 @@ def test_progress():
   after = clock.snapshot()
   assert (before.step, after.step) == (0, 7)
   assert after.ticks == before.ticks + 1 and after.idle_seconds == 0
-  with clock.phase(run_clock.EVALUATE):
+  with clock.phase(observer.EVALUATE):
     pass
   assert clock.snapshot().ticks == after.ticks + 2
   assert clock.snapshot().step == 7
@@ -94,7 +95,7 @@ def test_the_end_stays():
   now.advance(1)
   clock.end()
   now.advance(2)
-  assert clock.snapshot().phase == run_clock.END
+  assert clock.snapshot().phase == observer.END
   assert clock.snapshot().seconds == {'start': 1, 'end': 2}
 
 

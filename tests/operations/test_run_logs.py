@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from het_plugin.operations import run_clock, run_logs
+from het_plugin.training import observer
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def lines(path):
 
 def test_a_line_says_who_where_and_what(tmp_path, ours):
   clock = run_clock.RunClock()
-  with run_logs.RunLog(tmp_path, 3, clock), clock.phase(run_clock.EVALUATE):
+  with run_logs.RunLog(tmp_path, 3, clock), clock.phase(observer.EVALUATE):
     clock.tick(step=7)
     ours.info('loss %.1f', 0.5)
   (line,) = lines(tmp_path / 'logs' / 'process-00003.jsonl')

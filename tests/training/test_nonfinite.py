@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from het_plugin.operations.loss_spikes import LossSpikes
 from het_plugin.training import checkpoint_reader, checkpoints, nonfinite, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
-from het_plugin.training.loss_spikes import LossSpikes
 from het_plugin.training.state import TrainState
 from tests.training import toy, toy_run
 

@@ -19,12 +19,18 @@ from het_plugin.operations import (
   goodput,
   heartbeat,
   operations,
-  preemption,
   run_clock,
   run_lock,
   run_status,
 )
-from het_plugin.training import actions, checkpoints, metric_writers, partitioning
+from het_plugin.training import (
+  actions,
+  checkpoints,
+  exit_codes,
+  metric_writers,
+  observer,
+  partitioning,
+)
 from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
 
@@ -120,7 +126,7 @@ def test_eval_steps_bounds_the_batches(tmp_path):
 def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted):
   """SIGTERM at step 6, off the checkpoint period of 4, with an evaluation due."""
   command = [sys.executable, '-m', 'tests.training.toy_run', str(tmp_path), '6']
-  assert subprocess.run(command, cwd=ROOT).returncode == preemption.EXIT_CODE == 42
+  assert subprocess.run(command, cwd=ROOT).returncode == exit_codes.PREEMPTED == 42
   assert (tmp_path / 'checkpoint_6').exists()
   assert 'training_eval/toy_eval/loss' not in lines(tmp_path)[-1]
 
@@ -321,23 +327,34 @@ def test_a_finished_run_does_nothing(tmp_path):
     toy_run.run(tmp_path, total_steps=3)
 
 
-def test_a_configuration_is_checked_before_data_and_compiler(tmp_path, monkeypatch):
-  seen = []
+class Config:
+  """A configuration that is refused when it is checked for the second time."""
 
-  def check(step, record):
-    seen.append((step, record['config']))
-    if len(seen) == 2:
+  text = 'A = 1'
+
+  def __init__(self):
+    self.seen, self.written = [], []
+
+  def check(self, step, record):
+    self.seen.append((step, record['config']))
+    if len(self.seen) == 2:
       raise ValueError('another run')
 
-  settings = {'total_steps': 4, 'config': 'A = 1', 'check_config_fn': check}
+  def write(self, model_dir, step):
+    self.written.append((model_dir, step))
+
+
+def test_a_configuration_is_checked_before_data_and_compiler(tmp_path):
+  config = Config()
+  settings = {'total_steps': 4, 'config': config}
   toy_run.run(tmp_path, **settings)
-  assert not seen
+  assert not config.seen and config.written == [(str(tmp_path), 0)]
   toy_run.run(tmp_path, **settings)
   before = lines(tmp_path)
   with pytest.raises(ValueError, match='another run'):
     toy_run.run(tmp_path, **settings, get_dataset_fn=lambda *args: pytest.fail('read data'))
-  assert seen == [(4, 'A = 1')] * 2
-  assert lines(tmp_path) == before
+  assert config.seen == [(4, 'A = 1')] * 2
+  assert len(config.written) == 2 and lines(tmp_path) == before
 
 
 def test_a_directory_that_another_training_holds_is_left_alone(tmp_path, monkeypatch):
@@ -350,7 +367,7 @@ def test_a_directory_that_another_training_holds_is_left_alone(tmp_path, monkeyp
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize('phase', [run_clock.RESTORE, run_clock.COMPILE])
+@pytest.mark.parametrize('phase', [observer.RESTORE, observer.COMPILE])
 def test_sigterm_ends_a_compilation(tmp_path, monkeypatch, caplog, phase):
   """That of the initial state, and that of the step."""
   end, clock = threading.Event(), run_clock.RunClock()
@@ -362,10 +379,11 @@ def test_sigterm_ends_a_compilation(tmp_path, monkeypatch, caplog, phase):
     os.kill(os.getpid(), signal.SIGTERM)
     end.wait(60)
 
-  monkeypatch.setattr(run_clock, 'RunClock', lambda **_: clock)
+  watch = operations.Operations()
+  watch.clock = clock
   monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_slowly)
-  with pytest.raises(preemption.Preempted) as preempted:
-    toy_run.run(tmp_path)
+  with pytest.raises(exit_codes.Preempted) as preempted:
+    toy_run.run(tmp_path, observer=watch)
   assert clock.snapshot().seconds[phase] < 30
   end.set()
   assert preempted.value.code == 42
@@ -465,20 +483,13 @@ def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
 
 def test_parameters_and_compile_time_are_logged(tmp_path, caplog):
   caplog.set_level('INFO')
-  written = []
   model = toy.ToyModel()
   model.count_params = lambda params: 'exactly 1,073'
-  toy_run.run(
-    tmp_path,
-    model=model,
-    total_steps=1,
-    summarize_config_fn=lambda directory, writer, step: written.append((directory, step)),
-  )
+  toy_run.run(tmp_path, model=model, total_steps=1)
   assert "head_kernel   | (32, 16) | float32 | 512  | (None, 'model')" in caplog.text
   assert 'exactly 1,073' in caplog.text
   assert 'Compiled the train step in' in caplog.text
   assert 'step 1/1 (100%)' in caplog.text
-  assert written == [(str(tmp_path), 0)]
 
 
 def _refuse(task):

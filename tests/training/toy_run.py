@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from het_plugin.operations import operations
 from het_plugin.training import actions, checkpoints, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
@@ -55,6 +56,7 @@ def run(model_dir: Path, **overrides):
     'eval_period': 6,
     'stats_period': 1,
     'get_dataset_fn': toy.get_dataset,
+    'observer': operations.Operations(),
   }
   return train(**(settings | overrides))
 

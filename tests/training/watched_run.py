@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from het_plugin.config import command_line, distributed
 from het_plugin.operations import heartbeat, run_clock, verdict
+from het_plugin.training import observer
 
 STEPS, FAULT_STEP = 4000, 20
 
@@ -61,14 +62,14 @@ def main(argv) -> None:
     limits = verdict.Limits(values.heartbeat_timeout_seconds, values.stall)
     with (
       heartbeat.Heartbeat(values.folder, clock, STEPS, limits),
-      clock.phase(run_clock.STEP),
+      clock.phase(observer.STEP),
     ):
       train(clock, values.fault, values.culprit)
 
 
 def train(clock: run_clock.RunClock, fault: str, culprit: int) -> None:
   for step in range(STEPS):
-    with clock.phase(run_clock.DATA):
+    with clock.phase(observer.DATA):
       if step == FAULT_STEP and culprit in (-1, jax.process_index()):
         print(f'fault at {time.time()}', flush=True)
         FAULTS[fault]()

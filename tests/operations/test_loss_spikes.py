@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from het_plugin.training import loss_spikes
-from het_plugin.training.loss_spikes import LossSpikes
+from het_plugin.operations import loss_spikes
+from het_plugin.operations.loss_spikes import LossSpikes
 
 STEPS = 1000
 # Losses of runs in which nothing goes wrong, by (step [STEPS], random generator).

@@ -10,7 +10,7 @@ class PeerFailed(RuntimeError):  # noqa: N818 (it says what happened elsewhere)
   """Another process cannot come."""
 
 
-class Rendezvous:
+class Barrier:
   """The barrier of the threads that write a checkpoint on several processes.
 
   A process whose write fails passes over the barriers of a complete write and goes on to a later
@@ -28,7 +28,7 @@ class Rendezvous:
     """
     self._client = client
     self._process = process
-    self._folder = f'het_plugin/rendezvous/{next(_numbers)}'
+    self._folder = f'het_plugin/barrier/{next(_numbers)}'
     self._meetings = 0
     self._failed = False
 

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from het_plugin.training import rendezvous
+from het_plugin.training import barrier as barrier_lib
 
 
 class Client:
@@ -37,9 +37,9 @@ class Client:
 def meet(*places):
   """What comes of processes that go to these places, one after the other."""
   client = Client(len(places))
-  barriers = [rendezvous.Rendezvous(client, process) for process in range(len(places))]
+  barriers = [barrier_lib.Barrier(client, process) for process in range(len(places))]
   for barrier in barriers:  # each process makes only one
-    barrier._folder = 'rendezvous'
+    barrier._folder = 'barrier'
 
   def go(barrier, keys):
     outcomes = []
@@ -47,7 +47,7 @@ def meet(*places):
       try:
         barrier(key=key, timeout_ms=10_000)
         outcomes.append('met')
-      except rendezvous.PeerFailed as error:
+      except barrier_lib.PeerFailed as error:
         outcomes.append(str(error))
     return outcomes
 
@@ -71,6 +71,6 @@ def test_nobody_waits_for_one_that_skips_a_place():
 
 def test_one_that_does_not_come_at_all():
   client = Client(2)
-  barrier = rendezvous.Rendezvous(client, 0)
+  barrier = barrier_lib.Barrier(client, 0)
   with pytest.raises(threading.BrokenBarrierError):
     barrier(key='written', timeout_ms=50)

@@ -1,0 +1,113 @@
+"""The state a training begins with: shapes, fresh values, a warm start or a checkpoint."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from het_plugin.training import checkpoints, observer, partitioning, warm_start
+from het_plugin.training.state import TrainState
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+
+
+def init_fn(
+  model: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct], rng: jax.Array
+) -> Callable[[], TrainState]:
+  """Returns a function that makes the fresh state of a model for batches of these shapes."""
+  shapes = {name: spec.shape for name, spec in element_spec.items()}
+  types = {name: spec.dtype for name, spec in element_spec.items()}
+  return lambda: TrainState.create(
+    model.optimizer_def, model.get_initial_variables(rng, shapes, types)
+  )
+
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+  """Returns a tree of ShapeDtypeStructs that say where each array is to lie."""
+  return jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Where one call of `train` begins.
+
+  Attributes:
+    step: number of steps done.
+    train_state: the state after them.
+    record: the record of the checkpoint that the run is resumed from; empty for a new run.
+  """
+
+  step: int
+  train_state: TrainState
+  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def evaluated(self) -> bool:
+    """Whether the evaluations of `step` are done."""
+    return self.record.get('evaluated', True)
+
+
+def resume(restored: checkpoints.Restored, train_iter: Any) -> Start:
+  """Begins with a checkpoint, and moves the data set to its next example."""
+  if restored.dataset_state is None:
+    _log.warning('The checkpoint has no input position: the data set starts again.')
+  else:
+    train_iter.set_state(restored.dataset_state)
+  return Start(int(restored.train_state.step), restored.train_state, restored.record)
+
+
+def begin(
+  init: Callable[[], TrainState],
+  target: TrainState,
+  axes: TrainState,
+  restore_cfg: checkpoints.RestoreCheckpointConfig | None,
+  partitioner: partitioning.PjitPartitioner,
+  run_observer: observer.Observer,
+) -> Start:
+  """Begins at step 0.
+
+  Args:
+    init: makes the fresh state.
+    target: its shapes with shardings.
+    axes: its partition specs.
+    restore_cfg: where parameters come from that replace fresh ones; None for a cold start.
+    partitioner: places the state.
+    run_observer: may interrupt the compilation.
+  """
+  read = {}
+  if restore_cfg is not None:
+    read = warm_start.restore_params(restore_cfg, target.params)
+  lowered = partitioner.partition(init, (), axes).lower()
+  train_state = run_observer.interruptible(lowered.compile)()
+  flat = traverse_util.flatten_dict(train_state.params, sep='/')
+  params = traverse_util.unflatten_dict(flat | dict(read), sep='/')
+  return Start(0, train_state.replace(params=params))
+
+
+def check_enough_batches(
+  train_iter: Any, batch_size: int, restored: checkpoints.Restored | None, total_steps: int
+) -> None:
+  """Checks that the data set lasts until the end of the run.
+
+  Raises:
+    ValueError: it does not.
+  """
+  if train_iter.num_batches is None:
+    return
+  step, position = 0, 0
+  if restored is not None:
+    step = int(restored.train_state.step)
+    position = (restored.dataset_state or {'position': 0})['position']
+  left = max(train_iter.num_batches - position // batch_size, 0)
+  if left < total_steps - step:
+    raise ValueError(
+      f'total_steps={total_steps} must be at most {step + left}: at step {step} the training data '
+      f'set has {left} batches of {batch_size} left; its num_epochs says how often it is read.'
+    )

@@ -1,0 +1,127 @@
+"""What `train` tells an observer of the run, and what it asks one.
+
+An observer never changes the result of a training. `operations.Operations` writes logs and signs of
+life, notices lost processes and answers SIGTERM. A benchmark or a test may pass an observer of its
+own, or none.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from etils import epath
+
+T = TypeVar('T')
+
+# The phases of a run. It is always in exactly one.
+START = 'start'  # imports, shapes, data sets, files
+RESTORE = 'restore'  # reading a checkpoint, or computing the initial state
+COMPILE = 'compile'
+DATA = 'data'  # waiting for the next batch
+STEP = 'step'  # dispatching steps and waiting for their results
+EVALUATE = 'evaluate'
+ACTIONS = 'actions'  # and writing profiles
+SAVE = 'save'  # the part of a checkpoint that training waits for
+END = 'end'  # after training: closing files
+PHASES = (START, RESTORE, COMPILE, DATA, STEP, EVALUATE, ACTIONS, SAVE, END)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedRun:
+  """The settings of a run that its observer needs.
+
+  Attributes:
+    model_dir: the directory of the run.
+    total_steps: the step at which the run ends.
+    profile_steps: (first, last) step to profile, counted from 1; None for none.
+    profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
+    loss_spikes: `operations.loss_spikes.LossSpikes`; None to report none.
+  """
+
+  model_dir: epath.Path
+  total_steps: int
+  profile_steps: tuple[int, int] | None = None
+  profiler_port: int | None = None
+  loss_spikes: Any | None = None
+
+
+class Observer:
+  """Observes nothing: every method does as little as `train` allows. Subclasses override some.
+
+  All processes of a run have one. `train` calls it from one thread, in all processes in the same
+  order. An observer serves one call of `train`.
+  """
+
+  _stop_asked = False
+
+  def observing(self, run: ObservedRun) -> contextlib.AbstractContextManager[None]:
+    """Encloses the run, from the first look into `model_dir` to the last file closed.
+
+    Raises:
+      ValueError: when entered, in all processes: a setting is wrong, or the directory is in use.
+    """
+    del run
+    return contextlib.nullcontext()
+
+  def check_room(self, state: Any, save_cfg: Any) -> None:
+    """Is told what checkpoints will hold: shapes with shardings, and SaveCheckpointConfig or None.
+
+    Raises:
+      ValueError: in all processes: there is no room for a checkpoint.
+    """
+
+  def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+    """Encloses a phase, one of PHASES. Afterwards the run is back in the phase before."""
+    del name
+    return contextlib.nullcontext()
+
+  def interruptible(self, fn: Callable[[], T]) -> T:
+    """Returns what a long call without side effects returns, such as a compilation.
+
+    Raises:
+      exit_codes.Preempted: the process was asked to stop before the call returned.
+    """
+    return fn()
+
+  def resumed(self, step: int) -> None:
+    """Training goes on from this step; 0 for a new run."""
+
+  def progressed(self) -> None:
+    """A sign of progress inside a phase, such as a batch of an evaluation."""
+
+  def before_step(self, step: int) -> None:
+    """A step, counted from 1, is about to be dispatched."""
+
+  def after_step(self, step: int, metrics: Any) -> None:
+    """A step has been dispatched, which computes these metrics on the devices."""
+
+  def step_finished(
+    self, step: int, metrics: Any, rows: Callable[[], Sequence[int] | None]
+  ) -> None:
+    """Takes the metrics of a finite step, once they are on the host.
+
+    Args:
+      step: counted from 1.
+      metrics: of the step alone.
+      rows: returns batch['index'] of the global batch; all processes call it, or none does.
+    """
+
+  def saved(self, step: int) -> None:
+    """The checkpoint of a step is on its way to disk."""
+
+  def ask_to_stop(self) -> None:
+    """Asks all processes to stop together; one of them calls it."""
+    self._stop_asked = True
+
+  def stop_asked(self) -> bool:
+    """Whether to save and leave now. All processes ask equally often and get the same answer."""
+    return self._stop_asked
+
+  def leaving(self, error: BaseException | None, writer: Any) -> None:
+    """Training has ended, before anything is closed.
+
+    Args:
+      error: the exception that ended it; None if there was none.
+      writer: of metrics, for what the observer adds.
+    """
