@@ -196,14 +196,10 @@ def test_data_sets_that_gin_files_bind(digits_run, run_main, tmp_path):
     (['--train=a.npz', '--test=b.npz'], 'a.npz does not exist'),
     (['--train=a.npz', '--test=b.npz', '--checkpoint=c'], 'cannot go together'),
     (['--train=a.npz', '--test=b.npz', '--datasets=digits'], '--datasets is for --checkpoint'),
-    (['--train=a.npz', '--test=b.npz', '--layer=x'], '--layer is for --checkpoint'),
     (['--results=nowhere.json'], '--results=nowhere.json is no --json of this program'),
     (['--checkpoint=nowhere'], 'nowhere holds no checkpoint'),
-    (['--shots=0', '--results=x'], '--shots=0 must be whole numbers of at least 1'),
     (['--shots=few', '--results=x'], '--shots=few must be whole numbers of at least 1'),
-    (['--seeds=-1', '--results=x'], '--seeds=-1 must be whole numbers of at least 0'),
     (['--l2=much', '--results=x'], '--l2=much must be a number > 0, or loo'),
-    (['--l2=-1', '--results=x'], '--l2=-1 must be a number > 0'),
     (['--classifier=logistic', '--results=x'], "l2='loo' needs classifier='ridge'"),
     (['--splits=train', '--checkpoint=x'], '--splits=train must be a training and a test split'),
   ],
@@ -217,9 +213,6 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   assert 'must be 2 names' in run_main(fewshot, *two, '--names=a', code=2)
   assert "run 'a' has the data set 'saved' twice" in run_main(fewshot, *two, '--names=a,a', code=2)
   x, y, _, _ = arrays(files, 'clean')
-  np.savez(tmp_path / 'narrow.npz', x=x[:, :9], y=y)
-  wrong = [f'--train={files["clean"][0]}', f'--test={tmp_path / "narrow.npz"}']
-  assert 'train_x has 64 features and test_x 9' in run_main(fewshot, *wrong, code=2)
   np.savez(tmp_path / 'nan.npz', x=np.where(x > 15, np.nan, x), y=y)
   wrong = [f'--train={tmp_path / "nan.npz"}', f'--test={files["clean"][1]}']
   assert 'rows that are not finite' in run_main(fewshot, *wrong, code=2)
@@ -227,5 +220,4 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   others = '--protocol=uncertainty_baselines'
   assert 'there is only one' in run_main(fewshot, run, '--datasets=digits', others, code=2)
   assert 'distinct names' in run_main(fewshot, run, '--datasets=digits,digits', code=2)
-  assert 'no_such' in run_main(fewshot, run, '--datasets=no_such', code=2)
   assert 'batch_size=6' in run_main(fewshot, run, '--datasets=digits', '--batch_size=6', code=2)

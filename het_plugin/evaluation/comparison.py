@@ -1,9 +1,9 @@
-"""Results of several runs: averages (Collier et al. 2023, table 22), paired tests of few-shot
-results, and unpaired ones of groups of runs.
+"""Statistics of several runs: averages (Collier et al. 2023, table 22), paired tests of few-shot
+results, and unpaired tests of groups of runs.
 
 A run is a method at a setting. The paper averages a method's accuracies over data sets and upstream
-settings; the standard error of such an average of n cells is here sqrt(sum of the cells' squared
-standard errors) / n: data sets and settings are those that were chosen, only the draws are random.
+settings. The standard error of an average of n such cells is here sqrt(sum of their squared
+standard errors) / n: the data sets and settings are fixed, and only the draws are random.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ class Average:
 
 
 def average(means: Sequence[float], errors: Sequence[float | None]) -> Average:
-  """Of the mean accuracies of cells and their standard errors."""
+  """Averages the mean accuracies of cells and their standard errors."""
   stderr = None if None in errors else float(np.sqrt(np.sum(np.square(errors))) / len(errors))
   return Average(float(np.mean(means)), stderr, len(means))
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """How much better one run is than another on the same test rows and with the same draws.
+  """Difference of two runs on the same test rows and with the same draws.
 
   Attributes:
     mean: difference of the mean accuracies.
-    stderr_draws, p_draws: over draws, as if the test rows were all there are: paired t-test. None
-      for fewer than two draws, or where all of them differ by the same.
-    stderr_rows, p_rows: over test rows, as if there were no other draws: t-test on each row's
-      difference of the share of draws that get it right. None for fewer than two rows, or where all
-      of them differ by the same.
+    stderr_draws, p_draws: paired t-test over draws, with the test rows fixed. None for fewer than
+      two draws, or if all of them differ by the same amount.
+    stderr_rows, p_rows: paired t-test over test rows, each with the share of draws that classify it
+      correctly, with the draws fixed. None for fewer than two rows, or if all of them differ by the
+      same amount.
   """
 
   mean: float
@@ -57,7 +57,7 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> Difference:
   """`result` minus `baseline`, paired.
 
   Raises:
-    ValueError: other shots, draws or test rows.
+    ValueError: the results differ in shots, or in the number of draws or test rows.
   """
   if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
     raise ValueError(
@@ -69,7 +69,7 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> Difference:
 
 
 def _t_test(gains: np.ndarray) -> tuple[float | None, float | None]:
-  """Standard error of the mean, and p of a mean of 0."""
+  """Standard error of the mean, and p of the hypothesis that the mean is 0."""
   if len(gains) < 2 or np.ptp(gains) == 0:
     return None, None
   test = scipy.stats.ttest_1samp(gains, 0.0)
@@ -80,7 +80,7 @@ def signed_rank_p(
   results: Mapping[str, FewShotResult], baseline: Mapping[str, FewShotResult]
 ) -> float | None:
   """p of Wilcoxon's signed-rank test that two runs are equally good over data sets (Demsar 2006,
-  https://jmlr.org/papers/v7/demsar06a.html); None for fewer than MIN_DATASETS.
+  https://jmlr.org/papers/v7/demsar06a.html). None for fewer than MIN_DATASETS data sets.
   """
   gains = [results[name].mean - baseline[name].mean for name in results]
   if len(gains) < MIN_DATASETS or not np.any(gains):
@@ -90,7 +90,7 @@ def signed_rank_p(
 
 @dataclasses.dataclass(frozen=True)
 class GroupMean:
-  """Mean of a metric over the runs of a group, which differ by their seed; stderr None for one."""
+  """Mean of a metric over runs that differ in their seed; stderr is None for a single run."""
 
   mean: float
   stderr: float | None
@@ -98,17 +98,17 @@ class GroupMean:
 
 
 def group_mean(values: Sequence[float]) -> GroupMean:
-  """Of the metric of each run of a group."""
+  """Averages the metric of each run of a group."""
   stderr = float(scipy.stats.sem(values)) if len(values) > 1 else None
   return GroupMean(float(np.mean(values)), stderr, len(values))
 
 
 def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
   """p of the two-sample unequal-variance (Welch's) t-test that two groups of runs are equally good
-  (Collier et al. 2023, table 6); None for a group of fewer than two, or where no runs differ.
+  (Collier et al. 2023, table 6). None for a group of fewer than two, or if no runs differ.
   """
   if min(len(values), len(baseline)) < 2 or not (np.ptp(values) or np.ptp(baseline)):
     return None
-  with warnings.catch_warnings():  # that runs of one group are the same is no loss of precision
+  with warnings.catch_warnings():  # equal runs within a group are no loss of precision
     warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
     return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)

@@ -1,7 +1,7 @@
 """Few-shot linear evaluation: how well a linear map of a representation separates few examples.
 
 The protocol, in full. Each step has a setting; `PROTOCOLS` has the combinations of public
-evaluators by name. What differs from theirs is marked *.
+evaluators by name. Differences from theirs are marked *.
 
 1. Draw (`draw`). For each class c of the training split, sort its examples by example id (*); so a
    subset depends on ids, not on the order in which hosts or batches delivered the rows.
@@ -19,17 +19,20 @@ evaluators by name. What differs from theirs is marked *.
    iterations of L-BFGS (`logistic.py`).
 3. Choose (`l2`). Of `L2_GRID` = 2^-10 .. 2^19
    'loo' (*): the strength of the highest leave-one-out accuracy on the subset, of equal ones the
-   largest. Ridge only. The standardisation is not redone per left-out row. Rows that are their
-   class's only example are not left out: without it no model knows the class. Of more than
-   `MAX_LEFT_OUT` remaining rows, ordered by class and then as drawn, every n-th is left out, n the
-   least that keeps within.
+   largest. Ridge only. The standardisation is not redone per left-out row. A row that is the
+   only example of its class is not left out: no model would know the class. If more than
+   `MAX_LEFT_OUT` rows remain, ordered by class and then as drawn, every n-th is left out, with the
+   smallest n that respects the limit.
    'heldout': the highest accuracy on held-out rows of the training split, of equal ones the
-   largest. They are those drawn next, as many a class as the shots, at most `MAX_LEFT_OUT`, chosen
-   as above. These are labels beyond the shots.
-   'mean_rank', 'mean_rank_others': by test accuracies over several data sets (`l2_selection.py`);
-   only `few_shot_all` can.
-   Where nothing is left to choose by (1 shot), l2 = 2^10, big_vision's constant. A number is used
-   as given. Only the mean ranks look at test splits.
+   largest. These are the rows drawn next, as many per class as shots, limited in the same way. They
+   use labels beyond the shots.
+   'mean_rank': the best mean rank by test accuracy over the draws of all data sets, V-MoE's rule;
+   'mean_rank_others': the same over the other data sets only (uncertainty-baselines'
+   'leave-self-out'). Both need `few_shot_all`, and both look at test splits. Theirs rank equal
+   accuracies by position, so that larger strengths win ties; here equal accuracies share their mean
+   rank (*), and of strengths with equal mean ranks the middle one is taken.
+   If there is nothing to choose by (1 shot), l2 = 2^10, big_vision's constant. A number is used
+   as it is. No other rule looks at test splits.
 4. Score. The class of the largest output (of equal ones the smallest label); accuracy over all test
    rows, where rows of a class without any training example are wrong by necessity. Logistic
    regression also has probabilities: nll (nats) and ece (15 bins) over the test rows whose class
@@ -41,16 +44,16 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from het_plugin.evaluation import l2_selection, logistic, ridge
+from het_plugin.evaluation import logistic, ridge
 
 L2_GRID = tuple(2.0**k for k in range(-10, 20))
 BIG_VISION_L2 = 2.0**10
-MAX_LEFT_OUT = 4096  # an accuracy over as many is known to 0.008
+MAX_LEFT_OUT = 4096  # gives an accuracy a standard error of at most 0.008
 CLASSIFIERS = ('ridge', 'logistic')
 DRAWS = ('random', 'first')
 MEAN_RANKS = ('mean_rank', 'mean_rank_others')
@@ -101,13 +104,13 @@ class FewShotResult:
   """Accuracies at one number of shots.
 
   Attributes:
-    shots: examples a class.
+    shots: examples per class.
     accuracies: test accuracy in [0, 1] for each draw.
     l2: strength used for each draw.
-    classes_short: classes of the training split with fewer examples than `shots`.
-    test_unseen: test rows whose class has no training example at all.
-    nll, ece: for each draw, of a classifier with probabilities; else None.
-    correct: bool [draws, M], the test rows that are right.
+    classes_short: number of classes of the training split with fewer examples than `shots`.
+    test_unseen: number of test rows whose class has no training example at all.
+    nll, ece: for each draw; None for a classifier without probabilities.
+    correct: bool [draws, M], whether a test row is classified correctly.
   """
 
   shots: int
@@ -131,7 +134,7 @@ class FewShotResult:
     return float(np.std(self.accuracies, ddof=1) / np.sqrt(n)) if n > 1 else None
 
   def record(self) -> dict[str, Any]:
-    """The result as JSON has it: without `correct`, with mean and standard error."""
+    """The result for JSON: without `correct`, with mean and standard error."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     given = {name: x for name, x in fields.items() if name != 'correct' and x is not None}
     return {'mean': self.mean, 'stderr': self.stderr, **given}
@@ -144,7 +147,7 @@ class Split:
   Attributes:
     x: float [N, D].
     y: int [N], labels >= 0; they need be neither dense nor all present.
-    index: int [N], distinct example ids >= 0; None for the row numbers.
+    index: int [N], distinct example ids >= 0; None stands for the row numbers.
   """
 
   x: np.ndarray
@@ -173,8 +176,8 @@ def few_shot(
     test_x: float [M, D].
     test_y: int [M].
     train_index: int [N], distinct example ids >= 0; default, the row numbers.
-    shots: examples a class, each >= 1.
-    seeds: one subset is drawn for each, each >= 0.
+    shots: examples per class, each >= 1.
+    seeds: one subset is drawn for each; each >= 0.
     l2: 'loo', 'heldout' or a strength > 0.
     classifier: 'ridge' or 'logistic'.
     draw: 'random' or 'first'.
@@ -204,16 +207,16 @@ def few_shot_all(
 
   Args:
     datasets: {name: (training split, test split)}.
-    protocol: how.
-    shots: examples a class, each >= 1.
-    seeds: one subset is drawn for each, each >= 0.
+    protocol: settings of steps 1 to 3.
+    shots: examples per class, each >= 1.
+    seeds: one subset is drawn for each; each >= 0.
     on_trial: called after each fit.
 
   Returns:
     {name: {shots: FewShotResult}}.
 
   Raises:
-    ValueError: as `few_shot`; or a rule over data sets of which there are too few.
+    ValueError: as `few_shot`, or too few data sets for a rule over data sets.
   """
   check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
   for name, (train, test) in datasets.items():
@@ -233,7 +236,7 @@ def few_shot_all(
         for name in datasets
         for seed in seeds
       }
-      chosen = l2_selection.mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
+      chosen = mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
       for (name, seed), position in chosen.items():
         trials[name, num_shots, seed] = trials[name, num_shots, seed].at(position)
   return {
@@ -259,7 +262,7 @@ class _Trial:
 
 
 def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
-  """Those that make a difference: the first examples of each class are the same for all."""
+  """The seeds that make a difference: `draw` 'first' gives all of them the same subset."""
   return seeds[:1] if protocol.draw == 'first' else seeds
 
 
@@ -316,7 +319,7 @@ def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split)
 def draw_order(
   labels: np.ndarray, index: np.ndarray, seed: int, draw: str = 'random'
 ) -> list[np.ndarray]:
-  """Rows of each class (ascending by label) in the order in which they are drawn (step 1)."""
+  """Rows of each class, ascending by label, in the order in which they are drawn (step 1)."""
   by_class = np.lexsort((index, labels))
   starts = np.flatnonzero(np.diff(labels[by_class])) + 1
   orders = np.split(by_class, starts)
@@ -331,7 +334,7 @@ def draw_order(
 def leave_one_out_l2(
   model: ridge.Ridge, x: np.ndarray, y: np.ndarray, grid: Sequence[float] = L2_GRID
 ) -> float:
-  """The strength of the highest leave-one-out accuracy (step 3) on the model's examples x, y."""
+  """The strength with the highest leave-one-out accuracy (step 3) on the model's examples x, y."""
   rows = np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1)
   if not rows.size:
     return BIG_VISION_L2
@@ -344,6 +347,35 @@ def _heldout_l2(model: ridge.Ridge | logistic.Logistic, train: Split, rows: np.n
     return BIG_VISION_L2
   rows = _at_most(rows)
   return _best_l2(model.predict(train.x[rows], L2_GRID), train.y[rows], L2_GRID)
+
+
+def mean_rank(
+  accuracies: Mapping[tuple[str, Hashable], np.ndarray], others: bool
+) -> dict[tuple[str, Hashable], int]:
+  """One strength for many data sets (step 3).
+
+  V-MoE's evaluate/fewshot.py, `_find_best_l2_reg`; uncertainty-baselines' fewshot_utils.py,
+  `select_best_l2_reg` with 'all' and 'leave-self-out'.
+
+  Args:
+    accuracies: {(data set, draw): test accuracy at each strength [L]}.
+    others: rank by the draws of other data sets only, of which there must be one.
+
+  Returns:
+    {(data set, draw): position of the strength}, the same for all draws of a data set.
+  """
+  import scipy.stats  # takes a second, which training without few-shot does not need
+
+  ranks = {key: scipy.stats.rankdata(values) for key, values in accuracies.items()}
+
+  def best(name: str) -> int:
+    used = [rank for (other, _), rank in ranks.items() if not (others and other == name)]
+    mean = np.mean(used, axis=0)
+    leaders = np.flatnonzero(mean == mean.max())
+    return int(leaders[len(leaders) // 2])
+
+  chosen = {name: best(name) for name in dict.fromkeys(name for name, _ in accuracies)}
+  return {key: chosen[key[0]] for key in accuracies}
 
 
 def _at_most(rows: np.ndarray) -> np.ndarray:
@@ -389,7 +421,7 @@ def check_splits(train: Split, test: Split, name: str = '') -> None:
   index = _index(train)
   if index.shape != train.y.shape or len(np.unique(index)) != len(train.y):
     raise ValueError(
-      f'{prefix}train_index must give {len(train.y)} distinct example ids, one a row of train_x; '
+      f'{prefix}train_index must give {len(train.y)} distinct example ids, one per row of train_x; '
       f'it has {len(np.unique(index))}.'
     )
 

@@ -1,4 +1,4 @@
-"""Few-shot accuracies of a representation while it is being trained."""
+"""Few-shot accuracies of a model while it trains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from het_plugin.training.state import TrainState
 
 
 class FewShotAction(PeriodicAction):
-  """Linear models of a layer's representations (protocol: `fewshot.py`); for mode TRAIN_EVAL.
+  """Fits linear classifiers to a layer's representations (`fewshot.py`); for mode TRAIN_EVAL.
 
-  Writes the scalars fewshot/<name>/<shots>shot, in [0, 1], and the same with _stderr (not for one
-  seed), and a line for each data set and number of shots to <model_dir>/fewshot.jsonl. `results`
-  holds the latest {name: {shots: FewShotResult}}.
+  Writes the scalars fewshot/<name>/<shots>shot, in [0, 1], with more than one seed also
+  fewshot/<name>/<shots>shot_stderr, and to <model_dir>/fewshot.jsonl one line per data set and
+  number of shots. `results` holds the latest {name: {shots: FewShotResult}}.
   """
 
   results_file = 'fewshot.jsonl'
@@ -43,21 +43,21 @@ class FewShotAction(PeriodicAction):
     period: int | None = None,
     total_steps: int | None = None,
   ):
-    """Sets the evaluation up; nothing is read or compiled yet.
+    """Checks the settings; nothing is read or compiled yet.
 
     Args:
       image_size: side of the square images that the model takes, in pixels.
-      channels: channels that the model takes; grey data are repeated, colours averaged.
+      channels: number of channels that the model takes; grey images are repeated, colours averaged.
       batch_size: global batch of the extraction.
-      datasets: what to evaluate on.
-      shots: examples a class.
-      seeds: a subset is drawn for each.
+      datasets: data sets to evaluate on.
+      shots: examples per class.
+      seeds: one subset is drawn for each.
       l2, classifier, draw: see `fewshot.Protocol`.
       layer: name of the representation.
       period, total_steps: see `PeriodicAction`.
 
     Raises:
-      ValueError: a setting out of range, or two data sets of one name.
+      ValueError: a setting is out of range, or two data sets have the same name.
     """
     super().__init__(period, total_steps)
     self._protocol = Protocol(classifier, draw, l2)
@@ -74,7 +74,7 @@ class FewShotAction(PeriodicAction):
     self.results: dict[str, dict[int, FewShotResult]] = {}
 
   def setup(self, context: ActionContext) -> None:
-    """Checks the data sets against the mesh and finds out what an earlier run has evaluated.
+    """Checks the data sets against the mesh and reads what an earlier run has evaluated.
 
     Raises:
       ValueError: a batch size that the mesh does not divide, an unknown task or split, a
@@ -88,7 +88,7 @@ class FewShotAction(PeriodicAction):
   def evaluate(
     self, train_state: TrainState
   ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
-    """Few-shot accuracies of the state's parameters."""
+    """Few-shot accuracies of the parameters of a state."""
     if self._extractor is None:
       partitioner = self._context.partitioner
       self._extractor = RepresentationExtractor(

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from het_plugin.data import BatchIterator, classification_info, get_dataset, one_pass
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
+from het_plugin.evaluation.names import check_names
 from het_plugin.training.partitioning import PjitPartitioner
 
 
@@ -15,13 +18,13 @@ class FewShotDataset:
   """A task to evaluate on.
 
   Attributes:
-    name: names its results.
+    name: name in results.
     task: name of a single-label task.
     train_split: split that the shots are drawn from, or a slice of one, 'train[:2000]'.
     test_split: split or slice that accuracies are measured on.
-    max_train, max_test: use only so many examples of the split, a fixed random choice (of an
-      endless split, the first); None for all.
-    resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
+    max_train, max_test: largest number of examples of the split, a fixed random choice (the first
+      ones of an endless split); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None for that of the task.
   """
 
   name: str
@@ -33,11 +36,35 @@ class FewShotDataset:
   resize: Literal['aspect', 'squash'] | None = None
 
 
-# The second: characters that no training split shows, in faces that none uses.
+# glyphs_heldout has characters and faces that no training split shows.
 DEFAULT_DATASETS = (
   FewShotDataset('digits', 'digits'),
   FewShotDataset('glyphs_heldout', 'glyphs_heldout'),
 )
+
+
+def parse(texts: Sequence[str], train_split: str, test_split: str) -> list[FewShotDataset]:
+  """The data sets of --datasets, each TASK or NAME=TASK.
+
+  Raises:
+    ValueError: there is none, or two have the same name.
+  """
+  chosen = []
+  for text in texts:
+    name, equals, task = text.rpartition('=')
+    name = name if equals else Path(task).stem or task
+    chosen.append(FewShotDataset(name, task, train_split, test_split))
+  check_names(chosen, '--datasets')
+  return chosen
+
+
+def at_most(
+  datasets: Iterable[FewShotDataset], max_train: int | None, max_test: int | None
+) -> list[FewShotDataset]:
+  """The data sets with these limits; None keeps those that a data set has."""
+  limits = {'max_train': max_train, 'max_test': max_test}
+  given = {name: limit for name, limit in limits.items() if limit is not None}
+  return [dataclasses.replace(dataset, **given) for dataset in datasets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +90,7 @@ class FewShotReader:
     """
     if classification_info(dataset.task).multi_label:
       raise ValueError(
-        f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label an image.'
+        f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'
       )
     for split, bound in _splits(dataset):
       with contextlib.closing(self._batches(dataset, split, bound)) as batches:
@@ -76,12 +103,15 @@ class FewShotReader:
   def extract(
     self, dataset: FewShotDataset, extractor: RepresentationExtractor, params: Any
   ) -> tuple[Split, Split]:
-    """Training and test split of a data set, by an extractor of one layer; all processes call it.
+    """Represents the training and test split of a data set; every process calls it.
 
     Args:
       dataset: what to read.
-      extractor: of the model, over `partitioner`.
+      extractor: extracts one layer of the model, over `partitioner`.
       params: the model's parameters, placed.
+
+    Returns:
+      (training split, test split).
     """
     (layer,) = extractor.layers
     halves = []

@@ -3,14 +3,14 @@
 Caruana et al. 2004, "Ensemble selection from libraries of models" (ICML 2004), with cross-entropy
 as the loss, as in Mustafa et al. 2020, "Deep ensembles for low-data transfer learning"
 (https://arxiv.org/abs/2010.06866). An ensemble predicts the average of its members' probabilities;
-starting with none, the candidate is added that makes the validation NLL smallest, again and again.
+starting with none, the candidate that makes the validation NLL smallest is added, repeatedly.
 
 The NLL of an ensemble needs only each member's log-probability of the label, L [C, N]: with
 T_n = log sum over the M members of p(y_n), the candidate c makes it
 
     NLL_c = log(M + 1) - mean_n logaddexp(T_n, L_cn),
 
-so a step takes O(C N), whatever the number of classes.
+so a step takes O(C N), independent of the number of classes.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-MIN_IMPROVEMENT = 1e-9  # nats; a member added once more changes the NLL by rounding alone
+MIN_IMPROVEMENT = 1e-9  # nats; less than this is rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class GreedyEnsemble:
-  """What was selected.
+  """The selected members.
 
   Attributes:
-    members: candidates as they were added; one may be there several times.
+    members: candidates in the order in which they were added; one may occur several times.
     nll: validation NLL after each was added, nats per example, descending.
   """
 
@@ -45,15 +45,15 @@ def greedy_ensemble(
 
   Args:
     label_log_prob: float [C, N], log p(y_n) of each candidate; -inf is p = 0.
-    max_members: most members, counted with their repetitions; at least 1.
+    max_members: largest number of members, repetitions included; at least 1.
     replacement: whether a candidate may be added again, which gives members weights.
 
   Returns:
-    The members; of candidates that are equally good, the first. One at least, even where every
-    candidate's NLL is infinite.
+    The members; among equally good candidates, the first is taken. There is at least one member,
+    even if the NLL of every candidate is infinite.
 
   Raises:
-    ValueError: no candidate or example, NaNs, max_members < 1.
+    ValueError: no candidates or examples, NaNs, or max_members < 1.
   """
   if label_log_prob.ndim != 2 or not label_log_prob.size:
     raise ValueError(
@@ -71,7 +71,7 @@ def greedy_ensemble(
     candidates = np.flatnonzero(allowed)
     nll = [np.log(len(members) + 1) - _mean_log_sum(total, label_log_prob[c]) for c in candidates]
     best = int(np.argmin(nll))
-    # written so that an infinite NLL that stays infinite stops too
+    # `not <`, so that an NLL that stays infinite stops too
     if path and not nll[best] < path[-1] - MIN_IMPROVEMENT:
       break
     member = int(candidates[best])
@@ -83,11 +83,11 @@ def greedy_ensemble(
 
 
 def mixture_log_prob(log_probs: Iterable[np.ndarray], weights: np.ndarray) -> np.ndarray:
-  """log sum_c w_c p_c of the candidates' log-probabilities [N, K], for several mixtures.
+  """log sum_c w_c p_c for several mixtures of the candidates' probabilities.
 
   Args:
-    log_probs: float [N, K] of each candidate; read one after another, once.
-    weights: float [E, C], those of each mixture.
+    log_probs: float [N, K] of each candidate; read once, one after another.
+    weights: float [E, C], one row per mixture.
 
   Returns:
     float64 [E, N, K].

@@ -1,5 +1,5 @@
-"""Multinomial logistic regression on standardised features, as uncertainty-baselines evaluates
-few-shot accuracy (baselines/jft/fewshot_utils.py): scikit-learn's with C = 1 / l2, 150 iterations.
+"""Multinomial logistic regression on standardised features: scikit-learn's with C = 1 / l2 and at
+most 150 iterations, as uncertainty-baselines evaluates few-shot (baselines/jft/fewshot_utils.py).
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ MAX_ITERATIONS = 150
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Score:
-  """How a model does on labelled rows.
+  """Quality of a model on labelled rows.
 
   Attributes:
     correct: bool [M].
     nll: mean negative log-likelihood in nats over the rows whose class the model knows; NaN if
-      there is none.
+      there are none.
     ece: expected calibration error over the same rows (`calibration.Reliability`).
   """
 
@@ -32,7 +32,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Logistic:
-  """A set of standardised examples, to be fitted at any l2.
+  """A set of standardised examples that can be fitted at any l2.
 
   Attributes:
     classes: int64 [K], the labels seen, ascending.
@@ -75,12 +75,12 @@ class Logistic:
 
   def _decide(self, x: np.ndarray, l2: float) -> np.ndarray:
     """Scores of standardised features x [M, D], [M, K], or [M] for two classes."""
-    # They take a second, which training without few-shot does not need.
+    # These imports take a second, which training without few-shot does not need.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     with warnings.catch_warnings():
-      # 150 iterations are the protocol, whether or not they converge.
+      # The protocol says 150 iterations, whether or not they converge.
       warnings.simplefilter('ignore', ConvergenceWarning)
       fitted = LogisticRegression(C=1 / l2, max_iter=MAX_ITERATIONS).fit(self.x, self.y)
     return fitted.decision_function(x)

@@ -1,4 +1,4 @@
-"""What the evaluations of a run in training share: when it is time, and a file of their results."""
+"""Base of the evaluations during training: their period, and the file of their results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,26 @@ from het_plugin.training.state import TrainState
 
 
 class PeriodicAction(BaseAction):
-  """Evaluates now and then; results become scalars, and lines of a file in the model's directory.
+  """Evaluates periodically; results become scalars, and lines of a file in the model's directory.
 
-  A resumed run replaces the lines of steps that it takes again, and keeps the rhythm of the run
+  A resumed run replaces the lines of steps that it repeats, and continues the period of the run
   before.
 
   Attributes:
-    results_file: the file's name.
+    results_file: name of the file.
   """
 
   results_file: str
 
   def __init__(self, period: int | None, total_steps: int | None):
-    """Takes the rhythm.
+    """Sets the period.
 
     Args:
-      period: steps between evaluations, at least; None for each time the loop calls.
-      total_steps: the last step of training, evaluated whatever the period.
+      period: least number of steps between evaluations; None evaluates whenever the loop calls.
+      total_steps: the last step of training, which is always evaluated.
 
     Raises:
-      ValueError: a period below 1.
+      ValueError: the period is below 1.
     """
     if period is not None and period < 1:
       raise ValueError(f'{type(self).__name__}.period={period} must be at least 1, or None.')
@@ -42,16 +42,16 @@ class PeriodicAction(BaseAction):
     self._total_steps = total_steps
 
   def setup(self, context: ActionContext) -> None:
-    """Finds out what an earlier run has evaluated."""
+    """Reads which steps an earlier run has evaluated."""
     self._context = context
     self._file = epath.Path(context.model_dir) / self.results_file
-    # All processes must agree on when to run, and process 0 is the one that writes the file.
+    # All processes must agree on when to run, and only process 0 writes the file.
     steps = (record['step'] for record in self._read())
     last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
     self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Evaluates if it is time; never stops training."""
+    """Evaluates if the step is due; never stops training."""
     del metrics_by_task
     step = int(train_state.step)
     if self._is_due(step):
@@ -68,7 +68,7 @@ class PeriodicAction(BaseAction):
   def evaluate(
     self, train_state: TrainState
   ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
-    """The scalars by name, and the lines for the file; called in all processes."""
+    """Returns scalars by name and lines for the file; every process calls it."""
     raise NotImplementedError
 
   def _is_due(self, step: int) -> bool:

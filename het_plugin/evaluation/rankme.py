@@ -6,7 +6,7 @@ sigma_1 .. sigma_r, r = min(N, D), of the representations Z [N, D], not centred,
 
     p_k = sigma_k / sum_j sigma_j + eps,   RankMe(Z) = exp(-sum_k p_k log p_k),   eps = 1e-7.
 
-The paper finds 25,600 examples enough for representations of D = 2048.
+According to the paper 25,600 examples are enough for D = 2048.
 """
 
 import numpy as np
@@ -21,16 +21,17 @@ def singular_values(
 ) -> np.ndarray:
   """Singular values of features, finite float [N, D]: float64 [min(N, D)], descending.
 
-  Of the features themselves: the eigenvalues of their Gram matrix lose every singular value below
-  1e-8 of the largest.
+  They are computed from the features themselves: the eigenvalues of the Gram matrix lose every
+  singular value below 1e-8 of the largest.
 
   Args:
     features: the representations.
-    max_examples: of more rows, a random choice of so many that depends on N and the seed only.
-    seed: of that choice.
+    max_examples: if there are more rows, a random choice of this many, which depends on N and the
+      seed only.
+    seed: seed of that choice.
 
   Raises:
-    ValueError: no or non-finite features, or all of them 0, which have no rank.
+    ValueError: features that are empty, not finite or all 0.
   """
   if features.ndim != 2 or not features.size:
     raise ValueError(f'features must be [N, D], not empty; they are {list(features.shape)}')
@@ -49,6 +50,6 @@ def singular_values(
 
 
 def rankme(sigma: np.ndarray) -> float:
-  """Eq. 1 of the singular values [r], not all 0: from 1 to r, but for eps."""
+  """Eq. 1 for singular values [r] that are not all 0; in [1, r], apart from eps."""
   p = sigma / sigma.sum() + EPS
   return float(np.exp(-(p * np.log(p)).sum()))

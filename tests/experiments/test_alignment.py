@@ -1,10 +1,13 @@
 """Alignment of the noise with W in a trained run."""
 
+import math
+
 import numpy as np
 import pytest
+import scipy.linalg
 
 from het_plugin.config import trained_run
-from het_plugin.experiments.alignment import RowSpaceAlignment
+from het_plugin.experiments.alignment import RowSpaceAlignment, largest_cosine, row_space
 
 
 def test_shared_w_is_aligned(digits_run):
@@ -35,3 +38,15 @@ def test_a_head_without_factors_is_told(digits_run, monkeypatch):
   monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
   with pytest.raises(ValueError, match="HetXL.remainder='diag' has no factors"):
     RowSpaceAlignment()(digits_run[0])
+
+
+def test_the_cosine_is_that_of_scipys_smallest_angle():
+  rng = np.random.default_rng(0)
+  w, q = rng.standard_normal((6, 40)), rng.standard_normal((4, 40))
+  q[1] = q[0]  # a lower rank
+  angles = scipy.linalg.subspace_angles(w.T, q.T)
+  found = largest_cosine(row_space(w), row_space(q))
+  assert math.isclose(found, np.cos(angles.min()), rel_tol=1e-12)
+  q[2] = w[0] - 2 * w[3]  # one common direction is enough
+  assert math.isclose(largest_cosine(row_space(w), row_space(q)), 1.0)
+  assert largest_cosine(np.eye(6)[:3], np.eye(6)[3:]) == 0.0
