@@ -1,5 +1,6 @@
 """README and docs/: links, paths, flags and bindings that they name exist, and examples run."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -51,23 +52,22 @@ def test_paths_exist(page):
       assert (ROOT / path).exists(), name
 
 
+@functools.cache
 def defined_flags(main):
-  """Flags of a main, by the source text that defines them."""
+  """Flags that a main and the modules that it imports define, by their source text."""
   text = (ROOT / main).read_text()
   if main.endswith('.sh'):  # whose arguments after -- are training's
-    own = re.findall(r'^ +--(\w+)(?:=\*)?\)', text, re.M)
+    own = re.findall(r'--(\w+)(?:=\*)?(?: \||\))', text)
     return {*own} | defined_flags('het_plugin/train.py')
-  if 'add_flags(' in text:
-    text += (ROOT / 'benchmarks' / 'gaussian_problem.py').read_text()
-  if 'define_settings_flags(' in text:
-    text += (ROOT / 'launch' / 'gke' / 'render.py').read_text()
-  for module in ('train_flags', 'distributed'):
-    if f'{module}.define_flags(' in text:
-      text += (ROOT / 'het_plugin' / f'{module}.py').read_text()
-  if 'command_line.define_flags(' in text:
-    text += (ROOT / 'het_plugin' / 'command_line.py').read_text()
-  flags = re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text)
-  return {*flags, 'verbosity', 'help'}
+  flags = {'verbosity', 'help'}
+  flags |= set(re.findall(r"(?:flags\.DEFINE_\w+\(|\.add_argument\()\s*'(?:--)?(\w+)'", text))
+  for module, names in re.findall(r'^from ([\w.]+) import (\([^)]*\)|.*)', text, re.M):
+    for name in ('', *re.findall(r'\w+', names)):
+      for root in ('', 'benchmarks/'):  # a benchmark imports its siblings by their names
+        path = root + '/'.join(filter(None, (*module.split('.'), name))) + '.py'
+        if (ROOT / path).is_file() and 'flags' in (ROOT / path).read_text():
+          flags |= defined_flags(path)
+  return flags
 
 
 def main_of(command):
@@ -123,6 +123,9 @@ def gin_names(page):
 @pages
 def test_bindings_name_what_exists(page):
   registry.register_trainer()
+  for block in blocks(page, 'python'):
+    if '@gin.configurable' in block:  # a module of the reader
+      exec(block, {'__name__': 'my_module'})
   registry.register('experiments')
   gin_files = '\n'.join(path.read_text() for path in (ROOT / 'gin').rglob('*.gin'))
   macros = {name for pair in re.findall(r'^(\w+) =|%(\w+)', gin_files, re.M) for name in pair}
