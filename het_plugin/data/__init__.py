@@ -1,6 +1,6 @@
 """Data: seqio tasks read by global position, preprocessing, vocabularies and feature converters.
 
-Importing this package imports no TensorFlow; the tasks do, when the first one is asked for.
+Importing this package does not import TensorFlow; the first use of a task does.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from het_plugin.data.pipeline import (
 )
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
-# Of seqio, which cannot be had without importing TensorFlow: imported when first asked for.
+# These need seqio, which imports TensorFlow, so they are imported on first use.
 _LAZY = {
   'ImageFeatureConverter': 'feature_converter',
   'ImageTextFeatureConverter': 'feature_converter',

@@ -1,4 +1,4 @@
-"""What belongs to the images of a batch, class labels or captions, as rows of fixed length."""
+"""Class labels or captions of the images of a batch, as rows of fixed length."""
 
 import logging
 import threading
@@ -9,10 +9,10 @@ import numpy as np
 
 from het_plugin.data import counter_random
 
-if TYPE_CHECKING:  # it imports TensorFlow, for which readers of labels need not wait
+if TYPE_CHECKING:  # seqio imports TensorFlow, which labels do not need
   import seqio
 
-PADDING, END = 0, 1  # seqio's token ids, in every vocabulary that is taken here
+PADDING, END = 0, 1  # seqio's token ids, the same in all supported vocabularies
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
@@ -34,7 +34,7 @@ class Labels:
       problems: [B], None for each example.
 
     Raises:
-      ValueError: an example has more than L labels.
+      ValueError: there is an example with more than L labels.
     """
     del keys
     if labels.shape[1] > self.length:
@@ -48,13 +48,11 @@ class Labels:
 
 
 class Captions:
-  """The feature 'text': token ids of one caption an image, int32 [B, L]; see `tokenize`.
+  """The feature 'text': token ids of one caption per image, int32 [B, L]; see `tokenize`.
 
-  Of several captions of an image training takes one at random, by the example's key, so that other
-  epochs show other ones; evaluation takes the first. Blank captions are as none at all. Those cut
-  to L tokens are counted, and the count is logged at the 1st, 10th, 100th ... of them.
-
-  Any thread may use it.
+  If an image has several captions, training draws one with the example's key, so that epochs show
+  different ones, and evaluation takes the first. Blank captions count as missing. Captions that are
+  cut to L tokens are counted; the 1st, 10th, 100th, ... is logged. Safe to use from any thread.
   """
 
   feature = 'text'
@@ -76,7 +74,7 @@ class Captions:
 
   @property
   def num_cut(self) -> int:
-    """Captions read so far, each as often as it was read, of which tokens were cut off."""
+    """Number of captions that were cut; a caption counts each time it is read."""
     return self._num_cut
 
   def rows(
@@ -85,12 +83,12 @@ class Captions:
     """Token ids of one caption of each example.
 
     Args:
-      captions: [B], the captions of each.
-      keys: uint64 [B], the random key of each.
+      captions: [B], the captions of each example.
+      keys: uint64 [B], the random key of each example.
 
     Returns:
-      rows: int32 [B, L]; of any content where there is a problem.
-      problems: [B], None, or why the example has no text.
+      rows: int32 [B, L]; the content is arbitrary for examples with a problem.
+      problems: [B], None, or the reason why the example has no text.
     """
     draws = counter_random.fold(keys, _CAPTION_STREAM)
     ids, problems = [], []
@@ -104,7 +102,7 @@ class Captions:
     return token_rows(ids, self.length), problems
 
   def _tokens(self, caption: str) -> Sequence[int] | None:
-    """Token ids; None for a text that UTF-8 cannot express."""
+    """Token ids; None if the text cannot be encoded in UTF-8."""
     try:
       caption.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Examples held in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
+"""Examples in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
 
 import os
 import zipfile
@@ -30,11 +30,11 @@ class ArraySource:
   ):
     """
     Args:
-      name: the data set, for messages.
+      name: name of the data set, for messages.
       load: returns images [N, H, H, C], uint8 or float32 in [0, 1], and labels, int32 [N, L], or
         captions, strings [N, M].
       splits: the row numbers of each split, int64.
-      info: what is known beforehand.
+      info: metadata of the task.
       image_size: H.
     """
     self._name = name
@@ -108,8 +108,8 @@ def npz_captions_source(path: str) -> ArraySource:
 
   Arrays of the file:
     image    [N, H, H] or [N, H, H, C]; uint8, or float in [0, 1].
-    caption  unicode strings (dtype '<U...'); [N], or [N, M] for up to M captions an image. Blank
-             ones do not count; an image without any is an unreadable record.
+    caption  unicode strings (dtype '<U...'); [N], or [N, M] for up to M captions per image.
+             Blank captions do not count; an image without a caption is an unreadable record.
     split    optional [N] strings, as in npz_source.
 
   Raises:
@@ -142,14 +142,14 @@ def npz_captions_source(path: str) -> ArraySource:
 
 
 def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-  """Sorted row numbers (held out, kept), the same ones ever after; neither is empty if N > 1."""
+  """Sorted row numbers (held out, kept), the same for every run; neither is empty if N > 1."""
   order = counter_random.permutation(_SPLIT_KEY, num_examples)
   num_held_out = min(max(round(fraction * num_examples), 1), num_examples - 1)
   return np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
 
 
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  from sklearn import datasets  # takes seconds to import, and only this task needs it
+  from sklearn import datasets  # slow to import, and only this task needs it
 
   digits = datasets.load_digits()
   return (digits.images / 16).astype(np.float32)[..., None], digits.target.astype(np.int32)[:, None]
@@ -200,7 +200,7 @@ def _check_images(name: str, path: str) -> tuple[int, int]:
 
 
 def _npz_splits(name: str, path: str, num_images: int) -> dict[str, np.ndarray]:
-  """The row numbers of each split, by the array 'split' if there is one."""
+  """The row numbers of each split, from the array 'split' if there is one."""
   with np.load(path, allow_pickle=False) as arrays:
     split_names = arrays['split'].astype(str) if 'split' in arrays.files else None
   if split_names is None:
@@ -212,7 +212,7 @@ def _npz_splits(name: str, path: str, num_images: int) -> dict[str, np.ndarray]:
 
 
 def _checksums(path: str) -> str:
-  """CRC-32 of each array's bytes, which the archive's directory lists."""
+  """CRC-32 of each array, from the directory of the archive."""
   with zipfile.ZipFile(path) as archive:
     return ' '.join(f'{entry.filename} {entry.CRC:08x}' for entry in archive.infolist())
 

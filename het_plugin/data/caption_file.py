@@ -1,4 +1,4 @@
-"""Images in a folder, JPEG or PNG, and a file that says what is on them."""
+"""Images in a folder, JPEG or PNG, with a file of captions."""
 
 import csv
 import json
@@ -18,15 +18,14 @@ _VALIDATION_FRACTION = 0.1
 class CaptionFileSource:
   """An ExampleSource of RGB images, uint8, in their own sizes, with captions.
 
-  PATH is a folder that holds one of captions.jsonl, captions.csv and captions.tsv, or such a file
-  (of any name with that suffix). It is UTF-8 text with one record a line:
+  PATH is a folder that holds one of captions.jsonl, captions.csv and captions.tsv, or a file with
+  one of these suffixes. The file is UTF-8 text with one record per line:
     .jsonl      {"file": "a/1.jpg", "caption": "a dog on the left"}
     .csv, .tsv  columns named by the first line, separated by commas or by tabs, quoted as
                 spreadsheets do
   Fields (others are ignored):
     file     the image's path, relative to the folder of the file of captions
-    caption  a text; in .jsonl a list of texts too. An image with several captions may also have
-             several records.
+    caption  a text, or in .jsonl a list of texts. Several records may name the same image.
     split    optional, in all records or in none. Without it a fixed tenth of the images is
              'validation' and the rest 'train'.
   Examples are the images, in the order in which the file first names them. An image whose captions
@@ -40,7 +39,7 @@ class CaptionFileSource:
     """Reads the captions; no images.
 
     Raises:
-      ValueError: no such folder or file, or its text is not as above; the message has the line.
+      ValueError: there is no such folder or file, or a line is not as above.
     """
     self._file = _captions_file(path)
     self._captions, split_of = _images(self._file)

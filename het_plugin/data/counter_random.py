@@ -1,8 +1,8 @@
 """Counter-based random numbers for whole batches: a draw is a pure function of (key, counter).
 
 The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a Weyl sequence through a 64-bit
-finaliser. Every example owns a key, so its draws depend neither on the batch it sits in nor on the
-draws made before it.
+finaliser. Every example has its own key, so its draws do not depend on its batch or on earlier
+draws.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Decoding of image files, many at a time."""
+"""Decodes image files in parallel."""
 
 import concurrent.futures
 import functools
@@ -17,17 +17,17 @@ def decode_rgb(encoded: bytes) -> np.ndarray | None:
   try:
     with Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG')) as image:
       return np.asarray(image.convert('RGB'))
-  # What Pillow raises for bytes that are not an image, are cut off, or are damaged inside.
+  # Pillow raises these for foreign, truncated and damaged files.
   except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
     return None
 
 
 def decode_all(images: Sequence, keep_jpegs: bool) -> list[np.ndarray | bytes | None]:
-  """`images` with those that are bytes decoded, on all cores (Pillow releases the GIL).
+  """Decodes the elements that are bytes, on all cores (Pillow releases the GIL).
 
   Args:
     images: arrays, None, or the bytes of JPEG or PNG files.
-    keep_jpegs: whether JPEG files, whole or not, stay bytes.
+    keep_jpegs: whether JPEG files stay bytes, damaged ones included.
   """
   decoded = list(images)
   pending = {
@@ -41,7 +41,7 @@ def decode_all(images: Sequence, keep_jpegs: bool) -> list[np.ndarray | bytes | 
 
 
 def load_all(load: Callable[[object], bytes], items: Iterable) -> list[bytes]:
-  """load(item) of every item, in order, many at a time."""
+  """[load(item) for item in items], in parallel threads."""
   return list(_threads().map(load, items))
 
 

@@ -11,16 +11,16 @@ def total_steps(
 ) -> int:
   """Number of training steps. Exactly one of steps, examples and dataset.num_epochs must be set.
 
-  Epochs are exact: each example is met num_epochs times, and a last batch that they do not fill is
-  padded with rows that do not count. The last batch of a number of examples is a whole one.
+  Epochs are exact: each example is read num_epochs times, and the last batch is padded with rows
+  that do not count. A number of examples is rounded up to whole batches.
 
   Args:
-    dataset: what is trained on.
-    steps: the result.
-    examples: to be met in all, at least.
+    dataset: the training data set.
+    steps: number of steps.
+    examples: minimum number of examples.
 
   Raises:
-    ValueError: none or several of the three are set, or epochs of an endless split.
+    ValueError: none or several of the three are set, or num_epochs is set for an endless split.
   """
   lengths = {'steps': steps, 'examples': examples, 'num_epochs': dataset.num_epochs}
   given = [f'{name}={value}' for name, value in lengths.items() if value is not None]

@@ -1,6 +1,4 @@
-"""The seqio feature converters, of image classification and of image-text training: from a task to
-a model under t5x.
-"""
+"""The seqio feature converters for image classification and image-text training under t5x."""
 
 from collections.abc import Mapping
 
@@ -12,7 +10,7 @@ _Spec = seqio.FeatureConverter.FeatureSpec
 
 
 class _ImageConverter(seqio.FeatureConverter):
-  """What both converters do; subclasses name the feature beside the image and its padding."""
+  """Base of both converters; subclasses name the feature beside the image and its padding."""
 
   ANNOTATION: str
   PADDING: int
@@ -28,7 +26,7 @@ class _ImageConverter(seqio.FeatureConverter):
   def __call__(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
-    # Those of index and mask come from seqio's evaluator only; a task need not have the two.
+    # Only seqio's evaluator gives lengths of index and mask; tasks need not have these features.
     lengths = {
       name: length for name, length in task_feature_lengths.items() if name not in ('index', 'mask')
     }
@@ -54,7 +52,7 @@ class _ImageConverter(seqio.FeatureConverter):
     return ds.enumerate().map(convert, num_parallel_calls=tf.data.AUTOTUNE)
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    # Scalars have no length; seqio wants every model feature named and skips those of rank 0.
+    # seqio needs an entry for every model feature and skips those of rank 0.
     return {**task_feature_lengths, 'index': 1, 'mask': 1}
 
 
@@ -79,16 +77,16 @@ class ImageFeatureConverter(_ImageConverter):
   Model features:
     image  float32 [H, H, C]
     label  int32 [L], padded with -1
-    index  int32 [], the position of the example in the global order; noise is keyed by it
-    mask   float32 [], 1 for an example, 0 for a row that does not count
-  A task that lacks `index` or `mask` (one not made by add_image_task) gets the running number of
-  the example on this host, and 1.
+    index  int32 [], the position of the example in the global order, which keys its noise
+    mask   float32 [], 1 for examples, 0 for rows that do not count
+  If a task lacks `index` and `mask` (it was not made by add_image_task), they are the running
+  number of the example on this host, and 1.
 
   Args:
     pack, use_custom_packing_ops: must be False; images are not packed.
 
   Raises:
-    ValueError: packing is asked for.
+    ValueError: pack or use_custom_packing_ops is True.
   """
 
   ANNOTATION = 'label'
@@ -100,16 +98,15 @@ class ImageFeatureConverter(_ImageConverter):
 class ImageTextFeatureConverter(_ImageConverter):
   """Turns examples of image-text tasks into model features.
 
-  As ImageFeatureConverter, with task_feature_lengths {'image': H, 'text': L}, and instead of the
-  label
-    text  int32 [l], l <= L: token ids; end-of-sequence (1) is among them already
+  As ImageFeatureConverter, with task_feature_lengths {'image': H, 'text': L} and, instead of label,
+    text  int32 [l], l <= L, token ids that end with end-of-sequence (1)
   which the model gets as int32 [L], padded with 0.
 
   Args:
     pack, use_custom_packing_ops: must be False; images are not packed.
 
   Raises:
-    ValueError: packing is asked for.
+    ValueError: pack or use_custom_packing_ops is True.
   """
 
   ANNOTATION = 'text'

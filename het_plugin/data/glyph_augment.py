@@ -1,7 +1,7 @@
 """Random affine maps, blur, contrast and noise for whole batches of glyphs, in numpy.
 
-Every draw of an example is a function of the example's key alone (counter_random), and every
-operation is element-wise, so an example comes out bit-identical in whatever batch it is computed.
+All draws of an example are functions of its key (counter_random), and all operations are
+element-wise, so an example is bit-identical in every batch.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _MAX_BLUR = 0.25  # outer weight of the three-tap kernel: a standard deviation o
 _MAX_NOISE = 0.08  # standard deviation, where black to white is 1
 _MIN_CONTRAST = 0.5
 
-# Which of an example's uniform draws is what; the first six are the affine map's.
+# Meaning of an example's uniform draws; the first six belong to the affine map.
 _BLUR, _CONTRAST, _NOISE, _LEVEL = 6, 7, 8, 9
 _NUM_DRAWS = 10
 _NOISE_STREAM = 2**32  # folded into the key; far from the counters of the other draws
@@ -41,9 +41,9 @@ def augment(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarra
 
 
 def difficulty(keys: np.ndarray) -> np.ndarray:
-  """How hard the image of each key is to read, float64 [B] in [1/2, 3): (1/2 + n) / c.
+  """How hard each image is to read, float64 [B] in [1/2, 3): (1/2 + n) / c.
 
-  c is its contrast, from 1/2 to 1, and n its noise as a part of the most that an image may have.
+  c is the contrast, from 1/2 to 1, and n the noise as a fraction of its maximum.
   """
   u = counter_random.uniform(keys, _NUM_DRAWS).astype(np.float64)
   return (0.5 + u[:, _NOISE]) / _contrast(u)

@@ -102,7 +102,7 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   owned = [[f for f in faces if c in face_characters(f)] for c in code_points]
   first = np.concatenate([[0], np.cumsum([len(fs) for fs in owned])])
   images = np.zeros((first[-1], size + 2, size + 2), np.uint8)
-  fonts = functools.cache(_load_font)  # released with this call: the bank is what is kept
+  fonts = functools.cache(_load_font)  # released after this call; only the bank is kept
   pairs = ((face, c) for c, fs in zip(code_points, owned, strict=True) for face in fs)
   for row, (face, code_point) in enumerate(pairs):
     _draw_centred(images[row, 1:-1, 1:-1], fonts, face, chr(code_point))
@@ -114,7 +114,7 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
 def homoglyph_ceiling(
   class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
 ) -> float:
-  """The best precision@1 that any classifier can reach on a glyph task, as far as fonts decide it.
+  """An upper bound on the precision@1 of a glyph task, from characters that look the same.
 
   Characters such as Latin A, Greek Alpha and Cyrillic A render to the same bitmap, and augmentation
   adds nothing about the class, so the image depends on the class only through the bitmap g. With
@@ -122,7 +122,7 @@ def homoglyph_ceiling(
   is right with probability sum_g max_k p(k, g). Where no bitmap occurs in two faces this is the
   mean over (class, face) pairs of 1 / (number of classes that share the pair's bitmap).
 
-  Classes that no face has are left out, as they are from the splits.
+  Classes that no face has are left out, as in the splits.
   """
   bank = glyph_bank(class_set, faces, size)
   faces_per_class = bank.faces_per_class
@@ -139,7 +139,7 @@ def homoglyph_ceiling(
 def homoglyphs(
   class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
 ) -> tuple[frozenset[int], ...]:
-  """For each class the other classes that some face renders to the same bitmap at this size."""
+  """For each class, the other classes that some face renders to the same bitmap at this size."""
   bank = glyph_bank(class_set, faces, size)
   num_classes = len(bank.faces_per_class)
   by_bitmap = collections.defaultdict(set)

@@ -1,11 +1,11 @@
-"""Label noise whose distribution is known: readers of glyphs who take lookalikes for each other.
+"""Label noise of known distribution: simulated readers confuse glyphs that look alike.
 
-A reader who is shown class k in some face answers j with probability p(j) proportional to
-exp(-d_kj^2 / 2 h^2), over the class itself and the classes that look most like it in that face. d
-is the distance between the un-augmented glyphs and h the reader's own noise, which grows with the
-image's (`glyph_augment.difficulty`). So the labels of an image are the less certain the noisier it
-is and the more lookalikes its character has, and lookalikes are uncertain together: noise that
-depends on the input and is correlated between classes.
+A reader who sees class k in some face answers j with probability p(j) proportional to
+exp(-d_kj^2 / 2 h^2). The candidates j are k itself and the classes that look most like it in that
+face; d is the distance between the un-augmented glyphs, and h is the reader's noise, which grows
+with the noise of the image (`glyph_augment.difficulty`). Labels are therefore less certain for
+noisier images and for characters with more lookalikes: the noise depends on the input and is
+correlated between classes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _LABEL_STREAM = 2**34  # folded into an example's key; apart from the other stre
 
 @dataclasses.dataclass(frozen=True)
 class Lookalikes:
-  """For each row of a GlyphBank the classes that it may be taken for, nearest first.
+  """For each row of a GlyphBank, the classes that it may be confused with, nearest first.
 
   classes: int64 [P, C]; the row's own class first. Rows of a face with fewer than C classes repeat
     their own, at an infinite distance.
@@ -73,9 +73,9 @@ def distribution(
   """The distribution of the labels of images of known glyphs.
 
   Args:
-    class_set, faces: as of glyph_bank.
+    class_set, faces: as in glyph_bank.
     rows: int64 [B], the row of each image in the bank.
-    keys: uint64 [B], the key by which each image is augmented.
+    keys: uint64 [B], the augmentation key of each image.
 
   Returns:
     The candidate classes, int64 [B, C], the true one first, and their probabilities, float64
@@ -90,7 +90,7 @@ def distribution(
 def labels(
   class_set: str, faces: tuple[str, ...], rows: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:
-  """One reader's labels, int64 [B], the same for the same keys. Arguments as of `distribution`."""
+  """Labels of one reader, int64 [B], a function of the keys. Arguments as in `distribution`."""
   classes, p = distribution(class_set, faces, rows, keys)
   u = counter_random.uniform(counter_random.fold(keys, _LABEL_STREAM), 1)  # [B, 1], <= 1 - 2^-24
   answer = (p.cumsum(1) <= u).sum(1, keepdims=True)  # the sum of all p is closer to 1 than u

@@ -11,8 +11,8 @@ splits do not depend on the seed: they are the same for every run.
                                glyphs_core, in STIX faces. Unshuffled, the first s K examples of
                                train are s shots of every class.
     glyphs_noisy, glyphs_noisy_full
-                               the same images, labelled by readers who take lookalikes for each
-                               other (glyph_confusions)
+                               the same images with noisy labels from readers who confuse
+                               lookalikes (glyph_confusions)
     glyph_names, glyph_names_full, glyph_names_heldout
                                the same images with the characters' Unicode names as captions, such
                                as 'latin small letter e with acute'
@@ -92,9 +92,7 @@ class GlyphSource:
   def _draw(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[glyph_bank.GlyphBank, np.ndarray, np.ndarray, np.ndarray]:
-    """The bank, and of each example the class, the row of the bank and the key: int64, int64 and
-    uint64 [B].
-    """
+    """The bank and, per example, class, row of the bank and key: int64, int64, uint64 [B]."""
     spec = SPLITS[self.class_set][split]
     bank = glyph_bank.glyph_bank(self.class_set, spec.faces, size)
     split_number = list(SPLITS[self.class_set]).index(split)
@@ -123,9 +121,9 @@ class GlyphSource:
 
 
 class NoisyGlyphSource(GlyphSource):
-  """A GlyphSource whose examples are labelled by readers who take lookalikes for each other.
+  """A GlyphSource with noisy labels from readers who confuse lookalikes.
 
-  The images are the GlyphSource's, example by example, so that its labels are the true ones.
+  Images are the same as in GlyphSource, example by example, so the labels there are the true ones.
   """
 
   def describe(self, split: str, example_id: int) -> str:
@@ -134,13 +132,13 @@ class NoisyGlyphSource(GlyphSource):
   def label_distribution(
     self, split: str, ids: np.ndarray, seed: int = 0
   ) -> tuple[np.ndarray, np.ndarray]:
-    """What the examples' labels are drawn from.
+    """The distribution from which the labels are drawn.
 
     Args:
-      split, ids, seed: as of `read`.
+      split, ids, seed: as in `read`.
 
     Returns:
-      The classes that each may be taken for, int64 [B, C], the true one first, and their
+      The candidate classes of each example, int64 [B, C], the true one first, and their
       probabilities, float64 [B, C].
     """
     _, _, rows, keys = self._draw(split, ids, glyph_confusions.SIZE, seed)

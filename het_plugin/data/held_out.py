@@ -1,7 +1,7 @@
 """Training batches with held-out examples among their rows.
 
-Of every n rows of a batch the last is held out: row r with r mod n = n - 1. Each device so has the
-same share of both, whatever the mesh, and one integer is still the state of the input.
+The last of every n rows is held out, that is row r with r mod n = n - 1. Every device then has the
+same share of both on any mesh, and the state of the input is still one integer.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from het_plugin.data import pipeline
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutDatasetConfig:
-  """Two data sets as one.
+  """Two data sets read as one.
 
-  train: the examples that the parameters are trained on.
-  held_out: the others, endless too (augment = True on a slice), with a batch_size that divides that
-    of `train`.
+  train: the training examples.
+  held_out: the held-out examples; endless too (augment = True on a slice), with a batch_size that
+    divides that of `train`.
   """
 
   train: pipeline.DatasetConfig
@@ -33,12 +33,12 @@ class HeldOutDatasetConfig:
 
   @property
   def batch_size(self) -> int:
-    """Rows of the global batch, of both."""
+    """Rows of the global batch, of both data sets together."""
     return self.train.batch_size + self.held_out.batch_size
 
   @property
   def held_out_every(self) -> int:
-    """n: of so many rows one is held out."""
+    """n: one of n rows is held out."""
     return self.batch_size // self.held_out.batch_size
 
   @property
@@ -55,9 +55,9 @@ class HeldOutDatasetConfig:
 
 
 class HeldOutIterator:
-  """Batches of both, as `pipeline.BatchIterator` gives them.
+  """Batches of both data sets, with the interface of `pipeline.BatchIterator`.
 
-  Rows of the two data sets may have the same `index`, which is that of each among its own.
+  `index` counts within each data set, so rows of the two may have the same index.
   """
 
   def __init__(self, cfg: HeldOutDatasetConfig, rows: np.ndarray):
@@ -129,7 +129,7 @@ class HeldOutIterator:
 def get_dataset_with_held_out(
   cfg: pipeline.DatasetConfig | HeldOutDatasetConfig, rows: Sequence[int] | None = None
 ) -> pipeline.BatchIterator | HeldOutIterator:
-  """`pipeline.get_dataset`, of a HeldOutDatasetConfig too; for `train.get_dataset_fn`."""
+  """`pipeline.get_dataset` that also takes a HeldOutDatasetConfig; for `train.get_dataset_fn`."""
   if isinstance(cfg, pipeline.DatasetConfig):
     return pipeline.get_dataset(cfg, rows)
   rows = np.arange(cfg.batch_size) if rows is None else np.asarray(rows, np.int64)

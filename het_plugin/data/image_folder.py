@@ -28,7 +28,8 @@ class ImageFolderSource:
     """Lists the files; reads none.
 
     Raises:
-      ValueError: no such folder, a class without images, or a split with classes unknown to train.
+      ValueError: the folder does not exist, a class has no images, or a split has classes that
+        train lacks.
     """
     root = pathlib.Path(path)
     if not root.is_dir():
@@ -84,7 +85,7 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
 
 
 def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:
-  """Holds out a fixed tenth of each class, at least one file of a class that has two."""
+  """Holds out a fixed tenth of each class, and at least one file if the class has two."""
   splits = {'train': {}, 'validation': {}}
   for number, (name, paths) in enumerate(files.items()):
     num_held_out = max(round(_VALIDATION_FRACTION * len(paths)), int(len(paths) > 1))

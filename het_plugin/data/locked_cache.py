@@ -1,4 +1,4 @@
-"""Results that are computed once, whichever threads ask for them first."""
+"""A cache that computes each result once, also with many threads."""
 
 import functools
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def locked_cache(function: Callable) -> Callable:
-  """As functools.cache, under which threads that ask at the same time would all compute."""
+  """functools.cache with a lock: without it, simultaneous calls would all compute the result."""
   cached, lock = functools.cache(function), threading.Lock()
 
   @functools.wraps(function)

@@ -1,8 +1,8 @@
-"""Batches by global position: the built-in trainer's road to the tasks.
+"""Batches by global position, as the built-in trainer reads them.
 
-The state of an iterator is one integer, the global position of the next batch's first example. It
-does not depend on the number of hosts: a host reads its own rows of every global batch, and what is
-in a row depends on its position alone.
+The state of an iterator is one integer, the global position of the first example of the next batch.
+It does not depend on the number of hosts: every host reads its rows of each global batch, and the
+content of a row depends only on its position.
 """
 
 import collections
@@ -26,32 +26,31 @@ _BLOCK = 128  # examples that a thread reads at a time; bounds the memory of dec
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """What to read; the names are t5x's.
+  """Settings of a data set; the names are those of t5x.
 
   mixture_or_task_name: a name (see tasks.py) or a task.
-  task_feature_lengths: {'image': H, 'label': L}, the images' side and the labels' length; of a task
-    of captions {'image': H, 'text': L}, with end-of-sequence among the L tokens.
+  task_feature_lengths: {'image': H, 'label': L}, side of the images and length of the labels; for a
+    task of captions {'image': H, 'text': L}, where end-of-sequence is one of the L tokens.
   split: one of the task's splits, or a slice of a finite one in TFDS's notation: 'train[:2000]',
-    'train[10%:20%]', 'train[-500:]'. A slice is read as an evaluation split is, once and without
-    augmentation, of 'train' too; to train on one set augment = True.
+    'train[10%:20%]', 'train[-500:]'. A slice, also of 'train', is read as an evaluation split: once
+    and without augmentation. To train on a slice set augment = True.
   batch_size: examples of the GLOBAL batch.
-  shuffle: whether every epoch is in a random order of its own; else in the order of the records.
-  seed: of the order, the augmentation and the endless streams; in [0, 2^32).
-  num_epochs: passes over the split or slice. None: endless for the split 'train' and where augment
-    is True, one pass otherwise.
-  augment: whether images go through the task's training preprocessors, and one of several captions
-    is chosen at random rather than the first. None: for the split 'train', which no slice is.
-  resize: how evaluation makes squares of photographs: 'aspect' keeps the aspect ratio, 'squash'
-    does not (preprocess.photo_evaluation). None: as the task does, which is 'aspect' for our
-    photographs.
-  vocabulary: of a task of captions: 'bytes' or the path of a SentencePiece .model file, see
-    get_vocabulary. None: the task's own, which is 'bytes' but for tasks registered with another.
-  max_corrupt_fraction: the part of the split or slice that may be unreadable, or without a caption;
-    such rows are masked.
-  num_threads: that read ahead, 128 examples of a batch at a time; the order does not depend on it.
-    Decoding and preprocessing of photographs take all cores, however many threads wait for them.
-  module: a module to import first, such as one that registers tasks.
-  use_cached, pack: t5x's; image tasks are neither cached nor packed, so they must be False.
+  shuffle: whether every epoch has its own random order; otherwise the order of the records.
+  seed: seed of order, augmentation and endless streams; in [0, 2^32).
+  num_epochs: passes over the split or slice. None is endless for the split 'train' and with
+    augment = True, and one pass otherwise.
+  augment: whether images go through the training preprocessors, and one of several captions is
+    drawn at random instead of the first. None is True for the whole split 'train' only.
+  resize: how evaluation makes photographs square: 'aspect' keeps the aspect ratio, 'squash' does
+    not (preprocess.photo_evaluation). None takes the task's own, 'aspect' for our photographs.
+  vocabulary: for a task of captions, 'bytes' or the path of a SentencePiece .model file, see
+    get_vocabulary. None takes the task's own, by default 'bytes'.
+  max_corrupt_fraction: fraction of the split or slice that may be unreadable or without a caption;
+    these rows are masked.
+  num_threads: number of threads that read ahead, 128 examples at a time. The order does not depend
+    on it. Photographs are decoded and preprocessed on all cores in any case.
+  module: a module to import first, for example one that registers tasks.
+  use_cached, pack: must be False; image tasks are neither cached nor packed.
   """
 
   mixture_or_task_name: Any
@@ -115,13 +114,13 @@ class BatchIterator:
     """Reads nothing yet.
 
     Args:
-      read: from positions, int64 [n], to their rows of the batch, on any thread.
-      corrupt: the unreadable records that `read` has met.
+      read: maps positions, int64 [n], to their rows of the batch; called on any thread.
+      corrupt: the unreadable records that `read` has found.
       element_spec: see above.
-      batch_size: of the global batch.
+      batch_size: rows of the global batch.
       rows: the row numbers of the global batch to read.
       num_examples: None if endless.
-      num_threads: that read.
+      num_threads: number of threads that read.
     """
     self._read = read
     self._corrupt = corrupt
@@ -136,7 +135,7 @@ class BatchIterator:
 
   @property
   def corrupt_records(self) -> tuple[str, ...]:
-    """Names of the unreadable images that this host has met since it started."""
+    """Names of the unreadable images that this host has found since it started."""
     return self._corrupt.names
 
   def __iter__(self) -> 'BatchIterator':
@@ -163,7 +162,7 @@ class BatchIterator:
     """Continues at a state of get_state, as if never interrupted; reads nothing before it.
 
     Raises:
-      ValueError: not such a state.
+      ValueError: this is not a state of get_state.
     """
     if set(state) != {'position'} or state['position'] < 0:
       raise ValueError(f"state is {dict(state)}; it must be {{'position': p}} with p >= 0.")
@@ -226,14 +225,14 @@ def _fill(
 
 
 def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
-  """What is known of a task without reading its images.
+  """Metadata of a task; reads no images.
 
   Args:
-    name: of a task with class labels, whose TaskInfo is returned, or with captions (ImageTextInfo).
-    vocabulary: as DatasetConfig's; vocab_size depends on it.
+    name: name of a task with class labels (returns a TaskInfo) or captions (an ImageTextInfo).
+    vocabulary: as in DatasetConfig; vocab_size depends on it.
 
   Raises:
-    ValueError: no such task or vocabulary, or its files are not as they should be.
+    ValueError: the task or vocabulary does not exist, or its files are wrong.
   """
   from het_plugin.data import tasks  # not at the top: seqio and TensorFlow take seconds to import
 
@@ -264,21 +263,22 @@ def one_pass(
   resize: Literal['aspect', 'squash'] | None = None,
   vocabulary: str | None = None,
 ) -> DatasetConfig:
-  """What evaluation reads: each example of a split once, without augmentation.
+  """Settings for evaluation: each example of a split once, without augmentation.
 
   Args:
-    task: its name.
-    split: a split or a slice of one; an endless one has no end here either.
+    task: name of the task.
+    split: a split or a slice of one; an endless split stays endless.
     image_size: side of the square images, in pixels.
-    max_labels: labels an image; of a task with class labels.
-    text_length: tokens a caption, end-of-sequence among them; of a task with captions.
-    batch_size: of the global batch.
-    bounded: whether only the first examples will be read: they are a fixed random choice then, for
-      the first of a split sorted by class would be few classes.
+    max_labels: labels per image, for a task with class labels.
+    text_length: tokens per caption including end-of-sequence, for a task with captions.
+    batch_size: rows of the global batch.
+    bounded: whether only the first examples will be read. They are then a fixed random choice,
+      because the first examples of a split sorted by class would be of few classes.
     resize, vocabulary: see DatasetConfig.
 
   Raises:
-    ValueError: no such task, a setting out of range, or not one of max_labels and text_length.
+    ValueError: the task does not exist, a setting is out of range, or not exactly one of max_labels
+      and text_length is set.
   """
   if (max_labels is None) == (text_length is None):
     raise ValueError(
@@ -303,11 +303,12 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
   """Batches of a task.
 
   Args:
-    cfg: what to read.
-    rows: the row numbers of the global batch that this process supplies, in this order; None: all.
+    cfg: settings.
+    rows: the row numbers of the global batch that this process supplies, in this order; None for
+      all.
 
   Raises:
-    ValueError: the configuration is wrong or does not fit the task; no image has been read then.
+    ValueError: the configuration is wrong or does not fit the task; raised before reading images.
   """
   if cfg.module:
     importlib.import_module(cfg.module)

@@ -3,15 +3,15 @@
 Each function returns a preprocessor of a dataset whose examples hold at least
   image  [h, w, C], float32 levels in [-1, 1] or uint8, sides may vary
   key    int32 [2], the example's own random key, from (seed, position in the global order)
-Randomness is stateless: it depends on `key` alone, so an example is the same on every host, in
-every batch and after any restart, and differs between epochs. The image side comes from seqio's
+Randomness is stateless: it depends only on `key`, so an example is the same on every host, in
+every batch and after every restart, and differs between epochs. The image side comes from seqio's
 `sequence_length['image']`.
 """
 
 from het_plugin.data.tf_host import tf
 
 _CROP_STREAM, _FLIP_STREAM = 1, 2  # folded into the example's key
-_CROP_MARGIN = 256 / 224  # of an image before its central crop to the side after it
+_CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
 
 
 def inception_crop(
@@ -51,7 +51,7 @@ def flip_left_right():
 
 
 def photo_evaluation(resize_mode: str = 'aspect'):
-  """The preprocessors of photographs, uint8 of any size, in evaluation.
+  """The evaluation preprocessors of photographs, uint8 of any size.
 
   Both modes resize to 8/7 of the side (256 for 224), crop the centre and map levels to [-1, 1];
   small images are enlarged.
@@ -59,11 +59,11 @@ def photo_evaluation(resize_mode: str = 'aspect'):
   Args:
     resize_mode: 'aspect' keeps the aspect ratio: the shorter side becomes 8/7 of the side. 'squash'
       does not: both sides do, bilinear without antialiasing. This is the public few-shot protocol,
-      big_vision's resize(256)|central_crop(224)|value_range(-1,1), but for levels between two
-      integers, which are rounded here and cut off there.
+      big_vision's resize(256)|central_crop(224)|value_range(-1,1), except that levels are rounded
+      here and truncated there.
 
   Raises:
-    ValueError: another mode.
+    ValueError: the mode is unknown.
   """
   modes = {'aspect': resize_small(), 'squash': resize(_CROP_MARGIN, antialias=False)}
   if resize_mode not in modes:
@@ -72,7 +72,7 @@ def photo_evaluation(resize_mode: str = 'aspect'):
 
 
 def resize(factor: float = 1.0, antialias: bool = True):
-  """Resizes to the square of factor * side, without regard to the aspect ratio."""
+  """Resizes to a square of factor * side; does not keep the aspect ratio."""
   if factor <= 0:
     raise ValueError(f'factor is {factor}; it must be positive.')
 
@@ -102,7 +102,7 @@ def resize_small(factor: float = _CROP_MARGIN):
 
 
 def central_crop():
-  """The central side x side square of an image that is at least as large."""
+  """Crops the central side x side square; the image must be at least as large."""
 
   def crop(image, key, size):
     del key

@@ -1,8 +1,8 @@
-"""From positions in the global order to examples: shuffling by epoch, padding, unreadable records.
+"""Reads examples by position in the global order: shuffling, padding, unreadable records.
 
-The global order is one sequence of positions 0, 1, 2, ... Position p shows record p mod N in epoch
-p div N or, shuffled, the record to which a permutation keyed by (seed, epoch) sends p mod N. In a
-slice of a split N is the number of its own records, and its first one is added to the result.
+The global order is the sequence of positions 0, 1, 2, ... With N records, position p shows record
+p mod N in epoch p div N. If shuffled, a permutation keyed by (seed, epoch) is applied to p mod N.
+For a slice, N is the number of its records, and the number of its first record is added.
 """
 
 import logging
@@ -26,7 +26,7 @@ class CorruptRecords:
   """
 
   def __init__(self, num_records: int, max_fraction: float, noun: str = 'image'):
-    """`noun` is what a record is called in messages."""
+    """`noun` is the word for a record in messages."""
     self._noun = noun
     self._num_records = num_records
     self._max_fraction = max_fraction
@@ -35,7 +35,7 @@ class CorruptRecords:
 
   @property
   def names(self) -> tuple[str, ...]:
-    """Descriptions of the unreadable records met so far, each once, in the order they were met."""
+    """Descriptions of the unreadable records found so far, each once, in the order of finding."""
     with self._lock:
       return tuple(self._names.values())
 
@@ -43,11 +43,11 @@ class CorruptRecords:
     return record in self._names
 
   def add(self, record: int, name: str) -> None:
-    """Counts a record once, however often it is met.
+    """Counts a record once, also if it is added again.
 
     Raises:
-      ValueError: more than max_fraction of the split's records are unreadable; also where this
-        record was counted already, by another thread or before a retry.
+      ValueError: more than max_fraction of the split's records are unreadable; also raised if this
+        record was counted before, by another thread or before a retry.
     """
     with self._lock:
       new = record not in self._names
@@ -68,10 +68,10 @@ class CorruptRecords:
 class ExampleReader:
   """Reads the examples at given positions of the global order, the same ones on every host.
 
-  A record that cannot be read, or has no caption where it should, keeps its position: its row has
-  mask 0, labels -1 or text 0 and a black image, exactly as a padding row. So every other example is
-  still met exactly once an epoch, and resuming needs no memory of which records were bad. Positions
-  past the last epoch are padding rows.
+  A record that cannot be read, or lacks a caption, keeps its position: its row has mask 0, labels
+  -1 or text 0 and a black image, as a padding row. Every other example is therefore still read
+  exactly once per epoch, and resuming needs no list of unreadable records. Positions after the last
+  epoch are padding rows.
   """
 
   def __init__(
@@ -94,10 +94,10 @@ class ExampleReader:
       size: side of the square images the model takes.
       annotations: makes rows of the source's labels or captions.
       shuffle, seed, max_corrupt_fraction: as in DatasetConfig.
-      num_epochs: None: endless. An endless split has no epochs.
+      num_epochs: None for endless; an endless split has no epochs.
 
     Raises:
-      ValueError: no such split or slice.
+      ValueError: the split or slice does not exist.
     """
     part = splits.resolve(split, source.info.splits)
     self._source = source
@@ -120,21 +120,20 @@ class ExampleReader:
 
     Args:
       positions: in the global order.
-      keep_jpegs: leaves it to the caller to decode JPEG files and to find out which are damaged.
+      keep_jpegs: True leaves JPEG files to the caller, who finds out which are damaged.
 
     Returns:
-      image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ; with
-        keep_jpegs the bytes of those in JPEG files, but for the ones known to be unreadable.
+      image: [B] images [h, w, C] of the source's dtype: an array, or a list if sides differ. With
+        keep_jpegs, JPEG files are bytes unless they are known to be unreadable.
       label or text: int32 [B, L], see the `annotations`.
       index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
         the whole split, so that slices that do not overlap have no index in common; else the
         position mod 2^31.
-      mask: float32 [B], 1 for an example, 0 for padding and for an unreadable record.
+      mask: float32 [B], 1 for examples, 0 for padding and unreadable records.
       key: int32 [B, 2], the random key of the example's preprocessing, from (seed, position).
 
     Raises:
-      ValueError: too many records are unreadable, or an example has more labels than there is room
-        for.
+      ValueError: too many records are unreadable, or there is an example with too many labels.
     """
     real = np.ones(len(positions), bool)
     if self.num_examples is not None:
@@ -178,7 +177,7 @@ class ExampleReader:
     epochs, offsets = np.divmod(positions, self._num_records)
     if not self._shuffle or self._num_records == 1:
       return self._first_record + offsets
-    from grain.experimental import index_shuffle  # takes a second; a thread has it, training not
+    from grain.experimental import index_shuffle  # slow to import; a background thread does it
 
     seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
     last = self._num_records - 1
@@ -198,7 +197,7 @@ class ExampleReader:
   def _with_blanks(
     self, images, real: np.ndarray, readable: np.ndarray
   ) -> list[np.ndarray] | np.ndarray:
-    """Puts black images where there is no example and for the unreadable ones."""
+    """Inserts black images for padding and for unreadable records."""
     dtype = np.dtype(self._source.image_dtype)
     side = self._source.image_size or self._size
     black = -1 if dtype.kind == 'f' else 0

@@ -1,8 +1,7 @@
-"""Metrics of seqio's evaluator, which t5x.eval and infer-eval of t5x run: on the host, over a whole
-split.
+"""Metrics for seqio's evaluator, which t5x.eval and t5x's infer-eval run on the host.
 
-N examples; targets are their labels, int32 [L] each, padded with -1. Rows without a label, which
-unreadable images are too, do not count.
+N examples; targets are their labels, int32 [L] each, padded with -1. Rows without a label, such as
+unreadable images, do not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,8 @@ def precision(
 
   Args:
     targets: N times [L].
-    predictions: not needed.
-    aux_values: of `predict_batch_with_aux`, of which 'top5' is read: N times [min(5, K)].
+    predictions: unused.
+    aux_values: from `predict_batch_with_aux`; 'top5' is read, N times [min(5, K)].
   """
   del predictions
   labels, top = np.asarray(targets), np.asarray(aux_values['top5'])

@@ -1,4 +1,4 @@
-"""seqio tasks over sources that read by number: one global order for seqio and our pipeline."""
+"""seqio tasks over sources that read by number, in the same global order as our pipeline."""
 
 import dataclasses
 import os
@@ -12,13 +12,13 @@ from het_plugin.data import splits as splits_lib
 from het_plugin.data.tf_host import tf
 
 _BLOCK = 64  # examples that one call of the source reads under seqio
-_JPEG = (0, 0, 0)  # what stands for the shape of an image that is still a JPEG file
+_JPEG = (0, 0, 0)  # in place of the shape of an image that is still a JPEG file
 
 Preprocessor = Callable[..., tf.data.Dataset]
 
 
 def output_features(vocabulary: seqio.Vocabulary | None) -> dict[str, seqio.Feature]:
-  """The features of a task of captions in this vocabulary, or of labels (None)."""
+  """The features of a task of captions with this vocabulary, or of labels (None)."""
   if vocabulary is None:
     label = seqio.Feature(seqio.PassThroughVocabulary(size=1), add_eos=False, dtype=tf.int32)
     annotation = {'label': label}
@@ -27,7 +27,7 @@ def output_features(vocabulary: seqio.Vocabulary | None) -> dict[str, seqio.Feat
   return {
     'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
     **annotation,
-    # Of rank 1, for seqio's evaluator measures the length of every feature.
+    # Rank 1, because seqio's evaluator measures the length of every feature.
     'index': seqio.ContinuousFeature(dtype=tf.int32, rank=1),
     'mask': seqio.ContinuousFeature(dtype=tf.float32, rank=1),
   }
@@ -37,7 +37,7 @@ class IndexedDataSource(seqio.DataSource):
   """A seqio data source over an ExampleSource. Shuffles by epoch, shards by position."""
 
   def __init__(self, examples: sources.ExampleSource, vocabulary: seqio.Vocabulary | None = None):
-    """`vocabulary` is that of the captions; None for examples with labels."""
+    """`vocabulary` is for captions; None for examples with labels."""
     self.examples = examples
     self.vocabulary = vocabulary
     super().__init__(
@@ -58,7 +58,7 @@ class IndexedDataSource(seqio.DataSource):
   def annotations(
     self, lengths: Mapping[str, int], augment: bool
   ) -> annotations.Labels | annotations.Captions:
-    """What makes rows of the examples' labels or captions, for training (augment) or not."""
+    """Makes rows of labels or captions, for training (augment) or evaluation."""
     if self.vocabulary is None:
       return annotations.Labels(lengths['label'])
     return annotations.Captions(self.vocabulary, lengths['text'], at_random=augment)
@@ -127,8 +127,8 @@ class IndexedDataSource(seqio.DataSource):
 class ImageTask(seqio.Task):
   """A seqio task whose order and preprocessing are keyed by one global position.
 
-  seqio.Task caches, repeats and shuffles around its source, each of which loses the position. Here
-  the source does the ordering, and the preprocessors are run as seqio runs them.
+  seqio.Task caches, repeats and shuffles outside its source, which loses the position. Here the
+  source orders the examples, and the preprocessors run as in seqio.
   """
 
   def __init__(
@@ -151,17 +151,17 @@ class ImageTask(seqio.Task):
 
   @property
   def vocabulary(self) -> seqio.Vocabulary | None:
-    """Of the captions; None for a task of labels."""
+    """Vocabulary of the captions; None for a task of labels."""
     return self.source.vocabulary
 
   @property
   def eval_preprocessors(self) -> Sequence[Preprocessor]:
-    """Those of evaluation; seqio's `preprocessors` are those of training."""
+    """Evaluation preprocessors; seqio's `preprocessors` are for training."""
     return self._eval_preprocessors
 
   @property
   def info(self) -> sources.TaskInfo | sources.ImageTextInfo:
-    """What is known without reading images."""
+    """Metadata, known without reading images."""
     info = self.examples.info
     if self.vocabulary is None:
       return info
@@ -200,7 +200,7 @@ class ImageTask(seqio.Task):
     sequence_length: Mapping[str, int],
     preprocessors: Sequence[Preprocessor],
   ) -> tf.data.Dataset:
-    """From packed examples to the task's output features."""
+    """Converts packed examples to the task's output features."""
     source = self.examples
     dtype, num_channels = tf.as_dtype(source.image_dtype), source.info.channels
     dataset = packed.map(lambda example: unpack(example, dtype, num_channels))
@@ -229,7 +229,7 @@ class ImageTask(seqio.Task):
     `split` may be a slice; only the whole split 'train' is augmented.
 
     Raises:
-      ValueError: caching is asked for, the split does not exist or the lengths do not fit the task.
+      ValueError: use_cached is True, the split does not exist or the lengths do not fit the task.
     """
     del shuffle_buffer_size, trim_output_features, try_in_mem_cache
     if use_cached:
@@ -255,10 +255,10 @@ def check_request(
   lengths: Mapping[str, int],
   preprocessors: Sequence[Preprocessor],
 ) -> None:
-  """Checks that the task has a split or slice and can make features of these lengths.
+  """Checks a split or slice and the feature lengths of a task.
 
   Raises:
-    ValueError: it has not, or cannot.
+    ValueError: the split does not exist, or the task cannot make features of these lengths.
   """
   info = task.info
   if splits_lib.resolve(split, info.splits, task.name).num_records == 0:
@@ -306,8 +306,10 @@ def packed_specs(annotation: str) -> dict[str, tf.TensorSpec]:
 
 
 def pack(examples: Mapping[str, Sequence[np.ndarray | bytes]]) -> dict[str, np.ndarray]:
-  """ExampleReader.read's result for TensorFlow: images of any side as byte strings and shapes, JPEG
-  files as they are with a shape of zeros.
+  """Converts the result of ExampleReader.read for TensorFlow.
+
+  Images of any side become byte strings and shapes; JPEG files stay as they are, with a shape of
+  zeros.
   """
   packed = [
     (image, _JPEG) if isinstance(image, bytes) else (image.tobytes(), image.shape)
@@ -330,7 +332,7 @@ def unpack(
     return tf.reshape(tf.io.decode_raw(encoded, dtype), shape)
 
   def decode_jpeg():
-    # The method by which Pillow decodes too, to the same levels.
+    # This method gives the same levels as Pillow.
     return tf.io.decode_jpeg(encoded, num_channels, dct_method='INTEGER_ACCURATE')
 
   if dtype == tf.uint8 and num_channels == 3:
@@ -348,15 +350,15 @@ def preprocessed_reader(
   lengths: Mapping[str, int],
   preprocessors: Sequence[Preprocessor],
 ) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-  """A function from positions, int64 [B], to the task's output features as arrays [B, ...].
+  """Returns a function from positions, int64 [B], to the task's output features [B, ...].
 
-  It runs the preprocessors exactly as seqio does, on a dataset that holds just these
-  examples; the graph is built once. The image is checked to be [H, H, C]. Any thread may call it.
+  It runs the preprocessors exactly as seqio does, on a dataset of these examples only; the graph is
+  built once. Images are checked to be [H, H, C]. Safe to call from any thread.
   """
   specs = packed_specs(task.source.annotation)
   batch_specs = {n: tf.TensorSpec([None, *s.shape], s.dtype, name=n) for n, s in specs.items()}
   options = tf.data.Options()
-  # Every call is a new dataset, too short-lived for autotuning to find its parallelism.
+  # Every call makes a new dataset, which is too short for autotuning of the parallelism.
   options.autotune.initial_parallelism = os.cpu_count()
   side = lengths['image']
 

@@ -1,4 +1,4 @@
-"""What a data set is here: examples that can be read by number, and what is known beforehand.
+"""The interface of data sets: examples that can be read by number, and metadata.
 
 An example is an image with class labels or with captions.
 """
@@ -14,17 +14,17 @@ TRAIN_SPLIT = 'train'  # the split that is augmented, and by default endless
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-  """What is known of a task of images with class labels, without reading its images.
+  """Metadata of a task of images with class labels.
 
   num_classes: K; labels are 0 .. K - 1.
-  multi_label: whether an example may carry several labels, or none.
+  multi_label: whether examples may have several labels, or none.
   channels: C of the images [H, W, C].
   class_names: K names, or None.
   splits: number of examples of each split; None for an endless one.
-  max_labels: the largest number of labels of one example as far as it is known beforehand; the
-    least 'label' length.
-  version: what tells this state of the data from another, as far as it is known without reading
-    them; None for data that do not change.
+  max_labels: the largest known number of labels per example; the 'label' length must be at least
+    this.
+  version: identifies this state of the data, as far as known without reading them; None for data
+    that do not change.
   """
 
   num_classes: int
@@ -38,13 +38,12 @@ class TaskInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ImageTextInfo:
-  """What is known of a task of images with captions, without reading its images.
+  """Metadata of a task of images with captions.
 
   channels: C of the images [H, W, C].
   splits: number of examples, which are images, of each split; None for an endless one.
-  vocabulary: name of the vocabulary of the token ids; None in the info of a source, which has
-    texts.
-  vocab_size: number of token ids: they are 0 .. vocab_size - 1. None in the info of a source.
+  vocabulary: name of the vocabulary of the token ids; None for a source, which has texts.
+  vocab_size: number of token ids, 0 .. vocab_size - 1; None for a source.
   version: as in TaskInfo.
   """
 
@@ -70,24 +69,24 @@ class ExampleSource(Protocol):
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[Sequence[np.ndarray | bytes | None], np.ndarray | Sequence[Sequence[str]]]:
-    """Reads examples as (images, labels) or (images, captions), on any thread.
+    """Reads examples as (images, labels) or (images, captions); safe to call from any thread.
 
-    The same ones for the same arguments.
+    The same arguments give the same examples.
 
     Args:
       split: one of info.splits.
-      ids: int64 [B], in [0, info.splits[split]), or any non-negative ones of an endless split.
-      size: side of the square images the model takes; only sources of any side need it.
-      seed: names the random stream of an endless split; a finite split does not depend on it.
+      ids: int64 [B], in [0, info.splits[split]), or any non-negative numbers for an endless split.
+      size: side of the model's square images; used by sources that can return any side.
+      seed: seed of the random stream of an endless split; finite splits do not depend on it.
 
     Returns:
       images: [B] images [h, w, C] of image_dtype: an array, or a list if sides differ, with None
-        for an unreadable one. A source of uint8 RGB images may give the bytes of JPEG and PNG files
-        instead, which are decoded faster later.
+        for unreadable images. Sources of uint8 RGB images may return the bytes of JPEG and PNG
+        files instead, which are then decoded in parallel.
       labels: int32 [B, L], padded with -1.
-      captions: [B], the texts of each image in a fixed order. Blank ones do not count; an image
-        without any is an unreadable record.
+      captions: [B], the texts of each image in a fixed order. Blank texts do not count; an image
+        without a text is an unreadable record.
     """
 
   def describe(self, split: str, example_id: int) -> str:
-    """A name by which a person finds the example, such as its file's path."""
+    """A name of the example for messages, such as the path of its file."""

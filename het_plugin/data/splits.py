@@ -19,7 +19,7 @@ _PERCENT = re.compile(r'(-?\d+(?:\.\d*)?)%')
 
 @dataclasses.dataclass(frozen=True)
 class SplitPart:
-  """A run of consecutive records of a split, or all of them.
+  """Consecutive records of a split, or all of them.
 
   split: the split's name.
   start: number of the first record in the split.
@@ -34,7 +34,7 @@ class SplitPart:
 class SliceableSplits(Mapping[str, int | None]):
   """Number of examples by split; `in` and [] understand slices, iteration gives whole splits.
 
-  seqio asks `split in task.splits`, and leaves out of mixtures and of its evaluator what is not.
+  seqio's mixtures and evaluator leave out tasks for which `split in task.splits` is False.
   """
 
   def __init__(self, splits: Mapping[str, int | None]):
@@ -54,16 +54,16 @@ class SliceableSplits(Mapping[str, int | None]):
 
 
 def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task') -> SplitPart:
-  """What a split or a slice of one stands for.
+  """Resolves a split or a slice of one.
 
   Args:
     split: 'train', 'train[:2000]', 'train[10%:]', ...
     splits: the number of records of every split, None for an endless one.
-    task: the task's name, for messages.
+    task: name of the task, for messages.
 
   Raises:
-    ValueError: no such split, a slice of an endless one, or one that is wrong, out of range or
-      empty.
+    ValueError: the split does not exist, or the slice is of an endless split, malformed, out of
+      range or empty.
   """
   if split in splits:
     return SplitPart(split, 0, splits[split])
@@ -96,13 +96,13 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
 
 
 def _one_unit(boundaries: list[str]) -> bool:
-  """Whether there is a boundary, and all are records or all are percents."""
+  """Whether there is a boundary, and all boundaries are records or all are percents."""
   given = [text for text in boundaries if text]
   return bool(given) and any(all(map(unit.fullmatch, given)) for unit in (_RECORD, _PERCENT))
 
 
 def _boundary(text: str, default: int, num_records: int, context: str) -> int:
-  """The record number that a boundary stands for; negative ones count from the end."""
+  """The record number of a boundary; negative boundaries count from the end."""
   if not text:
     return default
   percent = _PERCENT.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The tasks by name. Those without a prefix are registered with seqio on import of this module.
+"""The tasks by name; tasks without a prefix are registered with seqio when this is imported.
 
 Images with class labels:
     glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
@@ -6,8 +6,8 @@ Images with class labels:
     digits                                     scikit-learn's digits
     npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
     image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
-    tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); of a NAME that
-                                               a folder here has too, this one is taken
+    tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); takes
+                                               precedence over a folder of the same name
 Images with captions:
     glyph_names, glyph_names_full, glyph_names_heldout
                                                the same characters with their names (glyphs.py)
@@ -16,8 +16,8 @@ Images with captions:
                                                (caption_file.py)
     tfds_captions:NAME                         TensorFlow Datasets (tfds_source.py)
 
-Another data set, or other preprocessing, is one call of `add_image_task` or `add_image_text_task`
-in a module that `DatasetConfig.module` names.
+To add a data set, or other preprocessing, call `add_image_task` or `add_image_text_task` in a
+module that `DatasetConfig.module` names.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ _PHOTO_TRAIN = (
   preprocess.value_range(),
 )
 _PHOTO_EVAL = preprocess.photo_evaluation()
-# All of the photograph, and not mirrored: what the caption names stays in the image, on its side.
+# No crop and no mirroring, so that everything the caption describes stays visible, on its side.
 _CAPTIONED_PHOTO = (preprocess.resize(), preprocess.value_range())
 
-# prefix: (maker of the source, preprocessors of training, of evaluation)
+# prefix: (factory of the source, training preprocessors, evaluation preprocessors)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
   'npz': (array_source.npz_source, (), ()),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, _PHOTO_EVAL),
@@ -99,18 +99,18 @@ def add_image_text_task(
 ) -> ImageTask:
   """Registers a source of images with captions with seqio.
 
-  The captions are tokenised as they are read, before the preprocessors, which see the token ids as
-  `text`; those are not told where a token is cut off.
+  The captions are tokenised when they are read, before the preprocessors, which see the token ids
+  as `text`.
 
   Args:
     name, preprocessors, eval_preprocessors: see add_image_task.
     source: the examples; its info is an ImageTextInfo.
     vocabulary: a name (see get_vocabulary; None: bytes) or a vocabulary, with padding as id 0 and
-      end-of-sequence as 1. DatasetConfig.vocabulary goes before it.
+      end-of-sequence as 1. DatasetConfig.vocabulary takes precedence.
 
   Raises:
-    ValueError: the name is taken or has other characters, the source has class labels, there is no
-      such vocabulary, or its end-of-sequence is another id.
+    ValueError: the name is taken or has other characters, the source has class labels, the
+      vocabulary does not exist, or its end-of-sequence has another id.
   """
   if not isinstance(source.info, ImageTextInfo):
     raise ValueError(f'the images of {name!r} have class labels, no captions: call add_image_task.')
@@ -143,16 +143,16 @@ def _add(
 
 
 def get_task(name: str | ImageTask, vocabulary: str | None = None) -> ImageTask:
-  """The task of a name; a task of a path is registered under a name that seqio accepts.
+  """The task with a name; tasks given by a path are registered under a name that seqio accepts.
 
   Args:
     name: a name, or a task.
     vocabulary: of the captions, see get_vocabulary; the task with another vocabulary than its own
-      is registered under a name of its own. None: the task's.
+      is registered under another name. None for the task's own.
 
   Raises:
-    ValueError: no such task, path, data set or vocabulary, a seqio task that cannot be read by
-      number, or a vocabulary for a task of labels.
+    ValueError: the task, path, data set or vocabulary does not exist, the task is a plain seqio
+      task, which cannot be read by number, or a vocabulary is given for a task of labels.
   """
   task = _get_task(name)
   if vocabulary is None:
@@ -188,7 +188,7 @@ def _get_task(name: str | ImageTask) -> ImageTask:
   if prefix not in _MAKERS and prefix not in _CAPTION_MAKERS:
     prefix, argument = _guess_prefix(name), name
   if prefix is None or not argument:
-    # Without those that this function has registered for paths and vocabularies.
+    # Without the tasks that this function registered for paths and vocabularies.
     ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n) and ':' not in n)
     raise ValueError(
       f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
@@ -207,13 +207,13 @@ def _get_task(name: str | ImageTask) -> ImageTask:
 
 
 def is_image_task(name: str) -> bool:
-  """Whether a task of this name is registered, and can be read by number."""
+  """Whether a task with this name is registered and can be read by number."""
   names = seqio.TaskRegistry.names()
   return name in names and isinstance(seqio.TaskRegistry.get(name), ImageTask)
 
 
 def _guess_prefix(name: str) -> str | None:
-  """The kind of a name without a prefix, by what it looks like."""
+  """Guesses the prefix of a name without one."""
   if name.endswith('.npz'):
     return 'npz'
   if tfds_source.exists(name):

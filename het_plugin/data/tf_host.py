@@ -1,4 +1,4 @@
-"""TensorFlow for input pipelines: imported here so that it never takes an accelerator's memory."""
+"""TensorFlow for input pipelines; configured so that it never uses accelerator memory."""
 
 import tensorflow as tf
 

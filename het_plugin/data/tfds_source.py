@@ -18,9 +18,9 @@ class TfdsSource:
   """An ExampleSource over a prepared TFDS data set: RGB images, uint8, in their own sizes.
 
   The data set's features must have one image and one class label, or a sequence of class labels:
-  those named by its `supervised_keys`, else 'image' and 'label' or 'labels'. It is looked for where
-  TFDS looks, that is in TFDS_DATA_DIR if that is set. Nothing is downloaded here: all hosts of a
-  pod would do it at once.
+  those named by its `supervised_keys`, else 'image' and 'label' or 'labels'. It is searched where
+  TFDS searches, that is in TFDS_DATA_DIR if that is set. Nothing is downloaded, because all hosts
+  of a pod would do it at once.
   """
 
   image_size = None
@@ -67,9 +67,9 @@ class TfdsSource:
 class TfdsCaptionSource:
   """An ExampleSource over a prepared TFDS data set of RGB images, uint8, with captions.
 
-  As TfdsSource, but for the features: 'image', and the first of 'captions', 'caption' and 'text'
-  that there is, unless `supervised_keys` names others. The captions are a text, a sequence of
-  texts, or a sequence of records with a 'text' or 'caption' among their fields, as COCO's.
+  As TfdsSource with other features: 'image', and the first of 'captions', 'caption' and 'text' that
+  exists, unless `supervised_keys` names others. The captions are a text, a sequence of texts, or a
+  sequence of records with a field 'text' or 'caption', as in COCO.
   """
 
   image_size = None
@@ -101,7 +101,7 @@ class TfdsCaptionSource:
     value = example
     for key in self._caption_path:
       value = value[key]
-    # What is not UTF-8 becomes half of a surrogate pair, which readers of captions refuse.
+    # Bytes that are not UTF-8 become lone surrogates, which readers of captions refuse.
     return [text.decode('utf-8', 'surrogateescape') for text in np.atleast_1d(value).tolist()]
 
 
@@ -163,7 +163,7 @@ def _records(builder: tfds.core.DatasetBuilder) -> Mapping[str, Any]:
   """The examples of each split by number, with images as the bytes of their files."""
   return builder.as_data_source(
     {split: split for split in builder.info.splits},
-    # ours is decoded later, on all cores, and no other one (such as a mask) is wanted
+    # The image is decoded later, on all cores; other images, such as masks, are not needed.
     decoders={
       key: tfds.decode.SkipDecoding()
       for key, feature in builder.info.features.items()

@@ -1,4 +1,4 @@
-"""From texts to token ids, by seqio's vocabularies: bytes, or a SentencePiece model."""
+"""Converts texts to token ids with seqio's vocabularies: bytes or a SentencePiece model."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ BYTES = 'bytes'
 
 
 def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
-  """The vocabulary of a name; the same object for the same name.
+  """The vocabulary with a name; the same object for the same name.
 
   Args:
     name: 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all, which
       needs no file), or the path of a SentencePiece model, which ends in .model. None: 'bytes'.
 
   Raises:
-    ValueError: another name, no such file, or a model whose padding is not id 0 and end-of-sequence
-      not id 1.
+    ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
+      its end-of-sequence not id 1.
   """
   if name is not None and not isinstance(name, str):
     raise ValueError(f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file.')
@@ -39,9 +39,9 @@ def _load(name: str) -> seqio.Vocabulary:
   vocabulary = seqio.SentencePieceVocabulary(name)
   try:
     tokenizer = vocabulary.tokenizer
-  except Exception as error:  # of protobuf's parser or SentencePiece's, by their versions
+  except Exception as error:  # protobuf's or SentencePiece's type, depending on their versions
     raise ValueError(f'vocabulary is {name!r}; it is no SentencePiece model.') from error
-  # Of the model itself: seqio's `pad_id` is 0 whatever the model's is.
+  # Read from the model itself, because seqio's `pad_id` is always 0.
   ids = tokenizer.pad_id(), tokenizer.eos_id()
   if ids != (PADDING, END):
     raise ValueError(
@@ -52,7 +52,7 @@ def _load(name: str) -> seqio.Vocabulary:
 
 
 def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
-  """The name by which get_vocabulary knows a vocabulary, or what tells it from others."""
+  """The name of a vocabulary in get_vocabulary, or another description of it."""
   if isinstance(vocabulary, seqio.ByteVocabulary):
     return BYTES
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
@@ -63,18 +63,18 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
 def tokenize(
   vocabulary: str | seqio.Vocabulary | None, texts: Sequence[str], length: int
 ) -> np.ndarray:
-  """Token ids as a text tower takes them, int32 [N, L].
+  """Token ids for a text tower, int32 [N, L].
 
-  Every row is the text's tokens, then end-of-sequence (1), then padding (0). A text of L tokens or
-  more is cut so that it still ends with 1; an empty one is 1 alone.
+  Every row holds the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or
+  more tokens is cut so that it still ends with 1; an empty text is a single 1.
 
   Args:
     vocabulary: a name as in get_vocabulary, or a vocabulary.
-    texts: N texts; they are taken as they are, neither lower-cased nor stripped.
+    texts: N texts; they are neither lower-cased nor stripped.
     length: L.
 
   Raises:
-    ValueError: no such vocabulary, L below 2, or texts is one string.
+    ValueError: the vocabulary does not exist, L is below 2, or texts is a single string.
   """
   if isinstance(texts, str):
     raise ValueError(f'texts is {texts!r}; it must be a sequence of strings.')
