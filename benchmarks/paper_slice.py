@@ -11,7 +11,7 @@ extra 'plan') but no TPU, and two minutes per row on two CPU cores.
 from command_line import make_parser, names, report
 
 from het_plugin.planning import worker
-from het_plugin.planning.request import Request
+from het_plugin.planning.worker import Request
 
 GIB = 2**30
 BACKBONES = ('vit_l_32', 'resnet_152')

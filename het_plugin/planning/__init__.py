@@ -1,1 +1,1 @@
-"""What a training run will need, from the compiler: memory, FLOPs and traffic of every device."""
+"""What a training run needs per device, from the compiler: memory, FLOPs and collectives."""

@@ -1,4 +1,4 @@
-"""Reading a compiled program: its collectives, loops counted as often as they run."""
+"""Reads the collectives of a compiled program; those in loops count once per round."""
 
 import dataclasses
 import math
@@ -23,9 +23,9 @@ class Collective:
 
   Attributes:
     kind: one of `KINDS`.
-    count: how often a device runs it in one execution of the program.
-    bytes: of its results, on one device, in all.
-    in_loops: how many of the program's instructions of this kind lie inside loops.
+    count: how often one device runs it per execution of the program.
+    bytes: of all its results on one device.
+    in_loops: how many instructions of this kind lie inside loops.
   """
 
   kind: str
@@ -64,13 +64,13 @@ def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool
     trips = int(found[1]) if is_loop and (found := _TRIPS.search(line)) else 1
     for group in _CALLED.findall(line):
       for called in re.findall(r'[\w.-]+', group):
-        # to_apply of a reduction is no call of interest, and none of those has collectives.
+        # The computation of a reduction (to_apply) has no collectives.
         if called in computations:
           yield from _visits(computations, called, times * trips, in_loop or is_loop)
 
 
 def _result_bytes(shape: str, is_start: bool, kind: str) -> float:
-  """Bytes of the result; the tuple of an asynchronous start has the operands in front of it."""
+  """Bytes of the result. The tuple of an asynchronous start begins with the operands."""
   sizes = [
     _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
     for dtype, dims in _SHAPE.findall(shape)

@@ -6,7 +6,7 @@ from typing import Any
 from het_plugin import reporting
 
 GIB, MIB = 2**30, 2**20
-# Shares of the memory above which something is said to dominate, and what then helps.
+# What helps against each part of the memory.
 _ADVICE = {
   'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'optimizer state': 'split it further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
@@ -41,7 +41,7 @@ def text(plan: Mapping[str, Any]) -> str:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-  """Whether it fits, and if not what the compiler says and what to change."""
+  """Whether it fits; if it does not, what the compiler says and what to change."""
   hbm = plan['hbm_bytes_per_device']
   peak = plan['peak_bytes_per_device']
   if plan['fits']:
@@ -58,14 +58,14 @@ def verdict(plan: Mapping[str, Any]) -> str:
 def dominant(plan: Mapping[str, Any]) -> str:
   """The largest part of the memory."""
   held = dict(plan['bytes_per_device'])
-  if plan['peak_bytes_per_device'] is None:  # then it is what the compiler could not place
+  if plan['peak_bytes_per_device'] is None:  # activations are what the compiler could not place
     used = sum(held.values())
     held['activations, gradients and samples'] = plan['hbm_bytes_per_device'] - used
   return max(held, key=held.get)
 
 
 def line(plan: Mapping[str, Any]) -> str:
-  """One line for a search."""
+  """One line per compilation of a search."""
   peak = plan['peak_bytes_per_device']
   used = f'{peak / GIB:.2f} GiB' if peak is not None else 'more'
   verb = 'fits' if plan['fits'] else 'does not fit'

@@ -1,12 +1,30 @@
-"""The largest batch, or number of samples, that a topology holds."""
+"""The largest batch or number of samples that fits, and grids of heads, batches and samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from het_plugin import reporting
 from het_plugin.planning import report
+from het_plugin.planning.worker import Request, compile_in_process
 
+HEADS = ('det', 'het', 'het_h', 'het_xl')
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # where a search gives up
+GIB, TERA = 2**30, 1e12
+
+
+def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]:
+  """Prints a line per compilation; returns {'what', 'largest'} of `largest_that_fits`."""
+
+  def compile_value(value: int) -> dict[str, Any]:
+    batch, num_samples = (value, None) if what == 'batch' else (None, value)
+    return compile_in_process(request.for_train_step(batch, num_samples))
+
+  print(f'\nLooking for the largest {what}:', flush=True)
+  largest = largest_that_fits(what, first, compile_value)
+  name = 'batch' if what == 'batch' else 'number of samples'
+  print(f'The largest {name} that fits: {largest}' if largest else f'No {name} fits.')
+  return {'what': what, 'largest': largest}
 
 
 def largest_that_fits(
@@ -15,21 +33,19 @@ def largest_that_fits(
   compile_fn: Callable[[int], dict[str, Any]],
   say: Callable[[str], None] = print,
 ) -> int | None:
-  """The largest batch, or number of samples, that fits, to within a sixteenth.
+  """The largest batch or number of samples that fits, to within a sixteenth.
 
   Args:
     what: 'batch' or 'samples'.
     first: the plan of the configuration as it is.
     compile_fn: from a value to its plan.
-    say: told of every plan.
+    say: is called with a line per plan.
 
   Returns:
-    The value, a multiple of the shards that a batch is cut into; None if not even one row a shard
-    fits. At `_LARGEST` it stops.
+    The value, a multiple of the shards that a batch is cut into. None if not even one row per shard
+    fits. The search stops at `_LARGEST`.
   """
-  unit = 1
-  if what == 'batch':
-    unit = first['num_devices'] // first['mesh']['model']
+  unit = first['num_devices'] // first['mesh']['model'] if what == 'batch' else 1
   value = first[_SEARCHED[what]]
 
   def fits(candidate: int) -> bool:
@@ -52,3 +68,54 @@ def largest_that_fits(
     else:
       smallest_failing = middle
   return largest or None
+
+
+def grid(
+  request: Request, heads: Sequence[str], batches: Sequence[int], samples: Sequence[int]
+) -> list[dict[str, Any]]:
+  """Compiles each head with each batch size and number of samples; prints a line per cell.
+
+  Returns:
+    A row per cell. The deterministic head has one per batch size, with s = 0.
+
+  Raises:
+    ValueError: an unknown head, or a wrong setting.
+  """
+  if unknown := [head for head in heads if head not in HEADS]:
+    raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')
+  rows = []
+  for head in heads:
+    for batch in batches:
+      for num_samples in samples if head != 'det' else [0]:
+        plan = compile_in_process(request.for_train_step(batch, num_samples or None, head))
+        print(f'{head}: {report.line(plan)}', flush=True)
+        figures = ('peak_bytes_per_device', 'fits', 'flops_per_device', 'hbm_bytes_per_device')
+        rows.append(
+          {'head': head, 'b': batch, 's': num_samples, **{name: plan[name] for name in figures}}
+        )
+  return rows
+
+
+def grid_text(rows: Sequence[dict[str, Any]]) -> str:
+  """The rows of `grid` as a table."""
+  cells = [
+    (
+      row['head'],
+      str(row['b']),
+      str(row['s'] or '–'),
+      f'{row["peak_bytes_per_device"] / GIB:.2f}' if row['peak_bytes_per_device'] else '?',
+      f'{row["flops_per_device"] / TERA:.3g}',
+      'yes' if row['fits'] else 'no',
+    )
+    for row in rows
+  ]
+  return reporting.aligned([('head', 'batch', 'S', 'peak GiB', 'TFLOP', 'fits'), *cells])
+
+
+def grid_png(rows: Sequence[dict[str, Any]]) -> bytes:
+  """Heat maps of GiB and TFLOP per device; cells that do not fit are black."""
+  measures = {
+    'peak, GiB a device': lambda row: row['fits'] and row['peak_bytes_per_device'] / GIB or None,
+    'TFLOP a device': lambda row: row['fits'] and row['flops_per_device'] / TERA or None,
+  }
+  return reporting.grid_png(rows, measures)

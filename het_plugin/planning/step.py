@@ -14,7 +14,7 @@ import gin
 from het_plugin import data
 from het_plugin.config import parsing, registry
 from het_plugin.planning import hlo, topology
-from het_plugin.planning.request import Request
+from het_plugin.planning.worker import Request
 from het_plugin.training import flops, initial_state, train
 from het_plugin.training import step as step_lib
 
@@ -92,9 +92,7 @@ def plan(request: Request) -> dict[str, Any]:
 
 
 def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
-  """The arguments of the gin-bound `train` for these devices, built, but for actions and restores,
-  which a plan has no use for.
-  """
+  """The arguments of the gin-bound `train` for these devices, without actions and restores."""
   registry.register_trainer()
   _DEVICES[:] = place.devices
   parsing.parse_config(
@@ -104,7 +102,7 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
     'PjitPartitioner.devices': '@planned_devices()',
     'train.actions': 'None',
     'train.checkpoint_cfg': 'None',
-    'TOTAL_STEPS': 10**9,  # the run's may follow from data that are not here
+    'TOTAL_STEPS': 10**9,  # the run's may depend on data that are not here
   }
   if request.mesh is not None:
     *replicas, _, model_shards = request.mesh
@@ -128,7 +126,7 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
 
 
 def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
-  """Of a task that is known here its own; of any other (data on a pod's file system) RGB images."""
+  """The spec of a task that is known here; RGB images of any other, which may lie on a pod."""
   try:
     channels = data.task_info(cfg.mixture_or_task_name).channels
   except Exception:  # whatever a reader that does not find its data raises
@@ -139,7 +137,7 @@ def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _measure(
   trace: Callable[..., jax.stages.Traced], arguments: Sequence[PyTree], place: topology.Topology
 ) -> dict[str, Any]:
-  """Compiles one step; its figures a device. Memory of which there is too little is a result."""
+  """Compiles one step and returns its figures per device. Too little memory is not an error."""
   traced = trace(*arguments)
   start = time.monotonic()
   result = {
@@ -165,7 +163,7 @@ def _measure(
 
 
 def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, Any]] | None:
-  """None where this jax cannot read what this libtpu made (seen with tpu7x)."""
+  """None where this jax cannot read the program that libtpu made (seen with tpu7x)."""
   try:
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError:
@@ -174,7 +172,7 @@ def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, Any]] | None:
 
 
 def _peak_of_message(message: str, argument_bytes: int) -> int | None:
-  """What the step would have needed, as far as the compiler says so."""
+  """The bytes that the step would have needed, if the compiler says so."""
   if used := _USED.search(message):
     return int(float(used[1]) * _UNITS[used[2] or 'G'])
   if temporaries := _TEMPORARIES.search(message):
@@ -183,7 +181,7 @@ def _peak_of_message(message: str, argument_bytes: int) -> int | None:
 
 
 def _peak_bytes(memory: Any, place: topology.Topology) -> int:
-  if place.name.startswith('cpu'):  # whose peak leaves temporaries out
+  if place.name.startswith('cpu'):  # its peak leaves temporaries out
     return (
       memory.argument_size_in_bytes
       + memory.output_size_in_bytes

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 GIB = 2**30
-# GiB a device, as the compiler's out-of-memory errors state it (libtpu 0.0.42). v2, v3 and tpu7x
-# show two devices a chip; v4 one, compiled as a 'megacore'.
+# GiB per device, from the compiler's out-of-memory errors (libtpu 0.0.42). v2, v3 and tpu7x show
+# two devices per chip; v4 shows one, compiled as a 'megacore'.
 HBM_GIB = {
   'v2': 7.48,
   'v3': 15.48,
@@ -20,7 +20,7 @@ HBM_GIB = {
   'v6e': 31.25,
   'tpu7x': 94.75,
 }
-# A host's worth of chips, for a generation without a shape.
+# The chips of one host, where only the generation is given.
 DEFAULT_SHAPE = {'v4': '2x2x1', 'v5p': '2x2x1', 'tpu7x': '2x2x1'}
 GET_LIBTPU = (
   "ahead-of-time compilation for TPUs needs libtpu (no TPU): pip install 'het_plugin[plan]', or "
@@ -35,7 +35,7 @@ class Topology:
   Attributes:
     name: as given, such as 'v3:8x8' or 'cpu:8'.
     devices: of all slices.
-    hbm_bytes: memory of one device that programs can have.
+    hbm_bytes: memory of one device that programs may use.
     num_slices: TPU slices, joined by the data-center network.
   """
 
@@ -67,12 +67,25 @@ def parse(name: str) -> tuple[str, str]:
   )
 
 
+def check(name: str, num_slices: int) -> None:
+  """Checks what can be checked without the compiler.
+
+  Raises:
+    ValueError: for a topology or a number of slices that cannot be.
+  """
+  generation, _ = parse(name)
+  if num_slices < 1:
+    raise ValueError(f'--num_slices={num_slices} must be at least 1')
+  if generation == 'cpu' and num_slices > 1:
+    raise ValueError(f'--num_slices={num_slices} is for TPU topologies; {name} has no slices')
+
+
 def environment(name: str) -> Mapping[str, str]:
   """Environment variables that a process which compiles for the topology must start with."""
   variables = {
     'JAX_PLATFORMS': 'cpu',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # else two such processes quarrel about a lock file
-    'TPU_SKIP_MDS_QUERY': '1',  # nobody to ask for metadata
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # else two such processes wait for one lock file
+    'TPU_SKIP_MDS_QUERY': '1',  # this machine has no metadata server
   }
   generation, shape = parse(name)
   if generation == 'cpu':
@@ -87,10 +100,9 @@ def get(name: str, num_slices: int = 1) -> Topology:
     ValueError: for an unknown name or a shape that the generation does not have, or where libtpu is
       missing.
   """
+  check(name, num_slices)
   generation, shape = parse(name)
   if generation == 'cpu':
-    if num_slices != 1:
-      raise ValueError(f'--num_slices={num_slices} is for TPU topologies; {name} has no slices')
     devices = jax.devices()[: int(shape)]
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return Topology(name, devices, memory // int(shape))
@@ -106,6 +118,6 @@ def get(name: str, num_slices: int = 1) -> Topology:
     description = topologies.get_topology_desc(
       platform='tpu', topology_name=f'{generation}:{shape}', **options
     )
-  except Exception as error:  # of a type that depends on the version of libtpu
+  except Exception as error:  # its type depends on the version of libtpu
     raise ValueError(f'--topology={name}: libtpu does not take it: {error}') from error
   return Topology(name, description.devices, int(HBM_GIB[generation] * GIB), num_slices)

@@ -1,7 +1,7 @@
-"""One compilation in a process of its own: the compiler keeps gigabytes until its process ends.
+"""One compilation in a process of its own, since the compiler keeps gigabytes until it ends.
 
 `compile_in_process` starts a Python that runs `main`, which reads a request from standard input and
-leaves the result, or the one-sentence error, in a file.
+writes the result, or an error in one sentence, to a file.
 """
 
 import dataclasses
@@ -10,21 +10,55 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from het_plugin.planning import topology
-from het_plugin.planning.request import Request
 
 _RUN = 'from het_plugin.planning import worker; worker.main()'
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What to compile.
+
+  Attributes:
+    gin_files, gin_bindings, gin_search_paths: the configuration, as training takes it.
+    topology: see `topology.parse`.
+    mesh: (data, model) or (replica, data, model) devices; None takes the configuration's.
+    num_slices: TPU slices.
+    steps: 'train', 'eval' or both.
+  """
+
+  gin_files: Sequence[str]
+  gin_bindings: Sequence[str]
+  gin_search_paths: Sequence[str]
+  topology: str
+  mesh: Sequence[int] | None = None
+  num_slices: int = 1
+  steps: Sequence[str] = ('train', 'eval')
+
+  def for_train_step(
+    self, batch: int | None = None, num_samples: int | None = None, head: str | None = None
+  ) -> 'Request':
+    """The same run with another batch size, S or head, where given; only its train step."""
+    files, bindings = [*self.gin_files], [*self.gin_bindings]
+    if head is not None:
+      files.append(f'het_plugin/gin/heads/{head}.gin')
+    if batch is not None:
+      bindings.append(f'BATCH_SIZE = {batch}')
+    if num_samples is not None:
+      bindings += [f'{name}/Integrator.num_samples = {num_samples}' for name in ('train', 'eval')]
+    return dataclasses.replace(self, gin_files=files, gin_bindings=bindings, steps=('train',))
 
 
 def compile_in_process(request: Request) -> dict[str, Any]:
   """`planning.step.plan` of the request in a fresh process.
 
   Raises:
-    ValueError: what the plan raised.
-    ChildProcessError: the process died; with the end of what it wrote.
+    ValueError: the plan raised an error.
+    ChildProcessError: the process died; the message has the end of its output.
   """
   environment = os.environ | topology.environment(request.topology)
   environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
@@ -51,7 +85,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
 
 
 def main() -> None:
-  # Imported by the one who compiles: the trainer and its data take seconds to import.
+  # Imported here, in the process that compiles: the trainer takes seconds to import.
   from het_plugin.config import command_line
   from het_plugin.planning import step
 
