@@ -71,6 +71,7 @@ def test_wrong_flags_are_one_sentence(run_main, flags, words):
   assert words in run_main(main, *files, *flags, code=2)
 
 
+@pytest.mark.slow
 def test_grid(tmp_path, run_main):
   out, png = tmp_path / 'grid.json', tmp_path / 'grid.png'
   text = run_main(
