@@ -61,7 +61,7 @@ class Plan:
     files: of the split.
     settings: of all layers.
     num_examples: rows to write at most, the first of the stream.
-    layers: those without a complete file.
+    layers: those to write: the ones without a complete file, and the others of unfinished rows.
     progress: of the unfinished rows, which hold these layers; None if there are none.
   """
 
@@ -100,12 +100,14 @@ def make_plan(
     pending.append(layer)
   progress = row_store.read_progress(files.unfinished) if pending else None
   if progress is not None:
-    # Files are written one after the other, so complete rows may hold layers that have a file.
+    # A kill between the files of two layers leaves rows that also hold the first layer.
     begun = list(progress.settings['layers'])
-    wanted = begun if progress.done and set(pending) <= set(begun) else pending
+    wanted = begun if set(pending) <= set(begun) <= set(layers) else pending
     if changes := _changes(progress.settings, {**settings, 'layers': wanted}):
       _refuse(files.unfinished, changes, overwrite)
       progress = None
+    else:
+      pending = wanted
   return Plan(files, settings, num_examples, tuple(pending), progress)
 
 
@@ -144,27 +146,24 @@ def run_plan(
   store = None
   if jax.process_index() == 0:
     store = _open_store(plan, batches, widths, str(extractor.dtype), commit_seconds)
+  states = deque()  # behind each batch, as the extractor reads ahead of what it gives
+
+  def recorded() -> Iterator[Mapping[str, np.ndarray]]:
+    for batch in batches:
+      states.append(batches.get_state())
+      yield batch
+
+  left = plan.num_examples
+  if plan.progress is not None and plan.progress.state is not None:
+    batches.set_state(plan.progress.state)
+    left -= plan.progress.num_rows
   try:
-    if plan.progress is None or not plan.progress.done:
-      states = deque()  # behind each batch, as the extractor reads ahead of what it gives
-
-      def recorded() -> Iterator[Mapping[str, np.ndarray]]:
-        for batch in batches:
-          states.append(batches.get_state())
-          yield batch
-
-      left = plan.num_examples
-      if plan.progress is not None and plan.progress.state is not None:
-        batches.set_state(plan.progress.state)
-        left -= plan.progress.num_rows
-      for rows in extractor.rows(params, recorded(), batch_size, left):
-        for layer in plan.layers:
-          extraction.check_finite(layer, rows[extraction.column(layer)], rows['index'])
-        if store is not None:
-          store.append(rows, states.popleft())
-        on_rows(len(rows['index']))
+    for rows in extractor.rows(params, recorded(), batch_size, left) if left else ():
+      for layer in plan.layers:
+        extraction.check_finite(layer, rows[extraction.column(layer)], rows['index'])
       if store is not None:
-        store.commit(done=True)
+        store.append(rows, states.popleft())
+      on_rows(len(rows['index']))
   finally:
     if store is not None:
       store.commit()

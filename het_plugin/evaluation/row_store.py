@@ -30,14 +30,12 @@ class Progress:
     columns: {name: (dtype, shape)}; the first dimension is the number of rows that may come.
     num_rows: complete rows.
     state: of the input behind these rows; None before the first.
-    done: whether no more rows will come.
   """
 
   settings: Mapping[str, Any]
   columns: Mapping[str, tuple[str, tuple[int, ...]]]
   num_rows: int = 0
   state: Mapping[str, int] | None = None
-  done: bool = False
 
 
 def read_progress(directory: Path) -> Progress | None:
@@ -88,11 +86,10 @@ class RowStore:
     if time.monotonic() >= self._committed + self._commit_seconds:
       self.commit()
 
-  def commit(self, done: bool = False) -> None:
+  def commit(self) -> None:
     """Puts all rows on disk, then the record of them."""
     for column in self._columns.values():
       column.flush()
-    self.progress = dataclasses.replace(self.progress, done=done or self.progress.done)
     run_files.write_json(self._directory / _RECORD, dataclasses.asdict(self.progress))
     self._committed = time.monotonic()
 

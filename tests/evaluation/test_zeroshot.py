@@ -173,13 +173,6 @@ def test_identical_captions():
   assert one.image_to_text[1] == one.text_to_image[1] == 1
 
 
-def test_a_model_that_sees_nothing_is_at_chance():
-  ones = np.ones((40, 3), np.float32)
-  found = retrieval_recall(ones, ones, np.arange(40), np.arange(40))
-  for way in (found.image_to_text, found.text_to_image):
-    assert way == {1: 1 / 40, 5: 5 / 40, 10: 10 / 40}
-
-
 def test_images_without_captions_are_candidates_only():
   images = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
   captions = np.array([[2, 0.5], [0, 1]], np.float32)
@@ -188,29 +181,9 @@ def test_images_without_captions_are_candidates_only():
   assert found.image_to_text == {1: 1.0, 2: 1.0}  # of images 1 and 2
 
 
-@pytest.mark.parametrize(
-  'change,message',
-  [
-    ({'caption_image': np.array([0, 2])}, 'goes from 0 to 2; it must lie in 0 .. 1'),
-    ({'caption_image': np.array([-1, 0])}, 'goes from -1 to 0'),
-    ({'caption_image': np.zeros(3, int)}, r'2 captions cannot have the images \[3\]'),
-    ({'caption_text': np.zeros(1, int)}, r'texts \[1\]'),
-    (
-      {
-        'caption_embeddings': np.zeros((0, 2)),
-        'caption_image': np.zeros(0, int),
-        'caption_text': np.zeros(0, int),
-      },
-      '0 captions',
-    ),
-  ],
-)
-def test_wrong_pairs(change, message):
-  arguments = {
-    'image_embeddings': np.eye(2),
-    'caption_embeddings': np.eye(2),
-    'caption_image': np.arange(2),
-    'caption_text': np.arange(2),
-  }
-  with pytest.raises(ValueError, match=message):
-    retrieval_recall(**(arguments | change))
+def test_wrong_pairs():
+  eye = np.eye(2)
+  with pytest.raises(ValueError, match='goes from 0 to 2; it must lie in 0 .. 1'):
+    retrieval_recall(eye, eye, np.array([0, 2]), np.arange(2))
+  with pytest.raises(ValueError, match=r'2 captions cannot have the images \[3\]'):
+    retrieval_recall(eye, eye, np.zeros(3, int), np.arange(2))

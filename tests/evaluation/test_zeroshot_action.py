@@ -87,11 +87,6 @@ def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
   assert context.model.traces == 1
 
 
-def test_default_data_sets_exist(tmp_path):
-  context, _ = make_context(tmp_path)
-  ZeroShotAction(SIZE, 1, Letters()).setup(context)
-
-
 @pytest.mark.parametrize(
   'change,message',
   [

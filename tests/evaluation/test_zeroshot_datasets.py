@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import zeroshot_datasets
-from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.zeroshot_datasets import (
   Tokenizer,
   ZeroShotDataset,
@@ -96,17 +95,6 @@ def test_no_device_gets_the_scores_of_another():
   assert exchanged and all(re.match(r'\w+\[\d+\]', shape) for shape in exchanged), exchanged
 
 
-def test_class_embeddings_follow_the_parameters():
-  evaluator, params = make()
-  for scale in (1.0, 3.0):
-    scaled = jax.tree.map(lambda x, s=scale: np.cos(s * np.asarray(x)), params)
-    placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), scaled, params)
-    expected = fake_contrastive.class_vectors(scaled, NAMES, DIGITS.templates, Letters())
-    np.testing.assert_allclose(
-      evaluator.class_embeddings(DIGITS, placed)[0], expected, rtol=1e-5, atol=1e-6
-    )
-
-
 def test_names_alike_are_counted(caplog):
   evaluator, params = make()
   names = ('one',) + NAMES[1:]
@@ -123,7 +111,7 @@ def test_samples_rank_by_probabilities():
   images, labels = digits('test')
   classes = fake_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
   batch = {'image': images, 'index': np.arange(len(images))}
-  log_prob = FakeContrastive().class_log_prob(
+  log_prob = jax.jit(FakeContrastive().class_log_prob, static_argnums=3)(
     jax.device_get(params), batch, classes.astype(np.float32), 4
   )
   expected = float(np.mean(np.argmax(log_prob, axis=1) == labels))
@@ -133,10 +121,9 @@ def test_samples_rank_by_probabilities():
 def test_at_most_so_many_examples():
   evaluator, params = make()
   bounded = dataclasses.replace(DIGITS, max_examples=70)
-  assert evaluator.check(bounded) == 70
-  assert evaluator(bounded, params).num_examples == 70
+  assert evaluator.check(bounded) == evaluator(bounded, params).num_examples == 70
   endless = ZeroShotDataset('core', 'glyphs_core', 'train', templates='none', max_examples=40)
-  assert evaluator(endless, params).num_classes == 2297
+  assert evaluator.check(endless) == 40
 
 
 class Batches:
@@ -237,32 +224,25 @@ def test_captions(fake_data, alike):
   scores = fake_contrastive.text_vectors(params, text) @ (
     fake_contrastive.image_vectors(params, image[:7]).T
   )
-  _, number = np.unique(text, axis=0, return_inverse=True)
   scores = scores.round(9)  # equal texts are equal
   for k in (1, 5):
     first = np.argsort(-scores, axis=1, kind='stable')[:, :k]
     to_image = np.take_along_axis(right, first, axis=1).any(axis=1).mean()
     assert found.text_to_image[k] == pytest.approx(to_image)
   assert found.image_to_text[10] == found.text_to_image[10] == 1.0
-  # Without ties between unlike captions, the order of images in the results does not matter.
-  first = np.argsort(-scores.T, axis=1, kind='stable')[:, :5]
-  if alike:
-    assert found.image_to_text[5] == np.take_along_axis(right.T, first, axis=1).any(axis=1).mean()
-  assert found.image_to_text[1] <= found.image_to_text[5] <= 1.0
 
 
 def test_tokenizer_of_a_run(monkeypatch):
   info = types.SimpleNamespace(vocabulary='bytes')
   monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
+  lengths = {'image': 28, 'text': 80}
   cfg = types.SimpleNamespace(
-    mixture_or_task_name='glyph_names',
-    task_feature_lengths={'image': 28, 'text': 80},
-    vocabulary=None,
+    mixture_or_task_name='x', task_feature_lengths=lengths, vocabulary=None
   )
   assert run_tokenizer(cfg) == Tokenizer('bytes', 80)
   cfg.vocabulary = 'x.model'
   assert run_tokenizer(cfg) == Tokenizer('x.model', 80)
-  cfg.task_feature_lengths = {'image': 28, 'label': 1}
+  del lengths['text']
   with pytest.raises(ValueError, match="has no 'text': zero-shot evaluation needs a model"):
     run_tokenizer(cfg)
 
@@ -296,17 +276,9 @@ def test_wrong_models_and_settings(fake_data):
     evaluator(types.SimpleNamespace())
   with pytest.raises(ValueError, match='batch_size=6'):
     evaluator(FakeContrastive(), batch_size=6)
-  with pytest.raises(ValueError, match='num_samples=-1'):
-    evaluator(FakeContrastive(), num_samples=-1)
   towers = types.SimpleNamespace(image_embeddings=None, text_embeddings=None)
-  evaluator(towers)
   with pytest.raises(ValueError, match='has no class_log_prob'):
     evaluator(towers, num_samples=2)
   fake_data(types.SimpleNamespace(splits={'test': 1}), {})
   with pytest.raises(ValueError, match='num_samples=2 is for classes'):
     evaluator(FakeContrastive(), num_samples=2).check(ZeroShotDataset('x', 'x'))
-  twice = (ZeroShotDataset('x', 'x'), ZeroShotDataset('x', 'y'))
-  with pytest.raises(
-    ValueError, match=r"datasets must be .* distinct names; they are \['x', 'x'\]"
-  ):
-    check_names(twice, 'datasets')
