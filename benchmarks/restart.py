@@ -57,6 +57,7 @@ def train(args, folder, steps, cache=True):
     process = start(
       *('-m', 'het_plugin.train', '--gin_file=gin/runs/digits_smoke.gin'),
       *('--gin_file=gin/heads/het_xl.gin', *(f'--gin.{binding}' for binding in bindings)),
+      '--accept_config_changes',  # resumed runs have one step more
       cache=cache,
       log=file,
     )

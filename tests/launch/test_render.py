@@ -17,11 +17,11 @@ def optional(form):
   return (form, None)
 
 
-# Fields used of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2) and,
-# from `replicatedJobs.template` on, of Kubernetes' batch/v1 Job and core/v1 Pod
-# (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). A set is an enum, a list
-# of one form a list of that form; a field that is not here is an error, as it is with the strict
-# validation of the API server.
+# Fields of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2)
+# and, below `replicatedJobs.template`, of Kubernetes' batch/v1 Job and core/v1 Pod
+# (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). A set is an enum, and a
+# list with one form a list of that form. Other fields are errors, as in the API server's strict
+# validation.
 STRINGS = {str: str}
 JOBSET = {
   'apiVersion': {'jobset.x-k8s.io/v1alpha2'},
@@ -122,7 +122,7 @@ def conform(value, form, path='JobSet'):
 
 
 def rendered(job=JOB, **changes):
-  """What a YAML parser reads of a JobSet."""
+  """A JobSet, written as YAML and read again."""
   text = render.to_yaml(render.jobset(render.Settings(**{**SETTINGS, **changes}), job))
   return yaml.safe_load(text)
 
@@ -189,7 +189,7 @@ def test_a_preemption_restarts_all_and_does_not_count():
 
 
 def test_gke_sets_the_addresses_of_hosts_and_slices():
-  """A value of ours would take the place of GKE's."""
+  """A value of ours would replace that of GKE."""
   names = {variable['name'] for variable in parts(rendered(num_slices=2))[2]['env']}
   assert not [name for name in names if name.startswith(('TPU_', 'MEGASCALE_'))]
 
