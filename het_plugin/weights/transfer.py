@@ -10,7 +10,8 @@ import scipy.ndimage
 
 from het_plugin.weights import layouts
 
-HEADS = ('keep', 'init')
+KEEP, INIT = 'keep', 'init'
+HEADS = (KEEP, INIT)
 _SHOWN = 20  # names in an error
 
 
@@ -44,7 +45,7 @@ class Report:
 def load_params(
   arrays: Mapping[str, np.ndarray],
   shapes: Mapping[str, tuple[int, ...]],
-  head: str = 'keep',
+  head: str = KEEP,
   skip: Sequence[str] = (),
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
@@ -72,14 +73,14 @@ def load_params(
   layout = layouts.layout_of(flat)
   prefix = layouts.head_prefix_of(source)
   passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
-    {name for name in source if layouts.is_head(name)} if head == 'init' else set()
+    {name for name in source if layouts.is_head(name)} if head == INIT else set()
   )
 
   read, loaded, initialised, wrong = {}, [], [], []
   used = set()
   for ours, shape in flat.items():
     is_head = ours.startswith('head/')
-    if not ours.startswith(('backbone/', 'head/')) or (is_head and head == 'init'):
+    if not ours.startswith(('backbone/', 'head/')) or (is_head and head == INIT):
       initialised.append(ours)
       continue
     theirs = layouts.entry(ours, layout, prefix).name
@@ -89,17 +90,20 @@ def load_params(
         read[ours], note = _fit(ours, source[theirs], shape, is_head)
         loaded.append((ours, theirs, note))
       except ValueError as error:
-        wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
+        hint = f'; for other classes bind head={INIT!r}' if is_head else ''
+        wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}{hint}')
     elif is_head and ours not in ('head/kernel', 'head/bias'):
       initialised.append(ours)
     else:
       wrong.append(f'{theirs} is missing, for {ours} {shape}')
   skipped = sorted(set(source) - used)
-  wrong += [
-    f'{name} {source[name].shape} has no place in the model'
-    for name in skipped
-    if name not in passed_over
-  ]
+  bias = layouts.entry('head/covariance/J_bias', layout, prefix).name
+  for name in set(skipped) - passed_over:
+    if name == bias and not np.any(source[name]):
+      continue  # edward2's layer always has this bias; zero is the same as none
+    hint = ': bind factor_bias = True' if name == bias else ''
+    wrong.append(f'{name} {source[name].shape} has no place in the model{hint}')
+  wrong.sort()
   if wrong:
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
@@ -129,6 +133,11 @@ def export_params(
       x = x[..., :num_classes]
     name, shape = layouts.entry(ours, layout, prefix)
     arrays[name] = x.reshape(shape(x.shape, num_heads))
+  factors = flat.get('head/covariance/J')
+  if factors is not None and 'head/covariance/J_bias' not in flat:
+    name, _ = layouts.entry('head/covariance/J_bias', layout, prefix)  # edward2's layer needs it
+    exported = arrays[layouts.entry('head/covariance/J', layout, prefix).name]
+    arrays[name] = np.zeros(exported.shape[-1:], np.float32)
   return arrays
 
 
@@ -181,7 +190,7 @@ def _fit(ours, x, shape, is_head):
   if is_head and padding > 0 and squeezed.shape[:-1] == tuple(shape[:-1]):
     widths = [(0, 0)] * (squeezed.ndim - 1) + [(0, padding)]
     return np.pad(squeezed, widths), f'{padding} padded classes added'
-  raise ValueError('another shape')
+  raise ValueError('the shape is another one')
 
 
 def _merges(theirs, ours):
@@ -202,15 +211,20 @@ def _resample(x, shape):
   If N is a square number plus one, the first embedding belongs to the class token.
   """
   new, old = _grid(shape[0]), _grid(len(x))
-  if new is None or old is None or x.shape[1] != shape[1] or (new[0] and not old[0]):
-    raise ValueError('cannot be resampled: neither the patches nor the class token match')
-  token = x[:1] if new[0] else x[:0]
+  if new is None or old is None or x.shape[1] != shape[1]:
+    raise ValueError('cannot be resampled: the patches do not form a square grid')
+  # Without an embedding of the class token the file's project adds embeddings before the token.
+  token = x[:1] if old[0] else np.zeros((1, x.shape[1]), x.dtype)
   grid = x[old[0] :].reshape(old[1], old[1], -1)
   if old[1] != new[1]:
     grid = scipy.ndimage.zoom(grid, (new[1] / old[1], new[1] / old[1], 1), order=1)
-  resampled = np.concatenate([token, grid.reshape(new[1] ** 2, -1)])
-  note = f'resampled from {old[1]} x {old[1]} to {new[1]} x {new[1]} patches'
-  return resampled.astype(np.float32), note
+  resampled = np.concatenate([token[: new[0]], grid.reshape(new[1] ** 2, -1)])
+  notes = []
+  if new[0] and not old[0]:
+    notes.append('a zero row added for the class token')
+  if old[1] != new[1]:
+    notes.append(f'resampled from {old[1]} x {old[1]} to {new[1]} x {new[1]} patches')
+  return resampled.astype(np.float32), ', '.join(notes)
 
 
 def _grid(tokens):

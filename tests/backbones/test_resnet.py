@@ -80,7 +80,7 @@ def test_group_norm_is_that_of_flax():
 @pytest.mark.parametrize('version', ['v1.5', 'v2'])
 def test_representations(version):
   model = ResNet((1, 2), width=32, version=version)
-  (phi, intermediates), _ = model.init_with_output(jax.random.key(0), images())
+  (phi, intermediates), _ = jax.jit(model.init_with_output)(jax.random.key(0), images())
   assert phi.shape == (4, model.pre_logits_dim) == (4, 256)
   assert phi.dtype == jnp.float32
   shapes = {name: x.shape for name, x in intermediates.items()}

@@ -134,8 +134,7 @@ def test_a_locked_tower_has_no_gradient_and_its_projection_has():
   assert model.image_embeddings(params, batch).shape == (B, 10)
 
 
-@pytest.mark.parametrize('head', HEADS)
-def test_a_step_is_the_same_on_every_mesh(head):
+def test_a_step_is_the_same_on_every_mesh(head='het_xl'):
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
   results = []

@@ -92,7 +92,6 @@ def test_heteroscedastic_head_parity(prefix, latent):
   settings = {
     'num_factors': theirs.R,
     'factor_bias': True,
-    'remainder': 'diag',
     'temperature': heads.LearnedTemperature(0.3, 3.0),
   }
   head = (heads.HetXL if latent else heads.Het)(theirs.CLASSES, **settings)
@@ -101,12 +100,11 @@ def test_heteroscedastic_head_parity(prefix, latent):
   phi = np.random.default_rng(2).normal(size=(3, theirs.D)).astype(np.float32)
   rng = np.random.default_rng(3)
   z = rng.normal(size=(5, theirs.R))
-  z_diag = rng.normal(size=(5, noise_dim))
+  z_diag = rng.normal(size=(5, 1))
   expected = theirs.het_logits(head_arrays, prefix, np.float64(phi), z, z_diag, latent)
 
   logits = head.apply({'params': params['head']}, phi)
-  padded = 0 if latent else logits.covariance.diag.shape[-1] - noise_dim
-  normals = np.concatenate([z, np.pad(z_diag, ((0, 0), (0, padded)))], axis=1)
+  normals = np.concatenate([z, z_diag], axis=1)
   eps = logits.covariance.noise(jnp.asarray(normals, jnp.float32)[None])
   noise = eps @ logits.projection.kernel if latent else eps
   got = (logits.location[:, None] + noise)[..., : theirs.CLASSES]
@@ -136,6 +134,18 @@ def test_positions_are_resampled_and_the_class_token_keeps_its_own():
   middle = new[1:].reshape(4, 4, -1)[0, 1]
   np.testing.assert_allclose(middle, old[1] * 2 / 3 + old[2] / 3, atol=1e-6)
   assert 'resampled from 2 x 2 to 4 x 4 patches' in report.text()
+
+
+def test_position_embeddings_of_patches_alone_get_a_zero_row_for_the_class_token():
+  """big_vision adds them before it prepends the class token."""
+  arrays = theirs.vit()
+  name = 'Transformer/posembed_input/pos_embedding'
+  arrays[name] = arrays[name][:, 1:]
+  params, report = load(arrays, our_vit())
+  embedding = params['backbone']['position_embedding']
+  assert not embedding[0].any()
+  np.testing.assert_array_equal(embedding[1:], arrays[name][0])
+  assert 'zero row' in report.text()
 
 
 def test_another_head_is_initialised_and_theirs_skipped():
@@ -190,6 +200,20 @@ def test_arrays_can_be_passed_over():
 def test_other_backbones_are_refused():
   with pytest.raises(ValueError, match="ResNet.version='v2'"):
     load(theirs.bit(), ResNet(theirs.UNITS, theirs.WIDTH, version='v1.5'))
+
+
+def test_an_export_has_the_bias_that_edward2_expects():
+  head = heads.HetXL(theirs.CLASSES, num_factors=theirs.R)
+  shapes = shapes_of(our_vit(), head)
+  params = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
+  arrays = weights.export_params(params, theirs.CLASSES, theirs.HEADS)
+  bias = arrays['head/scale_layer_homoscedastic/bias']
+  assert bias.shape == (theirs.D,) and not bias.any()
+  back, _ = weights.load_params(arrays, shapes)  # a zero bias has no place here and needs none
+  assert back.keys() == params.keys()
+  arrays['head/scale_layer_homoscedastic/bias'] = bias + 1
+  with pytest.raises(ValueError, match='factor_bias'):
+    weights.load_params(arrays, shapes)
 
 
 @pytest.mark.parametrize('suffix, scan', [('npz', False), ('safetensors', True)])

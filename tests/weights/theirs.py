@@ -125,7 +125,11 @@ def het_head(prefix, noise_dim):
 
 
 def het_logits(p, prefix, phi, z, z_diag, is_latent):
-  """Logits [B, S, K] before the temperature for normals z [S, R] and z_diag [S, noise_dim]."""
+  """Logits [B, S, K] before the temperature for normals z [S, R] and z_diag [S, 1].
+
+  As in edward2's MCSoftmaxDenseFA for JAX, one normal per sample multiplies the whole diagonal
+  factor.
+  """
   p = {name.removeprefix(f'{prefix}/'): np.float64(x) for name, x in p.items()}
 
   def dense(name, x):
