@@ -4,30 +4,23 @@
       --gin_file=gin/heads/het_xl.gin --gin.MODEL_DIR="'runs/het_xl'"
 
 Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any
-other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 42 stopped by SIGTERM with
-a checkpoint saved; 134 another process is lost or this one is stuck. 42 and 134 are to be started
-again.
+other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 42 stopped by SIGTERM,
+with a checkpoint saved; 134 another process is lost or this one is stuck. Start again after 42 and
+134.
 """
 
 from collections.abc import Sequence
 
 from absl import app, flags
 
-from het_plugin.config import (
-  command_line,
-  distributed,
-  parsing,
-  registry,
-  train_flags,
-  training_run,
-)
+from het_plugin.config import command_line, distributed, parsing, registry, training_run
 from het_plugin.operations import run_clock
 from het_plugin.operations.verdict import Limits
 
 
 def define_flags() -> None:
   command_line.define_flags()
-  train_flags.define_flags()
+  training_run.define_flags()
 
 
 def main(argv: Sequence[str]) -> None:

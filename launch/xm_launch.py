@@ -35,7 +35,7 @@ from typing import Any
 
 from absl import app, flags
 
-from het_plugin.config import command_line, parsing, train_flags
+from het_plugin.config import command_line, parsing, training_run
 from het_plugin.planning import topology as topology_lib
 from launch import supervise, sweep
 from launch.gke import render
@@ -47,7 +47,7 @@ FAILED = 1
 
 def define_flags() -> None:
   command_line.define_flags()
-  train_flags.define_flags()
+  training_run.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
   flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')
@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> None:
       values.gin_search_paths,
       values.heads,
       values.sweep,
-      train_flags.given(),
+      training_run.given_flags(),
     )
     check(jobs)
     if values.dry_run:

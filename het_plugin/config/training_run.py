@@ -1,8 +1,36 @@
-"""A training that gin has configured."""
+"""A training that gin has configured, and its flags beside those of gin."""
+
+from absl import flags
 
 import gin
-from het_plugin.config import changes
+from het_plugin.config import changes, distributed
 from het_plugin.operations.verdict import Limits
+
+
+def define_flags() -> None:
+  """Flags of training, which launchers take too and hand on (`given_flags`)."""
+  distributed.define_flags()
+  flags.DEFINE_integer(
+    'stall_timeout_seconds',
+    int(Limits.stall_timeout_seconds),
+    'How long training may make no progress before its processes end: more than the longest '
+    'compilation, restore or action takes.',
+    lower_bound=1,
+  )
+  flags.DEFINE_bool(
+    'accept_config_changes',
+    False,
+    'Resumes a run although its configuration may now give other results; the old one is kept.',
+  )
+
+
+def given_flags() -> list[str]:
+  """The flags of training that are on the command line, as arguments of training."""
+  defined = flags.FLAGS.flags_by_module_dict()
+  return [
+    flag.serialize() for name in (distributed.__name__, __name__) for flag in defined[name]
+    if flag.present
+  ]  # fmt: skip
 
 
 def train_from_gin(
@@ -13,7 +41,7 @@ def train_from_gin(
   """Calls the gin-bound `train`, and writes the configuration beside and into its checkpoints.
 
   Args:
-    accept_config_changes: resumes a run although its configuration has another meaning now.
+    accept_config_changes: resumes a run although its configuration may now give other results.
     limits: how long to wait for processes that are dead or stuck; None for the defaults.
     began: `time.monotonic()` when this process began, where it does nothing else; None for now.
 
@@ -21,8 +49,7 @@ def train_from_gin(
     The last step, and the train state.
 
   Raises:
-    ValueError: the configuration has another meaning and that is not accepted, or what `train`
-      raises.
+    ValueError: the results may change and that is not accepted, or `train` raises it.
   """
   from het_plugin.operations import operations
   from het_plugin.training import train

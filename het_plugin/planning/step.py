@@ -1,10 +1,13 @@
 """Compiles the train and eval steps of a gin configuration for devices that are not here."""
 
 import dataclasses
+import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +15,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import data
-from het_plugin.config import parsing, registry
+from het_plugin.config import command_line, parsing, registry
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.worker import Request
 from het_plugin.training import flops, initial_state, train
@@ -29,6 +32,16 @@ _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 _DEVICES: list[jax.Device] = []
 with gin.unlock_config():
   gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
+
+
+def main() -> None:
+  """Plans the request on standard input, and writes the result to the file that argv[1] names."""
+  request = Request(**json.load(sys.stdin))
+  try:
+    result = plan(request)
+  except (ValueError, OSError, SyntaxError, ImportError) as error:
+    result = {'error': command_line.one_sentence(error)}
+  Path(sys.argv[1]).write_text(json.dumps(result))
 
 
 def plan(request: Request) -> dict[str, Any]:

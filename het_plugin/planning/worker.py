@@ -1,7 +1,7 @@
 """One compilation in a process of its own, since the compiler keeps gigabytes until it ends.
 
-`compile_in_process` starts a Python that runs `main`, which reads a request from standard input and
-writes the result, or an error in one sentence, to a file.
+`compile_in_process` starts a Python that runs `step.main`, which reads a request from standard
+input and writes the result, or an error in one sentence, to a file.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 
 from het_plugin.planning import topology
 
-_RUN = 'from het_plugin.planning import worker; worker.main()'
+_RUN = 'from het_plugin.planning import step; step.main()'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +82,3 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   if 'error' in result:
     raise ValueError(result['error'])
   return result
-
-
-def main() -> None:
-  # Imported here, in the process that compiles: the trainer takes seconds to import.
-  from het_plugin.config import command_line
-  from het_plugin.planning import step
-
-  request = Request(**json.load(sys.stdin))
-  try:
-    result = step.plan(request)
-  except (ValueError, OSError, SyntaxError, ImportError) as error:
-    result = {'error': command_line.one_sentence(error)}
-  Path(sys.argv[1]).write_text(json.dumps(result))

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from absl import app, flags
 
-from het_plugin.config import command_line, train_flags
+from het_plugin.config import command_line, training_run
 from launch import slices, sweep
 from launch.supervise import PREEMPTED
 
@@ -185,7 +185,7 @@ def settings_of_flags(name: str) -> Settings:
 
 def define_flags() -> None:
   command_line.define_flags()
-  train_flags.define_flags()
+  training_run.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
@@ -202,7 +202,7 @@ def main(argv: Sequence[str]) -> None:
       values.gin_file,
       values.gin_bindings,
       values.gin_search_paths,
-      train_flags=train_flags.given(),
+      train_flags=training_run.given_flags(),
     )
     text = to_yaml(jobset(settings_of_flags(values.name), job))
     if values.output:

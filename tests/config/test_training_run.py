@@ -4,7 +4,7 @@ import pytest
 from absl import flags
 
 from het_plugin import train
-from het_plugin.config import train_flags
+from het_plugin.config import training_run
 from launch import sweep, xm_launch
 from launch.gke import render
 
@@ -20,9 +20,9 @@ def test_all_flags_of_training_are_taken(launcher, parsed_flags):
     of_training = set(flags.FLAGS) - before
   with parsed_flags(launcher, *GIVEN):
     assert of_training <= set(flags.FLAGS)
-    assert sorted(train_flags.given()) == sorted(GIVEN)
+    assert sorted(training_run.given_flags()) == sorted(GIVEN)
   with parsed_flags(launcher):
-    assert train_flags.given() == []
+    assert training_run.given_flags() == []
 
 
 def test_jobs_hand_them_on():
