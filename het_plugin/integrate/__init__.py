@@ -20,6 +20,7 @@ from het_plugin.integrate.gaussian import (
 )
 from het_plugin.integrate.integrator import (
   IMPLEMENTATIONS,
+  METHODS,
   ORDERS,
   Integrator,
   multi_hot,
@@ -45,6 +46,7 @@ __all__ = [
   'ESTIMATORS',
   'IMPLEMENTATIONS',
   'LINKS',
+  'METHODS',
   'ORDERS',
   'REMAINDERS',
   'SAMPLERS',

@@ -1,7 +1,7 @@
 """E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u without samples: closed forms, biased.
 
-Both cost about the projection of the factors, (R + 1) Q K multiply-adds an example, and no exact
-estimate comes near that; how far off they are, `benchmarks/analytic_bias.py` measures. Below, u is
+Baselines: with the link 'sigmoid' `Integrator` is exact at the same cost, (R + 1) Q K multiply-adds
+per example. How far off these are, `benchmarks/analytic_bias.py` measures. Below, u is
 over tau, mu [K] its mean, Sigma = G^T G [K, K] its covariance with factors G [R + 1, K], and
 p = link(mu). No K x K matrix is ever formed.
 
@@ -43,11 +43,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.gaussian import GaussianLogits, LowRank, Opaque, project
+from het_plugin.integrate.exact import marginals
+from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, Opaque, project
 from het_plugin.integrate.integrator import multi_hot
 from het_plugin.integrate.streaming import PADDED
 
 LAMBDA_0 = math.pi / 8
+CHUNK_BYTES = 2**28  # budget for projected factors on a device
 
 # The Taylor expansion never multiplies a probability by less than this. What it says below is not a
 # probability; the floor keeps all of them in (0, 1), after they are made to sum to one again.
@@ -65,10 +67,11 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
     sum to one; sigmoid, log p(y_k = 1 | x). Padded classes get `PADDED`.
 
   Raises:
-    ValueError: for an opaque projection, or remainder 'diag' under any projection.
+    ValueError: for an opaque projection.
   """
-  location, noise = _in_logit_space(logits)
-  scale = jax.lax.rsqrt(1.0 + LAMBDA_0 * _variance(noise))
+  _refuse_opaque(logits)
+  mean, variance = marginals(logits, CHUNK_BYTES)
+  location, scale = _masked(logits, mean), jax.lax.rsqrt(1.0 + LAMBDA_0 * variance)
   if logits.link == 'sigmoid':
     return _masked(logits, jax.nn.log_sigmoid(scale * location))
   centre = jnp.sum(jax.nn.softmax(location) * location, axis=-1, keepdims=True)
@@ -78,15 +81,18 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
 def taylor(logits: GaussianLogits) -> jax.Array:
   """Second-order Taylor approximation (module docstring) of log p(k | x).
 
-  Arguments, result and errors are those of `mean_field`.
+  Arguments, result and errors are those of `mean_field`. With the link 'softmax', remainder 'diag'
+  under any projection is an error too.
   """
-  location, noise = _in_logit_space(logits)
+  _refuse_opaque(logits)
   if logits.link == 'sigmoid':
+    location, variance = marginals(logits, CHUNK_BYTES)
     p = jax.nn.sigmoid(location)
-    curvature = 0.5 * _variance(noise) * (1.0 - 2.0 * p)
+    curvature = 0.5 * variance * (1.0 - 2.0 * p)
     on = jax.nn.log_sigmoid(location) + _log_floored(1.0 + (1.0 - p) * curvature)
     off = jax.nn.log_sigmoid(-location) + _log_floored(1.0 - p * curvature)
     return _masked(logits, jax.nn.log_sigmoid(on - off))
+  location, noise = _in_logit_space(logits)
   p = jax.nn.softmax(location)
   q = _centred_variance(noise, p)
   bracket = 1.0 + 0.5 * (q - jnp.sum(p * q, axis=-1, keepdims=True))
@@ -125,14 +131,25 @@ class Analytic:
       listed = labels >= 0
       log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
-    # p(y_k = 0) is p(y_k = 1) of the mirrored logit.
+    # p(y_k = 0) is p(y_k = 1) of the mirrored logit, whose location is not phi W + bias.
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    log_q = self.log_prob(logits.replace(location=jnp.where(on, 1.0, -1.0) * logits.location))
+    logits = logits.replace(location=jnp.where(on, 1.0, -1.0) * logits.location)
+    if isinstance(logits.projection, Linear):
+      logits = logits.replace(projection=Linear(logits.projection.kernel))
+    log_q = self.log_prob(logits)
     return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
     return ESTIMATORS[self.method](logits)
+
+
+def _refuse_opaque(logits):
+  if logits.covariance is not None and isinstance(logits.projection, Opaque):
+    raise ValueError(
+      'the analytic estimators need the factors of the noise in logit space, which an opaque '
+      'get_logits does not give: use Integrator'
+    )
 
 
 def _in_logit_space(logits: GaussianLogits) -> tuple[jax.Array, LowRank]:
@@ -142,26 +159,13 @@ def _in_logit_space(logits: GaussianLogits) -> tuple[jax.Array, LowRank]:
   if covariance is None:
     no_factors = jnp.zeros((location.shape[0], 0, location.shape[1]), location.dtype)
     return location, LowRank(None, no_factors, jnp.zeros_like(location))
-  if isinstance(logits.projection, Opaque):
-    raise ValueError(
-      'the analytic estimators need the factors of the noise in logit space, which an opaque '
-      'get_logits does not give: use Integrator'
-    )
   if covariance.remainder == 'diag' and logits.projection is not None:
     raise ValueError(
-      "the analytic estimators take remainder='diag' without a projection only (HET), where it "
+      "the Taylor expansion takes remainder='diag' without a projection only (HET), where it "
       f'stays diagonal; got projection={type(logits.projection).__name__}: use '
       "remainder='rank_one', or Integrator"
     )
   return location, project(covariance.scaled(1.0 / logits.temperature), logits.projection)
-
-
-def _variance(noise: LowRank) -> jax.Array:
-  """Var(u_k), [B, Kp]."""
-  low_rank = jnp.square(noise.loading).sum(-2)  # [K] where all examples share J, or [B, K]
-  if noise.scale is not None:
-    low_rank = low_rank * jnp.square(noise.scale)
-  return low_rank + jnp.square(noise.diag)
 
 
 def _centred_variance(noise: LowRank, p: jax.Array) -> jax.Array:

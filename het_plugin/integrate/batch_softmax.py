@@ -36,7 +36,8 @@ from flax import core, struct
 from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, Opaque
-from het_plugin.integrate.integrator import Integrator, mesh_axes
+from het_plugin.integrate.integrator import Integrator
+from het_plugin.integrate.placement import mesh_axes
 from het_plugin.integrate.streaming import PADDED
 
 CHUNK_BYTES = 2**26

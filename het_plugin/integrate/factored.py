@@ -26,10 +26,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from het_plugin.integrate.rotation import Draws
 from het_plugin.integrate.streaming import PADDED, Plan, at_class, reverse_once
 
 
-def draw(plan: Plan, keys: jax.Array, rows: jax.Array, chunk: jax.Array):
+def draw(plan: Plan, draws: Draws, rows: jax.Array, chunk: jax.Array):
   """z of a chunk with a 1 for mu behind it, [B, s, T + 1]; which samples count, bool [s].
 
   Without a sampler the rows are the samples of u themselves, and there is nothing to draw: None.
@@ -39,7 +40,7 @@ def draw(plan: Plan, keys: jax.Array, rows: jax.Array, chunk: jax.Array):
   if plan.sampler is None:
     return None, counts
   batch, num_rows = rows.shape[-3:-1]
-  z = plan.sampler(keys, sample_index, num_rows - 1)
+  z = draws.normals(plan.sampler, sample_index, num_rows - 1)
   z = jnp.concatenate([z, jnp.ones_like(z[..., :1])], axis=-1)
   # Draws that all share are repeated: as one product for the batch, with classes and examples in
   # one dimension, a chunk took 1.6 times as long on a CPU.
@@ -89,7 +90,7 @@ def _exp(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_softmax_at(
-  plan: Plan, rows: jax.Array, shift: jax.Array, keys: jax.Array, label: jax.Array
+  plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, label: jax.Array
 ) -> jax.Array:
   """log E[softmax(u)]_y.
 
@@ -97,16 +98,16 @@ def log_softmax_at(
     plan: how to stream; without a sampler, there is one chunk.
     rows: F with mu as its last row, [B, T + 1, K]; without a sampler all samples of u, [B, S, K].
     shift: [K], added to mu of all examples: `PADDED` at padded classes, elsewhere a bias or 0.
-    keys: [B], one key an example, or [1], one that all share.
+    draws: what the normals are made of.
     label: y int32 [B], in [0, K).
 
   Returns:
     [B], of the type of rows.
   """
-  return _log_softmax_at(plan, rows, shift, keys, label, with_gradient=False)[0]
+  return _log_softmax_at(plan, rows, shift, draws, label, with_gradient=False)[0]
 
 
-def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
+def _log_softmax_at(plan, rows, shift, draws, label, with_gradient):
   """The answer [B], the sum of omega [B], and the sums of the module docstring over samples: the
   vector [B, T + 1] and the matrix [B, T + 1, K] (without a sampler [B, S] and [B, S, K]).
   """
@@ -114,7 +115,7 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
 
   def body(carry, chunk):
     top, total, sums = carry
-    z, counts = draw(plan, keys, rows, chunk)
+    z, counts = draw(plan, draws, rows, chunk)
     logits = _logits(rows, shift, z)  # [B, s, K]
     e, peak, z_total = _exp(logits)
     at_label = at_class(logits, label)
@@ -140,9 +141,9 @@ def _log_softmax_at(plan, rows, shift, keys, label, with_gradient):
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
 
 
-def _log_softmax_at_fwd(plan, rows, shift, keys, label):
+def _log_softmax_at_fwd(plan, rows, shift, draws, label):
   log_p, total, (vector, matrix) = _log_softmax_at(
-    plan, rows, shift, keys, label, with_gradient=True
+    plan, rows, shift, draws, label, with_gradient=True
   )
   return log_p, (vector, matrix, total, label)
 
@@ -163,18 +164,18 @@ log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def tiled_log_softmax_at(
-  plan: Plan, rows: jax.Array, shift: jax.Array, keys: jax.Array, label: jax.Array
+  plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, label: jax.Array
 ) -> jax.Array:
   """`log_softmax_at` of rows [M, B, T + 1, k] and shift [M, k]: tiles do not talk."""
-  return _tiled_log_softmax_at(plan, rows, shift, keys, label)[0]
+  return _tiled_log_softmax_at(plan, rows, shift, draws, label)[0]
 
 
-def _tiled_log_softmax_at(plan, rows, shift, keys, label):
+def _tiled_log_softmax_at(plan, rows, shift, draws, label):
   num_tiles, _, num_rows, k = rows.shape
   local = label - k * jnp.arange(num_tiles)[:, None]  # [M, B]
 
   def body(_, chunk):
-    z, counts = draw(plan, keys, rows, chunk)
+    z, counts = draw(plan, draws, rows, chunk)
     logits = _logits(rows, shift, z)  # [M, B, s, k]
     _, peak, z_total = _exp(logits)
     return None, (peak, z_total, at_class(logits, local), counts)
@@ -187,19 +188,19 @@ def _tiled_log_softmax_at(plan, rows, shift, keys, label):
   return answer, (log_p, top, log_z)
 
 
-def _tiled_log_softmax_at_fwd(plan, rows, shift, keys, label):
-  answer, (log_p, top, log_z) = _tiled_log_softmax_at(plan, rows, shift, keys, label)
+def _tiled_log_softmax_at_fwd(plan, rows, shift, draws, label):
+  answer, (log_p, top, log_z) = _tiled_log_softmax_at(plan, rows, shift, draws, label)
   omega = jax.nn.softmax(log_p, axis=(0, 2))
-  return answer, (rows, shift, keys, label, omega, top, log_z)
+  return answer, (rows, shift, draws, label, omega, top, log_z)
 
 
 def _tiled_log_softmax_at_bwd(plan, residuals, g):
-  rows, shift, keys, label, omega, top, log_z = residuals
+  rows, shift, draws, label, omega, top, log_z = residuals
   num_tiles, batch, num_rows, k = rows.shape
 
   def body(sums, inputs):
     chunk, omega, top, log_z = inputs
-    z, _ = draw(plan, keys, rows, chunk)
+    z, _ = draw(plan, draws, rows, chunk)
     logits = _logits(rows, shift, z)  # [M, B, s, k]
     p = jnp.exp((logits - top[..., None]) - log_z[..., None])
     new = pull(z, omega), _pull_classes(z, omega, p)
@@ -222,13 +223,13 @@ tiled_log_softmax_at.defvjp(_tiled_log_softmax_at_fwd, _tiled_log_softmax_at_bwd
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_sigmoid(
-  plan: Plan, rows: jax.Array, shift: jax.Array, keys: jax.Array, sign: jax.Array
+  plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, sign: jax.Array
 ) -> jax.Array:
   """log E[sigmoid(a u)], [B, K], for signs a [B, K], +1 or -1. Padded classes mean nothing."""
-  return _log_sigmoid(plan, rows, shift, keys, sign, with_gradient=False)[0]
+  return _log_sigmoid(plan, rows, shift, draws, sign, with_gradient=False)[0]
 
 
-def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
+def _log_sigmoid(plan, rows, shift, draws, sign, with_gradient):
   """The answer [B, K], the sum of sigmoids [B, K] over a scale that it shares with the sum of
   z_s sigmoid(x_s) sigmoid(-x_s), shaped as rows.
   """
@@ -236,7 +237,7 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
 
   def body(carry, chunk):
     top, total, gradient = carry
-    z, counts = draw(plan, keys, rows, chunk)
+    z, counts = draw(plan, draws, rows, chunk)
     x = sign[:, None] * _logits(rows, shift, z)  # [B, s, K]
     if plan.num_samples % plan.chunk_size:
       x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
@@ -263,8 +264,8 @@ def _log_sigmoid(plan, rows, shift, keys, sign, with_gradient):
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
 
 
-def _log_sigmoid_fwd(plan, rows, shift, keys, sign):
-  log_q, total, gradient = _log_sigmoid(plan, rows, shift, keys, sign, with_gradient=True)
+def _log_sigmoid_fwd(plan, rows, shift, draws, sign):
+  log_q, total, gradient = _log_sigmoid(plan, rows, shift, draws, sign, with_gradient=True)
   return log_q, (gradient, sign / total)
 
 

@@ -1,4 +1,4 @@
-"""E[link(logits / tau)] of Gaussian logits by Monte Carlo, for training and for evaluation."""
+"""E[link(logits / tau)] of Gaussian logits, exact or from samples, for training and evaluation."""
 
 import dataclasses
 import functools
@@ -7,10 +7,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import core
-from flax.linen import partitioning as flax_partitioning
 
-from het_plugin.integrate import factored, fused, samplers, streaming
+from het_plugin.integrate import exact, factored, fused, samplers, streaming
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
@@ -20,20 +18,26 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   project,
 )
+from het_plugin.integrate.placement import Placement, bytes_per_device, mesh_axes, num_shards
+from het_plugin.integrate.rotation import Draws, find_rotation
 
 IMPLEMENTATIONS = ('xla', 'pallas')
+METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 
 
 @dataclasses.dataclass(frozen=True)
 class Integrator:
-  """Monte Carlo estimator of the heteroscedastic predictive distribution (eq. 2 and 5, last line of
-  appendix A.1).
+  """The heteroscedastic predictive distribution (eq. 2 and 5, last line of appendix A.1).
 
-  Exact for its samples: probabilities never leave log space, so nothing is clipped. Deterministic
-  logits (no covariance) take the closed form whatever `num_samples` says. Differentiable once, in
-  reverse mode, and without fused kernels once more in forward mode over it (`jax.jvp` of
-  `jax.grad`), which streams as well; other second derivatives are an error.
+  With the link 'sigmoid' it is exact and takes neither samples nor keys (`exact`), but for an
+  opaque projection. With the link 'softmax' it is a mean over samples, and exact for its samples:
+  probabilities never leave log space, so nothing is clipped. Deterministic logits (no covariance)
+  take the closed form whatever the settings say.
+
+  Sampled losses are differentiable once, in reverse mode, and without fused kernels once more in
+  forward mode over it (`jax.jvp` of `jax.grad`), which streams as well; other second derivatives
+  are an error. The exact ones have all derivatives.
 
   Attributes:
     num_samples: S >= 1.
@@ -51,6 +55,11 @@ class Integrator:
       first. They are for TPUs and NVIDIA GPUs; other devices interpret them, slowly.
     sampler: where the normals come from: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
       function of that signature.
+    method: 'exact', 'sample', or 'auto' for exact wherever that exists. The attributes above but
+      `chunk_bytes` matter to samples only.
+    rotate: whether `MIN_ROTATED` and more samples of 'sobol' are turned so that their leading
+      coordinates are the principal directions of the noise (`rotation`), with the link 'softmax'
+      and a known projection.
   """
 
   num_samples: int = 1000
@@ -60,30 +69,29 @@ class Integrator:
   class_shards: int | None = None
   implementation: str = 'xla'
   sampler: str | samplers.Sampler = 'iid'
+  method: str = 'auto'
+  rotate: bool = True
 
   def __post_init__(self):
-    if self.num_samples < 1:
-      raise ValueError(f'Integrator.num_samples={self.num_samples} must be at least 1')
-    if self.order not in ORDERS:
-      raise ValueError(
-        f'Integrator.order={self.order!r} is unknown: choose one of {", ".join(ORDERS)}'
-      )
-    if self.implementation not in IMPLEMENTATIONS:
-      raise ValueError(
-        f'Integrator.implementation={self.implementation!r} is unknown: choose one of '
-        f'{", ".join(IMPLEMENTATIONS)}'
-      )
-    if self.chunk_size is not None and self.chunk_size < 1:
-      raise ValueError(f'Integrator.chunk_size={self.chunk_size} must be at least 1, or None')
-    if self.chunk_bytes < 1:
-      raise ValueError(f'Integrator.chunk_bytes={self.chunk_bytes} must be at least 1')
+    for name in ('num_samples', 'chunk_size', 'chunk_bytes'):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise ValueError(f'Integrator.{name}={value} must be at least 1')
+    choices = {'order': ORDERS, 'implementation': IMPLEMENTATIONS, 'method': METHODS}
+    for name, known in choices.items():
+      if getattr(self, name) not in known:
+        raise ValueError(
+          f'Integrator.{name}={getattr(self, name)!r} is unknown: choose one of {", ".join(known)}'
+        )
     if not callable(self.sampler) and self.sampler not in samplers.SAMPLERS:
       raise ValueError(
         f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
 
-  def nll(self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array) -> jax.Array:
+  def nll(
+    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
+  ) -> jax.Array:
     """Negative log-likelihood of each example.
 
     Args:
@@ -92,11 +100,16 @@ class Integrator:
         an example's labels (one label: the cross-entropy). Sigmoid: the binary cross-entropies
         summed over all classes, listed ones being on.
       keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); or [1], whose draws all
-        examples share. Ignored where the logits are deterministic.
+        examples share. Ignored where the logits are deterministic or the method is exact.
 
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.
     """
+    if self._is_exact(logits, keys):
+      on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
+      mean, variance = exact.marginals(logits, self.chunk_bytes)
+      log_q = exact.log_expected_sigmoid(jnp.where(on, mean, -mean), variance)
+      return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
     problem = self._factored(logits, keys)
     if logits.link == 'softmax':
       listed = labels >= 0
@@ -113,12 +126,14 @@ class Integrator:
       log_q = _losses(problem[0]).log_sigmoid(*problem, sign)
     return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
 
-  def log_prob(self, logits: GaussianLogits, keys: jax.Array) -> jax.Array:
+  def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) of every class: float32 [B, Kp], with padded classes at about -1e30.
 
     Softmax: the classes' probabilities sum to one. Sigmoid: log p(y_k = 1 | x), class by class.
     """
-    if logits.link == 'softmax':
+    if self._is_exact(logits, keys):
+      log_p = exact.log_expected_sigmoid(*exact.marginals(logits, self.chunk_bytes))
+    elif logits.link == 'softmax':
       if logits.covariance is None:
         log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       else:
@@ -127,28 +142,32 @@ class Integrator:
       log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
     return jnp.where(_valid(logits), log_p, streaming.PADDED)
 
-  def expected_entropy(self, logits: GaussianLogits, keys: jax.Array) -> jax.Array:
+  def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """E[H(y | x, z)], the entropy of the classes given the noise, averaged over the noise: float32
     [B], nats.
 
     The entropy of `log_prob` less this is the mutual information of label and noise (Depeweg et al.
     2018, https://arxiv.org/abs/1710.07283, eq. 4, with the noise in the place of the weights). Both
-    take the same draws, so the difference is at least 0 but for rounding. Sigmoid: summed over the
-    classes.
+    are exact or take the same draws, so the difference is at least 0 up to rounding. Sigmoid:
+    summed over the classes.
 
     For evaluation: with K sharded, every chunk of samples talks over the model axis. Arguments as
     in `log_prob`.
     """
     if logits.covariance is None:
       return _entropy(_deterministic(logits), logits.link)
+    if self._is_exact(logits, keys):
+      entropy = exact.expected_entropy(*exact.marginals(logits, self.chunk_bytes))
+      return jnp.where(_valid(logits), entropy, 0.0).sum(-1)
     if self._order(logits) == 'project_then_sample':
       covariance = project(logits.covariance, logits.projection)
       logits = logits.replace(covariance=covariance, projection=None)
-    chunk, sampler = self._chunk(logits), self._sampler()
+    chunk, draws = self._chunk(logits), self._draws(logits, keys)
 
     def add_chunk(total, start):
       index = start + jnp.arange(chunk)
-      u, shift = _samples(logits, sampler(keys, index, logits.covariance.num_normals))
+      z = draws.normals(self._sampler(), index, logits.covariance.num_normals)
+      u, shift = _samples(logits, z)
       entropy = _entropy(u + shift, logits.link)  # [B, s]
       return total + jnp.where(index < self.num_samples, entropy, 0.0).sum(-1), None
 
@@ -157,9 +176,24 @@ class Integrator:
     return total / self.num_samples
 
   def noise(self, covariance: LowRank, keys: jax.Array) -> jax.Array:
-    """The S noise samples [B, S, Q] of which the estimates with these keys are made."""
+    """The S noise samples [B, S, Q] of the sampler with these keys, without any rotation."""
     z = self._sampler()(keys, jnp.arange(self.num_samples), covariance.num_normals)
     return covariance.noise(z)
+
+  def _is_exact(self, logits, keys):
+    if logits.covariance is None:
+      return False
+    exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)
+    if self.method == 'exact' and not exists:
+      raise ValueError(
+        "Integrator.method='exact' needs the link 'sigmoid' and a known projection; got link="
+        f"{logits.link!r} and projection={type(logits.projection).__name__}: use 'auto' or 'sample'"
+      )
+    if exists and self.method != 'sample':
+      return True
+    if keys is None:
+      raise ValueError('Integrator: samples need keys, one per example (example_keys)')
+    return False
 
   def _log_softmax_at(self, logits, labels, keys):
     if logits.covariance is None:
@@ -184,29 +218,30 @@ class Integrator:
     if has_factors and self._order(logits) == 'project_then_sample':
       rows, shift = _factors_and_location(logits)
       if self.implementation == 'pallas' and rows.dtype == jnp.float32:
-        plan = fused.plan_calls(self.num_samples, self._sampler(), **_placement())
+        plan = fused.plan_calls(self.num_samples, self._sampler(), Placement.current())
       else:
         plan = streaming.Plan(self.num_samples, chunk_size, self._sampler())
       _say_once(
         f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
         f'at a time, by {"XLA" if _losses(plan) is factored else "fused kernels"}'
       )
-      return plan, rows, shift, keys
+      return plan, rows, shift, self._draws(logits, keys, rows[:, :-1])
     # As many samples as there are factors need no budget, since factors have none either.
     free = logits.covariance.num_normals if has_factors and self.chunk_size is None else 0
     if self.num_samples > max(chunk_size, free):
       return None
-    z = self._sampler()(keys, jnp.arange(self.num_samples), logits.covariance.num_normals)
-    plan = streaming.Plan(self.num_samples, self.num_samples, None)
-    return plan, *_samples(logits, z), keys
+    draws = self._draws(logits, keys)
+    index, num_normals = jnp.arange(self.num_samples), logits.covariance.num_normals
+    u, shift = _samples(logits, draws.normals(self._sampler(), index, num_normals))
+    return streaming.Plan(self.num_samples, self.num_samples, None), u, shift, draws
 
-  def _factored_log_softmax_at(self, num_tiles, plan, rows, shift, keys, labels):
+  def _factored_log_softmax_at(self, num_tiles, plan, rows, shift, draws, labels):
     """log p [B, 1] at labels [B, 1]."""
     label = jnp.maximum(labels[:, 0], 0)
     if num_tiles == 1 or isinstance(plan, fused.FusedPlan):
-      return _losses(plan).log_softmax_at(plan, rows, shift, keys, label)[:, None]
+      return _losses(plan).log_softmax_at(plan, rows, shift, draws, label)[:, None]
     tiles = (_tile(x, num_tiles) for x in (rows, shift))
-    return factored.tiled_log_softmax_at(plan, *tiles, keys, label)[:, None]
+    return factored.tiled_log_softmax_at(plan, *tiles, draws, label)[:, None]
 
   def _streams(self, logits, keys):
     """The arguments of the streamed estimators: plan, tiles, constants."""
@@ -215,7 +250,28 @@ class Integrator:
     plan = streaming.Plan(self.num_samples, self._chunk(logits), self._sampler())
     tiles, buckets = _make_tiles(logits, order, num_tiles)
     valid = _valid(logits).reshape(num_tiles, -1)
-    return plan, tiles, streaming.Constants(keys, valid, buckets)
+    return plan, tiles, streaming.Constants(self._draws(logits, keys), valid, buckets)
+
+  def _draws(self, logits, keys, factors=None):
+    """What the normals are made of; `factors` [B, T, Kp] are those over tau, where they exist."""
+    is_sobol = self.sampler in ('sobol', samplers.sobol)
+    if not (self.rotate and is_sobol and self.num_samples >= MIN_ROTATED):
+      return Draws(keys)
+    if logits.link == 'sigmoid' or isinstance(logits.projection, Opaque):
+      return Draws(keys)
+    covariance, projection = logits.covariance.scaled(1.0 / logits.temperature), logits.projection
+    if factors is None and self._order(logits) == 'project_then_sample':
+      covariance, projection = project(covariance, projection), None
+
+    def to_logits(z):  # [B, m, T] to [B, m, Kp]
+      if factors is not None:
+        return jnp.einsum('bmt,btk->bmk', z, factors)
+      return apply_projection(projection, covariance.noise(z))
+
+    rotation = find_rotation(to_logits, _deterministic(logits), covariance.num_normals)
+    if self.implementation == 'pallas':
+      keys = jnp.broadcast_to(keys, len(logits.location))
+    return Draws(keys, rotation)
 
   def _order(self, logits):
     if self.order == 'auto':
@@ -234,9 +290,7 @@ class Integrator:
 
   def _chunk(self, logits):
     if self.chunk_size is None:
-      devices = num_shards('vocab') * num_shards('batch')
-      bytes_a_sample = logits.location.size * logits.location.dtype.itemsize / devices
-      limit = min(MAX_CHUNK, max(1, int(self.chunk_bytes // bytes_a_sample)))
+      limit = min(MAX_CHUNK, max(1, self.chunk_bytes // bytes_per_device(logits.location)))
     else:
       limit = self.chunk_size
     num_chunks = math.ceil(self.num_samples / limit)
@@ -304,32 +358,10 @@ def _say_once(message):
 
 
 HASH_COST = 280  # multiply-adds in whose time one indexed element is moved there and back, on a CPU
+# Fewer Sobol points gain little by a rotation, and it costs what a dozen samples cost.
+MIN_ROTATED = 32
 # Samples at one time: their logits and exponentials together weigh about what the factors weigh.
 MAX_CHUNK = 32
-
-
-def num_shards(logical_axis: str) -> int:
-  """Shards of a logical axis under the active mesh (`jax.set_mesh`) and flax axis rules; 1 outside
-  one.
-  """
-  axis = mesh_axes(logical_axis)
-  names = axis if isinstance(axis, tuple) else (axis,)
-  return math.prod(core.meta.get_global_mesh().shape[name] for name in names if name is not None)
-
-
-def mesh_axes(logical_axis):
-  """The mesh axis, or axes, of a logical axis; None where it is whole."""
-  if core.meta.get_global_mesh() is None or not flax_partitioning.get_axis_rules():
-    return None
-  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
-  return axis
-
-
-def _placement():
-  """Where B and K of the losses lie, as `fused.FusedPlan` takes it."""
-  batch, vocab = mesh_axes('batch'), mesh_axes('vocab')
-  mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
-  return {'mesh': mesh, 'batch': batch, 'vocab': vocab}
 
 
 def _losses(plan):

@@ -52,7 +52,20 @@ DIRECTION_NUMBERS = _direction_numbers()
 MAX_DIMENSIONS = DIRECTION_NUMBERS.shape[1]
 
 
-def sobol_points(index: jax.Array, dimensions: int) -> jax.Array:
+def scrambled_directions(bits: jax.Array) -> jax.Array:
+  """Direction numbers [32, d] under random lower triangular matrices over GF(2) (Matousek 1998).
+
+  Args:
+    bits: random uint32 [d, 32].
+  """
+  unit = np.uint32(1) << np.arange(31, -1, -1, dtype=np.uint32)
+  columns = (bits & (unit - 1)) | unit  # [d, 32], what a set digit becomes
+  digits = (DIRECTION_NUMBERS[:, : len(bits), None] & unit) > 0  # [32, d, 32]
+  chosen = jnp.where(digits, columns, np.uint32(0))
+  return jax.lax.reduce(chosen, np.uint32(0), jax.lax.bitwise_xor, (2,))
+
+
+def sobol_points(index: jax.Array, directions: jax.Array) -> jax.Array:
   """Points of the sequence by their index, in units of 2^-32.
 
   Point i is the XOR of the direction numbers of the bits of i, so any point comes without those
@@ -61,12 +74,11 @@ def sobol_points(index: jax.Array, dimensions: int) -> jax.Array:
 
   Args:
     index: int [s], not negative.
-    dimensions: 1 to 64.
+    directions: uint32 [32, d], leading columns of `DIRECTION_NUMBERS` or `scrambled_directions`.
 
   Returns:
-    uint32 [s, dimensions].
+    uint32 [s, d].
   """
   bits = (index[:, None].astype(jnp.uint32) >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [s, 32]
-  directions = jnp.asarray(DIRECTION_NUMBERS[:, :dimensions])
-  chosen = bits[:, :, None] * directions  # [s, 32, dimensions]
+  chosen = bits[:, :, None] * directions  # [s, 32, d]
   return jax.lax.reduce(chosen, np.uint32(0), jax.lax.bitwise_xor, (1,))

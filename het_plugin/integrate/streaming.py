@@ -34,6 +34,7 @@ from jax.custom_derivatives import linear_call
 
 from het_plugin.integrate import samplers
 from het_plugin.integrate.gaussian import Hashed, Linear, LowRank, Opaque, apply_projection
+from het_plugin.integrate.rotation import Draws
 
 # The logit of a padded class: its exp is exactly zero, and it is finite, so that 0 * PADDED is 0.
 PADDED = -1e30
@@ -65,7 +66,7 @@ class Tiles:
 
 @struct.dataclass
 class Constants:
-  keys: jax.Array  # [B], one key an example
+  draws: Draws
   valid: jax.Array  # [M, k] bool, False at padded classes
   buckets: jax.Array | None  # [M, k] int32, the hash of HET-H
 
@@ -123,7 +124,7 @@ def _logits(
 ) -> tuple[jax.Array, jax.Array]:
   """Logits [M, B, s, k] of one chunk, and which of its samples count, bool [s]."""
   sample_index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
-  z = plan.sampler(const.keys, sample_index, tiles.covariance.num_normals)
+  z = const.draws.normals(plan.sampler, sample_index, tiles.covariance.num_normals)
   logits = jax.vmap(_tile_logits, (0, 0, None if const.buckets is None else 0, None))(
     tiles, const.valid, const.buckets, z
   )
@@ -203,7 +204,7 @@ def log_softmax_at(plan: Plan, tiles: Tiles, const: Constants, labels: jax.Array
   Args:
     plan: how to stream.
     tiles: the logits.
-    const: keys, valid classes.
+    const: draws, valid classes.
     labels: int32 [B, L] class ids; entries that are negative get the answer of no class (a very
       negative number).
 

@@ -235,11 +235,14 @@ def test_temperature_is_a_scaling_of_the_logits(method):
 
 @every_estimator
 def test_what_has_no_factors_is_refused(estimator):
-  with pytest.raises(ValueError, match="remainder='diag'.*Linear"):
-    estimator(make('linear', remainder='diag'))
   opaque = Opaque(jnp.zeros((B, D)), None, lambda params, x: x)
   with pytest.raises(ValueError, match='opaque'):
     estimator(make('linear').replace(projection=opaque))
+
+
+def test_taylor_refuses_a_diagonal_remainder_under_a_projection():
+  with pytest.raises(ValueError, match="remainder='diag'.*Linear"):
+    taylor(make('linear', remainder='diag'))
 
 
 def test_unknown_method_lists_the_known():

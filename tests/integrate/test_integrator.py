@@ -143,7 +143,7 @@ def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, rema
       return reference.nll(logits, arrays['tau'], link, LABELS) @ jnp.array([1.0, -2.0, 0.5])
 
     def actual(arrays, order, chunk_size):
-      integrator = Integrator(num_samples=S, chunk_size=chunk_size, order=order, sampler=dyadic)
+      integrator = Integrator(S, order, chunk_size, sampler=dyadic, method='sample')
       nll = integrator.nll(gaussian(arrays, kind, remainder, link), pad(LABELS), keys_of())
       return nll @ jnp.array([1.0, -2.0, 0.5])
 
@@ -173,7 +173,7 @@ def test_float32_gradients_are_right_to_1e_6(kind, link):
     )
 
   def actual(arrays):
-    integrator = Integrator(num_samples=S, chunk_size=4)
+    integrator = Integrator(num_samples=S, chunk_size=4, method='sample')
     return integrator.nll(gaussian(arrays, kind, link=link), pad(LABELS), keys_of()).mean()
 
   got, got_gradient = jax.jit(jax.value_and_grad(actual))(single)
@@ -197,7 +197,7 @@ def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link, class
 
     def actual(arrays):
       integrator = Integrator(
-        num_samples=S, chunk_size=4, class_shards=class_shards, sampler=dyadic
+        S, chunk_size=4, class_shards=class_shards, sampler=dyadic, method='sample'
       )
       log_p = integrator.log_prob(gaussian(arrays, kind, link=link), keys_of())
       return (weight * log_p[:, :K]).sum(), log_p
@@ -221,7 +221,7 @@ def test_expected_entropy_is_that_of_the_samples(kind, link):
       entropy += special.entr(1 - p).sum(-1)
     logits = gaussian(arrays, kind, link=link)
     for order in ('sample_then_project', 'project_then_sample'):
-      integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+      integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample')
       got = jax.jit(integrator.expected_entropy)(logits, keys_of())
       np.testing.assert_allclose(got, entropy.mean(axis=1), rtol=1e-5)
     log_p = np.asarray(integrator.log_prob(logits, keys_of()))[:, :K]
@@ -254,7 +254,7 @@ def test_nll_of_several_labels_and_of_none(link):
       reference_logits(arrays, 'linear', draws(arrays)), arrays['tau'], link, MULTI_LABELS
     )
     for class_shards in (1, 2):
-      integrator = Integrator(num_samples=S, class_shards=class_shards, sampler=dyadic)
+      integrator = Integrator(S, class_shards=class_shards, sampler=dyadic, method='sample')
       got = integrator.nll(gaussian(arrays, 'linear', link=link), pad(MULTI_LABELS), keys_of())
       np.testing.assert_allclose(got, expected, rtol=1e-10)
 
@@ -303,7 +303,7 @@ def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
       return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], K, link)
 
     def loss(build, *args):
-      integrator = Integrator(num_samples=S, chunk_size=chunk_size)
+      integrator = Integrator(num_samples=S, chunk_size=chunk_size, method='sample')
       return integrator.nll(build(*args), pad(LABELS), keys_of()).sum()
 
     covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
@@ -331,7 +331,8 @@ def test_improbable_labels_keep_their_loss_and_gradient(link):
     logits = gaussian(
       jax.tree.map(lambda x: x[:2] if x.shape[:1] == (B,) else x, arrays), 'identity', link=link
     )
-    return Integrator(num_samples=S).nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
+    integrator = Integrator(num_samples=S, method='sample')
+    return integrator.nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
 
   value, gradient = jax.value_and_grad(loss)(arrays)
   assert 400.0 + 1300.0 - 30.0 < value < 1800.0 if link == 'softmax' else value > 1200.0
@@ -426,7 +427,7 @@ def test_memory_does_not_grow_with_samples(kind, link):
       num_classes=classes,
       link=link,
     )
-    integrator = Integrator(num_samples=num_samples)
+    integrator = Integrator(num_samples=num_samples, method='sample')
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
 
   rows = (batch, noise_dim)
@@ -489,7 +490,7 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
     value, gradient = jax.value_and_grad(expected)(arrays)
 
     def loss(arrays):
-      integrator = Integrator(num_samples=S, chunk_size=4, order=order, sampler=dyadic)
+      integrator = Integrator(S, order, 4, sampler=dyadic, method='sample')
       return integrator.nll(gaussian(arrays, kind, link=link), pad(labels), keys).mean()
 
     last = 'model' if kind == 'identity' else None
@@ -512,7 +513,7 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
     assert relative_error(got_gradient, gradient) < 1e-9
 
 
-def compile_sharded_loss(name, link, num_samples, mesh):
+def compile_sharded_loss(name, link, integrator, mesh):
   """The compiled loss and gradient of a head: K over 'model', the batch over 'data'."""
   head_class = {'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}[name]
   head = head_class(1000, num_factors=8, link=link)
@@ -528,7 +529,7 @@ def compile_sharded_loss(name, link, num_samples, mesh):
   def loss(params, phi):
     logits = head.apply({'params': params}, phi)
     labels = jnp.arange(len(phi))[:, None]
-    return Integrator(num_samples=num_samples).nll(logits, labels, keys_of(len(phi))).mean()
+    return integrator.nll(logits, labels, keys_of(len(phi))).mean()
 
   with jax.set_mesh(mesh), partitioning.axis_rules(rules):
     phi = jax.ShapeDtypeStruct((16, 128), jnp.float32)
@@ -552,7 +553,9 @@ SOME_LOSSES = [('softmax', 3), ('softmax', 200), ('sigmoid', 200)]
 @pytest.mark.parametrize('link,num_samples', SOME_LOSSES)
 def test_shards_do_not_talk_inside_the_sample_loop(name, link, num_samples):
   mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  inside, outside = collectives(compile_sharded_loss(name, link, num_samples, mesh))
+  inside, outside = collectives(
+    compile_sharded_loss(name, link, Integrator(num_samples, method='sample'), mesh)
+  )
   assert not inside
   assert set(outside) == {'all-reduce'}  # nothing is gathered
 
@@ -567,7 +570,9 @@ def test_nor_on_a_tpu(name, link, num_samples):
 
   devices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4').devices
   mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ('data', 'model'))
-  inside, outside = collectives(compile_sharded_loss(name, link, num_samples, mesh))
+  inside, outside = collectives(
+    compile_sharded_loss(name, link, Integrator(num_samples, method='sample'), mesh)
+  )
   assert not inside
   assert set(outside) == {'all-reduce'}
 
@@ -598,7 +603,7 @@ def test_bad_settings_are_named(arguments, words):
   ],
 )
 def test_second_derivatives_are_forward_over_reverse_or_refused(link, order, method):
-  integrator = Integrator(num_samples=S, chunk_size=4, order=order)
+  integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample')
   arrays = make('linear', dtype=jnp.float32)
 
   def loss(tau):

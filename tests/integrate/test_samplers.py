@@ -12,13 +12,15 @@ from het_plugin.integrate import (
   SAMPLERS,
   GaussianLogits,
   Integrator,
+  Linear,
   LowRank,
   antithetic,
   example_keys,
   iid,
   sobol,
 )
-from het_plugin.integrate.sobol_sequence import MAX_DIMENSIONS, sobol_points
+from het_plugin.integrate.rotation import Draws, find_rotation
+from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
 from tests.integrate import reference
 
 every_sampler = pytest.mark.parametrize('sampler', SAMPLERS.values(), ids=SAMPLERS)
@@ -82,7 +84,7 @@ def test_antithetic_pairs_are_exact_and_their_heads_independent():
 def test_sobol_points_are_those_of_scipy():
   j = np.arange(2048)
   expected = qmc.Sobol(MAX_DIMENSIONS, scramble=False, bits=32).random(len(j)) * 2.0**32
-  actual = sobol_points(jnp.asarray(j ^ (j >> 1)), MAX_DIMENSIONS)
+  actual = sobol_points(jnp.asarray(j ^ (j >> 1)), DIRECTION_NUMBERS)
   np.testing.assert_array_equal(actual, expected.astype(np.uint32))
 
 
@@ -90,12 +92,12 @@ def test_sobol_points_far_out_come_without_their_predecessors():
   start = 2**20 - 8
   generator = qmc.Sobol(3, scramble=False, bits=32).fast_forward(start)
   j = np.arange(start, start + 16)
-  actual = sobol_points(jnp.asarray(j ^ (j >> 1)), 3)
+  actual = sobol_points(jnp.asarray(j ^ (j >> 1)), DIRECTION_NUMBERS[:, :3])
   np.testing.assert_array_equal(actual, (generator.random(16) * 2.0**32).astype(np.uint32))
 
 
-def test_shifted_sobol_fills_every_interval_once():
-  """A digital shift keeps the net: each of 256 equal intervals holds one of 256 points."""
+def test_scrambled_sobol_fills_every_interval_once():
+  """Scrambling keeps the net: each of 256 equal intervals holds one of 256 points."""
   uniform = norm.cdf(np.asarray(sobol(keys_of(2), jnp.arange(256), MAX_DIMENSIONS), np.float64))
   cells = np.sort(np.floor(uniform * 256).astype(int), axis=1)
   np.testing.assert_array_equal(cells, np.broadcast_to(np.arange(256)[:, None], cells.shape))
@@ -104,16 +106,17 @@ def test_shifted_sobol_fills_every_interval_once():
 def test_sobol_tails_are_finite_and_symmetric(monkeypatch):
   """The extreme bit patterns, which no draw of a test would meet."""
   points = jnp.array([[0, 511, 2**32 - 1, 2**31, 2**31 - 1]], jnp.uint32)
-  monkeypatch.setattr(sobol.__module__ + '.sobol_points', lambda index, dimensions: points)
+  monkeypatch.setattr(sobol.__module__ + '.sobol_points', lambda index, directions: points)
   monkeypatch.setattr(jax.random, 'bits', lambda key, shape, dtype: jnp.zeros(shape, dtype))
   lowest, also_lowest, highest, above, below = np.asarray(sobol(keys_of(1), jnp.arange(1), 5))[0, 0]
   assert lowest == also_lowest == -highest and above == -below > 0
   np.testing.assert_allclose(highest, -norm.ppf(2.0**-24), rtol=1e-5)
 
 
-def test_sobol_says_what_to_do_beyond_its_dimensions():
-  with pytest.raises(ValueError, match='64 dimensions.*65 normals.*num_factors.*63'):
-    sobol(keys_of(1), jnp.arange(2), 65)
+def test_sobol_beyond_its_dimensions_goes_on_with_independent_normals():
+  z = np.asarray(sobol(keys_of(2), jnp.arange(512), 80))
+  np.testing.assert_array_equal(z[..., :64], sobol(keys_of(2), jnp.arange(512), 64))
+  assert kstest(z[..., 64:].ravel(), norm.cdf).pvalue > 1e-4
 
 
 # In the integrator.
@@ -173,7 +176,7 @@ def test_gradients_match_the_materialised_reference(sampler, link, num_samples):
       return reference.nll(logits, 1.0, link, [[1], [4]]).sum()
 
     def actual(arrays):
-      integrator = Integrator(num_samples=num_samples, chunk_size=4, sampler=sampler)
+      integrator = Integrator(num_samples, chunk_size=4, sampler=sampler, method='sample')
       return integrator.nll(gaussian(arrays, link), labels, keys_of(B)).sum()
 
     value, gradient = jax.value_and_grad(expected)(arrays)
@@ -192,3 +195,72 @@ def test_integrator_takes_a_name_or_a_function():
     np.testing.assert_array_equal(by_name, by_function)
   with pytest.raises(ValueError, match="sampler='halton'.*iid, antithetic, sobol"):
     Integrator(sampler='halton')
+
+
+# Rotation.
+
+
+def make_rotated(num_factors=50, std=0.5, remainder='rank_one'):
+  """Logits of 300 classes whose noise has a few strong directions, none along a coordinate."""
+  rng = np.random.default_rng(0)
+  loading = rng.normal(size=(num_factors, 8)) @ rng.normal(size=(8, 300)) / np.sqrt(8)
+  loading += 0.05 * rng.normal(size=loading.shape)
+  scale = std / np.sqrt(np.square(loading).sum(0).mean())
+  covariance = LowRank(
+    jnp.full((B, 300), scale, jnp.float32),
+    jnp.asarray(loading, jnp.float32),
+    jnp.full((B, 300), 0.05, jnp.float32),
+    remainder,
+  )
+  location = jnp.asarray(2 * rng.normal(size=(B, 300)), jnp.float32)
+  return GaussianLogits(location, covariance, None, jnp.float32(1.0), 300)
+
+
+def test_rotation_is_orthogonal_and_leads_with_the_principal_directions():
+  logits = make_rotated()
+  factors, p = logits.factors(), jax.nn.softmax(logits.location)
+  rotation = find_rotation(logits.covariance.noise, logits.location, 51)
+  u = Draws(None, rotation).normals(lambda *_: jnp.eye(51)[None], None, 51)  # rows are U's columns
+  np.testing.assert_allclose(u @ jnp.swapaxes(u, 1, 2), np.tile(np.eye(51), (B, 1, 1)), atol=1e-5)
+  centred = factors - jnp.einsum('btk,bk->bt', factors, p)[..., None]
+  a = jnp.einsum('btk,bk,buk->btu', centred, p, centred)
+  captured = jnp.einsum('bmt,btu,bmu->b', u[:, :8], a, u[:, :8])
+  best = np.linalg.eigvalsh(np.asarray(a))[:, -8:].sum(-1)
+  assert (captured > 0.98 * best).all()
+
+
+@pytest.mark.parametrize('remainder', ['rank_one', 'diag'])
+def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remainder):
+  logits = make_rotated(remainder=remainder)
+
+  def rmse(num_samples, sampler, rotate=True):
+    log_prob = jax.jit(Integrator(num_samples, sampler=sampler, rotate=rotate).log_prob)
+    error = jnp.stack([log_prob(logits, keys_of(B, seed)) - expected for seed in range(8)])
+    return float(jnp.sqrt((p * jnp.square(error)).sum(-1).mean()))
+
+  expected = Integrator(2**14, sampler='sobol').log_prob(logits, keys_of(B, 99))
+  p = jnp.exp(expected)
+  rotated = rmse(64, 'sobol')
+  assert rotated < rmse(1000, 'iid')
+  assert rotated < 0.8 * rmse(64, 'sobol', rotate=False)
+
+
+def test_both_orders_take_the_same_rotated_samples():
+  logits = make_rotated()
+  rng = np.random.default_rng(1)
+  kernel = jnp.asarray(rng.normal(size=(20, 300)), jnp.float32) / np.sqrt(20)
+  covariance = LowRank(
+    jnp.asarray(rng.normal(size=(B, 20)), jnp.float32),
+    jnp.asarray(rng.normal(size=(5, 20)), jnp.float32),
+    jnp.ones((B, 20)),
+  )
+  logits = logits.replace(covariance=covariance, projection=Linear(kernel))
+
+  def loss(order, logits):
+    integrator = Integrator(64, order, sampler='sobol')
+    return integrator.nll(logits, jnp.array([[1], [4]]), keys_of(B)).sum()
+
+  step = jax.jit(jax.value_and_grad(loss, 1, allow_int=True), static_argnums=0)
+  one, other = (step(order, logits) for order in ('sample_then_project', 'project_then_sample'))
+  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
