@@ -3,25 +3,24 @@ straightforward eigen-decomposition, on the same arrays.
 
     python benchmarks/fewshot_solver.py --json solver.json
 
-Each fits 25 shots a class and counts right test rows at l2 = 2^-10 .. 2^19. RidgeClassifier is
-fitted once a strength on standardised features, its best road for dense features (Cholesky). The
-straightforward procedure is that of big_vision's fewshot_lsr in float64: one decomposition of the
-Gram matrix with the bias column in it, then weights, scores and argmax a strength. Features are
-Gaussian classes with a power-law spectrum (eigenvalue j proportional to 1 / j).
+Each is fitted to 25 shots per class and classifies test rows at l2 = 2^-10 .. 2^19.
+RidgeClassifier is fitted once per strength to standardised features, with Cholesky, its fastest
+solver for dense features. The straightforward procedure is that of big_vision's fewshot_lsr in
+float64: one decomposition of the Gram matrix with the bias column, then weights, scores and argmax
+for each strength. Features are Gaussian classes with a power-law spectrum (eigenvalue j
+proportional to 1 / j).
 
-The three are timed in turn, `--turns` times over, and the minimum counts. max_accuracy_difference
-is over strengths and both references; RidgeClassifier leaves its bias free of l2, so its accuracies
+The three are timed in turn, `--turns` times, and the minimum counts. max_accuracy_difference is
+over strengths and both references. RidgeClassifier does not regularise its bias, so its accuracies
 count up to l2 = 2^8, where that makes no difference.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command_line import integers, print_table, write_json
+from command_line import integers, make_parser, report
 from sklearn.linear_model import RidgeClassifier
 
 from het_plugin.evaluation import L2_GRID, ridge
@@ -39,7 +38,7 @@ def make_arrays(n: int, d: int, num_classes: int, m: int) -> tuple[np.ndarray, .
 
   def split(y):
     x = np.empty((len(y), d), np.float32)
-    for start in range(0, len(y), BLOCK):  # a million rows may fill half the memory
+    for start in range(0, len(y), BLOCK):  # in blocks, as a million rows may fill half the memory
       labels = y[start : start + BLOCK]
       x[start : start + BLOCK] = (
         centres[labels] + rng.standard_normal((len(labels), d), np.float32)
@@ -50,7 +49,7 @@ def make_arrays(n: int, d: int, num_classes: int, m: int) -> tuple[np.ndarray, .
 
 
 def ours(x, y, test_x, test_y) -> np.ndarray:
-  """Accuracies [L]; so do the other two."""
+  """Accuracies [L], like the other two."""
   return (ridge.decompose(x, y).predict(test_x, L2_GRID) == test_y).mean(axis=1)
 
 
@@ -118,22 +117,18 @@ def row(n: int, d: int, num_classes: int, m: int, turns: int, references: bool) 
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = make_parser(__doc__)
   parser.add_argument('--classes', type=integers, default=[100, 1000], help='numbers of classes K')
-  parser.add_argument('--shots', type=int, default=25, help='examples a class')
+  parser.add_argument('--shots', type=int, default=25, help='examples per class')
   parser.add_argument('--d', type=int, default=1024, help='features D')
   parser.add_argument('--m', type=int, default=10_000, help='test rows')
-  parser.add_argument('--turns', type=int, default=3, help='times that each is timed')
+  parser.add_argument('--turns', type=int, default=3, help='how often each is timed')
   parser.add_argument(
     '--alone', action='store_true', help='ours only: for sizes that the others cannot hold'
   )
-  parser.add_argument('--json', type=Path, help='where the rows are written')
   args = parser.parse_args()
   rows = [row(args.shots * k, args.d, k, args.m, args.turns, not args.alone) for k in args.classes]
-  print_table(list(rows[0]), [list(r.values()) for r in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   if not args.alone:
     print(
       'ratios (least over the rows): '

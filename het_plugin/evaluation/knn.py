@@ -16,7 +16,7 @@ import numpy as np
 from het_plugin.evaluation.ridge import blocks
 
 METRICS = ('euclidean', 'cosine')
-_BLOCK_ELEMENTS = 1 << 24  # float64 scores held at once: 128 MiB
+_BLOCK_ELEMENTS = 1 << 24  # float32 scores held at once: 64 MiB
 _EXACT_ELEMENTS = 1 << 20  # float64 differences held at once: 8 MiB
 
 # One matrix product per block of queries a gives, for all training examples b,
@@ -25,9 +25,9 @@ _EXACT_ELEMENTS = 1 << 20  # float64 differences held at once: 8 MiB
 #
 # Rows are centred by the mean of the training examples, which changes no distance and makes the
 # products small. For the cosine they are divided by their norms first: |a - b|^2 = 2 (1 - cos).
-# Rounding puts a score off by less than u (D + 4) (|a| |b| + |b|^2), u = 2^-53. All rows within
-# twice that of the k-th smallest score are candidates; the few candidates are ordered by |a - b|
-# itself, computed from the original rows.
+# The product is in float32, with the rows scaled so that no square overflows. Rounding puts a score
+# off by less than u (D + 16) (|a| |b| + |b|^2), u = 2^-24. All rows within twice that of the k-th
+# smallest score are candidates. These few are ordered by |a - b| in float64.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def nearest_neighbors(
 ) -> Neighbors:
   """The k nearest rows of train_x [N, D] of queries [M, D], or of its own rows, each left out.
 
-  Memory beside the arguments: float64 copies of both and a block of 2^24 scores. The time is that
+  Memory beside the arguments: copies of both, of 12 bytes per value, and a block of 2^24 scores. The time is that
   of the matrix product of all pairs, unless a large part of the rows are equally near.
 
   Raises:
@@ -107,22 +107,24 @@ def nearest_neighbors(
   train = _points(train_x, metric)
   points = train if leave_one_out else _points(queries, metric)
   mean = train.mean(axis=0)
-  centred = train - mean
-  squares = np.einsum('nd,nd->n', centred, centred)
-  longest = np.sqrt(squares.max())
-  unit = 2.0**-53 * (train.shape[1] + 8)
+  scale = max(np.abs(train - mean).max(), np.abs(points - mean).max()) or 1.0
+  centred = ((train - mean) / scale).astype(np.float32)  # [N, D]
+  norms = np.linalg.norm(centred, axis=1)
+  half_squares = norms**2 / 2
+  unit = 2.0**-24 * (train.shape[1] + 16)
+  underflow = 4 * train.shape[1] * np.finfo(np.float32).tiny
 
   rows = np.empty((len(points), k), np.int64)
   distances = np.empty((len(points), k))
   for block in blocks(len(points), min(1024, _BLOCK_ELEMENTS // len(train))):
     some = points[block]
-    query = some - mean
+    query = ((some - mean) / scale).astype(np.float32)
     scores = query @ centred.T  # [B, N]
-    np.subtract(squares / 2, scores, out=scores)
+    np.subtract(half_squares, scores, out=scores)
     if leave_one_out:
       scores[np.arange(len(some)), np.arange(block.start, block.stop)] = np.inf
-    margin = 2 * unit * longest * (np.linalg.norm(query, axis=1) + longest)
-    bound = np.partition(scores, k - 1, axis=1)[:, k - 1] + margin
+    margin = unit * norms.max() * (np.linalg.norm(query, axis=1) + norms.max()) + underflow
+    bound = np.partition(scores, k - 1, axis=1)[:, k - 1] + 2 * margin
     of, row = np.nonzero(scores <= bound[:, None])  # candidates, ascending by query
     square = _squared_distances(some, of, train, row)
     order = np.lexsort((row, square, of))
