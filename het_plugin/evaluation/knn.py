@@ -91,8 +91,8 @@ def nearest_neighbors(
 ) -> Neighbors:
   """The k nearest rows of train_x [N, D] of queries [M, D], or of its own rows, each left out.
 
-  Memory beside the arguments: copies of both, of 12 bytes per value, and a block of 2^24 scores. The time is that
-  of the matrix product of all pairs, unless a large part of the rows are equally near.
+  Memory beside the arguments: copies of both, 12 bytes per value, and a block of 2^24 scores. The
+  time is that of the matrix product of all pairs, unless a large part of the rows are equally near.
 
   Raises:
     ValueError: as `knn_accuracy`.
