@@ -56,7 +56,7 @@ install() {
   "$PYTHON" -m pip install --quiet uv || say 'uv is not to be had here; pip will do, more slowly'
   if "$PYTHON" -m uv --version >/dev/null 2>&1; then
     # As pip does. Without, and where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile all of TensorFlow.
-    "$PYTHON" -m uv pip install --compile-bytecode --python "$PYTHON" "${packages[@]}" && return
+    "$PYTHON" -m uv pip install --quiet --compile-bytecode --python "$PYTHON" "${packages[@]}" && return
     say 'uv could not install these (see above); trying pip'
   fi
   "$PYTHON" -m pip install "${packages[@]}"

@@ -1,44 +1,33 @@
 """The quick start at a tiny size: its files, its fields, its rerun."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from het_plugin import quickstart
+from het_plugin.experiments import head_comparison
 
-ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {
   'head', 'num_classes', 'pre_logits_dim', 'num_factors', 'mesh', 'nll', 'precision_at_1', 'ece',
   'tau', 'num_params', 'extra_params', 'ms_per_step', 'fewshot',
 }  # fmt: skip
+SIZES = [
+  'TRAIN_STEPS=4', 'EVAL_PERIOD=4', 'SAVE_PERIOD=4', 'STATS_PERIOD=2', 'WARMUP_STEPS=1',
+  'EVAL_STEPS=2', 'BATCH_SIZE=32', 'vit.width=16', 'vit.mlp_dim=16', 'vit.num_heads=2',
+  'digits/FewShotDataset.max_train=300', 'glyphs/FewShotDataset.max_train=300',
+  'glyphs/FewShotDataset.max_test=100', 'FewShotAction.shots=(1,5)',
+]  # fmt: skip
 
 
-def run(output_dir, *arguments):
-  sizes = [
-    'TRAIN_STEPS=4', 'EVAL_PERIOD=4', 'STATS_PERIOD=2', 'WARMUP_STEPS=1', 'EVAL_STEPS=2',
-    'BATCH_SIZE=32', 'vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2',
-    'digits/FewShotDataset.max_train=300', 'glyphs/FewShotDataset.max_train=300',
-    'glyphs/FewShotDataset.max_test=100', 'FewShotAction.shots=(1,5)',
-  ]  # fmt: skip
-  return subprocess.run(
-    [
-      sys.executable, '-m', 'het_plugin.quickstart', f'--output_dir={output_dir}',
-      '--heads=det,het_xl', *(f'--gin.{size}' for size in sizes), *arguments,
-    ],
-    cwd=ROOT,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-  )  # fmt: skip
+def run(run_main, output_dir, *arguments, **kwargs):
+  sizes = [f'--gin_bindings={size}' for size in SIZES]
+  return run_main(
+    quickstart, f'--output_dir={output_dir}', '--heads=det,het_xl', *sizes, *arguments, **kwargs
+  )
 
 
-def test_quickstart_makes_the_table_and_reuses_finished_runs(tmp_path):
-  done = run(tmp_path, f'--json={tmp_path / "copy.json"}')
-  assert done.returncode == 0, done.stderr[-3000:]
+def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path):
+  printed = run(run_main, tmp_path, f'--json={tmp_path / "copy.json"}')
   rows = json.loads((tmp_path / 'results.json').read_text())
   assert rows == json.loads((tmp_path / 'copy.json').read_text())
   det, het_xl = rows
@@ -52,25 +41,43 @@ def test_quickstart_makes_the_table_and_reuses_finished_runs(tmp_path):
   assert det['extra_params'] == 0 and det['num_factors'] is None
   assert het_xl['extra_params'] == 2 * 16 * 17 + 50 * 16 + 1
   assert het_xl['num_params'] - det['num_params'] == het_xl['extra_params']
-  table = (tmp_path / 'results.txt').read_text()
-  assert table.strip() in done.stdout and 'ceiling' in table and 'chance' in table
+  text = (tmp_path / 'results.txt').read_text()
+  assert text.strip() in printed and 'ceiling' in text and 'chance' in text
+  assert head_comparison.sentences(rows)[2] in text
   assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
   page = (tmp_path / 'index.html').read_text()
-  assert 'HET-XL' in page and 'HetXL.num_factors = 50' in page
+  assert 'HET-XL' in page and 'HetXL.num_factors = 50' in page and page.count('<figure') == 2
 
   before = (tmp_path / 'het_xl' / 'metrics.jsonl').read_text()
-  again = run(tmp_path)
-  assert again.returncode == 0, again.stderr[-3000:]
+  run(run_main, tmp_path)
   assert (tmp_path / 'het_xl' / 'metrics.jsonl').read_text() == before
   assert json.loads((tmp_path / 'results.json').read_text()) == rows
 
 
-def test_unknown_head_is_named(tmp_path):
-  done = run(tmp_path, '--heads=het_xxl')
-  assert done.returncode == 2
-  assert '--heads=het_xxl is unknown: choose from det, det_learned_tau' in done.stderr
+def test_unknown_head_is_named(run_main, tmp_path):
+  message = run(run_main, tmp_path, '--heads=het_xxl', code=2)
+  assert '--heads=het_xxl is unknown: choose from det, det_learned_tau' in message
 
 
 def test_average_over_datasets_is_by_shots():
-  got = quickstart.average_over_datasets({'a': {1: 0.2, 5: 0.4}, 'b': {1: 0.4}})
+  got = head_comparison.average_over_datasets({'a': {1: 0.2, 5: 0.4}, 'b': {1: 0.4}})
   assert got == {1: pytest.approx(0.3), 5: pytest.approx(0.4)}
+
+
+def result(head, nll, factors=None, extra=0, pace=100.0):
+  return {
+    'head': head, 'nll': nll, 'num_factors': factors, 'num_classes': 2297, 'steps': 600,
+    'precision_at_1': 0.65, 'num_params': 1000 + extra, 'extra_params': extra, 'ms_per_step': pace,
+  }  # fmt: skip
+
+
+def test_sentences_follow_from_the_numbers():
+  rows = [result('DET', 1.1), result('DET, learned tau', 1.05), result('HET', 1.0, 50, 500, 200.0)]
+  best, cause, cost = head_comparison.sentences(rows)
+  assert 'HET has the lowest NLL, 1.000 nats per example' in best and '65.0%' in best
+  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.050' in cause
+  assert cause.endswith('the noise adds to it.')
+  assert 'HET has the most parameters, 1,500' in cost and '2.0 times as long as one of DET' in cost
+  assert (
+    'differ by 0.050 nats, from DET, learned tau to DET' in head_comparison.sentences(rows[:2])[1]
+  )

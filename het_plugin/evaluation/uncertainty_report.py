@@ -195,6 +195,7 @@ def plots(
         reporting.covariance_png(_panel(look, numbers)),
         f'{evaluation.name}, example {look.index}: which logits go up and down together.',
         f'Class correlations of example {look.index}.',
+        recolour=False,
       )
   return found
 

@@ -3,10 +3,9 @@ wrote.
 """
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import gin
 from het_plugin.config import parsing, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import preemption
-from het_plugin.training import exit_codes
+from het_plugin.training import exit_codes, run_files
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -42,25 +41,31 @@ class Run:
     parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
 
 
-def complete(run: Run, run_dir: Path) -> bool:
-  """Trains the run to its end, on from where it was interrupted; leaves its gin configuration
-  parsed.
+def complete(run: Run, run_dir: Path, finish: Callable[[Any], None] | None = None) -> bool:
+  """Trains the run to its end, from where it was interrupted; leaves its gin configuration parsed.
+
+  Args:
+    run: what to train.
+    run_dir: takes checkpoints, metrics and, at the end, done.json.
+    finish: called with the last train state; the run counts as complete after it.
 
   Returns:
     Whether there was anything to train: False for a run that was complete with this configuration.
 
   Raises:
-    ValueError: a setting is wrong, or the run in the folder is another one.
-    exit_codes.Preempted: a SystemExit, after SIGTERM; call again to go on. Also where the signal
-      came so late that the run was completed.
+    ValueError: a setting is wrong, or the folder holds another run.
+    exit_codes.Preempted: a SystemExit, after SIGTERM; call again to go on. It is also raised where
+      the signal came so late that the run was completed.
   """
   run.parse(run_dir)
   config = gin.config_str()
-  if (run_dir / _DONE).exists() and json.loads((run_dir / _DONE).read_text())['config'] == config:
+  if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
     return False
   with preemption.PreemptionNotice() as notice:
-    step, _ = training_run.train_from_gin()
-  (run_dir / _DONE).write_text(json.dumps({'config': config}))
+    step, state = training_run.train_from_gin()
+    if finish is not None:
+      finish(state)
+  run_files.write_json(run_dir / _DONE, {'config': config})
   if notice.reached():
     raise exit_codes.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew

@@ -3,6 +3,7 @@
 from het_plugin.reporting.charts import lines_png, scatter_png
 from het_plugin.reporting.class_covariance import CovariancePanel, covariance_png
 from het_plugin.reporting.columns import p_text
+from het_plugin.reporting.examples_plot import examples_png
 from het_plugin.reporting.files import write_json
 from het_plugin.reporting.grid import grid_png
 from het_plugin.reporting.page import Figure, Table, html_page
@@ -23,6 +24,7 @@ __all__ = [
   'aligned',
   'covariance_png',
   'curves_png',
+  'examples_png',
   'grid_png',
   'html_page',
   'lines_png',

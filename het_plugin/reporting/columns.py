@@ -12,15 +12,16 @@ A row is a mapping. These fields are known (all optional but `head`):
   fewshot           {shots: accuracy} or {dataset: {shots: accuracy}}
   fewshot_stderr    standard errors, nested like `fewshot`
   stderr            {field: standard error} of the fields above
-  tables            {title: {field: value}}, a table each; with a 'stderr' of their own
+  tables            {title: {field: value}}, each a table; with a 'stderr' of their own
 
 Any other number or string becomes a column of its own name. None and NaN are shown as a dash.
 """
 
 import dataclasses
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -38,9 +39,6 @@ class Column:
   title: str
   cells: tuple[str, ...]
   best: frozenset[int] = frozenset()
-
-  def is_present(self, row: int) -> bool:
-    return self.cells[row] != _MISSING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +79,51 @@ _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 _ACCURACY = _Field('', '.3f', max)
 
 
+@dataclasses.dataclass(frozen=True)
+class TableOfRows:
+  """A table of formatted cells, for a terminal or a page.
+
+  Attributes:
+    caption: what all rows share, or the name of a group of columns; may be empty.
+    header: the title of each column, that of the rows first.
+    rows: (cells, numbers of the columns in which the row is best, counted from 0 after the first).
+    references: cells of the rows to compare with.
+  """
+
+  caption: str
+  header: Sequence[str]
+  rows: Sequence[tuple[Sequence[str], Collection[int]]]
+  references: Sequence[Sequence[str]]
+
+
+def tables_of(
+  rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head'
+) -> list[TableOfRows]:
+  """The main table of rows, then one for each further group; see the module docstring."""
+  everything = [*rows, *references]
+  found = []
+  for group, members in itertools.groupby(
+    columns(everything, len(references)), key=lambda column: column.group
+  ):
+    members = list(members)
+    cells = [
+      [str(row['head']), *(column.cells[i] for column in members)]
+      for i, row in enumerate(everything)
+    ]
+    best = [{k for k, column in enumerate(members) if i in column.best} for i in range(len(rows))]
+    found.append(
+      TableOfRows(
+        caption=group or problem_line(rows),
+        header=[row_title, *(column.title for column in members)],
+        rows=list(zip(cells, best, strict=False)),
+        references=[line for line in cells[len(rows) :] if set(line[1:]) != {_MISSING}],
+      )
+    )
+  return found
+
+
 def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
-  """Columns of `rows`; the last `num_references` are yardsticks, never marked as best."""
+  """Columns of `rows`; the last `num_references` are references, never marked as best."""
   compared = len(rows) - num_references
   names = [name for name in _ordered_fields(rows) if name not in shared_fields(rows[:compared])]
   result = [_field_column('', name, rows, compared) for name in names]

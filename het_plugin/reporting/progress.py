@@ -1,5 +1,6 @@
-"""How far a long loop has come: a bar on a terminal, now and then a line in a log."""
+"""How far a long loop has come: a bar on a terminal, elsewhere a line every ten seconds."""
 
+import datetime
 import sys
 import time
 from typing import TextIO
@@ -31,9 +32,9 @@ class Progress:
     Args:
       title: what is counted.
       total: the count at the end.
-      done: the count to start with, which is no part of the rate.
+      done: the count to start with; the rate leaves it out.
       unit: of the count.
-      seconds: time between lines, at least, where `stream` is no terminal.
+      seconds: least time between two lines where `stream` is no terminal.
       shown: False only counts.
       stream: stderr by default.
     """
@@ -54,21 +55,20 @@ class Progress:
         leave=False,
       )
 
-  def update(self, number: int) -> None:
-    """Adds to the count."""
+  def update(self, number: int, note: str = '') -> None:
+    """Adds to the count; `note` is shown behind it, such as a loss."""
     self.count += number
     if self._bar is not None:
+      self._bar.set_postfix_str(note, refresh=False)
       self._bar.update(number)
       return
     now = time.monotonic()
     if self._shown and now >= self._told + self._seconds:
       self._told = now
       rate = (self.count - self._start_count) / (now - self._start)
-      print(
-        f'{self._title}: {self.count:,} of {self._total:,} {self._unit}, {rate:,.0f}/s',
-        file=self._stream,
-        flush=True,
-      )
+      left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
+      line = f'{self._title}: {self.count:,} of {self._total:,} {self._unit}, {rate:,.0f}/s'
+      print(', '.join(filter(None, [line, note, f'ETA {left}'])), file=self._stream, flush=True)
 
   def __enter__(self) -> 'Progress':
     return self

@@ -1,12 +1,18 @@
 """Results as aligned text for a terminal."""
 
-import itertools
+import io
 from collections.abc import Sequence
 
-from het_plugin.reporting.columns import Column, Row, columns, problem_line
+from rich import box, console, table
+from rich.text import Text
+
+from het_plugin.reporting.columns import Row, tables_of
 from het_plugin.reporting.page import Table
 
 _BEST = '*'
+_NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has aligned the cells
+# Lines below the header and between sections alone.
+_RULES = box.Box('    \n    \n -- \n    \n -- \n -- \n    \n    \n', ascii=True)
 
 
 def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head') -> str:
@@ -14,50 +20,57 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: s
 
   Args:
     rows: results; the best value of a column is marked with a star.
-    references: yardsticks such as chance and ceiling, set apart below the results.
+    references: rows to compare with, such as chance and ceiling, set apart below the results.
     row_title: what a row is.
 
   Returns:
     The text, without a newline at its end.
   """
-  names = [str(row['head']) for row in (*rows, *references)]
-  blocks = [problem_line(rows)] if problem_line(rows) else []
-  all_columns = columns([*rows, *references], num_references=len(references))
-  for group, members in itertools.groupby(all_columns, key=lambda column: column.group):
-    blocks.append(_block(group or row_title, names, list(members), len(rows)))
+  blocks = []
+  for number, found in enumerate(tables_of(rows, references, row_title)):
+    first, *titles = found.header
+    if number == 0 and found.caption:
+      blocks.append(found.caption)
+    elif number:
+      first = found.caption
+    lines = [
+      [cells[0], *(c + (_BEST if i in best else _NO_STAR) for i, c in enumerate(cells[1:]))]
+      for cells, best in found.rows
+    ]
+    below = [[cells[0], *(f'{c}{_NO_STAR}' for c in cells[1:])] for cells in found.references]
+    blocks.append(_rendered([first, *(f'{title}{_NO_STAR}' for title in titles)], lines, below))
   return '\n\n'.join(blocks)
+
+
+def plain_table(found: Table) -> str:
+  """A table under its caption; the first column is aligned to the left, the others to the right."""
+  lines = [*([found.header] if any(found.header) else []), *found.lines]
+  text = _rendered(None, lines)
+  rule = '-' * max(map(len, [found.caption, *text.splitlines()]))
+  return '\n'.join([found.caption, rule, text])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
   """Lines of right-aligned columns."""
-  cells = [_pad(column, '>') for column in zip(*rows, strict=True)]
-  return '\n'.join('  '.join(line) for line in zip(*cells, strict=True))
+  return _rendered(None, rows, left=False)
 
 
-def plain_table(table: Table) -> str:
-  """A table under its caption; the first column is aligned to the left, the others to the right."""
-  first, *others = zip(*filter(any, [table.header, *table.lines]), strict=True)
-  cells = zip(_pad(first, '<'), *(_pad(column, '>') for column in others), strict=True)
-  lines = ['  '.join(line).rstrip() for line in cells]
-  rule = '-' * max(map(len, [table.caption, *lines]))
-  return '\n'.join([table.caption, rule, *lines])
-
-
-def _block(title: str, names: Sequence[str], members: Sequence[Column], num_rows: int) -> str:
-  shown = [i for i in range(len(names)) if i < num_rows or any(c.is_present(i) for c in members)]
-  first = _pad([title, *(names[i] for i in shown)], '<')
-  body = [
-    _pad([c.title + ' ', *(c.cells[i] + (_BEST if i in c.best else ' ') for i in shown)], '>')
-    for c in members
-  ]
-  lines = ['  '.join(cells).rstrip() for cells in zip(first, *body, strict=True)]
-  rule = '-' * max(map(len, lines))
-  lines.insert(1, rule)
-  if len(shown) > num_rows:
-    lines.insert(num_rows + 2, rule)
-  return '\n'.join(lines)
-
-
-def _pad(cells: Sequence[str], align: str) -> list[str]:
-  width = max(map(len, cells))
-  return [f'{cell:{align}{width}}' for cell in cells]
+def _rendered(
+  header: Sequence[str] | None,
+  *sections: Sequence[Sequence[str]],
+  left: bool = True,
+) -> str:
+  """Lines of columns, of which the first is aligned to the left; rules between the sections."""
+  grid = table.Table(box=_RULES, show_edge=False, show_header=header is not None, pad_edge=False)
+  width = len(next(line for section in sections for line in section))
+  for i in range(width):
+    title = Text(header[i]) if header else ''
+    grid.add_column(title, justify='left' if left and i == 0 else 'right', no_wrap=True)
+  for section in sections:
+    for line in section:
+      grid.add_row(*map(Text, line))
+    grid.add_section()
+  out = io.StringIO()
+  console.Console(file=out, width=10_000, color_system=None, legacy_windows=False).print(grid)
+  lines = out.getvalue().replace(_NO_STAR, ' ').splitlines()
+  return '\n'.join(line.rstrip() for line in lines)

@@ -62,7 +62,7 @@ def test_all_text_is_escaped():
   page = Page(document)
   assert not page.tags & {'script', 'i', 'b', 'u', 'y'}
   assert document.count('<img') == 1
-  assert 'alt="alt &quot;text&quot; &lt;img&gt;"' in document
+  assert 'alt="alt &#34;text&#34; &lt;img&gt;"' in document
   text = [data for *_, data in page.text]
   assert {'<i>&amp;', '<script>', '<i>', 'note "one" <u>', 'cap<tion'} <= set(text)
   assert page.of('title') == page.of('h1') == ['<b>title']

@@ -16,10 +16,10 @@ def test_a_log_gets_a_line_now_and_then():
   log = io.StringIO()
   with Progress('train', 2000, done=500, seconds=0.0, stream=log) as progress:
     progress.update(250)
-    progress.update(1000)
+    progress.update(1000, 'loss 2.5')
   first, second = log.getvalue().splitlines()
-  assert first.startswith('train: 750 of 2,000 images, ') and first.endswith('/s')
-  assert second.startswith('train: 1,750 of 2,000 images, ')
+  assert first.startswith('train: 750 of 2,000 images, ') and '/s, ETA 0:00:' in first
+  assert second.startswith('train: 1,750 of 2,000 images, ') and '/s, loss 2.5, ETA' in second
   assert progress.count == 1750
 
 

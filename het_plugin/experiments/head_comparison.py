@@ -1,0 +1,160 @@
+"""Every head trained alike, side by side: what the quick start does.
+
+A head's run is complete once done.json is in its folder; a complete run is not trained again, and
+an interrupted one goes on.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import gin
+from het_plugin import data
+from het_plugin.config import screen
+from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import training_bar
+from het_plugin.training import partitioning, run_files
+
+HEADS = {
+  'det': 'DET',
+  'det_learned_tau': 'DET, learned tau',
+  'het': 'HET',
+  'het_h': 'HET-H',
+  'het_xl': 'HET-XL',
+}
+EXAMPLES_FILE = 'examples.npz'
+_NUM_EXAMPLES = 64
+
+
+def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> dict[str, Any]:
+  """Trains a head to its end behind a progress bar; returns its row of results.json."""
+  run.parse(run_dir)
+  steps = gin.get_configurable(data.total_steps)()
+  batch_size = gin.query_parameter('%BATCH_SIZE')
+  with screen.only_warnings(), training_bar.shown(HEADS[head], run_dir, steps, batch_size):
+    runs_lib.complete(run, run_dir, lambda state: _write_examples(state.params, run_dir))
+  return row(head, run_dir)
+
+
+def row(head: str, run_dir: Path) -> dict[str, Any]:
+  """The row of a finished run, read from what it wrote; counts are of the configured model."""
+  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
+  task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+  final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
+  model, counts = runs_lib.configured_model()
+  partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
+  by_dataset, errors = few_shot_accuracies(
+    run_files.read_jsonl(run_dir / 'fewshot.jsonl'), final['step']
+  )
+  return {
+    'head': HEADS[head],
+    'num_classes': model.head.num_classes,
+    'pre_logits_dim': model.backbone.pre_logits_dim,
+    'num_factors': getattr(model.head, 'num_factors', None),
+    'mesh': f'{partitioner.data_shards}x{partitioner.model_shards}',
+    **{name: final[name] for name in ('nll', 'precision_at_1', 'ece', 'tau')},
+    'num_params': counts.total,
+    'extra_params': counts.extra,
+    'ms_per_step': runs_lib.ms_per_step(metrics),
+    'fewshot': average_over_datasets(by_dataset),
+    'fewshot_by_dataset': by_dataset,
+    'fewshot_stderr_by_dataset': errors,
+    'steps': final['step'],
+  }
+
+
+def few_shot_accuracies(lines: Sequence[Mapping[str, Any]], step: int) -> tuple[dict, dict]:
+  """{data set: {shots: mean accuracy}} of one step, and the same with standard errors."""
+  means, errors = {}, {}
+  for line in lines:
+    if line['step'] == step:
+      means.setdefault(line['dataset'], {})[line['shots']] = line['mean']
+      errors.setdefault(line['dataset'], {})[line['shots']] = line['stderr']
+  return means, errors
+
+
+def average_over_datasets(by_dataset: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+  """Accuracy by shots averaged over the data sets, the aggregate of table 22."""
+  shots = {n for accuracies in by_dataset.values() for n in accuracies}
+  return {n: statistics.fmean(a[n] for a in by_dataset.values() if n in a) for n in sorted(shots)}
+
+
+def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
+  """Rows to compare the heads with: guessing, and the best that identical glyphs allow."""
+  from het_plugin.data.glyph_bank import homoglyph_ceiling
+
+  return [
+    {'head': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
+    {'head': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
+  ]
+
+
+def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Three sentences on what the table shows, from its numbers."""
+  by_head = {row['head']: row for row in rows}
+  best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
+  found = [
+    f'After {best["steps"]:,} steps {best["head"]} has the lowest NLL, {best["nll"]:.3f} nats per '
+    f'example, and names {best["precision_at_1"]:.1%} of the unseen renderings correctly; '
+    f'guessing has {math.log(best["num_classes"]):.3f} nats and {1 / best["num_classes"]:.2%}.'
+  ]
+  noisy = [row for row in rows if row['num_factors']]
+  det, tau = by_head.get(HEADS['det']), by_head.get(HEADS['det_learned_tau'])
+  if det and tau and noisy:
+    noise = min(noisy, key=lambda r: r['nll'])
+    change = noise['nll'] - tau['nll']
+    cause = 'the noise adds to it' if change < 0 else 'the temperature does more than the noise'
+    found.append(
+      f'A learned temperature alone changes the NLL of DET by {tau["nll"] - det["nll"]:+.3f}, and '
+      f'{noise["head"]}, the best head with noise, by a further {change:+.3f}: in this run '
+      f'{cause}.'
+    )
+  else:
+    found.append(
+      f'The heads differ by {worst["nll"] - best["nll"]:.3f} nats, from {best["head"]} to '
+      f'{worst["head"]}, whose NLL is {worst["nll"]:.3f}.'
+    )
+  large = max(rows, key=lambda r: r['num_params'])
+  slow, fast = max(rows, key=_pace), min(rows, key=_pace)
+  found.append(
+    f'{large["head"]} has the most parameters, {large["num_params"]:,}, of which '
+    f'{large["extra_params"]:,} are its noise and temperature, and a step of {slow["head"]} took '
+    f'{_pace(slow) / max(_pace(fast), 1e-9):.1f} times as long as one of {fast["head"]}.'
+  )
+  return found
+
+
+def _pace(row: Mapping[str, Any]) -> float:
+  return row['ms_per_step'] or 0.0
+
+
+def _write_examples(params: Any, run_dir: Path) -> None:
+  """Keeps some validation examples with what the model predicts for each.
+
+  The file has image [N, S, S, C], and label, top (the most probable class) and probability (of
+  that class), [N] each.
+  """
+  model = runs_lib.called('MODEL')
+  cfg = data.one_pass(
+    gin.query_parameter('%MIXTURE_OR_TASK_NAME'),
+    gin.query_parameter('%EVAL_SPLIT'),
+    image_size=gin.query_parameter('%TASK_FEATURE_LENGTHS')['image'],
+    max_labels=1,
+    batch_size=_NUM_EXAMPLES,
+    bounded=True,
+  )
+  batch = next(iter(data.get_dataset(cfg, range(_NUM_EXAMPLES))))
+  predict = jax.jit(model.predict_batch_with_aux)
+  top, aux = predict(jax.device_get(params), {k: np.asarray(v) for k, v in batch.items()})
+  np.savez(
+    run_dir / EXAMPLES_FILE,
+    image=batch['image'],
+    label=np.asarray(batch['label'])[:, 0],
+    top=np.asarray(top)[:, 0],
+    probability=np.exp(np.asarray(aux['log_prob'])[:, 0]),
+  )
