@@ -102,25 +102,6 @@ def test_gradients_reach_every_parameter(version):
   assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 
 
-def test_v15_starts_as_its_shortcuts():
-  """The last normalisation of a unit starts at 0."""
-  model = ResNet((2,), width=32, version='v1.5')
-  variables = model.init(jax.random.key(0), images())
-  _, once = model.apply(variables, images())
-  one_unit = {k: v for k, v in variables['params'].items() if k != 'stage1_unit02'}
-  _, other = ResNet((1,), width=32, version='v1.5').apply({'params': one_unit}, images())
-  np.testing.assert_array_equal(once['stage1'], other['stage1'])
-
-
-def test_bfloat16_activations_give_float32_pre_logits():
-  model = ResNet((1, 1), width=32)
-  params = random_params(model, images(), 0.1)
-  phi, intermediates = model.clone(dtype='bfloat16').apply({'params': params}, images())
-  exact, _ = model.apply({'params': params}, images())
-  assert phi.dtype == jnp.float32 and intermediates['stage1'].dtype == jnp.bfloat16
-  np.testing.assert_allclose(phi, exact, atol=0.05 * np.abs(exact).max())
-
-
 @pytest.mark.parametrize('version', ['v1.5', 'v2'])
 def test_a_mesh_shards_the_channels_and_changes_nothing(version):
   model = ResNet((1, 1), width=32, version=version)

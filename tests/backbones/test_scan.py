@@ -121,11 +121,3 @@ def test_large_sizes_have_the_published_number_of_parameters(size, millions):
   params = jax.eval_shape(model.init, jax.random.key(0), image)['params']
   count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
   assert count == pytest.approx(millions * 1e6, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-  'build', [lambda r: ViT(8, 16, 3, 32, 2, remat=r), lambda r: ResNet((1,), remat=r)]
-)
-def test_unknown_remat_is_named(build):
-  with pytest.raises(ValueError, match="remat='some' is unknown: choose one of none, dots, full"):
-    build('some')

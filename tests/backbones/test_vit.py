@@ -10,7 +10,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import ViT, vit
-from het_plugin.backbones.transformer import Block, Mlp
+from het_plugin.backbones.transformer import Block
 from het_plugin.backbones.vit import PatchEmbedding
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2)
@@ -164,14 +164,6 @@ def test_dropout_acts_in_training_only():
   assert np.abs(train(0) - evaluated).max() > 1e-2
 
 
-def test_the_mlp_drops_its_hidden_units():
-  x = jax.random.normal(jax.random.key(2), (3, 5, 16))
-  mlp = Mlp(mlp_dim=32, dropout=0.5, dtype=jnp.float32)
-  params = mlp.init(jax.random.key(0), x, deterministic=True)
-  dropped = mlp.apply(params, x, deterministic=False, rngs={'dropout': jax.random.key(1)})
-  assert np.abs(dropped - mlp.apply(params, x, deterministic=True)).max() > 1e-2
-
-
 def test_every_parameter_has_axes_of_its_rank_that_shard_heads_and_mlp():
   model = dataclasses.replace(TINY, representation_size=6)
   variables = shapes(model, size=8)
@@ -211,14 +203,6 @@ def test_sharded_values_and_gradients_are_those_of_one_device():
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), actual, expected
   )
-
-
-def test_sizes_by_name():
-  assert vit('Ti/7', depth=3).patch_size == 7
-  assert vit('Ti/7', depth=3).depth == 3
-  assert vit('S/16').width == 384
-  assert vit('L/32').num_heads == 16
-  assert vit('B/16', patch_size=8) == vit('B/8')
 
 
 @pytest.mark.parametrize('variant', ['X/16', 'B/'])

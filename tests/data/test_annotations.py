@@ -24,12 +24,6 @@ def test_labels_are_padded():
     Labels(1).rows(np.array([[1, 2]]), KEYS[:1])
 
 
-def test_the_first_caption_in_evaluation():
-  rows, problems = captions().rows([('one', 'two'), ('  ', '', 'three')], KEYS[:2])
-  assert rows.shape == (2, 8) and rows.dtype == np.int32 and problems == [None, None]
-  assert texts_of(rows) == ['one', 'three']
-
-
 def test_training_draws_each_caption_equally_often_by_key():
   several = [('a', ' ', 'b', 'c')] * 1000
   rows, _ = captions(at_random=True).rows(several, KEYS)

@@ -104,17 +104,6 @@ def test_npz_captions(tmp_path):
   assert [list(several) for several in texts] == [['zwei ✓'], ['four']]
 
 
-def test_npz_with_several_captions_and_the_split_it_makes(tmp_path):
-  several = captions(*(f'{i}' for i in range(100))).reshape(50, 2)
-  path = write(tmp_path / 'a.npz', image=images(50), caption=several)
-  source = array_source.npz_captions_source(path)
-  assert source.info.splits == {'train': 45, 'validation': 5}
-  seen = []
-  for split, count in source.info.splits.items():
-    seen += [tuple(texts) for texts in source.read(split, np.arange(count), 6, seed=0)[1]]
-  assert sorted(seen, key=lambda texts: int(texts[0])) == [tuple(row) for row in several]
-
-
 BAD_CAPTIONS = {
   "needs the arrays 'image' and 'caption'; it lacks ['caption'] and has ['image']": {
     'image': images(2)
@@ -133,11 +122,6 @@ def test_bad_npz_captions(tmp_path, message):
   with pytest.raises(ValueError) as error:
     array_source.npz_captions_source(path)
   assert str(error.value).startswith(f'npz_captions:{path}') and message in str(error.value)
-
-
-def test_missing_npz_captions():
-  with pytest.raises(ValueError, match='npz_captions:/nowhere.npz: there is no such file'):
-    array_source.npz_captions_source('/nowhere.npz')
 
 
 def test_emoji(data_dir):

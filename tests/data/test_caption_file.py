@@ -64,21 +64,6 @@ def test_forms_hold_the_same(photos, form):
   assert pairs(named) == pairs(source)
 
 
-def test_images_and_captions_belong_together(photos):
-  write_json(photos / 'captions.jsonl', [{**r, 'split': 'train'} for r in RECORDS])
-  cfg = DatasetConfig(
-    f'image_folder_captions:{photos}',
-    {'image': 12, 'text': 30},
-    'train',
-    3,
-    shuffle=False,
-    augment=False,
-  )
-  text = next(get_dataset(cfg))['text']
-  expected = ['a dog, on the left', 'a "cat"', 'a bird']
-  assert [bytes(row[row > 2] - 3).decode() for row in text.astype(np.uint8)] == expected
-
-
 def test_splits_of_the_file(photos):
   splits = ['train', 'test', 'train', 'test']
   write_json(

@@ -11,11 +11,6 @@ def test_draws_depend_on_the_key_alone():
     np.testing.assert_array_equal(draw(keys, 13)[:, :5], draw(keys, 5))
 
 
-def test_keys_of_different_words_differ():
-  keys = [counter_random.base_key(*w)[0] for w in ((0, 1), (1, 0), (0, 0), (0,), (1,), (0, 0, 0))]
-  assert len(set(keys)) == len(keys)
-
-
 def test_uniform_moments_and_range():
   keys = counter_random.fold(counter_random.base_key(0), np.arange(2000))
   draws = counter_random.uniform(keys, 50)

@@ -7,27 +7,6 @@ from het_plugin.data import counter_random, glyph_augment, glyph_bank, glyph_con
 SOURCE = glyphs.NoisyGlyphSource('core')
 
 
-def bank_of(levels, faces, first):
-  images = np.zeros((len(levels), 4, 4), np.uint8)
-  images[:, 1:-1, 1:-1] = np.reshape(levels, (-1, 1, 1))
-  return glyph_bank.GlyphBank(images, np.array(first), np.array(faces))
-
-
-def test_nearest_of_a_hand_made_bank():
-  """Face 0 has the classes 0 to 2, of which 0 and 2 look alike; face 1 has 0 and 4; none has 3."""
-  bank = bank_of([10, 50, 30, 10, 60], faces=[0, 1, 0, 0, 1], first=[0, 2, 3, 4, 4, 5])
-  got = glyph_confusions.nearest(bank, 3)
-  np.testing.assert_array_equal(
-    got.classes, [[0, 2, 1], [0, 4, 0], [1, 0, 2], [2, 0, 1], [4, 0, 4]]
-  )
-  # one pixel at half the resolution: the mean level, of 255
-  inf = np.inf
-  np.testing.assert_allclose(
-    np.sqrt(got.squared_distance) * 255,
-    [[0, 0, 20], [0, 10, inf], [0, 20, 20], [0, 0, 20], [0, 10, inf]],
-  )
-
-
 def test_nearest_agrees_with_all_pairs():
   rng = np.random.default_rng(0)
   images = np.zeros((40, 8, 8), np.uint8)

@@ -48,18 +48,6 @@ def test_train_depends_on_the_seed_and_finite_splits_do_not():
     assert np.array_equal(labels, other_labels) == same
 
 
-def test_validation_is_not_a_part_of_train():
-  train, train_labels = CORE.read('train', np.arange(64), 28, seed=0)
-  validation, labels = CORE.read('validation', np.arange(64), 28, seed=0)
-  assert not np.array_equal(train_labels, labels)
-  assert not (train == validation).all(axis=(1, 2, 3)).any()
-
-
-def test_split_sizes():
-  assert CORE.info.splits == {'train': None, 'validation': 4 * 2297, 'shift': 4 * 1139}
-  assert GlyphSource('full').info.splits['validation'] == 4 * 6494
-
-
 def test_shift_shows_only_classes_that_stix_has():
   _, labels = CORE.read('shift', np.arange(4 * 1139), 8, seed=0)
   classes, counts = np.unique(labels, return_counts=True)
@@ -108,11 +96,6 @@ def test_nearest_base_glyph_finds_the_class_more_often_than_not():
   predicted = np.searchsorted(bank.first, nearest, side='right') - 1
   # shifts of two pixels defeat a correlation often; chance is 1 / 1142
   assert (predicted == labels[:, 0]).mean() > 0.15
-
-
-def test_unknown_class_set():
-  with pytest.raises(ValueError, match="'core', 'full', 'heldout'"):
-    GlyphSource('latin')
 
 
 @pytest.mark.parametrize('split', ['train', 'shift'])

@@ -15,12 +15,9 @@ from het_plugin.data import (
   DatasetConfig,
   classification_info,
   get_dataset,
-  get_vocabulary,
-  one_pass,
   pipeline,
   task_info,
   tasks,
-  tokenize,
 )
 from het_plugin.data.sources import TaskInfo
 
@@ -205,35 +202,6 @@ def test_evaluation_is_one_pass_with_a_masked_tail(config):
     next(iterator)
 
 
-def test_training_is_endless_and_meets_every_record_once_an_epoch(npz):
-  lengths = {'image': 12, 'label': 3}
-  cfg = DatasetConfig(f'npz:{npz}', lengths, split='train', batch_size=14)
-  iterator = get_dataset(cfg)
-  assert iterator.num_batches is None
-  labels = np.concatenate([batch['image'] for batch in take(iterator, 3)])
-  epochs = labels.reshape(2, 21, -1)
-  first, second = ({x.tobytes() for x in epoch} for epoch in epochs)
-  assert len(first) == 21 and first == second
-  assert not np.array_equal(epochs[0], epochs[1])
-
-
-def test_augmentation_is_for_training(folder):
-  cfg = dict(
-    mixture_or_task_name=f'image_folder:{folder}',
-    task_feature_lengths={'image': 12, 'label': 1},
-    split='train',
-    batch_size=4,
-    shuffle=False,
-    max_corrupt_fraction=0.1,
-  )
-
-  def read(**kwargs):
-    return next(get_dataset(DatasetConfig(**(cfg | kwargs))))['image']
-
-  assert not np.array_equal(read(seed=0), read(seed=1))
-  np.testing.assert_array_equal(read(seed=0, augment=False), read(seed=1, augment=False))
-
-
 SPLIT_TO_SLICE = {
   'glyphs_core': 'validation',
   'npz': 'train',
@@ -330,18 +298,6 @@ def test_a_slice_of_train_is_evaluated_unless_augment_says_otherwise(folder):
   assert get_dataset(DatasetConfig(**augmented_split, augment=False)).num_batches is None
 
 
-def test_a_slice_resumes(npz):
-  cfg = DatasetConfig(
-    f'npz:{npz}', {'image': 12, 'label': 3}, 'train[5:15]', 4, seed=2, num_epochs=3
-  )
-  batches = list(get_dataset(cfg))
-  assert len(batches) == 8 and sum(batch['mask'].sum() for batch in batches) == 30
-  resumed = get_dataset(cfg)
-  resumed.set_state({'position': 12})
-  for batch in batches[3:]:
-    assert_same(next(resumed), batch)
-
-
 def test_captions_are_those_of_their_images(npz_captions):
   """Through shuffling, epochs and slices; in training any one, in evaluation the first."""
   with np.load(npz_captions) as arrays:
@@ -364,34 +320,6 @@ def test_captions_are_those_of_their_images(npz_captions):
   training = set(pairs(200, split='train'))
   assert training == {(i, j) for i in range(21) for j in range(3 - i % 2) if i != 2}
   assert set(pairs(3, split='train[:50%]')) == {(i, 0) for i in range(10) if i != 2}
-
-
-def test_a_vocabulary_of_the_configuration(sentencepiece_model):
-  settings = dict(
-    mixture_or_task_name='glyph_names',
-    task_feature_lengths={'image': 8, 'text': 80},
-    split='validation',
-    batch_size=20,
-    shuffle=False,
-  )
-  as_bytes = next(get_dataset(DatasetConfig(**settings)))
-  assert_same(next(get_dataset(DatasetConfig(**settings, vocabulary='bytes'))), as_bytes)
-  pieces = next(get_dataset(DatasetConfig(**settings, vocabulary=sentencepiece_model)))
-  np.testing.assert_array_equal(pieces['image'], as_bytes['image'])
-  names = [get_vocabulary().decode(row.tolist()) for row in as_bytes['text']]
-  np.testing.assert_array_equal(pieces['text'], tokenize(sentencepiece_model, names, 80))
-  assert pieces['text'].max() < task_info('glyph_names', sentencepiece_model).vocab_size == 60
-  assert task_info('glyph_names').vocab_size == 259
-
-
-def test_one_pass_over_captions():
-  settings = dict(image_size=8, batch_size=20, bounded=False)
-  cfg = one_pass('glyph_names', 'shift', text_length=40, vocabulary='bytes', **settings)
-  assert cfg.task_feature_lengths == {'image': 8, 'text': 40}
-  assert get_dataset(cfg).num_examples == 4556
-  for lengths in ({}, {'text_length': 40, 'max_labels': 1}):
-    with pytest.raises(ValueError, match='one of them must be None'):
-      one_pass('glyph_names', 'shift', **lengths, **settings)
 
 
 def test_resize_is_chosen_for_photographs(folder):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from het_plugin.data.annotations import Labels
-from het_plugin.data.reader import CorruptRecords, ExampleReader
+from het_plugin.data.reader import ExampleReader
 from het_plugin.data.sources import TaskInfo
 
 
@@ -43,14 +43,6 @@ def test_every_record_once_in_each_epoch(num_examples):
     np.testing.assert_array_equal(np.sort(epoch), np.arange(num_examples))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-  def read(seed):
-    return make_reader(50, seed=seed).read(np.arange(150))['label'][:, 0]
-
-  orders = [*read(0).reshape(3, 50), *read(1).reshape(3, 50)]
-  assert len({order.tobytes() for order in orders}) == 6
-
-
 def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
   one_pass = make_reader(num_epochs=1).read(np.arange(10))
   np.testing.assert_array_equal(one_pass['index'], one_pass['label'][:, 0])
@@ -75,12 +67,6 @@ def test_a_slice_is_shuffled_within_itself_and_repeats():
   for epoch in epochs:
     np.testing.assert_array_equal(np.sort(epoch), np.arange(5, 15))
   assert make_reader(split='train[-1:]').read(np.arange(3))['label'][:, 0].tolist() == [9, 9, 9]
-
-
-def test_unreadable_records_of_a_slice_are_a_fraction_of_the_slice():
-  reader = make_reader(bad=(3, 7), split='train[:5]', shuffle=False, max_corrupt_fraction=0.19)
-  with pytest.raises(ValueError, match='1 of 5 images are unreadable.*picture 3'):
-    reader.read(np.arange(5))
 
 
 def test_keys_follow_seed_and_position():
@@ -113,11 +99,3 @@ def test_too_many_unreadable_records():
   message = '2 of 10 images are unreadable, more than max_corrupt_fraction = 0.1 allows; the first'
   with pytest.raises(ValueError, match=f'{message} are: picture 3, picture 7'):
     reader.read(np.arange(7, 10))
-
-
-def test_the_error_names_the_first_files_only():
-  corrupt = CorruptRecords(1000, 0.008)
-  for i in range(8):
-    corrupt.add(i, f'<{i}>')
-  with pytest.raises(ValueError, match='the first are: <0>, <1>, <2>, <3>, <4>.$'):
-    corrupt.add(8, '<8>')

@@ -150,14 +150,6 @@ def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling
     np.testing.assert_array_equal(image, decode.decode_rgb(file.getvalue()))
 
 
-def test_masked_rows_and_caption_choice_under_seqio(captioned_folder):
-  batches = seqio_batches(captioned_folder, 'train', 21, shuffle=False, seed=0, num_epochs=9)
-  for batch in batches:
-    np.testing.assert_array_equal(batch['mask'], np.arange(21) != 3)
-    assert not batch['text'][3].any() and (batch['image'][3] == -1).all()
-  assert len({batch['text'][4].tobytes() for batch in batches}) == 2
-
-
 def test_the_vocabulary_is_in_the_output_features(sentencepiece_model):
   assert tasks.get_task('glyph_names').output_features['text'].vocabulary == seqio.ByteVocabulary()
   task = tasks.get_task('glyph_names', sentencepiece_model)
@@ -243,34 +235,6 @@ def test_the_converter_checks_lengths():
     converted('glyph_names', LENGTHS)
   with pytest.raises(ValueError, match="extra features .*{'text'}"):
     converted('glyph_names', TEXT_LENGTHS)  # by the converter of labels
-
-
-def test_the_text_converter_completes_plain_tasks():
-  """Of texts of any length; without index and mask."""
-
-  def plain_pairs(split, shuffle_files, seed=None):
-    del split, shuffle_files, seed
-    signature = {
-      'image': tf.TensorSpec([4, 4, 1], tf.float32),
-      'text': tf.TensorSpec([None], tf.int32),
-    }
-    examples = [{'image': np.zeros((4, 4, 1), np.float32), 'text': [5] * i + [1]} for i in range(3)]
-    return tf.data.Dataset.from_generator(lambda: iter(examples), output_signature=signature)
-
-  task = seqio.TaskRegistry.add(
-    'plain_pairs',
-    source=seqio.FunctionDataSource(plain_pairs, splits=['train']),
-    preprocessors=[],
-    output_features={
-      'image': seqio.ContinuousFeature(dtype=tf.float32, rank=3),
-      'text': seqio.Feature(seqio.ByteVocabulary()),
-    },
-  )
-  lengths = {'image': 4, 'text': 3}
-  dataset = seqio.get_dataset(task, lengths, ImageTextFeatureConverter(), shuffle=False)
-  examples = list(dataset.as_numpy_iterator())
-  assert [e['text'].tolist() for e in examples] == [[1, 0, 0], [5, 1, 0], [5, 5, 1]]
-  assert [(int(e['index']), int(e['mask'])) for e in examples] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_the_converter_does_not_pack():

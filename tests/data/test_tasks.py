@@ -75,15 +75,6 @@ def test_a_tfds_name_goes_before_a_folder_of_that_name(tmp_path, monkeypatch):
     tasks.get_task('./mnist')
 
 
-@pytest.mark.parametrize(
-  'path,message',
-  [('/nowhere/birds', "mixture_or_task_name is '/nowhere/birds'; it must be one of .* existing")],
-)
-def test_bare_paths_that_do_not_exist(path, message):
-  with pytest.raises(ValueError, match=message):
-    task_info(path)
-
-
 @pytest.fixture
 def own_tasks():
   """Takes the tasks of a test out of the registry, whose names messages list."""
@@ -105,11 +96,6 @@ def test_an_added_task_runs_its_preprocessors(own_tasks):
   images, labels = task.examples.read('test', np.arange(1), 9, seed=0)
   np.testing.assert_array_equal(example['image'], np.repeat(images[0], 3, axis=-1))
   np.testing.assert_array_equal(example['label'], labels[0])
-
-
-def test_a_name_is_taken_once():
-  with pytest.raises(ValueError, match='digits'):
-    tasks.add_image_task('digits', glyphs.GlyphSource('core'))
 
 
 def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):

@@ -166,14 +166,6 @@ def test_one_of_several_captions():
   assert [texts(next(other)) for _ in range(12)] != epochs
 
 
-@pytest.mark.usefixtures('data_sets')
-def test_a_data_set_without_captions():
-  with pytest.raises(ValueError, match=r"needs an 'image' and texts in one of .*'label'\]"):
-    tfds_source.TfdsCaptionSource('tiny_single')
-  with pytest.raises(ValueError, match='knows no such data set'):
-    tfds_source.TfdsCaptionSource('tiny_nothing')
-
-
 def test_captions_that_are_not_utf_8(tfds_files):
   features = {'image': tfds.features.Image(shape=(None, None, 3)), 'caption': TEXT}
   examples = [

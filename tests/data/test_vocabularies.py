@@ -3,7 +3,7 @@ import pytest
 import sentencepiece
 import seqio
 
-from het_plugin.data import get_vocabulary, tokenize, vocabularies
+from het_plugin.data import get_vocabulary, tokenize
 
 
 def test_bytes_need_no_file():
@@ -36,12 +36,6 @@ def test_rows_end_with_end_of_sequence_however_long_the_text(length):
     end = min(size, length - 1)
     np.testing.assert_array_equal(row[:end], 100 + np.arange(end))
     assert row[end] == 1 and not row[end + 1 :].any()
-
-
-def test_names(sentencepiece_model):
-  for name in ('bytes', sentencepiece_model):
-    assert vocabularies.vocabulary_name(get_vocabulary(name)) == name
-  assert vocabularies.vocabulary_name(seqio.PassThroughVocabulary(7))
 
 
 def test_errors(tmp_path):

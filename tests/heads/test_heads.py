@@ -68,12 +68,6 @@ def test_parameter_counts_are_the_papers(factor_bias, learned):
     assert size(head.init(jax.random.key(0), PHI)['params']) == head.num_params(D), name
 
 
-def test_full_covariance_count():
-  head = HetXL(K, num_factors=R, parametrization='full', class_multiple=1)
-  assert size(head.init(jax.random.key(0), PHI)['params']) == head.num_params(D)
-  assert head.extra_params(D) == (R + 1) * (D + 1) * D
-
-
 def test_het_xl_of_the_paper_adds_what_table_3_says():
   """ResNet152x1 on ImageNet-21k: 102.9M -> 111.4M with HET-XL, -> 193.5M with HET (with the
   reference's factor bias).

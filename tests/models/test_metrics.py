@@ -136,13 +136,3 @@ def test_ece_by_hand(confidence, correct, expected):
   np.testing.assert_allclose(metric.compute(), expected, atol=1e-6)
   merged = metrics.ExpectedCalibrationError.empty().merge(metric)
   np.testing.assert_allclose(merged.compute(), expected, atol=1e-6)
-
-
-def test_metrics_are_float32():
-  for metric in batch_metrics(*random_batch(6)).values():
-    assert metric.compute().dtype == jnp.float32
-
-
-def test_nll_of_an_example_without_labels_is_zero():
-  nll = metrics.label_nll(jnp.log(jnp.full((1, 4), 0.25)), jnp.array([[-1, -1]]))
-  np.testing.assert_array_equal(nll, [0.0])

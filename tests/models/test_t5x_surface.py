@@ -164,14 +164,6 @@ def test_a_step_takes_t5xs_keys_and_gives_metrics_that_it_can_merge_and_write(mo
     assert isinstance(type(metric)(**zeros), type(metric))
 
 
-def test_an_evaluation_step_gives_metrics_and_needs_no_key(model, batch):
-  params = initial(model, batch)['params']
-  loss, metrics = jax.jit(model.eval_fn)(params, batch)
-  assert np.isfinite(loss) and all(is_metric(m) for m in metrics.values())
-  deterministic, _ = model.loss_fn(params, batch, None)
-  np.testing.assert_allclose(deterministic, loss, rtol=1e-6)
-
-
 def test_predictions_and_scores_are_as_seqios_evaluator_takes_them(model, batch):
   if isinstance(model, ContrastiveModel):
     pytest.skip('t5x.eval and t5x.infer are of classification')

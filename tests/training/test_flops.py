@@ -22,10 +22,6 @@ def test_matrix_products_and_their_gradients():
   )
 
 
-def test_batched_product():
-  assert count(jnp.matmul, jnp.zeros((3, 8, 16)), jnp.zeros((3, 16, 32))) == 2 * 3 * 8 * 16 * 32
-
-
 def test_convolution():
   image, kernel = jnp.zeros((2, 8, 8, 3)), jnp.zeros((3, 3, 3, 5))
   dims = ('NHWC', 'HWIO', 'NHWC')

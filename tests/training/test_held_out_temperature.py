@@ -36,7 +36,7 @@ def mean_nll(x, y, theta, t):
   return nll, {'A': x.T @ back, 'W': hidden.T @ residual}
 
 
-@pytest.mark.parametrize('step_size', [0.03, 1.0])
+@pytest.mark.parametrize('step_size', [1.0])
 def test_the_hypergradient_is_that_of_finite_differences_in_float64(step_size):
   rng = np.random.default_rng(0)
   theta = {'A': rng.normal(size=(5, 7)), 'W': rng.normal(size=(7, 4))}

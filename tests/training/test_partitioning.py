@@ -63,11 +63,6 @@ def test_a_replica_axis_shares_the_batch_with_data():
     partitioner.check_batch_size(6)
 
 
-def test_rules_reject_other_dims():
-  with pytest.raises(ValueError, match='parameter_partitioning_dims must be 1 or 2, got 3'):
-    partitioning.standard_logical_axis_rules(parameter_partitioning_dims=3)
-
-
 @pytest.mark.parametrize('dims, embed', [(1, None), (2, 'data')])
 def test_parameters_and_optimizer_state_are_split(dims, embed):
   rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=dims)
