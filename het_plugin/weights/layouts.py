@@ -20,6 +20,8 @@ import numpy as np
 LAYOUTS = ('vit', 'bit')
 # Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
+# The optimizer's state in a training checkpoint.
+_OPTIMIZER = re.compile(r'^opt/(?!target/|params/)')
 _HEAD_PREFIXES = ('head', 'multiclass_head', 'multilabel_head')
 _VIT_BLOCK = 'Transformer/encoderblock'
 
@@ -187,6 +189,11 @@ def _older(name):
   if not name.startswith(_VIT_BLOCK):
     return name
   return '/'.join(_RENAMED_IN_BLOCKS.get(part, part) for part in name.split('/'))
+
+
+def is_optimizer_state(name: str) -> bool:
+  """Whether an array of a file is optimizer state, which is not read."""
+  return _OPTIMIZER.match(name) is not None
 
 
 def head_prefix_of(names) -> str | None:

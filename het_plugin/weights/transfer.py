@@ -68,7 +68,8 @@ def load_params(
   """
   if head not in HEADS:
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
-  source = layouts.canonical(arrays)
+  optimizer = [name for name in arrays if layouts.is_optimizer_state(name)]
+  source = layouts.canonical({name: x for name, x in arrays.items() if name not in optimizer})
   flat = unstacked(shapes)
   layout = layouts.layout_of(flat)
   prefix = layouts.head_prefix_of(source)
@@ -107,7 +108,7 @@ def load_params(
   if wrong:
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
-  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped)
+  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped + optimizer)
 
 
 def export_params(

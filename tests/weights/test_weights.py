@@ -192,9 +192,10 @@ def test_what_does_not_fit_is_listed(change, words):
     load(arrays, our_vit())
 
 
-def test_arrays_can_be_passed_over():
-  _, report = load(theirs.vit(), our_vit(representation_size=None), skip=['pre_logits/.*'])
-  assert report.skipped == ['pre_logits/bias', 'pre_logits/kernel']
+def test_arrays_can_be_passed_over_and_optimizer_state_is():
+  arrays = {f'params/{name}': x for name, x in theirs.vit().items()} | {'opt/0/mu': np.zeros(3)}
+  _, report = load(arrays, our_vit(representation_size=None), skip=['pre_logits/.*'])
+  assert report.skipped == ['pre_logits/bias', 'pre_logits/kernel', 'opt/0/mu']
 
 
 def test_other_backbones_are_refused():
