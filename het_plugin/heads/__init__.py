@@ -1,6 +1,14 @@
 """Heads: map pre-logits to Gaussian logits, and pairs of representations to contrastive logits."""
 
-from het_plugin.heads.classifiers import Classifier, Det, Het, Heteroscedastic, HetH, HetXL
+from het_plugin.heads.classifiers import (
+  Classifier,
+  Det,
+  Het,
+  Heteroscedastic,
+  HetH,
+  HetXL,
+  class_buckets,
+)
 from het_plugin.heads.contrastive import (
   ContrastiveDet,
   ContrastiveHetXL,
@@ -10,7 +18,6 @@ from het_plugin.heads.contrastive import (
   noisy_samples,
 )
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.hashing import class_buckets
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
 CONFIGURABLES = {

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import partitioning
 
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.hashing import class_buckets
 from het_plugin.heads.linear import matmul
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
@@ -186,6 +186,21 @@ class Het(Heteroscedastic):
     location = self.location(phi, self.kernel(phi), self.bias())
     covariance, mean = self.make_covariance(self.padded_classes, 'vocab', name='covariance')(phi)
     return self.gaussian(_shift(location, mean, None), covariance, None)
+
+
+def class_buckets(num_classes: int, num_buckets: int, seed: int = 0) -> np.ndarray:
+  """The fixed hash h(k) of HET-H (section 6.1, appendix A.3) for k < num_classes.
+
+  Returns int32 [num_classes] in [0, num_buckets).
+
+  The finaliser of splitmix64 mixes (seed, k). The bucket of a class does therefore not depend on
+  the version of a random number generator or on the number of classes.
+  """
+  x = np.arange(num_classes, dtype=np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+  for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # wraps modulo 2^64
+  x ^= x >> np.uint64(31)
+  return (x % np.uint64(num_buckets)).astype(np.int32)
 
 
 class HetH(Heteroscedastic):
