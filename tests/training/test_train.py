@@ -215,7 +215,7 @@ def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterr
     assert line == (
       'Error: the checkpoint of step 8 cannot be written (OSError: [Errno 28] No space left on '
       f'device); the newest complete one is {tmp_path}/checkpoint_4, from which the same command '
-      'goes on.'
+      'resumes.'
     )
   assert (tmp_path / 'unreadable_checkpoint_8').exists()
   _, state = toy_run.run(tmp_path)
