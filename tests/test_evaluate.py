@@ -5,55 +5,24 @@ import json
 import numpy as np
 import pytest
 
-import gin
 from het_plugin import evaluate, select
 from het_plugin.data import task_info
 from het_plugin.evaluation import evaluate as evaluate_lib
 from het_plugin.evaluation.predictions import read_predictions
-from het_plugin.training import exit_codes
 
 
-@pytest.fixture(autouse=True)
-def gin_left_clean():
-  yield
-  gin.clear_config()
-
-
-@pytest.fixture
-def run(parsed_flags):
-  def call_main(*arguments):
-    with parsed_flags(evaluate, *arguments) as argv:
-      evaluate.main(argv)
-
-  return call_main
-
-
-@pytest.fixture
-def error_of(run, capsys):
-  """The line of the error that the arguments end in."""
-
-  def call_main(*arguments):
-    with pytest.raises(SystemExit) as exit_code:
-      run(*arguments)
-    assert exit_code.value.code == exit_codes.WRONG_SETTING
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith('Error: ')]
-    return line
-
-  return call_main
-
-
-def test_a_report_of_two_checkpoints(run, parsed_flags, digits_run, tmp_path, capsys):
+def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
   output, other = tmp_path / 'out', tmp_path / 'other.npz'
   rng = np.random.default_rng(0)
   np.savez(other, image=rng.random((30, 8, 8, 3)), label=np.arange(30))
-  run(
+  printed = run_main(
+    evaluate,
     *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1', '--split=test'),
     *(f'--ood_dataset=npz:{other}', '--ood_split=train', f'--output_dir={output}'),
     *('--precision_at=1,2,10', '--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
     *('--gin.eval/Integrator.num_samples=3', f'--json={tmp_path / "rows.json"}'),
   )
-  printed = capsys.readouterr().out
   assert '359 examples of digits, split test.' in printed and 'difference to the first' in printed
   rows = json.loads((tmp_path / 'rows.json').read_text())
   assert rows == json.loads((output / 'results.json').read_text())
@@ -80,16 +49,14 @@ def test_a_report_of_two_checkpoints(run, parsed_flags, digits_run, tmp_path, ca
   predictions = read_predictions(saved[0])
   assert predictions.log_prob.shape == (359, 10) and predictions.class_names[3] == '3'
   assert predictions.provenance['task'] == 'digits'
-  run(*(f'--predictions={x}' for x in saved), '--precision_at=1,2', f'--json={tmp_path / "2.json"}')
+  again = (*(f'--predictions={x}' for x in saved), '--precision_at=1,2')
+  run_main(evaluate, *again, f'--json={tmp_path / "2.json"}')
   for row, again in zip(rows, json.loads((tmp_path / '2.json').read_text()), strict=True):
     for name in ('nll', 'ece', 'brier', 'aurc', 'entropy', 'precision_at_2'):
       assert again[name] == row[name]
     assert again.get('difference') == row.get('difference')
 
-  with parsed_flags(
-    select, 'ensemble', f'--validation={",".join(saved)}', f'--json={tmp_path / "3.json"}'
-  ) as argv:
-    select.main(argv)
+  run_main(select, 'ensemble', f'--validation={",".join(saved)}', f'--json={tmp_path / "3.json"}')
   found = json.loads((tmp_path / '3.json').read_text())
   best = min(rows, key=lambda row: row['nll'])
   assert found['rows'][1]['validation_nll'] == pytest.approx(best['nll'])
@@ -114,7 +81,7 @@ def test_glyphs_are_shown_and_their_look_alikes_known():
   assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
 
 
-def test_settings_that_are_wrong(error_of):
+def test_settings_that_are_wrong(run_main):
   cases = {
     (): '--checkpoint is not set',
     ('--checkpoint=x.npz',): 'x.npz is a published file',
@@ -127,10 +94,10 @@ def test_settings_that_are_wrong(error_of):
     ('--predictions=no/such.npz',): 'no/such.npz',
   }
   for arguments, message in cases.items():
-    assert message in error_of(*arguments)
+    assert message in run_main(evaluate, *arguments, code=2)
 
 
-def test_data_that_do_not_fit(error_of, digits_run, tmp_path):
+def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
   rng = np.random.default_rng(0)
   large = str(tmp_path / 'large.npz')
@@ -149,12 +116,12 @@ def test_data_that_do_not_fit(error_of, digits_run, tmp_path):
     ('--split=test', '--covariance_index=359'): '--covariance_index=359: there is no example 359',
   }
   for arguments, message in cases.items():
-    assert message in error_of(f'--checkpoint={run_dir}', *arguments)
+    assert message in run_main(evaluate, f'--checkpoint={run_dir}', *arguments, code=2)
 
 
-def test_other_examples_cannot_be_compared(error_of, tmp_path):
+def test_other_examples_cannot_be_compared(run_main, tmp_path):
   paths = [tmp_path / 'a.npz', tmp_path / 'b.npz']
   for path, labels in zip(paths, ([0, 1], [1, 1]), strict=True):
     np.savez(path, logits=np.eye(2), label=labels)
-  message = error_of(*(f'--predictions={path}' for path in paths))
+  message = run_main(evaluate, *(f'--predictions={path}' for path in paths), code=2)
   assert 'b against a: a comparison needs the same examples' in message

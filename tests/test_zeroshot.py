@@ -141,25 +141,6 @@ def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   assert result['templates'] == ['{}', 'the {}']
 
 
-def test_class_names_of_a_file(towers, run_main, tmp_path):
-  names = tmp_path / 'names.txt'
-  names.write_text('\n'.join(f'Digit_{i}' for i in 'abcdefghij'))
-  out = tmp_path / 'out.json'
-  run_main(
-    zeroshot,
-    *('--checkpoint=a/1', '--dataset=digits', f'--class_names={names}', '--lower', *FEW),
-    f'--json={out}',
-  )
-  dataset = ZeroShotDataset(
-    'digits',
-    'digits',
-    templates='none',
-    class_names=tuple(f'digit {i}' for i in 'abcdefghij'),
-    max_examples=128,
-  )
-  assert json.loads(out.read_text())['top5'] == evaluated('a/1', dataset).top5
-
-
 def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
   """What the main makes of a task of captions."""
   info = types.SimpleNamespace(splits={'validation': 4}, channels=1)

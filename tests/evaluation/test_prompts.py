@@ -44,15 +44,10 @@ def test_wrong_templates(templates, message):
 
 def test_wrong_template_files(tmp_path):
   file = tmp_path / 't.txt'
-  file.write_text('\n')
-  with pytest.raises(ValueError, match='t.txt.* holds no template'):
-    prompts.get_templates(str(file))
-  file.write_text('{}\nbare\n')
-  with pytest.raises(ValueError, match="t.txt.*'bare' must hold '{}' once"):
-    prompts.get_templates(str(file))
-  file.write_bytes(b'\xff{}')
-  with pytest.raises(ValueError, match='t.txt.*must be one of'):
-    prompts.get_templates(str(file))
+  for content, message in ((b'\n', 'holds no template'), (b'\xff{}', 'must be one of')):
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f't.txt.* {message}'):
+      prompts.get_templates(str(file))
 
 
 def test_names_become_words(tmp_path):

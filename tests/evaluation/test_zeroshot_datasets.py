@@ -95,17 +95,6 @@ def test_no_device_gets_the_scores_of_another():
   assert exchanged and all(re.match(r'\w+\[\d+\]', shape) for shape in exchanged), exchanged
 
 
-def test_names_alike_are_counted(caplog):
-  evaluator, params = make()
-  names = ('one',) + NAMES[1:]
-  found = evaluator(dataclasses.replace(DIGITS, class_names=names), params)
-  assert found.classes_alike == 1
-  assert 'digits: 1 of 10 classes have the texts of another class' in caplog.text
-  _, labels = digits('test')
-  worst = np.mean(labels == 1)  # the image of the second 'one' is the first's
-  assert found.top1 <= 1 - worst
-
-
 def test_samples_rank_by_probabilities():
   evaluator, params = make(num_samples=4)
   images, labels = digits('test')

@@ -1,0 +1,173 @@
+"""Class probabilities of images without labels."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from het_plugin import data, reporting
+from het_plugin.data import decode
+from het_plugin.evaluation import array_files, predictions, uncertainty
+
+SUFFIXES = ('.jpg', '.jpeg', '.png')
+_SPLIT = 'all'
+_SHOWN = 20  # rows of the printed table
+
+
+class Images:
+  """A `data.sources.ExampleSource` of images without labels.
+
+  Attributes:
+    names: of the images, for results.
+  """
+
+  image_size = None
+
+  def __init__(self, path: str):
+    """Lists the files, or reads the array.
+
+    Args:
+      path: an image file, a folder that is searched for image files, or a .npz file with an array
+        'image' [N, H, W] or [N, H, W, C] of uint8, or of floats in [0, 1].
+
+    Raises:
+      ValueError: there is no image, or the file is damaged.
+    """
+    root = Path(path)
+    channels = 3
+    if root.suffix == '.npz':
+      with array_files.reading(path), np.load(path, allow_pickle=False) as arrays:
+        images = arrays['image']
+        if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
+          raise ValueError(
+            f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
+            '[N, H, W] or [N, H, W, C]'
+          )
+      levels = images.astype(np.float32) / (255 if images.dtype == np.uint8 else 1)
+      self._images = 2 * (levels if images.ndim == 4 else levels[..., None]) - 1
+      self.names = [str(i) for i in range(len(images))]
+      channels = self._images.shape[-1]
+    else:
+      found = sorted(root.rglob('*')) if root.is_dir() else [root]
+      self._images = [x for x in found if x.suffix.lower() in SUFFIXES and x.is_file()]
+      self.names = [str(x) for x in self._images]
+    if not self.names:
+      raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
+    self.is_array = root.suffix == '.npz'
+    self.image_dtype = np.float32 if self.is_array else np.uint8
+    splits = {_SPLIT: len(self.names)}
+    # A task of several labels may have images without one.
+    self.info = data.TaskInfo(1, True, channels, None, splits)
+
+  def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
+    images = [self._images[i] for i in ids]
+    if not self.is_array:
+      images = decode.load_all(Path.read_bytes, images)
+    return images, np.full((len(ids), 1), -1, np.int32)
+
+  def describe(self, split: str, example_id: int) -> str:
+    return self.names[example_id]
+
+
+def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[dict[str, Any]]:
+  """The most probable classes of images, by the run's evaluation integrator.
+
+  Photographs are preprocessed as in the evaluation of the run's task. Images of a run whose task
+  has images of one size are resized to that size. All processes call this.
+
+  Args:
+    run: a `config.trained_run.TrainedRun`.
+    path: see `Images`.
+    top: classes per image at most.
+    batch_size: of the global batch.
+
+  Returns:
+    A row per readable image: 'image', 'entropy' of the predictive distribution in nats, and 'top',
+    the most probable classes in order with 'class', 'name' and 'probability'.
+
+  Raises:
+    ValueError: there is no image, or the batch size does not fit the mesh.
+  """
+  import seqio
+
+  from het_plugin.data import preprocess, tasks
+
+  images = Images(path)
+  names, photo = None, (preprocess.resize(), preprocess.value_range())
+  with contextlib.suppress(ValueError):  # the data of the training may be elsewhere
+    task = tasks.get_task(run.task)
+    names = task.info.class_names
+    photo = photo if task.examples.image_size else task.eval_preprocessors
+  top = min(top, run.model.head.num_classes)
+  predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+  rows = []
+  with contextlib.ExitStack() as stack:
+    name = 'het_plugin_predict'
+    stack.callback(seqio.TaskRegistry.remove, name)
+    tasks.add_image_task(name, images, (), (preprocess.resize(),) if images.is_array else photo)
+    config = data.one_pass(
+      name,
+      _SPLIT,
+      image_size=run.image_size,
+      max_labels=run.max_labels,
+      batch_size=batch_size,
+      bounded=False,
+    )
+    config = dataclasses.replace(config, max_corrupt_fraction=1.0)
+    batches = stack.enter_context(
+      contextlib.closing(data.get_dataset(config, run.partitioner.batch_rows(batch_size)))
+    )
+    shown = jax.process_index() == 0
+    progress = stack.enter_context(reporting.Progress('predict', len(images.names), shown=shown))
+    for part in predictor(run.params, batches, batch_size):
+      entropy = uncertainty.uncertainty(part).entropy
+      order = np.argsort(-part.log_prob, axis=1, kind='stable')[:, :top]  # [n, top]
+      for i, index in enumerate(part.index):
+        best = [
+          {
+            'class': int(k),
+            'name': str(k) if names is None else names[k],
+            'probability': float(np.exp(part.log_prob[i, k])),
+          }
+          for k in order[i]
+        ]
+        rows.append({'image': images.names[index], 'entropy': float(entropy[i]), 'top': best})
+      progress.update(len(part))
+  if not rows:
+    raise ValueError(f'--dataset={path}: no image can be read')
+  return rows
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+  """A line per image: image, entropy, then name and probability of each class."""
+  import csv
+
+  Path(path).parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'w', newline='', encoding='utf-8') as file:
+    writer = csv.writer(file)
+    ranks = range(1, len(rows[0]['top']) + 1)
+    titles = (f'{what}_{rank}' for rank in ranks for what in ('class', 'probability'))
+    writer.writerow(['image', 'entropy', *titles])
+    for row in rows:
+      cells = (x for best in row['top'] for x in (best['name'], best['probability']))
+      writer.writerow([row['image'], row['entropy'], *cells])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The first rows as text."""
+  lines = [
+    (
+      row['image'],
+      f'{row["entropy"]:.3f}',
+      ', '.join(f'{x["name"]} {x["probability"]:.3f}' for x in row['top']),
+    )
+    for row in rows[:_SHOWN]
+  ]
+  caption = f'{len(rows):,} images' + (f', the first {_SHOWN}' if len(rows) > _SHOWN else '')
+  return reporting.plain_table(
+    reporting.Table(caption, ('image', 'entropy', 'most probable classes'), lines)
+  )

@@ -1,0 +1,63 @@
+"""`python -m het_plugin.predict` as a user runs it."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from het_plugin import data, evaluate, predict
+from het_plugin.evaluation.predictions import read_predictions
+
+
+def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
+  run_dir, _ = digits_run
+  common = (f'--checkpoint={run_dir}', '--gin.eval/Integrator.num_samples=3', '--batch_size=64')
+  run_main(
+    evaluate,
+    *(*common, '--split=test', '--save_predictions', f'--output_dir={tmp_path}'),
+    '--covariance_images=0',
+  )
+  expected = read_predictions(str(tmp_path / 'predictions/het_xl.npz'))
+
+  config = data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 359, shuffle=False)
+  levels = (next(data.get_dataset(config))['image'] + 1) / 2
+  np.savez(tmp_path / 'digits.npz', image=levels)
+  out = tmp_path / 'out.json'
+  printed = run_main(predict, *common, f'--dataset={tmp_path}/digits.npz', f'--json={out}')
+  assert '359 images, the first 20' in printed
+  rows = json.loads(out.read_text())
+  np.testing.assert_allclose(
+    [row['top'][0]['probability'] for row in rows], np.exp(expected.log_prob.max(1)), rtol=1e-4
+  )
+  p = np.exp(expected.log_prob.astype(float))
+  entropy = -(p * np.log(p)).sum(1)
+  np.testing.assert_allclose([row['entropy'] for row in rows], entropy, rtol=1e-4)
+  assert {len(row['top']) for row in rows} == {5} and rows[0]['top'][0]['name'] in '0123456789'
+
+  folder = tmp_path / 'photos' / 'deep'
+  folder.mkdir(parents=True)
+  for i in range(3):
+    Image.fromarray((levels[i, ..., 0] * 255).astype(np.uint8)).save(folder / f'{i}.png')
+  (folder / 'x.png').write_bytes(b'no image')
+  (folder / 'notes.txt').write_text('no image')
+  table = tmp_path / 'new' / 'out.csv'
+  run_main(predict, *common, f'--dataset={tmp_path}/photos', '--top=2', f'--csv={table}')
+  with table.open() as file:
+    read = list(csv.DictReader(file))
+  assert [row['image'] for row in read] == [str(folder / f'{i}.png') for i in range(3)]
+  for row, want in zip(read, rows, strict=False):
+    assert row['class_1'] == want['top'][0]['name'] and row['class_2']
+    assert float(row['probability_1']) == pytest.approx(want['top'][0]['probability'], abs=0.02)
+
+
+def test_wrong_settings(digits_run, run_main, tmp_path):
+  (tmp_path / 'broken.npz').write_bytes(b'PK')
+  cases = {
+    '--top=3': '--dataset is needed',
+    f'--dataset={tmp_path}/none': 'holds no images',
+    f'--dataset={tmp_path}/broken.npz': 'broken.npz',
+  }
+  for argument, message in cases.items():
+    assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)
