@@ -11,6 +11,7 @@ import pytest
 import gin
 from het_plugin import ablate
 from het_plugin.config import parsing, registry
+from het_plugin.experiments import catalogue
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments.ablation import Ablation
 from het_plugin.experiments.flops import Flops
@@ -92,10 +93,10 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   assert row['nll'] == learned['runs']['nll'][1] and row['stderr']['nll'] is None
 
 
-@pytest.mark.parametrize('name', ablate.names())
+@pytest.mark.parametrize('name', catalogue.names())
 def test_every_cell_builds_its_model(name, tmp_path):
-  study = ablate.study(name)
-  text = pathlib.Path(parsing.resolve(ablate.gin_file(name))).read_text()
+  study = catalogue.study(name)
+  text = pathlib.Path(parsing.resolve(catalogue.gin_file(name))).read_text()
   assert study.paper and re.search(rf'^#   python -m het_plugin.ablate {name}\b', text, re.M)
   if isinstance(study, Flops):
     assert study.samples[0] == 1
@@ -134,7 +135,7 @@ def test_flops_need_no_training(name, tmp_path, run_main):
 
 def test_names(run_main, tmp_path):
   listed = run_main(ablate, '--list')
-  assert all(f'\n{name} ' in listed for name in ablate.names())
+  assert all(f'\n{name} ' in listed for name in catalogue.names())
   message = run_main(ablate, 'head', code=2)
   assert "'head' is no ablation" in message and 'heads, heads_noisy' in message
   assert 'does not exist' in run_main(ablate, tmp_path / 'mine.gin', code=2)

@@ -49,3 +49,29 @@ class Outcome:
   figures: Sequence[reporting.Figure] = ()
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
   details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def write(outcome: Outcome, output_dir: Path, copy: str | None) -> str:
+  """Writes results.json, results.txt and index.html; returns the text."""
+  results = {'title': outcome.title, **outcome.details, 'rows': outcome.rows}
+  for path in [output_dir / 'results.json', *([copy] if copy else [])]:
+    reporting.write_json(results, path)
+  text = '\n\n'.join(
+    [
+      reporting.text_table(outcome.rows, row_title='cell'),
+      *map(reporting.plain_table, outcome.tables),
+    ]
+  )
+  (output_dir / 'results.txt').write_text(text + '\n')
+  page = reporting.html_page(
+    title=outcome.title,
+    introduction=outcome.introduction,
+    rows=outcome.rows,
+    tables=outcome.tables,
+    notes=outcome.notes,
+    figures=outcome.figures,
+    provenance=reporting.Provenance.of_this_process('het_plugin.ablate', outcome.configs),
+    row_title='cell',
+  )
+  (output_dir / 'index.html').write_text(page)
+  return text

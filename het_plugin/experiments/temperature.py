@@ -93,6 +93,18 @@ def parse_methods(names: Sequence[str]) -> list[str]:
   return [row for row in ROWS if row in chosen]
 
 
+def parse_grid(values: Sequence[str]) -> list[float]:
+  """Raises ValueError for what is no temperature in the range that is searched."""
+  low, high = BOUNDS
+  try:
+    grid = [float(value) for value in values]
+  except ValueError as error:
+    raise ValueError(f'--grid={",".join(values)} must be numbers') from error
+  if not grid or not all(low <= tau <= high for tau in grid):
+    raise ValueError(f'--grid={",".join(values)} must be temperatures in [{low}, {high}]')
+  return grid
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
   """A finished training.

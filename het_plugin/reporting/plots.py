@@ -12,11 +12,11 @@ Curves = Mapping[str, Mapping[str, Sequence[float]]]
 _PANELS = {'loss': 'training loss (nats per example)', 'tau': 'temperature tau'}
 _SMOOTH_FRACTION = 0.02  # of a curve's points, in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
-_LABEL_GAP = 0.055  # of the axis height, between two labels
+_LABEL_GAP = 0.045  # of the axis height, between two labels
 
 
 def curves_png(curves: Curves, dpi: int = 160) -> bytes:
-  """Loss and temperature against the step, one line a head, labelled at its end.
+  """Loss and temperature against the step, one line per head, labelled at its end.
 
   Args:
     curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are
@@ -32,7 +32,7 @@ def curves_png(curves: Curves, dpi: int = 160) -> bytes:
   panels = [name for name in _PANELS if any(name in curve for curve in curves.values())]
   if not panels:
     raise ValueError(f'curves has neither of {list(_PANELS)} for any head; heads: {list(curves)}.')
-  figure = style.new_figure(11, 4.2)
+  figure = style.new_figure(11, 5.6)
   styles = style.line_styles(curves)
   for ax, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
     _panel(ax, name, {h: (c['step'], c[name]) for h, c in curves.items() if name in c}, styles)
@@ -57,8 +57,8 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
       highs.append(finite.max())
   if lows and min(lows) > 0 and max(highs) / min(lows) > _LOG_RATIO:
     ax.set_yscale('log')
-  ax.set_title(_PANELS[name], loc='left', fontsize=11)
-  ax.set_xlabel('step', fontsize=10)
+  ax.set_xlabel('step', fontsize=11)
+  ax.set_ylabel(_PANELS[name], fontsize=11)
   ax.xaxis.set_major_formatter('{x:,.0f}')
   style.plain_axes(ax)
   ax.margins(x=0)

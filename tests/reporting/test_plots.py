@@ -37,7 +37,7 @@ def line_pixels(image, number):
 
 def test_curves_are_a_png_of_the_asked_resolution():
   image = draw(CURVES, dpi=50)
-  assert image.shape == (210, 550, 3)
+  assert image.shape == (280, 550, 3)
   assert line_pixels(image, 0).any() and line_pixels(image, 1).any()
   assert not line_pixels(image, 2).any()
 
