@@ -1,60 +1,49 @@
-"""LiT from the command line: a classifier's image tower, locked, and a text tower trained to it;
+"""LiT as gin files describe it: a classifier's image tower, locked, and a text tower trained to it;
 zero-shot evaluation while it trains and of its checkpoint.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from flax import traverse_util
 
+import gin
 from het_plugin import export, weights, zeroshot
-from het_plugin.config import trained_run
+from het_plugin.config import parsing, registry, trained_run, training_run
 
-ROOT = Path(__file__).parents[1]
-TOWER = ('vit.width=16', 'vit.depth=1', 'vit.mlp_dim=16', 'vit.num_heads=2', 'BATCH_SIZE=16')
+TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2')
+DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', 'EVAL_STEPS = 1')
 TINY = (
-  *TOWER,
-  *(f'text_transformer.{x}' for x in ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')),
-  "TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}",
-  *('EVAL_STEPS=1', 'EVAL_PERIOD=2', 'SAVE_PERIOD=2', 'STATS_PERIOD=1', 'WARMUP_STEPS=0'),
-  'warmup_schedule.decay="constant"',
-  'ZeroShotAction.datasets=(@heldout/ZeroShotDataset(), @pairs/ZeroShotDataset())',
-  *(f'{name}/ZeroShotDataset.max_examples=64' for name in ('heldout', 'pairs')),
+  *(*TOWER, 'BATCH_SIZE = 16', 'EVAL_STEPS = 1', 'EVAL_PERIOD = 2', 'SAVE_PERIOD = 2'),
+  *(f'text_transformer.{x}' for x in ('width = 16', 'depth = 1', 'mlp_dim = 16', 'num_heads = 2')),
+  *("TASK_FEATURE_LENGTHS = {'image': 28, 'text': 8}", 'STATS_PERIOD = 1', 'WARMUP_STEPS = 0'),
+  "warmup_schedule.decay = 'constant'",
+  'ZeroShotAction.datasets = (@heldout/ZeroShotDataset(), @pairs/ZeroShotDataset())',
+  *(f'{name}/ZeroShotDataset.max_examples = 64' for name in ('heldout', 'pairs')),
+  *('LOCKED = True', "adamw.frozen_params = '^backbone/'"),
+  'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+  'RestoreCheckpointConfig.fallback_to_scratch = True',
 )
 
 
-def train(model_dir, *flags):
-  command = [sys.executable, '-m', 'het_plugin.train', f"--gin.MODEL_DIR='{model_dir}'", *flags]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-  assert done.returncode == 0, done.stderr[-3000:]
-
-
-def bind(*bindings):
-  return [f'--gin.{binding}' for binding in bindings]
+def train(model_dir, files, *bindings):
+  registry.register_trainer()
+  files = [f'het_plugin/gin/{name}.gin' for name in files]
+  parsing.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *bindings])
+  training_run.train_from_gin()
+  gin.clear_config()
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
   """(a classifier, LiT of two steps that was started again for a third one)."""
   folder = tmp_path_factory.mktemp('runs')
-  files = ('runs/glyphs_quickstart', 'heads/det')
-  files = [f'--gin_file=het_plugin/gin/{name}.gin' for name in files]
-  short = bind(*TOWER, 'TRAIN_STEPS=1', 'WARMUP_STEPS=0', 'ACTIONS=None', 'EVAL_STEPS=1')
-  train(folder / 'det', *files, *short)
-  lit = [
-    '--gin_file=het_plugin/gin/runs/lit_glyphs_het_xl.gin',
-    *bind(*TINY, 'LOCKED=True', "adamw.frozen_params='^backbone/'"),
-    '--gin.CheckpointConfig.restore=@RestoreCheckpointConfig()',
-    f"--gin.RestoreCheckpointConfig.path='{folder / 'det'}'",
-    '--gin.RestoreCheckpointConfig.fallback_to_scratch=True',
-  ]
+  train(folder / 'det', ['runs/glyphs_quickstart', 'heads/det'], *DET, 'ACTIONS = None')
+  path = f"RestoreCheckpointConfig.path = '{folder / 'det'}'"
   for steps in (2, 3):
-    train(folder / 'lit', *lit, f'--gin.TRAIN_STEPS={steps}')
+    lit = *TINY, path, f'TRAIN_STEPS = {steps}'
+    train(folder / 'lit', ['runs/lit_glyphs_het_xl'], *lit)
   return folder / 'det', folder / 'lit'
 
 

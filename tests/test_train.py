@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 
 import gin
+from het_plugin import export
+from het_plugin import train as main
 from het_plugin.config import parsing, registry
 from het_plugin.config.training_run import train_from_gin
 from het_plugin.training import partitioning, train
@@ -43,6 +44,7 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
   return jax.tree.map(np.asarray, state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', ['het', 'het_xl'])
 def test_four_steps_agree_across_meshes_and_microbatches(head, tmp_path):
   """K = 2,297 on 1, 4 and 8 shards; neither of the latter divides it.
@@ -61,14 +63,10 @@ def test_four_steps_agree_across_meshes_and_microbatches(head, tmp_path):
         np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def command(model_dir, *bindings):
+def arguments(model_dir, *bindings):
   return [
-    sys.executable,
-    '-m',
-    'het_plugin.train',
-    '--gin_file=gin/runs/digits_smoke.gin',
-    '--gin_file=gin/heads/het_xl.gin',
-    f"--gin.MODEL_DIR='{model_dir}'",
+    *('--gin_file=het_plugin/gin/runs/digits_smoke.gin', f"--gin.MODEL_DIR='{model_dir}'"),
+    '--gin_file=het_plugin/gin/heads/het_xl.gin',
     *(f'--gin.{binding.replace(" ", "")}' for binding in (*TINY, *bindings)),
   ]
 
@@ -77,109 +75,77 @@ def read_metrics(model_dir):
   return [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
 
 
-def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path):
+def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   """Interrupted anywhere and started again, it ends with the metrics of the run that was not."""
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
-  run = functools.partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True)
-  settings = ('TRAIN_STEPS=200', 'EVAL_PERIOD=200', 'SAVE_PERIOD=200', 'STATS_PERIOD=10')
+  settings = ('TRAIN_STEPS=150', 'EVAL_PERIOD=150', 'SAVE_PERIOD=150', 'STATS_PERIOD=10')
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  done = run(command(whole, *settings))
-  assert done.returncode == 0, done.stderr[-3000:]
-  assert 'HetXL' in (whole / 'config.gin').read_text()
-
+  command = [sys.executable, '-m', 'het_plugin.train', *arguments(parts, *settings)]
   process = subprocess.Popen(
-    command(parts, *settings), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-  )  # fmt: skip
+    command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+  )
   deadline = time.time() + 300
   while not (parts / 'metrics.jsonl').exists() or len(read_metrics(parts)) < 3:
     assert time.time() < deadline and process.poll() is None
-    time.sleep(0.05)
+    time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=120) == 42
-  stopped_at = max(line['step'] for line in read_metrics(parts))
-  assert stopped_at < 200
-  done = run(command(parts, *settings))
-  assert done.returncode == 0, done.stderr[-3000:]
+  assert max(line['step'] for line in read_metrics(parts)) < 150
+  for model_dir in (parts, whole):
+    run_main(main, *arguments(model_dir, *settings))
+  assert 'HetXL' in (whole / 'config.gin').read_text()
 
   def final(model_dir):
     (line,) = [line for line in read_metrics(model_dir) if 'training_eval/digits/nll' in line]
     return line
 
   assert final(parts) == final(whole)
-  assert run(command(parts, *settings)).returncode == 0  # complete: nothing happens, nothing breaks
-  assert final(parts) == final(whole)
 
 
-def test_a_det_checkpoint_starts_a_het_xl_model(tmp_path):
-  """The plug-in property: backbone and W are kept, only the noise and tau are new (section 3.1)."""
+def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
+  """The plug-in property: backbone and W are kept, only the noise and tau are new (section 3.1).
+
+  From its checkpoint, here with parameters sharded over data too, and from a file under
+  vision_transformer's names.
+  """
   parse('det', tmp_path / 'det', 'TRAIN_STEPS = 2', *SHORT)
-  _, det = gin.get_configurable(train.train)()
-  det = jax.tree.map(np.asarray, det.params)
-  parse(
-    'het_xl',
-    tmp_path / 'het_xl',
-    'TRAIN_STEPS = 1',
-    *SHORT,
-    'LEARNING_RATE = 1e-9',
-    'warmup_schedule.end_value = 1e-9',
-    'CheckpointConfig.restore = @RestoreCheckpointConfig()',
-    f"RestoreCheckpointConfig.path = '{tmp_path / 'det'}'",
-    'RestoreCheckpointConfig.fallback_to_scratch = True',
-  )
-  _, started = gin.get_configurable(train.train)()
-  np.testing.assert_allclose(started.params['head']['kernel'], det['head']['kernel'], atol=1e-6)
-  np.testing.assert_allclose(
-    started.params['backbone']['encoder_norm']['scale'],
-    det['backbone']['encoder_norm']['scale'],
-    atol=1e-6,
-  )
-  assert 'covariance' in started.params['head']
-
-
-def test_exported_weights_start_a_het_xl_model(tmp_path):
-  """The same through a file under vision_transformer's names, by the export main."""
-  parse('det', tmp_path / 'det', 'TRAIN_STEPS = 1', *SHORT)
-  _, det = train_from_gin()
-  det = jax.tree.map(np.asarray, det.params)
+  det = jax.tree.map(np.array, train_from_gin()[1].params)
   file = tmp_path / 'det.npz'
-  done = subprocess.run(
-    [
-      *(sys.executable, '-m', 'het_plugin.export'),
-      *(f'--checkpoint={tmp_path / "det"}', f'--output={file}'),
-    ],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
+  run_main(export, f'--checkpoint={tmp_path / "det"}', f'--output={file}')
   with np.load(file) as arrays:
     assert arrays['head/kernel'].shape[-1] == 10  # without the padded classes
     query = arrays['Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel']
     assert query.shape == (16, 2, 8)
-  parse(
-    'het_xl',
-    tmp_path / 'het_xl',
-    'TRAIN_STEPS = 1',
-    *SHORT,
-    'LEARNING_RATE = 1e-9',
-    'warmup_schedule.end_value = 1e-9',
-    'vit.scan_layers = True',
-    'CheckpointConfig.restore = @RestoreCheckpointConfig()',
-    f"RestoreCheckpointConfig.path = '{file}'",
-  )
-  _, started = gin.get_configurable(train.train)()
-  kernel = det['head']['kernel'].copy()
-  kernel[:, 10:] = 0.0
-  np.testing.assert_allclose(started.params['head']['kernel'], kernel, atol=1e-6)
-  np.testing.assert_allclose(
-    started.params['backbone']['blocks']['mlp']['wi']['kernel'][0],
-    det['backbone']['block00']['mlp']['wi']['kernel'],
-    atol=1e-6,
-  )
-  assert 'covariance' in started.params['head']
+  det['head']['kernel'][:, 10:] = 0.0
+
+  def start(path, *settings, files=()):
+    still = ['TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-9', 'warmup_schedule.end_value = 1e-9']
+    parse(
+      *('het_xl', tmp_path / f'from_{path.name}', *still, *SHORT, *settings),
+      'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+      f"RestoreCheckpointConfig.path = '{path}'",
+      files=files,
+    )
+    params = train_from_gin()[1].params
+    kernel = np.asarray(params['head']['kernel']).copy()
+    kernel[:, 10:] = 0.0
+    np.testing.assert_allclose(kernel, det['head']['kernel'], atol=1e-6)
+    assert 'covariance' in params['head']
+    return params
+
+  fsdp = [f'het_plugin/gin/partitioning/{name}.gin' for name in ('model_2', 'fsdp')]
+  scratch = 'RestoreCheckpointConfig.fallback_to_scratch = True'
+  params = start(tmp_path / 'det', scratch, files=fsdp)
+  assert params['head']['kernel'].sharding.spec == jax.sharding.PartitionSpec('data', 'model')
+  assert gin.get_configurable(partitioning.PjitPartitioner)().model_shards == 2
+  wanted = det['backbone']
+  got = params['backbone']['encoder_norm']['scale']
+  np.testing.assert_allclose(got, wanted['encoder_norm']['scale'], atol=1e-6)
+
+  got = start(file, 'vit.scan_layers = True')['backbone']['blocks']['mlp']['wi']['kernel'][0]
+  np.testing.assert_allclose(got, wanted['block00']['mlp']['wi']['kernel'], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('implementation', ['xla', 'pallas'])
 def test_a_replica_axis_changes_nothing(tmp_path, implementation):
   """Two slices of (2, 2), parameters over data too, against one device a model."""
@@ -202,11 +168,3 @@ def test_a_replica_axis_changes_nothing(tmp_path, implementation):
     if not name.endswith('attention/key/bias'):  # see above
       actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), state.params)
       np.testing.assert_allclose(actual, value, atol=1e-4, err_msg=name)
-
-
-def test_fsdp_file_shards_parameters_over_data(tmp_path):
-  files = [f'het_plugin/gin/partitioning/{name}.gin' for name in ('model_2', 'fsdp')]
-  parse('het_xl', tmp_path, 'TRAIN_STEPS = 1', *SHORT, files=files)
-  _, state = gin.get_configurable(train.train)()
-  assert state.params['head']['kernel'].sharding.spec == jax.sharding.PartitionSpec('data', 'model')
-  assert gin.get_configurable(partitioning.PjitPartitioner)().model_shards == 2

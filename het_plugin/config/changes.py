@@ -228,10 +228,13 @@ class RunConfig:
     text: as gin text.
   """
 
-  def __init__(self, text: str, accept_changes: bool = False):
+  def __init__(
+    self, text: str, accept_changes: bool = False, how_to_accept: str = '--accept_config_changes'
+  ):
     """Takes the text; with `accept_changes` a run goes on although its results may change."""
     self.text = text
     self._accept_changes = accept_changes
+    self._how_to_accept = how_to_accept
     self._replaced = None
 
   def check(self, step: int, record: Mapping[str, Any]) -> None:
@@ -261,7 +264,7 @@ class RunConfig:
       raise ValueError(
         f'the run in this model_dir is another one since its step {step}: {names}{more} changed '
         f'(the lines above say how); undo that, take another model_dir, or go on with '
-        '--accept_config_changes'
+        f'{self._how_to_accept}'
       )
     self._replaced = record['config']
 

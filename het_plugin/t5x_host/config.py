@@ -1,4 +1,4 @@
-"""The configuration of a run under t5x, as our mains read it."""
+"""The configuration of a run under t5x, in the form that our mains read."""
 
 from typing import Any
 
@@ -12,20 +12,42 @@ _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.t5x_host.engine'
 
 
-def summarize_config(model_dir: epath.PathLike, summary_writer: Any | None, step: int) -> None:
-  """`summarize_config_fn` of t5x: writes MODEL_DIR/t5x_config.gin and a text summary; and without
-  what only t5x knows MODEL_DIR/config.gin.
+def summarize_config(
+  model_dir: epath.PathLike,
+  summary_writer: Any | None,
+  step: int,
+  accept_changes: bool = False,
+) -> None:
+  """`summarize_config_fn` of t5x: writes MODEL_DIR/t5x_config.gin, MODEL_DIR/config.gin and a text
+  summary.
 
-  With that our mains take the run's checkpoints, where there is no t5x too.
+  config.gin lacks what only t5x knows, so that our mains open the run's checkpoints without t5x.
+
+  Args:
+    model_dir: the run's directory.
+    summary_writer: of clu; None for no summary.
+    step: of the checkpoint that the run goes on from; 0 at its start.
+    accept_changes: goes on although the configuration may now give other results.
+
+  Raises:
+    ValueError: it may, and that is not accepted.
   """
-  if jax.process_index():
-    return
   text = gin.config_str()
   folder = epath.Path(model_dir)
+  engine = changes.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
+  config = changes.RunConfig(
+    changes.without(text, set(engine), _ENGINE_MODULE),
+    accept_changes,
+    '--gin.summarize_config.accept_changes=True',
+  )
+  before = folder / changes.CONFIG
+  if step and before.exists():
+    config.check(step, {'config': before.read_text()})
+  if jax.process_index():
+    return
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 't5x_config.gin').write_text(text)
-  engine = changes.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
-  (folder / changes.CONFIG).write_text(changes.without(text, set(engine), _ENGINE_MODULE))
+  config.write(folder, step)
   if summary_writer is not None:
     summary_writer.write_texts(step, {'config': gin.markdown(text)})
     summary_writer.flush()

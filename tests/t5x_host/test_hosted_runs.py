@@ -2,7 +2,6 @@
 docs/t5x.md says how to get.
 """
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,12 +15,8 @@ import pytest
 from het_plugin.t5x_host import conversion
 from het_plugin.training import checkpoint_reader
 
-pytestmark = [
-  pytest.mark.t5x,
-  pytest.mark.skipif(
-    importlib.util.find_spec('t5x') is None, reason='t5x is not importable: docs/t5x.md says how'
-  ),
-]
+pytest.importorskip('t5x.train', reason='t5x is not importable: docs/t5x.md says how')
+pytestmark = [pytest.mark.t5x, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 ENGINE = 'gin/t5x/train.gin'
@@ -177,7 +172,9 @@ def test_the_loss_curve_is_that_of_the_built_in_trainer(ours, theirs):
   assert_same(our_losses(ours / 'het_xl'), losses(folder / 'het_xl'), range(1, STEPS + 1))
   wanted = params(ours / 'het_xl')
   for name, x in params(folder / 'het_xl').items():
-    np.testing.assert_allclose(x, wanted[name], atol=1e-5, err_msg=name)
+    # Softmax does not see this bias: its gradient is rounding error, which Adam scales up.
+    if not name.endswith('attention/key/bias'):
+      np.testing.assert_allclose(x, wanted[name], atol=1e-5, err_msg=name)
 
 
 def test_few_shot_accuracies_are_those_of_the_built_in_trainer(ours, theirs):

@@ -1,0 +1,29 @@
+"""What a run under t5x leaves of its configuration. t5x itself is not needed."""
+
+import pytest
+
+import gin
+from het_plugin.config import parsing, registry
+from het_plugin.t5x_host import config
+
+
+def configure(head):
+  files = ['runs/digits_smoke', f'heads/{head}']
+  parsing.parse_config([f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'unused'"])
+
+
+def test_a_run_is_not_resumed_with_another_head(tmp_path):
+  registry.register_trainer()
+  configure('het_xl')
+  config.summarize_config(tmp_path, None, 0)
+  config.summarize_config(tmp_path, None, 4)  # the same run, resumed
+  saved = (tmp_path / 'config.gin').read_text()
+  assert 'HetXL.num_factors' in saved
+  configure('det')
+  with pytest.raises(ValueError, match='another one since its step 4: ClassificationModel.head'):
+    config.summarize_config(tmp_path, None, 4)
+  assert (tmp_path / 'config.gin').read_text() == saved
+  config.summarize_config(tmp_path, None, 4, accept_changes=True)
+  assert 'HetXL' not in (tmp_path / 'config.gin').read_text()
+  assert (tmp_path / 'config_until_4.gin').read_text() == saved
+  gin.clear_config()
