@@ -4,11 +4,11 @@
       --checkpoint het_xl=runs/quickstart/het_xl --json real_data.json
 
 Evaluates the pre-logits of each run and, as a baseline, the pixels: as they are stored ('pixels'),
-and in the size and channels that a run takes where these differ. All are evaluated on the same
-draws; where there are several runs, a second table gives their differences to the first.
+and, if these differ, in the size and channels that a run takes. All are evaluated on the same
+draws. With several runs, a second table gives their differences to the first.
 
 Linear: ridge regression on a fixed training split (the few-shot protocol, l2 by leave-one-out),
-tested on all of the other split. The errors are over draws of the training images.
+tested on the whole other split. The errors are over draws of the training images.
   digits    scikit-learn's, on the splits of the task 'digits'.
   omniglot  DIR/omniglot28.npz: all classes of the 20 evaluation alphabets (Lake et al. 2015,
             https://doi.org/10.1126/science.aab3050) at once. Drawers 1 to 10 of each character are
@@ -16,15 +16,15 @@ tested on all of the other split. The errors are over draws of the training imag
   emoji     DIR/noto_emoji64.npz: its groups; a fixed random half is the training split. Emoji are
             on white. A run that takes grey gets the mean of the colours.
 
-Episodes, of omniglot only: 5 or 20 classes, drawn from all of the evaluation alphabets' whatever
-the alphabet, 1 or 5 training images and 5 test images a class, without rotations as classes of
-their own (the episodes of Vinyals et al. 2016, https://arxiv.org/abs/1606.04080; those of Lake et
-al. are within an alphabet, which is harder). The errors are over episodes. The classifier is ridge
-regression at one l2, or the class of the largest cosine to the mean of the normalised training
-images.
+Episodes, for omniglot only: 5 or 20 classes, drawn from all evaluation alphabets, with 1 or
+5 training images and 5 test images per class; rotations are not classes of their own (the episodes
+of Vinyals et al. 2016, https://arxiv.org/abs/1606.04080; those of Lake et al. stay within an
+alphabet, which is harder). The errors are over episodes. The classifier is ridge regression at one
+l2, or the class with the largest cosine to the mean of the normalised training images.
 
-p is two-sided, of paired t-tests: over episodes; of linear, the larger of those over draws and over
-test images. It is about these parameters: another training run of the same head would differ too.
+p is the two-sided p of paired t-tests: over episodes, or for linear the larger of those over draws
+and over test images. It is about these parameters; another training run of the same head would
+differ too.
 Takes 3 to 4 minutes on two CPU cores with three runs of gin/runs/glyphs_quickstart.gin.
 """
 
@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 import scipy.stats
-from command_line import integers, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, write_json
 
 from het_plugin.config import command_line, trained_run
 from het_plugin.data import array_source
@@ -47,7 +47,7 @@ from het_plugin.evaluation.extraction import RepresentationExtractor, match_chan
 
 BATCH_SIZE = 256
 EPISODES = ((5, 1), (5, 5), (20, 1), (20, 5))  # (ways, shots)
-QUERIES = 5  # test images a class of an episode
+QUERIES = 5  # test images per class of an episode
 TRAIN_DRAWERS = 10
 PIXELS = 'pixels'
 
@@ -70,7 +70,7 @@ class ImageSet:
 
 
 def load_digits(data: Path | None) -> ImageSet:
-  del data  # a part of scikit-learn
+  del data  # scikit-learn contains them
   source = array_source.digits_source()
   splits = [
     source.read(split, np.arange(source.info.splits[split]), source.image_size, seed=0)
@@ -139,7 +139,7 @@ def resized(images: np.ndarray, size: int) -> np.ndarray:
 
 
 def batches(images: np.ndarray, size: int, rows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-  """All images in batches of BATCH_SIZE; of each, the rows that this process feeds."""
+  """All images in batches of BATCH_SIZE; yields the rows of each that this process feeds."""
   for start in range(0, len(images), BATCH_SIZE):
     index = start + rows
     mask = index < len(images)
@@ -154,7 +154,7 @@ def batches(images: np.ndarray, size: int, rows: np.ndarray) -> Iterator[dict[st
 def pre_logits(
   checkpoint: str, datasets: Mapping[str, ImageSet]
 ) -> tuple[int, int, dict[str, np.ndarray]]:
-  """Image side and channels that a run takes, and its representations [N, D] of each data set."""
+  """Image side and channels that a run takes, and its representations [N, D] per data set."""
   run = trained_run.open_run(checkpoint)
   rows = run.partitioner.batch_rows(BATCH_SIZE)
   extractor = RepresentationExtractor(
@@ -170,14 +170,14 @@ def pre_logits(
 
 
 def pixels(images: np.ndarray) -> np.ndarray:
-  """[N, D] with black at 0, as a cosine of pixels is usually meant."""
+  """Pixels [N, D] with black at 0, which is what a cosine of pixels usually assumes."""
   return (images.reshape(len(images), -1) + 1) / 2
 
 
 def linear(
   features: np.ndarray, data: ImageSet, shots: Sequence[int], seeds: Sequence[int]
 ) -> dict[int, FewShotResult]:
-  """{shots: result}, but for shots that no class has; one draw where it takes every image."""
+  """{shots: result} without shots that no class has; a single draw if it takes every image."""
   y, test = data.labels[data.train], ~data.train
   largest_class = np.bincount(y).max()
   results = {}
@@ -195,7 +195,7 @@ def linear(
 
 
 def draw_episode(labels: np.ndarray, ways: int, shots: int, number: int) -> np.ndarray:
-  """Images of an episode: int64 [ways, shots + QUERIES], the training images first."""
+  """Rows of the images of an episode, int64 [ways, shots + QUERIES], training images first."""
   rng = np.random.default_rng([number, ways, shots])
   classes = rng.choice(np.unique(labels), ways, replace=False)
   orders = [rng.permutation(np.flatnonzero(labels == c)) for c in classes]
@@ -203,7 +203,7 @@ def draw_episode(labels: np.ndarray, ways: int, shots: int, number: int) -> np.n
 
 
 def ridge_accuracy(train: np.ndarray, test: np.ndarray, l2: float) -> float:
-  """Of one episode: features [ways, shots, D] and [ways, QUERIES, D]."""
+  """Accuracy in one episode with features [ways, shots, D] and [ways, QUERIES, D]."""
   ways, shots, dim = train.shape
   model = ridge.decompose(train.reshape(-1, dim), np.repeat(np.arange(ways), shots))
   predicted = model.predict(test.reshape(-1, dim), [l2]).reshape(ways, -1)
@@ -211,14 +211,14 @@ def ridge_accuracy(train: np.ndarray, test: np.ndarray, l2: float) -> float:
 
 
 def nearest_mean_accuracy(train: np.ndarray, test: np.ndarray) -> float:
-  """Of one episode, by cosine."""
+  """Accuracy in one episode by the largest cosine."""
   centres = normalised(normalised(train).mean(axis=1))  # [ways, D]
   predicted = (test @ centres.T).argmax(axis=-1)  # [ways, QUERIES]; the test norms do not matter
   return float((predicted == np.arange(len(train))[:, None]).mean())
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
-  """Unit vectors; zeros stay."""
+  """Rows divided by their norms; zeros stay zeros."""
   return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), np.finfo(x.dtype).tiny)
 
 
@@ -241,7 +241,7 @@ def evaluate_linear(
   seeds: Sequence[int],
   base: str | None,
 ) -> list[dict[str, Any]]:
-  """A row for each representation and number of shots."""
+  """One row per representation and number of shots."""
   results = {name: linear(x, data, shots, seeds) for name, x in features.items()}
   ways = len(np.unique(data.labels))
   rows = []
@@ -261,7 +261,7 @@ def evaluate_linear(
 def evaluate_episodes(
   data: ImageSet, features: Mapping[str, np.ndarray], num: int, l2: float, base: str | None
 ) -> list[dict[str, Any]]:
-  """A row for each size of the episodes, representation and classifier."""
+  """One row per size of the episodes, representation and classifier."""
   rows = []
   for ways, shots in data.episodes:
     drawn = [draw_episode(data.labels, ways, shots, number) for number in range(num)]
@@ -280,12 +280,12 @@ def evaluate_episodes(
 
 
 def is_compared(name: str, base: str | None) -> bool:
-  """Whether a row is of a run other than the first."""
+  """Whether a row belongs to a run other than the first."""
   return name != base and not name.startswith(PIXELS)
 
 
 def print_tables(dataset: str, rows: Sequence[Mapping[str, Any]], base: str | None) -> None:
-  """A table of accuracies for each classifier, and one of differences if there are any."""
+  """Prints a table of accuracies per classifier, and one of differences if there are any."""
   for classifier in dict.fromkeys(row['classifier'] for row in rows):
     members = [row for row in rows if row['classifier'] == classifier]
     title = f'{dataset}, {classifier}'
@@ -327,10 +327,8 @@ def named_checkpoint(text: str) -> tuple[str, str]:
   return name, checkpoint
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+def make_flags() -> argparse.ArgumentParser:
+  parser = make_parser(__doc__)
   folder = os.environ.get('HET_PLUGIN_DATA')
   parser.add_argument(
     '--data',
@@ -352,16 +350,15 @@ def make_parser() -> argparse.ArgumentParser:
     '--shots',
     type=integers,
     default=[1, 5, 10, 25],
-    help='training images a class, linear',
+    help='training images per class, linear',
   )
-  parser.add_argument('--episodes', type=int, default=1000, help='of each size, 2 or more')
+  parser.add_argument('--episodes', type=int, default=1000, help='number per size, 2 or more')
   parser.add_argument(
-    '--l2', type=float, default=BIG_VISION_L2, help='of the ridge regression in episodes'
+    '--l2', type=float, default=BIG_VISION_L2, help='strength of the ridge regression in episodes'
   )
   parser.add_argument(
     '--seeds', type=integers, default=[0, 1, 2, 3, 4], help='draws of linear evaluation'
   )
-  parser.add_argument('--json', type=Path, help='write the rows here')
   return parser
 
 
@@ -378,7 +375,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-  parser = make_parser()
+  parser = make_flags()
   args = parser.parse_args()
   try:
     check_flags(args)

@@ -16,7 +16,6 @@ Exit codes: 0 done; 2 a setting is wrong.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from absl import app, flags
@@ -24,8 +23,6 @@ from absl import app, flags
 import gin
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.evaluation import fewshot, fewshot_report, fewshot_runs
-
-_OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'max_test')
 
 
 def define_flags() -> None:
@@ -66,44 +63,33 @@ def define_flags() -> None:
   flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
 
 
-def protocol() -> fewshot.Protocol:
-  """That of --protocol, with the parts that are set by flags of their own."""
+def settings() -> fewshot_runs.Settings:
   values = flags.FLAGS
   parts = {name: values[name].value for name in ('classifier', 'draw') if values[name].value}
   if values.l2 is not None:
     parts['l2'] = flag_values.positive_or_word('l2', values.l2, fewshot.L2_RULES)
-  return dataclasses.replace(fewshot.PROTOCOLS[values.protocol], **parts)
+  return fewshot_runs.Settings(
+    dataclasses.replace(fewshot.PROTOCOLS[values.protocol], **parts),
+    tuple(n if n == 'all' else flag_values.integers('shots', [n], 1)[0] for n in values.shots),
+    tuple(flag_values.integers('seeds', values.seeds)),
+  )
 
 
-def datasets() -> Sequence[Any]:
-  """Those of --datasets, else those that the configuration binds, which is a run's by now."""
-  from het_plugin.evaluation import fewshot_action, fewshot_datasets
-
-  values = flags.FLAGS
-  if values.datasets is None:
-    bound = gin.get_bindings(fewshot_action.FewShotAction).get('datasets')
-    chosen = bound or fewshot_datasets.DEFAULT_DATASETS
-  else:
-    chosen = fewshot_datasets.parse(values.datasets, *values.splits)
-  return fewshot_datasets.at_most(chosen, values.max_train, values.max_test)
-
-
-def results(settings: fewshot_runs.Settings) -> fewshot_report.Results:
-  """Evaluates what --train and --test, or --checkpoint, name."""
+def evaluate(chosen: fewshot_runs.Settings) -> fewshot_runs.Results:
   values = flags.FLAGS
   if not values.checkpoint:
-    return fewshot_runs.from_files(values.names, values.train, values.test, settings)
-  from het_plugin.config import trained_run
+    return fewshot_runs.from_files(values.names, values.train, values.test, chosen)
+  from het_plugin.config import trained_run  # imports TensorFlow, which files do not need
 
   gin_files = values.gin_file, values.gin_bindings, values.gin_search_paths
   return fewshot_runs.from_checkpoints(
     values.names,
     values.checkpoint,
-    settings,
+    chosen,
     open_run=lambda checkpoint: trained_run.open_run(checkpoint, *gin_files),
-    choose_datasets=datasets,
-    layer=values.layer,
-    batch_size=values.batch_size,
+    # These are the bindings of the run that was opened last.
+    bound_datasets=lambda: gin.get_bindings('FewShotAction').get('datasets'),
+    **{name: values[name].value for name in fewshot_runs.OF_CHECKPOINTS},
   )
 
 
@@ -112,22 +98,15 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   values = flags.FLAGS
   with command_line.one_sentence_errors():
-    shots = tuple(
-      None if n == 'all' else flag_values.integers('shots', [n], least=1)[0] for n in values.shots
-    )
-    seeds = tuple(flag_values.integers('seeds', values.seeds))
-    settings = fewshot_runs.Settings(protocol(), shots, seeds)
-    fewshot_runs.check_sources(values.train, values.test, values.checkpoint, values.results)
-    for name in _OF_CHECKPOINTS:
-      if values[name].present and not values.checkpoint:
-        raise ValueError(f'--{name} is for --checkpoint, whose representations are computed here')
-    if len(values.splits) != 2:
-      raise ValueError(f'--splits={",".join(values.splits)} must be a training and a test split')
+    chosen = settings()
+    given = [name for name in fewshot_runs.OF_CHECKPOINTS if values[name].present]
+    sources = values.train, values.test, values.checkpoint, values.results
+    fewshot_runs.check_flags(*sources, values.splits, given)
     distributed.initialize()
     report = fewshot_report.Report(
-      {'name': values.protocol, **dataclasses.asdict(settings.protocol)},
+      {'name': values.protocol, **dataclasses.asdict(chosen.protocol)},
       earlier=[row for path in values.results for row in fewshot_runs.read_rows(path)],
-      results=results(settings),
+      results=evaluate(chosen),
     )
     if jax.process_index() == 0:
       report.write('het_plugin.fewshot', json=values.json, html=values.html)

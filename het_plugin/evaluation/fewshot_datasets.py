@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,28 +43,34 @@ DEFAULT_DATASETS = (
 )
 
 
-def parse(texts: Sequence[str], train_split: str, test_split: str) -> list[FewShotDataset]:
-  """The data sets of --datasets, each TASK or NAME=TASK.
+def choose(
+  texts: Sequence[str] | None,
+  splits: Sequence[str],
+  max_train: int | None,
+  max_test: int | None,
+  bound: Sequence[FewShotDataset] | None,
+) -> list[FewShotDataset]:
+  """The data sets of --datasets, else those that are bound, else `DEFAULT_DATASETS`.
+
+  Args:
+    texts: TASK or NAME=TASK, or None.
+    splits: training and test split of `texts`.
+    max_train, max_test: limits of all data sets; None keeps those that a data set has.
+    bound: data sets, or None.
 
   Raises:
     ValueError: there is none, or two have the same name.
   """
-  chosen = []
-  for text in texts:
-    name, equals, task = text.rpartition('=')
-    name = name if equals else Path(task).stem or task
-    chosen.append(FewShotDataset(name, task, train_split, test_split))
-  check_names(chosen, '--datasets')
-  return chosen
-
-
-def at_most(
-  datasets: Iterable[FewShotDataset], max_train: int | None, max_test: int | None
-) -> list[FewShotDataset]:
-  """The data sets with these limits; None keeps those that a data set has."""
+  chosen = bound or DEFAULT_DATASETS
+  if texts is not None:
+    chosen = []
+    for text in texts:
+      name, equals, task = text.rpartition('=')
+      chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
+    check_names(chosen, '--datasets')
   limits = {'max_train': max_train, 'max_test': max_test}
   given = {name: limit for name, limit in limits.items() if limit is not None}
-  return [dataclasses.replace(dataset, **given) for dataset in datasets]
+  return [dataclasses.replace(dataset, **given) for dataset in chosen]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,9 @@ from het_plugin.evaluation.fewshot_report import Results
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.representations import read_representations
 
+# Flags of `het_plugin.fewshot` that belong to --checkpoint.
+OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'max_test')
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -21,19 +24,24 @@ class Settings:
 
   Attributes:
     protocol: see `fewshot.Protocol`.
-    shots: examples per class; None for all examples.
+    shots: examples per class, or 'all'.
     seeds: one subset is drawn for each.
   """
 
   protocol: fewshot.Protocol
-  shots: tuple[int | None, ...]
+  shots: tuple[int | str, ...]
   seeds: tuple[int, ...]
 
 
-def check_sources(
-  train: Sequence[str], test: Sequence[str], checkpoint: Sequence[str], results: Sequence[str]
+def check_flags(
+  train: Sequence[str],
+  test: Sequence[str],
+  checkpoint: Sequence[str],
+  results: Sequence[str],
+  splits: Sequence[str],
+  given: Sequence[str],
 ) -> None:
-  """Raises ValueError for flags --train, --test, --checkpoint, --results that do not fit."""
+  """Raises ValueError for flags that do not go together; `given` are those of `OF_CHECKPOINTS`."""
   if len(train) != len(test):
     raise ValueError(
       f'--train is given {len(train)} times and --test {len(test)} times; each run needs both'
@@ -42,6 +50,10 @@ def check_sources(
     raise ValueError('--train and --checkpoint cannot go together: represent the checkpoints first')
   if not (train or checkpoint or results):
     raise ValueError('--train and --test, --checkpoint, or --results are needed')
+  if given and not checkpoint:
+    raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
+  if len(splits) != 2:
+    raise ValueError(f'--splits={",".join(splits)} must be a training and a test split')
 
 
 def run_names(names: Sequence[str] | None, paths: Sequence[str]) -> list[str]:
@@ -91,7 +103,11 @@ def from_checkpoints(
   settings: Settings,
   *,
   open_run: Callable[[str], Any],
-  choose_datasets: Callable[[], Sequence[Any]],
+  bound_datasets: Callable[[], Sequence[Any] | None],
+  datasets: Sequence[str] | None,
+  splits: Sequence[str],
+  max_train: int | None,
+  max_test: int | None,
   layer: str,
   batch_size: int,
 ) -> Results:
@@ -102,8 +118,8 @@ def from_checkpoints(
     checkpoints: paths, one per run.
     settings: how.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
-    choose_datasets: the `FewShotDataset`s; called once a run is open, whose configuration may bind
-      them.
+    bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
+    datasets, splits, max_train, max_test: as the flags; see `fewshot_datasets.choose`.
     layer: name of the representation.
     batch_size: global batch of the extraction.
 
@@ -119,11 +135,11 @@ def from_checkpoints(
   results = {}
   for name, checkpoint in zip(names, checkpoints, strict=True):
     run = open_run(checkpoint)
-    datasets = choose_datasets()
-    fewshot.check_settings((1,), settings.seeds, settings.protocol.l2, len(datasets))
+    chosen = fewshot_datasets.choose(datasets, splits, max_train, max_test, bound_datasets())
+    fewshot.check_settings((1,), settings.seeds, settings.protocol.l2, len(chosen))
     run.partitioner.check_batch_size(batch_size)
     reader = fewshot_datasets.FewShotReader(run.partitioner, run.image_size, batch_size)
-    for dataset in datasets:
+    for dataset in chosen:
       reader.check(dataset)
     extractor = extraction.RepresentationExtractor(
       run.model,
@@ -134,8 +150,8 @@ def from_checkpoints(
       pool='mean',
     )
     data, title = {}, f'{name}: representations'
-    with reporting.Progress(title, len(datasets), unit='data sets') as progress:
-      for dataset in datasets:
+    with reporting.Progress(title, len(chosen), unit='data sets') as progress:
+      for dataset in chosen:
         data[dataset.name] = reader.extract(dataset, extractor, run.params)
         progress.update(1)
     results[name] = _evaluate(name, data, settings)
@@ -147,7 +163,7 @@ def _evaluate(
 ) -> dict[str, dict[int, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
   most = max(int(np.bincount(train.y).max()) for train, _ in data.values())
-  shots = tuple(dict.fromkeys(most if n is None else n for n in settings.shots))
+  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in settings.shots))
   fits = len(data) * len(shots) * len(fewshot.used_seeds(settings.protocol, settings.seeds))
   with reporting.Progress(run, fits, unit='fits') as progress:
     return fewshot.few_shot_all(
