@@ -1,6 +1,7 @@
 """Class probabilities of images without labels."""
 
 import contextlib
+import csv
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,8 +145,6 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: str) -> None:
   """A line per image: image, entropy, then name and probability of each class."""
-  import csv
-
   Path(path).parent.mkdir(parents=True, exist_ok=True)
   with open(path, 'w', newline='', encoding='utf-8') as file:
     writer = csv.writer(file)
