@@ -161,8 +161,9 @@ def run_plan(
     for rows in extractor.rows(params, recorded(), batch_size, left) if left else ():
       for layer in plan.layers:
         extraction.check_finite(layer, rows[extraction.column(layer)], rows['index'])
+      state = states.popleft()
       if store is not None:
-        store.append(rows, states.popleft())
+        store.append(rows, state)
       on_rows(len(rows['index']))
   finally:
     if store is not None:
