@@ -16,7 +16,7 @@ from etils import epath
 
 from het_plugin import reporting
 from het_plugin.config import command_line
-from het_plugin.operations import profile_requests, run_status, status_report
+from het_plugin.operations import profiles, run_status, status_report
 
 _CLEAR = '\x1b[H\x1b[2J'
 
@@ -71,7 +71,7 @@ def _request_profile(run_dir: str, steps: int) -> None:
   state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
   if state not in (run_status.RUNNING, run_status.STARTING):
     raise ValueError(f'--profile_steps={steps}: {run_dir} is {state}; only a run that runs answers')
-  profile_requests.request(run_dir, steps)
+  profiles.request(run_dir, steps)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from absl import app, flags
 
 from het_plugin.config import command_line, distributed, parsing, registry, training_run
 from het_plugin.operations import run_clock
-from het_plugin.operations.verdict import Limits
+from het_plugin.operations.peers import Limits
 
 
 def define_flags() -> None:

@@ -10,9 +10,21 @@ from pathlib import Path
 import pytest
 
 from het_plugin import status
-from het_plugin.operations import goodput, run_clock
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_facts(folder, number, process, changes):
+  now = time.time()
+  value = {
+    **{'process': process, 'processes': 2, 'host': f'host-{process}', 'pid': 5, 'beat': 9},
+    **{'began': now - 290, 'time': now, 'total_steps': 400, 'step': 300, 'ticks': 900},
+    **{'start_step': 0, 'phase': 'data', 'seconds': {'compile': 90, 'step': 200}},
+    **{'idle_seconds': 33.0, 'state': 'running', 'message': ''},
+  }
+  attempt = folder / 'attempts' / f'attempt_{number:04d}'
+  attempt.mkdir(parents=True, exist_ok=True)
+  (attempt / f'process-{process:05d}.json').write_text(json.dumps(value | changes))
 
 
 @pytest.fixture
@@ -20,8 +32,6 @@ def run_dir(tmp_path):
   """A run of two processes that works on step 300 of 400, in its second start."""
   folder = tmp_path / 'run'
   for name in (
-    'attempts',
-    'heartbeats',
     'nonfinite',
     'checkpoint_200',
     'unreadable_checkpoint_250',
@@ -29,19 +39,12 @@ def run_dir(tmp_path):
     (folder / name).mkdir(parents=True)
   (folder / 'checkpoint_200' / 'array').write_bytes(bytes(1_500_000))
   now = time.time()
-  first = {'began': now - 400, 'written': now - 300, 'seconds': {'start': 20, 'step': 80}}
-  second = {'began': now - 290, 'written': now, 'seconds': {'compile': 90, 'step': 200}}
-  for number, values, steps in ((1, first, (0, 240)), (2, second, (200, 300))):
-    steps = dict(zip(('start_step', 'step'), steps, strict=True))
-    (folder / 'attempts' / f'attempt_{number:04d}.json').write_text(json.dumps(values | steps))
-  for process in range(2):
-    beat = {
-      **{'process': process, 'processes': 2, 'host': f'host-{process}', 'pid': 5, 'run': 'b'},
-      **{'time': now, 'step': 300, 'total_steps': 400, 'ticks': 900 - process, 'phase': 'data'},
-      **{'idle_seconds': 33.0, 'state': 'running', 'message': ''},
-    }
-    path = folder / 'heartbeats' / f'process-{process:05d}.json'
-    path.write_text(json.dumps(beat))
+  for number, process, changes in (
+    (1, 0, {'began': now - 400, 'seconds': {'start': 20, 'step': 80}, 'step': 240}),
+    (2, 0, {'start_step': 200}),
+    (2, 1, {'start_step': 200, 'ticks': 899}),
+  ):
+    write_facts(folder, number, process, changes)
   (folder / 'nonfinite' / 'step_290.json').write_text('{}')
   lines = [
     {'step': 290, 'train/loss': 1.25, 'train/tau': 1.5, 'train/timing/examples_per_second': 812.4},
@@ -120,32 +123,33 @@ def test_a_profile_is_asked_for(run_dir, run_main):
 
 
 def test_only_a_run_that_runs_is_asked(tmp_path, run_main):
-  file = goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=5, processes=1)
-  file.write(goodput.DONE)
+  write_facts(tmp_path, 1, 0, {'state': 'done'})
   message = run_main(status, tmp_path, '--profile_steps=7', code=2)
   assert f'--profile_steps=7: {tmp_path} is done; only a run that runs answers' in message
   assert not (tmp_path / 'profile_request').exists()
 
 
 def test_watch_looks_again_until_the_run_is_done(tmp_path, run_main, monkeypatch):
-  file = goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=5, processes=1)
-  ends = iter([None, goodput.DONE])
-  monkeypatch.setattr(status.time, 'sleep', lambda seconds: file.write(next(ends)))
+  states = iter(['running', 'done'])
+  write_facts(tmp_path, 1, 0, {})
+  monkeypatch.setattr(
+    status.time, 'sleep', lambda _: write_facts(tmp_path, 1, 0, {'state': next(states)})
+  )
   text = run_main(status, tmp_path, '--watch=3')
-  assert re.findall('(\\w+): step 0 of 5', text) == ['starting', 'starting', 'done']
+  assert re.findall('(\\w+): step 300 of 400', text) == ['running', 'running', 'done']
 
 
 def test_it_needs_no_tensorflow_and_no_devices(run_dir):
   """Nor orbax: it answers at once, on machines where a run's devices are busy."""
   code = (
     'import sys\n'
-    'from het_plugin import status, status_report\n'
-    'from het_plugin.operations import run_status\n'
+    'from het_plugin import status\n'
+    'from het_plugin.operations import run_status, status_report\n'
     f'facts = run_status.read({str(run_dir)!r})\n'
     'status_report.text(facts), status_report.page(facts)\n'
     'from jax._src import xla_bridge\n'
     'assert not xla_bridge.backends_are_initialized()\n'
-    'print([m for m in ("tensorflow", "orbax", "clu", "flax", "seqio") if m in sys.modules])'
+    'print([m for m in ("tensorflow", "orbax", "seqio") if m in sys.modules])'
   )
   result = subprocess.run(
     [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120

@@ -23,7 +23,7 @@ import jax
 from absl import flags
 from absl import logging as absl_logging
 
-from het_plugin.operations import last_words
+from het_plugin.operations import ending
 from het_plugin.training import exit_codes
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def exit_at_once(code: int) -> NoReturn:
   lost.
   """
   jax.distributed.shutdown()
-  last_words.flush()
+  ending.flush()
   os._exit(code)
 
 
@@ -165,15 +165,15 @@ def leaving() -> Iterator[None]:
 
 
 def _leave(code: int) -> None:
-  last_words.flush()
+  ending.flush()
   timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
   timer.daemon = True
   timer.start()
-  with last_words.on_abort(lambda: os._exit(code)):  # process 0 has ended meanwhile
-    try:
-      jax.distributed.shutdown()
-    finally:
-      os._exit(code)
+  ending.on_abort(lambda: os._exit(code))  # process 0 has ended meanwhile
+  try:
+    jax.distributed.shutdown()
+  finally:
+    os._exit(code)
 
 
 def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:

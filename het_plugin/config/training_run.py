@@ -4,7 +4,7 @@ from absl import flags
 
 import gin
 from het_plugin.config import changes, distributed
-from het_plugin.operations.verdict import Limits
+from het_plugin.operations.peers import Limits
 
 
 def define_flags() -> None:

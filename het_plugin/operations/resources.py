@@ -1,8 +1,7 @@
-"""Whether disk and host memory have room for a run's checkpoints, before anything is compiled."""
+"""Checks that disk and host memory have room for checkpoints, before anything is compiled."""
 
 import logging
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def check(
   Args:
     state: the train state as shapes with shardings.
     save_cfg: None for a run that saves nothing.
-    model_dir: its directory, which need not exist.
+    model_dir: its directory.
     total_steps: of the run.
 
   Raises:
@@ -40,13 +39,11 @@ def check(
   """
   if save_cfg is None:
     return
-  problems = []
-  for check_one in (_check_disk, _check_memory):
-    try:
-      check_one(state, save_cfg, model_dir, total_steps)
-    except ValueError as problem:
-      problems.append(str(problem))
-  if texts := processes.gather(' '.join(problems)):
+  problems = [
+    _check_disk(state, save_cfg, model_dir, total_steps),
+    _check_memory(state, save_cfg),
+  ]
+  if texts := processes.gather(' '.join(filter(None, problems))):
     raise ValueError(processes.as_one(texts))
 
 
@@ -81,18 +78,19 @@ def _check_disk(
   save_cfg: checkpoints.SaveCheckpointConfig,
   model_dir: epath.PathLike,
   total_steps: int,
-) -> None:
+) -> str:
+  """What is wrong, if anything, in a sentence."""
   if run_files.is_remote(model_dir) or jax.process_index() != 0:
-    return
+    return ''
   saved, unfinished = checkpoint_reader.disk_use(model_dir)
   newest = max(saved, default=0)
   if newest >= total_steps:
-    return
-  # What this model's checkpoints took so far is a better guess than the size of its arrays.
+    return ''
+  # The size of this model's last checkpoint is a better guess than that of its arrays.
   one = saved.get(newest) or int(_COMPRESSED * checkpoint_bytes(state, save_cfg))
-  free = shutil.disk_usage(_existing(model_dir)).free + unfinished
+  free = shutil.disk_usage(model_dir).free + unfinished
   if free < one:
-    raise ValueError(
+    return (
       f'model_dir={model_dir} has {_text(free)} free, but a checkpoint takes {_text(one)}: make '
       "space, or bind SaveCheckpointConfig.dtype='bfloat16'."
     )
@@ -105,38 +103,29 @@ def _check_disk(
       '(SaveCheckpointConfig.keep=%s).',
       *(model_dir, _text(free), count, _text(one), save_cfg.keep),
     )
+  return ''
 
 
-def _check_memory(
-  state: PyTree,
-  save_cfg: checkpoints.SaveCheckpointConfig,
-  model_dir: epath.PathLike,
-  total_steps: int,
-) -> None:
-  del model_dir, total_steps
+def _check_memory(state: PyTree, save_cfg: checkpoints.SaveCheckpointConfig) -> str:
+  """What is wrong, if anything, in a sentence."""
   need, available = host_bytes(state, save_cfg), available_host_bytes()
-  if available is None:
-    return
-  if available < need:
-    raise ValueError(
+  if available is not None and available < need:
+    return (
       f'A checkpoint needs {_text(need)} of host memory while it is written, but '
       f"{_text(available)} are available: bind SaveCheckpointConfig.dtype='bfloat16' or take more "
       'processes.'
     )
-  if _TIGHT * available < need:
+  if available is not None and _TIGHT * available < need:
     _log.warning(
       'A checkpoint needs %s of host memory while it is written; %s are available.',
       *(_text(need), _text(available)),
     )
+  return ''
 
 
 def available_host_bytes() -> int | None:
   """What this process may still allocate: by the machine and by its container; None if unknown."""
-  found = [_meminfo(), _cgroup('memory.max', 'memory.current', 'inactive_file')]
-  found.append(
-    _cgroup('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes', 'total_inactive_file')
-  )
-  return min((x for x in found if x is not None), default=None)
+  return min((x for x in (_meminfo(), _cgroup()) if x is not None), default=None)
 
 
 def _meminfo() -> int | None:
@@ -144,23 +133,17 @@ def _meminfo() -> int | None:
   return 1024 * int(rows['MemAvailable'].split()[0]) if 'MemAvailable' in rows else None
 
 
-def _cgroup(limit_file: str, usage_file: str, reclaimable: str) -> int | None:
-  limit, usage = _lines(_CGROUP / limit_file), _lines(_CGROUP / usage_file)
+def _cgroup() -> int | None:
+  """What the container (cgroup v2) still allows."""
+  limit, usage = _lines(_CGROUP / 'memory.max'), _lines(_CGROUP / 'memory.current')
   if not limit or not usage or not limit[0].isdecimal():  # 'max'
     return None
-  stat = dict(line.split() for line in _lines((_CGROUP / usage_file).with_name('memory.stat')))
-  return max(0, int(limit[0]) - int(usage[0]) + int(stat.get(reclaimable, 0)))
+  stat = dict(line.split() for line in _lines(_CGROUP / 'memory.stat'))
+  return max(0, int(limit[0]) - int(usage[0]) + int(stat.get('inactive_file', 0)))
 
 
 def _lines(path: Path) -> list[str]:
   return path.read_text().splitlines() if path.is_file() else []
-
-
-def _existing(path: epath.PathLike) -> str:
-  path = os.path.abspath(path)
-  while not os.path.exists(path):
-    path = os.path.dirname(path)
-  return path
 
 
 def _text(num_bytes: int) -> str:

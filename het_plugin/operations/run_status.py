@@ -13,14 +13,22 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin.operations import goodput, profile_requests
-from het_plugin.operations.goodput import DONE, FAILED, PREEMPTED
+from het_plugin.operations import goodput
+from het_plugin.operations.facts import (
+  DONE,
+  FAILED,
+  FOLDER,
+  RUNNING,
+  Facts,
+  attempts,
+  read_attempts,
+  read_processes,
+)
 from het_plugin.training import observer, run_files
 
-# What else a run may be doing, as far as its files say. STALE: it gives no sign of life any more,
-# without having said why.
-RUNNING, STARTING, STALE = 'running', 'starting', 'stale'
-KILLED = 'killed'  # an attempt that did not say how it ended
+# Further states of a run. STALE: it gives no sign of life any more, and did not say why.
+STARTING, STALE = 'starting', 'stale'
+KILLED = 'killed'  # of an attempt that did not say how it ended
 
 _SCALARS = {
   'loss': 'train/loss',
@@ -41,6 +49,7 @@ _BEFORE_TRAINING = (observer.START, observer.RESTORE, observer.COMPILE)
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are no sign of anything
 _MUCH_DATA_WAIT = 0.1
 _READERS = 16
+_PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')
 
 Scalars = Mapping[str, tuple[int, float | None]]
 
@@ -51,25 +60,41 @@ class _Run:
 
   Attributes:
     folder: of the run.
-    beats: the last sign of life of each process of the newest start, by process.
-    attempts: by number.
+    attempts: facts of process 0 of each attempt, by number.
+    processes: facts of all processes of the newest attempt, by their numbers.
     scalars: {name: (step, value)} of the last time that each was written; None is not finite.
     checkpoints: by step, those being written to an object store included.
-    now: when, in unix seconds.
-    stale_seconds: without a sign of life for so long, a process does not run any more.
+    now: when, in Unix seconds.
+    stale_seconds: a process that gave no sign of life for so long does not run any more.
   """
 
   folder: epath.Path
-  beats: Sequence[Mapping[str, Any]]
-  attempts: Mapping[int, goodput.Attempt]
+  attempts: Mapping[int, Facts]
+  processes: Sequence[Facts]
   scalars: Scalars
   checkpoints: Mapping[int, epath.Path]
   now: float
   stale_seconds: float
 
   @property
-  def last(self) -> goodput.Attempt | None:
-    return self.attempts[max(self.attempts)] if self.attempts else None
+  def last(self) -> Facts | None:
+    """Process 0 of the newest attempt, or another one where it is not seen."""
+    return self.processes[0] if self.processes else None
+
+  @property
+  def start(self) -> Facts | None:
+    """The newest attempt that has read its checkpoint, or the newest at all."""
+    attempts = [facts for facts in self.attempts.values() if facts.start_step is not None]
+    return attempts[-1] if attempts else self.last
+
+  @property
+  def last_sign(self) -> float | None:
+    """When the run last wrote something, in Unix seconds."""
+    if self.processes:
+      return max(facts.time for facts in self.processes)
+    # Of a version that kept no facts.
+    times = [_modified(self.folder / name) for name in ('metrics.jsonl', 'config.gin')]
+    return max((time for time in times if time is not None), default=None)
 
   def age(self, then: float | None) -> float | None:
     """Seconds since; other machines' clocks may be ahead."""
@@ -97,15 +122,16 @@ def read(
     raise ValueError(f'RUN_DIR={run_dir} does not exist, or is no directory')
   names = {path.name for path in folder.iterdir()}
   checkpoints = run_files.numbered(folder, 'checkpoint_')
-  if not names & {'config.gin', 'metrics.jsonl', 'attempts', 'heartbeats'} and not checkpoints:
+  if not names & {'config.gin', 'metrics.jsonl', FOLDER} and not checkpoints:
     raise ValueError(
-      f'RUN_DIR={run_dir} is no run: it has none of config.gin, metrics.jsonl, attempts, '
-      'heartbeats, checkpoint_STEP'
+      f'RUN_DIR={run_dir} is no run: it has none of config.gin, metrics.jsonl, {FOLDER}, '
+      'checkpoint_STEP'
     )
+  processes_by_attempt = map(read_processes, reversed(attempts(folder).values()))
   run = _Run(
     folder=folder,
-    beats=_beats(folder),
-    attempts=goodput.read(folder),
+    attempts=read_attempts(folder),
+    processes=next(filter(None, processes_by_attempt), []),
     scalars=_last_scalars(folder),
     checkpoints=checkpoints,
     now=time.time() if now is None else now,
@@ -129,19 +155,9 @@ def read(
     'corrupt_records': _corrupt_records(run.scalars),
     'configs_until': list(run_files.numbered(folder, 'config_until_', '.gin')),
     'profiles': _profiles(folder),
-    'profile_is_requested': profile_requests.FILE in names,
+    'profile_is_requested': 'profile_request' in names,
   }
   return facts | {'problems': _problems(facts)}
-
-
-def _beats(folder: epath.Path) -> list[dict[str, Any]]:
-  paths = run_files.numbered(folder / 'heartbeats', 'process-', '.json').values()
-  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-    values = list(pool.map(run_files.read_json, paths))
-  beats = [value for value in values if value and {'process', 'time', 'state'} <= value.keys()]
-  newest = max(beats, key=lambda beat: beat['time'], default={})
-  of_newest = [beat for beat in beats if beat.get('run') == newest.get('run')]
-  return sorted(of_newest, key=lambda beat: beat['process'])
 
 
 def _last_scalars(folder: epath.Path) -> Scalars:
@@ -161,7 +177,7 @@ def _progress(run: _Run) -> dict[str, Any]:
   return {
     'state': state,
     'message': message,
-    'seconds_since_sign_of_life': run.age(_last_sign(run)),
+    'seconds_since_sign_of_life': run.age(run.last_sign),
     'step': step,
     'total_steps': total,
     'percent': 100 * step / total if total else None,
@@ -172,17 +188,13 @@ def _progress(run: _Run) -> dict[str, Any]:
 
 def _step(run: _Run) -> int:
   """The last step done; before a start has read its checkpoint, that of the start before."""
-  if run.beats and run.beats[0].get('step'):
-    return run.beats[0]['step']
-  if run.last is not None and run.last.start_step is not None:
-    return run.last.step
+  if run.start is not None and run.start.start_step is not None:
+    return run.start.step
   return max([*run.checkpoints, *(step for step, _ in run.scalars.values())], default=0)
 
 
 def _total_steps(run: _Run) -> int | None:
-  if run.beats and run.beats[0].get('total_steps'):
-    return run.beats[0]['total_steps']
-  if run.last is not None and run.last.total_steps is not None:
+  if run.last is not None:
     return run.last.total_steps
   try:
     config = (run.folder / 'config.gin').read_text()
@@ -196,54 +208,18 @@ def _total_steps(run: _Run) -> int | None:
 
 def _state(run: _Run, is_complete: bool) -> tuple[str, str]:
   """(state, why)."""
-  last, beats = run.last, run.beats
-  if last is not None and last.ended is not None and not _is_newer_than(beats, last):
-    return last.ended, last.message
-  by_state = {beat['state']: beat for beat in beats}
-  if FAILED in by_state:
-    return FAILED, by_state[FAILED].get('message') or ''
-  if _is_alive(run, is_complete):
-    return (STARTING if _is_before_training(run) else RUNNING), ''
-  if PREEMPTED in by_state:
-    return PREEMPTED, by_state[PREEMPTED].get('message') or ''
-  if set(by_state) == {DONE} or (not beats and last is None and is_complete):
-    return DONE, ''
-  return STALE, ''
-
-
-def _is_newer_than(beats: Sequence[Mapping[str, Any]], attempt: goodput.Attempt) -> bool:
-  """Whether signs of life are of a start after this attempt, which has ended."""
-  if not beats or (beats[0].get('pid'), beats[0].get('host')) == (attempt.pid, attempt.host):
-    return False
-  return max(beat['time'] for beat in beats) > attempt.written
-
-
-def _is_alive(run: _Run, is_complete: bool) -> bool:
-  signs = [beat['time'] for beat in run.beats if beat['state'] == RUNNING]
-  if run.last is not None and run.last.ended is None:
-    signs.append(run.last.written)
-  if not run.beats and run.last is None and not is_complete:
-    signs.append(_last_sign(run))
-  return any(map(run.is_fresh, signs))
-
-
-def _is_before_training(run: _Run) -> bool:
-  if run.beats:
-    return run.beats[0].get('phase') in _BEFORE_TRAINING
-  if run.last is not None:
-    return not run.last.seconds.get(observer.STEP)
-  return not run.scalars
-
-
-def _last_sign(run: _Run) -> float | None:
-  """When the run last wrote something, in unix seconds."""
-  signs = [beat['time'] for beat in run.beats]
-  if run.last is not None:
-    signs.append(run.last.written)
-  if not signs:  # of a version that kept neither
-    times = [_modified(run.folder / name) for name in ('metrics.jsonl', 'config.gin')]
-    signs = [time for time in times if time is not None]
-  return max(signs, default=None)
+  failed = [facts for facts in run.processes if facts.state == FAILED]
+  if failed:
+    return FAILED, failed[0].message
+  if run.last is None:
+    if is_complete:
+      return DONE, ''
+    return (RUNNING if run.is_fresh(run.last_sign) else STALE), ''
+  if run.last.state != RUNNING:
+    return run.last.state, run.last.message
+  if not any(facts.state == RUNNING and run.is_fresh(facts.time) for facts in run.processes):
+    return STALE, ''
+  return (STARTING if run.last.phase in _BEFORE_TRAINING else RUNNING), ''
 
 
 def _modified(path: epath.Path) -> float | None:
@@ -255,10 +231,10 @@ def _modified(path: epath.Path) -> float | None:
 
 def _seconds_per_step(run: _Run) -> float | None:
   """With evaluations and checkpoints, since the run was last started."""
-  if run.last is not None and run.last.steps:
-    seconds = run.last.seconds.items()
+  if run.start is not None and run.start.steps:
+    seconds = run.start.seconds.items()
     lost = (*_BEFORE_TRAINING, observer.END)
-    return sum(value for phase, value in seconds if phase not in lost) / run.last.steps
+    return sum(value for phase, value in seconds if phase not in lost) / run.start.steps
   _, milliseconds = run.scalars.get('train/timing/ms_per_step', (0, None))
   return None if milliseconds is None else milliseconds / 1e3
 
@@ -311,33 +287,35 @@ def _length(path: epath.Path) -> int:
 
 
 def _processes(run: _Run) -> list[dict[str, Any]]:
-  """A row a process; `is_behind`: all wait, and this one has come less far than others."""
+  """A row per process; `is_behind`: all wait, and this one has come less far than others."""
   rows = []
-  for beat in run.beats:
-    age, runs = run.age(beat['time']), beat['state'] == RUNNING
+  for facts in run.processes:
+    age, runs = run.age(facts.time), facts.state == RUNNING
     rows.append(
       {
-        **{name: beat.get(name) for name in ('process', 'host', 'pid', 'state', 'phase', 'step')},
-        'ticks': beat.get('ticks', 0),
-        'idle_seconds': beat.get('idle_seconds', 0.0) + (age if runs else 0.0),
+        **{name: getattr(facts, name) for name in _PROCESS_COLUMNS},
+        'idle_seconds': facts.idle_seconds + (age if runs else 0.0),
         'beat_seconds_ago': age,
         'is_silent': runs and age >= run.stale_seconds,
       }
     )
   waiting = all(row['idle_seconds'] >= _BEHIND_SECONDS for row in rows if row['state'] == RUNNING)
-  farthest = max((row['ticks'] for row in rows), default=0)
-  least = min((row['ticks'] for row in rows), default=0)
+  ticks = [row['ticks'] for row in rows]
   for row in rows:
-    row['is_behind'] = waiting and row['state'] == RUNNING and farthest > least == row['ticks']
+    is_least = row['ticks'] == min(ticks) < max(ticks)
+    row['is_behind'] = waiting and row['state'] == RUNNING and is_least
   return rows
 
 
 def _attempts(run: _Run, state: str) -> list[dict[str, Any]]:
   rows = []
-  for number, attempt in run.attempts.items():
-    unsaid = state if attempt is run.last and state != STALE else KILLED
-    values = dataclasses.asdict(attempt) | {'ended': attempt.ended or unsaid}
-    rows.append({'attempt': number, 'wall_seconds': attempt.wall_seconds, **values})
+  for number, facts in run.attempts.items():
+    ended = facts.state
+    if ended == RUNNING:  # it does not say that it was killed
+      is_last = number == max(run.attempts)
+      ended = state if is_last and state != STALE else KILLED
+    values = dataclasses.asdict(facts) | {'ended': ended, 'wall_seconds': facts.wall_seconds}
+    rows.append({'attempt': number, **values})
   return rows
 
 
@@ -345,12 +323,7 @@ def _goodput(run: _Run) -> dict[str, Any] | None:
   if not run.attempts:
     return None
   found = goodput.goodput(list(run.attempts.values()))
-  return {
-    'share': found.share,
-    'wall_seconds': found.wall_seconds,
-    'seconds': dict(found.seconds),
-    'repeated_steps': found.repeated_steps,
-  }
+  return {'share': found.share, 'wall_seconds': found.wall_seconds, **dataclasses.asdict(found)}
 
 
 def _corrupt_records(scalars: Scalars) -> int | None:

@@ -9,25 +9,31 @@ from jax.experimental import multihost_utils
 from het_plugin.training import exit_codes
 
 _MAX_BYTES = 4096  # of a message: all processes must know its size before they get it
+_RETURNED = 'returned '  # begins a text that is no error
 
 
-def in_the_first(fn: Callable[[], None]) -> None:
-  """Calls `fn` in process 0; all processes call this, and return once it has returned.
+def in_the_first(fn: Callable[[], str | None]) -> str:
+  """Calls `fn` in process 0. All processes call this, and return once `fn` has returned.
+
+  Returns:
+    The text that `fn` returned, in all processes; '' where it returned None.
 
   Raises:
-    ValueError: in all processes, with its message, where `fn` raised a setting's error
+    ValueError: in all processes, with its message, where `fn` raised an error of a setting
       (`exit_codes.SETTING_ERRORS`).
   """
-  message = ''
+  text = ''
   if jax.process_index() == 0:
     try:
-      fn()
+      text = _RETURNED + (fn() or '')
     except exit_codes.SETTING_ERRORS as error:
       if jax.process_count() == 1:
         raise
-      message = str(error) or type(error).__name__
-  if texts := gather(message):
-    raise ValueError(texts[0])
+      text = str(error) or type(error).__name__
+  text = gather(text)[0]
+  if not text.startswith(_RETURNED):
+    raise ValueError(text)
+  return text.removeprefix(_RETURNED)
 
 
 def gather(text: str) -> dict[int, str]:

@@ -1,22 +1,18 @@
-"""Goodput of hand-made histories, and the files of attempts."""
+"""Goodput of hand-made histories."""
 
-import json
-
-import pytest
-
-from het_plugin.operations import goodput, run_clock
-from het_plugin.operations.goodput import Attempt
+from het_plugin.operations import goodput
+from het_plugin.operations.facts import RUNNING, Facts
 
 
-def attempt(began, start_step, last_step, ended=None, /, **seconds):
+def attempt(began, start_step, last_step, state=RUNNING, /, **seconds):
   """An attempt whose phases last so long."""
-  return Attempt(
+  return Facts(
+    **{'process': 0, 'processes': 1, 'host': 'h', 'pid': 1, 'time': 0.0, 'total_steps': 100},
     began=began,
-    written=began + sum(seconds.values()),
     seconds=seconds,
     start_step=start_step,
     step=last_step,
-    ended=ended,
+    state=state,
   )
 
 
@@ -64,17 +60,6 @@ def test_preempted_runs_repeat_nothing():
     attempt(1150, 60, 100, 'done', start=10, step=80),
   ]
   assert parts(history) == {'training': 200, 'start': 20, 'down': 20}
-
-
-def test_two_restarts():
-  history = [
-    attempt(1000, 0, 30, start=5, step=30),
-    attempt(1040, 20, 50, start=5, step=60),
-    attempt(1106, 40, 60, 'done', start=5, step=20),
-  ]
-  assert parts(history) == {
-    **{'training': 20 + 40 + 20, 'repeated': 10 + 20, 'start': 15, 'down': 5 + 1},
-  }
 
 
 def test_gone_on_from_an_earlier_checkpoint_than_the_start_before():
@@ -128,38 +113,3 @@ def test_in_words():
     'Goodput 63.9%: training steps 0:03:20 of 0:05:13 in 2 starts, compile 0:00:40, '
     'down 0:00:33, start-up 0:00:20, repeated steps 0:00:20.'
   )
-
-
-def test_attempts_are_files_that_grow(tmp_path):
-  clock = run_clock.RunClock(began=run_clock.time.monotonic() - 5)
-  file = goodput.AttemptFile(tmp_path, clock, total_steps=9, processes=2)
-  clock.tick(step=3)
-  clock.tick(step=4)
-  clock.saved(4)
-  (before,) = goodput.read(tmp_path).values()
-  assert (before.start_step, before.ended, before.total_steps) == (None, None, 9)
-  assert before.written - before.began == pytest.approx(5, abs=1)
-  file.write()
-  (now,) = goodput.read(tmp_path).values()
-  assert (now.start_step, now.step, now.saved_step, now.processes) == (3, 4, 4, 2)
-  assert now.began == before.began
-  file.write(goodput.FAILED, 'ValueError: no')
-  (now,) = goodput.read(tmp_path).values()
-  assert (now.ended, now.message) == ('failed', 'ValueError: no')
-
-  following = goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=9, processes=1)
-  assert list(goodput.read(tmp_path)) == [1, 2]
-  found, number = following.goodput()
-  assert number == 2 and found.seconds['start'] >= 5
-
-
-def test_other_files_are_passed_over_but_their_numbers_are_taken(tmp_path):
-  folder = tmp_path / goodput.FOLDER
-  folder.mkdir()
-  (folder / 'attempt_0007.json').write_text('{"began": 1, "written": 2, "seco')
-  (folder / 'attempt_0006.json').write_text('[]')
-  (folder / 'attempt_0005.json.tmp').write_text('{}')
-  newer = {'began': 1.0, 'written': 2.0, 'seconds': {'step': 1.0}, 'from_a_later_version': 3}
-  (folder / 'attempt_0004.json').write_text(json.dumps(newer))
-  goodput.AttemptFile(tmp_path, run_clock.RunClock(), total_steps=1, processes=1)
-  assert list(goodput.read(tmp_path)) == [4, 8]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from het_plugin.operations import heartbeat, run_clock, verdict
+from het_plugin.operations import facts, heartbeat, peers, run_clock
 from het_plugin.training import exit_codes, observer
 from launch import local
 from tests.training import watched_run
@@ -139,8 +139,8 @@ def test_one_that_fails_alone_ends_the_others_as_it_ends(runs, case):
   code, seconds, _ = run.end(culprit)
   assert code == exit_codes.FAILED and seconds < SLACK
   assert 'RuntimeError: no such number\n' in run.output(culprit)
-  first, second = heartbeat.read(run.folder)
-  assert first.state == second.state == verdict.FAILED
+  first, second = facts.read_processes(run.folder / 'attempts' / 'attempt_0001')
+  assert first.state == second.state == facts.FAILED
   assert first.message == second.message == line.removeprefix('Error: ')
 
 
@@ -157,7 +157,7 @@ def test_all_that_fail_alike_say_so_themselves(runs):
 
 
 def beating(folder, clock, **limits):
-  return heartbeat.Heartbeat(folder, clock, 100, verdict.Limits(**limits))
+  return heartbeat.Heartbeat(folder, clock, 100, peers.Limits(**limits), {})
 
 
 def wait_for(condition):
@@ -169,43 +169,34 @@ def wait_for(condition):
 
 def test_the_file_follows_the_run(tmp_path):
   clock = run_clock.RunClock()
-  with beating(tmp_path, clock, heartbeat_timeout_seconds=0.5):
-    with clock.phase(observer.EVALUATE):
-      clock.tick(7)
-      wait_for(lambda: [beat.step for beat in heartbeat.read(tmp_path)] == [7])
-      (running,) = heartbeat.read(tmp_path)
-  (done,) = heartbeat.read(tmp_path)
+  watch = beating(tmp_path, clock, heartbeat_timeout_seconds=0.5)
+  watch.start()
+  with clock.phase(observer.EVALUATE):
+    clock.tick(7)
+    wait_for(lambda: facts.read_processes(tmp_path)[0].step == 7)
+    (running,) = facts.read_processes(tmp_path)
+  watch.end(None)
+  (done,) = facts.read_processes(tmp_path)
   assert (running.step, running.phase, running.state) == (7, 'evaluate', 'running')
   assert (running.process, running.processes, running.total_steps) == (0, 1, 100)
-  assert (done.state, done.exit_code, done.run) == ('done', 0, running.run)
+  assert (done.state, done.exit_code, done.began) == ('done', 0, running.began)
   assert done.beat > running.beat and done.ticks == running.ticks + 1
 
 
 @pytest.mark.parametrize(
-  ('error', 'state', 'code', 'said'),
+  ('error', 'state', 'code', 'message'),
   [
-    (exit_codes.Preempted(3), verdict.PREEMPTED, 42, ''),
-    (RuntimeError('no\nluck'), verdict.FAILED, 1, ') failed: RuntimeError: no luck'),
-    (ValueError('a=1 is wrong.'), verdict.FAILED, 2, ') failed: ValueError: a=1 is wrong.'),
-    (KeyboardInterrupt(), verdict.FAILED, 1, ') failed: KeyboardInterrupt'),
+    (exit_codes.Preempted(3), facts.PREEMPTED, 42, 'SIGTERM; step 3 is saved'),
+    (RuntimeError('no\nluck'), facts.FAILED, 1, 'RuntimeError: no luck'),
+    (ValueError('a=1 is wrong.'), facts.FAILED, 2, 'ValueError: a=1 is wrong.'),
   ],
 )
-def test_how_it_ended(tmp_path, error, state, code, said):
-  with (
-    pytest.raises(type(error)),
-    beating(tmp_path, run_clock.RunClock(), heartbeat_timeout_seconds=0.1),
-  ):
-    wait_for(lambda: heartbeat.read(tmp_path))
-    raise error
-  (beat,) = heartbeat.read(tmp_path)
-  assert (beat.state, beat.exit_code) == (state, code)
-  assert beat.message.endswith(said)
-
-
-def test_an_error_before_the_first_beat_leaves_nothing(tmp_path):
-  with pytest.raises(ValueError, match='wrong'), beating(tmp_path, run_clock.RunClock()):
-    raise ValueError('wrong')
-  assert not list(tmp_path.iterdir())
+def test_how_it_ended(tmp_path, error, state, code, message):
+  watch = beating(tmp_path, run_clock.RunClock())
+  watch.start()
+  watch.end(error)
+  (found,) = facts.read_processes(tmp_path)
+  assert (found.state, found.exit_code, found.message) == (state, code, message)
 
 
 class Clock:
@@ -223,87 +214,61 @@ class Clock:
 def test_a_machine_that_stood_still_is_not_a_run_that_did(tmp_path, monkeypatch):
   monkeypatch.setattr(heartbeat, 'time', Clock())
   ended = threading.Event()
-  monkeypatch.setattr(heartbeat.last_words, 'end', lambda *args: ended.set())
+  monkeypatch.setattr(heartbeat.ending, 'end', lambda *args: ended.set())
   clock = run_clock.RunClock()
-  with beating(tmp_path, clock, heartbeat_timeout_seconds=0.1, stall_timeout_seconds=5):
-    for _ in range(3):
-      heartbeat.time.leap += 1000
-      clock.tick()
-      assert not ended.wait(0.1)
+  watch = beating(tmp_path, clock, heartbeat_timeout_seconds=0.1, stall_timeout_seconds=5)
+  watch.start()
+  for _ in range(3):
     heartbeat.time.leap += 1000
+    clock.tick()
     assert not ended.wait(0.1)
-  with beating(tmp_path, clock, heartbeat_timeout_seconds=0.1, stall_timeout_seconds=0.1):
-    assert ended.wait(20)
+  heartbeat.time.leap += 1000
+  assert not ended.wait(0.1)
+  watch.end(None)
+  watch = beating(tmp_path, clock, heartbeat_timeout_seconds=0.1, stall_timeout_seconds=0.1)
+  watch.start()
+  assert ended.wait(20)
+  watch.end(None)
 
 
 # Verdicts.
 
-BEAT = verdict.Beat(
-  *(0, 3, 'h0', 10, 'a', 5, 0.0, 7, 100),
-  *(20, 'step', 61.0, verdict.RUNNING, '', None),
+FACTS = facts.Facts(
+  **{'process': 0, 'processes': 3, 'host': 'h0', 'pid': 10, 'began': 0.0, 'time': 0.0},
+  **{'total_steps': 100, 'beat': 5, 'phase': 'step', 'idle_seconds': 61.0, 'ticks': 20, 'step': 7},
 )
 
 
 def peer(number, silent_seconds=0.0, **changes):
-  made = verdict.Peer(known_alive=True)
+  made = peers.Peer()
   changes = {'host': f'h{number}', 'pid': 10 + number} | changes
-  made.look(dataclasses.replace(BEAT, process=number, **changes), 1.0)
+  made.look(dataclasses.replace(FACTS, process=number, **changes), 1.0)
   made.silent_seconds = silent_seconds
   return made
 
 
-def test_what_an_earlier_start_left_is_no_sign():
-  old = dataclasses.replace(BEAT, state=verdict.FAILED, message='long ago', exit_code=1)
-  one = verdict.Peer()
-  for _ in range(3):
-    one.look(old, 100)
-  assert one.last is None and verdict.of_failed({1: one}) is None
-  assert verdict.of_silent({1: one}, 10) is None
-  new = dataclasses.replace(BEAT, run='b', beat=0)
-  one.look(new, 1)
-  assert one.last is new
-
-
-def test_one_that_was_started_again_is_gone():
-  one = peer(1)
-  assert verdict.of_replaced({1: one}) is None
-  one.look(dataclasses.replace(BEAT, process=1, host='h1', run='b', pid=12, beat=1), 1)
-  assert verdict.of_replaced({1: one}).message == (
-    'process 1 (host h1, pid 11) is gone: it was started again as process 1 (host h1, pid 12)'
-  )
-
-
 def test_silence_is_counted_while_the_file_can_be_read():
-  one = verdict.Peer(known_alive=True)
-  one.look(BEAT, 1)
-  one.look(BEAT, 4)
-  one.look(None, 100)
-  one.look(BEAT, 5)
+  one = peers.Peer()
+  for found, seconds in ((FACTS, 1), (FACTS, 4), (None, 100), (FACTS, 5)):
+    one.look(found, seconds)
   assert one.silent_seconds == 9
-  assert verdict.of_silent({1: one}, 10) is None
-  one.look(BEAT, 1)
-  assert verdict.of_silent({1: one}, 10).message == (
-    'no sign of life for 10 s of process 0 (host h0, pid 10), last seen in phase step at step 7'
+  assert peers.silent({1: one}, 10) is None
+  one.look(FACTS, 1)
+  assert peers.silent({1: one, 2: peer(2, 15, phase='save')}, 10).message == (
+    'no sign of life for 15 s of process 0 (host h0, pid 10), last seen in phase step at step 7; '
+    'process 2 (host h2, pid 12), last seen in phase save at step 7'
   )
-  one.look(dataclasses.replace(BEAT, beat=6), 1)
+  one.look(dataclasses.replace(FACTS, beat=6), 1)
   assert one.silent_seconds == 0
 
 
-def test_those_that_have_left_may_be_silent():
-  for state in (verdict.DONE, verdict.PREEMPTED):
-    assert verdict.of_silent({1: peer(1, 1000, state=state)}, 10) is None
-
-
-def test_several_silent_ones_are_all_named():
-  peers = {1: peer(1, 12), 2: peer(2, 15, phase='save')}
-  assert verdict.of_silent(peers, 10).message == (
-    'no sign of life for 15 s of process 1 (host h1, pid 11), last seen in phase step at step 7; '
-    'process 2 (host h2, pid 12), last seen in phase save at step 7'
-  )
+def test_those_that_have_left_or_never_came_may_be_silent():
+  for state in (facts.DONE, facts.PREEMPTED):
+    assert peers.silent({1: peer(1, 1000, state=state), 2: peers.Peer()}, 10) is None
 
 
 @pytest.mark.parametrize(
-  ('peers', 'message'),
+  ('seen', 'message'),
   [
     (
       {1: peer(1, ticks=18, phase='data'), 2: peer(2)},
@@ -311,35 +276,30 @@ def test_several_silent_ones_are_all_named():
       'it',
     ),
     (
-      {1: peer(1), 2: peer(2)},
+      {1: peer(1)},
       'all have been in phase step at step 7 for 61 s: process 0 (host h0, pid 10), '
-      'process 1 (host h1, pid 11), process 2 (host h2, pid 12)',
+      'process 1 (host h1, pid 11)',
     ),
     (
-      {1: peer(1, ticks=22), 2: peer(2, ticks=30, state=verdict.DONE, phase='save')},
-      'process 0 (host h0, pid 10) has been in phase step at step 7 for 61 s; the others wait for '
-      'it; process 2 (host h2, pid 12) has left as done, in phase save at step 7',
-    ),
-    (
-      {1: peer(1, ticks=22), 2: verdict.Peer()},
-      'process 0 (host h0, pid 10) has been in phase step at step 7 for 61 s; the others wait for '
-      'it; never seen: process 2',
+      {1: peer(1, ticks=22, state=facts.DONE, phase='save'), 2: peers.Peer()},
+      'all have been in phase step at step 7 for 61 s: process 0 (host h0, pid 10); '
+      'process 1 (host h1, pid 11) has left as done, in phase save at step 7; never seen: '
+      'process 2',
     ),
   ],
 )
-def test_who_is_behind(peers, message):
-  found = verdict.of_stalled(BEAT, peers)
-  assert found == verdict.Verdict(message, exit_codes.LOST)
+def test_who_is_behind(seen, message):
+  assert peers.stalled(FACTS, seen) == peers.Verdict(message, exit_codes.LOST)
 
 
 def test_one_process_alone_is_stuck_by_itself():
-  found = verdict.of_stalled(dataclasses.replace(BEAT, processes=1), {})
+  found = peers.stalled(dataclasses.replace(FACTS, processes=1), {})
   assert found.message == 'this process has been in phase step at step 7 for 61 s'
 
 
 def test_a_failure_is_passed_on():
-  peers = {1: peer(1), 2: peer(2, 50, state=verdict.FAILED, message='why', exit_code=2)}
-  assert verdict.of_failed(peers) == verdict.Verdict('why', 2)
+  seen = {1: peer(1), 2: peer(2, 50, state=facts.FAILED, message='why', exit_code=2)}
+  assert peers.failed(seen) == peers.Verdict('why', 2)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from het_plugin.operations import goodput, operations
+from het_plugin.operations import facts, goodput, heartbeat, operations
 from het_plugin.training import exit_codes, observer
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-  monkeypatch.setattr(operations, 'BEAT_SECONDS', 0.01)
+  monkeypatch.setattr(heartbeat, 'PERIOD_SECONDS', 0.01)
 
 
 class Writer:
@@ -46,11 +46,11 @@ def test_files_follow_the_run(tmp_path, caplog):
     watch.resumed(4)
     watch.before_step(5)
     watch.after_step(5, None)
-    wait_for(lambda: goodput.read(tmp_path)[1].step == 5)
+    wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 5)
     (tmp_path / 'profile_request').write_text('nonsense')
     wait_for(lambda: not (tmp_path / 'profile_request').exists())
     watch.leaving(None, writer)
-  found = goodput.read(tmp_path)[1]
+  found = facts.read_attempts(tmp_path)[1]
   assert (found.start_step, found.step) == (4, 5)
   ((step, scalars),) = writer.written
   assert step == 5
@@ -72,7 +72,7 @@ def test_files_follow_the_run(tmp_path, caplog):
 def test_how_it_ended(tmp_path, error, message):
   with pytest.raises(type(error)), observing(tmp_path):
     raise error
-  found = goodput.read(tmp_path)[1]
+  found = facts.read_attempts(tmp_path)[1]
   assert found.message.endswith(message)
   failed = not isinstance(error, exit_codes.Preempted)
   assert len(messages(tmp_path)) == failed
@@ -91,7 +91,7 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog):
     folder.unlink()
     (tmp_path / 'gone').rename(folder)
     watch.resumed(3)
-    wait_for(lambda: goodput.read(tmp_path)[1].step == 3)
+    wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 3)
 
 
 def test_a_writer_that_fails_does_not_hide_why_the_run_ended(tmp_path, caplog):

@@ -11,26 +11,18 @@ NOW = 2_000_000_000.0
 CONFIG = 'train.stats_period = 10\ntrain.total_steps = %TRAIN_STEPS\n\nTRAIN_STEPS = 400\n'
 
 
-def beat(folder, process=0, seconds_ago=2.0, **changes):
+def facts_of(folder, process=0, number=1, seconds_ago=2.0, **changes):
+  """Writes the facts of a process of an attempt that began 150 s before."""
   value = {
-    **{'process': process, 'processes': 1, 'host': 'host-0', 'pid': 77, 'run': 'b'},
-    **{'beat': 9, 'time': NOW - seconds_ago, 'step': 300, 'total_steps': 400, 'ticks': 1000},
-    **{'phase': 'step', 'idle_seconds': 0.0, 'state': 'running', 'message': ''},
-  }
-  (folder / 'heartbeats').mkdir(exist_ok=True)
-  path = folder / 'heartbeats' / f'process-{process:05d}.json'
-  path.write_text(json.dumps(value | changes))
-
-
-def attempt(folder, number=1, seconds_ago=2.0, **changes):
-  value = {
-    **{'began': NOW - seconds_ago - 150, 'written': NOW - seconds_ago},
+    **{'process': process, 'processes': 1, 'host': 'host-0', 'pid': 77, 'beat': 9},
+    **{'began': NOW - seconds_ago - 150, 'time': NOW - seconds_ago, 'total_steps': 400},
+    **{'phase': 'step', 'idle_seconds': 0.0, 'ticks': 1000, 'state': 'running', 'message': ''},
     **{'seconds': {'start': 20, 'compile': 30, 'step': 80, 'data': 5, 'evaluate': 15}},
-    **{'start_step': 100, 'step': 300, 'saved_step': 200, 'total_steps': 400, 'ended': None},
-    **{'message': '', 'processes': 1, 'host': 'host-0', 'pid': 77},
+    **{'start_step': 100, 'step': 300, 'saved_step': 200, 'exit_code': None},
   }
-  (folder / 'attempts').mkdir(exist_ok=True)
-  (folder / 'attempts' / f'attempt_{number:04d}.json').write_text(json.dumps(value | changes))
+  path = folder / 'attempts' / f'attempt_{number:04d}' / f'process-{process:05d}.json'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(value | changes))
 
 
 def write_lines(path, *values):
@@ -60,8 +52,7 @@ def state(folder, **settings):
 
 
 def test_running(tmp_path):
-  beat(tmp_path)
-  attempt(tmp_path)
+  facts_of(tmp_path)
   facts = read(tmp_path)
   assert (facts['state'], facts['step'], facts['total_steps']) == ('running', 300, 400)
   assert facts['percent'] == 75.0
@@ -70,73 +61,52 @@ def test_running(tmp_path):
   assert facts['problems'] == []
 
 
-@pytest.mark.parametrize('phase', ['start', 'restore', 'compile'])
-def test_starting(tmp_path, phase):
-  beat(tmp_path, phase=phase, step=0)
-  assert state(tmp_path) == 'starting'
-
-
-def test_starting_by_the_attempt_alone(tmp_path):
-  attempt(tmp_path, start_step=None, step=0, seconds={'start': 5})
+def test_starting(tmp_path):
+  facts_of(tmp_path, phase='restore', start_step=None, step=0, seconds={'start': 5})
   write_lines(tmp_path / 'metrics.jsonl', {'step': 120, 'train/loss': 1.0})
   facts = read(tmp_path)
   assert (facts['state'], facts['step'], facts['eta_seconds']) == ('starting', 120, None)
 
 
 @pytest.mark.parametrize('how', ['done', 'preempted', 'failed'])
-@pytest.mark.parametrize('by', [(beat,), (attempt,), (beat, attempt)])
-def test_ended(tmp_path, how, by):
-  if beat in by:
-    beat(tmp_path, seconds_ago=5000, state=how, message='why')
-  if attempt in by:
-    attempt(tmp_path, seconds_ago=5001, ended=how, message='why')
+def test_ended(tmp_path, how):
+  facts_of(tmp_path, seconds_ago=5000, state=how, message='why')
   facts = read(tmp_path)
-  assert facts['state'] == how and facts['eta_seconds'] is None
-  assert facts['message'] == ('why' if how != 'done' or by == (attempt,) else facts['message'])
+  assert (facts['state'], facts['message'], facts['eta_seconds']) == (how, 'why', None)
   assert facts['problems'] == (['The run failed: why.'] if how == 'failed' else [])
-  if attempt in by:
-    assert facts['attempts'][0]['ended'] == how
+  assert facts['attempts'][0]['ended'] == how
 
 
 def test_failed_as_one_process_says(tmp_path):
-  beat(tmp_path, 0, processes=2)
-  beat(tmp_path, 1, processes=2, state='failed', message='process 1 failed: ValueError: x')
+  facts_of(tmp_path, 0, processes=2)
+  facts_of(tmp_path, 1, processes=2, state='failed', message='process 1 failed: ValueError: x')
   facts = read(tmp_path)
   assert (facts['state'], facts['message']) == ('failed', 'process 1 failed: ValueError: x')
 
 
 def test_killed(tmp_path):
-  beat(tmp_path, seconds_ago=90)
-  attempt(tmp_path, seconds_ago=92)
+  facts_of(tmp_path, seconds_ago=90)
   facts = read(tmp_path)
   assert (facts['state'], facts['seconds_since_sign_of_life']) == ('stale', 90.0)
-  assert facts['problems'] == [
-    'No sign of life for 0:01:30: it was killed, or stands still.',
-  ]
+  assert facts['problems'] == ['No sign of life for 0:01:30: it was killed, or stands still.']
   assert facts['attempts'][0]['ended'] == 'killed'
   assert state(tmp_path, stale_seconds=120) == 'running'
 
 
 def test_started_again_after_it_was_preempted(tmp_path):
-  attempt(tmp_path, seconds_ago=60, ended='preempted')
-  beat(tmp_path, phase='restore', step=0, pid=78)
+  facts_of(tmp_path, seconds_ago=60, state='preempted')
+  facts_of(tmp_path, number=2, phase='restore', step=0, start_step=None)
   facts = read(tmp_path)
   assert (facts['state'], facts['step']) == ('starting', 300)
 
 
-def test_the_end_counts_though_the_last_beat_says_that_it_runs(tmp_path):
-  attempt(tmp_path, seconds_ago=60, ended='done')
-  beat(tmp_path, seconds_ago=59)
-  assert state(tmp_path) == 'done'
-
-
 def test_a_machine_whose_clock_is_ahead(tmp_path):
-  beat(tmp_path, seconds_ago=-30)
+  facts_of(tmp_path, seconds_ago=-30)
   facts = read(tmp_path)
   assert (facts['state'], facts['seconds_since_sign_of_life']) == ('running', 0.0)
 
 
-# Runs of a version that had neither heartbeats nor attempts.
+# Runs of a version that kept no facts.
 
 
 def old_run(folder, step, seconds_ago):
@@ -176,7 +146,7 @@ def test_a_number_bound_without_a_macro(tmp_path):
 
 def test_who_is_behind(tmp_path):
   for process, ticks, idle in ((0, 1000, 30), (1, 998, 33), (2, 1000, 31)):
-    beat(tmp_path, process, processes=3, ticks=ticks, idle_seconds=idle, host=f'host-{process}')
+    facts_of(tmp_path, process, processes=3, ticks=ticks, idle_seconds=idle, host=f'host-{process}')
   facts = read(tmp_path)
   assert [row['is_behind'] for row in facts['processes']] == [False, True, False]
   assert [row['idle_seconds'] for row in facts['processes']] == [32, 35, 33]
@@ -186,32 +156,25 @@ def test_who_is_behind(tmp_path):
 
 def test_processes_that_move_are_not_behind(tmp_path):
   """Their signs of life are of different moments."""
-  beat(tmp_path, 0, seconds_ago=4, processes=2, ticks=1000)
-  beat(tmp_path, 1, seconds_ago=1, processes=2, ticks=1400)
+  facts_of(tmp_path, 0, seconds_ago=4, processes=2, ticks=1000)
+  facts_of(tmp_path, 1, seconds_ago=1, processes=2, ticks=1400)
   assert read(tmp_path)['problems'] == []
 
 
 def test_a_silent_process(tmp_path):
-  beat(tmp_path, 0, processes=2, idle_seconds=70)
-  beat(tmp_path, 1, seconds_ago=75, processes=2, ticks=990)
+  facts_of(tmp_path, 0, processes=2, idle_seconds=70)
+  facts_of(tmp_path, 1, seconds_ago=75, processes=2, ticks=990)
   facts = read(tmp_path)
   assert facts['state'] == 'running'
   assert [row['is_silent'] for row in facts['processes']] == [False, True]
   assert facts['problems'] == ['Silent: process 1.', 'The others wait for process 1.']
 
 
-def test_processes_of_an_earlier_start_are_left_out(tmp_path):
-  beat(tmp_path, 0)
-  beat(tmp_path, 1, seconds_ago=5000, run='a', state='failed')
-  facts = read(tmp_path)
-  assert facts['state'] == 'running' and len(facts['processes']) == 1
-
-
 # Everything else.
 
 
 def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
-  beat(tmp_path)
+  facts_of(tmp_path)
   write_lines(
     tmp_path / 'metrics.jsonl',
     {'step': 0, 'train/timing/compile_seconds': 12.5},
@@ -251,7 +214,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
 
 
 def test_checkpoints(tmp_path):
-  beat(tmp_path)
+  facts_of(tmp_path)
   checkpoint(tmp_path, 100, 90)
   size = checkpoint(tmp_path, 200, 30)
   (tmp_path / 'checkpoint_300.orbax-checkpoint-tmp').mkdir()
@@ -271,7 +234,7 @@ def test_checkpoints_of_an_object_store_are_complete_with_their_last_file(tmp_pa
 
 
 def test_reports_of_guard_rails(tmp_path):
-  beat(tmp_path)
+  facts_of(tmp_path)
   write_lines(tmp_path / 'loss_spikes.jsonl', {'step': 40, 'loss': 9.0}, {'step': 70, 'loss': 8.0})
   (tmp_path / 'nonfinite').mkdir()
   for step in (90, 110):
@@ -290,8 +253,8 @@ def test_reports_of_guard_rails(tmp_path):
 
 
 def test_attempts_and_goodput(tmp_path):
-  attempt(tmp_path, 1, seconds_ago=400)
-  attempt(tmp_path, 2, seconds_ago=2, start_step=200)
+  facts_of(tmp_path, seconds_ago=400)
+  facts_of(tmp_path, number=2, start_step=200)
   facts = read(tmp_path)
   assert [row['ended'] for row in facts['attempts']] == ['killed', 'running']
   assert facts['attempts'][0]['wall_seconds'] == 150
@@ -301,24 +264,16 @@ def test_attempts_and_goodput(tmp_path):
   assert facts['goodput']['share'] == (40 + 80) / 548
 
 
-def test_files_that_are_being_written(tmp_path):
-  beat(tmp_path)
-  attempt(tmp_path)
-  for path in ('heartbeats/process-00001.json', 'attempts/attempt_0002.json'):
-    (tmp_path / path).write_text('{"process": 1, "ti')
-  (tmp_path / 'heartbeats' / 'process-00000.json.tmp').write_text('')
+def test_files_that_are_being_written_or_are_something_else(tmp_path):
+  facts_of(tmp_path)
+  (tmp_path / 'attempts/attempt_0001/process-00001.json').write_text('{"process": 1, "ti')
+  (tmp_path / 'attempts/attempt_0001/process-00002.json').write_text('{}')
+  (tmp_path / 'attempts/attempt_0002').mkdir()
   (tmp_path / 'loss_spikes.jsonl').write_text('{"step": 40}\n{"step"')
+  (tmp_path / 'metrics.jsonl').write_text('not JSON\n[1, 2]\n{"no step": 1}\n\n')
   facts = read(tmp_path)
   assert len(facts['processes']) == len(facts['attempts']) == len(facts['loss_spikes']) == 1
-
-
-def test_files_of_something_else(tmp_path):
-  (tmp_path / 'metrics.jsonl').write_text('not JSON\n[1, 2]\n{"no step": 1}\n\n')
-  (tmp_path / 'heartbeats').mkdir()
-  (tmp_path / 'heartbeats' / 'process-00000.json').write_text('{}')
-  (tmp_path / 'attempts').write_text('a file')
-  facts = read(tmp_path)
-  assert facts['step'] == 0 and facts['metrics'] == {} and facts['attempts'] == []
+  assert facts['state'] == 'running' and facts['metrics'] == {}
 
 
 @pytest.mark.parametrize('kind', ['nothing', 'file', 'empty', 'runs', 'other'])

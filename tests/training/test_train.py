@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from het_plugin.operations import (
+  facts,
   goodput,
   heartbeat,
+  lock,
   operations,
   run_clock,
-  run_lock,
   run_status,
 )
 from het_plugin.training import (
@@ -196,10 +197,10 @@ def test_a_crash_goes_back_to_the_last_checkpoint_without_repeating_lines(tmp_pa
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
   assert len([row for row in lines(tmp_path) if 'train/loss' in row]) == 12
 
-  crashed, resumed = goodput.read(tmp_path).values()
+  crashed, resumed = facts.read_attempts(tmp_path).values()
   assert (crashed.start_step, crashed.step, crashed.saved_step) == (0, 7, 4)
-  assert (crashed.ended, crashed.message) == ('failed', 'RuntimeError: crash')
-  assert (resumed.start_step, resumed.step, resumed.ended) == (4, 12, 'done')
+  assert (crashed.state, crashed.message) == ('failed', 'RuntimeError: crash')
+  assert (resumed.start_step, resumed.step, resumed.state) == (4, 12, 'done')
   assert goodput.goodput([crashed, resumed]).repeated_steps == 3
   log = [json.loads(x) for x in (tmp_path / 'logs/process-00000.jsonl').read_text().splitlines()]
   (error,) = (line for line in log if line['level'] == 'ERROR')
@@ -358,13 +359,12 @@ def test_a_configuration_is_checked_before_data_and_compiler(tmp_path):
 
 
 def test_a_directory_that_another_training_holds_is_left_alone(tmp_path, monkeypatch):
-  impatient = functools.partial(run_lock.locked, patience_seconds=0)
-  monkeypatch.setattr(run_lock, 'locked', impatient)
-  with run_lock.locked(tmp_path):
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+  monkeypatch.setattr(lock, 'PATIENCE_SECONDS', 0.0)
+  with lock.held(tmp_path):
+    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob('*')}
     with pytest.raises(ValueError, match=f'is in use: process {os.getpid()} on'):
       toy_run.run(tmp_path, get_dataset_fn=lambda *args: pytest.fail('read data'))
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob('*')} == before
 
 
 @pytest.mark.parametrize('phase', [observer.RESTORE, observer.COMPILE])
@@ -389,7 +389,7 @@ def test_sigterm_ends_a_compilation(tmp_path, monkeypatch, caplog, phase):
   assert preempted.value.code == 42
   assert preempted.value.compiling and preempted.value.step == 0
   assert 'nothing new to save' in caplog.text
-  assert not (tmp_path / run_lock.NAME).exists() and not list(tmp_path.glob('checkpoint*'))
+  assert not (tmp_path / lock.NAME).exists() and not list(tmp_path.glob('checkpoint*'))
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
@@ -454,7 +454,7 @@ def test_an_action_stops_the_run_which_is_saved(tmp_path, mode, task, step):
 
 def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
   """Asked for at step 2, where training waits for the answer."""
-  monkeypatch.setattr(operations, 'BEAT_SECONDS', 0.01)
+  monkeypatch.setattr(heartbeat, 'PERIOD_SECONDS', 0.01)
   monkeypatch.setattr(operations, '_ALONE_LEAD_SECONDS', 0)
   request = tmp_path / 'profile_request'
 
@@ -547,7 +547,7 @@ def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatc
     toy_run.run(tmp_path, **settings)
   # What is found after the lock has left its log.
   left = {path.name for path in tmp_path.iterdir()}
-  assert left <= {heartbeat.FOLDER, 'attempts', 'logs'}
+  assert left <= {'attempts', 'logs'}
 
 
 def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(

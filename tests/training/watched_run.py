@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from absl import flags
+from etils import epath
 from jax.experimental import multihost_utils
 
 from het_plugin.config import command_line, distributed
-from het_plugin.operations import heartbeat, run_clock, verdict
+from het_plugin.operations import operations, peers, run_clock
 from het_plugin.training import observer
 
 STEPS, FAULT_STEP = 4000, 20
@@ -58,13 +59,11 @@ def main(argv) -> None:
   with command_line.one_sentence_errors():
     distributed.initialize(watched=True)
     multihost_utils.process_allgather(np.ones(1))  # connects and compiles
-    clock = run_clock.RunClock()
-    limits = verdict.Limits(values.heartbeat_timeout_seconds, values.stall)
-    with (
-      heartbeat.Heartbeat(values.folder, clock, STEPS, limits),
-      clock.phase(observer.STEP),
-    ):
-      train(clock, values.fault, values.culprit)
+    limits = peers.Limits(values.heartbeat_timeout_seconds, values.stall)
+    watch = operations.Operations(limits)
+    run = observer.ObservedRun(epath.Path(values.folder), STEPS)
+    with watch.observing(run), watch.phase(observer.STEP):
+      train(watch.clock, values.fault, values.culprit)
 
 
 def train(clock: run_clock.RunClock, fault: str, culprit: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls that a preemption ends early, alone and in processes that agree."""
+"""Signals that stop a run, and calls that they end early, alone and in processes that agree."""
 
 import os
 import re
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from het_plugin.operations import interruptible, run_lock
+from het_plugin.operations import lock, preemption
 from het_plugin.training import exit_codes
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_it_returns_or_raises_what_the_function_does():
-  assert interruptible.call(lambda: 3, lambda: False) == 3
+  assert preemption.call(lambda: 3, lambda: False) == 3
   with pytest.raises(KeyError, match='why'):
-    interruptible.call(lambda: {}['why'], lambda: False)
+    preemption.call(lambda: {}['why'], lambda: False)
 
 
 def test_it_is_left_without_the_function():
@@ -30,12 +30,12 @@ def test_it_is_left_without_the_function():
     end.wait(60)
 
   before = time.monotonic()
-  with pytest.raises(interruptible.Interrupted):
-    interruptible.call(wait, entered.is_set)
+  with pytest.raises(preemption.Interrupted):
+    preemption.call(wait, entered.is_set)
   assert time.monotonic() - before < 20
   end.set()
-  with pytest.raises(interruptible.Interrupted):  # at once: not even started
-    interruptible.call(lambda: pytest.fail('it was called'), lambda: True)
+  with pytest.raises(preemption.Interrupted):  # at once: not even started
+    preemption.call(lambda: pytest.fail('it was called'), lambda: True)
 
 
 # One of two processes. The directory is held by the test; SIGTERM comes to process 1 in a
@@ -49,11 +49,11 @@ jax.distributed.initialize(
   cluster_detection_method='deactivate',
 )
 from het_plugin.config import distributed
-from het_plugin.operations import interruptible, preemption, run_lock
+from het_plugin.operations import lock, preemption
 folder, index = sys.argv[1], jax.process_index()
 
 try:
-  with run_lock.locked(folder, patience_seconds=0.5):
+  with lock.held(folder, patience_seconds=0.5):
     pass
 except ValueError as error:
   print('refused:', error)
@@ -62,12 +62,12 @@ with preemption.PreemptionNotice() as notice:
   def slow():
     time.sleep(index)
     return index
-  print('returned:', interruptible.call(slow, notice.reached))
+  print('returned:', preemption.call(slow, notice.reached))
 
   def fail():
     raise KeyError('mine')
   try:
-    interruptible.call(fail if index else slow, notice.reached)
+    preemption.call(fail if index else slow, notice.reached)
   except (KeyError, RuntimeError) as error:
     print('raised:', repr(error))
 
@@ -81,20 +81,49 @@ with preemption.PreemptionNotice() as notice:
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
   before = time.monotonic()
   try:
-    interruptible.call(lowered.compile, notice.reached)
-  except interruptible.Interrupted:
+    preemption.call(lowered.compile, notice.reached)
+  except preemption.Interrupted:
     print(f'left after {time.monotonic() - before:.1f} s')
 distributed.exit_at_once(42)
 """
 
 
+CTRL_C = """
+import os, signal, sys, time
+from het_plugin.operations import preemption
+with preemption.PreemptionNotice() as outer:
+  with preemption.PreemptionNotice() as notice:
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print(notice.reached(), flush=True)
+    if sys.argv[2] == 'twice':
+      os.kill(os.getpid(), signal.SIGINT)
+      print('it goes on', flush=True)
+  print(outer.reached())
+"""
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'code', 'output'),
+  [
+    (['SIGTERM', 'once'], 0, 'True\nTrue\n'),
+    (['SIGINT', 'once'], 0, 'True\nTrue\n'),
+    (['SIGINT', 'twice'], 130, 'True\n'),
+  ],
+)
+def test_ctrl_c_counts_as_sigterm_and_twice_leaves_at_once(arguments, code, output):
+  command = [sys.executable, '-W', 'ignore', '-c', CTRL_C, *arguments]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+  assert (done.returncode, done.stdout) == (code, output), done.stderr
+
+
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path):
   command = [
     *(sys.executable, '-m', 'launch.local', '--processes=2', '--devices=1', '--'),
     *(sys.executable, '-c', PAIR, str(tmp_path)),
   ]
   environment = {**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'}
-  with run_lock.locked(tmp_path):
+  with lock.held(tmp_path):
     done = subprocess.run(
       command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )

@@ -1,0 +1,129 @@
+"""The facts that each process of a run writes every few seconds, and that all else is told from.
+
+A start of a run is an attempt, with a folder: attempts/attempt_0001/process-00000.json and so on.
+A process replaces its file as a whole, so that a killed attempt leaves its last facts.
+"""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Mapping
+
+from etils import epath
+
+from het_plugin.training import observer, run_files
+
+FOLDER = 'attempts'
+_PREFIX = 'attempt_'
+_READERS = 16
+
+# The states of a process. One that was killed still says that it is running.
+RUNNING, DONE, PREEMPTED, FAILED = 'running', 'done', 'preempted', 'failed'
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+  """What one process of an attempt says about itself.
+
+  Attributes:
+    process: its number.
+    processes: how many there are.
+    host: the name of its host.
+    pid: its process id there.
+    began: when it began, Unix seconds by its own clock.
+    time: when this was written, Unix seconds by its own clock; for people.
+    total_steps: where the run ends.
+    beat: counts the times it has written.
+    phase: one of `observer.PHASES`.
+    seconds: by phase, so far.
+    idle_seconds: since its last progress.
+    ticks: signs of progress so far. Processes go through the same ones in the same order: of two,
+      the process with fewer is behind.
+    start_step: the step it went on from; None until that is known.
+    step: number of training steps dispatched.
+    saved_step: step of the last checkpoint whose writing began; None before the first.
+    state: RUNNING, DONE, PREEMPTED or FAILED.
+    message: why it ended; empty while it runs.
+    exit_code: what it ends with; None while it runs.
+  """
+
+  process: int
+  processes: int
+  host: str
+  pid: int
+  began: float
+  time: float
+  total_steps: int
+  beat: int = 0
+  phase: str = observer.START
+  seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  idle_seconds: float = 0.0
+  ticks: int = 0
+  start_step: int | None = None
+  step: int = 0
+  saved_step: int | None = None
+  state: str = RUNNING
+  message: str = ''
+  exit_code: int | None = None
+
+  @property
+  def name(self) -> str:
+    return f'process {self.process} (host {self.host}, pid {self.pid})'
+
+  @property
+  def place(self) -> str:
+    return f'in phase {self.phase} at step {self.step}'
+
+  @property
+  def wall_seconds(self) -> float:
+    return sum(self.seconds.values())
+
+  @property
+  def steps(self) -> int:
+    """Steps done by this attempt."""
+    return 0 if self.start_step is None else self.step - self.start_step
+
+
+def file(attempt: epath.PathLike, process: int) -> epath.Path:
+  """The file of a process in the folder of an attempt."""
+  return epath.Path(attempt) / f'process-{process:05d}.json'
+
+
+def write(attempt: epath.PathLike, facts: Facts) -> None:
+  """Replaces the file of a process."""
+  run_files.write_json(file(attempt, facts.process), dataclasses.asdict(facts))
+
+
+def read(path: epath.PathLike) -> Facts | None:
+  """The facts in a file; None where there is no file, or something else in it."""
+  try:
+    return Facts(**run_files.read_json(path))
+  except Exception:  # object stores raise errors of their own
+    return None
+
+
+def attempts(model_dir: epath.PathLike) -> dict[int, epath.Path]:
+  """The folders of a run's attempts by number, in their order."""
+  return run_files.numbered(epath.Path(model_dir) / FOLDER, _PREFIX)
+
+
+def new_attempt(model_dir: epath.PathLike) -> epath.Path:
+  """Makes the folder of the next attempt."""
+  number = max(attempts(model_dir), default=0) + 1
+  folder = epath.Path(model_dir) / FOLDER / f'{_PREFIX}{number:04d}'
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder
+
+
+def read_attempts(model_dir: epath.PathLike) -> dict[int, Facts]:
+  """The facts of process 0 of each attempt by number; unreadable ones are left out."""
+  folders = attempts(model_dir)
+  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    found = pool.map(lambda folder: read(file(folder, 0)), folders.values())
+    return {n: facts for n, facts in zip(folders, found, strict=True) if facts is not None}
+
+
+def read_processes(attempt: epath.PathLike) -> list[Facts]:
+  """The facts of all processes of an attempt by their numbers; unreadable ones are left out."""
+  paths = run_files.numbered(attempt, 'process-', '.json').values()
+  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    return [facts for facts in pool.map(read, paths) if facts is not None]

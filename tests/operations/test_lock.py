@@ -1,0 +1,169 @@
+"""Locks on run directories, also where the file system has none, and holders that die."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from het_plugin.operations import facts, lock
+from het_plugin.training import exit_codes
+
+ROOT = Path(__file__).parents[2]
+LOCK = lock.NAME
+
+
+def held(folder, patience=0.0):
+  return lock.held(folder, patience)
+
+
+def refused(folder, **settings):
+  with pytest.raises(ValueError) as error, held(folder, **settings):
+    pytest.fail('it was free')
+  return str(error.value)
+
+
+def wait_for(condition, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not happen'
+    time.sleep(0.02)
+
+
+def test_a_holder_is_named_and_one_that_was_killed_holds_nothing(tmp_path):
+  """Not even by a data worker that it forked and that outlives it."""
+  code = f"""
+import os, time
+from het_plugin.operations import lock
+with lock.held({str(tmp_path)!r}):
+  worker = os.fork()
+  if worker:
+    print(worker, flush=True)
+  time.sleep(60)
+"""
+  command = [sys.executable, '-W', 'ignore', '-c', code]
+  holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  worker = None
+  try:
+    worker = int(holder.stdout.readline())
+    message = refused(tmp_path)
+    assert (
+      f'{tmp_path} is in use: process {holder.pid} on {socket.gethostname()}, since 2' in message
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, 'attempts'}
+    holder.kill()
+    holder.wait()
+    os.kill(worker, 0)
+    with held(tmp_path):
+      assert json.loads((tmp_path / LOCK).read_text())['pid'] == os.getpid()
+  finally:
+    holder.kill()
+    if worker is not None:
+      os.kill(worker, signal.SIGKILL)
+
+
+def test_one_at_a_time_and_no_trace(tmp_path):
+  folder = tmp_path / 'runs' / 'x'
+  with held(folder) as (_, attempt):
+    assert attempt == folder / 'attempts' / 'attempt_0001'
+    assert f'process {os.getpid()} on' in refused(folder)
+    with held(tmp_path / 'runs' / 'y'):
+      pass
+  with pytest.raises(RuntimeError, match='crash'), held(folder) as (_, attempt):
+    assert attempt.name == 'attempt_0002'
+    raise RuntimeError('crash')
+  assert not (folder / LOCK).exists()
+
+
+def test_one_that_ends_is_waited_for(tmp_path):
+  entered = []
+
+  def come():
+    with held(tmp_path, patience=20):
+      entered.append(json.loads((tmp_path / LOCK).read_text()))
+
+  thread = threading.Thread(target=come)
+  with held(tmp_path):
+    thread.start()
+    time.sleep(0.5)
+    assert not entered
+  thread.join(timeout=20)
+  assert len(entered) == 1
+
+
+# Without locks of the file system.
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+  def has_none(path, patience):
+    raise OSError(errno.EOPNOTSUPP, 'no locks here')
+
+  monkeypatch.setattr(lock, '_take', has_none)
+  monkeypatch.setattr(lock, '_CLAIM_SECONDS', 0.2)
+
+
+def write_facts(attempt, beat, state=facts.RUNNING):
+  theirs = {'process': 0, 'processes': 1, 'host': 'there', 'pid': 7, 'began': 0.0, 'time': 0.0}
+  facts.write(attempt, facts.Facts(**theirs, total_steps=9, beat=beat, state=state))
+
+
+def test_one_whose_facts_change_holds_it(tmp_path, no_locks):
+  with held(tmp_path) as (kept, attempt):
+    assert not kept.by_kernel
+    write_facts(attempt, 1)
+    threading.Timer(0.3, write_facts, (attempt, 2)).start()
+    assert 'in use: process 0 (host there, pid 7), trains' in refused(tmp_path, patience=1)
+    write_facts(attempt, 3, facts.DONE)
+    with held(tmp_path, patience=60) as (_, second):  # at once
+      assert second.name == 'attempt_0002'
+
+
+def test_one_whose_facts_stand_still_has_lost_it_and_ends(tmp_path, no_locks, monkeypatch, capsys):
+  """It stood still for long; to go on would be to write into the other run."""
+  codes = []
+  monkeypatch.setattr(lock.os, '_exit', codes.append)
+  with held(tmp_path) as (kept, attempt):
+    write_facts(attempt, 1)
+    kept.check(attempt)
+    assert not codes
+    with held(tmp_path, patience=0.2) as (_, second):
+      write_facts(second, 1)
+      kept.check(attempt)
+  assert codes == [exit_codes.FAILED]
+  assert 'is in use: process 0 (host there, pid 7)' in capsys.readouterr().err
+
+
+def test_of_two_that_come_at_once_the_later_writer_has_it(tmp_path, no_locks):
+  claim = tmp_path / 'attempts' / 'attempt_0001' / 'claim'
+
+  def overwrite():
+    wait_for(claim.exists)
+    claim.write_text('theirs')
+
+  thread = threading.Thread(target=overwrite)
+  thread.start()
+  assert 'in use: another process' in refused(tmp_path)
+  thread.join()
+
+
+def test_folders_that_cannot_be_written_are_one_sentence(tmp_path):
+  file = tmp_path / 'file'
+  file.write_text('')
+  assert refused(file / 'run') == f'model_dir={file / "run"} cannot be written: Not a directory'
+  folder = tmp_path / 'folder'
+  folder.mkdir(mode=0o555)
+  user = os.geteuid()
+  if user == 0:  # whom no mode keeps out
+    os.seteuid(65534)
+  try:
+    assert refused(folder) == f'model_dir={folder} cannot be written: Permission denied'
+  finally:
+    os.seteuid(user)
