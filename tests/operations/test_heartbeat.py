@@ -50,7 +50,7 @@ class Run:
       return file.read()
 
   def end(self, index):
-    """(exit code, seconds from the first fault to the end, last line) of a process."""
+    """(exit code, seconds from the first fault to the end, last line of an error) of a process."""
     deadline = time.time() + 200
     while index not in self._ended:
       assert time.time() < deadline, self.output(index)
@@ -61,7 +61,9 @@ class Run:
     assert faults, output
     fault = float(faults[0])
     code, lines = self.processes[index].exitcode, self.output(index).splitlines()
-    return code, self._ended[index] - fault, lines[-1]
+    # C++ code that aborts at the same time may write more lines.
+    errors = [line for line in lines if line.startswith('Error: ')]
+    return code, self._ended[index] - fault, errors[-1] if errors else lines[-1]
 
   def name(self, index):
     return rf'process {index} \(host \S+, pid {self.processes[index].pid}\)'
@@ -93,6 +95,7 @@ def runs(tmp_path_factory):
       process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('case', 'limit'),
   [
@@ -113,6 +116,7 @@ def test_one_that_is_silent_is_named(runs, case, limit):
   assert 'in _run_main' in run.output(1 - culprit)  # where it waited
 
 
+@pytest.mark.slow
 def test_one_that_is_stuck_is_named_by_all_with_their_stacks(runs):
   run = runs['stuck']
   pattern = rf'Error: {run.name(1)} has been in phase data at step 20 for \d+ s; the others wait'
@@ -123,6 +127,7 @@ def test_one_that_is_stuck_is_named_by_all_with_their_stacks(runs):
   assert re.search(r'watched_run.py", line \d+ in <lambda>', run.output(1))
 
 
+@pytest.mark.slow
 def test_one_that_holds_the_interpreter_ends_too(runs):
   code, seconds, _ = runs['alone, interpreter held'].end(0)
   assert code == -signal.SIGALRM
@@ -130,6 +135,7 @@ def test_one_that_holds_the_interpreter_ends_too(runs):
   assert 'in hold_interpreter' in runs['alone, interpreter held'].output(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', ['worker failed', 'coordinator failed'])
 def test_one_that_fails_alone_ends_the_others_as_it_ends(runs, case):
   run, culprit = runs[case], CASES[case][1]
@@ -144,6 +150,7 @@ def test_one_that_fails_alone_ends_the_others_as_it_ends(runs, case):
   assert first.message == second.message == line.removeprefix('Error: ')
 
 
+@pytest.mark.slow
 def test_all_that_fail_alike_say_so_themselves(runs):
   run = runs['all failed']
   for index in range(2):

@@ -169,6 +169,7 @@ def run_two(module, *arguments):
   return codes, last_lines
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_saves_on_all(tmp_path, uninterrupted):
   """2 processes of 4 devices; one process of 8 then finishes the run."""
   codes, _ = run_two('tests.training.toy_run', tmp_path, 3)
@@ -207,6 +208,7 @@ def test_a_crash_goes_back_to_the_last_checkpoint_without_repeating_lines(tmp_pa
   assert error['step'] == 7 and 'RuntimeError: crash' in error['exception']
 
 
+@pytest.mark.slow
 def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterrupted):
   """Process 1 cannot read checkpoint 8, so both pass over it; nor save it again: both end."""
   toy_run.run(tmp_path, total_steps=8)
