@@ -1,4 +1,4 @@
-"""The built-in t5x-style trainer: knows a model by t5x's surface, an action by its base class."""
+"""The built-in t5x-style trainer: it needs a model with the t5x interface and `BaseAction`s."""
 
 CONFIGURABLES = {
   'actions': ('TerminateOnNanAction', 'EarlyStoppingAction'),
