@@ -107,3 +107,11 @@ def test_labels_are_pushed_apart_and_stay_inside(heights):
   assert all(0 <= height <= 1 for height in apart)
   assert all(b - a > gap - 1e-9 for a, b in zip(apart[:-1], apart[1:], strict=True))
   assert max(abs(a - b) for a, b in zip(heights, apart, strict=True)) <= gap * (len(heights) - 1)
+
+
+def test_examples_have_a_line_per_model_and_names_are_no_formulas():
+  images = np.zeros((2, 6, 6, 1), np.float32)
+  predictions = {'$DET_': [('$', 0.9, True), ('$$_', 0.1, False)]}
+  one = reporting.examples_png(images, ['$', '$a_'], predictions)
+  more = reporting.examples_png(images, ['$', '$a_'], predictions | {'HET': predictions['$DET_']})
+  assert one.startswith(b'\x89PNG') and len(more) > len(one)
