@@ -2,6 +2,7 @@
 
 import logging as stdlib_logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,16 +51,36 @@ def parse_config(
 ) -> None:
   """Replaces the gin configuration by that of the files and, after them, the bindings.
 
-  What only the built-in trainer has, gin/builtin/train.gin, is read before them.
+  gin/builtin/train.gin, what only the built-in trainer has, is read before them.
 
   Raises:
-    ValueError: a file that cannot be found, with the place it was looked for; anything that gin
-      does not understand.
+    ValueError: a file cannot be found or includes itself, a binding is not gin's syntax, or gin
+      knows no such name.
   """
   gin.clear_config()
   for path in search_paths:
     gin.add_config_file_search_path(path)
   for file in gin_files:
     if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
-      raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}')
-  gin.parse_config_files_and_bindings([_BUILTIN, *gin_files], list(bindings))
+      ours = _PREFIX + file.removeprefix('gin/')
+      hint = f'; {ours} comes with the package' if _is_ours(ours) else ''
+      raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}{hint}')
+  for file in [_BUILTIN, *gin_files]:
+    try:
+      gin.parse_config_file(file)
+    except RecursionError as error:
+      raise ValueError(f'gin_file={file!r} includes itself') from error
+  for binding in bindings:
+    try:
+      gin.parse_config(binding)
+    except SyntaxError as error:
+      raise ValueError(f'the binding {binding!r} is no gin: {_reason(binding, error)}') from error
+  gin.finalize()
+
+
+def _reason(binding: str, error: SyntaxError) -> str:
+  """What is wrong with a binding; a command that is right where it looks like text unquoted."""
+  name, _, value = (part.strip() for part in binding.partition('='))
+  if re.fullmatch(r'[A-Za-z./~][^\'"\n]*', value):
+    return f"""text needs quotes: --gin.{name}="'{value}'" """.rstrip()
+  return str(error)

@@ -317,14 +317,17 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     (RUN, ["HetXL.link = 'probit'"], "HetXL.link='probit' is unknown"),
     (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
     (RUN, ['TRAIN_STEPS = None'], 'given by nothing; exactly one of steps (TRAIN_STEPS), examples'),
-    (RUN, ['TRAIN_STEPS ='], 'Unable to parse value'),
+    (RUN, ['TRAIN_STEPS ='], "the binding 'TRAIN_STEPS =' is no gin: Unable to parse value"),
+    (RUN, ['X = runs/het'], """text needs quotes: --gin.X="'runs/het'\""""),
+    (['gin/heads/het.gin'], [], 'het_plugin/gin/heads/het.gin comes with the package'),
   ],
 )
 def test_config_errors_are_one_sentence_before_anything_is_written(
-  files, extra, words, tmp_path, capsys
+  files, extra, words, tmp_path, monkeypatch, capsys
 ):
   from het_plugin.config import training_run
 
+  monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as stop, command_line.one_sentence_errors():
     parsing.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
     training_run.train_from_gin()
