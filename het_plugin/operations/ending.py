@@ -97,6 +97,7 @@ def end(line: str, code: int, stacks: bool, record: Callable[[], None]) -> NoRet
 def flush() -> None:
   """Writes what has been logged and printed, which `os._exit` would lose."""
   for handler in logging.getLogger().handlers:
-    handler.flush()
+    with contextlib.suppress(OSError):  # a full disk
+      handler.flush()
   with contextlib.suppress(OSError):  # its reader has gone
     sys.stdout.flush()

@@ -8,6 +8,7 @@ process-00000.jsonl.1, in place of the one before. An object store (gs://) canno
 start writes parts, process-00000.20260131T120000.000.jsonl, of which it renews the last one.
 """
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -127,7 +128,8 @@ class RunLog:
 
   def __exit__(self, exc_type, error: BaseException | None, traceback: Any) -> None:
     logging.getLogger().removeHandler(self._handler)
-    self._handler.close()
+    with contextlib.suppress(OSError):  # of a full disk: it must not hide what ended the run
+      self._handler.close()
 
   def upload(self, at_once: bool = False) -> None:
     """Called every few seconds: writes the lines that wait; `at_once` at the end.

@@ -72,7 +72,11 @@ class Operations(observer.Observer):
         attempt, self.clock, run.total_steps, self._limits, tasks
       )
       self._earlier = list(facts.read_attempts(run.model_dir).values())
-      self._heartbeat.start()
+      try:
+        self._heartbeat.start()
+      except OSError as raised:
+        reason = raised.strerror or raised
+        raise ValueError(f'model_dir={run.model_dir} cannot be written: {reason}') from raised
       error = None
       try:
         yield
@@ -126,7 +130,8 @@ class Operations(observer.Observer):
       norm = float(metrics['update'].compute()['gradient_norm'])
       return {'gradient_norm': norm, 'index': rows()}
 
-    self._spikes.add(step, float(metrics['loss'].compute()), details)
+    loss = float(metrics['loss'].compute())
+    self._heartbeat.attempt('loss spikes', lambda: self._spikes.add(step, loss, details))
 
   def saved(self, step: int) -> None:
     self.clock.saved(step)

@@ -94,6 +94,14 @@ def test_a_full_disk_is_told_once(tmp_path, ours, capsys, monkeypatch):
   assert capsys.readouterr().err.count('No space left on device') == 1
 
 
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path, ours):
+  (tmp_path / 'logs').mkdir()
+  (tmp_path / 'logs' / 'process-00000.jsonl').symlink_to('/dev/full')
+  with pytest.raises(ZeroDivisionError), logs.RunLog(tmp_path, 0, run_clock.RunClock()):
+    ours.info('x')
+    raise ZeroDivisionError
+
+
 def test_where_nothing_can_be_appended_there_are_parts(tmp_path, monkeypatch):
   monkeypatch.setattr(logs, '_PART_BYTES', 15)
   folder = tmp_path / 'logs'

@@ -104,3 +104,13 @@ def test_a_writer_that_fails_does_not_hide_why_the_run_ended(tmp_path, caplog):
     finally:
       watch.leaving(None, None)
   assert 'Training goes on without its goodput' in caplog.text
+
+
+def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
+  def write(*args):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(facts, 'write', write)
+  words = f'model_dir={tmp_path} cannot be written: No space left on device'
+  with pytest.raises(ValueError, match=words), observing(tmp_path):
+    pytest.fail('it began')
