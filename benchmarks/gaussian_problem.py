@@ -58,7 +58,7 @@ def keys_of(args: argparse.Namespace, seed: int) -> jax.Array:
 
 
 def reference_log_prob(args: argparse.Namespace, logits: GaussianLogits) -> jax.Array:
-  """log p of every class [B, K] by independent samples that no estimate here shares."""
+  """log p of every class [B, K]: exact (sigmoid), or by samples that no estimate here shares."""
   integrator = Integrator(num_samples=args.reference_samples)
   return jax.jit(integrator.log_prob)(logits, keys_of(args, seed=2**31 - 1))
 

@@ -150,14 +150,16 @@ GRID = {
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
-  parser.add_argument('--samples', type=integers, default=[16, 256, 1000], help='values of S')
+  parser.add_argument(
+    '--samples', type=integers, default=[64], help='values of S; a sigmoid is exact'
+  )
   parser.add_argument('--batches', type=integers, default=[64], help='batch sizes B')
   parser.add_argument('--variant', default='L/32', help='ViT size and patch')
   parser.add_argument('--image_size', type=int, default=224, help='pixels a side')
   parser.add_argument('--classes', type=int, default=21843, help='classes K')
   parser.add_argument('--factors', type=int, default=50, help='factors R')
   parser.add_argument('--link', choices=LINKS, default='softmax', help='of the loss')
-  parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of the noise')
+  parser.add_argument('--sampler', choices=SAMPLERS, default='sobol', help='of the noise')
   parser.add_argument('--dtype', default='bfloat16', help='of activations and products')
   parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
   parser.add_argument('--png', type=Path, help='draw the grid here')

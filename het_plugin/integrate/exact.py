@@ -48,6 +48,10 @@ ERFCX = (
   0.157630994362, -0.0990242416581, -0.122356800752, 1.26483818024,
 )  # fmt: skip
 
+# The part of a budget for logits that projected factors may take: with their gradients and what the
+# products need, three times as much exists at one time.
+BUDGET_SHARE = 8
+
 # The mean plus half the variance below which the identity is used. At 0 the derivative by v would
 # be a difference of nearly equal numbers near mu = 0.
 REFLECT_BELOW = -2.0
@@ -151,9 +155,10 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
 
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
   without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per example
-  with a linear projection. There the projected factors [B, R, Kp] are kept for the backward pass
-  if `chunk_bytes` on a device hold them. Otherwise groups of factors are projected one after the
-  other, in both directions, and [B, Kp] is kept. Under a mesh a group never talks to other devices.
+  with a linear projection. There the projected factors [B, R, Kp] are kept for the backward pass if
+  an eighth of `chunk_bytes` on a device holds them. Otherwise groups of factors of that size are
+  projected one after the other, in both directions, and [B, Kp] is kept. Under a mesh a group never
+  talks to other devices.
   """
   inverse = 1.0 / logits.temperature
   mean = logits.location * inverse
@@ -170,7 +175,7 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
 
 
 def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
-  limit = chunk_bytes // placement.bytes_per_device(mean)
+  limit = chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean)
   num_groups = -(-noise.num_factors // max(1, limit))
   # phi, d and, where they fit, all factors share one product with W, which then has one gradient.
   rows = [noise.dense_loading()] if num_groups == 1 else []

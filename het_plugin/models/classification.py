@@ -78,6 +78,7 @@ class ClassificationModel:
     loss_normalizing_factor: float | None = None,
     eval_seed: int = 0,
     shared_draws: bool = False,
+    fixed_draws: bool = False,
   ):
     """Composes the model.
 
@@ -96,6 +97,8 @@ class ClassificationModel:
       shared_draws: whether all examples of a step, or of an evaluation, share the same normal
         draws. This saves time, but correlates the estimates of the examples, so their mean has more
         variance.
+      fixed_draws: whether training repeats the same normal draws at every step. The loss is then a
+        deterministic function of the parameters. An exact loss is one anyway.
 
     Raises:
       ValueError: loss_normalizing_factor is not positive.
@@ -110,6 +113,7 @@ class ClassificationModel:
     self.loss_normalizing_factor = loss_normalizing_factor
     self.eval_seed = eval_seed
     self.shared_draws = shared_draws
+    self.fixed_draws = fixed_draws
 
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
@@ -182,6 +186,8 @@ class ClassificationModel:
       return self.eval_fn(params, batch)
     index, mask = batches.index(batch), batches.mask(batch)
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
+    if self.fixed_draws:
+      noise_rng = jax.random.key(0)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
     logits, _ = self.module.apply({'params': params}, batch['image'], train=True, rngs=rngs)
     nll = self.train_integrator.nll(logits, batch['label'], self._keys(noise_rng, batch))

@@ -85,12 +85,30 @@ def test_integrator(run):
   heads, links = ['het', 'het_h', 'het_xl'], ['softmax', 'sigmoid']
   flags += [f'--heads={",".join(heads)}', f'--links={",".join(links)}']
   rows, printed = run('integrator.py', *flags)
-  assert [(row['head'], row['link'], row['s']) for row in rows] == [
-    (head, link, s) for head in heads for link in links for s in (1, 5)
+  exact = {'softmax': [], 'sigmoid': [('exact', 1000)]}
+  assert [(row['head'], row['link'], row['method'], row['s']) for row in rows] == [
+    (head, link, *of)
+    for head in heads
+    for link in links
+    for of in [('sample', 1), ('sample', 5), *exact[link]]
   ]
+  assert all(row['rmse'] < 1e-6 for row in rows if row['method'] == 'exact')
   for row in rows:
     assert row['time_ratio'] == row['reference_seconds'] / row['seconds'] > 0
     assert row['memory_ratio'] == row['reference_temp_bytes'] / row['temp_bytes'] > 0
+  assert 'times as fast' in printed[-1]
+
+
+def test_integrator_at_equal_accuracy(run):
+  flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--trials=1', '--repeats=1']
+  rows, printed = run('integrator.py', *flags, '--links=softmax,sigmoid', '--equal_accuracy')
+  assert [(row['head'], row['link']) for row in rows] == [
+    ('het_xl', 'softmax'),
+    ('het_xl', 'sigmoid'),
+  ]
+  for row in rows:
+    assert row['rmse'] <= row['reference_rmse']
+    assert row['time_ratio'] == row['reference_seconds'] / row['seconds'] > 0
   assert 'times as fast' in printed[-1]
 
 
@@ -134,7 +152,8 @@ def test_tpu_cycles(tmp_path):
   rows, printed = run_process('tpu_cycles.py', tmp_path, *flags)
   sides = ['paper', 'xla', 'pallas']
   assert [(row['link'], row['procedure']) for row in rows] == [
-    (link, side) for link in ('softmax', 'sigmoid') for side in sides
+    *(('softmax', side) for side in sides),
+    *(('sigmoid', side) for side in [*sides, 'exact']),
   ]
   for row in rows:
     paper = rows[0] if row['link'] == 'softmax' else rows[3]

@@ -300,6 +300,18 @@ def test_an_analytic_estimator_evaluates_without_samples(head, link):
   np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
 
 
+def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
+  model, batch = make_model(HEADS['het']), make_batch()
+  params = make_params(model, batch)
+  losses = {}
+  for model.fixed_draws in (False, True):
+    losses[model.fixed_draws] = [
+      model.loss_fn(params, batch, jax.random.key(step))[0] for step in range(2)
+    ]
+  assert losses[False][0] != losses[False][1]
+  assert losses[True][0] == losses[True][1]
+
+
 def test_training_precision_is_that_of_the_location():
   model, batch = make_model('het'), make_batch()
   params = make_params(model, batch)
