@@ -279,7 +279,7 @@ class Trainer:
 
     Args:
       train_state, batch: arrays, or shapes with shardings.
-      call: calls the compiler, which takes most of the time; `interruptible.call` uses a thread.
+      call: calls the compiler, which takes most of the time; `Observer.interruptible` may leave it.
         Tracing stays in this thread, because settings of JAX may be bound to it.
     """
     start = time.monotonic()
