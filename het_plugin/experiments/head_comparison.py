@@ -108,11 +108,11 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   if det and tau and noisy:
     noise = min(noisy, key=lambda r: r['nll'])
     change = noise['nll'] - tau['nll']
-    cause = 'the noise adds to it' if change < 0 else 'the temperature does more than the noise'
+    effect = 'lowers' if change < 0 else 'does not lower'
     found.append(
       f'A learned temperature alone changes the NLL of DET by {tau["nll"] - det["nll"]:+.3f}, and '
       f'{noise["head"]}, the best head with noise, by a further {change:+.3f}: in this run '
-      f'{cause}.'
+      f'noise {effect} the NLL.'
     )
   else:
     found.append(
