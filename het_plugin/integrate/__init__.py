@@ -24,8 +24,8 @@ from het_plugin.integrate.integrator import (
   ORDERS,
   Integrator,
   multi_hot,
-  pick_order,
 )
+from het_plugin.integrate.order import pick_order
 from het_plugin.integrate.samplers import (
   SAMPLERS,
   antithetic,

@@ -18,7 +18,15 @@ from het_plugin.integrate.gaussian import (
   apply_projection,
   project,
 )
-from het_plugin.integrate.placement import Placement, bytes_per_device, mesh_axes, num_shards
+from het_plugin.integrate.order import can_project_first, pick_order
+from het_plugin.integrate.placement import (
+  Placement,
+  bytes_per_device,
+  num_shards,
+  on_every_shard,
+  tile,
+  untile,
+)
 from het_plugin.integrate.rotation import Draws, find_rotation
 
 IMPLEMENTATIONS = ('xla', 'pallas')
@@ -137,7 +145,7 @@ class Integrator:
       if logits.covariance is None:
         log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       else:
-        log_p = _untile(streaming.log_softmax(*self._streams(logits, keys)))
+        log_p = untile(streaming.log_softmax(*self._streams(logits, keys)))
     else:
       log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
     return jnp.where(_valid(logits), log_p, streaming.PADDED)
@@ -205,7 +213,7 @@ class Integrator:
     if logits.covariance is None:
       return jax.nn.log_sigmoid(sign * _deterministic(logits))
     plan, tiles, const = self._streams(logits, keys)
-    return _untile(streaming.log_sigmoid(plan, tiles, const, _tile(sign, const.valid.shape[0])))
+    return untile(streaming.log_sigmoid(plan, tiles, const, tile(sign, const.valid.shape[0])))
 
   def _factored(self, logits, keys):
     """The arguments of the fast losses (`factored`) but for the labels; None where only the general
@@ -240,7 +248,7 @@ class Integrator:
     label = jnp.maximum(labels[:, 0], 0)
     if num_tiles == 1 or isinstance(plan, fused.FusedPlan):
       return _losses(plan).log_softmax_at(plan, rows, shift, draws, label)[:, None]
-    tiles = (_tile(x, num_tiles) for x in (rows, shift))
+    tiles = (tile(x, num_tiles) for x in (rows, shift))
     return factored.tiled_log_softmax_at(plan, *tiles, draws, label)[:, None]
 
   def _streams(self, logits, keys):
@@ -310,54 +318,11 @@ class Integrator:
     return num_tiles
 
 
-def can_project_first(logits: GaussianLogits) -> bool:
-  """Whether the factors have a form in logit space: not where get_logits is opaque or the remainder
-  fills the noise space.
-  """
-  if logits.projection is None:
-    return True
-  return not isinstance(logits.projection, Opaque) and logits.covariance.remainder == 'rank_one'
-
-
-def pick_order(logits: GaussianLogits, num_samples: int) -> str:
-  """The evaluation order with fewer multiply-adds an example.
-
-  With the linear projection (HET-XL), S samples, R factors, Q noise dimensions and K classes:
-
-      sample then project   S (R + 1) Q + S Q K
-      project then sample   (R + 1) Q K + S (R + 1) K
-
-  Only the first is open where `can_project_first` is not. Without a projection (HET, Q = K) it
-  makes S samples as large as the factors are, so the smaller number wins. For a hash (HET-H), which
-  moves an element in the time of c = `HASH_COST` multiply-adds:
-
-      sample then project   S (R + 1) H + c S K
-      project then sample   c (R + 1) K + S (R + 1) K
-  """
-  covariance, projection = logits.covariance, logits.projection
-  if not can_project_first(logits):
-    return 'sample_then_project'
-  factors = covariance.num_factors + 1
-  classes = logits.location.shape[-1]
-  noise_dim = covariance.diag.shape[-1]
-  match projection:
-    case Linear():
-      sample_first = num_samples * (factors * noise_dim + noise_dim * classes)
-      project_first = factors * noise_dim * classes + num_samples * factors * classes
-    case Hashed():
-      sample_first = num_samples * (factors * noise_dim + HASH_COST * classes)
-      project_first = (HASH_COST + num_samples) * factors * classes
-    case None:
-      sample_first, project_first = num_samples, factors
-  return 'sample_then_project' if sample_first < project_first else 'project_then_sample'
-
-
 @functools.cache
 def _say_once(message):
   logging.getLogger(__name__).info(message)
 
 
-HASH_COST = 280  # multiply-adds in whose time one indexed element is moved there and back, on a CPU
 # Fewer Sobol points gain little by a rotation, and it costs what a dozen samples cost.
 MIN_ROTATED = 32
 # Samples at one time: their logits and exponentials together weigh about what the factors weigh.
@@ -432,35 +397,6 @@ def _has_phi(projection):
   return isinstance(projection, Linear) and projection.phi is not None
 
 
-def _tile(x, num_tiles):
-  """[..., Kp] to [M, ..., k], sharded by tile."""
-  x = jnp.moveaxis(x.reshape(*x.shape[:-1], num_tiles, -1), -2, 0)
-  return _on_its_shard(x)
-
-
-def _untile(x):
-  """[M, B, k] to [B, Kp]."""
-  x = jnp.moveaxis(x, 0, -2)
-  return x.reshape(*x.shape[:-2], -1)
-
-
-def _on_every_shard(x, num_tiles):
-  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the
-  loop is over.
-  """
-  return _on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
-
-
-def _on_its_shard(x):
-  """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
-  if num_shards('vocab') == 1:
-    return x
-  spec = jax.sharding.PartitionSpec(
-    mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
-  )
-  return jax.lax.with_sharding_constraint(x, spec)
-
-
 def _make_tiles(logits, order, num_tiles):
   """Splits the classes into tiles and folds 1 / tau in, outside the loops, so that neither costs
   anything a sample.
@@ -478,9 +414,9 @@ def _make_tiles(logits, order, num_tiles):
   covariance, projection = logits.covariance.scaled(inverse), logits.projection
   if order == 'project_then_sample':
     covariance, projection = project(covariance, projection), None
-  split = functools.partial(_tile, num_tiles=num_tiles)
+  split = functools.partial(tile, num_tiles=num_tiles)
   # The noise space is either that of the logits or shared by all classes.
-  place = split if projection is None else functools.partial(_on_every_shard, num_tiles=num_tiles)
+  place = split if projection is None else functools.partial(on_every_shard, num_tiles=num_tiles)
   covariance = jax.tree.map(place, covariance)
   location = split(logits.location * inverse)
   match projection:

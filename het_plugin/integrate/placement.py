@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import core
 from flax.linen import partitioning as flax_partitioning
 
@@ -68,3 +69,32 @@ def bytes_per_device(logits: jax.Array) -> int:
   """Bytes of an array [B, Kp] on one device, at least 1."""
   shards = num_shards('vocab') * num_shards('batch')
   return max(1, logits.size * logits.dtype.itemsize // shards)
+
+
+def tile(x, num_tiles):
+  """[..., Kp] to [M, ..., k], sharded by tile."""
+  x = jnp.moveaxis(x.reshape(*x.shape[:-1], num_tiles, -1), -2, 0)
+  return on_its_shard(x)
+
+
+def untile(x):
+  """[M, B, k] to [B, Kp]."""
+  x = jnp.moveaxis(x, 0, -2)
+  return x.reshape(*x.shape[:-2], -1)
+
+
+def on_every_shard(x, num_tiles):
+  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the
+  loop is over.
+  """
+  return on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
+
+
+def on_its_shard(x):
+  """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
+  if num_shards('vocab') == 1:
+    return x
+  spec = jax.sharding.PartitionSpec(
+    mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+  )
+  return jax.lax.with_sharding_constraint(x, spec)
