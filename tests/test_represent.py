@@ -204,13 +204,6 @@ def test_bad_settings_are_one_sentence_and_write_nothing(
   assert not out.exists()
 
 
-def test_too_little_space(digits_run, call, tmp_path, monkeypatch):
-  usage = represent_lib.shutil.disk_usage(tmp_path)._replace(free=2**10)
-  monkeypatch.setattr(represent_lib.shutil, 'disk_usage', lambda path: usage)
-  common = (f'--checkpoint={digits_run[0]}', '--dataset=digits', f'--output_dir={tmp_path}/out')
-  assert 'has 0.0 GiB of space, and 0.0 GiB are needed' in call(*common, code=2)
-
-
 def test_splits_by_comma_outside_brackets():
   info = data.TaskInfo(2, False, 1, None, {'train': None, 'a': 3, 'b': 2, 'none': 0})
   assert represent_lib.choose_splits('x', info, None) == ['a', 'b']

@@ -14,6 +14,7 @@ import numpy as np
 from het_plugin import data, reporting, weights
 from het_plugin.evaluation import class_covariance, predictions, uncertainty
 from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.splits import open_split
 from het_plugin.evaluation.uncertainty_report import Evaluation, file_name
 
 
@@ -177,31 +178,30 @@ def _named(flag: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _stream(
   prefix: str, task: str, split: str, run: Any, settings: Settings, *, whole: bool = False
-) -> Iterator[data.BatchIterator]:
-  """Batches of a split in the model's size: this process's rows, or `whole` ones."""
-  with _named(f'--{prefix}dataset', task):
-    info = data.classification_info(task)
-    # Checks the channels without an image.
-    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
-    jax.eval_shape(lambda x: class_covariance.match_channels(x, run.channels), image)
-    if info.splits.get(split, 0) is None and settings.max_examples is None:
-      raise ValueError(f'--{prefix}split={split} is endless: set --max_examples')
-    config = data.one_pass(
-      task,
-      split,
-      image_size=run.image_size,
-      max_labels=max(info.max_labels, run.max_labels),
-      batch_size=settings.batch_size,
-      bounded=settings.max_examples is not None,
-    )
-    rows = None if whole else run.partitioner.batch_rows(settings.batch_size)
-    batches = data.get_dataset(config, rows)
-  with contextlib.closing(batches):
-    yield batches
+) -> Iterator[tuple[data.BatchIterator, int]]:
+  """As `open_split`, with images of the model's size."""
+  with contextlib.ExitStack() as stack:
+    with _named(f'--{prefix}dataset', task):
+      info = data.classification_info(task)
+      # Checks the channels without an image.
+      image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
+      jax.eval_shape(lambda x: class_covariance.match_channels(x, run.channels), image)
+      config = data.one_pass(
+        task,
+        split,
+        image_size=run.image_size,
+        max_labels=max(info.max_labels, run.max_labels),
+        batch_size=settings.batch_size,
+        bounded=settings.max_examples is not None,
+      )
+      names = {'name': f'--{prefix}split={split}', 'bound': '--max_examples'}
+      stream = open_split(config, run.partitioner, settings.max_examples, whole=whole, **names)
+      opened = stack.enter_context(stream)
+    yield opened
 
 
-def _predict(name, predictor, run, batches, settings) -> Iterator[predictions.Predictions]:
-  total = min(n for n in (batches.num_examples, settings.max_examples) if n is not None)
+def _predict(name, predictor, run, stream, settings) -> Iterator[predictions.Predictions]:
+  batches, total = stream
   with reporting.Progress(name, total, shown=jax.process_index() == 0) as progress:
     for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
       progress.update(len(part))
@@ -223,7 +223,7 @@ def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
 
 
 def _examples(run, task, settings, **which) -> dict[str, np.ndarray]:
-  with _stream('', task, settings.split, run, settings, whole=True) as batches:
+  with _stream('', task, settings.split, run, settings, whole=True) as (batches, _):
     bound = settings.max_examples
     bounded = itertools.islice(batches, None if bound is None else -(-bound // settings.batch_size))
     return class_covariance.take_examples(bounded, **which)

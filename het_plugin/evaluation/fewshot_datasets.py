@@ -1,15 +1,15 @@
 """The data sets of a few-shot evaluation, and their representations by a model."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from het_plugin.data import BatchIterator, classification_info, get_dataset, one_pass
+from het_plugin.data import classification_info, one_pass
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
 from het_plugin.evaluation.names import check_names
+from het_plugin.evaluation.splits import open_split
 from het_plugin.training.partitioning import PjitPartitioner
 
 
@@ -99,12 +99,8 @@ class FewShotReader:
         f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'
       )
     for split, bound in _splits(dataset):
-      with contextlib.closing(self._batches(dataset, split, bound)) as batches:
-        if batches.num_batches is None and bound is None:
-          raise ValueError(
-            f'FewShotDataset {dataset.name!r}: split {split!r} of {dataset.task!r} is endless; '
-            'set max_train or max_test.'
-          )
+      with self._open(dataset, split, bound):
+        pass
 
   def extract(
     self, dataset: FewShotDataset, extractor: RepresentationExtractor, params: Any
@@ -122,13 +118,13 @@ class FewShotReader:
     (layer,) = extractor.layers
     halves = []
     for split, bound in _splits(dataset):
-      with contextlib.closing(self._batches(dataset, split, bound)) as batches:
+      with self._open(dataset, split, bound) as (batches, _):
         read = extractor(params, batches, self.batch_size, bound)[layer]
       halves.append(Split(read.features, read.label, read.index))
     return tuple(halves)
 
-  def _batches(self, dataset: FewShotDataset, split: str, bound: int | None) -> BatchIterator:
-    cfg = one_pass(
+  def _open(self, dataset: FewShotDataset, split: str, bound: int | None):
+    config = one_pass(
       dataset.task,
       split,
       image_size=self.image_size,
@@ -137,7 +133,7 @@ class FewShotReader:
       bounded=bound is not None,
       resize=dataset.resize,
     )
-    return get_dataset(cfg, self.partitioner.batch_rows(self.batch_size))
+    return open_split(config, self.partitioner, bound, bound='max_train and max_test')
 
 
 def _splits(dataset: FewShotDataset) -> tuple[tuple[str, int | None], tuple[str, int | None]]:

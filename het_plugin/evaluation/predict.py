@@ -13,6 +13,7 @@ import numpy as np
 from het_plugin import data, reporting
 from het_plugin.data import decode
 from het_plugin.evaluation import array_files, predictions, uncertainty
+from het_plugin.evaluation.splits import open_split
 
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 _SPLIT = 'all'
@@ -119,11 +120,9 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
       bounded=False,
     )
     config = dataclasses.replace(config, max_corrupt_fraction=1.0)
-    batches = stack.enter_context(
-      contextlib.closing(data.get_dataset(config, run.partitioner.batch_rows(batch_size)))
-    )
+    batches, total = stack.enter_context(open_split(config, run.partitioner))
     shown = jax.process_index() == 0
-    progress = stack.enter_context(reporting.Progress('predict', len(images.names), shown=shown))
+    progress = stack.enter_context(reporting.Progress('predict', total, shown=shown))
     for part in predictor(run.params, batches, batch_size):
       entropy = uncertainty.uncertainty(part).entropy
       order = np.argsort(-part.log_prob, axis=1, kind='stable')[:, :top]  # [n, top]

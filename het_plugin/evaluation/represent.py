@@ -1,12 +1,10 @@
 """Represents the splits of a data set as files, and turns arrays made elsewhere into such files."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from het_plugin import data, reporting
 from het_plugin.evaluation import extraction, extraction_files
 from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0
+from het_plugin.evaluation.splits import open_split
 
 _MODULE = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -62,7 +61,7 @@ def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]
     The checkpoint and, under 'files', a row for each file (process 0).
 
   Raises:
-    ValueError: a setting is wrong, files of other settings exist, or the disk has too little space.
+    ValueError: a setting is wrong, or files of other settings exist.
   """
   task = task_name(settings.dataset)
   info = data.classification_info(task)
@@ -79,7 +78,17 @@ def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]
     )
     for name in names
   ]
-  num_examples = [max_num_examples(config, run, settings.max_examples) for config in configs]
+
+  def open_batches(config):
+    name = f'--splits={config.split}: this split of {task}'
+    return open_split(
+      config, run.partitioner, settings.max_examples, name=name, bound='--max_examples'
+    )
+
+  num_examples = []
+  for config in configs:
+    with open_batches(config) as (_, size):
+      num_examples.append(size)
   layers = tuple(dict.fromkeys(settings.layers))
   extractor_of = functools.cache(functools.partial(_extractor, run, settings))
   spec = data.element_spec(configs[0], info.channels)
@@ -105,13 +114,14 @@ def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]
       for split in zip(files, of_split, num_examples, strict=True)
     ]
   )
-  from_process_0(lambda: check_space(folder, plans, widths, settings.dtype))
   provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
   rows = []
   for config, plan in zip(configs, plans, strict=True):
     speed = None
     if plan.layers:
-      speed = _run(run, extractor_of(plan.layers), config, plan, widths, info, provenance)
+      with open_batches(config) as (batches, _):
+        extractor = extractor_of(plan.layers)
+        speed = _run(run, extractor, batches, config, plan, widths, info, provenance)
     if jax.process_index() == 0:
       rows += [_row(plan.files, x, speed if x in plan.layers else None) for x in layers]
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
@@ -158,40 +168,6 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
   return names
 
 
-def max_num_examples(config: data.DatasetConfig, run: Any, bound: int | None) -> int:
-  """How many examples there are at most; reads no image.
-
-  Raises:
-    ValueError: the split cannot be read, or is endless and has no bound.
-  """
-  with contextlib.closing(_open_batches(config, run)) as batches:
-    sizes = [size for size in (batches.num_examples, bound) if size is not None]
-  if not sizes:
-    raise ValueError(
-      f'--splits={config.split}: this split of {config.mixture_or_task_name} is endless: set '
-      '--max_examples'
-    )
-  return min(sizes)
-
-
-def check_space(folder: Path, plans: Sequence[Plan], widths: Mapping[str, int], dtype: str) -> None:
-  """Raises ValueError if the disk is too small: the rows of a split exist twice for a moment."""
-  itemsize = jax.numpy.dtype(dtype).itemsize
-  sizes = [x.num_examples * itemsize * sum(widths[layer] for layer in x.layers) for x in plans]
-  begun = sum(file.stat().st_size for x in plans for file in x.files.unfinished.glob('*.rows'))
-  existing = next(path for path in folder.absolute().parents if path.exists())
-  needed, free = sum(sizes) + max(sizes) - begun, shutil.disk_usage(existing).free
-  if needed > free:
-    raise ValueError(
-      f'--output_dir={folder.parent} has {free / 2**30:.1f} GiB of space, and '
-      f'{needed / 2**30:.1f} GiB are needed'
-    )
-
-
-def _open_batches(config: data.DatasetConfig, run: Any) -> data.BatchIterator:
-  return data.get_dataset(config, run.partitioner.batch_rows(config.batch_size))
-
-
 def _extractor(run, settings, layers: tuple[str, ...]) -> extraction.RepresentationExtractor:
   return extraction.RepresentationExtractor(
     run.model,
@@ -220,15 +196,12 @@ def _widths(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[st
     ) from error
 
 
-def _run(run, extractor, config, plan: Plan, widths, info, provenance) -> dict[str, float]:
+def _run(run, extractor, batches, config, plan: Plan, widths, info, provenance) -> dict[str, float]:
   """Writes the files of a split; returns seconds, and images_per_second of those computed now."""
   start = time.monotonic()
   before = 0 if plan.progress is None else plan.progress.num_rows
   shown = jax.process_index() == 0
-  with (
-    contextlib.closing(_open_batches(config, run)) as batches,
-    reporting.Progress(config.split, plan.num_examples, before, shown=shown) as progress,
-  ):
+  with reporting.Progress(config.split, plan.num_examples, before, shown=shown) as progress:
     extraction_files.run_plan(
       plan,
       extractor,

@@ -1,6 +1,5 @@
 """The data sets of a zero-shot evaluation, and the accuracy of a contrastive model on them."""
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -12,15 +11,9 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from het_plugin.data import (
-  BatchIterator,
-  DatasetConfig,
-  TaskInfo,
-  get_dataset,
-  one_pass,
-  task_info,
-)
+from het_plugin.data import DatasetConfig, TaskInfo, one_pass, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
+from het_plugin.evaluation.splits import open_split
 from het_plugin.training.partitioning import PjitPartitioner
 
 _log = logging.getLogger(__name__)
@@ -174,11 +167,11 @@ class ZeroShotEvaluator:
     self._embed_images = partitioner.partition(embed_images, (param_specs, data_spec), None)
     self._embed_texts = partitioner.partition(embed_texts, (param_specs, data_spec), None)
 
-  def check(self, dataset: ZeroShotDataset) -> int | None:
+  def check(self, dataset: ZeroShotDataset) -> int:
     """Checks a data set before anything is compiled or any image read.
 
     Returns:
-      The number of its examples that will be read; None where that is not known.
+      The number of its examples that will be read.
 
     Raises:
       ValueError: an unknown task or split, an endless split without a bound, no names for the
@@ -196,14 +189,8 @@ class ZeroShotEvaluator:
       raise ValueError(
         f'ZeroShotDataset {dataset.name!r}: max_examples={dataset.max_examples} must be at least 1'
       )
-    with contextlib.closing(self._batches(dataset)) as batches:
-      if batches.num_examples is None and dataset.max_examples is None:
-        raise ValueError(
-          f'ZeroShotDataset {dataset.name!r}: split {dataset.split!r} of {dataset.task!r} is '
-          'endless; set max_examples.'
-        )
-      sizes = (batches.num_examples, dataset.max_examples)
-    return min(size for size in sizes if size is not None)
+    with self._open(dataset) as (_, num_examples):
+      return num_examples
 
   def __call__(
     self,
@@ -273,7 +260,7 @@ class ZeroShotEvaluator:
         yield compute(self._partitioner.shard_batch(batch, self._batch_size))
 
     parts = []
-    with contextlib.closing(self._batches(dataset)) as batches:
+    with self._open(dataset) as (batches, _):
       for rows in extraction.example_rows(outputs(), dataset.max_examples):
         parts.append(rows)
         on_rows(len(rows['index']))
@@ -302,12 +289,12 @@ class ZeroShotEvaluator:
       for x in (padded, np.arange(K + missing) < K)
     )
 
-  def _batches(self, dataset: ZeroShotDataset) -> BatchIterator:
+  def _open(self, dataset: ZeroShotDataset):
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
     else:
       features = {'max_labels': dataset.max_labels or task_info(dataset.task).max_labels}
-    cfg = one_pass(
+    config = one_pass(
       dataset.task,
       dataset.split,
       image_size=self._image_size,
@@ -316,7 +303,7 @@ class ZeroShotEvaluator:
       resize=dataset.resize,
       **features,
     )
-    return get_dataset(cfg, self._partitioner.batch_rows(self._batch_size))
+    return open_split(config, self._partitioner, dataset.max_examples)
 
 
 def has_captions(dataset: ZeroShotDataset) -> bool:

@@ -51,11 +51,11 @@ class RowSpaceAlignment:
     num_classes = run.model.head.num_classes
 
     def factors(params, batch):
-      return run.model.logits(params, batch).factors()[..., :num_classes]
+      return {'factors': run.model.logits(params, batch).factors()[..., :num_classes]}
 
     size = 4 * run.partitioner.data_shards  # rows are R + 1 times the size of logits
     for rows in examples.per_example(run, factors, self.split, self.num_examples, size):
-      yield from rows
+      yield from rows['factors']
 
 
 def row_space(rows: np.ndarray) -> np.ndarray:

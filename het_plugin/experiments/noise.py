@@ -46,20 +46,22 @@ class NoiseEffect:
       run, lambda params, batch: _of_batch(run.model, params, batch), self.split,
       self.num_examples, size,
     )  # fmt: skip
-    variance, without = (np.concatenate(x) for x in zip(*parts, strict=True))
+    rows = list(parts)
+    variance, without = (np.concatenate([x[k] for x in rows]) for k in ('variance', 'nll_rise'))
     return {
       'noise / tau': math.sqrt(variance.mean(dtype=np.float64)),
       'NLL without noise': without.mean(dtype=np.float64),
     }
 
 
-def _of_batch(model, params, batch) -> tuple[jax.Array, jax.Array]:
+def _of_batch(model, params, batch) -> dict[str, jax.Array]:
   """Of each example [B]: the variance, and how much the NLL rises."""
   logits = model.logits(params, batch)
   bare = logits.replace(covariance=None, projection=None)
   keys = shared_key(jax.random.key(0))  # ignored
   nll = model.eval_integrator.nll(bare, batch['label'], keys)
-  return _variance(logits), nll + model.score_batch(params, batch)
+  nll_rise = nll + model.score_batch(params, batch)
+  return {'variance': _variance(logits), 'nll_rise': nll_rise}
 
 
 def _variance(logits: GaussianLogits) -> jax.Array:

@@ -12,6 +12,7 @@ import pytest
 from het_plugin.backbones import ViT
 from het_plugin.data import TaskInfo, get_dataset
 from het_plugin.evaluation import fewshot_datasets
+from het_plugin.evaluation import splits as splits_lib
 from het_plugin.evaluation.fewshot_action import FewShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
 from het_plugin.evaluation.periodic_action import PeriodicAction
@@ -179,7 +180,7 @@ def test_slices_of_one_split_are_kept_apart(tmp_path, monkeypatch, cells):
     batches.set_state({'position': 0})
     return batches
 
-  monkeypatch.setattr(fewshot_datasets, 'get_dataset', spy)
+  monkeypatch.setattr(splits_lib, 'get_dataset', spy)
   context, state = make_context(tmp_path)
   there = FewShotDataset('there', cells, 'train[:20]', 'train[20:]', resize='squash')
   back = FewShotDataset('back', cells, 'train[20:]', 'train[:20]', resize='squash')

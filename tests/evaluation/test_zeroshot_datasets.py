@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
+from het_plugin.evaluation import splits as splits_lib
 from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot_datasets import (
   Tokenizer,
@@ -155,12 +156,12 @@ def fake_data(monkeypatch):
     settings = []
     monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
     monkeypatch.setattr(
-      zeroshot_datasets, 'one_pass', lambda task, split, **kw: settings.append(kw) or kw
+      zeroshot_datasets,
+      'one_pass',
+      lambda task, split, **kw: settings.append(kw) or types.SimpleNamespace(**kw),
     )
     monkeypatch.setattr(
-      zeroshot_datasets,
-      'get_dataset',
-      lambda cfg, rows: in_batches(arrays, cfg['batch_size'], rows),
+      splits_lib, 'get_dataset', lambda cfg, rows: in_batches(arrays, cfg.batch_size, rows)
     )
     return settings
 
@@ -244,7 +245,7 @@ def test_tokenizer_of_a_run(monkeypatch):
     ({'max_examples': 0}, 'max_examples=0 must be at least 1'),
     (
       {'task': 'glyphs_core', 'split': 'train', 'class_names': None},
-      'is endless; set max_examples',
+      'is endless: set max_examples',
     ),
   ],
 )
