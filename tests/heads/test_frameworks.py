@@ -47,11 +47,6 @@ def test_tau_is_a_parameter_of_the_head_inside_a_compact_module(make):
 
 
 @heads
-def test_tabulate_shows_tau(make):
-  assert 'temperature' in make().tabulate(jax.random.key(1), PHI, console_kwargs={'width': 200})
-
-
-@heads
 def test_a_head_trains_in_nnx(make):
   head = nnx.bridge.ToNNX(make(), rngs=nnx.Rngs(0)).lazy_init(PHI)
   optimizer = nnx.Optimizer(head, optax.adam(1e-1), wrt=nnx.Param)
