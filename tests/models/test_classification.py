@@ -10,7 +10,7 @@ from flax.linen import partitioning
 
 from het_plugin.backbones import ViT
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
-from het_plugin.integrate import Analytic, Integrator, example_keys
+from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import ClassificationModel
 
 NUM_CLASSES = 10
@@ -97,9 +97,7 @@ def assert_trees_close(actual, expected, **tolerance):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
 
 
-@pytest.mark.parametrize(
-  'head, link', [('het', 'sigmoid'), ('het_h', 'softmax'), ('het_xl', 'softmax')]
-)
+@pytest.mark.parametrize('head, link', [('het', 'sigmoid'), ('het_xl', 'softmax')])
 def test_gradients_reach_every_parameter(head, link):
   model, batch = make_model(head, link=link), make_batch()
   _, grads = loss_and_grads(model, make_params(model, batch), batch)
@@ -110,9 +108,8 @@ def test_gradients_reach_every_parameter(head, link):
     assert np.abs(grad).max() > 1e-7, name
 
 
-@pytest.mark.parametrize('head, link', [('het', 'softmax'), ('het_xl', 'sigmoid')])
-def test_padded_classes_never_count(head, link):
-  model, batch = make_model(head, link=link), make_batch()
+def test_padded_classes_never_count():
+  model, batch = make_model('het_xl', link='sigmoid'), make_batch()
   params = make_params(model, batch)
   logits, _ = model.module.apply({'params': params}, batch['image'])
   batch['label'] = np.asarray(jnp.argmax(logits.location[:, :NUM_CLASSES], -1, keepdims=True))
@@ -244,9 +241,8 @@ def test_loss_normalizing_factor_divides_the_sum():
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('head', ['det', 'het'])
-def test_multi_label_metrics_and_scores(head, link):
-  model, batch = make_model(head, link=link), make_batch(num_labels=3)
+def test_multi_label_metrics_and_scores(link):
+  model, batch = make_model('het', link=link), make_batch(num_labels=3)
   params = make_params(model, batch)
   loss, metrics = model.eval_fn(params, batch)
   top = np.asarray(model.predict_batch(params, batch))
@@ -266,9 +262,8 @@ def test_multi_label_metrics_and_scores(head, link):
   np.testing.assert_allclose(loss, -expected.mean(), rtol=1e-4)
 
 
-@pytest.mark.parametrize('head', ['det', 'het_xl'])
-def test_predictions_and_scores_agree(head):
-  model, batch = make_model(head), make_batch()
+def test_predictions_and_scores_agree():
+  model, batch = make_model(), make_batch()
   params = make_params(model, batch)
   top, aux = model.predict_batch_with_aux(params, batch)
   assert (top.shape, top.dtype) == ((8, 1), jnp.int32)
@@ -288,18 +283,6 @@ def test_predictions_and_scores_agree(head):
   np.testing.assert_allclose(np.exp(every).sum(-1), 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize('head, link', [('het_h', 'softmax'), ('het_xl', 'sigmoid')])
-def test_an_analytic_estimator_evaluates_without_samples(head, link):
-  batch = make_batch(rows=64)
-  head = HEADS[head].clone(initial_noise_scale=0.2)
-  sampled, analytic = make_model(head, link=link), make_model(head, link=link)
-  shapes = {name: x.shape for name, x in batch.items()}
-  params = sampled.get_initial_variables(jax.random.key(0), shapes)['params']
-  analytic.eval_integrator = Analytic('taylor')
-  losses = [steps_of(model)[1](params, batch)[0] for model in (sampled, analytic)]
-  np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
-
-
 def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
   model, batch = make_model(HEADS['het']), make_batch()
   params = make_params(model, batch)
@@ -310,18 +293,6 @@ def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
     ]
   assert losses[False][0] != losses[False][1]
   assert losses[True][0] == losses[True][1]
-
-
-def test_training_precision_is_that_of_the_location():
-  model, batch = make_model('het'), make_batch()
-  params = make_params(model, batch)
-  logits, _ = model.module.apply({'params': params}, batch['image'])
-  top = np.argmax(logits.location[:, :NUM_CLASSES], -1)
-  batch['label'] = np.where(np.arange(8) < 6, top, (top + 1) % NUM_CLASSES)[:, None].astype(
-    np.int32
-  )
-  _, metrics = model.loss_fn(params, batch, STEP_KEY)
-  assert float(metrics['precision_at_1'].compute()) == 0.75
 
 
 def test_representations_and_intermediates():
@@ -349,8 +320,7 @@ def test_validate_names_what_does_not_fit():
     make_model().validate(TaskInfo(multi_label=True))
 
 
-@pytest.mark.parametrize('head', HEADS)
-def test_parameters_are_counted_without_padding(head):
+def test_parameters_are_counted_without_padding(head='het_xl'):
   def counts(class_multiple):
     model = make_model(HEADS[head].clone(class_multiple=class_multiple))
     shapes = jax.eval_shape(
@@ -365,9 +335,8 @@ def test_parameters_are_counted_without_padding(head):
   assert unpadded.head - unpadded.extra == (12 + 1) * NUM_CLASSES
 
 
-@pytest.mark.parametrize('head', ['het_xl'])
-def test_a_mesh_does_not_change_loss_gradients_or_predictions(head):
-  model, batch = make_model(head, BACKBONE), make_batch()
+def test_a_mesh_does_not_change_loss_gradients_or_predictions():
+  model, batch = make_model(), make_batch()
   params = make_params(model, batch)
 
   def step(params, batch):
