@@ -51,33 +51,6 @@ def test_multi_label():
   np.testing.assert_array_equal(labels, [[0, -1], [1, 2], [2, -1]])
 
 
-def test_features_that_are_not_wanted(tfds_files):
-  """As in birds and pets: a mask, a box and a text beside the image and its label."""
-  features = {
-    'image': tfds.features.Image(shape=(None, None, 3)),
-    'label': LABEL,
-    'segmentation_mask': tfds.features.Image(shape=(None, None, 1)),
-    'bbox': tfds.features.BBoxFeature(),
-    'label_name': tfds.features.Text(),
-  }
-  box = tfds.features.BBox(0.0, 0.0, 1.0, 1.0)
-  mask = np.zeros((4, 4, 1), np.uint8)
-  examples = [
-    {
-      'image': np.full((4, 4, 3), i, np.uint8),
-      'label': i,
-      'segmentation_mask': mask,
-      'bbox': box,
-      'label_name': 'x',
-    }
-    for i in range(3)
-  ]
-  tfds_files.write('tiny_masks', features, {'train': examples}, supervised_keys=('image', 'label'))
-  images, labels = tfds_source.TfdsSource('tiny_masks').read('train', np.array([2, 0]), 8, seed=0)
-  images = decode.decode_all(images, keep_jpegs=False)
-  assert [image[0, 0, 0] for image in images] == [2, 0] and labels.tolist() == [[2], [0]]
-
-
 @pytest.mark.usefixtures('data_sets')
 def test_names_with_and_without_prefix_and_version():
   for name in ('tfds:tiny_single', 'tiny_single', 'tiny_single:1.0.0'):
@@ -164,22 +137,3 @@ def test_one_of_several_captions():
   assert texts(next(again)) == epochs[5]
   other = get_dataset(DatasetConfig(**settings, seed=1))
   assert [texts(next(other)) for _ in range(12)] != epochs
-
-
-def test_captions_that_are_not_utf_8(tfds_files):
-  features = {'image': tfds.features.Image(shape=(None, None, 3)), 'caption': TEXT}
-  examples = [
-    {'image': np.zeros((4, 4, 3), np.uint8), 'caption': text} for text in (b'K\xe4tzchen', 'fine')
-  ]
-  tfds_files.write('tiny_latin_1', features, {'train': examples})
-  cfg = DatasetConfig(
-    'tfds_captions:tiny_latin_1',
-    {'image': 4, 'text': 8},
-    'train[:2]',
-    2,
-    shuffle=False,
-    max_corrupt_fraction=0.5,
-  )
-  iterator = get_dataset(cfg)
-  np.testing.assert_array_equal(next(iterator)['mask'], [0, 1])
-  assert iterator.corrupt_records[0].endswith('train[0] (its caption is not valid UTF-8)')
