@@ -78,9 +78,8 @@ def test_the_loss_is_equation_6():
   np.testing.assert_allclose(aux['text'], beta, atol=1e-6)
 
 
-@pytest.mark.parametrize('head', HEADS)
-def test_masked_rows_do_not_matter(head):
-  model, batch = make_model(head), make_batch()
+def test_masked_rows_do_not_matter():
+  model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)
   rng = jax.random.key(3)
 
@@ -173,20 +172,6 @@ def test_zero_shot_probabilities():
   assert np.abs(sampled - log_prob).max() > 1e-3
 
 
-def test_representations_are_those_of_the_image_tower():
-  model, batch = make_model(), make_batch()
-  params = initial(model, batch)
-  got = model.representations(params, batch, ('pre_logits', 'block00'))
-  assert got['pre_logits'].shape == (B, 16)
-  np.testing.assert_allclose(
-    got['pre_logits'] / np.linalg.norm(got['pre_logits'], axis=1, keepdims=True),
-    model.image_embeddings(params, batch),
-    atol=1e-5,
-  )
-  _, intermediates = model.score_batch(params, batch, return_intermediates=True)
-  np.testing.assert_array_equal(intermediates['block00'][0], got['block00'])
-
-
 @pytest.mark.parametrize('head', HEADS)
 def test_count_params(head):
   model, batch = make_model(head, embedding_dim=10), make_batch()
@@ -213,15 +198,6 @@ def test_wrong_settings(make, message):
   make_model().validate(task(vocab_size=40))
   with pytest.raises(ValueError, match=message):
     make()
-
-
-def test_t5x_normalises_by_a_constant():
-  batch = make_batch()
-  model = make_model(loss_normalizing_factor=4.0)
-  params = initial(model, batch)
-  mean, _ = jax.jit(make_model().eval_fn)(params, batch)
-  total, _ = jax.jit(model.eval_fn)(params, batch)
-  np.testing.assert_allclose(total, mean * B / 4.0, rtol=1e-6)
 
 
 def test_identical_captions_are_a_chance_of_one_in_b():
