@@ -291,9 +291,7 @@ def _trial(
   if protocol.classifier == 'ridge':
     return _Trial(l2s, model.predict(test.x, l2s) == test.y)
   scores = [model.score(test.x, test.y, l2) for l2 in l2s]
-  return _Trial(
-    l2s, *(np.array([getattr(s, n) for s in scores]) for n in ('correct', 'nll', 'ece'))
-  )
+  return _Trial(l2s, *map(np.array, zip(*scores, strict=True)))
 
 
 def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
@@ -411,8 +409,8 @@ def check_settings(
 def check_splits(train: Split, test: Split, name: str = '') -> None:
   """Raises ValueError, in one sentence, for arrays that `few_shot` cannot use."""
   prefix = f'{name}: ' if name else ''
-  _check_arrays(f'{prefix}train', train.x, train.y)
-  _check_arrays(f'{prefix}test', test.x, test.y)
+  check_arrays(f'{prefix}train', train.x, train.y)
+  check_arrays(f'{prefix}test', test.x, test.y)
   if train.x.shape[1] != test.x.shape[1]:
     raise ValueError(
       f'{prefix}train_x has {train.x.shape[1]} features and test_x {test.x.shape[1]}; they must be '
@@ -426,7 +424,8 @@ def check_splits(train: Split, test: Split, name: str = '') -> None:
     )
 
 
-def _check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
+def check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
+  """Raises ValueError unless x is finite float [N, D] and y integers >= 0 [N], with N, D >= 1."""
   if x.ndim != 2 or y.shape != x.shape[:1]:
     raise ValueError(
       f'{split}_x must be [N, D] and {split}_y [N]; they are {list(x.shape)} and {list(y.shape)}.'
@@ -439,6 +438,4 @@ def _check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
     )
   if not np.isfinite(x).all():
     bad = int(np.sum(~np.isfinite(x).all(axis=1)))
-    raise ValueError(
-      f'{split}_x has {bad} rows that are not finite; few-shot needs finite features.'
-    )
+    raise ValueError(f'{split}_x has {bad} rows that are not finite.')

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from het_plugin.evaluation.fewshot import check_arrays
 from het_plugin.evaluation.ridge import blocks
 
 METRICS = ('euclidean', 'cosine')
@@ -70,11 +71,11 @@ def knn_accuracy(
     ValueError: arrays that do not fit together or are empty, a single class, settings out of range,
       a row of zeros with 'cosine'.
   """
-  _check_labels('train', train_x, train_y)
+  check_arrays('train', train_x, train_y)
   if len(np.unique(train_y)) < 2:
     raise ValueError(f'all {len(train_y)} training examples have label {train_y[0]}; kNN needs two')
   if test_x is not None:
-    _check_labels('test', test_x, test_y)
+    check_arrays('test', test_x, test_y)
   check_settings(ks, metric, len(train_x))
   neighbors = nearest_neighbors(train_x, test_x, k=max(ks), metric=metric)
   wanted = train_y if test_x is None else test_y
@@ -179,15 +180,3 @@ def _squared_distances(
   for pairs in blocks(len(of), _EXACT_ELEMENTS // train.shape[1]):
     squares[pairs] = np.square(queries[of[pairs]] - train[row[pairs]]).sum(axis=1)
   return squares
-
-
-def _check_labels(split: str, x: np.ndarray, y: np.ndarray) -> None:
-  if x.ndim != 2 or not x.size or y.shape != x.shape[:1]:
-    raise ValueError(
-      f'{split}_x must be [N, D], not empty, and {split}_y [N]; they are {list(x.shape)} and '
-      f'{list(y.shape)}'
-    )
-  if not np.isfinite(x).all():
-    raise ValueError(
-      f'{split}_x has {int((~np.isfinite(x).all(axis=1)).sum())} rows that are not finite'
-    )

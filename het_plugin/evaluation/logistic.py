@@ -15,22 +15,6 @@ MAX_ITERATIONS = 150
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Score:
-  """Quality of a model on labelled rows.
-
-  Attributes:
-    correct: bool [M].
-    nll: mean negative log-likelihood in nats over the rows whose class the model knows; NaN if
-      there are none.
-    ece: expected calibration error over the same rows (`calibration.Reliability`).
-  """
-
-  correct: np.ndarray
-  nll: float
-  ece: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Logistic:
   """A set of standardised examples that can be fitted at any l2.
 
@@ -60,18 +44,23 @@ class Logistic:
     """The most probable labels of x [M, D] at L strengths, int64 [L, M]."""
     return np.stack([self.classes[self.log_prob(x, l2).argmax(axis=1)] for l2 in l2s])
 
-  def score(self, x: np.ndarray, y: np.ndarray, l2: float) -> Score:
-    """Scores labelled rows x [M, D], y int [M]."""
+  def score(self, x: np.ndarray, y: np.ndarray, l2: float) -> tuple[np.ndarray, float, float]:
+    """Scores labelled rows x [M, D], y int [M].
+
+    Returns:
+      Whether each row is classified correctly, bool [M]; the mean negative log-likelihood in nats
+      and the expected calibration error over the rows whose class the model knows, NaN without any.
+    """
     log_prob = self.log_prob(x, l2)
     best = log_prob.argmax(axis=1)
     correct = self.classes[best] == y
     known = np.flatnonzero(np.isin(y, self.classes))
     if not known.size:
-      return Score(correct, np.nan, np.nan)
+      return correct, np.nan, np.nan
     at_label = log_prob[known, np.searchsorted(self.classes, y[known])]
     confidence = np.exp(log_prob.max(axis=1))
     ece = calibration.reliability(confidence[known], correct[known]).ece
-    return Score(correct, float(-at_label.mean()), ece)
+    return correct, float(-at_label.mean()), ece
 
   def _decide(self, x: np.ndarray, l2: float) -> np.ndarray:
     """Scores of standardised features x [M, D], [M, K], or [M] for two classes."""
