@@ -1,7 +1,6 @@
 """Few-shot accuracies of a model while it trains."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from absl import logging
 
@@ -12,21 +11,20 @@ from het_plugin.evaluation.fewshot_datasets import (
   FewShotDataset,
   FewShotReader,
 )
-from het_plugin.evaluation.names import check_names
-from het_plugin.evaluation.periodic_action import PeriodicAction
+from het_plugin.evaluation.periodic_action import PeriodicAction, Row
 from het_plugin.training.actions import ActionContext
 from het_plugin.training.state import TrainState
 
 
 class FewShotAction(PeriodicAction):
-  """Fits linear classifiers to a layer's representations (`fewshot.py`); for mode TRAIN_EVAL.
+  """Fits linear classifiers to a layer's representations (`fewshot.py`) during training.
 
-  Writes the scalars fewshot/<name>/<shots>shot, in [0, 1], with more than one seed also
-  fewshot/<name>/<shots>shot_stderr, and to <model_dir>/fewshot.jsonl one line per data set and
-  number of shots. `results` holds the latest {name: {shots: FewShotResult}}.
+  The scalars are <shots>shot, in [0, 1], with more than one seed also <shots>shot_stderr; there is
+  a line per data set and number of shots. `results` holds the latest {name: {shots:
+  FewShotResult}}.
   """
 
-  results_file = 'fewshot.jsonl'
+  kind = 'fewshot'
 
   def __init__(
     self,
@@ -59,14 +57,12 @@ class FewShotAction(PeriodicAction):
     Raises:
       ValueError: a setting is out of range, or two data sets have the same name.
     """
-    super().__init__(period, total_steps)
+    super().__init__(datasets, period, total_steps)
     self._protocol = Protocol(classifier, draw, l2)
     check_settings(shots, seeds, l2, len(datasets))
-    check_names(datasets, 'FewShotAction.datasets')
     self._image_size = image_size
     self._channels = channels
     self._batch_size = batch_size
-    self._datasets = tuple(datasets)
     self._shots = tuple(shots)
     self._seeds = tuple(seeds)
     self._layer = layer
@@ -85,10 +81,7 @@ class FewShotAction(PeriodicAction):
     for dataset in self._datasets:
       self._reader.check(dataset)
 
-  def evaluate(
-    self, train_state: TrainState
-  ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
-    """Few-shot accuracies of the parameters of a state."""
+  def evaluate(self, train_state: TrainState) -> list[Row]:
     if self._extractor is None:
       partitioner = self._context.partitioner
       self._extractor = RepresentationExtractor(
@@ -103,14 +96,14 @@ class FewShotAction(PeriodicAction):
       for dataset in self._datasets
     }
     self.results = few_shot_all(data, self._protocol, shots=self._shots, seeds=self._seeds)
-    scalars, records = {}, []
+    rows = []
     for name, by_shots in self.results.items():
       for shots, result in by_shots.items():
-        key = f'fewshot/{name}/{shots}shot'
-        scalars[key] = result.mean
+        key = f'{shots}shot'
+        scalars = {key: result.mean}
         if result.stderr is not None:
           scalars[f'{key}_stderr'] = result.stderr
         if result.classes_short:
-          logging.warning('%s: %d classes have fewer images.', key, result.classes_short)
-        records.append({'dataset': name, **result.record()})
-    return scalars, records
+          logging.warning('%s, %s: %d classes have fewer images.', name, key, result.classes_short)
+        rows.append(Row(name, scalars, result.record()))
+    return rows

@@ -2,49 +2,62 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from het_plugin.evaluation.names import check_names
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.state import TrainState
 
 
-class PeriodicAction(BaseAction):
-  """Evaluates periodically; results become scalars, and lines of a file in the model's directory.
+class Row(NamedTuple):
+  """A result of one data set: its scalars by name, and what the line of the file says."""
 
-  A resumed run replaces the lines of steps that it repeats, and continues the period of the run
+  dataset: str
+  scalars: Mapping[str, float]
+  record: Mapping[str, Any]
+
+
+class PeriodicAction(BaseAction):
+  """Evaluates periodically on data sets; for mode TRAIN_EVAL.
+
+  Writes the scalars KIND/<data set>/<scalar>, and a line per result to <model_dir>/KIND.jsonl. A
+  resumed run replaces the lines of steps that it repeats, and continues the period of the run
   before.
 
   Attributes:
-    results_file: name of the file.
+    kind: KIND.
   """
 
-  results_file: str
+  kind: str
 
-  def __init__(self, period: int | None, total_steps: int | None):
+  def __init__(self, datasets: Sequence[Any], period: int | None, total_steps: int | None):
     """Sets the period.
 
     Args:
+      datasets: what to evaluate on; each has a name.
       period: least number of steps between evaluations; None evaluates whenever the loop calls.
       total_steps: the last step of training, which is always evaluated.
 
     Raises:
-      ValueError: the period is below 1.
+      ValueError: the period is below 1, or two data sets have the same name.
     """
+    check_names(datasets, f'{type(self).__name__}.datasets')
     if period is not None and period < 1:
       raise ValueError(f'{type(self).__name__}.period={period} must be at least 1, or None.')
+    self._datasets = tuple(datasets)
     self._period = period
     self._total_steps = total_steps
 
   def setup(self, context: ActionContext) -> None:
     """Reads which steps an earlier run has evaluated."""
     self._context = context
-    self._file = epath.Path(context.model_dir) / self.results_file
+    self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
     # All processes must agree on when to run, and only process 0 writes the file.
     steps = (record['step'] for record in self._read())
     last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
@@ -55,20 +68,21 @@ class PeriodicAction(BaseAction):
     del metrics_by_task
     step = int(train_state.step)
     if self._is_due(step):
-      scalars, records = self.evaluate(train_state)
+      results = self.evaluate(train_state)
       self._last_step = step
-      self._context.writer.write_scalars(step, scalars)
+      self._context.writer.write_scalars(
+        step,
+        {f'{self.kind}/{x.dataset}/{k}': v for x in results for k, v in x.scalars.items()},
+      )
       if jax.process_index() == 0:
         kept = [record for record in self._read() if record['step'] < step]
-        rows = kept + [{'step': step, **record} for record in records]
+        rows = kept + [{'step': step, 'dataset': x.dataset, **x.record} for x in results]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
-  def evaluate(
-    self, train_state: TrainState
-  ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
-    """Returns scalars by name and lines for the file; every process calls it."""
+  def evaluate(self, train_state: TrainState) -> Sequence[Row]:
+    """Evaluates a state on the data sets; every process calls it."""
     raise NotImplementedError
 
   def _is_due(self, step: int) -> bool:

@@ -1,11 +1,9 @@
 """Zero-shot accuracies of a contrastive model while it is being trained."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from het_plugin.evaluation import zeroshot
-from het_plugin.evaluation.names import check_names
-from het_plugin.evaluation.periodic_action import PeriodicAction
+from het_plugin.evaluation.periodic_action import PeriodicAction, Row
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -18,14 +16,13 @@ from het_plugin.training.state import TrainState
 
 
 class ZeroShotAction(PeriodicAction):
-  """Zero-shot classification and retrieval (`zeroshot.py`); for mode TRAIN_EVAL.
+  """Zero-shot classification and retrieval (`zeroshot.py`) during training.
 
-  Writes the scalars zeroshot/<name>/top1 and top5, of captions zeroshot/<name>/image_to_text/
-  recall1 and so on, in [0, 1], and a line per data set to <model_dir>/zeroshot.jsonl. Classes are
-  embedded again each time. `results` holds the latest {name: Accuracy or Recall}.
+  The scalars are top1 and top5, for captions image_to_text/recall1 and so on, in [0, 1]. Classes
+  are embedded again each time. `results` holds the latest {name: Accuracy or Recall}.
   """
 
-  results_file = 'zeroshot.jsonl'
+  kind = 'zeroshot'
 
   def __init__(
     self,
@@ -52,10 +49,7 @@ class ZeroShotAction(PeriodicAction):
     Raises:
       ValueError: a setting is out of range, or two data sets have the same name.
     """
-    super().__init__(period, total_steps)
-    check_names(datasets, 'ZeroShotAction.datasets')
-    if num_samples < 0:
-      raise ValueError(f'ZeroShotAction.num_samples={num_samples} must be at least 0.')
+    super().__init__(datasets, period, total_steps)
     self._settings = {
       'tokenizer': tokenizer,
       'image_size': image_size,
@@ -63,7 +57,6 @@ class ZeroShotAction(PeriodicAction):
       'batch_size': batch_size,
       'num_samples': num_samples,
     }
-    self._datasets = tuple(datasets)
     self._evaluator: ZeroShotEvaluator | None = None
     self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
 
@@ -79,10 +72,7 @@ class ZeroShotAction(PeriodicAction):
     for dataset in self._datasets:
       checker.check(dataset)
 
-  def evaluate(
-    self, train_state: TrainState
-  ) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
-    """Accuracy and recall of the state's parameters."""
+  def evaluate(self, train_state: TrainState) -> list[Row]:
     if self._evaluator is None:
       partitioner = self._context.partitioner
       specs = partitioner.get_mesh_axes(train_state).params
@@ -90,10 +80,4 @@ class ZeroShotAction(PeriodicAction):
     self.results = {
       dataset.name: self._evaluator(dataset, train_state.params) for dataset in self._datasets
     }
-    scalars = {
-      f'zeroshot/{name}/{key}': value
-      for name, result in self.results.items()
-      for key, value in result.scalars().items()
-    }
-    records = [{'dataset': name, **result.record()} for name, result in self.results.items()]
-    return scalars, records
+    return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]

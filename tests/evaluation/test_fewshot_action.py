@@ -15,7 +15,7 @@ from het_plugin.evaluation import fewshot_datasets
 from het_plugin.evaluation import splits as splits_lib
 from het_plugin.evaluation.fewshot_action import FewShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
-from het_plugin.evaluation.periodic_action import PeriodicAction
+from het_plugin.evaluation.periodic_action import PeriodicAction, Row
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
@@ -108,16 +108,16 @@ def test_digits_over_the_mesh(tmp_path):
 class Counting(PeriodicAction):
   """Evaluates nothing."""
 
-  results_file = 'fewshot.jsonl'
+  kind = 'fewshot'
 
   def evaluate(self, train_state):
-    return {'x': 1.0}, [{'x': 1.0}]
+    return [Row('digits', {'x': 1.0}, {'x': 1.0})]
 
 
 def evaluated(model_dir, steps, *, total_steps=None, evaluated_step=0):
   """Which of the steps an action with period 10 evaluates."""
   writer = Writer()
-  action = Counting(10, total_steps)
+  action = Counting((DIGITS,), 10, total_steps)
   action.setup(ActionContext(None, None, writer, str(model_dir), 0, evaluated_step))
   for step in steps:
     action.run(types.SimpleNamespace(step=step), {})
