@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def ours(x, k):
-  return knn.nearest_neighbors(x, k=k).rows
+  return knn.nearest_neighbors(x, k=k)
 
 
 def scikit_learn(x, k):

@@ -11,7 +11,7 @@ import numpy as np
 from het_plugin import reporting
 from het_plugin.evaluation import fewshot
 from het_plugin.evaluation.fewshot_report import Results
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.representations import read_representations
 
 # Flags of `het_plugin.fewshot` that belong to --checkpoint.
@@ -56,19 +56,6 @@ def check_flags(
     raise ValueError(f'--splits={",".join(splits)} must be a training and a test split')
 
 
-def run_names(names: Sequence[str] | None, paths: Sequence[str]) -> list[str]:
-  """`names`, or the parts in which the paths differ.
-
-  Raises:
-    ValueError: there are not as many names as paths.
-  """
-  if names is None:
-    return short_names(paths)
-  if len(names) != len(paths):
-    raise ValueError(f'--names={",".join(names)} must be {len(paths)} names')
-  return list(names)
-
-
 def from_files(
   names: Sequence[str] | None, train: Sequence[str], test: Sequence[str], settings: Settings
 ) -> Results:
@@ -83,7 +70,7 @@ def from_files(
     ValueError: a wrong file, or two data sets of the same name in a run.
   """
   runs = {}
-  for name, *pair in zip(run_names(names, train), train, test, strict=True):
+  for name, *pair in zip(choose_names(names, train), train, test, strict=True):
     halves = [read_representations(source) for source in pair]
     run, colon, dataset = name.partition(':')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
@@ -129,7 +116,7 @@ def from_checkpoints(
   # They import TensorFlow, which files do not need.
   from het_plugin.evaluation import extraction, fewshot_datasets
 
-  names = run_names(names, checkpoints)
+  names = choose_names(names, checkpoints)
   if len(set(names)) != len(names):
     raise ValueError(f'--names={",".join(names)} must be distinct: each checkpoint is a run')
   results = {}

@@ -8,7 +8,6 @@ Neighbours are ordered by the distances |a - b| of the given rows in float64; of
 lower row comes first.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,19 +28,6 @@ _EXACT_ELEMENTS = 1 << 20  # float64 differences held at once: 8 MiB
 # The product is in float32, with the rows scaled so that no square overflows. Rounding puts a score
 # off by less than u (D + 16) (|a| |b| + |b|^2), u = 2^-24. All rows within twice that of the k-th
 # smallest score are candidates. These few are ordered by |a - b| in float64.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Neighbors:
-  """The k nearest training examples of each query, ascending by distance and then row.
-
-  Attributes:
-    rows: int64 [M, k], rows of the training set.
-    distances: float64 [M, k]: |a - b|, or 1 - cos(a, b).
-  """
-
-  rows: np.ndarray
-  distances: np.ndarray
 
 
 def knn_accuracy(
@@ -79,7 +65,7 @@ def knn_accuracy(
   check_settings(ks, metric, len(train_x))
   neighbors = nearest_neighbors(train_x, test_x, k=max(ks), metric=metric)
   wanted = train_y if test_x is None else test_y
-  labels = train_y[neighbors.rows]
+  labels = train_y[neighbors]
   return {k: float(np.mean(vote(labels[:, :k]) == wanted)) for k in ks}
 
 
@@ -89,11 +75,14 @@ def nearest_neighbors(
   *,
   k: int = 1,
   metric: str = 'euclidean',
-) -> Neighbors:
+) -> np.ndarray:
   """The k nearest rows of train_x [N, D] of queries [M, D], or of its own rows, each left out.
 
   Memory beside the arguments: copies of both, 12 bytes per value, and a block of 2^24 scores. The
   time is that of the matrix product of all pairs, unless a large part of the rows are equally near.
+
+  Returns:
+    Rows of train_x, int64 [M, k], ascending by distance and then row.
 
   Raises:
     ValueError: as `knn_accuracy`.
@@ -116,7 +105,6 @@ def nearest_neighbors(
   underflow = 4 * train.shape[1] * np.finfo(np.float32).tiny
 
   rows = np.empty((len(points), k), np.int64)
-  distances = np.empty((len(points), k))
   for block in blocks(len(points), min(1024, _BLOCK_ELEMENTS // len(train))):
     some = points[block]
     query = ((some - mean) / scale).astype(np.float32)
@@ -130,9 +118,8 @@ def nearest_neighbors(
     square = _squared_distances(some, of, train, row)
     order = np.lexsort((row, square, of))
     nearest = order[np.searchsorted(of, np.arange(len(some)))[:, None] + np.arange(k)]
-    rows[block], distances[block] = row[nearest], square[nearest]
-  distances = distances / 2 if metric == 'cosine' else np.sqrt(distances)
-  return Neighbors(rows, distances)
+    rows[block] = row[nearest]
+  return rows
 
 
 def vote(labels: np.ndarray) -> np.ndarray:

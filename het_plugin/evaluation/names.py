@@ -26,6 +26,19 @@ def short_names(sources: Sequence[str]) -> list[str]:
   return names if len(set(names)) == len(names) else list(sources)
 
 
+def choose_names(names: Sequence[str] | None, paths: Sequence[str]) -> list[str]:
+  """`names`, or the parts in which the paths differ.
+
+  Raises:
+    ValueError: there are not as many names as paths.
+  """
+  if names is None:
+    return short_names(paths) if paths else []
+  if len(names) != len(paths):
+    raise ValueError(f'--names={",".join(names)} must be {len(paths)} names')
+  return list(names)
+
+
 def check_names(datasets: Iterable[Any], setting: str) -> None:
   """Raises ValueError if there is no data set, or two have the same `name`."""
   names = [dataset.name for dataset in datasets]

@@ -9,7 +9,7 @@ import jax
 
 from het_plugin import data, reporting
 from het_plugin.evaluation import comparison, zeroshot
-from het_plugin.evaluation.names import check_names, short_names
+from het_plugin.evaluation.names import check_names, choose_names, short_names
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -43,12 +43,8 @@ def choose_runs(
   Raises:
     ValueError: they name nothing, or two things alike.
   """
-  if names is not None and len(names) != len(checkpoints):
-    raise ValueError(
-      f'--names={",".join(names)} must be {len(checkpoints)} names, one per --checkpoint'
-    )
-  names = names or (short_names(checkpoints) if checkpoints else ())
-  runs = [Run(name, path, None) for name, path in zip(names, checkpoints, strict=True)]
+  pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
+  runs = [Run(name, path, None) for name, path in pairs]
   groups = []
   for text in group_texts:
     group, equals, paths = text.partition('=')

@@ -28,8 +28,7 @@ def check(train, queries=None, k=5, metric='euclidean'):
     np.fill_diagonal(distances, np.inf)
   rows = np.argsort(distances, axis=1, kind='stable')[:, :k]
   found = knn.nearest_neighbors(train, queries, k=k, metric=metric)
-  np.testing.assert_array_equal(found.rows, rows)
-  np.testing.assert_allclose(found.distances, np.take_along_axis(distances, rows, 1), rtol=1e-12)
+  np.testing.assert_array_equal(found, rows)
 
 
 @pytest.mark.parametrize('metric', knn.METRICS)
@@ -67,7 +66,7 @@ def test_neighbors_closer_to_each_other_than_rounding_of_their_products():
   steps = rng.permutation(500)
   train = (1 + 1e-12 * steps)[:, None] * rng.normal(size=64)
   found = knn.nearest_neighbors(train, np.zeros((1, 64)), k=20)
-  np.testing.assert_array_equal(steps[found.rows[0]], np.arange(20))
+  np.testing.assert_array_equal(steps[found[0]], np.arange(20))
 
 
 @pytest.mark.parametrize('leave_one_out', [True, False])
@@ -81,15 +80,15 @@ def test_blocks_change_nothing(monkeypatch, leave_one_out):
 def test_leaving_out_is_by_row_and_duplicates_count():
   x = np.array([[0.0], [0.0], [0.0], [5.0], [6.0]])
   found = knn.nearest_neighbors(x, k=2)
-  np.testing.assert_array_equal(found.rows, [[1, 2], [0, 2], [0, 1], [4, 0], [3, 0]])
+  np.testing.assert_array_equal(found, [[1, 2], [0, 2], [0, 1], [4, 0], [3, 0]])
   # Rows 0 and 1 find each other; 2 a row of class 0; 3 class 2; 4 class 1.
   assert knn.knn_accuracy(x, np.array([0, 0, 1, 1, 2])) == {1: 0.4}
 
 
 def test_collapsed_representations_take_the_lowest_rows():
   found = knn.nearest_neighbors(np.full((700, 3), 0.1, np.float32), k=2)
-  np.testing.assert_array_equal(found.rows[:3], [[1, 2], [0, 2], [0, 1]])
-  np.testing.assert_array_equal(found.rows[3:], np.tile([0, 1], (697, 1)))
+  np.testing.assert_array_equal(found[:3], [[1, 2], [0, 2], [0, 1]])
+  np.testing.assert_array_equal(found[3:], np.tile([0, 1], (697, 1)))
 
 
 def test_votes():
