@@ -59,8 +59,9 @@ def test_files_as_a_user_runs_it(files, tmp_path):
   )
   assert result.returncode == 0, result.stderr
   lines = result.stdout.strip().splitlines()
-  assert lines[0].split() == ['few-shot', 'accuracy', 'saved', '1', 'shot', '5', 'shots']
-  assert [line.split()[0] for line in lines[2:4]] == ['clean', 'noisy']
+  assert lines[0] == 'few-shot accuracy saved'
+  assert lines[2].split() == ['run', '1', 'shot', '5', 'shots']
+  assert [line.split()[0] for line in lines[4:6]] == ['clean', 'noisy']
   rows = rows_of(out)
   for run in ('clean', 'noisy'):
     expected = few_shot(*arrays(files, run), shots=(1, 5))

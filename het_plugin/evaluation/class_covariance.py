@@ -72,9 +72,7 @@ class CovarianceLook:
 
     Args:
       model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
-      partitioner: places batches and results.
-      param_specs: PartitionSpecs in the tree of the parameters.
-      channels: image channels that the model takes.
+      partitioner, param_specs, channels: see `RepresentationExtractor`.
       num_top: m, the number of most probable classes; at most K are taken.
 
     Raises:

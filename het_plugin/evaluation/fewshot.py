@@ -336,14 +336,14 @@ def leave_one_out_l2(
   rows = np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1)
   if not rows.size:
     return BIG_VISION_L2
-  rows = _at_most(rows)
+  rows = rows[:: -(-len(rows) // MAX_LEFT_OUT)]
   return _best_l2(model.leave_one_out(x[rows], y[rows], grid), y[rows], grid)
 
 
 def _heldout_l2(model: ridge.Ridge | logistic.Logistic, train: Split, rows: np.ndarray) -> float:
   if not rows.size:
     return BIG_VISION_L2
-  rows = _at_most(rows)
+  rows = rows[:: -(-len(rows) // MAX_LEFT_OUT)]
   return _best_l2(model.predict(train.x[rows], L2_GRID), train.y[rows], L2_GRID)
 
 
@@ -374,10 +374,6 @@ def mean_rank(
 
   chosen = {name: best(name) for name in dict.fromkeys(name for name, _ in accuracies)}
   return {key: chosen[key[0]] for key in accuracies}
-
-
-def _at_most(rows: np.ndarray) -> np.ndarray:
-  return rows[:: -(-len(rows) // MAX_LEFT_OUT)]
 
 
 def _best_l2(predicted: np.ndarray, y: np.ndarray, grid: Sequence[float]) -> float:

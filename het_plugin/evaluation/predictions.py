@@ -99,9 +99,7 @@ class Predictor:
 
     Args:
       model: has `predictive(params, batch)`, `head.link` and `head.num_classes`.
-      partitioner: places batches and results.
-      param_specs: PartitionSpecs in the tree of the parameters.
-      channels: image channels that the model takes.
+      partitioner, param_specs, channels: see `RepresentationExtractor`.
     """
     self._partitioner = partitioner
     self._link = model.head.link

@@ -273,8 +273,6 @@ def ensemble(
   replacement: bool,
 ) -> Result:
   """A greedy ensemble beside the best single candidate and the average of all."""
-  if max_members < 1:
-    raise ValueError(f'--max_members={max_members} must be at least 1')
   names = candidate_names(names, validation, test, flag='validation')
   # The test files are read now too, so that a wrong one is found before anything is computed.
   labels, num_classes = [], None

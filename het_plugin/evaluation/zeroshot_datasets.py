@@ -117,8 +117,7 @@ class ZeroShotEvaluator:
       model: has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params, text int32
         [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch, class_embeddings
         [K, D], num_samples) -> [B, K]`.
-      partitioner: the model's mesh.
-      param_specs: PartitionSpecs in the tree of the parameters.
+      partitioner, param_specs: see `extraction.RepresentationExtractor`.
       tokenizer: that of the model's training.
       image_size: side of the square images that the model takes, in pixels.
       channels: image channels that the model takes; grey data are repeated, colours averaged.
