@@ -91,32 +91,6 @@ def test_lines_that_do_not_fit_wait(tmp_path, caplog):
   assert [row['step'] for row in rows(path)] == [1, 2, 3, 4]
 
 
-def test_event_files_that_fail_are_a_warning(tmp_path, caplog, monkeypatch):
-  def fail(*args, **kwargs):
-    raise RuntimeError('No space left')
-
-  monkeypatch.setattr(metric_writers.metric_writers.SummaryWriter, 'write_scalars', fail)
-  writer = metric_writers.create_writer(tmp_path, resume_step=0)
-  for step in (1, 2, 3):
-    writer.write_scalars(step, {'x': step})
-    writer.flush()
-  writer.close()
-  assert caplog.text.count('SummaryWriter has failed: No space left') == 1
-  assert [row['step'] for row in rows(tmp_path / 'metrics.jsonl')] == [1, 2, 3]
-
-
-def test_closing_reports_what_is_lost(tmp_path, caplog, monkeypatch):
-  writer = metric_writers.create_writer(tmp_path, resume_step=0)
-
-  def fail(path, text):
-    raise OSError('No space left')
-
-  monkeypatch.setattr(metric_writers.run_files, 'append_text', fail)
-  writer.write_scalars(1, {'x': 1})
-  writer.close()
-  assert 'Metrics are lost: No space left' in caplog.text
-
-
 def test_an_object_is_written_whole_now_and_then(tmp_path, monkeypatch):
   """An object store, played by a folder."""
   monkeypatch.setattr(metric_writers.run_files, 'is_remote', lambda path: True)
