@@ -31,14 +31,6 @@ def make_stats(
   return metrics_lib.StepMetrics(period, batch_size, flops_per_step, mesh, on_step)
 
 
-def test_in_flight_returns_values_only_over_its_limit():
-  queue = metrics_lib.InFlight(limit=2)
-  assert queue.push(jnp.float32(1)) == queue.push(jnp.float32(2)) == []
-  assert queue.push(jnp.float32(3)) == [1]
-  assert queue.drain() == [2, 3]
-  assert queue.drain() == []
-
-
 def test_summaries_come_at_multiples_of_the_period_and_weigh_by_rows():
   stats = make_stats(period=2, batch_size=4)
   assert stats.add(5, metrics(7.0), data_wait=0.0) == []  # Resumed at step 4.
@@ -108,14 +100,3 @@ def test_other_groups():
   assert set(norms) == {'x', 'x/backbone/block_0'}
   with pytest.raises(ValueError, match=r"norm_groups has '\(head'"):
     step_lib.Trainer(None, None, None, None, norm_groups=['(head'])
-
-
-def test_norms_are_averaged_over_steps():
-  def report(a, b, finite=True):
-    norms = {'a': jnp.float32(a), 'b': jnp.float32(b)}
-    return {'update': metrics_lib.UpdateReport.from_norms(norms, jnp.asarray(finite))}
-
-  merged = metrics_lib.merge_metrics(jax.device_get(report(1, 10)), jax.device_get(report(3, 20)))
-  assert metrics_lib.compute_metrics(merged) == {'a': 2.0, 'b': 15.0}
-  assert metrics_lib.is_finite(merged)
-  assert not metrics_lib.is_finite(metrics_lib.merge_metrics(merged, report(0, 0, finite=False)))
