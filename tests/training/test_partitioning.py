@@ -1,10 +1,8 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax.linen import partitioning as flax_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.training import optimizers, partitioning
@@ -88,25 +86,10 @@ def test_state_of_masked_optimizers_follows_the_parameters():
   assert adam.mu['head_kernel'] == adam.nu['head_kernel'] == P(None, 'model')
 
 
-def test_factored_state_is_replicated():
-  optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-  state = make_state(toy.ToyModel(optimizer_def=optimizers.OptaxWrapper(optimizer)))
-  axes = partitioning.PjitPartitioner(num_partitions=4).get_mesh_axes(state)
-  factored = axes.opt_state[0]
-  assert factored.v_row['head_kernel'] == factored.v_col['head_kernel'] == P()
-  assert factored.v['head_bias'] == P('model')
-
-
 def test_indivisible_parameter_is_named():
   partitioner = partitioning.PjitPartitioner(num_partitions=4)
   with pytest.raises(ValueError, match=r"head_bias of shape \(10,\).*'vocab' of size 10.*4 shards"):
     partitioner.get_mesh_axes(make_state(toy.ToyModel(toy.Mlp(num_classes=10))))
-
-
-class _OddAxes(nn.Module):
-  @nn.compact
-  def __call__(self, image):
-    flax_partitioning.param_with_axes('w', nn.initializers.zeros, (8,), axes=('vocabulary',))
 
 
 class _NoAxes(nn.Module):
@@ -119,13 +102,6 @@ class _BatchNorm(nn.Module):
   @nn.compact
   def __call__(self, image):
     nn.BatchNorm(use_running_average=False)(image)
-
-
-def test_unknown_axis_name_lists_the_known_ones():
-  with pytest.raises(ValueError, match="w has the axis name 'vocabulary'.*factors.*vocab"):
-    partitioning.PjitPartitioner().get_mesh_axes(
-      make_state(toy.ToyModel(_OddAxes(), optimizers.adamw(1e-2)))
-    )
 
 
 def test_parameters_without_axes_are_named():
@@ -157,20 +133,6 @@ def test_batch_that_does_not_divide_is_named():
     partitioner.batch_rows(12)
   with pytest.raises(ValueError, match=r"batch\['index'\] has 4 rows; this process feeds 8"):
     partitioner.shard_batch({'index': np.arange(4)}, 8)
-
-
-def test_partition_runs_under_mesh_and_rules():
-  """flax's constraint inside a function takes effect, on CPU too."""
-  partitioner = partitioning.PjitPartitioner(num_partitions=2)
-
-  def fn(x):
-    return flax_partitioning.with_sharding_constraint(x + 1, ('batch', 'vocab'))
-
-  compiled = partitioner.partition(fn, (None,), P('data')).lower(jnp.zeros((8, 8))).compile()
-  assert 'sharding_constraint' in str(
-    partitioner.partition(fn, (None,), None).trace(jnp.zeros((8, 8))).jaxpr
-  )
-  assert compiled.output_shardings.spec == P('data')
 
 
 def test_a_mesh_that_is_there_already():
