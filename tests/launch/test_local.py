@@ -105,19 +105,15 @@ def test_the_coordinator_listens_on_loopback_unless_asked(monkeypatch):
   assert local.free_port() > 0 and bound == [('127.0.0.1', 0)]
 
 
-@pytest.mark.parametrize(
-  ('visible', 'expected'), [(None, ['0,1', '2,3']), ('4,5,GPU-6,7', ['4,5', 'GPU-6,7'])]
-)
-def test_gpus_are_split(visible, expected):
-  base = {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
+def test_gpus_are_split():
+  base = {'CUDA_VISIBLE_DEVICES': '4,5,GPU-6,7'}
   made = local.environments(base, 1234, 2, gpus_per_process=2)
-  assert [environment['CUDA_VISIBLE_DEVICES'] for environment in made] == expected
+  assert [environment['CUDA_VISIBLE_DEVICES'] for environment in made] == ['4,5', 'GPU-6,7']
 
 
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    ({'processes': 0}, '--processes=0 must be at least 1'),
     ({'processes': 2, 'devices': 4, 'gpus_per_process': 1}, 'give one'),
     ({'processes': 2, 'gpus_per_process': 2}, 'needs 4 GPUs for 2 processes.*=0,1'),
   ],
@@ -131,12 +127,6 @@ def test_lines_carry_the_number_of_their_process():
   code, output = run('import os; print("I am", os.environ["JAX_PROCESS_ID"], end="")', processes=3)
   assert code == 0
   assert sorted(output.splitlines()) == ['[0] I am 0', '[1] I am 1', '[2] I am 2']
-
-
-def test_a_missing_command_is_one_sentence():
-  process = start('/no/such')
-  assert process.communicate()[0] == "Error: [Errno 2] No such file or directory: '/no/such'\n"
-  assert process.returncode == 2
 
 
 # Process 0 and its child ignore SIGTERM; process 1 runs the last statement once 0 is ready.
@@ -183,28 +173,6 @@ def test_a_signal_lets_all_save():
   process.send_signal(signal.SIGINT)
   assert sorted(process.communicate(timeout=20)[0].splitlines()) == ['[0] saved', '[1] saved']
   assert process.returncode == 42
-
-
-def test_a_failure_after_a_signal_shortens_the_grace_period(tmp_path):
-  program = STUBBORN.format(ready=str(tmp_path / 'ready'), end='time.sleep(60)')
-  process = start(sys.executable, '-c', program, end_seconds=0.5)
-  read_until(process, 'child')
-  process.terminate()
-  assert (
-    '[local] process 1 died of SIGTERM: ending process 0\n' in process.communicate(timeout=20)[0]
-  )
-  assert process.returncode == 128 + signal.SIGTERM
-
-
-def test_after_the_grace_period_they_are_killed(tmp_path):
-  program = STUBBORN.format(ready=str(tmp_path / 'ready'), end='time.sleep(60)')
-  program = program.replace("== '0'", "< '2'")  # both are stubborn
-  process = start(sys.executable, '-c', program, grace_seconds=0.5)
-  read_until(process, 'child')
-  read_until(process, 'child')
-  process.terminate()
-  assert 'killing processes 0, 1, which did not end' in process.communicate(timeout=20)[0]
-  assert process.returncode == 128 + signal.SIGKILL
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
