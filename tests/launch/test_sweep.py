@@ -42,12 +42,10 @@ def test_without_a_sweep_the_folder_is_the_runs_own():
 @pytest.mark.parametrize(
   ('text', 'values'),
   [
-    ('1,2', ['1', '2']),
     ('True,False,None', ['True', 'False', 'None']),
     ('\'a,b\',"c"', ["'a,b'", '"c"']),
     ('(1, 2),[3, {4: 5}]', ['(1, 2)', '[3, {4: 5}]']),
     ('@vit(),%BACKBONE', ['@vit()', '%BACKBONE']),
-    ('-1,1e-3', ['-1', '1e-3']),
   ],
 )
 def test_values_stay_what_they_are(text, values):
@@ -72,11 +70,8 @@ def test_values_arrive_in_gin_with_their_types():
   ('change', 'words'),
   [
     ({'model_dir': ''}, 'model_dir'),
-    ({'gin_files': []}, 'gin_file'),
     ({'sweeps': ['RANDOM_SEED']}, 'RANDOM_SEED must be NAME=VALUE'),
-    ({'sweeps': ['RANDOM_SEED=1,,2']}, 'empty value'),
     ({'sweeps': ['x=(1,2']}, 'do not match'),
-    ({'sweeps': ["x='a"]}, 'do not match'),
     ({'sweeps': ['dtype=bfloat16']}, 'quotes of their own'),
     ({'sweeps': ['x=1,1']}, 'has 1 twice'),
     ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, 'swept and bound'),
