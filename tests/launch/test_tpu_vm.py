@@ -179,9 +179,7 @@ def test_collect_leaves_the_checkpoints_where_they_are(cloud):
 @pytest.mark.parametrize(
   ('topology', 'accelerator', 'runtime'),
   [
-    ('v3:8x8', 'v3-128', 'tpu-ubuntu2204-base'),
     ('v4:2x2x2', 'v4-16', 'tpu-ubuntu2204-base'),
-    ('v5p:4x4x4', 'v5p-128', 'v2-alpha-tpuv5'),
     ('v6e:4x8', 'v6e-32', 'v2-alpha-tpuv6e'),
   ],
 )
@@ -196,12 +194,8 @@ def test_accelerator_types(cloud, topology, accelerator, runtime):
   [
     (['start', *WHERE], "the first argument is 'start'"),
     (['status', '--zone=z'], "--name=''"),
-    (['status', '--name=het'], "--zone=''"),
     (['status', *WHERE, '--fast'], '--fast is no flag'),
     (['create', *WHERE, '--topology=v5e:4by4'], 'v5e:4x4'),
-    (['create', *WHERE, '--topology=tpu7x:2x2x1'], 'queued resources here are'),
-    (['create', *WHERE, '--topology=v5e:4x4', '--num_slices=0'], "--num_slices='0'"),
-    (['run', *WHERE, '--topology=v5e:4x4', *TRAIN], "--model_dir=''"),
     (['run', *WHERE, '--topology=v5e:4x4', '--model_dir=gs://b/x'], 'no arguments of training'),
   ],
 )
@@ -211,15 +205,9 @@ def test_one_sentence_for_a_wrong_setting(cloud, arguments, words):
   assert words in result.stderr and result.stderr.count('\n') == 1
 
 
-@pytest.mark.parametrize('flag', ['num_slices', 'max_attempts', 'poll_seconds', 'topology'])
+@pytest.mark.parametrize('flag', ['num_slices', 'topology'])
 def test_a_value_is_never_run(cloud, flag):
   """Bash evaluates what stands between (( and )), so the whole value must be a number."""
   result = cloud.script(*RUN, f'--{flag}=x[$(touch ran)]=1', *TRAIN)
   assert result.returncode == 2 and not cloud.calls
   assert not (cloud.folder / 'ran').exists()
-
-
-def test_help_lists_the_commands(cloud):
-  printed = cloud.script('--help').stdout
-  for word in ('create', 'install', 'run', 'status', 'collect', 'delete', '--dry_run'):
-    assert word in printed
