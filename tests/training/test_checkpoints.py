@@ -178,6 +178,7 @@ def damaged_copies(original, directory, *damages):
       shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_file_is_harmless_or_noticed(two_wide, tmp_path, caplog):
   random = np.random.default_rng(0)
   noticed = set()
