@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin.data import counter_random, glyph_augment, glyph_bank, glyph_confusions, glyphs
+from het_plugin.data import counter_random, glyph_bank, glyph_confusions, glyphs
 
 SOURCE = glyphs.NoisyGlyphSource('core')
 
@@ -62,13 +62,3 @@ def test_labels_depend_on_neither_the_batch_nor_the_side_of_the_images(split):
     np.testing.assert_array_equal(some_labels, labels[some - 200])
   _, others = SOURCE.read(split, ids, 8, seed=4)
   assert np.array_equal(others, labels) == (split != 'train')
-
-
-def test_more_labels_are_wrong_where_the_image_is_noisier():
-  ids = np.arange(4000)
-  _, p = SOURCE.label_distribution('train', ids)
-  _, _, _, keys = SOURCE._draw('train', ids, 28, 0)
-  hard = glyph_augment.difficulty(keys)
-  assert 0.5 <= hard.min() and hard.max() < 3
-  easy, noisy = p[hard < 1, 0].mean(), p[hard > 2, 0].mean()
-  assert easy > noisy + 0.3
