@@ -369,17 +369,6 @@ def test_threads_change_neither_the_order_nor_the_batches(monkeypatch):
     iterator.close()
 
 
-def test_images_that_are_not_of_the_shape_announced():
-  class Wrong(SlowSource):
-    def read(self, split, ids, size, seed):
-      return np.zeros((len(ids), size, size, 3), np.float32), np.zeros((len(ids), 1), np.int32)
-
-  task = tasks.add_image_task('wrong_shape', Wrong())
-  iterator = get_dataset(DatasetConfig(task, {'image': 4, 'label': 1}, 'train', 2))
-  with pytest.raises(ValueError, match=r'image of the examples has the shape \[4, 4, 3\]'):
-    next(iterator)
-
-
 def test_reading_ahead_is_bounded_and_the_thread_ends():
   source = SlowSource()
   task = tasks.add_image_task('slow_source', source)
