@@ -6,10 +6,8 @@ import importlib.util
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -134,30 +132,6 @@ def test_a_sweep_runs_here_and_resumes(tmp_path):
   assert again.returncode == 0, again.stderr
   steps = [json.loads(line)['step'] for line in (runs[-1] / 'metrics.jsonl').open()]
   assert steps == sorted(steps) and steps[0] <= 2 and steps[-1] == 4  # one run, continued
-
-
-@needs_xmanager
-@pytest.mark.slow
-def test_an_interrupted_launch_lets_its_jobs_save_and_leaves_none(tmp_path):
-  command = [sys.executable, '-m', 'launch.xm_launch', *RUN, *TINY, '--gin.TRAIN_STEPS=100000']
-  command += [f'--model_dir={tmp_path}/sweep', '--heads=det,het_xl', '--gin.STATS_PERIOD=5']
-  command += ['--gin.SAVE_PERIOD=100000', '--gin.EVAL_PERIOD=100000']
-  process = subprocess.Popen(
-    command, cwd=ROOT, env=environment(tmp_path), stdout=subprocess.PIPE, text=True
-  )
-  log = tmp_path / 'sweep' / 'det' / 'supervisor.log'
-  deadline = time.monotonic() + 300
-  while not (log.exists() and 'loss' in log.read_text()):
-    assert time.monotonic() < deadline and process.poll() is None
-    time.sleep(0.2)
-  process.send_signal(signal.SIGINT)
-  printed, _ = process.communicate(timeout=120)
-  assert process.returncode == 42, printed
-  assert list((tmp_path / 'sweep' / 'det').glob('checkpoint_*'))
-  assert json.loads((log.parent / 'supervisor.json').read_text())['exit_code'] == 42
-  assert not (tmp_path / 'sweep' / 'het_xl').exists()  # was waiting for its turn
-  left = subprocess.run(['pgrep', '-f', str(tmp_path)], capture_output=True, text=True).stdout
-  assert not left
 
 
 @needs_xmanager
