@@ -36,11 +36,6 @@ def test_lines_with_gaps_and_without_any_value():
   assert ink(nothing) < ink(whole) and ink(gap) > 0
 
 
-def test_a_long_line_has_no_markers():
-  png = reporting.lines_png({'a': (range(500), range(500))}, xlabel='x', ylabel='y', dpi=50)
-  assert size(png) == (400, 225)
-
-
 @pytest.mark.parametrize('number', [1, 30])
 def test_scatter(number):
   x = np.linspace(0.1, 0.9, number)
