@@ -92,19 +92,6 @@ def test_the_best_is_marked_and_references_stand_apart():
   assert 'chance' in references and 'chance' not in body
 
 
-def test_what_a_row_is_called():
-  assert make_page().of('th') == ['head', 'NLL', '<script>', 'HET']
-  assert make_page(row_title='<run>').of('th')[0] == '<run>'
-
-
-def test_few_shot_data_sets_have_a_table_each():
-  fewshot = {'digits': {1: 0.5}, 'glyphs': {1: 0.25, 5: 0.75}}
-  page = make_page(rows=[{**row, 'fewshot': fewshot, 'num_classes': 10} for row in ROWS])
-  captions = page.of('caption')
-  assert len(captions) == 3 and 'classes K 10' in ' '.join(map(str, page.text))
-  assert 'digits' in captions[1] and 'glyphs' in captions[2]
-
-
 def test_provenance_is_the_command_the_versions_and_the_time(monkeypatch):
   monkeypatch.setattr(sys, 'argv', ['/a/path', '--gin.MODEL_DIR="x y"'])
   provenance = reporting.Provenance.of_this_process('het_plugin.quickstart', {'DET': 'a = 1'})
