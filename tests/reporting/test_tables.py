@@ -4,7 +4,6 @@ import json
 import math
 
 import numpy as np
-import pytest
 
 from het_plugin import reporting
 from het_plugin.reporting.columns import columns, problem_line
@@ -39,14 +38,6 @@ def test_what_is_missing_is_a_dash_and_never_best():
   assert column(ROWS, 'tau').cells == ('1.000', '–', '–')
 
 
-def test_a_lone_value_is_not_the_best():
-  assert not column(ROWS[:1], 'NLL').best
-
-
-def test_yardsticks_do_not_compete():
-  assert column([*ROWS, CEILING], 'prec@1', num_references=1).best == {0, 1}
-
-
 def test_the_problem_is_stated_once_where_rows_agree():
   assert problem_line(ROWS) == 'classes K 2,297, mesh 4x2'
   assert 'mesh' not in {c.title for c in columns(ROWS)}
@@ -69,14 +60,6 @@ def test_few_shot_tables_by_data_set_with_errors():
     ('few-shot accuracy digits', '1 shot', ('0.500', '0.750'), {1}),
     ('few-shot accuracy digits', '10 shots', ('0.800 ±0.010', '0.700'), {0}),
     ('few-shot accuracy birds', '1 shot', ('0.250', '–'), set()),
-  ]
-
-
-def test_flat_few_shot_and_other_fields():
-  rows = [{'head': 'DET', 'fewshot': {5: 0.5}, 'seed': 3}]
-  assert [(c.group, c.title) for c in columns(rows)] == [
-    ('', 'seed'),
-    ('few-shot accuracy', '5 shots'),
   ]
 
 
@@ -124,18 +107,6 @@ def test_json_has_plain_values_only(tmp_path):
   ]
 
 
-def test_json_refuses_what_it_cannot_write(tmp_path):
-  with pytest.raises(TypeError):
-    reporting.write_json([{'x': object()}], tmp_path / 'rows.json')
-
-
-def test_rows_may_be_something_else_than_heads():
-  rows = [{'head': 'a', 'nll': 1.0, 'fewshot': {1: 0.5}}]
-  first, second = reporting.text_table(rows, row_title='candidate').split('\n\n')
-  assert first.startswith('candidate') and second.startswith('few-shot accuracy')
-  assert reporting.text_table(rows).startswith('head')
-
-
 def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
   rows = [
     {'head': 'a', 'size': 0.98721, 'stderr': {'size': 0.002564}},
@@ -147,15 +118,3 @@ def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
   assert '1234 ±31' in reporting.text_table(rows) and '0.5 ±0' in reporting.text_table(
     [{'head': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
   )
-
-
-def test_counts_and_p_values():
-  rows = [
-    {'head': 'a', 'steps': 15000, 'welch_p': 0.05065, 'rate': 1},
-    {'head': 'b', 'steps': 500, 'welch_p': 2.4e-5, 'rate': 0.5},
-    {'head': 'c', 'steps': None, 'welch_p': None},
-  ]
-  cells = {column.title: column.cells for column in columns(rows)}
-  assert cells['steps'] == ('15,000', '500', '–')
-  assert cells['p'] == ('0.0507', '<0.0001', '–')
-  assert cells['rate'] == ('1', '0.5', '–')
