@@ -1,31 +1,14 @@
-"""A training run of the toy model, which a test can also start as a process and interrupt."""
+"""A training run of the toy model."""
 
-import os
-import signal
-import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from het_plugin.operations import operations
-from het_plugin.training import actions, checkpoints, partitioning
+from het_plugin.training import checkpoints, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 from tests.training import toy
-
-
-class SignalAction(actions.BaseAction):
-  """Sends SIGTERM to the last process at a step."""
-
-  def __init__(self, step: int):
-    self._step = step
-
-  def run(self, train_state, metrics_by_task):
-    is_last = jax.process_index() == jax.process_count() - 1
-    if int(train_state.step) == self._step and is_last:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return False
 
 
 def recording_trainer(path: Path):
@@ -59,17 +42,3 @@ def run(model_dir: Path, **overrides):
     'observer': operations.Operations(),
   }
   return train(**(settings | overrides))
-
-
-def main(model_dir: str, signal_step: str, address: str = '', process: str = '0') -> None:
-  """A process of a run that gets SIGTERM: the only one, or with an address one of two."""
-  settings = {'actions': {'TRAIN': [SignalAction(int(signal_step))]}}
-  if address:
-    jax.distributed.initialize(address, num_processes=2, process_id=int(process))
-  else:
-    settings['trainer_cls'] = recording_trainer(Path(model_dir) / 'seen.txt')
-  run(Path(model_dir), **settings)
-
-
-if __name__ == '__main__':
-  main(*sys.argv[1:])
