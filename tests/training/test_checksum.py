@@ -32,13 +32,10 @@ def test_it_is_what_it_is_defined_to_be(dtype, shape):
   assert of(x) == reference(x)
 
 
-@pytest.mark.parametrize(
-  'shape, spec', [((8,), PartitionSpec()), ((4, 2), PartitionSpec('a', 'b'))]
-)
-def test_it_is_the_same_on_every_mesh(shape, spec):
+def test_it_is_the_same_on_every_mesh():
   x = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(shape), ('a', 'b')[: len(shape)])
-  assert of(jax.device_put(x, NamedSharding(mesh, spec))) == reference(x)
+  mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ('a', 'b'))
+  assert of(jax.device_put(x, NamedSharding(mesh, PartitionSpec('a', 'b')))) == reference(x)
 
 
 def test_every_single_bit_counts():
@@ -51,8 +48,7 @@ def test_every_single_bit_counts():
   assert of(x) not in np.asarray(sums)
 
 
-@pytest.mark.parametrize('stride', [1, 2**16])
-def test_places_count_where_only_the_high_bits_are_used(stride):
+def test_places_count_where_only_the_high_bits_are_used(stride=2**16):
   """Blocks of a float32 array with the values of bfloat16 change places, at distances of 2^k."""
   x = np.random.default_rng(2).normal(size=4 * stride).astype(jnp.bfloat16).astype(np.float32)
   swapped = x.reshape(4, stride)[[1, 0, 3, 2]].reshape(-1)
