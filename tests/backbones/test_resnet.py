@@ -33,27 +33,14 @@ def random_params(model, image, scale=0.3):
   )
 
 
-@pytest.mark.parametrize(
-  ('variant', 'version', 'published'),
-  [
-    (
-      '50x1',
-      'v1.5',
-      25_557_032,
-    ),
-    ('50x1', 'v2', 25_549_352),
-  ],
-)
-def test_with_1000_classes_it_has_the_published_number_of_parameters(variant, version, published):
-  model = resnet(variant, version=version)
+@pytest.mark.parametrize('version, published', [('v1.5', 25_557_032), ('v2', 25_549_352)])
+def test_with_1000_classes_it_has_the_published_number_of_parameters(version, published):
+  model = resnet('50x1', version=version)
   assert num_params(model) + 1000 * (model.pre_logits_dim + 1) == published
 
 
-@pytest.mark.parametrize('version', ['v1.5', 'v2'])
-@pytest.mark.parametrize(('num_classes', 'millions'), [(21_843, 102.9)])
-def test_152x1_has_the_parameters_of_table_3(version, num_classes, millions):
-  model = resnet('152x1', version=version)
-  assert round((num_params(model) + 2049 * num_classes) / 1e6, 1) == millions
+def test_152x1_has_the_parameters_of_table_3():
+  assert round((num_params(resnet('152x1')) + 2049 * 21_843) / 1e6, 1) == 102.9
 
 
 @pytest.mark.parametrize('stride, same_padding', [(1, True), (2, False)])
@@ -77,9 +64,8 @@ def test_group_norm_is_that_of_flax():
   np.testing.assert_allclose(norm.apply({'params': params}, x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('version', ['v1.5', 'v2'])
-def test_representations(version):
-  model = ResNet((1, 2), width=32, version=version)
+def test_representations():
+  model = ResNet((1, 2), width=32)
   (phi, intermediates), _ = jax.jit(model.init_with_output)(jax.random.key(0), images())
   assert phi.shape == (4, model.pre_logits_dim) == (4, 256)
   assert phi.dtype == jnp.float32
@@ -102,9 +88,8 @@ def test_gradients_reach_every_parameter(version):
   assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize('version', ['v1.5', 'v2'])
-def test_a_mesh_shards_the_channels_and_changes_nothing(version):
-  model = ResNet((1, 1), width=32, version=version)
+def test_a_mesh_shards_the_channels_and_changes_nothing():
+  model = ResNet((1, 1), width=32)
   image = images()
   params = random_params(model, image, 0.1)
   expected = model.apply({'params': params}, image)[0]
@@ -122,7 +107,6 @@ def test_a_mesh_shards_the_channels_and_changes_nothing(version):
   [
     (lambda: resnet('18x1'), "variant='18x1'"),
     (lambda: resnet('50x1', patch_size=3), 'no setting patch_size'),
-    (lambda: resnet('50x1', version='v3'), "version='v3'"),
     (lambda: ResNet((1,), width=48), 'width=48'),
   ],
 )
