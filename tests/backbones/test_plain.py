@@ -72,9 +72,10 @@ def test_modes_and_representations_reach_the_module():
   params = made.get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})['params']
   found = made.representations(params, BATCH, ('hidden', 'pre_logits'))
   assert found['hidden'].shape == (4, 6) and found['pre_logits'].shape == (4, 5)
-  np.testing.assert_array_equal(made.eval_fn(params, BATCH)[0], made.eval_fn(params, BATCH)[0])
-  losses = {float(made.loss_fn(params, BATCH, jax.random.key(i))[0]) for i in range(3)}
+  step = jax.jit(made.loss_fn)
+  losses = {float(step(params, BATCH, jax.random.key(i))[0]) for i in range(3)}
   assert len(losses) == 3  # dropout is on
+  assert np.isfinite(step(params, BATCH, None)[0])  # and off without a key
 
 
 @pytest.mark.parametrize(
