@@ -23,6 +23,7 @@ from het_plugin.integrate import (
   shared_key,
 )
 from het_plugin.integrate.placement import Placement
+from het_plugin.integrate.rotation import Draws
 from het_plugin.integrate.streaming import PADDED
 from tests.integrate.hlo import collectives
 
@@ -338,9 +339,9 @@ def test_one_gathering_after_the_last_sample(platform, link):
   plan = fused.plan_calls(1300, iid, Placement(mesh=mesh, batch='data', vocab='model'))
 
   def step(rows, shift, keys, of_label):
-    keys = jax.random.wrap_key_data(keys)
+    draws = Draws(jax.random.wrap_key_data(keys))
     losses = {'softmax': fused.log_softmax_at, 'sigmoid': fused.log_sigmoid}
-    return losses[link](plan, rows, shift, keys, of_label).sum()
+    return losses[link](plan, rows, shift, draws, of_label).sum()
 
   def array(spec, *shape, dtype=jnp.float32):
     spec = jax.sharding.PartitionSpec(*spec)
