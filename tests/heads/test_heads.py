@@ -260,3 +260,33 @@ def test_logit_scale_multiplies_similarities():
   assert size(params) == temperature.num_params() == 1
   got = jax.grad(lambda p: temperature.apply({'params': p}))(params)['t']
   assert float(got) == pytest.approx(-1 / scale)  # d exp(-t) / dt
+
+
+def test_result_does_not_depend_on_padding(name='het_xl'):
+  head = HEADS[name]
+  params = init(head)
+  keys = example_keys(jax.random.key(5), jnp.arange(B))
+  tight = head.clone(class_multiple=1)
+  cut = jax.tree.map(lambda x: x[..., :K] if x.ndim and x.shape[-1] == 16 else x, params)
+  integrator = Integrator(num_samples=S)
+  padded = integrator.log_prob(head.apply({'params': params}, PHI), keys)
+  np.testing.assert_allclose(
+    padded[:, :K],
+    integrator.log_prob(tight.apply({'params': cut}, PHI), keys),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_initial_noise_scale_scales_the_noise_at_the_start():
+  phi = jax.random.normal(jax.random.key(3), (256, D))
+
+  def factors(scale):
+    head = HEADS['het_xl'].clone(initial_noise_scale=scale)
+    logits, _ = head.init_with_output(jax.random.key(1), phi)
+    return np.asarray(logits.factors())  # [B, R + 1, Kp]
+
+  reference, small = factors(1.0), factors(0.1)
+  np.testing.assert_allclose(small[:, :R], 0.1 * reference[:, :R], rtol=1e-5, atol=1e-7)
+  remainder = np.abs(small[:, R]).mean() / np.abs(reference[:, R]).mean()
+  assert 0.05 < remainder < 0.25  # a softplus is not homogeneous

@@ -162,6 +162,17 @@ def test_the_saved_state_goes_through_the_step_again(stopped_run):
   assert saved_steps(again) == [2]
 
 
+def test_steps_in_flight_when_the_run_stops_change_nothing(tmp_path, stopped_run, monkeypatch):
+  monkeypatch.setattr(metrics_lib, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
+  assert stopped(tmp_path, 'stop', stats_period=5) == 3
+  assert dump(tmp_path, 3) == dump(stopped_run, 3)
+  states = [
+    checkpoint_reader.read_params(str(d / 'nonfinite' / 'step_3')) for d in (tmp_path, stopped_run)
+  ]
+  assert_equal(*states)
+  assert train_lines(tmp_path) == train_lines(stopped_run)
+
+
 def test_the_state_of_a_skipped_step_may_be_a_later_one(skipped):
   """With a step in flight; and it is saved of the first bad step only, which max_states says."""
   directory, _ = skipped
