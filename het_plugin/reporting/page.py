@@ -8,7 +8,7 @@ from importlib import resources
 import jinja2
 
 from het_plugin.reporting.columns import Row, TableOfRows, tables_of
-from het_plugin.reporting.provenance import Provenance
+from het_plugin.reporting.results import Provenance
 
 
 @dataclasses.dataclass(frozen=True)

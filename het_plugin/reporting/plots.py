@@ -1,9 +1,12 @@
-"""Training curves as a PNG: one panel for the loss, one for the temperature."""
+"""Plots as PNGs: training curves, candidates, few-shot accuracies, calibration, grids."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from het_plugin.reporting import style
 
@@ -112,3 +115,261 @@ def _push_apart(heights: Sequence[float], gap: float) -> list[float]:
   ]
   room_above = [1 - gap * (len(apart) - 1 - i) for i in range(len(apart))]
   return [max(gap * i, min(room_above[i], height)) for i, height in enumerate(apart)]
+
+
+Points = tuple[Sequence[float], Sequence[float]]
+
+_MAX_LEGEND = 20  # lines; more would fill the figure
+
+
+def lines_png(
+  lines: Mapping[str, Points],
+  *,
+  xlabel: str,
+  ylabel: str,
+  log_x: bool = False,
+  log_y: bool = False,
+  whole_steps: bool = False,
+  dpi: int = 110,
+) -> bytes:
+  """A line per candidate, from {name: (x, y)}; lines of few points get markers.
+
+  Args:
+    lines: at least one. Values that are not finite, or not positive on a logarithmic axis, are
+      gaps.
+    xlabel, ylabel: titles of the axes.
+    log_x, log_y: logarithmic axes.
+    whole_steps: a tick for each x of the lines.
+    dpi: pixels per inch; the figure is 8 by 4.5 inches.
+  """
+  figure, ax = _figure(xlabel, ylabel)
+  styles = style.line_styles(lines)
+  for i, (name, (x, y)) in enumerate(lines.items()):
+    marker = style.MARKERS[i % len(style.MARKERS)] if len(x) <= 30 else ''
+    y = np.asarray(y, float)
+    shown = np.isfinite(y) & ((y > 0) | (not log_y))
+    color, dashes = styles[name]
+    shown_y = np.where(shown, y, np.nan)
+    ax.plot(x, shown_y, color=color, linestyle=dashes, marker=marker, markersize=5, label=name)
+  ax.set(xscale='log' if log_x else 'linear', yscale='log' if log_y else 'linear')
+  if whole_steps:
+    ticks = sorted({value for x, _ in lines.values() for value in x})
+    ax.set_xticks(ticks, map(str, ticks))
+    ax.minorticks_off()
+  if 1 < len(lines) <= _MAX_LEGEND:
+    figure.legend(loc='outside right upper', frameon=False, fontsize=9)
+  return style.to_png(figure, dpi)
+
+
+def scatter_png(
+  groups: Mapping[str, Points],
+  names: Sequence[str],
+  *,
+  xlabel: str,
+  ylabel: str,
+  dpi: int = 110,
+) -> bytes:
+  """A point per candidate and group, from {group: (x [C], y [C])}.
+
+  Args:
+    groups: drawn in a colour and marker each.
+    names: of the C candidates, written beside the points of the last group.
+    xlabel, ylabel: titles of the axes.
+    dpi: pixels per inch; the figure is 8 by 4.5 inches.
+  """
+  figure, ax = _figure(xlabel, ylabel)
+  styles = style.line_styles(groups)
+  for i, (group, (x, y)) in enumerate(groups.items()):
+    color, _ = styles[group]
+    ax.scatter(x, y, color=color, marker=style.MARKERS[i % len(style.MARKERS)], label=group)
+  if len(names) <= _MAX_LEGEND:
+    for name, where in zip(names, zip(x, y, strict=True), strict=True):
+      ax.annotate(name, where, xytext=(5, 4), textcoords='offset points', fontsize=8)
+  figure.legend(loc='outside right upper', frameon=False, fontsize=9)
+  return style.to_png(figure, dpi)
+
+
+def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+  figure = style.new_figure(8, 4.5)
+  ax = figure.subplots()
+  ax.set(xlabel=xlabel, ylabel=ylabel)
+  style.plain_axes(ax)
+  return figure, ax
+
+
+_MAX_POINTS = 2000  # more cannot be told apart, and would make the drawing slow
+
+
+def unit_curves_png(
+  curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+  *,
+  title: str,
+  x_label: str,
+  y_label: str,
+  diagonal: bool = False,
+  dpi: int = 130,
+) -> bytes:
+  """A PNG of the curves.
+
+  Args:
+    curves: {name: (x [N], y [N])}, x ascending in [0, 1], y within [0, 1].
+    title: of the plot.
+    x_label, y_label: of the axes.
+    diagonal: draws what guessing gives in an ROC plot, and the y axis up to 1.
+    dpi: pixels per inch; the figure is 6.4 by 4.6 inches.
+
+  Raises:
+    ValueError: there is no curve.
+  """
+  if not curves:
+    raise ValueError('there is no curve to draw')
+  figure = style.new_figure(6.4, 4.6)
+  ax = figure.subplots()
+  if diagonal:
+    ax.plot([0, 1], [0, 1], color='#aaaaaa', linewidth=0.9, linestyle=':')
+  styles = style.line_styles(curves)
+  for name, (x, y) in curves.items():
+    color, dashes = styles[name]
+    kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), _MAX_POINTS)).astype(int))
+    ax.plot(x[kept], y[kept], color=color, linestyle=dashes, linewidth=1.7, label=name)
+  ax.set_title(title, loc='left', fontsize=11)
+  ax.set_xlabel(x_label)
+  ax.set_ylabel(y_label)
+  ax.set_xlim(0, 1)
+  ax.set_ylim(0, 1.01 if diagonal else None)
+  style.plain_axes(ax, grid='both')
+  ax.legend(frameon=False, fontsize=9)
+  return style.to_png(figure, dpi)
+
+
+# {run: {data set: {shots: (mean, standard error or None)}}}
+Accuracies = Mapping[str, Mapping[str, Mapping[int, tuple[float, float | None]]]]
+
+_COLUMNS = 3  # panels side by side
+
+
+def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
+  """Accuracy with its standard error against shots, a line per run and a panel per data set.
+
+  Args:
+    accuracies: accuracies of each run; runs may lack data sets.
+    dpi: pixels per inch.
+
+  Raises:
+    ValueError: there is nothing to draw.
+  """
+  datasets = list(dict.fromkeys(name for run in accuracies.values() for name in run))
+  if not datasets:
+    raise ValueError('accuracies holds no data set.')
+  columns = min(_COLUMNS, len(datasets))
+  lines = math.ceil(len(datasets) / columns)
+  figure = style.new_figure(4.2 * columns, 3.2 * lines + 0.4)
+  panels = figure.subplots(lines, columns, squeeze=False).ravel()
+  for panel in panels[len(datasets) :]:
+    panel.set_axis_off()
+  handles, styles = {}, style.line_styles(accuracies)
+  for panel, dataset in zip(panels, datasets, strict=False):
+    shots = sorted({n for run in accuracies.values() for n in run.get(dataset, ())})
+    for number, (run, by_dataset) in enumerate(accuracies.items()):
+      cells = sorted(by_dataset.get(dataset, {}).items())
+      if cells:
+        color, dashes = styles[run]
+        handles[run] = panel.errorbar(
+          [n for n, _ in cells],
+          [mean for _, (mean, _) in cells],
+          yerr=[stderr or 0.0 for _, (_, stderr) in cells],
+          color=color,
+          linestyle=dashes,
+          marker=style.MARKERS[number % len(style.MARKERS)],
+          markersize=4,
+          linewidth=1.4,
+          capsize=2,
+        )
+    panel.set_xscale('log')
+    panel.set_xticks(shots, [str(n) for n in shots])
+    panel.minorticks_off()
+    panel.set_title(dataset, loc='left', fontsize=11)
+    panel.set_xlabel('shots')
+    panel.set_ylabel('accuracy')
+    style.plain_axes(panel)
+  figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4, fontsize=9)
+  return style.to_png(figure, dpi)
+
+
+class Bins(Protocol):
+  """count, mean confidence and accuracy of each bin, [M]; NaN where a bin is empty."""
+
+  count: np.ndarray
+  confidence: np.ndarray
+  accuracy: np.ndarray
+
+
+def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
+  """A reliability diagram per name (Guo et al. 2017, fig. 1).
+
+  Bars show the accuracy in equal bins of confidence. Dots lie at the mean confidence of a bin, with
+  an area by its share of the examples. The diagonal is perfect calibration.
+
+  Raises:
+    ValueError: there is no diagram.
+  """
+  if not diagrams:
+    raise ValueError('there is no reliability diagram to draw')
+  num_columns = min(_COLUMNS, len(diagrams))
+  num_lines = -(-len(diagrams) // num_columns)
+  figure = style.new_figure(3.6 * num_columns, 3.6 * num_lines)
+  axes = figure.subplots(num_lines, num_columns, squeeze=False).flat
+  for ax, (name, bins) in zip(axes, diagrams.items(), strict=False):
+    num_bins = len(bins.count)
+    left = np.arange(num_bins) / num_bins
+    ax.bar(left, bins.accuracy, 1 / num_bins, align='edge', color='#c7d8ec', edgecolor='white')
+    ax.plot([0, 1], [0, 1], color='#8a8a8a', linewidth=0.9, linestyle=':')
+    share = bins.count / max(bins.count.sum(), 1)
+    ax.scatter(bins.confidence, bins.accuracy, 20 + 300 * share, '#1b5fad', alpha=0.85, zorder=3)
+    ax.set_title(name, loc='left', fontsize=10)
+    ax.set_xlim(0, 1)
+    ax.set_ylim(0, 1.02)
+    ax.set_xlabel('confidence', fontsize=9)
+    ax.set_ylabel('accuracy', fontsize=9)
+    style.plain_axes(ax, grid=None)
+  for ax in list(axes)[len(diagrams) :]:
+    ax.set_visible(False)
+  return style.to_png(figure, dpi)
+
+
+Row = Mapping[str, Any]
+
+
+def grid_png(
+  rows: Sequence[Row], measures: Mapping[str, Callable[[Row], float | None]], dpi: int = 110
+) -> bytes:
+  """Heat maps over batch sizes and samples (fig. 2): a row per measure, a column per head.
+
+  Args:
+    rows: with the keys head, b (batch) and s (samples; 0 for a head without); cells without a row
+      or with a measure of None are black.
+    measures: {title: what to read from a row}.
+    dpi: pixels per inch.
+  """
+  heads = list(dict.fromkeys(row['head'] for row in rows))
+  batches = sorted({row['b'] for row in rows})
+  figure = style.new_figure(3.2 * len(heads), 3 * len(measures))
+  axes = figure.subplots(len(measures), len(heads), squeeze=False)
+  for line, (title, measure) in zip(axes, measures.items(), strict=True):
+    values = {(row['head'], row['s'], row['b']): measure(row) for row in rows}
+    present = [value for value in values.values() if value is not None] or [0.0]
+    for ax, head in zip(line, heads, strict=True):
+      samples = sorted({row['s'] for row in rows if row['head'] == head})
+      cells = [[values.get((head, s, b)) for b in batches] for s in samples]
+      table = np.array([[np.nan if x is None else x for x in row] for row in cells], float)
+      ax.set_facecolor('black')
+      ax.imshow(table, origin='lower', aspect='auto', vmin=min(present), vmax=max(present))
+      for (i, j), value in np.ndenumerate(table):
+        if np.isfinite(value):
+          ax.text(j, i, f'{value:.3g}', ha='center', va='center', color='white', fontsize=8)
+      ax.set_xticks(range(len(batches)), batches)
+      ax.set_yticks(range(len(samples)), [s or '–' for s in samples])
+      ax.set_title(f'{head}: {title}', fontsize=10)
+      ax.set_xlabel('batch')
+      ax.set_ylabel('samples S')
+  return style.to_png(figure, dpi)

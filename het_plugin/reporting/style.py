@@ -9,6 +9,7 @@ from matplotlib import colormaps, colors
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 # (colour, dashes): colours with a contrast of 4.5:1 on white; dashes tell lines apart without them.
 STYLES = (
@@ -23,7 +24,7 @@ MARKERS = 'osD^vP'
 
 
 def line_styles(names: Iterable[str]) -> dict[str, tuple[str, Any]]:
-  """{name: (colour, dashes)}, those of `STYLES`; of more names a colour each from a scale."""
+  """{name: (colour, dashes)}, from `STYLES`, or from a colour scale for more names."""
   names = list(names)
   if len(names) <= len(STYLES):
     return dict(zip(names, STYLES, strict=False))
@@ -36,7 +37,7 @@ def line_styles(names: Iterable[str]) -> dict[str, tuple[str, Any]]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-  """A figure of so many inches, known to no window system."""
+  """A figure of this many inches, without a window."""
   figure = Figure(figsize=(width, height), layout='constrained')
   FigureCanvasAgg(figure)
   return figure
@@ -50,7 +51,13 @@ def plain_axes(ax: Axes, grid: str | None = 'y') -> None:
 
 
 def to_png(figure: Figure, dpi: int) -> bytes:
-  """The PNG file's bytes at `dpi` pixels an inch."""
+  """The bytes of the PNG file at `dpi` pixels per inch."""
+  # Names come from users: a $ in them is no mathematics. Labels of logarithmic ticks are.
+  axes = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]
+  ticks = {label for axis in axes for label in axis.get_ticklabels(which='both')}
+  for text in figure.findobj(Text):
+    if text not in ticks:
+      text.set_parse_math(False)
   png = io.BytesIO()
   figure.savefig(png, format='png', dpi=dpi)
   return png.getvalue()

@@ -1,7 +1,7 @@
-"""An image, its most probable classes and the correlations of their logits, as a PNG."""
+"""Pictures of examples as PNGs: with the correlations of their classes, and with predictions."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   image_ax, bars, matrix, words = figure.subplots(1, 4, width_ratios=(1, 1.1, 1.1, 1.6))
   image_ax.imshow(np.clip((panel.image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
   image_ax.set_axis_off()
-  figure.suptitle(panel.title, x=0.01, ha='left', fontsize=11, parse_math=False)
+  figure.suptitle(panel.title, x=0.01, ha='left', fontsize=11)
 
   names = [_short(name) for name in panel.classes]
   bars.barh(range(m), panel.probability, color='#1b5fad')
@@ -61,7 +61,7 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
 
   words.set_axis_off()
   lines = [f'{value:+.3f}  {_short(name)}' for name, value in panel.neighbours]
-  words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5, parse_math=False)
+  words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5)
   words.set_title(
     f'most correlated with\n{_short(panel.anchor)}', fontsize=9, loc='left', parse_math=False
   )
@@ -70,3 +70,41 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
 
 def _short(name: str) -> str:
   return name if len(name) <= _NAME_LENGTH else f'{name[: _NAME_LENGTH - 1]}…'
+
+
+Prediction = tuple[str, float, bool]  # what, with which probability, and whether it is right
+
+
+def examples_png(
+  images: np.ndarray,
+  truths: Sequence[str],
+  predictions: Mapping[str, Sequence[Prediction]],
+  dpi: int = 130,
+) -> bytes:
+  """A PNG with a column per example: its picture and truth, and below them a line per model.
+
+  Args:
+    images: float [N, H, W, C], levels in [-1, 1], C 1 or 3.
+    truths: what the examples are, [N]; short, such as one character.
+    predictions: {model: [N] predictions}.
+    dpi: pixels per inch; the figure is 11 inches wide.
+  """
+  lines = len(predictions)
+  figure = style.new_figure(11, 1.5 + 0.55 * lines)
+  ratios = [2.2, *[1] * lines]
+  axes = figure.subplots(lines + 1, len(images), height_ratios=ratios, squeeze=False)
+  for ax, image, truth in zip(axes[0], images, truths, strict=True):
+    ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
+    ax.set_title(truth, fontsize=13)
+  for row, (model, found) in zip(axes[1:], predictions.items(), strict=True):
+    for ax, (what, probability, right) in zip(row, found, strict=True):
+      color = '#00704d' if right else '#b33c00'
+      ax.text(0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
+      ax.text(0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
+    row[0].set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
+  axes[0, 0].set_ylabel('example, truth above', rotation=0, ha='right', va='center', fontsize=10)
+  for ax in axes.flat:
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)
+  return style.to_png(figure, dpi)

@@ -1,12 +1,18 @@
-"""Where a result comes from: the command, the versions and the configuration that made it."""
+"""Results as a JSON file, and what made them: command, versions and configuration."""
 
 import dataclasses
 import datetime
 import importlib.metadata
+import json
+import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
 
@@ -38,3 +44,22 @@ class Provenance:
       versions=versions,
       configs=configs,
     )
+
+
+def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
+  """Writes `rows` as JSON, NaN and infinities as null; makes the directory."""
+  path = Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n')
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(item) for item in value]
+  if isinstance(value, np.generic | np.ndarray):
+    return _plain(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
