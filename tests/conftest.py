@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+_OURS = ('het_plugin', 'launch', 'benchmarks')  # packages with mains
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Read by JAX and TensorFlow when they are first imported, which is after this file.
@@ -83,7 +84,9 @@ def _parsed_flags(main, *arguments):
     yield flags.FLAGS(command_line.rewrite_flags(['main', *map(str, arguments)]))
   finally:
     for name in set(flags.FLAGS) - before:
-      delattr(flags.FLAGS, name)
+      # Libraries that a main imports define flags too, and look for them later.
+      if flags.FLAGS.find_module_defining_flag(name).startswith(_OURS):
+        delattr(flags.FLAGS, name)
 
 
 @pytest.fixture

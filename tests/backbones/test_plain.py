@@ -17,7 +17,7 @@ BATCH = {'image': IMAGES, 'label': jnp.array([[0], [1], [2], [0]])}
 
 
 @gin.configurable(module='test_plain')
-class ConvNet(nn.Module):
+class OwnNet(nn.Module):
   """What anybody would write."""
 
   width: int = 256
@@ -59,7 +59,7 @@ def model(backbone):
 
 
 def test_parameters_have_the_modules_own_names_and_axes():
-  variables = model(ConvNet()).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
+  variables = model(OwnNet()).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
   assert set(variables['params']['backbone']) == {'Conv_0', 'Dense_0'}
   axes = variables['params_axes']['backbone']
   assert axes['Conv_0']['kernel_axes'].names == (None, None, None, 'embed')  # 3 x 3 x 1 x 256
@@ -96,7 +96,7 @@ def test_it_trains_bound_by_one_line_of_gin(run_main, tmp_path):
     '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
     '--gin_file=het_plugin/gin/heads/het_xl.gin',
     '--gin_file=het_plugin/gin/partitioning/fsdp.gin',
-    *('--gin.BACKBONE=@ConvNet()', '--gin.TRAIN_STEPS=2', '--gin.WARMUP_STEPS=0'),
+    *('--gin.BACKBONE=@OwnNet()', '--gin.TRAIN_STEPS=2', '--gin.WARMUP_STEPS=0'),
     *('--gin.EVAL_STEPS=1', f"--gin.MODEL_DIR='{run}'"),
   )
   assert (run / 'checkpoint_2').is_dir()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import seqio
 from PIL import Image
 
 from het_plugin.config import trained_run
@@ -226,7 +227,11 @@ def test_restart(run):
 @pytest.mark.slow
 def test_input(run):
   flags = ['--photos=24', '--photo_size=60,45', '--image_size=16', '--backbone=tiny', '--batch=8']
-  result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
+  try:
+    result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
+  finally:
+    for name in ('decode', 'augment'):  # tasks that it registers
+      seqio.TaskRegistry.remove(name)
   assert [row['work'] for row in result['rates']] == ['decode', 'decode, augment']
   for row in result['rates']:
     assert row['lowest'] == row['ratio'] == row['highest'] > 0
