@@ -72,11 +72,17 @@ def result(head, nll, factors=None, extra=0, pace=100.0):
 
 
 def test_sentences_follow_from_the_numbers():
-  rows = [result('DET', 1.1), result('DET, learned tau', 1.05), result('HET', 1.0, 50, 500, 200.0)]
+  rows = [
+    result('DET', 1.1),
+    result('DET, learned tau', 1.05),
+    result('HET', 0.95, 50, 500, 200.0),
+  ]
   best, cause, cost = head_comparison.sentences(rows)
-  assert 'HET has the lowest NLL, 1.000 nats per example' in best and '65.0%' in best
-  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.050' in cause
-  assert cause.endswith('in this run noise lowers the NLL.')
+  assert 'HET has the lowest NLL, 0.950 nats per example' in best and '65.0%' in best
+  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.100' in cause
+  assert cause.endswith('further -0.100: here noise lowers the NLL.')
+  close = head_comparison.sentences([*rows[:2], result('HET', 1.04, 50, 500)])[1]
+  assert close.endswith('by a further -0.010: less than seeds of one head differ by (about 0.05).')
   assert 'HET has the most parameters, 1,500' in cost and '2.0 times as long as one of DET' in cost
   assert (
     'differ by 0.050 nats, from DET, learned tau to DET' in head_comparison.sentences(rows[:2])[1]
