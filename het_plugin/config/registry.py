@@ -14,6 +14,7 @@ registers `t5x_host` in their place.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import gin
@@ -38,11 +39,12 @@ def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
 
   Args:
     package: full name of the room that states the table.
-    table: {module: names}, where a module is one of the room or, with dots, a full name. gin knows
-      an object of ours by its room, and any other by its module.
+    table: {module: names}, where a module is one of the room, or else a full name. gin knows an
+      object of ours by its room, and any other by its module.
   """
   for key, names in table.items():
-    path = key if '.' in key else f'{package}.{key}'
+    in_room = '.' not in key and importlib.util.find_spec(f'{package}.{key}')
+    path = f'{package}.{key}' if in_room else key
     module = importlib.import_module(path)
     prefix = path.rpartition('.')[0] if path.startswith('het_plugin.') else path
     for name in names:
