@@ -174,8 +174,3 @@ def apply_projection(projection: Linear | Hashed | None, eps: jax.Array) -> jax.
     case Linear(kernel):
       return _matmul(eps, kernel)
   raise TypeError(f'no linear map for projection {type(projection).__name__}')
-
-
-def check_link(link: str) -> None:
-  if link not in LINKS:
-    raise ValueError(f'link={link!r} is unknown: choose one of {", ".join(LINKS)}')
