@@ -35,12 +35,14 @@ def rematerialize(
 class Dense(nn.Module):
   """x [..., I] -> x W + b [..., O], computed in `dtype`.
 
-  Parameters: kernel [I, O] with the logical axes `kernel_axes`, and bias [O] with the second one.
+  Parameters: kernel [I, O] with the logical axes `kernel_axes`, and, with `use_bias`, bias [O] with
+  the second one.
   """
 
   features: int
   kernel_axes: tuple[str, str]
   dtype: DTypeLike = jnp.float32
+  use_bias: bool = True
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,30 +50,42 @@ class Dense(nn.Module):
     kernel = param_with_axes(
       'kernel', nn.initializers.xavier_uniform(), shape, jnp.float32, axes=self.kernel_axes
     )
+    x = x.astype(self.dtype) @ kernel.astype(self.dtype)
+    if not self.use_bias:
+      return x
     bias = param_with_axes(
       'bias', nn.initializers.zeros, shape[1:], jnp.float32, axes=self.kernel_axes[1:]
     )
-    return x.astype(self.dtype) @ kernel.astype(self.dtype) + bias.astype(self.dtype)
+    return x + bias.astype(self.dtype)
 
 
-class LayerNorm(nn.Module):
-  """Layer normalisation over the last axis (Ba et al. 2016) in float32, returned as `dtype`.
+NORMS = ('layer_norm', 'rms_norm')
 
-  Parameters: scale [D] and bias [D].
+
+class Norm(nn.Module):
+  """Normalisation over the last axis in float32, returned as `dtype`.
+
+  `kind` is 'layer_norm' (Ba et al. 2016; parameters scale [D] and bias [D]) or 'rms_norm', with
+  neither mean nor bias (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467). `axis` is the
+  logical axis of the parameters.
   """
 
-  dtype: DTypeLike = jnp.float32
+  kind: str = 'layer_norm'
   epsilon: float = 1e-6
+  dtype: DTypeLike = jnp.float32
+  axis: str = 'embed'
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    shape = x.shape[-1:]
-    scale = param_with_axes('scale', nn.initializers.ones, shape, jnp.float32, axes=('embed',))
-    bias = param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=('embed',))
+    shape, axes = x.shape[-1:], (self.axis,)
+    scale = param_with_axes('scale', nn.initializers.ones, shape, jnp.float32, axes=axes)
     x = x.astype(jnp.float32)
-    centred = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
+    if self.kind == 'layer_norm':
+      x = x - x.mean(-1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon) * scale
+    if self.kind == 'layer_norm':
+      x += param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=axes)
+    return x.astype(self.dtype)
 
 
 class GroupNorm(nn.Module):

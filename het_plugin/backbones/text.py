@@ -12,9 +12,9 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import LayerNorm
 from het_plugin.backbones.transformer import (
   SIZES,
+  BlockSettings,
   check_encoder,
   check_positive,
   check_settings,
@@ -106,19 +106,17 @@ class TextTransformer(nn.Module):
     if has_class_token:
       is_token = jnp.pad(is_token, ((0, 0), (1, 0)), constant_values=True)  # [B, N]
     x = prepare_tokens(x, has_class_token, self.dropout, deterministic=not train)
+    settings = BlockSettings.of(self)
     x, outputs = run_blocks(
       x,
       is_token,
+      settings=settings,
       depth=self.depth,
-      num_heads=self.num_heads,
-      mlp_dim=self.mlp_dim,
-      dropout=self.dropout,
-      dtype=self.dtype,
       remat=self.remat,
       scan_layers=self.scan_layers,
       deterministic=not train,
     )
-    x = intermediates['encoder_norm'] = LayerNorm(name='encoder_norm')(x)
+    x = intermediates['encoder_norm'] = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
     intermediates |= outputs
     phi = _pool(x, is_token, self.pooling)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))

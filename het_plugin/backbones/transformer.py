@@ -5,7 +5,8 @@ Source: Dosovitskiy et al., 2020, section 3.1 (https://arxiv.org/abs/2010.11929)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense, LayerNorm, check_remat, rematerialize
+from het_plugin.backbones.layers import NORMS, Dense, Norm, check_remat, rematerialize
 
 # B, L and H: table 1 of Dosovitskiy et al. 2020. g and G: table 2 of Zhai et al. 2021
 # (https://arxiv.org/abs/2106.04560). Ti and S: table 1 of Touvron et al. 2021 (DeiT,
 # https://arxiv.org/abs/2012.12877), named so by Steiner et al. 2021 (https://arxiv.org/abs/2106.10270).
+# 22B: table 1 of Dehghani et al. 2023 (https://arxiv.org/abs/2302.05442).
 SIZES = {
   'Ti': {'width': 192, 'depth': 12, 'mlp_dim': 768, 'num_heads': 3},
   'S': {'width': 384, 'depth': 12, 'mlp_dim': 1536, 'num_heads': 6},
@@ -27,104 +29,228 @@ SIZES = {
   'H': {'width': 1280, 'depth': 32, 'mlp_dim': 5120, 'num_heads': 16},
   'g': {'width': 1408, 'depth': 40, 'mlp_dim': 6144, 'num_heads': 16},
   'G': {'width': 1664, 'depth': 48, 'mlp_dim': 8192, 'num_heads': 16},
+  '22B': {'width': 6144, 'depth': 48, 'mlp_dim': 24_576, 'num_heads': 48},
 }
 
 
-class SelfAttention(nn.Module):
-  """Multi-head self-attention [B, N, D] -> [B, N, D], its softmax in float32.
+MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'gelu': nn.gelu,  # the tanh approximation, as in vision_transformer and big_vision
+  'gelu_exact': functools.partial(nn.gelu, approximate=False),  # as in timm and transformers
+  'quick_gelu': lambda x: x * nn.sigmoid(1.702 * x),  # as in OpenAI's CLIP
+  'swiglu': nn.silu,  # of a gate that multiplies the hidden layer (Shazeer 2020)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+  """What the blocks of an encoder have in common; `ViT` describes each setting."""
+
+  num_heads: int
+  mlp_dim: int
+  dropout: float = 0.0
+  dtype: DTypeLike = jnp.float32
+  mlp: str = 'gelu'
+  norm: str = 'layer_norm'
+  norm_epsilon: float = 1e-6
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  parallel: bool = False
+  layer_scale: float | None = None
+
+  @classmethod
+  def of(cls, module: nn.Module) -> 'BlockSettings':
+    """The settings that `module` has as attributes."""
+    names = [f.name for f in dataclasses.fields(cls)]
+    return cls(**{name: getattr(module, name) for name in names if hasattr(module, name)})
+
+  def normalisation(self, name: str, **overrides: Any) -> Norm:
+    settings = {'kind': self.norm, 'epsilon': self.norm_epsilon, 'dtype': self.dtype}
+    return Norm(**(settings | overrides), name=name)
+
+
+class Attention(nn.Module):
+  """Multi-head attention, its softmax in float32.
 
   The heads share one parameter axis 'joined_kv' of the length of the width, so a mesh can divide it
   even if it does not divide the number of heads (3 in Ti).
   """
 
-  num_heads: int
-  dtype: DTypeLike
+  settings: BlockSettings
 
   @nn.compact
-  def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-    """x [B, N, D]; is_token bool [B, N] marks the tokens to attend to, None for all."""
-    width = x.shape[-1]
+  def __call__(
+    self,
+    x: jax.Array,
+    is_token: jax.Array | None = None,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    queries: jax.Array | None = None,
+  ) -> jax.Array:
+    """Attends from `queries` to x.
 
-    def project(name):
-      y = Dense(width, ('embed', 'joined_kv'), self.dtype, name=name)(x)
+    Args:
+      x: [B, N, D].
+      is_token: bool [B, N], the tokens to attend to; None for all.
+      rotation: cosine and sine [N, D / heads] of rotary position embeddings.
+      queries: [B, M, D]; None for x.
+
+    Returns:
+      [B, M, D].
+    """
+    s, width = self.settings, x.shape[-1]
+
+    def project(name, x):
+      y = Dense(width, ('embed', 'joined_kv'), s.dtype, s.qkv_bias, name=name)(x)
       y = with_sharding_constraint(y, ('batch', 'length', 'joined_kv'))
-      return y.reshape(*y.shape[:2], self.num_heads, -1)  # [B, N, heads, D / heads]
+      y = y.reshape(*y.shape[:2], s.num_heads, -1)  # [B, N, heads, D / heads]
+      if name == 'value':
+        return y
+      if s.qk_norm:
+        y = s.normalisation(f'{name}_norm', axis='kv')(y)
+      return y if rotation is None else rotate(y, *rotation)
 
+    q = project('query', x if queries is None else queries)
+    k, v = project('key', x), project('value', x)
     mask = None if is_token is None else is_token[:, None, None, :]  # [B, 1, 1, N]
-    y = jax.nn.dot_product_attention(project('query'), project('key'), project('value'), mask=mask)
-    return Dense(width, ('joined_kv', 'embed'), self.dtype, name='out')(y.reshape(x.shape))
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask)
+    return Dense(width, ('joined_kv', 'embed'), s.dtype, name='out')(y.reshape(*y.shape[:2], -1))
 
 
 class Mlp(nn.Module):
-  """Perceptron with one hidden layer and GELU, [B, N, D] -> [B, N, D]."""
+  """Perceptron with one hidden layer, [B, N, D] -> [B, N, D]."""
 
-  mlp_dim: int
-  dropout: float
-  dtype: DTypeLike
+  settings: BlockSettings
 
   @nn.compact
-  def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
-    y = Dense(self.mlp_dim, ('embed', 'mlp'), self.dtype, name='wi')(x)
-    y = with_sharding_constraint(nn.gelu(y), ('batch', 'length', 'mlp'))
-    y = nn.Dropout(self.dropout)(y, deterministic)
-    return Dense(x.shape[-1], ('mlp', 'embed'), self.dtype, name='wo')(y)
+  def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+    s = self.settings
+    y = Dense(s.mlp_dim, ('embed', 'mlp'), s.dtype, name='wi')(x)
+    if s.mlp == 'swiglu':
+      y = nn.silu(Dense(s.mlp_dim, ('embed', 'mlp'), s.dtype, name='wi_gate')(x)) * y
+    else:
+      y = MLPS[s.mlp](y)
+    y = with_sharding_constraint(y, ('batch', 'length', 'mlp'))
+    y = nn.Dropout(s.dropout)(y, deterministic)
+    return Dense(x.shape[-1], ('mlp', 'embed'), s.dtype, name='wo')(y)
 
 
 class Block(nn.Module):
-  """Pre-norm encoder block: attention and MLP with residual connections (Dosovitskiy, eq. 2, 3)."""
+  """Pre-norm encoder block: attention and MLP with residual connections, one after the other
+  (Dosovitskiy, eq. 2, 3) or in parallel (Dehghani et al. 2023, section 2.1).
+  """
 
-  num_heads: int
-  mlp_dim: int
-  dropout: float
-  dtype: DTypeLike
+  settings: BlockSettings
   scanned: bool = False  # returns (carry, output), both the result
 
   @nn.compact
-  def __call__(self, x: jax.Array, deterministic: bool, is_token: jax.Array | None = None):
-    y = LayerNorm(self.dtype, name='attention_norm')(x)
-    y = SelfAttention(self.num_heads, self.dtype, name='attention')(y, is_token)
-    x = constrain_tokens(x + nn.Dropout(self.dropout)(y, deterministic))
-    y = LayerNorm(self.dtype, name='mlp_norm')(x)
-    y = Mlp(self.mlp_dim, self.dropout, self.dtype, name='mlp')(y, deterministic)
-    x = constrain_tokens(x + nn.Dropout(self.dropout)(y, deterministic))
+  def __call__(
+    self,
+    x: jax.Array,
+    deterministic: bool,
+    is_token: jax.Array | None = None,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+  ):
+    s = self.settings
+
+    def residual(y, name):
+      if s.layer_scale is not None:
+        init = nn.initializers.constant(s.layer_scale)
+        y *= param_with_axes(
+          f'{name}_scale', init, x.shape[-1:], jnp.float32, axes=('embed',)
+        ).astype(s.dtype)
+      return nn.Dropout(s.dropout)(y, deterministic)
+
+    y = s.normalisation('attention_norm')(x)
+    attended = residual(Attention(s, name='attention')(y, is_token, rotation), 'attention')
+    if s.parallel:
+      x = x + attended
+    else:
+      x = constrain_tokens(x + attended)
+      y = s.normalisation('mlp_norm')(x)
+    x = constrain_tokens(x + residual(Mlp(s, name='mlp')(y, deterministic), 'mlp'))
     return (x, x) if self.scanned else x
 
 
+class AttentionPooling(nn.Module):
+  """Pools tokens [B, N, D] to [B, D] by attention from one learned query and an MLP ("MAP", Zhai et
+  al. 2021, https://arxiv.org/abs/2106.04560, section 3.2).
+  """
+
+  settings: BlockSettings
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    width = x.shape[-1]
+    init = nn.initializers.normal(width**-0.5)
+    probe = param_with_axes('probe', init, (width,), jnp.float32, axes=('embed',))
+    queries = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], 1, width))
+    x = Attention(self.settings, name='attention')(x, queries=queries)
+    y = self.settings.normalisation('mlp_norm')(x)
+    return (x + Mlp(self.settings, name='mlp')(y))[:, 0]
+
+
+def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+  """Turns x [B, N, heads, d] by angles with cosine and sine [N, d], in which the second half of d
+  repeats the first (rotary position embeddings, Su et al. 2021, https://arxiv.org/abs/2104.09864).
+  """
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([-second, first], axis=-1)
+  return (x * cosine[:, None] + turned * sine[:, None]).astype(x.dtype)
+
+
+def learned_position(num_tokens: int, width: int) -> jax.Array:
+  """Learned position embeddings [N, D], parameters of the compact module that calls this."""
+  init = nn.initializers.normal(0.02)
+  shape = num_tokens, width
+  return param_with_axes('position_embedding', init, shape, jnp.float32, axes=('length', 'embed'))
+
+
 def prepare_tokens(
-  x: jax.Array, has_class_token: bool, dropout: float, deterministic: bool
+  x: jax.Array,
+  has_class_token: bool,
+  dropout: float,
+  deterministic: bool,
+  position: Callable[[int, int], jax.Array | None] = learned_position,
+  num_registers: int = 0,
 ) -> jax.Array:
   """Input of the first block, [B, N, D], from embedded patches or words x [B, L, D].
 
-  Prepends a learned class token if there is one, adds position embeddings and applies dropout. The
-  parameters belong to the compact module that calls this.
+  Prepends a learned class token if there is one, adds position embeddings, inserts registers after
+  the class token, and applies dropout. The parameters belong to the compact module that calls this.
+
+  Args:
+    x: [B, L, D].
+    has_class_token, dropout, deterministic: as the names say.
+    position: (L or L + 1, D) -> position embeddings of class token and x, or None to add nothing.
+    num_registers: learned tokens that have no position.
   """
   width = x.shape[-1]
+
+  def repeat(tokens):
+    return jnp.broadcast_to(tokens.astype(x.dtype), (x.shape[0], *tokens.shape[-2:]))
+
   if has_class_token:
     token = param_with_axes(
       'class_token', nn.initializers.zeros, (width,), jnp.float32, axes=('embed',)
     )
-    token = jnp.broadcast_to(token.astype(x.dtype), (x.shape[0], 1, width))
-    x = jnp.concatenate([token, x], axis=1)  # [B, N, D]
-  position = param_with_axes(
-    'position_embedding',
-    nn.initializers.normal(0.02),
-    x.shape[1:],
-    jnp.float32,
-    axes=('length', 'embed'),
-  )
-  x = constrain_tokens(x + position.astype(x.dtype))
-  return nn.Dropout(dropout)(x, deterministic=deterministic)
+    x = jnp.concatenate([repeat(token[None]), x], axis=1)  # [B, L + 1, D]
+  embeddings = position(*x.shape[1:])
+  if embeddings is not None:
+    x += embeddings.astype(x.dtype)
+  if num_registers:
+    init, shape = nn.initializers.normal(0.02), (num_registers, width)
+    registers = param_with_axes('registers', init, shape, jnp.float32, axes=(None, 'embed'))
+    first, rest = x[:, :has_class_token], x[:, has_class_token:]
+    x = jnp.concatenate([first, repeat(registers), rest], axis=1)  # [B, N, D]
+  return nn.Dropout(dropout)(constrain_tokens(x), deterministic=deterministic)
 
 
 def run_blocks(
   x: jax.Array,
   is_token: jax.Array | None = None,
+  rotation: tuple[jax.Array, jax.Array] | None = None,
   *,
+  settings: BlockSettings,
   depth: int,
-  num_heads: int,
-  mlp_dim: int,
-  dropout: float,
-  dtype: DTypeLike,
   remat: str,
   scan_layers: bool,
   deterministic: bool,
@@ -134,19 +260,19 @@ def run_blocks(
   Args:
     x: [B, N, D].
     is_token: bool [B, N], the tokens to attend to; None for all.
-    depth, num_heads, mlp_dim, dropout, dtype, remat, scan_layers: see `ViT`.
+    rotation: rotary position embeddings, see `Attention`.
+    settings, depth, remat, scan_layers: see `ViT`.
     deterministic: True for no dropout.
 
   Returns:
     The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
   """
   block = rematerialize(Block, remat, static_argnums=(2,), scanned=scan_layers)
-  settings = num_heads, mlp_dim, dropout, dtype
   names = [block_name(layer) for layer in range(depth)]
   if not scan_layers:
     outputs = {}
     for name in names:
-      x = outputs[name] = block(*settings, name=name)(x, deterministic, is_token)
+      x = outputs[name] = block(settings, name=name)(x, deterministic, is_token, rotation)
     return x, outputs
   blocks = scan_with_axes(
     block,
@@ -155,8 +281,8 @@ def run_blocks(
     in_axes=nn.broadcast,
     length=depth,
     axis_name='layers',
-  )(*settings, scanned=True, name=STACKED)
-  x, stacked = blocks(x, deterministic, is_token)
+  )(settings, scanned=True, name=STACKED)
+  x, stacked = blocks(x, deterministic, is_token, rotation)
   return x, dict(zip(names, stacked, strict=True))
 
 
@@ -168,6 +294,14 @@ def check_positive(module: nn.Module, *names: str) -> None:
       raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
 
 
+def check_choice(module: nn.Module, name: str, choices: Sequence[str]) -> None:
+  """Raises ValueError if the attribute is none of `choices`."""
+  if (value := getattr(module, name)) not in choices:
+    raise ValueError(
+      f'{type(module).__name__}.{name}={value!r} is unknown: choose one of {", ".join(choices)}'
+    )
+
+
 def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   """Raises ValueError if a setting of the encoder is out of range."""
   owner = type(module).__name__
@@ -176,10 +310,9 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
     raise ValueError(
       f'{owner}.width={module.width} must be a multiple of num_heads={module.num_heads}'
     )
-  if module.pooling not in poolings:
-    raise ValueError(
-      f'{owner}.pooling={module.pooling!r} is unknown: choose one of {", ".join(poolings)}'
-    )
+  choices = {'pooling': poolings, 'mlp': tuple(MLPS), 'norm': NORMS}
+  for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
+    check_choice(module, name, choices[name])
   check_remat(f'{owner}.remat={module.remat!r}', module.remat)
   if not 0.0 <= module.dropout < 1.0:
     raise ValueError(f'{owner}.dropout={module.dropout} must lie in [0, 1)')

@@ -3,25 +3,34 @@
 B images, H x W pixels, C channels, P patch size, N tokens, D width.
 """
 
+import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense, LayerNorm
+from het_plugin.backbones.layers import Dense
 from het_plugin.backbones.transformer import (
   SIZES,
+  AttentionPooling,
+  BlockSettings,
+  check_choice,
   check_encoder,
   check_positive,
   check_settings,
+  learned_position,
   prepare_tokens,
   run_blocks,
 )
 
-POOLINGS = ('token', 'gap')
+POOLINGS = ('token', 'gap', 'map')
+POSITIONS = ('learned', 'sincos2d', 'rope')
 
 
 class PatchEmbedding(nn.Module):
@@ -30,11 +39,14 @@ class PatchEmbedding(nn.Module):
   Function and parameters (kernel [P, P, C, D], bias [D]) are those of a P x P convolution of stride
   P. One matrix product is 1.4 to 3.3 times as fast on CPU at 224 x 224 (forward and backward,
   P = 16 and 32), and fills a matrix unit for any C.
+
+  With `stored_patch_size` the kernel has that size and is resized to P (`resize_kernel`).
   """
 
   patch_size: int
   width: int
   dtype: DTypeLike
+  stored_patch_size: int | None = None
 
   @nn.compact
   def __call__(self, image: jax.Array) -> jax.Array:
@@ -42,20 +54,63 @@ class PatchEmbedding(nn.Module):
     p = self.patch_size
     if height % p or width % p:
       raise ValueError(f'ViT.patch_size={p} must divide the image, which is {height}x{width}')
+    stored = self.stored_patch_size or p
     kernel = param_with_axes(
       'kernel',
       nn.initializers.lecun_normal(),
-      (p, p, channels, self.width),
+      (stored, stored, channels, self.width),
       jnp.float32,
       axes=(None, None, None, 'embed'),
     )
     bias = param_with_axes(
       'bias', nn.initializers.zeros, (self.width,), jnp.float32, axes=('embed',)
     )
+    if stored != p:
+      kernel = resize_kernel(kernel, p)
     patches = image.astype(self.dtype).reshape(batch, height // p, p, width // p, p, channels)
     patches = patches.swapaxes(2, 3).reshape(batch, -1, p * p * channels)  # [B, N, P * P * C]
     kernel = kernel.astype(self.dtype).reshape(-1, self.width)
     return patches @ kernel + bias.astype(self.dtype)
+
+
+def resize_kernel(kernel: jax.Array, patch_size: int) -> jax.Array:
+  """The kernel w [P', P', C, D] for patches of P = `patch_size` pixels, [P, P, C, D].
+
+  The result is pinv(B^T) w, where B resizes a P' x P' patch (bilinear; FlexiViT, Beyer et al. 2022,
+  https://arxiv.org/abs/2212.08013, eq. 2). For P >= P' its product with B x is <w, x>.
+  """
+  old = kernel.shape[0]
+  basis = jnp.eye(old * old).reshape(-1, old, old)
+  resized = jax.image.resize(basis, (old * old, patch_size, patch_size), 'bilinear')
+  inverse = jnp.linalg.pinv(resized.reshape(old * old, -1))  # [P P, P' P']
+  flat = kernel.reshape(old * old, -1)
+  return (inverse @ flat).reshape(patch_size, patch_size, *kernel.shape[2:])
+
+
+def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
+  """Fixed position embeddings [rows * columns, width] (Chen et al. 2021, https://arxiv.org/abs/2104.02057,
+  as in big_vision).
+  """
+  omega = 10_000.0 ** -np.linspace(0.0, 1.0, width // 4)
+  y, x = np.mgrid[: grid[0], : grid[1]].reshape(2, -1, 1) * omega  # [N, width / 4] each
+  return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
+
+
+def rotary_2d(
+  grid: tuple[int, int], head_dim: int, num_prefix: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Cosine and sine [N, head_dim] of rotary position embeddings over two axes (DINOv3, Simeoni et
+  al. 2025, https://arxiv.org/abs/2508.10104).
+
+  A quarter of the dimensions turns with the row and a quarter with the column, both in [-1, 1]; the
+  other half repeats them. The first `num_prefix` tokens have no position and do not turn.
+  """
+  frequency = 100.0 ** -np.arange(0, 1, 4 / head_dim)  # [head_dim / 4]
+  centres = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
+  position = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1).reshape(-1, 2, 1)
+  angles = np.tile((2 * np.pi * position * frequency).reshape(len(position), -1), 2)
+  angles = np.pad(angles, ((num_prefix, 0), (0, 0)))
+  return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 class ViT(nn.Module):
@@ -67,7 +122,8 @@ class ViT(nn.Module):
     depth: encoder blocks.
     mlp_dim: hidden width of each block's MLP.
     num_heads: attention heads.
-    pooling: 'token', the representation of a learned class token; or 'gap', the mean over patches.
+    pooling: 'token', the representation of a learned class token; 'gap', the mean over patches; or
+      'map', attention from a learned query, with an MLP (`transformer.AttentionPooling`).
     representation_size: width of the biased tanh layer between the pooled representation and the
       head; None for no such layer.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
@@ -75,6 +131,22 @@ class ViT(nn.Module):
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
       [depth, ...] under 'blocks' instead of 'block00', ... (`stack_blocks`, `unstack_blocks`).
+    position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
+      and keys turn in every block; `rotary_2d`).
+    num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet
+      et al. 2023, https://arxiv.org/abs/2309.16588).
+    mlp: the activation, one of `transformer.MLPS`; 'swiglu' has a second input layer.
+    norm: 'layer_norm' or 'rms_norm' (`layers.Norm`).
+    norm_epsilon: added to the variance.
+    qkv_bias: biases on the projections to queries, keys and values.
+    qk_norm: normalises queries and keys per head (Dehghani et al. 2023, section 2.1).
+    parallel: attention and MLP read the same input and are added together (ibid.).
+    layer_scale: start value of learned factors per channel on both residual branches (Touvron et
+      al. 2021, https://arxiv.org/abs/2103.17239); None for no factors.
+    stored_patch_size: patch size of the embedding's parameters, which are resized to patch_size.
+    stored_grid: side of the grid of the learned position embeddings, which are resized (bilinear)
+      to the image's; None for the image's own. With both, one checkpoint serves any patch and image
+      size.
 
   Raises:
     ValueError: a setting is out of range, or P does not divide the image.
@@ -91,10 +163,28 @@ class ViT(nn.Module):
   dtype: DTypeLike = jnp.float32
   remat: str = 'none'
   scan_layers: bool = False
+  position: str = 'learned'
+  num_registers: int = 0
+  mlp: str = 'gelu'
+  norm: str = 'layer_norm'
+  norm_epsilon: float = 1e-6
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  parallel: bool = False
+  layer_scale: float | None = None
+  stored_patch_size: int | None = None
+  stored_grid: int | None = None
 
   def __post_init__(self):
-    check_positive(self, 'patch_size', 'representation_size')
+    check_positive(self, 'patch_size', 'representation_size', 'stored_patch_size', 'stored_grid')
+    check_choice(self, 'position', POSITIONS)
     check_encoder(self, POOLINGS)
+    per_head = self.width // self.num_heads
+    if self.position == 'rope' and per_head % 4 or self.position == 'sincos2d' and self.width % 4:
+      raise ValueError(
+        f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
+        f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
+      )
     super().__post_init__()
 
   @property
@@ -117,37 +207,73 @@ class ViT(nn.Module):
       [B, (H/P)(W/P), D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32 [B, N, D] and
       'pre_logits', which is phi. N counts the patches, and the class token in front of them.
     """
-    intermediates = {}
-    x = PatchEmbedding(self.patch_size, self.width, self.dtype, name='embedding')(image)
-    intermediates['patches'] = x
-    x = prepare_tokens(x, self.pooling == 'token', self.dropout, deterministic=not train)
+    settings = BlockSettings.of(self)
+    grid = tuple(n // self.patch_size for n in image.shape[1:3])
+    num_prefix = (self.pooling == 'token') + self.num_registers
+    rotation = None
+    if self.position == 'rope':
+      rotation = rotary_2d(grid, self.width // self.num_heads, num_prefix)
+    x = PatchEmbedding(
+      self.patch_size, self.width, self.dtype, self.stored_patch_size, name='embedding'
+    )(image)
+    intermediates = {'patches': x}
+    x = prepare_tokens(
+      x,
+      self.pooling == 'token',
+      self.dropout,
+      deterministic=not train,
+      position=functools.partial(self._position, grid),
+      num_registers=self.num_registers,
+    )
     x, outputs = run_blocks(
       x,
+      rotation=rotation,
+      settings=settings,
       depth=self.depth,
-      num_heads=self.num_heads,
-      mlp_dim=self.mlp_dim,
-      dropout=self.dropout,
-      dtype=self.dtype,
       remat=self.remat,
       scan_layers=self.scan_layers,
       deterministic=not train,
     )
     intermediates |= outputs
 
-    x = intermediates['encoder_norm'] = LayerNorm(name='encoder_norm')(x)
-    phi = x[:, 0] if self.pooling == 'token' else x.mean(axis=1)  # [B, D]
+    x = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
+    intermediates['encoder_norm'] = x
+    if self.pooling == 'token':
+      phi = x[:, 0]  # [B, D]
+    elif self.pooling == 'gap':
+      phi = x[:, num_prefix:].mean(axis=1)
+    else:
+      pooled = AttentionPooling(dataclasses.replace(settings, qk_norm=False), name='pooling')(
+        x.astype(self.dtype)
+      )
+      phi = pooled.astype(jnp.float32)
     if self.representation_size is not None:
       # 'kv' because t5x's rules leave it whole: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
 
+  def _position(self, grid, num_tokens, width):
+    """Position embeddings [N, D] of class token and patches; None with rope."""
+    num_prefix = num_tokens - math.prod(grid)  # 1 with a class token
+    if self.position == 'rope':
+      return None
+    if self.position == 'sincos2d':
+      return np.pad(sincos_2d(grid, width), ((num_prefix, 0), (0, 0)))
+    if self.stored_grid is None:
+      return learned_position(num_tokens, width)
+    stored = (self.stored_grid,) * 2
+    learned = learned_position(num_prefix + math.prod(stored), width)
+    prefix, patches = learned[:num_prefix], learned[num_prefix:].reshape(*stored, width)
+    resized = jax.image.resize(patches, (*grid, width), 'bilinear')  # the same at stored_grid
+    return jnp.concatenate([prefix, resized.reshape(-1, width)])
+
 
 def vit(variant: str = 'S/16', **overrides: Any) -> ViT:
   """A ViT by the name of the papers: size, slash, patch size in pixels, such as 'S/16' or 'L/32'.
 
   Args:
-    variant: one of the sizes Ti, S, B, L, H, g, G with any patch size.
+    variant: one of the sizes Ti, S, B, L, H, g, G, 22B with any patch size.
     **overrides: fields of `ViT` that replace those of the variant.
 
   Raises:

@@ -10,7 +10,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import ViT, vit
-from het_plugin.backbones.transformer import Block
+from het_plugin.backbones.transformer import Block, BlockSettings
 from het_plugin.backbones.vit import PatchEmbedding
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2)
@@ -75,7 +75,7 @@ def test_patch_embedding_is_the_strided_convolution(patch_size=4):
 
 def test_block_is_that_of_flax_modules():
   x = jax.random.normal(jax.random.key(2), (3, 5, 16))
-  block = Block(num_heads=2, mlp_dim=32, dropout=0.0, dtype=jnp.float32)
+  block = Block(BlockSettings(num_heads=2, mlp_dim=32))
   params = block.init(jax.random.key(0), x, deterministic=True)['params']
   params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
 

@@ -1,0 +1,191 @@
+"""The options of ViT against plain numpy in float64, with parameters away from their start."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from flax import traverse_util
+
+import gin
+from het_plugin.backbones import ViT, vit
+from het_plugin.backbones.transformer import stack_blocks
+from het_plugin.backbones.vit import resize_kernel
+from het_plugin.config import parsing, registry
+
+TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=24, num_heads=2)
+OPTIONS = {
+  '22B': {
+    **{'parallel': True, 'qk_norm': True, 'qkv_bias': False, 'norm': 'rms_norm', 'pooling': 'map'},
+  },
+  'DINOv2': {'layer_scale': 0.1, 'num_registers': 3, 'mlp': 'gelu_exact'},
+  'DINOv3': {'layer_scale': 0.1, 'num_registers': 2, 'mlp': 'swiglu', 'position': 'rope'},
+  'sincos': {'position': 'sincos2d', 'pooling': 'gap', 'mlp': 'quick_gelu', 'norm_epsilon': 1e-2},
+  'gap with registers': {'pooling': 'gap', 'num_registers': 1, 'qk_norm': True},
+}
+
+
+def perturbed(model, image):
+  flat = traverse_util.flatten_dict(model.init(jax.random.key(0), image)['params'], sep='/')
+  random = np.random.default_rng(3)
+  flat = {name: np.asarray(x) + 0.3 * random.normal(size=x.shape) for name, x in flat.items()}
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def softmax(x):
+  return scipy.special.softmax(x, axis=-1)
+
+
+ACTIVATIONS = {
+  'gelu': lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+  'gelu_exact': lambda x: x * scipy.special.ndtr(x),
+  'quick_gelu': lambda x: x * scipy.special.expit(1.702 * x),
+}
+
+
+class Reference:
+  def __init__(self, model):
+    self.m = model
+
+  def norm(self, p, x):
+    if self.m.norm == 'layer_norm':
+      x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + self.m.norm_epsilon) * p['scale']
+    return x + p['bias'] if 'bias' in p else x
+
+  def dense(self, p, x):
+    return x @ p['kernel'] + p.get('bias', 0.0)
+
+  def rotate(self, x, grid, prefix):
+    """Each pair (i, i + d / 2) turns by an angle of its own."""
+    d = x.shape[-1]
+    out = x.copy()
+    for n in range(grid * grid):
+      for i in range(d // 2):
+        place = (divmod(n, grid)[i // (d // 4)] + 0.5) / grid * 2 - 1
+        angle = 2 * math.pi * place * 100.0 ** (-(i % (d // 4)) * 4 / d)
+        a, b = x[:, prefix + n, :, i], x[:, prefix + n, :, i + d // 2]
+        out[:, prefix + n, :, i] = a * math.cos(angle) - b * math.sin(angle)
+        out[:, prefix + n, :, i + d // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+  def attention(self, p, x, queries, turn=lambda x: x):
+    def heads(y):
+      return y.reshape(*y.shape[:2], self.m.num_heads, -1)
+
+    q, k = heads(self.dense(p['query'], queries)), heads(self.dense(p['key'], x))
+    if 'query_norm' in p:
+      q, k = self.norm(p['query_norm'], q), self.norm(p['key_norm'], k)
+    v = heads(self.dense(p['value'], x))
+    logits = np.einsum('bqhd,bkhd->bhqk', turn(q), turn(k)) / math.sqrt(q.shape[-1])
+    y = np.einsum('bhqk,bkhd->bqhd', softmax(logits), v)
+    return self.dense(p['out'], y.reshape(*y.shape[:2], -1))
+
+  def mlp(self, p, x):
+    y = self.dense(p['wi'], x)
+    if self.m.mlp == 'swiglu':
+      gate = self.dense(p['wi_gate'], x)
+      return self.dense(p['wo'], gate * scipy.special.expit(gate) * y)
+    return self.dense(p['wo'], ACTIVATIONS[self.m.mlp](y))
+
+  def __call__(self, p, image):
+    m, size = self.m, self.m.patch_size
+    grid = image.shape[1] // size
+    patches = [
+      image[:, i * size : (i + 1) * size, j * size : (j + 1) * size].reshape(len(image), -1)
+      for i in range(grid)
+      for j in range(grid)
+    ]
+    x = np.stack(patches, 1) @ p['embedding']['kernel'].reshape(-1, m.width)
+    x = x + p['embedding']['bias']
+    if m.position == 'sincos2d':
+      quarter = m.width // 4
+      omega = [10_000.0 ** (-i / (quarter - 1)) for i in range(quarter)]
+      angles = [[place[1] * w for w in omega] + [place[0] * w for w in omega]
+                for place in np.ndindex(grid, grid)]  # fmt: skip
+      for n, (column, row) in enumerate(np.reshape(angles, (-1, 2, quarter))):
+        x[:, n] += np.concatenate([np.sin(column), np.cos(column), np.sin(row), np.cos(row)])
+
+    def repeat(tokens):
+      return np.repeat(tokens[None], len(image), axis=0)
+
+    if m.pooling == 'token':
+      x = np.concatenate([repeat(p['class_token'][None]), x], 1)
+    if m.position == 'learned':
+      x = x + p['position_embedding']
+    if m.num_registers:
+      first = int(m.pooling == 'token')
+      x = np.concatenate([x[:, :first], repeat(p['registers']), x[:, first:]], 1)
+    prefix = x.shape[1] - grid * grid
+
+    def turn(y):
+      return self.rotate(y, grid, prefix) if m.position == 'rope' else y
+
+    for i in range(m.depth):
+      b = p[f'block{i:02d}']
+      y = self.norm(b['attention_norm'], x)
+      y = self.attention(b['attention'], y, y, turn) * b.get('attention_scale', 1.0)
+      z = self.norm(b['attention_norm'], x) if m.parallel else self.norm(b['mlp_norm'], x + y)
+      x = x + y + self.mlp(b['mlp'], z) * b.get('mlp_scale', 1.0)
+    x = self.norm(p['encoder_norm'], x)
+    if m.pooling != 'map':
+      return x[:, 0] if m.pooling == 'token' else x[:, prefix:].mean(1)
+    pool = p['pooling']
+    y = self.attention(pool['attention'], x, repeat(pool['probe'][None]))
+    return (y + self.mlp(pool['mlp'], self.norm(pool['mlp_norm'], y)))[:, 0]
+
+
+@pytest.mark.parametrize('scan_layers', [False, True])
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+def test_options_are_those_of_the_reference(options, scan_layers):
+  if scan_layers and 'layer_scale' not in options:
+    pytest.skip('one option with parameters of its own is enough in the loop')
+  model = dataclasses.replace(TINY, **options)
+  image = np.random.default_rng(1).normal(size=(2, 12, 12, 3))
+  params = perturbed(model, image)
+  expected = Reference(model)(params, image)
+  if scan_layers:
+    model, params = dataclasses.replace(model, scan_layers=True), stack_blocks(params)
+  phi, _ = model.apply({'params': params}, jnp.asarray(image, jnp.float32))
+  np.testing.assert_allclose(phi, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_22b_has_the_parameters_of_the_paper():
+  registry.register_trainer()
+  parsing.parse_config(['het_plugin/gin/models/vit_22b.gin'], [])
+  model = gin.query_parameter('%BACKBONE').scoped_configurable_fn()
+  gin.clear_config()
+  image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+  params = jax.eval_shape(model.init, jax.random.key(0), image)['params']
+  matrices = [x for path, x in jax.tree.leaves_with_path(params['blocks']) if 'kernel' in str(path)]
+  assert round(sum(math.prod(x.shape) for x in matrices) / 1e6) == 21_743
+
+
+def test_resized_kernel_keeps_products_with_resized_patches():
+  random = np.random.default_rng(0)
+  kernel, patch = random.normal(size=(4, 4, 3, 5)), random.normal(size=(4, 4, 3))
+  larger = jax.image.resize(patch, (7, 7, 3), 'bilinear')
+  actual = np.einsum('ijc,ijcd->d', larger, resize_kernel(jnp.asarray(kernel, jnp.float32), 7))
+  np.testing.assert_allclose(actual, np.einsum('ijc,ijcd->d', patch, kernel), atol=1e-4)
+
+
+def test_one_checkpoint_serves_other_patch_and_image_sizes():
+  stored = dataclasses.replace(TINY, stored_patch_size=4, stored_grid=3)
+  image = jax.random.normal(jax.random.key(1), (2, 12, 12, 3))
+  params = stored.init(jax.random.key(0), image)
+  plain, _ = TINY.apply(params, image)
+  np.testing.assert_allclose(stored.apply(params, image)[0], plain, atol=1e-6)
+  for patch_size, size in [(6, 12), (4, 20), (2, 12)]:
+    other = dataclasses.replace(stored, patch_size=patch_size)
+    phi, _ = other.apply(params, jax.image.resize(image, (2, size, size, 3), 'bilinear'))
+    assert np.isfinite(phi).all() and phi.shape == (2, 16)
+
+
+def test_unknown_options_are_named():
+  with pytest.raises(ValueError, match="ViT.mlp='relu' is unknown: choose one of gelu"):
+    vit('B/16', mlp='relu')
+  with pytest.raises(ValueError, match="position='rope' needs a width"):
+    dataclasses.replace(TINY, position='rope', width=12)
