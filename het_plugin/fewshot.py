@@ -43,6 +43,8 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'splits', ['train', 'test'], 'Training and test split of --datasets; without commas.'
   )
+  flags.DEFINE_alias('dataset', 'datasets')
+  flags.DEFINE_alias('split', 'splits')
   flags.DEFINE_list(
     'names', None, 'Names of the runs: METHOD or METHOD/SETTING; for files also RUN:DATASET.'
   )

@@ -35,6 +35,7 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'splits', None, 'Splits, by comma; all that are finite by default. Slices: train[:2000].'
   )
+  flags.DEFINE_alias('split', 'splits')
   flags.DEFINE_list('layers', ['pre_logits'], 'Representations of the backbone.')
   flags.DEFINE_enum(
     'pool', 'mean', extraction.POOLS, 'Positions of a layer are averaged, or put side by side.'

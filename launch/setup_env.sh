@@ -49,7 +49,7 @@ print(hashlib.sha256("\n".join(parts).encode()).hexdigest())' "$ROOT"
 
 install() {
   # The pins have wheels for Python 3.11 to 3.13; newer Pythons take what pyproject.toml's ranges allow.
-  local packages=(-e '.[test]')
+  local packages=(-e '.[train,test]')
   if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then
     packages+=(-r requirements.txt)
   fi

@@ -173,7 +173,7 @@ install() {
   on_all_hosts "set -e; mkdir -p $REMOTE; tar -xzf het_plugin.tar.gz -C $REMOTE; cd $REMOTE; \
 python3 -m pip install --quiet --user uv; \
 test -x .venv/bin/python || python3 -m uv venv --quiet --python 3.11 .venv; \
-python3 -m uv pip install --quiet --compile-bytecode --python .venv/bin/python -c requirements.txt '.[tpu]'"
+python3 -m uv pip install --quiet --compile-bytecode --python .venv/bin/python -c requirements.txt '.[train,tpu]'"
 }
 
 # Starts training on all hosts, detached from the connection. Hosts that already train go on: launch.supervise refuses to

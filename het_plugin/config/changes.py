@@ -15,13 +15,12 @@ importable.
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
-from gin import config_parser
-from het_plugin.config import registry
+from het_plugin.config import registry, statements
 from het_plugin.training import run_files
 
 _log = logging.getLogger(__name__)
@@ -33,97 +32,12 @@ _NAMED = 3  # changes that the error itself names
 _Place = tuple[str, str]  # scope and name of a configurable where it is called
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-  """@scope/name, or with parentheses the result of calling it."""
-
-  name: str
-  called: bool
-
-  def __repr__(self) -> str:
-    return f'@{self.name}{"()" if self.called else ""}'
-
-
-@dataclasses.dataclass(frozen=True)
-class _Macro:
-  name: str
-
-  def __repr__(self) -> str:
-    return f'%{self.name}'
-
-
 class _Unset:
   def __repr__(self) -> str:
     return '(not set)'
 
 
 UNSET = _Unset()
-
-
-class _Delegate(config_parser.ParserDelegate):
-  def configurable_reference(self, scoped_configurable_name, evaluate):
-    return Reference(scoped_configurable_name, evaluate)
-
-  def macro(self, macro_name):
-    return _Macro(macro_name)
-
-
-def _statements(text: str) -> Iterator[tuple[str | None, Any]]:
-  """(key, statement): the key is 'scope/configurable.parameter', a macro's name, or None.
-
-  Raises:
-    SyntaxError: the text is not gin's.
-  """
-  for statement in config_parser.ConfigParser(text, _Delegate()):
-    key = None
-    if isinstance(statement, config_parser.BindingStatement):
-      key = f'{statement.scope}/{statement.selector}'.lstrip('/')
-      if statement.arg_name:
-        key = f'{key}.{statement.arg_name}'
-    yield key, statement
-
-
-def bindings(text: str) -> dict[str, Any]:
-  """{'scope/configurable.parameter': value} of a configuration as text.
-
-  Macros are replaced by their values, except constants, which the text does not define. References
-  stay what they are (`Reference`).
-
-  Raises:
-    SyntaxError: the text is not gin's.
-  """
-  bound, macros = {}, {}
-  for key, statement in _statements(text):
-    if key is not None:
-      (bound if statement.arg_name else macros)[key] = statement.value
-  return {key: _expand(value, macros) for key, value in bound.items()}
-
-
-def without(text: str, keys: Collection[str], module: str) -> str:
-  """A configuration as text, without some bindings and one import.
-
-  Args:
-    text: of `gin.config_str()`.
-    keys: as those of `bindings`; macros stay.
-    module: the imported module.
-  """
-  kept = []
-  for key, statement in _statements(text):
-    if isinstance(statement, config_parser.ImportStatement) and statement.module != module:
-      kept.append(statement.format())
-    elif key is not None and key not in keys:
-      kept.append(f'{key} = {statement.value!r}')
-  return ''.join(f'{line}\n' for line in kept)
-
-
-def _expand(value: Any, macros: Mapping[str, Any]) -> Any:
-  if isinstance(value, _Macro) and value.name in macros:
-    return _expand(macros[value.name], macros)
-  if isinstance(value, dict):
-    return {_expand(k, macros): _expand(v, macros) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
-    return type(value)(_expand(x, macros) for x in value)
-  return value
 
 
 def _split(key: str) -> tuple[str, str, str]:
@@ -134,14 +48,9 @@ def _split(key: str) -> tuple[str, str, str]:
 
 
 def _references(value: Any) -> Iterator[_Place]:
-  if isinstance(value, Reference):
-    scope, _, selector = value.name.rpartition('/')
+  for reference in statements.inside(value, statements.Reference):
+    scope, _, selector = reference.name.rpartition('/')
     yield scope, selector.rpartition('.')[2]
-  elif isinstance(value, dict):
-    yield from _references([*value, *value.values()])
-  elif isinstance(value, (list, tuple)):
-    for x in value:
-      yield from _references(x)
 
 
 def _applies(key: str, places: Iterable[_Place]) -> bool:
@@ -207,7 +116,7 @@ def changes(before: str, after: str) -> list[Change]:
   Raises:
     SyntaxError: one of them is not gin's.
   """
-  sides = [(config, _harmless(config)) for config in (bindings(before), bindings(after))]
+  sides = [(config, _harmless(config)) for config in map(statements.bindings, (before, after))]
   (old, _), (new, _) = sides
   found = [
     Change(

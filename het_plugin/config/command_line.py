@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,12 +13,12 @@ from het_plugin.config import distributed, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
+_HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
+_OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # whose flags --help shows
 
 
 def define_flags() -> None:
-  """Flags of every main: --gin_file (repeatable), --gin_bindings, --gin_search_paths, and
-  --gin.NAME=VALUE.
-  """
+  """Flags of mains that read gin files: --gin_file, --gin_search_paths, and --gin.NAME=VALUE."""
   flags.DEFINE_multi_string(
     'gin_file', [], 'Path of a gin file; may be given several times, later ones win.'
   )
@@ -25,9 +26,12 @@ def define_flags() -> None:
 
 
 def define_binding_flags() -> None:
-  """Those of `define_flags` but for --gin_file, for a main that finds its files itself."""
+  """Those of `define_flags` without --gin_file, for a main that finds its files itself."""
   flags.DEFINE_multi_string(
-    'gin_bindings', [], 'A gin binding, "NAME=VALUE"; the same as --gin.NAME=VALUE.'
+    'gin_bindings',
+    [],
+    'A binding after the gin files, NAME=VALUE; usually written --gin.NAME=VALUE, with text in '
+    """quotes of its own: --gin.MODEL_DIR="'runs/x'"; repeatable.""",
   )
   flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
 
@@ -70,9 +74,27 @@ def one_sentence_errors():
     sys.exit(exit_codes.WRONG_SETTING)
 
 
+def help_text(main: Callable[[Sequence[str]], None]) -> str:
+  """What --help prints: the documentation of the main's module and all flags of ours."""
+  defined = flags.FLAGS.flags_by_module_dict()
+  own_first = sorted(defined, key=lambda module: module.startswith(__package__))
+  ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
+  lines = [sys.modules[main.__module__].__doc__]
+  for flag in [flag for module in ours for flag in defined[module]]:
+    default = '' if flag.default in (None, []) else f' (default: {flag.default_as_str[1:-1]})'
+    text = ' '.join(flag.help.partition(';\n')[0].split()) + default  # absl explains lists there
+    indent = ' ' * 4
+    lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')
+    lines.append(textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent))
+  return '\n'.join(lines)
+
+
 def run(main: Callable[[Sequence[str]], None]) -> None:
   """Runs a main with the flags of all mains, and with the log on stderr as `screen` has it."""
   screen.define_flags()
+  if _HELP & set(sys.argv[1:]):
+    print(help_text(main))
+    sys.exit(0)
   jax.config.parse_flags_with_absl()
 
   def shown(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gin
+from het_plugin.config import checks
 
 PACKAGE = Path(__file__).parents[1]
 _PREFIX = 'het_plugin/gin/'
@@ -57,6 +58,8 @@ def parse_config(
     ValueError: a file cannot be found or includes itself, a binding is not gin's syntax, or gin
       knows no such name.
   """
+  if not gin_files:
+    raise ValueError('no --gin_file is given: a run of gin/runs and a head, for example')
   gin.clear_config()
   for path in search_paths:
     gin.add_config_file_search_path(path)
@@ -75,6 +78,7 @@ def parse_config(
       gin.parse_config(binding)
     except SyntaxError as error:
       raise ValueError(f'the binding {binding!r} is no gin: {_reason(binding, error)}') from error
+  checks.check(gin.config_str())
   gin.finalize()
 
 

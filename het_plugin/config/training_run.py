@@ -54,6 +54,8 @@ def train_from_gin(
   from het_plugin.operations import operations
   from het_plugin.training import train
 
+  if 'model' not in gin.get_bindings(train.train, resolve_references=False):
+    raise ValueError('train.model is not set: include het_plugin/gin/runs/train.gin')
   config = changes.RunConfig(gin.config_str(), accept_config_changes)
   return gin.get_configurable(train.train)(
     config=config, observer=operations.Operations(limits, began)

@@ -6,7 +6,7 @@ import jax
 from etils import epath
 
 import gin
-from het_plugin.config import changes, parsing
+from het_plugin.config import changes, parsing, statements
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
 _ENGINE_MODULE = 'het_plugin.t5x_host.engine'
@@ -34,9 +34,9 @@ def summarize_config(
   """
   text = gin.config_str()
   folder = epath.Path(model_dir)
-  engine = changes.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
+  engine = statements.bindings(epath.Path(parsing.resolve(_ENGINE)).read_text())
   config = changes.RunConfig(
-    changes.without(text, set(engine), _ENGINE_MODULE),
+    statements.without(text, set(engine), _ENGINE_MODULE),
     accept_changes,
     '--gin.summarize_config.accept_changes=True',
   )

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -82,10 +82,10 @@ class RestoreCheckpointConfig:
 
   path: str
   mode: str = 'latest'
-  assignment_map: Sequence[tuple[str, str | None]] = ()
+  assignment_map: Sequence[tuple[Annotated[str, 'regular expression'], str | None]] = ()
   fallback_to_scratch: bool = False
   head: str = 'keep'
-  skip: Sequence[str] = ()
+  skip: Sequence[Annotated[str, 'regular expression']] = ()
 
   def __post_init__(self):
     if self.head not in weights.HEADS:

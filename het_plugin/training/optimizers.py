@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import optax
@@ -29,13 +29,13 @@ class OptaxWrapper:
 def adamw(
   learning_rate: float | optax.Schedule,
   *,
-  b1: float = 0.9,
-  b2: float = 0.999,
+  b1: Annotated[float, '[0, 1)'] = 0.9,
+  b2: Annotated[float, '[0, 1)'] = 0.999,
   eps: float = 1e-8,
   weight_decay: float = 0.0,
-  weight_decay_params: str = r'(kernel|/J)$',
+  weight_decay_params: Annotated[str, 'regular expression'] = r'(kernel|/J)$',
   clip_norm: float | None = None,
-  frozen_params: str | None = None,
+  frozen_params: Annotated[str, 'regular expression'] | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -105,7 +105,8 @@ def warmup_schedule(
   """
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
-      f'warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}.'
+      f'warmup_steps={warmup_steps} (WARMUP_STEPS) must be at least 0 and below '
+      f'total_steps={total_steps}.'
     )
   if peak_value <= 0:
     raise ValueError(f'peak_value={peak_value} must be positive.')

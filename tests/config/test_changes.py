@@ -11,7 +11,7 @@ import gin
 import het_plugin.data
 from het_plugin import train as main
 from het_plugin.config import changes as config_changes
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing, registry, statements
 from het_plugin.config.changes import UNSET, changes
 
 
@@ -211,7 +211,7 @@ def test_a_configuration_without_what_a_host_knows():
     'Integrator.num_samples = 3\n'
   )
   dropped = {'train.get_dataset_fn', 'Integrator.num_samples'}
-  kept = config_changes.without(text, dropped, 'het_plugin.t5x_host.engine')
+  kept = statements.without(text, dropped, 'het_plugin.t5x_host.engine')
   assert 't5x_host' not in kept and 'import het_plugin.config' in kept and 'ACTIONS = None' in kept
-  want = config_changes.bindings(text)
-  assert config_changes.bindings(kept) == {k: x for k, x in want.items() if k not in dropped}
+  want = statements.bindings(text)
+  assert statements.bindings(kept) == {k: x for k, x in want.items() if k not in dropped}

@@ -79,5 +79,6 @@ def test_rooms_depend_on_what_they_import():
 
 def test_the_packages_are_those_of_the_wheel():
   project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-  names = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in project['dependencies']}
+  lines = project['dependencies'] + project['optional-dependencies']['train']
+  names = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in lines}
   assert {label.removeprefix('@pypi//') for label in TARGETS['packages']['deps']} == names

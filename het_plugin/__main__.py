@@ -1,0 +1,49 @@
+"""het-plugin COMMAND, or python -m het_plugin COMMAND: every main of this package by its name.
+
+    het-plugin train --gin_file=gin/runs/digits_smoke.gin --gin_file=gin/heads/het_xl.gin \\
+      --gin.MODEL_DIR="'runs/digits'"
+    het-plugin train --help
+"""
+
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+import het_plugin
+
+
+def commands() -> dict[str, str]:
+  """{name: first line of its documentation} of the mains."""
+  files = sorted(Path(__file__).parent.glob('[a-z]*.py'))
+  docs = {path.stem: ast.get_docstring(ast.parse(path.read_text())) for path in files}
+  return {name: text.splitlines()[0] for name, text in docs.items()}
+
+
+def main() -> None:
+  known = commands()
+  command = sys.argv[1] if len(sys.argv) > 1 else '--help'
+  if command == '--version':
+    print(het_plugin.__version__)
+  elif command in ('--help', '-h', 'help'):
+    print(f'{__doc__}\n' + '\n'.join(f'  {name:<12}{text}' for name, text in known.items()))
+  elif command not in known:
+    similar = difflib.get_close_matches(command, known, 1)
+    hint = f'did you mean {similar[0]}?' if similar else f'choose from {", ".join(known)}'
+    print(f'Error: {command} is no command: {hint}', file=sys.stderr)
+    sys.exit(2)
+  else:
+    sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
+    try:
+      chosen = importlib.import_module(f'het_plugin.{command}')
+      from het_plugin.config import command_line
+    except ModuleNotFoundError as error:  # the extra `train` is not installed
+      print(f'Error: {error}', file=sys.stderr)
+      sys.exit(2)
+    chosen.define_flags()
+    command_line.run(chosen.main)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,135 @@
+"""Checks what gin binds against the annotations of what it configures, before anything runs.
+
+A range is stated beside the type, as an interval: `b1: Annotated[float, '[0, 1)']`. Regular
+expressions are `Annotated[str, REGEX]`. What a reference (@name) gives is not checked.
+"""
+
+import collections.abc
+import dataclasses
+import difflib
+import inspect
+import math
+import os
+import re
+import types
+import typing
+from typing import Any
+
+import gin
+from het_plugin.config import statements
+
+REGEX = 'regular expression'
+_SIMILAR = 0.9  # of an unused macro and a used one, which it was probably meant to be
+_SCALARS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: "text: '...'"}
+_LITERALS = (bool, int, float, str, list, tuple, dict)
+
+
+def check(text: str) -> None:
+  """Checks a configuration (`gin.config_str()`).
+
+  Raises:
+    ValueError: naming a binding whose value has another type or is out of its range, or a macro
+      that is used by nothing or by itself.
+  """
+  bound, macros = statements.parse(text)
+  values = [*bound.values(), *macros.values()]
+  used = {macro.name for macro in statements.inside(values, statements.Macro)}
+  for name in macros.keys() - used:
+    if similar := difflib.get_close_matches(name, used, 1, _SIMILAR):
+      raise ValueError(f'{name} = {macros[name]!r} is used by nothing: did you mean {similar[0]}?')
+  for value in macros.values():
+    statements.expand(value, macros)  # an error where one refers to itself
+  for key, value in bound.items():
+    path, _, parameter = key.rpartition('.')
+    hint = parameters(path.rpartition('/')[2]).get(parameter)
+    expanded = statements.expand(value, macros)
+    if hint is not None and (expected := _mismatch(expanded, hint)):
+      shown = f'{key} = {expanded!r}'
+      if isinstance(value, statements.Macro):
+        shown = f'{value.name} = {expanded!r} ({key})'
+      raise ValueError(f'{shown} must be {expected}')
+
+
+def parameters(name: str) -> dict[str, Any]:
+  """The annotations of a configurable's parameters, by name; without those that name no type."""
+  try:
+    configurable = gin.get_configurable(name)
+  except ValueError:
+    return {}
+  if dataclasses.is_dataclass(configurable):
+    return _hints(configurable)
+  if inspect.isclass(configurable):
+    return _hints(configurable.__mro__[1].__init__)  # gin's is a subclass of ours
+  hints = _hints(inspect.unwrap(configurable))
+  made = hints.pop('return', None)  # `vit` takes the fields of the ViT that it makes
+  return (_hints(made) if dataclasses.is_dataclass(made) else {}) | hints
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+  try:
+    return typing.get_type_hints(annotated, include_extras=True)
+  except (NameError, TypeError):
+    return {}
+
+
+def _mismatch(value: Any, hint: Any) -> str | None:
+  """What a value must be instead; None where it fits, or where only the run can tell."""
+  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  if isinstance(value, (statements.Reference, statements.Macro)):
+    return None
+  if origin is typing.Annotated:
+    return _mismatch(value, arguments[0]) or _out_of_range(value, arguments[1])
+  if origin in (typing.Union, types.UnionType):
+    if value == '' and any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
+      return 'a path'
+    expected = [_mismatch(value, argument) for argument in arguments]
+    return None if None in expected else ' or '.join(dict.fromkeys(expected))
+  if hint in (None, types.NoneType):
+    return None if value is None else 'None'
+  if hint is float:
+    return None if type(value) in (int, float) else _SCALARS[float]
+  if hint in _SCALARS:
+    return None if type(value) is hint else _SCALARS[hint]
+  if origin is typing.Literal:
+    return None if value in arguments else f'one of {", ".join(map(repr, arguments))}'
+  if origin is collections.abc.Callable:
+    return 'a function: @name' if isinstance(value, _LITERALS) else None
+  if origin in (tuple, list, collections.abc.Sequence, collections.abc.Iterable):
+    return _mismatch_of_items(value, origin, arguments)
+  if origin in (dict, collections.abc.Mapping):
+    if not isinstance(value, dict):
+      return 'a dict: {...}'
+    pairs = [(x, arguments[i]) for pair in value.items() for i, x in enumerate(pair)]
+    expected = next(filter(None, (_mismatch(*pair) for pair in pairs)), None)
+    return expected and f'a dict, each value {expected}'
+  if not inspect.isclass(hint) or hint in (Any, object) or getattr(hint, '_is_protocol', False):
+    return None
+  if isinstance(value, _LITERALS) and not isinstance(value, hint):
+    return 'a path' if issubclass(hint, os.PathLike) else f'a {hint.__name__}: @...()'
+  return None
+
+
+def _mismatch_of_items(value: Any, origin: Any, arguments: tuple[Any, ...]) -> str | None:
+  if not isinstance(value, (list, tuple)):
+    return 'a list: (..., ...)'
+  if origin is tuple and arguments[-1] is not Ellipsis:
+    if len(value) != len(arguments):
+      return f'a list of {len(arguments)}'
+    pairs = zip(value, arguments, strict=True)
+  else:
+    pairs = ((x, arguments[0]) for x in value)
+  expected = next(filter(None, (_mismatch(*pair) for pair in pairs)), None)
+  return expected and f'a list, each part {expected}'
+
+
+def _out_of_range(value: Any, allowed: str) -> str | None:
+  if allowed == REGEX:
+    try:
+      re.compile(value)
+    except re.error as error:
+      return f'a regular expression: {error}'
+    return None
+  left, low, high, right = re.fullmatch(r'([\[(])(\S+), (\S+)([\])])', allowed).groups()
+  above = value > float(low) or (left == '[' and value == float(low))
+  below = value < float(high) or (right == ']' and value == float(high))
+  return None if above and below and not math.isnan(value) else f'in {allowed}'

@@ -1,0 +1,56 @@
+"""Wrong bindings are one sentence that names the binding, its value and what would be right."""
+
+import pytest
+
+import gin
+from het_plugin.config import parsing, registry
+
+RUN = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  registry.register_trainer()
+  registry.register('experiments')
+  yield
+  gin.clear_config()
+
+
+@pytest.mark.parametrize(
+  'binding, message',
+  [
+    ('TRAIN_STEPS = 15.5', 'TRAIN_STEPS = 15.5 (total_steps.steps) must be a whole number or None'),
+    ('train/Integrator.num_samples = 1.5', 'Integrator.num_samples = 1.5 must be a whole number'),
+    ("LEARNING_RATE = '1'", "LEARNING_RATE = '1' (warmup_schedule.peak_value) must be a number"),
+    ('BATCH_SIZE = True', 'BATCH_SIZE = True (train/DatasetConfig.batch_size) must be a whole'),
+    ("MODEL_DIR = ''", "MODEL_DIR = '' (train.model_dir) must be a path"),
+    ("TASK_FEATURE_LENGTHS = {'image': 'a'}", 'must be a dict, each value a whole number'),
+    ('ACTIONS = 3', 'ACTIONS = 3 (train.actions) must be a dict: {...} or None'),
+    ('train.profile_steps = (1,)', 'train.profile_steps = (1,) must be a list of 2 or None'),
+    ('Ablation.cells = 7', 'Ablation.cells = 7 must be a'),
+    ('HetXL.temperature = 1.0', 'must be a FixedTemperature: @...() or a LearnedTemperature'),
+    ('vit.depth = 1.5', 'vit.depth = 1.5 must be a whole number'),  # a field of what vit() makes
+    ('adamw.b1 = 2.0', 'adamw.b1 = 2.0 must be in [0, 1)'),
+    ("adamw.frozen_params = '('", 'must be a regular expression: missing )'),
+    ("RestoreCheckpointConfig.assignment_map = (('[', None),)", 'a regular expression: untermin'),
+    ('TRAIN_STEP = 5', 'TRAIN_STEP = 5 is used by nothing: did you mean TRAIN_STEPS?'),
+    ('A = (1, %A)', 'the macro A refers to itself'),
+  ],
+)
+def test_a_wrong_binding(binding, message):
+  with pytest.raises(ValueError) as error:
+    parsing.parse_config(RUN, ["MODEL_DIR = 'x'", binding])
+  assert message in str(error.value) and '\n' not in str(error.value)
+
+
+def test_right_bindings_and_references_pass():
+  extra = ['TRAIN_STEPS = 15', 'LEARNING_RATE = 1', 'adamw.learning_rate = @warmup_schedule()']
+  extra += ['adamw.b1 = 0', 'train.profile_steps = (1, 2)', 'OWN = 3', 'HetXL.temperature = None']
+  parsing.parse_config(RUN, ["MODEL_DIR = 'x'", *extra])
+
+
+def test_a_file_that_includes_itself(tmp_path):
+  path = tmp_path / 'circle.gin'
+  path.write_text(f"include '{path}'\n")
+  with pytest.raises(ValueError, match='circle.gin.*includes itself'):
+    parsing.parse_config([str(path)], [])

@@ -1,0 +1,62 @@
+"""het-plugin COMMAND: every main by its name, with complete help."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from het_plugin import __main__ as front
+from het_plugin.config import command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments):
+  return subprocess.run(
+    [sys.executable, '-m', 'het_plugin', *arguments], cwd=ROOT, capture_output=True, text=True
+  )
+
+
+@pytest.mark.parametrize('name', front.commands())
+def test_help_has_every_flag_of_a_main(name, parsed_flags):
+  main = importlib.import_module(f'het_plugin.{name}')
+  with parsed_flags(main):
+    text = command_line.help_text(main.main)
+  assert main.__doc__ in text
+  source = Path(main.__file__).read_text()
+  defined = re.findall(r"DEFINE_\w+\(\s*'(\w+)'", source)
+  if 'command_line.define_' in source:
+    defined.append('gin_bindings')
+  assert set(defined) <= set(re.findall(r'^  --(?:\[no\])?(\w+)$', text, re.M))
+
+
+def test_commands_are_listed_and_dispatched():
+  listed = command()
+  assert listed.returncode == 0 and all(
+    f'\n  {name} ' in listed.stdout for name in front.commands()
+  )
+  found = command('plan', '--help')
+  assert found.returncode == 0 and '--gin.NAME=VALUE' in found.stdout and '--mesh' in found.stdout
+  wrong = command('trian')
+  assert (wrong.returncode, wrong.stderr) == (
+    2,
+    'Error: trian is no command: did you mean train?\n',
+  )
+
+
+MISSING = """
+import sys
+sys.modules['gin'] = None
+sys.argv = ['het-plugin', 'train']
+from het_plugin.__main__ import main
+main()
+"""
+
+
+def test_a_missing_extra_is_one_sentence():
+  result = subprocess.run([sys.executable, '-c', MISSING], cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 2 and result.stderr.count('\n') == 1
+  assert result.stderr.endswith("pip install 'het_plugin[train]'\n")
