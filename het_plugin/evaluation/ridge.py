@@ -1,21 +1,19 @@
-"""Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once.
-
-The fit is in float64. The class with the highest score is found in float32 where rounding cannot
-change it, and in float64 elsewhere, so predictions are those of float64.
+"""Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once, in
+float64.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import scipy.linalg
+import scipy.linalg.interpolative
+import scipy.sparse
 
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly changes the bias
 STD_OFFSET = 1e-5
 _BLOCK_ROWS = 4096  # examples that are read at once
-_SCORE_BYTES = 1 << 23  # float32 scores that are held at once; they should fit the cache
-_SKELETON_ERROR = 1e-4  # relative; smaller needs more strengths, larger leaves more doubtful rows
-_ROUNDING = 2.0**-20  # error of adding biases and own-class terms, which are at most 2
+_SCORES = 1 << 20  # that are held at once; 8 MiB should fit the cache
+_ERROR = 1e-9  # of a combined curve, relative
 
 # Notation: N examples, D features, K classes, r = rank of X; c = BIAS_FEATURE; L strengths l2.
 #
@@ -47,16 +45,9 @@ _ROUNDING = 2.0**-20  # error of adding biases and own-class terms, which are at
 # class; everything else that H_ii does is common to all classes.
 #
 # Many strengths. With p = V^T x [r] the scores are p^T (E + l2)^{-1} V^T X^T Y. The L vectors
-# 1 / (E + l2) are nearly linear combinations of m < L of them, 1 / (E + l2) = sum_i a_i / (E +
-# l2_i). So scores are computed in float32 at m strengths, which a pivoted QR decomposition picks,
-# and combined for the others. The error is known: x and the weights are rounded to float32 and the
-# combination misses the weights W_k by dW_k, so a score is off by at most
-#
-#   |x| (|dW_k| + u sum_i |a_i| |W_k(l2_i)|),    u = 2 (sqrt(D) + 4) 2^-24
-#
-# (sqrt(D) because D rounding errors add up like independent ones; Higham and Mary 2019,
-# https://doi.org/10.1137/18M1226312). A row whose two best classes are closer than twice that is
-# decided in float64 at its own strength.
+# 1 / (E + l2) are, up to a relative error of 1e-9, linear combinations of m of them (about 20 of
+# 30), which a pivoted QR decomposition picks. Scores are computed at these m strengths and combined
+# for the others.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,39 +140,16 @@ class Ridge:
     l2s = np.asarray(l2s, np.float64)
     curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
     bias = np.stack([self.bias(l2) for l2 in l2s])  # [L, K]
-    pivots, combine, missing = _skeleton(curves, np.linalg.norm(self.rhs, axis=1))
-    weights = np.empty((len(self.mean), len(self.classes), len(pivots)), np.float32)  # [D, K, m]
-    for j, l2 in enumerate(l2s[pivots]):
-      weights[..., j] = self.weights(l2)
-    # The largest error of a score, divided by |x|: [L].
-    unit = 2 * (np.sqrt(len(self.mean)) + 4) * 2.0**-24
-    norms, missed = (np.sqrt(c**2 @ self.rhs**2) for c in (curves[pivots], missing))  # [m|L, K]
-    error = (missed + unit * (np.abs(combine) @ norms)).max(axis=1)
-
+    picked, combine = _skeleton(curves * np.linalg.norm(self.rhs, axis=1))
+    weights = np.stack([self.weights(l2) for l2 in l2s[picked]], axis=-1)  # [D, K, m]
     best = np.empty((len(l2s), len(x)), np.int64)
-    doubtful = np.empty(best.shape, bool)
-    mix, bias32 = combine.astype(np.float32), bias.astype(np.float32)
-    for rows in blocks(len(x), max(128, _SCORE_BYTES // (4 * bias.size))):
-      z = self._standardised(x[rows])
-      scores = z.astype(np.float32) @ weights.reshape(len(weights), -1)  # [rows, K m]
-      scores = (mix @ scores.reshape(-1, len(pivots)).T).reshape(len(l2s), len(z), -1)
-      scores += bias32[:, None]  # [L, rows, K]
+    for rows in blocks(len(x), max(128, _SCORES // bias.size)):
+      scores = self._standardised(x[rows]) @ weights.reshape(len(weights), -1)  # [rows, K m]
+      scores = combine @ scores.reshape(-1, len(picked)).T
+      scores = scores.reshape(len(l2s), -1, bias.shape[1]) + bias[:, None]  # [L, rows, K]
       if own is not None:
-        scores[:, np.arange(len(z)), own[rows]] -= 2 * hat[:, rows]
-      best[:, rows], margin = _best_and_margin(scores)
-      lengths = np.linalg.norm(z, axis=1)
-      doubtful[:, rows] = margin <= 2 * (error[:, None] * lengths + _ROUNDING)
-
-    # Float64 decides the doubtful rows.
-    for part in blocks(len(x), _BLOCK_ROWS):
-      here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
-      projected = self._standardised(x[here]) @ self.basis  # [rows, r]
-      for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
-        some = np.flatnonzero(doubtful[i, here])
-        scores = projected[some] @ (curves[i, :, None] * self.rhs) + bias[i]
-        if own is not None:
-          scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
-        best[i, here[some]] = scores.argmax(axis=1)
+        scores[:, np.arange(scores.shape[1]), own[rows]] -= 2 * hat[:, rows]
+      best[:, rows] = scores.argmax(axis=-1)
     return best
 
 
@@ -193,19 +161,23 @@ def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
     y: labels, int [N].
   """
   classes, ids, counts = np.unique(y, return_inverse=True, return_counts=True)
-  mean, constant = _moments(x)
+  one_hot = scipy.sparse.csc_array((np.ones(len(y)), (ids, np.arange(len(y)))))  # [K, N]
   if x.shape[0] >= x.shape[1]:
-    products, sums = _centred_sums(x, ids, len(classes), mean)
+    mean, constant = _moments(x)
+    products, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
+    for rows in blocks(len(x), _BLOCK_ROWS):
+      z = x[rows] - mean
+      products += z.T @ z
+      sums += one_hot[:, rows] @ z
     scale = _scale(np.sqrt(np.diag(products) / len(x)), constant)
     eigenvalues, basis = _eigh_range(products / scale / scale[:, None])
     rhs = 2 * (basis.T @ (sums / scale).T)
   else:
-    z = x - mean
-    scale = _scale(z.std(axis=0), constant)
-    z /= scale
+    mean, scale = standardisation(x)
+    z = (x - mean) / scale
     eigenvalues, u = _eigh_range(z @ z.T)
     basis = z.T @ (u / np.sqrt(eigenvalues))
-    rhs = 2 * (np.sqrt(eigenvalues)[:, None] * _class_sums(u, ids, len(classes)).T)
+    rhs = 2 * np.sqrt(eigenvalues)[:, None] * (one_hot @ u).T
   return Ridge(
     num_rows=len(x),
     classes=classes.astype(np.int64),
@@ -225,34 +197,8 @@ def standardisation(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Mean, float64 [D], and which features are constant, bool [D], of x, any float [N, D]."""
-  total = np.zeros(x.shape[1])
-  low, high = x[0], x[0]
-  for rows in blocks(len(x), _BLOCK_ROWS):
-    total += x[rows].sum(axis=0, dtype=np.float64)
-    low, high = np.minimum(low, x[rows].min(axis=0)), np.maximum(high, x[rows].max(axis=0))
-  return total / len(x), low == high
-
-
-def _centred_sums(
-  x: np.ndarray, ids: np.ndarray, num_classes: int, mean: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-  """X^T X and the class sums of X = x - mean: float64 [D, D] and [K, D]."""
-  products, sums = np.zeros((len(mean), len(mean))), np.zeros((num_classes, len(mean)))
-  for rows in blocks(len(x), _BLOCK_ROWS):
-    z = x[rows] - mean
-    products += z.T @ z
-    sums += _class_sums(z, ids[rows], num_classes)
-  return products, sums
-
-
-def _class_sums(z: np.ndarray, ids: np.ndarray, num_classes: int) -> np.ndarray:
-  """Sums of the rows z [N, D] of each class, float64 [K, D]."""
-  sums = np.zeros((num_classes, z.shape[1]))
-  order = np.argsort(ids, kind='stable')
-  present, starts = np.unique(ids[order], return_index=True)
-  sums[present] = np.add.reduceat(z[order], starts, axis=0)
-  return sums
+  """Mean, float64 [D], and which features are constant, bool [D]."""
+  return x.mean(axis=0, dtype=np.float64), x.min(axis=0) == x.max(axis=0)
 
 
 def _scale(deviation: np.ndarray, constant: np.ndarray) -> np.ndarray:
@@ -270,40 +216,15 @@ def _eigh_range(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return eigenvalues[kept], vectors[:, kept]
 
 
-def _skeleton(
-  curves: np.ndarray, importance: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Curves of which all others are nearly linear combinations.
-
-  Args:
-    curves: 1 / (E + l2), float64 [L, r].
-    importance: what each entry of a curve is multiplied with, float64 [r].
-
-  Returns:
-    m rows of curves, int [m]; coefficients a, float64 [L, m]; and the errors of the combined
-    curves, float64 [L, r].
-  """
-  lengths = np.linalg.norm(curves * importance, axis=1)  # [L]
+def _skeleton(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """m rows of curves [L, r], int [m], and coefficients [L, m] that combine them to all rows."""
+  lengths = np.linalg.norm(curves, axis=1)  # [L]
   if not lengths.all():  # all features are constant, or all classes have the same mean
-    return np.zeros(1, int), np.ones((len(curves), 1)), np.zeros_like(curves)
-  scaled = (curves * importance).T / lengths
-  triangle, order = scipy.linalg.qr(scaled, mode='r', pivoting=True)
-  steps = np.abs(np.diag(triangle))
-  m = int((steps > _SKELETON_ERROR * steps[0]).sum())
-  combine = np.empty((len(curves), m))
-  combine[order] = scipy.linalg.solve_triangular(triangle[:m, :m], triangle[:m]).T
-  combine *= lengths[:, None] / lengths[order[:m]]
-  return order[:m], combine, combine @ curves[order[:m]] - curves
-
-
-def _best_and_margin(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Position of the highest of scores [L, M, K] and its lead, both [L, M]; overwrites scores."""
-  best = scores.argmax(axis=-1)[..., None]
-  first = np.take_along_axis(scores, best, -1)
-  np.put_along_axis(scores, best, -np.inf, -1)
-  # argmax and take, because max is several times as slow over a short last axis
-  second = np.take_along_axis(scores, scores.argmax(axis=-1)[..., None], -1)
-  return best[..., 0], (first - second)[..., 0]
+    return np.zeros(1, int), np.ones((len(curves), 1))
+  scaled = np.asfortranarray((curves / lengths[:, None]).T)
+  m, order, rest = scipy.linalg.interpolative.interp_decomp(scaled, _ERROR, rand=False)
+  combine = scipy.linalg.interpolative.reconstruct_interp_matrix(order, rest).T  # [L, m]
+  return order[:m], combine * lengths[:, None] / lengths[order[:m]]
 
 
 def blocks(length: int, step: int) -> Iterator[slice]:

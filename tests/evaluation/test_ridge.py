@@ -72,7 +72,7 @@ def overlapping(n, d, num_classes, decades, seed=0):
 
 @pytest.mark.parametrize('own', [False, True])
 @pytest.mark.parametrize('shape,decades', [((300, 40, 7), 2), ((300, 40, 7), 14), ((60, 90, 5), 4)])
-def test_many_strengths_in_float32_decide_as_float64(shape, decades, own):
+def test_many_strengths_at_once_decide_as_one_by_one(shape, decades, own):
   x, y = overlapping(*shape, decades)
   model = ridge.decompose(x, y)
   new = x if own else overlapping(500, *shape[1:], decades, seed=1)[0]
@@ -81,45 +81,22 @@ def test_many_strengths_in_float32_decide_as_float64(shape, decades, own):
     scores[:, np.arange(len(y)), y] -= 2 * model.leverage(x, GRID)
   got = model.leave_one_out(x, y, GRID) if own else model.predict(new, GRID)
   ordered = np.sort(scores, axis=-1)
-  sure = ordered[..., -1] - ordered[..., -2] > 1e-9  # two computations in float64 differ too
+  sure = ordered[..., -1] - ordered[..., -2] > 1e-7
   assert sure.mean() > 0.99
   np.testing.assert_array_equal(got[sure], scores.argmax(axis=-1)[sure])
 
 
-def test_doubtful_rows_are_decided_in_float64(monkeypatch):
-  """Two best scores 1e-9 apart, which float32 cannot tell; and strengths that combine badly."""
-  x, y = overlapping(60, 20, 2, 2)
-  model = ridge.decompose(x, y)
-  rng = np.random.default_rng(0)
-  (a, b), (bias_a, bias_b) = model.weights(1.0).T, model.bias(1.0)
-  z = rng.normal(size=(200, 20))
-  apart = z @ (a - b) + bias_a - bias_b
-  z -= ((apart - 1e-9 * rng.choice([-1, 1], 200)) / ((a - b) @ (a - b)))[:, None] * (a - b)
-  new = z * model.scale + model.mean
-  expected = model.scores(new, 1.0).argmax(axis=1)
-  assert 50 < expected.sum() < 150
-  np.testing.assert_array_equal(model.predict(new, [1.0])[0], expected)
-
-  monkeypatch.setattr(ridge, '_SKELETON_ERROR', 0.9)  # one or two strengths for all
-  expected = np.stack([model.scores(x, l2).argmax(axis=1) for l2 in GRID])
-  np.testing.assert_array_equal(model.predict(x, GRID), expected)
-
-
 def test_blocks_change_nothing(monkeypatch):
   x, y = overlapping(500, 7, 11, 3)
+  # Sums over blocks of examples, with offsets and scales that uncentred sums would not survive.
+  x = x * np.logspace(-3, 3, 7) + 1e3
   model = ridge.decompose(x, y)
   expected, left_out = model.predict(x, GRID), model.leave_one_out(x, y, GRID)
-  monkeypatch.setattr(ridge, '_SCORE_BYTES', 1)  # the smallest block, 128 rows
-  monkeypatch.setattr(ridge, '_BLOCK_ROWS', 13)
+  monkeypatch.setattr(ridge, '_SCORES', 1)  # the smallest block, 128 rows
   np.testing.assert_array_equal(model.predict(x, GRID), expected)
   np.testing.assert_array_equal(model.leave_one_out(x, y, GRID), left_out)
-  # Sums over blocks of examples, with offsets and scales that uncentred sums would not survive.
-  stretched = x * np.logspace(-3, 3, 7) + 1e3
-  apart = ridge.decompose(stretched, y)
-  monkeypatch.undo()
-  whole = ridge.decompose(stretched, y)
-  np.testing.assert_allclose(apart.mean, whole.mean, rtol=1e-14)
-  np.testing.assert_allclose(apart.scores(stretched, 1.0), whole.scores(stretched, 1.0), atol=1e-6)
+  monkeypatch.setattr(ridge, '_BLOCK_ROWS', 13)
+  np.testing.assert_allclose(ridge.decompose(x, y).scores(x, 1.0), model.scores(x, 1.0), atol=1e-6)
 
 
 def test_small_l2_on_float32_features_keeps_its_accuracy():
