@@ -105,11 +105,9 @@ def main(argv: Sequence[str]) -> None:
     sources = values.train, values.test, values.checkpoint, values.results
     fewshot_runs.check_flags(*sources, values.splits, given)
     distributed.initialize()
-    report = fewshot_report.Report(
-      {'name': values.protocol, **dataclasses.asdict(chosen.protocol)},
-      earlier=[row for path in values.results for row in fewshot_runs.read_rows(path)],
-      results=evaluate(chosen),
-    )
+    protocol = {'name': values.protocol, **dataclasses.asdict(chosen.protocol)}
+    earlier = [row for path in values.results for row in fewshot_runs.read_rows(path)]
+    report = fewshot_report.make_report(protocol, earlier, evaluate(chosen))
     if jax.process_index() == 0:
       report.write('het_plugin.fewshot', json=values.json, html=values.html)
 

@@ -20,7 +20,7 @@ from absl import app, flags
 import gin
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import zeroshot_action, zeroshot_datasets, zeroshot_report
+from het_plugin.evaluation import actions, zeroshot_datasets, zeroshot_report
 from het_plugin.training import train
 
 _OF_DATASETS = (
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     run = trained_run.open_run(checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths)
     zeroshot_datasets.check_model(run.model, F.samples)
     tokenizer = zeroshot_datasets.run_tokenizer(gin.get_bindings(train.train)['train_dataset_cfg'])
-    bound = gin.get_bindings(zeroshot_action.ZeroShotAction).get('datasets')
+    bound = gin.get_bindings(actions.ZeroShotAction).get('datasets')
     changes = {name: F[name].value for name in _OF_DATASETS}
     return run, tokenizer, zeroshot_report.choose_datasets(F.dataset, bound, changes)
 

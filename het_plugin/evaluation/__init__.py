@@ -12,9 +12,8 @@ from het_plugin.evaluation.fewshot import (
 )
 
 CONFIGURABLES = {
-  'fewshot_action': ('FewShotAction',),
+  'actions': ('FewShotAction', 'ZeroShotAction'),
   'fewshot_datasets': ('FewShotDataset',),
-  'zeroshot_action': ('ZeroShotAction',),
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
-from het_plugin.evaluation.representations import Representations, read_representations
+from het_plugin.evaluation.representations import read_representations
 
 
 def split_sources(text: str) -> list[str]:
@@ -63,18 +63,22 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
     ValueError: a wrong file; candidates with different examples; two files of a candidate with
       different numbers of features, or from different checkpoints or layers.
   """
-  first, trained = {}, []
-  for split, sources in (('train', train), ('test', test)):
-    for i, source in enumerate(sources):
+  described = {}
+  for sources in (train, test):
+    first = None
+    for source in sources:
       read = read_representations(source)
-      examples = _examples(read)
-      first.setdefault(split, examples)
-      _check_same(sources[0], source, first[split], examples)
-      described = (read.features.shape[1], read.class_names, read.provenance)
-      if split == 'train':
-        trained.append(described)
-      else:
-        _check_pair(source, described, train[i], trained[i])
+      order = np.argsort(read.index, kind='stable')
+      examples = read.index[order], read.labels[order]
+      first = first or examples
+      _check_same(sources[0], source, first, examples)
+      about = {name: read.provenance.get(name) for name in ('checkpoint', 'layer')}
+      described[source] = about | {'features': read.features.shape[1]}
+  for pair in zip(train, test, strict=True) if test else ():
+    for name, ours in described[pair[0]].items():
+      theirs = described[pair[1]][name]
+      if None not in (ours, theirs) and ours != theirs:
+        raise ValueError(f'{pair[1]} has {name} {theirs}, but {pair[0]} {ours}')
 
 
 def read_softmax_predictions(source: str) -> Predictions:
@@ -89,45 +93,20 @@ def read_softmax_predictions(source: str) -> Predictions:
   return read.rows(np.argsort(read.index, kind='stable'))
 
 
-def same_predictions(
-  sources: Sequence[str], num_classes: int | None = None
-) -> Iterator[Predictions]:
+def same_predictions(sources: Sequence[str]) -> Iterator[Predictions]:
   """Reads the candidates' predictions for a split, one after another (`read_softmax_predictions`).
 
   Raises:
-    ValueError: a wrong file, or one whose examples or classes differ from those of the first, or
-      from `num_classes` if it is given.
+    ValueError: a wrong file, or one whose examples or classes differ from those of the first.
   """
   first = None
   for source in sources:
     read = read_softmax_predictions(source)
-    classes = read.log_prob.shape[1]
-    num_classes = num_classes or classes
-    if classes != num_classes:
-      raise ValueError(f'{source} has {classes} classes; the files before it have {num_classes}')
-    examples = read.index, read.label
-    first = first or examples
-    _check_same(sources[0], source, first, examples)
+    first = first or (read.index, read.label, read.log_prob.shape[1])
+    _check_same(sources[0], source, first, (read.index, read.label))
+    if (classes := read.log_prob.shape[1]) != first[2]:
+      raise ValueError(f'{source} has {classes} classes and {sources[0]} {first[2]}')
     yield read
-
-
-def _check_pair(test: str, test_described: tuple, train: str, train_described: tuple) -> None:
-  """Compares (features, class names, provenance) of the two files of a candidate."""
-  dim, class_names, provenance = test_described
-  train_dim, train_class_names, train_provenance = train_described
-  if dim != train_dim:
-    raise ValueError(f'{test} has {dim} features and {train} {train_dim}; they must be equal')
-  if None not in (class_names, train_class_names) and class_names != train_class_names:
-    raise ValueError(f'{test} and {train} have different class names')
-  for name in ('checkpoint', 'layer'):
-    ours, theirs = provenance.get(name), train_provenance.get(name)
-    if None not in (ours, theirs) and ours != theirs:
-      raise ValueError(f'{test} is of {name} {ours}, but {train} of {name} {theirs}')
-
-
-def _examples(read: Representations) -> tuple[np.ndarray, np.ndarray]:
-  order = np.argsort(read.index, kind='stable')
-  return read.index[order], read.labels[order]
 
 
 def _check_same(first_source: str, source: str, first: tuple, other: tuple) -> None:

@@ -1,10 +1,4 @@
-"""Statistics of several runs: averages (Collier et al. 2023, table 22), paired tests of few-shot
-results, and unpaired tests of groups of runs.
-
-A run is a method at a setting. The paper averages a method's accuracies over data sets and upstream
-settings. The standard error of an average of n such cells is here sqrt(sum of their squared
-standard errors) / n: the data sets and settings are fixed, and only the draws are random.
-"""
+"""Statistics of runs: paired tests of few-shot results, and unpaired tests of groups of runs."""
 
 import dataclasses
 import warnings
@@ -19,21 +13,6 @@ MIN_DATASETS = 6  # with fewer the signed-rank test cannot reach 0.05 (two-sided
 
 
 @dataclasses.dataclass(frozen=True)
-class Average:
-  """Mean accuracy over `num_cells` data sets and settings; stderr None if a cell has none."""
-
-  mean: float
-  stderr: float | None
-  num_cells: int
-
-
-def average(means: Sequence[float], errors: Sequence[float | None]) -> Average:
-  """Averages the mean accuracies of cells and their standard errors."""
-  stderr = None if None in errors else float(np.sqrt(np.sum(np.square(errors))) / len(errors))
-  return Average(float(np.mean(means)), stderr, len(means))
-
-
-@dataclasses.dataclass(frozen=True)
 class Difference:
   """Difference of two runs on the same test rows and with the same draws.
 
@@ -42,8 +21,7 @@ class Difference:
     stderr_draws, p_draws: paired t-test over draws, with the test rows fixed. None for fewer than
       two draws, or if all of them differ by the same amount.
     stderr_rows, p_rows: paired t-test over test rows, each with the share of draws that classify it
-      correctly, with the draws fixed. None for fewer than two rows, or if all of them differ by the
-      same amount.
+      correctly, with the draws fixed; None as above.
   """
 
   mean: float
@@ -72,8 +50,7 @@ def _t_test(gains: np.ndarray) -> tuple[float | None, float | None]:
   """Standard error of the mean, and p of the hypothesis that the mean is 0."""
   if len(gains) < 2 or np.ptp(gains) == 0:
     return None, None
-  test = scipy.stats.ttest_1samp(gains, 0.0)
-  return float(scipy.stats.sem(gains)), float(test.pvalue)
+  return float(scipy.stats.sem(gains)), float(scipy.stats.ttest_1samp(gains, 0.0).pvalue)
 
 
 def signed_rank_p(

@@ -35,6 +35,11 @@ class FewShotDataset:
   max_test: int | None = None
   resize: Literal['aspect', 'squash'] | None = None
 
+  @property
+  def splits(self) -> tuple[tuple[str, int | None], ...]:
+    """(split, largest number of examples) of training and test."""
+    return (self.train_split, self.max_train), (self.test_split, self.max_test)
+
 
 # glyphs_heldout has characters and faces that no training split shows.
 DEFAULT_DATASETS = (
@@ -44,7 +49,8 @@ DEFAULT_DATASETS = (
 
 
 def choose(
-  texts: Sequence[str] | None,
+  *,
+  datasets: Sequence[str] | None,
   splits: Sequence[str],
   max_train: int | None,
   max_test: int | None,
@@ -53,8 +59,8 @@ def choose(
   """The data sets of --datasets, else those that are bound, else `DEFAULT_DATASETS`.
 
   Args:
-    texts: TASK or NAME=TASK, or None.
-    splits: training and test split of `texts`.
+    datasets: TASK or NAME=TASK, or None.
+    splits: training and test split of `datasets`.
     max_train, max_test: limits of all data sets; None keeps those that a data set has.
     bound: data sets, or None.
 
@@ -62,9 +68,9 @@ def choose(
     ValueError: there is none, or two have the same name.
   """
   chosen = bound or DEFAULT_DATASETS
-  if texts is not None:
+  if datasets is not None:
     chosen = []
-    for text in texts:
+    for text in datasets:
       name, equals, task = text.rpartition('=')
       chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
     check_names(chosen, '--datasets')
@@ -75,14 +81,16 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class FewShotReader:
-  """Reads data sets for one model.
+  """Represents data sets by one layer of a model; every process calls it.
 
   Attributes:
+    extractor: of the layer; None only checks.
     partitioner: the model's mesh.
     image_size: side of the square images that the model takes, in pixels.
     batch_size: global batch of the extraction.
   """
 
+  extractor: RepresentationExtractor | None
   partitioner: PjitPartitioner
   image_size: int
   batch_size: int
@@ -98,28 +106,16 @@ class FewShotReader:
       raise ValueError(
         f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'
       )
-    for split, bound in _splits(dataset):
-      with self._open(dataset, split, bound):
+    for split in dataset.splits:
+      with self._open(dataset, *split):
         pass
 
-  def extract(
-    self, dataset: FewShotDataset, extractor: RepresentationExtractor, params: Any
-  ) -> tuple[Split, Split]:
-    """Represents the training and test split of a data set; every process calls it.
-
-    Args:
-      dataset: what to read.
-      extractor: extracts one layer of the model, over `partitioner`.
-      params: the model's parameters, placed.
-
-    Returns:
-      (training split, test split).
-    """
-    (layer,) = extractor.layers
+  def __call__(self, dataset: FewShotDataset, params: Any) -> tuple[Split, Split]:
+    """(training split, test split); `params` are the model's, placed."""
     halves = []
-    for split, bound in _splits(dataset):
+    for split, bound in dataset.splits:
       with self._open(dataset, split, bound) as (batches, _):
-        read = extractor(params, batches, self.batch_size, bound)[layer]
+        (read,) = self.extractor(params, batches, self.batch_size, bound).values()
       halves.append(Split(read.features, read.label, read.index))
     return tuple(halves)
 
@@ -134,7 +130,3 @@ class FewShotReader:
       resize=dataset.resize,
     )
     return open_split(config, self.partitioner, bound, bound='max_train and max_test')
-
-
-def _splits(dataset: FewShotDataset) -> tuple[tuple[str, int | None], tuple[str, int | None]]:
-  return (dataset.train_split, dataset.max_train), (dataset.test_split, dataset.max_test)

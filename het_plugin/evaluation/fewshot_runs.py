@@ -20,13 +20,7 @@ OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'max
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """How runs are evaluated.
-
-  Attributes:
-    protocol: see `fewshot.Protocol`.
-    shots: examples per class, or 'all'.
-    seeds: one subset is drawn for each.
-  """
+  """How runs are evaluated: `fewshot.Protocol`, examples per class or 'all', seeds of the draws."""
 
   protocol: fewshot.Protocol
   shots: tuple[int | str, ...]
@@ -91,12 +85,9 @@ def from_checkpoints(
   *,
   open_run: Callable[[str], Any],
   bound_datasets: Callable[[], Sequence[Any] | None],
-  datasets: Sequence[str] | None,
-  splits: Sequence[str],
-  max_train: int | None,
-  max_test: int | None,
   layer: str,
   batch_size: int,
+  **chosen: Any,
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
 
@@ -106,9 +97,9 @@ def from_checkpoints(
     settings: how.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
     bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
-    datasets, splits, max_train, max_test: as the flags; see `fewshot_datasets.choose`.
     layer: name of the representation.
     batch_size: global batch of the extraction.
+    **chosen: the flags datasets, splits, max_train, max_test; see `fewshot_datasets.choose`.
 
   Raises:
     ValueError: equal names, or a checkpoint, data set or batch size that cannot be used.
@@ -122,24 +113,21 @@ def from_checkpoints(
   results = {}
   for name, checkpoint in zip(names, checkpoints, strict=True):
     run = open_run(checkpoint)
-    chosen = fewshot_datasets.choose(datasets, splits, max_train, max_test, bound_datasets())
-    fewshot.check_settings((1,), settings.seeds, settings.protocol.l2, len(chosen))
-    run.partitioner.check_batch_size(batch_size)
-    reader = fewshot_datasets.FewShotReader(run.partitioner, run.image_size, batch_size)
-    for dataset in chosen:
-      reader.check(dataset)
+    datasets = fewshot_datasets.choose(bound=bound_datasets(), **chosen)
+    fewshot.check_settings((1,), settings.seeds, settings.protocol.l2, len(datasets))
     extractor = extraction.RepresentationExtractor(
-      run.model,
-      run.partitioner,
-      run.param_specs,
+      *(run.model, run.partitioner, run.param_specs),
       layers=(layer,),
       channels=run.channels,
       pool='mean',
     )
-    data, title = {}, f'{name}: representations'
-    with reporting.Progress(title, len(chosen), unit='data sets') as progress:
-      for dataset in chosen:
-        data[dataset.name] = reader.extract(dataset, extractor, run.params)
+    read = fewshot_datasets.FewShotReader(extractor, run.partitioner, run.image_size, batch_size)
+    for dataset in datasets:
+      read.check(dataset)
+    data = {}
+    with reporting.Progress(f'{name}: data', len(datasets), unit='data sets') as progress:
+      for dataset in datasets:
+        data[dataset.name] = read(dataset, run.params)
         progress.update(1)
     results[name] = _evaluate(name, data, settings)
   return results

@@ -22,28 +22,16 @@ def singular_values(
   """Singular values of features, finite float [N, D]: float64 [min(N, D)], descending.
 
   They are computed from the features themselves: the eigenvalues of the Gram matrix lose every
-  singular value below 1e-8 of the largest.
-
-  Args:
-    features: the representations.
-    max_examples: if there are more rows, a random choice of this many, which depends on N and the
-      seed only.
-    seed: seed of that choice.
+  singular value below 1e-8 of the largest. Of more than `max_examples` rows a random choice is
+  taken, which depends on N and the seed only.
 
   Raises:
-    ValueError: features that are empty, not finite or all 0.
+    ValueError: all features are 0.
   """
-  if features.ndim != 2 or not features.size:
-    raise ValueError(f'features must be [N, D], not empty; they are {list(features.shape)}')
-  if max_examples < 1:
-    raise ValueError(f'max_examples={max_examples} must be at least 1')
   if len(features) > max_examples:
     # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
     bits = np.random.PCG64(np.random.SeedSequence([seed, len(features)])).random_raw(len(features))
     features = features[np.sort(np.argsort(bits, kind='stable')[:max_examples])]
-  if not np.isfinite(features).all():
-    bad = int((~np.isfinite(features).all(axis=1)).sum())
-    raise ValueError(f'features have {bad} rows that are not finite')
   if not features.any():
     raise ValueError(f'all {len(features)} rows of the features are zero; they have no rank')
   return scipy.linalg.svdvals(features.astype(np.float64), overwrite_a=True)

@@ -17,7 +17,7 @@ import numpy as np
 from het_plugin import data, reporting
 from het_plugin.evaluation import extraction, extraction_files
 from het_plugin.evaluation import representations as representations_lib
-from het_plugin.evaluation.extraction_files import Plan, SplitFiles, from_process_0
+from het_plugin.evaluation.extraction_files import Plan, SplitFiles
 from het_plugin.evaluation.splits import open_split
 
 _MODULE = 'het_plugin.represent'
@@ -108,12 +108,10 @@ def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]
   files = [SplitFiles(folder, config.split, f'.{settings.format}') for config in configs]
   of_split = [{**made_from, 'split': config.split} for config in configs]
   # Whatever stands in the way is found before the first split is begun.
-  plans = from_process_0(
-    lambda: [
-      extraction_files.make_plan(*split, layers, settings.overwrite)
-      for split in zip(files, of_split, num_examples, strict=True)
-    ]
-  )
+  plans = [
+    extraction_files.make_plan(*split, layers, settings.overwrite)
+    for split in zip(files, of_split, num_examples, strict=True)
+  ]
   provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
   rows = []
   for config, plan in zip(configs, plans, strict=True):
@@ -199,9 +197,8 @@ def _widths(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[st
 def _run(run, extractor, batches, config, plan: Plan, widths, info, provenance) -> dict[str, float]:
   """Writes the files of a split; returns seconds, and images_per_second of those computed now."""
   start = time.monotonic()
-  before = 0 if plan.progress is None else plan.progress.num_rows
   shown = jax.process_index() == 0
-  with reporting.Progress(config.split, plan.num_examples, before, shown=shown) as progress:
+  with reporting.Progress(config.split, plan.num_examples, plan.num_rows, shown=shown) as progress:
     extraction_files.run_plan(
       plan,
       extractor,
@@ -214,7 +211,7 @@ def _run(run, extractor, batches, config, plan: Plan, widths, info, provenance) 
       on_rows=progress.update,
     )
   seconds = time.monotonic() - start
-  return {'seconds': seconds, 'images_per_second': (progress.count - before) / seconds}
+  return {'seconds': seconds, 'images_per_second': (progress.count - plan.num_rows) / seconds}
 
 
 def convert(source: str, settings: Settings) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once, in
-float64.
+"""Ridge regression onto {-1, 1} class targets, in closed form, for many l2 strengths at once.
+
+The fit is in float64. The class with the highest score is found in float32, and in float64 where
+rounding could change it.
 """
 
 import dataclasses
@@ -12,8 +14,9 @@ import scipy.sparse
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly changes the bias
 STD_OFFSET = 1e-5
 _BLOCK_ROWS = 4096  # examples that are read at once
-_SCORES = 1 << 20  # that are held at once; 8 MiB should fit the cache
-_ERROR = 1e-9  # of a combined curve, relative
+_SCORES = 1 << 21  # float32 scores that are held at once; 8 MiB should fit the cache
+_SKELETON_ERROR = 1e-5  # of a combined curve, relative
+_ROUNDING = 2.0**-17  # of a float32 score, relative to its terms; D may be up to 10^5
 
 # Notation: N examples, D features, K classes, r = rank of X; c = BIAS_FEATURE; L strengths l2.
 #
@@ -45,9 +48,11 @@ _ERROR = 1e-9  # of a combined curve, relative
 # class; everything else that H_ii does is common to all classes.
 #
 # Many strengths. With p = V^T x [r] the scores are p^T (E + l2)^{-1} V^T X^T Y. The L vectors
-# 1 / (E + l2) are, up to a relative error of 1e-9, linear combinations of m of them (about 20 of
-# 30), which a pivoted QR decomposition picks. Scores are computed at these m strengths and combined
-# for the others.
+# 1 / (E + l2) are nearly linear combinations of m of them, sum_i a_i / (E + l2_i), with m about
+# half of L; a pivoted QR decomposition picks these. Scores are computed in float32 at m strengths
+# and combined for the others. They are off by about u |x| sum_i |a_i| |W(l2_i)|, u = sqrt(D) 2^-24
+# (rounding errors add up like independent ones; Higham and Mary 2019,
+# https://doi.org/10.1137/18M1226312). Where the two best classes are closer, float64 decides.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,15 +146,31 @@ class Ridge:
     curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
     bias = np.stack([self.bias(l2) for l2 in l2s])  # [L, K]
     picked, combine = _skeleton(curves * np.linalg.norm(self.rhs, axis=1))
-    weights = np.stack([self.weights(l2) for l2 in l2s[picked]], axis=-1)  # [D, K, m]
+    weights = np.stack([self.weights(l2).astype(np.float32) for l2 in l2s[picked]], axis=-1)
+    norms = np.linalg.norm(weights, axis=0).max(axis=0)  # [m], of weights [D, K, m]
+    error = _ROUNDING * (np.abs(combine) @ norms)  # [L], of a score where |x| = 1
+    mix, bias32 = combine.astype(np.float32), bias.astype(np.float32)
     best = np.empty((len(l2s), len(x)), np.int64)
+    doubtful = np.empty(best.shape, bool)
     for rows in blocks(len(x), max(128, _SCORES // bias.size)):
-      scores = self._standardised(x[rows]) @ weights.reshape(len(weights), -1)  # [rows, K m]
-      scores = combine @ scores.reshape(-1, len(picked)).T
-      scores = scores.reshape(len(l2s), -1, bias.shape[1]) + bias[:, None]  # [L, rows, K]
+      z = self._standardised(x[rows])
+      scores = z.astype(np.float32) @ weights.reshape(len(weights), -1)  # [rows, K m]
+      scores = (mix @ scores.reshape(-1, len(picked)).T).reshape(len(l2s), len(z), -1)
+      scores += bias32[:, None]  # [L, rows, K]
       if own is not None:
-        scores[:, np.arange(scores.shape[1]), own[rows]] -= 2 * hat[:, rows]
-      best[:, rows] = scores.argmax(axis=-1)
+        scores[:, np.arange(len(z)), own[rows]] -= 2 * hat[:, rows]
+      best[:, rows], lead = _best_and_lead(scores)
+      doubtful[:, rows] = lead <= error[:, None] * np.linalg.norm(z, axis=1) + _ROUNDING
+
+    for part in blocks(len(x), _BLOCK_ROWS):
+      here = part.start + np.flatnonzero(doubtful[:, part].any(axis=0))
+      projected = self._standardised(x[here]) @ self.basis  # [rows, r]
+      for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
+        some = np.flatnonzero(doubtful[i, here])
+        scores = projected[some] @ (curves[i, :, None] * self.rhs) + bias[i]
+        if own is not None:
+          scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
+        best[i, here[some]] = scores.argmax(axis=1)
     return best
 
 
@@ -222,9 +243,19 @@ def _skeleton(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   if not lengths.all():  # all features are constant, or all classes have the same mean
     return np.zeros(1, int), np.ones((len(curves), 1))
   scaled = np.asfortranarray((curves / lengths[:, None]).T)
-  m, order, rest = scipy.linalg.interpolative.interp_decomp(scaled, _ERROR, rand=False)
+  m, order, rest = scipy.linalg.interpolative.interp_decomp(scaled, _SKELETON_ERROR, rand=False)
   combine = scipy.linalg.interpolative.reconstruct_interp_matrix(order, rest).T  # [L, m]
   return order[:m], combine * lengths[:, None] / lengths[order[:m]]
+
+
+def _best_and_lead(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Position of the highest of scores [L, M, K] and its lead, both [L, M]; overwrites scores."""
+  best = scores.argmax(axis=-1)[..., None]
+  first = np.take_along_axis(scores, best, -1)
+  np.put_along_axis(scores, best, -np.inf, -1)
+  # argmax and take, because max is several times as slow over a short last axis
+  second = np.take_along_axis(scores, scores.argmax(axis=-1)[..., None], -1)
+  return best[..., 0], (first - second)[..., 0]
 
 
 def blocks(length: int, step: int) -> Iterator[slice]:

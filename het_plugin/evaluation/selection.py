@@ -1,18 +1,17 @@
 """What `het_plugin.select` computes: candidates compared by the files of what they make of a task.
 
 Each function takes one source per candidate (`candidates.py`), reads all of them before it computes
-anything, and returns a `Result`. Errors name the flags of the program.
+anything, and returns a `Report`, best candidate first. Errors name the flags of the program.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import fewshot
+from het_plugin.evaluation import fewshot, greedy_ensemble, report
 from het_plugin.evaluation import knn as neighbors
 from het_plugin.evaluation import rankme as effective_rank
 from het_plugin.evaluation.candidates import (
@@ -21,95 +20,34 @@ from het_plugin.evaluation.candidates import (
   read_softmax_predictions,
   same_predictions,
 )
-from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
 from het_plugin.evaluation.representations import read_representations
 
+_Report = functools.partial(report.Report, row_title='candidate')
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Result:
-  """Table, plot and numbers of one comparison.
 
-  Attributes:
-    title, introduction: of the page.
-    rows: one per candidate or ensemble (see `reporting`), best first.
-    notes: lines below the table.
-    caption: of the plot.
-    draw: makes the plot, a PNG.
-    json: all numbers.
+def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[str, Any]:
+  """How well the order of `proxy` [C] matches that of `accuracy` [C], both finite, C >= 1.
+
+  Returns:
+    'kendall_tau': tau-b in [-1, 1]; None where it is undefined: fewer than two candidates, or all
+    equal in the proxy or the accuracy. 'regret' by number of candidates kept, 1 .. C: the best
+    accuracy of all minus the best of those kept.
   """
-
-  title: str
-  introduction: str
-  rows: Sequence[Mapping[str, Any]]
-  notes: Sequence[str]
-  caption: str
-  draw: Callable[[], bytes]
-  json: Mapping[str, Any]
-
-  def write(self, program: str, *, json: str | None, png: str | None, html: str | None) -> None:
-    """Prints the table and writes the files whose paths are given."""
-    print(reporting.text_table(self.rows, row_title='candidate'))
-    print('\n' + '\n'.join(self.notes))
-    if json:
-      reporting.write_json(self.json, json)
-    if not (png or html):
-      return
-    plot = self.draw()
-    for path in filter(None, (png, html)):
-      Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if png:
-      Path(png).write_bytes(plot)
-    if html:
-      page = reporting.html_page(
-        title=self.title,
-        introduction=self.introduction,
-        rows=self.rows,
-        row_title='candidate',
-        notes=self.notes,
-        figures=[reporting.Figure(plot, self.caption, self.caption)],
-        provenance=reporting.Provenance.of_this_process(program, {}),
-      )
-      Path(html).write_text(page)
-
-
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-  """A proxy against the accuracy that it stands for.
-
-  Attributes:
-    kendall_tau: tau-b over the candidates, in [-1, 1]. None where it is undefined: fewer than two
-      candidates, or all equal in the proxy or the accuracy.
-    regret: by number of candidates kept, 1 .. C: the best accuracy of all minus the best of those
-      kept.
-  """
-
-  kendall_tau: float | None
-  regret: tuple[float, ...]
-
-  def line(self, shots: int) -> str:
-    """The agreement at a number of shots as a note."""
-    tau = 'undefined' if self.kendall_tau is None else f'{self.kendall_tau:.3f}'
-    regret = ', '.join(f'{x:.3f}' for x in self.regret)
-    return f"{shots} shots: Kendall's tau {tau}; regret of keeping the best 1, 2, ...: {regret}"
-
-
-def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> Agreement:
-  """How well the order of `proxy` [C] matches that of `accuracy` [C], both finite, C >= 1."""
   import scipy.stats  # takes a second or more
 
   accuracy = np.asarray(accuracy)
   kept = np.maximum.accumulate(accuracy[best_first(proxy)])
   # scipy's tau of a constant is NaN
   tau = scipy.stats.kendalltau(proxy, accuracy).statistic if len(accuracy) > 1 else np.nan
-  return Agreement(
-    kendall_tau=None if np.isnan(tau) else float(tau),
-    regret=tuple(float(x) for x in accuracy.max() - kept),
-  )
+  return {
+    'kendall_tau': None if np.isnan(tau) else float(tau),
+    'regret': (accuracy.max() - kept).tolist(),
+  }
 
 
 def best_first(proxy: Sequence[float]) -> list[int]:
   """Candidates from the highest proxy to the lowest; equal ones keep their order."""
-  return [int(i) for i in np.argsort(-np.asarray(proxy), kind='stable')]
+  return np.argsort(-np.asarray(proxy), kind='stable').tolist()
 
 
 def knn(
@@ -119,7 +57,7 @@ def knn(
   names: Sequence[str] | None,
   k: Sequence[int],
   metric: str,
-) -> Result:
+) -> report.Report:
   """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out."""
   names = candidate_names(names, train, test)
   check_representations(train, test)
@@ -130,7 +68,7 @@ def knn(
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
   lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
   measured = 'the test examples' if test else 'the training examples, each left out in turn'
-  return Result(
+  return _Report(
     title='k-nearest-neighbour accuracy',
     introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
     f'{measured}.',
@@ -140,9 +78,11 @@ def knn(
       for row in rows
     ],
     notes=[f'accuracy on {measured}; {metric} distance'],
-    caption='Accuracy against the number of neighbours.',
-    draw=lambda: reporting.lines_png(
-      lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
+    draw=lambda: _figure(
+      reporting.lines_png(
+        lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
+      ),
+      'Accuracy against the number of neighbours.',
     ),
     json={'metric': metric, 'leave_one_out': not test, 'rows': rows},
   )
@@ -159,7 +99,7 @@ def rank(
   shots: Sequence[int],
   seeds: Sequence[int],
   l2: float | str,
-) -> Result:
+) -> report.Report:
   """The kNN proxy of every candidate, and few-shot accuracy of the `keep` best by it."""
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number for rank, the k of its proxy')
@@ -178,10 +118,15 @@ def rank(
   results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
   # {shots: (proxies, accuracies)}
   points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}
-  measured = points if len(kept) == len(names) else {}
-  agreements = {n: agreement(*pair) for n, pair in measured.items()}
+  agreements = {n: agreement(*xy) for n, xy in points.items()} if len(kept) == len(names) else {}
+  notes = [
+    f"{n} shots: Kendall's tau "
+    + ('undefined' if found['kendall_tau'] is None else f'{found["kendall_tau"]:.3f}')
+    + f'; regret of keeping the best 1, 2, ...: {", ".join(f"{x:.3f}" for x in found["regret"])}'
+    for n, found in agreements.items()
+  ]
   proxy_name = f'kNN accuracy, k = {k[0]}'
-  return Result(
+  return _Report(
     title='Candidates for a task',
     introduction=f'All candidates by the leave-one-out {proxy_name} ({metric} distance) on the '
     f'training examples, and few-shot accuracy on the test examples of the best {len(kept)}.',
@@ -194,16 +139,18 @@ def rank(
       }
       for i in order
     ],
-    notes=[found.line(n) for n, found in agreements.items()]
+    notes=notes
     or [
       f'few-shot accuracy of the best {len(kept)} of {len(names)}; --keep=all measures the proxy'
     ],
-    caption='Few-shot accuracy against the proxy.',
-    draw=lambda: reporting.scatter_png(
-      {f'{n} shot{"s" * (n > 1)}': pair for n, pair in points.items()},
-      [names[i] for i in kept],
-      xlabel=f'{proxy_name}, leave-one-out',
-      ylabel='few-shot accuracy',
+    draw=lambda: _figure(
+      reporting.scatter_png(
+        {f'{n} shot{"s" * (n > 1)}': xy for n, xy in points.items()},
+        [names[i] for i in kept],
+        xlabel=f'{proxy_name}, leave-one-out',
+        ylabel='few-shot accuracy',
+      ),
+      'Few-shot accuracy against the proxy.',
     ),
     json={
       'metric': metric,
@@ -216,12 +163,14 @@ def rank(
         }
         for i in order
       ],
-      'agreement': {n: dataclasses.asdict(found) for n, found in agreements.items()},
+      'agreement': agreements,
     },
   )
 
 
-def rankme(*, train: Sequence[str], names: Sequence[str] | None, max_examples: int) -> Result:
+def rankme(
+  *, train: Sequence[str], names: Sequence[str] | None, max_examples: int
+) -> report.Report:
   """RankMe of every candidate, with its spectrum."""
   if max_examples < 1:
     raise ValueError(f'--max_examples={max_examples} must be at least 1')
@@ -241,8 +190,19 @@ def rankme(*, train: Sequence[str], names: Sequence[str] | None, max_examples: i
       }
     )
   rows.sort(key=lambda row: -row['rankme'])
-  spectra = {row['candidate']: _spectrum(row['singular_values']) for row in rows}
-  return Result(
+
+  def draw():
+    spectra = {}
+    for row in rows:
+      relative = row['singular_values'] / row['singular_values'][0]
+      relative = relative[relative > len(relative) * np.finfo(float).eps]  # more than rounding
+      spectra[row['candidate']] = np.arange(1, len(relative) + 1), relative
+    png = reporting.lines_png(
+      spectra, xlabel='k', ylabel='singular value / largest', log_x=True, log_y=True
+    )
+    return _figure(png, 'Singular values over the largest.')
+
+  return _Report(
     title='RankMe',
     introduction='Effective rank of the representations: the exponential of the entropy of their '
     'singular values (Garrido et al. 2023, eq. 1).',
@@ -256,10 +216,7 @@ def rankme(*, train: Sequence[str], names: Sequence[str] | None, max_examples: i
       for row in rows
     ],
     notes=['from 1 to the smaller of D and the number of examples'],
-    caption='Singular values over the largest.',
-    draw=lambda: reporting.lines_png(
-      spectra, xlabel='k', ylabel='singular value / largest', log_x=True, log_y=True
-    ),
+    draw=draw,
     json={'rows': rows},
   )
 
@@ -271,20 +228,19 @@ def ensemble(
   names: Sequence[str] | None,
   max_members: int,
   replacement: bool,
-) -> Result:
+) -> report.Report:
   """A greedy ensemble beside the best single candidate and the average of all."""
   names = candidate_names(names, validation, test, flag='validation')
   # The test files are read now too, so that a wrong one is found before anything is computed.
-  labels, num_classes = [], None
-  for read in same_predictions(validation):
-    labels.append(read.label_log_prob)
-    num_classes = read.log_prob.shape[1]
-  for _ in same_predictions(test, num_classes):
+  labels = [read.label_log_prob for read in same_predictions(validation)]
+  for _ in same_predictions(test):
     pass
 
-  found = greedy_ensemble(np.stack(labels), max_members=max_members, replacement=replacement)
-  shares = found.weights(len(names))
-  best = found.members[0]  # the first step looks for the best single one
+  members, path = greedy_ensemble.greedy_ensemble(
+    np.stack(labels), max_members=max_members, replacement=replacement
+  )
+  shares = np.bincount(members, minlength=len(names)) / len(members)
+  best = members[0]  # the first step looks for the best single one
   ensembles = {
     'greedy ensemble': shares,
     f'best single: {names[best]}': np.eye(len(names))[best],
@@ -299,13 +255,12 @@ def ensemble(
     scores = _mixture_scores(sources, np.stack(list(ensembles.values())))
     for row, (nll, accuracy) in zip(rows, scores, strict=True):
       row |= {f'{split}_nll': nll, f'{split}_accuracy': accuracy}
-  members = sorted(set(found.members), key=lambda i: -shares[i])
+  chosen = sorted(set(members), key=lambda i: -shares[i])
   steps = [
     {'candidate': names[member], 'validation_nll': nll}
-    for member, nll in zip(found.members, found.nll, strict=True)
+    for member, nll in zip(members, path, strict=True)
   ]
-  path = (range(1, len(found.nll) + 1), found.nll)
-  return Result(
+  return _Report(
     title='Greedy ensemble',
     introduction=f'Members out of {len(names)} candidates, added one by one for the smallest '
     f'validation NLL {"with" if replacement else "without"} replacement; an ensemble predicts the '
@@ -319,64 +274,54 @@ def ensemble(
       }
       for row in rows
     ],
-    notes=['members: ' + ', '.join(f'{names[i]} {shares[i]:.3g}' for i in members)]
+    notes=['members: ' + ', '.join(f'{names[i]} {shares[i]:.3g}' for i in chosen)]
     + [
       f'{i}. {step["candidate"]}: validation NLL {step["validation_nll"]:.4f}'
       for i, step in enumerate(steps, 1)
     ],
-    caption='Validation NLL by number of members.',
-    draw=lambda: reporting.lines_png(
-      {'validation NLL': path}, xlabel='members', ylabel='validation NLL', whole_steps=True
+    draw=lambda: _figure(
+      reporting.lines_png(
+        {'validation NLL': (range(1, len(path) + 1), path)},
+        xlabel='members',
+        ylabel='validation NLL',
+        whole_steps=True,
+      ),
+      'Validation NLL by number of members.',
     ),
     json={
       'rows': rows,
-      'members': [{'candidate': names[i], 'weight': shares[i]} for i in members],
+      'members': [{'candidate': names[i], 'weight': shares[i]} for i in chosen],
       'steps': steps,
     },
   )
+
+
+def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
+  return {'plot': reporting.Figure(png, caption, caption)}
 
 
 def _knn_accuracy(
   train: str, test: str | None, ks: Sequence[int], metric: str
 ) -> tuple[dict[int, float], int]:
   """({k: accuracy}, D) of a candidate; of its training examples left out where test is None."""
-  train_split = read_representations(train)
-  test_split = read_representations(test) if test else None
-  accuracy = neighbors.knn_accuracy(
-    train_split.features,
-    train_split.label,
-    test_split and test_split.features,
-    test_split and test_split.label,
-    ks=ks,
-    metric=metric,
-  )
-  return accuracy, train_split.features.shape[1]
+  arrays = [read_representations(source) for source in (train, test) if source]
+  arguments = [x for split in arrays for x in (split.features, split.label)]
+  accuracy = neighbors.knn_accuracy(*arguments, ks=ks, metric=metric)
+  return accuracy, arrays[0].features.shape[1]
 
 
 def _few_shot(train: str, test: str, **settings) -> dict[int, fewshot.FewShotResult]:
   """{shots: result} of a candidate."""
-  train_split, test_split = read_representations(train), read_representations(test)
+  fit, new = read_representations(train), read_representations(test)
   return fewshot.few_shot(
-    train_split.features,
-    train_split.label,
-    test_split.features,
-    test_split.label,
-    train_index=train_split.index,
-    **settings,
+    fit.features, fit.label, new.features, new.label, train_index=fit.index, **settings
   )
-
-
-def _spectrum(sigma: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """(k, sigma_k / sigma_1) of the singular values that are larger than rounding errors."""
-  relative = sigma / sigma[0]
-  relative = relative[relative > len(sigma) * np.finfo(np.float64).eps]
-  return np.arange(1, len(relative) + 1), relative
 
 
 def _mixture_scores(sources: Sequence[str], weights: np.ndarray) -> list[tuple[float, float]]:
   """(NLL, accuracy) of mixtures of the candidates with weights [E, C]."""
   label = read_softmax_predictions(sources[0]).label
-  log_probs = mixture_log_prob(
+  log_probs = greedy_ensemble.mixture_log_prob(
     (read_softmax_predictions(source).log_prob for source in sources), weights
   )
   scores = []

@@ -10,7 +10,7 @@ import pytest
 import gin
 from het_plugin import data, heads, integrate, models
 from het_plugin.config import command_line, parsing, registry
-from het_plugin.evaluation import fewshot_action, prompts, zeroshot_action
+from het_plugin.evaluation import actions, prompts
 from het_plugin.training import exit_codes
 from het_plugin.training import train as train_lib
 
@@ -217,7 +217,7 @@ def test_the_papers_few_shot_data_sets():
   extra = ['FewShotAction.image_size = 224', 'FewShotAction.channels = 3']
   with gin.unlock_config():
     gin.parse_config(extra)
-  gin.get_configurable(fewshot_action.FewShotAction)()  # takes its data sets from the file
+  gin.get_configurable(actions.FewShotAction)()  # takes its data sets from the file
   datasets = gin.query_parameter('%FEWSHOT_DATASETS')
   datasets = [reference.scoped_configurable_fn() for reference in datasets]
   names = 'birds caltech cars cifar100 col_hist dtd imagenet pets uc_merced'.split()
@@ -246,7 +246,7 @@ def test_the_papers_zero_shot_data_sets(tmp_path):
     ['het_plugin/gin/evaluation/zeroshot_paper.gin'],
     ["ZERO_SHOT_TEMPLATES = 'photo'", f"IMAGENET_CLASS_NAMES = '{names_file}'"],
   )
-  datasets = gin.get_bindings(zeroshot_action.ZeroShotAction)['datasets']
+  datasets = gin.get_bindings(actions.ZeroShotAction)['datasets']
   assert [(dataset.name, dataset.split) for dataset in datasets] == [
     ('imagenet', 'validation'),
     ('cifar100', 'test'),
@@ -282,7 +282,7 @@ def test_zero_shot_needs_a_run_with_captions():
   ]
   parsing.parse_config(files, bindings('digits_smoke.gin') + action)
   with pytest.raises(ValueError, match="of the training data has no 'text'"):
-    gin.get_configurable(zeroshot_action.ZeroShotAction)()
+    gin.get_configurable(actions.ZeroShotAction)()
 
 
 def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkeypatch):

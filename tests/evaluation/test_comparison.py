@@ -16,12 +16,6 @@ def result(correct, shots=5):
   return FewShotResult(shots, accuracies, (1.0,) * len(correct), 0, 0, correct=correct)
 
 
-def test_an_average_of_cells():
-  found = comparison.average([0.5, 0.7, 0.9], [0.03, 0.0, 0.04])
-  assert found == comparison.Average(pytest.approx(0.7), pytest.approx(0.05 / 3), 3)
-  assert comparison.average([0.5, 0.7], [0.1, None]).stderr is None
-
-
 def test_differences_are_paired():
   rng = np.random.default_rng(0)
   hard = rng.uniform(size=400)  # rows differ in difficulty, for both runs alike

@@ -11,7 +11,6 @@ from het_plugin.evaluation import extraction_files
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.extraction_files import SplitFiles, make_plan, run_plan, safe_name
 from het_plugin.evaluation.representations import read_representations
-from het_plugin.evaluation.row_store import RowStore
 from het_plugin.training.partitioning import PjitPartitioner
 
 NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')
@@ -69,7 +68,6 @@ def extract(
   overwrite=False,
   max_examples=None,
   suffix='.safetensors',
-  commit_seconds=0.0,
   **changes,
 ):
   """A call of the program: plans and runs; returns the plan."""
@@ -90,7 +88,6 @@ def extract(
       batch_size,
       WIDTHS,
       class_names=CLASSES,
-      commit_seconds=commit_seconds,
     )
   return plan
 
@@ -122,28 +119,35 @@ def uninterrupted(tmp_path_factory):
   return found
 
 
-# An exception loses nothing, however long ago the last commit was.
-@pytest.mark.parametrize('stop_at,commit_seconds', [(0, 0), (24, 0), (40, 3600)])
-def test_interrupted_it_ends_bit_for_bit_the_same(tmp_path, uninterrupted, stop_at, commit_seconds):
+@pytest.fixture(autouse=True)
+def commit_each_batch(monkeypatch):
+  monkeypatch.setattr(extraction_files, '_COMMIT_SECONDS', 0.0)
+
+
+@pytest.mark.parametrize('stop_at,seconds', [(0, 0), (24, 0), (40, 3600)])
+def test_interrupted_it_ends_bit_for_bit_the_same(
+  tmp_path, uninterrupted, stop_at, seconds, monkeypatch
+):
+  """An exception loses nothing, however long ago the last commit was."""
+  monkeypatch.setattr(extraction_files, '_COMMIT_SECONDS', seconds)
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(stop_at=stop_at), commit_seconds=commit_seconds)
+    extract(tmp_path, make_batches(stop_at=stop_at))
   assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
   plan = extract(tmp_path, make_batches())
   # One batch is in flight when the next cannot be read.
-  assert (plan.progress.state or {'position': 0})['position'] == max(stop_at - 8, 0)
+  assert (plan.state or {'position': 0})['position'] == max(stop_at - 8, 0)
   assert content(tmp_path) == uninterrupted
 
 
 def test_what_is_behind_the_last_commit_is_dropped(tmp_path, uninterrupted, monkeypatch):
   with pytest.raises(KilledError):
     extract(tmp_path, make_batches(stop_at=24))
-  commit = RowStore.commit
-  # As SIGKILL: what follows the opening is never committed.
-  monkeypatch.setattr(RowStore, 'commit', lambda self: self._committed or commit(self))
+  progress = tmp_path / '.unfinished.train/progress.json'
+  before = progress.read_text()
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(stop_at=40), commit_seconds=3600)
-  monkeypatch.undo()
-  assert extract(tmp_path, make_batches()).progress.num_rows == 15  # as after the first time
+    extract(tmp_path, make_batches(stop_at=40))
+  progress.write_text(before)  # as SIGKILL before the commit
+  assert extract(tmp_path, make_batches()).num_rows == 15  # as after the first time
   assert content(tmp_path) == uninterrupted
 
 
@@ -160,7 +164,7 @@ def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeyp
     extract(tmp_path, make_batches())
   monkeypatch.undo()
   plan = extract(tmp_path, make_batches(stop_at=0))  # no image is needed again
-  assert plan.layers == ('wide', 'narrow') and plan.progress.num_rows == 41
+  assert plan.layers == ('wide', 'narrow') and plan.num_rows == 41
   assert content(tmp_path) == uninterrupted
 
 
@@ -255,9 +259,11 @@ def test_features_that_are_not_finite(tmp_path, monkeypatch):
 def test_damaged_progress(tmp_path):
   with pytest.raises(KilledError):
     extract(tmp_path, make_batches(stop_at=24))
-  (tmp_path / '.unfinished.train/label.rows').write_bytes(b'')
-  with pytest.raises(ValueError, match='label.rows has 0 bytes instead of'):
-    extract(tmp_path, make_batches())
+  label = tmp_path / '.unfinished.train/label.npy'
+  for damaged in (b'', label.read_bytes()[:-8]):
+    label.write_bytes(damaged)
+    with pytest.raises(ValueError, match='label.npy: '):
+      extract(tmp_path, make_batches())
   (tmp_path / '.unfinished.train/progress.json').write_text('{}')
   with pytest.raises(ValueError, match='is no record of progress'):
     extract(tmp_path, make_batches())

@@ -81,9 +81,24 @@ def test_many_strengths_at_once_decide_as_one_by_one(shape, decades, own):
     scores[:, np.arange(len(y)), y] -= 2 * model.leverage(x, GRID)
   got = model.leave_one_out(x, y, GRID) if own else model.predict(new, GRID)
   ordered = np.sort(scores, axis=-1)
-  sure = ordered[..., -1] - ordered[..., -2] > 1e-7
+  sure = ordered[..., -1] - ordered[..., -2] > 1e-9
   assert sure.mean() > 0.99
   np.testing.assert_array_equal(got[sure], scores.argmax(axis=-1)[sure])
+
+
+def test_doubtful_rows_are_decided_in_float64():
+  """Two best scores 1e-9 apart, which float32 cannot tell."""
+  x, y = overlapping(60, 20, 2, 2)
+  model = ridge.decompose(x, y)
+  rng = np.random.default_rng(0)
+  (a, b), (bias_a, bias_b) = model.weights(1.0).T, model.bias(1.0)
+  z = rng.normal(size=(200, 20))
+  apart = z @ (a - b) + bias_a - bias_b
+  z -= ((apart - 1e-9 * rng.choice([-1, 1], 200)) / ((a - b) @ (a - b)))[:, None] * (a - b)
+  new = z * model.scale + model.mean
+  expected = model.scores(new, 1.0).argmax(axis=1)
+  assert 50 < expected.sum() < 150
+  np.testing.assert_array_equal(model.predict(new, [1.0])[0], expected)
 
 
 def test_blocks_change_nothing(monkeypatch):

@@ -1,30 +1,150 @@
-"""The order by a proxy, and its agreement with accuracies."""
+"""Candidates: that they hold the same examples, proxies of them, and ensembles of them."""
 
 import itertools
 
 import numpy as np
 import pytest
+from scipy import special
 
+from het_plugin.evaluation import candidates, rankme
+from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
+from het_plugin.evaluation.representations import Representations, write_representations
 from het_plugin.evaluation.selection import agreement, best_first
 
 
-def test_best_first_keeps_the_order_of_equals():
-  assert best_first([0.5, 0.9, 0.5, 0.7]) == [1, 3, 0, 2]
-
-
-def test_kendall_tau_counts_pairs():
+def test_kendall_tau_and_regret():
   proxy, accuracy = [0.1, 0.4, 0.3, 0.9], [0.2, 0.3, 0.6, 0.5]
   pairs = list(itertools.combinations(range(4), 2))
   signs = [np.sign((proxy[i] - proxy[j]) * (accuracy[i] - accuracy[j])) for i, j in pairs]
-  assert agreement(proxy, accuracy).kendall_tau == pytest.approx(sum(signs) / len(pairs))
-
-
-def test_regret_falls_to_nothing_as_more_are_kept():
-  found = agreement([0.1, 0.4, 0.3, 0.9], [0.2, 0.3, 0.6, 0.5])
-  np.testing.assert_allclose(found.regret, [0.1, 0.1, 0, 0])
+  found = agreement(proxy, accuracy)
+  assert found['kendall_tau'] == pytest.approx(sum(signs) / len(pairs))
+  np.testing.assert_allclose(found['regret'], [0.1, 0.1, 0, 0])
+  assert best_first([0.5, 0.9, 0.5, 0.7]) == [1, 3, 0, 2]  # equal ones keep their order
 
 
 @pytest.mark.parametrize('proxy,accuracy', [([0.5], [0.5]), ([1, 1], [0, 1]), ([0, 1], [0.5, 0.5])])
 def test_an_undefined_tau_is_none(proxy, accuracy):
   found = agreement(proxy, accuracy)
-  assert found.kendall_tau is None and np.isfinite(found.regret).all()
+  assert found['kendall_tau'] is None and np.isfinite(found['regret']).all()
+
+
+def test_npy_files_keep_their_labels():
+  text = 'a.npz,X.npy,Y.npy,b.safetensors,c.npz:train,Z.npy'
+  expected = ['a.npz', 'X.npy,Y.npy', 'b.safetensors', 'c.npz:train', 'Z.npy']
+  assert candidates.split_sources(text) == expected
+
+
+def test_representations_of_the_same_examples(tmp_path):
+  def write(name, *, d=3, index=(4, 2, 8), labels=(1, 0, 1), **provenance):
+    features = np.random.default_rng(0).normal(size=(len(index), d))
+    labels = np.array(labels, np.int32)[:, None]
+    read = Representations(features, labels, np.array(index), None, provenance)
+    write_representations(tmp_path / name, read)
+    return str(tmp_path / name)
+
+  train = [write('a.npz', layer='x'), write('b.npz', d=5, index=(8, 4, 2), labels=(1, 1, 0))]
+  few = dict(index=(1, 2), labels=(0, 1))
+  test = [write('at.npz', **few), write('bt.npz', d=5, **few)]
+  candidates.check_representations(train, test)  # the order of rows and the width may differ
+  for other, words in [
+    (dict(index=(4, 2, 9)), r'c.npz holds other examples than .*a.npz: 3 and 3, 2 in both'),
+    (dict(labels=(1, 1, 1)), r'c.npz has other labels than .*a.npz for the same examples'),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      candidates.check_representations([train[0], write('c.npz', **other)])
+  for other, words in [
+    (dict(d=4), r't.npz has features 4, but .*a.npz 3'),
+    (dict(layer='stem'), r't.npz has layer stem, but .*a.npz x'),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      candidates.check_representations(train[:1], [write('t.npz', **few, **other)])
+
+
+def test_predictions_for_the_same_examples(tmp_path):
+  def write(name, k=2, index=(0, 1), label=(0, 1), link='softmax'):
+    path = str(tmp_path / name)
+    log_prob = np.full((2, k), -np.log(k))
+    np.savez(path, log_prob=log_prob, label=np.array(label), index=index, link=link)
+    return path
+
+  first = write('a.npz')
+  swapped = write('b.npz', index=(1, 0), label=(1, 0))
+  for read in candidates.same_predictions([first, swapped]):
+    assert (read.index.tolist(), read.label.tolist()) == ([0, 1], [0, 1])
+  for second, words in [
+    (write('c.npz', k=3), 'c.npz has 3 classes and .*a.npz 2'),
+    (write('d.npz', index=(0, 2)), 'd.npz holds other examples than .*a.npz: 2 and 2, 1 in both'),
+    (write('f.npz', link='sigmoid'), "f.npz has link = 'sigmoid'; an ensemble needs softmax"),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      list(candidates.same_predictions([first, second]))
+
+
+def make_predictions(num, n=80, k=4, seed=0):
+  """log_prob [C, N, K] and label [N]."""
+  rng = np.random.default_rng(seed)
+  label = rng.integers(0, k, n)
+  logits = 2 * rng.normal(size=(num, n, k)) + 1.5 * np.eye(k)[label]
+  return special.log_softmax(logits, axis=-1), label
+
+
+@pytest.mark.parametrize('replacement', [True, False])
+def test_each_step_of_an_ensemble_is_the_best_one(replacement):
+  log_prob, label = make_predictions(5)
+  of_label = log_prob[:, np.arange(len(label)), label]
+  found = greedy_ensemble(of_label, max_members=8, replacement=replacement)
+  members, expected = [], []
+  for _ in range(8):
+    options = [c for c in range(5) if replacement or c not in members]
+    nll = [-np.log(np.exp(of_label[[*members, c]]).mean(axis=0)).mean() for c in options]
+    if not options or (expected and min(nll) >= expected[-1]):
+      break
+    members.append(options[int(np.argmin(nll))])
+    expected.append(min(nll))
+  assert found[0] == members and len(members) > 2
+  np.testing.assert_allclose(found[1], expected, rtol=1e-12)
+  same = np.repeat(of_label[:1], 3, axis=0)
+  assert greedy_ensemble(same, replacement=replacement)[0] == [0]  # no improvement
+
+
+def test_ensembles_of_probabilities_that_float64_does_not_hold():
+  """e^-1000 is 0 in float64. Two candidates, each wrong on its half, are better together."""
+  low, high = -1000.0, -1e-3
+  members, nll = greedy_ensemble(
+    np.array([[low, low, high, high], [high, high, low, low], [low] * 4])
+  )
+  assert members == [0, 1]
+  np.testing.assert_allclose(nll, [500.0005, np.log(2) + 1e-3])
+  never = np.full(3, -np.inf)
+  assert greedy_ensemble(np.array([never, [-1.0, -np.inf, -1], [-2.0, -2, -2]]))[0][0] == 2
+  assert greedy_ensemble(np.array([never, never])) == ([0], [np.inf])
+
+
+def test_mixtures_are_averages_of_probabilities():
+  log_prob, _ = make_predictions(3)
+  weights = np.array([[1, 0, 0], [0.25, 0.5, 0.25], [0, 0.5, 0.5]])
+  got = mixture_log_prob(iter(log_prob), weights)
+  np.testing.assert_allclose(np.exp(got), np.einsum('ec,cnk->enk', weights, np.exp(log_prob)))
+  tiny = mixture_log_prob([np.array([[-900.0]]), np.array([[-np.inf]])], np.array([[0.5, 0.5]]))
+  np.testing.assert_allclose(tiny, [[[-900 - np.log(2)]]])
+
+
+def test_rankme_is_the_formula_of_the_paper_and_small_singular_values_survive():
+  rng = np.random.default_rng(0)
+  u, _ = np.linalg.qr(rng.normal(size=(200, 3)))
+  v, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+  spectrum = np.array([1.0, 1e-4, 1e-11])  # the square of 1e-11 is below a Gram matrix's rounding
+  sigma = rankme.singular_values(u * spectrum @ v.T)
+  np.testing.assert_allclose(sigma, spectrum, rtol=1e-4)
+  p = spectrum / spectrum.sum() + 1e-7
+  assert rankme.rankme(sigma) == pytest.approx(np.prod(p**-p))
+  with pytest.raises(ValueError, match='all 4 rows of the features are zero'):
+    rankme.singular_values(np.zeros((4, 3)))
+
+
+def test_rankme_of_more_examples_than_the_bound_is_a_fixed_choice():
+  features = np.random.default_rng(0).normal(size=(500, 4))
+  few = rankme.singular_values(features, max_examples=100)
+  np.testing.assert_array_equal(few, rankme.singular_values(features, max_examples=100))
+  whole = rankme.singular_values(features)
+  assert 0.1 < np.square(few).sum() / np.square(whole).sum() < 0.3  # a fifth of the rows

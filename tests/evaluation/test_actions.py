@@ -1,5 +1,6 @@
-"""The action inside a training run: when it runs, what it writes, on digits with a tiny ViT."""
+"""The actions inside a training run: when they run, what they write, on digits."""
 
+import dataclasses
 import json
 import types
 
@@ -13,9 +14,9 @@ from het_plugin.backbones import ViT
 from het_plugin.data import TaskInfo, get_dataset
 from het_plugin.evaluation import fewshot_datasets
 from het_plugin.evaluation import splits as splits_lib
-from het_plugin.evaluation.fewshot_action import FewShotAction
+from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, Row, ZeroShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
-from het_plugin.evaluation.periodic_action import PeriodicAction, Row
+from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
@@ -23,6 +24,7 @@ from het_plugin.training.actions import ActionContext
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
 from het_plugin.training.state import TrainState
+from tests.evaluation.fake_contrastive import FakeContrastive, Letters
 
 DIGITS = FewShotDataset('digits', 'digits')
 SIZE = 8
@@ -46,20 +48,19 @@ class Model(ClassificationModel):
     return super().representations(*args, **kwargs)
 
 
-def make_context(model_dir, model_shards=2, channels=1):
-  backbone = ViT(patch_size=4, width=32, depth=1, mlp_dim=32, num_heads=2, pooling='gap')
-  integrator = Integrator(num_samples=2)
+def make_context(model_dir, model_shards=2, channels=1, model=None):
+  """With the state of a tiny ViT, or of `model`."""
   optimizer = OptaxWrapper(optax.sgd(0.1))
-  model = Model(backbone, Det(num_classes=10), optimizer, integrator, integrator)
+  if model is None:
+    backbone = ViT(patch_size=4, width=32, depth=1, mlp_dim=32, num_heads=2, pooling='gap')
+    integrator = Integrator(num_samples=2)
+    model = Model(backbone, Det(num_classes=10), optimizer, integrator, integrator)
   partitioner = PjitPartitioner(num_partitions=model_shards)
   context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, 0)
-
   variables = model.get_initial_variables(jax.random.key(0), {'image': (8, SIZE, SIZE, channels)})
   state = TrainState.create(optimizer, variables)
-  params = jax.device_put(
-    state.params, partitioner.shardings(partitioner.get_mesh_axes(state).params)
-  )
-  return context, state.replace(params=params)
+  specs = partitioner.get_mesh_axes(state).params
+  return context, state.replace(params=jax.device_put(state.params, partitioner.shardings(specs)))
 
 
 def at(state, step):
@@ -71,8 +72,8 @@ def make_action(**kwargs):
   return FewShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
 
 
-def records(model_dir):
-  return [json.loads(line) for line in (model_dir / 'fewshot.jsonl').read_text().splitlines()]
+def records(model_dir, kind='fewshot'):
+  return [json.loads(line) for line in (model_dir / f'{kind}.jsonl').read_text().splitlines()]
 
 
 def test_digits_over_the_mesh(tmp_path):
@@ -243,3 +244,53 @@ def test_multi_label_task_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(fewshot_datasets, 'classification_info', lambda name: info)
   with pytest.raises(ValueError, match="'digits' is multi-label"):
     make_action().setup(context)
+
+
+FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')
+
+
+def make_zeroshot(**kwargs):
+  defaults = {'tokenizer': Letters(), 'datasets': (FEW_DIGITS,), 'batch_size': 32}
+  return ZeroShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
+
+
+def test_zeroshot_scalars_and_lines(tmp_path):
+  context, state = make_context(tmp_path, model=FakeContrastive())
+  other = dataclasses.replace(FEW_DIGITS, name='other', templates=('a {}', '{} b'))
+  action = make_zeroshot(datasets=(FEW_DIGITS, other))
+  action.setup(context)
+  assert action.run(at(state, 7), {}) is False
+  found = action.results['digits']
+  assert found.num_examples == 64 and 0 < found.top1 < found.top5 < 1
+  assert context.writer.scalars[7] == {
+    f'zeroshot/{name}/{key}': getattr(action.results[name], key)
+    for name in ('digits', 'other')
+    for key in ('top1', 'top5')
+  }
+  first, second = records(tmp_path, 'zeroshot')
+  assert first == {'step': 7, 'dataset': 'digits', **dataclasses.asdict(found)}
+  assert second['dataset'] == 'other'
+
+
+def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
+  context, state = make_context(tmp_path, model=FakeContrastive())
+  action = make_zeroshot()
+  action.setup(context)
+  action.run(at(state, 1), {})
+  before = action.results['digits']
+  text = state.params['text']
+  rolled = jax.device_put(jnp.roll(text, 1, axis=0), text.sharding)
+  changed = state.replace(params={**state.params, 'text': rolled})
+  action.run(at(changed, 2), {})
+  assert action.results['digits'] != before
+  action.run(at(state, 3), {})
+  assert action.results['digits'] == before
+  assert context.model.traces == 1
+
+
+def test_bad_zeroshot_settings_are_one_sentence(tmp_path):
+  context, _ = make_context(tmp_path, model=FakeContrastive())
+  with pytest.raises(ValueError, match='no_such_task'):
+    make_zeroshot(datasets=(ZeroShotDataset('x', 'no_such_task'),)).setup(context)
+  with pytest.raises(ValueError, match='object has no image_embeddings'):
+    make_zeroshot().setup(dataclasses.replace(context, model=object()))

@@ -1,0 +1,243 @@
+"""Evaluations while a model trains: few-shot and zero-shot accuracies."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+from jax.experimental import multihost_utils
+
+from het_plugin.evaluation import fewshot, fewshot_datasets, zeroshot, zeroshot_datasets
+from het_plugin.evaluation.extraction import RepresentationExtractor
+from het_plugin.evaluation.names import check_names
+from het_plugin.training import run_files
+from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
+from het_plugin.training.state import TrainState
+
+
+class Row(NamedTuple):
+  """A result of one data set: its scalars by name, and what the line of the file says."""
+
+  dataset: str
+  scalars: Mapping[str, float]
+  record: Mapping[str, Any]
+
+
+class PeriodicAction(BaseAction):
+  """Evaluates periodically on data sets; for mode TRAIN_EVAL.
+
+  Writes the scalars KIND/<data set>/<scalar>, and a line per result to <model_dir>/KIND.jsonl. A
+  resumed run replaces the lines of steps that it repeats, and continues the period of the run
+  before.
+
+  Attributes:
+    kind: KIND.
+  """
+
+  kind: str
+
+  def __init__(self, datasets: Sequence[Any], period: int | None, total_steps: int | None):
+    """Sets the period.
+
+    Args:
+      datasets: what to evaluate on; each has a name.
+      period: least number of steps between evaluations; None evaluates whenever the loop calls.
+      total_steps: the last step of training, which is always evaluated.
+
+    Raises:
+      ValueError: the period is below 1, or two data sets have the same name.
+    """
+    check_names(datasets, f'{type(self).__name__}.datasets')
+    if period is not None and period < 1:
+      raise ValueError(f'{type(self).__name__}.period={period} must be at least 1, or None.')
+    self._datasets = tuple(datasets)
+    self._period = period
+    self._total_steps = total_steps
+
+  def setup(self, context: ActionContext) -> None:
+    """Reads which steps an earlier run has evaluated."""
+    self._context = context
+    self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
+    # All processes must agree on when to run, and only process 0 writes the file.
+    steps = (record['step'] for record in run_files.read_jsonl(self._file))
+    last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
+    self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Evaluates if the step is due; never stops training."""
+    del metrics_by_task
+    step = int(train_state.step)
+    never_yet = self._last_step < 0
+    due = self._period is None or never_yet or step - self._last_step >= self._period
+    if due or step == self._total_steps:
+      results = self.evaluate(train_state)
+      self._last_step = step
+      self._context.writer.write_scalars(
+        step,
+        {f'{self.kind}/{x.dataset}/{k}': v for x in results for k, v in x.scalars.items()},
+      )
+      if jax.process_index() == 0:
+        rows = [row for row in run_files.read_jsonl(self._file) if row['step'] < step]
+        rows += [{'step': step, 'dataset': x.dataset, **x.record} for x in results]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
+    return False
+
+  def evaluate(self, train_state: TrainState) -> Sequence[Row]:
+    """Evaluates a state on the data sets; every process calls it."""
+    raise NotImplementedError
+
+
+class FewShotAction(PeriodicAction):
+  """Fits linear classifiers to a layer's representations (`fewshot.py`) during training.
+
+  The scalars are <shots>shot, in [0, 1], with more than one seed also <shots>shot_stderr; there is
+  a line per data set and number of shots. `results` holds the latest {name: {shots:
+  FewShotResult}}.
+  """
+
+  kind = 'fewshot'
+
+  def __init__(
+    self,
+    image_size: int,
+    channels: int,
+    batch_size: int = 256,
+    datasets: Sequence[fewshot_datasets.FewShotDataset] = fewshot_datasets.DEFAULT_DATASETS,
+    shots: Sequence[int] = (1, 5, 10, 25),
+    seeds: Sequence[int] = (0, 1, 2),
+    l2: float | str = 'loo',
+    classifier: str = 'ridge',
+    draw: str = 'random',
+    layer: str = 'pre_logits',
+    period: int | None = None,
+    total_steps: int | None = None,
+  ):
+    """Checks the settings; nothing is read or compiled yet.
+
+    Args:
+      image_size: side of the square images that the model takes, in pixels.
+      channels: number of channels that the model takes; grey images are repeated, colours averaged.
+      batch_size: global batch of the extraction.
+      datasets: data sets to evaluate on.
+      shots: examples per class.
+      seeds: one subset is drawn for each.
+      l2, classifier, draw: see `fewshot.Protocol`.
+      layer: name of the representation.
+      period, total_steps: see `PeriodicAction`.
+
+    Raises:
+      ValueError: a setting is out of range, or two data sets have the same name.
+    """
+    super().__init__(datasets, period, total_steps)
+    self._protocol = fewshot.Protocol(classifier, draw, l2)
+    fewshot.check_settings(shots, seeds, l2, len(datasets))
+    self._image_size, self._batch_size = image_size, batch_size
+    self._draws = {'shots': tuple(shots), 'seeds': tuple(seeds)}
+    self._extraction = {'layers': (layer,), 'channels': channels}
+    self._read: fewshot_datasets.FewShotReader | None = None
+    self.results: dict[str, dict[int, fewshot.FewShotResult]] = {}
+
+  def _reader(self, extractor: RepresentationExtractor | None) -> fewshot_datasets.FewShotReader:
+    mesh = self._context.partitioner
+    return fewshot_datasets.FewShotReader(extractor, mesh, self._image_size, self._batch_size)
+
+  def setup(self, context: ActionContext) -> None:
+    """Checks the data sets against the mesh and reads what an earlier run has evaluated.
+
+    Raises:
+      ValueError: as `FewShotReader.check`.
+    """
+    super().setup(context)
+    for dataset in self._datasets:
+      self._reader(None).check(dataset)
+
+  def evaluate(self, train_state: TrainState) -> list[Row]:
+    if self._read is None:
+      model, mesh = self._context.model, self._context.partitioner
+      specs = mesh.get_mesh_axes(train_state).params
+      self._read = self._reader(RepresentationExtractor(model, mesh, specs, **self._extraction))
+    data = {x.name: self._read(x, train_state.params) for x in self._datasets}
+    self.results = fewshot.few_shot_all(data, self._protocol, **self._draws)
+    rows = []
+    for name, by_shots in self.results.items():
+      for shots, result in by_shots.items():
+        key = f'{shots}shot'
+        scalars = {key: result.mean}
+        if result.stderr is not None:
+          scalars[f'{key}_stderr'] = result.stderr
+        if result.classes_short:
+          logging.warning('%s, %s: %d classes have fewer images.', name, key, result.classes_short)
+        rows.append(Row(name, scalars, result.record()))
+    return rows
+
+
+class ZeroShotAction(PeriodicAction):
+  """Zero-shot classification and retrieval (`zeroshot.py`) during training.
+
+  The scalars are top1 and top5, for captions image_to_text/recall1 and so on, in [0, 1]. Classes
+  are embedded again each time. `results` holds the latest {name: Accuracy or Recall}.
+  """
+
+  kind = 'zeroshot'
+
+  def __init__(
+    self,
+    image_size: int,
+    channels: int,
+    tokenizer: zeroshot_datasets.Tokenizer,
+    batch_size: int = 256,
+    datasets: Sequence[zeroshot_datasets.ZeroShotDataset] = zeroshot_datasets.DEFAULT_DATASETS,
+    num_samples: int = 0,
+    period: int | None = None,
+    total_steps: int | None = None,
+  ):
+    """Sets the evaluation up; reads and compiles nothing yet.
+
+    Args:
+      image_size: side of the square images that the model takes, in pixels.
+      channels: image channels that the model takes; grey data are repeated, colours averaged.
+      tokenizer: that of the training; in gin `@run_tokenizer()`, of `@train/DatasetConfig()`.
+      batch_size: global batch, of images and of texts.
+      datasets: what to evaluate on.
+      num_samples: see `ZeroShotEvaluator`.
+      period, total_steps: see `PeriodicAction`.
+
+    Raises:
+      ValueError: a setting is out of range, or two data sets have the same name.
+    """
+    super().__init__(datasets, period, total_steps)
+    self._settings = {
+      'tokenizer': tokenizer,
+      'image_size': image_size,
+      'channels': channels,
+      'batch_size': batch_size,
+      'num_samples': num_samples,
+    }
+    self._evaluator: zeroshot_datasets.ZeroShotEvaluator | None = None
+    self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
+
+  def _make_evaluator(self, specs: Any) -> zeroshot_datasets.ZeroShotEvaluator:
+    model, mesh = self._context.model, self._context.partitioner
+    return zeroshot_datasets.ZeroShotEvaluator(model, mesh, specs, **self._settings)
+
+  def setup(self, context: ActionContext) -> None:
+    """Checks the model and the data sets, and finds out what an earlier run has evaluated.
+
+    Raises:
+      ValueError: the model is not contrastive; and as `ZeroShotEvaluator.check`.
+    """
+    super().setup(context)
+    checker = self._make_evaluator(None)
+    for dataset in self._datasets:
+      checker.check(dataset)
+
+  def evaluate(self, train_state: TrainState) -> list[Row]:
+    if self._evaluator is None:
+      specs = self._context.partitioner.get_mesh_axes(train_state).params
+      self._evaluator = self._make_evaluator(specs)
+    self.results = {x.name: self._evaluator(x, train_state.params) for x in self._datasets}
+    return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]

@@ -1,0 +1,85 @@
+"""A comparison of runs as text, JSON, plots and a page; what all mains of evaluation write."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from het_plugin import reporting
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+  """What is written.
+
+  Attributes:
+    title, introduction: of the page.
+    json: all numbers.
+    rows: one per run (see `reporting`).
+    row_title: what a row is.
+    tables: further ones.
+    notes: lines below the tables.
+    draw: makes the plots, {file name: figure}; called only if they are wanted.
+    configs: {name: gin text}, shown folded.
+  """
+
+  title: str
+  introduction: str
+  json: Any
+  rows: Sequence[Row] = ()
+  row_title: str = 'run'
+  tables: Sequence[reporting.Table] = ()
+  notes: Sequence[str] = ()
+  draw: Callable[[], Mapping[str, reporting.Figure]] = dict
+  configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def text(self) -> str:
+    """Tables and notes for a terminal."""
+    blocks = [reporting.text_table(self.rows, row_title=self.row_title)] if self.rows else []
+    blocks += map(reporting.plain_table, self.tables)
+    return '\n\n'.join([*blocks, *(['\n'.join(self.notes)] if self.notes else [])])
+
+  def write(
+    self,
+    program: str,
+    *,
+    json: str | None = None,
+    png: str | None = None,
+    html: str | None = None,
+    output_dir: str | None = None,
+  ) -> None:
+    """Prints the text and writes the files whose paths are given.
+
+    Args:
+      program: the main, as in `python -m PROGRAM`.
+      json: of the numbers.
+      png: of the first plot.
+      html: of the page.
+      output_dir: gets results.json, results.txt, index.html and all plots.
+    """
+    print(self.text())
+    folder = Path(output_dir) if output_dir else None
+    for path in filter(None, (json, folder and folder / 'results.json')):
+      reporting.write_json(self.json, path)
+    if not (png or html or folder):
+      return
+    figures = self.draw()
+    page = reporting.html_page(
+      title=self.title,
+      introduction=self.introduction,
+      rows=self.rows,
+      row_title=self.row_title,
+      tables=self.tables,
+      notes=self.notes,
+      figures=list(figures.values()),
+      provenance=reporting.Provenance.of_this_process(program, self.configs),
+    ).encode()
+    files = {html: page, png: next(iter(figures.values())).png if png else b''}
+    if folder:
+      files |= {folder / 'index.html': page, folder / 'results.txt': f'{self.text()}\n'.encode()}
+      files |= {folder / f'{name}.png': figure.png for name, figure in figures.items()}
+    for path in filter(None, files):
+      Path(path).parent.mkdir(parents=True, exist_ok=True)
+      Path(path).write_bytes(files[path])
