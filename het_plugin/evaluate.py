@@ -80,9 +80,11 @@ def main(argv: Sequence[str]) -> None:
       task = F.dataset or config['train_dataset_cfg'].mixture_or_task_name
       evaluate.check_model(config['model'], task, settings)
     evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
-    rows = uncertainty_report.results(evaluations)
+    report = uncertainty_report.make_report(evaluations)
     if jax.process_index() == 0:
-      uncertainty_report.report(evaluations, rows, F.output_dir, F.json)
+      report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
+      if F.output_dir:
+        print(f'\nThe same with curves and pictures: {Path(F.output_dir) / "index.html"}')
 
 
 if __name__ == '__main__':

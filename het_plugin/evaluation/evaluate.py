@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from het_plugin import data, reporting, weights
 from het_plugin.evaluation import class_covariance, predictions, uncertainty
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.splits import open_split
-from het_plugin.evaluation.uncertainty_report import Evaluation, file_name
+from het_plugin.evaluation.uncertainty_report import Evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +126,12 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
     if settings.ood_dataset:
       ood = (settings.ood_dataset, settings.ood_split)
       unknown = stack.enter_context(_stream('ood_', *ood, run, settings))
-    looked_at = _read_looked_at(run, task, settings)
+    covariance = _covariance(run, task, settings)
     scores, kept = [], []
     for part in _predict(name, predictor, run, known, settings):
       scores.append(uncertainty.score_examples(part, ks))
       if settings.save_to:
         kept.append(part)
-    scores = uncertainty.concatenate(scores)
-    if settings.save_to and jax.process_index() == 0:
-      provenance = {'checkpoint': run.checkpoint, 'task': task, 'split': settings.split}
-      whole = dataclasses.replace(
-        predictions.concatenate(kept), class_names=info.class_names, provenance=provenance
-      )
-      predictions.write_predictions(settings.save_to / f'{file_name(name)}.npz', whole)
     of_unknown = None
     if settings.ood_dataset:
       parts = _predict(f'{name}, unknown inputs', predictor, run, unknown, settings)
@@ -154,16 +146,23 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
     'ood_dataset': settings.ood_dataset,
     'ood_split': settings.ood_split,
   }
-  return Evaluation(
+  evaluation = Evaluation(
     name,
     run.checkpoint,
     details,
-    scores,
+    uncertainty.concatenate(scores),
     of_unknown,
     class_names=shown_names(task, info),
     config=run.config,
-    **_look(run, task, settings, *looked_at),
+    **covariance,
   )
+  if settings.save_to and jax.process_index() == 0:
+    provenance = {'checkpoint': run.checkpoint, 'task': task, 'split': settings.split}
+    whole = dataclasses.replace(
+      predictions.concatenate(kept), class_names=info.class_names, provenance=provenance
+    )
+    predictions.write_predictions(settings.save_to / f'{evaluation.file_name}.npz', whole)
+  return evaluation
 
 
 @contextlib.contextmanager
@@ -208,47 +207,36 @@ def _predict(name, predictor, run, stream, settings) -> Iterator[predictions.Pre
       yield part
 
 
-def _read_looked_at(run, task: str, settings: Settings) -> tuple[Any, Any]:
-  """The examples to look at: the first ones, and those asked for by id; None if there are none."""
-  first, asked = None, None
-  number = settings.homoglyph_examples if glyph_class_set(task) else 0
-  if not settings.covariance_index:
-    number = max(number, settings.covariance_images)
-  if number and not class_covariance.why_none(run.model.head):
-    first = _examples(run, task, settings, number=number)
-  if settings.covariance_index:
-    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
-      asked = _examples(run, task, settings, index=settings.covariance_index)
-  return first, asked
-
-
-def _examples(run, task, settings, **which) -> dict[str, np.ndarray]:
-  with _stream('', task, settings.split, run, settings, whole=True) as (batches, _):
-    bound = settings.max_examples
-    bounded = itertools.islice(batches, None if bound is None else -(-bound // settings.batch_size))
-    return class_covariance.take_examples(bounded, **which)
-
-
-def _look(run, task: str, settings: Settings, first: Any, asked: Any) -> dict[str, Any]:
+def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
   if not (settings.covariance_images or settings.covariance_index or settings.homoglyph_examples):
     return {}
   if reason := class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
   look = class_covariance.CovarianceLook(run.model, run.partitioner, run.param_specs, run.channels)
+
+  def look_at(**which):
+    with _stream('', task, settings.split, run, settings, whole=True) as (batches, _):
+      bound = settings.max_examples
+      bounded = itertools.islice(batches, bound and -(-bound // settings.batch_size))
+      examples = class_covariance.take_examples(bounded, **which)
+    return list(look(run.params, examples))
+
   result = {}
-  if first is not None:
-    looks = list(look(run.params, first))
+  class_set = glyph_class_set(task)
+  counted = settings.homoglyph_examples if class_set else 0
+  if number := max(counted, 0 if settings.covariance_index else settings.covariance_images):
+    looks = look_at(number=number)
     result['looks'] = looks[: settings.covariance_images]
-    if (class_set := glyph_class_set(task)) and settings.homoglyph_examples:
-      counted = looks[: settings.homoglyph_examples]
+    if counted:
       result['homoglyphs'] = class_covariance.homoglyph_rate(
-        [x.label for x in counted],
-        [x.with_label for x in counted],
+        [x.label for x in looks[:counted]],
+        [x.with_label for x in looks[:counted]],
         homoglyphs(class_set, settings.split, run.image_size),
       )
-  if asked is not None:
-    result['looks'] = list(look(run.params, asked))
+  if settings.covariance_index:
+    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
+      result['looks'] = look_at(index=settings.covariance_index)
   return result
 
 
