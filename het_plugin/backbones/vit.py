@@ -143,6 +143,8 @@ class ViT(nn.Module):
     parallel: attention and MLP read the same input and are added together (ibid.).
     layer_scale: start value of learned factors per channel on both residual branches (Touvron et
       al. 2021, https://arxiv.org/abs/2103.17239); None for no factors.
+    pre_norm: normalises the tokens before the first block, as CLIP does.
+    projection_size: width of a linear layer without bias after pooling, as in CLIP; None for none.
     stored_patch_size: patch size of the embedding's parameters, which are resized to patch_size.
     stored_grid: side of the grid of the learned position embeddings, which are resized (bilinear)
       to the image's; None for the image's own. With both, one checkpoint serves any patch and image
@@ -172,11 +174,14 @@ class ViT(nn.Module):
   qk_norm: bool = False
   parallel: bool = False
   layer_scale: float | None = None
+  pre_norm: bool = False
+  projection_size: int | None = None
   stored_patch_size: int | None = None
   stored_grid: int | None = None
 
   def __post_init__(self):
-    check_positive(self, 'patch_size', 'representation_size', 'stored_patch_size', 'stored_grid')
+    check_positive(self, 'patch_size', 'representation_size', 'projection_size')
+    check_positive(self, 'stored_patch_size', 'stored_grid')
     check_choice(self, 'position', POSITIONS)
     check_encoder(self, POOLINGS)
     per_head = self.width // self.num_heads
@@ -190,7 +195,7 @@ class ViT(nn.Module):
   @property
   def pre_logits_dim(self) -> int:
     """Width of phi."""
-    return self.representation_size or self.width
+    return self.representation_size or self.projection_size or self.width
 
   @nn.compact
   def __call__(
@@ -225,6 +230,8 @@ class ViT(nn.Module):
       position=functools.partial(self._position, grid),
       num_registers=self.num_registers,
     )
+    if self.pre_norm:
+      x = settings.normalisation('pre_norm')(x)
     x, outputs = run_blocks(
       x,
       rotation=rotation,
@@ -247,6 +254,8 @@ class ViT(nn.Module):
         x.astype(self.dtype)
       )
       phi = pooled.astype(jnp.float32)
+    if self.projection_size is not None:
+      phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=False, name='projection')(phi)
     if self.representation_size is not None:
       # 'kv' because t5x's rules leave it whole: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))

@@ -86,6 +86,8 @@ def parse_run_config(
   registry.register_trainer()
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
+    if not gin_files:
+      bindings = [*_tower_bindings(checkpoint), *bindings]
   else:
     found = checkpoint_reader.find(checkpoint)
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
@@ -102,6 +104,16 @@ def parse_run_config(
   return settings
 
 
+def _tower_bindings(path: epath.PathLike) -> list[str]:
+  """The backbone of a tower of timm, transformers or open_clip, as gin bindings."""
+  arrays = weights.read_arrays(path)
+  if not weights.is_tower(arrays):
+    return []
+  tower = weights.read_tower(arrays, weights.read_config(path))
+  settings = [f'vit.{name} = {value!r}' for name, value in tower.settings.items()]
+  return ['BACKBONE = @vit()', f'IMAGE_SIZE = {tower.image_size}', *settings]
+
+
 def open_run(
   checkpoint: epath.PathLike,
   gin_files: Sequence[str] = (),
@@ -112,7 +124,8 @@ def open_run(
 
   Args:
     checkpoint: see above.
-    gin_files: read after the run's config.gin; of a published file, those of its model.
+    gin_files: read after the run's config.gin; of a published file, those of its model. A tower of
+      timm, transformers or open_clip needs none.
     bindings: gin bindings that go before all else, such as 'PjitPartitioner.num_partitions = 1'.
     search_paths: where gin files are looked for.
 
@@ -192,12 +205,13 @@ def _read_published(
   path: epath.PathLike, placements: Mapping[int, tuple[PyTree, PyTree]]
 ) -> tuple[int, dict[str, np.ndarray]]:
   """Channels and the backbone's parameters by name; a file's head has other classes than ours."""
-  arrays = weights.read_arrays(path)
+  arrays, file_config = weights.read_arrays(path), weights.read_config(path)
   errors = []
   for channels, (_, target) in placements.items():
     flat = traverse_util.flatten_dict(target, sep='/')
     try:
-      read, report = weights.load_params(arrays, {k: x.shape for k, x in flat.items()}, 'init')
+      shapes = {name: x.shape for name, x in flat.items()}
+      read, report = weights.load_params(arrays, shapes, 'init', config=file_config)
     except ValueError as error:
       errors.append(error)
     else:

@@ -79,7 +79,11 @@ def _read_published(
 ) -> dict[str, jax.Array]:
   try:
     read, report = weights.load_params(
-      weights.read_arrays(cfg.path), {name: x.shape for name, x in flat.items()}, cfg.head, cfg.skip
+      weights.read_arrays(cfg.path),
+      {name: x.shape for name, x in flat.items()},
+      cfg.head,
+      cfg.skip,
+      weights.read_config(cfg.path),
     )
   except ValueError as error:
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error

@@ -1,14 +1,18 @@
-"""Reads and writes published weights; `layouts` lists the supported projects."""
+"""Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
+from het_plugin.weights.towers import is_tower, read_config, read_tower
 from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
 
 __all__ = [
   'HEADS',
   'Report',
   'export_params',
+  'is_tower',
   'is_weights_file',
   'load_params',
   'read_arrays',
+  'read_config',
+  'read_tower',
   'write_arrays',
 ]

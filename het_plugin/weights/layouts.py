@@ -5,6 +5,8 @@
           https://github.com/google/uncertainty-baselines)
     bit   ResNets of Big Transfer (https://github.com/google-research/big_transfer)
 
+`towers` reads those of timm, transformers and open_clip.
+
 The head is linear, or edward2's MCSoftmaxDenseFA or MCSigmoidDenseFA as in uncertainty-baselines:
 loc_layer (W, b), diag_layer (d = softplus + 1e-3), scale_layer_heteroscedastic (v),
 scale_layer_homoscedastic (J, with a bias) and pre_sigmoid_temperature (t). With a `latent_dim` it
@@ -17,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAYOUTS = ('vit', 'bit')
+OURS = 'ours'  # a tower whose arrays have our names already
+LAYOUTS = ('vit', 'bit', OURS)
 # Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 # The optimizer's state in a training checkpoint.
@@ -129,6 +132,8 @@ def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
     layout: one of `LAYOUTS`.
     head_prefix: prefix of a heteroscedastic head in the file; None for a linear head.
   """
+  if layout == OURS:
+    return Entry(our_name, _same)
   part, _, rest = our_name.partition('/')
   if part == 'head':
     return _head_entry(rest, layout, head_prefix)

@@ -4,11 +4,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.ndimage
 
-from het_plugin.weights import layouts
+from het_plugin.weights import layouts, towers
 
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
@@ -47,6 +48,7 @@ def load_params(
   shapes: Mapping[str, tuple[int, ...]],
   head: str = KEEP,
   skip: Sequence[str] = (),
+  config: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
 
@@ -59,6 +61,7 @@ def load_params(
     shapes: {our name, such as 'backbone/encoder_norm/scale': shape}, blocks stacked or not.
     head: 'keep' loads the head of the file, 'init' initialises ours, for other classes.
     skip: regular expressions of the names in the file to ignore, such as 'pre_logits/.*'.
+    config: of a tower of timm, transformers or open_clip, `towers.read_config`.
 
   Returns:
     {our name: float32 array} without the parameters to initialise, and the report.
@@ -68,10 +71,14 @@ def load_params(
   """
   if head not in HEADS:
     raise ValueError(f'head={head!r} is unknown: choose one of {", ".join(HEADS)}')
-  optimizer = [name for name in arrays if layouts.is_optimizer_state(name)]
-  source = layouts.canonical({name: x for name, x in arrays.items() if name not in optimizer})
   flat = unstacked(shapes)
-  layout = layouts.layout_of(flat)
+  if towers.is_tower(arrays):
+    tower = towers.read_tower(arrays, config or {})
+    source, unused, layout = tower.params, list(tower.skipped), layouts.OURS
+  else:
+    unused = [name for name in arrays if layouts.is_optimizer_state(name)]
+    source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
+    layout = layouts.layout_of(flat)
   prefix = layouts.head_prefix_of(source)
   passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
     {name for name in source if layouts.is_head(name)} if head == INIT else set()
@@ -108,7 +115,7 @@ def load_params(
   if wrong:
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')
-  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped + optimizer)
+  return restacked(read, shapes), Report(loaded, sorted(initialised), skipped + unused)
 
 
 def export_params(

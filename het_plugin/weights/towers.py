@@ -1,0 +1,261 @@
+"""Image towers of timm, transformers and open_clip: their settings and parameters from a file.
+
+Recognised by their names: ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP, SigLIP. Kernels are
+transposed, fused projections are split, and the normalisation of the pixels goes into the patch
+embedding, so that the tower takes images in [-1, 1] as all backbones here do.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_HALF = ((0.5,) * 3, (0.5,) * 3)
+
+# Attention heads are not in the shapes: 64 channels each, except in these widths.
+_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+
+_PREFIX = re.compile(r'^(?:(?:model|vit|deit|dinov2|dinov3|vision_model|visual|trunk|module)\.)+')
+_BLOCK = re.compile(
+  r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
+)
+
+# What a tower may have besides.
+_SKIPPED = re.compile(
+  r'(?:.*\.)?(?:mask_token|position_ids|logit_scale|logit_bias|rope\w*\..*|'
+  r'(?:head_dist|distillation_classifier)\.(?:weight|bias))'
+)
+
+
+def _table(text):
+  """{their name: ours} from lines of ours and theirs."""
+  rows = (line.split() for line in text.strip().splitlines())
+  return {name: ours for ours, *theirs in rows for name in theirs}
+
+
+# Ours, and theirs without the prefix and '.weight' or '.bias', outside and inside blocks.
+_OUTER = _table("""
+class_token            cls_token embeddings.cls_token class_embedding embeddings.class_embedding
+position_embedding     pos_embed positional_embedding
+position_embedding     embeddings.position_embeddings embeddings.position_embedding
+registers              reg_token embeddings.register_tokens
+distillation           dist_token embeddings.distillation_token
+embedding              patch_embed.proj conv1 embeddings.patch_embeddings.projection
+embedding              embeddings.patch_embedding embeddings.patch_embeddings
+pre_norm               norm_pre ln_pre pre_layrnorm
+encoder_norm           norm layernorm ln_post post_layernorm
+representation         pooler.dense
+projection             visual_projection proj
+pooling/probe          head.probe attn_pool.latent
+pooling/attention/qkv  head.attention.in_proj_weight head.attention.in_proj_bias
+pooling/attention/query  attn_pool.q
+pooling/attention/kv   attn_pool.kv
+pooling/attention/out  head.attention.out_proj attn_pool.proj
+pooling/mlp_norm       head.layernorm attn_pool.norm
+pooling/mlp/wi         head.mlp.fc1 attn_pool.mlp.fc1
+pooling/mlp/wo         head.mlp.fc2 attn_pool.mlp.fc2
+head                   head classifier cls_classifier
+""")
+_INNER = _table("""
+attention_norm        norm1 layernorm_before layer_norm1 ln_1
+attention/qkv         attn.qkv attn.in_proj_weight attn.in_proj_bias
+attention/query       attention.attention.query self_attn.q_proj attention.q_proj
+attention/key         attention.attention.key self_attn.k_proj attention.k_proj
+attention/value       attention.attention.value self_attn.v_proj attention.v_proj
+attention/out         attention.output.dense self_attn.out_proj attention.o_proj
+attention/out         attn.proj attn.out_proj
+attention/query_norm  attn.q_norm
+attention/key_norm    attn.k_norm
+attention_scale       ls1.gamma layer_scale1.lambda1
+mlp_norm              norm2 layernorm_after layer_norm2 ln_2
+mlp/wi                mlp.fc1 mlp.c_fc mlp.up_proj intermediate.dense
+mlp/wi_gate           mlp.gate_proj
+mlp/gate_and_wi       mlp.weights_in
+mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense
+mlp_scale             ls2.gamma layer_scale2.lambda1
+""")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+  """An image tower of another project.
+
+  Attributes:
+    settings: fields of `backbones.ViT`.
+    params: {our name, such as 'backbone/block00/mlp/wi/kernel': float32 array}.
+    image_size: side in pixels of the images that the position embeddings are made for.
+    skipped: names in the file that the tower does not use, such as a text tower.
+  """
+
+  settings: Mapping[str, Any]
+  params: Mapping[str, np.ndarray]
+  image_size: int
+  skipped: tuple[str, ...]
+
+
+def is_tower(names) -> bool:
+  """Whether the names of arrays are those of timm, transformers or open_clip."""
+  return any(_stem(name)[0] == 'embedding' and 'embedding/' not in name for name in names)
+
+
+def read_config(path: epath.PathLike) -> dict[str, Any]:
+  """What config.json and preprocessor_config.json beside a file say; empty without them.
+
+  Raises:
+    ValueError: one of them is not JSON.
+  """
+  read = {}
+  for name in ('config.json', 'preprocessor_config.json'):
+    file = epath.Path(path).parent / name
+    if file.exists():
+      try:
+        read |= json.loads(file.read_text())
+      except ValueError as error:
+        raise ValueError(f'{file} cannot be read: {error}') from error
+  return {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+
+
+def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
+  """The tower in a file's arrays.
+
+  Args:
+    arrays: by their names in the file.
+    config: `read_config`; empty for the usual values of the file's project.
+
+  Raises:
+    ValueError: the file has layers that `backbones.ViT` does not have; names them.
+  """
+  flat, skipped = _renamed(arrays)
+  kernel = flat['embedding/kernel']  # [P, P, C, D]
+  patch_size, width = kernel.shape[0], kernel.shape[-1]
+  is_clip, is_siglip = 'pre_norm/scale' in flat, 'pooling/probe' in flat
+  is_dino = 'block00/attention_scale' in flat
+  is_rotary = 'position_embedding' not in flat
+
+  # x' = (x + 1) / 2 is what the file's project normalises; x is in [-1, 1].
+  defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
+  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
+  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
+  bias = flat.get('embedding/bias', np.zeros(width))
+  flat['embedding/bias'] = bias + np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
+  flat['embedding/kernel'] = kernel * (0.5 / std)[:, None]
+
+  if 'distillation' in flat:  # DeiT's second token, which has a position
+    position = flat['position_embedding']
+    flat['registers'] = flat.pop('distillation') + position[1:2]
+    flat['position_embedding'] = np.delete(position, 1, axis=0)
+  for name in list(flat):
+    if name.endswith('/query/bias'):
+      flat.setdefault(name.replace('/query/', '/key/'), np.zeros(width))  # DINOv3 has none for keys
+    # timm's SwiGLUPacked: gate and hidden layer in one.
+    elif '/mlp/wi/' in name:
+      hidden = len(flat[f'{name.partition("/wi/")[0]}/wo/kernel'])
+      if flat[name].shape[-1] == 2 * hidden:
+        gate, flat[name] = np.split(flat[name], 2, axis=-1)
+        flat[name.replace('/wi/', '/wi_gate/')] = gate
+  if is_rotary:
+    sizes = (config.get('image_size'), (config.get('input_size') or [None])[-1], 224)
+    image_size = next(int(size) for size in sizes if size)
+  else:
+    position = flat['position_embedding']
+    side = math.isqrt(len(position))
+    if 'class_token' in flat and side * side == len(position):  # timm's no_embed_class
+      flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
+    image_size = side * patch_size
+
+  gelu = 'gelu' if is_siglip else 'gelu_exact'
+  is_openai = is_clip and not any(name.startswith('visual.') for name in arrays)
+  activation = config.get('hidden_act') or ('quick_gelu' if is_openai else 'gelu')
+  mlps = {'gelu': gelu, 'quick_gelu': 'quick_gelu', 'gelu_pytorch_tanh': 'gelu', 'silu': 'swiglu'}
+  if activation not in mlps:
+    raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
+  is_gated = 'block00/mlp/wi_gate/kernel' in flat
+
+  def width_of(name):
+    return flat[name].shape[-1] if name in flat else None
+
+  settings = {
+    'patch_size': patch_size,
+    'width': width,
+    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
+    'mlp_dim': width_of('block00/mlp/wi/kernel'),
+    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
+    'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
+    'mlp': 'swiglu' if is_gated else mlps[activation],
+    'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
+    'position': 'rope' if is_rotary else 'learned',
+    'num_registers': len(flat.get('registers', ())),
+    'qkv_bias': 'block00/attention/query/bias' in flat,
+    'qk_norm': 'block00/attention/query_norm/scale' in flat,
+    'layer_scale': 1e-5 if is_dino else None,
+    'pre_norm': is_clip,
+    'projection_size': width_of('projection/kernel'),
+    'representation_size': width_of('representation/kernel'),
+  }
+  params = {
+    name if name.startswith('head/') else f'backbone/{name}': np.asarray(x, np.float32)
+    for name, x in flat.items()
+  }
+  return Tower(settings, params, image_size, skipped)
+
+
+def _stem(name):
+  """Our name of a layer, None if it is unknown, and 'weight' or 'bias'."""
+  name, _, kind = _PREFIX.sub('', name).rpartition('.')
+  if kind not in ('weight', 'bias'):
+    name, kind = f'{name}.{kind}'.removeprefix('.'), 'bias' if kind.endswith('_bias') else 'weight'
+  if block := _BLOCK.fullmatch(name):
+    inner = _INNER.get(block[2])
+    return inner and f'block{int(block[1]):02d}/{inner}', kind
+  return _OUTER.get(name), kind
+
+
+def _renamed(arrays):
+  """Parameters by our names without 'backbone/', and the names that the tower does not use."""
+  roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
+  flat, skipped, unknown = {}, [], []
+  for name, x in arrays.items():
+    if roots and roots[0] not in name and 'visual_projection' not in name:
+      skipped.append(name)  # of the text tower
+      continue
+    ours, kind = _stem(name)
+    if ours is not None:
+      flat |= _converted(ours, kind, x, transpose=not name.endswith('proj'))
+    else:
+      (skipped if _SKIPPED.fullmatch(name) else unknown).append(name)
+  if unknown:
+    raise ValueError(
+      f'{len(unknown)} layers of the file have no place in a ViT, such as {", ".join(unknown[:5])}'
+    )
+  return flat, tuple(sorted(skipped))
+
+
+def _converted(ours, kind, x, transpose):
+  """One array of theirs as our parameters, by name."""
+  x = np.asarray(x, np.float32)
+  layer = ours.rpartition('/')[2]
+  if layer in ('class_token', 'probe'):
+    return {ours: x.reshape(-1)}
+  if layer in ('position_embedding', 'registers', 'distillation'):
+    return {ours: x.reshape(-1, x.shape[-1])}
+  if layer in ('attention_scale', 'mlp_scale'):
+    return {ours: x}
+  if layer.endswith('norm'):
+    return {f'{ours}/{"scale" if kind == "weight" else "bias"}': x}
+  if kind == 'weight' and transpose:
+    x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
+  parts = {
+    'qkv': ('query', 'key', 'value'),
+    'kv': ('key', 'value'),
+    'gate_and_wi': ('wi_gate', 'wi'),
+  }.get(layer, (layer,))
+  root, kind = ours.removesuffix(layer), 'kernel' if kind == 'weight' else 'bias'
+  pieces = np.split(x, len(parts), axis=-1)
+  return {f'{root}{part}/{kind}': piece for part, piece in zip(parts, pieces, strict=True)}

@@ -1,0 +1,133 @@
+"""Towers of timm and transformers: parity with the projects where they are installed, and names,
+shapes and settings without them.
+"""
+
+import jax
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from het_plugin import weights
+from het_plugin.backbones import ViT
+from het_plugin.weights import towers
+
+SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+SIZES |= {'intermediate_size': 48, 'image_size': 28, 'patch_size': 7}
+NO_MLP = {k: v for k, v in SIZES.items() if k != 'intermediate_size'} | {'mlp_ratio': 2}
+# Model, its settings, and its representation of an image.
+TRANSFORMERS = {
+  'ViT': (SIZES, 'pooler_output', towers._HALF),
+  'DeiT': (SIZES, 'last_hidden_state', towers._IMAGENET),
+  'Dinov2': ({**NO_MLP, 'use_swiglu_ffn': True}, 'pooler_output', towers._IMAGENET),
+  'Dinov2WithRegisters': (NO_MLP, 'pooler_output', towers._IMAGENET),
+  'DINOv3ViT': (
+    {**SIZES, 'use_gated_mlp': True, 'hidden_act': 'silu', 'num_register_tokens': 4},
+    'pooler_output',
+    towers._IMAGENET,
+  ),
+  'SiglipVision': (SIZES, 'pooler_output', towers._HALF),
+  'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
+}
+
+
+def phi_of(tower, image):
+  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
+  return ViT(**tower.settings).apply({'params': params['backbone']}, 2 * image - 1)[0]
+
+
+@pytest.mark.parametrize('name', TRANSFORMERS)
+def test_parity_with_transformers(name):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  settings, output, (mean, std) = TRANSFORMERS[name]
+  config = getattr(transformers, f'{name}Config')(**settings)
+  model = getattr(transformers, f'{name}Model' + 'WithProjection' * (name == 'CLIPVision'))(config)
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+    image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    expected = model.eval()(pixel_values=pixels)[output].numpy()
+  if expected.ndim == 3:
+    expected = expected[:, 0]
+  arrays = {key: x.numpy() for key, x in model.state_dict().items()}
+  if name == 'DeiT':
+    arrays = {k: x for k, x in arrays.items() if not k.startswith('pooler')}
+  tower = weights.read_tower(arrays, {**config.to_dict(), 'image_mean': mean, 'image_std': std})
+  np.testing.assert_allclose(phi_of(tower, image), expected, atol=2e-5)
+  assert tower.image_size == 28
+
+
+def timm_arrays(params):
+  """Parameters of a DINOv2-like ViT of ours under timm's names, written out independently."""
+  p, arrays = params, {}
+
+  def linear(name, layers):
+    arrays[f'{name}.weight'] = np.concatenate([x['kernel'].T for x in layers])
+    arrays[f'{name}.bias'] = np.concatenate([x['bias'] for x in layers])
+
+  def norm(name, layer):
+    arrays[f'{name}.weight'], arrays[f'{name}.bias'] = layer['scale'], layer['bias']
+
+  arrays['cls_token'], arrays['reg_token'] = p['class_token'][None, None], p['registers'][None]
+  arrays['pos_embed'] = p['position_embedding'][None]
+  arrays['patch_embed.proj.weight'] = p['embedding']['kernel'].transpose(3, 2, 0, 1)
+  arrays['patch_embed.proj.bias'] = p['embedding']['bias']
+  norm('norm', p['encoder_norm'])
+  for i in range(2):
+    b, root = p[f'block{i:02d}'], f'blocks.{i}'
+    norm(f'{root}.norm1', b['attention_norm'])
+    norm(f'{root}.norm2', b['mlp_norm'])
+    linear(f'{root}.attn.qkv', [b['attention'][name] for name in ('query', 'key', 'value')])
+    linear(f'{root}.attn.proj', [b['attention']['out']])
+    linear(f'{root}.mlp.fc1', [b['mlp']['wi_gate'], b['mlp']['wi']])
+    linear(f'{root}.mlp.fc2', [b['mlp']['wo']])
+    arrays[f'{root}.ls1.gamma'], arrays[f'{root}.ls2.gamma'] = b['attention_scale'], b['mlp_scale']
+  arrays['head.weight'], arrays['head.bias'] = np.ones((5, 16)), np.zeros(5)
+  return arrays
+
+
+@pytest.fixture
+def ours():
+  model = ViT(7, 16, 2, 24, 2, num_registers=3, mlp='swiglu', layer_scale=1e-5)
+  image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
+  params = model.init(jax.random.key(0), image)['params']
+  random = np.random.default_rng(1)
+  params = jax.tree.map(lambda x: np.asarray(x) + 0.2 * random.normal(size=x.shape), params)
+  return model, jax.tree.map(np.float32, params), image
+
+
+def test_names_and_settings_of_timm(ours):
+  model, params, image = ours
+  no_change = {'image_mean': (0.5,) * 3, 'image_std': (0.5,) * 3, 'num_attention_heads': 2}
+  tower = weights.read_tower(timm_arrays(params), no_change)
+  for name, value in {**tower.settings, 'mlp': 'swiglu'}.items():
+    assert getattr(model, name) == value, name
+  expected, _ = model.apply({'params': params}, 2 * image - 1)
+  np.testing.assert_allclose(phi_of(tower, image), expected, atol=1e-5)
+  # DINOv2's own mean and deviation, where no file says another one.
+  mean, std = towers._IMAGENET
+  default = weights.read_tower(timm_arrays(params), {'num_attention_heads': 2})
+  expected, _ = model.apply({'params': params}, ((image - mean) / std).astype(np.float32))
+  np.testing.assert_allclose(phi_of(default, image), expected, atol=1e-5)
+
+
+def test_a_tower_starts_a_run_of_another_resolution(ours):
+  _, params, _ = ours
+  tower = weights.read_tower(timm_arrays(params), {'num_attention_heads': 2})
+  shapes = {name: x.shape for name, x in tower.params.items()}
+  shapes |= {'backbone/position_embedding': (1 + 36, 16), 'head/covariance/J': (2, 16)}
+  shapes |= {'head/kernel': (16, 128), 'head/bias': (128,)}
+  read, report = weights.load_params(timm_arrays(params), shapes)
+  assert read['backbone/position_embedding'].shape == (37, 16)
+  assert 'initialised: head/covariance/J' in report.text()
+  np.testing.assert_array_equal(read['head/kernel'][:, :5], 1)
+
+
+def test_layers_without_a_place_are_named(ours):
+  arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
+  with pytest.raises(ValueError, match='no place in a ViT, such as fc_norm.weight'):
+    weights.read_tower(arrays, {})
+  with pytest.raises(ValueError, match="hidden_act='relu' in config.json is none of gelu"):
+    weights.read_tower(timm_arrays(ours[1]), {'hidden_act': 'relu'})
