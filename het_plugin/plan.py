@@ -6,9 +6,9 @@
 Takes the gin files and flags of training. The real train and eval steps are compiled ahead of time
 with libtpu, which needs no TPU (`pip install 'het_plugin[plan]'`), or for virtual CPU devices
 (--topology=cpu:8). Prints the parameters by sharding, the memory of a device against what it has,
-FLOPs and collectives. --search looks for the largest batch or number of samples that fits; --grid
-fills the paper's figures 2 and 5: heads by batch sizes by samples. Only gin files are read, and
-each compilation has its own process.
+FLOPs, collectives, and the time of a step at the chip's peak rates, an estimate. --search looks for
+the largest batch or number of samples that fits; --grid fills the paper's figures 2 and 5: heads by
+batch sizes by samples. Only gin files are read, and each compilation has its own process.
 
 Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a setting is wrong.
 """
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with command_line.one_sentence_errors():
-    topology.check(FLAGS.topology, FLAGS.num_slices)
     mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
+    topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
     configuration = FLAGS.gin_file, FLAGS.gin_bindings, FLAGS.gin_search_paths
     request = worker.Request(*map(list, configuration), FLAGS.topology, mesh, FLAGS.num_slices)
     if FLAGS.grid:
@@ -67,7 +67,11 @@ def main(argv: Sequence[str]) -> None:
       if FLAGS.png:
         Path(FLAGS.png).write_bytes(search.grid_png(result))
     else:
-      print('Compiling, which takes up to two minutes for a large model ...', file=sys.stderr)
+      print(
+        'Compiling the train and eval steps: a minute for a small model, 6 to 15 for ViT-L/32 with '
+        '30,000 classes.',
+        file=sys.stderr,
+      )
       result = worker.compile_in_process(request)
       print(report.text(result), flush=True)
       if FLAGS.search:

@@ -10,6 +10,9 @@ import itertools
 import re
 import tokenize
 from collections.abc import Sequence
+from pathlib import Path
+
+from het_plugin.training import run_files
 
 HEAD = 'head'
 MODEL_DIR = 'MODEL_DIR'
@@ -173,3 +176,29 @@ def job_name(chosen: Sequence[tuple[str, str]]) -> str:
   """The swept values as the name of a folder, for example 'het_xl-RANDOM_SEED=1'."""
   parts = [value if name == HEAD else f'{name}={value}' for name, value in chosen]
   return re.sub(r'[^\w.=+-]+', '_', '-'.join(parts))
+
+
+_METRICS = ('nll', 'loss', 'precision_at_1', 'precision_at_5', 'ece', 'tau')
+
+
+def results(model_dirs: Sequence[str], codes: Sequence[int]) -> list[list[str]]:
+  """A table of runs on this machine: folder, exit code, last step and last validation metrics."""
+  found = [_last_metrics(Path(folder) / 'metrics.jsonl') for folder in model_dirs]
+  metrics = [name for name in _METRICS if any(name in row for row in found)]
+  lines = [
+    [folder, str(code), str(row.get('step', '–')), *(_number(row.get(x)) for x in metrics)]
+    for folder, code, row in zip(model_dirs, codes, found, strict=True)
+  ]
+  return [['run', 'exit code', 'step', *metrics], *lines]
+
+
+def _last_metrics(path: Path) -> dict[str, float]:
+  last = {}
+  for row in run_files.read_jsonl(path) if path.exists() else ():
+    last['step'] = row['step']
+    last |= {k.rpartition('/')[2]: x for k, x in row.items() if k.startswith('training_eval/')}
+  return last
+
+
+def _number(value: float | None) -> str:
+  return '–' if value is None else f'{value:.4g}'

@@ -1,4 +1,4 @@
-"""Launches a training run, or a sweep of them, with XManager.
+"""Launches a training run, or a sweep of them.
 
     python -m launch.xm_launch --gin_file=gin/runs/digits_smoke.gin --model_dir=runs/sweep \\
       --heads=det,het_xl --sweep=RANDOM_SEED=0,1 --sweep=LEARNING_RATE=1e-3,3e-3 --dry_run
@@ -7,22 +7,21 @@ Takes the gin files and flags of training.
 
     --executor=local   runs jobs as processes of this machine, at most --max_parallel at a time, and
                        restarts those that were preempted (exit code 42) or killed. Ctrl-C lets all
-                       running jobs save and stop.
-    --executor=vertex  runs jobs on TPU v2 or v3, the only TPUs of XManager's Vertex executor.
+                       running jobs save and stop. Ends with a table of exit codes and metrics.
+    --executor=vertex  runs jobs on TPU v2 or v3, the only TPUs of XManager's Vertex executor; needs
+                       XManager: pip install '.[launch]'.
     --executor=gke     applies one JobSet per job with kubectl (launch/gke/render.py). XManager's
                        own Kubernetes executor requests no TPUs.
 
-Repeating a launch resumes its jobs. --dry_run prints all jobs and needs no XManager; local and
-vertex need it: pip install '.[launch]'.
+Repeating a launch resumes its jobs. --dry_run prints all jobs.
 
 Exit codes: 0 all jobs are done, or were submitted; 1 a job failed; 2 a setting is wrong; 42 the
 launch was interrupted.
 """
 
 import asyncio
-import contextlib
+import concurrent.futures
 import importlib.util
-import logging
 import math
 import os
 import shlex
@@ -30,13 +29,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
+from het_plugin import reporting
 from het_plugin.config import command_line, parsing, training_run
-from het_plugin.planning import topology as topology_lib
+from het_plugin.planning import topology
 from launch import supervise, sweep
 from launch.gke import render
 
@@ -56,34 +55,29 @@ def define_flags() -> None:
   flags.DEFINE_multi_string(
     'sweep', [], 'NAME=VALUE,VALUE,... with NAME and VALUE as in --gin.NAME=VALUE; repeatable.'
   )
-  flags.DEFINE_integer('max_parallel', 1, 'Number of local jobs at a time.')
+  flags.DEFINE_integer('max_parallel', 1, 'Number of local jobs at a time.', lower_bound=1)
   flags.DEFINE_bool('dry_run', False, 'Print all jobs and launch none.')
   if importlib.util.find_spec('xmanager'):
     from xmanager import xm_flags  # noqa: F401 (defines --xm_...)
 
 
-def local_command(job: sweep.Job, max_restarts: int, grace_seconds: int) -> list[str]:
-  """The command of a local job: training under a supervisor that stops when this process ends."""
+def local_command(job: sweep.Job) -> list[str]:
+  """Training under a supervisor, which lets it save and stop when this process ends."""
+  values = flags.FLAGS
   return [
     *(sys.executable, '-m', 'launch.supervise', f'--folder={job.model_dir}'),
-    *(f'--max_restarts={max_restarts}', f'--max_failures={max_restarts}'),
-    f'--grace_seconds={grace_seconds}',
-    # XManager would report other exit codes with several tracebacks.
-    *(f'--end_with={os.getpid()}', '--exit_zero', '--'),
+    *(f'--max_restarts={values.max_restarts}', f'--max_failures={values.max_restarts}'),
+    *(f'--grace_seconds={values.grace_seconds}', f'--end_with={os.getpid()}', '--'),
     *(sys.executable, *sweep.TRAIN, *job.arguments()),
   ]
 
 
-def vertex_requirements(topology: str | None) -> dict[str, int]:
-  """The arguments of xm.JobRequirements.
-
-  Raises:
-    ValueError: there is no topology, or XManager's Vertex executor does not support it.
-  """
-  generation, shape = topology_lib.parse(topology or '')
+def vertex_requirements(name: str | None) -> dict[str, int]:
+  """The arguments of xm.JobRequirements for a topology."""
+  generation, shape = topology.parse(name or '')
   if generation not in ('v2', 'v3'):
     raise ValueError(
-      f'--topology={topology}: XManager on Vertex supports TPU v2 and v3 only; use '
+      f'--topology={name}: XManager on Vertex supports TPU v2 and v3 only; use '
       '--executor=gke or launch/tpu_vm.sh'
     )
   chips = math.prod(map(int, shape.split('x')))
@@ -93,7 +87,7 @@ def vertex_requirements(topology: str | None) -> dict[str, int]:
 def jobset_of(index: int, job: sweep.Job, num_jobs: int) -> dict[str, Any]:
   """The JobSet of a job, called NAME, or NAME-INDEX if there are several."""
   name = flags.FLAGS.name
-  return render.jobset(render.settings_of_flags(f'{name}-{index}' if num_jobs > 1 else name), job)
+  return render.jobset(f'{name}-{index}' if num_jobs > 1 else name, render.settings(), job)
 
 
 def check(jobs: Sequence[sweep.Job]) -> None:
@@ -108,11 +102,6 @@ def check(jobs: Sequence[sweep.Job]) -> None:
     if remote:
       raise ValueError(
         f'--model_dir={values.model_dir} must be a local folder: --executor=local keeps logs in it'
-      )
-    if values.max_parallel < 1 or values.max_restarts < 0 or values.grace_seconds < 1:
-      raise ValueError(
-        f'--max_parallel={values.max_parallel} and --grace_seconds={values.grace_seconds} must be '
-        f'at least 1, --max_restarts={values.max_restarts} at least 0'
       )
   elif values.executor == 'vertex':
     vertex_requirements(values.topology)
@@ -131,8 +120,7 @@ def description(index: int, job: sweep.Job, num_jobs: int) -> str:
   values = flags.FLAGS
   lines = [f'[{index + 1}/{num_jobs}] {job.name or values.name}']
   if values.executor == 'local':
-    command = local_command(job, values.max_restarts, values.grace_seconds)
-    lines += ['executor: xm_local.Local', 'requirements: none', f'command: {shlex.join(command)}']
+    lines += ['executor: local', f'command: {shlex.join(local_command(job))}']
   elif values.executor == 'vertex':
     lines += [
       'executor: xm_local.Vertex',
@@ -148,93 +136,37 @@ def description(index: int, job: sweep.Job, num_jobs: int) -> str:
   return '\n  '.join('\n'.join(lines).splitlines())
 
 
-class LocalSweep:
-  """Runs jobs on this machine.
-
-  Attributes:
-    codes: exit codes of the jobs that have ended, by name.
-    interrupted: whether Ctrl-C or SIGTERM ended the launch.
-  """
-
-  def __init__(self, jobs: Sequence[sweep.Job], settings: flags.FlagValues):
-    self._jobs = jobs
-    self._settings = settings
-    self.interrupted = False
-    self.codes: dict[str, int] = {}
-
-  async def run(self) -> None:
-    """Runs all jobs. When cancelled, waits until the running ones have saved and ended."""
-    from xmanager import xm, xm_local
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-      asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    slots = asyncio.Semaphore(self._settings.max_parallel)  # XManager would start all at once
-    executor = xm_local.Local(experimental_stream_output=False)
-
-    async def run_one(job: sweep.Job) -> None:
-      async with slots:
-        command = local_command(job, self._settings.max_restarts, self._settings.grace_seconds)
-        print(f'{job.model_dir}: started, see supervisor.log there', flush=True)
-        unit = await experiment.add(xm.Job(python, executor, args=command[1:]))
-        await self._wait(unit, job)
-
-    async with xm_local.create_experiment(self._settings.name) as experiment:
-      (python,) = experiment.package(
-        [xm.Packageable(xm.Binary(path=sys.executable), xm_local.Local.Spec())]
-      )
-      async with asyncio.TaskGroup() as group:  # when cancelled, it waits for all of them
-        for job in self._jobs:
-          group.create_task(run_one(job))
-
-  async def _wait(self, unit: Any, job: sweep.Job) -> None:
-    """Waits until the job has ended. When cancelled, stops the job first.
-
-    XManager would end only the shell that started the job, and leave the job running.
-    """
-    ended = asyncio.ensure_future(unit.wait_until_complete())
-    try:
-      await asyncio.shield(ended)
-    except asyncio.CancelledError:
-      if not self.interrupted:
-        self.interrupted = True
-        print('\nStopping: each job saves a checkpoint first.', flush=True)
-      await self._stop(ended, job)
-      raise
-    finally:
-      state = _own_state(job)
-      code = state.get('exit_code')
-      self.codes[job.name] = FAILED if code is None else code
-      print(f'{job.model_dir}: exit code {code}, {state.get("restarts")} restarts', flush=True)
-
-  async def _stop(self, ended: asyncio.Future, job: sweep.Job) -> None:
-    told = False
-    while not ended.done():
-      state = _own_state(job)
-      if not told and state and state['exit_code'] is None:
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(state['pid'], signal.SIGTERM)
-        told = True
-      await asyncio.sleep(supervise.POLL_SECONDS)
-
-
-def _own_state(job: sweep.Job) -> dict[str, int | None]:
-  """The state of the job's supervisor; empty if it belongs to another launch."""
-  state = supervise.read_state(Path(job.model_dir))
-  return state if state.get('end_with') == os.getpid() else {}
-
-
 def launch_local(jobs: Sequence[sweep.Job]) -> int:
-  """Runs the jobs and returns the exit code of the launch."""
-  from het_plugin import reporting
+  """Runs the jobs, --max_parallel at a time, and returns the exit code of the launch."""
+  running: set[subprocess.Popen] = set()
+  stopping = False
 
-  local = LocalSweep(jobs, flags.FLAGS)
-  with contextlib.suppress(asyncio.CancelledError):
-    asyncio.run(local.run())
-  if local.interrupted:
-    return supervise.PREEMPTED
-  rows = [(job.model_dir, str(local.codes[job.name])) for job in jobs]
-  print(reporting.aligned([('run', 'exit code'), *rows]))
-  return FAILED if any(local.codes.values()) else 0
+  def stop(*_) -> None:
+    nonlocal stopping
+    stopping = True
+    print('\nStopping: each job saves a checkpoint first.', flush=True)
+    for process in list(running):
+      process.send_signal(signal.SIGTERM)
+
+  def run(job: sweep.Job) -> int:
+    if stopping:
+      return supervise.PREEMPTED
+    print(f'{job.model_dir}: started, see supervisor.log there', flush=True)
+    # In a session of its own Ctrl-C does not reach it, which would be a second signal.
+    process = subprocess.Popen(local_command(job), start_new_session=True)
+    running.add(process)
+    if stopping:  # the signal came in between
+      process.send_signal(signal.SIGTERM)
+    code = supervise.exit_code(process.wait())
+    running.discard(process)
+    print(f'{job.model_dir}: exit code {code}', flush=True)
+    return code
+
+  supervise.on_signals(stop)
+  with concurrent.futures.ThreadPoolExecutor(flags.FLAGS.max_parallel) as pool:
+    codes = list(pool.map(run, jobs))
+  print(reporting.aligned(sweep.results([job.model_dir for job in jobs], codes)))
+  return supervise.PREEMPTED if stopping else FAILED if any(codes) else 0
 
 
 async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
@@ -253,11 +185,7 @@ async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
 
 
 def launch_gke(jobs: Sequence[sweep.Job]) -> None:
-  """Applies the JobSets in order.
-
-  Raises:
-    OSError: kubectl is missing, or refuses a JobSet; those before it stay applied.
-  """
+  """Applies the JobSets in order; those before one that kubectl refuses stay applied."""
   for index, job in enumerate(jobs):
     document = render.to_yaml(jobset_of(index, job, len(jobs)))
     applied = subprocess.run(['kubectl', 'apply', '-f', '-'], input=document, text=True)
@@ -287,13 +215,10 @@ def main(argv: Sequence[str]) -> None:
     if values.executor == 'gke':
       launch_gke(jobs)
       return
-    if not importlib.util.find_spec('xmanager'):
-      raise ValueError(
-        f"--executor={values.executor} needs XManager: pip install '.[launch]' (--dry_run does not)"
-      )
-    logging.getLogger('alembic').setLevel(logging.WARNING)  # migrations of its database
     if values.executor == 'local':
       sys.exit(launch_local(jobs))
+    if not importlib.util.find_spec('xmanager'):
+      raise ValueError("--executor=vertex needs XManager: pip install '.[launch]'")
     from xmanager import xm_local
 
     asyncio.run(launch_vertex(xm_local.create_experiment(values.name), jobs))

@@ -88,14 +88,25 @@ def _step(name, step):
   if step['peak_bytes'] is not None:
     heading += f', peak {step["peak_bytes"] / GIB:.2f} GiB'
   heading += f', compiled in {step["compile_seconds"]:.0f} s'
+  lines = [heading]
+  if seconds := step['seconds']:
+    ms = {name: f'{1e3 * x:.3g} ms' for name, x in seconds.items()}
+    lines.append(
+      f'an estimate at the peak rates of the chip, which no program reaches: {ms["at_least"]}, or '
+      f'{ms["without_overlap"]} if nothing overlaps (compute {ms["compute"]}, memory '
+      f'{ms["memory"]}, collectives {ms["collectives"]})'
+    )
   if step['collectives'] is None:
-    return f'{heading}\ncollectives: unknown, this jax cannot read the compiled program'
-  rows = [
-    (c['kind'], c['count'], f'{c["bytes"] / MIB:.1f}', c['in_loops']) for c in step['collectives']
-  ]
-  if not rows:
-    return heading
-  return f'{heading}\n{_table(("collective", "times", "MiB of results", "in loops"), rows)}'
+    lines.append('collectives: unknown, this jax cannot read the compiled program')
+  elif step['collectives']:
+    header = ('collective', 'times', 'MiB of results', 'in loops')
+    mib = [f'{c["bytes"] / MIB:.1f}' for c in step['collectives']]
+    cells = [
+      (c['kind'], c['count'], x, c['in_loops'])
+      for c, x in zip(step['collectives'], mib, strict=True)
+    ]
+    lines.append(_table(header, cells))
+  return '\n'.join(lines)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

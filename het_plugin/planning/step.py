@@ -16,7 +16,7 @@ from flax import traverse_util
 import gin
 from het_plugin import data
 from het_plugin.config import command_line, parsing, registry
-from het_plugin.planning import hlo, topology
+from het_plugin.planning import hlo, roofline, topology
 from het_plugin.planning.worker import Request
 from het_plugin.training import flops, initial_state, train
 from het_plugin.training import step as step_lib
@@ -35,13 +35,13 @@ with gin.unlock_config():
 
 
 def main() -> None:
-  """Plans the request on standard input, and writes the result to the file that argv[1] names."""
-  request = Request(**json.load(sys.stdin))
+  """Plans the request in the file argv[1], and writes the result to the file argv[2]."""
+  request = Request(**json.loads(Path(sys.argv[1]).read_text()))
   try:
     result = plan(request)
   except (ValueError, OSError, SyntaxError, ImportError) as error:
     result = {'error': command_line.one_sentence(error)}
-  Path(sys.argv[1]).write_text(json.dumps(result))
+  Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 def plan(request: Request) -> dict[str, Any]:
@@ -119,11 +119,6 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   }
   if request.mesh is not None:
     *replicas, _, model_shards = request.mesh
-    if math.prod(request.mesh) != len(place.devices):
-      raise ValueError(
-        f'--mesh={",".join(map(str, request.mesh))} has {math.prod(request.mesh)} devices; '
-        f'{request.topology} has {len(place.devices)}'
-      )
     changes['PjitPartitioner.num_partitions'] = model_shards
     changes['PjitPartitioner.model_parallel_submesh'] = None
     changes['PjitPartitioner.num_replicas'] = replicas[0] if replicas else 1
@@ -159,6 +154,7 @@ def _measure(
     'fits': False,
     'collectives': [],
     'compiler_message': None,
+    'seconds': None,
   }
   try:
     compiled = traced.lower().compile()
@@ -172,6 +168,10 @@ def _measure(
     result['peak_bytes'] = _peak_bytes(compiled.memory_analysis(), place)
     result['fits'] = result['peak_bytes'] <= place.hbm_bytes
     result['collectives'] = _collectives(compiled)
+    accessed = (compiled.cost_analysis() or {}).get('bytes accessed', 0.0)
+    result['seconds'] = roofline.estimate(
+      place.name, result['flops'], accessed, result['collectives'] or ()
+    )
   return result | {'compile_seconds': time.monotonic() - start}
 
 

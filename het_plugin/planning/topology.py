@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,23 +10,38 @@ from collections.abc import Mapping, Sequence
 import jax
 
 GIB = 2**30
-# GiB per device, from the compiler's out-of-memory errors (libtpu 0.0.42). v2, v3 and tpu7x show
-# two devices per chip; v4 shows one, compiled as a 'megacore'.
-HBM_GIB = {
-  'v2': 7.48,
-  'v3': 15.48,
-  'v4': 30.75,
-  'v5e': 15.75,
-  'v5p': 95.74,
-  'v6e': 31.25,
-  'tpu7x': 94.75,
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A TPU generation, from https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
+
+  Attributes:
+    hbm_gib: memory of a device, from the compiler's out-of-memory errors (libtpu 0.0.42).
+    flops: peak bfloat16 FLOP/s of a chip.
+    hbm_bytes: peak bytes/s of a chip's memory.
+    link_bytes: bytes/s of one link between chips, in one direction.
+    devices: that JAX shows for a chip; v4 shows one, compiled as a 'megacore'.
+    default_shape: the chips of one host, where only the generation is given.
+  """
+
+  hbm_gib: float
+  flops: float
+  hbm_bytes: float
+  link_bytes: float
+  devices: int = 1
+  default_shape: str = '2x2'
+
+
+CHIPS = {
+  'v2': Chip(7.48, 45e12, 700e9, 62e9, devices=2),
+  'v3': Chip(15.48, 123e12, 900e9, 82e9, devices=2),
+  'v4': Chip(30.75, 275e12, 1228e9, 50e9, default_shape='2x2x1'),
+  'v5e': Chip(15.75, 197e12, 819e9, 50e9),
+  'v5p': Chip(95.74, 459e12, 2765e9, 100e9, default_shape='2x2x1'),
+  'v6e': Chip(31.25, 918e12, 1640e9, 100e9),
+  'tpu7x': Chip(94.75, 2307e12, 7380e9, 200e9, devices=2, default_shape='2x2x1'),
 }
-# The chips of one host, where only the generation is given.
-DEFAULT_SHAPE = {'v4': '2x2x1', 'v5p': '2x2x1', 'tpu7x': '2x2x1'}
-GET_LIBTPU = (
-  "ahead-of-time compilation for TPUs needs libtpu (no TPU): pip install 'het_plugin[plan]', or "
-  'use --topology=cpu:N'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +52,11 @@ class Topology:
     name: as given, such as 'v3:8x8' or 'cpu:8'.
     devices: of all slices.
     hbm_bytes: memory of one device that programs may use.
-    num_slices: TPU slices, joined by the data-center network.
   """
 
   name: str
   devices: Sequence[jax.Device]
   hbm_bytes: int
-  num_slices: int = 1
 
   @property
   def device_kind(self) -> str:
@@ -58,26 +72,33 @@ def parse(name: str) -> tuple[str, str]:
   generation, _, shape = name.partition(':')
   if generation == 'cpu' and re.fullmatch(r'[1-9]\d*', shape):
     return generation, shape
-  if generation in HBM_GIB and (not shape or re.fullmatch(r'\d+(x\d+){1,2}', shape)):
-    return generation, shape or DEFAULT_SHAPE.get(generation, '2x2')
+  if generation in CHIPS and (not shape or re.fullmatch(r'\d+(x\d+){1,2}', shape)):
+    return generation, shape or CHIPS[generation].default_shape
   raise ValueError(
     f'--topology={name} is unknown: write cpu:N, or a TPU generation of '
-    f'{", ".join(HBM_GIB)}, a colon and the shape of the slice in chips, such as v3:8x8, v4:4x4x8 '
+    f'{", ".join(CHIPS)}, a colon and the shape of the slice in chips, such as v3:8x8, v4:4x4x8 '
     'or v5e:8x16'
   )
 
 
-def check(name: str, num_slices: int) -> None:
-  """Checks what can be checked without the compiler.
+def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:
+  """Checks what needs no compiler.
 
   Raises:
-    ValueError: for a topology or a number of slices that cannot be.
+    ValueError: the topology or the number of slices cannot be, or the mesh has other devices.
   """
-  generation, _ = parse(name)
+  generation, shape = parse(name)
   if num_slices < 1:
     raise ValueError(f'--num_slices={num_slices} must be at least 1')
   if generation == 'cpu' and num_slices > 1:
     raise ValueError(f'--num_slices={num_slices} is for TPU topologies; {name} has no slices')
+  devices = math.prod(map(int, shape.split('x'))) * num_slices
+  devices *= CHIPS[generation].devices if generation in CHIPS else 1
+  if mesh and math.prod(mesh) != devices:
+    raise ValueError(
+      f'--mesh={",".join(map(str, mesh))} has {math.prod(mesh)} devices; '
+      f'{f"{num_slices} slices of " if num_slices > 1 else ""}{name} has {devices}'
+    )
 
 
 def environment(name: str) -> Mapping[str, str]:
@@ -100,24 +121,25 @@ def get(name: str, num_slices: int = 1) -> Topology:
     ValueError: for an unknown name or a shape that the generation does not have, or where libtpu is
       missing.
   """
-  check(name, num_slices)
   generation, shape = parse(name)
   if generation == 'cpu':
-    devices = jax.devices()[: int(shape)]
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return Topology(name, devices, memory // int(shape))
+    return Topology(name, jax.devices()[: int(shape)], memory // int(shape))
 
   from jax.experimental import topologies
 
+  if importlib.util.find_spec('libtpu') is None:
+    raise ValueError(
+      'ahead-of-time compilation for TPUs needs libtpu (no TPU): pip install '
+      "'het_plugin[plan]', or use --topology=cpu:N"
+    )
   options = {'num_slices': num_slices} if num_slices > 1 else {}
   if generation == 'v4':
     options['chip_config_name'] = 'megacore'
-  if importlib.util.find_spec('libtpu') is None:
-    raise ValueError(GET_LIBTPU)
   try:
     description = topologies.get_topology_desc(
       platform='tpu', topology_name=f'{generation}:{shape}', **options
     )
   except Exception as error:  # its type depends on the version of libtpu
     raise ValueError(f'--topology={name}: libtpu does not take it: {error}') from error
-  return Topology(name, description.devices, int(HBM_GIB[generation] * GIB), num_slices)
+  return Topology(name, description.devices, int(CHIPS[generation].hbm_gib * GIB))

@@ -1,7 +1,7 @@
 """One compilation in a process of its own, since the compiler keeps gigabytes until it ends.
 
-`compile_in_process` starts a Python that runs `step.main`, which reads a request from standard
-input and writes the result, or an error in one sentence, to a file.
+`compile_in_process` starts a Python that runs `step.main`, which reads a request from a file and
+writes the result, or an error in one sentence, to another.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from het_plugin.planning import topology
 
 _RUN = 'from het_plugin.planning import step; step.main()'
+_QUIET_SECONDS = 10  # between two lines where stderr is no terminal
+_took: list[float] = []  # seconds of the compilations so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Request:
 
 
 def compile_in_process(request: Request) -> dict[str, Any]:
-  """`planning.step.plan` of the request in a fresh process.
+  """`planning.step.plan` of the request in a fresh process; says on stderr how long it takes.
 
   Raises:
     ValueError: the plan raised an error.
@@ -62,18 +65,19 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   """
   environment = os.environ | topology.environment(request.topology)
   environment['PYTHONPATH'] = os.pathsep.join(filter(None, sys.path))
-  with tempfile.TemporaryDirectory() as folder:
-    answer = Path(folder) / 'answer.json'
-    process = subprocess.run(
-      [sys.executable, '-c', _RUN, str(answer)],
-      input=json.dumps(dataclasses.asdict(request)),
-      capture_output=True,
-      text=True,
-      env=environment,
-      check=False,
-    )
+  with tempfile.TemporaryDirectory() as name, (Path(name) / 'log').open('w+') as log:
+    asked, answer = Path(name) / 'asked.json', Path(name) / 'answer.json'
+    asked.write_text(json.dumps(dataclasses.asdict(request)))
+    command = [sys.executable, '-c', _RUN, str(asked), str(answer)]
+    with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+      try:
+        _wait(process)
+      except BaseException:
+        process.kill()
+        raise
     if not answer.exists():
-      end = ' / '.join(process.stderr.strip().splitlines()[-5:])
+      log.seek(0)
+      end = ' / '.join(log.read().strip().splitlines()[-5:])
       raise ChildProcessError(
         f'the process that compiles for {request.topology} ended with code {process.returncode}, '
         f'as it does where memory runs out (up to 4 GiB are needed): {end}'
@@ -82,3 +86,22 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   if 'error' in result:
     raise ValueError(result['error'])
   return result
+
+
+def _wait(process: subprocess.Popen) -> None:
+  """Waits; shows the seconds so far, and those of the last compilation, which is all that is known
+  of how long this one takes.
+  """
+  is_terminal = sys.stderr.isatty()
+  start, usual = time.monotonic(), f'; the last one took {_took[-1]:.0f} s' if _took else ''
+  while True:
+    try:
+      process.wait(1 if is_terminal else _QUIET_SECONDS)
+      break
+    except subprocess.TimeoutExpired:
+      text = f'compiling: {time.monotonic() - start:.0f} s so far{usual}'
+      print(f'\r{text}' if is_terminal else text, end='' if is_terminal else '\n', file=sys.stderr)
+      sys.stderr.flush()
+  _took.append(time.monotonic() - start)
+  if is_terminal:
+    print('\r\x1b[K', end='', file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ docs/launch.md shows how to create them. launch/gke/jobset.yaml is the template.
 To resume a run that has ended, delete its JobSet (kubectl delete jobset NAME) and apply it again.
 """
 
-import dataclasses
 import json
 import re
 import string
@@ -30,75 +29,47 @@ from launch.supervise import PREEMPTED
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of a JobSet beside the job it runs. Each is also a flag.
-
-  Attributes:
-    name: name of the JobSet, a DNS label.
-    image: container image with het_plugin installed.
-    topology: generation and shape of each slice, for example 'v5e:4x4'.
-    num_slices: number of slices, each in a node pool of its own.
-    max_restarts: number of failures after which the JobSet fails. Preemptions do not count.
-    grace_seconds: seconds between SIGTERM and SIGKILL, in which training saves a checkpoint.
-    namespace, service_account: of the cluster; None for the defaults.
-    queue: LocalQueue of Kueue; None for no queue.
-    spot: whether to use Spot VMs.
-    privileged: whether the container runs as root with all capabilities.
-    node_selector: additional node labels, for example those of a reservation.
-    env: additional environment variables.
-  """
-
-  name: str
-  image: str
-  topology: str
-  num_slices: int = 1
-  max_restarts: int = 5
-  grace_seconds: int = 300
-  namespace: str | None = None
-  service_account: str | None = None
-  queue: str | None = None
-  spot: bool = False
-  privileged: bool = True
-  node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def jobset(settings: Settings, job: sweep.Job) -> dict[str, Any]:
+def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
   """Fills launch/gke/jobset.yaml.
+
+  Args:
+    name: of the JobSet.
+    settings: values of the flags that `define_settings_flags` defines.
+    job: what the JobSet runs.
 
   Raises:
     ValueError: a name, topology, folder or number is not possible; one sentence says which.
   """
-  tpu_slice = slices.parse(settings.topology, settings.num_slices)
-  _check(settings, job, tpu_slice)
+  num_slices = settings['num_slices']
+  tpu_slice = slices.parse(settings['topology'] or '', num_slices)
+  _check(name, settings, job, tpu_slice)
   selector = {
     'cloud.google.com/gke-tpu-accelerator': tpu_slice.accelerator,
     'cloud.google.com/gke-tpu-topology': tpu_slice.shape,
   }
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
-  if settings.spot:
+  if settings['spot']:
     spot = 'cloud.google.com/gke-spot'
     selector[spot] = 'true'
     tolerations += [{'key': spot, 'operator': 'Equal', 'value': 'true', 'effect': 'NoSchedule'}]
   # With 'tpu,cpu' a pod without its TPU fails. Otherwise JAX would train on the CPU.
-  env = {'JAX_PLATFORMS': 'tpu,cpu', **settings.env}
-  # TPU drivers lock more memory than an ordinary container may:
-  # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
-  security = {'privileged': True, 'runAsUser': 0} if settings.privileged else None
+  env = {'JAX_PLATFORMS': 'tpu,cpu', **pairs('env', settings['env'])}
   # One replica of the parameters per slice (docs/scale.md), unless the job binds another number.
-  replicas = [f'--gin.PjitPartitioner.num_replicas={settings.num_slices}']
-  arguments = [*(replicas if settings.num_slices > 1 else []), *job.arguments()]
-  values = dataclasses.asdict(settings) | {
+  replicas = [f'--gin.PjitPartitioner.num_replicas={num_slices}']
+  arguments = [*(replicas if num_slices > 1 else []), *job.arguments()]
+  values = dict(settings) | {
+    'name': name,
     'hosts': tpu_slice.hosts,
     'preempted': PREEMPTED,
-    'node_selector': {**selector, **settings.node_selector},
+    'node_selector': selector | pairs('node_selector', settings['node_selector']),
     'tolerations': tolerations,
     # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
     'args': [argument.replace('$', '$$') for argument in arguments],
     'env': [{'name': name, 'value': value} for name, value in env.items()],
     'chips_per_host': slices.CHIPS_PER_HOST,
-    'security': security,
+    # TPU drivers lock more memory than an ordinary container may:
+    # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
+    'security': {'privileged': True, 'runAsUser': 0} if settings['privileged'] else None,
   }
   # JSON is YAML, so values need no quoting of their own.
   text = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
@@ -115,25 +86,20 @@ def _without_nulls(node: Any) -> Any:
   return {name: value for name, value in kept.items() if value is not None and value != {}}
 
 
-def _check(settings: Settings, job: sweep.Job, tpu_slice: slices.Slice) -> None:
-  if not re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', settings.name):
+def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, tpu_slice: slices.Slice) -> None:
+  if not re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name):
     raise ValueError(
-      f'--name={settings.name} must be lower-case letters, digits and hyphens, a letter first'
+      f'--name={name} must be lower-case letters, digits and hyphens, a letter first'
     )
   # Kubernetes names the pods NAME-slice-SLICE-HOST-abcde, with at most 63 characters.
-  last = f'{settings.name}-slice-{settings.num_slices - 1}-{tpu_slice.hosts - 1}-abcde'
+  last = f'{name}-slice-{settings["num_slices"] - 1}-{tpu_slice.hosts - 1}-abcde'
   if len(last) > 63:
-    raise ValueError(f'--name={settings.name} is {len(last) - 63} characters too long for its pods')
-  if not settings.image:
+    raise ValueError(f'--name={name} is {len(last) - 63} characters too long for its pods')
+  if not settings['image']:
     raise ValueError('--image is empty: name the container image that launch/Dockerfile built')
   if not re.match(r'gs://[a-z0-9]', job.model_dir):
     raise ValueError(
       f'--model_dir={job.model_dir} must be a gs:// folder: the disk of a pod is lost with the pod'
-    )
-  if settings.max_restarts < 0 or settings.grace_seconds < 1:
-    raise ValueError(
-      f'--max_restarts={settings.max_restarts} must be at least 0 and '
-      f'--grace_seconds={settings.grace_seconds} at least 1'
     )
 
 
@@ -142,11 +108,7 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
-  """{NAME: VALUE} of 'NAME=VALUE' strings.
-
-  Raises:
-    ValueError: a string has another form.
-  """
+  """{NAME: VALUE} of 'NAME=VALUE' strings; another form is a ValueError."""
   found = dict(value.partition('=')[::2] for value in values)
   if not all(found) or any('=' not in value for value in values):
     raise ValueError(f'--{flag}={",".join(values)} must be NAME=VALUE')
@@ -154,14 +116,17 @@ def pairs(flag: str, values: Sequence[str]) -> dict[str, str]:
 
 
 def define_settings_flags() -> None:
-  """Defines the flags of `Settings`, without --name and --model_dir."""
+  """Flags of the JobSet beside --name and --model_dir; `settings` are their values."""
   flags.DEFINE_string('image', '', 'Container image with het_plugin installed.')
   flags.DEFINE_string('topology', None, 'TPU generation and shape of a slice in chips: v5e:4x4.')
-  flags.DEFINE_integer('num_slices', 1, 'Number of slices.')
+  flags.DEFINE_integer('num_slices', 1, 'Number of slices.', lower_bound=1)
   flags.DEFINE_integer(
-    'max_restarts', 5, 'Number of restarts after failures; on GKE, preemptions do not count.'
+    'max_restarts',
+    5,
+    'Number of restarts after failures; on GKE, preemptions do not count.',
+    lower_bound=0,
   )
-  flags.DEFINE_integer('grace_seconds', 300, 'Seconds between SIGTERM and SIGKILL.')
+  flags.DEFINE_integer('grace_seconds', 300, 'Seconds from SIGTERM to SIGKILL.', lower_bound=1)
   flags.DEFINE_string('namespace', None, 'Namespace in the cluster.')
   flags.DEFINE_string('service_account', None, 'Kubernetes service account that may write gs://.')
   flags.DEFINE_string('queue', None, 'LocalQueue of Kueue.')
@@ -173,14 +138,14 @@ def define_settings_flags() -> None:
   )
 
 
-def settings_of_flags(name: str) -> Settings:
-  """The settings in the flags, for a JobSet of this name."""
-  values = flags.FLAGS
-  if not values.topology:
-    raise ValueError('--topology is not given: v5e:4x4, for example')
-  given = {field.name: values[field.name].value for field in dataclasses.fields(Settings)}
-  mappings = {flag: pairs(flag, given[flag]) for flag in ('node_selector', 'env')}
-  return Settings(**given | mappings | {'name': name})
+_SETTINGS = (
+  *('image', 'topology', 'num_slices', 'max_restarts', 'grace_seconds', 'namespace', 'spot'),
+  *('service_account', 'queue', 'privileged', 'node_selector', 'env'),
+)
+
+
+def settings() -> dict[str, Any]:
+  return {name: flags.FLAGS[name].value for name in _SETTINGS}
 
 
 def define_flags() -> None:
@@ -204,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
       values.gin_search_paths,
       train_flags=training_run.given_flags(),
     )
-    text = to_yaml(jobset(settings_of_flags(values.name), job))
+    text = to_yaml(jobset(values.name, settings(), job))
     if values.output:
       Path(values.output).write_text(text)
     else:

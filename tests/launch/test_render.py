@@ -9,7 +9,11 @@ from launch import sweep
 from launch.gke import render
 from launch.supervise import PREEMPTED
 
-SETTINGS = {'name': 'het-xl', 'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4'}
+SETTINGS = {
+  **{'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4', 'num_slices': 1, 'max_restarts': 5},
+  **{'grace_seconds': 300, 'namespace': None, 'service_account': None, 'queue': None},
+  **{'spot': False, 'privileged': True, 'node_selector': [], 'env': []},
+}
 (JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
 
 
@@ -121,9 +125,9 @@ def conform(value, form, path='JobSet'):
         assert isinstance(inner, tuple), f'{path} lacks {name}'
 
 
-def rendered(job=JOB, **changes):
+def rendered(job=JOB, name='het-xl', **changes):
   """A JobSet, written as YAML and read again."""
-  text = render.to_yaml(render.jobset(render.Settings(**{**SETTINGS, **changes}), job))
+  text = render.to_yaml(render.jobset(name, SETTINGS | changes, job))
   return yaml.safe_load(text)
 
 
@@ -141,8 +145,8 @@ EVERYTHING = {
   'queue': 'tpus',
   'spot': True,
   'privileged': False,
-  'node_selector': {'cloud.google.com/reservation-name': 'ours'},
-  'env': {'NUMBER': '1', 'FLAG': 'true'},
+  'node_selector': ['cloud.google.com/reservation-name=ours'],
+  'env': ['NUMBER=1', 'FLAG=true'],
 }
 
 
@@ -220,7 +224,7 @@ def test_spot_and_reservations_are_node_labels():
   ('changes', 'words'),
   [
     ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
-    ({'grace_seconds': 0}, 'grace_seconds'),
+    ({'image': ''}, '--image is empty'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(changes, words):
