@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,7 +103,7 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
     (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from contrast'),
     (['--model_dir=gs://b/x'], 'must be a local folder'),
     (['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'], 'needs --model_dir=gs://'),
-    ([*GKE, '--topology=v5e:4x5'], 'has the topologies'),
+    ([*GKE, '--topology=v5e:4x5'], 'v5e has 2x2, 2x4'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):
@@ -109,12 +111,56 @@ def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):
 
 
 @pytest.mark.skipif(XMANAGER, reason='XManager is installed')
-def test_without_xmanager_one_sentence(tmp_path, run_main):
-  message = run_main(xm_launch, *RUN, f'--model_dir={tmp_path}/x', code=2)
+def test_without_xmanager_vertex_is_one_sentence(run_main):
+  where = ['--image=i', '--topology=v3:2x2', '--model_dir=gs://b/x']
+  message = run_main(xm_launch, *RUN, '--executor=vertex', *where, code=2)
   assert "needs XManager: pip install '.[launch]'" in message
 
 
-@needs_xmanager
+# In place of training: seed 0 leaves metrics, seed 1 fails, another waits for SIGTERM.
+TRAIN = """
+import json, pathlib, signal, sys, time
+seed, folder = [x.partition('=')[2].strip("'") for x in sys.argv[-2:]]
+folder = pathlib.Path(folder)
+if seed == '2':
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+  (folder / 'ready').touch()
+  time.sleep(60)
+rows = [{'step': 1, 'training_eval/digits/nll': 9}, {'step': 4, 'training_eval/digits/nll': 1.25}]
+(folder / 'metrics.jsonl').write_text(''.join(json.dumps(row) + chr(10) for row in rows))
+sys.exit(int(seed))
+"""
+
+
+def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, run_main):
+  monkeypatch.setattr(sweep, 'TRAIN', ('-c', TRAIN))
+  arguments = [f'--model_dir={tmp_path}', '--sweep=RANDOM_SEED=0,1', '--max_parallel=2']
+  printed = run_main(xm_launch, *RUN, *arguments, code=1)
+  table = [line.split() for line in printed.splitlines()[-3:]]
+  assert table == [
+    ['run', 'exit', 'code', 'step', 'nll'],
+    [f'{tmp_path}/RANDOM_SEED=0', '0', '4', '1.25'],
+    [f'{tmp_path}/RANDOM_SEED=1', '1', '4', '1.25'],
+  ]
+
+
+def test_ctrl_c_lets_the_running_jobs_save(tmp_path):
+  code = f'from launch import sweep, xm_launch as x\nsweep.TRAIN = ("-c", {TRAIN!r})\n'
+  code += 'x.define_flags()\nx.command_line.run(x.main)'
+  arguments = [*RUN, f'--model_dir={tmp_path}', '--sweep=RANDOM_SEED=2,0']
+  process = subprocess.Popen(
+    [sys.executable, '-c', code, *arguments], cwd=ROOT, env=environment(tmp_path),
+    stdout=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  while not (tmp_path / 'RANDOM_SEED=2' / 'ready').exists():
+    assert process.poll() is None
+    time.sleep(0.1)
+  process.send_signal(signal.SIGINT)
+  printed = process.communicate(timeout=30)[0]
+  assert process.returncode == 42 and 'Stopping: each job saves' in printed
+  assert not (tmp_path / 'RANDOM_SEED=0').exists()  # was not started
+
+
 @pytest.mark.slow
 def test_a_sweep_runs_here_and_resumes(tmp_path):
   arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--max_parallel=2']
