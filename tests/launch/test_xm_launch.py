@@ -132,11 +132,13 @@ sys.exit(int(seed))
 """
 
 
-def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, run_main):
+def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, parsed_flags, capsys):
   monkeypatch.setattr(sweep, 'TRAIN', ('-c', TRAIN))
-  arguments = [f'--model_dir={tmp_path}', '--sweep=RANDOM_SEED=0,1', '--max_parallel=2']
-  printed = run_main(xm_launch, *RUN, *arguments, code=1)
-  table = [line.split() for line in printed.splitlines()[-3:]]
+  monkeypatch.setattr(xm_launch.supervise, 'on_signals', lambda _: None)
+  jobs = sweep.make_jobs(str(tmp_path), ['x.gin'], sweeps=['RANDOM_SEED=0,1'])
+  with parsed_flags(xm_launch, '--max_parallel=2'):
+    assert xm_launch.launch_local(jobs) == 1
+  table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
   assert table == [
     ['run', 'exit', 'code', 'step', 'nll'],
     [f'{tmp_path}/RANDOM_SEED=0', '0', '4', '1.25'],
@@ -144,6 +146,7 @@ def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, run_main):
   ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_the_running_jobs_save(tmp_path):
   code = f'from launch import sweep, xm_launch as x\nsweep.TRAIN = ("-c", {TRAIN!r})\n'
   code += 'x.define_flags()\nx.command_line.run(x.main)'
