@@ -87,7 +87,7 @@ def parse_run_config(
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
     if not gin_files:
-      bindings = [*_tower_bindings(checkpoint), *bindings]
+      bindings = [*weights.tower_bindings(checkpoint), *bindings]
   else:
     found = checkpoint_reader.find(checkpoint)
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
@@ -102,16 +102,6 @@ def parse_run_config(
     if settings.get(name) is None:
       raise ValueError(f'train.{name} is not set in the configuration of {checkpoint}')
   return settings
-
-
-def _tower_bindings(path: epath.PathLike) -> list[str]:
-  """The backbone of a tower of timm, transformers or open_clip, as gin bindings."""
-  arrays = weights.read_arrays(path)
-  if not weights.is_tower(arrays):
-    return []
-  tower = weights.read_tower(arrays, weights.read_config(path))
-  settings = [f'vit.{name} = {value!r}' for name, value in tower.settings.items()]
-  return ['BACKBONE = @vit()', f'IMAGE_SIZE = {tower.image_size}', *settings]
 
 
 def open_run(

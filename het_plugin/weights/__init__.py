@@ -1,7 +1,7 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
 from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
-from het_plugin.weights.towers import is_tower, read_config, read_tower
+from het_plugin.weights.towers import is_tower, read_config, read_tower, tower_bindings
 from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
   'read_arrays',
   'read_config',
   'read_tower',
+  'tower_bindings',
   'write_arrays',
 ]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from het_plugin.weights import files
+
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -204,6 +206,20 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     for name, x in flat.items()
   }
   return Tower(settings, params, image_size, skipped)
+
+
+def tower_bindings(path: epath.PathLike) -> list[str]:
+  """Gin bindings of backbone and image size for the tower in a file; none if it holds no tower.
+
+  Raises:
+    ValueError: as `files.read_arrays`, `read_config` and `read_tower`.
+  """
+  arrays = files.read_arrays(path)
+  if not is_tower(arrays):
+    return []
+  tower = read_tower(arrays, read_config(path))
+  settings = [f'vit.{name} = {value!r}' for name, value in tower.settings.items()]
+  return ['BACKBONE = @vit()', f'IMAGE_SIZE = {tower.image_size}', *settings]
 
 
 def _stem(name):
