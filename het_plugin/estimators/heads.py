@@ -1,0 +1,184 @@
+"""The four estimators."""
+
+from het_plugin.estimators.classifier import HeadClassifier
+
+
+class DetClassifier(HeadClassifier):
+  """The deterministic head: logistic regression, with several labels, votes and probabilities.
+
+  Minimises sum_i w_i nll_i + |W|^2 / (2 C) by L-BFGS over all rows. Without hidden layers that is
+  scikit-learn's `LogisticRegression` of the same C (of an indicator: one for each class).
+
+  Parameters:
+    C: inverse strength of the regularisation of W and hidden layers; biases have none.
+    tau: the temperature of link(logits / tau). A number; 'learned', which without hidden layers
+      has the optimum of 1, since W / tau is regularised; or 'validation', the best of 1/4 .. 4 on
+      held-out rows.
+    hidden_layers: widths of GELU layers below the head.
+    target: what y is: 'classes', 'indicator', 'votes', 'probabilities' or 'auto'
+      (`targets.encode`).
+    tol: the largest entry of the gradient of the mean objective at which the search ends, in
+      coordinates in which the objective has unit curvature.
+    max_iter: L-BFGS iterations; a `ConvergenceWarning` tells where they did not suffice.
+    validation_fraction: share of rows held out where something is chosen on them.
+    random_state: seed of hidden layers, noise and splits. Equal seeds give equal bits.
+    progress: whether a bar shows the objective.
+
+  Attributes:
+    classes_: [K]. target_: the kind of y. temperature_: tau.
+    coef_: float32 [K, D], W^T / tau ([1, D] for two classes). intercept_: [K] or [1].
+    params_: the linen parameters. n_iter_, objective_, gradient_: how the fit ended.
+  """
+
+  _head = 'det'
+
+  def __init__(
+    self,
+    C=1.0,  # noqa: N803
+    *,
+    tau=1.0,
+    hidden_layers=(),
+    target='auto',
+    tol=1e-4,
+    max_iter=500,
+    validation_fraction=0.1,
+    random_state=0,
+    progress=False,
+  ):
+    self.C = C
+    self.tau = tau
+    self.hidden_layers = hidden_layers
+    self.target = target
+    self.tol = tol
+    self.max_iter = max_iter
+    self.validation_fraction = validation_fraction
+    self.random_state = random_state
+    self.progress = progress
+
+
+class HetClassifier(HeadClassifier):
+  """HET: Gaussian noise in the logits, of covariance V(x)^T V(x) + d(x) d(x)^T, Q = K.
+
+  The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
+  so that the objective has no random numbers. The search starts at DET's optimum with little
+  noise, and ends with an objective no worse than DET's. C regularises the matrices of the noise
+  (K_v, K_d, J) as it does W.
+
+  Parameters beyond those of `DetClassifier`:
+    num_factors: R.
+    num_samples: S, points of a softmax in fit and prediction; powers of two are best.
+  """
+
+  _head = 'het'
+  _noise = ('num_factors',)
+
+  def __init__(
+    self,
+    C=1.0,  # noqa: N803
+    *,
+    tau=1.0,
+    num_factors=8,
+    num_samples=64,
+    hidden_layers=(),
+    target='auto',
+    tol=1e-4,
+    max_iter=500,
+    validation_fraction=0.1,
+    random_state=0,
+    progress=False,
+  ):
+    self.C = C
+    self.tau = tau
+    self.num_factors = num_factors
+    self.num_samples = num_samples
+    self.hidden_layers = hidden_layers
+    self.target = target
+    self.tol = tol
+    self.max_iter = max_iter
+    self.validation_fraction = validation_fraction
+    self.random_state = random_state
+    self.progress = progress
+
+
+class HetHClassifier(HetClassifier):
+  """HET-H: the noise of HET in R^H, mapped to the classes by a fixed hash.
+
+  Parameters beyond those of `HetClassifier`:
+    num_buckets: H; None is the number of features.
+  """
+
+  _head = 'het_h'
+  _noise = ('num_factors', 'num_buckets')
+
+  def __init__(
+    self,
+    C=1.0,  # noqa: N803
+    *,
+    tau=1.0,
+    num_factors=8,
+    num_buckets=None,
+    num_samples=64,
+    hidden_layers=(),
+    target='auto',
+    tol=1e-4,
+    max_iter=500,
+    validation_fraction=0.1,
+    random_state=0,
+    progress=False,
+  ):
+    super().__init__(
+      C,
+      tau=tau,
+      num_factors=num_factors,
+      num_samples=num_samples,
+      hidden_layers=hidden_layers,
+      target=target,
+      tol=tol,
+      max_iter=max_iter,
+      validation_fraction=validation_fraction,
+      random_state=random_state,
+      progress=progress,
+    )
+    self.num_buckets = num_buckets
+
+
+class HetXLClassifier(HetClassifier):
+  """HET-XL: noise in the features (or in the last hidden layer), mapped to the classes by W.
+
+  Parameters beyond those of `HetClassifier`:
+    noise_dim: M of a separate W' for the noise (eq. 14); None shares W.
+  """
+
+  _head = 'het_xl'
+  _noise = ('num_factors', 'noise_dim')
+
+  def __init__(
+    self,
+    C=1.0,  # noqa: N803
+    *,
+    tau=1.0,
+    num_factors=8,
+    noise_dim=None,
+    num_samples=64,
+    hidden_layers=(),
+    target='auto',
+    tol=1e-4,
+    max_iter=500,
+    validation_fraction=0.1,
+    random_state=0,
+    progress=False,
+  ):
+    super().__init__(
+      C,
+      tau=tau,
+      num_factors=num_factors,
+      num_samples=num_samples,
+      hidden_layers=hidden_layers,
+      target=target,
+      tol=tol,
+      max_iter=max_iter,
+      validation_fraction=validation_fraction,
+      random_state=random_state,
+      progress=progress,
+    )
+    self.noise_dim = noise_dim

@@ -1,0 +1,136 @@
+"""Full-batch L-BFGS to a gradient tolerance."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from sklearn.exceptions import ConvergenceWarning
+
+from het_plugin.estimators import objective
+from het_plugin.estimators.model import Model
+
+MEMORY = 20
+MAX_LINE_SEARCH_STEPS = 30
+FIRST_STAGE = 20
+VALUE_TOLERANCE = 1e-6  # relative rounding of the objective in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """Parameters at the end of a fit, and how it ended.
+
+  Attributes:
+    params: of `Model`.
+    objective: mean over rows, with the penalty, nats.
+    gradient: largest entry of its gradient in white coordinates.
+    num_iterations: L-BFGS iterations.
+  """
+
+  params: dict
+  objective: float
+  gradient: float
+  num_iterations: int
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(model, theta, direction, step, rows, whitening):
+  """theta + step * direction; the objective, its gradient, slope and largest entry there."""
+  theta = jax.tree.map(lambda x, d: x + step * d, theta, direction)
+  value, gradient = jax.value_and_grad(objective.objective, argnums=1)(
+    model, theta, rows, whitening
+  )
+  largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradient)]).max()
+  return theta, value, gradient, optax.tree.vdot(gradient, direction), largest
+
+
+@jax.jit
+def _direction(theta, gradient, state):
+  """Minus the inverse curvature times the gradient, its slope, and L-BFGS' memory."""
+  scaled, state = optax.scale_by_lbfgs(MEMORY).update(gradient, state, theta)
+  direction = jax.tree.map(jnp.negative, scaled)
+  return direction, optax.tree.vdot(gradient, direction), state
+
+
+def _line_search(evaluate, value, slope):
+  """A step of the weak Wolfe conditions by bisection (Lewis and Overton 2013, algorithm 2.6), or
+  of the approximate ones where float32 cannot tell the values apart (Hager and Zhang 2005).
+
+  Returns what `evaluate` gives at the step, or None if there is no such step.
+  """
+  low, high, step = 0.0, math.inf, 1.0
+  for _ in range(MAX_LINE_SEARCH_STEPS):
+    found = evaluate(step)
+    new_value, new_slope = float(found[1]), float(found[3])
+    close = new_value <= value + VALUE_TOLERANCE * abs(value)
+    lower = new_value <= value + 1e-4 * step * slope or (close and new_slope <= -0.9998 * slope)
+    if not lower:
+      high = step
+    elif new_slope < 0.9 * slope:
+      low = step
+    else:
+      return found
+    step = 2 * low if math.isinf(high) else (low + high) / 2
+  return None
+
+
+def minimise(
+  model: Model,
+  params: dict,
+  rows: objective.Rows,
+  whitening: jax.Array,
+  *,
+  tol: float,
+  max_iter: int,
+  progress: bool,
+) -> Fit:
+  """Minimises the objective from `params`.
+
+  After 20, 60, 140, ... iterations, and where it is about to end, the search starts again in
+  coordinates that are white at the parameters found so far. Warns (`ConvergenceWarning`) if the
+  gradient in these coordinates is still above `tol` after `max_iter` iterations, or where no step
+  lowers the objective in float32.
+  """
+  num_iterations, stage, failures = 0, FIRST_STAGE, 0
+  with tqdm.tqdm(total=max_iter, desc=model.head, disable=not progress, leave=False) as bar:
+    for restart in itertools.count():
+      evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
+      theta = objective.whiten(model, params, whitening)
+      state = optax.scale_by_lbfgs(MEMORY).init(theta)
+      theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)
+      done = (restart > 0 and float(largest) <= tol) or failures > 1
+      if done or num_iterations >= max_iter:
+        break
+      end = min(num_iterations + stage, max_iter)
+      while float(largest) > tol and num_iterations < end:
+        direction, slope, state = _direction(theta, gradient, state)
+        found = _line_search(
+          functools.partial(evaluate, theta, direction),
+          *(float(value), float(slope)),
+        )
+        if found is None:
+          failures += 1
+          break
+        theta, value, gradient, _, largest = found
+        num_iterations += 1
+        bar.update()
+        bar.set_postfix(objective=f'{value:.6f}', gradient=f'{largest:.1e}')
+      params = objective.unwhiten(model, theta, whitening)
+      whitening = objective.whitening_of(model, params, rows)
+      stage *= 2
+  if not float(largest) <= tol:
+    reason = 'no step lowers it in float32' if failures > 1 else f'max_iter={max_iter} is reached'
+    warnings.warn(
+      f'{model.head} has not converged: the gradient of the objective is {largest:.1e}, above '
+      f'tol={tol:g}, and {reason}',
+      ConvergenceWarning,
+      stacklevel=2,
+    )
+  params = jax.tree.map(np.asarray, params)
+  return Fit(params, float(value), float(largest), num_iterations)

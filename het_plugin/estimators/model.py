@@ -1,0 +1,149 @@
+"""A head over features, or over an MLP of them, as pure functions of its parameters.
+
+The objective is that of logistic regression:
+
+    mean over examples of w_i nll_i  +  1 / (2 C sum_i w_i) * sum of squares of all matrices
+
+with W (over tau where tau is learned: what tau takes from W must not come for free), the matrices
+of the noise (K_v, K_d, J, W') and hidden layers, and without biases. With two classes the squares
+count twice, so that DET is scikit-learn's binary logistic regression, which has one column.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from het_plugin import heads
+from het_plugin.integrate import GaussianLogits, Integrator, exact, shared_key
+
+PyTree = dict
+
+HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What is static under jit.
+
+  Attributes:
+    head: a name in `HEADS`.
+    num_classes: K.
+    link: 'softmax' or 'sigmoid'.
+    tau: the temperature; None learns it.
+    hidden_layers: widths of GELU layers between features and head.
+    num_samples: S of the softmax link; the same points for all examples and at every step.
+    noise: further fields of the head, such as (('num_factors', 8),).
+    class_multiple: K is padded to a multiple of it, which a mesh needs.
+  """
+
+  head: str
+  num_classes: int
+  link: str = 'softmax'
+  tau: float | None = 1.0
+  hidden_layers: tuple[int, ...] = ()
+  num_samples: int = 64
+  noise: tuple[tuple[str, object], ...] = ()
+  class_multiple: int = 1
+
+  @property
+  def integrator(self) -> Integrator:
+    return Integrator(num_samples=self.num_samples, sampler='sobol')
+
+  def make_head(self) -> heads.Classifier:
+    """The linen module, as a training run has it."""
+    temperature = (
+      heads.LearnedTemperature(initial_tau=1.0)
+      if self.tau is None
+      else heads.FixedTemperature(self.tau)
+    )
+    return HEADS[self.head](
+      num_classes=self.num_classes,
+      link=self.link,
+      temperature=temperature,
+      class_multiple=self.class_multiple,
+      **dict(self.noise),
+    )
+
+  def module(self) -> nn.Module:
+    return _HeadOverFeatures(self.make_head(), self.hidden_layers)
+
+  def features(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """phi, what the head takes, [B, D]; x itself without hidden layers."""
+    return self.module().apply({'params': params}, x, method='features')
+
+  def logits(self, params: PyTree, x: jax.Array) -> GaussianLogits:
+    """Features x [B, D] to the Gaussian over logits."""
+    return self.module().apply({'params': params}, x)
+
+  def nll(self, params: PyTree, x: jax.Array, target: jax.Array) -> jax.Array:
+    """Negative log-likelihood [B], nats, of `Targets.values`."""
+    logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
+    if target.dtype.kind == 'i':
+      return self.integrator.nll(logits, target, keys)
+    if self.link == 'softmax':
+      log_p = self.integrator.log_prob(logits, keys)[:, : self.num_classes]
+      return -jnp.where(target > 0, target * log_p, 0.0).sum(-1)
+    mean, variance = exact.marginals(logits, self.integrator.chunk_bytes)
+    mean, variance = mean[:, : self.num_classes], variance[:, : self.num_classes]
+    return -exact.log_expected_sigmoid(jnp.where(target > 0, mean, -mean), variance).sum(-1)
+
+  def log_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """log p(k | x) [B, K], or of the sigmoid link log p(y_k = 1 | x)."""
+    log_p = self.integrator.log_prob(self.logits(params, x), shared_key(jax.random.key(0)))
+    return log_p[:, : self.num_classes]
+
+  def location_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """The link of the location over tau, without noise, [B, K]."""
+    logits = self.logits(params, x)
+    u = (logits.location / logits.temperature)[:, : self.num_classes]
+    return jax.nn.softmax(u) if self.link == 'softmax' else jax.nn.sigmoid(u)
+
+  def log_odds(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """log p_k - log(1 - p_k) of the sigmoid link, [B, K], exact at both ends."""
+    mean, variance = exact.marginals(self.logits(params, x), self.integrator.chunk_bytes)
+    odds = exact.log_expected_sigmoid(mean, variance) - exact.log_expected_sigmoid(-mean, variance)
+    return odds[:, : self.num_classes]
+
+  def penalty(self, params: PyTree) -> jax.Array:
+    """Sum of squares of all matrices; those that set the scale of the logits over tau."""
+    inverse, scaled = 1.0, ()
+    if self.tau is None:
+      temperature = self.make_head().temperature
+      inverse = 1.0 / temperature.apply({'params': params['head']['temperature']})
+      # HET-XL's noise goes through W, or W'.
+      noise = () if self.head == 'het_xl' else ('v_kernel', 'd_kernel', 'V_kernel')
+      scaled = ('kernel', 'noise_kernel', *noise)
+    flat = {path: x for path, x in traverse_util.flatten_dict(params).items() if is_matrix(path)}
+    total = sum(
+      jnp.square(x * inverse if path[0] == 'head' and path[-1] in scaled else x).sum()
+      for path, x in flat.items()
+    )
+    return total * (2.0 if self.link == 'softmax' and self.num_classes == 2 else 1.0)
+
+  def init(self, seed: int, num_features: int) -> PyTree:
+    """The linen modules' initial parameters."""
+    return self.module().init(jax.random.key(seed), jnp.zeros((1, num_features)))['params']
+
+
+class _HeadOverFeatures(nn.Module):
+  head: nn.Module
+  hidden_layers: tuple[int, ...]
+
+  def setup(self):
+    self.hidden = [nn.Dense(width) for width in self.hidden_layers]
+
+  def features(self, x):
+    for layer in self.hidden:
+      x = nn.gelu(layer(x))
+    return x
+
+  def __call__(self, x):
+    return self.head(self.features(x))
+
+
+def is_matrix(path: tuple[str, ...]) -> bool:
+  """Whether the parameter at this path is regularised: all but biases and t."""
+  return path[-1].endswith('kernel') or path[-1] == 'J'

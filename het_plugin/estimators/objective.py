@@ -1,0 +1,176 @@
+"""The objective of a fit over all rows: a sum over blocks of rows, with its gradient in one pass.
+
+L-BFGS sees it in coordinates in which the features are white: the matrices and biases that act on
+them are [K; b] = T theta with T T^T the inverse of the features' second moments (and of what the
+penalty adds), so that badly scaled or correlated features cost no iterations. The objective is the
+same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct, traverse_util
+
+from het_plugin.estimators.model import Model
+
+# What a block's logits, samples and factors may take, in bytes.
+BLOCK_BYTES = 2**27
+
+
+@struct.dataclass
+class Rows:
+  """N rows in blocks; rows of weight 0 fill the last one.
+
+  Attributes:
+    x: [n, b, D].
+    target: int32 [n, b, L] or float [n, b, K].
+    weight: [n, b].
+    total: the sum of the weights.
+    strength: 1 / C.
+  """
+
+  x: jax.Array
+  target: jax.Array
+  weight: jax.Array
+  total: jax.Array
+  strength: jax.Array
+
+
+def block_rows(model: Model, num_rows: int) -> int:
+  """Rows a block, so that what exists for each class and factor or sample fits `BLOCK_BYTES`."""
+  num_factors = dict(model.noise).get('num_factors', 0)
+  samples = 0 if model.head == 'det' or model.link == 'sigmoid' else min(32, model.num_samples)
+  copies = 2 + num_factors + samples
+  limit = max(64, BLOCK_BYTES // (copies * model.num_classes * 4))
+  num_blocks = -(-num_rows // limit)
+  return -(-num_rows // num_blocks // 16) * 16
+
+
+def make_rows(model, x, mean, target, weight, c) -> Rows:
+  """Rows from arrays [N, ...]; the features less their mean [D]."""
+  size = block_rows(model, len(x))
+  num_blocks = -(-len(x) // size)
+
+  def blocks(values, dtype):
+    padded = np.zeros((num_blocks * size, *values.shape[1:]), dtype)
+    np.copyto(padded[: len(values)], values, casting='same_kind')
+    return jnp.asarray(padded.reshape(num_blocks, size, *values.shape[1:]))
+
+  return Rows(
+    blocks(x - mean, np.float32),
+    blocks(target, target.dtype),
+    blocks(weight, np.float32),
+    jnp.float32(weight.sum()),
+    jnp.float32(1.0 / c),
+  )
+
+
+def _block_sum(model, params, x, target, weight):
+  return jnp.sum(weight * model.nll(params, x, target))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(model, params, rows):
+  """sum_i w_i nll_i."""
+  return jax.lax.scan(
+    lambda total, block: (total + _block_sum(model, params, *block), None),
+    jnp.zeros(()),
+    (rows.x, rows.target, rows.weight),
+  )[0]
+
+
+def _sum_fwd(model, params, rows):
+  def add(totals, block):
+    new = jax.value_and_grad(lambda p: _block_sum(model, p, *block))(params)
+    return jax.tree.map(jnp.add, totals, new), None
+
+  start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+  return jax.lax.scan(add, start, (rows.x, rows.target, rows.weight))[0]
+
+
+def _sum_bwd(model, gradient, g):
+  del model
+  return jax.tree.map(lambda x: g * x, gradient), None
+
+
+_sum.defvjp(_sum_fwd, _sum_bwd)
+
+
+def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
+  """The objective (`model`) at white coordinates."""
+  params = unwhiten(model, theta, whitening)
+  penalty = 0.5 * rows.strength * model.penalty(params)
+  return (_sum(model, params, rows) + penalty) / rows.total
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _moments(model, params, rows):
+  """E[c (x, 1) (x, 1)^T] and E[c], with c the curvature of each row's loss by its logits: the
+  variance of a class' indicator without noise, averaged over the classes. Without parameters c
+  is 1.
+  """
+
+  def add(total, block):
+    x, weight = block
+    if params is not None:
+      p = model.location_prob(params, x)
+      weight = weight * jnp.mean(p * (1.0 - p), axis=1)
+    x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+    moments = jnp.matmul(x.T * weight, x, precision=jax.lax.Precision.HIGHEST)
+    return total + moments, None
+
+  size = rows.x.shape[-1] + 1
+  return jax.lax.scan(add, jnp.zeros((size, size)), (rows.x, rows.weight))[0] / rows.total
+
+
+def whitening_of(model: Model, params, rows: Rows, class_shares: np.ndarray | None = None):
+  """T [D + 1, D + 1]: T T^T is the inverse of the curvature of the objective by a class' column of
+  W, averaged over the classes.
+
+  Args:
+    model: the model.
+    params: where the curvature is taken; None before the first fit, where `class_shares` [K] tell.
+    rows: of the fit.
+  """
+  moments = np.asarray(_moments(model, params, rows), np.float64)
+  if params is None:
+    moments *= max(float(np.mean(class_shares * (1 - class_shares))), 1e-6)
+  # The bias has no penalty.
+  ridge = np.full(len(moments), float(rows.strength) / float(rows.total))
+  ridge[-1] = 0.0
+  values, vectors = np.linalg.eigh(moments + np.diag(ridge))
+  floor = values[-1] * len(moments) * np.finfo(np.float32).eps
+  return jnp.asarray(vectors / np.sqrt(np.maximum(values, floor)), jnp.float32)
+
+
+def _on_features(model: Model, path) -> bool:
+  """Whether the matrix at this path acts on the features and has a bias beside it."""
+  if model.hidden_layers:
+    return path == ('hidden_0', 'kernel')
+  return path[-1].endswith('kernel') and path[-1] != 'noise_kernel'
+
+
+def _map_on_features(model, params, matrix):
+  flat = traverse_util.flatten_dict(params)
+  for path in list(flat):
+    if _on_features(model, path):
+      beside = (*path[:-1], path[-1].removesuffix('kernel') + 'bias')
+      kernel, bias = flat[path], flat[beside]
+      both = jnp.concatenate([kernel.reshape(len(kernel), -1), bias.reshape(1, -1)])
+      both = jnp.matmul(matrix, both, precision=jax.lax.Precision.HIGHEST)
+      flat[path] = both[:-1].reshape(kernel.shape)
+      flat[beside] = both[-1].reshape(bias.shape)
+  return traverse_util.unflatten_dict(flat)
+
+
+def unwhiten(model: Model, theta, whitening: jax.Array):
+  """Parameters from white coordinates."""
+  return _map_on_features(model, theta, whitening)
+
+
+def whiten(model: Model, params, whitening: jax.Array):
+  """White coordinates from parameters."""
+  inverse = np.linalg.inv(np.asarray(whitening, np.float64))
+  return _map_on_features(model, params, jnp.asarray(inverse, whitening.dtype))

@@ -1,0 +1,142 @@
+"""Labels as estimators take them: class ids, strings, several labels, votes, probabilities."""
+
+import dataclasses
+
+import numpy as np
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d
+
+TARGETS = ('auto', 'classes', 'indicator', 'votes', 'probabilities')
+_SUM_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Targets:
+  """Encoded labels of N examples.
+
+  Attributes:
+    kind: 'classes', 'indicator', 'votes' or 'probabilities'.
+    classes: [K] names of the classes, or their numbers.
+    values: int32 [N, L] class numbers, padded with -1 (classes, votes), or float32 [N, K]: shares
+      of the classes (probabilities), or whether each is on (indicator).
+  """
+
+  kind: str
+  classes: np.ndarray
+  values: np.ndarray
+
+  @property
+  def link(self) -> str:
+    return 'sigmoid' if self.kind == 'indicator' else 'softmax'
+
+  def rows(self, rows: np.ndarray | slice) -> 'Targets':
+    return dataclasses.replace(self, values=self.values[rows])
+
+  def distribution(self) -> np.ndarray:
+    """Share of each class for each example, float64 [N, K]; of an indicator the indicator."""
+    if self.values.dtype.kind == 'f':
+      return self.values.astype(np.float64)
+    shares = np.zeros((len(self.values), len(self.classes)))
+    row, column = np.nonzero(self.values >= 0)
+    np.add.at(shares, (row, self.values[row, column]), 1.0)
+    return shares / shares.sum(axis=1, keepdims=True)
+
+  def class_shares(self, weight: np.ndarray) -> np.ndarray:
+    """Share of each class over the examples with weights [N], float64 [K]."""
+    if self.values.dtype.kind == 'f':
+      return weight @ self.values / weight.sum()
+    listed = self.values >= 0
+    each = np.where(listed, (weight / listed.sum(axis=1))[:, None], 0.0)
+    totals = np.bincount(
+      np.maximum(self.values, 0).ravel(), each.ravel(), minlength=len(self.classes)
+    )
+    return totals / weight.sum()
+
+
+def encode(
+  y: np.ndarray, target: str = 'auto', classes: np.ndarray | None = None, like: str | None = None
+) -> Targets:
+  """Labels as `Targets`.
+
+  Args:
+    y: [N] class ids or strings; [N, K] zeros and ones, one or more labels an example; [N, L] votes,
+      -1 (or an empty string) where one is missing; or float [N, K] probabilities, rows adding up to
+      one.
+    target: which of these y is; 'auto' decides by type and shape: whatever has one column is
+      classes, zeros and ones are an indicator, other integers and strings votes, and floats
+      probabilities.
+    classes: those of a fitted estimator; None finds them in y.
+    like: the kind that a fitted estimator has seen.
+
+  Raises:
+    ValueError: y is none of these, or has a class that `classes` lacks.
+  """
+  if target not in TARGETS:
+    raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')
+  y = np.asarray(y)
+  if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
+    y = y.astype(np.float64)
+    if not np.isfinite(y).all():
+      raise ValueError('Input y contains NaN or infinity: labels must be finite')
+  kind = target if target != 'auto' else _kind(y, like)
+  if kind == 'classes':
+    y = column_or_1d(y, warn=True)
+    check_classification_targets(y)
+    values = y[:, None]
+  elif y.ndim != 2:
+    raise ValueError(f'target={kind!r} needs y of two dimensions; y has shape {y.shape}')
+  elif kind == 'indicator' or kind == 'probabilities':
+    return _matrix(y, kind, classes)
+  else:
+    values = y
+  missing = _missing(values) if kind == 'votes' else np.zeros(values.shape, bool)
+  if missing.all(axis=1).any():
+    raise ValueError(f'row {int(missing.all(axis=1).argmax())} of y has no vote: leave it out')
+  if classes is None:
+    classes = np.unique(values[~missing])
+  number = np.minimum(np.searchsorted(classes, values[~missing]), len(classes) - 1)
+  unseen = classes[number] != values[~missing]
+  if unseen.any():
+    raise ValueError(
+      f'y has the label {values[~missing][unseen][0].item()!r}, which is none of the '
+      f'{len(classes)} classes of fit'
+    )
+  ids = np.full(values.shape, -1, np.int32)
+  ids[~missing] = number
+  return Targets(kind, classes, ids)
+
+
+def _kind(y, like):
+  if y.ndim == 1 or y.shape[1] == 1:
+    return 'classes'
+  if like is not None and like != 'classes':
+    return like
+  if y.dtype.kind in 'iub' or y.dtype.kind == 'f':
+    if np.isin(y, (0, 1)).all() and y.ndim == 2:
+      return 'indicator'
+  if y.dtype.kind == 'f':
+    return 'probabilities'
+  return 'votes'
+
+
+def _missing(values):
+  return values < 0 if values.dtype.kind in 'iu' else values == ''
+
+
+def _matrix(y, kind, classes):
+  if y.dtype.kind not in 'iubf':
+    raise ValueError(f'target={kind!r} needs numbers; y has {y.dtype}')
+  values = y.astype(np.float32)
+  if (values < 0).any() or (values > 1).any():
+    raise ValueError(f'target={kind!r} needs values between 0 and 1')
+  if kind == 'probabilities':
+    sums = values.sum(axis=1)
+    if (np.abs(sums - 1) > _SUM_TOLERANCE).any():
+      row = int(np.abs(sums - 1).argmax())
+      raise ValueError(f'the probabilities in row {row} of y add up to {sums[row]:g}, not to 1')
+    values = values / sums[:, None]
+  if classes is None:
+    classes = np.arange(y.shape[1])
+  if y.shape[1] != len(classes):
+    raise ValueError(f'y has {y.shape[1]} columns; fit has seen {len(classes)} classes')
+  return Targets(kind, classes, values)

@@ -1,0 +1,202 @@
+"""The estimators: scikit-learn's conventions, its optimum, targets of every kind, equal bits."""
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from het_plugin.estimators import DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier
+
+NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
+SMALL = {'num_factors': 2, 'num_samples': 16}
+
+
+def problem(num_rows=300, num_classes=4, dim=6, seed=0):
+  """Features, and labels of a linear model with noise in the logits."""
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(num_rows, dim)).astype(np.float32)
+  u = x @ rng.normal(size=(dim, num_classes)) + rng.gumbel(size=(num_rows, num_classes))
+  return x, u.argmax(axis=1)
+
+
+def optimum(x, y, c):
+  with warnings.catch_warnings():  # float64 ends above 1e-10 at times
+    warnings.simplefilter('ignore', ConvergenceWarning)
+    return LogisticRegression(C=c, tol=1e-10, max_iter=200, solver='newton-cholesky').fit(x, y)
+
+
+@pytest.mark.parametrize(
+  'estimator',
+  [
+    DetClassifier(max_iter=100),
+    *(pytest.param(cls(max_iter=30, **SMALL), marks=pytest.mark.slow) for cls in NOISY),
+  ],
+  ids=lambda e: type(e).__name__,
+)
+@pytest.mark.filterwarnings('ignore')
+def test_check_estimator(estimator):
+  failed = [
+    (result['check_name'], result['exception'])
+    for result in check_estimator(estimator, on_fail=None)
+    if result['status'] == 'failed'
+  ]
+  assert not failed
+
+
+def test_det_is_logistic_regression_at_its_optimum():
+  """The digits are nearly separable: scikit-learn's own L-BFGS takes thousands of steps."""
+  x, y = load_digits(return_X_y=True)
+  expected = optimum(x, y, 1.0)
+  det = DetClassifier(tol=1e-5).fit(x, y)
+  assert det.gradient_ <= 1e-5
+  nll = -expected.predict_log_proba(x)[np.arange(len(y)), y].mean()
+  assert abs(det.nll(x, y).mean() - nll) < 1e-4
+  np.testing.assert_allclose(det.coef_, expected.coef_, atol=1e-3)
+
+
+def test_two_classes_and_several_labels_are_logistic_regression():
+  x, y = problem(num_classes=2)
+  expected = optimum(x, y, 0.5)
+  det = DetClassifier(0.5, tol=1e-6).fit(x, y)
+  np.testing.assert_allclose(det.coef_, expected.coef_, atol=1e-3)
+  np.testing.assert_allclose(det.intercept_, expected.intercept_, atol=1e-3)
+  on = np.stack([y == 1, x[:, 0] > 0.3, x[:, 1] + x[:, 2] > 1], axis=1).astype(int)
+  det = DetClassifier(0.5, tol=1e-6).fit(x, on)
+  for k in range(3):
+    np.testing.assert_allclose(det.coef_[k], optimum(x, on[:, k], 0.5).coef_[0], atol=2e-3)
+  np.testing.assert_array_equal(det.predict(x), det.predict_proba(x) > 0.5)
+
+
+def test_features_of_any_scale_reach_the_optimum():
+  x, y = problem()
+  x = x * 10.0 ** np.arange(-3, 3) + 5
+  expected = optimum(x.astype(np.float64), y, 1e4)
+  det = DetClassifier(1e4, tol=1e-5).fit(x, y)
+  nll = -expected.predict_log_proba(x)[np.arange(len(y)), y].mean()
+  assert abs(det.nll(x, y).mean() - nll) < 1e-4
+
+
+@pytest.mark.parametrize('cls', NOISY)
+def test_noise_never_has_a_worse_objective_than_det(cls):
+  x, y = problem(num_rows=120)
+  det = DetClassifier(0.3).fit(x, y)
+  het = cls(0.3, max_iter=200, **SMALL).fit(x, y)
+  assert het.objective_ <= det.objective_ + 2e-6
+  again = cls(0.3, max_iter=200, **SMALL).fit(x, y)
+  np.testing.assert_array_equal(het.predict_log_proba(x), again.predict_log_proba(x))
+  np.testing.assert_allclose(het.predict_proba(x).sum(axis=1), 1.0, rtol=1e-5)
+  nll = -het.predict_log_proba(x)[np.arange(len(y)), y]
+  np.testing.assert_allclose(het.nll(x, y), nll, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_is_found_where_labels_have_it():
+  """Rows with x_0 > 0 have random labels, which a linear location cannot say."""
+  rng = np.random.default_rng(0)
+  x, y = problem(num_rows=2000, num_classes=3)
+  y = np.where(x[:, 0] > 0, rng.integers(0, 3, len(x)), (x[:, 1:4] * 3).argmax(axis=1))
+  train, test = slice(0, 1000), slice(1000, None)
+  det = DetClassifier().fit(x[train], y[train]).nll(x[test], y[test])
+  het = HetClassifier(**SMALL).fit(x[train], y[train]).nll(x[test], y[test])
+  gain = det - het
+  assert gain.mean() > 4 * gain.std() / np.sqrt(len(gain))
+
+
+def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
+  x, y = problem(num_rows=100)
+  rng = np.random.default_rng(1)
+  votes = np.stack([y, rng.integers(0, 4, len(y)), np.where(y > 1, y, -1)], axis=1)
+  shares = np.stack([(votes == k).sum(axis=1) for k in range(4)], axis=1) / (votes >= 0).sum(
+    axis=1, keepdims=True
+  )
+  kwargs = {'tol': 1e-6}
+  by_votes = DetClassifier(target='votes', **kwargs).fit(x, votes)
+  by_shares = DetClassifier(**kwargs).fit(x, shares)
+  np.testing.assert_allclose(by_votes.coef_, by_shares.coef_, atol=1e-3)
+  np.testing.assert_allclose(by_votes.nll(x, votes), by_shares.nll(x, shares), atol=1e-3)
+  assert by_votes.score(x, votes) == pytest.approx(by_shares.score(x, shares))
+  weight = rng.integers(0, 3, len(y))
+  weighted = DetClassifier().fit(x, y, sample_weight=weight)
+  repeated = DetClassifier().fit(np.repeat(x, weight, axis=0), np.repeat(y, weight))
+  np.testing.assert_array_equal(weighted.coef_, repeated.coef_)
+
+
+def test_strings_pipelines_and_searches():
+  x, y = problem(num_rows=150)
+  names = np.array(['cat', 'dog', 'eel', 'fox'])[y]
+  search = GridSearchCV(
+    make_pipeline(StandardScaler(), DetClassifier()), {'detclassifier__C': [0.01, 1.0]}, cv=3
+  ).fit(x, names)
+  assert set(search.predict(x)) <= set(names)
+  assert search.score(x, names) > 0.6
+  assert clone(HetXLClassifier(tau=2.0)).tau == 2.0
+
+
+def test_tau():
+  x, y = problem(num_rows=200)
+  plain = DetClassifier(tol=1e-5).fit(x, y)
+  learned = DetClassifier(tau='learned', tol=1e-5).fit(x, y)
+  np.testing.assert_allclose(learned.coef_, plain.coef_, atol=3e-3)
+  chosen = DetClassifier(0.01, tau='validation', max_iter=100).fit(x, y)
+  assert chosen.temperature_ == min(chosen.tau_grid_nll_, key=chosen.tau_grid_nll_.get) < 1
+
+
+def test_hidden_layers_learn_what_a_line_cannot():
+  rng = np.random.default_rng(0)
+  x = rng.uniform(-1, 1, (400, 2))
+  y = (x[:, 0] * x[:, 1] > 0).astype(int)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', ConvergenceWarning)
+    mlp = DetClassifier(10.0, hidden_layers=(16,), max_iter=150).fit(x, y)
+    noisy = HetXLClassifier(10.0, hidden_layers=(16,), max_iter=100, **SMALL).fit(x, y)
+  assert DetClassifier().fit(x, y).score(x, y) < 0.7
+  assert mlp.score(x, y) > 0.95 and noisy.score(x, y) > 0.95
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'C': 0}, 'C=0 must be positive'),
+    ({'tau': 'best'}, "tau='best' must be"),
+    ({'target': 'votes'}, 'needs y of two dimensions'),
+    ({'target': 'ordinal'}, "target='ordinal' is unknown"),
+  ],
+)
+def test_wrong_settings_are_one_sentence(change, message):
+  x, y = problem(num_rows=20)
+  with pytest.raises(ValueError, match=message):
+    DetClassifier(**change).fit(x, y)
+
+
+def test_wrong_labels_are_one_sentence():
+  x, y = problem(num_rows=20)
+  with pytest.raises(ValueError, match='has the label 9'):
+    DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
+  with pytest.raises(ValueError, match='y has one class only, 0'):
+    DetClassifier().fit(x, np.zeros(20, int))
+  with pytest.raises(ValueError, match='add up to 0.5'):
+    DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
+
+
+def test_an_unfinished_fit_warns():
+  x, y = problem()
+  with pytest.warns(ConvergenceWarning, match='max_iter=2 is reached'):
+    DetClassifier(max_iter=2).fit(x, y)
+
+
+def test_import_brings_no_tensorflow():
+  code = (
+    'import sys, het_plugin.estimators\n'
+    'print(*{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules))'
+  )
+  result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert result.stdout.split() == []
