@@ -13,6 +13,11 @@ every other. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 4
 with a checkpoint saved, to be started again.
 """
 
+from het_plugin.operations import stopping
+
+if __name__ == '__main__':
+  stopping.install()  # the imports below take seconds
+
 from collections.abc import Sequence
 from pathlib import Path
 

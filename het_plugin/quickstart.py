@@ -7,6 +7,11 @@ directory: results.json (a row per head), results.txt, curves.png, index.html, a
 per head with its checkpoints, metrics.jsonl, event files, logs and config.gin.
 """
 
+from het_plugin.operations import stopping
+
+if __name__ == '__main__':
+  stopping.install()  # the imports below take seconds
+
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,7 +16,7 @@ from etils import epath
 
 from het_plugin import reporting
 from het_plugin.config import command_line
-from het_plugin.operations import profiles, run_status, status_report
+from het_plugin.operations import facts, profiles, run_status, status_report
 
 _CLEAR = '\x1b[H\x1b[2J'
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
       _request_profile(run_dir, flags.FLAGS.profile_steps)
     state = _show(run_dir)
     try:
-      while flags.FLAGS.watch is not None and state != run_status.DONE:
+      while flags.FLAGS.watch is not None and state != facts.DONE:
         time.sleep(flags.FLAGS.watch)
         print(_CLEAR if sys.stdout.isatty() else '')
         state = _show(run_dir)
@@ -57,19 +57,19 @@ def main(argv: Sequence[str]) -> None:
 
 def _show(run_dir: str) -> str:
   """Prints and writes where the run stands; its state."""
-  facts = run_status.read(run_dir, flags.FLAGS.stale_seconds)
-  print(status_report.text(facts), flush=True)
+  found = run_status.read(run_dir, flags.FLAGS.stale_seconds)
+  print(status_report.text(found), flush=True)
   if flags.FLAGS.json:
-    reporting.write_json(facts, flags.FLAGS.json)
+    reporting.write_json(found, flags.FLAGS.json)
   if flags.FLAGS.html:
     epath.Path(flags.FLAGS.html).parent.mkdir(parents=True, exist_ok=True)
-    epath.Path(flags.FLAGS.html).write_text(status_report.page(facts))
-  return facts['state']
+    epath.Path(flags.FLAGS.html).write_text(status_report.page(found))
+  return found['state']
 
 
 def _request_profile(run_dir: str, steps: int) -> None:
   state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
-  if state not in (run_status.RUNNING, run_status.STARTING):
+  if state not in (facts.RUNNING, run_status.STARTING):
     raise ValueError(f'--profile_steps={steps}: {run_dir} is {state}; only a run that runs answers')
   profiles.request(run_dir, steps)
 

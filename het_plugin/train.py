@@ -9,12 +9,17 @@ with a checkpoint saved; 134 another process is lost or this one is stuck. Start
 134.
 """
 
+from het_plugin.operations import stopping
+
+if __name__ == '__main__':
+  stopping.install()  # the imports below take seconds
+
 from collections.abc import Sequence
 
 from absl import app, flags
 
 from het_plugin.config import command_line, distributed, parsing, registry, training_run
-from het_plugin.operations import run_clock
+from het_plugin.operations import recorder
 from het_plugin.operations.peers import Limits
 
 
@@ -33,9 +38,7 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
     limits = Limits(flags.FLAGS.heartbeat_timeout_seconds, flags.FLAGS.stall_timeout_seconds)
-    training_run.train_from_gin(
-      flags.FLAGS.accept_config_changes, limits, run_clock.process_start()
-    )
+    training_run.train_from_gin(flags.FLAGS.accept_config_changes, limits, recorder.process_start())
 
 
 if __name__ == '__main__':

@@ -8,6 +8,11 @@ methods to add their rows. In the output directory: results.json (one row a meth
 tau_nll.png, curves.png, index.html, and a folder a seed with a run directory a training.
 """
 
+from het_plugin.operations import stopping
+
+if __name__ == '__main__':
+  stopping.install()  # the imports below take seconds
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -73,7 +73,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   }
   assert fixed['runs']['nll'][0] != fixed['runs']['nll'][1] and 0 < fixed['nll'] < 20
   assert learned['num_params'] == fixed['num_params'] + 1 and learned['extra_params'] == 1
-  last = runs_lib.final_evaluations(run_files.read_jsonl(out / 'learned/seed=1/metrics.jsonl'))
+  last = runs_lib.final_evaluations(run_files.read_lines(out / 'learned/seed=1/metrics.jsonl'))
   assert learned['runs']['nll'][1] == last['training_eval/digits']['nll']
 
   config = (out / 'learned/seed=1/config.gin').read_text()

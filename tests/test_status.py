@@ -39,6 +39,8 @@ def run_dir(tmp_path):
     (folder / name).mkdir(parents=True)
   (folder / 'checkpoint_200' / 'array').write_bytes(bytes(1_500_000))
   now = time.time()
+  metadata = json.dumps({'commit_timestamp_nsecs': int(now * 1e9)})
+  (folder / 'checkpoint_200' / '_CHECKPOINT_METADATA').write_text(metadata)
   for number, process, changes in (
     (1, 0, {'began': now - 400, 'seconds': {'start': 20, 'step': 80}, 'step': 240}),
     (2, 0, {'start_step': 200}),

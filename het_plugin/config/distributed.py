@@ -17,7 +17,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
 
 import jax
 from absl import flags
@@ -130,31 +129,15 @@ class _NumberedFormatter(logging.Formatter):
     return self._prefix + self._formatter.format(record)
 
 
-def exit_at_once(code: int) -> NoReturn:
-  """Ends this process while threads of its work in C++, where an ordinary end would abort it.
-
-  Of several processes all call it; none ends before all have, since the others would take it for
-  lost.
-  """
-  jax.distributed.shutdown()
-  ending.flush()
-  os._exit(code)
-
-
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-  """Ends this process at once where an exception leaves it and the usual end of a Python program
-  would not do: while a thread still compiles (`Preempted.compiling`), and of one of several
-  processes, as it would wait for the others, which wait for this one.
-
-  Other exits of a program that is alone, and exits in good order, are left to it.
+  """Ends one of several processes at once where an exception leaves it: it would wait for the
+  others, which wait for this one. Exits in good order are left to Python.
   """
   try:
     yield
   except BaseException as error:
     code = exit_codes.of(error)
-    if isinstance(error, exit_codes.Preempted) and error.compiling:
-      exit_at_once(code)
     if not jax.distributed.is_initialized() or code in (0, exit_codes.PREEMPTED):
       raise
     if not isinstance(error, SystemExit):

@@ -294,7 +294,7 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   Raises:
     ValueError: the run has no such metric.
   """
-  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   found = {}
   for line in metrics:
     found |= {k: math.nan if v is None else v for k, v in line.items()}
@@ -323,7 +323,7 @@ class _Results:
     num_seeds = len(self.found[self._baseline])
     seeds = self.ablation.seeds[:num_seeds]
     curves = {
-      label: runs_lib.curves(run_files.read_jsonl(folders[0] / 'metrics.jsonl'))
+      label: runs_lib.curves(run_files.read_lines(folders[0] / 'metrics.jsonl'))
       for label, folders in self.folders.items()
     }
     return Outcome(

@@ -46,13 +46,13 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> dict[str, Any]:
 
 def row(head: str, run_dir: Path) -> dict[str, Any]:
   """The row of a finished run, read from what it wrote; counts are of the configured model."""
-  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
   model, counts = runs_lib.configured_model()
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
   by_dataset, errors = few_shot_accuracies(
-    run_files.read_jsonl(run_dir / 'fewshot.jsonl'), final['step']
+    run_files.read_lines(run_dir / 'fewshot.jsonl'), final['step']
   )
   return {
     'head': HEADS[head],

@@ -52,7 +52,7 @@ def write(
   titles = {head_comparison.HEADS[head]: run for head, run in runs.items()}
   curves = reporting.curves_png(
     {
-      title: runs_lib.curves(run_files.read_jsonl(run / 'metrics.jsonl'))
+      title: runs_lib.curves(run_files.read_lines(run / 'metrics.jsonl'))
       for title, run in titles.items()
     }
   )

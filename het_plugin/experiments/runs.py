@@ -3,6 +3,7 @@ wrote.
 """
 
 import dataclasses
+import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,10 @@ import jax
 import gin
 from het_plugin.config import parsing, training_run
 from het_plugin.data import task_info
-from het_plugin.operations import preemption
+from het_plugin.operations import stopping
 from het_plugin.training import exit_codes, run_files
+
+_log = logging.getLogger(__name__)
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -59,14 +62,17 @@ def complete(run: Run, run_dir: Path, finish: Callable[[Any], None] | None = Non
   """
   run.parse(run_dir)
   config = gin.config_str()
-  if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
-    return False
-  with preemption.PreemptionNotice() as notice:
-    step, state = training_run.train_from_gin()
-    if finish is not None:
-      finish(state)
+  if (done := run_dir / _DONE).exists():
+    found = run_files.read_json(done)
+    if found is None:
+      _log.warning('%s cannot be read: the run is opened again.', done)
+    elif found.get('config') == config:
+      return False
+  step, state = training_run.train_from_gin()
+  if finish is not None:
+    finish(state)
   run_files.write_json(run_dir / _DONE, {'config': config})
-  if notice.reached():
+  if stopping.requested():
     raise exit_codes.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew
   return True

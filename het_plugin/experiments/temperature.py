@@ -299,7 +299,7 @@ class Study:
     except nonfinite.NonFiniteStop as stop:
       _log.warning('%s: step %d was not finite; the training counts as failed.', name, stop.step)
       return Trained(name, math.nan, math.inf, math.inf, math.nan, steps, None)
-    metrics = run_files.read_jsonl(self.folder / name / 'metrics.jsonl')
+    metrics = run_files.read_lines(self.folder / name / 'metrics.jsonl')
     final = runs_lib.final_evaluations(metrics)
     validation, test = final[f'training_eval/{task}'], final[f'infer_eval/{task}']
     return Trained(

@@ -35,7 +35,7 @@ def write(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
   }  # fmt: skip
   if folders:
     lines = {
-      title: runs_lib.curves(run_files.read_jsonl(folder / 'metrics.jsonl'))
+      title: runs_lib.curves(run_files.read_lines(folder / 'metrics.jsonl'))
       for title, folder in folders.items()
     }
     curves = reporting.curves_png(lines)

@@ -50,8 +50,8 @@ def _follow(
 
 def _newest(run_dir: Path) -> tuple[int, float]:
   """Step and loss of the last training metrics; step 0 where there are none."""
-  found = 0, float('nan')
-  for line in run_files.read_lines(run_dir / 'metrics.jsonl'):
+  path, found = run_dir / 'metrics.jsonl', (0, float('nan'))
+  for line in run_files.read_lines(path, lambda _: None, run_files.TAIL_BYTES):
     if line.get('train/loss') is not None:
       found = line['step'], line['train/loss']
   return found

@@ -72,14 +72,16 @@ def on_abort(callback: Callable[[], None]) -> Callable[[], None]:
   return restore
 
 
-def end(line: str, code: int, stacks: bool, record: Callable[[], None]) -> NoReturn:
+def end(
+  line: str, code: int, stacks: bool = False, record: Callable[[], None] = lambda: None
+) -> NoReturn:
   """Ends the process at once: the main thread may be in C++ and never come back.
 
   Args:
     line: for people, on stderr.
     code: the exit code.
     stacks: whether to write the stacks of all threads first.
-    record: called before the end. If it hangs, the process ends all the same.
+    record: called before the end. If it hangs or fails, the process ends all the same.
   """
   _ending.acquire()  # and never released: another thread that wants to end waits for this one
   timer = threading.Timer(_END_SECONDS, os._exit, (code,))
@@ -89,9 +91,11 @@ def end(line: str, code: int, stacks: bool, record: Callable[[], None]) -> NoRet
   if stacks:
     faulthandler.dump_traceback(_STDERR)
   with contextlib.suppress(OSError):  # its reader has gone
-    print(f'Error: {line}', file=sys.stderr, flush=True)
-  record()
-  os._exit(code)
+    print(line, file=sys.stderr, flush=True)
+  try:
+    record()
+  finally:
+    os._exit(code)
 
 
 def flush() -> None:

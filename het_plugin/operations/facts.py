@@ -1,4 +1,4 @@
-"""The facts that each process of a run writes every few seconds, and that all else is told from.
+"""What each process of a run says about itself every few seconds; all else is told from it.
 
 A start of a run is an attempt, with a folder: attempts/attempt_0001/process-00000.json and so on.
 A process replaces its file as a whole, so that a killed attempt leaves its last facts.
@@ -6,7 +6,7 @@ A process replaces its file as a whole, so that a killed attempt leaves its last
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from etils import epath
 
@@ -30,11 +30,11 @@ class Facts:
     host: the name of its host.
     pid: its process id there.
     began: when it began, Unix seconds by its own clock.
-    time: when this was written, Unix seconds by its own clock; for people.
+    time: when this was written, Unix seconds by its own clock.
     total_steps: where the run ends.
     beat: counts the times it has written.
     phase: one of `observer.PHASES`.
-    seconds: by phase, so far.
+    seconds: by phase, so far; a phase inside another counts as itself only.
     idle_seconds: since its last progress.
     ticks: signs of progress so far. Processes go through the same ones in the same order: of two,
       the process with fewer is behind.
@@ -89,14 +89,15 @@ def file(attempt: epath.PathLike, process: int) -> epath.Path:
 
 
 def write(attempt: epath.PathLike, facts: Facts) -> None:
-  """Replaces the file of a process."""
   run_files.write_json(file(attempt, facts.process), dataclasses.asdict(facts))
 
 
 def read(path: epath.PathLike) -> Facts | None:
   """The facts in a file; None where there is no file, or something else in it."""
   try:
-    return Facts(**run_files.read_json(path))
+    found = Facts(**run_files.read_json(path))
+    numbers = (found.process, found.step, found.ticks, found.time, found.began, found.wall_seconds)
+    return found if all(isinstance(x, (int, float)) for x in numbers) else None
   except Exception:  # object stores raise errors of their own
     return None
 
@@ -117,13 +118,16 @@ def new_attempt(model_dir: epath.PathLike) -> epath.Path:
 def read_attempts(model_dir: epath.PathLike) -> dict[int, Facts]:
   """The facts of process 0 of each attempt by number; unreadable ones are left out."""
   folders = attempts(model_dir)
-  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-    found = pool.map(lambda folder: read(file(folder, 0)), folders.values())
-    return {n: facts for n, facts in zip(folders, found, strict=True) if facts is not None}
+  found = _read_all(file(folder, 0) for folder in folders.values())
+  return {n: facts for n, facts in zip(folders, found, strict=True) if facts is not None}
 
 
 def read_processes(attempt: epath.PathLike) -> list[Facts]:
   """The facts of all processes of an attempt by their numbers; unreadable ones are left out."""
-  paths = run_files.numbered(attempt, 'process-', '.json').values()
+  found = _read_all(run_files.numbered(attempt, 'process-', '.json').values())
+  return [facts for facts in found if facts is not None]
+
+
+def _read_all(paths: Iterable[epath.Path]) -> list[Facts | None]:
   with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-    return [facts for facts in pool.map(read, paths) if facts is not None]
+    return list(pool.map(read, paths))

@@ -1,9 +1,9 @@
 """How much of a run's time went into training that was kept, and where the rest went."""
 
 import collections
-import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from het_plugin.operations import facts
 from het_plugin.training import observer
@@ -27,36 +27,18 @@ PARTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Goodput:
-  """Where the time of a run went, since its first attempt began.
-
-  Attributes:
-    seconds: by part, see PARTS.
-    repeated_steps: how many steps were done again.
-  """
-
-  seconds: Mapping[str, float]
-  repeated_steps: int
-
-  @property
-  def wall_seconds(self) -> float:
-    return sum(self.seconds.values())
-
-  @property
-  def share(self) -> float:
-    """Time of the training steps kept over all time; 0 before any."""
-    return self.seconds[TRAINING] / self.wall_seconds if self.wall_seconds else 0.0
-
-
-def goodput(attempts: Sequence[facts.Facts]) -> Goodput:
-  """Sums over a run's attempts, given by the facts of their process 0, in their order.
+def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
+  """Where the time of a run went, from the facts of process 0 of its attempts, in their order.
 
   Steps of an attempt beyond the one that a later attempt went on from are repeated; they count with
   that attempt's mean time per step. The time after an attempt that was done counts as no loss: such
   a run may be extended a week later.
+
+  Returns:
+    `seconds` by part (PARTS), their sum `wall_seconds`, `share` of the training steps that were
+    kept, and `repeated_steps`.
   """
-  seconds = collections.defaultdict(float, {part: 0.0 for part in PARTS})
+  seconds = collections.defaultdict(float, dict.fromkeys(PARTS, 0.0))
   repeated_steps = 0
   for i, attempt in enumerate(attempts):
     later = attempts[i + 1 :]
@@ -75,19 +57,25 @@ def goodput(attempts: Sequence[facts.Facts]) -> Goodput:
     repeated_steps += lost
     if later and attempt.state != facts.DONE:
       seconds[DOWN] += max(0.0, later[0].began - attempt.began - attempt.wall_seconds)
-  return Goodput(dict(seconds), repeated_steps)
+  wall = sum(seconds.values())
+  share = seconds[TRAINING] / wall if wall else 0.0
+  return {
+    **{'share': share, 'wall_seconds': wall},
+    **{'seconds': dict(seconds), 'repeated_steps': repeated_steps},
+  }
 
 
-def describe(found: Goodput, num_attempts: int) -> str:
+def describe(found: Mapping[str, Any], num_attempts: int) -> str:
   """One line, the largest losses first."""
-  losses = {part: s for part, s in found.seconds.items() if part != TRAINING and round(s) > 0}
+  seconds = found['seconds']
+  losses = {part: s for part, s in seconds.items() if part != TRAINING and round(s) > 0}
   parts = [
-    f', {PARTS.get(part, part)} {duration(seconds)}'
-    for part, seconds in sorted(losses.items(), key=lambda item: -item[1])
+    f', {PARTS.get(part, part)} {duration(value)}'
+    for part, value in sorted(losses.items(), key=lambda item: -item[1])
   ]
   return (
-    f'Goodput {found.share:.1%}: training steps {duration(found.seconds[TRAINING])} of '
-    f'{duration(found.wall_seconds)} in {num_attempts} start{"s" if num_attempts > 1 else ""}'
+    f'Goodput {found["share"]:.1%}: training steps {duration(seconds[TRAINING])} of '
+    f'{duration(found["wall_seconds"])} in {num_attempts} start{"s" if num_attempts > 1 else ""}'
     f'{"".join(parts)}.'
   )
 

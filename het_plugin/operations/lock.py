@@ -13,15 +13,13 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 
 from etils import epath
 
 from het_plugin.operations import facts
-from het_plugin.training import exit_codes, processes, run_files
+from het_plugin.training import processes, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +29,6 @@ NAME = 'lock'
 PATIENCE_SECONDS = 15.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _POLL_SECONDS = 0.2
-_CLAIM_SECONDS = 2.5
 
 _descriptors: set[int] = set()
 
@@ -45,34 +42,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Lock:
-  """What process 0 has found out while it took the directory.
-
-  Attributes:
-    by_kernel: whether the kernel keeps others out. If not, `check` is to be called at each beat.
-  """
-
-  by_kernel = True
-
-  def check(self, attempt: epath.Path) -> None:
-    """Ends this process if it stood still for so long that another took the directory: a checkpoint
-    saved now would be written into the other's run.
-    """
-    if self.by_kernel:
-      return
-    model_dir = attempt.parent.parent
-    *_, newest = facts.attempts(model_dir).values()
-    if newest != attempt:
-      now = facts.read(facts.file(newest, 0))
-      holder = 'another process' if now is None else now.name
-      print(f'Error: {_in_use(model_dir, holder)}', file=sys.stderr, flush=True)
-      os._exit(exit_codes.FAILED)
-
-
 @contextlib.contextmanager
-def held(
-  model_dir: epath.PathLike, patience_seconds: float | None = None
-) -> Iterator[tuple[Lock, epath.Path]]:
+def held(model_dir: epath.PathLike, patience_seconds: float | None = None) -> Iterator[epath.Path]:
   """Holds a run's directory, which is created when missing, and begins an attempt in it. All
   processes call it, and process 0 holds it.
 
@@ -81,45 +52,25 @@ def held(
     patience_seconds: how long to wait for a training that is in it; None for PATIENCE_SECONDS.
 
   Yields:
-    The lock, and the folder of the new attempt, the same in all processes.
+    The folder of the new attempt, the same in all processes.
 
   Raises:
-    ValueError: in all processes: another training holds it, or the directory cannot be written.
+    ValueError: in all processes: another training holds it.
+    OSError: the directory cannot be written; ValueError where there are several processes.
   """
   model_dir = epath.Path(model_dir)
   patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-  lock, releases = Lock(), []
-  name = processes.in_the_first(lambda: _acquire(model_dir, patience, lock, releases))
-  try:
-    yield lock, model_dir / facts.FOLDER / name
-  finally:
-    for release in releases:
-      release()
+  with contextlib.ExitStack() as releases:
 
-
-def _acquire(
-  model_dir: epath.Path, patience: float, lock: Lock, releases: list[Callable[[], None]]
-) -> str:
-  """Returns the name of the attempt's folder."""
-  try:
-    model_dir.mkdir(parents=True, exist_ok=True)
-    if not run_files.is_remote(model_dir):
-      try:
-        releases.append(_take(model_dir / NAME, patience))
-      except OSError as error:
-        if error.errno not in _NO_LOCKS:
-          raise
-    lock.by_kernel = bool(releases)
-    if lock.by_kernel:
+    def acquire() -> str:
+      model_dir.mkdir(parents=True, exist_ok=True)
+      if release := _lock(model_dir, patience):
+        releases.callback(release)
+      else:
+        _wait_for_silence(model_dir, patience)
       return facts.new_attempt(model_dir).name
-    _wait_for_silence(model_dir, patience)
-    return _claim(model_dir)
-  except OSError as error:
-    for release in releases:
-      release()
-    raise ValueError(
-      f'model_dir={model_dir} cannot be written: {error.strerror or error}'
-    ) from error
+
+    yield model_dir / facts.FOLDER / processes.in_the_first(acquire)
 
 
 def _in_use(model_dir: epath.Path, holder: str) -> ValueError:
@@ -133,19 +84,24 @@ def _say_that_it_waits(model_dir: epath.Path, holder: str, patience: float) -> N
   _log.warning('%s is held by %s: waiting %.0f s for its end.', model_dir, holder, patience)
 
 
-# With locks of the file system.
-
-
-def _take(path: epath.Path, patience: float) -> Callable[[], None]:
-  """Returns what releases the lock."""
+def _lock(model_dir: epath.Path, patience: float) -> Callable[[], None] | None:
+  """Locks the file; returns what releases it, or None where the file system has no locks."""
+  if run_files.is_remote(model_dir):
+    return None
+  path = model_dir / NAME
   deadline, waiting = time.monotonic() + patience, False
-  while (descriptor := _try_lock(path)) is None:
-    if time.monotonic() >= deadline:
-      raise _in_use(path.parent, _holder(path))
-    if not waiting:
-      _say_that_it_waits(path.parent, _holder(path), patience)
-      waiting = True
-    time.sleep(_POLL_SECONDS)
+  try:
+    while (descriptor := _try_lock(path)) is None:
+      if time.monotonic() >= deadline:
+        raise _in_use(model_dir, _holder(path))
+      if not waiting:
+        _say_that_it_waits(model_dir, _holder(path), patience)
+        waiting = True
+      time.sleep(_POLL_SECONDS)
+  except OSError as error:
+    if error.errno in _NO_LOCKS:
+      return None
+    raise
   since = datetime.datetime.now(datetime.UTC).isoformat(' ', 'seconds')
   text = json.dumps({'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}).encode()
   os.pwrite(descriptor, text, 0)
@@ -182,32 +138,18 @@ def _holder(path: epath.Path) -> str:
   return 'process {pid} on {host}, since {since}'.format(**found) if found else 'another process'
 
 
-# Without.
-
-
 def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
+  """Without locks: a process 0 that goes on to beat is there."""
   folders = list(facts.attempts(model_dir).values())
   first = facts.read(facts.file(folders[-1], 0)) if folders else None
   if first is None or first.state != facts.RUNNING:
     return
   _say_that_it_waits(model_dir, first.name, patience)
-  deadline, beat = time.monotonic() + patience, first.beat
+  deadline, now = time.monotonic() + patience, first
   while time.monotonic() < deadline:
     time.sleep(min(_POLL_SECONDS * 5, patience / 4))
-    now = facts.read(facts.file(folders[-1], 0))
-    if now is not None and now.state != facts.RUNNING:
+    now = facts.read(facts.file(folders[-1], 0)) or now
+    if now.state != facts.RUNNING:
       return
-    beat = beat if now is None else now.beat
-  if beat != first.beat:
+  if now.beat != first.beat:
     raise _in_use(model_dir, first.name)
-
-
-def _claim(model_dir: epath.Path) -> str:
-  """Begins an attempt; of two processes that begin the same one, the later writer has it."""
-  attempt = facts.new_attempt(model_dir)
-  token = uuid.uuid4().hex
-  (attempt / 'claim').write_text(token)
-  time.sleep(_CLAIM_SECONDS)
-  if (attempt / 'claim').read_text() != token:
-    raise _in_use(model_dir, 'another process')
-  return attempt.name

@@ -1,5 +1,6 @@
 """Reports steps whose loss stands out from those before it."""
 
+import collections
 import dataclasses
 import json
 import logging
@@ -47,49 +48,6 @@ class LossSpikes:
       )
     if self.threshold <= 0:
       raise ValueError(f'LossSpikes.threshold={self.threshold} must be positive.')
-    if self.min_rise < 0:
-      raise ValueError(f'LossSpikes.min_rise={self.min_rise} must be at least 0.')
-    if self.min_period < 1:
-      raise ValueError(f'LossSpikes.min_period={self.min_period} must be at least 1.')
-
-
-@dataclasses.dataclass(frozen=True)
-class Spike:
-  """Attributes: median of the losses before; threshold, the loss above which one is a spike."""
-
-  median: float
-  threshold: float
-
-
-class SpikeDetector:
-  """Takes the loss of one step after the other."""
-
-  def __init__(self, cfg: LossSpikes):
-    self._cfg = cfg
-    self._losses = np.empty(cfg.window)
-    self._num_losses = 0
-
-  def add(self, loss: float) -> Spike | None:
-    """Compares a finite loss with those before it, and keeps it for the ones to come."""
-    cfg = self._cfg
-    spike = None
-    if self._num_losses >= cfg.min_history:
-      losses = self._losses[: self._num_losses]
-      median = _median(losses)
-      rise = cfg.min_rise * abs(median)
-      if loss > median + rise:  # seldom so: it saves the other median
-        rise = max(rise, cfg.threshold * _STD_OVER_MAD * _median(np.abs(losses - median)))
-        spike = Spike(median, median + rise) if loss > median + rise else None
-    self._losses[self._num_losses % cfg.window] = loss
-    self._num_losses += 1
-    return spike
-
-
-def _median(values: np.ndarray) -> float:
-  # Every step pays for it, and np.median takes several times as long.
-  low, high = (len(values) - 1) // 2, len(values) // 2
-  ordered = np.partition(values, (low, high))
-  return float((ordered[low] + ordered[high]) / 2)
 
 
 class SpikeReport:
@@ -97,9 +55,9 @@ class SpikeReport:
 
   def __init__(self, cfg: LossSpikes, path: epath.PathLike, resume_step: int):
     """Lines of steps after `resume_step` are dropped: the run goes through these again."""
-    self._detector = SpikeDetector(cfg)
-    self._min_period = cfg.min_period
+    self._cfg = cfg
     self._path = epath.Path(path)
+    self._losses: collections.deque[float] = collections.deque(maxlen=cfg.window)
     self._next_step = 0
     if jax.process_index() == 0:
       metric_writers.drop_later_lines(self._path, resume_step)
@@ -112,14 +70,33 @@ class SpikeReport:
       loss: of the step.
       details: more of the line, asked for when there is one.
     """
-    spike = self._detector.add(loss)
+    spike = self._spike(loss)
+    self._losses.append(loss)
     if spike is None or step < self._next_step:
       return
-    self._next_step = step + self._min_period
-    row = {'step': step, 'loss': loss, **dataclasses.asdict(spike), **details()}
+    self._next_step = step + self._cfg.min_period
+    row = {'step': step, 'loss': loss, **spike, **details()}
     _log.warning(
       'Loss spike: %.4g at step %d, where the median is %.4g and a spike begins at %.4g. See %s.',
-      *(loss, step, spike.median, spike.threshold, self._path),
+      *(loss, step, spike['median'], spike['threshold'], self._path),
     )
     if jax.process_index() == 0:
       run_files.append_text(self._path, json.dumps(row) + '\n')
+
+  def _spike(self, loss: float) -> dict[str, float] | None:
+    if len(self._losses) < self._cfg.min_history:
+      return None
+    losses = np.asarray(self._losses)
+    median = _median(losses)
+    rise = self._cfg.min_rise * abs(median)
+    if loss <= median + rise:  # nearly always; it saves the other median
+      return None
+    rise = max(rise, self._cfg.threshold * _STD_OVER_MAD * _median(np.abs(losses - median)))
+    return {'median': median, 'threshold': median + rise} if loss > median + rise else None
+
+
+def _median(values: np.ndarray) -> float:
+  # Every step pays for it, and np.median takes several times as long.
+  low, high = (len(values) - 1) // 2, len(values) // 2
+  ordered = np.partition(values, (low, high))
+  return float((ordered[low] + ordered[high]) / 2)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from clu import metric_writers
@@ -16,20 +16,19 @@ from het_plugin.operations import (
   lock,
   logs,
   loss_spikes,
-  preemption,
   profiles,
+  recorder,
   resources,
-  run_clock,
+  stopping,
 )
 from het_plugin.operations.peers import Limits
 from het_plugin.training import exit_codes, observer
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar('T')
-
 # From the answer to a profile's request to its first step, for a process that is alone.
 _ALONE_LEAD_SECONDS = 0.5
+_NOTHING_TO_SAVE = (observer.START, observer.RESTORE, observer.COMPILE)
 
 
 class Operations(observer.Observer):
@@ -38,7 +37,7 @@ class Operations(observer.Observer):
   Nothing of it changes the result of a training, and an error in it does not end the training.
 
   Attributes:
-    clock: what the run is doing, and for how long it has done what.
+    recorder: what the run is doing, and for how long it has done what.
   """
 
   def __init__(self, limits: Limits | None = None, began: float | None = None):
@@ -49,75 +48,76 @@ class Operations(observer.Observer):
         `exit_codes.LOST`; None for the defaults.
       began: `time.monotonic()` when the work for this run began, imports included; None for now.
     """
-    self.clock = run_clock.RunClock(began=began)
+    self.recorder = recorder.Recorder(began=began)
     self._limits = limits or Limits()
-    self._notice = preemption.PreemptionNotice()
+    self._heartbeat: heartbeat.Heartbeat | None = None
     self._spikes: loss_spikes.SpikeReport | None = None
 
   @contextlib.contextmanager
   def observing(self, run: observer.ObservedRun) -> Iterator[None]:
     self._run = run
+    self.recorder.change(total_steps=run.total_steps)
     alone = jax.process_count() == 1
     lead = _ALONE_LEAD_SECONDS if alone else 3 * heartbeat.PERIOD_SECONDS
-    self._profiler = profiles.Profiler(run, self.clock, lead)
-    with (
-      self._notice,
-      lock.held(run.model_dir) as (held, attempt),
-      profiles.server(run.profiler_port),
-      logs.RunLog(run.model_dir, jax.process_index(), self.clock) as log,
-    ):
-      tasks = {'lock': functools.partial(held.check, attempt), 'log': log.upload}
-      tasks['profile'] = self._profiler.poll
-      self._heartbeat = heartbeat.Heartbeat(
-        attempt, self.clock, run.total_steps, self._limits, tasks
-      )
-      self._earlier = list(facts.read_attempts(run.model_dir).values())
-      try:
-        self._heartbeat.start()
-      except OSError as raised:
-        reason = raised.strerror or raised
-        raise ValueError(f'model_dir={run.model_dir} cannot be written: {reason}') from raised
-      error = None
-      try:
-        yield
-      except BaseException as raised:
-        error = raised
+    self._profiler = profiles.Profiler(run, self.recorder, lead)
+    try:
+      with (
+        stopping.handled(self._can_save, self._farewell),
+        lock.held(run.model_dir) as attempt,
+        profiles.server(run.profiler_port),
+        logs.written(run.model_dir, self.recorder) as upload,
+      ):
+        self._earlier = list(facts.read_attempts(run.model_dir).values())
+        tasks = {'log': upload, 'profile': self._profiler.poll}
+        self._heartbeat = heartbeat.Heartbeat(attempt, self.recorder, self._limits, tasks)
+        with self._beating():
+          yield
+    except OSError as error:
+      if (sentence := resources.cannot_write(error, run.model_dir)) is None:
         raise
-      finally:
-        if exit_codes.of(error) not in (0, exit_codes.PREEMPTED):
-          log.error(error)
-        self._heartbeat.end(error)
-        self._heartbeat.attempt('profile', lambda: self._profiler.end(done=error is None))
-        self._heartbeat.attempt('log', lambda: log.upload(at_once=True))
+      raise sentence from error
+
+  @contextlib.contextmanager
+  def _beating(self) -> Iterator[None]:
+    self._heartbeat.start()
+    error = None
+    try:
+      yield
+    except BaseException as raised:
+      error = raised
+      raise
+    finally:
+      self._heartbeat.end(error)
+      if error is None:
+        self._heartbeat.attempt('profile', self._profiler.end)
+
+  def _can_save(self) -> bool:
+    return self.recorder.now().phase not in _NOTHING_TO_SAVE
+
+  def _farewell(self) -> None:
+    if self._heartbeat is not None:
+      self._heartbeat.end(exit_codes.Preempted(self.recorder.now().step))
 
   def check_room(self, state: Any, save_cfg: Any) -> None:
     resources.check(state, save_cfg, self._run.model_dir, self._run.total_steps)
 
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-    return self.clock.phase(name)
-
-  def interruptible(self, fn: Callable[[], T]) -> T:
-    try:
-      return preemption.call(fn, self._notice.reached)
-    except preemption.Interrupted:
-      step = self.clock.snapshot().step
-      _log.warning('Preempted while compiling: nothing new to save at step %d.', step)
-      raise exit_codes.Preempted(step, compiling=True) from None
+    return self.recorder.phase(name)
 
   def resumed(self, step: int) -> None:
-    self.clock.tick(step)
+    self.recorder.tick(step)
     if self._run.loss_spikes is not None:
       path = self._run.model_dir / 'loss_spikes.jsonl'
       self._spikes = loss_spikes.SpikeReport(self._run.loss_spikes, path, step)
 
   def progressed(self) -> None:
-    self.clock.tick()
+    self.recorder.tick()
 
   def before_step(self, step: int) -> None:
     self._profiler.before(step)
 
   def after_step(self, step: int, metrics: Any) -> None:
-    self.clock.tick(step)
+    self.recorder.tick(step)
     self._profiler.after(step, metrics)
 
   def step_finished(
@@ -134,18 +134,15 @@ class Operations(observer.Observer):
     self._heartbeat.attempt('loss spikes', lambda: self._spikes.add(step, loss, details))
 
   def saved(self, step: int) -> None:
-    self.clock.saved(step)
-
-  def ask_to_stop(self) -> None:
-    self._notice.request()
+    self.recorder.change(saved_step=step)
 
   def stop_asked(self) -> bool:
-    return self._notice.reached()
+    return stopping.reached()
 
   def leaving(self, error: BaseException | None, writer: metric_writers.MetricWriter) -> None:
     self._heartbeat.fail(error)
-    self.clock.end()
-    now = self.clock.snapshot()
+    self.recorder.end()
+    now = self.recorder.now()
     # A run that was complete, and did no step, has nothing to add.
     if jax.process_index() == 0 and now.step != now.start_step:
       self._heartbeat.attempt('goodput', functools.partial(self._report, now.step, writer))
@@ -153,9 +150,9 @@ class Operations(observer.Observer):
 
   def _report(self, step: int, writer: metric_writers.MetricWriter) -> None:
     """Says where the time went, to the log and as scalars."""
-    attempts = [*self._earlier, self._heartbeat.now()]
+    attempts = [*self._earlier, self.recorder.now()]
     found = goodput.goodput(attempts)
     _log.info('%s', goodput.describe(found, len(attempts)))
-    scalars = {'share': found.share, 'wall_seconds': found.wall_seconds}
-    scalars |= {f'{part}_seconds': value for part, value in found.seconds.items()}
+    scalars = {'share': found['share'], 'wall_seconds': found['wall_seconds']}
+    scalars |= {f'{part}_seconds': value for part, value in found['seconds'].items()}
     writer.write_scalars(step, {f'goodput/{name}': value for name, value in scalars.items()})

@@ -69,13 +69,8 @@ def silent(peers: Mapping[int, Peer], timeout_seconds: float) -> Verdict | None:
   """The verdict on processes that give no more signs of life. One that never gave any is not
   judged: its files may be where they cannot be seen.
   """
-  found = [
-    peer
-    for peer in peers.values()
-    if peer.last is not None
-    and peer.last.state == RUNNING
-    and peer.silent_seconds >= timeout_seconds
-  ]
+  running = (p for p in peers.values() if p.last is not None and p.last.state == RUNNING)
+  found = [peer for peer in running if peer.silent_seconds >= timeout_seconds]
   if not found:
     return None
   names = '; '.join(f'{peer.last.name}, last seen {peer.last.place}' for peer in found)
@@ -102,9 +97,4 @@ def stalled(own: Facts, peers: Mapping[int, Peer]) -> Verdict:
     text = f'{names} {"has" if len(behind) == 1 else "have"} been {since}; the others wait for it'
   else:
     text = f'all have been {since}: {names}'
-  for facts in seen:
-    if facts.state != RUNNING:
-      text += f'; {facts.name} has left as {facts.state}, {facts.place}'
-  if unseen := [str(number) for number, peer in peers.items() if peer.last is None]:
-    text += f'; never seen: process {", ".join(unseen)}'
   return Verdict(text, exit_codes.LOST)

@@ -1,4 +1,4 @@
-"""Where a run stands (`training.run_status`), as text and as a page."""
+"""Where a run stands (`run_status`), as text and as a page."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 from het_plugin import reporting
 from het_plugin.operations import goodput, run_status
 
-Facts = Mapping[str, Any]
+Found = Mapping[str, Any]
 
 _MISSING = '–'
 _SHOWN_PROCESSES = 16
 _SHOWN_ATTEMPTS = 10
-# {key of facts['metrics']: (title, format)}
+# {key of found['metrics']: (title, format)}
 _METRICS = {
   'loss': ('loss', '.4f'),
   'nll': ('NLL', '.4f'),
@@ -27,98 +27,88 @@ _METRICS = {
   'compile_seconds': ('compile, s', '.1f'),
   'save_seconds': ('checkpoint stall, s', '.2f'),
 }
+_STEPS = {
+  'unreadable_checkpoints': 'unreadable, set aside',
+  'configs_until': 'configuration changed at step',
+  'nonfinite_steps': 'steps that were not finite',
+  'profiles': 'profiles',
+}
 
 
-def headline(facts: Facts) -> str:
+def headline(found: Found) -> str:
   """One sentence: the state, the step, the time left."""
-  parts = [f'{facts["state"]}: step {facts["step"]:,}']
-  if facts['total_steps'] is not None:
-    parts[0] += f' of {facts["total_steps"]:,} ({facts["percent"]:.0f}%)'
-  if facts['eta_seconds'] is not None:
-    parts.append(f'about {goodput.duration(facts["eta_seconds"])} left')
-  if facts['state'] != run_status.STALE and facts['seconds_since_sign_of_life'] is not None:
-    parts.append(f'last sign of life {_ago(facts["seconds_since_sign_of_life"])}')
+  parts = [f'{found["state"]}: step {found["step"]:,}']
+  if found['total_steps'] is not None:
+    parts[0] += f' of {found["total_steps"]:,} ({found["percent"]:.0f}%)'
+  if found['eta_seconds'] is not None:
+    parts.append(f'about {goodput.duration(found["eta_seconds"])} left')
+  if found['state'] != run_status.STALE and found['seconds_since_sign_of_life'] is not None:
+    parts.append(f'last sign of life {_ago(found["seconds_since_sign_of_life"])}')
   return ', '.join(parts) + '.'
 
 
-def text(facts: Facts) -> str:
+def text(found: Found) -> str:
   """Everything for a terminal, without a newline at its end."""
-  blocks = [f'{facts["run_dir"]}\n{headline(facts)}']
-  if facts['problems']:
-    blocks.append('\n'.join(f'! {problem}' for problem in facts['problems']))
-  return '\n\n'.join([*blocks, *map(reporting.plain_table, tables(facts))])
+  blocks = [f'{found["run_dir"]}\n{headline(found)}']
+  if found['problems']:
+    blocks.append('\n'.join(f'! {problem}' for problem in found['problems']))
+  return '\n\n'.join([*blocks, *map(reporting.plain_table, tables(found))])
 
 
-def page(facts: Facts) -> str:
+def page(found: Found) -> str:
   """Everything as one HTML document."""
   return reporting.html_page(
-    title=facts['run_dir'],
-    introduction=headline(facts),
+    title=found['run_dir'],
+    introduction=headline(found),
     rows=(),
-    tables=tables(facts),
-    notes=facts['problems'],
+    tables=tables(found),
+    notes=found['problems'],
     provenance=reporting.Provenance.of_this_process('het_plugin.status', {}),
   )
 
 
-def tables(facts: Facts) -> list[reporting.Table]:
+def tables(found: Found) -> list[reporting.Table]:
   """Those that there is something for."""
-  found = [
-    _metrics(facts),
-    _evaluations(facts['evaluations']),
-    _files(facts),
-    _processes(facts['processes']),
-    _attempts(facts['attempts']),
-    _goodput(facts['goodput']),
-  ]
-  return [table for table in found if table.lines]
-
-
-def _metrics(facts: Facts) -> reporting.Table:
-  metrics = facts['metrics']
-  lines = [
-    (title, _format(metrics[key], spec))
+  metrics = [
+    (title, _format(found['metrics'][key], spec))
     for key, (title, spec) in _METRICS.items()
-    if key in metrics
+    if key in found['metrics']
   ]
-  return reporting.Table(f'training, last written at step {facts["metrics_step"]}', ('', ''), lines)
-
-
-def _evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> reporting.Table:
-  lines = [
+  evaluations = [
     (group, f'{values["step"]:,}', metric, _format(value, '.4g'))
-    for group, values in evaluations.items()
+    for group, values in found['evaluations'].items()
     for metric, value in values.items()
     if metric != 'step'
   ]
-  return reporting.Table('evaluations', ('', 'step', 'metric', 'value'), lines)
+  made = [
+    reporting.Table(f'training, last written at step {found["metrics_step"]}', ('', ''), metrics),
+    reporting.Table('evaluations', ('', 'step', 'metric', 'value'), evaluations),
+    reporting.Table('files', ('', ''), _files(found)),
+    _processes(found['processes']),
+    _attempts(found['attempts']),
+    _goodput(found['goodput']),
+  ]
+  return [table for table in made if table.lines]
 
 
-def _files(facts: Facts) -> reporting.Table:
+def _files(found: Found) -> list[tuple[str, str]]:
   lines = []
-  if checkpoint := facts['checkpoint']:
+  if checkpoint := found['checkpoint']:
     size = f'{checkpoint["bytes"] / 1e6:,.1f} MB'
-    age = checkpoint['age_seconds']
-    age = _MISSING if age is None else _ago(age)
+    age = _MISSING if checkpoint['age_seconds'] is None else _ago(checkpoint['age_seconds'])
     lines.append(('last complete checkpoint', f'step {checkpoint["step"]:,}, {age}, {size}'))
-  steps = {
-    'unreadable, set aside': facts['unreadable_checkpoints'],
-    'configuration changed at step': facts['configs_until'],
-    'steps that were not finite': facts['nonfinite_steps'],
-    'loss spikes at step': [spike.get('step') for spike in facts['loss_spikes']],
-    'profiles': facts['profiles'],
-  }
-  lines += [(title, _enumeration(values)) for title, values in steps.items() if values]
-  if facts['profile_is_requested']:
+  lines += [(title, _enumeration(found[key])) for key, title in _STEPS.items() if found[key]]
+  if spikes := found['loss_spikes']:
+    lines.append(('loss spikes at step', _enumeration([spike.get('step') for spike in spikes])))
+  if found['profile_is_requested']:
     lines.append(('profile', 'asked for'))
-  if facts['corrupt_records'] is not None:
-    lines.append(('corrupt records', f'{facts["corrupt_records"]:,}'))
-  return reporting.Table('files', ('', ''), lines)
+  if found['corrupt_records']:
+    lines.append(('corrupt records', f'{found["corrupt_records"]:,}'))
+  return lines
 
 
 def _processes(processes: Sequence[Mapping[str, Any]]) -> reporting.Table:
-  shown = processes
-  caption = 'processes'
+  shown, caption = processes, 'processes'
   if len(processes) > _SHOWN_PROCESSES:
     order = sorted(
       processes,
@@ -128,12 +118,7 @@ def _processes(processes: Sequence[Mapping[str, Any]]) -> reporting.Table:
     caption = f'processes: {len(shown)} of {len(processes)}, those without progress first'
   lines = [
     (
-      str(row['process']),
-      str(row['host']),
-      str(row['pid']),
-      str(row['state']),
-      str(row['phase']),
-      str(row['step']),
+      *(str(row[key]) for key in ('process', 'host', 'pid', 'state', 'phase', 'step')),
       f'{row["idle_seconds"]:.0f} s',
       _ago(row['beat_seconds_ago']),
       ', '.join(word for word in ('silent', 'behind') if row[f'is_{word}']),
@@ -151,7 +136,7 @@ def _attempts(attempts: Sequence[Mapping[str, Any]]) -> reporting.Table:
       f'{datetime.datetime.fromtimestamp(row["began"]):%Y-%m-%d %H:%M:%S}',
       goodput.duration(row['wall_seconds']),
       _MISSING if row['start_step'] is None else f'{row["start_step"]:,} to {row["step"]:,}',
-      _MISSING if row['saved_step'] is None else f'{row["saved_step"]:,}',
+      _format(row['saved_step'], ','),
       row['ended'],
     )
     for row in attempts[-_SHOWN_ATTEMPTS:]

@@ -24,7 +24,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
-from het_plugin.training import barrier as barrier_lib
 from het_plugin.training import checksum, processes
 
 _log = logging.getLogger(__name__)
@@ -33,7 +32,6 @@ PyTree = Any
 PREFIX = 'checkpoint'
 # Entries that `seal` adds to a record.
 _CHECKSUMS, _DIGEST = 'checksums', 'digest'
-_ELSEWHERE = 'another process failed'
 
 
 class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
@@ -114,8 +112,14 @@ def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | Non
 
 
 def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
-  """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array."""
-  saved = _metadata(epath.Path(checkpoint))
+  """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array.
+
+  Raises:
+    Unreadable: the checkpoint is damaged.
+  """
+  saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
+  if failure is not None:
+    raise Unreadable(f'{checkpoint} cannot be read: {one_line(failure)}') from failure
   prefix = f'{params_root(saved)}/'
   return {
     name.removeprefix(prefix): tuple(x.shape)
@@ -245,7 +249,7 @@ def verify(arrays: Mapping[str, jax.Array], checksums: Mapping[str, int]) -> Non
   damaged = [name for name, value in found.items() if value != checksums[name]]
   others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
   if reasons := processes.gather(f'{damaged[0]} is not what was saved{others}.' if damaged else ''):
-    raise Unreadable(join(reasons))
+    raise Unreadable(processes.as_one(reasons))
 
 
 def check_match(
@@ -309,22 +313,12 @@ def on_all(fn: Callable[[], Any]) -> Any:
   """
   result, failure = attempt(fn)
   if reasons := processes.gather('' if failure is None else one_line(failure)):
-    raise Unreadable(join(reasons)) from failure
+    raise Unreadable(processes.as_one(reasons)) from failure
   return result
-
-
-def join(reasons: Mapping[int, str]) -> str:
-  """Gathered reasons in one line, without those of processes that only waited for another."""
-  own = {i: text for i, text in reasons.items() if text != _ELSEWHERE}
-  return processes.as_one(own or reasons)
 
 
 def one_line(error: BaseException) -> str:
   """The cause of an error in one line."""
-  while isinstance(error, barrier_lib.PeerFailed):
-    if error.__context__ is None:
-      return _ELSEWHERE
-    error = error.__context__
   text = ' '.join(str(error).split())
   if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore wraps it in a page of text
     return os.strerror(int(code[1]))

@@ -6,12 +6,13 @@ never leaves an incomplete `checkpoint_n`. What is added here:
 - every array and every JSON value is verified on reading (`checkpoint_reader`), and a damaged
   checkpoint is set aside for the one before it;
 - a save that fails on one process, for example because a disk is full, ends all processes with one
-  sentence, and none waits for another until a barrier times out.
+  sentence soon, and none waits for another until a barrier times out (`_Barrier`).
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -21,8 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from het_plugin import weights
-from het_plugin.training import barrier as barrier_lib
-from het_plugin.training import checkpoint_reader, checksum, processes
+from het_plugin.training import checkpoint_reader, checksum
 from het_plugin.training.checkpoint_reader import PREFIX, Unreadable
 from het_plugin.training.state import TrainState
 
@@ -134,6 +134,40 @@ class SaveFailed(SystemExit):  # noqa: N818 (it is an exit, not an error)
   """
 
 
+class _PeerFailed(RuntimeError):  # noqa: N818 (it says what happened elsewhere)
+  """Another process cannot come to the barrier."""
+
+
+class _Barrier:
+  """The barrier of the threads that write a checkpoint on several processes.
+
+  A process whose write fails passes over the barriers of a complete write and goes on to a later
+  one. With barriers that go by name, the others wait for it at the earlier one until they time out,
+  in orbax after 20 minutes. Here all processes meet, wherever they are, and all fail if they are
+  not at the same place.
+  """
+
+  def __init__(self):
+    self._client = ocp.multihost.get_jax_distributed_client()
+    self._folder = f'het_plugin/barrier/{next(_numbers)}'
+    self._meetings = itertools.count()
+    self._failed = False
+
+  def __call__(self, *, key: str, timeout_ms: int) -> None:
+    """Waits until all processes have come to some place; `key` is that of this one."""
+    if self._failed:
+      raise _PeerFailed('another process has failed')
+    folder = f'{self._folder}/{next(self._meetings)}'
+    self._client.key_value_set(f'{folder}/{jax.process_index()}', key)
+    self._client.wait_at_barrier(folder, timeout_ms)
+    self._failed = {place for _, place in self._client.key_value_dir_get(folder)} != {key}
+    if self._failed:
+      raise _PeerFailed('another process has failed')
+
+
+_numbers = itertools.count()  # of barriers, which all processes make in the same order
+
+
 class _Manager(ocp.CheckpointManager):
   """orbax's manager, without its own questions to the preemption service.
 
@@ -151,10 +185,7 @@ class Checkpointer:
     """Opens the directory; creates it if it is missing."""
     self._save_cfg = save_cfg
     self._directory = epath.Path(model_dir).absolute()
-    barrier = None
-    if jax.process_count() > 1:
-      client = ocp.multihost.get_jax_distributed_client()
-      barrier = barrier_lib.Barrier(client, jax.process_index())
+    barrier = _Barrier() if jax.process_count() > 1 else None
     self._manager = _Manager(
       self._directory,
       options=ocp.CheckpointManagerOptions(
@@ -227,30 +258,27 @@ class Checkpointer:
       raise failure
     self._manager.wait_until_finished()
 
-  @property
-  def failed(self) -> bool:
-    """Whether the last save has failed on this process; cheap enough to ask after every step.
-
-    `wait_until_finished` then raises on all processes.
-    """
-    saving = self._saving
-    return saving is not None and saving.done() and saving.exception() is not None
+  def raise_failure(self) -> None:
+    """Raises SaveFailed if the last save has failed already; cheap enough to call after a step."""
+    if self._saving is not None and self._saving.done():
+      self.wait_until_finished()
 
   def wait_until_finished(self) -> None:
     """Blocks until the last save is on disk.
 
     Raises:
-      SaveFailed: on all processes, if the save failed on one.
+      SaveFailed: it failed on this process or another.
     """
     if self._saving is not None:
       saving, self._saving = self._saving, None
       self._check(self._saving_step, saving.exception())
 
   def _check(self, step: int, failure: BaseException | None) -> None:
-    """Raises SaveFailed on all processes if one has a failure."""
-    reasons = processes.gather('' if failure is None else checkpoint_reader.one_line(failure))
-    if not reasons:
+    """Raises SaveFailed for a failure."""
+    if failure is None:
       return
+    while isinstance(failure, _PeerFailed) and failure.__context__ is not None:
+      failure = failure.__context__  # what failed here first
     complete = checkpoint_reader.steps(self._directory)
     newest = (
       f'the newest complete one is {self._path(max(complete))}, from which the same command resumes'
@@ -259,7 +287,7 @@ class Checkpointer:
     )
     raise SaveFailed(
       f'Error: the checkpoint of step {step} cannot be written '
-      f'({checkpoint_reader.join(reasons)}); {newest}.'
+      f'({checkpoint_reader.one_line(failure)}); {newest}.'
     ) from failure
 
   def restore(self, target: TrainState) -> Restored | None:
@@ -272,22 +300,27 @@ class Checkpointer:
       target: shapes with shardings; its mesh may differ from the one that saved.
 
     Raises:
-      ValueError: parameters of the checkpoint do not match the target's.
-      RuntimeError: the run has checkpoints, but none is intact.
+      ValueError: parameters of the checkpoint do not match the target's, or the run has checkpoints
+        of which none is intact.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
+    reasons = []
     for i, step in enumerate(steps):
       path = self._path(step)
       try:
         restored = _restore(path, target)
       except Unreadable as reason:
         _log.error('Skipping %s, which cannot be read: %s', path, reason)
+        reasons.append(str(reason).rstrip('.'))
         continue
       _log.info('Resuming from %s.', path)
       self._set_aside(steps[:i])
       return restored
     if steps:
-      raise RuntimeError(f'None of the checkpoints in {self._directory} can be read; see the log.')
+      raise ValueError(
+        f'model_dir={self._directory} has {len(steps)} checkpoints, none of which can be read (the '
+        f'newest one: {reasons[0]}); put one back from a copy, or take another model_dir'
+      )
     return None
 
   def _path(self, step: int) -> epath.Path:

@@ -3,8 +3,6 @@
 import re
 import signal
 
-import jax
-
 FAILED = 1
 WRONG_SETTING = 2
 # Stopped as asked, with a checkpoint on disk: a launcher starts the run again.
@@ -26,19 +24,18 @@ class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
   """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
 
   Attributes:
-    step: the step saved; 0 if there was none to save.
-    compiling: whether a thread still compiles. Python cannot end in good order then: the process
-      must leave by `os._exit`, as a main under `distributed.leaving` does.
+    step: the step saved.
   """
 
-  def __init__(self, step: int, compiling: bool = False):
+  def __init__(self, step: int):
     super().__init__(PREEMPTED)
     self.step = step
-    self.compiling = compiling
 
 
 def is_lost_connection(error: BaseException) -> bool:
   """Whether a process raises this error because another process has gone."""
+  import jax  # not above: what handles signals is imported before everything that takes seconds
+
   return (
     isinstance(error, (ValueError, RuntimeError))
     and jax.distributed.is_initialized()

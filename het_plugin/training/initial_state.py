@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
-from het_plugin.training import checkpoints, observer, partitioning, warm_start
+from het_plugin.training import checkpoints, partitioning, warm_start
 from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ def begin(
   axes: TrainState,
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
-  run_observer: observer.Observer,
 ) -> Start:
   """Begins at step 0.
 
@@ -79,13 +78,11 @@ def begin(
     axes: its partition specs.
     restore_cfg: where parameters come from that replace fresh ones; None for a cold start.
     partitioner: places the state.
-    run_observer: may interrupt the compilation.
   """
   read = {}
   if restore_cfg is not None:
     read = warm_start.restore_params(restore_cfg, target.params)
-  lowered = partitioner.partition(init, (), axes).lower()
-  train_state = run_observer.interruptible(lowered.compile)()
+  train_state = partitioner.partition(init, (), axes)()
   flat = traverse_util.flatten_dict(train_state.params, sep='/')
   params = traverse_util.unflatten_dict(flat | dict(read), sep='/')
   return Start(0, train_state.replace(params=params))

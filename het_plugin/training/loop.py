@@ -23,6 +23,7 @@ from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
+_LINE_SECONDS = 10.0  # at most this long between two lines of the log
 _METRIC_PREFIX = {ActionMode.TRAIN_EVAL: 'training_eval', ActionMode.INFER_EVAL: 'infer_eval'}
 
 
@@ -119,6 +120,7 @@ class TrainLoop:
 
   def __post_init__(self):
     self._inputs: dict[int, _StepInput] = {}  # by step in flight
+    self._next_line = 0.0  # when the log is to have another one: the first follows the first step
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it.
@@ -199,7 +201,7 @@ class TrainLoop:
     if self.guard.stop is not None:
       summaries = [*summaries, *stats.close(self.guard.stop.step)]
     for summary in summaries:
-      _log.info('%s', _progress(summary, self.schedule.total_steps))
+      self._say(summary)
       self.outputs.write('train', summary.step, summary.values)
       if corrupt := self.batches.num_corrupt_records:
         self.outputs.write('data', summary.step, {'corrupt_records': corrupt})
@@ -207,7 +209,13 @@ class TrainLoop:
         stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
     if self.guard.stop is not None:
       raise self.guard.stop
+    if time.monotonic() >= self._next_line and (summary := stats.so_far()):
+      self._say(summary)
     return stop
+
+  def _say(self, summary: metrics_lib.Summary) -> None:
+    _log.info('%s', _progress(summary, self.schedule.total_steps))
+    self._next_line = time.monotonic() + _LINE_SECONDS
 
   def evaluate(self) -> bool:
     """Evaluates every data set and runs the actions that follow; returns whether to stop.
@@ -242,11 +250,12 @@ class TrainLoop:
     return self._stop_asked()
 
   def _stop_asked(self) -> bool:
-    """Whether to save and leave now; all processes agree. A save that failed is a reason, too:
-    saving again raises its error.
+    """Whether to save and leave now; all processes agree.
+
+    Raises:
+      checkpoints.SaveFailed: the last checkpoint could not be written.
     """
-    if self.outputs.checkpointer.failed:
-      self.observer.ask_to_stop()
+    self.outputs.checkpointer.raise_failure()
     return self.observer.stop_asked()
 
   def _leave(self, evaluated: bool) -> None:

@@ -48,6 +48,8 @@ class JsonlWriter(metric_writers.MultiWriter):
     self._path = epath.Path(path)
     self._remote = run_files.is_remote(path)
     if not self._path.exists():
+      if resume_step:
+        _log.warning('%s is missing: the metrics up to step %d are lost.', path, resume_step)
       run_files.write_text(self._path, '')
     self._written = self._path.read_text() if self._remote else ''  # content of the object
     self._pending = ''
@@ -90,23 +92,18 @@ class JsonlWriter(metric_writers.MultiWriter):
 
 
 def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
-  """Rewrites a file of JSON lines, if it exists, without lines of later steps and broken lines.
-
-  `evaluated` is as in `JsonlWriter`.
+  """Rewrites a file of JSON lines, if it exists, without lines of later steps and damaged ones, for
+  which there is a warning. `evaluated` is as in `JsonlWriter`.
   """
   path = epath.Path(path)
   if path.exists():
     limit = (step, evaluated)
-    kept = [line for line in path.read_text().splitlines() if _position(line) <= limit]
-    run_files.write_text(path, ''.join(line + '\n' for line in kept))
+    kept = [row for row in run_files.read_lines(path) if _position(row) <= limit]
+    run_files.write_text(path, ''.join(json.dumps(row) + '\n' for row in kept))
 
 
-def _position(line: str) -> tuple[float, bool]:
-  """(step, whether the line holds more than training metrics): the order in which a run writes."""
-  try:
-    row = json.loads(line)
-  except json.JSONDecodeError:
-    return math.inf, True
+def _position(row: Mapping[str, Any]) -> tuple[int, bool]:
+  """(step, whether the row holds more than training metrics): the order in which a run writes."""
   return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
 
 

@@ -215,6 +215,10 @@ class StepMetrics:
     """Closes the period at `step` without the steps in flight."""
     return [self._summarise(step)] if self._steps else []
 
+  def so_far(self) -> Summary | None:
+    """The metrics since the last summary, which go on; None where there are none."""
+    return self._summary(self._last, time.monotonic()) if self._steps else None
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
     """Leaves the time spent inside, such as an evaluation, out of the time per step."""
@@ -234,6 +238,7 @@ class StepMetrics:
       else:
         self._merged = merge_metrics(self._merged, metrics)
       self._steps += 1
+      self._last = step
       self._data_wait += data_wait
       if step % self._period == 0:
         summaries.append(self._summarise(step))
@@ -241,6 +246,11 @@ class StepMetrics:
 
   def _summarise(self, step: int) -> Summary:
     now = time.monotonic()
+    summary = self._summary(step, now)
+    self._start_period(now)
+    return summary
+
+  def _summary(self, step: int, now: float) -> Summary:
     seconds = (now - self._start) / self._steps
     if self._merged is None:
       values = dict.fromkeys(compute_metrics(self._left_out), math.nan)
@@ -252,5 +262,4 @@ class StepMetrics:
     values['timing/data_wait_share'] = self._data_wait / self._steps / seconds
     if self._seconds_at_peak is not None:
       values['timing/mfu'] = self._seconds_at_peak / seconds
-    self._start_period(now)
     return Summary(step, values)

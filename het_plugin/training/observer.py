@@ -8,11 +8,9 @@ own, or none.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from etils import epath
-
-T = TypeVar('T')
 
 # The phases of a run. It is always in exactly one.
 START = 'start'  # imports, shapes, data sets, files
@@ -53,8 +51,6 @@ class Observer:
   order. An observer serves one call of `train`.
   """
 
-  _stop_asked = False
-
   def observing(self, run: ObservedRun) -> contextlib.AbstractContextManager[None]:
     """Encloses the run, from the first look into `model_dir` to the last file closed.
 
@@ -75,14 +71,6 @@ class Observer:
     """Encloses a phase, one of PHASES. Afterwards the run is back in the phase before."""
     del name
     return contextlib.nullcontext()
-
-  def interruptible(self, fn: Callable[[], T]) -> T:
-    """Returns what a long call without side effects returns, such as a compilation.
-
-    Raises:
-      exit_codes.Preempted: the process was asked to stop before the call returned.
-    """
-    return fn()
 
   def resumed(self, step: int) -> None:
     """Training goes on from this step; 0 for a new run."""
@@ -110,13 +98,9 @@ class Observer:
   def saved(self, step: int) -> None:
     """The checkpoint of a step is on its way to disk."""
 
-  def ask_to_stop(self) -> None:
-    """Asks all processes to stop together; one of them calls it."""
-    self._stop_asked = True
-
   def stop_asked(self) -> bool:
     """Whether to save and leave now. All processes ask equally often and get the same answer."""
-    return self._stop_asked
+    return False
 
   def leaving(self, error: BaseException | None, writer: Any) -> None:
     """Training has ended, before anything is closed.

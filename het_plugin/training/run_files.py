@@ -1,14 +1,18 @@
 """Small files of a run's directory: written whole, read also while somebody writes them."""
 
+import contextlib
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
 
-# What is read of a file of lines, from its end.
-_TAIL_BYTES = 8 * 2**20
+_log = logging.getLogger(__name__)
+
+# What suffices to see where a run stands, of a file of lines from its end.
+TAIL_BYTES = 8 * 2**20
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -19,18 +23,22 @@ def is_remote(path: epath.PathLike) -> bool:
 def write_text(path: epath.PathLike, text: str) -> None:
   """Replaces a file as a whole: readers see the old or the new one, whenever they look, and after a
   crash or on a full disk the old one is still there.
+
+  Raises:
+    OSError: it cannot be written, with its path.
   """
   path = epath.Path(path)
   if is_remote(path):  # an object appears when it is complete
     path.write_text(text)
     return
   temporary = path.with_name(path.name + '.tmp')
-  try:
-    temporary.write_text(text)
-    temporary.replace(path)
-  except OSError:
-    temporary.unlink(missing_ok=True)
-    raise
+  with _naming(path):
+    try:
+      temporary.write_text(text)
+      temporary.replace(path)
+    except OSError:
+      temporary.unlink(missing_ok=True)
+      raise
 
 
 def append_text(path: epath.PathLike, text: str) -> None:
@@ -45,12 +53,22 @@ def append_text(path: epath.PathLike, text: str) -> None:
     path.write_text((path.read_text() if path.exists() else '') + text)
     return
   size = path.stat().length if path.exists() else 0
+  with _naming(path):
+    try:
+      with path.open('a') as file:
+        file.write(text)
+    except OSError:
+      if path.exists():
+        os.truncate(path, size)
+      raise
+
+
+@contextlib.contextmanager
+def _naming(path: epath.Path) -> Iterator[None]:
+  """Gives an OSError the file that it is about: those of write() have none."""
   try:
-    with path.open('a') as file:
-      file.write(text)
+    yield
   except OSError as error:
-    if path.exists():
-      os.truncate(path, size)
     raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
@@ -68,33 +86,44 @@ def read_json(path: epath.PathLike) -> dict[str, Any] | None:
   return value if isinstance(value, dict) else None
 
 
-def read_jsonl(path: epath.PathLike) -> list[dict[str, Any]]:
-  """All lines of a file that nobody is writing; none where there is no file."""
-  path = epath.Path(path)
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def read_lines(
+  path: epath.PathLike,
+  damaged: Callable[[str], None] = _log.warning,
+  max_bytes: int | None = None,
+) -> list[dict[str, Any]]:
+  """The rows of a file of JSON lines, each with its step; none where there is no file.
 
-
-def read_lines(path: epath.PathLike, max_bytes: int = _TAIL_BYTES) -> Iterator[dict[str, Any]]:
-  """The objects in a file of JSON lines, or in its last `max_bytes`.
-
-  Lines that are none, such as the one that is being written, are passed over; so is a file that is
-  not there.
+  Args:
+    path: of the file. A last line without an end is being written, and is passed over.
+    damaged: called with a sentence if other lines are no such rows, which are left out.
+    max_bytes: to read, from the end of the file; None for all.
   """
   path = epath.Path(path)
   try:
     with path.open('rb') as file:
-      skipped = max(0, path.stat().length - max_bytes)
+      size = path.stat().length
+      skipped = 0 if max_bytes is None else max(0, size - max_bytes)
       file.seek(skipped)
       lines = file.read().split(b'\n')
-  except OSError:
-    return
-  for line in lines[1 if skipped else 0 :]:
-    try:
-      value = json.loads(line)
-    except ValueError:
-      continue
-    if isinstance(value, dict):
-      yield value
+  except FileNotFoundError:
+    return []
+  del lines[-1]  # being written, or empty
+  rows = [_row(line) for line in lines]
+  if skipped:  # it begins somewhere in a line
+    del rows[:1]
+  if bad := [number for number, row in enumerate(rows, 1) if row is None]:
+    more = f' and {len(bad) - 1} more are' if len(bad) > 1 else ' is'
+    place = f'line {bad[0]}' + (' of what was read' if skipped else '')
+    damaged(f'{path}: {place}{more} damaged and left out.')
+  return [row for row in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+  try:
+    row = json.loads(line)
+  except ValueError:  # no JSON, or no UTF-8
+    return None
+  return row if isinstance(row, dict) and isinstance(row.get('step'), int) else None
 
 
 def numbered(folder: epath.PathLike, prefix: str, suffix: str = '') -> dict[int, epath.Path]:

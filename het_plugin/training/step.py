@@ -9,7 +9,7 @@ of real rows in the batch. A model whose loss compares examples with each other 
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import clu.metrics
@@ -269,23 +269,12 @@ class Trainer:
     """Traces the eval step for parameters and a batch, given as arrays or shapes with shardings."""
     return self._eval_step.trace(params, batch)
 
-  def compile_train(
-    self,
-    train_state: TrainState,
-    batch: Batch,
-    call: Callable[[Callable[[], Any]], Any] = lambda fn: fn(),
-  ) -> Compilation:
-    """Compiles the train step.
-
-    Args:
-      train_state, batch: arrays, or shapes with shardings.
-      call: calls the compiler, which takes most of the time; `Observer.interruptible` may leave it.
-        Tracing stays in this thread, because settings of JAX may be bound to it.
-    """
+  def compile_train(self, train_state: TrainState, batch: Batch) -> Compilation:
+    """Compiles the train step for a state and a batch, given as arrays or shapes with shardings."""
     start = time.monotonic()
     traced = self.trace_train(train_state, batch)
     count = flops.count_flops(traced.jaxpr.jaxpr)
-    self._train_step = call(traced.lower().compile)
+    self._train_step = traced.lower().compile()
     return Compilation(seconds=time.monotonic() - start, flops=count)
 
   def train_step(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

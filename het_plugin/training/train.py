@@ -201,9 +201,7 @@ def train(
       if restored is not None:
         start = initial_state.resume(restored, train_iter)
       else:
-        start = initial_state.begin(
-          init, target, axes, checkpoint_cfg.restore, partitioner, observer
-        )
+        start = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
     observer.resumed(start.step)
     if start.step > total_steps:
       raise ValueError(
@@ -249,7 +247,7 @@ def train(
       return start.step, start.train_state
     batch_spec = partitioner.batch_spec(train_iter.element_spec)
     with observer.phase(observer_lib.COMPILE):
-      compilation = trainer.compile_train(start.train_state, batch_spec, observer.interruptible)
+      compilation = trainer.compile_train(start.train_state, batch_spec)
     _log.info('Compiled the train step in %.1f s.', compilation.seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': compilation.seconds})
     loop.run(

@@ -132,56 +132,6 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
 
 
-COMPILING = """
-import threading, time
-import jax, jax.numpy as jnp
-from het_plugin.config import command_line
-from het_plugin.training import exit_codes
-
-def step(x):
-  for i in range(200):
-    x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + jax.random.normal(jax.random.key(i), (64,))
-  return x
-
-def main(argv):
-  lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
-  threading.Thread(target=lowered.compile, daemon=True).start()
-  time.sleep(0.2)
-  raise exit_codes.Preempted(0, compiling=True)
-
-command_line.run(main)
-"""
-
-
-def test_a_preempted_main_leaves_a_compilation_behind():
-  """An ordinary end would abort, as the thread comes back from C++ to a Python that is gone."""
-  result = subprocess.run(
-    [sys.executable, '-c', COMPILING],
-    env={**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'},
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  assert result.returncode == 42, result.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-  'error, code',
-  [
-    (exit_codes.Preempted(3, compiling=True), 42),
-    (exit_codes.Preempted(3), None),
-    (ValueError(), None),
-  ],
-)
-def test_only_a_compilation_ends_a_process_that_is_alone(monkeypatch, error, code):
-  ends = []
-  monkeypatch.setattr(distributed, 'exit_at_once', ends.append)
-  with pytest.raises(type(error)), distributed.leaving():
-    raise error
-  assert ends == ([] if code is None else [code])
-
-
 @pytest.mark.parametrize('launcher', [{}, {'HET_PLUGIN_LINES_ARE_NUMBERED': '1'}])
 def test_lines_of_one_of_several_begin_with_its_number(monkeypatch, launcher):
   formatters = []

@@ -8,7 +8,7 @@ import pytest
 
 from het_plugin.config import registry
 from het_plugin.experiments import runs
-from het_plugin.operations import preemption
+from het_plugin.operations import stopping
 from het_plugin.training import exit_codes, run_files, train
 
 
@@ -32,7 +32,7 @@ def small_run(**bindings):
 
 def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   assert runs.complete(small_run(), tmp_path)
-  lines = run_files.read_jsonl(tmp_path / 'metrics.jsonl')
+  lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
   final = runs.final_evaluations(lines)['training_eval/digits']
   assert final['step'] == 2 and 0 < final['nll'] < 20
   assert runs.curves(lines)['step'] == [1, 2]
@@ -49,17 +49,24 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
 
 def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):
   def train_to_the_end():
-    with preemption.PreemptionNotice():
+    with stopping.handled(lambda: True, lambda: None):
       os.kill(os.getpid(), signal.SIGTERM)
     return 2, None
 
-  before = signal.getsignal(signal.SIGTERM)
   monkeypatch.setattr(runs.training_run, 'train_from_gin', train_to_the_end)
   with pytest.raises(exit_codes.Preempted) as preempted:
     runs.complete(small_run(), tmp_path)
-  assert (preempted.value.code, preempted.value.step, preempted.value.compiling) == (42, 2, False)
-  assert signal.getsignal(signal.SIGTERM) is before
+  assert (preempted.value.code, preempted.value.step) == (42, 2)
   assert not runs.complete(small_run(), tmp_path)  # it is complete
+
+
+def test_an_empty_done_file_blocks_nothing(tmp_path, monkeypatch, caplog):
+  (tmp_path / 'done.json').touch()
+  monkeypatch.setattr(runs.training_run, 'train_from_gin', lambda: (2, None))
+  with stopping.handled(lambda: True, lambda: None):  # forgets the signals of other tests
+    assert runs.complete(small_run(), tmp_path)
+  assert f'{tmp_path}/done.json cannot be read: the run is opened again' in caplog.text
+  assert not runs.complete(small_run(), tmp_path)
 
 
 def test_curves_read_gaps():

@@ -1,14 +1,12 @@
 """Where a run stands: directories made by hand, for every state and for what is cut short."""
 
 import json
-import os
 
 import pytest
 
 from het_plugin.operations import run_status
 
 NOW = 2_000_000_000.0
-CONFIG = 'train.stats_period = 10\ntrain.total_steps = %TRAIN_STEPS\n\nTRAIN_STEPS = 400\n'
 
 
 def facts_of(folder, process=0, number=1, seconds_ago=2.0, **changes):
@@ -106,39 +104,12 @@ def test_a_machine_whose_clock_is_ahead(tmp_path):
   assert (facts['state'], facts['seconds_since_sign_of_life']) == ('running', 0.0)
 
 
-# Runs of a version that kept no facts.
-
-
-def old_run(folder, step, seconds_ago):
-  (folder / 'config.gin').write_text(CONFIG)
-  speed = {'train/timing/ms_per_step': 200.0}
-  write_lines(folder / 'metrics.jsonl', {'step': step, 'train/loss': 1.0, **speed})
-  for name in ('config.gin', 'metrics.jsonl'):
-    os.utime(folder / name, (NOW - seconds_ago, NOW - seconds_ago))
-
-
-@pytest.mark.parametrize(
-  ('step', 'seconds_ago', 'expected'),
-  [(300, 5, 'running'), (300, 500, 'stale'), (400, 5, 'done'), (400, 5000, 'done')],
-)
-def test_an_old_run(tmp_path, step, seconds_ago, expected):
-  old_run(tmp_path, step, seconds_ago)
-  facts = read(tmp_path)
-  assert (facts['state'], facts['step'], facts['total_steps']) == (expected, step, 400)
-  assert facts['eta_seconds'] == (20.0 if expected == 'running' else None)
-  assert facts['goodput'] is None and facts['processes'] == facts['attempts'] == []
-
-
 def test_only_checkpoints_are_left(tmp_path):
   size = checkpoint(tmp_path, 400, 50)
   facts = read(tmp_path)
   assert (facts['state'], facts['step'], facts['total_steps']) == ('stale', 400, None)
   assert facts['checkpoint'] == {'step': 400, 'age_seconds': 50.0, 'bytes': size}
-
-
-def test_a_number_bound_without_a_macro(tmp_path):
-  (tmp_path / 'config.gin').write_text('train.total_steps = 70\n')
-  assert read(tmp_path)['total_steps'] == 70
+  assert facts['goodput'] is None and facts['processes'] == facts['attempts'] == []
 
 
 # Processes.
@@ -209,8 +180,8 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
   write_lines(path, {'step': 1, 'a': 1.0}, {'step': 2, 'b': 1.0}, {'step': 3, 'c': 1.0})
   size = path.stat().st_size
   read = run_status.run_files.read_lines
-  assert [line['step'] for line in read(path, size)] == [1, 2, 3]
-  assert [line['step'] for line in read(path, size - 1)] == [2, 3]
+  assert [line['step'] for line in read(path, max_bytes=size)] == [1, 2, 3]
+  assert [line['step'] for line in read(path, max_bytes=size - 1)] == [2, 3]
 
 
 def test_checkpoints(tmp_path):
@@ -270,10 +241,13 @@ def test_files_that_are_being_written_or_are_something_else(tmp_path):
   (tmp_path / 'attempts/attempt_0001/process-00002.json').write_text('{}')
   (tmp_path / 'attempts/attempt_0002').mkdir()
   (tmp_path / 'loss_spikes.jsonl').write_text('{"step": 40}\n{"step"')
-  (tmp_path / 'metrics.jsonl').write_text('not JSON\n[1, 2]\n{"no step": 1}\n\n')
+  (tmp_path / 'metrics.jsonl').write_bytes(b'not JSON\n[1, 2]\n{"no step": 1}\n\xff\n{"step": 3}\n')
+  facts_of(tmp_path, 3, step='many')
   facts = read(tmp_path)
   assert len(facts['processes']) == len(facts['attempts']) == len(facts['loss_spikes']) == 1
   assert facts['state'] == 'running' and facts['metrics'] == {}
+  damaged = f'{tmp_path}/metrics.jsonl: line 1 and 3 more are damaged and left out.'
+  assert facts['problems'][0] == damaged
 
 
 @pytest.mark.parametrize('kind', ['nothing', 'file', 'empty', 'runs', 'other'])

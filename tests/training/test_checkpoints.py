@@ -222,7 +222,7 @@ def test_a_save_that_fails_says_what_is_left(tmp_path, full_disk):
   with pytest.raises(checkpoints.SaveFailed, match=words) as failure:
     checkpointer.wait_until_finished()
   assert failure.value.code == str(failure.value)  # which Python prints, and exits with code 1
-  assert checkpointer.failed is False  # it has been said
+  checkpointer.raise_failure()  # it has been said
   checkpointer.close()
   assert checkpoint_reader.find(tmp_path).name == 'checkpoint_1'
   assert restore(tmp_path, make_state()).dataset_state == {'position': 100}
@@ -251,7 +251,10 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(tmp_path):
   with pytest.raises(ValueError, match=r'params/head_bias with shape \(16,\), but .* \(32,\)'):
     restore(tmp_path, make_state(num_classes=32))
   truncate_arrays(tmp_path / 'checkpoint_1')
-  with pytest.raises(RuntimeError, match='None of the checkpoints'):
+  words = (
+    r'model_dir=.* has 1 checkpoints, none of which can be read \(the newest one: .*\); put one'
+  )
+  with pytest.raises(ValueError, match=words):
     restore(tmp_path, make_state())
   assert (tmp_path / 'checkpoint_1').exists()
 

@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from het_plugin.config import command_line, distributed
-from het_plugin.operations import operations, peers, run_clock
+from het_plugin.operations import operations, peers, recorder
 from het_plugin.training import observer
 
 STEPS, FAULT_STEP = 4000, 20
@@ -63,10 +63,10 @@ def main(argv) -> None:
     watch = operations.Operations(limits)
     run = observer.ObservedRun(epath.Path(values.folder), STEPS)
     with watch.observing(run), watch.phase(observer.STEP):
-      train(watch.clock, values.fault, values.culprit)
+      train(watch.recorder, values.fault, values.culprit)
 
 
-def train(clock: run_clock.RunClock, fault: str, culprit: int) -> None:
+def train(clock: recorder.Recorder, fault: str, culprit: int) -> None:
   for step in range(STEPS):
     with clock.phase(observer.DATA):
       if step == FAULT_STEP and culprit in (-1, jax.process_index()):

@@ -1,0 +1,116 @@
+"""The facts of this process, as the training thread changes them."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from het_plugin.operations.facts import Facts
+from het_plugin.training.observer import END, PHASES, START
+
+
+def process_start() -> float:
+  """`time.monotonic()` when this process began; now, where the system does not tell (not Linux)."""
+  now = time.monotonic()
+  try:
+    # Field 22 of proc(5)'s stat; the second one, a name in brackets, may contain spaces.
+    ticks = int(Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf('SC_CLK_TCK')
+  except (OSError, AttributeError):
+    return now
+  return now - max(0.0, age)
+
+
+class Recorder:
+  """Follows this process, which calls it from one thread; any thread may look."""
+
+  def __init__(
+    self,
+    total_steps: int = 0,
+    began: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Begins in the phase START.
+
+    Args:
+      total_steps: where the run ends.
+      began: when START began, as `clock` counts; None for now.
+      clock: seconds.
+    """
+    self._clock = clock
+    # Reentrant: a signal handler that logs may look while the same thread turns a page.
+    self._lock = threading.RLock()
+    self._phases = [START]
+    self._seconds: dict[str, float] = collections.defaultdict(float)
+    self._last_tick = clock()
+    self._since = self._last_tick if began is None else began
+    self._facts = Facts(
+      process=jax.process_index(),
+      processes=jax.process_count(),
+      host=socket.gethostname(),
+      pid=os.getpid(),
+      began=time.time() - (self._last_tick - self._since),
+      time=time.time(),
+      total_steps=total_steps,
+    )
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """What happens inside is of this phase; afterwards the run is back in the one before."""
+    if name not in PHASES:
+      raise ValueError(f'phase={name!r} must be one of {", ".join(PHASES)}.')
+    with self._lock:
+      self._turn_page()
+      self._phases.append(name)
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._turn_page()
+        self._phases.pop()
+
+  def tick(self, step: int | None = None) -> None:
+    """A sign of progress inside a phase; `step`, where steps have been done.
+
+    The first step given is the one that training goes on from.
+    """
+    with self._lock:
+      self._turn_page()
+      if step is not None:
+        start = self._facts.start_step
+        self.change(step=step, start_step=step if start is None else start)
+
+  def end(self) -> None:
+    """Training is over, however: from now on the phase is END."""
+    with self._lock:
+      self._turn_page()
+      self._phases.append(END)
+
+  def change(self, **changes: Any) -> None:
+    """Sets attributes of the facts."""
+    with self._lock:
+      self._facts = dataclasses.replace(self._facts, **changes)
+
+  def now(self) -> Facts:
+    """The facts at this moment."""
+    with self._lock:
+      now, phase = self._clock(), self._phases[-1]
+      seconds = dict(self._seconds)
+      seconds[phase] = seconds.get(phase, 0.0) + now - self._since
+      idle = now - self._last_tick
+      self.change(time=time.time(), phase=phase, seconds=seconds, idle_seconds=idle)
+      return self._facts
+
+  def _turn_page(self) -> None:
+    now = self._clock()
+    self._seconds[self._phases[-1]] += now - self._since
+    self._since = self._last_tick = now
+    self.change(ticks=self._facts.ticks + 1)

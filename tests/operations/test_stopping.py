@@ -1,0 +1,141 @@
+"""SIGTERM and Ctrl-C: before a training, in a compilation, between trainings, twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from het_plugin.operations import stopping
+
+ROOT = Path(__file__).parents[2]
+
+# A main that compiles, in C++, for a minute or two.
+COMPILING = """
+from het_plugin.operations import stopping
+stopping.install()
+import sys
+import jax, jax.numpy as jnp
+from etils import epath
+from het_plugin.operations import operations
+from het_plugin.training import observer
+
+def step(x):
+  for i in range(600):
+    noise = jax.random.normal(jax.random.key(i), x.shape)
+    x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + noise
+  return x
+
+watch = operations.Operations()
+with watch.observing(observer.ObservedRun(epath.Path(sys.argv[1]), 10)):
+  with watch.phase(observer.COMPILE):
+    lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    print('compiling', flush=True)
+    lowered.compile()
+print('compiled')
+"""
+
+# A main between trainings, and in one that is asked to stop and takes its time to save.
+STOPPED = """
+from het_plugin.operations import stopping
+stopping.install()
+import os, signal, sys, time
+where, number = sys.argv[1], getattr(signal, sys.argv[2])
+if where == 'before':
+  os.kill(os.getpid(), number)
+  time.sleep(20)
+with stopping.handled(lambda: True, lambda: None):
+  os.kill(os.getpid(), number)
+  print(stopping.reached(), flush=True)
+  if where == 'twice':
+    time.sleep(0.5)
+    os.kill(os.getpid(), number)
+    time.sleep(20)
+print(stopping.requested(), flush=True)
+"""
+
+
+def run(code, *arguments):
+  command = [sys.executable, '-W', 'ignore', '-c', code, *arguments]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_compilation_is_left_at_once(tmp_path, number):
+  process = subprocess.Popen(
+    [sys.executable, '-c', COMPILING, str(tmp_path)],
+    cwd=ROOT,
+    env={**os.environ, 'JAX_ENABLE_COMPILATION_CACHE': 'false'},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == 'compiling\n'
+  time.sleep(0.5)
+  before = time.monotonic()
+  process.send_signal(number)
+  output, errors = process.communicate(timeout=60)
+  assert process.returncode == 42 and 'compiled' not in output
+  assert time.monotonic() - before < 10
+  assert 'stopped. There was nothing new to save' in errors and 'Traceback' not in errors
+  facts = json.loads((tmp_path / 'attempts/attempt_0001/process-00000.json').read_text())
+  assert (facts['state'], facts['exit_code']) == ('preempted', 42)
+
+
+@pytest.mark.parametrize(
+  ('where', 'number', 'code', 'output'),
+  [
+    ('before', 'SIGTERM', 42, ''),
+    ('before', 'SIGINT', 42, ''),
+    ('once', 'SIGTERM', 0, 'True\nTrue\n'),
+    ('once', 'SIGINT', 0, 'True\nTrue\n'),
+    ('twice', 'SIGINT', 130, 'True\n'),
+  ],
+)
+def test_when_it_ends(where, number, code, output):
+  done = run(STOPPED, where, number)
+  assert done.returncode == code, done.stderr
+  assert done.stdout == output
+  assert 'Traceback' not in done.stderr
+
+
+def test_the_main_of_training_stops_while_it_imports():
+  process = subprocess.Popen(
+    [sys.executable, '-m', 'het_plugin.train', '--gin_file=gin/runs/digits_smoke.gin'],
+    cwd=ROOT,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  status = Path(f'/proc/{process.pid}/status')
+  caught = 1 << (signal.SIGTERM - 1)
+
+  def handled():
+    return int(status.read_text().partition('SigCgt:')[2].split()[0], 16) & caught
+
+  while not handled():
+    assert process.poll() is None
+  process.terminate()
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 42 and 'Traceback' not in errors, errors
+
+
+def test_without_a_main_the_training_alone_stops():
+  """As in a notebook; the handlers are put back."""
+  before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+  with stopping.handled(lambda: False, lambda: pytest.fail('it leaves')):
+    assert not stopping.reached()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.reached() and stopping.requested()
+  assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+  with stopping.handled(lambda: False, lambda: pytest.fail('it leaves')):
+    assert not stopping.reached()
+    # A data worker ends when it is told to, and leaves this process alone.
+    if (worker := os.fork()) == 0:
+      time.sleep(60)
+    os.kill(worker, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    assert not stopping.reached()
