@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import het_plugin
+from het_plugin.operations import stopping
+
+_TRAINING = ('train', 'ablate', 'tune', 'quickstart')
 
 
 def commands() -> dict[str, str]:
@@ -35,6 +38,8 @@ def main() -> None:
     sys.exit(2)
   else:
     sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
+    if command in _TRAINING:
+      stopping.install()  # the imports below take seconds
     try:
       chosen = importlib.import_module(f'het_plugin.{command}')
       from het_plugin.config import command_line

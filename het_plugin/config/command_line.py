@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
-from het_plugin.config import distributed, screen
+from het_plugin.config import distributed, foreign, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
@@ -34,6 +34,7 @@ def define_binding_flags() -> None:
     """quotes of its own: --gin.MODEL_DIR="'runs/x'"; repeatable.""",
   )
   flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
+  foreign.define_flags()
 
 
 def rewrite_flags(argv: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ here.
 
 A checkpoint is a run's directory (then its newest), one checkpoint in it
 (runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors), whose model gin files must
-describe.
+describe. What a run's configuration may import is limited (`foreign`).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, parsing, registry
+from het_plugin.config import changes, foreign, parsing, registry
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,10 @@ def parse_run_config(
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
     if not frame.exists():
       raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
+    try:
+      foreign.check(frame.read_text(), str(frame))
+    except UnicodeDecodeError as error:
+      raise ValueError(f'{frame} is no gin: {error}') from error
   parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
   with gin.unlock_config():
     gin.parse_config([f'train.{x} = None' for x in ('actions', 'checkpoint_cfg', *without)])

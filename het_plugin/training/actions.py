@@ -59,14 +59,11 @@ class BaseAction(abc.ABC):
 
   @abc.abstractmethod
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Runs the action.
+    """Runs the action; returns True to stop training.
 
     Args:
       train_state: the current state. Do not keep it: the next step donates its buffers.
       metrics_by_task: {task: {metric: value}}; the task of training metrics is 'train'.
-
-    Returns:
-      True to stop training.
     """
 
   def get_state(self) -> Any:
@@ -169,7 +166,7 @@ class EarlyStoppingAction(BaseAction):
     """Starts with an empty history.
 
     Args:
-      metric: (task, metric).
+      metric: (task, metric) to watch.
       mode: 'min' or 'max', the better direction.
       patience: number of successive values to compare, at least 2.
       atol: absolute change that is not an improvement.

@@ -83,11 +83,8 @@ def find(path: epath.PathLike) -> epath.Path:
 
 
 def disk_use(model_dir: epath.PathLike) -> tuple[dict[int, int], int]:
-  """Disk space of a local run's checkpoints.
-
-  Returns:
-    ({step: bytes} of complete checkpoints, bytes of unfinished ones, which opening a `Checkpointer`
-    deletes).
+  """({step: bytes} of a local run's complete checkpoints, bytes of unfinished ones, which opening a
+  `Checkpointer` deletes).
   """
   root = Path(model_dir).absolute()
   complete = {step: _size(root / f'{PREFIX}_{step}') for step in steps(root)}
@@ -134,10 +131,7 @@ def params_root(saved: Collection[str]) -> str:
 
 
 def read_params(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """Parameters of the checkpoint that `find` finds at `path`, on the host.
-
-  Returns:
-    {'head/kernel': float32 array, ...}.
+  """{'head/kernel': float32 array, ...} of the checkpoint that `find` finds at `path`, on the host.
 
   Raises:
     ValueError: there is no checkpoint, or it is damaged.
@@ -180,13 +174,8 @@ def read_params_to(
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """All arrays of the checkpoint that `find` finds at `path`, as saved, on the host; not verified.
-
-  Returns:
-    {'params/head/kernel': array, 'opt_state/...': array, 'step': array}.
-
-  Raises:
-    ValueError: there is no checkpoint.
+  """{'params/head/kernel': array, 'opt_state/...': array, 'step': array} of the checkpoint that
+  `find` finds at `path`, as saved, on the host; not verified.
   """
   folder = find(path) / 'state'
   tree = ocp.StandardCheckpointHandler().metadata(folder).tree
@@ -197,20 +186,14 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
 
 
 def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
-  """The input position in the checkpoint that `find` finds at `path`; None if it has none.
-
-  Raises:
-    ValueError: there is no checkpoint.
-  """
+  """The input position in the checkpoint that `find` finds at `path`; None if it has none."""
   folder = find(path) / 'dataset'
   return ocp.JsonCheckpointHandler().restore(folder) if folder.exists() else None
 
 
 def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]]:
-  """A checkpoint's JSON (None where it has no record) and its arrays' metadata by name.
-
-  Raises:
-    Exception: any type, if the checkpoint is damaged.
+  """A checkpoint's JSON (None where it has no record) and its arrays' metadata by name; raises any
+  exception if the checkpoint is damaged.
   """
   saved = _metadata(checkpoint)
   description = read_json(checkpoint)
@@ -220,11 +203,7 @@ def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]
 
 
 def read_json(checkpoint: epath.Path) -> Description | None:
-  """A checkpoint's JSON; None where it has no record, as t5x's.
-
-  Raises:
-    Exception: any type, if the JSON is damaged.
-  """
+  """A checkpoint's JSON; None where it has no record, as t5x's. Raises any exception if damaged."""
   if not (checkpoint / 'record').exists():
     return None
   record = ocp.JsonCheckpointHandler().restore(checkpoint / 'record')

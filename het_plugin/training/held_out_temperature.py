@@ -13,7 +13,7 @@ et al. (2016, https://arxiv.org/abs/1511.06727, section 2.1), theta' is a step o
 momentum, clipping or weight decay, whichever optimizer trains theta.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from flax import traverse_util
 from flax.linen import partitioning as flax_partitioning
 from jax import lax
 
-from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import optimizers, partitioning
 from het_plugin.training import step as step_lib
 from het_plugin.training.state import TrainState
@@ -76,24 +75,28 @@ def _temperature_path(params: PyTree) -> tuple[str, ...]:
   return found[0]
 
 
-def hypergradient(
+def gradients(
   train_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
   held_out_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
   theta: PyTree,
   t: jax.Array,
-  step_size: jax.Array | float,
+  step_size: jax.Array | float | None,
 ) -> tuple[PyTree, jax.Array, Any, Any]:
-  """The gradient of L with respect to theta, and dV/dt after one SGD step on L ('luketina').
+  """The gradient of L with respect to theta, and the derivative of V with respect to t.
 
   Args:
     train_loss, held_out_loss: L and V, (theta, t) -> (scalar, auxiliary output).
     theta: any tree.
     t: scalar.
-    step_size: s.
+    step_size: s of 'luketina'; None for 'simple'.
 
   Returns:
-    L_theta shaped as theta, d/dt V(theta'(t), t), and the auxiliary outputs of L and V.
+    L_theta shaped as theta, the derivative, and the auxiliary outputs of L and V.
   """
+  if step_size is None:
+    grads, aux = jax.grad(train_loss, has_aux=True)(theta, t)
+    v_t, held_out_aux = jax.grad(held_out_loss, argnums=1, has_aux=True)(theta, t)
+    return grads, v_t, aux, held_out_aux
 
   def gradient(t: jax.Array) -> tuple[PyTree, Any]:
     return jax.grad(train_loss, has_aux=True)(theta, t)
@@ -105,18 +108,6 @@ def hypergradient(
     jnp.vdot(v, m) for v, m in zip(jax.tree.leaves(v_theta), jax.tree.leaves(mixed), strict=True)
   )
   return grads, v_t - step_size * indirect, aux, held_out_aux
-
-
-def simple_gradient(
-  train_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
-  held_out_loss: Callable[[PyTree, jax.Array], tuple[jax.Array, Any]],
-  theta: PyTree,
-  t: jax.Array,
-) -> tuple[PyTree, jax.Array, Any, Any]:
-  """As `hypergradient`, with the partial derivative V_t(theta, t) ('simple')."""
-  grads, aux = jax.grad(train_loss, has_aux=True)(theta, t)
-  v_t, held_out_aux = jax.grad(held_out_loss, argnums=1, has_aux=True)(theta, t)
-  return grads, v_t, aux, held_out_aux
 
 
 def split_held_out(batch: Batch, held_out_every: int) -> tuple[Batch, Batch]:
@@ -152,14 +143,14 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     train_state_axes: TrainState,
     rng: jax.Array,
     num_microbatches: int | None = None,
-    norm_groups: Sequence[str] = metrics_lib.GROUPS,
-    halt_at_nonfinite: bool = True,
     held_out_every: int = 8,
     estimator: str = LUKETINA,
+    **settings,
   ):
     """Takes the arguments of `Trainer` and two more.
 
     Args:
+      model, partitioner, train_state_axes, rng, num_microbatches, settings: of `Trainer`.
       held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
       estimator: 'luketina' or 'simple', the derivative with respect to t; see the module.
 
@@ -167,15 +158,7 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
       ValueError: held_out_every is below 2, the estimator is unknown, num_microbatches is above 1,
         or the model `needs_whole_batch`.
     """
-    super().__init__(
-      model,
-      partitioner,
-      train_state_axes,
-      rng,
-      num_microbatches,
-      norm_groups,
-      halt_at_nonfinite,
-    )
+    super().__init__(model, partitioner, train_state_axes, rng, num_microbatches, **settings)
     if getattr(model, 'needs_whole_batch', False):
       raise ValueError(
         f'HeldOutTemperatureTrainer cannot hold out rows of {type(model).__name__}: its '
@@ -223,16 +206,13 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
       )
 
     losses = loss(train_rows, step_rng), loss(held_out_rows, jax.random.fold_in(step_rng, 1))
-    if self._estimator == SIMPLE:
-      grads, t_grad, metrics, held_out = simple_gradient(*losses, flat, t)
-    else:
-      step_size = step_lib.learning_rate(train_state)
-      if step_size is None:
-        raise ValueError(
-          "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer with a "
-          'learning_rate_fn, such as adamw.'
-        )
-      grads, t_grad, metrics, held_out = hypergradient(*losses, flat, t, step_size)
+    step_size = None if self._estimator == SIMPLE else step_lib.learning_rate(train_state)
+    if step_size is None and self._estimator != SIMPLE:
+      raise ValueError(
+        "HeldOutTemperatureTrainer.estimator='luketina' needs an optimizer with a "
+        'learning_rate_fn, such as adamw.'
+      )
+    grads, t_grad, metrics, held_out = gradients(*losses, flat, t, step_size)
     grads = traverse_util.unflatten_dict({**grads, path: t_grad})
     metrics['held_out_loss'] = held_out['loss']
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics

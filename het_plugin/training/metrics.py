@@ -93,16 +93,7 @@ class UpdateReport(clu.metrics.Metric):
 
 
 def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Array]:
-  """L2 norms of a tree and of groups of its leaves, over all devices.
-
-  Args:
-    name: prefix of the results.
-    tree: shaped as the parameters.
-    patterns: see GROUPS.
-
-  Returns:
-    {name: norm of the tree, name/group: norm of a group, ...}, scalars.
-  """
+  """{name: L2 norm of a tree, name/group: that of a group of its leaves (see GROUPS)}, scalars."""
   groups: dict[str, list[jax.Array]] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     path = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -128,13 +119,10 @@ class InFlight:
   def push(self, value: PyTree) -> list[PyTree]:
     """Adds a value; returns those over the limit, oldest first, fetched to the host."""
     self._queue.append(value)
-    return self._pop(self._limit)
+    return self.drain(self._limit)
 
-  def drain(self) -> list[PyTree]:
-    """Waits for all values that are left."""
-    return self._pop(0)
-
-  def _pop(self, limit: int) -> list[PyTree]:
+  def drain(self, limit: int = 0) -> list[PyTree]:
+    """Waits for all values, or for those over a limit."""
     done = []
     while len(self._queue) > limit:
       done.append(jax.device_get(self._queue.popleft()))
@@ -174,8 +162,7 @@ class StepMetrics:
     Args:
       period: steps between summaries.
       batch_size: examples per step.
-      flops_per_step: over all devices.
-      mesh: the devices.
+      flops_per_step: over all devices of `mesh`.
       on_step: called with each step and its metrics as soon as they are on the host.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
@@ -197,9 +184,8 @@ class StepMetrics:
   def add(self, step: int, metrics: Metrics, data_wait: float) -> list[Summary]:
     """Takes the metrics of a step, on the device, and the seconds it waited for data.
 
-    Returns:
-      The summaries that are now due. A summary is due once the metrics of its last step are on the
-      host, which is up to MAX_STEPS_IN_FLIGHT steps later.
+    Returns the summaries that are due: once the metrics of their last step are on the host, which
+    is up to MAX_STEPS_IN_FLIGHT steps later.
     """
     return self._collect(self._in_flight.push((step, data_wait, metrics)))
 

@@ -104,30 +104,32 @@ class NonFiniteGuard:
       step: counted from 1.
       values: its metrics.
       index: batch['index'] of all its rows.
-      dataset_state: state of the input iterator before its batch.
-      now: the current state of the run, which may have dispatched a later step already.
+      dataset_state: of the input iterator before its batch.
+      now: of the run, which may have dispatched a later step already.
     """
     path = self._folder / f'step_{step}.json'
     saves_state = self.num_skipped < self._policy.max_states
     self.num_skipped += 1
+    most = self._policy.max_skipped
     if self._policy.action == STOP:
       verdict = "training stops, as NonFinitePolicy.action='stop' asks"
-      self.stop = NonFiniteStop(step)
-    elif self.num_skipped > self._policy.max_skipped:
-      verdict = (
-        f'training stops, after NonFinitePolicy.max_skipped={self._policy.max_skipped} others'
-      )
-      self.stop = NonFiniteStop(step)
+    elif self.num_skipped > most:
+      verdict = f'training stops, after NonFinitePolicy.max_skipped={most} others'
     else:
-      verdict = (
-        f'training goes on, {self.num_skipped} of at most {self._policy.max_skipped} skipped'
-      )
+      verdict = f'training goes on, {self.num_skipped} of at most {most} skipped'
+    if verdict.startswith('training stops'):
+      self.stop = NonFiniteStop(step)
     _log.error(
       'Step %d is not finite (loss %g, gradient norm %g, update norm %g) and changed no parameter: '
       '%s. See %s.',
       *(step, values['loss'], values['gradient_norm'], values['update_norm'], verdict, path),
     )
-    state = _state_before(step, dataset_state, now) if self._is_exact(step, now) else now
+    state = now
+    # A run that stops applies no later step (`Trainer.train_step`), even if it was dispatched: the
+    # parameters are those before the step, of which only its number and batch are undone.
+    if self._policy.action == STOP or now.step == step:
+      train_state = now.train_state.replace(step=now.train_state.step - 1)
+      state = RunState(step - 1, train_state, dataset_state, now.record)
     if jax.process_index() == 0:
       self._folder.mkdir(parents=True, exist_ok=True)
       row = {
@@ -141,10 +143,6 @@ class NonFiniteGuard:
     if saves_state:
       self._save(self._folder / f'step_{step}', state)
 
-  def _is_exact(self, step: int, now: RunState) -> bool:
-    # A run that stops applies no later step (`Trainer.train_step`), even if it was dispatched.
-    return self._policy.action == STOP or now.step == step
-
   def _save(self, folder: epath.Path, state: RunState) -> None:
     # An earlier attempt may have left one, perhaps with other parameters.
     if jax.process_index() == 0 and folder.exists():
@@ -153,9 +151,3 @@ class NonFiniteGuard:
     checkpointer = checkpoints.Checkpointer(folder, checkpoints.SaveCheckpointConfig(period=1))
     checkpointer.save(state.step, state.train_state, state.dataset_state, state.record)
     checkpointer.close()
-
-
-def _state_before(step: int, dataset_state: Mapping[str, int], now: RunState) -> RunState:
-  """The current parameters are those before the step; only its number and batch are undone."""
-  train_state = now.train_state.replace(step=now.train_state.step - 1)
-  return RunState(step - 1, train_state, dataset_state, now.record)

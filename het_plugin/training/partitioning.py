@@ -50,13 +50,9 @@ def standard_logical_axis_rules(
   Raises:
     ValueError: a number of dimensions is neither 1 nor 2.
   """
-  for name, dims in (
-    ('activation_partitioning_dims', activation_partitioning_dims),
-    ('parameter_partitioning_dims', parameter_partitioning_dims),
-  ):
-    if dims not in (1, 2):
-      raise ValueError(f'{name} must be 1 or 2, got {dims!r}.')
-
+  dims = activation_partitioning_dims, parameter_partitioning_dims
+  if not {*dims} <= {1, 2}:
+    raise ValueError(f'activation_ and parameter_partitioning_dims={dims} must be 1 or 2.')
   rules = [
     ('batch', 'data'),
     ('vocab', 'model'),
@@ -131,15 +127,11 @@ class PjitPartitioner:
         f'{tuple(model_parallel_submesh)}.'
       )
     if model_parallel_submesh is not None:
-      setting, model = (
-        f'model_parallel_submesh={tuple(model_parallel_submesh)}',
-        math.prod(model_parallel_submesh),
-      )
+      setting = f'model_parallel_submesh={tuple(model_parallel_submesh)}'
+      model = math.prod(model_parallel_submesh)
     else:
-      setting, model = (
-        f'num_partitions={num_partitions}',
-        1 if num_partitions is None else num_partitions,
-      )
+      setting = f'num_partitions={num_partitions}'
+      model = 1 if num_partitions is None else num_partitions
     devices = list(jax.devices() if devices is None else devices)
     if num_replicas < 1 or len(devices) % num_replicas:
       raise ValueError(
@@ -275,12 +267,12 @@ class PjitPartitioner:
       Global arrays [batch_size, ...], split over the data axis.
     """
     rows = self.batch_rows(batch_size)
+    position = {row: i for i, row in enumerate(rows.tolist())}
     sharding = NamedSharding(self._mesh, self.data_partition_spec)
 
     def place(name: str, local: np.ndarray) -> jax.Array:
       if len(local) != len(rows):
         raise ValueError(f'batch[{name!r}] has {len(local)} rows; this process feeds {len(rows)}.')
-      position = {row: i for i, row in enumerate(rows.tolist())}
 
       def shard(index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[0].indices(batch_size)

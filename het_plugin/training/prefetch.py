@@ -20,12 +20,8 @@ class DevicePrefetcher:
   """
 
   def __init__(self, iterator: Any, partitioner: partitioning.PjitPartitioner, batch_size: int):
-    """Starts to prepare the first batch.
-
-    Args:
-      iterator: yields this process's rows of each batch, and has `get_state()`.
-      partitioner: places the rows.
-      batch_size: rows of the global batch.
+    """Starts to prepare the first batch. `iterator` yields this process's rows of each batch, and
+    `batch_size` counts the rows of all processes.
     """
     self._iterator = iterator
     self._partitioner = partitioner

@@ -6,9 +6,7 @@ of real rows in the batch. A model whose loss compares examples with each other 
 `needs_whole_batch`.
 """
 
-import dataclasses
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,20 +46,10 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
 def accumulate_grads_microbatched(
   model: Any, params: PyTree, batch: Batch, dropout_rng: jax.Array, num_microbatches: int | None
 ) -> tuple[PyTree, Metrics]:
-  """Gradients and metrics of the whole batch, computed one microbatch after the other.
+  """Gradients, float32 and shaped as params, and metrics of the whole batch [B, ...].
 
-  The number of microbatches changes only rounding.
-
-  Args:
-    model: has t5x's `loss_fn`.
-    params: float32.
-    batch: arrays [B, ...] split over the data axis.
-    dropout_rng: key of this step.
-    num_microbatches: M; B must be divisible by M times the size of the data axis. None or 1 for
-      the whole batch at once.
-
-  Returns:
-    Float32 gradients shaped as params, and the merged metrics.
+  They are computed one microbatch after the other, which changes only rounding. B must be divisible
+  by `num_microbatches` times the size of the data axis.
   """
 
   def value_and_grad(microbatch: Batch) -> tuple[PyTree, Metrics]:
@@ -113,6 +101,8 @@ def apply_grads(
 ) -> tuple[TrainState, Metrics]:
   """One optimizer update, or none where loss, gradient or update are not finite.
 
+  optax.apply_if_finite looks at the gradients alone, and its state is part of every checkpoint.
+
   Args:
     train_state: before the update.
     grads: float32, shaped as the parameters.
@@ -148,19 +138,6 @@ def apply_grads(
     params=params,
     opt_state=choose(opt_state, train_state.opt_state),
   ), metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-  """Result of compiling the train step.
-
-  Attributes:
-    seconds: time spent on tracing, lowering and compiling.
-    flops: of one step over all devices, matrix products and convolutions only.
-  """
-
-  seconds: float
-  flops: float
 
 
 class Trainer:
@@ -243,15 +220,8 @@ class Trainer:
   def compute_grads(
     self, train_state: TrainState, batch: Batch, step_rng: jax.Array
   ) -> tuple[PyTree, Metrics]:
-    """Computes gradients; subclasses override it.
-
-    Args:
-      train_state: before the step.
-      batch: arrays [B, ...] split over the data axis.
-      step_rng: key of this step.
-
-    Returns:
-      Float32 gradients shaped as the parameters, and metrics that contain 'loss'.
+    """Float32 gradients shaped as the parameters, and metrics that contain 'loss'; for subclasses
+    to override. `batch` has arrays [B, ...] split over the data axis.
     """
     return accumulate_grads_microbatched(
       self._model, train_state.params, batch, step_rng, self.num_microbatches
@@ -269,13 +239,15 @@ class Trainer:
     """Traces the eval step for parameters and a batch, given as arrays or shapes with shardings."""
     return self._eval_step.trace(params, batch)
 
-  def compile_train(self, train_state: TrainState, batch: Batch) -> Compilation:
-    """Compiles the train step for a state and a batch, given as arrays or shapes with shardings."""
-    start = time.monotonic()
+  def compile_train(self, train_state: TrainState, batch: Batch) -> float:
+    """Compiles the train step for a state and a batch, given as arrays or shapes with shardings.
+
+    Returns the FLOPs of one step over all devices, matrix products and convolutions only.
+    """
     traced = self.trace_train(train_state, batch)
     count = flops.count_flops(traced.jaxpr.jaxpr)
     self._train_step = traced.lower().compile()
-    return Compilation(seconds=time.monotonic() - start, flops=count)
+    return count
 
   def train_step(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One update. The state passed in is donated and must not be used again."""

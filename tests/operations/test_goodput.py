@@ -80,17 +80,6 @@ def test_time_after_a_run_that_was_done_is_no_down_time():
   assert parts(history) == {'training': 40}
 
 
-def test_clocks_of_two_machines():
-  """The next start is on a machine whose clock is behind: its time counts, none is negative."""
-  history = [attempt(1000, 0, 10, step=20), attempt(1015, 10, 20, step=20)]
-  assert parts(history) == {'training': 40}
-
-
-def test_nothing_yet():
-  assert goodput.goodput([])['share'] == 0.0
-  assert parts([]) == {}
-
-
 def test_in_words():
   history = [
     attempt(1000, 0, 60, start=10, compile=20, step=120, save=0.2),

@@ -98,12 +98,6 @@ def test_started_again_after_it_was_preempted(tmp_path):
   assert (facts['state'], facts['step']) == ('starting', 300)
 
 
-def test_a_machine_whose_clock_is_ahead(tmp_path):
-  facts_of(tmp_path, seconds_ago=-30)
-  facts = read(tmp_path)
-  assert (facts['state'], facts['seconds_since_sign_of_life']) == ('running', 0.0)
-
-
 def test_only_checkpoints_are_left(tmp_path):
   size = checkpoint(tmp_path, 400, 50)
   facts = read(tmp_path)
@@ -193,15 +187,6 @@ def test_checkpoints(tmp_path):
   facts = read(tmp_path)
   assert facts['checkpoint'] == {'step': 200, 'age_seconds': 30.0, 'bytes': size}
   assert facts['problems'] == ['Checkpoints that could not be read were set aside: 150.']
-
-
-def test_checkpoints_of_an_object_store_are_complete_with_their_last_file(tmp_path, monkeypatch):
-  checkpoint(tmp_path, 100, 90)
-  checkpoint(tmp_path, 200, 30)
-  (tmp_path / 'checkpoint_100' / 'commit_success.txt').touch()
-  assert read(tmp_path)['checkpoint']['step'] == 200
-  monkeypatch.setattr(run_status.run_files, 'is_remote', lambda path: True)
-  assert read(tmp_path)['checkpoint']['step'] == 100
 
 
 def test_reports_of_guard_rails(tmp_path):

@@ -136,6 +136,8 @@ def test_without_a_main_the_training_alone_stops():
     # A data worker ends when it is told to, and leaves this process alone.
     if (worker := os.fork()) == 0:
       time.sleep(60)
+      os._exit(0)
+    time.sleep(1)
     os.kill(worker, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
     assert not stopping.reached()

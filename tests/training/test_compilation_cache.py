@@ -50,12 +50,3 @@ def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_
   _, resumed = toy_run.run(tmp_path / 'parts', total_steps=2, **settings)
   assert hits() > before
   jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
-
-
-def test_a_folder_that_jax_has_already_is_kept(tmp_path):
-  folder = jax.config.jax_compilation_cache_dir
-  assert folder  # conftest names one
-  with compilation_cache.in_directory(tmp_path):
-    assert jax.config.jax_compilation_cache_dir == folder
-  assert jax.config.jax_compilation_cache_dir == folder
-  assert not list(tmp_path.iterdir())

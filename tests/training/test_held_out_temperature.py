@@ -55,8 +55,8 @@ def test_the_hypergradient_is_that_of_finite_differences_in_float64(step_size=1.
   eps = 1e-5
   with jax.enable_x64(True):
     t64 = jnp.asarray(t, jnp.float64)
-    grads, t_grad, _, _ = held_out_temperature.hypergradient(*losses, theta, t64, step_size)
-    _, simple, _, _ = held_out_temperature.simple_gradient(*losses, theta, t64)
+    grads, t_grad, _, _ = held_out_temperature.gradients(*losses, theta, t64, step_size)
+    _, simple, _, _ = held_out_temperature.gradients(*losses, theta, t64, None)
     assert t_grad.dtype == jnp.float64
   want = (after_a_step(t + eps) - after_a_step(t - eps)) / (2 * eps)
   np.testing.assert_allclose(t_grad, want, rtol=1e-7)
@@ -83,7 +83,7 @@ def test_the_hypergradient_goes_through_the_integrator():
   del theta['temperature']
   losses = [functools.partial(loss, part) for part in range(2)]
   t, step_size, eps = temperature['t'] - 1.0, 2.0, 0.03
-  _, t_grad, _, _ = jax.jit(held_out_temperature.hypergradient, static_argnums=(0, 1))(
+  _, t_grad, _, _ = jax.jit(held_out_temperature.gradients, static_argnums=(0, 1))(
     *losses, theta, t, step_size
   )
 

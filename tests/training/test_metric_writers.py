@@ -36,6 +36,18 @@ def test_resuming_drops_the_steps_to_come_and_a_torn_line(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['m.jsonl']
 
 
+def test_damaged_lines_are_left_out_with_a_warning(tmp_path, caplog):
+  path = tmp_path / 'm.jsonl'
+  path.write_bytes(b'{"step": 1, "x": 1}\n{"st\xff\n{"x": 3}\n{"step": 4, "x": 4}\n')
+  metric_writers.JsonlWriter(path, resume_step=4).close()
+  assert [row['step'] for row in rows(path)] == [1, 4]
+  (message,) = caplog.messages
+  assert message == f'{path}: line 2 and 1 more are damaged and left out.'
+  path.unlink()
+  metric_writers.JsonlWriter(path, resume_step=4).close()
+  assert caplog.messages[1] == f'{path} is missing: the metrics up to step 4 are lost.'
+
+
 def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
   path = tmp_path / 'm.jsonl'
   lines = [

@@ -162,17 +162,6 @@ def test_the_saved_state_goes_through_the_step_again(stopped_run):
   assert saved_steps(again) == [2]
 
 
-def test_steps_in_flight_when_the_run_stops_change_nothing(tmp_path, stopped_run, monkeypatch):
-  monkeypatch.setattr(metrics_lib, 'MAX_STEPS_IN_FLIGHT_CPU', 1)
-  assert stopped(tmp_path, 'stop', stats_period=5) == 3
-  assert dump(tmp_path, 3) == dump(stopped_run, 3)
-  states = [
-    checkpoint_reader.read_params(str(d / 'nonfinite' / 'step_3')) for d in (tmp_path, stopped_run)
-  ]
-  assert_equal(*states)
-  assert train_lines(tmp_path) == train_lines(stopped_run)
-
-
 def test_the_state_of_a_skipped_step_may_be_a_later_one(skipped):
   """With a step in flight; and it is saved of the first bad step only, which max_states says."""
   directory, _ = skipped
@@ -222,6 +211,19 @@ def test_only_the_step_number_changes(model, nan_row, finite):
   assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
   assert int(state.step) == 1
   assert_equal((state.params, state.opt_state), before)
+
+
+class NanParameters(toy.ToyModel):
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    variables = super().get_initial_variables(rng, input_shapes, input_types)
+    params = variables['params'] | {'head_bias': jnp.full(toy.NUM_CLASSES, jnp.nan)}
+    return {**variables, 'params': params}
+
+
+def test_parameters_that_are_nan_from_the_start_end_at_step_one(tmp_path):
+  assert stopped(tmp_path, 'stop', model=NanParameters()) == 1
+  row = dump(tmp_path, 1)
+  assert row['loss'] == row['param_norm/head_bias'] == 'nan' and saved_steps(tmp_path) == []
 
 
 def test_bad_settings_are_named():

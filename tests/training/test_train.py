@@ -1,4 +1,4 @@
-import functools
+import errno
 import json
 import logging
 import os
@@ -18,7 +18,6 @@ from het_plugin.operations import (
   facts,
   goodput,
   heartbeat,
-  lock,
   operations,
   run_status,
 )
@@ -27,8 +26,8 @@ from het_plugin.training import (
   checkpoints,
   exit_codes,
   partitioning,
+  run_files,
 )
-from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,14 +215,21 @@ def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterr
 
 
 def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, monkeypatch):
-  """The checkpoint of step 8 fails in the background."""
+  """The checkpoint of step 8 fails in the background; the log and metrics cannot be written."""
   steps = []
+  (tmp_path / 'logs').mkdir()
+  (tmp_path / 'logs' / 'process-00000.jsonl').symlink_to('/dev/full')
+
+  def fail(path, text):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
 
   class FillDisk(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
       steps.append(int(train_state.step))
       if steps[-1] == 5:
         faulty_run.fill_disk(monkeypatch.setattr)
+      if steps[-1] == 9:
+        monkeypatch.setattr(run_files, 'append_text', fail)
       if steps[-1] > 8:
         time.sleep(0.5)
 
@@ -231,9 +237,28 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
     toy_run.run(tmp_path, actions={'TRAIN': [FillDisk()]})
   assert steps[-1] < 12  # not only when the next one is due
   monkeypatch.undo()
+  (tmp_path / 'logs' / 'process-00000.jsonl').unlink()
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
+
+
+def test_metrics_that_cannot_be_written_for_a_while_wait(tmp_path, uninterrupted, monkeypatch):
+  """Until the next checkpoint, here at step 8."""
+  write, failed = run_files.append_text, []
+
+  def fail(path, text):
+    if '"step": 8' not in text:
+      failed.append(path)
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+    write(path, text)
+
+  monkeypatch.setattr(run_files, 'append_text', fail)
+  save = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=8))
+  toy_run.run(tmp_path, total_steps=8, checkpoint_cfg=save)
+  assert failed
+  expected = {k: x for k, x in series(uninterrupted[0], 'train/loss').items() if k <= 8}
+  assert series(tmp_path, 'train/loss') == expected
 
 
 def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, uninterrupted, caplog):
@@ -277,45 +302,6 @@ def test_a_finished_run_does_nothing(tmp_path):
   assert lines(tmp_path) == before
   with pytest.raises(ValueError, match='total_steps=3 is below the step of the checkpoint, 4'):
     toy_run.run(tmp_path, total_steps=3)
-
-
-class Config:
-  """A configuration that is refused when it is checked for the second time."""
-
-  text = 'A = 1'
-
-  def __init__(self):
-    self.seen, self.written = [], []
-
-  def check(self, step, record):
-    self.seen.append((step, record['config']))
-    if len(self.seen) == 2:
-      raise ValueError('another run')
-
-  def write(self, model_dir, step):
-    self.written.append((model_dir, step))
-
-
-def test_a_configuration_is_checked_before_data_and_compiler(tmp_path):
-  config = Config()
-  settings = {'total_steps': 4, 'config': config}
-  toy_run.run(tmp_path, **settings)
-  assert not config.seen and config.written == [(str(tmp_path), 0)]
-  toy_run.run(tmp_path, **settings)
-  before = lines(tmp_path)
-  with pytest.raises(ValueError, match='another run'):
-    toy_run.run(tmp_path, **settings, get_dataset_fn=lambda *args: pytest.fail('read data'))
-  assert config.seen == [(4, 'A = 1')] * 2
-  assert len(config.written) == 2 and lines(tmp_path) == before
-
-
-def test_a_directory_that_another_training_holds_is_left_alone(tmp_path, monkeypatch):
-  monkeypatch.setattr(lock, 'PATIENCE_SECONDS', 0.0)
-  with lock.held(tmp_path):
-    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob('*')}
-    with pytest.raises(ValueError, match=f'is in use: process {os.getpid()} on'):
-      toy_run.run(tmp_path, get_dataset_fn=lambda *args: pytest.fail('read data'))
-    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob('*')} == before
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
@@ -400,60 +386,3 @@ def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
     tmp_path / 'profile' / 'plugins' / 'profile' / f'step_{step}' for step in (10, 3)
   ]
   assert not request.exists()
-
-
-def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
-  """A text tower's embedding has a row for each token id."""
-
-  def refuse(info):
-    raise ValueError(f'no embedding for {info}')
-
-  model, cfg = toy.ToyModel(), toy.ToyDatasetConfig(16)
-  model.validate = refuse
-  object.__setattr__(cfg, 'vocabulary', 'words.model')
-  with pytest.raises(ValueError, match=r"no embedding for \('toy', 'words.model'\)"):
-    toy_run.run(
-      tmp_path, model=model, train_dataset_cfg=cfg, task_info_fn=lambda *arguments: arguments
-    )
-
-
-ENDLESS = toy.ToyDatasetConfig(16, 'endless')
-
-
-@pytest.mark.parametrize(
-  'settings, words',
-  [
-    ({'total_steps': 0}, 'total_steps=0 must be at least 1'),
-    ({'train_dataset_cfg': toy.ToyDatasetConfig(18)}, 'batch_size=18'),
-    (
-      {'trainer_cls': functools.partial(step_lib.Trainer, num_microbatches=8)},
-      'batch_size=16 must be a positive multiple of 32',
-    ),
-    ({'model': toy.ToyModel(toy.Mlp(num_classes=15))}, 'head_bias of shape'),
-    ({'actions': {'EVAL': []}}, "'EVAL'"),
-    ({'infer_eval_dataset_cfg': ENDLESS}, "'endless' is endless"),
-    ({'train_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'empty', 0)}, "'empty' has no batch"),
-  ],
-)
-def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatch, settings, words):
-  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
-  monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
-  with pytest.raises(ValueError, match=words):
-    toy_run.run(tmp_path, **settings)
-  # What is found after the lock has left its log.
-  left = {path.name for path in tmp_path.iterdir()}
-  assert left <= {'attempts', 'logs'}
-
-
-def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
-  tmp_path, monkeypatch
-):
-  toy_run.run(
-    tmp_path / 'half', train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=60), total_steps=4
-  )
-  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
-  short = toy.ToyDatasetConfig(16, num_examples=100)  # 7 batches
-  with pytest.raises(ValueError, match='total_steps=12 must be at most 7: at step 0'):
-    toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
-  with pytest.raises(ValueError, match='at most 7: at step 4 .* has 3 batches of 16 left'):
-    toy_run.run(tmp_path / 'half', train_dataset_cfg=short)

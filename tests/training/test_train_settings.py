@@ -1,0 +1,98 @@
+"""Settings of `train`: checked before data is read and anything is compiled."""
+
+import functools
+import json
+
+import pytest
+
+from het_plugin.training import checkpoints
+from het_plugin.training import step as step_lib
+from tests.training import toy, toy_run
+
+
+def lines(model_dir):
+  return [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
+
+
+class Config:
+  """A configuration that is refused when it is checked for the second time."""
+
+  text = 'A = 1'
+
+  def __init__(self):
+    self.seen, self.written = [], []
+
+  def check(self, step, record):
+    self.seen.append((step, record['config']))
+    if len(self.seen) == 2:
+      raise ValueError('another run')
+
+  def write(self, model_dir, step):
+    self.written.append((model_dir, step))
+
+
+def test_a_configuration_is_checked_before_data_and_compiler(tmp_path):
+  config = Config()
+  settings = {'total_steps': 4, 'config': config}
+  toy_run.run(tmp_path, **settings)
+  assert not config.seen and config.written == [(str(tmp_path), 0)]
+  toy_run.run(tmp_path, **settings)
+  before = lines(tmp_path)
+  with pytest.raises(ValueError, match='another run'):
+    toy_run.run(tmp_path, **settings, get_dataset_fn=lambda *args: pytest.fail('read data'))
+  assert config.seen == [(4, 'A = 1')] * 2
+  assert len(config.written) == 2 and lines(tmp_path) == before
+
+
+def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
+  """A text tower's embedding has a row for each token id."""
+
+  def refuse(info):
+    raise ValueError(f'no embedding for {info}')
+
+  model, cfg = toy.ToyModel(), toy.ToyDatasetConfig(16)
+  model.validate = refuse
+  object.__setattr__(cfg, 'vocabulary', 'words.model')
+  with pytest.raises(ValueError, match=r"no embedding for \('toy', 'words.model'\)"):
+    toy_run.run(
+      tmp_path, model=model, train_dataset_cfg=cfg, task_info_fn=lambda *arguments: arguments
+    )
+
+
+@pytest.mark.parametrize(
+  'settings, words',
+  [
+    ({'total_steps': 0}, 'total_steps=0 must be at least 1'),
+    ({'train_dataset_cfg': toy.ToyDatasetConfig(18)}, 'batch_size=18'),
+    (
+      {'trainer_cls': functools.partial(step_lib.Trainer, num_microbatches=8)},
+      'batch_size=16 must be a positive multiple of 32',
+    ),
+    ({'model': toy.ToyModel(toy.Mlp(num_classes=15))}, 'head_bias of shape'),
+    ({'actions': {'EVAL': []}}, "'EVAL'"),
+    ({'infer_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'endless')}, "'endless' is endless"),
+    ({'train_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'empty', 0)}, "'empty' has no batch"),
+  ],
+)
+def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatch, settings, words):
+  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
+  with pytest.raises(ValueError, match=words):
+    toy_run.run(tmp_path, **settings)
+  # What is found after the lock has left its log.
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left <= {'attempts', 'logs'}
+
+
+def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
+  tmp_path, monkeypatch
+):
+  toy_run.run(
+    tmp_path / 'half', train_dataset_cfg=toy.ToyDatasetConfig(16, num_examples=60), total_steps=4
+  )
+  monkeypatch.setattr(step_lib.Trainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  short = toy.ToyDatasetConfig(16, num_examples=100)  # 7 batches
+  with pytest.raises(ValueError, match='total_steps=12 must be at most 7: at step 0'):
+    toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
+  with pytest.raises(ValueError, match='at most 7: at step 4 .* has 3 batches of 16 left'):
+    toy_run.run(tmp_path / 'half', train_dataset_cfg=short)
