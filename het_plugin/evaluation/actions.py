@@ -62,7 +62,7 @@ class PeriodicAction(BaseAction):
     self._context = context
     self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
     # All processes must agree on when to run, and only process 0 writes the file.
-    steps = (record['step'] for record in run_files.read_jsonl(self._file))
+    steps = (record['step'] for record in run_files.read_lines(self._file))
     last_step = max((step for step in steps if step <= context.evaluated_step), default=-1)
     self._last_step = int(multihost_utils.broadcast_one_to_all(np.int32(last_step)))
 
@@ -80,7 +80,7 @@ class PeriodicAction(BaseAction):
         {f'{self.kind}/{x.dataset}/{k}': v for x in results for k, v in x.scalars.items()},
       )
       if jax.process_index() == 0:
-        rows = [row for row in run_files.read_jsonl(self._file) if row['step'] < step]
+        rows = [row for row in run_files.read_lines(self._file) if row['step'] < step]
         rows += [{'step': step, 'dataset': x.dataset, **x.record} for x in results]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
