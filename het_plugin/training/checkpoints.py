@@ -114,16 +114,10 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """A checkpoint that was read.
-
-  Attributes:
-    train_state: on the target's shardings.
-    dataset_state: of the input iterator; None when it was not saved.
-    record: what `Checkpointer.save` was given.
-  """
+  """What `Checkpointer.save` was given, read back on the target's shardings."""
 
   train_state: TrainState
-  dataset_state: dict[str, int] | None
+  dataset_state: dict[str, int] | None  # None if it was not saved
   record: dict[str, Any]
 
 
@@ -219,8 +213,7 @@ class Checkpointer:
     Returns once the state is copied off the device, so that its buffers may be donated.
 
     Args:
-      step: equal to train_state.step.
-      train_state: arrays.
+      step, train_state: the number is that in the state.
       dataset_state: of the input iterator after this step's batch.
       record: a few JSON values about the run.
       flush: called first; writes what must be on disk before the checkpoint.
@@ -355,12 +348,7 @@ class Checkpointer:
 
 
 def _restore(path: epath.Path, target: TrainState) -> Restored:
-  """Reads a checkpoint of this run.
-
-  Raises:
-    Unreadable: it is damaged.
-    ValueError: it is a checkpoint of another model.
-  """
+  """Raises Unreadable if it is damaged, ValueError if it is one of another model."""
   arrays = _arrays(target)
   description, saved = checkpoint_reader.on_all(functools.partial(checkpoint_reader.describe, path))
   if description is None:

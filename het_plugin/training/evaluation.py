@@ -24,12 +24,7 @@ class Evaluator:
   ):
     """Keeps the iterator and its current state, to which every evaluation returns.
 
-    Args:
-      task: name of the data set.
-      iterator: a BatchIterator.
-      batch_size: rows of the global batch; rows with mask 0 do not count.
-      max_batches: number of batches to evaluate; None for the whole data set, which must be finite.
-      partitioner: places the batches.
+    Rows with mask 0 do not count. `max_batches` is None for the whole data set, if it is finite.
 
     Raises:
       ValueError: the data set has no batch, or it is endless and max_batches is None.

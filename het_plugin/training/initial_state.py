@@ -36,17 +36,11 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Where one call of `train` begins.
-
-  Attributes:
-    step: number of steps done.
-    train_state: the state after them.
-    record: the record of the checkpoint that the run is resumed from; empty for a new run.
-  """
+  """Where one call of `train` begins: after how many steps, and with what."""
 
   step: int
   train_state: TrainState
-  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the checkpoint, if any
 
   @property
   def evaluated(self) -> bool:
@@ -70,14 +64,9 @@ def begin(
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
 ) -> Start:
-  """Begins at step 0.
+  """Begins at step 0 with a fresh state, and with the parameters of another run where one is given.
 
-  Args:
-    init: makes the fresh state.
-    target: its shapes with shardings.
-    axes: its partition specs.
-    restore_cfg: where parameters come from that replace fresh ones; None for a cold start.
-    partitioner: places the state.
+  `target` has the shapes and shardings of the state, `axes` its partition specs.
   """
   read = {}
   if restore_cfg is not None:
@@ -91,11 +80,7 @@ def begin(
 def check_enough_batches(
   train_iter: Any, batch_size: int, restored: checkpoints.Restored | None, total_steps: int
 ) -> None:
-  """Checks that the data set lasts until the end of the run.
-
-  Raises:
-    ValueError: it does not.
-  """
+  """Raises ValueError if the data set does not last until the end of the run."""
   if train_iter.num_batches is None:
     return
   step, position = 0, 0

@@ -29,18 +29,7 @@ _METRIC_PREFIX = {ActionMode.TRAIN_EVAL: 'training_eval', ActionMode.INFER_EVAL:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """When a run does what, in steps.
-
-  Attributes:
-    total_steps: where the run ends.
-    eval_steps: batches per train-eval.
-    eval_period: steps between evaluations.
-    stats_period: steps between reports of training metrics.
-    save_period: steps between checkpoints; None for a run that saves nothing.
-
-  Raises:
-    ValueError: one of them is below 1.
-  """
+  """When a run does what, in steps; eval_steps counts batches. None saves nothing."""
 
   total_steps: int
   eval_steps: int
@@ -60,13 +49,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-  """What a run writes.
-
-  Attributes:
-    writer: of metrics.
-    checkpointer: of checkpoints, if the run saves any.
-    config: the configuration as text, kept with each checkpoint.
-  """
+  """What a run writes; `config`, as text, is kept with each checkpoint."""
 
   writer: metric_writers.MetricWriter
   checkpointer: checkpoints.Checkpointer
@@ -92,27 +75,14 @@ class _StepInput:
 
 @dataclasses.dataclass
 class TrainLoop:
-  """A run in progress; `step` and `train_state` change.
+  """A run in progress; `step` and `train_state` change."""
 
-  Attributes:
-    step: number of steps done. train_state.step holds it too, on the device.
-    train_state: the current state.
-    schedule: when the run does what.
-    trainer: the compiled steps.
-    batches: the training batches.
-    evaluators: by the mode of the actions that follow each.
-    actions: by mode.
-    outputs: metrics and checkpoints.
-    guard: decides about steps that are not finite.
-    observer: is told what the loop does, and says when to stop.
-  """
-
-  step: int
+  step: int  # number of steps done; train_state.step holds it too, on the device
   train_state: TrainState
   schedule: Schedule
   trainer: step_lib.Trainer
   batches: prefetch.DevicePrefetcher
-  evaluators: Mapping[ActionMode, evaluation.Evaluator]
+  evaluators: Mapping[ActionMode, evaluation.Evaluator]  # actions of the mode follow each
   actions: actions_lib.Actions
   outputs: Outputs
   guard: nonfinite.NonFiniteGuard

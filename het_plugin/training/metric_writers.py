@@ -34,14 +34,10 @@ class JsonlWriter(metric_writers.MultiWriter):
   """
 
   def __init__(self, path: epath.PathLike, resume_step: int, evaluated: bool = True):
-    """Opens the file; creates it if it is missing.
+    """Opens the file, and drops the lines of steps after `resume_step`, which the run repeats.
 
-    Args:
-      path: local, or in an object store.
-      resume_step: lines of later steps are dropped, because the run repeats these steps; so is a
-        last line that a crash cut short.
-      evaluated: whether the evaluations of resume_step are done. If not, the run repeats them, and
-        only the training lines of that step are kept.
+    `evaluated`: whether the evaluations of resume_step are done. If not, the run repeats them, and
+    only the training lines of that step are kept.
     """
     super().__init__([])
     drop_later_lines(path, resume_step, evaluated)

@@ -84,7 +84,6 @@ class NonFiniteGuard:
   """
 
   def __init__(self, policy: NonFinitePolicy, model_dir: epath.PathLike, num_skipped: int):
-    """Takes the policy, the run's directory and the steps skipped before the run was resumed."""
     self._policy = policy
     self._folder = epath.Path(model_dir) / 'nonfinite'
     self.num_skipped = num_skipped

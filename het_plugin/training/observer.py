@@ -27,21 +27,13 @@ PHASES = (START, RESTORE, COMPILE, DATA, STEP, EVALUATE, ACTIONS, SAVE, END)
 
 @dataclasses.dataclass(frozen=True)
 class ObservedRun:
-  """The settings of a run that its observer needs.
-
-  Attributes:
-    model_dir: the directory of the run.
-    total_steps: the step at which the run ends.
-    profile_steps: (first, last) step to profile, counted from 1; None for none.
-    profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
-    loss_spikes: `operations.loss_spikes.LossSpikes`; None to report none.
-  """
+  """The arguments of `train` that its observer needs."""
 
   model_dir: epath.Path
   total_steps: int
   profile_steps: tuple[int, int] | None = None
   profiler_port: int | None = None
-  loss_spikes: Any | None = None
+  loss_spikes: Any | None = None  # operations.loss_spikes.LossSpikes
 
 
 class Observer:
@@ -87,12 +79,8 @@ class Observer:
   def step_finished(
     self, step: int, metrics: Any, rows: Callable[[], Sequence[int] | None]
   ) -> None:
-    """Takes the metrics of a finite step, once they are on the host.
-
-    Args:
-      step: counted from 1.
-      metrics: of the step alone.
-      rows: returns batch['index'] of the global batch; all processes call it, or none does.
+    """Takes the metrics of a finite step alone, once they are on the host. `rows` returns
+    batch['index'] of the global batch; all processes call it, or none does.
     """
 
   def saved(self, step: int) -> None:
@@ -103,9 +91,6 @@ class Observer:
     return False
 
   def leaving(self, error: BaseException | None, writer: Any) -> None:
-    """Training has ended, before anything is closed.
-
-    Args:
-      error: the exception that ended it; None if there was none.
-      writer: of metrics, for what the observer adds.
+    """Training has ended, perhaps by an error, before anything is closed. The writer of metrics is
+    for what the observer adds.
     """
