@@ -59,7 +59,7 @@ def initialize(watched: bool = False) -> None:
   line and the exit code `exit_codes.LOST`.
 
   Args:
-    watched: training/heartbeat.py notices within --heartbeat_timeout_seconds that a process is
+    watched: operations.heartbeat notices within --heartbeat_timeout_seconds that a process is
       lost, and JAX only later, where that cannot.
 
   Raises:

@@ -96,12 +96,13 @@ class Heartbeat:
     self._over.set()
     self._thread.join()  # which may be about to end the process
     if self._recorder.now().state == RUNNING:
-      preempted = isinstance(error, exit_codes.Preempted)
-      self._recorder.change(
-        state=PREEMPTED if preempted else DONE,
-        message=f'SIGTERM; step {error.step} is saved' if preempted else '',
-        exit_code=exit_codes.of(error),
-      )
+      state, message = DONE, ''
+      if isinstance(error, exit_codes.Preempted):
+        state, message = (
+          PREEMPTED,
+          f'SIGTERM; step {error.step} is saved' if error.step else 'SIGTERM',
+        )
+      self._recorder.change(state=state, message=message, exit_code=exit_codes.of(error))
     self._beat()
     self._readers.shutdown()
     self._deadline.cancel()

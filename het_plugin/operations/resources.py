@@ -3,7 +3,6 @@
 import errno
 import logging
 import math
-import os
 import shutil
 from typing import Any
 
@@ -86,7 +85,7 @@ def cannot_write(error: OSError, model_dir: epath.PathLike) -> ValueError | None
   On a full disk it says how much is free, and how much the newest checkpoint takes.
   """
   file = error.filename or model_dir
-  if not os.fspath(file).startswith(os.fspath(model_dir)):
+  if not str(file).startswith(str(model_dir)):
     return None
   text = f'{file} cannot be written: {error.strerror or error}'
   if error.errno in _FULL:

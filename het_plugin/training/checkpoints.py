@@ -165,7 +165,7 @@ _numbers = itertools.count()  # of barriers, which all processes make in the sam
 class _Manager(ocp.CheckpointManager):
   """orbax's manager, without its own questions to the preemption service.
 
-  `PreemptionNotice` asks the service with a counter of its own, and two counters would disagree.
+  `operations.stopping` asks the service with a counter of its own, and two counters would disagree.
   """
 
   def reached_preemption(self, step: int) -> bool:
