@@ -98,10 +98,8 @@ class Heartbeat:
     if self._recorder.now().state == RUNNING:
       state, message = DONE, ''
       if isinstance(error, exit_codes.Preempted):
-        state, message = (
-          PREEMPTED,
-          f'SIGTERM; step {error.step} is saved' if error.step else 'SIGTERM',
-        )
+        state = PREEMPTED
+        message = f'SIGTERM; step {error.step} is saved' if error.step else 'SIGTERM'
       self._recorder.change(state=state, message=message, exit_code=exit_codes.of(error))
     self._beat()
     self._readers.shutdown()
