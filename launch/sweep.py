@@ -194,7 +194,7 @@ def results(model_dirs: Sequence[str], codes: Sequence[int]) -> list[list[str]]:
 
 def _last_metrics(path: Path) -> dict[str, float]:
   last = {}
-  for row in run_files.read_jsonl(path) if path.exists() else ():
+  for row in run_files.read_lines(path) if path.exists() else ():
     last['step'] = row['step']
     last |= {k.rpartition('/')[2]: x for k, x in row.items() if k.startswith('training_eval/')}
   return last
