@@ -6,6 +6,7 @@ from typing import Any
 import flax.core
 import jax
 from clu import metric_writers, values
+from etils import epath
 from t5x import checkpoints_utils
 from t5x import partitioning as t5x_partitioning
 from t5x import trainer as t5x_trainer
@@ -73,9 +74,11 @@ def hosted_actions(
     random_seed: the run's.
 
   Raises:
-    ValueError: an unknown mode, what the actions' `setup` raises, or with several processes an
-      action that computes on the mesh: t5x runs actions on process 0.
+    ValueError: model_dir is relative, a mode unknown, what the actions' `setup` raises, or with
+      several processes an action that computes on the mesh: t5x runs actions on process 0.
   """
+  if not epath.Path(model_dir).is_absolute():
+    raise ValueError(f'MODEL_DIR={model_dir!r} must be an absolute path: t5x takes no other')
   groups = actions_lib.parse_actions(actions)
   if not groups:
     return {}

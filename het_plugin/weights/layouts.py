@@ -55,13 +55,20 @@ def _lead(count):
   return lambda shape, num_heads: (*(1,) * count, *shape)
 
 
-_ATTENTION = {
-  (name, part): (f'MultiHeadDotProductAttention_1/{name}/{part}', _split_last)
-  for name in ('query', 'key', 'value')
-  for part in ('kernel', 'bias')
-}
-_ATTENTION['out', 'kernel'] = 'MultiHeadDotProductAttention_1/out/kernel', _split_first
-_ATTENTION['out', 'bias'] = 'MultiHeadDotProductAttention_1/out/bias', _same
+def _attention(number):
+  """{(layer, parameter): (name in a file, shape)} of an attention with this number there."""
+  prefix = f'MultiHeadDotProductAttention_{number}'
+  entries = {
+    (name, part): (f'{prefix}/{name}/{part}', _split_last)
+    for name in ('query', 'key', 'value')
+    for part in ('kernel', 'bias')
+  }
+  out = f'{prefix}/out'
+  return entries | {
+    ('out', 'kernel'): (f'{out}/kernel', _split_first),
+    ('out', 'bias'): (f'{out}/bias', _same),
+  }
+
 
 _VIT: Mapping[str, tuple[str, Callable]] = {
   'backbone/embedding/kernel': ('embedding/kernel', _same),
@@ -72,11 +79,24 @@ _VIT: Mapping[str, tuple[str, Callable]] = {
   'backbone/encoder_norm/bias': ('Transformer/encoder_norm/bias', _same),
   'backbone/representation/kernel': ('pre_logits/kernel', _same),
   'backbone/representation/bias': ('pre_logits/bias', _same),
+  # big_vision's pooling='map'.
+  'backbone/pooling/probe': ('MAPHead_0/probe', _lead(2)),
+  'backbone/pooling/mlp_norm/scale': ('MAPHead_0/LayerNorm_0/scale', _same),
+  'backbone/pooling/mlp_norm/bias': ('MAPHead_0/LayerNorm_0/bias', _same),
+  **{
+    f'backbone/pooling/attention/{name}/{part}': (f'MAPHead_0/{entry[0]}', entry[1])
+    for (name, part), entry in _attention(0).items()
+  },
+  **{
+    f'backbone/pooling/mlp/{name}/{part}': (f'MAPHead_0/MlpBlock_0/Dense_{i}/{part}', _same)
+    for i, name in enumerate(('wi', 'wo'))
+    for part in ('kernel', 'bias')
+  },
 }
 _VIT_BLOCKS = {
   'attention_norm/scale': ('LayerNorm_0/scale', _same),
   'attention_norm/bias': ('LayerNorm_0/bias', _same),
-  **{f'attention/{name}/{part}': entry for (name, part), entry in _ATTENTION.items()},
+  **{f'attention/{name}/{part}': entry for (name, part), entry in _attention(1).items()},
   'mlp_norm/scale': ('LayerNorm_2/scale', _same),
   'mlp_norm/bias': ('LayerNorm_2/bias', _same),
   'mlp/wi/kernel': ('MlpBlock_3/Dense_0/kernel', _same),
@@ -90,6 +110,7 @@ _RENAMED_IN_BLOCKS = {
   'MultiHeadDotProductAttention_0': 'MultiHeadDotProductAttention_1',
   'MlpBlock_0': 'MlpBlock_3',
 }
+_ABC = ((1, 'a'), (2, 'b'), (3, 'c'))
 _BIT_CONVS = {
   'conv1': 'a/standardized_conv2d',
   'conv2': 'b/standardized_conv2d',
@@ -97,6 +118,16 @@ _BIT_CONVS = {
   'conv_proj': 'a/proj/standardized_conv2d',
 }
 _BIT_NORMS = {'norm1': 'a/group_norm', 'norm2': 'b/group_norm', 'norm3': 'c/group_norm'}
+# big_vision's names of the same (models/bit_paper.py), and a digit that some files add.
+_BIG_VISION_BIT = (
+  (r'root_block/conv_root', 'resnet/root_block/standardized_conv2d'),
+  (r'norm-pre-head', 'resnet/group_norm'),
+  (r'head', 'resnet/head/conv2d'),
+  (r'(block\d+/unit\d+)/conv_proj', r'resnet/\1/a/proj/standardized_conv2d'),
+  *((rf'(block\d+/unit\d+)/conv{i}', rf'resnet/\1/{x}/standardized_conv2d') for i, x in _ABC),
+  *((rf'(block\d+/unit\d+)/gn{i}', rf'resnet/\1/{x}/group_norm') for i, x in _ABC),
+)
+_NUMBERED = re.compile(r'/standardized_conv2d_\d+/')
 _GROUP_NORM = {'scale': 'gamma', 'bias': 'beta'}
 _NOISE = {
   'covariance/v_kernel': 'scale_layer_heteroscedastic/kernel',
@@ -156,6 +187,8 @@ def _vit_entry(our_name):
   if our_name in _VIT:
     return _VIT[our_name]
   block = re.fullmatch(r'backbone/block(\d+)/(.*)', our_name)
+  if block is None or block[2] not in _VIT_BLOCKS:
+    return our_name, _same  # no file has it
   name, shape = _VIT_BLOCKS[block[2]]
   return f'{_VIT_BLOCK}_{int(block[1])}/{name}', shape
 
@@ -179,15 +212,26 @@ def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """
   flat: dict[str, np.ndarray] = {}
   for name, x in arrays.items():
-    name = _PREFIX.sub('', name)
+    name = _NUMBERED.sub('/standardized_conv2d/', _PREFIX.sub('', name))
     if name == 'pos_embedding':
       name = 'Transformer/posembed_input/pos_embedding'
     if name.startswith(f'{_VIT_BLOCK}/'):
       flat |= {name.replace(_VIT_BLOCK, f'{_VIT_BLOCK}_{i}', 1): x[i] for i in range(len(x))}
     else:
       flat[name] = x
+  if 'root_block/conv_root/kernel' in flat:
+    flat = {_big_transfer(name): x for name, x in flat.items()}
   newer = any('/MlpBlock_0/' in name for name in flat)
   return {_older(name): x for name, x in flat.items()} if newer else flat
+
+
+def _big_transfer(name):
+  layer, _, parameter = name.rpartition('/')
+  for pattern, ours in _BIG_VISION_BIT:
+    if re.fullmatch(pattern, layer):
+      parameter = _GROUP_NORM.get(parameter, parameter) if 'group_norm' in ours else parameter
+      return f'{re.sub(pattern, ours, layer)}/{parameter}'
+  return name
 
 
 def _older(name):

@@ -98,8 +98,13 @@ def load_params(
         read[ours], note = _fit(ours, source[theirs], shape, is_head)
         loaded.append((ours, theirs, note))
       except ValueError as error:
-        hint = f'; for other classes bind head={INIT!r}' if is_head else ''
-        wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}{hint}')
+        if ours in ('head/kernel', 'head/bias'):  # ours are padded: shapes would puzzle
+          wrong.append(
+            f'the head of the file has {source[theirs].shape[-1]} classes: set NUM_CLASSES to '
+            f"that, or bind RestoreCheckpointConfig.head = '{INIT}' for other classes"
+          )
+        else:
+          wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
     elif is_head and ours not in ('head/kernel', 'head/bias'):
       initialised.append(ours)
     else:
@@ -111,7 +116,7 @@ def load_params(
       continue  # edward2's layer always has this bias; zero is the same as none
     hint = ': bind factor_bias = True' if name == bias else ''
     wrong.append(f'{name} {source[name].shape} has no place in the model{hint}')
-  wrong.sort()
+  wrong = sorted(set(wrong))
   if wrong:
     more = f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''
     raise ValueError(f'the weights do not fit the model: {"; ".join(wrong[:_SHOWN])}{more}')

@@ -158,6 +158,7 @@ def theirs(ours, tmp_path_factory):
       ),
     ],
     ['train', digits, settings(folder / 'unused', *no_eval, 'NUM_CLASSES = 11')],
+    ['train', digits, settings('relative', *no_eval)],
   ]
   ends = hosted(folder, jobs)
   shutil.copytree(folder / 'het_xl', folder / 'resumed')
@@ -249,9 +250,10 @@ def test_k_is_padded_for_any_number_of_devices(theirs):
 
 
 def test_what_would_train_another_model_is_refused(theirs):
-  *_, microbatches, classes, _ = theirs[1]
+  *_, microbatches, classes, relative, _ = theirs[1]
   assert 'bind ClassificationModel.loss_normalizing_factor = %BATCH_SIZE' in microbatches
   assert 'HetXL.num_classes=11 must be the number of classes of the task, 10' in classes
+  assert "MODEL_DIR='relative' must be an absolute path" in relative
 
 
 def test_a_configuration_of_t5x_takes_a_model_with_includes(tmp_path):

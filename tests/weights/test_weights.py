@@ -69,11 +69,30 @@ def test_vit_of_patches_alone():
   np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
 
 
-def test_resnet_forward_parity():
+def test_vit_with_attention_pooling():
+  """big_vision's pooling='map'."""
+  arrays = theirs.vit(representation=False, token=False) | theirs.arrays_of(theirs.MAP_HEAD, 2)
+  backbone = our_vit(pooling='map', representation_size=None)
+  params, report = load(arrays, backbone)
+  expected = theirs.vit_pre_logits(arrays, IMAGE)
+  np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
+  assert len(report.loaded) == len(arrays)
+
+
+def numbered(arrays):
+  """As some of Big Transfer's files have it."""
+  return {
+    name.replace('c/standardized_conv2d/', 'c/standardized_conv2d_1/'): x
+    for name, x in arrays.items()
+  }
+
+
+@pytest.mark.parametrize('naming', [dict, numbered, theirs.big_vision_bit])
+def test_resnet_forward_parity(naming):
   arrays = theirs.bit()
   backbone = ResNet(theirs.UNITS, theirs.WIDTH)
   image = np.random.default_rng(1).normal(size=(2, 32, 32, 3)).astype(np.float32)
-  params, report = load(arrays, backbone, image=image)
+  params, report = load(naming(arrays), backbone, image=image)
   expected = theirs.bit_pre_logits(arrays, image)
   np.testing.assert_allclose(pre_logits(backbone, params, image), expected, rtol=1e-4, atol=1e-4)
   assert len(report.loaded) == len(arrays)
@@ -180,6 +199,10 @@ def test_the_image_tower_of_a_contrastive_model():
     (
       lambda a: a.update({'embedding/bias': np.zeros(7)}),
       r'embedding/bias \(7,\) does not fit backbone/embedding/bias \(16,\)',
+    ),
+    (
+      lambda a: a.update({'head/kernel': np.zeros((16, 200)), 'head/bias': np.zeros(200)}),
+      r"model: the head of the file has 200 classes: set NUM_CLASSES .*head = 'init' for other",
     ),
   ],
 )

@@ -103,9 +103,48 @@ def vit_pre_logits(p, image):
     x = x + p[f'{block}/MlpBlock_3/Dense_1/bias']
   x = layer_norm(x, p, 'Transformer/encoder_norm')
   phi = x[:, 0] if 'cls' in p else x.mean(axis=1)
+  if 'MAPHead_0/probe' in p:
+    phi = map_head({k.removeprefix('MAPHead_0/'): v for k, v in p.items()}, x)
   if 'pre_logits/kernel' in p:
     phi = np.tanh(phi @ p['pre_logits/kernel'] + p['pre_logits/bias'])
   return phi
+
+
+MAP_HEAD = {
+  'MAPHead_0/probe': (1, 1, D),
+  **{
+    f'MAPHead_0/MultiHeadDotProductAttention_0/{x}/kernel': (D, HEADS, D // HEADS)
+    for x in ('query', 'key', 'value')
+  },
+  **{
+    f'MAPHead_0/MultiHeadDotProductAttention_0/{x}/bias': (HEADS, D // HEADS)
+    for x in ('query', 'key', 'value')
+  },
+  'MAPHead_0/MultiHeadDotProductAttention_0/out/kernel': (HEADS, D // HEADS, D),
+  'MAPHead_0/MultiHeadDotProductAttention_0/out/bias': (D,),
+  'MAPHead_0/LayerNorm_0/scale': (D,),
+  'MAPHead_0/LayerNorm_0/bias': (D,),
+  'MAPHead_0/MlpBlock_0/Dense_0/kernel': (D, MLP),
+  'MAPHead_0/MlpBlock_0/Dense_0/bias': (MLP,),
+  'MAPHead_0/MlpBlock_0/Dense_1/kernel': (MLP, D),
+  'MAPHead_0/MlpBlock_0/Dense_1/bias': (D,),
+}
+
+
+def map_head(p, x):
+  """big_vision's pooling='map': a learned query over the positions x [B, N, D]."""
+  attention = 'MultiHeadDotProductAttention_0'
+  probe = np.broadcast_to(p['probe'], (len(x), 1, D))
+  query, key, value = (
+    np.einsum('bnd,dhk->bnhk', y, p[f'{attention}/{name}/kernel']) + p[f'{attention}/{name}/bias']
+    for name, y in (('query', probe), ('key', x), ('value', x))
+  )
+  scores = np.einsum('bnhk,bmhk->bhnm', query, key) / np.sqrt(D // HEADS)
+  y = np.einsum('bhnm,bmhk->bnhk', scipy.special.softmax(scores, axis=-1), value)
+  y = np.einsum('bnhk,hkd->bnd', y, p[f'{attention}/out/kernel']) + p[f'{attention}/out/bias']
+  z = layer_norm(y, p, 'LayerNorm_0')
+  z = gelu(z @ p['MlpBlock_0/Dense_0/kernel'] + p['MlpBlock_0/Dense_0/bias'])
+  return (y + z @ p['MlpBlock_0/Dense_1/kernel'] + p['MlpBlock_0/Dense_1/bias'])[:, 0]
 
 
 def het_head(prefix, noise_dim):
@@ -165,6 +204,26 @@ def bit():
   shapes |= {'resnet/head/conv2d/kernel': (1, 1, channels, CLASSES)}
   shapes |= {'resnet/head/conv2d/bias': (CLASSES,)}
   return arrays_of(shapes)
+
+
+def big_vision_bit(arrays):
+  """The same under the names of big_vision's models/bit_paper.py."""
+  renamed = {}
+  for name, x in arrays.items():
+    for old, new in (
+      ('resnet/root_block/standardized_conv2d', 'root_block/conv_root'),
+      ('resnet/head/conv2d', 'head'),
+      ('a/proj/standardized_conv2d', 'conv_proj'),
+      *((f'{x}/standardized_conv2d', f'conv{i}') for i, x in enumerate('abc', 1)),
+      *((f'{x}/group_norm', f'gn{i}') for i, x in enumerate('abc', 1)),
+      ('resnet/group_norm', 'norm-pre-head'),
+      ('resnet/', ''),
+      ('gamma', 'scale'),
+      ('beta', 'bias'),
+    ):
+      name = name.replace(old, new)
+    renamed[f'params/{name}'] = x[None, None, None] if name.endswith('scale') else x
+  return renamed
 
 
 def bit_pre_logits(p, image):
