@@ -1,5 +1,6 @@
 """Heads fitted to saved representations, with scikit-learn's interface."""
 
+from het_plugin.estimators.files import from_head, head_params, load, save
 from het_plugin.estimators.heads import (
   DetClassifier,
   HetClassifier,
@@ -7,4 +8,13 @@ from het_plugin.estimators.heads import (
   HetXLClassifier,
 )
 
-__all__ = ['DetClassifier', 'HetClassifier', 'HetHClassifier', 'HetXLClassifier']
+__all__ = [
+  'DetClassifier',
+  'HetClassifier',
+  'HetHClassifier',
+  'HetXLClassifier',
+  'from_head',
+  'head_params',
+  'load',
+  'save',
+]

@@ -1,5 +1,6 @@
 """What the four estimators share: fit, the predictive distribution, scikit-learn's conventions."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from het_plugin.estimators import objective, starts, targets
+from het_plugin.estimators import calibration, objective, starts, targets
 from het_plugin.estimators.model import Model
 
 # Fits of fewer entries than this merge equal rows, so that neither repeating a row instead of
@@ -49,7 +50,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f'{self.classes_[0].item()!r}'
       )
     seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-    self.tau_grid_nll_ = None
+    self.tau_grid_nll_ = self.calibration_ = None
     tau = None if self.tau == 'learned' else self.tau
     if self.tau == 'validation':
       tau = self._choose_tau(X, encoded, weight, seed)
@@ -59,7 +60,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def predict_log_proba(self, X: Any) -> np.ndarray:  # noqa: N803
     """log p(k | x), float32 [N, K]; of an indicator log p(y_k = 1 | x)."""
     check_is_fitted(self)
-    return self._map(_log_prob, X)
+    if self.calibration_ is None:
+      return self._map(_log_prob, X)
+    if self.target_ == 'indicator':
+      return -np.logaddexp(0.0, -self._scores(X))
+    return self._scores(X)
 
   def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
     """p(k | x), float32 [N, K], columns in order of `classes_`."""
@@ -71,7 +76,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """
     check_is_fitted(self)
     if self.target_ == 'indicator':
-      return self._map(_log_odds, X)
+      return self._scores(X)
     log_p = self.predict_log_proba(X)
     return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
 
@@ -96,7 +101,104 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """Negative log-likelihood of each example, float32 [N], nats (of an indicator: summed over the
     classes; of votes and probabilities: averaged with the shares as weights).
     """
-    return self._map(_nll, X, self._encoded(y).values)
+    check_is_fitted(self)
+    encoded = self._encoded(y)
+    if self.calibration_ is None:
+      return self._map(_nll, X, encoded.values)
+    scores, shares = self._scores(X), encoded.distribution()
+    if encoded.kind == 'indicator':
+      return (np.logaddexp(0.0, scores) - shares * scores).sum(axis=1)
+    return -np.where(shares > 0, shares * scores, 0.0).sum(axis=1)
+
+  def entropy(self, X: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: N803
+    """Total entropy of the prediction, and the aleatoric part that is left given the noise
+    (`Integrator.expected_entropy`), float32 [N] each, nats, without calibration. Their difference
+    is the mutual information of label and noise.
+    """
+    check_is_fitted(self)
+    both = self._map(_entropies, X)
+    return both[:, 0], both[:, 1]
+
+  def covariance(self, X: Any, classes: Any = None) -> np.ndarray:  # noqa: N803
+    """Covariance of the logits over tau, float32 [N, K, K].
+
+    Args:
+      X: [N, D].
+      classes: names of the classes to show; None shows all.
+
+    Raises:
+      ValueError: a class is unknown.
+    """
+    check_is_fitted(self)
+    chosen = np.arange(len(self.classes_))
+    if classes is not None:
+      chosen = targets.encode(classes, 'classes', self.classes_).values[:, 0]
+    if self._head == 'det':
+      return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
+    factors = self._map(_factors, X)[:, :, chosen]  # [N, R + 1, k]
+    return np.einsum('nrk,nrl->nkl', factors, factors)
+
+  def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:  # noqa: N803
+    """The pairs of classes whose logits correlate most over the rows of X.
+
+    Returns:
+      (class, other class, correlation) of the mean covariance over the rows, `num` pairs, by
+      absolute correlation. Empty for the deterministic head.
+    """
+    check_is_fitted(self)
+    if self._head == 'det':
+      return []
+    total, rows = 0.0, np.asarray(X)
+    for start in range(0, len(rows), 1024):
+      factors = self._map(_factors, rows[start : start + 1024])
+      total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
+    deviation = np.sqrt(np.diag(total))
+    correlation = np.triu(total / np.outer(deviation, deviation), k=1)
+    best = np.argsort(-np.abs(correlation), axis=None, kind='stable')[:num]
+    pairs = [np.unravel_index(i, correlation.shape) for i in best]
+    return [
+      (self.classes_[i].item(), self.classes_[j].item(), float(correlation[i, j]))
+      for i, j in pairs
+      if i < j
+    ]
+
+  def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':  # noqa: N803
+    """Calibrates predictions on rows that the fit has not seen.
+
+    Half of the rows fit the scaling, and the other half is kept for `predict_set`, whose coverage
+    needs rows of its own; with method 'none' all rows are kept for it.
+
+    Args:
+      X: [N, D].
+      y: as in `fit`, of the classes of `fit`.
+      method: 'temperature', 'vector' or 'none' (`calibration`).
+    """
+    check_is_fitted(self)
+    self.calibration_ = None
+    encoded, scores = self._encoded(y), self._scores(X)
+    shares, link = encoded.distribution(), encoded.link
+    order = np.random.default_rng(0).permutation(len(shares))
+    half = 0 if method == 'none' else (len(order) + 1) // 2
+    fitted, kept = order[:half], order[half:]
+    scaling = calibration.fit_scaling(scores[fitted], shares[fitted], link, method)
+    found = calibration.Calibration(*scaling, np.zeros(0))
+    if encoded.kind == 'classes':
+      p = np.exp(found.apply(scores[kept], link).astype(np.float64))
+      found = dataclasses.replace(found, scores=np.sort(1.0 - (p * shares[kept]).sum(axis=1)))
+    self.calibration_ = found
+    return self
+
+  def predict_set(self, X: Any, alpha: float = 0.1) -> np.ndarray:  # noqa: N803
+    """Sets of classes, bool [N, K], that hold the label of at least 1 - alpha of rows like those of
+    `calibrate` (a conformal guarantee on average over rows, not for each class).
+
+    Raises:
+      ValueError: `calibrate` has not run or kept too few rows, or labels are no single classes.
+    """
+    check_is_fitted(self)
+    if self.calibration_ is None or self.target_ != 'classes':
+      raise ValueError('predict_set needs one class an example, and calibrate(X, y) before it')
+    return self.predict_proba(X) >= calibration.threshold(self.calibration_, alpha)
 
   @property
   def coef_(self) -> np.ndarray:
@@ -119,6 +221,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     tags = super().__sklearn_tags__()
     tags.classifier_tags.multi_label = True
     return tags
+
+  def _scores(self, X):  # noqa: N803
+    """log p, of an indicator log odds, [N, K], calibrated."""
+    indicator = self.target_ == 'indicator'
+    scores = self._map(_log_odds if indicator else _log_prob, X)
+    if self.calibration_ is None:
+      return scores
+    return self.calibration_.apply(scores, 'sigmoid' if indicator else 'softmax')
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -240,3 +350,13 @@ def _log_odds(model, params, x):
 @functools.partial(jax.jit, static_argnums=0)
 def _nll(model, params, x, target):
   return model.nll(params, x, target)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _entropies(model, params, x):
+  return model.entropies(params, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _factors(model, params, x):
+  return model.factors(params, x)

@@ -32,7 +32,7 @@ class Model:
     head: a name in `HEADS`.
     num_classes: K.
     link: 'softmax' or 'sigmoid'.
-    tau: the temperature; None learns it.
+    tau: the temperature; None learns it within `tau_range`.
     hidden_layers: widths of GELU layers between features and head.
     num_samples: S of the softmax link; the same points for all examples and at every step.
     noise: further fields of the head, such as (('num_factors', 8),).
@@ -43,6 +43,7 @@ class Model:
   num_classes: int
   link: str = 'softmax'
   tau: float | None = 1.0
+  tau_range: tuple[float, float] = (0.05, 5.0)
   hidden_layers: tuple[int, ...] = ()
   num_samples: int = 64
   noise: tuple[tuple[str, object], ...] = ()
@@ -54,11 +55,10 @@ class Model:
 
   def make_head(self) -> heads.Classifier:
     """The linen module, as a training run has it."""
-    temperature = (
-      heads.LearnedTemperature(initial_tau=1.0)
-      if self.tau is None
-      else heads.FixedTemperature(self.tau)
-    )
+    temperature = heads.FixedTemperature(1.0 if self.tau is None else self.tau)
+    if self.tau is None:
+      low, high = self.tau_range
+      temperature = heads.LearnedTemperature(low, high, 1.0 if low < 1.0 < high else None)
     return HEADS[self.head](
       num_classes=self.num_classes,
       link=self.link,
@@ -106,6 +106,22 @@ class Model:
     mean, variance = exact.marginals(self.logits(params, x), self.integrator.chunk_bytes)
     odds = exact.log_expected_sigmoid(mean, variance) - exact.log_expected_sigmoid(-mean, variance)
     return odds[:, : self.num_classes]
+
+  def entropies(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """Entropy of the prediction, and its expectation given the noise, [B, 2]."""
+    logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
+    expected = self.integrator.expected_entropy(logits, keys)
+    log_p = self.log_prob(params, x)
+    total = -(jnp.exp(log_p) * log_p).sum(-1)
+    if self.link == 'sigmoid':
+      log_q = jnp.log1p(-jnp.exp(log_p))
+      total = total - jnp.where(log_p < 0, jnp.exp(log_q) * log_q, 0.0).sum(-1)
+    return jnp.stack([total, jnp.minimum(expected, total)], axis=1)
+
+  def factors(self, params: PyTree, x: jax.Array) -> jax.Array:
+    """G [B, T, K] with G^T G the covariance of the logits over tau."""
+    logits = self.logits(params, x)
+    return (logits.factors() / logits.temperature)[..., : self.num_classes]
 
   def penalty(self, params: PyTree) -> jax.Array:
     """Sum of squares of all matrices; those that set the scale of the logits over tau."""

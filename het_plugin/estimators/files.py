@@ -1,0 +1,146 @@
+"""Fitted estimators as files: safetensors with JSON metadata, no pickle; and as starts of a run."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import traverse_util
+
+from het_plugin import heads as linen_heads
+from het_plugin.estimators import heads
+from het_plugin.estimators.calibration import Calibration
+from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.model import HEADS, Model
+
+CLASSIFIERS = {
+  cls._head: cls
+  for cls in (
+    heads.DetClassifier,
+    heads.HetClassifier,
+    heads.HetHClassifier,
+    heads.HetXLClassifier,
+  )
+}
+_METADATA = 'het_plugin.estimator'
+_FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
+
+
+def save(estimator: HeadClassifier, path: str) -> None:
+  """Writes a fitted estimator to PATH.safetensors, class names and calibration included."""
+  params = traverse_util.flatten_dict(estimator.params_, sep='/')
+  arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}
+  arrays['mean'] = np.asarray(estimator.mean_)
+  if estimator.calibration_ is not None:
+    for name in ('scale', 'shift', 'scores'):
+      arrays[f'calibration/{name}'] = getattr(estimator.calibration_, name)
+  description = {
+    'head': estimator._head,
+    'settings': estimator.get_params(),
+    'tau': estimator.model_.tau,
+    'classes': estimator.classes_.tolist(),
+    'classes_dtype': estimator.classes_.dtype.str,
+    'fitted': {name: getattr(estimator, name) for name in _FITTED},
+  }
+  # A copy in C order: safetensors writes an array's memory as it lies.
+  arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
+  safetensors.numpy.save_file(arrays, path, metadata={_METADATA: json.dumps(description)})
+
+
+def load(path: str) -> HeadClassifier:
+  """Reads what `save` wrote.
+
+  Raises:
+    ValueError: the file is no estimator's, or damaged.
+  """
+  try:
+    with safetensors.safe_open(path, framework='numpy') as file:
+      description = json.loads((file.metadata() or {})[_METADATA])
+      arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+  except (KeyError, ValueError, OSError, safetensors.SafetensorError) as error:
+    raise ValueError(f'{path} holds no estimator of het_plugin: {error}') from error
+  settings = description['settings'] | {
+    'hidden_layers': tuple(description['settings']['hidden_layers'])
+  }
+  estimator = CLASSIFIERS[description['head']](**settings)
+  for name, value in description['fitted'].items():
+    setattr(estimator, name, value)
+  estimator.classes_ = np.array(description['classes'], description['classes_dtype'])
+  estimator.mean_ = arrays['mean']
+  params = {
+    tuple(name.split('/')[1:]): x for name, x in arrays.items() if name.startswith('params/')
+  }
+  estimator.params_ = traverse_util.unflatten_dict(params)
+  link = 'sigmoid' if estimator.target_ == 'indicator' else 'softmax'
+  estimator.model_ = estimator._model(len(estimator.classes_), link, description['tau'])
+  parts = {name: arrays.get(f'calibration/{name}') for name in ('scale', 'shift', 'scores')}
+  estimator.calibration_ = None if parts['scale'] is None else Calibration(**parts)
+  return estimator
+
+
+def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
+  """{'head/kernel': array, ...} of a head over the features themselves, for a training run.
+
+  The mean that the estimator subtracts goes into the biases; what an estimator's calibration adds
+  is left out. Write them with the backbone's parameters (`weights.write_arrays`) and bind
+  `RestoreCheckpointConfig.path` to the file.
+
+  Raises:
+    ValueError: the estimator has hidden layers, which a head has not.
+  """
+  if estimator.hidden_layers:
+    raise ValueError('a head has no hidden layers: fit without, or train the layers as a backbone')
+  flat = traverse_util.flatten_dict(estimator.params_['head'], sep='/')
+  flat = {f'head/{name}': np.asarray(x) for name, x in flat.items()}
+  for name, kernel in list(flat.items()):
+    if name.endswith('kernel') and not name.endswith('noise_kernel'):
+      bias = name.removesuffix('kernel') + 'bias'
+      flat[bias] = (flat[bias] - np.tensordot(estimator.mean_, kernel, 1)).astype(np.float32)
+  return flat
+
+
+def from_head(
+  head: linen_heads.Classifier, params: dict[str, Any], classes: Any = None
+) -> HeadClassifier:
+  """The head of a training run as an estimator of its pre-logits.
+
+  Args:
+    head: of the model, such as `run.model.head`.
+    params: its parameters, such as `run.params['head']`.
+    classes: [K] names; None numbers them.
+
+  Raises:
+    ValueError: the head has settings that no estimator has.
+  """
+  kind = next((name for name, cls in HEADS.items() if type(head) is cls), None)
+  if kind is None or getattr(head, 'get_logits', None) is not None:
+    raise ValueError(f'{type(head).__name__} is no head of an estimator')
+  params = jax.tree.map(np.asarray, params)
+  fields = {name: getattr(head, name) for name in CLASSIFIERS[kind]._noise}
+  fixed = not isinstance(head.temperature, linen_heads.LearnedTemperature)
+  estimator = CLASSIFIERS[kind](tau=head.temperature.tau if fixed else 'learned', **fields)
+  estimator.n_features_in_ = params['kernel'].shape[0]
+  others = {
+    name: getattr(head, name)
+    for name in ('parametrization', 'remainder', 'factor_bias')
+    if hasattr(head, name)
+  }
+  estimator.model_ = Model(
+    head=kind,
+    num_classes=head.num_classes,
+    link=head.link,
+    tau=head.temperature.tau if fixed else None,
+    tau_range=(0.05, 5.0) if fixed else (head.temperature.tau_min, head.temperature.tau_max),
+    num_samples=getattr(estimator, 'num_samples', 1),
+    noise=tuple((fields | others).items()),
+    class_multiple=head.class_multiple,
+  )
+  estimator.params_ = {'head': params}
+  estimator.mean_ = np.zeros(estimator.n_features_in_, np.float32)
+  estimator.classes_ = np.arange(head.num_classes) if classes is None else np.asarray(classes)
+  estimator.target_ = 'indicator' if head.link == 'sigmoid' else 'classes'
+  estimator.calibration_, estimator.n_iter_ = None, 0
+  estimator.objective_ = estimator.gradient_ = None
+  return estimator

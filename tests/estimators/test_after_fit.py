@@ -1,0 +1,114 @@
+"""What a fitted estimator gives beside predictions: covariance, calibration, sets, files."""
+
+import jax
+import numpy as np
+import pytest
+from scipy import special
+
+from het_plugin import estimators, heads
+from het_plugin.estimators import DetClassifier, HetClassifier, HetXLClassifier
+
+
+@pytest.fixture(scope='module')
+def data():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(900, 5)).astype(np.float32)
+  u = 2 * x @ rng.normal(size=(5, 4)) + rng.gumbel(size=(900, 4))
+  u[:, :2] += 3 * rng.normal(size=(900, 1)) * np.array([1, -1])  # classes a and b are confused
+  return x, np.array(['a', 'b', 'c', 'd'])[u.argmax(axis=1)]
+
+
+@pytest.fixture(scope='module')
+def het(data):
+  x, y = data
+  return HetClassifier(num_factors=2, num_samples=64, max_iter=100, tol=1e-3).fit(x[:500], y[:500])
+
+
+def test_covariance_is_that_of_the_samples(data, het):
+  x, _ = data
+  covariance = het.covariance(x[:3])
+  assert covariance.shape == (3, 4, 4)
+  np.testing.assert_allclose(covariance, covariance.swapaxes(1, 2))
+  np.testing.assert_allclose(het.covariance(x[:3], ['c', 'a'])[:, 0, 1], covariance[:, 2, 0])
+  # Monte Carlo in numpy: the prediction is the mean softmax of such logits.
+  params = het.params_['head']
+  mean = (x[:3] - het.mean_) @ params['kernel'] + params['bias']
+  rng = np.random.default_rng(0)
+  for row in range(3):
+    u = rng.multivariate_normal(mean[row], covariance[row], size=200_000, check_valid='ignore')
+    p = special.softmax(u, axis=1).mean(axis=0)
+    np.testing.assert_allclose(het.predict_proba(x[row : row + 1])[0], p, atol=0.01)
+  pairs = het.correlated_classes(x)
+  assert len(pairs) == 6 and all(-1.001 <= pair[2] <= 1.001 for pair in pairs)
+  total, aleatoric = het.entropy(x)
+  p = het.predict_proba(x)
+  np.testing.assert_allclose(total, special.entr(p).sum(axis=1), atol=1e-4)
+  assert (aleatoric <= total).all() and (aleatoric < total).any()
+
+
+@pytest.mark.parametrize('method', ['temperature', 'vector'])
+def test_calibration_lowers_the_nll_of_an_overfitted_head(data, method):
+  x, y = data
+  det = DetClassifier(1e6, max_iter=60).fit(x[:30], y[:30])
+  before = det.nll(x[600:], y[600:]).mean()
+  det.calibrate(x[30:600], y[30:600], method)
+  assert det.nll(x[600:], y[600:]).mean() < before - 0.1
+  np.testing.assert_allclose(det.predict_proba(x).sum(axis=1), 1.0, rtol=1e-5)
+
+
+def test_sets_cover_the_label(data):
+  x, y = data
+  det = DetClassifier().fit(x[:200], y[:200])
+  det.calibrate(x[200:550], y[200:550], 'none')
+  column = np.searchsorted(det.classes_, y)
+  for alpha in (0.05, 0.2):
+    sets = det.predict_set(x[550:], alpha)
+    covered = sets[np.arange(350), column[550:]].mean()
+    assert abs(covered - (1 - alpha)) < 0.07
+  with pytest.raises(ValueError, match='needs at least 999 rows'):
+    det.predict_set(x, 0.001)
+
+
+def test_files_give_the_same_predictions(data, het, tmp_path):
+  x, y = data
+  path = str(tmp_path / 'het.safetensors')
+  het.calibrate(x[500:700], y[500:700], 'vector')
+  estimators.save(het, path)
+  loaded = estimators.load(path)
+  np.testing.assert_array_equal(loaded.predict_proba(x), het.predict_proba(x))
+  np.testing.assert_array_equal(loaded.predict_set(x, 0.2), het.predict_set(x, 0.2))
+  assert loaded.get_params() == het.get_params() and list(loaded.classes_) == list('abcd')
+  het.calibration_ = None
+  (tmp_path / 'bad.safetensors').write_bytes(b'no such file')
+  with pytest.raises(ValueError, match='holds no estimator'):
+    estimators.load(str(tmp_path / 'bad.safetensors'))
+
+
+def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
+  x, y = data
+  head = heads.HetXL(4, temperature=heads.LearnedTemperature(initial_tau=0.7), num_factors=3)
+  params = head.init(jax.random.key(0), x[:1])['params']
+  opened = estimators.from_head(head, params, classes=list('abcd'))
+  logits = head.apply({'params': params}, x[:5])
+  np.testing.assert_allclose(
+    opened.covariance(x[:5]),
+    np.einsum('nrk,nrl->nkl', *[np.asarray(logits.factors())[..., :4] / 0.7] * 2),
+    rtol=1e-4,
+    atol=1e-5,
+  )
+  assert opened.temperature_ == pytest.approx(0.7) and set(opened.predict(x)) <= set('abcd')
+
+  fitted = HetXLClassifier(num_factors=3, num_samples=16, max_iter=20, tol=0.1).fit(x + 3, y)
+  flat = estimators.head_params(fitted)
+  own = head.clone(class_multiple=1, temperature=heads.FixedTemperature())
+  tree = {'covariance': {}}
+  for name, value in flat.items():
+    *path, last = name.split('/')
+    (tree['covariance'] if path[-1] == 'covariance' else tree)[last] = value
+  reopened = estimators.from_head(own, tree, classes=list('abcd'))
+  np.testing.assert_allclose(
+    reopened.set_params(num_samples=16).covariance(x + 3),
+    fitted.covariance(x + 3),
+    rtol=2e-3,
+    atol=1e-4,
+  )
