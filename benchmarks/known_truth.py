@@ -1,4 +1,4 @@
-"""Labels drawn from a heteroscedastic model itself: what each head gains over DET, of what it could.
+"""Labels drawn from a heteroscedastic model itself: what heads gain over DET, of what they could.
 
     python benchmarks/known_truth.py [--json OUT] [--truth het] [--full]
 
@@ -10,7 +10,6 @@ entries of the covariances of head and truth (centred for a softmax, to which sh
 nothing). The default grid takes minutes on one core, --full a night.
 """
 
-import argparse
 import dataclasses
 import itertools
 import warnings
@@ -18,7 +17,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import print_table, write_json
+from command_line import make_parser, names, report, write_json
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin import estimators
@@ -181,10 +180,9 @@ def _factors(model, params, x):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--json', help='where the rows are written')
+  parser = make_parser(__doc__)
   parser.add_argument('--truth', default='het_xl', choices=['het', 'het_xl'])
-  parser.add_argument('--heads', default='het,het_h,het_xl')
+  parser.add_argument('--heads', type=names(HEADS), default='het,het_h,het_xl'.split(','))
   parser.add_argument('--full', action='store_true', help='the whole grid')
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--problem', help='one point instead: LINK,K,D,R,NOISE,N')
@@ -197,10 +195,11 @@ def main():
   warnings.simplefilter('ignore', ConvergenceWarning)  # at C = 30 a few end at 2e-3
   rows = []
   for problem in problems:
-    rows += measure(problem, args.truth, args.heads.split(','), args.seed)
-    write_json(args.json, {'rows': rows})  # a long grid can be read while it runs
-    print(*(f'{row["head"]} {row["nll"]:.4f}' for row in rows[-4:]), problem, flush=True)
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
+    found = measure(problem, args.truth, args.heads, args.seed)
+    rows += found
+    write_json(args.json, rows)  # a long grid can be read while it runs
+    print(*(f'{row["head"]} {row["nll"]:.4f}' for row in found), problem, flush=True)
+  report(args.json, rows)
 
 
 if __name__ == '__main__':
