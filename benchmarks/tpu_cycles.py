@@ -26,7 +26,9 @@ import jax.numpy as jnp
 from command_line import integers, names, print_table, write_json
 from integrator import compile_loss, our_loss, reference_loss
 
-from het_plugin.integrate import LINKS, Integrator, fused, kernels
+from het_plugin.integrate import LINKS, Integrator, fused, kernels, tpu_kernels
+from het_plugin.integrate.order import Plan
+from het_plugin.integrate.placement import Placement
 from het_plugin.planning import hlo, topology
 
 DUMP = 'HET_PLUGIN_TPU_CYCLES_DUMP'  # the directory of this process's dumps
@@ -94,8 +96,8 @@ def kernel_cycles(name, args, sharding, num_samples):
   """Bundles of a kernel times its blocks, over the cores that share them."""
   array = on(sharding)
 
-  at_most = kernels.TPU_SUM_OF_CLASSES if name == 'log2_z' else kernels.TPU_SUM_OF_SAMPLES
-  s, k = kernels.tpu_block(at_most, num_samples, args.classes)
+  at_most = tpu_kernels.SUM_OF_CLASSES if name == 'log2_z' else tpu_kernels.SUM_OF_SAMPLES
+  s, k = tpu_kernels.block_shape(at_most, num_samples, args.classes)
   class_blocks = math.ceil(args.classes / k)
   num_classes = class_blocks * k  # whole blocks: a rest has code of its own, and would count twice
   others = {
@@ -132,7 +134,7 @@ def compile_side(args, sharding, link, num_samples, procedure):
   text = compiled.as_text()
   cycles = program_cycles(text)
   if 'tpu_custom_call' in text:  # not where few samples go through W
-    plan = fused.plan_calls(num_samples, None)
+    plan = fused.plan_calls(Plan(num_samples, num_samples, None, True, Placement()))
     names = ('log2_z', 'softmax_pull') if link == 'softmax' else ('sigmoid_sums',)
     cycles += plan.num_chunks * sum(
       kernel_cycles(name, args, sharding, plan.chunk_size) for name in names

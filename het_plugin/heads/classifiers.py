@@ -15,7 +15,7 @@ import numpy as np
 from flax.linen import partitioning
 
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.linear import matmul
+from het_plugin.heads.linear import check_pre_logits, matmul
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
   LINKS,
@@ -121,6 +121,7 @@ class Det(Classifier):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits without noise."""
     self.check()
+    check_pre_logits(self, phi)
     return self.gaussian(self.location(phi, self.kernel(phi), self.bias()), None, None)
 
 
@@ -183,6 +184,7 @@ class Het(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + z F(x)."""
     self.check()
+    check_pre_logits(self, phi)
     location = self.location(phi, self.kernel(phi), self.bias())
     covariance, mean = self.make_covariance(self.padded_classes, 'vocab', name='covariance')(phi)
     return self.gaussian(_shift(location, mean, None), covariance, None)
@@ -228,6 +230,7 @@ class HetH(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
     self.check()
+    check_pre_logits(self, phi)
     location = self.location(phi, self.kernel(phi), self.bias())
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
@@ -279,6 +282,7 @@ class HetXL(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T (phi + z F(x)) + b."""
     self.check()
+    check_pre_logits(self, phi)
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
     if self.get_logits is not None:

@@ -338,7 +338,7 @@ def class_log_prob(
     projection = Opaque(representation, weights, get_logits)
   logits = logits.replace(covariance=covariance, projection=projection)
   with partitioning.axis_rules(()):  # K has no shards here
-    return dataclasses.replace(integrator, class_shards=1).log_prob(logits, keys)
+    return integrator.log_prob(logits, keys)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,7 @@
 """Gaussian logits, the expectation of their softmax or sigmoid, and the softmax over a batch."""
 
 from het_plugin.integrate.analytic import ESTIMATORS, Analytic, mean_field, taylor
-from het_plugin.integrate.batch_softmax import (
-  BatchSoftmax,
-  batch_nll,
-  symmetric_nll,
-  unit_length,
-)
+from het_plugin.integrate.batch_softmax import BatchSoftmax, symmetric_nll
 from het_plugin.integrate.gaussian import (
   LINKS,
   REMAINDERS,
@@ -25,6 +20,7 @@ from het_plugin.integrate.integrator import (
   Integrator,
   multi_hot,
 )
+from het_plugin.integrate.noisy_batch import batch_nll, unit_length
 from het_plugin.integrate.order import pick_order
 from het_plugin.integrate.samplers import (
   SAMPLERS,
@@ -38,7 +34,7 @@ from het_plugin.integrate.samplers import (
 CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
 # What may change between two starts of a run without changing its results (config/changes.py).
 SAME_RESULTS = (
-  *('Integrator.order', 'Integrator.implementation', 'Integrator.class_shards'),
+  *('Integrator.order', 'Integrator.implementation'),
   *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
 )
 

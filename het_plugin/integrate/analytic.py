@@ -44,9 +44,16 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate.exact import marginals
-from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, Opaque, project
-from het_plugin.integrate.integrator import multi_hot
-from het_plugin.integrate.streaming import PADDED
+from het_plugin.integrate.gaussian import (
+  GaussianLogits,
+  Linear,
+  LowRank,
+  Opaque,
+  is_valid,
+  masked,
+  project,
+)
+from het_plugin.integrate.integrator import check_labels, multi_hot
 
 LAMBDA_0 = math.pi / 8
 CHUNK_BYTES = 2**28  # budget for projected factors on a device
@@ -71,11 +78,11 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
   """
   _refuse_opaque(logits)
   mean, variance = marginals(logits, CHUNK_BYTES)
-  location, scale = _masked(logits, mean), jax.lax.rsqrt(1.0 + LAMBDA_0 * variance)
+  location, scale = masked(logits, mean), jax.lax.rsqrt(1.0 + LAMBDA_0 * variance)
   if logits.link == 'sigmoid':
-    return _masked(logits, jax.nn.log_sigmoid(scale * location))
+    return masked(logits, jax.nn.log_sigmoid(scale * location))
   centre = jnp.sum(jax.nn.softmax(location) * location, axis=-1, keepdims=True)
-  return _masked(logits, jax.nn.log_softmax(_masked(logits, scale * (location - centre))))
+  return masked(logits, jax.nn.log_softmax(masked(logits, scale * (location - centre))))
 
 
 def taylor(logits: GaussianLogits) -> jax.Array:
@@ -91,12 +98,12 @@ def taylor(logits: GaussianLogits) -> jax.Array:
     curvature = 0.5 * variance * (1.0 - 2.0 * p)
     on = jax.nn.log_sigmoid(location) + _log_floored(1.0 + (1.0 - p) * curvature)
     off = jax.nn.log_sigmoid(-location) + _log_floored(1.0 - p * curvature)
-    return _masked(logits, jax.nn.log_sigmoid(on - off))
+    return masked(logits, jax.nn.log_sigmoid(on - off))
   location, noise = _in_logit_space(logits)
   p = jax.nn.softmax(location)
   q = _centred_variance(noise, p)
   bracket = 1.0 + 0.5 * (q - jnp.sum(p * q, axis=-1, keepdims=True))
-  return _masked(logits, jax.nn.log_softmax(jax.nn.log_softmax(location) + _log_floored(bracket)))
+  return masked(logits, jax.nn.log_softmax(jax.nn.log_softmax(location) + _log_floored(bracket)))
 
 
 ESTIMATORS: dict[str, Callable[[GaussianLogits], jax.Array]] = {
@@ -124,9 +131,10 @@ class Analytic:
   def nll(
     self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
   ) -> jax.Array:
-    """Negative log-likelihood [B] of int32 labels [B, L], as `Integrator.nll` defines it; `keys` is
-    ignored.
+    """Negative log-likelihood [B] of int32 labels [B] or [B, L], as `Integrator.nll` defines it;
+    `keys` is ignored.
     """
+    labels = check_labels(logits, labels)
     if logits.link == 'softmax':
       listed = labels >= 0
       log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
@@ -137,7 +145,7 @@ class Analytic:
     if isinstance(logits.projection, Linear):
       logits = logits.replace(projection=Linear(logits.projection.kernel))
     log_q = self.log_prob(logits)
-    return -jnp.where(_valid(logits), log_q, 0.0).sum(-1)
+    return -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
@@ -154,7 +162,7 @@ def _refuse_opaque(logits):
 
 def _in_logit_space(logits: GaussianLogits) -> tuple[jax.Array, LowRank]:
   """Mean [B, Kp] and noise (Q = Kp) of the logits over tau."""
-  location = _masked(logits, logits.location / logits.temperature)
+  location = masked(logits, logits.location / logits.temperature)
   covariance = logits.covariance
   if covariance is None:
     no_factors = jnp.zeros((location.shape[0], 0, location.shape[1]), location.dtype)
@@ -182,11 +190,3 @@ def _centred_variance(noise: LowRank, p: jax.Array) -> jax.Array:
 
 def _log_floored(bracket: jax.Array) -> jax.Array:
   return jnp.log(jnp.maximum(bracket, TAYLOR_FLOOR))
-
-
-def _valid(logits):
-  return jnp.arange(logits.location.shape[-1]) < logits.num_classes
-
-
-def _masked(logits, x):
-  return jnp.where(_valid(logits), x, PADDED)

@@ -225,7 +225,8 @@ def _streamed_variance(scale, loading, kernel, num_groups):
 
   if scale is None:
     run = placement.Placement.current().shard_map(
-      lambda loading, kernel: local(None, loading, kernel), 'brq qk -> bk'
+      lambda loading, kernel: local(None, loading, kernel), ('brq', 'qk'), 'bk'
     )
     return run(loading, kernel)
-  return placement.Placement.current().shard_map(local, 'bq rq qk -> bk')(scale, loading, kernel)
+  run = placement.Placement.current().shard_map(local, ('bq', 'rq', 'qk'), 'bk')
+  return run(scale, loading, kernel)

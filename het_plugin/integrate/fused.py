@@ -1,4 +1,4 @@
-"""The losses of `factored` by fused kernels, on one device or over a mesh.
+"""The losses of `estimate` by fused kernels, on one device or over a mesh.
 
 Two passes for a softmax, whose normaliser spans all classes: the forward pass keeps log2 Z and u_y
 of every sample, [B, S], and the backward pass draws the normals again. One for a sigmoid. Kernels
@@ -14,36 +14,42 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import kernels
-from het_plugin.integrate.factored import draw, pull, scan, with_shift
-from het_plugin.integrate.placement import Placement
+from het_plugin.integrate.estimate import draw, pull_samples, scan, with_last, with_shift
+from het_plugin.integrate.gaussian import PADDED
+from het_plugin.integrate.order import Plan
 from het_plugin.integrate.rotation import Draws
-from het_plugin.integrate.streaming import PADDED, Plan, first_order
 
 # Samples a kernel call: normals of so many exist at one time, [B, SAMPLES_A_CALL, R + 1].
 SAMPLES_A_CALL = 512
-ONE_DEVICE = Placement()
 LN_2 = math.log(2.0)  # a kernel's unit of logarithms
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedPlan(Plan):
-  """How the samples stream through kernels, and where the arrays lie (static under jit)."""
+def plan_calls(plan: Plan) -> Plan:
+  """The plan with chunks of whole blocks: samples in kernel calls of nearly one size."""
+  num_calls = -(-plan.num_samples // SAMPLES_A_CALL)
+  blocks = -(-plan.num_samples // (num_calls * kernels.SAMPLE_MULTIPLE))
+  return dataclasses.replace(plan, chunk_size=blocks * kernels.SAMPLE_MULTIPLE)
 
-  placement: Placement = ONE_DEVICE
+
+@jax.custom_jvp
+def first_order(gradient):
+  """The identity on a gradient; differentiating it once more is an error."""
+  return gradient
 
 
-def plan_calls(num_samples: int, sampler, placement: Placement = ONE_DEVICE) -> FusedPlan:
-  """Samples in kernel calls of nearly one size, each of whole blocks."""
-  num_calls = -(-num_samples // SAMPLES_A_CALL)
-  blocks = -(-num_samples // (num_calls * kernels.SAMPLE_MULTIPLE))
-  return FusedPlan(num_samples, blocks * kernels.SAMPLE_MULTIPLE, sampler, placement)
+@first_order.defjvp
+def _refuse(primals, tangents):
+  del primals, tangents
+  raise NotImplementedError(
+    "Integrator.implementation='pallas' has first derivatives only: its kernels have no others"
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_softmax_at(
-  plan: FusedPlan, rows: jax.Array, shift: jax.Array, draws: Draws, label: jax.Array
+  plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, label: jax.Array
 ) -> jax.Array:
-  """`factored.log_softmax_at`, for float32 rows and a plan by `plan_calls`."""
+  """log E[softmax(u)]_y [B, 1] as `estimate.one_pass`; float32 rows, and a plan by `plan_calls`."""
   return _log_softmax_at_fwd(plan, rows, shift, draws, label)[0]
 
 
@@ -52,7 +58,7 @@ def _log_softmax_at_fwd(plan, rows, shift, draws, label):
 
   def local(rows, shift, draws, label):
     def body(_, chunk):
-      z, counts = draw(plan, draws, rows, chunk)
+      z, counts = _draw(plan, draws, rows, chunk)
       parts = _on_this_platform(kernels.log2_z, z, rows, shift, _local(plan, label, rows))
       return None, (*parts, counts)
 
@@ -68,10 +74,10 @@ def _log_softmax_at_fwd(plan, rows, shift, draws, label):
     answer = jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
     return answer, log_p, log2_z
 
-  answer, *residuals = plan.placement.shard_map(local, f'btk k {_of_draws(draws)} b -> b cbs cbs')(
-    rows, shift, draws, label
-  )
-  return answer, (rows, shift, draws, label, *residuals)
+  inputs = 'btk', 'k', draws.letters(), 'bl'
+  run = plan.placement.shard_map(local, inputs, ('b', 'cbs', 'cbs'))
+  answer, *residuals = run(rows, shift, draws, label)
+  return answer[:, None], (rows, shift, draws, label, *residuals)
 
 
 def _log_softmax_at_bwd(plan, residuals, g):
@@ -82,10 +88,10 @@ def _log_softmax_at_bwd(plan, residuals, g):
 
     def body(sums, inputs):
       chunk, log2_z, log_omega = inputs
-      z, _ = draw(plan, draws, rows, chunk)
+      z, _ = _draw(plan, draws, rows, chunk)
       log2_scale = log2_z - log_omega / LN_2
       matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log2_scale)
-      return jax.tree.map(jnp.add, sums, (pull(z, jnp.exp(log_omega)), matrix)), None
+      return jax.tree.map(jnp.add, sums, (pull_samples(z, jnp.exp(log_omega)), matrix)), None
 
     start = (jnp.zeros(rows.shape[:2], rows.dtype), jnp.zeros_like(rows))
     chunks = (jnp.arange(plan.num_chunks), log2_z, log_omega)
@@ -93,9 +99,9 @@ def _log_softmax_at_bwd(plan, residuals, g):
     at_label = jnp.arange(rows.shape[-1]) == _local(plan, label, rows)[:, None, None]
     return g[:, None, None] * (jnp.where(at_label, vector[..., None], 0.0) - matrix)
 
-  specs = f'btk k {_of_draws(residuals[2])} b cbs cbs b -> btk'
-  gradient = plan.placement.shard_map(local, specs)(*residuals, g)
-  return *with_shift(plan, gradient), None, None
+  inputs = 'btk', 'k', residuals[2].letters(), 'bl', 'cbs', 'cbs', 'b'
+  gradient = plan.placement.shard_map(local, inputs, 'btk')(*residuals, g[:, 0])
+  return *with_shift(gradient), None, None
 
 
 log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
@@ -103,9 +109,9 @@ log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_sigmoid(
-  plan: FusedPlan, rows: jax.Array, shift: jax.Array, draws: Draws, sign: jax.Array
+  plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, sign: jax.Array
 ) -> jax.Array:
-  """`factored.log_sigmoid`, for float32 rows and a plan by `plan_calls`."""
+  """log E[sigmoid(a u)] [B, K], in the same way."""
   return _log_sigmoid_fwd(plan, rows, shift, draws, sign)[0]
 
 
@@ -114,7 +120,7 @@ def _log_sigmoid_fwd(plan, rows, shift, draws, sign):
 
   def local(rows, shift, draws, sign):
     def body(sums, chunk):
-      z, counts = draw(plan, draws, rows, chunk)
+      z, counts = _draw(plan, draws, rows, chunk)
       new = _on_this_platform(kernels.sigmoid_sums, z, rows, shift, sign, counts)
       top = jnp.maximum(sums[0], new[0])  # [B, K]
       old_scale, new_scale = jnp.exp2(sums[0] - top), jnp.exp2(new[0] - top)
@@ -126,29 +132,30 @@ def _log_sigmoid_fwd(plan, rows, shift, draws, sign):
     (top, total, gradient), _ = scan(plan, body, start, jnp.arange(plan.num_chunks))
     return top * LN_2 + jnp.log(total) - jnp.log(plan.num_samples), total, gradient
 
-  specs = f'btk k {_of_draws(draws)} bk -> bk bk btk'
-  sums = plan.placement.shard_map(local, specs)(rows, shift, draws, sign)
-  return sums[0], (sums[2], sign / sums[1])
+  inputs, outputs = ('btk', 'k', draws.letters(), 'bk'), ('bk', 'bk', 'btk')
+  run = plan.placement.shard_map(local, inputs, outputs)
+  answer, total, gradient = run(rows, shift, draws, sign)
+  return answer, (gradient, sign / total)
 
 
 def _log_sigmoid_bwd(plan, residuals, g):
   gradient, scale = residuals
-  return *with_shift(plan, gradient * (g * scale)[:, None]), None, None
+  return *with_shift(gradient * (g * scale)[:, None]), None, None
 
 
 log_sigmoid.defvjp(_log_sigmoid_fwd, _log_sigmoid_bwd)
+LOSSES = {'softmax': log_softmax_at, 'sigmoid': log_sigmoid}
 
 
-def _of_draws(draws):
-  """The letter of draws: keys [B], or keys [1] that all examples share."""
-  return 'b' if len(draws.keys) > 1 else '1'
+def _draw(plan, draws, rows, chunk):
+  """z with a 1 for mu behind it [B, s, T + 1], and which samples count."""
+  z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, len(rows))
+  return with_last(z, 1.0), counts
 
 
 def _local(plan, label, rows):
-  """The labels [B] as indices into this device's classes, outside of [0, K) if on another."""
-  if plan.placement.vocab is None:
-    return label
-  return label - rows.shape[-1] * jax.lax.axis_index(plan.placement.vocab)
+  """Labels [B, 1] as indices [B] into this device's classes, outside of [0, K) if on another."""
+  return label[:, 0] - rows.shape[-1] * plan.placement.shard_index()
 
 
 def _on_this_platform(kernel, *args):

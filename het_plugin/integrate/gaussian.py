@@ -20,6 +20,8 @@ from flax import struct
 
 LINKS = ('softmax', 'sigmoid')
 REMAINDERS = ('rank_one', 'diag')
+# The logit of a padded class: its exp is exactly zero, and it is finite, so that 0 * PADDED is 0.
+PADDED = -1e30
 
 
 @struct.dataclass
@@ -142,6 +144,16 @@ class GaussianLogits:
       )
     projected = project(self.covariance, self.projection)
     return jnp.concatenate([projected.dense_loading(), projected.diag[:, None]], axis=1)
+
+
+def is_valid(logits: GaussianLogits) -> jax.Array:
+  """bool [Kp], False at padded classes."""
+  return jnp.arange(logits.location.shape[-1]) < logits.num_classes
+
+
+def masked(logits: GaussianLogits, u: jax.Array) -> jax.Array:
+  """u [..., Kp] with `PADDED` at padded classes."""
+  return jnp.where(is_valid(logits), u, PADDED)
 
 
 def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:

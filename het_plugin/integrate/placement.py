@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from flax import core
 from flax.linen import partitioning as flax_partitioning
 
@@ -24,26 +23,35 @@ class Placement:
   vocab: str | tuple[str, ...] | None = None
 
   @classmethod
-  def current(cls) -> 'Placement':
-    """That of the active mesh (`jax.set_mesh`) and flax's logical axis rules."""
-    batch, vocab = mesh_axes('batch'), mesh_axes('vocab')
+  def current(cls, batch_size: int = 0) -> 'Placement':
+    """That of the active mesh (`jax.set_mesh`) and flax's logical axis rules; a batch that the mesh
+    does not divide is whole.
+    """
+    batch, vocab = (mesh_axes(x) if num_shards(x) > 1 else None for x in ('batch', 'vocab'))
+    if batch_size % num_shards('batch'):
+      batch = None
     mesh = None if batch is None and vocab is None else core.meta.get_global_mesh()
     return cls(mesh, batch, vocab)
 
-  def shard_map(self, function, specs: str):
-    """`function` on each device's part of its arguments.
+  def shard_map(self, function, inputs, outputs):
+    """`function` on each device's part of its arguments; outside a mesh, `function` itself.
 
     Args:
-      function: from arrays to an array or a tuple of arrays.
-      specs: a letter per dimension, as 'btk k -> b': b is cut over `batch`, k over `vocab`.
+      function: from arrays to arrays.
+      inputs: a pytree per argument, with a letter per dimension of every array: b is cut over
+        `batch`, k over `vocab`.
+      outputs: the same of the result.
     """
     if self.mesh is None:
       return function
-    inputs, outputs = (tuple(map(self._spec, side.split())) for side in specs.split('->'))
-    outputs = outputs if len(outputs) > 1 else outputs[0]
+    specs = jax.tree.map(self._spec, (tuple(inputs), outputs))
     return jax.shard_map(
-      function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+      function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
+
+  def shard_index(self) -> jax.Array | int:
+    """Inside of `shard_map`, which part of the classes this device has."""
+    return 0 if self.vocab is None else jax.lax.axis_index(self.vocab)
 
   def _spec(self, letters):
     axes = {'b': self.batch, 'k': self.vocab}
@@ -69,32 +77,3 @@ def bytes_per_device(logits: jax.Array) -> int:
   """Bytes of an array [B, Kp] on one device, at least 1."""
   shards = num_shards('vocab') * num_shards('batch')
   return max(1, logits.size * logits.dtype.itemsize // shards)
-
-
-def tile(x, num_tiles):
-  """[..., Kp] to [M, ..., k], sharded by tile."""
-  x = jnp.moveaxis(x.reshape(*x.shape[:-1], num_tiles, -1), -2, 0)
-  return on_its_shard(x)
-
-
-def untile(x):
-  """[M, B, k] to [B, Kp]."""
-  x = jnp.moveaxis(x, 0, -2)
-  return x.reshape(*x.shape[:-2], -1)
-
-
-def on_every_shard(x, num_tiles):
-  """[...] to [M, ...]: each tile gets a copy, so that its gradient stays on its own shard until the
-  loop is over.
-  """
-  return on_its_shard(jnp.broadcast_to(x, (num_tiles, *x.shape)))
-
-
-def on_its_shard(x):
-  """Pins the tile axis of [M, ...] to the model axis and leaves the other axes to the compiler."""
-  if num_shards('vocab') == 1:
-    return x
-  spec = jax.sharding.PartitionSpec(
-    mesh_axes('vocab'), *(jax.sharding.PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
-  )
-  return jax.lax.with_sharding_constraint(x, spec)

@@ -36,6 +36,11 @@ class Draws:
   keys: jax.Array
   rotation: tuple[jax.Array, jax.Array] | None = None
 
+  def letters(self) -> 'Draws':
+    """Those of the dimensions, for `Placement.shard_map`."""
+    rotation = None if self.rotation is None else ('btm', 'bmt')
+    return Draws('b' if len(self.keys) > 1 else '1', rotation)
+
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] where all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)

@@ -197,12 +197,14 @@ def test_paper_slice(run):
 
 @pytest.mark.slow
 def test_samplers(run, tmp_path):
-  png = tmp_path / 'curves.png'
-  result, printed = run('samplers.py', *SMALL, '--reference_samples=4000', f'--png={png}')
-  assert Image.open(png).size == (990, 330)
-  assert {row['sampler'] for row in result['rows']} == {'iid', 'antithetic', 'sobol'}
-  assert all(row['rmse'] > 0 for row in result['rows'])
-  assert any('ratio' in line for line in printed[-3:])
+  png = tmp_path / 'errors.png'
+  flags = '--heads=het_xl', '--noises=0.5', '--steps=5', '--reference_samples=4096', '--trials=2'
+  result, printed = run('samplers.py', *SMALL, *flags, f'--png={png}')
+  assert Image.open(png).size == (660, 330)
+  rows = {(row['weights'], row['sampler'], row['s']): row['rmse'] for row in result['rows']}
+  assert len(rows) == 8 and all(error > 0 for error in rows.values())
+  assert rows['trained', 'sobol', 64] < rows['trained', 'iid', 64]
+  assert f"in {result['better']} of 2" in printed[-1]
 
 
 def test_analytic_bias(run):

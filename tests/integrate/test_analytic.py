@@ -170,22 +170,6 @@ def test_sigmoid_against_quadrature_in_one_dimension(estimator, std, tolerance):
     np.testing.assert_allclose(jnp.exp(estimator(logits))[0], expected, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-  'estimator,std,tolerance', [(mean_field, 0.3, 0.02), (taylor, 0.3, 2e-3), (taylor, 0.1, 3e-5)]
-)
-def test_two_classes_against_quadrature_in_one_dimension(estimator, std, tolerance):
-  with jax.enable_x64(True):
-    loading = jnp.array([[[std, -std]]])
-    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
-    for mean in (-2.0, 0.0, 0.5, 3.0):
-      logits = GaussianLogits(
-        jnp.array([[mean, 0.0]]), LowRank(None, loading, jnp.zeros((1, 2))), None, jnp.ones(()), 2
-      )
-      first = jax.nn.sigmoid(mean + 2 * std * nodes) @ weights / np.sqrt(2 * np.pi)
-      got = jnp.exp(estimator(logits))[0]
-      np.testing.assert_allclose(got, [first, 1 - first], atol=tolerance)
-
-
 @every_estimator
 def test_a_common_shift_of_the_logits_changes_nothing(estimator):
   with jax.enable_x64(True):
@@ -218,19 +202,6 @@ def test_taylor_outside_its_range_is_floored_and_normalised():
     # p = 1/3 and sum p G = 4: q = (64, 16, 16), their mean is 32, the brackets are 17, -7, -7.
     floored = np.array([17.0, 0.01, 0.01])
     np.testing.assert_allclose(jnp.exp(taylor(logits))[0], floored / floored.sum(), rtol=1e-12)
-
-
-@pytest.mark.parametrize('method', ESTIMATORS)
-def test_temperature_is_a_scaling_of_the_logits(method):
-  with jax.enable_x64(True):
-    logits = make('hash', tau=0.5)
-    scaled = logits.replace(
-      location=2 * logits.location,
-      covariance=logits.covariance.scaled(jnp.asarray(2.0)),
-      temperature=jnp.ones(()),
-    )
-    got, expected = (jax.jit(Analytic(method).log_prob)(g) for g in (logits, scaled))
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
 @every_estimator

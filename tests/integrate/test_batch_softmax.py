@@ -25,7 +25,7 @@ from tests.integrate.hlo import collectives
 
 B, D, R = 16, 6, 3
 KEY = jax.random.key(7)
-MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+MESHES = [(8, 1), (2, 4)]
 
 
 def make(batch=B, *, dim=D, full=True, seed=0, scale=1.0):
@@ -140,8 +140,7 @@ def on_mesh(shape, function, *args):
 # Deterministic.
 
 
-@pytest.mark.parametrize('chunk_bytes', [2**26, 4 * B * 5, 1])
-@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('chunk_bytes,masked', [(2**26, False), (4 * B * 5, True), (1, False)])
 def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
   """In one block, in chunks that do not divide the batch, row by row."""
   arrays, weights = make(), weights_of()
@@ -161,7 +160,7 @@ def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
   assert_close(on_mesh(shape, jax.value_and_grad(loss), arrays, weights), want)
 
 
-@pytest.mark.parametrize('batch', [1, 6, 12])
+@pytest.mark.parametrize('batch', [1, 6])
 def test_batches_that_the_mesh_does_not_divide(batch):
   arrays, weights = make(batch), weights_of(batch)
   value, gradient = expected(reference_deterministic, arrays, weights)
@@ -213,15 +212,6 @@ def test_representations_that_are_all_alike(chunk_bytes):
     np.testing.assert_allclose(direction.nll, np.log(B), rtol=1e-6)
     np.testing.assert_allclose(direction.correct, 1 / B, rtol=1e-6)
   assert jnp.isfinite(gradient).all()
-
-
-def test_one_caption_twice():
-  """Its two images each give their own caption half of what it is worth."""
-  rows = jnp.eye(4)
-  columns = jnp.eye(4).at[1].set(jnp.eye(4)[0])  # captions 0 and 1 are the same
-  one, _ = symmetric_nll(rows, columns, 0.01)
-  np.testing.assert_allclose(one.nll[0], np.log(2), rtol=1e-5)
-  np.testing.assert_array_equal(one.correct[jnp.array([0, 2, 3])], [0.5, 1, 1])
 
 
 @pytest.mark.parametrize('scale', [1e4, 1e-4])
@@ -293,7 +283,7 @@ def normals(batch, num_samples, sampler=iid, keys=None):
 
 @pytest.mark.parametrize(
   'full, num_samples, alike',
-  [(True, 1, True), (True, 1, False), (False, 1, True), (False, 3, False), (True, 40, True)],
+  [(True, 1, True), (True, 1, False), (False, 3, False), (True, 40, True)],
 )
 def test_batch_nll_and_its_gradient(full, num_samples, alike):
   """A mean takes the gradient of the forward pass, any other loss runs the chunks again."""
@@ -306,7 +296,7 @@ def test_batch_nll_and_its_gradient(full, num_samples, alike):
     assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
 
 
-@pytest.mark.parametrize('shape, full', [*((shape, True) for shape in MESHES), ((4, 2), False)])
+@pytest.mark.parametrize('shape, full', [((8, 1), True), ((2, 4), False)])
 def test_batch_nll_over_a_mesh(shape, full):
   arrays, weights, mask = make(full=full), weights_of(), jnp.arange(B) != 5
   want = expected(reference_noisy, arrays, weights, mask, normals(B, 1))
@@ -326,14 +316,6 @@ def test_post_normalization(num_samples, chunk_bytes):
     assert_close(on_mesh((4, 2), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
 
 
-@pytest.mark.parametrize('batch', [1, 6])
-def test_noisy_batches_that_the_mesh_does_not_divide(batch):
-  arrays, weights = make(batch), weights_of(batch)
-  want = expected(reference_noisy, arrays, weights, None, normals(batch, 1))
-  loss = functools.partial(noisy, num_samples=1)
-  assert_close(on_mesh((2, 4), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
-
-
 def test_the_integrator_is_that_of_the_caller():
   """Its sampler, and a remainder that fills the noise space; shared draws."""
   arrays, weights = make(), weights_of()
@@ -345,41 +327,6 @@ def test_the_integrator_is_that_of_the_caller():
   want = expected(reference_noisy, arrays, weights, None, z)
   loss = functools.partial(noisy, num_samples=2, keys=keys)
   assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
-
-
-def test_noise_follows_the_example():
-  """Neither place nor company of an example changes what is drawn for it."""
-  arrays = make()
-  keys = example_keys(KEY, jnp.arange(B))
-  order = jax.random.permutation(jax.random.key(1), B)
-
-  def nll(index):
-    moved = jax.tree.map(lambda x: x[index], (arrays['rows'], arrays['covariance']))
-    columns = arrays['columns'][index]
-    return batch_nll(Integrator(num_samples=2), *moved, columns, 0.3, None, keys[index])
-
-  np.testing.assert_allclose(nll(order), nll(jnp.arange(B))[order], rtol=2e-6)
-
-
-def test_no_noise_is_the_deterministic_loss():
-  arrays = make()
-  none = jax.tree.map(jnp.zeros_like, arrays['covariance'])
-  keys = example_keys(KEY, jnp.arange(B))
-  both = symmetric_nll(arrays['rows'], arrays['columns'], 0.3)
-  for direction, names in zip(both, (('rows', 'columns'), ('columns', 'rows')), strict=True):
-    rows, columns = (arrays[n] for n in names)
-    got = batch_nll(Integrator(num_samples=5), rows, none, columns, 0.3, None, keys)
-    np.testing.assert_allclose(got, direction.nll, rtol=2e-6, atol=1e-6)
-
-
-def test_noisy_extremes():
-  for scale in (1e4, 1e-4):
-    arrays = make(scale=scale)
-    loss = functools.partial(noisy, num_samples=1, mask=jnp.arange(B) != 1)
-    value, gradient = jax.jit(jax.value_and_grad(loss))(arrays, jnp.ones((2, B)))
-    want = expected(reference_noisy, arrays, jnp.ones((2, B)), jnp.arange(B) != 1, normals(B, 1))
-    np.testing.assert_allclose(value, want[0], rtol=1e-4)
-    assert_close(gradient, want[1], 2e-2 if scale > 1 else 1e-5)
 
 
 # What the compiled program holds and sends.

@@ -22,9 +22,10 @@ from het_plugin.integrate import (
   kernels,
   shared_key,
 )
+from het_plugin.integrate.gaussian import PADDED
+from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import Placement
 from het_plugin.integrate.rotation import Draws
-from het_plugin.integrate.streaming import PADDED
 from tests.integrate.hlo import collectives
 
 SHAPES = [(2, 128, 12, 700), (1, 256, 3, 130), (3, 128, 2, 5)]  # B, S, T, K
@@ -109,7 +110,6 @@ def test_sigmoid_sums(backend, shape):
 # Losses.
 
 B, D, K, KP, H, R = 4, 6, 13, 16, 5, 4
-KINDS = ('identity', 'hash', 'linear', 'shared_w')
 
 
 def problem(kind, scale=1.0):
@@ -165,7 +165,7 @@ def assert_agree(got, expected, rtol=1e-5):
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize(
   'kind,num_samples',
-  [*((kind, 150) for kind in KINDS), ('linear', 1), ('shared_w', 600)],  # 600 are two kernel calls
+  [('identity', 150), ('hash', 1), ('shared_w', 600)],  # 600 are two kernel calls
 )
 def test_losses_are_those_of_xla(kind, link, num_samples):
   arrays = problem(kind)
@@ -176,7 +176,7 @@ def test_losses_are_those_of_xla(kind, link, num_samples):
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize(
-  'kind,shape', [('identity', (2, 4)), ('shared_w', (2, 4)), ('linear', (1, 8)), ('linear', (4, 1))]
+  'kind,shape', [('identity', (2, 4)), ('linear', (1, 8)), ('shared_w', (4, 1))]
 )
 def test_losses_on_a_mesh(kind, link, shape):
   arrays = problem(kind)
@@ -188,8 +188,7 @@ def test_losses_on_a_mesh(kind, link, shape):
   assert_agree(got, expected)
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('shape', [None, (2, 4)])
+@pytest.mark.parametrize('link,shape', [('softmax', (2, 4)), ('sigmoid', None)])
 def test_shared_draws(link, shape):
   arrays, key = problem('linear'), jax.random.key(5)
   mesh = None
@@ -220,15 +219,6 @@ def test_improbable_labels_keep_their_loss_and_gradient(link):
   assert np.abs(expected[0]) > 100.0
   assert_agree(got, expected, rtol=4e-5)  # half a last place of a logit of 900, in units of log 2
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
-
-
-def test_float64_is_left_to_xla():
-  with jax.enable_x64(True):
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float64), problem('linear'))
-    expected = value_and_grad(arrays, 'linear', 'softmax', num_samples=20)
-    got = value_and_grad(arrays, 'linear', 'softmax', num_samples=20, implementation='pallas')
-    assert got[0].dtype == jnp.float64
-    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -274,7 +264,7 @@ REAL_SHAPES = [(8, 256, 52, 7397), (1, 128, 2, 40), (2, 128, 102, 1024)]  # B, S
 
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
 @pytest.mark.parametrize('name', KERNELS)
-@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x4', 'v5p:2x2x1', 'v6e:2x4'])
+@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4'])
 def test_compiles_for_a_tpu(topology, name):
   pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
   from jax.experimental import topologies
@@ -336,18 +326,18 @@ def test_one_gathering_after_the_last_sample(platform, link):
   else:
     devices = jax.devices()
   mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ('data', 'model'), axis_types)
-  plan = fused.plan_calls(1300, iid, Placement(mesh=mesh, batch='data', vocab='model'))
+  placement = Placement(mesh, batch='data', vocab='model')
+  plan = fused.plan_calls(Plan(1300, 32, iid, project_first=True, placement=placement))
 
   def step(rows, shift, keys, of_label):
     draws = Draws(jax.random.wrap_key_data(keys))
-    losses = {'softmax': fused.log_softmax_at, 'sigmoid': fused.log_sigmoid}
-    return losses[link](plan, rows, shift, draws, of_label).sum()
+    return fused.LOSSES[link](plan, rows, shift, draws, of_label).sum()
 
   def array(spec, *shape, dtype=jnp.float32):
     spec = jax.sharding.PartitionSpec(*spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
-  of_label = array(('data',), 8, dtype=jnp.int32)
+  of_label = array(('data',), 8, 1, dtype=jnp.int32)
   if link == 'sigmoid':
     of_label = array(('data', 'model'), 8, 400)
   hlo = (

@@ -1,0 +1,455 @@
+"""E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u from samples, in log space.
+
+Samples come in chunks, whose logits live only inside the loop. What is kept of a chunk are numbers
+per sample, [B, S], so memory does not grow with S K. Nothing is clipped: quotients are formed as
+exp of a difference of logarithms. Three loops do all of it.
+
+`one_pass`, the loss where factors are projected first and one device has all classes. Its value is
+one number per example (softmax) or class (sigmoid), so its cotangent only scales a gradient that is
+known as soon as the samples are. The forward pass accumulates that gradient by the factors F
+[T, K], relative to a running maximum as in an online softmax: no sample is drawn or projected
+twice. With e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample s
+relative to the largest over s, and z_s with a 1 for the mean behind it,
+
+    d log p_y / dF = sum_s omega_s z_s (1[k = y] - e_sk / Z_s) / sum_s omega_s
+    d log q_k / dF = +-sum_s z_s sigmoid(x_s) sigmoid(-x_s) / sum_s sigmoid(x_s),   x = +-u_k
+
+`log_softmax_at`, that loss in all other cases: each device takes the maximum and the sum of
+exponentials of its own classes, which meet once, after the loop. The backward pass draws and
+projects again (`jax.checkpoint`).
+
+`log_mean_exp`, the mean over samples of a value per class, by a running maximum; its gradient
+weighs every sample's own by exp(value - answer).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from het_plugin.integrate.gaussian import (
+  PADDED,
+  GaussianLogits,
+  Hashed,
+  Linear,
+  LowRank,
+  Opaque,
+  apply_projection,
+  masked,
+  project,
+)
+from het_plugin.integrate.order import Plan
+from het_plugin.integrate.rotation import Draws
+
+
+@struct.dataclass
+class Samples:
+  """What the logits over tau are sampled from: u = mean + projection(noise).
+
+  Attributes:
+    mean: [B, 1, K]; or [1, 1, K], the bias or 0, where the noise or the projection have the rest.
+      `PADDED` at padded classes.
+    noise: in the noise space; or, where factors are projected first, those in logit space with mu
+      as their last row, [B, T + 1, K].
+    projection: None, `Linear`, or `Opaque`.
+  """
+
+  mean: jax.Array
+  noise: LowRank | jax.Array
+  projection: Linear | Opaque | None
+
+  @property
+  def batch_size(self) -> int:
+    return len(self.noise.diag if isinstance(self.noise, LowRank) else self.noise)
+
+  @property
+  def num_normals(self) -> int:
+    """T."""
+    is_low_rank = isinstance(self.noise, LowRank)
+    return self.noise.num_normals if is_low_rank else self.noise.shape[1] - 1
+
+  def noise_of(self, z: jax.Array, buckets: jax.Array | None) -> jax.Array:
+    """The noise of the logits [B, s, K] for normals z [B, s, T]: linear in z."""
+    if not isinstance(self.noise, LowRank):
+      return jnp.einsum('bst,btk->bsk', with_last(z, 0.0), self.noise)
+    projection = self.projection if buckets is None else Hashed(buckets)
+    return apply_projection(projection, self.noise.noise(z))
+
+  def logits(self, z: jax.Array, buckets: jax.Array | None) -> jax.Array:
+    """u [B, s, K]."""
+    if not isinstance(self.noise, LowRank):
+      # mu is added, not multiplied by a 1, since some devices round the operands of products.
+      return self.noise_of(z, buckets) + (self.noise[:, -1:] + self.mean)
+    match self.projection:
+      case Opaque(phi, params, get_logits):
+        phi = phi[:, None] + self.noise.noise(z)  # [B, s, D]
+        u = get_logits(params, phi.reshape(-1, phi.shape[-1])).reshape(*phi.shape[:2], -1)
+        return u.astype(self.mean.dtype) + self.mean
+      case Linear(_, phi) if phi is not None:
+        return apply_projection(self.projection, phi[:, None] + self.noise.noise(z)) + self.mean
+    return self.noise_of(z, buckets) + self.mean
+
+
+@struct.dataclass
+class Constants:
+  """Draws, and the hash of HET-H [K] where noise is hashed after it is sampled."""
+
+  draws: Draws
+  buckets: jax.Array | None = None
+
+
+def samples_of(logits: GaussianLogits, project_first: bool) -> tuple[Samples, jax.Array | None]:
+  """What is sampled, with 1 / tau in it, and the hash, if any. Where the location is phi W + bias,
+  both products with W are one, and W has one gradient.
+  """
+  inverse, projection = 1.0 / logits.temperature, logits.projection
+  mean, noise = logits.location[:, None] * inverse, logits.covariance.scaled(inverse)
+  buckets = None
+  match projection:
+    case Opaque(phi, params, get_logits):
+      projection = Opaque(phi, (params, inverse), _Tempered(get_logits))
+      mean, noise = jnp.zeros_like(mean[:1]), logits.covariance
+    case Linear(kernel, phi, bias) if phi is not None:
+      mean, projection = (bias * inverse)[None, None], Linear(kernel, phi * inverse)
+      if project_first:
+        rows = [noise.dense_loading(), noise.diag[:, None], projection.phi[:, None]]
+        noise = apply_projection(projection, jnp.concatenate(rows, axis=1))
+    case Hashed() if not project_first:
+      projection, buckets = None, projection.buckets
+  if project_first:
+    if isinstance(noise, LowRank):
+      noise = project(noise, projection)
+      noise = jnp.concatenate([noise.dense_loading(), noise.diag[:, None], mean], axis=1)
+      mean = jnp.zeros_like(mean[:1])
+    projection = None
+  return Samples(masked(logits, mean), noise, projection), buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tempered:
+  """get_logits(phi) / tau, with 1 / tau as one more parameter."""
+
+  get_logits: Callable
+
+  def __call__(self, params, phi):
+    params, inverse = params
+    return self.get_logits(params, phi) * inverse
+
+
+def with_last(z: jax.Array, last: float) -> jax.Array:
+  """z [B, s, T] with one more column."""
+  return jnp.concatenate([z, jnp.full_like(z[..., :1], last)], axis=-1)
+
+
+def draw(plan: Plan, draws: Draws, chunk: jax.Array, num_normals: int, batch: int):
+  """The normals of a chunk, [B, s, T], and which of its samples count, bool [s]."""
+  index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
+  z = draws.normals(plan.sampler, index, num_normals)
+  # Draws that all share are repeated: as one product for the batch, with classes and examples in
+  # one dimension, a chunk took 1.6 times as long on a CPU.
+  return jnp.broadcast_to(z, (batch, *z.shape[1:])), index < plan.num_samples
+
+
+def scan(plan: Plan, body, start, chunks):
+  """`lax.scan` over chunks; of one chunk without a loop, which XLA would copy its arguments for."""
+  if plan.num_chunks > 1:
+    return jax.lax.scan(body, start, chunks)
+  carry, out = body(start, jax.tree.map(lambda x: x[0], chunks))
+  return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
+  """u [B, s, k] at classes label [B], 0 where a label is outside [0, k): [B, s].
+
+  As a sum, which joins that of the exponentials. For a gather XLA turns all logits around in a
+  TPU's memory, which took 0.7 of the time of all else in the loop.
+  """
+  return jnp.where(jnp.arange(u.shape[-1]) == label[:, None, None], u, 0.0).sum(axis=-1)
+
+
+# One pass: factors projected first, all classes on one device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def one_pass(
+  link: str, plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, target: jax.Array
+) -> jax.Array:
+  """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)] [B, K] for the
+  target a [B, K] of +1 and -1; rows and shift [K] are noise and mean of `Samples`.
+  """
+  return _one_pass(link, plan, rows, shift, draws, target, with_gradient=False)[0]
+
+
+def _one_pass(link, plan, rows, shift, draws, target, with_gradient):
+  """The answer [B, n], the total [B, n] that the gradient's sums are relative to, and those."""
+  samples = Samples(shift[None, None], rows, None)
+  terms = _softmax_terms if link == 'softmax' else _sigmoid_terms
+
+  def body(carry, chunk):
+    top, total, sums = carry
+    z, counts = draw(plan, draws, chunk, samples.num_normals, samples.batch_size)
+    new_top, new_total, pull = terms(plan, samples.logits(z, None), target, counts, top)
+    shrink = jnp.exp(top - new_top)
+    if with_gradient:
+      new_sums = pull(with_last(z, 1.0))
+      sums = jax.tree.map(lambda x, y: x * shrink[:, None] + y, sums, new_sums)
+    return (new_top, total * shrink + new_total, sums), None
+
+  top, total = jnp.full(target.shape, 2 * PADDED, rows.dtype), jnp.zeros(target.shape, rows.dtype)
+  sums = None
+  if with_gradient:
+    at_label = jnp.zeros_like(rows[..., :1]) if link == 'softmax' else None
+    sums = at_label, jnp.zeros_like(rows)
+  chunks = jnp.arange(plan.num_chunks)
+  (top, total, sums), _ = scan(plan, body, (top, total, sums), chunks)
+  return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
+
+
+def _softmax_terms(plan, u, label, counts, top):
+  del plan
+  peak = u.max(axis=-1)  # [B, s]
+  e = jnp.exp(u - peak[..., None])
+  z_total = e.sum(axis=-1)
+  log_p = at_class(u, label[:, 0]) - peak - jnp.log(z_total)
+  log_p = jnp.where(counts, log_p, -jnp.inf)
+  new_top = jnp.maximum(top, log_p.max(axis=1, keepdims=True))  # [B, 1]
+  omega = jnp.exp(log_p - new_top)
+
+  def pull(z):
+    return pull_samples(z, omega)[..., None], _pull_classes(z * (omega / z_total)[..., None], e)
+
+  return new_top, omega.sum(axis=1, keepdims=True), pull
+
+
+def _sigmoid_terms(plan, u, sign, counts, top):
+  x = sign[:, None] * u  # [B, s, K]
+  if plan.num_samples % plan.chunk_size:
+    x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
+  # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
+  new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
+  e = jnp.exp(-jnp.abs(x) - new_top[:, None])
+  t = e * jnp.exp(new_top)[:, None]  # exp(-|x|)
+  r = 1.0 / (1.0 + t)
+  total = jnp.where(x < 0, e * r, r).sum(axis=1)
+  return new_top, total, lambda z: (None, _pull_classes(z, e * r * r))
+
+
+def pull_samples(z: jax.Array, weights: jax.Array) -> jax.Array:
+  """sum_s z_s weights_s, [B, T], for weights [B, s]."""
+  return jnp.einsum('bst,bs->bt', z, weights)
+
+
+def _pull_classes(z, e):
+  return jnp.einsum('bst,bsk->btk', z, e)
+
+
+def _one_pass_fwd(link, plan, rows, shift, draws, target):
+  log_p, total, sums = _one_pass(link, plan, rows, shift, draws, target, with_gradient=True)
+  return log_p, (sums, total, target)
+
+
+def _one_pass_bwd(link, plan, residuals, g):
+  del plan
+  (at_label, matrix), total, target = residuals
+  if link == 'sigmoid':
+    return *with_shift(matrix * (g * (target / total))[:, None]), None, None
+  scale = (g / total)[:, None]
+  is_label = jnp.arange(matrix.shape[-1]) == target[:, None]  # [B, 1, K]
+  gradient = jnp.where(is_label, scale * at_label, 0.0) - scale * matrix
+  return *with_shift(gradient), None, None
+
+
+one_pass.defvjp(_one_pass_fwd, _one_pass_bwd)
+
+
+def with_shift(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The gradients of rows and shift."""
+  # As a product: XLA's own sum over examples took ten times as long on a CPU.
+  ones = jnp.ones(len(gradient), gradient.dtype)
+  shift = jnp.einsum('b,bk->k', ones, gradient[:, -1], precision=jax.lax.Precision.HIGHEST)
+  return gradient, shift
+
+
+# Softmax at given classes, in general
+
+
+def log_softmax_at(
+  plan: Plan, samples: Samples, constants: Constants, labels: jax.Array
+) -> jax.Array:
+  """log E[softmax(u)]_y at labels y int32 [B, L]; anything at those outside [0, K)."""
+  peak, total, at_label = _partial_sums(plan, samples, constants, labels)
+  top, log_z = _combine(peak, total)  # [C, B, s]
+  counts = jnp.arange(plan.num_chunks * plan.chunk_size) < plan.num_samples
+  counts = counts.reshape(plan.num_chunks, 1, plan.chunk_size, 1)
+  log_p = (at_label.sum(axis=0) - top[..., None]) - log_z[..., None]  # [C, B, s, L]
+  log_p = jnp.where(counts, log_p, -jnp.inf)
+  return jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
+
+
+def _partial_sums(plan, samples, constants, labels):
+  """Of each of the M shards of classes: the maximum and the sum of exponentials [M, C, B, s], and
+  the logits at labels [M, C, B, s, L].
+  """
+
+  def local(samples, constants, labels):
+    num_classes = samples.mean.shape[-1]
+    labels = labels - plan.placement.shard_index() * num_classes
+
+    def partial(samples, chunk):
+      u, _ = _chunk_logits(plan, samples, constants, chunk)
+      peak = jax.lax.stop_gradient(u.max(axis=-1))
+      total = jnp.exp(u - peak[..., None]).sum(axis=-1)
+      if labels.shape[-1] == 1:
+        return peak, total, at_class(u, labels[:, 0])[..., None]
+      index = jnp.clip(labels, 0, num_classes - 1)[:, None]
+      at_label = jnp.take_along_axis(u, index, axis=-1)
+      inside = (labels >= 0) & (labels < num_classes)
+      return peak, total, jnp.where(inside[:, None], at_label, 0.0)
+
+    if plan.num_chunks > 1:
+      partial = jax.checkpoint(partial, prevent_cse=False)
+    chunks = jnp.arange(plan.num_chunks)
+    _, sums = scan(plan, lambda _, chunk: (None, partial(samples, chunk)), None, chunks)
+    return jax.tree.map(lambda x: x[None], sums)
+
+  inputs = *_specs(samples, constants), 'bl'
+  run = plan.placement.shard_map(local, inputs, ('kcbs', 'kcbs', 'kcbsl'))
+  return run(samples, constants, labels)
+
+
+def _combine(peak, total):
+  """The maximum and the log of the sum of exponentials relative to it, over shards: [C, B, s]. Kept
+  apart since log-probabilities near 0 keep their digits so: u - maximum is exact there.
+  """
+  top = peak.max(axis=0)
+  return top, jnp.log(jnp.sum(total * jnp.exp(peak - top), axis=0))
+
+
+def _chunk_logits(plan, samples, constants, chunk):
+  """u [B, s, K] of a chunk, and which of its samples count, bool [s]."""
+  z, counts = draw(plan, constants.draws, chunk, samples.num_normals, samples.batch_size)
+  return samples.logits(z, constants.buckets), counts
+
+
+def _specs(samples, constants):
+  """Letters of the arrays' dimensions for `Placement.shard_map`."""
+  noise, projection = samples.noise, samples.projection
+  if isinstance(noise, LowRank):
+    q = 'k' if projection is None and constants.buckets is None else 'q'
+    scale, loading = (None, 'br' + q) if noise.scale is None else ('b' + q, 'r' + q)
+    noise = LowRank(scale, loading, 'b' + q, noise.remainder)
+  else:
+    noise = 'btk'
+  if isinstance(projection, Linear):
+    projection = Linear('qk', None if projection.phi is None else 'bq')
+  samples = Samples('bsk' if len(samples.mean) > 1 else '1sk', noise, projection)
+  return samples, Constants(constants.draws.letters(), None if constants.buckets is None else 'k')
+
+
+# Values at all classes
+
+
+def log_softmax(plan: Plan, samples: Samples, constants: Constants) -> jax.Array:
+  """log E[softmax(u)] at all classes, [B, K]; padded classes get about `PADDED`."""
+  if plan.placement.vocab is None:
+    return _log_mean_exp(plan, _log_softmax, samples, constants)
+  no_label = jnp.zeros((samples.batch_size, 1), jnp.int32)
+  peak, total, _ = _partial_sums(plan, samples, constants, no_label)
+  return _log_mean_exp(plan, _relative, samples, constants, log_z=_combine(peak, total))
+
+
+def log_sigmoid(plan: Plan, samples: Samples, constants: Constants, sign: jax.Array) -> jax.Array:
+  """log E[sigmoid(sign * u)], [B, K], for signs [B, K]; anything at padded classes."""
+  return _log_mean_exp(plan, _log_sigmoid, samples, constants, sign)
+
+
+def _log_softmax(u, sign, log_z):
+  del sign, log_z
+  top = jax.lax.stop_gradient(u.max(axis=-1))
+  return _relative(u, None, (top, jnp.log(jnp.exp(u - top[..., None]).sum(axis=-1))))
+
+
+def _relative(u, sign, log_z):
+  del sign
+  top, log_total = log_z
+  return (u - top[..., None]) - log_total[..., None]
+
+
+def _log_sigmoid(u, sign, log_z):
+  del log_z
+  return jax.nn.log_sigmoid(sign[:, None] * u)
+
+
+def _log_mean_exp(plan, value, samples, constants, sign=None, log_z=None):
+  """`log_mean_exp` over the mesh; `log_z` is a pair of [C, B, s]."""
+  function = _log_mean_exp_of if plan.num_chunks == 1 else log_mean_exp
+  run = functools.partial(function, value, plan)
+  run = plan.placement.shard_map(run, (*_specs(samples, constants), 'bk', 'cbs'), 'bk')
+  return run(samples, constants, sign, log_z)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def log_mean_exp(value, plan, samples, constants, sign, log_z):
+  """log mean_s exp(value(u_s, sign, log_z_s)), [B, K]."""
+  return _log_mean_exp_of(value, plan, samples, constants, sign, log_z)
+
+
+def _log_mean_exp_of(value, plan, samples, constants, sign, log_z):
+  def body(carry, inputs):
+    top, total = carry
+    chunk, log_z = inputs
+    u, counts = _chunk_logits(plan, samples, constants, chunk)
+    v = jnp.where(counts[:, None], value(u, sign, log_z), -jnp.inf)  # [B, s, K]
+    new_top = jnp.maximum(top, jax.lax.stop_gradient(v).max(axis=1))
+    total = total * jnp.exp(top - new_top) + jnp.exp(v - new_top[:, None]).sum(axis=1)
+    return (new_top, total), None
+
+  start = jnp.full((samples.batch_size, samples.mean.shape[-1]), 2 * PADDED, samples.mean.dtype)
+  chunks = jnp.arange(plan.num_chunks), log_z
+  (top, total), _ = scan(plan, body, (start, jnp.zeros_like(start)), chunks)
+  return top + jnp.log(total) - jnp.log(plan.num_samples)
+
+
+def _log_mean_exp_fwd(value, plan, samples, constants, sign, log_z):
+  answer = _log_mean_exp_of(value, plan, samples, constants, sign, log_z)
+  return answer, (samples, constants, sign, log_z, answer)
+
+
+def _log_mean_exp_bwd(value, plan, residuals, g):
+  samples, constants, sign, log_z, answer = residuals
+  g = g / plan.num_samples
+
+  def body(total, inputs):
+    chunk, log_z = inputs
+
+    def values(samples, log_z):
+      u, counts = _chunk_logits(plan, samples, constants, chunk)
+      return value(u, sign, log_z), counts[:, None]
+
+    v, pull, counts = jax.vjp(values, samples, log_z, has_aux=True)
+    weight = jnp.where(counts, g[:, None] * jnp.exp(v - answer[:, None]), 0.0)
+    to_samples, to_log_z = pull(weight)
+    return jax.tree.map(jnp.add, total, to_samples), to_log_z
+
+  zeros = jax.tree.map(jnp.zeros_like, samples)
+  to_samples, to_log_z = jax.lax.scan(body, zeros, (jnp.arange(plan.num_chunks), log_z))
+  return to_samples, None, None, to_log_z
+
+
+log_mean_exp.defvjp(_log_mean_exp_fwd, _log_mean_exp_bwd)
+
+
+def mean_over_samples(
+  plan: Plan, samples: Samples, constants: Constants, value: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+  """mean_s value(u_s), [B], for value [B, s] of u [B, s, K]."""
+
+  def body(total, chunk):
+    u, counts = _chunk_logits(plan, samples, constants, chunk)
+    return total + jnp.where(counts, value(u), 0.0).sum(axis=1), None
+
+  zero = jnp.zeros(samples.batch_size, samples.mean.dtype)
+  return scan(plan, body, zero, jnp.arange(plan.num_chunks))[0] / plan.num_samples
