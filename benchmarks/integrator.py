@@ -146,7 +146,7 @@ def compile_loss(loss, *arguments):
   return jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
 
 
-def time_in_turns(functions, arguments, repeats):
+def time_in_turns(functions, arguments, repeats, clock=time.perf_counter):
   """Median seconds of each function. They take `repeats` turns, or more if a turn takes less than a
   tenth of a second, and in a turn the second of two calls is timed: the first finds the caches and
   the allocator as the other function left them.
@@ -156,9 +156,9 @@ def time_in_turns(functions, arguments, repeats):
   while len(seconds[0]) < repeats or time.perf_counter() - start_of_turns < 0.1 * repeats:
     for times, function in zip(seconds, functions, strict=True):
       jax.block_until_ready(function(*arguments))
-      start = time.perf_counter()
+      start = clock()
       jax.block_until_ready(function(*arguments))
-      times.append(time.perf_counter() - start)
+      times.append(clock() - start)
   return [statistics.median(times) for times in seconds]
 
 
@@ -175,7 +175,7 @@ def compare(args, head, link, implementation, method, num_samples, rates, log_pr
   )
   ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
   reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
-  seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats)
+  seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats, args.clock)
   temp, reference_temp = (f.memory_analysis().temp_size_in_bytes for f in (ours, reference))
   return dict(
     head=head,
@@ -212,8 +212,8 @@ def measure_rates(args):
 
   rows = jnp.ones((args.batch * (args.factors + 2), args.dim))
   kernel = jnp.ones((args.dim, args.classes))
-  (exp_seconds,) = time_in_turns([jax.jit(exponentials)], [x], args.repeats)
-  (dot_seconds,) = time_in_turns([jax.jit(jnp.matmul)], [rows, kernel], args.repeats)
+  (exp_seconds,) = time_in_turns([jax.jit(exponentials)], [x], args.repeats, args.clock)
+  (dot_seconds,) = time_in_turns([jax.jit(jnp.matmul)], [rows, kernel], args.repeats, args.clock)
   return EXPONENTIALS * x.size / exp_seconds, 2 * rows.size * args.classes / dot_seconds
 
 
@@ -265,7 +265,7 @@ def equal_accuracy(args, head, link):
     error = rmse_of(args, head, link, integrator, buckets, log_prob, args.trials)
   ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
   reference = compile_loss(reference_loss(head, link, PAPER_SAMPLES, buckets), *arguments)
-  seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats)
+  seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats, args.clock)
   return dict(
     head=head,
     link=link,
@@ -305,6 +305,14 @@ def main():
     type=int,
     default=20,
     help='timed turns of each side, at least; quick ones take a tenth of a second each',
+  )
+  parser.add_argument(
+    '--cpu_time',
+    dest='clock',
+    action='store_const',
+    const=time.process_time,
+    default=time.perf_counter,
+    help='seconds of CPU time, for ratios on a machine that other work shares',
   )
   parser.add_argument(
     '--equal_accuracy', action='store_true', help='compare seconds at the same RMSE of log p(y)'

@@ -82,12 +82,12 @@ class Step:
     self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
     self.state = jax.jit(init)(jax.random.key(1), self.image)
 
-  def seconds(self):
-    start = time.perf_counter()
+  def seconds(self, clock=time.perf_counter):
+    start = clock()
     self.state, value = self.compiled(self.state, self.image, self.label)
     if not np.isfinite(jax.block_until_ready(value)):
       raise FloatingPointError(f'the loss is {value}')
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def make_step(*arguments):
@@ -111,7 +111,7 @@ def compare(args, batch):
       step = make_step(args, name, num_samples, batch)
       times = None
       if step and det:
-        pairs = [(step.seconds(), det.seconds()) for _ in range(args.repeats)]
+        pairs = [(step.seconds(args.clock), det.seconds(args.clock)) for _ in range(args.repeats)]
         times = [statistics.median(side) for side in zip(*pairs, strict=True)]
       rows.append(row_of(args, name, num_samples, batch, step, det, times))
   rows[0]['seconds'] = rows[0]['det_seconds'] = next(
@@ -162,6 +162,14 @@ def main():
   parser.add_argument('--sampler', choices=SAMPLERS, default='sobol', help='of the noise')
   parser.add_argument('--dtype', default='bfloat16', help='of activations and products')
   parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
+  parser.add_argument(
+    '--cpu_time',
+    dest='clock',
+    action='store_const',
+    const=time.process_time,
+    default=time.perf_counter,
+    help='seconds of CPU time, for ratios on a machine that other work shares',
+  )
   parser.add_argument('--png', type=Path, help='draw the grid here')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()

@@ -191,7 +191,8 @@ def _one_pass(link, plan, rows, shift, draws, target, with_gradient):
   def body(carry, chunk):
     top, total, sums = carry
     z, counts = draw(plan, draws, chunk, samples.num_normals, samples.batch_size)
-    new_top, new_total, pull = terms(plan, samples.logits(z, None), target, counts, top)
+    counts = counts if plan.num_samples % plan.chunk_size else None
+    new_top, new_total, pull = terms(samples.logits(z, None), target, counts, top)
     shrink = jnp.exp(top - new_top)
     if with_gradient:
       new_sums = pull(with_last(z, 1.0))
@@ -208,25 +209,25 @@ def _one_pass(link, plan, rows, shift, draws, target, with_gradient):
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
 
 
-def _softmax_terms(plan, u, label, counts, top):
-  del plan
+def _softmax_terms(u, label, counts, top):
   peak = u.max(axis=-1)  # [B, s]
   e = jnp.exp(u - peak[..., None])
   z_total = e.sum(axis=-1)
   log_p = at_class(u, label[:, 0]) - peak - jnp.log(z_total)
-  log_p = jnp.where(counts, log_p, -jnp.inf)
+  log_p = log_p if counts is None else jnp.where(counts, log_p, -jnp.inf)
   new_top = jnp.maximum(top, log_p.max(axis=1, keepdims=True))  # [B, 1]
   omega = jnp.exp(log_p - new_top)
 
   def pull(z):
-    return pull_samples(z, omega)[..., None], _pull_classes(z * (omega / z_total)[..., None], e)
+    weighted = z * (omega / z_total)[..., None]
+    return pull_samples(z, omega)[..., None], jnp.einsum('bst,bsk->btk', weighted, e)
 
   return new_top, omega.sum(axis=1, keepdims=True), pull
 
 
-def _sigmoid_terms(plan, u, sign, counts, top):
+def _sigmoid_terms(u, sign, counts, top):
   x = sign[:, None] * u  # [B, s, K]
-  if plan.num_samples % plan.chunk_size:
+  if counts is not None:
     x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
   # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
   new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
@@ -234,16 +235,12 @@ def _sigmoid_terms(plan, u, sign, counts, top):
   t = e * jnp.exp(new_top)[:, None]  # exp(-|x|)
   r = 1.0 / (1.0 + t)
   total = jnp.where(x < 0, e * r, r).sum(axis=1)
-  return new_top, total, lambda z: (None, _pull_classes(z, e * r * r))
+  return new_top, total, lambda z: (None, jnp.einsum('bst,bsk->btk', z, e * r * r))
 
 
 def pull_samples(z: jax.Array, weights: jax.Array) -> jax.Array:
   """sum_s z_s weights_s, [B, T], for weights [B, s]."""
   return jnp.einsum('bst,bs->bt', z, weights)
-
-
-def _pull_classes(z, e):
-  return jnp.einsum('bst,bsk->btk', z, e)
 
 
 def _one_pass_fwd(link, plan, rows, shift, draws, target):
@@ -391,13 +388,9 @@ def _log_mean_exp(plan, value, samples, constants, sign=None, log_z=None):
   return run(samples, constants, sign, log_z)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def log_mean_exp(value, plan, samples, constants, sign, log_z):
-  """log mean_s exp(value(u_s, sign, log_z_s)), [B, K]."""
-  return _log_mean_exp_of(value, plan, samples, constants, sign, log_z)
-
-
 def _log_mean_exp_of(value, plan, samples, constants, sign, log_z):
+  """log mean_s exp(value(u_s, sign, log_z_s)), [B, K]."""
+
   def body(carry, inputs):
     top, total = carry
     chunk, log_z = inputs
@@ -439,6 +432,7 @@ def _log_mean_exp_bwd(value, plan, residuals, g):
   return to_samples, None, None, to_log_z
 
 
+log_mean_exp = jax.custom_vjp(_log_mean_exp_of, nondiff_argnums=(0, 1))
 log_mean_exp.defvjp(_log_mean_exp_fwd, _log_mean_exp_bwd)
 
 

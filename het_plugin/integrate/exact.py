@@ -181,16 +181,15 @@ def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
   rows = [noise.dense_loading()] if num_groups == 1 else []
   if noise.remainder == 'rank_one':
     rows.append(noise.diag[:, None])
+  variance = jnp.zeros_like(mean)
   if projection.phi is not None:
     rows.append(projection.phi[:, None] * inverse)
-  variance = jnp.zeros_like(mean)
-  if rows:
-    rows = apply_projection(projection, jnp.concatenate(rows, axis=1))  # [B, T, Kp]
-    # Sums under a mask, whose gradient is one array [B, T, Kp]; that of slices is three.
-    is_noise = (jnp.arange(rows.shape[1]) < rows.shape[1] - (projection.phi is not None))[:, None]
-    variance = jnp.where(is_noise, jnp.square(rows), 0.0).sum(1)
-    if projection.phi is not None:
-      mean = jnp.where(is_noise, 0.0, rows).sum(1) + projection.bias * inverse
+    rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)  # [B, T, Kp]
+    mean, variance = _last_and_squares(rows)
+    mean = mean + projection.bias * inverse
+  elif rows:
+    rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)
+    variance = jnp.square(rows).sum(1)
   if noise.remainder == 'diag':
     variance += apply_projection(
       Linear(jnp.square(projection.kernel)), jnp.square(noise.diag)[:, None]
@@ -198,6 +197,33 @@ def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
   if num_groups > 1:
     variance += _streamed_variance(noise.scale, noise.loading, projection.kernel, num_groups)
   return mean, variance
+
+
+def _product(x, kernel):
+  """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which spares copies."""
+
+  def as_matrices(x, kernel):
+    return apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
+
+  def in_general(x, kernel):
+    return apply_projection(Linear(kernel), x)
+
+  return jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
+
+
+@jax.custom_jvp
+def _last_and_squares(rows):
+  """The last row, and the sum of the others' squares, [B, Kp] of [B, T, Kp]."""
+  return rows[:, -1], jnp.square(rows[:, :-1]).sum(1)
+
+
+@_last_and_squares.defjvp
+def _last_and_squares_jvp(primals, tangents):
+  # Sums under a mask, whose transpose is one array [B, T, Kp]; that of slices is three.
+  (rows,), (tangent,) = primals, tangents
+  is_noise = (jnp.arange(rows.shape[1]) < rows.shape[1] - 1)[:, None]
+  of_squares = jnp.where(is_noise, 2.0 * rows * tangent, 0.0).sum(1)
+  return _last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
 
 
 def _streamed_variance(scale, loading, kernel, num_groups):

@@ -204,7 +204,7 @@ def test_samplers(run, tmp_path):
   rows = {(row['weights'], row['sampler'], row['s']): row['rmse'] for row in result['rows']}
   assert len(rows) == 8 and all(error > 0 for error in rows.values())
   assert rows['trained', 'sobol', 64] < rows['trained', 'iid', 64]
-  assert f"in {result['better']} of 2" in printed[-1]
+  assert f'in {result["better"]} of 2' in printed[-1]
 
 
 def test_analytic_bias(run):

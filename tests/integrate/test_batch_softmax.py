@@ -407,7 +407,7 @@ def test_products_of_a_mean_loss(loss, products, chunks):
   arrays = make(batch, dim=dim)
   step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, jnp.ones((2, batch)))))
   flops = step.lower(arrays).compile().cost_analysis()['flops']  # of one round of a loop
-  assert flops * chunks / (2 * batch * batch * dim) == pytest.approx(products, abs=0.3)
+  assert flops * chunks / (2 * batch * batch * dim) == pytest.approx(products, abs=0.5)
 
 
 @pytest.mark.parametrize(
