@@ -1,67 +1,55 @@
-"""Training on JPEG files: how long it waits for data, and how fast files are read.
+"""How fast JPEG files are read, cropped at random and mirrored, beside tf.data.
 
     python benchmarks/input.py [--json OUT]
-    python benchmarks/input.py --photos=24 --photo_size=60,45 --image_size=16 --backbone=tiny \\
-      --batch=4 --steps=4 --repeats=1
+    python benchmarks/input.py --files=64 --size=48 --image_size=16 --batch=8 --turn=64 --workers=1
 
-Makes JPEG files with the spectrum of photographs, 500 x 375 at quality 90, about 100 kB each.
-
-1. Trains a ViT-Ti/16 at 224 pixels on them, with random crops and flips, and prints the share of
-   time that the loop waited for its next batch. The first batches, which fill the queue, are
-   printed separately.
-2. Reads all files with our pipeline and, in turns, with a TensorFlow Datasets data set of the same
-   files, timed by TFDS's own benchmark: decoded only (ours with a central crop that does not
-   resize, and in batches), and with the crops and flips of training. Rates are images per second of
-   CPU time, so they are per core and depend little on other processes.
-
-Takes two minutes on two CPU cores, the second command some seconds.
+Makes JPEG files with the spectrum of photographs, an image folder and the same files as a TFDS data
+set. Reads them with our pipeline and, in turns, with tf.data: read, decode, random crop of 5% to
+100% of the area, antialiased resize, flip, levels in [-1, 1], batches. `workers` is the number of
+threads of either side. theirs_without_antialias gives other pixels. Rates are images per second of
+CPU time with --clock=cpu, which other processes of the machine disturb less.
 """
 
-import contextlib
-import io
+import itertools
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
-from command_line import integers, make_parser, print_table, write_json
-from loop import BACKBONES, classifier
+from command_line import integers, make_parser, report
 from PIL import Image
-from tensorflow_datasets.core.utils import benchmark as tfds_benchmark
 
-from het_plugin.data import DatasetConfig, get_dataset, preprocess, tasks
-from het_plugin.data.image_folder import ImageFolderSource
-from het_plugin.data.tf_host import tf
-from het_plugin.training import actions, checkpoints, partitioning
-from het_plugin.training.train import train
+from het_plugin.data import DatasetConfig, get_dataset, pipeline
 
 NUM_CLASSES = 4
-DECODE = (preprocess.central_crop(), preprocess.value_range())
-AUGMENT = (preprocess.inception_crop(), preprocess.flip_left_right(), preprocess.value_range())
+DISTINCT = 256  # photographs; files beyond them repeat their bytes
+CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
 
 
 def parse_args():
   parser = make_parser(__doc__)
-  parser.add_argument('--photos', type=int, default=256, help='number of files')
-  parser.add_argument('--photo_size', type=integers, default=[500, 375], help='width,height')
-  parser.add_argument('--image_size', type=int, default=224, help='height and width for the model')
-  parser.add_argument('--backbone', choices=BACKBONES, default='vit_ti', help='size of the model')
-  parser.add_argument('--batch', type=int, default=16, help='images per batch')
-  parser.add_argument('--steps', type=int, default=40, help='training steps')
-  parser.add_argument('--repeats', type=int, default=7, help='timed turns of each side')
+  parser.add_argument('--files', type=int, default=20_000, help='number of files')
+  parser.add_argument('--size', type=int, default=256, help='side of the files, in pixels')
+  parser.add_argument('--image_size', type=int, default=224, help='side for the model')
+  parser.add_argument('--batch', type=int, default=64, help='images per batch')
+  parser.add_argument('--workers', type=integers, default=[1, 2, 4], help='threads of each side')
+  parser.add_argument('--turn', type=int, default=2_048, help='images per turn of a side')
+  parser.add_argument('--turns', type=int, default=5, help='timed turns of each side')
+  parser.add_argument('--clock', choices=CLOCKS, default='wall', help='what a second is')
   return parser.parse_args()
 
 
-def photo(rng, width, height):
-  """An image with the power spectrum of photographs."""
-  frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+def photo(rng, side):
+  """The bytes of an image with the power spectrum of photographs."""
+  frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side))
   frequency[0, 0] = np.inf
 
   def plane():
     phases = rng.normal(size=frequency.shape) + 1j * rng.normal(size=frequency.shape)
-    levels = np.fft.irfft2(phases / frequency**1.2, (height, width))
+    levels = np.fft.irfft2(phases / frequency**1.2, (side, side))
     return levels / levels.std()
 
   grey, red, blue = plane(), plane(), plane()
@@ -69,120 +57,88 @@ def photo(rng, width, height):
   return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
 
 
-def write_photos(args, folder):
+def write_files(args, folder):
   """Writes the files, one folder per class, and returns their paths."""
   rng = np.random.default_rng(0)
   paths = []
-  for i in range(args.photos):
+  for i in range(args.files):
     path = folder / 'train' / f'class_{i % NUM_CLASSES}' / f'{i:06}.jpg'
     path.parent.mkdir(parents=True, exist_ok=True)
-    photo(rng, *args.photo_size).save(path, quality=90)
+    if i < DISTINCT:
+      photo(rng, args.size).save(path, quality=90)
+    else:
+      path.write_bytes(paths[i % DISTINCT].read_bytes())
     paths.append(path)
   return paths
 
 
-def write_tfds(folder, paths):
+def write_tfds(folder, paths, file_format):
   """A TFDS data set of the same files, byte by byte."""
   identity = tfds.core.DatasetIdentity(
     name='photos', version=tfds.core.Version('1.0.0'), data_dir=str(folder), module_name=''
   )
-  features = tfds.features.FeaturesDict({'image': tfds.features.Image(encoding_format='jpeg')})
+  label = tfds.features.ClassLabel(num_classes=NUM_CLASSES)
+  image = tfds.features.Image(encoding_format='jpeg')
+  features = tfds.features.FeaturesDict({'image': image, 'label': label})
   info = tfds.core.DatasetInfo(builder=identity, features=features)
-  folder.mkdir()
-  writer = tfds.core.SequentialWriter(info, max_examples_per_shard=64)
+  folder.mkdir(parents=True)
+  writer = tfds.core.SequentialWriter(info, 1_000, file_format=file_format)
   writer.initialize_splits(['train'])
-  writer.add_examples({'train': [{'image': str(path)} for path in paths]})
+  writer.add_examples(
+    {'train': [{'image': str(path), 'label': i % NUM_CLASSES} for i, path in enumerate(paths)]}
+  )
   writer.close_all()
-  return tfds.builder_from_directory(folder)
 
 
-class Recorder(actions.BaseAction):
-  """Keeps the training metrics."""
+def theirs(args, examples, workers, antialias=True):
+  """tf.data's batches of a data set of JPEG bytes and labels."""
+  size = args.image_size
 
-  def __init__(self):
-    self.metrics = []
-
-  def run(self, train_state, metrics_by_task):
-    self.metrics.append(metrics_by_task['train'])
-    return False
-
-
-def waiting(args, photos, model_dir):
-  """Milliseconds per step, and the share spent waiting for data, at the start and later."""
-  period = max(args.steps // 4, 1)
-  recorder = Recorder()
-  train(
-    model=classifier(args.backbone, NUM_CLASSES),
-    train_dataset_cfg=DatasetConfig(
-      f'image_folder:{photos}', {'image': args.image_size, 'label': 1}, 'train', args.batch
-    ),
-    train_eval_dataset_cfg=None,
-    checkpoint_cfg=checkpoints.CheckpointConfig(),
-    partitioner=partitioning.PjitPartitioner(),
-    model_dir=model_dir,
-    total_steps=args.steps,
-    eval_steps=1,
-    eval_period=period,
-    actions={'TRAIN': [recorder]},
-  )
-  ms = [metrics['timing/ms_per_step'] for metrics in recorder.metrics]
-  wait = [metrics['timing/data_wait_share'] for metrics in recorder.metrics]
-  return {
-    'ms_per_step': statistics.mean(ms[1:]),
-    'wait_share': float(np.average(wait[1:], weights=ms[1:])),
-    'first_wait_share': wait[0],
-  }
-
-
-class OnePass:
-  """Iterates over the files once, in batches of our pipeline."""
-
-  def __init__(self, args, task):
-    self._cfg = DatasetConfig(
-      task, {'image': args.image_size, 'label': 1}, 'train', args.batch, num_epochs=1
+  def augment(number, example):
+    encoded, label = example
+    image = tf.io.decode_jpeg(encoded, 3)
+    seed = tf.stack([number, 0])
+    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+      tf.shape(image),
+      tf.zeros([0, 0, 4]),
+      seed,
+      area_range=(0.05, 1.0),
+      aspect_ratio_range=(3 / 4, 4 / 3),
+      min_object_covered=0.0,
+      use_image_if_no_bounding_boxes=True,
     )
+    image = tf.image.resize(tf.slice(image, begin, extent), [size, size], antialias=antialias)
+    image = tf.image.stateless_random_flip_left_right(image, seed)
+    return tf.ensure_shape(image * (2 / 255) - 1, [size, size, 3]), label
 
-  def __iter__(self):
-    batches = get_dataset(self._cfg)
-    with contextlib.closing(batches):
-      yield from batches
-
-
-def tfds_pipeline(args, dataset, preprocessors):
-  """Applies the same preprocessing to a TFDS data set, in batches."""
-  keyed = dataset.enumerate().map(
-    lambda i, example: {**example, 'key': tf.stack([tf.cast(i, tf.int32), 0])},
-    num_parallel_calls=tf.data.AUTOTUNE,
-  )
-  for preprocessor in preprocessors:
-    keyed = preprocessor(keyed, {'image': args.image_size})
-  return keyed.batch(args.batch).prefetch(tf.data.AUTOTUNE)
+  options = tf.data.Options()
+  options.threading.private_threadpool_size = workers
+  dataset = examples.repeat().enumerate().map(augment, num_parallel_calls=workers)
+  return iter(dataset.batch(args.batch).prefetch(2).with_options(options).as_numpy_iterator())
 
 
-def rate(iterable, num_images):
-  """Returns (images per second of CPU time, images per second)."""
-  cpu = time.process_time()
-  with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
-    seen = tfds_benchmark.raw_benchmark(iterable)
-  seconds = (seen.end_time - seen.start_time) / 1e9
-  return num_images / (time.process_time() - cpu), num_images / seconds
+def ours(args, task, workers):
+  lengths = {'image': args.image_size, 'label': 1}
+  return get_dataset(DatasetConfig(task, lengths, 'train', args.batch, num_threads=workers))
 
 
-def compare(args, work, ours, theirs):
-  """One row. The first turn of each side builds its graph and does not count."""
-  sides = {'ours': ours, 'tfds': theirs}
+def compare(args, source, workers, sides):
+  """One row; the sides take turns."""
+  now = CLOCKS[args.clock]
   rates = {name: [] for name in sides}
-  for turn in range(args.repeats + 1):
-    for name, iterable in sides.items():
-      measured = rate(iterable, args.photos)
-      if turn:
-        rates[name].append(measured)
-  cpu = {name: [x for x, _ in measured] for name, measured in rates.items()}
-  ratios = [a / b for a, b in zip(cpu['ours'], cpu['tfds'], strict=True)]
+  for _ in range(args.turns):
+    for name, batches in sides.items():
+      # What was read ahead in the last turn, and in the first the building of the graph.
+      list(itertools.islice(batches, 2 + pipeline.PREFETCHED_BATCHES + workers))
+      start = now()
+      num_batches = -(-args.turn // args.batch)
+      list(itertools.islice(batches, num_batches))
+      rates[name].append(num_batches * args.batch / (now() - start))
+  ratios = [a / b for a, b in zip(rates['ours'], rates['theirs'], strict=True)]
   return {
-    'work': work,
-    **{f'{name}_per_core': statistics.median(cpu[name]) for name in sides},
-    **{f'{name}_per_second': statistics.median(x for _, x in rates[name]) for name in sides},
+    'source': source,
+    'workers': workers,
+    **{f'{name}_images_per_second': statistics.median(x) for name, x in rates.items()},
     'ratio': statistics.median(ratios),
     'lowest': min(ratios),
     'highest': max(ratios),
@@ -191,35 +147,42 @@ def compare(args, work, ours, theirs):
 
 def main():
   args = parse_args()
+  rows = []
   with tempfile.TemporaryDirectory() as folder:
     folder = Path(folder)
-    paths = write_photos(args, folder / 'photos')
-    kilobytes = sum(path.stat().st_size for path in paths) / args.photos / 1e3
-    # TFDS would cache the decoded images of the first turn in memory.
-    read_config = tfds.ReadConfig(try_autocache=False)
-    builder = write_tfds(folder / 'tfds', paths)
-    dataset = builder.as_dataset(split='train', read_config=read_config)
-    source = ImageFolderSource(str(folder / 'photos'))
-    decode, augment = (
-      OnePass(args, tasks.add_image_task(name, source, preprocessors))
-      for name, preprocessors in (('decode', DECODE), ('augment', AUGMENT))
+    paths = write_files(args, folder / 'photos')
+    names, labels = list(map(str, paths)), np.arange(len(paths)) % NUM_CLASSES
+    for file_format in ('tfrecord', 'array_record'):
+      write_tfds(folder / file_format / 'photos' / '1.0.0', paths, file_format)
+    tfds.core.add_data_dir(str(folder / 'array_record'))
+    records = tfds.builder_from_directory(folder / 'tfrecord' / 'photos' / '1.0.0').as_dataset(
+      split='train',
+      decoders={'image': tfds.decode.SkipDecoding()},
+      read_config=tfds.ReadConfig(try_autocache=False),
     )
-    rates = [
-      compare(args, 'decode', decode, dataset),
-      compare(args, 'decode, augment', augment, tfds_pipeline(args, dataset, AUGMENT)),
-    ]
-    training = waiting(args, folder / 'photos', folder / 'run')
-  print(f'{args.photos} files of {kilobytes:.0f} kB; images/s')
-  print_table(list(rates[0]), [list(row.values()) for row in rates])
-  write_json(args.json, {'kilobytes': kilobytes, 'rates': rates, 'training': training})
-  for row in rates:
-    print(
-      f'{row["work"]}: {row["ours_per_core"]:.0f} images/s per core, {row["ratio"]:.2f} times '
-      f'those of TFDS ({row["lowest"]:.2f} to {row["highest"]:.2f})'
-    )
+    sources = {
+      'image_folder': (
+        f'image_folder:{folder}/photos',
+        tf.data.Dataset.from_tensor_slices((names, labels)).map(
+          lambda path, label: (tf.io.read_file(path), label)
+        ),
+      ),
+      'tfds': ('tfds:photos', records.map(lambda example: (example['image'], example['label']))),
+    }
+    for source, (task, examples) in sources.items():
+      for workers in args.workers:
+        sides = {
+          'ours': ours(args, task, workers),
+          'theirs': theirs(args, examples, workers),
+          'theirs_without_antialias': theirs(args, examples, workers, antialias=False),
+        }
+        rows.append(compare(args, source, workers, sides))
+        sides['ours'].close()
+  report(args.json, rows)
+  slowest = min(rows, key=lambda row: row['ratio'])
   print(
-    f'{args.backbone}: the loop waited for data {training["wait_share"]:.2%} of its time, '
-    f'{training["ms_per_step"]:.0f} ms per step; {training["first_wait_share"]:.1%} at the start'
+    f'at least {slowest["ratio"]:.2f} times the rate of tf.data ({slowest["source"]}, '
+    f'{slowest["workers"]} workers)'
   )
 
 

@@ -1,6 +1,6 @@
-"""Data: seqio tasks read by global position, preprocessing, vocabularies and feature converters.
+"""Data: tasks read by global position, preprocessing, vocabularies and seqio tasks.
 
-Importing this package does not import TensorFlow; the first use of a task does.
+TensorFlow is imported with vocabularies and seqio tasks only.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 # These need seqio, which imports TensorFlow, so they are imported on first use.
 _LAZY = {
-  'ImageFeatureConverter': 'feature_converter',
-  'ImageTextFeatureConverter': 'feature_converter',
+  'ImageFeatureConverter': 'seqio_task',
+  'ImageTextFeatureConverter': 'seqio_task',
   'get_vocabulary': 'vocabularies',
   'tokenize': 'vocabularies',
 }
@@ -32,7 +32,11 @@ CONFIGURABLES = {
   'pipeline': ('DatasetConfig',),
 }
 # What may change between two starts of a run without changing its results (config/changes.py).
-SAME_RESULTS = ('DatasetConfig.num_threads', 'DatasetConfig.max_corrupt_fraction')
+SAME_RESULTS = (
+  'DatasetConfig.num_threads',
+  'DatasetConfig.num_workers',
+  'DatasetConfig.max_corrupt_fraction',
+)
 
 __all__ = [
   'BatchIterator',

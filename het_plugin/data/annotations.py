@@ -1,7 +1,6 @@
 """Class labels or captions of the images of a batch, as rows of fixed length."""
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,8 +50,8 @@ class Captions:
   """The feature 'text': token ids of one caption per image, int32 [B, L]; see `tokenize`.
 
   If an image has several captions, training draws one with the example's key, so that epochs show
-  different ones, and evaluation takes the first. Blank captions count as missing. Captions that are
-  cut to L tokens are counted; the 1st, 10th, 100th, ... is logged. Safe to use from any thread.
+  different ones, and evaluation takes the first. Blank captions count as missing. The first caption
+  that is cut to L tokens is logged.
   """
 
   feature = 'text'
@@ -69,13 +68,7 @@ class Captions:
     self._vocabulary = vocabulary
     self.length = length
     self._at_random = at_random
-    self._num_read = self._num_cut = 0
-    self._lock = threading.Lock()
-
-  @property
-  def num_cut(self) -> int:
-    """Number of captions that were cut; a caption counts each time it is read."""
-    return self._num_cut
+    self._has_cut = False
 
   def rows(
     self, captions: Sequence[Sequence[str]], keys: np.ndarray
@@ -98,7 +91,13 @@ class Captions:
       tokens = self._tokens(caption)
       ids.append(tokens or [])
       problems.append(_problem(caption, tokens))
-    self._count(ids)
+    too_long = [len(tokens) for tokens in ids if len(tokens) >= self.length]
+    if too_long and not self._has_cut:
+      self._has_cut = True
+      logging.getLogger(__name__).warning(
+        "Captions are cut to task_feature_lengths['text'] = %d tokens; one has %d and its end.",
+        *(self.length, too_long[0]),
+      )
     return token_rows(ids, self.length), problems
 
   def _tokens(self, caption: str) -> Sequence[int] | None:
@@ -108,18 +107,6 @@ class Captions:
     except UnicodeEncodeError:
       return None
     return self._vocabulary.encode(caption)
-
-  def _count(self, ids: Sequence[Sequence[int]]) -> None:
-    cut = sum(len(tokens) >= self.length for tokens in ids)
-    with self._lock:
-      self._num_read += len(ids)
-      before, self._num_cut = self._num_cut, self._num_cut + cut
-      num_read, num_cut = self._num_read, self._num_cut
-    if len(str(num_cut)) > len(str(before)) or (cut and not before):
-      logging.getLogger(__name__).warning(
-        "%d of %d captions read so far are cut to task_feature_lengths['text'] = %d tokens.",
-        *(num_cut, num_read, self.length),
-      )
 
 
 def _problem(caption: str, tokens: Sequence[int] | None) -> str | None:

@@ -1,8 +1,10 @@
 """Examples in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
 
+import contextlib
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -10,15 +12,13 @@ from het_plugin.data import counter_random
 from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
-_SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
-_VALIDATION_FRACTION = 0.1
+SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
+VALIDATION_FRACTION = 0.1
 _NUM_DIGITS = 1797
 
 
 class ArraySource:
-  """An ExampleSource over arrays; they are loaded at the first read and stay in memory."""
-
-  image_dtype = np.float32
+  """An ExampleSource over arrays."""
 
   def __init__(
     self,
@@ -26,30 +26,26 @@ class ArraySource:
     load: Callable[[], tuple[np.ndarray, np.ndarray]],
     splits: Mapping[str, np.ndarray],
     info: TaskInfo | ImageTextInfo,
-    image_size: int,
   ):
     """
     Args:
       name: name of the data set, for messages.
-      load: returns images [N, H, H, C], uint8 or float32 in [0, 1], and labels, int32 [N, L], or
-        captions, strings [N, M].
+      load: returns images [N, H, W, C], uint8 or float32 in [-1, 1], and labels, int32 [N, L], or
+        captions, strings [N, M]. It is called once; the arrays stay in memory.
       splits: the row numbers of each split, int64.
       info: metadata of the task.
-      image_size: H.
     """
     self._name = name
-    self._load = locked_cache(load)
+    self.load = locked_cache(load)
     self._splits = splits
     self.info = info
-    self.image_size = image_size
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = self._load()
+    images, annotations = self.load()
     rows = self._splits[split][ids]
-    white = 255 if images.dtype == np.uint8 else 1
-    return images[rows].astype(np.float32) * np.float32(2 / white) - np.float32(1), labels[rows]
+    return images[rows], annotations[rows]
 
   def describe(self, split: str, example_id: int) -> str:
     return f'{self._name}[{self._splits[split][example_id]}]'
@@ -66,31 +62,38 @@ def digits_source() -> ArraySource:
     class_names=tuple(map(str, range(10))),
     splits={name: len(rows) for name, rows in splits.items()},
   )
-  return ArraySource('digits', _load_digits, splits, info, image_size=8)
+  return ArraySource('digits', _load_digits, splits, info)
+
+
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
+  from sklearn import datasets  # slow to import, and only this task needs it
+
+  digits = datasets.load_digits()
+  images = (digits.images / 16).astype(np.float32)[..., None]
+  return _centred(images), digits.target.astype(np.int32)[:, None]
 
 
 def npz_source(path: str) -> ArraySource:
   """An NPZ file of images and labels.
 
   Arrays of the file:
-    image       [N, H, H] or [N, H, H, C]; uint8, or float in [0, 1].
+    image       [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
     label       integers; [N], or multi-label [N, L] padded with -1.
     class_name  optional [K] strings. Without it K is the largest label + 1.
     split       optional [N] strings, the split of each example. Without it a fixed tenth of the
                 examples is 'validation' and the rest 'train'.
 
   Raises:
-    ValueError: the file or an array is missing, or does not have the shape, type or values above.
+    ValueError: the file or an array is missing or damaged, or does not have the shape, type or
+      values above.
   """
   name = f'npz:{path}'
-  _check_arrays(name, path, 'label')
-  with np.load(path, allow_pickle=False) as arrays:
+  with _reading(name, path, 'label') as arrays:
     labels = arrays['label']
     names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
-  shape, _ = _header(path, 'image')
-  num_classes, labels = _check_labels(name, labels, names, num_images=shape[0])
-  image_size, channels = _check_images(name, path)
-  splits = _npz_splits(name, path, shape[0])
+    num_images, channels = _check_images(name, path)
+    splits = _npz_splits(name, arrays, num_images)
+  num_classes, labels = _check_labels(name, labels, names, num_images)
   info = TaskInfo(
     num_classes=num_classes,
     multi_label=labels.shape[1] > 1,
@@ -100,59 +103,65 @@ def npz_source(path: str) -> ArraySource:
     max_labels=labels.shape[1],
     version=_checksums(path),
   )
-  return ArraySource(name, lambda: (_load_npz_images(name, path), labels), splits, info, image_size)
+  return ArraySource(name, lambda: (_load_images(name, path), labels), splits, info)
 
 
 def npz_captions_source(path: str) -> ArraySource:
   """An NPZ file of images and captions.
 
   Arrays of the file:
-    image    [N, H, H] or [N, H, H, C]; uint8, or float in [0, 1].
+    image    [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
     caption  unicode strings (dtype '<U...'); [N], or [N, M] for up to M captions per image.
              Blank captions do not count; an image without a caption is an unreadable record.
     split    optional [N] strings, as in npz_source.
 
   Raises:
-    ValueError: the file or an array is missing, or does not have the shape, type or values above.
+    ValueError: as npz_source.
   """
   name = f'npz_captions:{path}'
-  _check_arrays(name, path, 'caption')
-  shape, _ = _header(path, 'image')
-  caption_shape, dtype = _header(path, 'caption')
-  if dtype.kind != 'U' or len(caption_shape) not in (1, 2) or caption_shape[0] != shape[0]:
-    raise ValueError(
-      f'{name}: caption is {dtype} {caption_shape}; it must be unicode strings [N] or [N, M] with '
-      f'N = {shape[0]}, the number of images.'
-    )
-  if 0 in caption_shape:
-    raise ValueError(f'{name} holds no examples.')
-  image_size, channels = _check_images(name, path)
-  splits = _npz_splits(name, path, shape[0])
-
-  def load():
-    with np.load(path, allow_pickle=False) as arrays:
-      return _load_npz_images(name, path), arrays['caption'].reshape(shape[0], -1)
-
+  with _reading(name, path, 'caption') as arrays:
+    num_images, channels = _check_images(name, path)
+    shape, dtype = _header(path, 'caption')
+    if dtype.kind != 'U' or len(shape) not in (1, 2) or shape[0] != num_images:
+      raise ValueError(
+        f'{name}: caption is {dtype} {shape}; it must be unicode strings [N] or [N, M] with '
+        f'N = {num_images}, the number of images.'
+      )
+    captions = arrays['caption'].reshape(num_images, -1)
+    splits = _npz_splits(name, arrays, num_images)
   info = ImageTextInfo(
     channels=channels,
     splits={name: len(rows) for name, rows in splits.items()},
     version=_checksums(path),
   )
-  return ArraySource(name, load, splits, info, image_size)
+  return ArraySource(name, lambda: (_load_images(name, path), captions), splits, info)
 
 
 def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
   """Sorted row numbers (held out, kept), the same for every run; neither is empty if N > 1."""
-  order = counter_random.permutation(_SPLIT_KEY, num_examples)
+  order = counter_random.permutation(SPLIT_KEY, num_examples)
   num_held_out = min(max(round(fraction * num_examples), 1), num_examples - 1)
   return np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
 
 
-def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  from sklearn import datasets  # slow to import, and only this task needs it
-
-  digits = datasets.load_digits()
-  return (digits.images / 16).astype(np.float32)[..., None], digits.target.astype(np.int32)[:, None]
+@contextlib.contextmanager
+def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFile]:
+  """The arrays of a file; a damaged one is one sentence, also if that turns up later."""
+  if not os.path.isfile(path):
+    raise ValueError(f'{name}: there is no such file.')
+  try:
+    arrays = np.load(path, allow_pickle=False)
+    if isinstance(arrays, np.ndarray):
+      raise ValueError('it is a single array, of numpy.save')
+    with arrays:
+      missing = [array for array in ('image', *needed) if array not in arrays.files]
+      if missing:
+        raise ValueError(f'it lacks the arrays {missing} and has {sorted(arrays.files)}')
+      yield arrays
+  except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    if str(error).startswith(name):
+      raise
+    raise ValueError(f'{name} is no NPZ file as it should be: {error}.') from error
 
 
 def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray]:
@@ -162,8 +171,6 @@ def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray
       f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L] '
       f'with N = {num_images}, the number of images.'
     )
-  if labels.size == 0:
-    raise ValueError(f'{name} holds no examples.')
   labels = labels.reshape(num_images, -1).astype(np.int64)
   num_classes = len(names) if names is not None else int(labels.max()) + 1
   lowest = 0 if labels.shape[1] == 1 else -1
@@ -177,37 +184,24 @@ def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray
   return num_classes, labels.astype(np.int32)
 
 
-def _check_arrays(name: str, path: str, annotation: str) -> None:
-  if not os.path.isfile(path):
-    raise ValueError(f'{name}: there is no such file.')
-  with np.load(path, allow_pickle=False) as arrays:
-    missing = [array for array in ('image', annotation) if array not in arrays.files]
-    if missing:
-      raise ValueError(
-        f"{name} needs the arrays 'image' and {annotation!r}; it lacks {missing} and has "
-        f'{sorted(arrays.files)}.'
-      )
-
-
 def _check_images(name: str, path: str) -> tuple[int, int]:
-  """The side and the number of channels of the array 'image'."""
+  """The number of images and of their channels."""
   shape, dtype = _header(path, 'image')
-  if len(shape) not in (3, 4) or shape[1] != shape[2]:
-    raise ValueError(f'{name}: image is {shape}; it must be [N, H, H] or [N, H, H, C].')
+  if len(shape) not in (3, 4) or 0 in shape:
+    raise ValueError(f'{name}: image is {shape}; it must be [N, H, W] or [N, H, W, C].')
   if dtype != np.uint8 and dtype.kind != 'f':
     raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')
-  return shape[1], shape[3] if len(shape) == 4 else 1
+  return shape[0], shape[3] if len(shape) == 4 else 1
 
 
-def _npz_splits(name: str, path: str, num_images: int) -> dict[str, np.ndarray]:
+def _npz_splits(name: str, arrays: Mapping[str, np.ndarray], num: int) -> dict[str, np.ndarray]:
   """The row numbers of each split, from the array 'split' if there is one."""
-  with np.load(path, allow_pickle=False) as arrays:
-    split_names = arrays['split'].astype(str) if 'split' in arrays.files else None
-  if split_names is None:
-    held_out, kept = fixed_split(num_images, _VALIDATION_FRACTION)
+  if 'split' not in arrays:
+    held_out, kept = fixed_split(num, VALIDATION_FRACTION)
     return {'train': kept, 'validation': held_out}
-  if split_names.shape != (num_images,):
-    raise ValueError(f'{name}: split is {split_names.shape}; it must be {(num_images,)}.')
+  split_names = arrays['split'].astype(str)
+  if split_names.shape != (num,):
+    raise ValueError(f'{name}: split is {split_names.shape}; it must be {(num,)}.')
   return {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}
 
 
@@ -221,22 +215,29 @@ def _header(path: str, array: str) -> tuple[tuple[int, ...], np.dtype]:
   """Shape and dtype of an array, without reading its data."""
   with zipfile.ZipFile(path) as archive, archive.open(f'{array}.npy') as stream:
     version = np.lib.format.read_magic(stream)
-    read_header = {
-      (1, 0): np.lib.format.read_array_header_1_0,
-      (2, 0): np.lib.format.read_array_header_2_0,
-    }[version]
-    shape, _, dtype = read_header(stream)
+    if version == (1, 0):
+      shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+      shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+      raise ValueError(f'{array} has the header version {version}, not (1, 0) or (2, 0)')
   return shape, dtype
 
 
-def _load_npz_images(name: str, path: str) -> np.ndarray:
-  with np.load(path, allow_pickle=False) as arrays:
+def _load_images(name: str, path: str) -> np.ndarray:
+  """Images [N, H, W, C], uint8 or float32 in [-1, 1]."""
+  with _reading(name, path) as arrays:
     images = arrays['image']
   images = images if images.ndim == 4 else images[..., None]
   if images.dtype == np.uint8:
     return images
-  if not (images.min() >= 0 and images.max() <= 1):
+  if not (images.min() >= 0 and images.max() <= 1):  # NaN is neither
     raise ValueError(
       f'{name}: float images must lie in [0, 1], these in [{images.min()}, {images.max()}].'
     )
-  return images.astype(np.float32)
+  return _centred(images.astype(np.float32))
+
+
+def _centred(images: np.ndarray) -> np.ndarray:
+  """float32 levels in [0, 1] to [-1, 1]."""
+  return images * np.float32(2) - np.float32(1)

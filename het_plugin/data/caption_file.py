@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from het_plugin.data import decode
-from het_plugin.data.array_source import fixed_split
+from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
+from het_plugin.data.image_folder import read_bytes
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo
 
 FILE_NAMES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
-_VALIDATION_FRACTION = 0.1
 
 
 class CaptionFileSource:
@@ -32,9 +31,6 @@ class CaptionFileSource:
   are all blank, or whose file is missing, is an unreadable record.
   """
 
-  image_size = None
-  image_dtype = np.uint8
-
   def __init__(self, path: str):
     """Reads the captions; no images.
 
@@ -47,7 +43,7 @@ class CaptionFileSource:
     if not files:
       raise ValueError(f'{self._file} holds no records.')
     if None in split_of.values():
-      held_out, kept = fixed_split(len(files), _VALIDATION_FRACTION)
+      held_out, kept = fixed_split(len(files), VALIDATION_FRACTION)
       self._files = {
         TRAIN_SPLIT: [files[i] for i in kept],
         'validation': [files[i] for i in held_out],
@@ -65,7 +61,7 @@ class CaptionFileSource:
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[list[bytes | None], list[list[str]]]:
     files = [self._files[split][i] for i in ids]
-    images = decode.load_all(_read_bytes, [self._file.parent / file for file in files])
+    images = [read_bytes(self._file.parent / file) for file in files]
     return images, [self._captions[file] for file in files]
 
   def describe(self, split: str, example_id: int) -> str:
@@ -156,10 +152,3 @@ def _table_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
           f'that hold a {delimiter!r}.'
         )
       yield table.line_num, record
-
-
-def _read_bytes(path: pathlib.Path) -> bytes | None:
-  try:
-    return path.read_bytes()
-  except FileNotFoundError:
-    return None

@@ -55,9 +55,6 @@ class GlyphSource:
   class_set: 'core', 'full' or 'heldout'.
   """
 
-  image_size = None
-  image_dtype = np.float32
-
   def __init__(self, class_set: str):
     if class_set not in SPLITS:
       raise ValueError(f'class_set is {class_set!r}; it must be one of {sorted(SPLITS)}.')
@@ -164,9 +161,6 @@ SOURCES = {
 
 class GlyphNameSource:
   """An ExampleSource of a GlyphSource's images, each with its character's name in lower case."""
-
-  image_size = None
-  image_dtype = np.float32
 
   def __init__(self, class_set: str):
     self._glyphs = GlyphSource(class_set)

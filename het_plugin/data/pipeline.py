@@ -5,23 +5,25 @@ It does not depend on the number of hosts: every host reads its rows of each glo
 content of a row depends only on its position.
 """
 
-import collections
-import concurrent.futures
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from absl import flags
 
 from het_plugin.data import reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
-Batch = dict[str, np.ndarray]
+Batch = reader.Batch
 
-_PREFETCHED_BATCHES = 2
-_BLOCK = 128  # examples that a thread reads at a time; bounds the memory of decoded photographs
+PREFETCHED_BATCHES = 3
+_BLOCK, _BLOCK_BYTES = 256, 2**27  # examples, and bytes of images, that a thread reads at a time
+_MAX_THREADS = 16  # more would wait for Python's lock
+_ENDLESS = 2**48  # batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +44,15 @@ class DatasetConfig:
   augment: whether images go through the training preprocessors, and one of several captions is
     drawn at random instead of the first. None is True for the whole split 'train' only.
   resize: how evaluation makes photographs square: 'aspect' keeps the aspect ratio, 'squash' does
-    not (preprocess.photo_evaluation). None takes the task's own, 'aspect' for our photographs.
+    not (preprocess.CentralCrop). None takes the task's own, 'aspect' for our photographs.
   vocabulary: for a task of captions, 'bytes' or the path of a SentencePiece .model file, see
     get_vocabulary. None takes the task's own, by default 'bytes'.
   max_corrupt_fraction: fraction of the split or slice that may be unreadable or without a caption;
     these rows are masked.
-  num_threads: number of threads that read ahead, 128 examples at a time. The order does not depend
-    on it. Photographs are decoded and preprocessed on all cores in any case.
+  num_threads: number of threads that read ahead; None: one for each core, at most 16. The order
+    does not depend on it.
+  num_workers: number of processes that read ahead, each with num_threads threads, for hosts whose
+    cores threads cannot use; 0: threads of this process.
   module: a module to import first, for example one that registers tasks.
   use_cached, pack: must be False; image tasks are neither cached nor packed.
   """
@@ -64,7 +68,8 @@ class DatasetConfig:
   resize: Literal['aspect', 'squash'] | None = None
   vocabulary: str | None = None
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
-  num_threads: int = 4
+  num_threads: int | None = None
+  num_workers: int = 0
   module: str | None = None
   use_cached: bool = False
   pack: bool = False
@@ -80,8 +85,10 @@ class DatasetConfig:
       raise ValueError(
         f'max_corrupt_fraction is {self.max_corrupt_fraction}; it must lie in [0, 1].'
       )
-    if self.num_threads < 1:
-      raise ValueError(f'num_threads is {self.num_threads}; it must be at least 1.')
+    if self.num_threads is not None and self.num_threads < 1:
+      raise ValueError(f'num_threads is {self.num_threads}; it must be at least 1, or None.')
+    if self.num_workers < 0:
+      raise ValueError(f'num_workers is {self.num_workers}; it must be at least 0.')
     if self.resize not in (None, 'aspect', 'squash'):
       raise ValueError(f"resize is {self.resize!r}; it must be 'aspect', 'squash' or None.")
     for name in ('use_cached', 'pack'):
@@ -90,12 +97,12 @@ class DatasetConfig:
 
 
 class BatchIterator:
-  """Batches of numpy arrays, read ahead on background threads.
+  """Batches of numpy arrays, read ahead by grain.
 
   A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1
   or text int32 [B, L] (token ids and end-of-sequence, 1, padded with 0), index int32 [B] and mask
   float32 [B], with B the number of `rows` (see ExampleReader.read). An error in reading a batch is
-  raised by the `next` that would have returned it.
+  raised by the `next` that would have returned it, which can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
   num_examples, num_batches: from position 0 to the end; None if endless.
@@ -103,56 +110,80 @@ class BatchIterator:
 
   def __init__(
     self,
-    read: Callable[[np.ndarray], Batch],
+    read: Callable[[np.ndarray], tuple[Batch, Mapping[int, str]]],
     corrupt: reader.CorruptRecords,
     element_spec: Mapping[str, jax.ShapeDtypeStruct],
     batch_size: int,
     rows: np.ndarray,
     num_examples: int | None,
-    num_threads: int,
+    num_threads: int | None = None,
+    num_workers: int = 0,
   ):
     """Reads nothing yet.
 
     Args:
-      read: maps positions, int64 [n], to their rows of the batch; called on any thread.
-      corrupt: the unreadable records that `read` has found.
+      read: as ExampleReader.read; called on any thread.
+      corrupt: counts the unreadable records that `read` finds.
       element_spec: see above.
       batch_size: rows of the global batch.
       rows: the row numbers of the global batch to read.
       num_examples: None if endless.
-      num_threads: number of threads that read.
+      num_threads, num_workers: as in DatasetConfig.
     """
     self._read = read
     self._corrupt = corrupt
     self._batch_size = batch_size
-    self._rows = rows
     self.num_examples = num_examples
     self.element_spec = element_spec
     self.num_batches = None if num_examples is None else -(-num_examples // batch_size)
-    self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, 'input')
-    self._pending: collections.deque[_PendingBatch] = collections.deque()
+    row_bytes = 4 * int(np.prod(element_spec['image'].shape[1:]))
+    block = max(min(_BLOCK, _BLOCK_BYTES // row_bytes), 1)
+    self._parts = [rows[start : start + block] for start in range(0, len(rows), block)]
+    self._num_threads = num_threads or min(os.cpu_count(), _MAX_THREADS)
+    self._num_workers = num_workers
+    self._blocks: Iterator | None = None
     self._position = 0
 
   @property
   def corrupt_records(self) -> tuple[str, ...]:
-    """Names of the unreadable images that this host has found since it started."""
+    """Names of the unreadable images in the batches that this host has returned."""
     return self._corrupt.names
 
   def __iter__(self) -> 'BatchIterator':
     return self
 
   def __next__(self) -> Batch:
-    if self._ended(self._position):
+    if self.num_examples is not None and self._position >= self.num_examples:
       raise StopIteration
-    while len(self._pending) <= _PREFETCHED_BATCHES:
-      start = self._position + len(self._pending) * self._batch_size
-      if self._ended(start):
-        break
-      self._pending.append(self._submit(start + self._rows))
-    batch = self._pending[0].result()  # an error leaves the state as it was
-    self._pending.popleft()
+    if self._blocks is None:
+      self._blocks = self._open()
+    try:
+      parts = [next(self._blocks) for _ in self._parts]
+      for _, unreadable in parts:
+        self._corrupt.add(unreadable)
+    except Exception:
+      self.close()
+      raise
     self._position += self._batch_size
-    return batch
+    if len(parts) == 1:
+      return parts[0][0]
+    return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in parts[0][0]}
+
+  def _open(self) -> Iterator[tuple[Batch, Mapping[int, str]]]:
+    """The parts of the batches from the position on, in order."""
+    import grain  # slow to import
+
+    first = self._position // self._batch_size
+    num_batches = _ENDLESS if self.num_batches is None else self.num_batches - first
+    source = _Positions(self._position, self._batch_size, self._parts, num_batches)
+    ahead = max(self._num_threads, PREFETCHED_BATCHES * len(self._parts))
+    options = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=ahead)
+    blocks = grain.MapDataset.source(source).map(self._read).to_iter_dataset(options)
+    if self._num_workers:
+      if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain's processes are started with absl's flags
+      blocks = blocks.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._num_workers))
+    return iter(blocks)
 
   def get_state(self) -> dict[str, int]:
     """The position of the next example in the global order; batches read ahead do not count."""
@@ -166,62 +197,31 @@ class BatchIterator:
     """
     if set(state) != {'position'} or state['position'] < 0:
       raise ValueError(f"state is {dict(state)}; it must be {{'position': p}} with p >= 0.")
-    self._discard_pending()
+    self.close()
     self._position = int(state['position'])
 
   def close(self) -> None:
-    """Stops the background thread. The iterator cannot be used afterwards."""
-    self._discard_pending()
-    self._executor.shutdown(wait=True)
-
-  def _ended(self, position: int) -> bool:
-    return self.num_examples is not None and position >= self.num_examples
-
-  def _submit(self, positions: np.ndarray) -> '_PendingBatch':
-    batch = {
-      name: np.empty((len(positions), *spec.shape[1:]), spec.dtype)
-      for name, spec in self.element_spec.items()
-    }
-    slices = [slice(start, start + _BLOCK) for start in range(0, len(positions), _BLOCK)]
-    # Not a method, which would keep the iterator alive: its threads end with it.
-    futures = [self._executor.submit(_fill, self._read, positions, batch, s) for s in slices]
-    return _PendingBatch(batch, futures)
-
-  def _discard_pending(self) -> None:
-    for pending in self._pending:
-      for future in pending.blocks:
-        future.cancel()
-    self._pending.clear()
+    """Stops reading ahead, until the next batch is asked for."""
+    if self._blocks is not None:
+      self._blocks.close()
+      self._blocks = None
 
 
 @dataclasses.dataclass(frozen=True)
-class _PendingBatch:
-  """A batch whose blocks of rows are being read.
+class _Positions:
+  """grain's source: the positions of the i-th part of the batches, from batch `start` on."""
 
-  batch: whole once all of `blocks` are done.
-  """
+  start: int
+  batch_size: int
+  parts: Sequence[np.ndarray]
+  num_batches: int
 
-  batch: Batch
-  blocks: Sequence[concurrent.futures.Future]
+  def __len__(self) -> int:
+    return self.num_batches * len(self.parts)
 
-  def result(self) -> Batch:
-    for block in self.blocks:
-      block.result()
-    return self.batch
-
-
-def _fill(
-  read: Callable[[np.ndarray], Batch], positions: np.ndarray, batch: Batch, rows: slice
-) -> None:
-  """Reads some rows of a batch into it."""
-  block = read(positions[rows])
-  for name, array in batch.items():
-    if block[name].shape[1:] != array.shape[1:]:
-      raise ValueError(
-        f'{name} of the examples has the shape {list(block[name].shape[1:])}; it must be '
-        f'{list(array.shape[1:])}.'
-      )
-    array[rows] = block[name]
+  def __getitem__(self, i: int) -> np.ndarray:
+    batch, part = divmod(int(i), len(self.parts))
+    return self.start + batch * self.batch_size + self.parts[part]
 
 
 def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
@@ -234,7 +234,7 @@ def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextI
   Raises:
     ValueError: the task or vocabulary does not exist, or its files are wrong.
   """
-  from het_plugin.data import tasks  # not at the top: seqio and TensorFlow take seconds to import
+  from het_plugin.data import tasks
 
   return tasks.get_task(name, vocabulary).info
 
@@ -318,45 +318,43 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
       f'rows is {rows.tolist()}; they must lie in [0, batch_size = {cfg.batch_size}).'
     )
 
-  # Not at the top: seqio and TensorFlow take seconds to import.
-  from het_plugin.data import seqio_task, tasks
+  from het_plugin.data import tasks  # not at the top: fonts and image files take time to import
 
   task = tasks.get_task(cfg.mixture_or_task_name, cfg.vocabulary)
   augment = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
   preprocessors = task.split_preprocessors(augment, cfg.resize)
-  seqio_task.check_request(task, cfg.split, cfg.task_feature_lengths, preprocessors)
-  info = task.info
-  part = splits.resolve(cfg.split, info.splits, task.name)
+  task.check(cfg.split, cfg.task_feature_lengths)
+  part = splits.resolve(cfg.split, task.examples.info.splits, task.name)
   if cfg.num_epochs is not None and part.num_records is None:
     raise ValueError(
       f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
       f'be None.'
     )
   training = cfg.split == TRAIN_SPLIT or cfg.augment
-  example_reader = reader.ExampleReader(
+  channels = task.info.channels
+  annotations = task.annotations(cfg.task_feature_lengths, augment)
+  examples = reader.ExampleReader(
     task.examples,
     cfg.split,
     size=cfg.task_feature_lengths['image'],
-    annotations=task.source.annotations(cfg.task_feature_lengths, augment),
+    channels=channels,
+    annotations=annotations,
+    preprocessors=preprocessors,
     shuffle=cfg.shuffle,
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
-    max_corrupt_fraction=cfg.max_corrupt_fraction,
   )
-  if preprocessors:
-    read = seqio_task.preprocessed_reader(
-      task, example_reader, cfg.task_feature_lengths, preprocessors
-    )
-  else:
-    read = example_reader.read
+  if load := getattr(task.examples, 'load', None):
+    load()  # arrays, whose errors are found now and not in a thread
   return BatchIterator(
-    read,
-    example_reader.corrupt,
-    element_spec(cfg, info.channels),
+    examples.read,
+    reader.CorruptRecords(part.num_records or 0, cfg.max_corrupt_fraction, annotations.noun),
+    element_spec(cfg, channels),
     cfg.batch_size,
     rows,
-    example_reader.num_examples,
+    examples.num_examples,
     cfg.num_threads,
+    cfg.num_workers,
   )
 
 

@@ -1,165 +1,210 @@
-"""Image preprocessing as seqio preprocessors (TensorFlow ops).
+"""Decoding, resizing and augmentation of one image, in Pillow and numpy.
 
-Each function returns a preprocessor of a dataset whose examples hold at least
-  image  [h, w, C], float32 levels in [-1, 1] or uint8, sides may vary
-  key    int32 [2], the example's own random key, from (seed, position in the global order)
-Randomness is stateless: it depends only on `key`, so an example is the same on every host, in
-every batch and after every restart, and differs between epochs. The image side comes from seqio's
-`sequence_length['image']`.
+An image is a decoded file (a Pillow image) or an array [h, w, C]: uint8, or float32 in [-1, 1]. A
+preprocessor is a function (image, rng, size) -> image, where `rng` is the example's own generator,
+from (seed, position in the global order), and `size` the side of the model's images. An example is
+therefore the same on every host, in every batch and after every restart. What is not size x size
+after the last preprocessor is resized, and uint8 levels become float32 in [-1, 1].
 """
 
-from het_plugin.data.tf_host import tf
+import dataclasses
+import io
+from collections.abc import Callable
 
-_CROP_STREAM, _FLIP_STREAM = 1, 2  # folded into the example's key
+import numpy as np
+from PIL import Image
+
+AnyImage = Image.Image | np.ndarray
+Preprocessor = Callable[[AnyImage, np.random.Generator, int], AnyImage]
+
 _CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
+_ATTEMPTS = 20  # random boxes that a crop tries to fit into the image
 
 
-def inception_crop(
-  area_range: tuple[float, float] = (0.05, 1.0), aspect_range: tuple[float, float] = (3 / 4, 4 / 3)
-):
-  """A random crop of the given relative area and aspect ratio, resized (Szegedy et al., 2015)."""
-  if not 0 < area_range[0] <= area_range[1] <= 1:
-    raise ValueError(f'area_range is {area_range}; it must satisfy 0 < low <= high <= 1.')
-
-  def crop(image, key, size):
-    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
-      tf.shape(image),
-      tf.zeros([0, 0, 4], tf.float32),
-      seed=tf.random.experimental.stateless_fold_in(key, _CROP_STREAM),
-      area_range=area_range,
-      aspect_ratio_range=aspect_range,
-      min_object_covered=0.0,
-      use_image_if_no_bounding_boxes=True,
-    )
-    cropped = tf.slice(image, begin, extent)
-    cropped.set_shape([None, None, image.shape[-1]])
-    return _resize(cropped, size, size)
-
-  return _map_image(crop)
+def decode_rgb(encoded: bytes) -> Image.Image | None:
+  """Decodes JPEG or PNG bytes to an RGB image; None if they are not a whole image."""
+  try:
+    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
+    image.load()
+    return image if image.mode == 'RGB' else image.convert('RGB')
+  # Pillow raises these for foreign, truncated and damaged files.
+  except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    return None
 
 
-def flip_left_right():
-  """Mirrors half of the images."""
-
-  def flip(image, key, size):
-    del size
-    seed = tf.random.experimental.stateless_fold_in(key, _FLIP_STREAM)
-    mirrored = tf.random.stateless_uniform([], seed) < 0.5
-    return tf.cond(mirrored, lambda: tf.reverse(image, axis=[1]), lambda: image)
-
-  return _map_image(flip)
+def height_and_width(image: AnyImage) -> tuple[int, int]:
+  return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
 
 
-def photo_evaluation(resize_mode: str = 'aspect'):
-  """The evaluation preprocessors of photographs, uint8 of any size.
-
-  Both modes resize to 8/7 of the side (256 for 224), crop the centre and map levels to [-1, 1];
-  small images are enlarged.
+def resized(
+  image: AnyImage,
+  height: int,
+  width: int,
+  box: tuple[float, float, float, float] | None = None,
+  antialias: bool = True,
+) -> AnyImage:
+  """Bilinear samples of an image, or of a box of it, [height, width, C]; keeps the levels' type.
 
   Args:
-    resize_mode: 'aspect' keeps the aspect ratio: the shorter side becomes 8/7 of the side. 'squash'
-      does not: both sides do, bilinear without antialiasing. This is the public few-shot protocol,
-      big_vision's resize(256)|central_crop(224)|value_range(-1,1), except that levels are rounded
-      here and truncated there.
+    image: the image.
+    height, width: of the result.
+    box: left, top, right and bottom in pixels, also fractions; None for the whole image.
+    antialias: whether the filter covers all pixels when the image becomes smaller.
+  """
+  if box is None and height_and_width(image) == (height, width):
+    return image
+  if isinstance(image, np.ndarray):
+    if image.dtype != np.uint8 or image.shape[-1] != 3:  # Pillow has no such images: by channel
+      planes = (Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0))
+      return np.stack([resized(x, height, width, box, antialias) for x in planes], -1)
+    image = Image.fromarray(np.ascontiguousarray(image))
+  if antialias:
+    return image.resize((width, height), Image.Resampling.BILINEAR, box)
+  left, top, right, bottom = box or (0, 0, *image.size)
+  affine = ((right - left) / width, 0, left, 0, (bottom - top) / height, top)
+  return image.transform((width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+  """Resizes to a square; does not keep the aspect ratio."""
+
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+    return resized(image, size, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralCrop:
+  """Crops the centre of an image that is first resized to 8/7 of the side (256 for 224).
+
+  mode: 'aspect' keeps the aspect ratio: the shorter side becomes 8/7 of the side. 'squash' does
+    not: both sides do, bilinear without antialiasing. This is the public few-shot protocol,
+    big_vision's resize(256)|central_crop(224)|value_range(-1,1), except that levels are rounded
+    here.
 
   Raises:
     ValueError: the mode is unknown.
   """
-  modes = {'aspect': resize_small(), 'squash': resize(_CROP_MARGIN, antialias=False)}
-  if resize_mode not in modes:
-    raise ValueError(f'resize_mode is {resize_mode!r}; it must be one of {sorted(modes)}.')
-  return modes[resize_mode], central_crop(), value_range()
+
+  mode: str = 'aspect'
+
+  def __post_init__(self):
+    if self.mode not in ('aspect', 'squash'):
+      raise ValueError(f"mode is {self.mode!r}; it must be 'aspect' or 'squash'.")
+
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+    height, width = height_and_width(image)
+    before = round(_CROP_MARGIN * size)
+    scales = height / before, width / before  # pixels of the image per pixel of the result
+    if self.mode == 'aspect':
+      scales = (min(scales),) * 2
+      top, left = (height - scales[0] * size) / 2, (width - scales[1] * size) / 2
+    else:
+      top, left = (scale * ((before - size) // 2) for scale in scales)
+    box = left, top, left + scales[1] * size, top + scales[0] * size
+    return resized(image, size, size, box, antialias=self.mode == 'aspect')
 
 
-def resize(factor: float = 1.0, antialias: bool = True):
-  """Resizes to a square of factor * side; does not keep the aspect ratio."""
-  if factor <= 0:
-    raise ValueError(f'factor is {factor}; it must be positive.')
+@dataclasses.dataclass(frozen=True)
+class InceptionCrop:
+  """A random crop of a relative area and aspect ratio, resized (Szegedy et al., 2015).
 
-  def squash(image, key, size):
-    del key
-    return _resize(image, round(factor * size), round(factor * size), antialias)
+  Raises:
+    ValueError: the area range is not within (0, 1].
+  """
 
-  return _map_image(squash)
+  area_range: tuple[float, float] = (0.05, 1.0)
+  aspect_range: tuple[float, float] = (3 / 4, 4 / 3)
 
+  def __post_init__(self):
+    if not 0 < self.area_range[0] <= self.area_range[1] <= 1:
+      raise ValueError(f'area_range is {self.area_range}; it must satisfy 0 < low <= high <= 1.')
 
-def resize_small(factor: float = _CROP_MARGIN):
-  """Resizes so that the shorter side is factor * side, keeping the aspect ratio."""
-  if factor < 1:
-    raise ValueError(f'factor is {factor}; it must be at least 1 to leave room for a central crop.')
-
-  def shrink(image, key, size):
-    del key
-    height, width = tf.shape(image)[0], tf.shape(image)[1]
-    shorter = tf.cast(tf.round(factor * size), tf.int32)
-    height, width = (
-      tf.maximum(shorter, height * shorter // tf.minimum(height, width)),
-      tf.maximum(shorter, width * shorter // tf.minimum(height, width)),
-    )
-    return _resize(image, height, width)
-
-  return _map_image(shrink)
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+    box = random_box(image, rng, self.area_range, self.aspect_range)
+    return resized(image, size, size, box)
 
 
-def central_crop():
-  """Crops the central side x side square; the image must be at least as large."""
-
-  def crop(image, key, size):
-    del key
-    top = (tf.shape(image)[0] - size) // 2
-    left = (tf.shape(image)[1] - size) // 2
-    return image[top : top + size, left : left + size]
-
-  return _map_image(crop)
-
-
-def value_range(low: float = -1.0, high: float = 1.0):
-  """Maps levels 0 .. 255 linearly to [low, high], as float32."""
-
-  def scale(image, key, size):
-    del key, size
-    return tf.cast(image, tf.float32) * ((high - low) / 255) + low
-
-  return _map_image(scale)
+def random_box(
+  image: AnyImage,
+  rng: np.random.Generator,
+  area_range: tuple[float, float],
+  aspect_range: tuple[float, float],
+) -> tuple[int, int, int, int]:
+  """Left, top, right and bottom of a random box; the whole image if none fits into it."""
+  height, width = height_and_width(image)
+  for _ in range(_ATTEMPTS):
+    area = height * width * rng.uniform(*area_range)
+    aspect = rng.uniform(*aspect_range)
+    w, h = max(round((area * aspect) ** 0.5), 1), max(round((area / aspect) ** 0.5), 1)
+    if w <= width and h <= height:
+      left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
+      return left, top, left + w, top + h
+  return 0, 0, width, height
 
 
-def to_channels(num_channels: int):
-  """Converts grey (1) to RGB (3) or back (the luma of ITU-R BT.601)."""
-  if num_channels not in (1, 3):
-    raise ValueError(f'num_channels is {num_channels}; it must be 1 (grey) or 3 (RGB).')
+@dataclasses.dataclass(frozen=True)
+class PadCrop:
+  """Resizes to a square, pads it with black and crops a random square of its side.
 
-  def convert(image, key, size):
-    del key, size
-    if image.shape[-1] == num_channels:
+  padding: width of the border relative to the side; 1/8 is the usual 4 of 32 pixels.
+  """
+
+  padding: float = 1 / 8
+
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> np.ndarray:
+    image = np.asarray(resized(image, size, size))
+    border = round(self.padding * size)
+    black = 0 if image.dtype == np.uint8 else -1
+    padded = np.pad(image, [(border, border)] * 2 + [(0, 0)], constant_values=black)
+    top, left = rng.integers(2 * border + 1, size=2)
+    return padded[top : top + size, left : left + size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip:
+  """Mirrors half of the images, left to right."""
+
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+    if not rng.integers(2):
       return image
-    if num_channels == 3:
-      return tf.image.grayscale_to_rgb(image)
-    luma = tf.tensordot(tf.cast(image, tf.float32), tf.constant([0.299, 0.587, 0.114]), 1)
-    return _to_dtype(luma[..., None], image.dtype)
-
-  return _map_image(convert)
+    if isinstance(image, np.ndarray):
+      return image[:, ::-1]
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
-def _map_image(fn):
-  """Lifts fn(image, key, size) to a preprocessor."""
+@dataclasses.dataclass(frozen=True)
+class ToChannels:
+  """Converts grey (1) to RGB (3) or back (the luma of ITU-R BT.601).
 
-  def preprocessor(dataset: tf.data.Dataset, sequence_length) -> tf.data.Dataset:
-    size = sequence_length['image']
-    return dataset.map(
-      lambda example: {**example, 'image': fn(example['image'], example['key'], size)},
-      num_parallel_calls=tf.data.AUTOTUNE,
-    )
+  Raises:
+    ValueError: num_channels is neither 1 nor 3.
+  """
 
-  return preprocessor
+  num_channels: int
+
+  def __post_init__(self):
+    if self.num_channels not in (1, 3):
+      raise ValueError(f'num_channels is {self.num_channels}; it must be 1 (grey) or 3 (RGB).')
+
+  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> np.ndarray:
+    image = np.asarray(image)
+    if image.shape[-1] == self.num_channels:
+      return image
+    if self.num_channels == 3:
+      return np.repeat(image, 3, axis=-1)
+    luma = image @ np.array([0.299, 0.587, 0.114], np.float32)
+    return (np.round(luma) if image.dtype == np.uint8 else luma).astype(image.dtype)[..., None]
 
 
-def _resize(image, height, width, antialias=True):
-  """Bilinear; keeps the dtype."""
-  resized = tf.image.resize(image, [height, width], antialias=antialias)
-  return _to_dtype(resized, image.dtype)
-
-
-def _to_dtype(image, dtype):
-  if dtype == tf.uint8:
-    image = tf.clip_by_value(tf.round(image), 0, 255)
-  return tf.cast(image, dtype)
+def to_levels(image: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+  """Levels in [-1, 1] of uint8 images, float32; others are float32 already."""
+  if out is None:
+    if image.dtype == np.float32:
+      return image
+    out = np.empty(image.shape, np.float32)
+  out[...] = image
+  if image.dtype == np.uint8:
+    out *= np.float32(2 / 255)
+    out -= np.float32(1)
+  return out

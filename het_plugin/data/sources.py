@@ -58,13 +58,9 @@ class ExampleSource(Protocol):
   """Random access to the examples of a data set, by number within a split.
 
   info: the TaskInfo, or the ImageTextInfo of a source of captions.
-  image_size: side of the square images that `read` returns; None if `read` can return any side.
-  image_dtype: float32 (levels in [-1, 1], ready for a model) or uint8 (0 .. 255).
   """
 
   info: TaskInfo | ImageTextInfo
-  image_size: int | None
-  image_dtype: type[np.generic]
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -80,9 +76,8 @@ class ExampleSource(Protocol):
       seed: seed of the random stream of an endless split; finite splits do not depend on it.
 
     Returns:
-      images: [B] images [h, w, C] of image_dtype: an array, or a list if sides differ, with None
-        for unreadable images. Sources of uint8 RGB images may return the bytes of JPEG and PNG
-        files instead, which are then decoded in parallel.
+      images: [B] images [h, w, C], uint8 or float32 in [-1, 1]: an array, or a list if sides
+        differ, with None for unreadable images. RGB images may be the bytes of JPEG and PNG files.
       labels: int32 [B, L], padded with -1.
       captions: [B], the texts of each image in a fixed order. Blank texts do not count; an image
         without a text is an unreadable record.

@@ -1,4 +1,4 @@
-"""The tasks by name; tasks without a prefix are registered with seqio when this is imported.
+"""The tasks by name.
 
 Images with class labels:
     glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
@@ -17,90 +17,182 @@ Images with captions:
     tfds_captions:NAME                         TensorFlow Datasets (tfds_source.py)
 
 To add a data set, or other preprocessing, call `add_image_task` or `add_image_text_task` in a
-module that `DatasetConfig.module` names.
+module that `DatasetConfig.module` names. seqio_task.py gives the tasks to seqio.
 """
 
-import hashlib
+import dataclasses
+import functools
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import seqio
+from het_plugin.data import annotations, array_source, caption_file, glyphs, image_folder
+from het_plugin.data import preprocess as pp
+from het_plugin.data import splits as splits_lib
+from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
 
-from het_plugin.data import (
-  array_source,
-  caption_file,
-  glyphs,
-  image_folder,
-  preprocess,
-  seqio_metrics,
-  tfds_source,
-  vocabularies,
-)
-from het_plugin.data.seqio_task import (
-  ImageTask,
-  IndexedDataSource,
-  Preprocessor,
-  output_features,
-)
-from het_plugin.data.sources import ExampleSource, ImageTextInfo
+if TYPE_CHECKING:  # seqio imports TensorFlow, which only captions need
+  import seqio
 
-_PHOTO_TRAIN = (
-  preprocess.inception_crop(),
-  preprocess.flip_left_right(),
-  preprocess.value_range(),
-)
-_PHOTO_EVAL = preprocess.photo_evaluation()
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageTask:
+  """A source with its preprocessing, read in one global order.
+
+  name: of the task, for messages.
+  examples: the examples by number, before preprocessing.
+  preprocessors: of training; see preprocess.py.
+  eval_preprocessors: of evaluation.
+  vocabulary: of the captions, a name (see get_vocabulary) or a seqio vocabulary; None for labels.
+  """
+
+  name: str
+  examples: ExampleSource
+  preprocessors: Sequence[pp.Preprocessor] = ()
+  eval_preprocessors: Sequence[pp.Preprocessor] = ()
+  vocabulary: 'str | seqio.Vocabulary | None' = None
+
+  @property
+  def info(self) -> TaskInfo | ImageTextInfo:
+    """Metadata, known without reading images."""
+    info = self.examples.info
+    converted = [x.num_channels for x in self.eval_preprocessors if isinstance(x, pp.ToChannels)]
+    if converted:
+      info = dataclasses.replace(info, channels=converted[-1])
+    if self.vocabulary is None:
+      return info
+    from het_plugin.data import vocabularies
+
+    vocabulary = self.loaded_vocabulary
+    name = vocabularies.vocabulary_name(vocabulary)
+    return dataclasses.replace(info, vocabulary=name, vocab_size=vocabulary.vocab_size)
+
+  @property
+  def loaded_vocabulary(self) -> 'seqio.Vocabulary':
+    """The vocabulary of the captions."""
+    from het_plugin.data import vocabularies
+
+    named = isinstance(self.vocabulary, str)
+    return vocabularies.get_vocabulary(self.vocabulary) if named else self.vocabulary
+
+  def annotations(
+    self, lengths: Mapping[str, int], augment: bool
+  ) -> annotations.Labels | annotations.Captions:
+    """Makes rows of labels or captions, for training (augment) or evaluation."""
+    if self.vocabulary is None:
+      return annotations.Labels(lengths['label'])
+    return annotations.Captions(self.loaded_vocabulary, lengths['text'], at_random=augment)
+
+  def split_preprocessors(
+    self, augment: bool, resize: str | None = None
+  ) -> Sequence[pp.Preprocessor]:
+    """The preprocessors of training (augment) or of evaluation.
+
+    Args:
+      augment: whether they are those of training.
+      resize: None for the task's own, else see preprocess.CentralCrop.
+
+    Raises:
+      ValueError: `resize` is set for training, or for images that are no photographs.
+    """
+    if resize is None:
+      return self.preprocessors if augment else self.eval_preprocessors
+    if augment:
+      raise ValueError(
+        f'resize is {resize!r}; images that are augmented are cropped at random: it must be None.'
+      )
+    if not any(isinstance(x, pp.CentralCrop | pp.Resize) for x in self.eval_preprocessors):
+      raise ValueError(
+        f'resize is {resize!r}; it is for photographs of any size, which the images of {self.name} '
+        'are not: it must be None.'
+      )
+    return (pp.CentralCrop(resize),)
+
+  def check(self, split: str, lengths: Mapping[str, int]) -> None:
+    """Checks a split or slice and feature lengths.
+
+    Raises:
+      ValueError: the split does not exist, or the task cannot make features of these lengths.
+    """
+    info = self.examples.info
+    if splits_lib.resolve(split, info.splits, self.name).num_records == 0:
+      raise ValueError(f'The split {split!r} of {self.name} is empty.')
+    has_labels = self.vocabulary is None
+    feature, least, noun = ('label', 1, 'class labels') if has_labels else ('text', 2, 'captions')
+    wrong = set(lengths) != {'image', feature}
+    if wrong or lengths['image'] < 1 or lengths[feature] < least:
+      raise ValueError(
+        f"task_feature_lengths is {dict(lengths)}; it must be {{'image': H, {feature!r}: L}} with "
+        f'H at least 1 and L at least {least}: {self.name} has {noun}.'
+      )
+    if has_labels and lengths['label'] < info.max_labels:
+      raise ValueError(
+        f"task_feature_lengths['label'] is {lengths['label']}; examples of {self.name} have up to "
+        f'{info.max_labels} labels.'
+      )
+
+
+_TASKS: dict[str, ImageTask] = {}
+ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; for seqio_task
+
+_PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
 # No crop and no mirroring, so that everything the caption describes stays visible, on its side.
-_CAPTIONED_PHOTO = (preprocess.resize(), preprocess.value_range())
+_CAPTIONED = (pp.Resize(),)
 
-# prefix: (factory of the source, training preprocessors, evaluation preprocessors)
-_MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
-  'npz': (array_source.npz_source, (), ()),
-  'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, _PHOTO_EVAL),
-  'tfds': (tfds_source.TfdsSource, _PHOTO_TRAIN, _PHOTO_EVAL),
-}
-_CAPTION_MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence]] = {
-  'npz_captions': (array_source.npz_captions_source, (), ()),
-  'image_folder_captions': (caption_file.CaptionFileSource, _CAPTIONED_PHOTO, _CAPTIONED_PHOTO),
-  'tfds_captions': (tfds_source.TfdsCaptionSource, _CAPTIONED_PHOTO, _CAPTIONED_PHOTO),
+
+def _tfds(name: str) -> ExampleSource:
+  from het_plugin.data import tfds_source  # takes time to import
+
+  return tfds_source.TfdsSource(name)
+
+
+def _tfds_captions(name: str) -> ExampleSource:
+  from het_plugin.data import tfds_source
+
+  return tfds_source.TfdsCaptionSource(name)
+
+
+# prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
+_MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str | None]] = {
+  'npz': (array_source.npz_source, (), (), None),
+  'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
+  'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
+  'image_folder_captions': (caption_file.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),
+  'tfds_captions': (_tfds_captions, _CAPTIONED, _CAPTIONED, 'bytes'),
 }
 
 
 def add_image_task(
   name: str,
   source: ExampleSource,
-  preprocessors: Sequence[Preprocessor] = (),
-  eval_preprocessors: Sequence[Preprocessor] = (),
+  preprocessors: Sequence[pp.Preprocessor] = (),
+  eval_preprocessors: Sequence[pp.Preprocessor] = (),
 ) -> ImageTask:
-  """Registers a source of images with class labels with seqio.
+  """Adds a task of images with class labels.
 
   Args:
     name: letters, digits and . : _ #
-    source: the examples. Without preprocessors it must return float32 images of the model's side.
-    preprocessors: run on the split 'train'; see preprocess.py. They must end in float32 images
-      [H, H, C] with levels in [-1, 1].
+    source: the examples.
+    preprocessors: run on the split 'train'; see preprocess.py.
     eval_preprocessors: run on every other split.
 
   Raises:
-    ValueError: the name is taken or has other characters, or the source has captions.
+    ValueError: the name is taken, or the source has captions.
   """
   if isinstance(source.info, ImageTextInfo):
     raise ValueError(f'the images of {name!r} have captions: call add_image_text_task.')
-  return _add(name, IndexedDataSource(source), preprocessors, eval_preprocessors)
+  return _add(ImageTask(name, source, tuple(preprocessors), tuple(eval_preprocessors)))
 
 
 def add_image_text_task(
   name: str,
   source: ExampleSource,
-  vocabulary: str | seqio.Vocabulary | None = None,
-  preprocessors: Sequence[Preprocessor] = (),
-  eval_preprocessors: Sequence[Preprocessor] = (),
+  vocabulary: 'str | seqio.Vocabulary | None' = None,
+  preprocessors: Sequence[pp.Preprocessor] = (),
+  eval_preprocessors: Sequence[pp.Preprocessor] = (),
 ) -> ImageTask:
-  """Registers a source of images with captions with seqio.
-
-  The captions are tokenised when they are read, before the preprocessors, which see the token ids
-  as `text`.
+  """Adds a task of images with captions.
 
   Args:
     name, preprocessors, eval_preprocessors: see add_image_task.
@@ -109,136 +201,90 @@ def add_image_text_task(
       end-of-sequence as 1. DatasetConfig.vocabulary takes precedence.
 
   Raises:
-    ValueError: the name is taken or has other characters, the source has class labels, the
-      vocabulary does not exist, or its end-of-sequence has another id.
+    ValueError: the name is taken, the source has class labels, or the vocabulary's
+      end-of-sequence has another id.
   """
   if not isinstance(source.info, ImageTextInfo):
     raise ValueError(f'the images of {name!r} have class labels, no captions: call add_image_task.')
-  if vocabulary is None or isinstance(vocabulary, str):
-    vocabulary = vocabularies.get_vocabulary(vocabulary)
-  if vocabulary.eos_id != vocabularies.END:
-    raise ValueError(
-      f'vocabulary is {vocabulary}, whose id of end-of-sequence is {vocabulary.eos_id}; it must be '
-      f'{vocabularies.END}.'
-    )
-  return _add(name, IndexedDataSource(source, vocabulary), preprocessors, eval_preprocessors)
-
-
-def _add(
-  name: str,
-  source: IndexedDataSource,
-  preprocessors: Sequence[Preprocessor],
-  eval_preprocessors: Sequence[Preprocessor],
-) -> ImageTask:
-  has_labels = source.vocabulary is None
-  return seqio.TaskRegistry.add(
-    name,
-    source=source,
-    metric_fns=(seqio_metrics.precision, seqio_metrics.likelihood) if has_labels else (),
-    output_features=output_features(source.vocabulary),
-    preprocessors=tuple(preprocessors),
-    task_cls=ImageTask,
-    eval_preprocessors=tuple(eval_preprocessors),
+  if vocabulary is not None and not isinstance(vocabulary, str):
+    if vocabulary.eos_id != annotations.END:
+      raise ValueError(
+        f'vocabulary is {vocabulary}, whose id of end-of-sequence is {vocabulary.eos_id}; it must '
+        f'be {annotations.END}.'
+      )
+  return _add(
+    ImageTask(name, source, tuple(preprocessors), tuple(eval_preprocessors), vocabulary or 'bytes')
   )
 
 
-def get_task(name: str | ImageTask, vocabulary: str | None = None) -> ImageTask:
-  """The task with a name; tasks given by a path are registered under a name that seqio accepts.
+def _add(task: ImageTask) -> ImageTask:
+  if task.name in _TASKS:
+    raise ValueError(f'there is a task {task.name!r} already: choose another name.')
+  _TASKS[task.name] = task
+  for call in ON_ADD:
+    call(task)
+  return task
+
+
+def names() -> tuple[str, ...]:
+  """The names of the tasks that were added, those given by a path are not."""
+  return tuple(sorted(_TASKS))
+
+
+def get_task(name: Any, vocabulary: str | None = None) -> ImageTask:
+  """The task with a name.
 
   Args:
-    name: a name, or a task.
-    vocabulary: of the captions, see get_vocabulary; the task with another vocabulary than its own
-      is registered under another name. None for the task's own.
+    name: a name, or an ImageTask.
+    vocabulary: of the captions instead of the task's own, see get_vocabulary.
 
   Raises:
-    ValueError: the task, path, data set or vocabulary does not exist, the task is a plain seqio
-      task, which cannot be read by number, or a vocabulary is given for a task of labels.
+    ValueError: the task, path, data set or vocabulary does not exist, or a vocabulary is given for
+      a task of labels.
   """
-  task = _get_task(name)
+  task = name if isinstance(name, ImageTask) else _TASKS.get(name) or _made(*_prefix(name))
   if vocabulary is None:
     return task
   if task.vocabulary is None:
     raise ValueError(
       f'vocabulary is {vocabulary!r}; {task.name} has class labels, no captions: it must be None.'
     )
-  loaded = vocabularies.get_vocabulary(vocabulary)
-  if loaded == task.vocabulary:
-    return task
-  seqio_name = f'{task.name}:{_readable(vocabulary)}'
-  if seqio_name in seqio.TaskRegistry.names():
-    return seqio.TaskRegistry.get(seqio_name)
-  return add_image_text_task(
-    seqio_name, task.examples, loaded, task.preprocessors, task.eval_preprocessors
+  from het_plugin.data import vocabularies
+
+  return dataclasses.replace(task, vocabulary=vocabularies.get_vocabulary(vocabulary))
+
+
+def _prefix(name: str) -> tuple[str, str]:
+  """The prefix, which may be missing in the name, and the rest."""
+  prefix, _, argument = str(name).partition(':')
+  if prefix in _MAKERS and argument:
+    return prefix, argument
+  if str(name).endswith('.npz'):
+    return 'npz', name
+  from het_plugin.data import tfds_source  # takes time to import
+
+  if tfds_source.exists(str(name)):
+    return 'tfds', name
+  if os.path.isdir(name):
+    return 'image_folder', name
+  raise ValueError(
+    f'mixture_or_task_name is {name!r}; it must be one of {list(names())}, npz:PATH or a path that '
+    'ends in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
+    'TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
+    'image_folder_captions:PATH or tfds_captions:NAME.'
   )
 
 
-def _get_task(name: str | ImageTask) -> ImageTask:
-  if isinstance(name, ImageTask):
-    return name
-  if name in seqio.TaskRegistry.names():
-    task = seqio.TaskRegistry.get(name)
-    if not isinstance(task, ImageTask):
-      raise ValueError(
-        f'{name!r} is a plain seqio task, which cannot be read by position; register it with '
-        f'add_image_task or add_image_text_task of het_plugin.data.tasks (under t5x it works as it '
-        f'is).'
-      )
-    return task
-  prefix, _, argument = name.partition(':')
-  if prefix not in _MAKERS and prefix not in _CAPTION_MAKERS:
-    prefix, argument = _guess_prefix(name), name
-  if prefix is None or not argument:
-    # Without the tasks that this function registered for paths and vocabularies.
-    ours = sorted(n for n in seqio.TaskRegistry.names() if is_image_task(n) and ':' not in n)
-    raise ValueError(
-      f'mixture_or_task_name is {name!r}; it must be one of {ours}, npz:PATH or a path that ends '
-      f'in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
-      f'TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
-      f'image_folder_captions:PATH or tfds_captions:NAME.'
-    )
-  seqio_name = _seqio_name(prefix, argument)
-  if seqio_name in seqio.TaskRegistry.names():
-    return seqio.TaskRegistry.get(seqio_name)
-  if prefix in _CAPTION_MAKERS:
-    make, train, evaluation = _CAPTION_MAKERS[prefix]
-    return add_image_text_task(seqio_name, make(argument), None, train, evaluation)
-  make, train, evaluation = _MAKERS[prefix]
-  return add_image_task(seqio_name, make(argument), train, evaluation)
+@functools.cache
+def _made(prefix: str, argument: str) -> ImageTask:
+  make, train, evaluation, vocabulary = _MAKERS[prefix]
+  return ImageTask(f'{prefix}:{argument}', make(argument), train, evaluation, vocabulary)
 
 
-def is_image_task(name: str) -> bool:
-  """Whether a task with this name is registered and can be read by number."""
-  names = seqio.TaskRegistry.names()
-  return name in names and isinstance(seqio.TaskRegistry.get(name), ImageTask)
-
-
-def _guess_prefix(name: str) -> str | None:
-  """Guesses the prefix of a name without one."""
-  if name.endswith('.npz'):
-    return 'npz'
-  if tfds_source.exists(name):
-    return 'tfds'
-  return 'image_folder' if os.path.isdir(name) else None
-
-
-def _seqio_name(prefix: str, argument: str) -> str:
-  """A readable name within seqio's alphabet, unique to the argument."""
-  return f'{prefix}:{_readable(argument)}'
-
-
-def _readable(argument: str) -> str:
-  readable = re.sub(r'[^A-Za-z0-9.]+', '_', argument)[-40:]
-  return f'{readable}_{hashlib.sha256(argument.encode()).hexdigest()[:8]}'
-
-
+# Not by add_image_task: their metadata, which it reads, come from fonts.
 for _name, _source in glyphs.SOURCES.items():
-  add_image_task(_name, _source)
+  _add(ImageTask(_name, _source))
 for _class_set in glyphs.SPLITS:
-  _suffix = '' if _class_set == 'core' else f'_{_class_set}'
-  add_image_text_task(f'glyph_names{_suffix}', glyphs.GlyphNameSource(_class_set))
-add_image_task(
-  'digits',
-  array_source.digits_source(),
-  preprocessors=(preprocess.resize(),),
-  eval_preprocessors=(preprocess.resize(),),
-)
+  _name = 'glyph_names' if _class_set == 'core' else f'glyph_names_{_class_set}'
+  _add(ImageTask(_name, glyphs.GlyphNameSource(_class_set), vocabulary='bytes'))
+_add(ImageTask('digits', array_source.digits_source()))

@@ -23,9 +23,6 @@ class TfdsSource:
   of a pod would do it at once.
   """
 
-  image_size = None
-  image_dtype = np.uint8
-
   def __init__(self, name: str):
     """Reads the data set's metadata.
 
@@ -71,9 +68,6 @@ class TfdsCaptionSource:
   exists, unless `supervised_keys` names others. The captions are a text, a sequence of texts, or a
   sequence of records with a field 'text' or 'caption', as in COCO.
   """
-
-  image_size = None
-  image_dtype = np.uint8
 
   def __init__(self, name: str):
     """Reads the data set's metadata.
@@ -163,7 +157,7 @@ def _records(builder: tfds.core.DatasetBuilder) -> Mapping[str, Any]:
   """The examples of each split by number, with images as the bytes of their files."""
   return builder.as_data_source(
     {split: split for split in builder.info.splits},
-    # The image is decoded later, on all cores; other images, such as masks, are not needed.
+    # The image is decoded later; other images, such as masks, are not needed.
     decoders={
       key: tfds.decode.SkipDecoding()
       for key, feature in builder.info.features.items()

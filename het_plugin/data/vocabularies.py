@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import seqio
+from etils import epath
 
 from het_plugin.data.annotations import END, PADDING, token_rows
 from het_plugin.data.locked_cache import locked_cache
-from het_plugin.data.tf_host import tf
 
 BYTES = 'bytes'
 
@@ -34,7 +34,7 @@ def _load(name: str) -> seqio.Vocabulary:
     return seqio.ByteVocabulary()
   if not name.endswith('.model'):
     raise ValueError(f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file.')
-  if not tf.io.gfile.exists(name):
+  if not epath.Path(name).exists():
     raise ValueError(f'vocabulary is {name!r}; there is no such file.')
   vocabulary = seqio.SentencePieceVocabulary(name)
   try:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from het_plugin import data, reporting
-from het_plugin.data import decode
+from het_plugin.data.image_folder import read_bytes
 from het_plugin.evaluation import array_files, predictions, uncertainty
 from het_plugin.evaluation.splits import open_split
 
@@ -26,8 +26,6 @@ class Images:
   Attributes:
     names: of the images, for results.
   """
-
-  image_size = None
 
   def __init__(self, path: str):
     """Lists the files, or reads the array.
@@ -60,7 +58,6 @@ class Images:
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
     self.is_array = root.suffix == '.npz'
-    self.image_dtype = np.float32 if self.is_array else np.uint8
     splits = {_SPLIT: len(self.names)}
     # A task of several labels may have images without one.
     self.info = data.TaskInfo(1, True, channels, None, splits)
@@ -68,7 +65,7 @@ class Images:
   def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
     images = [self._images[i] for i in ids]
     if not self.is_array:
-      images = decode.load_all(Path.read_bytes, images)
+      images = list(map(read_bytes, images))
     return images, np.full((len(ids), 1), -1, np.int32)
 
   def describe(self, split: str, example_id: int) -> str:
@@ -94,25 +91,21 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
   Raises:
     ValueError: there is no image, or the batch size does not fit the mesh.
   """
-  import seqio
-
-  from het_plugin.data import preprocess, tasks
+  from het_plugin.data import tasks
 
   images = Images(path)
-  names, photo = None, (preprocess.resize(), preprocess.value_range())
+  names, photo = None, ()
   with contextlib.suppress(ValueError):  # the data of the training may be elsewhere
     task = tasks.get_task(run.task)
     names = task.info.class_names
-    photo = photo if task.examples.image_size else task.eval_preprocessors
+    photo = task.eval_preprocessors
   top = min(top, run.model.head.num_classes)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
   rows = []
   with contextlib.ExitStack() as stack:
-    name = 'het_plugin_predict'
-    stack.callback(seqio.TaskRegistry.remove, name)
-    tasks.add_image_task(name, images, (), (preprocess.resize(),) if images.is_array else photo)
+    preprocessors = () if images.is_array else photo
     config = data.one_pass(
-      name,
+      tasks.ImageTask(path, images, (), preprocessors),
       _SPLIT,
       image_size=run.image_size,
       max_labels=run.max_labels,

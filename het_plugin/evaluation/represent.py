@@ -132,7 +132,7 @@ def task_name(dataset: str) -> str:
   if os.path.isdir(dataset):
     from het_plugin.data import tasks  # takes seconds to import
 
-    return dataset if tasks.is_image_task(dataset) else f'image_folder:{dataset}'
+    return dataset if dataset in tasks.names() else f'image_folder:{dataset}'
   return dataset
 
 

@@ -137,6 +137,6 @@ def task_name(name: str) -> str:
   Raises:
     ValueError: as `data.tasks.get_task`.
   """
-  from het_plugin.data import tasks
+  from het_plugin.data import seqio_task
 
-  return tasks.get_task(name).name
+  return seqio_task.register(name).name

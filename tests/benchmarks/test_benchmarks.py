@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import seqio
 from PIL import Image
 
 from het_plugin.config import trained_run
@@ -227,18 +226,13 @@ def test_restart(run):
 
 @pytest.mark.slow
 def test_input(run):
-  flags = ['--photos=24', '--photo_size=60,45', '--image_size=16', '--backbone=tiny', '--batch=8']
-  try:
-    result, printed = run('input.py', *flags, '--steps=4', '--repeats=1')
-  finally:
-    for name in ('decode', 'augment'):  # tasks that it registers
-      seqio.TaskRegistry.remove(name)
-  assert [row['work'] for row in result['rates']] == ['decode', 'decode, augment']
-  for row in result['rates']:
-    assert row['lowest'] == row['ratio'] == row['highest'] > 0
-    assert row['ours_per_core'] / row['tfds_per_core'] == pytest.approx(row['ratio'])
-  assert 0 <= result['training']['wait_share'] < 1
-  assert 'the loop waited for data' in printed[-1]
+  flags = ['--files=48', '--size=48', '--image_size=16', '--batch=8', '--turn=32', '--turns=1']
+  rows, printed = run('input.py', *flags, '--workers=1')
+  assert [row['source'] for row in rows] == ['image_folder', 'tfds']
+  for row in rows:
+    rates = row['ours_images_per_second'], row['theirs_images_per_second']
+    assert row['workers'] == 1 and row['ratio'] == pytest.approx(rates[0] / rates[1])
+  assert 'times the rate of tf.data' in printed[-1]
 
 
 @pytest.fixture(scope='module')

@@ -1,7 +1,10 @@
+import io
+import pathlib
+
 import numpy as np
 import pytest
 
-from het_plugin.data import array_source
+from het_plugin.data import DatasetConfig, array_source, get_dataset
 
 
 def write(path, **arrays):
@@ -29,12 +32,12 @@ def test_npz_uint8_and_the_split_it_makes(tmp_path):
   array, label = images(50), np.arange(50) % 7
   source = array_source.npz_source(write(tmp_path / 'a.npz', image=array, label=label))
   assert source.info.splits == {'train': 45, 'validation': 5}
-  assert (source.info.num_classes, source.info.channels, source.image_size) == (7, 1, 6)
+  assert (source.info.num_classes, source.info.channels) == (7, 1)
   seen = {}
   for split, count in source.info.splits.items():
     pictures, labels = source.read(split, np.arange(count), 6, seed=0)
     for picture, row in zip(pictures, labels, strict=True):
-      seen[np.round((picture[..., 0] + 1) * 127.5).astype(np.uint8).tobytes()] = row[0]
+      seen[picture[..., 0].tobytes()] = row[0]
   assert len(seen) == 50
   assert all(seen[picture.tobytes()] == k for picture, k in zip(array, label, strict=True))
 
@@ -57,12 +60,12 @@ def test_npz_float_multi_label_names_and_splits(tmp_path):
 
 
 BAD_FILES = {
-  "lacks ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
+  "lacks the arrays ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
   r'label -1 of example 1 is out of range; labels are 0 .. 0.': {
     'image': images(2),
     'label': np.array([0, -1]),
   },
-  'image is (2, 4, 5)': {'image': np.zeros((2, 4, 5), np.uint8), 'label': np.zeros(2, int)},
+  'image is (2, 4); it must be [N, H, W]': {'image': np.zeros((2, 4)), 'label': np.zeros(2, int)},
 }
 
 
@@ -73,10 +76,34 @@ def test_bad_npz(tmp_path, message):
   assert message in str(error.value)
 
 
-def test_float_images_out_of_range(tmp_path):
-  path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), 255.0), label=np.zeros(3, int))
-  with pytest.raises(ValueError, match=r'must lie in \[0, 1\], these in \[255.0, 255.0\]'):
-    array_source.npz_source(path).read('train', np.arange(1), 4, seed=0)
+@pytest.mark.parametrize('level, shown', [(255.0, '255.0, 255.0'), (np.nan, 'nan, nan')])
+def test_float_images_out_of_range(tmp_path, level, shown):
+  path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), level), label=np.zeros(3, int))
+  with pytest.raises(ValueError, match=rf'must lie in \[0, 1\], these in \[{shown}\]'):
+    array_source.npz_source(path).load()
+
+
+def damaged(path, how):
+  content = bytearray(pathlib.Path(path).read_bytes())
+  if how == 'truncated':
+    content = content[: len(content) // 2]
+  elif how == 'empty':
+    content = b''
+  elif how == 'flipped':
+    content[len(content) // 3] ^= 0x40  # within the array of images
+  else:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    content = file.getvalue()
+  pathlib.Path(path).write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize('how', ['truncated', 'empty', 'flipped', 'a renamed .npy'])
+def test_a_damaged_file_is_one_sentence_before_training(tmp_path, how):
+  path = write(tmp_path / 'a.npz', image=images(50), label=np.arange(50))
+  damaged(path, how)
+  with pytest.raises(ValueError, match=r'^npz:.*a.npz is no NPZ file as it should be: '):
+    get_dataset(DatasetConfig(path, {'image': 6, 'label': 1}, 'train', 4))
 
 
 def captions(*texts):
@@ -93,20 +120,17 @@ def test_npz_captions(tmp_path):
   )
   source = array_source.npz_captions_source(path)
   info = source.info
-  assert info.splits == {'train': 3, 'test': 2} and info.channels == 1 and source.image_size == 6
+  assert info.splits == {'train': 3, 'test': 2} and info.channels == 1
   assert info.vocab_size is None and 'caption.npy' in info.version
   pictures, texts = source.read('train', np.array([2, 0, 1]), 6, seed=0)
   assert [list(several) for several in texts] == [['five'], ['one'], ['']]
-  levels = np.round((pictures[..., 0] + 1) * 127.5).astype(np.uint8)
-  np.testing.assert_array_equal(levels, array[[4, 0, 2]])
+  np.testing.assert_array_equal(pictures[..., 0], array[[4, 0, 2]])
   _, texts = source.read('test', np.arange(2), 6, seed=0)
   assert [list(several) for several in texts] == [['zwei ✓'], ['four']]
 
 
 BAD_CAPTIONS = {
-  "needs the arrays 'image' and 'caption'; it lacks ['caption'] and has ['image']": {
-    'image': images(2)
-  },
+  "it lacks the arrays ['caption'] and has ['image']": {'image': images(2)},
   'caption is <U1 (3,); it must be unicode strings [N] or [N, M] with N = 2': {
     'image': images(2),
     'caption': captions('a', 'b', 'c'),

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from het_plugin.data import DatasetConfig, decode, get_dataset
+from het_plugin.data import DatasetConfig, get_dataset, preprocess
 from het_plugin.data.caption_file import CaptionFileSource
 
 RECORDS = [
@@ -34,7 +34,7 @@ def pairs(source):
   for split, count in source.info.splits.items():
     images, captions = source.read(split, np.arange(count), 8, seed=0)
     for i, (image, texts) in enumerate(zip(images, captions, strict=True)):
-      assert decode.decode_rgb(image) is not None
+      assert preprocess.decode_rgb(image) is not None
       found[source.describe(split, i)] = (split, list(texts))
   return found
 
@@ -164,3 +164,16 @@ def test_bad_tables(tmp_path, message):
   with pytest.raises(ValueError) as error:
     CaptionFileSource(str(tmp_path))
   assert message in str(error.value)
+
+
+def test_rows_of_a_table_that_end_early(tmp_path, image_files):
+  """A row without a caption is an unreadable record, one without a split an error."""
+  image_files.write(tmp_path, 2)
+  table = tmp_path / 'captions.csv'
+  table.write_text('file,caption\n000.png\n001.png,second\n')
+  source = CaptionFileSource(str(tmp_path))
+  texts = [source.read(split, np.array([0]), 8, seed=0)[1][0] for split in source.info.splits]
+  assert sorted(texts) == [[], ['second']]
+  table.write_text('file,caption,split\n000.png,first\n001.png,second,train\n')
+  with pytest.raises(ValueError, match="000.png has no 'split', others have"):
+    CaptionFileSource(str(tmp_path))

@@ -1,9 +1,12 @@
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from het_plugin.data import decode
+from het_plugin.data import image_folder
 from het_plugin.data.image_folder import ImageFolderSource
+from het_plugin.data.preprocess import decode_rgb
 
 
 def test_split_folders(tmp_path, image_files):
@@ -16,7 +19,7 @@ def test_split_folders(tmp_path, image_files):
   images, labels = source.read('train', np.array([4, 0]), 16, seed=0)
   assert source.describe('train', 4) == str(cats[2])
   np.testing.assert_array_equal(labels, [[1], [0]])
-  picture, photo = (decode.decode_rgb(image) for image in images)
+  picture, photo = (np.asarray(decode_rgb(image)) for image in images)
   np.testing.assert_array_equal(picture, np.asarray(Image.open(cats[2])))
   assert photo.shape == (20, 30, 3) and photo.dtype == np.uint8
 
@@ -42,17 +45,17 @@ def test_grey_and_palette_images_become_rgb(tmp_path):
   source = ImageFolderSource(str(tmp_path))
   for split in ('train', 'validation'):
     (image,), _ = source.read(split, np.array([0]), 9, seed=0)
-    np.testing.assert_array_equal(decode.decode_rgb(image), np.repeat(grey[..., None], 3, axis=-1))
+    np.testing.assert_array_equal(decode_rgb(image), np.repeat(grey[..., None], 3, axis=-1))
 
 
 def test_damaged_images_are_none(tmp_path, image_files, suffix='.jpg'):
   cut, foreign, whole = image_files.write(tmp_path / 'a', 3, suffix)
   image_files.truncate(cut)
   foreign.write_bytes(b'GIF89a not an image of ours')
-  assert decode.decode_rgb(cut.read_bytes()) is None
-  assert decode.decode_rgb(foreign.read_bytes()) is None
-  assert decode.decode_rgb(b'') is None
-  assert decode.decode_rgb(whole.read_bytes()).shape == (22, 30, 3)
+  assert decode_rgb(cut.read_bytes()) is None
+  assert decode_rgb(foreign.read_bytes()) is None
+  assert decode_rgb(b'') is None
+  assert decode_rgb(whole.read_bytes()).size == (30, 22)
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
@@ -68,3 +71,19 @@ def test_wrong_folders_are_named(tmp_path, image_files):
   (tmp_path / 'train' / 'b' / 'notes.txt').write_text('no image')
   with pytest.raises(ValueError, match='b holds no images'):
     ImageFolderSource(str(tmp_path))
+
+
+def test_what_is_no_regular_file_is_skipped_and_counted(tmp_path, image_files, caplog):
+  folder = tmp_path / 'a'
+  first, gone = image_files.write(folder, 2, '.jpg')
+  (folder / 'dangling.jpg').symlink_to('nowhere')
+  (folder / 'loop.jpg').symlink_to('loop.jpg')
+  (folder / 'link.jpg').symlink_to(first)
+  (folder / 'folder.jpg').mkdir()
+  os.mkfifo(folder / 'pipe.jpg')
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.splits == {'train': 2, 'validation': 1}
+  assert '4 names of images' in caplog.text and 'no regular files' in caplog.text
+  gone.unlink()
+  assert image_folder.read_bytes(gone) is None
+  assert image_folder.read_bytes(folder / 'pipe.jpg') is None

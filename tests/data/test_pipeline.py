@@ -331,8 +331,6 @@ def test_an_error_of_the_background_thread_reaches_the_consumer(folder):
 class SlowSource:
   """Counts how far it has been read."""
 
-  image_size, image_dtype = None, np.float32
-
   def __init__(self):
     self.info = TaskInfo(2, False, 1, None, {'train': None})
     self.last = -1
@@ -352,7 +350,7 @@ def test_threads_change_neither_the_order_nor_the_batches(monkeypatch):
       return images.astype(np.float32), ids.astype(np.int32)[:, None]
 
   monkeypatch.setattr(pipeline, '_BLOCK', 3)
-  task = tasks.add_image_task('numbers', Numbers())
+  task = tasks.ImageTask('numbers', Numbers())
   for num_threads in (1, 8):
     cfg = DatasetConfig(task, {'image': 2, 'label': 1}, 'train', 12, num_threads=num_threads)
     iterator = get_dataset(cfg, rows=np.arange(2, 12))
@@ -369,24 +367,45 @@ def test_threads_change_neither_the_order_nor_the_batches(monkeypatch):
     iterator.close()
 
 
-def test_reading_ahead_is_bounded_and_the_thread_ends():
+def test_reading_ahead_is_bounded_and_the_threads_end():
   source = SlowSource()
-  task = tasks.add_image_task('slow_source', source)
+  task = tasks.ImageTask('slow_source', source)
+  cfg = DatasetConfig(task, {'image': 4, 'label': 1}, 'train', 2, num_threads=2)
   before = set(threading.enumerate())
-  iterator = get_dataset(DatasetConfig(task, {'image': 4, 'label': 1}, 'train', 2))
-  next(iterator)
-  time.sleep(0.2)
-  assert 2 <= source.last < 2 * 4
-  assert set(threading.enumerate()) - before
-  iterator.close()
-  assert not set(threading.enumerate()) - before
 
-  dropped = get_dataset(DatasetConfig(task, {'image': 4, 'label': 1}, 'train', 2))
+  def ended():
+    gc.collect()
+    time.sleep(0.2)
+    return not set(threading.enumerate()) - before
+
+  iterator = get_dataset(cfg)
+  next(iterator)
+  assert not ended() and 2 <= source.last < 2 * 4
+  iterator.close()
+  assert ended()
+  dropped = get_dataset(cfg)
   next(dropped)
   del dropped
-  gc.collect()
-  time.sleep(0.2)
-  assert not set(threading.enumerate()) - before
+  assert ended()
+
+
+@pytest.mark.slow
+def test_processes_read_the_same_batches(folder):
+  settings = dict(
+    mixture_or_task_name=f'image_folder:{folder}',
+    task_feature_lengths={'image': 12, 'label': 1},
+    split='train',
+    batch_size=8,
+    max_corrupt_fraction=0.1,
+  )
+  threads = get_dataset(DatasetConfig(**settings))
+  processes = get_dataset(DatasetConfig(**settings, num_workers=2, num_threads=1))
+  for iterator in (threads, processes):
+    iterator.set_state({'position': 8})
+  for _ in range(4):
+    assert_same(next(processes), next(threads))
+  assert processes.corrupt_records == threads.corrupt_records
+  processes.close()
 
 
 BAD_CONFIGS = {
@@ -398,7 +417,7 @@ BAD_CONFIGS = {
   "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout', "
   "'glyphs_noisy', 'glyphs_noisy_full'": {'mixture_or_task_name': 'glyph_core'},
   "num_epochs is 3; the split 'train' of glyphs_core is endless": {'num_epochs': 3},
-  "'text': 8}; it must be {'image': H, 'label': L}, both at least 1: glyphs_core has class": {
+  "'text': 8}; it must be {'image': H, 'label': L} with H at least 1 and L at least 1": {
     'task_feature_lengths': {'image': 28, 'text': 8}
   },
   "vocabulary is 'words'; it must be 'bytes' or the path of a .model file": {
@@ -417,9 +436,15 @@ def test_errors_before_anything_is_read(message):
   assert message in str(error.value)
 
 
-def test_wrong_image_side_and_too_few_labels(npz):
-  with pytest.raises(ValueError, match=r"\['image'\] is 28; the images of npz:.* are 12 x 12"):
-    get_dataset(DatasetConfig(f'npz:{npz}', {'image': 28, 'label': 3}, 'train', 4))
+def test_arrays_of_another_side_are_resized(npz):
+  batch = next(get_dataset(DatasetConfig(f'npz:{npz}', {'image': 24, 'label': 3}, 'train', 4)))
+  same = next(get_dataset(DatasetConfig(f'npz:{npz}', {'image': 12, 'label': 3}, 'train', 4)))
+  assert batch['image'].shape == (4, 24, 24, 3)
+  halves = batch['image'].reshape(4, 12, 2, 12, 2, 3).mean((2, 4))
+  assert np.corrcoef(halves.ravel(), same['image'].ravel())[0, 1] > 0.9
+
+
+def test_too_few_labels(npz):
   with pytest.raises(ValueError, match=r"\['label'\] is 2; examples of npz:.* up to 3 labels"):
     get_dataset(DatasetConfig(f'npz:{npz}', {'image': 12, 'label': 2}, 'train', 4))
 

@@ -2,15 +2,12 @@ import numpy as np
 import pytest
 
 from het_plugin.data.annotations import Labels
-from het_plugin.data.reader import ExampleReader
+from het_plugin.data.reader import CorruptRecords, ExampleReader
 from het_plugin.data.sources import TaskInfo
 
 
 class CountingSource:
   """Picture i is i everywhere and has label i; records in `bad` are unreadable."""
-
-  image_size = None
-  image_dtype = np.uint8
 
   def __init__(self, num_examples, bad=()):
     self.info = TaskInfo(100, False, 1, None, {'train': num_examples})
@@ -27,33 +24,33 @@ class CountingSource:
 def make_reader(num_examples=10, bad=(), split='train', **kwargs):
   settings = {
     'size': 4,
+    'channels': 1,
     'annotations': Labels(2),
     'shuffle': True,
     'seed': 0,
     'num_epochs': None,
-    'max_corrupt_fraction': 1.0,
   }
   return ExampleReader(CountingSource(num_examples, bad), split, **(settings | kwargs))
 
 
 def test_every_record_once_in_each_epoch(num_examples=7):
-  labels = make_reader(num_examples).read(np.arange(3 * num_examples))['label'][:, 0]
+  labels = make_reader(num_examples).read(np.arange(3 * num_examples))[0]['label'][:, 0]
   for epoch in labels.reshape(3, num_examples):
     np.testing.assert_array_equal(np.sort(epoch), np.arange(num_examples))
 
 
 def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
-  one_pass = make_reader(num_epochs=1).read(np.arange(10))
+  one_pass = make_reader(num_epochs=1).read(np.arange(10))[0]
   np.testing.assert_array_equal(one_pass['index'], one_pass['label'][:, 0])
-  endless = make_reader().read(np.arange(15))
+  endless = make_reader().read(np.arange(15))[0]
   np.testing.assert_array_equal(endless['index'], np.arange(15))
-  assert make_reader().read(np.array([2**31 + 5]))['index'] == [5]
+  assert make_reader().read(np.array([2**31 + 5]))[0]['index'] == [5]
   assert endless['index'].dtype == np.int32
 
 
 def test_a_slice_is_a_range_of_records_in_the_order_of_the_records():
   reader = make_reader(split='train[3:7]', shuffle=False, num_epochs=1)
-  examples = reader.read(np.arange(6))
+  examples = reader.read(np.arange(6))[0]
   assert reader.num_examples == 4
   np.testing.assert_array_equal(examples['mask'], [1, 1, 1, 1, 0, 0])
   np.testing.assert_array_equal(examples['label'][:4, 0], [3, 4, 5, 6])
@@ -61,40 +58,52 @@ def test_a_slice_is_a_range_of_records_in_the_order_of_the_records():
 
 
 def test_a_slice_is_shuffled_within_itself_and_repeats():
-  epochs = make_reader(20, split='train[5:15]').read(np.arange(30))['label'][:, 0].reshape(3, 10)
+  epochs = make_reader(20, split='train[5:15]').read(np.arange(30))[0]['label'][:, 0].reshape(3, 10)
   assert len({epoch.tobytes() for epoch in epochs}) == 3
   for epoch in epochs:
     np.testing.assert_array_equal(np.sort(epoch), np.arange(5, 15))
-  assert make_reader(split='train[-1:]').read(np.arange(3))['label'][:, 0].tolist() == [9, 9, 9]
+  assert make_reader(split='train[-1:]').read(np.arange(3))[0]['label'][:, 0].tolist() == [9, 9, 9]
 
 
-def test_keys_follow_seed_and_position():
-  keys = make_reader().read(np.arange(20))['key']
-  assert keys.shape == (20, 2) and keys.dtype == np.int32
-  assert len({key.tobytes() for key in keys}) == 20  # the second epoch is augmented anew
-  assert not np.array_equal(keys, make_reader(seed=1).read(np.arange(20))['key'])
+def test_randomness_follows_seed_and_position():
+  def draws(**kwargs):
+    def noise(image, rng, size):
+      return rng.integers(0, 256, (size, size, 1), np.uint8)
+
+    reader = make_reader(preprocessors=[noise], **kwargs)
+    positions = np.arange(20)
+    return np.concatenate(
+      [reader.read(part)[0]['image'] for part in (positions[:3], positions[3:])]
+    )
+
+  images = draws()
+  assert len({image.tobytes() for image in images}) == 20  # the second epoch is augmented anew
+  np.testing.assert_array_equal(images, draws())
+  assert not np.array_equal(images, draws(seed=1))
 
 
 def test_rows_past_the_end_are_masked():
-  examples = make_reader(num_epochs=1).read(np.arange(8, 13))
+  examples, _ = make_reader(num_epochs=1).read(np.arange(8, 13))
   np.testing.assert_array_equal(examples['mask'], [1, 1, 0, 0, 0])
   np.testing.assert_array_equal(examples['label'][2:], -1)
-  assert [image.shape for image in examples['image'][2:]] == [(4, 4, 1)] * 3
+  np.testing.assert_array_equal(examples['image'][2:], np.full((3, 4, 4, 1), -1.0))
 
 
-def test_unreadable_records_keep_their_position_and_are_counted_once():
-  reader = make_reader(bad=(3, 7), shuffle=False)
-  examples = reader.read(np.arange(20))
+def test_unreadable_records_keep_their_position_and_are_named():
+  examples, names = make_reader(bad=(3, 7), shuffle=False).read(np.arange(20))
   np.testing.assert_array_equal(np.flatnonzero(examples['mask'] == 0), [3, 7, 13, 17])
   np.testing.assert_array_equal(examples['label'][[3, 7, 13, 17]], -1)
   good = np.flatnonzero(examples['mask'])
   np.testing.assert_array_equal(examples['label'][good, 0], good % 10)
-  assert reader.corrupt.names == ('picture 3', 'picture 7')
+  np.testing.assert_array_equal(np.round((examples['image'][good, 0, 0, 0] + 1) * 127.5), good % 10)
+  assert names == {3: 'picture 3', 7: 'picture 7'}
 
 
 def test_too_many_unreadable_records():
-  reader = make_reader(bad=(3, 7), shuffle=False, max_corrupt_fraction=0.1)
-  reader.read(np.arange(7))
+  corrupt = CorruptRecords(10, 0.1)
+  for _ in range(2):  # a record counts once
+    corrupt.add({3: 'picture 3'})
+  corrupt.add({})
   message = '2 of 10 images are unreadable, more than max_corrupt_fraction = 0.1 allows; the first'
   with pytest.raises(ValueError, match=f'{message} are: picture 3, picture 7'):
-    reader.read(np.arange(7, 10))
+    corrupt.add({7: 'picture 7'})

@@ -1,23 +1,21 @@
-import io
 import json
 import pathlib
 
 import numpy as np
 import pytest
 import seqio
-from PIL import Image
+import tensorflow as tf
 
 from het_plugin.data import (
   DatasetConfig,
   ImageFeatureConverter,
   ImageTextFeatureConverter,
-  decode,
   get_dataset,
+  glyphs,
   reader,
   seqio_task,
   tasks,
 )
-from het_plugin.data.tf_host import tf
 
 LENGTHS = {'image': 12, 'label': 2}
 TEXT_LENGTHS = {'image': 12, 'text': 16}
@@ -70,7 +68,7 @@ def seqio_batches(name, split, batch_size, count=None, **kwargs):
   lengths = lengths_of(name)
   converter = ImageFeatureConverter if lengths is LENGTHS else ImageTextFeatureConverter
   dataset = seqio.get_dataset(
-    mixture_or_task_name=tasks.get_task(name).name,
+    mixture_or_task_name=seqio_task.register(name).name,
     task_feature_lengths=lengths,
     feature_converter=converter(pack=False, use_custom_packing_ops=False),
     dataset_split=split,
@@ -102,7 +100,7 @@ def test_seqio_and_the_pipeline_give_the_same_evaluation_batches(name):
 
 
 def test_seqio_knows_slices():
-  task = tasks.get_task('digits')
+  task = seqio_task.register('digits')
   assert set(task.splits) == {'train', 'test'}
   assert task.num_input_examples('train[:10%]') == 144
   # what decides whether seqio's evaluator and mixtures take a task
@@ -125,35 +123,41 @@ def test_shards_of_seqio_are_rows_of_the_global_batch(name):
       assert_same(part, {feature: x[index::2] for feature, x in batch.items()})
 
 
-@pytest.mark.parametrize(
-  'mode, subsampling, progressive',
-  [('RGB', 2, False), ('CMYK', 1, True)],
-)
-def test_tensorflow_decodes_jpeg_files_to_the_levels_of_pillow(mode, subsampling, progressive):
-  coarse = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
-  for size in ((45, 37), (1, 1)):
-    photo = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
-    file = io.BytesIO()
-    photo.save(file, 'JPEG', quality=90, subsampling=subsampling, progressive=progressive)
-    packed = seqio_task.pack({'image': [file.getvalue()]})
-    image = seqio_task.unpack({name: x[0] for name, x in packed.items()}, tf.uint8, 3)['image']
-    np.testing.assert_array_equal(image, decode.decode_rgb(file.getvalue()))
-
-
 def test_the_vocabulary_is_in_the_output_features(sentencepiece_model):
-  assert tasks.get_task('glyph_names').output_features['text'].vocabulary == seqio.ByteVocabulary()
-  task = tasks.get_task('glyph_names', sentencepiece_model)
-  assert task is tasks.get_task('glyph_names', sentencepiece_model)
-  assert seqio.get_mixture_or_task(task.name) is task and task.name != 'glyph_names'
+  plain = seqio_task.register('glyph_names')
+  assert plain.name == 'glyph_names'
+  assert plain.output_features['text'].vocabulary == seqio.ByteVocabulary()
+  task = seqio_task.register('glyph_names', sentencepiece_model)
+  assert seqio.get_mixture_or_task(task.name) is task and task is not plain
+  assert seqio_task.register('glyph_names', sentencepiece_model) is task
   feature = task.output_features['text']
   assert feature.vocabulary.vocab_size == 60 and feature.add_eos
-  (batch,) = seqio_batches(task.name, 'validation', 4, 1, shuffle=False)
-  ours = get_dataset(
-    DatasetConfig(
-      'glyph_names', TEXT_LENGTHS, 'validation', 4, shuffle=False, vocabulary=sentencepiece_model
-    )
+
+
+def test_names_that_seqio_refuses_and_tasks_of_ones_own(tmp_path):
+  path = tmp_path / 'dash-ed ümlaut.npz'
+  np.savez(path, image=np.zeros((4, 3, 3), np.uint8), label=np.arange(4))
+  task = seqio_task.register(f'npz:{path}')
+  assert seqio_task.register(str(path)) is task and set(task.splits) == {'train', 'validation'}
+  tasks.add_image_task('own_glyphs', glyphs.GlyphSource('heldout'))
+  try:
+    assert isinstance(seqio.TaskRegistry.get('own_glyphs'), seqio_task.SeqioTask)
+  finally:
+    seqio.TaskRegistry.remove('own_glyphs')
+    del tasks._TASKS['own_glyphs']
+
+
+def test_mixtures_draw_from_several_of_our_tasks():
+  seqio.MixtureRegistry.add('glyph_mixture', [('glyphs_core', 3), ('glyphs_heldout', 1)])
+  dataset = seqio.get_dataset(
+    'glyph_mixture', {'image': 12, 'label': 1}, ImageFeatureConverter(), 'train', seed=0
   )
-  assert_same(batch, next(ours))
+  examples = list(dataset.take(80).as_numpy_iterator())
+  assert all(e['mask'] == 1 and e['image'].shape == (12, 12, 1) for e in examples)
+  # Only glyphs_core has classes from 1,142 on: half of its 2,297, so 3 / 8 of the examples.
+  assert 15 <= sum(int(e['label'][0]) >= 1142 for e in examples) <= 45
+  per_task = np.bincount([int(e['index']) for e in examples])
+  assert 10 <= np.sum(per_task == 2) <= 30  # the positions that both tasks have reached
 
 
 def plain_dataset(split, shuffle_files, seed=None):
@@ -209,9 +213,3 @@ def test_the_converter_checks_lengths():
     converted('glyph_names', LENGTHS)
   with pytest.raises(ValueError, match="extra features .*{'text'}"):
     converted('glyph_names', TEXT_LENGTHS)  # by the converter of labels
-
-
-def test_plain_seqio_tasks_cannot_be_read_by_position():
-  plain_task()
-  with pytest.raises(ValueError, match="'plain' is a plain seqio task"):
-    get_dataset(DatasetConfig('plain', LENGTHS, 'train', 4))

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import seqio
@@ -14,10 +17,8 @@ from het_plugin.data import (
 )
 
 
-def test_built_in_tasks_are_registered_with_seqio():
-  assert {'digits', 'glyphs_core', 'glyphs_full', 'glyphs_heldout'} <= set(
-    seqio.TaskRegistry.names()
-  )
+def test_metadata_of_built_in_tasks():
+  assert {'digits', 'glyphs_core', 'glyphs_full', 'glyphs_heldout'} <= set(tasks.names())
   assert task_info('glyphs_core').num_classes == 2297
   assert task_info('glyphs_core').class_names[0] == 'EXCLAMATION MARK'
   assert task_info('glyphs_noisy') == task_info('glyphs_core')
@@ -25,14 +26,17 @@ def test_built_in_tasks_are_registered_with_seqio():
   assert task_info('digits').splits == {'train': 1438, 'test': 359}
 
 
-def test_paths_that_seqio_names_refuse(tmp_path, folder='dash-ed/ümlaut'):
-  path = tmp_path / folder / 'my data.npz'
-  path.parent.mkdir(parents=True)
-  np.savez(path, image=np.zeros((4, 3, 3), np.uint8), label=np.arange(4))
-  task = tasks.get_task(f'npz:{path}')
-  assert seqio.TaskRegistry.get(task.name) is task
-  assert tasks.get_task(f'npz:{path}') is task
-  assert tasks.get_task(task.name) is task and tasks.get_task(task) is task
+def test_images_with_labels_need_no_tensorflow(tmp_path, image_files):
+  image_files.write(tmp_path / 'a', 2, '.jpg')
+  program = f"""
+import sys
+from het_plugin.data import DatasetConfig, get_dataset
+for name in ('glyphs_core', 'image_folder:{tmp_path}'):
+  next(get_dataset(DatasetConfig(name, {{'image': 8, 'label': 1}}, 'train', 2)))
+sys.exit(str([name for name in ('tensorflow', 'seqio') if name in sys.modules]))
+"""
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+  assert done.stderr.strip().endswith('[]')
 
 
 def test_unknown_names_list_the_valid_ones(name='glyphs'):
@@ -62,24 +66,34 @@ def test_a_tfds_name_goes_before_a_folder_of_that_name(tmp_path, monkeypatch):
 @pytest.fixture
 def own_tasks():
   """Takes the tasks of a test out of the registry, whose names messages list."""
-  before = set(seqio.TaskRegistry.names())
+  before = set(tasks.names())
   yield
-  for name in set(seqio.TaskRegistry.names()) - before:
-    seqio.TaskRegistry.remove(name)
+  for name in set(tasks.names()) - before:
+    del tasks._TASKS[name]
+    if name in seqio.TaskRegistry.names():
+      seqio.TaskRegistry.remove(name)
+
+
+def first_batch(task, **lengths):
+  """Two test examples at 9 x 9."""
+  cfg = DatasetConfig(task, {'image': 9, **lengths}, 'test', 2, shuffle=False)
+  return next(get_dataset(cfg))
 
 
 def test_an_added_task_runs_its_preprocessors(own_tasks):
   task = tasks.add_image_task(
     'colour_glyphs',
     glyphs.GlyphSource('heldout'),
-    preprocessors=[preprocess.to_channels(3)],
-    eval_preprocessors=[preprocess.to_channels(3)],
+    preprocessors=[preprocess.ToChannels(3)],
+    eval_preprocessors=[preprocess.ToChannels(3)],
   )
-  dataset = task.get_dataset({'image': 9, 'label': 1}, 'test', shuffle=False)
-  (example,) = dataset.take(1).as_numpy_iterator()
-  images, labels = task.examples.read('test', np.arange(1), 9, seed=0)
-  np.testing.assert_array_equal(example['image'], np.repeat(images[0], 3, axis=-1))
-  np.testing.assert_array_equal(example['label'], labels[0])
+  assert task.info.channels == 3
+  batch = first_batch('colour_glyphs', label=1)
+  images, labels = task.examples.read('test', np.arange(2), 9, seed=0)
+  np.testing.assert_array_equal(batch['image'], np.repeat(images, 3, axis=-1))
+  np.testing.assert_array_equal(batch['label'], labels)
+  with pytest.raises(ValueError, match="a task 'colour_glyphs' already"):
+    tasks.add_image_task('colour_glyphs', task.examples)
 
 
 def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):
@@ -88,21 +102,20 @@ def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):
     'colour_names',
     glyphs.GlyphNameSource('heldout'),
     vocabulary=sentencepiece_model,
-    preprocessors=[preprocess.to_channels(3), preprocess.flip_left_right()],
-    eval_preprocessors=[preprocess.to_channels(3)],
+    preprocessors=[preprocess.ToChannels(3), preprocess.Flip()],
+    eval_preprocessors=[preprocess.ToChannels(3)],
   )
   assert task_info('colour_names').vocab_size == 60
   assert task_info('colour_names').vocabulary == sentencepiece_model
   as_bytes = tasks.get_task('colour_names', 'bytes')
   assert as_bytes.info.vocab_size == 259 and as_bytes.preprocessors == task.preprocessors
   for own in (task, as_bytes):
-    dataset = own.get_dataset({'image': 9, 'text': 80}, 'test', shuffle=False)
-    (example,) = dataset.take(1).as_numpy_iterator()
-    images, ((name,),) = own.examples.read('test', np.arange(1), 9, seed=0)
-    np.testing.assert_array_equal(example['image'], np.repeat(images[0], 3, axis=-1))
-    np.testing.assert_array_equal(example['text'], tokenize(own.vocabulary, [name], 80)[0])
+    batch = first_batch(own, text=80)
+    images, ((name,), _) = own.examples.read('test', np.arange(2), 9, seed=0)
+    np.testing.assert_array_equal(batch['image'], np.repeat(images, 3, axis=-1))
+    np.testing.assert_array_equal(batch['text'][0], tokenize(own.vocabulary, [name], 80)[0])
   with pytest.raises(ValueError, match="'words'"):
-    tasks.add_image_text_task('no_such_words', glyphs.GlyphNameSource('core'), vocabulary='words')
+    task_info('colour_names', 'words')
   with pytest.raises(ValueError, match='whose id of end-of-sequence is None; it must be 1'):
     tasks.add_image_text_task(
       'no_end', glyphs.GlyphNameSource('core'), vocabulary=seqio.PassThroughVocabulary(9)

@@ -3,7 +3,7 @@ import pytest
 
 tfds = pytest.importorskip('tensorflow_datasets')
 
-from het_plugin.data import DatasetConfig, decode, get_dataset, tasks, tfds_source  # noqa: E402
+from het_plugin.data import DatasetConfig, get_dataset, preprocess, tasks, tfds_source  # noqa: E402
 
 LABEL = tfds.features.ClassLabel(names=['a', 'b', 'c'])
 
@@ -38,7 +38,7 @@ def test_single_label():
   assert info.class_names == ('a', 'b', 'c')
   images, labels = source.read('train', np.array([5, 0, 3]), 8, seed=0)
   np.testing.assert_array_equal(labels, [[2], [0], [0]])
-  images = decode.decode_all(images, keep_jpegs=False)
+  images = [np.asarray(preprocess.decode_rgb(image)) for image in images]
   assert [image.shape for image in images] == [(9, 5, 3), (4, 5, 3), (7, 5, 3)]
   assert [image[0, 0, 0] for image in images] == [5, 0, 3]
 
@@ -99,7 +99,7 @@ def test_captions(name):
   assert source.info.splits == {'train': 4} and source.info.channels == 3
   assert source.info.version == f'{name}/1.0.0'
   images, captions = source.read('train', np.array([3, 0, 2]), 8, seed=0)
-  images = decode.decode_all(images, keep_jpegs=False)
+  images = [np.asarray(preprocess.decode_rgb(image)) for image in images]
   assert [image[0, 0, 0] for image in images] == [3, 0, 2]
   several = name in ('tiny_texts', 'tiny_coco')
   expected = [[f'{i} {j}' for j in range(i)] if several else [f'only {i}'] for i in (3, 0, 2)]
@@ -137,3 +137,20 @@ def test_one_of_several_captions():
   assert texts(next(again)) == epochs[5]
   other = get_dataset(DatasetConfig(**settings, seed=1))
   assert [texts(next(other)) for _ in range(12)] != epochs
+
+
+def test_captions_that_are_not_utf8_are_unreadable(tfds_files):
+  features = {'image': tfds.features.Image(shape=(None, None, 3)), 'text': TEXT}
+  examples = [{'image': np.zeros((4, 4, 3), np.uint8), 'text': t} for t in (b'\xff\xfe', 'good')]
+  tfds_files.write('tiny_bytes', features, {'train': examples})
+  cfg = DatasetConfig(
+    'tfds_captions:tiny_bytes',
+    {'image': 4, 'text': 8},
+    'train',
+    2,
+    shuffle=False,
+    max_corrupt_fraction=0.5,
+  )
+  iterator = get_dataset(cfg)
+  np.testing.assert_array_equal(next(iterator)['mask'], [0, 1])
+  assert iterator.corrupt_records[0].endswith('(its caption is not valid UTF-8)')

@@ -41,12 +41,13 @@ def make_batches(batch_size=BATCH_SIZE, ids=None, stop_at=None):
       raise KilledError
     real = positions < len(ids)
     index = np.where(real, ids[np.minimum(positions, len(ids) - 1)], 0)
-    return {
+    batch = {
       'image': IMAGES[index] * real[:, None, None, None],
       'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
       'index': index.astype(np.int32),
       'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
     }
+    return batch, {}
 
   spec = {
     'image': jax.ShapeDtypeStruct((batch_size, *IMAGES.shape[1:]), IMAGES.dtype),
