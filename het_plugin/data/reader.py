@@ -133,8 +133,8 @@ class ExampleReader:
     rows, problems = self._annotations.rows(annotated, keys)
     images, readable = self._levels(images, keys)
     names = {}
-    for i in np.flatnonzero(~readable | [problem is not None for problem in problems]):
-      readable[i] = False
+    readable &= np.array([problem is None for problem in problems], bool)
+    for i in np.flatnonzero(~readable):
       name = self._source.describe(self._split, int(records[i]))
       names[int(records[i])] = f'{name} ({problems[i]})' if problems[i] else name
 

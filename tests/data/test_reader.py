@@ -87,6 +87,7 @@ def test_rows_past_the_end_are_masked():
   np.testing.assert_array_equal(examples['mask'], [1, 1, 0, 0, 0])
   np.testing.assert_array_equal(examples['label'][2:], -1)
   np.testing.assert_array_equal(examples['image'][2:], np.full((3, 4, 4, 1), -1.0))
+  assert not make_reader(num_epochs=1).read(np.arange(10, 13))[0]['mask'].any()
 
 
 def test_unreadable_records_keep_their_position_and_are_named():
