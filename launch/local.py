@@ -52,15 +52,7 @@ def environments(
   devices: int | None = None,
   gpus_per_process: int | None = None,
 ) -> list[dict[str, str]]:
-  """The environment of each process.
-
-  Args:
-    base: environment that they have in common.
-    port: port of the coordinator, which is process 0.
-    processes: number of processes.
-    devices: virtual CPU devices per process; None leaves the platform as it is.
-    gpus_per_process: GPUs per process, taken from CUDA_VISIBLE_DEVICES or counted from 0; None
-      lets each process see all.
+  """The environment of each process; `port` is that of the coordinator, process 0.
 
   Raises:
     ValueError: a number is below 1, both kinds of devices are given, or there are too few GPUs.
@@ -81,7 +73,6 @@ def environments(
     'JAX_COORDINATOR_ADDRESS': address,
     'JAX_NUM_PROCESSES': str(processes),
     'PYTHONUNBUFFERED': '1',  # the last lines before a crash tell its cause
-    'HET_PLUGIN_LINES_ARE_NUMBERED': '1',  # by `_print_lines`
   }
   if devices is not None:
     count = f'--xla_force_host_platform_device_count={devices}'
@@ -104,7 +95,10 @@ def environments(
 
 
 class Group:
-  """Starts the processes and ends them together."""
+  """Starts the processes, one per environment, and ends them together.
+
+  A signal lets them save for grace_seconds; the others of a failed one have end_seconds.
+  """
 
   def __init__(
     self,
@@ -113,14 +107,6 @@ class Group:
     grace_seconds: float,
     end_seconds: float,
   ):
-    """Stores the settings; `run` starts the processes.
-
-    Args:
-      command: command of every process.
-      environments: one environment per process.
-      grace_seconds: time from a signal until processes are killed.
-      end_seconds: time from the failure of one process until the others are killed.
-    """
     self._command = command
     self._environments = environments
     self._grace_seconds = grace_seconds
@@ -137,11 +123,7 @@ class Group:
     self._signalled = True
 
   def run(self) -> int:
-    """Runs all processes to their end and returns the exit code.
-
-    Raises:
-      OSError: the command cannot be started.
-    """
+    """Runs all processes to their end and returns the exit code."""
     printers = []
     try:
       for environment in self._environments:

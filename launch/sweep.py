@@ -53,11 +53,7 @@ class Job:
 
 
 def split_binding(binding: str) -> tuple[str, str]:
-  """('NAME', 'VALUE') of 'NAME = VALUE'.
-
-  Raises:
-    ValueError: there is no name or no value.
-  """
+  """('NAME', 'VALUE') of 'NAME = VALUE'; another form is a ValueError."""
   name, _, value = (part.strip() for part in binding.partition('='))
   if not (name and value):
     raise ValueError(f'--gin_bindings={binding!r} must be NAME=VALUE')
@@ -68,9 +64,6 @@ def split_values(text: str) -> list[str]:
   """Splits at the commas outside quotes and brackets: 'a(1, 2),"x,y"' is 'a(1, 2)' and '"x,y"'.
 
   Values stay source text, as gin reads it: True remains True and strings keep their quotes.
-
-  Raises:
-    ValueError: quotes or brackets do not match, or a value is empty.
   """
   values, depth, start = [], 0, 0
   try:
@@ -90,11 +83,7 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-  """('NAME', ['v1', 'v2']) of 'NAME=v1,v2'.
-
-  Raises:
-    ValueError: the text has another form, or repeats a value.
-  """
+  """('NAME', ['v1', 'v2']) of 'NAME=v1,v2'; another form or a repeated value is a ValueError."""
   name, equals, values = text.partition('=')
   name = name.strip()
   if not equals or not re.fullmatch(r'[\w./]+', name):

@@ -6,7 +6,7 @@ A process learns that it is one of several from, in this order:
   Slurm's or Open MPI's variables;
   TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES and MEGASCALE_NUM_SLICES, which GKE sets;
   being on a TPU VM, whose metadata server knows the other hosts of its slice and other slices.
-Who the others are, `jax.distributed.initialize` then finds out by itself, but for the first.
+`jax.distributed.initialize` finds out who the others are, except for the first source.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 
 import jax
 from absl import flags
-from absl import logging as absl_logging
 
 from het_plugin.operations import ending
 from het_plugin.training import exit_codes
@@ -28,8 +27,6 @@ from het_plugin.training import exit_codes
 _log = logging.getLogger(__name__)
 
 _EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# Set by a launcher that puts the process before each line itself.
-_LINES_ARE_NUMBERED = 'HET_PLUGIN_LINES_ARE_NUMBERED'
 # JAX's own limits must not come first: they end the process with a stack trace of C++.
 _JAX_EXTRA_SECONDS = 60
 # Process 0 takes the others with it when it ends. Where all fail alike, each is to say so first.
@@ -102,31 +99,11 @@ def initialize(watched: bool = False) -> None:
     ) from error
   finally:
     timer.cancel()
-  number_lines(os.environ)
   _log.info(
     'Process %d of %d: %d of %d devices.',
     *(jax.process_index(), jax.process_count()),
     *(jax.local_device_count(), jax.device_count()),
   )
-
-
-def number_lines(environment: Mapping[str, str]) -> None:
-  """Lets lines of the log begin with this process, unless the environment says that they do."""
-  if _LINES_ARE_NUMBERED not in environment:
-    handler = absl_logging.get_absl_handler()
-    prefix = f'[{jax.process_index()}/{jax.process_count()}] '
-    handler.setFormatter(_NumberedFormatter(prefix, handler.python_handler.formatter))
-
-
-class _NumberedFormatter(logging.Formatter):
-  """Lines of another formatter behind the process that wrote them, as [1/4]."""
-
-  def __init__(self, prefix: str, formatter: logging.Formatter):
-    super().__init__()
-    self._prefix, self._formatter = prefix, formatter
-
-  def format(self, record: logging.LogRecord) -> str:
-    return self._prefix + self._formatter.format(record)
 
 
 @contextlib.contextmanager

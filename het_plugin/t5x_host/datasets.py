@@ -83,19 +83,13 @@ def get_dataset(
   *,
   model: Any,
 ) -> TrainIterator:
-  """`train.get_dataset_fn` of t5x for our DatasetConfig.
-
-  Args:
-    cfg: what to read.
-    shard_id, num_shards: t5x's piece of the global batch for this process.
-    feature_converter_cls, num_epochs, continue_from_last_checkpoint: t5x's, not needed: batches are
-      the model's already, and cfg has its epochs.
-    model: checked against the task.
+  """`train.get_dataset_fn` of t5x for our DatasetConfig; shard_id and num_shards are t5x's piece of
+  the global batch for this process.
 
   Raises:
     ValueError: a setting of cfg is wrong or does not fit the task, or the model does not.
   """
-  del feature_converter_cls, num_epochs, continue_from_last_checkpoint
+  del feature_converter_cls, num_epochs, continue_from_last_checkpoint  # cfg has its own
   return TrainIterator(*_open(cfg, shard_id, num_shards, model))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import seqio
 from clu import metrics as clu_metrics
 from flax import linen as nn
-from t5x import adafactor, decoding, losses, models
+from t5x import adafactor, losses, models
 from t5x.examples.t5 import network
 
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
@@ -123,33 +122,13 @@ class EncoderDecoderModel(models.EncoderDecoderModel):
   There is neither label smoothing nor a z-loss, which are of one softmax, not of a mean of many.
   """
 
-  def __init__(
-    self,
-    module: Transformer,
-    input_vocabulary: seqio.Vocabulary,
-    output_vocabulary: seqio.Vocabulary,
-    optimizer_def: Any,
-    train_integrator: Integrator,
-    decode_fn: models.DecodeFnCallable = decoding.beam_search,
-    feature_converter_cls: Callable[..., seqio.FeatureConverter] | None = None,
-    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
-    default_decoder_params: models.DecoderParams | None = None,
-  ):
-    """Composes the model; arguments as in t5x, and `train_integrator`, of the training loss.
+  def __init__(self, *args: Any, train_integrator: Integrator, **kwargs: Any):
+    """As t5x's, and the integrator of the training loss.
 
     t5x sums the gradients of microbatches: with several, `loss_normalizing_factor` must be a
     number, or None for the sum over the tokens.
     """
-    super().__init__(
-      module=module,
-      input_vocabulary=input_vocabulary,
-      output_vocabulary=output_vocabulary,
-      optimizer_def=optimizer_def,
-      decode_fn=decode_fn,
-      feature_converter_cls=feature_converter_cls,
-      loss_normalizing_factor=loss_normalizing_factor,
-      default_decoder_params=default_decoder_params,
-    )
+    super().__init__(*args, **kwargs)
     self.train_integrator = train_integrator
 
   def loss_fn(

@@ -6,22 +6,13 @@ from t5x import trainer
 
 
 class Trainer(trainer.Trainer):
-  """t5x's; it refuses microbatches that would train another model without a word."""
+  """t5x's; it refuses microbatches that would train another model without a word.
 
-  def __init__(
-    self,
-    model: Any,
-    train_state: Any,
-    partitioner: Any,
-    eval_names: Any,
-    summary_dir: str | None,
-    train_state_axes: Any,
-    rng: Any,
-    learning_rate_fn: Any,
-    num_microbatches: int | None = None,
-    weight_metrics_computer: Any = None,
-  ):
-    """As t5x's; `learning_rate_fn` is for its log, the optimizer has its own schedule.
+  The optimizer has its own schedule: `learning_rate_fn` is for t5x's log.
+  """
+
+  def __init__(self, model: Any, *args: Any, num_microbatches: int | None = None, **kwargs: Any):
+    """As t5x's.
 
     Raises:
       ValueError: microbatches with a model whose loss compares the whole batch, or whose loss is a
@@ -39,15 +30,4 @@ class Trainer(trainer.Trainer):
           f'Trainer.num_microbatches={num_microbatches} adds {num_microbatches} gradients up: bind '
           f'{name}.loss_normalizing_factor = %BATCH_SIZE, so that they are those of parts.'
         )
-    super().__init__(
-      model,
-      train_state,
-      partitioner,
-      eval_names,
-      summary_dir,
-      train_state_axes,
-      rng,
-      learning_rate_fn,
-      num_microbatches,
-      weight_metrics_computer,
-    )
+    super().__init__(model, *args, num_microbatches=num_microbatches, **kwargs)

@@ -1,15 +1,12 @@
 """Who a process takes for the others of its run; tests/launch/test_local.py lets them join."""
 
-import logging
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from absl import logging as absl_logging
 
 from het_plugin.config import distributed
 from het_plugin.training import exit_codes
@@ -130,20 +127,3 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')
   assert code == 2
   assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
-
-
-@pytest.mark.parametrize('launcher', [{}, {'HET_PLUGIN_LINES_ARE_NUMBERED': '1'}])
-def test_lines_of_one_of_several_begin_with_its_number(monkeypatch, launcher):
-  formatters = []
-  handler = SimpleNamespace(
-    setFormatter=formatters.append,
-    python_handler=SimpleNamespace(formatter=logging.Formatter('%(message)s')),
-  )
-  monkeypatch.setattr(absl_logging, 'get_absl_handler', lambda: handler)
-  monkeypatch.setattr(distributed.jax, 'process_index', lambda: 1)
-  monkeypatch.setattr(distributed.jax, 'process_count', lambda: 4)
-  distributed.number_lines(launcher)
-  record = logging.makeLogRecord({'msg': 'loss %.1f', 'args': (0.5,), 'levelno': logging.INFO})
-  lines = [formatter.format(record) for formatter in formatters]
-  assert len(lines) == (not launcher)
-  assert all(line == '[1/4] loss 0.5' for line in lines)

@@ -53,7 +53,7 @@ def make_model(network, head, train_samples=8, **kwargs):
     VOCABULARY,
     VOCABULARY,
     adafactor.Adafactor(1e-3),
-    Integrator(num_samples=train_samples),
+    train_integrator=Integrator(num_samples=train_samples),
     decode_fn=functools.partial(decoding.beam_search, alpha=0.0),
     **{'loss_normalizing_factor': FACTOR} | kwargs,
   )
