@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> None:
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
         raise ValueError(f'--{name} is not set')
-    if not weights.is_weights_file(output) and Path(output).suffix:
+    is_file = Path(output).suffix or Path(output).is_file()
+    if is_file and not weights.is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     from het_plugin.t5x_host import conversion
     from het_plugin.training import checkpoint_reader

@@ -18,7 +18,6 @@ import jax
 from absl import app, flags
 
 import gin
-from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import actions, zeroshot_datasets, zeroshot_report
 from het_plugin.training import train
@@ -80,13 +79,8 @@ def main(argv: Sequence[str]) -> None:
     runs = zeroshot_report.choose_runs(F.checkpoint, F.names, F.group)
     distributed.initialize()
     rows = zeroshot_report.evaluate(runs, open_run, F.batch_size, F.samples)
-    groups = zeroshot_report.compare_groups(rows)
     if jax.process_index() == 0:
-      print(f'\n{zeroshot_report.tables(rows, groups)}')
-      if F.json:
-        rows = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
-        alone = rows[0] if len(rows) == 1 else {}
-        reporting.write_json({**alone, 'rows': rows, 'groups': groups}, F.json)
+      zeroshot_report.make_report(rows).write('het_plugin.zeroshot', json=F.json)
 
 
 if __name__ == '__main__':

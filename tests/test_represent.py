@@ -112,7 +112,10 @@ def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
 def test_images_of_ones_own(digits_run, call, tmp_path):
   folder, params = digits_run
   flat = {f'{name}/{path}': x for name, tree in params.items() for path, x in _flat(tree).items()}
-  weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(flat, 10, 2))
+  arrays = weights.export_params(flat, 10, 2)
+  weights.write_arrays(tmp_path / 'vit.npz', arrays)
+  layer = {'pre_logits/kernel': np.ones((16, 12)), 'pre_logits/bias': np.ones(12)}
+  weights.write_arrays(tmp_path / 'with_layer.npz', {**arrays, **layer})
   common = (
     *(f'--checkpoint={tmp_path}/vit.npz', '--gin.BACKBONE=@vit()', "--gin.vit.variant='Ti/4'"),
     *("--gin.vit.pooling='gap'", *(f'--gin.{x.replace(" ", "")}' for x in TINY)),
@@ -127,6 +130,11 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   b = read_representations(f'{tmp_path}/out/birds/pre_logits/b.safetensors')
   np.testing.assert_array_equal(b.label, labels[split == 'b'])
   assert b.provenance['step'] is None and 'image.npy' in b.provenance['dataset_version']
+
+  # The layer before the head of vision_transformer's ImageNet-21k files is taken up.
+  with_layer = (f'--checkpoint={tmp_path}/with_layer.npz', f'--output_dir={tmp_path}/layer')
+  rows, _ = call(*common, f'--dataset={tmp_path}/birds.npz', '--splits=a', *with_layer)
+  assert rows[0]['dim'] == 12
 
   (tmp_path / 'other').mkdir()
   np.savez(tmp_path / 'other/birds.npz', image=images[::-1], label=labels, split=split)

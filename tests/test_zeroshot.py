@@ -14,8 +14,9 @@ import optax
 import pytest
 import scipy.stats
 
+import gin
 from het_plugin import zeroshot
-from het_plugin.config import parsing, registry, trained_run
+from het_plugin.config import registry, trained_run
 from het_plugin.evaluation import zeroshot_datasets, zeroshot_report
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
 from het_plugin.training.optimizers import OptaxWrapper
@@ -29,7 +30,8 @@ LETTERS = Letters()
 
 def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',)):
   """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
-  parsing.parse_config(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
+  gin.clear_config()
+  gin.parse_config_files_and_bindings(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
   model, partitioner = FakeContrastive(OptaxWrapper(optax.sgd(0.1))), PjitPartitioner()
   seed = int(re.search(r'\d+', str(checkpoint))[0])
   variables = model.get_initial_variables(jax.random.key(seed), {'image': (1, 8, 8, 1)})

@@ -22,6 +22,7 @@ from flax import traverse_util
 import gin
 from het_plugin import weights
 from het_plugin.config import changes, foreign, parsing, registry
+from het_plugin.weights import layouts
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def parse_run_config(
   registry.register_trainer()
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
+    bindings = [*_layer_before_the_head(checkpoint), *bindings]
     if not gin_files:
       bindings = [*weights.tower_bindings(checkpoint), *bindings]
   else:
@@ -106,6 +108,12 @@ def parse_run_config(
     if settings.get(name) is None:
       raise ValueError(f'train.{name} is not set in the configuration of {checkpoint}')
   return settings
+
+
+def _layer_before_the_head(path: epath.PathLike) -> list[str]:
+  """Binds the width of a ViT's tanh layer before the head where a published file has one."""
+  kernel = layouts.canonical(weights.read_arrays(path)).get('pre_logits/kernel')
+  return [] if kernel is None else [f'vit.representation_size = {kernel.shape[1]}']
 
 
 def open_run(

@@ -1,10 +1,9 @@
-"""What the files of representations and of predictions share: labels, example ids, safe writing."""
+"""What the files of representations and of predictions share: labels, example ids, errors."""
 
 import contextlib
 from collections.abc import Iterator
 
 import numpy as np
-from etils import epath
 
 
 @contextlib.contextmanager
@@ -18,15 +17,6 @@ def reading(path: str) -> Iterator[None]:
   except Exception as error:
     message = ' '.join(str(error).split()) or type(error).__name__
     raise ValueError(message if path in message else f'{path}: {message}') from error
-
-
-@contextlib.contextmanager
-def replacing(path: epath.Path) -> Iterator[epath.Path]:
-  """Gives a name to write to; the file gets its own name when it is complete."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  unfinished = path.with_name(f'.unfinished.{path.name}')
-  yield unfinished
-  unfinished.replace(path)
 
 
 def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:

@@ -57,73 +57,60 @@ def why_none(head: Any) -> str | None:
   return None
 
 
-class CovarianceLook:
-  """Computes `ClassCovariance` of images, a small batch at a time."""
+def look(
+  model: Any,
+  partitioner: PjitPartitioner,
+  param_specs: PyTree,
+  channels: int,
+  params: PyTree,
+  examples: Mapping[str, np.ndarray],
+  num_top: int = 8,
+) -> Iterator[ClassCovariance]:
+  """Yields the class correlations of each example; every process must run through all.
 
-  def __init__(
-    self,
-    model: Any,
-    partitioner: PjitPartitioner,
-    param_specs: PyTree,
-    channels: int,
-    num_top: int = 8,
-  ):
-    """Sets the computation up; compiles nothing yet.
+  Args:
+    model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
+    partitioner, param_specs, channels: see `RepresentationExtractor`.
+    params: the parameters, placed by `param_specs`.
+    examples: image, label and index of N examples (`take_examples`), the same on every process.
+    num_top: m, the number of most probable classes; at most K are taken.
 
-    Args:
-      model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
-      partitioner, param_specs, channels: see `RepresentationExtractor`.
-      num_top: m, the number of most probable classes; at most K are taken.
+  Raises:
+    ValueError: the head has no class correlations.
+  """
+  if reason := why_none(model.head):
+    raise ValueError(reason)
+  num_classes = model.head.num_classes
 
-    Raises:
-      ValueError: the head has no class correlations.
-    """
-    if reason := why_none(model.head):
-      raise ValueError(reason)
-    self._partitioner = partitioner
-    num_classes = model.head.num_classes
-    m = min(num_top, num_classes)
+  def compute(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    batch = {**batch, 'image': match_channels(batch['image'], channels)}
+    log_prob = model.predictive(params, batch)['log_prob']
+    factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
+    top_log_prob, top = jax.lax.top_k(log_prob, min(num_top, num_classes))
+    label = batch['label'][:, :1]
+    with_label = correlations(factors, jnp.maximum(label, 0))[:, 0]
+    among = correlations(factors, top)  # [B, m, K]
+    return {
+      'top': top,
+      'log_prob': top_log_prob,
+      'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
+      'with_label': jnp.where(label < 0, jnp.nan, with_label),
+      'with_top': among[:, 0],
+    }
 
-    def look(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-      batch = {**batch, 'image': match_channels(batch['image'], channels)}
-      log_prob = model.predictive(params, batch)['log_prob']
-      factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
-      top_log_prob, top = jax.lax.top_k(log_prob, m)
-      label = batch['label'][:, :1]
-      with_label = correlations(factors, jnp.maximum(label, 0))[:, 0]
-      among = correlations(factors, top)  # [B, m, K]
-      return {
-        'top': top,
-        'log_prob': top_log_prob,
-        'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
-        'with_label': jnp.where(label < 0, jnp.nan, with_label),
-        'with_top': among[:, 0],
-      }
-
-    self._look = partitioner.partition(look, (param_specs, partitioner.data_partition_spec), None)
-    # Factors are R + 1 times the size of logits: few rows per device.
-    self.batch_size = 8 * partitioner.data_shards
-
-  def __call__(
-    self, params: PyTree, examples: Mapping[str, np.ndarray]
-  ) -> Iterator[ClassCovariance]:
-    """Yields the look at each example; every process must run through all.
-
-    Args:
-      params: the parameters, placed by `param_specs`.
-      examples: image, label and index of N examples (`take_examples`), the same on every process.
-    """
-    size, num_examples = self.batch_size, len(examples['index'])
-    for start in range(0, num_examples, size):
-      # The last batch is filled up with copies of its last example.
-      rows = np.minimum(np.arange(start, start + size), num_examples - 1)
-      batch = {name: x[rows] for name, x in examples.items()}
-      local = {name: x[self._partitioner.batch_rows(size)] for name, x in batch.items()}
-      found = jax.device_get(self._look(params, self._partitioner.shard_batch(local, size)))
-      for i in range(min(size, num_examples - start)):
-        row = {name: x[i] for name, x in found.items()}
-        index, label = int(batch['index'][i]), int(batch['label'][i, 0])
-        yield ClassCovariance(index, label, batch['image'][i], **row)
+  compute = partitioner.partition(compute, (param_specs, partitioner.data_partition_spec), None)
+  # Factors are R + 1 times the size of logits: few rows per device.
+  size, num_examples = 8 * partitioner.data_shards, len(examples['index'])
+  for start in range(0, num_examples, size):
+    # The last batch is filled up with copies of its last example.
+    rows = np.minimum(np.arange(start, start + size), num_examples - 1)
+    batch = {name: x[rows] for name, x in examples.items()}
+    local = {name: x[partitioner.batch_rows(size)] for name, x in batch.items()}
+    found = jax.device_get(compute(params, partitioner.shard_batch(local, size)))
+    for i in range(min(size, num_examples - start)):
+      row = {name: x[i] for name, x in found.items()}
+      index, label = int(batch['index'][i]), int(batch['label'][i, 0])
+      yield ClassCovariance(index, label, batch['image'][i], **row)
 
 
 def take_examples(
@@ -180,13 +167,12 @@ def homoglyph_rate(
 ) -> dict[str, float | int | None]:
   """How often the class that correlates most with the true class looks the same.
 
-  Counts the images whose class has a homoglyph. If several classes correlate most, such as the
-  classes of one bucket of HET-H, the share of homoglyphs among them counts.
-
   Args:
     labels: [N] true classes.
-    with_label: [N] correlations [K] with the true class.
-    homoglyphs: [K] sets of classes (`glyph_bank.homoglyphs`).
+    with_label: [N] correlations [K] with the true class. If several classes correlate most, such as
+      the classes of one bucket of HET-H, the share of homoglyphs among them counts.
+    homoglyphs: [K] sets of classes (`glyph_bank.homoglyphs`); images of classes without any do not
+      count.
 
   Returns:
     'rate' and its standard error 'stderr'; 'chance', the rate for a random one of the other K - 1
@@ -203,10 +189,9 @@ def homoglyph_rate(
       chances.append(len(homoglyphs[label]) / (len(others) - 1))
   if not hits:
     return {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
-  error = float(np.std(hits, ddof=1) / np.sqrt(len(hits))) if len(hits) > 1 else None
   return {
     'rate': float(np.mean(hits)),
-    'stderr': error,
+    'stderr': float(np.std(hits, ddof=1) / np.sqrt(len(hits))) if len(hits) > 1 else None,
     'chance': float(np.mean(chances)),
     'num_examples': len(hits),
   }

@@ -213,14 +213,14 @@ def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
     return {}
   if reason := class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
-  look = class_covariance.CovarianceLook(run.model, run.partitioner, run.param_specs, run.channels)
 
   def look_at(**which):
     with _stream('', task, settings.split, run, settings, whole=True) as (batches, _):
       bound = settings.max_examples
       bounded = itertools.islice(batches, bound and -(-bound // settings.batch_size))
       examples = class_covariance.take_examples(bounded, **which)
-    return list(look(run.params, examples))
+    of_model = (run.model, run.partitioner, run.param_specs, run.channels)
+    return list(class_covariance.look(*of_model, run.params, examples))
 
   result = {}
   class_set = glyph_class_set(task)

@@ -151,13 +151,10 @@ def column(layer: str) -> str:
 
 
 def in_order(parts: Sequence[Rows]) -> Rows:
-  """The parts of a split as one, ascending by example id (column 'index').
-
-  Raises:
-    ValueError: there is no row, or an id occurs twice.
-  """
-  order = order_by_id(np.concatenate([rows['index'] for rows in parts] or [np.empty(0, int)]))
-  return {name: np.concatenate([rows[name] for rows in parts])[order] for name in parts[0]}
+  """The parts of a split as one, ascending by example id (column 'index'); see `order_by_id`."""
+  whole = {name: np.concatenate([part[name] for part in parts]) for name in (parts or [{}])[0]}
+  order = order_by_id(whole.get('index', np.empty(0, int)))
+  return {name: x[order] for name, x in whole.items()}
 
 
 def order_by_id(index: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -171,16 +172,11 @@ def few_shot(
   """Runs the protocol above on one data set.
 
   Args:
-    train_x: float [N, D], the split that subsets are drawn from.
-    train_y: int [N], labels >= 0; they need be neither dense nor all present.
-    test_x: float [M, D].
-    test_y: int [M].
-    train_index: int [N], distinct example ids >= 0; default, the row numbers.
+    train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
+    test_x, test_y: float [M, D] and int [M].
     shots: examples per class, each >= 1.
     seeds: one subset is drawn for each; each >= 0.
-    l2: 'loo', 'heldout' or a strength > 0.
-    classifier: 'ridge' or 'logistic'.
-    draw: 'random' or 'first'.
+    l2, classifier, draw: see `Protocol`; l2 is no rule over several data sets.
 
   Returns:
     {shots: FewShotResult}.
@@ -247,18 +243,17 @@ def few_shot_all(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Trial:
-  """One draw, fitted at some strengths: l2 [L], correct bool [L, M], nll and ece [L] or None."""
+  """One draw, fitted at some strengths."""
 
-  l2: np.ndarray
-  correct: np.ndarray
-  nll: np.ndarray | None = None
-  ece: np.ndarray | None = None
+  l2: np.ndarray  # [L]
+  correct: np.ndarray  # bool [L, M]
+  nll: np.ndarray | None = None  # [L]
+  ece: np.ndarray | None = None  # [L]
 
   def at(self, position: int) -> '_Trial':
     """The trial at one of its strengths."""
-    here = slice(position, position + 1)
-    nll, ece = (None if x is None else x[here] for x in (self.nll, self.ece))
-    return _Trial(self.l2[here], self.correct[here], nll, ece)
+    parts = (self.l2, self.correct, self.nll, self.ece)
+    return _Trial(*(None if x is None else x[position : position + 1] for x in parts))
 
 
 def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
@@ -284,8 +279,9 @@ def _trial(
   elif protocol.l2 == 'loo':
     l2s = np.array([leave_one_out_l2(model, x, y)])
   elif protocol.l2 == 'heldout':
-    held_out = np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn])
-    l2s = np.array([_heldout_l2(model, train, held_out)])
+    rows = _limited(np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn]))
+    predict = functools.partial(model.predict, train.x[rows], L2_GRID)
+    l2s = np.array([_best_l2(predict, train.y[rows], L2_GRID)])
   else:
     l2s = np.array([float(protocol.l2)])
   if protocol.classifier == 'ridge':
@@ -333,18 +329,20 @@ def leave_one_out_l2(
   model: ridge.Ridge, x: np.ndarray, y: np.ndarray, grid: Sequence[float] = L2_GRID
 ) -> float:
   """The strength with the highest leave-one-out accuracy (step 3) on the model's examples x, y."""
-  rows = np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1)
-  if not rows.size:
-    return BIG_VISION_L2
-  rows = rows[:: -(-len(rows) // MAX_LEFT_OUT)]
-  return _best_l2(model.leave_one_out(x[rows], y[rows], grid), y[rows], grid)
+  rows = _limited(np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1))
+  return _best_l2(lambda: model.leave_one_out(x[rows], y[rows], grid), y[rows], grid)
 
 
-def _heldout_l2(model: ridge.Ridge | logistic.Logistic, train: Split, rows: np.ndarray) -> float:
-  if not rows.size:
+def _limited(rows: np.ndarray) -> np.ndarray:
+  return rows[:: max(1, -(-len(rows) // MAX_LEFT_OUT))]
+
+
+def _best_l2(predict: Callable[[], np.ndarray], y: np.ndarray, grid: Sequence[float]) -> float:
+  """From predictions [L, M] of labels y [M]; without any, big_vision's constant."""
+  if not y.size:
     return BIG_VISION_L2
-  rows = rows[:: -(-len(rows) // MAX_LEFT_OUT)]
-  return _best_l2(model.predict(train.x[rows], L2_GRID), train.y[rows], L2_GRID)
+  num_correct = (predict() == y).sum(axis=1)
+  return max(zip(num_correct, grid, strict=True))[1]
 
 
 def mean_rank(
@@ -353,7 +351,7 @@ def mean_rank(
   """One strength for many data sets (step 3).
 
   V-MoE's evaluate/fewshot.py, `_find_best_l2_reg`; uncertainty-baselines' fewshot_utils.py,
-  `select_best_l2_reg` with 'all' and 'leave-self-out'.
+  `select_best_l2_reg` with 'all' and 'leave-self-out' (`others`).
 
   Args:
     accuracies: {(data set, draw): test accuracy at each strength [L]}.
@@ -374,12 +372,6 @@ def mean_rank(
 
   chosen = {name: best(name) for name in dict.fromkeys(name for name, _ in accuracies)}
   return {key: chosen[key[0]] for key in accuracies}
-
-
-def _best_l2(predicted: np.ndarray, y: np.ndarray, grid: Sequence[float]) -> float:
-  """From predictions [L, M] of labels y [M]."""
-  num_correct = (predicted == y).sum(axis=1)
-  return max(zip(num_correct, grid, strict=True))[1]
 
 
 def _index(split: Split) -> np.ndarray:

@@ -35,7 +35,15 @@ class Logistic:
     """Log-probabilities of features x [M, D], float64 [M, K], columns in order of `classes`."""
     if len(self.classes) == 1:
       return np.zeros((len(x), 1))
-    scores = self._decide((x - self.mean) / self.scale, float(l2))
+    # These imports take a second, which training without few-shot does not need.
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    with warnings.catch_warnings():
+      # The protocol says 150 iterations, whether or not they converge.
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      fitted = LogisticRegression(C=1 / float(l2), max_iter=MAX_ITERATIONS).fit(self.x, self.y)
+    scores = fitted.decision_function((x - self.mean) / self.scale)
     if scores.ndim == 1:  # two classes: scikit-learn gives the score of the second
       scores = np.stack([np.zeros_like(scores), scores], axis=1)
     return scipy.special.log_softmax(scores, axis=1)
@@ -61,18 +69,6 @@ class Logistic:
     confidence = np.exp(log_prob.max(axis=1))
     ece = calibration.reliability(confidence[known], correct[known]).ece
     return correct, float(-at_label.mean()), ece
-
-  def _decide(self, x: np.ndarray, l2: float) -> np.ndarray:
-    """Scores of standardised features x [M, D], [M, K], or [M] for two classes."""
-    # These imports take a second, which training without few-shot does not need.
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    with warnings.catch_warnings():
-      # The protocol says 150 iterations, whether or not they converge.
-      warnings.simplefilter('ignore', ConvergenceWarning)
-      fitted = LogisticRegression(C=1 / l2, max_iter=MAX_ITERATIONS).fit(self.x, self.y)
-    return fitted.decision_function(x)
 
 
 def standardise(x: np.ndarray, y: np.ndarray) -> Logistic:

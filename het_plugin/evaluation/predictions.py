@@ -26,6 +26,7 @@ import numpy as np
 from etils import epath
 from scipy import special
 
+from het_plugin import weights
 from het_plugin.evaluation import array_files
 from het_plugin.evaluation.extraction import example_rows, match_channels
 from het_plugin.training.partitioning import PjitPartitioner
@@ -176,7 +177,7 @@ def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
     'nll': predictions.nll,
     'provenance': np.array(json.dumps(dict(predictions.provenance))),
   }
-  with array_files.replacing(path) as unfinished, unfinished.open('wb') as stream:
+  with weights.replacing(path) as unfinished, unfinished.open('wb') as stream:
     np.savez(stream, **{name: x for name, x in arrays.items() if x is not None})
 
 

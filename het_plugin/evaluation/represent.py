@@ -184,9 +184,7 @@ def _widths(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[st
   try:
     return extractor.widths(run.params, spec)
   except ValueError as error:
-    raise ValueError(
-      f'--layers={",".join(extractor.layers)} of images {shape} cannot be had: {error}'
-    ) from error
+    raise ValueError(f'--layers={",".join(extractor.layers)}, images {shape}: {error}') from error
   except flax.errors.ScopeParamShapeError as error:
     raise ValueError(
       f'--image_size={shape[0]} does not fit the parameters of {run.checkpoint}, which are for '
@@ -284,16 +282,13 @@ def _row(files: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> di
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """The rows of files as text."""
-  header = ('split', 'layer', 'N', 'D', 'seconds', 'images/s', 'file')
   cells = [
     (
-      row['split'],
-      row['layer'],
-      f'{row["num_examples"]:,}',
-      f'{row["dim"]:,}',
+      *(row['split'], row['layer'], f'{row["num_examples"]:,}', f'{row["dim"]:,}'),
       *('–' if row[x] is None else f'{row[x]:,.1f}' for x in ('seconds', 'images_per_second')),
       row['file'],
     )
     for row in rows
   ]
+  header = ('split', 'layer', 'N', 'D', 'seconds', 'images/s', 'file')
   return reporting.aligned([header, *cells])

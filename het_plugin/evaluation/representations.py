@@ -108,7 +108,7 @@ def write_representations(path: epath.PathLike, representations: Representations
   path = epath.Path(path)
   if not weights.is_weights_file(path):
     raise ValueError(f'representations file {path} must end in .npz or .safetensors')
-  with array_files.replacing(path) as unfinished:
+  with weights.replacing(path) as unfinished:
     if path.suffix == '.npz':
       strings = {'provenance': np.array(json.dumps(provenance))}
       if names is not None:

@@ -6,26 +6,21 @@ from log-probabilities, through a few numbers per example, so that a split can c
 is undefined is None: the standard error of one example, the AUROC of one kind only.
 
     NLL          -log p(y), nats; sigmoid: the binary cross-entropies summed over the classes
-    precision@k  softmax: y is among the k most probable classes (top-k accuracy); sigmoid: the
-                 share of the k most probable classes that are labels. Of equally probable classes
-                 the lower number comes first.
-    ranking AP   sigmoid only: label ranking average precision, the mean over an example's labels of
-                 the share of labels among the classes that are at least as probable
+    precision@k  softmax: y is among the k most probable classes; sigmoid: the share of the k most
+                 probable classes that are labels; of equal ones the lower number comes first
+    ranking AP   sigmoid only: label ranking average precision
     Brier        sum_k (p_k - [y = k])^2, in [0, 2] under softmax (Brier 1950)
-    ECE          sum_m n_m / N |accuracy_m - confidence_m| over 15 bins of equal width (Guo et al.
-                 2017, https://arxiv.org/abs/1706.04599, eq. 3), as in `models.metrics`
-    adaptive ECE the same over 15 bins of equal numbers of examples (Nixon et al. 2019,
-                 https://arxiv.org/abs/1904.01685); equal confidences stay in one bin
-    AURC         mean over n = 1 .. N of the error rate of the n most confident examples (Geifman
-                 and El-Yaniv 2017, https://arxiv.org/abs/1705.08500); E-AURC subtracts the AURC
-                 of the best order (Geifman et al. 2019, https://arxiv.org/abs/1805.08206)
-    AUROC        of a score: the probability that an example of one kind scores higher than an
-                 example of the other kind, ties counting half
+    ECE          Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3, 15 bins of equal width
+    adaptive ECE 15 bins of equal numbers of examples (Nixon et al. 2019,
+                 https://arxiv.org/abs/1904.01685)
+    AURC, E-AURC mean error rate of the n most confident examples, n = 1 .. N (Geifman and El-Yaniv
+                 2017, https://arxiv.org/abs/1705.08500), less that of the best order (Geifman et
+                 al. 2019, https://arxiv.org/abs/1805.08206)
     FPR@95       the share of unknown inputs that pass a threshold that 95% of the known inputs pass
                  (Liang et al. 2018, https://arxiv.org/abs/1706.02690)
 
 The confidence is the probability of the most probable class, which is right if it is a label. Equal
-confidences count as if their order were random.
+confidences count as if their order were random, and half in an AUROC.
 """
 
 import dataclasses
@@ -70,25 +65,15 @@ class Uncertainty:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleScores:
-  """The numbers per example that the metrics of a split are computed from; a tree of arrays [N].
+  """The numbers per example that the metrics of a split are computed from; a tree of arrays."""
 
-  Attributes:
-    index: int64 [N].
-    labels: int32 [N, L].
-    nll, brier: float64 [N].
-    precision: {k: float64 [N]}.
-    correct: bool [N], whether the most probable class is right.
-    ranking_ap: float64 [N]; None under softmax.
-    uncertainty: `Uncertainty` of the examples.
-  """
-
-  index: np.ndarray
-  labels: np.ndarray
-  nll: np.ndarray
-  brier: np.ndarray
-  precision: dict[int, np.ndarray]
-  correct: np.ndarray
-  ranking_ap: np.ndarray | None
+  index: np.ndarray  # int64 [N]
+  labels: np.ndarray  # int32 [N, L]
+  nll: np.ndarray  # float64 [N]
+  brier: np.ndarray  # float64 [N]
+  precision: dict[int, np.ndarray]  # {k: float64 [N]}
+  correct: np.ndarray  # bool [N], whether the most probable class is right
+  ranking_ap: np.ndarray | None  # float64 [N]; None under softmax
   uncertainty: Uncertainty
 
 
@@ -161,9 +146,7 @@ def summarize(scores: ExampleScores) -> dict[str, Any]:
     'confidence': float(confidence.mean()),
     'num_examples': len(scores.index),
   }
-  label_free = {'entropy': scores.uncertainty.entropy}
-  if scores.uncertainty.mutual_information is not None:
-    label_free['mutual_information'] = scores.uncertainty.mutual_information
+  label_free = {k: v for k, v in scores.uncertainty.scores().items() if k != 'max_prob'}
   result |= {name: float(values.mean()) for name, values in label_free.items()}
   result['stderr'] = {name: stderr(values) for name, values in (means | label_free).items()}
   return result

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from het_plugin.evaluation import prompts
 
@@ -75,17 +74,13 @@ class Recall:
   captions_alike: int
 
   def record(self) -> dict[str, Any]:
-    named = dataclasses.asdict(self)
-    return {
-      'recall_at': {way: named.pop(way) for way in ('image_to_text', 'text_to_image')}
-    } | named
+    fields = dataclasses.asdict(self)
+    ways = {way: fields.pop(way) for way in ('image_to_text', 'text_to_image')}
+    return {'recall_at': ways} | fields
 
   def scalars(self) -> dict[str, float]:
-    return {
-      f'{way}/recall{k}': value
-      for way, by_k in self.record()['recall_at'].items()
-      for k, value in by_k.items()
-    }
+    ways = self.record()['recall_at'].items()
+    return {f'{way}/recall{k}': value for way, by_k in ways for k, value in by_k.items()}
 
 
 def class_embeddings(
@@ -175,49 +170,31 @@ def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
 
 
 def embedding_ranks(
-  queries: np.ndarray,
-  candidates: np.ndarray,
-  right: scipy.sparse.csr_array,
-  mesh: Mesh | None = None,
-  block_elements: int = _BLOCK_ELEMENTS,
+  queries: np.ndarray, candidates: np.ndarray, right: scipy.sparse.csr_array
 ) -> np.ndarray:
-  """`best_ranks` of the dot products of embeddings, a block of queries at a time.
+  """`best_ranks` of the dot products of embeddings, a block of queries at a time: int32 [N].
 
   Args:
     queries: float32 [N, D].
     candidates: float32 [M, D]. Equal rows have equal scores, to the bit.
     right: bool [N, M], sparse.
-    mesh: of devices of this process; the queries of a block are split over its first axis. None
-      uses one device.
-    block_elements: scores held at once at most; one query per device is the least.
-
-  Returns:
-    int32 [N].
   """
-  mesh = mesh or Mesh(np.array(jax.local_devices()[:1]), ('data',))
-  shards = mesh.shape[mesh.axis_names[0]]
-  split = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-  whole = NamedSharding(mesh, PartitionSpec())
-  per_shard = max(1, block_elements // (len(candidates) * shards))
-  block = shards * min(per_shard, -(-len(queries) // shards))
   # The rounding of a column may depend on its place, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
+  distinct, column = jax.device_put((distinct, column.reshape(-1)))
 
   @jax.jit
   def ranks(block_queries, distinct, column, block_right):
     return best_ranks(similarity(block_queries, distinct)[:, column], block_right)
 
-  distinct, column = jax.device_put((distinct, column.reshape(-1)), whole)
+  block = min(len(queries), max(1, _BLOCK_ELEMENTS // len(candidates)))
   found = []
   for start in range(0, len(queries), block):
-    rows = slice(start, start + block)
-    x, y = np.asarray(queries[rows], np.float32), right[rows].toarray()
-    missing = block - len(x)  # one shape, compiled once
-    x, y = (np.pad(a, ((0, missing), (0, 0))) for a in (x, y))
-    found.append(
-      np.asarray(ranks(jax.device_put(x, split), distinct, column, jax.device_put(y, split)))
-    )
-  return np.concatenate(found)[: len(queries)]
+    # The last block is filled up with the queries before it, so that there is one shape.
+    rows = slice(min(start, len(queries) - block), start + block)
+    new = ranks(np.asarray(queries[rows], np.float32), distinct, column, right[rows].toarray())
+    found.append(np.asarray(new)[start - rows.start :])
+  return np.concatenate(found)
 
 
 def retrieval_recall(
@@ -228,8 +205,6 @@ def retrieval_recall(
   *,
   identical_captions_right: bool = False,
   ks: Sequence[int] = RECALL_AT,
-  mesh: Mesh | None = None,
-  block_elements: int = _BLOCK_ELEMENTS,
 ) -> Recall:
   """Recall at k from images to captions and from captions to images.
 
@@ -246,7 +221,6 @@ def retrieval_recall(
     caption_text: int [M], equal for equal captions.
     identical_captions_right: see above.
     ks: numbers of answers.
-    mesh, block_elements: see `embedding_ranks`.
 
   Raises:
     ValueError: there is no caption, or shapes or image numbers do not fit together.
@@ -268,12 +242,10 @@ def retrieval_recall(
     _, text = np.unique(caption_text, return_inverse=True)
     says = scipy.sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
     owner = (says @ (says.T @ owner.astype(np.int32))).astype(bool).tocsr()
-  options = {'mesh': mesh, 'block_elements': block_elements}
   images = np.unique(caption_image)
-  to_text = embedding_ranks(
-    image_embeddings[images], caption_embeddings, owner.T.tocsr()[images], **options
-  )
-  to_image = embedding_ranks(caption_embeddings, image_embeddings, owner, **options)
+  of_image = owner.T.tocsr()[images]
+  to_text = embedding_ranks(image_embeddings[images], caption_embeddings, of_image)
+  to_image = embedding_ranks(caption_embeddings, image_embeddings, owner)
   return Recall(
     image_to_text=hits(to_text, ks),
     text_to_image=hits(to_image, ks),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.data import DatasetConfig, TaskInfo, one_pass, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
@@ -211,8 +211,7 @@ class ZeroShotEvaluator:
     evaluate = self._retrieve if has_captions(dataset) else self._classify
     return evaluate(dataset, params, on_rows)
 
-  def class_embeddings(self, dataset: ZeroShotDataset, params: PyTree) -> tuple[np.ndarray, int]:
-    """`zeroshot.class_embeddings` of a data set of classes: [K, D], and how many are alike."""
+  def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
     names = _class_names(dataset)
     embeddings, alike = zeroshot.class_embeddings(
       lambda tokens: self._embed(params, tokens),
@@ -225,10 +224,6 @@ class ZeroShotEvaluator:
         '%s: %d of %d classes have the texts of another class, in the tokens that the model gets.',
         *(dataset.name, alike, len(names)),
       )
-    return embeddings, alike
-
-  def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
-    embeddings, alike = self.class_embeddings(dataset, params)
     classes = self._place_classes(embeddings)
     rows = self._read(dataset, lambda batch: self._rank(params, batch, *classes), on_rows)
     found = zeroshot.hits(rows['rank'], (1, 5))
@@ -246,7 +241,6 @@ class ZeroShotEvaluator:
       image_of,
       text_of,
       identical_captions_right=dataset.identical_captions_right,
-      mesh=Mesh(np.array(jax.local_devices()), ('data',)),
     )
 
   def _read(self, dataset, compute, on_rows) -> extraction.Rows:

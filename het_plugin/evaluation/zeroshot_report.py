@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from het_plugin import data, reporting
 from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import check_names, choose_names, short_names
+from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -26,8 +27,7 @@ _TABLES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
   """A checkpoint to evaluate; `group` is None outside groups."""
 
   name: str
@@ -150,29 +150,10 @@ def evaluate(
   return rows
 
 
-def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Mean and standard error of each metric over each group, and p against the first group."""
-  values: dict[tuple[str, str], dict[str, list[float]]] = {}
-  for row in rows:
-    if row['group'] is not None:
-      for metric, value in row['scalars'].items():
-        by_group = values.setdefault((row['dataset'], metric), {})
-        by_group.setdefault(row['group'], []).append(value)
-  found = []
-  for (dataset, metric), by_group in values.items():
-    (first, baseline), *_ = by_group.items()
-    for group, of_runs in by_group.items():
-      mean = dataclasses.asdict(comparison.group_mean(of_runs))
-      p = None if group == first else comparison.welch_p(of_runs, baseline)
-      found.append(
-        {'dataset': dataset, 'metric': metric, 'group': group, **mean, 'baseline': first, 'p': p}
-      )
-  return found
-
-
-def tables(rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str:
-  """All tables as text, and a line on classes or captions that cannot be told apart."""
-  blocks = []
+def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
+  """Tables of rows, and of groups of seeds."""
+  groups = compare_groups(rows)
+  tables = []
   for caption, metrics in _TABLES.items():
     lines = [
       (row['run'], row['dataset'], *(f'{row["scalars"][metric]:.4f}' for metric in metrics))
@@ -181,27 +162,46 @@ def tables(rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]
     ]
     if lines:
       titles = (m.replace('_to_', '->').replace('/recall', ' @') for m in metrics)
-      blocks.append(reporting.Table(caption, ('run', 'data set', *titles), lines))
+      tables.append(reporting.Table(caption, ('run', 'data set', *titles), lines))
   if groups:
     lines = [
       (
         *(group[name] for name in ('group', 'dataset', 'metric')),
         f'{group["mean"]:.4f}' + ('' if group['stderr'] is None else f' ±{group["stderr"]:.4f}'),
         str(group['num_runs']),
-        '–' if group['p'] is None else f'{group["p"]:.3g}',
+        reporting.p_text(group['p']),
       )
       for group in groups
     ]
     caption = f"Groups, p of Welch's t-test against {groups[0]['baseline']}"
     header = ('group', 'data set', 'metric', 'mean', 'runs', 'p')
-    blocks.append(reporting.Table(caption, header, lines))
-  blocks = [reporting.plain_table(table) for table in blocks]
-  alike = {
-    row['dataset']: number
-    for row in rows
-    if (number := row.get('classes_alike', 0) or row.get('captions_alike', 0))
-  }
-  if alike:
-    counts = ', '.join(f'{name} {number}' for name, number in alike.items())
-    blocks.append(f'Classes or captions of the same words as one before: {counts}.')
-  return '\n\n'.join(blocks)
+    tables.append(reporting.Table(caption, header, lines))
+  counts = {x['dataset']: x.get('classes_alike', 0) or x.get('captions_alike', 0) for x in rows}
+  alike = ', '.join(f'{name} {number}' for name, number in counts.items() if number)
+  plain = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
+  return Report(
+    title='Zero-shot evaluation',
+    introduction='Zero-shot classification and retrieval.',
+    tables=tables,
+    notes=[f'Classes or captions of the same words as one before: {alike}.'] if alike else [],
+    json={**(plain[0] if len(plain) == 1 else {}), 'rows': plain, 'groups': groups},
+  )
+
+
+def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Mean and standard error of each metric over each group, and p against the first group."""
+  values: dict[tuple[str, str], dict[str, list[float]]] = {}
+  for row in rows:
+    for metric, value in row['scalars'].items() if row['group'] is not None else ():
+      by_group = values.setdefault((row['dataset'], metric), {})
+      by_group.setdefault(row['group'], []).append(value)
+  found = []
+  for (dataset, metric), by_group in values.items():
+    first = next(iter(by_group))
+    for group, of_runs in by_group.items():
+      mean = dataclasses.asdict(comparison.group_mean(of_runs))
+      p = None if group == first else comparison.welch_p(of_runs, by_group[first])
+      found.append(
+        {'dataset': dataset, 'metric': metric, 'group': group, **mean, 'baseline': first, 'p': p}
+      )
+  return found

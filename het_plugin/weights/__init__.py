@@ -1,6 +1,6 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
-from het_plugin.weights.files import is_weights_file, read_arrays, write_arrays
+from het_plugin.weights.files import is_weights_file, read_arrays, replacing, write_arrays
 from het_plugin.weights.towers import is_tower, read_config, read_tower, tower_bindings
 from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
 
@@ -14,6 +14,7 @@ __all__ = [
   'read_arrays',
   'read_config',
   'read_tower',
+  'replacing',
   'tower_bindings',
   'write_arrays',
 ]

@@ -1,7 +1,8 @@
 """Flat files of named arrays: .npz and .safetensors."""
 
+import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -52,8 +53,23 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
     content = buffer.getvalue()
   else:
     content = safetensors.numpy.save(arrays)
-  epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
-  epath.Path(path).write_bytes(content)
+  with replacing(path) as unfinished:
+    unfinished.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
+  """Gives a name to write to. The file gets its own name when it is complete; an error, such as a
+  full disk, leaves what was there before.
+  """
+  path = epath.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  unfinished = path.with_name(f'.unfinished.{path.name}')
+  try:
+    yield unfinished
+    unfinished.replace(path)
+  finally:
+    unfinished.unlink(missing_ok=True)
 
 
 def _check(path):

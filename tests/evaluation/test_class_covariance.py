@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from het_plugin.data import glyph_bank
 from het_plugin.evaluation import class_covariance
-from het_plugin.evaluation.class_covariance import CovarianceLook
 from het_plugin.evaluation.predictions import Predictor, concatenate
 from het_plugin.heads import Det, Het, HetH, HetXL
 from het_plugin.integrate import Analytic, Integrator
@@ -85,8 +84,7 @@ def expected(head):
 def test_correlations_are_those_of_sigma(head):
   model, partitioner, specs, params = make_run(head)
   examples = make_examples()
-  look = CovarianceLook(model, partitioner, specs, channels=1, num_top=4)
-  found = list(look(params, examples))
+  found = list(class_covariance.look(model, partitioner, specs, 1, params, examples, num_top=4))
   assert [x.index for x in found] == examples['index'].tolist()
   factors, predictive = expected(head)
   factors, log_prob = np.asarray(factors, np.float64)[..., :K], np.asarray(predictive['log_prob'])
@@ -106,7 +104,7 @@ def test_correlations_are_those_of_sigma(head):
 def test_an_image_without_a_label_and_more_classes_than_there_are():
   model, partitioner, specs, params = make_run('het_xl')
   examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
-  (found,) = CovarianceLook(model, partitioner, specs, channels=1, num_top=99)(params, examples)
+  (found,) = class_covariance.look(model, partitioner, specs, 1, params, examples, num_top=99)
   assert found.label == -1 and np.isnan(found.with_label).all() and len(found.top) == K
 
 
@@ -119,10 +117,9 @@ def test_a_class_without_variance_correlates_with_nothing():
 def test_heads_without_class_correlations():
   partitioner, specs = PjitPartitioner(num_partitions=2), PartitionSpec()
   with pytest.raises(ValueError, match='Det is deterministic: it has no covariance'):
-    CovarianceLook(make_model(Det(**SHARED)), partitioner, specs, channels=1)
-  diag = make_model(HetXL(remainder='diag', **SHARED))
-  with pytest.raises(ValueError, match="HetXL.remainder='diag'"):
-    CovarianceLook(diag, partitioner, specs, channels=1)
+    next(class_covariance.look(make_model(Det(**SHARED)), partitioner, specs, 1, {}, {}))
+  diag = HetXL(remainder='diag', **SHARED)
+  assert "HetXL.remainder='diag'" in class_covariance.why_none(diag)
   opaque = HetXL(get_logits=lambda phi: phi, **SHARED)
   assert 'get_logits' in class_covariance.why_none(opaque)
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
-from jax.sharding import Mesh
 from sklearn.metrics import top_k_accuracy_score
 
 from het_plugin.evaluation import zeroshot
@@ -62,16 +61,14 @@ def test_top_k_as_in_scikit_learn():
   assert 0 < found[1] < found[5]
 
 
-@pytest.mark.parametrize('shards,block_elements', [(1, 500), (3, 1), (8, 1 << 25)])
-def test_blocks_and_meshes_give_the_same_ranks(shards, block_elements):
+@pytest.mark.parametrize('elements', [1, 500, 1 << 25])
+def test_blocks_give_the_same_ranks(elements, monkeypatch):
+  monkeypatch.setattr(zeroshot, '_BLOCK_ELEMENTS', elements)
   rng = np.random.default_rng(2)
   queries = rng.integers(-2, 3, (53, 4)).astype(np.float32)  # exact in float32, full of ties
   candidates = rng.integers(-2, 3, (29, 4)).astype(np.float32)
   right = rng.random((53, 29)) < 0.1
-  mesh = Mesh(np.array(jax.devices()[:shards]), ('data',))
-  found = embedding_ranks(
-    queries, candidates, scipy.sparse.csr_array(right), mesh, block_elements=block_elements
-  )
+  found = embedding_ranks(queries, candidates, scipy.sparse.csr_array(right))
   np.testing.assert_array_equal(found, sorted_ranks(queries @ candidates.T, right))
 
 
@@ -150,9 +147,7 @@ def test_recall_against_sorting(sizes, alike):
   text = rng.integers(0, max(1, M // 2), M)
   captions = rng.integers(-3, 4, (M, 3)).astype(np.float32)[text]
   owner = np.concatenate([np.arange(N), rng.integers(0, N, M - N)])
-  found = retrieval_recall(
-    images, captions, owner, text, identical_captions_right=alike, block_elements=64
-  )
+  found = retrieval_recall(images, captions, owner, text, identical_captions_right=alike)
   assert (found.num_images, found.num_captions) == (N, M)
   assert found.captions_alike == M - len(set(text.tolist()))
   for k in (1, 5, 10):
