@@ -55,10 +55,12 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
 
 def test_wrong_settings(digits_run, run_main, tmp_path):
   (tmp_path / 'broken.npz').write_bytes(b'PK')
+  np.savez(tmp_path / 'levels.npz', image=np.full((2, 8, 8), 255.0))
   cases = {
     '--top=3': '--dataset is needed',
     f'--dataset={tmp_path}/none': 'holds no images',
     f'--dataset={tmp_path}/broken.npz': 'broken.npz',
+    f'--dataset={tmp_path}/levels.npz': 'go from 255.0 to 255.0; they must be in [0, 1]',
   }
   for argument, message in cases.items():
     assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 from scipy import special
 from sklearn.datasets import load_digits
-from sklearn.neighbors import KNeighborsClassifier
 
 from het_plugin import select
 from het_plugin.evaluation import few_shot
@@ -95,19 +94,6 @@ def test_as_a_user_runs_it(runs, tmp_path):
   assert json.loads(outputs['json'].read_text())['leave_one_out'] is True
 
 
-def test_knn_on_test_files_is_scikit_learns(runs, run):
-  text, found = run(
-    'knn', files(runs, 'train', 'train.npz'), files(runs, 'test', 'test.npz'), '--metric=cosine'
-  )
-  for row in found['rows']:
-    train, test = (load(runs / row['candidate'] / f'{split}.npz') for split in ('train', 'test'))
-    theirs = KNeighborsClassifier(1, algorithm='brute', metric='cosine').fit(*train)
-    assert row['accuracy'] == {'1': theirs.score(*test)}
-  assert 'on the test examples; cosine distance' in text
-  accuracies = [row['accuracy']['1'] for row in found['rows']]
-  assert accuracies == sorted(accuracies, reverse=True)
-
-
 def test_npy_files_and_names(runs, run, tmp_path):
   x, y = load(runs / 'good' / 'train.npz')
   np.save(tmp_path / 'x.npy', x)
@@ -186,15 +172,6 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
   assert '1. good: validation NLL' in text and 'best single: good' in text
 
 
-def test_ensemble_without_replacement_or_test_files(runs, run, tmp_path):
-  _, found = run(
-    *('ensemble', '--noreplacement', '--max_members=2', f'--png={tmp_path / "x.png"}'),
-    files(runs, 'validation', 'log_prob_train.npz'),
-  )
-  assert [member['weight'] for member in found['members']] == [0.5, 0.5]
-  assert 'test_nll' not in found['rows'][0]
-
-
 @pytest.mark.parametrize(
   'arguments,words',
   [
@@ -202,17 +179,12 @@ def test_ensemble_without_replacement_or_test_files(runs, run, tmp_path):
     (['knn'], '--train is not set: give it a file for each candidate'),
     (['knn', '--shots=1'], '--shots means nothing for knn; it is for rank'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
-    (['knn', '--train=x.npz,x.npz'], '--train names x.npz twice'),
-    (['knn', '--train=x.npy'], 'write FEATURES.npy,LABELS.npy'),
     (['knn', '--train=x.npz', '--test=y.npz,z.npz'], '--test has 2 files and --train 1'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
-    (['knn', '--train=GOOD', '--k=300'], 'k=300 must be in 1 .. 299'),
     (['rank', '--train=GOOD', '--k=1,2'], '--k=1,2 must be one number for rank'),
-    (['rank', '--train=GOOD', '--l2=x'], '--l2=x must be a number'),
     (['rank', '--train=GOOD'], '--test is not set; rank measures'),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
     (['rankme', '--train=GOOD', '--max_examples=0'], '--max_examples=0 must be at least 1'),
-    (['ensemble', '--validation=GOOD'], 'exactly one of the arrays log_prob, prob, logits'),
     (['ensemble', '--validation=P,Q'], 'holds other examples than'),
   ],
 )
@@ -223,15 +195,3 @@ def test_what_is_wrong_is_one_sentence(runs, run, arguments, words):
   arguments = [x.replace(',Q', f',{good / "log_prob_test"}.npz') for x in arguments]
   line = run(*arguments, code=2)
   assert line.startswith('Error: ') and words in line
-
-
-@pytest.mark.parametrize(
-  'arrays,words',
-  [
-    (dict(features=np.full((5, 2), np.nan), label=np.zeros(5, int)), 'rows that are not finite'),
-    (dict(features=np.ones((2, 2)), label=np.array([0, -1])), 'label -1 of row 1 is out of range'),
-  ],
-)
-def test_representations_that_cannot_be_used(run, tmp_path, arrays, words):
-  np.savez(tmp_path / 'x.npz', **arrays)
-  assert words in run('knn', f'--train={tmp_path / "x.npz"}', code=2)

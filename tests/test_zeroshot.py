@@ -3,7 +3,6 @@
 Checkpoints are stood in for by two linear towers, whose seed is the number in the path.
 """
 
-import dataclasses
 import json
 import re
 import types
@@ -207,16 +206,3 @@ def test_one_name_is_one_data_set_in_all_runs(towers, monkeypatch, run_main):
   monkeypatch.setattr(trained_run, 'open_run', open_bound)
   message = run_main(zeroshot, '--checkpoint=a/1', '--checkpoint=b/2', '--batch_size=32', code=2)
   assert "b/2: the data set 'mine' is" in message or "b: the data set 'mine' is" in message
-
-
-def test_default_data_sets():
-  chosen = zeroshot_report.choose_datasets(None, None, {'max_examples': 64, 'lower': None})
-  assert [(x.name, x.split, x.max_examples, x.lower) for x in chosen] == [
-    ('glyphs_heldout', 'test', 64, True),
-    ('glyphs_core', 'validation', 64, True),
-  ]
-
-
-def test_rows_name_all_settings():
-  names = {field.name for field in dataclasses.fields(ZeroShotDataset)}
-  assert set(zeroshot._OF_DATASETS) <= names

@@ -24,14 +24,8 @@ def candidate_names(
 ) -> list[str]:
   """Names of the candidates: those given, or the parts in which the paths of `sources` differ.
 
-  Args:
-    names: as --names has them, or None.
-    sources: one per candidate.
-    test: the same for the test split; may be empty.
-    flag: the one that gives `sources`, for errors.
-
-  Raises:
-    ValueError: no or equal sources, or names or test files that do not match them in number.
+  `flag` is the one that gives the sources. Raises ValueError for no or equal sources, and for names
+  or test files that do not match them in number.
   """
   if not sources:
     raise ValueError(f'--{flag} is not set: give it a file for each candidate')
@@ -53,11 +47,7 @@ def candidate_names(
 
 
 def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
-  """Reads every file, so that errors are found before anything is computed.
-
-  Args:
-    train: sources of the training split, one per candidate (see `read_representations`).
-    test: those of the test split, in the same order; may be empty.
+  """Reads every file, one per candidate and split, before anything is computed.
 
   Raises:
     ValueError: a wrong file; candidates with different examples; two files of a candidate with

@@ -54,11 +54,7 @@ class Settings:
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
 
   def ks(self, num_classes: int) -> tuple[int, ...]:
-    """The k of precision@k.
-
-    Raises:
-      ValueError: one exceeds the number of classes.
-    """
+    """The k of precision@k."""
     if self.precision_at is None:
       return tuple(dict.fromkeys((1, min(5, num_classes))))
     if wrong := [k for k in self.precision_at if k > num_classes]:
@@ -77,11 +73,7 @@ def check_model(model: Any, task: str, settings: Settings) -> None:
 
 
 def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:
-  """Evaluates all checkpoints, then all files of predictions.
-
-  Args:
-    settings: what to evaluate.
-    open_run: gives the `config.trained_run.TrainedRun` of a checkpoint.
+  """Evaluates all checkpoints, each opened by `open_run`, then all files of predictions.
 
   Raises:
     ValueError: a file is wrong, or the data do not fit a model or the settings. A model is compiled
@@ -113,9 +105,6 @@ def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
 def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
   """Predicts the split and the out-of-distribution split of a `TrainedRun`, and looks at the
   covariance of its classes.
-
-  Raises:
-    ValueError: the data do not fit the model or the settings; nothing is compiled then.
   """
   task = settings.dataset or run.task
   info = data.classification_info(task)

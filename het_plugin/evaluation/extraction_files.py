@@ -87,11 +87,6 @@ def make_plan(
 ) -> Plan:
   """Looks at what is there, in process 0, and changes nothing; every process calls this.
 
-  Args:
-    files, settings, num_examples: see `Plan`.
-    layers: the layers wanted.
-    overwrite: whether to replace what has other settings.
-
   Raises:
     ValueError: there is something of other settings, and `overwrite` is False.
   """

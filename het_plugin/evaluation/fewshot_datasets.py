@@ -58,14 +58,7 @@ def choose(
 ) -> list[FewShotDataset]:
   """The data sets of --datasets, else those that are bound, else `DEFAULT_DATASETS`.
 
-  Args:
-    datasets: TASK or NAME=TASK, or None.
-    splits: training and test split of `datasets`.
-    max_train, max_test: limits of all data sets; None keeps those that a data set has.
-    bound: data sets, or None.
-
-  Raises:
-    ValueError: there is none, or two have the same name.
+  The arguments are the flags of `het_plugin.fewshot`; limits of None keep those of a data set.
   """
   chosen = bound or DEFAULT_DATASETS
   if datasets is not None:

@@ -55,13 +55,7 @@ def from_files(
 ) -> Results:
   """Evaluates representations; each pair of a training and a test file is a data set of a run.
 
-  Args:
-    names: RUN or RUN:DATASET of each pair; None for what the paths differ in.
-    train, test: sources (see `read_representations`), as many of each.
-    settings: how.
-
-  Raises:
-    ValueError: a wrong file, or two data sets of the same name in a run.
+  `names` are RUN or RUN:DATASET of each pair; None takes what the paths differ in.
   """
   runs = {}
   for name, *pair in zip(choose_names(names, train), train, test, strict=True):
@@ -97,12 +91,7 @@ def from_checkpoints(
     settings: how.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
     bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
-    layer: name of the representation.
-    batch_size: global batch of the extraction.
-    **chosen: the flags datasets, splits, max_train, max_test; see `fewshot_datasets.choose`.
-
-  Raises:
-    ValueError: equal names, or a checkpoint, data set or batch size that cannot be used.
+    layer, batch_size, **chosen: the flags of `OF_CHECKPOINTS`.
   """
   # They import TensorFlow, which files do not need.
   from het_plugin.evaluation import extraction, fewshot_datasets
@@ -151,11 +140,7 @@ def _evaluate(
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-  """Rows of the --json of an earlier call.
-
-  Raises:
-    ValueError: the file is not one.
-  """
+  """Rows of the --json of an earlier call."""
   try:
     rows = json.loads(Path(path).read_text())['rows']
     return [dict(row) for row in rows if row['run'] and row['dataset'] and row['shots'] > 0]

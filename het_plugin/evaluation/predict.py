@@ -35,11 +35,11 @@ class Images:
         'image' [N, H, W] or [N, H, W, C] of uint8, or of floats in [0, 1].
 
     Raises:
-      ValueError: there is no image, or the file is damaged.
+      ValueError: there is no image, the file is damaged, or its levels are out of range.
     """
-    root = Path(path)
-    channels = 3
-    if root.suffix == '.npz':
+    root, channels = Path(path), 3
+    self.is_array = root.suffix == '.npz'
+    if self.is_array:
       with array_files.reading(path), np.load(path, allow_pickle=False) as arrays:
         images = arrays['image']
         if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
@@ -47,7 +47,11 @@ class Images:
             f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
             '[N, H, W] or [N, H, W, C]'
           )
-      levels = images.astype(np.float32) / (255 if images.dtype == np.uint8 else 1)
+        levels = images.astype(np.float32) / (255 if images.dtype == np.uint8 else 1)
+        if not ((levels >= 0) & (levels <= 1)).all():
+          raise ValueError(
+            f'the floats of image go from {levels.min()} to {levels.max()}; they must be in [0, 1]'
+          )
       self._images = 2 * (levels if images.ndim == 4 else levels[..., None]) - 1
       self.names = [str(i) for i in range(len(images))]
       channels = self._images.shape[-1]
@@ -57,10 +61,8 @@ class Images:
       self.names = [str(x) for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
-    self.is_array = root.suffix == '.npz'
-    splits = {_SPLIT: len(self.names)}
     # A task of several labels may have images without one.
-    self.info = data.TaskInfo(1, True, channels, None, splits)
+    self.info = data.TaskInfo(1, True, channels, None, {_SPLIT: len(self.names)})
 
   def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
     images = [self._images[i] for i in ids]

@@ -36,6 +36,7 @@ PyTree = Any
 LINKS = ('softmax', 'sigmoid')
 VALUE_NAMES = ('log_prob', 'prob', 'logits')
 LABEL_NAMES = ('label', 'labels')
+_OPTIONAL = ('expected_entropy', 'nll')
 _SUM_TOLERANCE = 1e-3
 _HALF_SUM_TOLERANCE = 1e-2  # half precision rounds a log-probability of -10 by 4e-3
 
@@ -107,15 +108,12 @@ class Predictor:
 
     def predict(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       image = match_channels(batch['image'], channels)
-      return {
-        **model.predictive(params, {**batch, 'image': image}),
-        **{name: batch[name] for name in ('label', 'index', 'mask')},
-      }
+      kept = {name: batch[name] for name in ('label', 'index', 'mask')}
+      return {**model.predictive(params, {**batch, 'image': image}), **kept}
 
     # Classes stay sharded up to here, where the log-probabilities of one batch are gathered.
-    self._predict = partitioner.partition(
-      predict, (param_specs, partitioner.data_partition_spec), None
-    )
+    specs = (param_specs, partitioner.data_partition_spec)
+    self._predict = partitioner.partition(predict, specs, None)
 
   def __call__(
     self,
@@ -124,14 +122,7 @@ class Predictor:
     batch_size: int,
     max_examples: int | None = None,
   ) -> Iterator[Predictions]:
-    """Yields the predictions batch by batch; every process must take the same number.
-
-    Args:
-      params: the parameters, placed by `param_specs`.
-      batches: this process's rows of each batch (image, label, index, mask); mask 0 is padding.
-      batch_size: rows of the global batch.
-      max_examples: takes the first so many examples of the stream and reads no further.
-    """
+    """Yields the predictions batch by batch; arguments as in `RepresentationExtractor.rows`."""
     outputs = (
       self._predict(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
     )
@@ -205,19 +196,24 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
     raise ValueError(
       f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
     )
+  num_examples, num_classes = values.shape
+  for column, size in (('class_name', num_classes), *((x, num_examples) for x in _OPTIONAL)):
+    if column in arrays and arrays[column].shape != (size,):
+      raise ValueError(f'{column} is {list(arrays[column].shape)}; it must be [{size}]')
   names = arrays.get('class_name')
-  if names is not None and names.shape != (values.shape[1],):
-    raise ValueError(f'class_name is {list(names.shape)}; it must be [K] = [{values.shape[1]}]')
   read = Predictions(
     _log_prob(name, values, link),
-    array_files.label_rows(_one_of(arrays, LABEL_NAMES)[1], len(values)),
-    array_files.example_ids(arrays.get('index'), len(values)),
+    array_files.label_rows(_one_of(arrays, LABEL_NAMES)[1], num_examples),
+    array_files.example_ids(arrays.get('index'), num_examples),
     link=link,
     class_names=None if names is None else tuple(map(str, names)),
-    expected_entropy=_column(arrays, 'expected_entropy', len(values)),
-    nll=_column(arrays, 'nll', len(values)) if link == 'sigmoid' else None,
+    expected_entropy=arrays.get('expected_entropy'),
+    nll=arrays.get('nll') if link == 'sigmoid' else None,
     provenance=json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {},
   )
+  for column in _OPTIONAL:
+    if (x := getattr(read, column)) is not None and not np.isfinite(x).all():
+      raise ValueError(f'{column} has values that are not finite')
   check(read)
   return read
 
@@ -248,13 +244,6 @@ def _one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str
       f'{", ".join(sorted(arrays)) or "none"}'
     )
   return found[0], arrays[found[0]]
-
-
-def _column(arrays: Mapping[str, np.ndarray], name: str, num_rows: int) -> np.ndarray | None:
-  column = arrays.get(name)
-  if column is not None and (column.shape != (num_rows,) or not np.isfinite(column).all()):
-    raise ValueError(f'{name} is {list(column.shape)}; it must be finite numbers [{num_rows}]')
-  return column
 
 
 def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:

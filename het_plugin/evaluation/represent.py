@@ -51,17 +51,9 @@ class Settings:
 
 
 def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]:
-  """Extracts the layers of all splits.
+  """Extracts the layers of all splits of the run that `open_run` opens, once they are known.
 
-  Args:
-    settings: what to extract.
-    open_run: gives the `config.trained_run.TrainedRun`; called once the splits are known.
-
-  Returns:
-    The checkpoint and, under 'files', a row for each file (process 0).
-
-  Raises:
-    ValueError: a setting is wrong, or files of other settings exist.
+  Returns the checkpoint and, under 'files', a row for each file (process 0).
   """
   task = task_name(settings.dataset)
   info = data.classification_info(task)
@@ -147,11 +139,7 @@ def folder_name(task: str) -> str:
 
 
 def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:
-  """Names of the splits: those given, or all that are finite.
-
-  Raises:
-    ValueError: there is none, or two would have the same file.
-  """
+  """Names of the splits: those given, or all that are finite."""
   if given is None:
     names = [name for name, num_examples in info.splits.items() if num_examples]
   else:
@@ -215,15 +203,7 @@ def _run(run, extractor, batches, config, plan: Plan, widths, info, provenance) 
 def convert(source: str, settings: Settings) -> dict[str, Any]:
   """Writes arrays made elsewhere as files of ours, one per split if they name splits.
 
-  Args:
-    source: see `representations.read_representations`.
-    settings: output_dir, format, dtype and overwrite count.
-
-  Returns:
-    The source and, under 'files', a row for each file.
-
-  Raises:
-    ValueError: as in reading; features that --dtype cannot hold; files of other settings exist.
+  Returns the source and, under 'files', a row for each file.
   """
   path, split = representations_lib.partition_source(source)
   names = (split,) if split else representations_lib.split_names(path)

@@ -183,10 +183,8 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Features, labels and index, under whichever names."""
-  features = _find(
-    arrays, FEATURE_NAMES, 'floating point [N, D]', lambda x: _is_float(x) and x.ndim == 2
-  )
-  if not _is_float(features) or features.ndim != 2 or not features.size:
+  features = _find(arrays, FEATURE_NAMES, 'floating point [N, D]', _are_features)
+  if not _are_features(features):
     raise ValueError(
       f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
       'N and D at least 1'
@@ -199,31 +197,28 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np
   return features, labels, array_files.example_ids(arrays.get('index'), len(features))
 
 
+def _are_features(x: np.ndarray) -> bool:
+  return (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16) and x.ndim == 2 and x.size > 0
+
+
 def _find(arrays, names, description, fits) -> np.ndarray:
-  named = [name for name in names if name in arrays] or [
-    name for name, x in arrays.items() if fits(x)
-  ]
-  if len(named) != 1:
+  """The array of one of the names, or the only one that fits."""
+  found = [name for name in names if name in arrays] or [k for k, x in arrays.items() if fits(x)]
+  if len(found) != 1:
     shown = ', '.join(f'{name} {x.dtype} {list(x.shape)}' for name, x in arrays.items())
     raise ValueError(
       f'there must be one array named {" or ".join(names)}, or one of {description} only; there '
       f'are: {shown or "none"}'
     )
-  return arrays[named[0]]
-
-
-def _is_float(x: np.ndarray) -> bool:
-  return x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16
+  return arrays[found[0]]
 
 
 def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) -> np.ndarray:
-  if 'split' not in arrays:
-    raise ValueError(f"there is no array 'split', which the name {split!r} asks for")
-  names = arrays['split'].astype(str)
-  if names.shape != (num_rows,):
-    raise ValueError(f'split is {list(names.shape)}; it must be [{num_rows}]')
-  if split not in names:
-    raise ValueError(f'there is no split {split!r}: choose from {sorted(set(names))}')
+  names = arrays['split'].astype(str) if 'split' in arrays else np.empty(0, str)
+  if names.shape != (num_rows,) or split not in names:
+    raise ValueError(
+      f"an array 'split' of {num_rows} strings must have {split!r}; there are {sorted(set(names))}"
+    )
   return np.flatnonzero(names == split)
 
 

@@ -167,10 +167,7 @@ class ZeroShotEvaluator:
     self._embed_texts = partitioner.partition(embed_texts, (param_specs, data_spec), None)
 
   def check(self, dataset: ZeroShotDataset) -> int:
-    """Checks a data set before anything is compiled or any image read.
-
-    Returns:
-      The number of its examples that will be read.
+    """The number of examples that will be read; nothing is compiled or read yet.
 
     Raises:
       ValueError: an unknown task or split, an endless split without a bound, no names for the
@@ -197,12 +194,9 @@ class ZeroShotEvaluator:
     params: PyTree,
     on_rows: Callable[[int], None] = lambda number: None,
   ) -> zeroshot.Accuracy | zeroshot.Recall:
-    """Accuracy or recall of the model on a data set.
+    """Accuracy or recall of the model, with its placed parameters, on a data set.
 
-    Args:
-      dataset: what to read.
-      params: the model's parameters, placed.
-      on_rows: is called with the number of images of each batch.
+    `on_rows` is called with the number of images of each batch.
 
     Raises:
       ValueError: as `check`; a text has no finite embedding; the split has no examples, or gives

@@ -38,11 +38,7 @@ class Run(NamedTuple):
 def choose_runs(
   checkpoints: Sequence[str], names: Sequence[str] | None, group_texts: Sequence[str]
 ) -> list[Run]:
-  """What --checkpoint, --names and --group=NAME=DIR,DIR,... say.
-
-  Raises:
-    ValueError: they name nothing, or two things alike.
-  """
+  """What --checkpoint, --names and --group=NAME=DIR,DIR,... say."""
   pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
   runs = [Run(name, path, None) for name, path in pairs]
   groups = []
@@ -69,16 +65,9 @@ def choose_datasets(
   bound: Sequence[ZeroShotDataset] | None,
   changes: Mapping[str, Any],
 ) -> tuple[ZeroShotDataset, ...]:
-  """The data sets of --dataset, or all that are bound.
+  """The data sets of --dataset (names of bound ones, tasks, or NAME=TASK), or all that are bound.
 
-  Args:
-    texts: names of bound data sets, tasks, or NAME=TASK; None takes all that are bound.
-    bound: what the configuration binds; None binds DEFAULT_DATASETS.
-    changes: settings that replace those of the data sets; None leaves a setting.
-
-  Raises:
-    ValueError: an unknown task, one that has none of SPLITS and is not told which, or two data
-      sets of one name.
+  `changes` are settings that replace those of the data sets; None leaves a setting.
   """
   known = {dataset.name: dataset for dataset in bound or DEFAULT_DATASETS}
   changes = {name: value for name, value in changes.items() if value is not None}
@@ -109,15 +98,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
   """A row of results for each run and data set.
 
-  Args:
-    runs: what to evaluate.
-    open_run: gives the `config.trained_run.TrainedRun` of a checkpoint, its tokenizer and the data
-      sets to evaluate it on.
-    batch_size, num_samples: see `ZeroShotEvaluator`.
-
-  Raises:
-    ValueError: a model is not contrastive, a data set cannot be evaluated, or runs bind different
-      data sets under one name.
+  `open_run` gives the `config.trained_run.TrainedRun` of a checkpoint, its tokenizer and the data
+  sets to evaluate it on.
   """
   rows, known = [], {}
   for run in runs:

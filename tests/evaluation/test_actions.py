@@ -11,9 +11,6 @@ import optax
 import pytest
 
 from het_plugin.backbones import ViT
-from het_plugin.data import TaskInfo, get_dataset
-from het_plugin.evaluation import fewshot_datasets
-from het_plugin.evaluation import splits as splits_lib
 from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, Row, ZeroShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
@@ -154,66 +151,6 @@ def test_bounds_and_endless_splits(tmp_path):
     unbounded.setup(context)
 
 
-@pytest.fixture(scope='module')
-def cells(tfds_files):
-  """A TFDS data set of one split, as colorectal_histology: 60 images of 3 shades, none alike."""
-  tfds = pytest.importorskip('tensorflow_datasets')
-  rng = np.random.default_rng(0)
-  features = {
-    'image': tfds.features.Image(shape=(None, None, 3)),
-    'label': tfds.features.ClassLabel(num_classes=3),
-  }
-  examples = [
-    {'image': rng.integers(0, 80, (10, 15, 3), np.uint8) + np.uint8(80 * (i % 3)), 'label': i % 3}
-    for i in range(60)
-  ]
-  tfds_files.write('tiny_cells', features, {'train': examples})
-  return 'tfds:tiny_cells'
-
-
-def test_slices_of_one_split_are_kept_apart(tmp_path, monkeypatch, cells):
-  """Shots and test images of one split of one data set, as a cache by name would mix them up."""
-  read = []
-
-  def spy(cfg, rows):
-    batches = get_dataset(cfg, rows)
-    read.append((cfg, list(batches)))
-    batches.set_state({'position': 0})
-    return batches
-
-  monkeypatch.setattr(splits_lib, 'get_dataset', spy)
-  context, state = make_context(tmp_path)
-  there = FewShotDataset('there', cells, 'train[:20]', 'train[20:]', resize='squash')
-  back = FewShotDataset('back', cells, 'train[20:]', 'train[:20]', resize='squash')
-  action = make_action(datasets=(there, back), shots=(5,), batch_size=16)
-  action.setup(context)
-  read.clear()  # setup only looks
-  action.run(state, {})
-
-  splits = {}
-  for cfg, batches in read:
-    real = np.concatenate([batch['mask'] for batch in batches]) == 1
-    index, images = (
-      np.concatenate([batch[name] for batch in batches])[real] for name in ('index', 'image')
-    )
-    splits.setdefault(cfg.split, []).append((index, {image.tobytes() for image in images}))
-  assert [cfg.split for cfg, _ in read] == ['train[:20]', 'train[20:]', 'train[20:]', 'train[:20]']
-  for split, expected in (('train[:20]', range(20)), ('train[20:]', range(20, 60))):
-    (index, images), (index_again, images_again) = splits[split]
-    assert index.tolist() == index_again.tolist() == list(expected)
-    assert images == images_again and len(images) == len(expected)
-  assert not splits['train[:20]'][0][1] & splits['train[20:]'][0][1]
-
-  there, back = (np.array(action.results[name][5].accuracies) for name in ('there', 'back'))
-  assert (there * 40 % 1 < 1e-9).all() and (back * 20 % 1 < 1e-9).all()
-  assert there.min() > 0.9 and back.min() > 0.9  # shades are easy to tell
-
-
-def test_default_datasets_exist(tmp_path):
-  context, _ = make_context(tmp_path, channels=3)
-  FewShotAction(image_size=SIZE, channels=3).setup(context)
-
-
 @pytest.mark.parametrize(
   'change,message',
   [
@@ -236,14 +173,6 @@ def test_bad_settings_are_one_sentence(tmp_path, change, message):
     action = make_action(**change)
     action.setup(context)
     action.run(state, {})
-
-
-def test_multi_label_task_is_refused(tmp_path, monkeypatch):
-  context, _ = make_context(tmp_path)
-  info = TaskInfo(3, True, 1, None, types.MappingProxyType({'train': 5, 'test': 5}), max_labels=2)
-  monkeypatch.setattr(fewshot_datasets, 'classification_info', lambda name: info)
-  with pytest.raises(ValueError, match="'digits' is multi-label"):
-    make_action().setup(context)
 
 
 FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')

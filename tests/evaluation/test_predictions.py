@@ -105,7 +105,7 @@ BAD_FILES = {
   'example 7 has 0 labels': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
   'class_name is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'class_name': ['a', 'b']},
   "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
-  'nll is': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
+  'nll has values': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
 }
 
 

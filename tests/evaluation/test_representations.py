@@ -72,14 +72,8 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
   test = read_representations(f'{tmp_path}/x.npz:test')
   np.testing.assert_array_equal(test.features, ours.features[[1, 4]])
   np.testing.assert_array_equal(test.index, [1, 4])  # ids of the file: two splits never share one
-  with pytest.raises(ValueError, match="no split 'val': choose from"):
+  with pytest.raises(ValueError, match="must have 'val'; there are"):
     read_representations(f'{tmp_path}/x.npz:val')
-
-
-def test_several_labels_have_no_single_one():
-  several = Representations(np.ones((2, 1)), np.array([[1, -1], [0, 2]]), np.array([4, 9]))
-  with pytest.raises(ValueError, match='example 9 has 2 labels'):
-    _ = several.label
 
 
 @pytest.mark.parametrize(

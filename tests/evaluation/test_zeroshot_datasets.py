@@ -71,14 +71,6 @@ def test_digits_over_meshes(model_shards, batch_size):
   assert 0 < found.top1 < found.top5 < 1
 
 
-def test_one_compilation_for_all_evaluations():
-  model = FakeContrastive(OptaxWrapper(optax.sgd(0.1)))
-  evaluator, params = make(model=model)
-  for split in ('test', 'train[:100]'):
-    evaluator(dataclasses.replace(DIGITS, split=split), params)
-  assert model.traces == 1
-
-
 def test_no_device_gets_the_scores_of_another():
   """Between shards of the classes and of the batch only numbers a row are exchanged."""
   evaluator, params = make(model_shards=4)
@@ -106,14 +98,6 @@ def test_samples_rank_by_probabilities():
   )
   expected = float(np.mean(np.argmax(log_prob, axis=1) == labels))
   assert evaluator(DIGITS, params).top1 == pytest.approx(expected, abs=0.006)  # two near-ties
-
-
-def test_at_most_so_many_examples():
-  evaluator, params = make()
-  bounded = dataclasses.replace(DIGITS, max_examples=70)
-  assert evaluator.check(bounded) == evaluator(bounded, params).num_examples == 70
-  endless = ZeroShotDataset('core', 'glyphs_core', 'train', templates='none', max_examples=40)
-  assert evaluator.check(endless) == 40
 
 
 class Batches:
