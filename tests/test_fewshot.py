@@ -175,20 +175,6 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
   assert 'two - one' in printed
 
 
-def test_data_sets_that_gin_files_bind(digits_run, run_main, tmp_path):
-  gin_file = tmp_path / 'sets.gin'
-  gin_file.write_text(
-    "FewShotAction.datasets = (@d/FewShotDataset(),)\nd/FewShotDataset.name = 'half'\n"
-    "d/FewShotDataset.task = 'digits'\nd/FewShotDataset.train_split = 'train[:50%]'\n"
-  )
-  out = tmp_path / 'out.json'
-  run_main(
-    fewshot,
-    *(f'--checkpoint={digits_run[0]}', f'--gin_file={gin_file}', '--shots=1', f'--json={out}'),
-  )
-  assert [key[1] for key in rows_of(out)] == ['half']
-
-
 @pytest.mark.parametrize(
   'flags,message',
   [

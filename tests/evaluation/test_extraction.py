@@ -105,16 +105,6 @@ def test_max_examples_keeps_the_first_and_stops_reading(bound):
   assert len(read) <= -(-bound // 8) + 1
 
 
-def test_no_example_and_repeated_ids_are_errors():
-  extractor, params = make_extractor(FakeModel(), 1)
-  examples = make_examples(8)
-  for batches in ([], [examples | {'mask': np.zeros(8, np.float32)}]):
-    with pytest.raises(ValueError, match='no examples'):
-      extractor(params, batches, 8)
-  with pytest.raises(ValueError, match='16 examples but only 8 distinct'):
-    extractor(params, [examples, examples], 8)
-
-
 def test_all_layers_come_from_one_forward_pass():
   model, examples = FakeModel(), make_examples(21)
   extractor, params = make_extractor(model, 2, layers=('tokens', 'pre_logits'), pool='mean')
@@ -140,14 +130,6 @@ def test_pooling():
   # 1 + 1/256 is 1 in bfloat16: the mean of tokens is taken in float32
   tokens = jnp.array([[[1.0], [1.0078125]]], jnp.bfloat16)
   assert float(as_rows(tokens, 'mean')[0, 0]) == 1.00390625
-
-
-def test_widths_and_wrong_layers_without_compiling():
-  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens', 'pre_logits'), pool='mean')
-  spec = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in make_examples(8).items()}
-  assert extractor.widths(params, spec) == {'tokens': 4, 'pre_logits': 16}
-  with pytest.raises(KeyError, match='no_such'):
-    make_extractor(FakeModel(), 1, layers=('no_such',))[0].widths(params, spec)
 
 
 def test_match_channels():

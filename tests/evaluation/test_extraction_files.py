@@ -234,14 +234,6 @@ def test_max_examples_of_a_shuffled_split(tmp_path, max_examples):
   np.testing.assert_array_equal(read.features, IMAGES.reshape(-1, 4)[sorted(first)])
 
 
-@pytest.mark.parametrize('dtype,suffix', [('bfloat16', '.npz'), ('float16', '.safetensors')])
-def test_half_precision(tmp_path, dtype, suffix):
-  extract(tmp_path, make_batches(), suffix=suffix, dtype=dtype)
-  read = read_representations(str(tmp_path / f'narrow/train{suffix}'))
-  expected = IMAGES.reshape(-1, 4)[read.index].astype(jax.numpy.dtype(dtype)).astype(np.float32)
-  np.testing.assert_array_equal(read.features, expected)
-
-
 def test_rows_that_cannot_be_a_file(tmp_path):
   twice = np.array([3, 4, 3])
   with pytest.raises(ValueError, match='3 examples but only 2 distinct'):
@@ -249,12 +241,6 @@ def test_rows_that_cannot_be_a_file(tmp_path):
   with pytest.raises(ValueError, match='no examples'):
     extract(tmp_path, make_batches(ids=np.array(UNREADABLE)))
   assert content(tmp_path) == {}
-
-
-def test_features_that_are_not_finite(tmp_path, monkeypatch):
-  monkeypatch.setitem(globals(), 'IMAGES', IMAGES * 1e6)
-  with pytest.raises(ValueError, match='of example 0 is not finite in float16, which'):
-    extract(tmp_path, make_batches(), dtype='float16')
 
 
 def test_damaged_progress(tmp_path):

@@ -5,12 +5,6 @@ import pytest
 from het_plugin.evaluation import prompts
 
 
-def test_sets_by_name():
-  for name, templates in prompts.PROMPTS.items():
-    assert prompts.get_templates(name) == templates
-    assert len(set(templates)) == len(templates) and all(t.count('{}') == 1 for t in templates)
-
-
 def test_filling():
   assert prompts.fill('a {}, {x} {0}', ['b{}', '']) == ['a b{}, {x} {0}', 'a , {x} {0}']
   assert prompts.fill(*prompts.get_templates('none'), ['cat']) == ['cat']
@@ -40,14 +34,6 @@ def test_templates_of_ones_own(tmp_path):
 def test_wrong_templates(templates, message):
   with pytest.raises(ValueError, match=message):
     prompts.get_templates(templates)
-
-
-def test_wrong_template_files(tmp_path):
-  file = tmp_path / 't.txt'
-  for content, message in ((b'\n', 'holds no template'), (b'\xff{}', 'must be one of')):
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=f't.txt.* {message}'):
-      prompts.get_templates(str(file))
 
 
 def test_names_become_words(tmp_path):

@@ -119,18 +119,6 @@ def test_unknown_inputs():
   assert uncertainty.auroc(np.array([np.inf]), np.array([0.0, -np.inf])) == 1
 
 
-def test_scores_are_larger_for_what_is_less_known():
-  predictions = make(expected_entropy=np.full(N, 0.1, np.float32))
-  unknown = make(scale=0.1, seed=5, expected_entropy=np.full(N, 0.1, np.float32))
-  known, unknown = uncertainty.uncertainty(predictions), uncertainty.uncertainty(unknown)
-  found = uncertainty.detection(unknown, known)
-  assert found.keys() == {'max_prob', 'entropy', 'mutual_information'}
-  assert all(values['auroc'] > 0.9 and values['fpr_at_95'] < 0.9 for values in found.values())
-  np.testing.assert_allclose(
-    known.mutual_information, np.maximum(known.entropy - 0.1, 0), atol=1e-6
-  )
-
-
 def test_probabilities_at_the_ends():
   log_prob = np.array([[0.0, -200.0, -np.inf], [-1e-9, -20.72326585, -80.0]])
   predictions = Predictions(log_prob, np.array([[1], [0]], np.int32), np.arange(2))
@@ -151,14 +139,6 @@ def test_one_class_and_one_row():
   assert found['nll'] == found['brier'] == found['ece'] == found['entropy'] == found['aurc'] == 0
   assert found['precision_at_1'] == 1 and math.copysign(1, found['nll']) == 1
   assert found['stderr'] == dict.fromkeys(found['stderr'])
-
-
-def test_of_equal_classes_the_first_goes_before():
-  log_prob = np.full((4, 4), math.log(0.25))
-  predictions = Predictions(log_prob, np.arange(4, dtype=np.int32)[:, None], np.arange(4))
-  scores = uncertainty.score_examples(predictions, (1, 2, 4))
-  assert scores.precision[1].tolist() == [1, 0, 0, 0] == scores.correct.tolist()
-  assert scores.precision[2].tolist() == [1, 1, 0, 0] and scores.precision[4].all()
 
 
 def test_several_labels():
