@@ -1,10 +1,6 @@
 """`python -m het_plugin.select`: what it finds, prints and writes, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ from het_plugin import select
 from het_plugin.evaluation import few_shot
 from het_plugin.evaluation.predictions import Predictions, write_predictions
 
-ROOT = Path(__file__).parents[1]
 NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
 
 
@@ -70,28 +65,20 @@ def load(path):
   return arrays['features'], arrays['label']
 
 
-def test_as_a_user_runs_it(runs, tmp_path):
-  outputs = {kind: tmp_path / 'deep' / f'knn.{kind}' for kind in ('json', 'png', 'html')}
-  result = subprocess.run(
-    [
-      *(sys.executable, '-m', 'het_plugin.select', 'knn', '--k=1,5'),
-      *(f'--train={runs / name / "train.npz"}' for name in NOISE),
-      *(f'--{kind}={path}' for kind, path in outputs.items()),
-    ],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+def test_knn_table_plot_and_page(runs, run, tmp_path):
+  png, html = (tmp_path / 'deep' / f'knn.{kind}' for kind in ('png', 'html'))
+  text, found = run(
+    *('knn', '--k=1,5', f'--png={png}', f'--html={html}'),
+    *(f'--train={runs / name / "train.npz"}' for name in NOISE),
   )
-  assert result.returncode == 0, result.stderr
-  lines = result.stdout.splitlines()
+  lines = text.splitlines()
   assert lines[0] == 'pre-logits D 64' and lines[2].split()[0] == 'candidate'
   assert [line.split()[0] for line in lines[4:7]] == list(NOISE)
-  assert Image.open(outputs['png']).size == (880, 495)
-  page = outputs['html'].read_text()
+  assert Image.open(png).size == (880, 495)
+  page = html.read_text()
   assert '<th scope="col">candidate</th>' in page and 'data:image/png' in page
-  assert 'python -m het_plugin.select knn' in page and '>head<' not in page
-  assert json.loads(outputs['json'].read_text())['leave_one_out'] is True
+  assert 'python -m het_plugin.select' in page and '>head<' not in page
+  assert found['leave_one_out'] is True
 
 
 def test_npy_files_and_names(runs, run, tmp_path):
