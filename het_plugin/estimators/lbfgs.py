@@ -98,7 +98,8 @@ def minimise(
   lowers the objective in float32.
   """
   num_iterations, stage, failures = 0, FIRST_STAGE, 0
-  with tqdm.tqdm(total=max_iter, desc=model.head, disable=not progress, leave=False) as bar:
+  hidden = None if progress else True  # None: shown on a terminal
+  with tqdm.tqdm(total=max_iter, desc=model.head, disable=hidden, leave=False) as bar:
     for restart in itertools.count():
       evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
       theta = objective.whiten(model, params, whitening)

@@ -14,7 +14,7 @@ import numpy as np
 from het_plugin.estimators import lbfgs, objective
 from het_plugin.estimators.model import Model
 
-# Standard deviation of the first noise, in units of the logits, or of the features (HET-XL).
+# Standard deviation of the first noise, in units of the logits.
 INITIAL_NOISE = 0.3
 MIN_SHARE = 1e-6
 TOLERANCE = 1e-6  # nats of the objective
@@ -61,7 +61,10 @@ def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
 def with_noise(model: Model, params: dict, det: dict, x: jax.Array) -> dict:
   """DET's parameters with noise of standard deviation about `INITIAL_NOISE`, some rows x given."""
   size = float(jnp.sqrt(jnp.mean(jnp.square(model.features(det, x)))))
-  noise = INITIAL_NOISE * (size if model.head == 'het_xl' else 1.0)
+  noise = INITIAL_NOISE
+  if model.head == 'het_xl':  # on its way through W the noise grows by the length of a column
+    kernel = params['head'].get('noise_kernel', det['head']['kernel'])
+    noise /= float(jnp.sqrt(jnp.square(kernel).sum() / kernel.shape[1])) + 1e-3
   covariance = dict(params['head']['covariance'])
   covariance['d_kernel'] = jnp.zeros_like(covariance['d_kernel'])
   covariance['d_bias'] = jnp.full_like(covariance['d_bias'], math.log(math.expm1(noise)))

@@ -24,7 +24,7 @@ BELOW = {
   'training': {'data', 'weights'},
   'operations': {'training', 'reporting'},
   'evaluation': {'training', 'data', 'weights', 'reporting'},
-  'estimators': {'heads', 'integrate'},
+  'estimators': {'heads', 'integrate', 'evaluation', 'reporting'},
   'config': {'training', 'weights', 'operations'},
   'planning': {'config', 'training', 'data', 'reporting'},
   't5x_host': {'config', 'evaluation', 'training', 'data', 'integrate'},

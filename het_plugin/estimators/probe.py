@@ -1,0 +1,334 @@
+"""Heads compared on saved representations: a grid, folds, errors, and paired differences."""
+
+import dataclasses
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import KFold, train_test_split
+
+from het_plugin import reporting
+from het_plugin.estimators import heads
+from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.evaluation import calibration, uncertainty
+from het_plugin.evaluation.predictions import Predictions
+from het_plugin.evaluation.report import Report
+from het_plugin.evaluation.representations import Representations, read_representations
+
+CLASSIFIERS = {
+  'det': heads.DetClassifier,
+  'het': heads.HetClassifier,
+  'het_h': heads.HetHClassifier,
+  'het_xl': heads.HetXLClassifier,
+}
+EXTREME = 0.01  # the share of examples whose part in a difference is shown
+_COMPARED = ('nll', 'brier', 'precision_at_1')
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What is compared.
+
+  Attributes:
+    heads: names in `CLASSIFIERS`.
+    c, num_factors, tau: the grid; the point with the least NLL on held-out rows is taken.
+    baseline: the head that others are compared with.
+    folds: of the training rows, where there is no test file.
+    validation: share of the training rows held out to choose from a grid of more than one point.
+    num_samples, tol, max_iter: of the estimators.
+    seed: of splits and starts.
+    progress: whether bars are shown.
+  """
+
+  heads: Sequence[str] = ('det', 'het_xl')
+  c: Sequence[float] = (1.0,)
+  num_factors: Sequence[int] = (8,)
+  tau: Sequence[float | str] = (1.0,)
+  baseline: str | None = None
+  folds: int = 5
+  validation: float = 0.1
+  num_samples: int = 64
+  tol: float = 1e-4
+  max_iter: int = 500
+  seed: int = 0
+  progress: bool = True
+
+  def __post_init__(self):
+    if unknown := [name for name in self.heads if name not in CLASSIFIERS]:
+      raise ValueError(
+        f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from '
+        f'{", ".join(CLASSIFIERS)}'
+      )
+    if self.baseline is not None and self.baseline not in self.heads:
+      raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
+    if self.folds < 2:
+      raise ValueError(f'--folds={self.folds} must be at least 2')
+    if not 0 < self.validation < 1:
+      raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
+
+  def grid(self, head: str) -> list[dict[str, Any]]:
+    """Settings of the estimator at each point."""
+    factors = self.num_factors if head != 'det' else (None,)
+    points = []
+    for c, num_factors, tau in itertools.product(self.c, factors, self.tau):
+      point = {'C': c, 'tau': tau}
+      if num_factors is not None:
+        point |= {'num_factors': num_factors, 'num_samples': self.num_samples}
+      points.append(point)
+    return points
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+  """One head: scores of all test examples, the fold of each, and what was chosen in each fold."""
+
+  head: str
+  scores: uncertainty.ExampleScores
+  fold: np.ndarray
+  chosen: Sequence[dict[str, Any]]
+  seconds: float
+  unfinished: int
+
+
+def probe(train: str, test: str | None, settings: Settings) -> Report:
+  """Fits the heads to a file of representations.
+
+  Args:
+    train: see `representations.read_representations`.
+    test: another one; None takes folds of `train`.
+    settings: what is compared.
+
+  Raises:
+    ValueError: a file or a setting is wrong.
+  """
+  train_rows = read_representations(train)
+  test_rows = None if test is None else read_representations(test)
+  if test_rows is not None and test_rows.features.shape[1] != train_rows.features.shape[1]:
+    raise ValueError(
+      f'{test} has {test_rows.features.shape[1]} features and {train} '
+      f'{train_rows.features.shape[1]}: they are of different models or layers'
+    )
+  outcomes = [_outcome(head, train_rows, test_rows, settings) for head in settings.heads]
+  baseline = settings.baseline or settings.heads[0]
+  first = next(x for x in outcomes if x.head == baseline)
+  rows = [_row(x, first, test_rows is None) for x in outcomes]
+  where = test if test is not None else f'{settings.folds} folds of {train}'
+  introduction = (
+    f'{len(first.scores.index):,} examples of {where}; heads fitted to '
+    f'{len(train_rows.features):,} rows of {train_rows.features.shape[1]} features.'
+  )
+  notes = [
+    introduction,
+    f'± is a standard error over examples; differences to {baseline} are paired by example. '
+    f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
+    'differences make; a gain that they alone make is no gain for the others. ECE: 15 bins of '
+    'equal width.',
+  ]
+  notes += [
+    f'{x.head}: {x.unfinished} fits ended above tol={settings.tol:g}; raise --max_iter.'
+    for x in outcomes
+    if x.unfinished
+  ]
+  return Report(
+    title='Heads on saved representations',
+    introduction=introduction,
+    rows=[_shown(row) for row in rows],
+    row_title='head',
+    notes=notes,
+    draw=lambda: _plots(outcomes),
+    json=rows,
+  )
+
+
+def _targets(rows: Representations) -> np.ndarray:
+  """Ids [N], or an indicator [N, K] where an example has several labels."""
+  if rows.labels.shape[1] == 1:
+    return rows.label
+  num_classes = int(rows.labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
+  on = np.zeros((len(rows.labels), num_classes), int)
+  row, column = np.nonzero(rows.labels >= 0)
+  on[row, rows.labels[row, column]] = 1
+  return on
+
+
+def _outcome(head, train, test, settings) -> Outcome:
+  start = time.perf_counter()
+  y = _targets(train)
+  if test is not None:
+    if y.ndim == 2 and len(test.labels):
+      test_y = np.zeros((len(test.labels), y.shape[1]), int)
+      row, column = np.nonzero(test.labels >= 0)
+      if test.labels.max() >= y.shape[1]:
+        raise ValueError(f'the test rows have class {test.labels.max()}, which training has not')
+      test_y[row, test.labels[row, column]] = 1
+    splits = [(np.arange(len(y)), None)]
+  else:
+    splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
+  parts, folds, chosen, unfinished = [], [], [], 0
+  for number, (fitted, held_out) in enumerate(splits):
+    estimator, point, failures = _fit_best(head, train.features, y, fitted, settings)
+    rows = test if held_out is None else _rows(train, held_out)
+    parts.append(_scores(estimator, rows))
+    folds.append(np.full(len(rows.features), number))
+    chosen.append(point)
+    unfinished += failures
+  seconds = time.perf_counter() - start
+  return Outcome(
+    head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished
+  )
+
+
+def _rows(rows: Representations, which: np.ndarray) -> Representations:
+  return dataclasses.replace(
+    rows, features=rows.features[which], labels=rows.labels[which], index=rows.index[which]
+  )
+
+
+def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, Any], int]:
+  """The estimator of the best point of the grid, fitted to all rows, and how many fits did not
+  converge.
+  """
+  grid = settings.grid(head)
+  common = {
+    'tol': settings.tol,
+    'max_iter': settings.max_iter,
+    'random_state': settings.seed,
+    'progress': settings.progress,
+  }
+
+  def fit(point, rows):
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      return CLASSIFIERS[head](**common, **point).fit(x[rows], y[rows])
+
+  best, failures = grid[0], 0
+  if len(grid) > 1:
+    part, held_out = train_test_split(
+      fitted, test_size=settings.validation, random_state=settings.seed
+    )
+    if y.ndim == 1:  # what the part has not seen has no probability
+      held_out = held_out[np.isin(y[held_out], y[part])]
+    nll = []
+    for point in grid:
+      estimator = fit(point, part)
+      nll.append(float(estimator.nll(x[held_out], y[held_out]).mean()))
+      failures += estimator.gradient_ > settings.tol
+    best = grid[int(np.argmin(nll))]
+  estimator = fit(best, fitted)
+  return estimator, best, failures + int(estimator.gradient_ > settings.tol)
+
+
+def _scores(estimator: HeadClassifier, rows: Representations) -> uncertainty.ExampleScores:
+  indicator = estimator.target_ == 'indicator'
+  labels = rows.labels
+  if not indicator:
+    classes = estimator.classes_
+    labels = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
+    unseen = classes[labels] != rows.labels
+    if unseen.any():
+      raise ValueError(
+        f'{int(unseen.sum())} test rows have classes that the training rows have not, such as '
+        f'{int(rows.labels[unseen][0])}'
+      )
+  log_p = np.minimum(estimator.predict_log_proba(rows.features), 0.0)
+  nll = estimator.nll(rows.features, _targets(rows)) if indicator else None
+  predictions = Predictions(
+    log_p, labels.astype(np.int32), rows.index, 'sigmoid' if indicator else 'softmax', nll=nll
+  )
+  return uncertainty.score_examples(predictions, ks=(1,))
+
+
+def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
+  """All numbers of a head as JSON values."""
+  summary = uncertainty.summarize(outcome.scores)
+  row = {'head': outcome.head}
+  names = ('nll', 'precision_at_1', 'ece', 'brier')
+  row |= {name: summary.pop(name) for name in names}
+  row |= {'seconds': outcome.seconds, **summary, 'chosen': list(outcome.chosen)}
+  if in_folds:
+    row['stderr_folds'] = {
+      name: _over_folds(_values(outcome.scores, name), outcome.fold) for name in _COMPARED
+    }
+  if outcome is not first:
+    difference = uncertainty.difference(outcome.scores, first.scores)
+    gap = _sorted_by_index(outcome.scores) - _sorted_by_index(first.scores)
+    difference['extreme'] = extreme_share(gap)
+    if in_folds:
+      per_example = _values(outcome.scores, 'nll') - _values(first.scores, 'nll')
+      difference['stderr_folds'] = {'nll': _over_folds(per_example, outcome.fold)}
+    row['difference'] = difference
+  return row
+
+
+def extreme_share(differences: np.ndarray) -> float | None:
+  """The part of the sum of differences [N] that the largest 1% of them (in absolute value, at least
+  one) make: 1 is all of it, above 1 that the others point the other way. None for a sum of 0.
+  """
+  total = float(differences.sum())
+  if not total:
+    return None
+  count = max(1, math.ceil(EXTREME * len(differences)))
+  largest = np.argsort(-np.abs(differences), kind='stable')[:count]
+  return float(differences[largest].sum()) / total
+
+
+def _sorted_by_index(scores):
+  return scores.nll[np.argsort(scores.index)]
+
+
+def _values(scores, name):
+  return scores.precision[1] if name == 'precision_at_1' else getattr(scores, name)
+
+
+def _over_folds(values, fold) -> float | None:
+  """Standard error of the mean over folds."""
+  means = np.array([values[fold == f].mean() for f in np.unique(fold)])
+  return uncertainty.stderr(means)
+
+
+def _shown(row):
+  names = ('nll', 'precision_at_1', 'ece', 'brier', 'auroc_errors', 'seconds')
+  shown = {name: row[name] for name in names if name in row}
+  chosen = row['chosen'][0]
+  shown |= {'C': f'{chosen["C"]:g}', 'tau ': str(chosen['tau'])}
+  tables = {}
+  if 'stderr_folds' in row:
+    tables['± over folds'] = row['stderr_folds']
+  if 'difference' in row:
+    tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
+  errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1', 'brier')}
+  return {'head': row['head'], **shown, 'stderr': errors, 'tables': tables}
+
+
+def _plots(outcomes):
+  """{file name: figure}."""
+  diagrams = {
+    x.head: calibration.reliability(np.exp(x.scores.uncertainty.log_confidence), x.scores.correct)
+    for x in outcomes
+  }
+  curves = {}
+  for x in outcomes:
+    risk = uncertainty.risk_coverage(x.scores.uncertainty.log_confidence, x.scores.correct)
+    curves[x.head] = np.arange(1, len(risk) + 1) / len(risk), risk
+  return {
+    'reliability': reporting.Figure(
+      reporting.reliability_png(diagrams),
+      'Accuracy by confidence. A calibrated head lies on the dotted line.',
+      'Reliability diagram of each head.',
+    ),
+    'risk_coverage': reporting.Figure(
+      reporting.unit_curves_png(
+        curves,
+        title='risk and coverage',
+        x_label='coverage: share of the examples answered, the most confident first',
+        y_label='error rate among them',
+      ),
+      'Error rate when only the most confident examples are answered.',
+      'Risk-coverage curve of each head.',
+    ),
+  }

@@ -1,0 +1,97 @@
+"""Fits and compares heads on saved representations, to the optimum; no backbone is trained.
+
+    python -m het_plugin.probe --train=train.npz --test=test.npz --heads=det,het_xl
+    python -m het_plugin.probe --train=X.npy,Y.npy --heads=det,het,het_xl --C=0.1,1,10 --folds=5
+    python -m het_plugin.probe --checkpoint=runs/det --dataset=digits
+
+Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
+(or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
+--C, --num_factors and --tau may list several values: those with the least NLL on a share
+(--validation) of the training rows are taken. With --checkpoint the splits of --dataset are
+represented first; files that `represent` has written before are used again.
+
+Exit codes: 0 done; 2 a setting is wrong.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.estimators import probe
+
+_TAU_WORDS = ('learned', 'validation')
+
+
+def define_flags() -> None:
+  command_line.define_flags()
+  distributed.define_flags()
+  files = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several.'
+  flags.DEFINE_string('train', None, f'Representations that the heads are fitted to: {files}')
+  flags.DEFINE_string('test', None, f'Those that they are scored on: {files}')
+  flags.DEFINE_string('checkpoint', None, 'Instead of files: a run, whose backbone is used.')
+  flags.DEFINE_string('dataset', None, 'With --checkpoint: a task, a .npz file or a folder.')
+  flags.DEFINE_list('splits', ['train', 'test'], 'Of --dataset: to fit to and to score on.')
+  flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the representation.')
+  flags.DEFINE_string('output_dir', 'representations', 'With --checkpoint: where its files lie.')
+  flags.DEFINE_list('heads', ['det', 'het_xl'], f'Of {", ".join(probe.CLASSIFIERS)}.')
+  flags.DEFINE_string('baseline', None, 'The head to compare with; the first by default.')
+  flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
+  flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
+  flags.DEFINE_list('tau', ['1'], f'Temperatures: numbers, {" or ".join(_TAU_WORDS)}.')
+  flags.DEFINE_integer('folds', 5, 'Of the training rows, without --test.', lower_bound=2)
+  flags.DEFINE_float('validation', 0.1, 'Share of the training rows that chooses from a grid.')
+  flags.DEFINE_integer('num_samples', 64, 'S, points of a softmax with noise.', lower_bound=1)
+  flags.DEFINE_float('tol', 1e-4, 'Gradient at which a fit ends.')
+  flags.DEFINE_integer('max_iter', 500, 'Iterations at which it ends anyway.', lower_bound=1)
+  flags.DEFINE_integer('seed', 0, 'Of folds and starts.', lower_bound=0)
+  flags.DEFINE_string('json', None, 'Where the rows are written.')
+  flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
+
+
+def settings() -> probe.Settings:
+  F = flags.FLAGS
+  same = ('heads', 'baseline', 'folds', 'validation', 'num_samples', 'tol', 'max_iter', 'seed')
+  return probe.Settings(
+    c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
+    num_factors=flag_values.integers('num_factors', F.num_factors, 1),
+    tau=[flag_values.positive_or_word('tau', value, _TAU_WORDS) for value in F.tau],
+    **{name: F[name].value for name in same},
+  )
+
+
+def represented() -> list[str]:
+  """The files of the splits of --dataset."""
+  from het_plugin.config import trained_run  # imports TensorFlow, which files do not need
+  from het_plugin.evaluation import represent
+
+  F = flags.FLAGS
+  gin_files = F.gin_file, F.gin_bindings, F.gin_search_paths
+  rows = represent.represent(
+    represent.Settings(
+      *(F.dataset, ','.join(F.splits), [F.layer], 'mean', F.output_dir, 'safetensors', 'float32'),
+      *(256, None, None, False),
+    ),
+    functools.partial(trained_run.open_run, F.checkpoint, *gin_files),
+  )['files']
+  return [row['file'] for row in rows]
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  F = flags.FLAGS
+  with command_line.one_sentence_errors():
+    chosen, (train, *test) = settings(), [F.train, F.test]
+    if (train is None) == (F.checkpoint is None or F.dataset is None):
+      raise ValueError('--train is needed, or --checkpoint and --dataset')
+    if F.checkpoint:
+      train, *test = represented()
+    report = probe.probe(train, test[0] if test else None, chosen)
+    report.write('het_plugin.probe', json=F.json, html=F.html)
+
+
+if __name__ == '__main__':
+  define_flags()
+  command_line.run(main)

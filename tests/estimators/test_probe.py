@@ -1,0 +1,69 @@
+"""`probe`: a table of heads on files of representations, against numbers computed here."""
+
+import json
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from het_plugin.estimators import probe
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('representations')
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(500, 6)).astype(np.float32)
+  y = (x @ rng.normal(size=(6, 3)) + rng.gumbel(size=(500, 3))).argmax(axis=1)
+  for name, rows in (('train', slice(0, 300)), ('test', slice(300, None))):
+    np.savez(folder / f'{name}.npz', features=x[rows], label=y[rows])
+  return str(folder / 'train.npz'), str(folder / 'test.npz')
+
+
+def settings(**changes):
+  return probe.Settings(
+    **{'heads': ('det',), 'max_iter': 60, 'num_factors': (2,), 'num_samples': 16} | changes
+  )
+
+
+def test_numbers_are_those_of_logistic_regression(files, tmp_path):
+  report = probe.probe(*files, settings(heads=('det', 'het')))
+  det, het = report.json
+  train, test = (np.load(path) for path in files)
+  expected = LogisticRegression(tol=1e-8, max_iter=1000).fit(train['features'], train['label'])
+  p = expected.predict_proba(test['features'])
+  assert det['nll'] == pytest.approx(-np.log(p[np.arange(200), test['label']]).mean(), abs=1e-4)
+  assert det['precision_at_1'] == (p.argmax(axis=1) == test['label']).mean()
+  brier = np.square(p - np.eye(3)[test['label']]).sum(axis=1)
+  assert det['brier'] == pytest.approx(brier.mean(), abs=1e-4)
+  assert {'ece', 'seconds'} <= set(det) and 'difference' not in det
+  assert het['difference']['nll'] == pytest.approx(het['nll'] - det['nll'], abs=1e-6)
+  report.write('het_plugin.probe', json=str(tmp_path / 'x.json'), html=str(tmp_path / 'x.html'))
+  assert [row['head'] for row in json.loads((tmp_path / 'x.json').read_text())] == ['det', 'het']
+  assert 'prec@1' in (tmp_path / 'x.html').read_text()
+
+
+def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
+  (row,) = probe.probe(files[0], None, settings(c=(1e-5, 1.0), folds=3)).json
+  assert row['num_examples'] == 300 and len(row['chosen']) == 3
+  assert {point['C'] for point in row['chosen']} == {1.0}
+  assert row['stderr_folds']['nll'] > 0
+
+
+def test_the_extreme_share():
+  differences = np.concatenate([np.full(99, 0.01), [-5.0]])
+  assert probe.extreme_share(differences) == pytest.approx(-5 / (0.99 - 5))
+  assert probe.extreme_share(np.ones(200)) == pytest.approx(0.01)
+
+
+def test_wrong_settings_are_one_sentence(files, tmp_path):
+  with pytest.raises(ValueError, match='svm is unknown; choose from det'):
+    settings(heads=('svm',))
+  with pytest.raises(ValueError, match='--baseline=het must be one of'):
+    settings(baseline='het')
+  np.savez(tmp_path / 'other.npz', features=np.ones((4, 5), np.float32), label=np.arange(4))
+  with pytest.raises(ValueError, match='has 5 features and'):
+    probe.probe(files[0], str(tmp_path / 'other.npz'), settings())
+  np.savez(tmp_path / 'more.npz', features=np.ones((2, 6), np.float32), label=np.array([0, 7]))
+  with pytest.raises(ValueError, match='1 test rows have classes .* such as 7'):
+    probe.probe(files[0], str(tmp_path / 'more.npz'), settings())
