@@ -52,7 +52,7 @@ def define_flags() -> None:
 
 def settings() -> probe.Settings:
   F = flags.FLAGS
-  same = ('heads', 'baseline', 'folds', 'validation', 'num_samples', 'tol', 'max_iter', 'seed')
+  same = 'heads baseline folds validation num_samples tol max_iter seed'.split()
   return probe.Settings(
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
@@ -67,15 +67,11 @@ def represented() -> list[str]:
   from het_plugin.evaluation import represent
 
   F = flags.FLAGS
+  files = F.dataset, ','.join(F.splits), [F.layer], 'mean', F.output_dir, 'safetensors', 'float32'
   gin_files = F.gin_file, F.gin_bindings, F.gin_search_paths
-  rows = represent.represent(
-    represent.Settings(
-      *(F.dataset, ','.join(F.splits), [F.layer], 'mean', F.output_dir, 'safetensors', 'float32'),
-      *(256, None, None, False),
-    ),
-    functools.partial(trained_run.open_run, F.checkpoint, *gin_files),
-  )['files']
-  return [row['file'] for row in rows]
+  open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_files)
+  found = represent.represent(represent.Settings(*files, 256, None, None, False), open_run)
+  return [row['file'] for row in found['files']]
 
 
 def main(argv: Sequence[str]) -> None:
