@@ -56,10 +56,9 @@ def parameters(name: str) -> dict[str, Any]:
     configurable = gin.get_configurable(name)
   except ValueError:
     return {}
-  if dataclasses.is_dataclass(configurable):
-    return _hints(configurable)
-  if inspect.isclass(configurable):
-    return _hints(configurable.__mro__[1].__init__)  # gin's is a subclass of ours
+  if inspect.isclass(configurable):  # gin's is a subclass of ours
+    ours = configurable.__mro__[1]
+    return _hints(ours if dataclasses.is_dataclass(ours) else ours.__init__)
   hints = _hints(inspect.unwrap(configurable))
   made = hints.pop('return', None)  # `vit` takes the fields of the ViT that it makes
   return (_hints(made) if dataclasses.is_dataclass(made) else {}) | hints
@@ -67,9 +66,14 @@ def parameters(name: str) -> dict[str, Any]:
 
 def _hints(annotated: Any) -> dict[str, Any]:
   try:
-    return typing.get_type_hints(annotated, include_extras=True)
-  except (NameError, TypeError):
+    hints = typing.get_type_hints(annotated, include_extras=True)
+    defaults = inspect.signature(annotated).parameters.values()
+  except (NameError, TypeError, ValueError):
     return {}
+  # `x: int = None` means None too.
+  return hints | {
+    x.name: hints[x.name] | None for x in defaults if x.default is None and x.name in hints
+  }
 
 
 def _mismatch(value: Any, hint: Any) -> str | None:
@@ -78,10 +82,12 @@ def _mismatch(value: Any, hint: Any) -> str | None:
   if isinstance(value, (statements.Reference, statements.Macro)):
     return None
   if origin is typing.Annotated:
+    if not isinstance(arguments[1], str):  # somebody else's
+      return _mismatch(value, arguments[0])
     return _mismatch(value, arguments[0]) or _out_of_range(value, arguments[1])
   if origin in (typing.Union, types.UnionType):
-    if value == '' and any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
-      return 'a path'
+    if any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
+      return None if value is None or (value and isinstance(value, str)) else 'a path'
     expected = [_mismatch(value, argument) for argument in arguments]
     return None if None in expected else ' or '.join(dict.fromkeys(expected))
   if hint in (None, types.NoneType):
@@ -102,9 +108,10 @@ def _mismatch(value: Any, hint: Any) -> str | None:
     pairs = [(x, arguments[i]) for pair in value.items() for i, x in enumerate(pair)]
     expected = next(filter(None, (_mismatch(*pair) for pair in pairs)), None)
     return expected and f'a dict, each value {expected}'
-  if not inspect.isclass(hint) or hint in (Any, object) or getattr(hint, '_is_protocol', False):
+  if not inspect.isclass(hint) or getattr(hint, '_is_protocol', False):
     return None
-  if isinstance(value, _LITERALS) and not isinstance(value, hint):
+  known = hint.__module__.split('.')[0] in ('het_plugin', 'flax') or issubclass(hint, os.PathLike)
+  if known and isinstance(value, _LITERALS) and not isinstance(value, hint):
     return 'a path' if issubclass(hint, os.PathLike) else f'a {hint.__name__}: @...()'
   return None
 
@@ -129,7 +136,10 @@ def _out_of_range(value: Any, allowed: str) -> str | None:
     except re.error as error:
       return f'a regular expression: {error}'
     return None
-  left, low, high, right = re.fullmatch(r'([\[(])(\S+), (\S+)([\])])', allowed).groups()
+  interval = re.fullmatch(r'([\[(])(\S+), (\S+)([\])])', allowed)
+  if interval is None:
+    return None
+  left, low, high, right = interval.groups()
   above = value > float(low) or (left == '[' and value == float(low))
   below = value < float(high) or (right == ']' and value == float(high))
   return None if above and below and not math.isnan(value) else f'in {allowed}'

@@ -1,5 +1,8 @@
 """Wrong bindings are one sentence that names the binding, its value and what would be right."""
 
+from typing import Annotated
+
+import numpy as np
 import pytest
 
 import gin
@@ -41,6 +44,17 @@ def test_a_wrong_binding(binding, message):
   with pytest.raises(ValueError) as error:
     parsing.parse_config(RUN, ["MODEL_DIR = 'x'", binding])
   assert message in str(error.value) and '\n' not in str(error.value)
+
+
+def test_annotations_of_others_are_read_as_they_are_meant():
+  @gin.configurable('others', module='tests')
+  def others(size: int = None, rate: Annotated[float, object()] = 1.0, array: np.ndarray = 0.0):
+    del size, rate, array
+
+  right = ['others.size = None', 'others.rate = 2', 'others.array = 3.0']
+  parsing.parse_config(RUN, ["MODEL_DIR = 'x'", *right])
+  with pytest.raises(ValueError, match="others.rate = 'a' must be a number"):
+    parsing.parse_config(RUN, ["MODEL_DIR = 'x'", "others.rate = 'a'"])
 
 
 def test_right_bindings_and_references_pass():
