@@ -4,10 +4,10 @@
 
 First trains a reference run to its end, then the same run in another folder. In each round one
 process or all of them get SIGKILL at a random moment: during start-up, between checkpoints, or
-while a checkpoint is being written. Some additional rounds send SIGTERM to a process or the
-launcher. The same command starts the run again until it is done. At the end both runs must be the
-same bit for bit: the arrays of the newest checkpoint, its input position, and metrics.jsonl without
-times. Equal parameters imply equal examples: another batch in any step would change them.
+while one is being written. Some additional rounds send SIGTERM. The same command starts the run
+again until it is done. At the end both runs must be the same bit for bit: the arrays of the newest
+checkpoint, its input position, and metrics.jsonl without times. Equal parameters imply equal
+examples: another batch in any step would change them.
 
 The arguments after "--" are those of het_plugin.train, without MODEL_DIR, TRAIN_STEPS, SAVE_PERIOD,
 EVAL_PERIOD and STATS_PERIOD, which are set here. The default is a tiny HET-XL on digits. Runs on
@@ -42,8 +42,7 @@ DEFAULT_TRAINING = (
   *('--gin.vit.dropout=0.1', '--gin.BATCH_SIZE=16', '--gin.EVAL_STEPS=2', '--gin.WARMUP_STEPS=0'),
 )
 STEPS_PER_ROUND = 12  # more than pass in a round before its signal
-AIMS = START, STEPS, WRITE = 'start-up', 'steps', 'checkpoint write'
-ALL, LAUNCHER = 'all', 'launcher'
+ALL = 'all'
 _LIMIT_SECONDS = 900  # far more than any start, round or end takes
 _TOKEN = 'HET_PLUGIN_SOAK'  # environment variable that marks the processes of a soak
 _TIMES = re.compile(r'(^|/)(timing|goodput)/')  # metrics that are durations, not results
@@ -54,13 +53,13 @@ class SoakError(Exception):
 
 
 def plan(rounds: int, sigterm_rounds: int, processes: int, seed: int) -> list[dict[str, Any]]:
-  """The rounds in random order, with each aim equally often."""
+  """The rounds in random order: signal, victim, and when, at the latest after some checkpoints."""
   rng = random.Random(seed)
   planned = []
   for name, count in (('SIGKILL', rounds), ('SIGTERM', sigterm_rounds)):
-    for i in range(count):
-      victim = rng.choice([*range(processes), ALL if name == 'SIGKILL' else LAUNCHER])
-      moment = {'aim': AIMS[i % len(AIMS)], 'checkpoints': rng.randint(1, 2), 'delay': rng.random()}
+    for _ in range(count):
+      victim = rng.choice([*range(processes), *([ALL] if name == 'SIGKILL' else [])])
+      moment = {'delay': rng.random(), 'checkpoints': rng.randint(1, 3)}
       planned.append({'signal': name, 'victim': victim, **moment})
   rng.shuffle(planned)
   return planned
@@ -149,23 +148,18 @@ def interrupt(
   with started(run_dir, args, total_steps) as launcher:
 
     def victims() -> list[int]:
-      if this['victim'] == LAUNCHER:
-        return [launcher.pid]
       found = running(run_dir.parent).items()
       return [pid for pid, index in found if index is not None and this['victim'] in (index, ALL)]
 
-    def is_there() -> bool:
+    def is_time() -> bool:
       if launcher.poll() is not None:
         raise SoakError(f'the run ended by itself: see {run_dir}.log')
-      if this['aim'] == START:
-        return bool(victims())
-      target = first + 2 * (this['checkpoints'] - (this['aim'] == WRITE))
-      return newest_step(run_dir) >= target and (
-        this['aim'] == STEPS or bool(unfinished(run_dir) - old)
-      )
+      late = time.monotonic() > deadline or newest_step(run_dir) >= first + 2 * this['checkpoints']
+      return late and bool(victims())
 
-    wait(run_dir, is_there, 'the moment to kill')
-    time.sleep(this['delay'] * {START: start_seconds, STEPS: 0.5, WRITE: 0.05}[this['aim']])
+    deadline = began + 1.3 * this['delay'] * start_seconds
+    wait(run_dir, is_time, 'a process to kill')
+    time.sleep(0.3 * this['delay'])
     signalled = 0
     for pid in victims():
       with contextlib.suppress(ProcessLookupError):
@@ -175,7 +169,7 @@ def interrupt(
   this |= {'resumed': first, 'saved': newest_step(run_dir), 'signalled': signalled}
   this |= {'torn': bool(unfinished(run_dir) - old), 'exit_code': code}
   this['seconds'] = time.monotonic() - began
-  if this['signal'] == 'SIGTERM' and this['aim'] != START and code not in (0, PREEMPTED):
+  if this['signal'] == 'SIGTERM' and this['saved'] > first and code not in (0, PREEMPTED):
     raise SoakError(f'exit code {code} after SIGTERM: see {run_dir}.log')
 
 
@@ -223,7 +217,6 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
       'kills': sum(x['signalled'] for x in kills),
       'torn_writes': sum(x['torn'] for x in kills),
       'preempted': sum(x['exit_code'] == PREEMPTED for x in history),
-      'moments': {aim: sum(x['aim'] == aim for x in kills) for aim in AIMS},
       **compared,
       **{'mismatches': len(differences), 'differences': differences[:10], 'finished': finished},
       **{'folder': str(folder), 'total_steps': total_steps},
@@ -251,9 +244,9 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
       history.append(this)
       torn = ' (torn)' if this['torn'] else ''
       print(
-        f'round {len(history)}/{len(planned)}  {this["signal"]} for {this["victim"]} during '
-        f'{this["aim"]}{torn}: steps {this["resumed"]} to {this["saved"]}, exit code '
-        f'{this["exit_code"]}, {this["seconds"]:.0f} s',
+        f'round {len(history)}/{len(planned)}  {this["signal"]} for {this["victim"]}{torn}: steps '
+        f'{this["resumed"]} to {this["saved"]}, exit code {this["exit_code"]}, '
+        f'{this["seconds"]:.0f} s',
         flush=True,
       )
       result()

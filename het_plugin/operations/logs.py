@@ -3,9 +3,9 @@
 A line has time (Unix seconds), level, process, step, phase, logger, message and, with an error, its
 traceback as exception. It takes what `het_plugin` logs, and warnings and errors of everything else.
 
-On a file system, a process appends to logs/process-00000.jsonl; beyond a size the file becomes
-process-00000.jsonl.1, in place of the one before. An object store (gs://) cannot append: there each
-start has a file, process-00000.20260131T120000.jsonl, which is renewed from time to time.
+A process appends to logs/process-00000.jsonl; beyond a size the file becomes process-00000.jsonl.1,
+in place of the one before. An object store (gs://) cannot append: there the launcher keeps the
+output.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ import logging
 import logging.handlers
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from etils import epath
 
@@ -27,7 +26,6 @@ _log = logging.getLogger(__name__)
 FOLDER = 'logs'
 _OURS = 'het_plugin'
 _FILE_BYTES = 16 * 2**20
-_UPLOAD_SECONDS = 30.0
 
 
 class _JsonFormatter(logging.Formatter):
@@ -68,51 +66,20 @@ class _FileHandler(logging.handlers.RotatingFileHandler):
       print(f'{self.baseFilename} cannot be written: {sys.exception()}', file=sys.stderr)
 
 
-class _ObjectHandler(logging.Handler):
-  """Keeps the lines of a start, and writes the object anew from time to time."""
-
-  def __init__(self, path: epath.Path):
-    super().__init__()
-    self._path = path
-    self._lines: list[str] = []
-    self._written = 0  # of these lines
-    self._uploaded = time.monotonic()
-
-  def emit(self, record: logging.LogRecord) -> None:
-    self._lines.append(self.format(record) + '\n')
-
-  def upload(self, at_once: bool = False) -> None:
-    """Writes what is new, unless that was done a short while ago."""
-    lines = list(self._lines)
-    if len(lines) > self._written and (
-      at_once or time.monotonic() >= self._uploaded + _UPLOAD_SECONDS
-    ):
-      self._path.write_text(''.join(lines))
-      self._written, self._uploaded = len(lines), time.monotonic()
-
-
 @contextlib.contextmanager
-def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[Callable[..., None]]:
-  """Takes down what this process logs.
-
-  Yields:
-    What is to be called every few seconds; it writes the lines that wait.
-  """
+def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
+  """Takes down what this process logs, and what ends the run."""
+  if run_files.is_remote(model_dir):
+    yield
+    return
   folder = epath.Path(model_dir) / FOLDER
   folder.mkdir(parents=True, exist_ok=True)
-  name = f'process-{recorder.now().process:05d}'
-  if run_files.is_remote(folder):
-    start = time.strftime('%Y%m%dT%H%M%S', time.gmtime())
-    handler = _ObjectHandler(folder / f'{name}.{start}.jsonl')
-    upload = handler.upload
-  else:
-    handler = _FileHandler(os.fspath(folder / f'{name}.jsonl'))
-    upload = lambda at_once=False: None  # noqa: E731
+  handler = _FileHandler(os.fspath(folder / f'process-{recorder.now().process:05d}.jsonl'))
   handler.setFormatter(_JsonFormatter(recorder))
   handler.addFilter(_is_wanted)
   logging.getLogger().addHandler(handler)
   try:
-    yield upload
+    yield
   except BaseException as error:
     if exit_codes.of(error) not in (0, exit_codes.PREEMPTED):
       handler.handle(_end_of_run(error))  # not to the screen: the main reports it there
@@ -120,7 +87,6 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[Callable[
   finally:
     logging.getLogger().removeHandler(handler)
     with contextlib.suppress(OSError):  # of a full disk: it must not hide what ended the run
-      upload(at_once=True)
       handler.close()
 
 

@@ -65,11 +65,12 @@ class Operations(observer.Observer):
         stopping.handled(self._can_save, self._farewell),
         lock.held(run.model_dir) as attempt,
         profiles.server(run.profiler_port),
-        logs.written(run.model_dir, self.recorder) as upload,
+        logs.written(run.model_dir, self.recorder),
       ):
         self._earlier = list(facts.read_attempts(run.model_dir).values())
-        tasks = {'log': upload, 'profile': self._profiler.poll}
-        self._heartbeat = heartbeat.Heartbeat(attempt, self.recorder, self._limits, tasks)
+        self._heartbeat = heartbeat.Heartbeat(
+          attempt, self.recorder, self._limits, {'profile': self._profiler.poll}
+        )
         with self._beating():
           yield
     except OSError as error:
