@@ -25,7 +25,7 @@ from het_plugin.operations import operations
 from het_plugin.training import observer
 
 def step(x):
-  for i in range(600):
+  for i in range(300):
     noise = jax.random.normal(jax.random.key(i), x.shape)
     x = jnp.sin(x @ x + i) * jnp.cos(jnp.cumsum(x, 0)) + noise
   return x
@@ -64,8 +64,7 @@ def run(code, *arguments):
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_compilation_is_left_at_once(tmp_path, number):
+def test_a_compilation_is_left_at_once(tmp_path):
   process = subprocess.Popen(
     [sys.executable, '-c', COMPILING, str(tmp_path)],
     cwd=ROOT,
@@ -77,7 +76,7 @@ def test_a_compilation_is_left_at_once(tmp_path, number):
   assert process.stdout.readline() == 'compiling\n'
   time.sleep(0.5)
   before = time.monotonic()
-  process.send_signal(number)
+  process.send_signal(signal.SIGINT)
   output, errors = process.communicate(timeout=60)
   assert process.returncode == 42 and 'compiled' not in output
   assert time.monotonic() - before < 10
