@@ -229,7 +229,7 @@ class Study:
           self.cache_dir,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(suggested))
+        run_files.write_json(path, suggested)
       tau = suggested[number]
       _log.info('Bayesian optimization: trial %d of %d, tau %g', number + 1, total, tau)
       trials.append(self._fixed(tau, split))
