@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from het_plugin.evaluation import class_covariance
 from het_plugin.evaluation.predictions import Predictor, concatenate
 from het_plugin.heads import Det, Het, HetH, HetXL
-from het_plugin.integrate import Analytic, Integrator
+from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.training.partitioning import PjitPartitioner
 
@@ -166,17 +166,3 @@ def test_predictions_over_the_mesh():
   for bound in (1, 11):
     parts = list(predictor(params, padded(examples, 8), 8, max_examples=bound))
     np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])
-
-
-def test_what_a_head_predicts():
-  examples, params = make_examples(8), make_run('het_xl')[3]
-
-  def predictive(head, integrator=None):
-    return jax.eval_shape(make_model(head, integrator).predictive, params, examples)
-
-  head = HEADS['het_xl']
-  assert predictive(head).keys() == {'log_prob', 'expected_entropy'}
-  assert predictive(head, Analytic()).keys() == {'log_prob'}
-  sigmoid = predictive(head.clone(link='sigmoid'))
-  assert sigmoid.keys() == {'log_prob', 'expected_entropy', 'nll'}
-  assert sigmoid['log_prob'].shape == (8, K) and sigmoid['nll'].shape == (8,)

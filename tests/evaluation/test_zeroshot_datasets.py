@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import splits as splits_lib
@@ -240,19 +239,10 @@ def test_wrong_data_sets(change, message):
 
 
 def test_wrong_models_and_settings(fake_data):
-  partitioner = PjitPartitioner()
-  kwargs = {'image_size': 8, 'channels': 1, 'batch_size': 8}
-
-  def evaluator(model, **more):
-    return ZeroShotEvaluator(model, partitioner, PartitionSpec(), Letters(), **(kwargs | more))
-
-  with pytest.raises(ValueError, match='SimpleNamespace has no image_embeddings: .* contrastive'):
-    evaluator(types.SimpleNamespace())
-  with pytest.raises(ValueError, match='batch_size=6'):
-    evaluator(FakeContrastive(), batch_size=6)
   towers = types.SimpleNamespace(image_embeddings=None, text_embeddings=None)
   with pytest.raises(ValueError, match='has no class_log_prob'):
-    evaluator(towers, num_samples=2)
+    zeroshot_datasets.check_model(towers, num_samples=2)
+  evaluator, _ = make(num_samples=2)
   fake_data(types.SimpleNamespace(splits={'test': 1}), {})
   with pytest.raises(ValueError, match='num_samples=2 is for classes'):
-    evaluator(FakeContrastive(), num_samples=2).check(ZeroShotDataset('x', 'x'))
+    evaluator.check(ZeroShotDataset('x', 'x'))
