@@ -10,12 +10,12 @@ describe. What a run's configuration may import is limited (`foreign`).
 """
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from flax import traverse_util
 
@@ -141,20 +141,27 @@ def open_run(
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths
-  placements = {c: _placement(model, partitioner, lengths, c) for c in _CHANNELS}
   if weights.is_weights_file(checkpoint):
     step, task = None, None
-    channels, read = _read_published(checkpoint, placements)
-    specs, target = placements[channels]
-    params = _complete(read, target, model, partitioner, specs, lengths, channels)
   else:
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
     task = settings['train_dataset_cfg'].mixture_or_task_name
-    channels = _saved_channels(checkpoint_reader.params_shapes(checkpoint), placements)
-    specs, target = placements[channels]
-    restore = checkpoints.RestoreCheckpointConfig(str(checkpoint), mode='specific')
-    params = warm_start.restore_params(restore, target)
+  errors = []
+  for channels in _CHANNELS:
+    init = functools.partial(_init, model, lengths, channels)
+    specs, target = _placement(model, partitioner, init)
+    try:
+      if step is None:
+        params = _read_published(checkpoint, partitioner, init, specs, target)
+      else:
+        restore = checkpoints.RestoreCheckpointConfig(str(checkpoint), mode='specific')
+        params = warm_start.restore_params(restore, target)
+      break
+    except ValueError as error:
+      errors.append(error)
+  else:
+    raise min(errors, key=lambda error: len(str(error)))  # the right channels leave less to say
   return TrainedRun(
     checkpoint=str(checkpoint),
     step=step,
@@ -170,20 +177,6 @@ def open_run(
   )
 
 
-def _placement(
-  model: Any, partitioner: Any, lengths: Mapping[str, int], channels: int
-) -> tuple[PyTree, PyTree]:
-  """PartitionSpecs, and shapes with shardings, of the parameters for images of these channels."""
-  from het_plugin.training import initial_state
-  from het_plugin.training import state as state_lib
-
-  state = jax.eval_shape(
-    lambda: state_lib.TrainState.create(model.optimizer_def, _init(model, lengths, channels))
-  )
-  specs = partitioner.get_mesh_axes(state).params
-  return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
-
-
 def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
   shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
   if 'text' in lengths:
@@ -191,49 +184,29 @@ def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
   return model.get_initial_variables(jax.random.key(0), shapes)
 
 
-def _saved_channels(
-  saved: Mapping[str, tuple[int, ...]], placements: Mapping[int, tuple[PyTree, PyTree]]
-) -> int:
-  """The channels with which most parameters have the saved shapes."""
+def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tuple[PyTree, PyTree]:
+  """PartitionSpecs, and shapes with shardings, of the parameters."""
+  from het_plugin.training import initial_state
+  from het_plugin.training import state as state_lib
 
-  def num_matches(channels: int) -> int:
-    flat = traverse_util.flatten_dict(placements[channels][1], sep='/')
-    return sum(saved.get(name) == x.shape for name, x in flat.items())
-
-  return max(placements, key=num_matches)
+  state = jax.eval_shape(lambda: state_lib.TrainState.create(model.optimizer_def, init()))
+  specs = partitioner.get_mesh_axes(state).params
+  return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
 
 
 def _read_published(
-  path: epath.PathLike, placements: Mapping[int, tuple[PyTree, PyTree]]
-) -> tuple[int, dict[str, np.ndarray]]:
-  """Channels and the backbone's parameters by name; a file's head has other classes than ours."""
-  arrays, file_config = weights.read_arrays(path), weights.read_config(path)
-  errors = []
-  for channels, (_, target) in placements.items():
-    flat = traverse_util.flatten_dict(target, sep='/')
-    try:
-      shapes = {name: x.shape for name, x in flat.items()}
-      read, report = weights.load_params(arrays, shapes, 'init', config=file_config)
-    except ValueError as error:
-      errors.append(error)
-    else:
-      _log.info('Parameters from %s: %s', path, report.text())
-      return channels, read
-  raise ValueError(f'{path}: {errors[0]}')
-
-
-def _complete(
-  read: Mapping[str, np.ndarray],
-  target: PyTree,
-  model: Any,
-  partitioner: Any,
-  specs: PyTree,
-  lengths: Mapping[str, int],
-  channels: int,
+  path: epath.PathLike, partitioner: Any, init: Callable[[], PyTree], specs: PyTree, target: PyTree
 ) -> dict[str, jax.Array]:
-  """What was read, placed; what the file lacks starts as the model starts."""
+  """The file's backbone, placed; all else, the head too, starts as the model starts."""
   from het_plugin.training import warm_start
 
-  fresh = partitioner.partition(lambda: _init(model, lengths, channels)['params'], (), specs)()
-  fresh = traverse_util.flatten_dict(fresh, sep='/')
-  return fresh | warm_start.place(read, traverse_util.flatten_dict(target, sep='/'))
+  flat = traverse_util.flatten_dict(target, sep='/')
+  shapes = {name: x.shape for name, x in flat.items()}
+  arrays, config = weights.read_arrays(path), weights.read_config(path)
+  try:
+    read, report = weights.load_params(arrays, shapes, 'init', config=config)
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+  _log.info('Parameters from %s: %s', path, report.text())
+  fresh = partitioner.partition(lambda: init()['params'], (), specs)()
+  return traverse_util.flatten_dict(fresh, sep='/') | warm_start.place(read, flat)
