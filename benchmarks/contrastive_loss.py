@@ -1,7 +1,6 @@
 """Our batch softmax against the plain one over 8 devices: seconds and memory of loss and gradient.
 
     python benchmarks/contrastive_loss.py [--losses det,het_xl] [--samples 1] [--json OUT]
-    python benchmarks/contrastive_loss.py --topology v3:16x16 --batch 16384 --dim 1024
 
 The plain loss is what one writes down: all similarities [B, B] (with noise [B, S, B], for each
 direction), `jax.nn.log_softmax` along both sides, differentiated by JAX and cut over the devices by
@@ -11,17 +10,11 @@ part of the compiled program beyond its arguments and results. DET and HET-XL wi
 four minutes on two CPU cores, seconds with --batch 64 --dim 8 --repeats 1. With many samples and
 the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048. What a
 device holds of a larger batch needs no running: --batch 32768 --repeats 0.
-
---topology only compiles ours, for devices that are not here: a TPU slice by its name as `python -m
-het_plugin.plan` takes it (v3:16x16, the paper's, needs libtpu), or cpu:512. It fails where a device
-holds an array [B, B].
 """
 
 import argparse
 import math
 import os
-import re
-import sys
 from pathlib import Path
 
 # Read when JAX is first imported.
@@ -37,7 +30,6 @@ from jax.sharding import PartitionSpec
 
 from het_plugin.heads import Pairs, contrastive_nll
 from het_plugin.integrate import Integrator, LowRank, example_keys
-from het_plugin.planning import hlo, topology
 from het_plugin.training.partitioning import PjitPartitioner
 
 LOSSES = ('det', 'het_xl')
@@ -171,36 +163,6 @@ def compare(args, partitioner, loss, num_samples):
   )
 
 
-def compile_only(args, place, partitioner, loss, num_samples):
-  """One row: what a device of the topology needs, and what it sends."""
-  compiled = compile_loss(partitioner, our_loss(args, num_samples), make_arguments(args, loss))
-  text, memory = compiled.as_text(), compiled.memory_analysis()
-  if square := re.search(rf'\w+\[(?:\d+,)*{args.batch},(?:\d+,)*{args.batch}\b[\d,]*\]', text):
-    raise SystemExit(f'{loss}, S = {num_samples}: a device holds {square[0]}')
-  collectives = {c.kind: c.count for c in hlo.collectives(text)}
-  return dict(
-    loss=loss,
-    b=args.batch,
-    d=args.dim,
-    s=num_samples,
-    topology=args.topology,
-    devices=len(place.devices),
-    argument_bytes=memory.argument_size_in_bytes,
-    temp_bytes=memory.temp_size_in_bytes,
-    hbm_bytes=place.hbm_bytes,
-    all_gathers=collectives.get('all-gather', 0),
-    reduce_scatters=collectives.get('reduce-scatter', 0),
-    all_reduces=collectives.get('all-reduce', 0),
-  )
-
-
-def start_for(name):
-  """Goes on as a process with the environment in which the topology can be had."""
-  environment = topology.environment(name)
-  if any(os.environ.get(variable) != value for variable, value in environment.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
-
-
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--losses', type=names(LOSSES), default=list(LOSSES), help=','.join(LOSSES))
@@ -219,27 +181,13 @@ def main():
     default=5,
     help='timed turns of each side, at least; 0 compares the memory alone, and runs nothing',
   )
-  parser.add_argument('--topology', help='only compile ours for these devices, such as v3:16x16')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   cases = [(x, s) for x in args.losses for s in (args.samples if x == 'het_xl' else [0])]
-  if args.topology:
-    start_for(args.topology)
-    place = topology.get(args.topology)
-    partitioner = PjitPartitioner(args.model_shards, devices=place.devices)
-    rows = [compile_only(args, place, partitioner, *case) for case in cases]
-  else:
-    partitioner = PjitPartitioner(args.model_shards)
-    rows = [compare(args, partitioner, *case) for case in cases]
+  partitioner = PjitPartitioner(args.model_shards)
+  rows = [compare(args, partitioner, *case) for case in cases]
   print_table(list(rows[0]), [list(row.values()) for row in rows])
   write_json(args.json, rows)
-  if args.topology:
-    most = max(rows, key=lambda row: row['temp_bytes'])
-    print(
-      f'{args.topology}: no [B, B] on any device; at most {most["temp_bytes"] / 2**20:.0f} MiB of '
-      f'temporaries a device ({most["loss"]}, S = {most["s"]})'
-    )
-    return
   for row in rows:
     time = f'{row["time_ratio"]:.2f} times as fast as the plain loss ' if args.repeats else ''
     print(f'{row["loss"]}, S = {row["s"]}: {time}in {row["memory_ratio"]:.1f} times less memory')

@@ -24,8 +24,7 @@ from pathlib import Path
 from absl import app, flags
 
 from het_plugin.config import command_line, flag_values, registry
-from het_plugin.experiments import catalogue
-from het_plugin.experiments import outcome as outcome_lib
+from het_plugin.experiments import study
 
 
 def define_flags() -> None:
@@ -42,15 +41,15 @@ def main(argv: Sequence[str]) -> None:
   registry.register('experiments')
   with command_line.one_sentence_errors():
     if flags.FLAGS.list:
-      print(catalogue.listing())
+      print(study.listing())
       return
     if len(argv) != 2:
-      raise app.UsageError(f'Name one ablation: {", ".join(catalogue.names())}')
-    own, of_runs = catalogue.split_bindings(flags.FLAGS.gin_bindings)
-    chosen = catalogue.study(argv[1], own, flags.FLAGS.gin_search_paths)
+      raise app.UsageError(f'Name one ablation: {", ".join(study.names())}')
+    own, of_runs = study.split_bindings(flags.FLAGS.gin_bindings)
+    chosen = study.load(argv[1], own, flags.FLAGS.gin_search_paths)
     output_dir = Path(flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}')
     seeds = flags.FLAGS.seeds
-    request = outcome_lib.Request(
+    request = study.Request(
       output_dir,
       of_runs,
       flags.FLAGS.gin_search_paths,
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.cell,
     )
     for outcome in chosen.run(request):
-      text = outcome_lib.write(outcome, output_dir, flags.FLAGS.json)
+      text = outcome.write(output_dir, flags.FLAGS.json)
   print(f'\n{outcome.title}\n\n{text}\n\nThe same with curves: {output_dir / "index.html"}')
 
 

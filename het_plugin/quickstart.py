@@ -45,18 +45,23 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = Path(settings.output_dir)
     folders = {head: output_dir / head for head in heads}
-    rows = []
+    rows, trained = [], {}
     for number, (head, folder) in enumerate(folders.items(), 1):
       files = [settings.run, f'het_plugin/gin/heads/{head}.gin', *settings.gin_file]
       run = runs.Run(files, settings.gin_bindings, settings.gin_search_paths)
       print(f'{HEADS[head]} ({number} of {len(heads)}): compiling and training', flush=True)
       start = time.monotonic()
-      rows.append(head_comparison.train_head(head, run, folder))
+      if step := head_comparison.train_head(head, run, folder):
+        trained[folder] = step
+      rows.append(head_comparison.row(head, folder))
       print(
         f'  NLL {rows[-1]["nll"]:.3f}, precision@1 {rows[-1]["precision_at_1"]:.3f} after '
         f'{rows[-1]["steps"]:,} steps; {time.monotonic() - start:.0f} s',
         flush=True,
       )
+    head_comparison.time_steps(trained)
+    for row, folder in zip(rows, folders.values(), strict=True):
+      row['ms_per_step'] = head_comparison.ms_per_step(folder)
     yardsticks = head_comparison.references(
       rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
     )

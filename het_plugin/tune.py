@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from het_plugin import reporting
 from het_plugin.config import command_line, registry
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import temperature, temperature_report, vizier_suggestions
+from het_plugin.experiments import temperature, temperature_report
 from het_plugin.training import compilation_cache
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
@@ -55,8 +55,6 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors():
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)
-    if any(row.startswith('bayesian') for row in methods):
-      vizier_suggestions.check_installed()
     output_dir = Path(flags.FLAGS.output_dir)
     base = runs_lib.Run(
       [flags.FLAGS.run, *flags.FLAGS.gin_file],
@@ -73,7 +71,6 @@ def main(argv: Sequence[str]) -> None:
           grid,
           flags.FLAGS.rounds,
           flags.FLAGS.trials_per_round,
-          str(output_dir.absolute() / compilation_cache.FOLDER),
         )
         for number, row in enumerate(methods, 1):
           logging.info(

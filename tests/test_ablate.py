@@ -11,8 +11,8 @@ import pytest
 import gin
 from het_plugin import ablate
 from het_plugin.config import parsing, registry
-from het_plugin.experiments import catalogue
 from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import study as study_lib
 from het_plugin.experiments.ablation import Ablation
 from het_plugin.experiments.flops import Flops
 from het_plugin.training import run_files, train
@@ -93,10 +93,10 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   assert row['nll'] == learned['runs']['nll'][1] and row['stderr']['nll'] is None
 
 
-@pytest.mark.parametrize('name', catalogue.names())
+@pytest.mark.parametrize('name', study_lib.names())
 def test_every_cell_builds_its_model(name, tmp_path):
-  study = catalogue.study(name)
-  text = pathlib.Path(parsing.resolve(catalogue.gin_file(name))).read_text()
+  study = study_lib.load(name)
+  text = pathlib.Path(parsing.resolve(study_lib.gin_file(name))).read_text()
   assert study.paper and re.search(rf'^#   python -m het_plugin.ablate {name}\b', text, re.M)
   if isinstance(study, Flops):
     assert study.samples[0] == 1
@@ -106,7 +106,10 @@ def test_every_cell_builds_its_model(name, tmp_path):
   for label in study.cells:
     # The user names Omniglot's file.
     task = ["MIXTURE_OR_TASK_NAME = 'digits'"] if name == 'heads_omniglot' else []
-    study.training_run(label, 0, study.candidates(label)[0], task).parse(tmp_path)
+    run = study.training_run(
+      label, 0, study.candidates(label)[0], study_lib.Request(tmp_path), *task
+    )
+    run.parse(tmp_path)
     _, counts = runs_lib.configured_model()
     extra[label] = counts.total
   if name == 'det_equal_params':
@@ -127,15 +130,15 @@ def test_flops_need_no_training(name, tmp_path, run_main):
     '--gin.Flops.samples=(1, 8)',
     "--gin.resnet.variant='50x1'",
   )
-  assert 'GFLOP an image, training' in printed
+  assert 'GFLOP per image, training' in printed
   det, het = json.loads(out.read_text())['rows']
-  training = [row['tables']['GFLOP an image, training'] for row in (det, het)]
+  training = [row['tables']['GFLOP per image, training'] for row in (det, het)]
   assert training[0]['S = 1'] == training[0]['S = 8'] < training[1]['S = 1'] < training[1]['S = 8']
 
 
 def test_names(run_main, tmp_path):
   listed = run_main(ablate, '--list')
-  assert all(f'\n{name} ' in listed for name in catalogue.names())
+  assert all(f'\n{name} ' in listed for name in study_lib.names())
   message = run_main(ablate, 'head', code=2)
   assert "'head' is no ablation" in message and 'heads, heads_noisy' in message
   assert 'does not exist' in run_main(ablate, tmp_path / 'mine.gin', code=2)

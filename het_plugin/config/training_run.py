@@ -37,6 +37,7 @@ def train_from_gin(
   accept_config_changes: bool = False,
   limits: Limits | None = None,
   began: float | None = None,
+  **settings: object,
 ) -> tuple[int, object]:
   """Calls the gin-bound `train`, and writes the configuration beside and into its checkpoints.
 
@@ -44,6 +45,7 @@ def train_from_gin(
     accept_config_changes: resumes a run although its configuration may now give other results.
     limits: how long to wait for processes that are dead or stuck; None for the defaults.
     began: `time.monotonic()` when this process began, where it does nothing else; None for now.
+    settings: arguments of `train` in place of the bound ones.
 
   Returns:
     The last step, and the train state.
@@ -58,5 +60,5 @@ def train_from_gin(
     raise ValueError('train.model is not set: include het_plugin/gin/runs/train.gin')
   config = changes.RunConfig(gin.config_str(), accept_config_changes)
   return gin.get_configurable(train.train)(
-    config=config, observer=operations.Operations(limits, began)
+    config=config, observer=operations.Operations(limits, began), **settings
   )

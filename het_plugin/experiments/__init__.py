@@ -2,7 +2,6 @@
 
 CONFIGURABLES = {
   'ablation': ('Ablation',),
-  'alignment': ('RowSpaceAlignment',),
+  'analyses': ('NoiseEffect', 'RowSpaceAlignment'),
   'flops': ('Flops',),
-  'noise': ('NoiseEffect',),
 }

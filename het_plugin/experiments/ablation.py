@@ -21,8 +21,7 @@ from typing import Any
 from het_plugin import reporting
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.outcome import Outcome, Request
-from het_plugin.experiments.settings import bindings_of, check_label, check_settings, files_of
+from het_plugin.experiments.study import Outcome, Request, check_label, check_settings
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ _OF_TRAINING = ('goodput', 'train')
 class Ablation:
   """What is compared, and how.
 
-  Settings are gin files and bindings (`settings`), those of a cell after those of `shared`.
+  Settings are gin files and bindings (`study`), those of a cell after those of `shared`.
 
   Attributes:
     title: one line.
@@ -91,7 +90,7 @@ class Ablation:
       'measured': self.measured,
     }.items():
       for label in labels:
-        check_label('Ablation', where, label, self.cells)
+        check_label(f'Ablation.{where}', label, self.cells)
     if not self.metrics:
       raise ValueError('Ablation.metrics is empty')
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -133,20 +132,17 @@ class Ablation:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
   def training_run(
-    self,
-    label: str,
-    seed: int,
-    values: Mapping[str, Any],
-    bindings: Sequence[str] = (),
-    search_paths: Sequence[str] = ('.',),
+    self, label: str, seed: int, values: Mapping[str, Any], request: Request, *bindings: str
   ) -> runs_lib.Run:
-    """The run of a cell with values of the hyperparameters that are chosen; `bindings` come after
-    the cell's own.
+    """The run of a cell with a seed and values of the hyperparameters that are chosen; `bindings`
+    come after the cell's own.
     """
-    settings = [*self.shared, *self.cells[label]]
     chosen = [f'{name} = {value!r}' for name, value in values.items()]
-    bindings = [*bindings_of(settings), *bindings, *chosen, f'RANDOM_SEED = {seed}']
-    return runs_lib.Run(files_of(settings), bindings, search_paths)
+    settings = [*self.shared, *self.cells[label], *bindings]
+    run = request.run_of(settings)
+    return dataclasses.replace(
+      run, gin_bindings=[*run.gin_bindings, *chosen, f'RANDOM_SEED = {seed}']
+    )
 
   def run(self, request: Request) -> Iterator[Outcome]:
     """Trains what is not trained yet, and reports after every seed; leaves gin configurations
@@ -259,11 +255,7 @@ class _Training:
     self._finished += 1
     _log.info('=== run %d of %d: %s', self._finished, self._total, cell)
     run = self._ablation.training_run(
-      cell.label,
-      cell.seed,
-      cell.values,
-      [f'EVAL_SPLIT = {split!r}', *bindings, *self._request.gin_bindings],
-      self._request.gin_search_paths,
+      cell.label, cell.seed, cell.values, self._request, f'EVAL_SPLIT = {split!r}', *bindings
     )
     folder = cell.folder(self._request.output_dir)
     runs_lib.complete(run, folder)

@@ -1,7 +1,6 @@
-"""FLOPs of heads by the number of Monte Carlo samples (figures 3 and 4), counted in what would run,
-and the operations that table 11 derives. Nothing is computed, so the paper's own sizes are studied.
+"""FLOPs of heads by the number of Monte Carlo samples S (figures 3 and 4), counted in the program.
 
-K classes, D pre-logits, R factors, S samples.
+Nothing is computed, so the paper's own sizes are studied.
 """
 
 import dataclasses
@@ -12,38 +11,13 @@ import jax
 import jax.numpy as jnp
 
 import gin
-from het_plugin import heads, integrate, reporting
+from het_plugin import integrate, reporting
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.outcome import Outcome, Request
-from het_plugin.experiments.settings import bindings_of, check_settings, files_of
+from het_plugin.experiments.study import Outcome, Request, check_settings
 from het_plugin.training.flops import count_flops
 
 _CHANNELS = 3
 _GIGA = 1e9
-_MEGA = 1e6
-
-
-def het_operations(k: int, d: int, r: int, s: int) -> int:
-  """Multiply-adds and products of HET's head for one example (table 11, no term left out)."""
-  return d * k + (k * s + k * r * s) + (d * k + k * s) + (d * k + k * s)
-
-
-def het_xl_operations(k: int, d: int, r: int, s: int) -> int:
-  """The same of HET-XL's, which samples and then projects."""
-  return d * d + (d * s + d * r * s) + (d * d + d * s) + (d * s + d * k * s)
-
-
-def crossing(k: int, d: int, r: int) -> float | None:
-  """The S below which HET-XL takes fewer operations than HET by table 11; None where it does for
-  every S.
-
-  Both grow linearly in S: HET from 3 D K, HET-XL from 2 D^2.
-  """
-  growth = (het_xl_operations(k, d, r, 1) - het_xl_operations(k, d, r, 0)) - (
-    het_operations(k, d, r, 1) - het_operations(k, d, r, 0)
-  )
-  head_start = het_operations(k, d, r, 0) - het_xl_operations(k, d, r, 0)
-  return head_start / growth if growth > 0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,21 +84,14 @@ class Flops:
   def __post_init__(self):
     check_settings('Flops', self.shared, self.cells)
 
-  def _parsed(self, request: Request) -> Iterator[str]:
-    """The labels, with the gin configuration of each parsed."""
-    for label, settings in self.cells.items():
-      if request.cells is None or label in request.cells:
-        settings = [*self.shared, *settings]
-        bindings = [*bindings_of(settings), *request.gin_bindings]
-        run = runs_lib.Run(files_of(settings), bindings, request.gin_search_paths)
-        run.parse(request.output_dir)
-        yield label
-
   def run(self, request: Request) -> Iterator[Outcome]:
     """Counts; trains nothing, so seeds do not matter."""
-    check_settings('Flops', self.shared, self.cells, request.cells)
-    rows, operations, backbone, configs = [], {}, None, {}
-    for label in self._parsed(request):
+    check_settings('Flops', self.shared, self.cells, request.cells or ())
+    rows, backbone, configs = [], None, {}
+    for label, settings in self.cells.items():
+      if request.cells is not None and label not in request.cells:
+        continue
+      request.run_of([*self.shared, *settings]).parse(request.output_dir)
       configs[label] = gin.config_str()
       encoder, head = runs_lib.called('BACKBONE'), runs_lib.called('HEAD')
       if backbone is None:
@@ -135,18 +102,16 @@ class Flops:
         s: head_flops(head, d, *(_integrator(scope, s) for scope in ('train', 'eval')))
         for s in self.samples
       }
-      if (found := _operations(head, d, self.samples)) is not None:
-        operations[type(head)] = found
       rows.append(
         {
           'head': label,
           'num_classes': head.num_classes,
           'pre_logits_dim': d,
           'tables': {
-            'GFLOP an image, training': {
+            'GFLOP per image, training': {
               f'S = {s}': (backbone.train + cost.train) / _GIGA for s, cost in costs.items()
             },
-            'GFLOP an image, evaluation': {
+            'GFLOP per image, evaluation': {
               f'S = {s}': (backbone.evaluation + cost.evaluation) / _GIGA
               for s, cost in costs.items()
             },
@@ -156,11 +121,10 @@ class Flops:
     yield Outcome(
       title=self.title,
       introduction=f'{self.paper} Here: floating point operations of matrix products and '
-      'convolutions, 2 a multiply and add, of forward and backward pass.',
+      'convolutions, 2 per multiply and add, of forward and backward pass.',
       rows=rows,
-      tables=_operation_tables(operations, self.samples),
       notes=[
-        f'The backbone alone: {backbone.train / _GIGA:.4g} GFLOP an image in training, '
+        f'The backbone alone: {backbone.train / _GIGA:.4g} GFLOP per image in training, '
         f'{backbone.evaluation / _GIGA:.4g} in evaluation.'
       ],
       figures=[self._figure(rows, group) for group in rows[0]['tables']],
@@ -177,28 +141,3 @@ class Flops:
 def _integrator(scope: str, num_samples: int) -> integrate.Integrator:
   with gin.config_scope(scope):
     return gin.get_configurable(integrate.Integrator)(num_samples=num_samples)
-
-
-def _operations(head: Any, d: int, samples: Sequence[int]) -> dict[str, Any] | None:
-  formulas = {heads.Het: het_operations, heads.HetXL: het_xl_operations}
-  if type(head) not in formulas:
-    return None
-  k, r = head.num_classes, head.num_factors
-  operations = [formulas[type(head)](k, d, r, s) for s in samples]
-  return {'size': (k, d, r), 'operations': operations}
-
-
-def _operation_tables(
-  operations: Mapping[type, Mapping[str, Any]], samples: Sequence[int]
-) -> list[reporting.Table]:
-  lines = [
-    [cls.__name__, *(f'{n / _MEGA:,.1f}' for n in found['operations'])]
-    for cls, found in operations.items()
-  ]
-  header = ['head', *(f'S = {s}' for s in samples)]
-  caption = "Millions of operations of the head's forward pass by table 11"
-  if operations.keys() >= {heads.Het, heads.HetXL}:
-    s = crossing(*operations[heads.Het]['size'])
-    until = 'for every S' if s is None else f'for S below {s:.2f}'
-    caption += f'; HET-XL takes fewer than HET {until}'
-  return [reporting.Table(caption, header, lines)] if lines else []

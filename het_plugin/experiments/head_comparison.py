@@ -4,9 +4,12 @@ A head's run is complete once done.json is in its folder; a complete run is not 
 an interrupted one goes on.
 """
 
+import contextlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,9 @@ import jax
 import numpy as np
 
 import gin
-from het_plugin import data
+from het_plugin import data, reporting
 from het_plugin.config import screen
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import training_bar
 from het_plugin.training import partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
@@ -32,16 +34,109 @@ HEADS = {
 }
 EXAMPLES_FILE = 'examples.npz'
 _NUM_EXAMPLES = 64
+_STEP_TIME = 'step_time.json'
+_BAR_SECONDS = 0.5  # between two looks at the metrics
 
 
-def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> dict[str, Any]:
-  """Trains a head to its end behind a progress bar; returns its row of results.json."""
+class TimedStep:
+  """The compiled step of a head that this process has trained, kept to be timed."""
+
+  def __init__(self, trainer_cls: Callable[..., Any]):
+    self._trainer_cls = trainer_cls
+    self.state = self._trainer = self._batch = None
+
+  def trainer(self, **settings: Any) -> Any:
+    """What `train` takes for its trainer_cls; remembers the last batch."""
+    self._trainer = trainer = self._trainer_cls(**settings)
+    step = trainer.train_step
+
+    def train_step(state, batch):
+      self._batch = batch
+      return step(state, batch)
+
+    trainer.train_step = train_step
+    return trainer
+
+  def seconds(self, steps: int) -> float:
+    """Of one step, the mean of several."""
+    start = time.perf_counter()
+    for _ in range(steps):
+      self.state, _ = self._trainer.train_step(self.state, self._batch)
+    jax.block_until_ready(self.state)
+    return (time.perf_counter() - start) / steps
+
+
+def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
+  """Trains a head to its end behind a progress bar, and leaves its configuration parsed.
+
+  Returns:
+    Its step; None for a run that was complete before.
+  """
   run.parse(run_dir)
   steps = gin.get_configurable(data.total_steps)()
   batch_size = gin.query_parameter('%BATCH_SIZE')
-  with screen.only_warnings(), training_bar.shown(HEADS[head], run_dir, steps, batch_size):
-    runs_lib.complete(run, run_dir, lambda state: _write_examples(state.params, run_dir))
-  return row(head, run_dir)
+  timed = TimedStep(gin.get_bindings('train')['trainer_cls'])
+
+  def finish(state):
+    _write_examples(state.params, run_dir)
+    timed.state = state
+
+  with screen.only_warnings(), _bar(HEADS[head], run_dir, steps, batch_size):
+    trained = runs_lib.complete(run, run_dir, finish, trainer_cls=timed.trainer)
+  return timed if trained else None
+
+
+@contextlib.contextmanager
+def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[None]:
+  """Shows how far the training in `run_dir` has come; a thread reads its metrics.jsonl, so the
+  training itself knows nothing of it.
+  """
+
+  def newest() -> tuple[int, float]:
+    """Examples so far, and the last loss."""
+    lines = run_files.read_lines(run_dir / 'metrics.jsonl')
+    found = [(x['step'], x['train/loss']) for x in lines if x.get('train/loss') is not None]
+    step, loss = found[-1] if found else (0, math.nan)
+    return step * batch_size, loss
+
+  def follow() -> None:
+    while not over.wait(_BAR_SECONDS):
+      count, loss = newest()
+      if count > progress.count:
+        progress.update(count - progress.count, f'loss {loss:.3f}')
+
+  over = threading.Event()
+  with reporting.Progress(title, steps * batch_size, newest()[0], unit='examples') as progress:
+    thread = threading.Thread(target=follow, name='training bar', daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      over.set()
+      thread.join()
+
+
+def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: int = 3) -> None:
+  """Times the heads that were trained, by folder, and writes what a step takes into each folder.
+
+  It is the median over turns that alternate between the heads, so that other load on the machine
+  meets all of them.
+  """
+  for step in steps.values():
+    step.seconds(1)
+  times = [
+    {folder: step.seconds(steps_per_turn) for folder, step in steps.items()} for _ in range(turns)
+  ]
+  for folder in steps:
+    seconds = statistics.median(turn[folder] for turn in times)
+    run_files.write_json(folder / _STEP_TIME, {'ms_per_step': 1e3 * seconds})
+
+
+def ms_per_step(run_dir: Path) -> float | None:
+  """As timed beside the other heads; where that was not possible, the median over the run."""
+  timed = run_files.read_json(run_dir / _STEP_TIME) or {}
+  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
+  return timed.get('ms_per_step') or runs_lib.ms_per_step(metrics)
 
 
 def row(head: str, run_dir: Path) -> dict[str, Any]:
@@ -63,7 +158,6 @@ def row(head: str, run_dir: Path) -> dict[str, Any]:
     **{name: final[name] for name in ('nll', 'precision_at_1', 'ece', 'tau')},
     'num_params': counts.total,
     'extra_params': counts.extra,
-    'ms_per_step': runs_lib.ms_per_step(metrics),
     'fewshot': average_over_datasets(by_dataset),
     'fewshot_by_dataset': by_dataset,
     'fewshot_stderr_by_dataset': errors,

@@ -17,7 +17,8 @@ _NOTES = (
   'most probable class is right; ECE: expected calibration error over 15 bins.',
   'extra: parameters beyond the deterministic head. Parameters are counted without the padding of '
   'the classes.',
-  'ms/step: median over the run, on the machine that made this page.',
+  'ms/step: median of turns that alternate between the heads, on the machine that made this page; '
+  'for a head that an earlier start had trained, the median over its run.',
   'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
   'typefaces that training did not show. Mean and standard error over draws of the shots.',
   'Chance guesses uniformly. The ceiling is the best precision@1 that identical glyphs of '

@@ -44,13 +44,16 @@ class Run:
     parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
 
 
-def complete(run: Run, run_dir: Path, finish: Callable[[Any], None] | None = None) -> bool:
+def complete(
+  run: Run, run_dir: Path, finish: Callable[[Any], None] | None = None, **settings: Any
+) -> bool:
   """Trains the run to its end, from where it was interrupted; leaves its gin configuration parsed.
 
   Args:
     run: what to train.
     run_dir: takes checkpoints, metrics and, at the end, done.json.
     finish: called with the last train state; the run counts as complete after it.
+    settings: arguments of `train` in place of the configured ones.
 
   Returns:
     Whether there was anything to train: False for a run that was complete with this configuration.
@@ -68,7 +71,7 @@ def complete(run: Run, run_dir: Path, finish: Callable[[Any], None] | None = Non
       _log.warning('%s cannot be read: the run is opened again.', done)
     elif found.get('config') == config:
       return False
-  step, state = training_run.train_from_gin()
+  step, state = training_run.train_from_gin(**settings)
   if finish is not None:
     finish(state)
   run_files.write_json(run_dir / _DONE, {'config': config})

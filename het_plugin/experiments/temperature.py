@@ -21,15 +21,18 @@ import json
 import logging
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import scipy.stats
 
 import gin
 from het_plugin import data
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import vizier_suggestions
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -105,6 +108,53 @@ def parse_grid(values: Sequence[str]) -> list[float]:
   return grid
 
 
+def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int) -> list[float]:
+  """Temperatures to try at the same time, by a Gaussian process on log tau.
+
+  The first are spread over BOUNDS. Of the others each has the largest expected improvement, given
+  the trials and that those chosen before it come out as predicted (Ginsbourger et al. 2010,
+  "kriging believer").
+
+  Args:
+    taus: tried so far.
+    nlls: what each came to; infinite where training failed, which counts as the worst.
+    count: how many to suggest.
+    seed: of the first.
+
+  Returns:
+    Temperatures, rounded to four digits.
+  """
+  from sklearn import exceptions, gaussian_process
+  from sklearn.gaussian_process import kernels
+
+  low, high = np.log(BOUNDS)
+  finite = [nll for nll in nlls if math.isfinite(nll)]
+  if not finite:
+    offset = np.random.default_rng([seed, len(taus)]).uniform()
+    chosen = low + (high - low) * (np.arange(count) + offset) / count
+  else:
+    x = list(np.log(taus))
+    y = [nll if math.isfinite(nll) else max(finite) for nll in nlls]
+    kernel = kernels.Matern((high - low) / 4, (0.1, 10.0), nu=2.5)
+    kernel += kernels.WhiteKernel(1e-3, (1e-6, 1.0))
+    model = gaussian_process.GaussianProcessRegressor(kernel, normalize_y=True)
+    candidates = np.linspace(low, high, 401)
+    with warnings.catch_warnings(category=exceptions.ConvergenceWarning, action='ignore'):
+      model.fit(np.array(x)[:, None], y)
+    model = gaussian_process.GaussianProcessRegressor(
+      model.kernel_, optimizer=None, normalize_y=True
+    )
+    for _ in range(count):
+      mean, std = model.fit(np.array(x)[:, None], y).predict(candidates[:, None], return_std=True)
+      gain = min(y) - mean
+      z = gain / np.maximum(std, 1e-12)
+      best = np.argmax(gain * scipy.stats.norm.cdf(z) + std * scipy.stats.norm.pdf(z))
+      x.append(candidates[best])
+      y.append(mean[best])
+    chosen = x[-count:]
+  return [min(max(float(f'{tau:.4g}'), BOUNDS[0]), BOUNDS[1]) for tau in np.exp(chosen)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
   """A finished training.
@@ -159,7 +209,6 @@ class Study:
     seed: RANDOM_SEED of all its trainings.
     grid: temperatures of the grid search.
     rounds, trials_per_round: of Bayesian optimization; the trials of a round are chosen together.
-    cache_dir: where compiled programs are kept.
   """
 
   base: runs_lib.Run
@@ -168,7 +217,6 @@ class Study:
   grid: Sequence[float] = GRID
   rounds: int = 6
   trials_per_round: int = 5
-  cache_dir: str = ''
 
   def outcome(self, row: str) -> Outcome:
     """Of one row of the table.
@@ -219,15 +267,8 @@ class Study:
     trials = []
     for number in range(total):
       if number == len(suggested):
-        _log.info('Bayesian optimization: asking Vizier for round %d of %d',
-          number // self.trials_per_round + 1, self.rounds)  # fmt: skip
-        suggested += vizier_suggestions.suggest(
-          [{'tau': t.tau, 'nll': _finite(getattr(t, criterion))} for t in trials],
-          self.trials_per_round,
-          BOUNDS,
-          self.seed,
-          self.cache_dir,
-        )
+        nlls = [getattr(trial, criterion) for trial in trials]
+        suggested += suggest(suggested, nlls, self.trials_per_round, self.seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         run_files.write_json(path, suggested)
       tau = suggested[number]
@@ -315,10 +356,6 @@ class Study:
 
 def _configured(configurable: Any) -> Any:
   return gin.get_configurable(configurable)()
-
-
-def _finite(value: float) -> float | None:
-  return value if math.isfinite(value) else None
 
 
 def _infinite(value: float) -> float:

@@ -1,19 +1,13 @@
 """Each benchmark runs at a tiny size and its rows are consistent. Speed is not tested."""
 
-import functools
 import importlib
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
-
-from het_plugin.config import trained_run
-from het_plugin.training.partitioning import PjitPartitioner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ['--batch=4', '--classes=20', '--dim=8', '--factors=4']
@@ -149,18 +143,6 @@ def test_tpu_cycles(tmp_path):
 
 
 @pytest.mark.slow
-def test_contrastive_loss_for_absent_devices(tmp_path):
-  flags = ['--batch=480', '--dim=8', '--factors=3', '--topology=cpu:16']
-  rows, printed = run_process('contrastive_loss.py', tmp_path, *flags)
-  assert [(row['loss'], row['devices']) for row in rows] == [('det', 16), ('het_xl', 16)]
-  for row in rows:
-    assert row['all_gathers'] > 0
-    # Less than all similarities, besides the columns and their gradient.
-    assert row['temp_bytes'] < 4 * 480**2
-  assert 'no [B, B] on any device' in printed[-1]
-
-
-@pytest.mark.slow
 def test_parameter_counts(run):
   """All agree except two that the paper rounds down (127.27 million)."""
   rows, printed = run('parameter_counts.py')
@@ -233,85 +215,3 @@ def test_input(run):
     rates = row['ours_images_per_second'], row['theirs_images_per_second']
     assert row['workers'] == 1 and row['ratio'] == pytest.approx(rates[0] / rates[1])
   assert 'times the rate of tf.data' in printed[-1]
-
-
-@pytest.fixture(scope='module')
-def image_files(tmp_path_factory):
-  """Files in the formats that real_data reads: Omniglot is pure noise, emoji are easy."""
-  folder = tmp_path_factory.mktemp('images')
-  rng = np.random.default_rng(0)
-  label, drawer = (x.ravel() for x in np.divmod(np.arange(24 * 20), 20))
-  np.savez(
-    folder / 'omniglot28.npz',
-    image=rng.integers(0, 256, (len(label), 28, 28), np.uint8),
-    label=label.astype(np.int32),
-    drawer=1 + drawer.astype(np.int32),
-    class_in_evaluation=np.arange(24) >= 4,
-  )
-  group = (np.arange(120) % 3).astype(np.int32)
-  images = rng.integers(0, 50, (len(group), 64, 64, 3), np.uint8)
-  images += np.repeat(200 * np.eye(4, dtype=np.uint8)[group], 16, axis=1)[:, :, None, None]
-  np.savez(folder / 'noto_emoji64.npz', image=images, group=group)
-  return folder
-
-
-class FlattenedPixels:
-  """A model whose pre-logits are the pixels it is given."""
-
-  def representations(self, params, batch, layers):
-    return {layer: batch['image'].reshape(len(batch['image']), -1) for layer in layers}
-
-
-@pytest.fixture
-def real_data(call_main, monkeypatch):
-  monkeypatch.delenv('HET_PLUGIN_DATA', raising=False)
-  return functools.partial(call_main, 'real_data.py')
-
-
-def test_real_data_of_pixels(run, image_files):
-  flags = [f'--data={image_files}', '--episodes=40', '--seeds=0,1']
-  rows, printed = run('real_data.py', *flags)
-  mean = {
-    (row['dataset'], row['classifier'], row['ways'], row['shots']): row['mean'] for row in rows
-  }
-  assert len(rows) == len(mean) == 4 + 3 + 2 * 4 + 3
-  assert {row['representation'] for row in rows} == {'pixels'}
-  assert mean['digits', 'linear', 10, 25] > 0.8
-  assert mean['emoji', 'linear', 3, 5] == 1
-  # An image in both the training and the test images of a class would be above chance.
-  for classifier in ('ridge', 'nearest mean'):
-    for shots in (1, 5):
-      assert abs(mean['omniglot', classifier, 5, shots] - 1 / 5) < 0.06
-      assert abs(mean['omniglot', classifier, 20, shots] - 1 / 20) < 0.03
-  (whole,) = [r for r in rows if (r['dataset'], r['shots']) == ('omniglot', 10)]
-  assert whole['ways'] == 20 and whole['stderr'] is None  # one draw: every training image
-  assert 'omniglot, nearest mean: accuracy' in printed
-
-
-def test_real_data_of_runs(image_files, real_data, tmp_path, monkeypatch, capsys):
-  """A model that returns its input is as good as the pixels; two such models do not differ."""
-  partitioner = PjitPartitioner(num_partitions=2)
-  fake = types.SimpleNamespace(
-    model=FlattenedPixels(),
-    partitioner=partitioner,
-    params={},
-    param_specs={},
-    image_size=14,
-    channels=1,
-  )
-  monkeypatch.setattr(trained_run, 'open_run', lambda checkpoint: fake)
-  out = tmp_path / 'rows.json'
-  flags = [f'--data={image_files}', '--datasets=omniglot,emoji', '--episodes=5', '--seeds=0,1']
-  real_data(*flags, '--checkpoint=a=runs/a', '--checkpoint=b=runs/b', f'--json={out}')
-  by_name = {}
-  for row in json.loads(out.read_text()):
-    by_name.setdefault(row['representation'], []).append(row)
-  assert list(by_name) == ['pixels', 'pixels 14x14x1', 'a', 'b']
-  for row, of_pixels in zip(by_name['a'], by_name['pixels 14x14x1'], strict=True):
-    if row['classifier'] != 'nearest mean':  # a cosine depends on where 0 is
-      assert row['mean'] == pytest.approx(of_pixels['mean'], abs=0.02)
-  for row in by_name['b']:
-    assert row['difference'] == 0 and row['p'] is None
-  assert {row['mean'] for row in by_name['a'] if row['dataset'] == 'emoji'} == {1}
-  assert by_name['pixels'][-1]['dim'] == 64 * 64 * 3
-  assert 'emoji, linear: difference to a' in capsys.readouterr().out

@@ -13,7 +13,7 @@ import gin
 from het_plugin.config import registry
 from het_plugin.experiments import runs
 from het_plugin.experiments.ablation import Ablation
-from het_plugin.experiments.outcome import Request
+from het_plugin.experiments.study import Request
 from het_plugin.models.classification import ParamCounts
 from het_plugin.training import nonfinite
 

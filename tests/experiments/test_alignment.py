@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 
 from het_plugin.config import trained_run
-from het_plugin.experiments.alignment import RowSpaceAlignment, largest_cosine, row_space
+from het_plugin.experiments.analyses import RowSpaceAlignment, largest_cosine, row_space
 
 
 def test_shared_w_is_aligned(digits_run):

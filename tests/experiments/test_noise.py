@@ -6,7 +6,7 @@ from scipy import special
 
 from het_plugin import data
 from het_plugin.config import trained_run
-from het_plugin.experiments.noise import NoiseEffect
+from het_plugin.experiments.analyses import NoiseEffect
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 

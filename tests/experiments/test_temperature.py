@@ -1,16 +1,14 @@
 """Methods to choose tau: which training is chosen, on what, and at which cost."""
 
 import dataclasses
-import functools
 import json
 import math
-import sys
 
 import pytest
 
 import gin
 from het_plugin.config import registry
-from het_plugin.experiments import runs, temperature, vizier_suggestions
+from het_plugin.experiments import runs, temperature
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +66,14 @@ def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_p
   study, trained = study
   asked = []
 
-  def suggest(trials, count, bounds, seed, cache_dir):
-    asked.append(trials)
-    return [3.0, 0.6] if not trials else [0.5, 0.2]
+  def suggest(taus, nlls, count, seed):
+    asked.append(dict(zip(taus, nlls, strict=True)))
+    return [3.0, 0.6] if not taus else [0.5, 0.2]
 
-  monkeypatch.setattr(vizier_suggestions, 'suggest', suggest)
+  monkeypatch.setattr(temperature, 'suggest', suggest)
   got = study.outcome('bayesian:validation')
   assert got.chosen.tau == 0.5 and [tau for tau, _ in trained] == [3.0, 0.6, 0.5, 0.2]
-  assert asked[0] == [] and asked[1][0] == {'tau': 3.0, 'nll': None} and asked[1][1]['nll'] < 1.2
+  assert not asked[0] and asked[1][3.0] == math.inf and asked[1][0.6] < 1.2
   study.outcome('bayesian:retrain')
   assert len(asked) == 2 and trained[-1] == (0.5, 'FULL_SPLIT')
   record = tmp_path / 'bayesian_train_split.json'
@@ -84,7 +82,7 @@ def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_p
   study.outcome('bayesian:validation')
   assert len(asked) == 3 and asked[2] == asked[1]
   study.outcome('bayesian:2folds')
-  assert len(asked) == 5 and asked[4][1]['nll'] > 1.5  # told the NLL of the test set
+  assert len(asked) == 5 and asked[4][0.6] > 1.5  # told the NLL of the test set
 
 
 @pytest.mark.parametrize(
@@ -143,39 +141,15 @@ def test_rows_are_means_over_replications():
   assert 'welch_p' not in temperature.with_p_values(rows[:1])[0]
 
 
-def test_vizier_suggests_in_the_range(tmp_path):
-  try:
-    vizier_suggestions.check_installed()
-  except ValueError as error:
-    pytest.skip(str(error))
-  got = vizier_suggestions.suggest([], 5, (0.05, 5.0), 0, str(tmp_path))
-  assert len(set(got)) == 5 and all(0.05 <= tau <= 5.0 for tau in got)
+def test_suggestions_spread_first_and_then_close_in_on_the_best():
+  first = temperature.suggest([], [], 5, 0)
+  assert len(set(first)) == 5 and all(0.05 <= tau <= 5.0 for tau in first)
 
+  def nll(tau):  # lowest at 0.4
+    return math.inf if tau > 3 else 1.0 + math.log(tau / 0.4) ** 2
 
-def test_one_vizier_answers_all_questions(tmp_path, monkeypatch):
-  """A process that answers twice, between lines of its own, and fails then; the next one starts."""
-  program = tmp_path / 'vizier'
-  program.write_text(
-    f'#!{sys.executable}\nimport json, os, sys\n'
-    'for number, line in zip(range(2), sys.stdin):\n'
-    '  print("hello")\n'
-    '  tau = len(json.loads(line)["trials"]) + number / 10\n'
-    '  print("taus:", [tau, 9.87654], flush=True)\n'
-    'sys.exit("out of ideas, " + os.environ["JAX_ENABLE_X64"])\n'
-  )
-  program.chmod(0o755)
-  vizier_suggestions._process.cache_clear()
-  monkeypatch.setattr(vizier_suggestions.sys, 'executable', str(program))
-  ask = functools.partial(vizier_suggestions.suggest, bounds=(0.05, 5.0), seed=0, cache_dir='')
-  trial = {'tau': 1.0, 'nll': None}
-  for _ in range(2):
-    assert ask([], 2) == [0.05, 5.0]
-    assert ask([trial], 2) == [1.1, 5.0]
-    with pytest.raises(RuntimeError, match='Vizier made no suggestions: out of ideas, 1'):
-      ask([trial], 2)
-
-
-def test_a_missing_vizier_is_one_sentence(monkeypatch):
-  monkeypatch.setattr(vizier_suggestions, '_NEEDED', ('vizier_of_another_name',))
-  with pytest.raises(ValueError, match='vizier_of_another_name is not installed: pip install'):
-    vizier_suggestions.check_installed()
+  taus = list(first)
+  for _ in range(3):
+    taus += temperature.suggest(taus, [nll(tau) for tau in taus], 5, 0)
+  assert min(abs(math.log(tau / 0.4)) for tau in taus) < 0.05
+  assert temperature.suggest(first, [math.inf] * 5, 5, 0) != first  # all failed: others

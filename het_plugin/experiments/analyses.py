@@ -1,0 +1,161 @@
+"""Analyses of trained runs for `Ablation.analysis`: folder of a run -> {name: value}."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+from het_plugin import data
+from het_plugin.config import trained_run
+from het_plugin.evaluation import class_covariance
+from het_plugin.evaluation.extraction import Rows, example_rows
+from het_plugin.evaluation.splits import open_split
+from het_plugin.integrate import GaussianLogits, shared_key
+
+
+def _per_example(
+  run: trained_run.TrainedRun,
+  compute: Callable[[Any, Any], dict[str, jax.Array]],
+  split: str,
+  num_examples: int,
+  rows_per_shard: int,
+) -> Iterator[Rows]:
+  """Results of at most `num_examples` of a split, a fixed random choice, batch by batch.
+
+  `compute` maps (params, batch) to arrays with a row per example and is compiled.
+  """
+  partitioner = run.partitioner
+  batch_size = rows_per_shard * partitioner.data_shards
+
+  def columns(params, batch):
+    return {'mask': batch['mask'], **compute(params, batch)}
+
+  columns = partitioner.partition(columns, (run.param_specs, partitioner.data_partition_spec), None)
+  config = data.one_pass(
+    run.task,
+    split,
+    image_size=run.image_size,
+    max_labels=run.max_labels,
+    batch_size=batch_size,
+    bounded=True,
+  )
+  with open_split(config, partitioner, num_examples) as (batches, _):
+    outputs = (columns(run.params, partitioner.shard_batch(x, batch_size)) for x in batches)
+    yield from example_rows(outputs, num_examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseEffect:
+  """How large the noise is, and how much worse the same parameters predict without it:
+
+    noise / tau: root of the mean variance of logits / tau over classes and examples, where what
+      all classes of an example have in common, which the softmax does not see, is left out;
+    NLL without noise: that of the noise-free logits less that of the run's own integrator, nats
+      per example.
+
+  Both are 0 for a deterministic head.
+
+  Attributes:
+    split: of the run's task.
+    num_examples: at most; a fixed random choice of the split.
+
+  Raises:
+    ValueError: the head has no factors.
+  """
+
+  split: str = 'validation[50%:]'
+  num_examples: int = 2048
+
+  def __call__(self, run_dir: Path) -> dict[str, float]:
+    run = trained_run.open_run(run_dir)
+    reason = class_covariance.why_none(run.model.head)
+    if reason and hasattr(run.model.head, 'num_factors'):  # not a deterministic one
+      raise ValueError(f'NoiseEffect: {reason}')
+
+    def effect(params, batch):
+      logits = run.model.logits(params, batch)
+      bare = logits.replace(covariance=None, projection=None)
+      ignored = shared_key(jax.random.key(0))
+      nll = run.model.eval_integrator.nll(bare, batch['label'], ignored)
+      nll_rise = nll + run.model.score_batch(params, batch)
+      return {'variance': _variance(logits), 'nll_rise': nll_rise}
+
+    # Factors are R + 1 times the size of logits, so batches are small.
+    rows = list(_per_example(run, effect, self.split, self.num_examples, rows_per_shard=16))
+    variance, without = (np.concatenate([x[k] for x in rows]) for k in ('variance', 'nll_rise'))
+    return {
+      'noise / tau': math.sqrt(variance.mean(dtype=np.float64)),
+      'NLL without noise': without.mean(dtype=np.float64),
+    }
+
+
+def _variance(logits: GaussianLogits) -> jax.Array:
+  """Mean over classes of Var(logits - their mean over classes) / tau^2, [B]."""
+  if logits.covariance is None:
+    return jnp.zeros(len(logits.location))
+  factors = logits.factors()[..., : logits.num_classes] / logits.temperature  # [B, R + 1, K]
+  factors -= factors.mean(-1, keepdims=True)
+  return jnp.square(factors).sum(1).mean(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSpaceAlignment:
+  """Alignment of the noise with W (table 17): the cosine of the smallest principal angle between
+  the row spaces of W and of Q(x), all R + 1 factors of the noise in logit space. Its mean over
+  examples and standard deviation, and both for a Gaussian W instead.
+
+  Attributes:
+    split: of the run's task.
+    num_examples: at most; a fixed random choice of the split.
+
+  Raises:
+    ValueError: the head has no factors.
+  """
+
+  split: str = 'validation'
+  num_examples: int = 256
+
+  def __call__(self, run_dir: Path) -> dict[str, float]:
+    run = trained_run.open_run(run_dir)
+    if reason := class_covariance.why_none(run.model.head):
+      raise ValueError(f'RowSpaceAlignment: {reason}')
+    kernel = np.asarray(run.params['head']['kernel'])[:, : run.model.head.num_classes]  # [D, K]
+    random = np.random.default_rng(0).standard_normal(kernel.shape)
+    w_bases = [row_space(w) for w in (kernel, random)]
+    q_bases = map(row_space, self._factors(run))
+    found = np.array([[largest_cosine(w, q) for w in w_bases] for q in q_bases])  # [N, 2]
+    mean, std = found.mean(axis=0), found.std(axis=0)
+    return {
+      'cos SPA': mean[0],
+      'std': std[0],
+      'cos SPA, random W': mean[1],
+      'std, random W': std[1],
+    }
+
+  def _factors(self, run: trained_run.TrainedRun) -> Iterator[np.ndarray]:
+    """Q(x) [R + 1, K] of each example."""
+    num_classes = run.model.head.num_classes
+
+    def factors(params, batch):
+      return {'factors': run.model.logits(params, batch).factors()[..., :num_classes]}
+
+    for rows in _per_example(run, factors, self.split, self.num_examples, rows_per_shard=4):
+      yield from rows['factors']
+
+
+def row_space(rows: np.ndarray) -> np.ndarray:
+  """An orthonormal basis of the row space of [N, K], float64 [rank, K]."""
+  return scipy.linalg.orth(np.asarray(rows, np.float64).T).T
+
+
+def largest_cosine(basis_a: np.ndarray, basis_b: np.ndarray) -> float:
+  """Cosine of the smallest principal angle between the spans of two bases, [n, K] and [m, K]: the
+  largest singular value of their product (Bjorck and Golub 1973).
+  """
+  return float(min(1.0, scipy.linalg.svdvals(basis_a @ basis_b.T)[0]))

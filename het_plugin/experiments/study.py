@@ -1,0 +1,158 @@
+"""What all studies share: where they are found by name, the settings of their cells, what the
+command line asks of them, and what comes out.
+
+Settings are names of gin files, which end in .gin, and bindings, 'NAME = VALUE'. Files are read
+before bindings, and what is later in either wins.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gin
+from het_plugin import reporting
+from het_plugin.config import parsing
+from het_plugin.experiments import runs as runs_lib
+
+FOLDER = 'het_plugin/gin/runs/ablations/'
+STUDY = 'STUDY'  # the macro that a file binds
+
+
+def names() -> list[str]:
+  """Names of the ablations of this package."""
+  return sorted(path.stem for path in Path(parsing.resolve(FOLDER)).glob('*.gin'))
+
+
+def gin_file(name: str) -> str:
+  """The file of an ablation by its name, or the file that the name is.
+
+  Raises:
+    ValueError: neither.
+  """
+  if name in names():
+    return f'{FOLDER}{name}.gin'
+  if name.endswith('.gin'):
+    return name
+  raise ValueError(
+    f'{name!r} is no ablation: choose from {", ".join(names())}, or name a file that ends in .gin'
+  )
+
+
+def load(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = ('.',)) -> Any:
+  """What the ablation's file binds; its own bindings come after the file.
+
+  Raises:
+    ValueError: no such ablation, or a setting of it is wrong.
+  """
+  parsing.parse_config([gin_file(name)], bindings, search_paths)
+  try:
+    gin.query_parameter(f'%{STUDY}')
+  except ValueError:
+    raise ValueError(f'{name} binds no {STUDY}, such as {STUDY} = @Ablation()') from None
+  return runs_lib.called(STUDY)
+
+
+def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The bindings of studies, and those of runs."""
+  own = [binding for binding in bindings if binding.startswith(('Ablation.', 'Flops.'))]
+  return own, [binding for binding in bindings if binding not in own]
+
+
+def listing() -> str:
+  """The ablations of this package, a line each."""
+  lines = [[name, load(name).title] for name in names()]
+  return reporting.plain_table(reporting.Table('Ablations', ['name', 'what it compares'], lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What the command line asks of a study.
+
+  Attributes:
+    output_dir: takes the runs.
+    gin_bindings: for every cell, after its own.
+    gin_search_paths: where gin files are looked for.
+    seeds: in place of the study's; None for those.
+    cells: labels of the only ones; None for all.
+  """
+
+  output_dir: Path
+  gin_bindings: Sequence[str] = ()
+  gin_search_paths: Sequence[str] = ('.',)
+  seeds: Sequence[int] | None = None
+  cells: Sequence[str] | None = None
+
+  def run_of(self, settings: Sequence[str], *bindings: str) -> runs_lib.Run:
+    """The run of a cell: its settings, then bindings, then those of the command line."""
+    files = [setting for setting in settings if '=' not in setting]
+    own = [setting for setting in settings if '=' in setting]
+    return runs_lib.Run(files, [*own, *bindings, *self.gin_bindings], self.gin_search_paths)
+
+
+def check_label(where: str, label: str, cells: Mapping[str, Sequence[str]]) -> None:
+  """Raises ValueError where there is no such cell."""
+  if label not in cells:
+    raise ValueError(f'{where} names the cell {label!r}; the cells are {", ".join(cells)}')
+
+
+def check_settings(
+  study: str, shared: Sequence[str], cells: Mapping[str, Sequence[str]], only: Sequence[str] = ()
+) -> None:
+  """Raises ValueError where settings are no files and bindings, or there is no cell of a label."""
+  if not cells:
+    raise ValueError(f'{study}.cells is empty; it must be {{label: settings}}')
+  for where, settings in {'shared': shared, **cells}.items():
+    for setting in [settings] if isinstance(settings, str) else settings:
+      if isinstance(settings, str) or ('=' not in setting and not setting.endswith('.gin')):
+        raise ValueError(
+          f'{study}: {where!r} has the setting {setting!r}; settings are a tuple of gin files that '
+          "end in .gin and of bindings 'NAME = VALUE'"
+        )
+  for label in only:
+    check_label(f'{study}.cells', label, cells)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """A table, and what explains it.
+
+  Attributes:
+    title, introduction: of the page.
+    rows: as `reporting.columns` takes them.
+    tables: further ones.
+    notes: how to read the columns.
+    figures: plots.
+    configs: {cell: its gin configuration}.
+    details: what else results.json says.
+  """
+
+  title: str
+  introduction: str
+  rows: Sequence[Mapping[str, Any]]
+  tables: Sequence[reporting.Table] = ()
+  notes: Sequence[str] = ()
+  figures: Sequence[reporting.Figure] = ()
+  configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def write(self, output_dir: Path, copy: str | None) -> str:
+    """Writes results.json, results.txt and index.html; returns the text."""
+    results = {'title': self.title, **self.details, 'rows': self.rows}
+    for path in [output_dir / 'results.json', *([copy] if copy else [])]:
+      reporting.write_json(results, path)
+    tables = map(reporting.plain_table, self.tables)
+    text = '\n\n'.join([reporting.text_table(self.rows, row_title='cell'), *tables])
+    (output_dir / 'results.txt').write_text(text + '\n')
+    page = reporting.html_page(
+      title=self.title,
+      introduction=self.introduction,
+      rows=self.rows,
+      tables=self.tables,
+      notes=self.notes,
+      figures=self.figures,
+      provenance=reporting.Provenance.of_this_process('het_plugin.ablate', self.configs),
+      row_title='cell',
+    )
+    (output_dir / 'index.html').write_text(page)
+    return text
