@@ -94,7 +94,9 @@ def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[Non
 
   def newest() -> tuple[int, float]:
     """Examples so far, and the last loss."""
-    lines = run_files.read_lines(run_dir / 'metrics.jsonl')
+    lines = run_files.read_lines(
+      run_dir / 'metrics.jsonl', damaged=lambda _: None, max_bytes=run_files.TAIL_BYTES
+    )
     found = [(x['step'], x['train/loss']) for x in lines if x.get('train/loss') is not None]
     step, loss = found[-1] if found else (0, math.nan)
     return step * batch_size, loss
@@ -135,7 +137,7 @@ def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: 
 def ms_per_step(run_dir: Path) -> float | None:
   """As timed beside the other heads; where that was not possible, the median over the run."""
   timed = run_files.read_json(run_dir / _STEP_TIME) or {}
-  metrics = run_files.read_jsonl(run_dir / 'metrics.jsonl')
+  metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   return timed.get('ms_per_step') or runs_lib.ms_per_step(metrics)
 
 
