@@ -325,13 +325,12 @@ class _Results:
       rows=rows,
       tables=[t for t in (self._tests(rows), self._choices()) if t is not None],
       notes=[
-        'A star marks the best mean of a column, whatever the errors.',
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
         'padding of the classes.',
       ],
       figures=[
         reporting.Figure(
-          reporting.curves_png(curves),
+          reporting.curve_pngs(curves),
           f'Training loss and temperature, seed {seeds[0]}.',
           'Training loss and temperature tau of every cell by step.',
         )

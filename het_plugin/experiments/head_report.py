@@ -51,13 +51,11 @@ def write(
   text = '\n\n'.join([reporting.text_table(shown, yardsticks), '\n'.join(summary)])
   (output_dir / 'results.txt').write_text(text + '\n')
   titles = {head_comparison.HEADS[head]: run for head, run in runs.items()}
-  curves = reporting.curves_png(
-    {
-      title: runs_lib.curves(run_files.read_lines(run / 'metrics.jsonl'))
-      for title, run in titles.items()
-    }
-  )
-  (output_dir / 'curves.png').write_bytes(curves)
+  curves = {
+    title: runs_lib.curves(run_files.read_lines(run / 'metrics.jsonl'))
+    for title, run in titles.items()
+  }
+  (output_dir / 'curves.png').write_bytes(reporting.curves_png(curves))
   page = reporting.html_page(
     title='Heteroscedastic heads on rendered characters',
     introduction=f'Every head trained for the same {rows[0]["steps"]:,} steps on the same '
@@ -67,7 +65,7 @@ def write(
     notes=_NOTES,
     figures=[
       reporting.Figure(
-        curves,
+        reporting.curve_pngs(curves),
         'Training loss and temperature.',
         'Training loss and temperature tau of every head by step.',
       ),

@@ -38,11 +38,10 @@ def write(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
       title: runs_lib.curves(run_files.read_lines(folder / 'metrics.jsonl'))
       for title, folder in folders.items()
     }
-    curves = reporting.curves_png(lines)
-    (output_dir / 'curves.png').write_bytes(curves)
+    (output_dir / 'curves.png').write_bytes(reporting.curves_png(lines))
     figures.append(
       reporting.Figure(
-        curves,
+        reporting.curve_pngs(lines),
         'Training loss and temperature of the methods of a single training, with seed 0.',
         'Training loss and temperature by step.',
       )

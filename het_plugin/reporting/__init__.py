@@ -4,6 +4,7 @@ from het_plugin.reporting.columns import p_text
 from het_plugin.reporting.page import Figure, Table, html_page
 from het_plugin.reporting.pictures import CovariancePanel, covariance_png, examples_png
 from het_plugin.reporting.plots import (
+  curve_pngs,
   curves_png,
   grid_png,
   lines_png,
@@ -24,6 +25,7 @@ __all__ = [
   'Table',
   'aligned',
   'covariance_png',
+  'curve_pngs',
   'curves_png',
   'examples_png',
   'grid_png',

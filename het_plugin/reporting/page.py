@@ -16,17 +16,21 @@ class Figure:
   """A plot of a page.
 
   Attributes:
-    png: the file's bytes.
+    png: the file's bytes; several stand side by side, or below each other on a narrow page.
     caption: stands below it.
     alt: describes it to those who do not see it.
     recolour: whether a dark page turns dark lines into light ones; False for pictures, which stay
       on white.
   """
 
-  png: bytes
+  png: bytes | Sequence[bytes]
   caption: str
   alt: str
   recolour: bool = True
+
+  @property
+  def pngs(self) -> Sequence[bytes]:
+    return [self.png] if isinstance(self.png, bytes) else self.png
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,7 @@ def html_page(
     TableOfRows(table.caption, table.header, [(line, ()) for line in table.lines], [])
     for table in tables
   ]
+  found = tables_of(rows, references, row_title)
   environment = jinja2.Environment(
     autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
   )
@@ -75,7 +80,8 @@ def html_page(
     title=title,
     style=_file('page.css'),
     introduction=introduction,
-    tables=[*tables_of(rows, references, row_title), *plain],
+    tables=[*found, *plain],
+    marked=any(best for table in found for _, best in table.rows),
     notes=notes,
     figures=figures,
     provenance=provenance,

@@ -54,9 +54,9 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   for (i, j), value in np.ndenumerate(panel.correlation):
     color = 'white' if abs(value) > 0.6 else 'black'
     matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
-  matrix.set_xticks([])
-  matrix.set_yticks([])
-  matrix.set_title('correlation of their logits, same order', fontsize=10, loc='left')
+  matrix.set_xticks(range(m), names, fontsize=7, rotation=45, ha='right', parse_math=False)
+  matrix.set_yticks(range(m), names, fontsize=7, parse_math=False)
+  matrix.set_title('correlation of their logits', fontsize=10, loc='left')
   figure.colorbar(shown, ax=matrix, shrink=0.8)
 
   words.set_axis_off()

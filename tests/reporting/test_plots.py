@@ -15,7 +15,7 @@ HUES = {'#ff0000': 0, '#00ff00': 1, '#0000ff': 2}  # colour: its channel
 
 @pytest.fixture(autouse=True)
 def pure_colours(monkeypatch):
-  """Lines and labels that no other pixel of the figure can be taken for."""
+  """Lines that no other pixel of the figure can be taken for."""
   monkeypatch.setattr(style, 'STYLES', [(colour, 'solid') for colour in HUES])
 
 
@@ -26,7 +26,7 @@ def draw(curves, dpi=100):
 
 
 def line_pixels(image, number):
-  """[height, width] of whether a pixel is of the line or the label of the head of this number."""
+  """[height, width] of whether a pixel is of the line of the head of this number."""
   others = np.delete(image, number, axis=-1)
   return image[..., number] - others.max(-1) > 100
 
@@ -51,20 +51,13 @@ def test_nans_are_a_gap(num_points=600):  # which are smoothed
   assert 0.3 * width < gaps.max() < 0.4 * width and (gaps > 1).sum() == 1
 
 
-def test_labels_at_the_ends_lie_inside_the_figure_one_below_another():
-  name = 'a head with rather a long name'
-  heads = [f'{name} {i}' for i in range(3)]
-  curves = {head: {'step': [0, 1], 'loss': [5.0, 3.0], 'tau': [1.0, 1.0]} for head in heads}
-  image = draw(curves)
-  for border in (image[0], image[-1], image[:, 0], image[:, -1]):
-    assert (border == 255).all()
-  for panel in np.array_split(image, 2, axis=1):
-    lines = [line_pixels(panel, number) for number in range(3)]
-    columns = np.flatnonzero(np.any(lines, axis=(0, 1)))
-    labels = columns[np.argmax(np.diff(columns) > 5) + 1]  # first column after the lines' end
-    rows = sorted(list(np.flatnonzero(line[:, labels:].any(1))) for line in lines)
-    assert all(above[-1] < below[0] for above, below in zip(rows[:-1], rows[1:], strict=True))
-    assert min(map(len, rows)) > 5
+def test_several_heads_have_a_legend():
+  flat = {'step': [0, 1], 'loss': [3.0, 3.0]}
+  alone, both = draw({'DET': flat}), draw({'DET': flat, 'HET': {**flat, 'loss': [5.0, 5.0]}})
+  rows = [np.flatnonzero(line_pixels(image, 0).any(1)) for image in (alone, both)]
+  assert np.ptp(rows[0]) < 5 < np.ptp(rows[1])  # the line, and its sample in the legend
+  pngs = reporting.curve_pngs({'DET': {**flat, 'tau': [1.0, 1.0]}, 'HET': flat})
+  assert len(pngs) == 2 and len({Image.open(io.BytesIO(png)).size for png in pngs}) == 1
 
 
 @pytest.mark.parametrize(
