@@ -7,5 +7,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 # On a machine without an accelerator, 4 virtual devices show the sharding. The flag only concerns JAX's CPU backend.
 export XLA_FLAGS="${XLA_FLAGS---xla_force_host_platform_device_count=4}"
 
-say 'training DET, DET with learned tau, HET, HET-H and HET-XL for the same steps: about 5 minutes on 2 CPU cores'
+say 'training DET, DET with learned tau, HET, HET-H and HET-XL for the same steps: about 3 minutes on 2 CPU cores'
 "$PYTHON" -m het_plugin.quickstart "$@"
