@@ -8,7 +8,7 @@ import numpy as np
 from het_plugin.reporting import style
 
 _NAME_LENGTH = 40
-_COLUMN_NAME_LENGTH = 14
+_MATRIX_NAME_LENGTH = 14
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,9 +55,9 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   for (i, j), value in np.ndenumerate(panel.correlation):
     color = 'white' if abs(value) > 0.6 else 'black'
     matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
-  columns = [_short(name, _COLUMN_NAME_LENGTH) for name in panel.classes]
+  columns = [_short(name, _MATRIX_NAME_LENGTH) for name in panel.classes]
   matrix.set_xticks(range(m), columns, fontsize=7, rotation=90, parse_math=False)
-  matrix.set_yticks(range(m), names, fontsize=7, parse_math=False)
+  matrix.set_yticks(range(m), columns, fontsize=7, parse_math=False)
   matrix.set_title('correlation of their logits', fontsize=10, loc='left')
   figure.colorbar(shown, ax=matrix, shrink=0.8)
 

@@ -70,7 +70,7 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
   style.plain_axes(ax)
   ax.margins(x=0)
   if len(lines) > 1:
-    ax.legend(frameon=False, fontsize=9)
+    ax.legend(framealpha=0.9, edgecolor='none', fontsize=9)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
