@@ -6,7 +6,7 @@
 
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
---C, --num_factors and --tau may list several values: those with the least NLL on a share
+--C, --C_noise, --num_factors and --tau may list several values: those with the least NLL on a share
 (--validation) of the training rows are taken. With --checkpoint the splits of --dataset are
 represented first; files that `represent` has written before are used again.
 
@@ -38,6 +38,7 @@ def define_flags() -> None:
   flags.DEFINE_list('heads', ['det', 'het_xl'], f'Of {", ".join(probe.CLASSIFIERS)}.')
   flags.DEFINE_string('baseline', None, 'The head to compare with; the first by default.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
+  flags.DEFINE_list('C_noise', [], 'That of the noise; --C by default.')
   flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
   flags.DEFINE_list('tau', ['1'], f'Temperatures: numbers, {" or ".join(_TAU_WORDS)}.')
   flags.DEFINE_integer('folds', 5, 'Of the training rows, without --test.', lower_bound=2)
@@ -55,6 +56,7 @@ def settings() -> probe.Settings:
   same = 'heads baseline folds validation num_samples tol max_iter seed'.split()
   return probe.Settings(
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
+    c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise] or [None],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
     tau=[flag_values.positive_or_word('tau', value, _TAU_WORDS) for value in F.tau],
     **{name: F[name].value for name in same},

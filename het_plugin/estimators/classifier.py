@@ -256,6 +256,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     name = type(self).__name__
     if not self.C > 0:
       raise ValueError(f'{name}: C={self.C} must be positive')
+    c_noise = getattr(self, 'C_noise', None)
+    if c_noise is not None and not c_noise > 0:
+      raise ValueError(f'{name}: C_noise={c_noise} must be positive, or None for C')
     if not (self.tau in ('learned', 'validation') if isinstance(self.tau, str) else self.tau > 0):
       raise ValueError(f"{name}: tau={self.tau!r} must be 'learned', 'validation' or positive")
     if self.max_iter < 1 or not self.tol > 0:
@@ -293,7 +296,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       x, values, weight = _merged(x, values, weight)
     model = self._model(len(encoded.classes), encoded.link, tau)
     self.mean_ = np.average(x, axis=0, weights=weight)
-    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C)
+    c_noise = getattr(self, 'C_noise', None) or self.C
+    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
     settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
     fit = starts.fit(model, rows, shares, seed, **settings)
     self.model_, self.params_ = model, fit.params

@@ -62,9 +62,11 @@ class HetClassifier(HeadClassifier):
   The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
   so that the objective has no random numbers. The search starts at DET's optimum with little
   noise, and ends with an objective no worse than DET's. C regularises the matrices of the noise
-  (K_v, K_d, J) as it does W.
+  (K_v, K_d, J) as it does W, unless C_noise is given; the smaller C_noise, the nearer is DET.
 
   Parameters beyond those of `DetClassifier`:
+    C_noise: inverse strength of the regularisation of the noise; None is C. With few rows for a
+      class the noise needs a smaller one than W does: choose it on held-out rows.
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
   """
@@ -76,6 +78,7 @@ class HetClassifier(HeadClassifier):
     self,
     C=1.0,  # noqa: N803
     *,
+    C_noise=None,  # noqa: N803
     tau=1.0,
     num_factors=8,
     num_samples=64,
@@ -88,6 +91,7 @@ class HetClassifier(HeadClassifier):
     progress=False,
   ):
     self.C = C
+    self.C_noise = C_noise
     self.tau = tau
     self.num_factors = num_factors
     self.num_samples = num_samples
@@ -114,6 +118,7 @@ class HetHClassifier(HetClassifier):
     self,
     C=1.0,  # noqa: N803
     *,
+    C_noise=None,  # noqa: N803
     tau=1.0,
     num_factors=8,
     num_buckets=None,
@@ -128,6 +133,7 @@ class HetHClassifier(HetClassifier):
   ):
     super().__init__(
       C,
+      C_noise=C_noise,
       tau=tau,
       num_factors=num_factors,
       num_samples=num_samples,
@@ -156,6 +162,7 @@ class HetXLClassifier(HetClassifier):
     self,
     C=1.0,  # noqa: N803
     *,
+    C_noise=None,  # noqa: N803
     tau=1.0,
     num_factors=8,
     noise_dim=None,
@@ -170,6 +177,7 @@ class HetXLClassifier(HetClassifier):
   ):
     super().__init__(
       C,
+      C_noise=C_noise,
       tau=tau,
       num_factors=num_factors,
       num_samples=num_samples,

@@ -2,11 +2,12 @@
 
 The objective is that of logistic regression:
 
-    mean over examples of w_i nll_i  +  1 / (2 C sum_i w_i) * sum of squares of all matrices
+    sum_i w_i nll_i + (|W|^2 + squares of hidden layers) / (2 C)
+                    + squares of the matrices of the noise (K_v, K_d, J, W') / (2 C_noise)
 
-with W (over tau where tau is learned: what tau takes from W must not come for free), the matrices
-of the noise (K_v, K_d, J, W') and hidden layers, and without biases. With two classes the squares
-count twice, so that DET is scikit-learn's binary logistic regression, which has one column.
+over sum_i w_i, without biases. Where tau is learned W counts over tau: what tau takes from W must
+not come for free. With two classes the squares of W count twice, so that DET is scikit-learn's
+binary logistic regression, which has one column.
 """
 
 import dataclasses
@@ -123,8 +124,10 @@ class Model:
     logits = self.logits(params, x)
     return (logits.factors() / logits.temperature)[..., : self.num_classes]
 
-  def penalty(self, params: PyTree) -> jax.Array:
-    """Sum of squares of all matrices; those that set the scale of the logits over tau."""
+  def penalty(self, params: PyTree) -> tuple[jax.Array, jax.Array]:
+    """Sums of squares of the matrices of the location and of those of the noise; what sets the
+    scale of the logits is taken over tau.
+    """
     inverse, scaled = 1.0, ()
     if self.tau is None:
       temperature = self.make_head().temperature
@@ -133,11 +136,12 @@ class Model:
       noise = () if self.head == 'het_xl' else ('v_kernel', 'd_kernel', 'V_kernel')
       scaled = ('kernel', 'noise_kernel', *noise)
     flat = {path: x for path, x in traverse_util.flatten_dict(params).items() if is_matrix(path)}
-    total = sum(
-      jnp.square(x * inverse if path[0] == 'head' and path[-1] in scaled else x).sum()
-      for path, x in flat.items()
-    )
-    return total * (2.0 if self.link == 'softmax' and self.num_classes == 2 else 1.0)
+    sums = {False: jnp.zeros(()), True: jnp.zeros(())}
+    for path, x in flat.items():
+      is_scaled = path[0] == 'head' and path[-1] in scaled
+      sums[is_noise(path)] += jnp.square(x * inverse if is_scaled else x).sum()
+    twice = 2.0 if self.link == 'softmax' and self.num_classes == 2 else 1.0
+    return twice * sums[False], sums[True]
 
   def init(self, seed: int, num_features: int) -> PyTree:
     """The linen modules' initial parameters."""
@@ -163,3 +167,8 @@ class _HeadOverFeatures(nn.Module):
 def is_matrix(path: tuple[str, ...]) -> bool:
   """Whether the parameter at this path is regularised: all but biases and t."""
   return path[-1].endswith('kernel') or path[-1] == 'J'
+
+
+def is_noise(path: tuple[str, ...]) -> bool:
+  """Whether the parameter at this path belongs to the noise."""
+  return 'covariance' in path or path[-1] == 'noise_kernel'

@@ -28,7 +28,7 @@ class Rows:
     target: int32 [n, b, L] or float [n, b, K].
     weight: [n, b].
     total: the sum of the weights.
-    strength: 1 / C.
+    strength, noise_strength: 1 / C and 1 / C_noise.
   """
 
   x: jax.Array
@@ -36,6 +36,7 @@ class Rows:
   weight: jax.Array
   total: jax.Array
   strength: jax.Array
+  noise_strength: jax.Array
 
 
 def block_rows(model: Model, num_rows: int) -> int:
@@ -48,7 +49,7 @@ def block_rows(model: Model, num_rows: int) -> int:
   return -(-num_rows // num_blocks // 16) * 16
 
 
-def make_rows(model, x, mean, target, weight, c) -> Rows:
+def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
   """Rows from arrays [N, ...]; the features less their mean [D]."""
   size = block_rows(model, len(x))
   num_blocks = -(-len(x) // size)
@@ -64,6 +65,7 @@ def make_rows(model, x, mean, target, weight, c) -> Rows:
     blocks(weight, np.float32),
     jnp.float32(weight.sum()),
     jnp.float32(1.0 / c),
+    jnp.float32(1.0 / c_noise),
   )
 
 
@@ -101,7 +103,8 @@ _sum.defvjp(_sum_fwd, _sum_bwd)
 def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
   """The objective (`model`) at white coordinates."""
   params = unwhiten(model, theta, whitening)
-  penalty = 0.5 * rows.strength * model.penalty(params)
+  of_location, of_noise = model.penalty(params)
+  penalty = 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)
   return (_sum(model, params, rows) + penalty) / rows.total
 
 

@@ -36,7 +36,7 @@ class Settings:
 
   Attributes:
     heads: names in `CLASSIFIERS`.
-    c, num_factors, tau: the grid; the point with the least NLL on held-out rows is taken.
+    c, c_noise, num_factors, tau: the grid; the point with the least NLL on held-out rows is taken.
     baseline: the head that others are compared with.
     folds: of the training rows, where there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
@@ -47,6 +47,7 @@ class Settings:
 
   heads: Sequence[str] = ('det', 'het_xl')
   c: Sequence[float] = (1.0,)
+  c_noise: Sequence[float | None] = (None,)
   num_factors: Sequence[int] = (8,)
   tau: Sequence[float | str] = (1.0,)
   baseline: str | None = None
@@ -73,14 +74,13 @@ class Settings:
 
   def grid(self, head: str) -> list[dict[str, Any]]:
     """Settings of the estimator at each point."""
-    factors = self.num_factors if head != 'det' else (None,)
-    points = []
-    for c, num_factors, tau in itertools.product(self.c, factors, self.tau):
-      point = {'C': c, 'tau': tau}
-      if num_factors is not None:
-        point |= {'num_factors': num_factors, 'num_samples': self.num_samples}
-      points.append(point)
-    return points
+    points = [{'C': c, 'tau': tau} for c, tau in itertools.product(self.c, self.tau)]
+    if head == 'det':
+      return points
+    return [
+      {**point, 'C_noise': c, 'num_factors': r, 'num_samples': self.num_samples}
+      for point, c, r in itertools.product(points, self.c_noise, self.num_factors)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,19 +95,22 @@ class Outcome:
   unfinished: int
 
 
-def probe(train: str, test: str | None, settings: Settings) -> Report:
-  """Fits the heads to a file of representations.
+Source = str | tuple[np.ndarray, np.ndarray]
+
+
+def probe(train: Source, test: Source | None, settings: Settings) -> Report:
+  """Fits the heads to representations.
 
   Args:
-    train: see `representations.read_representations`.
+    train: a file (`representations.read_representations`), or features [N, D] and class ids [N].
     test: another one; None takes folds of `train`.
     settings: what is compared.
 
   Raises:
     ValueError: a file or a setting is wrong.
   """
-  train_rows = read_representations(train)
-  test_rows = None if test is None else read_representations(test)
+  train_rows, train = _read(train, 'the training rows')
+  test_rows, test = (None, None) if test is None else _read(test, 'the test rows')
   if test_rows is not None and test_rows.features.shape[1] != train_rows.features.shape[1]:
     raise ValueError(
       f'{test} has {test_rows.features.shape[1]} features and {train} '
@@ -143,6 +146,14 @@ def probe(train: str, test: str | None, settings: Settings) -> Report:
     draw=lambda: _plots(outcomes),
     json=rows,
   )
+
+
+def _read(source: Source, name: str) -> tuple[Representations, str]:
+  """Representations, and what to call them."""
+  if isinstance(source, str):
+    return read_representations(source), source
+  x, y = map(np.asarray, source)
+  return Representations(x, y.astype(np.int32)[:, None], np.arange(len(x))), name
 
 
 def _targets(rows: Representations) -> np.ndarray:
