@@ -148,7 +148,7 @@ def open_run(
     step = checkpoint_reader.step_of(checkpoint)
     task = settings['train_dataset_cfg'].mixture_or_task_name
   errors = []
-  for channels in _CHANNELS:
+  for channels in _channels(checkpoint, step, functools.partial(_init, model, lengths)):
     init = functools.partial(_init, model, lengths, channels)
     specs, target = _placement(model, partitioner, init)
     try:
@@ -182,6 +182,22 @@ def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
   if 'text' in lengths:
     shapes['text'] = (1, lengths['text'])
   return model.get_initial_variables(jax.random.key(0), shapes)
+
+
+def _channels(
+  checkpoint: epath.PathLike, step: int | None, init: Callable[[int], PyTree]
+) -> tuple[int, ...]:
+  """Channels to try: the usual ones, then those that the shapes of a run's parameters suggest."""
+  from het_plugin.training import checkpoint_reader
+
+  if step is None:
+    return _CHANNELS
+  saved, c = checkpoint_reader.params_shapes(checkpoint), _CHANNELS[0]
+  usual = jax.eval_shape(lambda: init(c)['params'])
+  usual = {name: x.shape for name, x in traverse_util.flatten_dict(usual, sep='/').items()}
+  pairs = (p for name in saved.keys() & usual for p in zip(saved[name], usual[name], strict=False))
+  found = {c * a // b for a, b in pairs if a != b and c * a % b == 0}
+  return *_CHANNELS, *sorted(found - set(_CHANNELS))
 
 
 def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tuple[PyTree, PyTree]:

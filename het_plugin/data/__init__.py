@@ -27,9 +27,11 @@ _LAZY = {
 }
 
 CONFIGURABLES = {
+  'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
   'duration': ('total_steps',),
   'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': ('DatasetConfig',),
+  'preprocess': ('Flip', 'InceptionCrop', 'PadCrop'),
 }
 # What may change between two starts of a run without changing its results (config/changes.py).
 SAME_RESULTS = (

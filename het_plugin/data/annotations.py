@@ -12,50 +12,104 @@ if TYPE_CHECKING:  # seqio imports TensorFlow, which labels do not need
   import seqio
 
 PADDING, END = 0, 1  # seqio's token ids, the same in all supported vocabularies
+_SUM_TOLERANCE = 1e-3
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
-class Labels:
-  """The feature 'label': class numbers, int32 [B, L], padded with -1."""
+# Of each feature: shape of a row, dtype and padding.
+Features = dict[str, tuple[tuple[int, ...], type, int]]
 
-  feature = 'label'
-  padding = -1
+
+class Labels:
+  """Class labels.
+
+  label: class numbers, int32 [B, L], padded with -1.
+  label_weight: of soft labels, float32 [B, L]: the probability of each class or the share of the
+    annotators who chose it.
+  weight: float32 [B], the example's weight in the training loss, of sources that have one.
+  """
+
   noun = 'image'
 
-  def __init__(self, length: int):
+  def __init__(self, length: int, fields: Sequence[str] = ()):
+    """`length` is L, `fields` are the features besides 'label'."""
     self.length = length
+    known = {'label_weight': ((length,), np.float32, 0), 'weight': ((), np.float32, 0)}
+    self.features: Features = {
+      'label': ((length,), np.int32, -1),
+      **{name: known[name] for name in fields},
+    }
 
-  def rows(self, labels: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
-    """Labels int32 [B, l] as a source reads them, padded to L.
+  def rows(
+    self, labels: np.ndarray, keys: np.ndarray
+  ) -> tuple[dict[str, np.ndarray], list[str | None]]:
+    """Labels as a source reads them, padded to L.
 
     Returns:
-      rows: int32 [B, L].
-      problems: [B], None for each example.
+      The features, and [B] None: no example has a problem.
 
     Raises:
       ValueError: there is an example with more than L labels.
     """
     del keys
-    if labels.shape[1] > self.length:
+    given = {name: labels[name] for name in labels.dtype.names or ()} or {'label': labels}
+    width = given['label'].shape[1]
+    if width > self.length:
       raise ValueError(
-        f"task_feature_lengths['label'] is {self.length}; there is an example with "
-        f'{labels.shape[1]} labels.'
+        f"task_feature_lengths['label'] is {self.length}; there is an example with {width} labels."
       )
-    rows = np.full((len(labels), self.length), self.padding, np.int32)
-    rows[:, : labels.shape[1]] = labels
+    rows = {}
+    for name, (shape, dtype, padding) in self.features.items():
+      rows[name] = np.full((len(labels), *shape), padding, dtype)
+      if name in given:
+        rows[name][..., : width if shape else None] = given[name]
+      else:  # hard labels that are mixed
+        rows[name][:, :width] = given['label'] >= 0
     return rows, [None] * len(labels)
 
 
+def with_fields(label: np.ndarray, **fields: np.ndarray | None) -> np.ndarray:
+  """Labels int32 [N, L] with the fields that are not None, as a structured array [N]."""
+  given = {name: x for name, x in fields.items() if x is not None}
+  if not given:
+    return label
+  types = [(name, np.float32, x.shape[1:]) for name, x in given.items()]
+  rows = np.empty(len(label), [('label', np.int32, label.shape[1:]), *types])
+  for name, x in {'label': label, **given}.items():
+    rows[name] = x
+  return rows
+
+
+def check_weights(
+  where: str, label_weight: np.ndarray | None, weight: np.ndarray | None, listed: np.ndarray
+) -> None:
+  """Checks the weights of labels, [N, L], of which bool [N, L] are listed, and of examples, [N].
+
+  Raises:
+    ValueError: weights are negative or not finite, or those of an example's labels do not sum to 1.
+  """
+  if label_weight is not None:
+    sums = np.where(listed, label_weight, 0).sum(1)
+    wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE) | (np.where(listed, label_weight, 0) < 0).any(1)
+    if wrong.any():
+      i = int(np.flatnonzero(wrong)[0])
+      raise ValueError(
+        f'{where}: the label weights of example {i} sum to {sums[i]:.4g}; weights must be at least '
+        '0 and sum to 1.'
+      )
+  if weight is not None and not (np.isfinite(weight) & (weight >= 0)).all():
+    i = int(np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))[0])
+    raise ValueError(f'{where}: weight of example {i} is {weight[i]}; it must be at least 0.')
+
+
 class Captions:
-  """The feature 'text': token ids of one caption per image, int32 [B, L]; see `tokenize`.
+  """Captions: text int32 [B, L], the token ids of one caption per image; see `tokenize`.
 
   If an image has several captions, training draws one with the example's key, so that epochs show
   different ones, and evaluation takes the first. Blank captions count as missing. The first caption
   that is cut to L tokens is logged.
   """
 
-  feature = 'text'
-  padding = PADDING
   noun = 'image-text pair'
 
   def __init__(self, vocabulary: 'seqio.Vocabulary', length: int, at_random: bool):
@@ -67,12 +121,13 @@ class Captions:
     """
     self._vocabulary = vocabulary
     self.length = length
+    self.features: Features = {'text': ((length,), np.int32, PADDING)}
     self._at_random = at_random
     self._has_cut = False
 
   def rows(
     self, captions: Sequence[Sequence[str]], keys: np.ndarray
-  ) -> tuple[np.ndarray, list[str | None]]:
+  ) -> tuple[dict[str, np.ndarray], list[str | None]]:
     """Token ids of one caption of each example.
 
     Args:
@@ -80,8 +135,8 @@ class Captions:
       keys: uint64 [B], the random key of each example.
 
     Returns:
-      rows: int32 [B, L]; the content is arbitrary for examples with a problem.
-      problems: [B], None, or the reason why the example has no text.
+      The features, whose content is arbitrary for examples with a problem, and [B] None, or the
+      reason why the example has no text.
     """
     draws = counter_random.fold(keys, _CAPTION_STREAM)
     ids, problems = [], []
@@ -98,7 +153,7 @@ class Captions:
         "Captions are cut to task_feature_lengths['text'] = %d tokens; one has %d and its end.",
         *(self.length, too_long[0]),
       )
-    return token_rows(ids, self.length), problems
+    return {'text': token_rows(ids, self.length)}, problems
 
   def _tokens(self, caption: str) -> Sequence[int] | None:
     """Token ids; None if the text cannot be encoded in UTF-8."""

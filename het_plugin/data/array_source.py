@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from het_plugin.data import counter_random
+from het_plugin.data import annotations, counter_random
 from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
@@ -43,9 +43,9 @@ class ArraySource:
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    images, annotations = self.load()
+    images, labels = self.load()
     rows = self._splits[split][ids]
-    return images[rows], annotations[rows]
+    return images[rows], labels[rows]
 
   def describe(self, split: str, example_id: int) -> str:
     return f'{self._name}[{self._splits[split][example_id]}]'
@@ -78,7 +78,11 @@ def npz_source(path: str) -> ArraySource:
 
   Arrays of the file:
     image       [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
-    label       integers; [N], or multi-label [N, L] padded with -1.
+    label       integers [N], or [N, L] padded with -1: several labels, or the votes of several
+                annotators, also equal ones; or soft labels, float [N, K] with rows that sum to 1.
+    label_weight
+                optional float [N, L], the probability of each label; sums to 1.
+    weight      optional float [N], the weight of each example in the training loss.
     class_name  optional [K] strings. Without it K is the largest label + 1.
     split       optional [N] strings, the split of each example. Without it a fixed tenth of the
                 examples is 'validation' and the rest 'train'.
@@ -89,18 +93,20 @@ def npz_source(path: str) -> ArraySource:
   """
   name = f'npz:{path}'
   with _reading(name, path, 'label') as arrays:
-    labels = arrays['label']
     names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
     num_images, channels = _check_images(name, path)
+    num_classes, labels = _labels(name, arrays, names, num_images)
     splits = _npz_splits(name, arrays, num_images)
-  num_classes, labels = _check_labels(name, labels, names, num_images)
+  fields = tuple(x for x in labels.dtype.names or () if x != 'label')
+  max_labels = (labels['label'] if fields else labels).shape[1]
   info = TaskInfo(
     num_classes=num_classes,
-    multi_label=labels.shape[1] > 1,
+    multi_label=max_labels > 1 and 'label_weight' not in fields,
     channels=channels,
     class_names=names,
     splits={name: len(rows) for name, rows in splits.items()},
-    max_labels=labels.shape[1],
+    max_labels=max_labels,
+    label_fields=fields,
     version=_checksums(path),
   )
   return ArraySource(name, lambda: (_load_images(name, path), labels), splits, info)
@@ -164,15 +170,31 @@ def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFil
     raise ValueError(f'{name} is no NPZ file as it should be: {error}.') from error
 
 
-def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray]:
-  """Returns the number of classes and the labels as int32 [N, L]."""
-  if labels.ndim not in (1, 2) or len(labels) != num_images or labels.dtype.kind not in 'iu':
+def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray]:
+  """Returns the number of classes and the labels, int32 [N, L] or with fields."""
+  labels = arrays['label']
+  label_weight, weight = (
+    arrays[field] if field in arrays else None for field in ('label_weight', 'weight')
+  )
+  is_soft = labels.dtype.kind == 'f' and labels.ndim == 2 and label_weight is None
+  if len(labels) != num_images or not (is_soft or labels.dtype.kind in 'iu' and labels.ndim <= 2):
     raise ValueError(
-      f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L] '
-      f'with N = {num_images}, the number of images.'
+      f'{name}: label is {labels.dtype} {labels.shape}; it must be integers [N] or [N, L], or soft '
+      f'labels, float [N, K], with N = {num_images}, the number of images.'
     )
+  if is_soft:
+    num_classes = labels.shape[1]
+    if names is not None and len(names) != num_classes:
+      raise ValueError(
+        f'{name}: label has {num_classes} columns and class_name {len(names)} names.'
+      )
+    most = max(int((labels != 0).sum(1).max()), 1)
+    classes = np.argsort(-labels, axis=1, kind='stable')[:, :most]
+    label_weight = np.take_along_axis(labels, classes, axis=1)
+    labels = np.where(label_weight != 0, classes, -1)
   labels = labels.reshape(num_images, -1).astype(np.int64)
-  num_classes = len(names) if names is not None else int(labels.max()) + 1
+  if not is_soft:
+    num_classes = len(names) if names is not None else int(labels.max()) + 1
   lowest = 0 if labels.shape[1] == 1 else -1
   wrong = (labels < lowest) | (labels >= num_classes)
   if wrong.any():
@@ -181,7 +203,17 @@ def _check_labels(name, labels, names, num_images: int) -> tuple[int, np.ndarray
       f'{name}: label {int(labels[row][wrong[row]][0])} of example {row} is out of range; '
       f'labels are 0 .. {num_classes - 1}' + (', or -1 for none.' if lowest else '.')
     )
-  return num_classes, labels.astype(np.int32)
+  if label_weight is not None:
+    label_weight = label_weight.reshape(num_images, -1)
+  for field, array, shape in (
+    ('label_weight', label_weight, labels.shape),
+    ('weight', weight, (num_images,)),
+  ):
+    if array is not None and array.shape != shape:
+      raise ValueError(f'{name}: {field} is {array.shape}; it must be {shape}.')
+  annotations.check_weights(name, label_weight, weight, labels >= 0)
+  labels = labels.astype(np.int32)
+  return num_classes, annotations.with_fields(labels, label_weight=label_weight, weight=weight)
 
 
 def _check_images(name: str, path: str) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """Images in a folder, JPEG or PNG, with a file of captions."""
 
-import csv
 import json
 import pathlib
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
-from het_plugin.data.image_folder import read_bytes
+from het_plugin.data.image_folder import read_bytes, table_records
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo
 
 FILE_NAMES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
@@ -88,7 +87,9 @@ def _captions_file(path: str) -> pathlib.Path:
 
 def _images(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str | None]]:
   """The captions and the split of each image, by its `file`."""
-  records = _json_records(file) if file.suffix == '.jsonl' else _table_records(file)
+  records = (
+    _json_records(file) if file.suffix == '.jsonl' else table_records(file, ('file', 'caption'))
+  )
   captions: dict[str, list[str]] = {}
   splits: dict[str, str | None] = {}
   try:
@@ -110,8 +111,6 @@ def _images(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str | N
       captions.setdefault(name, []).extend(texts)
   except UnicodeDecodeError as error:
     raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
-  except csv.Error as error:
-    raise ValueError(f'{file} is no table: {error}.') from error
   without = [name for name, split in splits.items() if split is None]
   if without and len(without) < len(splits):
     raise ValueError(f"{file}: {without[0]} has no 'split', others have; all must, or none.")
@@ -133,22 +132,3 @@ def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
           f"{file}, line {number}: a record must be an object with 'file' and 'caption'."
         )
       yield number, record
-
-
-def _table_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
-  """(line number, record)"""
-  delimiter = ',' if file.suffix == '.csv' else '\t'
-  with file.open(encoding='utf-8-sig', newline='') as lines:
-    table = csv.DictReader(lines, delimiter=delimiter)
-    missing = [name for name in ('file', 'caption') if name not in (table.fieldnames or ())]
-    if missing:
-      raise ValueError(
-        f'{file} lacks the columns {missing}; its first line names {table.fieldnames or []}.'
-      )
-    for record in table:
-      if None in record:
-        raise ValueError(
-          f'{file}, line {table.line_num} has more fields than the first line names; quote texts '
-          f'that hold a {delimiter!r}.'
-        )
-      yield table.line_num, record

@@ -7,6 +7,7 @@ same share of both on any mesh, and the state of the input is still one integer.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from het_plugin.data import pipeline
@@ -84,8 +85,14 @@ class HeldOutIterator:
         )
     self._sizes = cfg.train.batch_size, cfg.held_out.batch_size
     self.num_examples = self.num_batches = None
-    channels = self._train.element_spec['image'].shape[-1]
-    self.element_spec = pipeline.element_spec(cfg, channels)
+    self.element_spec = {
+      name: jax.ShapeDtypeStruct((cfg.batch_size, *x.shape[1:]), x.dtype)
+      for name, x in self._train.element_spec.items()
+    }
+    if self.element_spec.keys() != self._held_out.element_spec.keys():
+      raise ValueError(
+        'HeldOutDatasetConfig.train mixes images; held-out examples cannot be mixed.'
+      )
 
   @property
   def corrupt_records(self) -> tuple[str, ...]:

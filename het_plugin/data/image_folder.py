@@ -1,15 +1,19 @@
 """Images in a folder per class, JPEG or PNG."""
 
+import csv
 import logging
 import os
 import pathlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from het_plugin.data import counter_random
+from het_plugin.data import counter_random, preprocess
+from het_plugin.data.annotations import check_weights, with_fields
 from het_plugin.data.array_source import SPLIT_KEY, VALIDATION_FRACTION
 from het_plugin.data.sources import TaskInfo
 
+_SAMPLE = 16  # images whose size is looked at
 _SUFFIXES = ('.jpg', '.jpeg', '.png')
 
 
@@ -20,7 +24,10 @@ class ImageFolderSource:
     PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; the classes are those of train
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
   Class ids follow the sorted folder names. What has the name of an image and is no regular file,
-  such as a dangling link, is skipped and counted in the log.
+  such as a dangling link, is skipped and counted in the log. PATH/labels.csv, if it is there, has
+  other labels of some or all files: columns file (relative to PATH) and label (a class folder), and
+  optionally label_weight (the label's probability) and weight (the example's in the training loss).
+  Several rows of a file are its soft label, or equally likely votes without a label_weight.
   """
 
   def __init__(self, path: str):
@@ -47,21 +54,70 @@ class ImageFolderSource:
         raise ValueError(f'{root / split} has classes that {root / "train"} lacks: {unknown[:5]}.')
       pairs = [(file, names.index(name)) for name, fs in by_class.items() for file in fs]
       self._files[split] = [file for file, _ in pairs]
-      self._labels[split] = np.array([label for _, label in pairs], np.int32)
+      self._labels[split] = np.array([[label] for _, label in pairs], np.int32)
+    table, fields = root / 'labels.csv', ()
+    if table.is_file():
+      fields = self._read_table(table, names)
+    max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
       num_classes=len(names),
       multi_label=False,
       channels=3,
       class_names=names,
       splits={split: len(paths) for split, paths in self._files.items()},
+      max_labels=max_labels,
+      label_fields=fields,
       version=f'{sum(map(len, self._files.values()))} files',
     )
+
+  @property
+  def typical_side(self) -> float:
+    """The median of the shorter sides of some images, in pixels."""
+    files = next(iter(self._files.values()))
+    sides = []
+    for path in files[:: max(len(files) // _SAMPLE, 1)]:
+      image = preprocess.decode_rgb(read_bytes(path) or b'')
+      if image is not None:
+        sides.append(min(image.size))
+    return float(np.median(sides)) if sides else np.inf
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[list[bytes | None], np.ndarray]:
     files = [self._files[split][i] for i in ids]
-    return list(map(read_bytes, files)), self._labels[split][ids][:, None]
+    return list(map(read_bytes, files)), self._labels[split][ids]
+
+  def _read_table(self, table: pathlib.Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Replaces the labels of files by those of the table; returns what the labels have besides."""
+    columns, numbers = ('label_weight', 'weight'), {name: i for i, name in enumerate(names)}
+    found: dict[str, list[tuple[int, float | None, float | None]]] = {}
+    for line, record in table_records(table, ('file', 'label')):
+      if record['label'] not in numbers:
+        raise ValueError(f'{table}, line {line}: label {record["label"]!r} is no class folder.')
+      try:
+        values = [float(record[c]) if c in record else None for c in columns]
+      except (TypeError, ValueError) as error:
+        raise ValueError(f'{table}, line {line}: a weight is no number.') from error
+      found.setdefault(str(record['file']), []).append((numbers[record['label']], *values))
+    if not found:
+      raise ValueError(f'{table} holds no records.')
+    fields = ('label_weight', 'weight') if 'weight' in record else ('label_weight',)
+    width = max(map(len, found.values()))
+    for split, files in self._files.items():
+      label = np.full((len(files), width), -1, np.int32)
+      label[:, 0] = self._labels[split][:, 0]
+      label_weight, weight = (label >= 0).astype(np.float32), np.ones(len(files), np.float32)
+      for i, file in enumerate(files):
+        rows = found.pop(str(file.relative_to(self._root)), ())
+        for j, (k, share, example_weight) in enumerate(rows):
+          label[i, j], label_weight[i, j] = k, 1 / len(rows) if share is None else share
+          weight[i] = 1 if example_weight is None else example_weight
+      check_weights(f'{table}, split {split}', label_weight, weight, label >= 0)
+      weights = {'label_weight': label_weight, 'weight': weight}
+      self._labels[split] = with_fields(label, **{name: weights[name] for name in fields})
+    if found:
+      raise ValueError(f'{table}: there is no image {next(iter(found))!r}.')
+    return fields
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])
@@ -76,6 +132,36 @@ def read_bytes(path: str | os.PathLike) -> bytes | None:
       return file.read()
   except OSError:
     return None
+
+
+def table_records(
+  file: pathlib.Path, needed: Sequence[str]
+) -> Iterator[tuple[int, dict[str, str | None]]]:
+  """Line number and fields of each record of a .csv or .tsv file whose first line names columns.
+
+  Raises:
+    ValueError: a needed column is missing, a record has too many fields, or it is not UTF-8.
+  """
+  delimiter = '\t' if file.suffix == '.tsv' else ','
+  try:
+    with file.open(encoding='utf-8-sig', newline='') as lines:
+      table = csv.DictReader(lines, delimiter=delimiter)
+      missing = [name for name in needed if name not in (table.fieldnames or ())]
+      if missing:
+        raise ValueError(
+          f'{file} lacks the columns {missing}; its first line names {table.fieldnames or []}.'
+        )
+      for record in table:
+        if None in record:
+          raise ValueError(
+            f'{file}, line {table.line_num} has more fields than the first line names; quote texts '
+            f'that hold a {delimiter!r}.'
+          )
+        yield table.line_num, record
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
+  except csv.Error as error:
+    raise ValueError(f'{file} is no table: {error}.') from error
 
 
 def _folders(root: pathlib.Path) -> list[pathlib.Path]:

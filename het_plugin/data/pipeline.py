@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from het_plugin.data import reader, splits
+from het_plugin.data import augment, reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 Batch = reader.Batch
@@ -41,6 +41,8 @@ class DatasetConfig:
   seed: seed of order, augmentation and endless streams; in [0, 2^32).
   num_epochs: passes over the split or slice. None is endless for the split 'train' and with
     augment = True, and one pass otherwise.
+  augmentations: of images that are augmented, in order: names or objects of augment.py; None takes
+    the task's own. 'mixup' and 'cutmix' give a batch twice the labels, and label_weight.
   augment: whether images go through the training preprocessors, and one of several captions is
     drawn at random instead of the first. None is True for the whole split 'train' only.
   resize: how evaluation makes photographs square: 'aspect' keeps the aspect ratio, 'squash' does
@@ -65,6 +67,7 @@ class DatasetConfig:
   seed: int = 0
   num_epochs: int | None = None
   augment: bool | None = None
+  augmentations: Sequence[Any] | None = None
   resize: Literal['aspect', 'squash'] | None = None
   vocabulary: str | None = None
   max_corrupt_fraction: float = reader.MAX_CORRUPT_FRACTION
@@ -101,8 +104,9 @@ class BatchIterator:
 
   A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1
   or text int32 [B, L] (token ids and end-of-sequence, 1, padded with 0), index int32 [B] and mask
-  float32 [B], with B the number of `rows` (see ExampleReader.read). An error in reading a batch is
-  raised by the `next` that would have returned it, which can be repeated.
+  float32 [B], with B the number of `rows` (see ExampleReader.read); and label_weight and weight
+  where there are some (annotations.Labels). An error in reading a batch is raised by the `next`
+  that would have returned it, which can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
   num_examples, num_batches: from position 0 to the end; None if endless.
@@ -321,8 +325,12 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
   from het_plugin.data import tasks  # not at the top: fonts and image files take time to import
 
   task = tasks.get_task(cfg.mixture_or_task_name, cfg.vocabulary)
-  augment = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
-  preprocessors = task.split_preprocessors(augment, cfg.resize)
+  augmented = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
+  preprocessors, mixture = task.split_preprocessors(augmented, cfg.resize), None
+  if augmented and cfg.augmentations is not None:
+    preprocessors, mixture = augment.resolve(cfg.augmentations)
+    if mixture and 'text' in cfg.task_feature_lengths:
+      raise ValueError(f'augmentations is {cfg.augmentations!r}; captions cannot be mixed.')
   task.check(cfg.split, cfg.task_feature_lengths)
   part = splits.resolve(cfg.split, task.examples.info.splits, task.name)
   if cfg.num_epochs is not None and part.num_records is None:
@@ -332,7 +340,7 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     )
   training = cfg.split == TRAIN_SPLIT or cfg.augment
   channels = task.info.channels
-  annotations = task.annotations(cfg.task_feature_lengths, augment)
+  annotations = task.annotations(cfg.task_feature_lengths, augmented, mixed=mixture is not None)
   examples = reader.ExampleReader(
     task.examples,
     cfg.split,
@@ -340,16 +348,22 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     channels=channels,
     annotations=annotations,
     preprocessors=preprocessors,
+    mixture=mixture,
     shuffle=cfg.shuffle,
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
   )
+  spec = element_spec(cfg, channels)
+  for name, (shape, dtype, _) in annotations.features.items():
+    double = mixture is not None and name in ('label', 'label_weight')
+    shape = (2 * shape[0],) if double else shape
+    spec[name] = jax.ShapeDtypeStruct((cfg.batch_size, *shape), dtype)
   if load := getattr(task.examples, 'load', None):
     load()  # arrays, whose errors are found now and not in a thread
   return BatchIterator(
     examples.read,
     reader.CorruptRecords(part.num_records or 0, cfg.max_corrupt_fraction, annotations.noun),
-    element_spec(cfg, channels),
+    spec,
     cfg.batch_size,
     rows,
     examples.num_examples,

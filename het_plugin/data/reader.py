@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from het_plugin.data import annotations as annotations_lib
-from het_plugin.data import counter_random, preprocess, splits
+from het_plugin.data import augment, counter_random, preprocess, splits
 from het_plugin.data.sources import ExampleSource
 
 Batch = dict[str, np.ndarray]
 
-_SHUFFLE_STREAM, _PREPROCESS_STREAM = 1, 2
+_SHUFFLE_STREAM, _PREPROCESS_STREAM, _MIX_STREAM = 1, 2, 3
 MAX_CORRUPT_FRACTION = 0.01  # the default, and what tasks under seqio allow
 _NAMED_RECORDS = 5  # how many unreadable records an error names
 
@@ -75,6 +75,7 @@ class ExampleReader:
     channels: int,
     annotations: annotations_lib.Labels | annotations_lib.Captions,
     preprocessors: Sequence[preprocess.Preprocessor] = (),
+    mixture: augment.Mixup | None = None,
     shuffle: bool,
     seed: int,
     num_epochs: int | None,
@@ -87,6 +88,7 @@ class ExampleReader:
       size, channels: of the square images that the model takes.
       annotations: makes rows of the source's labels or captions.
       preprocessors: applied to each image.
+      mixture: mixes pairs of images after that.
       shuffle, seed: as in DatasetConfig.
       num_epochs: None for endless; an endless split has no epochs.
 
@@ -101,6 +103,7 @@ class ExampleReader:
     self._shape = size, size, channels
     self._annotations = annotations
     self._preprocessors = preprocessors
+    self._mixture = mixture
     self._shuffle = shuffle
     self._seed = seed
     self.num_records = part.num_records
@@ -114,7 +117,7 @@ class ExampleReader:
     Returns:
       A batch, and the names of the unreadable records by number. The batch has
       image: float32 [B, H, H, C] in [-1, 1].
-      label or text: int32 [B, L], see the `annotations`.
+      the features of `annotations`; of mixed images twice as many labels.
       index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
         the whole split, so that slices that do not overlap have no index in common; else the
         position mod 2^31.
@@ -123,6 +126,28 @@ class ExampleReader:
     Raises:
       ValueError: there is an example with too many labels, or an image has other channels.
     """
+    if self._mixture is None:
+      return self._read(positions)
+    needed, rows = np.unique(np.concatenate([positions, positions ^ 1]), return_inverse=True)
+    batch, names = self._read(needed)
+    pairs = rows.reshape(2, -1).T  # [B, 2]
+    mixed = {name: x[pairs[:, 0]] for name, x in batch.items()}
+    for name in ('label', 'label_weight'):
+      mixed[name] = batch[name][pairs].reshape(len(positions), -1)
+    base = counter_random.base_key(self._seed, _MIX_STREAM)
+    keys = counter_random.fold(base, positions)
+    half = mixed['label'].shape[1] // 2
+    for i, (own, other) in enumerate(pairs):
+      weight = 1.0
+      if batch['mask'][own] and batch['mask'][other]:
+        rng = np.random.default_rng(int(keys[i]))
+        mixed['image'][i], weight = self._mixture.mix(*batch['image'][[own, other]], rng)
+      mixed['label_weight'][i, :half] *= weight
+      mixed['label_weight'][i, half:] *= 1 - weight
+    return mixed, names
+
+  def _read(self, positions: np.ndarray) -> tuple[Batch, dict[int, str]]:
+    """As `read`, without mixing."""
     real = np.ones(len(positions), bool)
     if self.num_examples is not None:
       real = positions < self.num_examples
@@ -143,13 +168,13 @@ class ExampleReader:
       index[real] = records
     batch = {
       'image': images,
-      self._annotations.feature: rows,
+      **rows,
       'index': (index % 2**31).astype(np.int32),
       'mask': readable.astype(np.float32),
     }
     if not readable.all() or not real.all():
-      blank = {'image': -1, self._annotations.feature: self._annotations.padding, 'mask': 0}
-      for name, value in blank.items():
+      padding = {name: value for name, (*_, value) in self._annotations.features.items()}
+      for name, value in {'image': -1, **padding, 'mask': 0}.items():
         whole = np.full((len(positions), *batch[name].shape[1:]), value, batch[name].dtype)
         whole[np.flatnonzero(real)[readable]] = batch[name][readable]
         batch[name] = whole

@@ -104,9 +104,12 @@ class SeqioTask(seqio.Task):
     )
     shard, num_shards = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
     stop = examples.num_examples or np.iinfo(np.int64).max
+    (feature,) = set(annotations.features) & {'label', 'text'}
+    if len(annotations.features) > 1:
+      raise ValueError(f'{self.name} has soft labels or weights, which seqio tasks cannot have.')
     specs = {
       'image': tf.TensorSpec([None, side, side, channels], tf.float32),
-      annotations.feature: tf.TensorSpec([None, annotations.length], tf.int32),
+      feature: tf.TensorSpec([None, annotations.length], tf.int32),
       'index': tf.TensorSpec([None, 1], tf.int32),  # rank 1, see `_output_features`
       'mask': tf.TensorSpec([None, 1], tf.float32),
     }

@@ -23,6 +23,7 @@ class TaskInfo:
   splits: number of examples of each split; None for an endless one.
   max_labels: the largest known number of labels per example; the 'label' length must be at least
     this.
+  label_fields: of the labels besides class numbers: label_weight, weight (annotations.Labels).
   version: identifies this state of the data, as far as known without reading them; None for data
     that do not change.
   """
@@ -33,6 +34,7 @@ class TaskInfo:
   class_names: tuple[str, ...] | None
   splits: Mapping[str, int | None]
   max_labels: int = 1
+  label_fields: tuple[str, ...] = ()
   version: str | None = None
 
 
@@ -78,7 +80,8 @@ class ExampleSource(Protocol):
     Returns:
       images: [B] images [h, w, C], uint8 or float32 in [-1, 1]: an array, or a list if sides
         differ, with None for unreadable images. RGB images may be the bytes of JPEG and PNG files.
-      labels: int32 [B, L], padded with -1.
+      labels: int32 [B, L], padded with -1; with info.label_fields a structured array [B] of 'label'
+        [L] and these fields.
       captions: [B], the texts of each image in a fixed order. Blank texts do not count; an image
         without a text is an unreadable record.
     """

@@ -76,11 +76,15 @@ class ImageTask:
     return vocabularies.get_vocabulary(self.vocabulary) if named else self.vocabulary
 
   def annotations(
-    self, lengths: Mapping[str, int], augment: bool
+    self, lengths: Mapping[str, int], augment: bool, mixed: bool = False
   ) -> annotations.Labels | annotations.Captions:
-    """Makes rows of labels or captions, for training (augment) or evaluation."""
+    """Makes rows of labels or captions, for training (augment) or evaluation; of mixed images the
+    labels have weights."""
     if self.vocabulary is None:
-      return annotations.Labels(lengths['label'])
+      fields = self.examples.info.label_fields
+      if mixed and 'label_weight' not in fields:
+        fields = (*fields, 'label_weight')
+      return annotations.Labels(lengths['label'], fields)
     return annotations.Captions(self.loaded_vocabulary, lengths['text'], at_random=augment)
 
   def split_preprocessors(
@@ -135,6 +139,7 @@ class ImageTask:
 _TASKS: dict[str, ImageTask] = {}
 ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; for seqio_task
 
+_SMALL = 64  # pixels; folders of images of at most this side are not cropped like photographs
 _PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
 # No crop and no mirroring, so that everything the caption describes stays visible, on its side.
 _CAPTIONED = (pp.Resize(),)
@@ -278,7 +283,11 @@ def _prefix(name: str) -> tuple[str, str]:
 @functools.cache
 def _made(prefix: str, argument: str) -> ImageTask:
   make, train, evaluation, vocabulary = _MAKERS[prefix]
-  return ImageTask(f'{prefix}:{argument}', make(argument), train, evaluation, vocabulary)
+  source = make(argument)
+  if prefix == 'image_folder' and source.typical_side <= _SMALL:
+    # 5% of the area of a small image shows nothing, and 8/7 of the side cuts off its border.
+    train, evaluation = (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
+  return ImageTask(f'{prefix}:{argument}', source, train, evaluation, vocabulary)
 
 
 # Not by add_image_task: their metadata, which it reads, come from fonts.

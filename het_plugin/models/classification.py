@@ -18,7 +18,7 @@ from flax import traverse_util
 
 from het_plugin.backbones import as_backbone, with_axes
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
-from het_plugin.models import batches
+from het_plugin.models import batches, soft_labels
 from het_plugin.models import metrics as metrics_lib
 
 Batch = batches.Batch
@@ -79,6 +79,7 @@ class ClassificationModel:
     eval_seed: int = 0,
     shared_draws: bool = False,
     fixed_draws: bool = False,
+    label_smoothing: float = 0.0,
   ):
     """Composes the model.
 
@@ -100,9 +101,16 @@ class ClassificationModel:
       fixed_draws: whether training repeats the same normal draws at every step. The loss is then a
         deterministic function of the parameters. An exact loss is one anyway.
 
+      label_smoothing: share of the training target that is spread evenly (`soft_labels.targets`).
+        Costs the log-probabilities of all classes.
+
     Raises:
-      ValueError: loss_normalizing_factor is not positive.
+      ValueError: loss_normalizing_factor is not positive, or label_smoothing not in [0, 1).
     """
+    if not 0 <= label_smoothing < 1:
+      raise ValueError(
+        f'ClassificationModel.label_smoothing={label_smoothing} must be at least 0 and below 1'
+      )
     batches.check_normalizing_factor('ClassificationModel', loss_normalizing_factor)
     self.backbone = as_backbone(backbone)
     self.head = head
@@ -114,6 +122,7 @@ class ClassificationModel:
     self.eval_seed = eval_seed
     self.shared_draws = shared_draws
     self.fixed_draws = fixed_draws
+    self.label_smoothing = label_smoothing
 
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
@@ -142,8 +151,6 @@ class ClassificationModel:
         f'{name}.num_classes={self.head.num_classes} must be the number of classes of the task, '
         f'{task_info.num_classes}'
       )
-    if task_info.multi_label and self.head.link == 'softmax':
-      raise ValueError(f"{name}.link='softmax' cannot fit a multi-label task: bind link='sigmoid'")
 
   def get_initial_variables(
     self,
@@ -190,24 +197,28 @@ class ClassificationModel:
       noise_rng = jax.random.key(0)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
     logits, _ = self.module.apply({'params': params}, batch['image'], train=True, rngs=rngs)
-    nll = self.train_integrator.nll(logits, batch['label'], self._keys(noise_rng, batch))
-    correct = metrics_lib.is_listed(_top_location(logits), batch['label'])
+    keys = self._keys(noise_rng, batch)
+    nll = soft_labels.nll(self.train_integrator, logits, batch, keys, self.label_smoothing)
+    correct = soft_labels.correct(_top_location(logits), batch)
     return (
-      self._loss(nll, mask),
+      self._loss(nll * batch.get('weight', 1.0), mask),
       metrics_lib.base_metrics(nll, correct, logits.temperature, mask),
     )
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Loss, `metrics.base_metrics` and 'ece' of the predictive distribution."""
-    labels, mask = batch['label'], batches.mask(batch)
+    mask = batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
     top, top_log_prob = jnp.argmax(log_prob, -1), jnp.max(log_prob, -1)  # [B]
-    if logits.link == 'softmax':
-      nll = metrics_lib.label_nll(log_prob, labels)
-    else:  # near p = 1, log(1 - p) cannot be computed from log p: integrate both signs
-      nll = self.eval_integrator.nll(logits, labels, self._eval_keys(batch))
-    correct = metrics_lib.is_listed(top, labels)
+    if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
+      nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
+    elif 'label_weight' in batch:
+      target = soft_labels.targets(batch, logits)
+      nll = jnp.where(target > 0, -target * log_prob, 0.0).sum(-1)
+    else:
+      nll = metrics_lib.label_nll(log_prob, batch['label'])
+    correct = soft_labels.correct(top, batch)
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
       jnp.exp(top_log_prob), correct, mask=mask
@@ -248,7 +259,7 @@ class ClassificationModel:
     array as in t5x.
     """
     logits, intermediates = self._logits(params, batch)
-    scores = -self.eval_integrator.nll(logits, batch['label'], self._eval_keys(batch))
+    scores = -soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
     if return_intermediates:
       return scores, {name: (value,) for name, value in intermediates.items()}
     return scores
@@ -272,7 +283,7 @@ class ClassificationModel:
     if logits.covariance is not None and isinstance(self.eval_integrator, Integrator):
       predictive['expected_entropy'] = self.eval_integrator.expected_entropy(logits, keys)
     if logits.link == 'sigmoid':
-      predictive['nll'] = self.eval_integrator.nll(logits, batch['label'], keys)
+      predictive['nll'] = soft_labels.nll(self.eval_integrator, logits, batch, keys)
     return predictive
 
   def representations(

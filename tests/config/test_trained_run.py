@@ -98,3 +98,15 @@ def test_a_run_of_t5x(digits_run, tmp_path):
     conversion.write_t5x(folder, theirs)
   with pytest.raises(ValueError, match='is a checkpoint of t5x already'):
     conversion.write_t5x(theirs, tmp_path / 'again')
+
+
+def test_any_number_of_channels_is_seen_in_the_shapes(monkeypatch):
+  def init(channels):
+    kernels = np.zeros((4, 4, channels, 16)), np.zeros((16, 7))
+    return {'params': {'backbone': {'embedding': kernels[0]}, 'head': {'kernel': kernels[1]}}}
+
+  for channels, tried in {1: (3, 1), 2: (3, 1, 2), 5: (3, 1, 5)}.items():
+    flat = traverse_util.flatten_dict(init(channels)['params'], sep='/')
+    saved = {name: x.shape for name, x in flat.items()}
+    monkeypatch.setattr(checkpoint_reader, 'params_shapes', lambda _, saved=saved: saved)
+    assert trained_run._channels('run', 1, init) == tried

@@ -3,7 +3,7 @@ import pytest
 import seqio
 
 from het_plugin.data import counter_random, get_vocabulary
-from het_plugin.data.annotations import Captions, Labels
+from het_plugin.data.annotations import Captions, Labels, check_weights, with_fields
 
 KEYS = counter_random.fold(counter_random.base_key(0), np.arange(1000))
 
@@ -17,23 +17,38 @@ def texts_of(rows):
 
 
 def test_labels_are_padded():
-  rows, problems = Labels(3).rows(np.array([[1, 2], [3, -1]], np.int32), KEYS[:2])
+  features, problems = Labels(3).rows(np.array([[1, 2], [3, -1]], np.int32), KEYS[:2])
+  rows = features['label']
   np.testing.assert_array_equal(rows, [[1, 2, -1], [3, -1, -1]])
   assert rows.dtype == np.int32 and problems == [None, None]
   with pytest.raises(ValueError, match=r"\['label'\] is 1; there is an example with 2 labels"):
     Labels(1).rows(np.array([[1, 2]]), KEYS[:1])
 
 
+def test_labels_with_weights_are_padded_with_zeros():
+  label = np.array([[1, 2], [3, -1]], np.int32)
+  label_weight, weight = np.array([[0.75, 0.25], [1, 0]]), np.array([1.0, 2.0])
+  check_weights('here', label_weight, weight, label >= 0)
+  given = with_fields(label, label_weight=label_weight, weight=weight)
+  features, _ = Labels(3, ('label_weight', 'weight')).rows(given, KEYS[:2])
+  np.testing.assert_array_equal(features['label_weight'], [[0.75, 0.25, 0], [1, 0, 0]])
+  np.testing.assert_array_equal(features['weight'], weight)
+  with pytest.raises(ValueError, match='here: the label weights of example 1 sum to nan; weights'):
+    check_weights('here', np.array([[1, 0], [np.nan, 0]]), None, label >= 0)
+  with pytest.raises(ValueError, match='here: weight of example 0 is -1.0; it must be at least 0'):
+    check_weights('here', None, -weight, label >= 0)
+
+
 def test_training_draws_each_caption_equally_often_by_key():
   several = [('a', ' ', 'b', 'c')] * 1000
-  rows, _ = captions(at_random=True).rows(several, KEYS)
+  rows = captions(at_random=True).rows(several, KEYS)[0]['text']
   letters = texts_of(rows)
   counts = [letters.count(letter) for letter in 'abc']
   assert sum(counts) == 1000
   # each is binomial: 333 +- 15
   assert max(abs(count - 1000 / 3) for count in counts) < 60
   some = [3, 999, 0]
-  other, _ = captions(at_random=True).rows([several[0]] * 3, KEYS[some])
+  other = captions(at_random=True).rows([several[0]] * 3, KEYS[some])[0]['text']
   np.testing.assert_array_equal(other, rows[some])
 
 
@@ -43,7 +58,7 @@ def test_missing_captions():
     rows, problems = captions(at_random=at_random).rows(given, KEYS[:5])
     assert problems[:3] == ['its caption is missing or empty'] * 3
     assert problems[3:] == ['its caption is not valid UTF-8', None]
-    assert texts_of(rows[4:]) == ['fine']
+    assert texts_of(rows['text'][4:]) == ['fine']
 
 
 def test_a_caption_without_tokens(sentencepiece_model):
@@ -59,7 +74,7 @@ def test_the_first_cut_caption_is_logged(caplog):
   maker.rows([('abc',)], KEYS[:1])
   assert not caplog.records
   rows, problems = maker.rows([('abcd',), ('ab',)], KEYS[:2])
-  np.testing.assert_array_equal(rows, [[100, 101, 102, 1], [100, 101, 1, 0]])
+  np.testing.assert_array_equal(rows['text'], [[100, 101, 102, 1], [100, 101, 1, 0]])
   assert problems == [None, None]
   maker.rows([('too long',)], KEYS[:1])
   assert caplog.messages == [

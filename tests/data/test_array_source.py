@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import pathlib
 
@@ -59,7 +60,36 @@ def test_npz_float_multi_label_names_and_splits(tmp_path):
   assert pictures.dtype == np.float32 and pictures.max() == 1 and pictures.min() == -1
 
 
+def test_soft_labels_votes_and_example_weights(tmp_path):
+  soft = np.array([[0.5, 0, 0.5], [0, 1, 0], [0.2, 0.3, 0.5]])
+  weight = np.array([1, 2, 0.5])
+  path = write(tmp_path / 'a.npz', image=images(3), label=soft, weight=weight, split=['train'] * 3)
+  info = array_source.npz_source(path).info
+  assert info.label_fields == ('label_weight', 'weight') and not info.multi_label
+  assert info.num_classes == info.max_labels == 3
+  cfg = DatasetConfig(path, {'image': 6, 'label': 4}, 'train', 4, shuffle=False, augment=False)
+  iterator = get_dataset(dataclasses.replace(cfg, num_epochs=1))
+  batch = next(iterator)
+  for name, spec in iterator.element_spec.items():
+    assert (batch[name].shape, batch[name].dtype) == (spec.shape, spec.dtype), name
+  dense = np.zeros((4, 3))
+  for row, (classes, weights) in enumerate(zip(batch['label'], batch['label_weight'], strict=True)):
+    np.add.at(dense[row], classes[classes >= 0], weights[classes >= 0])
+  np.testing.assert_allclose(dense[:3], soft, atol=1e-6)
+  np.testing.assert_allclose(batch['weight'], [*weight, 0])
+  assert not batch['label_weight'][3].any() and (batch['label'][3] == -1).all()
+
+
 BAD_FILES = {
+  'the label weights of example 1 sum to 0.9; weights must be': {
+    'image': images(2),
+    'label': np.array([[0.5, 0.5], [0.5, 0.4]]),
+  },
+  'label_weight is (2, 2); it must be (2, 1)': {
+    'image': images(2),
+    'label': np.arange(2),
+    'label_weight': np.eye(2),
+  },
   "lacks the arrays ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
   r'label -1 of example 1 is out of range; labels are 0 .. 0.': {
     'image': images(2),

@@ -87,3 +87,30 @@ def test_what_is_no_regular_file_is_skipped_and_counted(tmp_path, image_files, c
   gone.unlink()
   assert image_folder.read_bytes(gone) is None
   assert image_folder.read_bytes(folder / 'pipe.jpg') is None
+
+
+def test_labels_in_a_table(tmp_path, image_files):
+  for split, count in (('train', 3), ('validation', 1)):
+    for name in ('ant', 'cat'):
+      image_files.write(tmp_path / split / name, count)
+  table = tmp_path / 'labels.csv'
+  table.write_text(
+    'file,label,weight\ntrain/cat/000.png,cat,2\ntrain/cat/000.png,ant,2\n'
+    'train/cat/000.png,cat,2\ntrain/ant/001.png,cat,0.5\n'
+  )
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.label_fields == ('label_weight', 'weight') and source.info.max_labels == 3
+  _, labels = source.read('train', np.array([3, 1, 0]), 8, seed=0)
+  np.testing.assert_array_equal(labels['label'], [[1, 0, 1], [1, -1, -1], [0, -1, -1]])
+  np.testing.assert_allclose(labels['label_weight'], [[1 / 3] * 3, [1, 0, 0], [1, 0, 0]])
+  np.testing.assert_array_equal(labels['weight'], [2, 0.5, 1])
+  for text, message in {
+    'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is no class folder",
+    'file,label\ntrain/cat/9.png,cat\n': "there is no image 'train/cat/9.png'",
+    'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'sum to 0.5; weights must be',
+    'file,label,weight\ntrain/cat/000.png,cat\n': 'line 2: a weight is no number',
+    'file\n': r"lacks the columns \['label'\]",
+  }.items():
+    table.write_text(text)
+    with pytest.raises(ValueError, match=message):
+      ImageFolderSource(str(tmp_path))

@@ -280,7 +280,9 @@ def test_captions_are_those_of_their_images(npz_captions):
   assert set(pairs(3, split='train[:50%]')) == {(i, 0) for i in range(10) if i != 2}
 
 
-def test_resize_is_chosen_for_photographs(folder):
+def test_resize_is_chosen_for_photographs(folder, monkeypatch):
+  monkeypatch.setattr(tasks, '_SMALL', 0)
+  tasks._made.cache_clear()
   settings = dict(
     mixture_or_task_name=f'image_folder:{folder}',
     task_feature_lengths={'image': 12, 'label': 1},

@@ -1,0 +1,175 @@
+"""Augmentations by name, for `DatasetConfig.augmentations`; preprocess.py has their interface."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from het_plugin.data import preprocess
+
+
+@dataclasses.dataclass(frozen=True)
+class RandAugment:
+  """Random operations in turn (Cubuk et al. 2020), of grey and RGB images.
+
+  num_ops: operations per image.
+  magnitude: their strength, from 0 to 30.
+
+  Raises:
+    ValueError: a setting is out of range, or an image has other than 1 or 3 channels.
+  """
+
+  num_ops: int = 2
+  magnitude: float = 9
+
+  def __post_init__(self):
+    if self.num_ops < 1 or not 0 <= self.magnitude <= 30:
+      raise ValueError(
+        f'RandAugment has num_ops = {self.num_ops} and magnitude = {self.magnitude}; they must be '
+        'at least 1, and in [0, 30].'
+      )
+
+  def __call__(self, image, rng: np.random.Generator, size: int) -> np.ndarray:
+    image = np.asarray(image)
+    if image.shape[-1] not in (1, 3):
+      raise ValueError(f'RandAugment takes 1 or 3 channels; an image has {image.shape[-1]}.')
+    is_float = image.dtype != np.uint8
+    levels = np.round((image + 1) * 127.5).astype(np.uint8) if is_float else image
+    picture = Image.fromarray(levels[..., 0] if image.shape[-1] == 1 else levels)
+    for _ in range(self.num_ops):
+      picture = self._apply(picture, rng)
+    levels = np.asarray(picture).reshape(image.shape)
+    return preprocess.to_levels(levels) if is_float else levels
+
+  def _apply(self, x: Image.Image, rng: np.random.Generator) -> Image.Image:
+    operation = rng.integers(14)
+    strength = self.magnitude / 30
+    signed = strength * (1 if rng.integers(2) else -1)
+    width, height = x.size
+    match operation:
+      case 0:
+        return ImageOps.autocontrast(x)
+      case 1:
+        return ImageOps.equalize(x)
+      case 2:
+        return ImageOps.posterize(x, 8 - round(4 * strength))
+      case 3:
+        return ImageOps.solarize(x, round(256 * (1 - strength)))
+      case 4 | 5 | 6 | 7:
+        enhance = ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Sharpness
+        return (*enhance, ImageEnhance.Color)[operation - 4](x).enhance(1 + 0.9 * signed)
+      case 8:
+        return x.rotate(30 * signed, Image.Resampling.BILINEAR)
+      case 9:
+        return _affine(x, 1, 0.3 * signed, 0, 0, 1, 0)  # shear
+      case 10:
+        return _affine(x, 1, 0, 0, 0.3 * signed, 1, 0)
+      case 11:
+        return _affine(x, 1, 0, 0.45 * signed * width, 0, 1, 0)  # shift
+      case 12:
+        return _affine(x, 1, 0, 0, 0, 1, 0.45 * signed * height)
+    return x
+
+
+def _affine(x: Image.Image, *matrix: float) -> Image.Image:
+  return x.transform(x.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomErasing:
+  """Fills a random box with noise (Zhong et al. 2020).
+
+  probability: of doing so.
+  area_range, aspect_range: of the box, relative to the image.
+  """
+
+  probability: float = 0.25
+  area_range: tuple[float, float] = (0.02, 1 / 3)
+  aspect_range: tuple[float, float] = (0.3, 3.3)
+
+  def __call__(self, image, rng: np.random.Generator, size: int) -> np.ndarray:
+    if rng.random() >= self.probability:
+      return image
+    left, top, right, bottom = preprocess.random_box(image, rng, self.area_range, self.aspect_range)
+    erased = np.array(image)
+    noise = rng.integers(0, 256, erased[top:bottom, left:right].shape, np.uint8)
+    erased[top:bottom, left:right] = noise if erased.dtype == np.uint8 else noise / 127.5 - 1
+    return erased
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixup:
+  """Weighted means of two images, whose labels get the weights (Zhang et al. 2018).
+
+  The images at positions 2 i and 2 i + 1 of the order are mixed with each other, so that an example
+  depends neither on the batch nor on the host.
+
+  alpha: the weight is Beta(alpha, alpha).
+  """
+
+  alpha: float = 0.2
+
+  def __post_init__(self):
+    if not self.alpha > 0:
+      raise ValueError(f'{type(self).__name__}.alpha is {self.alpha}; it must be positive.')
+
+  def mix(
+    self, image: np.ndarray, other: np.ndarray, rng: np.random.Generator
+  ) -> tuple[np.ndarray, float]:
+    """The mixed image, float32 [H, H, C], and the weight of the first one's labels."""
+    weight = rng.beta(self.alpha, self.alpha)
+    return np.float32(weight) * image + np.float32(1 - weight) * other, weight
+
+
+@dataclasses.dataclass(frozen=True)
+class CutMix(Mixup):
+  """A box of another image, labels weighted by area (Yun et al. 2019); pairs as in Mixup."""
+
+  alpha: float = 1.0
+
+  def mix(
+    self, image: np.ndarray, other: np.ndarray, rng: np.random.Generator
+  ) -> tuple[np.ndarray, float]:
+    height, width = image.shape[:2]
+    share = np.sqrt(1 - rng.beta(self.alpha, self.alpha))
+    row, column = rng.integers(height), rng.integers(width)
+    top, bottom = np.clip(np.round(row + share * height * np.array([-0.5, 0.5])), 0, height)
+    left, right = np.clip(np.round(column + share * width * np.array([-0.5, 0.5])), 0, width)
+    box = slice(int(top), int(bottom)), slice(int(left), int(right))
+    mixed = image.copy()
+    mixed[box] = other[box]
+    return mixed, 1 - mixed[box].shape[0] * mixed[box].shape[1] / (height * width)
+
+
+NAMES = {
+  'inception': preprocess.InceptionCrop,
+  'pad_crop': preprocess.PadCrop,
+  'flip': preprocess.Flip,
+  'randaugment': RandAugment,
+  'random_erasing': RandomErasing,
+  'mixup': Mixup,
+  'cutmix': CutMix,
+}
+
+
+def resolve(
+  augmentations: Sequence,
+) -> tuple[tuple[preprocess.Preprocessor, ...], Mixup | None]:
+  """The preprocessors, and what mixes images at last, of a list of names and objects.
+
+  Raises:
+    ValueError: a name is unknown, or there are several mixtures.
+  """
+  made = []
+  for given in augmentations:
+    if isinstance(given, str) and given not in NAMES or isinstance(augmentations, str):
+      raise ValueError(
+        f'augmentations is {augmentations!r}; it must be a list of {sorted(NAMES)} or of '
+        'augmentations such as @RandAugment().'
+      )
+    made.append(NAMES[given]() if isinstance(given, str) else given)
+  mixtures = [x for x in made if isinstance(x, Mixup)]
+  if len(mixtures) > 1:
+    raise ValueError(f'augmentations is {augmentations!r}; one of mixup and cutmix is possible.')
+  return tuple(x for x in made if not isinstance(x, Mixup)), next(iter(mixtures), None)

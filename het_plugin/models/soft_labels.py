@@ -1,0 +1,96 @@
+"""Losses and accuracies of labels with weights: votes, soft labels, mixed images, label smoothing.
+
+B examples, K classes (Kp with padding), L labels. Labels are int32 [B, L], padded with -1; weights
+float32 [B, L] are the probabilities of the labels, 0 for padding.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Linear, Opaque
+from het_plugin.models import metrics
+
+Batch = Mapping[str, jax.Array]
+
+
+def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax.Array:
+  """The probability that each class is a label, float32 [B, Kp].
+
+  Softmax: rows sum to one, or to zero without a label; several labels without weights are equally
+  likely. Sigmoid: each class is on with its own probability; labels without weights are on.
+
+  Args:
+    batch: 'label', and 'label_weight' if it has one.
+    logits: of the examples.
+    smoothing: the share of the target that is spread evenly: over the classes of softmax, over on
+      and off of sigmoid (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
+  """
+  labels = batch['label']
+  weights = batch.get('label_weight', jnp.ones(labels.shape, jnp.float32))
+  classes = jnp.arange(logits.location.shape[-1])
+  target = jnp.where(labels[..., None] == classes, weights[..., None], 0.0).sum(1)  # [B, Kp]
+  real = classes < logits.num_classes
+  if logits.link == 'sigmoid':
+    target = (1 - smoothing) * jnp.minimum(target, 1.0) + smoothing / 2
+    return jnp.where(real, target, 0.0)
+  total = target.sum(-1, keepdims=True)
+  target = target / jnp.maximum(total, 1e-12)
+  smoothed = (1 - smoothing) * target + smoothing / logits.num_classes
+  return jnp.where(real & (total > 0), smoothed, 0.0)
+
+
+def expected_nll(
+  integrator: Integrator | Analytic,
+  logits: GaussianLogits,
+  target: jax.Array,
+  keys: jax.Array | None,
+) -> jax.Array:
+  """The expectation over labels drawn from `target` of -log p(labels | x), float32 [B].
+
+  Args:
+    integrator: gives the predictive distribution.
+    logits: of the examples.
+    target: see `targets`, [B, Kp].
+    keys: as `Integrator.nll` takes them.
+  """
+  on = integrator.log_prob(logits, keys)  # [B, Kp]
+  nll = jnp.where(target > 0, -target * on, 0.0)
+  if logits.link == 'sigmoid':  # the noise is symmetric: p(off) is p(on) of the mirrored logits
+    off = integrator.log_prob(_mirrored(logits), keys)
+    real = jnp.arange(target.shape[-1]) < logits.num_classes
+    nll += jnp.where(real, -(1 - target) * off, 0.0)
+  return nll.sum(-1)
+
+
+def _mirrored(logits: GaussianLogits) -> GaussianLogits:
+  """The distribution of minus the logits, for noise that is symmetric about the location."""
+  projection = logits.projection
+  if isinstance(projection, Linear):
+    projection = projection.replace(phi=None, bias=None)  # they would give the location again
+  elif isinstance(projection, Opaque):
+    get_logits = projection.get_logits
+    projection = projection.replace(get_logits=lambda params, x: -get_logits(params, x))
+  return logits.replace(location=-logits.location, projection=projection)
+
+
+def nll(
+  integrator: Integrator | Analytic,
+  logits: GaussianLogits,
+  batch: Batch,
+  keys: jax.Array | None,
+  smoothing: float = 0.0,
+) -> jax.Array:
+  """The NLL of a batch's labels, [B]: `Integrator.nll`, or `expected_nll` if they have weights."""
+  if 'label_weight' not in batch and not smoothing:
+    return integrator.nll(logits, batch['label'], keys)
+  return expected_nll(integrator, logits, targets(batch, logits, smoothing), keys)
+
+
+def correct(classes: jax.Array, batch: Batch) -> jax.Array:
+  """Whether each class, int32 [B], is among the labels; the sum of its labels' weights if any."""
+  if 'label_weight' in batch:
+    same = classes[:, None] == batch['label']
+    return jnp.where(same, batch['label_weight'], 0.0).sum(-1)
+  return metrics.is_listed(classes, batch['label'])

@@ -1,0 +1,63 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from het_plugin import heads
+from het_plugin.integrate import Integrator, example_keys
+from het_plugin.models import soft_labels
+
+B, D, K = 4, 6, 5
+HEADS = {
+  'det': lambda link: heads.Det(K, link=link),
+  'het': lambda link: heads.Het(K, num_factors=2, link=link),
+  'het_h': lambda link: heads.HetH(K, num_factors=2, num_buckets=3, link=link),
+  'het_xl': lambda link: heads.HetXL(K, num_factors=2, link=link),
+}
+
+
+def logits_of(name, link):
+  head = HEADS[name](link)
+  phi = jax.random.normal(jax.random.key(1), (B, D))
+  return head.apply(head.init(jax.random.key(0), phi), phi)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', HEADS)
+def test_the_loss_is_the_mean_of_the_losses_of_the_votes(name, link):
+  """Of every head: votes as weights give the mean of the NLLs of the annotators' labels."""
+  logits = logits_of(name, link)
+  integrator, keys = Integrator(num_samples=64), example_keys(jax.random.key(2), jnp.arange(B))
+  votes = jnp.array([[0, 1, 1], [2, 2, 2], [3, 0, 4], [1, 4, 1]])
+  batch = {'label': votes, 'label_weight': jnp.full(votes.shape, 1 / 3)}
+  expected = np.mean([integrator.nll(logits, votes[:, [a]], keys) for a in range(3)], axis=0)
+  soft = soft_labels.nll(integrator, logits, batch, keys)
+  np.testing.assert_allclose(soft, expected, rtol=2e-4 if link == 'softmax' else 2e-3)
+  hard = {'label': votes[:, :1]}
+  weighted = {**hard, 'label_weight': jnp.ones((B, 1))}
+  np.testing.assert_allclose(
+    soft_labels.nll(integrator, logits, weighted, keys),
+    soft_labels.nll(integrator, logits, hard, keys),
+    rtol=2e-4 if link == 'softmax' else 2e-3,
+  )
+
+
+def test_smoothing_spreads_the_target():
+  logits = logits_of('det', 'softmax')
+  batch = {'label': jnp.array([[0, -1], [1, 2], [4, -1], [-1, -1]])}
+  target = np.array(soft_labels.targets(batch, logits, smoothing=0.1))[:, :K]
+  np.testing.assert_allclose(target[:3].sum(1), 1, rtol=1e-6)
+  np.testing.assert_allclose(target[0], [0.92, 0.02, 0.02, 0.02, 0.02], rtol=1e-5)
+  np.testing.assert_allclose(target[1, [1, 2]], 0.47, rtol=1e-5)
+  assert not target[3].any()
+  on = np.array(soft_labels.targets(batch, logits.replace(link='sigmoid'), smoothing=0.1))[:, :K]
+  np.testing.assert_allclose(on[1], [0.05, 0.95, 0.95, 0.05, 0.05], rtol=1e-5)
+
+
+def test_accuracy_of_soft_labels_is_the_share_that_agrees():
+  label = jnp.array([[0, 1], [2, -1]])
+  top = jnp.array([1, 2])
+  np.testing.assert_array_equal(soft_labels.correct(top, {'label': label}), [1, 1])
+  weights = jnp.array([[0.7, 0.3], [1.0, 0.0]])
+  batch = {'label': label, 'label_weight': weights}
+  np.testing.assert_allclose(soft_labels.correct(top, batch), [0.3, 1.0])
