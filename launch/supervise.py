@@ -203,12 +203,9 @@ def main() -> int:
   parser.add_argument(
     '--end_with', type=int, help='A process id: when that process is gone, the command is stopped.'
   )
-  parser.add_argument(
-    '--exit_zero', action='store_true', help='Exit with 0 always; supervisor.json has the code.'
-  )
   args = parser.parse_args()
   try:
-    code = supervise(
+    return supervise(
       args.command,
       args.folder,
       args.max_restarts,
@@ -218,8 +215,7 @@ def main() -> int:
     )
   except (FolderInUseError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
-    code = WRONG
-  return 0 if args.exit_zero else code
+    return WRONG
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ are reported. So what is reported has chosen nothing.
 
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import re
@@ -275,9 +274,9 @@ def _are_numbers(candidates, name) -> bool:
 
 
 def _kept(path: Path, compute: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-  if not path.exists():
+  if run_files.read_json(path) is None:  # missing, or damaged
     reporting.write_json(compute(), path)
-  return json.loads(path.read_text())
+  return run_files.read_json(path)
 
 
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:

@@ -83,7 +83,7 @@ def test_a_killed_command_starts_again(tmp_path, end='os.kill(os.getpid(), 9)', 
 
 def test_other_codes_do_not_start_again(tmp_path):
   assert start(tmp_path, 'import sys; sys.exit(1)').wait() == 1
-  assert start(tmp_path, 'import sys; sys.exit(2)', '--exit_zero').wait() == 0
+  assert start(tmp_path, 'import sys; sys.exit(2)').wait() == 2
   expected = {'end_with': None, 'restarts': 0, 'failures': 0, 'exit_code': 2}
   assert supervise.read_state(tmp_path).items() >= expected.items()
 
@@ -118,7 +118,6 @@ def test_a_folder_has_one_supervisor(tmp_path):
   second = start(tmp_path, PATIENT)
   message = second.communicate()[1]
   assert second.returncode == 2
-  assert start(tmp_path, PATIENT, '--exit_zero').wait() == 0
   assert message.startswith(f'Error: {tmp_path} is in use') and str(first.pid) in message
   first.terminate()
   assert first.wait() == 42
