@@ -15,7 +15,6 @@ from het_plugin.heads.contrastive import (
   Pairs,
   class_log_prob,
   contrastive_nll,
-  noisy_samples,
 )
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
@@ -43,5 +42,4 @@ __all__ = [
   'class_buckets',
   'class_log_prob',
   'contrastive_nll',
-  'noisy_samples',
 ]

@@ -7,11 +7,9 @@ Each row of one tower is classified among the B rows of the other; its class is 
     HET-XL  p(b | a_n) = E[softmax(<alpha_n + eps(a_n), beta_i> / tau)_i]  (eq. 8, image to text)
 
 The direction text to image exchanges the towers and has a separate covariance. The row that is
-classified is noisy, the rows that it is compared with are not.
-
-Normalisation (table 7). Scaling representations to unit length before the noise
-(`pre_normalization`) is crucial. Scaling after the noise (`post_normalization`) "does not have a
-consistent effect"; it also scales the rows of the other tower.
+classified is noisy, the rows that it is compared with are not. Scaling representations to unit
+length before the noise (`pre_normalization`) is crucial; after it (`post_normalization`) it "does
+not have a consistent effect" (table 7).
 
 Size of the noise. The entries of a unit vector are about 1 / sqrt(D), and the initialisers of
 `LowRankCovariance` expect entries of about 1. With pre-normalisation the noise is therefore
@@ -265,30 +263,6 @@ def contrastive_nll(
   return tuple(
     without_noise.replace(nll=nll) for without_noise, nll in zip(plain, noisy, strict=True)
   )
-
-
-def noisy_samples(
-  representation: jax.Array,
-  covariance: LowRank,
-  keys: jax.Array,
-  integrator: Integrator,
-  post_normalization: bool = False,
-) -> jax.Array:
-  """S noisy representations alpha + eps, [B, S, D], as in the integrator's loss (appendix M).
-
-  Their mean over S tends to the representation itself, so average a function of each sample, not
-  the samples.
-
-  Args:
-    representation: [B, D], the mean.
-    covariance: of the noise.
-    keys: typed PRNG keys [B], or [1] to share the draws.
-    integrator: gives `num_samples` and `sampler`.
-    post_normalization: scales each sample to unit length.
-  """
-  keys = jnp.broadcast_to(keys, (len(representation),))
-  samples = representation[:, None] + integrator.noise(covariance, keys)
-  return unit_length(samples) if post_normalization else samples
 
 
 def class_log_prob(

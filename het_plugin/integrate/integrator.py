@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.integrate import estimate, exact, fused, samplers
-from het_plugin.integrate.gaussian import GaussianLogits, LowRank, Opaque, is_valid, masked
+from het_plugin.integrate.gaussian import GaussianLogits, Opaque, is_valid, masked
 from het_plugin.integrate.order import make_plan
 from het_plugin.integrate.rotation import Draws, find_rotation
 
@@ -139,11 +139,6 @@ class Integrator:
       return jnp.where(is_valid(logits), entropy, 0.0).sum(-1)
     entropy = functools.partial(_entropy, link=logits.link)
     return estimate.mean_over_samples(*self._problem(logits, keys), entropy)
-
-  def noise(self, covariance: LowRank, keys: jax.Array) -> jax.Array:
-    """The S noise samples [B, S, Q] of the sampler with these keys, without any rotation."""
-    z = self._sampler()(keys, jnp.arange(self.num_samples), covariance.num_normals)
-    return covariance.noise(z)
 
   def _log_softmax_at(self, logits, labels, keys):
     """log p [B, L] at labels [B, L]; anything at padding."""

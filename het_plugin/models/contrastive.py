@@ -280,7 +280,7 @@ class ContrastiveModel:
       class_embeddings,
       pairs.temperature,
       pairs.image_to_text,
-      Integrator(num_samples=num_samples) if num_samples else None,
+      Integrator(num_samples, sampler='sobol') if num_samples else None,
       self._eval_keys(batch),
       post_normalization=pairs.post_normalization,
       dtype=pairs.dtype,

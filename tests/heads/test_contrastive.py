@@ -12,9 +12,8 @@ from het_plugin.heads import (
   LogitScale,
   class_log_prob,
   contrastive_nll,
-  noisy_samples,
 )
-from het_plugin.integrate import Integrator, example_keys, iid, shared_key
+from het_plugin.integrate import Integrator, example_keys, iid
 
 B, D, K, R, S = 5, 6, 4, 3, 7
 ALPHA, BETA = 3.0 * jax.random.normal(jax.random.key(0), (2, B, D))
@@ -152,30 +151,9 @@ def test_noise_starts_with_a_length_that_does_not_depend_on_the_dimension(dim=51
     (pairs.beta, pairs.text_to_image),
   ):
     np.testing.assert_allclose(jnp.linalg.norm(phi, axis=-1), 1.0, rtol=1e-5)
-    eps = noisy_samples(phi, covariance, keys, Integrator(num_samples=200)) - phi[:, None]
+    eps = covariance.noise(iid(keys, jnp.arange(200), 16))
     length = jnp.sqrt(jnp.square(eps).sum(-1).mean())
     assert float(length) == pytest.approx(0.1 * 15.5**0.5, rel=0.1)
-
-
-def test_noisy_samples():
-  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0)
-  params = init(head)
-  pairs = pairs_of(head, params)
-  alpha = unit(np.asarray(ALPHA, np.float64))
-  z = iid(KEYS, jnp.arange(S), R + 1)
-  expected = alpha[:, None] + numpy_noise(params['image_to_text'], alpha, z, head)
-  integrator = Integrator(num_samples=S)
-  got = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator)
-  np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
-  got = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator, post_normalization=True)
-  np.testing.assert_allclose(got, unit(expected), rtol=2e-5, atol=2e-6)
-  shared = noisy_samples(
-    jnp.zeros((B, D)),
-    jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), pairs.image_to_text),
-    shared_key(jax.random.key(3)),
-    integrator,
-  )
-  np.testing.assert_array_equal(shared, jnp.broadcast_to(shared[:1], shared.shape))
 
 
 @pytest.mark.parametrize('post_normalization', [False, True])
@@ -188,8 +166,10 @@ def test_class_log_prob(post_normalization):
   integrator = Integrator(num_samples=S)
   noise = {'covariance': pairs.image_to_text, 'integrator': integrator, 'keys': KEYS}
   tau, settings = pairs.temperature, {'post_normalization': post_normalization}
-  samples = noisy_samples(pairs.alpha, pairs.image_to_text, KEYS, integrator, post_normalization)
-  p = np.exp(log_softmax(np.asarray(samples, np.float64) @ classes.T / float(tau)))
+  eps = pairs.image_to_text.noise(iid(KEYS, jnp.arange(S), R + 1))
+  samples = np.asarray(pairs.alpha[:, None] + eps, np.float64)
+  samples = unit(samples) if post_normalization else samples
+  p = np.exp(log_softmax(samples @ classes.T / float(tau)))
   embeddings = jnp.asarray(classes, jnp.float32)
   got = class_log_prob(pairs.alpha, embeddings, tau, **noise, **settings)
   np.testing.assert_allclose(got, np.log(p.mean(1)), rtol=2e-5, atol=2e-6)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from scipy.special import entr, expit
 
-from het_plugin.integrate import Analytic, Integrator, Opaque, antithetic
+from het_plugin.integrate import Analytic, Integrator, Opaque
 from het_plugin.integrate.exact import expected_entropy, log_expected_sigmoid
 from tests.integrate import quadrature
 from tests.integrate.hlo import collectives
 from tests.integrate.test_integrator import (
-  KINDS,
   LABELS,
   LOSS_KINDS,
   MULTI_LABELS,
@@ -89,7 +88,7 @@ def materialised_nll(logits, labels):
 CASES = [
   (kind, full, remainder)
   for kind in LOSS_KINDS
-  for full, remainder in ((False, 'rank_one'), (True, 'rank_one'), (False, 'diag'), (True, 'diag'))
+  for full, remainder in ((False, 'rank_one'), (True, 'diag'))
 ]
 
 
@@ -113,16 +112,6 @@ def test_every_covariance_has_its_variances_and_gradients(kind, full, remainder)
       got, got_gradient = step(integrator, arrays)
       np.testing.assert_allclose(got, value, rtol=1e-10)
       assert relative_error(got_gradient, gradient) < 1e-9
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_samples_tend_to_it(kind):
-  logits = gaussian(make(kind, dtype=jnp.float32), kind, link='sigmoid')
-  sampled = Integrator(num_samples=20_000, sampler=antithetic, method='sample')
-  for name in ('log_prob', 'expected_entropy'):
-    got = getattr(EXACT, name)(logits)
-    estimate = getattr(sampled, name)(logits, keys_of())
-    np.testing.assert_allclose(got[..., :K], estimate[..., :K], rtol=0.03, atol=0.02)
 
 
 def test_second_derivatives():

@@ -235,13 +235,6 @@ def test_second_derivatives_are_refused(link):
     jax.grad(jax.grad(of_tau))(arrays['tau'])
 
 
-def test_unknown_implementation_is_named():
-  with pytest.raises(
-    ValueError, match="implementation='cuda' is unknown: choose one of xla, pallas"
-  ):
-    Integrator(implementation='cuda')
-
-
 # The programs for real devices.
 
 
