@@ -133,14 +133,7 @@ class ClassificationModel:
     return ImageFeatureConverter
 
   def validate(self, task_info: Any) -> None:
-    """Checks that the head fits the task.
-
-    Args:
-      task_info: a `data.TaskInfo`; `num_classes` and `multi_label` are read.
-
-    Raises:
-      ValueError: a setting of the head does not fit the task.
-    """
+    """Raises ValueError if the head does not fit the task, a `data.TaskInfo`."""
     if getattr(task_info, 'num_classes', None) is None:
       raise ValueError(
         'the images of the task have captions, no class labels: ClassificationModel cannot fit it'
@@ -158,12 +151,8 @@ class ClassificationModel:
     input_shapes: Mapping[str, Sequence[int]],
     input_types: Mapping[str, Any] | None = None,
   ) -> dict[str, PyTree]:
-    """Initial 'params', float32, and their logical axes, 'params_axes'.
-
-    Args:
-      rng: PRNG key.
-      input_shapes: {'image': (B, H, W, C)}; other entries are ignored.
-      input_types: {'image': dtype}; float32 by default.
+    """Initial 'params', float32, and their logical axes, 'params_axes', for input_shapes {'image':
+    (B, H, W, C)} and input_types {'image': dtype}, float32 by default; other entries are ignored.
 
     Raises:
       ValueError: the backbone has mutable collections or does not return phi [B, D].
@@ -177,17 +166,10 @@ class ClassificationModel:
     """Training loss and metrics.
 
     All microbatches of a step get the same `dropout_rng`: noise is keyed by the index of each
-    example, dropout by the index of the first example of the microbatch.
-
-    Args:
-      params: parameters as from `get_initial_variables`.
-      batch: see the module docstring.
-      dropout_rng: key of the step; None is t5x's deterministic mode, the same as `eval_fn`.
-
-    Returns:
-      The scalar loss and the metrics of `metrics.base_metrics`. precision_at_1 is computed from the
-      logits without noise, because the predictive distribution would need a second pass over the
-      samples.
+    example, dropout by the index of the first example of the microbatch. None is t5x's
+    deterministic mode, the same as `eval_fn`. The metrics are `metrics.base_metrics`;
+    precision_at_1 is computed from the logits without noise, because the predictive distribution
+    would need a second pass over the samples.
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
@@ -232,17 +214,11 @@ class ClassificationModel:
   def predict_batch_with_aux(
     self, params: PyTree, batch: Batch, rng: jax.Array | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The most probable classes of each example.
+    """The most probable class of each example, int32 [B, 1], and a dict with its log-probability
+    'log_prob' [B, 1] and the most probable classes in order, 'top5' int32 [B, min(5, K)].
 
-    Args:
-      params: parameters as from `get_initial_variables`.
-      batch: see the module docstring.
-      rng: unused. t5x derives it from the number of the batch, but predictions must not depend on
-        how examples are batched.
-
-    Returns:
-      The most probable class, int32 [B, 1], and a dict with its log-probability 'log_prob' [B, 1]
-      and the most probable classes in order, 'top5' int32 [B, min(5, K)].
+    `rng` is unused: t5x derives it from the number of the batch, and predictions must not depend on
+    how examples are batched.
     """
     del rng
     logits, _ = self._logits(params, batch)

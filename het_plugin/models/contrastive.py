@@ -151,13 +151,8 @@ class ContrastiveModel:
     return ImageTextFeatureConverter
 
   def validate(self, task_info: Any) -> None:
-    """Checks that the text tower fits the task.
-
-    Args:
-      task_info: a `data.ImageTextInfo`; `vocab_size` and `vocabulary` are read.
-
-    Raises:
-      ValueError: the task has no captions, or its vocabulary is larger than the text tower's.
+    """Raises ValueError if the task, a `data.ImageTextInfo`, has no captions, or a vocabulary that
+    is larger than the text tower's.
     """
     vocab_size = getattr(task_info, 'vocab_size', None)
     if vocab_size is None:
@@ -177,12 +172,8 @@ class ContrastiveModel:
     input_shapes: Mapping[str, Sequence[int]],
     input_types: Mapping[str, Any] | None = None,
   ) -> dict[str, PyTree]:
-    """Initial 'params', float32, and their logical axes, 'params_axes'.
-
-    Args:
-      rng: PRNG key.
-      input_shapes: {'image': (B, H, W, C), 'text': (B, L)}; other entries are ignored.
-      input_types: {'image': dtype}; float32 by default.
+    """Initial 'params', float32, and their logical axes, 'params_axes', for input_shapes {'image':
+    (B, H, W, C), 'text': (B, L)} and input_types {'image': dtype}, float32 by default.
     """
     dtype = (input_types or {}).get('image', jnp.float32)
     image = jnp.zeros(tuple(input_shapes['image']), dtype)
@@ -192,17 +183,10 @@ class ContrastiveModel:
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
   ) -> tuple[jax.Array, Metrics]:
-    """Training loss, the mean over both directions and all pairs of the batch, and metrics.
-
-    Args:
-      params: parameters as from `get_initial_variables`.
-      batch: see the module docstring.
-      dropout_rng: key of the step; None is t5x's deterministic mode, the same as `eval_fn`.
-
-    Returns:
-      The scalar loss and the metrics 'loss', 'tau', 'logit_scale' (1 / tau) and, for both
-      directions ('image_to_text', 'text_to_image'), 'nll/...' and 'precision_at_1/...'. The latter
-      is computed without noise.
+    """Training loss, the mean over both directions and all pairs of the batch, and the metrics
+    'loss', 'tau', 'logit_scale' (1 / tau) and, for both directions ('image_to_text',
+    'text_to_image'), 'nll/...' and 'precision_at_1/...', the latter without noise. A `dropout_rng`
+    of None is t5x's deterministic mode, the same as `eval_fn`.
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
@@ -263,16 +247,8 @@ class ContrastiveModel:
   def class_log_prob(
     self, params: PyTree, batch: Batch, class_embeddings: jax.Array, num_samples: int
   ) -> jax.Array:
-    """Zero-shot classification: log p(k | image) for K classes given as text embeddings.
-
-    Args:
-      params: parameters as from `get_initial_variables`.
-      batch: 'image' and 'index' are read.
-      class_embeddings: float32 [K, D].
-      num_samples: S, samples of the noise in the image representation; 0 for no noise (appendix M).
-
-    Returns:
-      float32 [B, K].
+    """Zero-shot classification: log p(k | image) float32 [B, K] for K classes given as text
+    embeddings [K, D], with S samples of the noise in the image; 0 for no noise (appendix M).
     """
     pairs = self._image_pairs(params, batch)
     return class_log_prob(
