@@ -64,6 +64,7 @@ RUNS = {
   'step_overhead.py --variant=Ti/16 --image_size=16 --classes=20 --factors=3 --dtype=float32 '
   '--heads=het_xl --samples=2,9 --batches=2 --repeats=1': (3, 'of DET'),
   'known_truth.py --problem=softmax,3,4,1,2,20 --heads=het_xl': (2, 'het_xl'),
+  'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'loop.py --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),
 }
 SLOW = ('step_overhead.py', 'loop.py')  # ten seconds and more

@@ -1,0 +1,52 @@
+"""Metrics on people's labels, against implementations of their own."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+from scipy import stats
+
+from het_plugin.evaluation import agreement
+
+
+@pytest.fixture(scope='module')
+def data():
+  rng = np.random.default_rng(0)
+  p = rng.dirichlet(np.full(4, 0.4), size=150)
+  counts = np.stack([rng.multinomial(10, row) for row in rng.dirichlet(np.ones(4), size=150)])
+  return np.log(p), counts, rng.integers(0, 4, 150)
+
+
+def test_soft_label_nll_is_the_mean_over_the_annotators(data):
+  log_p, counts, _ = data
+  votes = [np.repeat(np.arange(4), row) for row in counts]
+  expected = [-row[vote].mean() for row, vote in zip(log_p, votes, strict=True)]
+  np.testing.assert_allclose(agreement.soft_label_nll(log_p, counts), expected)
+
+
+def test_disagreement_is_the_correlation_of_ranks(data):
+  log_p, counts, _ = data
+  ours = stats.rankdata([stats.entropy(np.exp(row)) for row in log_p])
+  theirs = stats.rankdata([stats.entropy(row) for row in counts])
+  expected = np.corrcoef(ours, theirs)[0, 1]
+  assert agreement.disagreement_correlation(log_p, counts) == pytest.approx(expected)
+  assert agreement.disagreement_correlation(np.log(counts + 1e-9), counts) > 0.99
+
+
+def test_selective_accuracy_keeps_the_most_confident(data):
+  log_p, _, label = data
+  best = np.argsort(-log_p.max(axis=1))[:30]
+  expected = sklearn.metrics.accuracy_score(label[best], log_p[best].argmax(axis=1))
+  assert agreement.selective_accuracy(log_p, label, 0.2) == pytest.approx(expected)
+  with pytest.raises(ValueError, match='coverage=0 must be'):
+    agreement.selective_accuracy(log_p, label, 0)
+
+
+def test_classwise_ece_by_hand(data):
+  log_p, _, label = data
+  p, total = np.exp(log_p), 0.0
+  for k in range(4):
+    for m in range(15):
+      rows = (p[:, k] > m / 15) & (p[:, k] <= (m + 1) / 15)
+      if rows.any():
+        total += rows.mean() * abs(p[rows, k].mean() - (label[rows] == k).mean())
+  assert agreement.classwise_ece(log_p, label) == pytest.approx(total / 4)
