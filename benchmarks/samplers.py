@@ -43,7 +43,7 @@ def parse_args():
     help='standard deviations of the logits over tau',
   )
   parser.add_argument('--steps', type=int, default=200, help='training steps of the trained heads')
-  parser.add_argument('--trials', type=int, default=8, help='keys an example')
+  parser.add_argument('--trials', type=int, default=8, help='keys per example')
   parser.add_argument('--png', type=Path, help='draw the errors here')
   return parser.parse_args()
 

@@ -82,7 +82,7 @@ def _mismatch(value: Any, hint: Any) -> str | None:
   if isinstance(value, (statements.Reference, statements.Macro)):
     return None
   if origin is typing.Annotated:
-    if not isinstance(arguments[1], str):  # somebody else's
+    if not isinstance(arguments[1], str):  # another library's
       return _mismatch(value, arguments[0])
     return _mismatch(value, arguments[0]) or _out_of_range(value, arguments[1])
   if origin in (typing.Union, types.UnionType):

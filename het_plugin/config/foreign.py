@@ -1,4 +1,4 @@
-"""What the configuration of a run that somebody else has trained may make this process import.
+"""What the configuration of another person's run may make this process import.
 
 gin imports what a file says, which runs code; with `dynamic_registration` a file also calls any
 function of what it imports, such as os.system.

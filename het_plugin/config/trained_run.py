@@ -47,7 +47,7 @@ class TrainedRun:
     param_specs: PartitionSpecs in the tree of the parameters.
     image_size: side of the square images that the configuration feeds, in pixels.
     channels: of the images that the parameters take.
-    max_labels: labels an image that the configuration feeds; 1 where it feeds captions.
+    max_labels: labels per image that the configuration feeds; 1 where it feeds captions.
     task: what the configuration trains on; None for a published file.
     config: the configuration as gin text.
   """

@@ -59,8 +59,8 @@ def encode(
   """Labels as `Targets`.
 
   Args:
-    y: [N] class ids or strings; [N, K] zeros and ones, one or more labels an example; [N, L] votes,
-      -1 (or an empty string) where one is missing; or float [N, K] probabilities, rows adding up to
+    y: [N] class ids or strings; [N, K] zeros and ones, some labels per example; [N, L] votes, -1
+      (or an empty string) where one is missing; or float [N, K] probabilities, rows adding up to
       one.
     target: which of these y is; 'auto' decides by type and shape: whatever has one column is
       classes, zeros and ones are an indicator, other integers and strings votes, and floats

@@ -227,7 +227,7 @@ def _scale(deviation: np.ndarray, constant: np.ndarray) -> np.ndarray:
 
 
 def _eigh_range(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Eigenvalues [r] that are not 0 but for rounding, ascending, and their vectors [n, r].
+  """Eigenvalues [r] that are not 0 up to rounding, ascending, and their vectors [n, r].
 
   Null directions (there is one if N < D, as X is centred) add nothing to exact scores, but their
   rounding errors, divided by a small l2, would exceed the residuals of well fitted examples.

@@ -54,8 +54,8 @@ def write(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
     rows=shown,
     row_title='method',
     notes=[
-      'NLL and prec@1: of the test set, which neither training nor the choice of tau saw, but for '
-      '(2 folds), where it chose tau. Validation NLL: of the set that chose tau.',
+      'NLL and prec@1: of the test set, which neither training nor the choice of tau saw. '
+      'With (2 folds) it chose tau. Validation NLL: of the set that chose tau.',
       'trainings and steps: what one replication takes. ms/step: of the chosen training.',
       "p: of Welch's test that the NLL is that of simple training.",
     ],

@@ -5,7 +5,7 @@
 `F(x)` is kept in the structured form in which the heads parametrise it (`LowRank`), and the map
 from the noise space R^Q to the K classes is one of a few explicit projections. With Q = K there is
 none (HET); HET-H indexes by a hash (`Hashed`); HET-XL multiplies by W (`Linear`) or calls
-somebody's `get_logits` (`Opaque`).
+a `get_logits` of the user's (`Opaque`).
 
 B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp is K rounded up so
 that a mesh divides it; the padded classes have no probability.
@@ -33,8 +33,8 @@ class LowRank:
     loading: J [R, Q] with V(x) = J o (1_R v(x)^T), the parameter-efficient form (section 2.2); or
       V(x) [B, R, Q] where `scale` is None, the full form (eq. 4).
     diag: d(x) [B, Q], positive.
-    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal a sample), 'diag' adds diag(d(x)^2)
-      (Q normals a sample).
+    remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal per sample), 'diag' adds diag(d(x)^2)
+      (Q normals per sample).
   """
 
   scale: jax.Array | None
@@ -93,7 +93,7 @@ class Hashed:
 
 @struct.dataclass
 class Opaque:
-  """logits = get_logits(params, phi + eps): somebody's map from pre-logits [N, D] to logits [N, K].
+  """logits = get_logits(params, phi + eps): the user's map from pre-logits [N, D] to logits [N, K].
 
   Section 3.1 of the paper.
   """

@@ -24,9 +24,9 @@ MIN_ROTATED = 32
 class Integrator:
   """The heteroscedastic predictive distribution (eq. 2 and 5, last line of appendix A.1).
 
-  With the link 'sigmoid' it is exact and takes neither samples nor keys (`exact`), but for an
-  opaque projection. With the link 'softmax' it is a mean over samples, and exact for its samples:
-  probabilities never leave log space, so nothing is clipped. Deterministic logits (no covariance)
+  With the link 'sigmoid' and a projection that is known, it is exact and takes neither samples nor
+  keys (`exact`). With the link 'softmax' it is a mean over samples. Probabilities never leave log
+  space, so nothing is clipped. Deterministic logits (no covariance)
   take the closed form whatever the settings say.
 
   All results are differentiable; those of fused kernels once. What streams over samples in the
@@ -40,12 +40,12 @@ class Integrator:
       costs less (`pick_order`). The same draws give the same values either way.
     chunk_size: samples whose logits exist at one time; None takes 32, or fewer if
       `chunk_bytes` asks for it.
-    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes a device.
+    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device.
     implementation: 'xla', or 'pallas' for fused kernels (`kernels`) where a float32 loss projects
       first. They are for TPUs and NVIDIA GPUs; other devices interpret them, slowly.
     sampler: where the normals come from: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
       function of that signature.
-    method: 'exact', 'sample', or 'auto' for exact wherever that exists. The attributes above but
+    method: 'exact', 'sample', or 'auto' for exact wherever that exists. The attributes above except
       `chunk_bytes` matter to samples only.
     rotate: whether `MIN_ROTATED` and more samples of 'sobol' are turned so that their leading
       coordinates are the principal directions of the noise (`rotation`), with the link 'softmax'
@@ -88,7 +88,7 @@ class Integrator:
       labels: int32 class ids, [B] or [B, L], in which negative entries are padding. Softmax: the
         mean of -log p over an example's labels (one label: the cross-entropy). Sigmoid: the binary
         cross-entropies summed over all classes, listed ones being on.
-      keys: [B] typed PRNG keys, one an example (`samplers.example_keys`); or [1], whose draws all
+      keys: [B] typed PRNG keys, one per example (`samplers.example_keys`); or [1], whose draws all
         examples share. Ignored where the logits are deterministic or the method is exact.
 
     Returns:

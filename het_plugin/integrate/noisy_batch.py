@@ -62,7 +62,7 @@ def batch_nll(
     columns: [B, D], without noise.
     temperature: tau, a positive scalar.
     mask: [B] or None, as in `symmetric_nll`.
-    keys: typed PRNG keys [B], one an example (`example_keys`), or [1], whose draws all share.
+    keys: typed PRNG keys [B], one per example (`example_keys`), or [1], whose draws all share.
     post_normalization: each noisy row is scaled to unit length (table 7).
     dtype: compute type of the products.
     chunk_bytes: budget for the logits, or factors, of a chunk of rows on a device. About three

@@ -1,4 +1,4 @@
-"""Standard normal draws, one stream an example and one draw a sample index.
+"""Standard normal draws, one stream per example and one draw per sample index.
 
 A draw is a pure function of (key of the example, sample index), so neither the chunk size, the
 evaluation order, the mesh, the number of microbatches nor the batch an example happens to be in
@@ -22,7 +22,7 @@ Sampler = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
-  """One key an example.
+  """One key per example.
 
   Args:
     key: a typed or raw PRNG key.

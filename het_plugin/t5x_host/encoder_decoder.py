@@ -188,7 +188,7 @@ def logical_factor_rules() -> dict[str, adafactor.FactorDim]:
 
 
 def multiply_by_parameter_scale() -> adafactor.HParamMap:
-  """Adafactor's steps in units of a parameter's size, but for what starts at zero: biases, and the
-  temperature's t. Steps of a thousandth of the learning rate would leave those where they are.
+  """Adafactor's steps in units of a parameter's size. What starts at zero is excepted: biases, and
+  the temperature's t. Steps of a thousandth of the learning rate would leave those where they are.
   """
   return adafactor.HParamMap(((r'.*(bias|/t)$', False), (r'.*', True)))

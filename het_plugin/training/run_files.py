@@ -1,4 +1,4 @@
-"""Small files of a run's directory: written whole, read also while somebody writes them."""
+"""Small files of a run's directory: written whole, readable while they are written."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The wheel: what somebody who only pip-installed it can do."""
+"""The wheel: what a user who only pip-installed it can do."""
 
 import shutil
 import subprocess
