@@ -3,6 +3,7 @@
     het-plugin train --gin_file=gin/runs/digits_smoke.gin --gin_file=gin/heads/het_xl.gin \\
       --gin.MODEL_DIR="'runs/digits'"
     het-plugin train --help
+    source <(het-plugin completion)    # bash completes commands and flags
 """
 
 import ast
@@ -29,6 +30,10 @@ def main() -> None:
   command = sys.argv[1] if len(sys.argv) > 1 else '--help'
   if command == '--version':
     print(het_plugin.__version__)
+  elif command == 'completion':
+    from het_plugin.config import completion
+
+    print(completion.script(known), end='')
   elif command in ('--help', '-h', 'help'):
     print(f'{__doc__}\n' + '\n'.join(f'  {name:<12}{text}' for name, text in known.items()))
   elif command not in known:

@@ -47,6 +47,23 @@ def test_commands_are_listed_and_dispatched():
   )
 
 
+COMPLETE = """
+source <("{python}" -m het_plugin completion)
+COMP_WORDS=(het-plugin {words}); COMP_CWORD={last}
+_het_plugin 2>/dev/null  # no compopt outside of a completion
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+  'words, found', [(['tr'], 'train'), (['fewshot', '--check'], '--checkpoint=')]
+)
+def test_bash_completes_commands_and_flags(words, found):
+  script = COMPLETE.format(python=sys.executable, words=' '.join(words), last=len(words))
+  result = subprocess.run(['bash', '-c', script], cwd=ROOT, capture_output=True, text=True)
+  assert result.stdout.strip() == found, result.stderr
+
+
 MISSING = """
 import sys
 sys.modules['gin'] = None

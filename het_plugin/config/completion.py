@@ -1,0 +1,39 @@
+"""A completion script for bash, and for zsh after `bashcompinit`, of the command het-plugin."""
+
+import importlib
+from collections.abc import Iterable
+
+from absl import flags
+
+from het_plugin.config import screen
+
+_SCRIPT = """_het_plugin() {{
+  local words word="${{COMP_WORDS[COMP_CWORD]}}"
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+    1\\ *) words="{names}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace
+}}
+complete -o default -F _het_plugin het-plugin
+"""
+
+
+def script(names: Iterable[str]) -> str:
+  """The script for mains of these names; imports all of them, which takes seconds."""
+  names = list(names)
+  with screen.without_native_lines():
+    cases = [f'    *\\ {name}) words="{" ".join(_flags_of(name))}" ;;' for name in names]
+  return _SCRIPT.format(names=' '.join(names), cases='\n'.join(cases))
+
+
+def _flags_of(name):
+  main = importlib.import_module(f'het_plugin.{name}')
+  before = set(flags.FLAGS)
+  main.define_flags()
+  own = sorted(set(flags.FLAGS) - before)
+  words = [f'--{flag}' + '=' * (not flags.FLAGS[flag].boolean) for flag in own]
+  for flag in own:  # the next main has flags of the same names
+    delattr(flags.FLAGS, flag)
+  return [*words, '--help']
