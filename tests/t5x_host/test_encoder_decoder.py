@@ -15,7 +15,7 @@ import scipy.special
 from flax import traverse_util
 
 from het_plugin.heads import Det, HetXL, LearnedTemperature
-from het_plugin.integrate import Integrator, example_keys
+from het_plugin.integrate import Integrator, example_keys, samplers
 
 pytest.importorskip('t5x.train', reason='t5x is not importable: docs/t5x.md says how')
 pytestmark = [pytest.mark.t5x, pytest.mark.slow]
@@ -144,7 +144,10 @@ def test_the_loss_is_that_of_the_mean_softmax(network, batch):
   )  # fmt: skip
   targets = np.asarray(batch['decoder_target_tokens']).reshape(-1)
   keys = example_keys(jax.random.split(key)[1], jnp.arange(targets.size))
-  eps = np.asarray(model.train_integrator.noise(logits.covariance, keys), np.float64)  # [N, S, D]
+  integrator, covariance = model.train_integrator, logits.covariance
+  sampler = samplers.SAMPLERS[integrator.sampler]
+  z = sampler(keys, jnp.arange(integrator.num_samples), covariance.num_normals)
+  eps = np.asarray(covariance.noise(z), np.float64)  # [N, S, D]
   kernel = np.asarray(params['decoder']['logits_dense']['kernel'], np.float64)
   u = (np.asarray(logits.location, np.float64)[:, None] + eps @ kernel)[..., :VOCABULARY_SIZE]
   probabilities = scipy.special.softmax(u / float(logits.temperature), axis=-1).mean(axis=1)
