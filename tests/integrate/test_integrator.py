@@ -334,7 +334,7 @@ def test_deterministic_logits_take_the_closed_form():
   'kind,link', [('linear', 'softmax'), ('identity', 'softmax'), ('linear', 'sigmoid')]
 )
 def test_memory_does_not_grow_with_samples(kind, link):
-  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 64."""
+  """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""
   batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'hash': 32, 'linear': 32}[kind]
 
   def loss(location, scale, loading, diag, kernel, num_samples):
@@ -358,7 +358,7 @@ def test_memory_does_not_grow_with_samples(kind, link):
   shapes = [(batch, classes), rows, (50, noise_dim), rows, (32, classes)]
   args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
   temps = []
-  for num_samples in (64, 1000):
+  for num_samples in (128, 1000):  # both in the same order
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnums=5)
     temps.append(step.lower(*args, num_samples).compile().memory_analysis().temp_size_in_bytes)
   assert temps[1] < 1.05 * temps[0], temps

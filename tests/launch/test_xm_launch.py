@@ -165,7 +165,7 @@ def test_ctrl_c_lets_the_running_jobs_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_here_and_resumes(tmp_path):
+def test_a_sweep_runs_here_and_is_not_trained_twice(tmp_path):
   arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--max_parallel=2']
   grid = ['--heads=det,het_xl', '--sweep=RANDOM_SEED=0,1']
   result = launch(tmp_path, *arguments, *grid, '--gin.TRAIN_STEPS=2')
@@ -176,11 +176,11 @@ def test_a_sweep_runs_here_and_resumes(tmp_path):
   ]
   losses = [json.loads(line) for run in runs for line in (run / 'metrics.jsonl').open()]
   assert len({row['train/loss'] for row in losses if 'train/loss' in row}) == 4
+  metrics = (runs[-1] / 'metrics.jsonl').read_text()
   corner = ['--heads=het_xl', '--sweep=RANDOM_SEED=1']
-  again = launch(tmp_path, *arguments, *corner, '--gin.TRAIN_STEPS=4')
+  again = launch(tmp_path, *arguments, *corner, '--gin.TRAIN_STEPS=2')
   assert again.returncode == 0, again.stderr
-  steps = [json.loads(line)['step'] for line in (runs[-1] / 'metrics.jsonl').open()]
-  assert steps == sorted(steps) and steps[0] <= 2 and steps[-1] == 4  # one run, continued
+  assert (runs[-1] / 'metrics.jsonl').read_text() == metrics  # the run is complete
 
 
 @needs_xmanager
