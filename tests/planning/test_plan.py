@@ -210,7 +210,7 @@ def test_configurations_whose_data_are_elsewhere_can_be_planned():
     settings = step.configure(request(gin_files=files, mesh=None), place)
     assert settings['partitioner'].model_shards == 4
     assert settings['model'].head.num_classes > 18_000
-  absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'SAVE_PERIOD = 100']
-  absent.append('TRAIN_STEPS = None')
+  absent = ["MIXTURE_OR_TASK_NAME = 'image_folder:/nowhere'", 'TRAIN_STEPS = None']
+  absent += ['SAVE_PERIOD = 100', 'EVAL_PERIOD = 100']
   settings = step.configure(request(gin_bindings=[*absent, 'TRAIN_EPOCHS = 1']), place)
   assert settings['train_dataset_cfg'].num_epochs == 1
