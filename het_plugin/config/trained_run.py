@@ -12,6 +12,7 @@ describe. What a run's configuration may import is limited (`foreign`).
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ PyTree = Any
 
 PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a published file's model
 _CHANNELS = (3, 1)
+_PARTITIONS = 'PjitPartitioner.num_partitions'
 # For the schedule, which nothing evaluates here: the run's may follow from data that are not here.
 _ANY_STEPS = 10**9
 
@@ -82,9 +84,9 @@ def parse_run_config(
   Raises:
     ValueError: there is no configuration beside the checkpoint, or it lacks something.
   """
+  registry.register_trainer()  # first: it keeps what TensorFlow says at its import off the screen
   from het_plugin.training import checkpoint_reader, train
 
-  registry.register_trainer()
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
     bindings = [*_layer_before_the_head(checkpoint), *bindings]
@@ -100,6 +102,7 @@ def parse_run_config(
     except UnicodeDecodeError as error:
       raise ValueError(f'{frame} is no gin: {error}') from error
   parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
+  _fit_mesh(bindings)
   with gin.unlock_config():
     gin.parse_config([f'train.{x} = None' for x in ('actions', 'checkpoint_cfg', *without)])
     gin.parse_config(f'TOTAL_STEPS = {_ANY_STEPS}')
@@ -114,6 +117,22 @@ def _layer_before_the_head(path: epath.PathLike) -> list[str]:
   """Binds the width of a ViT's tanh layer before the head where a published file has one."""
   kernel = layouts.canonical(weights.read_arrays(path)).get('pre_logits/kernel')
   return [] if kernel is None else [f'vit.representation_size = {kernel.shape[1]}']
+
+
+def _fit_mesh(bindings: Sequence[str]) -> None:
+  """Lets a run of a mesh that the devices here do not divide into be opened on fewer partitions."""
+  try:
+    wanted = gin.query_parameter(_PARTITIONS)
+  except ValueError:  # not bound
+    return
+  if not isinstance(wanted, int) or any(_PARTITIONS in binding for binding in bindings):
+    return
+  here = math.gcd(wanted, jax.device_count())
+  if here != wanted:
+    _log.info('%s = %d for the devices here (%d); the run has %d', _PARTITIONS, here,
+              jax.device_count(), wanted)  # fmt: skip
+    with gin.unlock_config():
+      gin.bind_parameter(_PARTITIONS, here)
 
 
 def open_run(
@@ -135,9 +154,9 @@ def open_run(
     ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
       fit the model.
   """
+  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
   from het_plugin.training import checkpoint_reader, checkpoints, warm_start
 
-  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths

@@ -6,10 +6,11 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import trained_run
+from het_plugin.config import registry, trained_run
 from het_plugin.t5x_host import conversion
 from het_plugin.training import checkpoint_reader
 
+NAME = 'PjitPartitioner.num_partitions'
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
 
@@ -34,6 +35,15 @@ def test_the_newest_checkpoint_on_another_mesh(digits_run):
   assert run.task == 'digits' and run.checkpoint == str(digits_run / 'checkpoint_2')
   assert run.partitioner.model_shards == 2 and 'digits' in run.config
   assert_equal(run.params, traverse_util.flatten_dict(params, sep='/'))
+
+
+def test_a_mesh_that_the_devices_do_not_divide_into_gets_smaller():
+  for bound, bindings, expected in [(3, [], 1), (12, [], 4), (2, [], 2), (3, [f'{NAME} = 3'], 3)]:
+    registry.register_trainer()
+    gin.bind_parameter(NAME, bound)
+    trained_run._fit_mesh(bindings)
+    assert gin.query_parameter(NAME) == expected
+    gin.clear_config()
 
 
 def test_one_checkpoint(digits_run):
