@@ -117,6 +117,7 @@ def test_every_cell_builds_its_model(name, tmp_path):
   gin.clear_config()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['flops_resnet_152'])
 def test_flops_need_no_training(name, tmp_path, run_main):
   out = tmp_path / 'flops.json'
@@ -149,6 +150,7 @@ def test_names(run_main, tmp_path):
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
 
 
+@pytest.mark.slow
 def test_contrastive_cells_report_zero_shot_accuracy(tmp_path, run_main):
   sizes = ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')
   tiny = [*(f'vit.{x}' for x in sizes), *(f'text_transformer.{x}' for x in sizes)]

@@ -67,16 +67,10 @@ RUNS = {
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'loop.py --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),
 }
-SLOW = ('step_overhead.py', 'loop.py')  # ten seconds and more
 
 
-@pytest.mark.parametrize(
-  'command',
-  [
-    pytest.param(command, marks=[pytest.mark.slow] if command.startswith(SLOW) else [])
-    for command in RUNS
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('command', RUNS)
 def test_its_rows_are_consistent_and_its_last_line_concludes(run, command):
   script, *flags = command.split()
   rows, printed = run(script, *flags)

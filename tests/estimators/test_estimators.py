@@ -35,12 +35,10 @@ def optimum(x, y, c):
     return LogisticRegression(C=c, tol=1e-10, max_iter=200, solver='newton-cholesky').fit(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'estimator',
-  [
-    DetClassifier(max_iter=100),
-    *(pytest.param(cls(max_iter=30, **SMALL), marks=pytest.mark.slow) for cls in NOISY),
-  ],
+  [DetClassifier(max_iter=100), *(cls(max_iter=30, **SMALL) for cls in NOISY)],
   ids=lambda e: type(e).__name__,
 )
 @pytest.mark.filterwarnings('ignore')
