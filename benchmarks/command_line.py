@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,18 @@ def make_parser(description: str) -> argparse.ArgumentParser:
   )
   parser.add_argument('--json', type=Path, help='file for the rows')
   return parser
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+  """--cpu_time; args.clock is the function that tells the seconds."""
+  parser.add_argument(
+    '--cpu_time',
+    dest='clock',
+    action='store_const',
+    const=time.process_time,
+    default=time.perf_counter,
+    help='seconds of CPU time, for ratios on a machine that other work shares',
+  )
 
 
 def names(choices):

@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import integers, names, print_table, write_json
+from command_line import add_clock, integers, names, print_table, write_json
 from gaussian_problem import rmse
 
 from het_plugin.heads import class_buckets
@@ -306,14 +306,7 @@ def main():
     default=20,
     help='timed turns of each side, at least; quick ones take a tenth of a second each',
   )
-  parser.add_argument(
-    '--cpu_time',
-    dest='clock',
-    action='store_const',
-    const=time.process_time,
-    default=time.perf_counter,
-    help='seconds of CPU time, for ratios on a machine that other work shares',
-  )
+  add_clock(parser)
   parser.add_argument(
     '--equal_accuracy', action='store_true', help='compare seconds at the same RMSE of log p(y)'
   )

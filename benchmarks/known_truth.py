@@ -21,7 +21,7 @@ import numpy as np
 from command_line import make_parser, names, report, write_json
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin import estimators
+from het_plugin.estimators import CLASSIFIERS
 from het_plugin.estimators.model import Model
 
 SIGNAL = 3.0
@@ -31,12 +31,6 @@ MAX_CLASSES = 100  # of a covariance
 CS = (0.1, 1.0, 30.0)
 NOISE_CS = (0.03, 0.3, 3.0)
 TRUE_SAMPLES = 2048
-HEADS = {
-  'det': estimators.DetClassifier,
-  'het': estimators.HetClassifier,
-  'het_h': estimators.HetHClassifier,
-  'het_xl': estimators.HetXLClassifier,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +141,11 @@ def measure(problem, truth, heads, seed):
   rows, det, settings = [], None, {'tol': 1e-3, 'max_iter': 200}
   for head in ('det', *heads):
     if head == 'det':
-      fitted, c = fit_best(HEADS[head], 'C', CS, settings, train, held_out)
+      fitted, c = fit_best(CLASSIFIERS[head], 'C', CS, settings, train, held_out)
       settings |= {'C': c, 'num_factors': problem.r}
       c_noise = None
     else:
-      fitted, c_noise = fit_best(HEADS[head], 'C_noise', NOISE_CS, settings, train, held_out)
+      fitted, c_noise = fit_best(CLASSIFIERS[head], 'C_noise', NOISE_CS, settings, train, held_out)
     found = fitted.nll(*test)
     det = found if det is None else det
     gain, possible = det - found, float(det.mean() - true.mean())
@@ -188,7 +182,7 @@ def _factors(model, params, x):
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--truth', default='het_xl', choices=['het', 'het_xl'])
-  parser.add_argument('--heads', type=names(HEADS), default='het,het_h,het_xl'.split(','))
+  parser.add_argument('--heads', type=names(CLASSIFIERS), default='het,het_h,het_xl'.split(','))
   parser.add_argument('--full', action='store_true', help='the whole grid')
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--problem', help='one point instead: LINK,K,D,R,NOISE,N')

@@ -15,15 +15,9 @@ from command_line import make_parser, names, report
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from het_plugin import estimators
+from het_plugin.estimators import CLASSIFIERS
 
 NUM_TEST = 2000
-HEADS = {
-  'det': estimators.DetClassifier,
-  'het': estimators.HetClassifier,
-  'het_h': estimators.HetHClassifier,
-  'het_xl': estimators.HetXLClassifier,
-}
 
 
 def problem(num_rows, dim, num_classes):
@@ -57,7 +51,7 @@ def main():
   parser.add_argument('--rows', type=int, default=50_000)
   parser.add_argument('--dim', type=int, default=768)
   parser.add_argument('--classes', type=int, default=100)
-  parser.add_argument('--heads', type=names(HEADS), default=list(HEADS))
+  parser.add_argument('--heads', type=names(CLASSIFIERS), default=list(CLASSIFIERS))
   parser.add_argument('--factors', type=int, default=4)
   parser.add_argument('--samples', type=int, default=16)
   parser.add_argument('--iterations', type=int, default=100, help='at most, of each fit')
@@ -69,7 +63,7 @@ def main():
   for head in args.heads:
     noise = {'num_factors': args.factors, 'num_samples': args.samples, 'C_noise': 0.1}
     settings = {'tol': 1e-3, 'max_iter': args.iterations, **(noise if head != 'det' else {})}
-    rows.append(measure(head, HEADS[head](**settings), train, test))
+    rows.append(measure(head, CLASSIFIERS[head](**settings), train, test))
     print(rows[-1], flush=True)
   report(args.json, rows)
   total = sum(row['cpu_seconds'] for row in rows[1:])

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import integers, names, print_table, write_json
+from command_line import add_clock, integers, names, print_table, write_json
 
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
@@ -162,14 +162,7 @@ def main():
   parser.add_argument('--sampler', choices=SAMPLERS, default='sobol', help='of the noise')
   parser.add_argument('--dtype', default='bfloat16', help='of activations and products')
   parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
-  parser.add_argument(
-    '--cpu_time',
-    dest='clock',
-    action='store_const',
-    const=time.process_time,
-    default=time.perf_counter,
-    help='seconds of CPU time, for ratios on a machine that other work shares',
-  )
+  add_clock(parser)
   parser.add_argument('--png', type=Path, help='draw the grid here')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from het_plugin.estimators.files import from_head, head_params, load, save
 from het_plugin.estimators.heads import (
+  CLASSIFIERS,
   DetClassifier,
   HetClassifier,
   HetHClassifier,
@@ -9,6 +10,7 @@ from het_plugin.estimators.heads import (
 )
 
 __all__ = [
+  'CLASSIFIERS',
   'DetClassifier',
   'HetClassifier',
   'HetHClassifier',

@@ -10,20 +10,11 @@ import safetensors.numpy
 from flax import traverse_util
 
 from het_plugin import heads as linen_heads
-from het_plugin.estimators import heads
 from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import HEADS, Model
 
-CLASSIFIERS = {
-  cls._head: cls
-  for cls in (
-    heads.DetClassifier,
-    heads.HetClassifier,
-    heads.HetHClassifier,
-    heads.HetXLClassifier,
-  )
-}
 _METADATA = 'het_plugin.estimator'
 _FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
 

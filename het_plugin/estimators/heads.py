@@ -190,3 +190,7 @@ class HetXLClassifier(HetClassifier):
       progress=progress,
     )
     self.noise_dim = noise_dim
+
+
+# By the names that --heads and gin files give the heads.
+CLASSIFIERS = {x._head: x for x in (DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier)}

@@ -13,19 +13,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
 from het_plugin import reporting
-from het_plugin.estimators import heads
 from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.evaluation import calibration, uncertainty
 from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.representations import Representations, read_representations
 
-CLASSIFIERS = {
-  'det': heads.DetClassifier,
-  'het': heads.HetClassifier,
-  'het_h': heads.HetHClassifier,
-  'het_xl': heads.HetXLClassifier,
-}
 EXTREME = 0.01  # the share of examples whose part in a difference is shown
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
