@@ -43,12 +43,11 @@ def main(argv: Sequence[str]) -> None:
     if is_file and not weights.is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     from het_plugin.t5x_host import conversion
-    from het_plugin.training import checkpoint_reader
+    from het_plugin.training import checkpoint_reader, optimizers
 
     if not weights.is_weights_file(output):
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    params = checkpoint_reader.read_params(checkpoint)
     settings = trained_run.parse_run_config(
       checkpoint,
       flags.FLAGS.gin_file,
@@ -57,6 +56,8 @@ def main(argv: Sequence[str]) -> None:
       without=['partitioner'],  # of the devices that it trained on
     )
     model = settings['model']
+    ema = optimizers.evaluates_ema(model.optimizer_def)
+    params = checkpoint_reader.read_params(checkpoint, ema)
     num_classes = getattr(model.head, 'num_classes', None)
     if num_classes is None:
       params = {name: x for name, x in params.items() if name.startswith('backbone/')}

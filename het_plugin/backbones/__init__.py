@@ -6,8 +6,14 @@ from het_plugin.backbones.plain import PlainBackbone, as_backbone, with_axes
 from het_plugin.backbones.resnet import ResNet, resnet
 from het_plugin.backbones.text import TextTransformer, text_transformer
 from het_plugin.backbones.vit import ViT, vit
+from het_plugin.backbones.wide_resnet import WideResNet, wide_resnet
 
-CONFIGURABLES = {'resnet': ('resnet',), 'text': ('text_transformer',), 'vit': ('vit',)}
+CONFIGURABLES = {
+  'resnet': ('resnet',),
+  'text': ('text_transformer',),
+  'vit': ('vit',),
+  'wide_resnet': ('wide_resnet',),
+}
 # What may change between two starts of a run without changing its results (config/changes.py).
 SAME_RESULTS = ('*.remat',)
 
@@ -16,9 +22,11 @@ __all__ = [
   'ResNet',
   'TextTransformer',
   'ViT',
+  'WideResNet',
   'as_backbone',
   'resnet',
   'text_transformer',
   'vit',
+  'wide_resnet',
   'with_axes',
 ]

@@ -32,6 +32,24 @@ def rematerialize(
   return nn.remat(block, policy=policy, static_argnums=static_argnums, prevent_cse=not scanned)
 
 
+def drop_path(x: jax.Array, rate: jax.Array | float, rng: jax.Array) -> jax.Array:
+  """Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382): sets the residual
+  branch x [B, ...] of an example to zero with probability `rate`, and divides it by 1 - rate
+  otherwise.
+
+  `flax.linen.Dropout` takes no rate that a loop over layers changes.
+  """
+  keep = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
+  return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+def drop_path_rates(largest: float, num_layers: int) -> list[float] | None:
+  """The rate of each layer, from 0 for the first to `largest` for the last; None if it is 0."""
+  if not largest:
+    return None
+  return [largest * i / max(num_layers - 1, 1) for i in range(num_layers)]
+
+
 class Dense(nn.Module):
   """x [..., I] -> x W + b [..., O], computed in `dtype`.
 

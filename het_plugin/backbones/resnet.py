@@ -18,9 +18,16 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import GroupNorm, check_remat, rematerialize
+from het_plugin.backbones.layers import (
+  GroupNorm,
+  check_remat,
+  drop_path,
+  drop_path_rates,
+  rematerialize,
+)
 
 VERSIONS = ('v1.5', 'v2')
+STEMS = ('7x7_pool', '3x3')
 # Units of the four stages, table 1 of He et al. 2016.
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 ROOT_WIDTH = 64
@@ -85,12 +92,14 @@ class Bottleneck(nn.Module):
   scanned: bool = False  # returns (carry, output), the result and None
 
   @nn.compact
-  def __call__(self, x: jax.Array):
-    """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]."""
-    y = self._unit(x)
+  def __call__(self, x: jax.Array, drop_rate: jax.Array | float | None = None):
+    """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]; drops the residual branch at a rate
+    that is not None.
+    """
+    y = self._unit(x, drop_rate)
     return (y, None) if self.scanned else y
 
-  def _unit(self, x):
+  def _unit(self, x, drop_rate):
     before = self.version == 'v2'
 
     def conv(name, features, size, axes, x, stride=1):
@@ -118,9 +127,11 @@ class Bottleneck(nn.Module):
     y = _sharded(conv('conv2', widths[1], 3, axes[1], y, self.stride))
     y = nn.relu(norm('norm3' if before else 'norm2', 'mlp', y))
     y = _whole(conv('conv3', widths[2], 1, axes[2], y))
-    if before:
-      return shortcut + y
-    return nn.relu(shortcut + norm('norm3', 'embed', y, scale_init=nn.initializers.zeros))
+    if not before:
+      y = norm('norm3', 'embed', y, scale_init=nn.initializers.zeros)
+    if drop_rate is not None:
+      y = drop_path(y, drop_rate, self.make_rng('dropout'))
+    return shortcut + y if before else nn.relu(shortcut + y)
 
 
 class ResNet(nn.Module):
@@ -132,6 +143,10 @@ class ResNet(nn.Module):
       units have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
     dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
+    stem: '7x7_pool', a 7 x 7 convolution of stride 2 and max pooling; or for small images '3x3',
+      one 3 x 3 convolution of stride 1.
+    stochastic_depth: probability that training drops the residual branch of the last unit for an
+      example; it grows linearly from 0 in the first (Huang et al. 2016).
     remat: what the backward pass computes again to save memory (`layers.REMAT`).
     scan_layers: runs the equal units of a stage, all after its first, in a loop, which compiles
       much faster. Their parameters are stacked under 'stage1_units', ... instead of
@@ -147,6 +162,8 @@ class ResNet(nn.Module):
   dtype: DTypeLike = jnp.float32
   remat: str = 'none'
   scan_layers: bool = False
+  stem: str = '7x7_pool'
+  stochastic_depth: float = 0.0
 
   def __post_init__(self):
     if not self.stages or min(self.stages) < 1:
@@ -160,6 +177,10 @@ class ResNet(nn.Module):
       raise ValueError(
         f'ResNet.version={self.version!r} is unknown: choose one of {", ".join(VERSIONS)}'
       )
+    if self.stem not in STEMS:
+      raise ValueError(f'ResNet.stem={self.stem!r} is unknown: choose one of {", ".join(STEMS)}')
+    if not 0 <= self.stochastic_depth < 1:
+      raise ValueError(f'ResNet.stochastic_depth={self.stochastic_depth} must lie in [0, 1)')
     check_remat(f'ResNet.remat={self.remat!r}', self.remat)
     super().__post_init__()
 
@@ -176,49 +197,76 @@ class ResNet(nn.Module):
 
     Args:
       image: float32 [B, H, W, C].
-      train: unused.
+      train: applies stochastic depth, with the 'dropout' rng.
 
     Returns:
       phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1',
       'stage2', ... [B, H', W', C'], and 'pre_logits', which is phi.
     """
-    del train
     before, intermediates = self.version == 'v2', {}
+    size, stride = (7, 2) if self.stem == '7x7_pool' else (3, 1)
     root = StandardizedConv(
-      self.width, 7, (None, 'embed'), 2, not before, self.dtype, name='conv_root'
+      self.width, size, (None, 'embed'), stride, not before, self.dtype, name='conv_root'
     )
     x = root(image)
-    if before:
-      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-      x = nn.max_pool(x, (3, 3), (2, 2), 'VALID')
-    else:
+    if not before:
       x = nn.relu(GroupNorm('embed', dtype=self.dtype, name='norm_root')(x))
-      x = nn.max_pool(x, (3, 3), (2, 2), 'SAME')
+    if self.stem == '7x7_pool':
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))) if before else x
+      x = nn.max_pool(x, (3, 3), (2, 2), 'VALID' if before else 'SAME')
     x = intermediates['root'] = _whole(x)
-    first = rematerialize(Bottleneck, self.remat)
-    alike = rematerialize(Bottleneck, self.remat, scanned=self.scan_layers)
-    for stage, units in enumerate(self.stages):
-      settings = self.version, self.dtype
-      width = self.width * 2**stage
-      x = first(width, 2 if stage else 1, *settings, name=unit_name(stage, 0))(x)
-      if self.scan_layers and units > 1:
-        scan = scan_with_axes(
-          alike,
-          variable_axes={'params': 0},
-          split_rngs={'params': True},
-          length=units - 1,
-          axis_name='layers',
-        )
-        x, _ = scan(width, 1, *settings, scanned=True, name=stacked_name(stage))(x)
-      else:
-        for unit in range(1, units):
-          x = alike(width, 1, *settings, name=unit_name(stage, unit))(x)
-      intermediates[f'stage{stage + 1}'] = x
+    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.stages))
+    for stage in range(len(self.stages)):
+      settings = {'width': self.width * 2**stage, 'version': self.version, 'dtype': self.dtype}
+      x = intermediates[f'stage{stage + 1}'] = run_stage(
+        x, Bottleneck, settings, self.stages, stage, rates, self.remat, self.scan_layers
+      )
     if before:
       x = nn.relu(GroupNorm('embed', name='norm')(x))
     phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates
+
+
+def run_stage(
+  x: jax.Array,
+  unit: type[nn.Module],
+  settings: dict[str, Any],
+  stages: Sequence[int],
+  stage: int,
+  rates: Sequence[float] | None,
+  remat: str,
+  scan_layers: bool,
+) -> jax.Array:
+  """Runs the residual units of one stage, submodules of the compact module that calls this.
+
+  Args:
+    x: [B, H, W, I].
+    unit: class of the units; `unit(stride=..., scanned=..., **settings)(x, drop_rate)`.
+    settings: of all units of the stage.
+    stages: number of units per stage.
+    stage: which of them.
+    rates: of stochastic depth, one per unit of all stages; None for none.
+    remat, scan_layers: see `ResNet`.
+  """
+  first, units = sum(stages[:stage]), stages[stage]
+  rates = rates[first : first + units] if rates else [None] * units
+  one = rematerialize(unit, remat)
+  x = one(stride=2 if stage else 1, **settings, name=unit_name(stage, 0))(x, rates[0])
+  if not scan_layers or units == 1:
+    for number in range(1, units):
+      x = one(stride=1, **settings, name=unit_name(stage, number))(x, rates[number])
+    return x
+  scan = scan_with_axes(
+    rematerialize(unit, remat, scanned=True),
+    variable_axes={'params': 0},
+    split_rngs={'params': True, 'dropout': True},
+    in_axes=0,
+    length=units - 1,
+    axis_name='layers',
+  )
+  stacked = None if rates[0] is None else jnp.asarray(rates[1:], jnp.float32)
+  return scan(stride=1, **settings, scanned=True, name=stacked_name(stage))(x, stacked)[0]
 
 
 def unit_name(stage: int, unit: int) -> str:

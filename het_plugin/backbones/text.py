@@ -44,6 +44,7 @@ class TextTransformer(nn.Module):
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs the blocks in a loop, with stacked parameters, as in `ViT`.
+    stochastic_depth: as in `ViT`.
 
   Raises:
     ValueError: a setting is out of range, or the ids are not int32 [B, L].
@@ -60,6 +61,7 @@ class TextTransformer(nn.Module):
   dtype: DTypeLike = jnp.float32
   remat: str = 'none'
   scan_layers: bool = False
+  stochastic_depth: float = 0.0
 
   def __post_init__(self):
     check_positive(self, 'vocab_size', 'vocab_multiple')
@@ -80,7 +82,7 @@ class TextTransformer(nn.Module):
     Args:
       text: int32 [B, L], padded with 0 on the right. L is fixed by the position embeddings. An
         empty text has a finite but meaningless representation.
-      train: applies dropout, with the 'dropout' rng.
+      train: applies dropout and stochastic depth, with the 'dropout' rng.
 
     Returns:
       phi float32 [B, D], and the representations by name: 'embedding' [B, L, D], 'block00',
@@ -115,6 +117,7 @@ class TextTransformer(nn.Module):
       remat=self.remat,
       scan_layers=self.scan_layers,
       deterministic=not train,
+      stochastic_depth=self.stochastic_depth,
     )
     x = intermediates['encoder_norm'] = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
     intermediates |= outputs

@@ -15,7 +15,15 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import NORMS, Dense, Norm, check_remat, rematerialize
+from het_plugin.backbones.layers import (
+  NORMS,
+  Dense,
+  Norm,
+  check_remat,
+  drop_path,
+  drop_path_rates,
+  rematerialize,
+)
 
 # B, L and H: table 1 of Dosovitskiy et al. 2020. g and G: table 2 of Zhai et al. 2021
 # (https://arxiv.org/abs/2106.04560). Ti and S: table 1 of Touvron et al. 2021 (DeiT,
@@ -148,6 +156,7 @@ class Block(nn.Module):
     deterministic: bool,
     is_token: jax.Array | None = None,
     rotation: tuple[jax.Array, jax.Array] | None = None,
+    drop_rate: jax.Array | float | None = None,
   ):
     s = self.settings
 
@@ -157,7 +166,10 @@ class Block(nn.Module):
         y *= param_with_axes(
           f'{name}_scale', init, x.shape[-1:], jnp.float32, axes=('embed',)
         ).astype(s.dtype)
-      return nn.Dropout(s.dropout)(y, deterministic)
+      y = nn.Dropout(s.dropout)(y, deterministic)
+      if drop_rate is None or deterministic:
+        return y
+      return drop_path(y, drop_rate, self.make_rng('dropout'))
 
     y = s.normalisation('attention_norm')(x)
     attended = residual(Attention(s, name='attention')(y, is_token, rotation), 'attention')
@@ -254,6 +266,7 @@ def run_blocks(
   remat: str,
   scan_layers: bool,
   deterministic: bool,
+  stochastic_depth: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs `depth` encoder blocks, submodules of the compact module that calls this.
 
@@ -261,28 +274,30 @@ def run_blocks(
     x: [B, N, D].
     is_token: bool [B, N], the tokens to attend to; None for all.
     rotation: rotary position embeddings, see `Attention`.
-    settings, depth, remat, scan_layers: see `ViT`.
-    deterministic: True for no dropout.
+    settings, depth, remat, scan_layers, stochastic_depth: see `ViT`.
+    deterministic: True for no dropout and no stochastic depth.
 
   Returns:
     The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
   """
   block = rematerialize(Block, remat, static_argnums=(2,), scanned=scan_layers)
   names = [block_name(layer) for layer in range(depth)]
+  rates = drop_path_rates(stochastic_depth, depth)
   if not scan_layers:
     outputs = {}
-    for name in names:
-      x = outputs[name] = block(settings, name=name)(x, deterministic, is_token, rotation)
+    for name, rate in zip(names, rates or [None] * depth, strict=True):
+      x = outputs[name] = block(settings, name=name)(x, deterministic, is_token, rotation, rate)
     return x, outputs
   blocks = scan_with_axes(
     block,
     variable_axes={'params': 0},
     split_rngs={'params': True, 'dropout': True},
-    in_axes=nn.broadcast,
+    in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
     length=depth,
     axis_name='layers',
   )(settings, scanned=True, name=STACKED)
-  x, stacked = blocks(x, deterministic, is_token, rotation)
+  rates = None if rates is None else jnp.asarray(rates, jnp.float32)
+  x, stacked = blocks(x, deterministic, is_token, rotation, rates)
   return x, dict(zip(names, stacked, strict=True))
 
 
@@ -314,8 +329,14 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
     check_choice(module, name, choices[name])
   check_remat(f'{owner}.remat={module.remat!r}', module.remat)
-  if not 0.0 <= module.dropout < 1.0:
-    raise ValueError(f'{owner}.dropout={module.dropout} must lie in [0, 1)')
+  check_rates(module, 'dropout', 'stochastic_depth')
+
+
+def check_rates(module: nn.Module, *names: str) -> None:
+  """Raises ValueError if one of the attributes does not lie in [0, 1)."""
+  for name in names:
+    if not 0.0 <= (rate := getattr(module, name)) < 1.0:
+      raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
 
 
 def check_settings(name: str, module: type[nn.Module], settings: Mapping[str, Any]) -> None:

@@ -127,6 +127,8 @@ class ViT(nn.Module):
     representation_size: width of the biased tanh layer between the pooled representation and the
       head; None for no such layer.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
+    stochastic_depth: probability that training drops both residual branches of the last block for
+      an example; it grows linearly from 0 in the first (Huang et al. 2016).
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
@@ -178,6 +180,7 @@ class ViT(nn.Module):
   projection_size: int | None = None
   stored_patch_size: int | None = None
   stored_grid: int | None = None
+  stochastic_depth: float = 0.0
 
   def __post_init__(self):
     check_positive(self, 'patch_size', 'representation_size', 'projection_size')
@@ -205,7 +208,7 @@ class ViT(nn.Module):
 
     Args:
       image: float32 [B, H, W, C]. H and W are fixed by the position embeddings.
-      train: applies dropout, with the 'dropout' rng.
+      train: applies dropout and stochastic depth, with the 'dropout' rng.
 
     Returns:
       phi float32 [B, pre_logits_dim], and the representations by name: 'patches'
@@ -240,6 +243,7 @@ class ViT(nn.Module):
       remat=self.remat,
       scan_layers=self.scan_layers,
       deterministic=not train,
+      stochastic_depth=self.stochastic_depth,
     )
     intermediates |= outputs
 

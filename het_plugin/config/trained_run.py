@@ -32,6 +32,7 @@ PyTree = Any
 PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a published file's model
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
+GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 # For the schedule, which nothing evaluates here: the run's may follow from data that are not here.
 _ANY_STEPS = 10**9
 
@@ -155,7 +156,7 @@ def open_run(
       fit the model.
   """
   settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
-  from het_plugin.training import checkpoint_reader, checkpoints, warm_start
+  from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
 
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
@@ -174,7 +175,9 @@ def open_run(
       if step is None:
         params = _read_published(checkpoint, partitioner, init, specs, target)
       else:
-        restore = checkpoints.RestoreCheckpointConfig(str(checkpoint), mode='specific')
+        restore = checkpoints.RestoreCheckpointConfig(
+          str(checkpoint), mode='specific', ema=optimizers.evaluates_ema(model.optimizer_def)
+        )
         params = warm_start.restore_params(restore, target)
       break
     except ValueError as error:

@@ -160,7 +160,7 @@ class FewShotAction(PeriodicAction):
       model, mesh = self._context.model, self._context.partitioner
       specs = mesh.get_mesh_axes(train_state).params
       self._read = self._reader(RepresentationExtractor(model, mesh, specs, **self._extraction))
-    data = {x.name: self._read(x, train_state.params) for x in self._datasets}
+    data = {x.name: self._read(x, train_state.eval_params) for x in self._datasets}
     self.results = fewshot.few_shot_all(data, self._protocol, **self._draws)
     rows = []
     for name, by_shots in self.results.items():
@@ -239,5 +239,5 @@ class ZeroShotAction(PeriodicAction):
     if self._evaluator is None:
       specs = self._context.partitioner.get_mesh_axes(train_state).params
       self._evaluator = self._make_evaluator(specs)
-    self.results = {x.name: self._evaluator(x, train_state.params) for x in self._datasets}
+    self.results = {x.name: self._evaluator(x, train_state.eval_params) for x in self._datasets}
     return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]

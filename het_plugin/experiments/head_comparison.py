@@ -78,7 +78,7 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
   timed = TimedStep(gin.get_bindings('train')['trainer_cls'])
 
   def finish(state):
-    _write_examples(state.params, run_dir)
+    _write_examples(state.eval_params, run_dir)
     timed.state = state
 
   with screen.only_warnings(), _bar(HEADS[head], run_dir, steps, batch_size):

@@ -94,7 +94,7 @@ def plan(request: Request) -> dict[str, Any]:
       held['activations, gradients and samples'] = max(0, peak - sum(held.values()))
   if 'eval' in request.steps:
     spec = partitioner.batch_spec(_element_spec(eval_cfg))
-    result['eval'] = _measure(trainer.trace_eval, (state.params, spec), place)
+    result['eval'] = _measure(trainer.trace_eval, (state.eval_params, spec), place)
   compiled = [result[step] for step in request.steps]
   peaks = [step['peak_bytes'] for step in compiled]
   result['peak_bytes_per_device'] = None if None in peaks else max(peaks)

@@ -9,6 +9,7 @@ seqio tasks do not depend on this package and work under t5x without it.
 HOOKS = {
   'actions': ('hosted_actions',),
   'optimizers': ('adamw',),
+  'het_plugin.training.learning_rates': ('unfreeze_at',),
   'het_plugin.training.optimizers': ('warmup_schedule',),
 }
 

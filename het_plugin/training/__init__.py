@@ -5,7 +5,8 @@ CONFIGURABLES = {
   'checkpoints': ('CheckpointConfig', 'SaveCheckpointConfig', 'RestoreCheckpointConfig'),
   'held_out_temperature': ('HeldOutTemperatureTrainer', 'temperature_optimizer'),
   'nonfinite': ('NonFinitePolicy',),
-  'optimizers': ('adamw', 'warmup_schedule'),
+  'learning_rates': ('unfreeze_at',),
+  'optimizers': ('adamw', 'warmup_schedule', 'with_ema'),
   'partitioning': ('PjitPartitioner', 'standard_logical_axis_rules'),
   'step': ('Trainer',),
   'train': ('train',),
@@ -16,7 +17,7 @@ SAME_RESULTS = (
   *('train.train_eval_dataset_cfg', 'train.infer_eval_dataset_cfg'),
   *('train.eval_steps', 'train.eval_period', 'train.stats_period'),
   *('train.profile_steps', 'train.profiler_port', 'train.nonfinite', 'train.loss_spikes'),
-  *('*.num_microbatches', '*.norm_groups'),
+  *('*.num_microbatches', '*.norm_groups', 'with_ema.evaluate'),
   # Not SaveCheckpointConfig.dtype, which rounds the parameters that a run resumes from.
   *('SaveCheckpointConfig.period', 'SaveCheckpointConfig.keep', 'CheckpointConfig.restore'),
 )

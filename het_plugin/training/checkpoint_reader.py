@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax import traverse_util
 
 from het_plugin.training import checksum, processes
 
@@ -30,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 PREFIX = 'checkpoint'
+_EMA = '/ema_params/'  # the field of `optimizers.EmaState`
 # Entries that `seal` adds to a record.
 _CHECKSUMS, _DIGEST = 'checksums', 'digest'
 
@@ -108,16 +108,19 @@ def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | Non
   return None
 
 
-def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
+def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array.
+
+  With `ema`, those of the average that `optimizers.with_ema` keeps.
 
   Raises:
     Unreadable: the checkpoint is damaged.
+    ValueError: it holds no average.
   """
   saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
     raise Unreadable(f'{checkpoint} cannot be read: {one_line(failure)}') from failure
-  prefix = f'{params_root(saved)}/'
+  prefix = f'{params_root(saved, ema)}/'
   return {
     name.removeprefix(prefix): tuple(x.shape)
     for name, x in saved.items()
@@ -125,13 +128,21 @@ def params_shapes(checkpoint: epath.PathLike) -> dict[str, tuple[int, ...]]:
   }
 
 
-def params_root(saved: Collection[str]) -> str:
-  """First part of the names of a checkpoint's parameters: 'params', or 'target' in t5x's."""
-  return 'target' if any(name.startswith('target/') for name in saved) else 'params'
+def params_root(saved: Collection[str], ema: bool = False) -> str:
+  """What the names of a checkpoint's parameters begin with: 'params', or 'target' in t5x's; with
+  `ema` those of their average.
+  """
+  if not ema:
+    return 'target' if any(name.startswith('target/') for name in saved) else 'params'
+  roots = {name.partition(_EMA)[0] for name in saved if _EMA in name}
+  if not roots:
+    raise ValueError('it holds no average of parameters: the run was trained without with_ema.')
+  return min(roots, key=len) + _EMA.rstrip('/')
 
 
-def read_params(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """{'head/kernel': float32 array, ...} of the checkpoint that `find` finds at `path`, on the host.
+def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray]:
+  """{'head/kernel': float32 array, ...} of the checkpoint that `find` finds at `path`, on the host;
+  with `ema`, their average.
 
   Raises:
     ValueError: there is no checkpoint, or it is damaged.
@@ -140,37 +151,43 @@ def read_params(path: epath.PathLike) -> dict[str, np.ndarray]:
   device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
   wanted = {
     name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
-    for name, shape in params_shapes(folder).items()
+    for name, shape in params_shapes(folder, ema).items()
   }
-  return {name: np.asarray(x) for name, x in read_params_to(folder, wanted).items()}
+  return {name: np.asarray(x) for name, x in read_params_to(folder, wanted, ema).items()}
 
 
 def read_params_to(
-  checkpoint: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  checkpoint: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], ema: bool = False
 ) -> dict[str, jax.Array]:
-  """Some parameters of a checkpoint, with the given dtypes and shardings.
+  """Some parameters of a checkpoint, or of their average, with the given dtypes and shardings.
 
   Raises:
     Unreadable: the checkpoint is damaged.
   """
   try:
     description, saved = on_all(functools.partial(describe, checkpoint))
-    root = params_root(saved)
-    stored = {name: like(x, saved[f'{root}/{name}'].dtype) for name, x in wanted.items()}
-    item = {root: traverse_util.unflatten_dict(stored, sep='/')}
-    args = ocp.args.PyTreeRestore(
-      item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-    )
+    root = params_root(saved, ema)
+    names = {f'{root}/{name}': name for name in wanted}
     handler = ocp.PyTreeCheckpointHandler()
+    item = jax.tree_util.tree_map_with_path(
+      lambda path, x: (
+        like(wanted[names[_name(path)]], x.dtype) if _name(path) in names else ocp.PLACEHOLDER
+      ),
+      handler.metadata(checkpoint / 'state').tree,
+      is_leaf=lambda x: hasattr(x, 'shape'),
+    )
+    args = ocp.args.PyTreeRestore(
+      item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
+    )
     read = on_all(lambda: handler.restore(checkpoint / 'state', args=args))
     if description is None:
       _log.warning('%s has no checksums: damaged arrays may go unnoticed.', checkpoint)
     else:
-      verify(named(read), description.checksums)
+      verify({name: x for name, x in named(read).items() if name in names}, description.checksums)
   except Unreadable as reason:
     raise Unreadable(f'{checkpoint} cannot be read: {reason}') from reason
-  read = traverse_util.flatten_dict(read[root], sep='/')
-  return {name: cast(x, wanted[name].dtype) for name, x in read.items()}
+  read = named(read)
+  return {name: cast(read[f'{root}/{name}'], x.dtype) for name, x in wanted.items()}
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
@@ -263,7 +280,11 @@ def _metadata(checkpoint: epath.Path) -> dict[str, Any]:
 def named(tree: PyTree) -> dict[str, Any]:
   """Arrays, shapes or metadata of arrays by name ('params/head/kernel')."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, 'shape'))
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+  return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

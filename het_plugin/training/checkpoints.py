@@ -78,6 +78,7 @@ class RestoreCheckpointConfig:
     head: for a published file (.npz or .safetensors, see `weights`): 'keep' reads its head, whose
       classes are then the model's; 'init' initialises the model's head.
     skip: for a published file: regular expressions of the names to ignore.
+    ema: True reads the average that `with_ema` kept, in place of the parameters.
   """
 
   path: str
@@ -86,6 +87,7 @@ class RestoreCheckpointConfig:
   fallback_to_scratch: bool = False
   head: str = 'keep'
   skip: Sequence[Annotated[str, 'regular expression']] = ()
+  ema: bool = False
 
   def __post_init__(self):
     if self.head not in weights.HEADS:

@@ -44,7 +44,8 @@ def temperature_optimizer(
     learning_rate: of t; 0 keeps t constant, None uses the learning rate of the others.
 
   Raises:
-    ValueError: the learning rate is negative, or None and optimizer_def does not tell its own; at
+    ValueError: the learning rate is negative, or None and optimizer_def does not tell its own, or
+      optimizer_def is that of `with_ema`; at
       initialisation, the model does not have exactly one learned temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
@@ -61,6 +62,11 @@ def temperature_optimizer(
     return traverse_util.unflatten_dict({p: 'temperature' if p == path else 'others' for p in flat})
 
   parts = {'others': optimizer_def.optax_optimizer, 'temperature': optax.adam(learning_rate)}
+  if optimizer_def.evaluates_ema:
+    raise ValueError(
+      'temperature_optimizer.optimizer_def=@with_ema() would leave the temperature out of the '
+      'average: set with_ema.optimizer_def = @temperature_optimizer().'
+    )
   return optimizers.OptaxWrapper(optax.partition(parts, labels), optimizer_def.learning_rate_fn)
 
 

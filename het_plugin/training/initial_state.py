@@ -72,9 +72,14 @@ def begin(
   if restore_cfg is not None:
     read = warm_start.restore_params(restore_cfg, target.params)
   train_state = partitioner.partition(init, (), axes)()
-  flat = traverse_util.flatten_dict(train_state.params, sep='/')
-  params = traverse_util.unflatten_dict(flat | dict(read), sep='/')
-  return Start(0, train_state.replace(params=params))
+  if read:
+    flat = traverse_util.flatten_dict(train_state.params, sep='/')
+    params = traverse_util.unflatten_dict(flat | dict(read), sep='/')
+    # An optimizer may keep parameters in its state, such as their average.
+    start = train_state.optimizer_def.optax_optimizer.init
+    opt_state = partitioner.partition(start, (axes.params,), axes.opt_state)(params)
+    train_state = train_state.replace(params=params, opt_state=opt_state)
+  return Start(0, train_state)
 
 
 def check_enough_batches(

@@ -1,13 +1,15 @@
 """Optimizers and learning-rate schedules from plain arguments, as optax transformations."""
 
 import dataclasses
-import re
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+
+from het_plugin.training import learning_rates
 
 PyTree = Any
 
@@ -20,10 +22,12 @@ class OptaxWrapper:
     optax_optimizer: the gradient transformation, with its schedule.
     learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for logging;
       None if unknown.
+    evaluates_ema: whether evaluation takes the average that `with_ema` keeps.
   """
 
   optax_optimizer: optax.GradientTransformation
   learning_rate_fn: optax.Schedule | None = None
+  evaluates_ema: bool = False
 
 
 def adamw(
@@ -36,6 +40,10 @@ def adamw(
   weight_decay_params: Annotated[str, 'regular expression'] = r'(kernel|/J)$',
   clip_norm: float | None = None,
   frozen_params: Annotated[str, 'regular expression'] | None = None,
+  learning_rate_factors: Sequence[
+    tuple[Annotated[str, 'regular expression'], float | optax.Schedule]
+  ] = (),
+  layer_decay: Annotated[float, '(0, 1]'] | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -48,10 +56,15 @@ def adamw(
     clip_norm: gradients are scaled down to this global norm before Adam; None for no clipping.
     frozen_params: regular expression; parameters keep their value if it is found in their path
       ('^backbone/'). They have no moments and do not count in the norm. None freezes nothing.
+    learning_rate_factors: (regular expression, factor): the learning rate of a parameter is
+      multiplied by the factor of the first pattern that is found in its path, a number or a
+      schedule such as `learning_rates.unfreeze_at`.
+    layer_decay: the learning rate of a layer is this times that of the layer behind it
+      (`learning_rates.scale_by_layer`); None for the same everywhere.
 
   Raises:
     ValueError: weight_decay is negative or clip_norm is not positive; at initialisation, a pattern
-      matches no parameter.
+      matches no parameter, or layer_decay is set for a model without layers.
   """
   if weight_decay < 0:
     raise ValueError(f'weight_decay={weight_decay} must be at least 0.')
@@ -59,24 +72,79 @@ def adamw(
     raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no clipping.')
 
   def decays(params: PyTree) -> PyTree:
-    mask = _matching(weight_decay_params, params)
-    if weight_decay and not any(jax.tree.leaves(mask)):
-      raise ValueError(f'weight_decay_params={weight_decay_params!r} matches no parameter.')
-    return mask
+    if not weight_decay:
+      return jax.tree.map(lambda _: False, params)
+    return learning_rates.matching(weight_decay_params, params, 'weight_decay_params')
 
   def freezes(params: PyTree) -> PyTree:
-    mask = _matching(frozen_params, params)
-    if not any(jax.tree.leaves(mask)):
-      raise ValueError(f'frozen_params={frozen_params!r} matches no parameter.')
+    mask = learning_rates.matching(frozen_params, params, 'frozen_params')
     return jax.tree.map(lambda is_frozen: 'frozen' if is_frozen else 'trained', mask)
 
-  clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-  adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+  parts = [
+    optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+  ]
+  if clip_norm is not None:
+    parts.insert(0, optax.clip_by_global_norm(clip_norm))
+  if learning_rate_factors:
+    parts.append(learning_rates.scale_by_group(learning_rate_factors))
+  if layer_decay is not None:
+    parts.append(learning_rates.scale_by_layer(layer_decay))
   schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-  optimizer = optax.chain(*clip, adam)
+  optimizer = optax.chain(*parts)
   if frozen_params is not None:
     optimizer = optax.partition({'trained': optimizer, 'frozen': optax.set_to_zero()}, freezes)
   return OptaxWrapper(optimizer, learning_rate_fn=schedule)
+
+
+class EmaState(NamedTuple):
+  """State of `with_ema`: the number of updates, int32 [], and the average, shaped as the
+  parameters.
+  """
+
+  updates: jax.Array
+  ema_params: PyTree
+
+
+def with_ema(
+  optimizer_def: OptaxWrapper, decay: Annotated[float, '(0, 1)'], evaluate: bool = True
+) -> OptaxWrapper:
+  """Keeps an exponential moving average of the parameters in the state of an optimizer.
+
+  After update n the average is d ema + (1 - d) params with d = min(decay, (n - 1) / (n + 8)), as
+  TensorFlow's ExponentialMovingAverage warms it up: it forgets the start of a run, however short.
+
+  Args:
+    optimizer_def: updates the parameters.
+    decay: the largest d; 0.9999 averages over the last 10,000 steps.
+    evaluate: whether evaluation, in training and after it, takes the average; False takes the
+      parameters. Training is the same.
+  """
+
+  def init(params: PyTree) -> EmaState:
+    return EmaState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
+
+  def update(updates: PyTree, state: EmaState, params: PyTree) -> tuple[PyTree, EmaState]:
+    step_size = jnp.maximum(1 - decay, 9.0 / (state.updates + 9.0))
+    new = optax.apply_updates(params, updates)
+    average = optax.incremental_update(new, state.ema_params, step_size)
+    return updates, EmaState(state.updates + 1, average)
+
+  keep = optax.GradientTransformation(init, update)
+  return dataclasses.replace(
+    optimizer_def,
+    optax_optimizer=optax.chain(optimizer_def.optax_optimizer, keep),
+    evaluates_ema=evaluate,
+  )
+
+
+def evaluates_ema(optimizer_def: Any) -> bool:
+  """Whether evaluation takes the average of `with_ema`; False for optimizers that are not ours."""
+  return getattr(optimizer_def, 'evaluates_ema', False)
+
+
+def ema_params(opt_state: PyTree) -> PyTree:
+  """The average in the state of an optimizer of `with_ema`."""
+  return optax.tree.get(opt_state, 'ema_params')
 
 
 def warmup_schedule(
@@ -162,14 +230,3 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTre
     return PartitionSpec()
 
   return jax.tree_util.tree_map_with_path(spec, opt_state)
-
-
-def _matching(pattern: str, params: PyTree) -> PyTree:
-  """Whether the pattern is found in each parameter's path."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: bool(re.search(pattern, _path_name(path))), params
-  )
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')

@@ -29,6 +29,13 @@ class TrainState(struct.PyTreeNode):
   optimizer_def: optimizers.OptaxWrapper = struct.field(pytree_node=False)
   params_axes: core.FrozenDict = struct.field(pytree_node=False)
 
+  @property
+  def eval_params(self) -> PyTree:
+    """What is evaluated: the parameters, or their average where `with_ema` keeps one for that."""
+    if optimizers.evaluates_ema(self.optimizer_def):
+      return optimizers.ema_params(self.opt_state)
+    return self.params
+
   @classmethod
   def create(
     cls, optimizer_def: optimizers.OptaxWrapper, model_variables: Mapping[str, Any]

@@ -213,7 +213,7 @@ class Trainer:
     )
     self._eval_step = partitioner.partition(
       eval_step,
-      in_axis_resources=(train_state_axes.params, batch_axes),
+      in_axis_resources=(train_state_axes.eval_params, batch_axes),
       out_axis_resources=None,
     )
 
@@ -256,4 +256,4 @@ class Trainer:
 
   def eval_step(self, train_state: TrainState, batch: Batch) -> Metrics:
     """Metrics of one batch."""
-    return self._eval_step(train_state.params, batch)
+    return self._eval_step(train_state.eval_params, batch)

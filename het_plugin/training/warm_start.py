@@ -40,7 +40,7 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
   path = _checkpoint(cfg)
   saved = {
     name: jax.ShapeDtypeStruct(shape, np.float32)
-    for name, shape in checkpoint_reader.params_shapes(path).items()
+    for name, shape in checkpoint_reader.params_shapes(path, cfg.ema).items()
   }
   source = {name: _source_name(name, cfg.assignment_map) for name in flat}
   source = {name: found for name, found in source.items() if found is not None}
@@ -51,7 +51,7 @@ def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, ja
     saved = {found: saved[found] for found in source.values()}
   wanted = {found: flat[name] for name, found in source.items()}
   checkpoint_reader.check_match(wanted, saved, path)
-  read = checkpoint_reader.read_params_to(path, wanted)
+  read = checkpoint_reader.read_params_to(path, wanted, cfg.ema)
   _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
   return {name: read[found] for name, found in source.items()}
 

@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax.linen import partitioning
 
-from het_plugin.backbones import ResNet, resnet
+from het_plugin.backbones import ResNet, resnet, wide_resnet
 from het_plugin.backbones.layers import GroupNorm
 from het_plugin.backbones.resnet import StandardizedConv
 
@@ -41,6 +41,21 @@ def test_with_1000_classes_it_has_the_published_number_of_parameters(version, pu
 
 def test_152x1_has_the_parameters_of_table_3():
   assert round((num_params(resnet('152x1')) + 2049 * 21_843) / 1e6, 1) == 102.9
+
+
+def test_a_small_stem_keeps_the_resolution():
+  model = ResNet((1, 1), width=32, stem='3x3')
+  (_, intermediates), variables = model.init_with_output(jax.random.key(0), images(1, 16))
+  assert [intermediates[name].shape[1] for name in ('root', 'stage1', 'stage2')] == [16, 16, 8]
+  assert variables['params']['conv_root']['kernel'].shape == (3, 3, 3, 32)
+
+
+# Zagoruyko and Komodakis 2016 give 36.5M and 2.7M (tables 4 and 5); uncertainty-baselines' model of
+# 28-10 has 36,479,194.
+@pytest.mark.parametrize('variant, published', [('28-10', 36_479_194), ('16-4', 2_748_890)])
+def test_wide_resnets_have_the_published_number_of_parameters(variant, published):
+  model = wide_resnet(variant)
+  assert num_params(model) + 10 * (model.pre_logits_dim + 1) == published
 
 
 @pytest.mark.parametrize('stride, same_padding', [(1, True), (2, False)])
@@ -108,6 +123,10 @@ def test_a_mesh_shards_the_channels_and_changes_nothing():
     (lambda: resnet('18x1'), "variant='18x1'"),
     (lambda: resnet('50x1', patch_size=3), 'no setting patch_size'),
     (lambda: ResNet((1,), width=48), 'width=48'),
+    (lambda: ResNet((1,), stem='5x5'), "stem='5x5' is unknown"),
+    (lambda: ResNet((1,), stochastic_depth=1.0), 'stochastic_depth=1.0'),
+    (lambda: wide_resnet('27-10'), "variant='27-10'"),
+    (lambda: wide_resnet('28-10', width=3), 'no setting width'),
   ],
 )
 def test_bad_settings_are_one_sentence(make, words):

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin.backbones import ResNet, ViT, vit
+from het_plugin.backbones import ResNet, ViT, WideResNet, vit
+from het_plugin.backbones.layers import drop_path
 from het_plugin.backbones.resnet import stack_units, unstack_units
 from het_plugin.backbones.transformer import stack_blocks, unstack_blocks
 
 CASES = {
   'vit': (ViT(8, 16, 3, 32, 2), stack_blocks, unstack_blocks),
   'resnet': (ResNet(stages=(2, 1, 3), width=32), stack_units, unstack_units),
+  'wide_resnet': (WideResNet(units=3, factor=1), stack_units, unstack_units),
 }
 IMAGE = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
 
@@ -52,6 +54,7 @@ def assert_close(got, expected):
     ('vit', 'full', False),
     ('vit', 'dots', True),
     ('resnet', 'none', True),
+    ('wide_resnet', 'full', True),
   ],
 )
 def test_loops_and_recomputation_change_nothing(case, remat, scan):
@@ -92,6 +95,37 @@ def test_dropout_differs_between_looped_blocks():
   _, still = model.apply({'params': same}, IMAGE, train=True, rngs=rngs)
   np.testing.assert_array_equal(still['block00'], still['block02'])  # blocks of zeros pass through
   assert not np.allclose(outputs['block00'], outputs['block02'])
+
+
+def test_stochastic_depth_drops_a_branch_or_scales_it():
+  x = jnp.ones((4000, 2, 3))
+  dropped = np.asarray(drop_path(x, 0.25, jax.random.key(0)))
+  assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.75)}
+  assert (dropped == dropped[:, :1, :1]).all()  # the whole branch of an example
+  np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.03)
+
+
+@pytest.mark.parametrize('scan', [False, True])
+@pytest.mark.parametrize('case', CASES)
+def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
+  params, ((_, expected), _) = plain(case)
+  params = CASES[case][1](params) if scan else params
+  image = np.repeat(IMAGE[:1], 32, axis=0)
+  model = dataclasses.replace(CASES[case][0], stochastic_depth=0.9, scan_layers=scan)
+
+  def layers(train):
+    rngs = {'dropout': jax.random.key(2)} if train else None
+    outputs = model.apply({'params': params}, image, train=train, rngs=rngs)[1]
+    return [x for name, x in outputs.items() if name.startswith(('block', 'stage'))]
+
+  names = [name for name in expected if name.startswith(('block', 'stage'))]
+  for name, x in zip(names, layers(train=False), strict=True):
+    np.testing.assert_allclose(x[0], expected[name][0], rtol=1e-3, atol=1e-3)
+  trained = layers(train=True)
+  distinct = [len(np.unique(np.asarray(x).reshape(32, -1).round(3), axis=0)) for x in trained]
+  assert distinct[-1] > 1
+  if case == 'vit':  # of the others, the first output has passed several units
+    assert distinct[0] == 1
 
 
 def test_full_recomputation_keeps_less(case='vit'):

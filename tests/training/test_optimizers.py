@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 
-from het_plugin.training import optimizers
+from het_plugin.training import learning_rates, optimizers
 
 PARAMS = {
   'block': {'kernel': jnp.array([[2.0, -1.0]]), 'bias': jnp.array([0.5])},
@@ -58,6 +59,66 @@ def test_frozen_parameters_keep_their_values_and_cost_no_moments():
   moments = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if jnp.size(x) > 0]
   assert not any('block' in jax.tree_util.keystr(path) for path in moments)
   assert int(optimizers.num_updates(state, default=jnp.int32(7))) == 0
+
+
+def test_the_first_factor_that_matches_multiplies_the_learning_rate():
+  grads = jax.tree.map(jnp.ones_like, PARAMS)
+  factors = (('^head/', learning_rates.unfreeze_at(1)), ('kernel$', 0.1))
+  tx = optimizers.adamw(0.1, weight_decay=0.2, learning_rate_factors=factors).optax_optimizer
+  plain = optimizers.adamw(0.1, weight_decay=0.2).optax_optimizer
+  state, plain_state = tx.init(PARAMS), plain.init(PARAMS)
+  for head in (0.0, 1.0):  # unfrozen at the second update
+    got, state = tx.update(grads, state, PARAMS)
+    want, plain_state = plain.update(grads, plain_state, PARAMS)
+    np.testing.assert_allclose(got['head']['kernel'], head * want['head']['kernel'])
+    np.testing.assert_allclose(got['block']['kernel'], 0.1 * want['block']['kernel'], rtol=1e-6)
+    np.testing.assert_array_equal(got['norm']['scale'], want['norm']['scale'])
+  with pytest.raises(ValueError, match="learning_rate_factors='haed' matches no parameter"):
+    optimizers.adamw(0.1, learning_rate_factors=(('haed', 2.0),)).optax_optimizer.init(PARAMS)
+
+
+def test_layers_count_back_from_the_head():
+  shapes = {
+    'backbone/embedding/kernel': (4, 4),
+    'backbone/blocks/mlp/kernel': (2, 4, 4),  # stacked
+    'backbone/encoder_norm/scale': (4,),
+    'head/kernel': (4, 8),
+    'text_tower/embedding': (8, 4),
+    'text_tower/block00/mlp/kernel': (4, 4),
+    'resnet/conv_root/kernel': (3, 3, 3, 4),
+    'resnet/stage1_unit01/conv1/kernel': (1, 1, 4, 4),
+    'resnet/stage1_units/conv1/kernel': (2, 1, 1, 4, 4),
+    'resnet/stage2_unit01/conv1/kernel': (1, 1, 4, 4),
+    'resnet/norm/scale': (4,),
+  }
+  found = learning_rates.layer_exponents(shapes)
+  assert [x.ravel().tolist() for x in found.values()] == [
+    *([3], [2, 1], [0], [0], [2], [1]),
+    *([5], [4], [3, 2], [1], [0]),
+  ]
+  assert found['backbone/blocks/mlp/kernel'].shape == (2, 1, 1)
+  params = traverse_util.unflatten_dict({k: jnp.ones(v) for k, v in shapes.items()}, sep='/')
+  tx = optimizers.adamw(0.1, layer_decay=0.5, frozen_params='^text').optax_optimizer
+  updates, _ = tx.update(params, tx.init(params), params)
+  np.testing.assert_allclose(
+    updates['backbone']['blocks']['mlp']['kernel'][:, 0, 0], [-0.025, -0.05], 1e-5
+  )
+  with pytest.raises(ValueError, match='layer_decay=0.5 needs a backbone with layers'):
+    optimizers.adamw(0.1, layer_decay=0.5).optax_optimizer.init(PARAMS['norm'])
+
+
+def test_the_average_of_the_parameters_against_float64():
+  tx = optimizers.with_ema(optimizers.adamw(0.1), decay=0.6).optax_optimizer
+  params, state = PARAMS, tx.init(PARAMS)
+  want = None
+  for n in range(20):
+    grads = jax.tree.map(lambda p: jnp.sin(p + n), params)  # noqa: B023
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    kernel, d = np.float64(params['head']['kernel']), min(0.6, n / (n + 9))
+    want = kernel if n == 0 else d * want + (1 - d) * kernel
+  np.testing.assert_allclose(optimizers.ema_params(state)['head']['kernel'], want, rtol=1e-6)
+  assert (want != kernel).all()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import errno
+import functools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from het_plugin.operations import (
   facts,
@@ -23,11 +25,14 @@ from het_plugin.operations import (
 )
 from het_plugin.training import (
   actions,
+  checkpoint_reader,
   checkpoints,
   exit_codes,
+  optimizers,
   partitioning,
   run_files,
 )
+from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,6 +330,40 @@ def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
   moved = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), state.params, want.params)
   np.testing.assert_allclose(np.sqrt(sum(jax.tree.leaves(moved))), probe.change, rtol=1e-3)
   assert int(state.opt_state[1][0].count) == 1
+
+
+def test_the_average_of_the_parameters_is_evaluated_saved_and_resumed(tmp_path):
+  def model(evaluate=True):
+    averaged = optimizers.with_ema(toy.ToyModel().optimizer_def, 0.9, evaluate)
+    return toy.ToyModel(optimizer_def=averaged)
+
+  trainer = functools.partial(step_lib.Trainer, num_microbatches=2)
+  settings = {'trainer_cls': trainer, 'total_steps': 12}
+  _, want = toy_run.run(tmp_path / 'a', model=model(), **settings)
+  average = optimizers.ema_params(want.opt_state)
+  kernel = average['head_kernel']  # classes are split over the model axis, as the parameter is
+  assert kernel.sharding == want.params['head_kernel'].sharding
+  assert not kernel.sharding.is_fully_replicated
+  toy_run.run(tmp_path / 'b', model=model(), **(settings | {'total_steps': 8}))
+  _, got = toy_run.run(tmp_path / 'b', model=model(), **settings)
+  assert_equal(got.opt_state, want.opt_state)
+
+  name = 'training_eval/toy_eval/loss'
+  evaluated = series(tmp_path / 'a', name)[12]
+  _, plain = toy_run.run(tmp_path / 'c', model=model(evaluate=False), **settings)
+  assert_equal(plain, want.replace(optimizer_def=plain.optimizer_def))
+  assert series(tmp_path / 'c', name)[12] != evaluated
+  read = checkpoint_reader.read_params(tmp_path / 'a', ema=True)
+  assert_equal(read, traverse_util.flatten_dict(average, sep='/'))
+  with pytest.raises(ValueError, match='without with_ema'):
+    toy_run.run(tmp_path / 'd', total_steps=1)
+    checkpoint_reader.read_params(tmp_path / 'd', ema=True)
+  # A warm start takes it, and its own average begins there.
+  restore = checkpoints.RestoreCheckpointConfig(str(tmp_path / 'a'), ema=True)
+  start = checkpoints.CheckpointConfig(restore=restore)
+  _, warm = toy_run.run(tmp_path / 'e', model=model(), checkpoint_cfg=start, total_steps=1)
+  assert_equal(optimizers.ema_params(warm.opt_state), warm.params)
+  assert np.abs(np.asarray(warm.params['head_kernel']) - kernel).max() < 0.02
 
 
 class Stop(actions.BaseAction):

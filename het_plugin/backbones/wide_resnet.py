@@ -1,0 +1,158 @@
+"""Wide ResNets (Zagoruyko and Komodakis 2016, https://arxiv.org/abs/1605.07146) for small images.
+
+The architecture is that of uncertainty-baselines' tables for CIFAR (Nado et al. 2021,
+https://arxiv.org/abs/2106.04015), where a shortcut that changes the shape reads the input before
+it is normalised. In place of batch normalisation, whose statistics a training step here does not
+carry, there are group normalisation and weight standardisation, as in `resnet`.
+
+B images, H x W pixels, C channels.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.partitioning import with_sharding_constraint
+from jax.typing import DTypeLike
+
+from het_plugin.backbones.layers import GroupNorm, check_remat, drop_path, drop_path_rates
+from het_plugin.backbones.resnet import StandardizedConv, run_stage
+
+_NUM_GROUPS = 16  # the root has 16 channels
+
+
+class BasicUnit(nn.Module):
+  """A residual unit of two 3 x 3 convolutions, each behind a normalisation and ReLU."""
+
+  width: int
+  stride: int
+  dropout: float
+  deterministic: bool
+  dtype: DTypeLike
+  scanned: bool = False  # returns (carry, output), the result and None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, drop_rate: jax.Array | float | None = None):
+    """x [B, H, W, I] -> [B, H / stride, W / stride, width]; drops the residual branch at a rate
+    that is not None.
+    """
+
+    def conv(name, size, axes, x, stride=1):
+      settings = {'same_padding': True, 'dtype': self.dtype, 'name': name}
+      return StandardizedConv(self.width, size, axes, stride, **settings)(x)
+
+    def norm(name, axis, x):
+      return GroupNorm(axis, self.dtype, num_groups=_NUM_GROUPS, name=name)(x)
+
+    # The residual stream is whole on every device; between the convolutions channels are sharded.
+    y = nn.relu(norm('norm1', 'embed', x))
+    y = conv('conv1', 3, ('embed', 'mlp'), y, self.stride)
+    y = with_sharding_constraint(y, ('batch', None, None, 'mlp'))
+    y = nn.relu(norm('norm2', 'mlp', y))
+    y = nn.Dropout(self.dropout, deterministic=self.deterministic)(y)
+    y = conv('conv2', 3, ('mlp', 'embed'), y)
+    if drop_rate is not None:
+      y = drop_path(y, drop_rate, self.make_rng('dropout'))
+    if x.shape != y.shape:
+      x = conv('conv_proj', 1, (None, 'embed'), x, self.stride)
+    y = with_sharding_constraint(x + y, ('batch', None, None, 'embed'))
+    return (y, None) if self.scanned else y
+
+
+class WideResNet(nn.Module):
+  """Image to pre-logits: a 3 x 3 convolution to 16 channels and three stages of 16, 32 and 64 times
+  `factor` channels; the second and the third halve the image.
+
+  Attributes:
+    units: residual units per stage, (depth - 4) / 6.
+    factor: of the width.
+    dropout: rate between the convolutions of a unit, when training.
+    stochastic_depth, dtype, remat, scan_layers: as in `ResNet`.
+
+  Raises:
+    ValueError: a setting is out of range.
+  """
+
+  units: int
+  factor: int
+  dropout: float = 0.0
+  stochastic_depth: float = 0.0
+  dtype: DTypeLike = jnp.float32
+  remat: str = 'none'
+  scan_layers: bool = False
+
+  def __post_init__(self):
+    for name in ('units', 'factor'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'WideResNet.{name}={getattr(self, name)} must be at least 1')
+    for name in ('dropout', 'stochastic_depth'):
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(f'WideResNet.{name}={getattr(self, name)} must lie in [0, 1)')
+    check_remat(f'WideResNet.remat={self.remat!r}', self.remat)
+    super().__post_init__()
+
+  @property
+  def pre_logits_dim(self) -> int:
+    """Width of phi: 640 for a factor of 10."""
+    return 64 * self.factor
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Encodes images.
+
+    Args:
+      image: float32 [B, H, W, C].
+      train: applies dropout and stochastic depth, with the 'dropout' rng.
+
+    Returns:
+      phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1', 'stage2',
+      'stage3' [B, H', W', C'], and 'pre_logits', which is phi.
+    """
+    root = StandardizedConv(16, 3, (None, 'embed'), dtype=self.dtype, name='conv_root')
+    x = root(image)
+    intermediates = {'root': x}
+    stages = (self.units,) * 3
+    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(stages))
+    for stage in range(3):
+      settings = {
+        'width': 16 * self.factor * 2**stage,
+        'dropout': self.dropout,
+        'deterministic': not train,
+        'dtype': self.dtype,
+      }
+      x = intermediates[f'stage{stage + 1}'] = run_stage(
+        x, BasicUnit, settings, stages, stage, rates, self.remat, self.scan_layers
+      )
+    x = nn.relu(GroupNorm('embed', num_groups=_NUM_GROUPS, name='norm')(x))
+    phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
+    phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
+    return phi, intermediates
+
+
+def wide_resnet(variant: str = '28-10', **overrides: Any) -> WideResNet:
+  """A wide ResNet by the paper's name, depth-factor, such as '28-10' or '16-4'.
+
+  Args:
+    variant: a depth of 6 n + 4 and a factor of the width.
+    **overrides: fields of `WideResNet` that replace those of the variant.
+
+  Raises:
+    ValueError: the variant or a field is unknown.
+  """
+  depth, _, factor = variant.partition('-')
+  if not (depth.isdecimal() and factor.isdecimal()) or int(depth) < 10 or int(depth) % 6 != 4:
+    raise ValueError(
+      f'wide_resnet.variant={variant!r} is unknown: write a depth of 6 n + 4, a hyphen and the '
+      "factor of the width, such as '28-10'"
+    )
+  fields = {f.name for f in dataclasses.fields(WideResNet)} - {'parent', 'name'}
+  if unknown := overrides.keys() - fields:
+    raise ValueError(
+      f'wide_resnet has no setting {", ".join(sorted(unknown))}: choose from '
+      f'{", ".join(sorted(fields))}'
+    )
+  return WideResNet(**{'units': (int(depth) - 4) // 6, 'factor': int(factor), **overrides})
