@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from het_plugin.config import command_line, distributed, parsing, registry, training_run
-from het_plugin.operations import recorder
-from het_plugin.operations.peers import Limits
+from het_plugin.operations import operations
 
 
 def define_flags() -> None:
@@ -32,13 +31,13 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   with command_line.one_sentence_errors():
-    distributed.initialize(watched=True)
+    distributed.initialize()
     registry.register_trainer()
     parsing.parse_config(
       flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
     )
-    limits = Limits(flags.FLAGS.heartbeat_timeout_seconds, flags.FLAGS.stall_timeout_seconds)
-    training_run.train_from_gin(flags.FLAGS.accept_config_changes, limits, recorder.process_start())
+    observer = operations.Operations(flags.FLAGS.stall_timeout_seconds, stopping.BEGAN)
+    training_run.train_from_gin(flags.FLAGS.accept_config_changes, observer)
 
 
 if __name__ == '__main__':

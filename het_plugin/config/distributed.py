@@ -15,19 +15,20 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 
 import jax
 from absl import flags
 
-from het_plugin.operations import ending
+from het_plugin.operations import stopping
 from het_plugin.training import exit_codes
 
 _log = logging.getLogger(__name__)
 
 _EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# JAX's own limits must not come first: they end the process with a stack trace of C++.
+# JAX's own limit must not come first: it ends the process with a stack trace of C++.
 _JAX_EXTRA_SECONDS = 60
 # Process 0 takes the others with it when it ends. Where all fail alike, each is to say so first.
 _LEAVE_SECONDS = 2
@@ -49,15 +50,11 @@ def define_flags() -> None:
   )
 
 
-def initialize(watched: bool = False) -> None:
+def initialize() -> None:
   """Joins the other processes, if there are any; the flags say how long that may take.
 
   To be called before any computation. If the others do not come in time, the process ends with one
   line and the exit code `exit_codes.LOST`.
-
-  Args:
-    watched: operations.heartbeat notices within --heartbeat_timeout_seconds that a process is
-      lost, and JAX only later, where that cannot.
 
   Raises:
     ValueError: a variable is wrong, or what the environment announces cannot be found.
@@ -82,14 +79,11 @@ def initialize(watched: bool = False) -> None:
   timer = threading.Timer(seconds, _give_up, (place, seconds))
   timer.daemon = True
   timer.start()
-  heartbeat_timeout = flags.FLAGS.heartbeat_timeout_seconds
-  later = heartbeat_timeout + _JAX_EXTRA_SECONDS
   try:
     jax.distributed.initialize(
       **settings,
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
-      heartbeat_timeout_seconds=later if watched else heartbeat_timeout,
-      shutdown_timeout_seconds=later,
+      heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
     )
   except (RuntimeError, ValueError, KeyError) as error:
     reason = str(error).rstrip('.')
@@ -121,18 +115,9 @@ def leaving() -> Iterator[None]:
       traceback.print_exc()
     elif isinstance(error.code, str):
       print(error.code, file=sys.stderr)
-    _leave(code)
-
-
-def _leave(code: int) -> None:
-  ending.flush()
-  timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
-  timer.daemon = True
-  timer.start()
-  ending.on_abort(lambda: os._exit(code))  # process 0 has ended meanwhile
-  try:
-    jax.distributed.shutdown()
-  finally:
+    stopping.flush()
+    if jax.process_index() == 0:
+      time.sleep(_LEAVE_SECONDS)
     os._exit(code)
 
 

@@ -21,7 +21,7 @@ import gin
 from het_plugin.config import screen
 
 MODEL_ROOMS = ('integrate', 'heads', 'backbones', 'models')
-TRAINER_ROOMS = ('data', 'training', 'operations', 'evaluation')
+TRAINER_ROOMS = ('data', 'training', 'evaluation')
 
 _registered = set()
 

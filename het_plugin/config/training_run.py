@@ -4,7 +4,7 @@ from absl import flags
 
 import gin
 from het_plugin.config import changes, distributed
-from het_plugin.operations.peers import Limits
+from het_plugin.training import observer as observer_lib
 
 
 def define_flags() -> None:
@@ -12,7 +12,7 @@ def define_flags() -> None:
   distributed.define_flags()
   flags.DEFINE_integer(
     'stall_timeout_seconds',
-    int(Limits.stall_timeout_seconds),
+    1800,
     'How long training may make no progress before its processes end: more than the longest '
     'compilation, restore or action takes.',
     lower_bound=1,
@@ -35,16 +35,14 @@ def given_flags() -> list[str]:
 
 def train_from_gin(
   accept_config_changes: bool = False,
-  limits: Limits | None = None,
-  began: float | None = None,
+  observer: observer_lib.Observer | None = None,
   **settings: object,
 ) -> tuple[int, object]:
   """Calls the gin-bound `train`, and writes the configuration beside and into its checkpoints.
 
   Args:
     accept_config_changes: resumes a run although its configuration may now give other results.
-    limits: how long to wait for processes that are dead or stuck; None for the defaults.
-    began: `time.monotonic()` when this process began, where it does nothing else; None for now.
+    observer: watches the run; None for `operations.Operations()`.
     settings: arguments of `train` in place of the bound ones.
 
   Returns:
@@ -60,5 +58,5 @@ def train_from_gin(
     raise ValueError('train.model is not set: include het_plugin/gin/runs/train.gin')
   config = changes.RunConfig(gin.config_str(), accept_config_changes)
   return gin.get_configurable(train.train)(
-    config=config, observer=operations.Operations(limits, began), **settings
+    config=config, observer=observer or operations.Operations(), **settings
   )

@@ -1,5 +1,3 @@
 """What watches a run and never changes its result: `operations.Operations` is the observer that the
 main of training hands to `train`.
 """
-
-CONFIGURABLES = {'loss_spikes': ('LossSpikes',)}

@@ -1,8 +1,7 @@
 """One training at a time in a run's directory.
 
-On file systems that have locks (local ones and most NFS) the kernel locks the file `lock`, which
-says who holds it, and lets go when the process ends, however it ends. Elsewhere (gs://) the facts
-of the newest attempt tell: a process 0 that runs renews them every few seconds.
+The kernel locks the file `lock` and lets go when the process ends, however it ends. Where there are
+no locks (gs://) the facts of the newest attempt tell: a process 0 that runs renews them.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from etils import epath
 
@@ -27,19 +26,7 @@ NAME = 'lock'
 # How long a new training waits: one that was told to stop may still be saving, and one that misses
 # three beats is gone.
 PATIENCE_SECONDS = 15.0
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _POLL_SECONDS = 0.2
-
-_descriptors: set[int] = set()
-
-
-def _close_in_child() -> None:
-  # A forked data worker has the lock too, and may outlive its parent.
-  while _descriptors:
-    os.close(_descriptors.pop())
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextlib.contextmanager
@@ -60,82 +47,42 @@ def held(model_dir: epath.PathLike, patience_seconds: float | None = None) -> It
   """
   model_dir = epath.Path(model_dir)
   patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-  with contextlib.ExitStack() as releases:
+  with contextlib.ExitStack() as stack:
 
     def acquire() -> str:
       model_dir.mkdir(parents=True, exist_ok=True)
-      if release := _lock(model_dir, patience):
-        releases.callback(release)
-      else:
+      if run_files.is_remote(model_dir):
         _wait_for_silence(model_dir, patience)
+      else:
+        _lock(stack.enter_context(open(model_dir / NAME, 'a+')), model_dir, patience)
       return facts.new_attempt(model_dir).name
 
     yield model_dir / facts.FOLDER / processes.in_the_first(acquire)
 
 
-def _in_use(model_dir: epath.Path, holder: str) -> ValueError:
-  return ValueError(
-    f'model_dir={model_dir} is in use: {holder}, trains in it; stop that one, or take another '
-    'model_dir'
-  )
-
-
-def _say_that_it_waits(model_dir: epath.Path, holder: str, patience: float) -> None:
-  _log.warning('%s is held by %s: waiting %.0f s for its end.', model_dir, holder, patience)
-
-
-def _lock(model_dir: epath.Path, patience: float) -> Callable[[], None] | None:
-  """Locks the file; returns what releases it, or None where the file system has no locks."""
-  if run_files.is_remote(model_dir):
-    return None
-  path = model_dir / NAME
+def _lock(file, model_dir: epath.Path, patience: float) -> None:
   deadline, waiting = time.monotonic() + patience, False
-  try:
-    while (descriptor := _try_lock(path)) is None:
-      if time.monotonic() >= deadline:
-        raise _in_use(model_dir, _holder(path))
-      if not waiting:
-        _say_that_it_waits(model_dir, _holder(path), patience)
-        waiting = True
-      time.sleep(_POLL_SECONDS)
-  except OSError as error:
-    if error.errno in _NO_LOCKS:
-      return None
-    raise
+  while True:
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not of forked workers too
+      break
+    except OSError as error:
+      if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
+        _wait_for_silence(model_dir, patience)
+        return
+    holder = 'process {pid} on {host}, since {since}'.format(
+      **({'pid': '?', 'host': '?', 'since': '?'} | (run_files.read_json(model_dir / NAME) or {}))
+    )
+    if time.monotonic() >= deadline:
+      raise _in_use(model_dir, holder)
+    if not waiting:
+      _say_that_it_waits(model_dir, holder, patience)
+      waiting = True
+    time.sleep(_POLL_SECONDS)
   since = datetime.datetime.now(datetime.UTC).isoformat(' ', 'seconds')
-  text = json.dumps({'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}).encode()
-  os.pwrite(descriptor, text, 0)
-  os.ftruncate(descriptor, len(text))
-  _descriptors.add(descriptor)
-
-  def release() -> None:
-    path.unlink(missing_ok=True)  # before others can lock it
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
-
-  return release
-
-
-def _try_lock(path: epath.Path) -> int | None:
-  """The descriptor of the locked file; None if another process holds it."""
-  descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
-      return descriptor
-  except (BlockingIOError, FileNotFoundError):
-    pass
-  except OSError:
-    os.close(descriptor)
-    raise
-  # Held, or its holder removed the file between two of these calls.
-  os.close(descriptor)
-  return None
-
-
-def _holder(path: epath.Path) -> str:
-  found = run_files.read_json(path) or {}
-  return 'process {pid} on {host}, since {since}'.format(**found) if found else 'another process'
+  file.truncate(0)
+  json.dump({'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}, file)
+  file.flush()
 
 
 def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
@@ -153,3 +100,14 @@ def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
       return
   if now.beat != first.beat:
     raise _in_use(model_dir, first.name)
+
+
+def _in_use(model_dir: epath.Path, holder: str) -> ValueError:
+  return ValueError(
+    f'model_dir={model_dir} is in use: {holder}, trains in it; stop that one, or take another '
+    'model_dir'
+  )
+
+
+def _say_that_it_waits(model_dir: epath.Path, holder: str, patience: float) -> None:
+  _log.warning('%s is held by %s: waiting %.0f s for its end.', model_dir, holder, patience)

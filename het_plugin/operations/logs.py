@@ -3,9 +3,8 @@
 A line has time (Unix seconds), level, process, step, phase, logger, message and, with an error, its
 traceback as exception. It takes what `het_plugin` logs, and warnings and errors of everything else.
 
-A process appends to logs/process-00000.jsonl; beyond a size the file becomes process-00000.jsonl.1,
-in place of the one before. An object store (gs://) cannot append: there the launcher keeps the
-output.
+A process appends to logs/process-00000.jsonl; beyond a size the file becomes process-00000.jsonl.1.
+An object store (gs://) cannot append: there the launcher keeps the output.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import json
 import logging
 import logging.handlers
 import os
-import sys
 from collections.abc import Iterator
 
 from etils import epath
@@ -24,7 +22,6 @@ from het_plugin.training import exit_codes, run_files
 _log = logging.getLogger(__name__)
 
 FOLDER = 'logs'
-_OURS = 'het_plugin'
 _FILE_BYTES = 16 * 2**20
 
 
@@ -47,25 +44,6 @@ class _JsonFormatter(logging.Formatter):
     return json.dumps(line)
 
 
-class _FileHandler(logging.handlers.RotatingFileHandler):
-  """Appends to a file of a file system."""
-
-  def __init__(self, path: str):
-    super().__init__(path, maxBytes=_FILE_BYTES, backupCount=1, encoding='utf-8')
-    self._failed = False
-    # A crash may have cut the last line short.
-    if self.stream.tell():
-      with open(path, 'rb') as file:
-        file.seek(-1, os.SEEK_END)
-        self.stream.write('' if file.read() == b'\n' else '\n')
-
-  def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-    """Says once that lines are lost: a full disk is no reason to end a run, nor to flood stderr."""
-    if not self._failed:
-      self._failed = True
-      print(f'{self.baseFilename} cannot be written: {sys.exception()}', file=sys.stderr)
-
-
 @contextlib.contextmanager
 def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
   """Takes down what this process logs, and what ends the run."""
@@ -74,7 +52,12 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
     return
   folder = epath.Path(model_dir) / FOLDER
   folder.mkdir(parents=True, exist_ok=True)
-  handler = _FileHandler(os.fspath(folder / f'process-{recorder.now().process:05d}.jsonl'))
+  handler = logging.handlers.RotatingFileHandler(
+    os.fspath(folder / f'process-{recorder.now().process:05d}.jsonl'),
+    maxBytes=_FILE_BYTES,
+    backupCount=1,
+    encoding='utf-8',
+  )
   handler.setFormatter(_JsonFormatter(recorder))
   handler.addFilter(_is_wanted)
   logging.getLogger().addHandler(handler)
@@ -82,7 +65,10 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
     yield
   except BaseException as error:
     if exit_codes.of(error) not in (0, exit_codes.PREEMPTED):
-      handler.handle(_end_of_run(error))  # not to the screen: the main reports it there
+      exception = (type(error), error, error.__traceback__)
+      arguments = (__file__, 0, 'The run ends: %s', (repr(error),))
+      record = _log.makeRecord(_log.name, logging.ERROR, *arguments, exc_info=exception)
+      handler.handle(record)  # not to the screen: the main reports it there
     raise
   finally:
     logging.getLogger().removeHandler(handler)
@@ -90,12 +76,5 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
       handler.close()
 
 
-def _end_of_run(error: BaseException) -> logging.LogRecord:
-  exception = (type(error), error, error.__traceback__)
-  arguments = (__file__, 0, 'The run ends: %s', (repr(error),))
-  return _log.makeRecord(_log.name, logging.ERROR, *arguments, exc_info=exception)
-
-
 def _is_wanted(record: logging.LogRecord) -> bool:
-  ours = record.name == _OURS or record.name.startswith(f'{_OURS}.')
-  return ours or record.levelno >= logging.WARNING
+  return record.name.split('.')[0] == 'het_plugin' or record.levelno >= logging.WARNING

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,13 +15,10 @@ from het_plugin.operations import (
   heartbeat,
   lock,
   logs,
-  loss_spikes,
   profiles,
   recorder,
-  resources,
   stopping,
 )
-from het_plugin.operations.peers import Limits
 from het_plugin.training import exit_codes, observer
 
 _log = logging.getLogger(__name__)
@@ -32,7 +29,7 @@ _NOTHING_TO_SAVE = (observer.START, observer.RESTORE, observer.COMPILE)
 
 
 class Operations(observer.Observer):
-  """Writes facts, logs and profiles of a run, and ends it where a process is lost or stuck.
+  """Writes facts, logs and profiles of a run, and ends it where it is stuck.
 
   Nothing of it changes the result of a training, and an error in it does not end the training.
 
@@ -40,22 +37,20 @@ class Operations(observer.Observer):
     recorder: what the run is doing, and for how long it has done what.
   """
 
-  def __init__(self, limits: Limits | None = None, began: float | None = None):
+  def __init__(self, stall_seconds: float = heartbeat.STALL_SECONDS, began: float | None = None):
     """Touches no file yet.
 
     Args:
-      limits: how long to wait for a process that is dead or stuck, until this one ends with
-        `exit_codes.LOST`; None for the defaults.
+      stall_seconds: how long the run may make no progress until its processes end with
+        `exit_codes.LOST`. It must exceed the longest compilation, restore and action.
       began: `time.monotonic()` when the work for this run began, imports included; None for now.
     """
     self.recorder = recorder.Recorder(began=began)
-    self._limits = limits or Limits()
+    self._stall_seconds = stall_seconds
     self._heartbeat: heartbeat.Heartbeat | None = None
-    self._spikes: loss_spikes.SpikeReport | None = None
 
   @contextlib.contextmanager
   def observing(self, run: observer.ObservedRun) -> Iterator[None]:
-    self._run = run
     self.recorder.change(total_steps=run.total_steps)
     alone = jax.process_count() == 1
     lead = _ALONE_LEAD_SECONDS if alone else 3 * heartbeat.PERIOD_SECONDS
@@ -69,14 +64,15 @@ class Operations(observer.Observer):
       ):
         self._earlier = list(facts.read_attempts(run.model_dir).values())
         self._heartbeat = heartbeat.Heartbeat(
-          attempt, self.recorder, self._limits, {'profile': self._profiler.poll}
+          attempt, self.recorder, self._stall_seconds, self._profiler.poll
         )
         with self._beating():
           yield
     except OSError as error:
-      if (sentence := resources.cannot_write(error, run.model_dir)) is None:
+      file = error.filename or run.model_dir
+      if not str(file).startswith(str(run.model_dir)):
         raise
-      raise sentence from error
+      raise ValueError(f'{file} cannot be written: {error.strerror or error}') from error
 
   @contextlib.contextmanager
   def _beating(self) -> Iterator[None]:
@@ -99,17 +95,11 @@ class Operations(observer.Observer):
     if self._heartbeat is not None:
       self._heartbeat.end(exit_codes.Preempted(self.recorder.now().step))
 
-  def check_room(self, state: Any, save_cfg: Any) -> None:
-    resources.check(state, save_cfg, self._run.model_dir, self._run.total_steps)
-
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
     return self.recorder.phase(name)
 
   def resumed(self, step: int) -> None:
     self.recorder.tick(step)
-    if self._run.loss_spikes is not None:
-      path = self._run.model_dir / 'loss_spikes.jsonl'
-      self._spikes = loss_spikes.SpikeReport(self._run.loss_spikes, path, step)
 
   def progressed(self) -> None:
     self.recorder.tick()
@@ -120,19 +110,6 @@ class Operations(observer.Observer):
   def after_step(self, step: int, metrics: Any) -> None:
     self.recorder.tick(step)
     self._profiler.after(step, metrics)
-
-  def step_finished(
-    self, step: int, metrics: Any, rows: Callable[[], Sequence[int] | None]
-  ) -> None:
-    if self._spikes is None:
-      return
-
-    def details() -> dict[str, Any]:
-      norm = float(metrics['update'].compute()['gradient_norm'])
-      return {'gradient_norm': norm, 'index': rows()}
-
-    loss = float(metrics['loss'].compute())
-    self._heartbeat.attempt('loss spikes', lambda: self._spikes.add(step, loss, details))
 
   def saved(self, step: int) -> None:
     self.recorder.change(saved_step=step)

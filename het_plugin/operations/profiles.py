@@ -1,12 +1,12 @@
 """Profiles of ranges of steps, for TensorBoard's profile plugin, xprof or Perfetto.
 
-Ranges are bound before the run, or requested while it runs by a file in its directory:
+A range is bound before the run, or requested while it runs by a file in its directory:
 
     touch runs/digits/profile_request                  # or, with the number of steps:
     echo '{"steps": 20}' > runs/digits/profile_request
 
 Process 0 answers by writing into the file which steps will be traced, far enough ahead for the
-other processes to read it, and removes the file when its trace is written.
+other processes to read it, and removes the file when they are past.
 """
 
 import contextlib
@@ -15,14 +15,12 @@ import math
 import os
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from etils import epath
 
-from het_plugin.operations.facts import Facts
 from het_plugin.operations.recorder import Recorder
 from het_plugin.training import observer, run_files
 
@@ -95,30 +93,23 @@ class Profiler:
       raise ValueError(f'profile_steps={steps} must be (first, last) with 1 <= first <= last.')
     self._folder = run.model_dir / 'profile' / 'plugins' / 'profile'
     self._request = run.model_dir / REQUEST
-    self._total_steps = run.total_steps
     self._recorder = recorder
     self._lead_seconds = lead_seconds
     self._is_first = jax.process_index() == 0
-    self._lock = threading.Lock()  # of what follows
-    self._planned: list[tuple[int, int]] = [] if steps is None else [tuple(steps)]
+    self._planned = set() if steps is None else {tuple(steps)}
     self._running: tuple[int, int] | None = None
-    self._requested: tuple[int, int] | None = None
     self._scratch: tempfile.TemporaryDirectory | None = None
 
   def before(self, step: int) -> None:
     """Called before the step is dispatched. Of a range that has begun, the rest is traced."""
-    if not self._planned or self._running is not None:
+    due = [steps for steps in self._planned.copy() if steps[0] <= step <= steps[1]]
+    if not due or self._running is not None:
       return
-    with self._lock:
-      self._planned = [steps for steps in self._planned if steps[1] >= step]
-      due = [steps for steps in self._planned if steps[0] <= step]
-      if not due:
-        return
-      self._running = due[0]
-      self._planned.remove(due[0])
+    self._running = due[0]
+    self._planned.discard(due[0])
+    # On the machine's own disk: a trace names its files by host and time only.
+    self._scratch = tempfile.TemporaryDirectory()
     try:
-      # On the machine's own disk: a trace names its files by host and time only.
-      self._scratch = tempfile.TemporaryDirectory()
       jax.profiler.start_trace(self._scratch.name)
     except (OSError, RuntimeError) as error:
       self._finish(error)
@@ -137,10 +128,16 @@ class Profiler:
       try:
         jax.profiler.stop_trace()
         _log.info('Traced steps %d to %d: %s.', *self._running, self._copy())
-      except (OSError, RuntimeError) as error:
-        self._finish(error)
-      else:
-        self._finish()
+        error = None
+      except (OSError, RuntimeError) as raised:
+        error = raised
+      self._finish(error)
+
+  def _finish(self, error: Exception | None) -> None:
+    if error is not None:
+      _log.error('Could not trace steps %d to %d: %s', *self._running, error)
+    self._scratch.cleanup()
+    self._running = None
 
   def _copy(self) -> epath.Path:
     """Copies the trace to the run's directory."""
@@ -152,60 +149,26 @@ class Profiler:
         epath.Path(root, name).copy(target, overwrite=True)
     return folder
 
-  def _finish(self, error: Exception | None = None) -> None:
-    if error is not None:
-      _log.error('Could not trace steps %d to %d: %s', *self._running, error)
-    if self._scratch is not None:
-      self._scratch.cleanup()
-    with self._lock:
-      self._running = self._scratch = None
-
   def poll(self) -> None:
-    """Looks for a request, plans it, and removes it when it is met; called every few seconds."""
-    with self._lock:
-      if self._requested not in (None, self._running, *self._planned):
-        self._requested = None
-        self._remove()
-    if self._requested is not None or not self._request.exists():
+    """Looks for a request, plans it, and removes it when it is past; called every few seconds."""
+    if not self._request.exists():
       return
-    asked = run_files.read_json(self._request)
-    if asked is None:
-      asked = {'steps': None} if self._request.read_text().strip() else {}
-    now = self._recorder.now()
-    if 'first' not in asked and self._is_first:
-      asked = self._answer(asked.get('steps', STEPS), now)
-    if 'first' in asked and asked['last'] > now.step:
+    asked, now = run_files.read_json(self._request) or {}, self._recorder.now()
+    if 'first' not in asked:
+      if not (self._is_first and now.steps):  # the pace is not known yet
+        return
+      seconds = sum(now.seconds.get(x, 0.0) for x in (observer.STEP, observer.DATA))
+      ahead = math.ceil(self._lead_seconds * now.steps / max(seconds, 1e-9))
+      first = now.step + 1 + ahead
+      asked = {'first': first, 'last': first + asked.get('steps', STEPS) - 1}
+      run_files.write_json(self._request, asked)
       _log.info('A profile is asked for: steps %(first)d to %(last)d will be traced.', asked)
-      with self._lock:
-        self._requested = asked['first'], asked['last']
-        self._planned.append(self._requested)
-    elif 'first' in asked:  # of a start that has ended
-      self._remove()
+    if asked['last'] > now.step:
+      self._planned.add((asked['first'], asked['last']))
+    else:
+      self.end()
 
   def end(self) -> None:
-    """Called after the last step: nobody will answer a request any more."""
-    if self._request.exists():
-      self._remove()
-
-  def _answer(self, count: Any, now: Facts) -> dict[str, int]:
-    """Writes which steps will be traced; nothing before the pace is known."""
-    if not isinstance(count, int) or count < 1:
-      _log.warning('%s is removed: it must be empty or {"steps": N}.', self._request)
-      self._remove()
-      return {}
-    if not now.steps:
-      return {}
-    seconds_per_step = sum(now.seconds.get(x, 0.0) for x in (observer.STEP, observer.DATA))
-    ahead = math.ceil(self._lead_seconds * now.steps / max(seconds_per_step, 1e-9))
-    first = now.step + 1 + ahead
-    if first > self._total_steps:
-      _log.warning('%s comes too late and is removed: the run is nearly done.', self._request)
-      self._remove()
-      return {}
-    answer = {'first': first, 'last': min(first + count - 1, self._total_steps)}
-    run_files.write_json(self._request, answer)
-    return answer
-
-  def _remove(self) -> None:
+    """Removes a request, which nobody will answer any more."""
     if self._is_first:
       self._request.unlink(missing_ok=True)

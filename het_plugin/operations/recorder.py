@@ -8,25 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from het_plugin.operations.facts import Facts
 from het_plugin.training.observer import END, PHASES, START
-
-
-def process_start() -> float:
-  """`time.monotonic()` when this process began; now, where the system does not tell (not Linux)."""
-  now = time.monotonic()
-  try:
-    # Field 22 of proc(5)'s stat; the second one, a name in brackets, may contain spaces.
-    ticks = int(Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf('SC_CLK_TCK')
-  except (OSError, AttributeError):
-    return now
-  return now - max(0.0, age)
 
 
 class Recorder:

@@ -3,7 +3,7 @@
 Knows neither JAX nor orbax: it is to answer at once.
 """
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import time
@@ -21,25 +21,25 @@ from het_plugin.training import observer, run_files
 STARTING, STALE = 'starting', 'stale'
 KILLED = 'killed'  # of an attempt that did not say how it ended
 
-_SCALARS = {
-  'loss': 'train/loss',
-  'nll': 'train/nll',
-  'tau': 'train/tau',
-  'gradient_norm': 'train/gradient_norm',
-  'param_norm': 'train/param_norm',
-  'learning_rate': 'train/learning_rate',
-  'ms_per_step': 'train/timing/ms_per_step',
-  'examples_per_second': 'train/timing/examples_per_second',
-  'data_wait_share': 'train/timing/data_wait_share',
-  'mfu': 'train/timing/mfu',
-  'compile_seconds': 'train/timing/compile_seconds',
-  'save_seconds': 'train/timing/save_seconds',
+# {key of 'metrics': (scalar, title, format)}
+METRICS = {
+  'loss': ('train/loss', 'loss', '.4f'),
+  'nll': ('train/nll', 'NLL', '.4f'),
+  'tau': ('train/tau', 'tau', '.3f'),
+  'gradient_norm': ('train/gradient_norm', 'gradient norm', '.4g'),
+  'param_norm': ('train/param_norm', 'parameter norm', '.4g'),
+  'learning_rate': ('train/learning_rate', 'learning rate', '.3g'),
+  'ms_per_step': ('train/timing/ms_per_step', 'ms/step', '.1f'),
+  'examples_per_second': ('train/timing/examples_per_second', 'examples/s', ',.0f'),
+  'data_wait_share': ('train/timing/data_wait_share', 'data wait', '.1%'),
+  'mfu': ('train/timing/mfu', 'MFU', '.1%'),
+  'compile_seconds': ('train/timing/compile_seconds', 'compile, s', '.1f'),
+  'save_seconds': ('train/timing/save_seconds', 'checkpoint stall, s', '.2f'),
 }
 _EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot')
 _BEFORE_TRAINING = (observer.START, observer.RESTORE, observer.COMPILE)
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are no sign of anything
 _MUCH_DATA_WAIT = 0.1
-_READERS = 16
 _PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')
 
 Scalars = Mapping[str, tuple[int, float | None]]  # (step, value); None is not finite
@@ -77,7 +77,9 @@ def read(
   last_sign = max((facts.time for facts in processes), default=None)
   age = None if last_sign is None else max(0.0, now - last_sign)  # other clocks may be ahead
 
-  start = _newest_start(attempts, processes)
+  # The newest attempt that has read its checkpoint, or the newest at all.
+  started = [facts for facts in attempts.values() if facts.start_step is not None]
+  start = (started or processes[:1] or [None])[-1]
   if start is not None and start.start_step is not None:
     step = start.step
   else:  # before a start has read its checkpoint, that of the start before
@@ -93,14 +95,13 @@ def read(
     'seconds_per_step': pace,
     'eta_seconds': (total - step) * pace if knows_end else None,
     'metrics_step': scalars['train/loss'][0] if 'train/loss' in scalars else None,
-    'metrics': {key: scalars[name][1] for key, name in _SCALARS.items() if name in scalars},
+    'metrics': {key: scalars[x][1] for key, (x, *_) in METRICS.items() if x in scalars},
     'evaluations': _evaluations(scalars),
     'checkpoint': _checkpoint(checkpoints, now),
     'unreadable_checkpoints': list(run_files.numbered(folder, 'unreadable_checkpoint_')),
     'processes': rows,
     'attempts': _attempt_rows(attempts, state),
     'goodput': goodput.goodput(list(attempts.values())) if attempts else None,
-    'loss_spikes': run_files.read_lines(folder / 'loss_spikes.jsonl'),
     'nonfinite_steps': list(run_files.numbered(folder / 'nonfinite', 'step_', '.json')),
     'corrupt_records': int(scalars.get('data/corrupt_records', (0, 0))[1] or 0),
     'configs_until': list(run_files.numbered(folder, 'config_until_', '.gin')),
@@ -118,12 +119,6 @@ def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
     numbers = {k: x for k, x in line.items() if x is None or isinstance(x, (int, float))}
     found |= {name: (step, value) for name, value in numbers.items()}
   return found, damaged
-
-
-def _newest_start(attempts: Mapping[int, Facts], processes: Sequence[Facts]) -> Facts | None:
-  """The newest attempt that has read its checkpoint, or the newest at all."""
-  started = [facts for facts in attempts.values() if facts.start_step is not None]
-  return (started or processes[:1] or [None])[-1]
 
 
 def _state(processes: Sequence[Facts], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -179,16 +174,12 @@ def _checkpoint(checkpoints: Mapping[int, epath.Path], now: float) -> dict[str, 
 
 
 def _num_bytes(folder: epath.Path) -> int:
-  files = [epath.Path(root, name) for root, _, names in folder.walk() for name in names]
-  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-    return sum(pool.map(_length, files))
-
-
-def _length(path: epath.Path) -> int:
-  try:
-    return path.stat().length
-  except OSError:  # the run is deleting this checkpoint
-    return 0
+  found = 0
+  for root, _, names in folder.walk():
+    for name in names:
+      with contextlib.suppress(OSError):  # the run is deleting this checkpoint
+        found += epath.Path(root, name).stat().length
+  return found
 
 
 def _process_rows(
@@ -247,14 +238,8 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
     steps = ', '.join(map(str, found['unreadable_checkpoints']))
     problems.append(f'Checkpoints that could not be read were set aside: {steps}.')
   if steps := found['nonfinite_steps']:
-    problems.append(f'{_number(steps, "step")} not finite, the last one {steps[-1]}.')
-  if spikes := found['loss_spikes']:
-    last = spikes[-1].get('step')
-    problems.append(f'{_number(spikes, "loss spike")}, the last one at step {last}.')
+    plural = 's' if len(steps) > 1 else ''
+    problems.append(f'{len(steps):,} step{plural} not finite, the last one {steps[-1]}.')
   if found['corrupt_records']:
     problems.append(f'Records that could not be read: {found["corrupt_records"]:,}.')
   return problems
-
-
-def _number(values: Sequence[Any], name: str) -> str:
-  return f'{len(values):,} {name}{"s" if len(values) > 1 else ""}'

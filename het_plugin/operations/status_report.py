@@ -12,21 +12,6 @@ Found = Mapping[str, Any]
 _MISSING = '–'
 _SHOWN_PROCESSES = 16
 _SHOWN_ATTEMPTS = 10
-# {key of found['metrics']: (title, format)}
-_METRICS = {
-  'loss': ('loss', '.4f'),
-  'nll': ('NLL', '.4f'),
-  'tau': ('tau', '.3f'),
-  'gradient_norm': ('gradient norm', '.4g'),
-  'param_norm': ('parameter norm', '.4g'),
-  'learning_rate': ('learning rate', '.3g'),
-  'ms_per_step': ('ms/step', '.1f'),
-  'examples_per_second': ('examples/s', ',.0f'),
-  'data_wait_share': ('data wait', '.1%'),
-  'mfu': ('MFU', '.1%'),
-  'compile_seconds': ('compile, s', '.1f'),
-  'save_seconds': ('checkpoint stall, s', '.2f'),
-}
 _STEPS = {
   'unreadable_checkpoints': 'unreadable, set aside',
   'configs_until': 'configuration changed at step',
@@ -71,7 +56,7 @@ def tables(found: Found) -> list[reporting.Table]:
   """Those that there is something for."""
   metrics = [
     (title, _format(found['metrics'][key], spec))
-    for key, (title, spec) in _METRICS.items()
+    for key, (_, title, spec) in run_status.METRICS.items()
     if key in found['metrics']
   ]
   evaluations = [
@@ -98,8 +83,6 @@ def _files(found: Found) -> list[tuple[str, str]]:
     age = _MISSING if checkpoint['age_seconds'] is None else _ago(checkpoint['age_seconds'])
     lines.append(('last complete checkpoint', f'step {checkpoint["step"]:,}, {age}, {size}'))
   lines += [(title, _enumeration(found[key])) for key, title in _STEPS.items() if found[key]]
-  if spikes := found['loss_spikes']:
-    lines.append(('loss spikes at step', _enumeration([spike.get('step') for spike in spikes])))
   if found['profile_is_requested']:
     lines.append(('profile', 'asked for'))
   if found['corrupt_records']:

@@ -14,16 +14,20 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
-from het_plugin.operations import ending
 from het_plugin.training import exit_codes
 
 _log = logging.getLogger(__name__)
 
+BEGAN = time.monotonic()  # the process, nearly: a main imports this first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LEAVE_SECONDS = 10  # the last record may hang too
 
 _requested = threading.Event()
+_leaving = threading.Lock()
 _installed = False
 _num_calls = 0  # of `reached`
 # Of the training in progress: whether it has something to save, and what to do before the end.
@@ -82,6 +86,35 @@ def reached() -> bool:
   return multihost_utils.reached_preemption_sync_point(_num_calls)
 
 
+def leave(line: str, code: int, record: Callable[[], None] = lambda: None) -> NoReturn:
+  """Ends the process at once: the main thread may be in C++ and never come back.
+
+  Args:
+    line: for people, on stderr.
+    code: the exit code.
+    record: called before the end. If it hangs or fails, the process ends all the same.
+  """
+  _leaving.acquire()  # and never released: another thread that wants to end waits for this one
+  timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
+  timer.daemon = True
+  timer.start()
+  flush()
+  with contextlib.suppress(OSError):  # its reader has gone
+    print(line, file=sys.stderr, flush=True)
+  try:
+    record()
+  finally:
+    os._exit(code)
+
+
+def flush() -> None:
+  """Writes what has been logged and printed, which `os._exit` would lose."""
+  with contextlib.suppress(OSError):  # a full disk, or its reader has gone
+    for handler in logging.getLogger().handlers:
+      handler.flush()
+    sys.stdout.flush()
+
+
 def _listen() -> Callable[[], None]:
   """Takes the signals; returns what gives them back."""
   read, write = os.pipe()
@@ -125,11 +158,11 @@ def _receive(number: int, again: bool) -> None:
   is_interrupt = number == signal.SIGINT
   name = 'Ctrl-C' if is_interrupt else 'SIGTERM'
   if is_interrupt and again:
-    ending.end('Ctrl-C again: leaving at once, unsaved.', 128 + number)
+    leave('Ctrl-C again: leaving at once, unsaved.', 128 + number)
   saves, farewell = _training or (lambda: False, lambda: None)
   if _installed and not saves() and not _is_distributed():
     line = f'{name}: stopped. There was nothing new to save; the same command goes on.'
-    ending.end(line, exit_codes.PREEMPTED, record=farewell)
+    leave(line, exit_codes.PREEMPTED, farewell)
   hint = ' Once more leaves at once, unsaved.' if is_interrupt else ''
   _log.warning('%s: saving and exiting after this step.%s', name, hint)
   _requested.set()

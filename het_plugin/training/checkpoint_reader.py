@@ -14,7 +14,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,19 +79,6 @@ def find(path: epath.PathLike) -> epath.Path:
   if not (found := steps(path)):
     raise ValueError(f'{path} holds no checkpoint.')
   return path / f'{PREFIX}_{max(found)}'
-
-
-def disk_use(model_dir: epath.PathLike) -> tuple[dict[int, int], int]:
-  """({step: bytes} of a local run's complete checkpoints, bytes of unfinished ones, which opening a
-  `Checkpointer` deletes).
-  """
-  root = Path(model_dir).absolute()
-  complete = {step: _size(root / f'{PREFIX}_{step}') for step in steps(root)}
-  return complete, sum(_size(path) for path in root.glob(f'{PREFIX}_*.orbax-checkpoint-tmp*'))
-
-
-def _size(folder: Path) -> int:
-  return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
 
 
 def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | None:

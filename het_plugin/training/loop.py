@@ -59,20 +59,6 @@ class Outputs:
     self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class _StepInput:
-  """What a step in flight was given."""
-
-  index: jax.Array | None  # [B], of the global batch, on the devices
-  dataset_state: Mapping[str, int]  # before the batch
-
-  def rows(self) -> list[int] | None:
-    """batch['index'] of the rows of all processes, which call this together."""
-    if self.index is None:
-      return None
-    return np.asarray(multihost_utils.process_allgather(self.index, tiled=True)).tolist()
-
-
 @dataclasses.dataclass
 class TrainLoop:
   """A run in progress; `step` and `train_state` change."""
@@ -89,7 +75,7 @@ class TrainLoop:
   observer: observer_lib.Observer
 
   def __post_init__(self):
-    self._inputs: dict[int, _StepInput] = {}  # by step in flight
+    self._index: dict[int, jax.Array | None] = {}  # batch['index'] by step in flight
     self._next_line = 0.0  # when the log is to have another one: the first follows the first step
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
@@ -131,7 +117,7 @@ class TrainLoop:
 
   def _train_step(self) -> tuple[metrics_lib.Metrics, float]:
     """Dispatches one step; returns its metrics on the devices, and the seconds it waited."""
-    waited, dataset_state = self.batches.wait_seconds, self.batches.state
+    waited = self.batches.wait_seconds
     with self.observer.phase(observer_lib.DATA):
       batch = next(self.batches, None)
     if batch is None:
@@ -143,21 +129,18 @@ class TrainLoop:
     with jax.profiler.StepTraceAnnotation('train', step_num=self.step + 1):
       self.train_state, metrics = self.trainer.train_step(self.train_state, batch)
     self.step += 1
-    self._inputs[self.step] = _StepInput(batch.get('index'), dataset_state)
+    self._index[self.step] = batch.get('index')
     self.observer.after_step(self.step, metrics)
     return metrics, self.batches.wait_seconds - waited
 
   def on_step(self, step: int, metrics: metrics_lib.Metrics) -> None:
     """Takes the metrics of a step on the host; later steps may have been dispatched meanwhile."""
-    given = self._inputs.pop(step)
+    index = self._index.pop(step)
     if metrics_lib.is_finite(metrics):
-      self.observer.step_finished(step, metrics, given.rows)
       return
-    now = nonfinite.RunState(
-      self.step, self.train_state, self.batches.state, self._record(evaluated=True)
-    )
-    values = metrics_lib.compute_metrics(metrics)
-    self.guard.report(step, values, given.rows(), given.dataset_state, now)
+    if index is not None:  # the rows of all processes, which come here together
+      index = np.asarray(multihost_utils.process_allgather(index, tiled=True)).tolist()
+    self.guard.report(step, metrics_lib.compute_metrics(metrics), index)
 
   def _report(
     self, summaries: Sequence[metrics_lib.Summary], stats: metrics_lib.StepMetrics

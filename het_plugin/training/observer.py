@@ -7,7 +7,6 @@ own, or none.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
@@ -33,7 +32,6 @@ class ObservedRun:
   total_steps: int
   profile_steps: tuple[int, int] | None = None
   profiler_port: int | None = None
-  loss_spikes: Any | None = None  # operations.loss_spikes.LossSpikes
 
 
 class Observer:
@@ -52,13 +50,6 @@ class Observer:
     del run
     return contextlib.nullcontext()
 
-  def check_room(self, state: Any, save_cfg: Any) -> None:
-    """Is told what checkpoints will hold: shapes with shardings, and SaveCheckpointConfig or None.
-
-    Raises:
-      ValueError: in all processes: there is no room for a checkpoint.
-    """
-
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
     """Encloses a phase, one of PHASES. Afterwards the run is back in the phase before."""
     del name
@@ -75,13 +66,6 @@ class Observer:
 
   def after_step(self, step: int, metrics: Any) -> None:
     """A step has been dispatched, which computes these metrics on the devices."""
-
-  def step_finished(
-    self, step: int, metrics: Any, rows: Callable[[], Sequence[int] | None]
-  ) -> None:
-    """Takes the metrics of a finite step alone, once they are on the host. `rows` returns
-    batch['index'] of the global batch; all processes call it, or none does.
-    """
 
   def saved(self, step: int) -> None:
     """The checkpoint of a step is on its way to disk."""

@@ -87,7 +87,6 @@ def train(
   get_dataset_fn: Callable[[Any, Any], Any] = get_dataset,
   task_info_fn: Callable[[str], Any] = task_info,
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
-  loss_spikes: Any | None = None,
   profile_steps: tuple[int, int] | None = None,
   profiler_port: int | None = None,
   config: RunConfig | None = None,
@@ -121,9 +120,7 @@ def train(
     task_info_fn: (task name, and the vocabulary of the data set if it names one) -> the argument
       of the model's `validate`.
     nonfinite: what to do at a step whose loss, gradient or update is not finite.
-    loss_spikes: see `observer.ObservedRun`, also for profile_steps and profiler_port; the observer
-      implements them.
-    profile_steps: (first, last) step to profile, counted from 1; None for none.
+    profile_steps: (first, last) step that the observer profiles, counted from 1; None for none.
     profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
     config: the configuration; None where there is none to check or keep.
     observer: watches the run; None for nobody, who neither locks model_dir nor notices SIGTERM.
@@ -154,9 +151,7 @@ def train(
   eval_cfgs = {mode: (cfg, steps) for mode, (cfg, steps) in eval_cfgs.items() if cfg is not None}
   dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
   _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
-  run = observer_lib.ObservedRun(
-    epath.Path(model_dir), total_steps, profile_steps, profiler_port, loss_spikes
-  )
+  run = observer_lib.ObservedRun(epath.Path(model_dir), total_steps, profile_steps, profiler_port)
   if config is not None:
     processes.in_the_first(lambda: _check_config(run.model_dir, config))
 
@@ -188,7 +183,6 @@ def train(
     }
 
     target = initial_state.with_shardings(abstract_state, partitioner.shardings(axes))
-    observer.check_room(target, save_cfg)
     checkpointer = checkpoints.Checkpointer(run.model_dir, save_cfg)
     stack.callback(checkpointer.close)
     # The state comes from the first of these that exists:

@@ -10,6 +10,7 @@ import pytest
 
 from het_plugin.config import distributed
 from het_plugin.training import exit_codes
+from launch import local, supervise
 
 ROOT = Path(__file__).parents[2]
 EXPLICIT = {
@@ -127,3 +128,54 @@ def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')
   assert code == 2
   assert '(Open MPI, 2 ranks): coordinator_address should be defined; ' in error
+
+
+FAULTY = """
+import os, signal, sys, time
+from absl import flags
+from het_plugin.config import distributed, command_line
+def main(argv):
+  import jax, numpy as np
+  from jax.experimental import multihost_utils
+  with command_line.one_sentence_errors():
+    distributed.initialize()
+    multihost_utils.process_allgather(np.ones(1))
+    if flags.FLAGS.fault == 'setting':
+      raise ValueError('fault=setting is wrong')
+    if jax.process_index() == flags.FLAGS.culprit:
+      if flags.FLAGS.fault == 'raise':
+        raise RuntimeError('no such number')
+      os.kill(os.getpid(), getattr(signal, flags.FLAGS.fault))
+    while True:
+      multihost_utils.process_allgather(np.ones(1))
+flags.DEFINE_string('fault', '', '')
+flags.DEFINE_integer('culprit', 1, '')
+distributed.define_flags()
+command_line.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('fault', 'culprit', 'codes'),
+  [
+    ('SIGKILL', 1, (exit_codes.LOST, 128 + 9)),
+    ('SIGKILL', 0, (128 + 9, exit_codes.LOST)),
+    ('SIGSTOP', 1, (exit_codes.LOST, None)),
+    ('raise', 1, (exit_codes.LOST, 1)),
+    ('setting', -1, (2, 2)),
+  ],
+)
+def test_how_the_others_of_a_lost_process_end(fault, culprit, codes):
+  flags = ['--heartbeat_timeout_seconds=5', f'--fault={fault}', f'--culprit={culprit}']
+  processes = [
+    subprocess.Popen([sys.executable, '-c', FAULTY, *flags], env=environment, cwd=ROOT)
+    for environment in local.environments(os.environ, local.free_port(), 2, devices=1)
+  ]
+  try:
+    for process, code in zip(processes, codes, strict=True):
+      if code is not None:
+        assert supervise.exit_code(process.wait(60)) == code
+  finally:
+    for process in processes:
+      process.kill()

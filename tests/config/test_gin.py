@@ -317,7 +317,7 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
   assert message.splitlines()[-1].startswith('Error: ')
   # What is found once the folder is locked leaves a log of itself.
   left = {path.name for path in (tmp_path / 'run').glob('*')}
-  assert left <= {'attempts', 'logs'}
+  assert left <= {'attempts', 'lock', 'logs'}
 
 
 def test_flags_become_bindings():

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from het_plugin.operations import facts, lock
 
 ROOT = Path(__file__).parents[2]
-LOCK = lock.NAME
 
 
 def held(folder, patience=0.0):
@@ -29,25 +27,20 @@ def refused(folder, **settings):
   return str(error.value)
 
 
-def wait_for(condition, seconds=20):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, 'it did not happen'
-    time.sleep(0.02)
-
-
-def test_a_holder_is_named_and_one_that_was_killed_holds_nothing(tmp_path):
-  """Not even by a data worker that it forked and that outlives it."""
-  code = f"""
-import os, time
+HOLDER = """
+import os, sys, time
 from het_plugin.operations import lock
-with lock.held({str(tmp_path)!r}):
+with lock.held(sys.argv[1]):
   worker = os.fork()
   if worker:
     print(worker, flush=True)
   time.sleep(60)
 """
-  command = [sys.executable, '-W', 'ignore', '-c', code]
+
+
+def test_a_holder_is_named_waited_for_and_one_that_was_killed_holds_nothing(tmp_path):
+  """Not even by a data worker that it forked and that outlives it."""
+  command = [sys.executable, '-W', 'ignore', '-c', HOLDER, tmp_path]
   holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
   worker = None
   try:
@@ -56,45 +49,17 @@ with lock.held({str(tmp_path)!r}):
     assert (
       f'{tmp_path} is in use: process {holder.pid} on {socket.gethostname()}, since 2' in message
     )
-    assert {path.name for path in tmp_path.iterdir()} == {LOCK, 'attempts'}
-    holder.kill()
-    holder.wait()
-    os.kill(worker, 0)
-    with held(tmp_path):
-      assert json.loads((tmp_path / LOCK).read_text())['pid'] == os.getpid()
+    assert {path.name for path in tmp_path.iterdir()} == {lock.NAME, 'attempts'}
+    threading.Timer(0.5, holder.kill).start()
+    with held(tmp_path, patience=20) as attempt:
+      assert holder.wait() == -signal.SIGKILL
+      os.kill(worker, 0)
+      assert attempt == tmp_path / 'attempts' / 'attempt_0002'
+      assert json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
   finally:
     holder.kill()
     if worker is not None:
       os.kill(worker, signal.SIGKILL)
-
-
-def test_one_at_a_time_and_no_trace(tmp_path):
-  folder = tmp_path / 'runs' / 'x'
-  with held(folder) as attempt:
-    assert attempt == folder / 'attempts' / 'attempt_0001'
-    assert f'process {os.getpid()} on' in refused(folder)
-    with held(tmp_path / 'runs' / 'y'):
-      pass
-  with pytest.raises(RuntimeError, match='crash'), held(folder) as attempt:
-    assert attempt.name == 'attempt_0002'
-    raise RuntimeError('crash')
-  assert not (folder / LOCK).exists()
-
-
-def test_one_that_ends_is_waited_for(tmp_path):
-  entered = []
-
-  def come():
-    with held(tmp_path, patience=20):
-      entered.append(json.loads((tmp_path / LOCK).read_text()))
-
-  thread = threading.Thread(target=come)
-  with held(tmp_path):
-    thread.start()
-    time.sleep(0.5)
-    assert not entered
-  thread.join(timeout=20)
-  assert len(entered) == 1
 
 
 # Without locks of the file system.
@@ -102,10 +67,10 @@ def test_one_that_ends_is_waited_for(tmp_path):
 
 @pytest.fixture
 def no_locks(monkeypatch):
-  def has_none(path):
+  def has_none(*args):
     raise OSError(errno.EOPNOTSUPP, 'no locks here')
 
-  monkeypatch.setattr(lock, '_try_lock', has_none)
+  monkeypatch.setattr(lock.fcntl, 'lockf', has_none)
 
 
 def write_facts(attempt, beat, state=facts.RUNNING):

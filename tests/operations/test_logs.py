@@ -55,39 +55,6 @@ def test_what_ended_the_run_is_there_with_its_traceback(tmp_path, ours, caplog):
   assert not caplog.records  # the main says so on the screen
 
 
-def test_a_restart_appends_also_after_a_line_that_was_cut_short(tmp_path, ours):
-  path = tmp_path / 'logs' / 'process-00000.jsonl'
-  for message in ('first', 'second'):
-    with written(tmp_path):
-      ours.info(message)
-    with path.open('a') as file:
-      file.write('{"time": 1')
-  text = path.read_text().splitlines()
-  assert [json.loads(text[i])['message'] for i in (0, 2)] == ['first', 'second']
-  assert text[1] == text[3] == '{"time": 1'
-
-
-def test_the_size_is_bounded(tmp_path, ours, monkeypatch):
-  monkeypatch.setattr(logs, '_FILE_BYTES', 1000)
-  handler = logs._FileHandler(str(tmp_path / 'log.jsonl'))
-  for i in range(100):
-    handler.handle(logging.makeLogRecord({'msg': f'{i:099}'}))
-  handler.close()
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['log.jsonl', 'log.jsonl.1']
-  assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
-  assert (tmp_path / 'log.jsonl').read_text().endswith('99\n')
-
-
-def test_a_full_disk_is_told_once_and_does_not_hide_what_ended_the_run(tmp_path, ours, capsys):
-  (tmp_path / 'logs').mkdir()
-  (tmp_path / 'logs' / 'process-00000.jsonl').symlink_to('/dev/full')
-  with pytest.raises(ZeroDivisionError), written(tmp_path):
-    ours.info('x')
-    ours.info('y')
-    raise ZeroDivisionError
-  assert capsys.readouterr().err.count('No space left on device') == 1
-
-
 def test_an_object_store_gets_none(tmp_path, monkeypatch, ours):
   monkeypatch.setattr(logs.run_files, 'is_remote', lambda path: True)
   with written(tmp_path):

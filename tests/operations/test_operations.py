@@ -47,8 +47,6 @@ def test_files_follow_the_run(tmp_path, caplog):
     watch.before_step(5)
     watch.after_step(5, None)
     wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 5)
-    (tmp_path / 'profile_request').write_text('nonsense')
-    wait_for(lambda: not (tmp_path / 'profile_request').exists())
     watch.leaving(None, writer)
   found = facts.read_attempts(tmp_path)[1]
   assert (found.start_step, found.step) == (4, 5)
@@ -57,7 +55,6 @@ def test_files_follow_the_run(tmp_path, caplog):
   parts = {f'goodput/{part}_seconds' for part in goodput.PARTS}
   assert scalars.keys() == parts | {'goodput/share', 'goodput/wall_seconds'}
   assert sum(scalars[part] for part in parts) == scalars['goodput/wall_seconds']
-  assert any('must be empty or' in message for message in messages(tmp_path))
   assert messages(tmp_path)[-1].startswith('Goodput ')
 
 
@@ -94,23 +91,11 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog):
     wait_for(lambda: facts.read_attempts(tmp_path)[1].step == 3)
 
 
-def test_a_writer_that_fails_does_not_hide_why_the_run_ended(tmp_path, caplog):
-  watch = operations.Operations()
-  with pytest.raises(ZeroDivisionError), observing(tmp_path, watch):
-    watch.resumed(0)
-    watch.after_step(1, None)
-    try:
-      raise ZeroDivisionError
-    finally:
-      watch.leaving(None, None)
-  assert 'Training goes on without its goodput' in caplog.text
-
-
 def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
   def write(*args):
     raise OSError(28, 'No space left on device')
 
   monkeypatch.setattr(facts, 'write', write)
-  words = f'{tmp_path} cannot be written: No space left on device; .* free: make space'
+  words = f'{tmp_path} cannot be written: No space left on device'
   with pytest.raises(ValueError, match=words), observing(tmp_path):
     pytest.fail('it began')

@@ -1,7 +1,5 @@
 """The facts of a process: phases that contain each other, progress, what other threads see."""
 
-import time
-
 import pytest
 
 from het_plugin.operations import recorder
@@ -54,12 +52,6 @@ def test_progress():
   with followed.phase(observer.EVALUATE):
     pass
   assert followed.now().ticks == after.ticks + 2 and followed.now().step == 8
-
-
-def test_the_process_began_before_now():
-  began = recorder.process_start()
-  assert 0 < time.monotonic() - began < 24 * 3600
-  assert recorder.process_start() == pytest.approx(began, abs=0.1)
 
 
 def test_a_look_from_inside_the_lock(monkeypatch):

@@ -169,15 +169,6 @@ def test_metrics_and_evaluations_are_the_last_ones(tmp_path):
   ]
 
 
-def test_only_the_end_of_a_long_file_is_read(tmp_path):
-  path = tmp_path / 'metrics.jsonl'
-  write_lines(path, {'step': 1, 'a': 1.0}, {'step': 2, 'b': 1.0}, {'step': 3, 'c': 1.0})
-  size = path.stat().st_size
-  read = run_status.run_files.read_lines
-  assert [line['step'] for line in read(path, max_bytes=size)] == [1, 2, 3]
-  assert [line['step'] for line in read(path, max_bytes=size - 1)] == [2, 3]
-
-
 def test_checkpoints(tmp_path):
   facts_of(tmp_path)
   checkpoint(tmp_path, 100, 90)
@@ -191,7 +182,6 @@ def test_checkpoints(tmp_path):
 
 def test_reports_of_guard_rails(tmp_path):
   facts_of(tmp_path)
-  write_lines(tmp_path / 'loss_spikes.jsonl', {'step': 40, 'loss': 9.0}, {'step': 70, 'loss': 8.0})
   (tmp_path / 'nonfinite').mkdir()
   for step in (90, 110):
     (tmp_path / 'nonfinite' / f'step_{step}.json').write_text('{}')
@@ -199,13 +189,9 @@ def test_reports_of_guard_rails(tmp_path):
   (tmp_path / 'profile_request').touch()
   (tmp_path / 'profile' / 'plugins' / 'profile' / 'step_12').mkdir(parents=True)
   facts = read(tmp_path)
-  assert facts['loss_spikes'] == [{'step': 40, 'loss': 9.0}, {'step': 70, 'loss': 8.0}]
   assert facts['nonfinite_steps'] == [90, 110] and facts['configs_until'] == [50]
   assert facts['profile_is_requested'] and facts['profiles'] == ['step_12']
-  assert facts['problems'] == [
-    '2 steps not finite, the last one 110.',
-    '2 loss spikes, the last one at step 70.',
-  ]
+  assert facts['problems'] == ['2 steps not finite, the last one 110.']
 
 
 def test_attempts_and_goodput(tmp_path):
@@ -225,30 +211,23 @@ def test_files_that_are_being_written_or_are_something_else(tmp_path):
   (tmp_path / 'attempts/attempt_0001/process-00001.json').write_text('{"process": 1, "ti')
   (tmp_path / 'attempts/attempt_0001/process-00002.json').write_text('{}')
   (tmp_path / 'attempts/attempt_0002').mkdir()
-  (tmp_path / 'loss_spikes.jsonl').write_text('{"step": 40}\n{"step"')
   (tmp_path / 'metrics.jsonl').write_bytes(b'not JSON\n[1, 2]\n{"no step": 1}\n\xff\n{"step": 3}\n')
   facts_of(tmp_path, 3, step='many')
   facts = read(tmp_path)
-  assert len(facts['processes']) == len(facts['attempts']) == len(facts['loss_spikes']) == 1
+  assert len(facts['processes']) == len(facts['attempts']) == 1
   assert facts['state'] == 'running' and facts['metrics'] == {}
   damaged = f'{tmp_path}/metrics.jsonl: line 1 and 3 more are damaged and left out.'
   assert facts['problems'][0] == damaged
 
 
-@pytest.mark.parametrize('kind', ['nothing', 'file', 'empty', 'runs', 'other'])
+@pytest.mark.parametrize('kind', ['nothing', 'empty', 'runs'])
 def test_what_is_no_run(tmp_path, kind):
   path = tmp_path / 'run'
-  if kind == 'file':
-    path.touch()
-  elif kind != 'nothing':
+  if kind != 'nothing':
     path.mkdir()
   if kind == 'runs':  # a folder of runs
     (path / 'het_xl').mkdir()
     (path / 'het_xl' / 'metrics.jsonl').touch()
-  if kind == 'other':
-    (path / 'checkpoint_last').mkdir()
-  words = (
-    'does not exist' if kind in ('nothing', 'file') else 'is no run: it has none of config.gin'
-  )
+  words = 'does not exist' if kind == 'nothing' else 'is no run: it has none of config.gin'
   with pytest.raises(ValueError, match=f'RUN_DIR={path} {words}'):
     run_status.read(path)

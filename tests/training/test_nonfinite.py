@@ -7,35 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.operations.loss_spikes import LossSpikes
-from het_plugin.training import checkpoint_reader, checkpoints, nonfinite, optimizers, partitioning
+from het_plugin.training import checkpoints, nonfinite, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
 from het_plugin.training.state import TrainState
 from tests.training import toy, toy_run
 
 BAD = {3, 7}  # steps
-SPIKE = 9
 NAN_ROWS = toy.ToyDatasetConfig(16, nan_rows=(37, 100))  # of steps 3 and 7
-
-
-class SpikingModel(toy.ToyModel):
-  """Says, and only says, that the loss of one step is high."""
-
-  def loss_fn(self, params, batch, dropout_rng):
-    loss, metrics = super().loss_fn(params, batch, dropout_rng)
-    high = 1e3 * jnp.any(batch['index'] == 16 * (SPIKE - 1))
-    return loss, metrics | {'loss': metrics['loss'].replace(total=metrics['loss'].total + high)}
 
 
 def run(model_dir, action, max_skipped=10, **settings):
   """12 steps of which 3 and 7 are bad, a checkpoint every 2."""
   defaults = {
-    'model': SpikingModel(),
     'train_dataset_cfg': NAN_ROWS,
     'checkpoint_cfg': checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=2)),
-    'nonfinite': nonfinite.NonFinitePolicy(action, max_skipped, max_states=1),
-    'loss_spikes': LossSpikes(window=8, min_history=4),
+    'nonfinite': nonfinite.NonFinitePolicy(action, max_skipped),
   }
   return toy_run.run(model_dir, **(defaults | settings))
 
@@ -108,7 +95,7 @@ def stopped_run(tmp_path_factory):
 
 
 def test_skipping_is_as_if_the_batch_had_never_been(skipped):
-  steps, state, partitioner = make_trainer(SpikingModel(), halt_at_nonfinite=False)
+  steps, state, partitioner = make_trainer(toy.ToyModel(), halt_at_nonfinite=False)
   for step in range(1, 13):
     if step in BAD:
       state = state.replace(step=state.step + 1)
@@ -146,37 +133,10 @@ def test_what_a_stop_leaves(stopped_run):
   assert row['index'] == list(range(32, 48))
   assert {'loss', 'gradient_norm/head_kernel', 'update_norm'} <= set(row['not_finite'])
   assert row['param_norm'] > 0 and 'param_norm' not in row['not_finite']
-  assert row['state_step'] == 2
   # Nothing of step 3 is saved or applied, and the metrics of the steps before are written.
   assert saved_steps(stopped_run) == [2]
-  before = checkpoint_reader.read_params(str(stopped_run / 'checkpoint_2'))
-  assert_equal(checkpoint_reader.read_params(str(stopped_run / 'nonfinite' / 'step_3')), before)
   (line,) = train_lines(stopped_run).values()
   assert (line['step'], line['train/nonfinite_steps']) == (3, 1) and line['train/loss'] > 0
-
-
-def test_the_saved_state_goes_through_the_step_again(stopped_run):
-  again = stopped_run / 'nonfinite' / 'step_3'
-  assert stopped(again, 'stop') == 3
-  assert dump(again, 3) == dump(stopped_run, 3)
-  assert saved_steps(again) == [2]
-
-
-def test_the_state_of_a_skipped_step_may_be_a_later_one(skipped):
-  """With a step in flight; and it is saved of the first bad step only, which max_states says."""
-  directory, _ = skipped
-  assert (dump(directory, 3)['state_step'], dump(directory, 7)['state_step']) == (4, None)
-  params = checkpoint_reader.read_params(str(directory / 'nonfinite' / 'step_3'))
-  assert_equal(params, checkpoint_reader.read_params(str(directory / 'checkpoint_4')))
-  assert not (directory / 'nonfinite' / 'step_7').exists()
-
-
-def test_loss_spikes_are_reported_with_their_rows(skipped):
-  (row,) = read_lines(skipped[0] / 'loss_spikes.jsonl')
-  assert (row['step'], row['index']) == (SPIKE, list(range(128, 144)))
-  line = train_lines(skipped[0])[SPIKE]
-  assert row['loss'] == line['train/loss'] > row['threshold'] > row['median'] > 0
-  assert row['gradient_norm'] == line['train/gradient_norm']
 
 
 class BrokenGradient(toy.ToyModel):
