@@ -195,8 +195,8 @@ def class_buckets(num_classes: int, num_buckets: int, seed: int = 0) -> np.ndarr
 
   Returns int32 [num_classes] in [0, num_buckets).
 
-  The finaliser of splitmix64 mixes (seed, k). The bucket of a class does therefore not depend on
-  the version of a random number generator or on the number of classes.
+  The finaliser of splitmix64 mixes (seed, k), so the bucket of a class depends neither on the
+  version of a random number generator nor on the number of classes.
   """
   x = np.arange(num_classes, dtype=np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
   for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -6,10 +6,10 @@ Each row of one tower is classified among the B rows of the other; its class is 
     DET     p(b | a_n) = softmax(<alpha_n, beta_i> / tau)_i                (eq. 6)
     HET-XL  p(b | a_n) = E[softmax(<alpha_n + eps(a_n), beta_i> / tau)_i]  (eq. 8, image to text)
 
-The direction text to image exchanges the towers and has a separate covariance. The row that is
-classified is noisy, the rows that it is compared with are not. Scaling representations to unit
-length before the noise (`pre_normalization`) is crucial; after it (`post_normalization`) it "does
-not have a consistent effect" (table 7).
+The direction text to image exchanges the towers and has a separate covariance. Only the row that is
+classified is noisy, not the rows that it is compared with. Scaling representations to unit length
+is crucial before the noise (`pre_normalization`); after it (`post_normalization`) it "does not have
+a consistent effect" (table 7).
 
 Size of the noise. The entries of a unit vector are about 1 / sqrt(D), and the initialisers of
 `LowRankCovariance` expect entries of about 1. With pre-normalisation the noise is therefore
@@ -17,8 +17,8 @@ computed in these units: eps = F(sqrt(D) alpha) / sqrt(D). V(x) is still an affi
 d(x) a softplus of one; only initial values and step sizes change. With `initial_noise_scale` s, the
 initial noise is about s sqrt(R + 1/2) times as long as the representation, for any D. The default
 0.1 with the paper's R = 15 gives 0.4; 1.0 would give 3.9. The input of the covariance is the
-representation that the noise is added to, as phi in eq. 5, after the normalisation: nothing else in
-the loss depends on the length before it, so nothing would bound it.
+normalised representation. The length before normalisation would be unbounded, because nothing else
+in the loss depends on it.
 
 At test time (appendix M) the paper uses the representations without noise. Averaging noisy
 representations is no alternative, because the noise has mean zero. Averaging probabilities gives a
@@ -215,7 +215,8 @@ def contrastive_nll(
   mask: jax.Array | None = None,
   chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[BatchSoftmax, BatchSoftmax]:
-  """Both directions of the contrastive loss; a batch's loss is the mean over them and all pairs.
+  """Both directions of the contrastive loss; the loss of a batch is the mean over both and all pairs.
+
 
   Uses the active mesh, see `integrate.batch_softmax`.
 
@@ -286,7 +287,7 @@ def class_log_prob(
     class_embeddings: [K, D], scaled as the other tower's representations are (with several prompts
       per class: their mean, scaled again).
     temperature: tau.
-    covariance: of the noise; None for no noise.
+    covariance: covariance of the noise; None for no noise.
     integrator: integrates over the noise; None for no noise.
     keys: typed PRNG keys [B], or [1] to share the draws; needed with noise.
     post_normalization: as in `Pairs`; scales the representation without noise too.

@@ -124,9 +124,9 @@ class LogitScale(nn.Module):
 
 
 def owned(temperature: nn.Module | None, default: nn.Module) -> nn.Module:
-  """A copy of the temperature (of `default` for None) that has no parent module yet.
+  """A copy of the temperature, or of `default` if it is None, without a parent module.
 
-  A head takes it in `__post_init__`. Where a head is built inside another module's `nn.compact`,
-  linen would otherwise place t beside the head and not below it.
+  A head takes this copy in `__post_init__`. Otherwise, if the head is built inside another module's
+  `nn.compact`, linen would place t beside the head and not below it.
   """
   return (default if temperature is None else temperature).clone(parent=None)

@@ -32,7 +32,8 @@ from het_plugin.integrate.samplers import (
 )
 
 CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
-# What may change between two starts of a run without changing its results (config/changes.py).
+# Settings that may change between two starts of a run without changing its results
+# (config/changes.py).
 SAME_RESULTS = (
   *('Integrator.order', 'Integrator.implementation'),
   *('Integrator.chunk_size', 'Integrator.chunk_bytes'),

@@ -1,7 +1,7 @@
 """E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u without samples: closed forms, biased.
 
-Baselines: with the link 'sigmoid' `Integrator` is exact at the same cost, (R + 1) Q K multiply-adds
-per example. How far off these are, `benchmarks/analytic_bias.py` measures. Below, u is
+These are baselines: with the link 'sigmoid' `Integrator` is exact at the same cost, (R + 1) Q K
+multiply-adds per example. `benchmarks/analytic_bias.py` measures their bias. Below, u is the logits
 over tau, mu [K] its mean, Sigma = G^T G [K, K] its covariance with factors G [R + 1, K], and
 p = link(mu). No K x K matrix is ever formed.
 
@@ -11,19 +11,19 @@ variances of the rivals i of class k out:
 
     1 / p_k ~ sum_i exp(c_k (mu_i - mu_k)),    c_k = 1 / sqrt(1 + lambda_0 Sigma_kk)
 
-with lambda_0 = pi / 8. Each class has a scale of its own, so this takes K^2 exponentials. Here
-log sum_i exp(c mu_i), a function of c, is replaced by its tangent at c = 1, and what comes out is
+with lambda_0 = pi / 8. Each class has its own scale, so this takes K^2 exponentials. Here
+log sum_i exp(c mu_i), a function of c, is replaced by its tangent at c = 1, and the result is
 normalised:
 
     p_k ~ softmax(c_k (mu_k - m))_k,    m = sum_i p_i mu_i
 
-It is mf0 where all variances are equal, does not change when a constant is added to all logits
-(scaling the bare mu_k, as is common, does), and costs K exponentials. Sigmoid: sigmoid(c_k mu_k),
-by MacKay, "The evidence framework applied to classification networks" (1992).
+This equals mf0 if all variances are equal and costs K exponentials. It does not change when a
+constant is added to all logits, unlike the common scaling of the bare mu_k. For the sigmoid it is
+sigmoid(c_k mu_k), by MacKay, "The evidence framework applied to classification networks" (1992).
 
-Taylor. The second-order expansion in the noise around mu, also known as the delta method, which
-Collier et al., "Correlated input-dependent label noise in large-scale image classification" (2021)
-compare with sampling: E[f(u)] ~ f(mu) + 1/2 tr(Sigma f''(mu)). For f = softmax_k
+Taylor. This is the second-order expansion in the noise around mu, also known as the delta method,
+which Collier et al., "Correlated input-dependent label noise in large-scale image classification"
+(2021) compare with sampling: E[f(u)] ~ f(mu) + 1/2 tr(Sigma f''(mu)). For f = softmax_k
 
     f''_ij = p_k ((1[k = i] - p_i) (1[k = j] - p_j) - p_i (1[i = j] - p_j))
 
@@ -32,8 +32,8 @@ compare with sampling: E[f(u)] ~ f(mu) + 1/2 tr(Sigma f''(mu)). For f = softmax_
 since the first term's trace is the variance of u_k - sum_i p_i u_i, and the second's, the
 p-weighted variance of u, is the p-weighted mean of those. With factors,
 q_k = sum_r (G_rk - sum_i p_i G_ri)^2. The approximation p_k (1 + (q_k - sum_i p_i q_i) / 2) sums to
-one. For f = sigmoid, f'' = p (1 - p) (1 - 2 p). The error falls with the fourth power of the
-noise's size. Where the noise is large the bracket can be negative: see `TAYLOR_FLOOR`.
+one. For f = sigmoid, f'' = p (1 - p) (1 - 2 p). The error falls with the fourth power of the size
+of the noise. If the noise is large the bracket can be negative: see `TAYLOR_FLOOR`.
 """
 
 import dataclasses
@@ -56,10 +56,10 @@ from het_plugin.integrate.gaussian import (
 from het_plugin.integrate.integrator import check_labels, multi_hot
 
 LAMBDA_0 = math.pi / 8
-CHUNK_BYTES = 2**28  # budget for projected factors on a device
+CHUNK_BYTES = 2**28  # budget for projected factors per device
 
-# The Taylor expansion never multiplies a probability by less than this. What it says below is not a
-# probability; the floor keeps all of them in (0, 1), after they are made to sum to one again.
+# The Taylor expansion never multiplies a probability by less than this, because a negative bracket
+# gives no probability. The results are normalised again, so all of them stay in (0, 1).
 TAYLOR_FLOOR = 0.01
 
 
@@ -67,7 +67,7 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
   """Mean-field approximation (module docstring) of log p(k | x).
 
   Args:
-    logits: of B examples, either link; deterministic ones are answered exactly.
+    logits: logits of B examples with either link; the result is exact for deterministic ones.
 
   Returns:
     float32 [B, Kp] (wider where the logits are): softmax, log-probabilities of the classes, which
@@ -89,7 +89,7 @@ def taylor(logits: GaussianLogits) -> jax.Array:
   """Second-order Taylor approximation (module docstring) of log p(k | x).
 
   Arguments, result and errors are those of `mean_field`. With the link 'softmax', remainder 'diag'
-  under any projection is an error too.
+  with a projection is an error too.
   """
   _refuse_opaque(logits)
   if logits.link == 'sigmoid':
@@ -114,7 +114,7 @@ ESTIMATORS: dict[str, Callable[[GaussianLogits], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Analytic:
-  """A closed form in the place of an `Integrator`: the same methods, no samples, biased.
+  """A biased closed form with the methods of an `Integrator` and without samples.
 
   Attributes:
     method: 'mean_field' or 'taylor'.

@@ -16,13 +16,13 @@ CHUNK_BYTES = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-  """Where the rows lie and in what pieces they are taken (static under jit).
+  """On which devices the rows lie and in which chunks they are processed (static under jit).
 
   Attributes:
     mesh: the active mesh; None for one device.
-    axes: its axes that cut the batch, the first being the slowest.
+    axes: the mesh axes that cut the batch, slowest first.
     dtype: compute type of the products.
-    chunk_bytes: budget.
+    chunk_bytes: budget for the logits of a chunk, in bytes per device.
   """
 
   mesh: jax.sharding.Mesh | None
@@ -51,7 +51,7 @@ class BatchPlan:
     return jax.lax.all_gather(x, self.axes, tiled=True) if self.axes else x
 
   def scatter_sum(self, x: jax.Array) -> jax.Array:
-    """The sum over devices of [B, ...], of which each gets its [b, ...]."""
+    """The sum of [B, ...] over devices; each device gets its own part [b, ...]."""
     if not self.axes:
       return x
     return jax.lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True)
@@ -86,7 +86,7 @@ def plan_batch(caller, rows, columns, dtype, chunk_bytes):
 
 
 def _cut(batch_size):
-  """The active mesh and its axes that cut a batch of that size."""
+  """The active mesh, and those of its axes that cut a batch of this size."""
   mesh = core.meta.get_global_mesh()
   if mesh is None or not flax_partitioning.get_axis_rules():
     return None, ()
@@ -106,12 +106,12 @@ def is_real_pair(mask, batch_size):
 
 
 def real_rows(x, valid, dtype):
-  """Rows that do not count are 0, whatever they hold: not even a NaN gets out of them."""
+  """Sets rows that do not count to 0, even if they contain NaN."""
   return jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).astype(dtype)
 
 
 def to_chunks(x, chunks):
-  """[b, ...] to [C, c, ...]; the last row fills up what is left over."""
+  """[b, ...] to [C, c, ...]; the last chunk is filled up with copies of the last row."""
   num_chunks, size = chunks
   if num_chunks * size != len(x):
     x = x[jnp.minimum(jnp.arange(num_chunks * size), len(x) - 1)]
@@ -119,7 +119,7 @@ def to_chunks(x, chunks):
 
 
 def in_batch(chunks, num_rows):
-  """bool [C, c], False at what `to_chunks` filled up."""
+  """bool [C, c], False at the rows that `to_chunks` added."""
   return jnp.arange(math.prod(chunks)).reshape(chunks) < num_rows
 
 
@@ -128,10 +128,10 @@ def from_chunks(x, num_rows):
 
 
 def products(plan, x, y):
-  """x [c, D] times y [B, D], both of the compute type, to [c, B]."""
+  """x [c, D] times y [B, D] gives [c, B]; both have the compute type."""
   return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=plan.accumulate)
 
 
 def excluded(valid, dtype):
-  """Added to the logits of a row, or column: 0, or `PADDED` where it is nobody's candidate."""
+  """Added to the logits of a row or column: 0, or `PADDED` if it is no candidate for others."""
   return jnp.where(valid, 0.0, PADDED).astype(dtype)

@@ -1,4 +1,4 @@
-"""Softmax over a batch: every row against the columns of all rows, without a [B, B] on any device.
+"""Softmax over a batch: every row against the columns of all rows; no device holds [B, B] logits.
 
 The loss of contrastive learning (section 5). Row i of one modality is an example, column j of the
 other modality a class, and row and column i belong together:
@@ -7,16 +7,16 @@ other modality a class, and row and column i belong together:
     nll_i = log sum_j exp(u_ij) - u_ii        rows to columns     (eq. 6)
     nll_j = log sum_i exp(u_ij) - u_jj        columns to rows
 
-B examples lie over n devices, b = B / n each. A device gathers the columns [B, D] and forms the
-block [b, B] of its own rows; the gradient of the columns goes back by a reduce-scatter. The batch
-is cut over the mesh axes of the logical axis 'batch' and then over every other axis that still
-divides it, so that a model axis shares the work rather than repeating it. Without a mesh, or
-without logical axis rules, one device does all. Neither mesh nor chunks change the result.
+Each of n devices has b = B / n examples. A device gathers the columns [B, D] and forms the block
+[b, B] of its own rows; a reduce-scatter returns the gradient of the columns. The batch is cut over
+the mesh axes of the logical axis 'batch' and then over every other axis that still divides it, so
+that a model axis shares the work instead of repeating it. Without a mesh, or without logical axis
+rules, one device does all of it. Neither mesh nor chunks change the result.
 
-Deterministic (`symmetric_nll`): one product serves both directions. What the columns need of other
-devices' blocks is a maximum and a sum of exponentials, vectors [B] that collectives combine. A
-block that fits the budget is kept for the backward pass (3 products in all); otherwise rows come in
-chunks, which the backward pass forms again (4 products). `noisy_batch` has rows with noise.
+Without noise (`symmetric_nll`) one product serves both directions. Of other devices' blocks the
+columns need only a maximum and a sum of exponentials, vectors [B] that collectives combine. A block
+that fits the budget is kept for the backward pass (3 products in all). Otherwise rows come in
+chunks, which the backward pass computes again (4 products). `noisy_batch` handles rows with noise.
 """
 
 import functools
@@ -46,9 +46,9 @@ class BatchSoftmax:
   Attributes:
     nll: float32 [B], the negative log-likelihood of each example's own counterpart, nats; 0 where
       the mask is 0.
-    correct: float32 [B], whether the own counterpart is the most similar one: 1 or 0, and 1/n where
-      n counterparts tie at the top, so that representations which are all alike are right one time
-      in B. Without a gradient. 0 where the mask is 0.
+    correct: float32 [B], 1 if the own counterpart is the most similar one, else 0; 1/n if n
+      counterparts tie at the top, so that identical representations score 1/B. It has no gradient
+      and is 0 where the mask is 0.
   """
 
   nll: jax.Array
@@ -70,10 +70,11 @@ def symmetric_nll(
     rows: [B, D] representations of one modality.
     columns: [B, D] those of the other; row and column i are a pair.
     temperature: tau, a positive scalar: logits are <row, column> / tau.
-    mask: [B]; a pair where it is 0 has no loss and no gradient, and is nobody's candidate. None:
-      all pairs count.
-    dtype: compute type of the products, which add up in float32 (or wider), as all the rest is.
-    chunk_bytes: budget for a block of logits on a device. The backward pass holds two of that size.
+    mask: [B]; a pair where it is 0 has no loss, no gradient, and is no candidate for other pairs.
+      None: all pairs count.
+    dtype: compute type of the products. Sums and everything else are float32 or wider.
+    chunk_bytes: budget for a block of logits, in bytes per device. The backward pass holds two such
+      blocks.
 
   Returns:
     (rows to columns, columns to rows).
@@ -95,9 +96,10 @@ def symmetric_nll(
 
 @struct.dataclass
 class _Sums:
-  """Log-sum-exps as maximum and sum of exp(u - maximum), and how many reach the maximum.
+  """Log-sum-exps as maximum and sum of exp(u - maximum), and how many logits reach the maximum.
 
-  Kept apart because log-probabilities near 0 keep their digits so: u - maximum is exact there.
+  The two are kept apart so that log-probabilities near 0 keep their digits: u - maximum is exact
+  there.
   """
 
   top: jax.Array
@@ -123,8 +125,8 @@ def _sums(u: jax.Array, axis: int) -> _Sums:
 
 
 def _row_chunks(plan, rows, valid, num_columns):
-  """What a scan over chunks takes: rows [C, c, D] in the compute type, whether they count and which
-  columns are theirs [C, c].
+  """Inputs of a scan over chunks: rows [C, c, D] in the compute type, whether they count [C, c],
+  and their columns [C, c].
   """
   num_rows = len(rows)
   chunks = plan.chunks(num_rows, num_columns * plan.accumulate.itemsize)
