@@ -215,8 +215,7 @@ def contrastive_nll(
   mask: jax.Array | None = None,
   chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[BatchSoftmax, BatchSoftmax]:
-  """Both directions of the contrastive loss; the loss of a batch is the mean over both and all pairs.
-
+  """Both directions of the contrastive loss; a batch has the mean over both and over all pairs.
 
   Uses the active mesh, see `integrate.batch_softmax`.
 

@@ -1,25 +1,25 @@
 """E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u from samples, in log space.
 
-Samples come in chunks, whose logits live only inside the loop. What is kept of a chunk are numbers
-per sample, [B, S], so memory does not grow with S K. Nothing is clipped: quotients are formed as
-exp of a difference of logarithms. Three loops do all of it.
+Samples come in chunks, whose logits live only inside the loop. Only numbers per sample, [B, S], are
+kept of a chunk, so memory does not grow with S K. Nothing is clipped: quotients are computed as the
+exp of a difference of logarithms. There are three loops.
 
-`one_pass`, the loss where factors are projected first and one device has all classes. Its value is
+`one_pass` is the loss if factors are projected first and one device has all classes. Its value is
 one number per example (softmax) or class (sigmoid), so its cotangent only scales a gradient that is
-known as soon as the samples are. The forward pass accumulates that gradient by the factors F
-[T, K], relative to a running maximum as in an online softmax: no sample is drawn or projected
-twice. With e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample s
-relative to the largest over s, and z_s with a 1 for the mean behind it,
+known as soon as the samples are. The forward pass accumulates the gradient with respect to the
+factors F [T, K], relative to a running maximum as in an online softmax: no sample is drawn or
+projected twice. With e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample
+s relative to the largest over s, and z_s extended by a 1 for the mean,
 
     d log p_y / dF = sum_s omega_s z_s (1[k = y] - e_sk / Z_s) / sum_s omega_s
     d log q_k / dF = +-sum_s z_s sigmoid(x_s) sigmoid(-x_s) / sum_s sigmoid(x_s),   x = +-u_k
 
-`log_softmax_at`, that loss in all other cases: each device takes the maximum and the sum of
-exponentials of its own classes, which meet once, after the loop. The backward pass draws and
-projects again (`jax.checkpoint`).
+`log_softmax_at` is the softmax loss in all other cases. Each device takes the maximum and the sum
+of exponentials of its own classes, and these are combined once, after the loop. The backward pass
+draws and projects again (`jax.checkpoint`).
 
-`log_mean_exp`, the mean over samples of a value per class, by a running maximum; its gradient
-weighs every sample's own by exp(value - answer).
+`log_mean_exp` is the mean over samples of a value per class, with a running maximum. Its gradient
+weights the gradient of each sample by exp(value - answer).
 """
 
 import dataclasses
@@ -50,10 +50,10 @@ class Samples:
   """What the logits over tau are sampled from: u = mean + projection(noise).
 
   Attributes:
-    mean: [B, 1, K]; or [1, 1, K], the bias or 0, where the noise or the projection have the rest.
+    mean: [B, 1, K]; or [1, 1, K], the bias or 0, if the noise or the projection contain the rest.
       `PADDED` at padded classes.
-    noise: in the noise space; or, where factors are projected first, those in logit space with mu
-      as their last row, [B, T + 1, K].
+    noise: the noise in the noise space; or, if factors are projected first, the factors in logit
+      space with mu as their last row, [B, T + 1, K].
     projection: None, `Linear`, or `Opaque`.
   """
 
@@ -95,15 +95,15 @@ class Samples:
 
 @struct.dataclass
 class Constants:
-  """Draws, and the hash of HET-H [K] where noise is hashed after it is sampled."""
+  """Draws, and the hash of HET-H [K] if noise is hashed after it is sampled."""
 
   draws: Draws
   buckets: jax.Array | None = None
 
 
 def samples_of(logits: GaussianLogits, project_first: bool) -> tuple[Samples, jax.Array | None]:
-  """What is sampled, with 1 / tau in it, and the hash, if any. Where the location is phi W + bias,
-  both products with W are one, and W has one gradient.
+  """What is sampled, already divided by tau, and the hash, if any. If the location is phi W + bias,
+  one product serves location and noise, so W has one gradient.
   """
   inverse, projection = 1.0 / logits.temperature, logits.projection
   mean, noise = logits.location[:, None] * inverse, logits.covariance.scaled(inverse)
@@ -140,7 +140,7 @@ class _Tempered:
 
 
 def with_last(z: jax.Array, last: float) -> jax.Array:
-  """z [B, s, T] with one more column."""
+  """z [B, s, T] with `last` as one more column."""
   return jnp.concatenate([z, jnp.full_like(z[..., :1], last)], axis=-1)
 
 
@@ -148,13 +148,13 @@ def draw(plan: Plan, draws: Draws, chunk: jax.Array, num_normals: int, batch: in
   """The normals of a chunk, [B, s, T], and which of its samples count, bool [s]."""
   index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
   z = draws.normals(plan.sampler, index, num_normals)
-  # Draws that all share are repeated: as one product for the batch, with classes and examples in
-  # one dimension, a chunk took 1.6 times as long on a CPU.
+  # Shared draws are repeated per example: as one product for the batch, with classes and examples
+  # in one dimension, a chunk took 1.6 times as long on a CPU.
   return jnp.broadcast_to(z, (batch, *z.shape[1:])), index < plan.num_samples
 
 
 def scan(plan: Plan, body, start, chunks):
-  """`lax.scan` over chunks; of one chunk without a loop, which XLA would copy its arguments for."""
+  """`lax.scan` over chunks; a single chunk needs no loop, for which XLA would copy arguments."""
   if plan.num_chunks > 1:
     return jax.lax.scan(body, start, chunks)
   carry, out = body(start, jax.tree.map(lambda x: x[0], chunks))
@@ -164,8 +164,8 @@ def scan(plan: Plan, body, start, chunks):
 def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
   """u [B, s, k] at classes label [B], 0 where a label is outside [0, k): [B, s].
 
-  As a sum, which joins that of the exponentials. For a gather XLA turns all logits around in a
-  TPU's memory, which took 0.7 of the time of all else in the loop.
+  This is a sum, which XLA fuses with that of the exponentials. For a gather XLA transposes all
+  logits in a TPU's memory, which took 0.7 of the time of everything else in the loop.
   """
   return jnp.where(jnp.arange(u.shape[-1]) == label[:, None, None], u, 0.0).sum(axis=-1)
 
@@ -184,7 +184,7 @@ def one_pass(
 
 
 def _one_pass(link, plan, rows, shift, draws, target, with_gradient):
-  """The answer [B, n], the total [B, n] that the gradient's sums are relative to, and those."""
+  """The answer [B, n], the total [B, n] to which the gradient sums are relative, and these sums."""
   samples = Samples(shift[None, None], rows, None)
   terms = _softmax_terms if link == 'softmax' else _sigmoid_terms
 
@@ -228,7 +228,7 @@ def _softmax_terms(u, label, counts, top):
 def _sigmoid_terms(u, sign, counts, top):
   x = sign[:, None] * u  # [B, s, K]
   if counts is not None:
-    x = jnp.where(counts[:, None], x, 2 * PADDED)  # where all that follows is 0
+    x = jnp.where(counts[:, None], x, 2 * PADDED)  # makes everything that follows 0
   # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
   new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
   e = jnp.exp(-jnp.abs(x) - new_top[:, None])
@@ -264,7 +264,7 @@ one_pass.defvjp(_one_pass_fwd, _one_pass_bwd)
 
 def with_shift(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
-  # As a product: XLA's own sum over examples took ten times as long on a CPU.
+  # A product, because XLA's sum over examples took ten times as long on a CPU.
   ones = jnp.ones(len(gradient), gradient.dtype)
   shift = jnp.einsum('b,bk->k', ones, gradient[:, -1], precision=jax.lax.Precision.HIGHEST)
   return gradient, shift
@@ -276,7 +276,7 @@ def with_shift(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
 def log_softmax_at(
   plan: Plan, samples: Samples, constants: Constants, labels: jax.Array
 ) -> jax.Array:
-  """log E[softmax(u)]_y at labels y int32 [B, L]; anything at those outside [0, K)."""
+  """log E[softmax(u)]_y at labels y int32 [B, L]; undefined at labels outside [0, K)."""
   peak, total, at_label = _partial_sums(plan, samples, constants, labels)
   top, log_z = _combine(peak, total)  # [C, B, s]
   counts = jnp.arange(plan.num_chunks * plan.chunk_size) < plan.num_samples
@@ -287,8 +287,8 @@ def log_softmax_at(
 
 
 def _partial_sums(plan, samples, constants, labels):
-  """Of each of the M shards of classes: the maximum and the sum of exponentials [M, C, B, s], and
-  the logits at labels [M, C, B, s, L].
+  """Per shard of classes (M): maximum and sum of exponentials [M, C, B, s], and the logits at
+  labels [M, C, B, s, L].
   """
 
   def local(samples, constants, labels):
@@ -318,8 +318,10 @@ def _partial_sums(plan, samples, constants, labels):
 
 
 def _combine(peak, total):
-  """The maximum and the log of the sum of exponentials relative to it, over shards: [C, B, s]. Kept
-  apart since log-probabilities near 0 keep their digits so: u - maximum is exact there.
+  """The maximum over shards, and the log of the sum of exponentials relative to it, [C, B, s].
+
+  The two are kept apart so that log-probabilities near 0 keep their digits: u - maximum is exact
+  there.
   """
   top = peak.max(axis=0)
   return top, jnp.log(jnp.sum(total * jnp.exp(peak - top), axis=0))
@@ -359,7 +361,7 @@ def log_softmax(plan: Plan, samples: Samples, constants: Constants) -> jax.Array
 
 
 def log_sigmoid(plan: Plan, samples: Samples, constants: Constants, sign: jax.Array) -> jax.Array:
-  """log E[sigmoid(sign * u)], [B, K], for signs [B, K]; anything at padded classes."""
+  """log E[sigmoid(sign * u)], [B, K], for signs [B, K]; undefined at padded classes."""
   return _log_mean_exp(plan, _log_sigmoid, samples, constants, sign)
 
 

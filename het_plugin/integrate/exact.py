@@ -6,17 +6,18 @@ one-dimensional integral per class. A scale mixture of normal distribution funct
 
     E[sigmoid(u)] ~ sum_i p_i Phi(a_i mu),    a_i = s_i / sqrt(1 + s_i^2 v)
 
-Their eight terms are minimax in absolute error, which says little of log p at mu = -20. The eleven
-terms here minimise max |error(x)| exp(|x| / 2), which is 8e-9. That suffices for mu >= -v / 2, and
-an exact identity carries every other mean there: sigmoid(u) = exp(u) sigmoid(-u), and exp(u) turns
-N(mu, v) into N(mu + v, v), so
+Their eight terms are minimax in absolute error, which is too coarse for log p at mu = -20. The
+eleven terms here minimise max |error(x)| exp(|x| / 2), which is 8e-9. That suffices for
+mu >= -v / 2. An exact identity maps every other mean there: sigmoid(u) = exp(u) sigmoid(-u), and
+exp(u) turns N(mu, v) into N(mu + v, v), so
 
     log E[sigmoid(u)] = mu + v / 2 + log E[sigmoid(u')],    u' ~ N(-(mu + v), v)
 
 Derivatives come from the same sums, which have terms of one sign each: with Q = E[sigmoid(u)],
 dQ/dmu = E[sigmoid'] = sum_i p_i a_i phi(a_i mu), and dQ/dv = E[sigmoid''] / 2 by the heat equation.
-In float32, for |mu| <= 100 and standard deviations up to 50, log p is within 1e-6 and half a unit
-in its last place of quadrature in float64, and its derivatives within 1e-5, relative (tests).
+In float32, for |mu| <= 100 and standard deviations up to 50, log p differs from quadrature in
+float64 by at most 1e-6 and half a unit in its last place, and its derivatives by at most 1e-5,
+relative (tests).
 """
 
 import math
@@ -48,12 +49,12 @@ ERFCX = (
   0.157630994362, -0.0990242416581, -0.122356800752, 1.26483818024,
 )  # fmt: skip
 
-# The part of a budget for logits that projected factors may take: with their gradients and what the
-# products need, three times as much exists at one time.
+# The share of a budget for logits that projected factors may take. With their gradients and the
+# operands of the products, three times as much exists at one time.
 BUDGET_SHARE = 8
 
-# The mean plus half the variance below which the identity is used. At 0 the derivative by v would
-# be a difference of nearly equal numbers near mu = 0.
+# The identity is used if the mean plus half the variance is below this. With 0, the derivative by v
+# would be a difference of nearly equal numbers near mu = 0.
 REFLECT_BELOW = -2.0
 
 
@@ -75,7 +76,7 @@ def _jvp(primals, tangents):
 def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
   """E[H(sigmoid(u))] in nats, the entropy of the binary label given u, for u ~ N(mean, variance).
 
-  H(sigmoid(u)) is the integral of -t sigmoid'(t) from u on, so the mixture integrates it too:
+  H(sigmoid(u)) is the integral of -t sigmoid'(t) from u to infinity, so the mixture integrates it:
   sum_i p_i phi(a_i mu) / (a_i (1 + s_i^2 v)).
   """
 
@@ -91,13 +92,13 @@ def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
 
 def _moments(mean, variance):
   """log E[sigmoid(u)] and its derivatives by mean and variance."""
-  # The smaller one of p and 1 - p is computed, and the other one from it.
+  # The smaller one of p and 1 - p is computed; the other one follows from it.
   below = -jnp.abs(mean)
   tilt = below + 0.5 * variance
   reflected = tilt < REFLECT_BELOW
   inner = jnp.where(reflected, -(below + variance), below)
   log_q, first, second = _log_mixture(-jnp.abs(inner), variance)
-  # Where the reflected mean is positive, log(1 - q) and its derivatives take the place of log q's.
+  # If the reflected mean is positive, log(1 - q) and its derivatives replace those of log q.
   positive = inner > 0
   log_inner, by_inner, by_variance = _complement(log_q, first, second, positive)
   value = jnp.where(reflected, tilt + log_inner, log_inner)
@@ -107,7 +108,7 @@ def _moments(mean, variance):
 
 
 def _complement(log_q, by_mean, by_variance, where):
-  """Of log(1 - q) at the mirrored mean, from log q and its derivatives; log q <= log 1/2."""
+  """log(1 - q) and its derivatives at the mirrored mean, from those of log q <= log 1/2."""
   odds = jnp.exp(log_q) / -jnp.expm1(log_q)
   return (
     jnp.where(where, jnp.log1p(-jnp.exp(log_q)), log_q),
@@ -131,7 +132,7 @@ def _log_mixture(mean, variance):
     new = bump * _erfcx(-a * mean * math.sqrt(0.5)), bump * a, bump * a * a * a
     return jax.tree.map(jnp.add, sums, new), None
 
-  # A loop, since XLA keeps all terms at one time where they are written out.
+  # A loop, because XLA keeps all terms at one time if they are unrolled.
   terms = jnp.asarray(WEIGHTS, mean.dtype), jnp.asarray(SCALES, mean.dtype)
   (q, first, second), _ = jax.lax.scan(add, (jnp.zeros_like(mean),) * 3, terms)
   log_q = jnp.log(0.5 * q) - 0.5 * z2_0
@@ -155,10 +156,10 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
 
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
   without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per example
-  with a linear projection. There the projected factors [B, R, Kp] are kept for the backward pass if
-  an eighth of `chunk_bytes` on a device holds them. Otherwise groups of factors of that size are
-  projected one after the other, in both directions, and [B, Kp] is kept. Under a mesh a group never
-  talks to other devices.
+  with a linear projection. In that case the projected factors [B, R, Kp] are kept for the backward
+  pass if they fit into an eighth of `chunk_bytes` per device. Otherwise groups of factors of that
+  size are projected one after the other, in both directions, and [B, Kp] is kept. A group needs no
+  communication with other devices.
   """
   inverse = 1.0 / logits.temperature
   mean = logits.location * inverse
@@ -177,7 +178,7 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
 def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
   limit = chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean)
   num_groups = -(-noise.num_factors // max(1, limit))
-  # phi, d and, where they fit, all factors share one product with W, which then has one gradient.
+  # phi, d and, if they fit, all factors share one product with W, so W has one gradient.
   rows = [noise.dense_loading()] if num_groups == 1 else []
   if noise.remainder == 'rank_one':
     rows.append(noise.diag[:, None])
@@ -200,7 +201,7 @@ def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
 
 
 def _product(x, kernel):
-  """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which spares copies."""
+  """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which avoids copies."""
 
   def as_matrices(x, kernel):
     return apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
@@ -227,7 +228,7 @@ def _last_and_squares_jvp(primals, tangents):
 
 
 def _streamed_variance(scale, loading, kernel, num_groups):
-  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp]; for v None of J [B, R, Q]."""
+  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp]; if v is None, J is [B, R, Q]."""
   size = -(-loading.shape[-2] // num_groups)
   padding = [(0, 0)] * loading.ndim
   padding[-2] = (0, num_groups * size - loading.shape[-2])

@@ -1,9 +1,9 @@
 """The losses of `estimate` by fused kernels, on one device or over a mesh.
 
-Two passes for a softmax, whose normaliser spans all classes: the forward pass keeps log2 Z and u_y
-of every sample, [B, S], and the backward pass draws the normals again. One for a sigmoid. Kernels
-see the arrays of one device (`jax.shard_map`), so the only collective is the gathering of the
-shards' log2 Z and u_y after the last sample; the backward pass has none.
+A softmax takes two passes, because its normaliser spans all classes: the forward pass keeps log2 Z
+and u_y of every sample, [B, S], and the backward pass draws the normals again. A sigmoid takes one.
+Kernels see the arrays of one device (`jax.shard_map`), so the only collective gathers the shards'
+log2 Z and u_y after the last sample. The backward pass has none.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.rotation import Draws
 
-# Samples a kernel call: normals of so many exist at one time, [B, SAMPLES_A_CALL, R + 1].
+# Samples per kernel call: normals [B, SAMPLES_A_CALL, R + 1] exist at one time.
 SAMPLES_A_CALL = 512
 LN_2 = math.log(2.0)  # a kernel's unit of logarithms
 
 
 def plan_calls(plan: Plan) -> Plan:
-  """The plan with chunks of whole blocks: samples in kernel calls of nearly one size."""
+  """The plan with chunks of whole blocks, in kernel calls of nearly equal size."""
   num_calls = -(-plan.num_samples // SAMPLES_A_CALL)
   blocks = -(-plan.num_samples // (num_calls * kernels.SAMPLE_MULTIPLE))
   return dataclasses.replace(plan, chunk_size=blocks * kernels.SAMPLE_MULTIPLE)
@@ -49,7 +49,7 @@ def _refuse(primals, tangents):
 def log_softmax_at(
   plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, label: jax.Array
 ) -> jax.Array:
-  """log E[softmax(u)]_y [B, 1] as `estimate.one_pass`; float32 rows, and a plan by `plan_calls`."""
+  """log E[softmax(u)]_y [B, 1] as `estimate.one_pass`; float32 rows, plan from `plan_calls`."""
   return _log_softmax_at_fwd(plan, rows, shift, draws, label)[0]
 
 
@@ -111,7 +111,7 @@ log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
 def log_sigmoid(
   plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, sign: jax.Array
 ) -> jax.Array:
-  """log E[sigmoid(a u)] [B, K], in the same way."""
+  """log E[sigmoid(a u)] [B, K] as `estimate.one_pass`."""
   return _log_sigmoid_fwd(plan, rows, shift, draws, sign)[0]
 
 
@@ -148,18 +148,18 @@ LOSSES = {'softmax': log_softmax_at, 'sigmoid': log_sigmoid}
 
 
 def _draw(plan, draws, rows, chunk):
-  """z with a 1 for mu behind it [B, s, T + 1], and which samples count."""
+  """z extended by a 1 for mu [B, s, T + 1], and which samples count."""
   z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, len(rows))
   return with_last(z, 1.0), counts
 
 
 def _local(plan, label, rows):
-  """Labels [B, 1] as indices [B] into this device's classes, outside of [0, K) if on another."""
+  """Labels [B, 1] as indices [B] into this device's classes; outside [0, K) if on another one."""
   return label[:, 0] - rows.shape[-1] * plan.placement.shard_index()
 
 
 def _on_this_platform(kernel, *args):
-  """The kernel for the platform that is compiled for; elsewhere the interpreted TPU kernel."""
+  """Runs the kernel of the platform; on other platforms the interpreted TPU kernel."""
   return jax.lax.platform_dependent(
     *args,
     tpu=functools.partial(kernel, backend='tpu'),

@@ -3,9 +3,9 @@
     logits = location + projection(eps),    eps = z F(x) in R^Q,    z ~ N(0, I)
 
 `F(x)` is kept in the structured form in which the heads parametrise it (`LowRank`), and the map
-from the noise space R^Q to the K classes is one of a few explicit projections. With Q = K there is
-none (HET); HET-H indexes by a hash (`Hashed`); HET-XL multiplies by W (`Linear`) or calls
-a `get_logits` of the user's (`Opaque`).
+from the noise space R^Q to the K classes is one of a few explicit projections. HET needs none
+(Q = K), HET-H indexes by a hash (`Hashed`), and HET-XL multiplies by W (`Linear`) or calls the
+user's `get_logits` (`Opaque`).
 
 B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp is K rounded up so
 that a mesh divides it; the padded classes have no probability.
@@ -20,7 +20,7 @@ from flax import struct
 
 LINKS = ('softmax', 'sigmoid')
 REMAINDERS = ('rank_one', 'diag')
-# The logit of a padded class: its exp is exactly zero, and it is finite, so that 0 * PADDED is 0.
+# The logit of a padded class. Its exp is exactly zero, and it is finite, so 0 * PADDED is 0.
 PADDED = -1e30
 
 
@@ -29,9 +29,9 @@ class LowRank:
   """Low-rank noise eps = z F(x): covariance V(x)^T V(x) plus a remainder made of d(x).
 
   Attributes:
-    scale: v(x) [B, Q], or None where `loading` depends on the input itself.
+    scale: v(x) [B, Q], or None if `loading` itself depends on the input.
     loading: J [R, Q] with V(x) = J o (1_R v(x)^T), the parameter-efficient form (section 2.2); or
-      V(x) [B, R, Q] where `scale` is None, the full form (eq. 4).
+      V(x) [B, R, Q] if `scale` is None, the full form (eq. 4).
     diag: d(x) [B, Q], positive.
     remainder: 'rank_one' adds d(x) d(x)^T (eq. 18; one normal per sample), 'diag' adds diag(d(x)^2)
       (Q normals per sample).
@@ -61,7 +61,7 @@ class LowRank:
     return low_rank + z_diag * self.diag[:, None]  # [B, S, Q]
 
   def scaled(self, factor: jax.Array) -> 'LowRank':
-    """The noise `factor * eps`, at the cost of [B, Q]."""
+    """The noise `factor * eps`; only arrays [B, Q] are multiplied."""
     if self.scale is None:
       return self.replace(loading=self.loading * factor, diag=self.diag * factor)
     return self.replace(scale=self.scale * factor, diag=self.diag * factor)
@@ -75,8 +75,8 @@ class LowRank:
 class Linear:
   """logits = location + eps W, with W [Q, Kp]: HET-XL (eq. 5), or W' of eq. 14.
 
-  Where the location is phi W + bias with the same W, `phi` and `bias` may say so: the losses then
-  take both products as one, and W has one gradient instead of the sum of two.
+  If the location is phi W + bias with the same W, `phi` and `bias` may be given: the losses then
+  compute both products as one, and W has one gradient instead of the sum of two.
   """
 
   kernel: jax.Array
@@ -130,8 +130,8 @@ class GaussianLogits:
     """All factors in logit space, [B, R + 1, Kp]: logits = location + z @ factors, z ~ N(0, I).
 
     Raises:
-      ValueError: for a deterministic or opaque classifier, or remainder 'diag', which have no such
-        form.
+      ValueError: the classifier is deterministic or opaque, or the remainder is 'diag': there is no
+        such form.
     """
     if (
       self.covariance is None
@@ -157,7 +157,7 @@ def masked(logits: GaussianLogits, u: jax.Array) -> jax.Array:
 
 
 def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:
-  """The same noise with its factors in logit space: the first half of project-then-sample."""
+  """The same noise with factors in logit space: the first half of project-then-sample."""
   match projection:
     case None:
       return covariance
