@@ -1,10 +1,9 @@
-"""The kernels of `kernels` for an NVIDIA GPU (Triton): one program sums, in its registers.
+"""The kernels of `kernels` for an NVIDIA GPU (Triton): each program sums in its registers.
 
-Neighbours in the grid read the same normals or rows. Block sides are powers of two; what lies
-beyond an array is not loaded. Instructions are what bounds these kernels: those of a loop were
-counted in the code for sm_90, where up to half of them round and turn the operands of products.
-Hence products that share one block of normals, and sums over samples with classes along the rows,
-where they stay in a thread.
+Neighbours in the grid read the same normals or rows. Block sides are powers of two; elements beyond
+an array are not loaded. Instructions bound these kernels: in the code for sm_90, up to half of
+those in a loop round and transpose the operands of products. Therefore products share one block of
+normals, and sums over samples have classes along the rows, where they stay in a thread.
 """
 
 import functools
@@ -17,8 +16,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from het_plugin.integrate.gaussian import PADDED
 
-SUM_OF_CLASSES = (128, 64)  # samples and classes of a block
-SAMPLES = 32  # of a block, where a program sums over samples
+SUM_OF_CLASSES = (128, 64)  # samples and classes per block
+SAMPLES = 32  # per block of a program that sums over samples
 LOG2_E = math.log2(math.e)
 
 
@@ -44,12 +43,12 @@ def _instruction(asm, x):
 
 
 def _exp2(x, interpret):
-  """2^x in one instruction: to 2 in the last place, 0 below 2^-126."""
+  """2^x in one instruction: within 2 units in the last place, 0 below 2^-126."""
   return jnp.exp2(x) if interpret else _instruction('ex2.approx.ftz.f32 $0, $1;', x)
 
 
 def _reciprocal(x, interpret):
-  """1 / x in one instruction: to 1 in the last place."""
+  """1 / x in one instruction: within 1 unit in the last place."""
   return 1.0 / x if interpret else _instruction('rcp.approx.ftz.f32 $0, $1;', x)
 
 
@@ -112,7 +111,7 @@ def log2_z(z, rows, shift, label, interpret):
 
 
 class _Classes:
-  """A block of classes of one example, whose samples one program sums."""
+  """A block of classes of one example; one program sums over its samples."""
 
   def __init__(self, num_normals, rows_ref):
     num_rows, num_classes = rows_ref.shape[1:]
@@ -141,7 +140,7 @@ class _Classes:
 
 
 def _classes_a_program(num_normals):
-  """128, or what registers hold of the rows."""
+  """128, or fewer if the rows would not fit into registers."""
   return max(16, min(128, 8192 // num_normals))
 
 

@@ -16,7 +16,7 @@ from het_plugin.integrate.rotation import Draws, find_rotation
 IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# Fewer Sobol points gain little by a rotation, and it costs what a dozen samples cost.
+# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples.
 MIN_ROTATED = 32
 
 
@@ -24,32 +24,31 @@ MIN_ROTATED = 32
 class Integrator:
   """The heteroscedastic predictive distribution (eq. 2 and 5, last line of appendix A.1).
 
-  With the link 'sigmoid' and a projection that is known, it is exact and takes neither samples nor
-  keys (`exact`). With the link 'softmax' it is a mean over samples. Probabilities never leave log
-  space, so nothing is clipped. Deterministic logits (no covariance)
-  take the closed form whatever the settings say.
+  With the link 'sigmoid' and a known projection, it is exact and needs neither samples nor keys
+  (`exact`). With the link 'softmax' it is a mean over samples. Probabilities never leave log space,
+  so nothing is clipped. Deterministic logits (no covariance) always use the closed form.
 
-  All results are differentiable; those of fused kernels once. What streams over samples in the
-  first derivatives streams in forward mode over them (`jax.jvp` of `jax.grad`) too. Reverse mode
-  over reverse mode keeps all samples' logits.
+  All results are differentiable; those of fused kernels once. First derivatives stream over
+  samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
+  mode keeps the logits of all samples.
 
   Attributes:
     num_samples: S >= 1.
     order: 'sample_then_project' applies the projection to every noise sample; 'project_then_sample'
-      applies it to the R + 1 factors first and samples in logit space; 'auto' takes the one that
-      costs less (`pick_order`). The same draws give the same values either way.
-    chunk_size: samples whose logits exist at one time; None takes 32, or fewer if
-      `chunk_bytes` asks for it.
+      applies it to the R + 1 factors first and samples in logit space; 'auto' takes the cheaper one
+      (`pick_order`). The same draws give the same values either way.
+    chunk_size: samples whose logits exist at one time; None takes 32, or fewer if `chunk_bytes`
+      requires it.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device.
-    implementation: 'xla', or 'pallas' for fused kernels (`kernels`) where a float32 loss projects
+    implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
       first. They are for TPUs and NVIDIA GPUs; other devices interpret them, slowly.
-    sampler: where the normals come from: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
+    sampler: source of the normals: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
       function of that signature.
-    method: 'exact', 'sample', or 'auto' for exact wherever that exists. The attributes above except
-      `chunk_bytes` matter to samples only.
-    rotate: whether `MIN_ROTATED` and more samples of 'sobol' are turned so that their leading
-      coordinates are the principal directions of the noise (`rotation`), with the link 'softmax'
-      and a known projection.
+    method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
+      `chunk_bytes`, affect samples only.
+    rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
+      coordinates are the principal directions of the noise (`rotation`). Applies to the link
+      'softmax' with a known projection.
   """
 
   num_samples: int = 1000
@@ -84,18 +83,19 @@ class Integrator:
     """Negative log-likelihood of each example.
 
     Args:
-      logits: of B examples.
-      labels: int32 class ids, [B] or [B, L], in which negative entries are padding. Softmax: the
-        mean of -log p over an example's labels (one label: the cross-entropy). Sigmoid: the binary
-        cross-entropies summed over all classes, listed ones being on.
+      logits: logits of B examples.
+      labels: int32 class ids, [B] or [B, L]; negative entries are padding. With a softmax the loss
+        is the mean of -log p over an example's labels (the cross-entropy for one label). With a
+        sigmoid it is the sum of the binary cross-entropies over all classes, of which the listed
+        ones are on.
       keys: [B] typed PRNG keys, one per example (`samplers.example_keys`); or [1], whose draws all
-        examples share. Ignored where the logits are deterministic or the method is exact.
+        examples share. Ignored if the logits are deterministic or the method is exact.
 
     Returns:
       float32 [B]; an example without any label gets 0 under softmax.
 
     Raises:
-      ValueError: labels are not whole numbers, not of a batch of B, or (where they are concrete)
+      ValueError: labels are not whole numbers, do not have B rows, or (if they are concrete) are
         not below K.
     """
     labels = check_labels(logits, labels)
@@ -110,7 +110,8 @@ class Integrator:
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) of every class: float32 [B, Kp], with padded classes at about -1e30.
 
-    Softmax: the classes' probabilities sum to one. Sigmoid: log p(y_k = 1 | x), class by class.
+    With a softmax the probabilities of the classes sum to one. With a sigmoid this is
+    log p(y_k = 1 | x) per class.
     """
     if logits.link == 'sigmoid':
       log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
@@ -121,16 +122,15 @@ class Integrator:
     return masked(logits, log_p)
 
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """E[H(y | x, z)], the entropy of the classes given the noise, averaged over the noise: float32
-    [B], nats.
+    """E[H(y | x, z)], the entropy given the noise, averaged over the noise: float32 [B], nats.
 
     The entropy of `log_prob` less this is the mutual information of label and noise (Depeweg et al.
-    2018, https://arxiv.org/abs/1710.07283, eq. 4, with the noise in the place of the weights). Both
-    are exact or take the same draws, so the difference is at least 0 up to rounding. Sigmoid:
-    summed over the classes.
+    2018, https://arxiv.org/abs/1710.07283, eq. 4, with noise in place of weights). Both are exact
+    or use the same draws, so the difference is at least 0 up to rounding. With a sigmoid it is
+    summed over the classes. The arguments are those of `log_prob`.
 
-    For evaluation: with K sharded, every chunk of samples talks over the model axis. Arguments as
-    in `log_prob`.
+    Use it for evaluation only: with K sharded, every chunk of samples communicates over the model
+    axis.
     """
     if logits.covariance is None:
       return _entropy(_deterministic(logits), logits.link)
@@ -141,7 +141,7 @@ class Integrator:
     return estimate.mean_over_samples(*self._problem(logits, keys), entropy)
 
   def _log_softmax_at(self, logits, labels, keys):
-    """log p [B, L] at labels [B, L]; anything at padding."""
+    """log p [B, L] at labels [B, L]; undefined at padding."""
     if logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
@@ -152,7 +152,7 @@ class Integrator:
     return one_pass(constants.draws, jnp.maximum(labels, 0))
 
   def _log_sigmoid(self, logits, sign, keys):
-    """log p(y_k = (1 + sign_k) / 2), [B, Kp]; anything at padded classes."""
+    """log p(y_k = (1 + sign_k) / 2), [B, Kp]; undefined at padded classes."""
     if logits.covariance is None:
       return jax.nn.log_sigmoid(sign * _deterministic(logits))
     if self._is_exact(logits):
@@ -164,7 +164,7 @@ class Integrator:
     return estimate.log_sigmoid(plan, samples, constants, sign)
 
   def _one_pass(self, plan, samples, link):
-    """The loss of projected factors, (draws, target) -> log p; None where there is none."""
+    """The loss of projected factors, (draws, target) -> log p; None if there is none."""
     if not plan.project_first:
       return None
     rows, shift = samples.noise, samples.mean[0, 0]
@@ -240,7 +240,7 @@ def _deterministic(logits):
 
 
 def _entropy(u, link):
-  """Entropy in nats [...] of logits over tau [..., Kp]; padded ones, at `PADDED`, add nothing."""
+  """Entropy in nats [...] of logits over tau [..., Kp]; padded classes add nothing."""
   if link == 'softmax':
     log_p = jax.nn.log_softmax(u, axis=-1)
     return -(jnp.exp(log_p) * log_p).sum(-1)

@@ -1,22 +1,22 @@
-"""Fused kernels (Pallas) of project-then-sample: a sample's logits never reach device memory.
+"""Fused kernels (Pallas) of project-then-sample: the logits of samples never reach device memory.
 
-Each kernel takes normals z [B, S, T] (T = R + 2, a 1 for mu behind the normals), rows [B, T, K]
-(the factors with mu as the last one, over tau) and shift [K], and forms the logits u = z rows +
-shift of a block of samples and a block of classes in fast memory, where they also end:
+Each kernel takes normals z [B, S, T] (T = R + 2, the last is a 1 for mu), rows [B, T, K] (the
+factors with mu as the last one, over tau) and shift [K]. It computes the logits u = z rows + shift
+of a block of samples and a block of classes in fast memory and reduces them there:
 
     log2_z         log2 sum_k exp(u_sk), and u_sy                                   [B, S]
     softmax_pull   sum_s z_s exp(u_sk) / 2^log2_scale_s                             [B, T, K]
     sigmoid_sums   sum_s sigmoid(x_sk), sum_s z_s sigmoid(x_sk) sigmoid(-x_sk)      x = a u
 
-Devices have an instruction for 2^x, so inside of them, and in what they return, logits and
-logarithms are in units of log 2.
+Devices have an instruction for 2^x, so logits and logarithms inside the kernels and in their
+results are in units of log 2.
 
-There are two of each. On a TPU (Mosaic) the grid walks the blocks that are summed over in order and
+Each kernel exists twice. On a TPU (Mosaic) the grid walks the blocks of a sum in order and
 accumulates into an output block that stays in VMEM. On an NVIDIA GPU (Triton) programs run in any
-order, so one program loops over the blocks it sums and keeps the sum in registers.
+order, so one program loops over the blocks of a sum and keeps the sum in registers.
 
 The operands of matrix products are rounded as XLA rounds them by default on the same device, except
-mu and shift, which are added. All else is float32.
+mu and shift, which are added. Everything else is float32.
 """
 
 import jax
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from het_plugin.integrate import gpu_kernels, tpu_kernels
 from het_plugin.integrate.gaussian import PADDED
 
-SAMPLE_MULTIPLE = 128  # of samples in a call
+SAMPLE_MULTIPLE = 128  # the number of samples in a call is a multiple of this
 BACKENDS = {'tpu': tpu_kernels, 'gpu': gpu_kernels}
 
 
@@ -35,12 +35,12 @@ def log2_z(
   """log2 of the partition sum of every sample, and its logit at the label in the same unit.
 
   Args:
-    z: float32 [B, S, T] normals, the last of the T being 1; S a multiple of `SAMPLE_MULTIPLE`.
+    z: float32 [B, S, T] normals, of which the last is 1; S is a multiple of `SAMPLE_MULTIPLE`.
     rows: float32 [B, T, K].
     shift: float32 [K].
-    label: int32 [B]; one outside [0, K) has the logit 0.
-    backend: 'tpu' or 'gpu', whose kernel to take.
-    interpret: run it on any device, slowly, for tests.
+    label: int32 [B]; a label outside [0, K) has the logit 0.
+    backend: 'tpu' or 'gpu'.
+    interpret: runs the kernel on any device, slowly, for tests.
 
   Returns:
     Both float32 [B, S].
@@ -50,8 +50,9 @@ def log2_z(
 
 
 def softmax_pull(z, rows, shift, log2_scale, *, backend: str, interpret: bool = False) -> jax.Array:
-  """sum_s z_s exp(u_sk) / 2^log2_scale_s, float32 [B, T, K], for log2_scale float32 [B, S], where a
-  sample at infinity adds nothing; the other arguments are those of `log2_z`.
+  """sum_s z_s exp(u_sk) / 2^log2_scale_s, float32 [B, T, K], for log2_scale float32 [B, S].
+
+  A sample with an infinite scale adds nothing. The other arguments are those of `log2_z`.
   """
   return BACKENDS[backend].softmax_pull(z, rows, shift, log2_scale, interpret)
 
@@ -71,5 +72,5 @@ def sigmoid_sums(
     sum_s z_s sigmoid(x_s) sigmoid(-x_s) = 2^top gradient; all float32. `estimate` has the
     mathematics.
   """
-  penalty = jnp.where(counts, 0.0, 2 * PADDED)  # where all that follows is 0
+  penalty = jnp.where(counts, 0.0, 2 * PADDED)  # makes everything that follows 0
   return BACKENDS[backend].sigmoid_sums(z, rows, shift, sign, penalty, interpret)

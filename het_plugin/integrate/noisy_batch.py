@@ -1,10 +1,10 @@
 """Softmax over a batch whose rows are Gaussian (HET-XL, eq. 8), as `batch_softmax` cuts it.
 
-The columns are a classifier's W, and chunks of rows are ordinary problems of the `Integrator`. A
-chunk knows its rows' losses and their gradients at once, so the forward pass accumulates the
-gradient of sum_i nll_i and keeps nothing of a chunk (3 products with one sample). That is the
-gradient up to a factor wherever the rows have one cotangent, which is what a mean over the real
-rows gives them; for any other cotangent the backward pass runs the chunks again.
+The columns act as a classifier's W, and chunks of rows are ordinary problems of the `Integrator`.
+The losses of a chunk and their gradients are known at the same time, so the forward pass
+accumulates the gradient of sum_i nll_i and keeps nothing of a chunk (3 products with one sample).
+If all rows have the same cotangent, as under a mean over the real rows, this is the gradient up to
+a factor. For any other cotangent the backward pass runs the chunks again.
 """
 
 import dataclasses
@@ -52,21 +52,21 @@ def batch_nll(
 ) -> jax.Array:
   """One direction of the batch softmax, from noisy rows to columns (eq. 8): -log E[p(i | row_i)].
 
-  With one sample (the paper's training) the expectation is that sample, and loss and gradient cost
-  the 3 products of a softmax without noise. More samples: as `Integrator` has it.
+  With one sample, as in the paper's training, loss and gradient cost the 3 products of a softmax
+  without noise.
 
   Args:
-    integrator: of the noise.
+    integrator: integrates over the noise.
     rows: [B, D], the means.
-    covariance: of the noise that is added to them (Q = D).
+    covariance: covariance of the noise that is added to the rows (Q = D).
     columns: [B, D], without noise.
     temperature: tau, a positive scalar.
     mask: [B] or None, as in `symmetric_nll`.
     keys: typed PRNG keys [B], one per example (`example_keys`), or [1], whose draws all share.
     post_normalization: each noisy row is scaled to unit length (table 7).
     dtype: compute type of the products.
-    chunk_bytes: budget for the logits, or factors, of a chunk of rows on a device. About three
-      arrays of that size exist at one time.
+    chunk_bytes: budget for the logits, or factors, of a chunk of rows, in bytes per device. About
+      three arrays of that size exist at one time.
 
   Returns:
     float32 [B], nats; 0 where the mask is 0.
@@ -85,7 +85,7 @@ def batch_nll(
   rows, columns = (real_rows(x, valid, plan.accumulate) for x in (rows, columns))
   keys = jnp.broadcast_to(keys, (len(rows),))
   own, loading = covariance, None
-  if covariance.scale is not None:  # J belongs to all rows
+  if covariance.scale is not None:  # all rows share J
     own, loading = covariance.replace(loading=None), covariance.loading
   if mask is not None:
     own = jax.tree.map(lambda x: real_rows(x, valid, x.dtype), own)
@@ -101,9 +101,7 @@ def unit_length(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _noisy(plan, own, shared, keys, valid):
-  """nll [B] for what each row has of its own, (phi, covariance), and what all share, (columns, tau,
-  J or None).
-  """
+  """nll [B]; `own` is (phi, covariance) of each row, `shared` is (columns, tau, J or None)."""
   return _noisy_nll(plan, own, shared, keys, valid, None)[0]
 
 
@@ -134,15 +132,13 @@ _noisy.defvjp(_noisy_fwd, _noisy_bwd)
 
 
 def _noisy_nll(plan, own, shared, keys, valid, weights):
-  """nll [B] and the gradients of sum_i weights_i nll_i by `own` and `shared`; None for weights
-  None.
-  """
+  """nll [B], and with weights the gradients of sum_i weights_i nll_i by `own` and `shared`."""
 
   def local(own, shared, keys, valid, weights):
     num_rows = len(valid)
     shift = excluded(plan.gather(valid), plan.accumulate)
     everyone = plan.gather(shared[0].astype(plan.dtype)), *shared[1:]
-    # Either all samples' logits exist at one time, or the factors and the location in logit space.
+    # Either the logits of all samples exist at one time, or factors and location in logit space.
     copies = min(plan.integrator.num_samples, plan.num_factors + 2)
     chunks = plan.chunks(num_rows, copies * len(shift) * plan.accumulate.itemsize)
     inputs = own, (keys, valid, plan.labels(num_rows), weights)
@@ -187,7 +183,7 @@ def _chunk_nll(plan, own, everyone, keys, labels, shift):
   columns, temperature, loading = everyone
   if loading is not None:
     covariance = covariance.replace(loading=loading)
-  # Over tau it is `PADDED` again, whatever tau is.
+  # Divided by tau it is `PADDED` again.
   bias = shift * jax.lax.stop_gradient(temperature)
   if plan.post_normalization:
     projection = Opaque(phi, (columns, bias), _UnitLengthLogits(plan))
@@ -196,7 +192,7 @@ def _chunk_nll(plan, own, everyone, keys, labels, shift):
     projection = Linear(columns.T, phi, bias)
     location = products(plan, phi.astype(plan.dtype), columns) + bias
   logits = GaussianLogits(location, covariance, projection, temperature, len(columns))
-  with flax_partitioning.axis_rules(()):  # a device is on its own here
+  with flax_partitioning.axis_rules(()):  # inside shard_map there is one device
     return plan.integrator.nll(logits, labels[:, None], keys)
 
 

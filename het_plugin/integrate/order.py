@@ -1,4 +1,4 @@
-"""How the samples of a call are taken: in which order, how many at one time, where classes lie."""
+"""How the samples of a call are computed: in which order, how many at once, on which devices."""
 
 import dataclasses
 import math
@@ -7,23 +7,23 @@ from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Linear, Opaque
 from het_plugin.integrate.placement import Placement, bytes_per_device, num_shards
 from het_plugin.integrate.samplers import Sampler
 
-HASH_COST = 280  # multiply-adds in whose time one indexed element is moved there and back, on a CPU
-# Samples of HET that take the time of one factor, whose gradient goes back to J, v and d: by CPU
-# time, 80 samples took 0.9 of what 51 factors took, and 96 samples 1.07 (K = 5000, B = 8).
+HASH_COST = 280  # multiply-adds in the time of one indexed element, forward and backward, on a CPU
+# Samples of HET that take the time of one factor, whose gradient goes back to J, v and d. In CPU
+# time, 80 samples took 0.9 of the time of 51 factors, and 96 samples 1.07 (K = 5000, B = 8).
 SAMPLES_PER_FACTOR = 1.5
-# Samples at one time: their logits and exponentials together weigh about what the factors weigh.
+# Samples at one time; their logits and exponentials take about as much memory as the factors.
 MAX_CHUNK = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """How the samples are taken (static under jit).
+  """How the samples are computed (static under jit).
 
   Attributes:
     num_samples: S.
     chunk_size: samples whose logits exist at one time.
-    sampler: where the normals come from.
-    project_first: whether the factors are projected, not the samples.
+    sampler: source of the normals.
+    project_first: whether the factors are projected instead of the samples.
     placement: how batch and classes are cut over devices.
   """
 
@@ -64,18 +64,18 @@ def make_plan(
   limit = chunk_size
   if limit is None:
     limit = min(MAX_CHUNK, max(1, chunk_bytes // bytes_per_device(logits.location)))
-    # About as many samples as there are factors need no budget, since factors have none either.
+    # As many samples as there are factors need no budget, because factors have none either.
     most = SAMPLES_PER_FACTOR * logits.covariance.num_normals
     if has_factors and not project_first and num_samples <= most:
       limit = num_samples
-  # Chunks of nearly one size: less of the last one is thrown away.
+  # Chunks of nearly equal size waste less of the last one.
   chunk_size = math.ceil(num_samples / math.ceil(num_samples / limit))
   return Plan(num_samples, chunk_size, sampler, project_first, _placement(logits))
 
 
 def _placement(logits):
   if isinstance(logits.projection, Opaque):
-    return Placement()  # nothing is known of how its classes are laid out
+    return Placement()  # the layout of its classes is unknown
   num_classes, shards = logits.location.shape[-1], num_shards('vocab')
   if num_classes % shards:
     raise ValueError(
@@ -86,23 +86,24 @@ def _placement(logits):
 
 
 def can_project_first(logits: GaussianLogits) -> bool:
-  """Whether the factors have a form in logit space: not where get_logits is opaque or the remainder
-  fills the noise space.
+  """Whether the factors have a form in logit space.
+
+  They have none if get_logits is opaque or the remainder is 'diag' and fills the noise space.
   """
   return not isinstance(logits.projection, Opaque) and logits.covariance.remainder == 'rank_one'
 
 
 def pick_order(logits: GaussianLogits, num_samples: int) -> str:
-  """The evaluation order with fewer multiply-adds an example.
+  """The evaluation order with fewer multiply-adds per example.
 
   With the linear projection (HET-XL), S samples, R factors, Q noise dimensions and K classes:
 
       sample then project   S (R + 1) Q + S Q K
       project then sample   (R + 1) Q K + S (R + 1) K
 
-  Only the first is open where `can_project_first` is not. Without a projection (HET, Q = K) S
-  samples are as large as S factors, but cost less (`SAMPLES_PER_FACTOR`). For a hash (HET-H), which
-  moves an element in the time of c = `HASH_COST` multiply-adds:
+  If `can_project_first` is False, only the first is possible. Without a projection (HET, Q = K) S
+  samples are as large as S factors, but cost less (`SAMPLES_PER_FACTOR`). A hash (HET-H) moves an
+  element in the time of c = `HASH_COST` multiply-adds:
 
       sample then project   S (R + 1) H + c S K
       project then sample   c (R + 1) K + S (R + 1) K

@@ -1,4 +1,4 @@
-"""Where the batch and the classes lie: logical axes 'batch' and 'vocab' under the active mesh."""
+"""How batch and classes are sharded: logical axes 'batch' and 'vocab' under the active mesh."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ class Placement:
 
   Attributes:
     mesh: the active mesh; None for one device.
-    batch: the mesh axis, or axes, of B; None where it is whole.
-    vocab: those of K.
+    batch: the mesh axis or axes of B; None if it is not sharded.
+    vocab: the mesh axis or axes of K; None if it is not sharded.
   """
 
   mesh: jax.sharding.Mesh | None = None
@@ -24,8 +24,9 @@ class Placement:
 
   @classmethod
   def current(cls, batch_size: int = 0) -> 'Placement':
-    """That of the active mesh (`jax.set_mesh`) and flax's logical axis rules; a batch that the mesh
-    does not divide is whole.
+    """The placement under the active mesh (`jax.set_mesh`) and flax's logical axis rules.
+
+    A batch that the mesh does not divide is not sharded.
     """
     batch, vocab = (mesh_axes(x) if num_shards(x) > 1 else None for x in ('batch', 'vocab'))
     if batch_size % num_shards('batch'):
@@ -37,10 +38,10 @@ class Placement:
     """`function` on each device's part of its arguments; outside a mesh, `function` itself.
 
     Args:
-      function: from arrays to arrays.
+      function: maps arrays to arrays.
       inputs: a pytree per argument, with a letter per dimension of every array: b is cut over
         `batch`, k over `vocab`.
-      outputs: the same of the result.
+      outputs: the same for the result.
     """
     if self.mesh is None:
       return function
@@ -50,7 +51,7 @@ class Placement:
     )
 
   def shard_index(self) -> jax.Array | int:
-    """Inside of `shard_map`, which part of the classes this device has."""
+    """Inside `shard_map`, the index of this device's part of the classes."""
     return 0 if self.vocab is None else jax.lax.axis_index(self.vocab)
 
   def _spec(self, letters):
@@ -66,7 +67,7 @@ def num_shards(logical_axis: str) -> int:
 
 
 def mesh_axes(logical_axis: str) -> str | tuple[str, ...] | None:
-  """The mesh axis, or axes, of a logical axis; None where it is whole."""
+  """The mesh axis or axes of a logical axis; None if it is not sharded."""
   if core.meta.get_global_mesh() is None or not flax_partitioning.get_axis_rules():
     return None
   (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)

@@ -1,15 +1,15 @@
-"""Turned normals: the leading coordinates of a sample move what matters most to the softmax.
+"""Rotated normals: the leading coordinates of a sample move what matters most to the softmax.
 
 Low-discrepancy points fill their leading coordinates best. With G [T, K] the factors in logit space
 and p the softmax of the location, the covariance of the logits as the softmax sees them is
 A = G~ diag(p) G~^T [T, T], where G~_tk = G_tk - sum_i p_i G_ti, since a softmax ignores what all
-logits share. An orthogonal U whose first columns span the principal directions of A leaves z U^T
-standard normal, so the estimate stays unbiased for any U that does not depend on z. Its gradient is
-stopped.
+logits share. For an orthogonal U whose first columns span the principal directions of A, z U^T is
+standard normal, so the estimate stays unbiased for any U that does not depend on z. The gradient of
+U is stopped.
 
 Two rounds of subspace iteration find the directions. On a trained head with R = 50 they were as
 good at S = 64 as an eigendecomposition per example, while one U for a whole batch gained little.
-They take products with `NUM_DIRECTIONS` columns only, and A is never formed.
+They need products with `NUM_DIRECTIONS` columns only, and A is never formed.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ NUM_ROUNDS = 2
 
 @struct.dataclass
 class Draws:
-  """What the normals of a batch are made of.
+  """Keys and rotation from which the normals of a batch are drawn.
 
   Attributes:
     keys: typed PRNG keys [B], one per example, or [1], whose draws all examples share.
@@ -37,12 +37,12 @@ class Draws:
   rotation: tuple[jax.Array, jax.Array] | None = None
 
   def letters(self) -> 'Draws':
-    """Those of the dimensions, for `Placement.shard_map`."""
+    """Letters of the dimensions, for `Placement.shard_map`."""
     rotation = None if self.rotation is None else ('btm', 'bmt')
     return Draws('b' if len(self.keys) > 1 else '1', rotation)
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
-    """z [B, s, T], or [1, s, T] where all examples share it."""
+    """z [B, s, T], or [1, s, T] if all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)
     if self.rotation is None:
       return z
@@ -59,7 +59,7 @@ def find_rotation(
 
   Args:
     to_logits: the linear map from normals [B, m, T] to the noise of the logits over tau [B, m, K].
-    location: of the logits over tau [B, K].
+    location: location of the logits over tau [B, K].
     num_normals: T.
   """
   count = min(NUM_DIRECTIONS, num_normals)

@@ -1,9 +1,9 @@
 """Standard normal draws, one stream per example and one draw per sample index.
 
-A draw is a pure function of (key of the example, sample index), so neither the chunk size, the
-evaluation order, the mesh, the number of microbatches nor the batch an example happens to be in
-changes it. Every sampler's draws are standard normal and leave the estimate of an expectation
-unbiased; they differ in how the samples of one example depend on each other, hence in variance.
+A draw is a pure function of (key of the example, sample index). It does not depend on the chunk
+size, the evaluation order, the mesh, the number of microbatches or the rest of the batch. The draws
+of every sampler are standard normal and leave the estimate of an expectation unbiased. Samplers
+differ in how the samples of one example depend on each other, and so in variance.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
 
   Args:
     key: a typed or raw PRNG key.
-    index: int32 [B], the identity of each example (its position in the global order).
+    index: int32 [B], the identity of each example, such as its position in the global order.
 
   Returns:
     Typed keys [B].
@@ -35,7 +35,7 @@ def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def shared_key(key: jax.Array) -> jax.Array:
-  """A typed or raw PRNG key as typed keys [1]: an integrator takes it for all examples."""
+  """A typed or raw PRNG key as typed keys [1], which an integrator uses for all examples."""
   return _typed(key)[None]
 
 
@@ -56,7 +56,7 @@ def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array
 def antithetic(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
   """Normals in pairs of opposite sign: sample 2i + 1 is minus sample 2i, and pairs are independent.
 
-  Integrates what is odd in the noise exactly, so it gains most where the noise is small. Arguments
+  Functions that are odd in the noise are integrated exactly, so small noise gains most. Arguments
   and result are those of `iid`.
   """
   sign = 1 - 2 * (sample_index % 2)
@@ -66,13 +66,13 @@ def antithetic(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> ja
 def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
   """Sobol's sequence, scrambled, mapped to normals by the inverse of their CDF.
 
-  Each example's key gives a random lower triangular matrix and a random shift of the digits of
-  every dimension. The shift makes each point uniform, hence the estimate unbiased, and both keep
-  the sequence's even filling of the cube. The matrices lower the error of smooth integrands: at
-  small noise to a third, at S = 64. Powers of two of samples fill the cube best; any number works.
-  Arguments and result are those of `iid`.
+  The key of each example gives a random lower triangular matrix and a random shift of the digits of
+  every dimension. The shift makes each point uniform, so the estimate is unbiased, and both keep
+  the sequence's even filling of the cube. The matrices lower the error of smooth integrands, at
+  small noise and S = 64 to a third. Powers of two fill the cube best, but any S works. Arguments
+  and result are those of `iid`.
 
-  The sequence has 64 dimensions; further normals are independent ones.
+  The sequence has 64 dimensions; further normals are independent.
   """
   if num_normals > MAX_DIMENSIONS:
     leading = sobol(keys, sample_index, MAX_DIMENSIONS)
@@ -83,7 +83,7 @@ def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Arr
     bits = jax.random.bits(key, (num_normals, 33), jnp.uint32)
     return sobol_points(sample_index, scrambled_directions(bits[:, :32])) ^ bits[:, 32]
 
-  # The middle of one of 2^23 equal intervals of (-1, 1): exact in float32, and neither end is hit.
+  # The middle of one of 2^23 equal intervals of (-1, 1) is exact in float32 and never an end.
   uniform = ((jax.vmap(points)(keys) >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
   return jnp.float32(2**0.5) * jax.lax.erf_inv(uniform)
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# One entry a dimension from the second on: the primitive polynomial over GF(2), as the bits of its
-# coefficients, and the initial direction numbers m_1, m_2, ..., as many as its degree.
+# One entry per dimension from the second on: the primitive polynomial over GF(2), as the bits of
+# its coefficients, and as many initial direction numbers m_1, m_2, ... as its degree.
 _JOE_KUO = """
   3,1; 7,1,3; 11,1,3,1; 13,1,1,1; 19,1,1,3,3; 25,1,3,5,13; 37,1,1,5,5,17; 41,1,1,5,5,5;
   47,1,1,7,11,19; 55,1,1,5,1,1; 59,1,1,1,3,11; 61,1,3,5,5,31; 67,1,3,3,9,7,49;
@@ -33,7 +33,7 @@ _JOE_KUO = """
 
 def _direction_numbers() -> np.ndarray:
   """uint32 [32, 64]: entry j of a dimension is XORed into a point whose index has bit j."""
-  columns = [[1] * 32]  # the first dimension is van der Corput's sequence
+  columns = [[1] * 32]  # the first dimension is the van der Corput sequence
   for entry in _JOE_KUO.split(';'):
     polynomial, *m = map(int, entry.split(','))
     degree = len(m)
@@ -68,9 +68,9 @@ def scrambled_directions(bits: jax.Array) -> jax.Array:
 def sobol_points(index: jax.Array, directions: jax.Array) -> jax.Array:
   """Points of the sequence by their index, in units of 2^-32.
 
-  Point i is the XOR of the direction numbers of the bits of i, so any point comes without those
-  before it. Generators that step through Gray codes (scipy's) visit the same points in another
-  order: their point j is ours at j ^ (j >> 1).
+  Point i is the XOR of the direction numbers of the bits of i, so it needs no earlier point.
+  Generators that step through Gray codes (scipy's) visit the same points in another order: their
+  point j is ours at j ^ (j >> 1).
 
   Args:
     index: int [s], not negative.

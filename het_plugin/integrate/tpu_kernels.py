@@ -1,8 +1,8 @@
 """The kernels of `kernels` for a TPU (Mosaic): the grid walks the blocks of a sum in order.
 
-A block at the edge of K reads what lies beyond it; those columns meet no other, are masked where
-classes are summed, and never written. A core issues its instructions in the compiler's order: what
-a block of a size takes was read from libtpu's final bundles, for v4, v5e, v5p and v6e.
+A block at the edge of K also reads columns beyond it. They are masked where classes are summed and
+never written. A core issues its instructions in the compiler's order, so the times of block sizes
+were read from libtpu's final bundles, for v4, v5e, v5p and v6e.
 """
 
 import functools
@@ -15,9 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from het_plugin.integrate.gaussian import PADDED
 
-LANES = 128  # of a TPU's vector register
-# Samples and classes of a block, at most. Large ones, so that its phases overlap: a product of 128
-# samples and 512 classes alone takes two to three times as long a logit.
+LANES = 128  # per vector register of a TPU
+# Samples and classes per block, at most. Blocks are large so that their phases overlap: with 128
+# samples and 512 classes a product alone takes two to three times as long per logit.
 SUM_OF_CLASSES = (256, 1024)
 SUM_OF_SAMPLES = (512, 1024)
 LOG2_E = math.log2(math.e)
@@ -41,20 +41,20 @@ def _call(kernel, grid, in_specs, out_specs, out_shape, scratch_shapes, interpre
 
 
 def block_shape(at_most, num_samples, num_classes):
-  """Samples, which divide `num_samples`, and classes, which leave little of the last block idle."""
+  """Samples that divide `num_samples`, and classes that leave little of the last block idle."""
   s, k = at_most
   tiles = pl.cdiv(num_classes, LANES)
   return math.gcd(s, num_samples), LANES * pl.cdiv(tiles, pl.cdiv(LANES * tiles, k))
 
 
 def _operands(z, rows, shift):
-  """z with 0 for mu's 1, and mu + shift [B, 1, K], in units of log 2."""
+  """z with 0 in place of the 1 for mu, and mu + shift [B, 1, K], in units of log 2."""
   is_noise = jnp.arange(z.shape[-1]) < z.shape[-1] - 1
   return jnp.where(is_noise, z * LOG2_E, 0.0), (rows[:, -1:] + shift) * LOG2_E
 
 
 def _lanes(x):
-  """The columns of x [s, k] in parts of one vector register's width."""
+  """The columns of x [s, k] in parts as wide as a vector register."""
   return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
 
 
@@ -74,7 +74,7 @@ def _log2_z_kernel(z, rows, mu, label, out, at_label, top, total, label_sum, *, 
     u = _dot(z[:], rows[:]) + mu[:]
     if not is_whole:
       u = jnp.where(index < num_classes, u, PADDED)
-    # Each lane has its own sums; they meet after the last block.
+    # Each lane has its own sums, which are added after the last block.
     new_top = functools.reduce(jnp.maximum, _lanes(u), top[:])
     e = sum(jnp.exp2(part - new_top) for part in _lanes(u))
     total[:] = total[:] * jnp.exp2(top[:] - new_top) + e
@@ -170,7 +170,7 @@ def _sigmoid_sums_kernel(z, pulled, rows, mu, sign, penalty, top, total, gradien
 
 
 def _reciprocal(x, interpret):
-  """1 / x of float32 in [1, 2]: the hardware's guess, and one step of Newton's."""
+  """1 / x for float32 x in [1, 2]: the hardware's estimate and one Newton step."""
   if interpret:
     return 1.0 / x
   r = pl.reciprocal(x, approx=True)
