@@ -14,7 +14,8 @@ CONFIGURABLES = {
   'vit': ('vit',),
   'wide_resnet': ('wide_resnet',),
 }
-# What may change between two starts of a run without changing its results (config/changes.py).
+# Settings that may change between two starts of a run without changing its results
+# (config/changes.py).
 SAME_RESULTS = ('*.remat',)
 
 __all__ = [

@@ -6,8 +6,8 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes
 from jax.typing import DTypeLike
 
-# What the backward pass recomputes: nothing; everything except products with parameters; or
-# everything from the input of the block.
+# What the backward pass recomputes: nothing, everything except products with parameters, or
+# everything from the input of the block on.
 REMAT = {
   'none': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -33,11 +33,11 @@ def rematerialize(
 
 
 def drop_path(x: jax.Array, rate: jax.Array | float, rng: jax.Array) -> jax.Array:
-  """Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382): sets the residual
-  branch x [B, ...] of an example to zero with probability `rate`, and divides it by 1 - rate
-  otherwise.
+  """Stochastic depth (Huang et al. 2016, https://arxiv.org/abs/1603.09382).
 
-  `flax.linen.Dropout` takes no rate that a loop over layers changes.
+  Sets the residual branch x [B, ...] of an example to zero with probability `rate`, and divides it
+  by 1 - rate otherwise. `flax.linen.Dropout` cannot be used, because its rate must be the same in
+  all iterations of a loop over layers.
   """
   keep = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
   return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
@@ -83,9 +83,9 @@ NORMS = ('layer_norm', 'rms_norm')
 class Norm(nn.Module):
   """Normalisation over the last axis in float32, returned as `dtype`.
 
-  `kind` is 'layer_norm' (Ba et al. 2016; parameters scale [D] and bias [D]) or 'rms_norm', with
-  neither mean nor bias (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467). `axis` is the
-  logical axis of the parameters.
+  `kind` is 'layer_norm' (Ba et al. 2016; parameters scale [D] and bias [D]) or 'rms_norm', which
+  has neither mean nor bias (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467). `axis` is
+  the logical axis of the parameters.
   """
 
   kind: str = 'layer_norm'

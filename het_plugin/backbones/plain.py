@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 
-# The largest dimension of a parameter gets the axis name of D, which FSDP rules shard, if it is a
-# multiple of this number. The data axes of common meshes divide it.
+# If the largest dimension of a parameter is a multiple of this number, it gets the axis name of D,
+# which FSDP rules shard. The data axes of common meshes divide this number.
 _SHARDED_MULTIPLE = 128
 
 

@@ -43,10 +43,10 @@ class StandardizedConv(nn.Module):
     features: O.
     kernel_size: side of the square kernel.
     axes: logical axes of I and O.
-    stride: in both directions.
+    stride: stride in both directions.
     same_padding: True pads for an output of ceil(H / stride) as TensorFlow does; False pads
       kernel_size // 2 on every side. The two differ for strides above 1.
-    dtype: of the operands and the result.
+    dtype: compute type of operands and result.
   """
 
   features: int
@@ -110,7 +110,7 @@ class Bottleneck(nn.Module):
     def norm(name, axis, x, **kwargs):
       return GroupNorm(axis, dtype=self.dtype, name=name, **kwargs)(x)
 
-    # The residual stream is whole on every device; between the convolutions channels are sharded.
+    # The residual stream is replicated; between the convolutions channels are sharded.
     widths = (self.width, self.width, 4 * self.width)
     axes = (('embed', 'mlp'), ('mlp', 'embed'), ('mlp', 'embed'))
     project = self.stride > 1 or x.shape[-1] != widths[-1]
@@ -139,16 +139,16 @@ class ResNet(nn.Module):
 
   Attributes:
     stages: number of residual units per stage; every stage after the first halves the image.
-    width: channels after the root; a multiple of 32, the groups of the normalisation. The stages'
-      units have `width`, 2 `width`, ... channels inside and four times as many outside.
+    width: channels after the root; a multiple of 32, the groups of the normalisation. The units of
+      the stages have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
     dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
-    stem: '7x7_pool', a 7 x 7 convolution of stride 2 and max pooling; or for small images '3x3',
-      one 3 x 3 convolution of stride 1.
+    stem: '7x7_pool', a 7 x 7 convolution of stride 2 and max pooling, or for small images '3x3', a
+      3 x 3 convolution of stride 1.
     stochastic_depth: probability that training drops the residual branch of the last unit for an
       example; it grows linearly from 0 in the first (Huang et al. 2016).
-    remat: what the backward pass computes again to save memory (`layers.REMAT`).
-    scan_layers: runs the equal units of a stage, all after its first, in a loop, which compiles
+    remat: what the backward pass recomputes to save memory (`layers.REMAT`).
+    scan_layers: runs the equal units of a stage, all except its first, in a loop, which compiles
       much faster. Their parameters are stacked under 'stage1_units', ... instead of
       'stage1_unit02', ... (`stack_units`, `unstack_units`).
 
@@ -243,10 +243,10 @@ def run_stage(
   Args:
     x: [B, H, W, I].
     unit: class of the units; `unit(stride=..., scanned=..., **settings)(x, drop_rate)`.
-    settings: of all units of the stage.
+    settings: settings of all units of the stage.
     stages: number of units per stage.
-    stage: which of them.
-    rates: of stochastic depth, one per unit of all stages; None for none.
+    stage: index of the stage to run.
+    rates: rates of stochastic depth, one per unit of all stages; None for none.
     remat, scan_layers: see `ResNet`.
   """
   first, units = sum(stages[:stage]), stages[stage]

@@ -51,7 +51,7 @@ MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings:
-  """What the blocks of an encoder have in common; `ViT` describes each setting."""
+  """Settings that all blocks of an encoder share; `ViT` describes each of them."""
 
   num_heads: int
   mlp_dim: int
@@ -67,7 +67,7 @@ class BlockSettings:
 
   @classmethod
   def of(cls, module: nn.Module) -> 'BlockSettings':
-    """The settings that `module` has as attributes."""
+    """The settings, from the attributes of `module`."""
     names = [f.name for f in dataclasses.fields(cls)]
     return cls(**{name: getattr(module, name) for name in names if hasattr(module, name)})
 
@@ -201,8 +201,10 @@ class AttentionPooling(nn.Module):
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-  """Turns x [B, N, heads, d] by angles with cosine and sine [N, d], in which the second half of d
-  repeats the first (rotary position embeddings, Su et al. 2021, https://arxiv.org/abs/2104.09864).
+  """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+  Rotates x [B, N, heads, d] by angles with cosine and sine [N, d], whose second half repeats the
+  first.
   """
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   turned = jnp.concatenate([-second, first], axis=-1)
@@ -231,7 +233,9 @@ def prepare_tokens(
 
   Args:
     x: [B, L, D].
-    has_class_token, dropout, deterministic: as the names say.
+    has_class_token: whether to prepend a class token.
+    dropout: dropout rate.
+    deterministic: True for no dropout.
     position: (L or L + 1, D) -> position embeddings of class token and x, or None to add nothing.
     num_registers: learned tokens that have no position.
   """
@@ -310,7 +314,7 @@ def check_positive(module: nn.Module, *names: str) -> None:
 
 
 def check_choice(module: nn.Module, name: str, choices: Sequence[str]) -> None:
-  """Raises ValueError if the attribute is none of `choices`."""
+  """Raises ValueError if the attribute is not one of `choices`."""
   if (value := getattr(module, name)) not in choices:
     raise ValueError(
       f'{type(module).__name__}.{name}={value!r} is unknown: choose one of {", ".join(choices)}'

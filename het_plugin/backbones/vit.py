@@ -36,7 +36,7 @@ POSITIONS = ('learned', 'sincos2d', 'rope')
 class PatchEmbedding(nn.Module):
   """Non-overlapping patches, each mapped linearly: image [B, H, W, C] to [B, (H/P)(W/P), D].
 
-  Function and parameters (kernel [P, P, C, D], bias [D]) are those of a P x P convolution of stride
+  Result and parameters (kernel [P, P, C, D], bias [D]) are those of a P x P convolution of stride
   P. One matrix product is 1.4 to 3.3 times as fast on CPU at 224 x 224 (forward and backward,
   P = 16 and 32), and fills a matrix unit for any C.
 
@@ -102,8 +102,8 @@ def rotary_2d(
   """Cosine and sine [N, head_dim] of rotary position embeddings over two axes (DINOv3, Simeoni et
   al. 2025, https://arxiv.org/abs/2508.10104).
 
-  A quarter of the dimensions turns with the row and a quarter with the column, both in [-1, 1]; the
-  other half repeats them. The first `num_prefix` tokens have no position and do not turn.
+  A quarter of the dimensions rotates with the row and a quarter with the column, both in [-1, 1];
+  the other half repeats them. The first `num_prefix` tokens have no position and do not rotate.
   """
   frequency = 100.0 ** -np.arange(0, 1, 4 / head_dim)  # [head_dim / 4]
   centres = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
@@ -134,7 +134,7 @@ class ViT(nn.Module):
     scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
       [depth, ...] under 'blocks' instead of 'block00', ... (`stack_blocks`, `unstack_blocks`).
     position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
-      and keys turn in every block; `rotary_2d`).
+      and keys are rotated in every block; `rotary_2d`).
     num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet
       et al. 2023, https://arxiv.org/abs/2309.16588).
     mlp: the activation, one of `transformer.MLPS`; 'swiglu' has a second input layer.
@@ -149,8 +149,8 @@ class ViT(nn.Module):
     projection_size: width of a linear layer without bias after pooling, as in CLIP; None for none.
     stored_patch_size: patch size of the embedding's parameters, which are resized to patch_size.
     stored_grid: side of the grid of the learned position embeddings, which are resized (bilinear)
-      to the image's; None for the image's own. With both, one checkpoint serves any patch and image
-      size.
+      to that of the image; None for no resizing. With both, one checkpoint serves any patch and
+      image size.
 
   Raises:
     ValueError: a setting is out of range, or P does not divide the image.
@@ -261,7 +261,7 @@ class ViT(nn.Module):
     if self.projection_size is not None:
       phi = Dense(self.projection_size, ('embed', 'kv'), use_bias=False, name='projection')(phi)
     if self.representation_size is not None:
-      # 'kv' because t5x's rules leave it whole: every class shard of the head needs all of phi.
+      # 'kv', because t5x's rules replicate it: every class shard of the head needs all of phi.
       phi = jnp.tanh(Dense(self.representation_size, ('embed', 'kv'), name='representation')(phi))
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
     return phi, intermediates

@@ -1,9 +1,9 @@
 """Wide ResNets (Zagoruyko and Komodakis 2016, https://arxiv.org/abs/1605.07146) for small images.
 
 The architecture is that of uncertainty-baselines' tables for CIFAR (Nado et al. 2021,
-https://arxiv.org/abs/2106.04015), where a shortcut that changes the shape reads the input before
-it is normalised. In place of batch normalisation, whose statistics a training step here does not
-carry, there are group normalisation and weight standardisation, as in `resnet`.
+https://arxiv.org/abs/2106.04015), in which a shortcut that changes the shape reads the input before
+normalisation. A training step here carries no statistics of batch normalisation, so there are group
+normalisation and weight standardisation instead, as in `resnet`.
 
 B images, H x W pixels, C channels.
 """
@@ -24,7 +24,7 @@ _NUM_GROUPS = 16  # the root has 16 channels
 
 
 class BasicUnit(nn.Module):
-  """A residual unit of two 3 x 3 convolutions, each behind a normalisation and ReLU."""
+  """A residual unit of two 3 x 3 convolutions, each after a normalisation and ReLU."""
 
   width: int
   stride: int
@@ -46,7 +46,7 @@ class BasicUnit(nn.Module):
     def norm(name, axis, x):
       return GroupNorm(axis, self.dtype, num_groups=_NUM_GROUPS, name=name)(x)
 
-    # The residual stream is whole on every device; between the convolutions channels are sharded.
+    # The residual stream is replicated; between the convolutions channels are sharded.
     y = nn.relu(norm('norm1', 'embed', x))
     y = conv('conv1', 3, ('embed', 'mlp'), y, self.stride)
     y = with_sharding_constraint(y, ('batch', None, None, 'mlp'))
@@ -67,7 +67,7 @@ class WideResNet(nn.Module):
 
   Attributes:
     units: residual units per stage, (depth - 4) / 6.
-    factor: of the width.
+    factor: factor of the width.
     dropout: rate between the convolutions of a unit, when training.
     stochastic_depth, dtype, remat, scan_layers: as in `ResNet`.
 

@@ -7,8 +7,7 @@
                  coverage of at least 1 - alpha over exchangeable rows (split conformal prediction,
                  Sadinle et al. 2019, https://arxiv.org/abs/1609.00451)
 
-For an indicator, log odds of each class take the place of log p, and the logistic function that of
-the softmax.
+For an indicator, the log odds of each class replace log p, and the logistic function the softmax.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ METHODS = ('temperature', 'vector', 'none')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-  """Scale and shift of the scores, and what a conformal set needs.
+  """Scale and shift of the scores, and the scores for conformal sets.
 
   Attributes:
     scale: float64 [1] or [K].
@@ -82,10 +81,10 @@ def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
 
 
 def threshold(calibration: Calibration, alpha: float) -> float:
-  """The least p of a class in a set.
+  """The smallest p of a class in a set.
 
   Raises:
-    ValueError: alpha is not in (0, 1), or the rows kept are too few for it.
+    ValueError: alpha is not in (0, 1), or too few rows were kept for it.
   """
   if not 0 < alpha < 1:
     raise ValueError(f'alpha={alpha} must be in (0, 1): sets cover the label in 1 - alpha of rows')

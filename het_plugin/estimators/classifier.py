@@ -1,4 +1,4 @@
-"""What the four estimators share: fit, the predictive distribution, scikit-learn's conventions."""
+"""Base of the four estimators: fit, predictive distribution and scikit-learn's conventions."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from het_plugin.estimators import calibration, objective, starts, targets
 from het_plugin.estimators.model import Model
 
-# Fits of fewer entries than this merge equal rows, so that neither repeating a row instead of
-# giving it a weight, nor the order of the rows, changes a bit of the result.
+# If X has fewer entries than this, equal rows are merged: repeating a row gives the same bits as
+# giving it a weight, and the order of the rows does not matter.
 MERGED_ENTRIES = 2**16
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 class HeadClassifier(ClassifierMixin, BaseEstimator):
-  """Base of the estimators. A subclass names its head and the fields of it that it takes."""
+  """Base of the estimators. A subclass names its head and the head's fields that it exposes."""
 
   _head: str
   _noise: tuple[str, ...] = ()
@@ -32,12 +32,12 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
       X: any float [N, D].
-      y: class ids or strings [N]; an indicator of several labels [N, K]; votes [N, L], -1 (or '')
-        where one is missing; or probabilities [N, K]. See `target`.
+      y: class ids or strings [N]; an indicator of several labels [N, K]; votes [N, L], with -1 (or
+        '') for a missing one; or probabilities [N, K]. See `target`.
       sample_weight: [N], at least 0; None is 1 for each.
 
     Raises:
-      ValueError: a setting, X or y is wrong, or there is one class only.
+      ValueError: a setting, X or y is wrong, or there is only one class.
     """
     self._check()
     X, y = self._validated(X, y, fit=True)
@@ -58,7 +58,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self
 
   def predict_log_proba(self, X: Any) -> np.ndarray:  # noqa: N803
-    """log p(k | x), float32 [N, K]; of an indicator log p(y_k = 1 | x)."""
+    """log p(k | x), float32 [N, K]; for an indicator log p(y_k = 1 | x)."""
     check_is_fitted(self)
     if self.calibration_ is None:
       return self._map(_log_prob, X)
@@ -67,12 +67,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self._scores(X)
 
   def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
-    """p(k | x), float32 [N, K], columns in order of `classes_`."""
+    """p(k | x), float32 [N, K], with columns in the order of `classes_`."""
     return np.exp(self.predict_log_proba(X))
 
   def decision_function(self, X: Any) -> np.ndarray:  # noqa: N803
-    """Scores float32 [N, K], the largest of which is the prediction: log p(k | x), or for an
-    indicator the log odds of each class; for two classes [N], the log odds of the second.
+    """Scores, float32 [N, K]; the class with the largest score is the prediction.
+
+    Scores are log p(k | x), or for an indicator the log odds of each class. For two classes they
+    are the log odds of the second class, [N].
     """
     check_is_fitted(self)
     if self.target_ == 'indicator':
@@ -89,7 +91,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self.classes_[best]
 
   def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:  # noqa: N803
-    """Accuracy, as scikit-learn's; for votes and probabilities the mean share of the prediction."""
+    """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction."""
     predicted = self.predict(X)
     if self.target_ in ('classes', 'indicator'):
       return accuracy_score(y, predicted, sample_weight=sample_weight)
@@ -98,8 +100,10 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return float(np.average(found, weights=sample_weight))
 
   def nll(self, X: Any, y: Any) -> np.ndarray:  # noqa: N803
-    """Negative log-likelihood of each example, float32 [N], nats (of an indicator: summed over the
-    classes; of votes and probabilities: averaged with the shares as weights).
+    """Negative log-likelihood of each example, float32 [N], nats.
+
+    It is summed over the classes for an indicator, and averaged with the shares as weights for
+    votes and probabilities.
     """
     check_is_fitted(self)
     encoded = self._encoded(y)
@@ -111,9 +115,10 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return -np.where(shares > 0, shares * scores, 0.0).sum(axis=1)
 
   def entropy(self, X: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: N803
-    """Total entropy of the prediction, and the aleatoric part that is left given the noise
-    (`Integrator.expected_entropy`), float32 [N] each, nats, without calibration. Their difference
-    is the mutual information of label and noise.
+    """Entropy of the prediction and expected entropy given the noise, float32 [N] each, nats.
+
+    See `Integrator.expected_entropy`. The difference is the mutual information of label and noise.
+    Calibration is not applied.
     """
     check_is_fitted(self)
     both = self._map(_entropies, X)
@@ -142,7 +147,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """The pairs of classes whose logits correlate most over the rows of X.
 
     Returns:
-      (class, other class, correlation) of the mean covariance over the rows, `num` pairs, by
+      `num` tuples (class, other class, correlation) of the mean covariance over the rows, sorted by
       absolute correlation. Empty for the deterministic head.
     """
     check_is_fitted(self)
@@ -165,8 +170,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':  # noqa: N803
     """Calibrates predictions on rows that the fit has not seen.
 
-    Half of the rows fit the scaling, and the other half is kept for `predict_set`, whose coverage
-    needs rows of its own; with method 'none' all rows are kept for it.
+    Half of the rows fit the scaling. The other half is kept for `predict_set`, whose coverage
+    needs separate rows. With method 'none' all rows are kept for it.
 
     Args:
       X: [N, D].
@@ -189,11 +194,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self
 
   def predict_set(self, X: Any, alpha: float = 0.1) -> np.ndarray:  # noqa: N803
-    """Sets of classes, bool [N, K], that hold the label of at least 1 - alpha of rows like those of
-    `calibrate` (a conformal guarantee on average over rows, not for each class).
+    """Sets of classes, bool [N, K].
+
+    For rows like those of `calibrate`, at least 1 - alpha of the sets contain the label. This
+    conformal guarantee holds on average over rows, not for each class.
 
     Raises:
-      ValueError: `calibrate` has not run or kept too few rows, or labels are no single classes.
+      ValueError: `calibrate` has not run or kept too few rows, or examples have no single label.
     """
     check_is_fitted(self)
     if self.calibration_ is None or self.target_ != 'classes':
@@ -223,7 +230,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return tags
 
   def _scores(self, X):  # noqa: N803
-    """log p, of an indicator log odds, [N, K], calibrated."""
+    """Calibrated log p, or log odds for an indicator, [N, K]."""
     indicator = self.target_ == 'indicator'
     scores = self._map(_log_odds if indicator else _log_prob, X)
     if self.calibration_ is None:
@@ -304,7 +311,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
-    """The tau of `TAU_GRID` whose fit to nine tenths of the rows is best on the rest."""
+    """The tau of `TAU_GRID` with the best fit to held-out rows."""
     train, held_out = train_test_split(
       np.flatnonzero(weight > 0), test_size=self.validation_fraction, random_state=seed
     )
@@ -316,7 +323,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
 
   def _map(self, function, X, target=None):  # noqa: N803
-    """`function` of rows, in blocks of one shape."""
+    """`function` of the rows, computed in blocks of one shape."""
     X = self._validated(X)  # noqa: N806
     size = min(objective.block_rows(self.model_, len(X)), 4096)
     found = []
@@ -331,7 +338,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
 
 def _merged(x, values, weight):
-  """Each distinct row once, with the sum of its weights, in ascending order."""
+  """Distinct rows in ascending order, with the sums of their weights."""
   both = np.concatenate([x, values.astype(np.float64)], axis=1)
   _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
   return x[first], values[first], np.bincount(which.ravel(), weight)

@@ -1,4 +1,4 @@
-"""Fitted estimators as files: safetensors with JSON metadata, no pickle; and as starts of a run."""
+"""Saves fitted estimators as safetensors with JSON metadata (no pickle), and converts heads."""
 
 import json
 from typing import Any
@@ -35,16 +35,16 @@ def save(estimator: HeadClassifier, path: str) -> None:
     'classes_dtype': estimator.classes_.dtype.str,
     'fitted': {name: getattr(estimator, name) for name in _FITTED},
   }
-  # A copy in C order: safetensors writes an array's memory as it lies.
+  # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
   safetensors.numpy.save_file(arrays, path, metadata={_METADATA: json.dumps(description)})
 
 
 def load(path: str) -> HeadClassifier:
-  """Reads what `save` wrote.
+  """Reads an estimator that `save` wrote.
 
   Raises:
-    ValueError: the file is no estimator's, or damaged.
+    ValueError: the file contains no estimator, or is damaged.
   """
   try:
     with safetensors.safe_open(path, framework='numpy') as file:
@@ -72,14 +72,14 @@ def load(path: str) -> HeadClassifier:
 
 
 def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
-  """{'head/kernel': array, ...} of a head over the features themselves, for a training run.
+  """The parameters of the head for a training run, {'head/kernel': array, ...}.
 
-  The mean that the estimator subtracts goes into the biases; what an estimator's calibration adds
-  is left out. Write them with the backbone's parameters (`weights.write_arrays`) and bind
+  The mean that the estimator subtracts goes into the biases; its calibration is left out. Write the
+  parameters together with those of the backbone (`weights.write_arrays`) and bind
   `RestoreCheckpointConfig.path` to the file.
 
   Raises:
-    ValueError: the estimator has hidden layers, which a head has not.
+    ValueError: the estimator has hidden layers.
   """
   if estimator.hidden_layers:
     raise ValueError('a head has no hidden layers: fit without, or train the layers as a backbone')
@@ -98,8 +98,8 @@ def from_head(
   """The head of a training run as an estimator of its pre-logits.
 
   Args:
-    head: of the model, such as `run.model.head`.
-    params: its parameters, such as `run.params['head']`.
+    head: head of a model, such as `run.model.head`.
+    params: parameters of the head, such as `run.params['head']`.
     classes: [K] names; None numbers them.
 
   Raises:

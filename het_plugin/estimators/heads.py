@@ -6,28 +6,33 @@ from het_plugin.estimators.classifier import HeadClassifier
 class DetClassifier(HeadClassifier):
   """The deterministic head: logistic regression, with several labels, votes and probabilities.
 
-  Minimises sum_i w_i nll_i + |W|^2 / (2 C) by L-BFGS over all rows. Without hidden layers that is
-  scikit-learn's `LogisticRegression` of the same C (of an indicator: one for each class).
+  Minimises sum_i w_i nll_i + |W|^2 / (2 C) by L-BFGS over all rows. Without hidden layers this is
+  scikit-learn's `LogisticRegression` of the same C (for an indicator, one per class).
 
   Parameters:
-    C: inverse strength of the regularisation of W and hidden layers; biases have none.
-    tau: the temperature of link(logits / tau). A number; 'learned', which without hidden layers
-      has the optimum of 1, since W / tau is regularised; or 'validation', the best of 1/4 .. 4 on
+    C: inverse strength of the regularisation of W and hidden layers; biases are not regularised.
+    tau: the temperature of link(logits / tau): a number; 'learned', which without hidden layers is
+      equivalent to 1, because W / tau is regularised; or 'validation', the best of 1/4 .. 4 on
       held-out rows.
     hidden_layers: widths of GELU layers below the head.
-    target: what y is: 'classes', 'indicator', 'votes', 'probabilities' or 'auto'
+    target: kind of y: 'classes', 'indicator', 'votes', 'probabilities' or 'auto'
       (`targets.encode`).
-    tol: the largest entry of the gradient of the mean objective at which the search ends, in
-      coordinates in which the objective has unit curvature.
-    max_iter: L-BFGS iterations; a `ConvergenceWarning` tells where they did not suffice.
-    validation_fraction: share of rows held out where something is chosen on them.
+    tol: the search ends when the largest entry of the gradient of the mean objective is below this,
+      in coordinates in which the objective has unit curvature.
+    max_iter: largest number of L-BFGS iterations; if they do not suffice there is a
+      `ConvergenceWarning`.
+    validation_fraction: share of rows held out if something is chosen on them.
     random_state: seed of hidden layers, noise and splits. Equal seeds give equal bits.
     progress: whether a bar shows the objective.
 
   Attributes:
-    classes_: [K]. target_: the kind of y. temperature_: tau.
-    coef_: float32 [K, D], W^T / tau ([1, D] for two classes). intercept_: [K] or [1].
-    params_: the linen parameters. n_iter_, objective_, gradient_: how the fit ended.
+    classes_: the classes, [K].
+    target_: the kind of y.
+    temperature_: tau.
+    coef_: W^T / tau, float32 [K, D] ([1, D] for two classes).
+    intercept_: b / tau, float32 [K] or [1].
+    params_: the linen parameters.
+    n_iter_, objective_, gradient_: iterations, objective and gradient at the end of the fit.
   """
 
   _head = 'det'
@@ -57,16 +62,16 @@ class DetClassifier(HeadClassifier):
 
 
 class HetClassifier(HeadClassifier):
-  """HET: Gaussian noise in the logits, of covariance V(x)^T V(x) + d(x) d(x)^T, Q = K.
+  """HET: Gaussian noise in the logits with covariance V(x)^T V(x) + d(x) d(x)^T, Q = K.
 
   The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
-  so that the objective has no random numbers. The search starts at DET's optimum with little
-  noise, and ends with an objective no worse than DET's. C regularises the matrices of the noise
-  (K_v, K_d, J) as it does W, unless C_noise is given; the smaller C_noise, the nearer is DET.
+  so the objective is deterministic. The search starts at DET's optimum with little noise, and ends
+  with an objective no worse than DET's. C regularises the matrices of the noise (K_v, K_d, J) as it
+  does W, unless C_noise is given. The smaller C_noise, the closer the result is to DET.
 
   Parameters beyond those of `DetClassifier`:
-    C_noise: inverse strength of the regularisation of the noise; None is C. With few rows for a
-      class the noise needs a smaller one than W does: choose it on held-out rows.
+    C_noise: inverse strength of the regularisation of the noise; None is C. With few rows per class
+      the noise needs a smaller value than W: choose it on held-out rows.
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
   """
@@ -192,5 +197,5 @@ class HetXLClassifier(HetClassifier):
     self.noise_dim = noise_dim
 
 
-# By the names that --heads and gin files give the heads.
+# Keys are the names of the heads in --heads and in gin files.
 CLASSIFIERS = {x._head: x for x in (DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier)}

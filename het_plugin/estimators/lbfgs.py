@@ -27,9 +27,9 @@ class Fit:
   """Parameters at the end of a fit, and how it ended.
 
   Attributes:
-    params: of `Model`.
+    params: parameters of the `Model`.
     objective: mean over rows, with the penalty, nats.
-    gradient: largest entry of its gradient in white coordinates.
+    gradient: largest entry of the gradient of the objective in white coordinates.
     num_iterations: L-BFGS iterations.
   """
 
@@ -41,7 +41,7 @@ class Fit:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(model, theta, direction, step, rows, whitening):
-  """theta + step * direction; the objective, its gradient, slope and largest entry there."""
+  """theta + step * direction, and there the objective, its gradient, slope and largest entry."""
   theta = jax.tree.map(lambda x, d: x + step * d, theta, direction)
   value, gradient = jax.value_and_grad(objective.objective, argnums=1)(
     model, theta, rows, whitening
@@ -59,10 +59,11 @@ def _direction(theta, gradient, state):
 
 
 def _line_search(evaluate, value, slope):
-  """A step of the weak Wolfe conditions by bisection (Lewis and Overton 2013, algorithm 2.6), or
-  of the approximate ones where float32 cannot tell the values apart (Hager and Zhang 2005).
+  """Finds a step that satisfies the weak Wolfe conditions, by bisection.
 
-  Returns what `evaluate` gives at the step, or None if there is no such step.
+  See Lewis and Overton 2013, algorithm 2.6. If float32 cannot tell the values apart, the
+  approximate conditions of Hager and Zhang (2005) are used. Returns the result of `evaluate` at
+  the step, or None if there is no such step.
   """
   low, high, step = 0.0, math.inf, 1.0
   for _ in range(MAX_LINE_SEARCH_STEPS):
@@ -92,10 +93,10 @@ def minimise(
 ) -> Fit:
   """Minimises the objective from `params`.
 
-  After 20, 60, 140, ... iterations, and where it is about to end, the search starts again in
-  coordinates that are white at the parameters found so far. Warns (`ConvergenceWarning`) if the
-  gradient in these coordinates is still above `tol` after `max_iter` iterations, or where no step
-  lowers the objective in float32.
+  After 20, 60, 140, ... iterations, and when it is about to end, the search starts again in
+  coordinates that are white at the current parameters. Warns (`ConvergenceWarning`) if the gradient
+  in these coordinates is still above `tol` after `max_iter` iterations, or if no step lowers the
+  objective in float32.
   """
   num_iterations, stage, failures = 0, FIRST_STAGE, 0
   hidden = None if progress else True  # None: shown on a terminal

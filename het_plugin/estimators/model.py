@@ -5,9 +5,9 @@ The objective is that of logistic regression:
     sum_i w_i nll_i + (|W|^2 + squares of hidden layers) / (2 C)
                     + squares of the matrices of the noise (K_v, K_d, J, W') / (2 C_noise)
 
-over sum_i w_i, without biases. Where tau is learned W counts over tau: what tau takes from W must
-not come for free. With two classes the squares of W count twice, so that DET is scikit-learn's
-binary logistic regression, which has one column.
+divided by sum_i w_i; biases are not regularised. If tau is learned, W / tau is regularised, so that
+a small tau cannot avoid the penalty. With two classes the squares of W count twice, so that DET is
+scikit-learn's binary logistic regression, which has one column.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': heads.HetH, 'het_xl': head
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """What is static under jit.
+  """The settings of a model, static under jit.
 
   Attributes:
     head: a name in `HEADS`.
@@ -35,7 +35,7 @@ class Model:
     link: 'softmax' or 'sigmoid'.
     tau: the temperature; None learns it within `tau_range`.
     hidden_layers: widths of GELU layers between features and head.
-    num_samples: S of the softmax link; the same points for all examples and at every step.
+    num_samples: S of the softmax link, the same points for all examples and at every step.
     noise: further fields of the head, such as (('num_factors', 8),).
     class_multiple: K is padded to a multiple of it, which a mesh needs.
   """
@@ -55,7 +55,7 @@ class Model:
     return Integrator(num_samples=self.num_samples, sampler='sobol')
 
   def make_head(self) -> heads.Classifier:
-    """The linen module, as a training run has it."""
+    """The head as a linen module, as in a training run."""
     temperature = heads.FixedTemperature(1.0 if self.tau is None else self.tau)
     if self.tau is None:
       low, high = self.tau_range
@@ -72,7 +72,7 @@ class Model:
     return _HeadOverFeatures(self.make_head(), self.hidden_layers)
 
   def features(self, params: PyTree, x: jax.Array) -> jax.Array:
-    """phi, what the head takes, [B, D]; x itself without hidden layers."""
+    """phi [B, D], the input of the head; x itself without hidden layers."""
     return self.module().apply({'params': params}, x, method='features')
 
   def logits(self, params: PyTree, x: jax.Array) -> GaussianLogits:
@@ -92,12 +92,12 @@ class Model:
     return -exact.log_expected_sigmoid(jnp.where(target > 0, mean, -mean), variance).sum(-1)
 
   def log_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
-    """log p(k | x) [B, K], or of the sigmoid link log p(y_k = 1 | x)."""
+    """log p(k | x) [B, K], or log p(y_k = 1 | x) for the sigmoid link."""
     log_p = self.integrator.log_prob(self.logits(params, x), shared_key(jax.random.key(0)))
     return log_p[:, : self.num_classes]
 
   def location_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
-    """The link of the location over tau, without noise, [B, K]."""
+    """link(location / tau), without noise, [B, K]."""
     logits = self.logits(params, x)
     u = (logits.location / logits.temperature)[:, : self.num_classes]
     return jax.nn.softmax(u) if self.link == 'softmax' else jax.nn.sigmoid(u)
@@ -125,8 +125,9 @@ class Model:
     return (logits.factors() / logits.temperature)[..., : self.num_classes]
 
   def penalty(self, params: PyTree) -> tuple[jax.Array, jax.Array]:
-    """Sums of squares of the matrices of the location and of those of the noise; what sets the
-    scale of the logits is taken over tau.
+    """Sums of squares of the matrices of the location and of the noise.
+
+    Matrices that set the scale of the logits are divided by tau.
     """
     inverse, scaled = 1.0, ()
     if self.tau is None:

@@ -1,9 +1,9 @@
 """The objective of a fit over all rows: a sum over blocks of rows, with its gradient in one pass.
 
-L-BFGS sees it in coordinates in which the features are white: the matrices and biases that act on
-them are [K; b] = T theta with T T^T the inverse of the features' second moments (and of what the
-penalty adds), so that badly scaled or correlated features cost no iterations. The objective is the
-same.
+L-BFGS works in coordinates in which the features are white: the matrices and biases that act on
+them are [K; b] = T theta, where T T^T is the inverse of the features' second moments plus the
+curvature of the penalty. Badly scaled or correlated features then cost no iterations. The
+objective itself does not change.
 """
 
 import functools
@@ -15,13 +15,13 @@ from flax import struct, traverse_util
 
 from het_plugin.estimators.model import Model
 
-# What a block's logits, samples and factors may take, in bytes.
+# Budget for the logits, samples and factors of a block, in bytes.
 BLOCK_BYTES = 2**27
 
 
 @struct.dataclass
 class Rows:
-  """N rows in blocks; rows of weight 0 fill the last one.
+  """N rows in blocks of b; the last block is filled up with rows of weight 0.
 
   Attributes:
     x: [n, b, D].
@@ -40,7 +40,7 @@ class Rows:
 
 
 def block_rows(model: Model, num_rows: int) -> int:
-  """Rows a block, so that what exists for each class and factor or sample fits `BLOCK_BYTES`."""
+  """Rows per block, so that the numbers per class and factor or sample fit `BLOCK_BYTES`."""
   num_factors = dict(model.noise).get('num_factors', 0)
   samples = 0 if model.head == 'det' or model.link == 'sigmoid' else min(32, model.num_samples)
   copies = 2 + num_factors + samples
@@ -50,7 +50,7 @@ def block_rows(model: Model, num_rows: int) -> int:
 
 
 def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
-  """Rows from arrays [N, ...]; the features less their mean [D]."""
+  """`Rows` from arrays [N, ...]; `mean` [D] is subtracted from the features."""
   size = block_rows(model, len(x))
   num_blocks = -(-len(x) // size)
 
@@ -110,9 +110,10 @@ def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _moments(model, params, rows):
-  """E[c (x, 1) (x, 1)^T] and E[c], with c the curvature of each row's loss by its logits: the
-  variance of a class' indicator without noise, averaged over the classes. Without parameters c
-  is 1.
+  """E[c (x, 1) (x, 1)^T] and E[c], where c is the curvature of a row's loss by its logits.
+
+  That is the variance of the indicator of a class without noise, averaged over the classes. Without
+  parameters c is 1.
   """
 
   def add(total, block):
@@ -129,18 +130,20 @@ def _moments(model, params, rows):
 
 
 def whitening_of(model: Model, params, rows: Rows, class_shares: np.ndarray | None = None):
-  """T [D + 1, D + 1]: T T^T is the inverse of the curvature of the objective by a class' column of
-  W, averaged over the classes.
+  """T [D + 1, D + 1], where T T^T is the inverse curvature of the objective by a column of W.
+
+  The curvature is averaged over the classes.
 
   Args:
     model: the model.
-    params: where the curvature is taken; None before the first fit, where `class_shares` [K] tell.
-    rows: of the fit.
+    params: parameters at which the curvature is computed; None before the first fit.
+    rows: rows of the fit.
+    class_shares: [K], used instead if there are no parameters.
   """
   moments = np.asarray(_moments(model, params, rows), np.float64)
   if params is None:
     moments *= max(float(np.mean(class_shares * (1 - class_shares))), 1e-6)
-  # The bias has no penalty.
+  # The bias is not regularised.
   ridge = np.full(len(moments), float(rows.strength) / float(rows.total))
   ridge[-1] = 0.0
   values, vectors = np.linalg.eigh(moments + np.diag(ridge))

@@ -20,22 +20,22 @@ from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.representations import Representations, read_representations
 
-EXTREME = 0.01  # the share of examples whose part in a difference is shown
+EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What is compared.
+  """Settings of a comparison.
 
   Attributes:
     heads: names in `CLASSIFIERS`.
     c, c_noise, num_factors, tau: the grid; the point with the least NLL on held-out rows is taken.
     baseline: the head that others are compared with.
-    folds: of the training rows, where there is no test file.
+    folds: number of folds of the training rows, used if there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
-    num_samples, tol, max_iter: of the estimators.
-    seed: of splits and starts.
+    num_samples, tol, max_iter: settings of the estimators.
+    seed: seed of splits and starts.
     progress: whether bars are shown.
   """
 
@@ -67,7 +67,7 @@ class Settings:
       raise ValueError(f'--validation={self.validation} must be a share in (0, 1)')
 
   def grid(self, head: str) -> list[dict[str, Any]]:
-    """Settings of the estimator at each point."""
+    """Settings of the estimator at each point of the grid."""
     points = [{'C': c, 'tau': tau} for c, tau in itertools.product(self.c, self.tau)]
     if head == 'det':
       return points
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-  """One head: scores of all test examples, the fold of each, and what was chosen in each fold."""
+  """One head: scores and folds of all test examples, and the settings chosen in each fold."""
 
   head: str
   scores: uncertainty.ExampleScores
@@ -97,8 +97,8 @@ def probe(train: Source, test: Source | None, settings: Settings) -> Report:
 
   Args:
     train: a file (`representations.read_representations`), or features [N, D] and class ids [N].
-    test: another one; None takes folds of `train`.
-    settings: what is compared.
+    test: the same for the test rows; None uses folds of `train`.
+    settings: settings of the comparison.
 
   Raises:
     ValueError: a file or a setting is wrong.
@@ -143,7 +143,7 @@ def probe(train: Source, test: Source | None, settings: Settings) -> Report:
 
 
 def _read(source: Source, name: str) -> tuple[Representations, str]:
-  """Representations, and what to call them."""
+  """Representations and their name."""
   if isinstance(source, str):
     return read_representations(source), source
   x, y = map(np.asarray, source)
@@ -151,7 +151,7 @@ def _read(source: Source, name: str) -> tuple[Representations, str]:
 
 
 def _targets(rows: Representations) -> np.ndarray:
-  """Ids [N], or an indicator [N, K] where an example has several labels."""
+  """Ids [N], or an indicator [N, K] if examples have several labels."""
   if rows.labels.shape[1] == 1:
     return rows.label
   num_classes = int(rows.labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
@@ -195,8 +195,9 @@ def _rows(rows: Representations, which: np.ndarray) -> Representations:
 
 
 def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, Any], int]:
-  """The estimator of the best point of the grid, fitted to all rows, and how many fits did not
-  converge.
+  """The estimator of the best point of the grid, fitted to all rows.
+
+  Also returns this point and the number of fits that did not converge.
   """
   grid = settings.grid(head)
   common = {
@@ -216,7 +217,7 @@ def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, A
     part, held_out = train_test_split(
       fitted, test_size=settings.validation, random_state=settings.seed
     )
-    if y.ndim == 1:  # what the part has not seen has no probability
+    if y.ndim == 1:  # classes that are not among these rows have no probability
       held_out = held_out[np.isin(y[held_out], y[part])]
     nll = []
     for point in grid:
@@ -249,7 +250,7 @@ def _scores(estimator: HeadClassifier, rows: Representations) -> uncertainty.Exa
 
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
-  """All numbers of a head as JSON values."""
+  """All results of a head as JSON values."""
   summary = uncertainty.summarize(outcome.scores)
   row = {'head': outcome.head}
   names = ('nll', 'precision_at_1', 'ece', 'brier')
@@ -271,8 +272,10 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
 
 
 def extreme_share(differences: np.ndarray) -> float | None:
-  """The part of the sum of differences [N] that the largest 1% of them (in absolute value, at least
-  one) make: 1 is all of it, above 1 that the others point the other way. None for a sum of 0.
+  """The share of the sum of differences [N] that is due to the largest 1% of them.
+
+  Largest means in absolute value, and at least one difference is taken. A share above 1 means that
+  the others have the opposite sign. None if the sum is 0.
   """
   total = float(differences.sum())
   if not total:

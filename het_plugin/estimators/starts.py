@@ -1,7 +1,7 @@
 """Where a fit starts: DET at the classes' frequencies, the other heads at DET with little noise.
 
-A heteroscedastic head that starts at the optimum of DET ends with an objective no worse than
-DET's, and from there no local optimum of the location is in its way.
+A heteroscedastic head that starts at the optimum of DET ends with an objective no worse than DET's
+and cannot be caught in a local optimum of the location.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from het_plugin.estimators import lbfgs, objective
 from het_plugin.estimators.model import Model
 
-# Standard deviation of the first noise, in units of the logits.
+# Standard deviation of the initial noise, in units of the logits.
 INITIAL_NOISE = 0.3
 MIN_SHARE = 1e-6
 TOLERANCE = 1e-6  # nats of the objective
@@ -28,9 +28,9 @@ def fit(
 
   Args:
     model: the model.
-    rows: of the fit.
+    rows: rows of the fit.
     class_shares: [K] frequencies of the classes.
-    seed: of hidden layers and noise.
+    seed: seed of hidden layers and noise.
     **settings: tol, max_iter and progress of `lbfgs.minimise`.
   """
   num_features = rows.x.shape[-1]
@@ -50,7 +50,7 @@ def fit(
 
 
 def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
-  """W = 0 and the bias of the classes' frequencies."""
+  """W = 0, and biases that give the frequencies of the classes."""
   shares = np.clip(class_shares, MIN_SHARE, 1 - MIN_SHARE)
   bias = np.log(shares) - (np.log1p(-shares) if model.link == 'sigmoid' else np.log(shares).mean())
   head = params['head']
@@ -59,10 +59,10 @@ def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
 
 
 def with_noise(model: Model, params: dict, det: dict, x: jax.Array) -> dict:
-  """DET's parameters with noise of standard deviation about `INITIAL_NOISE`, some rows x given."""
+  """DET's parameters with noise of standard deviation about `INITIAL_NOISE` on some rows x."""
   size = float(jnp.sqrt(jnp.mean(jnp.square(model.features(det, x)))))
   noise = INITIAL_NOISE
-  if model.head == 'het_xl':  # on its way through W the noise grows by the length of a column
+  if model.head == 'het_xl':  # W multiplies the noise by the length of its columns
     kernel = params['head'].get('noise_kernel', det['head']['kernel'])
     noise /= float(jnp.sqrt(jnp.square(kernel).sum() / kernel.shape[1])) + 1e-3
   covariance = dict(params['head']['covariance'])
@@ -77,7 +77,7 @@ def with_noise(model: Model, params: dict, det: dict, x: jax.Array) -> dict:
 
 
 def without_noise(params: dict, det: dict) -> dict:
-  """The same with as little noise as the head can have."""
+  """The same parameters with as little noise as the head can have."""
   covariance = {name: jnp.zeros_like(x) for name, x in params['head']['covariance'].items()}
   covariance['d_bias'] += _NO_NOISE
   return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}

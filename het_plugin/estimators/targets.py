@@ -1,4 +1,4 @@
-"""Labels as estimators take them: class ids, strings, several labels, votes, probabilities."""
+"""Labels of estimators: class ids, strings, several labels, votes, probabilities."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class Targets:
     return dataclasses.replace(self, values=self.values[rows])
 
   def distribution(self) -> np.ndarray:
-    """Share of each class for each example, float64 [N, K]; of an indicator the indicator."""
+    """Share of each class for each example, float64 [N, K]; the indicator itself if y is one."""
     if self.values.dtype.kind == 'f':
       return self.values.astype(np.float64)
     shares = np.zeros((len(self.values), len(self.classes)))
@@ -59,17 +59,16 @@ def encode(
   """Labels as `Targets`.
 
   Args:
-    y: [N] class ids or strings; [N, K] zeros and ones, some labels per example; [N, L] votes, -1
-      (or an empty string) where one is missing; or float [N, K] probabilities, rows adding up to
-      one.
-    target: which of these y is; 'auto' decides by type and shape: whatever has one column is
-      classes, zeros and ones are an indicator, other integers and strings votes, and floats
-      probabilities.
-    classes: those of a fitted estimator; None finds them in y.
-    like: the kind that a fitted estimator has seen.
+    y: class ids or strings [N]; zeros and ones [N, K], several labels per example; votes [N, L],
+      with -1 (or an empty string) for a missing one; or float probabilities [N, K] with rows that
+      add up to one.
+    target: which of these y is. 'auto' decides by type and shape: one column is classes, zeros and
+      ones are an indicator, other integers and strings are votes, and floats are probabilities.
+    classes: classes of a fitted estimator; None finds them in y.
+    like: the kind of labels that a fitted estimator has seen.
 
   Raises:
-    ValueError: y is none of these, or has a class that `classes` lacks.
+    ValueError: y is none of these, or contains a class that `classes` lacks.
   """
   if target not in TARGETS:
     raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')

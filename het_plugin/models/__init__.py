@@ -8,7 +8,8 @@ CONFIGURABLES = {
   'classification': ('ClassificationModel',),
   'contrastive': ('ContrastiveModel',),
 }
-# What may change between two starts of a run without changing its results (config/changes.py).
+# Settings that may change between two starts of a run without changing its results
+# (config/changes.py).
 SAME_RESULTS = ('*.eval_integrator', '*.eval_seed')
 
 __all__ = [

@@ -45,9 +45,9 @@ class ParamCounts:
   """Exact numbers of parameters, without padded classes.
 
   Attributes:
-    backbone: in the backbone.
-    head: in the head.
-    extra: in the head, beyond those of a deterministic head with a fixed temperature.
+    backbone: parameters of the backbone.
+    head: parameters of the head.
+    extra: parameters of the head beyond those of a deterministic head with a fixed temperature.
   """
 
   backbone: int
@@ -91,18 +91,17 @@ class ClassificationModel:
       optimizer_def: the trainer's optimizer.
       train_integrator: estimates the training loss.
       eval_integrator: estimates metrics, predictions and scores.
-      loss_normalizing_factor: None for the mean loss over the real rows of a (micro)batch, which
-        the built-in trainer averages by rows. A number divides the sum over rows instead: t5x sums
-        the gradients of microbatches, so bind the global batch size there.
+      loss_normalizing_factor: None for the mean loss over the real rows of a (micro)batch. A number
+        divides the sum over rows instead: t5x sums the gradients of microbatches, so bind the
+        global batch size there.
       eval_seed: seed of the noise outside training.
       shared_draws: whether all examples of a step, or of an evaluation, share the same normal
         draws. This saves time, but correlates the estimates of the examples, so their mean has more
         variance.
       fixed_draws: whether training repeats the same normal draws at every step. The loss is then a
-        deterministic function of the parameters. An exact loss is one anyway.
-
+        deterministic function of the parameters, which an exact loss is in any case.
       label_smoothing: share of the training target that is spread evenly (`soft_labels.targets`).
-        Costs the log-probabilities of all classes.
+        It needs the log-probabilities of all classes.
 
     Raises:
       ValueError: loss_normalizing_factor is not positive, or label_smoothing not in [0, 1).
@@ -127,7 +126,7 @@ class ClassificationModel:
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
     """The seqio feature converter with which t5x makes batches."""
-    # Imported here because it needs seqio and TensorFlow, and the rest of a model does not.
+    # Imported here, because only the converter needs seqio and TensorFlow.
     from het_plugin.data import ImageFeatureConverter
 
     return ImageFeatureConverter
@@ -151,8 +150,12 @@ class ClassificationModel:
     input_shapes: Mapping[str, Sequence[int]],
     input_types: Mapping[str, Any] | None = None,
   ) -> dict[str, PyTree]:
-    """Initial 'params', float32, and their logical axes, 'params_axes', for input_shapes {'image':
-    (B, H, W, C)} and input_types {'image': dtype}, float32 by default; other entries are ignored.
+    """Initial 'params', float32, and their logical axes, 'params_axes'.
+
+    Args:
+      rng: PRNG key.
+      input_shapes: {'image': (B, H, W, C)}; other entries are ignored.
+      input_types: {'image': dtype}, float32 by default.
 
     Raises:
       ValueError: the backbone has mutable collections or does not return phi [B, D].

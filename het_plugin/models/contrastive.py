@@ -49,7 +49,7 @@ class ContrastiveModule(nn.Module):
   locked: bool = False
 
   def setup(self):
-    # 'kv' because t5x's rules leave it whole: every row of the batch is compared with all of D.
+    # 'kv', because t5x's rules replicate it: every row of the batch is compared with all of D.
     if self.embedding_dim is not None:
       self.image_projection = Dense(self.embedding_dim, ('embed', 'kv'))
     self.text_projection = Dense(self.dim, ('embed', 'kv'))
@@ -64,14 +64,14 @@ class ContrastiveModule(nn.Module):
     return self.head(self.embed_image(image, train), self.embed_text(text, train))
 
   def embed_image(self, image: jax.Array, train: bool = False) -> jax.Array:
-    """image [B, H, W, C] -> alpha [B, D], as the head takes it."""
+    """image [B, H, W, C] -> alpha [B, D], the input of the head."""
     phi, _ = self.backbone(image, train=train and not self.locked)
     if self.locked:
       phi = jax.lax.stop_gradient(phi)
     return phi if self.embedding_dim is None else self.image_projection(phi)
 
   def embed_text(self, text: jax.Array, train: bool = False) -> jax.Array:
-    """text [B, L] -> beta [B, D], as the head takes it."""
+    """text [B, L] -> beta [B, D], the input of the head."""
     return self.text_projection(self.text_tower(text, train=train)[0])
 
 
@@ -145,14 +145,15 @@ class ContrastiveModel:
   @property
   def FEATURE_CONVERTER_CLS(self):  # noqa: N802, t5x's name
     """The seqio feature converter with which t5x makes batches."""
-    # Imported here because it needs seqio and TensorFlow, and the rest of a model does not.
+    # Imported here, because only the converter needs seqio and TensorFlow.
     from het_plugin.data import ImageTextFeatureConverter
 
     return ImageTextFeatureConverter
 
   def validate(self, task_info: Any) -> None:
-    """Raises ValueError if the task, a `data.ImageTextInfo`, has no captions, or a vocabulary that
-    is larger than the text tower's.
+    """Raises ValueError if the model does not fit the task, a `data.ImageTextInfo`.
+
+    The task must have captions and a vocabulary no larger than that of the text tower.
     """
     vocab_size = getattr(task_info, 'vocab_size', None)
     if vocab_size is None:
@@ -183,10 +184,12 @@ class ContrastiveModel:
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
   ) -> tuple[jax.Array, Metrics]:
-    """Training loss, the mean over both directions and all pairs of the batch, and the metrics
-    'loss', 'tau', 'logit_scale' (1 / tau) and, for both directions ('image_to_text',
-    'text_to_image'), 'nll/...' and 'precision_at_1/...', the latter without noise. A `dropout_rng`
-    of None is t5x's deterministic mode, the same as `eval_fn`.
+    """Training loss and metrics.
+
+    The loss is the mean over both directions and all pairs of the batch. The metrics are 'loss',
+    'tau', 'logit_scale' (1 / tau) and, for each direction ('image_to_text', 'text_to_image'),
+    'nll/...' and 'precision_at_1/...', the latter without noise. A `dropout_rng` of None is t5x's
+    deterministic mode, the same as `eval_fn`.
     """
     if dropout_rng is None:
       return self.eval_fn(params, batch)
@@ -247,8 +250,10 @@ class ContrastiveModel:
   def class_log_prob(
     self, params: PyTree, batch: Batch, class_embeddings: jax.Array, num_samples: int
   ) -> jax.Array:
-    """Zero-shot classification: log p(k | image) float32 [B, K] for K classes given as text
-    embeddings [K, D], with S samples of the noise in the image; 0 for no noise (appendix M).
+    """Zero-shot classification: log p(k | image), float32 [B, K].
+
+    The K classes are given as text embeddings [K, D]. S samples of the noise of the image are
+    averaged; 0 for no noise (appendix M).
     """
     pairs = self._image_pairs(params, batch)
     return class_log_prob(
@@ -295,7 +300,7 @@ class ContrastiveModel:
     return self.head.apply({'params': params.get('head', {})}, alpha, beta)
 
   def _image_pairs(self, params, batch):
-    """Pairs with images on both sides; only the image side is to be used."""
+    """Pairs with images on both sides; use only the image side."""
     alpha = self._apply(params, batch['image'], method='embed_image')
     return self._head(params, alpha, alpha)
 

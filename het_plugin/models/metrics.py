@@ -80,8 +80,8 @@ def base_metrics(
     mask: [B].
 
   Returns:
-    'loss', 'nll' and 'precision_at_1', means over the real rows, whose number is their `count`, and
-    'tau', whose last value a merge keeps.
+    'loss', 'nll' and 'precision_at_1', means over the real rows, with their number as `count`; and
+    'tau', of which a merge keeps the last value.
   """
   mean_nll = clu_metrics.Average.from_model_output(nll, mask=mask)
   return {

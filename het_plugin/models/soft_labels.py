@@ -18,14 +18,15 @@ Batch = Mapping[str, jax.Array]
 def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax.Array:
   """The probability that each class is a label, float32 [B, Kp].
 
-  Softmax: rows sum to one, or to zero without a label; several labels without weights are equally
-  likely. Sigmoid: each class is on with its own probability; labels without weights are on.
+  With a softmax, rows sum to one, or to zero without a label, and several labels without weights
+  are equally likely. With a sigmoid, each class is on with its own probability, and labels without
+  weights are on.
 
   Args:
-    batch: 'label', and 'label_weight' if it has one.
-    logits: of the examples.
-    smoothing: the share of the target that is spread evenly: over the classes of softmax, over on
-      and off of sigmoid (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
+    batch: 'label', and optionally 'label_weight'.
+    logits: logits of the examples.
+    smoothing: the share of the target that is spread evenly over the classes (softmax) or over on
+      and off (sigmoid) (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
   """
   labels = batch['label']
   weights = batch.get('label_weight', jnp.ones(labels.shape, jnp.float32))
@@ -50,8 +51,8 @@ def expected_nll(
   """The expectation over labels drawn from `target` of -log p(labels | x), float32 [B].
 
   Args:
-    integrator: gives the predictive distribution.
-    logits: of the examples.
+    integrator: estimates the predictive distribution.
+    logits: logits of the examples.
     target: see `targets`, [B, Kp].
     keys: as `Integrator.nll` takes them.
   """
@@ -89,7 +90,7 @@ def nll(
 
 
 def correct(classes: jax.Array, batch: Batch) -> jax.Array:
-  """Whether each class, int32 [B], is among the labels; the sum of its labels' weights if any."""
+  """Whether each class, int32 [B], is among the labels; with weights, the weight of the class."""
   if 'label_weight' in batch:
     same = classes[:, None] == batch['label']
     return jnp.where(same, batch['label_weight'], 0.0).sum(-1)
