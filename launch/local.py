@@ -19,24 +19,15 @@ failed first, or 128 + the signal that killed it; 2 also for a wrong setting.
 Needs only the standard library.
 """
 
-import contextlib
-import ctypes
 import os
-import queue
 import re
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from launch.supervise import PREEMPTED, WRONG, exit_code, kill_group, make_parser, on_signals
+from launch import processes as processes_lib
 
 _LOOPBACK = '127.0.0.1'
-_PR_SET_PDEATHSIG = 1  # prctl(2) on Linux
-_POLL_SECONDS = 0.2
 
 
 def free_port() -> int:
@@ -94,136 +85,8 @@ def environments(
   return made
 
 
-class Group:
-  """Starts the processes, one per environment, and ends them together.
-
-  A signal lets them save for grace_seconds; the others of a failed one have end_seconds.
-  """
-
-  def __init__(
-    self,
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    grace_seconds: float,
-    end_seconds: float,
-  ):
-    self._command = command
-    self._environments = environments
-    self._grace_seconds = grace_seconds
-    self._end_seconds = end_seconds
-    self._processes: list[subprocess.Popen] = []
-    self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in order of ending
-    self._stop_at = None  # when to kill; None while no stop was requested
-    self._signalled = False
-    self._told: set[subprocess.Popen] = set()  # those that got SIGTERM
-
-  def stop(self, *_) -> None:
-    """Asks all processes to save and end. Serves as signal handler."""
-    self._end_within(0 if self._signalled else self._grace_seconds)
-    self._signalled = True
-
-  def run(self) -> int:
-    """Runs all processes to their end and returns the exit code."""
-    printers = []
-    try:
-      for environment in self._environments:
-        self._processes.append(self._start(environment))
-      for index in range(len(self._processes)):
-        printers.append(threading.Thread(target=self._print_lines, args=(index,), daemon=True))
-        printers[-1].start()
-        threading.Thread(target=self._wait, args=(index,), daemon=True).start()
-      return self._watch()
-    finally:
-      for process in self._processes:
-        if process.poll() is None:
-          kill_group(process)
-      for printer in printers:
-        printer.join(timeout=1)  # a process that left its group may hold the pipe
-
-  def _start(self, environment: Mapping[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(
-      self._command,
-      env=environment,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-      preexec_fn=_die_with_parent,
-    )
-
-  def _watch(self) -> int:
-    result, failed, running = 0, False, set(range(len(self._processes)))
-    if self._stop_at is not None:  # the signal came while they were started
-      self._tell()
-    while running:
-      try:
-        index = self._ended.get(timeout=_POLL_SECONDS)
-      except queue.Empty:
-        if self._stop_at is not None and time.monotonic() > self._stop_at:
-          _say(f'killing {_names(running)}, which did not end')
-          self._stop_at = float('inf')
-          for index in running:
-            kill_group(self._processes[index])
-        continue
-      running.remove(index)
-      kill_group(self._processes[index])
-      code = self._processes[index].returncode
-      result = result or exit_code(code)
-      if code == PREEMPTED:  # the others save and end by themselves
-        self._end_within(self._grace_seconds, tell=False)
-      elif code:
-        others = f': ending {_names(running)}' if running and not failed else ''
-        _say(f'process {index} {_how(code)}{others}')
-        if not failed:
-          self._end_within(self._end_seconds)
-        failed = True
-    return result
-
-  def _end_within(self, seconds: float, tell: bool = True) -> None:
-    at = time.monotonic() + seconds
-    self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
-    if tell:
-      self._tell()
-
-  def _tell(self) -> None:
-    """Sends SIGTERM once per process: a second one would kill a process that is just saving."""
-    for process in self._processes:
-      if process not in self._told:
-        self._told.add(process)
-        process.send_signal(signal.SIGTERM)
-
-  def _wait(self, index: int) -> None:
-    self._processes[index].wait()
-    self._ended.put(index)
-
-  def _print_lines(self, index: int) -> None:
-    for line in self._processes[index].stdout:
-      text = line if line.endswith(b'\n') else line + b'\n'
-      with contextlib.suppress(BrokenPipeError):  # the reader is gone; training goes on
-        sys.stdout.buffer.write(f'[{index}] '.encode() + text)
-        sys.stdout.buffer.flush()
-
-
-def _die_with_parent() -> None:
-  """Runs in the new process: requests SIGTERM for when its parent is gone."""
-  if sys.platform == 'linux':
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _how(code: int) -> str:
-  return f'ended with exit code {code}' if code >= 0 else f'died of {signal.Signals(-code).name}'
-
-
-def _names(indices: set[int]) -> str:
-  return f'process{"es" if len(indices) > 1 else ""} {", ".join(map(str, sorted(indices)))}'
-
-
-def _say(text: str) -> None:
-  print(f'[local] {text}', file=sys.stderr, flush=True)
-
-
 def main() -> int:
-  parser = make_parser(__doc__)
+  parser = processes_lib.make_parser(__doc__)
   parser.add_argument('--processes', type=int, required=True, help='Number of processes.')
   parser.add_argument('--devices', type=int, help='Virtual CPU devices per process.')
   parser.add_argument('--gpus_per_process', type=int, help='GPUs per process.')
@@ -233,7 +96,7 @@ def main() -> int:
   )
   args = parser.parse_args()
   try:
-    group = Group(
+    group = processes_lib.Group(
       args.command,
       environments(
         os.environ, args.port or free_port(), args.processes, args.devices, args.gpus_per_process
@@ -241,11 +104,11 @@ def main() -> int:
       args.grace_seconds,
       args.end_seconds,
     )
-    on_signals(group.stop)
+    processes_lib.on_signals(group.stop)
     return group.run()
   except (ValueError, OSError) as error:
     print(f'Error: {error}', file=sys.stderr)
-    return WRONG
+    return processes_lib.WRONG
 
 
 if __name__ == '__main__':

@@ -19,6 +19,7 @@ wrong.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -33,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.supervise import PREEMPTED, WRONG
+from launch.processes import PREEMPTED, WRONG
 
 DEFAULT_TRAINING = (
   '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
@@ -53,14 +54,13 @@ class SoakError(Exception):
 
 
 def plan(rounds: int, sigterm_rounds: int, processes: int, seed: int) -> list[dict[str, Any]]:
-  """The rounds in random order: signal, victim, and when, at the latest after some checkpoints."""
+  """The rounds in random order: signal, victim, and when, as a share of the time of a start."""
   rng = random.Random(seed)
   planned = []
   for name, count in (('SIGKILL', rounds), ('SIGTERM', sigterm_rounds)):
     for _ in range(count):
       victim = rng.choice([*range(processes), *([ALL] if name == 'SIGKILL' else [])])
-      moment = {'delay': rng.random(), 'checkpoints': rng.randint(1, 3)}
-      planned.append({'signal': name, 'victim': victim, **moment})
+      planned.append({'signal': name, 'victim': victim, 'delay': 1.5 * rng.random()})
   rng.shuffle(planned)
   return planned
 
@@ -131,11 +131,6 @@ def newest_step(run_dir: Path) -> int:
   return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def unfinished(run_dir: Path) -> set[str]:
-  """Names of the checkpoints that are being written, or were when their processes died."""
-  return {path.name for path in run_dir.glob('*.orbax-checkpoint-tmp*')}
-
-
 def interrupt(
   this: dict, run_dir: Path, args: argparse.Namespace, total_steps: int, start_seconds: float
 ) -> None:
@@ -144,7 +139,7 @@ def interrupt(
   Raises:
     SoakError: the run ends by itself or hangs, or does not save on SIGTERM.
   """
-  began, old, first = time.monotonic(), unfinished(run_dir), newest_step(run_dir)
+  began, first = time.monotonic(), newest_step(run_dir)
   with started(run_dir, args, total_steps) as launcher:
 
     def victims() -> list[int]:
@@ -154,20 +149,15 @@ def interrupt(
     def is_time() -> bool:
       if launcher.poll() is not None:
         raise SoakError(f'the run ended by itself: see {run_dir}.log')
-      late = time.monotonic() > deadline or newest_step(run_dir) >= first + 2 * this['checkpoints']
-      return late and bool(victims())
+      far = newest_step(run_dir) >= first + STEPS_PER_ROUND // 2
+      return (far or time.monotonic() > began + this['delay'] * start_seconds) and bool(victims())
 
-    deadline = began + 1.3 * this['delay'] * start_seconds
     wait(run_dir, is_time, 'a process to kill')
-    time.sleep(0.3 * this['delay'])
-    signalled = 0
     for pid in victims():
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.Signals[this['signal']])
-        signalled += 1
   code = launcher.returncode
-  this |= {'resumed': first, 'saved': newest_step(run_dir), 'signalled': signalled}
-  this |= {'torn': bool(unfinished(run_dir) - old), 'exit_code': code}
+  this |= {'resumed': first, 'saved': newest_step(run_dir), 'exit_code': code}
   this['seconds'] = time.monotonic() - began
   if this['signal'] == 'SIGTERM' and this['saved'] > first and code not in (0, PREEMPTED):
     raise SoakError(f'exit code {code} after SIGTERM: see {run_dir}.log')
@@ -190,9 +180,9 @@ def compare(reference: Path, run: Path) -> tuple[list[str], dict[str, int]]:
   if positions[0] != positions[1]:
     different.append(f'the input position is {positions[1]}, not {positions[0]}')
   lines = [metric_lines(folder / 'metrics.jsonl') for folder in (reference, run)]
-  different += [f'metrics.jsonl has {b}, not {a}' for a, b in zip(*lines, strict=False) if a != b]
-  if len(lines[0]) != len(lines[1]):
-    different.append(f'metrics.jsonl has {len(lines[1])} lines of results, not {len(lines[0])}')
+  for a, b in itertools.zip_longest(*lines):
+    if a != b:
+      different.append(f'metrics.jsonl has {b}, not {a}')
   return different, {'arrays': len(expected), 'metric_lines': len(lines[0])}
 
 
@@ -211,16 +201,13 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
   history, differences, compared, began = [], [], {}, time.monotonic()
 
   def result(finished: bool = False) -> dict[str, Any]:
-    kills = [x for x in history if x['signal'] == 'SIGKILL']
     found = {
-      **{'rounds': len(kills), 'sigterm_rounds': len(history) - len(kills)},
-      'kills': sum(x['signalled'] for x in kills),
-      'torn_writes': sum(x['torn'] for x in kills),
+      'rounds': sum(x['signal'] == 'SIGKILL' for x in history),
+      'sigterm_rounds': sum(x['signal'] == 'SIGTERM' for x in history),
       'preempted': sum(x['exit_code'] == PREEMPTED for x in history),
       **compared,
       **{'mismatches': len(differences), 'differences': differences[:10], 'finished': finished},
-      **{'folder': str(folder), 'total_steps': total_steps},
-      **{'seconds': time.monotonic() - began, 'history': history},
+      **{'total_steps': total_steps, 'seconds': time.monotonic() - began, 'history': history},
     }
     if args.json is not None:
       args.json.write_text(json.dumps(found, indent=1) + '\n')
@@ -242,9 +229,8 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for this in planned:
       interrupt(this, killed, args, total_steps, start_seconds)
       history.append(this)
-      torn = ' (torn)' if this['torn'] else ''
       print(
-        f'round {len(history)}/{len(planned)}  {this["signal"]} for {this["victim"]}{torn}: steps '
+        f'round {len(history)}/{len(planned)}  {this["signal"]} for {this["victim"]}: steps '
         f'{this["resumed"]} to {this["saved"]}, exit code {this["exit_code"]}, '
         f'{this["seconds"]:.0f} s',
         flush=True,
@@ -292,7 +278,7 @@ def main() -> int:
   folder = (args.folder or Path(tempfile.mkdtemp(prefix='soak-'))).absolute()
   folder.mkdir(parents=True, exist_ok=True)
   result = soak(folder, args)
-  counts = ('rounds', 'kills', 'torn_writes', 'sigterm_rounds', 'preempted')
+  counts = ('rounds', 'sigterm_rounds', 'preempted')
   print(', '.join(f'{name} {result[name]}' for name in counts))
   if 'arrays' in result:
     print(f'compared {result["arrays"]} arrays and {result["metric_lines"]} lines of metrics')

@@ -36,7 +36,7 @@ from absl import app, flags
 from het_plugin import reporting
 from het_plugin.config import command_line, parsing, training_run
 from het_plugin.planning import topology
-from launch import supervise, sweep
+from launch import processes, sweep
 from launch.gke import render
 
 EXECUTORS = ('local', 'vertex', 'gke')
@@ -67,7 +67,7 @@ def local_command(job: sweep.Job) -> list[str]:
   return [
     *(sys.executable, '-m', 'launch.supervise', f'--folder={job.model_dir}'),
     *(f'--max_restarts={values.max_restarts}', f'--max_failures={values.max_restarts}'),
-    *(f'--grace_seconds={values.grace_seconds}', f'--end_with={os.getpid()}', '--'),
+    *(f'--grace_seconds={values.grace_seconds}', '--'),
     *(sys.executable, *sweep.TRAIN, *job.arguments()),
   ]
 
@@ -150,23 +150,25 @@ def launch_local(jobs: Sequence[sweep.Job]) -> int:
 
   def run(job: sweep.Job) -> int:
     if stopping:
-      return supervise.PREEMPTED
+      return processes.PREEMPTED
     print(f'{job.model_dir}: started, see supervisor.log there', flush=True)
     # In a session of its own Ctrl-C does not reach it, which would be a second signal.
-    process = subprocess.Popen(local_command(job), start_new_session=True)
+    process = subprocess.Popen(
+      local_command(job), start_new_session=True, preexec_fn=processes.die_with_parent
+    )
     running.add(process)
     if stopping:  # the signal came in between
       process.send_signal(signal.SIGTERM)
-    code = supervise.exit_code(process.wait())
+    code = processes.exit_code(process.wait())
     running.discard(process)
     print(f'{job.model_dir}: exit code {code}', flush=True)
     return code
 
-  supervise.on_signals(stop)
+  processes.on_signals(stop)
   with concurrent.futures.ThreadPoolExecutor(flags.FLAGS.max_parallel) as pool:
     codes = list(pool.map(run, jobs))
   print(reporting.aligned(sweep.results([job.model_dir for job in jobs], codes)))
-  return supervise.PREEMPTED if stopping else FAILED if any(codes) else 0
+  return processes.PREEMPTED if stopping else FAILED if any(codes) else 0
 
 
 async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:

@@ -24,7 +24,7 @@ from absl import app, flags
 
 from het_plugin.config import command_line, training_run
 from launch import slices, sweep
-from launch.supervise import PREEMPTED
+from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
 

@@ -10,7 +10,7 @@ import pytest
 
 from het_plugin.config import distributed
 from het_plugin.training import exit_codes
-from launch import local, supervise
+from launch import local, processes
 
 ROOT = Path(__file__).parents[2]
 EXPLICIT = {
@@ -168,14 +168,14 @@ command_line.run(main)
 )
 def test_how_the_others_of_a_lost_process_end(fault, culprit, codes):
   flags = ['--heartbeat_timeout_seconds=5', f'--fault={fault}', f'--culprit={culprit}']
-  processes = [
+  started = [
     subprocess.Popen([sys.executable, '-c', FAULTY, *flags], env=environment, cwd=ROOT)
     for environment in local.environments(os.environ, local.free_port(), 2, devices=1)
   ]
   try:
-    for process, code in zip(processes, codes, strict=True):
+    for process, code in zip(started, codes, strict=True):
       if code is not None:
-        assert supervise.exit_code(process.wait(60)) == code
+        assert processes.exit_code(process.wait(60)) == code
   finally:
-    for process in processes:
+    for process in started:
       process.kill()

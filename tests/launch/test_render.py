@@ -7,7 +7,7 @@ import yaml
 
 from launch import sweep
 from launch.gke import render
-from launch.supervise import PREEMPTED
+from launch.processes import PREEMPTED
 
 SETTINGS = {
   **{'image': 'registry/het_plugin:1', 'topology': 'v5e:4x4', 'num_slices': 1, 'max_restarts': 5},

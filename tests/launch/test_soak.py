@@ -54,8 +54,6 @@ def reference(tmp_path_factory):
     ({}, [{'step': 0, 'train/timing/compile_seconds': 1.0}, *METRICS], None),
     ({'kernel': (0.5, 1.5000001)}, METRICS, 'params/head/kernel differs'),
     ({'position': 10}, METRICS, "the input position is {'position': 10}, not {'position': 8}"),
-    ({'step': 3}, METRICS, 'the newest checkpoint is checkpoint_3, not checkpoint_4'),
-    ({}, [*METRICS, METRICS[-1]], 'has 9 lines of results, not 8'),
     ({}, [{'step': 1, 'train/loss': 2.0000000000000004}, *METRICS[1:]], '"train/loss": 2.00000000'),
   ],
 )
@@ -76,12 +74,6 @@ def test_rounds_follow_the_seed():
   assert {x['victim'] for x in kills} == {0, 1, soak.ALL}
 
 
-def test_a_wrong_setting_is_one_sentence(monkeypatch, capsys):
-  monkeypatch.setattr(sys, 'argv', ['soak', '--rounds=1', '--num_partitions=3'])
-  assert soak.main() == 2
-  assert capsys.readouterr().err == 'Error: --num_partitions=3 must divide the 4 devices\n'
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
   """One process with two devices: one kill and one preemption."""
@@ -92,4 +84,4 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(tmp_path):
   assert done.returncode == 0, done.stdout + done.stderr
   result = json.loads(out.read_text())
   assert (result['rounds'], result['sigterm_rounds'], result['mismatches']) == (1, 1, 0)
-  assert result['kills'] == 1 and result['arrays'] > 10 and result['finished']
+  assert result['arrays'] > 10 and result['finished']

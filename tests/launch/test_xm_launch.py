@@ -134,7 +134,7 @@ sys.exit(int(seed))
 
 def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, parsed_flags, capsys):
   monkeypatch.setattr(sweep, 'TRAIN', ('-c', TRAIN))
-  monkeypatch.setattr(xm_launch.supervise, 'on_signals', lambda _: None)
+  monkeypatch.setattr(xm_launch.processes, 'on_signals', lambda _: None)
   jobs = sweep.make_jobs(str(tmp_path), ['x.gin'], sweeps=['RANDOM_SEED=0,1'])
   with parsed_flags(xm_launch, '--max_parallel=2'):
     assert xm_launch.launch_local(jobs) == 1

@@ -1,0 +1,196 @@
+"""Processes of this machine that are started and ended together; needs only the standard library.
+
+SIGTERM goes to the first process of a command only: its data workers must live until it has saved.
+What is left in its process group when it has ended is killed.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+PREEMPTED = 42  # het_plugin.training.exit_codes.PREEMPTED
+WRONG = 2  # a setting is wrong, a folder is in use, or a command cannot be started
+_PR_SET_PDEATHSIG = 1  # prctl(2) on Linux
+_POLL_SECONDS = 0.2
+
+
+def on_signals(handler: Callable[..., None]) -> None:
+  """Calls the handler on SIGTERM, Ctrl-C and SIGHUP, unless nohup made SIGHUP ignored."""
+  for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+      signal.signal(number, handler)
+
+
+def exit_code(returncode: int) -> int:
+  """The code of a `Popen.returncode` as shells give it: 128 + the signal that ended a process."""
+  return returncode if returncode >= 0 else 128 - returncode
+
+
+def die_with_parent() -> None:
+  """Runs in a new process: requests SIGTERM for when the thread that started it is gone."""
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+  """A parser with the arguments that all launchers of a command share."""
+  parser = argparse.ArgumentParser(
+    description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    '--grace_seconds', type=float, default=300, help='Seconds from SIGTERM until SIGKILL.'
+  )
+  parser.add_argument('command', nargs='+', help='The command to run, after "--".')
+  return parser
+
+
+class Group:
+  """A command as several processes. Lines of output get the number of their process.
+
+  Attributes:
+    stopping: whether a signal has asked for the end.
+  """
+
+  def __init__(
+    self,
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    grace_seconds: float,
+    end_seconds: float = 0,
+    log: IO[bytes] | None = None,
+  ):
+    """Starts nothing.
+
+    Args:
+      command: of each process.
+      environments: one per process.
+      grace_seconds: what a signal leaves them to save.
+      end_seconds: what a failed process leaves the others.
+      log: takes the output as it is; None for stdout, with numbers.
+    """
+    self._command = command
+    self._environments = environments
+    self._grace_seconds = grace_seconds
+    self._end_seconds = end_seconds
+    self._log = log
+    self.stopping = False
+    self._stop_at = None  # when to kill; None while no end was requested
+    self._processes: list[subprocess.Popen] = []
+    self._told: set[subprocess.Popen] = set()  # those that got SIGTERM
+
+  def stop(self, *_) -> None:
+    """Asks all processes to save and end; a second call kills. Serves as signal handler."""
+    self._end_within(0 if self.stopping else self._grace_seconds)
+    self.stopping = True
+
+  def run(self) -> int:
+    """Runs all processes to their end and returns the exit code."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # in order of ending
+    self._processes, printers = [], []
+    try:
+      for environment in self._environments:
+        self._processes.append(self._start(environment))
+      for index, process in enumerate(self._processes):
+        if self._log is None:
+          printers.append(threading.Thread(target=_print_lines, args=(index, process), daemon=True))
+          printers[-1].start()
+        threading.Thread(target=_wait, args=(index, process, ended), daemon=True).start()
+      return self._watch(ended)
+    finally:
+      for process in self._processes:
+        if process.poll() is None:
+          _kill_group(process)
+      for printer in printers:
+        printer.join(timeout=1)  # a process that left its group may hold the pipe
+
+  def _start(self, environment: Mapping[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+      self._command,
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE if self._log is None else self._log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+      preexec_fn=die_with_parent,
+    )
+
+  def _watch(self, ended: queue.SimpleQueue[int]) -> int:
+    result, failed, running = 0, False, set(range(len(self._processes)))
+    if self._stop_at is not None:  # the signal came while they were started
+      self._tell()
+    while running:
+      try:
+        index = ended.get(timeout=_POLL_SECONDS)
+      except queue.Empty:
+        if self._stop_at is not None and time.monotonic() > self._stop_at:
+          self._say(f'killing {_names(running)}, which did not end')
+          self._stop_at = float('inf')
+          for index in running:
+            _kill_group(self._processes[index])
+        continue
+      running.remove(index)
+      _kill_group(self._processes[index])
+      code = self._processes[index].returncode
+      result = result or exit_code(code)
+      if code == PREEMPTED:  # the others save and end by themselves
+        if running:
+          self._end_within(self._grace_seconds, tell=False)
+      elif code:
+        others = f': ending {_names(running)}' if running and not failed else ''
+        self._say(f'process {index} {_how(code)}{others}')
+        if running and not failed:
+          self._end_within(self._end_seconds)
+        failed = True
+    return result
+
+  def _end_within(self, seconds: float, tell: bool = True) -> None:
+    at = time.monotonic() + seconds
+    self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
+    if tell:
+      self._tell()
+
+  def _tell(self) -> None:
+    """Sends SIGTERM once per process: a second one would kill a process that is just saving."""
+    for process in self._processes:
+      if process not in self._told:
+        self._told.add(process)
+        process.send_signal(signal.SIGTERM)
+
+  def _say(self, text: str) -> None:
+    if self._log is None:
+      print(f'[local] {text}', file=sys.stderr, flush=True)
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(index: int, process: subprocess.Popen, ended: queue.SimpleQueue[int]) -> None:
+  process.wait()
+  ended.put(index)
+
+
+def _print_lines(index: int, process: subprocess.Popen) -> None:
+  for line in process.stdout:
+    text = line if line.endswith(b'\n') else line + b'\n'
+    with contextlib.suppress(BrokenPipeError):  # the reader is gone; training goes on
+      sys.stdout.buffer.write(f'[{index}] '.encode() + text)
+      sys.stdout.buffer.flush()
+
+
+def _how(code: int) -> str:
+  return f'ended with exit code {code}' if code >= 0 else f'died of {signal.Signals(-code).name}'
+
+
+def _names(indices: set[int]) -> str:
+  return f'process{"es" if len(indices) > 1 else ""} {", ".join(map(str, sorted(indices)))}'
