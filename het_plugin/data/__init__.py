@@ -1,6 +1,6 @@
 """Data: tasks read by global position, preprocessing, vocabularies and seqio tasks.
 
-TensorFlow is imported with vocabularies and seqio tasks only.
+Only vocabularies and seqio tasks import TensorFlow.
 """
 
 import importlib
@@ -33,7 +33,8 @@ CONFIGURABLES = {
   'pipeline': ('DatasetConfig',),
   'preprocess': ('Flip', 'InceptionCrop', 'PadCrop'),
 }
-# What may change between two starts of a run without changing its results (config/changes.py).
+# Settings that may change between two starts of a run without changing its results
+# (config/changes.py).
 SAME_RESULTS = (
   'DatasetConfig.num_threads',
   'DatasetConfig.num_workers',

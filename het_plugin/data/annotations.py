@@ -16,7 +16,7 @@ _SUM_TOLERANCE = 1e-3
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
-# Of each feature: shape of a row, dtype and padding.
+# Shape of a row, dtype and padding of each feature.
 Features = dict[str, tuple[tuple[int, ...], type, int]]
 
 
@@ -24,9 +24,9 @@ class Labels:
   """Class labels.
 
   label: class numbers, int32 [B, L], padded with -1.
-  label_weight: of soft labels, float32 [B, L]: the probability of each class or the share of the
+  label_weight: float32 [B, L], for soft labels: the probability of each class, or the share of the
     annotators who chose it.
-  weight: float32 [B], the example's weight in the training loss, of sources that have one.
+  weight: float32 [B], the weight of each example in the training loss, if the source has one.
   """
 
   noun = 'image'
@@ -115,7 +115,7 @@ class Captions:
   def __init__(self, vocabulary: 'seqio.Vocabulary', length: int, at_random: bool):
     """
     Args:
-      vocabulary: of the token ids.
+      vocabulary: vocabulary of the token ids.
       length: L.
       at_random: whether one of several captions is chosen at random.
     """

@@ -78,8 +78,8 @@ def npz_source(path: str) -> ArraySource:
 
   Arrays of the file:
     image       [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
-    label       integers [N], or [N, L] padded with -1: several labels, or the votes of several
-                annotators, also equal ones; or soft labels, float [N, K] with rows that sum to 1.
+    label       integers [N]; [N, L] padded with -1, several labels or votes of annotators, which
+                may repeat; or soft labels, float [N, K] with rows that sum to 1.
     label_weight
                 optional float [N, L], the probability of each label; sums to 1.
     weight      optional float [N], the weight of each example in the training loss.
@@ -152,7 +152,7 @@ def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndar
 
 @contextlib.contextmanager
 def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFile]:
-  """The arrays of a file; a damaged one is one sentence, also if that turns up later."""
+  """The arrays of a file; any damage becomes a ValueError of one sentence, also on later reads."""
   if not os.path.isfile(path):
     raise ValueError(f'{name}: there is no such file.')
   try:
@@ -271,5 +271,5 @@ def _load_images(name: str, path: str) -> np.ndarray:
 
 
 def _centred(images: np.ndarray) -> np.ndarray:
-  """float32 levels in [0, 1] to [-1, 1]."""
+  """Maps float32 levels in [0, 1] to [-1, 1]."""
   return images * np.float32(2) - np.float32(1)

@@ -11,7 +11,7 @@ from het_plugin.data import preprocess
 
 @dataclasses.dataclass(frozen=True)
 class RandAugment:
-  """Random operations in turn (Cubuk et al. 2020), of grey and RGB images.
+  """Random operations on grey and RGB images, one after the other (Cubuk et al. 2020).
 
   num_ops: operations per image.
   magnitude: their strength, from 0 to 30.
@@ -80,8 +80,8 @@ def _affine(x: Image.Image, *matrix: float) -> Image.Image:
 class RandomErasing:
   """Fills a random box with noise (Zhong et al. 2020).
 
-  probability: of doing so.
-  area_range, aspect_range: of the box, relative to the image.
+  probability: how often an image gets a box.
+  area_range, aspect_range: range of area and aspect ratio of the box, relative to the image.
   """
 
   probability: float = 0.25
@@ -156,7 +156,7 @@ NAMES = {
 def resolve(
   augmentations: Sequence,
 ) -> tuple[tuple[preprocess.Preprocessor, ...], Mixup | None]:
-  """The preprocessors, and what mixes images at last, of a list of names and objects.
+  """The preprocessors in a list of names and objects, and the mixture that comes last, if any.
 
   Raises:
     ValueError: a name is unknown, or there are several mixtures.

@@ -21,7 +21,7 @@ _MIN_CONTRAST = 0.5
 _BLUR, _CONTRAST, _NOISE, _LEVEL = 6, 7, 8, 9
 _NUM_DRAWS = 10
 _NOISE_STREAM = 2**32  # folded into the key; far from the counters of the other draws
-_CHUNK = 64  # examples worked on at a time: their temporaries stay in the cache
+_CHUNK = 64  # examples processed at a time, so that temporaries stay in the cache
 
 
 def augment(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:

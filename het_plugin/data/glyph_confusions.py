@@ -18,7 +18,7 @@ from het_plugin.data.locked_cache import locked_cache
 NUM_CANDIDATES = 9  # the class itself and eight others
 READER_NOISE = 0.5  # h of an image of difficulty 1; levels are 0 to 1, summed over 14 x 14 pixels
 
-SIZE = 28  # glyphs are compared at this side whatever the images' is, at half the resolution
+SIZE = 28  # glyphs are compared at this side and half the resolution, whatever the image size
 _LABEL_STREAM = 2**34  # folded into an example's key; apart from the other streams of a glyph
 
 
@@ -46,7 +46,8 @@ def nearest(bank: glyph_bank.GlyphBank, num_candidates: int) -> Lookalikes:
   """The classes nearest to every row of a bank of even side, in the same face."""
   num_rows, side = len(bank.images), bank.images.shape[1] - 2
   blocks = bank.images[:, 1:-1, 1:-1].reshape(num_rows, side // 2, 2, side // 2, 2)
-  # Sums of four levels are integers, and so are the products below: the same on any machine.
+  # Sums of four levels are integers, and so are the products below, so results do not depend on the
+  # machine.
   x = blocks.sum((2, 4), dtype=np.float64).reshape(num_rows, -1)  # [P, (side / 2)^2]
   classes_of_rows = np.repeat(np.arange(len(bank.faces_per_class)), bank.faces_per_class)
   classes = np.repeat(classes_of_rows[:, None], num_candidates, axis=1)  # [P, C]
@@ -56,7 +57,7 @@ def nearest(bank: glyph_bank.GlyphBank, num_candidates: int) -> Lookalikes:
     rows = np.flatnonzero(bank.faces == face)  # [N], sorted by class
     norm = np.square(x[rows]).sum(1)
     distance = norm[:, None] + norm - 2 * (x[rows] @ x[rows].T)  # [N, N]
-    np.fill_diagonal(distance, -1)  # the own class goes before its homoglyphs
+    np.fill_diagonal(distance, -1)  # the own class comes before its homoglyphs
     # Ties, which are many, go to the lower class.
     order = distance * len(rows) + np.arange(len(rows))
     kept = min(num_candidates, len(rows))

@@ -31,7 +31,7 @@ _FACE_STREAM = 2**33  # folded into an example's key; apart from the augmentatio
 
 @dataclasses.dataclass(frozen=True)
 class GlyphSplit:
-  """The faces of a split and its examples for each class (None: endless)."""
+  """The faces of a split, and its examples per class (None: endless)."""
 
   faces: tuple[str, ...]
   examples_per_class: int | None
@@ -120,7 +120,7 @@ class GlyphSource:
 class NoisyGlyphSource(GlyphSource):
   """A GlyphSource with noisy labels from readers who confuse lookalikes.
 
-  Images are the same as in GlyphSource, example by example, so the labels there are the true ones.
+  Each image is the same as in GlyphSource, whose labels are the true ones.
   """
 
   def describe(self, split: str, example_id: int) -> str:
@@ -193,7 +193,7 @@ def _split_classes(class_set: str, split: str) -> np.ndarray:
   return np.array([k for k, c in enumerate(code_points) if c in present])
 
 
-@functools.lru_cache(maxsize=128)  # no finite split has as many, and shuffled it needs them all
+@functools.lru_cache(maxsize=128)  # more than any finite split has; shuffled it needs all of them
 def _block_order(seed: int, split_number: int, block: int, num_classes: int) -> np.ndarray:
   key = counter_random.base_key(seed, split_number, block)
   return counter_random.permutation(key, num_classes)

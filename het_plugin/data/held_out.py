@@ -1,7 +1,7 @@
 """Training batches with held-out examples among their rows.
 
-The last of every n rows is held out, that is row r with r mod n = n - 1. Every device then has the
-same share of both on any mesh, and the state of the input is still one integer.
+The last of every n rows is held out: row r with r mod n = n - 1. Every device then has the same
+share of both on any mesh, and the state of the input is still one integer.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ class HeldOutDatasetConfig:
   """Two data sets read as one.
 
   train: the training examples.
-  held_out: the held-out examples; endless too (augment = True on a slice), with a batch_size that
-    divides that of `train`.
+  held_out: the held-out examples. They must be endless as well (augment = True on a slice), with a
+    batch_size that divides that of `train`.
   """
 
   train: pipeline.DatasetConfig

@@ -13,21 +13,21 @@ from het_plugin.data.annotations import check_weights, with_fields
 from het_plugin.data.array_source import SPLIT_KEY, VALIDATION_FRACTION
 from het_plugin.data.sources import TaskInfo
 
-_SAMPLE = 16  # images whose size is looked at
+_SAMPLE = 16  # number of images whose size is read
 _SUFFIXES = ('.jpg', '.jpeg', '.png')
 
 
 class ImageFolderSource:
   """An ExampleSource of RGB images, uint8, in their own sizes.
 
-  Layouts, told apart by whether there is a folder PATH/train:
+  The layout is the first one if there is a folder PATH/train:
     PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; the classes are those of train
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
-  Class ids follow the sorted folder names. What has the name of an image and is no regular file,
-  such as a dangling link, is skipped and counted in the log. PATH/labels.csv, if it is there, has
-  other labels of some or all files: columns file (relative to PATH) and label (a class folder), and
-  optionally label_weight (the label's probability) and weight (the example's in the training loss).
-  Several rows of a file are its soft label, or equally likely votes without a label_weight.
+  Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
+  dangling link, is skipped and counted in the log. An optional PATH/labels.csv replaces the labels
+  of some or all files. It has the columns file (relative to PATH) and label (a class folder), and
+  optionally label_weight (the probability of the label) and weight (of the example in the training
+  loss). Several rows of a file are a soft label, or equally likely votes without label_weight.
   """
 
   def __init__(self, path: str):
@@ -88,7 +88,7 @@ class ImageFolderSource:
     return list(map(read_bytes, files)), self._labels[split][ids]
 
   def _read_table(self, table: pathlib.Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Replaces the labels of files by those of the table; returns what the labels have besides."""
+    """Replaces labels of files by those of the table; returns the names of additional fields."""
     columns, numbers = ('label_weight', 'weight'), {name: i for i, name in enumerate(names)}
     found: dict[str, list[tuple[int, float | None, float | None]]] = {}
     for line, record in table_records(table, ('file', 'label')):
@@ -174,7 +174,7 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
   for folder in _folders(root):
     with os.scandir(folder) as entries:
       named = [entry for entry in entries if entry.name.lower().endswith(_SUFFIXES)]
-    # The first question needs no look at the file, unless it is a link.
+    # The first test needs no access to the file, unless it is a link.
     regular = [e for e in named if e.is_file(follow_symlinks=False) or os.path.isfile(e.path)]
     files[folder.name] = sorted(pathlib.Path(entry.path) for entry in regular)
     skipped += sorted(entry.path for entry in named if entry not in regular)

@@ -22,7 +22,7 @@ Batch = reader.Batch
 
 PREFETCHED_BATCHES = 3
 _BLOCK, _BLOCK_BYTES = 256, 2**27  # examples, and bytes of images, that a thread reads at a time
-_MAX_THREADS = 16  # more would wait for Python's lock
+_MAX_THREADS = 16  # more would wait for the GIL
 _ENDLESS = 2**48  # batches
 
 
@@ -41,8 +41,8 @@ class DatasetConfig:
   seed: seed of order, augmentation and endless streams; in [0, 2^32).
   num_epochs: passes over the split or slice. None is endless for the split 'train' and with
     augment = True, and one pass otherwise.
-  augmentations: of images that are augmented, in order: names or objects of augment.py; None takes
-    the task's own. 'mixup' and 'cutmix' give a batch twice the labels, and label_weight.
+  augmentations: names or objects of augment.py, in order, for images that are augmented; None takes
+    the task's own. With 'mixup' and 'cutmix' a batch has twice the labels, and label_weight.
   augment: whether images go through the training preprocessors, and one of several captions is
     drawn at random instead of the first. None is True for the whole split 'train' only.
   resize: how evaluation makes photographs square: 'aspect' keeps the aspect ratio, 'squash' does
@@ -51,10 +51,10 @@ class DatasetConfig:
     get_vocabulary. None takes the task's own, by default 'bytes'.
   max_corrupt_fraction: fraction of the split or slice that may be unreadable or without a caption;
     these rows are masked.
-  num_threads: number of threads that read ahead; None: one for each core, at most 16. The order
-    does not depend on it.
-  num_workers: number of processes that read ahead, each with num_threads threads, for hosts whose
-    cores threads cannot use; 0: threads of this process.
+  num_threads: number of threads that read ahead; None: one per core, at most 16. The order does not
+    depend on it.
+  num_workers: number of processes that read ahead, each with num_threads threads, for hosts with
+    more cores than threads of one process can use; 0: threads of this process.
   module: a module to import first, for example one that registers tasks.
   use_cached, pack: must be False; image tasks are neither cached nor packed.
   """
@@ -104,9 +104,9 @@ class BatchIterator:
 
   A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1
   or text int32 [B, L] (token ids and end-of-sequence, 1, padded with 0), index int32 [B] and mask
-  float32 [B], with B the number of `rows` (see ExampleReader.read); and label_weight and weight
-  where there are some (annotations.Labels). An error in reading a batch is raised by the `next`
-  that would have returned it, which can be repeated.
+  float32 [B], with B the number of `rows` (see ExampleReader.read), and optionally label_weight and
+  weight (annotations.Labels). An error in reading a batch is raised by the `next` that would have
+  returned it; this `next` can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
   num_examples, num_batches: from position 0 to the end; None if endless.
@@ -174,7 +174,7 @@ class BatchIterator:
     return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in parts[0][0]}
 
   def _open(self) -> Iterator[tuple[Batch, Mapping[int, str]]]:
-    """The parts of the batches from the position on, in order."""
+    """The parts of the batches in order, beginning at the position."""
     import grain  # slow to import
 
     first = self._position // self._batch_size
@@ -205,7 +205,7 @@ class BatchIterator:
     self._position = int(state['position'])
 
   def close(self) -> None:
-    """Stops reading ahead, until the next batch is asked for."""
+    """Stops reading ahead until the next batch is requested."""
     if self._blocks is not None:
       self._blocks.close()
       self._blocks = None
@@ -359,7 +359,7 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     shape = (2 * shape[0],) if double else shape
     spec[name] = jax.ShapeDtypeStruct((cfg.batch_size, *shape), dtype)
   if load := getattr(task.examples, 'load', None):
-    load()  # arrays, whose errors are found now and not in a thread
+    load()  # reads arrays now, so that errors do not appear in a thread
   return BatchIterator(
     examples.read,
     reader.CorruptRecords(part.num_records or 0, cfg.max_corrupt_fraction, annotations.noun),
@@ -377,7 +377,7 @@ def element_spec(cfg: Any, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
 
   Args:
     cfg: a DatasetConfig, or another with its batch_size and task_feature_lengths.
-    channels: of the images.
+    channels: number of channels of the images.
   """
   B, side = cfg.batch_size, cfg.task_feature_lengths['image']
   annotation = 'text' if 'text' in cfg.task_feature_lengths else 'label'

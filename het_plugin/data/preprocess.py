@@ -2,9 +2,10 @@
 
 An image is a decoded file (a Pillow image) or an array [h, w, C]: uint8, or float32 in [-1, 1]. A
 preprocessor is a function (image, rng, size) -> image, where `rng` is the example's own generator,
-from (seed, position in the global order), and `size` the side of the model's images. An example is
-therefore the same on every host, in every batch and after every restart. What is not size x size
-after the last preprocessor is resized, and uint8 levels become float32 in [-1, 1].
+derived from (seed, position in the global order), and `size` the side of the model's images. An
+example is therefore the same on every host, in every batch and after every restart. An image that
+is not size x size after the last preprocessor is resized, and uint8 levels become float32 in
+[-1, 1].
 """
 
 import dataclasses
@@ -47,14 +48,14 @@ def resized(
 
   Args:
     image: the image.
-    height, width: of the result.
-    box: left, top, right and bottom in pixels, also fractions; None for the whole image.
+    height, width: size of the result.
+    box: left, top, right and bottom in pixels or fractions of them; None for the whole image.
     antialias: whether the filter covers all pixels when the image becomes smaller.
   """
   if box is None and height_and_width(image) == (height, width):
     return image
   if isinstance(image, np.ndarray):
-    if image.dtype != np.uint8 or image.shape[-1] != 3:  # Pillow has no such images: by channel
+    if image.dtype != np.uint8 or image.shape[-1] != 3:  # not a Pillow image: resize per channel
       planes = (Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0))
       return np.stack([resized(x, height, width, box, antialias) for x in planes], -1)
     image = Image.fromarray(np.ascontiguousarray(image))
@@ -198,7 +199,7 @@ class ToChannels:
 
 
 def to_levels(image: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-  """Levels in [-1, 1] of uint8 images, float32; others are float32 already."""
+  """float32 levels in [-1, 1] of uint8 images; other images have such levels already."""
   if out is None:
     if image.dtype == np.float32:
       return image

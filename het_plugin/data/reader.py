@@ -17,7 +17,7 @@ from het_plugin.data.sources import ExampleSource
 Batch = dict[str, np.ndarray]
 
 _SHUFFLE_STREAM, _PREPROCESS_STREAM, _MIX_STREAM = 1, 2, 3
-MAX_CORRUPT_FRACTION = 0.01  # the default, and what tasks under seqio allow
+MAX_CORRUPT_FRACTION = 0.01  # the default, and the limit of tasks under seqio
 _NAMED_RECORDS = 5  # how many unreadable records an error names
 
 
@@ -37,7 +37,7 @@ class CorruptRecords:
     return tuple(self._names.values())
 
   def add(self, records: Mapping[int, str]) -> None:
-    """Counts records, by number; each once, also if it is added again.
+    """Counts records by number; a record that is added again is not counted again.
 
     Raises:
       ValueError: more than max_fraction of the split's records are unreadable.
@@ -85,7 +85,7 @@ class ExampleReader:
     Args:
       source: the examples.
       split: a split or a slice of one.
-      size, channels: of the square images that the model takes.
+      size, channels: side and channels of the square images that the model takes.
       annotations: makes rows of the source's labels or captions.
       preprocessors: applied to each image.
       mixture: mixes pairs of images after that.
@@ -117,10 +117,10 @@ class ExampleReader:
     Returns:
       A batch, and the names of the unreadable records by number. The batch has
       image: float32 [B, H, H, C] in [-1, 1].
-      the features of `annotations`; of mixed images twice as many labels.
-      index: int32 [B]; in one pass over a finite split or a slice of one, the record's number in
-        the whole split, so that slices that do not overlap have no index in common; else the
-        position mod 2^31.
+      the features of `annotations`, with twice as many labels if images are mixed.
+      index: int32 [B]. In one pass over a finite split or a slice, it is the number of the record
+        in the whole split, so slices that do not overlap have no index in common. Otherwise it is
+        the position mod 2^31.
       mask: float32 [B], 1 for examples, 0 for padding and unreadable records.
 
     Raises:

@@ -14,7 +14,7 @@ def precision(
   predictions: Sequence[np.ndarray],
   aux_values: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, float]:
-  """How often the most probable class, and one of the five most probable, is among the labels.
+  """How often the most probable class, or one of the five most probable, is among the labels.
 
   Args:
     targets: N times [L].
@@ -31,7 +31,7 @@ def precision(
 
 
 def likelihood(targets: Sequence[np.ndarray], scores: Sequence[float]) -> dict[str, float]:
-  """The mean of -log p(labels | x), of `score_batch`'s N scores."""
+  """The mean of -log p(labels | x), from the N scores of `score_batch`."""
   return {'nll': float(-np.asarray(scores)[_counts(np.asarray(targets))].mean())}
 
 

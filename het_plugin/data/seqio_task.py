@@ -1,7 +1,7 @@
 """The tasks as seqio tasks, with the pipeline's order and pixels, and t5x's feature converters.
 
-Importing this registers all added tasks, also those that are added later; `register` registers any
-other.
+Importing this module registers all added tasks, including those that are added later; `register`
+registers any other.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from het_plugin.data import reader, seqio_metrics, sources, tasks
 from het_plugin.data import splits as splits_lib
 
 if tf.config.get_visible_devices('GPU'):
-  tf.config.set_visible_devices([], 'GPU')  # its memory is the model's
+  tf.config.set_visible_devices([], 'GPU')  # leaves the memory to the model
 
-_BLOCK = 64  # examples that one call reads
+_BLOCK = 64  # examples per read
 
 
 class _Source(seqio.DataSource):
-  """What seqio asks a source for: its splits and shards. The task reads the examples."""
+  """Splits and shards of a source, for seqio. The task reads the examples."""
 
   def __init__(self, examples: sources.ExampleSource):
     self._examples = examples
@@ -146,7 +146,7 @@ def _output_features(task: tasks.ImageTask) -> dict[str, seqio.Feature]:
 
 
 def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
-  """The seqio task of a task; registered under a name that seqio accepts if it is not yet.
+  """The seqio task of a task, which is registered under a name that seqio accepts.
 
   Args:
     name, vocabulary: as in `tasks.get_task`.
@@ -178,7 +178,7 @@ _Spec = seqio.FeatureConverter.FeatureSpec
 
 
 class _ImageConverter(seqio.FeatureConverter):
-  """Base of both converters; subclasses name the feature beside the image and its padding."""
+  """Base of both converters; subclasses name the second feature and its padding."""
 
   ANNOTATION: str
   PADDING: int

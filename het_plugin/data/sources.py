@@ -23,8 +23,9 @@ class TaskInfo:
   splits: number of examples of each split; None for an endless one.
   max_labels: the largest known number of labels per example; the 'label' length must be at least
     this.
-  label_fields: of the labels besides class numbers: label_weight, weight (annotations.Labels).
-  version: identifies this state of the data, as far as known without reading them; None for data
+  label_fields: fields of the labels besides class numbers: label_weight, weight
+    (annotations.Labels).
+  version: identifies this state of the data as well as possible without reading them; None for data
     that do not change.
   """
 

@@ -4,8 +4,8 @@
     train[:2000]     its first 2,000 records; train[2000:] has the others, train[-500:] the last 500
     train[10%:20%]   by percent; a boundary is the closest record, int(round(percent * N / 100))
 
-See https://www.tensorflow.org/datasets/splits. Slices are of one split, in records or in percent:
-sums of splits, shards and TFDS's other roundings are not understood.
+See https://www.tensorflow.org/datasets/splits. A slice is of one split, in records or in percent.
+Sums of splits, shards and TFDS's other roundings are not supported.
 """
 
 import dataclasses

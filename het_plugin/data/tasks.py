@@ -39,11 +39,12 @@ if TYPE_CHECKING:  # seqio imports TensorFlow, which only captions need
 class ImageTask:
   """A source with its preprocessing, read in one global order.
 
-  name: of the task, for messages.
+  name: name of the task, for messages.
   examples: the examples by number, before preprocessing.
-  preprocessors: of training; see preprocess.py.
-  eval_preprocessors: of evaluation.
-  vocabulary: of the captions, a name (see get_vocabulary) or a seqio vocabulary; None for labels.
+  preprocessors: preprocessors of training; see preprocess.py.
+  eval_preprocessors: preprocessors of evaluation.
+  vocabulary: vocabulary of the captions, a name (see get_vocabulary) or a seqio vocabulary; None
+    for labels.
   """
 
   name: str
@@ -78,8 +79,10 @@ class ImageTask:
   def annotations(
     self, lengths: Mapping[str, int], augment: bool, mixed: bool = False
   ) -> annotations.Labels | annotations.Captions:
-    """Makes rows of labels or captions, for training (augment) or evaluation; of mixed images the
-    labels have weights."""
+    """Makes rows of labels or captions, for training (augment) or evaluation.
+
+    Labels of mixed images have weights.
+    """
     if self.vocabulary is None:
       fields = self.examples.info.label_fields
       if mixed and 'label_weight' not in fields:
@@ -141,7 +144,7 @@ ON_ADD: list[Callable[[ImageTask], Any]] = []  # called with every added task; f
 
 _SMALL = 64  # pixels; folders of images of at most this side are not cropped like photographs
 _PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
-# No crop and no mirroring, so that everything the caption describes stays visible, on its side.
+# No crop and no mirroring, so that everything in the caption stays visible and on its side.
 _CAPTIONED = (pp.Resize(),)
 
 
@@ -232,7 +235,7 @@ def _add(task: ImageTask) -> ImageTask:
 
 
 def names() -> tuple[str, ...]:
-  """The names of the tasks that were added, those given by a path are not."""
+  """The names of the tasks that were added; tasks given by a path are not among them."""
   return tuple(sorted(_TASKS))
 
 
@@ -241,7 +244,7 @@ def get_task(name: Any, vocabulary: str | None = None) -> ImageTask:
 
   Args:
     name: a name, or an ImageTask.
-    vocabulary: of the captions instead of the task's own, see get_vocabulary.
+    vocabulary: replaces the task's own vocabulary of captions, see get_vocabulary.
 
   Raises:
     ValueError: the task, path, data set or vocabulary does not exist, or a vocabulary is given for
@@ -285,12 +288,12 @@ def _made(prefix: str, argument: str) -> ImageTask:
   make, train, evaluation, vocabulary = _MAKERS[prefix]
   source = make(argument)
   if prefix == 'image_folder' and source.typical_side <= _SMALL:
-    # 5% of the area of a small image shows nothing, and 8/7 of the side cuts off its border.
+    # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
     train, evaluation = (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
   return ImageTask(f'{prefix}:{argument}', source, train, evaluation, vocabulary)
 
 
-# Not by add_image_task: their metadata, which it reads, come from fonts.
+# Not by add_image_task, which reads their metadata, for which fonts must be loaded.
 for _name, _source in glyphs.SOURCES.items():
   _add(ImageTask(_name, _source))
 for _class_set in glyphs.SPLITS:

@@ -18,8 +18,8 @@ class TfdsSource:
   """An ExampleSource over a prepared TFDS data set: RGB images, uint8, in their own sizes.
 
   The data set's features must have one image and one class label, or a sequence of class labels:
-  those named by its `supervised_keys`, else 'image' and 'label' or 'labels'. It is searched where
-  TFDS searches, that is in TFDS_DATA_DIR if that is set. Nothing is downloaded, because all hosts
+  those named by its `supervised_keys`, else 'image' and 'label' or 'labels'. It is searched in the
+  folders of TFDS, which are TFDS_DATA_DIR if that is set. Nothing is downloaded, because all hosts
   of a pod would do it at once.
   """
 
@@ -27,8 +27,8 @@ class TfdsSource:
     """Reads the data set's metadata.
 
     Raises:
-      ValueError: unknown to TFDS, not prepared, not prepared for random access, or without image
-        and label features.
+      ValueError: the data set is unknown to TFDS, not prepared, not prepared for random access, or
+        without image and label features.
     """
     self._name = f'tfds:{name}'
     builder = _prepared_builder(name)
@@ -73,8 +73,8 @@ class TfdsCaptionSource:
     """Reads the data set's metadata.
 
     Raises:
-      ValueError: unknown to TFDS, not prepared, not prepared for random access, or without image
-        and caption features.
+      ValueError: the data set is unknown to TFDS, not prepared, not prepared for random access, or
+        without image and caption features.
     """
     self._name = f'tfds_captions:{name}'
     builder = _prepared_builder(name)
@@ -134,7 +134,7 @@ def _prepared_builder(name: str) -> tfds.core.DatasetBuilder:
   """The builder of a data set that can be read by number.
 
   Raises:
-    ValueError: unknown to TFDS, not prepared, or not prepared for random access.
+    ValueError: the data set is unknown to TFDS, not prepared, or not prepared for random access.
   """
   builder = _builder(name)
   if builder is None:

@@ -16,8 +16,8 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
   """The vocabulary with a name; the same object for the same name.
 
   Args:
-    name: 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all, which
-      needs no file), or the path of a SentencePiece model, which ends in .model. None: 'bytes'.
+    name: 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all), or the
+      path of a SentencePiece model, which ends in .model. None: 'bytes'.
 
   Raises:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
@@ -65,8 +65,8 @@ def tokenize(
 ) -> np.ndarray:
   """Token ids for a text tower, int32 [N, L].
 
-  Every row holds the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or
-  more tokens is cut so that it still ends with 1; an empty text is a single 1.
+  Every row has the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or
+  more tokens is cut so that it still ends with 1. An empty text is a single 1.
 
   Args:
     vocabulary: a name as in get_vocabulary, or a vocabulary.
