@@ -16,13 +16,14 @@ Exit codes: 0 done; 2 a setting is wrong.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import app, flags
 
 import gin
 from het_plugin.config import command_line, distributed, flag_values
-from het_plugin.evaluation import fewshot, fewshot_report, fewshot_runs
+from het_plugin.evaluation import fewshot, fewshot_runs
 
 
 def define_flags() -> None:
@@ -65,51 +66,50 @@ def define_flags() -> None:
   flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
 
 
-def settings() -> fewshot_runs.Settings:
-  values = flags.FLAGS
-  parts = {name: values[name].value for name in ('classifier', 'draw') if values[name].value}
-  if values.l2 is not None:
-    parts['l2'] = flag_values.positive_or_word('l2', values.l2, fewshot.L2_RULES)
-  return fewshot_runs.Settings(
-    dataclasses.replace(fewshot.PROTOCOLS[values.protocol], **parts),
-    tuple(n if n == 'all' else flag_values.integers('shots', [n], 1)[0] for n in values.shots),
-    tuple(flag_values.integers('seeds', values.seeds)),
-  )
+def settings() -> dict[str, Any]:
+  """Protocol, shots and seeds."""
+  F = flags.FLAGS
+  parts = {name: F[name].value for name in ('classifier', 'draw') if F[name].value}
+  if F.l2 is not None:
+    parts['l2'] = flag_values.positive_or_word('l2', F.l2, fewshot.L2_RULES)
+  return {
+    'protocol': dataclasses.replace(fewshot.PROTOCOLS[F.protocol], **parts),
+    'shots': [n if n == 'all' else flag_values.integers('shots', [n], 1)[0] for n in F.shots],
+    'seeds': flag_values.integers('seeds', F.seeds),
+  }
 
 
-def evaluate(chosen: fewshot_runs.Settings) -> fewshot_runs.Results:
-  values = flags.FLAGS
-  if not values.checkpoint:
-    return fewshot_runs.from_files(values.names, values.train, values.test, chosen)
+def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
+  F = flags.FLAGS
+  if not F.checkpoint:
+    return fewshot_runs.from_files(F.names, F.train, F.test, **chosen)
   from het_plugin.config import trained_run  # imports TensorFlow, which files do not need
 
-  gin_files = values.gin_file, values.gin_bindings, values.gin_search_paths
   return fewshot_runs.from_checkpoints(
-    values.names,
-    values.checkpoint,
-    chosen,
-    open_run=lambda checkpoint: trained_run.open_run(checkpoint, *gin_files),
+    F.names,
+    F.checkpoint,
+    lambda path: trained_run.open_run(path, F.gin_file, F.gin_bindings, F.gin_search_paths),
     # These are the bindings of the run that was opened last.
-    bound_datasets=lambda: gin.get_bindings('FewShotAction').get('datasets'),
-    **{name: values[name].value for name in fewshot_runs.OF_CHECKPOINTS},
+    lambda: gin.get_bindings('FewShotAction').get('datasets'),
+    **{name: F[name].value for name in fewshot_runs.OF_CHECKPOINTS},
+    **chosen,
   )
 
 
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  values = flags.FLAGS
+  F = flags.FLAGS
   with command_line.one_sentence_errors():
     chosen = settings()
-    given = [name for name in fewshot_runs.OF_CHECKPOINTS if values[name].present]
-    sources = values.train, values.test, values.checkpoint, values.results
-    fewshot_runs.check_flags(*sources, values.splits, given)
+    given = [name for name in fewshot_runs.OF_CHECKPOINTS if F[name].present]
+    fewshot_runs.check_flags(F.train, F.test, F.checkpoint, F.results, F.splits, given)
     distributed.initialize()
-    protocol = {'name': values.protocol, **dataclasses.asdict(chosen.protocol)}
-    earlier = [row for path in values.results for row in fewshot_runs.read_rows(path)]
-    report = fewshot_report.make_report(protocol, earlier, evaluate(chosen))
+    protocol = {'name': F.protocol, **dataclasses.asdict(chosen['protocol'])}
+    earlier = [row for path in F.results for row in fewshot_runs.read_rows(path)]
+    report = fewshot_runs.make_report(protocol, earlier, evaluate(chosen))
     if jax.process_index() == 0:
-      report.write('het_plugin.fewshot', json=values.json, html=values.html)
+      report.write('het_plugin.fewshot', json=F.json, html=F.html)
 
 
 if __name__ == '__main__':

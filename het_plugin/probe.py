@@ -69,10 +69,10 @@ def represented() -> list[str]:
   from het_plugin.evaluation import represent
 
   F = flags.FLAGS
-  files = F.dataset, ','.join(F.splits), [F.layer], 'mean', F.output_dir, 'safetensors', 'float32'
   gin_files = F.gin_file, F.gin_bindings, F.gin_search_paths
   open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_files)
-  found = represent.represent(represent.Settings(*files, 256, None, None, False), open_run)
+  splits = ','.join(F.splits)
+  found = represent.represent(open_run, F.dataset, F.output_dir, splits=splits, layers=[F.layer])
   return [row['file'] for row in found['files']]
 
 

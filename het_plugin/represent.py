@@ -11,7 +11,6 @@ published ViT or BiT file whose model --gin_file gives. --arrays=FILE in place o
 Exit codes: 0 done; 2 a setting is wrong.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -22,7 +21,8 @@ from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import extraction, represent, representations
 
-_FROM_A_MODEL = ('checkpoint', 'dataset', 'splits', 'layers', 'pool', 'max_examples', 'image_size')
+_OF_FILES = ('format', 'dtype', 'overwrite')
+_OF_A_MODEL = ('splits', 'layers', 'pool', 'batch_size', 'max_examples', 'image_size')
 
 
 def define_flags() -> None:
@@ -62,20 +62,21 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
   with command_line.one_sentence_errors():
-    names = [field.name for field in dataclasses.fields(represent.Settings)]
-    settings = represent.Settings(**{name: F[name].value for name in names})
     if F.arrays is None and not (F.checkpoint and F.dataset):
       raise ValueError('--checkpoint and --dataset are needed, or --arrays')
-    if F.arrays and (given := [name for name in _FROM_A_MODEL if F[name].present]):
+    given = [name for name in ('checkpoint', 'dataset', *_OF_A_MODEL) if F[name].present]
+    if F.arrays and given:
       raise ValueError(f'--{given[0]} cannot go with --arrays={F.arrays}, which are features')
     distributed.initialize()
+    of_files = {name: F[name].value for name in _OF_FILES}
     if F.arrays:
-      result = represent.convert(F.arrays, settings)
+      result = represent.convert(F.arrays, F.output_dir, **of_files)
     else:
       open_run = functools.partial(
         trained_run.open_run, F.checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths
       )
-      result = represent.represent(settings, open_run)
+      of_model = {name: F[name].value for name in _OF_A_MODEL}
+      result = represent.represent(open_run, F.dataset, F.output_dir, **of_files, **of_model)
     if jax.process_index() == 0:
       print(represent.table(result['files']), flush=True)
       if F.json:

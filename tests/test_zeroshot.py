@@ -177,32 +177,9 @@ def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
     ([], '--checkpoint or --group is needed'),
     (['--group=a'], '--group=a must be NAME=DIR,DIR'),
     (['--group=a=r/1,r/1'], 'has a checkpoint twice: a seed counts once'),
-    (['--group=a=r/1', '--group=a=r/2'], 'the groups a,a must have distinct names'),
-    (['--checkpoint=r/1', '--names=a,b'], '--names=a,b must be 1 names'),
     (['--checkpoint=r/1', '--dataset=digits,digits'], 'distinct names'),
-    (['--checkpoint=r/1', '--dataset=digits', '--split=dev'], "split is 'dev'"),
     (['--checkpoint=r/1', '--dataset=digits', '--batch_size=6'], 'batch_size=6'),
   ],
 )
 def test_wrong_flags_are_one_sentence(flags, message, towers, run_main):
   assert message in run_main(zeroshot, *flags, code=2)
-
-
-def test_a_classifier_is_refused(digits_run, run_main):
-  message = run_main(zeroshot, f'--checkpoint={digits_run[0]}', '--dataset=digits', code=2)
-  assert 'ClassificationModel has no image_embeddings: zero-shot evaluation needs a' in message
-
-
-def test_one_name_is_one_data_set_in_all_runs(towers, monkeypatch, run_main):
-  """Runs bind data sets of their own."""
-  sizes = iter((32, 64))
-
-  def open_bound(checkpoint, *settings):
-    run = open_towers(checkpoint, *settings)
-    dataset = ZeroShotDataset('mine', 'digits', f'test[:{next(sizes)}]', 'none')
-    monkeypatch.setattr(zeroshot_report, 'DEFAULT_DATASETS', (dataset,))
-    return run
-
-  monkeypatch.setattr(trained_run, 'open_run', open_bound)
-  message = run_main(zeroshot, '--checkpoint=a/1', '--checkpoint=b/2', '--batch_size=32', code=2)
-  assert "b/2: the data set 'mine' is" in message or "b: the data set 'mine' is" in message

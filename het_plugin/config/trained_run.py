@@ -90,9 +90,7 @@ def parse_run_config(
 
   if weights.is_weights_file(checkpoint):
     frame = PUBLISHED
-    bindings = [*_layer_before_the_head(checkpoint), *bindings]
-    if not gin_files:
-      bindings = [*weights.tower_bindings(checkpoint), *bindings]
+    bindings = [*_published_bindings(checkpoint, of_towers=not gin_files), *bindings]
   else:
     found = checkpoint_reader.find(checkpoint)
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
@@ -114,10 +112,14 @@ def parse_run_config(
   return settings
 
 
-def _layer_before_the_head(path: epath.PathLike) -> list[str]:
-  """Binds the width of a ViT's tanh layer before the head where a published file has one."""
-  kernel = layouts.canonical(weights.read_arrays(path)).get('pre_logits/kernel')
-  return [] if kernel is None else [f'vit.representation_size = {kernel.shape[1]}']
+def _published_bindings(path: epath.PathLike, of_towers: bool) -> list[str]:
+  """What a file says of its model: a tower, or the width of a tanh layer before the head."""
+  arrays = weights.read_arrays(path)
+  found = []
+  if of_towers and weights.is_tower(arrays):
+    found = weights.read_tower(arrays, weights.read_config(path)).bindings()
+  kernel = layouts.canonical(arrays).get('pre_logits/kernel')
+  return found if kernel is None else [*found, f'vit.representation_size = {kernel.shape[1]}']
 
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
@@ -162,7 +164,7 @@ def open_run(
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths
   if weights.is_weights_file(checkpoint):
-    step, task = None, None
+    step, task, published = None, None, weights.read_arrays(checkpoint)
   else:
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
@@ -173,7 +175,7 @@ def open_run(
     specs, target = _placement(model, partitioner, init)
     try:
       if step is None:
-        params = _read_published(checkpoint, partitioner, init, specs, target)
+        params = _read_published(checkpoint, published, partitioner, init, specs, target)
       else:
         restore = checkpoints.RestoreCheckpointConfig(
           str(checkpoint), mode='specific', ema=optimizers.evaluates_ema(model.optimizer_def)
@@ -232,17 +234,14 @@ def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tupl
   return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
 
 
-def _read_published(
-  path: epath.PathLike, partitioner: Any, init: Callable[[], PyTree], specs: PyTree, target: PyTree
-) -> dict[str, jax.Array]:
+def _read_published(path, arrays, partitioner, init, specs, target) -> dict[str, jax.Array]:
   """The file's backbone, placed; all else, the head too, starts as the model starts."""
   from het_plugin.training import warm_start
 
   flat = traverse_util.flatten_dict(target, sep='/')
   shapes = {name: x.shape for name, x in flat.items()}
-  arrays, config = weights.read_arrays(path), weights.read_config(path)
   try:
-    read, report = weights.load_params(arrays, shapes, 'init', config=config)
+    read, report = weights.load_params(arrays, shapes, 'init', config=weights.read_config(path))
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
   _log.info('Parameters from %s: %s', path, report.text())

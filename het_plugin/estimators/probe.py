@@ -12,13 +12,13 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
-from het_plugin import reporting
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
-from het_plugin.evaluation import calibration, uncertainty
+from het_plugin.evaluation import uncertainty
 from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.representations import Representations, read_representations
+from het_plugin.evaluation.uncertainty_report import calibration_figures
 
 EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
 _COMPARED = ('nll', 'brier', 'precision_at_1')
@@ -137,7 +137,7 @@ def probe(train: Source, test: Source | None, settings: Settings) -> Report:
     rows=[_shown(row) for row in rows],
     row_title='head',
     notes=notes,
-    draw=lambda: _plots(outcomes),
+    draw=lambda: calibration_figures({x.head: x.scores for x in outcomes}),
     json=rows,
   )
 
@@ -311,32 +311,3 @@ def _shown(row):
     tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1', 'brier')}
   return {'head': row['head'], **shown, 'stderr': errors, 'tables': tables}
-
-
-def _plots(outcomes):
-  """{file name: figure}."""
-  diagrams = {
-    x.head: calibration.reliability(np.exp(x.scores.uncertainty.log_confidence), x.scores.correct)
-    for x in outcomes
-  }
-  curves = {}
-  for x in outcomes:
-    risk = uncertainty.risk_coverage(x.scores.uncertainty.log_confidence, x.scores.correct)
-    curves[x.head] = np.arange(1, len(risk) + 1) / len(risk), risk
-  return {
-    'reliability': reporting.Figure(
-      reporting.reliability_png(diagrams),
-      'Accuracy by confidence. A calibrated head lies on the dotted line.',
-      'Reliability diagram of each head.',
-    ),
-    'risk_coverage': reporting.Figure(
-      reporting.unit_curves_png(
-        curves,
-        title='risk and coverage',
-        x_label='coverage: share of the examples answered, the most confident first',
-        y_label='error rate among them',
-      ),
-      'Error rate when only the most confident examples are answered.',
-      'Risk-coverage curve of each head.',
-    ),
-  }

@@ -116,16 +116,13 @@ class FewShotAction(PeriodicAction):
     period: int | None = None,
     total_steps: int | None = None,
   ):
-    """Checks the settings; nothing is read or compiled yet.
+    """Reads and compiles nothing yet.
 
     Args:
-      image_size: side of the square images that the model takes, in pixels.
-      channels: number of channels that the model takes; grey images are repeated, colours averaged.
+      image_size, channels: of the images that the model takes; see `PerExample`.
       batch_size: global batch of the extraction.
       datasets: data sets to evaluate on.
-      shots: examples per class.
-      seeds: one subset is drawn for each.
-      l2, classifier, draw: see `fewshot.Protocol`.
+      shots, seeds, l2, classifier, draw: see `fewshot`.
       layer: name of the representation.
       period, total_steps: see `PeriodicAction`.
 
@@ -146,11 +143,7 @@ class FewShotAction(PeriodicAction):
     return fewshot_datasets.FewShotReader(extractor, mesh, self._image_size, self._batch_size)
 
   def setup(self, context: ActionContext) -> None:
-    """Checks the data sets against the mesh and reads what an earlier run has evaluated.
-
-    Raises:
-      ValueError: as `FewShotReader.check`.
-    """
+    """Also checks the data sets (`FewShotReader.check`)."""
     super().setup(context)
     for dataset in self._datasets:
       self._reader(None).check(dataset)
@@ -195,15 +188,12 @@ class ZeroShotAction(PeriodicAction):
     period: int | None = None,
     total_steps: int | None = None,
   ):
-    """Sets the evaluation up; reads and compiles nothing yet.
+    """Reads and compiles nothing yet.
 
     Args:
-      image_size: side of the square images that the model takes, in pixels.
-      channels: image channels that the model takes; grey data are repeated, colours averaged.
+      image_size, channels, batch_size, num_samples: see `ZeroShotEvaluator`.
       tokenizer: that of the training; in gin `@run_tokenizer()`, of `@train/DatasetConfig()`.
-      batch_size: global batch, of images and of texts.
       datasets: what to evaluate on.
-      num_samples: see `ZeroShotEvaluator`.
       period, total_steps: see `PeriodicAction`.
 
     Raises:
@@ -225,11 +215,7 @@ class ZeroShotAction(PeriodicAction):
     return zeroshot_datasets.ZeroShotEvaluator(model, mesh, specs, **self._settings)
 
   def setup(self, context: ActionContext) -> None:
-    """Checks the model and the data sets, and finds out what an earlier run has evaluated.
-
-    Raises:
-      ValueError: the model is not contrastive; and as `ZeroShotEvaluator.check`.
-    """
+    """Also checks the model and the data sets (`ZeroShotEvaluator.check`)."""
     super().setup(context)
     checker = self._make_evaluator(None)
     for dataset in self._datasets:

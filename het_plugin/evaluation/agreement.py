@@ -12,7 +12,7 @@ class-wise ECE   mean over classes k of the ECE of p_k for the event y = k, 15 b
 import numpy as np
 from scipy import special, stats
 
-from het_plugin.evaluation import calibration, uncertainty
+from het_plugin.evaluation import uncertainty
 
 
 def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -54,5 +54,5 @@ def classwise_ece(log_prob: np.ndarray, label: np.ndarray) -> float:
   """Class-wise expected calibration error."""
   p = np.exp(log_prob.astype(np.float64))
   return float(
-    np.mean([calibration.reliability(p[:, k], label == k).ece for k in range(p.shape[1])])
+    np.mean([uncertainty.reliability(p[:, k], label == k).ece for k in range(p.shape[1])])
   )

@@ -7,15 +7,14 @@ correlate because of the covariance in the pre-logits and because their columns 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.evaluation.extraction import match_channels
-from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.evaluation.extraction import PerExample
 
 PyTree = Any
 
@@ -58,32 +57,32 @@ def why_none(head: Any) -> str | None:
 
 
 def look(
-  model: Any,
-  partitioner: PjitPartitioner,
-  param_specs: PyTree,
-  channels: int,
-  params: PyTree,
-  examples: Mapping[str, np.ndarray],
+  run: Any,
+  batches: Iterable[Mapping[str, np.ndarray]],
+  batch_size: int,
+  number: int | None = None,
+  index: Sequence[int] = (),
   num_top: int = 8,
-) -> Iterator[ClassCovariance]:
-  """Yields the class correlations of each example; every process must run through all.
+) -> list[ClassCovariance]:
+  """The class correlations of some examples; every process calls it.
 
   Args:
-    model: has `logits(params, batch)`, `predictive(params, batch)` and `head`.
-    partitioner, param_specs, channels: see `RepresentationExtractor`.
-    params: the parameters, placed by `param_specs`.
-    examples: image, label and index of N examples (`take_examples`), the same on every process.
+    run: a `config.trained_run.TrainedRun`.
+    batches: whole batches of a split, the same on every process.
+    batch_size: their rows. Factors are R + 1 times the size of logits: few rows per device.
+    number: takes the first so many examples; None the examples of `index`.
+    index: their ids, in this order.
     num_top: m, the number of most probable classes; at most K are taken.
 
   Raises:
-    ValueError: the head has no class correlations.
+    ValueError: the head has no class correlations, or there is no example of an id.
   """
+  model = run.model
   if reason := why_none(model.head):
     raise ValueError(reason)
   num_classes = model.head.num_classes
 
   def compute(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    batch = {**batch, 'image': match_channels(batch['image'], channels)}
     log_prob = model.predictive(params, batch)['log_prob']
     factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
     top_log_prob, top = jax.lax.top_k(log_prob, min(num_top, num_classes))
@@ -91,6 +90,7 @@ def look(
     with_label = correlations(factors, jnp.maximum(label, 0))[:, 0]
     among = correlations(factors, top)  # [B, m, K]
     return {
+      'image': batch['image'],
       'top': top,
       'log_prob': top_log_prob,
       'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
@@ -98,49 +98,27 @@ def look(
       'with_top': among[:, 0],
     }
 
-  compute = partitioner.partition(compute, (param_specs, partitioner.data_partition_spec), None)
-  # Factors are R + 1 times the size of logits: few rows per device.
-  size, num_examples = 8 * partitioner.data_shards, len(examples['index'])
-  for start in range(0, num_examples, size):
-    # The last batch is filled up with copies of its last example.
-    rows = np.minimum(np.arange(start, start + size), num_examples - 1)
-    batch = {name: x[rows] for name, x in examples.items()}
-    local = {name: x[partitioner.batch_rows(size)] for name, x in batch.items()}
-    found = jax.device_get(compute(params, partitioner.shard_batch(local, size)))
-    for i in range(min(size, num_examples - start)):
-      row = {name: x[i] for name, x in found.items()}
-      index, label = int(batch['index'][i]), int(batch['label'][i, 0])
-      yield ClassCovariance(index, label, batch['image'][i], **row)
+  def wanted(ids):
+    return np.isin(ids, index) if number is None else np.ones(len(ids), bool)
 
-
-def take_examples(
-  batches: Iterable[Mapping[str, np.ndarray]],
-  number: int | None = None,
-  index: Sequence[int] = (),
-) -> dict[str, np.ndarray]:
-  """The first `number` examples of a stream of whole batches, or the examples of given ids.
-
-  Returns:
-    {'image': [N, H, H, C], 'label': int32 [N, L], 'index': int32 [N]}, in the order of the stream
-    or of `index`.
-
-  Raises:
-    ValueError: the stream has no example of an id, or none at all.
-  """
-  wanted, found = set(index), {}
-  for batch in batches:
-    for i in np.flatnonzero(batch['mask'] > 0):
-      example_id = int(batch['index'][i])
-      if not wanted or example_id in wanted:
-        found[example_id] = {name: batch[name][i] for name in ('image', 'label', 'index')}
-    if len(found) >= (len(wanted) or number):
+  own = run.partitioner.batch_rows(batch_size)
+  local = (
+    {name: x[own] for name, x in batch.items()} for batch in batches if wanted(batch['index']).any()
+  )
+  found = {}
+  bound = number if number is not None else len(set(index))
+  for rows in PerExample(compute, run.partitioner, run.param_specs, run.channels)(
+    run.params, local, batch_size
+  ):
+    for i in np.flatnonzero(wanted(rows['index'])):
+      row = {name: x[i] for name, x in rows.items()}
+      row |= {'index': int(row['index']), 'label': int(row['label'][0])}
+      found[row['index']] = ClassCovariance(**row)
+    if len(found) >= bound:
       break
-  if missing := sorted(wanted - set(found)):
+  if missing := sorted(set(index) - set(found)):
     raise ValueError(f'there is no example {missing[0]}')
-  if not found:
-    raise ValueError('there are no examples to look at')
-  rows = [found[i] for i in index] if wanted else list(found.values())[:number]
-  return {name: np.stack([row[name] for row in rows]) for name in ('image', 'label', 'index')}
+  return [found[i] for i in index] if number is None else list(found.values())[:number]
 
 
 def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:

@@ -12,27 +12,13 @@ from het_plugin.evaluation.fewshot import FewShotResult
 MIN_DATASETS = 6  # with fewer the signed-rank test cannot reach 0.05 (two-sided)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-  """Difference of two runs on the same test rows and with the same draws.
+def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, float | None]:
+  """`result` minus `baseline` on the same test rows and with the same draws, paired.
 
-  Attributes:
-    mean: difference of the mean accuracies.
-    stderr_draws, p_draws: paired t-test over draws, with the test rows fixed. None for fewer than
-      two draws, or if all of them differ by the same amount.
-    stderr_rows, p_rows: paired t-test over test rows, each with the share of draws that classify it
-      correctly, with the draws fixed; None as above.
-  """
-
-  mean: float
-  stderr_draws: float | None
-  p_draws: float | None
-  stderr_rows: float | None
-  p_rows: float | None
-
-
-def difference(result: FewShotResult, baseline: FewShotResult) -> Difference:
-  """`result` minus `baseline`, paired.
+  Returns:
+    'mean', of the accuracies; 'stderr_draws' and 'p_draws' of a paired t-test over draws, with the
+    test rows fixed; 'stderr_rows' and 'p_rows' of one over test rows, each with the share of draws
+    that classify it correctly. None where there are fewer than two, or all differ equally.
 
   Raises:
     ValueError: the results differ in shots, or in the number of draws or test rows.
@@ -43,7 +29,10 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> Difference:
       f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
     )
   gains = result.correct.astype(np.float64) - baseline.correct  # [draws, M]
-  return Difference(float(gains.mean()), *_t_test(gains.mean(axis=1)), *_t_test(gains.mean(axis=0)))
+  found = {'mean': float(gains.mean())}
+  found['stderr_draws'], found['p_draws'] = _t_test(gains.mean(axis=1))
+  found['stderr_rows'], found['p_rows'] = _t_test(gains.mean(axis=0))
+  return found
 
 
 def _t_test(gains: np.ndarray) -> tuple[float | None, float | None]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from het_plugin import data, reporting, weights
 from het_plugin.evaluation import class_covariance, predictions, uncertainty
+from het_plugin.evaluation.extraction import match_channels
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.splits import open_split
 from het_plugin.evaluation.uncertainty_report import Evaluation
@@ -19,11 +20,7 @@ from het_plugin.evaluation.uncertainty_report import Evaluation
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What to evaluate and how: the flags of the main, by name; see there.
-
-  Attributes:
-    save_to: folder of the predictions; None does not keep them.
-  """
+  """What to evaluate and how: the flags of the main, by name; see there."""
 
   checkpoint: Sequence[str]
   predictions: Sequence[str]
@@ -37,7 +34,7 @@ class Settings:
   covariance_images: int
   covariance_index: tuple[int, ...]
   homoglyph_examples: int
-  save_to: Path | None
+  save_to: Path | None  # folder of the predictions; None does not keep them
 
   def __post_init__(self):
     if not self.checkpoint and not self.predictions:
@@ -81,10 +78,8 @@ def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluat
   """
   names = short_names([*settings.checkpoint, *settings.predictions])
   num_runs = len(settings.checkpoint)
-  files = [
-    evaluate_file(name, path, settings)
-    for name, path in zip(names[num_runs:], settings.predictions, strict=True)
-  ]
+  pairs = zip(names[num_runs:], settings.predictions, strict=True)
+  files = [evaluate_file(name, path, settings) for name, path in pairs]
   evaluations = []
   for name, checkpoint in zip(names[:num_runs], settings.checkpoint, strict=True):
     evaluations.append(evaluate_run(name, open_run(checkpoint), settings))
@@ -110,35 +105,41 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
   info = data.classification_info(task)
   ks = settings.ks(info.num_classes)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+
+  def predict(title, stream):
+    batches, total = stream
+    with reporting.Progress(title, total, shown=jax.process_index() == 0) as progress:
+      for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
+        progress.update(len(part))
+        yield part
+
   with contextlib.ExitStack() as stack:
-    known = stack.enter_context(_stream('', task, settings.split, run, settings))
+    known = _open(stack, '', task, settings.split, run, settings)
     if settings.ood_dataset:
-      ood = (settings.ood_dataset, settings.ood_split)
-      unknown = stack.enter_context(_stream('ood_', *ood, run, settings))
+      ood = settings.ood_dataset, settings.ood_split
+      unknown = _open(stack, 'ood_', *ood, run, settings)
     covariance = _covariance(run, task, settings)
-    scores, kept = [], []
-    for part in _predict(name, predictor, run, known, settings):
+    scores, kept, of_unknown = [], [], None
+    for part in predict(name, known):
       scores.append(uncertainty.score_examples(part, ks))
       if settings.save_to:
         kept.append(part)
-    of_unknown = None
     if settings.ood_dataset:
-      parts = _predict(f'{name}, unknown inputs', predictor, run, unknown, settings)
+      parts = predict(f'{name}, unknown inputs', unknown)
       of_unknown = uncertainty.concatenate([uncertainty.uncertainty(part) for part in parts])
-  details = {
-    'num_classes': info.num_classes,
-    'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
-    'step': run.step,
-    'num_samples': getattr(run.model.eval_integrator, 'num_samples', None),
-    'dataset': task,
-    'split': settings.split,
-    'ood_dataset': settings.ood_dataset,
-    'ood_split': settings.ood_split,
-  }
   evaluation = Evaluation(
     name,
     run.checkpoint,
-    details,
+    {
+      'num_classes': info.num_classes,
+      'mesh': f'{run.partitioner.data_shards}x{run.partitioner.model_shards}',
+      'step': run.step,
+      'num_samples': getattr(run.model.eval_integrator, 'num_samples', None),
+      'dataset': task,
+      'split': settings.split,
+      'ood_dataset': settings.ood_dataset,
+      'ood_split': settings.ood_split,
+    },
     uncertainty.concatenate(scores),
     of_unknown,
     class_names=shown_names(task, info),
@@ -163,69 +164,55 @@ def _named(flag: str, value: Any) -> Iterator[None]:
     raise ValueError(f'{flag}={value}: {error}') from error
 
 
-@contextlib.contextmanager
-def _stream(
-  prefix: str, task: str, split: str, run: Any, settings: Settings, *, whole: bool = False
-) -> Iterator[tuple[data.BatchIterator, int]]:
-  """As `open_split`, with images of the model's size."""
-  with contextlib.ExitStack() as stack:
-    with _named(f'--{prefix}dataset', task):
-      info = data.classification_info(task)
-      # Checks the channels without an image.
-      image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
-      jax.eval_shape(lambda x: class_covariance.match_channels(x, run.channels), image)
-      config = data.one_pass(
-        task,
-        split,
-        image_size=run.image_size,
-        max_labels=max(info.max_labels, run.max_labels),
-        batch_size=settings.batch_size,
-        bounded=settings.max_examples is not None,
-      )
-      names = {'name': f'--{prefix}split={split}', 'bound': '--max_examples'}
-      stream = open_split(config, run.partitioner, settings.max_examples, whole=whole, **names)
-      opened = stack.enter_context(stream)
-    yield opened
-
-
-def _predict(name, predictor, run, stream, settings) -> Iterator[predictions.Predictions]:
-  batches, total = stream
-  with reporting.Progress(name, total, shown=jax.process_index() == 0) as progress:
-    for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
-      progress.update(len(part))
-      yield part
+def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.BatchIterator, int]:
+  """What `open_split` yields, with images of the model's size; open until the stack is closed."""
+  with _named(f'--{prefix}dataset', task):
+    info = data.classification_info(task)
+    # Checks the channels without an image.
+    image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
+    jax.eval_shape(lambda x: match_channels(x, run.channels), image)
+    given = {
+      'name': f'--{prefix}split={split}',
+      'bound': '--max_examples',
+      'image_size': run.image_size,
+      'max_labels': max(info.max_labels, run.max_labels),
+      'batch_size': settings.batch_size,
+    }
+    stream = open_split(task, split, run.partitioner, settings.max_examples, **{**given, **changes})
+    return stack.enter_context(stream)
 
 
 def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
-  if not (settings.covariance_images or settings.covariance_index or settings.homoglyph_examples):
+  index, images = settings.covariance_index, settings.covariance_images
+  class_set = glyph_class_set(task)
+  counted = settings.homoglyph_examples if class_set else 0
+  if not (index or images or counted):
     return {}
   if reason := class_covariance.why_none(run.model.head):
     return {'no_covariance': reason}
+  batch_size = 8 * run.partitioner.data_shards
 
   def look_at(**which):
-    with _stream('', task, settings.split, run, settings, whole=True) as (batches, _):
-      bound = settings.max_examples
-      bounded = itertools.islice(batches, bound and -(-bound // settings.batch_size))
-      examples = class_covariance.take_examples(bounded, **which)
-    of_model = (run.model, run.partitioner, run.param_specs, run.channels)
-    return list(class_covariance.look(*of_model, run.params, examples))
+    with contextlib.ExitStack() as stack:
+      few = {'whole': True, 'batch_size': batch_size}
+      batches, total = _open(stack, '', task, settings.split, run, settings, **few)
+      batches = itertools.islice(batches, -(-total // batch_size))
+      return class_covariance.look(run, batches, batch_size, **which)
 
   result = {}
-  class_set = glyph_class_set(task)
-  counted = settings.homoglyph_examples if class_set else 0
-  if number := max(counted, 0 if settings.covariance_index else settings.covariance_images):
+  if number := max(counted, 0 if index else images):
     looks = look_at(number=number)
-    result['looks'] = looks[: settings.covariance_images]
+    result['looks'] = looks[:images]
     if counted:
       result['homoglyphs'] = class_covariance.homoglyph_rate(
         [x.label for x in looks[:counted]],
         [x.with_label for x in looks[:counted]],
         homoglyphs(class_set, settings.split, run.image_size),
       )
-  if settings.covariance_index:
-    with _named('--covariance_index', ','.join(map(str, settings.covariance_index))):
-      result['looks'] = look_at(index=settings.covariance_index)
+  if index:
+    with _named('--covariance_index', ','.join(map(str, index))):
+      result['looks'] = look_at(index=index)
   return result
 
 

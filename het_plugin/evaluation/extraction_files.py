@@ -1,49 +1,62 @@
 """Where the representations of a data set lie, and how an interrupted extraction goes on.
 
     OUTPUT_DIR/DATASET/LAYER/SPLIT.safetensors    complete, with the settings that made it
-    OUTPUT_DIR/DATASET/.unfinished.SPLIT/         rows of all layers so far: a .npy file per column,
-                                                  and progress.json, which counts the complete rows
+    OUTPUT_DIR/DATASET/.unfinished.SPLIT/         settings.json, and rows of all layers so far:
+                                                  POSITION.ROWS.npz, by where in the split they
+                                                  end and how many there are then
 
-progress.json is replaced as a whole after the rows that it counts are on disk; rows behind them are
-computed again. Settings are JSON values: all that the features depend on. Files of other settings
-are never mixed in, and are replaced only if that is asked for.
+Files of other settings are never mixed in, and are replaced only if that is asked for.
 """
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.lib.format import open_memmap
 
-from het_plugin.evaluation import array_files, extraction
+from het_plugin import weights
+from het_plugin.evaluation import extraction
 from het_plugin.evaluation.representations import (
   Representations,
   read_provenance,
+  reading,
   write_representations,
 )
 from het_plugin.training import processes, run_files
 
-Settings = Mapping[str, Any]
 _SHOWN = 40  # characters of a setting in an error
-_COMMIT_SECONDS = 10.0  # of work that a kill may lose; an exception loses none
+_COMMIT_SECONDS = 30.0  # of work that a kill may lose; an exception loses none
+
+
+class Pending(NamedTuple):
+  """What a split still needs: layers, and where the rows that are there already end."""
+
+  layers: tuple[str, ...]
+  position: int = 0  # in the stream of examples
+  num_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitFiles:
-  """The files of a split in `folder`, OUTPUT_DIR/DATASET; suffix '.safetensors' or '.npz'."""
+  """The files of a split.
+
+  Attributes:
+    folder: OUTPUT_DIR/DATASET.
+    split: its name.
+    suffix: '.safetensors' or '.npz'.
+    settings: JSON values: all that the features depend on, besides the layer.
+  """
 
   folder: Path
   split: str
   suffix: str
+  settings: Mapping[str, Any]
 
   def path(self, layer: str) -> Path:
     return self.folder / safe_name(layer) / f'{safe_name(self.split)}{self.suffix}'
@@ -52,201 +65,137 @@ class SplitFiles:
   def unfinished(self) -> Path:
     return self.folder / f'.unfinished.{safe_name(self.split)}'
 
-  @property
-  def progress(self) -> Path:
-    return self.unfinished / 'progress.json'
+  def shards(self) -> list[Path]:
+    return sorted(self.unfinished.glob('[0-9]*.npz'))
 
+  def pending(self, layers: Sequence[str], overwrite: bool = False) -> Pending:
+    """What is left to do; process 0 looks, nothing is changed, and every process calls this.
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is left to do for a split.
-
-  Attributes:
-    files: of the split.
-    settings: of all layers.
-    num_examples: rows to write at most, the first of the stream.
-    layers: those to write: the ones without a complete file, and the others of unfinished rows.
-    num_rows: that are there already.
-    state: of the input behind these rows; None before the first.
-  """
-
-  files: SplitFiles
-  settings: Settings
-  num_examples: int
-  layers: tuple[str, ...]
-  num_rows: int = 0
-  state: Mapping[str, int] | None = None
-
-
-def make_plan(
-  files: SplitFiles,
-  settings: Settings,
-  num_examples: int,
-  layers: Sequence[str],
-  overwrite: bool = False,
-) -> Plan:
-  """Looks at what is there, in process 0, and changes nothing; every process calls this.
-
-  Raises:
-    ValueError: there is something of other settings, and `overwrite` is False.
-  """
-
-  def look() -> str:
-    pending = []
-    for layer in layers:
-      path = files.path(layer)
-      if not path.exists() or _differs(
-        path, read_provenance(path), {**settings, 'layer': layer}, overwrite
-      ):
-        pending.append(layer)
-    found = {'layers': pending}
-    if pending and files.progress.exists():
-      progress = run_files.read_json(files.progress)
-      if progress is None or not {'settings', 'num_rows', 'state'} <= set(progress):
-        raise ValueError(f'{files.progress} is no record of progress: remove its folder')
-      # A kill between the files of two layers leaves rows that also hold the first layer.
-      begun = progress['settings']['layers']
-      wanted = begun if set(pending) <= set(begun) <= set(layers) else pending
-      given = {**settings, 'layers': wanted}
-      if not _differs(files.unfinished, progress['settings'], given, overwrite):
-        found = {'layers': wanted, 'num_rows': progress['num_rows'], 'state': progress['state']}
-    return json.dumps(found)
-
-  found = json.loads(processes.in_the_first(look))
-  found['layers'] = tuple(found['layers'])
-  return Plan(files, settings, num_examples, **found)
-
-
-def run_plan(
-  plan: Plan,
-  extractor: extraction.RepresentationExtractor,
-  params: Any,
-  batches: Any,
-  batch_size: int,
-  widths: Mapping[str, int],
-  *,
-  class_names: tuple[str, ...] | None = None,
-  provenance: Settings | None = None,
-  on_rows: Callable[[int], None] = lambda number: None,
-) -> None:
-  """Computes the layers of a plan and writes their files.
-
-  After a kill at any moment a new plan goes on behind the last rows committed. Every process calls
-  this; process 0 writes.
-
-  Args:
-    plan: of `make_plan`.
-    extractor: of the plan's layers.
-    params, batch_size: as in `RepresentationExtractor.rows`.
-    batches: a data.BatchIterator of the split, at its start.
-    widths: D of each layer.
-    class_names: of the task.
-    provenance: what the files say beside the settings.
-    on_rows: is called with the number of rows of each batch.
-
-  Raises:
-    ValueError: a feature is not finite, there is no example, or an example id occurs twice.
-  """
-  rows = None
-  if jax.process_index() == 0:
-    size = max(1, plan.num_examples)  # an empty file cannot be mapped
-    shapes = {extraction.column(k): (extractor.dtype, (size, widths[k])) for k in plan.layers}
-    max_labels = batches.element_spec['label'].shape[1]
-    shapes |= {'label': (np.int32, (size, max_labels)), 'index': (np.int32, (size,))}
-    rows = _Rows(plan, shapes)
-  states = deque()  # behind each batch, as the extractor reads ahead of what it gives
-
-  def recorded() -> Iterator[Mapping[str, np.ndarray]]:
-    for batch in batches:
-      states.append(batches.get_state())
-      yield batch
-
-  if plan.state is not None:
-    batches.set_state(plan.state)
-  left = plan.num_examples - plan.num_rows
-  try:
-    for part in extractor.rows(params, recorded(), batch_size, left) if left else ():
-      for layer in plan.layers:
-        extraction.check_finite(layer, part[extraction.column(layer)], part['index'])
-      state = states.popleft()
-      if rows is not None:
-        rows.append(part, state)
-      on_rows(len(part['index']))
-  finally:
-    if rows is not None:
-      rows.commit()
-  if rows is not None:
-    rows.write_files(class_names, {**(provenance or {}), **plan.settings})
-
-
-class _Rows:
-  """The unfinished rows of a plan."""
-
-  def __init__(self, plan: Plan, shapes: Mapping[str, tuple[Any, tuple[int, ...]]]):
-    """Opens the columns, {name: (dtype, shape)}, or makes them where nothing is there yet."""
-    self._plan = plan
-    self._num_rows, self._state = plan.num_rows, plan.state
-    folder = plan.files.unfinished
-    if plan.state is None:
-      shutil.rmtree(folder, ignore_errors=True)
-      folder.mkdir(parents=True)
-    self._columns = {}
-    for name, (dtype, shape) in shapes.items():
-      path = folder / f'{name}.npy'
-      if plan.state is None:
-        open_memmap(path, 'w+', dtype, shape).flush()
-        if hasattr(os, 'posix_fallocate'):
-          # Writing to a mapped file on a full disk kills the process, so take the space now.
-          with path.open('r+b') as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-      with array_files.reading(str(path)):
-        open_memmap(path, 'r')  # an error if it was cut short; 'r+' would lengthen it
-        self._columns[name] = open_memmap(path, 'r+').view(dtype)  # .npy has no bfloat16
-    self.commit()
-
-  def append(self, part: extraction.Rows, state: Mapping[str, int]) -> None:
-    """Adds rows {column: [n, ...]} and the input's state behind them; commits if it is time."""
-    end = self._num_rows + len(part['index'])
-    for name, column in self._columns.items():
-      column[self._num_rows : end] = part[name]
-    self._num_rows, self._state = end, state
-    if time.monotonic() >= self._committed + _COMMIT_SECONDS:
-      self.commit()
-
-  def commit(self) -> None:
-    """Puts all rows on disk, then the record of them."""
-    for column in self._columns.values():
-      column.flush()
-    settings = {**self._plan.settings, 'layers': list(self._plan.layers)}
-    record = {'settings': settings, 'num_rows': self._num_rows, 'state': self._state}
-    run_files.write_json(self._plan.files.progress, record)
-    self._committed = time.monotonic()
-
-  def write_files(self, class_names: tuple[str, ...] | None, provenance: Settings) -> None:
-    """Writes a file per layer of the complete rows, which are then removed.
-
-    Rows that come in another order than that of their ids are put in order in memory.
+    Raises:
+      ValueError: there is something of other settings, and `overwrite` is False.
     """
-    files = self._plan.files
-    whole = {name: column[: self._num_rows] for name, column in self._columns.items()}
-    try:
-      order = extraction.order_by_id(whole['index'])
-    except ValueError:  # such rows never become a file
-      shutil.rmtree(files.unfinished)
-      raise
-    if (order == np.arange(len(order))).all():
-      order = slice(None)
-    for layer in self._plan.layers:
-      features = whole[extraction.column(layer)]
-      num_examples, dim = features.shape
-      about = {'layer': layer, 'num_examples': num_examples, 'dim': dim}
-      representations = Representations(
-        *(features[order], whole['label'][order], whole['index'][order]),
-        class_names,
-        {**provenance, **about},
+
+    def look() -> str:
+      missing = [
+        layer
+        for layer in layers
+        if not (path := self.path(layer)).exists()
+        or self._differs(path, read_provenance(path), overwrite)
+      ]
+      made_with = run_files.read_json(self.unfinished / 'settings.json')
+      if not missing or made_with is None or self._differs(self.unfinished, made_with, overwrite):
+        return json.dumps(Pending(missing))
+      for last in self.shards()[-1:]:
+        with reading(str(last)), np.load(last) as rows:
+          if {extraction.column(x) for x in missing} <= set(rows):
+            return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))
+      return json.dumps(Pending(missing))
+
+    layers, *rest = json.loads(processes.in_the_first(look))
+    return Pending(tuple(layers), *rest)
+
+  def _differs(self, path: Path, found: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether a file has other settings; an error with both values unless it may be replaced."""
+    different = [name for name, value in self.settings.items() if found.get(name) != value]
+    if different and not overwrite:
+      shown = [
+        name
+        if max(len(str(found.get(name))), len(str(self.settings[name]))) > _SHOWN
+        else f'{name} {found.get(name)}, now {self.settings[name]}'
+        for name in different
+      ]
+      raise ValueError(
+        f'{path} was made with other settings ({"; ".join(shown)}): give another --output_dir, or '
+        '--overwrite to replace it'
       )
-      write_representations(files.path(layer), representations)
-    shutil.rmtree(files.unfinished)
+    return bool(different)
+
+  def extract(
+    self,
+    pending: Pending,
+    extractor: extraction.RepresentationExtractor,
+    params: Any,
+    batches: Any,
+    batch_size: int,
+    num_examples: int,
+    *,
+    class_names: tuple[str, ...] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    on_rows: Callable[[int], None] = lambda number: None,
+  ) -> None:
+    """Computes the pending layers and writes their files, in process 0; every process calls this.
+
+    Args:
+      pending: of `pending`, whose layers are those of `extractor`.
+      extractor, params, batches, batch_size: see `PerExample`; a `data.BatchIterator`.
+      num_examples: rows to write at most, the first of the stream.
+      class_names, provenance: what the files say beside the settings.
+      on_rows: is called with the number of rows of each batch.
+
+    Raises:
+      ValueError: a feature is not finite, there is no example, or an example id occurs twice.
+    """
+    is_first = jax.process_index() == 0
+    if is_first and not pending.position:
+      shutil.rmtree(self.unfinished, ignore_errors=True)
+      self.unfinished.mkdir(parents=True)
+      run_files.write_json(self.unfinished / 'settings.json', dict(self.settings))
+    position, num_rows = pending.position, pending.num_rows
+    parts, written = [], time.monotonic()
+
+    def commit():
+      if is_first and parts:
+        path = self.unfinished / f'{position:012}.{num_rows}.npz'
+        with weights.replacing(path) as unfinished, unfinished.open('wb') as file:
+          np.savez(file, **{x: np.concatenate([part[x] for part in parts]) for x in parts[0]})
+      parts.clear()
+
+    batches.set_state({'position': position})
+    left = num_examples - num_rows
+    try:
+      for rows in extractor(params, batches, batch_size, left) if left else ():
+        for layer in pending.layers:
+          check_finite(layer, rows[extraction.column(layer)], rows['index'])
+        parts.append(rows)
+        position, num_rows = position + batch_size, num_rows + len(rows['index'])
+        on_rows(len(rows['index']))
+        if time.monotonic() >= written + _COMMIT_SECONDS:
+          commit()
+          written = time.monotonic()
+    finally:
+      commit()
+    if is_first:
+      self._write(pending.layers, extractor.dtype, class_names, provenance or {})
+
+  def _write(self, layers, dtype, class_names, provenance) -> None:
+    """Writes a file per layer, one layer in memory at a time; then the shards go."""
+    for layer in layers:
+      column, parts = extraction.column(layer), []
+      for path in self.shards():
+        with np.load(path) as rows:
+          parts.append({x: rows[x] for x in ('index', 'label', column)})
+      try:
+        rows = extraction.in_order(parts)
+      except ValueError:  # such rows never become a file
+        shutil.rmtree(self.unfinished)
+        raise
+      features = rows[column].view(dtype)  # .npz has no bfloat16
+      about = {'layer': layer, 'num_examples': len(features), 'dim': features.shape[1]}
+      about = {**provenance, **self.settings, **about}
+      read = Representations(features, rows['label'], rows['index'], class_names, about)
+      write_representations(self.path(layer), read)
+    shutil.rmtree(self.unfinished)
+
+
+def check_finite(layer: str, features: np.ndarray, index: np.ndarray) -> None:
+  """Raises ValueError if a row of features [n, D] holds an infinity or a NaN."""
+  finite = np.isfinite(features).all(axis=1)
+  if not finite.all():
+    hint = ', which float16 may be too narrow for' if features.dtype == np.float16 else ''
+    raise ValueError(
+      f'layer {layer!r} of example {int(index[~finite][0])} is not finite in '
+      f'{features.dtype.name}{hint}'
+    )
 
 
 def safe_name(name: str) -> str:
@@ -256,25 +205,3 @@ def safe_name(name: str) -> str:
   """
   readable = name.replace('[', '_').replace(']', '').replace(':', '..').replace('%', 'pct')
   return re.sub(r'[^\w.+-]', '_', readable)
-
-
-def _differs(path: Path, found: Settings, wanted: Settings, overwrite: bool) -> bool:
-  """Whether the settings of a file are not those wanted.
-
-  Raises:
-    ValueError: they are not, and the file must not be overwritten. The message has both values of
-      what differs, unless they are long.
-  """
-  different = [name for name, value in wanted.items() if found.get(name) != value]
-  if different and not overwrite:
-    shown = [
-      name
-      if max(len(str(found.get(name))), len(str(wanted[name]))) > _SHOWN
-      else f'{name} {found.get(name)}, now {wanted[name]}'
-      for name in different
-    ]
-    raise ValueError(
-      f'{path} was made with other settings ({"; ".join(shown)}): give another --output_dir, or '
-      '--overwrite to replace it'
-    )
-  return bool(different)

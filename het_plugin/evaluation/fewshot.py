@@ -34,9 +34,7 @@ evaluators by name. Differences from theirs are marked *.
    If there is nothing to choose by (1 shot), l2 = 2^10, big_vision's constant. A number is used
    as it is. No other rule looks at test splits.
 4. Score. The class of the largest output (of equal ones the smallest label); accuracy over all test
-   rows, where rows of a class without any training example are wrong by necessity. Logistic
-   regression also has probabilities: nll (nats) and ece (15 bins) over the test rows whose class
-   has a training example.
+   rows, where rows of a class without any training example are wrong by necessity.
 
 Sources: big_vision's evaluators/fewshot_lsr.py (https://github.com/google-research/big_vision),
 V-MoE's evaluate/fewshot.py (https://github.com/google-research/vmoe), uncertainty-baselines'
@@ -46,7 +44,7 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,25 +100,14 @@ PROTOCOLS = {
 
 @dataclasses.dataclass(frozen=True)
 class FewShotResult:
-  """Accuracies at one number of shots.
+  """Accuracies at one number of shots."""
 
-  Attributes:
-    shots: examples per class.
-    accuracies: test accuracy in [0, 1] for each draw.
-    l2: strength used for each draw.
-    classes_short: number of classes of the training split with fewer examples than `shots`.
-    test_unseen: number of test rows whose class has no training example at all.
-    nll, ece: for each draw; None for a classifier without probabilities.
-    correct: bool [draws, M], whether a test row is classified correctly.
-  """
-
-  shots: int
-  accuracies: tuple[float, ...]
-  l2: tuple[float, ...]
-  classes_short: int
-  test_unseen: int
-  nll: tuple[float, ...] | None = None
-  ece: tuple[float, ...] | None = None
+  shots: int  # examples per class
+  accuracies: tuple[float, ...]  # of the test split, in [0, 1], for each draw
+  l2: tuple[float, ...]  # strength used for each draw
+  classes_short: int  # classes of the training split with fewer examples than `shots`
+  test_unseen: int  # test rows whose class has no training example at all
+  # bool [draws, M], whether a test row is classified correctly
   correct: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
@@ -136,24 +123,17 @@ class FewShotResult:
 
   def record(self) -> dict[str, Any]:
     """The result for JSON: without `correct`, with mean and standard error."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    given = {name: x for name, x in fields.items() if name != 'correct' and x is not None}
-    return {'mean': self.mean, 'stderr': self.stderr, **given}
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
+    return {'mean': self.mean, 'stderr': self.stderr, **fields}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-  """Labelled features.
+  """Labelled features."""
 
-  Attributes:
-    x: float [N, D].
-    y: int [N], labels >= 0; they need be neither dense nor all present.
-    index: int [N], distinct example ids >= 0; None stands for the row numbers.
-  """
-
-  x: np.ndarray
-  y: np.ndarray
-  index: np.ndarray | None = None
+  x: np.ndarray  # float [N, D]
+  y: np.ndarray  # int [N], labels >= 0; they need be neither dense nor all present
+  index: np.ndarray | None = None  # int [N], distinct ids >= 0; None stands for row numbers
 
 
 def few_shot(
@@ -233,27 +213,20 @@ def few_shot_all(
         for seed in seeds
       }
       chosen = mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
-      for (name, seed), position in chosen.items():
-        trials[name, num_shots, seed] = trials[name, num_shots, seed].at(position)
+      for (name, seed), i in chosen.items():
+        l2s, correct = trials[name, num_shots, seed]
+        trials[name, num_shots, seed] = _Trial(l2s[i : i + 1], correct[i : i + 1])
   return {
     name: {n: _result(n, [trials[name, n, s] for s in seeds], *datasets[name]) for n in shots}
     for name in datasets
   }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Trial:
+class _Trial(NamedTuple):
   """One draw, fitted at some strengths."""
 
   l2: np.ndarray  # [L]
   correct: np.ndarray  # bool [L, M]
-  nll: np.ndarray | None = None  # [L]
-  ece: np.ndarray | None = None  # [L]
-
-  def at(self, position: int) -> '_Trial':
-    """The trial at one of its strengths."""
-    parts = (self.l2, self.correct, self.nll, self.ece)
-    return _Trial(*(None if x is None else x[position : position + 1] for x in parts))
 
 
 def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
@@ -270,10 +243,7 @@ def _trial(
 ) -> _Trial:
   subset = np.concatenate([rows[:num_shots] for rows in drawn])
   x, y = train.x[subset], train.y[subset]
-  if protocol.classifier == 'ridge':
-    model = ridge.decompose(x, y)
-  else:
-    model = logistic.standardise(x, y)
+  model = ridge.decompose(x, y) if protocol.classifier == 'ridge' else logistic.Logistic(x, y)
   if protocol.l2 in MEAN_RANKS:
     l2s = np.array(L2_GRID)
   elif protocol.l2 == 'loo':
@@ -284,28 +254,18 @@ def _trial(
     l2s = np.array([_best_l2(predict, train.y[rows], L2_GRID)])
   else:
     l2s = np.array([float(protocol.l2)])
-  if protocol.classifier == 'ridge':
-    return _Trial(l2s, model.predict(test.x, l2s) == test.y)
-  scores = [model.score(test.x, test.y, l2) for l2 in l2s]
-  return _Trial(l2s, *map(np.array, zip(*scores, strict=True)))
+  return _Trial(l2s, model.predict(test.x, l2s) == test.y)
 
 
 def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
   classes, counts = np.unique(train.y, return_counts=True)
   correct = np.concatenate([trial.correct for trial in trials])  # [draws, M]
-
-  def numbers(name):
-    values = [getattr(trial, name) for trial in trials]
-    return None if values[0] is None else tuple(float(x[0]) for x in values)
-
   return FewShotResult(
     shots=num_shots,
     accuracies=tuple(map(float, correct.mean(axis=1))),
-    l2=numbers('l2'),
+    l2=tuple(float(trial.l2[0]) for trial in trials),
     classes_short=int(np.sum(counts < num_shots)),
     test_unseen=int(np.sum(~np.isin(test.y, classes))),
-    nll=numbers('nll'),
-    ece=numbers('ece'),
     correct=correct,
   )
 
@@ -348,9 +308,7 @@ def _best_l2(predict: Callable[[], np.ndarray], y: np.ndarray, grid: Sequence[fl
 def mean_rank(
   accuracies: Mapping[tuple[str, Hashable], np.ndarray], others: bool
 ) -> dict[tuple[str, Hashable], int]:
-  """One strength for many data sets (step 3).
-
-  V-MoE's evaluate/fewshot.py, `_find_best_l2_reg`; uncertainty-baselines' fewshot_utils.py,
+  """One strength for many data sets (step 3): V-MoE's `_find_best_l2_reg`, uncertainty-baselines'
   `select_best_l2_reg` with 'all' and 'leave-self-out' (`others`).
 
   Args:

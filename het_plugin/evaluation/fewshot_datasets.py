@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from het_plugin.data import classification_info, one_pass
+from het_plugin.data import classification_info
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
 from het_plugin.evaluation.names import check_names
@@ -36,8 +36,7 @@ class FewShotDataset:
   resize: Literal['aspect', 'squash'] | None = None
 
   @property
-  def splits(self) -> tuple[tuple[str, int | None], ...]:
-    """(split, largest number of examples) of training and test."""
+  def splits(self):
     return (self.train_split, self.max_train), (self.test_split, self.max_test)
 
 
@@ -49,21 +48,20 @@ DEFAULT_DATASETS = (
 
 
 def choose(
-  *,
-  datasets: Sequence[str] | None,
+  texts: Sequence[str] | None,
   splits: Sequence[str],
   max_train: int | None,
   max_test: int | None,
   bound: Sequence[FewShotDataset] | None,
 ) -> list[FewShotDataset]:
-  """The data sets of --datasets, else those that are bound, else `DEFAULT_DATASETS`.
+  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default.
 
-  The arguments are the flags of `het_plugin.fewshot`; limits of None keep those of a data set.
+  `max_train` and `max_test` replace those of the data sets; None keeps them.
   """
   chosen = bound or DEFAULT_DATASETS
-  if datasets is not None:
+  if texts is not None:
     chosen = []
-    for text in datasets:
+    for text in texts:
       name, equals, task = text.rpartition('=')
       chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
     check_names(chosen, '--datasets')
@@ -89,11 +87,8 @@ class FewShotReader:
   batch_size: int
 
   def check(self, dataset: FewShotDataset) -> None:
-    """Checks a data set before anything is compiled or any image read.
-
-    Raises:
-      ValueError: a batch size that the mesh does not divide, an unknown task or split, a
-        multi-label task, an endless split without a bound.
+    """Raises ValueError, before anything is compiled or any image read: a batch size that the mesh
+    does not divide, an unknown task or split, several labels, an endless split without a bound.
     """
     if classification_info(dataset.task).multi_label:
       raise ValueError(
@@ -108,18 +103,19 @@ class FewShotReader:
     halves = []
     for split, bound in dataset.splits:
       with self._open(dataset, split, bound) as (batches, _):
-        (read,) = self.extractor(params, batches, self.batch_size, bound).values()
+        (read,) = self.extractor.read(params, batches, self.batch_size, bound).values()
       halves.append(Split(read.features, read.label, read.index))
     return tuple(halves)
 
   def _open(self, dataset: FewShotDataset, split: str, bound: int | None):
-    config = one_pass(
+    return open_split(
       dataset.task,
       split,
+      self.partitioner,
+      bound,
+      bound='max_train and max_test',
       image_size=self.image_size,
       max_labels=1,
       batch_size=self.batch_size,
-      bounded=bound is not None,
       resize=dataset.resize,
     )
-    return open_split(config, self.partitioner, bound, bound='max_train and max_test')

@@ -1,6 +1,5 @@
-"""Few-shot evaluation of runs: of their files of representations, or of their checkpoints."""
+"""Few-shot evaluation of runs, from files of representations or checkpoints, and its report."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,22 +8,17 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import fewshot
-from het_plugin.evaluation.fewshot_report import Results
+from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
+from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.representations import read_representations
 
 # Flags of `het_plugin.fewshot` that belong to --checkpoint.
 OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'max_test')
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """How runs are evaluated: `fewshot.Protocol`, examples per class or 'all', seeds of the draws."""
-
-  protocol: fewshot.Protocol
-  shots: tuple[int | str, ...]
-  seeds: tuple[int, ...]
+# {run: {data set: {shots: result}}}
+Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
+Row = Mapping[str, Any]
 
 
 def check_flags(
@@ -51,11 +45,15 @@ def check_flags(
 
 
 def from_files(
-  names: Sequence[str] | None, train: Sequence[str], test: Sequence[str], settings: Settings
+  names: Sequence[str] | None, train: Sequence[str], test: Sequence[str], **settings: Any
 ) -> Results:
   """Evaluates representations; each pair of a training and a test file is a data set of a run.
 
-  `names` are RUN or RUN:DATASET of each pair; None takes what the paths differ in.
+  Args:
+    names: RUN or RUN:DATASET of each pair; None takes what the paths differ in.
+    train, test: files (`read_representations`).
+    **settings: protocol, shots and seeds of `fewshot.few_shot_all`; 'all' among the shots takes
+      every example.
   """
   runs = {}
   for name, *pair in zip(choose_names(names, train), train, test, strict=True):
@@ -69,29 +67,32 @@ def from_files(
         '--names=RUN:DATASET,...'
       )
     datasets[dataset] = tuple(fewshot.Split(x.features, x.label, x.index) for x in halves)
-  return {run: _evaluate(run, datasets, settings) for run, datasets in runs.items()}
+  return {run: _evaluate(run, datasets, **settings) for run, datasets in runs.items()}
 
 
 def from_checkpoints(
   names: Sequence[str] | None,
   checkpoints: Sequence[str],
-  settings: Settings,
-  *,
   open_run: Callable[[str], Any],
   bound_datasets: Callable[[], Sequence[Any] | None],
+  *,
   layer: str,
   batch_size: int,
-  **chosen: Any,
+  datasets: Sequence[str] | None,
+  splits: Sequence[str],
+  max_train: int | None,
+  max_test: int | None,
+  **settings: Any,
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
 
   Args:
     names: of the runs; None for what the paths differ in.
     checkpoints: paths, one per run.
-    settings: how.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
     bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
-    layer, batch_size, **chosen: the flags of `OF_CHECKPOINTS`.
+    layer, batch_size, datasets, splits, max_train, max_test: flags of `het_plugin.fewshot`.
+    **settings: as in `from_files`.
   """
   # They import TensorFlow, which files do not need.
   from het_plugin.evaluation import extraction, fewshot_datasets
@@ -102,8 +103,8 @@ def from_checkpoints(
   results = {}
   for name, checkpoint in zip(names, checkpoints, strict=True):
     run = open_run(checkpoint)
-    datasets = fewshot_datasets.choose(bound=bound_datasets(), **chosen)
-    fewshot.check_settings((1,), settings.seeds, settings.protocol.l2, len(datasets))
+    chosen = fewshot_datasets.choose(datasets, splits, max_train, max_test, bound_datasets())
+    fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
     extractor = extraction.RepresentationExtractor(
       *(run.model, run.partitioner, run.param_specs),
       layers=(layer,),
@@ -111,31 +112,25 @@ def from_checkpoints(
       pool='mean',
     )
     read = fewshot_datasets.FewShotReader(extractor, run.partitioner, run.image_size, batch_size)
-    for dataset in datasets:
+    for dataset in chosen:
       read.check(dataset)
     data = {}
-    with reporting.Progress(f'{name}: data', len(datasets), unit='data sets') as progress:
-      for dataset in datasets:
+    with reporting.Progress(f'{name}: data', len(chosen), unit='data sets') as progress:
+      for dataset in chosen:
         data[dataset.name] = read(dataset, run.params)
         progress.update(1)
-    results[name] = _evaluate(name, data, settings)
+    results[name] = _evaluate(name, data, **settings)
   return results
 
 
-def _evaluate(
-  run: str, data: Mapping[str, tuple[fewshot.Split, fewshot.Split]], settings: Settings
-) -> dict[str, dict[int, fewshot.FewShotResult]]:
+def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
   most = max(int(np.bincount(train.y).max()) for train, _ in data.values())
-  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in settings.shots))
-  fits = len(data) * len(shots) * len(fewshot.used_seeds(settings.protocol, settings.seeds))
+  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
+  fits = len(data) * len(shots) * len(fewshot.used_seeds(protocol, seeds))
   with reporting.Progress(run, fits, unit='fits') as progress:
     return fewshot.few_shot_all(
-      data,
-      settings.protocol,
-      shots=shots,
-      seeds=settings.seeds,
-      on_trial=lambda: progress.update(1),
+      data, protocol, shots=shots, seeds=seeds, on_trial=lambda: progress.update(1)
     )
 
 
@@ -146,3 +141,128 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     return [dict(row) for row in rows if row['run'] and row['dataset'] and row['shots'] > 0]
   except (OSError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f'--results={path} is no --json of this program: {error}') from error
+
+
+def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results) -> Report:
+  """Compares runs.
+
+  Args:
+    protocol: settings of the protocol, by name.
+    earlier: rows of an earlier --json, shown first; they have no part in the differences.
+    results: of the runs.
+  """
+  rows = list(earlier)
+  for run, by_dataset in results.items():
+    for dataset, by_shots in by_dataset.items():
+      rows += [{'run': run, 'dataset': dataset, **x.record()} for x in by_shots.values()]
+  runs, accuracies = {}, {}
+  for row in rows:
+    run, dataset, shots, mean, stderr = (
+      row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
+    )
+    shown = runs.setdefault(run, {'head': run, 'fewshot': {}, 'fewshot_stderr': {}})
+    shown['fewshot'].setdefault(dataset, {})[shots] = mean
+    shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
+    accuracies.setdefault(run, {}).setdefault(dataset, {})[shots] = mean, stderr
+  of_methods, of_pairs = averages(rows), differences(results)
+  settings = ', '.join(f'{name} {value}' for name, value in protocol.items())
+  notes = [f'Mean and standard error over draws of the examples. Protocol: {settings}.']
+  tables = []
+  if of_methods:
+    lines = [
+      (x['method'], str(x['shots']), _with_error(x, 'stderr'), str(x['num_cells']))
+      for x in of_methods
+    ]
+    header = ('method', 'shots', 'accuracy', 'cells')
+    tables.append(reporting.Table('Average over data sets and settings', header, lines))
+  if of_pairs:
+    lines = [
+      (f'{x["run"]} - {x["baseline"]}', x['dataset'], str(x['shots']))
+      + (_with_error(x, 'stderr_rows', '+'),)
+      + tuple(reporting.p_text(x.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets'))
+      for x in of_pairs
+    ]
+    header = ('runs', 'data set', 'shots', 'accuracy', 'p draws', 'p rows', 'p data sets')
+    tables.append(reporting.Table('Paired differences', header, lines))
+    notes.append(
+      'Differences are paired, with the standard error over test rows. p draws: t-test over draws; '
+      'p rows: t-test over test rows; p data sets: signed-rank test over data sets.'
+    )
+  lowered = {  # what lowers an accuracy
+    'Classes with fewer examples than shots, of which all are used': {
+      f'{x["dataset"]} {x["shots"]} shots': x['classes_short'] for x in rows
+    },
+    'Test rows of classes without any training example, which count as wrong': {
+      x['dataset']: x['test_unseen'] for x in rows
+    },
+  }
+  for what, numbers in lowered.items():
+    if found := [f'{name} {number}' for name, number in numbers.items() if number]:
+      notes.append(f'{what}: {", ".join(found)}.')
+  text = 'Accuracy by shots.'
+  return Report(
+    title='Few-shot linear evaluation',
+    introduction='Accuracy of a linear classifier fitted to a few examples per class.',
+    rows=list(runs.values()),
+    tables=tables,
+    notes=notes,
+    draw=lambda: {'shots': reporting.Figure(reporting.shots_png(accuracies), text, text)},
+    json={
+      'protocol': dict(protocol),
+      'rows': rows,
+      'averages': of_methods,
+      'differences': of_pairs,
+    },
+  )
+
+
+def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """One row per method and number of shots, over all data sets and settings (Collier et al. 2023,
+  table 22).
+
+  Methods are averaged over the same cells (data set, setting): those that all of them have. The
+  data sets and settings are fixed and only the draws are random, so the standard error of n cells
+  is sqrt(sum of their squared standard errors) / n.
+  """
+  methods = {}
+  for row in rows:
+    method, _, setting = row['run'].partition('/')
+    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
+  averaged = []
+  for shots in sorted({shots for shots, _ in methods}):
+    of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
+    common = set.intersection(*map(set, of_shots.values()))
+    for method, cells in of_shots.items() if len(common) > 1 else ():
+      means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
+      stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
+      averaged.append(
+        {'method': method, 'shots': shots, 'mean': float(np.mean(means)), 'stderr': stderr}
+        | {'num_cells': len(common)}
+      )
+  return averaged
+
+
+def differences(results: Results) -> list[dict[str, Any]]:
+  """Differences of each run to the first, per data set and number of shots, and over data sets."""
+  rows = []
+  (first, baseline), *others = results.items() or [(None, None)]
+  for run, by_dataset in others:
+    about = {'run': run, 'baseline': first}
+    common = [name for name in by_dataset if name in baseline]
+    shared = {name: sorted({*by_dataset[name]} & {*baseline[name]}) for name in common}
+    for name in common:
+      for n in shared[name]:
+        found = comparison.difference(by_dataset[name][n], baseline[name][n])
+        rows.append({**about, 'dataset': name, 'shots': n, **found})
+    for n in sorted(set.intersection(*map(set, shared.values()))) if len(common) > 1 else ():
+      ours, theirs = ({name: r[name][n] for name in common} for r in (by_dataset, baseline))
+      mean = float(np.mean([ours[name].mean - theirs[name].mean for name in common]))
+      p = comparison.signed_rank_p(ours, theirs)
+      over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
+      rows.append(about | over_all)
+  return rows
+
+
+def _with_error(row: Row, stderr: str, sign: str = '') -> str:
+  error = row.get(stderr)
+  return f'{row["mean"]:{sign}.4f}' + ('' if error is None else f' ±{error:.4f}')

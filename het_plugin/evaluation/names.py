@@ -27,11 +27,7 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 def choose_names(names: Sequence[str] | None, paths: Sequence[str]) -> list[str]:
-  """`names`, or the parts in which the paths differ.
-
-  Raises:
-    ValueError: there are not as many names as paths.
-  """
+  """`names`, or the parts in which the paths differ; ValueError for another number of names."""
   if names is None:
     return short_names(paths) if paths else []
   if len(names) != len(paths):

@@ -12,8 +12,8 @@ import numpy as np
 
 from het_plugin import data, reporting
 from het_plugin.data.image_folder import read_bytes
-from het_plugin.evaluation import array_files, predictions, uncertainty
-from het_plugin.evaluation.splits import open_split
+from het_plugin.evaluation import predictions, uncertainty
+from het_plugin.evaluation.representations import reading
 
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 _SPLIT = 'all'
@@ -40,7 +40,7 @@ class Images:
     root, channels = Path(path), 3
     self.is_array = root.suffix == '.npz'
     if self.is_array:
-      with array_files.reading(path), np.load(path, allow_pickle=False) as arrays:
+      with reading(path), np.load(path, allow_pickle=False) as arrays:
         images = arrays['image']
         if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
           raise ValueError(
@@ -115,7 +115,9 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
       bounded=False,
     )
     config = dataclasses.replace(config, max_corrupt_fraction=1.0)
-    batches, total = stack.enter_context(open_split(config, run.partitioner))
+    batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
+    stack.enter_context(contextlib.closing(batches))
+    total = batches.num_examples
     shown = jax.process_index() == 0
     progress = stack.enter_context(reporting.Progress('predict', total, shown=shown))
     for part in predictor(run.params, batches, batch_size):

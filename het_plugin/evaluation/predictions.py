@@ -18,17 +18,16 @@ are normalised. With link = 'sigmoid', each class is on with its own probability
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 from scipy import special
 
 from het_plugin import weights
-from het_plugin.evaluation import array_files
-from het_plugin.evaluation.extraction import example_rows, match_channels
+from het_plugin.evaluation.extraction import Batches, PerExample
+from het_plugin.evaluation.representations import example_ids, label_rows, reading
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
@@ -93,40 +92,20 @@ _PER_EXAMPLE = ('log_prob', 'labels', 'index', 'expected_entropy', 'nll')
 class Predictor:
   """Maps batches to predictive distributions by the model's evaluation integrator.
 
-  Compiles once per batch shape.
+  Compiles once per batch shape. Arguments are as for `PerExample`; the model has
+  `predictive(params, batch)` and `head.link`.
   """
 
   def __init__(self, model: Any, partitioner: PjitPartitioner, param_specs: PyTree, channels: int):
-    """Sets the computation up; compiles nothing yet.
-
-    Args:
-      model: has `predictive(params, batch)`, `head.link` and `head.num_classes`.
-      partitioner, param_specs, channels: see `RepresentationExtractor`.
-    """
-    self._partitioner = partitioner
+    # Classes stay sharded up to here, where the log-probabilities of one batch are gathered.
+    self._rows = PerExample(model.predictive, partitioner, param_specs, channels)
     self._link = model.head.link
 
-    def predict(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-      image = match_channels(batch['image'], channels)
-      kept = {name: batch[name] for name in ('label', 'index', 'mask')}
-      return {**model.predictive(params, {**batch, 'image': image}), **kept}
-
-    # Classes stay sharded up to here, where the log-probabilities of one batch are gathered.
-    specs = (param_specs, partitioner.data_partition_spec)
-    self._predict = partitioner.partition(predict, specs, None)
-
   def __call__(
-    self,
-    params: PyTree,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    batch_size: int,
-    max_examples: int | None = None,
+    self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
   ) -> Iterator[Predictions]:
-    """Yields the predictions batch by batch; arguments as in `RepresentationExtractor.rows`."""
-    outputs = (
-      self._predict(params, self._partitioner.shard_batch(batch, batch_size)) for batch in batches
-    )
-    for rows in example_rows(outputs, max_examples):
+    """Yields the predictions batch by batch."""
+    for rows in self._rows(params, batches, batch_size, max_examples):
       if len(rows['index']):
         yield Predictions(
           log_prob=np.minimum(rows['log_prob'], 0.0),  # a mean over samples may round to above 0
@@ -179,7 +158,7 @@ def read_predictions(path: str) -> Predictions:
     ValueError: the file is missing or damaged, its arrays do not fit together, values are no
       probabilities, or labels are out of range. The message is one sentence that names the file.
   """
-  with array_files.reading(path):
+  with reading(path):
     if not path.endswith('.npz'):
       raise ValueError('predictions must be in a file that ends in .npz')
     with epath.Path(path).open('rb') as stream, np.load(stream, allow_pickle=False) as file:
@@ -197,23 +176,22 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
       f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
     )
   num_examples, num_classes = values.shape
-  for column, size in (('class_name', num_classes), *((x, num_examples) for x in _OPTIONAL)):
+  for column in ('class_name', *_OPTIONAL):
+    size = num_classes if column == 'class_name' else num_examples
     if column in arrays and arrays[column].shape != (size,):
       raise ValueError(f'{column} is {list(arrays[column].shape)}; it must be [{size}]')
-  names = arrays.get('class_name')
+    if column in arrays and column in _OPTIONAL and not np.isfinite(arrays[column]).all():
+      raise ValueError(f'{column} has values that are not finite')
   read = Predictions(
     _log_prob(name, values, link),
-    array_files.label_rows(_one_of(arrays, LABEL_NAMES)[1], num_examples),
-    array_files.example_ids(arrays.get('index'), num_examples),
+    label_rows(_one_of(arrays, LABEL_NAMES)[1], num_examples),
+    example_ids(arrays.get('index'), num_examples),
     link=link,
-    class_names=None if names is None else tuple(map(str, names)),
+    class_names=tuple(map(str, arrays['class_name'])) if 'class_name' in arrays else None,
     expected_entropy=arrays.get('expected_entropy'),
     nll=arrays.get('nll') if link == 'sigmoid' else None,
     provenance=json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {},
   )
-  for column in _OPTIONAL:
-    if (x := getattr(read, column)) is not None and not np.isfinite(x).all():
-      raise ValueError(f'{column} has values that are not finite')
   check(read)
   return read
 
@@ -221,15 +199,13 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
 def check(predictions: Predictions) -> None:
   """Raises ValueError if a label is out of range or a softmax example lacks its one label."""
   labels, num_classes = predictions.labels, predictions.log_prob.shape[1]
-  if (wrong := (labels >= num_classes).any(axis=1)).any():
-    row = int(np.flatnonzero(wrong)[0])
+  largest, count = labels.max(axis=1), (labels >= 0).sum(axis=1)
+  for row in np.flatnonzero(largest >= num_classes)[:1]:
     raise ValueError(
-      f'label {int(labels[row].max())} of example {int(predictions.index[row])} is out of range; '
+      f'label {int(largest[row])} of example {int(predictions.index[row])} is out of range; '
       f'labels are 0 .. {num_classes - 1}'
     )
-  count = (labels >= 0).sum(axis=1)
-  if predictions.link == 'softmax' and (count != 1).any():
-    row = int(np.flatnonzero(count != 1)[0])
+  for row in np.flatnonzero(count != 1)[: predictions.link == 'softmax']:
     raise ValueError(
       f'example {int(predictions.index[row])} has {int(count[row])} labels; under a softmax each '
       "must have one (several need link='sigmoid')"

@@ -19,7 +19,6 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     'an image that shows several of {}.',
   ),
 }
-_WORDNET_NUMBER = re.compile(r'n\d{8}')
 
 
 def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
@@ -32,28 +31,24 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
   Raises:
     ValueError: it is none of these, or a template does not hold '{}' exactly once.
   """
+  found = templates
   if isinstance(templates, str):
     if templates in PROMPTS:
       return PROMPTS[templates]
-    source = f'templates={templates!r}'
-    if PLACE in templates:
-      found = (templates,)
-    else:
-      found = _lines(templates, source, f"one of {', '.join(PROMPTS)}, a text with '{{}}'")
-  else:
-    source, found = f'templates={templates!r}', tuple(templates)
+    what = f"templates={templates!r} must be one of {', '.join(PROMPTS)}, a text with '{{}}'"
+    found = (templates,) if PLACE in templates else _lines(templates, what)
+  if not found:
+    raise ValueError(f'templates={templates!r} holds no template')
   for template in found:
     if not isinstance(template, str) or template.count(PLACE) != 1:
-      raise ValueError(f"{source}: {template!r} must hold '{{}}' once, where the name goes")
-  if not found:
-    raise ValueError(f'{source} holds no template')
-  return found
+      what = f"{template!r} must hold '{{}}' once, where the name goes"
+      raise ValueError(f'templates={templates!r}: {what}')
+  return tuple(found)
 
 
 def fill(template: str, names: Sequence[str]) -> list[str]:
   """The template filled with each name; other braces stay unchanged."""
-  before, _, after = template.partition(PLACE)
-  return [f'{before}{name}{after}' for name in names]
+  return [template.replace(PLACE, name) for name in names]
 
 
 def readable_names(
@@ -71,19 +66,13 @@ def readable_names(
     ValueError: there are no names or not `num_classes`, one is empty, or the task's own names are
       WordNet numbers (TFDS's ImageNet), which mean nothing to a text tower.
   """
-  if given is not None:
-    source = f'class_names={given!r}' if isinstance(given, str) else 'class_names'
-    path_words = 'a tuple of names'
-    names = _lines(given, source, path_words) if isinstance(given, str) else tuple(given)
-  elif not own:
-    raise ValueError(f'{task!r} has no class names: set class_names, names or a file of them')
-  else:
-    source, names = f'{task!r}', tuple(own)
-    if all(map(_WORDNET_NUMBER.fullmatch, names)):
-      raise ValueError(
-        f'{task!r} names its classes by WordNet numbers ({names[0]} ...), which are no words: set '
-        'class_names, names or a file of them in the order of the labels'
-      )
+  source = repr(task) if given is None else 'class_names'
+  names = own if given is None else given
+  if isinstance(names, str):
+    names = _lines(names, f'class_names={names!r} must be a tuple of names')
+  elif not names or (given is None and all(re.fullmatch(r'n\d{8}', name) for name in names)):
+    what = f'WordNet numbers ({names[0]} ...), which are no words' if names else 'no class names'
+    raise ValueError(f'{task!r} has {what}: set class_names, names or a file of them by label')
   if len(names) != num_classes:
     raise ValueError(f'{source} has {len(names)} names; {task!r} has {num_classes} classes')
   readable = tuple(' '.join(name.replace('_', ' ').split()) for name in names)
@@ -92,10 +81,10 @@ def readable_names(
   return readable
 
 
-def _lines(path: str, source: str, otherwise: str) -> tuple[str, ...]:
-  """The lines of a text file that are not empty."""
+def _lines(path: str, what: str) -> tuple[str, ...]:
+  """The lines of a text file that are not empty; `what` begins the error."""
   try:
     text = Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
-    raise ValueError(f'{source} must be {otherwise}, or a text file: {error}') from error
+    raise ValueError(f'{what}, or a text file: {error}') from error
   return tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -17,104 +17,119 @@ import numpy as np
 from het_plugin import data, reporting
 from het_plugin.evaluation import extraction, extraction_files
 from het_plugin.evaluation import representations as representations_lib
-from het_plugin.evaluation.extraction_files import Plan, SplitFiles
+from het_plugin.evaluation.extraction_files import SplitFiles
 from het_plugin.evaluation.splits import open_split
 
-_MODULE = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
 _ARRAYS_SPLIT = 'all'
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """The flags of the main, by name; see there."""
+def represent(
+  open_run: Callable[[], Any],
+  dataset: str,
+  output_dir: str | None,
+  *,
+  splits: str | None = None,
+  layers: Sequence[str] = ('pre_logits',),
+  pool: str = 'mean',
+  format: str = 'safetensors',
+  dtype: str = 'float32',
+  batch_size: int = 256,
+  max_examples: int | None = None,
+  image_size: int | None = None,
+  overwrite: bool = False,
+) -> dict[str, Any]:
+  """Extracts layers of the splits of a data set.
 
-  dataset: str | None
-  splits: str | None
-  layers: Sequence[str]
-  pool: str
-  output_dir: str
-  format: str
-  dtype: str
-  batch_size: int
-  max_examples: int | None
-  image_size: int | None
-  overwrite: bool
+  Args:
+    open_run: opens a `config.trained_run.TrainedRun`; called once the splits are known.
+    dataset, output_dir, splits, ...: the flags of `het_plugin.represent`.
 
-  def __post_init__(self):
-    if self.output_dir is None:
-      raise ValueError('--output_dir is needed: where the files are written')
-    if '://' in self.output_dir:
-      raise ValueError(f'--output_dir={self.output_dir} must be a local directory')
-    if not self.layers:
-      raise ValueError('--layers= is empty: pre_logits, or others of the backbone')
+  Returns:
+    The checkpoint and, under 'files', a row for each file (process 0).
 
-
-def represent(settings: Settings, open_run: Callable[[], Any]) -> dict[str, Any]:
-  """Extracts the layers of all splits of the run that `open_run` opens, once they are known.
-
-  Returns the checkpoint and, under 'files', a row for each file (process 0).
+  Raises:
+    ValueError: a setting is wrong, or a file of other settings is there.
   """
-  task = task_name(settings.dataset)
+  _check_output(output_dir)
+  if not layers:
+    raise ValueError('--layers= is empty: pre_logits, or others of the backbone')
+  task = task_name(dataset)
   info = data.classification_info(task)
-  names = choose_splits(task, info, settings.splits)
+  names = choose_splits(task, info, splits)
   run = open_run()
-  configs = [
-    data.one_pass(
-      task,
-      name,
-      image_size=settings.image_size or run.image_size,
-      max_labels=max(run.max_labels, info.max_labels) if info.multi_label else 1,
-      batch_size=settings.batch_size,
-      bounded=settings.max_examples is not None,
-    )
-    for name in names
-  ]
+  layers = tuple(dict.fromkeys(layers))
 
-  def open_batches(config):
-    name = f'--splits={config.split}: this split of {task}'
+  def open_batches(split):
     return open_split(
-      config, run.partitioner, settings.max_examples, name=name, bound='--max_examples'
+      task,
+      split,
+      run.partitioner,
+      max_examples,
+      name=f'--splits={split}: this split of {task}',
+      bound='--max_examples',
+      image_size=image_size or run.image_size,
+      max_labels=max(run.max_labels, info.max_labels) if info.multi_label else 1,
+      batch_size=batch_size,
     )
 
-  num_examples = []
-  for config in configs:
-    with open_batches(config) as (_, size):
-      num_examples.append(size)
-  layers = tuple(dict.fromkeys(settings.layers))
-  extractor_of = functools.cache(functools.partial(_extractor, run, settings))
-  spec = data.element_spec(configs[0], info.channels)
-  widths = _widths(extractor_of(layers), run, spec)
+  @functools.cache
+  def extractor_of(layers):
+    of_run = run.model, run.partitioner, run.param_specs
+    return extraction.RepresentationExtractor(
+      *of_run, layers=layers, channels=run.channels, pool=pool, dtype=jax.numpy.dtype(dtype)
+    )
+
+  num_examples = {}
+  for split in names:
+    with open_batches(split) as (batches, num_examples[split]):
+      spec = batches.element_spec
+  _check_fit(extractor_of(layers), run, spec)
   made_from = {
     'step': run.step,
     'params': extraction.params_fingerprint(run.params),
     'dataset': task,
     'dataset_version': info.version,
-    'pool': settings.pool,
-    'dtype': settings.dtype,
+    'pool': pool,
+    'dtype': dtype,
     'image_size': spec['image'].shape[1],
-    'max_examples': settings.max_examples,
+    'max_examples': max_examples,
     'config': run.config,
   }
-  folder = Path(settings.output_dir) / folder_name(task)
-  files = [SplitFiles(folder, config.split, f'.{settings.format}') for config in configs]
-  of_split = [{**made_from, 'split': config.split} for config in configs]
+  folder = Path(output_dir) / folder_name(task)
+  files = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
   # Whatever stands in the way is found before the first split is begun.
-  plans = [
-    extraction_files.make_plan(*split, layers, settings.overwrite)
-    for split in zip(files, of_split, num_examples, strict=True)
-  ]
+  pending = {split: files[split].pending(layers, overwrite) for split in names}
   provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
-  rows = []
-  for config, plan in zip(configs, plans, strict=True):
-    speed = None
-    if plan.layers:
-      with open_batches(config) as (batches, _):
-        extractor = extractor_of(plan.layers)
-        speed = _run(run, extractor, batches, config, plan, widths, info, provenance)
-    if jax.process_index() == 0:
-      rows += [_row(plan.files, x, speed if x in plan.layers else None) for x in layers]
+  shown, rows = jax.process_index() == 0, []
+  for split, left in pending.items():
+    speed, start = {}, time.monotonic()
+    if left.layers:
+      progress = reporting.Progress(split, num_examples[split], left.num_rows, shown=shown)
+      with open_batches(split) as (batches, _), progress:
+        files[split].extract(
+          left,
+          extractor_of(left.layers),
+          run.params,
+          batches,
+          batch_size,
+          num_examples[split],
+          class_names=info.class_names,
+          provenance=provenance,
+          on_rows=progress.update,
+        )
+      seconds, computed = time.monotonic() - start, progress.count - left.num_rows
+      speed = {'seconds': seconds, 'images_per_second': computed / seconds}
+    if shown:
+      rows += [_row(files[split], x, speed if x in left.layers else None) for x in layers]
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
+
+
+def _check_output(output_dir: str | None) -> None:
+  if output_dir is None:
+    raise ValueError('--output_dir is needed: where the files are written')
+  if '://' in output_dir:
+    raise ValueError(f'--output_dir={output_dir} must be a local directory')
 
 
 def task_name(dataset: str) -> str:
@@ -131,11 +146,8 @@ def task_name(dataset: str) -> str:
 def folder_name(task: str) -> str:
   """The folder of a task's representations: the name of its file or folder, without parents."""
   prefix, _, argument = task.partition(':')
-  if prefix == 'npz':
-    return extraction_files.safe_name(Path(argument).stem)
-  if prefix == 'image_folder':
-    return extraction_files.safe_name(Path(argument).resolve().name)
-  return extraction_files.safe_name(argument if prefix == 'tfds' else task)
+  names = {'npz': Path(argument).stem, 'image_folder': Path(argument).resolve().name}
+  return extraction_files.safe_name({**names, 'tfds': argument}.get(prefix, task))
 
 
 def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:
@@ -154,23 +166,11 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
   return names
 
 
-def _extractor(run, settings, layers: tuple[str, ...]) -> extraction.RepresentationExtractor:
-  return extraction.RepresentationExtractor(
-    run.model,
-    run.partitioner,
-    run.param_specs,
-    layers=layers,
-    channels=run.channels,
-    pool=settings.pool,
-    dtype=jax.numpy.dtype(settings.dtype),
-  )
-
-
-def _widths(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
-  """D of each layer; compiles nothing."""
+def _check_fit(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+  """Finds layers and image sizes that the model does not have; compiles nothing."""
   shape = list(spec['image'].shape[1:])
   try:
-    return extractor.widths(run.params, spec)
+    extractor.compiled.trace(run.params, dict(spec))
   except ValueError as error:
     raise ValueError(f'--layers={",".join(extractor.layers)}, images {shape}: {error}') from error
   except flax.errors.ScopeParamShapeError as error:
@@ -180,55 +180,40 @@ def _widths(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[st
     ) from error
 
 
-def _run(run, extractor, batches, config, plan: Plan, widths, info, provenance) -> dict[str, float]:
-  """Writes the files of a split; returns seconds, and images_per_second of those computed now."""
-  start = time.monotonic()
-  shown = jax.process_index() == 0
-  with reporting.Progress(config.split, plan.num_examples, plan.num_rows, shown=shown) as progress:
-    extraction_files.run_plan(
-      plan,
-      extractor,
-      run.params,
-      batches,
-      config.batch_size,
-      widths,
-      class_names=info.class_names,
-      provenance=provenance,
-      on_rows=progress.update,
-    )
-  seconds = time.monotonic() - start
-  return {'seconds': seconds, 'images_per_second': (progress.count - plan.num_rows) / seconds}
-
-
-def convert(source: str, settings: Settings) -> dict[str, Any]:
+def convert(
+  source: str,
+  output_dir: str | None,
+  *,
+  format: str = 'safetensors',
+  dtype: str = 'float32',
+  overwrite: bool = False,
+) -> dict[str, Any]:
   """Writes arrays made elsewhere as files of ours, one per split if they name splits.
 
   Returns the source and, under 'files', a row for each file.
   """
+  _check_output(output_dir)
   path, split = representations_lib.partition_source(source)
   names = (split,) if split else representations_lib.split_names(path)
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
-  dtype = jax.numpy.dtype(settings.dtype)
   paths = path.split(',') if path.endswith('.npy') else [path]
-  folder = Path(settings.output_dir) / extraction_files.safe_name(Path(paths[0]).stem)
+  folder = Path(output_dir) / extraction_files.safe_name(Path(paths[0]).stem)
   rows, digests = [], None
   for name, part in wanted.items():
-    files = SplitFiles(folder, name, f'.{settings.format}')
     read = representations_lib.read_representations(part)
     digests = digests or [_sha256(path) for path in paths]
     with np.errstate(over='ignore'):  # the next line raises
-      features = read.features.astype(dtype)
-    extraction.check_finite(_ARRAYS_LAYER, features, read.index)
-    made_from = {'source': part, 'sha256': digests, 'dtype': dtype.name, 'split': name}
-    plan = extraction_files.make_plan(
-      files, made_from, len(features), [_ARRAYS_LAYER], settings.overwrite
-    )
-    if plan.layers:
+      features = read.features.astype(jax.numpy.dtype(dtype))
+    extraction_files.check_finite(_ARRAYS_LAYER, features, read.index)
+    made_from = {'source': part, 'sha256': digests, 'dtype': dtype, 'split': name}
+    files = SplitFiles(folder, name, f'.{format}', made_from)
+    pending = files.pending([_ARRAYS_LAYER], overwrite).layers
+    if pending:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
       provenance = {**read.provenance, **_how_and_when(), **made_from, **about}
       converted = dataclasses.replace(read, features=features, provenance=provenance)
       representations_lib.write_representations(files.path(_ARRAYS_LAYER), converted)
-    rows.append(_row(files, _ARRAYS_LAYER, {} if plan.layers else None))
+    rows.append(_row(files, _ARRAYS_LAYER, {} if pending else None))
   return {'arrays': source, 'files': rows}
 
 
@@ -238,7 +223,7 @@ def _sha256(path: str) -> str:
 
 
 def _how_and_when() -> dict[str, Any]:
-  made = dataclasses.asdict(reporting.Provenance.of_this_process(_MODULE, {}))
+  made = dataclasses.asdict(reporting.Provenance.of_this_process('het_plugin.represent', {}))
   return {name: made[name] for name in ('command', 'created', 'versions')}
 
 

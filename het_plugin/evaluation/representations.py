@@ -14,10 +14,11 @@ first two (`FEATURE_NAMES`, `LABEL_NAMES`), or any names if exactly one array is
 [N, D] and exactly one is integers [N]. Features in a .npy file have their labels in a second file.
 """
 
+import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,6 @@ import safetensors.numpy
 from etils import epath
 
 from het_plugin import weights
-from het_plugin.evaluation import array_files
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
@@ -82,13 +82,18 @@ def read_representations(source: str) -> Representations:
       finite or out of range. The message is one sentence that names the file.
   """
   path, split = partition_source(source)
-  with array_files.reading(path):
-    arrays, provenance, class_names = _read_file(path)
-    read = Representations(*_parse(arrays), class_names, provenance)
+  with reading(path):
+    if path.endswith('.npy'):
+      arrays, (provenance, class_names) = _read_npy(path), ({}, None)
+    elif weights.is_weights_file(path):
+      arrays, (provenance, class_names) = weights.read_arrays(path), _read_description(path)
+    else:
+      raise ValueError('representations must be in a file that ends in .npz, .safetensors or .npy')
+    columns = _parse(arrays)
     if split is not None:
-      rows = _rows_of_split(arrays, split, len(read.features))
-      columns = (read.features[rows], read.labels[rows], read.index[rows])
-      read = Representations(*columns, class_names, provenance)
+      rows = _rows_of_split(arrays, split, len(columns[0]))
+      columns = [column[rows] for column in columns]
+    read = Representations(*columns, class_names, provenance)
     _check(read)
   return read
 
@@ -127,7 +132,7 @@ def read_provenance(path: epath.PathLike) -> dict[str, Any]:
   Raises:
     ValueError: the file cannot be read.
   """
-  with array_files.reading(str(path)):
+  with reading(str(path)):
     return _read_description(str(path))[0]
 
 
@@ -135,7 +140,7 @@ def split_names(path: str) -> tuple[str, ...]:
   """The distinct strings in the array 'split' of a .npz file; empty if it has no such array."""
   if not path.endswith('.npz') or not zipfile.is_zipfile(path):
     return ()
-  with array_files.reading(path), np.load(path, allow_pickle=False) as arrays:
+  with reading(path), np.load(path, allow_pickle=False) as arrays:
     return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()
 
 
@@ -147,17 +152,8 @@ def partition_source(source: str) -> tuple[str, str | None]:
   return source, None
 
 
-def _read_file(path: str) -> tuple[dict[str, np.ndarray], dict[str, Any], tuple[str, ...] | None]:
-  """Arrays, provenance and class names."""
-  if path.endswith('.npy'):
-    return _read_npy(path), {}, None
-  if not weights.is_weights_file(path):
-    raise ValueError('representations must be in a file that ends in .npz, .safetensors or .npy')
-  return weights.read_arrays(path), *_read_description(path)
-
-
 def _read_description(path: str) -> tuple[dict[str, Any], tuple[str, ...] | None]:
-  """Provenance and class names of a .npz or .safetensors file."""
+  """Provenance and class names."""
   if path.endswith('.npz'):
     with np.load(path, allow_pickle=False) as arrays:
       provenance = json.loads(str(arrays['provenance'])) if 'provenance' in arrays else {}
@@ -183,8 +179,12 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Features, labels and index, under whichever names."""
-  features = _find(arrays, FEATURE_NAMES, 'floating point [N, D]', _are_features)
-  if not _are_features(features):
+
+  def are_features(x):
+    return (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16) and x.ndim == 2 and x.size > 0
+
+  features = _find(arrays, FEATURE_NAMES, 'floating point [N, D]', are_features)
+  if not are_features(features):
     raise ValueError(
       f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
       'N and D at least 1'
@@ -193,12 +193,8 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np
   labels = _find(
     others, LABEL_NAMES, 'integers [N]', lambda x: x.dtype.kind in 'iu' and x.ndim == 1
   )
-  labels = array_files.label_rows(labels, len(features))
-  return features, labels, array_files.example_ids(arrays.get('index'), len(features))
-
-
-def _are_features(x: np.ndarray) -> bool:
-  return (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16) and x.ndim == 2 and x.size > 0
+  labels = label_rows(labels, len(features))
+  return features, labels, example_ids(arrays.get('index'), len(features))
 
 
 def _find(arrays, names, description, fits) -> np.ndarray:
@@ -211,6 +207,49 @@ def _find(arrays, names, description, fits) -> np.ndarray:
       f'are: {shown or "none"}'
     )
   return arrays[found[0]]
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+  """Raises whatever goes wrong inside as a ValueError of one sentence that names the file."""
+  try:
+    yield
+  except Exception as error:  # a damaged file makes zipfile, numpy, json ... raise many types
+    message = ' '.join(str(error).split()) or type(error).__name__
+    raise ValueError(message if path in message else f'{path}: {message}') from error
+
+
+def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
+  """Labels [N] or [N, L] of any integer type as int32 [N, L].
+
+  Raises:
+    ValueError: another shape or type, or a label above the range of int32.
+  """
+  if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != num_examples:
+    raise ValueError(
+      f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
+      f'N = {num_examples}, the number of examples'
+    )
+  if labels.size and labels.max() > np.iinfo(np.int32).max:
+    raise ValueError(f'label {labels.max()} is out of range; labels are class numbers')
+  return (labels[:, None] if labels.ndim == 1 else labels).astype(np.int32)
+
+
+def example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
+  """Example ids as int64 [N]; None counts from 0.
+
+  Raises:
+    ValueError: another shape or type, or an id that occurs twice.
+  """
+  if index is None:
+    return np.arange(num_examples)
+  if index.shape != (num_examples,) or index.dtype.kind not in 'iu':
+    raise ValueError(
+      f'index is {index.dtype} {list(index.shape)}; it must be integers [{num_examples}]'
+    )
+  if len(np.unique(index)) != num_examples:
+    raise ValueError('index must give each example an id of its own')
+  return index.astype(np.int64)
 
 
 def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) -> np.ndarray:

@@ -32,26 +32,20 @@ import numpy as np
 from scipy import stats
 from sklearn import metrics
 
-from het_plugin.evaluation import calibration
 from het_plugin.evaluation.predictions import Predictions, check
 
+NUM_BINS = 15  # as in `models.metrics`
 _BLOCK = 2**22  # float64 elements in work at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Uncertainty:
-  """Scores that need no labels; a tree of arrays [N].
+  """Scores that need no labels; a tree of arrays, float64 [N]."""
 
-  Attributes:
-    log_confidence: float64 [N], log p of the most probable class.
-    entropy: float64 [N] in nats; sigmoid: summed over the classes.
-    mutual_information: float64 [N] in nats, of label and noise: the entropy minus the expected
-      entropy given the noise. None without noise.
-  """
-
-  log_confidence: np.ndarray
-  entropy: np.ndarray
+  log_confidence: np.ndarray  # log p of the most probable class
+  entropy: np.ndarray  # nats; sigmoid: summed over the classes
+  # Nats, of label and noise: the entropy minus that expected given the noise. None without noise.
   mutual_information: np.ndarray | None
 
   def scores(self) -> dict[str, np.ndarray]:
@@ -60,6 +54,23 @@ class Uncertainty:
     if self.mutual_information is not None:
       scores['mutual_information'] = self.mutual_information
     return scores
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reliability:
+  """A reliability diagram: count, mean confidence and accuracy (both NaN where empty), [M]."""
+
+  count: np.ndarray
+  confidence: np.ndarray
+  accuracy: np.ndarray
+
+  @property
+  def ece(self) -> float:
+    """Expected calibration error: the gap of confidence and accuracy, averaged with the counts as
+    weights (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
+    """
+    gap = np.where(self.count > 0, np.abs(self.accuracy - self.confidence), 0.0)
+    return float((self.count * gap).sum() / self.count.sum())
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +86,10 @@ class ExampleScores:
   correct: np.ndarray  # bool [N], whether the most probable class is right
   ranking_ap: np.ndarray | None  # float64 [N]; None under softmax
   uncertainty: Uncertainty
+
+  def reliability(self) -> Reliability:
+    """The diagram of the confidences in 15 bins of equal width."""
+    return reliability(np.exp(self.uncertainty.log_confidence), self.correct)
 
 
 _Scores = TypeVar('_Scores', ExampleScores, Uncertainty)
@@ -135,8 +150,8 @@ def summarize(scores: ExampleScores) -> dict[str, Any]:
     means['ranking_ap'] = scores.ranking_ap
   result = {name: float(values.mean()) for name, values in means.items()}
   result |= {
-    'ece': calibration.reliability(confidence, scores.correct).ece,
-    'adaptive_ece': calibration.adaptive_reliability(confidence, scores.correct).ece,
+    'ece': scores.reliability().ece,
+    'adaptive_ece': adaptive_reliability(confidence, scores.correct).ece,
     'aurc': float(risk.mean()),
     'e_aurc': float(risk.mean() - risk_coverage(scores.correct, scores.correct).mean()),
     'auroc_errors': auroc(
@@ -162,19 +177,17 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
   Raises:
     ValueError: the examples are not the same.
   """
-  row, first_row = np.argsort(scores.index), np.argsort(first.index)
-  same = np.array_equal(scores.index[row], first.index[first_row])
-  if not same or not np.array_equal(
-    _trimmed(scores.labels[row]), _trimmed(first.labels[first_row])
+  a, b = (jax.tree.map(lambda x, s=s: x[np.argsort(s.index)], s) for s in (scores, first))
+  if not np.array_equal(a.index, b.index) or not np.array_equal(
+    *map(_trimmed, (a.labels, b.labels))
   ):
     raise ValueError(
       'a comparison needs the same examples: the ids or the labels are not those of the first'
     )
-  pairs = {'nll': (scores.nll, first.nll), 'brier': (scores.brier, first.brier)}
-  if 1 in scores.precision and 1 in first.precision:
-    pairs['precision_at_1'] = (scores.precision[1], first.precision[1])
   with np.errstate(invalid='ignore'):  # inf - inf is NaN, which reports show as missing
-    differences = {name: a[row] - b[first_row] for name, (a, b) in pairs.items()}
+    differences = {'nll': a.nll - b.nll, 'brier': a.brier - b.brier}
+    if 1 in a.precision and 1 in b.precision:
+      differences['precision_at_1'] = a.precision[1] - b.precision[1]
     result = {name: float(values.mean()) for name, values in differences.items()}
   return result | {'stderr': {name: stderr(values) for name, values in differences.items()}}
 
@@ -184,6 +197,42 @@ def stderr(values: np.ndarray) -> float | None:
   if len(values) < 2 or not np.isfinite(values).all():
     return None
   return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def reliability(
+  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
+) -> Reliability:
+  """Bins of equal width: bin m holds the confidences in (m / M, (m + 1) / M], bin 0 also 0.
+
+  Args:
+    confidence: any float [N], in [0, 1].
+    correct: bool [N].
+    num_bins: M.
+  """
+  confidence = confidence.astype(np.float64)
+  bins = np.clip(np.ceil(confidence * num_bins) - 1, 0, num_bins - 1).astype(int)
+  return _binned(bins, confidence, correct, num_bins)
+
+
+def adaptive_reliability(
+  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
+) -> Reliability:
+  """At most `num_bins` bins, with numbers of examples as equal as ties allow.
+
+  Bin m ends with the confidence of rank ceil(N (m + 1) / M); equal ends are one bin (Nixon et al.
+  2019, https://arxiv.org/abs/1904.01685).
+  """
+  confidence = confidence.astype(np.float64)
+  last = np.ceil(len(confidence) * np.arange(1, num_bins + 1) / num_bins).astype(int) - 1
+  ends = np.unique(np.sort(confidence)[last])
+  return _binned(np.searchsorted(ends, confidence), confidence, correct, len(ends))
+
+
+def _binned(bins, confidence, correct, num_bins) -> Reliability:
+  count = np.bincount(bins, minlength=num_bins)
+  sums = (np.bincount(bins, weights=x, minlength=num_bins) for x in (confidence, correct))
+  with np.errstate(invalid='ignore'):
+    return Reliability(count, *(total / count for total in sums))
 
 
 def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import calibration, class_covariance, uncertainty
+from het_plugin.evaluation import class_covariance, uncertainty
 from het_plugin.evaluation.report import Report
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
@@ -58,10 +58,6 @@ class Evaluation:
   def class_name(self, k: int) -> str:
     return str(k) if self.class_names is None else self.class_names[k]
 
-  def reliability(self) -> calibration.Reliability:
-    confidence = np.exp(self.scores.uncertainty.log_confidence)
-    return calibration.reliability(confidence, self.scores.correct)
-
   def row(self, first: 'Evaluation') -> dict[str, Any]:
     """All numbers as JSON values, compared with the first evaluation.
 
@@ -73,7 +69,7 @@ class Evaluation:
       'source': self.source,
       **self.details,
       **uncertainty.summarize(self.scores),
-      'reliability': dataclasses.asdict(self.reliability()),
+      'reliability': dataclasses.asdict(self.scores.reliability()),
     }
     if self is not first:
       try:
@@ -167,17 +163,17 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
   return {'head': row['name'], **shown, 'stderr': errors, 'tables': tables}
 
 
-def _plots(
-  evaluations: Sequence[Evaluation], rows: Sequence[Mapping[str, Any]]
+def calibration_figures(
+  scores: Mapping[str, uncertainty.ExampleScores],
 ) -> dict[str, reporting.Figure]:
-  """{file name: figure}."""
+  """{file name: figure}: the reliability diagram and the risk-coverage curve of each row."""
   curves = {}
-  for e in evaluations:
-    risk = uncertainty.risk_coverage(e.scores.uncertainty.log_confidence, e.scores.correct)
-    curves[e.name] = np.arange(1, len(risk) + 1) / len(risk), risk
-  found = {
+  for name, x in scores.items():
+    risk = uncertainty.risk_coverage(x.uncertainty.log_confidence, x.correct)
+    curves[name] = np.arange(1, len(risk) + 1) / len(risk), risk
+  return {
     'reliability': reporting.Figure(
-      reporting.reliability_png({e.name: e.reliability() for e in evaluations}),
+      reporting.reliability_png({name: x.reliability() for name, x in scores.items()}),
       'Accuracy by confidence. A dot is at the mean confidence of a bin, with an area by its share '
       'of the examples. A calibrated model lies on the dotted line.',
       'Reliability diagram of each row.',
@@ -193,6 +189,11 @@ def _plots(
       'Risk-coverage curve of each row.',
     ),
   }
+
+
+def _plots(evaluations, rows) -> dict[str, reporting.Figure]:
+  """{file name: figure}."""
+  found = calibration_figures({e.name: e.scores for e in evaluations})
   with_unknown = [e for e in evaluations if e.unknown is not None]
   for score in dict.fromkeys(s for e in with_unknown for s in e.unknown.scores()):
     rocs = {

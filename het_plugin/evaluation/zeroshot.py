@@ -23,6 +23,7 @@ import scipy.sparse
 from het_plugin.evaluation import prompts
 
 RECALL_AT = (1, 5, 10)
+WAYS = ('image_to_text', 'text_to_image')
 NEVER = np.iinfo(np.int32).max  # the rank where no answer is right
 _BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
 
@@ -75,12 +76,10 @@ class Recall:
 
   def record(self) -> dict[str, Any]:
     fields = dataclasses.asdict(self)
-    ways = {way: fields.pop(way) for way in ('image_to_text', 'text_to_image')}
-    return {'recall_at': ways} | fields
+    return {'recall_at': {way: fields.pop(way) for way in WAYS}, **fields}
 
   def scalars(self) -> dict[str, float]:
-    ways = self.record()['recall_at'].items()
-    return {f'{way}/recall{k}': value for way, by_k in ways for k, value in by_k.items()}
+    return {f'{way}/recall{k}': x for way in WAYS for k, x in getattr(self, way).items()}
 
 
 def class_embeddings(
@@ -89,17 +88,14 @@ def class_embeddings(
   names: Sequence[str],
   templates: Sequence[str],
 ) -> tuple[np.ndarray, int]:
-  """Embeddings of classes; embeds the texts of one template at a time.
+  """Normalised means over templates of normalised embeddings, float32 [K, D], and the number of
+  classes that have the token ids of an earlier class in all templates.
 
   Args:
     embed: maps token ids int32 [N, L] to embeddings float [N, D].
     tokenize: maps texts to token ids.
     names: of the K classes.
     templates: see `prompts.get_templates`.
-
-  Returns:
-    The normalised means over templates of normalised embeddings, float32 [K, D], and the number of
-    classes that have the token ids of an earlier class in all templates.
 
   Raises:
     ValueError: an embedding is not finite, or a class's is 0.
@@ -117,11 +113,7 @@ def class_embeddings(
 
 
 def normalized(x: np.ndarray, what: str) -> np.ndarray:
-  """Rows x [N, D] divided by their lengths, float64.
-
-  Raises:
-    ValueError: a row is 0 or not finite.
-  """
+  """Rows x [N, D] divided by their lengths, float64; ValueError if one is 0 or not finite."""
   x = np.asarray(x, np.float64)
   length = np.linalg.norm(x, axis=1, keepdims=True)
   wrong = ~(np.isfinite(length) & (length > 0))[:, 0]
@@ -139,14 +131,8 @@ def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
 
 
 def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
-  """The number of candidates that come before the best right one.
-
-  Args:
-    scores: float [B, K]; higher is better.
-    right: bool [B, K].
-
-  Returns:
-    int32 [B], 0 for the first; NEVER if nothing is right or a right score is NaN.
+  """How many candidates come before the best right one: int32 [B] of scores [B, K] (higher is
+  better) and right, bool [B, K]. NEVER if nothing is right or a right score is NaN.
   """
   # Comparisons rather than a sort, which would gather candidates that are split over the mesh.
   own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
@@ -175,25 +161,18 @@ def embedding_ranks(
   """`best_ranks` of the dot products of embeddings, a block of queries at a time: int32 [N].
 
   Args:
-    queries: float32 [N, D].
-    candidates: float32 [M, D]. Equal rows have equal scores, to the bit.
+    queries: [N, D].
+    candidates: [M, D]. Equal rows have equal scores, to the bit.
     right: bool [N, M], sparse.
   """
   # The rounding of a column may depend on its place, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
-  distinct, column = jax.device_put((distinct, column.reshape(-1)))
-
-  @jax.jit
-  def ranks(block_queries, distinct, column, block_right):
-    return best_ranks(similarity(block_queries, distinct)[:, column], block_right)
-
-  block = min(len(queries), max(1, _BLOCK_ELEMENTS // len(candidates)))
-  found = []
+  queries, column = np.asarray(queries, np.float32), column.reshape(-1)
+  block, found = max(1, _BLOCK_ELEMENTS // len(candidates)), []
   for start in range(0, len(queries), block):
-    # The last block is filled up with the queries before it, so that there is one shape.
-    rows = slice(min(start, len(queries) - block), start + block)
-    new = ranks(np.asarray(queries[rows], np.float32), distinct, column, right[rows].toarray())
-    found.append(np.asarray(new)[start - rows.start :])
+    rows = slice(start, start + block)
+    scores = (queries[rows] @ distinct.T)[:, column]
+    found.append(np.asarray(best_ranks(scores, right[rows].toarray())))
   return np.concatenate(found)
 
 
@@ -236,22 +215,19 @@ def retrieval_recall(
       f'caption_image goes from {caption_image.min()} to {caption_image.max()}; it must lie in '
       f'0 .. {N - 1}'
     )
+  _, text = np.unique(caption_text, return_inverse=True)
   owner = scipy.sparse.csr_array((np.ones(M, bool), (np.arange(M), caption_image)), shape=(M, N))
-  num_texts = len(np.unique(caption_text))
   if identical_captions_right:
-    _, text = np.unique(caption_text, return_inverse=True)
     says = scipy.sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
     owner = (says @ (says.T @ owner.astype(np.int32))).astype(bool).tocsr()
   images = np.unique(caption_image)
   of_image = owner.T.tocsr()[images]
-  to_text = embedding_ranks(image_embeddings[images], caption_embeddings, of_image)
-  to_image = embedding_ranks(caption_embeddings, image_embeddings, owner)
   return Recall(
-    image_to_text=hits(to_text, ks),
-    text_to_image=hits(to_image, ks),
+    hits(embedding_ranks(image_embeddings[images], caption_embeddings, of_image), ks),
+    hits(embedding_ranks(caption_embeddings, image_embeddings, owner), ks),
     num_images=N,
     num_captions=M,
-    captions_alike=M - num_texts,
+    captions_alike=M - int(text.max()) - 1,
   )
 
 

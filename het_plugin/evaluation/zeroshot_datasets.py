@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from het_plugin.data import DatasetConfig, TaskInfo, one_pass, task_info
+from het_plugin.data import DatasetConfig, TaskInfo, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
 from het_plugin.evaluation.splits import open_split
 from het_plugin.training.partitioning import PjitPartitioner
@@ -61,15 +61,10 @@ DEFAULT_DATASETS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Maps N texts to the token ids that a text tower takes, int32 [N, L], padded with 0.
+  """Maps N texts to the token ids that a text tower takes, int32 [N, L], padded with 0."""
 
-  Attributes:
-    vocabulary: its name, see `data.get_vocabulary`.
-    length: L.
-  """
-
-  vocabulary: str
-  length: int
+  vocabulary: str  # see `data.get_vocabulary`
+  length: int  # L
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
     from het_plugin.data import tokenize  # imports TensorFlow, which takes seconds
@@ -78,11 +73,7 @@ class Tokenizer:
 
 
 def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
-  """The tokenizer of a model's training data.
-
-  Raises:
-    ValueError: the training data have no captions.
-  """
+  """The tokenizer of a model's training data; ValueError if they have no captions."""
   length = dataset_cfg.task_feature_lengths.get('text')
   if length is None:
     raise ValueError(
@@ -111,16 +102,15 @@ class ZeroShotEvaluator:
     batch_size: int,
     num_samples: int = 0,
   ):
-    """Sets the computations up; reads and compiles nothing yet.
+    """Reads and compiles nothing yet.
 
     Args:
       model: has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params, text int32
         [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch, class_embeddings
         [K, D], num_samples) -> [B, K]`.
-      partitioner, param_specs: see `extraction.RepresentationExtractor`.
+      partitioner, param_specs, channels: see `extraction.PerExample`.
       tokenizer: that of the model's training.
       image_size: side of the square images that the model takes, in pixels.
-      channels: image channels that the model takes; grey data are repeated, colours averaged.
       batch_size: global batch, of images and of texts.
       num_samples: ranks classes by their probability under so many samples of the noise (Collier
         et al. 2023, appendix M); not for captions. 0 ranks by the deterministic embeddings.
@@ -135,36 +125,29 @@ class ZeroShotEvaluator:
     self._image_size = image_size
     self._batch_size = batch_size
     self._num_samples = num_samples
-    data_spec = partitioner.data_partition_spec
-    # A model's own probabilities need all classes; dot products can be split over them.
-    self._class_spec = PartitionSpec() if num_samples else PartitionSpec('model')
 
-    def with_channels(batch):
-      return {**batch, 'image': extraction.match_channels(batch['image'], channels)}
-
-    def rank(params, batch, classes, real):  # classes [Kp, D], real bool [Kp]
-      images = with_channels(batch)
+    def rank(given, batch):
+      params, classes = given['params'], given['classes']  # [K, D]
       if num_samples:
-        scores = model.class_log_prob(params, images, classes, num_samples)
-        scores = scores.astype(jnp.float32)
+        scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
       else:
-        scores = zeroshot.similarity(model.image_embeddings(params, images), classes)
-        scores = jnp.where(real, scores, -jnp.inf)
-      right = zeroshot.label_mask(batch['label'], classes.shape[0])
-      return {'rank': zeroshot.best_ranks(scores, right), **_plain(batch)}
+        scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
+      return {
+        'rank': zeroshot.best_ranks(scores, zeroshot.label_mask(batch['label'], len(classes)))
+      }
 
     def embed_images(params, batch):
-      image = model.image_embeddings(params, with_channels(batch)).astype(jnp.float32)
-      return {'image': image, 'text': batch['text'], 'digest': batch['digest'], **_plain(batch)}
+      image = model.image_embeddings(params, batch).astype(jnp.float32)
+      return {'image': image, 'text': batch['text'], 'digest': batch['digest']}
 
     def embed_texts(params, batch):
       return model.text_embeddings(params, batch['text']).astype(jnp.float32)
 
-    # The results are replicated, so that each host reads whole batches, whichever rows it fed.
-    classes_spec = (self._class_spec, self._class_spec)
-    self._rank = partitioner.partition(rank, (param_specs, data_spec, *classes_spec), None)
-    self._embed_images = partitioner.partition(embed_images, (param_specs, data_spec), None)
-    self._embed_texts = partitioner.partition(embed_texts, (param_specs, data_spec), None)
+    with_classes = {'params': param_specs, 'classes': PartitionSpec()}
+    self._rank = extraction.PerExample(rank, partitioner, with_classes, channels)
+    self._embed_images = extraction.PerExample(embed_images, partitioner, param_specs, channels)
+    specs = (param_specs, partitioner.data_partition_spec)
+    self._embed_texts = partitioner.partition(embed_texts, specs, None)
 
   def check(self, dataset: ZeroShotDataset) -> int:
     """The number of examples that will be read; nothing is compiled or read yet.
@@ -207,24 +190,23 @@ class ZeroShotEvaluator:
 
   def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
     names = _class_names(dataset)
+    templates = prompts.get_templates(dataset.templates)
     embeddings, alike = zeroshot.class_embeddings(
-      lambda tokens: self._embed(params, tokens),
-      self._tokenizer,
-      names,
-      prompts.get_templates(dataset.templates),
+      lambda tokens: self._embed(params, tokens), self._tokenizer, names, templates
     )
     if alike:
       _log.warning(
         '%s: %d of %d classes have the texts of another class, in the tokens that the model gets.',
         *(dataset.name, alike, len(names)),
       )
-    classes = self._place_classes(embeddings)
-    rows = self._read(dataset, lambda batch: self._rank(params, batch, *classes), on_rows)
+    replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
+    classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
+    rows = self._read(self._rank, {'params': params, 'classes': classes}, dataset, on_rows)
     found = zeroshot.hits(rows['rank'], (1, 5))
-    return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(embeddings), alike)
+    return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(names), alike)
 
   def _retrieve(self, dataset, params, on_rows) -> zeroshot.Recall:
-    rows = self._read(dataset, lambda batch: self._embed_images(params, batch), on_rows)
+    rows = self._read(self._embed_images, params, dataset, on_rows)
     # Data sets of pairs show an image of several captions several times.
     _, image, image_of = np.unique(rows['digest'], axis=0, return_index=True, return_inverse=True)
     texts, text_of = np.unique(rows['text'], axis=0, return_inverse=True)
@@ -237,18 +219,13 @@ class ZeroShotEvaluator:
       identical_captions_right=dataset.identical_captions_right,
     )
 
-  def _read(self, dataset, compute, on_rows) -> extraction.Rows:
-    """The columns that `compute` gives for a batch, of all examples in the order of their ids."""
-
-    def outputs():
-      for batch in batches:
-        if 'text' in batch:
-          batch = {**batch, 'digest': digests(batch['image'])}
-        yield compute(self._partitioner.shard_batch(batch, self._batch_size))
-
+  def _read(self, compute, params, dataset, on_rows) -> extraction.Rows:
+    """The columns of all examples, in the order of their ids."""
     parts = []
     with self._open(dataset) as (batches, _):
-      for rows in extraction.example_rows(outputs(), dataset.max_examples):
+      if has_captions(dataset):
+        batches = ({**batch, 'digest': digests(batch['image'])} for batch in batches)
+      for rows in compute(params, batches, self._batch_size, dataset.max_examples):
         parts.append(rows)
         on_rows(len(rows['index']))
     return extraction.in_order(parts)
@@ -264,33 +241,21 @@ class ZeroShotEvaluator:
       found.append(np.asarray(self._embed_texts(params, batch)))
     return np.concatenate(found)[: len(tokens)]
 
-  def _place_classes(self, embeddings: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Embeddings [Kp, D] and which of them are real, bool [Kp]; Kp divides over the shards."""
-    K = len(embeddings)
-    shards = 1 if self._num_samples else self._partitioner.model_shards
-    missing = -K % shards
-    padded = np.pad(embeddings, ((0, missing), (0, 0)))
-    sharding = NamedSharding(self._partitioner.mesh, self._class_spec)
-    return tuple(
-      jax.make_array_from_callback(x.shape, sharding, lambda part, x=x: x[part])
-      for x in (padded, np.arange(K + missing) < K)
-    )
-
   def _open(self, dataset: ZeroShotDataset):
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
     else:
       features = {'max_labels': dataset.max_labels or task_info(dataset.task).max_labels}
-    config = one_pass(
+    return open_split(
       dataset.task,
       dataset.split,
+      self._partitioner,
+      dataset.max_examples,
       image_size=self._image_size,
       batch_size=self._batch_size,
-      bounded=dataset.max_examples is not None,
       resize=dataset.resize,
       **features,
     )
-    return open_split(config, self._partitioner, dataset.max_examples)
 
 
 def has_captions(dataset: ZeroShotDataset) -> bool:
@@ -321,7 +286,3 @@ def _class_names(dataset: ZeroShotDataset) -> tuple[str, ...]:
     dataset.task, info.class_names, dataset.class_names, info.num_classes
   )
   return tuple(name.lower() for name in names) if dataset.lower else names
-
-
-def _plain(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  return {name: batch[name] for name in ('index', 'mask')}

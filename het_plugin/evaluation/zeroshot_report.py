@@ -22,7 +22,7 @@ SPLITS = ('test', 'validation')  # the first of these that a task has is the def
 _TABLES = {
   'Zero-shot classification': ('top1', 'top5'),
   'Retrieval: recall at k': tuple(
-    f'{way}/recall{k}' for way in ('image_to_text', 'text_to_image') for k in zeroshot.RECALL_AT
+    f'{way}/recall{k}' for way in zeroshot.WAYS for k in zeroshot.RECALL_AT
   ),
 }
 
@@ -41,7 +41,6 @@ def choose_runs(
   """What --checkpoint, --names and --group=NAME=DIR,DIR,... say."""
   pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
   runs = [Run(name, path, None) for name, path in pairs]
-  groups = []
   for text in group_texts:
     group, equals, paths = text.partition('=')
     paths = paths.split(',')
@@ -51,12 +50,10 @@ def choose_runs(
       raise ValueError(f'--group={text} has a checkpoint twice: a seed counts once')
     pairs = zip(short_names(paths), paths, strict=True)
     runs += [Run(f'{group}/{name}', path, group) for name, path in pairs]
-    groups.append(group)
   if not runs:
     raise ValueError('--checkpoint or --group is needed')
-  for what, given in (('groups', groups), ('runs', [run.name for run in runs])):
-    if len(set(given)) != len(given):
-      raise ValueError(f'the {what} {",".join(given)} must have distinct names')
+  if len({run.name for run in runs}) != len(runs):
+    raise ValueError(f'the runs {",".join(run.name for run in runs)} must have distinct names')
   return runs
 
 
@@ -101,7 +98,7 @@ def evaluate(
   `open_run` gives the `config.trained_run.TrainedRun` of a checkpoint, its tokenizer and the data
   sets to evaluate it on.
   """
-  rows, known = [], {}
+  rows = []
   for run in runs:
     opened, tokenizer, datasets = open_run(run.checkpoint)
     evaluator = ZeroShotEvaluator(
@@ -117,11 +114,6 @@ def evaluate(
     sizes = [evaluator.check(dataset) for dataset in datasets]
     about = {'checkpoint': opened.checkpoint, 'step': opened.step, 'samples': num_samples}
     for dataset, size in zip(datasets, sizes, strict=True):
-      if (before := known.setdefault(dataset.name, dataset)) != dataset:
-        raise ValueError(
-          f'{run.name}: the data set {dataset.name!r} is {dataset}; in a run before it is '
-          f'{before}: bind ZeroShotAction.datasets for all by --gin_file'
-        )
       title = f'{run.name}: {dataset.name}'
       with reporting.Progress(title, size, shown=jax.process_index() == 0) as progress:
         result = evaluator(dataset, opened.params, progress.update)

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
-from het_plugin import data
 from het_plugin.config import trained_run
 from het_plugin.evaluation import class_covariance
-from het_plugin.evaluation.extraction import Rows, example_rows
+from het_plugin.evaluation.extraction import PerExample, Rows
 from het_plugin.evaluation.splits import open_split
 from het_plugin.integrate import GaussianLogits, shared_key
 
@@ -30,24 +29,11 @@ def _per_example(
 
   `compute` maps (params, batch) to arrays with a row per example and is compiled.
   """
-  partitioner = run.partitioner
-  batch_size = rows_per_shard * partitioner.data_shards
-
-  def columns(params, batch):
-    return {'mask': batch['mask'], **compute(params, batch)}
-
-  columns = partitioner.partition(columns, (run.param_specs, partitioner.data_partition_spec), None)
-  config = data.one_pass(
-    run.task,
-    split,
-    image_size=run.image_size,
-    max_labels=run.max_labels,
-    batch_size=batch_size,
-    bounded=True,
-  )
-  with open_split(config, partitioner, num_examples) as (batches, _):
-    outputs = (columns(run.params, partitioner.shard_batch(x, batch_size)) for x in batches)
-    yield from example_rows(outputs, num_examples)
+  batch_size = rows_per_shard * run.partitioner.data_shards
+  compiled = PerExample(compute, run.partitioner, run.param_specs)
+  settings = {'image_size': run.image_size, 'max_labels': run.max_labels, 'batch_size': batch_size}
+  with open_split(run.task, split, run.partitioner, num_examples, **settings) as (batches, _):
+    yield from compiled(run.params, batches, batch_size, num_examples)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,6 +101,11 @@ class Tower:
   image_size: int
   skipped: tuple[str, ...]
 
+  def bindings(self) -> list[str]:
+    """Gin bindings of backbone and image size."""
+    settings = [f'vit.{name} = {value!r}' for name, value in self.settings.items()]
+    return ['BACKBONE = @vit()', f'IMAGE_SIZE = {self.image_size}', *settings]
+
 
 def is_tower(names) -> bool:
   """Whether the names of arrays are those of timm, transformers or open_clip."""
@@ -215,11 +220,7 @@ def tower_bindings(path: epath.PathLike) -> list[str]:
     ValueError: as `files.read_arrays`, `read_config` and `read_tower`.
   """
   arrays = files.read_arrays(path)
-  if not is_tower(arrays):
-    return []
-  tower = read_tower(arrays, read_config(path))
-  settings = [f'vit.{name} = {value!r}' for name, value in tower.settings.items()]
-  return ['BACKBONE = @vit()', f'IMAGE_SIZE = {tower.image_size}', *settings]
+  return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 
 def _stem(name):

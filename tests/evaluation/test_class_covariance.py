@@ -1,6 +1,7 @@
 """Class correlations against a materialised Sigma, for every head and mesh; homoglyphs."""
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -62,27 +63,36 @@ def padded(examples, size):
 
 @functools.cache
 def make_run(head):
-  """Model, partitioner, PartitionSpecs and parameters."""
-  model, partitioner = make_model(HEADS[head]), PjitPartitioner(num_partitions=2)
+  """What `trained_run.open_run` gives, as far as it is needed."""
+  model = make_model(HEADS[head])
   start = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 1)}))
   params = start()['params']
-  return model, partitioner, jax.tree.map(lambda _: PartitionSpec(), params), params
+  return types.SimpleNamespace(
+    model=model,
+    partitioner=PjitPartitioner(num_partitions=2),
+    param_specs=jax.tree.map(lambda _: PartitionSpec(), params),
+    params=params,
+    channels=1,
+  )
 
 
 @functools.cache
 def expected(head):
   """Factors and predictions of `make_examples()`, on one device."""
-  model, _, _, params = make_run(head)
+  model, params = make_run(head).model, make_run(head).params
   return jax.jit(
     lambda batch: (model.logits(params, batch).factors(), model.predictive(params, batch))
   )(make_examples())
 
 
+def look(head, examples, **which):
+  return class_covariance.look(make_run(head), padded(examples, 8), 8, **which)
+
+
 @pytest.mark.parametrize('head', HEADS)
 def test_correlations_are_those_of_sigma(head):
-  model, partitioner, specs, params = make_run(head)
   examples = make_examples()
-  found = list(class_covariance.look(model, partitioner, specs, 1, params, examples, num_top=4))
+  found = look(head, examples, number=99, num_top=4)
   assert [x.index for x in found] == examples['index'].tolist()
   factors, predictive = expected(head)
   factors, log_prob = np.asarray(factors, np.float64)[..., :K], np.asarray(predictive['log_prob'])
@@ -100,35 +110,27 @@ def test_correlations_are_those_of_sigma(head):
 
 
 def test_an_image_without_a_label_and_more_classes_than_there_are():
-  model, partitioner, specs, params = make_run('het_xl')
   examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
-  (found,) = class_covariance.look(model, partitioner, specs, 1, params, examples, num_top=99)
+  (found,) = look('het_xl', examples, number=1, num_top=99)
   assert found.label == -1 and np.isnan(found.with_label).all() and len(found.top) == K
-
-
-def test_heads_without_class_correlations():
-  partitioner, specs = PjitPartitioner(num_partitions=2), PartitionSpec()
-  with pytest.raises(ValueError, match='Det is deterministic: it has no covariance'):
-    next(class_covariance.look(make_model(Det(**SHARED)), partitioner, specs, 1, {}, {}))
-  diag = HetXL(remainder='diag', **SHARED)
-  assert "HetXL.remainder='diag'" in class_covariance.why_none(diag)
-  opaque = HetXL(get_logits=lambda phi: phi, **SHARED)
-  assert 'get_logits' in class_covariance.why_none(opaque)
 
 
 def test_examples_are_the_first_or_those_asked_for():
   examples = make_examples()
-  first = class_covariance.take_examples(padded(examples, 8), number=11)
-  np.testing.assert_array_equal(first['index'], examples['index'][:11])
-  everything = class_covariance.take_examples(padded(examples, 8), number=99)
-  assert len(everything['index']) == 19
-  asked = class_covariance.take_examples(padded(examples, 8), index=(110, 101))
-  assert asked['index'].tolist() == [110, 101]
-  np.testing.assert_array_equal(asked['image'], examples['image'][[10, 1]])
+  assert [x.index for x in look('het_xl', examples, number=11)] == [*range(100, 111)]
+  asked = look('het_xl', examples, index=(117, 101))
+  assert [x.index for x in asked] == [117, 101]
+  np.testing.assert_array_equal(asked[0].image, examples['image'][17])
   with pytest.raises(ValueError, match='no example 7'):
-    class_covariance.take_examples(padded(examples, 8), index=(110, 7))
-  with pytest.raises(ValueError, match='no examples'):
-    class_covariance.take_examples([], number=3)
+    look('het_xl', examples, index=(110, 7))
+
+
+def test_heads_without_class_correlations():
+  assert 'Det is deterministic' in class_covariance.why_none(Det(**SHARED))
+  diag = HetXL(remainder='diag', **SHARED)
+  assert "HetXL.remainder='diag'" in class_covariance.why_none(diag)
+  opaque = HetXL(get_logits=lambda phi: phi, **SHARED)
+  assert 'get_logits' in class_covariance.why_none(opaque)
 
 
 def test_homoglyph_rate_by_hand():
@@ -150,10 +152,10 @@ def test_homoglyph_rate_by_hand():
 
 
 def test_predictions_over_the_mesh():
-  model, _, specs, params = make_run('het_xl')
-  partitioner = PjitPartitioner(num_partitions=4)
+  run, partitioner = make_run('het_xl'), PjitPartitioner(num_partitions=4)
+  params = run.params
   examples = make_examples()
-  predictor = Predictor(model, partitioner, specs, channels=1)
+  predictor = Predictor(run.model, partitioner, run.param_specs, channels=1)
   found = concatenate(list(predictor(params, padded(examples, 8), 8)))
   _, predictive = expected('het_xl')
   np.testing.assert_allclose(found.log_prob, predictive['log_prob'], atol=1e-5)

@@ -20,22 +20,19 @@ def test_differences_are_paired():
   ours = result(rng.uniform(size=(4, 400)) < np.minimum(hard + 0.05, 1))
   theirs = result(rng.uniform(size=(4, 400)) < hard)
   found = comparison.difference(ours, theirs)
-  assert found.mean == pytest.approx(ours.mean - theirs.mean)
-  assert found.p_draws == pytest.approx(
-    scipy.stats.ttest_rel(ours.accuracies, theirs.accuracies).pvalue
-  )
+  assert found['mean'] == pytest.approx(ours.mean - theirs.mean)
+  by_draw = scipy.stats.ttest_rel(ours.accuracies, theirs.accuracies)
+  assert found['p_draws'] == pytest.approx(by_draw.pvalue)
   by_row = ours.correct.mean(axis=0), theirs.correct.mean(axis=0)
-  assert found.p_rows == pytest.approx(scipy.stats.ttest_rel(*by_row).pvalue)
-  assert found.stderr_rows < np.hypot(*(scipy.stats.sem(x) for x in by_row))
+  assert found['p_rows'] == pytest.approx(scipy.stats.ttest_rel(*by_row).pvalue)
+  assert found['stderr_rows'] < np.hypot(*(scipy.stats.sem(x) for x in by_row))
 
 
 def test_differences_without_a_test():
   one_draw = comparison.difference(result([[1, 0, 1]]), result([[1, 0, 0]]))
-  assert one_draw.p_draws is None and one_draw.stderr_draws is None and one_draw.p_rows is not None
+  assert one_draw['p_draws'] is None and one_draw['p_rows'] is not None
   same = comparison.difference(result([[1, 0], [0, 1]]), result([[1, 0], [0, 1]]))
-  assert same == comparison.Difference(0.0, None, None, None, None)
-  one_row = comparison.difference(result([[1], [0]]), result([[0], [0]]))
-  assert one_row.p_rows is None and one_row.mean == 0.5
+  assert same.pop('mean') == 0 and set(same.values()) == {None}
 
 
 def test_other_draws_or_rows_cannot_be_paired():

@@ -8,7 +8,6 @@ import pytest
 from scipy.stats import rankdata
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss
 
 from het_plugin.evaluation import fewshot, ridge
 
@@ -43,17 +42,6 @@ def test_draw_depends_on_ids_and_not_on_row_order(digits):
     train_x[shuffle], train_y[shuffle], test_x, test_y, train_index=ids[shuffle], **kwargs
   )
   assert one == other
-
-
-def test_draw_differs_by_seed_and_class_and_covers_the_class():
-  labels = np.repeat([3, 8], 20)
-  index = np.tile(np.arange(20), 2)
-  first, second = fewshot.draw_order(labels, index, seed=0)
-  assert sorted(first) == list(range(20)) and sorted(second) == list(range(20, 40))
-  assert list(first) != list(second - 20)
-  assert list(first) != list(fewshot.draw_order(labels, index, seed=1)[0])
-  # The draw of a class is not moved by what other classes there are.
-  np.testing.assert_array_equal(fewshot.draw_order(labels[20:], index[20:], 0)[0] + 20, second)
 
 
 def test_draw_is_the_documented_one():
@@ -95,13 +83,9 @@ def test_short_classes_are_used_and_counted_and_unseen_labels_are_wrong():
   'change,message',
   [
     (dict(train_x=np.zeros((3, 2, 1))), r'train_x must be \[N, D\]'),
-    (dict(test_x=np.zeros((2, 5))), 'train_x has 2 features and test_x 5'),
-    (dict(train_y=np.array([0, 1, -1])), 'labels >= 0'),
     (dict(train_x=np.array([[0, np.nan], [0, 0], [np.inf, 0]])), '2 rows that are not finite'),
     (dict(train_index=np.array([0, 1, 1])), '3 distinct example ids'),
     (dict(shots=(0, 5)), r'shots=\(0, 5\)'),
-    (dict(seeds=(-1,)), r'seeds=\(-1,\)'),
-    (dict(l2=float('nan')), 'l2=nan'),
     (dict(l2='mean_rank'), 'call few_shot_all'),
     (dict(classifier='svm'), "classifier='svm' is unknown: choose one of ridge, logistic"),
     (dict(classifier='logistic'), "l2='loo' needs classifier='ridge'"),
@@ -162,25 +146,20 @@ def test_logistic_regression_is_scikit_learns(digits):
   z, new = (np.where(std > 0, (x - mean) / (std + 1e-5), 0) for x in (train_x[rows], test_x))
   reference = LogisticRegression(C=1 / 8, max_iter=150).fit(z, train_y[rows])
   assert result.accuracies == (reference.score(new, test_y),)
-  assert result.nll[0] == pytest.approx(log_loss(test_y, reference.predict_proba(new)), rel=1e-6)
-  assert 0 < result.ece[0] < 0.5
 
 
-@pytest.mark.parametrize('classes', [[4], [2, 7], [2, 5, 7]])
-def test_logistic_columns_belong_to_the_classes_that_there_are(classes):
-  """9 never has an example: its rows are wrong, and do not count for nll."""
+@pytest.mark.parametrize('classes', [[4], [2, 7]])
+def test_logistic_regression_of_few_classes(classes):
+  """9 never has an example: its rows are wrong."""
   rng = np.random.default_rng(0)
   train_y = np.repeat(classes, 6)
   train_x = np.eye(10)[train_y] * 3 + 0.1 * rng.normal(size=(len(train_y), 10))
   test_y = np.array([*classes, 9])
   test_x = np.eye(10)[test_y] * 3
-  kwargs = dict(shots=(6,), classifier='logistic')
-  result = fewshot.few_shot(train_x, train_y, test_x, test_y, seeds=(0,), l2=0.1, **kwargs)[6]
+  settings = dict(shots=(6,), seeds=(0,), l2=0.1, classifier='logistic')
+  result = fewshot.few_shot(train_x, train_y, test_x, test_y, **settings)[6]
   assert result.accuracies == (pytest.approx(len(classes) / (len(classes) + 1)),)
-  assert result.test_unseen == 1 and 0 <= result.nll[0] < 0.5
-  nowhere = np.full(len(test_y), 9)
-  result = fewshot.few_shot(train_x, train_y, test_x, nowhere, l2=1.0, **kwargs)[6]
-  assert result.accuracies == (0.0,) * 3 and np.isnan(result.nll).all()
+  assert result.test_unseen == 1
 
 
 def as_datasets(digits, num=3):

@@ -47,15 +47,6 @@ def test_one_label_is_a_column_of_the_file(tmp_path):
     write_predictions(tmp_path / 'p.npy', SOFTMAX)
 
 
-def test_the_label_and_its_log_probability():
-  padded = dataclasses.replace(SOFTMAX, labels=np.array([[0, -1], [-1, 2], [1, -1], [1, -1]]))
-  for predictions in (SOFTMAX, padded):
-    np.testing.assert_array_equal(predictions.label, [0, 2, 1, 1])
-    np.testing.assert_array_equal(
-      predictions.label_log_prob, SOFTMAX.log_prob[range(4), [0, 2, 1, 1]]
-    )
-
-
 def test_probability_zero_and_far_tails_are_kept(tmp_path):
   log_prob = np.array([[0, -np.inf, -np.inf], [-(2.0**-120), -80.0, -200.0]])
   np.savez(tmp_path / 'x.npz', log_prob=log_prob, label=[0, 2])
@@ -83,17 +74,10 @@ def test_other_peoples_files(tmp_path):
 
 BAD_FILES = {
   'exactly one of the arrays log_prob, prob, logits': {'prob': [[1.0]], 'logits': [[1.0]]},
-  'exactly one of the arrays label': {'logits': np.ones((2, 3))},
   'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
-  'outside \\[0, 1\\]': {'prob': [[1.5, -0.5]], 'label': [0]},
-  'above 0, or NaNs': {'log_prob': [[np.nan, 0.0]], 'label': [0]},
   'not finite': {'logits': [[np.inf, 0.0]], 'label': [0]},
-  'floating point \\[N, K\\]': {'logits': np.ones((2, 3), int), 'label': [0, 1]},
-  'with N = 2': {'logits': np.ones((2, 3)), 'label': [0, 1, 2]},
   'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
-  'each example an id': {'logits': np.ones((2, 3)), 'label': [0, 1], 'index': [4, 4]},
   'example 7 has 0 labels': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
-  'class_name is': {'logits': np.ones((2, 3)), 'label': [0, 1], 'class_name': ['a', 'b']},
   "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
   'nll has values': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
 }
@@ -106,22 +90,3 @@ def test_wrong_files(tmp_path, message):
   with pytest.raises(ValueError, match=message) as error:
     read_predictions(path)
   assert str(error.value).startswith(path) and '\n' not in str(error.value)
-
-
-def test_damaged_files_are_one_sentence_with_the_file(tmp_path):
-  """Cut short, or with a byte changed, a file reads as it was or is an error of one sentence."""
-  path = tmp_path / 'p.npz'
-  write_predictions(path, SOFTMAX)
-  whole, rng = path.read_bytes(), np.random.default_rng(0)
-  for position in (0, 2, *rng.integers(3, len(whole), 60)):
-    flipped = bytearray(whole)
-    flipped[position] ^= 0x55
-    for damaged in (whole[:position], bytes(flipped)):
-      path.write_bytes(damaged)
-      try:
-        read_predictions(str(path))
-      except ValueError as error:
-        assert str(error).startswith(str(path)) and '\n' not in str(error)
-  for name in ('nothing.npz', 'p.txt'):
-    with pytest.raises(ValueError, match=name):
-      read_predictions(str(tmp_path / name))
