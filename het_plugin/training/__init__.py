@@ -11,7 +11,8 @@ CONFIGURABLES = {
   'step': ('Trainer',),
   'train': ('train',),
 }
-# What may change between two starts of a run without changing its results (config/changes.py).
+# Settings that may change between two starts of a run without changing its results
+# (config/changes.py).
 SAME_RESULTS = (
   *('train.model_dir', 'train.partitioner', 'train.total_steps', 'train.actions'),
   *('train.train_eval_dataset_cfg', 'train.infer_eval_dataset_cfg'),

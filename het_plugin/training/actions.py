@@ -30,15 +30,15 @@ class ActionMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ActionContext:
-  """What `setup` gives to an action.
+  """The argument of `BaseAction.setup`.
 
   Attributes:
     model: the model in training.
     partitioner: places computations on the mesh.
     writer: clu MetricWriter; all processes may call it, only process 0 writes.
-    model_dir: the run's directory.
-    random_seed: the run's seed.
-    evaluated_step: evaluations up to this step are done; the run does those of later steps, again
+    model_dir: directory of the run.
+    random_seed: seed of the run.
+    evaluated_step: evaluations up to this step are done. Those of later steps will be done, again
       if necessary. 0 for a new run.
   """
 
@@ -104,13 +104,13 @@ def run_actions(
 
 
 def get_states(actions: Actions) -> dict[str, Any]:
-  """States of all actions that have one, by a name from mode, place and class of the action."""
+  """States of all actions that have one, by a name made of mode, position and class."""
   states = {name: action.get_state() for name, action in _named(actions)}
   return {name: state for name, state in states.items() if state is not None}
 
 
 def set_states(actions: Actions, states: Mapping[str, Any]) -> None:
-  """Restores what `get_states` returned; an action without a saved state starts afresh."""
+  """Restores the result of `get_states`; an action without a saved state starts afresh."""
   for name, action in _named(actions):
     if name in states:
       action.set_state(states[name])
@@ -125,7 +125,7 @@ def _named(actions: Actions) -> list[tuple[str, BaseAction]]:
 
 
 def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
-  """Looks up a metric. A missing one is an error, because the action would never do anything."""
+  """Looks up a metric; a missing one is an error, because the action would never do anything."""
   if task not in metrics_by_task:
     raise ValueError(f'Unknown task {task!r}; valid are {", ".join(sorted(metrics_by_task))}.')
   if metric not in metrics_by_task[task]:

@@ -1,8 +1,9 @@
 """Reads one checkpoint: its parameters, input position and record, on any mesh.
 
-A checkpoint of step n is the directory `checkpoint_n` of a run. It is ours or t5x's; they differ in
-the names of the parts. Ours also has a record of the run with the checksums of all arrays and a
-digest of everything that is JSON, because tensorstore does not notice every damaged byte.
+A checkpoint of step n is the directory `checkpoint_n` of a run, written by the built-in trainer or
+by t5x, which name the parts differently. The built-in trainer adds a record of the run with the
+checksums of all arrays and a digest of all JSON, because tensorstore does not notice every damaged
+byte.
 
 Functions that read arrays are collective: all processes call them at the same time, and if one
 process cannot read, all of them raise.
@@ -39,11 +40,11 @@ class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-  """The JSON parts of one of our checkpoints.
+  """The JSON parts of a checkpoint of the built-in trainer.
 
   Attributes:
-    record: what `Checkpointer.save` was given.
-    dataset_state: the input position; None when it was not saved.
+    record: the `record` of `Checkpointer.save`.
+    dataset_state: the input position; None if it was not saved.
     checksums: {name of an array: checksum}.
   """
 
@@ -97,11 +98,11 @@ def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | Non
 def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array.
 
-  With `ema`, those of the average that `optimizers.with_ema` keeps.
+  With `ema`, the shapes of the average that `optimizers.with_ema` keeps.
 
   Raises:
     Unreadable: the checkpoint is damaged.
-    ValueError: it holds no average.
+    ValueError: the checkpoint has no average.
   """
   saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
@@ -115,8 +116,9 @@ def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tu
 
 
 def params_root(saved: Collection[str], ema: bool = False) -> str:
-  """What the names of a checkpoint's parameters begin with: 'params', or 'target' in t5x's; with
-  `ema` those of their average.
+  """The prefix of the names of a checkpoint's parameters, or with `ema` of their average.
+
+  The parameters are below 'params', or below 'target' in a checkpoint of t5x.
   """
   if not ema:
     return 'target' if any(name.startswith('target/') for name in saved) else 'params'
@@ -127,8 +129,9 @@ def params_root(saved: Collection[str], ema: bool = False) -> str:
 
 
 def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray]:
-  """{'head/kernel': float32 array, ...} of the checkpoint that `find` finds at `path`, on the host;
-  with `ema`, their average.
+  """{'head/kernel': float32 array, ...} on the host, of the checkpoint that `find` finds at `path`.
+
+  With `ema`, reads the average of the parameters.
 
   Raises:
     ValueError: there is no checkpoint, or it is damaged.
@@ -177,8 +180,10 @@ def read_params_to(
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """{'params/head/kernel': array, 'opt_state/...': array, 'step': array} of the checkpoint that
-  `find` finds at `path`, as saved, on the host; not verified.
+  """All arrays of the checkpoint that `find` finds at `path`, as saved, on the host.
+
+  The result is {'params/head/kernel': array, 'opt_state/...': array, 'step': array}. Checksums are
+  not verified.
   """
   folder = find(path) / 'state'
   tree = ocp.StandardCheckpointHandler().metadata(folder).tree
@@ -195,8 +200,9 @@ def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
 
 
 def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]]:
-  """A checkpoint's JSON (None where it has no record) and its arrays' metadata by name; raises any
-  exception if the checkpoint is damaged.
+  """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name.
+
+  Raises any exception if the checkpoint is damaged.
   """
   saved = _metadata(checkpoint)
   description = read_json(checkpoint)
@@ -206,7 +212,7 @@ def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]
 
 
 def read_json(checkpoint: epath.Path) -> Description | None:
-  """A checkpoint's JSON; None where it has no record, as t5x's. Raises any exception if damaged."""
+  """JSON of a checkpoint; None without a record, as in t5x. Raises any exception if damaged."""
   if not (checkpoint / 'record').exists():
     return None
   record = ocp.JsonCheckpointHandler().restore(checkpoint / 'record')
@@ -220,7 +226,7 @@ def read_json(checkpoint: epath.Path) -> Description | None:
 def seal(
   record: Mapping[str, Any], dataset_state: Mapping[str, int] | None, checksums: Mapping[str, int]
 ) -> dict[str, Any]:
-  """The record as it is saved, with checksums and digest; `read_json` checks and removes them."""
+  """The record with checksums and digest, as it is saved; `read_json` checks and removes them."""
   record = {**record, _CHECKSUMS: dict(checksums)}
   return {**record, _DIGEST: checksum.json_digest([record, dataset_state])}
 
@@ -237,10 +243,10 @@ def verify(arrays: Mapping[str, jax.Array], checksums: Mapping[str, int]) -> Non
 def check_match(
   wanted: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: epath.PathLike
 ) -> None:
-  """Compares names and shapes of what a run has with those of a checkpoint; collective.
+  """Compares names and shapes of a run's arrays with those of a checkpoint; collective.
 
   Raises:
-    ValueError: on all processes, with the first name that differs on one.
+    ValueError: names or shapes differ on some process; raised on all, with the first difference.
   """
   mismatch = _mismatch(*({k: tuple(x.shape) for k, x in side.items()} for side in (wanted, saved)))
   if reasons := processes.gather(mismatch):
@@ -248,7 +254,7 @@ def check_match(
 
 
 def _mismatch(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> str:
-  # Parameters first: where they differ the optimizer state does too, under less telling names.
+  # Parameters first: if they differ the optimizer state does too, under less telling names.
   for name, shape in sorted(wanted.items(), key=lambda item: not item[0].startswith('params/')):
     if name not in saved:
       return f'has no {name}, which this run has with shape {shape}.'
@@ -295,7 +301,7 @@ def on_all(fn: Callable[[], Any]) -> Any:
   """Result of `fn`, which all processes call at the same time.
 
   Raises:
-    Unreadable: on all processes, if `fn` raises on one.
+    Unreadable: `fn` raised on some process; raised on all of them.
   """
   result, failure = attempt(fn)
   if reasons := processes.gather('' if failure is None else one_line(failure)):

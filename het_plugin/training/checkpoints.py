@@ -1,12 +1,12 @@
 """Checkpoints of a run: train state, input position and a small record, saved together by orbax.
 
 orbax writes a checkpoint under a temporary name and renames it when it is complete, so a crash
-never leaves an incomplete `checkpoint_n`. What is added here:
+never leaves an incomplete `checkpoint_n`. This module adds two things:
 
-- every array and every JSON value is verified on reading (`checkpoint_reader`), and a damaged
-  checkpoint is set aside for the one before it;
-- a save that fails on one process, for example because a disk is full, ends all processes with one
-  sentence soon, and none waits for another until a barrier times out (`_Barrier`).
+- Every array and every JSON value is verified on reading (`checkpoint_reader`). A damaged
+  checkpoint is set aside, and the one before it is used.
+- If a save fails on one process, for example because a disk is full, all processes end soon with
+  one sentence, and none waits for another until a barrier times out (`_Barrier`).
 """
 
 import concurrent.futures
@@ -33,14 +33,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class SaveCheckpointConfig:
-  """Settings of saving.
+  """When and how checkpoints are saved.
 
   Attributes:
     period: steps between checkpoints; the last step is always saved.
     keep: number of newest checkpoints to keep; None keeps all.
     dtype: 'float32', or 'bfloat16' to store floating-point arrays in half the space; a run that
       resumes from these continues from rounded parameters.
-    save_dataset: False leaves the input position out; a resumed run then starts again with the
+    save_dataset: whether to save the input position; without it a resumed run starts again with the
       first example.
   """
 
@@ -75,10 +75,10 @@ class RestoreCheckpointConfig:
       the replacement is None.
     fallback_to_scratch: True initialises parameters that the checkpoint lacks and ignores those
       that the model lacks (for example DET to HET-XL). False makes both an error.
-    head: for a published file (.npz or .safetensors, see `weights`): 'keep' reads its head, whose
-      classes are then the model's; 'init' initialises the model's head.
+    head: for a published file (.npz or .safetensors, see `weights`): 'keep' reads its head, and the
+      model must have the same classes; 'init' initialises the model's head.
     skip: for a published file: regular expressions of the names to ignore.
-    ema: True reads the average that `with_ema` kept, in place of the parameters.
+    ema: True reads the average that `with_ema` kept instead of the parameters.
   """
 
   path: str
@@ -116,7 +116,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """What `Checkpointer.save` was given, read back on the target's shardings."""
+  """The arguments of `Checkpointer.save`, read back on the target's shardings."""
 
   train_state: TrainState
   dataset_state: dict[str, int] | None  # None if it was not saved
@@ -130,17 +130,16 @@ class SaveFailed(SystemExit):  # noqa: N818 (it is an exit, not an error)
   """
 
 
-class _PeerFailed(RuntimeError):  # noqa: N818 (it says what happened elsewhere)
-  """Another process cannot come to the barrier."""
+class _PeerFailed(RuntimeError):  # noqa: N818 (the failure is elsewhere)
+  """Another process cannot reach the barrier."""
 
 
 class _Barrier:
   """The barrier of the threads that write a checkpoint on several processes.
 
-  A process whose write fails passes over the barriers of a complete write and goes on to a later
-  one. With barriers that go by name, the others wait for it at the earlier one until they time out,
-  in orbax after 20 minutes. Here all processes meet, wherever they are, and all fail if they are
-  not at the same place.
+  A process whose write fails skips the remaining barriers of the write and goes on to a later one.
+  If barriers are matched by name, the others wait at the earlier one until they time out, in orbax
+  after 20 minutes. Here all processes meet at any barrier, and all fail if their keys differ.
   """
 
   def __init__(self):
@@ -150,7 +149,7 @@ class _Barrier:
     self._failed = False
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
-    """Waits until all processes have come to some place; `key` is that of this one."""
+    """Waits until all processes have reached a barrier; `key` names that of this process."""
     if self._failed:
       raise _PeerFailed('another process has failed')
     folder = f'{self._folder}/{next(self._meetings)}'
@@ -161,13 +160,13 @@ class _Barrier:
       raise _PeerFailed('another process has failed')
 
 
-_numbers = itertools.count()  # of barriers, which all processes make in the same order
+_numbers = itertools.count()  # numbers barriers, which all processes make in the same order
 
 
 class _Manager(ocp.CheckpointManager):
-  """orbax's manager, without its own questions to the preemption service.
+  """orbax's manager without its own queries of the preemption service.
 
-  `operations.stopping` asks the service with a counter of its own, and two counters would disagree.
+  `operations.stopping` queries the service with its own counter, and two counters would disagree.
   """
 
   def reached_preemption(self, step: int) -> bool:
@@ -215,8 +214,9 @@ class Checkpointer:
     Returns once the state is copied off the device, so that its buffers may be donated.
 
     Args:
-      step, train_state: the number is that in the state.
-      dataset_state: of the input iterator after this step's batch.
+      step: the step in `train_state`.
+      train_state: the state to save.
+      dataset_state: state of the input iterator after the batch of this step.
       record: a few JSON values about the run.
       flush: called first; writes what must be on disk before the checkpoint.
 
@@ -254,7 +254,7 @@ class Checkpointer:
     self._manager.wait_until_finished()
 
   def raise_failure(self) -> None:
-    """Raises SaveFailed if the last save has failed already; cheap enough to call after a step."""
+    """Raises SaveFailed if the last save has failed already; cheap enough for every step."""
     if self._saving is not None and self._saving.done():
       self.wait_until_finished()
 
@@ -262,7 +262,7 @@ class Checkpointer:
     """Blocks until the last save is on disk.
 
     Raises:
-      SaveFailed: it failed on this process or another.
+      SaveFailed: the save failed on this process or another.
     """
     if self._saving is not None:
       saving, self._saving = self._saving, None
@@ -273,7 +273,7 @@ class Checkpointer:
     if failure is None:
       return
     while isinstance(failure, _PeerFailed) and failure.__context__ is not None:
-      failure = failure.__context__  # what failed here first
+      failure = failure.__context__  # the first failure on this process
     complete = checkpoint_reader.steps(self._directory)
     newest = (
       f'the newest complete one is {self._path(max(complete))}, from which the same command resumes'
@@ -292,11 +292,11 @@ class Checkpointer:
     `unreadable_checkpoint_n`.
 
     Args:
-      target: shapes with shardings; its mesh may differ from the one that saved.
+      target: shapes with shardings; the mesh may differ from that of the saved run.
 
     Raises:
-      ValueError: parameters of the checkpoint do not match the target's, or the run has checkpoints
-        of which none is intact.
+      ValueError: parameters of the checkpoint do not match the target's, or none of the run's
+        checkpoints is intact.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
     reasons = []
@@ -350,7 +350,7 @@ class Checkpointer:
 
 
 def _restore(path: epath.Path, target: TrainState) -> Restored:
-  """Raises Unreadable if it is damaged, ValueError if it is one of another model."""
+  """Raises Unreadable if it is damaged, ValueError if it belongs to another model."""
   arrays = _arrays(target)
   description, saved = checkpoint_reader.on_all(functools.partial(checkpoint_reader.describe, path))
   if description is None:
@@ -360,7 +360,7 @@ def _restore(path: epath.Path, target: TrainState) -> Restored:
     jax.tree.structure(arrays), [saved[name].dtype for name in checkpoint_reader.named(arrays)]
   )
   wanted = jax.tree.map(checkpoint_reader.like, arrays, types)
-  # Not through an orbax Checkpointer: at its barrier the others would wait for a process that
+  # Not through an orbax Checkpointer, at whose barrier the others would wait for a process that
   # cannot read.
   handler = ocp.StandardCheckpointHandler()
   read = checkpoint_reader.on_all(

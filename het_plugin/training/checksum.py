@@ -6,9 +6,9 @@ The checksum of an array with elements x_i, where i is the row-major index in th
 
 A sum of integers does not depend on the order of its terms. Because mix is a bijection, any change
 within one element changes exactly one term and is always noticed. Changes of several elements, as
-from damaged compressed data, and swapped elements are missed with probability 2^-32. A plain
-weighted sum is not enough: the low half of a float32 that was bfloat16 is zero, and so is the low
-half of the sum.
+in damaged compressed data, and swapped elements are missed with probability 2^-32. A plain weighted
+sum is not enough: the low half of a float32 that was bfloat16 is zero, and so is the low half of
+the sum.
 """
 
 import functools
@@ -39,8 +39,8 @@ def array_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
   for name, x in arrays.items():
     sums[name] = _program(_replicated(x.sharding))(x)
     if jax.default_backend() == 'cpu':
-      # Virtual devices share few threads. With several collectives in flight, processes waited for
-      # each other for ever.
+      # Virtual devices share few threads: with several collectives in flight, processes waited for
+      # each other forever.
       sums[name].block_until_ready()
   return {name: int(value) for name, value in jax.device_get(sums).items()}
 

@@ -12,9 +12,9 @@ FOLDER = 'compilation_cache'
 
 @contextlib.contextmanager
 def in_directory(model_dir: epath.Path) -> Iterator[None]:
-  """Keeps what is compiled inside in a folder of the run, unless JAX has a folder for it already.
+  """Keeps programs that are compiled in this context in a folder of the run.
 
-  JAX_COMPILATION_CACHE_DIR or --jax_compilation_cache_dir name another one,
+  JAX_COMPILATION_CACHE_DIR or --jax_compilation_cache_dir name another folder, and
   JAX_ENABLE_COMPILATION_CACHE=false leaves it empty. All processes read, process 0 writes.
 
   Args:
@@ -28,4 +28,4 @@ def in_directory(model_dir: epath.Path) -> Iterator[None]:
     yield
   finally:
     compilation_cache.set_cache_dir(None)
-    compilation_cache.reset_cache()  # the next run in this process has a folder of its own
+    compilation_cache.reset_cache()  # the next run in this process has another folder

@@ -5,12 +5,12 @@ import signal
 
 FAILED = 1
 WRONG_SETTING = 2
-# Stopped as asked, with a checkpoint on disk: a launcher starts the run again.
+# Stopped on request, with a checkpoint on disk: a launcher starts the run again.
 PREEMPTED = 42
 # Other processes are lost or the run hangs: the code of SIGABRT, with which JAX ends a process.
 LOST = 128 + signal.SIGABRT
 
-# Raised for wrong settings; one line is enough to report them.
+# Exceptions of wrong settings, which are reported in one line.
 SETTING_ERRORS = (ValueError, OSError, SyntaxError, ImportError)
 
 # XLA reports a lost connection differently for gloo, NCCL, TPUs and barriers. On CPU it even raises
@@ -34,7 +34,7 @@ class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
 
 def is_lost_connection(error: BaseException) -> bool:
   """Whether a process raises this error because another process has gone."""
-  import jax  # not above: what handles signals is imported before everything that takes seconds
+  import jax  # slow: signal handlers must be imported before it
 
   return (
     isinstance(error, (ValueError, RuntimeError))
@@ -44,7 +44,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def of(error: BaseException | None) -> int:
-  """The exit code of a main that ends with this exception, or with none."""
+  """The exit code of a main that ends with this exception, or with None."""
   if error is None:
     return 0
   if isinstance(error, SystemExit):

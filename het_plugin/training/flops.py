@@ -1,7 +1,7 @@
 """FLOPs of a traced computation and the peak of a device, for model FLOPs utilisation.
 
-XLA's cost analysis counts the body of a loop once, and so one microbatch, one scanned layer or one
-chunk of Monte Carlo samples. Counting in the jaxpr includes all turns.
+XLA's cost analysis counts the body of a loop once, so only one microbatch, one scanned layer or one
+chunk of Monte Carlo samples. Counting in the jaxpr includes all iterations.
 """
 
 import math

@@ -41,12 +41,12 @@ def temperature_optimizer(
 
   Args:
     optimizer_def: optimizer of the other parameters.
-    learning_rate: of t; 0 keeps t constant, None uses the learning rate of the others.
+    learning_rate: learning rate of t; 0 keeps t constant, None uses that of the others.
 
   Raises:
-    ValueError: the learning rate is negative, or None and optimizer_def does not tell its own, or
-      optimizer_def is that of `with_ema`; at
-      initialisation, the model does not have exactly one learned temperature.
+    ValueError: the learning rate is negative, or it is None and optimizer_def does not state its
+      own, or optimizer_def is that of `with_ema`. At initialisation: the model does not have
+      exactly one learned temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
@@ -138,8 +138,8 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
   """A Trainer that trains the temperature on every n-th row of a batch, and the rest on the others.
 
   The held-out rows are a share of the batch or come from a second data set
-  (`data.HeldOutDatasetConfig`). Their noise has a separate key. Metrics are those of the training
-  rows, and 'held_out_loss'.
+  (`data.HeldOutDatasetConfig`). Their noise has a separate key. The metrics are those of the
+  training rows, and 'held_out_loss'.
   """
 
   def __init__(
@@ -156,7 +156,7 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     """Takes the arguments of `Trainer` and two more.
 
     Args:
-      model, partitioner, train_state_axes, rng, num_microbatches, settings: of `Trainer`.
+      model, partitioner, train_state_axes, rng, num_microbatches, settings: as in `Trainer`.
       held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
       estimator: 'luketina' or 'simple', the derivative with respect to t; see the module.
 

@@ -1,4 +1,4 @@
-"""The state a training begins with: shapes, fresh values, a warm start or a checkpoint."""
+"""The initial state of a training: shapes, fresh values, a warm start or a checkpoint."""
 
 import dataclasses
 import logging
@@ -19,7 +19,7 @@ PyTree = Any
 def init_fn(
   model: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct], rng: jax.Array
 ) -> Callable[[], TrainState]:
-  """Returns a function that makes the fresh state of a model for batches of these shapes."""
+  """A function that creates the fresh state of a model for batches of these shapes."""
   shapes = {name: spec.shape for name, spec in element_spec.items()}
   types = {name: spec.dtype for name, spec in element_spec.items()}
   return lambda: TrainState.create(
@@ -28,7 +28,7 @@ def init_fn(
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-  """Returns a tree of ShapeDtypeStructs that say where each array is to lie."""
+  """A tree of ShapeDtypeStructs with shapes and shardings."""
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
   )
@@ -36,7 +36,7 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Where one call of `train` begins: after how many steps, and with what."""
+  """Where a call of `train` begins: number of steps done, state and record."""
 
   step: int
   train_state: TrainState
@@ -49,7 +49,7 @@ class Start:
 
 
 def resume(restored: checkpoints.Restored, train_iter: Any) -> Start:
-  """Begins with a checkpoint, and moves the data set to its next example."""
+  """Begins with a checkpoint and moves the data set to the next example."""
   if restored.dataset_state is None:
     _log.warning('The checkpoint has no input position: the data set starts again.')
   else:
@@ -64,7 +64,7 @@ def begin(
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
 ) -> Start:
-  """Begins at step 0 with a fresh state, and with the parameters of another run where one is given.
+  """Begins at step 0 with a fresh state, or with the parameters of another run if one is given.
 
   `target` has the shapes and shardings of the state, `axes` its partition specs.
   """

@@ -12,7 +12,7 @@ import optax
 
 PyTree = Any
 
-# Parameters in front of the first layer; all others that belong to no layer come behind the last.
+# Parameters before the first layer. All others that belong to no layer come after the last one.
 _IN_FRONT = re.compile(
   r'(^|/)(embedding|position_embedding|class_token|registers|pre_norm|conv_root|norm_root)(/|$)'
 )
@@ -24,7 +24,7 @@ def matching(pattern: str, params: PyTree, setting: str) -> PyTree:
   """Whether a regular expression is found in the path of each parameter ('head/kernel').
 
   Raises:
-    ValueError: it is found in none; the message names the setting.
+    ValueError: it is found in no path; the message names the setting.
   """
   mask = jax.tree_util.tree_map_with_path(
     lambda path, _: bool(re.search(pattern, _name(path))), params
@@ -65,9 +65,9 @@ def scale_by_group(
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
   """Multiplies updates with decay^n, n the number of layers between a parameter and the head.
 
-  As Clark et al. (2020, https://arxiv.org/abs/2003.10555) and Bao et al. (2021,
-  https://arxiv.org/abs/2106.08254) fine-tune. What comes behind the last layer of a backbone has
-  n = 0, the last layer n = 1, and patch and position embeddings the largest n.
+  Clark et al. (2020, https://arxiv.org/abs/2003.10555) and Bao et al. (2021,
+  https://arxiv.org/abs/2106.08254) fine-tune in this way. Parameters after the last layer of a
+  backbone have n = 0, the last layer n = 1, and patch and position embeddings the largest n.
 
   Raises:
     ValueError: at initialisation, no parameter belongs to a layer.
@@ -97,7 +97,7 @@ def layer_exponents(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
   """The n of `scale_by_layer` by parameter: a scalar, or [layers, 1, ...] for stacked layers.
 
   Args:
-    shapes: of the parameters, by path.
+    shapes: shapes of the parameters, by path.
   """
   layers: dict[str, dict[tuple[float, float], int]] = {}  # {tower: {place of a layer: how many}}
   for path, shape in shapes.items():

@@ -29,7 +29,7 @@ _METRIC_PREFIX = {ActionMode.TRAIN_EVAL: 'training_eval', ActionMode.INFER_EVAL:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """When a run does what, in steps; eval_steps counts batches. None saves nothing."""
+  """The periods of a run, in steps; eval_steps counts batches. None saves nothing."""
 
   total_steps: int
   eval_steps: int
@@ -49,7 +49,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-  """What a run writes; `config`, as text, is kept with each checkpoint."""
+  """The writers of a run; the text of `config` is kept with each checkpoint."""
 
   writer: metric_writers.MetricWriter
   checkpointer: checkpoints.Checkpointer
@@ -63,7 +63,7 @@ class Outputs:
 class TrainLoop:
   """A run in progress; `step` and `train_state` change."""
 
-  step: int  # number of steps done; train_state.step holds it too, on the device
+  step: int  # number of steps done; also train_state.step, on the device
   train_state: TrainState
   schedule: Schedule
   trainer: step_lib.Trainer
@@ -76,7 +76,7 @@ class TrainLoop:
 
   def __post_init__(self):
     self._index: dict[int, jax.Array | None] = {}  # batch['index'] by step in flight
-    self._next_line = 0.0  # when the log is to have another one: the first follows the first step
+    self._next_line = 0.0  # time of the next line of the log; the first follows the first step
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it.
@@ -86,8 +86,8 @@ class TrainLoop:
 
     Raises:
       exit_codes.Preempted: the observer asked to stop.
-      nonfinite.NonFiniteStop: for a step that was not finite; nothing is saved.
-      checkpoints.SaveFailed: soon after a checkpoint could not be written.
+      nonfinite.NonFiniteStop: a step was not finite; nothing is saved.
+      checkpoints.SaveFailed: a checkpoint could not be written.
       ValueError: the training data set ends before total_steps.
     """
     with self.observer.phase(observer_lib.STEP):
@@ -96,7 +96,7 @@ class TrainLoop:
         stopped = self._step_and_report(stats)
 
   def _step_and_report(self, stats: metrics_lib.StepMetrics) -> bool:
-    """One step, and what is due after it; returns whether an action stops the run."""
+    """One step and everything due after it; returns whether an action stops the run."""
     metrics, data_wait = self._train_step()
     stop = self._report(stats.add(self.step, metrics, data_wait), stats)
     preempted = self._stop_asked()
@@ -138,7 +138,7 @@ class TrainLoop:
     index = self._index.pop(step)
     if metrics_lib.is_finite(metrics):
       return
-    if index is not None:  # the rows of all processes, which come here together
+    if index is not None:  # collective: gathers the rows of all processes
       index = np.asarray(multihost_utils.process_allgather(index, tiled=True)).tolist()
     self.guard.report(step, metrics_lib.compute_metrics(metrics), index)
 
@@ -148,7 +148,7 @@ class TrainLoop:
     """Writes training metrics and runs the TRAIN actions on them; returns whether to stop.
 
     Raises:
-      nonfinite.NonFiniteStop: the guard stops the run; all its metrics are written.
+      nonfinite.NonFiniteStop: the guard stops the run, after its metrics have been written.
     """
     stop = False
     if self.guard.stop is not None:
@@ -247,7 +247,7 @@ def _format(values: Mapping[str, float]) -> str:
 
 
 def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:
-  """The line of a report."""
+  """The line of the log for a summary."""
   values = summary.values
   eta = datetime.timedelta(
     seconds=math.ceil((total_steps - summary.step) * values['timing/ms_per_step'] / 1e3)

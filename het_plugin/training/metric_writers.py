@@ -1,9 +1,9 @@
 """Writers of metrics: the log, TensorBoard event files and metrics.jsonl.
 
 A full disk does not end training by itself. Lines of metrics.jsonl that cannot be written wait in
-memory, and `flush` fails while there are any. A run flushes before it saves a checkpoint, so that
-no checkpoint is ahead of its metrics. Event files are only for looking at; what cannot be written
-there is lost.
+memory, and `flush` fails while there are any. A run flushes before it saves a checkpoint, so no
+checkpoint is ahead of its metrics. Event files are for display only: lines that cannot be written
+there are lost.
 """
 
 import functools
@@ -23,7 +23,7 @@ from het_plugin.training import run_files
 
 _log = logging.getLogger(__name__)
 
-# Objects of an object store cannot be appended to. They are rewritten, at most this often.
+# Nothing can be appended to objects of an object store. They are rewritten, at most this often.
 _REMOTE_SECONDS = 30.0
 
 
@@ -71,7 +71,7 @@ class JsonlWriter(metric_writers.MultiWriter):
     """Writes the lines that wait.
 
     Raises:
-      Exception: OSError or another, if they cannot be written; they go on waiting.
+      Exception: OSError or another: the lines cannot be written and go on waiting.
     """
     if not self._pending:
       return
@@ -88,8 +88,9 @@ class JsonlWriter(metric_writers.MultiWriter):
 
 
 def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
-  """Rewrites a file of JSON lines, if it exists, without lines of later steps and damaged ones, for
-  which there is a warning. `evaluated` is as in `JsonlWriter`.
+  """Removes lines of later steps, and with a warning damaged ones, from a file of JSON lines.
+
+  `evaluated` is as in `JsonlWriter`. The file need not exist.
   """
   path = epath.Path(path)
   if path.exists():
@@ -99,7 +100,7 @@ def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) ->
 
 
 def _position(row: Mapping[str, Any]) -> tuple[int, bool]:
-  """(step, whether the row holds more than training metrics): the order in which a run writes."""
+  """(step, whether the row has more than training metrics), the order in which a run writes."""
   return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
 
 

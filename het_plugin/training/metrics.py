@@ -20,16 +20,16 @@ from het_plugin.training import flops as flops_lib
 PyTree = Any
 Metrics = dict[str, clu.metrics.Metric]
 
-# Steps whose results the host has not waited for when it dispatches the next one. One lets the
-# device start on step n + 1 while the host reads the metrics of step n.
+# Steps in flight when the host dispatches the next one. With one, the device starts on step n + 1
+# while the host reads the metrics of step n.
 MAX_STEPS_IN_FLIGHT = 1
 # Virtual CPU devices share few threads. Collectives of steps in flight hold these threads while
 # they wait for each other: with 8 devices on 2 cores, 0, 1 and 8 steps in flight take the same time
 # per step, and 100 abort the process.
 MAX_STEPS_IN_FLIGHT_CPU = 0
 
-# Regular expressions, matched at the beginning of a parameter's path ('head/covariance/J'). The
-# matched text is the name of a group: here 'backbone', 'head', 'head/kernel', 'head/covariance'.
+# Regular expressions that are matched at the beginning of a parameter's path ('head/covariance/J').
+# The matched text names a group: here 'backbone', 'head', 'head/kernel', 'head/covariance'.
 GROUPS = (r'[^/]+', r'head/[^/]+')
 
 
@@ -60,13 +60,13 @@ def compute_metrics(metrics: Metrics) -> dict[str, float]:
 class UpdateReport(clu.metrics.Metric):
   """Norms of a step; `merge` averages them over steps.
 
-  All norms are one array, because every array is fetched from the device after every step.
+  All norms are in one array, because each array is fetched from the device after every step.
 
   Attributes:
     total: float32 [len(names)], sums over the steps.
     count: int32 [], number of steps.
     finite: bool [], whether loss, gradient and update of all steps were finite.
-    names: of the norms.
+    names: names of the norms.
   """
 
   total: jax.Array
@@ -93,7 +93,7 @@ class UpdateReport(clu.metrics.Metric):
 
 
 def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Array]:
-  """{name: L2 norm of a tree, name/group: that of a group of its leaves (see GROUPS)}, scalars."""
+  """{name: L2 norm of a tree, name/group: norm of a group of its leaves (GROUPS)}, scalars."""
   groups: dict[str, list[jax.Array]] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     path = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -140,13 +140,13 @@ class Summary:
 class StepMetrics:
   """Merges the metrics of steps and summarises them every `period` steps.
 
-  Steps that were not finite do not count; `nonfinite_steps` of a summary is their number, and the
+  Steps that were not finite do not count. `nonfinite_steps` of a summary is their number, and the
   other metrics are NaN if there was no finite step.
 
-  A summary also has, over the same steps and without the time spent in `paused`:
+  A summary also has these scalars, over the same steps and without the time spent in `paused`:
     timing/ms_per_step, timing/examples_per_second;
     timing/data_wait_share: share of the time in which the loop waited for its next batch;
-    timing/mfu: model FLOPs utilisation, where the peak of the device is known.
+    timing/mfu: model FLOPs utilisation, if the peak of the device is known.
   """
 
   def __init__(
@@ -162,7 +162,7 @@ class StepMetrics:
     Args:
       period: steps between summaries.
       batch_size: examples per step.
-      flops_per_step: over all devices of `mesh`.
+      flops_per_step: FLOPs per step over all devices of `mesh`.
       on_step: called with each step and its metrics as soon as they are on the host.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
@@ -184,8 +184,8 @@ class StepMetrics:
   def add(self, step: int, metrics: Metrics, data_wait: float) -> list[Summary]:
     """Takes the metrics of a step, on the device, and the seconds it waited for data.
 
-    Returns the summaries that are due: once the metrics of their last step are on the host, which
-    is up to MAX_STEPS_IN_FLIGHT steps later.
+    Returns the summaries that are due. They are due when the metrics of their last step are on the
+    host, up to MAX_STEPS_IN_FLIGHT steps later.
     """
     return self._collect(self._in_flight.push((step, data_wait, metrics)))
 
@@ -202,12 +202,12 @@ class StepMetrics:
     return [self._summarise(step)] if self._steps else []
 
   def so_far(self) -> Summary | None:
-    """The metrics since the last summary, which go on; None where there are none."""
+    """The metrics since the last summary, without closing the period; None if there are none."""
     return self._summary(self._last, time.monotonic()) if self._steps else None
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Leaves the time spent inside, such as an evaluation, out of the time per step."""
+    """Excludes the time spent in this context, such as an evaluation, from the time per step."""
     start = time.monotonic()
     yield
     self._start += time.monotonic() - start

@@ -1,7 +1,7 @@
 """What a run does at a step whose loss, gradient or update is NaN or infinite.
 
-The compiled step then leaves parameters and optimizer as they are (`trainer.apply_grads`). This
-module decides whether the run goes on, and describes the step.
+The compiled step leaves parameters and optimizer unchanged (`step.apply_grads`). This module
+decides whether the run goes on, and describes the step.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class NonFinitePolicy:
 
   Attributes:
     action: 'stop' ends the run at the first such step, 'skip' goes on with the next batch.
-    max_skipped: with 'skip', how many such steps the run may have in all, over all resumptions;
+    max_skipped: with 'skip', the number of such steps that the run may have, over all resumptions;
       one more ends it.
   """
 
@@ -45,10 +45,10 @@ DEFAULT_POLICY = NonFinitePolicy()
 
 
 class NonFiniteStop(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Ends a run for a step that is not finite; makes a main exit with 3.
+  """Ends a run because a step is not finite; makes a main exit with 3.
 
   Attributes:
-    step: that step.
+    step: the step.
   """
 
   def __init__(self, step: int):
@@ -63,8 +63,8 @@ class NonFiniteGuard:
   checkpoint before it: a run repeats its steps bit for bit.
 
   Attributes:
-    num_skipped: steps of the whole run whose update was left out.
-    stop: what to raise to end the run; None while it goes on.
+    num_skipped: number of steps of the whole run whose update was left out.
+    stop: the exception to raise to end the run; None while it goes on.
   """
 
   def __init__(self, policy: NonFinitePolicy, model_dir: epath.PathLike, num_skipped: int):
@@ -77,9 +77,9 @@ class NonFiniteGuard:
     """Takes a step that is not finite; all processes call it with the same values.
 
     Args:
-      step: counted from 1.
-      values: its metrics.
-      index: batch['index'] of all its rows.
+      step: the step, counted from 1.
+      values: metrics of the step.
+      index: batch['index'] of all rows of the step.
     """
     path = self._folder / f'step_{step}.json'
     self.num_skipped += 1

@@ -1,8 +1,8 @@
-"""What `train` tells an observer of the run, and what it asks one.
+"""The interface between `train` and an observer of the run.
 
 An observer never changes the result of a training. `operations.Operations` writes logs and signs of
-life, notices lost processes and answers SIGTERM. A benchmark or a test may pass an observer of its
-own, or none.
+life, notices lost processes and answers SIGTERM. A benchmark or a test may pass another observer,
+or none.
 """
 
 import contextlib
@@ -35,23 +35,23 @@ class ObservedRun:
 
 
 class Observer:
-  """Observes nothing: every method does as little as `train` allows. Subclasses override some.
+  """Observes nothing. Subclasses override some of the methods.
 
-  All processes of a run have one. `train` calls it from one thread, in all processes in the same
-  order. An observer serves one call of `train`.
+  Every process of a run has an observer. `train` calls it from one thread, in the same order on all
+  processes. An observer serves one call of `train`.
   """
 
   def observing(self, run: ObservedRun) -> contextlib.AbstractContextManager[None]:
-    """Encloses the run, from the first look into `model_dir` to the last file closed.
+    """Encloses the run, from the first access to `model_dir` until the last file is closed.
 
     Raises:
-      ValueError: when entered, in all processes: a setting is wrong, or the directory is in use.
+      ValueError: when entered, on all processes: a setting is wrong, or the directory is in use.
     """
     del run
     return contextlib.nullcontext()
 
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-    """Encloses a phase, one of PHASES. Afterwards the run is back in the phase before."""
+    """Encloses a phase, one of PHASES. Afterwards the run is in the previous phase again."""
     del name
     return contextlib.nullcontext()
 
@@ -65,16 +65,17 @@ class Observer:
     """A step, counted from 1, is about to be dispatched."""
 
   def after_step(self, step: int, metrics: Any) -> None:
-    """A step has been dispatched, which computes these metrics on the devices."""
+    """A step has been dispatched; it computes these metrics on the devices."""
 
   def saved(self, step: int) -> None:
     """The checkpoint of a step is on its way to disk."""
 
   def stop_asked(self) -> bool:
-    """Whether to save and leave now. All processes ask equally often and get the same answer."""
+    """Whether to save and leave now; processes call it equally often and get the same answer."""
     return False
 
   def leaving(self, error: BaseException | None, writer: Any) -> None:
-    """Training has ended, perhaps by an error, before anything is closed. The writer of metrics is
-    for what the observer adds.
+    """Training has ended, perhaps by an error, and nothing is closed yet.
+
+    The observer may add metrics with `writer`.
     """

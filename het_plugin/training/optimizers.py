@@ -22,7 +22,7 @@ class OptaxWrapper:
     optax_optimizer: the gradient transformation, with its schedule.
     learning_rate_fn: step -> learning rate, the schedule inside `optax_optimizer`, for logging;
       None if unknown.
-    evaluates_ema: whether evaluation takes the average that `with_ema` keeps.
+    evaluates_ema: whether evaluation uses the average that `with_ema` keeps.
   """
 
   optax_optimizer: optax.GradientTransformation
@@ -59,8 +59,8 @@ def adamw(
     learning_rate_factors: (regular expression, factor): the learning rate of a parameter is
       multiplied by the factor of the first pattern that is found in its path, a number or a
       schedule such as `learning_rates.unfreeze_at`.
-    layer_decay: the learning rate of a layer is this times that of the layer behind it
-      (`learning_rates.scale_by_layer`); None for the same everywhere.
+    layer_decay: the learning rate of a layer is this factor times that of the next layer
+      (`learning_rates.scale_by_layer`); None for the same rate everywhere.
 
   Raises:
     ValueError: weight_decay is negative or clip_norm is not positive; at initialisation, a pattern
@@ -97,9 +97,7 @@ def adamw(
 
 
 class EmaState(NamedTuple):
-  """State of `with_ema`: the number of updates, int32 [], and the average, shaped as the
-  parameters.
-  """
+  """State of `with_ema`: number of updates, int32 [], and average, shaped as the parameters."""
 
   updates: jax.Array
   ema_params: PyTree
@@ -110,13 +108,14 @@ def with_ema(
 ) -> OptaxWrapper:
   """Keeps an exponential moving average of the parameters in the state of an optimizer.
 
-  After update n the average is d ema + (1 - d) params with d = min(decay, (n - 1) / (n + 8)), as
-  TensorFlow's ExponentialMovingAverage warms it up: it forgets the start of a run, however short.
+  After update n the average is d ema + (1 - d) params with d = min(decay, (n - 1) / (n + 8)). This
+  is the warm-up of TensorFlow's ExponentialMovingAverage, which forgets the start even of a short
+  run.
 
   Args:
     optimizer_def: updates the parameters.
     decay: the largest d; 0.9999 averages over the last 10,000 steps.
-    evaluate: whether evaluation, in training and after it, takes the average; False takes the
+    evaluate: whether evaluation, in training and after it, uses the average instead of the
       parameters. Training is the same.
   """
 
@@ -138,7 +137,7 @@ def with_ema(
 
 
 def evaluates_ema(optimizer_def: Any) -> bool:
-  """Whether evaluation takes the average of `with_ema`; False for optimizers that are not ours."""
+  """Whether evaluation uses the average of `with_ema`; False for optimizers that are not ours."""
   return getattr(optimizer_def, 'evaluates_ema', False)
 
 
@@ -159,13 +158,12 @@ def warmup_schedule(
 
   Args:
     peak_value: learning rate at the end of the warm-up.
-    total_steps: length of the schedule, warm-up included; the last value stays afterwards.
+    total_steps: length of the schedule, including the warm-up; the last value stays afterwards.
     warmup_steps: 0 starts at peak_value.
     decay: 'linear', 'cosine', 'constant' (stays at peak_value), or 'rsqrt', which is peak_value *
       sqrt(warmup_steps / step) (Vaswani et al., 2017).
     init_value: learning rate of step 0 if there is a warm-up.
-    end_value: learning rate at total_steps; 'rsqrt' takes it as a lower bound, 'constant' ignores
-      it.
+    end_value: learning rate at total_steps; a lower bound for 'rsqrt', ignored by 'constant'.
 
   Raises:
     ValueError: decay is unknown, the warm-up is not shorter than total_steps, or peak_value is not

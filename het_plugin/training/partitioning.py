@@ -22,7 +22,8 @@ from het_plugin.training import state as state_lib
 PyTree = Any
 LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
-# t5x's replicated names, and the heads': the factors R and the noise dimension Q are not split.
+# The replicated names of t5x and of the heads: the factors R and the noise dimension Q are not
+# split.
 _REPLICATED_AXES = (
   'relpos_buckets',
   'abspos_buckets',
@@ -198,12 +199,12 @@ class PjitPartitioner:
 
   @property
   def data_shards(self) -> int:
-    """Number of pieces a batch is cut into: sizes of the data and replica axes, multiplied."""
+    """Number of shards of a batch: the product of the sizes of the data and replica axes."""
     return math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
 
   @property
   def model_shards(self) -> int:
-    """Size of the model axis: number of pieces the class dimension K is cut into."""
+    """Size of the model axis: the number of shards of the class dimension K."""
     return self._mesh.shape['model']
 
   @contextlib.contextmanager
@@ -228,7 +229,7 @@ class PjitPartitioner:
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
   ) -> PartitionedFn:
-    """Jits `fn` with the given PartitionSpecs (or prefixes of trees of them; None: replicated)."""
+    """Jits `fn` with the given PartitionSpecs or prefixes of trees of them (None: replicated)."""
     jitted = jax.jit(
       fn,
       in_shardings=self.shardings(in_axis_resources),

@@ -20,8 +20,10 @@ class DevicePrefetcher:
   """
 
   def __init__(self, iterator: Any, partitioner: partitioning.PjitPartitioner, batch_size: int):
-    """Starts to prepare the first batch. `iterator` yields this process's rows of each batch, and
-    `batch_size` counts the rows of all processes.
+    """Starts to prepare the first batch.
+
+    `iterator` yields this process's rows of each batch; `batch_size` counts the rows of all
+    processes.
     """
     self._iterator = iterator
     self._partitioner = partitioner

@@ -1,4 +1,4 @@
-"""What the processes of a run do together, in the training thread and at the same time."""
+"""Collective operations of the processes of a run, in the training thread."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,19 +8,19 @@ from jax.experimental import multihost_utils
 
 from het_plugin.training import exit_codes
 
-_MAX_BYTES = 4096  # of a message: all processes must know its size before they get it
-_RETURNED = 'returned '  # begins a text that is no error
+_MAX_BYTES = 4096  # per message: all processes must know its size before they receive it
+_RETURNED = 'returned '  # prefix of a text that is not an error
 
 
 def in_the_first(fn: Callable[[], str | None]) -> str:
-  """Calls `fn` in process 0. All processes call this, and return once `fn` has returned.
+  """Calls `fn` on process 0. All processes call this, and return when `fn` has returned.
 
   Returns:
-    The text that `fn` returned, in all processes; '' where it returned None.
+    The text that `fn` returned, on all processes; '' if it returned None.
 
   Raises:
-    ValueError: in all processes, with its message, where `fn` raised an error of a setting
-      (`exit_codes.SETTING_ERRORS`).
+    ValueError: `fn` raised an error of a setting (`exit_codes.SETTING_ERRORS`); raised on all
+      processes with its message.
   """
   text = ''
   if jax.process_index() == 0:
@@ -37,9 +37,9 @@ def in_the_first(fn: Callable[[], str | None]) -> str:
 
 
 def gather(text: str) -> dict[int, str]:
-  """The texts of all processes by their index, without the empty ones.
+  """The texts of all processes by their index, without empty ones.
 
-  Of a longer text the first 4096 bytes arrive.
+  Texts are cut to 4096 bytes.
   """
   if jax.process_count() == 1:
     return {0: text} if text else {}
@@ -50,7 +50,7 @@ def gather(text: str) -> dict[int, str]:
 
 
 def as_one(texts: Mapping[int, str]) -> str:
-  """Gathered texts in one line, each once."""
+  """Gathered texts in one line, without repetitions."""
   first: dict[str, int] = {}
   for index, text in texts.items():
     first.setdefault(text, index)

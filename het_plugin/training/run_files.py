@@ -11,21 +11,23 @@ from etils import epath
 
 _log = logging.getLogger(__name__)
 
-# What suffices to see where a run stands, of a file of lines from its end.
+# Bytes from the end of a file of lines that suffice to see where a run stands.
 TAIL_BYTES = 8 * 2**20
 
 
 def is_remote(path: epath.PathLike) -> bool:
-  """Whether the path is of an object store such as gs://, where nothing can be appended."""
+  """Whether the path is in an object store such as gs://, where nothing can be appended."""
   return '://' in os.fspath(path)
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
-  """Replaces a file as a whole: readers see the old or the new one, whenever they look, and after a
-  crash or on a full disk the old one is still there.
+  """Replaces a file as a whole.
+
+  Readers always see either the old or the new content, and after a crash or on a full disk the old
+  file is still there.
 
   Raises:
-    OSError: it cannot be written, with its path.
+    OSError: the file cannot be written; names its path.
   """
   path = epath.Path(path)
   if is_remote(path):  # an object appears when it is complete
@@ -42,11 +44,12 @@ def write_text(path: epath.PathLike, text: str) -> None:
 
 
 def append_text(path: epath.PathLike, text: str) -> None:
-  """Appends to a file all or nothing: half a line would spoil the next one. An object is written
-  anew with the text at its end, which is for what comes rarely.
+  """Appends all of a text to a file or nothing, because half a line would spoil the next one.
+
+  An object in a store is written anew with the text at its end, so use this for rare events only.
 
   Raises:
-    OSError: it cannot be written, with its path; what was in it is still there.
+    OSError: the file cannot be written; names its path. The old content is still there.
   """
   path = epath.Path(path)
   if is_remote(path):
@@ -65,7 +68,7 @@ def append_text(path: epath.PathLike, text: str) -> None:
 
 @contextlib.contextmanager
 def _naming(path: epath.Path) -> Iterator[None]:
-  """Gives an OSError the file that it is about: those of write() have none."""
+  """Adds the path to an OSError, because errors of write() have none."""
   try:
     yield
   except OSError as error:
@@ -78,7 +81,7 @@ def write_json(path: epath.PathLike, value: Any) -> None:
 
 
 def read_json(path: epath.PathLike) -> dict[str, Any] | None:
-  """The object in a file; None where there is no such file, or something else in it."""
+  """The JSON object in a file; None if there is no such file or no such object."""
   try:
     value = json.loads(epath.Path(path).read_text())
   except (OSError, ValueError):
@@ -91,12 +94,12 @@ def read_lines(
   damaged: Callable[[str], None] = _log.warning,
   max_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-  """The rows of a file of JSON lines, each with its step; none where there is no file.
+  """The rows of a file of JSON lines, each with its step; none if there is no file.
 
   Args:
-    path: of the file. A last line without an end is being written, and is passed over.
-    damaged: called with a sentence if other lines are no such rows, which are left out.
-    max_bytes: to read, from the end of the file; None for all.
+    path: path of the file. A last line without an end is still being written and left out.
+    damaged: called with a sentence if other lines are damaged; these are left out.
+    max_bytes: number of bytes to read from the end of the file; None for all.
   """
   path = epath.Path(path)
   try:
@@ -109,7 +112,7 @@ def read_lines(
     return []
   del lines[-1]  # being written, or empty
   rows = [_row(line) for line in lines]
-  if skipped:  # it begins somewhere in a line
+  if skipped:  # the first line is not complete
     del rows[:1]
   if bad := [number for number, row in enumerate(rows, 1) if row is None]:
     more = f' and {len(bad) - 1} more are' if len(bad) > 1 else ' is'
@@ -127,7 +130,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def numbered(folder: epath.PathLike, prefix: str, suffix: str = '') -> dict[int, epath.Path]:
-  """{n: path} of what is named PREFIX n SUFFIX in a folder, by n; empty where it does not exist."""
+  """{n: path} of the files PREFIX n SUFFIX in a folder, sorted by n; empty without the folder."""
   try:
     names = [path.name for path in epath.Path(folder).iterdir()]
   except OSError:

@@ -1,4 +1,4 @@
-"""The value that training carries from step to step."""
+"""The state that training carries from step to step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ class TrainState(struct.PyTreeNode):
 
   @property
   def eval_params(self) -> PyTree:
-    """What is evaluated: the parameters, or their average where `with_ema` keeps one for that."""
+    """The parameters to evaluate: their average if `with_ema` keeps one for evaluation."""
     if optimizers.evaluates_ema(self.optimizer_def):
       return optimizers.ema_params(self.opt_state)
     return self.params

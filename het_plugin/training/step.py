@@ -35,8 +35,8 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
   spec = flax_partitioning.logical_to_mesh_axes((None, 'batch'))
 
   def split(x: jax.Array) -> jax.Array:
-    # Microbatch j takes the rows j, j + M, j + 2 M, ...: every device keeps the rows it has. M
-    # contiguous pieces would each lie on a part of the data axis only.
+    # Microbatch j takes the rows j, j + M, j + 2 M, ..., so every device keeps its rows. Each of M
+    # contiguous pieces would lie on a part of the data axis only.
     x = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
     return lax.with_sharding_constraint(jnp.swapaxes(x, 0, 1), spec)
 
@@ -48,8 +48,8 @@ def accumulate_grads_microbatched(
 ) -> tuple[PyTree, Metrics]:
   """Gradients, float32 and shaped as params, and metrics of the whole batch [B, ...].
 
-  They are computed one microbatch after the other, which changes only rounding. B must be divisible
-  by `num_microbatches` times the size of the data axis.
+  Microbatches are computed one after the other, which changes only rounding. B must be divisible by
+  `num_microbatches` times the size of the data axis.
   """
 
   def value_and_grad(microbatch: Batch) -> tuple[PyTree, Metrics]:
@@ -62,8 +62,8 @@ def accumulate_grads_microbatched(
   if num_microbatches is None or num_microbatches == 1:
     return value_and_grad(batch)
 
-  # t5x's loss_normalizing_factor makes the loss a sum over rows; otherwise it is a mean, which
-  # counts with the number of real rows of the microbatch.
+  # With t5x's loss_normalizing_factor the loss is a sum over rows. Otherwise it is a mean, which is
+  # weighted by the number of real rows of the microbatch.
   summed = getattr(model, 'loss_normalizing_factor', None) is not None
 
   def step(carry, microbatch):
@@ -84,7 +84,7 @@ def accumulate_grads_microbatched(
 
 
 def learning_rate(train_state: TrainState) -> jax.Array | None:
-  """Learning rate of the next update, float32 []; None if the optimizer does not tell it."""
+  """Learning rate of the next update, float32 []; None if the optimizer does not state it."""
   if (schedule := train_state.optimizer_def.learning_rate_fn) is None:
     return None
   # Not train_state.step, which also counts the steps without an update.
@@ -99,14 +99,14 @@ def apply_grads(
   norm_groups: Sequence[str] = metrics_lib.GROUPS,
   halted: jax.Array | bool = False,
 ) -> tuple[TrainState, Metrics]:
-  """One optimizer update, or none where loss, gradient or update are not finite.
+  """One optimizer update, or none if loss, gradient or update are not finite.
 
-  optax.apply_if_finite looks at the gradients alone, and its state is part of every checkpoint.
+  optax.apply_if_finite checks the gradients only, and its state would be in every checkpoint.
 
   Args:
-    train_state: before the update.
-    grads: float32, shaped as the parameters.
-    metrics: contain 'loss'.
+    train_state: the state before the update.
+    grads: gradients, float32, shaped as the parameters.
+    metrics: metrics of the batch, which contain 'loss'.
     norm_groups: groups of parameters whose norms are reported, see `metrics.GROUPS`.
     halted: bool []; True leaves the whole state unchanged, `step` included.
 
@@ -167,7 +167,7 @@ class Trainer:
       norm_groups: regular expressions that define groups of parameters whose norms are metrics, see
         `metrics.GROUPS`.
       halt_at_nonfinite: whether the state stays unchanged after a step whose loss, gradient or
-        update was not finite. The host may dispatch further steps before it learns of that one.
+        update was not finite. The host may dispatch further steps before it knows of this one.
 
     Raises:
       ValueError: num_microbatches is below 1, or above 1 for a model that `needs_whole_batch`, or a
@@ -220,8 +220,9 @@ class Trainer:
   def compute_grads(
     self, train_state: TrainState, batch: Batch, step_rng: jax.Array
   ) -> tuple[PyTree, Metrics]:
-    """Float32 gradients shaped as the parameters, and metrics that contain 'loss'; for subclasses
-    to override. `batch` has arrays [B, ...] split over the data axis.
+    """Float32 gradients shaped as the parameters, and metrics that contain 'loss'.
+
+    Subclasses may override this. `batch` has arrays [B, ...] split over the data axis.
     """
     return accumulate_grads_microbatched(
       self._model, train_state.params, batch, step_rng, self.num_microbatches

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def get_dataset(cfg: Any, rows: Any) -> Any:
-  """`het_plugin.data.get_dataset`, imported when it is called: TensorFlow comes with it."""
+  """`het_plugin.data.get_dataset`, imported when it is called, because it may need TensorFlow."""
   from het_plugin import data
 
   return data.get_dataset(cfg, rows)
@@ -49,23 +49,23 @@ def task_info(name: str, vocabulary: str | None = None) -> Any:
 
 
 class RunConfig(Protocol):
-  """The configuration of a run, as the main that read it has it.
+  """The configuration of a run.
 
   Attributes:
-    text: is kept in the record of each checkpoint.
+    text: the configuration as text, which is kept in the record of each checkpoint.
   """
 
   text: str
 
   def check(self, step: int, record: Mapping[str, Any]) -> None:
-    """Compares itself with the record of the newest checkpoint, in process 0.
+    """Compares the configuration with the record of the newest checkpoint, on process 0.
 
     Raises:
       ValueError: the run must not be resumed with this configuration.
     """
 
   def write(self, model_dir: str, step: int) -> None:
-    """Writes itself into the directory of the run, in process 0, before the first step."""
+    """Writes the configuration into the run's directory, on process 0, before the first step."""
 
 
 def train(
@@ -99,11 +99,10 @@ def train(
   model_dir, it goes on with the next example; an evaluation that was due runs first.
 
   Args:
-    model: an object with t5x's model surface. `model.validate(task_info)`, where it exists, is
-      called with the task of every data set; `model.count_params(params)`, where it exists, is
-      logged as the number of parameters without padding.
-    train_dataset_cfg: a data set of at least total_steps batches; its batch_size is the global
-      one.
+    model: an object with t5x's model surface. If it has `validate(task_info)`, this is called with
+      the task of every data set. If it has `count_params(params)`, the log has this number of
+      parameters without padding.
+    train_dataset_cfg: a data set of at least total_steps batches; its batch_size is global.
     train_eval_dataset_cfg: evaluated over eval_steps batches; None for no train-eval.
     infer_eval_dataset_cfg: evaluated to its end, whenever train-eval runs; None for no infer-eval.
     checkpoint_cfg: what to save, and where the initial parameters come from.
@@ -111,10 +110,10 @@ def train(
     trainer_cls: `Trainer`, or a partial of it that sets num_microbatches.
     model_dir: takes checkpoints, metrics.jsonl and event files.
     total_steps: the step to stop after, counted from the beginning of the run, not of this call.
-    eval_steps: batches per train-eval (fewer where the data set ends).
+    eval_steps: batches per train-eval (fewer if the data set ends).
     eval_period: steps between evaluations; one follows the last step in any case.
     stats_period: steps between writes of training metrics; None for eval_period.
-    random_seed: of parameters, dropout and noise.
+    random_seed: seed of parameters, dropout and noise.
     actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}.
     get_dataset_fn: (dataset config, row numbers of the global batch) -> BatchIterator.
     task_info_fn: (task name, and the vocabulary of the data set if it names one) -> the argument
@@ -122,16 +121,16 @@ def train(
     nonfinite: what to do at a step whose loss, gradient or update is not finite.
     profile_steps: (first, last) step that the observer profiles, counted from 1; None for none.
     profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
-    config: the configuration; None where there is none to check or keep.
-    observer: watches the run; None for nobody, who neither locks model_dir nor notices SIGTERM.
+    config: the configuration; None if there is none to check or keep.
+    observer: watches the run. With None, model_dir is not locked and SIGTERM not noticed.
 
   Returns:
     (last step, last train state).
 
   Raises:
-    ValueError: a setting is wrong, or model_dir in use; one sentence, before anything is compiled.
-    exit_codes.Preempted: after SIGTERM, with the checkpoint on disk.
-    nonfinite.NonFiniteStop: a SystemExit with code 3, for a step that is not finite.
+    ValueError: a setting is wrong, or model_dir is in use; raised before anything is compiled.
+    exit_codes.Preempted: SIGTERM arrived; the checkpoint is on disk.
+    nonfinite.NonFiniteStop: a step is not finite; a SystemExit with code 3.
     checkpoints.SaveFailed: a checkpoint could not be written; a SystemExit with code 1.
   """
   observer = observer or observer_lib.Observer()
@@ -220,7 +219,7 @@ def train(
 
     batches = prefetch.DevicePrefetcher(train_iter, partitioner, batch_size)
     stack.enter_context(batches)
-    # Called first on leaving, before anything waits to be closed.
+    # Called first on exit, before anything waits to be closed.
     stack.push(lambda _, error, trace: observer.leaving(error, writer))
     loop = loop_lib.TrainLoop(
       step=start.step,

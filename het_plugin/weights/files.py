@@ -22,7 +22,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
   """All arrays of a local or gs:// file; floating-point arrays become float32.
 
   Raises:
-    ValueError: the suffix is another one, or the file is missing or damaged.
+    ValueError: the suffix is not supported, or the file is missing or damaged.
   """
   _check(path)
   if not epath.Path(path).exists():
@@ -43,7 +43,7 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
   """Writes arrays to a local or gs:// file.
 
   Raises:
-    ValueError: the suffix is another one.
+    ValueError: the suffix is not supported.
   """
   _check(path)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -59,8 +59,9 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
 
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
-  """Gives a name to write to. The file gets its own name when it is complete; an error, such as a
-  full disk, leaves what was there before.
+  """Yields a temporary path to write to, and renames the file when it is complete.
+
+  After an error, such as a full disk, the old file is still there.
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)

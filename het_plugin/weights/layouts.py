@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-OURS = 'ours'  # a tower whose arrays have our names already
+OURS = 'ours'  # a tower whose arrays already have our names
 LAYOUTS = ('vit', 'bit', OURS)
 # Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
@@ -56,7 +56,7 @@ def _lead(count):
 
 
 def _attention(number):
-  """{(layer, parameter): (name in a file, shape)} of an attention with this number there."""
+  """{(layer, parameter): (name in a file, shape)} of the attention with this number in the file."""
   prefix = f'MultiHeadDotProductAttention_{number}'
   entries = {
     (name, part): (f'{prefix}/{name}/{part}', _split_last)
@@ -104,7 +104,7 @@ _VIT_BLOCKS = {
   'mlp/wo/kernel': ('MlpBlock_3/Dense_1/kernel', _same),
   'mlp/wo/bias': ('MlpBlock_3/Dense_1/bias', _same),
 }
-# big_vision's names inside a block, and vision_transformer's older names for the same.
+# big_vision's names inside a block, and the older names of vision_transformer.
 _RENAMED_IN_BLOCKS = {
   'LayerNorm_1': 'LayerNorm_2',
   'MultiHeadDotProductAttention_0': 'MultiHeadDotProductAttention_1',

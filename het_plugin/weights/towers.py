@@ -1,8 +1,8 @@
 """Image towers of timm, transformers and open_clip: their settings and parameters from a file.
 
-Recognised by their names: ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP, SigLIP. Kernels are
-transposed, fused projections are split, and the normalisation of the pixels goes into the patch
-embedding, so that the tower takes images in [-1, 1] as all backbones here do.
+ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP and SigLIP are recognised by their names. Kernels
+are transposed, fused projections are split, and the normalisation of the pixels goes into the patch
+embedding, so that the tower takes images in [-1, 1] like all backbones here.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 
-# Attention heads are not in the shapes: 64 channels each, except in these widths.
+# The shapes do not give the number of attention heads: a head has 64 channels, except for these
+# widths.
 _HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
 
 _PREFIX = re.compile(r'^(?:(?:model|vit|deit|dinov2|dinov3|vision_model|visual|trunk|module)\.)+')
@@ -29,7 +30,7 @@ _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
 )
 
-# What a tower may have besides.
+# Arrays of a tower that are not used.
 _SKIPPED = re.compile(
   r'(?:.*\.)?(?:mask_token|position_ids|logit_scale|logit_bias|rope\w*\..*|'
   r'(?:head_dist|distillation_classifier)\.(?:weight|bias))'
@@ -113,10 +114,10 @@ def is_tower(names) -> bool:
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
-  """What config.json and preprocessor_config.json beside a file say; empty without them.
+  """The content of config.json and preprocessor_config.json beside a file; empty without them.
 
   Raises:
-    ValueError: one of them is not JSON.
+    ValueError: one of the files is not JSON.
   """
   read = {}
   for name in ('config.json', 'preprocessor_config.json'):
@@ -137,7 +138,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     config: `read_config`; empty for the usual values of the file's project.
 
   Raises:
-    ValueError: the file has layers that `backbones.ViT` does not have; names them.
+    ValueError: the file has layers that `backbones.ViT` does not have; the message names them.
   """
   flat, skipped = _renamed(arrays)
   kernel = flat['embedding/kernel']  # [P, P, C, D]
@@ -146,7 +147,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_dino = 'block00/attention_scale' in flat
   is_rotary = 'position_embedding' not in flat
 
-  # x' = (x + 1) / 2 is what the file's project normalises; x is in [-1, 1].
+  # The file's project normalises x' = (x + 1) / 2; x is in [-1, 1].
   defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
   mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
   std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
@@ -214,7 +215,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
 
 
 def tower_bindings(path: epath.PathLike) -> list[str]:
-  """Gin bindings of backbone and image size for the tower in a file; none if it holds no tower.
+  """Gin bindings of backbone and image size for the tower in a file; none if there is no tower.
 
   Raises:
     ValueError: as `files.read_arrays`, `read_config` and `read_tower`.
@@ -240,7 +241,7 @@ def _renamed(arrays):
   flat, skipped, unknown = {}, [], []
   for name, x in arrays.items():
     if roots and roots[0] not in name and 'visual_projection' not in name:
-      skipped.append(name)  # of the text tower
+      skipped.append(name)  # belongs to the text tower
       continue
     ours, kind = _stem(name)
     if ours is not None:

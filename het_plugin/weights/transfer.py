@@ -31,7 +31,7 @@ class Report:
   skipped: Sequence[str]
 
   def text(self) -> str:
-    """The report in lines: a summary, and all parameters that were not loaded as they are."""
+    """The report: a summary, and all parameters that were not loaded unchanged."""
     changed = [line for line in self.loaded if line[2]]
     lines = [
       f'{len(self.loaded)} parameters loaded, {len(self.initialised)} initialised, '
@@ -52,7 +52,7 @@ def load_params(
 ) -> tuple[dict[str, np.ndarray], Report]:
   """Our parameters from the arrays of a file.
 
-  From a deterministic classifier a heteroscedastic model takes W and b; noise and temperature are
+  A heteroscedastic model takes W and b from a deterministic classifier; noise and temperature are
   initialised. Position embeddings are resampled bilinearly to the model's number of patches. Padded
   classes get zeros. Parameters outside backbone and head, such as a text tower, are initialised.
 
@@ -61,7 +61,7 @@ def load_params(
     shapes: {our name, such as 'backbone/encoder_norm/scale': shape}, blocks stacked or not.
     head: 'keep' loads the head of the file, 'init' initialises ours, for other classes.
     skip: regular expressions of the names in the file to ignore, such as 'pre_logits/.*'.
-    config: of a tower of timm, transformers or open_clip, `towers.read_config`.
+    config: settings of a tower of timm, transformers or open_clip, from `towers.read_config`.
 
   Returns:
     {our name: float32 array} without the parameters to initialise, and the report.
@@ -226,7 +226,7 @@ def _resample(x, shape):
   new, old = _grid(shape[0]), _grid(len(x))
   if new is None or old is None or x.shape[1] != shape[1]:
     raise ValueError('cannot be resampled: the patches do not form a square grid')
-  # Without an embedding of the class token the file's project adds embeddings before the token.
+  # Without an embedding of the class token, the project adds embeddings before it adds the token.
   token = x[:1] if old[0] else np.zeros((1, x.shape[1]), x.dtype)
   grid = x[old[0] :].reshape(old[1], old[1], -1)
   if old[1] != new[1]:
