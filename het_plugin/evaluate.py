@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values, trained_run
 from het_plugin.evaluation import evaluate, uncertainty_report
@@ -56,10 +56,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     if F.save_predictions and not F.output_dir:
       raise ValueError('--save_predictions needs --output_dir')
     numbers = {

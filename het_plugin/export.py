@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from het_plugin import weights
 from het_plugin.config import command_line, trained_run
@@ -32,9 +32,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     checkpoint, output = flags.FLAGS.checkpoint, flags.FLAGS.output
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
@@ -42,27 +40,14 @@ def main(argv: Sequence[str]) -> None:
     is_file = Path(output).suffix or Path(output).is_file()
     if is_file and not weights.is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
-    from het_plugin.t5x_host import conversion
-    from het_plugin.training import checkpoint_reader, optimizers
-
     if not weights.is_weights_file(output):
+      from het_plugin.t5x_host import conversion
+
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    settings = trained_run.parse_run_config(
-      checkpoint,
-      flags.FLAGS.gin_file,
-      flags.FLAGS.gin_bindings,
-      flags.FLAGS.gin_search_paths,
-      without=['partitioner'],  # of the devices that it trained on
-    )
-    model = settings['model']
-    ema = optimizers.evaluates_ema(model.optimizer_def)
-    params = checkpoint_reader.read_params(checkpoint, ema)
-    num_classes = getattr(model.head, 'num_classes', None)
-    if num_classes is None:
-      params = {name: x for name, x in params.items() if name.startswith('backbone/')}
-    num_heads = getattr(model.backbone, 'num_heads', 1)
-    arrays = weights.export_params(params, num_classes or 1, num_heads)
+    F = flags.FLAGS
+    gin_settings = F.gin_file, F.gin_bindings, F.gin_search_paths
+    arrays = trained_run.published_params(checkpoint, *gin_settings)
     weights.write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')

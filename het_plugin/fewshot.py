@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
 import gin
 from het_plugin.config import command_line, distributed, flag_values
@@ -97,10 +97,8 @@ def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     chosen = settings()
     given = [name for name in fewshot_runs.OF_CHECKPOINTS if F[name].present]
     fewshot_runs.check_flags(F.train, F.test, F.checkpoint, F.results, F.splits, given)

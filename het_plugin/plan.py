@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, flag_values
@@ -52,9 +52,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
     configuration = FLAGS.gin_file, FLAGS.gin_bindings, FLAGS.gin_search_paths

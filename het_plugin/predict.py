@@ -13,7 +13,7 @@ Exit codes: 0 done; 2 a setting is wrong.
 from collections.abc import Sequence
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
@@ -32,10 +32,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     for name in ('checkpoint', 'dataset'):
       if not F[name].value:
         raise ValueError(f'--{name} is needed')

@@ -16,7 +16,7 @@ Exit codes: 0 done; 2 a setting is wrong.
 import functools
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import probe
@@ -77,10 +77,8 @@ def represented() -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     chosen, (train, *test) = settings(), [F.train, F.test]
     if (train is None) == (F.checkpoint is None or F.dataset is None):
       raise ValueError('--train is needed, or --checkpoint and --dataset')

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 import gin
 from het_plugin import reporting
@@ -36,11 +36,9 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   settings, heads = flags.FLAGS, flags.FLAGS.heads
   registry.register_trainer()
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     if unknown := [head for head in heads if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = Path(settings.output_dir)

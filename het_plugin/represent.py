@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
@@ -58,10 +58,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     if F.arrays is None and not (F.checkpoint and F.dataset):
       raise ValueError('--checkpoint and --dataset are needed, or --arrays')
     given = [name for name in ('checkpoint', 'dataset', *_OF_A_MODEL) if F[name].present]

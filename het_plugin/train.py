@@ -16,7 +16,7 @@ if __name__ == '__main__':
 
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
 from het_plugin.config import command_line, distributed, parsing, registry, training_run
 from het_plugin.operations import operations
@@ -28,9 +28,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     distributed.initialize()
     registry.register_trainer()
     parsing.parse_config(

@@ -16,7 +16,7 @@ if __name__ == '__main__':
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from het_plugin import reporting
 from het_plugin.config import command_line, registry
@@ -49,10 +49,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   registry.register_trainer()
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)
     output_dir = Path(flags.FLAGS.output_dir)

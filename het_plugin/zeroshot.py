@@ -15,7 +15,7 @@ Exit codes: 0 done; 2 a setting is wrong.
 from collections.abc import Sequence
 
 import jax
-from absl import app, flags
+from absl import flags
 
 import gin
 from het_plugin.config import command_line, distributed, trained_run
@@ -23,7 +23,7 @@ from het_plugin.evaluation import actions, zeroshot_datasets, zeroshot_report
 from het_plugin.training import train
 
 _OF_DATASETS = (
-  *('split', 'templates', 'class_names', 'lower', 'max_labels', 'max_examples', 'resize'),
+  *('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize'),
   'identical_captions_right',
 )  # flags that replace a data set's own settings
 
@@ -47,7 +47,6 @@ def define_flags() -> None:
   flags.DEFINE_string('templates', None, "none, photo, ensemble, a text with '{}', or a file.")
   flags.DEFINE_string('class_names', None, "A file with a name per line, in the labels' order.")
   flags.DEFINE_bool('lower', None, 'Whether class names are lower-cased.')
-  flags.DEFINE_integer('max_labels', None, 'Labels per image at most, of a multi-label task.')
   flags.DEFINE_bool(
     'identical_captions_right', None, 'Whether a caption is right for all images of its text.'
   )
@@ -63,8 +62,6 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   F = flags.FLAGS
 
   def open_run(checkpoint: str):
@@ -75,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     changes = {name: F[name].value for name in _OF_DATASETS}
     return run, tokenizer, zeroshot_report.choose_datasets(F.dataset, bound, changes)
 
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     runs = zeroshot_report.choose_runs(F.checkpoint, F.names, F.group)
     distributed.initialize()
     rows = zeroshot_report.evaluate(runs, open_run, F.batch_size, F.samples)

@@ -86,12 +86,8 @@ def test_settings_that_are_wrong(run_main):
     (): '--checkpoint is not set',
     ('--checkpoint=x.npz',): 'x.npz is a published file',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split belong together',
-    ('--predictions=x.npz', '--ood_dataset=digits', '--ood_split=test'): 'needs a --checkpoint',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
-    ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 must be whole',
     ('--checkpoint=x', '--precision_at=0'): '--precision_at=0 must be whole numbers of at least 1',
-    ('--checkpoint=no/such/run',): 'no/such/run',
-    ('--predictions=no/such.npz',): 'no/such.npz',
   }
   for arguments, message in cases.items():
     assert message in run_main(evaluate, *arguments, code=2)
@@ -101,22 +97,12 @@ def test_data_that_do_not_fit(run_main, digits_run):
   run_dir, _ = digits_run
   cases = {
     ('--dataset=glyphs_core',): 'HetXL.num_classes=10 must be the number of classes of the task',
-    ('--dataset=nothing',): "'nothing'",
     ('--split=validation',): "split is 'validation'; the splits of digits are ['test', 'train']",
     ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (
       '--ood_split=train is endless: set --max_examples'
     ),
     ('--split=test', '--precision_at=11'): '--precision_at=11 must be at most',
-    ('--split=test', '--batch_size=7'): 'batch_size=7 must be a positive multiple of 8',
     ('--split=test', '--covariance_index=359'): '--covariance_index=359: there is no example 359',
   }
   for arguments, message in cases.items():
     assert message in run_main(evaluate, f'--checkpoint={run_dir}', *arguments, code=2)
-
-
-def test_other_examples_cannot_be_compared(run_main, tmp_path):
-  paths = [tmp_path / 'a.npz', tmp_path / 'b.npz']
-  for path, labels in zip(paths, ([0, 1], [1, 1]), strict=True):
-    np.savez(path, logits=np.eye(2), label=labels)
-  message = run_main(evaluate, *(f'--predictions={path}' for path in paths), code=2)
-  assert 'b against a: a comparison needs the same examples' in message

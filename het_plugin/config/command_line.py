@@ -60,11 +60,13 @@ def one_sentence(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def one_sentence_errors():
+def one_sentence_errors(argv: Sequence[str] = ()):
   """Ends the program with one line and exit code 2 where a setting is wrong.
 
-  `--verbosity=1` gives the traceback instead.
+  `--verbosity=1` gives the traceback instead. `argv` is that of a main that takes flags only.
   """
+  if argv[1:]:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   try:
     yield
   except exit_codes.SETTING_ERRORS as error:

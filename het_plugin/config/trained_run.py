@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from flax import traverse_util
 
@@ -199,6 +200,27 @@ def open_run(
     task=task,
     config=config,
   )
+
+
+def published_params(
+  checkpoint: epath.PathLike,
+  gin_files: Sequence[str] = (),
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = ('.',),
+) -> dict[str, np.ndarray]:
+  """Parameters of a run under the names of published files, see `weights.export_params`; arguments
+  as in `open_run`. Of a contrastive model it is the image tower, for which there are such names.
+  """
+  from het_plugin.training import checkpoint_reader
+
+  params = checkpoint_reader.read_params(checkpoint)
+  # The partitioner is of the devices that it trained on.
+  arguments = checkpoint, gin_files, bindings, search_paths
+  model = parse_run_config(*arguments, without=['partitioner'])['model']
+  num_classes = getattr(model.head, 'num_classes', None)
+  if num_classes is None:
+    params = {name: x for name, x in params.items() if name.startswith('backbone/')}
+  return weights.export_params(params, num_classes or 1, getattr(model.backbone, 'num_heads', 1))
 
 
 def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:

@@ -11,7 +11,6 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from het_plugin.evaluation import fewshot, fewshot_datasets, zeroshot, zeroshot_datasets
-from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.names import check_names
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
@@ -56,10 +55,14 @@ class PeriodicAction(BaseAction):
     self._datasets = tuple(datasets)
     self._period = period
     self._total_steps = total_steps
+    self._evaluator = None
 
   def setup(self, context: ActionContext) -> None:
-    """Reads which steps an earlier run has evaluated."""
+    """Checks the data sets, and reads which steps an earlier run has evaluated."""
     self._context = context
+    checker = self.make_evaluator(None)
+    for dataset in self._datasets:
+      checker.check(dataset)
     self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
     # All processes must agree on when to run, and only process 0 writes the file.
     steps = (record['step'] for record in run_files.read_lines(self._file))
@@ -73,7 +76,10 @@ class PeriodicAction(BaseAction):
     never_yet = self._last_step < 0
     due = self._period is None or never_yet or step - self._last_step >= self._period
     if due or step == self._total_steps:
-      results = self.evaluate(train_state)
+      if self._evaluator is None:
+        specs = self._context.partitioner.get_mesh_axes(train_state).params
+        self._evaluator = self.make_evaluator(specs)
+      results = self.rows(self._evaluator, train_state.params)
       self._last_step = step
       self._context.writer.write_scalars(
         step,
@@ -86,8 +92,12 @@ class PeriodicAction(BaseAction):
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
-  def evaluate(self, train_state: TrainState) -> Sequence[Row]:
-    """Evaluates a state on the data sets; every process calls it."""
+  def make_evaluator(self, param_specs: Any) -> Any:
+    """What evaluates the model, with a method check(dataset); it compiles nothing yet."""
+    raise NotImplementedError
+
+  def rows(self, evaluator: Any, params: Any) -> Sequence[Row]:
+    """Evaluates parameters on the data sets; every process calls it."""
     raise NotImplementedError
 
 
@@ -132,28 +142,22 @@ class FewShotAction(PeriodicAction):
     super().__init__(datasets, period, total_steps)
     self._protocol = fewshot.Protocol(classifier, draw, l2)
     fewshot.check_settings(shots, seeds, l2, len(datasets))
-    self._image_size, self._batch_size = image_size, batch_size
     self._draws = {'shots': tuple(shots), 'seeds': tuple(seeds)}
-    self._extraction = {'layers': (layer,), 'channels': channels}
-    self._read: fewshot_datasets.FewShotReader | None = None
+    self._settings = {
+      'image_size': image_size,
+      'channels': channels,
+      'batch_size': batch_size,
+      'layer': layer,
+      'pool': 'none',
+    }
     self.results: dict[str, dict[int, fewshot.FewShotResult]] = {}
 
-  def _reader(self, extractor: RepresentationExtractor | None) -> fewshot_datasets.FewShotReader:
-    mesh = self._context.partitioner
-    return fewshot_datasets.FewShotReader(extractor, mesh, self._image_size, self._batch_size)
+  def make_evaluator(self, param_specs: Any) -> fewshot_datasets.FewShotReader:
+    model, mesh = self._context.model, self._context.partitioner
+    return fewshot_datasets.FewShotReader(model, mesh, param_specs, **self._settings)
 
-  def setup(self, context: ActionContext) -> None:
-    """Also checks the data sets (`FewShotReader.check`)."""
-    super().setup(context)
-    for dataset in self._datasets:
-      self._reader(None).check(dataset)
-
-  def evaluate(self, train_state: TrainState) -> list[Row]:
-    if self._read is None:
-      model, mesh = self._context.model, self._context.partitioner
-      specs = mesh.get_mesh_axes(train_state).params
-      self._read = self._reader(RepresentationExtractor(model, mesh, specs, **self._extraction))
-    data = {x.name: self._read(x, train_state.eval_params) for x in self._datasets}
+  def rows(self, evaluator: fewshot_datasets.FewShotReader, params: Any) -> list[Row]:
+    data = {x.name: evaluator(x, params) for x in self._datasets}
     self.results = fewshot.few_shot_all(data, self._protocol, **self._draws)
     rows = []
     for name, by_shots in self.results.items():
@@ -207,23 +211,12 @@ class ZeroShotAction(PeriodicAction):
       'batch_size': batch_size,
       'num_samples': num_samples,
     }
-    self._evaluator: zeroshot_datasets.ZeroShotEvaluator | None = None
     self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
 
-  def _make_evaluator(self, specs: Any) -> zeroshot_datasets.ZeroShotEvaluator:
+  def make_evaluator(self, param_specs: Any) -> zeroshot_datasets.ZeroShotEvaluator:
     model, mesh = self._context.model, self._context.partitioner
-    return zeroshot_datasets.ZeroShotEvaluator(model, mesh, specs, **self._settings)
+    return zeroshot_datasets.ZeroShotEvaluator(model, mesh, param_specs, **self._settings)
 
-  def setup(self, context: ActionContext) -> None:
-    """Also checks the model and the data sets (`ZeroShotEvaluator.check`)."""
-    super().setup(context)
-    checker = self._make_evaluator(None)
-    for dataset in self._datasets:
-      checker.check(dataset)
-
-  def evaluate(self, train_state: TrainState) -> list[Row]:
-    if self._evaluator is None:
-      specs = self._context.partitioner.get_mesh_axes(train_state).params
-      self._evaluator = self._make_evaluator(specs)
-    self.results = {x.name: self._evaluator(x, train_state.eval_params) for x in self._datasets}
+  def rows(self, evaluator: zeroshot_datasets.ZeroShotEvaluator, params: Any) -> list[Row]:
+    self.results = {x.name: evaluator(x, params) for x in self._datasets}
     return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]

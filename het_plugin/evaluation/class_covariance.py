@@ -21,27 +21,16 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassCovariance:
-  """The class correlations of one image.
+  """The class correlations of one image."""
 
-  Attributes:
-    index: the example's id.
-    label: its first label, -1 if it has none.
-    image: float32 [H, H, C], levels in [-1, 1].
-    top: int [m], the most probable classes in order.
-    log_prob: float32 [m] of these.
-    correlation: float32 [m, m] of their logits; 1 on the diagonal.
-    with_label, with_top: float32 [K], correlations of all classes with the label's class (NaN
-      without one) and with the most probable class.
-  """
-
-  index: int
-  label: int
-  image: np.ndarray
-  top: np.ndarray
-  log_prob: np.ndarray
-  correlation: np.ndarray
-  with_label: np.ndarray
-  with_top: np.ndarray
+  index: int  # the example's id
+  label: int  # its first label, -1 if it has none
+  image: np.ndarray  # float32 [H, H, C], levels in [-1, 1]
+  top: np.ndarray  # int [m], the most probable classes in order
+  log_prob: np.ndarray  # float32 [m] of these
+  correlation: np.ndarray  # float32 [m, m] of their logits; 1 on the diagonal
+  anchor: int  # the label's class; without a label the most probable one
+  with_anchor: np.ndarray  # float32 [K], correlations of all classes with the anchor
 
 
 def why_none(head: Any) -> str | None:
@@ -86,16 +75,16 @@ def look(
     log_prob = model.predictive(params, batch)['log_prob']
     factors = model.logits(params, batch).factors()[..., :num_classes]  # [B, R + 1, K]
     top_log_prob, top = jax.lax.top_k(log_prob, min(num_top, num_classes))
-    label = batch['label'][:, :1]
-    with_label = correlations(factors, jnp.maximum(label, 0))[:, 0]
+    label = batch['label'][:, 0]
+    anchor = jnp.where(label < 0, top[:, 0], label)
     among = correlations(factors, top)  # [B, m, K]
     return {
       'image': batch['image'],
       'top': top,
       'log_prob': top_log_prob,
       'correlation': jnp.take_along_axis(among, top[:, None], axis=-1),  # [B, m, m]
-      'with_label': jnp.where(label < 0, jnp.nan, with_label),
-      'with_top': among[:, 0],
+      'anchor': anchor,
+      'with_anchor': correlations(factors, anchor[:, None])[:, 0],
     }
 
   def wanted(ids):
@@ -105,14 +94,13 @@ def look(
   local = (
     {name: x[own] for name, x in batch.items()} for batch in batches if wanted(batch['index']).any()
   )
-  found = {}
-  bound = number if number is not None else len(set(index))
-  for rows in PerExample(compute, run.partitioner, run.param_specs, run.channels)(
-    run.params, local, batch_size
-  ):
+  found, bound = {}, len(set(index)) if number is None else number
+  compiled = PerExample(compute, run.partitioner, run.param_specs, run.channels)
+  for rows in compiled(run.params, local, batch_size):
     for i in np.flatnonzero(wanted(rows['index'])):
       row = {name: x[i] for name, x in rows.items()}
-      row |= {'index': int(row['index']), 'label': int(row['label'][0])}
+      row['label'] = row['label'][0]
+      row |= {name: int(row[name]) for name in ('index', 'label', 'anchor')}
       found[row['index']] = ClassCovariance(**row)
     if len(found) >= bound:
       break

@@ -207,7 +207,7 @@ def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
     if counted:
       result['homoglyphs'] = class_covariance.homoglyph_rate(
         [x.label for x in looks[:counted]],
-        [x.with_label for x in looks[:counted]],
+        [x.with_anchor for x in looks[:counted]],
         homoglyphs(class_set, settings.split, run.image_size),
       )
   if index:

@@ -44,19 +44,12 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SplitFiles:
-  """The files of a split.
+  """The files of a split."""
 
-  Attributes:
-    folder: OUTPUT_DIR/DATASET.
-    split: its name.
-    suffix: '.safetensors' or '.npz'.
-    settings: JSON values: all that the features depend on, besides the layer.
-  """
-
-  folder: Path
-  split: str
-  suffix: str
-  settings: Mapping[str, Any]
+  folder: Path  # OUTPUT_DIR/DATASET
+  split: str  # its name
+  suffix: str  # '.safetensors' or '.npz'
+  settings: Mapping[str, Any]  # JSON values: all that the features depend on, besides the layer
 
   def path(self, layer: str) -> Path:
     return self.folder / safe_name(layer) / f'{safe_name(self.split)}{self.suffix}'

@@ -70,21 +70,33 @@ def choose(
   return [dataclasses.replace(dataset, **given) for dataset in chosen]
 
 
-@dataclasses.dataclass(frozen=True)
 class FewShotReader:
-  """Represents data sets by one layer of a model; every process calls it.
+  """Represents data sets by one layer of a model; every process calls its methods."""
 
-  Attributes:
-    extractor: of the layer; None only checks.
-    partitioner: the model's mesh.
-    image_size: side of the square images that the model takes, in pixels.
-    batch_size: global batch of the extraction.
-  """
+  def __init__(
+    self,
+    model: Any,
+    partitioner: PjitPartitioner,
+    param_specs: Any,
+    *,
+    image_size: int,
+    channels: int,
+    batch_size: int,
+    layer: str,
+    pool: str = 'mean',
+  ):
+    """Reads and compiles nothing yet.
 
-  extractor: RepresentationExtractor | None
-  partitioner: PjitPartitioner
-  image_size: int
-  batch_size: int
+    Args:
+      model, partitioner, param_specs, channels, layer, pool: see `RepresentationExtractor`.
+      image_size: side of the square images that the model takes, in pixels.
+      batch_size: global batch of the extraction.
+    """
+    self._extractor = RepresentationExtractor(
+      model, partitioner, param_specs, layers=(layer,), channels=channels, pool=pool
+    )
+    self._partitioner, self._batch_size = partitioner, batch_size
+    self._settings = {'image_size': image_size, 'max_labels': 1, 'batch_size': batch_size}
 
   def check(self, dataset: FewShotDataset) -> None:
     """Raises ValueError, before anything is compiled or any image read: a batch size that the mesh
@@ -103,19 +115,10 @@ class FewShotReader:
     halves = []
     for split, bound in dataset.splits:
       with self._open(dataset, split, bound) as (batches, _):
-        (read,) = self.extractor.read(params, batches, self.batch_size, bound).values()
+        (read,) = self._extractor.read(params, batches, self._batch_size, bound).values()
       halves.append(Split(read.features, read.label, read.index))
     return tuple(halves)
 
   def _open(self, dataset: FewShotDataset, split: str, bound: int | None):
-    return open_split(
-      dataset.task,
-      split,
-      self.partitioner,
-      bound,
-      bound='max_train and max_test',
-      image_size=self.image_size,
-      max_labels=1,
-      batch_size=self.batch_size,
-      resize=dataset.resize,
-    )
+    settings = {**self._settings, 'resize': dataset.resize, 'bound': 'max_train and max_test'}
+    return open_split(dataset.task, split, self._partitioner, bound, **settings)

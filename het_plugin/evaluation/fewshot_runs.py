@@ -94,8 +94,7 @@ def from_checkpoints(
     layer, batch_size, datasets, splits, max_train, max_test: flags of `het_plugin.fewshot`.
     **settings: as in `from_files`.
   """
-  # They import TensorFlow, which files do not need.
-  from het_plugin.evaluation import extraction, fewshot_datasets
+  from het_plugin.evaluation import fewshot_datasets  # imports TensorFlow, which files do not need
 
   names = choose_names(names, checkpoints)
   if len(set(names)) != len(names):
@@ -105,13 +104,13 @@ def from_checkpoints(
     run = open_run(checkpoint)
     chosen = fewshot_datasets.choose(datasets, splits, max_train, max_test, bound_datasets())
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
-    extractor = extraction.RepresentationExtractor(
+    read = fewshot_datasets.FewShotReader(
       *(run.model, run.partitioner, run.param_specs),
-      layers=(layer,),
+      image_size=run.image_size,
       channels=run.channels,
-      pool='mean',
+      batch_size=batch_size,
+      layer=layer,
     )
-    read = fewshot_datasets.FewShotReader(extractor, run.partitioner, run.image_size, batch_size)
     for dataset in chosen:
       read.check(dataset)
     data = {}

@@ -27,7 +27,7 @@ from scipy import special
 
 from het_plugin import weights
 from het_plugin.evaluation.extraction import Batches, PerExample
-from het_plugin.evaluation.representations import example_ids, label_rows, reading
+from het_plugin.evaluation.representations import example_ids, label_rows, one_of, reading
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
@@ -170,7 +170,7 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
   link = str(arrays.get('link', LINKS[0]))
   if link not in LINKS:
     raise ValueError(f'link is {link!r}; it must be one of {", ".join(LINKS)}')
-  name, values = _one_of(arrays, VALUE_NAMES)
+  name, values = one_of(arrays, VALUE_NAMES)
   if values.dtype.kind != 'f' or values.ndim != 2 or not values.size:
     raise ValueError(
       f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
@@ -184,7 +184,7 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
       raise ValueError(f'{column} has values that are not finite')
   read = Predictions(
     _log_prob(name, values, link),
-    label_rows(_one_of(arrays, LABEL_NAMES)[1], num_examples),
+    label_rows(one_of(arrays, LABEL_NAMES)[1], num_examples),
     example_ids(arrays.get('index'), num_examples),
     link=link,
     class_names=tuple(map(str, arrays['class_name'])) if 'class_name' in arrays else None,
@@ -210,16 +210,6 @@ def check(predictions: Predictions) -> None:
       f'example {int(predictions.index[row])} has {int(count[row])} labels; under a softmax each '
       "must have one (several need link='sigmoid')"
     )
-
-
-def _one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
-  found = [name for name in names if name in arrays]
-  if len(found) != 1:
-    raise ValueError(
-      f'there must be exactly one of the arrays {", ".join(names)}; there are: '
-      f'{", ".join(sorted(arrays)) or "none"}'
-    )
-  return found[0], arrays[found[0]]
 
 
 def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:

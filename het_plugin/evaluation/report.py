@@ -12,27 +12,18 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-  """What is written.
+  """What is written."""
 
-  Attributes:
-    title, introduction: of the page.
-    json: all numbers.
-    rows: one per run (see `reporting`).
-    row_title: what a row is.
-    tables: further ones.
-    notes: lines below the tables.
-    draw: makes the plots, {file name: figure}; called only if they are wanted.
-    configs: {name: gin text}, shown folded.
-  """
-
-  title: str
+  title: str  # of the page
   introduction: str
-  json: Any
-  rows: Sequence[Row] = ()
-  row_title: str = 'run'
-  tables: Sequence[reporting.Table] = ()
-  notes: Sequence[str] = ()
+  json: Any  # all numbers
+  rows: Sequence[Row] = ()  # one per run (see `reporting`)
+  row_title: str = 'run'  # what a row is
+  tables: Sequence[reporting.Table] = ()  # further ones
+  notes: Sequence[str] = ()  # lines below the tables
+  # makes the plots, {file name: figure}; called only if they are wanted
   draw: Callable[[], Mapping[str, reporting.Figure]] = dict
+  # {name: gin text}, shown folded
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def text(self) -> str:

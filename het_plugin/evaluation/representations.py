@@ -10,15 +10,14 @@ het_plugin writes .safetensors or .npz files with the arrays
 
 .safetensors files hold no strings. There class names and provenance are JSON in the metadata, under
 'het_plugin'. Files made elsewhere may lack the last three arrays. They may use other names for the
-first two (`FEATURE_NAMES`, `LABEL_NAMES`), or any names if exactly one array is floating point
-[N, D] and exactly one is integers [N]. Features in a .npy file have their labels in a second file.
+first two (`FEATURE_NAMES`, `LABEL_NAMES`). Features in a .npy file have labels in a second file.
 """
 
 import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -122,7 +121,6 @@ def write_representations(path: epath.PathLike, representations: Representations
         np.savez(stream, **arrays, **strings)
     else:
       metadata = {_METADATA: json.dumps({'class_names': names, 'provenance': provenance})}
-      # Writes from the arrays' memory: features may be a mapped file that exceeds the memory.
       safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
 
 
@@ -179,34 +177,26 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Features, labels and index, under whichever names."""
-
-  def are_features(x):
-    return (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16) and x.ndim == 2 and x.size > 0
-
-  features = _find(arrays, FEATURE_NAMES, 'floating point [N, D]', are_features)
-  if not are_features(features):
+  _, features = one_of(arrays, FEATURE_NAMES)
+  is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
+  if not is_float or features.ndim != 2 or not features.size:
     raise ValueError(
       f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
       'N and D at least 1'
     )
-  others = {name: x for name, x in arrays.items() if x is not features and name != 'index'}
-  labels = _find(
-    others, LABEL_NAMES, 'integers [N]', lambda x: x.dtype.kind in 'iu' and x.ndim == 1
-  )
-  labels = label_rows(labels, len(features))
+  labels = label_rows(one_of(arrays, LABEL_NAMES)[1], len(features))
   return features, labels, example_ids(arrays.get('index'), len(features))
 
 
-def _find(arrays, names, description, fits) -> np.ndarray:
-  """The array of one of the names, or the only one that fits."""
-  found = [name for name in names if name in arrays] or [k for k, x in arrays.items() if fits(x)]
+def one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
+  """The array that has one of the names, and which; ValueError for none or several."""
+  found = [name for name in names if name in arrays]
   if len(found) != 1:
     shown = ', '.join(f'{name} {x.dtype} {list(x.shape)}' for name, x in arrays.items())
     raise ValueError(
-      f'there must be one array named {" or ".join(names)}, or one of {description} only; there '
-      f'are: {shown or "none"}'
+      f'there must be exactly one of the arrays {", ".join(names)}; there are: {shown or "none"}'
     )
-  return arrays[found[0]]
+  return found[0], arrays[found[0]]
 
 
 @contextlib.contextmanager
@@ -220,27 +210,17 @@ def reading(path: str) -> Iterator[None]:
 
 
 def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
-  """Labels [N] or [N, L] of any integer type as int32 [N, L].
-
-  Raises:
-    ValueError: another shape or type, or a label above the range of int32.
-  """
+  """Labels [N] or [N, L] of any integer type as int32 [N, L]; ValueError for others."""
   if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != num_examples:
     raise ValueError(
       f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
       f'N = {num_examples}, the number of examples'
     )
-  if labels.size and labels.max() > np.iinfo(np.int32).max:
-    raise ValueError(f'label {labels.max()} is out of range; labels are class numbers')
   return (labels[:, None] if labels.ndim == 1 else labels).astype(np.int32)
 
 
 def example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
-  """Example ids as int64 [N]; None counts from 0.
-
-  Raises:
-    ValueError: another shape or type, or an id that occurs twice.
-  """
+  """Example ids as int64 [N]; None counts from 0. ValueError unless N distinct integers."""
   if index is None:
     return np.arange(num_examples)
   if index.shape != (num_examples,) or index.dtype.kind not in 'iu':

@@ -57,28 +57,18 @@ _ROUNDING = 2.0**-17  # of a float32 score, relative to its terms; D may be up t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ridge:
-  """A decomposed set of examples: fits, predicts and leaves one out at any l2.
+  """A decomposed set of examples: fits, predicts and leaves one out at any l2."""
 
-  Attributes:
-    num_rows: N.
-    classes: int64 [K], the labels seen, ascending.
-    counts: int64 [K], number of examples of each class.
-    mean, scale: float64 [D]; a feature is used as (x - mean) / scale. A feature that is constant
-      over the set has scale infinity, so that it is 0 for every x and not an amplified rounding
-      error.
-    eigenvalues: float64 [r], E, the nonzero ones of the smaller Gram matrix, ascending.
-    basis: float64 [D, r], V; orthonormal columns.
-    rhs: float64 [r, K], V^T X^T Y.
-  """
-
-  num_rows: int
-  classes: np.ndarray
-  counts: np.ndarray
+  num_rows: int  # N
+  classes: np.ndarray  # int64 [K], the labels seen, ascending
+  counts: np.ndarray  # int64 [K], number of examples of each class
+  # float64 [D]; a feature is used as (x - mean) / scale. A feature that is constant over the
+  # set has scale infinity, so that it is 0 for every x and not an amplified rounding error
   mean: np.ndarray
   scale: np.ndarray
-  eigenvalues: np.ndarray
-  basis: np.ndarray
-  rhs: np.ndarray
+  eigenvalues: np.ndarray  # float64 [r], E, the nonzero ones of the smaller Gram matrix, ascending
+  basis: np.ndarray  # float64 [D, r], V; orthonormal columns
+  rhs: np.ndarray  # float64 [r, K], V^T X^T Y
 
   def weights(self, l2: float) -> np.ndarray:
     """Weights of the standardised features, float64 [D, K]."""

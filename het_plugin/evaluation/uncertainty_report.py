@@ -25,31 +25,19 @@ _SCORE_TITLES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-  """The results of one checkpoint or of one file of predictions.
+  """The results of one checkpoint or of one file of predictions."""
 
-  Attributes:
-    name: names its row.
-    source: the checkpoint or file.
-    details: further values for the row.
-    scores: of the split.
-    unknown: of the out-of-distribution split; None without one.
-    looks: class correlations of some images.
-    no_covariance: why there are no class correlations; None if there are.
-    homoglyphs: `class_covariance.homoglyph_rate`, for glyph tasks.
-    class_names: as shown; None shows numbers.
-    config: gin text; None for a file.
-  """
-
-  name: str
-  source: str
-  details: Mapping[str, Any]
-  scores: uncertainty.ExampleScores
+  name: str  # names its row
+  source: str  # the checkpoint or file
+  details: Mapping[str, Any]  # further values for the row
+  scores: uncertainty.ExampleScores  # of the split
+  # of the out-of-distribution split; None without one
   unknown: uncertainty.Uncertainty | None = None
-  looks: Sequence[class_covariance.ClassCovariance] = ()
-  no_covariance: str | None = None
-  homoglyphs: Mapping[str, Any] | None = None
-  class_names: Sequence[str] | None = None
-  config: str | None = None
+  looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
+  no_covariance: str | None = None  # why there are no class correlations; None if there are
+  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.homoglyph_rate`, for glyph tasks
+  class_names: Sequence[str] | None = None  # as shown; None shows numbers
+  config: str | None = None  # gin text; None for a file
 
   @property
   def file_name(self) -> str:
@@ -87,23 +75,19 @@ class Evaluation:
     return row
 
   def _look_row(self, look: class_covariance.ClassCovariance) -> dict[str, Any]:
-    # The list of neighbours is for the true class, without a label for the most probable class.
-    labelled = look.label >= 0
-    anchor = look.label if labelled else int(look.top[0])
-    correlation = look.with_label if labelled else look.with_top
-    nearest = class_covariance.most_correlated(correlation, anchor, _NEIGHBOURS)
+    nearest = class_covariance.most_correlated(look.with_anchor, look.anchor, _NEIGHBOURS)
     return {
       'index': look.index,
       'label': look.label,
-      'label_name': self.class_name(look.label) if labelled else None,
+      'label_name': self.class_name(look.label) if look.label >= 0 else None,
       'top': look.top,
       'top_names': [self.class_name(k) for k in look.top],
       'probability': np.exp(look.log_prob),
       'correlation': look.correlation,
-      'anchor': anchor,
-      'anchor_name': self.class_name(anchor),
+      'anchor': look.anchor,
+      'anchor_name': self.class_name(look.anchor),
       'most_correlated': [
-        {'class': int(k), 'name': self.class_name(k), 'correlation': float(correlation[k])}
+        {'class': int(k), 'name': self.class_name(k), 'correlation': float(look.with_anchor[k])}
         for k in nearest
       ],
     }

@@ -34,20 +34,14 @@ Tokenize = Callable[[Sequence[str]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-  """The accuracy of zero-shot classification.
+  """The accuracy of zero-shot classification."""
 
-  Attributes:
-    top1, top5: the share of images with a right class among the first 1 and 5, in [0, 1].
-    num_examples: number of images.
-    num_classes: K.
-    classes_alike: number of classes whose texts are, in the model's tokens, those of an earlier
-      class. The model cannot tell them apart, and their images are wrong at 1.
-  """
-
-  top1: float
+  top1: float  # the share of images with a right class among the first 1 and 5, in [0, 1]
   top5: float
-  num_examples: int
-  num_classes: int
+  num_examples: int  # number of images
+  num_classes: int  # K
+  # number of classes whose texts are, in the model's tokens, those of an earlier class. The
+  # model cannot tell them apart, and their images are wrong at 1
   classes_alike: int = 0
 
   def record(self) -> dict[str, Any]:
@@ -59,20 +53,15 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-  """The recall of retrieval.
+  """The recall of retrieval."""
 
-  Attributes:
-    image_to_text: {k: the share of images with one of their captions among the first k}.
-    text_to_image: {k: the share of captions with their image among the first k}.
-    num_images, num_captions: sizes of the data set.
-    captions_alike: number of captions that equal an earlier one in the model's tokens.
-  """
-
+  # {k: the share of images with one of their captions among the first k}
   image_to_text: Mapping[int, float]
+  # {k: the share of captions with their image among the first k}
   text_to_image: Mapping[int, float]
-  num_images: int
+  num_images: int  # sizes of the data set
   num_captions: int
-  captions_alike: int
+  captions_alike: int  # number of captions that equal an earlier one in the model's tokens
 
   def record(self) -> dict[str, Any]:
     fields = dataclasses.asdict(self)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,8 +14,6 @@ from het_plugin.data import DatasetConfig, TaskInfo, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
 from het_plugin.evaluation.splits import open_split
 from het_plugin.training.partitioning import PjitPartitioner
-
-_log = logging.getLogger(__name__)
 
 PyTree = Any
 
@@ -33,7 +30,6 @@ class ZeroShotDataset:
     class_names: in place of the task's own, in the order of the labels: names, or the path of a
       text file with one name per line.
     lower: whether class names are lower-cased.
-    max_labels: labels per image at most, for a multi-label task; None takes the task's own number.
     max_examples: uses so many examples of the split, a fixed random choice (of an endless split,
       the first); None for all.
     resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
@@ -46,7 +42,6 @@ class ZeroShotDataset:
   templates: str | tuple[str, ...] = 'photo'
   class_names: str | tuple[str, ...] | None = None
   lower: bool = False
-  max_labels: int | None = None
   max_examples: int | None = None
   resize: Literal['aspect', 'squash'] | None = None
   identical_captions_right: bool = False
@@ -164,10 +159,6 @@ class ZeroShotEvaluator:
         f'num_samples={self._num_samples} is for classes; {dataset.task!r} has captions, which are '
         'found by the deterministic embeddings: set 0'
       )
-    if dataset.max_examples is not None and dataset.max_examples < 1:
-      raise ValueError(
-        f'ZeroShotDataset {dataset.name!r}: max_examples={dataset.max_examples} must be at least 1'
-      )
     with self._open(dataset) as (_, num_examples):
       return num_examples
 
@@ -194,11 +185,6 @@ class ZeroShotEvaluator:
     embeddings, alike = zeroshot.class_embeddings(
       lambda tokens: self._embed(params, tokens), self._tokenizer, names, templates
     )
-    if alike:
-      _log.warning(
-        '%s: %d of %d classes have the texts of another class, in the tokens that the model gets.',
-        *(dataset.name, alike, len(names)),
-      )
     replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
     rows = self._read(self._rank, {'params': params, 'classes': classes}, dataset, on_rows)
@@ -245,7 +231,7 @@ class ZeroShotEvaluator:
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
     else:
-      features = {'max_labels': dataset.max_labels or task_info(dataset.task).max_labels}
+      features = {'max_labels': task_info(dataset.task).max_labels}
     return open_split(
       dataset.task,
       dataset.split,

@@ -100,7 +100,10 @@ class Counting(PeriodicAction):
 
   kind = 'fewshot'
 
-  def evaluate(self, train_state):
+  def make_evaluator(self, param_specs):
+    return types.SimpleNamespace(check=lambda dataset: None)
+
+  def rows(self, evaluator, params):
     return [Row('digits', {'x': 1.0}, {'x': 1.0})]
 
 
@@ -108,9 +111,10 @@ def evaluated(model_dir, steps, *, total_steps=None, evaluated_step=0):
   """Which of the steps an action with period 10 evaluates."""
   writer = Writer()
   action = Counting((DIGITS,), 10, total_steps)
-  action.setup(ActionContext(None, None, writer, str(model_dir), 0, evaluated_step))
+  mesh = types.SimpleNamespace(get_mesh_axes=lambda state: state)
+  action.setup(ActionContext(None, mesh, writer, str(model_dir), 0, evaluated_step))
   for step in steps:
-    action.run(types.SimpleNamespace(step=step), {})
+    action.run(types.SimpleNamespace(step=step, params=None), {})
   return list(writer.scalars)
 
 

@@ -104,15 +104,16 @@ def test_correlations_are_those_of_sigma(head):
     np.testing.assert_allclose(x.log_prob, log_prob[i][x.top], atol=1e-5)
     np.testing.assert_allclose(x.log_prob, np.sort(log_prob[i])[::-1][:4], atol=1e-5)
     np.testing.assert_allclose(x.correlation, correlation[np.ix_(x.top, x.top)], atol=1e-4)
-    np.testing.assert_allclose(x.with_label, correlation[x.label], atol=1e-4)
-    np.testing.assert_allclose(x.with_top, correlation[x.top[0]], atol=1e-4)
+    assert x.anchor == x.label
+    np.testing.assert_allclose(x.with_anchor, correlation[x.label], atol=1e-4)
     np.testing.assert_array_equal(x.image, examples['image'][i])
 
 
 def test_an_image_without_a_label_and_more_classes_than_there_are():
   examples = make_examples(1) | {'label': np.full((1, 2), -1, np.int32)}
   (found,) = look('het_xl', examples, number=1, num_top=99)
-  assert found.label == -1 and np.isnan(found.with_label).all() and len(found.top) == K
+  assert found.label == -1 and found.anchor == found.top[0] and len(found.top) == K
+  np.testing.assert_allclose(found.with_anchor[found.top], found.correlation[0], atol=1e-5)
 
 
 def test_examples_are_the_first_or_those_asked_for():

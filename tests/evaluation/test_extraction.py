@@ -83,15 +83,6 @@ def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_s
   np.testing.assert_array_equal(actual.index, index)
 
 
-def test_splits_that_cannot_be_evaluated():
-  extractor, params = make_extractor(FakeModel(), 1)
-  twice = {name: x[[0, 1, 0]] for name, x in make_examples(2).items()}
-  with pytest.raises(ValueError, match='3 examples but only 2 distinct'):
-    extract(extractor, params, make_batches(twice, 8))
-  with pytest.raises(ValueError, match='no examples'):
-    extract(extractor, params, [])
-
-
 def test_max_examples_keeps_the_first_and_stops_reading():
   examples, bound, read = make_examples(30), 11, []
 

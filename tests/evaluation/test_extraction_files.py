@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from het_plugin.data import BatchIterator
-from het_plugin.data.reader import CorruptRecords
 from het_plugin.evaluation import extraction_files
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.extraction_files import SplitFiles, safe_name
@@ -32,32 +30,29 @@ class LinearModel:
     return {layer: known[layer] for layer in layers}
 
 
-def make_batches(batch_size=BATCH_SIZE, ids=None, stop_at=None):
-  """Batches of the examples, without end for ids None; reading position `stop_at` is too much."""
-  ids = np.arange(NUM_EXAMPLES) if ids is None else ids
+class Stream:
+  """What a data.BatchIterator is to an extraction; reading position `stop_at` is too much."""
 
-  def make_batch(positions):
-    if stop_at is not None and positions[-1] >= stop_at:
-      raise KilledError
-    real = positions < len(ids)
-    index = np.where(real, ids[np.minimum(positions, len(ids) - 1)], 0)
-    batch = {
-      'image': IMAGES[index] * real[:, None, None, None],
-      'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
-      'index': index.astype(np.int32),
-      'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
-    }
-    return batch, {}
+  def __init__(self, batch_size=BATCH_SIZE, ids=None, stop_at=np.inf):
+    self._ids = np.arange(NUM_EXAMPLES) if ids is None else ids
+    self._batch_size, self._stop_at, self.num_examples = batch_size, stop_at, len(self._ids)
 
-  spec = {
-    'image': jax.ShapeDtypeStruct((batch_size, *IMAGES.shape[1:]), IMAGES.dtype),
-    'label': jax.ShapeDtypeStruct((batch_size, 1), np.int32),
-    'index': jax.ShapeDtypeStruct((batch_size,), np.int32),
-    'mask': jax.ShapeDtypeStruct((batch_size,), np.float32),
-  }
-  rows = np.arange(batch_size)
-  corrupt = CorruptRecords(0, 1.0)
-  return BatchIterator(make_batch, corrupt, spec, batch_size, rows, len(ids), num_threads=2)
+  def set_state(self, state):
+    self._position = state['position']
+
+  def __iter__(self):
+    for start in range(self._position, len(self._ids), self._batch_size):
+      positions = np.arange(start, start + self._batch_size)
+      if positions[-1] >= self._stop_at:
+        raise KilledError
+      real = positions < len(self._ids)
+      index = np.where(real, self._ids[np.minimum(positions, len(self._ids) - 1)], 0)
+      yield {
+        'image': IMAGES[index] * real[:, None, None, None],
+        'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
+        'index': index.astype(np.int32),
+        'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
+      }
 
 
 def extract(
@@ -97,7 +92,7 @@ def content(folder):
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
   folder = tmp_path_factory.mktemp('uninterrupted')
-  extract(folder, make_batches())
+  extract(folder, Stream())
   readable = np.setdiff1d(np.arange(NUM_EXAMPLES), UNREADABLE)
   flat = IMAGES.reshape(-1, 4)[readable]
   for layer, expected in (('wide', flat @ WEIGHTS), ('narrow', flat)):
@@ -125,10 +120,10 @@ def test_interrupted_it_ends_bit_for_bit_the_same(
   """An exception loses nothing, however long ago the last commit was."""
   monkeypatch.setattr(extraction_files, '_COMMIT_SECONDS', seconds)
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(stop_at=stop_at))
+    extract(tmp_path, Stream(stop_at=stop_at))
   assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
   # One batch is in flight when the next cannot be read.
-  assert extract(tmp_path, make_batches()).position == max(stop_at - 8, 0)
+  assert extract(tmp_path, Stream()).position == max(stop_at - 8, 0)
   assert content(tmp_path) == uninterrupted
 
 
@@ -142,9 +137,9 @@ def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeyp
 
   monkeypatch.setattr(extraction_files, 'write_representations', write_one)
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches())
+    extract(tmp_path, Stream())
   monkeypatch.undo()
-  pending = extract(tmp_path, make_batches(stop_at=0))  # no image is needed again
+  pending = extract(tmp_path, Stream(stop_at=0))  # no image is needed again
   assert pending.layers == ('narrow',) and pending.num_rows == 41
   assert content(tmp_path) == uninterrupted
 
@@ -152,9 +147,9 @@ def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeyp
 def test_neither_mesh_nor_batch_size_matter_even_half_way(tmp_path):
   """Nor which layers are asked for then, if their rows are there."""
   with pytest.raises(KilledError):
-    extract(tmp_path / 'a', make_batches(stop_at=24))
-  extract(tmp_path / 'a', make_batches(5), 5, model_shards=8, layers=('wide',))
-  extract(tmp_path / 'b', make_batches())
+    extract(tmp_path / 'a', Stream(stop_at=24))
+  extract(tmp_path / 'a', Stream(5), 5, model_shards=8, layers=('wide',))
+  extract(tmp_path / 'b', Stream())
   a, b = (read_representations(str(tmp_path / x / 'wide/train.safetensors')) for x in 'ab')
   np.testing.assert_allclose(a.features, b.features, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(a.index, b.index)
@@ -162,11 +157,11 @@ def test_neither_mesh_nor_batch_size_matter_even_half_way(tmp_path):
 
 
 def test_complete_files_stay_and_a_new_layer_is_added(tmp_path, uninterrupted):
-  extract(tmp_path, make_batches(), layers=('wide',))
+  extract(tmp_path, Stream(), layers=('wide',))
   wide = tmp_path / 'wide/train.safetensors'
   before = wide.stat().st_mtime_ns
-  assert extract(tmp_path, make_batches(stop_at=0), layers=('wide',)).layers == ()
-  assert extract(tmp_path, make_batches()).layers == ('narrow',)
+  assert extract(tmp_path, Stream(stop_at=0), layers=('wide',)).layers == ()
+  assert extract(tmp_path, Stream()).layers == ('narrow',)
   assert wide.stat().st_mtime_ns == before
   assert content(tmp_path) == uninterrupted
 
@@ -180,15 +175,15 @@ def test_complete_files_stay_and_a_new_layer_is_added(tmp_path, uninterrupted):
 )
 def test_other_settings_are_an_error_until_overwritten(tmp_path, stop_at, changes, message):
   if stop_at is None:
-    extract(tmp_path, make_batches())
+    extract(tmp_path, Stream())
   else:
     with pytest.raises(KilledError):
-      extract(tmp_path, make_batches(stop_at=stop_at))
+      extract(tmp_path, Stream(stop_at=stop_at))
   before = content(tmp_path)
   with pytest.raises(ValueError, match=message + r'.*--overwrite'):
-    extract(tmp_path, make_batches(), **changes)
+    extract(tmp_path, Stream(), **changes)
   assert content(tmp_path) == before
-  extract(tmp_path, make_batches(), overwrite=True, **changes)
+  extract(tmp_path, Stream(), overwrite=True, **changes)
   provenance = read_representations(str(tmp_path / 'wide/train.safetensors')).provenance
   assert changes.items() <= provenance.items() and len(content(tmp_path)) == 2
 
@@ -196,8 +191,8 @@ def test_other_settings_are_an_error_until_overwritten(tmp_path, stop_at, change
 def test_max_examples_of_a_shuffled_split(tmp_path):
   ids = np.random.default_rng(2).permutation(NUM_EXAMPLES)
   with pytest.raises(KilledError):
-    extract(tmp_path, make_batches(ids=ids, stop_at=16), max_examples=20, dtype='bfloat16')
-  extract(tmp_path, make_batches(ids=ids), max_examples=20, dtype='bfloat16')
+    extract(tmp_path, Stream(ids=ids, stop_at=16), max_examples=20, dtype='bfloat16')
+  extract(tmp_path, Stream(ids=ids), max_examples=20, dtype='bfloat16')
   first = sorted([i for i in ids if i not in UNREADABLE][:20])
   read = read_representations(str(tmp_path / 'narrow/train.safetensors'))
   np.testing.assert_array_equal(read.index, first)
@@ -207,7 +202,7 @@ def test_max_examples_of_a_shuffled_split(tmp_path):
 
 def test_rows_that_cannot_be_a_file(tmp_path):
   with pytest.raises(ValueError, match='3 examples but only 2 distinct'):
-    extract(tmp_path, make_batches(ids=np.array([3, 4, 3])))
+    extract(tmp_path, Stream(ids=np.array([3, 4, 3])))
   assert content(tmp_path) == {}
 
 
