@@ -1,3 +1,4 @@
-"""What watches a run and never changes its result: `operations.Operations` is the observer that the
-main of training hands to `train`.
+"""Watches a run and never changes its result.
+
+The main of training passes `operations.Operations` to `train` as its observer.
 """

@@ -1,7 +1,7 @@
-"""What each process of a run says about itself every few seconds; all else is told from it.
+"""Facts that each process of a run writes about itself every few seconds.
 
 A start of a run is an attempt, with a folder: attempts/attempt_0001/process-00000.json and so on.
-A process replaces its file as a whole, so that a killed attempt leaves its last facts.
+A process replaces its file as a whole, so a killed attempt leaves its last facts.
 """
 
 import concurrent.futures
@@ -16,34 +16,34 @@ FOLDER = 'attempts'
 _PREFIX = 'attempt_'
 _READERS = 16
 
-# The states of a process. One that was killed still says that it is running.
+# The states of a process. The file of a killed process still says that it is running.
 RUNNING, DONE, PREEMPTED, FAILED = 'running', 'done', 'preempted', 'failed'
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-  """What one process of an attempt says about itself.
+  """Facts about one process of an attempt.
 
   Attributes:
-    process: its number.
-    processes: how many there are.
-    host: the name of its host.
-    pid: its process id there.
-    began: when it began, Unix seconds by its own clock.
-    time: when this was written, Unix seconds by its own clock.
-    total_steps: where the run ends.
-    beat: counts the times it has written.
+    process: index of the process.
+    processes: number of processes.
+    host: name of its host.
+    pid: process id on that host.
+    began: when the process began, Unix seconds by its own clock.
+    time: when the facts were written, Unix seconds by its own clock.
+    total_steps: last step of the run.
+    beat: number of times the facts have been written.
     phase: one of `observer.PHASES`.
-    seconds: by phase, so far; a phase inside another counts as itself only.
-    idle_seconds: since its last progress.
-    ticks: signs of progress so far. Processes go through the same ones in the same order: of two,
-      the process with fewer is behind.
-    start_step: the step it went on from; None until that is known.
+    seconds: seconds per phase so far; time in an inner phase does not count for the outer one.
+    idle_seconds: seconds since the last progress.
+    ticks: number of signs of progress so far. All processes have the same ones in the same order,
+      so a process with fewer than another one is behind.
+    start_step: the step from which the attempt continued; None until that is known.
     step: number of training steps dispatched.
     saved_step: step of the last checkpoint whose writing began; None before the first.
     state: RUNNING, DONE, PREEMPTED or FAILED.
-    message: why it ended; empty while it runs.
-    exit_code: what it ends with; None while it runs.
+    message: why the process ended; empty while it runs.
+    exit_code: exit code of the process; None while it runs.
   """
 
   process: int
@@ -93,17 +93,17 @@ def write(attempt: epath.PathLike, facts: Facts) -> None:
 
 
 def read(path: epath.PathLike) -> Facts | None:
-  """The facts in a file; None where there is no file, or something else in it."""
+  """The facts in a file; None if there is no file or no facts in it."""
   try:
     found = Facts(**run_files.read_json(path))
     numbers = (found.process, found.step, found.ticks, found.time, found.began, found.wall_seconds)
     return found if all(isinstance(x, (int, float)) for x in numbers) else None
-  except Exception:  # object stores raise errors of their own
+  except Exception:  # object stores raise their own types
     return None
 
 
 def attempts(model_dir: epath.PathLike) -> dict[int, epath.Path]:
-  """The folders of a run's attempts by number, in their order."""
+  """The folders of a run's attempts, by number and in order."""
   return run_files.numbered(epath.Path(model_dir) / FOLDER, _PREFIX)
 
 

@@ -28,15 +28,15 @@ PARTS = {
 
 
 def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
-  """Where the time of a run went, from the facts of process 0 of its attempts, in their order.
+  """Where the time of a run went, from the facts of process 0 of its attempts, in order.
 
-  Steps of an attempt beyond the one that a later attempt went on from are repeated; they count with
-  that attempt's mean time per step. The time after an attempt that was done counts as no loss: such
-  a run may be extended a week later.
+  Steps of an attempt beyond the one from which a later attempt continued are repeated. They count
+  with the mean time per step of their attempt. The time after a finished attempt is not a loss,
+  because a run may be extended a week later.
 
   Returns:
-    `seconds` by part (PARTS), their sum `wall_seconds`, `share` of the training steps that were
-    kept, and `repeated_steps`.
+    `seconds` by part (PARTS), their sum `wall_seconds`, `share` (time of training steps that were
+    kept, over all time) and `repeated_steps`.
   """
   seconds = collections.defaultdict(float, dict.fromkeys(PARTS, 0.0))
   repeated_steps = 0
@@ -50,7 +50,7 @@ def goodput(attempts: Sequence[facts.Facts]) -> dict[str, Any]:
     stepping = attempt.seconds.get(observer.STEP, 0.0)
     if attempt.steps:
       repeated = stepping * lost / attempt.steps
-    else:  # it ended in its first step
+    else:  # the attempt ended in its first step
       repeated = stepping if later else 0.0
     seconds[TRAINING] += stepping - repeated
     seconds[REPEATED] += repeated

@@ -1,6 +1,6 @@
-"""The thread that says every few seconds what this process does, and ends it when it is stuck.
+"""A thread that writes every few seconds what this process does, and ends it if it is stuck.
 
-JAX notices by itself that another process is lost (`config.distributed`).
+JAX itself notices when another process is lost (`config.distributed`).
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 5.0  # object stores allow one write per second
 STALL_SECONDS = 1800.0
-# One of several processes that has failed may wait for the others while it closes its files.
+# A failed process of several may wait for the others while it closes its files.
 _LEAVE_SECONDS = 60.0
 _MESSAGE_LENGTH = 500
 
@@ -41,8 +41,8 @@ class Heartbeat:
 
     Args:
       attempt: the folder of this start of the run.
-      recorder: what the training thread does.
-      stall_seconds: how long the run may make no progress before the process ends.
+      recorder: records what the training thread does.
+      stall_seconds: time without progress after which the process ends.
       poll: called at each beat, after the facts are written.
     """
     self._attempt = attempt
@@ -58,13 +58,13 @@ class Heartbeat:
     """Writes the first facts and begins to watch.
 
     Raises:
-      OSError: they cannot be written.
+      OSError: the facts cannot be written.
     """
     facts.write(self._attempt, self._recorder.now())
     self._thread.start()
 
   def end(self, error: BaseException | None) -> None:
-    """Stops, and says how the process ended."""
+    """Stops, and writes how the process ended."""
     self.fail(error)
     self._over.set()
     self._thread.join()
@@ -77,7 +77,7 @@ class Heartbeat:
     self._beat()
 
   def fail(self, error: BaseException | None) -> None:
-    """Says why the run ends, before anything is closed, which can take long."""
+    """Writes why the run ends, before files are closed, which can take long."""
     code = exit_codes.of(error)
     if code in (0, exit_codes.PREEMPTED) or self._recorder.now().state != facts.RUNNING:
       return
@@ -88,8 +88,9 @@ class Heartbeat:
     self._failed(text, code)
 
   def attempt(self, name: str, task: Callable[[], None]) -> None:
-    """Calls a task on which training does not depend. An error is logged the first time in a row
-    only: a full disk stays full.
+    """Calls a task on which training does not depend.
+
+    Only the first of several errors in a row is logged, because a full disk stays full.
     """
     try:
       task()
@@ -103,7 +104,7 @@ class Heartbeat:
   def _run(self) -> None:
     before, stalled, ticks = time.monotonic(), 0.0, 0
     while not self._over.wait(PERIOD_SECONDS):
-      # A machine that stood still has not watched meanwhile.
+      # If the machine was suspended, nothing was watched meanwhile.
       now = time.monotonic()
       seconds, before = min(now - before, 2 * PERIOD_SECONDS), now
       self._beat()

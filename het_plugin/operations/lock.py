@@ -1,7 +1,8 @@
 """One training at a time in a run's directory.
 
-The kernel locks the file `lock` and lets go when the process ends, however it ends. Where there are
-no locks (gs://) the facts of the newest attempt tell: a process 0 that runs renews them.
+The kernel locks the file `lock` and releases it when the process ends, however it ends. In an
+object store (gs://), which has no locks, the facts of the newest attempt are watched: a process 0
+that runs renews them.
 """
 
 import contextlib
@@ -23,27 +24,28 @@ from het_plugin.training import processes, run_files
 _log = logging.getLogger(__name__)
 
 NAME = 'lock'
-# How long a new training waits: one that was told to stop may still be saving, and one that misses
-# three beats is gone.
+# How long a new training waits. The other one may still be saving; if it misses three beats it is
+# gone.
 PATIENCE_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
 @contextlib.contextmanager
 def held(model_dir: epath.PathLike, patience_seconds: float | None = None) -> Iterator[epath.Path]:
-  """Holds a run's directory, which is created when missing, and begins an attempt in it. All
-  processes call it, and process 0 holds it.
+  """Locks a run's directory, which is created if it is missing, and begins an attempt in it.
+
+  All processes call this, and process 0 holds the lock.
 
   Args:
     model_dir: the directory.
-    patience_seconds: how long to wait for a training that is in it; None for PATIENCE_SECONDS.
+    patience_seconds: how long to wait for another training in it; None for PATIENCE_SECONDS.
 
   Yields:
-    The folder of the new attempt, the same in all processes.
+    The folder of the new attempt, the same on all processes.
 
   Raises:
-    ValueError: in all processes: another training holds it.
-    OSError: the directory cannot be written; ValueError where there are several processes.
+    ValueError: another training holds the directory; raised on all processes.
+    OSError: the directory cannot be written; a ValueError if there are several processes.
   """
   model_dir = epath.Path(model_dir)
   patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
@@ -64,7 +66,7 @@ def _lock(file, model_dir: epath.Path, patience: float) -> None:
   deadline, waiting = time.monotonic() + patience, False
   while True:
     try:
-      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not of forked workers too
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forks
       break
     except OSError as error:
       if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
@@ -86,7 +88,7 @@ def _lock(file, model_dir: epath.Path, patience: float) -> None:
 
 
 def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
-  """Without locks: a process 0 that goes on to beat is there."""
+  """Without locks: waits until the facts of process 0 stop changing."""
   folders = list(facts.attempts(model_dir).values())
   first = facts.read(facts.file(folders[-1], 0)) if folders else None
   if first is None or first.state != facts.RUNNING:

@@ -1,10 +1,11 @@
 """The log of each process of a run as JSON lines, beside its checkpoints.
 
-A line has time (Unix seconds), level, process, step, phase, logger, message and, with an error, its
-traceback as exception. It takes what `het_plugin` logs, and warnings and errors of everything else.
+A line has time (Unix seconds), level, process, step, phase, logger, message and, for an error, the
+traceback as exception. Logged are all messages of `het_plugin`, and warnings and errors of all
+other libraries.
 
 A process appends to logs/process-00000.jsonl; beyond a size the file becomes process-00000.jsonl.1.
-An object store (gs://) cannot append: there the launcher keeps the output.
+Nothing can be appended in an object store (gs://), where the launcher keeps the output.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ class _JsonFormatter(logging.Formatter):
 
 @contextlib.contextmanager
 def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
-  """Takes down what this process logs, and what ends the run."""
+  """Writes what this process logs, and the error that ends the run."""
   if run_files.is_remote(model_dir):
     yield
     return
@@ -68,11 +69,11 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
       exception = (type(error), error, error.__traceback__)
       arguments = (__file__, 0, 'The run ends: %s', (repr(error),))
       record = _log.makeRecord(_log.name, logging.ERROR, *arguments, exc_info=exception)
-      handler.handle(record)  # not to the screen: the main reports it there
+      handler.handle(record)  # not to the screen, where the main reports it
     raise
   finally:
     logging.getLogger().removeHandler(handler)
-    with contextlib.suppress(OSError):  # of a full disk: it must not hide what ended the run
+    with contextlib.suppress(OSError):  # a full disk must not hide the error that ended the run
       handler.close()
 
 

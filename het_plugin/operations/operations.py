@@ -23,27 +23,27 @@ from het_plugin.training import exit_codes, observer
 
 _log = logging.getLogger(__name__)
 
-# From the answer to a profile's request to its first step, for a process that is alone.
+# Seconds from the answer to a request for a profile to its first step, with a single process.
 _ALONE_LEAD_SECONDS = 0.5
 _NOTHING_TO_SAVE = (observer.START, observer.RESTORE, observer.COMPILE)
 
 
 class Operations(observer.Observer):
-  """Writes facts, logs and profiles of a run, and ends it where it is stuck.
+  """Writes facts, logs and profiles of a run, and ends the run if it is stuck.
 
-  Nothing of it changes the result of a training, and an error in it does not end the training.
+  It does not change the result of a training, and its errors do not end the training.
 
   Attributes:
-    recorder: what the run is doing, and for how long it has done what.
+    recorder: records what the run is doing and the time spent in each phase.
   """
 
   def __init__(self, stall_seconds: float = heartbeat.STALL_SECONDS, began: float | None = None):
     """Touches no file yet.
 
     Args:
-      stall_seconds: how long the run may make no progress until its processes end with
-        `exit_codes.LOST`. It must exceed the longest compilation, restore and action.
-      began: `time.monotonic()` when the work for this run began, imports included; None for now.
+      stall_seconds: time without progress after which the processes end with `exit_codes.LOST`. It
+        must exceed the longest compilation, restore and action.
+      began: `time.monotonic()` when the work for this run began, including imports; None for now.
     """
     self.recorder = recorder.Recorder(began=began)
     self._stall_seconds = stall_seconds
@@ -121,13 +121,13 @@ class Operations(observer.Observer):
     self._heartbeat.fail(error)
     self.recorder.end()
     now = self.recorder.now()
-    # A run that was complete, and did no step, has nothing to add.
+    # A run that was already complete and did no step has nothing to add.
     if jax.process_index() == 0 and now.step != now.start_step:
       self._heartbeat.attempt('goodput', functools.partial(self._report, now.step, writer))
     self._profiler.close()
 
   def _report(self, step: int, writer: metric_writers.MetricWriter) -> None:
-    """Says where the time went, to the log and as scalars."""
+    """Writes where the time went, to the log and as scalars."""
     attempts = [*self._earlier, self.recorder.now()]
     found = goodput.goodput(attempts)
     _log.info('%s', goodput.describe(found, len(attempts)))

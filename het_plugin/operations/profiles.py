@@ -5,8 +5,8 @@ A range is bound before the run, or requested while it runs by a file in its dir
     touch runs/digits/profile_request                  # or, with the number of steps:
     echo '{"steps": 20}' > runs/digits/profile_request
 
-Process 0 answers by writing into the file which steps will be traced, far enough ahead for the
-other processes to read it, and removes the file when they are past.
+Process 0 answers by writing the steps that will be traced into the file, far enough ahead for the
+other processes to read them, and removes the file afterwards.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from het_plugin.training import observer, run_files
 _log = logging.getLogger(__name__)
 
 REQUEST = 'profile_request'
-STEPS = 5  # of a request that does not say how many
+STEPS = 5  # of a request without a number
 
 
 def request(model_dir: epath.PathLike, steps: int) -> None:
@@ -44,17 +44,17 @@ def request(model_dir: epath.PathLike, steps: int) -> None:
 
 @contextlib.contextmanager
 def server(port: int | None) -> Iterator[None]:
-  """Lets profilers ask this process for a trace: process i listens at port + i; None for nowhere.
+  """Lets profilers request a trace: process i listens at port + i; None to listen nowhere.
 
   Raises:
-    ValueError: it cannot listen there.
+    ValueError: the process cannot listen at its port.
   """
   if port is None:
     yield
     return
   index = jax.process_index()
   try:
-    # jax only logs that a port is taken, and goes on.
+    # If a port is taken, jax only logs this and goes on.
     with socket.create_server(('', port + index)):
       pass
   except (OSError, OverflowError) as error:
@@ -80,13 +80,13 @@ class Profiler:
     """Starts nothing.
 
     Args:
-      run: its profile_steps, (first, last) counted from 1, are the first range.
-      recorder: is told how long it took to write a trace.
-      lead_seconds: from the answer to a request to the first step traced, at least. All processes
+      run: the run; its profile_steps, (first, last) counted from 1, are the first range.
+      recorder: records the time that it takes to write a trace.
+      lead_seconds: least time from the answer to a request to the first traced step. All processes
         must call `poll` within this time.
 
     Raises:
-      ValueError: profile_steps is no range.
+      ValueError: profile_steps is not a range.
     """
     steps = run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1]:
@@ -101,13 +101,13 @@ class Profiler:
     self._scratch: tempfile.TemporaryDirectory | None = None
 
   def before(self, step: int) -> None:
-    """Called before the step is dispatched. Of a range that has begun, the rest is traced."""
+    """Called before the step is dispatched. If a range has already begun, its rest is traced."""
     due = [steps for steps in self._planned.copy() if steps[0] <= step <= steps[1]]
     if not due or self._running is not None:
       return
     self._running = due[0]
     self._planned.discard(due[0])
-    # On the machine's own disk: a trace names its files by host and time only.
+    # On a local disk, because a trace names its files by host and time only.
     self._scratch = tempfile.TemporaryDirectory()
     try:
       jax.profiler.start_trace(self._scratch.name)
@@ -115,7 +115,7 @@ class Profiler:
       self._finish(error)
 
   def after(self, step: int, result: Any) -> None:
-    """Called after the step is dispatched, with something it computes."""
+    """Called after the step is dispatched, with one of its results."""
     if self._running is not None and step >= self._running[1]:
       jax.block_until_ready(result)
       self.close()
@@ -155,7 +155,7 @@ class Profiler:
       return
     asked, now = run_files.read_json(self._request) or {}, self._recorder.now()
     if 'first' not in asked:
-      if not (self._is_first and now.steps):  # the pace is not known yet
+      if not (self._is_first and now.steps):  # the time per step is not known yet
         return
       seconds = sum(now.seconds.get(x, 0.0) for x in (observer.STEP, observer.DATA))
       ahead = math.ceil(self._lead_seconds * now.steps / max(seconds, 1e-9))
@@ -169,6 +169,6 @@ class Profiler:
       self.end()
 
   def end(self) -> None:
-    """Removes a request, which nobody will answer any more."""
+    """Removes a request that can no longer be answered."""
     if self._is_first:
       self._request.unlink(missing_ok=True)

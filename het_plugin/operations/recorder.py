@@ -1,4 +1,4 @@
-"""The facts of this process, as the training thread changes them."""
+"""The facts of this process, which the training thread changes."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from het_plugin.training.observer import END, PHASES, START
 
 
 class Recorder:
-  """Follows this process, which calls it from one thread; any thread may look."""
+  """Records facts. One thread changes them; any thread may read them."""
 
   def __init__(
     self,
@@ -28,12 +28,12 @@ class Recorder:
     """Begins in the phase START.
 
     Args:
-      total_steps: where the run ends.
-      began: when START began, as `clock` counts; None for now.
-      clock: seconds.
+      total_steps: last step of the run.
+      began: when START began, by `clock`; None for now.
+      clock: returns the time in seconds.
     """
     self._clock = clock
-    # Reentrant: a signal handler that logs may look while the same thread turns a page.
+    # Reentrant, because a signal handler that logs may read while the same thread changes phase.
     self._lock = threading.RLock()
     self._phases = [START]
     self._seconds: dict[str, float] = collections.defaultdict(float)
@@ -51,7 +51,7 @@ class Recorder:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """What happens inside is of this phase; afterwards the run is back in the one before."""
+    """Encloses a phase; afterwards the run is in the previous one again."""
     if name not in PHASES:
       raise ValueError(f'phase={name!r} must be one of {", ".join(PHASES)}.')
     with self._lock:
@@ -65,9 +65,9 @@ class Recorder:
         self._phases.pop()
 
   def tick(self, step: int | None = None) -> None:
-    """A sign of progress inside a phase; `step`, where steps have been done.
+    """Records progress inside a phase; `step` is the number of steps done, if it is known.
 
-    The first step given is the one that training goes on from.
+    The first `step` is the one from which training continues.
     """
     with self._lock:
       self._turn_page()
@@ -76,7 +76,7 @@ class Recorder:
         self.change(step=step, start_step=step if start is None else start)
 
   def end(self) -> None:
-    """Training is over, however: from now on the phase is END."""
+    """Training has ended, with or without an error: the phase is END from now on."""
     with self._lock:
       self._turn_page()
       self._phases.append(END)

@@ -1,6 +1,6 @@
-"""Where a run stands, from the files that it leaves; reads runs of other places too.
+"""Where a run stands, from the files that it writes, also on another machine.
 
-Knows neither JAX nor orbax: it is to answer at once.
+This module imports neither JAX nor orbax, so that it answers at once.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from het_plugin.operations import goodput
 from het_plugin.operations.facts import FAILED, FOLDER, RUNNING, Facts
 from het_plugin.training import observer, run_files
 
-# Further states of a run. STALE: it gives no sign of life any more, and did not say why.
+# Further states of a run. STALE: it gives no sign of life any more, without a reason.
 STARTING, STALE = 'starting', 'stale'
-KILLED = 'killed'  # of an attempt that did not say how it ended
+KILLED = 'killed'  # an attempt that did not write how it ended
 
 # {key of 'metrics': (scalar, title, format)}
 METRICS = {
@@ -38,7 +38,7 @@ METRICS = {
 }
 _EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot')
 _BEFORE_TRAINING = (observer.START, observer.RESTORE, observer.COMPILE)
-_BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are no sign of anything
+_BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are normal
 _MUCH_DATA_WAIT = 0.1
 _PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')
 
@@ -48,12 +48,12 @@ Scalars = Mapping[str, tuple[int, float | None]]  # (step, value); None is not f
 def read(
   run_dir: epath.PathLike, stale_seconds: float = 60.0, now: float | None = None
 ) -> dict[str, Any]:
-  """Everything that is known of a run, as values for JSON; None for what is not known.
+  """Everything that is known about a run, as JSON values; None for unknown values.
 
   Args:
     run_dir: MODEL_DIR of the run.
-    stale_seconds: a run that gave no sign of life for so long does not run any more.
-    now: unix seconds; None for the clock's.
+    stale_seconds: time without a sign of life after which a run counts as dead.
+    now: Unix seconds; None for the current time.
 
   Raises:
     ValueError: there is no run.
@@ -77,12 +77,12 @@ def read(
   last_sign = max((facts.time for facts in processes), default=None)
   age = None if last_sign is None else max(0.0, now - last_sign)  # other clocks may be ahead
 
-  # The newest attempt that has read its checkpoint, or the newest at all.
+  # The newest attempt that has read its checkpoint, else the newest one.
   started = [facts for facts in attempts.values() if facts.start_step is not None]
   start = (started or processes[:1] or [None])[-1]
   if start is not None and start.start_step is not None:
     step = start.step
-  else:  # before a start has read its checkpoint, that of the start before
+  else:  # a start that has not read its checkpoint yet: use that of the start before
     step = max([*checkpoints, *(step for step, _ in scalars.values())], default=0)
   total = processes[0].total_steps if processes else None
   state, message = _state(processes, rows)
@@ -112,7 +112,7 @@ def read(
 
 
 def _last_scalars(folder: epath.Path) -> tuple[Scalars, list[str]]:
-  """{name: (step, value)} of the last time that each was written, and what is damaged."""
+  """{name: (step, last value)}, and sentences about damaged lines."""
   path, found, damaged = folder / 'metrics.jsonl', {}, []
   for line in run_files.read_lines(path, damaged.append, run_files.TAIL_BYTES):
     step = line.pop('step')
@@ -136,7 +136,7 @@ def _state(processes: Sequence[Facts], rows: Sequence[Mapping[str, Any]]) -> tup
 
 
 def _seconds_per_step(start: Facts | None, scalars: Scalars) -> float | None:
-  """With evaluations and checkpoints, since the run was last started."""
+  """Seconds per step since the last start, including evaluations and checkpoints."""
   if start is not None and start.steps:
     lost = (*_BEFORE_TRAINING, observer.END)
     return sum(x for phase, x in start.seconds.items() if phase not in lost) / start.steps
@@ -160,9 +160,10 @@ def _evaluations(scalars: Scalars) -> dict[str, dict[str, Any]]:
 
 
 def _checkpoint(checkpoints: Mapping[int, epath.Path], now: float) -> dict[str, Any] | None:
-  """The newest checkpoint that is on disk as a whole.
+  """The newest complete checkpoint.
 
-  Its name tells; in an object store, where nothing can be renamed, the file that is written last.
+  Its name shows that it is complete; in an object store, where nothing can be renamed, the file
+  that is written last does.
   """
   for step, path in reversed(checkpoints.items()):
     if not run_files.is_remote(path) or (path / 'commit_success.txt').exists():
@@ -185,7 +186,7 @@ def _num_bytes(folder: epath.Path) -> int:
 def _process_rows(
   processes: Sequence[Facts], now: float, stale_seconds: float
 ) -> list[dict[str, Any]]:
-  """A row per process; `is_behind`: all wait, and this one has come less far than others."""
+  """A row per process; `is_behind` means that all wait and this one has made less progress."""
   rows = []
   for facts in processes:
     age, runs = max(0.0, now - facts.time), facts.state == RUNNING
@@ -209,7 +210,7 @@ def _attempt_rows(attempts: Mapping[int, Facts], state: str) -> list[dict[str, A
   rows = []
   for number, facts in attempts.items():
     ended = facts.state
-    if ended == RUNNING:  # it does not say that it was killed
+    if ended == RUNNING:  # a killed attempt cannot write that it was killed
       ended = state if number == max(attempts) and state != STALE else KILLED
     values = dataclasses.asdict(facts) | {'ended': ended, 'wall_seconds': facts.wall_seconds}
     rows.append({'attempt': number, **values})
@@ -217,7 +218,7 @@ def _attempt_rows(attempts: Mapping[int, Facts], state: str) -> list[dict[str, A
 
 
 def _problems(found: Mapping[str, Any]) -> list[str]:
-  """What deserves a look, a sentence each."""
+  """Problems that deserve a look, one sentence each."""
   problems = []
   state, age, metrics = found['state'], found['seconds_since_sign_of_life'], found['metrics']
   if state == FAILED:

@@ -33,7 +33,7 @@ def headline(found: Found) -> str:
 
 
 def text(found: Found) -> str:
-  """Everything for a terminal, without a newline at its end."""
+  """The report for a terminal, without a newline at its end."""
   blocks = [f'{found["run_dir"]}\n{headline(found)}']
   if found['problems']:
     blocks.append('\n'.join(f'! {problem}' for problem in found['problems']))
@@ -41,7 +41,7 @@ def text(found: Found) -> str:
 
 
 def page(found: Found) -> str:
-  """Everything as one HTML document."""
+  """The report as an HTML document."""
   return reporting.html_page(
     title=found['run_dir'],
     introduction=headline(found),
@@ -53,7 +53,7 @@ def page(found: Found) -> str:
 
 
 def tables(found: Found) -> list[reporting.Table]:
-  """Those that there is something for."""
+  """The tables that have rows."""
   metrics = [
     (title, _format(found['metrics'][key], spec))
     for key, (_, title, spec) in run_status.METRICS.items()
@@ -149,7 +149,7 @@ def _format(value: float | None, spec: str) -> str:
 
 
 def _enumeration(values: Sequence[Any], shown: int = 8) -> str:
-  """The last ones."""
+  """The last of the values as text."""
   more = f'{len(values) - shown:,} more, ' if len(values) > shown else ''
   return more + ', '.join(str(value) for value in values[-shown:])
 

@@ -1,11 +1,12 @@
-"""SIGTERM and Ctrl-C end a program with exit code 42, after a checkpoint where there is something
-to save; a second Ctrl-C ends it at once with 130.
+"""SIGTERM and Ctrl-C end a program with exit code 42, after a checkpoint if there is something to
+save. A second Ctrl-C ends it at once with 130.
 
-Python runs its handlers only when the main thread is back in Python, which a compilation takes
-minutes for. Here a thread reads the signals from the pipe that Python's handler in C writes them to
-(`signal.set_wakeup_fd`). Imports little: a main calls `install` before its other imports.
+Python runs its handlers only when the main thread returns to Python, which takes minutes during a
+compilation. Here a thread reads the signals from the pipe to which Python's C handler writes them
+(`signal.set_wakeup_fd`). This module imports little, because a main calls `install` before its
+other imports.
 
-Of several processes, JAX's preemption service receives SIGTERM and lets all agree on a step.
+With several processes, JAX's preemption service receives SIGTERM and lets all agree on a step.
 """
 
 import contextlib
@@ -22,20 +23,20 @@ from het_plugin.training import exit_codes
 
 _log = logging.getLogger(__name__)
 
-BEGAN = time.monotonic()  # the process, nearly: a main imports this first
+BEGAN = time.monotonic()  # about the start of the process: a main imports this first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LEAVE_SECONDS = 10  # the last record may hang too
+_LEAVE_SECONDS = 10  # writing the last record may hang as well
 
 _requested = threading.Event()
 _leaving = threading.Lock()
 _installed = False
-_num_calls = 0  # of `reached`
-# Of the training in progress: whether it has something to save, and what to do before the end.
+_num_calls = 0  # number of calls of `reached`
+# Of the training in progress: whether it has something to save, and a function to call before exit.
 _training: tuple[Callable[[], bool], Callable[[], None]] | None = None
 
 
 def install() -> None:
-  """From now on a signal ends this program; for a main, in the main thread."""
+  """Makes signals end this program; to be called by a main, in the main thread."""
   global _installed
   if not _installed:
     _installed = True
@@ -44,13 +45,14 @@ def install() -> None:
 
 @contextlib.contextmanager
 def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Iterator[None]:
-  """Lets a training notice signals, in `reached`.
+  """Lets a training notice signals with `reached`.
 
-  Without `install`, as in a notebook, the training alone ends and the handlers are put back.
+  Without `install`, as in a notebook, only the training ends and the handlers are restored.
 
   Args:
-    saves: whether the training would save now. If not, a main that has installed ends at once.
-    farewell: called before that.
+    saves: whether the training would save now. If not, a program that called `install` ends at
+      once.
+    farewell: called before it ends.
   """
   global _training
   restore = None
@@ -68,38 +70,38 @@ def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Iterator
 
 
 def requested() -> bool:
-  """Whether a signal has come to this process."""
+  """Whether this process has received a signal."""
   return _requested.is_set()
 
 
 def reached() -> bool:
-  """Whether to save and exit now; all processes call it equally often, and agree."""
+  """Whether to save and exit now. All processes call it equally often and get the same answer."""
   global _num_calls
   if not _is_distributed():
     return _requested.is_set()
   from jax.experimental import multihost_utils
 
-  # The service announces the highest count so far plus one, and is true at that count alone. Step
-  # numbers would not do: those of a resumed run begin above one, so that it would never stop for a
-  # signal before its first step, and they stand still in an evaluation.
+  # The service announces the highest count so far plus one, and is true at that count only. Step
+  # numbers cannot be used: those of a resumed run begin above one, so it would never stop for a
+  # signal before its first step, and they do not advance in an evaluation.
   _num_calls += 1
   return multihost_utils.reached_preemption_sync_point(_num_calls)
 
 
 def leave(line: str, code: int, record: Callable[[], None] = lambda: None) -> NoReturn:
-  """Ends the process at once: the main thread may be in C++ and never come back.
+  """Ends the process at once, because the main thread may never return from C++.
 
   Args:
-    line: for people, on stderr.
+    line: message on stderr.
     code: the exit code.
     record: called before the end. If it hangs or fails, the process ends all the same.
   """
-  _leaving.acquire()  # and never released: another thread that wants to end waits for this one
+  _leaving.acquire()  # never released: another thread that wants to end waits for this one
   timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))
   timer.daemon = True
   timer.start()
   flush()
-  with contextlib.suppress(OSError):  # its reader has gone
+  with contextlib.suppress(OSError):  # the reader has gone
     print(line, file=sys.stderr, flush=True)
   try:
     record()
@@ -109,14 +111,14 @@ def leave(line: str, code: int, record: Callable[[], None] = lambda: None) -> No
 
 def flush() -> None:
   """Writes what has been logged and printed, which `os._exit` would lose."""
-  with contextlib.suppress(OSError):  # a full disk, or its reader has gone
+  with contextlib.suppress(OSError):  # the disk is full, or the reader has gone
     for handler in logging.getLogger().handlers:
       handler.flush()
     sys.stdout.flush()
 
 
 def _listen() -> Callable[[], None]:
-  """Takes the signals; returns what gives them back."""
+  """Installs the handlers; returns a function that restores the old ones."""
   read, write = os.pipe()
   os.set_blocking(write, False)
   numbers = _SIGNALS[1:] if _is_distributed() else _SIGNALS  # the service has SIGTERM
@@ -136,7 +138,7 @@ def _listen() -> Callable[[], None]:
 
 
 def _leave_to_parent() -> None:
-  # A forked data worker must not write to the pipe of its parent, and must end when it is told to.
+  # A forked data worker must not write to the pipe of its parent, and must end on a signal.
   if signal.set_wakeup_fd(-1) != -1:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,7 +169,7 @@ def _receive(number: int, again: bool) -> None:
   _log.warning('%s: saving and exiting after this step.%s', name, hint)
   _requested.set()
   if is_interrupt and _is_distributed():
-    os.kill(os.getpid(), signal.SIGTERM)  # the service has no other way in
+    os.kill(os.getpid(), signal.SIGTERM)  # the service has no other interface
 
 
 def _is_distributed() -> bool:
