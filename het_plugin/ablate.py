@@ -5,12 +5,12 @@
 
 An ablation is one of ours, by name, or a gin file of your own (docs/ablations.md). --gin.NAME=VALUE
 goes to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE to the ablation. Run the
-command again to go on where it stopped: what is trained is not trained again.
+command again to go on where it stopped: finished runs are not trained again.
 
-In the output directory: results.json, results.txt, index.html with curves, and a folder a run with
-its checkpoints, metrics.jsonl and config.gin. They are there after the first seed, and anew after
-every other. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 42 stopped by SIGTERM
-with a checkpoint saved, to be started again.
+The output directory gets results.json, results.txt, index.html with curves, and a folder per run
+with its checkpoints, metrics.jsonl and config.gin. The results are written after the first seed and
+again after each further one. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 42
+stopped by SIGTERM with a checkpoint saved, to be started again.
 """
 
 from het_plugin.operations import stopping

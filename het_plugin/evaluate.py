@@ -35,9 +35,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_multi_string('predictions', [], 'An .npz file of predictions; repeatable.')
   flags.DEFINE_string('dataset', None, 'A task; by default what the run trained on.')
-  flags.DEFINE_string('split', 'validation', 'Of the task.')
+  flags.DEFINE_string('split', 'validation', 'Split of the task.')
   flags.DEFINE_string('ood_dataset', None, 'A task of inputs to be told from known ones.')
-  flags.DEFINE_string('ood_split', None, 'Of that task.')
+  flags.DEFINE_string('ood_split', None, 'Split of --ood_dataset.')
   flags.DEFINE_integer(
     'max_examples', None, 'At most so many of each split, chosen at random.', lower_bound=1
   )

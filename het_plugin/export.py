@@ -1,14 +1,13 @@
-"""Writes a run's parameters as others read them.
+"""Writes a run's parameters in the format of other projects.
 
     python -m het_plugin.export --checkpoint=runs/het_xl --output=het_xl.npz
     python -m het_plugin.export --checkpoint=runs/het_xl --output=runs/het_xl_t5x
 
-A ViT comes out under vision_transformer's names, a ResNet (v2) under Big Transfer's, a
-heteroscedastic head under uncertainty-baselines'; .npz or .safetensors by the name of the output.
-Of a contrastive model it is the image tower, for which there are such names.
-The configuration is the run's own config.gin. `RestoreCheckpointConfig.path` reads such files.
-A directory gets the checkpoint as t5x has it, with the state of the optimizer, to go on there
-(docs/t5x.md).
+A file (.npz or .safetensors) has a ViT under vision_transformer's names, a ResNet (v2) under Big
+Transfer's, and a heteroscedastic head under uncertainty-baselines'. Of a contrastive model only the
+image tower is written. The configuration is the run's own config.gin.
+`RestoreCheckpointConfig.path` reads such files. A directory gets a checkpoint of t5x with the state
+of the optimizer, to go on there (docs/t5x.md).
 """
 
 from collections.abc import Sequence

@@ -5,10 +5,10 @@
 
 Takes the gin files and flags of training. The real train and eval steps are compiled ahead of time
 with libtpu, which needs no TPU (`pip install 'het_plugin[plan]'`), or for virtual CPU devices
-(--topology=cpu:8). Prints the parameters by sharding, the memory of a device against what it has,
-FLOPs, collectives, and the time of a step at the chip's peak rates, an estimate. --search looks for
-the largest batch or number of samples that fits; --grid fills the paper's figures 2 and 5: heads by
-batch sizes by samples. Only gin files are read, and each compilation has its own process.
+(--topology=cpu:8). Prints the parameters by sharding, the memory that a device needs and has,
+FLOPs, collectives, and an estimate of the time per step from the chip's peak rates. --search looks
+for the largest batch or number of samples that fits; --grid fills the paper's figures 2 and 5:
+heads by batch sizes by samples. Only gin files are read, and each compilation has its own process.
 
 Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a setting is wrong.
 """

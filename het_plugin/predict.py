@@ -26,7 +26,7 @@ def define_flags() -> None:
   flags.DEFINE_string('checkpoint', None, "A run's directory, or a checkpoint in it.")
   flags.DEFINE_string('dataset', None, 'An image file, a folder of images, or a .npz file.')
   flags.DEFINE_integer('top', 5, 'Classes per image at most.', lower_bound=1)
-  flags.DEFINE_integer('batch_size', 256, 'Of the global batch.', lower_bound=1)
+  flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
   flags.DEFINE_string('csv', None, 'Where all rows are written as CSV.')
   flags.DEFINE_string('json', None, 'Where all rows are written as JSON.')
 

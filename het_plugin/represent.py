@@ -44,9 +44,9 @@ def define_flags() -> None:
     'arrays', None, 'F.npz, F.safetensors or X.npy,Y.npy: features made elsewhere, and labels.'
   )
   flags.DEFINE_string('output_dir', None, 'Where DATASET/LAYER/SPLIT files are written.')
-  flags.DEFINE_enum('format', 'safetensors', ['safetensors', 'npz'], 'Of the files.')
-  flags.DEFINE_enum('dtype', 'float32', representations.DTYPES, 'Of the features in the files.')
-  flags.DEFINE_integer('batch_size', 256, 'Of the global batch.', lower_bound=1)
+  flags.DEFINE_enum('format', 'safetensors', ['safetensors', 'npz'], 'Format of the files.')
+  flags.DEFINE_enum('dtype', 'float32', representations.DTYPES, 'Type of the features.')
+  flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
   flags.DEFINE_integer(
     'max_examples', None, 'At most so many examples per split, chosen at random.', lower_bound=1
   )

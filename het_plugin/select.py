@@ -1,4 +1,4 @@
-"""Chooses among checkpoints by files of what they make of a task, without running a model.
+"""Chooses among checkpoints by files of their representations or predictions; runs no model.
 
     python -m het_plugin.select knn --train=a/train.npz,b/train.npz --k=1,5,20
     python -m het_plugin.select rank --train=a/train.npz,b/train.npz --test=a/test.npz,b/test.npz

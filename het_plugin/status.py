@@ -1,10 +1,10 @@
-"""Says where a run stands, also while it runs: RUN_DIR is its MODEL_DIR, on disk or gs://.
+"""Prints where a run stands, during and after it. RUN_DIR is its MODEL_DIR, local or gs://.
 
     python -m het_plugin.status runs/het_xl
     python -m het_plugin.status runs/het_xl --watch=10
     python -m het_plugin.status runs/het_xl --profile_steps=5    # asks the run for a profile
 
-Exit codes: 0 it could be read, however the run is; 2 RUN_DIR is no run, or a flag is wrong.
+Exit codes: 0 the run could be read, whatever its state; 2 RUN_DIR is no run, or a flag is wrong.
 """
 
 import sys

@@ -2,10 +2,10 @@
 
     python -m het_plugin.tune --method=all --output_dir=runs/temperature
 
-trains what each method asks for, with every seed, and lays the methods out as table 13 does. A
-training that is complete is not repeated: run the same command again to go on, or with more
-methods to add their rows. In the output directory: results.json (one row a method), results.txt,
-tau_nll.png, curves.png, index.html, and a folder a seed with a run directory a training.
+runs the trainings of each method with every seed and prints them as in table 13. A training that is
+complete is not repeated: run the same command again to go on, or with more methods to add their
+rows. The output directory gets results.json (one row per method), results.txt, tau_nll.png,
+curves.png, index.html, and a folder per seed with a run directory per training.
 """
 
 from het_plugin.operations import stopping
@@ -43,7 +43,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'trials_per_round', 5, 'Trainings of a round of Bayesian optimization.', lower_bound=1
   )
-  flags.DEFINE_integer('replications', 3, 'Of everything, with the seeds 0, 1, ...', lower_bound=1)
+  flags.DEFINE_integer('replications', 3, 'Number of seeds: 0, 1, ...', lower_bound=1)
   flags.DEFINE_string('output_dir', 'runs/temperature', 'Where everything goes.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
 

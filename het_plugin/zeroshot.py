@@ -35,7 +35,7 @@ def define_flags() -> None:
     'checkpoint', [], "A run's directory, or a checkpoint in it; repeatable."
   )
   flags.DEFINE_multi_string('group', [], 'NAME=DIR,DIR,...: runs of several seeds; repeatable.')
-  flags.DEFINE_list('names', None, 'Of the --checkpoint runs; else what tells their paths apart.')
+  flags.DEFINE_list('names', None, 'Names of the --checkpoint runs; by default from their paths.')
   flags.DEFINE_list(
     'dataset',
     None,
@@ -57,7 +57,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'samples', 0, 'Ranks classes by probability under so many noise samples.', lower_bound=0
   )
-  flags.DEFINE_integer('batch_size', 256, 'Of images and texts, global.', lower_bound=1)
+  flags.DEFINE_integer('batch_size', 256, 'Global batch of images and of texts.', lower_bound=1)
   flags.DEFINE_string('json', None, 'Where all results are written.')
 
 

@@ -1,15 +1,16 @@
 """Whether a run that is resumed is still the same run.
 
-A change of the gin configuration needs --accept_config_changes where it may change the results:
-what the model computes, which examples come in which order, how parameters move. Any other change
-(the mesh, memory, what is evaluated, reported and saved, when the run ends) is logged.
+A change of the gin configuration needs --accept_config_changes if it may change the results: what
+the model computes, the order of the examples, the update of the parameters. Any other change (the
+mesh, memory, evaluation, reports, checkpoints, the end of the run) is logged.
 
-Everything may change the results, also bindings of configurables that are not ours, except
+Any binding may change the results, including those of other packages, except
   - parameters that a room lists in the `SAME_RESULTS` of its `__init__.py`;
-  - the bindings of what only these parameters refer to, such as the data set of an evaluation;
-  - the number of steps, where the learning rate does not decay towards the last one.
+  - bindings of configurables that only these parameters refer to, such as the data set of an
+    evaluation;
+  - the number of steps, if the learning rate does not decay towards the last one.
 
-The text of two configurations (`gin.config_str()`) is compared, so that what they name need not be
+The text of two configurations (`gin.config_str()`) is compared, so the names in it need not be
 importable.
 """
 
@@ -26,10 +27,10 @@ from het_plugin.training import run_files
 _log = logging.getLogger(__name__)
 
 CONFIG = 'config.gin'
-_UNTIL = 'config_until_'  # before the last step of a configuration that was replaced
-_NAMED = 3  # changes that the error itself names
+_UNTIL = 'config_until_'  # followed by the last step of a configuration that was replaced
+_NAMED = 3  # number of changes that the error names
 
-_Place = tuple[str, str]  # scope and name of a configurable where it is called
+_Place = tuple[str, str]  # scope and name of a configurable that is called
 
 
 class _Unset:
@@ -54,9 +55,9 @@ def _references(value: Any) -> Iterator[_Place]:
 
 
 def _applies(key: str, places: Iterable[_Place]) -> bool:
-  """Whether a binding is one of something that is called at one of these places.
+  """Whether a binding applies to a configurable that is called at one of these places.
 
-  A binding of scope 'a' holds in scope 'a/b' too, and one without a scope holds in every scope.
+  A binding of scope 'a' also applies in scope 'a/b', and one without a scope in every scope.
   """
   scope, name, _ = _split(key)
   return any(
@@ -65,7 +66,7 @@ def _applies(key: str, places: Iterable[_Place]) -> bool:
 
 
 def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
-  """What the values of these bindings refer to, what the bindings of that refer to, and so on."""
+  """The configurables that the values of these bindings refer to, directly or indirectly."""
   reached, new = set(), {place for key in keys for place in _references(config[key])}
   while new:
     reached |= new
@@ -83,7 +84,7 @@ def _harmless(config: Mapping[str, Any]) -> set[str]:
   """Keys of the bindings that do not change the results of a run."""
   stated = registry.same_results()
   if config.get('warmup_schedule.decay', 'linear') in ('constant', 'rsqrt'):
-    stated |= {('warmup_schedule', 'total_steps')}  # it only ends these
+    stated |= {('warmup_schedule', 'total_steps')}  # these schedules only end there
   aside = {key for key in config if _split(key)[1:] in stated}
   rest = {key: value for key, value in config.items() if key not in aside}
   outside = _reached(config, aside)
@@ -97,7 +98,7 @@ class Change:
 
   Attributes:
     key: 'scope/configurable.parameter'.
-    before, after: its values; UNSET where it is not bound.
+    before, after: its values; UNSET if it is not bound.
     changes_results: whether it may change the results of the run.
   """
 
@@ -111,17 +112,17 @@ class Change:
 
 
 def changes(before: str, after: str) -> list[Change]:
-  """What differs between two configurations as text: first what may change the results, by name.
+  """The differences of two configurations, sorted by name; those that may change results first.
 
   Raises:
-    SyntaxError: one of them is not gin's.
+    SyntaxError: one of the texts is not valid gin.
   """
   sides = [(config, _harmless(config)) for config in map(statements.bindings, (before, after))]
   (old, _), (new, _) = sides
   found = [
     Change(
       *(key, old.get(key, UNSET), new.get(key, UNSET)),
-      # Harmless only if it is so in every configuration that has it.
+      # A binding is harmless only if it is so in every configuration that has it.
       changes_results=any(key in config and key not in harmless for config, harmless in sides),
     )
     for key in sorted({*old, *new})
@@ -134,27 +135,27 @@ class RunConfig:
   """The configuration of a run that starts or is resumed.
 
   Attributes:
-    text: as gin text.
+    text: the configuration as gin text.
   """
 
   def __init__(
     self, text: str, accept_changes: bool = False, how_to_accept: str = '--accept_config_changes'
   ):
-    """Takes the text; with `accept_changes` a run goes on although its results may change."""
+    """With `accept_changes` a run goes on although its results may change."""
     self.text = text
     self._accept_changes = accept_changes
     self._how_to_accept = how_to_accept
     self._replaced = None
 
   def check(self, step: int, record: Mapping[str, Any]) -> None:
-    """Compares it with the configuration in a checkpoint's record, and logs what changed.
+    """Compares the configuration with that in a checkpoint's record, and logs all changes.
 
     Args:
-      step: of the checkpoint.
-      record: of the checkpoint.
+      step: step of the checkpoint.
+      record: record of the checkpoint.
 
     Raises:
-      ValueError: a change may change the results, and that is not accepted.
+      ValueError: a change may change the results and is not accepted.
     """
     found = changes(record['config'], self.text)
     serious = [change for change in found if change.changes_results]
@@ -178,8 +179,9 @@ class RunConfig:
     self._replaced = record['config']
 
   def write(self, model_dir: epath.PathLike, step: int) -> None:
-    """Writes config.gin. Where changes were accepted, config_until_STEP.gin keeps the configuration
-    until this step.
+    """Writes config.gin.
+
+    If changes were accepted, config_until_STEP.gin keeps the configuration until this step.
     """
     folder = epath.Path(model_dir)
     if self._replaced is not None:
@@ -191,9 +193,9 @@ class RunConfig:
 
 
 def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
-  """The configuration that a checkpoint was trained with.
+  """The file with the configuration that a checkpoint was trained with.
 
-  It is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step.
+  This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step.
   """
   until = {
     int(path.stem.removeprefix(_UNTIL)): path for path in checkpoint.parent.glob(f'{_UNTIL}*.gin')

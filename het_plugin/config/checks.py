@@ -1,7 +1,7 @@
-"""Checks what gin binds against the annotations of what it configures, before anything runs.
+"""Checks gin bindings against the annotations of the configurables, before anything runs.
 
 A range is stated beside the type, as an interval: `b1: Annotated[float, '[0, 1)']`. Regular
-expressions are `Annotated[str, REGEX]`. What a reference (@name) gives is not checked.
+expressions are `Annotated[str, REGEX]`. Values of references (@name) are not checked.
 """
 
 import collections.abc
@@ -19,7 +19,7 @@ import gin
 from het_plugin.config import statements
 
 REGEX = 'regular expression'
-_SIMILAR = 0.9  # of an unused macro and a used one, which it was probably meant to be
+_SIMILAR = 0.9  # least similarity of an unused macro to a used one that was probably meant
 _SCALARS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: "text: '...'"}
 _LITERALS = (bool, int, float, str, list, tuple, dict)
 
@@ -28,8 +28,8 @@ def check(text: str) -> None:
   """Checks a configuration (`gin.config_str()`).
 
   Raises:
-    ValueError: naming a binding whose value has another type or is out of its range, or a macro
-      that is used by nothing or by itself.
+    ValueError: the value of a binding has another type or is out of range, or a macro is unused but
+      similar to a used one, or refers to itself; the message names it.
   """
   bound, macros = statements.parse(text)
   values = [*bound.values(), *macros.values()]
@@ -38,7 +38,7 @@ def check(text: str) -> None:
     if similar := difflib.get_close_matches(name, used, 1, _SIMILAR):
       raise ValueError(f'{name} = {macros[name]!r} is used by nothing: did you mean {similar[0]}?')
   for value in macros.values():
-    statements.expand(value, macros)  # an error where one refers to itself
+    statements.expand(value, macros)  # an error if a macro refers to itself
   for key, value in bound.items():
     path, _, parameter = key.rpartition('.')
     hint = parameters(path.rpartition('/')[2]).get(parameter)
@@ -51,16 +51,16 @@ def check(text: str) -> None:
 
 
 def parameters(name: str) -> dict[str, Any]:
-  """The annotations of a configurable's parameters, by name; without those that name no type."""
+  """The annotations of a configurable's parameters, by name; parameters without one are absent."""
   try:
     configurable = gin.get_configurable(name)
   except ValueError:
     return {}
-  if inspect.isclass(configurable):  # gin's is a subclass of ours
+  if inspect.isclass(configurable):  # gin makes a subclass
     ours = configurable.__mro__[1]
     return _hints(ours if dataclasses.is_dataclass(ours) else ours.__init__)
   hints = _hints(inspect.unwrap(configurable))
-  made = hints.pop('return', None)  # `vit` takes the fields of the ViT that it makes
+  made = hints.pop('return', None)  # `vit` has the fields of the ViT that it returns
   return (_hints(made) if dataclasses.is_dataclass(made) else {}) | hints
 
 
@@ -70,14 +70,14 @@ def _hints(annotated: Any) -> dict[str, Any]:
     defaults = inspect.signature(annotated).parameters.values()
   except (NameError, TypeError, ValueError):
     return {}
-  # `x: int = None` means None too.
+  # `x: int = None` also allows None.
   return hints | {
     x.name: hints[x.name] | None for x in defaults if x.default is None and x.name in hints
   }
 
 
 def _mismatch(value: Any, hint: Any) -> str | None:
-  """What a value must be instead; None where it fits, or where only the run can tell."""
+  """What a value must be instead; None if it fits or if only the run can tell."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
   if isinstance(value, (statements.Reference, statements.Macro)):
     return None

@@ -1,4 +1,4 @@
-"""What all mains share: gin flags as t5x has them, one sentence for a wrong setting, logging."""
+"""Shared by all mains: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
-_OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # whose flags --help shows
+_OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
 
 
 def define_flags() -> None:
@@ -26,7 +26,7 @@ def define_flags() -> None:
 
 
 def define_binding_flags() -> None:
-  """Those of `define_flags` without --gin_file, for a main that finds its files itself."""
+  """The flags of `define_flags` without --gin_file, for a main that finds its files itself."""
   flags.DEFINE_multi_string(
     'gin_bindings',
     [],
@@ -61,7 +61,7 @@ def one_sentence(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def one_sentence_errors(argv: Sequence[str] = ()):
-  """Ends the program with one line and exit code 2 where a setting is wrong.
+  """Ends the program with one line and exit code 2 if a setting is wrong.
 
   `--verbosity=1` gives the traceback instead. `argv` is that of a main that takes flags only.
   """
@@ -78,7 +78,7 @@ def one_sentence_errors(argv: Sequence[str] = ()):
 
 
 def help_text(main: Callable[[Sequence[str]], None]) -> str:
-  """What --help prints: the documentation of the main's module and all flags of ours."""
+  """The text of --help: the docstring of the main's module and all flags of this project."""
   defined = flags.FLAGS.flags_by_module_dict()
   own_first = sorted(defined, key=lambda module: module.startswith(__package__))
   ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
@@ -93,7 +93,7 @@ def help_text(main: Callable[[Sequence[str]], None]) -> str:
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs a main with the flags of all mains, and with the log on stderr as `screen` has it."""
+  """Runs a main with the flags of all mains, and with the log of `screen` on stderr."""
   screen.define_flags()
   if _HELP & set(sys.argv[1:]):
     print(help_text(main))

@@ -34,6 +34,6 @@ def _flags_of(name):
   main.define_flags()
   own = sorted(set(flags.FLAGS) - before)
   words = [f'--{flag}' + '=' * (not flags.FLAGS[flag].boolean) for flag in own]
-  for flag in own:  # the next main has flags of the same names
+  for flag in own:  # the next main may define flags of the same names
     delattr(flags.FLAGS, flag)
   return [*words, '--help']

@@ -1,12 +1,12 @@
-"""Joins the processes of a run, of one machine or of many, before anything else uses JAX.
+"""Joins the processes of a run, on one machine or many, before anything else uses JAX.
 
-A process learns that it is one of several from, in this order:
+A process learns that it is one of several from the first of these that is there:
   JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which launch/local.py sets;
-  JAX_NUM_PROCESSES=1 alone says that it is not, whatever follows;
-  Slurm's or Open MPI's variables;
+  JAX_NUM_PROCESSES=1 alone, which means that it is a single process;
+  the variables of Slurm or Open MPI;
   TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES and MEGASCALE_NUM_SLICES, which GKE sets;
-  being on a TPU VM, whose metadata server knows the other hosts of its slice and other slices.
-`jax.distributed.initialize` finds out who the others are, except for the first source.
+  a TPU VM, whose metadata server knows the other hosts of its slice and other slices.
+Except for the first source, `jax.distributed.initialize` finds the other processes.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from het_plugin.training import exit_codes
 _log = logging.getLogger(__name__)
 
 _EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# JAX's own limit must not come first: it ends the process with a stack trace of C++.
+# JAX's own limit must not be reached first, because it ends the process with a C++ stack trace.
 _JAX_EXTRA_SECONDS = 60
-# Process 0 takes the others with it when it ends. Where all fail alike, each is to say so first.
+# When process 0 ends, the others end too. If all of them fail, each should report it first.
 _LEAVE_SECONDS = 2
 
 
@@ -39,25 +39,25 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'heartbeat_timeout_seconds',
     100,
-    'Of several processes: how long one may be silent before the others end.',
+    'With several processes: how long one may be silent before the others end.',
     lower_bound=1,
   )
   flags.DEFINE_integer(
     'initialization_timeout_seconds',
     300,
-    'Of several processes: how long they wait for each other at the start.',
+    'With several processes: how long they wait for each other at the start.',
     lower_bound=1,
   )
 
 
 def initialize() -> None:
-  """Joins the other processes, if there are any; the flags say how long that may take.
+  """Joins the other processes, if there are any, within the time that the flags set.
 
-  To be called before any computation. If the others do not come in time, the process ends with one
+  Call this before any computation. If the others do not come in time, the process ends with one
   line and the exit code `exit_codes.LOST`.
 
   Raises:
-    ValueError: a variable is wrong, or what the environment announces cannot be found.
+    ValueError: a variable is wrong, or the announced processes cannot be found.
   """
   if jax.distributed.is_initialized():
     return
@@ -102,8 +102,9 @@ def initialize() -> None:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-  """Ends one of several processes at once where an exception leaves it: it would wait for the
-  others, which wait for this one. Exits in good order are left to Python.
+  """Ends a process of several at once if an exception leaves this context.
+
+  Otherwise it would wait for the others, which wait for this one. Regular exits are left to Python.
   """
   try:
     yield
@@ -129,7 +130,7 @@ def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | 
   """
   address, count, index = (environment.get(name) for name in _EXPLICIT)
   if count is None and index is None:
-    return None  # an address alone is for jax, which finds the rest
+    return None  # with an address only, jax finds the rest
   if count is not None and (not count.isdecimal() or int(count) < 1):
     raise ValueError(f'JAX_NUM_PROCESSES={count} must be a number >= 1')
   if count == '1' and index in (None, '0'):
@@ -150,13 +151,13 @@ def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | 
 
 
 def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None:
-  """What says that this is one of several processes, in words; None where nothing does.
+  """The source that says that this is one of several processes, in words; None if there is none.
 
   Args:
-    environment: variables, as they are once jax is imported.
-    platforms: `jax.config.jax_platforms`, to which importing jax adds 'tpu' where there are some.
+    environment: environment variables after the import of jax.
+    platforms: `jax.config.jax_platforms`, to which importing jax adds 'tpu' if there are TPUs.
   """
-  # A shell inside of a Slurm job has SLURM_NTASKS too, but is no task or the only one of its step.
+  # A shell inside a Slurm job also has SLURM_NTASKS, but is not a task or the only one of its step.
   tasks = environment.get('SLURM_STEP_NUM_TASKS', environment.get('SLURM_NTASKS', '1'))
   if {'SLURM_PROCID', 'SLURM_STEP_NODELIST'} <= set(environment) and int(tasks) > 1:
     return f'Slurm, {tasks} tasks'
@@ -169,12 +170,12 @@ def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None
   if hosts is not None:
     count, slices = len(hosts.split(',')), int(environment.get('MEGASCALE_NUM_SLICES', '1'))
     return f'{slices} TPU slices of {count} hosts' if count * slices > 1 else None
-  # Importing jax says so where it finds no chip; others forbid to ask the metadata server by it.
+  # Importing jax sets this if it finds no chip; users set it to forbid queries of the metadata.
   return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'
 
 
 def _check_port_is_free(settings: Mapping[str, str | int]) -> None:
-  """In process 0, which listens: jaxlib ends with a segmentation fault where it cannot."""
+  """Checks the port on process 0, because jaxlib would crash with a segmentation fault."""
   if settings['process_id'] != 0:
     return
   port = int(str(settings['coordinator_address']).rpartition(':')[2])
@@ -196,4 +197,4 @@ def _give_up(place: str, seconds: int) -> None:
     file=sys.stderr,
     flush=True,
   )
-  os._exit(exit_codes.LOST)  # the main thread waits in C++ for as long as it takes
+  os._exit(exit_codes.LOST)  # the main thread waits in C++ without a limit

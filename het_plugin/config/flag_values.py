@@ -1,4 +1,4 @@
-"""Numbers that flags give as text, alone or in lists."""
+"""Parses numbers in the text of flags."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,12 +11,12 @@ def integers(
 
   Args:
     flag: name of the flag, for the message.
-    values: its parts.
-    least: the smallest that is allowed, at least 0.
-    lengths: how many there may be; any number but none where it is not given.
+    values: parts of its value.
+    least: the smallest allowed number, at least 0.
+    lengths: allowed lengths of the list; by default any except 0.
 
   Raises:
-    ValueError: naming the flag.
+    ValueError: a number or the length is wrong; the message names the flag.
   """
   right = all(value.isdecimal() and int(value) >= least for value in values)
   if not right or not values or (lengths and len(values) not in lengths):
@@ -31,7 +31,7 @@ def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | s
   """One of the words as it is, else a number.
 
   Raises:
-    ValueError: neither a word nor a finite number > 0; naming the flag.
+    ValueError: it is neither a word nor a finite number > 0; the message names the flag.
   """
   if value in words:
     return value

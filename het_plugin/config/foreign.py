@@ -1,7 +1,7 @@
-"""What the configuration of another person's run may make this process import.
+"""Limits the imports of the configuration of another person's run.
 
-gin imports what a file says, which runs code; with `dynamic_registration` a file also calls any
-function of what it imports, such as os.system.
+gin imports the modules that a file names, which runs their code. With `dynamic_registration` a file
+can also call any function of these modules, such as os.system.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from absl import flags
 
 from gin import config_parser
 
-# Whose modules a foreign configuration may import and refer to.
+# Packages whose modules a foreign configuration may import and refer to.
 ALLOWED = ('het_plugin', 't5x', 'flax', 'optax', 'seqio')
 _DYNAMIC = '__gin__.dynamic_registration'
 
@@ -30,10 +30,10 @@ def define_flags() -> None:
 def check(text: str, file: str) -> None:
   """Checks the configuration of a run before gin reads it.
 
-  What this process has imported already is allowed: it runs no code again.
+  Modules that this process has already imported are allowed, because no code runs again.
 
   Raises:
-    ValueError: it imports or includes something else, or is not gin's.
+    ValueError: it imports or includes something else, or is not valid gin.
   """
   given = flags.FLAGS['allow_imports'].value if 'allow_imports' in flags.FLAGS else []
   allowed = {*ALLOWED, *given}
@@ -58,7 +58,7 @@ def check(text: str, file: str) -> None:
 
 
 class _Names(config_parser.ParserDelegate):
-  """Collects what is referred to."""
+  """Collects the names that a text refers to."""
 
   def __init__(self):
     self.selectors: list[str] = []
@@ -85,7 +85,7 @@ def _check_reference(
   file: str,
   allowed: Collection[str],
 ) -> None:
-  """Checks where the object of a name comes from, through all modules on the way to it."""
+  """Checks the origin of the object with a name, and of all modules on the way to it."""
   first, *rest = selector.split('.')
   if first == 'gin':
     return

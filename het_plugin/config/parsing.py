@@ -1,4 +1,4 @@
-"""Gin files, found wherever the package is installed, and their configuration."""
+"""Finds and parses gin files, in an installed package and in a checkout."""
 
 import logging as stdlib_logging
 import os
@@ -15,25 +15,20 @@ _BUILTIN = 'het_plugin/gin/builtin/train.gin'
 
 
 def gin_root() -> Path:
-  """The folder of our gin files: inside the package where a wheel was installed, beside it in a
-  checkout.
-  """
+  """The folder of our gin files: inside an installed package, or beside it in a checkout."""
   installed = PACKAGE / 'gin'
   return installed if installed.is_dir() else PACKAGE.parent / 'gin'
 
 
 def resolve(path: str) -> str:
-  """'het_plugin/gin/heads/het_xl.gin' to the file's place; any other path unchanged."""
+  """Maps 'het_plugin/gin/heads/het_xl.gin' to the path of the file; other paths are unchanged."""
   return str(gin_root() / path.removeprefix(_PREFIX)) if path.startswith(_PREFIX) else path
 
 
 def install_file_reader() -> None:
-  """Lets `include 'het_plugin/gin/...'` work from a checkout too, where gin/ is no package that gin
-  could look into.
-  """
+  """Makes `include 'het_plugin/gin/...'` work in a checkout, where gin/ is not a package."""
   gin.config.register_file_reader(_open_ours, _is_ours)
-  # gin asks its own package reader first, which reports as an error, on the root logger, what ours
-  # then finds
+  # gin asks its own package reader first, which logs an error for files that ours then finds.
   stdlib_logging.getLogger().addFilter(
     lambda record: not record.getMessage().startswith(f'Path not found: {_PREFIX}')
   )
@@ -50,13 +45,13 @@ def _is_ours(path: str) -> bool:
 def parse_config(
   gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ('.',)
 ) -> None:
-  """Replaces the gin configuration by that of the files and, after them, the bindings.
+  """Replaces the gin configuration by that of the files and, after them, of the bindings.
 
-  gin/builtin/train.gin, what only the built-in trainer has, is read before them.
+  gin/builtin/train.gin, which has what only the built-in trainer knows, is read before them.
 
   Raises:
-    ValueError: a file cannot be found or includes itself, a binding is not gin's syntax, or gin
-      knows no such name.
+    ValueError: a file cannot be found or includes itself, a binding has wrong syntax, or gin does
+      not know a name.
   """
   if not gin_files:
     raise ValueError('no --gin_file is given: a run of gin/runs and a head, for example')
@@ -83,7 +78,7 @@ def parse_config(
 
 
 def _reason(binding: str, error: SyntaxError) -> str:
-  """What is wrong with a binding; a command that is right where it looks like text unquoted."""
+  """What is wrong with a binding; for text without quotes, the command with them."""
   name, _, value = (part.strip() for part in binding.partition('='))
   if re.fullmatch(r'[A-Za-z./~][^\'"\n]*', value):
     return f"""text needs quotes: --gin.{name}="'{value}'" """.rstrip()

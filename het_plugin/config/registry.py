@@ -1,16 +1,16 @@
-"""Registers what gin may configure, and knows what of it does not change the results of a run.
+"""Registers configurables with gin, and knows which parameters do not change results.
 
 Each room states its configurables as data, `CONFIGURABLES` in its `__init__.py`:
 
     CONFIGURABLES = {'classifiers': ('Det', 'Het'), 'temperature': ('FixedTemperature',)}
 
-A key is a module of the room, or the full name of a module elsewhere. `SAME_RESULTS`, where a room
-has it, lists parameters as 'NAME.PARAMETER', or '*.PARAMETER' for all configurables of the room.
-The code of a room does not import gin.
+A key is a module of the room, or the full name of another module. The optional `SAME_RESULTS` lists
+parameters as 'NAME.PARAMETER', or '*.PARAMETER' for all configurables of the room. The code of a
+room does not import gin.
 
 Importing `het_plugin.config`, as our gin files do, registers the rooms that any host needs. A main
-registers the rooms of the trainer, which have the names that t5x gives its own trainer; gin/t5x
-registers `t5x_host` in their place.
+also registers the rooms of the trainer, whose names are those of t5x's trainer; gin/t5x registers
+`t5x_host` instead.
 """
 
 import importlib
@@ -28,7 +28,7 @@ _registered = set()
 
 def register(*rooms: str) -> None:
   """Registers the configurables of rooms, each once, as het_plugin.ROOM.NAME."""
-  with screen.without_native_lines():  # TensorFlow comes with some rooms
+  with screen.without_native_lines():  # some rooms import TensorFlow
     for room in rooms:
       package = f'het_plugin.{room}'
       register_table(package, importlib.import_module(package).CONFIGURABLES)
@@ -38,9 +38,9 @@ def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
   """Registers a table of configurables, each once.
 
   Args:
-    package: full name of the room that states the table.
-    table: {module: names}, where a module is one of the room, or else a full name. gin knows an
-      object of ours by its room, and any other by its module.
+    package: full name of the room of the table.
+    table: {module: names}, where a module is one of the room or has its full name. In gin, an
+      object of this project has the name of its room, and any other that of its module.
   """
   for key, names in table.items():
     in_room = '.' not in key and importlib.util.find_spec(f'{package}.{key}')
@@ -59,7 +59,7 @@ def register_trainer() -> None:
 
 
 def same_results() -> frozenset[tuple[str, str]]:
-  """(configurable, parameter) of all that the rooms state not to change the results of a run."""
+  """(configurable, parameter) of all parameters that do not change the results of a run."""
   found = set()
   for room in (*MODEL_ROOMS, *TRAINER_ROOMS):
     package = importlib.import_module(f'het_plugin.{room}')

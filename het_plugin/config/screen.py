@@ -1,7 +1,6 @@
-"""What every main shows: short lines of this package, and warnings. --verbose shows everything.
+"""The output of every main: short lines of this package, and warnings. --verbose shows everything.
 
-What is not shown is not lost: MODEL_DIR/logs has all lines of a training and the warnings of all
-libraries.
+MODEL_DIR/logs always has all lines of a training and the warnings of all libraries.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ _NATIVE = re.compile(
 
 
 def define_flags() -> None:
-  """--verbose, for all mains; several may ask for it."""
+  """Defines --verbose for all mains; may be called several times."""
   if 'verbose' not in flags.FLAGS:
     flags.DEFINE_bool('verbose', False, 'Prints all that this program and its libraries log.')
 
@@ -34,7 +33,7 @@ def is_verbose() -> bool:
 
 
 def set_up() -> None:
-  """Directs the log to stderr, once the flags are parsed."""
+  """Directs the log to stderr; call it when the flags are parsed."""
   absl_logging.set_stderrthreshold('info')
   logging.getLogger('het_plugin').setLevel(logging.INFO)
   if not is_verbose():
@@ -46,8 +45,8 @@ def set_up() -> None:
 def is_shown(record: logging.LogRecord) -> bool:
   """Whether a record is shown without --verbose: one line of this package, or a warning.
 
-  TensorFlow's warnings are left out: it gives advice on tracing that concerns data sets which are
-  traced once each.
+  TensorFlow's warnings are left out: their advice on tracing does not apply to data sets that are
+  traced once.
   """
   if record.levelno >= logging.WARNING:
     return record.name != 'tensorflow' or record.levelno >= logging.ERROR
@@ -56,7 +55,7 @@ def is_shown(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[None]:
-  """Leaves the screen to a progress bar: of the log, warnings alone are shown, unless --verbose."""
+  """Shows only warnings, so that a progress bar stays intact; no effect with --verbose."""
   handler = absl_logging.get_absl_handler()
 
   def is_warning(record: logging.LogRecord) -> bool:
@@ -71,10 +70,11 @@ def only_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_native_lines() -> Iterator[None]:
-  """Keeps back what C++ libraries write to file 2 when they are loaded; other lines follow at the
-  end. TensorFlow has no setting for it: it writes before any is read.
+  """Drops the lines that C++ libraries write to file 2 when they are loaded.
 
-  Without effect with --verbose, and in one of several processes, whose last words must not be lost.
+  Other lines follow at the end. TensorFlow has no setting for this, because it writes before it
+  reads any. Without effect with --verbose and in one of several processes, whose last lines must
+  not be lost.
   """
   if is_verbose() or 'tensorflow' in sys.modules or jax.distributed.is_initialized():
     yield
@@ -96,7 +96,7 @@ def without_native_lines() -> Iterator[None]:
 
 
 class _ShortFormatter(logging.Formatter):
-  """The message alone, behind its level where it is a warning or worse."""
+  """The message, after its level if it is a warning or an error."""
 
   def format(self, record: logging.LogRecord) -> str:
     text = super().format(record)

@@ -1,4 +1,4 @@
-"""The text of a gin configuration as values, without what it names being importable."""
+"""Reads the text of a gin configuration as values, without importing anything that it names."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -9,7 +9,7 @@ from gin import config_parser
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """@scope/name, or with parentheses the result of calling it."""
+  """@scope/name, or with parentheses the result of a call."""
 
   name: str
   called: bool
@@ -48,10 +48,10 @@ def _statements(text: str) -> Iterator[tuple[str | None, Any]]:
 
 
 def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """({'scope/configurable.parameter': value}, {macro: value}); references stay what they are.
+  """({'scope/configurable.parameter': value}, {macro: value}); references are not resolved.
 
   Raises:
-    SyntaxError: the text is not gin's.
+    SyntaxError: the text is not valid gin.
   """
   bound, macros = {}, {}
   for key, statement in _statements(text):
@@ -61,17 +61,17 @@ def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def bindings(text: str) -> dict[str, Any]:
-  """Those of `parse` with the values of macros; constants, which it does not define, stay names.
+  """The bindings of `parse` with macros replaced by their values; constants stay names.
 
   Raises:
-    SyntaxError: the text is not gin's.
+    SyntaxError: the text is not valid gin.
   """
   bound, macros = parse(text)
   return {key: expand(value, macros) for key, value in bound.items()}
 
 
 def expand(value: Any, macros: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
-  """A value with those of its macros; `within` are the macros that it is part of.
+  """A value with macros replaced; `within` are the macros that it is part of.
 
   Raises:
     ValueError: a macro refers to itself.
@@ -99,7 +99,7 @@ def inside(value: Any, kind: type) -> Iterator[Any]:
 
 
 def without(text: str, keys: Collection[str], module: str) -> str:
-  """A configuration as text, without some bindings and one import; macros stay."""
+  """The text of a configuration without some bindings and one import; macros stay."""
   kept = []
   for key, statement in _statements(text):
     if isinstance(statement, config_parser.ImportStatement) and statement.module != module:

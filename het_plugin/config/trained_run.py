@@ -1,12 +1,11 @@
-"""What a training run left, opened for evaluation: its model, its parameters, a mesh of the devices
-here.
+"""Opens a training run for evaluation: its model and parameters, on a mesh of the devices here.
 
     run = trained_run.open_run('runs/het_xl')
     run.model.representations(run.params, batch, ('pre_logits',))
 
-A checkpoint is a run's directory (then its newest), one checkpoint in it
+A checkpoint is a run's directory (its newest checkpoint), one checkpoint in it
 (runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors), whose model gin files must
-describe. What a run's configuration may import is limited (`foreign`).
+describe. The imports of a run's configuration are limited (`foreign`).
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a publishe
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
-# For the schedule, which nothing evaluates here: the run's may follow from data that are not here.
+# For the schedule, which is not used here: its length may depend on data that are not here.
 _ANY_STEPS = 10**9
 
 
@@ -44,15 +43,15 @@ class TrainedRun:
 
   Attributes:
     checkpoint: the checkpoint's directory, or the published file.
-    step: of the checkpoint; None for a published file.
+    step: step of the checkpoint; None for a published file.
     model: has the t5x model surface.
-    partitioner: the configuration's mesh, over the devices here.
+    partitioner: the mesh of the configuration, over the devices here.
     params: the parameters, placed.
     param_specs: PartitionSpecs in the tree of the parameters.
-    image_size: side of the square images that the configuration feeds, in pixels.
-    channels: of the images that the parameters take.
-    max_labels: labels per image that the configuration feeds; 1 where it feeds captions.
-    task: what the configuration trains on; None for a published file.
+    image_size: side of the square images in the configuration, in pixels.
+    channels: channels of the images that the parameters are for.
+    max_labels: labels per image in the configuration; 1 for captions.
+    task: task that the configuration trains on; None for a published file.
     config: the configuration as gin text.
   """
 
@@ -77,16 +76,16 @@ def parse_run_config(
   *,
   without: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-  """Makes the gin configuration that of a run, and returns the arguments of its `train`.
+  """Parses the gin configuration of a run, and returns the arguments of its `train`.
 
   Args:
     checkpoint, gin_files, bindings, search_paths: as in `open_run`.
-    without: arguments that are not wanted, besides the actions and the checkpoints.
+    without: arguments to leave out, besides the actions and the checkpoints.
 
   Raises:
     ValueError: there is no configuration beside the checkpoint, or it lacks something.
   """
-  registry.register_trainer()  # first: it keeps what TensorFlow says at its import off the screen
+  registry.register_trainer()  # first, because it hides the output of TensorFlow's import
   from het_plugin.training import checkpoint_reader, train
 
   if weights.is_weights_file(checkpoint):
@@ -114,7 +113,7 @@ def parse_run_config(
 
 
 def _published_bindings(path: epath.PathLike, of_towers: bool) -> list[str]:
-  """What a file says of its model: a tower, or the width of a tanh layer before the head."""
+  """Bindings from a file about its model: a tower, or the width of a tanh layer before the head."""
   arrays = weights.read_arrays(path)
   found = []
   if of_towers and weights.is_tower(arrays):
@@ -124,7 +123,7 @@ def _published_bindings(path: epath.PathLike, of_towers: bool) -> list[str]:
 
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
-  """Lets a run of a mesh that the devices here do not divide into be opened on fewer partitions."""
+  """Reduces the number of partitions if the mesh of the run does not fit the devices here."""
   try:
     wanted = gin.query_parameter(_PARTITIONS)
   except ValueError:  # not bound
@@ -145,14 +144,15 @@ def open_run(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = ('.',),
 ) -> TrainedRun:
-  """Opens a checkpoint; every process calls it. The gin configuration is the run's afterwards.
+  """Opens a checkpoint and leaves the gin configuration as that of the run; collective.
 
   Args:
-    checkpoint: see above.
-    gin_files: read after the run's config.gin; of a published file, those of its model. A tower of
-      timm, transformers or open_clip needs none.
-    bindings: gin bindings that go before all else, such as 'PjitPartitioner.num_partitions = 1'.
-    search_paths: where gin files are looked for.
+    checkpoint: see the module docstring.
+    gin_files: read after the run's config.gin. A published file needs those of its model, except
+      for a tower of timm, transformers or open_clip.
+    bindings: gin bindings that override everything else, such as
+      'PjitPartitioner.num_partitions = 1'.
+    search_paths: folders in which gin files are looked for.
 
   Raises:
     ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
@@ -186,7 +186,7 @@ def open_run(
     except ValueError as error:
       errors.append(error)
   else:
-    raise min(errors, key=lambda error: len(str(error)))  # the right channels leave less to say
+    raise min(errors, key=lambda error: len(str(error)))  # with the right channels it is shortest
   return TrainedRun(
     checkpoint=str(checkpoint),
     step=step,
@@ -257,7 +257,7 @@ def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tupl
 
 
 def _read_published(path, arrays, partitioner, init, specs, target) -> dict[str, jax.Array]:
-  """The file's backbone, placed; all else, the head too, starts as the model starts."""
+  """The backbone of the file, placed; everything else, including the head, is initialised."""
   from het_plugin.training import warm_start
 
   flat = traverse_util.flatten_dict(target, sep='/')

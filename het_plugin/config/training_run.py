@@ -1,4 +1,4 @@
-"""A training that gin has configured, and its flags beside those of gin."""
+"""Runs the training that gin configures, and defines its flags."""
 
 from absl import flags
 
@@ -8,7 +8,7 @@ from het_plugin.training import observer as observer_lib
 
 
 def define_flags() -> None:
-  """Flags of training, which launchers take too and hand on (`given_flags`)."""
+  """Flags of training, which launchers also take and pass on (`given_flags`)."""
   distributed.define_flags()
   flags.DEFINE_integer(
     'stall_timeout_seconds',
@@ -25,7 +25,7 @@ def define_flags() -> None:
 
 
 def given_flags() -> list[str]:
-  """The flags of training that are on the command line, as arguments of training."""
+  """The flags of training on the command line, as arguments of training."""
   defined = flags.FLAGS.flags_by_module_dict()
   return [
     flag.serialize() for name in (distributed.__name__, __name__) for flag in defined[name]
@@ -38,18 +38,18 @@ def train_from_gin(
   observer: observer_lib.Observer | None = None,
   **settings: object,
 ) -> tuple[int, object]:
-  """Calls the gin-bound `train`, and writes the configuration beside and into its checkpoints.
+  """Calls the gin-bound `train`, and keeps the configuration beside and in its checkpoints.
 
   Args:
     accept_config_changes: resumes a run although its configuration may now give other results.
     observer: watches the run; None for `operations.Operations()`.
-    settings: arguments of `train` in place of the bound ones.
+    settings: arguments of `train` that replace bound ones.
 
   Returns:
     The last step, and the train state.
 
   Raises:
-    ValueError: the results may change and that is not accepted, or `train` raises it.
+    ValueError: the results may change and this is not accepted, or `train` raises it.
   """
   from het_plugin.operations import operations
   from het_plugin.training import train
