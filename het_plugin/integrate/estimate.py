@@ -318,11 +318,8 @@ def _partial_sums(plan, samples, constants, labels):
 
 
 def _combine(peak, total):
-  """The maximum over shards, and the log of the sum of exponentials relative to it, [C, B, s].
-
-  The two are kept apart so that log-probabilities near 0 keep their digits: u - maximum is exact
-  there.
-  """
+  """The maximum over shards, and the log of the sum of exponentials relative to it, [C, B, s]."""
+  # Kept apart, because u - maximum is exact: log-probabilities near 0 keep their digits.
   top = peak.max(axis=0)
   return top, jnp.log(jnp.sum(total * jnp.exp(peak - top), axis=0))
 
