@@ -2,6 +2,7 @@
 representations.
 """
 
+from het_plugin.backbones.moe import SoftMoe, SparseMoe
 from het_plugin.backbones.plain import PlainBackbone, as_backbone, with_axes
 from het_plugin.backbones.resnet import ResNet, resnet
 from het_plugin.backbones.text import TextTransformer, text_transformer
@@ -9,6 +10,7 @@ from het_plugin.backbones.vit import ViT, vit
 from het_plugin.backbones.wide_resnet import WideResNet, wide_resnet
 
 CONFIGURABLES = {
+  'moe': ('SoftMoe', 'SparseMoe'),
   'resnet': ('resnet',),
   'text': ('text_transformer',),
   'vit': ('vit',),
@@ -21,6 +23,8 @@ SAME_RESULTS = ('*.remat',)
 __all__ = [
   'PlainBackbone',
   'ResNet',
+  'SoftMoe',
+  'SparseMoe',
   'TextTransformer',
   'ViT',
   'WideResNet',

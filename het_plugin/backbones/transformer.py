@@ -24,6 +24,7 @@ from het_plugin.backbones.layers import (
   drop_path_rates,
   rematerialize,
 )
+from het_plugin.backbones.moe import Moe, moe_layers, stack_experts
 
 # B, L and H: table 1 of Dosovitskiy et al. 2020. g and G: table 2 of Zhai et al. 2021
 # (https://arxiv.org/abs/2106.04560). Ti and S: table 1 of Touvron et al. 2021 (DeiT,
@@ -124,9 +125,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-  """Perceptron with one hidden layer, [B, N, D] -> [B, N, D]."""
+  """Perceptron with one hidden layer, [B, N, D] -> [B, N, D].
+
+  `rows` are the logical axes of B and N.
+  """
 
   settings: BlockSettings
+  rows: tuple[str, str] = ('batch', 'length')
 
   @nn.compact
   def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
@@ -136,7 +141,7 @@ class Mlp(nn.Module):
       y = nn.silu(Dense(s.mlp_dim, ('embed', 'mlp'), s.dtype, name='wi_gate')(x)) * y
     else:
       y = MLPS[s.mlp](y)
-    y = with_sharding_constraint(y, ('batch', 'length', 'mlp'))
+    y = with_sharding_constraint(y, (*self.rows, 'mlp'))
     y = nn.Dropout(s.dropout)(y, deterministic)
     return Dense(x.shape[-1], ('mlp', 'embed'), s.dtype, name='wo')(y)
 
@@ -144,10 +149,13 @@ class Mlp(nn.Module):
 class Block(nn.Module):
   """Pre-norm encoder block: attention and MLP with residual connections, one after the other
   (Dosovitskiy, eq. 2, 3) or in parallel (Dehghani et al. 2023, section 2.1).
+
+  With `moe` experts replace the MLP.
   """
 
   settings: BlockSettings
   scanned: bool = False  # returns (carry, output), both the result
+  moe: Moe | None = None
 
   @nn.compact
   def __call__(
@@ -178,7 +186,12 @@ class Block(nn.Module):
     else:
       x = constrain_tokens(x + attended)
       y = s.normalisation('mlp_norm')(x)
-    x = constrain_tokens(x + residual(Mlp(s, name='mlp')(y, deterministic), 'mlp'))
+    if self.moe is None:
+      mlp = Mlp(s, name='mlp')
+    else:
+      experts, rows = stack_experts(Mlp), ('expert_group', 'length')
+      mlp = self.moe.layer(lambda: experts(s, rows, name='experts'), name='moe')
+    x = constrain_tokens(x + residual(mlp(y, deterministic), 'mlp'))
     return (x, x) if self.scanned else x
 
 
@@ -271,6 +284,7 @@ def run_blocks(
   scan_layers: bool,
   deterministic: bool,
   stochastic_depth: float = 0.0,
+  moe: Moe | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs `depth` encoder blocks, submodules of the compact module that calls this.
 
@@ -280,6 +294,7 @@ def run_blocks(
     rotation: rotary position embeddings, see `Attention`.
     settings, depth, remat, scan_layers, stochastic_depth: see `ViT`.
     deterministic: True for no dropout and no stochastic depth.
+    moe: experts in some of the blocks.
 
   Returns:
     The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
@@ -288,9 +303,10 @@ def run_blocks(
   names = [block_name(layer) for layer in range(depth)]
   rates = drop_path_rates(stochastic_depth, depth)
   if not scan_layers:
-    outputs = {}
-    for name, rate in zip(names, rates or [None] * depth, strict=True):
-      x = outputs[name] = block(settings, name=name)(x, deterministic, is_token, rotation, rate)
+    outputs, with_experts = {}, moe_layers(moe, depth)
+    for layer, (name, rate) in enumerate(zip(names, rates or [None] * depth, strict=True)):
+      layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
+      x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rate)
     return x, outputs
   blocks = scan_with_axes(
     block,

@@ -16,6 +16,7 @@ from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import Dense
+from het_plugin.backbones.moe import Moe, moe_layers
 from het_plugin.backbones.transformer import (
   SIZES,
   AttentionPooling,
@@ -151,6 +152,7 @@ class ViT(nn.Module):
     stored_grid: side of the grid of the learned position embeddings, which are resized (bilinear)
       to that of the image; None for no resizing. With both, one checkpoint serves any patch and
       image size.
+    moe: `SparseMoe` or `SoftMoe`, experts in place of the MLP of some blocks; None for none.
 
   Raises:
     ValueError: a setting is out of range, or P does not divide the image.
@@ -181,6 +183,7 @@ class ViT(nn.Module):
   stored_patch_size: int | None = None
   stored_grid: int | None = None
   stochastic_depth: float = 0.0
+  moe: Moe | None = None
 
   def __post_init__(self):
     check_positive(self, 'patch_size', 'representation_size', 'projection_size')
@@ -192,6 +195,11 @@ class ViT(nn.Module):
       raise ValueError(
         f'ViT.position={self.position!r} needs a width (and with rope, a width per head) that is a '
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
+      )
+    moe_layers(self.moe, self.depth)
+    if self.moe is not None and self.scan_layers:
+      raise ValueError(
+        'ViT.scan_layers=True needs blocks that are all alike: with ViT.moe it must be False'
       )
     super().__post_init__()
 
@@ -244,6 +252,7 @@ class ViT(nn.Module):
       scan_layers=self.scan_layers,
       deterministic=not train,
       stochastic_depth=self.stochastic_depth,
+      moe=self.moe,
     )
     intermediates |= outputs
 

@@ -1,10 +1,12 @@
-"""Index, mask and mean loss of a batch, shared by the models."""
+"""Index, mask and loss of a batch, shared by the models."""
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from clu import metrics as clu_metrics
 from flax import linen as nn
 
 Batch = Mapping[str, jax.Array]
@@ -36,6 +38,41 @@ def mean_loss(nll: jax.Array, mask: jax.Array, normalizing_factor: float | None)
   if normalizing_factor is None:
     return total / jnp.maximum((mask > 0).sum(), 1)
   return total / normalizing_factor
+
+
+def scale_of_mean(mask: jax.Array, normalizing_factor: float | None) -> jax.Array | float:
+  """Factor of a term that is a mean over rows, beside the `mean_loss` of the same rows."""
+  return 1.0 if normalizing_factor is None else (mask > 0).sum() / normalizing_factor
+
+
+def apply_in_training(
+  module: nn.Module, params: PyTree, *inputs: jax.Array, rngs: Mapping[str, jax.Array]
+) -> tuple[Any, jax.Array | float, dict[str, clu_metrics.Metric]]:
+  """Applies the module with train=True.
+
+  Returns:
+    Its output; the sum of the scalars that backbones sow in 'losses', to be added to the training
+    loss, 0.0 if there are none; and that sum as the metric 'auxiliary_loss', with the dicts of
+    scalars sown in 'metrics', each the mean over the layers that have it.
+  """
+  output, sown = module.apply(
+    {'params': params}, *inputs, train=True, rngs=rngs, mutable=['losses', 'metrics']
+  )
+  if not (losses := jax.tree.leaves(sown.get('losses', {}))):
+    return output, 0.0, {}
+  loss = sum(losses)
+  by_name = collections.defaultdict(list)
+  by_name['auxiliary_loss'].append(loss)
+  for path, value in jax.tree.leaves_with_path(sown.get('metrics', {})):
+    by_name[path[-1].key].append(value)
+  return (
+    output,
+    loss,
+    {
+      name: clu_metrics.Average.from_model_output(jnp.stack(values))
+      for name, values in by_name.items()
+    },
+  )
 
 
 def representations(

@@ -170,7 +170,8 @@ class ClassificationModel:
 
     All microbatches of a step get the same `dropout_rng`: noise is keyed by the index of each
     example, dropout by the index of the first example of the microbatch. None is t5x's
-    deterministic mode, the same as `eval_fn`. The metrics are `metrics.base_metrics`;
+    deterministic mode, the same as `eval_fn`. What the backbone sows in 'losses' is added to the
+    loss. The metrics are `metrics.base_metrics` and what it sows (`batches.apply_in_training`);
     precision_at_1 is computed from the logits without noise, because the predictive distribution
     would need a second pass over the samples.
     """
@@ -181,14 +182,15 @@ class ClassificationModel:
     if self.fixed_draws:
       noise_rng = jax.random.key(0)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, index[0])}
-    logits, _ = self.module.apply({'params': params}, batch['image'], train=True, rngs=rngs)
+    (logits, _), auxiliary_loss, auxiliary = batches.apply_in_training(
+      self.module, params, batch['image'], rngs=rngs
+    )
     keys = self._keys(noise_rng, batch)
     nll = soft_labels.nll(self.train_integrator, logits, batch, keys, self.label_smoothing)
     correct = soft_labels.correct(_top_location(logits), batch)
-    return (
-      self._loss(nll * batch.get('weight', 1.0), mask),
-      metrics_lib.base_metrics(nll, correct, logits.temperature, mask),
-    )
+    loss = self._loss(nll * batch.get('weight', 1.0), mask)
+    loss += batches.scale_of_mean(mask, self.loss_normalizing_factor) * auxiliary_loss
+    return loss, metrics_lib.base_metrics(nll, correct, logits.temperature, mask) | auxiliary
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Loss, `metrics.base_metrics` and 'ece' of the predictive distribution."""

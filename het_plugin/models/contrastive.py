@@ -195,9 +195,13 @@ class ContrastiveModel:
       return self.eval_fn(params, batch)
     dropout_rng, noise_rng = jax.random.split(dropout_rng)
     rngs = {'dropout': jax.random.fold_in(dropout_rng, batches.index(batch)[0])}
-    pairs = self._apply(params, batch['image'], batch['text'], train=True, rngs=rngs)
+    pairs, auxiliary_loss, auxiliary = batches.apply_in_training(
+      self.module, params, batch['image'], batch['text'], rngs=rngs
+    )
     keys = example_keys(noise_rng, batches.index(batch))
-    return self._loss_and_metrics(pairs, self.train_integrator, keys, batch)
+    loss, metrics = self._loss_and_metrics(pairs, self.train_integrator, keys, batch)
+    scale = batches.scale_of_mean(batches.mask(batch), self.loss_normalizing_factor)
+    return loss + scale * auxiliary_loss, metrics | auxiliary
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Loss and metrics as in `loss_fn`; they depend on the size of the batch."""

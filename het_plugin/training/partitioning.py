@@ -61,6 +61,8 @@ def standard_logical_axis_rules(
     ('heads', 'model'),
     ('kv', None),
     ('joined_kv', 'model'),
+    ('expert', 'data'),
+    ('expert_group', None),
   ]
   # The first rule whose mesh axis is still free wins, hence 'model' before 'data'.
   if activation_partitioning_dims == 2:
@@ -153,10 +155,9 @@ class PjitPartitioner:
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     if num_replicas > 1:
       shape, names = (num_replicas, *shape), ('replica', *names)
-      rules = [
-        (name, ('replica', 'data') if (name, axis) == ('batch', 'data') else axis)
-        for name, axis in rules
-      ]
+      # Experts are split over 'data', so their tokens stay within a replica.
+      replicated = {('batch', 'data'): ('replica', 'data'), ('expert_group', None): 'replica'}
+      rules = [(name, replicated.get((name, axis), axis)) for name, axis in rules]
     self._take(Mesh(_mesh_devices(devices, shape), names), rules)
 
   @classmethod
