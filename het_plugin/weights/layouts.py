@@ -2,7 +2,8 @@
 
     vit   ViTs of vision_transformer, big_vision and uncertainty-baselines
           (https://github.com/google-research/vision_transformer, .../big_vision,
-          https://github.com/google/uncertainty-baselines)
+          https://github.com/google/uncertainty-baselines), and vmoe's ViTs with experts
+          (https://github.com/google-research/vmoe)
     bit   ResNets of Big Transfer (https://github.com/google-research/big_transfer)
 
 `towers` reads those of timm, transformers and open_clip.
@@ -103,13 +104,23 @@ _VIT_BLOCKS = {
   'mlp/wi/bias': ('MlpBlock_3/Dense_0/bias', _same),
   'mlp/wo/kernel': ('MlpBlock_3/Dense_1/kernel', _same),
   'mlp/wo/bias': ('MlpBlock_3/Dense_1/bias', _same),
+  # vmoe's experts.
+  'moe/router': ('Moe/Router/dense/kernel', _same),
+  **{
+    f'moe/experts/{name}/{part}': (f'Moe/Mlp/Dense_{i}/{part}', _same)
+    for i, name in enumerate(('wi', 'wo'))
+    for part in ('kernel', 'bias')
+  },
 }
-# big_vision's names inside a block, and the older names of vision_transformer.
+# Names of big_vision and vmoe inside a block, and the older names of vision_transformer.
 _RENAMED_IN_BLOCKS = {
   'LayerNorm_1': 'LayerNorm_2',
   'MultiHeadDotProductAttention_0': 'MultiHeadDotProductAttention_1',
   'MlpBlock_0': 'MlpBlock_3',
+  'SelfAttention': 'MultiHeadDotProductAttention_1',
+  'Mlp': 'MlpBlock_3',
 }
+_NEWER = ('/MlpBlock_0/', '/SelfAttention/')
 _ABC = ((1, 'a'), (2, 'b'), (3, 'c'))
 _BIT_CONVS = {
   'conv1': 'a/standardized_conv2d',
@@ -208,11 +219,12 @@ def _bit_entry(rest):
 def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """The arrays of a file under vision_transformer's names.
 
-  Removes the prefixes of trainers, renames big_vision's layers and unstacks its blocks.
+  Removes the prefixes of trainers, renames the layers of big_vision and vmoe, and unstacks blocks.
   """
   flat: dict[str, np.ndarray] = {}
   for name, x in arrays.items():
     name = _NUMBERED.sub('/standardized_conv2d/', _PREFIX.sub('', name))
+    name = re.sub('^Encoder/', 'Transformer/', name)
     if name == 'pos_embedding':
       name = 'Transformer/posembed_input/pos_embedding'
     if name.startswith(f'{_VIT_BLOCK}/'):
@@ -221,7 +233,7 @@ def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       flat[name] = x
   if 'root_block/conv_root/kernel' in flat:
     flat = {_big_transfer(name): x for name, x in flat.items()}
-  newer = any('/MlpBlock_0/' in name for name in flat)
+  newer = any(part in name for name in flat for part in _NEWER)
   return {_older(name): x for name, x in flat.items()} if newer else flat
 
 
@@ -236,6 +248,8 @@ def _big_transfer(name):
 
 def _older(name):
   if not name.startswith(_VIT_BLOCK):
+    return name
+  if '/Moe/' in name:
     return name
   return '/'.join(_RENAMED_IN_BLOCKS.get(part, part) for part in name.split('/'))
 

@@ -10,9 +10,10 @@ import pytest
 from flax import traverse_util
 
 from het_plugin import heads, weights
-from het_plugin.backbones import ResNet, TextTransformer, ViT
+from het_plugin.backbones import ResNet, SparseMoe, TextTransformer, ViT
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
+from het_plugin.weights import layouts
 from tests.weights import theirs
 
 IMAGE = np.random.default_rng(9).normal(size=(3, theirs.SIDE, theirs.SIDE, 3)).astype(np.float32)
@@ -59,6 +60,16 @@ def test_vit_forward_parity(naming, scan):
   expected_logits = expected @ head['kernel'] + head['bias']
   np.testing.assert_allclose(logits[:, : theirs.CLASSES], expected_logits, atol=1e-5)
   assert not logits[:, theirs.CLASSES :].any()
+
+
+def test_vmoe():
+  arrays = theirs.vmoe(theirs.vit())
+  moe = SparseMoe(3, layers=(theirs.DEPTH - 1,), eval_capacity=3.0)
+  backbone = our_vit(moe=moe)
+  params, report = load(arrays, backbone)
+  assert not report.initialised and not report.skipped
+  expected = theirs.vit_pre_logits(layouts.canonical(arrays), IMAGE)
+  np.testing.assert_allclose(pre_logits(backbone, params), expected, atol=1e-5)
 
 
 def test_vit_of_patches_alone():

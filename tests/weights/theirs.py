@@ -65,6 +65,37 @@ def big_vision(arrays, stacked=False):
   return renamed
 
 
+def vmoe(arrays, num_experts=3):
+  """The same under vmoe's names, with experts in the last block."""
+  renamed = {}
+  for name, x in arrays.items():
+    for old, new in (
+      ('LayerNorm_2', 'LayerNorm_1'),
+      ('MultiHeadDotProductAttention_1', 'SelfAttention'),
+      ('MlpBlock_3', 'Mlp'),
+      ('Transformer/', 'Encoder/'),
+    ):
+      name = name.replace(old, new)
+    renamed[name] = x
+  block = f'Encoder/encoderblock_{DEPTH - 1}'
+  experts = {n: x.shape for n, x in renamed.items() if n.startswith(f'{block}/Mlp/')}
+  shapes = {n.replace('/Mlp/', '/Moe/Mlp/'): (num_experts, *s) for n, s in experts.items()}
+  renamed = {n: x for n, x in renamed.items() if n not in experts}
+  return renamed | arrays_of(shapes | {f'{block}/Moe/Router/dense/kernel': (D, num_experts)}, 7)
+
+
+def expert_mlps(p, block, y):
+  """vmoe's layer with k = 2 and places for all tokens, y [B, N, D]."""
+  logits = y @ p[f'{block}/Moe/Router/dense/kernel']
+  gates = scipy.special.softmax(logits, axis=-1)
+  gates *= gates >= np.sort(gates, axis=-1)[..., -2:-1]
+  w0, b0, w1, b1 = (
+    p[f'{block}/Moe/Mlp/Dense_{i}/{part}'] for i in (0, 1) for part in ('kernel', 'bias')
+  )
+  hidden = gelu(np.einsum('bnd,edh->bneh', y, w0) + b0)
+  return np.einsum('bned,bne->bnd', np.einsum('bneh,ehd->bned', hidden, w1) + b1, gates)
+
+
 def layer_norm(x, p, name):
   x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
   return x * p[f'{name}/scale'] + p[f'{name}/bias']
@@ -98,6 +129,9 @@ def vit_pre_logits(p, image):
     y = np.einsum('bnhk,hkd->bnd', y, p[f'{attention}/out/kernel']) + p[f'{attention}/out/bias']
     x = x + y
     y = layer_norm(x, p, f'{block}/LayerNorm_2')
+    if f'{block}/Moe/Router/dense/kernel' in p:
+      x = x + expert_mlps(p, block, y)
+      continue
     y = y @ p[f'{block}/MlpBlock_3/Dense_0/kernel'] + p[f'{block}/MlpBlock_3/Dense_0/bias']
     x = x + gelu(y) @ p[f'{block}/MlpBlock_3/Dense_1/kernel']
     x = x + p[f'{block}/MlpBlock_3/Dense_1/bias']
