@@ -42,7 +42,6 @@ def define_flags() -> None:
     'max_examples', None, 'At most so many of each split, chosen at random.', lower_bound=1
   )
   flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
-  flags.DEFINE_list('precision_at', None, 'The k of precision@k; 1 and 5, or K if that is less.')
   flags.DEFINE_bool('save_predictions', False, 'Keeps log p in OUTPUT_DIR/predictions/NAME.npz.')
   flags.DEFINE_integer(
     'covariance_images', 4, 'Draws class correlations of the first images.', lower_bound=0
@@ -60,15 +59,10 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     if F.save_predictions and not F.output_dir:
       raise ValueError('--save_predictions needs --output_dir')
-    numbers = {
-      name: tuple(dict.fromkeys(flag_values.integers(name, F[name].value, least)))
-      for name, least in (('precision_at', 1), ('covariance_index', 0))
-      if F[name].value
-    }
+    index = F.covariance_index and flag_values.integers('covariance_index', F.covariance_index)
     settings = evaluate.Settings(
       **{name: F[name].value for name in _AS_GIVEN},
-      precision_at=numbers.get('precision_at'),
-      covariance_index=numbers.get('covariance_index', ()),
+      covariance_index=tuple(dict.fromkeys(index)),
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
     distributed.initialize()
@@ -76,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     for checkpoint in F.checkpoint:  # mistakes show before the first run is opened
       config = trained_run.parse_run_config(checkpoint, *gin_settings, without=['partitioner'])
       task = F.dataset or config['train_dataset_cfg'].mixture_or_task_name
-      evaluate.check_model(config['model'], task, settings)
+      evaluate.check_model(config['model'], task)
     evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
     report = uncertainty_report.make_report(evaluations)
     if jax.process_index() == 0:

@@ -60,8 +60,6 @@ def define_flags() -> None:
   flags.DEFINE_list('seeds', ['0', '1', '2'], 'One subset is drawn for each.')
   flags.DEFINE_string('layer', 'pre_logits', "The checkpoints' representation.")
   flags.DEFINE_integer('batch_size', 256, 'Global batch of the extraction.', lower_bound=1)
-  flags.DEFINE_integer('max_train', None, 'Limits the examples of --datasets.', lower_bound=1)
-  flags.DEFINE_integer('max_test', None, 'Limits the examples of --datasets.', lower_bound=1)
   flags.DEFINE_string('json', None, 'Where all results are written.')
   flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
 

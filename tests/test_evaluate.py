@@ -20,7 +20,7 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
     evaluate,
     *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1', '--split=test'),
     *(f'--ood_dataset=npz:{other}', '--ood_split=train', f'--output_dir={output}'),
-    *('--precision_at=1,2,10', '--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
+    *('--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
     *('--gin.eval/Integrator.num_samples=3', f'--json={tmp_path / "rows.json"}'),
   )
   assert '359 examples of digits, split test.' in printed and 'difference to the first' in printed
@@ -30,7 +30,6 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   assert (newest['name'], first['name']) == ('het_xl', 'het_xl/checkpoint_1')
   assert (newest['num_examples'], newest['num_ood_examples'], newest['num_samples']) == (359, 27, 3)
   assert set(newest['ood']) == {'max_prob', 'entropy', 'mutual_information'}
-  assert newest['precision_at_10'] == 1
   assert first['difference']['nll'] == pytest.approx(first['nll'] - newest['nll'])
   assert [look['index'] for look in first['covariance']] == [7, 3]
   look = first['covariance'][0]
@@ -49,10 +48,10 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   predictions = read_predictions(saved[0])
   assert predictions.log_prob.shape == (359, 10) and predictions.class_names[3] == '3'
   assert predictions.provenance['task'] == 'digits'
-  again = (*(f'--predictions={x}' for x in saved), '--precision_at=1,2')
+  again = (f'--predictions={x}' for x in saved)
   run_main(evaluate, *again, f'--json={tmp_path / "2.json"}')
   for row, again in zip(rows, json.loads((tmp_path / '2.json').read_text()), strict=True):
-    for name in ('nll', 'ece', 'brier', 'aurc', 'entropy', 'precision_at_2'):
+    for name in ('nll', 'ece', 'brier', 'aurc', 'entropy', 'precision_at_5'):
       assert again[name] == row[name]
     assert again.get('difference') == row.get('difference')
 
@@ -87,7 +86,7 @@ def test_settings_that_are_wrong(run_main):
     ('--checkpoint=x.npz',): 'x.npz is a published file',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split belong together',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
-    ('--checkpoint=x', '--precision_at=0'): '--precision_at=0 must be whole numbers of at least 1',
+    ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 must be whole',
   }
   for arguments, message in cases.items():
     assert message in run_main(evaluate, *arguments, code=2)
@@ -101,7 +100,6 @@ def test_data_that_do_not_fit(run_main, digits_run):
     ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (
       '--ood_split=train is endless: set --max_examples'
     ),
-    ('--split=test', '--precision_at=11'): '--precision_at=11 must be at most',
     ('--split=test', '--covariance_index=359'): '--covariance_index=359: there is no example 359',
   }
   for arguments, message in cases.items():

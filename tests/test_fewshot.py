@@ -147,7 +147,8 @@ def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
   printed = run_main(
     fewshot,
     *(f'--checkpoint={run_dir / "checkpoint_1"}', f'--checkpoint={run_dir}'),
-    *(f'--datasets=digits,mine={tmp_path / "mine.npz"}', '--names=one,two', '--max_train=150'),
+    *(f'--datasets=digits,mine={tmp_path / "mine.npz"}', '--names=one,two'),
+    '--splits=train[:150],test',
     *('--shots=5', '--seeds=0,1', '--protocol=vmoe', f'--json={out}'),
   )
   rows = rows_of(out)

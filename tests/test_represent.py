@@ -6,9 +6,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import traverse_util
 from PIL import Image
 
-import gin
 from het_plugin import data, represent, weights
 from het_plugin.evaluation import represent as represent_lib
 from het_plugin.evaluation.representations import read_representations
@@ -16,28 +16,14 @@ from het_plugin.evaluation.representations import read_representations
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
 
-@pytest.fixture(autouse=True)
-def gin_left_clean():
-  yield
-  gin.clear_config()
-
-
 @pytest.fixture
-def call(parsed_flags, tmp_path, capsys):
-  """Runs the main in this process: (rows of --json, stdout); for code 2, the line of the error."""
+def call(run_main, tmp_path):
+  """Runs the main: (rows of --json, stdout); for code 2, the line of the error."""
 
   def call_main(*arguments, code=0):
     table = tmp_path / 'table.json'
-    with parsed_flags(represent, *arguments, f'--json={table}'):
-      if not code:
-        represent.main(['represent'])
-        return json.loads(table.read_text())['files'], capsys.readouterr().out
-      with pytest.raises(SystemExit) as error:
-        represent.main(['represent'])
-      assert error.value.code == code
-      message = capsys.readouterr().err.strip().splitlines()[-1]
-      assert message.startswith('Error: ')
-      return message
+    printed = run_main(represent, *arguments, f'--json={table}', code=code)
+    return printed if code else (json.loads(table.read_text())['files'], printed)
 
   return call_main
 
@@ -111,8 +97,7 @@ def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
 
 def test_images_of_ones_own(digits_run, call, tmp_path):
   folder, params = digits_run
-  flat = {f'{name}/{path}': x for name, tree in params.items() for path, x in _flat(tree).items()}
-  arrays = weights.export_params(flat, 10, 2)
+  arrays = weights.export_params(traverse_util.flatten_dict(params, sep='/'), 10, 2)
   weights.write_arrays(tmp_path / 'vit.npz', arrays)
   layer = {'pre_logits/kernel': np.ones((16, 12)), 'pre_logits/bias': np.ones(12)}
   weights.write_arrays(tmp_path / 'with_layer.npz', {**arrays, **layer})
@@ -151,13 +136,6 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   train = read_representations(f'{tmp_path}/out/garden/pre_logits/train.safetensors')
   assert train.class_names == ('robin', 'wren') and set(train.label) == {0, 1}
   assert train.provenance['dataset_version'] == '120 files'
-
-
-def _flat(tree):
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): x
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
 
 
 def test_arrays_made_elsewhere(call, tmp_path):

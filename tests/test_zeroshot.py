@@ -7,9 +7,7 @@ import json
 import re
 import types
 
-import jax
 import numpy as np
-import optax
 import pytest
 import scipy.stats
 
@@ -18,10 +16,7 @@ from het_plugin import zeroshot
 from het_plugin.config import registry, trained_run
 from het_plugin.evaluation import zeroshot_datasets, zeroshot_report
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
-from het_plugin.training.optimizers import OptaxWrapper
-from het_plugin.training.partitioning import PjitPartitioner
-from het_plugin.training.state import TrainState
-from tests.evaluation.fake_contrastive import FakeContrastive, Letters
+from tests.evaluation.fake_contrastive import Letters, opened
 
 FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
 LETTERS = Letters()
@@ -31,11 +26,8 @@ def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',)):
   """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
   gin.clear_config()
   gin.parse_config_files_and_bindings(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
-  model, partitioner = FakeContrastive(OptaxWrapper(optax.sgd(0.1))), PjitPartitioner()
   seed = int(re.search(r'\d+', str(checkpoint))[0])
-  variables = model.get_initial_variables(jax.random.key(seed), {'image': (1, 8, 8, 1)})
-  specs = partitioner.get_mesh_axes(TrainState.create(model.optimizer_def, variables)).params
-  params = jax.device_put(variables['params'], partitioner.shardings(specs))
+  model, partitioner, specs, params = opened(seed)
   return trained_run.TrainedRun(
     checkpoint, 9, model, partitioner, params, specs, 8, 1, 1, 'a task', 'a config'
   )

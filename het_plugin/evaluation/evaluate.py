@@ -30,7 +30,6 @@ class Settings:
   ood_split: str | None
   max_examples: int | None
   batch_size: int
-  precision_at: tuple[int, ...] | None
   covariance_images: int
   covariance_index: tuple[int, ...]
   homoglyph_examples: int
@@ -50,23 +49,11 @@ class Settings:
     if self.ood_dataset and not self.checkpoint:
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
 
-  def ks(self, num_classes: int) -> tuple[int, ...]:
-    """The k of precision@k."""
-    if self.precision_at is None:
-      return tuple(dict.fromkeys((1, min(5, num_classes))))
-    if wrong := [k for k in self.precision_at if k > num_classes]:
-      raise ValueError(
-        f'--precision_at={wrong[0]} must be at most the number of classes, {num_classes}'
-      )
-    return self.precision_at
 
-
-def check_model(model: Any, task: str, settings: Settings) -> None:
-  """Raises ValueError if a model or the settings do not fit a task; needs no parameters."""
+def check_model(model: Any, task: str) -> None:
+  """Raises ValueError if a model does not fit a task; needs no parameters."""
   with _named('--dataset', task):
-    info = data.classification_info(task)
-    model.validate(info)
-  settings.ks(info.num_classes)
+    model.validate(data.classification_info(task))
 
 
 def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:
@@ -93,7 +80,7 @@ def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
   num_classes = read.log_prob.shape[1]
   with _named('--predictions', path):
     kept = read.rows(slice(settings.max_examples))
-    scores = uncertainty.score_examples(kept, settings.ks(num_classes))
+    scores = uncertainty.score_examples(kept, _ks(num_classes))
   return Evaluation(name, path, {'num_classes': num_classes}, scores, class_names=read.class_names)
 
 
@@ -103,7 +90,6 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
   """
   task = settings.dataset or run.task
   info = data.classification_info(task)
-  ks = settings.ks(info.num_classes)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
 
   def predict(title, stream):
@@ -121,7 +107,7 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
     covariance = _covariance(run, task, settings)
     scores, kept, of_unknown = [], [], None
     for part in predict(name, known):
-      scores.append(uncertainty.score_examples(part, ks))
+      scores.append(uncertainty.score_examples(part, _ks(info.num_classes)))
       if settings.save_to:
         kept.append(part)
     if settings.ood_dataset:
@@ -153,6 +139,11 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
     )
     predictions.write_predictions(settings.save_to / f'{evaluation.file_name}.npz', whole)
   return evaluation
+
+
+def _ks(num_classes: int) -> tuple[int, ...]:
+  """The k of precision@k."""
+  return tuple(dict.fromkeys((1, min(5, num_classes))))
 
 
 @contextlib.contextmanager

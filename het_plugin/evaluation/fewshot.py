@@ -355,8 +355,8 @@ def check_settings(
 def check_splits(train: Split, test: Split, name: str = '') -> None:
   """Raises ValueError, in one sentence, for arrays that `few_shot` cannot use."""
   prefix = f'{name}: ' if name else ''
-  check_arrays(f'{prefix}train', train.x, train.y)
-  check_arrays(f'{prefix}test', test.x, test.y)
+  _check_arrays(f'{prefix}train', train.x, train.y)
+  _check_arrays(f'{prefix}test', test.x, test.y)
   if train.x.shape[1] != test.x.shape[1]:
     raise ValueError(
       f'{prefix}train_x has {train.x.shape[1]} features and test_x {test.x.shape[1]}; they must be '
@@ -364,20 +364,16 @@ def check_splits(train: Split, test: Split, name: str = '') -> None:
     )
   index = _index(train)
   if index.shape != train.y.shape or len(np.unique(index)) != len(train.y):
-    raise ValueError(
-      f'{prefix}train_index must give {len(train.y)} distinct example ids, one per row of train_x; '
-      f'it has {len(np.unique(index))}.'
-    )
+    raise ValueError(f'{prefix}train_index must give {len(train.y)} distinct example ids.')
 
 
-def check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
+def _check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
   """Raises ValueError unless x is finite float [N, D] and y integers >= 0 [N], with N, D >= 1."""
-  if x.ndim != 2 or y.shape != x.shape[:1]:
+  if x.ndim != 2 or not x.size or y.shape != x.shape[:1]:
     raise ValueError(
-      f'{split}_x must be [N, D] and {split}_y [N]; they are {list(x.shape)} and {list(y.shape)}.'
+      f'{split}_x must be [N, D] and {split}_y [N], N and D at least 1; they are {list(x.shape)} '
+      f'and {list(y.shape)}.'
     )
-  if not x.size:
-    raise ValueError(f'{split}_x is empty: {list(x.shape)}.')
   if not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
     raise ValueError(
       f'{split}_y must hold integer labels >= 0; it has dtype {y.dtype}, min {y.min()}.'

@@ -48,26 +48,17 @@ DEFAULT_DATASETS = (
 
 
 def choose(
-  texts: Sequence[str] | None,
-  splits: Sequence[str],
-  max_train: int | None,
-  max_test: int | None,
-  bound: Sequence[FewShotDataset] | None,
-) -> list[FewShotDataset]:
-  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default.
-
-  `max_train` and `max_test` replace those of the data sets; None keeps them.
-  """
-  chosen = bound or DEFAULT_DATASETS
-  if texts is not None:
-    chosen = []
-    for text in texts:
-      name, equals, task = text.rpartition('=')
-      chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
-    check_names(chosen, '--datasets')
-  limits = {'max_train': max_train, 'max_test': max_test}
-  given = {name: limit for name, limit in limits.items() if limit is not None}
-  return [dataclasses.replace(dataset, **given) for dataset in chosen]
+  texts: Sequence[str] | None, splits: Sequence[str], bound: Sequence[FewShotDataset] | None
+) -> Sequence[FewShotDataset]:
+  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default."""
+  if texts is None:
+    return bound or DEFAULT_DATASETS
+  chosen = []
+  for text in texts:
+    name, equals, task = text.rpartition('=')
+    chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
+  check_names(chosen, '--datasets')
+  return chosen
 
 
 class FewShotReader:

@@ -14,7 +14,7 @@ from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.representations import read_representations
 
 # Flags of `het_plugin.fewshot` that belong to --checkpoint.
-OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size', 'max_train', 'max_test')
+OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')
 
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
@@ -80,8 +80,6 @@ def from_checkpoints(
   batch_size: int,
   datasets: Sequence[str] | None,
   splits: Sequence[str],
-  max_train: int | None,
-  max_test: int | None,
   **settings: Any,
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
@@ -91,7 +89,7 @@ def from_checkpoints(
     checkpoints: paths, one per run.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
     bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
-    layer, batch_size, datasets, splits, max_train, max_test: flags of `het_plugin.fewshot`.
+    layer, batch_size, datasets, splits: flags of `het_plugin.fewshot`.
     **settings: as in `from_files`.
   """
   from het_plugin.evaluation import fewshot_datasets  # imports TensorFlow, which files do not need
@@ -102,7 +100,7 @@ def from_checkpoints(
   results = {}
   for name, checkpoint in zip(names, checkpoints, strict=True):
     run = open_run(checkpoint)
-    chosen = fewshot_datasets.choose(datasets, splits, max_train, max_test, bound_datasets())
+    chosen = fewshot_datasets.choose(datasets, splits, bound_datasets())
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
     read = fewshot_datasets.FewShotReader(
       *(run.model, run.partitioner, run.param_specs),

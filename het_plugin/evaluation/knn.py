@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from het_plugin.evaluation.fewshot import check_arrays
+from het_plugin.evaluation.fewshot import Split, check_splits
 
 METRICS = ('euclidean', 'cosine')
 
@@ -41,7 +41,8 @@ def knn_accuracy(
   """
   from sklearn.neighbors import NearestNeighbors  # takes a second
 
-  check_arrays('train', train_x, train_y)
+  train = Split(train_x, train_y)
+  check_splits(train, train if test_x is None else Split(test_x, test_y))
   if metric not in METRICS:
     raise ValueError(f'metric={metric!r} is unknown: choose from {", ".join(METRICS)}')
   if not ks or min(ks) < 1 or max(ks) >= len(train_x):
@@ -49,18 +50,12 @@ def knn_accuracy(
       f'k={",".join(map(str, ks))} must be in 1 .. {len(train_x) - 1}, less than the '
       f'{len(train_x)} training examples'
     )
-  queries = None
-  train, mean = train_x.astype(np.float64), 0.0
+  x, mean, queries = train_x.astype(np.float64), 0.0, None
   if metric == 'euclidean':
-    mean = train.mean(axis=0)  # the search multiplies out |a - b|^2, which is exact near 0
+    mean = x.mean(axis=0)  # the search multiplies out |a - b|^2, which is exact near 0
   if test_x is not None:
-    check_arrays('test', test_x, test_y)
-    if test_x.shape[1] != train_x.shape[1]:
-      raise ValueError(
-        f'training examples have {train_x.shape[1]} features and test examples {test_x.shape[1]}'
-      )
     queries = test_x - mean
-  search = NearestNeighbors(algorithm='brute', metric=metric).fit(train - mean)
+  search = NearestNeighbors(algorithm='brute', metric=metric).fit(x - mean)
   # Without queries, these are the neighbours of each training row, which is not its own.
   labels = train_y[search.kneighbors(queries, max(ks), return_distance=False)]
   wanted = train_y if test_x is None else test_y

@@ -103,34 +103,27 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
     photo = task.eval_preprocessors
   top = min(top, run.model.head.num_classes)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+  config = data.one_pass(
+    tasks.ImageTask(path, images, (), () if images.is_array else photo),
+    _SPLIT,
+    image_size=run.image_size,
+    max_labels=run.max_labels,
+    batch_size=batch_size,
+    bounded=False,
+  )
+  config = dataclasses.replace(config, max_corrupt_fraction=1.0)
+  batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
+  progress = reporting.Progress('predict', len(images.names), shown=jax.process_index() == 0)
   rows = []
-  with contextlib.ExitStack() as stack:
-    preprocessors = () if images.is_array else photo
-    config = data.one_pass(
-      tasks.ImageTask(path, images, (), preprocessors),
-      _SPLIT,
-      image_size=run.image_size,
-      max_labels=run.max_labels,
-      batch_size=batch_size,
-      bounded=False,
-    )
-    config = dataclasses.replace(config, max_corrupt_fraction=1.0)
-    batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
-    stack.enter_context(contextlib.closing(batches))
-    total = batches.num_examples
-    shown = jax.process_index() == 0
-    progress = stack.enter_context(reporting.Progress('predict', total, shown=shown))
+  with contextlib.closing(batches), progress:
     for part in predictor(run.params, batches, batch_size):
       entropy = uncertainty.uncertainty(part).entropy
       order = np.argsort(-part.log_prob, axis=1, kind='stable')[:, :top]  # [n, top]
+      probability = np.exp(np.take_along_axis(part.log_prob, order, axis=1))
       for i, index in enumerate(part.index):
         best = [
-          {
-            'class': int(k),
-            'name': str(k) if names is None else names[k],
-            'probability': float(np.exp(part.log_prob[i, k])),
-          }
-          for k in order[i]
+          {'class': int(k), 'name': str(k) if names is None else names[k], 'probability': float(p)}
+          for k, p in zip(order[i], probability[i], strict=True)
         ]
         rows.append({'image': images.names[index], 'entropy': float(entropy[i]), 'top': best})
       progress.update(len(part))

@@ -136,13 +136,12 @@ class ZeroShotEvaluator:
       return {'image': image, 'text': batch['text'], 'digest': batch['digest']}
 
     def embed_texts(params, batch):
-      return model.text_embeddings(params, batch['text']).astype(jnp.float32)
+      return {'text': model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
     with_classes = {'params': param_specs, 'classes': PartitionSpec()}
     self._rank = extraction.PerExample(rank, partitioner, with_classes, channels)
     self._embed_images = extraction.PerExample(embed_images, partitioner, param_specs, channels)
-    specs = (param_specs, partitioner.data_partition_spec)
-    self._embed_texts = partitioner.partition(embed_texts, specs, None)
+    self._embed_texts = extraction.PerExample(embed_texts, partitioner, param_specs)
 
   def check(self, dataset: ZeroShotDataset) -> int:
     """The number of examples that will be read; nothing is compiled or read yet.
@@ -218,14 +217,16 @@ class ZeroShotEvaluator:
 
   def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
-    found = []
-    rows = self._partitioner.batch_rows(self._batch_size)
-    for start in range(0, len(tokens), self._batch_size):
-      # The last text fills the last batch, so that there is one shape and no empty text.
-      block = tokens[np.minimum(start + rows, len(tokens) - 1)]
-      batch = self._partitioner.shard_batch({'text': block}, self._batch_size)
-      found.append(np.asarray(self._embed_texts(params, batch)))
-    return np.concatenate(found)[: len(tokens)]
+    own, last = self._partitioner.batch_rows(self._batch_size), len(tokens) - 1
+
+    def batches():
+      for start in range(0, len(tokens), self._batch_size):
+        rows = start + own
+        # The last text fills the last batch, so that no text is empty.
+        yield {'text': tokens[np.minimum(rows, last)], 'mask': (rows <= last).astype(np.float32)}
+
+    found = self._embed_texts(params, batches(), self._batch_size)
+    return np.concatenate([rows['text'] for rows in found])
 
   def _open(self, dataset: ZeroShotDataset):
     if has_captions(dataset):

@@ -6,7 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.linen import partitioning as flax_partitioning
+
+from het_plugin.training.optimizers import OptaxWrapper
+from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.training.state import TrainState
 
 VOCAB_SIZE, WIDTH = 64, 16
 
@@ -61,6 +66,16 @@ class FakeContrastive:
       return jax.nn.logsumexp(log_prob, axis=0) - jnp.log(num_samples)
 
     return jax.vmap(of_example)(phi, batch['index'])
+
+
+def opened(seed=0, model_shards=1, size=8):
+  """Model, partitioner, PartitionSpecs and placed parameters."""
+  model = FakeContrastive(OptaxWrapper(optax.sgd(0.1)))
+  partitioner = PjitPartitioner(num_partitions=model_shards)
+  variables = model.get_initial_variables(jax.random.key(seed), {'image': (1, size, size, 1)})
+  specs = partitioner.get_mesh_axes(TrainState.create(model.optimizer_def, variables)).params
+  params = jax.device_put(variables['params'], partitioner.shardings(specs))
+  return model, partitioner, specs, params
 
 
 @dataclasses.dataclass(frozen=True)

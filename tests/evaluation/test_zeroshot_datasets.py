@@ -6,7 +6,6 @@ import types
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
@@ -17,9 +16,6 @@ from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotEvaluator,
   run_tokenizer,
 )
-from het_plugin.training.optimizers import OptaxWrapper
-from het_plugin.training.partitioning import PjitPartitioner
-from het_plugin.training.state import TrainState
 from tests.evaluation import fake_contrastive
 from tests.evaluation.fake_contrastive import FakeContrastive, Letters
 
@@ -28,15 +24,11 @@ NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight',
 DIGITS = ZeroShotDataset('digits', 'digits', templates=('{}', 'a {}'), class_names=NAMES)
 
 
-def make(model_shards=2, batch_size=64, model=None, **kwargs):
+def make(model_shards=2, batch_size=64, **kwargs):
   """An evaluator of a model, and its initial parameters, placed."""
-  model = model or FakeContrastive(OptaxWrapper(optax.sgd(0.1)))
-  partitioner = PjitPartitioner(num_partitions=model_shards)
-  variables = model.get_initial_variables(jax.random.key(0), {'image': (1, SIZE, SIZE, 1)})
-  specs = partitioner.get_mesh_axes(TrainState.create(model.optimizer_def, variables)).params
-  params = jax.device_put(variables['params'], partitioner.shardings(specs))
+  *run, params = fake_contrastive.opened(0, model_shards)
   settings = {'image_size': SIZE, 'channels': 1, 'batch_size': batch_size} | kwargs
-  return ZeroShotEvaluator(model, partitioner, specs, Letters(), **settings), params
+  return ZeroShotEvaluator(*run, Letters(), **settings), params
 
 
 def digits(split):
