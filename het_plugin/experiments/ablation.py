@@ -1,10 +1,10 @@
 """Ablations: cells, each a configuration, trained with the same seeds, evaluated on the same
 examples and compared.
 
-A cell's settings are gin files and bindings, which come after those that all cells share. Of
-hyperparameters that are to be chosen, every cell gets those with which its validation NLL is the
-lowest, by runs with seeds of their own, evaluated on examples of their own, before the runs that
-are reported. So what is reported has chosen nothing.
+The settings of a cell are gin files and bindings, which come after those that all cells share. If
+hyperparameters are to be chosen, every cell gets those with the lowest validation NLL. The runs
+that choose have separate seeds and are evaluated on separate examples, so reported results have not
+chosen anything.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ _OF_TRAINING = ('goodput', 'train')
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-  """What is compared, and how.
+  """A comparison of cells.
 
-  Settings are gin files and bindings (`study`), those of a cell after those of `shared`.
+  Settings are gin files and bindings (`study`); those of a cell come after `shared`.
 
   Attributes:
     title: one line.
@@ -41,20 +41,20 @@ class Ablation:
     shared: settings of all cells.
     cells: {label: settings}, in the order of the table.
     baseline: the label of the cell that the others are tested against; None for the first.
-    seeds: a run each, of every cell: RANDOM_SEED.
-    metrics: what is reported: names of the last train-eval ('nll'), or names with a slash as
-      metrics.jsonl has them ('zeroshot/glyphs_core/top1').
+    seeds: values of RANDOM_SEED; every cell has a run per seed.
+    metrics: metrics to report: names of the last train-eval ('nll'), or names with a slash as in
+      metrics.jsonl ('zeroshot/glyphs_core/top1').
     choose: {macro or parameter: values}, chosen for every cell.
-    choose_for: {label: {macro or parameter: values}}, chosen for this cell besides.
-    choose_seeds: the seeds of the runs that choose; not among `seeds`.
+    choose_for: {label: {macro or parameter: values}}, additionally chosen for this cell.
+    choose_seeds: seeds of the runs that choose; not among `seeds`.
     choose_split: EVAL_SPLIT of those runs.
-    report_split: EVAL_SPLIT of the runs that are reported.
-    measured: {label: {binding's name: (other label, metric)}}: bindings whose value is what the run
-      of another cell, with the same seed, came to. The other cell comes earlier.
-    analysis: folder of a finished run -> further metrics by name.
+    report_split: EVAL_SPLIT of the reported runs.
+    measured: {label: {binding's name: (other label, metric)}}: bindings whose value is the final
+      metric of the run of another cell with the same seed. The other cell comes earlier.
+    analysis: maps the folder of a finished run to further metrics by name.
 
   Raises:
-    ValueError: an attribute that contradicts another, or that has the wrong form.
+    ValueError: an attribute contradicts another one, or has the wrong form.
   """
 
   title: str
@@ -108,10 +108,10 @@ class Ablation:
           )
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
-    """The same with some of the cells, in their order.
+    """The ablation with some of its cells, in their order.
 
     Raises:
-      ValueError: no such cell, or one that needs another.
+      ValueError: there is no such cell, or a cell needs another one.
     """
     check_settings('Ablation', self.shared, self.cells, labels)
     kept = {label: settings for label, settings in self.cells.items() if label in labels}
@@ -124,18 +124,14 @@ class Ablation:
     )
 
   def candidates(self, label: str) -> list[dict[str, Any]]:
-    """Values of the hyperparameters of a cell that are to be chosen from; one where there is no
-    choice.
-    """
+    """Combinations of hyperparameters to choose from for a cell; one if there is no choice."""
     grid = {**self.choose, **self.choose_for.get(label, {})}
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
   def training_run(
     self, label: str, seed: int, values: Mapping[str, Any], request: Request, *bindings: str
   ) -> runs_lib.Run:
-    """The run of a cell with a seed and values of the hyperparameters that are chosen; `bindings`
-    come after the cell's own.
-    """
+    """The run of a cell with a seed and chosen hyperparameters; `bindings` come after its own."""
     chosen = [f'{name} = {value!r}' for name, value in values.items()]
     settings = [*self.shared, *self.cells[label], *bindings]
     run = request.run_of(settings)
@@ -144,8 +140,9 @@ class Ablation:
     )
 
   def run(self, request: Request) -> Iterator[Outcome]:
-    """Trains what is not trained yet, and reports after every seed; leaves gin configurations
-    parsed.
+    """Trains the runs that are not complete, and reports after every seed.
+
+    Leaves the gin configuration of a run parsed.
 
     Raises:
       ValueError: a setting is wrong.
@@ -162,7 +159,7 @@ class Ablation:
 
 
 def _check_grid(where: str, grid: Any) -> None:
-  """Raises ValueError unless it is {name: values}, with a value at least."""
+  """Raises ValueError unless it is {name: values} with at least one value each."""
   if not isinstance(grid, Mapping) or not all(
     isinstance(values, Sequence) and not isinstance(values, str) and len(values)
     for values in grid.values()
@@ -221,7 +218,7 @@ class _Training:
     return [x for x in self._ablation.cells if len(self._ablation.candidates(x)) > 1]
 
   def _choose(self, label: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The best candidate, and all with their mean NLL where there are several."""
+    """The best candidate; and if there are several, all of them with their mean NLL."""
     candidates = self._ablation.candidates(label)
     if len(candidates) == 1:
       return candidates[0], []
@@ -236,7 +233,7 @@ class _Training:
     return candidates[best], tried
 
   def _mean_nll(self, label: str, values: Mapping[str, Any]) -> float:
-    """Over the seeds that choose; infinite where a run is not finite."""
+    """Mean over the seeds that choose; infinite if a run is not finite."""
     found = []
     for seed in self._ablation.choose_seeds:
       cell = _Cell(label, seed, values)
@@ -280,7 +277,7 @@ def _kept(path: Path, compute: Callable[[], Mapping[str, float]]) -> dict[str, f
 
 
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
-  """The last values of metrics, from what a run wrote.
+  """The last values of metrics, from the files of a run.
 
   Raises:
     ValueError: the run has no such metric.
@@ -301,7 +298,7 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Results:
-  """Everything that came out, so far."""
+  """All results so far."""
 
   ablation: Ablation
   found: Mapping[str, Sequence[Mapping[str, float]]]  # by label and seed
@@ -366,7 +363,7 @@ class _Results:
     return row | {'chosen': dict(self.chosen[label][0])}
 
   def _tests(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table | None:
-    """p of each cell and metric; None where nothing can be tested."""
+    """p of each cell and metric; None if nothing can be tested."""
     lines = [
       [row['head'], *(reporting.p_text(p) for p in row['p'].values())] for row in rows if 'p' in row
     ]

@@ -38,18 +38,18 @@ def _per_example(
 
 @dataclasses.dataclass(frozen=True)
 class NoiseEffect:
-  """How large the noise is, and how much worse the same parameters predict without it:
+  """The size of the noise, and how much worse the same parameters predict without it.
 
-    noise / tau: root of the mean variance of logits / tau over classes and examples, where what
-      all classes of an example have in common, which the softmax does not see, is left out;
-    NLL without noise: that of the noise-free logits less that of the run's own integrator, nats
+    noise / tau: root of the mean variance of logits / tau over classes and examples, without the
+      part that all classes of an example share, to which the softmax is invariant;
+    NLL without noise: NLL of the noise-free logits minus that of the run's own integrator, nats
       per example.
 
   Both are 0 for a deterministic head.
 
   Attributes:
-    split: of the run's task.
-    num_examples: at most; a fixed random choice of the split.
+    split: split of the run's task.
+    num_examples: largest number of examples, a fixed random choice of the split.
 
   Raises:
     ValueError: the head has no factors.
@@ -61,7 +61,7 @@ class NoiseEffect:
   def __call__(self, run_dir: Path) -> dict[str, float]:
     run = trained_run.open_run(run_dir)
     reason = class_covariance.why_none(run.model.head)
-    if reason and hasattr(run.model.head, 'num_factors'):  # not a deterministic one
+    if reason and hasattr(run.model.head, 'num_factors'):  # not a deterministic head
       raise ValueError(f'NoiseEffect: {reason}')
 
     def effect(params, batch):
@@ -92,13 +92,15 @@ def _variance(logits: GaussianLogits) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class RowSpaceAlignment:
-  """Alignment of the noise with W (table 17): the cosine of the smallest principal angle between
-  the row spaces of W and of Q(x), all R + 1 factors of the noise in logit space. Its mean over
-  examples and standard deviation, and both for a Gaussian W instead.
+  """Alignment of the noise with W (table 17).
+
+  This is the cosine of the smallest principal angle between the row spaces of W and of Q(x), all
+  R + 1 factors of the noise in logit space: mean and standard deviation over examples, and both for
+  a Gaussian W instead.
 
   Attributes:
-    split: of the run's task.
-    num_examples: at most; a fixed random choice of the split.
+    split: split of the run's task.
+    num_examples: largest number of examples, a fixed random choice of the split.
 
   Raises:
     ValueError: the head has no factors.
@@ -141,7 +143,8 @@ def row_space(rows: np.ndarray) -> np.ndarray:
 
 
 def largest_cosine(basis_a: np.ndarray, basis_b: np.ndarray) -> float:
-  """Cosine of the smallest principal angle between the spans of two bases, [n, K] and [m, K]: the
-  largest singular value of their product (Bjorck and Golub 1973).
+  """Cosine of the smallest principal angle between the spans of two bases, [n, K] and [m, K].
+
+  This is the largest singular value of their product (Bjorck and Golub 1973).
   """
   return float(min(1.0, scipy.linalg.svdvals(basis_a @ basis_b.T)[0]))

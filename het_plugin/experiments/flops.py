@@ -1,6 +1,6 @@
 """FLOPs of heads by the number of Monte Carlo samples S (figures 3 and 4), counted in the program.
 
-Nothing is computed, so the paper's own sizes are studied.
+Nothing is computed, so the sizes are those of the paper.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class HeadFlops:
-  """Of one image: forward and backward of the training loss, and the evaluation's forward."""
+  """FLOPs per image: training loss forward and backward, and evaluation forward."""
 
   train: float
   evaluation: float
@@ -62,7 +62,7 @@ def backbone_flops(backbone: Any, image: Sequence[int]) -> HeadFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-  """Heads on one backbone, and what an image costs with each number of samples.
+  """FLOPs per image of heads on one backbone, by the number of samples.
 
   Attributes:
     title: one line.
@@ -72,7 +72,7 @@ class Flops:
     samples: values of S, in training and evaluation.
 
   Raises:
-    ValueError: an attribute that has the wrong form.
+    ValueError: an attribute has the wrong form.
   """
 
   title: str

@@ -1,7 +1,7 @@
-"""Every head trained alike, side by side: what the quick start does.
+"""Trains every head in the same way and compares them, as the quick start does.
 
-A head's run is complete once done.json is in its folder; a complete run is not trained again, and
-an interrupted one goes on.
+The run of a head is complete if done.json is in its folder. A complete run is not trained again,
+and an interrupted one goes on.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from het_plugin.experiments import runs as runs_lib
 from het_plugin.training import partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
-# 600 steps), and a difference of two runs one of 0.05.
+# 600 steps), so the difference of two runs has one of 0.05.
 _SEED_SPREAD = 0.05
 HEADS = {
   'det': 'DET',
@@ -35,18 +35,18 @@ HEADS = {
 EXAMPLES_FILE = 'examples.npz'
 _NUM_EXAMPLES = 64
 _STEP_TIME = 'step_time.json'
-_BAR_SECONDS = 0.5  # between two looks at the metrics
+_BAR_SECONDS = 0.5  # between two reads of the metrics
 
 
 class TimedStep:
-  """The compiled step of a head that this process has trained, kept to be timed."""
+  """The compiled step of a head that this process has trained, for timing."""
 
   def __init__(self, trainer_cls: Callable[..., Any]):
     self._trainer_cls = trainer_cls
     self.state = self._trainer = self._batch = None
 
   def trainer(self, **settings: Any) -> Any:
-    """What `train` takes for its trainer_cls; remembers the last batch."""
+    """The trainer_cls of `train`; remembers the last batch."""
     self._trainer = trainer = self._trainer_cls(**settings)
     step = trainer.train_step
 
@@ -58,7 +58,7 @@ class TimedStep:
     return trainer
 
   def seconds(self, steps: int) -> float:
-    """Of one step, the mean of several."""
+    """Seconds per step, the mean of several steps."""
     start = time.perf_counter()
     for _ in range(steps):
       self.state, _ = self._trainer.train_step(self.state, self._batch)
@@ -67,10 +67,10 @@ class TimedStep:
 
 
 def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
-  """Trains a head to its end behind a progress bar, and leaves its configuration parsed.
+  """Trains a head to its end with a progress bar, and leaves its configuration parsed.
 
   Returns:
-    Its step; None for a run that was complete before.
+    The compiled step; None if the run was already complete.
   """
   run.parse(run_dir)
   steps = gin.get_configurable(data.total_steps)()
@@ -88,8 +88,9 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
 
 @contextlib.contextmanager
 def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[None]:
-  """Shows how far the training in `run_dir` has come; a thread reads its metrics.jsonl, so the
-  training itself knows nothing of it.
+  """Shows the progress of the training in `run_dir`.
+
+  A thread reads its metrics.jsonl, so the training itself does not depend on it.
   """
 
   def newest() -> tuple[int, float]:
@@ -119,10 +120,10 @@ def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[Non
 
 
 def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: int = 3) -> None:
-  """Times the heads that were trained, by folder, and writes what a step takes into each folder.
+  """Times the steps of the trained heads, by folder, and writes the time per step into each folder.
 
-  It is the median over turns that alternate between the heads, so that other load on the machine
-  meets all of them.
+  The time is the median over turns that alternate between the heads, so that other load on the
+  machine affects all of them.
   """
   for step in steps.values():
     step.seconds(1)
@@ -135,14 +136,14 @@ def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: 
 
 
 def ms_per_step(run_dir: Path) -> float | None:
-  """As timed beside the other heads; where that was not possible, the median over the run."""
+  """Time per step as timed beside the other heads, else the median over the run."""
   timed = run_files.read_json(run_dir / _STEP_TIME) or {}
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   return timed.get('ms_per_step') or runs_lib.ms_per_step(metrics)
 
 
 def row(head: str, run_dir: Path) -> dict[str, Any]:
-  """The row of a finished run, read from what it wrote; counts are of the configured model."""
+  """The row of a finished run, from its files; counts are those of the configured model."""
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
@@ -235,7 +236,7 @@ def _pace(row: Mapping[str, Any]) -> float:
 
 
 def _write_examples(params: Any, run_dir: Path) -> None:
-  """Keeps some validation examples with what the model predicts for each.
+  """Writes some validation examples with the predictions of the model.
 
   The file has image [N, S, S, C], and label, top (the most probable class) and probability (of
   that class), [N] each.

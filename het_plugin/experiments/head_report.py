@@ -1,4 +1,4 @@
-"""What a comparison of heads leaves: results.json, results.txt, curves.png and index.html."""
+"""Writes a comparison of heads: results.json, results.txt, curves.png and index.html."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,10 +36,10 @@ def write(
   """Writes the files; returns the table and the sentences below it.
 
   Args:
-    rows: of `head_comparison.train_head`.
+    rows: rows of `head_comparison.row`.
     runs: {head: folder of its run}.
-    output_dir: takes the files.
-    yardsticks: of `head_comparison.references`.
+    output_dir: folder of the files.
+    yardsticks: rows of `head_comparison.references`.
   """
   reporting.write_json(rows, output_dir / 'results.json')
   shown = [

@@ -1,6 +1,4 @@
-"""One training run of a study: trained in a folder of its own, once, and read back from what it
-wrote.
-"""
+"""One training run of a study: trained once, in its own folder, and read back from its files."""
 
 import dataclasses
 import logging
@@ -26,12 +24,12 @@ _EVALUATIONS = ('training_eval', 'infer_eval')
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What training reads.
+  """The configuration of a run.
 
   Attributes:
-    gin_files: later ones win.
-    gin_bindings: 'NAME = VALUE' each; they come after the files.
-    gin_search_paths: where gin files are looked for.
+    gin_files: gin files; later ones win.
+    gin_bindings: bindings 'NAME = VALUE', which come after the files.
+    gin_search_paths: folders in which gin files are looked for.
   """
 
   gin_files: Sequence[str]
@@ -39,7 +37,7 @@ class Run:
   gin_search_paths: Sequence[str] = ('.',)
 
   def parse(self, run_dir: Path) -> None:
-    """Makes the gin configuration the one of this run, in this folder."""
+    """Parses the gin configuration of this run in this folder."""
     bindings = [*self.gin_bindings, f'MODEL_DIR = {str(run_dir)!r}']
     parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
 
@@ -50,18 +48,19 @@ def complete(
   """Trains the run to its end, from where it was interrupted; leaves its gin configuration parsed.
 
   Args:
-    run: what to train.
-    run_dir: takes checkpoints, metrics and, at the end, done.json.
-    finish: called with the last train state; the run counts as complete after it.
-    settings: arguments of `train` in place of the configured ones.
+    run: the run to train.
+    run_dir: folder of the checkpoints, metrics and, at the end, done.json.
+    finish: called with the last train state; afterwards the run is complete.
+    settings: arguments of `train` that replace configured ones.
 
   Returns:
-    Whether there was anything to train: False for a run that was complete with this configuration.
+    Whether there was anything to train: False if the run was already complete with this
+    configuration.
 
   Raises:
-    ValueError: a setting is wrong, or the folder holds another run.
-    exit_codes.Preempted: a SystemExit, after SIGTERM; call again to go on. It is also raised where
-      the signal came so late that the run was completed.
+    ValueError: a setting is wrong, or the folder has another run.
+    exit_codes.Preempted: SIGTERM arrived; call again to go on. It is also raised if the signal came
+      so late that the run was completed.
   """
   run.parse(run_dir)
   config = gin.config_str()
@@ -82,8 +81,9 @@ def complete(
 
 
 def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-  """{'training_eval/TASK' or 'infer_eval/TASK': {'step', 'nll', ...}} of the last evaluations, from
-  the lines of a run's metrics.jsonl; NaN where a value was not finite.
+  """The last evaluations, {'training_eval/TASK' or 'infer_eval/TASK': {'step', 'nll', ...}}.
+
+  `metrics` are the lines of a run's metrics.jsonl. Values that were not finite are NaN.
   """
   found = {}
   for line in metrics:
@@ -100,8 +100,9 @@ def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
 def curves(
   metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ('loss', 'tau')
 ) -> dict[str, list[float]]:
-  """Training metrics of a run by step, from the lines of its metrics.jsonl; NaN where a value was
-  not finite.
+  """Training metrics of a run by step, from the lines of its metrics.jsonl.
+
+  Values that were not finite are NaN.
   """
   lines = [line for line in metrics if 'train/loss' in line]
   columns = {'step': 'step'} | {name: f'train/{name}' for name in names}
@@ -112,21 +113,19 @@ def curves(
 
 
 def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-  """The median, from the lines of a run's metrics.jsonl; None where none was written."""
+  """The median time per step in the lines of a run's metrics.jsonl; None if there is none."""
   name = 'train/timing/ms_per_step'
   speeds = [line[name] for line in metrics if name in line]
   return statistics.median(speeds) if speeds else None
 
 
 def called(macro: str) -> Any:
-  """What the reference makes that a macro of the parsed configuration is, such as @vit()."""
+  """The value of a macro of the parsed configuration that is a reference, such as @vit()."""
   return gin.query_parameter(f'%{macro}').scoped_configurable_fn()
 
 
 def configured_model() -> tuple[Any, Any]:
-  """The model of the parsed configuration, and the exact counts of its parameters (`ParamCounts`);
-  nothing is computed.
-  """
+  """The model of the parsed configuration and its `ParamCounts`; nothing is computed."""
   model = called('MODEL')
   lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
   channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels

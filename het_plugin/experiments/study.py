@@ -1,8 +1,7 @@
-"""What all studies share: where they are found by name, the settings of their cells, what the
-command line asks of them, and what comes out.
+"""Shared by all studies: names, settings of cells, requests of the command line, outcomes.
 
 Settings are names of gin files, which end in .gin, and bindings, 'NAME = VALUE'. Files are read
-before bindings, and what is later in either wins.
+before bindings; later ones win.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ def names() -> list[str]:
 
 
 def gin_file(name: str) -> str:
-  """The file of an ablation by its name, or the file that the name is.
+  """The gin file of an ablation of this package, or `name` itself if it is a file.
 
   Raises:
-    ValueError: neither.
+    ValueError: it is neither.
   """
   if name in names():
     return f'{FOLDER}{name}.gin'
@@ -40,10 +39,10 @@ def gin_file(name: str) -> str:
 
 
 def load(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = ('.',)) -> Any:
-  """What the ablation's file binds; its own bindings come after the file.
+  """The study that a file binds; `bindings` come after the file.
 
   Raises:
-    ValueError: no such ablation, or a setting of it is wrong.
+    ValueError: there is no such ablation, or one of its settings is wrong.
   """
   parsing.parse_config([gin_file(name)], bindings, search_paths)
   try:
@@ -60,21 +59,21 @@ def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def listing() -> str:
-  """The ablations of this package, a line each."""
+  """The ablations of this package, one line each."""
   lines = [[name, load(name).title] for name in names()]
   return reporting.plain_table(reporting.Table('Ablations', ['name', 'what it compares'], lines))
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """What the command line asks of a study.
+  """The settings of a study on the command line.
 
   Attributes:
-    output_dir: takes the runs.
-    gin_bindings: for every cell, after its own.
-    gin_search_paths: where gin files are looked for.
-    seeds: in place of the study's; None for those.
-    cells: labels of the only ones; None for all.
+    output_dir: folder of the runs.
+    gin_bindings: bindings for every cell, after its own.
+    gin_search_paths: folders in which gin files are looked for.
+    seeds: replace those of the study; None keeps them.
+    cells: labels of the cells to run; None for all.
   """
 
   output_dir: Path
@@ -91,7 +90,7 @@ class Request:
 
 
 def check_label(where: str, label: str, cells: Mapping[str, Sequence[str]]) -> None:
-  """Raises ValueError where there is no such cell."""
+  """Raises ValueError if there is no such cell."""
   if label not in cells:
     raise ValueError(f'{where} names the cell {label!r}; the cells are {", ".join(cells)}')
 
@@ -99,7 +98,7 @@ def check_label(where: str, label: str, cells: Mapping[str, Sequence[str]]) -> N
 def check_settings(
   study: str, shared: Sequence[str], cells: Mapping[str, Sequence[str]], only: Sequence[str] = ()
 ) -> None:
-  """Raises ValueError where settings are no files and bindings, or there is no cell of a label."""
+  """Raises ValueError if settings are not files and bindings, or a label names no cell."""
   if not cells:
     raise ValueError(f'{study}.cells is empty; it must be {{label: settings}}')
   for where, settings in {'shared': shared, **cells}.items():
@@ -115,16 +114,16 @@ def check_settings(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """A table, and what explains it.
+  """The results of a study as a table, with explanations.
 
   Attributes:
-    title, introduction: of the page.
-    rows: as `reporting.columns` takes them.
-    tables: further ones.
+    title, introduction: title and introduction of the page.
+    rows: rows for `reporting.columns`.
+    tables: further tables.
     notes: how to read the columns.
     figures: plots.
     configs: {cell: its gin configuration}.
-    details: what else results.json says.
+    details: further entries of results.json.
   """
 
   title: str

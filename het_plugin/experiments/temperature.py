@@ -1,11 +1,11 @@
 """Ways to choose the temperature, compared as in table 13 of Collier et al. 2023 (section 4 and
 appendix G).
 
-The data come in three parts: what parameters are trained on, a validation set on which tau is
-chosen, a test set that neither saw. A method's numbers are those of the test set:
+The data have three parts: a training set, a validation set on which tau is chosen, and a test set.
+Results are those of the test set:
 
-  grid search, Bayesian optimization   a training for each tau; that of the best validation NLL
-    (2 folds)    the test set chooses, and what would be validation data are trained on too
+  grid search, Bayesian optimization   one training per tau; the best validation NLL wins
+    (2 folds)    the test set chooses, and the validation data are trained on too
     (+ retrain)  the tau of the best validation NLL, trained once more on training and validation
                  data
   Luketina et al. (2016), simple gradient   one training in which tau follows held-out examples
@@ -13,7 +13,7 @@ chosen, a test set that neither saw. A method's numbers are those of the test se
                  batch of training and validation data; a share of 1/n makes the run longer by 1/n
   simple training   one training on both in which tau is trained like the other parameters
 
-All trainings but those with a share have the same number of steps.
+All trainings except those with a share have the same number of steps.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ _log = logging.getLogger(__name__)
 
 GRID = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 5.0)  # appendix G.1
 BOUNDS = (0.05, 5.0)
-# A fixed tau is a parameter that does not move: all such trainings are one compiled program. Its
-# range is wider than BOUNDS, whose ends eq. 16 reaches at infinity only.
+# A fixed tau is a parameter that does not move, so all such trainings share one compiled program.
+# Its range is wider than BOUNDS, because eq. 16 reaches the ends at infinity only.
 _FIXED_RANGE = (0.025, 10.0)
-_SHARES = {'12.5%': 8, '25%': 4}  # one of so many rows is held out
+_SHARES = {'12.5%': 8, '25%': 4}  # one of this many rows is held out
 BASELINE = 'simple_training'
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A line of the table: its name there, and its last two columns."""
+  """A line of the table: its title and its last two columns."""
 
   title: str
   single_training: bool
@@ -82,7 +82,7 @@ def parse_methods(names: Sequence[str]) -> list[str]:
   """Rows of the table in its order, from names of rows, of methods (all rows), or 'all'.
 
   Raises:
-    ValueError: a name that is none of these.
+    ValueError: a name is none of these.
   """
   chosen = set()
   for name in names:
@@ -97,7 +97,7 @@ def parse_methods(names: Sequence[str]) -> list[str]:
 
 
 def parse_grid(values: Sequence[str]) -> list[float]:
-  """Raises ValueError for what is no temperature in the range that is searched."""
+  """Parses temperatures; raises ValueError if one is outside the range that is searched."""
   low, high = BOUNDS
   try:
     grid = [float(value) for value in values]
@@ -111,15 +111,15 @@ def parse_grid(values: Sequence[str]) -> list[float]:
 def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int) -> list[float]:
   """Temperatures to try at the same time, by a Gaussian process on log tau.
 
-  The first are spread over BOUNDS. Of the others each has the largest expected improvement, given
-  the trials and that those chosen before it come out as predicted (Ginsbourger et al. 2010,
-  "kriging believer").
+  The first ones are spread over BOUNDS. Each of the others has the largest expected improvement,
+  given the trials and assuming that earlier suggestions turn out as predicted (Ginsbourger et al.
+  2010, "kriging believer").
 
   Args:
-    taus: tried so far.
-    nlls: what each came to; infinite where training failed, which counts as the worst.
-    count: how many to suggest.
-    seed: of the first.
+    taus: temperatures tried so far.
+    nlls: their NLLs; infinite if training failed, which counts as the worst.
+    count: number of suggestions.
+    seed: seed of the first ones.
 
   Returns:
     Temperatures, rounded to four digits.
@@ -160,12 +160,12 @@ class Trained:
   """A finished training.
 
   Attributes:
-    name: of its folder.
-    tau: at its end.
-    validation_nll, nll: of the validation and the test set; infinite where training failed.
-    precision_at_1: of the test set.
-    steps: it was meant to take.
-    ms_per_step: the median.
+    name: name of its folder.
+    tau: the temperature at its end.
+    validation_nll, nll: NLL of validation and test set; infinite if training failed.
+    precision_at_1: precision@1 of the test set.
+    steps: planned number of steps.
+    ms_per_step: median time per step.
   """
 
   name: str
@@ -179,7 +179,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What a method came to in one replication: the training it chose, and all that it took."""
+  """The result of a method in one replication: the chosen training, and all trainings."""
 
   chosen: Trained
   trainings: Sequence[Trained]
@@ -201,14 +201,15 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """One replication: trains what its methods ask for, each thing once, in a folder of its own.
+  """One replication: runs each training that its methods need once, in its own folder.
 
   Attributes:
     base: the run whose temperature is tuned; it includes gin/runs/temperature.gin.
-    folder: of this replication.
+    folder: folder of this replication.
     seed: RANDOM_SEED of all its trainings.
     grid: temperatures of the grid search.
-    rounds, trials_per_round: of Bayesian optimization; the trials of a round are chosen together.
+    rounds, trials_per_round: settings of Bayesian optimization; the trials of a round are chosen
+      together.
   """
 
   base: runs_lib.Run
@@ -219,7 +220,7 @@ class Study:
   trials_per_round: int = 5
 
   def outcome(self, row: str) -> Outcome:
-    """Of one row of the table.
+    """The outcome of one row of the table.
 
     Raises:
       ValueError: a setting is wrong, or all trainings of a search failed.
@@ -258,8 +259,9 @@ class Study:
       yield self._fixed(tau, split)
 
   def _bayesian(self, split: str, criterion: str) -> Iterator[Trained]:
-    """The temperatures are written down before they are tried, so a study that goes on tries the
-    same.
+    """Trainings of Bayesian optimization.
+
+    Temperatures are written to a file before they are tried, so a resumed study tries the same.
     """
     path = self.folder / f'bayesian_{split.lower()}.json'
     suggested = json.loads(path.read_text()) if path.exists() else []

@@ -69,8 +69,10 @@ def write(rows: Sequence[Mapping[str, Any]], output_dir: Path) -> str:
 
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-  """{title: (tau, test NLL)}, means over replications: by tau the trials of a search, of the others
-  where they ended. A retrained one is left out where its search has a line already.
+  """{title: (tau, test NLL)}, means over replications.
+
+  A search has its trials by tau, another method its end. A retrained one is left out if its search
+  has a line.
   """
   lines, names = {}, {row['row'] for row in rows}
   for row in rows:

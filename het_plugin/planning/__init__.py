@@ -1,1 +1,1 @@
-"""What a training run needs per device, from the compiler: memory, FLOPs and collectives."""
+"""Memory, FLOPs and collectives that a training run needs per device, from the compiler."""

@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program; those in loops count once per round."""
+"""Reads the collectives of a compiled program; those in loops count once per iteration."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ class Collective:
   Attributes:
     kind: one of `KINDS`.
     count: how often one device runs it per execution of the program.
-    bytes: of all its results on one device.
-    in_loops: how many instructions of this kind lie inside loops.
+    bytes: size of all its results on one device.
+    in_loops: number of instructions of this kind inside loops.
   """
 
   kind: str
@@ -37,7 +37,7 @@ class Collective:
 def collectives(hlo: str) -> list[Collective]:
   """Collectives of a compiled program (`compiled.as_text()`), by kind in the order of `KINDS`.
 
-  A loop whose number of rounds the compiler does not know counts as one round.
+  A loop whose number of iterations the compiler does not know counts as one iteration.
   """
   computations, entry = parse(hlo)
   counts, sizes, loops = Counter(), Counter(), Counter()

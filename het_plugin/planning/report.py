@@ -6,7 +6,7 @@ from typing import Any
 from het_plugin import reporting
 
 GIB, MIB = 2**30, 2**20
-# What helps against each part of the memory.
+# Advice for each part of the memory.
 _ADVICE = {
   'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
   'optimizer state': 'split it further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',
@@ -17,7 +17,7 @@ _ADVICE = {
 
 
 def text(plan: Mapping[str, Any]) -> str:
-  """All figures of `step.plan`'s result."""
+  """The result of `step.plan` as text."""
   mesh = ' x '.join(f'{name} {size}' for name, size in plan['mesh'].items())
   lines = [
     f'{plan["topology"]}: {plan["num_devices"]} devices ({plan["device_kind"]}), mesh {mesh}',
@@ -41,7 +41,7 @@ def text(plan: Mapping[str, Any]) -> str:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-  """Whether it fits; if it does not, what the compiler says and what to change."""
+  """Whether the run fits; if not, the compiler's message and what to change."""
   hbm = plan['hbm_bytes_per_device']
   peak = plan['peak_bytes_per_device']
   if plan['fits']:

@@ -1,4 +1,4 @@
-"""How long a step takes at the peak rates of the chips: an estimate, for nothing is run."""
+"""Estimates the time per step from the peak rates of the chips; nothing is run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ def estimate(
   hbm_bytes: float,
   collectives: Sequence[Mapping[str, Any]],
 ) -> dict[str, float] | None:
-  """Seconds of a step, from what one device does in it; None for CPUs.
+  """Seconds per step, from the work of one device; None for CPUs.
 
-  A step takes at least the longest of the three, and their sum if nothing overlaps. A collective
-  is a ring over links of both directions; an all-reduce passes twice. The network between slices is
-  left out.
+  A step takes at least the longest of the three times, and their sum if nothing overlaps. A
+  collective is a ring over links of both directions; an all-reduce passes twice. The network
+  between slices is left out.
 
   Args:
     topology_name: such as 'v5e:4x4'.

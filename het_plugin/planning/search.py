@@ -9,7 +9,7 @@ from het_plugin.planning.worker import Request, compile_in_process
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
-_LARGEST = {'batch': 2**20, 'samples': 2**16}  # where a search gives up
+_LARGEST = {'batch': 2**20, 'samples': 2**16}  # the end of a search
 GIB, TERA = 2**30, 1e12
 
 
@@ -37,12 +37,12 @@ def largest_that_fits(
 
   Args:
     what: 'batch' or 'samples'.
-    first: the plan of the configuration as it is.
-    compile_fn: from a value to its plan.
-    say: is called with a line per plan.
+    first: the plan of the unchanged configuration.
+    compile_fn: maps a value to its plan.
+    say: called with a line per plan.
 
   Returns:
-    The value, a multiple of the shards that a batch is cut into. None if not even one row per shard
+    The value, a multiple of the number of shards of a batch; None if not even one row per shard
     fits. The search stops at `_LARGEST`.
   """
   unit = first['num_devices'] // first['mesh']['model'] if what == 'batch' else 1

@@ -28,7 +28,7 @@ _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
 
 
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
-# gin copies the values of bindings, which devices do not allow, but not what a reference gives.
+# gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []
 with gin.unlock_config():
   gin.external_configurable(lambda: list(_DEVICES), name='planned_devices')
@@ -48,10 +48,10 @@ def plan(request: Request) -> dict[str, Any]:
   """Compiles and measures; must run in a process with the `topology.environment`.
 
   Returns:
-    The figures that `report.text` prints, JSON-able.
+    The figures that `report.text` prints, as JSON values.
 
   Raises:
-    ValueError: a setting is wrong; one sentence.
+    ValueError: a setting is wrong; the message is one sentence.
   """
   place = topology.get(request.topology, request.num_slices)
   settings = configure(request, place)
@@ -134,10 +134,10 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
 
 
 def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
-  """The spec of a task that is known here; RGB images of any other, which may lie on a pod."""
+  """The spec of a task that is known here; RGB images for others, whose data may be on a pod."""
   try:
     channels = data.task_info(cfg.mixture_or_task_name).channels
-  except Exception:  # whatever a reader that does not find its data raises
+  except Exception:  # readers that do not find their data raise many types
     channels = 3
   return data.element_spec(cfg, channels)
 
@@ -145,7 +145,7 @@ def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _measure(
   trace: Callable[..., jax.stages.Traced], arguments: Sequence[PyTree], place: topology.Topology
 ) -> dict[str, Any]:
-  """Compiles one step and returns its figures per device. Too little memory is not an error."""
+  """Compiles one step and returns its figures per device; too little memory is not an error."""
   traced = trace(*arguments)
   start = time.monotonic()
   result = {
@@ -176,7 +176,7 @@ def _measure(
 
 
 def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, Any]] | None:
-  """None where this jax cannot read the program that libtpu made (seen with tpu7x)."""
+  """The collectives; None if this jax cannot read libtpu's program (seen with tpu7x)."""
   try:
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError:

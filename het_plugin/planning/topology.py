@@ -21,8 +21,8 @@ class Chip:
     flops: peak bfloat16 FLOP/s of a chip.
     hbm_bytes: peak bytes/s of a chip's memory.
     link_bytes: bytes/s of one link between chips, in one direction.
-    devices: that JAX shows for a chip; v4 shows one, compiled as a 'megacore'.
-    default_shape: the chips of one host, where only the generation is given.
+    devices: number of devices that JAX shows per chip; v4 shows one, compiled as a 'megacore'.
+    default_shape: the chips of one host, used if only the generation is given.
   """
 
   hbm_gib: float
@@ -50,8 +50,8 @@ class Topology:
 
   Attributes:
     name: as given, such as 'v3:8x8' or 'cpu:8'.
-    devices: of all slices.
-    hbm_bytes: memory of one device that programs may use.
+    devices: devices of all slices.
+    hbm_bytes: memory per device that programs may use.
   """
 
   name: str
@@ -67,7 +67,7 @@ def parse(name: str) -> tuple[str, str]:
   """(generation, shape) of 'v3:8x8', or ('cpu', number of devices) of 'cpu:8'.
 
   Raises:
-    ValueError: for any other form.
+    ValueError: the name has another form.
   """
   generation, _, shape = name.partition(':')
   if generation == 'cpu' and re.fullmatch(r'[1-9]\d*', shape):
@@ -82,10 +82,11 @@ def parse(name: str) -> tuple[str, str]:
 
 
 def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:
-  """Checks what needs no compiler.
+  """Checks settings without the compiler.
 
   Raises:
-    ValueError: the topology or the number of slices cannot be, or the mesh has other devices.
+    ValueError: the topology or the number of slices is impossible, or the mesh has another number
+      of devices.
   """
   generation, shape = parse(name)
   if num_slices < 1:
@@ -118,8 +119,7 @@ def get(name: str, num_slices: int = 1) -> Topology:
   """The devices of a topology, in a process with the `environment` of its name.
 
   Raises:
-    ValueError: for an unknown name or a shape that the generation does not have, or where libtpu is
-      missing.
+    ValueError: the name is unknown, the generation does not have this shape, or libtpu is missing.
   """
   generation, shape = parse(name)
   if generation == 'cpu':

@@ -1,4 +1,4 @@
-"""One compilation in a process of its own, since the compiler keeps gigabytes until it ends.
+"""One compilation in a separate process, because the compiler keeps gigabytes until it ends.
 
 `compile_in_process` starts a Python that runs `step.main`, which reads a request from a file and
 writes the result, or an error in one sentence, to another.
@@ -18,16 +18,16 @@ from typing import Any
 from het_plugin.planning import topology
 
 _RUN = 'from het_plugin.planning import step; step.main()'
-_QUIET_SECONDS = 10  # between two lines where stderr is no terminal
+_QUIET_SECONDS = 10  # between two lines if stderr is not a terminal
 _took: list[float] = []  # seconds of the compilations so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """What to compile.
+  """A request to compile a run.
 
   Attributes:
-    gin_files, gin_bindings, gin_search_paths: the configuration, as training takes it.
+    gin_files, gin_bindings, gin_search_paths: the configuration, as for training.
     topology: see `topology.parse`.
     mesh: (data, model) or (replica, data, model) devices; None takes the configuration's.
     num_slices: TPU slices.
@@ -45,7 +45,7 @@ class Request:
   def for_train_step(
     self, batch: int | None = None, num_samples: int | None = None, head: str | None = None
   ) -> 'Request':
-    """The same run with another batch size, S or head, where given; only its train step."""
+    """The train step of the same run, optionally with another batch size, S or head."""
     files, bindings = [*self.gin_files], [*self.gin_bindings]
     if head is not None:
       files.append(f'het_plugin/gin/heads/{head}.gin')
@@ -89,9 +89,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen) -> None:
-  """Waits; shows the seconds so far, and those of the last compilation, which is all that is known
-  of how long this one takes.
-  """
+  """Waits, and shows the seconds so far and those of the last compilation."""
   is_terminal = sys.stderr.isatty()
   start, usual = time.monotonic(), f'; the last one took {_took[-1]:.0f} s' if _took else ''
   while True:

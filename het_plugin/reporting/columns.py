@@ -1,4 +1,4 @@
-"""Rows of results as columns of formatted cells, which the text table and the HTML page lay out.
+"""Rows of results as columns of formatted cells, for the text table and the HTML page.
 
 A row is a mapping. These fields are known (all optional but `head`):
 
@@ -27,7 +27,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 _MISSING = '–'
-_P_VALUE = 'p value'  # a format of our own
+_P_VALUE = 'p value'  # an additional format
 _LOWEST_SHOWN_P = 1e-4
 
 
@@ -84,7 +84,7 @@ class TableOfRows:
   """A table of formatted cells, for a terminal or a page.
 
   Attributes:
-    caption: what all rows share, or the name of a group of columns; may be empty.
+    caption: fields that all rows share, or the name of a group of columns; may be empty.
     header: the title of each column, that of the rows first.
     rows: (cells, numbers of the columns in which the row is best, counted from 0 after the first).
     references: cells of the rows to compare with.
@@ -152,7 +152,7 @@ def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def problem_line(rows: Sequence[Row]) -> str:
-  """What all rows share, as one line: 'classes K 2,297, mesh 4x2'."""
+  """The fields that all rows share as one line: 'classes K 2,297, mesh 4x2'."""
   return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
 
 
@@ -177,7 +177,7 @@ def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:
   best = frozenset()
   present = [cell for cell in cells[:compared] if cell != _MISSING]
   if field.better and len(present) > 1:
-    # Rows that print the same lead together.
+    # Rows with the same text lead together.
     leader = field.better(present, key=float)
     best = frozenset(i for i, cell in enumerate(cells[:compared]) if cell == leader)
   for i, error in enumerate(stderr or ()):

@@ -16,9 +16,9 @@ class Figure:
   """A plot of a page.
 
   Attributes:
-    png: the file's bytes; several stand side by side, or below each other on a narrow page.
-    caption: stands below it.
-    alt: describes it to those who do not see it.
+    png: bytes of the file; several are shown side by side, or stacked on a narrow page.
+    caption: caption below the plot.
+    alt: alternative text.
     recolour: whether a dark page turns dark lines into light ones; False for pictures, which stay
       on white.
   """
@@ -57,15 +57,15 @@ def html_page(
   """One HTML document that needs no other file and no script. All text is escaped.
 
   Args:
-    title: of the page.
-    introduction: one paragraph: what was done.
+    title: title of the page.
+    introduction: one paragraph on what was done.
     rows: results (see `columns`).
     provenance: the command, date, versions and configurations.
     references: rows to compare with, such as chance and ceiling, set apart below the results.
-    tables: further ones.
-    notes: how to read the columns, a line each.
+    tables: further tables.
+    notes: how to read the columns, one line each.
     figures: plots.
-    row_title: what a row is.
+    row_title: title of the column of row names.
   """
   plain = [
     TableOfRows(table.caption, table.header, [(line, ()) for line in table.lines], [])

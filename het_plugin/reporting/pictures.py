@@ -13,7 +13,7 @@ _MATRIX_NAME_LENGTH = 14
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CovariancePanel:
-  """What is drawn of one image.
+  """The picture of the class correlations of one image.
 
   Attributes:
     image: float [H, W, C], levels in [-1, 1], C 1 or 3.
@@ -74,7 +74,7 @@ def _short(name: str, length: int = _NAME_LENGTH) -> str:
   return name if len(name) <= length else f'{name[: length - 1]}…'
 
 
-Prediction = tuple[str, float, bool]  # what, with which probability, and whether it is right
+Prediction = tuple[str, float, bool]  # class, probability, and whether it is right
 
 
 def examples_png(

@@ -13,7 +13,7 @@ from het_plugin.reporting import style
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
 _PANELS = {'loss': 'training loss (nats per example)', 'tau': 'temperature tau'}
-_SMOOTH_FRACTION = 0.02  # of a curve's points, in one moving average
+_SMOOTH_FRACTION = 0.02  # share of a curve's points in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
 
 
@@ -74,8 +74,9 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """Centred moving average over _SMOOTH_FRACTION of the points, shorter windows at the ends. A NaN
-  stays one and counts for nothing in its neighbours' averages.
+  """Centred moving average over _SMOOTH_FRACTION of the points, with shorter windows at the ends.
+
+  A NaN stays NaN and does not count in the averages of its neighbours.
   """
   half = int(len(values) * _SMOOTH_FRACTION / 2)
   if not half:
@@ -183,9 +184,9 @@ def unit_curves_png(
 
   Args:
     curves: {name: (x [N], y [N])}, x ascending in [0, 1], y within [0, 1].
-    title: of the plot.
-    x_label, y_label: of the axes.
-    diagonal: draws what guessing gives in an ROC plot, and the y axis up to 1.
+    title: title of the plot.
+    x_label, y_label: titles of the axes.
+    diagonal: draws the line of guessing in an ROC plot, and the y axis up to 1.
     dpi: pixels per inch; the figure is 6.4 by 4.6 inches.
 
   Raises:

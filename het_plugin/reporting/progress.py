@@ -1,4 +1,4 @@
-"""How far a long loop has come: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress of a long loop: a bar on a terminal, elsewhere a line every ten seconds."""
 
 import datetime
 import sys
@@ -15,7 +15,7 @@ class Progress:
         progress.update(256)
 
   Attributes:
-    count: so far.
+    count: the count so far.
   """
 
   def __init__(
@@ -30,12 +30,12 @@ class Progress:
   ):
     """
     Args:
-      title: what is counted.
+      title: title of the line.
       total: the count at the end.
-      done: the count to start with; the rate leaves it out.
-      unit: of the count.
-      seconds: least time between two lines where `stream` is no terminal.
-      shown: False only counts.
+      done: the count at the start, which the rate leaves out.
+      unit: unit of the count.
+      seconds: least time between two lines if `stream` is not a terminal.
+      shown: False counts without output.
       stream: stderr by default.
     """
     self._stream = sys.stderr if stream is None else stream

@@ -1,4 +1,4 @@
-"""Results as a JSON file, and what made them: command, versions and configuration."""
+"""Results as a JSON file, with their provenance: command, versions and configuration."""
 
 import dataclasses
 import datetime
@@ -19,7 +19,7 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'ten
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-  """What a reader needs to make the result again.
+  """The information that a reader needs to reproduce a result.
 
   Attributes:
     command: the command line.

@@ -1,4 +1,4 @@
-"""How all plots look, and how they become PNGs."""
+"""The style of all plots, and their conversion to PNG."""
 
 import io
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ def plain_axes(ax: Axes, grid: str | None = 'y') -> None:
 
 def to_png(figure: Figure, dpi: int) -> bytes:
   """The bytes of the PNG file at `dpi` pixels per inch."""
-  # Names come from users: a $ in them is no mathematics. Labels of logarithmic ticks are.
+  # Names come from users, so a $ in them is not mathematics; labels of logarithmic ticks are.
   axes = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]
   ticks = {label for axis in axes for label in axis.get_ticklabels(which='both')}
   for text in figure.findobj(Text):

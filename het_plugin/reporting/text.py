@@ -11,7 +11,7 @@ from het_plugin.reporting.page import Table
 
 _BEST = '*'
 _NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has aligned the cells
-# Lines below the header and between sections alone.
+# Lines below the header and between sections only.
 _RULES = box.Box('    \n    \n -- \n    \n -- \n -- \n    \n    \n', ascii=True)
 
 
@@ -21,7 +21,7 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: s
   Args:
     rows: results; the best value of a column is marked with a star.
     references: rows to compare with, such as chance and ceiling, set apart below the results.
-    row_title: what a row is.
+    row_title: title of the column of row names.
 
   Returns:
     The text, without a newline at its end.
@@ -51,7 +51,7 @@ def plain_table(found: Table) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-  """Lines of right-aligned columns."""
+  """Lines with right-aligned columns."""
   return _rendered(None, rows, left=False)
 
 
@@ -60,7 +60,7 @@ def _rendered(
   *sections: Sequence[Sequence[str]],
   left: bool = True,
 ) -> str:
-  """Lines of columns, of which the first is aligned to the left; rules between the sections."""
+  """Lines with a left-aligned first column, and rules between the sections."""
   grid = table.Table(box=_RULES, show_edge=False, show_header=header is not None, pad_edge=False)
   width = len(next(line for section in sections for line in section))
   for i in range(width):

@@ -1,11 +1,11 @@
-"""What t5x (https://github.com/google-research/t5x) needs to run our models: docs/t5x.md.
+"""Adapters with which t5x (https://github.com/google-research/t5x) runs our models: docs/t5x.md.
 
 The modules import t5x, which is on GitHub only. gin/t5x/train.gin imports `engine`, which registers
 `CONFIGURABLES`, and gin/t5x/hooks.gin imports `hooks`, which registers `HOOKS`. Models, heads and
 seqio tasks do not depend on this package and work under t5x without it.
 """
 
-# Our actions and optimizer, under names that t5x does not use.
+# Our actions and optimizer, with names that t5x does not use.
 HOOKS = {
   'actions': ('hosted_actions',),
   'optimizers': ('adamw',),
@@ -13,7 +13,7 @@ HOOKS = {
   'het_plugin.training.optimizers': ('warmup_schedule',),
 }
 
-# What runs of gin/runs bind, where t5x trains, evaluates and infers.
+# Names that runs of gin/runs bind when t5x trains, evaluates and infers.
 CONFIGURABLES = {
   'datasets': ('get_dataset', 'get_eval_datasets', 'task_name'),
   'checkpoints': ('CheckpointConfig', 'TrainStateInitializer', 'find_checkpoint'),

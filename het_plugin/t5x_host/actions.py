@@ -18,7 +18,7 @@ from het_plugin.training.state import TrainState
 
 
 class HostedAction(t5x_trainer.BaseAction):
-  """One of our actions, given t5x's state and metrics in our form."""
+  """Runs one of our actions on t5x's state and metrics, in our format."""
 
   def __init__(self, action: actions_lib.BaseAction):
     self.action = action
@@ -28,7 +28,7 @@ class HostedAction(t5x_trainer.BaseAction):
 
 
 def our_state(train_state: Any) -> TrainState:
-  """Step and parameters of t5x's train state; no action looks at the optimizer's."""
+  """Step and parameters of t5x's train state; no action reads the optimizer state."""
   return TrainState(
     step=train_state.step,
     params=flax.core.unfreeze(train_state.params),
@@ -39,7 +39,7 @@ def our_state(train_state: Any) -> TrainState:
 
 
 def our_metrics(metrics_by_task: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-  """Numbers in place of clu's values; what is no number is left out."""
+  """Numbers instead of clu's values; values that are not numbers are left out."""
 
   def number(value: Any) -> float | None:
     value = value.value if isinstance(value, values.Scalar) else value
@@ -62,20 +62,20 @@ def hosted_actions(
   model_dir: str,
   random_seed: int = 0,
 ) -> dict[str, list[HostedAction]]:
-  """What `train.actions` of t5x takes, of our actions; each is set up.
+  """Our actions as the argument `train.actions` of t5x; calls their `setup`.
 
-  Scalars of the actions go to MODEL_DIR/actions, where t5x's are in MODEL_DIR/train.
+  Scalars of the actions go to MODEL_DIR/actions; those of t5x are in MODEL_DIR/train.
 
   Args:
     actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}; None for none.
-    model: the model in training, or one like it.
-    partitioner: of the run, or one like it.
-    model_dir: the run's directory.
-    random_seed: the run's.
+    model: the model in training, or an equal one.
+    partitioner: the partitioner of the run, or an equal one.
+    model_dir: directory of the run.
+    random_seed: seed of the run.
 
   Raises:
-    ValueError: model_dir is relative, a mode unknown, what the actions' `setup` raises, or with
-      several processes an action that computes on the mesh: t5x runs actions on process 0.
+    ValueError: model_dir is relative, a mode is unknown, `setup` raises it, or an action computes
+      on the mesh of several processes, because t5x runs actions on process 0 only.
   """
   if not epath.Path(model_dir).is_absolute():
     raise ValueError(f'MODEL_DIR={model_dir!r} must be an absolute path: t5x takes no other')
@@ -90,7 +90,7 @@ def hosted_actions(
     ),
     model_dir,
     random_seed,
-    # t5x evaluates after it has saved, so what a checkpoint has seen was evaluated.
+    # t5x evaluates after it has saved, so the steps of a checkpoint have been evaluated.
     checkpoints_utils.latest_step(model_dir) or 0,
   )
   hosted = {}

@@ -1,4 +1,4 @@
-"""Warm starts under t5x as under our trainer: from our checkpoints, t5x's and published files."""
+"""Warm starts under t5x: from our checkpoints, t5x's and published files, as in our trainer."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from het_plugin.training import checkpoint_reader, checkpoints, warm_start
 
 
 def find_checkpoint(path: str) -> str:
-  """The checkpoint at `path`, which may be a run's directory: then its newest.
+  """The checkpoint at `path`, or the newest one if it is a run's directory.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is no checkpoint.
   """
   return str(checkpoint_reader.find(path))
 
 
 class CheckpointConfig(utils.CheckpointConfig):
-  """t5x's with our `restore`, which `TrainStateInitializer` does.
+  """t5x's CheckpointConfig with our `restore`, which `TrainStateInitializer` carries out.
 
   Attributes:
     save: t5x's SaveCheckpointConfig; None to save nothing.
-    initial: where the initial parameters come from; None for scratch.
+    initial: source of the initial parameters; None to initialise all.
   """
 
   def __init__(
@@ -37,9 +37,9 @@ class CheckpointConfig(utils.CheckpointConfig):
 
 
 class TrainStateInitializer(utils.TrainStateInitializer):
-  """t5x's, which takes initial parameters from wherever our trainer takes them.
+  """t5x's TrainStateInitializer, which takes initial parameters from the sources of our trainer.
 
-  Optimizer and step start afresh. A run that is resumed has its own checkpoint, which t5x prefers.
+  Optimizer and step start afresh. A resumed run has its own checkpoint, which t5x prefers.
   """
 
   def __init__(self, *args: Any, checkpoint_cfg: CheckpointConfig, **kwargs: Any):

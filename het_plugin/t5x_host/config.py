@@ -18,19 +18,19 @@ def summarize_config(
   step: int,
   accept_changes: bool = False,
 ) -> None:
-  """`summarize_config_fn` of t5x: writes MODEL_DIR/t5x_config.gin, MODEL_DIR/config.gin and a text
-  summary.
+  """`summarize_config_fn` of t5x: writes t5x_config.gin, config.gin and a text summary.
 
-  config.gin lacks what only t5x knows, so that our mains open the run's checkpoints without t5x.
+  config.gin lacks bindings that only t5x knows, so our mains open the run's checkpoints without
+  t5x.
 
   Args:
-    model_dir: the run's directory.
-    summary_writer: of clu; None for no summary.
-    step: of the checkpoint that the run goes on from; 0 at its start.
+    model_dir: directory of the run.
+    summary_writer: writer of clu; None for no summary.
+    step: step of the checkpoint from which the run goes on; 0 at its start.
     accept_changes: goes on although the configuration may now give other results.
 
   Raises:
-    ValueError: it may, and that is not accepted.
+    ValueError: the configuration may give other results, and this is not accepted.
   """
   text = gin.config_str()
   folder = epath.Path(model_dir)

@@ -1,4 +1,4 @@
-"""Our checkpoints as t5x's trainer would have saved them; needs no t5x."""
+"""Writes our checkpoints in the format of t5x; does not need t5x."""
 
 import json
 
@@ -14,11 +14,11 @@ _TO_T5X = {'params/': 'target/', 'opt_state/': 'state/param_states/', 'step': 's
 def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
   """Writes a checkpoint of ours for t5x, which can then resume the run.
 
-  It holds parameters, optimizer state and, as gin/t5x/train.gin reads it in one process, the input
-  position.
+  It has parameters, optimizer state and the input position, which gin/t5x/train.gin reads in one
+  process.
 
   Args:
-    path: a run of ours, or one of its checkpoints.
+    path: a run of the built-in trainer, or one of its checkpoints.
     model_dir: directory of the run under t5x.
 
   Returns:

@@ -1,8 +1,7 @@
-"""Our data sets behind t5x's hooks for them: the order, the rows and the position are those of our
-trainer.
+"""Our data sets for t5x, with the order, rows and position of our trainer.
 
-t5x's own roads lead to the same tasks through seqio; there is no position in them, so a run that is
-resumed begins with the first example again.
+t5x itself reads the same tasks through seqio, which has no position, so a resumed run would begin
+with the first example again.
 """
 
 import json
@@ -26,7 +25,7 @@ class TrainIterator(clu.data.dataset_iterator.DatasetIterator):
 
   @property
   def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Of the rows of this process."""
+    """Shapes of the rows of this process."""
     return local_spec(self._batches, self._rows)
 
   def __next__(self) -> Mapping[str, np.ndarray]:
@@ -40,7 +39,7 @@ class TrainIterator(clu.data.dataset_iterator.DatasetIterator):
 
   def restore(self, filename: epath.PathLike) -> None:
     path = epath.Path(filename)
-    # t5x has looked at the first batch when it saves this one.
+    # t5x has already read the first batch when it saves this one.
     is_first = 'checkpoint_0' in path.parts
     self._batches.set_state({'position': 0} if is_first else json.loads(path.read_text()))
 
@@ -49,7 +48,7 @@ class TrainIterator(clu.data.dataset_iterator.DatasetIterator):
 
 
 class EvalBatches:
-  """The same first batches of a data set each time they are iterated over."""
+  """The first batches of a data set, the same ones in every iteration."""
 
   def __init__(self, batches: data.BatchIterator, rows: int, max_batches: int):
     self._batches = batches
@@ -83,11 +82,12 @@ def get_dataset(
   *,
   model: Any,
 ) -> TrainIterator:
-  """`train.get_dataset_fn` of t5x for our DatasetConfig; shard_id and num_shards are t5x's piece of
-  the global batch for this process.
+  """`train.get_dataset_fn` of t5x for our DatasetConfig.
+
+  shard_id and num_shards give the part of the global batch for this process.
 
   Raises:
-    ValueError: a setting of cfg is wrong or does not fit the task, or the model does not.
+    ValueError: a setting of cfg is wrong, or it or the model does not fit the task.
   """
   del feature_converter_cls, num_epochs, continue_from_last_checkpoint  # cfg has its own
   return TrainIterator(*_open(cfg, shard_id, num_shards, model))
@@ -126,7 +126,7 @@ def _open(
 
 
 def task_name(name: str) -> str:
-  """The name that seqio has for a task of any of our names, such as 'image_folder:/data/birds'.
+  """seqio's name for a task with any of our names, such as 'image_folder:/data/birds'.
 
   Raises:
     ValueError: as `data.tasks.get_task`.

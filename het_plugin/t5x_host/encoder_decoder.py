@@ -17,7 +17,7 @@ from t5x.examples.t5 import network
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
 
 PROJECTION = 'logits_dense'  # the layer of the network that the head replaces
-# Noise dimensions are as wide as the decoder, factors few.
+# Noise dimensions are as wide as the decoder; there are few factors.
 FACTOR_RULES = {'noise': adafactor.FactorDim.COLUMN, 'factors': adafactor.FactorDim.ROW}
 
 Batch = Mapping[str, jax.Array]
@@ -25,18 +25,18 @@ PyTree = Any
 
 
 class Transformer(network.Transformer):
-  """t5x's minimal T5 with a classifier head in the place of `logits_dense`.
+  """t5x's minimal T5 with a classifier head instead of `logits_dense`.
 
-  The head's parameters lie where those of that layer do, `decoder/logits_dense`, and its kernel [D,
-  Kp] is called `kernel` as there: a checkpoint of T5 starts the network, W included.
+  The head has the path of that layer, `decoder/logits_dense`, and its kernel [D, Kp] is called
+  `kernel` as there, so a checkpoint of T5 starts the network including W.
 
   Attributes:
     config: t5x's T5Config.
     head: `Det`, `Het`, `HetH` or `HetXL` with num_classes = config.vocab_size.
-    integrator: makes the predictive distribution of evaluation, scoring and decoding.
-    eval_seed: seed of the noise outside training. All tokens share their draws: a token's
-      distribution is a function of the parameters and of the tokens before it, in a beam search as
-      in scoring.
+    integrator: estimates the predictive distribution in evaluation, scoring and decoding.
+    eval_seed: seed of the noise outside training. All tokens share their draws, so the distribution
+      of a token is a function of the parameters and of the tokens before it, both in beam search
+      and in scoring.
   """
 
   head: nn.Module
@@ -62,8 +62,9 @@ class Transformer(network.Transformer):
     super().setup()
 
   def decode(self, *args, **kwargs) -> jax.Array:
-    """As t5x's, with log p(token) float32 [B, T, Kp] for logits: their softmax is the predictive
-    distribution itself. Padded tokens have about -1e30.
+    """t5x's `decode`, with log p(token) float32 [B, T, Kp] as logits.
+
+    Their softmax is the predictive distribution itself. Padded tokens have about -1e30.
     """
     key = shared_key(jax.random.key(self.eval_seed))
     with nn.intercept_methods(
@@ -99,9 +100,7 @@ class Transformer(network.Transformer):
     return logits
 
   def _head_then(self, use: Callable[[GaussianLogits], jax.Array | None]) -> Callable[..., Any]:
-    """The interceptor that calls the head in the place of the projection, and `use` on what it
-    returns.
-    """
+    """An interceptor that calls the head instead of the projection, and `use` on its result."""
 
     def intercept(next_fun, args, kwargs, context):
       module = context.module
@@ -118,15 +117,16 @@ class Transformer(network.Transformer):
 class EncoderDecoderModel(models.EncoderDecoderModel):
   """t5x's EncoderDecoderModel, trained on the likelihood of a head's predictive distribution.
 
-  Evaluation, scoring and decoding are t5x's: the network gives them log-probabilities for logits.
-  There is neither label smoothing nor a z-loss, which are of one softmax, not of a mean of many.
+  Evaluation, scoring and decoding are those of t5x: the network returns log-probabilities as
+  logits. There is neither label smoothing nor a z-loss, which are defined for one softmax and not
+  for a mean of several.
   """
 
   def __init__(self, *args: Any, train_integrator: Integrator, **kwargs: Any):
-    """As t5x's, and the integrator of the training loss.
+    """Takes the arguments of t5x's model and the integrator of the training loss.
 
-    t5x sums the gradients of microbatches: with several, `loss_normalizing_factor` must be a
-    number, or None for the sum over the tokens.
+    t5x sums the gradients of microbatches. With several of them, `loss_normalizing_factor` must be
+    a number, or None for the sum over the tokens.
     """
     super().__init__(*args, **kwargs)
     self.train_integrator = train_integrator
@@ -136,8 +136,8 @@ class EncoderDecoderModel(models.EncoderDecoderModel):
   ) -> tuple[jax.Array, models.MetricsMap]:
     """Weighted sum of -log p over the target tokens, divided by the normalizing factor; metrics.
 
-    In training every token has noise of its own, and accuracy is that of the noise-free logits;
-    without `dropout_rng` both are of the predictive distribution.
+    In training every token has its own noise, and accuracy is that of the noise-free logits.
+    Without `dropout_rng` both are those of the predictive distribution.
     """
     if dropout_rng is None:
       return super().loss_fn(params, batch, None)
@@ -173,7 +173,7 @@ class EncoderDecoderModel(models.EncoderDecoderModel):
 
 
 def _segment_ids(batch: Batch) -> dict[str, jax.Array]:
-  """What t5x's metrics take the share of padding from."""
+  """The segment ids from which t5x's metrics compute the share of padding."""
   suffix = '_segment_ids'
   packed = {name.removesuffix(suffix): x for name, x in batch.items() if name.endswith(suffix)}
   features = ('encoder_input_tokens', 'decoder_target_tokens')
@@ -181,14 +181,14 @@ def _segment_ids(batch: Batch) -> dict[str, jax.Array]:
 
 
 def logical_factor_rules() -> dict[str, adafactor.FactorDim]:
-  """t5x's standard rules, by which Adafactor factors second moments, and those of the heads' own
-  axes.
-  """
+  """Rules for the second moments of Adafactor: t5x's standard ones and those of the heads' axes."""
   return dict(adafactor.standard_logical_factor_rules()) | FACTOR_RULES
 
 
 def multiply_by_parameter_scale() -> adafactor.HParamMap:
-  """Adafactor's steps in units of a parameter's size. What starts at zero is excepted: biases, and
-  the temperature's t. Steps of a thousandth of the learning rate would leave those where they are.
+  """Scales Adafactor's steps by the size of a parameter, except for parameters that start at zero.
+
+  These are biases and the t of the temperature. Steps of a thousandth of the learning rate would
+  leave them unchanged.
   """
   return adafactor.HParamMap(((r'.*(bias|/t)$', False), (r'.*', True)))

@@ -17,12 +17,12 @@ def _register() -> None:
       'gin/t5x is for `python -m t5x.train`, t5x.eval and t5x.infer: without it this run is one of '
       'the built-in trainer'
     )
-  importlib.import_module('het_plugin.t5x_host.hooks')  # says so where t5x is missing
+  importlib.import_module('het_plugin.t5x_host.hooks')  # its error says that t5x is missing
   import t5x.train
   from t5x import utils
 
   registry.register('t5x_host')
-  # t5x.eval and t5x.infer read with seqio, and restore what t5x.train has saved.
+  # t5x.eval and t5x.infer read with seqio, and restore checkpoints of t5x.train.
   gin.external_configurable(utils.DatasetConfig, 'SeqioDatasetConfig', 't5x.utils')
   gin.external_configurable(
     utils.RestoreCheckpointConfig, 'T5xRestoreCheckpointConfig', 't5x.utils'

@@ -1,4 +1,4 @@
-"""Our optimizer as t5x wants it."""
+"""Our optimizer with the interface of t5x."""
 
 import functools
 

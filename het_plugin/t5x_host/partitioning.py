@@ -11,9 +11,9 @@ from het_plugin.training import partitioning
 
 
 class PjitPartitioner(t5x_partitioning.PjitPartitioner):
-  """t5x's, which on CPUs heeds num_partitions as on accelerators.
+  """t5x's PjitPartitioner, which respects num_partitions on CPUs as on accelerators.
 
-  There t5x's own puts all devices of a process on the model axis.
+  t5x's own puts all CPU devices of a process on the model axis.
   """
 
   def __init__(
@@ -22,7 +22,7 @@ class PjitPartitioner(t5x_partitioning.PjitPartitioner):
     model_parallel_submesh: Sequence[int] | None = None,
     **kwargs: Any,
   ):
-    """As t5x's; neither of the two is a model axis of 1.
+    """Takes t5x's arguments; without both of them the model axis has size 1.
 
     Raises:
       ValueError: on CPUs, num_partitions does not divide the devices of a process.
@@ -47,9 +47,9 @@ class PjitPartitioner(t5x_partitioning.PjitPartitioner):
 
 
 def ours(partitioner: t5x_partitioning.PjitPartitioner) -> partitioning.PjitPartitioner:
-  """Our partitioner on the mesh and by the axis rules of t5x's.
+  """Our partitioner with the mesh and the axis rules of t5x's.
 
-  The names that only our heads use are replicated: t5x lets unknown names be.
+  Axes that only our heads use are replicated, because t5x ignores unknown names.
   """
   known = {name for name, _ in partitioner.logical_axis_rules}
   own = [(name, axis) for name, axis in partitioning.standard_logical_axis_rules()]

@@ -1,4 +1,4 @@
-"""t5x's trainer, with the checks of ours."""
+"""t5x's trainer with the checks of ours."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from t5x import trainer
 
 
 class Trainer(trainer.Trainer):
-  """t5x's; it refuses microbatches that would train another model without a word.
+  """t5x's Trainer, which refuses microbatches that would silently train another model.
 
-  The optimizer has its own schedule: `learning_rate_fn` is for t5x's log.
+  The optimizer has its own schedule; `learning_rate_fn` is only for t5x's log.
   """
 
   def __init__(self, model: Any, *args: Any, num_microbatches: int | None = None, **kwargs: Any):
-    """As t5x's.
+    """Takes the arguments of t5x's Trainer.
 
     Raises:
-      ValueError: microbatches with a model whose loss compares the whole batch, or whose loss is a
-        mean: t5x adds the gradients of microbatches up.
+      ValueError: there are microbatches, and the loss of the model compares the whole batch or is a
+        mean; t5x adds up the gradients of microbatches.
     """
     if (num_microbatches or 1) > 1:
       name = type(model).__name__
