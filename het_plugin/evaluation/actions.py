@@ -18,7 +18,7 @@ from het_plugin.training.state import TrainState
 
 
 class Row(NamedTuple):
-  """A result of one data set: its scalars by name, and what the line of the file says."""
+  """A result of one data set: its scalars by name, and the content of its line in the file."""
 
   dataset: str
   scalars: Mapping[str, float]
@@ -29,8 +29,7 @@ class PeriodicAction(BaseAction):
   """Evaluates periodically on data sets; for mode TRAIN_EVAL.
 
   Writes the scalars KIND/<data set>/<scalar>, and a line per result to <model_dir>/KIND.jsonl. A
-  resumed run replaces the lines of steps that it repeats, and continues the period of the run
-  before.
+  resumed run replaces the lines of steps that it repeats, and continues the period.
 
   Attributes:
     kind: KIND.
@@ -42,8 +41,8 @@ class PeriodicAction(BaseAction):
     """Sets the period.
 
     Args:
-      datasets: what to evaluate on; each has a name.
-      period: least number of steps between evaluations; None evaluates whenever the loop calls.
+      datasets: data sets to evaluate on; each has a name.
+      period: least number of steps between evaluations; None evaluates at every call.
       total_steps: the last step of training, which is always evaluated.
 
     Raises:
@@ -104,9 +103,8 @@ class PeriodicAction(BaseAction):
 class FewShotAction(PeriodicAction):
   """Fits linear classifiers to a layer's representations (`fewshot.py`) during training.
 
-  The scalars are <shots>shot, in [0, 1], with more than one seed also <shots>shot_stderr; there is
-  a line per data set and number of shots. `results` holds the latest {name: {shots:
-  FewShotResult}}.
+  The scalars are <shots>shot, in [0, 1], and with more than one seed <shots>shot_stderr. There is a
+  line per data set and number of shots. `results` has the latest {name: {shots: FewShotResult}}.
   """
 
   kind = 'fewshot'
@@ -129,7 +127,7 @@ class FewShotAction(PeriodicAction):
     """Reads and compiles nothing yet.
 
     Args:
-      image_size, channels: of the images that the model takes; see `PerExample`.
+      image_size, channels: size of the images that the model takes; see `PerExample`.
       batch_size: global batch of the extraction.
       datasets: data sets to evaluate on.
       shots, seeds, l2, classifier, draw: see `fewshot`.
@@ -175,8 +173,8 @@ class FewShotAction(PeriodicAction):
 class ZeroShotAction(PeriodicAction):
   """Zero-shot classification and retrieval (`zeroshot.py`) during training.
 
-  The scalars are top1 and top5, for captions image_to_text/recall1 and so on, in [0, 1]. Classes
-  are embedded again each time. `results` holds the latest {name: Accuracy or Recall}.
+  The scalars are top1 and top5, or for captions image_to_text/recall1 and so on, in [0, 1]. Classes
+  are embedded again each time. `results` has the latest {name: Accuracy or Recall}.
   """
 
   kind = 'zeroshot'
@@ -196,8 +194,9 @@ class ZeroShotAction(PeriodicAction):
 
     Args:
       image_size, channels, batch_size, num_samples: see `ZeroShotEvaluator`.
-      tokenizer: that of the training; in gin `@run_tokenizer()`, of `@train/DatasetConfig()`.
-      datasets: what to evaluate on.
+      tokenizer: the tokenizer of the training; in gin `@run_tokenizer()` of
+        `@train/DatasetConfig()`.
+      datasets: data sets to evaluate on.
       period, total_steps: see `PeriodicAction`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Metrics by which others rank predictions on people's labels, from log-probabilities [N, K].
+"""Metrics of predictions on the labels of several people, from log-probabilities [N, K].
 
 soft-label NLL   -sum_k t_k log p_k, with t the shares of annotators (Peterson et al. 2019,
                  https://arxiv.org/abs/1908.07086, CIFAR-10H)
@@ -27,7 +27,7 @@ def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
 
 def disagreement_correlation(log_prob: np.ndarray, shares: np.ndarray) -> float:
-  """Rank correlation of the model's entropy with people's; NaN where one of them is constant."""
+  """Rank correlation of the entropies of model and people; NaN if one of them is constant."""
   shares = shares / shares.sum(axis=1, keepdims=True)
   entropy = special.entr(np.exp(log_prob.astype(np.float64))).sum(axis=1)
   return float(stats.spearmanr(entropy, special.entr(shares).sum(axis=1)).statistic)

@@ -1,4 +1,4 @@
-"""Files of several checkpoints that are candidates for one task and hold the same examples."""
+"""Files of several checkpoints that are candidates for one task, with the same examples."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,8 +24,8 @@ def candidate_names(
 ) -> list[str]:
   """Names of the candidates: those given, or the parts in which the paths of `sources` differ.
 
-  `flag` is the one that gives the sources. Raises ValueError for no or equal sources, and for names
-  or test files that do not match them in number.
+  `flag` names the flag of the sources. Raises ValueError if there are no sources, if two are equal,
+  or if the numbers of names or test files differ from theirs.
   """
   if not sources:
     raise ValueError(f'--{flag} is not set: give it a file for each candidate')
@@ -50,8 +50,8 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
   """Reads every file, one per candidate and split, before anything is computed.
 
   Raises:
-    ValueError: a wrong file; candidates with different examples; two files of a candidate with
-      different numbers of features, or from different checkpoints or layers.
+    ValueError: a file is wrong, candidates have different examples, or two files of a candidate
+      have different numbers of features or come from different checkpoints or layers.
   """
   described = {}
   for sources in (train, test):
@@ -75,7 +75,7 @@ def read_softmax_predictions(source: str) -> Predictions:
   """Reads predictions of one label each, ascending by example id.
 
   Raises:
-    ValueError: a wrong file, or one of independent classes (`link` 'sigmoid').
+    ValueError: the file is wrong, or its classes are independent (`link` 'sigmoid').
   """
   read = read_predictions(source)
   if read.link != 'softmax':
@@ -87,7 +87,7 @@ def same_predictions(sources: Sequence[str]) -> Iterator[Predictions]:
   """Reads the candidates' predictions for a split, one after another (`read_softmax_predictions`).
 
   Raises:
-    ValueError: a wrong file, or one whose examples or classes differ from those of the first.
+    ValueError: a file is wrong, or its examples or classes differ from those of the first.
   """
   first = None
   for source in sources:

@@ -1,7 +1,7 @@
-"""Which classes' logits go up and down together under a heteroscedastic head, for a given image.
+"""Correlations between the logits of classes under a heteroscedastic head, for a given image.
 
 The head's logits are Gaussian, location + z F(x) with F [R + 1, K] (`GaussianLogits.factors`), so
-Sigma(x) = F^T F. The covariance of class c with all others is F[:, c]^T F, so that the K x K matrix
+Sigma(x) = F^T F. The covariance of class c with all others is F[:, c]^T F, so the K x K matrix
 Sigma is never built. The temperature cancels in a correlation. With HET-XL, F = F'(x) W: classes
 correlate because of the covariance in the pre-logits and because their columns of W are alike.
 """
@@ -58,13 +58,13 @@ def look(
   Args:
     run: a `config.trained_run.TrainedRun`.
     batches: whole batches of a split, the same on every process.
-    batch_size: their rows. Factors are R + 1 times the size of logits: few rows per device.
-    number: takes the first so many examples; None the examples of `index`.
-    index: their ids, in this order.
-    num_top: m, the number of most probable classes; at most K are taken.
+    batch_size: rows of the batches; few, because factors are R + 1 times as large as logits.
+    number: number of examples to take from the start; None takes those of `index`.
+    index: ids of the examples to take, in this order.
+    num_top: m, the number of most probable classes, at most K.
 
   Raises:
-    ValueError: the head has no class correlations, or there is no example of an id.
+    ValueError: the head has no class correlations, or there is no example with one of the ids.
   """
   model = run.model
   if reason := why_none(model.head):
@@ -110,9 +110,9 @@ def look(
 
 
 def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
-  """Correlations of some classes' logits with all: [B, m, K] from [B, R + 1, K] and int [B, m].
+  """Correlations of some logits with all: [B, m, K] from factors [B, R + 1, K] and classes [B, m].
 
-  The correlation with a class without variance is undefined and given as 0.
+  The correlation with a class without variance is undefined; 0 is returned.
   """
   norm = jnp.sqrt(jnp.square(factors).sum(axis=1, keepdims=True))  # [B, 1, K]
   unit = jnp.where(norm > 0, factors / jnp.where(norm > 0, norm, 1.0), 0.0)
@@ -121,7 +121,7 @@ def correlations(factors: jax.Array, classes: jax.Array) -> jax.Array:
 
 
 def most_correlated(correlation: np.ndarray, anchor: int, number: int) -> np.ndarray:
-  """The classes of the largest correlations [K], without the anchor; of ties the lower first."""
+  """Classes with the largest correlations [K], without the anchor; ties in order of class."""
   order = np.argsort(-correlation, kind='stable')
   return order[order != anchor][:number]
 
@@ -149,7 +149,7 @@ def homoglyph_rate(
     if homoglyphs[label]:
       others = np.array(correlation, np.float64)
       others[label] = -np.inf
-      # The tolerance is for equal factors, whose products may round differently.
+      # A tolerance, because products of equal factors may round differently.
       most = np.flatnonzero(others >= others.max() - 1e-6)
       hits.append(np.mean([int(k) in homoglyphs[label] for k in most]))
       chances.append(len(homoglyphs[label]) / (len(others) - 1))

@@ -9,16 +9,17 @@ import scipy.stats
 
 from het_plugin.evaluation.fewshot import FewShotResult
 
-MIN_DATASETS = 6  # with fewer the signed-rank test cannot reach 0.05 (two-sided)
+MIN_DATASETS = 6  # with fewer, the two-sided signed-rank test cannot reach 0.05
 
 
 def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, float | None]:
   """`result` minus `baseline` on the same test rows and with the same draws, paired.
 
   Returns:
-    'mean', of the accuracies; 'stderr_draws' and 'p_draws' of a paired t-test over draws, with the
-    test rows fixed; 'stderr_rows' and 'p_rows' of one over test rows, each with the share of draws
-    that classify it correctly. None where there are fewer than two, or all differ equally.
+    'mean', the difference of the accuracies; 'stderr_draws' and 'p_draws' of a paired t-test over
+    draws with fixed test rows; 'stderr_rows' and 'p_rows' of one over test rows, each with the
+    share of draws that classify it correctly. None if there are fewer than two values or all
+    differences are equal.
 
   Raises:
     ValueError: the results differ in shots, or in the number of draws or test rows.
@@ -45,8 +46,10 @@ def _t_test(gains: np.ndarray) -> tuple[float | None, float | None]:
 def signed_rank_p(
   results: Mapping[str, FewShotResult], baseline: Mapping[str, FewShotResult]
 ) -> float | None:
-  """p of Wilcoxon's signed-rank test that two runs are equally good over data sets (Demsar 2006,
-  https://jmlr.org/papers/v7/demsar06a.html). None for fewer than MIN_DATASETS data sets.
+  """p of Wilcoxon's signed-rank test that two runs are equally good over data sets.
+
+  See Demsar 2006, https://jmlr.org/papers/v7/demsar06a.html. None for fewer than MIN_DATASETS data
+  sets.
   """
   gains = [results[name].mean - baseline[name].mean for name in results]
   if len(gains) < MIN_DATASETS or not np.any(gains):
@@ -70,11 +73,12 @@ def group_mean(values: Sequence[float]) -> GroupMean:
 
 
 def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
-  """p of the two-sample unequal-variance (Welch's) t-test that two groups of runs are equally good
-  (Collier et al. 2023, table 6). None for a group of fewer than two, or if no runs differ.
+  """p of Welch's t-test (two samples, unequal variances) that two groups of runs are equally good.
+
+  See Collier et al. 2023, table 6. None if a group has fewer than two runs, or if no runs differ.
   """
   if min(len(values), len(baseline)) < 2 or not (np.ptp(values) or np.ptp(baseline)):
     return None
-  with warnings.catch_warnings():  # equal runs within a group are no loss of precision
+  with warnings.catch_warnings():  # scipy warns of lost precision if runs in a group are equal
     warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
     return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)

@@ -20,7 +20,7 @@ from het_plugin.evaluation.uncertainty_report import Evaluation
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What to evaluate and how: the flags of the main, by name; see there."""
+  """The flags of the main `het_plugin.evaluate`, by name."""
 
   checkpoint: Sequence[str]
   predictions: Sequence[str]
@@ -60,8 +60,8 @@ def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluat
   """Evaluates all checkpoints, each opened by `open_run`, then all files of predictions.
 
   Raises:
-    ValueError: a file is wrong, or the data do not fit a model or the settings. A model is compiled
-      only once its data are known to fit.
+    ValueError: a file is wrong, or the data do not fit a model or the settings; raised before the
+      model is compiled.
   """
   names = short_names([*settings.checkpoint, *settings.predictions])
   num_runs = len(settings.checkpoint)
@@ -70,12 +70,12 @@ def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluat
   evaluations = []
   for name, checkpoint in zip(names[:num_runs], settings.checkpoint, strict=True):
     evaluations.append(evaluate_run(name, open_run(checkpoint), settings))
-    jax.clear_caches()  # the next model shares no program
+    jax.clear_caches()  # the next model shares no programs
   return evaluations + files
 
 
 def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
-  """Scores saved predictions, the first max_examples of them."""
+  """Scores the first max_examples of saved predictions."""
   read = predictions.read_predictions(path)
   num_classes = read.log_prob.shape[1]
   with _named('--predictions', path):
@@ -85,9 +85,7 @@ def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
 
 
 def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
-  """Predicts the split and the out-of-distribution split of a `TrainedRun`, and looks at the
-  covariance of its classes.
-  """
+  """Evaluates a `TrainedRun` on the split and the out-of-distribution split, and its covariance."""
   task = settings.dataset or run.task
   info = data.classification_info(task)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
@@ -156,10 +154,10 @@ def _named(flag: str, value: Any) -> Iterator[None]:
 
 
 def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.BatchIterator, int]:
-  """What `open_split` yields, with images of the model's size; open until the stack is closed."""
+  """The result of `open_split` with images of the model's size; open until the stack is closed."""
   with _named(f'--{prefix}dataset', task):
     info = data.classification_info(task)
-    # Checks the channels without an image.
+    # Checks the channels without reading an image.
     image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
     jax.eval_shape(lambda x: match_channels(x, run.channels), image)
     given = {

@@ -58,15 +58,15 @@ class PerExample:
   ) -> Iterator[Rows]:
     """Rows of each batch in order; every process must take the same number of batches.
 
-    Asks for one batch more than it has given, so that the devices compute a batch while the host
-    works on the batch before.
+    Reads one batch ahead, so that the devices compute a batch while the host processes the one
+    before.
 
     Args:
-      params: placed by `param_specs`.
+      params: parameters, placed by `param_specs`.
       batches: this process's rows of each batch (image, label or text, index, mask). Rows with mask
         0 (padding, and examples that could not be read) are dropped.
       batch_size: rows of the global batch.
-      max_examples: takes the first so many examples of the stream and reads no further.
+      max_examples: number of examples to take from the start of the stream; reads no further.
 
     Yields:
       The columns of `compute`, label and index, [n, ...] with 0 <= n <= B.
@@ -118,7 +118,7 @@ class RepresentationExtractor(PerExample):
       pool: how a layer [B, ..., D] with positions, such as tokens [B, N, D] or a feature map
         [B, H, W, D], becomes rows. 'mean' averages over all positions, a class token included, to
         [B, D]. 'none' puts them side by side, [B, N D].
-      dtype: of the features. They are pooled in float32 first.
+      dtype: type of the features, which are pooled in float32 first.
     """
     self.layers = tuple(layers)
     self.dtype = jnp.dtype(dtype)
@@ -145,12 +145,12 @@ class RepresentationExtractor(PerExample):
 
 
 def column(layer: str) -> str:
-  """The column of a layer; it is a file name for any name of a layer."""
+  """The column of a layer, which is a valid file name for any layer name."""
   return f'features.{urllib.parse.quote(layer, safe="")}'
 
 
 def in_order(parts: Sequence[Mapping[str, np.ndarray]]) -> Rows:
-  """The parts of a split as one, ascending by example id (column 'index').
+  """Joins the parts of a split, ascending by example id (column 'index').
 
   Raises:
     ValueError: there is no row, or an id occurs twice.

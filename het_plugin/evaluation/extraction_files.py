@@ -1,11 +1,11 @@
-"""Where the representations of a data set lie, and how an interrupted extraction goes on.
+"""Files of the representations of a data set, and how an interrupted extraction goes on.
 
-    OUTPUT_DIR/DATASET/LAYER/SPLIT.safetensors    complete, with the settings that made it
+    OUTPUT_DIR/DATASET/LAYER/SPLIT.safetensors    complete, with its settings
     OUTPUT_DIR/DATASET/.unfinished.SPLIT/         settings.json, and rows of all layers so far:
-                                                  POSITION.ROWS.npz, by where in the split they
-                                                  end and how many there are then
+                                                  POSITION.ROWS.npz, named by their end in the
+                                                  split and the number of rows up to there
 
-Files of other settings are never mixed in, and are replaced only if that is asked for.
+Files of other settings are never mixed in, and are replaced only on request.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from het_plugin.evaluation.representations import (
 from het_plugin.training import processes, run_files
 
 _SHOWN = 40  # characters of a setting in an error
-_COMMIT_SECONDS = 30.0  # of work that a kill may lose; an exception loses none
+_COMMIT_SECONDS = 30.0  # work that is lost if the process is killed; an exception loses none
 
 
 class Pending(NamedTuple):
-  """What a split still needs: layers, and where the rows that are there already end."""
+  """The layers that a split still needs, and the end of the rows that are already there."""
 
   layers: tuple[str, ...]
   position: int = 0  # in the stream of examples
@@ -62,10 +62,10 @@ class SplitFiles:
     return sorted(self.unfinished.glob('[0-9]*.npz'))
 
   def pending(self, layers: Sequence[str], overwrite: bool = False) -> Pending:
-    """What is left to do; process 0 looks, nothing is changed, and every process calls this.
+    """The work that is left; collective. Process 0 reads the files; nothing is changed.
 
     Raises:
-      ValueError: there is something of other settings, and `overwrite` is False.
+      ValueError: there are files of other settings, and `overwrite` is False.
     """
 
     def look() -> str:
@@ -88,7 +88,7 @@ class SplitFiles:
     return Pending(tuple(layers), *rest)
 
   def _differs(self, path: Path, found: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether a file has other settings; an error with both values unless it may be replaced."""
+    """Whether a file has other settings; a ValueError with both unless it may be replaced."""
     different = [name for name, value in self.settings.items() if found.get(name) != value]
     if different and not overwrite:
       shown = [
@@ -116,14 +116,14 @@ class SplitFiles:
     provenance: Mapping[str, Any] | None = None,
     on_rows: Callable[[int], None] = lambda number: None,
   ) -> None:
-    """Computes the pending layers and writes their files, in process 0; every process calls this.
+    """Computes the pending layers; process 0 writes their files. Every process calls this.
 
     Args:
-      pending: of `pending`, whose layers are those of `extractor`.
-      extractor, params, batches, batch_size: see `PerExample`; a `data.BatchIterator`.
-      num_examples: rows to write at most, the first of the stream.
-      class_names, provenance: what the files say beside the settings.
-      on_rows: is called with the number of rows of each batch.
+      pending: the result of `pending`; its layers are those of `extractor`.
+      extractor, params, batches, batch_size: see `PerExample`; batches is a `data.BatchIterator`.
+      num_examples: largest number of rows to write, from the start of the stream.
+      class_names, provenance: written to the files beside the settings.
+      on_rows: called with the number of rows of each batch.
 
     Raises:
       ValueError: a feature is not finite, there is no example, or an example id occurs twice.
@@ -161,7 +161,7 @@ class SplitFiles:
       self._write(pending.layers, extractor.dtype, class_names, provenance or {})
 
   def _write(self, layers, dtype, class_names, provenance) -> None:
-    """Writes a file per layer, one layer in memory at a time; then the shards go."""
+    """Writes a file per layer, one layer in memory at a time, and deletes the shards."""
     for layer in layers:
       column, parts = extraction.column(layer), []
       for path in self.shards():
@@ -169,7 +169,7 @@ class SplitFiles:
           parts.append({x: rows[x] for x in ('index', 'label', column)})
       try:
         rows = extraction.in_order(parts)
-      except ValueError:  # such rows never become a file
+      except ValueError:  # these rows can never become a file
         shutil.rmtree(self.unfinished)
         raise
       features = rows[column].view(dtype)  # .npz has no bfloat16
@@ -192,7 +192,7 @@ def check_finite(layer: str, features: np.ndarray, index: np.ndarray) -> None:
 
 
 def safe_name(name: str) -> str:
-  """A file name for a layer or a split; harmless characters stay.
+  """A file name for a layer or a split; safe characters stay.
 
   Slices stay readable and distinct: 'train[:50%]' is 'train_..50pct', 'train[50:]' 'train_50..'.
   """

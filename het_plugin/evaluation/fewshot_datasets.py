@@ -22,9 +22,9 @@ class FewShotDataset:
     task: name of a single-label task.
     train_split: split that the shots are drawn from, or a slice of one, 'train[:2000]'.
     test_split: split or slice that accuracies are measured on.
-    max_train, max_test: largest number of examples of the split, a fixed random choice (the first
-      ones of an endless split); None for all.
-    resize: 'squash' or 'aspect', see DatasetConfig; None for that of the task.
+    max_train, max_test: largest number of examples of the split, a fixed random choice (of an
+      endless split, the first ones); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None uses that of the task.
   """
 
   name: str
@@ -40,7 +40,7 @@ class FewShotDataset:
     return (self.train_split, self.max_train), (self.test_split, self.max_test)
 
 
-# glyphs_heldout has characters and faces that no training split shows.
+# glyphs_heldout has characters and faces that are in no training split.
 DEFAULT_DATASETS = (
   FewShotDataset('digits', 'digits'),
   FewShotDataset('glyphs_heldout', 'glyphs_heldout'),
@@ -90,8 +90,11 @@ class FewShotReader:
     self._settings = {'image_size': image_size, 'max_labels': 1, 'batch_size': batch_size}
 
   def check(self, dataset: FewShotDataset) -> None:
-    """Raises ValueError, before anything is compiled or any image read: a batch size that the mesh
-    does not divide, an unknown task or split, several labels, an endless split without a bound.
+    """Checks a data set before anything is compiled or any image is read.
+
+    Raises:
+      ValueError: the mesh does not divide the batch size, the task or split is unknown, images have
+        several labels, or an endless split has no bound.
     """
     if classification_info(dataset.task).multi_label:
       raise ValueError(

@@ -29,7 +29,7 @@ def check_flags(
   splits: Sequence[str],
   given: Sequence[str],
 ) -> None:
-  """Raises ValueError for flags that do not go together; `given` are those of `OF_CHECKPOINTS`."""
+  """Raises ValueError for flags that exclude each other; `given` are those of `OF_CHECKPOINTS`."""
   if len(train) != len(test):
     raise ValueError(
       f'--train is given {len(train)} times and --test {len(test)} times; each run needs both'
@@ -50,10 +50,10 @@ def from_files(
   """Evaluates representations; each pair of a training and a test file is a data set of a run.
 
   Args:
-    names: RUN or RUN:DATASET of each pair; None takes what the paths differ in.
+    names: RUN or RUN:DATASET of each pair; None takes the parts in which the paths differ.
     train, test: files (`read_representations`).
-    **settings: protocol, shots and seeds of `fewshot.few_shot_all`; 'all' among the shots takes
-      every example.
+    **settings: protocol, shots and seeds of `fewshot.few_shot_all`; shots of 'all' take every
+      example.
   """
   runs = {}
   for name, *pair in zip(choose_names(names, train), train, test, strict=True):
@@ -85,7 +85,7 @@ def from_checkpoints(
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
 
   Args:
-    names: of the runs; None for what the paths differ in.
+    names: names of the runs; None takes the parts in which the paths differ.
     checkpoints: paths, one per run.
     open_run: opens a path as a `config.trained_run.TrainedRun`.
     bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
@@ -146,7 +146,7 @@ def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Re
   Args:
     protocol: settings of the protocol, by name.
     earlier: rows of an earlier --json, shown first; they have no part in the differences.
-    results: of the runs.
+    results: results of the runs.
   """
   rows = list(earlier)
   for run, by_dataset in results.items():
@@ -214,12 +214,11 @@ def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Re
 
 
 def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """One row per method and number of shots, over all data sets and settings (Collier et al. 2023,
-  table 22).
+  """One row per method and number of shots, averaged over all data sets and settings.
 
-  Methods are averaged over the same cells (data set, setting): those that all of them have. The
-  data sets and settings are fixed and only the draws are random, so the standard error of n cells
-  is sqrt(sum of their squared standard errors) / n.
+  See Collier et al. 2023, table 22. Methods are averaged over the cells (data set, setting) that
+  all of them have. Data sets and settings are fixed and only the draws are random, so the standard
+  error of n cells is sqrt(sum of their squared standard errors) / n.
   """
   methods = {}
   for row in rows:

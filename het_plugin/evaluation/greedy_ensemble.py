@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-MIN_IMPROVEMENT = 1e-9  # nats; less than this is rounding
+MIN_IMPROVEMENT = 1e-9  # nats; smaller improvements are rounding
 
 
 def greedy_ensemble(
@@ -49,7 +49,7 @@ def greedy_ensemble(
       if np.isnan(nll).all():
         break
     best = int(np.nanargmin(nll))
-    # `not <`, so that an NLL that stays infinite stops too
+    # `not <`, so that an NLL that stays infinite also ends the loop
     if path and not nll[best] < path[-1] - MIN_IMPROVEMENT:
       break
     total = np.logaddexp(total, label_log_prob[best])

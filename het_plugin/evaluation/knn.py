@@ -28,8 +28,8 @@ def knn_accuracy(
   Args:
     train_x: finite float [N, D].
     train_y: int [N].
-    test_x, test_y: float [M, D] and int [M]. None for the training set itself, each row without its
-      own entry; other rows with the same features count.
+    test_x, test_y: float [M, D] and int [M]. None uses the training set itself, where a row is not
+      its own neighbour, but other rows with the same features are.
     ks: numbers of neighbours, each in 1 .. N - 1.
     metric: one of METRICS.
 
@@ -37,7 +37,7 @@ def knn_accuracy(
     {k: accuracy in [0, 1]}. Test examples of a class without a training example are wrong.
 
   Raises:
-    ValueError: arrays that do not fit together or are empty, settings out of range.
+    ValueError: arrays do not fit together or are empty, or a setting is out of range.
   """
   from sklearn.neighbors import NearestNeighbors  # takes a second
 
@@ -63,8 +63,9 @@ def knn_accuracy(
 
 
 def vote(labels: np.ndarray) -> np.ndarray:
-  """Most frequent label of each row of labels [M, k], which are nearest first: [M]. Of equally
-  frequent labels, the one whose nearest example is nearer.
+  """The most frequent label [M] of each row of labels [M, k], which are ordered by distance.
+
+  Of equally frequent labels, the one with the nearer example wins.
   """
   counts = np.stack([(labels == column[:, None]).sum(axis=1) for column in labels.T], axis=1)
   return labels[np.arange(len(labels)), counts.argmax(axis=1)]

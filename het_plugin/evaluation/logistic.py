@@ -1,5 +1,7 @@
-"""Multinomial logistic regression on standardised features: scikit-learn's with C = 1 / l2 and at
-most 150 iterations, as uncertainty-baselines evaluates few-shot (baselines/jft/fewshot_utils.py).
+"""Multinomial logistic regression on standardised features, by scikit-learn.
+
+It has C = 1 / l2 and at most 150 iterations, as in the few-shot evaluation of
+uncertainty-baselines (baselines/jft/fewshot_utils.py).
 """
 
 import warnings
@@ -31,7 +33,7 @@ class Logistic:
     if (self._y == self._y[0]).all():  # scikit-learn wants two classes
       return np.full((len(l2s), len(x)), self._y[0])
     with warnings.catch_warnings():
-      # The protocol says 150 iterations, whether or not they converge.
+      # The protocol has 150 iterations, whether or not they converge.
       warnings.simplefilter('ignore', ConvergenceWarning)
       models = (LogisticRegression(C=1 / float(l2), max_iter=MAX_ITERATIONS) for l2 in l2s)
       return np.stack([m.fit(self._x, self._y).predict(self._standardised(x)) for m in models])

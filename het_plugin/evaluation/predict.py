@@ -24,7 +24,7 @@ class Images:
   """A `data.sources.ExampleSource` of images without labels.
 
   Attributes:
-    names: of the images, for results.
+    names: names of the images, for results.
   """
 
   def __init__(self, path: str):
@@ -61,7 +61,7 @@ class Images:
       self.names = [str(x) for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
-    # A task of several labels may have images without one.
+    # Only a multi-label task may have images without a label.
     self.info = data.TaskInfo(1, True, channels, None, {_SPLIT: len(self.names)})
 
   def read(self, split: str, ids: np.ndarray, size: int, seed: int) -> tuple[list, np.ndarray]:
@@ -84,7 +84,7 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
     run: a `config.trained_run.TrainedRun`.
     path: see `Images`.
     top: classes per image at most.
-    batch_size: of the global batch.
+    batch_size: rows of the global batch.
 
   Returns:
     A row per readable image: 'image', 'entropy' of the predictive distribution in nats, and 'top',
@@ -97,7 +97,7 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
 
   images = Images(path)
   names, photo = None, ()
-  with contextlib.suppress(ValueError):  # the data of the training may be elsewhere
+  with contextlib.suppress(ValueError):  # the training data may not be on this machine
     task = tasks.get_task(run.task)
     names = task.info.class_names
     photo = task.eval_preprocessors

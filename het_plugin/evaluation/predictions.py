@@ -1,4 +1,4 @@
-"""Predictive distributions of a split: computed over the mesh, and the files that hold them.
+"""Predictive distributions of a split, computed over the mesh, and their files.
 
 het_plugin writes .npz files with the arrays
 
@@ -45,16 +45,16 @@ class Predictions:
   """Predictive distributions of N examples over K classes.
 
   Attributes:
-    log_prob: float32 or float64 [N, K], at most 0. Softmax: log p(k | x). Sigmoid: log p(y_k = 1 |
-      x), class by class.
+    log_prob: float32 or float64 [N, K], at most 0: log p(k | x) with a softmax, log p(y_k = 1 | x)
+      per class with a sigmoid.
     labels: int32 [N, L], padded with -1.
     index: int64 [N], distinct example ids.
     link: 'softmax' or 'sigmoid'.
-    class_names: of the K classes; None if unknown.
+    class_names: names of the K classes; None if unknown.
     expected_entropy: float32 [N] in nats (`Integrator.expected_entropy`); None without noise.
-    nll: float32 [N] of a sigmoid link, in nats, from the model itself; log_prob does not give it
-      exactly. None if the model did not give it.
-    provenance: what made the predictions, as JSON values.
+    nll: float32 [N] in nats, for a sigmoid link, from the model itself, because log_prob does not
+      determine it exactly; None if it is unknown.
+    provenance: origin of the predictions, as JSON values.
   """
 
   log_prob: np.ndarray
@@ -71,12 +71,12 @@ class Predictions:
 
   @property
   def label(self) -> np.ndarray:
-    """The one label of each example, int32 [N], of a softmax link (see `check`)."""
+    """The label of each example, int32 [N], for a softmax link (see `check`)."""
     return self.labels.max(axis=1)
 
   @property
   def label_log_prob(self) -> np.ndarray:
-    """log p(y | x), [N], of a softmax link."""
+    """log p(y | x), [N], for a softmax link."""
     return np.take_along_axis(self.log_prob, self.label[:, None], axis=1)[:, 0]
 
   def rows(self, rows: slice | np.ndarray) -> 'Predictions':
@@ -97,7 +97,7 @@ class Predictor:
   """
 
   def __init__(self, model: Any, partitioner: PjitPartitioner, param_specs: PyTree, channels: int):
-    # Classes stay sharded up to here, where the log-probabilities of one batch are gathered.
+    # Classes are sharded until the log-probabilities of a batch are gathered here.
     self._rows = PerExample(model.predictive, partitioner, param_specs, channels)
     self._link = model.head.link
 
@@ -118,7 +118,7 @@ class Predictor:
 
 
 def concatenate(parts: Sequence[Predictions]) -> Predictions:
-  """The parts of a split as one."""
+  """Joins the parts of a split."""
   joined = {
     name: np.concatenate([getattr(part, name) for part in parts])
     for name in _PER_EXAMPLE
@@ -131,7 +131,7 @@ def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
   """Writes an .npz file.
 
   Raises:
-    ValueError: for another suffix.
+    ValueError: the suffix is not .npz.
   """
   path = epath.Path(path)
   if path.suffix != '.npz':
@@ -155,7 +155,7 @@ def read_predictions(path: str) -> Predictions:
   """Reads a file.
 
   Raises:
-    ValueError: the file is missing or damaged, its arrays do not fit together, values are no
+    ValueError: the file is missing or damaged, its arrays do not fit together, values are not
       probabilities, or labels are out of range. The message is one sentence that names the file.
   """
   with reading(path):
@@ -223,7 +223,7 @@ def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
   if name == 'prob':
     if not ((values >= 0) & (values <= 1 + tolerance)).all():
       raise ValueError('prob has values outside [0, 1]')
-    with np.errstate(divide='ignore'):  # a probability of 0 is one: its log is -inf
+    with np.errstate(divide='ignore'):  # a probability of 0 is valid: its log is -inf
       log_prob = np.log(values.astype(np.float64))
   else:
     log_prob = values if values.dtype.itemsize >= 4 else values.astype(np.float32)

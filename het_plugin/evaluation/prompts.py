@@ -29,7 +29,7 @@ def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
       one template per line (empty lines do not count).
 
   Raises:
-    ValueError: it is none of these, or a template does not hold '{}' exactly once.
+    ValueError: it is none of these, or a template does not contain '{}' exactly once.
   """
   found = templates
   if isinstance(templates, str):
@@ -54,17 +54,17 @@ def fill(template: str, names: Sequence[str]) -> list[str]:
 def readable_names(
   task: str, own: Sequence[str] | None, given: str | Sequence[str] | None, num_classes: int
 ) -> tuple[str, ...]:
-  """The classes' names as words: underscores become spaces.
+  """The names of the classes as words: underscores become spaces.
 
   Args:
-    task: its name, for messages.
+    task: name of the task, for messages.
     own: the task's own names; None if it has none.
-    given: names to take instead, or the path of a text file with one name per line.
-    num_classes: the number of names there must be.
+    given: names to use instead, or the path of a text file with one name per line.
+    num_classes: the required number of names.
 
   Raises:
-    ValueError: there are no names or not `num_classes`, one is empty, or the task's own names are
-      WordNet numbers (TFDS's ImageNet), which mean nothing to a text tower.
+    ValueError: there are not `num_classes` names, one is empty, or the task's own names are WordNet
+      numbers (TFDS's ImageNet), which mean nothing to a text tower.
   """
   source = repr(task) if given is None else 'class_names'
   names = own if given is None else given

@@ -21,9 +21,9 @@ def singular_values(
 ) -> np.ndarray:
   """Singular values of features, finite float [N, D]: float64 [min(N, D)], descending.
 
-  They are computed from the features themselves: the eigenvalues of the Gram matrix lose every
-  singular value below 1e-8 of the largest. Of more than `max_examples` rows a random choice is
-  taken, which depends on N and the seed only.
+  They are computed from the features themselves, because the eigenvalues of the Gram matrix lose
+  singular values below 1e-8 of the largest. If there are more than `max_examples` rows, a random
+  choice is taken, which depends on N and the seed only.
 
   Raises:
     ValueError: all features are 0.

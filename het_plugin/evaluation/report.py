@@ -1,4 +1,4 @@
-"""A comparison of runs as text, JSON, plots and a page; what all mains of evaluation write."""
+"""A comparison of runs as text, JSON, plots and a page, for all mains of evaluation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +45,10 @@ class Report:
 
     Args:
       program: the main, as in `python -m PROGRAM`.
-      json: of the numbers.
-      png: of the first plot.
-      html: of the page.
-      output_dir: gets results.json, results.txt, index.html and all plots.
+      json: path of the numbers.
+      png: path of the first plot.
+      html: path of the page.
+      output_dir: folder of results.json, results.txt, index.html and all plots.
     """
     print(self.text())
     folder = Path(output_dir) if output_dir else None

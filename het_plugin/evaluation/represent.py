@@ -98,7 +98,7 @@ def represent(
   }
   folder = Path(output_dir) / folder_name(task)
   files = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
-  # Whatever stands in the way is found before the first split is begun.
+  # All errors of settings are found before the first split is begun.
   pending = {split: files[split].pending(layers, overwrite) for split in names}
   provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
   shown, rows = jax.process_index() == 0, []
@@ -167,7 +167,7 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
 
 
 def _check_fit(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-  """Finds layers and image sizes that the model does not have; compiles nothing."""
+  """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
   shape = list(spec['image'].shape[1:])
   try:
     extractor.compiled.trace(run.params, dict(spec))
@@ -188,9 +188,9 @@ def convert(
   dtype: str = 'float32',
   overwrite: bool = False,
 ) -> dict[str, Any]:
-  """Writes arrays made elsewhere as files of ours, one per split if they name splits.
+  """Writes arrays made elsewhere in our format, with one file per split if they name splits.
 
-  Returns the source and, under 'files', a row for each file.
+  Returns the source and, under 'files', a row per file.
   """
   _check_output(output_dir)
   path, split = representations_lib.partition_source(source)
@@ -228,7 +228,7 @@ def _how_and_when() -> dict[str, Any]:
 
 
 def _row(files: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
-  """The row of a file; speed None says that the file was complete already."""
+  """The row of a file; speed is None if the file was already complete."""
   path = files.path(layer)
   if speed is None:
     print(f'{path} is complete already.', flush=True)

@@ -1,4 +1,4 @@
-"""Representations of a split, and the files that hold them.
+"""Representations of a split, and their files.
 
 het_plugin writes .safetensors or .npz files with the arrays
 
@@ -43,8 +43,8 @@ class Representations:
     features: float [N, D].
     labels: int32 [N, L], padded with -1.
     index: integers [N], distinct example ids >= 0.
-    class_names: of the K classes; None if unknown.
-    provenance: what made the features, as JSON values: checkpoint, task, split, layer, ...
+    class_names: names of the K classes; None if unknown.
+    provenance: origin of the features, as JSON values: checkpoint, task, split, layer, ...
   """
 
   features: np.ndarray
@@ -55,10 +55,10 @@ class Representations:
 
   @property
   def label(self) -> np.ndarray:
-    """The one label of each example, int32 [N].
+    """The label of each example, int32 [N].
 
     Raises:
-      ValueError: an example has none or several.
+      ValueError: an example has no label or several.
     """
     count = (self.labels >= 0).sum(axis=1)
     if (count != 1).any():
@@ -98,10 +98,10 @@ def read_representations(source: str) -> Representations:
 
 
 def write_representations(path: epath.PathLike, representations: Representations) -> None:
-  """Writes a local .npz or .safetensors file, by the suffix.
+  """Writes a local .npz or .safetensors file.
 
   Raises:
-    ValueError: for another suffix.
+    ValueError: the path has another suffix.
   """
   names, provenance = representations.class_names, dict(representations.provenance)
   arrays = {
@@ -176,7 +176,7 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
 
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Features, labels and index, under whichever names."""
+  """Features, labels and index, whatever their names."""
   _, features = one_of(arrays, FEATURE_NAMES)
   is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
   if not is_float or features.ndim != 2 or not features.size:
@@ -201,7 +201,7 @@ def one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str,
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-  """Raises whatever goes wrong inside as a ValueError of one sentence that names the file."""
+  """Turns any error into a ValueError of one sentence that names the file."""
   try:
     yield
   except Exception as error:  # a damaged file makes zipfile, numpy, json ... raise many types

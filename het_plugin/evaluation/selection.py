@@ -1,7 +1,7 @@
-"""What `het_plugin.select` computes: candidates compared by the files of what they make of a task.
+"""Comparisons of `het_plugin.select`, from files of the candidates' representations or predictions.
 
 Each function takes one source per candidate (`candidates.py`), reads all of them before it computes
-anything, and returns a `Report`, best candidate first. Errors name the flags of the program.
+anything, and returns a `Report` with the best candidate first. Errors name the program's flags.
 """
 
 import functools
@@ -29,11 +29,11 @@ def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[str, An
   """How well the order of `proxy` [C] matches that of `accuracy` [C], both finite, C >= 1.
 
   Returns:
-    'kendall_tau': tau-b in [-1, 1]; None where it is undefined: fewer than two candidates, or all
-    equal in the proxy or the accuracy. 'regret' by number of candidates kept, 1 .. C: the best
-    accuracy of all minus the best of those kept.
+    'kendall_tau': tau-b in [-1, 1]; None if it is undefined, with fewer than two candidates or if
+    all are equal in the proxy or the accuracy. 'regret': by number of candidates kept, 1 .. C, the
+    best accuracy of all minus the best of those kept.
   """
-  import scipy.stats  # takes a second or more
+  import scipy.stats  # slow to import
 
   accuracy = np.asarray(accuracy)
   kept = np.maximum.accumulate(accuracy[best_first(proxy)])
@@ -46,7 +46,7 @@ def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[str, An
 
 
 def best_first(proxy: Sequence[float]) -> list[int]:
-  """Candidates from the highest proxy to the lowest; equal ones keep their order."""
+  """Candidates by descending proxy; equal ones keep their order."""
   return np.argsort(-np.asarray(proxy), kind='stable').tolist()
 
 
@@ -231,7 +231,7 @@ def ensemble(
 ) -> report.Report:
   """A greedy ensemble beside the best single candidate and the average of all."""
   names = candidate_names(names, validation, test, flag='validation')
-  # The test files are read now too, so that a wrong one is found before anything is computed.
+  # The test files are also read now, so that a wrong one is found before anything is computed.
   labels = [read.label_log_prob for read in same_predictions(validation)]
   for _ in same_predictions(test):
     pass
@@ -240,7 +240,7 @@ def ensemble(
     np.stack(labels), max_members=max_members, replacement=replacement
   )
   shares = np.bincount(members, minlength=len(names)) / len(members)
-  best = members[0]  # the first step looks for the best single one
+  best = members[0]  # the first step finds the best single candidate
   ensembles = {
     'greedy ensemble': shares,
     f'best single: {names[best]}': np.eye(len(names))[best],
@@ -303,7 +303,7 @@ def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
 def _knn_accuracy(
   train: str, test: str | None, ks: Sequence[int], metric: str
 ) -> tuple[dict[int, float], int]:
-  """({k: accuracy}, D) of a candidate; of its training examples left out where test is None."""
+  """({k: accuracy}, D) of a candidate; leaves out each training example if test is None."""
   arrays = [read_representations(source) for source in (train, test) if source]
   arguments = [x for split in arrays for x in (split.features, split.label)]
   accuracy = neighbors.knn_accuracy(*arguments, ks=ks, metric=metric)

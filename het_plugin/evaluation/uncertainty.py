@@ -2,8 +2,8 @@
 unknown inputs.
 
 N examples, K classes, p the predictive distribution, y the label. Everything is computed in float64
-from log-probabilities, through a few numbers per example, so that a split can come in batches. What
-is undefined is None: the standard error of one example, the AUROC of one kind only.
+from log-probabilities, through a few numbers per example, so a split can come in batches. Undefined
+values are None, such as the standard error of one example.
 
     NLL          -log p(y), nats; sigmoid: the binary cross-entropies summed over the classes
     precision@k  softmax: y is among the k most probable classes; sigmoid: the share of the k most
@@ -41,7 +41,7 @@ _BLOCK = 2**22  # float64 elements in work at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Uncertainty:
-  """Scores that need no labels; a tree of arrays, float64 [N]."""
+  """Scores that do not need labels; a tree of arrays, float64 [N]."""
 
   log_confidence: np.ndarray  # log p of the most probable class
   entropy: np.ndarray  # nats; sigmoid: summed over the classes
@@ -58,7 +58,7 @@ class Uncertainty:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reliability:
-  """A reliability diagram: count, mean confidence and accuracy (both NaN where empty), [M]."""
+  """A reliability diagram: count, mean confidence and accuracy [M], both NaN for empty bins."""
 
   count: np.ndarray
   confidence: np.ndarray
@@ -66,8 +66,9 @@ class Reliability:
 
   @property
   def ece(self) -> float:
-    """Expected calibration error: the gap of confidence and accuracy, averaged with the counts as
-    weights (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
+    """Expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
+
+    This is the gap between confidence and accuracy, averaged with the counts as weights.
     """
     gap = np.where(self.count > 0, np.abs(self.accuracy - self.confidence), 0.0)
     return float((self.count * gap).sum() / self.count.sum())
@@ -76,7 +77,7 @@ class Reliability:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleScores:
-  """The numbers per example that the metrics of a split are computed from; a tree of arrays."""
+  """The numbers per example from which the metrics of a split are computed; a tree of arrays."""
 
   index: np.ndarray  # int64 [N]
   labels: np.ndarray  # int32 [N, L]
@@ -96,7 +97,7 @@ _Scores = TypeVar('_Scores', ExampleScores, Uncertainty)
 
 
 def uncertainty(predictions: Predictions) -> Uncertainty:
-  """The scores of predictions that need no labels."""
+  """The scores of predictions that do not need labels."""
   return concatenate([_uncertainty(block) for block in _blocks(predictions)])
 
 
@@ -104,11 +105,11 @@ def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> Exam
   """The scores of labelled predictions.
 
   Args:
-    predictions: of a split or of a part of it.
-    ks: for precision@k; 1 <= k <= K.
+    predictions: predictions of a split or of a part of it.
+    ks: the k of precision@k; 1 <= k <= K.
 
   Raises:
-    ValueError: a k out of range; labels that do not fit (`predictions.check`).
+    ValueError: a k is out of range, or labels do not fit (`predictions.check`).
   """
   num_classes = predictions.log_prob.shape[1]
   if wrong := [k for k in ks if not 1 <= k <= num_classes]:
@@ -121,7 +122,7 @@ def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> Exam
 
 
 def concatenate(parts: Sequence[_Scores]) -> _Scores:
-  """The scores of the parts of a split as those of the whole.
+  """Joins the scores of the parts of a split.
 
   Raises:
     ValueError: there is no example, or an example id occurs twice.
@@ -140,7 +141,7 @@ def concatenate(parts: Sequence[_Scores]) -> _Scores:
 
 
 def summarize(scores: ExampleScores) -> dict[str, Any]:
-  """All metrics of a split by name; under 'stderr' the standard errors of those that are means."""
+  """All metrics of a split by name; 'stderr' has the standard errors of those that are means."""
   confidence = np.exp(scores.uncertainty.log_confidence)
   risk = risk_coverage(scores.uncertainty.log_confidence, scores.correct)
   means = {'nll': scores.nll}
@@ -238,7 +239,7 @@ def _binned(bins, confidence, correct, num_bins) -> Reliability:
 def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
   """Error rates of the n most confident examples, n = 1 .. N, float64 [N].
 
-  Within equal confidences, the expectation over random orders.
+  Examples with equal confidences count as in a random order.
   """
   _, tie, size = np.unique(-np.asarray(confidence, float), return_inverse=True, return_counts=True)
   rate = np.bincount(tie, weights=~correct) / size  # of each group of ties, most confident first
@@ -248,7 +249,7 @@ def risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 def auroc(positive: np.ndarray, negative: np.ndarray) -> float | None:
   """Probability that a score of `positive` [N] exceeds a score of `negative` [M]; ties count half.
 
-  None if one of them is empty.
+  None if one of the two is empty.
   """
   if not len(positive) or not len(negative):
     return None
@@ -263,13 +264,13 @@ def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def fpr_at_95(unknown: np.ndarray, known: np.ndarray) -> float:
-  """Share of `unknown` [N] scores at or below the least threshold that 95% of `known` [M] meet."""
+  """Share of `unknown` scores [N] at or below the least threshold that 95% of `known` [M] meet."""
   threshold = np.sort(known)[-(-95 * len(known) // 100) - 1]
   return float((unknown <= threshold).mean())
 
 
 def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, float]]:
-  """{score: {'auroc', 'fpr_at_95'}} for telling unknown inputs from known inputs."""
+  """{score: {'auroc', 'fpr_at_95'}} for separating unknown inputs from known inputs."""
   known_scores = known.scores()
   return {
     name: {
@@ -363,7 +364,7 @@ def _plogp(log_p: np.ndarray) -> np.ndarray:
 
 
 def _labelled(positive, negative):
-  """Labels and scores; scores become ranks, as scikit-learn refuses infinite ones."""
+  """Labels and scores; scores become ranks, because scikit-learn refuses infinite ones."""
   labels = np.repeat([True, False], [len(positive), len(negative)])
   return labels, stats.rankdata(np.concatenate([positive, negative]), method='dense')
 

@@ -50,7 +50,7 @@ class Evaluation:
     """All numbers as JSON values, compared with the first evaluation.
 
     Raises:
-      ValueError: that is of other examples.
+      ValueError: the two have different examples.
     """
     row = {
       'name': self.name,
@@ -97,7 +97,7 @@ def make_report(evaluations: Sequence[Evaluation]) -> Report:
   """Compares all evaluations with the first.
 
   Raises:
-    ValueError: they are of different examples.
+    ValueError: they have different examples.
   """
   rows = [evaluation.row(evaluations[0]) for evaluation in evaluations]
   where = '{dataset}, split {split}'.format(**rows[0]) if 'dataset' in rows[0] else 'a file'

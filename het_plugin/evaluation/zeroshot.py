@@ -7,8 +7,8 @@ https://arxiv.org/abs/2111.07991). An image gets the class of the largest dot pr
 al. 2023, appendix A.2).
 
 Ranks are exact up to the rounding of the float32 dot products. Among equal scores the lower number
-comes first, as with a stable sort and argmax. A NaN never helps: a right answer whose score is NaN
-counts as wrong, and a wrong answer whose score is NaN comes first.
+comes first, as with a stable sort and argmax. A right answer whose score is NaN counts as wrong,
+and a wrong answer whose score is NaN comes first.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from het_plugin.evaluation import prompts
 
 RECALL_AT = (1, 5, 10)
 WAYS = ('image_to_text', 'text_to_image')
-NEVER = np.iinfo(np.int32).max  # the rank where no answer is right
+NEVER = np.iinfo(np.int32).max  # the rank if no answer is right
 _BLOCK_ELEMENTS = 1 << 25  # scores held at once in float32: 128 MiB
 
 Tokenize = Callable[[Sequence[str]], np.ndarray]
@@ -77,17 +77,18 @@ def class_embeddings(
   names: Sequence[str],
   templates: Sequence[str],
 ) -> tuple[np.ndarray, int]:
-  """Normalised means over templates of normalised embeddings, float32 [K, D], and the number of
-  classes that have the token ids of an earlier class in all templates.
+  """Class embeddings, and the number of classes with the token ids of an earlier class.
+
+  An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D].
 
   Args:
     embed: maps token ids int32 [N, L] to embeddings float [N, D].
     tokenize: maps texts to token ids.
-    names: of the K classes.
+    names: names of the K classes.
     templates: see `prompts.get_templates`.
 
   Raises:
-    ValueError: an embedding is not finite, or a class's is 0.
+    ValueError: an embedding is not finite, or that of a class is 0.
   """
   total, texts = None, []
   for template in templates:
@@ -120,10 +121,13 @@ def label_mask(label: jax.Array, num_classes: int) -> jax.Array:
 
 
 def best_ranks(scores: jax.Array, right: jax.Array) -> jax.Array:
-  """How many candidates come before the best right one: int32 [B] of scores [B, K] (higher is
-  better) and right, bool [B, K]. NEVER if nothing is right or a right score is NaN.
+  """The number of candidates that come before the best right one, int32 [B].
+
+  Args:
+    scores: [B, K]; higher is better.
+    right: bool [B, K]. The result is NEVER if nothing is right or a right score is NaN.
   """
-  # Comparisons rather than a sort, which would gather candidates that are split over the mesh.
+  # Comparisons instead of a sort, which would gather candidates that are sharded over the mesh.
   own = jnp.where(right, scores, -jnp.inf).max(axis=1, keepdims=True)  # [B, 1]; NaN stays
   place = jnp.arange(scores.shape[1])
   tied = scores == own
@@ -154,7 +158,7 @@ def embedding_ranks(
     candidates: [M, D]. Equal rows have equal scores, to the bit.
     right: bool [N, M], sparse.
   """
-  # The rounding of a column may depend on its place, so equal candidates are computed once.
+  # The rounding of a column may depend on its position, so equal candidates are computed once.
   distinct, column = np.unique(np.asarray(candidates, np.float32), axis=0, return_inverse=True)
   queries, column = np.asarray(queries, np.float32), column.reshape(-1)
   block, found = max(1, _BLOCK_ELEMENTS // len(candidates)), []
@@ -187,7 +191,7 @@ def retrieval_recall(
     caption_image: int [M], the image of each caption. An image may have several captions, or none:
       then it is a candidate but no query.
     caption_text: int [M], equal for equal captions.
-    identical_captions_right: see above.
+    identical_captions_right: whether equal captions of other images are right.
     ks: numbers of answers.
 
   Raises:

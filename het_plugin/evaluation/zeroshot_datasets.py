@@ -47,7 +47,7 @@ class ZeroShotDataset:
   identical_captions_right: bool = False
 
 
-# glyphs_heldout has characters that no training split shows, in faces that none uses.
+# glyphs_heldout has characters and faces that are in no training split.
 DEFAULT_DATASETS = (
   ZeroShotDataset('glyphs_heldout', 'glyphs_heldout', templates='none', lower=True),
   ZeroShotDataset('glyphs_core', 'glyphs_core', 'validation', templates='none', lower=True),
@@ -68,7 +68,7 @@ class Tokenizer:
 
 
 def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
-  """The tokenizer of a model's training data; ValueError if they have no captions."""
+  """The tokenizer of a model's training data; raises ValueError if they have no captions."""
   length = dataset_cfg.task_feature_lengths.get('text')
   if length is None:
     raise ValueError(
@@ -104,11 +104,12 @@ class ZeroShotEvaluator:
         [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch, class_embeddings
         [K, D], num_samples) -> [B, K]`.
       partitioner, param_specs, channels: see `extraction.PerExample`.
-      tokenizer: that of the model's training.
+      tokenizer: the tokenizer of the model's training.
       image_size: side of the square images that the model takes, in pixels.
       batch_size: global batch, of images and of texts.
-      num_samples: ranks classes by their probability under so many samples of the noise (Collier
-        et al. 2023, appendix M); not for captions. 0 ranks by the deterministic embeddings.
+      num_samples: number of samples of the noise under which classes are ranked by their
+        probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
+        deterministic embeddings.
 
     Raises:
       ValueError: the model is not contrastive, or a setting is out of range.
@@ -147,8 +148,8 @@ class ZeroShotEvaluator:
     """The number of examples that will be read; nothing is compiled or read yet.
 
     Raises:
-      ValueError: an unknown task or split, an endless split without a bound, no names for the
-        classes or another number of them, wrong templates.
+      ValueError: the task or split is unknown, an endless split has no bound, the number of class
+        names is wrong, or templates are wrong.
     """
     if not has_captions(dataset):
       _class_names(dataset)
@@ -192,7 +193,7 @@ class ZeroShotEvaluator:
 
   def _retrieve(self, dataset, params, on_rows) -> zeroshot.Recall:
     rows = self._read(self._embed_images, params, dataset, on_rows)
-    # Data sets of pairs show an image of several captions several times.
+    # Data sets of pairs repeat an image with several captions.
     _, image, image_of = np.unique(rows['digest'], axis=0, return_index=True, return_inverse=True)
     texts, text_of = np.unique(rows['text'], axis=0, return_inverse=True)
     image_of, text_of = image_of.reshape(-1), text_of.reshape(-1)
@@ -246,7 +247,7 @@ class ZeroShotEvaluator:
 
 
 def has_captions(dataset: ZeroShotDataset) -> bool:
-  """Whether the task has captions rather than classes; raises ValueError for an unknown task."""
+  """Whether the task has captions instead of classes; raises ValueError for an unknown task."""
   return not isinstance(task_info(dataset.task), TaskInfo)
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot results of several checkpoints and groups of seeds: what to evaluate, rows, tables."""
+"""Zero-shot evaluation of several checkpoints and groups of seeds: settings, rows, tables."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 def choose_runs(
   checkpoints: Sequence[str], names: Sequence[str] | None, group_texts: Sequence[str]
 ) -> list[Run]:
-  """What --checkpoint, --names and --group=NAME=DIR,DIR,... say."""
+  """The runs of --checkpoint, --names and --group=NAME=DIR,DIR,...."""
   pairs = zip(choose_names(names, checkpoints), checkpoints, strict=True)
   runs = [Run(name, path, None) for name, path in pairs]
   for text in group_texts:
