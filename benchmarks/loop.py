@@ -7,8 +7,7 @@ Compares `train` as a run calls it (prefetched batches, metrics, reports, the ch
 with the same compiled step in a bare loop over one batch on the device. They take turns of --period
 steps within one run, and a ratio is that of neighbouring turns, so that other load on the machine
 affects both. Every other turn of the loop begins with a checkpoint, written in the background, and
-is followed by a save of the same state that is waited for; these turns do not count in the ratio.
-Takes six minutes on two CPU cores, the second command some seconds.
+does not count in the ratio. Takes six minutes on two CPU cores, the second command some seconds.
 """
 
 import dataclasses
@@ -28,11 +27,12 @@ from het_plugin.heads import HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.operations import operations
-from het_plugin.training import actions, checkpoints, optimizers, partitioning
+from het_plugin.training import actions, checkpoints, optimizers, partitioning, run_files
 from het_plugin.training import step as step_lib
 from het_plugin.training.train import train
 
 NUM_CLASSES = 100
+SAVE = 'train/timing/save_seconds'
 BACKBONES = {
   'vit_ti': {'variant': 'Ti/16'},
   'tiny': {'variant': 'Ti/4', 'width': 16, 'depth': 1, 'mlp_dim': 16, 'num_heads': 2},
@@ -94,34 +94,22 @@ class NoiseIterator:
 
 
 class Alternate(actions.BaseAction):
-  """After every turn of the loop, takes one of the bare step.
+  """After every turn of the loop, takes one of the bare step; `turns` has seconds of both."""
 
-  `turns` has {'loop', 'bare', 'save', 'blocking_save'} in seconds; without a checkpoint in the turn
-  of the loop, the last two are 0.
-  """
-
-  def __init__(self, period, batch, checkpointer, trainers, saves):
-    self._period, self._batch, self._checkpointer = period, batch, checkpointer
-    self._trainers, self._saves = trainers, saves
+  def __init__(self, period, batch, trainers):
+    self._period, self._batch, self._trainers = period, batch, trainers
     self._state = self._resumed = None
     self.turns = []
 
   def run(self, train_state, metrics_by_task):
     jax.block_until_ready(train_state)
     loop = self._resumed and time.perf_counter() - self._resumed
-    save = sum(self._saves)
     if self._state is None:
       self._state = jax.tree.map(jnp.copy, train_state)
       self._bare_turn()
-    turn = {'loop': loop, 'bare': self._bare_turn(), 'save': save, 'blocking_save': 0.0}
-    if save:
-      start = time.perf_counter()
-      self._checkpointer.save(int(self._state.step), self._state, {}, {})
-      self._checkpointer.wait_until_finished()
-      turn['blocking_save'] = time.perf_counter() - start
+    bare = self._bare_turn()
     if loop is not None:  # the first turn compiles and fills caches
-      self.turns.append(turn)
-    self._saves.clear()
+      self.turns.append((loop, bare))
     self._resumed = time.perf_counter()
     return False
 
@@ -133,37 +121,30 @@ class Alternate(actions.BaseAction):
     return time.perf_counter() - start
 
 
-def measure(args, size, folder):
-  """Returns the turns of one run, and the bytes of its state."""
-  trainers, saves = [], []
+def measure(args, size):
+  """One row."""
+  trainers = []
 
   class RecordedTrainer(step_lib.Trainer):
     def __init__(self, **kwargs):
       super().__init__(**kwargs)
       trainers.append(self)
 
-  def timed_save(*args, **kwargs):
-    start = time.perf_counter()
-    save(*args, **kwargs)
-    saves.append(time.perf_counter() - start)
-
-  partitioner = partitioning.PjitPartitioner()
-  cfg = SIZES[size]
+  partitioner, cfg = partitioning.PjitPartitioner(), SIZES[size]
   host = next(NoiseIterator(cfg, partitioner.batch_rows(cfg.batch_size)))
-  save_cfg = checkpoints.SaveCheckpointConfig(period=2 * args.period, keep=1)
-  checkpointer = checkpoints.Checkpointer(folder / 'blocking', save_cfg)
   batch = partitioner.shard_batch(host, cfg.batch_size)
-  alternate = Alternate(args.period, batch, checkpointer, trainers, saves)
-  save, checkpoints.Checkpointer.save = checkpoints.Checkpointer.save, timed_save
-  try:
+  alternate = Alternate(args.period, batch, trainers)
+  with tempfile.TemporaryDirectory() as folder:
     _, state = train(
       model=classifier(size, NUM_CLASSES),
       train_dataset_cfg=cfg,
       train_eval_dataset_cfg=None,
-      checkpoint_cfg=checkpoints.CheckpointConfig(save_cfg),
+      checkpoint_cfg=checkpoints.CheckpointConfig(
+        checkpoints.SaveCheckpointConfig(period=2 * args.period, keep=1)
+      ),
       partitioner=partitioner,
       trainer_cls=RecordedTrainer,
-      model_dir=folder / 'run',
+      model_dir=folder,
       total_steps=(2 * args.pairs + 1) * args.period,
       eval_steps=1,
       eval_period=args.period,
@@ -173,33 +154,23 @@ def measure(args, size, folder):
       observer=operations.Operations(),
       task_info_fn=lambda name: TaskInfo(NUM_CLASSES, False, 3, None, {'train': None}),
     )
-  finally:
-    checkpoints.Checkpointer.save = save
-    checkpointer.close()
-  return alternate.turns, sum(x.nbytes for x in jax.tree.leaves(state))
-
-
-def row_of(name, period, turns, state_bytes):
-  plain = [turn for turn in turns if not turn['save']]
-  saving = [turn for turn in turns if turn['save']]
-  ratios = [turn['bare'] / turn['loop'] for turn in plain]
+    lines = run_files.read_lines(Path(folder) / 'metrics.jsonl')
+  stalls = [line[SAVE] for line in lines if SAVE in line]
+  plain = alternate.turns[::2]  # every other turn of the loop begins with a checkpoint
+  ratios = [bare / loop for loop, bare in plain]
   quartiles = statistics.quantiles(ratios, n=4, method='inclusive')
-  bare = statistics.median(turn['bare'] for turn in turns) / period
-  overhead = statistics.median(turn['loop'] - turn['bare'] for turn in plain) / period
-  stall = statistics.median(turn['save'] for turn in saving)
-  blocking = statistics.median(turn['blocking_save'] for turn in saving)
+  bare = statistics.median(bare for _, bare in alternate.turns) / args.period
+  overhead = statistics.median(loop - bare for loop, bare in plain) / args.period
   return {
-    'size': name,
+    'size': size,
     'turns': len(plain),
     'bare_ms': 1e3 * bare,
     'overhead_us': 1e6 * overhead,
     'ratio': statistics.median(ratios),
     'ratio_quartiles': [quartiles[0], quartiles[2]],
-    'state_mb': state_bytes / 1e6,
-    'save_stall_ms': 1e3 * stall,
-    'save_stall_steps': stall / bare,
-    'blocking_save_ms': 1e3 * blocking,
-    'stall_over_blocking': stall / blocking,
+    'state_mb': sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6,
+    'save_stall_ms': 1e3 * statistics.median(stalls),
+    'save_stall_steps': statistics.median(stalls) / bare,
   }
 
 
@@ -211,17 +182,14 @@ def main():
   args = parser.parse_args()
   if args.pairs < 2:
     parser.error(f'--pairs={args.pairs} must be at least 2')
-  rows = []
-  for name in args.sizes:
-    with tempfile.TemporaryDirectory() as folder:
-      rows.append(row_of(name, args.period, *measure(args, name, Path(folder))))
+  rows = [measure(args, name) for name in args.sizes]
   report(args.json, rows)
   for row in rows:
     low, high = row['ratio_quartiles']
     print(
       f'{row["size"]}: {row["ratio"]:.3f} of the steps/s of the bare step (quartiles {low:.3f} to '
       f'{high:.3f}), {row["overhead_us"]:.0f} us per step; a save stops the loop for '
-      f'{row["save_stall_steps"]:.2f} steps, {row["stall_over_blocking"]:.2f} of a blocking one'
+      f'{row["save_stall_steps"]:.2f} steps'
     )
 
 

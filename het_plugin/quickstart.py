@@ -3,7 +3,7 @@
     python -m het_plugin.quickstart --output_dir=runs/quickstart
 
 A head whose run is complete is not trained again; one that was interrupted goes on. In the output
-directory: results.json (a row per head), results.txt, curves.png, index.html, and a run directory
+directory: results.json (a row per head), results.txt, index.html, and a run directory
 per head with its checkpoints, metrics.jsonl, event files, logs and config.gin.
 """
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from absl import flags
 
 import gin
-from het_plugin import reporting
 from het_plugin.config import command_line, registry
-from het_plugin.experiments import head_comparison, head_report, runs
+from het_plugin.experiments import head_comparison, runs
 from het_plugin.experiments.head_comparison import HEADS
 
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
@@ -63,9 +62,7 @@ def main(argv: Sequence[str]) -> None:
     yardsticks = head_comparison.references(
       rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
     )
-    text = head_report.write(rows, folders, output_dir, yardsticks)
-    if settings.json:
-      reporting.write_json(rows, settings.json)
+    text = head_comparison.write(rows, folders, output_dir, yardsticks, settings.json)
   print(f'\n{text}\n\nThe same with curves and examples: {output_dir / "index.html"}')
 
 

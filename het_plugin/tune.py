@@ -4,8 +4,8 @@
 
 runs the trainings of each method with every seed and prints them as in table 13. A training that is
 complete is not repeated: run the same command again to go on, or with more methods to add their
-rows. The output directory gets results.json (one row per method), results.txt, tau_nll.png,
-curves.png, index.html, and a folder per seed with a run directory per training.
+rows. The output directory gets results.json (one row per method), results.txt,
+index.html with plots, and a folder per seed with a run directory per training.
 """
 
 from het_plugin.operations import stopping
@@ -18,10 +18,9 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from het_plugin import reporting
 from het_plugin.config import command_line, registry
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import temperature, temperature_report
+from het_plugin.experiments import temperature
 from het_plugin.training import compilation_cache
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
@@ -76,11 +75,9 @@ def main(argv: Sequence[str]) -> None:
             *(temperature.ROWS[row].title, number, len(methods)),
             *(seed + 1, flags.FLAGS.replications),
           )
-          outcomes[row].append(study.outcome(row).as_json())
-        rows = [temperature.table_row(row, outcomes[row]) for row in methods]
-        table = temperature_report.write(rows, output_dir)
-    if flags.FLAGS.json:
-      reporting.write_json(temperature.with_p_values(rows), flags.FLAGS.json)
+          outcomes[row].append(study.outcome(row))
+        rows = temperature.table(outcomes)
+        table = temperature.write(rows, output_dir, flags.FLAGS.json)
   print(f'\n{table}\n\nThe same with plots: {output_dir / "index.html"}')
 
 

@@ -23,7 +23,6 @@ import asyncio
 import concurrent.futures
 import importlib.util
 import math
-import os
 import shlex
 import signal
 import subprocess
@@ -90,50 +89,40 @@ def jobset_of(index: int, job: sweep.Job, num_jobs: int) -> dict[str, Any]:
   return render.jobset(f'{name}-{index}' if num_jobs > 1 else name, render.settings(), job)
 
 
-def check(jobs: Sequence[sweep.Job]) -> None:
-  """Raises ValueError if the jobs cannot be launched as the flags say."""
+def check_heads(names: Sequence[str]) -> None:
+  """Raises ValueError if there is no gin/heads/NAME.gin."""
+  known = sorted(path.stem for path in (parsing.gin_root() / 'heads').glob('*.gin'))
+  if unknown := [name for name in names if name not in known]:
+    raise ValueError(f'--heads={unknown[0]} is unknown: choose from {", ".join(known)}')
+
+
+def description(index: int, job: sweep.Job, num_jobs: int) -> str:
+  """The text of --dry_run for a job.
+
+  Raises:
+    ValueError: the job cannot be launched as the flags say.
+  """
   values = flags.FLAGS
-  for head in values.heads:
-    if not os.path.isfile(parsing.resolve(f'het_plugin/gin/heads/{head}.gin')):
-      known = sorted(path.stem for path in (parsing.gin_root() / 'heads').glob('*.gin'))
-      raise ValueError(f'--heads={head} is unknown: choose from {", ".join(known)}')
   remote = values.model_dir.startswith('gs://')
+  lines = [f'[{index + 1}/{num_jobs}] {job.name or values.name}']
   if values.executor == 'local':
     if remote:
       raise ValueError(
         f'--model_dir={values.model_dir} must be a local folder: --executor=local keeps logs in it'
       )
+    lines += ['executor: local', f'command: {shlex.join(local_command(job))}']
   elif values.executor == 'vertex':
-    vertex_requirements(values.topology)
+    lines += [f'executor: xm_local.Vertex, {vertex_requirements(values.topology)}']
     if not remote or not values.image:
       raise ValueError(
         f'--executor=vertex needs --model_dir=gs://... and --image, not {values.model_dir!r} and '
         f'{values.image!r}'
       )
+    lines += [f'image: {values.image}', f'arguments: {shlex.join(job.arguments())}']
   else:
-    for index, job in enumerate(jobs):
-      jobset_of(index, job, len(jobs))
-
-
-def description(index: int, job: sweep.Job, num_jobs: int) -> str:
-  """The text of --dry_run for a job."""
-  values = flags.FLAGS
-  lines = [f'[{index + 1}/{num_jobs}] {job.name or values.name}']
-  if values.executor == 'local':
-    lines += ['executor: local', f'command: {shlex.join(local_command(job))}']
-  elif values.executor == 'vertex':
-    lines += [
-      'executor: xm_local.Vertex',
-      f'requirements: {vertex_requirements(values.topology)}',
-      f'image: {values.image}',
-      f'arguments: {shlex.join(job.arguments())}',
-    ]
-  else:
-    lines += [
-      f'executor: JobSet, {values.num_slices} x {values.topology}',
-      render.to_yaml(jobset_of(index, job, num_jobs)).rstrip(),
-    ]
-  return '\n  '.join('\n'.join(lines).splitlines())
+    lines.append(f'executor: JobSet, {values.num_slices} x {values.topology}')
+    lines += render.to_yaml(jobset_of(index, job, num_jobs)).rstrip().splitlines()
+  return '\n  '.join(lines)
 
 
 def launch_local(jobs: Sequence[sweep.Job]) -> int:
@@ -209,10 +198,10 @@ def main(argv: Sequence[str]) -> None:
       values.sweep,
       training_run.given_flags(),
     )
-    check(jobs)
+    check_heads(values.heads)
+    described = [description(index, job, len(jobs)) for index, job in enumerate(jobs)]
     if values.dry_run:
-      for index, job in enumerate(jobs):
-        print(description(index, job, len(jobs)))
+      print(*described, sep='\n')
       return
     if values.executor == 'gke':
       launch_gke(jobs)

@@ -117,26 +117,6 @@ def test_every_cell_builds_its_model(name, tmp_path):
   gin.clear_config()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['flops_resnet_152'])
-def test_flops_need_no_training(name, tmp_path, run_main):
-  out = tmp_path / 'flops.json'
-  printed = run_main(
-    ablate,
-    name,
-    f'--json={out}',
-    f'--output_dir={tmp_path}',
-    '--cell=DET',
-    '--cell=HET',
-    '--gin.Flops.samples=(1, 8)',
-    "--gin.resnet.variant='50x1'",
-  )
-  assert 'GFLOP per image, training' in printed
-  det, het = json.loads(out.read_text())['rows']
-  training = [row['tables']['GFLOP per image, training'] for row in (det, het)]
-  assert training[0]['S = 1'] == training[0]['S = 8'] < training[1]['S = 1'] < training[1]['S = 8']
-
-
 def test_names(run_main, tmp_path):
   listed = run_main(ablate, '--list')
   assert all(f'\n{name} ' in listed for name in study_lib.names())

@@ -108,8 +108,6 @@ def test_text_page_and_json_say_the_same(run_dir, tmp_path, run_main):
     (['{tmp}/no'], 'RUN_DIR={tmp}/no does not exist'),
     (['{tmp}'], 'RUN_DIR={tmp} is no run'),
     ([], 'write one RUN_DIR'),
-    (['a', 'b'], 'write one RUN_DIR'),
-    (['{tmp}', '--profile_steps=3'], 'RUN_DIR={tmp} is no run'),
   ],
 )
 def test_what_is_wrong_is_one_sentence(tmp_path, run_main, arguments, words):
@@ -122,13 +120,6 @@ def test_a_profile_is_asked_for(run_dir, run_main):
   assert json.loads((run_dir / 'profile_request').read_text()) == {'steps': 7}
   message = run_main(status, run_dir, '--profile_steps=7', code=2)
   assert 'profile_request exists: a profile is asked for already' in message
-
-
-def test_only_a_run_that_runs_is_asked(tmp_path, run_main):
-  write_facts(tmp_path, 1, 0, {'state': 'done'})
-  message = run_main(status, tmp_path, '--profile_steps=7', code=2)
-  assert f'--profile_steps=7: {tmp_path} is done; only a run that runs answers' in message
-  assert not (tmp_path / 'profile_request').exists()
 
 
 def test_watch_looks_again_until_the_run_is_done(tmp_path, run_main, monkeypatch):

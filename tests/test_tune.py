@@ -60,9 +60,8 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
   assert luketina['tau'] != 2.525
   table = (folder / 'results.txt').read_text()
   assert table.strip() in printed and 'Luketina et al. (2016)' in table
-  for plot in ('tau_nll.png', 'curves.png'):
-    assert (folder / plot).read_bytes().startswith(b'\x89PNG')
-  assert 'Luketina' in (folder / 'index.html').read_text()
+  page = (folder / 'index.html').read_text()
+  assert 'Luketina' in page and page.count('<figure') == 2
 
   monkeypatch.setattr(
     'het_plugin.config.training_run.train_from_gin', None

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from absl import flags
 
 from gin import config_parser
+from het_plugin.config import statements
 
 # Packages whose modules a foreign configuration may import and refer to.
 ALLOWED = ('het_plugin', 't5x', 'flax', 'optax', 'seqio')
@@ -37,14 +38,15 @@ def check(text: str, file: str) -> None:
   """
   given = flags.FLAGS['allow_imports'].value if 'allow_imports' in flags.FLAGS else []
   allowed = {*ALLOWED, *given}
-  names = _Names()
-  symbols, is_dynamic = {}, False
+  symbols, selectors, is_dynamic = {}, [], False
   try:
-    for statement in config_parser.ConfigParser(text, names):
+    for _, statement in statements.statements(text):
       if isinstance(statement, config_parser.IncludeStatement):
         raise ValueError(f'{file} includes {statement.filename!r}, which a config.gin never does')
-      if isinstance(statement, config_parser.BindingStatement) and statement.arg_name:
-        names.selectors.append(statement.selector)
+      if isinstance(statement, config_parser.BindingStatement):
+        selectors += [statement.selector] if statement.arg_name else []
+        found = statements.inside(statement.value, statements.Reference)
+        selectors += [reference.name.rpartition('/')[2] for reference in found]
       if isinstance(statement, config_parser.ImportStatement):
         is_dynamic |= statement.module == _DYNAMIC
         if statement.module != _DYNAMIC:
@@ -52,22 +54,8 @@ def check(text: str, file: str) -> None:
           symbols[statement.bound_name()] = statement
   except (SyntaxError, tokenize.TokenError) as error:
     raise ValueError(f'{file} is no gin: {error}') from error
-  if is_dynamic:
-    for selector in names.selectors:
-      _check_reference(selector, symbols, file, allowed)
-
-
-class _Names(config_parser.ParserDelegate):
-  """Collects the names that a text refers to."""
-
-  def __init__(self):
-    self.selectors: list[str] = []
-
-  def configurable_reference(self, scoped_configurable_name, evaluate):
-    self.selectors.append(scoped_configurable_name.rpartition('/')[2])
-
-  def macro(self, macro_name):
-    pass
+  for selector in selectors if is_dynamic else ():
+    _check_reference(selector, symbols, file, allowed)
 
 
 def _check_import(module: str, file: str, allowed: Collection[str]) -> None:

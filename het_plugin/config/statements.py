@@ -36,7 +36,7 @@ class _Delegate(config_parser.ParserDelegate):
     return Macro(macro_name)
 
 
-def _statements(text: str) -> Iterator[tuple[str | None, Any]]:
+def statements(text: str) -> Iterator[tuple[str | None, Any]]:
   """(key, statement): the key is 'scope/configurable.parameter', a macro's name, or None."""
   for statement in config_parser.ConfigParser(text, _Delegate()):
     key = None
@@ -54,7 +54,7 @@ def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     SyntaxError: the text is not valid gin.
   """
   bound, macros = {}, {}
-  for key, statement in _statements(text):
+  for key, statement in statements(text):
     if key is not None:
       (bound if statement.arg_name else macros)[key] = statement.value
   return bound, macros
@@ -101,7 +101,7 @@ def inside(value: Any, kind: type) -> Iterator[Any]:
 def without(text: str, keys: Collection[str], module: str) -> str:
   """The text of a configuration without some bindings and one import; macros stay."""
   kept = []
-  for key, statement in _statements(text):
+  for key, statement in statements(text):
     if isinstance(statement, config_parser.ImportStatement) and statement.module != module:
       kept.append(statement.format())
     elif key is not None and key not in keys:

@@ -74,24 +74,11 @@ class Ablation:
 
   def __post_init__(self):
     check_settings('Ablation', self.shared, self.cells)
-    for where in ('choose_for', 'measured'):
-      if not isinstance(getattr(self, where), Mapping):
-        raise ValueError(f'Ablation.{where}={getattr(self, where)!r} must be {{label: settings}}')
-    _check_grid('choose', self.choose)
-    for label, grid in self.choose_for.items():
-      _check_grid(f'choose_for, of {label!r},', grid)
     folders = [_folder_name(label) for label in self.cells]
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
-    for where, labels in {
-      'baseline': [self.baseline or next(iter(self.cells))],
-      'choose_for': self.choose_for,
-      'measured': self.measured,
-    }.items():
-      for label in labels:
-        check_label(f'Ablation.{where}', label, self.cells)
-    if not self.metrics:
-      raise ValueError('Ablation.metrics is empty')
+    for label in (self.first, *self.choose_for, *self.measured):
+      check_label('Ablation', label, self.cells)
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     if common := set(self.seeds) & set(self.choose_seeds):
@@ -106,6 +93,11 @@ class Ablation:
           raise ValueError(
             f'Ablation.measured: {label!r} needs {other!r}, which must come before it in the cells'
           )
+
+  @property
+  def first(self) -> str:
+    """The label of the cell that the others are tested against."""
+    return self.baseline or next(iter(self.cells))
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
     """The ablation with some of its cells, in their order.
@@ -133,8 +125,7 @@ class Ablation:
   ) -> runs_lib.Run:
     """The run of a cell with a seed and chosen hyperparameters; `bindings` come after its own."""
     chosen = [f'{name} = {value!r}' for name, value in values.items()]
-    settings = [*self.shared, *self.cells[label], *bindings]
-    run = request.run_of(settings)
+    run = request.run_of([*self.shared, *self.cells[label], *bindings])
     return dataclasses.replace(
       run, gin_bindings=[*run.gin_bindings, *chosen, f'RANDOM_SEED = {seed}']
     )
@@ -158,67 +149,46 @@ class Ablation:
     yield from _Training(ablation, request).outcomes()
 
 
-def _check_grid(where: str, grid: Any) -> None:
-  """Raises ValueError unless it is {name: values} with at least one value each."""
-  if not isinstance(grid, Mapping) or not all(
-    isinstance(values, Sequence) and not isinstance(values, str) and len(values)
-    for values in grid.values()
-  ):
-    raise ValueError(
-      f'Ablation.{where} is {grid!r}; it must be {{macro or parameter: (value, ...)}}'
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cell:
-  """A run of a cell."""
-
-  label: str
-  seed: int
-  values: Mapping[str, Any]  # of chosen hyperparameters
-
-  def folder(self, output_dir: Path) -> Path:
-    values = ''.join(f',{_folder_name(f"{k}={v}")}' for k, v in self.values.items())
-    return output_dir / _folder_name(self.label) / f'seed={self.seed}{values}'
-
-  def __str__(self) -> str:
-    return ', '.join(
-      [self.label, *(f'{k} {v}' for k, v in self.values.items()), f'seed {self.seed}']
-    )
-
-
 def _folder_name(text: str) -> str:
   return re.sub(r'[^\w.=+-]+', '_', text).strip('_')
 
 
 class _Training:
-  """The runs of an ablation in an output directory."""
+  """The runs of an ablation in an output directory, and what came out so far."""
 
   def __init__(self, ablation: Ablation, request: Request):
     self._ablation, self._request = ablation, request
     self._counts = {}  # {label: ParamCounts}
+    self._chosen = {}  # {label: (the best candidate, all with their NLL)}
+    self._found = {label: [] for label in ablation.cells}  # [seed]{metric: value}
+    self._folders = {label: [] for label in ablation.cells}
     self._finished = 0
-    to_choose = sum(len(ablation.candidates(label)) for label in self._with_choice())
-    self._total = to_choose * len(ablation.choose_seeds) + len(ablation.cells) * len(ablation.seeds)
+    sizes = [len(ablation.candidates(label)) for label in ablation.cells]
+    self._total = len(sizes) * len(ablation.seeds)
+    self._total += len(ablation.choose_seeds) * sum(size for size in sizes if size > 1)
 
   def outcomes(self) -> Iterator[Outcome]:
-    chosen = {label: self._choose(label) for label in self._ablation.cells}
-    found = {label: [] for label in self._ablation.cells}  # [seed]{metric: value}
-    folders = {label: [] for label in self._ablation.cells}
-    for seed in self._ablation.seeds:
-      for label in self._ablation.cells:
-        cell = _Cell(label, seed, chosen[label][0])
-        others = self._ablation.measured.get(label, {})
-        bindings = [f'{k} = {found[other][-1][name]!r}' for k, (other, name) in others.items()]
-        folders[label].append(self._complete(cell, self._ablation.report_split, bindings))
-        found[label].append(self._values(folders[label][-1]))
-      yield _Results(self._ablation, found, folders, chosen, self._counts).outcome()
-
-  def _with_choice(self) -> list[str]:
-    return [x for x in self._ablation.cells if len(self._ablation.candidates(x)) > 1]
+    ablation = self._ablation
+    self._chosen = {label: self._choose(label) for label in ablation.cells}
+    for seed in ablation.seeds:
+      for label in ablation.cells:
+        bindings = [
+          f'{k} = {self._found[other][-1][name]!r}'
+          for k, (other, name) in ablation.measured.get(label, {}).items()
+        ]
+        values = self._chosen[label][0]
+        folder = self._complete(label, seed, values, ablation.report_split, *bindings)
+        found = _final_values(folder, ablation.metrics)
+        if ablation.analysis is not None:
+          kept = folder / 'analysis.json'
+          if run_files.read_json(kept) is None:  # missing, or damaged
+            reporting.write_json(ablation.analysis(folder), kept)
+          found |= run_files.read_json(kept)
+        self._folders[label].append(folder)
+        self._found[label].append(found)
+      yield self._outcome()
 
   def _choose(self, label: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The best candidate; and if there are several, all of them with their mean NLL."""
     candidates = self._ablation.candidates(label)
     if len(candidates) == 1:
       return candidates[0], []
@@ -227,8 +197,8 @@ class _Training:
     if not math.isfinite(tried[best][NLL]):
       raise ValueError(f'Ablation: no values of {", ".join(candidates[0])} let {label!r} train')
     for name, value in candidates[best].items():
-      values = sorted({x[name] for x in candidates}) if _are_numbers(candidates, name) else []
-      if len(values) > 2 and value in (values[0], values[-1]):
+      values = [x[name] for x in candidates if isinstance(x[name], int | float)]
+      if len(set(values)) > 2 and value in (min(values), max(values)):
         _log.warning('%s: the best %s, %s, is at the end of those tried.', label, name, value)
     return candidates[best], tried
 
@@ -236,44 +206,97 @@ class _Training:
     """Mean over the seeds that choose; infinite if a run is not finite."""
     found = []
     for seed in self._ablation.choose_seeds:
-      cell = _Cell(label, seed, values)
       try:
-        folder = self._complete(cell, self._ablation.choose_split, [])
+        folder = self._complete(label, seed, values, self._ablation.choose_split)
       except nonfinite.NonFiniteStop as stop:
-        _log.warning('%s: not finite at step %d, so not chosen.', cell, stop.step)
+        _log.warning('%s: not finite at step %d, so not chosen.', label, stop.step)
         return math.inf
       found.append(_final_values(folder, [NLL])[NLL])
     mean = statistics.fmean(found)
     return mean if math.isfinite(mean) else math.inf
 
-  def _complete(self, cell: _Cell, split: str, bindings: Sequence[str]) -> Path:
-    """The folder of the run, trained."""
+  def _complete(
+    self, label: str, seed: int, values: Mapping[str, Any], split: str, *bindings: str
+  ) -> Path:
+    """The folder of a run of a cell, trained."""
     self._finished += 1
-    _log.info('=== run %d of %d: %s', self._finished, self._total, cell)
+    words = ', '.join([label, *(f'{k} {v}' for k, v in values.items()), f'seed {seed}'])
+    _log.info('=== run %d of %d: %s', self._finished, self._total, words)
     run = self._ablation.training_run(
-      cell.label, cell.seed, cell.values, self._request, f'EVAL_SPLIT = {split!r}', *bindings
+      label, seed, values, self._request, f'EVAL_SPLIT = {split!r}', *bindings
     )
-    folder = cell.folder(self._request.output_dir)
+    name = ','.join([f'seed={seed}', *(_folder_name(f'{k}={v}') for k, v in values.items())])
+    folder = self._request.output_dir / _folder_name(label) / name
     runs_lib.complete(run, folder)
-    if cell.label not in self._counts:
-      self._counts[cell.label] = runs_lib.configured_model()[1]
+    if label not in self._counts:
+      self._counts[label] = runs_lib.configured_model()[1]
     return folder
 
-  def _values(self, folder: Path) -> dict[str, float]:
-    values = _final_values(folder, self._ablation.metrics)
-    if self._ablation.analysis is not None:
-      values |= _kept(folder / 'analysis.json', lambda: self._ablation.analysis(folder))
-    return values
+  def _outcome(self) -> Outcome:
+    ablation = self._ablation
+    rows = [self._row(label) for label in ablation.cells]
+    seeds = ablation.seeds[: len(self._found[ablation.first])]
+    first = {label: folders[0] for label, folders in self._folders.items()}
+    return Outcome(
+      title=ablation.title,
+      introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
+      f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
+      rows=rows,
+      tables=[table for table in (self._tests(rows), self._choices()) if table.lines],
+      notes=[
+        'extra: parameters beyond the deterministic head. Parameters are counted without the '
+        'padding of the classes.',
+      ],
+      figures=[runs_lib.curves_figure(first, f'Training loss and temperature, seed {seeds[0]}.')],
+      configs={label: (folder / 'config.gin').read_text() for label, folder in first.items()},
+      details={
+        'paper': ablation.paper,
+        'seeds': list(seeds),
+        'choices': {label: tried for label, (_, tried) in self._chosen.items() if tried},
+      },
+    )
 
+  def _row(self, label: str) -> dict[str, Any]:
+    runs, against = self._found[label], self._found[self._ablation.first]
+    values = {name: [run[name] for run in runs] for name in runs[0]}
+    groups = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
+    row = {'head': label} | {name: group.mean for name, group in groups.items()}
+    row['stderr'] = {name: group.stderr for name, group in groups.items()}
+    if runs is not against:
+      row['p'] = {
+        name: comparison.welch_p(of_name, [run[name] for run in against])
+        for name, of_name in values.items()
+      }
+    counts = self._counts[label]
+    row |= {'num_params': counts.total, 'extra_params': counts.extra}
+    return row | {'runs': values, 'chosen': dict(self._chosen[label][0])}
 
-def _are_numbers(candidates, name) -> bool:
-  return all(isinstance(x[name], int | float) for x in candidates)
+  def _tests(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table:
+    """p of each cell and metric, where something can be tested."""
+    lines = [
+      [row['head'], *(reporting.p_text(p) for p in row['p'].values())] for row in rows if 'p' in row
+    ]
+    return reporting.Table(
+      f"p of Welch's t-test against {self._ablation.first}",
+      ['cell', *rows[0]['stderr']],
+      lines if len(self._found[self._ablation.first]) > 1 else [],
+    )
 
-
-def _kept(path: Path, compute: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-  if run_files.read_json(path) is None:  # missing, or damaged
-    reporting.write_json(compute(), path)
-  return run_files.read_json(path)
+  def _choices(self) -> reporting.Table:
+    return reporting.Table(
+      f'Chosen by NLL on {self._ablation.choose_split}, seeds '
+      f'{", ".join(map(str, self._ablation.choose_seeds))}',
+      ['cell', 'values', 'NLL'],
+      [
+        [
+          label,
+          ', '.join(f'{name} {value}' for name, value in x.items() if name != NLL),
+          f'{x[NLL]:.3f}' + ('*' if all(x[k] == v for k, v in best.items()) else ''),
+        ]
+        for label, (best, tried) in self._chosen.items()
+        for x in tried
+      ],
+    )
 
 
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
@@ -294,106 +317,3 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
       f'Ablation.metrics has {missing[0]!r}; the run in {run_dir} has {", ".join(evaluated)}'
     )
   return {name: found[name] for name in names}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Results:
-  """All results so far."""
-
-  ablation: Ablation
-  found: Mapping[str, Sequence[Mapping[str, float]]]  # by label and seed
-  folders: Mapping[str, Sequence[Path]]
-  chosen: Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
-  counts: Mapping[str, Any]
-
-  def outcome(self) -> Outcome:
-    rows = [self._row(label) for label in self.ablation.cells]
-    num_seeds = len(self.found[self._baseline])
-    seeds = self.ablation.seeds[:num_seeds]
-    curves = {
-      label: runs_lib.curves(run_files.read_lines(folders[0] / 'metrics.jsonl'))
-      for label, folders in self.folders.items()
-    }
-    return Outcome(
-      title=self.ablation.title,
-      introduction=f'{self.ablation.paper} Here: mean and standard error of {num_seeds} seeds '
-      f'({", ".join(map(str, seeds))}) on {self.ablation.report_split}.',
-      rows=rows,
-      tables=[t for t in (self._tests(rows), self._choices()) if t is not None],
-      notes=[
-        'extra: parameters beyond the deterministic head. Parameters are counted without the '
-        'padding of the classes.',
-      ],
-      figures=[
-        reporting.Figure(
-          reporting.curve_pngs(curves),
-          f'Training loss and temperature, seed {seeds[0]}.',
-          'Training loss and temperature tau of every cell by step.',
-        )
-      ],
-      configs={
-        label: (folders[0] / 'config.gin').read_text() for label, folders in self.folders.items()
-      },
-      details={
-        'paper': self.ablation.paper,
-        'seeds': list(seeds),
-        'choices': {label: tried for label, (_, tried) in self.chosen.items() if tried},
-      },
-    )
-
-  @property
-  def _baseline(self) -> str:
-    return self.ablation.baseline or next(iter(self.ablation.cells))
-
-  def _row(self, label: str) -> dict[str, Any]:
-    runs = self.found[label]
-    values = {name: [run[name] for run in runs] for name in runs[0]}
-    against = self.found[self._baseline]
-    groups = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
-    row = {'head': label} | {name: group.mean for name, group in groups.items()}
-    row['stderr'] = {name: group.stderr for name, group in groups.items()}
-    if label != self._baseline:
-      row['p'] = {
-        name: comparison.welch_p(of_name, [run[name] for run in against])
-        for name, of_name in values.items()
-      }
-    counts = self.counts[label]
-    row |= {'num_params': counts.total, 'extra_params': counts.extra}
-    row['runs'] = values
-    return row | {'chosen': dict(self.chosen[label][0])}
-
-  def _tests(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table | None:
-    """p of each cell and metric; None if nothing can be tested."""
-    lines = [
-      [row['head'], *(reporting.p_text(p) for p in row['p'].values())] for row in rows if 'p' in row
-    ]
-    if len(self.found[self._baseline]) < 2 or not lines:
-      return None
-    return reporting.Table(
-      f"p of Welch's t-test against {self._baseline}",
-      ['cell', *rows[0]['stderr']],
-      lines,
-    )
-
-  def _choices(self) -> reporting.Table | None:
-    lines = [
-      [
-        label,
-        _values_text({k: v for k, v in x.items() if k != NLL}),
-        f'{x[NLL]:.3f}' + ('*' if all(x[k] == v for k, v in best.items()) else ''),
-      ]
-      for label, (best, tried) in self.chosen.items()
-      for x in tried
-    ]
-    if not lines:
-      return None
-    return reporting.Table(
-      f'Chosen by NLL on {self.ablation.choose_split}, seeds '
-      f'{", ".join(map(str, self.ablation.choose_seeds))}',
-      ['cell', 'values', 'NLL'],
-      lines,
-    )
-
-
-def _values_text(values: Mapping[str, Any]) -> str:
-  return ', '.join(f'{name} {value}' for name, value in values.items())

@@ -20,6 +20,7 @@ import gin
 from het_plugin import data, reporting
 from het_plugin.config import screen
 from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import study
 from het_plugin.training import partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
@@ -32,10 +33,25 @@ HEADS = {
   'het_h': 'HET-H',
   'het_xl': 'HET-XL',
 }
-EXAMPLES_FILE = 'examples.npz'
-_NUM_EXAMPLES = 64
+_EXAMPLES_FILE = 'examples.npz'
+_NUM_EXAMPLES, _NUM_PICTURES = 64, 8
 _STEP_TIME = 'step_time.json'
 _BAR_SECONDS = 0.5  # between two reads of the metrics
+
+
+_NOTES = (
+  'NLL: negative log-likelihood of the validation split in nats; prec@1: share of examples whose '
+  'most probable class is right; ECE: expected calibration error over 15 bins.',
+  'extra: parameters beyond the deterministic head. Parameters are counted without the padding of '
+  'the classes.',
+  'ms/step: median of turns that alternate between the heads, on the machine that made this page; '
+  'for a head that an earlier start had trained, the median over its run.',
+  'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
+  'typefaces that training did not show. Mean and standard error over draws of the shots.',
+  'Chance guesses uniformly. The ceiling is the best precision@1 that identical glyphs of '
+  'different characters leave.',
+  'Each row is one run with one seed: `python -m het_plugin.ablate heads` compares with several.',
+)
 
 
 class TimedStep:
@@ -254,9 +270,77 @@ def _write_examples(params: Any, run_dir: Path) -> None:
   predict = jax.jit(model.predict_batch_with_aux)
   top, aux = predict(jax.device_get(params), {k: np.asarray(v) for k, v in batch.items()})
   np.savez(
-    run_dir / EXAMPLES_FILE,
+    run_dir / _EXAMPLES_FILE,
     image=batch['image'],
     label=np.asarray(batch['label'])[:, 0],
     top=np.asarray(top)[:, 0],
     probability=np.exp(np.asarray(aux['log_prob'])[:, 0]),
+  )
+
+
+def write(
+  rows: Sequence[Mapping[str, Any]],
+  runs: Mapping[str, Path],
+  output_dir: Path,
+  yardsticks: Sequence[Mapping[str, Any]],
+  copy: str | None,
+) -> str:
+  """Writes results.json, results.txt and index.html; returns the text.
+
+  Args:
+    rows: of `row`.
+    runs: {head: folder of its run}.
+    output_dir: takes the files.
+    yardsticks: of `references`.
+    copy: another place for results.json; None for none.
+  """
+  shown = [
+    {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}
+    | {'fewshot': row['fewshot_by_dataset'], 'fewshot_stderr': row['fewshot_stderr_by_dataset']}
+    for row in rows
+  ]
+  titles = {HEADS[head]: run for head, run in runs.items()}
+  curves = runs_lib.curves_figure(titles, 'Training loss and temperature.')
+  outcome = study.Outcome(
+    title='Heteroscedastic heads on rendered characters',
+    introduction=f'Every head trained for the same {rows[0]["steps"]:,} steps on the same '
+    'examples, then evaluated on unseen renderings.',
+    rows=shown,
+    references=yardsticks,
+    summary=sentences(rows),
+    notes=_NOTES,
+    figures=[
+      curves,
+      reporting.Figure(
+        _examples(titles),
+        'Unseen renderings, from the one of which the first head is surest (left) to the most '
+        'doubtful, and the most probable character by each head with its probability. Green is '
+        'right. Where different characters look alike, no head can be sure.',
+        'Examples with the prediction of each head.',
+        recolour=False,
+      ),
+    ],
+    configs={title: (run / 'config.gin').read_text() for title, run in titles.items()},
+  )
+  return outcome.write(output_dir, copy, 'het_plugin.quickstart', 'head', rows)
+
+
+def _examples(titles: Mapping[str, Path]) -> bytes:
+  """The picture of some examples, evenly spaced by the first head's probability of its answer."""
+  from het_plugin.data.glyph_bank import glyph_classes
+
+  characters = [chr(c) for c in glyph_classes('core').code_points]
+  found = {title: np.load(run / _EXAMPLES_FILE) for title, run in titles.items()}
+  first = next(iter(found.values()))
+  order = np.argsort(-first['probability'], kind='stable')
+  picked = order[np.linspace(0, len(order) - 1, _NUM_PICTURES).astype(int)]
+  predictions = {
+    title: [
+      (characters[of['top'][i]], float(of['probability'][i]), of['top'][i] == of['label'][i])
+      for i in picked
+    ]
+    for title, of in found.items()
+  }
+  return reporting.examples_png(
+    first['image'][picked], [characters[first['label'][i]] for i in picked], predictions
   )

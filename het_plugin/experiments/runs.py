@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import gin
+from het_plugin import reporting
 from het_plugin.config import parsing, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import stopping
@@ -110,6 +111,16 @@ def curves(
     name: [math.nan if line[key] is None else line[key] for line in lines]
     for name, key in columns.items()
   }
+
+
+def curves_figure(folders: Mapping[str, Path], caption: str) -> reporting.Figure:
+  """Loss and temperature of the runs in these folders by step."""
+  lines = {
+    title: curves(run_files.read_lines(folder / 'metrics.jsonl'))
+    for title, folder in folders.items()
+  }
+  alt = 'Training loss and temperature tau by step.'
+  return reporting.Figure(reporting.curve_pngs(lines), caption, alt)
 
 
 def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:

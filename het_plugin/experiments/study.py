@@ -119,7 +119,9 @@ class Outcome:
   Attributes:
     title, introduction: title and introduction of the page.
     rows: rows for `reporting.columns`.
+    references: rows to compare with, in the same form.
     tables: further tables.
+    summary: sentences below the table.
     notes: how to read the columns.
     figures: plots.
     configs: {cell: its gin configuration}.
@@ -129,29 +131,52 @@ class Outcome:
   title: str
   introduction: str
   rows: Sequence[Mapping[str, Any]]
+  references: Sequence[Mapping[str, Any]] = ()
   tables: Sequence[reporting.Table] = ()
+  summary: Sequence[str] = ()
   notes: Sequence[str] = ()
   figures: Sequence[reporting.Figure] = ()
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
   details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-  def write(self, output_dir: Path, copy: str | None) -> str:
-    """Writes results.json, results.txt and index.html; returns the text."""
-    results = {'title': self.title, **self.details, 'rows': self.rows}
+  def write(
+    self,
+    output_dir: Path,
+    copy: str | None,
+    main: str = 'het_plugin.ablate',
+    row_title: str = 'cell',
+    results: Any = None,
+  ) -> str:
+    """Writes results.json, results.txt and index.html; returns the text.
+
+    Args:
+      output_dir: takes the files.
+      copy: another place for results.json; None for none.
+      main: the command that made it.
+      row_title: what a row is.
+      results: what results.json is; None for title, details and rows.
+    """
+    if results is None:
+      results = {'title': self.title, **self.details, 'rows': self.rows}
     for path in [output_dir / 'results.json', *([copy] if copy else [])]:
       reporting.write_json(results, path)
-    tables = map(reporting.plain_table, self.tables)
-    text = '\n\n'.join([reporting.text_table(self.rows, row_title='cell'), *tables])
+    blocks = [
+      reporting.text_table(self.rows, self.references, row_title),
+      *map(reporting.plain_table, self.tables),
+      '\n'.join(self.summary),
+    ]
+    text = '\n\n'.join(filter(None, blocks))
     (output_dir / 'results.txt').write_text(text + '\n')
     page = reporting.html_page(
       title=self.title,
-      introduction=self.introduction,
+      introduction=' '.join([self.introduction, *self.summary]),
       rows=self.rows,
+      references=self.references,
       tables=self.tables,
       notes=self.notes,
       figures=self.figures,
-      provenance=reporting.Provenance.of_this_process('het_plugin.ablate', self.configs),
-      row_title='cell',
+      provenance=reporting.Provenance.of_this_process(main, self.configs),
+      row_title=row_title,
     )
     (output_dir / 'index.html').write_text(page)
     return text

@@ -30,9 +30,10 @@ import numpy as np
 import scipy.stats
 
 import gin
-from het_plugin import data
+from het_plugin import data, reporting
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import study as study_lib
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -178,28 +179,6 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-  """The result of a method in one replication: the chosen training, and all trainings."""
-
-  chosen: Trained
-  trainings: Sequence[Trained]
-  uses_validation: bool  # whether chosen's validation NLL is one of data that it was not trained on
-
-  def as_json(self) -> dict[str, Any]:
-    return {
-      'nll': self.chosen.nll,
-      'precision_at_1': self.chosen.precision_at_1,
-      'tau': self.chosen.tau,
-      'validation_nll': self.chosen.validation_nll if self.uses_validation else None,
-      'trainings': len(self.trainings),
-      'steps': sum(training.steps for training in self.trainings),
-      'ms_per_step': self.chosen.ms_per_step,
-      'chosen': self.chosen.name,
-      'trials': [{'tau': t.tau, 'nll': t.nll} for t in self.trainings],
-    }
-
-
-@dataclasses.dataclass(frozen=True)
 class Study:
   """One replication: runs each training that its methods need once, in its own folder.
 
@@ -219,39 +198,47 @@ class Study:
   rounds: int = 6
   trials_per_round: int = 5
 
-  def outcome(self, row: str) -> Outcome:
-    """The outcome of one row of the table.
+  def outcome(self, row: str) -> dict[str, Any]:
+    """One row of the table in this replication: the chosen training, and the cost of all trainings.
 
     Raises:
       ValueError: a setting is wrong, or all trainings of a search failed.
     """
     method, _, variant = row.partition(':')
     if method in ('grid', 'bayesian'):
-      search = self._grid if method == 'grid' else self._bayesian
-      return self._searched(row, search, variant)
-    if method == BASELINE:
-      chosen = self._train('simple_training', ['train/DatasetConfig.split = %FULL_SPLIT'])
+      trainings = self._searched(row, self._grid if method == 'grid' else self._bayesian, variant)
+    elif method == BASELINE:
+      trainings = [self._train('simple_training', ['train/DatasetConfig.split = %FULL_SPLIT'])]
     else:
       estimator = 'luketina' if method == 'luketina' else 'simple'
-      chosen = self._online(row, estimator, _SHARES.get(variant))
-    return Outcome(chosen, [chosen], uses_validation=variant == 'validation')
+      trainings = [self._online(row, estimator, _SHARES.get(variant))]
+    chosen = trainings[0]
+    return {
+      **{name: getattr(chosen, name) for name in ('nll', 'precision_at_1', 'tau', 'ms_per_step')},
+      # Elsewhere the chosen training saw what would be validation data.
+      'validation_nll': chosen.validation_nll if variant == 'validation' else None,
+      'trainings': len(trainings),
+      'steps': sum(training.steps for training in trainings),
+      'chosen': chosen.name,
+      'trials': [{'tau': t.tau, 'nll': t.nll} for t in trainings],
+    }
 
   def _searched(
     self, row: str, search: Callable[[str, str], Iterator[Trained]], variant: str
-  ) -> Outcome:
+  ) -> list[Trained]:
+    """The chosen training, then the others."""
     if variant == '2folds':
       trainings, criterion = list(search('FULL_SPLIT', 'nll')), 'nll'
     else:
       trainings, criterion = list(search('TRAIN_SPLIT', 'validation_nll')), 'validation_nll'
-    best = min(trainings, key=lambda training: getattr(training, criterion))
-    if not math.isfinite(getattr(best, criterion)):
+    trainings.sort(key=lambda training: getattr(training, criterion))
+    if not math.isfinite(getattr(trainings[0], criterion)):
       raise ValueError(
         f'All {len(trainings)} trainings of {ROWS[row].title} failed: see {self.folder}/*/nonfinite'
       )
     if variant == 'retrain':
-      best = self._fixed(best.tau, 'FULL_SPLIT')
-      trainings.append(best)
-    return Outcome(best, trainings, uses_validation=variant == 'validation')
+      trainings.insert(0, self._fixed(trainings[0].tau, 'FULL_SPLIT'))
+    return trainings
 
   def _grid(self, split: str, criterion: str) -> Iterator[Trained]:
     for number, tau in enumerate(self.grid, 1):
@@ -367,40 +354,84 @@ def _infinite(value: float) -> float:
 _AVERAGED = ('nll', 'precision_at_1', 'tau', 'validation_nll')
 
 
-def table_row(row: str, outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """A line of the table from `Outcome.as_json` of each replication: means and standard errors."""
-  means = {}
-  for name in _AVERAGED:
-    values = [outcome[name] for outcome in outcomes]
-    means[name] = None if None in values else comparison.group_mean(values)
-  return {
-    'head': ROWS[row].title,
-    'row': row,
-    **{name: mean and mean.mean for name, mean in means.items()},
-    'stderr': {name: mean and mean.stderr for name, mean in means.items()},
-    'single training': 'yes' if ROWS[row].single_training else 'no',
-    'no validation set': 'yes' if ROWS[row].no_validation_set else 'no',
-    'trainings': outcomes[0]['trainings'],
-    'steps': round(statistics.fmean(outcome['steps'] for outcome in outcomes)),
-    'ms_per_step': statistics.median(
-      [outcome['ms_per_step'] for outcome in outcomes if outcome['ms_per_step'] is not None]
-      or [math.nan]
-    ),
-    'replications': list(outcomes),
-  }
-
-
-def with_p_values(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Adds `welch_p`, p of Welch's test that a row's test NLL is that of simple training."""
-  nlls = {row['row']: [outcome['nll'] for outcome in row['replications']] for row in rows}
-  if BASELINE not in nlls:
-    return list(rows)
-  return [
-    row
-    | {
-      'welch_p': None
-      if row['row'] == BASELINE
-      else comparison.welch_p(nlls[row['row']], nlls[BASELINE])
+def table(outcomes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+  """The rows of the table, from `Study.outcome` of each row and replication: means, standard errors
+  and `welch_p`, p of Welch's test that a row's test NLL is that of simple training.
+  """
+  nlls = {row: [outcome['nll'] for outcome in found] for row, found in outcomes.items()}
+  rows = []
+  for name, found in outcomes.items():
+    means = {}
+    for key in _AVERAGED:
+      values = [outcome[key] for outcome in found]
+      means[key] = None if None in values else comparison.group_mean(values)
+    speeds = [x['ms_per_step'] for x in found if x['ms_per_step'] is not None]
+    row = {
+      'head': ROWS[name].title,
+      'row': name,
+      **{key: mean and mean.mean for key, mean in means.items()},
+      'stderr': {key: mean and mean.stderr for key, mean in means.items()},
+      'single training': 'yes' if ROWS[name].single_training else 'no',
+      'no validation set': 'yes' if ROWS[name].no_validation_set else 'no',
+      'trainings': found[0]['trainings'],
+      'steps': round(statistics.fmean(outcome['steps'] for outcome in found)),
+      'ms_per_step': statistics.median(speeds or [math.nan]),
+      'replications': list(found),
     }
-    for row in rows
+    if BASELINE in nlls:
+      other = name != BASELINE
+      row['welch_p'] = comparison.welch_p(nlls[name], nlls[BASELINE]) if other else None
+    rows.append(row)
+  return rows
+
+
+def write(rows: Sequence[Mapping[str, Any]], output_dir: Path, copy: str | None) -> str:
+  """Writes results.json (the rows), results.txt and index.html; returns the text."""
+  figures = [
+    reporting.Figure(
+      reporting.lines_png(
+        _tau_nll(rows), xlabel='temperature tau', ylabel='test NLL (nats per example)', log_x=True
+      ),
+      'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
+      'Test NLL of every training against its temperature.',
+    )
   ]
+  seed_0 = {row['head']: output_dir / 'seed_0' / row['replications'][0]['chosen'] for row in rows}
+  single = {r['head']: seed_0[r['head']] for r in rows if r['single training'] == 'yes'}
+  if single:
+    caption = 'Training loss and temperature of the methods of a single training, with seed 0.'
+    figures.append(runs_lib.curves_figure(single, caption))
+  last = rows[-1]['head']
+  outcome = study_lib.Outcome(
+    title='Ways to choose the temperature',
+    introduction='Mean and standard error over '
+    f'{len(rows[0]["replications"])} replications, as table 13 of Collier et al. 2023.',
+    rows=[{k: v for k, v in row.items() if k not in ('replications', 'row')} for row in rows],
+    notes=[
+      'NLL and prec@1: of the test set, which neither training nor the choice of tau saw. '
+      'With (2 folds) it chose tau. Validation NLL: of the set that chose tau.',
+      'trainings and steps: what one replication takes. ms/step: of the chosen training.',
+      "p: of Welch's test that the NLL is that of simple training.",
+    ],
+    figures=figures,
+    configs={last: (seed_0[last] / 'config.gin').read_text()},
+  )
+  return outcome.write(output_dir, copy, 'het_plugin.tune', 'method', rows)
+
+
+def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+  """{title: (tau, test NLL)}, means over replications: by tau the trials of a search, of the others
+  where they ended. A retrained one is left out where its search has a line already.
+  """
+  lines, names = {}, {row['row'] for row in rows}
+  for row in rows:
+    if row['single training'] == 'yes':
+      lines[row['head']] = [row['tau']], [row['nll']]
+    elif row['row'].replace(':retrain', ':validation') not in names - {row['row']}:
+      by_tau = {}
+      for outcome in row['replications']:
+        for trial in outcome['trials']:
+          by_tau.setdefault(trial['tau'], []).append(trial['nll'])
+      taus = sorted(by_tau)
+      lines[row['head']] = taus, [statistics.fmean(by_tau[tau]) for tau in taus]
+  return lines

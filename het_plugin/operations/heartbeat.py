@@ -50,6 +50,7 @@ class Heartbeat:
     self._stall_seconds = stall_seconds
     self._poll = poll
     self._failing: set[str] = set()  # tasks
+    self._failure: BaseException | None = None
     self._writing = threading.Lock()
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._run, name='heartbeat', daemon=True)
@@ -81,6 +82,7 @@ class Heartbeat:
     code = exit_codes.of(error)
     if code in (0, exit_codes.PREEMPTED) or self._recorder.now().state != facts.RUNNING:
       return
+    self._failure = error
     text = ' '.join(''.join(traceback.format_exception_only(error)).split())[:_MESSAGE_LENGTH]
     if jax.process_count() > 1:
       text = f'{self._recorder.now().name} failed: {text}'
@@ -118,6 +120,8 @@ class Heartbeat:
     message, code = own.message, own.exit_code
     if own.state == facts.RUNNING:
       message, code = f'{own.name} has been {own.place} for {stalled:.0f} s', exit_codes.LOST
+    else:  # it has failed, and something does not let it close
+      traceback.print_exception(self._failure)
     faulthandler.dump_traceback(2)  # file 2: sys.stderr may be something else
     record = functools.partial(self._failed, message, code)
     stopping.leave(f'Error: {message}', code, record)

@@ -16,7 +16,7 @@ from flax import traverse_util
 import gin
 from het_plugin import data
 from het_plugin.config import command_line, parsing, registry
-from het_plugin.planning import hlo, roofline, topology
+from het_plugin.planning import hlo, topology
 from het_plugin.planning.worker import Request
 from het_plugin.training import flops, initial_state, train
 from het_plugin.training import step as step_lib
@@ -169,7 +169,7 @@ def _measure(
     result['fits'] = result['peak_bytes'] <= place.hbm_bytes
     result['collectives'] = _collectives(compiled)
     accessed = (compiled.cost_analysis() or {}).get('bytes accessed', 0.0)
-    result['seconds'] = roofline.estimate(
+    result['seconds'] = topology.step_seconds(
       place.name, result['flops'], accessed, result['collectives'] or ()
     )
   return result | {'compile_seconds': time.monotonic() - start}

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -143,3 +144,36 @@ def get(name: str, num_slices: int = 1) -> Topology:
   except Exception as error:  # its type depends on the version of libtpu
     raise ValueError(f'--topology={name}: libtpu does not take it: {error}') from error
   return Topology(name, description.devices, int(CHIPS[generation].hbm_gib * GIB))
+
+
+def step_seconds(
+  name: str,
+  flops: float,
+  hbm_bytes: float,
+  collectives: Sequence[Mapping[str, Any]],
+) -> dict[str, float] | None:
+  """Seconds per step at the peak rates of the chips, from the work of one device; None for CPUs.
+
+  A step takes at least the longest of the three times, and their sum if nothing overlaps. A
+  collective is a ring over links of both directions; an all-reduce passes twice. The network
+  between slices is left out.
+
+  Args:
+    name: such as 'v5e:4x4'.
+    flops: FLOPs; all count as bfloat16.
+    hbm_bytes: bytes read and written, as XLA counts them: the body of a loop once.
+    collectives: 'kind' and 'bytes' of each kind (`hlo.Collective`).
+
+  Returns:
+    {'compute': s, 'memory': s, 'collectives': s, 'at_least': s, 'without_overlap': s}.
+  """
+  chip = CHIPS.get(parse(name)[0])
+  if chip is None:
+    return None
+  passed = sum(c['bytes'] * (2 if c['kind'] == 'all-reduce' else 1) for c in collectives)
+  parts = {
+    'compute': flops / (chip.flops / chip.devices),
+    'memory': hbm_bytes / (chip.hbm_bytes / chip.devices),
+    'collectives': passed / (2 * chip.link_bytes / chip.devices),
+  }
+  return parts | {'at_least': max(parts.values()), 'without_overlap': sum(parts.values())}

@@ -4,6 +4,7 @@
 writes the result, or an error in one sentence, to another.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,8 +19,7 @@ from typing import Any
 from het_plugin.planning import topology
 
 _RUN = 'from het_plugin.planning import step; step.main()'
-_QUIET_SECONDS = 10  # between two lines if stderr is not a terminal
-_took: list[float] = []  # seconds of the compilations so far
+_QUIET_SECONDS = 10  # between two lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,13 @@ def compile_in_process(request: Request) -> dict[str, Any]:
     asked.write_text(json.dumps(dataclasses.asdict(request)))
     command = [sys.executable, '-c', _RUN, str(asked), str(answer)]
     with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+      start = time.monotonic()
       try:
-        _wait(process)
+        while process.poll() is None:
+          with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_QUIET_SECONDS)
+            break
+          print(f'compiling: {time.monotonic() - start:.0f} s so far', file=sys.stderr, flush=True)
       except BaseException:
         process.kill()
         raise
@@ -86,20 +91,3 @@ def compile_in_process(request: Request) -> dict[str, Any]:
   if 'error' in result:
     raise ValueError(result['error'])
   return result
-
-
-def _wait(process: subprocess.Popen) -> None:
-  """Waits, and shows the seconds so far and those of the last compilation."""
-  is_terminal = sys.stderr.isatty()
-  start, usual = time.monotonic(), f'; the last one took {_took[-1]:.0f} s' if _took else ''
-  while True:
-    try:
-      process.wait(1 if is_terminal else _QUIET_SECONDS)
-      break
-    except subprocess.TimeoutExpired:
-      text = f'compiling: {time.monotonic() - start:.0f} s so far{usual}'
-      print(f'\r{text}' if is_terminal else text, end='' if is_terminal else '\n', file=sys.stderr)
-      sys.stderr.flush()
-  _took.append(time.monotonic() - start)
-  if is_terminal:
-    print('\r\x1b[K', end='', file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from het_plugin.reporting.page import Figure, Table, html_page
 from het_plugin.reporting.pictures import CovariancePanel, covariance_png, examples_png
 from het_plugin.reporting.plots import (
   curve_pngs,
-  curves_png,
   grid_png,
   lines_png,
   reliability_png,
@@ -26,7 +25,6 @@ __all__ = [
   'aligned',
   'covariance_png',
   'curve_pngs',
-  'curves_png',
   'examples_png',
   'grid_png',
   'html_page',

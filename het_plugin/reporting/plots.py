@@ -1,7 +1,6 @@
 """Plots as PNGs: training curves, candidates, few-shot accuracies, calibration, grids."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,34 +16,26 @@ _SMOOTH_FRACTION = 0.02  # share of a curve's points in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
 
 
-def curves_png(curves: Curves, dpi: int = 160) -> bytes:
-  """Loss and temperature against the step, one line per head.
+def curve_pngs(curves: Curves, dpi: int = 160) -> list[bytes]:
+  """PNGs of loss and temperature against the step, one line per head.
 
   Args:
     curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are
       gaps.
-    dpi: pixels per inch; each panel is 5.5 inches wide.
+    dpi: pixels per inch; each is 5.5 inches wide.
 
   Raises:
-    ValueError: there is no curve, or a curve's length is not that of its steps.
+    ValueError: a curve's length is not that of its steps.
   """
-  panels = [name for name in _PANELS if any(name in curve for curve in curves.values())]
-  if not panels:
-    raise ValueError(f'curves has neither of {list(_PANELS)} for any head; heads: {list(curves)}.')
-  figure = style.new_figure(5.5 * len(panels), 5.6)
   styles = style.line_styles(curves)
-  for ax, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-    _panel(ax, name, {h: (c['step'], c[name]) for h, c in curves.items() if name in c}, styles)
-  return style.to_png(figure, dpi)
-
-
-def curve_pngs(curves: Curves) -> list[bytes]:
-  """The panels of `curves_png` as a PNG each, which a narrow page can stack."""
-  panels = [name for name in _PANELS if any(name in curve for curve in curves.values())]
-  return [
-    curves_png({head: {k: c[k] for k in ('step', name) if k in c} for head, c in curves.items()})
-    for name in panels
-  ]
+  pngs = []
+  for name in _PANELS:
+    lines = {head: (c['step'], c[name]) for head, c in curves.items() if name in c}
+    if lines:
+      figure = style.new_figure(5.5, 5.6)
+      _panel(figure.subplots(), name, lines, styles)
+      pngs.append(style.to_png(figure, dpi))
+  return pngs
 
 
 def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
@@ -91,6 +82,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 Points = tuple[Sequence[float], Sequence[float]]
 
 _MAX_LEGEND = 20  # lines; more would fill the figure
+_MAX_POINTS = 2000  # more cannot be told apart, and would make the drawing slow
 
 
 def lines_png(
@@ -114,14 +106,11 @@ def lines_png(
     dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
-  styles = style.line_styles(lines)
-  for i, (name, (x, y)) in enumerate(lines.items()):
+  for i, (name, color, dashes) in enumerate(_styled(lines)):
+    x, y = lines[name][0], np.asarray(lines[name][1], float)
     marker = style.MARKERS[i % len(style.MARKERS)] if len(x) <= 30 else ''
-    y = np.asarray(y, float)
-    shown = np.isfinite(y) & ((y > 0) | (not log_y))
-    color, dashes = styles[name]
-    shown_y = np.where(shown, y, np.nan)
-    ax.plot(x, shown_y, color=color, linestyle=dashes, marker=marker, markersize=5, label=name)
+    y = np.where(np.isfinite(y) & ((y > 0) | (not log_y)), y, np.nan)
+    ax.plot(x, y, color=color, linestyle=dashes, marker=marker, markersize=5, label=name)
   ax.set(xscale='log' if log_x else 'linear', yscale='log' if log_y else 'linear')
   if whole_steps:
     ticks = sorted({value for x, _ in lines.values() for value in x})
@@ -149,26 +138,14 @@ def scatter_png(
     dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
-  styles = style.line_styles(groups)
-  for i, (group, (x, y)) in enumerate(groups.items()):
-    color, _ = styles[group]
+  for i, (group, color, _) in enumerate(_styled(groups)):
+    x, y = groups[group]
     ax.scatter(x, y, color=color, marker=style.MARKERS[i % len(style.MARKERS)], label=group)
   if len(names) <= _MAX_LEGEND:
     for name, where in zip(names, zip(x, y, strict=True), strict=True):
       ax.annotate(name, where, xytext=(5, 4), textcoords='offset points', fontsize=8)
   figure.legend(loc='outside right upper', frameon=False, fontsize=9)
   return style.to_png(figure, dpi)
-
-
-def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-  figure = style.new_figure(8, 4.5)
-  ax = figure.subplots()
-  ax.set(xlabel=xlabel, ylabel=ylabel)
-  style.plain_axes(ax)
-  return figure, ax
-
-
-_MAX_POINTS = 2000  # more cannot be told apart, and would make the drawing slow
 
 
 def unit_curves_png(
@@ -180,71 +157,71 @@ def unit_curves_png(
   diagonal: bool = False,
   dpi: int = 130,
 ) -> bytes:
-  """A PNG of the curves.
+  """Curves within the unit square.
 
   Args:
-    curves: {name: (x [N], y [N])}, x ascending in [0, 1], y within [0, 1].
+    curves: {name: (x [N], y [N])}, x ascending in [0, 1], y within [0, 1]; at least one.
     title: title of the plot.
     x_label, y_label: titles of the axes.
     diagonal: draws the line of guessing in an ROC plot, and the y axis up to 1.
-    dpi: pixels per inch; the figure is 6.4 by 4.6 inches.
-
-  Raises:
-    ValueError: there is no curve.
+    dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
-  if not curves:
-    raise ValueError('there is no curve to draw')
-  figure = style.new_figure(6.4, 4.6)
-  ax = figure.subplots()
+  figure, ax = _figure(x_label, y_label)
   if diagonal:
     ax.plot([0, 1], [0, 1], color='#aaaaaa', linewidth=0.9, linestyle=':')
-  styles = style.line_styles(curves)
-  for name, (x, y) in curves.items():
-    color, dashes = styles[name]
+  for name, color, dashes in _styled(curves):
+    x, y = curves[name]
     kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), _MAX_POINTS)).astype(int))
     ax.plot(x[kept], y[kept], color=color, linestyle=dashes, linewidth=1.7, label=name)
   ax.set_title(title, loc='left', fontsize=11)
-  ax.set_xlabel(x_label)
-  ax.set_ylabel(y_label)
   ax.set_xlim(0, 1)
   ax.set_ylim(0, 1.01 if diagonal else None)
-  style.plain_axes(ax, grid='both')
   ax.legend(frameon=False, fontsize=9)
   return style.to_png(figure, dpi)
+
+
+def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+  figure = style.new_figure(8, 4.5)
+  ax = figure.subplots()
+  ax.set(xlabel=xlabel, ylabel=ylabel)
+  style.plain_axes(ax)
+  return figure, ax
+
+
+def _styled(lines: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+  """(name, colour, dashes) of each line."""
+  return ((name, *of_name) for name, of_name in style.line_styles(lines).items())
 
 
 # {run: {data set: {shots: (mean, standard error or None)}}}
 Accuracies = Mapping[str, Mapping[str, Mapping[int, tuple[float, float | None]]]]
 
-_COLUMNS = 3  # panels side by side
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+  """A figure of so many panels of this size in inches, three side by side."""
+  columns = min(3, count)
+  rows = -(-count // columns)
+  figure = style.new_figure(width * columns, height * rows)
+  axes = figure.subplots(rows, columns, squeeze=False).ravel()
+  for ax in axes[count:]:
+    ax.set_axis_off()
+  return figure, list(axes[:count])
 
 
 def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
   """Accuracy with its standard error against shots, a line per run and a panel per data set.
 
   Args:
-    accuracies: accuracies of each run; runs may lack data sets.
+    accuracies: accuracies of each run; runs may lack data sets, but there must be one.
     dpi: pixels per inch.
-
-  Raises:
-    ValueError: there is nothing to draw.
   """
   datasets = list(dict.fromkeys(name for run in accuracies.values() for name in run))
-  if not datasets:
-    raise ValueError('accuracies holds no data set.')
-  columns = min(_COLUMNS, len(datasets))
-  lines = math.ceil(len(datasets) / columns)
-  figure = style.new_figure(4.2 * columns, 3.2 * lines + 0.4)
-  panels = figure.subplots(lines, columns, squeeze=False).ravel()
-  for panel in panels[len(datasets) :]:
-    panel.set_axis_off()
-  handles, styles = {}, style.line_styles(accuracies)
-  for panel, dataset in zip(panels, datasets, strict=False):
-    shots = sorted({n for run in accuracies.values() for n in run.get(dataset, ())})
-    for number, (run, by_dataset) in enumerate(accuracies.items()):
-      cells = sorted(by_dataset.get(dataset, {}).items())
+  figure, panels = _panels(len(datasets), 4.2, 3.5)
+  handles = {}
+  for panel, dataset in zip(panels, datasets, strict=True):
+    for number, (run, color, dashes) in enumerate(_styled(accuracies)):
+      cells = sorted(accuracies[run].get(dataset, {}).items())
       if cells:
-        color, dashes = styles[run]
         handles[run] = panel.errorbar(
           [n for n, _ in cells],
           [mean for _, (mean, _) in cells],
@@ -256,12 +233,12 @@ def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
           linewidth=1.4,
           capsize=2,
         )
+    shots = sorted({n for run in accuracies.values() for n in run.get(dataset, ())})
     panel.set_xscale('log')
-    panel.set_xticks(shots, [str(n) for n in shots])
+    panel.set_xticks(shots, map(str, shots))
     panel.minorticks_off()
     panel.set_title(dataset, loc='left', fontsize=11)
-    panel.set_xlabel('shots')
-    panel.set_ylabel('accuracy')
+    panel.set(xlabel='shots', ylabel='accuracy')
     style.plain_axes(panel)
   figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4, fontsize=9)
   return style.to_png(figure, dpi)
@@ -276,21 +253,13 @@ class Bins(Protocol):
 
 
 def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
-  """A reliability diagram per name (Guo et al. 2017, fig. 1).
+  """A reliability diagram per name (Guo et al. 2017, fig. 1); there must be one.
 
   Bars show the accuracy in equal bins of confidence. Dots lie at the mean confidence of a bin, with
   an area by its share of the examples. The diagonal is perfect calibration.
-
-  Raises:
-    ValueError: there is no diagram.
   """
-  if not diagrams:
-    raise ValueError('there is no reliability diagram to draw')
-  num_columns = min(_COLUMNS, len(diagrams))
-  num_lines = -(-len(diagrams) // num_columns)
-  figure = style.new_figure(3.6 * num_columns, 3.6 * num_lines)
-  axes = figure.subplots(num_lines, num_columns, squeeze=False).flat
-  for ax, (name, bins) in zip(axes, diagrams.items(), strict=False):
+  figure, axes = _panels(len(diagrams), 3.6, 3.6)
+  for ax, (name, bins) in zip(axes, diagrams.items(), strict=True):
     num_bins = len(bins.count)
     left = np.arange(num_bins) / num_bins
     ax.bar(left, bins.accuracy, 1 / num_bins, align='edge', color='#c7d8ec', edgecolor='white')
@@ -298,13 +267,8 @@ def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
     share = bins.count / max(bins.count.sum(), 1)
     ax.scatter(bins.confidence, bins.accuracy, 20 + 300 * share, '#1b5fad', alpha=0.85, zorder=3)
     ax.set_title(name, loc='left', fontsize=10)
-    ax.set_xlim(0, 1)
-    ax.set_ylim(0, 1.02)
-    ax.set_xlabel('confidence', fontsize=9)
-    ax.set_ylabel('accuracy', fontsize=9)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel='confidence', ylabel='accuracy')
     style.plain_axes(ax, grid=None)
-  for ax in list(axes)[len(diagrams) :]:
-    ax.set_visible(False)
   return style.to_png(figure, dpi)
 
 

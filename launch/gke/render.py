@@ -12,6 +12,7 @@ To resume a run that has ended, delete its JobSet (kubectl delete jobset NAME) a
 """
 
 import json
+import math
 import re
 import string
 import sys
@@ -23,10 +24,47 @@ import yaml
 from absl import app, flags
 
 from het_plugin.config import command_line, training_run
-from launch import slices, sweep
+from het_plugin.planning import topology
+from launch import sweep
 from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
+CHIPS_PER_HOST = 4
+# Values of the node label cloud.google.com/gke-tpu-accelerator, from
+# https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
+ACCELERATORS = {
+  'v3': 'tpu-v3-slice',
+  'v4': 'tpu-v4-podslice',
+  'v5e': 'tpu-v5-lite-podslice',
+  'v5p': 'tpu-v5p-slice',
+  'v6e': 'tpu-v6e-slice',
+  'tpu7x': 'tpu7x',
+}
+
+
+def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
+  """(accelerator, shape in chips, hosts) of the slice that is called 'v5e:4x4', for example.
+
+  A 2x4 slice of v5e or v6e has two hosts here. The machine type with eight chips per host is not
+  supported.
+
+  Raises:
+    ValueError: GKE does not have the topology, or cannot combine several slices of it.
+  """
+  generation, shape = topology.parse(name)
+  if generation not in ACCELERATORS:
+    known = ', '.join(ACCELERATORS)
+    raise ValueError(f'--topology={name}: GKE has no {generation} slices: choose from {known}')
+  chips = math.prod(map(int, shape.split('x')))
+  hosts = chips // CHIPS_PER_HOST
+  if chips % CHIPS_PER_HOST:
+    raise ValueError(f'--topology={name} has {chips} chips; GKE has hosts of {CHIPS_PER_HOST}')
+  if num_slices > 1 and (generation == 'v3' or hosts == 1):
+    raise ValueError(
+      f'--num_slices={num_slices} needs slices of several hosts, and not of v3; {name} cannot be '
+      'combined'
+    )
+  return ACCELERATORS[generation], shape, hosts
 
 
 def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
@@ -41,11 +79,11 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
     ValueError: a name, topology, folder or number is not possible; one sentence says which.
   """
   num_slices = settings['num_slices']
-  tpu_slice = slices.parse(settings['topology'] or '', num_slices)
-  _check(name, settings, job, tpu_slice)
+  accelerator, shape, hosts = parse_slice(settings['topology'] or '', num_slices)
+  _check(name, settings, job, hosts)
   selector = {
-    'cloud.google.com/gke-tpu-accelerator': tpu_slice.accelerator,
-    'cloud.google.com/gke-tpu-topology': tpu_slice.shape,
+    'cloud.google.com/gke-tpu-accelerator': accelerator,
+    'cloud.google.com/gke-tpu-topology': shape,
   }
   tolerations = [{'key': 'google.com/tpu', 'operator': 'Exists', 'effect': 'NoSchedule'}]
   if settings['spot']:
@@ -59,14 +97,14 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
   arguments = [*(replicas if num_slices > 1 else []), *job.arguments()]
   values = dict(settings) | {
     'name': name,
-    'hosts': tpu_slice.hosts,
+    'hosts': hosts,
     'preempted': PREEMPTED,
     'node_selector': selector | pairs('node_selector', settings['node_selector']),
     'tolerations': tolerations,
     # Kubernetes expands $(NAME) in arguments and turns $$ into $, so every $ is doubled.
     'args': [argument.replace('$', '$$') for argument in arguments],
     'env': [{'name': name, 'value': value} for name, value in env.items()],
-    'chips_per_host': slices.CHIPS_PER_HOST,
+    'chips_per_host': CHIPS_PER_HOST,
     # TPU drivers lock more memory than an ordinary container may:
     # https://cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
     'security': {'privileged': True, 'runAsUser': 0} if settings['privileged'] else None,
@@ -86,13 +124,13 @@ def _without_nulls(node: Any) -> Any:
   return {name: value for name, value in kept.items() if value is not None and value != {}}
 
 
-def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, tpu_slice: slices.Slice) -> None:
+def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -> None:
   if not re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name):
     raise ValueError(
       f'--name={name} must be lower-case letters, digits and hyphens, a letter first'
     )
   # Kubernetes names the pods NAME-slice-SLICE-HOST-abcde, with at most 63 characters.
-  last = f'{name}-slice-{settings["num_slices"] - 1}-{tpu_slice.hosts - 1}-abcde'
+  last = f'{name}-slice-{settings["num_slices"] - 1}-{hosts - 1}-abcde'
   if len(last) > 63:
     raise ValueError(f'--name={name} is {len(last) - 63} characters too long for its pods')
   if not settings['image']:

@@ -12,7 +12,7 @@ import het_plugin.data
 from het_plugin import train as main
 from het_plugin.config import changes as config_changes
 from het_plugin.config import parsing, registry, statements
-from het_plugin.config.changes import UNSET, changes
+from het_plugin.config.changes import changes
 
 
 def config_text(*files):
@@ -41,21 +41,15 @@ EARLY = "train.actions = {'TRAIN': [@EarlyStoppingAction()]}\nEarlyStoppingActio
   ('binding', 'serious', 'harmless'),
   [
     ('HetXL.num_factors = 40', 'HetXL.num_factors', ''),
-    ('NUM_CLASSES = 11', 'HetXL.num_classes', ''),
     (
       'BATCH_SIZE = 32',
       'train/DatasetConfig.batch_size',
       'train_eval/DatasetConfig.batch_size',
     ),
-    ('train/Integrator.num_samples = 8', 'train/Integrator.num_samples', ''),
-    ('Integrator.num_samples = 8', 'Integrator.num_samples', ''),
     ("SaveCheckpointConfig.dtype = 'bfloat16'", 'SaveCheckpointConfig.dtype', ''),
     ('TRAIN_STEPS = 800', 'total_steps.steps', ''),
-    ('EVAL_PERIOD = 7', '', 'train.eval_period'),
     ("EVAL_SPLIT = 'train'", '', 'train_eval/DatasetConfig.split'),
     ('eval/Integrator.num_samples = 8', '', 'eval/Integrator.num_samples'),
-    ('PjitPartitioner.num_partitions = 2', '', 'PjitPartitioner.num_partitions'),
-    ("vit.remat = 'full'", '', 'vit.remat'),
     ("text_transformer.remat = 'full'", '', 'text_transformer.remat'),
     ('ContrastiveModel.eval_integrator = @x/Integrator()', '', 'ContrastiveModel.eval_integrator'),
     (EARLY, '', 'train.actions EarlyStoppingAction.patience'),
@@ -75,16 +69,6 @@ def test_another_head(before):
   lines = [str(change) for change in found]
   assert 'ClassificationModel.head: @HetXL() -> @Het()' in lines
   assert 'HetXL.num_factors: 50 -> (not set)' in lines
-
-
-def test_the_form_of_a_configuration_is_no_change(before):
-  """Comments, order, line breaks, and macros in place of their values."""
-  settings = before.replace('%BATCH_SIZE', '64').replace("{'image': 8, ", "{\n  'image': 8,\n  ")
-  assert settings.count('64') > before.count('64')
-  lines = [line for line in settings.splitlines() if not line.startswith('#')]
-  imports, rest = lines[:1], '\n'.join(lines[1:])
-  assert imports == ['import het_plugin.config']
-  assert changes(before, f'{rest}\n{imports[0]}\n') == []
 
 
 OWN = """
@@ -126,11 +110,6 @@ def test_more_steps_change_results_where_the_learning_rate_ends_with_them(decay,
   was = own(decay=decay).replace("warmup_schedule.decay = 'None'", '')  # which is linear
   (change,) = changes(was, was.replace('total_steps = 1', 'total_steps = 2'))
   assert change.changes_results is serious
-
-
-def test_a_constant_stays_a_name():
-  (change,) = changes('A.x = %my.CONSTANT', 'B.x = 1\nA.x = %my.CONSTANT')
-  assert (change.key, change.before, change.after) == ('B.x', UNSET, 1)
 
 
 def parameters(configurable):

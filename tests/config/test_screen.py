@@ -5,7 +5,6 @@ import os
 import sys
 
 import pytest
-from absl import flags
 
 from het_plugin.config import screen
 
@@ -48,14 +47,3 @@ def test_lines_of_cpp_libraries_are_kept_back_unless_verbose(monkeypatch, capfd)
   assert native(monkeypatch, capfd) == 'something else\n'
   monkeypatch.setattr(screen, 'is_verbose', lambda: True)
   assert 'oneDNN is on' in native(monkeypatch, capfd)
-
-
-def test_several_mains_may_define_the_flag():
-  had = 'verbose' in flags.FLAGS
-  try:
-    screen.define_flags()
-    screen.define_flags()
-    assert screen.is_verbose() is False
-  finally:
-    if not had:
-      delattr(flags.FLAGS, 'verbose')

@@ -5,7 +5,7 @@ from absl import flags
 
 from het_plugin import train
 from het_plugin.config import training_run
-from launch import sweep, xm_launch
+from launch import xm_launch
 from launch.gke import render
 
 GIVEN = [
@@ -23,11 +23,6 @@ def test_all_flags_of_training_are_taken(launcher, parsed_flags):
     assert sorted(training_run.given_flags()) == sorted(GIVEN)
   with parsed_flags(launcher):
     assert training_run.given_flags() == []
-
-
-def test_jobs_hand_them_on():
-  (job,) = sweep.make_jobs('runs/x', ['x.gin'], train_flags=GIVEN)
-  assert job.arguments() == ['--gin_file=x.gin', "--gin.MODEL_DIR='runs/x'", *GIVEN]
 
 
 def test_a_jobset_hands_them_on(run_main):

@@ -57,9 +57,3 @@ def test_a_deterministic_head_has_none(digits_run, monkeypatch):
   del run.param_specs['head']['covariance'], run.param_specs['head']['temperature']
   monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
   assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
-
-
-def test_noise_without_factors_is_told(noisy_run):
-  noisy_run.model.head = noisy_run.model.head.clone(remainder='diag')
-  with pytest.raises(ValueError, match="NoiseEffect: HetXL.remainder='diag' has no factors"):
-    EFFECT(None)

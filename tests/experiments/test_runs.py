@@ -60,25 +60,6 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, mon
   assert not runs.complete(small_run(), tmp_path)  # it is complete
 
 
-def test_an_empty_done_file_blocks_nothing(tmp_path, monkeypatch, caplog):
-  (tmp_path / 'done.json').touch()
-  monkeypatch.setattr(runs.training_run, 'train_from_gin', lambda: (2, None))
-  with stopping.handled(lambda: True, lambda: None):  # forgets the signals of other tests
-    assert runs.complete(small_run(), tmp_path)
-  assert f'{tmp_path}/done.json cannot be read: the run is opened again' in caplog.text
-  assert not runs.complete(small_run(), tmp_path)
-
-
-def test_curves_read_gaps():
-  lines = [
-    {'step': 1, 'train/loss': 2.0, 'train/tau': 1.0},
-    {'step': 1, 'fewshot/x': 0.1},
-    {'step': 2, 'train/loss': None, 'train/tau': 0.9},
-  ]
-  got = runs.curves(lines)
-  assert got['step'] == [1, 2] and math.isnan(got['loss'][1])
-
-
 def test_the_last_evaluations_count():
   lines = [
     {'step': 1, 'training_eval/digits/nll': 2.0, 'infer_eval/shift/nll': 3.0},

@@ -48,16 +48,16 @@ def test_methods_are_rows_of_the_table_in_its_order():
 def test_grid_search_chooses_by_validation_and_two_folds_by_test(study):
   study, trained = study
   got = study.outcome('grid:validation')
-  assert got.chosen.tau == 0.4 and len(got.trainings) == 3 and got.uses_validation
+  assert (got['tau'], got['trainings'], got['validation_nll']) == (0.4, 3, 1 + math.log(1.25))
   assert {split for _, split in trained} == {'TRAIN_SPLIT'}
   trained.clear()
   got = study.outcome('grid:2folds')
-  assert got.chosen.tau == 0.1 and not got.uses_validation
+  assert got['tau'] == 0.1 and got['validation_nll'] is None
   assert {split for _, split in trained} == {'FULL_SPLIT'}
   trained.clear()
   got = study.outcome('grid:retrain')
-  assert trained[-1] == (0.4, 'FULL_SPLIT') and got.chosen.name == 'FULL_SPLIT_0.4'
-  assert got.as_json()['steps'] == 4 * 400 and got.as_json()['validation_nll'] is None
+  assert trained[-1] == (0.4, 'FULL_SPLIT') and got['chosen'] == 'FULL_SPLIT_0.4'
+  assert got['steps'] == 4 * 400 and got['validation_nll'] is None
   with pytest.raises(ValueError, match='All 1 trainings of Grid search failed'):
     dataclasses.replace(study, grid=(3.0,)).outcome('grid:validation')
 
@@ -72,7 +72,7 @@ def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_p
 
   monkeypatch.setattr(temperature, 'suggest', suggest)
   got = study.outcome('bayesian:validation')
-  assert got.chosen.tau == 0.5 and [tau for tau, _ in trained] == [3.0, 0.6, 0.5, 0.2]
+  assert got['tau'] == 0.5 and [tau for tau, _ in trained] == [3.0, 0.6, 0.5, 0.2]
   assert not asked[0] and asked[1][3.0] == math.inf and asked[1][0.6] < 1.2
   study.outcome('bayesian:retrain')
   assert len(asked) == 2 and trained[-1] == (0.5, 'FULL_SPLIT')
@@ -127,18 +127,16 @@ def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
 
 def test_rows_are_means_over_replications():
   def outcome(nll):
-    chosen = temperature.Trained('x', 0.4, nll + 1, nll, 0.5, 400, 10.0)
-    return temperature.Outcome(chosen, [chosen] * 2, uses_validation=False).as_json()
+    same = {'precision_at_1': 0.5, 'tau': 0.4, 'validation_nll': None, 'ms_per_step': 10.0}
+    return {'nll': nll, **same, 'trainings': 2, 'steps': 800}
 
-  rows = [
-    temperature.table_row('grid:2folds', [outcome(1.0), outcome(1.5), outcome(2.0)]),
-    temperature.table_row('simple_training', [outcome(4.0), outcome(4.0), outcome(4.1)]),
-  ]
-  assert rows[0]['nll'] == 1.5 and rows[0]['stderr']['nll'] == pytest.approx(0.5 / math.sqrt(3))
-  assert rows[0]['trainings'] == 2 and rows[0]['steps'] == 800 and rows[0]['validation_nll'] is None
-  got = temperature.with_p_values(rows)
-  assert got[0]['welch_p'] < 0.05 and got[1]['welch_p'] is None
-  assert 'welch_p' not in temperature.with_p_values(rows[:1])[0]
+  searched = [outcome(1.0), outcome(1.5), outcome(2.0)]
+  simple = [outcome(4.0), outcome(4.0), outcome(4.1)]
+  first, second = temperature.table({'grid:2folds': searched, 'simple_training': simple})
+  assert first['nll'] == 1.5 and first['stderr']['nll'] == pytest.approx(0.5 / math.sqrt(3))
+  assert first['trainings'] == 2 and first['steps'] == 800 and first['validation_nll'] is None
+  assert first['welch_p'] < 0.05 and second['welch_p'] is None
+  assert 'welch_p' not in temperature.table({'grid:2folds': searched})[0]
 
 
 def test_suggestions_spread_first_and_then_close_in_on_the_best():

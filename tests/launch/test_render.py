@@ -221,8 +221,22 @@ def test_spot_and_reservations_are_node_labels():
 
 
 @pytest.mark.parametrize(
+  ('topology', 'expected'),
+  [
+    ('v4:2x2x1', ('tpu-v4-podslice', '2x2x1', 1)),
+    ('v6e:4x8', ('tpu-v6e-slice', '4x8', 8)),
+    ('tpu7x:4x4x8', ('tpu7x', '4x4x8', 32)),
+  ],
+)
+def test_hosts_and_names_of_slices(topology, expected):
+  assert render.parse_slice(topology) == expected
+
+
+@pytest.mark.parametrize(
   ('changes', 'words'),
   [
+    ({'topology': 'v2:4x4'}, 'GKE has no v2 slices'),
+    ({'topology': 'v5e:2x2', 'num_slices': 2}, 'several hosts'),
     ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
     ({'image': ''}, '--image is empty'),
   ],

@@ -69,13 +69,9 @@ def test_values_arrive_in_gin_with_their_types():
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
-    ({'model_dir': ''}, 'model_dir'),
     ({'sweeps': ['RANDOM_SEED']}, 'RANDOM_SEED must be NAME=VALUE'),
-    ({'sweeps': ['x=(1,2']}, 'do not match'),
     ({'sweeps': ['dtype=bfloat16']}, 'quotes of their own'),
-    ({'sweeps': ['x=1,1']}, 'has 1 twice'),
     ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, 'swept and bound'),
-    ({'gin_bindings': ["MODEL_DIR = 'a'"]}, 'MODEL_DIR'),
     ({'sweeps': ["x='a+b','a b','a_b'"]}, 'same folder name'),
   ],
 )

@@ -70,13 +70,6 @@ def test_a_dry_run_prints_every_local_job_and_starts_none(tmp_path, dry_run):
   assert not (tmp_path / 'sweep').exists()
 
 
-def test_a_dry_run_for_vertex_counts_cores(dry_run):
-  printed = dry_run(
-    *('--executor=vertex', '--image=i', '--topology=v3:2x2', '--model_dir=gs://b/x')
-  )
-  assert "requirements: {'tpu_v3': 8}" in printed and 'image: i' in printed
-
-
 def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run):
   """With a kubectl that keeps what it is given, and refuses the third."""
   kubectl = tmp_path / 'bin' / 'kubectl'
@@ -103,7 +96,6 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
     (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from contrast'),
     (['--model_dir=gs://b/x'], 'must be a local folder'),
     (['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'], 'needs --model_dir=gs://'),
-    ([*GKE, '--topology=v5e:4x5'], 'v5e has 2x2, 2x4'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):

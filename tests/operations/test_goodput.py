@@ -65,16 +65,6 @@ def test_gone_on_from_an_earlier_checkpoint_than_the_start_before():
   assert goodput.goodput(history)['repeated_steps'] == 20 + 30
 
 
-def test_killed_before_its_first_step():
-  history = [
-    attempt(1000, 0, 10, step=20),
-    attempt(1020, None, 0, start=7),  # before it had read its checkpoint
-    attempt(1030, 10, 10, start=7, step=1),  # in its first step
-    attempt(1038, 10, 20, start=7, step=20),
-  ]
-  assert parts(history) == {'training': 40, 'repeated': 1, 'start': 21, 'down': 3}
-
-
 def test_time_after_a_run_that_was_done_is_no_down_time():
   history = [attempt(1000, 0, 10, 'done', step=20), attempt(9000, 10, 20, 'done', step=20)]
   assert parts(history) == {'training': 40}

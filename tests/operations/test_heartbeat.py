@@ -45,22 +45,6 @@ def test_the_file_follows_the_run(tmp_path):
   assert done.beat > running.beat and done.ticks == running.ticks + 1
 
 
-@pytest.mark.parametrize(
-  ('error', 'state', 'code', 'message'),
-  [
-    (exit_codes.Preempted(3), facts.PREEMPTED, 42, 'SIGTERM; step 3 is saved'),
-    (RuntimeError('no\nluck'), facts.FAILED, 1, 'RuntimeError: no luck'),
-    (ValueError('a=1 is wrong.'), facts.FAILED, 2, 'ValueError: a=1 is wrong.'),
-  ],
-)
-def test_how_it_ended(tmp_path, error, state, code, message):
-  watch = beating(tmp_path, recorder.Recorder())
-  watch.start()
-  watch.end(error)
-  (found,) = facts.read_processes(tmp_path)
-  assert (found.state, found.exit_code, found.message) == (state, code, message)
-
-
 STUCK = """
 import sys, time
 from het_plugin.operations import heartbeat, recorder

@@ -75,13 +75,6 @@ def test_ended(tmp_path, how):
   assert facts['attempts'][0]['ended'] == how
 
 
-def test_failed_as_one_process_says(tmp_path):
-  facts_of(tmp_path, 0, processes=2)
-  facts_of(tmp_path, 1, processes=2, state='failed', message='process 1 failed: ValueError: x')
-  facts = read(tmp_path)
-  assert (facts['state'], facts['message']) == ('failed', 'process 1 failed: ValueError: x')
-
-
 def test_killed(tmp_path):
   facts_of(tmp_path, seconds_ago=90)
   facts = read(tmp_path)
@@ -89,13 +82,6 @@ def test_killed(tmp_path):
   assert facts['problems'] == ['No sign of life for 0:01:30: it was killed, or stands still.']
   assert facts['attempts'][0]['ended'] == 'killed'
   assert state(tmp_path, stale_seconds=120) == 'running'
-
-
-def test_started_again_after_it_was_preempted(tmp_path):
-  facts_of(tmp_path, seconds_ago=60, state='preempted')
-  facts_of(tmp_path, number=2, phase='restore', step=0, start_step=None)
-  facts = read(tmp_path)
-  assert (facts['state'], facts['step']) == ('starting', 300)
 
 
 def test_only_checkpoints_are_left(tmp_path):
@@ -117,13 +103,6 @@ def test_who_is_behind(tmp_path):
   assert [row['idle_seconds'] for row in facts['processes']] == [32, 35, 33]
   assert facts['processes'][1]['host'] == 'host-1'
   assert facts['problems'] == ['The others wait for process 1.']
-
-
-def test_processes_that_move_are_not_behind(tmp_path):
-  """Their signs of life are of different moments."""
-  facts_of(tmp_path, 0, seconds_ago=4, processes=2, ticks=1000)
-  facts_of(tmp_path, 1, seconds_ago=1, processes=2, ticks=1400)
-  assert read(tmp_path)['problems'] == []
 
 
 def test_a_silent_process(tmp_path):

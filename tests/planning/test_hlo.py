@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from het_plugin.planning import hlo
 
@@ -45,11 +44,6 @@ def test_loops_count_as_often_as_they_run():
 
   (got,) = hlo.collectives(compiled(function, P(None, 'model')))
   assert got == hlo.Collective('all-reduce', count=7, bytes=7 * 8 * 4 * 4, in_loops=1)
-
-
-def test_a_program_without_any():
-  text = jax.jit(jnp.sin).lower(np.ones(4, np.float32)).compile().as_text()
-  assert hlo.collectives(text) == []
 
 
 def test_asynchronous_pairs_count_once_and_their_results_only():

@@ -53,23 +53,6 @@ assert het_plugin.__file__.startswith({str(site)!r}), het_plugin.__file__
   return result.stdout.split()
 
 
-def test_a_config_elsewhere_binds_a_head_with_one_include(site, tmp_path):
-  (tmp_path / 'mine.gin').write_text(
-    "include 'het_plugin/gin/runs/digits_smoke.gin'\n"
-    "include 'het_plugin/gin/heads/het_xl.gin'\n"
-    'HetXL.num_factors = 3\n'
-  )
-  code = """
-import gin
-from het_plugin import models
-from het_plugin.config import parsing, registry
-registry.register_trainer()
-parsing.parse_config(['mine.gin'], ["MODEL_DIR = 'unused'"])
-print(gin.get_configurable(models.ClassificationModel)().head.num_factors)
-"""
-  assert run(code, site, tmp_path) == ['3']
-
-
 def test_a_host_that_knows_only_gin_takes_the_include_too(site, tmp_path):
   """As t5x does: nothing of ours is imported before gin meets the include."""
   (tmp_path / 'mine.gin').write_text(

@@ -45,11 +45,6 @@ class Page(html.parser.HTMLParser):
     return [data for *where, data in self.text if where == [tag, css_class]]
 
 
-def make_page(**changes):
-  arguments = dict(title='title', introduction='done', rows=ROWS, provenance=PROVENANCE)
-  return Page(reporting.html_page(**arguments | changes))
-
-
 def test_all_text_is_escaped():
   document = reporting.html_page(
     title='<b>title',
@@ -68,14 +63,6 @@ def test_all_text_is_escaped():
   assert page.of('title') == page.of('h1') == ['<b>title']
   assert page.of('pre') == ['python -m x "<u>"', "x = '<y>'"]
   assert page.of('summary') == ['Configuration: <b>']
-
-
-def test_the_page_needs_no_other_file():
-  page = make_page(figures=[reporting.Figure(PNG, 'one', ''), reporting.Figure(PNG, 'two', '')])
-  assert len(page.sources) == 2
-  assert all(source.startswith('data:image/png;base64,') for source in page.sources)
-  (style,) = page.of('style')
-  assert 'url(' not in style and '@import' not in style
 
 
 def test_the_best_is_marked_and_references_stand_apart():

@@ -1,80 +1,115 @@
-"""Training curves, by the pixels that come out."""
+"""Plots: what comes out for gaps, many lines and names that hold anything."""
 
+import dataclasses
 import io
 import math
 
 import numpy as np
 import pytest
+from matplotlib import colors
 from PIL import Image
 
 from het_plugin import reporting
 from het_plugin.reporting import style
 
-HUES = {'#ff0000': 0, '#00ff00': 1, '#0000ff': 2}  # colour: its channel
+NAME = r'$\frac{$ <b> Ж'  # never taken for mathematics
+UNIT = np.linspace(0, 1, 5000)
 
 
-@pytest.fixture(autouse=True)
-def pure_colours(monkeypatch):
-  """Lines that no other pixel of the figure can be taken for."""
-  monkeypatch.setattr(style, 'STYLES', [(colour, 'solid') for colour in HUES])
+@dataclasses.dataclass(frozen=True)
+class Bins:
+  count: np.ndarray
+  confidence: np.ndarray
+  accuracy: np.ndarray
 
 
-def draw(curves, dpi=100):
-  """[height, width, RGB] of the figure."""
-  png = reporting.curves_png(curves, dpi=dpi)
-  return np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
+BINS = Bins(np.array([3, 0]), np.array([0.25, np.nan]), np.array([1.0, np.nan]))
+CELLS = {1: (0.2, 0.01), 5: (0.5, None), 25: (0.8, 0.02)}
+GAPS = ([1, 2, 3, 4], [1, math.inf, 0, 100])
 
 
-def line_pixels(image, number):
-  """[height, width] of whether a pixel is of the line of the head of this number."""
-  others = np.delete(image, number, axis=-1)
-  return image[..., number] - others.max(-1) > 100
+def panel(channels):
+  return reporting.CovariancePanel(
+    image=np.linspace(-1.5, 1, 16 * channels).reshape(4, 4, channels),
+    title=NAME,
+    classes=[NAME, 'b' * 99],
+    probability=np.array([0.75, 1e-40]),
+    correlation=np.array([[1.0, -0.5], [-0.5, 1.0]]),
+    anchor=NAME,
+    neighbours=[(NAME, 0.5)],
+  )
 
 
-def test_a_wide_range_and_a_single_point_can_be_drawn():
-  draw({'a': {'step': range(500), 'loss': np.geomspace(1e-3, 1e3, 500)}}, dpi=30)
-  draw({'a': {'step': [1], 'tau': [math.nan]}}, dpi=30)
-  draw({'a': {'step': [1, 2], 'loss': [2.0, math.inf]}, 'b': {'step': [], 'loss': []}}, dpi=30)
+def many(count):
+  return {f'{NAME} {i}': GAPS for i in range(count)}
 
 
-def test_nans_are_a_gap(num_points=600):  # which are smoothed
+PLOTS = {
+  'curves': lambda: reporting.curve_pngs({NAME: {'step': [1, 2], 'loss': [100.0, 1.0]}}, 20)[0],
+  'curves, gaps': lambda: reporting.curve_pngs(
+    {'a': {'step': range(500), 'tau': [math.nan, *UNIT[1:500]]}, 'b': {'step': [], 'tau': []}}, 20
+  )[0],
+  'lines': lambda: reporting.lines_png(many(2), xlabel=NAME, ylabel='y', log_y=True, dpi=20),
+  'many lines': lambda: reporting.lines_png(
+    many(30), xlabel='x', ylabel='y', log_x=True, whole_steps=True, dpi=20
+  ),
+  'scatter': lambda: reporting.scatter_png(many(2), [NAME] * 4, xlabel='x', ylabel='y', dpi=20),
+  'unit curves': lambda: reporting.unit_curves_png(
+    {NAME: (UNIT, UNIT**2), 'one point': (np.ones(1), np.zeros(1))},
+    title=NAME,
+    x_label='x',
+    y_label='y',
+    diagonal=True,
+  ),
+  'shots': lambda: reporting.shots_png({NAME: {NAME: CELLS}, 'b': {'c': CELLS}}, dpi=20),
+  'reliability': lambda: reporting.reliability_png(dict.fromkeys([NAME, *'abc'], BINS), dpi=20),
+  'grey image': lambda: reporting.covariance_png(panel(1), dpi=20),
+  'coloured image': lambda: reporting.covariance_png(panel(3), dpi=20),
+  'examples': lambda: reporting.examples_png(
+    np.zeros((1, 4, 4, 1)), [NAME], {NAME: [(NAME, 0.5, True)]}, dpi=20
+  ),
+}
+
+
+@pytest.mark.parametrize('name', PLOTS)
+def test_anything_can_be_drawn(name):
+  png = PLOTS[name]()
+  assert min(Image.open(io.BytesIO(png)).size) > 20
+
+
+def test_nans_are_a_gap(monkeypatch, num_points=600):  # which are smoothed
+  monkeypatch.setattr(style, 'STYLES', [('#ff0000', 'solid')])
+
+  def columns(loss):
+    (png,) = reporting.curve_pngs({'': {'step': range(num_points), 'loss': loss}}, 100)
+    image = np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
+    return np.flatnonzero((image[..., 0] - image[..., 1:].max(-1) > 100).any(0))
+
   loss = np.linspace(5.0, 3.0, num_points)
-  whole = draw({'': {'step': range(num_points), 'loss': loss}})
-  columns = np.flatnonzero(line_pixels(whole, 0).any(0))
-  width = len(columns)
-  assert np.diff(columns).max() == 1
-  third = num_points // 3
+  whole, third = columns(loss), num_points // 3
+  assert np.diff(whole).max() == 1
   loss[third : 2 * third] = math.nan
-  cut = draw({'': {'step': range(num_points), 'loss': loss}})
-  gaps = np.diff(np.flatnonzero(line_pixels(cut, 0).any(0)))
+  gaps = np.diff(columns(loss))
   # The segments that lead to the first and from the last missing point are gone too.
-  assert 0.3 * width < gaps.max() < 0.4 * width and (gaps > 1).sum() == 1
+  assert 0.3 * len(whole) < gaps.max() < 0.4 * len(whole) and (gaps > 1).sum() == 1
 
 
-def test_several_heads_have_a_legend():
-  flat = {'step': [0, 1], 'loss': [3.0, 3.0]}
-  alone, both = draw({'DET': flat}), draw({'DET': flat, 'HET': {**flat, 'loss': [5.0, 5.0]}})
-  rows = [np.flatnonzero(line_pixels(image, 0).any(1)) for image in (alone, both)]
-  assert np.ptp(rows[0]) < 5 < np.ptp(rows[1])  # the line, and its sample in the legend
-  pngs = reporting.curve_pngs({'DET': {**flat, 'tau': [1.0, 1.0]}, 'HET': flat})
-  assert len(pngs) == 2 and len({Image.open(io.BytesIO(png)).size for png in pngs}) == 1
+def test_wrong_input_is_an_error():
+  with pytest.raises(ValueError, match='DET: 2 steps but 1 values of loss'):
+    reporting.curve_pngs({'DET': {'step': [1, 2], 'loss': [1.0]}})
 
 
-@pytest.mark.parametrize(
-  'curves,words',
-  [
-    ({'DET': {'step': [1]}}, "heads: \\['DET'\\]"),
-    ({'DET': {'step': [1, 2], 'loss': [1.0]}}, 'DET: 2 steps but 1 values of loss'),
-  ],
-)
-def test_wrong_curves_are_an_error(curves, words):
-  with pytest.raises(ValueError, match=words):
-    reporting.curves_png(curves)
+def contrast_on_white(color):
+  """WCAG 2.1: (1 + 0.05) / (luminance + 0.05)."""
+  linear = [
+    x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in colors.to_rgb(color)
+  ]
+  red, green, blue = linear
+  return 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
 
 
-def test_examples_have_a_line_per_model_and_names_are_no_formulas():
-  images = np.zeros((2, 6, 6, 1), np.float32)
-  predictions = {'$DET_': [('$', 0.9, True), ('$$_', 0.1, False)]}
-  one = reporting.examples_png(images, ['$', '$a_'], predictions)
-  more = reporting.examples_png(images, ['$', '$a_'], predictions | {'HET': predictions['$DET_']})
-  assert one.startswith(b'\x89PNG') and len(more) > len(one)
+def test_lines_can_be_told_apart():
+  styles = style.line_styles('abcdef')
+  assert list(styles) == list('abcdef') and len(set(styles.values())) == 6
+  assert all(contrast_on_white(color) >= 4.5 for color, _ in styles.values())
+  assert len({color for color, _ in style.line_styles(map(str, range(40))).values()}) == 40

@@ -23,13 +23,6 @@ def test_a_log_gets_a_line_now_and_then():
   assert progress.count == 1750
 
 
-def test_not_too_often():
-  log = io.StringIO()
-  with Progress('train', 10, stream=log) as progress:
-    progress.update(5)
-  assert log.getvalue() == ''
-
-
 def test_a_terminal_gets_a_bar():
   terminal = Terminal()
   with Progress('train', 2000, done=500, stream=terminal) as progress:

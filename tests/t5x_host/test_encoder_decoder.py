@@ -177,20 +177,6 @@ def test_decoding_agrees_with_scoring(network, batch):
   np.testing.assert_allclose(model.score_batch(params, few), aux['scores'][:2], rtol=1e-4)
 
 
-@pytest.mark.parametrize('factor', [FACTOR, None])
-def test_microbatches_change_nothing(network, batch, factor):
-  """t5x sums the microbatches' gradients; a token's noise depends on the microbatch, so DET."""
-  from t5x import train_state, trainer
-
-  model = make_model(network, Det(VOCABULARY_SIZE), loss_normalizing_factor=factor)
-  state = train_state.FlaxOptimTrainState.create(model.optimizer_def, variables(model, batch))
-  grads = [
-    trainer.accumulate_grads_microbatched(model, state, batch, jax.random.PRNGKey(0), number)[0]
-    for number in (None, 4)
-  ]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *grads)
-
-
 @pytest.mark.parametrize(
   ('head', 'config_change', 'sentence'),
   [
