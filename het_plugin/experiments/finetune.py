@@ -1,0 +1,218 @@
+"""Fine-tunes the candidates that suit a task and builds an ensemble of the results.
+
+The recipe of Mustafa et al. 2020 (https://arxiv.org/abs/2010.06866): rank pre-trained checkpoints
+by the leave-one-out k-nearest-neighbour accuracy of their representations of the training examples,
+fine-tune the best ones with a small sweep, and add members greedily by the validation NLL.
+
+Every part is a file in the output directory, so a study that was interrupted goes on:
+
+    representations/NAME/...   of each candidate
+    runs/NAME/SETTING/         a training run of a candidate that was kept
+    predictions/SPLIT/...npz   what the ensemble is selected from
+"""
+
+import dataclasses
+import functools
+import itertools
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import gin
+from het_plugin import weights
+from het_plugin.config import changes, trained_run
+from het_plugin.evaluation import evaluate, knn, represent, selection
+from het_plugin.evaluation.candidates import candidate_names
+from het_plugin.evaluation.report import Report
+from het_plugin.evaluation.representations import read_representations
+from het_plugin.experiments import runs
+from het_plugin.training import checkpoint_reader
+
+_log = logging.getLogger(__name__)
+
+
+def finetune(
+  gin_settings: trained_run.GinSettings,
+  *,
+  checkpoint: Sequence[str],
+  names: Sequence[str] | None,
+  k: Sequence[int],
+  metric: str,
+  keep: str,
+  sweep: Sequence[str],
+  split: str,
+  test_split: str | None,
+  max_members: int,
+  replacement: bool,
+  batch_size: int,
+  output_dir: str | None,
+) -> Report:
+  """Ranks, fine-tunes and selects; all processes call it.
+
+  Args:
+    gin_settings: data set, head and length of the fine-tuning; they come after a candidate's own
+      configuration.
+    checkpoint: the candidates: runs, checkpoints or published files.
+    names: of the candidates.
+    k, metric: of the proxy, one number of neighbours.
+    keep: number of candidates to fine-tune, or 'all'.
+    sweep: 'NAME=VALUE,VALUE' bindings; every combination is trained.
+    split: the ensemble is selected on it.
+    test_split: it is also scored on; None for none.
+    max_members, replacement: see `selection.ensemble`.
+    batch_size: of representations and predictions.
+    output_dir: takes everything.
+
+  Raises:
+    ValueError: a setting is wrong.
+    exit_codes.Preempted: a SystemExit, after SIGTERM; the same call goes on.
+  """
+  names = candidate_names(names, checkpoint, flag='checkpoint')
+  if not output_dir:
+    raise ValueError('--output_dir is not set: where the runs are written')
+  if len(k) != 1:
+    raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
+  counts = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
+  if keep not in counts:
+    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  settings = combinations(sweep)
+  folder = Path(output_dir)
+  trainings = [_training(gin_settings, source) for source in checkpoint]
+  trainings[0].parse(folder)
+  dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+
+  proxy = {
+    name: _proxy(name, source, dataset, folder, batch_size, k[0], metric)
+    for name, source in zip(names, checkpoint, strict=True)
+  }
+  order = selection.best_first(list(proxy.values()))
+  kept = [names[i] for i in order[: counts[keep]]]
+  _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
+  trained = {}
+  for name, setting in itertools.product(kept, settings):
+    training = trainings[names.index(name)]
+    run = dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *settings[setting]])
+    run_dir = trained[f'{name}/{setting}'] = folder / 'runs' / name / setting
+    if runs.complete(run, run_dir):
+      for old in folder.glob(f'predictions/*/{_file_name(f"{name}/{setting}")}'):
+        shutil.rmtree(old)
+  predict = functools.partial(_predictions, trained, folder, batch_size)
+  report = selection.ensemble(
+    validation=predict(split),
+    test=predict(test_split) if test_split else [],
+    names=list(trained),
+    max_members=max_members,
+    replacement=replacement,
+  )
+  ranking = [f'{names[i]}: {proxy[names[i]]:.4f}' for i in order]
+  return dataclasses.replace(
+    report,
+    title='Fine-tuned ensemble',
+    introduction=f'{len(trained)} runs: the {len(kept)} of {len(names)} candidates with the best '
+    f'kNN accuracy (k = {k[0]}), {len(settings)} settings each. {report.introduction}',
+    notes=[f'leave-one-out kNN accuracy, k = {k[0]}: {", ".join(ranking)}', *report.notes],
+    json=report.json | {'proxy': proxy, 'kept': kept},
+  )
+
+
+def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
+  """{'LEARNING_RATE=0.001': bindings} of every combination of 'NAME=VALUE,VALUE' bindings.
+
+  Raises:
+    ValueError: a binding lacks its values.
+  """
+  axes = []
+  for text in sweep:
+    name, equals, values = text.partition('=')
+    if not (name and equals and values):
+      raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE')
+    axes.append([(name.strip(), value.strip()) for value in values.split(',')])
+  found = {}
+  for combination in itertools.product(*axes):
+    label = ','.join(f'{name}={value}' for name, value in combination).replace('/', '_')
+    found[label or 'default'] = [f'{name} = {value}' for name, value in combination]
+  return found
+
+
+def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
+  """A fine-tuning from a candidate: its own configuration, then the task's."""
+  gin_files, gin_bindings, search_paths = gin_settings
+  restore: dict[str, Any] = {'path': str(source)}
+  if weights.is_weights_file(source):
+    files, bindings = [], weights.tower_bindings(source)
+    restore['head'] = 'init'
+  else:
+    found = checkpoint_reader.find(source)
+    files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]
+    bindings = []
+    # The classes of the task are others, whatever their number.
+    restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
+    restore['assignment_map'] = (('head/.*', None),)
+  bindings = [
+    *bindings,
+    'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+    *(f'RestoreCheckpointConfig.{name} = {value!r}' for name, value in restore.items()),
+    *gin_bindings,
+  ]
+  return runs.Run([*files, *gin_files], bindings, search_paths)
+
+
+def _proxy(
+  name: str, source: str, dataset: str, folder: Path, batch_size: int, k: int, metric: str
+) -> float:
+  """Leave-one-out accuracy of a candidate's representations of the training split."""
+  settings = represent.Settings(
+    dataset=dataset,
+    splits='train',
+    layers=('pre_logits',),
+    pool='mean',
+    output_dir=str(folder / 'representations' / name),
+    format='npz',
+    dtype='float32',
+    batch_size=batch_size,
+    max_examples=None,
+    image_size=None,
+    overwrite=False,
+  )
+  found = represent.represent(settings, lambda: trained_run.open_run(source))
+  jax.clear_caches()  # the next model shares no program
+  read = read_representations(found['files'][0]['file'])
+  return knn.knn_accuracy(read.features, read.label, ks=(k,), metric=metric)[k]
+
+
+def _predictions(
+  trained: Mapping[str, Path], folder: Path, batch_size: int, split: str
+) -> list[str]:
+  """Files of what the runs predict for a split; those that exist are of a complete run."""
+  files = []
+  for name, run in trained.items():
+    target = folder / 'predictions' / split / _file_name(name)
+    settings = evaluate.Settings(
+      checkpoint=[str(run)],
+      predictions=(),
+      dataset=None,
+      split=split,
+      ood_dataset=None,
+      ood_split=None,
+      max_examples=None,
+      batch_size=batch_size,
+      precision_at=None,
+      covariance_images=0,
+      covariance_index=(),
+      homoglyph_examples=0,
+      save_to=target,
+    )
+    found = sorted(target.glob('*.npz'))
+    if not found:
+      evaluate.evaluate(settings, trained_run.open_run)
+      found = sorted(target.glob('*.npz'))
+    files.append(str(found[0]))
+  return files
+
+
+def _file_name(run: str) -> str:
+  return run.replace('/', '_')

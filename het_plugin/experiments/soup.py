@@ -1,0 +1,191 @@
+"""Weight averages of checkpoints: the uniform and the greedy soup of Wortsman et al. 2022
+(https://arxiv.org/abs/2203.05482, recipe 1), and their evaluation on a validation split.
+
+A soup costs one model at prediction, where an ensemble costs one per member. It works for
+checkpoints that were fine-tuned from the same parameters; averages of runs from different
+initialisations predict no better than chance.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from flax import core, traverse_util
+
+from het_plugin import data, weights
+from het_plugin.config import changes, trained_run
+from het_plugin.evaluation import report
+from het_plugin.evaluation.candidates import candidate_names
+from het_plugin.evaluation.splits import open_split
+from het_plugin.training import checkpoint_reader, checkpoints, evaluation, optimizers, warm_start
+from het_plugin.training.state import TrainState
+
+PyTree = Any
+UNIFORM, GREEDY = 'uniform', 'greedy'
+
+
+def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float]) -> list[int]:
+  """The members of a greedy soup.
+
+  Candidates are tried from the best to the worst; one stays in if the average with it is at least
+  as good as the average without.
+
+  Args:
+    scores: of each candidate alone, larger is better.
+    try_with: (candidates) -> score of their average.
+
+  Returns:
+    The members, the best candidate first.
+  """
+  order = sorted(range(len(scores)), key=lambda i: -scores[i])
+  members, best = order[:1], scores[order[0]]
+  for candidate in order[1:]:
+    if (score := try_with([*members, candidate])) >= best:
+      members, best = [*members, candidate], score
+  return members
+
+
+class _Scorer:
+  """Metrics of parameters on a split, by the model's own `eval_fn`."""
+
+  def __init__(self, run: Any, task: str, split: str, batch_size: int):
+    """Compiles nothing yet; raises ValueError if the split does not fit the model."""
+    info = data.classification_info(task)
+    run.model.validate(info)
+    if info.channels != run.channels:
+      raise ValueError(f'{task} has {info.channels} channels; the model takes {run.channels}')
+    config = data.one_pass(
+      task,
+      split,
+      image_size=run.image_size,
+      max_labels=max(info.max_labels, run.max_labels),
+      batch_size=batch_size,
+      bounded=False,
+    )
+    partitioner = run.partitioner
+    self._open = functools.partial(open_split, config, partitioner, name=f'--split={split}')
+    self._evaluator = functools.partial(
+      evaluation.Evaluator, task, batch_size=batch_size, max_batches=None, partitioner=partitioner
+    )
+    self._metrics = partitioner.partition(
+      lambda params, batch: run.model.eval_fn(params, batch)[1],
+      (run.param_specs, partitioner.data_partition_spec),
+      None,
+    )
+
+  def eval_step(self, params: PyTree, batch: Any) -> Any:
+    return self._metrics(params, batch)
+
+  def __call__(self, params: PyTree) -> dict[str, float]:
+    with self._open() as (batches, _):
+      return self._evaluator(batches).run(self, params, lambda: False)
+
+
+def soup(
+  gin_settings: trained_run.GinSettings,
+  *,
+  checkpoint: Sequence[str],
+  names: Sequence[str] | None,
+  dataset: str | None,
+  split: str,
+  batch_size: int,
+  output_dir: str | None,
+) -> report.Report:
+  """The uniform and the greedy soup beside the best single candidate.
+
+  Args:
+    gin_settings: go before the configuration of the first candidate.
+    checkpoint: the candidates; model, mesh and configuration are those of the first.
+    names: of the candidates.
+    dataset, split: what members are chosen on, by precision@1; None for the run's task.
+    batch_size: global.
+    output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
+
+  Raises:
+    ValueError: a setting is wrong, or the parameters of a candidate are not those of the first.
+  """
+  names = candidate_names(names, checkpoint, flag='checkpoint')
+  if not output_dir:
+    raise ValueError('--output_dir is not set: where the soups are written')
+  folders = {name: epath.Path(output_dir) / name for name in (GREEDY, UNIFORM)}
+  for folder in folders.values():
+    if checkpoint_reader.steps(folder):
+      raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
+  for source in checkpoint:
+    if weights.is_weights_file(source):
+      raise ValueError(f'--checkpoint={source} is a published file, whose head is not trained')
+  run = trained_run.open_run(checkpoint[0], *gin_settings)
+  score_of = _Scorer(run, dataset or run.task, split, batch_size)
+  target = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
+  )
+  ema = optimizers.evaluates_ema(run.model.optimizer_def)
+
+  def read(candidate: int) -> PyTree:
+    found = str(checkpoint_reader.find(checkpoint[candidate]))
+    config = checkpoints.RestoreCheckpointConfig(found, mode='specific', ema=ema)
+    read = warm_start.restore_params(config, target)
+    return traverse_util.unflatten_dict(read, sep='/')
+
+  def average(members: Sequence[int]) -> PyTree:
+    """One candidate at a time, so that two sets of parameters are in memory."""
+    total = read(members[0])
+    for number, member in enumerate(members[1:], 2):
+      step = jax.tree.map(lambda mean, x, n=number: mean + (x - mean) / n, total, read(member))
+      total = step
+    return total
+
+  alone = [score_of(read(i)) for i in range(len(names))]
+  accuracy = [scores['precision_at_1'] for scores in alone]
+  best = max(range(len(names)), key=accuracy.__getitem__)
+  members = greedy_soup(accuracy, lambda some: score_of(average(some))['precision_at_1'])
+  soups = {GREEDY: members, UNIFORM: list(range(len(names)))}
+  rows = []
+  for name, some in soups.items():
+    params = average(some)
+    rows.append(_row(f'{name} soup', len(some), score_of(params)))
+    config = changes.config_file(epath.Path(run.checkpoint), run.step).read_text()
+    _write_run(folders[name], run.step, params, config, ema)
+  rows.append(_row(f'best single: {names[best]}', 1, alone[best]))
+  rows += [_row(name, 1, scores) for name, scores in zip(names, alone, strict=True)]
+  chosen = [names[i] for i in members]
+  return report.Report(
+    title='Soups of checkpoints',
+    introduction=f'Averages of the parameters of {len(names)} checkpoints on {split}; the greedy '
+    'one adds candidates from the best to the worst and keeps those that do not lower precision@1.',
+    row_title='candidate',
+    rows=[
+      {'head': row['candidate'], 'members': row['num_members']}
+      | {title: f'{row[name]:.4f}' for title, name in (('NLL', 'nll'), ('P@1', 'precision_at_1'))}
+      for row in rows
+    ],
+    notes=[
+      f'members of the greedy soup: {", ".join(chosen)}',
+      f'{split} chose them, so their values are optimistic',
+      f'written to {folders[GREEDY]} and {folders[UNIFORM]}',
+    ],
+    json={'rows': rows, 'members': chosen},
+  )
+
+
+def _row(name: str, num_members: int, scores: dict[str, float]) -> dict[str, Any]:
+  kept = {x: scores[x] for x in ('nll', 'precision_at_1')}
+  return {'candidate': name, 'num_members': num_members, **kept}
+
+
+def _write_run(folder: epath.Path, step: int, params: PyTree, config: str, ema: bool) -> None:
+  """A run directory with one checkpoint, without the state of an optimizer."""
+  if ema:
+    config += '\n# These parameters are averages already.\nwith_ema.evaluate = False\n'
+  checkpointer = checkpoints.Checkpointer(
+    folder, checkpoints.SaveCheckpointConfig(period=1, save_dataset=False)
+  )
+  state = TrainState(jnp.asarray(step, jnp.int32), params, (), None, core.FrozenDict())
+  checkpointer.save(step, state, {}, {'config': config, 'evaluated': True})
+  checkpointer.wait_until_finished()
+  checkpointer.close()
+  if jax.process_index() == 0:
+    (folder / 'config.gin').write_text(config)

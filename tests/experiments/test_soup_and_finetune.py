@@ -1,0 +1,83 @@
+"""`select soup` and `select finetune` on small runs of digits."""
+
+import json
+
+import numpy as np
+import pytest
+
+from het_plugin import select
+from het_plugin.experiments import finetune, soup
+from het_plugin.training import checkpoint_reader
+
+
+def test_a_greedy_soup_keeps_what_does_not_harm():
+  tried = []
+
+  def try_with(members):
+    tried.append(members)
+    return {(2, 0): 0.7, (2, 0, 1): 0.6}[tuple(members)]
+
+  assert soup.greedy_soup([0.6, 0.5, 0.7], try_with) == [2, 0]
+  assert tried == [[2, 0], [2, 0, 1]]
+
+
+def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp_path):
+  run, _ = digits_run
+  sources = [run / f'checkpoint_{step}' for step in (1, 2)]
+  text = run_main(
+    *(select, 'soup', f'--checkpoint={sources[0]},{sources[1]}', '--split=test'),
+    *(f'--output_dir={tmp_path}', f'--json={tmp_path / "soup.json"}', '--batch_size=64'),
+  )
+  assert 'uniform soup' in text and 'greedy soup' in text
+  first, second, mean = map(checkpoint_reader.read_params, (*sources, tmp_path / 'uniform'))
+  for name, x in mean.items():
+    np.testing.assert_allclose(x, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-7)
+  rows = {row['candidate']: row for row in json.loads((tmp_path / 'soup.json').read_text())['rows']}
+  greedy, best = (
+    next(row['precision_at_1'] for name, row in rows.items() if name.startswith(start))
+    for start in ('greedy', 'best')
+  )
+  assert greedy >= best
+  # Every main opens it: here as the only candidate of another soup.
+  run_main(
+    *(select, 'soup', f'--checkpoint={tmp_path / "uniform"}', '--split=test'),
+    *(f'--output_dir={tmp_path / "again"}', '--batch_size=64'),
+  )
+  again = checkpoint_reader.read_params(tmp_path / 'again' / 'greedy')
+  assert all((again[name] == x).all() for name, x in mean.items())
+  message = run_main(select, 'soup', f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
+  assert 'greedy holds a checkpoint already: take another --output_dir' in message
+
+
+def test_every_combination_of_a_sweep():
+  found = finetune.combinations(['LEARNING_RATE=0.1,0.01', 'a/B.c=1'])
+  assert found == {
+    'LEARNING_RATE=0.1,a_B.c=1': ['LEARNING_RATE = 0.1', 'a/B.c = 1'],
+    'LEARNING_RATE=0.01,a_B.c=1': ['LEARNING_RATE = 0.01', 'a/B.c = 1'],
+  }
+  assert finetune.combinations([]) == {'default': []}
+  with pytest.raises(ValueError, match='--sweep=LEARNING_RATE must be NAME=VALUE'):
+    finetune.combinations(['LEARNING_RATE'])
+
+
+def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, tmp_path):
+  run, _ = digits_run
+  arguments = (
+    *(select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'),
+    *('--keep=1', '--sweep=LEARNING_RATE=1e-3,1e-2', '--split=test', '--batch_size=64'),
+    *('--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
+  )
+  text = run_main(*arguments)
+  found = json.loads((tmp_path / 'result.json').read_text())
+  (kept,) = found['kept']
+  assert found['proxy'][kept] == max(found['proxy'].values())
+  assert {row['candidate'] for row in found['members']} <= {
+    f'{kept}/LEARNING_RATE={rate}' for rate in ('1e-3', '1e-2')
+  }
+  assert 'greedy ensemble' in text and 'leave-one-out kNN accuracy' in text
+  trained = tmp_path / 'runs' / kept / 'LEARNING_RATE=1e-2'
+  params, start = map(checkpoint_reader.read_params, (trained, run / kept.split('/')[-1]))
+  moved = [np.abs(x - start[name]).max() for name, x in params.items() if 'backbone' in name]
+  assert 0 < max(moved) < 0.05  # a few small steps from the candidate
+  again = run_main(*arguments)  # nothing is made twice
+  assert again.count('is complete already') == 2 and again.endswith(text)
