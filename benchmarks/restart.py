@@ -8,12 +8,14 @@ Trains ViT-Ti/16 with HET-XL on digits enlarged to 96 x 96 for three steps with
 without the compilation cache in its folder. Columns, in seconds, medians of the rounds:
 
     total    from the start of the process until metrics.jsonl has the first step
+    cpu      CPU time of the process, which saves a checkpoint after that step and ends
     compile  tracing the training step, and compiling it or reading it from the cache
     imports  `import het_plugin.train` in a process of its own, with the start of the interpreter
 """
 
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -49,9 +51,9 @@ def start(*arguments, cache=True, log=subprocess.DEVNULL):
 
 
 def train(args, folder, steps, cache=True):
-  """Trains to the given step. Returns the seconds to its metrics, and those of compilation."""
+  """Trains to the given step. Returns the seconds to its metrics, of CPU time, and to compile."""
   bindings = (*BINDINGS, *args.gin, f'TRAIN_STEPS={steps}', f"MODEL_DIR='{folder}'")
-  seconds, began = None, time.perf_counter()
+  seconds, began, cpu = None, time.perf_counter(), cpu_of_children()
   log = folder.with_suffix('.log')
   with open(log, 'wb') as file:
     process = start(
@@ -68,7 +70,13 @@ def train(args, folder, steps, cache=True):
   if process.returncode or seconds is None:
     sys.exit(f'training ended with exit code {process.returncode}:\n{log.read_text()}')
   name = 'train/timing/compile_seconds'
-  return seconds, [row[name] for row in metrics(folder) if name in row][-1]
+  compilation = [row[name] for row in metrics(folder) if name in row][-1]
+  return seconds, cpu_of_children() - cpu, compilation
+
+
+def cpu_of_children():
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
 
 
 def metrics(folder):
@@ -97,8 +105,9 @@ def main():
   rows = [
     {
       'cache': cache,
-      'total': statistics.median(total for total, _ in rounds),
-      'compile': statistics.median(compilation for _, compilation in rounds),
+      'total': statistics.median(total for total, _, _ in rounds),
+      'cpu': statistics.median(cpu for _, cpu, _ in rounds),
+      'compile': statistics.median(compilation for _, _, compilation in rounds),
       'imports': statistics.median(imports),
       'lowest': min(rounds)[0],
       'highest': max(rounds)[0],

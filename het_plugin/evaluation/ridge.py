@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import scipy.linalg.interpolative
-import scipy.sparse
 
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly changes the bias
 STD_OFFSET = 1e-5
@@ -171,6 +169,8 @@ def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
     x: any float [N, D], N >= 1. Where N >= D it is read in blocks and may be memory-mapped.
     y: labels, int [N].
   """
+  import scipy.sparse  # here, so that a training starts sooner
+
   classes, ids, counts = np.unique(y, return_inverse=True, return_counts=True)
   one_hot = scipy.sparse.csc_array((np.ones(len(y)), (ids, np.arange(len(y)))))  # [K, N]
   if x.shape[0] >= x.shape[1]:
@@ -229,6 +229,8 @@ def _eigh_range(products: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _skeleton(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """m rows of curves [L, r], int [m], and coefficients [L, m] that combine them to all rows."""
+  import scipy.linalg.interpolative  # here, so that a training starts sooner
+
   lengths = np.linalg.norm(curves, axis=1)  # [L]
   if not lengths.all():  # all features are constant, or all classes have the same mean
     return np.zeros(1, int), np.ones((len(curves), 1))

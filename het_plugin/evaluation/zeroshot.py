@@ -13,14 +13,16 @@ and a wrong answer whose score is NaN comes first.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 
 from het_plugin.evaluation import prompts
+
+if TYPE_CHECKING:
+  from scipy import sparse
 
 RECALL_AT = (1, 5, 10)
 WAYS = ('image_to_text', 'text_to_image')
@@ -149,7 +151,7 @@ def similarity(queries: jax.Array, candidates: jax.Array) -> jax.Array:
 
 
 def embedding_ranks(
-  queries: np.ndarray, candidates: np.ndarray, right: scipy.sparse.csr_array
+  queries: np.ndarray, candidates: np.ndarray, right: 'sparse.csr_array'
 ) -> np.ndarray:
   """`best_ranks` of the dot products of embeddings, a block of queries at a time: int32 [N].
 
@@ -208,10 +210,12 @@ def retrieval_recall(
       f'caption_image goes from {caption_image.min()} to {caption_image.max()}; it must lie in '
       f'0 .. {N - 1}'
     )
+  from scipy import sparse  # here, so that a training starts sooner
+
   _, text = np.unique(caption_text, return_inverse=True)
-  owner = scipy.sparse.csr_array((np.ones(M, bool), (np.arange(M), caption_image)), shape=(M, N))
+  owner = sparse.csr_array((np.ones(M, bool), (np.arange(M), caption_image)), shape=(M, N))
   if identical_captions_right:
-    says = scipy.sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
+    says = sparse.csr_array((np.ones(M, np.int32), (np.arange(M), text.reshape(-1))))
     owner = (says @ (says.T @ owner.astype(np.int32))).astype(bool).tocsr()
   images = np.unique(caption_image)
   of_image = owner.T.tocsr()[images]

@@ -19,14 +19,21 @@ The operands of matrix products are rounded as XLA rounds them by default on the
 mu and shift, which are added. Everything else is float32.
 """
 
+import importlib
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate import gpu_kernels, tpu_kernels
 from het_plugin.integrate.gaussian import PADDED
 
 SAMPLE_MULTIPLE = 128  # the number of samples in a call is a multiple of this
-BACKENDS = {'tpu': tpu_kernels, 'gpu': gpu_kernels}
+BACKENDS = ('tpu', 'gpu')
+
+
+def _of(backend: str) -> ModuleType:
+  """The kernels of a backend, imported when they are called: Pallas takes a while."""
+  return importlib.import_module(f'het_plugin.integrate.{backend}_kernels')
 
 
 def log2_z(
@@ -46,7 +53,7 @@ def log2_z(
     Both float32 [B, S].
   """
   label = jnp.where(label < rows.shape[-1], label, -1)  # blocks may reach beyond K
-  return BACKENDS[backend].log2_z(z, rows, shift, label, interpret)
+  return _of(backend).log2_z(z, rows, shift, label, interpret)
 
 
 def softmax_pull(z, rows, shift, log2_scale, *, backend: str, interpret: bool = False) -> jax.Array:
@@ -54,7 +61,7 @@ def softmax_pull(z, rows, shift, log2_scale, *, backend: str, interpret: bool = 
 
   A sample with an infinite scale adds nothing. The other arguments are those of `log2_z`.
   """
-  return BACKENDS[backend].softmax_pull(z, rows, shift, log2_scale, interpret)
+  return _of(backend).softmax_pull(z, rows, shift, log2_scale, interpret)
 
 
 def sigmoid_sums(
@@ -73,4 +80,4 @@ def sigmoid_sums(
     mathematics.
   """
   penalty = jnp.where(counts, 0.0, 2 * PADDED)  # makes everything that follows 0
-  return BACKENDS[backend].sigmoid_sums(z, rows, shift, sign, penalty, interpret)
+  return _of(backend).sigmoid_sums(z, rows, shift, sign, penalty, interpret)

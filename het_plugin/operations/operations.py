@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from clu import metric_writers
 
 from het_plugin.operations import (
   facts,
@@ -19,7 +18,7 @@ from het_plugin.operations import (
   recorder,
   stopping,
 )
-from het_plugin.training import exit_codes, observer
+from het_plugin.training import exit_codes, metric_writers, observer
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class Operations(observer.Observer):
   def stop_asked(self) -> bool:
     return stopping.reached()
 
-  def leaving(self, error: BaseException | None, writer: metric_writers.MetricWriter) -> None:
+  def leaving(self, error: BaseException | None, writer: metric_writers.RunWriter) -> None:
     self._heartbeat.fail(error)
     self.recorder.end()
     now = self.recorder.now()
@@ -126,7 +125,7 @@ class Operations(observer.Observer):
       self._heartbeat.attempt('goodput', functools.partial(self._report, now.step, writer))
     self._profiler.close()
 
-  def _report(self, step: int, writer: metric_writers.MetricWriter) -> None:
+  def _report(self, step: int, writer: metric_writers.RunWriter) -> None:
     """Writes where the time went, to the log and as scalars."""
     attempts = [*self._earlier, self.recorder.now()]
     found = goodput.goodput(attempts)

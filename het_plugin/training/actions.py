@@ -35,7 +35,7 @@ class ActionContext:
   Attributes:
     model: the model in training.
     partitioner: places computations on the mesh.
-    writer: clu MetricWriter; all processes may call it, only process 0 writes.
+    writer: has the methods of clu's MetricWriter; all processes may call it, only process 0 writes.
     model_dir: directory of the run.
     random_seed: seed of the run.
     evaluated_step: evaluations up to this step are done. Those of later steps will be done, again

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import traverse_util
+from jax.extend import core
 
 from het_plugin.training import checkpoints, partitioning, warm_start
 from het_plugin.training.state import TrainState
@@ -19,12 +20,19 @@ PyTree = Any
 def init_fn(
   model: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct], rng: jax.Array
 ) -> Callable[[], TrainState]:
-  """A function that creates the fresh state of a model for batches of these shapes."""
+  """A function that creates the fresh state of a model for batches of these shapes.
+
+  The model is traced here, once.
+  """
   shapes = {name: spec.shape for name, spec in element_spec.items()}
   types = {name: spec.dtype for name, spec in element_spec.items()}
-  return lambda: TrainState.create(
-    model.optimizer_def, model.get_initial_variables(rng, shapes, types)
-  )
+
+  def create() -> TrainState:
+    return TrainState.create(model.optimizer_def, model.get_initial_variables(rng, shapes, types))
+
+  traced, state = jax.make_jaxpr(create, return_shape=True)()
+  make = core.jaxpr_as_fun(traced)
+  return lambda: jax.tree.unflatten(jax.tree.structure(state), make())
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

@@ -10,11 +10,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from clu import metric_writers
 from jax.experimental import multihost_utils
 
 from het_plugin.training import actions as actions_lib
-from het_plugin.training import checkpoints, evaluation, exit_codes, nonfinite, prefetch
+from het_plugin.training import (
+  checkpoints,
+  evaluation,
+  exit_codes,
+  metric_writers,
+  nonfinite,
+  prefetch,
+)
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import observer as observer_lib
 from het_plugin.training import step as step_lib
@@ -51,7 +57,7 @@ class Schedule:
 class Outputs:
   """The writers of a run; the text of `config` is kept with each checkpoint."""
 
-  writer: metric_writers.MetricWriter
+  writer: metric_writers.RunWriter
   checkpointer: checkpoints.Checkpointer
   config: str
 

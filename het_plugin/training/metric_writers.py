@@ -1,4 +1,4 @@
-"""Writers of metrics: the log, TensorBoard event files and metrics.jsonl.
+"""Writers of metrics: TensorBoard event files and metrics.jsonl.
 
 A full disk does not end training by itself. Lines of metrics.jsonl that cannot be written wait in
 memory, and `flush` fails while there are any. A run flushes before it saves a checkpoint, so no
@@ -7,16 +7,18 @@ there are lost.
 """
 
 import functools
+import itertools
 import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from clu import metric_writers
+from clu import asynclib
 from etils import epath
 
 from het_plugin.training import run_files
@@ -27,8 +29,8 @@ _log = logging.getLogger(__name__)
 _REMOTE_SECONDS = 30.0
 
 
-class JsonlWriter(metric_writers.MultiWriter):
-  """Appends scalars to a file, one JSON object with its step per line; ignores other values.
+class JsonlWriter:
+  """Appends scalars to a file, one JSON object with its step per line.
 
   Values that are not finite become null, because JSON has no NaN.
   """
@@ -39,7 +41,6 @@ class JsonlWriter(metric_writers.MultiWriter):
     `evaluated`: whether the evaluations of resume_step are done. If not, the run repeats them, and
     only the training lines of that step are kept.
     """
-    super().__init__([])
     drop_later_lines(path, resume_step, evaluated)
     self._path = epath.Path(path)
     self._remote = run_files.is_remote(path)
@@ -83,9 +84,6 @@ class JsonlWriter(metric_writers.MultiWriter):
       run_files.append_text(self._path, self._pending)
     self._pending = ''
 
-  def close(self) -> None:
-    self.flush()
-
 
 def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
   """Removes lines of later steps, and with a warning damaged ones, from a file of JSON lines.
@@ -104,46 +102,114 @@ def _position(row: Mapping[str, Any]) -> tuple[int, bool]:
   return row['step'], not all(name == 'step' or name.startswith('train/') for name in row)
 
 
-class _Lenient:
-  """A writer whose first failure is a warning and whose later failures are silent."""
+class EventWriter:
+  """Scalars and texts as a TensorBoard event file, written without TensorFlow, whose import takes
+  longer than the rest of a start.
 
-  def __init__(self, writer: metric_writers.MetricWriter):
-    self._writer = writer
+  The first failure is a warning, and later ones are silent.
+  """
+
+  def __init__(self, model_dir: epath.PathLike):
+    """Creates the file, a new one at each start."""
+    suffix = f'{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}'
+    self._path = epath.Path(model_dir) / f'events.out.tfevents.{suffix}'
     self._failed = False
+    self._write(0, file_version='brain.Event:2')
 
-  def __getattr__(self, name: str) -> Callable[..., Any]:
-    method = getattr(self._writer, name)
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    tensors = {name: {'dtype': 'DT_FLOAT', 'float_val': [float(x)]} for name, x in scalars.items()}
+    self._write(step, summary=_summary('scalars', tensors))
 
-    @functools.wraps(method)
-    def call(*args, **kwargs):
-      try:
-        return method(*args, **kwargs)
-      except Exception as error:  # TensorFlow's own types
-        if not self._failed:
-          _log.warning('%s has failed: %s', type(self._writer).__name__, error)
-        self._failed = True
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    tensors = {
+      name: {'dtype': 'DT_STRING', 'string_val': [x.encode()]} for name, x in texts.items()
+    }
+    self._write(step, summary=_summary('text', tensors))
 
-    return call
+  def _write(self, step: int, **fields: Any) -> None:
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer import record_writer
 
-
-class _RunWriter(metric_writers.AsyncMultiWriter):
-  def close(self) -> None:
+    event = event_pb2.Event(wall_time=time.time(), step=int(step), **fields)
     try:
-      super().close()
-    except Exception as error:  # must not replace the exception that ends the run
-      _log.error('Metrics are lost: %s', error)
+      with open(self._path, 'ab') as file:
+        record_writer.RecordWriter(file).write(event.SerializeToString())
+    except OSError as error:
+      if not self._failed:
+        _log.warning('%s cannot be written: %s', self._path, error)
+      self._failed = True
 
 
-def create_writer(
-  model_dir: epath.PathLike, resume_step: int, evaluated: bool = True
-) -> metric_writers.MetricWriter:
-  """Writers of process 0, in background threads; other processes get one that writes nothing."""
-  if jax.process_index() != 0:
-    return metric_writers.MultiWriter([])
-  return _RunWriter(
-    [
-      metric_writers.LoggingWriter(),
-      _Lenient(metric_writers.SummaryWriter(os.fspath(model_dir))),
-      JsonlWriter(epath.Path(model_dir) / 'metrics.jsonl', resume_step, evaluated),
+def _summary(plugin: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+  """Values for a plugin of TensorBoard, as TensorFlow 2 writes them."""
+  metadata = {'plugin_data': {'plugin_name': plugin}}
+  return {
+    'value': [
+      {'tag': name, 'metadata': metadata, 'tensor': {'tensor_shape': {}, **tensor}}
+      for name, tensor in tensors.items()
     ]
-  )
+  }
+
+
+_numbers = itertools.count()  # of the event files of this process
+
+
+class RunWriter:
+  """The writers of a run, in a background thread; has the methods of clu's MetricWriter.
+
+  Process 0 writes, and the others do nothing.
+  """
+
+  def __init__(self, model_dir: epath.PathLike, resume_step: int, evaluated: bool = True):
+    """Opens the files; arguments as of `JsonlWriter`."""
+    self._model_dir = os.fspath(model_dir)
+    self._pool = asynclib.Pool('metrics', max_workers=1)
+    self._jsonl = self._events = None
+    if jax.process_index() == 0:
+      self._jsonl = JsonlWriter(epath.Path(model_dir) / 'metrics.jsonl', resume_step, evaluated)
+      # TensorFlow's writer appends to the files of object stores.
+      remote = run_files.is_remote(model_dir)
+      self._events = self._summary_writer if remote else EventWriter(model_dir)
+
+  @functools.cached_property
+  def _summary_writer(self) -> Any:
+    from clu import metric_writers  # imports TensorFlow
+
+    return metric_writers.SummaryWriter(self._model_dir)
+
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    if self._jsonl is not None:
+      self._pool(self._events.write_scalars)(step, scalars)
+      self._pool(self._jsonl.write_scalars)(step, scalars)
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    if self._jsonl is not None:
+      self._pool(self._events.write_texts)(step, texts)
+
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    """What else clu's SummaryWriter writes, such as pictures, in an event file of its own."""
+    if not name.startswith('write_'):
+      raise AttributeError(name)
+    if self._jsonl is None:
+      return lambda *args, **kwargs: None
+    return self._pool(getattr(self._summary_writer, name))
+
+  def flush(self) -> None:
+    """Waits until everything is written.
+
+    Raises:
+      Exception: OSError or another, if lines of metrics.jsonl cannot be written.
+    """
+    self._pool.join()
+    if self._jsonl is not None:
+      self._jsonl.flush()
+
+  def close(self) -> None:
+    """Flushes and closes; logs a failure, which must not hide the exception that ends the run."""
+    try:
+      self.flush()
+      if '_summary_writer' in vars(self):
+        self._summary_writer.close()
+    except Exception as error:
+      _log.error('Metrics are lost: %s', error)
+    self._pool.close()

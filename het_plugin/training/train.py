@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from clu import metric_writers as clu_writers
 from clu import parameter_overview
 from etils import epath
 
@@ -202,7 +201,7 @@ def train(
         f'total_steps={total_steps} is below the step of the checkpoint, {start.step}.'
       )
 
-    writer = metric_writers.create_writer(run.model_dir, start.step, start.evaluated)
+    writer = metric_writers.RunWriter(run.model_dir, start.step, start.evaluated)
     stack.callback(writer.close)
     _describe_run(model, start, config, run.model_dir, writer)
     context = actions_lib.ActionContext(
@@ -286,7 +285,7 @@ def _describe_run(
   start: initial_state.Start,
   config: RunConfig | None,
   model_dir: epath.Path,
-  writer: clu_writers.MetricWriter,
+  writer: metric_writers.RunWriter,
 ) -> None:
   """Logs the parameters and writes the configuration."""
   params = start.train_state.params

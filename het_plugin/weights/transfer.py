@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.ndimage
 
 from het_plugin.weights import layouts, towers
 
@@ -230,6 +229,8 @@ def _resample(x, shape):
   token = x[:1] if old[0] else np.zeros((1, x.shape[1]), x.dtype)
   grid = x[old[0] :].reshape(old[1], old[1], -1)
   if old[1] != new[1]:
+    import scipy.ndimage  # a resized grid is rare, and training does not wait for it
+
     grid = scipy.ndimage.zoom(grid, (new[1] / old[1], new[1] / old[1], 1), order=1)
   resampled = np.concatenate([token[: new[0]], grid.reshape(new[1] ** 2, -1)])
   notes = []

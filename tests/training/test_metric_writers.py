@@ -18,8 +18,6 @@ def test_a_line_a_write(tmp_path):
   writer = metric_writers.JsonlWriter(tmp_path / 'm.jsonl', resume_step=0)
   writer.write_scalars(1, {'loss': np.float32(0.5), 'tau': 1})
   writer.write_scalars(1, {'eval/loss': float('nan')})
-  writer.write_texts(1, {'config': 'not a scalar'})
-  writer.close()
   assert rows(tmp_path / 'm.jsonl') == [
     {'step': 1, 'loss': 0.5, 'tau': 1.0},
     {'step': 1, 'eval/loss': None},
@@ -31,7 +29,6 @@ def test_resuming_drops_the_steps_to_come_and_a_torn_line(tmp_path):
   path.write_text('{"step": 1, "x": 1}\n{"step": 2, "x": 2}\n{"step": 3, "x": 3}\n{"step": 2, "x')
   writer = metric_writers.JsonlWriter(path, resume_step=2)
   writer.write_scalars(3, {'x': 30})
-  writer.close()
   assert [(row['step'], row['x']) for row in rows(path)] == [(1, 1), (2, 2), (3, 30)]
   assert [p.name for p in tmp_path.iterdir()] == ['m.jsonl']
 
@@ -39,12 +36,12 @@ def test_resuming_drops_the_steps_to_come_and_a_torn_line(tmp_path):
 def test_damaged_lines_are_left_out_with_a_warning(tmp_path, caplog):
   path = tmp_path / 'm.jsonl'
   path.write_bytes(b'{"step": 1, "x": 1}\n{"st\xff\n{"x": 3}\n{"step": 4, "x": 4}\n')
-  metric_writers.JsonlWriter(path, resume_step=4).close()
+  metric_writers.JsonlWriter(path, resume_step=4)
   assert [row['step'] for row in rows(path)] == [1, 4]
   (message,) = caplog.messages
   assert message == f'{path}: line 2 and 1 more are damaged and left out.'
   path.unlink()
-  metric_writers.JsonlWriter(path, resume_step=4).close()
+  metric_writers.JsonlWriter(path, resume_step=4)
   assert caplog.messages[1] == f'{path} is missing: the metrics up to step 4 are lost.'
 
 
@@ -57,15 +54,16 @@ def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
     '{"step": 3, "train/x": 4, "y": 5}',
   ]
   path.write_text('\n'.join(lines) + '\n')
-  metric_writers.JsonlWriter(path, resume_step=3, evaluated=True).close()
+  metric_writers.JsonlWriter(path, resume_step=3, evaluated=True)
   assert path.read_text().splitlines() == lines
-  metric_writers.JsonlWriter(path, resume_step=3, evaluated=False).close()
+  metric_writers.JsonlWriter(path, resume_step=3, evaluated=False)
   assert path.read_text().splitlines() == lines[:2]
 
 
 def test_event_files_too(tmp_path):
-  writer = metric_writers.create_writer(tmp_path, resume_step=0)
+  writer = metric_writers.RunWriter(tmp_path, resume_step=0)
   writer.write_scalars(3, {'train/loss': 0.5})
+  writer.write_texts(3, {'gin_config': 'x = 1'})
   writer.close()
   events = event_accumulator.EventAccumulator(
     str(tmp_path), size_guidance={event_accumulator.TENSORS: 0}
@@ -73,7 +71,18 @@ def test_event_files_too(tmp_path):
   events.Reload()
   (event,) = events.Tensors('train/loss')
   assert (event.step, tensor_util.make_ndarray(event.tensor_proto)) == (3, 0.5)
+  (event,) = events.Tensors('gin_config')
+  assert tensor_util.make_ndarray(event.tensor_proto).item() == b'x = 1'
   assert rows(tmp_path / 'metrics.jsonl') == [{'step': 3, 'train/loss': 0.5}]
+
+
+def test_what_clu_writes_else_has_its_own_event_file(tmp_path):
+  writer = metric_writers.RunWriter(tmp_path, resume_step=0)
+  writer.write_images(1, {'picture': np.zeros((1, 2, 2, 3), np.uint8)})
+  writer.close()
+  events = event_accumulator.EventAccumulator(str(tmp_path))
+  events.Reload()
+  assert 'picture' in events.Tags()['tensors']
 
 
 @contextlib.contextmanager
