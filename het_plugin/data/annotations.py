@@ -27,6 +27,8 @@ class Labels:
   label_weight: float32 [B, L], for soft labels: the probability of each class, or the share of the
     annotators who chose it.
   weight: float32 [B], the weight of each example in the training loss, if the source has one.
+  annotator: int32 [B, L], for votes: who gave each, a number in TaskInfo.annotators, padded with -1.
+    The models here do not read it.
   """
 
   noun = 'image'
@@ -34,7 +36,11 @@ class Labels:
   def __init__(self, length: int, fields: Sequence[str] = ()):
     """`length` is L, `fields` are the features besides 'label'."""
     self.length = length
-    known = {'label_weight': ((length,), np.float32, 0), 'weight': ((), np.float32, 0)}
+    known = {
+      'label_weight': ((length,), np.float32, 0),
+      'weight': ((), np.float32, 0),
+      'annotator': ((length,), np.int32, -1),
+    }
     self.features: Features = {
       'label': ((length,), np.int32, -1),
       **{name: known[name] for name in fields},
@@ -73,7 +79,10 @@ def with_fields(label: np.ndarray, **fields: np.ndarray | None) -> np.ndarray:
   given = {name: x for name, x in fields.items() if x is not None}
   if not given:
     return label
-  types = [(name, np.float32, x.shape[1:]) for name, x in given.items()]
+  types = [
+    (name, np.int32 if x.dtype.kind in 'iu' else np.float32, x.shape[1:])
+    for name, x in given.items()
+  ]
   rows = np.empty(len(label), [('label', np.int32, label.shape[1:]), *types])
   for name, x in {'label': label, **given}.items():
     rows[name] = x
@@ -100,6 +109,41 @@ def check_weights(
   if weight is not None and not (np.isfinite(weight) & (weight >= 0)).all():
     i = int(np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))[0])
     raise ValueError(f'{where}: weight of example {i} is {weight[i]}; it must be at least 0.')
+
+
+def annotator_numbers(
+  where: str, names: np.ndarray, listed: np.ndarray
+) -> tuple[tuple[str, ...], np.ndarray]:
+  """Numbers of the people who gave votes.
+
+  Args:
+    where: for messages.
+    names: [N, L] strings or integers, who gave each vote; '' or a negative number for nobody.
+    listed: bool [N, L], the votes there are.
+
+  Returns:
+    The distinct names in order, and their numbers int32 [N, L], -1 where there is no vote.
+
+  Raises:
+    ValueError: a vote has no annotator, or an annotator has two votes for an example.
+  """
+  is_number = names.dtype.kind in 'iu'
+  missing = listed & (names < 0 if is_number else np.char.str_len(names.astype(str)) == 0)
+  if missing.any():
+    i, j = np.argwhere(missing)[0]
+    raise ValueError(f'{where}: vote {j + 1} of example {i} has no annotator.')
+  people, numbers = np.unique(names, return_inverse=True)
+  numbers = np.where(listed, numbers.reshape(names.shape), -1)
+  ordered = np.sort(numbers, axis=1)
+  twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+  if twice.any():
+    i = int(np.flatnonzero(twice.any(1))[0])
+    who = people[ordered[i, 1:][twice[i]][0]]
+    raise ValueError(f'{where}: annotator {str(who)!r} has two votes for example {i}.')
+  used, numbers = np.unique(numbers, return_inverse=True)
+  none = int(bool(len(used)) and used[0] < 0)  # -1 is the first number where there is one
+  numbers = numbers.reshape(names.shape).astype(np.int32) - none
+  return tuple(str(people[i]) for i in used[none:]), numbers
 
 
 class Captions:

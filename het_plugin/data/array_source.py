@@ -1,6 +1,7 @@
 """Examples in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
 
 import contextlib
+import importlib.util
 import os
 import zipfile
 import zlib
@@ -66,11 +67,11 @@ def digits_source() -> ArraySource:
 
 
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  from sklearn import datasets  # slow to import, and only this task needs it
-
-  digits = datasets.load_digits()
-  images = (digits.images / 16).astype(np.float32)[..., None]
-  return _centred(images), digits.target.astype(np.int32)[:, None]
+  # What scikit-learn's load_digits reads. Importing the package takes longer than all of a start.
+  package = importlib.util.find_spec('sklearn').submodule_search_locations[0]
+  rows = np.loadtxt(os.path.join(package, 'datasets', 'data', 'digits.csv.gz'), delimiter=',')
+  images = (rows[:, :-1].reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+  return _centred(images), rows[:, -1:].astype(np.int32)
 
 
 def npz_source(path: str) -> ArraySource:
@@ -83,6 +84,8 @@ def npz_source(path: str) -> ArraySource:
     label_weight
                 optional float [N, L], the probability of each label; sums to 1.
     weight      optional float [N], the weight of each example in the training loss.
+    annotator   optional integers or strings [N, L], who gave each of several votes; a negative
+                number or '' where there is no vote.
     class_name  optional [K] strings. Without it K is the largest label + 1.
     split       optional [N] strings, the split of each example. Without it a fixed tenth of the
                 examples is 'validation' and the rest 'train'.
@@ -95,7 +98,7 @@ def npz_source(path: str) -> ArraySource:
   with _reading(name, path, 'label') as arrays:
     names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
     num_images, channels = _check_images(name, path)
-    num_classes, labels = _labels(name, arrays, names, num_images)
+    num_classes, labels, annotators = _labels(name, arrays, names, num_images)
     splits = _npz_splits(name, arrays, num_images)
   fields = tuple(x for x in labels.dtype.names or () if x != 'label')
   max_labels = (labels['label'] if fields else labels).shape[1]
@@ -107,6 +110,7 @@ def npz_source(path: str) -> ArraySource:
     splits={name: len(rows) for name, rows in splits.items()},
     max_labels=max_labels,
     label_fields=fields,
+    annotators=annotators,
     version=_checksums(path),
   )
   return ArraySource(name, lambda: (_load_images(name, path), labels), splits, info)
@@ -170,11 +174,11 @@ def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFil
     raise ValueError(f'{name} is no NPZ file as it should be: {error}.') from error
 
 
-def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray]:
-  """Returns the number of classes and the labels, int32 [N, L] or with fields."""
+def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tuple[str, ...] | None]:
+  """Returns the number of classes, the labels, int32 [N, L] or with fields, and the annotators."""
   labels = arrays['label']
-  label_weight, weight = (
-    arrays[field] if field in arrays else None for field in ('label_weight', 'weight')
+  label_weight, weight, annotator = (
+    arrays[field] if field in arrays else None for field in ('label_weight', 'weight', 'annotator')
   )
   is_soft = labels.dtype.kind == 'f' and labels.ndim == 2 and label_weight is None
   if len(labels) != num_images or not (is_soft or labels.dtype.kind in 'iu' and labels.ndim <= 2):
@@ -208,12 +212,16 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray]:
   for field, array, shape in (
     ('label_weight', label_weight, labels.shape),
     ('weight', weight, (num_images,)),
+    ('annotator', annotator, labels.shape),
   ):
     if array is not None and array.shape != shape:
       raise ValueError(f'{name}: {field} is {array.shape}; it must be {shape}.')
   annotations.check_weights(name, label_weight, weight, labels >= 0)
-  labels = labels.astype(np.int32)
-  return num_classes, annotations.with_fields(labels, label_weight=label_weight, weight=weight)
+  annotators = None
+  if annotator is not None:
+    annotators, annotator = annotations.annotator_numbers(name, annotator, labels >= 0)
+  fields = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
+  return num_classes, annotations.with_fields(labels.astype(np.int32), **fields), annotators
 
 
 def _check_images(name: str, path: str) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Images in a folder per class, JPEG or PNG."""
 
 import csv
+import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,8 +27,9 @@ class ImageFolderSource:
   Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
   dangling link, is skipped and counted in the log. An optional PATH/labels.csv replaces the labels
   of some or all files. It has the columns file (relative to PATH) and label (a class folder), and
-  optionally label_weight (the probability of the label) and weight (of the example in the training
-  loss). Several rows of a file are a soft label, or equally likely votes without label_weight.
+  optionally label_weight (the probability of the label), weight (of the example in the training
+  loss) and annotator (who gave the label). Several rows of a file are a soft label, or equally
+  likely votes without label_weight.
   """
 
   def __init__(self, path: str):
@@ -55,9 +57,9 @@ class ImageFolderSource:
       pairs = [(file, names.index(name)) for name, fs in by_class.items() for file in fs]
       self._files[split] = [file for file, _ in pairs]
       self._labels[split] = np.array([[label] for _, label in pairs], np.int32)
-    table, fields = root / 'labels.csv', ()
+    table, fields, annotators = root / 'labels.csv', (), None
     if table.is_file():
-      fields = self._read_table(table, names)
+      fields, annotators = self._read_table(table, names)
     max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
       num_classes=len(names),
@@ -67,6 +69,7 @@ class ImageFolderSource:
       splits={split: len(paths) for split, paths in self._files.items()},
       max_labels=max_labels,
       label_fields=fields,
+      annotators=annotators,
       version=f'{sum(map(len, self._files.values()))} files',
     )
 
@@ -76,7 +79,7 @@ class ImageFolderSource:
     files = next(iter(self._files.values()))
     sides = []
     for path in files[:: max(len(files) // _SAMPLE, 1)]:
-      image = preprocess.decode_rgb(read_bytes(path) or b'')
+      image = preprocess.decode(read_bytes(path) or b'')
       if image is not None:
         sides.append(min(image.size))
     return float(np.median(sides)) if sides else np.inf
@@ -87,40 +90,72 @@ class ImageFolderSource:
     files = [self._files[split][i] for i in ids]
     return list(map(read_bytes, files)), self._labels[split][ids]
 
-  def _read_table(self, table: pathlib.Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Replaces labels of files by those of the table; returns the names of additional fields."""
-    columns, numbers = ('label_weight', 'weight'), {name: i for i, name in enumerate(names)}
-    found: dict[str, list[tuple[int, float | None, float | None]]] = {}
-    for line, record in table_records(table, ('file', 'label')):
-      if record['label'] not in numbers:
-        raise ValueError(f'{table}, line {line}: label {record["label"]!r} is no class folder.')
-      try:
-        values = [float(record[c]) if c in record else None for c in columns]
-      except (TypeError, ValueError) as error:
-        raise ValueError(f'{table}, line {line}: a weight is no number.') from error
-      found.setdefault(str(record['file']), []).append((numbers[record['label']], *values))
-    if not found:
-      raise ValueError(f'{table} holds no records.')
-    fields = ('label_weight', 'weight') if 'weight' in record else ('label_weight',)
+  def _read_table(
+    self, table: pathlib.Path, names: tuple[str, ...]
+  ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Replaces labels of files by those of the table; returns the names of additional fields, and
+    the annotators.
+    """
+    found = _votes(table, {name: i for i, name in enumerate(names)})
+    votes = [vote for several in found.values() for vote in several]
+    people = sorted({vote.annotator for vote in votes} - {None})
+    fields = ['label_weight']
+    fields += ['weight'] if any(vote.weight is not None for vote in votes) else []
+    fields += ['annotator'] if people else []
     width = max(map(len, found.values()))
     for split, files in self._files.items():
       label = np.full((len(files), width), -1, np.int32)
       label[:, 0] = self._labels[split][:, 0]
       label_weight, weight = (label >= 0).astype(np.float32), np.ones(len(files), np.float32)
+      annotator = np.full((len(files), width), -1, np.int32)
       for i, file in enumerate(files):
-        rows = found.pop(str(file.relative_to(self._root)), ())
-        for j, (k, share, example_weight) in enumerate(rows):
-          label[i, j], label_weight[i, j] = k, 1 / len(rows) if share is None else share
-          weight[i] = 1 if example_weight is None else example_weight
+        several = found.pop(str(file.relative_to(self._root)), ())
+        for j, vote in enumerate(several):
+          label[i, j] = vote.label
+          label_weight[i, j] = 1 / len(several) if vote.share is None else vote.share
+          weight[i] = 1 if vote.weight is None else vote.weight
+          annotator[i, j] = people.index(vote.annotator) if people else -1
       check_weights(f'{table}, split {split}', label_weight, weight, label >= 0)
-      weights = {'label_weight': label_weight, 'weight': weight}
-      self._labels[split] = with_fields(label, **{name: weights[name] for name in fields})
+      given = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
+      self._labels[split] = with_fields(label, **{name: given[name] for name in fields})
     if found:
       raise ValueError(f'{table}: there is no image {next(iter(found))!r}.')
-    return fields
+    return tuple(fields), tuple(people) or None
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vote:
+  """A record of labels.csv."""
+
+  label: int
+  share: float | None
+  weight: float | None
+  annotator: str | None
+
+
+def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[_Vote]]:
+  """The records of labels.csv by file, with the numbers of the class folders."""
+  found: dict[str, list[_Vote]] = {}
+  for line, record in table_records(table, ('file', 'label')):
+    if record['label'] not in numbers:
+      raise ValueError(f'{table}, line {line}: label {record["label"]!r} is no class folder.')
+    try:
+      values = [float(record[c]) if c in record else None for c in ('label_weight', 'weight')]
+    except (TypeError, ValueError) as error:
+      raise ValueError(f'{table}, line {line}: a weight is no number.') from error
+    who = record.get('annotator')
+    if 'annotator' in record and not (who or '').strip():
+      raise ValueError(f'{table}, line {line}: the vote has no annotator.')
+    votes = found.setdefault(str(record['file']), [])
+    if who is not None and any(vote.annotator == who for vote in votes):
+      raise ValueError(f'{table}, line {line}: {who!r} has voted for this file before.')
+    votes.append(_Vote(numbers[record['label']], *values, who))
+  if not found:
+    raise ValueError(f'{table} holds no records.')
+  return found
 
 
 def read_bytes(path: str | os.PathLike) -> bytes | None:

@@ -18,16 +18,24 @@ from PIL import Image
 AnyImage = Image.Image | np.ndarray
 Preprocessor = Callable[[AnyImage, np.random.Generator, int], AnyImage]
 
+MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by number of channels
 _CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
 _ATTEMPTS = 20  # random boxes that a crop tries to fit into the image
 
 
-def decode_rgb(encoded: bytes) -> Image.Image | None:
-  """Decodes JPEG or PNG bytes to an RGB image; None if they are not a whole image."""
+def decode(encoded: bytes, channels: int = 3) -> AnyImage | None:
+  """Decodes JPEG or PNG bytes; None if they are not a whole image.
+
+  Args:
+    encoded: the content of a file.
+    channels: 3 for an RGB image; 1 (grey) or 4 (RGBA) for an array uint8 [h, w, channels].
+  """
+  mode = MODES[channels]
   try:
     image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
     image.load()
-    return image if image.mode == 'RGB' else image.convert('RGB')
+    image = image if image.mode == mode else image.convert(mode)
+    return image if channels == 3 else np.asarray(image).reshape(*image.size[::-1], channels)
   # Pillow raises these for foreign, truncated and damaged files.
   except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
     return None

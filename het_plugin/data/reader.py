@@ -208,7 +208,7 @@ class ExampleReader:
     levels = np.empty((len(images), *shape), np.float32)
     for i, (image, key) in enumerate(zip(images, keys, strict=True)):
       if isinstance(image, bytes):
-        image = preprocess.decode_rgb(image)
+        image = preprocess.decode(image, self._source.info.channels)
       if image is None:
         readable[i] = False
         continue

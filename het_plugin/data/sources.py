@@ -23,8 +23,9 @@ class TaskInfo:
   splits: number of examples of each split; None for an endless one.
   max_labels: the largest known number of labels per example; the 'label' length must be at least
     this.
-  label_fields: fields of the labels besides class numbers: label_weight, weight
+  label_fields: fields of the labels besides class numbers: label_weight, weight, annotator
     (annotations.Labels).
+  annotators: names of the people whose votes the labels are, or None.
   version: identifies this state of the data as well as possible without reading them; None for data
     that do not change.
   """
@@ -36,6 +37,7 @@ class TaskInfo:
   splits: Mapping[str, int | None]
   max_labels: int = 1
   label_fields: tuple[str, ...] = ()
+  annotators: tuple[str, ...] | None = None
   version: str | None = None
 
 

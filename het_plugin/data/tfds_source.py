@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from het_plugin.data import preprocess
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 # [NAMESPACE:]NAME[/CONFIG][:VERSION][/KEY=VALUE,...]; TFDS's own parser raises on anything else.
@@ -15,7 +16,8 @@ _CAPTION_KEYS = ('captions', 'caption', 'text')
 
 
 class TfdsSource:
-  """An ExampleSource over a prepared TFDS data set: RGB images, uint8, in their own sizes.
+  """An ExampleSource over a prepared TFDS data set: images of 1, 3 or 4 channels, uint8, in their
+  own sizes.
 
   The data set's features must have one image and one class label, or a sequence of class labels:
   those named by its `supervised_keys`, else 'image' and 'label' or 'labels'. It is searched in the
@@ -40,7 +42,7 @@ class TfdsSource:
     self.info = TaskInfo(
       num_classes=label.num_classes,
       multi_label=multi_label,
-      channels=3,
+      channels=_channels(self._name, builder.info.features[self._image_key]),
       class_names=tuple(label.names),
       splits=_splits(builder),
       version=builder.info.full_name,
@@ -62,7 +64,7 @@ class TfdsSource:
 
 
 class TfdsCaptionSource:
-  """An ExampleSource over a prepared TFDS data set of RGB images, uint8, with captions.
+  """An ExampleSource over a prepared TFDS data set of images with captions.
 
   As TfdsSource with other features: 'image', and the first of 'captions', 'caption' and 'text' that
   exists, unless `supervised_keys` names others. The captions are a text, a sequence of texts, or a
@@ -80,7 +82,11 @@ class TfdsCaptionSource:
     builder = _prepared_builder(name)
     self._image_key, self._caption_path = _caption_keys(name, builder.info)
     self._records = _records(builder)
-    self.info = ImageTextInfo(channels=3, splits=_splits(builder), version=builder.info.full_name)
+    self.info = ImageTextInfo(
+      channels=_channels(self._name, builder.info.features[self._image_key]),
+      splits=_splits(builder),
+      version=builder.info.full_name,
+    )
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -164,6 +170,16 @@ def _records(builder: tfds.core.DatasetBuilder) -> Mapping[str, Any]:
       if isinstance(feature, tfds.features.Image)
     },
   )
+
+
+def _channels(name: str, image: tfds.features.Image) -> int:
+  """Of the images; ValueError for images that are not uint8, or have 2 or more than 4 channels."""
+  if image.shape[-1] not in preprocess.MODES or image.np_dtype != np.uint8:
+    raise ValueError(
+      f'{name} has images {image.np_dtype} {image.shape}; they must be uint8, with 1, 3 or 4 '
+      'channels.'
+    )
+  return image.shape[-1]
 
 
 def _splits(builder: tfds.core.DatasetBuilder) -> dict[str, int]:

@@ -193,7 +193,9 @@ class ClassificationModel:
     return loss, metrics_lib.base_metrics(nll, correct, logits.temperature, mask) | auxiliary
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-    """Loss, `metrics.base_metrics` and 'ece' of the predictive distribution."""
+    """Loss, `metrics.base_metrics` and 'ece' of the predictive distribution; where softmax labels
+    are votes or soft, also 'disagreement', its rank correlation with people's.
+    """
     mask = batches.mask(batch)
     logits, _ = self._logits(params, batch)
     log_prob = self._log_prob(logits, batch)
@@ -210,6 +212,10 @@ class ClassificationModel:
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
       jnp.exp(top_log_prob), correct, mask=mask
     )
+    if logits.link == 'softmax' and ('label_weight' in batch or batch['label'].shape[-1] > 1):
+      metrics['disagreement'] = metrics_lib.DisagreementCorrelation.from_model_output(
+        log_prob, soft_labels.targets(batch, logits), logits.num_classes, mask
+      )
     return self._loss(nll, mask), metrics
 
   def predict_batch(self, params: PyTree, batch: Batch, rng: jax.Array | None = None) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
 
+ENTROPY_BINS = 64  # by either entropy, in `DisagreementCorrelation`
 NUM_BINS = 15  # Guo et al. 2017 and most of the literature since
 
 
@@ -66,6 +67,57 @@ class ExpectedCalibrationError(clu_metrics.Metric):
 
   def compute(self) -> jax.Array:
     return jnp.abs(self.correct - self.confidence).sum() / self.count.sum()
+
+
+@flax.struct.dataclass
+class DisagreementCorrelation(clu_metrics.Metric):
+  """Spearman's rank correlation of the entropy of predictions with that of people's labels.
+
+  Ranks need all examples at once, and a metric that is merged does not have them. It counts
+  examples by bins of both entropies instead, and the examples of a bin are ties. The bins are
+  equally wide in the square root of the entropy over log K, so finer where predictions are certain.
+
+  Attributes:
+    count: float32 [ENTROPY_BINS, ENTROPY_BINS], rows by bins of the predictions' entropy and of
+      people's.
+  """
+
+  count: jax.Array
+
+  @classmethod
+  def empty(cls) -> 'DisagreementCorrelation':
+    return cls(count=jnp.zeros((ENTROPY_BINS, ENTROPY_BINS), jnp.float32))
+
+  @classmethod
+  def from_model_output(
+    cls, log_prob: jax.Array, target: jax.Array, num_classes: int, mask: jax.Array
+  ) -> 'DisagreementCorrelation':
+    """Takes log p and the shares of the labels, both [B, Kp], the real K, and mask [B]; rows
+    without a label do not count.
+    """
+
+    def member(p: jax.Array) -> jax.Array:
+      entropy = jax.scipy.special.entr(p).sum(-1) / jnp.log(num_classes)
+      bins = jnp.floor(jnp.sqrt(jnp.clip(entropy, 0, 1)) * ENTROPY_BINS).astype(jnp.int32)
+      return jax.nn.one_hot(jnp.minimum(bins, ENTROPY_BINS - 1), ENTROPY_BINS)  # [B, bins]
+
+    real = mask * (target.sum(-1) > 0)
+    return cls(count=jnp.einsum('bi,bj,b->ij', member(jnp.exp(log_prob)), member(target), real))
+
+  def merge(self, other: 'DisagreementCorrelation') -> 'DisagreementCorrelation':
+    return self.replace(count=self.count + other.count)
+
+  def compute(self) -> jax.Array:
+    """The correlation; NaN where one of the entropies has a single bin."""
+    total = self.count.sum()
+
+    def centred_ranks(counts: jax.Array) -> jax.Array:
+      return jnp.cumsum(counts) - counts / 2 - total / 2
+
+    rows, columns = self.count.sum(1), self.count.sum(0)
+    x, y = centred_ranks(rows), centred_ranks(columns)
+    variances = (rows * x**2).sum() * (columns * y**2).sum()
+    return x @ self.count @ y / jnp.sqrt(variances)
 
 
 def base_metrics(

@@ -80,7 +80,30 @@ def test_soft_labels_votes_and_example_weights(tmp_path):
   assert not batch['label_weight'][3].any() and (batch['label'][3] == -1).all()
 
 
+def test_votes_with_annotators(tmp_path):
+  votes = np.array([[0, 2], [1, -1], [2, 2]])
+  who = np.array([['eva', 'ben'], ['ben', ''], ['ada', 'eva']])
+  path = write(tmp_path / 'a.npz', image=images(3), label=votes, annotator=who, split=['train'] * 3)
+  info = array_source.npz_source(path).info
+  assert info.annotators == ('ada', 'ben', 'eva') and info.label_fields == ('annotator',)
+  cfg = DatasetConfig(path, {'image': 6, 'label': 3}, 'train', 4, shuffle=False, num_epochs=1)
+  batch = next(get_dataset(cfg))
+  expected = [[2, 1, -1], [1, -1, -1], [0, 2, -1], [-1] * 3]
+  np.testing.assert_array_equal(batch['annotator'], expected)
+  np.testing.assert_array_equal(batch['label'][2], [2, 2, -1])
+
+
 BAD_FILES = {
+  'vote 2 of example 0 has no annotator': {
+    'image': images(2),
+    'label': np.array([[0, 1], [1, -1]]),
+    'annotator': np.array([[7, -1], [7, -1]]),
+  },
+  "annotator '7' has two votes for example 1": {
+    'image': images(2),
+    'label': np.array([[0, 1], [1, 0]]),
+    'annotator': np.array([[7, 8], [7, 7]]),
+  },
   'the label weights of example 1 sum to 0.9; weights must be': {
     'image': images(2),
     'label': np.array([[0.5, 0.5], [0.5, 0.4]]),

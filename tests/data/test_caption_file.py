@@ -34,7 +34,7 @@ def pairs(source):
   for split, count in source.info.splits.items():
     images, captions = source.read(split, np.arange(count), 8, seed=0)
     for i, (image, texts) in enumerate(zip(images, captions, strict=True)):
-      assert preprocess.decode_rgb(image) is not None
+      assert preprocess.decode(image) is not None
       found[source.describe(split, i)] = (split, list(texts))
   return found
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 from het_plugin.data import image_folder
 from het_plugin.data.image_folder import ImageFolderSource
-from het_plugin.data.preprocess import decode_rgb
+from het_plugin.data.preprocess import decode
 
 
 def test_split_folders(tmp_path, image_files):
@@ -19,7 +19,7 @@ def test_split_folders(tmp_path, image_files):
   images, labels = source.read('train', np.array([4, 0]), 16, seed=0)
   assert source.describe('train', 4) == str(cats[2])
   np.testing.assert_array_equal(labels, [[1], [0]])
-  picture, photo = (np.asarray(decode_rgb(image)) for image in images)
+  picture, photo = (np.asarray(decode(image)) for image in images)
   np.testing.assert_array_equal(picture, np.asarray(Image.open(cats[2])))
   assert photo.shape == (20, 30, 3) and photo.dtype == np.uint8
 
@@ -45,17 +45,17 @@ def test_grey_and_palette_images_become_rgb(tmp_path):
   source = ImageFolderSource(str(tmp_path))
   for split in ('train', 'validation'):
     (image,), _ = source.read(split, np.array([0]), 9, seed=0)
-    np.testing.assert_array_equal(decode_rgb(image), np.repeat(grey[..., None], 3, axis=-1))
+    np.testing.assert_array_equal(decode(image), np.repeat(grey[..., None], 3, axis=-1))
 
 
 def test_damaged_images_are_none(tmp_path, image_files, suffix='.jpg'):
   cut, foreign, whole = image_files.write(tmp_path / 'a', 3, suffix)
   image_files.truncate(cut)
   foreign.write_bytes(b'GIF89a not an image of ours')
-  assert decode_rgb(cut.read_bytes()) is None
-  assert decode_rgb(foreign.read_bytes()) is None
-  assert decode_rgb(b'') is None
-  assert decode_rgb(whole.read_bytes()).size == (30, 22)
+  assert decode(cut.read_bytes()) is None
+  assert decode(foreign.read_bytes()) is None
+  assert decode(b'') is None
+  assert decode(whole.read_bytes()).size == (30, 22)
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
@@ -104,7 +104,17 @@ def test_labels_in_a_table(tmp_path, image_files):
   np.testing.assert_array_equal(labels['label'], [[1, 0, 1], [1, -1, -1], [0, -1, -1]])
   np.testing.assert_allclose(labels['label_weight'], [[1 / 3] * 3, [1, 0, 0], [1, 0, 0]])
   np.testing.assert_array_equal(labels['weight'], [2, 0.5, 1])
+  table.write_text(
+    'file,label,annotator\ntrain/cat/000.png,cat,eva\ntrain/cat/000.png,ant,ada\n'
+    'validation/ant/000.png,cat,ben\n'
+  )
+  source = ImageFolderSource(str(tmp_path))
+  assert source.info.annotators == ('ada', 'ben', 'eva')
+  _, labels = source.read('train', np.array([3, 1]), 8, seed=0)
+  np.testing.assert_array_equal(labels['annotator'], [[2, 0], [-1, -1]])
   for text, message in {
+    'file,label,annotator\ntrain/cat/000.png,cat,\n': 'line 2: the vote has no annotator',
+    'file,label,annotator\n' + 'train/cat/000.png,cat,a\n' * 2: "line 3: 'a' has voted for this",
     'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is no class folder",
     'file,label\ntrain/cat/9.png,cat\n': "there is no image 'train/cat/9.png'",
     'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'sum to 0.5; weights must be',

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -38,9 +40,23 @@ def test_single_label():
   assert info.class_names == ('a', 'b', 'c')
   images, labels = source.read('train', np.array([5, 0, 3]), 8, seed=0)
   np.testing.assert_array_equal(labels, [[2], [0], [0]])
-  images = [np.asarray(preprocess.decode_rgb(image)) for image in images]
+  images = [np.asarray(preprocess.decode(image)) for image in images]
   assert [image.shape for image in images] == [(9, 5, 3), (4, 5, 3), (7, 5, 3)]
   assert [image[0, 0, 0] for image in images] == [5, 0, 3]
+
+
+@pytest.mark.parametrize('channels', [1, 4])
+def test_grey_and_transparent_images(tfds_files, channels):
+  features = {'image': tfds.features.Image(shape=(6, 5, channels)), 'label': LABEL}
+  pixels = np.arange(30 * channels, dtype=np.uint8).reshape(6, 5, channels)
+  name = f'tiny_{channels}_channels'
+  tfds_files.write(name, features, {'train': [{'image': pixels, 'label': 1}]})
+  cfg = DatasetConfig(f'tfds:{name}', {'image': 6, 'label': 1}, 'train', 1, False, augment=False)
+  assert tasks.get_task(cfg.mixture_or_task_name).info.channels == channels
+  cfg = dataclasses.replace(cfg, num_epochs=1, resize='squash')
+  image = next(get_dataset(cfg))['image'][0]
+  expected = preprocess.to_levels(preprocess.resized(pixels, 6, 6))
+  np.testing.assert_allclose(image, expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures('data_sets')
@@ -99,7 +115,7 @@ def test_captions(name):
   assert source.info.splits == {'train': 4} and source.info.channels == 3
   assert source.info.version == f'{name}/1.0.0'
   images, captions = source.read('train', np.array([3, 0, 2]), 8, seed=0)
-  images = [np.asarray(preprocess.decode_rgb(image)) for image in images]
+  images = [np.asarray(preprocess.decode(image)) for image in images]
   assert [image[0, 0, 0] for image in images] == [3, 0, 2]
   several = name in ('tiny_texts', 'tiny_coco')
   expected = [[f'{i} {j}' for j in range(i)] if several else [f'only {i}'] for i in (3, 0, 2)]

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 from sklearn import metrics as sklearn_metrics
 
+from het_plugin.evaluation import agreement
 from het_plugin.models import metrics
 
 
@@ -112,3 +114,24 @@ def test_ece_by_hand(confidence, correct, expected):
   np.testing.assert_allclose(metric.compute(), expected, atol=1e-6)
   merged = metrics.ExpectedCalibrationError.empty().merge(metric)
   np.testing.assert_allclose(merged.compute(), expected, atol=1e-6)
+
+
+def test_disagreement_is_the_rank_correlation_of_entropies():
+  rng = np.random.default_rng(0)
+  votes = rng.multinomial(5, rng.dirichlet(np.full(4, 0.3), 2000)) / 5
+  noisy = np.log(0.9 * votes + 0.1 * rng.dirichlet(np.full(4, 0.2), 2000) + 1e-9)
+  log_prob = np.pad(special.log_softmax(noisy, axis=1), ((0, 0), (0, 4)), constant_values=-np.inf)
+  target, mask = np.pad(votes, ((0, 0), (0, 4))), rng.integers(0, 2, 2000).astype(np.float32)
+  real = mask > 0
+  expected = agreement.disagreement_correlation(log_prob[real, :4], votes[real])
+  assert 0.3 < expected < 0.98
+  make = jax.jit(metrics.DisagreementCorrelation.from_model_output, static_argnums=2)
+  parts = [
+    make(log_prob[rows], target[rows], 4, mask[rows]) for rows in np.split(range(2000), [500])
+  ]
+  merged = functools.reduce(lambda a, b: a.merge(b), parts)
+  assert float(merged.compute()) == pytest.approx(expected, abs=5e-3)
+  unlabelled = make(log_prob[:9], 0 * target[:9], 4, mask[:9])
+  assert np.isnan(unlabelled.compute()) and float(merged.merge(unlabelled).compute()) == float(
+    merged.compute()
+  )
