@@ -47,7 +47,8 @@ def test_single_label():
 
 @pytest.mark.parametrize('channels', [1, 4])
 def test_grey_and_transparent_images(tfds_files, channels):
-  features = {'image': tfds.features.Image(shape=(6, 5, channels)), 'label': LABEL}
+  image = tfds.features.Image(shape=(6, 5, channels), encoding_format='png')
+  features = {'image': image, 'label': LABEL}
   pixels = np.arange(30 * channels, dtype=np.uint8).reshape(6, 5, channels)
   name = f'tiny_{channels}_channels'
   tfds_files.write(name, features, {'train': [{'image': pixels, 'label': 1}]})
