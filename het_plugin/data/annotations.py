@@ -27,7 +27,7 @@ class Labels:
   label_weight: float32 [B, L], for soft labels: the probability of each class, or the share of the
     annotators who chose it.
   weight: float32 [B], the weight of each example in the training loss, if the source has one.
-  annotator: int32 [B, L], for votes: who gave each, a number in TaskInfo.annotators, padded with -1.
+  annotator: int32 [B, L], for votes: the number of who gave each in TaskInfo.annotators, -1 for none.
     The models here do not read it.
   """
 
