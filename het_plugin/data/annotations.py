@@ -27,8 +27,8 @@ class Labels:
   label_weight: float32 [B, L], for soft labels: the probability of each class, or the share of the
     annotators who chose it.
   weight: float32 [B], the weight of each example in the training loss, if the source has one.
-  annotator: int32 [B, L], for votes: the number of who gave each in TaskInfo.annotators, -1 for none.
-    The models here do not read it.
+  annotator: int32 [B, L], for votes: who gave each, by the number in TaskInfo.annotators; -1 for
+    none. The models here do not read it.
   """
 
   noun = 'image'

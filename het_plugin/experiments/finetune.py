@@ -86,8 +86,8 @@ def finetune(
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
 
   proxy = {
-    name: _proxy(name, source, dataset, folder, batch_size, k[0], metric)
-    for name, source in zip(names, checkpoint, strict=True)
+    name: _proxy(name, source, training, dataset, folder, batch_size, k[0], metric)
+    for name, source, training in zip(names, checkpoint, trainings, strict=True)
   }
   order = selection.best_first(list(proxy.values()))
   kept = [names[i] for i in order[: counts[keep]]]
@@ -162,23 +162,26 @@ def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
 
 
 def _proxy(
-  name: str, source: str, dataset: str, folder: Path, batch_size: int, k: int, metric: str
+  name: str,
+  source: str,
+  training: runs.Run,
+  dataset: str,
+  folder: Path,
+  batch_size: int,
+  k: int,
+  metric: str,
 ) -> float:
   """Leave-one-out accuracy of a candidate's representations of the training split."""
-  settings = represent.Settings(
-    dataset=dataset,
+  published = weights.is_weights_file(source)  # and described by the configuration of its training
+  described = dataclasses.astuple(training) if published else ()
+  found = represent.represent(
+    lambda: trained_run.open_run(source, *described),
+    dataset,
+    str(folder / 'representations' / name),
     splits='train',
-    layers=('pre_logits',),
-    pool='mean',
-    output_dir=str(folder / 'representations' / name),
     format='npz',
-    dtype='float32',
     batch_size=batch_size,
-    max_examples=None,
-    image_size=None,
-    overwrite=False,
   )
-  found = represent.represent(settings, lambda: trained_run.open_run(source))
   jax.clear_caches()  # the next model shares no program
   read = read_representations(found['files'][0]['file'])
   return knn.knn_accuracy(read.features, read.label, ks=(k,), metric=metric)[k]

@@ -57,16 +57,15 @@ class _Scorer:
     run.model.validate(info)
     if info.channels != run.channels:
       raise ValueError(f'{task} has {info.channels} channels; the model takes {run.channels}')
-    config = data.one_pass(
-      task,
-      split,
+    partitioner = run.partitioner
+    self._open = functools.partial(
+      open_split,
+      *(task, split, partitioner),
+      name=f'--split={split}',
       image_size=run.image_size,
       max_labels=max(info.max_labels, run.max_labels),
       batch_size=batch_size,
-      bounded=False,
     )
-    partitioner = run.partitioner
-    self._open = functools.partial(open_split, config, partitioner, name=f'--split={split}')
     self._evaluator = functools.partial(
       evaluation.Evaluator, task, batch_size=batch_size, max_batches=None, partitioner=partitioner
     )
