@@ -24,7 +24,7 @@ import jax
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, trained_run
+from het_plugin.config import changes, registry, trained_run
 from het_plugin.evaluation import evaluate, knn, represent, selection
 from het_plugin.evaluation.candidates import candidate_names
 from het_plugin.evaluation.report import Report
@@ -81,6 +81,7 @@ def finetune(
     raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
   settings = combinations(sweep)
   folder = Path(output_dir)
+  registry.register_trainer()
   trainings = [_training(gin_settings, source) for source in checkpoint]
   trainings[0].parse(folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
@@ -173,7 +174,8 @@ def _proxy(
 ) -> float:
   """Leave-one-out accuracy of a candidate's representations of the training split."""
   published = weights.is_weights_file(source)  # and described by the configuration of its training
-  described = dataclasses.astuple(training) if published else ()
+  bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
+  described = (training.gin_files, bindings, training.gin_search_paths) if published else ()
   found = represent.represent(
     lambda: trained_run.open_run(source, *described),
     dataset,

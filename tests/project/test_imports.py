@@ -29,7 +29,8 @@ BELOW = {
   'planning': {'config', 'training', 'data', 'reporting'},
   't5x_host': {'config', 'evaluation', 'training', 'data', 'integrate'},
   'experiments': {
-    *('config', 'evaluation', 'operations', 'training', 'data', 'heads', 'integrate', 'reporting')
+    *('config', 'evaluation', 'operations', 'training', 'data', 'heads', 'integrate', 'reporting'),
+    'weights',
   },
 }
 PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
