@@ -4,6 +4,8 @@
     python -m het_plugin.zeroshot --gin_file=gin/evaluation/zeroshot_paper.gin \\
       --group=DET=runs/det_0,runs/det_1,runs/det_2 --group=HET-XL=runs/xl_0,runs/xl_1,runs/xl_2
 
+    python -m het_plugin.zeroshot --checkpoint=clip.safetensors --dataset=image_folder:/data/birds
+
 prints top-1 and top-5 accuracy on data sets with class names, and recall at 1, 5 and 10 in both
 directions on data sets with captions. --checkpoint may be repeated. A --group is a name and the
 checkpoints of several seeds: its mean and standard error are printed, and for each further group
@@ -20,7 +22,6 @@ from absl import flags
 import gin
 from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import actions, zeroshot_datasets, zeroshot_report
-from het_plugin.training import train
 
 _OF_DATASETS = (
   *('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize'),
@@ -65,9 +66,12 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
 
   def open_run(checkpoint: str):
-    run = trained_run.open_run(checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths)
+    arguments = checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths
+    run = trained_run.open_run(*arguments, published=trained_run.PUBLISHED_PAIRS)
     zeroshot_datasets.check_model(run.model, F.samples)
-    tokenizer = zeroshot_datasets.run_tokenizer(gin.get_bindings(train.train)['train_dataset_cfg'])
+    tokenizer = zeroshot_datasets.run_tokenizer(
+      gin.get_bindings('het_plugin.training.train')['train_dataset_cfg']
+    )
     bound = gin.get_bindings(actions.ZeroShotAction).get('datasets')
     changes = {name: F[name].value for name in _OF_DATASETS}
     return run, tokenizer, zeroshot_report.choose_datasets(F.dataset, bound, changes)

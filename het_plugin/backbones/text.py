@@ -29,7 +29,8 @@ PADDING = 0
 class TextTransformer(nn.Module):
   """Token ids to pre-logits.
 
-  No token attends to padding, so the representation of a text does not depend on its padding.
+  Unless `reads_padding`, no token attends to padding, so the representation of a text does not
+  depend on its padding.
 
   Attributes:
     vocab_size: ids lie in [0, vocab_size).
@@ -44,7 +45,10 @@ class TextTransformer(nn.Module):
     dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs the blocks in a loop, with stacked parameters, as in `ViT`.
-    stochastic_depth: as in `ViT`.
+    stochastic_depth, mlp, norm_epsilon: as in `ViT`.
+    causal: whether a token attends to itself and earlier ones only, as in CLIP.
+    reads_padding: whether padding is a token like any other, as in SigLIP; 'last' is then the last
+      position.
 
   Raises:
     ValueError: a setting is out of range, or the ids are not int32 [B, L].
@@ -62,6 +66,10 @@ class TextTransformer(nn.Module):
   remat: str = 'none'
   scan_layers: bool = False
   stochastic_depth: float = 0.0
+  mlp: str = 'gelu'
+  norm_epsilon: float = 1e-6
+  causal: bool = False
+  reads_padding: bool = False
 
   def __post_init__(self):
     check_positive(self, 'vocab_size', 'vocab_multiple')
@@ -101,7 +109,7 @@ class TextTransformer(nn.Module):
       jnp.float32,
       axes=('vocab', 'embed'),
     )
-    is_token = text != PADDING  # [B, L]
+    is_token = jnp.full(text.shape, True) if self.reads_padding else text != PADDING  # [B, L]
     x = jnp.take(embedding.astype(self.dtype), text, axis=0)  # [B, L, D]
     intermediates = {'embedding': x}
     has_class_token = self.pooling == 'token'

@@ -65,6 +65,7 @@ class BlockSettings:
   qk_norm: bool = False
   parallel: bool = False
   layer_scale: float | None = None
+  causal: bool = False
 
   @classmethod
   def of(cls, module: nn.Module) -> 'BlockSettings':
@@ -120,7 +121,7 @@ class Attention(nn.Module):
     q = project('query', x if queries is None else queries)
     k, v = project('key', x), project('value', x)
     mask = None if is_token is None else is_token[:, None, None, :]  # [B, 1, 1, N]
-    y = jax.nn.dot_product_attention(q, k, v, mask=mask)
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=s.causal)
     return Dense(width, ('joined_kv', 'embed'), s.dtype, name='out')(y.reshape(*y.shape[:2], -1))
 
 

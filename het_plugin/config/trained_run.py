@@ -29,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 
-PUBLISHED = 'het_plugin/gin/evaluation/published.gin'  # the frame of a published file's model
+# Frames of a published file's model: its image tower, or both towers.
+PUBLISHED = 'het_plugin/gin/evaluation/published.gin'
+PUBLISHED_PAIRS = 'het_plugin/gin/evaluation/published_pairs.gin'
+TOKENIZER = 'tokenizer.json'  # beside the file
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -75,12 +78,14 @@ def parse_run_config(
   search_paths: Sequence[str] = ('.',),
   *,
   without: Sequence[str] = (),
+  published: str = PUBLISHED,
 ) -> Mapping[str, Any]:
   """Parses the gin configuration of a run, and returns the arguments of its `train`.
 
   Args:
     checkpoint, gin_files, bindings, search_paths: as in `open_run`.
     without: arguments to leave out, besides the actions and the checkpoints.
+    published: the frame of a published file.
 
   Raises:
     ValueError: there is no configuration beside the checkpoint, or it lacks something.
@@ -89,8 +94,9 @@ def parse_run_config(
   from het_plugin.training import checkpoint_reader, train
 
   if weights.is_weights_file(checkpoint):
-    frame = PUBLISHED
-    bindings = [*_published_bindings(checkpoint, of_towers=not gin_files), *bindings]
+    frame = published
+    found = _published_bindings(checkpoint, not gin_files, frame == PUBLISHED_PAIRS)
+    bindings = [*found, *bindings]
   else:
     found = checkpoint_reader.find(checkpoint)
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
@@ -112,12 +118,16 @@ def parse_run_config(
   return settings
 
 
-def _published_bindings(path: epath.PathLike, of_towers: bool) -> list[str]:
-  """Bindings from a file about its model: a tower, or the width of a tanh layer before the head."""
+def _published_bindings(path: epath.PathLike, of_towers: bool, with_text: bool) -> list[str]:
+  """Bindings from a file about its model: towers, or the width of a tanh layer before the head."""
   arrays = weights.read_arrays(path)
   found = []
   if of_towers and weights.is_tower(arrays):
-    found = weights.read_tower(arrays, weights.read_config(path)).bindings()
+    settings = weights.read_config(path)
+    found = weights.read_tower(arrays, settings).bindings()
+    if with_text:
+      found += weights.read_text_tower(arrays, settings).bindings()
+      found.append(f'train/DatasetConfig.vocabulary = {str(epath.Path(path).parent / TOKENIZER)!r}')
   kernel = layouts.canonical(arrays).get('pre_logits/kernel')
   return found if kernel is None else [*found, f'vit.representation_size = {kernel.shape[1]}']
 
@@ -143,6 +153,7 @@ def open_run(
   gin_files: Sequence[str] = (),
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = ('.',),
+  published: str = PUBLISHED,
 ) -> TrainedRun:
   """Opens a checkpoint and leaves the gin configuration as that of the run; collective.
 
@@ -153,19 +164,20 @@ def open_run(
     bindings: gin bindings that override everything else, such as
       'PjitPartitioner.num_partitions = 1'.
     search_paths: folders in which gin files are looked for.
+    published: the frame of a published file, `PUBLISHED` or `PUBLISHED_PAIRS`.
 
   Raises:
     ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
       fit the model.
   """
-  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths)
+  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths, published=published)
   from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
 
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths
   if weights.is_weights_file(checkpoint):
-    step, task, published = None, None, weights.read_arrays(checkpoint)
+    step, task, arrays = None, None, weights.read_arrays(checkpoint)
   else:
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
@@ -176,7 +188,7 @@ def open_run(
     specs, target = _placement(model, partitioner, init)
     try:
       if step is None:
-        params = _read_published(checkpoint, published, partitioner, init, specs, target)
+        params = _read_published(checkpoint, arrays, partitioner, init, specs, target)
       else:
         restore = checkpoints.RestoreCheckpointConfig(
           str(checkpoint), mode='specific', ema=optimizers.evaluates_ema(model.optimizer_def)

@@ -1,15 +1,75 @@
-"""Converts texts to token ids with seqio's vocabularies: bytes or a SentencePiece model."""
+"""Converts texts to token ids with seqio's vocabularies: bytes, a SentencePiece model, or the
+tokenizer of a published text tower.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 import seqio
+import tensorflow as tf
 from etils import epath
 
 from het_plugin.data.annotations import END, PADDING, token_rows
 from het_plugin.data.locked_cache import locked_cache
 
 BYTES = 'bytes'
+TOKENIZER = 'tokenizer.json'
+
+
+class TokenizerFile(seqio.Vocabulary):
+  """The tokenizer of a published text tower, a tokenizer.json of the tokenizers library.
+
+  Ids are theirs + 2, after padding (0) and end-of-sequence (1), which the tower has as rows of its
+  own (`weights.read_text_tower`). A start-of-sequence that the tokenizer adds is kept.
+  """
+
+  def __init__(self, path: str):
+    """Reads the file.
+
+    Raises:
+      ValueError: the tokenizers library is not installed, or the file cannot be read.
+    """
+    super().__init__()
+    try:
+      import tokenizers
+    except ImportError as error:
+      raise ValueError(
+        f'vocabulary is {path!r}; reading it needs a library: pip install tokenizers'
+      ) from error
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises Exception itself
+      raise ValueError(f'vocabulary is {path!r}; it is no tokenizer file: {error}') from error
+    self._tokenizer.no_padding()
+    self._tokenizer.no_truncation()
+    self._end = (self._tokenizer.encode('').ids or [None])[-1]
+    self.path = path
+
+  @property
+  def eos_id(self) -> int:
+    return END
+
+  @property
+  def unk_id(self) -> int | None:
+    return None
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._tokenizer.get_vocab_size() + 2
+
+  def _encode(self, s: str) -> list[int]:
+    ids = self._tokenizer.encode(s).ids
+    return [i + 2 for i in (ids[:-1] if ids and ids[-1] == self._end else ids)]
+
+  def _decode(self, ids: Sequence[int]) -> str:
+    return self._tokenizer.decode([i - 2 for i in ids if i > END])
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+    encode = lambda text: np.asarray(self._encode(text.decode()), np.int32)  # noqa: E731
+    return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32), [None])
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    return tf.numpy_function(lambda row: self._decode(row.tolist()).encode(), [ids], tf.string)
 
 
 def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
@@ -17,7 +77,8 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
 
   Args:
     name: 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all), or the
-      path of a SentencePiece model, which ends in .model. None: 'bytes'.
+      path of a SentencePiece model, which ends in .model, or of a tokenizer.json (`TokenizerFile`).
+      None: 'bytes'.
 
   Raises:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
@@ -32,10 +93,14 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
 def _load(name: str) -> seqio.Vocabulary:
   if name == BYTES:
     return seqio.ByteVocabulary()
-  if not name.endswith('.model'):
-    raise ValueError(f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file.')
+  if not name.endswith(('.model', TOKENIZER)):
+    raise ValueError(
+      f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file or a {TOKENIZER}.'
+    )
   if not epath.Path(name).exists():
     raise ValueError(f'vocabulary is {name!r}; there is no such file.')
+  if name.endswith(TOKENIZER):
+    return TokenizerFile(name)
   vocabulary = seqio.SentencePieceVocabulary(name)
   try:
     tokenizer = vocabulary.tokenizer
@@ -55,6 +120,8 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
   """The name of a vocabulary in get_vocabulary, or another description of it."""
   if isinstance(vocabulary, seqio.ByteVocabulary):
     return BYTES
+  if isinstance(vocabulary, TokenizerFile):
+    return vocabulary.path
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
     return vocabulary.sentencepiece_model_file
   return str(vocabulary)

@@ -1,7 +1,13 @@
 """Reads and writes published weights; `layouts` and `towers` list the supported projects."""
 
 from het_plugin.weights.files import is_weights_file, read_arrays, replacing, write_arrays
-from het_plugin.weights.towers import is_tower, read_config, read_tower, tower_bindings
+from het_plugin.weights.towers import (
+  is_tower,
+  read_config,
+  read_text_tower,
+  read_tower,
+  tower_bindings,
+)
 from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
   'load_params',
   'read_arrays',
   'read_config',
+  'read_text_tower',
   'read_tower',
   'replacing',
   'tower_bindings',

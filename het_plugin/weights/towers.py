@@ -1,4 +1,4 @@
-"""Image towers of timm, transformers and open_clip: their settings and parameters from a file.
+"""Towers of timm, transformers and open_clip: their settings and parameters from a file.
 
 ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP and SigLIP are recognised by their names. Kernels
 are transposed, fused projections are split, and the normalisation of the pixels goes into the patch
@@ -29,6 +29,14 @@ _PREFIX = re.compile(r'^(?:(?:model|vit|deit|dinov2|dinov3|vision_model|visual|t
 _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
 )
+
+# config.json's names and ours.
+_ACTIVATIONS = {
+  'gelu': 'gelu_exact',
+  'quick_gelu': 'quick_gelu',
+  'gelu_pytorch_tanh': 'gelu',
+  'silu': 'swiglu',
+}
 
 # Arrays of a tower that are not used.
 _SKIPPED = re.compile(
@@ -86,6 +94,16 @@ mlp_scale             ls2.gamma layer_scale2.lambda1
 """)
 
 
+# Outside the blocks of text towers.
+_TEXT_OUTER = _table("""
+embedding           token_embedding embeddings.token_embedding
+position_embedding  positional_embedding embeddings.position_embedding
+encoder_norm        ln_final final_layer_norm
+text_projection     text_projection head
+""")
+_TEXT_ROOT = re.compile(r'^(?:text_model\.|text\.)?(.*)$')
+
+
 @dataclasses.dataclass(frozen=True)
 class Tower:
   """An image tower of another project.
@@ -106,6 +124,89 @@ class Tower:
     """Gin bindings of backbone and image size."""
     settings = [f'vit.{name} = {value!r}' for name, value in self.settings.items()]
     return ['BACKBONE = @vit()', f'IMAGE_SIZE = {self.image_size}', *settings]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTower:
+  """A text tower of another project, beside its image tower.
+
+  Attributes:
+    settings: fields of `backbones.TextTransformer`.
+    params: {our name, such as 'text_tower/block00/mlp/wi/kernel': float32 array}. Token ids are
+      theirs + 2; 1 is their end-of-sequence and 0 their padding (`data.TokenizerFile`).
+    length: L, token ids per text.
+    scale: factor of the similarities.
+  """
+
+  settings: Mapping[str, Any]
+  params: Mapping[str, np.ndarray]
+  length: int
+  scale: float
+
+  def bindings(self) -> list[str]:
+    """Gin bindings of text tower, length and scale."""
+    settings = [f'text_transformer.{name} = {value!r}' for name, value in self.settings.items()]
+    return [
+      f'TEXT_LENGTH = {self.length}',
+      f'LogitScale.initial_scale = {self.scale}',
+      *settings,
+    ]
+
+
+def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> TextTower:
+  """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`.
+
+  Raises:
+    ValueError: the file has no text tower.
+  """
+  config = config.get('text_config') or {}
+  flat = {}
+  for name, x in arrays.items():
+    if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
+      continue
+    stem, _, kind = _TEXT_ROOT.fullmatch(name)[1].rpartition('.')
+    if kind not in ('weight', 'bias'):
+      stem = f'{stem}.{kind}'.removeprefix('.')
+      kind = 'bias' if kind.endswith('_bias') else 'weight'
+    block = _BLOCK.fullmatch(stem)
+    ours = _INNER.get(block[2]) if block else _TEXT_OUTER.get(stem)
+    if ours in ('embedding', 'position_embedding'):
+      flat[ours] = np.asarray(x, np.float32)
+    elif ours is not None:
+      ours = f'block{int(block[1]):02d}/{ours}' if block else ours
+      flat |= _converted(ours, kind, x, transpose=name != 'text_projection')
+  if 'embedding' not in flat or 'text_projection/kernel' not in flat:
+    raise ValueError('the file has no text tower of CLIP or SigLIP')
+  table = flat.pop('embedding')  # [V, D]
+  vocab_size, width = table.shape
+  is_siglip = 'text_projection/bias' in flat
+  # CLIP's end-of-sequence is its last id. SigLIP's is 1, which also pads; SigLIP 2 pads with 0.
+  end = 1 if is_siglip else vocab_size - 1
+  padding = 0 if vocab_size >= 256_000 else end
+  rows = np.zeros((-(-(vocab_size + 2) // 128) * 128, width), np.float32)
+  rows[0], rows[1], rows[2 : vocab_size + 2] = table[padding], table[end], table
+  flat['embedding'] = rows
+  flat.setdefault('text_projection/bias', np.zeros(flat['text_projection/kernel'].shape[1]))
+  default = 'gelu_pytorch_tanh' if is_siglip else 'gelu'
+  if 'text_model.embeddings.token_embedding.weight' in arrays and not is_siglip:
+    default = 'quick_gelu'
+  settings = {
+    'vocab_size': vocab_size + 2,
+    'width': width,
+    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
+    'mlp_dim': flat['block00/mlp/wi/kernel'].shape[1],
+    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
+    'mlp': _ACTIVATIONS[config.get('hidden_act') or default],
+    'norm_epsilon': config.get('layer_norm_eps') or (1e-6 if is_siglip else 1e-5),
+    'causal': not is_siglip,
+    'reads_padding': is_siglip,
+  }
+  params = {
+    name if name.startswith('text_projection/') else f'text_tower/{name}': np.asarray(x, np.float32)
+    for name, x in flat.items()
+  }
+  scale = float(np.exp(np.asarray(arrays.get('logit_scale', 0.0), np.float64)).reshape(()))
+  return TextTower(settings, params, len(flat['position_embedding']), scale)
 
 
 def is_tower(names) -> bool:
@@ -181,7 +282,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   gelu = 'gelu' if is_siglip else 'gelu_exact'
   is_openai = is_clip and not any(name.startswith('visual.') for name in arrays)
   activation = config.get('hidden_act') or ('quick_gelu' if is_openai else 'gelu')
-  mlps = {'gelu': gelu, 'quick_gelu': 'quick_gelu', 'gelu_pytorch_tanh': 'gelu', 'silu': 'swiglu'}
+  mlps = _ACTIVATIONS | {'gelu': gelu}
   if activation not in mlps:
     raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
   is_gated = 'block00/mlp/wi_gate/kernel' in flat

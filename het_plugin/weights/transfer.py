@@ -13,6 +13,7 @@ from het_plugin.weights import layouts, towers
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
 _SHOWN = 20  # names in an error
+_PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ def load_params(
 
   A heteroscedastic model takes W and b from a deterministic classifier; noise and temperature are
   initialised. Position embeddings are resampled bilinearly to the model's number of patches. Padded
-  classes get zeros. Parameters outside backbone and head, such as a text tower, are initialised.
+  classes get zeros. A text tower is read from files of CLIP and SigLIP; other parameters outside
+  backbone and head are initialised.
 
   Args:
     arrays: arrays by name (`files.read_arrays`).
@@ -73,7 +75,10 @@ def load_params(
   flat = unstacked(shapes)
   if towers.is_tower(arrays):
     tower = towers.read_tower(arrays, config or {})
-    source, unused, layout = tower.params, list(tower.skipped), layouts.OURS
+    source, unused, layout = dict(tower.params), list(tower.skipped), layouts.OURS
+    if any(name.startswith(_TEXT) for name in flat):
+      source |= towers.read_text_tower(arrays, config or {}).params
+      unused = []
   else:
     unused = [name for name in arrays if layouts.is_optimizer_state(name)]
     source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
@@ -87,7 +92,8 @@ def load_params(
   used = set()
   for ours, shape in flat.items():
     is_head = ours.startswith('head/')
-    if not ours.startswith(('backbone/', 'head/')) or (is_head and head == INIT):
+    in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
+    if not ours.startswith(in_file) or (is_head and head == INIT):
       initialised.append(ours)
       continue
     theirs = layouts.entry(ours, layout, prefix).name

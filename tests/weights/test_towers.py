@@ -8,7 +8,7 @@ import pytest
 from flax import traverse_util
 
 from het_plugin import weights
-from het_plugin.backbones import ViT
+from het_plugin.backbones import TextTransformer, ViT
 from het_plugin.weights import towers
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -57,6 +57,42 @@ def test_parity_with_transformers(name):
   tower = weights.read_tower(arrays, {**config.to_dict(), 'image_mean': mean, 'image_std': std})
   np.testing.assert_allclose(phi_of(tower, image), expected, atol=2e-5)
   assert tower.image_size == 28
+
+
+TEXT = {'vocab_size': 99, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+TEXT |= {'intermediate_size': 48, 'max_position_embeddings': 9, 'projection_size': 32}
+
+
+@pytest.mark.parametrize('name', ['CLIP', 'Siglip'])
+def test_text_towers_have_parity_with_transformers(name):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  ends = {'eos_token_id': 98, 'pad_token_id': 98, 'bos_token_id': 97}
+  special = {'projection_dim': 12} if name == 'CLIP' else {}
+  config = getattr(transformers, f'{name}Config')(
+    text_config={**TEXT, **(ends if name == 'CLIP' else {})}, vision_config=SIZES, **special
+  )
+  model = getattr(transformers, f'{name}Model')(config).eval()
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+  # Theirs: start, words, end, and padding with the end. Ours: + 2, end is 1, padding 0.
+  words = [[97, 5, 0, 33], [97, 7]] if name == 'CLIP' else [[5, 0, 33], [7]]
+  end = 98 if name == 'CLIP' else 1
+  theirs = np.asarray([[*row, *[end] * (9 - len(row))] for row in words])
+  ours = np.asarray([[*(i + 2 for i in row), 1, *[0] * (8 - len(row))] for row in words])
+  with torch.no_grad():
+    expected = model.get_text_features(input_ids=torch.tensor(theirs))
+    expected = getattr(expected, 'pooler_output', expected).numpy()
+  arrays = {key: x.numpy() for key, x in model.state_dict().items()}
+  tower = weights.read_text_tower(arrays, config.to_dict())
+  assert tower.length == 9
+  assert tower.scale == pytest.approx(np.exp(arrays['logit_scale']).item())
+  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
+  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, ours)
+  projection = params['text_projection']
+  np.testing.assert_allclose(phi @ projection['kernel'] + projection['bias'], expected, atol=2e-5)
 
 
 def timm_arrays(params):
