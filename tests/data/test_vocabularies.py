@@ -28,6 +28,21 @@ def test_sentencepiece_model(sentencepiece_model):
     assert vocabulary.decode(row.tolist()) == text
 
 
+def test_tokenizer_of_a_published_tower(tmp_path):
+  tokenizers = pytest.importorskip('tokenizers')
+  words = {'<s>': 0, 'a': 1, 'bird': 2, '</s>': 3}
+  theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='a'))
+  theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  theirs.post_processor = tokenizers.processors.TemplateProcessing(
+    single='<s> $A </s>', special_tokens=[('<s>', 0), ('</s>', 3)]
+  )
+  path = str(tmp_path / 'tokenizer.json')
+  theirs.save(path)
+  np.testing.assert_array_equal(
+    tokenize(path, ['a bird', 'bird'], 6), [[2, 3, 4, 1, 0, 0], [2, 4, 1, 0, 0, 0]]
+  )
+
+
 def test_rows_end_with_end_of_sequence_however_long_the_text(length=4):
   rows = tokenize(get_vocabulary(), ['', 'a', 'abc', 'abcd', 'abcdefgh' * 9], length)
   assert rows.shape == (5, length) and rows.dtype == np.int32

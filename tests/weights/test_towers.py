@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+import gin
 from het_plugin import weights
 from het_plugin.backbones import TextTransformer, ViT
+from het_plugin.config import trained_run
 from het_plugin.weights import towers
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -93,6 +95,62 @@ def test_text_towers_have_parity_with_transformers(name):
   phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, ours)
   projection = params['text_projection']
   np.testing.assert_allclose(phi @ projection['kernel'] + projection['bias'], expected, atol=2e-5)
+
+
+def clip_arrays():
+  """A small CLIP under the names of transformers, with random arrays."""
+  rng, width, hidden = np.random.default_rng(0), 16, 24
+  shapes = {'logit_scale': (), 'visual_projection.weight': (8, width)}
+  shapes['text_projection.weight'] = (8, width)
+  embeddings = 'vision_model.embeddings'
+  shapes[f'{embeddings}.class_embedding'] = (width,)
+  shapes[f'{embeddings}.patch_embedding.weight'] = (width, 3, 4, 4)
+  shapes[f'{embeddings}.position_embedding.weight'] = (5, width)
+  shapes['text_model.embeddings.token_embedding.weight'] = (30, width)
+  shapes['text_model.embeddings.position_embedding.weight'] = (7, width)
+  norms = [
+    'vision_model.pre_layrnorm',
+    'vision_model.post_layernorm',
+    'text_model.final_layer_norm',
+  ]
+  for tower in ('vision_model', 'text_model'):
+    root = f'{tower}.encoder.layers.0'
+    norms += [f'{root}.layer_norm1', f'{root}.layer_norm2']
+    sizes = {f'self_attn.{x}_proj': (width, width) for x in ('q', 'k', 'v', 'out')}
+    for layer, shape in (sizes | {'mlp.fc1': (hidden, width), 'mlp.fc2': (width, hidden)}).items():
+      shapes |= {f'{root}.{layer}.weight': shape, f'{root}.{layer}.bias': shape[:1]}
+  shapes |= {f'{norm}.{x}': (width,) for norm in norms for x in ('weight', 'bias')}
+  return {name: 0.3 * rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
+  arrays = clip_arrays()
+  path = str(tmp_path / 'clip.safetensors')
+  weights.write_arrays(path, arrays)
+  (tmp_path / 'config.json').write_text(
+    '{"text_config": {"num_attention_heads": 2}, "vision_config": {"num_attention_heads": 2}}'
+  )
+  run = trained_run.open_run(path, published=trained_run.PUBLISHED_PAIRS)
+  gin.clear_config()
+  tower = weights.read_text_tower(arrays, weights.read_config(path))
+  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
+  text = np.asarray([[4, 9, 1, 0, 0, 0, 0], [5, 1, 0, 0, 0, 0, 0]])
+  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, text)
+  expected = phi @ arrays['text_projection.weight'].T
+  got = run.model.text_embeddings(run.params, text)
+  np.testing.assert_allclose(
+    got, expected / np.linalg.norm(expected, axis=1, keepdims=True), atol=1e-5
+  )
+  image = np.random.default_rng(1).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+  image_tower = weights.read_tower(arrays, weights.read_config(path))
+  alpha = phi_of(image_tower, (image + 1) / 2)
+  np.testing.assert_allclose(
+    run.model.image_embeddings(run.params, {'image': image}),
+    alpha / np.linalg.norm(alpha, axis=1, keepdims=True),
+    atol=1e-5,
+  )
+  with pytest.raises(ValueError, match='no text tower'):
+    weights.read_text_tower({'visual.proj': np.zeros((2, 2))}, {})
 
 
 def timm_arrays(params):
