@@ -22,7 +22,7 @@ FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
 LETTERS = Letters()
 
 
-def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',)):
+def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',), published=None):
   """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
   gin.clear_config()
   gin.parse_config_files_and_bindings(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
