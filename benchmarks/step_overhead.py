@@ -142,7 +142,7 @@ def row_of(args, name, num_samples, batch, step, det, times):
 
 
 GRID = {
-  'ms an image': lambda row: row['seconds'] and 1e3 * row['seconds'] / row['b'],
+  'ms per image': lambda row: row['seconds'] and 1e3 * row['seconds'] / row['b'],
   'temporaries, GiB': lambda row: row['temp_bytes'] and row['temp_bytes'] / 2**30,
 }
 

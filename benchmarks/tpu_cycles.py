@@ -8,7 +8,7 @@ into the program, one per operation; those of a loop's body count as often as it
 counts the bundles of instructions that libtpu dumps, which a TPU issues in this order, times its
 blocks: too many, since some run for the first or last block only. Neither knows all waits for
 memory. So these numbers choose between programs, and a TPU has to confirm them. Needs libtpu (the
-extra 'plan'); 20 seconds a row on one CPU core.
+extra 'plan'); 20 seconds per row on one CPU core.
 """
 
 import argparse

@@ -25,7 +25,7 @@ def text(plan: Mapping[str, Any]) -> str:
     f'{plan["num_params"] / 1e6:.1f}M parameters (with the padding of the classes)',
     '',
     _table(
-      ('parameters of', 'split over', 'number', 'MiB a device'),
+      ('parameters of', 'split over', 'number', 'MiB per device'),
       [
         (g['group'], g['split_over'], g['num_params'], f'{g["bytes_per_device"] / MIB:.1f}')
         for g in plan['parameters']
@@ -84,7 +84,7 @@ def _memory(plan):
 
 
 def _step(name, step):
-  heading = f'{name} step: {step["flops"] / 1e12:.4g} TFLOP a device'
+  heading = f'{name} step: {step["flops"] / 1e12:.4g} TFLOP per device'
   if step['peak_bytes'] is not None:
     heading += f', peak {step["peak_bytes"] / GIB:.2f} GiB'
   heading += f', compiled in {step["compile_seconds"]:.0f} s'

@@ -115,7 +115,7 @@ def grid_text(rows: Sequence[dict[str, Any]]) -> str:
 def grid_png(rows: Sequence[dict[str, Any]]) -> bytes:
   """Heat maps of GiB and TFLOP per device; cells that do not fit are black."""
   measures = {
-    'peak, GiB a device': lambda row: row['fits'] and row['peak_bytes_per_device'] / GIB or None,
-    'TFLOP a device': lambda row: row['fits'] and row['flops_per_device'] / TERA or None,
+    'peak, GiB per device': lambda row: row['fits'] and row['peak_bytes_per_device'] / GIB or None,
+    'TFLOP per device': lambda row: row['fits'] and row['flops_per_device'] / TERA or None,
   }
   return reporting.grid_png(rows, measures)
