@@ -129,7 +129,7 @@ def compile_loss(partitioner, loss, make):
 
 
 def compare(args, partitioner, loss, num_samples):
-  """One row: both sides' seconds and temporary bytes per device, and how many times ours are less."""
+  """One row: seconds and temporary bytes per device of both sides, and their ratios."""
   make = make_arguments(args, loss)
   sides = [
     compile_loss(partitioner, side(args, num_samples), make) for side in (our_loss, plain_loss)

@@ -39,7 +39,7 @@ def main() -> None:
   elif command not in known:
     similar = difflib.get_close_matches(command, known, 1)
     hint = f'did you mean {similar[0]}?' if similar else f'choose from {", ".join(known)}'
-    print(f'Error: {command} is no command: {hint}', file=sys.stderr)
+    print(f'Error: {command} is not a command: {hint}', file=sys.stderr)
     sys.exit(2)
   else:
     sys.argv = [f'het-plugin {command}', *sys.argv[2:]]

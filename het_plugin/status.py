@@ -4,7 +4,7 @@
     python -m het_plugin.status runs/het_xl --watch=10
     python -m het_plugin.status runs/het_xl --profile_steps=5    # asks the run for a profile
 
-Exit codes: 0 the run could be read, whatever its state; 2 RUN_DIR is no run, or a flag is wrong.
+Exit codes: 0 the run could be read, whatever its state; 2 RUN_DIR is not a run, or a flag is wrong.
 """
 
 import sys

@@ -98,7 +98,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
         ast.literal_eval(value)
       except (ValueError, SyntaxError) as error:
         raise ValueError(
-          f'--sweep={text}: {value} is no Python value; strings need quotes of their own'
+          f'--sweep={text}: {value} is not a Python value; strings need quotes of their own'
         ) from error
   if repeated := [value for value in values if values.count(value) > 1]:
     raise ValueError(f'--sweep={text} has {repeated[0]} twice')

@@ -121,7 +121,7 @@ def test_names(run_main, tmp_path):
   listed = run_main(ablate, '--list')
   assert all(f'\n{name} ' in listed for name in study_lib.names())
   message = run_main(ablate, 'head', code=2)
-  assert "'head' is no ablation" in message and 'heads, heads_noisy' in message
+  assert "'head' is not an ablation" in message and 'heads, heads_noisy' in message
   assert 'does not exist' in run_main(ablate, tmp_path / 'mine.gin', code=2)
   (tmp_path / 'mine.gin').write_text('import het_plugin.config\n')
   assert 'binds no STUDY' in run_main(ablate, tmp_path / 'mine.gin', code=2)

@@ -106,7 +106,7 @@ def test_text_page_and_json_say_the_same(run_dir, tmp_path, run_main):
   ('arguments', 'words'),
   [
     (['{tmp}/no'], 'RUN_DIR={tmp}/no does not exist'),
-    (['{tmp}'], 'RUN_DIR={tmp} is no run'),
+    (['{tmp}'], 'RUN_DIR={tmp} is not a run'),
     ([], 'write one RUN_DIR'),
   ],
 )

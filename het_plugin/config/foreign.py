@@ -53,7 +53,7 @@ def check(text: str, file: str) -> None:
           _check_import(statement.module, file, allowed)
           symbols[statement.bound_name()] = statement
   except (SyntaxError, tokenize.TokenError) as error:
-    raise ValueError(f'{file} is no gin: {error}') from error
+    raise ValueError(f'{file} is not valid gin: {error}') from error
   for selector in selectors if is_dynamic else ():
     _check_reference(selector, symbols, file, allowed)
 

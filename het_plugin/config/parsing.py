@@ -72,7 +72,7 @@ def parse_config(
     try:
       gin.parse_config(binding)
     except SyntaxError as error:
-      raise ValueError(f'the binding {binding!r} is no gin: {_reason(binding, error)}') from error
+      raise ValueError(f'the binding {binding!r} is wrong: {_reason(binding, error)}') from error
   checks.check(gin.config_str())
   gin.finalize()
 

@@ -105,7 +105,7 @@ def parse_run_config(
     try:
       foreign.check(frame.read_text(), str(frame))
     except UnicodeDecodeError as error:
-      raise ValueError(f'{frame} is no gin: {error}') from error
+      raise ValueError(f'{frame} is not valid gin: {error}') from error
   parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
   _fit_mesh(bindings)
   with gin.unlock_config():

@@ -171,7 +171,7 @@ def _reading(name: str, path: str, *needed: str) -> Iterator[np.lib.npyio.NpzFil
   except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
     if str(error).startswith(name):
       raise
-    raise ValueError(f'{name} is no NPZ file as it should be: {error}.') from error
+    raise ValueError(f'{name} is not a valid NPZ file: {error}.') from error
 
 
 def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tuple[str, ...] | None]:

@@ -141,11 +141,11 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[_V
   found: dict[str, list[_Vote]] = {}
   for line, record in table_records(table, ('file', 'label')):
     if record['label'] not in numbers:
-      raise ValueError(f'{table}, line {line}: label {record["label"]!r} is no class folder.')
+      raise ValueError(f'{table}, line {line}: label {record["label"]!r} is not a class folder.')
     try:
       values = [float(record[c]) if c in record else None for c in ('label_weight', 'weight')]
     except (TypeError, ValueError) as error:
-      raise ValueError(f'{table}, line {line}: a weight is no number.') from error
+      raise ValueError(f'{table}, line {line}: a weight is not a number.') from error
     who = record.get('annotator')
     if 'annotator' in record and not (who or '').strip():
       raise ValueError(f'{table}, line {line}: the vote has no annotator.')
@@ -196,7 +196,7 @@ def table_records(
   except UnicodeDecodeError as error:
     raise ValueError(f'{file} is not valid UTF-8: {error}.') from error
   except csv.Error as error:
-    raise ValueError(f'{file} is no table: {error}.') from error
+    raise ValueError(f'{file} is not a valid table: {error}.') from error
 
 
 def _folders(root: pathlib.Path) -> list[pathlib.Path]:
@@ -219,7 +219,7 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     raise ValueError(f'{root} holds no class folders; it must hold one folder of images per class.')
   if skipped:
     logging.getLogger(__name__).warning(
-      '%d names of images below %s are no regular files and are skipped, the first is %s.',
+      '%d names of images below %s are not regular files and are skipped; the first is %s.',
       *(len(skipped), root, skipped[0]),
     )
   return files

@@ -105,7 +105,7 @@ def _load(name: str) -> seqio.Vocabulary:
   try:
     tokenizer = vocabulary.tokenizer
   except Exception as error:  # protobuf's or SentencePiece's type, depending on their versions
-    raise ValueError(f'vocabulary is {name!r}; it is no SentencePiece model.') from error
+    raise ValueError(f'vocabulary is {name!r}; it is not a SentencePiece model.') from error
   # Read from the model itself, because seqio's `pad_id` is always 0.
   ids = tokenizer.pad_id(), tokenizer.eos_id()
   if ids != (PADDING, END):

@@ -107,7 +107,7 @@ def from_head(
   """
   kind = next((name for name, cls in HEADS.items() if type(head) is cls), None)
   if kind is None or getattr(head, 'get_logits', None) is not None:
-    raise ValueError(f'{type(head).__name__} is no head of an estimator')
+    raise ValueError(f'{type(head).__name__} is not a head of an estimator')
   params = jax.tree.map(np.asarray, params)
   fields = {name: getattr(head, name) for name in CLASSIFIERS[kind]._noise}
   fixed = not isinstance(head.temperature, linen_heads.LearnedTemperature)

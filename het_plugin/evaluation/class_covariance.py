@@ -41,7 +41,7 @@ def why_none(head: Any) -> str | None:
   if getattr(head, 'get_logits', None) is not None:
     return f'{name} with get_logits maps the noise by a function that has no factors.'
   if head.remainder != 'rank_one':
-    return f'{name}.remainder={head.remainder!r} has no factors: only rank_one is looked at.'
+    return f'{name}.remainder={head.remainder!r} has no factors: only rank_one is supported.'
   return None
 
 

@@ -137,7 +137,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     rows = json.loads(Path(path).read_text())['rows']
     return [dict(row) for row in rows if row['run'] and row['dataset'] and row['shots'] > 0]
   except (OSError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(f'--results={path} is no --json of this program: {error}') from error
+    raise ValueError(f'--results={path} is not a --json of this program: {error}') from error
 
 
 def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results) -> Report:

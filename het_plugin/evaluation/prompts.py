@@ -71,7 +71,7 @@ def readable_names(
   if isinstance(names, str):
     names = _lines(names, f'class_names={names!r} must be a tuple of names')
   elif not names or (given is None and all(re.fullmatch(r'n\d{8}', name) for name in names)):
-    what = f'WordNet numbers ({names[0]} ...), which are no words' if names else 'no class names'
+    what = f'WordNet numbers ({names[0]} ...), which are not words' if names else 'no class names'
     raise ValueError(f'{task!r} has {what}: set class_names, names or a file of them by label')
   if len(names) != num_classes:
     raise ValueError(f'{source} has {len(names)} names; {task!r} has {num_classes} classes')

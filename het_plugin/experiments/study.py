@@ -34,7 +34,7 @@ def gin_file(name: str) -> str:
   if name.endswith('.gin'):
     return name
   raise ValueError(
-    f'{name!r} is no ablation: choose from {", ".join(names())}, or name a file that ends in .gin'
+    f'{name!r} is not an ablation: choose from {", ".join(names())}, or name a .gin file'
   )
 
 

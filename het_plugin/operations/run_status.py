@@ -56,17 +56,17 @@ def read(
     now: Unix seconds; None for the current time.
 
   Raises:
-    ValueError: there is no run.
+    ValueError: run_dir is not a run.
   """
   folder = epath.Path(run_dir)
   now = time.time() if now is None else now
   if not folder.is_dir():
-    raise ValueError(f'RUN_DIR={run_dir} does not exist, or is no directory')
+    raise ValueError(f'RUN_DIR={run_dir} does not exist, or is not a directory')
   names = {path.name for path in folder.iterdir()}
   checkpoints = run_files.numbered(folder, 'checkpoint_')
   if not names & {'config.gin', 'metrics.jsonl', FOLDER} and not checkpoints:
     raise ValueError(
-      f'RUN_DIR={run_dir} is no run: it has none of config.gin, metrics.jsonl, {FOLDER}, '
+      f'RUN_DIR={run_dir} is not a run: it has none of config.gin, metrics.jsonl, {FOLDER}, '
       'checkpoint_STEP'
     )
   attempts = facts_lib.read_attempts(folder)

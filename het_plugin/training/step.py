@@ -184,7 +184,9 @@ class Trainer:
       try:
         re.compile(pattern)
       except re.error as error:
-        raise ValueError(f'norm_groups has {pattern!r}, no regular expression: {error}.') from error
+        raise ValueError(
+          f'norm_groups has {pattern!r}, which is not a regular expression: {error}.'
+        ) from error
     self.num_microbatches = num_microbatches
     self._model = model
     self._partitioner = partitioner

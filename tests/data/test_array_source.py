@@ -155,7 +155,7 @@ def damaged(path, how):
 def test_a_damaged_file_is_one_sentence_before_training(tmp_path, how):
   path = write(tmp_path / 'a.npz', image=images(50), label=np.arange(50))
   damaged(path, how)
-  with pytest.raises(ValueError, match=r'^npz:.*a.npz is no NPZ file as it should be: '):
+  with pytest.raises(ValueError, match=r'^npz:.*a.npz is not a valid NPZ file: '):
     get_dataset(DatasetConfig(path, {'image': 6, 'label': 1}, 'train', 4))
 
 

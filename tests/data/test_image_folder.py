@@ -83,7 +83,7 @@ def test_what_is_no_regular_file_is_skipped_and_counted(tmp_path, image_files, c
   os.mkfifo(folder / 'pipe.jpg')
   source = ImageFolderSource(str(tmp_path))
   assert source.info.splits == {'train': 2, 'validation': 1}
-  assert '4 names of images' in caplog.text and 'no regular files' in caplog.text
+  assert '4 names of images' in caplog.text and 'not regular files' in caplog.text
   gone.unlink()
   assert image_folder.read_bytes(gone) is None
   assert image_folder.read_bytes(folder / 'pipe.jpg') is None
@@ -115,10 +115,10 @@ def test_labels_in_a_table(tmp_path, image_files):
   for text, message in {
     'file,label,annotator\ntrain/cat/000.png,cat,\n': 'line 2: the vote has no annotator',
     'file,label,annotator\n' + 'train/cat/000.png,cat,a\n' * 2: "line 3: 'a' has voted for this",
-    'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is no class folder",
+    'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is not a class folder",
     'file,label\ntrain/cat/9.png,cat\n': "there is no image 'train/cat/9.png'",
     'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'sum to 0.5; weights must be',
-    'file,label,weight\ntrain/cat/000.png,cat\n': 'line 2: a weight is no number',
+    'file,label,weight\ntrain/cat/000.png,cat\n': 'line 2: a weight is not a number',
     'file\n': r"lacks the columns \['label'\]",
   }.items():
     table.write_text(text)

@@ -58,7 +58,7 @@ def test_errors(tmp_path):
   with pytest.raises(ValueError, match="vocabulary is '/nowhere/x.model'; there is no such file"):
     get_vocabulary('/nowhere/x.model')
   (tmp_path / 'no.model').write_text('this is no model')
-  with pytest.raises(ValueError, match=r'no.model.; it is no SentencePiece model'):
+  with pytest.raises(ValueError, match=r'no.model.; it is not a SentencePiece model'):
     get_vocabulary(str(tmp_path / 'no.model'))
   with pytest.raises(ValueError, match="texts is 'a cat'; it must be a sequence"):
     tokenize('bytes', 'a cat', 8)

@@ -43,7 +43,7 @@ def test_commands_are_listed_and_dispatched():
   wrong = command('trian')
   assert (wrong.returncode, wrong.stderr) == (
     2,
-    'Error: trian is no command: did you mean train?\n',
+    'Error: trian is not a command: did you mean train?\n',
   )
 
 
