@@ -61,13 +61,12 @@ class Dense(nn.Module):
   kernel_axes: tuple[str, str]
   dtype: DTypeLike = jnp.float32
   use_bias: bool = True
+  kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     shape = (x.shape[-1], self.features)
-    kernel = param_with_axes(
-      'kernel', nn.initializers.xavier_uniform(), shape, jnp.float32, axes=self.kernel_axes
-    )
+    kernel = param_with_axes('kernel', self.kernel_init, shape, jnp.float32, axes=self.kernel_axes)
     x = x.astype(self.dtype) @ kernel.astype(self.dtype)
     if not self.use_bias:
       return x

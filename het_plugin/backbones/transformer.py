@@ -66,6 +66,7 @@ class BlockSettings:
   parallel: bool = False
   layer_scale: float | None = None
   causal: bool = False
+  adapter_dim: int | None = None
 
   @classmethod
   def of(cls, module: nn.Module) -> 'BlockSettings':
@@ -147,6 +148,21 @@ class Mlp(nn.Module):
     return Dense(x.shape[-1], ('mlp', 'embed'), s.dtype, name='wo')(y)
 
 
+class Adapter(nn.Module):
+  """Residual adapter [B, N, D] -> [B, N, D], which starts as the identity (Rebuffi et al. 2017,
+  https://arxiv.org/abs/1705.08045; Houlsby et al. 2019, https://arxiv.org/abs/1902.00751).
+  """
+
+  settings: BlockSettings
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    s = self.settings
+    y = nn.gelu(Dense(s.adapter_dim, ('embed', 'mlp'), s.dtype, name='wi')(x))
+    start = nn.initializers.zeros
+    return x + Dense(x.shape[-1], ('mlp', 'embed'), s.dtype, kernel_init=start, name='wo')(y)
+
+
 class Block(nn.Module):
   """Pre-norm encoder block: attention and MLP with residual connections, one after the other
   (Dosovitskiy, eq. 2, 3) or in parallel (Dehghani et al. 2023, section 2.1).
@@ -193,6 +209,8 @@ class Block(nn.Module):
       experts, rows = stack_experts(Mlp), ('expert_group', 'length')
       mlp = self.moe.layer(lambda: experts(s, rows, name='experts'), name='moe')
     x = constrain_tokens(x + residual(mlp(y, deterministic), 'mlp'))
+    if s.adapter_dim is not None:
+      x = constrain_tokens(Adapter(s, name='adapter')(x))
     return (x, x) if self.scanned else x
 
 

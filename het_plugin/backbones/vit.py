@@ -153,6 +153,8 @@ class ViT(nn.Module):
       to that of the image; None for no resizing. With both, one checkpoint serves any patch and
       image size.
     moe: `SparseMoe` or `SoftMoe`, experts in place of the MLP of some blocks; None for none.
+    adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen
+      backbone (`transformer.Adapter`); None for no adapters.
 
   Raises:
     ValueError: a setting is out of range, or P does not divide the image.
@@ -184,9 +186,10 @@ class ViT(nn.Module):
   stored_grid: int | None = None
   stochastic_depth: float = 0.0
   moe: Moe | None = None
+  adapter_dim: int | None = None
 
   def __post_init__(self):
-    check_positive(self, 'patch_size', 'representation_size', 'projection_size')
+    check_positive(self, 'patch_size', 'representation_size', 'projection_size', 'adapter_dim')
     check_positive(self, 'stored_patch_size', 'stored_grid')
     check_choice(self, 'position', POSITIONS)
     check_encoder(self, POOLINGS)

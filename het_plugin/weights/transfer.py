@@ -110,7 +110,7 @@ def load_params(
           )
         else:
           wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
-    elif is_head and ours not in ('head/kernel', 'head/bias'):
+    elif (is_head and ours not in ('head/kernel', 'head/bias')) or '/adapter/' in ours:
       initialised.append(ours)
     else:
       wrong.append(f'{theirs} is missing, for {ours} {shape}')

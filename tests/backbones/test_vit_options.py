@@ -15,6 +15,11 @@ from het_plugin.backbones import ViT, vit
 from het_plugin.backbones.transformer import stack_blocks
 from het_plugin.backbones.vit import resize_kernel
 from het_plugin.config import parsing, registry
+from het_plugin.heads import HetXL
+from het_plugin.integrate import Integrator
+from het_plugin.models import ClassificationModel
+from het_plugin.training import optimizers, partitioning, step
+from het_plugin.training.state import TrainState
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=24, num_heads=2)
 OPTIONS = {
@@ -24,6 +29,7 @@ OPTIONS = {
   'DINOv2': {'layer_scale': 0.1, 'num_registers': 3, 'mlp': 'gelu_exact'},
   'DINOv3': {'layer_scale': 0.1, 'num_registers': 2, 'mlp': 'swiglu', 'position': 'rope'},
   'sincos': {'position': 'sincos2d', 'pooling': 'gap', 'mlp': 'quick_gelu', 'norm_epsilon': 1e-2},
+  'adapters': {'adapter_dim': 5},
   'gap with registers': {'pooling': 'gap', 'num_registers': 1, 'qk_norm': True},
 }
 
@@ -130,6 +136,9 @@ class Reference:
       y = self.attention(b['attention'], y, y, turn) * b.get('attention_scale', 1.0)
       z = self.norm(b['attention_norm'], x) if m.parallel else self.norm(b['mlp_norm'], x + y)
       x = x + y + self.mlp(b['mlp'], z) * b.get('mlp_scale', 1.0)
+      if 'adapter' in b:
+        hidden = ACTIVATIONS['gelu'](self.dense(b['adapter']['wi'], x))
+        x = x + self.dense(b['adapter']['wo'], hidden)
     x = self.norm(p['encoder_norm'], x)
     if m.pooling != 'map':
       return x[:, 0] if m.pooling == 'token' else x[:, prefix:].mean(1)
@@ -189,3 +198,28 @@ def test_unknown_options_are_named():
     vit('B/16', mlp='relu')
   with pytest.raises(ValueError, match="position='rope' needs a width"):
     dataclasses.replace(TINY, position='rope', width=12)
+
+
+def test_a_small_22b_trains_alike_on_every_mesh():
+  options = OPTIONS['22B'] | {'scan_layers': True, 'remat': 'full'}
+  backbone = ViT(patch_size=4, width=64, depth=2, mlp_dim=64, num_heads=8, **options)
+  integrator = Integrator(8)
+  optimizer = optimizers.adamw(1e-2)
+  model = ClassificationModel(backbone, HetXL(num_classes=16), optimizer, integrator, integrator)
+  image = jax.random.normal(jax.random.key(0), (16, 8, 8, 3))
+  batch = {'image': image, 'label': jnp.arange(16)[:, None]}
+  rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=2)
+  losses = []
+  for model_axis in (1, 4, 8):
+    mesh = partitioning.PjitPartitioner(model_axis, logical_axis_rules=rules)
+    variables = model.get_initial_variables(jax.random.key(1), {'image': (1, 8, 8, 3)})
+    state = TrainState.create(optimizer, variables)
+    axes = mesh.get_mesh_axes(state)
+    trainer = step.Trainer(model, mesh, axes, jax.random.key(2))
+    state = jax.device_put(state, mesh.shardings(axes))
+    losses.append([])
+    for _ in range(3):
+      state, metrics = trainer.train_step(state, mesh.shard_batch(batch, 16))
+      losses[-1].append(float(metrics['loss'].compute()))
+  assert losses[0][2] < losses[0][0]
+  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
