@@ -31,6 +31,7 @@ BINDINGS = (
   *('IMAGE_SIZE=96', "TASK_FEATURE_LENGTHS={'image': %IMAGE_SIZE, 'label': 1}", 'BATCH_SIZE=16'),
   *("vit.variant='Ti/16'", 'vit.width=192', 'vit.depth=12', 'vit.mlp_dim=768', 'vit.num_heads=3'),
   *('SAVE_PERIOD=3', 'EVAL_PERIOD=1000', 'STATS_PERIOD=1', 'WARMUP_STEPS=0'),
+  "warmup_schedule.decay='constant'",  # the length of another schedule is part of the program
 )
 
 

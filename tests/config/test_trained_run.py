@@ -6,7 +6,8 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import registry, trained_run
+from het_plugin.config import parsing, registry, trained_run
+from het_plugin.config.training_run import train_from_gin
 from het_plugin.t5x_host import conversion
 from het_plugin.training import checkpoint_reader
 
@@ -55,6 +56,21 @@ def test_one_checkpoint(digits_run):
   trained_run.open_run(digits_run, bindings=[*absent, 'TRAIN_EPOCHS = 1'])  # data elsewhere
   first, last = (checkpoint_reader.read_params(digits_run / f'checkpoint_{n}') for n in (1, 2))
   assert any((first[name] != last[name]).any() for name in first)
+
+
+@pytest.mark.slow
+def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_run, tmp_path):
+  files = [str(digits_run[0] / 'config.gin')]
+  ema = ['OPTIMIZER = @with_ema()', 'with_ema.optimizer_def = @adamw()', 'with_ema.decay = 0.9']
+  parsing.parse_config(files, [*ema, f"MODEL_DIR = '{tmp_path}'"])
+  train_from_gin()
+  gin.clear_config()
+  average, params = (checkpoint_reader.read_params(tmp_path, ema) for ema in (True, False))
+  assert any((average[name] != params[name]).any() for name in params)
+  assert_equal(trained_run.open_run(tmp_path).params, average)
+  gin.clear_config()
+  run = trained_run.open_run(tmp_path, bindings=['with_ema.evaluate = False'])
+  assert_equal(run.params, params)
 
 
 def test_a_published_file_has_a_backbone_and_a_fresh_head(digits_run, tmp_path):
