@@ -8,14 +8,11 @@ the compiler. Both sides get the same arrays, cut over the data axis, are compil
 turns in this process; seconds are the median of the repeats. Memory is what XLA says of a device's
 part of the compiled program beyond its arguments and results. DET and HET-XL with one sample take
 four minutes on two CPU cores, seconds with --batch 64 --dim 8 --repeats 1. With many samples and
-the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048. What a
-device holds of a larger batch needs no running: --batch 32768 --repeats 0.
+the default batch the plain side takes tens of gigabytes: give S = 16 a --batch of 2048.
 """
 
-import argparse
 import math
 import os
-from pathlib import Path
 
 # Read when JAX is first imported.
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
@@ -23,7 +20,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import integers, names, print_table, write_json
+from command_line import integers, make_parser, names, report
 from flax.linen import partitioning as flax_partitioning
 from integrator import time_in_turns
 from jax.sharding import PartitionSpec
@@ -63,9 +60,9 @@ def our_loss(args, num_samples):
   integrator = Integrator(num_samples=max(1, num_samples))
 
   def loss(x, key):
-    pairs = Pairs(x['alpha'], x['beta'], *x['noise'], x['tau'], dtype=jnp.dtype(args.dtype))
+    pairs = Pairs(x['alpha'], x['beta'], *x['noise'], x['tau'])
     keys = example_keys(key, jnp.arange(args.batch))
-    one, two = contrastive_nll(pairs, integrator, keys, chunk_bytes=args.chunk_bytes)
+    one, two = contrastive_nll(pairs, integrator, keys)
     return (one.nll.mean() + two.nll.mean()) / 2
 
   return loss
@@ -75,13 +72,7 @@ def plain_loss(args, num_samples):
   """The same written down: (arguments, key) -> loss."""
 
   def similarities(rows, columns, tau):
-    product = jnp.einsum(
-      '...d,jd->...j',
-      rows.astype(args.dtype),
-      columns.astype(args.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    return product / tau
+    return jnp.einsum('...d,jd->...j', rows, columns) / tau
 
   def direction(rows, noise, columns, tau, key):
     z = jax.random.normal(key, (args.batch, num_samples, args.factors + 1))
@@ -134,17 +125,15 @@ def compare(args, partitioner, loss, num_samples):
   sides = [
     compile_loss(partitioner, side(args, num_samples), make) for side in (our_loss, plain_loss)
   ]
-  seconds = plain_seconds = None
-  if args.repeats:
-    whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
-    arguments = (
-      jax.jit(make, out_shardings=shardings(partitioner, make))(),
-      jax.device_put(jax.random.key(1), whole),
-    )
-    values = [float(side(*arguments)[0]) for side in sides]
-    if not np.allclose(*values, rtol=0.02):  # the draws differ
-      raise FloatingPointError(f'the losses are {values}')
-    seconds, plain_seconds = time_in_turns(sides, arguments, args.repeats)
+  whole = jax.sharding.NamedSharding(partitioner.mesh, PartitionSpec())
+  arguments = (
+    jax.jit(make, out_shardings=shardings(partitioner, make))(),
+    jax.device_put(jax.random.key(1), whole),
+  )
+  values = [float(side(*arguments)[0]) for side in sides]
+  if not np.allclose(*values, rtol=0.02):  # the draws differ
+    raise FloatingPointError(f'the losses are {values}')
+  seconds, plain_seconds = time_in_turns(sides, arguments, args.repeats)
   temp, plain_temp = (side.memory_analysis().temp_size_in_bytes for side in sides)
   return dict(
     loss=loss,
@@ -153,10 +142,9 @@ def compare(args, partitioner, loss, num_samples):
     s=num_samples,
     devices=partitioner.mesh.size,
     model_shards=partitioner.mesh.shape['model'],
-    dtype=args.dtype,
     seconds=seconds,
     plain_seconds=plain_seconds,
-    time_ratio=plain_seconds / seconds if args.repeats else None,
+    time_ratio=plain_seconds / seconds,
     temp_bytes=temp,
     plain_temp_bytes=plain_temp,
     memory_ratio=plain_temp / temp,
@@ -164,33 +152,24 @@ def compare(args, partitioner, loss, num_samples):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('--losses', type=names(LOSSES), default=list(LOSSES), help=','.join(LOSSES))
   parser.add_argument('--samples', type=integers, default=[1], help='values of S of het_xl')
   parser.add_argument('--batch', type=int, default=8192, help='pairs B')
   parser.add_argument('--dim', type=int, default=512, help='representations D')
   parser.add_argument('--factors', type=int, default=15, help='factors R')
-  parser.add_argument('--dtype', default='float32', help='of the products')
   parser.add_argument('--model_shards', type=int, default=1, help='size of the model axis')
-  parser.add_argument(
-    '--chunk_bytes', type=int, default=2**26, help="budget of our side for a device's logits"
-  )
-  parser.add_argument(
-    '--repeats',
-    type=int,
-    default=5,
-    help='timed turns of each side, at least; 0 compares the memory alone, and runs nothing',
-  )
-  parser.add_argument('--json', type=Path, help='write the rows here')
+  parser.add_argument('--repeats', type=int, default=5, help='timed turns of each side, at least')
   args = parser.parse_args()
   cases = [(x, s) for x in args.losses for s in (args.samples if x == 'het_xl' else [0])]
   partitioner = PjitPartitioner(args.model_shards)
   rows = [compare(args, partitioner, *case) for case in cases]
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   for row in rows:
-    time = f'{row["time_ratio"]:.2f} times as fast as the plain loss ' if args.repeats else ''
-    print(f'{row["loss"]}, S = {row["s"]}: {time}in {row["memory_ratio"]:.1f} times less memory')
+    print(
+      f'{row["loss"]}, S = {row["s"]}: {row["time_ratio"]:.2f} times as fast as the plain loss '
+      f'in {row["memory_ratio"]:.1f} times less memory'
+    )
 
 
 if __name__ == '__main__':

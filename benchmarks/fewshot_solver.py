@@ -97,18 +97,15 @@ def measure(
   return list(zip(map(min, seconds), accuracies, strict=True))
 
 
-def row(n: int, d: int, num_classes: int, m: int, turns: int, references: bool) -> dict[str, Any]:
+def row(n: int, d: int, num_classes: int, m: int, turns: int) -> dict[str, Any]:
   arrays = make_arrays(n, d, num_classes, m)
-  result = {'n': n, 'd': d, 'classes': num_classes, 'm': m}
-  if not references:
-    ((seconds, accuracies),) = measure([ours], arrays, turns)
-    return result | {'seconds': seconds, 'best_accuracy': accuracies.max()}
   (seconds, accuracies), (sklearn_seconds, sklearn), (eigh_seconds, straight) = measure(
     [ours, ridge_classifier, eigh], arrays, turns
   )
   comparable = np.array(L2_GRID) <= FREE_BIAS_L2
   differences = np.abs(accuracies - straight), np.abs(accuracies - sklearn)[comparable]
-  return result | {
+  return {
+    **{'n': n, 'd': d, 'classes': num_classes, 'm': m},
     'seconds': seconds,
     'best_accuracy': accuracies.max(),
     'ridge_classifier_seconds': sklearn_seconds,
@@ -126,19 +123,15 @@ def main() -> None:
   parser.add_argument('--d', type=int, default=1024, help='features D')
   parser.add_argument('--m', type=int, default=10_000, help='test rows')
   parser.add_argument('--turns', type=int, default=3, help='how often each is timed')
-  parser.add_argument(
-    '--alone', action='store_true', help='ours only: for sizes that the others cannot hold'
-  )
   args = parser.parse_args()
-  rows = [row(args.shots * k, args.d, k, args.m, args.turns, not args.alone) for k in args.classes]
+  rows = [row(args.shots * k, args.d, k, args.m, args.turns) for k in args.classes]
   report(args.json, rows)
-  if not args.alone:
-    print(
-      'ratios (least over the rows): '
-      f'RidgeClassifier {min(r["ridge_classifier_ratio"] for r in rows):.2f}, '
-      f'eigh {min(r["eigh_ratio"] for r in rows):.2f}; '
-      f'accuracies differ by {max(r["max_accuracy_difference"] for r in rows):.1g}'
-    )
+  print(
+    'ratios (least over the rows): '
+    f'RidgeClassifier {min(r["ridge_classifier_ratio"] for r in rows):.2f}, '
+    f'eigh {min(r["eigh_ratio"] for r in rows):.2f}; '
+    f'accuracies differ by {max(r["max_accuracy_difference"] for r in rows):.1g}'
+  )
 
 
 if __name__ == '__main__':

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -77,7 +78,7 @@ def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterat
     *(sys.executable, '-m', 'launch.local', f'--processes={args.processes}', '--end_seconds=2'),
     *(f'--devices={args.devices}', '--', sys.executable, '-m', 'het_plugin.train'),
     *(args.training or DEFAULT_TRAINING),
-    f'--gin.PjitPartitioner.num_partitions={args.num_partitions}',
+    f'--gin.PjitPartitioner.num_partitions={math.gcd(2, args.processes * args.devices)}',
     *(f'--gin.TRAIN_STEPS={total_steps}', '--gin.SAVE_PERIOD=2', '--gin.EVAL_PERIOD=3'),
     *('--gin.STATS_PERIOD=1', f'--gin.MODEL_DIR={str(run_dir)!r}'),
   ]
@@ -251,7 +252,6 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument('--rounds', type=int, required=True, help='Number of rounds with SIGKILL.')
   parser.add_argument('--processes', type=int, default=2, help='Number of processes of the run.')
   parser.add_argument('--devices', type=int, default=2, help='Virtual CPU devices per process.')
-  parser.add_argument('--num_partitions', type=int, default=2, help='Size of the model axis.')
   parser.add_argument(
     '--sigterm_share', type=float, default=0.2, help='Rounds with SIGTERM, as a share of --rounds.'
   )
@@ -260,9 +260,8 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument('--json', type=Path, help='File for all figures.')
   parser.add_argument('training', nargs='*', help='Arguments of het_plugin.train, after "--".')
   args = parser.parse_args()
-  devices = args.processes * args.devices
-  if min(args.rounds, devices, args.num_partitions) < 1 or devices % args.num_partitions:
-    raise ValueError(f'--num_partitions={args.num_partitions} must divide the {devices} devices')
+  if min(args.rounds, args.processes, args.devices) < 1:
+    raise ValueError('--rounds, --processes and --devices must be at least 1')
   if args.folder is not None and args.folder.exists() and any(args.folder.iterdir()):
     raise ValueError(f'--folder={args.folder} must be new or empty')
   return args

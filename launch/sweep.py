@@ -88,10 +88,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
   name = name.strip()
   if not equals or not re.fullmatch(r'[\w./]+', name):
     raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE,..., NAME as in --gin.NAME')
-  try:
-    values = split_values(values)
-  except ValueError as error:
-    raise ValueError(f'--sweep={text}: {error}') from error
+  values = split_values(values)
   for value in values:
     if not re.search('[@%]', value):  # references, which only gin resolves
       try:

@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import math
 import numbers
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,6 @@ _FIELDS = {
   'welch_p': _Field('p', _P_VALUE),
 }
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
-_ACCURACY = _Field('', '.3f', max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,20 +125,33 @@ def tables_of(
 def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
   """Columns of `rows`; the last `num_references` are references, never marked as best."""
   compared = len(rows) - num_references
-  names = [name for name in _ordered_fields(rows) if name not in shared_fields(rows[:compared])]
-  result = [_field_column('', name, rows, compared) for name in names]
-  for title in dict.fromkeys(title for row in rows for title in row.get('tables', {})):
-    members = [row.get('tables', {}).get(title, {}) for row in rows]
-    result += [_field_column(title, name, members, compared) for name in _ordered_fields(members)]
-  accuracies = [_flat_fewshot(row.get('fewshot') or {}) for row in rows]
-  errors = [_flat_fewshot(row.get('fewshot_stderr') or {}) for row in rows]
-  for dataset, shots in _ordered_keys(accuracies):
-    field = dataclasses.replace(_ACCURACY, title=f'{shots} shot' + 's' * (shots != 1))
-    values = [row.get((dataset, shots)) for row in accuracies]
-    stderr = [row.get((dataset, shots)) for row in errors]
-    group = ' '.join(filter(None, ('few-shot accuracy', dataset)))
-    result.append(_column(group, field, values, compared, stderr))
+  shared = shared_fields(rows[:compared])
+  result = [
+    _column('', name, rows, compared) for name in _ordered_fields(rows) if name not in shared
+  ]
+  tables = [_tables(row) for row in rows]
+  for title in dict.fromkeys(title for of_row in tables for title in of_row):
+    members = [of_row.get(title, {}) for of_row in tables]
+    result += [_column(title, name, members, compared) for name in _ordered_fields(members)]
   return result
+
+
+def _tables(row: Row) -> dict[str, Row]:
+  """The further tables of a row, few-shot accuracies among them."""
+  found = dict(row.get('tables', {}))
+  values, errors = row.get('fewshot') or {}, row.get('fewshot_stderr') or {}
+  if not all(isinstance(value, Mapping) for value in values.values()):
+    values, errors = {'': values}, {'': errors}
+  for dataset, by_shots in values.items():
+    title = ' '.join(filter(None, ('few-shot accuracy', dataset)))
+    found[title] = _by_shots(by_shots) | {'stderr': _by_shots(errors.get(dataset) or {})}
+  return found
+
+
+def _by_shots(values: Mapping) -> dict[str, float | None]:
+  """{'5 shots': value} in ascending order; the keys may be JSON's strings."""
+  ordered = sorted((int(shots), value) for shots, value in values.items())
+  return {f'{n} shot{"s" * (n != 1)}': value for n, value in ordered}
 
 
 def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
@@ -156,11 +169,23 @@ def problem_line(rows: Sequence[Row]) -> str:
   return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
 
 
-def _field_column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
+def _column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
   values = [row.get(name) for row in rows]
   field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
-  return _column(group, field, values, compared, stderr)
+  if re.fullmatch(r'\d+ shots?', name):
+    field = _Field(name, '.3f', max)
+  cells = [_format(value, field.spec) for value in values]
+  best = frozenset()
+  present = [cell for cell in cells[:compared] if cell != _MISSING]
+  if field.better and len(present) > 1:
+    # Rows that print the same lead together.
+    leader = field.better(present, key=float)
+    best = frozenset(i for i, cell in enumerate(cells[:compared]) if cell == leader)
+  for i, error in enumerate(stderr):
+    if _is_present(error):
+      cells[i] += f' ±{error:{field.spec}}'
+  return Column(group, field.title, tuple(cells), best)
 
 
 def _spec(values: Sequence[Any], stderr: Sequence[float | None]) -> str:
@@ -170,20 +195,6 @@ def _spec(values: Sequence[Any], stderr: Sequence[float | None]) -> str:
     whole = all(isinstance(value, numbers.Integral) for value in values if _is_present(value))
     return ',' if whole else '.4g'
   return f'.{max(0, 1 - math.floor(math.log10(largest)))}f'
-
-
-def _column(group, field: _Field, values, compared: int, stderr=None) -> Column:
-  cells = [_format(value, field.spec) for value in values]
-  best = frozenset()
-  present = [cell for cell in cells[:compared] if cell != _MISSING]
-  if field.better and len(present) > 1:
-    # Rows with the same text lead together.
-    leader = field.better(present, key=float)
-    best = frozenset(i for i, cell in enumerate(cells[:compared]) if cell == leader)
-  for i, error in enumerate(stderr or ()):
-    if _is_present(error):
-      cells[i] += f' ±{error:{field.spec}}'
-  return Column(group, field.title, tuple(cells), best)
 
 
 def _ordered_fields(rows: Sequence[Row]) -> list[str]:
@@ -196,23 +207,6 @@ def _ordered_fields(rows: Sequence[Row]) -> list[str]:
   )
   known = [name for name in _FIELDS if any(row.get(name) is not None for row in rows)]
   return [*known, *others]
-
-
-def _ordered_keys(flat: Sequence[Mapping]) -> list[tuple[str, int]]:
-  """All (dataset, shots), data sets as they come and shots ascending."""
-  datasets = list(dict.fromkeys(dataset for row in flat for dataset, _ in row))
-  keys = {key for row in flat for key in row}
-  return sorted(keys, key=lambda key: (datasets.index(key[0]), key[1]))
-
-
-def _flat_fewshot(accuracies: Mapping) -> dict[tuple[str, int], float]:
-  """{(dataset, shots): accuracy}, the name '' without data sets; shots may be JSON's strings."""
-  flat = {}
-  for key, value in accuracies.items():
-    by_shots = value if isinstance(value, Mapping) else {key: value}
-    dataset = str(key) if isinstance(value, Mapping) else ''
-    flat |= {(dataset, int(shots)): accuracy for shots, accuracy in by_shots.items()}
-  return flat
 
 
 def p_text(p: float | None) -> str:
