@@ -29,7 +29,7 @@ NUM_TEST = 5000
 NUM_COMPARED = 200  # rows whose covariances are compared
 MAX_CLASSES = 100  # of a covariance
 CS = (0.1, 1.0, 30.0)
-NOISE_CS = (0.03, 0.3, 3.0)
+NOISE_CS = (0.003, 0.01, 0.03, 0.1, 0.3, 3.0)
 TRUE_SAMPLES = 2048
 
 

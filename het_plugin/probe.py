@@ -7,9 +7,7 @@
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
 --C, --C_noise, --num_factors and --tau may list several values: those with the least NLL on a share
-(--validation) of the training rows are taken. With --checkpoint the splits of --dataset are
-represented first; files that `represent` has written before are used again.
-
+(--validation) of the training rows are taken.
 Exit codes: 0 done; 2 a setting is wrong.
 """
 
@@ -21,8 +19,6 @@ from absl import flags
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import probe
 
-_TAU_WORDS = ('learned', 'validation')
-
 
 def define_flags() -> None:
   command_line.define_flags()
@@ -30,8 +26,11 @@ def define_flags() -> None:
   files = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several.'
   flags.DEFINE_string('train', None, f'Representations that the heads are fitted to: {files}')
   flags.DEFINE_string('test', None, f'Representations that they are scored on: {files}')
+  flags.DEFINE_string('ood', None, f'Rows of another distribution, for the AUROC: {files}')
+  flags.DEFINE_enum('target', 'auto', ['auto', 'votes'], 'Whether several labels are votes.')
+  flags.DEFINE_list('mesh', [], 'DATA,MODEL devices that rows and classes are cut over.')
   flags.DEFINE_string('checkpoint', None, 'Instead of files: a run, whose backbone is used.')
-  flags.DEFINE_string('dataset', None, 'With --checkpoint: a task, a .npz file or a folder.')
+  flags.DEFINE_string('dataset', None, 'With --checkpoint: a task, represented first.')
   flags.DEFINE_list('splits', ['train', 'test'], 'Splits of --dataset to fit to and to score on.')
   flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the representation.')
   flags.DEFINE_string('output_dir', 'representations', 'With --checkpoint: where its files lie.')
@@ -40,7 +39,7 @@ def define_flags() -> None:
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list('C_noise', [], 'The same for the noise; --C by default.')
   flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
-  flags.DEFINE_list('tau', ['1'], f'Temperatures: numbers, {" or ".join(_TAU_WORDS)}.')
+  flags.DEFINE_list('tau', ['1'], 'Temperatures: numbers, learned or validation.')
   flags.DEFINE_integer('folds', 5, 'Folds of the training rows, without --test.', lower_bound=2)
   flags.DEFINE_float('validation', 0.1, 'Share of the training rows that chooses from a grid.')
   flags.DEFINE_integer('num_samples', 64, 'S, points of a softmax with noise.', lower_bound=1)
@@ -53,12 +52,13 @@ def define_flags() -> None:
 
 def settings() -> probe.Settings:
   F = flags.FLAGS
-  same = 'heads baseline folds validation num_samples tol max_iter seed'.split()
+  same = 'heads baseline folds validation num_samples tol max_iter seed target'.split()
   return probe.Settings(
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
     c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise] or [None],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
-    tau=[flag_values.positive_or_word('tau', value, _TAU_WORDS) for value in F.tau],
+    mesh=flag_values.integers('mesh', F.mesh, 1, (0, 2)) or None,
+    tau=[flag_values.positive_or_word('tau', value, ('learned', 'validation')) for value in F.tau],
     **{name: F[name].value for name in same},
   )
 
@@ -71,8 +71,8 @@ def represented() -> list[str]:
   F = flags.FLAGS
   gin_files = F.gin_file, F.gin_bindings, F.gin_search_paths
   open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_files)
-  splits = ','.join(F.splits)
-  found = represent.represent(open_run, F.dataset, F.output_dir, splits=splits, layers=[F.layer])
+  where = F.dataset, F.output_dir
+  found = represent.represent(open_run, *where, splits=','.join(F.splits), layers=[F.layer])
   return [row['file'] for row in found['files']]
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError('--train is needed, or --checkpoint and --dataset')
     if F.checkpoint:
       train, *test = represented()
-    report = probe.probe(train, test[0] if test else None, chosen)
+    report = probe.probe(train, test[0] if test else None, chosen, F.ood)
     report.write('het_plugin.probe', json=F.json, html=F.html)
 
 

@@ -19,7 +19,8 @@ from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import extraction, represent, representations
+from het_plugin.data import representations
+from het_plugin.evaluation import extraction, represent
 
 _OF_FILES = ('format', 'dtype', 'overwrite')
 _OF_A_MODEL = ('splits', 'layers', 'pool', 'batch_size', 'max_examples', 'image_size')

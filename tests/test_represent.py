@@ -10,8 +10,8 @@ from flax import traverse_util
 from PIL import Image
 
 from het_plugin import data, represent, weights
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import represent as represent_lib
-from het_plugin.evaluation.representations import read_representations
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 

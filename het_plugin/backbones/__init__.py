@@ -2,6 +2,7 @@
 representations.
 """
 
+from het_plugin.backbones.mlp import Mlp
 from het_plugin.backbones.moe import SoftMoe, SparseMoe
 from het_plugin.backbones.plain import PlainBackbone, as_backbone, with_axes
 from het_plugin.backbones.resnet import ResNet, resnet
@@ -10,6 +11,7 @@ from het_plugin.backbones.vit import ViT, vit
 from het_plugin.backbones.wide_resnet import WideResNet, wide_resnet
 
 CONFIGURABLES = {
+  'mlp': ('Mlp',),
   'moe': ('SoftMoe', 'SparseMoe'),
   'resnet': ('resnet',),
   'text': ('text_transformer',),
@@ -21,6 +23,7 @@ CONFIGURABLES = {
 SAME_RESULTS = ('*.remat',)
 
 __all__ = [
+  'Mlp',
   'PlainBackbone',
   'ResNet',
   'SoftMoe',

@@ -5,6 +5,7 @@ Images with class labels:
     glyphs_noisy, glyphs_noisy_full            the same with noisy labels (glyph_confusions.py)
     digits                                     scikit-learn's digits
     npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
+    features:PATH                              rows of features (feature_source.py); for `Mlp`
     image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
     tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); takes
                                                precedence over a folder of the same name
@@ -26,7 +27,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from het_plugin.data import annotations, array_source, caption_file, glyphs, image_folder
+from het_plugin.data import (
+  annotations,
+  array_source,
+  caption_file,
+  feature_source,
+  glyphs,
+  image_folder,
+)
 from het_plugin.data import preprocess as pp
 from het_plugin.data import splits as splits_lib
 from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
@@ -163,6 +171,7 @@ def _tfds_captions(name: str) -> ExampleSource:
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str | None]] = {
   'npz': (array_source.npz_source, (), (), None),
+  'features': (feature_source.features_source, (), (), None),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
@@ -277,8 +286,8 @@ def _prefix(name: str) -> tuple[str, str]:
     return 'image_folder', name
   raise ValueError(
     f'mixture_or_task_name is {name!r}; it must be one of {list(names())}, npz:PATH or a path that '
-    'ends in .npz, image_folder:PATH or the path of an existing folder, tfds:NAME or the name of a '
-    'TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
+    'ends in .npz, features:PATH, image_folder:PATH or the path of an existing folder, tfds:NAME '
+    'or the name of a TensorFlow Datasets data set; or, with captions, npz_captions:PATH, '
     'image_folder_captions:PATH or tfds_captions:NAME.'
   )
 

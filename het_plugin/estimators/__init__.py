@@ -1,6 +1,6 @@
 """Heads fitted to saved representations, with scikit-learn's interface."""
 
-from het_plugin.estimators.files import from_head, head_params, load, save
+from het_plugin.estimators.files import from_head, head_params, load, save, to_checkpoint
 from het_plugin.estimators.heads import (
   CLASSIFIERS,
   DetClassifier,
@@ -19,4 +19,5 @@ __all__ = [
   'head_params',
   'load',
   'save',
+  'to_checkpoint',
 ]

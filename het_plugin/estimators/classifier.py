@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -12,7 +13,15 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from het_plugin.estimators import calibration, objective, starts, targets
+from het_plugin.estimators import (
+  calibration,
+  inputs,
+  minibatch,
+  objective,
+  placement,
+  starts,
+  targets,
+)
 from het_plugin.estimators.model import Model
 
 # If X has fewer entries than this, equal rows are merged: repeating a row gives the same bits as
@@ -27,21 +36,33 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   _head: str
   _noise: tuple[str, ...] = ()
 
-  def fit(self, X: Any, y: Any, sample_weight: Any = None) -> 'HeadClassifier':  # noqa: N803
+  def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> 'HeadClassifier':  # noqa: N803
     """Fits the head.
 
     Args:
-      X: any float [N, D].
+      X: any float [N, D]; or a file of features (`inputs.open_features`), here and elsewhere.
       y: class ids or strings [N]; an indicator of several labels [N, K]; votes [N, L], with -1 (or
-        '') for a missing one; or probabilities [N, K]. See `target`.
+        '') for a missing one; or probabilities [N, K]. See `target`. None takes those of the file.
       sample_weight: [N], at least 0; None is 1 for each.
 
     Raises:
       ValueError: a setting, X or y is wrong, or there is only one class.
     """
     self._check()
+    X, y = inputs.open_features(X, y)  # noqa: N806
     X, y = self._validated(X, y, fit=True)
+    if self.tau == 'validation' and inputs.streams(X, self.solver):
+      raise ValueError(
+        f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} entries "
+        f'and solver={self.solver!r}'
+      )
     encoded = targets.encode(y, self.target)
+    if len(encoded.classes) > len(X):
+      warnings.warn(
+        f'y has K={len(encoded.classes)} classes and X has N={len(X)} rows: some classes have no '
+        'row; is y transposed?',
+        stacklevel=2,
+      )
     weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     self.classes_, self.target_ = encoded.classes, encoded.kind
     if len(self.classes_) < 2 and encoded.kind != 'indicator':
@@ -246,6 +267,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       hidden_layers=tuple(self.hidden_layers),
       num_samples=getattr(self, 'num_samples', 1),
       noise=tuple((name, getattr(self, name)) for name in self._noise),
+      class_multiple=1 if self.mesh is None else self.mesh[1],
     )
 
   def _location(self):
@@ -270,10 +292,16 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f"{name}: tau={self.tau!r} must be 'learned', 'validation' or positive")
     if self.max_iter < 1 or not self.tol > 0:
       raise ValueError(f'{name}: max_iter={self.max_iter} and tol={self.tol} must be positive')
+    if self.mesh is not None:
+      placement.make_mesh(self.mesh)
+    inputs.check_solver(self.solver)
     if any(width < 1 for width in self.hidden_layers):
       raise ValueError(f'{name}: hidden_layers={self.hidden_layers} must be positive widths')
 
   def _validated(self, X, y=None, fit=False):  # noqa: N803
+    if inputs.is_mapped(X) and y is not None:  # its rows are checked as they are read
+      self.n_features_in_ = X.shape[1]
+      return X, self._labels(X, y)
     if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
       X = np.asarray(X).astype(np.float32)  # noqa: N806
     dtype = [np.float32, np.float64]
@@ -282,33 +310,59 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     X = validate_data(self, X, dtype=dtype)  # noqa: N806
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
+    return X, self._labels(X, y)
+
+  def _labels(self, X, y):  # noqa: N803
     y = np.asarray(y)
     if y.ndim not in (1, 2) or len(y) != len(X):
       raise ValueError(
         f'y has shape {y.shape}; it must be [{len(X)}] or [{len(X)}, ...], as X has {len(X)} rows: '
         'inconsistent numbers of samples'
       )
-    return X, y
+    return y
 
   def _encoded(self, y):
     return targets.encode(np.asarray(y), self.target, self.classes_, self.target_)
 
   def _fit(self, tau, X, encoded, weight, seed):  # noqa: N803
+    if not weight.any():
+      raise ValueError('all sample weights are 0')
+    self.model_ = self._model(len(encoded.classes), encoded.link, tau)
+    fit_rows = self._fit_streamed if inputs.streams(X, self.solver) else self._fit_in_memory
+    with placement.on(self.mesh):
+      fit = fit_rows(X, encoded, weight, seed)
+    self.params_ = fit.params
+    self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
+
+  def _fit_streamed(self, X, encoded, weight, seed):  # noqa: N803
+    data = minibatch.Data(X, encoded.values, weight)
+    self.mean_ = data.mean
+    return minibatch.fit(
+      self.model_,
+      data,
+      encoded.class_shares(weight),
+      seed,
+      *(self.C, getattr(self, 'C_noise', None) or self.C),
+      validation_fraction=self.validation_fraction,
+      max_iter=self.max_iter,
+      progress=self.progress,
+      mesh=self.mesh,
+    )
+
+  def _fit_in_memory(self, X, encoded, weight, seed):  # noqa: N803
     keep = weight > 0
     x, encoded, weight = X[keep], encoded.rows(keep), weight[keep]
-    if not len(x):
-      raise ValueError('all sample weights are 0')
+    if inputs.is_mapped(X):
+      x = self._validated(np.asarray(x), fit=True, y=encoded.values)[0]
     shares, values = encoded.class_shares(weight), encoded.values
     if x.size <= MERGED_ENTRIES:
       x, values, weight = _merged(x, values, weight)
-    model = self._model(len(encoded.classes), encoded.link, tau)
     self.mean_ = np.average(x, axis=0, weights=weight)
     c_noise = getattr(self, 'C_noise', None) or self.C
-    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
+    rows = objective.make_rows(self.model_, x, self.mean_, values, weight, self.C, c_noise)
+    rows = placement.place_rows(rows, self.mesh)
     settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
-    fit = starts.fit(model, rows, shares, seed, **settings)
-    self.model_, self.params_ = model, fit.params
-    self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
+    return starts.fit(self.model_, rows, shares, seed, self.mesh, **settings)
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
     """The tau of `TAU_GRID` with the best fit to held-out rows."""
@@ -324,17 +378,27 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   def _map(self, function, X, target=None):  # noqa: N803
     """`function` of the rows, computed in blocks of one shape."""
-    X = self._validated(X)  # noqa: N806
+    X, _ = inputs.open_features(X)  # noqa: N806
+    is_mapped = inputs.is_mapped(X)
+    X = X if is_mapped else self._validated(X)  # noqa: N806
+    with placement.on(self.mesh):
+      return self._in_blocks(function, X, target, is_mapped)
+
+  def _in_blocks(self, function, X, target, is_mapped):  # noqa: N803
+    params = placement.place_params(self.model_, self.params_, self.mesh)
     size = min(objective.block_rows(self.model_, len(X)), 4096)
     found = []
     for start in range(0, len(X), size):
-      block = [X[start : start + size] - self.mean_]
+      x = X[start : start + size]
+      x = self._validated(np.asarray(x)) if is_mapped else x
+      block = [x - self.mean_]
       if target is not None:
         block.append(target[start : start + size])
       padding = size - len(block[0])
       block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
-      found.append(function(self.model_, self.params_, *map(_narrow, block)))
-    return np.concatenate([np.asarray(x) for x in found])[: len(X)]
+      found.append(np.asarray(function(self.model_, params, *map(_narrow, block))))
+      placement.forget_pages(X)
+    return np.concatenate(found)[: len(X)]
 
 
 def _merged(x, values, weight):

@@ -10,12 +10,14 @@ import safetensors.numpy
 from flax import traverse_util
 
 from het_plugin import heads as linen_heads
+from het_plugin import weights
 from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import HEADS, Model
 
 _METADATA = 'het_plugin.estimator'
+_RUN_HEADS = {**HEADS, 'het_h': linen_heads.HetH}
 _FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
 
 
@@ -71,25 +73,78 @@ def load(path: str) -> HeadClassifier:
   return estimator
 
 
-def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
-  """The parameters of the head for a training run, {'head/kernel': array, ...}.
+def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) -> None:
+  """Writes a file that starts a training run with the fitted head.
 
-  The mean that the estimator subtracts goes into the biases; its calibration is left out. Write the
-  parameters together with those of the backbone (`weights.write_arrays`) and bind
-  `RestoreCheckpointConfig.path` to the file.
+  The run binds `CheckpointConfig.restore = @RestoreCheckpointConfig()` and
+  `RestoreCheckpointConfig.path` to the file. Without `backbone` it is one of gin/runs/features.gin,
+  with `Mlp.hidden_layers` those of the estimator.
+
+  Args:
+    estimator: a fitted one. What its calibration adds is left out.
+    path: a .safetensors or .npz file.
+    backbone: what made the features: the directory of a run, a file of weights in our names, or
+      {'backbone/...': array}.
 
   Raises:
-    ValueError: the estimator has hidden layers.
+    ValueError: the estimator has hidden layers and there is a backbone below them, or the backbone
+      has no parameters.
   """
+  arrays = head_params(estimator)
+  if backbone is None:
+    weights.write_arrays(path, arrays)
+    return
   if estimator.hidden_layers:
-    raise ValueError('a head has no hidden layers: fit without, or train the layers as a backbone')
-  flat = traverse_util.flatten_dict(estimator.params_['head'], sep='/')
-  flat = {f'head/{name}': np.asarray(x) for name, x in flat.items()}
+    raise ValueError(
+      f'hidden_layers={tuple(estimator.hidden_layers)} lie between backbone and head, where a run '
+      'has none: fit without them'
+    )
+  if not isinstance(backbone, dict):
+    if weights.is_weights_file(backbone):
+      backbone = weights.read_arrays(backbone)
+    else:
+      from het_plugin.training import checkpoint_reader  # imports orbax
+
+      backbone = checkpoint_reader.read_params(backbone)
+  found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
+  if not found:
+    raise ValueError('the backbone has no parameters under backbone/')
+  weights.write_arrays(path, found | arrays)
+
+
+def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
+  """{'head/kernel': array, ...} of a head, and {'backbone/hidden_0/kernel': array, ...} of hidden
+  layers, over the features themselves, as a training run names them.
+
+  The mean that the estimator subtracts is added to the biases. What an estimator's calibration adds
+  is left out.
+  """
+  flat = traverse_util.flatten_dict(estimator.params_, sep='/')
+  flat = {name: np.asarray(x) for name, x in flat.items()}
+  if estimator._head == 'het_h':
+    flat = _all_buckets(estimator, flat)
+  first = 'hidden_0/' if estimator.hidden_layers else 'head/'
   for name, kernel in list(flat.items()):
-    if name.endswith('kernel') and not name.endswith('noise_kernel'):
+    takes_features = name.startswith(first) and name.endswith('kernel')
+    if takes_features and not name.endswith('noise_kernel'):
       bias = name.removesuffix('kernel') + 'bias'
-      flat[bias] = (flat[bias] - np.tensordot(estimator.mean_, kernel, 1)).astype(np.float32)
-  return flat
+      shift = np.tensordot(estimator.mean_, kernel, 1)
+      flat[bias] = (flat[bias] - shift).astype(np.float32)
+  return {name if name.startswith('head/') else f'backbone/{name}': x for name, x in flat.items()}
+
+
+def _all_buckets(estimator, flat):
+  """The parameters of HET-H with all buckets; those without a class are 0, their optimum."""
+  head, width = estimator.model_.make_head(), len(flat['head/kernel'])
+  used = head.used(width)
+  full = {}
+  for name, x in flat.items():
+    if name.startswith('head/covariance/'):
+      zeros = np.zeros((*x.shape[:-1], estimator.num_buckets or width), np.float32)
+      zeros[..., used] = x
+      x = zeros
+    full[name] = x
+  return full
 
 
 def from_head(
@@ -105,7 +160,7 @@ def from_head(
   Raises:
     ValueError: the head has settings that no estimator has.
   """
-  kind = next((name for name, cls in HEADS.items() if type(head) is cls), None)
+  kind = next((name for name, cls in _RUN_HEADS.items() if type(head) is cls), None)
   if kind is None or getattr(head, 'get_logits', None) is not None:
     raise ValueError(f'{type(head).__name__} is not a head of an estimator')
   params = jax.tree.map(np.asarray, params)
@@ -128,6 +183,10 @@ def from_head(
     noise=tuple((fields | others).items()),
     class_multiple=head.class_multiple,
   )
+  if kind == 'het_h':
+    used = estimator.model_.make_head().used(estimator.n_features_in_)
+    covariance = {name: x[..., used] for name, x in params['covariance'].items()}
+    params = {**params, 'covariance': covariance}
   estimator.params_ = {'head': params}
   estimator.mean_ = np.zeros(estimator.n_features_in_, np.float32)
   estimator.classes_ = np.arange(head.num_classes) if classes is None else np.asarray(classes)

@@ -21,6 +21,9 @@ class DetClassifier(HeadClassifier):
       in coordinates in which the objective has unit curvature.
     max_iter: largest number of L-BFGS iterations; if they do not suffice there is a
       `ConvergenceWarning`.
+    solver: 'lbfgs'; 'adam' over minibatches; 'auto' takes minibatches where X in float32 has more
+      than `inputs.MEMORY_BYTES`. For 'adam' max_iter counts epochs, and tol does not matter.
+    mesh: (data, model) numbers of devices that rows and classes are cut over; None is one device.
     validation_fraction: share of rows held out if something is chosen on them.
     random_state: seed of hidden layers, noise and splits. Equal seeds give equal bits.
     progress: whether a bar shows the objective.
@@ -46,6 +49,8 @@ class DetClassifier(HeadClassifier):
     target='auto',
     tol=1e-4,
     max_iter=500,
+    solver='auto',
+    mesh=None,
     validation_fraction=0.1,
     random_state=0,
     progress=False,
@@ -56,6 +61,8 @@ class DetClassifier(HeadClassifier):
     self.target = target
     self.tol = tol
     self.max_iter = max_iter
+    self.solver = solver
+    self.mesh = mesh
     self.validation_fraction = validation_fraction
     self.random_state = random_state
     self.progress = progress
@@ -91,6 +98,8 @@ class HetClassifier(HeadClassifier):
     target='auto',
     tol=1e-4,
     max_iter=500,
+    solver='auto',
+    mesh=None,
     validation_fraction=0.1,
     random_state=0,
     progress=False,
@@ -104,6 +113,8 @@ class HetClassifier(HeadClassifier):
     self.target = target
     self.tol = tol
     self.max_iter = max_iter
+    self.solver = solver
+    self.mesh = mesh
     self.validation_fraction = validation_fraction
     self.random_state = random_state
     self.progress = progress
@@ -132,6 +143,8 @@ class HetHClassifier(HetClassifier):
     target='auto',
     tol=1e-4,
     max_iter=500,
+    solver='auto',
+    mesh=None,
     validation_fraction=0.1,
     random_state=0,
     progress=False,
@@ -146,6 +159,8 @@ class HetHClassifier(HetClassifier):
       target=target,
       tol=tol,
       max_iter=max_iter,
+      solver=solver,
+      mesh=mesh,
       validation_fraction=validation_fraction,
       random_state=random_state,
       progress=progress,
@@ -176,6 +191,8 @@ class HetXLClassifier(HetClassifier):
     target='auto',
     tol=1e-4,
     max_iter=500,
+    solver='auto',
+    mesh=None,
     validation_fraction=0.1,
     random_state=0,
     progress=False,
@@ -190,6 +207,8 @@ class HetXLClassifier(HetClassifier):
       target=target,
       tol=tol,
       max_iter=max_iter,
+      solver=solver,
+      mesh=mesh,
       validation_fraction=validation_fraction,
       random_state=random_state,
       progress=progress,

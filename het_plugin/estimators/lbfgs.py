@@ -106,8 +106,8 @@ def minimise(
       theta = objective.whiten(model, params, whitening)
       state = optax.scale_by_lbfgs(MEMORY).init(theta)
       theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)
-      done = (restart > 0 and float(largest) <= tol) or failures > 1
-      if done or num_iterations >= max_iter:
+      done = (restart > 0 and float(largest) <= tol) or failures > 1 or not np.isfinite(value)
+      if done:
         break
       end = min(num_iterations + stage, max_iter)
       while float(largest) > tol and num_iterations < end:
@@ -124,6 +124,8 @@ def minimise(
         bar.update()
         bar.set_postfix(objective=f'{value:.6f}', gradient=f'{largest:.1e}')
       params = objective.unwhiten(model, theta, whitening)
+      if num_iterations >= max_iter:
+        break
       whitening = objective.whitening_of(model, params, rows)
       stage *= 2
   if not float(largest) <= tol:

@@ -15,14 +15,37 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
+from flax.linen import partitioning
 
 from het_plugin import heads
-from het_plugin.integrate import GaussianLogits, Integrator, exact, shared_key
+from het_plugin.heads.covariance import MIN_DIAG
+from het_plugin.integrate import GaussianLogits, Integrator, LowRank, exact, shared_key
 
 PyTree = dict
+ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divides
 
-HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}
+
+class UsedBuckets(heads.HetH):
+  """HET-H without the buckets that hold no class, which change nothing: 94 of 768 for K = 100."""
+
+  @nn.nowrap
+  def used(self, pre_logits_dim: int) -> np.ndarray:
+    """Numbers of the buckets that hold a class, ascending, of `HetH`'s."""
+    return np.unique(super().buckets(pre_logits_dim))
+
+  @nn.nowrap
+  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
+    return len(self.used(pre_logits_dim))
+
+  @nn.nowrap
+  def buckets(self, pre_logits_dim: int) -> np.ndarray:
+    all_buckets = super().buckets(pre_logits_dim)
+    return np.searchsorted(np.unique(all_buckets), all_buckets).astype(np.int32)
+
+
+HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': UsedBuckets, 'het_xl': heads.HetXL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +77,13 @@ class Model:
   def integrator(self) -> Integrator:
     return Integrator(num_samples=self.num_samples, sampler='sobol')
 
+  @property
+  def deterministic(self) -> 'Model':
+    """The same without noise."""
+    return dataclasses.replace(self, head='det', noise=())
+
   def make_head(self) -> heads.Classifier:
-    """The head as a linen module, as in a training run."""
+    """The head as a linen module, as in a training run; of HET-H with `UsedBuckets`."""
     temperature = heads.FixedTemperature(1.0 if self.tau is None else self.tau)
     if self.tau is None:
       low, high = self.tau_range
@@ -77,7 +105,30 @@ class Model:
 
   def logits(self, params: PyTree, x: jax.Array) -> GaussianLogits:
     """Features x [B, D] to the Gaussian over logits."""
+    is_plain = {'remainder', 'factor_bias', 'parametrization'}.isdisjoint(dict(self.noise))
+    if self.head == 'het_xl' and is_plain:
+      return self._projected(params['head'], self.features(params, x))
     return self.module().apply({'params': params}, x)
+
+  def _projected(self, params: PyTree, phi: jax.Array) -> GaussianLogits:
+    """HET-XL with K_v, J and W multiplied once and not for each row: V(x) W is affine in phi, and
+    v(x) in R^D, half of the cost at D = 768 and K = 100, is never formed.
+    """
+    c, kernel = params['covariance'], params.get('noise_kernel', params['kernel'])
+    maps = jnp.einsum('dq,rq,qk->drk', c['v_kernel'], c['J'], kernel)
+    shift = jnp.einsum('q,rq,qk->rk', c['v_bias'], c['J'], kernel)
+    loading = phi @ maps.reshape(len(maps), -1)
+    loading = loading.reshape(-1, *maps.shape[1:]) + shift  # [B, R, Kp]
+    d = jax.nn.softplus(phi @ c['d_kernel'] + c['d_bias']) + MIN_DIAG  # [B, Q]
+    temperature = self.make_head().temperature
+    return GaussianLogits(
+      location=phi @ params['kernel'] + params['bias'],
+      covariance=LowRank(None, loading, d @ kernel),
+      projection=None,
+      temperature=temperature.apply({'params': params.get('temperature', {})}),
+      num_classes=self.num_classes,
+      link=self.link,
+    )
 
   def nll(self, params: PyTree, x: jax.Array, target: jax.Array) -> jax.Array:
     """Negative log-likelihood [B], nats, of `Targets.values`."""
@@ -144,9 +195,17 @@ class Model:
     twice = 2.0 if self.link == 'softmax' and self.num_classes == 2 else 1.0
     return twice * sums[False], sums[True]
 
+  def axes(self, num_features: int) -> dict[tuple[str, ...], tuple[str | None, ...]]:
+    """Logical axes of the parameters that have some, by path."""
+    x = jnp.zeros((ROW_MULTIPLE, num_features))
+    variables = jax.eval_shape(lambda: self.module().init(jax.random.key(0), x))
+    names = partitioning.get_axis_names(variables['params_axes'])
+    return {path: tuple(spec) for path, spec in traverse_util.flatten_dict(names).items()}
+
   def init(self, seed: int, num_features: int) -> PyTree:
     """The linen modules' initial parameters."""
-    return self.module().init(jax.random.key(seed), jnp.zeros((1, num_features)))['params']
+    x = jnp.zeros((ROW_MULTIPLE, num_features))
+    return self.module().init(jax.random.key(seed), x)['params']
 
 
 class _HeadOverFeatures(nn.Module):

@@ -12,12 +12,12 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
+from het_plugin.data.representations import Representations, read_representations
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
-from het_plugin.evaluation import uncertainty
+from het_plugin.evaluation import agreement, uncertainty
 from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.report import Report
-from het_plugin.evaluation.representations import Representations, read_representations
 from het_plugin.evaluation.uncertainty_report import calibration_figures
 
 EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
@@ -34,6 +34,9 @@ class Settings:
     baseline: the head that others are compared with.
     folds: number of folds of the training rows, used if there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
+    target: 'votes' if the labels of an example are those of several annotators; 'auto' takes
+      several labels for an indicator.
+    solver, mesh: settings of the estimators.
     num_samples, tol, max_iter: settings of the estimators.
     seed: seed of splits and starts.
     progress: whether bars are shown.
@@ -51,6 +54,9 @@ class Settings:
   tol: float = 1e-4
   max_iter: int = 500
   seed: int = 0
+  target: str = 'auto'
+  solver: str = 'auto'
+  mesh: Sequence[int] | None = None
   progress: bool = True
 
   def __post_init__(self):
@@ -61,6 +67,8 @@ class Settings:
       )
     if self.baseline is not None and self.baseline not in self.heads:
       raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
+    if self.target not in ('auto', 'votes'):
+      raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
     if self.folds < 2:
       raise ValueError(f'--folds={self.folds} must be at least 2')
     if not 0 < self.validation < 1:
@@ -87,18 +95,22 @@ class Outcome:
   chosen: Sequence[dict[str, Any]]
   seconds: float
   unfinished: int
+  agreement: dict[str, float]
 
 
 Source = str | tuple[np.ndarray, np.ndarray]
 
 
-def probe(train: Source, test: Source | None, settings: Settings) -> Report:
+def probe(
+  train: Source, test: Source | None, settings: Settings, ood: Source | None = None
+) -> Report:
   """Fits the heads to representations.
 
   Args:
     train: a file (`representations.read_representations`), or features [N, D] and class ids [N].
     test: the same for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
+    ood: rows of another distribution, whose confidence is compared with that of the test rows.
 
   Raises:
     ValueError: a file or a setting is wrong.
@@ -110,7 +122,13 @@ def probe(train: Source, test: Source | None, settings: Settings) -> Report:
       f'{test} has {test_rows.features.shape[1]} features and {train} '
       f'{train_rows.features.shape[1]}: they are of different models or layers'
     )
-  outcomes = [_outcome(head, train_rows, test_rows, settings) for head in settings.heads]
+  ood_rows = None if ood is None else _read(ood, 'the rows of another distribution')[0].features
+  if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
+    raise ValueError(
+      f'the rows of another distribution have {ood_rows.shape[1]} features, those of {train} '
+      f'{train_rows.features.shape[1]}'
+    )
+  outcomes = [_outcome(head, train_rows, test_rows, ood_rows, settings) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
@@ -145,7 +163,7 @@ def probe(train: Source, test: Source | None, settings: Settings) -> Report:
 def _read(source: Source, name: str) -> tuple[Representations, str]:
   """Representations and their name."""
   if isinstance(source, str):
-    return read_representations(source), source
+    return read_representations(source, mapped=True), source
   x, y = map(np.asarray, source)
   return Representations(x, y.astype(np.int32)[:, None], np.arange(len(x))), name
 
@@ -161,11 +179,11 @@ def _targets(rows: Representations) -> np.ndarray:
   return on
 
 
-def _outcome(head, train, test, settings) -> Outcome:
+def _outcome(head, train, test, ood, settings) -> Outcome:
   start = time.perf_counter()
-  y = _targets(train)
+  y = train.labels if settings.target == 'votes' else _targets(train)
   if test is not None:
-    if y.ndim == 2 and len(test.labels):
+    if settings.target == 'auto' and y.ndim == 2 and len(test.labels):
       test_y = np.zeros((len(test.labels), y.shape[1]), int)
       row, column = np.nonzero(test.labels >= 0)
       if test.labels.max() >= y.shape[1]:
@@ -174,17 +192,22 @@ def _outcome(head, train, test, settings) -> Outcome:
     splits = [(np.arange(len(y)), None)]
   else:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
-  parts, folds, chosen, unfinished = [], [], [], 0
+  parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
   for number, (fitted, held_out) in enumerate(splits):
     estimator, point, failures = _fit_best(head, train.features, y, fitted, settings)
     rows = test if held_out is None else _rows(train, held_out)
-    parts.append(_scores(estimator, rows))
+    predictions = _predictions(estimator, rows)
+    parts.append(uncertainty.score_examples(predictions, ks=(1,)))
+    if predictions.link == 'softmax':
+      ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
+      agreements.append(agreement.summarize(predictions, ood_log_p))
     folds.append(np.full(len(rows.features), number))
     chosen.append(point)
     unfinished += failures
   seconds = time.perf_counter() - start
   return Outcome(
-    head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished
+    *(head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished),
+    {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
   )
 
 
@@ -204,13 +227,18 @@ def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, A
     'tol': settings.tol,
     'max_iter': settings.max_iter,
     'random_state': settings.seed,
+    'target': settings.target,
+    'solver': settings.solver,
+    'mesh': settings.mesh,
     'progress': settings.progress,
   }
 
   def fit(point, rows):
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
-      return CLASSIFIERS[head](**common, **point).fit(x[rows], y[rows])
+      # All rows without a copy: they may be a file.
+      part = (x, y) if len(rows) == len(x) else (x[rows], y[rows])
+      return CLASSIFIERS[head](**common, **point).fit(*part)
 
   best, failures = grid[0], 0
   if len(grid) > 1:
@@ -229,13 +257,14 @@ def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, A
   return estimator, best, failures + int(estimator.gradient_ > settings.tol)
 
 
-def _scores(estimator: HeadClassifier, rows: Representations) -> uncertainty.ExampleScores:
+def _predictions(estimator: HeadClassifier, rows: Representations) -> Predictions:
   indicator = estimator.target_ == 'indicator'
   labels = rows.labels
   if not indicator:
     classes = estimator.classes_
     labels = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
-    unseen = classes[labels] != rows.labels
+    labels = np.where(rows.labels >= 0, labels, -1)
+    unseen = (classes[labels] != rows.labels) & (labels >= 0)
     if unseen.any():
       raise ValueError(
         f'{int(unseen.sum())} test rows have classes that the training rows have not, such as '
@@ -243,10 +272,8 @@ def _scores(estimator: HeadClassifier, rows: Representations) -> uncertainty.Exa
       )
   log_p = np.minimum(estimator.predict_log_proba(rows.features), 0.0)
   nll = estimator.nll(rows.features, _targets(rows)) if indicator else None
-  predictions = Predictions(
-    log_p, labels.astype(np.int32), rows.index, 'sigmoid' if indicator else 'softmax', nll=nll
-  )
-  return uncertainty.score_examples(predictions, ks=(1,))
+  link = 'sigmoid' if indicator else 'softmax'
+  return Predictions(log_p, labels.astype(np.int32), rows.index, link, nll=nll)
 
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
@@ -256,6 +283,7 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   names = ('nll', 'precision_at_1', 'ece', 'brier')
   row |= {name: summary.pop(name) for name in names}
   row |= {'seconds': outcome.seconds, **summary, 'chosen': list(outcome.chosen)}
+  row |= {'agreement': outcome.agreement} if outcome.agreement else {}
   if in_folds:
     row['stderr_folds'] = {
       name: _over_folds(_values(outcome.scores, name), outcome.fold) for name in _COMPARED
@@ -307,6 +335,8 @@ def _shown(row):
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']
+  if 'agreement' in row:
+    tables['agreement with labels'] = row['agreement']
   if 'difference' in row:
     tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1', 'brier')}

@@ -6,12 +6,13 @@ and cannot be caught in a local optimum of the location.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.estimators import lbfgs, objective
+from het_plugin.estimators import lbfgs, objective, placement
+from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
 
 # Standard deviation of the initial noise, in units of the logits.
@@ -22,7 +23,12 @@ _NO_NOISE = -16.0  # softplus of it is 1e-7
 
 
 def fit(
-  model: Model, rows: objective.Rows, class_shares: np.ndarray, seed: int, **settings
+  model: Model,
+  rows: objective.Rows,
+  class_shares: np.ndarray,
+  seed: int,
+  mesh: Sequence[int] | None = None,
+  **settings,
 ) -> lbfgs.Fit:
   """Fits a model.
 
@@ -31,22 +37,43 @@ def fit(
     rows: rows of the fit.
     class_shares: [K] frequencies of the classes.
     seed: seed of hidden layers and noise.
+    mesh: see `placement`.
     **settings: tol, max_iter and progress of `lbfgs.minimise`.
   """
   num_features = rows.x.shape[-1]
-  det = dataclasses.replace(model, head='det', noise=())
+  det = model.deterministic
+
+  def search(model, params, whitening):
+    params = placement.place_params(model, params, mesh)
+    return lbfgs.minimise(model, params, rows, whitening, **settings)
+
   params = det_start(det, det.init(seed, num_features), class_shares)
-  whitening = objective.whitening_of(det, None, rows, class_shares)
-  fitted = lbfgs.minimise(det, params, rows, whitening, **settings)
+  fitted = search(det, params, objective.whitening_of(det, None, rows, class_shares))
   if model.head == 'det':
     return fitted
   whitening = objective.whitening_of(det, fitted.params, rows)
-  start = with_noise(model, model.init(seed, num_features), fitted.params, rows.x[0])
-  noisy = lbfgs.minimise(model, start, rows, whitening, **settings)
-  if noisy.objective > fitted.objective + TOLERANCE:
-    start = without_noise(start, fitted.params)
-    noisy = lbfgs.minimise(model, start, rows, whitening, **settings)
+  start = noisy_start(model, fitted.params, rows, seed)
+  noisy = search(model, start, whitening)
+  if not noisy.objective <= fitted.objective + TOLERANCE:
+    noisy = search(model, without_noise(start, fitted.params), whitening)
   return dataclasses.replace(noisy, num_iterations=fitted.num_iterations + noisy.num_iterations)
+
+
+def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dict:
+  """Parameters where the search of a head with noise starts.
+
+  Args:
+    model: the model.
+    det: parameters of DET at its optimum.
+    rows: of the fit, or a sample of them.
+    seed: seed of the initial parameters.
+  """
+  params = model.init(seed, rows.x.shape[-1])
+  count = dict(model.noise)['num_factors'] + 1
+  directions = noise_directions(model, det, params, rows, count)
+  features = model.features(det, rows.x[0])
+  feature_size = max(float(jnp.sqrt(jnp.mean(jnp.square(features)))), 1e-6)
+  return with_noise(params, det, directions, feature_size)
 
 
 def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
@@ -58,21 +85,30 @@ def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
   return {**params, 'head': {**head, 'kernel': jnp.zeros_like(head['kernel']), 'bias': bias}}
 
 
-def with_noise(model: Model, params: dict, det: dict, x: jax.Array) -> dict:
-  """DET's parameters with noise of standard deviation about `INITIAL_NOISE` on some rows x."""
-  size = float(jnp.sqrt(jnp.mean(jnp.square(model.features(det, x)))))
-  noise = INITIAL_NOISE
-  if model.head == 'het_xl':  # W multiplies the noise by the length of its columns
-    kernel = params['head'].get('noise_kernel', det['head']['kernel'])
-    noise /= float(jnp.sqrt(jnp.square(kernel).sum() / kernel.shape[1])) + 1e-3
+def with_noise(params: dict, det: dict, directions: np.ndarray, feature_size: float) -> dict:
+  """DET's parameters with noise of standard deviation about `INITIAL_NOISE`, the same for all x.
+
+  Args:
+    params: initial parameters of the model.
+    det: those of DET at its optimum.
+    directions: [R + 1, Q] (`noise_directions`), of J or V(x). The last one gives d its pattern: an
+      equal d of all classes would change no probability.
+    feature_size: root of the mean square of the features that the head takes.
+  """
   covariance = dict(params['head']['covariance'])
+  factors = INITIAL_NOISE * directions[:-1] / math.sqrt(len(directions) - 1)
+  size = float(np.sqrt(np.mean(np.square(factors))))
+  d = size * np.exp(0.5 * directions[-1] / np.abs(directions[-1]).max())
   covariance['d_kernel'] = jnp.zeros_like(covariance['d_kernel'])
-  covariance['d_bias'] = jnp.full_like(covariance['d_bias'], math.log(math.expm1(noise)))
+  covariance['d_bias'] = jnp.asarray(np.log(np.expm1(d)), jnp.float32)
   if 'J' in covariance:  # v and J share the size of their product
-    covariance['v_kernel'] *= math.sqrt(noise) / size
-    covariance['J'] *= math.sqrt(noise)
+    root = math.sqrt(size)
+    covariance['v_kernel'] = (0.1 * root / feature_size) * covariance['v_kernel']
+    covariance['v_bias'] = jnp.full_like(covariance['v_bias'], root)
+    covariance['J'] = jnp.asarray(factors / root, jnp.float32)
   else:
-    covariance['V_kernel'] *= noise / size
+    covariance['V_kernel'] = (0.1 * size / feature_size) * covariance['V_kernel']
+    covariance['V_bias'] = jnp.asarray(factors, jnp.float32)
   return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}
 
 

@@ -13,6 +13,44 @@ import numpy as np
 from scipy import special, stats
 
 from het_plugin.evaluation import uncertainty
+from het_plugin.evaluation.predictions import Predictions
+
+COVERAGE = 0.8
+
+
+def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) -> dict[str, float]:
+  """All metrics of this file by name, of a file of predictions or of an estimator's.
+
+  Args:
+    predictions: of a softmax; an example's labels are the votes of its annotators.
+    ood_log_prob: [M, K] of examples from another distribution; None leaves out `ood_auroc`.
+
+  Returns:
+    'soft_label_nll', 'disagreement_correlation' (only where an example has several labels),
+    'correctness_auroc' (that a right answer is more confident than a wrong one),
+    'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
+    confident than one of another distribution). Right is the class with the most votes.
+
+  Raises:
+    ValueError: the predictions are of a sigmoid.
+  """
+  if predictions.link != 'softmax':
+    raise ValueError('metrics on the votes of annotators need predictions of a softmax')
+  log_prob, labels = predictions.log_prob, predictions.labels
+  shares = np.zeros(log_prob.shape)
+  row, column = np.nonzero(labels >= 0)
+  np.add.at(shares, (row, labels[row, column]), 1.0)
+  label, top = shares.argmax(axis=1), log_prob.max(axis=1)
+  correct = log_prob.argmax(axis=1) == label
+  found = {'soft_label_nll': float(soft_label_nll(log_prob, shares).mean())}
+  if labels.shape[1] > 1:
+    found['disagreement_correlation'] = disagreement_correlation(log_prob, shares)
+  found['correctness_auroc'] = uncertainty.auroc(top[correct], top[~correct])
+  found['selective_accuracy'] = selective_accuracy(log_prob, label, COVERAGE)
+  found['classwise_ece'] = classwise_ece(log_prob, label)
+  if ood_log_prob is not None:
+    found['ood_auroc'] = uncertainty.auroc(top, ood_log_prob.max(axis=1))
+  return found
 
 
 def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:

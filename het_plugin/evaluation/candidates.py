@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
-from het_plugin.evaluation.representations import read_representations
 
 
 def split_sources(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.evaluation.representations import Representations
+from het_plugin.data.representations import Representations
 from het_plugin.training import checksum
 from het_plugin.training.partitioning import PjitPartitioner
 

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from het_plugin import weights
-from het_plugin.evaluation import extraction
-from het_plugin.evaluation.representations import (
+from het_plugin.data.representations import (
   Representations,
   read_provenance,
   reading,
   write_representations,
 )
+from het_plugin.evaluation import extraction
 from het_plugin.training import processes, run_files
 
 _SHOWN = 40  # characters of a setting in an error

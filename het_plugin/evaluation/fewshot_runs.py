@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.report import Report
-from het_plugin.evaluation.representations import read_representations
 
 # Flags of `het_plugin.fewshot` that belong to --checkpoint.
 OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')

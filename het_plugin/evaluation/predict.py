@@ -12,8 +12,8 @@ import numpy as np
 
 from het_plugin import data, reporting
 from het_plugin.data.image_folder import read_bytes
+from het_plugin.data.representations import reading
 from het_plugin.evaluation import predictions, uncertainty
-from het_plugin.evaluation.representations import reading
 
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 _SPLIT = 'all'

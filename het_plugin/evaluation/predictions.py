@@ -26,8 +26,8 @@ from etils import epath
 from scipy import special
 
 from het_plugin import weights
+from het_plugin.data.representations import example_ids, label_rows, one_of, reading
 from het_plugin.evaluation.extraction import Batches, PerExample
-from het_plugin.evaluation.representations import example_ids, label_rows, one_of, reading
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from het_plugin import data, reporting
+from het_plugin.data import representations as representations_lib
 from het_plugin.evaluation import extraction, extraction_files
-from het_plugin.evaluation import representations as representations_lib
 from het_plugin.evaluation.extraction_files import SplitFiles
 from het_plugin.evaluation.splits import open_split
 
@@ -134,7 +134,7 @@ def _check_output(output_dir: str | None) -> None:
 
 def task_name(dataset: str) -> str:
   """The task of --dataset, which may be a plain path; the name of a task wins over a folder."""
-  if dataset.endswith('.npz') and not dataset.startswith('npz:'):
+  if dataset.endswith('.npz') and not dataset.startswith(('npz:', 'features:')):
     return f'npz:{dataset}'
   if os.path.isdir(dataset):
     from het_plugin.data import tasks  # takes seconds to import

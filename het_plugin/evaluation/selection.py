@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import fewshot, greedy_ensemble, report
 from het_plugin.evaluation import knn as neighbors
 from het_plugin.evaluation import rankme as effective_rank
@@ -20,7 +21,6 @@ from het_plugin.evaluation.candidates import (
   read_softmax_predictions,
   same_predictions,
 )
-from het_plugin.evaluation.representations import read_representations
 
 _Report = functools.partial(report.Report, row_title='candidate')
 

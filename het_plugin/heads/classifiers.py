@@ -226,6 +226,12 @@ class HetH(Heteroscedastic):
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
     return pre_logits_dim if self.num_buckets is None else self.num_buckets
 
+  @nn.nowrap
+  def buckets(self, pre_logits_dim: int) -> np.ndarray:
+    """h(k) of all classes, int32 [Kp]."""
+    num_buckets = pre_logits_dim if self.num_buckets is None else self.num_buckets
+    return class_buckets(self.padded_classes, num_buckets, self.hash_seed)
+
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
@@ -234,7 +240,7 @@ class HetH(Heteroscedastic):
     location = self.location(phi, self.kernel(phi), self.bias())
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
-    projection = Hashed(jnp.asarray(class_buckets(self.padded_classes, noise_dim, self.hash_seed)))
+    projection = Hashed(jnp.asarray(self.buckets(phi.shape[-1])))
     return self.gaussian(_shift(location, mean, projection), covariance, projection)
 
 

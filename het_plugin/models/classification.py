@@ -27,7 +27,9 @@ PyTree = Any
 
 
 class ClassificationModule(nn.Module):
-  """Backbone and head; the parameters are {'backbone': ..., 'head': ...}."""
+  """Backbone and head; the parameters are {'backbone': ..., 'head': ...}, or those of the head only
+  where the backbone has none.
+  """
 
   backbone: nn.Module
   head: nn.Module
@@ -281,7 +283,7 @@ class ClassificationModel:
     Raises:
       ValueError: a name is unknown.
     """
-    return batches.representations(self.backbone, params['backbone'], batch, layers)
+    return batches.representations(self.backbone, params.get('backbone', {}), batch, layers)
 
   def pre_logits_dim(self, params_shapes: PyTree) -> int:
     """D, as stated by the backbone, or from the head's matrices for a plain flax module."""
@@ -294,7 +296,9 @@ class ClassificationModel:
     """Exact numbers of parameters, from a tree of parameters or of their shapes."""
     width = self.pre_logits_dim(params_shapes)
     return ParamCounts(
-      backbone=sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params_shapes['backbone'])),
+      backbone=sum(
+        int(np.prod(x.shape)) for x in jax.tree.leaves(params_shapes.get('backbone', {}))
+      ),
       head=self.head.num_params(width),
       extra=self.head.extra_params(width),
     )

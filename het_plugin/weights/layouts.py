@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-OURS = 'ours'  # a tower whose arrays already have our names
+OURS = 'ours'  # the arrays have our names already
 LAYOUTS = ('vit', 'bit', OURS)
 # Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
@@ -164,6 +164,11 @@ def layout_of(our_names) -> str:
   raise ValueError(
     "weights files exist for ViTs and for ResNets with ResNet.version='v2': the backbone is neither"
   )
+
+
+def has_our_names(arrays) -> bool:
+  """Whether the arrays of a file have our names, as `estimators.to_checkpoint` writes them."""
+  return 'head/kernel' in arrays and all(x.startswith(('backbone/', 'head/')) for x in arrays)
 
 
 def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:

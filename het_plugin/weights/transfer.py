@@ -79,6 +79,8 @@ def load_params(
     if any(name.startswith(_TEXT) for name in flat):
       source |= towers.read_text_tower(arrays, config or {}).params
       unused = []
+  elif layouts.has_our_names(arrays):
+    source, unused, layout = unstacked(arrays), [], layouts.OURS
   else:
     unused = [name for name in arrays if layouts.is_optimizer_state(name)]
     source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})

@@ -6,7 +6,7 @@ import pytest
 from scipy import special
 
 from het_plugin import estimators, heads
-from het_plugin.estimators import DetClassifier, HetClassifier, HetXLClassifier
+from het_plugin.estimators import DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier
 
 
 @pytest.fixture(scope='module')
@@ -112,3 +112,22 @@ def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
     rtol=2e-3,
     atol=1e-4,
   )
+
+
+def test_het_h_has_parameters_for_the_buckets_that_hold_a_class(data):
+  """A run has all buckets; the estimator fits only those that a class is hashed to."""
+  x, y = data
+  fitted = HetHClassifier(num_factors=2, num_buckets=40, num_samples=16, max_iter=20, tol=0.1)
+  fitted.fit(x, y)
+  flat = estimators.head_params(fitted)
+  assert flat['head/covariance/J'].shape == (2, 40)
+  assert fitted.params_['head']['covariance']['J'].shape[1] <= 4
+  tree = {'kernel': flat['head/kernel'], 'bias': flat['head/bias']}
+  names = ('J', 'd_bias', 'd_kernel', 'v_bias', 'v_kernel')
+  tree['covariance'] = {name: flat[f'head/covariance/{name}'] for name in names}
+  head = heads.HetH(4, num_factors=2, num_buckets=40, class_multiple=1)
+  factors = np.asarray(head.apply({'params': tree}, x[:5]).factors())
+  expected = np.einsum('nrk,nrl->nkl', factors, factors)
+  np.testing.assert_allclose(fitted.covariance(x[:5]), expected, rtol=1e-3, atol=1e-5)
+  opened = estimators.from_head(head, tree)
+  np.testing.assert_allclose(opened.covariance(x[:5]), expected, rtol=1e-3, atol=1e-5)

@@ -6,6 +6,7 @@ import sklearn.metrics
 from scipy import stats
 
 from het_plugin.evaluation import agreement
+from het_plugin.evaluation.predictions import Predictions
 
 
 @pytest.fixture(scope='module')
@@ -50,3 +51,24 @@ def test_classwise_ece_by_hand(data):
       if rows.any():
         total += rows.mean() * abs(p[rows, k].mean() - (label[rows] == k).mean())
   assert agreement.classwise_ece(log_p, label) == pytest.approx(total / 4)
+
+
+def test_the_summary_of_predictions(data):
+  log_p, counts, _ = data
+  votes = np.stack([np.repeat(np.arange(4), row) for row in counts])
+  ood = np.log(np.random.default_rng(1).dirichlet(np.full(4, 5.0), size=80))
+  found = agreement.summarize(Predictions(log_p, votes, np.arange(150)), ood)
+  label = counts.argmax(axis=1)
+  confidence, right = log_p.max(axis=1), log_p.argmax(axis=1) == label
+  assert found['correctness_auroc'] == pytest.approx(
+    sklearn.metrics.roc_auc_score(right, confidence)
+  )
+  is_in = np.repeat([1, 0], [150, 80])
+  scores = np.concatenate([confidence, ood.max(axis=1)])
+  assert found['ood_auroc'] == pytest.approx(sklearn.metrics.roc_auc_score(is_in, scores))
+  assert found['soft_label_nll'] == pytest.approx(agreement.soft_label_nll(log_p, counts).mean())
+  assert found['selective_accuracy'] == agreement.selective_accuracy(log_p, label, 0.8)
+  one = agreement.summarize(Predictions(log_p, label[:, None].astype(np.int32), np.arange(150)))
+  assert 'disagreement_correlation' not in one and 'ood_auroc' not in one
+  nll = sklearn.metrics.log_loss(label, np.exp(log_p), labels=range(4))
+  assert one['soft_label_nll'] == pytest.approx(nll)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import extraction_files
 from het_plugin.evaluation.extraction import RepresentationExtractor
 from het_plugin.evaluation.extraction_files import SplitFiles, safe_name
-from het_plugin.evaluation.representations import read_representations
 from het_plugin.training.partitioning import PjitPartitioner
 
 NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import special
 
+from het_plugin.data.representations import Representations, write_representations
 from het_plugin.evaluation import candidates, rankme
 from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
-from het_plugin.evaluation.representations import Representations, write_representations
 from het_plugin.evaluation.selection import agreement, best_first
 
 

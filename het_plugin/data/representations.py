@@ -31,6 +31,12 @@ from het_plugin import weights
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 DTYPES = ('float32', 'bfloat16', 'float16')
+_CHECKED_ROWS = 8192
+_SAFETENSORS_DTYPES = {
+  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16},
+  **{'I64': np.int64, 'I32': np.int32, 'I16': np.int16, 'I8': np.int8},
+  **{'U64': np.uint64, 'U32': np.uint32, 'U16': np.uint16, 'U8': np.uint8},
+}
 SUFFIXES = ('.npz', '.safetensors', '.npy')
 _METADATA = 'het_plugin'
 
@@ -69,12 +75,14 @@ class Representations:
     return self.labels.max(axis=1)
 
 
-def read_representations(source: str) -> Representations:
+def read_representations(source: str, mapped: bool = False) -> Representations:
   """Reads a file.
 
   Args:
     source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME takes one split of
       a file that has an array 'split' of strings [N].
+    mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
+      as those of .npy files do.
 
   Raises:
     ValueError: the file is missing or damaged, its arrays do not fit together, or values are not
@@ -84,6 +92,8 @@ def read_representations(source: str) -> Representations:
   with reading(path):
     if path.endswith('.npy'):
       arrays, (provenance, class_names) = _read_npy(path), ({}, None)
+    elif mapped and path.endswith('.safetensors') and epath.Path(path).exists():
+      arrays, (provenance, class_names) = _map_safetensors(path), _read_description(path)
     elif weights.is_weights_file(path):
       arrays, (provenance, class_names) = weights.read_arrays(path), _read_description(path)
     else:
@@ -95,6 +105,26 @@ def read_representations(source: str) -> Representations:
     read = Representations(*columns, class_names, provenance)
     _check(read)
   return read
+
+
+def _map_safetensors(path: str) -> dict[str, np.ndarray]:
+  """All arrays of a local file, mapped and of the type that they have there.
+
+  The file has the length of a JSON header in 8 bytes, the header and the arrays
+  (https://huggingface.co/docs/safetensors).
+  """
+  with open(path, 'rb') as stream:
+    length = int.from_bytes(stream.read(8), 'little')
+    header = json.loads(stream.read(length))
+  header.pop('__metadata__', None)
+  arrays = {}
+  for name, entry in header.items():
+    start, stop = entry['data_offsets']
+    if entry['dtype'] not in _SAFETENSORS_DTYPES or start == stop:
+      raise ValueError(f'{name} has the type {entry["dtype"]} and {stop - start} bytes')
+    content = np.memmap(path, np.uint8, 'r', 8 + length + start, (stop - start,))
+    arrays[name] = content.view(_SAFETENSORS_DTYPES[entry['dtype']]).reshape(entry['shape'])
+  return arrays
 
 
 def write_representations(path: epath.PathLike, representations: Representations) -> None:
@@ -177,6 +207,17 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
 
 def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Features, labels and index, whatever their names."""
+  features = find_features(arrays)
+  labels = label_rows(one_of(arrays, LABEL_NAMES)[1], len(features))
+  return features, labels, example_ids(arrays.get('index'), len(features))
+
+
+def find_features(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+  """The array of features [N, D] among named ones.
+
+  Raises:
+    ValueError: there is none, or several.
+  """
   _, features = one_of(arrays, FEATURE_NAMES)
   is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
   if not is_float or features.ndim != 2 or not features.size:
@@ -184,8 +225,7 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np
       f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
       'N and D at least 1'
     )
-  labels = label_rows(one_of(arrays, LABEL_NAMES)[1], len(features))
-  return features, labels, example_ids(arrays.get('index'), len(features))
+  return features
 
 
 def one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
@@ -243,9 +283,11 @@ def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) 
 
 def _check(read: Representations) -> None:
   """Raises ValueError if a value is not finite or out of range."""
-  finite = np.isfinite(read.features).all(axis=1)
-  if not finite.all():
-    raise ValueError(f'there are {int((~finite).sum())} rows that are not finite')
+  wrong = 0
+  for start in range(0, len(read.features), _CHECKED_ROWS):  # they may be a mapped file
+    wrong += int((~np.isfinite(read.features[start : start + _CHECKED_ROWS]).all(axis=1)).sum())
+  if wrong:
+    raise ValueError(f'there are {wrong} rows that are not finite')
   lowest = 0 if read.labels.shape[1] == 1 else -1
   names = read.class_names
   highest = np.iinfo(np.int32).max if names is None else len(names) - 1

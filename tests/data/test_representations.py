@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from het_plugin.evaluation import representations
-from het_plugin.evaluation.representations import Representations, read_representations
+from het_plugin.data import representations
+from het_plugin.data.representations import Representations, read_representations
 
 
 def make(n=6, d=4, **kwargs):

@@ -1,0 +1,114 @@
+"""Where noise helps DET most: the directions in which a fit of a noisy head starts.
+
+With noise of a small covariance Sigma in the logits, the log-likelihood of a softmax grows by
+tr(Sigma H) / 2, with p the prediction, t the label as a distribution and
+
+    H = E[(t - p)(t - p)^T] - E[diag(p) - p p^T]
+
+by how much the labels vary more than p says. This is diag(E[t - p]) - A - A^T with
+A = E[(t - p) p^T]. For a sigmoid H = diag(E[(t - p) (1 - 2 p)]). With B the map
+from the noise space to the logits, the directions are the leading eigenvectors of B H B^T.
+"""
+
+import functools
+
+import jax
+import numpy as np
+from scipy.sparse import linalg
+
+from het_plugin.estimators import objective
+from het_plugin.estimators.model import Model
+
+# Predictions [n, K] of the rows that H is taken over have at most so many entries.
+ENTRIES = 2**22
+_DENSE = 1024  # up to this size of the noise space all eigenvectors are computed
+
+
+def noise_directions(
+  model: Model, det: dict, params: dict, rows: objective.Rows, count: int
+) -> np.ndarray:
+  """The leading directions, float32 [count, Q], of mean square 1 in the logits, or of less
+  where W maps them to less than others.
+
+  Args:
+    model: with noise.
+    det: parameters of DET at its optimum.
+    params: initial parameters of the model, whose W' is used if it has one.
+    rows: of the fit.
+    count: how many.
+  """
+  size, to_logits, from_logits = _noise_map(model, det, params)
+  p, gap = _residuals(model, det, rows)
+
+  def product(z):  # [Q, n]
+    u = to_logits(z.astype(np.float32))
+    if model.link == 'sigmoid':
+      h = (gap * (1 - 2 * p)).sum(axis=0)[:, None] * u
+    else:
+      h = gap.sum(axis=0)[:, None] * u - gap.T @ (p @ u) - p.T @ (gap @ u)
+    return from_logits(h) / len(p)
+
+  rng = np.random.default_rng(0)
+  found = rng.normal(size=(count, size)).astype(np.float32)
+  num = min(count, size - 1)
+  if size <= _DENSE:
+    matrix = product(np.eye(size))
+    vectors = np.linalg.eigh((matrix + matrix.T) / 2)[1][:, ::-1]
+  else:
+    shape, matvec = (size, size), lambda z: product(z.reshape(size, 1)).ravel()
+    operator = linalg.LinearOperator(shape, matvec, dtype=np.float32)
+    values, vectors = linalg.eigsh(operator, num, which='LA', v0=rng.normal(size=size), tol=1e-2)
+    vectors = vectors[:, np.argsort(-values)]
+  found[:num] = vectors[:, :num].T
+  found /= np.linalg.norm(found, axis=1, keepdims=True)
+  in_logits = np.sqrt(np.mean(np.square(to_logits(found.T)), axis=0))
+  # W may map a direction to nothing: it stays of the size that suits most directions.
+  typical = np.sqrt(np.mean(np.square(to_logits(rng.normal(size=(size, 16)).astype(np.float32)))))
+  return found / np.maximum(in_logits, typical / np.sqrt(size) + 1e-6)[:, None]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _location_prob(model, params, x):
+  return model.location_prob(params, x)
+
+
+def _residuals(model, det, rows):
+  """p and w (t - p), [n, K], of the first rows."""
+  limit = max(1, ENTRIES // model.num_classes)
+  p, gap, found = [], [], 0
+  for x, target, weight in zip(rows.x, rows.target, rows.weight, strict=True):
+    if found >= limit:
+      break
+    size = min(limit - found, len(x))
+    predicted = np.asarray(_location_prob(model.deterministic, det, x))[:size]
+    target, weight = np.asarray(target[:size]), np.asarray(weight[:size])
+    if target.dtype.kind == 'i':
+      listed = target >= 0
+      row, column = np.nonzero(listed)
+      shares = np.zeros_like(predicted)
+      np.add.at(shares, (row, target[row, column]), 1.0)
+      target = shares / np.maximum(listed.sum(axis=1, keepdims=True), 1)
+    p.append(predicted)
+    gap.append((target - predicted) * weight[:, None])
+    found += size
+  return np.concatenate(p), np.concatenate(gap)
+
+
+def _noise_map(model, det, params):
+  """Q, and B^T: [Q, n] to [K, n], and B back."""
+  num_classes = model.num_classes
+  if model.head == 'het_xl':
+    kernel = params['head'].get('noise_kernel', det['head']['kernel'])
+    kernel = np.asarray(kernel)[:, :num_classes]
+    return len(kernel), lambda z: kernel.T @ z, lambda u: kernel @ u
+  size = params['head']['covariance']['d_bias'].shape[0]
+  if model.head == 'het':
+    return (
+      size,
+      lambda z: z[:num_classes],
+      lambda u: np.pad(u, [(0, size - num_classes), (0, 0)]),
+    )
+  buckets = model.make_head().buckets(det['head']['kernel'].shape[0])[:num_classes]
+  held = np.zeros((num_classes, size), np.float32)
+  held[np.arange(num_classes), buckets] = 1.0
+  return size, lambda z: z[buckets], lambda u: held.T @ u

@@ -1,0 +1,53 @@
+"""Features as estimators take them: arrays, files, and data beyond the memory."""
+
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from het_plugin.data import representations
+
+SOLVERS = ('auto', 'lbfgs', 'adam')
+# Features of more bytes than this in float32 stay on disk under solver='auto'.
+MEMORY_BYTES = 2**31
+
+
+def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
+  """Features and labels; what is no file is returned as it is.
+
+  Args:
+    x: an array; the name of a file (`representations.read_representations`), whose features stay on
+      disk where its format allows that; or an open `safetensors.safe_open`.
+    y: labels; None takes those of the file.
+
+  Raises:
+    ValueError: the file is missing or damaged, or has no features.
+  """
+  if isinstance(x, str | os.PathLike):
+    read = representations.read_representations(str(x), mapped=True)
+    labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
+    return read.features, labels if y is None else y
+  if hasattr(x, 'get_tensor'):
+    arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}  # noqa: SIM118
+    features = representations.find_features(arrays)
+    labels = representations.one_of(arrays, representations.LABEL_NAMES)[1] if y is None else y
+    return features, labels
+  return x, y
+
+
+def is_mapped(x: Any) -> bool:
+  """Whether an array is a file of floating-point rows that is read where it is touched."""
+  is_float = isinstance(x, np.memmap) and (x.dtype.kind == 'f' or x.dtype == ml_dtypes.bfloat16)
+  return is_float and x.ndim == 2 and len(x) > 0
+
+
+def check_solver(solver: str) -> None:
+  """Raises ValueError if the solver is unknown."""
+  if solver not in SOLVERS:
+    raise ValueError(f'solver={solver!r} is unknown: choose one of {", ".join(SOLVERS)}')
+
+
+def streams(x: Any, solver: str) -> bool:
+  """Whether a fit takes minibatches (the rule of docs/probe.md)."""
+  return solver == 'adam' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)

@@ -1,0 +1,189 @@
+"""Adam over minibatches of rows that stay on disk, for data beyond the memory.
+
+The objective is that of `lbfgs`, whose penalty each batch has in proportion. Features are scaled by
+their standard deviations, so that one learning rate suits them. The learning rate is divided by
+four, and the best parameters taken again, wherever the NLL of held-out rows has not improved in
+`PATIENCE` evaluations; the fit ends where that has happened `NUM_RATES` times.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from sklearn.exceptions import ConvergenceWarning
+
+from het_plugin.estimators import lbfgs, objective, placement, starts
+from het_plugin.estimators.model import Model
+
+BATCH_SIZE = 1024
+LEARNING_RATE = 0.1  # over the square root of D
+NUM_RATES = 4
+PATIENCE = 2
+MIN_GAIN = 1e-4  # nats of the held-out NLL
+EVALUATION_STEPS = 500  # at most, between two evaluations
+MAX_HELD_OUT = 2**14
+_READ_ROWS = 8192
+
+
+class Data:
+  """Rows that are read when they are asked for.
+
+  Attributes:
+    x: [N, D], in memory or mapped.
+    values: `Targets.values` of all rows.
+    weight: [N].
+    index: the rows of positive weight.
+    mean, scale: of the features, [D]; scale is one over the standard deviation.
+  """
+
+  def __init__(self, x: np.ndarray, values: np.ndarray, weight: np.ndarray):
+    """Reads all rows once.
+
+    Raises:
+      ValueError: a row is not finite.
+    """
+    self.x, self.values, self.weight = x, values, weight
+    self.index = np.flatnonzero(weight > 0)
+    total, first, second = 0.0, 0.0, 0.0
+    shift = np.asarray(x[0], np.float64)  # spares digits where the mean is large
+    for start in range(0, len(x), _READ_ROWS):
+      block = np.asarray(x[start : start + _READ_ROWS]).astype(np.float64)
+      w = weight[start : start + _READ_ROWS]
+      total, first = total + w.sum(), first + w @ (block - shift)
+      second = second + w @ np.square(block - shift)
+      if not np.isfinite(first).all():
+        raise ValueError(f'Input X contains NaN or infinity in rows from {start} on')
+      placement.forget_pages(x)
+    mean = first / total
+    deviation = np.sqrt(np.maximum(second / total - mean**2, 0.0))
+    self.mean, self.total = shift + mean, total
+    self.scale = 1.0 / np.where(deviation > 1e-6 * np.abs(shift + mean), deviation, 1.0)
+
+  def rows(self, model: Model, index: np.ndarray, c: float, c_noise: float) -> objective.Rows:
+    """Rows of the numbers in `index`, with their part of the penalty."""
+    index = np.sort(index)
+    x = np.asarray(self.x[index]).astype(np.float32)
+    placement.forget_pages(self.x)
+    weight = self.weight[index]
+    share = weight.sum() / self.total
+    of_batch = (c / share, c_noise / share)
+    return objective.make_rows(model, x, self.mean, self.values[index], weight, *of_batch)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(model, theta, state, rate, rows, scale):
+  gradient = jax.grad(objective.objective, argnums=1)(model, theta, rows, scale)
+  updates, state = optax.scale_by_adam().update(gradient, state)
+  return jax.tree.map(lambda x, u: x - rate * u, theta, updates), state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean_nll(model, theta, rows, scale):
+  return objective.mean_nll(model, objective.unwhiten(model, theta, scale), rows)
+
+
+def fit(
+  model: Model,
+  data: Data,
+  class_shares: np.ndarray,
+  seed: int,
+  c: float,
+  c_noise: float,
+  *,
+  validation_fraction: float,
+  max_iter: int,
+  progress: bool,
+  mesh: Sequence[int] | None = None,
+) -> lbfgs.Fit:
+  """Fits a model; the objective of the result is the NLL of the held-out rows.
+
+  Args:
+    model: the model.
+    data: its rows.
+    class_shares: [K] frequencies of the classes.
+    seed: seed of hidden layers, noise, order and held-out rows.
+    c, c_noise: inverse strengths of the regularisation.
+    validation_fraction: share of the rows that is held out.
+    max_iter: epochs at most, of DET and of the noise each.
+    progress: whether a bar shows the NLL.
+    mesh: see `placement`.
+  """
+  rng = np.random.default_rng(seed)
+  order = rng.permutation(data.index)
+  num_held_out = min(max(1, int(validation_fraction * len(order))), MAX_HELD_OUT)
+  held_out, index = order[:num_held_out], order[num_held_out:]
+  det, width = model.deterministic, data.x.shape[1]
+  search = functools.partial(
+    _search, data, index, held_out, rng, c, c_noise, max_iter=max_iter, progress=progress, mesh=mesh
+  )
+  start = starts.det_start(det, det.init(seed, width), class_shares)
+  fitted = search(det, start)
+  if model.head == 'det':
+    return fitted
+  sample = data.rows(model, index[: max(16, min(len(index), 2**23 // width))], c, c_noise)
+  start = starts.noisy_start(model, fitted.params, sample, seed)
+  noisy = search(model, start)
+  return (
+    noisy
+    if noisy.objective <= fitted.objective
+    else search(model, starts.without_noise(start, fitted.params))
+  )
+
+
+def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, progress, mesh):
+  scale = jnp.asarray(data.scale, jnp.float32)
+  theta = objective.unwhiten(model, jax.tree.map(jnp.asarray, params), 1.0 / scale)
+  theta = placement.place_params(model, theta, mesh)
+  state = optax.scale_by_adam().init(theta)
+  size = min(BATCH_SIZE, len(index))
+  per_epoch = len(index) // size
+  rows = functools.partial(data.rows, model, c=c, c_noise=c_noise)
+
+  def validate(theta):
+    parts = [held_out[i : i + _READ_ROWS] for i in range(0, len(held_out), _READ_ROWS)]
+    nll = [
+      float(_mean_nll(model, theta, placement.place_rows(rows(p), mesh), scale)) for p in parts
+    ]
+    return float(np.average(nll, weights=[data.weight[p].sum() for p in parts]))
+
+  rate, num_rates, waited, step = LEARNING_RATE / np.sqrt(data.x.shape[1]), 0, 0, 0
+  period = min(EVALUATION_STEPS, per_epoch)
+  best, best_nll = jax.tree.map(jnp.copy, theta), validate(theta)
+  hidden = None if progress else True  # None: shown on a terminal
+  with tqdm.tqdm(total=max_iter * per_epoch, desc=model.head, disable=hidden, leave=False) as bar:
+    for epoch in itertools.count():
+      if epoch == max_iter or num_rates == NUM_RATES:
+        break
+      order = rng.permutation(index)
+      for i in range(per_epoch):
+        batch = placement.place_rows(rows(order[i * size : (i + 1) * size]), mesh)
+        theta, state = _step(model, theta, state, rate, batch, scale)
+        step += 1
+        bar.update()
+        if step % period:
+          continue
+        nll = validate(theta)
+        bar.set_postfix(held_out_nll=f'{nll:.5f}', rate=f'{rate:.1e}')
+        waited = 0 if nll < best_nll - MIN_GAIN else waited + 1
+        if nll < best_nll:
+          best, best_nll = jax.tree.map(jnp.copy, theta), nll
+        if waited == PATIENCE:
+          theta, state = jax.tree.map(jnp.copy, best), optax.scale_by_adam().init(best)
+          rate, num_rates, waited = rate / 4, num_rates + 1, 0
+          if num_rates == NUM_RATES:
+            break
+  if num_rates < NUM_RATES:
+    warnings.warn(
+      f'{model.head} has not converged: the NLL of the held-out rows still falls after '
+      f'max_iter={max_iter} epochs',
+      ConvergenceWarning,
+      stacklevel=2,
+    )
+  params = jax.tree.map(np.asarray, objective.unwhiten(model, best, scale))
+  return lbfgs.Fit(params, best_nll, float('nan'), epoch)

@@ -1,0 +1,88 @@
+"""Where rows and parameters lie: a mesh of (data, model) devices, and mapped files.
+
+As in a training run, rows are cut over `data`, and over `model` all that has K columns and the
+parameters of the noise. K is padded to a multiple of the mesh's model axis.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from flax import traverse_util
+from flax.linen import partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from het_plugin.estimators import objective
+from het_plugin.estimators.model import ROW_MULTIPLE, Model
+
+AXES = ('data', 'model')
+RULES = (('batch', 'data'), ('vocab', 'model'))
+
+
+def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
+  """A mesh of (data, model) devices.
+
+  Raises:
+    ValueError: there are too few devices, or the shape is no pair.
+  """
+  mesh = tuple(mesh)
+  wrong = len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] > jax.device_count()
+  if wrong or ROW_MULTIPLE % mesh[0]:
+    raise ValueError(
+      f'mesh={mesh} must be (data, model), positive numbers of devices, where data divides '
+      f'{ROW_MULTIPLE} and the product is at most {jax.device_count()}, the number of '
+      'devices'
+    )
+  devices = np.array(jax.devices()[: mesh[0] * mesh[1]]).reshape(mesh)
+  return jax.sharding.Mesh(devices, AXES)
+
+
+@contextlib.contextmanager
+def on(mesh: Sequence[int] | None) -> Iterator[None]:
+  """Inside, computations are on the mesh; None is one device."""
+  if mesh is None:
+    yield
+    return
+  with jax.set_mesh(make_mesh(mesh)), partitioning.axis_rules(RULES):
+    yield
+
+
+def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict:
+  """Parameters on the mesh; a dimension that the mesh does not divide is whole."""
+  if mesh is None:
+    return params
+  mesh, flat = make_mesh(mesh), traverse_util.flatten_dict(params)
+  names = model.axes(_num_features(flat))
+
+  def sharding(path, x):
+    axes = names.get(path) or (None,) * x.ndim
+    spec = partitioning.logical_to_mesh_axes(axes, (*RULES, ('noise', 'model')))
+    spec = [a if a is None or x.shape[i] % mesh.shape[a] == 0 else None for i, a in enumerate(spec)]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  placed = {path: jax.device_put(x, sharding(path, x)) for path, x in flat.items()}
+  return traverse_util.unflatten_dict(placed)
+
+
+def _num_features(flat):
+  """D of the features that come in."""
+  return len(flat.get(('hidden_0', 'kernel'), flat['head', 'kernel']))
+
+
+def place_rows(rows: objective.Rows, mesh: Sequence[int] | None) -> objective.Rows:
+  """Rows on the mesh, cut over `data`."""
+  if mesh is None:
+    return rows
+  sharding = NamedSharding(make_mesh(mesh), PartitionSpec(None, 'data'))
+  placed = [jax.device_put(x, sharding) for x in (rows.x, rows.target, rows.weight)]
+  return rows.replace(x=placed[0], target=placed[1], weight=placed[2])
+
+
+def forget_pages(x: np.ndarray) -> None:
+  """Takes the pages of a mapped file that have been read out of this process' memory."""
+  while isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
+    x = x.base
+  if isinstance(x, np.memmap) and isinstance(x._mmap, mmap.mmap):
+    x._mmap.madvise(mmap.MADV_DONTNEED)

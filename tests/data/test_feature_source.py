@@ -1,0 +1,67 @@
+"""Features as a task: rows, splits, batches; and the trainer on them."""
+
+import numpy as np
+import pytest
+
+from het_plugin.data import DatasetConfig, feature_source, get_dataset, representations
+
+
+@pytest.fixture
+def arrays():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(60, 7)).astype(np.float32)
+  return x, rng.integers(0, 3, 60)
+
+
+def config(name, **changes):
+  settings = {'split': 'all', 'batch_size': 60, 'shuffle': False} | changes
+  return DatasetConfig(name, {'image': 1, 'label': 1}, **settings)
+
+
+def batch(name, **changes):
+  data = get_dataset(config(name, **changes))
+  found = next(data)
+  data.close()
+  return found
+
+
+def test_files_of_every_kind_give_the_rows(tmp_path, arrays):
+  x, y = arrays
+  np.savez(tmp_path / 'a.npz', features=x, label=y)
+  np.save(tmp_path / 'x.npy', x)
+  np.save(tmp_path / 'y.npy', y)
+  written = representations.Representations(
+    x, y[:, None].astype(np.int32), np.arange(60), ('a', 'b', 'c')
+  )
+  representations.write_representations(tmp_path / 'a.safetensors', written)
+  for name in ('a.npz', 'a.safetensors', f'x.npy,{tmp_path}/y.npy'):
+    got = batch(f'features:{tmp_path}/{name}')
+    np.testing.assert_array_equal(got['image'], x[:, None, None])
+    np.testing.assert_array_equal(got['label'][:, 0], y)
+  source = feature_source.features_source(f'{tmp_path}/a.safetensors')
+  assert source.info.class_names == ('a', 'b', 'c') and source.info.channels == 7
+  assert source.info.splits == {'train': 54, 'validation': 6, 'all': 60}
+  x[3] += 1
+  np.savez(tmp_path / 'b.npz', features=x, label=y)
+  other = feature_source.features_source(f'{tmp_path}/b.npz')
+  assert other.info.version != source.info.version
+
+
+def test_splits_of_a_file(tmp_path, arrays):
+  x, y = arrays
+  split = np.where(np.arange(60) % 3 == 0, 'test', 'train')
+  np.savez(tmp_path / 'a.npz', features=x, label=y, split=split)
+  got = batch(f'features:{tmp_path}/a.npz', split='test', batch_size=20)
+  np.testing.assert_array_equal(got['image'][:, 0, 0], x[::3])
+  with pytest.raises(ValueError, match="split is 'all'; the splits of"):
+    batch(f'features:{tmp_path}/a.npz', split='all')
+
+
+def test_wrong_files_are_one_sentence(tmp_path, arrays):
+  x, y = arrays
+  with pytest.raises(ValueError, match='does not exist'):
+    feature_source.features_source(str(tmp_path / 'none.npz'))
+  x[5, 2] = np.nan
+  np.savez(tmp_path / 'a.npz', features=x, label=y)
+  with pytest.raises(ValueError, match='1 rows that are not finite'):
+    feature_source.features_source(str(tmp_path / 'a.npz'))

@@ -1,0 +1,153 @@
+"""Data beyond the memory, meshes, and features in files."""
+
+import subprocess
+import sys
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from sklearn.exceptions import ConvergenceWarning
+
+from het_plugin.estimators import DetClassifier, HetHClassifier, HetXLClassifier
+
+NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 16}
+
+
+@pytest.fixture(scope='module')
+def data():
+  rng = np.random.default_rng(0)
+  scales = np.array([0.01, 0.01, 1, 1, 100, 100])
+  x = rng.normal(size=(2500, 6))
+  y = (x @ rng.normal(size=(6, 11)) + rng.gumbel(size=(2500, 11))).argmax(axis=1)
+  return (scales * (x + 3)).astype(np.float32), y
+
+
+def test_minibatches_end_near_the_optimum_and_read_files(data, tmp_path):
+  x, y = data
+  exact = DetClassifier(10.0).fit(x, y).nll(x, y).mean()
+  streamed = DetClassifier(10.0, solver='adam').fit(x, y)
+  assert streamed.nll(x, y).mean() == pytest.approx(exact, abs=0.01)
+  np.save(tmp_path / 'x.npy', x)
+  mapped = np.load(tmp_path / 'x.npy', mmap_mode='r')
+  again = DetClassifier(10.0, solver='adam').fit(mapped, y)
+  np.testing.assert_array_equal(again.predict_log_proba(mapped), streamed.predict_log_proba(x))
+
+
+def test_minibatches_stop_early_and_warn_if_they_do_not(data):
+  x, y = data
+  assert DetClassifier(10.0, solver='adam', max_iter=1000).fit(x, y).n_iter_ < 500
+  with pytest.warns(ConvergenceWarning, match='still falls after max_iter=1 epochs'):
+    HetXLClassifier(solver='adam', max_iter=1, **NOISY).fit(x, y)
+
+
+@pytest.mark.parametrize('solver', [pytest.param('lbfgs', marks=pytest.mark.slow), 'adam'])
+def test_a_mesh_gives_the_same_fit(data, solver):
+  """K = 11 on 4 shards of classes."""
+  x, y = (rows[:1500] for rows in data)
+  for cls, settings in ((DetClassifier, {'C': 1.0}), (HetXLClassifier, NOISY)):
+    settings = {**settings, 'max_iter': 8, 'tol': 1e-2, 'solver': solver}
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      one = cls(**settings).fit(x, y)
+      many = cls(**settings, mesh=(2, 4)).fit(x, y)
+    assert many.params_['head']['kernel'].shape[1] == 12
+    np.testing.assert_allclose(many.nll(x, y).mean(), one.nll(x, y).mean(), atol=2e-3)
+    assert many.predict_proba(x).shape == (1500, 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cls', [HetXLClassifier, HetHClassifier])
+def test_imagenet_21k_classes_on_eight_devices(cls):
+  """21,843 classes are 21,848 on 8 shards, and no device has more than its columns of W."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(21_843, 16)).astype(np.float32)
+  fit = cls(mesh=(1, 8), solver='adam', max_iter=1, **NOISY)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', ConvergenceWarning)
+    fit.fit(x, np.arange(21_843))
+  assert fit.params_['head']['kernel'].shape == (16, 21_848)
+  np.testing.assert_allclose(fit.predict_proba(x[:32]).sum(axis=1), 1.0, rtol=1e-4)
+
+
+PEAK = """
+import resource, sys, warnings
+import numpy as np
+from het_plugin.estimators import DetClassifier
+warnings.simplefilter('ignore')
+x = np.load(sys.argv[1], mmap_mode='r')[: int(sys.argv[2])]
+y = np.arange(len(x)) % 10
+det = DetClassifier(solver='adam', max_iter=2).fit(x, y)
+det.predict(x)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_streamed_fit_does_not_grow_with_n(tmp_path):
+  """180,000 rows more are 350 MiB more on disk."""
+  path = str(tmp_path / 'x.npy')
+  file = np.lib.format.open_memmap(path, 'w+', np.float32, (200_000, 512))
+  for start in range(0, 200_000, 20_000):
+    file[start : start + 20_000] = np.random.default_rng(start).normal(size=(20_000, 512))
+  del file
+  peaks = []
+  for rows in (20_000, 200_000):
+    command = [sys.executable, '-c', PEAK, path, str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peaks.append(int(done.stdout))
+  assert peaks[1] - peaks[0] < 70, peaks
+
+
+def test_features_in_files_and_of_two_bytes(data, tmp_path):
+  x, y = data
+  x, y = (x[:200] / 100).astype(jnp.bfloat16), y[:200].astype(np.int32)
+  path = str(tmp_path / 'x.safetensors')
+  safetensors.numpy.save_file({'features': x, 'label': y}, path)
+  expected = DetClassifier().fit(x.astype(np.float32), y).predict_log_proba(x)
+  from_file = DetClassifier().fit(path)
+  np.testing.assert_array_equal(from_file.predict_log_proba(path), expected)
+  assert from_file.score(path, y) == (expected.argmax(axis=1) == y).mean()
+  with safetensors.safe_open(path, framework='flax') as handle:
+    np.testing.assert_array_equal(DetClassifier().fit(handle).predict_log_proba(x), expected)
+  np.testing.assert_array_equal(
+    DetClassifier().fit(jnp.asarray(x), y).predict_log_proba(x), expected
+  )
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'solver': 'sgd'}, "solver='sgd' is unknown: choose one of auto, lbfgs, adam"),
+    ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
+    ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
+    ({'solver': 'adam', 'tau': 'validation'}, "tau='validation' needs all rows in memory"),
+  ],
+)
+def test_wrong_settings_are_one_sentence(data, change, message):
+  x, y = data
+  with pytest.raises(ValueError, match=message):
+    DetClassifier(**change).fit(x[:50], y[:50])
+
+
+@pytest.mark.parametrize('solver', ['lbfgs', 'adam'])
+def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
+  x, y = (rows[:60].copy() for rows in data)
+  det = DetClassifier(solver=solver)
+  with pytest.raises(ValueError, match=r'y has shape \(59,\); it must be \[60\]'):
+    det.fit(x, y[1:])
+  with pytest.raises(ValueError, match='y has one class only, 3'):
+    det.fit(x, np.full(60, 3))
+  with pytest.raises(ValueError, match='does not exist'):
+    det.fit(str(tmp_path / 'none.npz'))
+  x[7, 2] = np.nan
+  with pytest.raises(ValueError, match='Input X contains NaN'):
+    det.fit(x, y)
+
+
+def test_more_classes_than_rows_is_a_warning(data):
+  x, _ = data
+  with pytest.warns(UserWarning, match='y has K=11 classes and X has N=5 rows'):
+    DetClassifier(max_iter=30).fit(x[:5], np.full((5, 11), 1 / 11))

@@ -1,0 +1,117 @@
+"""The trainer on rows of features: no hidden layer is the estimator's optimum; an MLP, a mesh."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import gin
+from het_plugin import estimators, heads
+from het_plugin import represent as represent_main
+from het_plugin import train as train_main
+from het_plugin.config import parsing, registry
+from het_plugin.data import representations
+from het_plugin.training import checkpoint_reader, train
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(512, 6)).astype(np.float32)
+  y = (x @ rng.normal(size=(6, 5)) + rng.gumbel(size=(512, 5))).argmax(axis=1)
+  path = tmp_path_factory.mktemp('features') / 'a.npz'
+  np.savez(path, features=x, label=y)
+  return str(path), x, y
+
+
+def parse(head, path, model_dir, *extra):
+  registry.register_trainer()
+  files = ['het_plugin/gin/runs/features.gin', f'het_plugin/gin/heads/{head}.gin']
+  bindings = [
+    f"MIXTURE_OR_TASK_NAME = 'features:{path}'",
+    *(f"MODEL_DIR = '{model_dir}'", 'NUM_CLASSES = 5', 'BATCH_SIZE = 512', 'WARMUP_STEPS = 0'),
+  ]
+  parsing.parse_config(files, [*bindings, *extra])
+
+
+def run():
+  return gin.get_configurable(train.train)()[1]
+
+
+WHOLE = (
+  *("train/DatasetConfig.split = 'all'", 'train/DatasetConfig.augment = True'),
+  *('train.train_eval_dataset_cfg = None', 'CheckpointConfig.save = None'),
+)
+
+
+def test_no_hidden_layer_ends_at_the_optimum_of_the_estimator(rows, tmp_path):
+  path, x, y = rows
+  settings = ('TRAIN_STEPS = 500', 'LEARNING_RATE = 0.05', 'WEIGHT_DECAY = 0.0')
+  parse('det', path, tmp_path / 'det', *settings, *WHOLE)
+  state = run()
+  assert 'backbone' not in state.params
+  head = state.params['head']
+  logits = x @ np.asarray(head['kernel'])[:, :5] + np.asarray(head['bias'])[:5]
+  logits -= logits.max(axis=1, keepdims=True)
+  log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  trained = -log_p[np.arange(512), y].mean()
+  fitted = estimators.DetClassifier(C=1e6).fit(x, y).nll(x, y).mean()
+  assert trained == pytest.approx(fitted, abs=1e-3)
+
+
+@pytest.mark.parametrize('head', [pytest.param('HetXL', marks=pytest.mark.slow), 'HetH'])
+def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_path, head):
+  """Its parameters are those of the estimator, over the features themselves."""
+  path, x, y = rows
+  cls = {'HetXL': estimators.HetXLClassifier, 'HetH': estimators.HetHClassifier}[head]
+  layers = (8,) if head == 'HetXL' else ()
+  settings = {'num_factors': 2, 'num_samples': 16, 'max_iter': 10, 'tol': 0.1}
+  fitted = cls(hidden_layers=layers, **settings).fit(x + 1, y)
+  np.savez(tmp_path / 'b.npz', features=x + 1, label=y)
+  estimators.to_checkpoint(fitted, str(tmp_path / 'start.safetensors'))
+  parse(
+    {'HetXL': 'het_xl', 'HetH': 'het_h'}[head],
+    *(tmp_path / 'b.npz', tmp_path / 'run', 'TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-12'),
+    *(f'{head}.num_factors = 2', f'Mlp.hidden_layers = {layers}', 'WEIGHT_DECAY = 0.0'),
+    *(f'{head}.temperature = @FixedTemperature()', 'FixedTemperature.tau = 1.0'),
+    'warmup_schedule.init_value = 0.0',
+    'warmup_schedule.end_value = 0.0',
+    'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+    f"RestoreCheckpointConfig.path = '{tmp_path}/start.safetensors'",
+    *WHOLE,
+  )
+  state = run()
+  params = jax.tree.map(np.asarray, state.params)
+  phi = x + 1
+  if layers:
+    hidden = params['backbone']['hidden_0']
+    phi = np.asarray(jax.nn.gelu(phi @ hidden['kernel'] + hidden['bias']))
+  opened = estimators.from_head(getattr(heads, head)(5, num_factors=2), params['head'])
+  opened.set_params(num_samples=16)
+  np.testing.assert_allclose(
+    opened.covariance(phi[:20]), fitted.covariance(x[:20] + 1), rtol=2e-3, atol=1e-4
+  )
+
+
+def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
+  """Files of its pre-logits are those of the MLP; the run is one of the main."""
+  path, x, _ = rows
+  bindings = [
+    *(f"MIXTURE_OR_TASK_NAME='features:{path}'", f"MODEL_DIR='{tmp_path}/run'", 'NUM_CLASSES=5'),
+    *('TRAIN_STEPS=3', 'WARMUP_STEPS=0', 'BATCH_SIZE=64', 'Mlp.hidden_layers=(16,)'),
+    *('PjitPartitioner.num_partitions=4', 'HetXL.num_factors=3', 'EVAL_PERIOD=3'),
+  ]
+  files = [f'--gin_file=het_plugin/gin/{x}.gin' for x in ('runs/features', 'heads/het_xl')]
+  run_main(train_main, *files, *(f'--gin.{x}' for x in bindings))
+  lines = [json.loads(x) for x in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
+  assert any(f'training_eval/features:{path}/nll' in line for line in lines)
+  out = tmp_path / 'out'
+  arguments = [f'--checkpoint={tmp_path}/run', f'--dataset=features:{path}', '--splits=all']
+  run_main(represent_main, *arguments, f'--output_dir={out}')
+  (file,) = out.rglob('*.safetensors')
+  found = representations.read_representations(str(file))
+  hidden = checkpoint_reader.read_params(tmp_path / 'run')
+  kernel, bias = (hidden[f'backbone/hidden_0/{name}'] for name in ('kernel', 'bias'))
+  expected = np.asarray(jax.nn.gelu(x @ kernel + bias))
+  np.testing.assert_allclose(found.features[np.argsort(found.index)], expected, atol=1e-4)
