@@ -25,10 +25,10 @@ import jax
 import gin
 from het_plugin import weights
 from het_plugin.config import changes, registry, trained_run
+from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import evaluate, knn, represent, selection
 from het_plugin.evaluation.candidates import candidate_names
 from het_plugin.evaluation.report import Report
-from het_plugin.evaluation.representations import read_representations
 from het_plugin.experiments import runs
 from het_plugin.training import checkpoint_reader
 
