@@ -335,7 +335,7 @@ def _shown(row):
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']
-  if 'agreement' in row:
+  if {'disagreement_correlation', 'ood_auroc'} & set(row.get('agreement', ())):
     tables['agreement with labels'] = row['agreement']
   if 'difference' in row:
     tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
