@@ -197,7 +197,7 @@ def _outcome(head, train, test, ood, settings) -> Outcome:
     estimator, point, failures = _fit_best(head, train.features, y, fitted, settings)
     rows = test if held_out is None else _rows(train, held_out)
     predictions = _predictions(estimator, rows)
-    parts.append(uncertainty.score_examples(predictions, ks=(1,)))
+    parts.append(_scores(predictions))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
       agreements.append(agreement.summarize(predictions, ood_log_p))
@@ -274,6 +274,19 @@ def _predictions(estimator: HeadClassifier, rows: Representations) -> Prediction
   nll = estimator.nll(rows.features, _targets(rows)) if indicator else None
   link = 'sigmoid' if indicator else 'softmax'
   return Predictions(log_p, labels.astype(np.int32), rows.index, link, nll=nll)
+
+
+def _scores(predictions: Predictions) -> uncertainty.ExampleScores:
+  """The scores of examples; of votes the NLL is that of their shares, and right is the class with
+  the most.
+  """
+  if predictions.link == 'sigmoid' or predictions.labels.shape[1] == 1:
+    return uncertainty.score_examples(predictions, ks=(1,))
+  counts = agreement.vote_counts(predictions)
+  top = counts.argmax(axis=1).astype(np.int32)[:, None]
+  scores = uncertainty.score_examples(dataclasses.replace(predictions, labels=top), ks=(1,))
+  soft_nll = agreement.soft_label_nll(predictions.log_prob, counts)
+  return dataclasses.replace(scores, nll=soft_nll)
 
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:

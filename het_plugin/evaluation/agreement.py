@@ -37,9 +37,7 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
   if predictions.link != 'softmax':
     raise ValueError('metrics on the votes of annotators need predictions of a softmax')
   log_prob, labels = predictions.log_prob, predictions.labels
-  shares = np.zeros(log_prob.shape)
-  row, column = np.nonzero(labels >= 0)
-  np.add.at(shares, (row, labels[row, column]), 1.0)
+  shares = vote_counts(predictions)
   label, top = shares.argmax(axis=1), log_prob.max(axis=1)
   correct = log_prob.argmax(axis=1) == label
   found = {'soft_label_nll': float(soft_label_nll(log_prob, shares).mean())}
@@ -51,6 +49,14 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
   if ood_log_prob is not None:
     found['ood_auroc'] = uncertainty.auroc(top, ood_log_prob.max(axis=1))
   return found
+
+
+def vote_counts(predictions: Predictions) -> np.ndarray:
+  """Votes for each class, float64 [N, K]."""
+  counts = np.zeros(predictions.log_prob.shape)
+  row, column = np.nonzero(predictions.labels >= 0)
+  np.add.at(counts, (row, predictions.labels[row, column]), 1.0)
+  return counts
 
 
 def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:

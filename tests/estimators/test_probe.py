@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from het_plugin.estimators import probe
+from het_plugin.estimators import DetClassifier, probe
 
 
 @pytest.fixture(scope='module')
@@ -67,3 +67,24 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
   np.savez(tmp_path / 'more.npz', features=np.ones((2, 6), np.float32), label=np.array([0, 7]))
   with pytest.raises(ValueError, match='1 test rows have classes .* such as 7'):
     probe.probe(files[0], str(tmp_path / 'more.npz'), settings())
+
+
+def test_votes_and_rows_of_another_distribution(tmp_path):
+  """Three annotators per row, of whom the last agrees less often where the features are small."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(300, 4)).astype(np.float32)
+  u = 2 * x @ rng.normal(size=(4, 3))
+  votes = np.stack([(u + rng.gumbel(size=u.shape)).argmax(axis=1) for _ in range(3)], axis=1)
+  votes[::7, 2] = -1
+  np.savez(tmp_path / 'a.npz', features=x[:200], label=votes[:200])
+  np.savez(tmp_path / 'b.npz', features=x[200:], label=votes[200:])
+  np.savez(tmp_path / 'ood.npz', features=x[:50] / 5, label=votes[:50, 0])
+  paths = (str(tmp_path / name) for name in ('a.npz', 'b.npz'))
+  report = probe.probe(*paths, settings(target='votes'), str(tmp_path / 'ood.npz'))
+  found = report.json[0]['agreement']
+  estimator = DetClassifier(target='votes', max_iter=60).fit(x[:200], votes[:200])
+  log_p = estimator.predict_log_proba(x[200:])
+  expected = [log_p[i, row[row >= 0]].mean() for i, row in enumerate(votes[200:])]
+  assert found['soft_label_nll'] == pytest.approx(-np.mean(expected), abs=1e-5)
+  assert found['disagreement_correlation'] > 0.2 and found['ood_auroc'] > 0.6
+  assert 'ood_auroc' in report.text()
