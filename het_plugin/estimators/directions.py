@@ -21,6 +21,7 @@ from het_plugin.estimators.model import Model
 
 # Predictions [n, K] of the rows that H is taken over have at most so many entries.
 ENTRIES = 2**22
+MIN_SIZE = 1e-2  # W of a DET that has learned little would ask for noise without bound
 _DENSE = 1024  # up to this size of the noise space all eigenvectors are computed
 
 
@@ -64,7 +65,7 @@ def noise_directions(
   in_logits = np.sqrt(np.mean(np.square(to_logits(found.T)), axis=0))
   # W may map a direction to nothing: it stays of the size that suits most directions.
   typical = np.sqrt(np.mean(np.square(to_logits(rng.normal(size=(size, 16)).astype(np.float32)))))
-  return found / np.maximum(in_logits, typical / np.sqrt(size) + 1e-6)[:, None]
+  return found / np.maximum(in_logits, max(typical / np.sqrt(size), MIN_SIZE))[:, None]
 
 
 @functools.partial(jax.jit, static_argnums=0)
