@@ -8,8 +8,9 @@ exp of a difference of logarithms. There are three loops.
 one number per example (softmax) or class (sigmoid), so its cotangent only scales a gradient that is
 known as soon as the samples are. The forward pass accumulates the gradient with respect to the
 factors F [T, K], relative to a running maximum as in an online softmax: no sample is drawn or
-projected twice. With e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample
-s relative to the largest over s, and z_s extended by a 1 for the mean,
+projected twice. On a CPU it takes one example after the other (`Placement.by_example`). With
+e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample s relative to the
+largest over s, and z_s extended by a 1 for the mean,
 
     d log p_y / dF = sum_s omega_s z_s (1[k = y] - e_sk / Z_s) / sum_s omega_s
     d log q_k / dF = +-sum_s z_s sigmoid(x_s) sigmoid(-x_s) / sum_s sigmoid(x_s),   x = +-u_k
@@ -22,126 +23,16 @@ draws and projects again (`jax.checkpoint`).
 weights the gradient of each sample by exp(value - answer).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from het_plugin.integrate.gaussian import (
-  PADDED,
-  GaussianLogits,
-  Hashed,
-  Linear,
-  LowRank,
-  Opaque,
-  apply_projection,
-  masked,
-  project,
-)
+from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.rotation import Draws
-
-
-@struct.dataclass
-class Samples:
-  """What the logits over tau are sampled from: u = mean + projection(noise).
-
-  Attributes:
-    mean: [B, 1, K]; or [1, 1, K], the bias or 0, if the noise or the projection contain the rest.
-      `PADDED` at padded classes.
-    noise: the noise in the noise space; or, if factors are projected first, the factors in logit
-      space with mu as their last row, [B, T + 1, K].
-    projection: None, `Linear`, or `Opaque`.
-  """
-
-  mean: jax.Array
-  noise: LowRank | jax.Array
-  projection: Linear | Opaque | None
-
-  @property
-  def batch_size(self) -> int:
-    return len(self.noise.diag if isinstance(self.noise, LowRank) else self.noise)
-
-  @property
-  def num_normals(self) -> int:
-    """T."""
-    is_low_rank = isinstance(self.noise, LowRank)
-    return self.noise.num_normals if is_low_rank else self.noise.shape[1] - 1
-
-  def noise_of(self, z: jax.Array, buckets: jax.Array | None) -> jax.Array:
-    """The noise of the logits [B, s, K] for normals z [B, s, T]: linear in z."""
-    if not isinstance(self.noise, LowRank):
-      return jnp.einsum('bst,btk->bsk', with_last(z, 0.0), self.noise)
-    projection = self.projection if buckets is None else Hashed(buckets)
-    return apply_projection(projection, self.noise.noise(z))
-
-  def logits(self, z: jax.Array, buckets: jax.Array | None) -> jax.Array:
-    """u [B, s, K]."""
-    if not isinstance(self.noise, LowRank):
-      # mu is added, not multiplied by a 1, since some devices round the operands of products.
-      return self.noise_of(z, buckets) + (self.noise[:, -1:] + self.mean)
-    match self.projection:
-      case Opaque(phi, params, get_logits):
-        phi = phi[:, None] + self.noise.noise(z)  # [B, s, D]
-        u = get_logits(params, phi.reshape(-1, phi.shape[-1])).reshape(*phi.shape[:2], -1)
-        return u.astype(self.mean.dtype) + self.mean
-      case Linear(_, phi) if phi is not None:
-        return apply_projection(self.projection, phi[:, None] + self.noise.noise(z)) + self.mean
-    return self.noise_of(z, buckets) + self.mean
-
-
-@struct.dataclass
-class Constants:
-  """Draws, and the hash of HET-H [K] if noise is hashed after it is sampled."""
-
-  draws: Draws
-  buckets: jax.Array | None = None
-
-
-def samples_of(logits: GaussianLogits, project_first: bool) -> tuple[Samples, jax.Array | None]:
-  """What is sampled, already divided by tau, and the hash, if any. If the location is phi W + bias,
-  one product serves location and noise, so W has one gradient.
-  """
-  inverse, projection = 1.0 / logits.temperature, logits.projection
-  mean, noise = logits.location[:, None] * inverse, logits.covariance.scaled(inverse)
-  buckets = None
-  match projection:
-    case Opaque(phi, params, get_logits):
-      projection = Opaque(phi, (params, inverse), _Tempered(get_logits))
-      mean, noise = jnp.zeros_like(mean[:1]), logits.covariance
-    case Linear(kernel, phi, bias) if phi is not None:
-      mean, projection = (bias * inverse)[None, None], Linear(kernel, phi * inverse)
-      if project_first:
-        rows = [noise.dense_loading(), noise.diag[:, None], projection.phi[:, None]]
-        noise = apply_projection(projection, jnp.concatenate(rows, axis=1))
-    case Hashed() if not project_first:
-      projection, buckets = None, projection.buckets
-  if project_first:
-    if isinstance(noise, LowRank):
-      noise = project(noise, projection)
-      noise = jnp.concatenate([noise.dense_loading(), noise.diag[:, None], mean], axis=1)
-      mean = jnp.zeros_like(mean[:1])
-    projection = None
-  return Samples(masked(logits, mean), noise, projection), buckets
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tempered:
-  """get_logits(phi) / tau, with 1 / tau as one more parameter."""
-
-  get_logits: Callable
-
-  def __call__(self, params, phi):
-    params, inverse = params
-    return self.get_logits(params, phi) * inverse
-
-
-def with_last(z: jax.Array, last: float) -> jax.Array:
-  """z [B, s, T] with `last` as one more column."""
-  return jnp.concatenate([z, jnp.full_like(z[..., :1], last)], axis=-1)
+from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
 def draw(plan: Plan, draws: Draws, chunk: jax.Array, num_normals: int, batch: int):
@@ -174,17 +65,22 @@ def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def one_pass(
-  link: str, plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, target: jax.Array
-) -> jax.Array:
+def one_pass(link: str, plan: Plan, samples: Samples, draws: Draws, target: jax.Array) -> jax.Array:
   """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)] [B, K] for the
-  target a [B, K] of +1 and -1; rows and shift [K] are noise and mean of `Samples`.
+  target a [B, K] of +1 and -1.
   """
-  return _one_pass(link, plan, rows, shift, draws, target, with_gradient=False)[0]
+  return _run_one_pass(link, plan, samples, draws, target, with_gradient=False)[0]
 
 
-def _one_pass(link, plan, rows, shift, draws, target, with_gradient):
+def _run_one_pass(link, plan, samples, draws, target, with_gradient):
+  run = functools.partial(_one_pass, link, plan, with_gradient=with_gradient)
+  inputs = _samples_spec(samples), draws.letters(), 'bk'
+  return plan.placement.by_example(run, inputs)(samples, draws, target)
+
+
+def _one_pass(link, plan, samples, draws, target, with_gradient):
   """The answer [B, n], the total [B, n] to which the gradient sums are relative, and these sums."""
+  rows, shift = samples.rows()
   samples = Samples(shift[None, None], rows, None)
   terms = _softmax_terms if link == 'softmax' else _sigmoid_terms
 
@@ -243,20 +139,24 @@ def pull_samples(z: jax.Array, weights: jax.Array) -> jax.Array:
   return jnp.einsum('bst,bs->bt', z, weights)
 
 
-def _one_pass_fwd(link, plan, rows, shift, draws, target):
-  log_p, total, sums = _one_pass(link, plan, rows, shift, draws, target, with_gradient=True)
-  return log_p, (sums, total, target)
+def _one_pass_fwd(link, plan, samples, draws, target):
+  log_p, *sums = _run_one_pass(link, plan, samples, draws, target, with_gradient=True)
+  return log_p, (samples, sums, target)
 
 
 def _one_pass_bwd(link, plan, residuals, g):
-  del plan
-  (at_label, matrix), total, target = residuals
+  samples, (total, (at_label, gradient)), target = residuals
   if link == 'sigmoid':
-    return *with_shift(matrix * (g * (target / total))[:, None]), None, None
-  scale = (g / total)[:, None]
-  is_label = jnp.arange(matrix.shape[-1]) == target[:, None]  # [B, 1, K]
-  gradient = jnp.where(is_label, scale * at_label, 0.0) - scale * matrix
-  return *with_shift(gradient), None, None
+    gradient = gradient * (g * (target / total))[:, None]
+  else:
+    scale = (g / total)[:, None]
+    is_label = jnp.arange(gradient.shape[-1]) == target[:, None]  # [B, 1, K]
+    gradient = jnp.where(is_label, scale * at_label, 0.0) - scale * gradient
+  if not isinstance(samples.noise, LowRank):
+    gradient, shift = with_shift(gradient)
+    return Samples(shift[None, None], gradient, None), None, None
+  to_rows = plan.placement.by_example(lambda x: x.rows()[0], (_samples_spec(samples),))
+  return *jax.vjp(to_rows, samples)[1](gradient), None, None
 
 
 one_pass.defvjp(_one_pass_fwd, _one_pass_bwd)
@@ -331,18 +231,22 @@ def _chunk_logits(plan, samples, constants, chunk):
 
 
 def _specs(samples, constants):
-  """Letters of the arrays' dimensions for `Placement.shard_map`."""
+  """Letters of the arrays' dimensions for `Placement`."""
+  buckets = None if constants.buckets is None else 'k'
+  return _samples_spec(samples, buckets), Constants(constants.draws.letters(), buckets)
+
+
+def _samples_spec(samples, buckets=None):
   noise, projection = samples.noise, samples.projection
   if isinstance(noise, LowRank):
-    q = 'k' if projection is None and constants.buckets is None else 'q'
+    q = 'k' if projection is None and buckets is None else 'q'
     scale, loading = (None, 'br' + q) if noise.scale is None else ('b' + q, 'r' + q)
     noise = LowRank(scale, loading, 'b' + q, noise.remainder)
   else:
     noise = 'btk'
   if isinstance(projection, Linear):
     projection = Linear('qk', None if projection.phi is None else 'bq')
-  samples = Samples('bsk' if len(samples.mean) > 1 else '1sk', noise, projection)
-  return samples, Constants(constants.draws.letters(), None if constants.buckets is None else 'k')
+  return Samples('bsk' if len(samples.mean) > 1 else '1sk', noise, projection)
 
 
 # Values at all classes

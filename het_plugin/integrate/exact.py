@@ -157,9 +157,9 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
   without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per example
   with a linear projection. In that case the projected factors [B, R, Kp] are kept for the backward
-  pass if they fit into an eighth of `chunk_bytes` per device. Otherwise groups of factors of that
-  size are projected one after the other, in both directions, and [B, Kp] is kept. A group needs no
-  communication with other devices.
+  pass if they fit into an eighth of `chunk_bytes` per device. Otherwise they are projected in groups
+  of that size one after the other, in both directions, and only the last group is kept. A group
+  needs no communication with other devices.
   """
   inverse = 1.0 / logits.temperature
   mean = logits.location * inverse
@@ -176,27 +176,29 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
 
 
 def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
-  limit = chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean)
-  num_groups = -(-noise.num_factors // max(1, limit))
-  # phi, d and, if they fit, all factors share one product with W, so W has one gradient.
-  rows = [noise.dense_loading()] if num_groups == 1 else []
+  limit = max(1, chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean))
+  num_groups = -(-noise.num_factors // limit)
+  size = -(-noise.num_factors // num_groups)
+  num_streamed = (-(-noise.num_factors // size) - 1) * size
+  # phi, d and the last group share one product with W.
+  rows = [noise.replace(loading=noise.loading[..., num_streamed:, :]).dense_loading()]
   if noise.remainder == 'rank_one':
     rows.append(noise.diag[:, None])
-  variance = jnp.zeros_like(mean)
   if projection.phi is not None:
     rows.append(projection.phi[:, None] * inverse)
-    rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)  # [B, T, Kp]
+  rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)  # [B, T, Kp]
+  if projection.phi is not None:
     mean, variance = _last_and_squares(rows)
     mean = mean + projection.bias * inverse
-  elif rows:
-    rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)
+  else:
     variance = jnp.square(rows).sum(1)
   if noise.remainder == 'diag':
     variance += apply_projection(
       Linear(jnp.square(projection.kernel)), jnp.square(noise.diag)[:, None]
     )[:, 0]
-  if num_groups > 1:
-    variance += _streamed_variance(noise.scale, noise.loading, projection.kernel, num_groups)
+  if num_streamed:
+    loading = noise.loading[..., :num_streamed, :]
+    variance += _streamed_variance(noise.scale, loading, projection.kernel, size)
   return mean, variance
 
 
@@ -227,12 +229,8 @@ def _last_and_squares_jvp(primals, tangents):
   return _last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
 
 
-def _streamed_variance(scale, loading, kernel, num_groups):
-  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp]; if v is None, J is [B, R, Q]."""
-  size = -(-loading.shape[-2] // num_groups)
-  padding = [(0, 0)] * loading.ndim
-  padding[-2] = (0, num_groups * size - loading.shape[-2])
-  loading = jnp.pad(loading, padding)
+def _streamed_variance(scale, loading, kernel, size):
+  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp], `size` factors at a time; J is [B, R, Q] if v is None."""
 
   @jax.checkpoint
   def of_group(group, scale, kernel):
@@ -240,7 +238,7 @@ def _streamed_variance(scale, loading, kernel, num_groups):
     return jnp.square(apply_projection(Linear(kernel), rows)).sum(1)
 
   def local(scale, loading, kernel):
-    groups = loading.reshape(*loading.shape[:-2], num_groups, size, loading.shape[-1])
+    groups = loading.reshape(*loading.shape[:-2], -1, size, loading.shape[-1])
     groups = jnp.moveaxis(groups, -3, 0)
 
     def add(total, group):

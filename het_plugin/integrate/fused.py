@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import kernels
-from het_plugin.integrate.estimate import draw, pull_samples, scan, with_last, with_shift
+from het_plugin.integrate.estimate import draw, pull_samples, scan, with_shift
 from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.rotation import Draws
+from het_plugin.integrate.samples import with_last
 
 # Samples per kernel call: normals [B, SAMPLES_A_CALL, R + 1] exist at one time.
 SAMPLES_A_CALL = 512

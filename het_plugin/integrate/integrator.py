@@ -12,6 +12,7 @@ from het_plugin.integrate import estimate, exact, fused, samplers
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, is_valid, masked
 from het_plugin.integrate.order import make_plan
 from het_plugin.integrate.rotation import Draws, find_rotation
+from het_plugin.integrate.samples import Constants, samples_of
 
 IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
@@ -167,8 +168,7 @@ class Integrator:
     """The loss of projected factors, (draws, target) -> log p; None if there is none."""
     if not plan.project_first:
       return None
-    rows, shift = samples.noise, samples.mean[0, 0]
-    is_fused = self.implementation == 'pallas' and rows.dtype == jnp.float32
+    is_fused = self.implementation == 'pallas' and samples.mean.dtype == jnp.float32
     if not is_fused and link == 'softmax' and plan.placement.vocab is not None:
       return None
     if is_fused:
@@ -177,8 +177,9 @@ class Integrator:
       f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
       f'at a time, by {"fused kernels" if is_fused else "XLA"}'
     )
-    loss = fused.LOSSES[link] if is_fused else functools.partial(estimate.one_pass, link)
-    return functools.partial(loss, plan, rows, shift)
+    if is_fused:
+      return functools.partial(fused.LOSSES[link], plan, *samples.rows())
+    return functools.partial(estimate.one_pass, link, plan, samples)
 
   def _is_exact(self, logits):
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)
@@ -197,14 +198,14 @@ class Integrator:
     plan = make_plan(
       logits, self.num_samples, self._sampler(), self.order, self.chunk_size, self.chunk_bytes
     )
-    samples, buckets = estimate.samples_of(logits, plan.project_first)
+    samples, buckets = samples_of(logits, plan.project_first)
     rotation = None
     is_sobol = self.sampler in ('sobol', samplers.sobol) and self.num_samples >= MIN_ROTATED
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
     if self.rotate and is_sobol and is_known:
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       rotation = find_rotation(to_logits, _deterministic(logits), samples.num_normals)
-    return plan, samples, estimate.Constants(Draws(keys, rotation), buckets)
+    return plan, samples, Constants(Draws(keys, rotation), buckets)
 
   def _sampler(self):
     return self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]

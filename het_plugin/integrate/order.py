@@ -7,10 +7,14 @@ from het_plugin.integrate.gaussian import GaussianLogits, Hashed, Linear, Opaque
 from het_plugin.integrate.placement import Placement, bytes_per_device, num_shards
 from het_plugin.integrate.samplers import Sampler
 
-HASH_COST = 280  # multiply-adds in the time of one indexed element, forward and backward, on a CPU
-# Samples of HET that take the time of one factor, whose gradient goes back to J, v and d. In CPU
-# time, 80 samples took 0.9 of the time of 51 factors, and 96 samples 1.07 (K = 5000, B = 8).
-SAMPLES_PER_FACTOR = 1.5
+# Samples per factor up to which sampling first takes less CPU time than projecting first (K = 5000,
+# B = 8): of HET, of HET-H, where a hash moves every sample, and of HET-H with a full V(x), where it
+# moves every factor too.
+SAMPLES_PER_FACTOR = 0.7
+HASHED_SAMPLES_PER_FACTOR = 0.25
+HASHED_SAMPLES_PER_FULL_FACTOR = 1.0
+# As many samples per factor need no budget, because factors have none either.
+SAMPLES_AT_ONCE = 1.5
 # Samples at one time; their logits and exponentials take about as much memory as the factors.
 MAX_CHUNK = 32
 
@@ -64,8 +68,7 @@ def make_plan(
   limit = chunk_size
   if limit is None:
     limit = min(MAX_CHUNK, max(1, chunk_bytes // bytes_per_device(logits.location)))
-    # As many samples as there are factors need no budget, because factors have none either.
-    most = SAMPLES_PER_FACTOR * logits.covariance.num_normals
+    most = SAMPLES_AT_ONCE * logits.covariance.num_normals
     if has_factors and not project_first and num_samples <= most:
       limit = num_samples
   # Chunks of nearly equal size waste less of the last one.
@@ -94,33 +97,30 @@ def can_project_first(logits: GaussianLogits) -> bool:
 
 
 def pick_order(logits: GaussianLogits, num_samples: int) -> str:
-  """The evaluation order with fewer multiply-adds per example.
+  """The evaluation order that costs less.
 
   With the linear projection (HET-XL), S samples, R factors, Q noise dimensions and K classes:
 
       sample then project   S (R + 1) Q + S Q K
       project then sample   (R + 1) Q K + S (R + 1) K
 
-  If `can_project_first` is False, only the first is possible. Without a projection (HET, Q = K) S
-  samples are as large as S factors, but cost less (`SAMPLES_PER_FACTOR`). A hash (HET-H) moves an
-  element in the time of c = `HASH_COST` multiply-adds:
-
-      sample then project   S (R + 1) H + c S K
-      project then sample   c (R + 1) K + S (R + 1) K
+  If `can_project_first` is False, only the first is possible. Without a projection (HET) or with a
+  hash (HET-H), the products are about equal in both orders, and the measured ratios decide
+  (`SAMPLES_PER_FACTOR`).
   """
   covariance, projection = logits.covariance, logits.projection
   if not can_project_first(logits):
     return 'sample_then_project'
   factors = covariance.num_factors + 1
-  classes = logits.location.shape[-1]
-  noise_dim = covariance.diag.shape[-1]
   match projection:
     case Linear():
+      classes, noise_dim = logits.location.shape[-1], covariance.diag.shape[-1]
       sample_first = num_samples * (factors * noise_dim + noise_dim * classes)
       project_first = factors * noise_dim * classes + num_samples * factors * classes
     case Hashed():
-      sample_first = num_samples * (factors * noise_dim + HASH_COST * classes)
-      project_first = (HASH_COST + num_samples) * factors * classes
+      is_full = covariance.scale is None
+      most = HASHED_SAMPLES_PER_FULL_FACTOR if is_full else HASHED_SAMPLES_PER_FACTOR
+      sample_first, project_first = num_samples, most * factors
     case None:
       sample_first, project_first = num_samples, SAMPLES_PER_FACTOR * factors
   return 'sample_then_project' if sample_first < project_first else 'project_then_sample'

@@ -1,6 +1,7 @@
 """How batch and classes are sharded: logical axes 'batch' and 'vocab' under the active mesh."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -49,6 +50,32 @@ class Placement:
     return jax.shard_map(
       function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
+
+  def by_example(self, function, inputs):
+    """`function` of a batch; outside a mesh on a CPU, of one example after the other.
+
+    There the arrays of one example stay in the cache, which a batch's do not.
+
+    Args:
+      function: from arrays to arrays [B, ...], each example for itself.
+      inputs: as for `shard_map`; arrays that begin with b are cut.
+    """
+    if self.mesh is not None:
+      return function
+
+    def one_by_one(*args):
+      leaves, tree = jax.tree.flatten(args)
+      is_cut = [letters.startswith('b') for letters in jax.tree.leaves(inputs)]
+
+      def one(example):
+        parts = iter(example)
+        mixed = [next(parts) if cut else x for x, cut in zip(leaves, is_cut, strict=True)]
+        return function(*tree.unflatten(mixed))
+
+      examples = [x[:, None] for x, cut in zip(leaves, is_cut, strict=True) if cut]
+      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(one, examples))
+
+    return functools.partial(jax.lax.platform_dependent, cpu=one_by_one, default=function)
 
   def shard_index(self) -> jax.Array | int:
     """Inside `shard_map`, the index of this device's part of the classes."""
