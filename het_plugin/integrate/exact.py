@@ -157,8 +157,8 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
   without a projection, B H and an indexing with a hash, and (R + 1) Q Kp multiply-adds per example
   with a linear projection. In that case the projected factors [B, R, Kp] are kept for the backward
-  pass if they fit into an eighth of `chunk_bytes` per device. Otherwise they are projected in groups
-  of that size one after the other, in both directions, and only the last group is kept. A group
+  pass if they fit into an eighth of `chunk_bytes` per device. Otherwise groups of factors of that
+  size are projected one after the other, in both directions, and only the last one is kept. A group
   needs no communication with other devices.
   """
   inverse = 1.0 / logits.temperature
@@ -230,7 +230,9 @@ def _last_and_squares_jvp(primals, tangents):
 
 
 def _streamed_variance(scale, loading, kernel, size):
-  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp], `size` factors at a time; J is [B, R, Q] if v is None."""
+  """sum_r (sum_q v_q J_rq W_qk)^2, [B, Kp], of `size` factors at a time; if v is None, J is
+  [B, R, Q].
+  """
 
   @jax.checkpoint
   def of_group(group, scale, kernel):

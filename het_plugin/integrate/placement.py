@@ -52,13 +52,14 @@ class Placement:
     )
 
   def by_example(self, function, inputs):
-    """`function` of a batch; outside a mesh on a CPU, of one example after the other.
+    """`function` of a batch; on a CPU without a mesh, of one example after the other.
 
-    There the arrays of one example stay in the cache, which a batch's do not.
+    The arrays of one example then stay in the cache: the loss and gradient of HET-H took half the
+    CPU time (S = 64, K = 4000, B = 16).
 
     Args:
-      function: from arrays to arrays [B, ...], each example for itself.
-      inputs: as for `shard_map`; arrays that begin with b are cut.
+      function: from arrays to arrays [B, ...], independent across examples.
+      inputs: letters as in `shard_map`; arrays whose first dimension is not b are shared.
     """
     if self.mesh is not None:
       return function
