@@ -200,3 +200,10 @@ def test_input(run):
     rates = row['ours_images_per_second'], row['theirs_images_per_second']
     assert row['workers'] == 1 and row['ratio'] == pytest.approx(rates[0] / rates[1])
   assert 'times the rate of tf.data' in printed[-1]
+
+
+def test_towers(run):
+  pytest.importorskip('torch')
+  pytest.importorskip('transformers')
+  (row,), _ = run('towers.py', '--width=64', '--depth=1', '--batch=2', '--turns=1')
+  assert row['ratio'] > 0 and row['max_difference'] < 1e-4

@@ -1,0 +1,71 @@
+"""Images per second of a tower's representation, beside transformers with the same parameters.
+
+    pip install torch transformers    # not needed by the project
+    python benchmarks/towers.py [--json OUT] [--width 384 --depth 12 --batch 32]
+
+Both sides compute the pre-logits of a ViT with patches of 16 pixels in float32 from prepared
+images of 224 pixels; they take turns, and the fastest of --turns counts. The default is ViT-S/16.
+"""
+
+import jax
+import numpy as np
+import torch
+import transformers
+from command_line import add_clock, make_parser, report
+from flax import traverse_util
+
+from het_plugin import weights
+from het_plugin.backbones import ViT
+
+
+def main():
+  parser = make_parser(__doc__)
+  parser.add_argument('--width', type=int, default=384)
+  parser.add_argument('--depth', type=int, default=12)
+  parser.add_argument('--batch', type=int, default=32)
+  parser.add_argument('--turns', type=int, default=5)
+  add_clock(parser)
+  args = parser.parse_args()
+  config = transformers.ViTConfig(
+    hidden_size=args.width,
+    num_hidden_layers=args.depth,
+    num_attention_heads=args.width // 64,
+    intermediate_size=4 * args.width,
+  )
+  theirs = transformers.ViTModel(config, add_pooling_layer=False).eval()
+  arrays = {name: x.numpy() for name, x in theirs.state_dict().items()}
+  tower = weights.read_tower(
+    arrays, {**config.to_dict(), 'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
+  )
+  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')['backbone']
+  params = jax.device_put(params)
+  model = ViT(**tower.settings)
+  ours = jax.jit(lambda params, image: model.apply({'params': params}, image)[0])
+  image = np.random.default_rng(0).uniform(-1, 1, (args.batch, 224, 224, 3)).astype(np.float32)
+  pixels = torch.tensor(image.transpose(0, 3, 1, 2)).contiguous()
+
+  def run_ours():
+    return np.asarray(ours(params, image))
+
+  def run_theirs():
+    with torch.inference_mode():
+      return theirs(pixel_values=pixels).last_hidden_state[:, 0].numpy()
+
+  seconds = {run_ours: [], run_theirs: []}
+  difference = np.abs(run_ours() - run_theirs()).max()  # compiles, too
+  for _ in range(args.turns):
+    for side, times in seconds.items():
+      start = args.clock()
+      side()
+      times.append(args.clock() - start)
+  ours_rate, theirs_rate = (args.batch / min(times) for times in seconds.values())
+  row = {
+    **{'width': args.width, 'depth': args.depth, 'batch': args.batch},
+    **{'ours_images_per_second': ours_rate, 'theirs_images_per_second': theirs_rate},
+    **{'ratio': ours_rate / theirs_rate, 'max_difference': float(difference)},
+  }
+  report(args.json, [row])
+
+
+if __name__ == '__main__':
+  main()
