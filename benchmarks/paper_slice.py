@@ -2,10 +2,10 @@
 
     python benchmarks/paper_slice.py [--backbones vit_l_32] [--meshes 32x4,128x1] [--json OUT]
 
-Compiles the training step for JFT-4B's 29,593 classes, batch 4096, S = 1000 and R = 50 on v3:8x8,
-which has 128 devices. Section 1 of Collier et al. (2023) reports that HET does not fit there. The
-last two columns are the formulas of docs/scale.md for what a head adds to DET. Needs libtpu (the
-extra 'plan') but no TPU, and two minutes per row on two CPU cores.
+Compiles the training step for JFT-4B's 29,593 classes, batch 4096, R = 50 and the exact sigmoid
+link on v3:8x8, which has 128 devices. Section 1 of Collier et al. (2023) reports that HET does not
+fit there. The last column is the formula of docs/scale.md for what a head adds to DET. Needs libtpu
+(the extra 'plan') but no TPU, and two minutes per row on two CPU cores.
 """
 
 from command_line import make_parser, names, report
@@ -17,30 +17,22 @@ GIB = 2**30
 BACKBONES = ('vit_l_32', 'resnet_152')
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 RUN = 'het_plugin/gin/runs/jft4b.gin'
-# B, K, R and S of the run, and D of the backbones.
-BATCH, CLASSES, FACTORS, SAMPLES = 4096, 29_696, 50, 1000
+# B, K and R of the run, and D of the backbones.
+BATCH, CLASSES, FACTORS = 4096, 29_696, 50
 DIMS = {'vit_l_32': 1024, 'resnet_152': 2048}
 
 
 def head_flops(head, dim):
-  """FLOPs that a head adds to the training step of DET with the sigmoid link.
+  """FLOPs that a head adds to the training step of DET with the exact sigmoid link, at most.
 
-  They are the samples, the covariance, and for HET-XL the projection of the factors by W, each
-  forward and backward.
+  They are the covariance, and for HET-XL the projection of the factors by W, each forward and
+  backward; the backward pass projects all but the last group of factors again.
   """
   if head == 'det':
     return 0
-  samples = 4 * SAMPLES * BATCH * (FACTORS + 2) * CLASSES
   covariance = 2 * 6 * BATCH * dim * (CLASSES if head == 'het' else dim)
-  projected = 6 * BATCH * (FACTORS + 1) * dim * CLASSES if head == 'het_xl' else 0
-  return samples + covariance + projected
-
-
-def factors_bytes(mesh):
-  """Bytes per device of the factors [B, R + 2, K] and their gradient, in tiles of 8 rows."""
-  data_shards, model_shards = mesh
-  rows = -(-(FACTORS + 2) // 8) * 8
-  return 2 * 4 * BATCH // data_shards * rows * CLASSES // model_shards
+  projected = BATCH * (6 * (FACTORS + 1) + 2 * FACTORS) * dim * CLASSES if head == 'het_xl' else 0
+  return covariance + projected
 
 
 def meshes(text):
@@ -74,7 +66,6 @@ def make_row(args, backbone, mesh, head):
     'fits': plan['fits'],
     'tflop': plan['flops_per_device'] / 1e12,
     'all_reduced_gib': sum(c['bytes'] for c in plan['collectives'] or ()) / GIB,
-    'factors_gib': 0.0 if head == 'det' else factors_bytes(mesh) / GIB,
     'head_tflop': head_flops(head, DIMS[backbone]) / plan['num_devices'] / 1e12,
   }
 
