@@ -71,7 +71,7 @@ class Group:
     """Starts nothing.
 
     Args:
-      command: of each process.
+      command: command of each process.
       environments: one per process.
       grace_seconds: what a signal leaves them to save.
       end_seconds: what a failed process leaves the others.

@@ -115,7 +115,7 @@ def make_jobs(
 
   Args:
     model_dir: local or gs:// folder of the job; with a sweep, jobs get sub-folders.
-    gin_files, gin_bindings, gin_search_paths: of all jobs. Swept values override bindings.
+    gin_files, gin_bindings, gin_search_paths: settings of all jobs. Swept values override bindings.
     heads: names of het_plugin/gin/heads/*.gin, which are included after the other files.
     sweeps: 'NAME=VALUE,VALUE,...' each.
     train_flags: additional arguments of training, for all jobs.

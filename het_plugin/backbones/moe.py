@@ -306,7 +306,7 @@ def load_per_expert(
   Args:
     logits, noisy: [G, n, E] without and with the noise.
     chosen: [G, n, k].
-    std: of the noise.
+    std: standard deviation of the noise.
   """
   threshold = jnp.take_along_axis(noisy, chosen[..., -1:], axis=-1)  # [G, n, 1]
   return jax.scipy.stats.norm.sf((threshold - logits) / std).mean(axis=1)

@@ -142,7 +142,7 @@ class ResNet(nn.Module):
     width: channels after the root; a multiple of 32, the groups of the normalisation. The units of
       the stages have `width`, 2 `width`, ... channels inside and four times as many outside.
     version: 'v2' (BiT's published weights) or 'v1.5'.
-    dtype: of the activations. Parameters, normalisation and pre-logits stay float32.
+    dtype: type of the activations. Parameters, normalisation and pre-logits stay float32.
     stem: '7x7_pool', a 7 x 7 convolution of stride 2 and max pooling, or for small images '3x3', a
       3 x 3 convolution of stride 1.
     stochastic_depth: probability that training drops the residual branch of the last unit for an

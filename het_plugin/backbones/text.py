@@ -42,7 +42,8 @@ class TextTransformer(nn.Module):
       learned class token; or 'mean', the mean over all ids before the padding.
     vocab_multiple: the embedding table is padded to a multiple of it, so that meshes divide it.
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
-    dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
+    dtype: type of the activations. Parameters, layer normalisation, softmax and pre-logits stay
+      float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs the blocks in a loop, with stacked parameters, as in `ViT`.
     stochastic_depth, mlp, norm_epsilon: as in `ViT`.

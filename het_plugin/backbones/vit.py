@@ -130,7 +130,8 @@ class ViT(nn.Module):
     dropout: rate after the position embeddings, the attention and both MLP layers, when training.
     stochastic_depth: probability that training drops both residual branches of the last block for
       an example; it grows linearly from 0 in the first (Huang et al. 2016).
-    dtype: of the activations. Parameters, layer normalisation, softmax and pre-logits stay float32.
+    dtype: type of the activations. Parameters, layer normalisation, softmax and pre-logits stay
+      float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
       [depth, ...] under 'blocks' instead of 'block00', ... (`stack_blocks`, `unstack_blocks`).

@@ -35,7 +35,7 @@ def noise_directions(
     model: with noise.
     det: parameters of DET at its optimum.
     params: initial parameters of the model, whose W' is used if it has one.
-    rows: of the fit.
+    rows: rows of the fit.
     count: how many.
   """
   size, to_logits, from_logits = _noise_map(model, det, params)

@@ -39,7 +39,7 @@ class Data:
     values: `Targets.values` of all rows.
     weight: [N].
     index: the rows of positive weight.
-    mean, scale: of the features, [D]; scale is one over the standard deviation.
+    mean, scale: [D], mean and one over the standard deviation of the features.
   """
 
   def __init__(self, x: np.ndarray, values: np.ndarray, weight: np.ndarray):

@@ -65,7 +65,7 @@ def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dic
   Args:
     model: the model.
     det: parameters of DET at its optimum.
-    rows: of the fit, or a sample of them.
+    rows: rows of the fit, or a sample of them.
     seed: seed of the initial parameters.
   """
   params = model.init(seed, rows.x.shape[-1])

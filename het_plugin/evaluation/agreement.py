@@ -22,7 +22,7 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
   """All metrics of this file by name, of a file of predictions or of an estimator's.
 
   Args:
-    predictions: of a softmax; an example's labels are the votes of its annotators.
+    predictions: predictions of a softmax; an example's labels are the votes of its annotators.
     ood_log_prob: [M, K] of examples from another distribution; None leaves out `ood_auroc`.
 
   Returns:

@@ -33,7 +33,7 @@ class ZeroShotDataset:
     max_examples: uses so many examples of the split, a fixed random choice (of an endless split,
       the first); None for all.
     resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
-    identical_captions_right: of captions, see `zeroshot.retrieval_recall`.
+    identical_captions_right: for captions, see `zeroshot.retrieval_recall`.
   """
 
   name: str

@@ -57,14 +57,14 @@ def finetune(
     gin_settings: data set, head and length of the fine-tuning; they come after a candidate's own
       configuration.
     checkpoint: the candidates: runs, checkpoints or published files.
-    names: of the candidates.
-    k, metric: of the proxy, one number of neighbours.
+    names: names of the candidates.
+    k, metric: the proxy's number of neighbours, as a sequence of one, and its metric.
     keep: number of candidates to fine-tune, or 'all'.
     sweep: 'NAME=VALUE,VALUE' bindings; every combination is trained.
     split: the ensemble is selected on it.
     test_split: it is also scored on; None for none.
     max_members, replacement: see `selection.ensemble`.
-    batch_size: of representations and predictions.
+    batch_size: batch size of representations and predictions.
     output_dir: takes everything.
 
   Raises:

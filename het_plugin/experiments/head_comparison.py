@@ -288,10 +288,10 @@ def write(
   """Writes results.json, results.txt and index.html; returns the text.
 
   Args:
-    rows: of `row`.
+    rows: rows of `row`.
     runs: {head: folder of its run}.
     output_dir: takes the files.
-    yardsticks: of `references`.
+    yardsticks: result of `references`.
     copy: another place for results.json; None for none.
   """
   shown = [

@@ -34,7 +34,7 @@ def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float])
   as good as the average without.
 
   Args:
-    scores: of each candidate alone, larger is better.
+    scores: scores of each candidate alone, larger is better.
     try_with: (candidates) -> score of their average.
 
   Returns:
@@ -98,9 +98,9 @@ def soup(
   Args:
     gin_settings: go before the configuration of the first candidate.
     checkpoint: the candidates; model, mesh and configuration are those of the first.
-    names: of the candidates.
+    names: names of the candidates.
     dataset, split: what members are chosen on, by precision@1; None for the run's task.
-    batch_size: global.
+    batch_size: global batch size.
     output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
 
   Raises:

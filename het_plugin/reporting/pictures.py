@@ -17,7 +17,7 @@ class CovariancePanel:
 
   Attributes:
     image: float [H, W, C], levels in [-1, 1], C 1 or 3.
-    title: of the picture, such as the true class.
+    title: title of the picture, such as the true class.
     classes: names of the m most probable classes.
     probability: [m] of these.
     correlation: [m, m] of their logits.

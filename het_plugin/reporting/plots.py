@@ -133,7 +133,7 @@ def scatter_png(
 
   Args:
     groups: drawn in a colour and marker each.
-    names: of the C candidates, written beside the points of the last group.
+    names: names of the C candidates, written beside the points of the last group.
     xlabel, ylabel: titles of the axes.
     dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """

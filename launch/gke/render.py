@@ -71,7 +71,7 @@ def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, 
   """Fills launch/gke/jobset.yaml.
 
   Args:
-    name: of the JobSet.
+    name: name of the JobSet.
     settings: values of the flags that `define_settings_flags` defines.
     job: what the JobSet runs.
 
