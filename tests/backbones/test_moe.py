@@ -12,7 +12,7 @@ from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.planning import hlo
-from het_plugin.training import optimizers, partitioning
+from het_plugin.training import optimizers, partitioning, step
 
 SETTINGS = BlockSettings(num_heads=2, mlp_dim=12)
 B, N, D, E = 4, 6, 8, 5
@@ -188,6 +188,29 @@ def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
   for (other, _), other_grads in results[1:]:
     assert other == pytest.approx(value, rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), other_grads, grads)
+
+
+def test_microbatches_change_nothing_where_images_are_routed_alone():
+  moe = SparseMoe(4, noise=0.0, group_size=1)
+  backbone = ViT(patch_size=8, width=16, depth=2, mlp_dim=32, num_heads=4, moe=moe)
+  optimizer, integrator = optimizers.adamw(1e-2), Integrator(4)
+  model = ClassificationModel(backbone, Det(num_classes=10), optimizer, integrator, integrator)
+  image = jax.random.normal(jax.random.key(0), (16, 16, 16, 3))
+  batch = {'image': image, 'label': jnp.arange(16)[:, None] % 10, 'index': jnp.arange(16)}
+  params = model.get_initial_variables(jax.random.key(1), {'image': (1, 16, 16, 3)})['params']
+  mesh = partitioning.PjitPartitioner()
+  whole, parts = (
+    mesh.partition(
+      lambda params, batch, n=n: step.accumulate_grads_microbatched(
+        model, params, batch, jax.random.key(2), n
+      ),
+      (None, mesh.data_partition_spec),
+      None,
+    )(params, batch)
+    for n in (1, 2)
+  )
+  assert whole[1]['auxiliary_loss'].compute() > 0
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts[0], whole[0])
 
 
 @pytest.mark.parametrize(('layers', 'billions'), [('last_5', 2.66), ('every_2', 7.14)])
