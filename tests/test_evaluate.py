@@ -63,6 +63,21 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   assert found['rows'][0]['validation_nll'] <= found['rows'][1]['validation_nll']
 
 
+def test_a_file_with_the_labels_of_several_people(tmp_path, run_main):
+  random = np.random.default_rng(0)
+  labels = random.integers(0, 4, (50, 3))
+  shares = (labels[..., None] == np.arange(4)).mean(1)
+  probability = 0.7 * shares + 0.3 / 4
+  file = tmp_path / 'votes.npz'
+  np.savez(file, log_prob=np.log(probability), label=labels)
+  printed = run_main(evaluate, f'--predictions={file}', f'--json={tmp_path / "out.json"}')
+  (row,) = json.loads((tmp_path / 'out.json').read_text())
+  nll = -(shares * np.log(probability)).sum(1).mean()
+  assert row['agreement']['soft_label_nll'] == pytest.approx(nll, rel=1e-5)
+  assert row['agreement']['disagreement_correlation'] == pytest.approx(1.0)
+  assert 'labels of several people' in printed
+
+
 def test_glyphs_are_shown_and_their_look_alikes_known():
   info = task_info('glyphs_core')
   names = evaluate_lib.shown_names('glyphs_core', info)

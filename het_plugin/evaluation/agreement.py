@@ -73,8 +73,10 @@ def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
 def disagreement_correlation(log_prob: np.ndarray, shares: np.ndarray) -> float:
   """Rank correlation of the entropies of model and people; NaN if one of them is constant."""
   shares = shares / shares.sum(axis=1, keepdims=True)
-  entropy = special.entr(np.exp(log_prob.astype(np.float64))).sum(axis=1)
-  return float(stats.spearmanr(entropy, special.entr(shares).sum(axis=1)).statistic)
+  probability = np.exp(log_prob.astype(np.float64))
+  # People with the same votes for other classes have ties, which rounding would break at random.
+  entropies = [special.entr(x).sum(axis=1).round(9) for x in (probability, shares)]
+  return float(stats.spearmanr(*entropies).statistic)
 
 
 def selective_accuracy(log_prob: np.ndarray, label: np.ndarray, coverage: float) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin import data, reporting, weights
-from het_plugin.evaluation import class_covariance, predictions, uncertainty
+from het_plugin.evaluation import agreement, class_covariance, predictions, uncertainty
 from het_plugin.evaluation.extraction import match_channels
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.splits import open_split
@@ -81,7 +81,9 @@ def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
   with _named('--predictions', path):
     kept = read.rows(slice(settings.max_examples))
     scores = uncertainty.score_examples(kept, _ks(num_classes))
-  return Evaluation(name, path, {'num_classes': num_classes}, scores, class_names=read.class_names)
+    people = agreement.summarize(kept) if kept.link == 'softmax' else None
+  details = {'num_classes': num_classes}
+  return Evaluation(name, path, details, scores, agreement=people, class_names=read.class_names)
 
 
 def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:

@@ -71,8 +71,17 @@ class Predictions:
 
   @property
   def label(self) -> np.ndarray:
-    """The label of each example, int32 [N], for a softmax link (see `check`)."""
-    return self.labels.max(axis=1)
+    """The label of each example, int32 [N], for a softmax link: of several people's, the most
+    frequent one, and the smallest of equally frequent ones.
+    """
+    if self.labels.shape[1] == 1:
+      return self.labels[:, 0]
+    same = self.labels[:, :, None] == self.labels[:, None, :]  # [N, L, L]
+    votes = np.where(self.labels >= 0, same.sum(axis=2), 0)
+    winners = np.where(
+      votes == votes.max(axis=1, keepdims=True), self.labels, np.iinfo(np.int32).max
+    )
+    return winners.min(axis=1)
 
   @property
   def label_log_prob(self) -> np.ndarray:
@@ -197,7 +206,7 @@ def _parse(arrays: Mapping[str, np.ndarray]) -> Predictions:
 
 
 def check(predictions: Predictions) -> None:
-  """Raises ValueError if a label is out of range or a softmax example lacks its one label."""
+  """Raises ValueError if a label is out of range or a softmax example has none."""
   labels, num_classes = predictions.labels, predictions.log_prob.shape[1]
   largest, count = labels.max(axis=1), (labels >= 0).sum(axis=1)
   for row in np.flatnonzero(largest >= num_classes)[:1]:
@@ -205,10 +214,9 @@ def check(predictions: Predictions) -> None:
       f'label {int(largest[row])} of example {int(predictions.index[row])} is out of range; '
       f'labels are 0 .. {num_classes - 1}'
     )
-  for row in np.flatnonzero(count != 1)[: predictions.link == 'softmax']:
+  for row in np.flatnonzero(count == 0)[: predictions.link == 'softmax']:
     raise ValueError(
-      f'example {int(predictions.index[row])} has {int(count[row])} labels; under a softmax each '
-      "must have one (several need link='sigmoid')"
+      f'example {int(predictions.index[row])} has no label; under a softmax each must have one'
     )
 
 

@@ -300,7 +300,8 @@ def _uncertainty(block: Predictions) -> Uncertainty:
 
 
 def _score(block: Predictions, ks: Sequence[int]) -> ExampleScores:
-  log_p, labels = block.log_prob.astype(np.float64), _distinct(block.labels)
+  log_p = block.log_prob.astype(np.float64)
+  labels = block.label[:, None] if block.link == 'softmax' else _distinct(block.labels)
   is_label = np.zeros(log_p.shape, bool)
   row, column = np.nonzero(labels >= 0)
   is_label[row, labels[row, column]] = True

@@ -36,6 +36,7 @@ class Evaluation:
   looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
   no_covariance: str | None = None  # why there are no class correlations; None if there are
   homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.homoglyph_rate`, for glyph tasks
+  agreement: Mapping[str, float] | None = None  # `agreement.summarize`, for files of a softmax
   class_names: Sequence[str] | None = None  # as shown; None shows numbers
   config: str | None = None  # gin text; None for a file
 
@@ -67,6 +68,8 @@ class Evaluation:
     if self.unknown is not None:
       row['ood'] = uncertainty.detection(self.unknown, self.scores.uncertainty)
       row['num_ood_examples'] = len(self.unknown.entropy)
+    if self.agreement:
+      row['agreement'] = self.agreement
     if self.no_covariance:
       row['no_covariance'] = self.no_covariance
     if self.homoglyphs:
@@ -135,6 +138,8 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     tables |= {f'{where} by {_SCORE_TITLES[s]}': values for s, values in row['ood'].items()}
   if 'difference' in row:
     tables['difference to the first'] = row['difference']
+  if 'disagreement_correlation' in row.get('agreement', {}):
+    tables['labels of several people'] = row['agreement']
   if 'homoglyphs' in row:
     rate = row['homoglyphs']
     tables['most correlated class is a homoglyph'] = {
