@@ -205,7 +205,6 @@ def _predictions(
       ood_split=None,
       max_examples=None,
       batch_size=batch_size,
-      precision_at=None,
       covariance_images=0,
       covariance_index=(),
       homoglyph_examples=0,

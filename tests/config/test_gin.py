@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import gin
@@ -51,6 +52,14 @@ NEED_DATA = ('own_images', 'jft300m', 'jft4b', 'imagenet21k')
 BACKBONE = 'het_plugin/gin/models/vit_ti_16.gin'
 
 
+@pytest.fixture(scope='module')
+def features(tmp_path_factory):
+  """Bindings of a task of features."""
+  file = tmp_path_factory.mktemp('features') / 'x.npz'
+  np.savez(file, features=np.ones((40, 5), np.float32), label=np.arange(40) % 10)
+  return [f"MIXTURE_OR_TASK_NAME = 'features:{file}'", 'NUM_CLASSES = 10']
+
+
 def bindings(run):
   return ["MODEL_DIR = 'unused'", *(OWN if run.startswith(NEED_DATA) else [])]
 
@@ -60,11 +69,12 @@ def make_model():
 
 
 @pytest.mark.parametrize('run', RUNS)
-def test_every_run_takes_every_head(run):
+def test_every_run_takes_every_head(run, features):
   needs_backbone = run in ('jft300m.gin', 'jft4b.gin', 'imagenet21k.gin')
   for head, kind in HEADS.items():
     files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
-    parsing.parse_config([*files, *([BACKBONE] if needs_backbone else [])], bindings(run))
+    own = [*bindings(run), *(features if run == 'features.gin' else [])]
+    parsing.parse_config([*files, *([BACKBONE] if needs_backbone else [])], own)
     model = make_model()
     assert type(model.head) is kind
     assert model.head.num_classes == gin.query_parameter('%NUM_CLASSES')
@@ -128,9 +138,10 @@ def test_models_bind_what_exists(path):
 
 
 @pytest.mark.parametrize('path', sorted(GIN.glob('datasets/*.gin')), ids=lambda path: path.stem)
-def test_data_sets_bind_what_exists(path):
+def test_data_sets_bind_what_exists(path, features):
   files = [*PARTS, 'het_plugin/gin/heads/het_xl.gin', str(path)]
-  parsing.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5'])
+  own = features if path.stem == 'features' else []
+  parsing.parse_config(files, ["MODEL_DIR = 'unused'", 'TRAIN_STEPS = 5', *own])
   if path.name.startswith(NEED_DATA):
     with pytest.raises(ValueError, match='NUM_CLASSES|num_classes'):
       make_model().validate(data.task_info('digits'))
