@@ -1,5 +1,9 @@
 """Layers with float32 parameters that carry t5x's logical axis names."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,6 +17,31 @@ REMAT = {
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
 }
+
+
+def check_positive(module: nn.Module, *names: str) -> None:
+  """Raises ValueError if one of the attributes is below 1; None is allowed."""
+  for name in names:
+    value = getattr(module, name)
+    if value is not None and value < 1:
+      raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
+
+
+def check_choice(module: nn.Module, name: str, choices: Sequence[str]) -> None:
+  """Raises ValueError if the attribute is not one of `choices`."""
+  if (value := getattr(module, name)) not in choices:
+    raise ValueError(
+      f'{type(module).__name__}.{name}={value!r} is unknown: choose one of {", ".join(choices)}'
+    )
+
+
+def check_settings(name: str, module: type[nn.Module], settings: Mapping[str, Any]) -> None:
+  """Raises ValueError for settings of the function `name` that `module` does not have."""
+  fields = {f.name for f in dataclasses.fields(module)} - {'parent', 'name'}
+  if unknown := settings.keys() - fields:
+    raise ValueError(
+      f'{name} has no setting {", ".join(sorted(unknown))}: choose from {", ".join(sorted(fields))}'
+    )
 
 
 def check_remat(setting: str, remat: str) -> None:

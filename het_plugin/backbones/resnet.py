@@ -8,7 +8,6 @@ https://arxiv.org/abs/1903.10520.
 B images, H x W pixels, C channels.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from het_plugin.backbones.layers import (
   GroupNorm,
   check_remat,
+  check_settings,
   drop_path,
   drop_path_rates,
   rematerialize,
@@ -316,11 +316,7 @@ def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:
       f'resnet.variant={variant!r} is unknown: write one of the depths '
       f"{', '.join(map(str, DEPTHS))}, an x and the factor of the width, such as '152x1'"
     )
-  fields = {f.name for f in dataclasses.fields(ResNet)} - {'parent', 'name'}
-  if unknown := overrides.keys() - fields:
-    raise ValueError(
-      f'resnet has no setting {", ".join(sorted(unknown))}: choose from {", ".join(sorted(fields))}'
-    )
+  check_settings('resnet', ResNet, overrides)
   shape = {'stages': DEPTHS[int(depth)], 'width': ROOT_WIDTH * int(factor)}
   return ResNet(**{**shape, **overrides})
 

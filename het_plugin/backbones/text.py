@@ -12,12 +12,11 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
+from het_plugin.backbones.layers import check_positive, check_settings
 from het_plugin.backbones.transformer import (
   SIZES,
   BlockSettings,
   check_encoder,
-  check_positive,
-  check_settings,
   prepare_tokens,
   run_blocks,
 )

@@ -6,7 +6,7 @@ Source: Dosovitskiy et al., 2020, section 3.1 (https://arxiv.org/abs/2010.11929)
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from het_plugin.backbones.layers import (
   NORMS,
   Dense,
   Norm,
+  check_choice,
+  check_positive,
   check_remat,
   drop_path,
   drop_path_rates,
@@ -340,22 +342,6 @@ def run_blocks(
   return x, dict(zip(names, stacked, strict=True))
 
 
-def check_positive(module: nn.Module, *names: str) -> None:
-  """Raises ValueError if one of the attributes is below 1; None is allowed."""
-  for name in names:
-    value = getattr(module, name)
-    if value is not None and value < 1:
-      raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
-
-
-def check_choice(module: nn.Module, name: str, choices: Sequence[str]) -> None:
-  """Raises ValueError if the attribute is not one of `choices`."""
-  if (value := getattr(module, name)) not in choices:
-    raise ValueError(
-      f'{type(module).__name__}.{name}={value!r} is unknown: choose one of {", ".join(choices)}'
-    )
-
-
 def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   """Raises ValueError if a setting of the encoder is out of range."""
   owner = type(module).__name__
@@ -376,15 +362,6 @@ def check_rates(module: nn.Module, *names: str) -> None:
   for name in names:
     if not 0.0 <= (rate := getattr(module, name)) < 1.0:
       raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
-
-
-def check_settings(name: str, module: type[nn.Module], settings: Mapping[str, Any]) -> None:
-  """Raises ValueError for settings of the function `name` that `module` does not have."""
-  fields = {f.name for f in dataclasses.fields(module)} - {'parent', 'name'}
-  if unknown := settings.keys() - fields:
-    raise ValueError(
-      f'{name} has no setting {", ".join(sorted(unknown))}: choose from {", ".join(sorted(fields))}'
-    )
 
 
 STACKED = 'blocks'

@@ -15,16 +15,13 @@ from flax import linen as nn
 from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense
+from het_plugin.backbones.layers import Dense, check_choice, check_positive, check_settings
 from het_plugin.backbones.moe import Moe, moe_layers
 from het_plugin.backbones.transformer import (
   SIZES,
   AttentionPooling,
   BlockSettings,
-  check_choice,
   check_encoder,
-  check_positive,
-  check_settings,
   learned_position,
   prepare_tokens,
   run_blocks,

@@ -8,7 +8,6 @@ normalisation and weight standardisation instead, as in `resnet`.
 B images, H x W pixels, C channels.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +16,14 @@ from flax import linen as nn
 from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import GroupNorm, check_remat, drop_path, drop_path_rates
+from het_plugin.backbones.layers import (
+  GroupNorm,
+  check_positive,
+  check_remat,
+  check_settings,
+  drop_path,
+  drop_path_rates,
+)
 from het_plugin.backbones.resnet import StandardizedConv, run_stage
 
 _NUM_GROUPS = 16  # the root has 16 channels
@@ -84,9 +90,7 @@ class WideResNet(nn.Module):
   scan_layers: bool = False
 
   def __post_init__(self):
-    for name in ('units', 'factor'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'WideResNet.{name}={getattr(self, name)} must be at least 1')
+    check_positive(self, 'units', 'factor')
     for name in ('dropout', 'stochastic_depth'):
       if not 0 <= getattr(self, name) < 1:
         raise ValueError(f'WideResNet.{name}={getattr(self, name)} must lie in [0, 1)')
@@ -149,10 +153,5 @@ def wide_resnet(variant: str = '28-10', **overrides: Any) -> WideResNet:
       f'wide_resnet.variant={variant!r} is unknown: write a depth of 6 n + 4, a hyphen and the '
       "factor of the width, such as '28-10'"
     )
-  fields = {f.name for f in dataclasses.fields(WideResNet)} - {'parent', 'name'}
-  if unknown := overrides.keys() - fields:
-    raise ValueError(
-      f'wide_resnet has no setting {", ".join(sorted(unknown))}: choose from '
-      f'{", ".join(sorted(fields))}'
-    )
+  check_settings('wide_resnet', WideResNet, overrides)
   return WideResNet(**{'units': (int(depth) - 4) // 6, 'factor': int(factor), **overrides})

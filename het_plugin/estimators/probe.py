@@ -280,11 +280,10 @@ def _scores(predictions: Predictions) -> uncertainty.ExampleScores:
   """The scores of examples; of votes the NLL is that of their shares, and right is the class with
   the most.
   """
+  scores = uncertainty.score_examples(predictions, ks=(1,))
   if predictions.link == 'sigmoid' or predictions.labels.shape[1] == 1:
-    return uncertainty.score_examples(predictions, ks=(1,))
+    return scores
   counts = agreement.vote_counts(predictions)
-  top = counts.argmax(axis=1).astype(np.int32)[:, None]
-  scores = uncertainty.score_examples(dataclasses.replace(predictions, labels=top), ks=(1,))
   soft_nll = agreement.soft_label_nll(predictions.log_prob, counts)
   return dataclasses.replace(scores, nll=soft_nll)
 

@@ -101,7 +101,7 @@ position_embedding  positional_embedding embeddings.position_embedding
 encoder_norm        ln_final final_layer_norm
 text_projection     text_projection head
 """)
-_TEXT_ROOT = re.compile(r'^(?:text_model\.|text\.)?(.*)$')
+_TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,16 +164,10 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   for name, x in arrays.items():
     if name.startswith(('visual.', 'vision_model.', 'visual_projection')):
       continue
-    stem, _, kind = _TEXT_ROOT.fullmatch(name)[1].rpartition('.')
-    if kind not in ('weight', 'bias'):
-      stem = f'{stem}.{kind}'.removeprefix('.')
-      kind = 'bias' if kind.endswith('_bias') else 'weight'
-    block = _BLOCK.fullmatch(stem)
-    ours = _INNER.get(block[2]) if block else _TEXT_OUTER.get(stem)
+    ours, kind = _stem(_TEXT_ROOT.sub('', name), _TEXT_OUTER)
     if ours in ('embedding', 'position_embedding'):
       flat[ours] = np.asarray(x, np.float32)
     elif ours is not None:
-      ours = f'block{int(block[1]):02d}/{ours}' if block else ours
       flat |= _converted(ours, kind, x, transpose=name != 'text_projection')
   if 'embedding' not in flat or 'text_projection/kernel' not in flat:
     raise ValueError('the file has no text tower of CLIP or SigLIP')
@@ -211,7 +205,8 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
 
 def is_tower(names) -> bool:
   """Whether the names of arrays are those of timm, transformers or open_clip."""
-  return any(_stem(name)[0] == 'embedding' and 'embedding/' not in name for name in names)
+  stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
+  return any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -325,15 +320,15 @@ def tower_bindings(path: epath.PathLike) -> list[str]:
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 
-def _stem(name):
+def _stem(name, outer):
   """Our name of a layer, None if it is unknown, and 'weight' or 'bias'."""
-  name, _, kind = _PREFIX.sub('', name).rpartition('.')
+  name, _, kind = name.rpartition('.')
   if kind not in ('weight', 'bias'):
     name, kind = f'{name}.{kind}'.removeprefix('.'), 'bias' if kind.endswith('_bias') else 'weight'
   if block := _BLOCK.fullmatch(name):
     inner = _INNER.get(block[2])
     return inner and f'block{int(block[1]):02d}/{inner}', kind
-  return _OUTER.get(name), kind
+  return outer.get(name), kind
 
 
 def _renamed(arrays):
@@ -344,7 +339,7 @@ def _renamed(arrays):
     if roots and roots[0] not in name and 'visual_projection' not in name:
       skipped.append(name)  # belongs to the text tower
       continue
-    ours, kind = _stem(name)
+    ours, kind = _stem(_PREFIX.sub('', name), _OUTER)
     if ours is not None:
       flat |= _converted(ours, kind, x, transpose=not name.endswith('proj'))
     else:

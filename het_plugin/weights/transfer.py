@@ -85,6 +85,7 @@ def load_params(
     unused = [name for name in arrays if layouts.is_optimizer_state(name)]
     source = layouts.canonical({name: x for name, x in arrays.items() if name not in unused})
     layout = layouts.layout_of(flat)
+  in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
   prefix = layouts.head_prefix_of(source)
   passed_over = {name for name in source for pattern in skip if re.fullmatch(pattern, name)} | (
     {name for name in source if layouts.is_head(name)} if head == INIT else set()
@@ -94,7 +95,6 @@ def load_params(
   used = set()
   for ours, shape in flat.items():
     is_head = ours.startswith('head/')
-    in_file = (*_PARTS, *_TEXT) if any(name.startswith(_TEXT) for name in source) else _PARTS
     if not ours.startswith(in_file) or (is_head and head == INIT):
       initialised.append(ours)
       continue
