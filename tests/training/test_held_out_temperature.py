@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from flax.linen import partitioning as flax_partitioning
 
-from het_plugin.heads import HetXL, LearnedTemperature
-from het_plugin.integrate import Integrator, example_keys
+from het_plugin.heads import LearnedTemperature
 from het_plugin.training import held_out_temperature, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training.held_out_temperature import HeldOutTemperatureTrainer
 from het_plugin.training.state import TrainState
-from tests.training import toy, toy_run
+from tests.training import toy
 
 BATCH = 64
 
@@ -64,39 +63,6 @@ def test_the_hypergradient_is_that_of_finite_differences_in_float64(step_size=1.
   np.testing.assert_allclose(simple, direct / (2 * eps), rtol=1e-7)
   assert abs(t_grad - simple) > 1e-4  # the step matters
   jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w), grads, mean_nll(*rows, theta, t)[1])
-
-
-def test_the_hypergradient_goes_through_the_integrator():
-  """Its loss has a gradient rule of its own, which is differentiated along t here."""
-  head = HetXL(num_classes=11, num_factors=3, temperature=LearnedTemperature())
-  phi = jax.random.normal(jax.random.key(0), (2, 12, 8))
-  params = head.init(jax.random.key(1), phi[0])['params']
-  theta, temperature = dict(params), params['temperature']
-  labels = jax.random.randint(jax.random.key(2), (2, 12, 1), 0, 11)
-  integrator = Integrator(num_samples=16)
-
-  def loss(part, theta, t):
-    logits = head.apply({'params': theta | {'temperature': {'t': t}}}, phi[part])
-    keys = example_keys(jax.random.key(3 + part), jnp.arange(12))
-    return integrator.nll(logits, labels[part], keys).mean(), None
-
-  del theta['temperature']
-  losses = [functools.partial(loss, part) for part in range(2)]
-  t, step_size, eps = temperature['t'] - 1.0, 2.0, 0.03
-  _, t_grad, _, _ = jax.jit(held_out_temperature.gradients, static_argnums=(0, 1))(
-    *losses, theta, t, step_size
-  )
-
-  def after_a_step(t):
-    grads, _ = jax.grad(losses[0], has_aux=True)(theta, t)
-    ahead = jax.tree.map(lambda p, g: p - step_size * g, theta, grads)
-    return losses[1](ahead, t)[0]
-
-  after_a_step = jax.jit(after_a_step)
-  want = (after_a_step(t + eps) - after_a_step(t - eps)) / (2 * eps)
-  direct = jax.grad(losses[1], argnums=1, has_aux=True)(theta, t)[0]
-  np.testing.assert_allclose(t_grad, want, rtol=3e-3)
-  assert abs(t_grad - direct) > 0.05 * abs(t_grad)
 
 
 class Module(toy.Mlp):
@@ -173,24 +139,6 @@ def test_a_step_whose_held_out_rows_are_not_finite_changes_nothing():
   state, _ = trained(1, 'luketina', 2, held_out_real=False)
   assert t_of(state) == 0.0 and int(state.step) == 1  # and no step after it
   assert all(bool(jnp.isfinite(p).all()) for p in jax.tree.leaves(state.params))
-
-
-def test_a_run_that_is_resumed_goes_on_with_the_moments_of_t(tmp_path):
-  def run(folder, steps):
-    _, state = toy_run.run(
-      folder,
-      model=toy_model(),
-      trainer_cls=functools.partial(HeldOutTemperatureTrainer, held_out_every=4),
-      total_steps=steps,
-      eval_period=12,
-    )
-    return jax.device_get(state.params)
-
-  whole = run(tmp_path / 'whole', 8)
-  run(tmp_path / 'parts', 4)
-  resumed = run(tmp_path / 'parts', 8)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole, resumed)
-  assert whole['temperature']['t'] != 0.0
 
 
 def test_settings_are_checked():

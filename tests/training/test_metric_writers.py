@@ -60,10 +60,11 @@ def test_an_evaluation_that_does_not_count_is_dropped(tmp_path):
   assert path.read_text().splitlines() == lines[:2]
 
 
-def test_event_files_too(tmp_path):
+def test_event_files_have_scalars_texts_and_what_else_clu_writes(tmp_path):
   writer = metric_writers.RunWriter(tmp_path, resume_step=0)
   writer.write_scalars(3, {'train/loss': 0.5})
   writer.write_texts(3, {'gin_config': 'x = 1'})
+  writer.write_images(3, {'picture': np.zeros((1, 2, 2, 3), np.uint8)})
   writer.close()
   events = event_accumulator.EventAccumulator(
     str(tmp_path), size_guidance={event_accumulator.TENSORS: 0}
@@ -73,16 +74,8 @@ def test_event_files_too(tmp_path):
   assert (event.step, tensor_util.make_ndarray(event.tensor_proto)) == (3, 0.5)
   (event,) = events.Tensors('gin_config')
   assert tensor_util.make_ndarray(event.tensor_proto).item() == b'x = 1'
-  assert rows(tmp_path / 'metrics.jsonl') == [{'step': 3, 'train/loss': 0.5}]
-
-
-def test_what_clu_writes_else_has_its_own_event_file(tmp_path):
-  writer = metric_writers.RunWriter(tmp_path, resume_step=0)
-  writer.write_images(1, {'picture': np.zeros((1, 2, 2, 3), np.uint8)})
-  writer.close()
-  events = event_accumulator.EventAccumulator(str(tmp_path))
-  events.Reload()
   assert 'picture' in events.Tags()['tensors']
+  assert rows(tmp_path / 'metrics.jsonl') == [{'step': 3, 'train/loss': 0.5}]
 
 
 @contextlib.contextmanager

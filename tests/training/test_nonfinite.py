@@ -173,19 +173,6 @@ def test_only_the_step_number_changes(model, nan_row, finite):
   assert_equal((state.params, state.opt_state), before)
 
 
-class NanParameters(toy.ToyModel):
-  def get_initial_variables(self, rng, input_shapes, input_types=None):
-    variables = super().get_initial_variables(rng, input_shapes, input_types)
-    params = variables['params'] | {'head_bias': jnp.full(toy.NUM_CLASSES, jnp.nan)}
-    return {**variables, 'params': params}
-
-
-def test_parameters_that_are_nan_from_the_start_end_at_step_one(tmp_path):
-  assert stopped(tmp_path, 'stop', model=NanParameters()) == 1
-  row = dump(tmp_path, 1)
-  assert row['loss'] == row['param_norm/head_bias'] == 'nan' and saved_steps(tmp_path) == []
-
-
 def test_bad_settings_are_named():
   with pytest.raises(ValueError, match="NonFinitePolicy.action='ignore' must be 'stop' or 'skip'"):
     nonfinite.NonFinitePolicy('ignore')

@@ -92,26 +92,16 @@ def test_indivisible_parameter_is_named():
     partitioner.get_mesh_axes(make_state(toy.ToyModel(toy.Mlp(num_classes=10))))
 
 
-class _NoAxes(nn.Module):
-  @nn.compact
-  def __call__(self, image):
-    nn.Dense(3)(image)
-
-
-class _BatchNorm(nn.Module):
-  @nn.compact
-  def __call__(self, image):
-    nn.BatchNorm(use_running_average=False)(image)
-
-
-def test_parameters_without_axes_are_named():
-  with pytest.raises(ValueError, match='Dense_0/bias has no logical axis names'):
-    make_state(toy.ToyModel(_NoAxes()))
-
-
-def test_mutable_collections_are_refused():
-  with pytest.raises(ValueError, match='mutable collections batch_stats'):
-    make_state(toy.ToyModel(_BatchNorm()))
+@pytest.mark.parametrize(
+  'layer, words',
+  [
+    (nn.Dense(3), 'bias has no logical axis names'),
+    (nn.BatchNorm(use_running_average=False), 'mutable collections batch_stats'),
+  ],
+)
+def test_layers_that_cannot_be_trained_are_named(layer, words):
+  with pytest.raises(ValueError, match=words):
+    make_state(toy.ToyModel(layer))
 
 
 def test_batch_goes_to_the_data_axis_and_back():

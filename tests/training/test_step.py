@@ -102,26 +102,18 @@ def test_metrics():
 
 
 @pytest.mark.parametrize(
-  'num_microbatches, batch_size, words',
+  'num_microbatches, needs_whole_batch, words',
   [
-    (4, BATCH + 4, 'batch_size=36 must be a positive multiple of 16.*num_microbatches=4'),
-    (0, BATCH, 'num_microbatches=0'),
+    (4, False, 'batch_size=36 must be a positive multiple of 16.*num_microbatches=4'),
+    (0, False, 'num_microbatches=0'),
+    (2, True, 'num_microbatches=2 must be 1: the loss of ToyModel'),
   ],
 )
-def test_bad_settings_are_named(num_microbatches, batch_size, words):
-  with pytest.raises(ValueError, match=words):
-    partitioner = partitioning.PjitPartitioner(num_partitions=2)
-    state = train(2)[1]
-    axes = partitioner.get_mesh_axes(state)
-    steps = step_lib.Trainer(toy.ToyModel(), partitioner, axes, jax.random.key(0), num_microbatches)
-    steps.check_batch_size(batch_size)
-
-
-def test_a_model_that_needs_the_whole_batch_gets_it():
+def test_bad_settings_are_named(num_microbatches, needs_whole_batch, words):
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
-  axes = partitioner.get_mesh_axes(train(2)[1])
+  axes = partitioner.get_mesh_axes(train(1)[1])
   model = toy.ToyModel()
-  model.needs_whole_batch = True
-  with pytest.raises(ValueError, match='num_microbatches=2 must be 1: the loss of ToyModel'):
-    step_lib.Trainer(model, partitioner, axes, jax.random.key(0), 2)
-  step_lib.Trainer(model, partitioner, axes, jax.random.key(0), 1)
+  model.needs_whole_batch = needs_whole_batch
+  with pytest.raises(ValueError, match=words):
+    steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(0), num_microbatches)
+    steps.check_batch_size(BATCH + 4)

@@ -52,9 +52,16 @@ def assert_equal(a, b):
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
-  """(directory, final state) of a run nothing happens to."""
+  """(directory, final state) of a run nothing happens to; two of its records are unreadable."""
+
+  def get_dataset(cfg, rows):
+    iterator = toy.get_dataset(cfg, rows)
+    if cfg.mixture_or_task_name == 'toy':
+      iterator.corrupt_records = ('a.jpg', 'b.jpg')
+    return iterator
+
   directory = tmp_path_factory.mktemp('uninterrupted')
-  step, state = toy_run.run(directory)
+  step, state = toy_run.run(directory, get_dataset_fn=get_dataset)
   assert step == int(state.step) == 12
   return directory, state
 
@@ -91,23 +98,13 @@ def test_where_it_stands_is_told(uninterrupted):
   )
   assert facts['metrics']['compile_seconds'] > 0
   assert list(series(directory, 'train/timing/save_seconds')) == [4, 8, 12]
+  assert set(series(directory, 'data/corrupt_records').values()) == {2}
+  assert facts['corrupt_records'] == 2
   seconds = facts['goodput']['seconds']
   assert all(
     seconds[p] > 0 for p in ('training', 'start', 'restore', 'compile', 'evaluate', 'save')
   )
   assert series(directory, 'goodput/share')[12] == pytest.approx(facts['goodput']['share'], rel=0.2)
-
-
-def test_unreadable_records_are_counted(tmp_path):
-  def get_dataset(cfg, rows):
-    iterator = toy.get_dataset(cfg, rows)
-    if cfg.mixture_or_task_name == 'toy':
-      iterator.corrupt_records = ('a.jpg', 'b.jpg')
-    return iterator
-
-  toy_run.run(tmp_path, get_dataset_fn=get_dataset)
-  assert set(series(tmp_path, 'data/corrupt_records').values()) == {2}
-  assert run_status.read(tmp_path)['corrupt_records'] == 2
 
 
 def test_evaluation_leaves_padding_rows_out(uninterrupted):
@@ -173,29 +170,39 @@ def run_two(module, *arguments):
   return codes, last_lines
 
 
-def test_a_crash_goes_back_to_the_last_checkpoint_without_repeating_lines(tmp_path, uninterrupted):
+def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines(
+  tmp_path, uninterrupted, caplog
+):
+  """To that of step 4, because that of step 8 is damaged."""
+
   class Crash(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
-      if int(train_state.step) == 7:
+      if int(train_state.step) == 9:
         raise RuntimeError('crash')
       return False
 
   with pytest.raises(RuntimeError, match='crash'):
     toy_run.run(tmp_path, actions={'TRAIN': [Crash()]})
-  assert lines(tmp_path)[-1]['step'] == 7
+  assert lines(tmp_path)[-1]['step'] == 9
+  for path in (tmp_path / 'checkpoint_8' / 'state').rglob('d/*'):
+    os.truncate(path, path.stat().st_size // 2)
   _, state = toy_run.run(tmp_path)
+  assert 'checkpoint_8, which cannot be read' in caplog.text
+  assert (tmp_path / 'unreadable_checkpoint_8').exists()
   assert_equal(state.params, uninterrupted[1].params)
-  assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
+  assert_equal(jax.tree.leaves(state.opt_state), jax.tree.leaves(uninterrupted[1].opt_state))
+  for name in ('train/loss', 'training_eval/toy_eval/loss'):
+    assert series(tmp_path, name) == series(uninterrupted[0], name)
   assert len([row for row in lines(tmp_path) if 'train/loss' in row]) == 12
 
   crashed, resumed = facts.read_attempts(tmp_path).values()
-  assert (crashed.start_step, crashed.step, crashed.saved_step) == (0, 7, 4)
+  assert (crashed.start_step, crashed.step, crashed.saved_step) == (0, 9, 8)
   assert (crashed.state, crashed.message) == ('failed', 'RuntimeError: crash')
   assert (resumed.start_step, resumed.step, resumed.state) == (4, 12, 'done')
-  assert goodput.goodput([crashed, resumed])['repeated_steps'] == 3
+  assert goodput.goodput([crashed, resumed])['repeated_steps'] == 5
   log = [json.loads(x) for x in (tmp_path / 'logs/process-00000.jsonl').read_text().splitlines()]
-  (error,) = (line for line in log if line['level'] == 'ERROR')
-  assert error['step'] == 7 and 'RuntimeError: crash' in error['exception']
+  error = [line for line in log if line['level'] == 'ERROR'][0]
+  assert error['step'] == 9 and 'RuntimeError: crash' in error['exception']
 
 
 @pytest.mark.slow
@@ -246,37 +253,6 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
-
-
-def test_metrics_that_cannot_be_written_for_a_while_wait(tmp_path, uninterrupted, monkeypatch):
-  """Until the next checkpoint, here at step 8."""
-  write, failed = run_files.append_text, []
-
-  def fail(path, text):
-    if '"step": 8' not in text:
-      failed.append(path)
-      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
-    write(path, text)
-
-  monkeypatch.setattr(run_files, 'append_text', fail)
-  save = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=8))
-  toy_run.run(tmp_path, total_steps=8, checkpoint_cfg=save)
-  assert failed
-  expected = {k: x for k, x in series(uninterrupted[0], 'train/loss').items() if k <= 8}
-  assert series(tmp_path, 'train/loss') == expected
-
-
-def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, uninterrupted, caplog):
-  toy_run.run(tmp_path, total_steps=8)
-  for path in (tmp_path / 'checkpoint_8' / 'state').rglob('d/*'):
-    os.truncate(path, path.stat().st_size // 2)
-  _, state = toy_run.run(tmp_path)
-  assert 'checkpoint_8, which cannot be read' in caplog.text
-  assert (tmp_path / 'unreadable_checkpoint_8').exists()
-  assert_equal(state.params, uninterrupted[1].params)
-  assert_equal(jax.tree.leaves(state.opt_state), jax.tree.leaves(uninterrupted[1].opt_state))
-  for name in ('train/loss', 'training_eval/toy_eval/loss'):
-    assert series(tmp_path, name) == series(uninterrupted[0], name)
 
 
 def test_resuming_on_another_mesh(tmp_path, uninterrupted):
