@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from het_plugin.config import parsing, registry
 from het_plugin.config.training_run import train_from_gin
 from het_plugin.training import checkpoint_reader
 from launch import local
+from tests.waiting import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,20 +50,6 @@ def read_until(process, pattern):
   raise AssertionError(f'no line matches {pattern}:\n{"".join(lines)}')
 
 
-def alive(pid):
-  try:
-    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
-  except FileNotFoundError:
-    return False
-
-
-def wait_for(condition, seconds=20):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, 'it did not happen'
-    time.sleep(0.05)
-
-
 def test_each_process_gets_its_place():
   base = {'A': 'b', 'XLA_FLAGS': '--xla_x --xla_force_host_platform_device_count=8'}
   first, second = local.environments(base, 1234, 2, devices=4)
@@ -74,6 +60,9 @@ def test_each_process_gets_its_place():
   assert first['A'] == 'b' and 'CUDA_VISIBLE_DEVICES' not in first
   (alone,) = local.environments(base, 1234, 1)
   assert alone['XLA_FLAGS'] == base['XLA_FLAGS'] and 'JAX_PLATFORMS' not in alone
+  base = {'CUDA_VISIBLE_DEVICES': '4,5,GPU-6,7'}
+  made = local.environments(base, 1234, 2, gpus_per_process=2)
+  assert [environment['CUDA_VISIBLE_DEVICES'] for environment in made] == ['4,5', 'GPU-6,7']
 
 
 LISTENING = """
@@ -103,12 +92,6 @@ def test_the_coordinator_listens_on_loopback_unless_asked(monkeypatch):
     local.socket, 'create_server', lambda address: bound.append(address) or create_server(address)
   )
   assert local.free_port() > 0 and bound == [('127.0.0.1', 0)]
-
-
-def test_gpus_are_split():
-  base = {'CUDA_VISIBLE_DEVICES': '4,5,GPU-6,7'}
-  made = local.environments(base, 1234, 2, gpus_per_process=2)
-  assert [environment['CUDA_VISIBLE_DEVICES'] for environment in made] == ['4,5', 'GPU-6,7']
 
 
 @pytest.mark.parametrize(

@@ -16,113 +16,75 @@ SETTINGS = {
 }
 (JOB,) = sweep.make_jobs('gs://bucket/run', ['gin/runs/digits_smoke.gin'], ['A.flag = True'])
 
-
-def optional(form):
-  return (form, None)
-
-
 # Fields of the JobSet API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2)
 # and, below `replicatedJobs.template`, of Kubernetes' batch/v1 Job and core/v1 Pod
-# (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). A set is an enum, and a
-# list with one form a list of that form. Other fields are errors, as in the API server's strict
-# validation.
-STRINGS = {str: str}
-JOBSET = {
-  'apiVersion': {'jobset.x-k8s.io/v1alpha2'},
-  'kind': {'JobSet'},
-  'metadata': {
-    'name': str,
-    'namespace': optional(str),
-    'labels': optional(STRINGS),
-    'annotations': STRINGS,
-  },
-  'spec': {
-    'failurePolicy': {
-      'maxRestarts': int,
-      'rules': [
-        {
-          'name': str,
-          'action': {'FailJobSet', 'RestartJobSet', 'RestartJobSetAndIgnoreMaxRestarts'},
-          'onJobFailureReasons': [{'BackoffLimitExceeded', 'DeadlineExceeded', 'PodFailurePolicy'}],
-        }
-      ],
-    },
-    'replicatedJobs': [
-      {
-        'name': str,
-        'replicas': int,
-        'template': {
-          'spec': {
-            'parallelism': int,
-            'completions': int,
-            'backoffLimit': int,
-            'podFailurePolicy': {
-              'rules': [
-                {
-                  'action': {'FailJob', 'FailIndex', 'Ignore', 'Count'},
-                  'onExitCodes': optional(
-                    {'containerName': str, 'operator': {'In', 'NotIn'}, 'values': [int]}
-                  ),
-                  'onPodConditions': optional([{'type': str, 'status': {'True', 'False'}}]),
-                }
-              ]
-            },
-            'template': {
-              'spec': {
-                'restartPolicy': {'Never'},
-                'hostNetwork': bool,
-                'dnsPolicy': {'ClusterFirstWithHostNet'},
-                'terminationGracePeriodSeconds': int,
-                'serviceAccountName': optional(str),
-                'nodeSelector': STRINGS,
-                'tolerations': [
-                  {
-                    'key': str,
-                    'operator': {'Exists', 'Equal'},
-                    'value': optional(str),
-                    'effect': {'NoSchedule', 'NoExecute'},
-                  }
-                ],
-                'containers': [
-                  {
-                    'name': str,
-                    'image': str,
-                    'command': [str],
-                    'args': [str],
-                    'env': [{'name': str, 'value': str}],
-                    'ports': [{'containerPort': int}],
-                    'resources': {'limits': {'google.com/tpu': int}},
-                    'securityContext': optional({'privileged': bool, 'runAsUser': int}),
-                  }
-                ],
-              }
-            },
-          }
-        },
-      }
-    ],
-  },
-}
+# (https://kubernetes.io/docs/reference/kubernetes-api/workload-resources). `map` has strings as
+# values, | separates the values of an enum, a list has items of one form, and fields with * may be
+# absent. Other fields are errors, as in the API server's strict validation.
+JOBSET = yaml.safe_load("""
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {name: str, namespace*: str, labels*: map, annotations: map}
+spec:
+  failurePolicy:
+    maxRestarts: int
+    rules:
+      - name: str
+        action: FailJobSet|RestartJobSet|RestartJobSetAndIgnoreMaxRestarts
+        onJobFailureReasons: [BackoffLimitExceeded|DeadlineExceeded|PodFailurePolicy]
+  replicatedJobs:
+    - name: str
+      replicas: int
+      template:
+        spec:
+          parallelism: int
+          completions: int
+          backoffLimit: int
+          podFailurePolicy:
+            rules:
+              - action: FailJob|FailIndex|Ignore|Count
+                onExitCodes*: {containerName: str, operator: In|NotIn, values: [int]}
+                onPodConditions*: [{type: str, status: 'True|False'}]
+          template:
+            spec:
+              restartPolicy: Never
+              hostNetwork: bool
+              dnsPolicy: ClusterFirstWithHostNet
+              terminationGracePeriodSeconds: int
+              serviceAccountName*: str
+              nodeSelector: map
+              tolerations:
+                - {key: str, operator: Exists|Equal, value*: str, effect: NoSchedule|NoExecute}
+              containers:
+                - name: str
+                  image: str
+                  command: [str]
+                  args: [str]
+                  env: [{name: str, value: str}]
+                  ports: [{containerPort: int}]
+                  resources: {limits: {google.com/tpu: int}}
+                  securityContext*: {privileged: bool, runAsUser: int}
+""")
+TYPES = {'str': str, 'int': int, 'bool': bool}
 
 
 def conform(value, form, path='JobSet'):
-  if isinstance(form, type):
-    assert type(value) is form, f'{path} is {value!r}'
-  elif isinstance(form, set):
-    assert value in form, f'{path} is {value!r}'
+  if isinstance(form, dict):
+    forms = {name.rstrip('*'): inner for name, inner in form.items()}
+    assert value.keys() <= forms.keys(), f'{path} has {value.keys() - forms.keys()}'
+    assert {name for name in form if not name.endswith('*')} <= value.keys(), path
+    for name, inner in value.items():
+      conform(inner, forms[name], f'{path}.{name}')
   elif isinstance(form, list):
     assert isinstance(value, list) and value, f'{path} is {value!r}'
     for index, item in enumerate(value):
       conform(item, form[0], f'{path}[{index}]')
-  elif form is STRINGS:
+  elif form == 'map':
     assert all(type(x) is str for pair in value.items() for x in pair), f'{path} is {value!r}'
+  elif form in TYPES:
+    assert type(value) is TYPES[form], f'{path} is {value!r}'
   else:
-    assert not value.keys() - form.keys(), f'{path} has {value.keys() - form.keys()}'
-    for name, inner in form.items():
-      if name in value:
-        conform(value[name], inner[0] if isinstance(inner, tuple) else inner, f'{path}.{name}')
-      else:
-        assert isinstance(inner, tuple), f'{path} lacks {name}'
+    assert value in form.split('|'), f'{path} is {value!r}'
 
 
 def rendered(job=JOB, name='het-xl', **changes):
@@ -156,9 +118,14 @@ def test_the_form_is_that_of_the_api(changes):
 
 
 @pytest.mark.parametrize(
-  ('topology', 'num_slices', 'hosts'), [('v4:2x2x1', 1, 1), ('v6e:4x8', 2, 8)]
+  ('topology', 'accelerator', 'num_slices', 'hosts'),
+  [
+    ('v4:2x2x1', 'tpu-v4-podslice', 1, 1),
+    ('v6e:4x8', 'tpu-v6e-slice', 2, 8),
+    ('tpu7x:4x4x8', 'tpu7x', 1, 32),
+  ],
 )
-def test_one_pod_per_host_and_one_job_per_slice(topology, num_slices, hosts):
+def test_one_pod_per_host_and_one_job_per_slice(topology, accelerator, num_slices, hosts):
   document = rendered(topology=topology, num_slices=num_slices)
   job, pod, container = parts(document)
   assert job['parallelism'] == job['completions'] == hosts
@@ -167,6 +134,7 @@ def test_one_pod_per_host_and_one_job_per_slice(topology, num_slices, hosts):
   assert annotations['alpha.jobset.sigs.k8s.io/exclusive-topology'] == (
     'cloud.google.com/gke-nodepool'
   )
+  assert pod['nodeSelector']['cloud.google.com/gke-tpu-accelerator'] == accelerator
   shape = pod['nodeSelector']['cloud.google.com/gke-tpu-topology']
   chips = math.prod(map(int, shape.split('x')))
   assert container['resources']['limits']['google.com/tpu'] * hosts == chips
@@ -218,18 +186,6 @@ def test_spot_and_reservations_are_node_labels():
     'google.com/tpu',
     'cloud.google.com/gke-spot',
   }
-
-
-@pytest.mark.parametrize(
-  ('topology', 'expected'),
-  [
-    ('v4:2x2x1', ('tpu-v4-podslice', '2x2x1', 1)),
-    ('v6e:4x8', ('tpu-v6e-slice', '4x8', 8)),
-    ('tpu7x:4x4x8', ('tpu7x', '4x4x8', 32)),
-  ],
-)
-def test_hosts_and_names_of_slices(topology, expected):
-  assert render.parse_slice(topology) == expected
 
 
 @pytest.mark.parametrize(

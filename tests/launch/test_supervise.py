@@ -4,10 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from launch import supervise
+from tests.waiting import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,24 +19,9 @@ def start(folder, code, *flags):
   )
 
 
-def wait_for(condition, seconds=20):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, 'it did not happen'
-    time.sleep(0.05)
-
-
 def log(folder):
   path = folder / 'supervisor.log'
   return path.read_text() if path.exists() else ''
-
-
-def alive(pid):
-  """Whether the process runs. A zombie does not."""
-  try:
-    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
-  except FileNotFoundError:
-    return False
 
 
 # Counts its starts in a file and is preempted twice.

@@ -68,14 +68,3 @@ def test_gone_on_from_an_earlier_checkpoint_than_the_start_before():
 def test_time_after_a_run_that_was_done_is_no_down_time():
   history = [attempt(1000, 0, 10, 'done', step=20), attempt(9000, 10, 20, 'done', step=20)]
   assert parts(history) == {'training': 40}
-
-
-def test_in_words():
-  history = [
-    attempt(1000, 0, 60, start=10, compile=20, step=120, save=0.2),
-    attempt(1183.2, 50, 100, 'done', start=10, compile=20, step=100),
-  ]
-  assert goodput.describe(goodput.goodput(history), 2) == (
-    'Goodput 63.9%: training steps 0:03:20 of 0:05:13 in 2 starts, compile 0:00:40, '
-    'down 0:00:33, start-up 0:00:20, repeated steps 0:00:20.'
-  )

@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from het_plugin.operations import facts, heartbeat, recorder
 from het_plugin.training import exit_codes, observer
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,13 +20,6 @@ def fast(monkeypatch):
 
 def beating(folder, followed):
   return heartbeat.Heartbeat(folder, followed, 1800, lambda: None)
-
-
-def wait_for(condition):
-  deadline = time.monotonic() + 20
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
 
 
 def test_the_file_follows_the_run(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from het_plugin.operations import facts, goodput, heartbeat, operations
 from het_plugin.training import exit_codes, observer
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +26,6 @@ class Writer:
 
 def observing(folder, watch=None):
   return (watch or operations.Operations()).observing(observer.ObservedRun(folder, 10))
-
-
-def wait_for(condition):
-  deadline = time.monotonic() + 20
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
 
 
 def messages(folder):

@@ -1,0 +1,20 @@
+"""Waiting for what another thread or process does."""
+
+import time
+from pathlib import Path
+
+
+def wait_for(condition, seconds=20):
+  """Returns once condition() holds; fails after so many seconds."""
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not happen'
+    time.sleep(0.02)
+
+
+def alive(pid):
+  """Whether a process runs (Linux); a zombie does not."""
+  try:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+  except FileNotFoundError:
+    return False
