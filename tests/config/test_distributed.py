@@ -37,13 +37,8 @@ def test_explicit_variables():
   ('changes', 'message'),
   [
     ({'JAX_PROCESS_ID': '2'}, r'JAX_PROCESS_ID=2 must be in 0\.\.1'),
-    ({'JAX_PROCESS_ID': '-1'}, 'JAX_PROCESS_ID=-1'),
-    ({'JAX_NUM_PROCESSES': '1'}, r'JAX_PROCESS_ID=1 must be in 0\.\.0'),
     ({'JAX_NUM_PROCESSES': 'two'}, 'JAX_NUM_PROCESSES=two must be a number >= 1'),
     ({'JAX_NUM_PROCESSES': None}, 'JAX_NUM_PROCESSES is not set'),
-    ({'JAX_PROCESS_ID': None}, 'JAX_PROCESS_ID is not set'),
-    ({'JAX_COORDINATOR_ADDRESS': None}, 'JAX_COORDINATOR_ADDRESS is not set'),
-    ({'JAX_COORDINATOR_ADDRESS': 'localhost'}, 'localhost must be HOST:PORT'),
     ({'JAX_COORDINATOR_ADDRESS': 'localhost:99999'}, 'must be HOST:PORT'),
   ],
 )
@@ -57,13 +52,11 @@ def test_wrong_variables_are_one_sentence(changes, message):
   ('environment', 'platforms', 'expected'),
   [
     ({}, None, None),
-    ({}, 'cpu', None),
     (SLURM, None, 'Slurm, 2 tasks'),
     ({**SLURM, 'SLURM_NTASKS': '1'}, None, None),
     ({**SLURM, 'SLURM_STEP_NUM_TASKS': '1'}, None, None),  # a shell that srun --pty gave
     ({'SLURM_NTASKS': '2'}, None, None),  # a batch script outside of srun
     ({'OMPI_COMM_WORLD_SIZE': '4'}, None, 'Open MPI, 4 ranks'),
-    ({'OMPI_COMM_WORLD_SIZE': '1'}, None, None),
     ({'TPU_WORKER_HOSTNAMES': 'a,b'}, 'tpu,cpu', '1 TPU slices of 2 hosts'),
     ({'TPU_WORKER_HOSTNAMES': 'a,b'}, 'cpu', None),
     ({'TPU_WORKER_HOSTNAMES': 'localhost'}, 'tpu,cpu', None),

@@ -85,16 +85,6 @@ def test_every_run_takes_every_head(run, features):
       gin.get_configurable(train_lib.train)()
 
 
-@pytest.mark.parametrize('head', HEADS)
-def test_a_head_has_the_parameters_that_it_counts(head):
-  parsing.parse_config([RUN[0], f'het_plugin/gin/heads/{head}.gin'], bindings(''))
-  model = make_model()
-  shapes = {'image': (2, 8, 8, 1)}
-  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
-  counts = model.count_params(variables['params'])
-  assert counts.head == model.head.num_params(model.backbone.pre_logits_dim)
-
-
 @pytest.mark.parametrize('run', CONTRASTIVE_RUNS)
 def test_every_contrastive_run_takes_every_contrastive_head(run):
   for head, kind in CONTRASTIVE_HEADS.items():

@@ -83,23 +83,6 @@ def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_s
   np.testing.assert_array_equal(actual.index, index)
 
 
-def test_max_examples_keeps_the_first_and_stops_reading():
-  examples, bound, read = make_examples(30), 11, []
-
-  def endless():
-    while True:
-      for batch in make_batches(examples, 8):
-        read.append(1)
-        yield batch
-
-  extractor, params = make_extractor(FakeModel(), 1, layers=('tokens',))
-  actual = extract(extractor, params, endless(), 8, max_examples=bound)
-  first = {name: rows[:bound] for name, rows in examples.items()}
-  np.testing.assert_array_equal(actual.index, expected_rows(first)[2])
-  np.testing.assert_allclose(actual.features, expected_rows(first)[0], rtol=1e-4, atol=1e-5)
-  assert len(read) <= -(-bound // 8) + 1
-
-
 def test_all_layers_come_from_one_forward_pass():
   model, examples = FakeModel(), make_examples(21)
   extractor, params = make_extractor(model, 2, layers=('tokens', 'pre_logits'), pool='mean')

@@ -16,7 +16,6 @@ from het_plugin.heads import (
   HetH,
   HetXL,
   LearnedTemperature,
-  LogitScale,
   class_buckets,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
@@ -248,34 +247,6 @@ def test_bad_settings_are_one_sentence(head, words):
   with pytest.raises(ValueError, match=words) as error:
     head.init(jax.random.key(0), PHI)
   assert '\n' not in str(error.value)
-
-
-def test_logit_scale_multiplies_similarities():
-  scale = 10.0
-  temperature = LogitScale(scale)
-  params = temperature.init(jax.random.key(0))['params']
-  assert float(params['t']) == pytest.approx(np.log(scale))
-  assert float(temperature.apply({'params': params})) == pytest.approx(1 / scale)
-  assert temperature.tau_0 == pytest.approx(1 / scale)
-  assert size(params) == temperature.num_params() == 1
-  got = jax.grad(lambda p: temperature.apply({'params': p}))(params)['t']
-  assert float(got) == pytest.approx(-1 / scale)  # d exp(-t) / dt
-
-
-def test_result_does_not_depend_on_padding(name='het_xl'):
-  head = HEADS[name]
-  params = init(head)
-  keys = example_keys(jax.random.key(5), jnp.arange(B))
-  tight = head.clone(class_multiple=1)
-  cut = jax.tree.map(lambda x: x[..., :K] if x.ndim and x.shape[-1] == 16 else x, params)
-  integrator = Integrator(num_samples=S)
-  padded = integrator.log_prob(head.apply({'params': params}, PHI), keys)
-  np.testing.assert_allclose(
-    padded[:, :K],
-    integrator.log_prob(tight.apply({'params': cut}, PHI), keys),
-    rtol=1e-5,
-    atol=1e-6,
-  )
 
 
 def test_initial_noise_scale_scales_the_noise_at_the_start():

@@ -32,10 +32,6 @@ def batch_metrics(log_prob, labels, mask, tau=1.0):
   return result
 
 
-def merge(a, b):
-  return {name: a[name].merge(b[name]) for name in a}
-
-
 def compute(result):
   return {name: float(metric.compute()) for name, metric in result.items()}
 
@@ -82,19 +78,6 @@ def test_multi_label_metrics_count_any_of_the_labels():
   np.testing.assert_allclose(values['precision_at_1'], np.mean(correct), rtol=1e-6)
   expected_ece = reference_ece(np.array(confidence), np.array(correct))
   np.testing.assert_allclose(values['ece'], expected_ece, rtol=1e-5)
-
-
-def test_merging_batches_gives_the_metrics_of_all_rows():
-  sizes = (1, 13, 26)
-  log_prob, labels, mask = random_batch(2, num_labels=2)
-  whole = compute(batch_metrics(log_prob, labels, mask))
-  cuts = np.cumsum(sizes)[:-1]
-  parts = [np.split(x, cuts) for x in (log_prob, labels, mask)]
-  merged = functools.reduce(merge, (batch_metrics(*part) for part in zip(*parts, strict=True)))
-  merged = compute(merged)
-  assert merged.keys() == whole.keys()
-  for name, value in whole.items():
-    np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
