@@ -1,6 +1,5 @@
 """The actions inside a training run: when they run, what they write, on digits."""
 
-import dataclasses
 import json
 import types
 
@@ -170,24 +169,6 @@ FEW_DIGITS = ZeroShotDataset('digits', 'digits', 'test[:64]', 'none')
 def make_zeroshot(**kwargs):
   defaults = {'tokenizer': Letters(), 'datasets': (FEW_DIGITS,), 'batch_size': 32}
   return ZeroShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
-
-
-def test_zeroshot_scalars_and_lines(tmp_path):
-  context, state = make_context(tmp_path, model=FakeContrastive())
-  other = dataclasses.replace(FEW_DIGITS, name='other', templates=('a {}', '{} b'))
-  action = make_zeroshot(datasets=(FEW_DIGITS, other))
-  action.setup(context)
-  assert action.run(at(state, 7), {}) is False
-  found = action.results['digits']
-  assert found.num_examples == 64 and 0 < found.top1 < found.top5 < 1
-  assert context.writer.scalars[7] == {
-    f'zeroshot/{name}/{key}': getattr(action.results[name], key)
-    for name in ('digits', 'other')
-    for key in ('top1', 'top5')
-  }
-  first, second = records(tmp_path, 'zeroshot')
-  assert first == {'step': 7, 'dataset': 'digits', **dataclasses.asdict(found)}
-  assert second['dataset'] == 'other'
 
 
 def test_classes_are_embedded_by_the_current_text_tower(tmp_path):

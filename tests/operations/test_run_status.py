@@ -95,16 +95,6 @@ def test_only_checkpoints_are_left(tmp_path):
 # Processes.
 
 
-def test_who_is_behind(tmp_path):
-  for process, ticks, idle in ((0, 1000, 30), (1, 998, 33), (2, 1000, 31)):
-    facts_of(tmp_path, process, processes=3, ticks=ticks, idle_seconds=idle, host=f'host-{process}')
-  facts = read(tmp_path)
-  assert [row['is_behind'] for row in facts['processes']] == [False, True, False]
-  assert [row['idle_seconds'] for row in facts['processes']] == [32, 35, 33]
-  assert facts['processes'][1]['host'] == 'host-1'
-  assert facts['problems'] == ['The others wait for process 1.']
-
-
 def test_a_silent_process(tmp_path):
   facts_of(tmp_path, 0, processes=2, idle_seconds=70)
   facts_of(tmp_path, 1, seconds_ago=75, processes=2, ticks=990)
@@ -171,18 +161,6 @@ def test_reports_of_guard_rails(tmp_path):
   assert facts['nonfinite_steps'] == [90, 110] and facts['configs_until'] == [50]
   assert facts['profile_is_requested'] and facts['profiles'] == ['step_12']
   assert facts['problems'] == ['2 steps not finite, the last one 110.']
-
-
-def test_attempts_and_goodput(tmp_path):
-  facts_of(tmp_path, seconds_ago=400)
-  facts_of(tmp_path, number=2, start_step=200)
-  facts = read(tmp_path)
-  assert [row['ended'] for row in facts['attempts']] == ['killed', 'running']
-  assert facts['attempts'][0]['wall_seconds'] == 150
-  assert facts['goodput']['repeated_steps'] == 100
-  assert facts['goodput']['seconds']['repeated'] == 40
-  assert facts['goodput']['wall_seconds'] == 150 + 248 + 150
-  assert facts['goodput']['share'] == (40 + 80) / 548
 
 
 def test_files_that_are_being_written_or_are_something_else(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from het_plugin.training import checkpoint_reader, checkpoints, partitioning, warm_start
 from het_plugin.training.state import TrainState
 from tests.training import faulty_run, toy
+from tests.training.toy_run import assert_equal
 
 SAVE = checkpoints.SaveCheckpointConfig(period=1)
 RECORD = {'evaluated': True}
@@ -27,14 +28,7 @@ def partitioner(num_partitions: int) -> partitioning.PjitPartitioner:
 
 def make_state(num_partitions=2, seed=0, num_classes=toy.NUM_CLASSES) -> TrainState:
   model = toy.ToyModel(toy.Mlp(num_classes=num_classes), OPTIMIZER)
-
-  def init():
-    shapes = {'image': (8, toy.SIDE, toy.SIDE, 1)}
-    variables = model.get_initial_variables(jax.random.key(seed), shapes)
-    return TrainState.create(model.optimizer_def, variables)
-
-  axes = partitioner(num_partitions).get_mesh_axes(jax.eval_shape(init))
-  return partitioner(num_partitions).partition(init, (), axes)()
+  return toy.initial_state(model, partitioner(num_partitions), jax.random.key(seed))[1]
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -59,10 +53,6 @@ def restore(model_dir, target) -> checkpoints.Restored | None:
   restored = checkpointer.restore(abstract(target))
   checkpointer.close()
   return restored
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
 def truncate_arrays(checkpoint):
@@ -163,32 +153,19 @@ def assert_first_or_second(directory, caplog):
   return step
 
 
-def damaged_copies(original, directory, *damages):
-  """A copy of two checkpoints for each file of the second and each damage of it."""
-  names = [
-    path.relative_to(original)
-    for path in sorted((original / 'checkpoint_2').rglob('*'))
-    if path.is_file() and path.stat().st_size
-  ]
-  for name in names:
-    for damage in damages:
-      shutil.copytree(original, directory)
-      damage(directory / name)
-      yield directory, name
-      shutil.rmtree(directory)
-
-
 @pytest.mark.slow
 def test_a_flipped_bit_in_any_file_is_harmless_or_noticed(two_wide, tmp_path, caplog):
   random = np.random.default_rng(0)
   noticed = set()
-
-  def damage(path):
-    flip(path, random.integers(8 * path.stat().st_size))
-
-  for directory, name in damaged_copies(two_wide, tmp_path / 'copy', damage):
+  for path in sorted((two_wide / 'checkpoint_2').rglob('*')):
+    if not path.is_file() or not path.stat().st_size:
+      continue
+    name = path.relative_to(two_wide)
+    directory = shutil.copytree(two_wide, tmp_path / 'copy')
+    flip(directory / name, random.integers(8 * path.stat().st_size))
     if assert_first_or_second(directory, caplog) == 1:
       noticed.add(name.parts[1])
+    shutil.rmtree(directory)
   assert {'dataset', 'record', 'state'} <= noticed
 
 

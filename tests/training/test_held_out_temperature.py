@@ -13,7 +13,6 @@ from het_plugin.heads import LearnedTemperature
 from het_plugin.training import held_out_temperature, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training.held_out_temperature import HeldOutTemperatureTrainer
-from het_plugin.training.state import TrainState
 from tests.training import toy
 
 BATCH = 64
@@ -85,15 +84,7 @@ def trained(num_partitions, estimator, steps=3, held_out_real=True, t_rate=0.01,
   """State and metrics after some steps."""
   partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
   model = toy_model(t_rate)
-
-  def init():
-    variables = model.get_initial_variables(
-      jax.random.key(1), {'image': (BATCH, toy.SIDE, toy.SIDE, 1)}
-    )
-    return TrainState.create(model.optimizer_def, variables)
-
-  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
-  state = partitioner.partition(init, (), axes)()
+  axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
   trainer = HeldOutTemperatureTrainer(
     model,
     partitioner,

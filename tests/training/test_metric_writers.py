@@ -1,5 +1,4 @@
 import contextlib
-import json
 import resource
 
 import numpy as np
@@ -8,10 +7,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.util import tensor_util
 
 from het_plugin.training import metric_writers
-
-
-def rows(path):
-  return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.training.toy_run import lines as rows
 
 
 def test_a_line_a_write(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from het_plugin.training import checkpoints, nonfinite, optimizers, partitioning
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import step as step_lib
-from het_plugin.training.state import TrainState
 from tests.training import toy, toy_run
+from tests.training.toy_run import assert_equal
 
 BAD = {3, 7}  # steps
 NAN_ROWS = toy.ToyDatasetConfig(16, nan_rows=(37, 100))  # of steps 3 and 7
@@ -35,13 +35,9 @@ def stopped(model_dir, *args, **settings):
   return error.value.step
 
 
-def read_lines(path):
-  return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def train_lines(model_dir):
   """{step: training metrics}, without the timings."""
-  lines = [line for line in read_lines(model_dir / 'metrics.jsonl') if 'train/loss' in line]
+  lines = [line for line in toy_run.lines(model_dir) if 'train/loss' in line]
   return {
     line['step']: {k: v for k, v in line.items() if not k.startswith('train/timing')}
     for line in lines
@@ -56,26 +52,13 @@ def saved_steps(model_dir):
   return sorted(int(path.name.split('_')[1]) for path in model_dir.glob('checkpoint_*'))
 
 
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-
-
 def make_trainer(model, num_microbatches=None, **settings):
   """(trainer, initial state as `train` makes it, partitioner), on the mesh of toy_run."""
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   init_rng, rng = jax.random.split(jax.random.key(0))
-
-  def init():
-    shapes = {'image': (16, toy.SIDE, toy.SIDE, 1)}
-    return TrainState.create(model.optimizer_def, model.get_initial_variables(init_rng, shapes))
-
-  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
-  state = partitioner.partition(init, (), axes)()
-  return (
-    step_lib.Trainer(model, partitioner, axes, rng, num_microbatches, **settings),
-    state,
-    partitioner,
-  )
+  axes, state = toy.initial_state(model, partitioner, init_rng)
+  trainer = step_lib.Trainer(model, partitioner, axes, rng, num_microbatches, **settings)
+  return trainer, state, partitioner
 
 
 @pytest.fixture(scope='module')

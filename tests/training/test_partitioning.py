@@ -3,7 +3,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from het_plugin.training import optimizers, partitioning
 from het_plugin.training.state import TrainState
@@ -102,19 +102,6 @@ def test_indivisible_parameter_is_named():
 def test_layers_that_cannot_be_trained_are_named(layer, words):
   with pytest.raises(ValueError, match=words):
     make_state(toy.ToyModel(layer))
-
-
-def test_batch_goes_to_the_data_axis_and_back():
-  partitioner = partitioning.PjitPartitioner(num_partitions=2)
-  rows = partitioner.batch_rows(8)
-  np.testing.assert_array_equal(rows, np.arange(8))  # One process feeds them all.
-  batch = {'index': np.arange(8, dtype=np.int32), 'image': np.random.normal(size=(8, 2, 2, 1))}
-  batch['image'] = batch['image'].astype(np.float32)
-  placed = partitioner.shard_batch(batch, 8)
-  for name, value in batch.items():
-    np.testing.assert_array_equal(placed[name], value)
-    assert placed[name].sharding == NamedSharding(partitioner.mesh, P('data'))
-    assert placed[name].addressable_shards[0].data.shape[0] == 2
 
 
 def test_batch_that_does_not_divide_is_named():

@@ -7,7 +7,6 @@ import pytest
 from het_plugin.training import metrics as metrics_lib
 from het_plugin.training import partitioning
 from het_plugin.training import step as step_lib
-from het_plugin.training.state import TrainState
 from tests.training import toy
 
 BATCH = 32
@@ -23,13 +22,7 @@ def train(num_partitions, num_microbatches=None, dims=1, real_rows=BATCH, factor
   )
   model = toy.ToyModel(loss_normalizing_factor=factor)
 
-  def init():
-    shapes = {'image': (BATCH, toy.SIDE, toy.SIDE, 1)}
-    variables = model.get_initial_variables(jax.random.key(1), shapes)
-    return TrainState.create(model.optimizer_def, variables)
-
-  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
-  state = partitioner.partition(init, (), axes)()
+  axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
   steps = step_lib.Trainer(model, partitioner, axes, jax.random.key(2), num_microbatches)
   steps.check_batch_size(BATCH)
   for step in range(STEPS):
@@ -67,14 +60,6 @@ def test_microbatches_change_nothing(num_microbatches, real_rows):
 def test_microbatches_of_a_loss_with_a_constant_factor_are_summed():
   assert_same(train(4, 4, factor=BATCH), train(4, factor=BATCH))
   assert_same(train(4, 4, factor=BATCH), train(4))
-
-
-def test_classes_and_their_optimizer_state_stay_split():
-  state = train(4)[1]
-  moments = state.opt_state[1][0]
-  for tree in (state.params, moments.mu, moments.nu):
-    assert tree['head_kernel'].addressable_shards[0].data.shape == (toy.WIDTH, toy.NUM_CLASSES // 4)
-    assert tree['head_bias'].addressable_shards[0].data.shape == (toy.NUM_CLASSES // 4,)
 
 
 def test_microbatches_are_spread_over_the_data_axis_without_communication():

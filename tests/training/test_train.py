@@ -1,6 +1,5 @@
 import errno
 import functools
-import json
 import logging
 import os
 import signal
@@ -34,20 +33,9 @@ from het_plugin.training import (
 )
 from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
+from tests.training.toy_run import assert_equal, lines, series
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def lines(model_dir):
-  return [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
-
-
-def series(model_dir, name):
-  return {row['step']: row[name] for row in lines(model_dir) if name in row}
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
 @pytest.fixture(scope='module')
@@ -200,7 +188,7 @@ def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines
   assert (crashed.state, crashed.message) == ('failed', 'RuntimeError: crash')
   assert (resumed.start_step, resumed.step, resumed.state) == (4, 12, 'done')
   assert goodput.goodput([crashed, resumed])['repeated_steps'] == 5
-  log = [json.loads(x) for x in (tmp_path / 'logs/process-00000.jsonl').read_text().splitlines()]
+  log = lines(tmp_path / 'logs/process-00000.jsonl')
   error = [line for line in log if line['level'] == 'ERROR'][0]
   assert error['step'] == 9 and 'RuntimeError: crash' in error['exception']
 

@@ -1,17 +1,12 @@
 """Settings of `train`: checked before data is read and anything is compiled."""
 
 import functools
-import json
 
 import pytest
 
 from het_plugin.training import checkpoints
 from het_plugin.training import step as step_lib
 from tests.training import toy, toy_run
-
-
-def lines(model_dir):
-  return [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
 
 
 class Config:
@@ -37,11 +32,11 @@ def test_a_configuration_is_checked_before_data_and_compiler(tmp_path):
   toy_run.run(tmp_path, **settings)
   assert not config.seen and config.written == [(str(tmp_path), 0)]
   toy_run.run(tmp_path, **settings)
-  before = lines(tmp_path)
+  before = toy_run.lines(tmp_path)
   with pytest.raises(ValueError, match='another run'):
     toy_run.run(tmp_path, **settings, get_dataset_fn=lambda *args: pytest.fail('read data'))
   assert config.seen == [(4, 'A = 1')] * 2
-  assert len(config.written) == 2 and lines(tmp_path) == before
+  assert len(config.written) == 2 and toy_run.lines(tmp_path) == before
 
 
 def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):

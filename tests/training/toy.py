@@ -11,6 +11,7 @@ from clu import metrics as clu_metrics
 from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.training import optimizers
+from het_plugin.training.state import TrainState
 
 SIDE, NUM_CLASSES, WIDTH = 4, 16, 32
 
@@ -152,3 +153,14 @@ def make_batch(index: np.ndarray, real: np.ndarray) -> dict[str, np.ndarray]:
 
 def get_dataset(cfg: ToyDatasetConfig, rows: np.ndarray | None = None) -> ToyIterator:
   return ToyIterator(cfg, rows)
+
+
+def initial_state(model, partitioner, key):
+  """(PartitionSpecs, placed initial state) of a model."""
+
+  def init():
+    variables = model.get_initial_variables(key, {'image': (8, SIDE, SIDE, 1)})
+    return TrainState.create(model.optimizer_def, variables)
+
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init))
+  return axes, partitioner.partition(init, (), axes)()

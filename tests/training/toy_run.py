@@ -1,7 +1,9 @@
 """A training run of the toy model."""
 
+import json
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from het_plugin.operations import operations
@@ -42,3 +44,19 @@ def run(model_dir: Path, **overrides):
     'observer': operations.Operations(),
   }
   return train(**(settings | overrides))
+
+
+def lines(path: Path) -> list[dict]:
+  """The rows of a file of JSON lines; of a run's directory, its metrics."""
+  path = path / 'metrics.jsonl' if path.is_dir() else path
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def series(model_dir: Path, name: str) -> dict[int, float]:
+  """{step: value} of a metric."""
+  return {row['step']: row[name] for row in lines(model_dir) if name in row}
+
+
+def assert_equal(a, b):
+  """Two trees of arrays are the same bit for bit."""
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
