@@ -42,7 +42,8 @@ class SparseMoe:
     eval_capacity: the same outside training.
     group_size: images whose tokens are routed together in training; must divide the rows of a
       microbatch.
-    noise: standard deviation of the noise added to router logits in training, times E.
+    noise: standard deviation of the noise added to router logits in training, times E. As for
+      dropout, its draws depend on how a batch is cut into microbatches.
     importance_weight, load_weight: weights of the two losses that balance the experts' use
       (appendix A). The paper's total of 0.01 is shared equally.
     batch_priority: tokens with the largest weights take places first (section 4.1), in place of the
@@ -130,9 +131,10 @@ def moe_layers(moe: Moe | None, depth: int) -> frozenset[int]:
     place, number = PLACES.fullmatch(layers).groups()
     n = int(number)
     layers = range(n - 1, depth, n) if place == 'every' else range(1, depth, 2)[-n:]
-    if not layers or (place == 'last' and len(layers) < n):
-      layers = (depth,)
-  if not all(0 <= layer < depth for layer in layers):
+    fits = len(layers) >= (n if place == 'last' else 1)
+  else:
+    fits = all(0 <= layer < depth for layer in layers)
+  if not fits:
     raise ValueError(
       f'{type(moe).__name__}.layers={moe.layers!r} asks for more blocks than depth={depth} has'
     )

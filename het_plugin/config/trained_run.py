@@ -79,6 +79,7 @@ def parse_run_config(
   *,
   without: Sequence[str] = (),
   published: str = PUBLISHED,
+  arrays: Mapping[str, np.ndarray] | None = None,
 ) -> Mapping[str, Any]:
   """Parses the gin configuration of a run, and returns the arguments of its `train`.
 
@@ -86,6 +87,7 @@ def parse_run_config(
     checkpoint, gin_files, bindings, search_paths: as in `open_run`.
     without: arguments to leave out, besides the actions and the checkpoints.
     published: the frame of a published file.
+    arrays: the content of a published file; None reads it.
 
   Raises:
     ValueError: there is no configuration beside the checkpoint, or it lacks something.
@@ -95,7 +97,8 @@ def parse_run_config(
 
   if weights.is_weights_file(checkpoint):
     frame = published
-    found = _published_bindings(checkpoint, not gin_files, frame == PUBLISHED_PAIRS)
+    arrays = weights.read_arrays(checkpoint) if arrays is None else arrays
+    found = _published_bindings(checkpoint, arrays, not gin_files, frame == PUBLISHED_PAIRS)
     bindings = [*found, *bindings]
   else:
     found = checkpoint_reader.find(checkpoint)
@@ -118,9 +121,10 @@ def parse_run_config(
   return settings
 
 
-def _published_bindings(path: epath.PathLike, of_towers: bool, with_text: bool) -> list[str]:
+def _published_bindings(
+  path: epath.PathLike, arrays: Mapping[str, np.ndarray], of_towers: bool, with_text: bool
+) -> list[str]:
   """Bindings from a file about its model: towers, or the width of a tanh layer before the head."""
-  arrays = weights.read_arrays(path)
   found = []
   if of_towers and weights.is_tower(arrays):
     settings = weights.read_config(path)
@@ -170,14 +174,17 @@ def open_run(
     ValueError: there is no checkpoint, its configuration lacks a model, or its parameters do not
       fit the model.
   """
-  settings = parse_run_config(checkpoint, gin_files, bindings, search_paths, published=published)
+  arrays = weights.read_arrays(checkpoint) if weights.is_weights_file(checkpoint) else None
+  settings = parse_run_config(
+    checkpoint, gin_files, bindings, search_paths, published=published, arrays=arrays
+  )
   from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
 
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
   lengths = settings['train_dataset_cfg'].task_feature_lengths
-  if weights.is_weights_file(checkpoint):
-    step, task, arrays = None, None, weights.read_arrays(checkpoint)
+  if arrays is not None:
+    step, task = None, None
   else:
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
