@@ -2,6 +2,7 @@
 representations.
 """
 
+from het_plugin.backbones.convnext import ConvNeXt, convnext
 from het_plugin.backbones.mlp import Mlp
 from het_plugin.backbones.moe import SoftMoe, SparseMoe
 from het_plugin.backbones.plain import PlainBackbone, as_backbone, with_axes
@@ -11,6 +12,7 @@ from het_plugin.backbones.vit import ViT, vit
 from het_plugin.backbones.wide_resnet import WideResNet, wide_resnet
 
 CONFIGURABLES = {
+  'convnext': ('convnext',),
   'mlp': ('Mlp',),
   'moe': ('SoftMoe', 'SparseMoe'),
   'resnet': ('resnet',),
@@ -23,6 +25,7 @@ CONFIGURABLES = {
 SAME_RESULTS = ('*.remat',)
 
 __all__ = [
+  'ConvNeXt',
   'Mlp',
   'PlainBackbone',
   'ResNet',
@@ -32,6 +35,7 @@ __all__ = [
   'ViT',
   'WideResNet',
   'as_backbone',
+  'convnext',
   'resnet',
   'text_transformer',
   'vit',

@@ -1,7 +1,7 @@
 """Layers with float32 parameters that carry t5x's logical axis names."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,14 @@ def check_positive(module: nn.Module, *names: str) -> None:
       raise ValueError(f'{type(module).__name__}.{name}={value} must be at least 1')
 
 
-def check_choice(module: nn.Module, name: str, choices: Sequence[str]) -> None:
+def check_rates(module: nn.Module, *names: str) -> None:
+  """Raises ValueError if one of the attributes does not lie in [0, 1)."""
+  for name in names:
+    if not 0.0 <= (rate := getattr(module, name)) < 1.0:
+      raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
+
+
+def check_choice(module: nn.Module, name: str, choices: Collection[str]) -> None:
   """Raises ValueError if the attribute is not one of `choices`."""
   if (value := getattr(module, name)) not in choices:
     raise ValueError(
@@ -42,12 +49,6 @@ def check_settings(name: str, module: type[nn.Module], settings: Mapping[str, An
     raise ValueError(
       f'{name} has no setting {", ".join(sorted(unknown))}: choose from {", ".join(sorted(fields))}'
     )
-
-
-def check_remat(setting: str, remat: str) -> None:
-  """Raises ValueError with the name of the setting if `remat` is not in `REMAT`."""
-  if remat not in REMAT:
-    raise ValueError(f'{setting} is unknown: choose one of {", ".join(REMAT)}')
 
 
 def rematerialize(

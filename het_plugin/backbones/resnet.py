@@ -18,8 +18,10 @@ from flax.linen.partitioning import param_with_axes, scan_with_axes, with_shardi
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
+  REMAT,
   GroupNorm,
-  check_remat,
+  check_choice,
+  check_rates,
   check_settings,
   drop_path,
   drop_path_rates,
@@ -150,7 +152,7 @@ class ResNet(nn.Module):
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs the equal units of a stage, all except its first, in a loop, which compiles
       much faster. Their parameters are stacked under 'stage1_units', ... instead of
-      'stage1_unit02', ... (`stack_units`, `unstack_units`).
+      'stage1_unit02', ... (`weights.transfer.restacked`, `unstacked`).
 
   Raises:
     ValueError: a setting is out of range.
@@ -173,15 +175,9 @@ class ResNet(nn.Module):
         f'ResNet.width={self.width} must be a positive multiple of the {GroupNorm.num_groups} '
         'groups of the normalisation'
       )
-    if self.version not in VERSIONS:
-      raise ValueError(
-        f'ResNet.version={self.version!r} is unknown: choose one of {", ".join(VERSIONS)}'
-      )
-    if self.stem not in STEMS:
-      raise ValueError(f'ResNet.stem={self.stem!r} is unknown: choose one of {", ".join(STEMS)}')
-    if not 0 <= self.stochastic_depth < 1:
-      raise ValueError(f'ResNet.stochastic_depth={self.stochastic_depth} must lie in [0, 1)')
-    check_remat(f'ResNet.remat={self.remat!r}', self.remat)
+    for name, choices in {'version': VERSIONS, 'stem': STEMS, 'remat': REMAT}.items():
+      check_choice(self, name, choices)
+    check_rates(self, 'stochastic_depth')
     super().__post_init__()
 
   @property
@@ -275,29 +271,6 @@ def unit_name(stage: int, unit: int) -> str:
 
 def stacked_name(stage: int) -> str:
   return f'stage{stage + 1}_units'
-
-
-def stack_units(params: dict[str, Any]) -> dict[str, Any]:
-  """Converts parameters of a `ResNet` to the layout of `scan_layers`."""
-  params, stage = dict(params), 0
-  while unit_name(stage, 0) in params:
-    names = [unit_name(stage, unit) for unit in range(1, len(params) + 1)]
-    units = [params.pop(name) for name in names if name in params]
-    if units:
-      params[stacked_name(stage)] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *units)
-    stage += 1
-  return params
-
-
-def unstack_units(params: dict[str, Any]) -> dict[str, Any]:
-  """The inverse of `stack_units`."""
-  params, stage = dict(params), 0
-  while unit_name(stage, 0) in params:
-    units = params.pop(stacked_name(stage), {})
-    for i in range(len(jax.tree.leaves(units)[0]) if units else 0):
-      params[unit_name(stage, i + 1)] = jax.tree.map(lambda x, i=i: x[i], units)
-    stage += 1
-  return params
 
 
 def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:

@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
   NORMS,
+  REMAT,
   Dense,
   Norm,
   check_choice,
   check_positive,
-  check_remat,
+  check_rates,
   drop_path,
   drop_path_rates,
   rematerialize,
@@ -321,7 +322,7 @@ def run_blocks(
     The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
   """
   block = rematerialize(Block, remat, static_argnums=(2,), scanned=scan_layers)
-  names = [block_name(layer) for layer in range(depth)]
+  names = [f'block{layer:02d}' for layer in range(depth)]
   rates = drop_path_rates(stochastic_depth, depth)
   if not scan_layers:
     outputs, with_experts = {}, moe_layers(moe, depth)
@@ -336,7 +337,7 @@ def run_blocks(
     in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
     length=depth,
     axis_name='layers',
-  )(settings, scanned=True, name=STACKED)
+  )(settings, scanned=True, name='blocks')
   rates = None if rates is None else jnp.asarray(rates, jnp.float32)
   x, stacked = blocks(x, deterministic, is_token, rotation, rates)
   return x, dict(zip(names, stacked, strict=True))
@@ -350,44 +351,10 @@ def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
     raise ValueError(
       f'{owner}.width={module.width} must be a multiple of num_heads={module.num_heads}'
     )
-  choices = {'pooling': poolings, 'mlp': tuple(MLPS), 'norm': NORMS}
+  choices = {'pooling': poolings, 'mlp': MLPS, 'norm': NORMS, 'remat': REMAT}
   for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:
     check_choice(module, name, choices[name])
-  check_remat(f'{owner}.remat={module.remat!r}', module.remat)
   check_rates(module, 'dropout', 'stochastic_depth')
-
-
-def check_rates(module: nn.Module, *names: str) -> None:
-  """Raises ValueError if one of the attributes does not lie in [0, 1)."""
-  for name in names:
-    if not 0.0 <= (rate := getattr(module, name)) < 1.0:
-      raise ValueError(f'{type(module).__name__}.{name}={rate} must lie in [0, 1)')
-
-
-STACKED = 'blocks'
-
-
-def block_name(layer: int) -> str:
-  return f'block{layer:02d}'
-
-
-def stack_blocks(params: dict[str, Any]) -> dict[str, Any]:
-  """Converts parameters to the layout of `scan_layers`."""
-  names = [name for name in map(block_name, range(len(params))) if name in params]
-  rest = {name: value for name, value in params.items() if name not in names}
-  blocks = [params[name] for name in names]
-  return rest | {STACKED: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
-
-
-def unstack_blocks(params: dict[str, Any]) -> dict[str, Any]:
-  """The inverse of `stack_blocks`."""
-  rest = {name: value for name, value in params.items() if name != STACKED}
-  depth = len(jax.tree.leaves(params[STACKED])[0])
-
-  def layer(i):
-    return jax.tree.map(lambda x: x[i], params[STACKED])
-
-  return rest | {block_name(i): layer(i) for i in range(depth)}
 
 
 def constrain_tokens(x: jax.Array) -> jax.Array:

@@ -131,7 +131,8 @@ class ViT(nn.Module):
       float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
     scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
-      [depth, ...] under 'blocks' instead of 'block00', ... (`stack_blocks`, `unstack_blocks`).
+      [depth, ...] under 'blocks' instead of 'block00', ... (`weights.transfer.restacked`,
+      `unstacked`).
     position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
       and keys are rotated in every block; `rotary_2d`).
     num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet

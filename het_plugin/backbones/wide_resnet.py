@@ -17,9 +17,11 @@ from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
+  REMAT,
   GroupNorm,
+  check_choice,
   check_positive,
-  check_remat,
+  check_rates,
   check_settings,
   drop_path,
   drop_path_rates,
@@ -91,10 +93,8 @@ class WideResNet(nn.Module):
 
   def __post_init__(self):
     check_positive(self, 'units', 'factor')
-    for name in ('dropout', 'stochastic_depth'):
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(f'WideResNet.{name}={getattr(self, name)} must lie in [0, 1)')
-    check_remat(f'WideResNet.remat={self.remat!r}', self.remat)
+    check_rates(self, 'dropout', 'stochastic_depth')
+    check_choice(self, 'remat', REMAT)
     super().__post_init__()
 
   @property

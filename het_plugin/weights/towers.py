@@ -1,8 +1,8 @@
 """Towers of timm, transformers and open_clip: their settings and parameters from a file.
 
-ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP and SigLIP are recognised by their names. Kernels
-are transposed, fused projections are split, and the normalisation of the pixels goes into the patch
-embedding, so that the tower takes images in [-1, 1] like all backbones here.
+ViT, DeiT, DINOv2, DINOv3 (of transformers), CLIP, SigLIP and ConvNeXt are recognised by their
+names. Kernels are transposed, fused projections are split, and the normalisation of the pixels goes
+into the patch embedding, so that the tower takes images in [-1, 1] like all backbones here.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import files
+from het_plugin.weights import convnext, files
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -109,21 +109,23 @@ class Tower:
   """An image tower of another project.
 
   Attributes:
-    settings: fields of `backbones.ViT`.
+    settings: fields of `backbones.ViT`, or of `backbones.ConvNeXt`.
     params: {our name, such as 'backbone/block00/mlp/wi/kernel': float32 array}.
     image_size: side in pixels of the images that the position embeddings are made for.
     skipped: names in the file that the tower does not use, such as a text tower.
+    backbone: 'vit' or 'convnext'.
   """
 
   settings: Mapping[str, Any]
   params: Mapping[str, np.ndarray]
   image_size: int
   skipped: tuple[str, ...]
+  backbone: str = 'vit'
 
   def bindings(self) -> list[str]:
     """Gin bindings of backbone and image size."""
-    settings = [f'vit.{name} = {value!r}' for name, value in self.settings.items()]
-    return ['BACKBONE = @vit()', f'IMAGE_SIZE = {self.image_size}', *settings]
+    settings = [f'{self.backbone}.{name} = {value!r}' for name, value in self.settings.items()]
+    return [f'BACKBONE = @{self.backbone}()', f'IMAGE_SIZE = {self.image_size}', *settings]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +208,8 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
 def is_tower(names) -> bool:
   """Whether the names of arrays are those of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
-  return any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
+  is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
+  return is_vit or convnext.is_convnext(names)
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -234,8 +237,10 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     config: `read_config`; empty for the usual values of the file's project.
 
   Raises:
-    ValueError: the file has layers that `backbones.ViT` does not have; the message names them.
+    ValueError: the file has layers that the backbone does not have; the message names them.
   """
+  if convnext.is_convnext(arrays):
+    return _read_convnext(arrays, config)
   flat, skipped = _renamed(arrays)
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size, width = kernel.shape[0], kernel.shape[-1]
@@ -243,13 +248,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   is_dino = 'block00/attention_scale' in flat
   is_rotary = 'position_embedding' not in flat
 
-  # The file's project normalises x' = (x + 1) / 2; x is in [-1, 1].
   defaults = _CLIP if is_clip else _IMAGENET if is_dino or 'distillation' in flat else _HALF
-  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
-  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
-  bias = flat.get('embedding/bias', np.zeros(width))
-  flat['embedding/bias'] = bias + np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
-  flat['embedding/kernel'] = kernel * (0.5 / std)[:, None]
+  _normalise_pixels(flat, 'embedding', config, defaults)
 
   if 'distillation' in flat:  # DeiT's second token, which has a position
     position = flat['position_embedding']
@@ -265,8 +265,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
         gate, flat[name] = np.split(flat[name], 2, axis=-1)
         flat[name.replace('/wi/', '/wi_gate/')] = gate
   if is_rotary:
-    sizes = (config.get('image_size'), (config.get('input_size') or [None])[-1], 224)
-    image_size = next(int(size) for size in sizes if size)
+    image_size = _image_size(config)
   else:
     position = flat['position_embedding']
     side = math.isqrt(len(position))
@@ -303,11 +302,43 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'projection_size': width_of('projection/kernel'),
     'representation_size': width_of('representation/kernel'),
   }
-  params = {
+  return Tower(settings, _of_a_classifier(flat), image_size, skipped)
+
+
+def _read_convnext(arrays, config):
+  flat = convnext.renamed(arrays)
+  _normalise_pixels(flat, 'stem', config, _IMAGENET)
+  blocks = [name for name in flat if name.endswith('/wo/kernel')]
+  stages = sorted({name.partition('_')[0] for name in blocks})
+  settings = {
+    'depths': tuple(sum(name.startswith(f'{stage}_') for name in blocks) for stage in stages),
+    'width': flat['stem/kernel'].shape[-1],
+    'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
+  }
+  return Tower(settings, _of_a_classifier(flat), _image_size(config), (), 'convnext')
+
+
+def _normalise_pixels(flat, layer, config, defaults):
+  """Puts the file's normalisation of x' = (x + 1) / 2 into a layer of patches; x is in [-1, 1]."""
+  mean = np.asarray(config.get('image_mean') or config.get('mean') or defaults[0])
+  std = np.asarray(config.get('image_std') or config.get('std') or defaults[1])
+  kernel = flat[f'{layer}/kernel']  # [P, P, C, D]
+  bias = flat.get(f'{layer}/bias', np.zeros(kernel.shape[-1]))
+  flat[f'{layer}/bias'] = bias + np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
+  flat[f'{layer}/kernel'] = kernel * (0.5 / std)[:, None]
+
+
+def _image_size(config):
+  sizes = (config.get('image_size'), (config.get('input_size') or [None])[-1], 224)
+  return next(int(size) for size in sizes if size)
+
+
+def _of_a_classifier(flat):
+  """Parameters by our names in a model with this backbone."""
+  return {
     name if name.startswith('head/') else f'backbone/{name}': np.asarray(x, np.float32)
     for name, x in flat.items()
   }
-  return Tower(settings, params, image_size, skipped)
 
 
 def tower_bindings(path: epath.PathLike) -> list[str]:

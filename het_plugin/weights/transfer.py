@@ -161,7 +161,7 @@ def export_params(
   return arrays
 
 
-_STACKED = re.compile(r'(backbone/)(?:(blocks)|(stage\d+_unit)s)/(.*)')
+_STACKED = re.compile(r'((?:backbone|text_tower)/)(?:(blocks)|(stage\d+_unit)s)/(.*)')
 
 
 def _layer_names(name: str, depth: int) -> list[str]:
@@ -191,10 +191,10 @@ def restacked(
   """The inverse of `unstacked`, for the parameters of `shapes` that are present."""
   stacked = {}
   for name, shape in shapes.items():
-    if _STACKED.fullmatch(name):
-      stacked[name] = np.stack([flat[layer] for layer in _layer_names(name, shape[0])])
-    elif name in flat:
+    if name in flat:
       stacked[name] = flat[name]
+    elif _STACKED.fullmatch(name) and (layers := _layer_names(name, shape[0]))[0] in flat:
+      stacked[name] = np.stack([flat[layer] for layer in layers])
   return stacked
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax.linen import partitioning
 
-from het_plugin.backbones import ResNet, resnet, wide_resnet
+from het_plugin.backbones import ConvNeXt, ResNet, convnext, resnet, wide_resnet
 from het_plugin.backbones.layers import GroupNorm
 from het_plugin.backbones.resnet import StandardizedConv
 
@@ -36,6 +36,15 @@ def random_params(model, image, scale=0.3):
 @pytest.mark.parametrize('version, published', [('v1.5', 25_557_032), ('v2', 25_549_352)])
 def test_with_1000_classes_it_has_the_published_number_of_parameters(version, published):
   model = resnet('50x1', version=version)
+  assert num_params(model) + 1000 * (model.pre_logits_dim + 1) == published
+
+
+# As timm counts them; Liu et al. and Woo et al. give 28.6M and 3.7M.
+@pytest.mark.parametrize(
+  ('variant', 'version', 'published'), [('T', 'v1', 28_589_128), ('A', 'v2', 3_708_400)]
+)
+def test_convnexts_have_the_published_number_of_parameters(variant, version, published):
+  model = convnext(variant, version=version)
   assert num_params(model) + 1000 * (model.pre_logits_dim + 1) == published
 
 
@@ -94,25 +103,38 @@ def test_representations():
   np.testing.assert_array_equal(phi, intermediates['pre_logits'])
 
 
-@pytest.mark.parametrize('version', ['v1.5', 'v2'])
-def test_gradients_reach_every_parameter(version):
-  model = ResNet((1, 2), width=32, version=version)
+@pytest.mark.parametrize(
+  'model',
+  [
+    ResNet((1, 2), width=32, version='v1.5'),
+    ResNet((1, 2), width=32, version='v2'),
+    ConvNeXt((1, 2), width=8, version='v1'),
+    ConvNeXt((1, 2), width=8, version='v2'),
+  ],
+)
+def test_gradients_reach_every_parameter(model):
   image = images()
   params = random_params(model, image)
   gradients = jax.jit(jax.grad(lambda p: model.apply({'params': p}, image)[0].var()))(params)
   assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 
 
-def test_a_mesh_shards_the_channels_and_changes_nothing():
-  model = ResNet((1, 1), width=32)
+@pytest.mark.parametrize(
+  ('model', 'layer'),
+  [
+    (ResNet((1, 1), width=32), ('stage1_unit01', 'conv1')),
+    (ConvNeXt((1, 1), width=8, remat='full'), ('stage1_block01', 'wi')),
+  ],
+)
+def test_a_mesh_shards_the_channels_and_changes_nothing(model, layer):
   image = images()
   params = random_params(model, image, 0.1)
   expected = model.apply({'params': params}, image)[0]
   mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   with jax.set_mesh(mesh), partitioning.axis_rules(RULES):
     axes = jax.eval_shape(model.init, jax.random.key(0), image)['params_axes']
-    kernel = axes['stage1_unit01']['conv1']['kernel_axes'].names
-    assert partitioning.logical_to_mesh_axes(kernel) == P(None, None, None, 'model')
+    kernel = axes[layer[0]][layer[1]]['kernel_axes'].names
+    assert partitioning.logical_to_mesh_axes(kernel) == P(*[None] * (len(kernel) - 1), 'model')
     got = jax.jit(lambda p, x: model.apply({'params': p}, x)[0])(params, image)
   np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -126,6 +148,9 @@ def test_a_mesh_shards_the_channels_and_changes_nothing():
     (lambda: ResNet((1,), stem='5x5'), "stem='5x5' is unknown"),
     (lambda: ResNet((1,), stochastic_depth=1.0), 'stochastic_depth=1.0'),
     (lambda: wide_resnet('27-10'), "variant='27-10'"),
+    (lambda: convnext('M'), "variant='M' is unknown"),
+    (lambda: ConvNeXt((), 8), r'depths=\(\)'),
+    (lambda: ConvNeXt((1, 1), 8).init(jax.random.key(0), images(1, 12)), 'of 8 pixels, not 12x12'),
     (lambda: wide_resnet('28-10', width=3), 'no setting width'),
   ],
 )

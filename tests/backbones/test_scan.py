@@ -12,13 +12,12 @@ from flax import traverse_util
 
 from het_plugin.backbones import ResNet, ViT, WideResNet, vit
 from het_plugin.backbones.layers import drop_path
-from het_plugin.backbones.resnet import stack_units, unstack_units
-from het_plugin.backbones.transformer import stack_blocks, unstack_blocks
+from tests.backbones.stacking import stack, unstack
 
 CASES = {
-  'vit': (ViT(8, 16, 3, 32, 2), stack_blocks, unstack_blocks),
-  'resnet': (ResNet(stages=(2, 1, 3), width=32), stack_units, unstack_units),
-  'wide_resnet': (WideResNet(units=3, factor=1), stack_units, unstack_units),
+  'vit': ViT(8, 16, 3, 32, 2),
+  'resnet': ResNet(stages=(2, 1, 3), width=32),
+  'wide_resnet': WideResNet(units=3, factor=1),
 }
 IMAGE = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
 
@@ -34,7 +33,7 @@ def value_and_grad(model, params):
 @functools.cache
 def plain(case):
   """Parameters, value and gradient without loops or recomputation."""
-  model, _, _ = CASES[case]
+  model = CASES[case]
   params = jax.jit(model.init)(jax.random.key(1), IMAGE)['params']
   return params, value_and_grad(model, params)
 
@@ -58,36 +57,35 @@ def assert_close(got, expected):
   ],
 )
 def test_loops_and_recomputation_change_nothing(case, remat, scan):
-  model, stack, _ = CASES[case]
+  model = CASES[case]
   params, ((value, intermediates), gradient) = plain(case)
   other = dataclasses.replace(model, remat=remat, scan_layers=scan)
-  other_params = stack(params) if scan else params
+  other_params = stack(model, params, IMAGE) if scan else params
   shapes = jax.eval_shape(other.init, jax.random.key(1), IMAGE)
   assert jax.tree.map(jnp.shape, shapes['params']) == jax.tree.map(jnp.shape, other_params)
   (got, got_intermediates), got_gradient = value_and_grad(other, other_params)
   np.testing.assert_allclose(got, value, rtol=1e-5)
   assert_close(got_intermediates, intermediates)
-  assert_close(got_gradient, stack(gradient) if scan else gradient)
+  assert_close(got_gradient, stack(model, gradient, IMAGE) if scan else gradient)
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_stacking_has_an_inverse(case):
-  _, stack, unstack = CASES[case]
   params, _ = plain(case)
-  back = unstack(stack(params))
+  back = unstack(stack(CASES[case], params, IMAGE))
   assert jax.tree.structure(back) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
 def test_stacked_parameters_name_their_layers():
-  model = dataclasses.replace(CASES['vit'][0], scan_layers=True)
+  model = dataclasses.replace(CASES['vit'], scan_layers=True)
   axes = jax.eval_shape(model.init, jax.random.key(0), IMAGE)['params_axes']
   names = traverse_util.flatten_dict(axes, sep='/')
   assert names['blocks/mlp/wi/kernel_axes'].names == ('layers', 'embed', 'mlp')
 
 
 def test_dropout_differs_between_looped_blocks():
-  model = dataclasses.replace(CASES['vit'][0], scan_layers=True, dropout=0.5)
+  model = dataclasses.replace(CASES['vit'], scan_layers=True, dropout=0.5)
   params = jax.jit(model.init)(jax.random.key(1), IMAGE)['params']
   rngs = {'dropout': jax.random.key(2)}
   _, outputs = model.apply({'params': params}, IMAGE, train=True, rngs=rngs)
@@ -109,9 +107,9 @@ def test_stochastic_depth_drops_a_branch_or_scales_it():
 @pytest.mark.parametrize('case', CASES)
 def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
   params, ((_, expected), _) = plain(case)
-  params = CASES[case][1](params) if scan else params
+  params = stack(CASES[case], params, IMAGE) if scan else params
   image = np.repeat(IMAGE[:1], 32, axis=0)
-  model = dataclasses.replace(CASES[case][0], stochastic_depth=0.9, scan_layers=scan)
+  model = dataclasses.replace(CASES[case], stochastic_depth=0.9, scan_layers=scan)
 
   def layers(train):
     rngs = {'dropout': jax.random.key(2)} if train else None
@@ -130,7 +128,7 @@ def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
 
 def test_full_recomputation_keeps_less(case='vit'):
   """XLA's account of the temporaries of value and gradient at a size where activations count."""
-  model = dataclasses.replace(CASES[case][0], scan_layers=True)
+  model = dataclasses.replace(CASES[case], scan_layers=True)
   params = jax.eval_shape(model.init, jax.random.key(0), IMAGE)['params']
   image = jax.ShapeDtypeStruct((16, 32, 32, 3), jnp.float32)
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.backbones import TextTransformer, text_transformer
 from het_plugin.backbones.text import POOLINGS
-from het_plugin.backbones.transformer import stack_blocks
 from het_plugin.training.partitioning import PjitPartitioner
+from tests.backbones.stacking import stack
 
 TINY = TextTransformer(vocab_size=50, width=16, depth=2, mlp_dim=32, num_heads=2)
 TEXT = np.array([[5, 9, 2, 7, 1, 0, 0], [3, 1, 0, 0, 0, 0, 0], [8, 8, 8, 4, 40, 49, 1]], np.int32)
@@ -70,7 +70,7 @@ def test_bfloat16_and_scanned_blocks():
   model, params = tower('last')
   phi, intermediates = model.apply({'params': params}, TEXT)
   scanned, scanned_intermediates = dataclasses.replace(model, scan_layers=True, remat='full').apply(
-    {'params': stack_blocks(params)}, TEXT
+    {'params': stack(model, params, TEXT)}, TEXT
   )
   np.testing.assert_allclose(scanned, phi, atol=1e-5)
   assert scanned_intermediates.keys() == intermediates.keys()

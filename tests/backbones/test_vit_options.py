@@ -12,7 +12,6 @@ from flax import traverse_util
 
 import gin
 from het_plugin.backbones import ViT, vit
-from het_plugin.backbones.transformer import stack_blocks
 from het_plugin.backbones.vit import resize_kernel
 from het_plugin.config import parsing, registry
 from het_plugin.heads import HetXL
@@ -20,6 +19,7 @@ from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.training import optimizers, partitioning, step
 from het_plugin.training.state import TrainState
+from tests.backbones.stacking import stack
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=24, num_heads=2)
 OPTIONS = {
@@ -157,7 +157,8 @@ def test_options_are_those_of_the_reference(options, scan_layers):
   params = perturbed(model, image)
   expected = Reference(model)(params, image)
   if scan_layers:
-    model, params = dataclasses.replace(model, scan_layers=True), stack_blocks(params)
+    params = stack(model, params, image)
+    model = dataclasses.replace(model, scan_layers=True)
   phi, _ = model.apply({'params': params}, jnp.asarray(image, jnp.float32))
   np.testing.assert_allclose(phi, expected, rtol=2e-4, atol=2e-4)
 

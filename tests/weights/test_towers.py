@@ -9,7 +9,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.backbones import TextTransformer, ViT
+from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
 from het_plugin.config import trained_run
 from het_plugin.weights import towers
 
@@ -34,7 +34,8 @@ TRANSFORMERS = {
 
 def phi_of(tower, image):
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
-  return ViT(**tower.settings).apply({'params': params['backbone']}, 2 * image - 1)[0]
+  backbone = {'vit': ViT, 'convnext': ConvNeXt}[tower.backbone](**tower.settings)
+  return backbone.apply({'params': params['backbone']}, 2 * image - 1)[0]
 
 
 @pytest.mark.parametrize('name', TRANSFORMERS)
@@ -59,6 +60,37 @@ def test_parity_with_transformers(name):
   tower = weights.read_tower(arrays, {**config.to_dict(), 'image_mean': mean, 'image_std': std})
   np.testing.assert_allclose(phi_of(tower, image), expected, atol=2e-5)
   assert tower.image_size == 28
+
+
+@pytest.mark.parametrize('version', ['v1', 'v2'])
+@pytest.mark.parametrize('project', ['timm', 'transformers'])
+def test_parity_of_convnext(project, version):
+  torch = pytest.importorskip('torch')
+  library = pytest.importorskip(project)
+  widths, depths, v2 = (8, 16, 32, 64), (1, 2, 1, 1), version == 'v2'
+  if project == 'timm':
+    scale = None if v2 else 1e-6
+    settings = {'dims': widths, 'depths': depths, 'conv_mlp': v2, 'use_grn': v2}
+    model = library.models.ConvNeXt(**settings, ls_init_value=scale, num_classes=3)
+  else:
+    name = 'ConvNextV2' if v2 else 'ConvNext'
+    settings = {'hidden_sizes': widths, 'depths': depths, 'num_labels': 3}
+    config = getattr(library, f'{name}Config')(**settings)
+    model = getattr(library, f'{name}ForImageClassification')(config)
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+    image = np.random.default_rng(0).random((2, 32, 64, 3)).astype(np.float32)
+    mean, std = towers._IMAGENET
+    pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+    expected = model.eval()(pixels)
+    expected = getattr(expected, 'logits', expected).numpy()
+  tower = weights.read_tower({k: x.numpy() for k, x in model.state_dict().items()}, {})
+  assert tower.settings == {'depths': depths, 'width': 8, 'version': version}
+  assert tower.bindings()[:2] == ['BACKBONE = @convnext()', 'IMAGE_SIZE = 224']
+  logits = phi_of(tower, image) @ tower.params['head/kernel'] + tower.params['head/bias']
+  np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
 TEXT = {'vocab_size': 99, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -130,7 +162,8 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
   (tmp_path / 'config.json').write_text(
     '{"text_config": {"num_attention_heads": 2}, "vision_config": {"num_attention_heads": 2}}'
   )
-  run = trained_run.open_run(path, published=trained_run.PUBLISHED_PAIRS)
+  looped = ['text_transformer.scan_layers = True']
+  run = trained_run.open_run(path, bindings=looped, published=trained_run.PUBLISHED_PAIRS)
   gin.clear_config()
   tower = weights.read_text_tower(arrays, weights.read_config(path))
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
@@ -213,9 +246,11 @@ def test_a_tower_starts_a_run_of_another_resolution(ours):
   shapes = {name: x.shape for name, x in tower.params.items()}
   shapes |= {'backbone/position_embedding': (1 + 36, 16), 'head/covariance/J': (2, 16)}
   shapes |= {'head/kernel': (16, 128), 'head/bias': (128,)}
+  shapes['backbone/blocks/adapter/wi/kernel'] = (2, 16, 4)
   read, report = weights.load_params(timm_arrays(params), shapes)
   assert read['backbone/position_embedding'].shape == (37, 16)
-  assert 'initialised: head/covariance/J' in report.text()
+  for name in ('head/covariance/J', 'backbone/block01/adapter/wi/kernel'):
+    assert f'initialised: {name}' in report.text()
   np.testing.assert_array_equal(read['head/kernel'][:, :5], 1)
 
 

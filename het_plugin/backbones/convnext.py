@@ -1,0 +1,174 @@
+"""ConvNeXt (Liu et al. 2022, https://arxiv.org/abs/2201.03545) and ConvNeXt V2 (Woo et al. 2023,
+https://arxiv.org/abs/2301.00808).
+
+B images, H x W pixels, C channels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from jax.typing import DTypeLike
+
+from het_plugin.backbones.layers import (
+  REMAT,
+  Dense,
+  Norm,
+  check_choice,
+  check_positive,
+  check_rates,
+  check_settings,
+  drop_path,
+  drop_path_rates,
+  rematerialize,
+)
+from het_plugin.backbones.vit import PatchEmbedding
+
+VERSIONS = ('v1', 'v2')
+# T to XL: section 3 of Liu et al. A, F, P, N and H: appendix A.1 of Woo et al.
+SIZES = {
+  **{name: ((2, 2, 6, 2), width) for name, width in {'A': 40, 'F': 48, 'P': 64}.items()},
+  **{'N': ((2, 2, 8, 2), 80), 'T': ((3, 3, 9, 3), 96)},
+  **{name: ((3, 3, 27, 3), w) for name, w in {'S': 96, 'B': 128, 'L': 192, 'XL': 256}.items()},
+  'H': ((3, 3, 27, 3), 352),
+}
+
+
+class Block(nn.Module):
+  """A 7 x 7 convolution per channel and an MLP, [B, H, W, C] -> the same shape."""
+
+  version: str
+  dtype: DTypeLike
+
+  @nn.compact
+  def __call__(self, x: jax.Array, drop_rate: float | None = None) -> jax.Array:
+    width = x.shape[-1]
+
+    def param(name, init, shape, axes):
+      return param_with_axes(name, init, shape, jnp.float32, axes=axes).astype(self.dtype)
+
+    start = nn.initializers.truncated_normal(0.02)
+    kernel = param('kernel', start, (7, 7, 1, width), (None, None, None, 'embed'))
+    y = jax.lax.conv_general_dilated(
+      x,
+      kernel,
+      window_strides=(1, 1),
+      padding=((3, 3), (3, 3)),
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+      feature_group_count=width,
+    )
+    y += param('bias', nn.initializers.zeros, (width,), ('embed',))
+    y = Norm(dtype=self.dtype, name='norm')(y)
+    y = Dense(4 * width, ('embed', 'mlp'), self.dtype, kernel_init=start, name='wi')(y)
+    y = nn.gelu(with_sharding_constraint(y, ('batch', None, None, 'mlp')), approximate=False)
+    if self.version == 'v2':  # global response normalisation (Woo et al., section 3)
+      scale = param('response_scale', nn.initializers.zeros, y.shape[-1:], ('mlp',))
+      bias = param('response_bias', nn.initializers.zeros, y.shape[-1:], ('mlp',))
+      response = jnp.sqrt(jnp.square(y.astype(jnp.float32)).sum((1, 2), keepdims=True) + 1e-20)
+      response /= response.mean(-1, keepdims=True) + 1e-6
+      y = y + scale * (y * response.astype(self.dtype)) + bias
+    y = Dense(width, ('mlp', 'embed'), self.dtype, kernel_init=start, name='wo')(y)
+    if self.version == 'v1':
+      y *= param('layer_scale', nn.initializers.constant(1e-6), (width,), ('embed',))
+    if drop_rate is not None:
+      y = drop_path(y, drop_rate, self.make_rng('dropout'))
+    return with_sharding_constraint(x + y, ('batch', None, None, 'embed'))
+
+
+class ConvNeXt(nn.Module):
+  """Image to pre-logits: patches of 4 pixels, and stages that each halve the image from the second
+  on and double the channels.
+
+  Attributes:
+    depths: blocks per stage.
+    width: channels of the first stage.
+    version: 'v1', with factors per channel on the residual branches, or 'v2', with normalised
+      responses.
+    stochastic_depth, dtype, remat: as in `ResNet`.
+
+  Raises:
+    ValueError: a setting is out of range, or the stages do not divide the image.
+  """
+
+  depths: Sequence[int]
+  width: int
+  version: str = 'v1'
+  stochastic_depth: float = 0.0
+  dtype: DTypeLike = jnp.float32
+  remat: str = 'none'
+
+  def __post_init__(self):
+    if not self.depths or min(self.depths) < 1:
+      raise ValueError(f'ConvNeXt.depths={tuple(self.depths)} must be at least 1 each')
+    check_positive(self, 'width')
+    check_choice(self, 'version', VERSIONS)
+    check_choice(self, 'remat', REMAT)
+    check_rates(self, 'stochastic_depth')
+    super().__post_init__()
+
+  @property
+  def pre_logits_dim(self) -> int:
+    """Width of phi: 768 for T."""
+    return self.width * 2 ** (len(self.depths) - 1)
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Encodes images.
+
+    Args:
+      image: float32 [B, H, W, C].
+      train: applies stochastic depth, with the 'dropout' rng.
+
+    Returns:
+      phi float32 [B, pre_logits_dim], and the representations by name: 'stem', 'stage1', 'stage2',
+      ... [B, H', W', C'], and 'pre_logits', which is phi.
+    """
+    if any(side % (multiple := 2 ** (len(self.depths) + 1)) for side in image.shape[1:3]):
+      raise ValueError(
+        f'ConvNeXt needs images whose sides are multiples of {multiple} pixels, not '
+        f'{image.shape[1]}x{image.shape[2]}'
+      )
+
+    def patches(name, size, width, x):
+      rows, columns = (side // size for side in x.shape[1:3])
+      y = PatchEmbedding(size, width, self.dtype, name=name)(x)
+      return y.reshape(-1, rows, columns, width)
+
+    x = Norm(dtype=self.dtype, name='stem_norm')(patches('stem', 4, self.width, image))
+    intermediates = {'stem': x}
+    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.depths))
+    rates = iter(rates or [None] * sum(self.depths))
+    block = rematerialize(Block, self.remat)
+    for stage, depth in enumerate(self.depths, start=1):
+      if stage > 1:
+        x = Norm(dtype=self.dtype, name=f'stage{stage}_norm')(x)
+        x = patches(f'stage{stage}_patches', 2, 2 * x.shape[-1], x)
+      for i in range(1, depth + 1):
+        name = f'stage{stage}_block{i:02d}'
+        x = block(self.version, self.dtype, name=name)(x, next(rates))
+      intermediates[f'stage{stage}'] = x
+    phi = Norm(name='norm')(x.astype(jnp.float32).mean(axis=(1, 2)))  # [B, D]
+    phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))
+    return phi, intermediates
+
+
+def convnext(variant: str = 'T', **overrides: Any) -> ConvNeXt:
+  """A ConvNeXt by its size: A (atto), F, P, N, T, S, B, L, XL or H.
+
+  Args:
+    variant: the size.
+    **overrides: fields of `ConvNeXt` that replace those of the size.
+
+  Raises:
+    ValueError: the variant or a field is unknown.
+  """
+  if variant not in SIZES:
+    raise ValueError(f'convnext.variant={variant!r} is unknown: choose one of {", ".join(SIZES)}')
+  check_settings('convnext', ConvNeXt, overrides)
+  depths, width = SIZES[variant]
+  return ConvNeXt(**{'depths': depths, 'width': width, **overrides})
