@@ -15,6 +15,8 @@ _COLLECTIVE = re.compile(rf'= (.*?) ({"|".join(KINDS)})(-start)?\(')
 _SHAPE = re.compile(r'(\w+)\[([\d,]*)\]')
 _CALLED = re.compile(r'(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)\}?')
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_CONDITION = re.compile(r'condition=%?([\w.-]+)')
+_CONSTANT = re.compile(r'= s32\[\]\S* constant\((\d+)\)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Collective:
 def collectives(hlo: str) -> list[Collective]:
   """Collectives of a compiled program (`compiled.as_text()`), by kind in the order of `KINDS`.
 
-  A loop whose number of iterations the compiler does not know counts as one iteration.
+  Where the compiler does not state how often a loop runs, as libtpu does not, the condition i < N
+  of jax's loops says so; a loop with another condition counts as one iteration.
   """
   computations, entry = parse(hlo)
   counts, sizes, loops = Counter(), Counter(), Counter()
@@ -61,12 +64,20 @@ def _visits(computations, name, times, in_loop) -> Iterator[tuple[str, int, bool
   yield name, times, in_loop
   for line in computations[name].splitlines():
     is_loop = ' while(' in line
-    trips = int(found[1]) if is_loop and (found := _TRIPS.search(line)) else 1
+    trips = _trips(computations, line) if is_loop else 1
     for group in _CALLED.findall(line):
       for called in re.findall(r'[\w.-]+', group):
         # The computation of a reduction (to_apply) has no collectives.
         if called in computations:
           yield from _visits(computations, called, times * trips, in_loop or is_loop)
+
+
+def _trips(computations, line):
+  if stated := _TRIPS.search(line):
+    return int(stated[1])
+  condition = computations.get(_CONDITION.search(line)[1], '')
+  constants = _CONSTANT.findall(condition)
+  return int(constants[0]) if len(constants) == 1 and 'direction=LT' in condition else 1
 
 
 def _result_bytes(shape: str, is_start: bool, kind: str) -> float:

@@ -189,10 +189,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   settings = {
     'vocab_size': vocab_size + 2,
     'width': width,
-    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
-    'mlp_dim': flat['block00/mlp/wi/kernel'].shape[1],
-    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
-    'mlp': _ACTIVATIONS[config.get('hidden_act') or default],
+    **_block_settings(flat, config, width, default, _ACTIVATIONS),
     'norm_epsilon': config.get('layer_norm_eps') or (1e-6 if is_siglip else 1e-5),
     'causal': not is_siglip,
     'reads_padding': is_siglip,
@@ -275,11 +272,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
 
   gelu = 'gelu' if is_siglip else 'gelu_exact'
   is_openai = is_clip and not any(name.startswith('visual.') for name in arrays)
-  activation = config.get('hidden_act') or ('quick_gelu' if is_openai else 'gelu')
-  mlps = _ACTIVATIONS | {'gelu': gelu}
-  if activation not in mlps:
-    raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
-  is_gated = 'block00/mlp/wi_gate/kernel' in flat
+  activation = 'quick_gelu' if is_openai else 'gelu'
 
   def width_of(name):
     return flat[name].shape[-1] if name in flat else None
@@ -287,11 +280,8 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   settings = {
     'patch_size': patch_size,
     'width': width,
-    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
-    'mlp_dim': width_of('block00/mlp/wi/kernel'),
-    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
+    **_block_settings(flat, config, width, activation, _ACTIVATIONS | {'gelu': gelu}),
     'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
-    'mlp': 'swiglu' if is_gated else mlps[activation],
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
     'position': 'rope' if is_rotary else 'learned',
     'num_registers': len(flat.get('registers', ())),
@@ -303,6 +293,20 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'representation_size': width_of('representation/kernel'),
   }
   return Tower(settings, _of_a_classifier(flat), image_size, skipped)
+
+
+def _block_settings(flat, config, width, activation, mlps):
+  """Settings of the blocks; `activation` is the default name, and `mlps` says what is ours."""
+  activation = config.get('hidden_act') or activation
+  if activation not in mlps:
+    raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
+  is_gated = 'block00/mlp/wi_gate/kernel' in flat
+  return {
+    'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
+    'mlp_dim': flat['block00/mlp/wi/kernel'].shape[-1],
+    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
+    'mlp': 'swiglu' if is_gated else mlps[activation],
+  }
 
 
 def _read_convnext(arrays, config):

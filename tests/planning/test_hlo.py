@@ -46,6 +46,32 @@ def test_loops_count_as_often_as_they_run():
   assert got == hlo.Collective('all-reduce', count=7, bytes=7 * 8 * 4 * 4, in_loops=1)
 
 
+def test_loops_of_libtpu_run_up_to_the_bound_of_their_condition():
+  text = """HloModule m
+
+%cond (p: (s32[], f32[8])) -> pred[] {
+  %n = s32[]{:T(256)} constant(22)
+  %p = (s32[]{:T(256)}, f32[8]{0:T(256)}) parameter(0)
+  %i = s32[]{:T(256)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(1024)} compare(%i, %n), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[]{:T(256)}, f32[8]{0:T(256)}) parameter(0)
+  %r = f32[8]{0:T(256)} all-reduce(%x), to_apply=%sum
+  ROOT %t = (s32[]{:T(256)}, f32[8]{0:T(256)}) tuple(%i, %r)
+}
+
+ENTRY %main (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[]{:T(256)}, f32[8]{0:T(256)}) parameter(0)
+  ROOT %w = (s32[]{:T(256)}, f32[8]{0:T(256)}) while(%p), condition=%cond, body=%body
+}
+"""
+  assert hlo.collectives(text) == [hlo.Collective('all-reduce', 22, 22 * 8 * 4, 1)]
+  other = text.replace('direction=LT', 'direction=NE')
+  assert hlo.collectives(other) == [hlo.Collective('all-reduce', 1, 8 * 4, 1)]
+
+
 def test_asynchronous_pairs_count_once_and_their_results_only():
   text = """HloModule m
 
