@@ -30,7 +30,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from het_plugin import reporting
 from het_plugin.config import command_line, parsing, training_run
@@ -185,10 +185,8 @@ def launch_gke(jobs: Sequence[sweep.Job]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   values = flags.FLAGS
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     jobs = sweep.make_jobs(
       values.model_dir,
       values.gin_file,

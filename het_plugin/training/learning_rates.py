@@ -73,24 +73,24 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
     ValueError: at initialisation, no parameter belongs to a layer.
   """
 
-  def update(updates: PyTree, params: PyTree | None = None) -> PyTree:
-    del params
-    exponents = layer_exponents(
-      {_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(updates)}
-    )
-    return jax.tree_util.tree_map_with_path(
-      lambda path, x: x * jnp.asarray(decay ** exponents[_name(path)], x.dtype), updates
-    )
+  def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    return {_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
   def init(params: PyTree) -> optax.EmptyState:
-    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if not any(_LAYER.match(path) for path in paths):
+    if not any(map(_LAYER.match, shapes(params))):
       raise ValueError(
         f'layer_decay={decay} needs a backbone with layers (block00, stage1_unit01).'
       )
     return optax.EmptyState()
 
-  return optax.GradientTransformation(init, lambda u, state, params=None: (update(u), state))
+  def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None):
+    del params
+    exponents = layer_exponents(shapes(updates))
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: x * jnp.asarray(decay ** exponents[_name(path)], x.dtype), updates
+    ), state
+
+  return optax.GradientTransformation(init, update)
 
 
 def layer_exponents(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

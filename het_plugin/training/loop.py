@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -106,11 +105,12 @@ class TrainLoop:
     metrics, data_wait = self._train_step()
     stop = self._report(stats.add(self.step, metrics, data_wait), stats)
     preempted = self._stop_asked()
-    evaluation_due = bool(self.evaluators) and self._is_due(self.schedule.eval_period)
-    save_due = self._is_due(self.schedule.save_period)
+    schedule = self.schedule
+    evaluation_due = bool(self.evaluators) and schedule.is_due(schedule.eval_period, self.step)
+    save_due = schedule.is_due(schedule.save_period, self.step)
     if not (stop or preempted or evaluation_due or save_due):
       return False
-    leaving = stop or preempted or self.step == self.schedule.total_steps
+    leaving = stop or preempted or self.step == schedule.total_steps
     stop |= self._report(stats.flush(self.step) if leaving else stats.drain(), stats)
     with stats.paused():
       if preempted:
@@ -190,7 +190,8 @@ class TrainLoop:
       if values is None:
         self._leave(evaluated=False)
       name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'
-      _log.info('step %d  %s  %s', self.step, name, _format(values))
+      shown = '  '.join(f'{key}={value:.4g}' for key, value in sorted(values.items()))
+      _log.info('step %d  %s  %s', self.step, name, shown)
       self.outputs.write(name, self.step, values)
       stop |= self._act(mode, {evaluator.task: values})
     return stop
@@ -200,9 +201,6 @@ class TrainLoop:
       return False
     with self.observer.phase(observer_lib.ACTIONS):
       return actions_lib.run_actions(mode, self.actions, self.train_state, metrics_by_task)
-
-  def _is_due(self, period: int | None) -> bool:
-    return self.schedule.is_due(period, self.step)
 
   def _interrupted(self) -> bool:
     self.observer.progressed()
@@ -233,23 +231,16 @@ class TrainLoop:
         self.step,
         self.train_state,
         self.batches.state,
-        self._record(evaluated),
+        {
+          'config': self.outputs.config,
+          'evaluated': evaluated,
+          'skipped_steps': self.guard.num_skipped,
+          'actions': actions_lib.get_states(self.actions),
+        },
         flush=self.outputs.writer.flush,
       )
     self.observer.saved(self.step)
     self.outputs.write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
-
-  def _record(self, evaluated: bool) -> dict[str, Any]:
-    return {
-      'config': self.outputs.config,
-      'evaluated': evaluated,
-      'skipped_steps': self.guard.num_skipped,
-      'actions': actions_lib.get_states(self.actions),
-    }
-
-
-def _format(values: Mapping[str, float]) -> str:
-  return '  '.join(f'{name}={value:.4g}' for name, value in sorted(values.items()))
 
 
 def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:

@@ -89,10 +89,6 @@ class PartitionedFn:
     with self._context():
       return self._jitted.trace(*args)
 
-  def lower(self, *args) -> jax.stages.Lowered:
-    with self._context():
-      return self._jitted.lower(*args)
-
 
 class PjitPartitioner:
   """Places parameters, optimizer state, batches and computations on a (data, model) mesh.
@@ -100,6 +96,13 @@ class PjitPartitioner:
   With num_replicas above 1, for several slices with slow links between them, the mesh is (replica,
   data, model). Batches are split over replica and data, parameters over data and model only, so
   that only gradients cross slices.
+
+  Attributes:
+    mesh: the device mesh.
+    logical_axis_rules: (logical axis name, mesh axis or axes or None), the first match counts.
+    data_partition_spec: PartitionSpec of a batch.
+    data_shards: number of shards of a batch, over the replica and data axes.
+    model_shards: size of the model axis, the number of shards of the class dimension K.
   """
 
   def __init__(
@@ -179,45 +182,24 @@ class PjitPartitioner:
             f'logical_axis_rules maps {name!r} to {axis!r}; valid are '
             f'{", ".join(map(repr, mesh.axis_names))} and None.'
           )
-    self._mesh = mesh
-    self._logical_axis_rules = tuple(rules)
-
-  @property
-  def mesh(self) -> Mesh:
-    return self._mesh
-
-  @property
-  def logical_axis_rules(self) -> LogicalAxisRules:
-    return self._logical_axis_rules
-
-  @property
-  def data_partition_spec(self) -> PartitionSpec:
-    return PartitionSpec(self._batch_axes if len(self._batch_axes) > 1 else 'data')
-
-  @property
-  def _batch_axes(self) -> tuple[str, ...]:
-    return self._mesh.axis_names[:-1]
-
-  @property
-  def data_shards(self) -> int:
-    """Number of shards of a batch: the product of the sizes of the data and replica axes."""
-    return math.prod(self._mesh.shape[axis] for axis in self._batch_axes)
-
-  @property
-  def model_shards(self) -> int:
-    """Size of the model axis: the number of shards of the class dimension K."""
-    return self._mesh.shape['model']
+    self.mesh = mesh
+    self.logical_axis_rules = tuple(rules)
+    batch_axes = mesh.axis_names[:-1]
+    self.data_partition_spec = PartitionSpec(batch_axes if len(batch_axes) > 1 else 'data')
+    self._batch_sharding = NamedSharding(mesh, self.data_partition_spec)
+    self.data_shards = math.prod(mesh.shape[axis] for axis in batch_axes)
+    self.model_shards = mesh.shape['model']
 
   @contextlib.contextmanager
   def context(self) -> Iterator[None]:
     """Sets the mesh and the axis rules for flax's `with_sharding_constraint` inside models."""
-    with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._logical_axis_rules):
+    with jax.set_mesh(self.mesh), flax_partitioning.axis_rules(self.logical_axis_rules):
       yield
 
   def shardings(self, axis_resources: PyTree) -> PyTree:
     """Turns a tree of PartitionSpecs (None: replicated) into NamedShardings on the mesh."""
     return jax.tree.map(
-      lambda spec: NamedSharding(self._mesh, PartitionSpec() if spec is None else spec),
+      lambda spec: NamedSharding(self.mesh, PartitionSpec() if spec is None else spec),
       axis_resources,
       is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
     )
@@ -227,7 +209,6 @@ class PjitPartitioner:
     fn: Callable[..., Any],
     in_axis_resources: PyTree,
     out_axis_resources: PyTree,
-    static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
   ) -> PartitionedFn:
     """Jits `fn` with the given PartitionSpecs or prefixes of trees of them (None: replicated)."""
@@ -235,7 +216,6 @@ class PjitPartitioner:
       fn,
       in_shardings=self.shardings(in_axis_resources),
       out_shardings=self.shardings(out_axis_resources),
-      static_argnums=static_argnums,
       donate_argnums=donate_argnums,
     )
     return PartitionedFn(jitted, self.context)
@@ -254,8 +234,7 @@ class PjitPartitioner:
     self.check_batch_size(batch_size)
     # From the sharding, not from the process index: processes along the model axis feed the same
     # rows, and the rows of a process need not be contiguous.
-    sharding = NamedSharding(self._mesh, self.data_partition_spec)
-    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    slices = self._batch_sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
 
   def shard_batch(self, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
@@ -270,7 +249,6 @@ class PjitPartitioner:
     """
     rows = self.batch_rows(batch_size)
     position = {row: i for i, row in enumerate(rows.tolist())}
-    sharding = NamedSharding(self._mesh, self.data_partition_spec)
 
     def place(name: str, local: np.ndarray) -> jax.Array:
       if len(local) != len(rows):
@@ -281,7 +259,9 @@ class PjitPartitioner:
         first = position[start]
         return local[first : first + stop - start]
 
-      return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
+      return jax.make_array_from_callback(
+        (batch_size, *local.shape[1:]), self._batch_sharding, shard
+      )
 
     return {name: place(name, np.asarray(local)) for name, local in batch.items()}
 
@@ -289,9 +269,8 @@ class PjitPartitioner:
     self, element_spec: Mapping[str, jax.ShapeDtypeStruct]
   ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes with shardings of the global batch, for compiling before there is data."""
-    sharding = NamedSharding(self._mesh, self.data_partition_spec)
     return {
-      name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+      name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self._batch_sharding)
       for name, spec in element_spec.items()
     }
 
@@ -321,7 +300,7 @@ class PjitPartitioner:
   def _parameter_spec(
     self, path: str, shape: tuple[int, ...], names: Sequence[str | None]
   ) -> PartitionSpec:
-    known = {name for name, _ in self._logical_axis_rules}
+    known = {name for name, _ in self.logical_axis_rules}
     unknown = [name for name in names if name is not None and name not in known]
     if unknown:
       raise ValueError(
@@ -332,12 +311,12 @@ class PjitPartitioner:
       raise ValueError(
         f'Parameter {path} of shape {shape} has {len(names)} axis names, {tuple(names)}.'
       )
-    spec = flax_partitioning.logical_to_mesh_axes(names, self._logical_axis_rules)
+    spec = flax_partitioning.logical_to_mesh_axes(names, self.logical_axis_rules)
     for dim, name, axis in zip(shape, names, spec, strict=True):
-      if axis is not None and dim % self._mesh.shape[axis]:
+      if axis is not None and dim % self.mesh.shape[axis]:
         raise ValueError(
           f'Parameter {path} of shape {shape} cannot be split: its axis {name!r} of size {dim} '
-          f'does not divide by the {self._mesh.shape[axis]} shards of the mesh axis {axis!r}.'
+          f'does not divide by the {self.mesh.shape[axis]} shards of the mesh axis {axis!r}.'
         )
     return spec
 

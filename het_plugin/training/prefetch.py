@@ -58,12 +58,8 @@ class DevicePrefetcher:
     self._next = self._executor.submit(self._prepare)
     return batch
 
-  def close(self) -> None:
-    """Waits for the batch in preparation and drops it."""
-    self._executor.shutdown(wait=True)
-
   def __enter__(self) -> 'DevicePrefetcher':
     return self
 
   def __exit__(self, *exc_info) -> None:
-    self.close()
+    self._executor.shutdown(wait=True)  # waits for the batch in preparation, which is dropped

@@ -10,6 +10,7 @@ import jax
 from clu import parameter_overview
 from etils import epath
 
+from het_plugin import data
 from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoint_reader,
@@ -31,20 +32,6 @@ from het_plugin.training.actions import ActionMode
 from het_plugin.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-
-def get_dataset(cfg: Any, rows: Any) -> Any:
-  """`het_plugin.data.get_dataset`, imported when it is called, because it may need TensorFlow."""
-  from het_plugin import data
-
-  return data.get_dataset(cfg, rows)
-
-
-def task_info(name: str, vocabulary: str | None = None) -> Any:
-  """`het_plugin.data.task_info`, imported when it is called."""
-  from het_plugin import data
-
-  return data.task_info(name, vocabulary)
 
 
 class RunConfig(Protocol):
@@ -83,8 +70,8 @@ def train(
   stats_period: int | None = None,
   random_seed: int = 0,
   actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
-  get_dataset_fn: Callable[[Any, Any], Any] = get_dataset,
-  task_info_fn: Callable[[str], Any] = task_info,
+  get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset,
+  task_info_fn: Callable[[str], Any] = data.task_info,
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
   profile_steps: tuple[int, int] | None = None,
   profiler_port: int | None = None,

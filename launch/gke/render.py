@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from absl import app, flags
+from absl import flags
 
 from het_plugin.config import command_line, training_run
 from het_plugin.planning import topology
@@ -196,9 +196,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  with command_line.one_sentence_errors():
+  with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
     (job,) = sweep.make_jobs(
       values.model_dir,

@@ -8,11 +8,11 @@ import pytest
 from etils import epath
 
 import gin
-import het_plugin.data
 from het_plugin import train as main
 from het_plugin.config import changes as config_changes
 from het_plugin.config import parsing, registry, statements
 from het_plugin.config.changes import changes
+from het_plugin.training import partitioning
 
 
 def config_text(*files):
@@ -158,7 +158,7 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   changed = ['--gin.LEARNING_RATE=5e-3', '--gin.EVAL_STEPS=2', '--gin.RANDOM_SEED=1']
   caplog.set_level('INFO')
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(het_plugin.data, 'get_dataset', lambda *_: pytest.fail('read data'))
+    patch.setattr(partitioning.PjitPartitioner, 'batch_rows', lambda *_: pytest.fail('read data'))
     message = run_main(main, *same, *changed, code=2)
   assert 'its step 2: train.random_seed, train/DatasetConfig.seed, warmup_schedule.p' in message
   assert message.endswith('go on with --accept_config_changes (--verbosity=1 shows where)')

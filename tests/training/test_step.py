@@ -73,7 +73,7 @@ def test_microbatches_are_spread_over_the_data_axis_without_communication():
   pieces = split(batch)['index']
   assert pieces.shape == (4, BATCH // 4)
   assert sorted(np.asarray(pieces).ravel()) == list(range(BATCH))
-  text = split.lower(batch).compile().as_text()
+  text = split.trace(batch).lower().compile().as_text()
   assert not any(word in text for word in ('all-to-all', 'all-gather', 'collective-permute'))
 
 
