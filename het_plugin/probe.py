@@ -57,7 +57,7 @@ def settings() -> probe.Settings:
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
     c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise] or [None],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
-    mesh=flag_values.integers('mesh', F.mesh, 1, (0, 2)) or None,
+    mesh=flag_values.integers('mesh', F.mesh, 1, (2,)) if F.mesh else None,
     tau=[flag_values.positive_or_word('tau', value, ('learned', 'validation')) for value in F.tau],
     **{name: F[name].value for name in same},
   )

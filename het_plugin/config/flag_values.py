@@ -40,5 +40,6 @@ def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | s
   except ValueError:
     number = math.nan
   if not 0 < number < math.inf:
-    raise ValueError(f'--{flag}={value} must be a number > 0, or {", ".join(words)}')
+    others = f', or {", ".join(words)}' if words else ''
+    raise ValueError(f'--{flag}={value} must be a number > 0{others}')
   return number
