@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning
 
 from het_plugin.heads import (
   ContrastiveDet,
@@ -14,24 +13,17 @@ from het_plugin.heads import (
   contrastive_nll,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
+from tests.heads import test_heads
+from tests.heads.test_heads import size
+from tests.meshes import make_mesh, on_mesh
 
 B, D, K, R, S = 5, 6, 4, 3, 7
 ALPHA, BETA = 3.0 * jax.random.normal(jax.random.key(0), (2, B, D))
 KEYS = example_keys(jax.random.key(5), jnp.arange(B))
 
 
-def size(tree):
-  return sum(x.size for x in jax.tree.leaves(tree))
-
-
-def init(head, seed=1):
-  """Parameters with every bias away from zero, so that none of them can be forgotten."""
-  params = head.init(jax.random.key(seed), ALPHA, BETA).get('params', {})
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(seed + 1), max(1, len(leaves)))
-  return tree.unflatten(
-    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=False)]
-  )
+def init(head):
+  return test_heads.init(head, ALPHA, BETA)
 
 
 def pairs_of(head, params, alpha=ALPHA, beta=BETA):
@@ -182,16 +174,14 @@ def test_class_log_prob(post_normalization):
 
 
 def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
-  if jax.device_count() < 8:
-    pytest.skip('needs 8 devices')
   head = ContrastiveHetXL(num_factors=R)
   pairs = pairs_of(head, init(head))
   classes = jax.random.normal(jax.random.key(3), (K + 1, D))
   arguments = pairs.alpha, classes, pairs.temperature, pairs.image_to_text
   integrator = Integrator(num_samples=40)
   expected = class_log_prob(*arguments, integrator, KEYS)
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+  mesh = make_mesh(2, 4)
+  with on_mesh(mesh):
     got = jax.jit(lambda *x: class_log_prob(*x, integrator, KEYS))(*arguments)
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 

@@ -35,13 +35,13 @@ def size(tree):
   return sum(x.size for x in jax.tree.leaves(tree))
 
 
-def init(head, phi=PHI, seed=1):
+def init(head, *inputs):
   """Parameters with every bias away from zero, so that none of them can be forgotten."""
-  params = head.init(jax.random.key(seed), phi)['params']
+  params = head.init(jax.random.key(1), *(inputs or [PHI])).get('params', {})
   leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+  keys = jax.random.split(jax.random.key(2), max(1, len(leaves)))
   return tree.unflatten(
-    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=False)]
   )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning
 
 from het_plugin.integrate import (
   Integrator,
@@ -22,6 +21,7 @@ from het_plugin.integrate import (
   symmetric_nll,
 )
 from tests.integrate.hlo import collectives
+from tests.meshes import make_mesh, on_mesh
 
 B, D, R = 16, 6, 3
 KEY = jax.random.key(7)
@@ -129,11 +129,8 @@ def assert_close(got, want, tolerance=2e-6):
   jax.tree.map_with_path(check, got, want)
 
 
-def on_mesh(shape, function, *args):
-  if jax.device_count() < 8:
-    pytest.skip('needs 8 devices')
-  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+def sharded(shape, function, *args):
+  with on_mesh(make_mesh(*shape)):
     return jax.jit(function)(*args)
 
 
@@ -157,26 +154,23 @@ def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
   mask = jnp.arange(B) != 5
   want = expected(reference_deterministic, arrays, weights, mask)
   loss = functools.partial(deterministic, mask=mask, chunk_bytes=chunk_bytes)
-  assert_close(on_mesh(shape, jax.value_and_grad(loss), arrays, weights), want)
+  assert_close(sharded(shape, jax.value_and_grad(loss), arrays, weights), want)
 
 
 @pytest.mark.parametrize('batch', [1, 6])
 def test_batches_that_the_mesh_does_not_divide(batch):
   arrays, weights = make(batch), weights_of(batch)
   value, gradient = expected(reference_deterministic, arrays, weights)
-  got = on_mesh((2, 4), jax.value_and_grad(deterministic), arrays, weights)
+  got = sharded((2, 4), jax.value_and_grad(deterministic), arrays, weights)
   if batch == 1:  # the only candidate
     assert got[0] == 0.0 and all((x == 0).all() for x in jax.tree.leaves(got[1]))
   assert_close(got, (value, gradient))
 
 
 def test_a_replica_axis_cuts_the_batch_too():
-  if jax.device_count() < 8:
-    pytest.skip('needs 8 devices')
-  names = ('replica', 'data', 'model')
-  mesh = jax.make_mesh((2, 2, 2), names, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+  mesh = make_mesh(2, 2, 2, names=('replica', 'data', 'model'))
   arrays, weights = make(), weights_of()
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', ('replica', 'data'))]):
+  with on_mesh(mesh, [('batch', ('replica', 'data'))]):
     compiled = jax.jit(jax.value_and_grad(deterministic)).lower(arrays, weights).compile()
     assert_close(compiled(arrays, weights), expected(reference_deterministic, arrays, weights))
   assert f'f32[{B // 8},{B}]' in compiled.as_text()
@@ -301,7 +295,7 @@ def test_batch_nll_over_a_mesh(shape, full):
   arrays, weights, mask = make(full=full), weights_of(), jnp.arange(B) != 5
   want = expected(reference_noisy, arrays, weights, mask, normals(B, 1))
   loss = functools.partial(noisy, mask=mask, num_samples=1)
-  assert_close(on_mesh(shape, jax.value_and_grad(loss), arrays, weights), want, 5e-6)
+  assert_close(sharded(shape, jax.value_and_grad(loss), arrays, weights), want, 5e-6)
 
 
 @pytest.mark.parametrize('num_samples, chunk_bytes', [(1, 2**26), (3, 4 * B * 5)])
@@ -313,7 +307,7 @@ def test_post_normalization(num_samples, chunk_bytes):
   loss = functools.partial(noisy, chunk_bytes=chunk_bytes, **settings)
   assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
   if num_samples == 1:
-    assert_close(on_mesh((4, 2), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
+    assert_close(sharded((4, 2), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
 
 
 def test_the_integrator_is_that_of_the_caller():
@@ -334,9 +328,7 @@ def test_the_integrator_is_that_of_the_caller():
 
 def compiled_loss(loss, shape, batch, dim):
   """The compiled loss and gradient with pairs over 'data'."""
-  if jax.device_count() < 8:
-    pytest.skip('needs 8 devices')
-  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh(*shape)
   cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
 
   def array(*shape):
@@ -348,7 +340,7 @@ def compiled_loss(loss, shape, batch, dim):
     'covariance': LowRank(None, array(batch, R, dim), array(batch, dim)),
     'tau': jax.ShapeDtypeStruct((), jnp.float32),
   }
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+  with on_mesh(mesh):
     step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, jnp.ones((2, batch)) / batch)))
     return step.lower(arrays).compile()
 

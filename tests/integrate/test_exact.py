@@ -23,6 +23,7 @@ from tests.integrate.test_integrator import (
   relative_error,
   sharded,
 )
+from tests.meshes import make_mesh
 
 EXACT = Integrator(num_samples=1)
 STREAMED = Integrator(num_samples=1, chunk_bytes=1)  # every factor is a group of its own
@@ -129,14 +130,14 @@ def test_second_derivatives():
 @pytest.mark.parametrize('integrator', [EXACT, STREAMED], ids=['kept', 'streamed'])
 @pytest.mark.parametrize('name', ['het', 'het_h', 'het_xl'])
 def test_shards_add_up_once(name, integrator):
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh(2, 4)
   inside, outside = collectives(compile_sharded_loss(name, 'sigmoid', integrator, mesh))
   assert not inside
   assert set(outside) == {'all-reduce'}  # nothing is gathered
 
 
 def test_a_mesh_changes_nothing():
-  mesh = jax.make_mesh((1, 8), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh(1, 8)
   with jax.enable_x64(True):
     arrays = make('shared_w')
 

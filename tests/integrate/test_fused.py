@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning
 
 from het_plugin.integrate import (
   GaussianLogits,
@@ -27,6 +26,7 @@ from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import Placement
 from het_plugin.integrate.rotation import Draws
 from tests.integrate.hlo import collectives
+from tests.meshes import make_mesh, on_mesh
 
 SHAPES = [(2, 128, 12, 700), (1, 256, 3, 130), (3, 128, 2, 5)]  # B, S, T, K
 
@@ -150,7 +150,7 @@ def value_and_grad(arrays, kind, link, mesh=None, keys=None, **settings):
   step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, kind, link, keys, **settings)))
   if mesh is None:
     return step(arrays)
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+  with on_mesh(mesh):
     return step(arrays)
 
 
@@ -180,10 +180,8 @@ def test_losses_are_those_of_xla(kind, link, num_samples):
 )
 def test_losses_on_a_mesh(kind, link, shape):
   arrays = problem(kind)
-  devices = jax.devices()[: shape[0] * shape[1]]
-  axis_types = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=axis_types, devices=devices)
   expected = value_and_grad(arrays, kind, link, num_samples=20)
+  mesh = make_mesh(*shape)
   got = value_and_grad(arrays, kind, link, mesh, num_samples=20, implementation='pallas')
   assert_agree(got, expected)
 
@@ -191,9 +189,7 @@ def test_losses_on_a_mesh(kind, link, shape):
 @pytest.mark.parametrize('link,shape', [('softmax', (2, 4)), ('sigmoid', None)])
 def test_shared_draws(link, shape):
   arrays, key = problem('linear'), jax.random.key(5)
-  mesh = None
-  if shape:
-    mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh(*shape) if shape else None
   same = jnp.repeat(shared_key(key), B)
   expected = value_and_grad(arrays, 'linear', link, keys=same, num_samples=20)
   for implementation in ('xla', 'pallas'):
@@ -255,21 +251,6 @@ KERNELS = ('log2_z', 'softmax_pull', 'sigmoid_sums')
 REAL_SHAPES = [(8, 256, 52, 7397), (1, 128, 2, 40), (2, 128, 102, 1024)]  # B, S, T, K
 
 
-@pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
-@pytest.mark.parametrize('name', KERNELS)
-@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4'])
-def test_compiles_for_a_tpu(topology, name):
-  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-  from jax.experimental import topologies
-
-  description = topologies.get_topology_desc(platform='tpu', topology_name=topology)
-  sharding = jax.sharding.SingleDeviceSharding(description.devices[0])
-  for shape in REAL_SHAPES:
-    kernel = functools.partial(getattr(kernels, name), backend='tpu')
-    compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
-    assert 'tpu_custom_call' in compiled.as_text()
-
-
 @pytest.mark.parametrize('name', KERNELS)
 def test_lowers_for_an_nvidia_gpu(name):
   for shape in REAL_SHAPES:
@@ -293,17 +274,27 @@ dnn_version_info { major: 9 minor: 8 patch: 0 } runtime_version { major: 12 mino
 """
 
 
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
 @pytest.mark.parametrize('name', KERNELS)
-def test_compiles_for_an_nvidia_gpu(name):
-  pytest.importorskip('jax_cuda12_plugin', reason="jax's CUDA plugin, the extra 'gpu', is missing")
+@pytest.mark.parametrize('device', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4', 'sm_90'])
+def test_compiles_for_a_device_that_is_not_here(device, name):
   from jax.experimental import topologies
 
-  description = topologies.get_topology_desc(platform='cuda', target_config=SM_90, topology='1x1x1')
+  if device == 'sm_90':
+    pytest.importorskip('jax_cuda12_plugin', reason="the extra 'gpu' is not installed")
+    backend, call = 'gpu', 'triton'
+    description = topologies.get_topology_desc(
+      platform='cuda', target_config=SM_90, topology='1x1x1'
+    )
+  else:
+    pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+    backend, call = 'tpu', 'tpu_custom_call'
+    description = topologies.get_topology_desc(platform='tpu', topology_name=device)
   sharding = jax.sharding.SingleDeviceSharding(description.devices[0])
   for shape in REAL_SHAPES:
-    kernel = functools.partial(getattr(kernels, name), backend='gpu')
+    kernel = functools.partial(getattr(kernels, name), backend=backend)
     compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
-    assert 'triton' in compiled.as_text()
+    assert call in compiled.as_text()
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])

@@ -27,6 +27,7 @@ from het_plugin.integrate import (
 )
 from tests.integrate import reference
 from tests.integrate.hlo import collectives
+from tests.meshes import make_mesh, on_mesh
 
 B, D, K, KP, H, R, S = 3, 6, 13, 16, 5, 4, 11
 LABELS = [[2], [12], [0]]
@@ -257,10 +258,10 @@ def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
     ]
     np.testing.assert_allclose(values[0][0], values[1][0], rtol=1e-12)
     assert relative_error(values[1][1], values[0][1]) < 1e-10
-    mesh = jax.make_mesh((1, 8), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    on_mesh = sharded(jax.value_and_grad(lambda *a: loss(opaque, *a), (0, 1, 2)), mesh)(*args)
-    np.testing.assert_allclose(on_mesh[0], values[0][0], rtol=1e-12)
-    assert relative_error(on_mesh[1], values[0][1]) < 1e-10
+    mesh = make_mesh(1, 8)
+    cut = sharded(jax.value_and_grad(lambda *a: loss(opaque, *a), (0, 1, 2)), mesh)(*args)
+    np.testing.assert_allclose(cut[0], values[0][0], rtol=1e-12)
+    assert relative_error(cut[1], values[0][1]) < 1e-10
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -384,7 +385,7 @@ def test_cost_model_picks_the_cheaper_order():
 
 def sharded(function, mesh):
   def run(*args):
-    with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
+    with on_mesh(mesh):
       return jax.jit(function)(*args)
 
   return run
@@ -400,10 +401,6 @@ def sharded(function, mesh):
   ],
 )
 def test_sharded_classes_match_the_float64_reference(kind, link, order):
-  if jax.device_count() < 8:
-    pytest.skip('needs 8 devices')
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  spec = jax.sharding.PartitionSpec
   with jax.enable_x64(True):
     arrays = make(kind)
     arrays = {
@@ -423,22 +420,8 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
       integrator = Integrator(S, order, 4, sampler=dyadic, method='sample')
       return integrator.nll(gaussian(arrays, kind, link=link), pad(labels), keys).mean()
 
-    last = 'model' if kind == 'identity' else None
-    specs = {
-      'location': spec('data', 'model'),
-      'kernel': spec(None, 'model'),
-      'scale': spec('data', last),
-      'diag': spec('data', last),
-      'loading': spec(None, last),
-      'phi': spec('data'),
-      'bias': spec('model'),
-      'tau': spec(),
-    }
-    placed = {
-      n: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[n])) for n, x in arrays.items()
-    }
-    step = sharded(jax.value_and_grad(loss), mesh)
-    got, got_gradient = step(placed)
+    step = sharded(jax.value_and_grad(loss), make_mesh(2, 4))
+    got, got_gradient = step(arrays)
     np.testing.assert_allclose(got, value, rtol=1e-10)
     assert relative_error(got_gradient, gradient) < 1e-9
 
@@ -461,7 +444,7 @@ def compile_sharded_loss(name, link, integrator, mesh):
     labels = jnp.arange(len(phi))[:, None]
     return integrator.nll(logits, labels, keys_of(len(phi))).mean()
 
-  with jax.set_mesh(mesh), partitioning.axis_rules(rules):
+  with on_mesh(mesh, rules):
     phi = jax.ShapeDtypeStruct((16, 128), jnp.float32)
     variables = jax.eval_shape(lambda phi: head.init(jax.random.key(0), phi), phi)
     axes = partitioning.get_axis_names(variables['params_axes'])
@@ -501,7 +484,7 @@ def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_sam
 
 def test_log_prob_over_a_mesh():
   """The only value at all classes that needs two loops there; a batch that the mesh cannot cut."""
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh(2, 4)
   with jax.enable_x64(True):
     arrays = make('shared_w')
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(B, K)))
@@ -594,7 +577,7 @@ def test_impossible_requests_are_named():
     Integrator(num_samples=2, order='project_then_sample').log_prob(
       gaussian(arrays, 'linear', 'diag'), keys_of()
     )
-  mesh = jax.make_mesh((1, 3), ('data', 'model'), devices=jax.devices()[:3])
+  mesh = make_mesh(1, 3)
   with pytest.raises(ValueError, match='class_multiple'):
     sharded(Integrator(num_samples=2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())
   with pytest.raises(ValueError, match='rank_one'):

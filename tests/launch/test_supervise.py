@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from launch import supervise
-from tests.waiting import alive, wait_for
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,22 +76,6 @@ def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   process.send_signal(signal.SIGTERM)
   assert process.wait() == 42
   assert log(tmp_path) == 'ready\nsaved\n'
-
-
-def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path):
-  code = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
-print('child', child.pid, flush=True)
-time.sleep(60)
-"""
-  process = start(tmp_path, code, '--grace_seconds=0.5')
-  wait_for(lambda: 'child' in log(tmp_path))
-  child = int(log(tmp_path).split()[1])
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=20) == 128 + signal.SIGKILL
-  wait_for(lambda: not alive(child))
 
 
 def test_a_folder_has_one_supervisor(tmp_path):

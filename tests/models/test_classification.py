@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
-from flax.linen import partitioning
 
 from het_plugin.backbones import ViT
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import ClassificationModel
+from tests.meshes import make_mesh, on_mesh
 
 NUM_CLASSES = 10
 PADDED_CLASSES = 16
@@ -350,7 +350,6 @@ def test_a_mesh_does_not_change_loss_gradients_or_predictions():
     ('embed', None),
   )
   expected = jax.jit(step)(params, batch)
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), (jax.sharding.AxisType.Auto,) * 2)
-  with jax.set_mesh(mesh), partitioning.axis_rules(rules):
+  with on_mesh(make_mesh(2, 4), rules):
     actual = jax.jit(step)(params, batch)
   assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
