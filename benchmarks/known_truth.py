@@ -1,36 +1,52 @@
 """Labels drawn from a heteroscedastic model itself: what heads gain over DET, of what they could.
 
-    python benchmarks/known_truth.py [--json OUT] [--truth het] [--full]
+    python benchmarks/known_truth.py --json=rows.json [--full] [--problem=softmax,10,8,2,3,50]
+    python benchmarks/known_truth.py --json=rows.json --plot=map.png    # draws rows, fits nothing
 
 Features are standard normal, the location W^T x has standard deviation 3, and the noise of the
-logits `noise`. `het_plugin.estimators` fits DET at the C that is best on held-out rows, and the
-other heads at this C and the C_noise that is best there. gain_share is (NLL of DET - NLL) / (NLL of
-DET - NLL of the truth) on 5,000 test rows, gain_stderr the standard error of the gain over them,
-and covariance_correlation that of the entries of the covariances of head and truth (centred for a
-softmax, to which shared noise is nothing). The default grid takes minutes on one core, --full a
-night.
+logits `noise`. A point is measured on n rows per class, with a fifth of them held out beside them.
+`het_plugin.estimators` fits DET at the C that is best on held-out rows, and the other heads at this
+C and the C_noise that `probe.choose` takes. The gain over DET is on 5,000 test rows; gain_stderr is
+its paired standard error over them, extreme the share that 1% of them make, and gain_share the gain
+over (NLL of DET - NLL of the truth). covariance_correlation is that of the entries of the
+covariances of head and truth (centred for a softmax, to which shared noise is nothing), and
+principal_angles are those in degrees between their R leading factors at an x, in the mean over x.
+grid lists the values of C_noise, and the last table compares the rule with taking the least NLL.
+--from_truth adds rows of the head that drew the labels, fitted from the true parameters on.
+
+Rows that --json already has are not measured again, so a run can be cut anywhere. The default takes
+minutes of CPU time, and --full, cheap points first, hours.
 """
 
+import copy
 import dataclasses
 import itertools
+import json
+import time
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import make_parser, names, report, write_json
+from command_line import integers, make_parser, names, print_table, report, write_json
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import CLASSIFIERS
+from het_plugin.estimators import CLASSIFIERS, lbfgs, objective
 from het_plugin.estimators.model import Model
+from het_plugin.estimators.probe import choose, extreme_share
+from het_plugin.evaluation.uncertainty import stderr
+from het_plugin.reporting import style
 
 SIGNAL = 3.0
 NUM_TEST = 5000
 NUM_COMPARED = 200  # rows whose covariances are compared
 MAX_CLASSES = 100  # of a covariance
-CS = (0.1, 1.0, 30.0)
-NOISE_CS = (0.003, 0.01, 0.03, 0.1, 0.3, 3.0)
-TRUE_SAMPLES = 2048
+CS = (0.01, 0.1, 1.0, 10.0)
+NOISE_CS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)  # ascending
+TRUE_SAMPLES = 512
+SETTINGS = {'tol': 1e-3, 'max_iter': 150}
+NUM_SAMPLES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +63,22 @@ class Problem:
 
 SMALL = [
   Problem(link, 10, 8, 2, noise, n)
-  for link, noise, n in itertools.product(('softmax', 'sigmoid'), (3.0, 0.0), (500, 50))
+  for link, noise, n in itertools.product(('sigmoid', 'softmax'), (3.0, 0.0), (50, 500))
 ]
-FULL = [
-  Problem(link, k, d, r, noise, n)
-  for link, k, d, r, noise, n in itertools.product(
-    ('softmax', 'sigmoid'),
-    (10, 100, 1000, 3000),
-    (8, 64, 256),
-    (1, 10, 50),
-    (0.0, 1.0, 2.0, 5.0),
-    (5, 50, 500, 5000),
-  )
-  if k * n <= 500_000 and r <= k
-]
+
+
+def full_grid():
+  """Points about the map's size, cheap ones first."""
+  links, sizes = ('sigmoid', 'softmax'), ((10, 8), (10, 32), (10, 128), (100, 8), (100, 32))
+  points = [
+    Problem(link, k, d, 2, noise, n)
+    for link, (k, d), noise, n in itertools.product(links, sizes, (1.0, 3.0, 5.0), (5, 50, 500))
+  ]
+  for link, n in itertools.product(links, (50, 500)):
+    points += [Problem(link, 10, 8, 2, 0.0, n), *(Problem(link, 10, 8, r, 3.0, n) for r in (1, 8))]
+  points += [Problem(link, 10, 8, 2, 3.0, 5000) for link in links]
+  points += [Problem('sigmoid', 1000, 32, 2, 3.0, n) for n in (5, 50)]
+  return sorted(points, key=lambda p: p.k**2 * p.n * (8 if p.link == 'softmax' else 1))
 
 
 def true_model(problem, truth, seed):
@@ -101,105 +119,281 @@ def draw(model, params, num_rows, rng):
   return x, np.concatenate(labels)
 
 
-def covariances(factors, link, classes):
-  """Entries [N, k, k] of the covariances of factors [N, T, K]."""
+def _compared(factors, link):
+  """Factors [N, T, k] of the first classes; of a softmax those of logits relative to their mean."""
   if link == 'softmax':
     factors = factors - factors.mean(axis=-1, keepdims=True)
-  factors = factors[..., classes]
+  return factors[..., :MAX_CLASSES]
+
+
+def _covariance(factors):
   return np.einsum('ntk,ntl->nkl', factors, factors)
 
 
-def fit_best(cls, name, values, settings, train, held_out):
-  """The estimator of the best value of a setting on held-out rows, and that value."""
-  fits = {c: cls(**settings, **{name: c}).fit(*train) for c in values}
-  best = min(fits, key=lambda c: fits[c].nll(*held_out).mean())
-  return fits[best], best
+def principal_angles(factors, true):
+  """Degrees [R] between the spaces of the R leading factors, ascending, in the mean over rows.
+
+  Args:
+    factors, true: [N, T, K] of head and truth, of which one column of T is the diagonal.
+  """
+  num = true.shape[1] - 1
+  bases = [np.linalg.svd(x, full_matrices=False)[2][:, :num] for x in (factors, true)]
+  cosines = np.linalg.svd(np.einsum('nrk,nsk->nrs', *bases), compute_uv=False)
+  return np.degrees(np.arccos(np.clip(cosines, 0, 1))).mean(axis=0).round(1).tolist()
 
 
-def measure(problem, truth, heads, seed):
-  """A row for each head."""
+def fit_best(head, grid, train, held_out):
+  """The estimator of the point of a grid that `choose` takes, the estimators of all points, and
+  the NLL of held-out rows [points, N].
+
+  The grid ends where the NLL is 0.05 nats above the best: fits that overfit are slow.
+  """
+  fits, nll = [], []
+  for point in grid:
+    fits.append(CLASSIFIERS[head](**SETTINGS, **point).fit(*train))
+    nll.append(fits[-1].nll(*held_out))
+    if 'C_noise' in point and nll[-1].mean() > min(x.mean() for x in nll) + 0.05:
+      break
+  best = choose(grid[: len(fits)], np.stack(nll))
+  return fits[best], fits, np.stack(nll)
+
+
+def draw_problem(problem, truth, seed):
+  """The true model and its parameters, rows to fit, held-out rows and test rows.
+
+  Rows of classes that the fit has not seen are left out: no head can say anything about them.
+  """
   rng = np.random.default_rng(seed + 1)
   model, params = true_model(problem, truth, seed)
   num_train = problem.k * problem.n
-  train = draw(model, params, num_train, rng)
-  held_out = draw(model, params, max(200, num_train // 5), rng)
-  test = draw(model, params, NUM_TEST, rng)
-  values = test[1][:, None] if problem.link == 'softmax' else test[1].astype(np.float32)
+  sizes = num_train, max(200, num_train // 5), NUM_TEST
+  train, *others = (draw(model, params, size, rng) for size in sizes)
+  if problem.link == 'softmax':
+    others = [(x[seen], y[seen]) for x, y in others for seen in [np.isin(y, train[1])]]
+  return model, params, train, *others
+
+
+def true_nll(model, params, test):
+  """The NLL of the truth, [N]."""
+  x, y = test
+  y = y[:, None] if model.link == 'softmax' else y.astype(np.float32)
+  step = max(10, 2**21 // (model.num_classes * 32))
   nll = jax.jit(model.nll)
-  step = max(10, min(1000, 2_000_000 // problem.k // 32))
-  true = np.concatenate(
-    [
-      np.asarray(nll(params, test[0][i : i + step], values[i : i + step].astype(values.dtype)))
-      for i in range(0, NUM_TEST, step)
-    ]
+  return np.concatenate(
+    [np.asarray(nll(params, x[i : i + step], y[i : i + step])) for i in range(0, len(x), step)]
   )
-  classes = rng.permutation(problem.k)[:MAX_CLASSES]
-  rows_compared = test[0][:NUM_COMPARED]
-  true_covariance = covariances(
-    np.asarray(model.factors(params, rows_compared)), problem.link, classes
-  )
-  rows, det, settings = [], None, {'tol': 1e-3, 'max_iter': 200}
-  for head in ('det', *heads):
-    if head == 'det':
-      fitted, c = fit_best(CLASSIFIERS[head], 'C', CS, settings, train, held_out)
-      settings |= {'C': c, 'num_factors': problem.r}
-      c_noise = None
-    else:
-      fitted, c_noise = fit_best(CLASSIFIERS[head], 'C_noise', NOISE_CS, settings, train, held_out)
-    found = fitted.nll(*test)
-    det = found if det is None else det
-    gain, possible = det - found, float(det.mean() - true.mean())
-    correlation = None
-    if head != 'det' and problem.noise:
-      estimate = covariances(fitted._map(_factors, rows_compared), problem.link, classes)
-      upper = np.triu_indices(len(classes))
-      pair = (x[:, upper[0], upper[1]].ravel() for x in (estimate, true_covariance))
-      if estimate.std() > 0:  # a head without noise has a constant
-        correlation = float(np.corrcoef(*pair)[0, 1])
+
+
+def measure(problem, truth, heads, seed, from_truth):
+  """A row for each head."""
+  model, params, train, held_out, test = draw_problem(problem, truth, seed)
+  true = true_nll(model, params, test)
+  det, *of_det = fit_best('det', [{'C': c} for c in CS], train, held_out)
+  det_nll = det.nll(*test)
+  noise = {'C': det.C, 'num_factors': problem.r, 'num_samples': NUM_SAMPLES}
+  compared = test[0][:NUM_COMPARED]
+  true_factors = np.asarray(model.factors(params, compared))[..., det.classes_]
+  true_factors = _compared(true_factors, problem.link)
+  fitted = {'det': (det, *of_det)}
+  for head in heads:
+    grid = [{**noise, 'C_noise': c} for c in NOISE_CS]
+    fitted[head] = fit_best(head, grid, train, held_out)
+  if from_truth and getattr(fitted[truth][0], 'C_noise', None) and len(det.classes_) == problem.k:
+    estimator, *grid = fitted[truth]
+    fitted[f'{truth} from the truth'] = refit(estimator, params, train), *grid
+  rows = []
+  for head, (estimator, fits, held_out_nll) in fitted.items():
+    nll = estimator.nll(*test)
+    gain, possible = det_nll - nll, float(det_nll.mean() - true.mean())
+    correlation = angles = None
+    c_noise = getattr(estimator, 'C_noise', None)
+    if c_noise and problem.noise:
+      factors = _compared(estimator._map(_factors, compared), problem.link)
+      upper = np.triu_indices(factors.shape[-1])
+      pair = (_covariance(x)[:, *upper].ravel() for x in (factors, true_factors))
+      correlation = float(np.corrcoef(*pair)[0, 1])
+      angles = principal_angles(factors, true_factors)
     rows.append(
       {
         **dataclasses.asdict(problem),
+        'seed': seed,
         'truth': truth,
         'head': head,
-        'c': c,
+        'c': estimator.C,
         'c_noise': c_noise,
-        'nll': float(found.mean()),
+        'objective': estimator.objective_,
+        'nll': float(nll.mean()),
         'nll_true': float(true.mean()),
-        'nll_det': float(det.mean()),
+        'nll_det': float(det_nll.mean()),
         'gain': float(gain.mean()),
-        'gain_stderr': float(gain.std(ddof=1) / len(gain) ** 0.5),
+        'gain_stderr': stderr(gain),
+        'extreme': extreme_share(gain),
         'gain_share': float(gain.mean()) / possible if problem.noise else None,
         'covariance_correlation': correlation,
+        'principal_angles': angles,
+        'grid': [] if head == 'det' else candidates(fits, held_out_nll, test),
       }
     )
   return rows
+
+
+def candidates(fits, held_out_nll, test):
+  """The values of C_noise: NLL of held-out rows, of test rows, and the paired standard error of the
+  first to the least.
+  """
+  least = held_out_nll[np.argmin(held_out_nll.mean(axis=1))]
+  return [
+    {
+      'c_noise': fit.C_noise,
+      'held_out': float(nll.mean()),
+      'stderr': stderr(nll - least),
+      'nll': float(fit.nll(*test).mean()),
+    }
+    for fit, nll in zip(fits, held_out_nll, strict=True)
+  ]
+
+
+def refit(estimator, params, train):
+  """A copy of a fitted estimator, fitted from other parameters on."""
+  estimator, (x, y) = copy.deepcopy(estimator), train
+  model, mean = estimator.model_, estimator.mean_
+  values = estimator._encoded(y).values
+  rows = objective.make_rows(
+    model, x, mean, values, np.ones(len(x)), estimator.C, estimator.C_noise
+  )
+  shift = np.eye(len(mean) + 1, dtype=np.float32)
+  shift[-1, :-1] = mean  # the estimator's features have the mean 0
+  start = objective.unwhiten(model, params, jnp.asarray(shift))
+  fit = lbfgs.minimise(
+    model, start, rows, objective.whitening_of(model, start, rows), progress=False, **SETTINGS
+  )
+  estimator.params_, estimator.objective_ = fit.params, fit.objective
+  return estimator
 
 
 def _factors(model, params, x):
   return model.factors(params, x)
 
 
+def compare_rules(rows):
+  """Prints the gain with the C_noise that `choose` takes, and with that of the least NLL."""
+  table, rows = [], [row for row in rows if row['grid']]
+  for head, n in sorted({(row['head'], row['n']) for row in rows if row['head'] in CLASSIFIERS}):
+    found = [row for row in rows if (row['head'], row['n']) == (head, n)]
+    rule = [row['gain'] for row in found]
+    least = [row['nll_det'] - min(row['grid'], key=lambda x: x['held_out'])['nll'] for row in found]
+    table.append([head, n, len(found), *(f(x) for x in (rule, least) for f in (np.mean, min))])
+  header = 'head', 'n', 'points', 'mean gain', 'worst', 'mean of least NLL', 'worst of it'
+  print_table(header, table)
+
+
+def draw_map(rows, path):
+  """A panel per link and head: the share of the possible gain by D/K, rows per class and noise."""
+  rows = [
+    row for row in rows if row['noise'] and row['head'] in CLASSIFIERS and row['head'] != 'det'
+  ]
+  links, heads, noises, ns, sizes = (
+    sorted({tuple(row[name] for name in key) for row in rows}, key=order)
+    for key, order in (
+      (['link'], None),
+      (['head'], lambda x: list(CLASSIFIERS).index(x[0])),
+      (['noise'], None),
+      (['n'], None),
+      (['d', 'k'], lambda x: (x[0] / x[1], x[1])),
+    )
+  )
+  figure = style.new_figure(4.6 * len(heads), 0.9 + (0.36 * len(sizes) + 1.0) * len(links))
+  panels = figure.subplots(len(links), len(heads), squeeze=False, sharex=True, sharey=True)
+  columns = [(*n, *noise) for n, noise in itertools.product(ns, noises)]
+  for (i, link), (j, head) in itertools.product(enumerate(links), enumerate(heads)):
+    ax, cells = panels[i, j], np.full((len(sizes), len(columns)), np.nan)
+    for at in np.ndindex(cells.shape):
+      (d, k), (n, noise) = sizes[at[0]], columns[at[1]]
+      key = (*link, *head, d, k, n, noise)
+      found = [
+        row
+        for row in rows
+        if key == tuple(row[x] for x in ('link', 'head', 'd', 'k', 'n', 'noise'))
+      ]
+      if found:
+        gain = np.mean([row['gain'] for row in found])
+        cells[at] = gain / np.mean([row['nll_det'] - row['nll_true'] for row in found])
+        error = np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found))
+        weight = 'bold' if abs(gain) > 2 * error else 'normal'
+        text = f'{100 * cells[at]:.0f}'.replace('-0', '0')
+        if not any(row['c_noise'] for row in found):  # no noise was chosen: the head is DET
+          text, weight = '–', 'normal'
+        color = 'white' if abs(cells[at]) > 0.55 else 'black'
+        ax.text(*at[::-1], text, ha='center', va='center', fontsize=7, color=color, weight=weight)
+    picture = ax.imshow(cells, cmap='PuOr', vmin=-0.8, vmax=0.8, aspect='auto', origin='lower')
+    ax.set_facecolor('#dddddd')
+    ax.set_title(f'{head[0].upper().replace("_", "-")}, {link[0]}', fontsize=10)
+    ax.set_xticks(range(len(columns)), [f'{noise:g}' for _, noise in columns], fontsize=7)
+    ax.set_yticks(range(len(sizes)), [f'{d / k:.2g}  ({d}/{k})' for d, k in sizes], fontsize=7)
+    for edge in range(len(noises), len(columns), len(noises)):
+      ax.axvline(edge - 0.5, color='white', linewidth=3)
+    if i == len(links) - 1:
+      for number, (n,) in enumerate(ns):
+        center = (number + 0.5) * len(noises) - 0.5
+        ax.annotate(
+          f'N = {n}',
+          (center, 0),
+          (0, -24),
+          fontsize=8,
+          ha='center',
+          xycoords=('data', 'axes fraction'),
+          textcoords='offset points',
+        )
+      ax.set_xlabel('noise, and N rows per class', fontsize=8, labelpad=16)
+  for line in panels:
+    line[0].set_ylabel('D/K', fontsize=8)
+  figure.colorbar(picture, ax=panels, label='share of the possible gain', shrink=0.8)
+  path.write_bytes(style.to_png(figure, dpi=130))
+
+
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--truth', default='het_xl', choices=['het', 'het_xl'])
   parser.add_argument('--heads', type=names(CLASSIFIERS), default='het,het_h,het_xl'.split(','))
+  parser.add_argument('--seed', type=integers, default=[0], help='one or several')
   parser.add_argument('--full', action='store_true', help='the whole grid')
-  parser.add_argument('--seed', type=int, default=0)
-  parser.add_argument('--problem', help='one point instead: LINK,K,D,R,NOISE,N')
+  parser.add_argument('--problem', action='append', help='one point instead: LINK,K,D,R,NOISE,N')
+  parser.add_argument('--from_truth', action='store_true', help='also fits from the truth on')
+  parser.add_argument(
+    '--plot', type=Path, help='a map of the rows of --json as a PNG; fits nothing'
+  )
   args = parser.parse_args()
-  problems = FULL if args.full else SMALL
-  if args.problem:
-    link, *numbers = args.problem.split(',')
-    k, d, r, noise, n = map(float, numbers)
-    problems = [Problem(link, int(k), int(d), int(r), noise, int(n))]
-  warnings.simplefilter('ignore', ConvergenceWarning)  # at C = 30 a few end at 2e-3
   rows = []
-  for problem in problems:
-    found = measure(problem, args.truth, args.heads, args.seed)
-    rows += found
-    write_json(args.json, rows)  # a long grid can be read while it runs
-    print(*(f'{row["head"]} {row["nll"]:.4f}' for row in found), problem, flush=True)
-  report(args.json, rows)
+  if args.json and args.json.exists():
+    rows = json.loads(args.json.read_text())
+  if args.plot:
+    draw_map(rows, args.plot)
+    compare_rules(rows)
+    return
+  problems = full_grid() if args.full else SMALL
+  if args.problem:
+    problems = []
+    for text in args.problem:
+      link, k, d, r, noise, n = text.split(',')
+      problems.append(Problem(link, int(k), int(d), int(r), float(noise), int(n)))
+  warnings.simplefilter('ignore', ConvergenceWarning)  # at large C a few end above the tolerance
+  for number, (seed, problem) in enumerate(itertools.product(args.seed, problems), start=1):
+    key = {**dataclasses.asdict(problem), 'seed': seed, 'truth': args.truth}
+    done = {row['head'] for row in rows if key.items() <= row.items()}
+    if done.issuperset(args.heads):
+      continue
+    start = time.process_time()
+    heads = [head for head in args.heads if head not in done]
+    found = measure(problem, args.truth, heads, seed, args.from_truth)
+    rows += [row for row in found if row['head'] not in done]
+    write_json(args.json, rows)
+    print(
+      f'{number}/{len(problems) * len(args.seed)} {time.process_time() - start:.0f} s {problem}',
+      *(f'{x["head"]} {x["gain"]:+.4f}±{x["gain_stderr"]:.4f}' for x in found[1:]),
+      flush=True,
+    )
+  report(None, [{name: x for name, x in row.items() if name != 'grid'} for row in rows])
+  compare_rules(rows)
 
 
 if __name__ == '__main__':

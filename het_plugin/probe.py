@@ -7,7 +7,8 @@
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
 --C, --C_noise, --num_factors and --tau may list several values: those with the least NLL on a share
-(--validation) of the training rows are taken.
+(--validation) of the training rows are taken, and of several --C_noise and 0 (no noise) the
+smallest whose NLL is within a standard error of the least.
 Exit codes: 0 done; 2 a setting is wrong.
 """
 

@@ -286,8 +286,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if not self.C > 0:
       raise ValueError(f'{name}: C={self.C} must be positive')
     c_noise = getattr(self, 'C_noise', None)
-    if c_noise is not None and not c_noise > 0:
-      raise ValueError(f'{name}: C_noise={c_noise} must be positive, or None for C')
+    if c_noise is not None and not c_noise >= 0:
+      raise ValueError(f'{name}: C_noise={c_noise} must be at least 0, or None for C')
     if not (self.tau in ('learned', 'validation') if isinstance(self.tau, str) else self.tau > 0):
       raise ValueError(f"{name}: tau={self.tau!r} must be 'learned', 'validation' or positive")
     if self.max_iter < 1 or not self.tol > 0:
@@ -327,18 +327,21 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def _fit(self, tau, X, encoded, weight, seed):  # noqa: N803
     if not weight.any():
       raise ValueError('all sample weights are 0')
-    self.model_ = self._model(len(encoded.classes), encoded.link, tau)
+    model = self.model_ = self._model(len(encoded.classes), encoded.link, tau)
+    has_no_noise = getattr(self, 'C_noise', None) == 0
     fit_rows = self._fit_streamed if inputs.streams(X, self.solver) else self._fit_in_memory
     with placement.on(self.mesh):
-      fit = fit_rows(X, encoded, weight, seed)
+      fit = fit_rows(model.deterministic if has_no_noise else model, X, encoded, weight, seed)
     self.params_ = fit.params
+    if has_no_noise:
+      self.params_ = starts.without_noise(model.init(seed, X.shape[1]), fit.params)
     self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
 
-  def _fit_streamed(self, X, encoded, weight, seed):  # noqa: N803
+  def _fit_streamed(self, model, X, encoded, weight, seed):  # noqa: N803
     data = minibatch.Data(X, encoded.values, weight)
     self.mean_ = data.mean
     return minibatch.fit(
-      self.model_,
+      model,
       data,
       encoded.class_shares(weight),
       seed,
@@ -349,7 +352,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       mesh=self.mesh,
     )
 
-  def _fit_in_memory(self, X, encoded, weight, seed):  # noqa: N803
+  def _fit_in_memory(self, model, X, encoded, weight, seed):  # noqa: N803
     keep = weight > 0
     x, encoded, weight = X[keep], encoded.rows(keep), weight[keep]
     if inputs.is_mapped(X):
@@ -359,10 +362,10 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       x, values, weight = _merged(x, values, weight)
     self.mean_ = np.average(x, axis=0, weights=weight)
     c_noise = getattr(self, 'C_noise', None) or self.C
-    rows = objective.make_rows(self.model_, x, self.mean_, values, weight, self.C, c_noise)
+    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
     rows = placement.place_rows(rows, self.mesh)
     settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
-    return starts.fit(self.model_, rows, shares, seed, self.mesh, **settings)
+    return starts.fit(model, rows, shares, seed, self.mesh, **settings)
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
     """The tau of `TAU_GRID` with the best fit to held-out rows."""

@@ -77,8 +77,9 @@ class HetClassifier(HeadClassifier):
   does W, unless C_noise is given. The smaller C_noise, the closer the result is to DET.
 
   Parameters beyond those of `DetClassifier`:
-    C_noise: inverse strength of the regularisation of the noise; None is C. With few rows per class
-      the noise needs a smaller value than W: choose it on held-out rows.
+    C_noise: inverse strength of the regularisation of the noise; None is C, and 0 is no noise (the
+      fit is DET's). With few rows per class the noise needs a smaller value than W: choose it on
+      held-out rows (`probe.choose`).
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
   """

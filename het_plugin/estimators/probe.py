@@ -30,7 +30,8 @@ class Settings:
 
   Attributes:
     heads: names in `CLASSIFIERS`.
-    c, c_noise, num_factors, tau: the grid; the point with the least NLL on held-out rows is taken.
+    c, c_noise, num_factors, tau: the grid, from which `choose` takes a point by the NLL of held-out
+      rows. If there are several values of c_noise, 0 (no noise) is one of them.
     baseline: the head that others are compared with.
     folds: number of folds of the training rows, used if there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
@@ -79,9 +80,12 @@ class Settings:
     points = [{'C': c, 'tau': tau} for c, tau in itertools.product(self.c, self.tau)]
     if head == 'det':
       return points
+    c_noise = self.c_noise
+    if len(c_noise) > 1 and 0.0 not in c_noise:
+      c_noise = (0.0, *c_noise)
     return [
       {**point, 'C_noise': c, 'num_factors': r, 'num_samples': self.num_samples}
-      for point, c, r in itertools.product(points, self.c_noise, self.num_factors)
+      for point, c, r in itertools.product(points, c_noise, self.num_factors)
     ]
 
 
@@ -250,11 +254,37 @@ def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, A
     nll = []
     for point in grid:
       estimator = fit(point, part)
-      nll.append(float(estimator.nll(x[held_out], y[held_out]).mean()))
+      nll.append(estimator.nll(x[held_out], y[held_out]))
       failures += estimator.gradient_ > settings.tol
-    best = grid[int(np.argmin(nll))]
+    best = grid[choose(grid, np.stack(nll))]
   estimator = fit(best, fitted)
   return estimator, best, failures + int(estimator.gradient_ > settings.tol)
+
+
+def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
+  """The number of the point of a grid to take, by the one-standard-error rule for the noise.
+
+  Of the points that differ from the one with the least mean NLL in C_noise only, it is the one with
+  the least C_noise whose mean is within a standard error of the least. The standard error is that
+  of the paired difference over examples. See Breiman et al. (1984), Classification and Regression
+  Trees, section 3.4.3.
+
+  Args:
+    grid: settings of estimators.
+    nll: [points, N], NLL of held-out rows.
+  """
+  best = int(np.argmin(nll.mean(axis=1)))
+
+  def c_noise(i):
+    given = grid[i].get('C_noise')
+    return grid[i]['C'] if given is None else given
+
+  def is_close(i):
+    difference = nll[i] - nll[best]
+    same = {**grid[i], 'C_noise': None} == {**grid[best], 'C_noise': None}
+    return same and difference.mean() <= (uncertainty.stderr(difference) or 0.0)
+
+  return min([best, *filter(is_close, range(len(grid)))], key=c_noise)
 
 
 def _predictions(estimator: HeadClassifier, rows: Representations) -> Predictions:

@@ -50,6 +50,33 @@ def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
   assert row['stderr_folds']['nll'] > 0
 
 
+def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
+  grid = [{'C': 1.0, 'C_noise': c, 'num_factors': r} for c in (0.0, 0.1, 3.0) for r in (2, 4)]
+  rng = np.random.default_rng(0)
+  base, spread = rng.normal(size=400), rng.normal(size=400)
+  spread = (spread - spread.mean()) / spread.std(ddof=1)  # its standard error is 0.05
+
+  def nll(gains):
+    return np.stack([base - gain + (gain > 0) * spread for gain in gains])
+
+  # R is that of the best point, at 0.1 beyond and at 0.04 within a standard error of no noise.
+  assert probe.choose(grid, nll([0, 0, 0.1, 0, 0, 0])) == 2
+  assert probe.choose(grid, nll([0, 0, 0.04, 0, 0, 0])) == 0
+  # The error is that of the paired difference, which is 0 between points that err alike.
+  assert probe.choose(grid, nll([0, 0, 0, 0.1, 0, 0.11])) == 5
+  # C_noise=None is that of C.
+  assert probe.choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.1}], nll([0, 0])) == 1
+
+
+def test_several_c_noise_include_no_noise(files):
+  assert [x['C_noise'] for x in settings(c_noise=(0.1, 1.0)).grid('het')] == [0.0, 0.1, 1.0]
+  assert [x['C_noise'] for x in settings(c_noise=(0.1,)).grid('het')] == [0.1]
+  # The labels have no noise beside that of the link, so the noise is not taken.
+  det, het = probe.probe(*files, settings(heads=('det', 'het'), c_noise=(0.1, 3.0))).json
+  assert het['chosen'][0]['C_noise'] == 0.0
+  assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
+
+
 def test_the_extreme_share():
   differences = np.concatenate([np.full(99, 0.01), [-5.0]])
   assert probe.extreme_share(differences) == pytest.approx(-5 / (0.99 - 5))
