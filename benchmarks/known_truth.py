@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import integers, make_parser, names, print_table, report, write_json
+from command_line import integers, make_parser, names, print_table, write_json
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import CLASSIFIERS, lbfgs, objective
@@ -275,6 +275,20 @@ def _factors(model, params, x):
   return model.factors(params, x)
 
 
+def print_rows(rows):
+  """Prints what the map does not show, sorted by rows per parameter of the noise."""
+  table = []
+  for row in rows:
+    if row['head'] in ('het', 'het_xl'):
+      dim = row['k'] if row['head'] == 'het' else row['d']
+      ratio = row['k'] * row['n'] / (dim * (2 * row['d'] + row['r'] + 2))
+      point = [row[name] for name in ('head', 'link', 'k', 'd', 'r', 'noise', 'n', 'seed')]
+      found = ('c_noise', 'gain', 'gain_stderr', 'gain_share', 'covariance_correlation', 'extreme')
+      table.append([ratio, *point, *(row[name] for name in found)])
+  header = 'rows/parameter head link k d r noise n seed C_noise gain ± share covariance extreme'
+  print_table(header.split(), sorted(table, key=lambda x: x[:2]))
+
+
 def compare_rules(rows):
   """Prints the gain with the C_noise that `choose` takes, and with that of the least NLL."""
   table, rows = [], [row for row in rows if row['grid']]
@@ -368,6 +382,7 @@ def main():
     rows = json.loads(args.json.read_text())
   if args.plot:
     draw_map(rows, args.plot)
+    print_rows(rows)
     compare_rules(rows)
     return
   problems = full_grid() if args.full else SMALL
@@ -392,7 +407,7 @@ def main():
       *(f'{x["head"]} {x["gain"]:+.4f}±{x["gain_stderr"]:.4f}' for x in found[1:]),
       flush=True,
     )
-  report(None, [{name: x for name, x in row.items() if name != 'grid'} for row in rows])
+  print_rows(rows)
   compare_rules(rows)
 
 
