@@ -47,6 +47,7 @@ NOISE_CS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)  # ascending
 TRUE_SAMPLES = 512
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
 NUM_SAMPLES = 32
+MAP_FACTORS = 2  # R of the points of the map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def full_grid():
   """Points about the map's size, cheap ones first."""
   links, sizes = ('sigmoid', 'softmax'), ((10, 8), (10, 32), (10, 128), (100, 8), (100, 32))
   points = [
-    Problem(link, k, d, 2, noise, n)
+    Problem(link, k, d, MAP_FACTORS, noise, n)
     for link, (k, d), noise, n in itertools.product(links, sizes, (1.0, 3.0, 5.0), (5, 50, 500))
   ]
   for link, n in itertools.product(links, (50, 500)):
@@ -275,17 +276,37 @@ def _factors(model, params, x):
   return model.factors(params, x)
 
 
-def print_rows(rows):
-  """Prints what the map does not show, sorted by rows per parameter of the noise."""
-  table = []
+def over_seeds(rows):
+  """{point and head: mean gain, its standard error over examples, share of the possible gain, and
+  correlation of covariances or None, number of seeds}; the gain is None if no seed chose noise.
+  """
+  names = ('head', 'link', 'k', 'd', 'r', 'noise', 'n')
+  groups = {}
   for row in rows:
-    if row['head'] in ('het', 'het_xl'):
-      dim = row['k'] if row['head'] == 'het' else row['d']
-      ratio = row['k'] * row['n'] / (dim * (2 * row['d'] + row['r'] + 2))
-      point = [row[name] for name in ('head', 'link', 'k', 'd', 'r', 'noise', 'n', 'seed')]
-      found = ('c_noise', 'gain', 'gain_stderr', 'gain_share', 'covariance_correlation', 'extreme')
-      table.append([ratio, *point, *(row[name] for name in found)])
-  header = 'rows/parameter head link k d r noise n seed C_noise gain ± share covariance extreme'
+    if row['head'] in CLASSIFIERS and row['head'] != 'det':
+      groups.setdefault(tuple(row[name] for name in names), []).append(row)
+  means = {}
+  for key, found in groups.items():
+    gain, possible = (
+      np.mean([f(row) for row in found])
+      for f in (lambda x: x['gain'], lambda x: x['nll_det'] - x['nll_true'])
+    )
+    error = np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found))
+    correlations = [row['covariance_correlation'] for row in found if row['c_noise']]
+    correlation = np.mean(correlations) if key[5] and correlations else None
+    has_noise = any(row['c_noise'] for row in found)
+    means[key] = gain if has_noise else None, error, gain / possible, correlation, len(found)
+  return means
+
+
+def print_rows(rows):
+  """Prints the means over seeds, sorted by rows per parameter of the noise."""
+  table = []
+  for key, values in over_seeds(rows).items():
+    head, _, k, d, r, _, n = key
+    if head != 'het_h':
+      table.append([k * n / ((k if head == 'het' else d) * (2 * d + r + 2)), *key, *values])
+  header = 'rows/parameter head link k d r noise n gain ± share covariance seeds'
   print_table(header.split(), sorted(table, key=lambda x: x[:2]))
 
 
@@ -302,10 +323,15 @@ def compare_rules(rows):
 
 
 def draw_map(rows, path):
-  """A panel per link and head: the share of the possible gain by D/K, rows per class and noise."""
+  """Draws a panel per link and head: the share of the possible gain, in percent, by D/K, rows per
+  class and noise; bold if it is beyond two standard errors, and a dash if no noise was chosen.
+  """
   rows = [
-    row for row in rows if row['noise'] and row['head'] in CLASSIFIERS and row['head'] != 'det'
+    row
+    for row in rows
+    if row['noise'] and row['r'] == MAP_FACTORS and row['head'] in set(CLASSIFIERS) - {'det'}
   ]
+  means = over_seeds(rows)
   links, heads, noises, ns, sizes = (
     sorted({tuple(row[name] for name in key) for row in rows}, key=order)
     for key, order in (
@@ -323,23 +349,15 @@ def draw_map(rows, path):
     ax, cells = panels[i, j], np.full((len(sizes), len(columns)), np.nan)
     for at in np.ndindex(cells.shape):
       (d, k), (n, noise) = sizes[at[0]], columns[at[1]]
-      key = (*link, *head, d, k, n, noise)
-      found = [
-        row
-        for row in rows
-        if key == tuple(row[x] for x in ('link', 'head', 'd', 'k', 'n', 'noise'))
-      ]
-      if found:
-        gain = np.mean([row['gain'] for row in found])
-        cells[at] = gain / np.mean([row['nll_det'] - row['nll_true'] for row in found])
-        error = np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found))
-        weight = 'bold' if abs(gain) > 2 * error else 'normal'
-        text = f'{100 * cells[at]:.0f}'.replace('-0', '0')
-        if not any(row['c_noise'] for row in found):  # no noise was chosen: the head is DET
-          text, weight = '–', 'normal'
-        color = 'white' if abs(cells[at]) > 0.55 else 'black'
+      gain, error, cells[at], *_ = means.get(
+        (*head, *link, k, d, MAP_FACTORS, noise, n), (None, 0.0, np.nan)
+      )
+      if np.isfinite(cells[at]):
+        weight = 'bold' if gain is not None and abs(gain) > 2 * error else 'normal'
+        text = '–' if gain is None else f'{100 * cells[at]:.0f}'.replace('-0', '0')
+        color = 'white' if abs(cells[at]) > 0.6 else 'black'
         ax.text(*at[::-1], text, ha='center', va='center', fontsize=7, color=color, weight=weight)
-    picture = ax.imshow(cells, cmap='PuOr', vmin=-0.8, vmax=0.8, aspect='auto', origin='lower')
+    picture = ax.imshow(cells, cmap='PuOr', vmin=-1, vmax=1, aspect='auto', origin='lower')
     ax.set_facecolor('#dddddd')
     ax.set_title(f'{head[0].upper().replace("_", "-")}, {link[0]}', fontsize=10)
     ax.set_xticks(range(len(columns)), [f'{noise:g}' for _, noise in columns], fontsize=7)
