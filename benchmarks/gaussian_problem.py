@@ -71,6 +71,22 @@ def rmse(error: jax.Array, log_p: jax.Array, link: str = 'softmax') -> float:
   return float(jnp.sqrt(expectation(jnp.square(error), log_p, link)))
 
 
+def loss_rmse(
+  integrator: Integrator, logits: GaussianLogits, log_p: jax.Array, num_keys: int
+) -> float:
+  """RMSE of -`Integrator.nll` under a softmax, over keys, examples and labels drawn from the
+  predictive distribution log_p [B, K]; each key comes with new labels.
+  """
+  nll = jax.jit(integrator.nll)
+  errors = []
+  for i in range(num_keys):
+    labels = jax.random.categorical(jax.random.fold_in(jax.random.key(2**31 - 2), i), log_p)
+    keys = example_keys(jax.random.key(i), jnp.arange(len(labels)))
+    at_label = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+    errors.append(nll(logits, labels, keys) + at_label)
+  return float(jnp.sqrt(jnp.square(jnp.stack(errors)).mean()))
+
+
 def expectation(value: jax.Array, log_p: jax.Array, link: str = 'softmax') -> jax.Array:
   """Mean over examples (and leading axes) of `value` [..., B, K] under the labels' distribution."""
   p = jnp.exp(log_p)

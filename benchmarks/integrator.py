@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from command_line import add_clock, integers, names, print_table, write_json
-from gaussian_problem import rmse
+from gaussian_problem import loss_rmse, rmse
 
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (
@@ -133,12 +133,14 @@ def reference_log_prob(args, head, link, buckets):
   return jax.jit(integrator.log_prob)(make_logits(head, link, x, buckets), keys)
 
 
-def rmse_of(args, head, link, integrator, buckets, reference, trials=1):
-  """RMSE of the integrator's log p(y) over `trials` keys per example."""
-  x = make_arguments(args, head)
-  log_prob = jax.jit(lambda x, keys: integrator.log_prob(make_logits(head, link, x, buckets), keys))
+def rmse_of(args, head, link, integrator, buckets, reference, trials):
+  """RMSE of log p(y) over `trials` keys per example; of a softmax from the loss."""
+  logits = make_logits(head, link, make_arguments(args, head), buckets)
+  if link == 'softmax':
+    return loss_rmse(integrator, logits, reference, trials)
+  log_prob = jax.jit(integrator.log_prob)
   keys = (example_keys(jax.random.key(i), jnp.arange(args.batch)) for i in range(trials))
-  error = jnp.stack([log_prob(x, key) - reference for key in keys])
+  error = jnp.stack([log_prob(logits, key) - reference for key in keys])
   return rmse(error, reference, link)
 
 
@@ -188,7 +190,7 @@ def compare(args, head, link, implementation, method, num_samples, rates, log_pr
     sampler=args.sampler,
     implementation=implementation,
     method=method,
-    rmse=rmse_of(args, head, link, integrator, buckets, log_prob),
+    rmse=rmse_of(args, head, link, integrator, buckets, log_prob, args.trials),
     seconds=seconds,
     reference_seconds=reference_seconds,
     time_ratio=reference_seconds / seconds,
@@ -258,7 +260,7 @@ def equal_accuracy(args, head, link):
   log_prob = reference_log_prob(args, head, link, buckets)
   paper = Integrator(PAPER_SAMPLES, method='sample')
   error, target = (None, rmse_of(args, head, link, paper, buckets, log_prob, args.trials))
-  num_samples = 1 if link == 'sigmoid' else 8
+  num_samples = 1 if link == 'sigmoid' else 2
   while error is None or error > target:
     num_samples *= 1 if link == 'sigmoid' else 2
     integrator = Integrator(num_samples, sampler='sobol', implementation=args.implementations[0])
@@ -310,7 +312,7 @@ def main():
   parser.add_argument(
     '--equal_accuracy', action='store_true', help='compare seconds at the same RMSE of log p(y)'
   )
-  parser.add_argument('--trials', type=int, default=4, help='keys per RMSE of --equal_accuracy')
+  parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   if args.equal_accuracy:

@@ -2,11 +2,11 @@
 
     python benchmarks/samplers.py [--json OUT] [--png OUT]
 
-RMSE of log p(y | x) over keys, examples and labels y ~ p(y | x), against 16,384 rotated Sobol
-points with other keys. The trained heads learn images of which a third has a label of a similar
-class; the noise of both is then scaled to a root mean square over classes of `noise_std`, over
-tau. A minute of CPU time; a few seconds with --heads het_xl --noises 0.5 --steps 5 --classes 20
---reference_samples 4096 --trials 2.
+RMSE of log p(y | x), from the loss, over keys, examples and labels y ~ p(y | x), against 16,384
+rotated Sobol points with other keys. The trained heads learn images of which a third has a label of
+a similar class; the noise of both is then scaled to a root mean square over classes of `noise_std`,
+over tau. A minute of CPU time; a few seconds with --heads het_xl --noises 0.5 --steps 5
+--classes 20 --reference_samples 4096 --trials 2.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from command_line import integers, names, print_table, write_json
-from gaussian_problem import add_flags, keys_of, rmse
+from gaussian_problem import add_flags, keys_of, loss_rmse
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def parse_args():
     help='standard deviations of the logits over tau',
   )
   parser.add_argument('--steps', type=int, default=200, help='training steps of the trained heads')
-  parser.add_argument('--trials', type=int, default=8, help='keys per example')
+  parser.add_argument('--trials', type=int, default=64, help='keys and labels per example')
   parser.add_argument('--png', type=Path, help='draw the errors here')
   return parser.parse_args()
 
@@ -107,9 +107,7 @@ def measure(args):
         expected = log_prob(reference, scaled, keys_of(args, 2**31 - 1))
         for sampler in args.samplers:
           for s in args.samples:
-            integrator = Integrator(s, sampler=sampler)
-            got = [log_prob(integrator, scaled, keys_of(args, i)) for i in range(args.trials)]
-            error = rmse(jnp.stack(got) - expected, expected)
+            error = loss_rmse(Integrator(s, sampler=sampler), scaled, expected, args.trials)
             row = dict(head=name, weights=weights, noise_std=noise, sampler=sampler, s=s)
             rows.append(row | {'rmse': error})
   return rows

@@ -9,8 +9,8 @@ one number per example (softmax) or class (sigmoid), so its cotangent only scale
 known as soon as the samples are. The forward pass accumulates the gradient with respect to the
 factors F [T, K], relative to a running maximum as in an online softmax: no sample is drawn or
 projected twice. On a CPU it takes one example after the other (`Placement.by_example`). With
-e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the probability of y in sample s relative to the
-largest over s, and z_s extended by a 1 for the mean,
+e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the weight times the probability of y in sample s
+relative to the largest over s, and z_s extended by a 1 for the mean,
 
     d log p_y / dF = sum_s omega_s z_s (1[k = y] - e_sk / Z_s) / sum_s omega_s
     d log q_k / dF = +-sum_s z_s sigmoid(x_s) sigmoid(-x_s) / sum_s sigmoid(x_s),   x = +-u_k
@@ -29,9 +29,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
-from het_plugin.integrate.rotation import Draws
 from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
@@ -88,7 +88,8 @@ def _one_pass(link, plan, samples, draws, target, with_gradient):
     top, total, sums = carry
     z, counts = draw(plan, draws, chunk, samples.num_normals, samples.batch_size)
     counts = counts if plan.num_samples % plan.chunk_size else None
-    new_top, new_total, pull = terms(samples.logits(z, None), target, counts, top)
+    u = samples.logits(z, None)
+    new_top, new_total, pull = terms(u, target, draws.log_weight(z), counts, top)
     shrink = jnp.exp(top - new_top)
     if with_gradient:
       new_sums = pull(with_last(z, 1.0))
@@ -105,11 +106,11 @@ def _one_pass(link, plan, samples, draws, target, with_gradient):
   return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
 
 
-def _softmax_terms(u, label, counts, top):
+def _softmax_terms(u, label, log_weight, counts, top):
   peak = u.max(axis=-1)  # [B, s]
   e = jnp.exp(u - peak[..., None])
   z_total = e.sum(axis=-1)
-  log_p = at_class(u, label[:, 0]) - peak - jnp.log(z_total)
+  log_p = at_class(u, label[:, 0]) - peak - jnp.log(z_total) + log_weight
   log_p = log_p if counts is None else jnp.where(counts, log_p, -jnp.inf)
   new_top = jnp.maximum(top, log_p.max(axis=1, keepdims=True))  # [B, 1]
   omega = jnp.exp(log_p - new_top)
@@ -121,7 +122,8 @@ def _softmax_terms(u, label, counts, top):
   return new_top, omega.sum(axis=1, keepdims=True), pull
 
 
-def _sigmoid_terms(u, sign, counts, top):
+def _sigmoid_terms(u, sign, log_weight, counts, top):
+  del log_weight  # draws are tilted for a softmax only
   x = sign[:, None] * u  # [B, s, K]
   if counts is not None:
     x = jnp.where(counts[:, None], x, 2 * PADDED)  # makes everything that follows 0
@@ -196,11 +198,12 @@ def _partial_sums(plan, samples, constants, labels):
     labels = labels - plan.placement.shard_index() * num_classes
 
     def partial(samples, chunk):
-      u, _ = _chunk_logits(plan, samples, constants, chunk)
+      u, log_weight, _ = _chunk_logits(plan, samples, constants, chunk)
       peak = jax.lax.stop_gradient(u.max(axis=-1))
       total = jnp.exp(u - peak[..., None]).sum(axis=-1)
       if labels.shape[-1] == 1:
-        return peak, total, at_class(u, labels[:, 0])[..., None]
+        # One shard has the label, so the weight is added once.
+        return peak, total, at_class(u + log_weight[..., None], labels[:, 0])[..., None]
       index = jnp.clip(labels, 0, num_classes - 1)[:, None]
       at_label = jnp.take_along_axis(u, index, axis=-1)
       inside = (labels >= 0) & (labels < num_classes)
@@ -225,9 +228,9 @@ def _combine(peak, total):
 
 
 def _chunk_logits(plan, samples, constants, chunk):
-  """u [B, s, K] of a chunk, and which of its samples count, bool [s]."""
+  """u [B, s, K] of a chunk, the log-weights of its samples [B, s], and which count, bool [s]."""
   z, counts = draw(plan, constants.draws, chunk, samples.num_normals, samples.batch_size)
-  return samples.logits(z, constants.buckets), counts
+  return samples.logits(z, constants.buckets), constants.draws.log_weight(z), counts
 
 
 def _specs(samples, constants):
@@ -297,7 +300,7 @@ def _log_mean_exp_of(value, plan, samples, constants, sign, log_z):
   def body(carry, inputs):
     top, total = carry
     chunk, log_z = inputs
-    u, counts = _chunk_logits(plan, samples, constants, chunk)
+    u, _, counts = _chunk_logits(plan, samples, constants, chunk)
     v = jnp.where(counts[:, None], value(u, sign, log_z), -jnp.inf)  # [B, s, K]
     new_top = jnp.maximum(top, jax.lax.stop_gradient(v).max(axis=1))
     total = total * jnp.exp(top - new_top) + jnp.exp(v - new_top[:, None]).sum(axis=1)
@@ -322,7 +325,7 @@ def _log_mean_exp_bwd(value, plan, residuals, g):
     chunk, log_z = inputs
 
     def values(samples, log_z):
-      u, counts = _chunk_logits(plan, samples, constants, chunk)
+      u, _, counts = _chunk_logits(plan, samples, constants, chunk)
       return value(u, sign, log_z), counts[:, None]
 
     v, pull, counts = jax.vjp(values, samples, log_z, has_aux=True)
@@ -345,7 +348,7 @@ def mean_over_samples(
   """mean_s value(u_s), [B], for value [B, s] of u [B, s, K]."""
 
   def body(total, chunk):
-    u, counts = _chunk_logits(plan, samples, constants, chunk)
+    u, _, counts = _chunk_logits(plan, samples, constants, chunk)
     return total + jnp.where(counts, value(u), 0.0).sum(axis=1), None
 
   zero = jnp.zeros(samples.batch_size, samples.mean.dtype)

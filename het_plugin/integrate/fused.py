@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import kernels
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.estimate import draw, pull_samples, scan, with_shift
 from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
-from het_plugin.integrate.rotation import Draws
 from het_plugin.integrate.samples import with_last
 
 # Samples per kernel call: normals [B, SAMPLES_A_CALL, R + 1] exist at one time.
@@ -59,11 +59,11 @@ def _log_softmax_at_fwd(plan, rows, shift, draws, label):
 
   def local(rows, shift, draws, label):
     def body(_, chunk):
-      z, counts = _draw(plan, draws, rows, chunk)
+      z, log_weight, _ = _draw(plan, draws, rows, chunk)
       parts = _on_this_platform(kernels.log2_z, z, rows, shift, _local(plan, label, rows))
-      return None, (*parts, counts)
+      return None, (*parts, log_weight)
 
-    _, (log2_z, at_label, counts) = scan(plan, body, None, jnp.arange(plan.num_chunks))
+    _, (log2_z, at_label, log_weight) = scan(plan, body, None, jnp.arange(plan.num_chunks))
     if plan.placement.vocab is not None:
       parts = jax.lax.all_gather(
         jnp.stack([log2_z, at_label]), plan.placement.vocab
@@ -71,7 +71,7 @@ def _log_softmax_at_fwd(plan, rows, shift, draws, label):
       top = parts[:, 0].max(axis=0)
       log2_z = top + jnp.log2(jnp.exp2(parts[:, 0] - top).sum(axis=0))
       at_label = parts[:, 1].sum(axis=0)
-    log_p = jnp.where(counts[:, None], (at_label - log2_z) * LN_2, -jnp.inf)  # [C, B, s]
+    log_p = (at_label - log2_z) * LN_2 + log_weight  # [C, B, s]
     answer = jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
     return answer, log_p, log2_z
 
@@ -89,7 +89,7 @@ def _log_softmax_at_bwd(plan, residuals, g):
 
     def body(sums, inputs):
       chunk, log2_z, log_omega = inputs
-      z, _ = _draw(plan, draws, rows, chunk)
+      z, *_ = _draw(plan, draws, rows, chunk)
       log2_scale = log2_z - log_omega / LN_2
       matrix = _on_this_platform(kernels.softmax_pull, z, rows, shift, log2_scale)
       return jax.tree.map(jnp.add, sums, (pull_samples(z, jnp.exp(log_omega)), matrix)), None
@@ -121,7 +121,7 @@ def _log_sigmoid_fwd(plan, rows, shift, draws, sign):
 
   def local(rows, shift, draws, sign):
     def body(sums, chunk):
-      z, counts = _draw(plan, draws, rows, chunk)
+      z, _, counts = _draw(plan, draws, rows, chunk)
       new = _on_this_platform(kernels.sigmoid_sums, z, rows, shift, sign, counts)
       top = jnp.maximum(sums[0], new[0])  # [B, K]
       old_scale, new_scale = jnp.exp2(sums[0] - top), jnp.exp2(new[0] - top)
@@ -149,9 +149,9 @@ LOSSES = {'softmax': log_softmax_at, 'sigmoid': log_sigmoid}
 
 
 def _draw(plan, draws, rows, chunk):
-  """z extended by a 1 for mu [B, s, T + 1], and which samples count."""
+  """z extended by a 1 for mu [B, s, T + 1], log-weights [B, s], and which samples count [s]."""
   z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, len(rows))
-  return with_last(z, 1.0), counts
+  return with_last(z, 1.0), jnp.where(counts, draws.log_weight(z), -jnp.inf), counts
 
 
 def _local(plan, label, rows):

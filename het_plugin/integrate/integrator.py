@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.integrate import estimate, exact, fused, samplers
+from het_plugin.integrate.draws import Draws, find_rotation, find_tilt
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, is_valid, masked
 from het_plugin.integrate.order import make_plan
-from het_plugin.integrate.rotation import Draws, find_rotation
 from het_plugin.integrate.samples import Constants, samples_of
 
 IMPLEMENTATIONS = ('xla', 'pallas')
@@ -48,8 +48,10 @@ class Integrator:
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
       `chunk_bytes`, affect samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
-      coordinates are the principal directions of the noise (`rotation`). Applies to the link
+      coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
+    tilt: whether a softmax loss of one label per example draws its samples of 'sobol' around the
+      noise that explains the label, and weights them accordingly (`draws`). Unbiased as well.
   """
 
   num_samples: int = 1000
@@ -60,6 +62,7 @@ class Integrator:
   sampler: str | samplers.Sampler = 'iid'
   method: str = 'auto'
   rotate: bool = True
+  tilt: bool = True
 
   def __post_init__(self):
     for name in ('num_samples', 'chunk_size', 'chunk_bytes'):
@@ -146,7 +149,8 @@ class Integrator:
     if logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
-    plan, samples, constants = self._problem(logits, keys)
+    label = labels[:, 0] if labels.shape[-1] == 1 else None
+    plan, samples, constants = self._problem(logits, keys, label)
     one_pass = self._one_pass(plan, samples, 'softmax')
     if labels.shape[-1] > 1 or one_pass is None:
       return estimate.log_softmax_at(plan, samples, constants, labels)
@@ -190,8 +194,8 @@ class Integrator:
       )
     return exists and self.method != 'sample'
 
-  def _problem(self, logits, keys):
-    """How to sample, what, and from which draws."""
+  def _problem(self, logits, keys, label=None):
+    """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
     self._is_exact(logits)  # refuses where method='exact' cannot be met
     if keys is None:
       raise ValueError('Integrator: samples need keys, one per example (example_keys)')
@@ -199,13 +203,17 @@ class Integrator:
       logits, self.num_samples, self._sampler(), self.order, self.chunk_size, self.chunk_bytes
     )
     samples, buckets = samples_of(logits, plan.project_first)
-    rotation = None
-    is_sobol = self.sampler in ('sobol', samplers.sobol) and self.num_samples >= MIN_ROTATED
+    draws = Draws(keys)
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
-    if self.rotate and is_sobol and is_known:
+    if is_known and self.sampler in ('sobol', samplers.sobol):
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
-      rotation = find_rotation(to_logits, _deterministic(logits), samples.num_normals)
-    return plan, samples, Constants(Draws(keys, rotation), buckets)
+      location, num_normals = _deterministic(logits), samples.num_normals
+      if self.tilt and label is not None:
+        mean, location = find_tilt(to_logits, location, label, num_normals)
+        draws = draws.replace(mean=mean)
+      if self.rotate and self.num_samples >= MIN_ROTATED:
+        draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
+    return plan, samples, Constants(draws, buckets)
 
   def _sampler(self):
     return self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]

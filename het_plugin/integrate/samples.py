@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
@@ -17,7 +18,6 @@ from het_plugin.integrate.gaussian import (
   masked,
   project,
 )
-from het_plugin.integrate.rotation import Draws
 
 
 @struct.dataclass

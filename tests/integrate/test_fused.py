@@ -21,10 +21,10 @@ from het_plugin.integrate import (
   kernels,
   shared_key,
 )
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import Placement
-from het_plugin.integrate.rotation import Draws
 from tests.integrate.hlo import collectives
 from tests.meshes import make_mesh, on_mesh
 
