@@ -75,7 +75,8 @@ class Model:
 
   @property
   def integrator(self) -> Integrator:
-    return Integrator(num_samples=self.num_samples, sampler='sobol')
+    # The points of a tilt would move with the parameters, but L-BFGS needs a function of them.
+    return Integrator(num_samples=self.num_samples, sampler='sobol', tilt=False)
 
   @property
   def deterministic(self) -> 'Model':
