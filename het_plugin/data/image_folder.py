@@ -81,7 +81,7 @@ class ImageFolderSource:
     for path in files[:: max(len(files) // _SAMPLE, 1)]:
       image = preprocess.decode(read_bytes(path) or b'')
       if image is not None:
-        sides.append(min(image.size))
+        sides.append(min(image.shape[:2]))
     return float(np.median(sides)) if sides else np.inf
 
   def read(

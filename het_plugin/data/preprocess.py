@@ -1,57 +1,57 @@
-"""Decoding, resizing and augmentation of one image, in Pillow and numpy.
+"""Decoding, resizing and augmentation of one image, in numpy.
 
-An image is a decoded file (a Pillow image) or an array [h, w, C]: uint8, or float32 in [-1, 1]. A
-preprocessor is a function (image, rng, size) -> image, where `rng` is the example's own generator,
-derived from (seed, position in the global order), and `size` the side of the model's images. An
-example is therefore the same on every host, in every batch and after every restart. An image that
-is not size x size after the last preprocessor is resized, and uint8 levels become float32 in
-[-1, 1].
+An image is an array [h, w, C]: uint8, or float32 in [-1, 1]. A preprocessor is a function
+(image, rng, size) -> image, where `rng` is the example's own generator, derived from (seed,
+position in the global order), and `size` the side of the model's images. An example is therefore
+the same on every host, in every batch and after every restart. An image that is not size x size
+after the last preprocessor is resized, and uint8 levels become float32 in [-1, 1].
 """
 
+import contextlib
 import dataclasses
 import io
 from collections.abc import Callable
 
+import cykooz_resizer as fast
 import numpy as np
+import simplejpeg
 from PIL import Image
 
-AnyImage = Image.Image | np.ndarray
-Preprocessor = Callable[[AnyImage, np.random.Generator, int], AnyImage]
+Preprocessor = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
 MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by number of channels
 _CROP_MARGIN = 256 / 224  # side before the central crop relative to the side after it
 _ATTEMPTS = 20  # random boxes that a crop tries to fit into the image
+_BILINEAR = fast.ResizeAlg.convolution(fast.FilterType.bilinear)
 
 
-def decode(encoded: bytes, channels: int = 3) -> AnyImage | None:
-  """Decodes JPEG or PNG bytes; None if they are not a whole image.
+def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
+  """Decodes JPEG or PNG bytes to uint8 [h, w, channels]; None if they are not a whole image.
 
   Args:
     encoded: the content of a file.
-    channels: 3 for an RGB image; 1 (grey) or 4 (RGBA) for an array uint8 [h, w, channels].
+    channels: 1 (grey), 3 (RGB) or 4 (RGBA).
   """
-  mode = MODES[channels]
+  if channels == 3 and encoded[:2] == b'\xff\xd8':  # a JPEG file
+    with contextlib.suppress(ValueError):  # damaged or CMYK: Pillow decides
+      height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
+      if height * width <= Image.MAX_IMAGE_PIXELS:
+        return simplejpeg.decode_jpeg(encoded)
   try:
-    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
-    image.load()
-    image = image if image.mode == mode else image.convert(mode)
-    return image if channels == 3 else np.asarray(image).reshape(*image.size[::-1], channels)
+    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG')).convert(MODES[channels])
+    return np.asarray(image).reshape(*image.size[::-1], channels)
   # Pillow raises these for foreign, truncated and damaged files.
   except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
     return None
 
 
-def height_and_width(image: AnyImage) -> tuple[int, int]:
-  return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
-
-
 def resized(
-  image: AnyImage,
+  image: np.ndarray,
   height: int,
   width: int,
   box: tuple[float, float, float, float] | None = None,
   antialias: bool = True,
-) -> AnyImage:
+) -> np.ndarray:
   """Bilinear samples of an image, or of a box of it, [height, width, C]; keeps the levels' type.
 
   Args:
@@ -60,25 +60,32 @@ def resized(
     box: left, top, right and bottom in pixels or fractions of them; None for the whole image.
     antialias: whether the filter covers all pixels when the image becomes smaller.
   """
-  if box is None and height_and_width(image) == (height, width):
+  if box is None and image.shape[:2] == (height, width):
     return image
-  if isinstance(image, np.ndarray):
-    if image.dtype != np.uint8 or image.shape[-1] != 3:  # not a Pillow image: resize per channel
-      planes = (Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0))
-      return np.stack([resized(x, height, width, box, antialias) for x in planes], -1)
-    image = Image.fromarray(np.ascontiguousarray(image))
+  h, w = image.shape[:2]
+  left, top, right, bottom = box = box or (0, 0, w, h)
+  if image.dtype == np.uint8 and image.shape[-1] == 3 and antialias:
+    # Pillow's algorithm with vector instructions; rounding differs by one or two levels.
+    crop = fast.CropBox(left, top, min(right - left, w - left), min(bottom - top, h - top))
+    options = fast.ResizeOptions(_BILINEAR, use_alpha=False, crop_box=crop)
+    made = fast.ImageData(width, height, fast.PixelType.U8x3)
+    pixels = fast.ImageData(w, h, fast.PixelType.U8x3, image.tobytes())
+    fast.Resizer().resize(pixels, made, options)
+    return np.frombuffer(made.get_buffer(), np.uint8).reshape(height, width, 3)
+  planes = [Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(image, -1, 0)]
+  bilinear = Image.Resampling.BILINEAR
   if antialias:
-    return image.resize((width, height), Image.Resampling.BILINEAR, box)
-  left, top, right, bottom = box or (0, 0, *image.size)
+    return np.stack([x.resize((width, height), bilinear, box) for x in planes], -1)
   affine = ((right - left) / width, 0, left, 0, (bottom - top) / height, top)
-  return image.transform((width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+  kind = Image.Transform.AFFINE
+  return np.stack([x.transform((width, height), kind, affine, bilinear) for x in planes], -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resize:
   """Resizes to a square; does not keep the aspect ratio."""
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
     return resized(image, size, size)
 
 
@@ -101,8 +108,8 @@ class CentralCrop:
     if self.mode not in ('aspect', 'squash'):
       raise ValueError(f"mode is {self.mode!r}; it must be 'aspect' or 'squash'.")
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
-    height, width = height_and_width(image)
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    height, width = image.shape[:2]
     before = round(_CROP_MARGIN * size)
     scales = height / before, width / before  # pixels of the image per pixel of the result
     if self.mode == 'aspect':
@@ -129,19 +136,19 @@ class InceptionCrop:
     if not 0 < self.area_range[0] <= self.area_range[1] <= 1:
       raise ValueError(f'area_range is {self.area_range}; it must satisfy 0 < low <= high <= 1.')
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
     box = random_box(image, rng, self.area_range, self.aspect_range)
     return resized(image, size, size, box)
 
 
 def random_box(
-  image: AnyImage,
+  image: np.ndarray,
   rng: np.random.Generator,
   area_range: tuple[float, float],
   aspect_range: tuple[float, float],
 ) -> tuple[int, int, int, int]:
   """Left, top, right and bottom of a random box; the whole image if none fits into it."""
-  height, width = height_and_width(image)
+  height, width = image.shape[:2]
   for _ in range(_ATTEMPTS):
     area = height * width * rng.uniform(*area_range)
     aspect = rng.uniform(*aspect_range)
@@ -161,8 +168,8 @@ class PadCrop:
 
   padding: float = 1 / 8
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> np.ndarray:
-    image = np.asarray(resized(image, size, size))
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    image = resized(image, size, size)
     border = round(self.padding * size)
     black = 0 if image.dtype == np.uint8 else -1
     padded = np.pad(image, [(border, border)] * 2 + [(0, 0)], constant_values=black)
@@ -174,12 +181,8 @@ class PadCrop:
 class Flip:
   """Mirrors half of the images, left to right."""
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> AnyImage:
-    if not rng.integers(2):
-      return image
-    if isinstance(image, np.ndarray):
-      return image[:, ::-1]
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
+    return np.take(image, np.arange(image.shape[1])[::-1], 1) if rng.integers(2) else image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +199,7 @@ class ToChannels:
     if self.num_channels not in (1, 3):
       raise ValueError(f'num_channels is {self.num_channels}; it must be 1 (grey) or 3 (RGB).')
 
-  def __call__(self, image: AnyImage, rng: np.random.Generator, size: int) -> np.ndarray:
-    image = np.asarray(image)
+  def __call__(self, image: np.ndarray, rng: np.random.Generator, size: int) -> np.ndarray:
     if image.shape[-1] == self.num_channels:
       return image
     if self.num_channels == 3:

@@ -215,7 +215,7 @@ class ExampleReader:
       rng = np.random.default_rng(int(key))
       for preprocessor in self._preprocessors:
         image = preprocessor(image, rng, self._size)
-      image = np.asarray(preprocess.resized(image, self._size, self._size))
+      image = preprocess.resized(image, self._size, self._size)
       if image.shape != shape:
         raise ValueError(f'an image has the shape {image.shape}; it must be {shape}.')
       preprocess.to_levels(image, out=levels[i])

@@ -51,7 +51,7 @@ class TfdsSource:
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[list[bytes], np.ndarray]:
-    examples = self._records[split].__getitems__(ids.tolist())
+    examples = [self._records[split][i] for i in ids]  # __getitems__ starts threads
     images = [example[self._image_key] for example in examples]
     labels = [np.atleast_1d(example[self._label_key]) for example in examples]
     padded = np.full((len(ids), max(map(len, labels), default=1)), -1, np.int32)
@@ -91,7 +91,7 @@ class TfdsCaptionSource:
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[list[bytes], list[list[str]]]:
-    examples = self._records[split].__getitems__(ids.tolist())
+    examples = [self._records[split][i] for i in ids]  # __getitems__ starts threads
     return [example[self._image_key] for example in examples], list(map(self._texts, examples))
 
   def describe(self, split: str, example_id: int) -> str:
