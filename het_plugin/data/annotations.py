@@ -16,8 +16,8 @@ _SUM_TOLERANCE = 1e-3
 _CAPTION_STREAM = 2**34  # folded into an example's key
 
 
-# Shape of a row, dtype and padding of each feature.
-Features = dict[str, tuple[tuple[int, ...], type, int]]
+Features = dict[str, tuple[tuple[int, ...], type, int]]  # shape of a row, dtype, padding
+Rows = tuple[dict[str, np.ndarray], list[str | None]]
 
 
 class Labels:
@@ -46,9 +46,7 @@ class Labels:
       **{name: known[name] for name in fields},
     }
 
-  def rows(
-    self, labels: np.ndarray, keys: np.ndarray
-  ) -> tuple[dict[str, np.ndarray], list[str | None]]:
+  def rows(self, labels: np.ndarray, keys: np.ndarray) -> Rows:
     """Labels as a source reads them, padded to L.
 
     Returns:
@@ -106,8 +104,8 @@ def check_weights(
         f'{where}: the label weights of example {i} sum to {sums[i]:.4g}; weights must be at least '
         '0 and sum to 1.'
       )
-  if weight is not None and not (np.isfinite(weight) & (weight >= 0)).all():
-    i = int(np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))[0])
+  if weight is not None and (wrong := ~(np.isfinite(weight) & (weight >= 0))).any():
+    i = int(np.flatnonzero(wrong)[0])
     raise ValueError(f'{where}: weight of example {i} is {weight[i]}; it must be at least 0.')
 
 
@@ -157,26 +155,15 @@ class Captions:
   noun = 'image-text pair'
 
   def __init__(self, vocabulary: 'seqio.Vocabulary', length: int, at_random: bool):
-    """
-    Args:
-      vocabulary: vocabulary of the token ids.
-      length: L.
-      at_random: whether one of several captions is chosen at random.
-    """
+    """`length` is L; `at_random` tells whether one of several captions is drawn."""
     self._vocabulary = vocabulary
     self.length = length
     self.features: Features = {'text': ((length,), np.int32, PADDING)}
     self._at_random = at_random
     self._has_cut = False
 
-  def rows(
-    self, captions: Sequence[Sequence[str]], keys: np.ndarray
-  ) -> tuple[dict[str, np.ndarray], list[str | None]]:
-    """Token ids of one caption of each example.
-
-    Args:
-      captions: [B], the captions of each example.
-      keys: uint64 [B], the random key of each example.
+  def rows(self, captions: Sequence[Sequence[str]], keys: np.ndarray) -> Rows:
+    """Token ids of one caption of each example, given the captions and keys uint64 [B] of examples.
 
     Returns:
       The features, whose content is arbitrary for examples with a problem, and [B] None, or the
@@ -187,9 +174,16 @@ class Captions:
     for several, draw in zip(captions, draws.tolist(), strict=True):
       several = [caption for caption in several if caption.strip()]
       caption = several[draw % len(several) if self._at_random else 0] if several else ''
-      tokens = self._tokens(caption)
-      ids.append(tokens or [])
-      problems.append(_problem(caption, tokens))
+      tokens, problem = [], 'its caption is missing or empty'
+      if caption:
+        try:
+          caption.encode()
+          tokens = self._vocabulary.encode(caption)
+          problem = None if len(tokens) else 'its caption has no tokens in the vocabulary'
+        except UnicodeEncodeError:
+          problem = 'its caption is not valid UTF-8'
+      ids.append(tokens)
+      problems.append(problem)
     too_long = [len(tokens) for tokens in ids if len(tokens) >= self.length]
     if too_long and not self._has_cut:
       self._has_cut = True
@@ -198,22 +192,6 @@ class Captions:
         *(self.length, too_long[0]),
       )
     return {'text': token_rows(ids, self.length)}, problems
-
-  def _tokens(self, caption: str) -> Sequence[int] | None:
-    """Token ids; None if the text cannot be encoded in UTF-8."""
-    try:
-      caption.encode()
-    except UnicodeEncodeError:
-      return None
-    return self._vocabulary.encode(caption)
-
-
-def _problem(caption: str, tokens: Sequence[int] | None) -> str | None:
-  if not caption:
-    return 'its caption is missing or empty'
-  if tokens is None:
-    return 'its caption is not valid UTF-8'
-  return None if len(tokens) else 'its caption has no tokens in the vocabulary'
 
 
 def token_rows(ids: Sequence[Sequence[int]], length: int) -> np.ndarray:

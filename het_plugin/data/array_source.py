@@ -1,21 +1,24 @@
-"""Examples in arrays: scikit-learn's digits, and NPZ files with labels or captions."""
+"""Examples in arrays: scikit-learn's digits, NPZ files with labels or captions, and features."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from het_plugin.data import annotations, counter_random
+from het_plugin.data import annotations, counter_random, representations
 from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
 
 SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
 VALIDATION_FRACTION = 0.1
 _NUM_DIGITS = 1797
+_SAMPLED_ROWS = 100  # for the version of features
 
 
 class ArraySource:
@@ -26,7 +29,7 @@ class ArraySource:
     name: str,
     load: Callable[[], tuple[np.ndarray, np.ndarray]],
     splits: Mapping[str, np.ndarray],
-    info: TaskInfo | ImageTextInfo,
+    info: Callable[..., TaskInfo | ImageTextInfo],
   ):
     """
     Args:
@@ -34,12 +37,12 @@ class ArraySource:
       load: returns images [N, H, W, C], uint8 or float32 in [-1, 1], and labels, int32 [N, L], or
         captions, strings [N, M]. It is called once; the arrays stay in memory.
       splits: the row numbers of each split, int64.
-      info: metadata of the task.
+      info: makes the metadata of the task, given `splits`, the number of rows of each.
     """
     self._name = name
     self.load = locked_cache(load)
     self._splits = splits
-    self.info = info
+    self.info = info(splits={split: len(rows) for split, rows in splits.items()})
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -55,15 +58,10 @@ class ArraySource:
 def digits_source() -> ArraySource:
   """scikit-learn's digits, 8 x 8: a fixed train split of 1,438 and a test split of 359."""
   held_out, kept = fixed_split(_NUM_DIGITS, 0.2)
-  splits = {'train': kept, 'test': held_out}
-  info = TaskInfo(
-    num_classes=10,
-    multi_label=False,
-    channels=1,
-    class_names=tuple(map(str, range(10))),
-    splits={name: len(rows) for name, rows in splits.items()},
+  info = functools.partial(
+    TaskInfo, num_classes=10, multi_label=False, channels=1, class_names=tuple('0123456789')
   )
-  return ArraySource('digits', _load_digits, splits, info)
+  return ArraySource('digits', _load_digits, {'train': kept, 'test': held_out}, info)
 
 
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +70,41 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
   rows = np.loadtxt(os.path.join(package, 'datasets', 'data', 'digits.csv.gz'), delimiter=',')
   images = (rows[:, :-1].reshape(-1, 8, 8, 1) / 16).astype(np.float32)
   return _centred(images), rows[:, -1:].astype(np.int32)
+
+
+def features_source(source: str) -> ArraySource:
+  """Features and labels of a file, as images [1, 1, D]; features in a .npy file stay on disk.
+
+  The backbone `Mlp` takes such images as [B, D], so everything that handles images handles
+  features. Without an array 'split' of strings in a .npz file, a fixed tenth of the rows is
+  'validation', the rest 'train', and 'all' has all rows.
+
+  Args:
+    source: as in `representations.read_representations`.
+
+  Raises:
+    ValueError: as there, or labels are missing.
+  """
+  read = representations.read_representations(source)
+  images, labels, names = read.features[:, None, None], read.labels, read.class_names
+  path, named = representations.partition_source(source)
+  if named is None and os.path.isfile(path) and representations.split_names(path):
+    with np.load(path, allow_pickle=False) as arrays:
+      splits = _splits(source, arrays, len(images))
+  else:
+    splits = {**_splits(source, {}, len(images)), 'all': np.arange(len(images))}
+  spaced = np.linspace(0, len(images) - 1, _SAMPLED_ROWS).astype(int)
+  checksum = zlib.crc32(labels.tobytes(), zlib.crc32(images[spaced].tobytes()))
+  info = functools.partial(
+    TaskInfo,
+    num_classes=int(labels.max()) + 1 if names is None else len(names),
+    multi_label=labels.shape[1] > 1,
+    channels=images.shape[-1],
+    class_names=names,
+    max_labels=labels.shape[1],
+    version=f'{images.shape[0]} x {images.shape[-1]} {checksum:08x}',
+  )
+  return ArraySource(f'features:{source}', lambda: (images, labels), splits, info)
 
 
 def npz_source(path: str) -> ArraySource:
@@ -97,21 +130,20 @@ def npz_source(path: str) -> ArraySource:
   name = f'npz:{path}'
   with _reading(name, path, 'label') as arrays:
     names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
-    num_images, channels = _check_images(name, path)
+    num_images, common = _images_info(name, path)
     num_classes, labels, annotators = _labels(name, arrays, names, num_images)
-    splits = _npz_splits(name, arrays, num_images)
+    splits = _splits(name, arrays, num_images)
   fields = tuple(x for x in labels.dtype.names or () if x != 'label')
   max_labels = (labels['label'] if fields else labels).shape[1]
-  info = TaskInfo(
+  info = functools.partial(
+    TaskInfo,
     num_classes=num_classes,
     multi_label=max_labels > 1 and 'label_weight' not in fields,
-    channels=channels,
     class_names=names,
-    splits={name: len(rows) for name, rows in splits.items()},
     max_labels=max_labels,
     label_fields=fields,
     annotators=annotators,
-    version=_checksums(path),
+    **common,
   )
   return ArraySource(name, lambda: (_load_images(name, path), labels), splits, info)
 
@@ -130,7 +162,7 @@ def npz_captions_source(path: str) -> ArraySource:
   """
   name = f'npz_captions:{path}'
   with _reading(name, path, 'caption') as arrays:
-    num_images, channels = _check_images(name, path)
+    num_images, common = _images_info(name, path)
     shape, dtype = _header(path, 'caption')
     if dtype.kind != 'U' or len(shape) not in (1, 2) or shape[0] != num_images:
       raise ValueError(
@@ -138,12 +170,8 @@ def npz_captions_source(path: str) -> ArraySource:
         f'N = {num_images}, the number of images.'
       )
     captions = arrays['caption'].reshape(num_images, -1)
-    splits = _npz_splits(name, arrays, num_images)
-  info = ImageTextInfo(
-    channels=channels,
-    splits={name: len(rows) for name, rows in splits.items()},
-    version=_checksums(path),
-  )
+    splits = _splits(name, arrays, num_images)
+  info = functools.partial(ImageTextInfo, **common)
   return ArraySource(name, lambda: (_load_images(name, path), captions), splits, info)
 
 
@@ -224,17 +252,19 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   return num_classes, annotations.with_fields(labels.astype(np.int32), **fields), annotators
 
 
-def _check_images(name: str, path: str) -> tuple[int, int]:
-  """The number of images and of their channels."""
+def _images_info(name: str, path: str) -> tuple[int, dict[str, Any]]:
+  """The number of images, and the metadata that does not depend on labels or captions."""
   shape, dtype = _header(path, 'image')
   if len(shape) not in (3, 4) or 0 in shape:
     raise ValueError(f'{name}: image is {shape}; it must be [N, H, W] or [N, H, W, C].')
   if dtype != np.uint8 and dtype.kind != 'f':
     raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')
-  return shape[0], shape[3] if len(shape) == 4 else 1
+  with zipfile.ZipFile(path) as archive:
+    checksums = ' '.join(f'{entry.filename} {entry.CRC:08x}' for entry in archive.infolist())
+  return shape[0], {'channels': shape[3] if len(shape) == 4 else 1, 'version': checksums}
 
 
-def _npz_splits(name: str, arrays: Mapping[str, np.ndarray], num: int) -> dict[str, np.ndarray]:
+def _splits(name: str, arrays: Mapping[str, np.ndarray], num: int) -> dict[str, np.ndarray]:
   """The row numbers of each split, from the array 'split' if there is one."""
   if 'split' not in arrays:
     held_out, kept = fixed_split(num, VALIDATION_FRACTION)
@@ -245,22 +275,14 @@ def _npz_splits(name: str, arrays: Mapping[str, np.ndarray], num: int) -> dict[s
   return {str(s): np.flatnonzero(split_names == s) for s in np.unique(split_names)}
 
 
-def _checksums(path: str) -> str:
-  """CRC-32 of each array, from the directory of the archive."""
-  with zipfile.ZipFile(path) as archive:
-    return ' '.join(f'{entry.filename} {entry.CRC:08x}' for entry in archive.infolist())
-
-
 def _header(path: str, array: str) -> tuple[tuple[int, ...], np.dtype]:
   """Shape and dtype of an array, without reading its data."""
   with zipfile.ZipFile(path) as archive, archive.open(f'{array}.npy') as stream:
     version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-      shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    elif version == (2, 0):
-      shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
-    else:
+    if version not in ((1, 0), (2, 0)):
       raise ValueError(f'{array} has the header version {version}, not (1, 0) or (2, 0)')
+    read = getattr(np.lib.format, f'read_array_header_{version[0]}_0')
+    shape, _, dtype = read(stream)
   return shape, dtype
 
 

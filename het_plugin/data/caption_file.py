@@ -17,17 +17,9 @@ class CaptionFileSource:
   """An ExampleSource of RGB images, uint8, in their own sizes, with captions.
 
   PATH is a folder that holds one of captions.jsonl, captions.csv and captions.tsv, or a file with
-  one of these suffixes. The file is UTF-8 text with one record per line:
-    .jsonl      {"file": "a/1.jpg", "caption": "a dog on the left"}
-    .csv, .tsv  columns named by the first line, separated by commas or by tabs, quoted as
-                spreadsheets do
-  Fields (others are ignored):
-    file     the image's path, relative to the folder of the file of captions
-    caption  a text, or in .jsonl a list of texts. Several records may name the same image.
-    split    optional, in all records or in none. Without it a fixed tenth of the images is
-             'validation' and the rest 'train'.
-  Examples are the images, in the order in which the file first names them. An image whose captions
-  are all blank, or whose file is missing, is an unreadable record.
+  one of these suffixes; docs/data.md has their form. Examples are the images, in the order in which
+  the file first names them. An image whose captions are all blank, or whose file is missing, is an
+  unreadable record.
   """
 
   def __init__(self, path: str):
@@ -42,14 +34,10 @@ class CaptionFileSource:
     if not files:
       raise ValueError(f'{self._file} holds no records.')
     if None in split_of.values():
-      held_out, kept = fixed_split(len(files), VALIDATION_FRACTION)
-      self._files = {
-        TRAIN_SPLIT: [files[i] for i in kept],
-        'validation': [files[i] for i in held_out],
-      }
-    else:
-      splits = sorted(set(split_of.values()))
-      self._files = {split: [f for f in files if split_of[f] == split] for split in splits}
+      held_out, _ = fixed_split(len(files), VALIDATION_FRACTION)
+      split_of = dict.fromkeys(files, TRAIN_SPLIT) | {files[i]: 'validation' for i in held_out}
+    splits = sorted(set(split_of.values()))
+    self._files = {split: [f for f in files if split_of[f] == split] for split in splits}
     self.info = ImageTextInfo(
       channels=3,
       splits={split: len(files) for split, files in self._files.items()},
@@ -68,20 +56,20 @@ class CaptionFileSource:
 
 
 def _captions_file(path: str) -> pathlib.Path:
-  file = pathlib.Path(path)
+  file, where = pathlib.Path(path), f'image_folder_captions:{path}'
   suffixes = [pathlib.Path(name).suffix for name in FILE_NAMES]
   if file.is_dir():
     found = [file / name for name in FILE_NAMES if (file / name).is_file()]
     if len(found) != 1:
       raise ValueError(
-        f'image_folder_captions:{path}: the folder holds {len(found)} of {list(FILE_NAMES)}; it '
-        f'must hold one, or name the file itself.'
+        f'{where}: the folder holds {len(found)} of {list(FILE_NAMES)}; it must hold one, or name '
+        'the file itself.'
       )
     return found[0]
   if not file.is_file():
-    raise ValueError(f'image_folder_captions:{path}: there is no such folder or file.')
+    raise ValueError(f'{where}: there is no such folder or file.')
   if file.suffix not in suffixes:
-    raise ValueError(f'image_folder_captions:{path}: a file of captions must end in {suffixes}.')
+    raise ValueError(f'{where}: a file of captions must end in {suffixes}.')
   return file
 
 

@@ -1,7 +1,6 @@
 """Images in a folder per class, JPEG or PNG."""
 
 import csv
-import dataclasses
 import logging
 import os
 import pathlib
@@ -26,10 +25,7 @@ class ImageFolderSource:
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
   Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
   dangling link, is skipped and counted in the log. An optional PATH/labels.csv replaces the labels
-  of some or all files. It has the columns file (relative to PATH) and label (a class folder), and
-  optionally label_weight (the probability of the label), weight (of the example in the training
-  loss) and annotator (who gave the label). Several rows of a file are a soft label, or equally
-  likely votes without label_weight.
+  of the files that it names; docs/data.md has its columns.
   """
 
   def __init__(self, path: str):
@@ -42,7 +38,6 @@ class ImageFolderSource:
     root = pathlib.Path(path)
     if not root.is_dir():
       raise ValueError(f'image_folder:{path}: there is no such folder.')
-    self._root = root
     if (root / 'train').is_dir():
       files = {folder.name: _class_files(folder) for folder in _folders(root)}
     else:
@@ -54,12 +49,11 @@ class ImageFolderSource:
       unknown = sorted(set(by_class) - set(names))
       if unknown:
         raise ValueError(f'{root / split} has classes that {root / "train"} lacks: {unknown[:5]}.')
-      pairs = [(file, names.index(name)) for name, fs in by_class.items() for file in fs]
-      self._files[split] = [file for file, _ in pairs]
-      self._labels[split] = np.array([[label] for _, label in pairs], np.int32)
-    table, fields, annotators = root / 'labels.csv', (), None
-    if table.is_file():
-      fields, annotators = self._read_table(table, names)
+      self._files[split] = [file for several in by_class.values() for file in several]
+      counts = [len(several) for several in by_class.values()]
+      labels = np.repeat([names.index(name) for name in by_class], counts)
+      self._labels[split] = labels.astype(np.int32)[:, None]
+    fields, annotators = self._read_table(root / 'labels.csv', names)
     max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
       num_classes=len(names),
@@ -93,15 +87,14 @@ class ImageFolderSource:
   def _read_table(
     self, table: pathlib.Path, names: tuple[str, ...]
   ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Replaces labels of files by those of the table; returns the names of additional fields, and
-    the annotators.
-    """
+    """Takes the labels of a table, if there is one: the additional fields, and the annotators."""
+    if not table.is_file():
+      return (), None
     found = _votes(table, {name: i for i, name in enumerate(names)})
-    votes = [vote for several in found.values() for vote in several]
-    people = sorted({vote.annotator for vote in votes} - {None})
-    fields = ['label_weight']
-    fields += ['weight'] if any(vote.weight is not None for vote in votes) else []
-    fields += ['annotator'] if people else []
+    _, _, weights, voters = zip(*(vote for several in found.values() for vote in several))
+    people = sorted(set(voters) - {None})
+    has = {'label_weight': True, 'weight': set(weights) != {None}, 'annotator': bool(people)}
+    fields = tuple(name for name in has if has[name])
     width = max(map(len, found.values()))
     for split, files in self._files.items():
       label = np.full((len(files), width), -1, np.int32)
@@ -109,50 +102,43 @@ class ImageFolderSource:
       label_weight, weight = (label >= 0).astype(np.float32), np.ones(len(files), np.float32)
       annotator = np.full((len(files), width), -1, np.int32)
       for i, file in enumerate(files):
-        several = found.pop(str(file.relative_to(self._root)), ())
-        for j, vote in enumerate(several):
-          label[i, j] = vote.label
-          label_weight[i, j] = 1 / len(several) if vote.share is None else vote.share
-          weight[i] = 1 if vote.weight is None else vote.weight
-          annotator[i, j] = people.index(vote.annotator) if people else -1
+        several = found.pop(str(file.relative_to(table.parent)), ())
+        for j, (number, share, of_example, who) in enumerate(several):
+          label[i, j] = number
+          label_weight[i, j] = 1 / len(several) if share is None else share
+          weight[i] = 1 if of_example is None else of_example
+          annotator[i, j] = people.index(who) if people else -1
       check_weights(f'{table}, split {split}', label_weight, weight, label >= 0)
       given = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
       self._labels[split] = with_fields(label, **{name: given[name] for name in fields})
     if found:
       raise ValueError(f'{table}: there is no image {next(iter(found))!r}.')
-    return tuple(fields), tuple(people) or None
+    return fields, tuple(people) or None
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Vote:
-  """A record of labels.csv."""
-
-  label: int
-  share: float | None
-  weight: float | None
-  annotator: str | None
+_Vote = tuple[int, float | None, float | None, str | None]
 
 
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[_Vote]]:
-  """The records of labels.csv by file, with the numbers of the class folders."""
+  """Class number, label_weight, weight and annotator of the records of labels.csv, by file."""
   found: dict[str, list[_Vote]] = {}
   for line, record in table_records(table, ('file', 'label')):
+    where, who = f'{table}, line {line}', record.get('annotator')
     if record['label'] not in numbers:
-      raise ValueError(f'{table}, line {line}: label {record["label"]!r} is not a class folder.')
+      raise ValueError(f'{where}: label {record["label"]!r} is not a class folder.')
     try:
       values = [float(record[c]) if c in record else None for c in ('label_weight', 'weight')]
     except (TypeError, ValueError) as error:
-      raise ValueError(f'{table}, line {line}: a weight is not a number.') from error
-    who = record.get('annotator')
+      raise ValueError(f'{where}: a weight is not a number.') from error
     if 'annotator' in record and not (who or '').strip():
-      raise ValueError(f'{table}, line {line}: the vote has no annotator.')
+      raise ValueError(f'{where}: the vote has no annotator.')
     votes = found.setdefault(str(record['file']), [])
-    if who is not None and any(vote.annotator == who for vote in votes):
-      raise ValueError(f'{table}, line {line}: {who!r} has voted for this file before.')
-    votes.append(_Vote(numbers[record['label']], *values, who))
+    if who is not None and any(who == vote[-1] for vote in votes):
+      raise ValueError(f'{where}: {who!r} has voted for this file before.')
+    votes.append((numbers[record['label']], *values, who))
   if not found:
     raise ValueError(f'{table} holds no records.')
   return found

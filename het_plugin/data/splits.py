@@ -4,8 +4,8 @@
     train[:2000]     its first 2,000 records; train[2000:] has the others, train[-500:] the last 500
     train[10%:20%]   by percent; a boundary is the closest record, int(round(percent * N / 100))
 
-See https://www.tensorflow.org/datasets/splits. A slice is of one split, in records or in percent.
-Sums of splits, shards and TFDS's other roundings are not supported.
+See https://www.tensorflow.org/datasets/splits; sums of splits, shards and TFDS's other roundings
+are not supported.
 """
 
 import dataclasses
@@ -19,12 +19,7 @@ _PERCENT = re.compile(r'(-?\d+(?:\.\d*)?)%')
 
 @dataclasses.dataclass(frozen=True)
 class SplitPart:
-  """Consecutive records of a split, or all of them.
-
-  split: the split's name.
-  start: number of the first record in the split.
-  num_records: None if the split is endless; then start is 0.
-  """
+  """Consecutive records of a split, from number `start` on; num_records is None if it is endless."""
 
   split: str
   start: int
@@ -54,12 +49,7 @@ class SliceableSplits(Mapping[str, int | None]):
 
 
 def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task') -> SplitPart:
-  """Resolves a split or a slice of one.
-
-  Args:
-    split: 'train', 'train[:2000]', 'train[10%:]', ...
-    splits: the number of records of every split, None for an endless one.
-    task: name of the task, for messages.
+  """Resolves a split or a slice of one, given the number of records of every split.
 
   Raises:
     ValueError: the split does not exist, or the slice is of an endless split, malformed, out of

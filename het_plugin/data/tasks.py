@@ -1,24 +1,5 @@
-"""The tasks by name.
-
-Images with class labels:
-    glyphs_core, glyphs_full, glyphs_heldout   Unicode characters (glyphs.py)
-    glyphs_noisy, glyphs_noisy_full            the same with noisy labels (glyph_confusions.py)
-    digits                                     scikit-learn's digits
-    npz:PATH, or PATH.npz                      arrays in a file (array_source.py)
-    features:PATH                              rows of features (feature_source.py); for `Mlp`
-    image_folder:PATH, or PATH of a folder     JPEG and PNG files by class (image_folder.py)
-    tfds:NAME, or NAME                         TensorFlow Datasets (tfds_source.py); takes
-                                               precedence over a folder of the same name
-Images with captions:
-    glyph_names, glyph_names_full, glyph_names_heldout
-                                               the same characters with their names (glyphs.py)
-    npz_captions:PATH                          arrays in a file (array_source.py)
-    image_folder_captions:PATH                 JPEG and PNG files, and a file of captions
-                                               (caption_file.py)
-    tfds_captions:NAME                         TensorFlow Datasets (tfds_source.py)
-
-To add a data set, or other preprocessing, call `add_image_task` or `add_image_text_task` in a
-module that `DatasetConfig.module` names. seqio_task.py gives the tasks to seqio.
+"""The tasks by name: those that are made here, prefixes of paths and names (`_MAKERS`), and added
+ones. docs/data.md has a table of them.
 """
 
 import dataclasses
@@ -27,14 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from het_plugin.data import (
-  annotations,
-  array_source,
-  caption_file,
-  feature_source,
-  glyphs,
-  image_folder,
-)
+from het_plugin.data import annotations, array_source, caption_file, glyphs, image_folder
 from het_plugin.data import preprocess as pp
 from het_plugin.data import splits as splits_lib
 from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
@@ -45,14 +19,9 @@ if TYPE_CHECKING:  # seqio imports TensorFlow, which only captions need
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageTask:
-  """A source with its preprocessing, read in one global order.
+  """A source with its preprocessing in training and in evaluation (preprocess.py).
 
-  name: name of the task, for messages.
-  examples: the examples by number, before preprocessing.
-  preprocessors: preprocessors of training; see preprocess.py.
-  eval_preprocessors: preprocessors of evaluation.
-  vocabulary: vocabulary of the captions, a name (see get_vocabulary) or a seqio vocabulary; None
-    for labels.
+  vocabulary: of the captions, a name (see get_vocabulary) or a seqio vocabulary; None for labels.
   """
 
   name: str
@@ -78,7 +47,6 @@ class ImageTask:
 
   @property
   def loaded_vocabulary(self) -> 'seqio.Vocabulary':
-    """The vocabulary of the captions."""
     from het_plugin.data import vocabularies
 
     named = isinstance(self.vocabulary, str)
@@ -87,10 +55,7 @@ class ImageTask:
   def annotations(
     self, lengths: Mapping[str, int], augment: bool, mixed: bool = False
   ) -> annotations.Labels | annotations.Captions:
-    """Makes rows of labels or captions, for training (augment) or evaluation.
-
-    Labels of mixed images have weights.
-    """
+    """Makes rows of labels, with weights for mixed images, or of captions."""
     if self.vocabulary is None:
       fields = self.examples.info.label_fields
       if mixed and 'label_weight' not in fields:
@@ -101,11 +66,7 @@ class ImageTask:
   def split_preprocessors(
     self, augment: bool, resize: str | None = None
   ) -> Sequence[pp.Preprocessor]:
-    """The preprocessors of training (augment) or of evaluation.
-
-    Args:
-      augment: whether they are those of training.
-      resize: None for the task's own, else see preprocess.CentralCrop.
+    """The preprocessors of training (augment) or of evaluation, there with another `resize` if set.
 
     Raises:
       ValueError: `resize` is set for training, or for images that are no photographs.
@@ -124,11 +85,7 @@ class ImageTask:
     return (pp.CentralCrop(resize),)
 
   def check(self, split: str, lengths: Mapping[str, int]) -> None:
-    """Checks a split or slice and feature lengths.
-
-    Raises:
-      ValueError: the split does not exist, or the task cannot make features of these lengths.
-    """
+    """ValueError if a split or slice does not exist, or the task cannot make these lengths."""
     info = self.examples.info
     if splits_lib.resolve(split, info.splits, self.name).num_records == 0:
       raise ValueError(f'The split {split!r} of {self.name} is empty.')
@@ -156,22 +113,17 @@ _PHOTO_TRAIN = pp.InceptionCrop(), pp.Flip()
 _CAPTIONED = (pp.Resize(),)
 
 
-def _tfds(name: str) -> ExampleSource:
+def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:
   from het_plugin.data import tfds_source  # takes time to import
 
-  return tfds_source.TfdsSource(name)
+  return getattr(tfds_source, source)(name)
 
 
-def _tfds_captions(name: str) -> ExampleSource:
-  from het_plugin.data import tfds_source
-
-  return tfds_source.TfdsCaptionSource(name)
-
-
+_tfds_captions = functools.partial(_tfds, source='TfdsCaptionSource')
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str | None]] = {
   'npz': (array_source.npz_source, (), (), None),
-  'features': (feature_source.features_source, (), (), None),
+  'features': (array_source.features_source, (), (), None),
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
@@ -188,11 +140,8 @@ def add_image_task(
 ) -> ImageTask:
   """Adds a task of images with class labels.
 
-  Args:
-    name: letters, digits and . : _ #
-    source: the examples.
-    preprocessors: run on the split 'train'; see preprocess.py.
-    eval_preprocessors: run on every other split.
+  `name` has letters, digits and . : _ #. Of the preprocessors (preprocess.py), the first run on the
+  split 'train' and the second on every other.
 
   Raises:
     ValueError: the name is taken, or the source has captions.
@@ -211,11 +160,8 @@ def add_image_text_task(
 ) -> ImageTask:
   """Adds a task of images with captions.
 
-  Args:
-    name, preprocessors, eval_preprocessors: see add_image_task.
-    source: the examples; its info is an ImageTextInfo.
-    vocabulary: a name (see get_vocabulary; None: bytes) or a vocabulary, with padding as id 0 and
-      end-of-sequence as 1. DatasetConfig.vocabulary takes precedence.
+  As `add_image_task`, with a vocabulary: a name (see get_vocabulary; None: bytes) or a vocabulary
+  with padding as id 0 and end-of-sequence as 1. DatasetConfig.vocabulary takes precedence.
 
   Raises:
     ValueError: the name is taken, the source has class labels, or the vocabulary's
@@ -249,11 +195,9 @@ def names() -> tuple[str, ...]:
 
 
 def get_task(name: Any, vocabulary: str | None = None) -> ImageTask:
-  """The task with a name.
+  """The task with a name, or `name` itself if it is an ImageTask.
 
-  Args:
-    name: a name, or an ImageTask.
-    vocabulary: replaces the task's own vocabulary of captions, see get_vocabulary.
+  `vocabulary` replaces the task's own vocabulary of captions, see get_vocabulary.
 
   Raises:
     ValueError: the task, path, data set or vocabulary does not exist, or a vocabulary is given for

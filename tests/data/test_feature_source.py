@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from het_plugin.data import DatasetConfig, feature_source, get_dataset, representations
+from het_plugin.data import DatasetConfig, array_source, get_dataset, representations
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def test_files_of_every_kind_give_the_rows(tmp_path, arrays):
     got = batch(f'features:{tmp_path}/{name}')
     np.testing.assert_array_equal(got['image'], x[:, None, None])
     np.testing.assert_array_equal(got['label'][:, 0], y)
-  source = feature_source.features_source(f'{tmp_path}/a.safetensors')
+  source = array_source.features_source(f'{tmp_path}/a.safetensors')
   assert source.info.class_names == ('a', 'b', 'c') and source.info.channels == 7
   assert source.info.splits == {'train': 54, 'validation': 6, 'all': 60}
   x[3] += 1
   np.savez(tmp_path / 'b.npz', features=x, label=y)
-  other = feature_source.features_source(f'{tmp_path}/b.npz')
+  other = array_source.features_source(f'{tmp_path}/b.npz')
   assert other.info.version != source.info.version
 
 
@@ -60,8 +60,8 @@ def test_splits_of_a_file(tmp_path, arrays):
 def test_wrong_files_are_one_sentence(tmp_path, arrays):
   x, y = arrays
   with pytest.raises(ValueError, match='does not exist'):
-    feature_source.features_source(str(tmp_path / 'none.npz'))
+    array_source.features_source(str(tmp_path / 'none.npz'))
   x[5, 2] = np.nan
   np.savez(tmp_path / 'a.npz', features=x, label=y)
   with pytest.raises(ValueError, match='1 rows that are not finite'):
-    feature_source.features_source(str(tmp_path / 'a.npz'))
+    array_source.features_source(str(tmp_path / 'a.npz'))
