@@ -62,11 +62,7 @@ class HeldOutIterator:
   """
 
   def __init__(self, cfg: HeldOutDatasetConfig, rows: np.ndarray):
-    """Reads nothing yet.
-
-    Args:
-      cfg: what to read.
-      rows: the row numbers of the global batch to read, int64 [B].
+    """Reads nothing yet; `rows` are the row numbers of the global batch to read, int64 [B].
 
     Raises:
       ValueError: the data sets do not fit the task, or one ends.

@@ -91,7 +91,9 @@ class ImageFolderSource:
     if not table.is_file():
       return (), None
     found = _votes(table, {name: i for i, name in enumerate(names)})
-    _, _, weights, voters = zip(*(vote for several in found.values() for vote in several))
+    _, _, weights, voters = zip(
+      *(vote for several in found.values() for vote in several), strict=True
+    )
     people = sorted(set(voters) - {None})
     has = {'label_weight': True, 'weight': set(weights) != {None}, 'annotator': bool(people)}
     fields = tuple(name for name in has if has[name])

@@ -33,9 +33,8 @@ class DatasetConfig:
   mixture_or_task_name: a name (see tasks.py) or a task.
   task_feature_lengths: {'image': H, 'label': L}, side of the images and length of the labels; for a
     task of captions {'image': H, 'text': L}, where end-of-sequence is one of the L tokens.
-  split: one of the task's splits, or a slice of a finite one in TFDS's notation: 'train[:2000]',
-    'train[10%:20%]', 'train[-500:]'. A slice, also of 'train', is read as an evaluation split: once
-    and without augmentation. To train on a slice set augment = True.
+  split: one of the task's splits, or a slice of a finite one (splits.py), which is read once and
+    without augmentation unless augment = True.
   batch_size: examples of the GLOBAL batch.
   shuffle: whether every epoch has its own random order; otherwise the order of the records.
   seed: seed of order, augmentation and endless streams; in [0, 2^32).
@@ -45,18 +44,16 @@ class DatasetConfig:
     the task's own. With 'mixup' and 'cutmix' a batch has twice the labels, and label_weight.
   augment: whether images go through the training preprocessors, and one of several captions is
     drawn at random instead of the first. None is True for the whole split 'train' only.
-  resize: how evaluation makes photographs square: 'aspect' keeps the aspect ratio, 'squash' does
-    not (preprocess.CentralCrop). None takes the task's own, 'aspect' for our photographs.
-  vocabulary: for a task of captions, 'bytes' or the path of a SentencePiece .model file, see
-    get_vocabulary. None takes the task's own, by default 'bytes'.
+  resize: how evaluation makes photographs square, 'aspect' or 'squash' (preprocess.CentralCrop);
+    None takes the task's own.
+  vocabulary: of captions, see get_vocabulary; None takes the task's own, by default 'bytes'.
   max_corrupt_fraction: fraction of the split or slice that may be unreadable or without a caption;
     these rows are masked.
-  num_threads: number of threads that read ahead; None: one per core, at most 16. The order does not
-    depend on it.
-  num_workers: number of processes that read ahead, each with num_threads threads, for hosts with
-    more cores than threads of one process can use; 0: threads of this process.
+  num_threads: threads that read ahead; None: one per core, at most 16.
+  num_workers: processes that read ahead, each with num_threads threads, for hosts with more cores
+    than threads of one process can use; 0: threads of this process.
   module: a module to import first, for example one that registers tasks.
-  use_cached, pack: must be False; image tasks are neither cached nor packed.
+  use_cached, pack: must be False.
   """
 
   mixture_or_task_name: Any
@@ -78,22 +75,17 @@ class DatasetConfig:
   pack: bool = False
 
   def __post_init__(self):
-    if self.batch_size < 1:
-      raise ValueError(f'batch_size is {self.batch_size}; it must be at least 1.')
-    if self.seed is None or not 0 <= self.seed < 2**32:
-      raise ValueError(f'seed is {self.seed}; it must be an integer in [0, 2^32).')
-    if self.num_epochs is not None and self.num_epochs < 1:
-      raise ValueError(f'num_epochs is {self.num_epochs}; it must be at least 1, or None.')
-    if not 0 <= self.max_corrupt_fraction <= 1:
-      raise ValueError(
-        f'max_corrupt_fraction is {self.max_corrupt_fraction}; it must lie in [0, 1].'
-      )
-    if self.num_threads is not None and self.num_threads < 1:
-      raise ValueError(f'num_threads is {self.num_threads}; it must be at least 1, or None.')
-    if self.num_workers < 0:
-      raise ValueError(f'num_workers is {self.num_workers}; it must be at least 0.')
-    if self.resize not in (None, 'aspect', 'squash'):
-      raise ValueError(f"resize is {self.resize!r}; it must be 'aspect', 'squash' or None.")
+    for name, is_right, what in (
+      ('batch_size', self.batch_size >= 1, 'be at least 1'),
+      ('seed', self.seed is not None and 0 <= self.seed < 2**32, 'be an integer in [0, 2^32)'),
+      ('num_epochs', self.num_epochs is None or self.num_epochs >= 1, 'be at least 1, or None'),
+      ('max_corrupt_fraction', 0 <= self.max_corrupt_fraction <= 1, 'lie in [0, 1]'),
+      ('num_threads', self.num_threads is None or self.num_threads >= 1, 'be at least 1, or None'),
+      ('num_workers', self.num_workers >= 0, 'be at least 0'),
+      ('resize', self.resize in (None, 'aspect', 'squash'), "be 'aspect', 'squash' or None"),
+    ):
+      if not is_right:
+        raise ValueError(f'{name} is {getattr(self, name)!r}; it must {what}.')
     for name in ('use_cached', 'pack'):
       if getattr(self, name):
         raise ValueError(f'{name} is True; image tasks are neither cached nor packed: use False.')
@@ -102,11 +94,8 @@ class DatasetConfig:
 class BatchIterator:
   """Batches of numpy arrays, read ahead by grain.
 
-  A batch has image float32 [B, H, W, C] with levels in [-1, 1], label int32 [B, L] padded with -1
-  or text int32 [B, L] (token ids and end-of-sequence, 1, padded with 0), index int32 [B] and mask
-  float32 [B], with B the number of `rows` (see ExampleReader.read), and optionally label_weight and
-  weight (annotations.Labels). An error in reading a batch is raised by the `next` that would have
-  returned it; this `next` can be repeated.
+  ExampleReader.read says what a batch has, with B the number of `rows`. An error in reading a batch
+  is raised by the `next` that would have returned it; this `next` can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.
   num_examples, num_batches: from position 0 to the end; None if endless.
@@ -125,14 +114,9 @@ class BatchIterator:
   ):
     """Reads nothing yet.
 
-    Args:
-      read: as ExampleReader.read; called on any thread.
-      corrupt: counts the unreadable records that `read` finds.
-      element_spec: see above.
-      batch_size: rows of the global batch.
-      rows: the row numbers of the global batch to read.
-      num_examples: None if endless.
-      num_threads, num_workers: as in DatasetConfig.
+    `read` is as ExampleReader.read, called on any thread; `corrupt` counts what it could not read.
+    `rows` are the row numbers of the global batch to read. Others are as above and in
+    DatasetConfig.
     """
     self._read = read
     self._corrupt = corrupt
@@ -229,11 +213,9 @@ class _Positions:
 
 
 def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:
-  """Metadata of a task; reads no images.
+  """Metadata of a task with class labels or captions; reads no images.
 
-  Args:
-    name: name of a task with class labels (returns a TaskInfo) or captions (an ImageTextInfo).
-    vocabulary: as in DatasetConfig; vocab_size depends on it.
+  vocab_size depends on `vocabulary`, which is as in DatasetConfig.
 
   Raises:
     ValueError: the task or vocabulary does not exist, or its files are wrong.
@@ -269,16 +251,10 @@ def one_pass(
 ) -> DatasetConfig:
   """Settings for evaluation: each example of a split once, without augmentation.
 
-  Args:
-    task: name of the task.
-    split: a split or a slice of one; an endless split stays endless.
-    image_size: side of the square images, in pixels.
-    max_labels: labels per image, for a task with class labels.
-    text_length: tokens per caption including end-of-sequence, for a task with captions.
-    batch_size: rows of the global batch.
-    bounded: whether only the first examples will be read. They are then a fixed random choice,
-      because the first examples of a split sorted by class would be of few classes.
-    resize, vocabulary: see DatasetConfig.
+  A task of class labels has `max_labels` per image, one of captions `text_length` tokens. `bounded`
+  tells whether only the first examples will be read. They are then a fixed random choice, because
+  the first examples of a split sorted by class would be of few classes. An endless split stays
+  endless.
 
   Raises:
     ValueError: the task does not exist, a setting is out of range, or not exactly one of max_labels
@@ -306,10 +282,8 @@ def one_pass(
 def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchIterator:
   """Batches of a task.
 
-  Args:
-    cfg: settings.
-    rows: the row numbers of the global batch that this process supplies, in this order; None for
-      all.
+  `rows` are the row numbers of the global batch that this process supplies, in this order; None for
+  all.
 
   Raises:
     ValueError: the configuration is wrong or does not fit the task; raised before reading images.
@@ -339,13 +313,12 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
       f'be None.'
     )
   training = cfg.split == TRAIN_SPLIT or cfg.augment
-  channels = task.info.channels
   annotations = task.annotations(cfg.task_feature_lengths, augmented, mixed=mixture is not None)
   examples = reader.ExampleReader(
     task.examples,
     cfg.split,
     size=cfg.task_feature_lengths['image'],
-    channels=channels,
+    channels=task.info.channels,
     annotations=annotations,
     preprocessors=preprocessors,
     mixture=mixture,
@@ -353,7 +326,7 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
   )
-  spec = element_spec(cfg, channels)
+  spec = element_spec(cfg, task.info.channels)
   for name, (shape, dtype, _) in annotations.features.items():
     double = mixture is not None and name in ('label', 'label_weight')
     shape = (2 * shape[0],) if double else shape
@@ -375,9 +348,7 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
 def element_spec(cfg: Any, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes of the global batch of a data set, for images of `channels` channels; reads nothing.
 
-  Args:
-    cfg: a DatasetConfig, or another with its batch_size and task_feature_lengths.
-    channels: number of channels of the images.
+  `cfg` is a DatasetConfig, or another with its batch_size and task_feature_lengths.
   """
   B, side = cfg.batch_size, cfg.task_feature_lengths['image']
   annotation = 'text' if 'text' in cfg.task_feature_lengths else 'label'

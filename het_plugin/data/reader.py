@@ -25,7 +25,6 @@ class CorruptRecords:
   """Counts the unreadable records of a split or slice; too many of them stop the run."""
 
   def __init__(self, num_records: int, max_fraction: float, noun: str = 'image'):
-    """`noun` is the word for a record in messages."""
     self._noun = noun
     self._num_records = num_records
     self._max_fraction = max_fraction
@@ -82,15 +81,8 @@ class ExampleReader:
   ):
     """Reads nothing yet.
 
-    Args:
-      source: the examples.
-      split: a split or a slice of one.
-      size, channels: side and channels of the square images that the model takes.
-      annotations: makes rows of the source's labels or captions.
-      preprocessors: applied to each image.
-      mixture: mixes pairs of images after that.
-      shuffle, seed: as in DatasetConfig.
-      num_epochs: None for endless; an endless split has no epochs.
+    The model takes square images of side `size`. `preprocessors` apply to each image, and `mixture`
+    to pairs of images after that. Others are as in DatasetConfig; an endless split has no epochs.
 
     Raises:
       ValueError: the split or slice does not exist.
@@ -117,7 +109,8 @@ class ExampleReader:
     Returns:
       A batch, and the names of the unreadable records by number. The batch has
       image: float32 [B, H, H, C] in [-1, 1].
-      the features of `annotations`, with twice as many labels if images are mixed.
+      label int32 [B, L], or text int32 [B, L], and what else annotations.py makes, with twice as
+        many labels if images are mixed.
       index: int32 [B]. In one pass over a finite split or a slice, it is the number of the record
         in the whole split, so slices that do not overlap have no index in common. Otherwise it is
         the position mod 2^31.

@@ -45,12 +45,8 @@ _METADATA = 'het_plugin'
 class Representations:
   """The representations of a split by one layer.
 
-  Attributes:
-    features: float [N, D].
-    labels: int32 [N, L], padded with -1.
-    index: integers [N], distinct example ids >= 0.
-    class_names: names of the K classes; None if unknown.
-    provenance: origin of the features, as JSON values: checkpoint, task, split, layer, ...
+  Features are float [N, D], labels int32 [N, L], padded with -1, and index integers [N], distinct
+  example ids >= 0. The provenance is JSON values: checkpoint, task, split, layer, ...
   """
 
   features: np.ndarray
@@ -98,7 +94,9 @@ def read_representations(source: str, mapped: bool = False) -> Representations:
       arrays, (provenance, class_names) = weights.read_arrays(path), _read_description(path)
     else:
       raise ValueError('representations must be in a file that ends in .npz, .safetensors or .npy')
-    columns = _parse(arrays)
+    features = find_features(arrays)
+    labels = label_rows(one_of(arrays, LABEL_NAMES)[1], len(features))
+    columns = features, labels, example_ids(arrays.get('index'), len(features))
     if split is not None:
       rows = _rows_of_split(arrays, split, len(columns[0]))
       columns = [column[rows] for column in columns]
@@ -128,11 +126,7 @@ def _map_safetensors(path: str) -> dict[str, np.ndarray]:
 
 
 def write_representations(path: epath.PathLike, representations: Representations) -> None:
-  """Writes a local .npz or .safetensors file.
-
-  Raises:
-    ValueError: the path has another suffix.
-  """
+  """Writes a local .npz or .safetensors file; ValueError for another suffix."""
   names, provenance = representations.class_names, dict(representations.provenance)
   arrays = {
     'features': np.ascontiguousarray(representations.features),
@@ -155,11 +149,7 @@ def write_representations(path: epath.PathLike, representations: Representations
 
 
 def read_provenance(path: epath.PathLike) -> dict[str, Any]:
-  """The provenance in a file, read without its arrays; empty if the file has none.
-
-  Raises:
-    ValueError: the file cannot be read.
-  """
+  """The provenance in a file, read without its arrays; ValueError if it cannot be read."""
   with reading(str(path)):
     return _read_description(str(path))[0]
 
@@ -205,19 +195,8 @@ def _read_npy(source: str) -> dict[str, np.ndarray]:
   return arrays
 
 
-def _parse(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Features, labels and index, whatever their names."""
-  features = find_features(arrays)
-  labels = label_rows(one_of(arrays, LABEL_NAMES)[1], len(features))
-  return features, labels, example_ids(arrays.get('index'), len(features))
-
-
 def find_features(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """The array of features [N, D] among named ones.
-
-  Raises:
-    ValueError: there is none, or several.
-  """
+  """The array of features [N, D] among named ones; ValueError for none or several."""
   _, features = one_of(arrays, FEATURE_NAMES)
   is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
   if not is_float or features.ndim != 2 or not features.size:

@@ -23,7 +23,7 @@ _BLOCK = 64  # examples per read
 
 
 class _Source(seqio.DataSource):
-  """Splits and shards of a source, for seqio. The task reads the examples."""
+  """Splits of a source, for seqio. The task reads the examples."""
 
   def __init__(self, examples: sources.ExampleSource):
     self._examples = examples
@@ -146,14 +146,7 @@ def _output_features(task: tasks.ImageTask) -> dict[str, seqio.Feature]:
 
 
 def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
-  """The seqio task of a task, which is registered under a name that seqio accepts.
-
-  Args:
-    name, vocabulary: as in `tasks.get_task`.
-
-  Raises:
-    ValueError: as `tasks.get_task`.
-  """
+  """The seqio task of `tasks.get_task`, which is registered under a name that seqio accepts."""
   task = tasks.get_task(name, vocabulary)
   seqio_name = task.name
   if vocabulary is not None or not re.fullmatch(r'[\w.:#]+', task.name, re.ASCII):
@@ -175,6 +168,10 @@ def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
 
 
 _Spec = seqio.FeatureConverter.FeatureSpec
+_NUMBERS = {
+  'index': _Spec(dtype=tf.int32, rank=0),
+  'mask': _Spec(dtype=tf.float32, rank=0),
+}
 
 
 class _ImageConverter(seqio.FeatureConverter):
@@ -224,31 +221,14 @@ class _ImageConverter(seqio.FeatureConverter):
     return {**task_feature_lengths, 'index': 1, 'mask': 1}
 
 
-def _task_features(annotation: str) -> dict[str, _Spec]:
-  return {'image': _Spec(dtype=tf.float32, rank=3), annotation: _Spec(dtype=tf.int32)}
-
-
-def _model_features(annotation: str) -> dict[str, _Spec]:
-  return {
-    **_task_features(annotation),
-    'index': _Spec(dtype=tf.int32, rank=0),
-    'mask': _Spec(dtype=tf.float32, rank=0),
-  }
-
-
 class ImageFeatureConverter(_ImageConverter):
-  """Turns examples of image tasks into model features.
+  """Turns examples of image tasks into model features, for lengths {'image': H, 'label': L}.
 
-  Task features, with task_feature_lengths {'image': H, 'label': L}:
     image  float32 [H, H, C], levels in [-1, 1]
-    label  int32 [l], l <= L
-  Model features:
-    image  float32 [H, H, C]
     label  int32 [L], padded with -1
-    index  int32 [], the position of the example in the global order, which keys its noise
-    mask   float32 [], 1 for examples, 0 for rows that do not count
-  If a task lacks `index` and `mask` (it is not one of ours), they are the running number of the
-  example on this host, and 1.
+    index  int32 [], the position of the example in the global order, which keys its noise; for
+           tasks that lack it, which are not ours, the running number on this host
+    mask   float32 [], 1 for examples, 0 for rows that do not count; 1 for tasks that lack it
 
   Raises:
     ValueError: pack or use_custom_packing_ops is True; images are not packed.
@@ -256,22 +236,17 @@ class ImageFeatureConverter(_ImageConverter):
 
   ANNOTATION = 'label'
   PADDING = -1
-  TASK_FEATURES = _task_features('label')
-  MODEL_FEATURES = _model_features('label')
+  TASK_FEATURES = {'image': _Spec(dtype=tf.float32, rank=3), 'label': _Spec(dtype=tf.int32)}
+  MODEL_FEATURES = TASK_FEATURES | _NUMBERS
 
 
 class ImageTextFeatureConverter(_ImageConverter):
-  """Turns examples of image-text tasks into model features.
-
-  As ImageFeatureConverter, with task_feature_lengths {'image': H, 'text': L} and, instead of label,
-    text  int32 [l], l <= L, token ids that end with end-of-sequence (1)
-  which the model gets as int32 [L], padded with 0.
-  """
+  """As ImageFeatureConverter with `text` for label: token ids, 1 as their end, padded with 0."""
 
   ANNOTATION = 'text'
   PADDING = 0
-  TASK_FEATURES = _task_features('text')
-  MODEL_FEATURES = _model_features('text')
+  TASK_FEATURES = {'image': _Spec(dtype=tf.float32, rank=3), 'text': _Spec(dtype=tf.int32)}
+  MODEL_FEATURES = TASK_FEATURES | _NUMBERS
 
 
 tasks.ON_ADD.append(register)

@@ -19,7 +19,7 @@ _PERCENT = re.compile(r'(-?\d+(?:\.\d*)?)%')
 
 @dataclasses.dataclass(frozen=True)
 class SplitPart:
-  """Consecutive records of a split, from number `start` on; num_records is None if it is endless."""
+  """Records of a split from number `start` on; num_records is None if it is endless."""
 
   split: str
   start: int

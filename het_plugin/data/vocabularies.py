@@ -24,11 +24,7 @@ class TokenizerFile(seqio.Vocabulary):
   """
 
   def __init__(self, path: str):
-    """Reads the file.
-
-    Raises:
-      ValueError: the tokenizers library is not installed, or the file cannot be read.
-    """
+    """ValueError if the tokenizers library is not installed, or the file cannot be read."""
     super().__init__()
     try:
       import tokenizers
@@ -75,10 +71,9 @@ class TokenizerFile(seqio.Vocabulary):
 def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
   """The vocabulary with a name; the same object for the same name.
 
-  Args:
-    name: 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all), or the
-      path of a SentencePiece model, which ends in .model, or of a tokenizer.json (`TokenizerFile`).
-      None: 'bytes'.
+  Names are 'bytes' (seqio.ByteVocabulary: the bytes of UTF-8 and 3 special ids, 259 in all; also
+  None), and the paths of a SentencePiece model, which ends in .model, and of a tokenizer.json
+  (`TokenizerFile`).
 
   Raises:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
@@ -133,12 +128,8 @@ def tokenize(
   """Token ids for a text tower, int32 [N, L].
 
   Every row has the tokens of a text, then end-of-sequence (1), then padding (0). A text of L or
-  more tokens is cut so that it still ends with 1. An empty text is a single 1.
-
-  Args:
-    vocabulary: a name as in get_vocabulary, or a vocabulary.
-    texts: N texts; they are neither lower-cased nor stripped.
-    length: L.
+  more tokens is cut so that it still ends with 1. An empty text is a single 1. Texts are neither
+  lower-cased nor stripped. `vocabulary` is a name as in get_vocabulary, or a vocabulary.
 
   Raises:
     ValueError: the vocabulary does not exist, L is below 2, or texts is a single string.
