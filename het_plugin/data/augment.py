@@ -11,10 +11,7 @@ from het_plugin.data import preprocess
 
 @dataclasses.dataclass(frozen=True)
 class RandAugment:
-  """Random operations on grey and RGB images, one after the other (Cubuk et al. 2020).
-
-  num_ops: operations per image.
-  magnitude: their strength, from 0 to 30.
+  """`num_ops` random operations of strength `magnitude`, from 0 to 30 (Cubuk et al. 2020).
 
   Raises:
     ValueError: a setting is out of range, or an image has other than 1 or 3 channels.
@@ -31,7 +28,6 @@ class RandAugment:
       )
 
   def __call__(self, image, rng: np.random.Generator, size: int) -> np.ndarray:
-    image = np.asarray(image)
     if image.shape[-1] not in (1, 3):
       raise ValueError(f'RandAugment takes 1 or 3 channels; an image has {image.shape[-1]}.')
     is_float = image.dtype != np.uint8
@@ -61,28 +57,19 @@ class RandAugment:
         return (*enhance, ImageEnhance.Color)[operation - 4](x).enhance(1 + 0.9 * signed)
       case 8:
         return x.rotate(30 * signed, Image.Resampling.BILINEAR)
-      case 9:
-        return _affine(x, 1, 0.3 * signed, 0, 0, 1, 0)  # shear
-      case 10:
-        return _affine(x, 1, 0, 0, 0.3 * signed, 1, 0)
-      case 11:
-        return _affine(x, 1, 0, 0.45 * signed * width, 0, 1, 0)  # shift
-      case 12:
-        return _affine(x, 1, 0, 0, 0, 1, 0.45 * signed * height)
+      case 9 | 10 | 11 | 12:
+        shear, shift = 0.3 * signed, 0.45 * signed
+        matrix = (
+          *((1, shear, 0, 0, 1, 0), (1, 0, 0, shear, 1, 0)),
+          *((1, 0, shift * width, 0, 1, 0), (1, 0, 0, 0, 1, shift * height)),
+        )[operation - 9]
+        return x.transform(x.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
     return x
-
-
-def _affine(x: Image.Image, *matrix: float) -> Image.Image:
-  return x.transform(x.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomErasing:
-  """Fills a random box with noise (Zhong et al. 2020).
-
-  probability: how often an image gets a box.
-  area_range, aspect_range: range of area and aspect ratio of the box, relative to the image.
-  """
+  """Fills a random box with noise, its area relative to the image (Zhong et al. 2020)."""
 
   probability: float = 0.25
   area_range: tuple[float, float] = (0.02, 1 / 3)

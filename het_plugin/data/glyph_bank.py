@@ -24,17 +24,9 @@ from het_plugin.data.locked_cache import locked_cache
 
 # matplotlib ships two more, DejaVu*Display: subsets of a few dozen characters, not used here.
 DEJAVU_FACES = (
-  'DejaVuSans',
-  'DejaVuSans-Bold',
-  'DejaVuSans-BoldOblique',
-  'DejaVuSans-Oblique',
-  'DejaVuSansMono',
-  'DejaVuSansMono-Bold',
-  'DejaVuSansMono-BoldOblique',
-  'DejaVuSansMono-Oblique',
-  'DejaVuSerif',
-  'DejaVuSerif-Bold',
-  'DejaVuSerif-BoldItalic',
+  *('DejaVuSans', 'DejaVuSans-Bold', 'DejaVuSans-BoldOblique', 'DejaVuSans-Oblique'),
+  *('DejaVuSansMono', 'DejaVuSansMono-Bold', 'DejaVuSansMono-BoldOblique'),
+  *('DejaVuSansMono-Oblique', 'DejaVuSerif', 'DejaVuSerif-Bold', 'DejaVuSerif-BoldItalic'),
   'DejaVuSerif-Italic',
 )
 STIX_FACES = ('STIXGeneral', 'STIXGeneralBol', 'STIXGeneralBolIta', 'STIXGeneralItalic')
@@ -47,7 +39,7 @@ _BOX = 0.72
 
 @dataclasses.dataclass(frozen=True)
 class GlyphClasses:
-  """The classes of a glyph task: class k is the character `code_points[k]`, named `names[k]`."""
+  """Class k is the character `code_points[k]`, named `names[k]`."""
 
   code_points: tuple[int, ...]
   names: tuple[str, ...]
@@ -116,24 +108,16 @@ def homoglyph_ceiling(
 ) -> float:
   """An upper bound on the precision@1 of a glyph task, from characters that look the same.
 
-  Characters such as Latin A, Greek Alpha and Cyrillic A render to the same bitmap, and augmentation
-  adds nothing about the class, so the image depends on the class only through the bitmap g. With
-  classes equally likely and faces equally likely within a class, the Bayes classifier that sees g
-  is right with probability sum_g max_k p(k, g). Where no bitmap occurs in two faces this is the
-  mean over (class, face) pairs of 1 / (number of classes that share the pair's bitmap).
-
-  Classes that no face has are left out, as in the splits.
+  The image depends on the class only through the bitmap g of its glyph. With classes equally likely
+  and faces equally likely within a class, the Bayes classifier that sees g is right with
+  probability sum_g max_k p(k, g). Classes that no face has are left out, as in the splits.
   """
   bank = glyph_bank(class_set, faces, size)
-  faces_per_class = bank.faces_per_class
-  probability = collections.defaultdict(float)  # p(class, bitmap), times the number of classes
-  for k in range(len(faces_per_class)):
-    for image in bank.images[bank.first[k] : bank.first[k + 1]]:
-      probability[image.tobytes(), k] += 1 / faces_per_class[k]
-  best = {}
-  for (bitmap, _), p in probability.items():
-    best[bitmap] = max(p, best.get(bitmap, 0.0))
-  return float(sum(best.values()) / np.count_nonzero(faces_per_class))
+  count = bank.faces_per_class
+  best = {}  # p(class, bitmap) of the likeliest class, times the number of classes
+  for bitmap, classes in _classes_of_bitmaps(bank).items():
+    best[bitmap] = max(sum([1 / count[k]] * n) for k, n in classes.items())
+  return float(sum(best.values()) / np.count_nonzero(count))
 
 
 def homoglyphs(
@@ -141,16 +125,20 @@ def homoglyphs(
 ) -> tuple[frozenset[int], ...]:
   """For each class, the other classes that some face renders to the same bitmap at this size."""
   bank = glyph_bank(class_set, faces, size)
-  num_classes = len(bank.faces_per_class)
-  by_bitmap = collections.defaultdict(set)
-  for k in range(num_classes):
-    for image in bank.images[bank.first[k] : bank.first[k + 1]]:
-      by_bitmap[image.tobytes()].add(k)
-  same = [set() for _ in range(num_classes)]
-  for classes in by_bitmap.values():
+  same = [set() for _ in bank.faces_per_class]
+  for classes in _classes_of_bitmaps(bank).values():
     for k in classes:
-      same[k] |= classes - {k}
+      same[k] |= classes.keys() - {k}
   return tuple(map(frozenset, same))
+
+
+def _classes_of_bitmaps(bank: GlyphBank) -> dict[bytes, collections.Counter]:
+  """How many faces of each class have each bitmap."""
+  classes = collections.defaultdict(collections.Counter)
+  numbers = np.repeat(np.arange(len(bank.faces_per_class)), bank.faces_per_class)
+  for image, k in zip(bank.images, numbers.tolist(), strict=True):
+    classes[image.tobytes()][k] += 1
+  return classes
 
 
 def _face_path(face: str) -> pathlib.Path:

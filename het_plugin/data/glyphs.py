@@ -5,17 +5,8 @@ of the split's K classes: every block of K examples holds each class once. The f
 augmentation are drawn from a key made of (seed, split, i) alone, so reading needs no state. Finite
 splits do not depend on the seed: they are the same for every run.
 
-    glyphs_core, glyphs_full   train (endless, DejaVu faces), validation (same faces, other keys),
-                               shift (STIX faces, the classes that they have)
-    glyphs_heldout             train and test, for few-shot evaluation: characters that are not in
-                               glyphs_core, in STIX faces. Unshuffled, the first s K examples of
-                               train are s shots of every class.
-    glyphs_noisy, glyphs_noisy_full
-                               the same images with noisy labels from readers who confuse
-                               lookalikes (glyph_confusions)
-    glyph_names, glyph_names_full, glyph_names_heldout
-                               the same images with the characters' Unicode names as captions, such
-                               as 'latin small letter e with acute'
+docs/data.md has the tasks and their splits. Unshuffled, the first s K examples of glyphs_heldout's
+train are s shots of every class.
 """
 
 import dataclasses
@@ -100,9 +91,7 @@ class GlyphSource:
     face = (face_draw % bank.faces_per_class[classes].astype(np.uint64)).astype(np.int64)
     return bank, classes, bank.first[classes] + face, keys
 
-  def _labels(
-    self, split: str, classes: np.ndarray, rows: np.ndarray, keys: np.ndarray
-  ) -> np.ndarray:
+  def _labels(self, split: str, classes, rows, keys) -> np.ndarray:
     """The labels of examples as drawn, int64 [B]."""
     return classes
 
@@ -129,24 +118,30 @@ class NoisyGlyphSource(GlyphSource):
   def label_distribution(
     self, split: str, ids: np.ndarray, seed: int = 0
   ) -> tuple[np.ndarray, np.ndarray]:
-    """The distribution from which the labels are drawn.
-
-    Args:
-      split, ids, seed: as in `read`.
-
-    Returns:
-      The candidate classes of each example, int64 [B, C], the true one first, and their
-      probabilities, float64 [B, C].
-    """
+    """The distribution from which the labels of `read` are drawn: glyph_confusions.distribution."""
     _, _, rows, keys = self._draw(split, ids, glyph_confusions.SIZE, seed)
     faces = SPLITS[self.class_set][split].faces
     return glyph_confusions.distribution(self.class_set, faces, rows, keys)
 
-  def _labels(
-    self, split: str, classes: np.ndarray, rows: np.ndarray, keys: np.ndarray
-  ) -> np.ndarray:
+  def _labels(self, split: str, classes, rows, keys) -> np.ndarray:
     faces = SPLITS[self.class_set][split].faces
     return glyph_confusions.labels(self.class_set, faces, rows, keys)
+
+
+class GlyphNameSource(GlyphSource):
+  """The images of a GlyphSource, each with its character's name in lower case."""
+
+  @functools.cached_property
+  def info(self) -> ImageTextInfo:
+    info = super().info
+    return ImageTextInfo(channels=info.channels, splits=info.splits)
+
+  def read(
+    self, split: str, ids: np.ndarray, size: int, seed: int
+  ) -> tuple[np.ndarray, list[tuple[str]]]:
+    images, labels = super().read(split, ids, size, seed)
+    names = glyph_bank.glyph_classes(self.class_set).names
+    return images, [(names[k].lower(),) for k in labels[:, 0].tolist()]
 
 
 # The tasks of images with class labels, by name.
@@ -157,31 +152,6 @@ SOURCES = {
   'glyphs_noisy': NoisyGlyphSource('core'),
   'glyphs_noisy_full': NoisyGlyphSource('full'),
 }
-
-
-class GlyphNameSource:
-  """An ExampleSource of a GlyphSource's images, each with its character's name in lower case."""
-
-  def __init__(self, class_set: str):
-    self._glyphs = GlyphSource(class_set)
-
-  @functools.cached_property
-  def info(self) -> ImageTextInfo:
-    info = self._glyphs.info
-    return ImageTextInfo(channels=info.channels, splits=info.splits)
-
-  def read(
-    self, split: str, ids: np.ndarray, size: int, seed: int
-  ) -> tuple[np.ndarray, list[tuple[str]]]:
-    images, labels = self._glyphs.read(split, ids, size, seed)
-    return images, [self._captions[k] for k in labels[:, 0].tolist()]
-
-  def describe(self, split: str, example_id: int) -> str:
-    return self._glyphs.describe(split, example_id)
-
-  @functools.cached_property
-  def _captions(self) -> list[tuple[str]]:
-    return [(name.lower(),) for name in self._glyphs.info.class_names]
 
 
 @functools.cache

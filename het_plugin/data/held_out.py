@@ -17,9 +17,7 @@ from het_plugin.data import pipeline
 class HeldOutDatasetConfig:
   """Two data sets read as one.
 
-  train: the training examples.
-  held_out: the held-out examples. They must be endless as well (augment = True on a slice), with a
-    batch_size that divides that of `train`.
+  Both must be endless (augment = True on a slice), and held_out's batch_size divides that of train.
   """
 
   train: pipeline.DatasetConfig

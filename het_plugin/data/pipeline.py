@@ -6,6 +6,7 @@ content of a row depends only on its position.
 """
 
 import dataclasses
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,10 +164,11 @@ class BatchIterator:
 
     first = self._position // self._batch_size
     num_batches = _ENDLESS if self.num_batches is None else self.num_batches - first
-    source = _Positions(self._position, self._batch_size, self._parts, num_batches)
+    read = functools.partial(_read_part, self._read, self._position, self._batch_size, self._parts)
     ahead = max(self._num_threads, PREFETCHED_BATCHES * len(self._parts))
     options = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=ahead)
-    blocks = grain.MapDataset.source(source).map(self._read).to_iter_dataset(options)
+    numbers = grain.MapDataset.range(num_batches * len(self._parts))
+    blocks = numbers.map(read).to_iter_dataset(options)
     if self._num_workers:
       if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain's processes are started with absl's flags
@@ -195,21 +197,10 @@ class BatchIterator:
       self._blocks = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Positions:
-  """grain's source: the positions of the i-th part of the batches, from batch `start` on."""
-
-  start: int
-  batch_size: int
-  parts: Sequence[np.ndarray]
-  num_batches: int
-
-  def __len__(self) -> int:
-    return self.num_batches * len(self.parts)
-
-  def __getitem__(self, i: int) -> np.ndarray:
-    batch, part = divmod(int(i), len(self.parts))
-    return self.start + batch * self.batch_size + self.parts[part]
+def _read_part(read: Callable, start: int, batch_size: int, parts: Sequence[np.ndarray], i: int):
+  """Reads the i-th part of the batches that begin at position `start`."""
+  batch, part = divmod(i, len(parts))
+  return read(start + batch * batch_size + parts[part])
 
 
 def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextInfo:

@@ -14,17 +14,13 @@ TRAIN_SPLIT = 'train'  # the split that is augmented, and by default endless
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-  """Metadata of a task of images with class labels.
+  """Metadata of a task of images [H, W, C] with class labels 0 .. K - 1.
 
-  num_classes: K; labels are 0 .. K - 1.
   multi_label: whether examples may have several labels, or none.
-  channels: C of the images [H, W, C].
-  class_names: K names, or None.
+  channels: C.
   splits: number of examples of each split; None for an endless one.
-  max_labels: the largest known number of labels per example; the 'label' length must be at least
-    this.
-  label_fields: fields of the labels besides class numbers: label_weight, weight, annotator
-    (annotations.Labels).
+  max_labels: the largest known number of labels per example; the 'label' length is at least this.
+  label_fields: what annotations.Labels has besides class numbers.
   annotators: names of the people whose votes the labels are, or None.
   version: identifies this state of the data as well as possible without reading them; None for data
     that do not change.
@@ -45,11 +41,7 @@ class TaskInfo:
 class ImageTextInfo:
   """Metadata of a task of images with captions.
 
-  channels: C of the images [H, W, C].
-  splits: number of examples, which are images, of each split; None for an endless one.
-  vocabulary: name of the vocabulary of the token ids; None for a source, which has texts.
-  vocab_size: number of token ids, 0 .. vocab_size - 1; None for a source.
-  version: as in TaskInfo.
+  As TaskInfo; the examples are images. A source, which has texts, has no vocabulary.
   """
 
   channels: int
