@@ -40,7 +40,8 @@ def parse_args():
   parser.add_argument('--size', type=int, default=256, help='side of the files, in pixels')
   parser.add_argument('--image_size', type=int, default=224, help='side for the model')
   parser.add_argument('--batch', type=int, default=64, help='images per batch')
-  parser.add_argument('--workers', type=integers, default=[1, 2, 4], help='threads and cores of each side')
+  workers = 'threads and cores of each side'
+  parser.add_argument('--workers', type=integers, default=[1, 2, 4], help=workers)
   parser.add_argument('--turn', type=int, default=2_048, help='images per turn of a side')
   parser.add_argument('--turns', type=int, default=5, help='timed turns of each side')
   return parser.parse_args()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from het_plugin import select
+from het_plugin import select, weights
 from het_plugin.experiments import finetune, soup
 from het_plugin.training import checkpoint_reader
 
@@ -81,3 +81,28 @@ def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, t
   assert 0 < max(moved) < 0.05  # a few small steps from the candidate
   again = run_main(*arguments)  # nothing is made twice
   assert again.count('is complete already') == 2 and again.endswith(text)
+
+
+def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_main, tmp_path):
+  params = checkpoint_reader.read_params(digits_run[0])
+  weights.write_arrays(tmp_path / 'vit.npz', weights.export_params(params, 10, 2))
+  run_main(
+    *(select, 'finetune', f'--checkpoint={tmp_path / "vit.npz"}', '--keep=all', '--split=test'),
+    *('--gin_file=gin/runs/digits_smoke.gin', '--gin_file=gin/heads/het_xl.gin'),
+    *('--gin.vit.width=16', '--gin.vit.depth=1', '--gin.vit.mlp_dim=16', '--gin.vit.num_heads=2'),
+    *(
+      '--gin.BATCH_SIZE=8',
+      '--gin.TRAIN_STEPS=2',
+      '--gin.LEARNING_RATE=1e-3',
+      '--gin.SAVE_PERIOD=2',
+    ),
+    *('--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1', '--batch_size=64', f'--output_dir={tmp_path}'),
+    f'--json={tmp_path / "result.json"}',
+  )
+  found = json.loads((tmp_path / 'result.json').read_text())
+  (kept,) = found['kept']
+  assert [row['candidate'] for row in found['members']] == [f'{kept}/default']
+  trained = checkpoint_reader.read_params(tmp_path / 'runs' / kept / 'default')
+  moved = {name: np.abs(x - params[name]).max() for name, x in trained.items()}
+  assert 0 < max(x for name, x in moved.items() if 'backbone' in name) < 0.05
+  assert moved['head/kernel'] > 0.05  # it begins anew
