@@ -112,12 +112,9 @@ def check_weights(
 def annotator_numbers(
   where: str, names: np.ndarray, listed: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray]:
-  """Numbers of the people who gave votes.
+  """Numbers of the people who gave votes, of which bool [N, L] are `listed`.
 
-  Args:
-    where: for messages.
-    names: [N, L] strings or integers, who gave each vote; '' or a negative number for nobody.
-    listed: bool [N, L], the votes there are.
+  `names` are strings or integers [N, L], '' or a negative number for nobody.
 
   Returns:
     The distinct names in order, and their numbers int32 [N, L], -1 where there is no vote.

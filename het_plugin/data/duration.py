@@ -14,11 +14,6 @@ def total_steps(
   Epochs are exact: each example is read num_epochs times, and the last batch is padded with rows
   that do not count. A number of examples is rounded up to whole batches.
 
-  Args:
-    dataset: the training data set.
-    steps: number of steps.
-    examples: minimum number of examples.
-
   Raises:
     ValueError: none or several of the three are set, or num_epochs is set for an endless split.
   """
@@ -33,21 +28,16 @@ def total_steps(
   if steps is not None:
     return steps
   if examples is None:
-    examples = dataset.num_epochs * _num_records(dataset)
+    if dataset.module:
+      importlib.import_module(dataset.module)
+    task = dataset.mixture_or_task_name
+    num_records = splits.resolve(dataset.split, task_info(task).splits, str(task)).num_records
+    if num_records is None:
+      raise ValueError(
+        f'num_epochs={dataset.num_epochs}, but the split {dataset.split!r} of {task} is endless: '
+        'give the length of the run in steps or examples.'
+      )
+    examples = dataset.num_epochs * num_records
   elif examples < 1:
     raise ValueError(f'examples={examples} must be at least 1.')
   return -(-examples // dataset.batch_size)
-
-
-def _num_records(dataset: DatasetConfig) -> int:
-  if dataset.module:
-    importlib.import_module(dataset.module)
-  task = dataset.mixture_or_task_name
-  info = task_info(task)
-  part = splits.resolve(dataset.split, info.splits, str(task))
-  if part.num_records is None:
-    raise ValueError(
-      f'num_epochs={dataset.num_epochs}, but the split {dataset.split!r} of {task} is endless: '
-      'give the length of the run in steps or examples.'
-    )
-  return part.num_records

@@ -25,13 +25,7 @@ _CHUNK = 64  # examples processed at a time, so that temporaries stay in the cac
 
 
 def augment(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-  """Augmented images, float32 [B, S, S, 1] in [-1, 1].
-
-  Args:
-    glyphs: uint8 [P, S + 2, S + 2], GlyphBank.images.
-    rows: int64 [B], the glyph of each example.
-    keys: uint64 [B], the random key of each example.
-  """
+  """Augmented images, float32 [B, S, S, 1] in [-1, 1], of rows of GlyphBank.images with keys."""
   side = glyphs.shape[1] - 2
   images = np.empty((len(rows), side, side, 1), np.float32)
   for start in range(0, len(rows), _CHUNK):

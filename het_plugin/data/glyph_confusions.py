@@ -71,12 +71,7 @@ def nearest(bank: glyph_bank.GlyphBank, num_candidates: int) -> Lookalikes:
 def distribution(
   class_set: str, faces: tuple[str, ...], rows: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The distribution of the labels of images of known glyphs.
-
-  Args:
-    class_set, faces: as in glyph_bank.
-    rows: int64 [B], the row of each image in the bank.
-    keys: uint64 [B], the augmentation key of each image.
+  """The distribution of the labels of images, given rows of the bank and augmentation keys, [B].
 
   Returns:
     The candidate classes, int64 [B, C], the true one first, and their probabilities, float64

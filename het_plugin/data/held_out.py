@@ -69,9 +69,11 @@ class HeldOutIterator:
     group, place = np.divmod(rows, n)
     self._is_held_out = place == n - 1  # [B]
     train_rows = (group * (n - 1) + place)[~self._is_held_out]
-    self._train = pipeline.get_dataset(cfg.train, train_rows)
-    self._held_out = pipeline.get_dataset(cfg.held_out, group[self._is_held_out])
-    for name, iterator in (('train', self._train), ('held_out', self._held_out)):
+    self._both = (
+      pipeline.get_dataset(cfg.train, train_rows),
+      pipeline.get_dataset(cfg.held_out, group[self._is_held_out]),
+    )
+    for name, iterator in zip(('train', 'held_out'), self._both, strict=True):
       if iterator.num_examples is not None:
         raise ValueError(
           f'HeldOutDatasetConfig.{name} ends after {iterator.num_examples} examples; it must be '
@@ -79,24 +81,25 @@ class HeldOutIterator:
         )
     self._sizes = cfg.train.batch_size, cfg.held_out.batch_size
     self.num_examples = self.num_batches = None
+    spec, other = (iterator.element_spec for iterator in self._both)
     self.element_spec = {
       name: jax.ShapeDtypeStruct((cfg.batch_size, *x.shape[1:]), x.dtype)
-      for name, x in self._train.element_spec.items()
+      for name, x in spec.items()
     }
-    if self.element_spec.keys() != self._held_out.element_spec.keys():
+    if spec.keys() != other.keys():
       raise ValueError(
         'HeldOutDatasetConfig.train mixes images; held-out examples cannot be mixed.'
       )
 
   @property
   def corrupt_records(self) -> tuple[str, ...]:
-    return self._train.corrupt_records + self._held_out.corrupt_records
+    return sum((iterator.corrupt_records for iterator in self._both), ())
 
   def __iter__(self) -> 'HeldOutIterator':
     return self
 
   def __next__(self) -> pipeline.Batch:
-    train, held_out = next(self._train), next(self._held_out)
+    train, held_out = map(next, self._both)
     batch = {}
     for name, rows in train.items():
       batch[name] = np.empty((len(self._is_held_out), *rows.shape[1:]), rows.dtype)
@@ -106,9 +109,7 @@ class HeldOutIterator:
 
   def get_state(self) -> dict[str, int]:
     """The number of rows before the next batch, of both data sets."""
-    return {
-      'position': self._train.get_state()['position'] + self._held_out.get_state()['position']
-    }
+    return {'position': sum(x.get_state()['position'] for x in self._both)}
 
   def set_state(self, state: Mapping[str, int]) -> None:
     """Continues at a state of get_state."""
@@ -118,13 +119,13 @@ class HeldOutIterator:
         f'{sum(self._sizes)}.'
       )
     batches = state['position'] // sum(self._sizes)
-    for iterator, size in zip((self._train, self._held_out), self._sizes, strict=True):
+    for iterator, size in zip(self._both, self._sizes, strict=True):
       iterator.set_state({'position': batches * size})
 
   def close(self) -> None:
     """Stops the background threads."""
-    self._train.close()
-    self._held_out.close()
+    for iterator in self._both:
+      iterator.close()
 
 
 def get_dataset_with_held_out(

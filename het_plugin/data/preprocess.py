@@ -26,12 +26,7 @@ _BILINEAR = fast.ResizeAlg.convolution(fast.FilterType.bilinear)
 
 
 def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
-  """Decodes JPEG or PNG bytes to uint8 [h, w, channels]; None if they are not a whole image.
-
-  Args:
-    encoded: the content of a file.
-    channels: 1 (grey), 3 (RGB) or 4 (RGBA).
-  """
+  """Decodes a JPEG or PNG file to uint8 [h, w, 1, 3 or 4]; None if it is not a whole image."""
   if channels == 3 and encoded[:2] == b'\xff\xd8':  # a JPEG file
     with contextlib.suppress(ValueError):  # damaged or CMYK: Pillow decides
       height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
@@ -54,11 +49,8 @@ def resized(
 ) -> np.ndarray:
   """Bilinear samples of an image, or of a box of it, [height, width, C]; keeps the levels' type.
 
-  Args:
-    image: the image.
-    height, width: size of the result.
-    box: left, top, right and bottom in pixels or fractions of them; None for the whole image.
-    antialias: whether the filter covers all pixels when the image becomes smaller.
+  `box` is left, top, right and bottom in pixels or fractions of them; with `antialias` the filter
+  covers all pixels when the image becomes smaller.
   """
   if box is None and image.shape[:2] == (height, width):
     return image

@@ -74,11 +74,9 @@ class Representations:
 def read_representations(source: str, mapped: bool = False) -> Representations:
   """Reads a file.
 
-  Args:
-    source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME takes one split of
-      a file that has an array 'split' of strings [N].
-    mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
-      as those of .npy files do.
+  Sources are PATH.npz, PATH.safetensors, and FEATURES.npy,LABELS.npy. PATH.npz:NAME is one split of
+  a file that has an array 'split' of strings [N]. `mapped` arrays of a .safetensors file stay on
+  disk, with the type that they have there, as those of .npy files do.
 
   Raises:
     ValueError: the file is missing or damaged, its arrays do not fit together, or values are not
@@ -262,10 +260,9 @@ def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) 
 
 def _check(read: Representations) -> None:
   """Raises ValueError if a value is not finite or out of range."""
-  wrong = 0
-  for start in range(0, len(read.features), _CHECKED_ROWS):  # they may be a mapped file
-    wrong += int((~np.isfinite(read.features[start : start + _CHECKED_ROWS]).all(axis=1)).sum())
-  if wrong:
+  starts = range(0, len(read.features), _CHECKED_ROWS)  # they may be a mapped file
+  blocks = (read.features[start : start + _CHECKED_ROWS] for start in starts)
+  if wrong := sum(int((~np.isfinite(block).all(axis=1)).sum()) for block in blocks):
     raise ValueError(f'there are {wrong} rows that are not finite')
   lowest = 0 if read.labels.shape[1] == 1 else -1
   names = read.class_names

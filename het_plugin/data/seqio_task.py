@@ -168,10 +168,7 @@ def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
 
 
 _Spec = seqio.FeatureConverter.FeatureSpec
-_NUMBERS = {
-  'index': _Spec(dtype=tf.int32, rank=0),
-  'mask': _Spec(dtype=tf.float32, rank=0),
-}
+_NUMBERS = {'index': _Spec(dtype=tf.int32, rank=0), 'mask': _Spec(dtype=tf.float32, rank=0)}
 
 
 class _ImageConverter(seqio.FeatureConverter):
@@ -188,14 +185,9 @@ class _ImageConverter(seqio.FeatureConverter):
       )
     super().__init__(pack=False, use_custom_packing_ops=False, **kwargs)
 
-  def __call__(
-    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
-  ) -> tf.data.Dataset:
+  def __call__(self, ds: tf.data.Dataset, lengths: Mapping[str, int]) -> tf.data.Dataset:
     # Only seqio's evaluator gives lengths of index and mask; tasks need not have these features.
-    lengths = {
-      name: length for name, length in task_feature_lengths.items() if name not in ('index', 'mask')
-    }
-    return super().__call__(ds, lengths)
+    return super().__call__(ds, {name: lengths[name] for name in lengths if name not in _NUMBERS})
 
   def _convert_features(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]

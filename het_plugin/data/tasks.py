@@ -120,6 +120,7 @@ def _tfds(name: str, source: str = 'TfdsSource') -> ExampleSource:
 
 
 _tfds_captions = functools.partial(_tfds, source='TfdsCaptionSource')
+
 # prefix: (factory of the source, training preprocessors, evaluation preprocessors, vocabulary)
 _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str | None]] = {
   'npz': (array_source.npz_source, (), (), None),

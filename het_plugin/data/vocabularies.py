@@ -79,8 +79,6 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
       its end-of-sequence not id 1.
   """
-  if name is not None and not isinstance(name, str):
-    raise ValueError(f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file.')
   return _load(BYTES if name is None else name)
 
 
@@ -88,7 +86,7 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
 def _load(name: str) -> seqio.Vocabulary:
   if name == BYTES:
     return seqio.ByteVocabulary()
-  if not name.endswith(('.model', TOKENIZER)):
+  if not isinstance(name, str) or not name.endswith(('.model', TOKENIZER)):
     raise ValueError(
       f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file or a {TOKENIZER}.'
     )
