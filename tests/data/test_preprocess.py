@@ -1,3 +1,5 @@
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,9 +13,8 @@ def apply(preprocessor, image=PHOTO, size=16, seed=0):
   return np.asarray(preprocessor(image, np.random.default_rng(seed), size))
 
 
-@pytest.mark.parametrize('image', [Image.fromarray(PHOTO), PHOTO[..., :2], PHOTO / np.float32(255)])
+@pytest.mark.parametrize('image', [PHOTO, PHOTO[..., :2], PHOTO / np.float32(255)])
 def test_every_kind_of_image_keeps_its_type(image):
-  pixels = np.asarray(image)
   for preprocessor in (
     preprocess.Resize(),
     preprocess.CentralCrop(),
@@ -22,8 +23,29 @@ def test_every_kind_of_image_keeps_its_type(image):
     preprocess.PadCrop(),
   ):
     made = apply(preprocessor, image)
-    assert made.shape == (16, 16, pixels.shape[-1]) and made.dtype == pixels.dtype, preprocessor
-    assert np.ptp(made) > 0.2 * np.ptp(pixels)
+    assert made.shape == (16, 16, image.shape[-1]) and made.dtype == image.dtype, preprocessor
+    assert np.ptp(made) > 0.2 * np.ptp(image)
+
+
+def test_files_are_decoded_and_resized_as_by_pillow():
+  picture = Image.fromarray(np.kron(PHOTO[:10, :15], np.ones((8, 8, 1), np.uint8)))
+  for settings in ({'format': 'JPEG', 'quality': 90}, {'format': 'PNG'}):
+    file = io.BytesIO()
+    picture.save(file, **settings)
+    expected = Image.open(file)
+    image = preprocess.decode(file.getvalue())
+    np.testing.assert_array_equal(image, expected)
+    for size, box in (((200, 30), (3, 5, 60, 71)), ((24, 20), (0.5, 1.25, 118.5, 79.75))):
+      made = preprocess.resized(image, *size[::-1], box)
+      reference = expected.resize(size, Image.Resampling.BILINEAR, box)
+      np.testing.assert_allclose(made, np.asarray(reference), atol=2)  # rounded twice
+    assert preprocess.decode(file.getvalue()[:-100]) is None
+  grey, cmyk = io.BytesIO(), io.BytesIO()
+  picture.convert('L').save(grey, 'JPEG')
+  picture.convert('CMYK').save(cmyk, 'JPEG')
+  for file in (grey, cmyk):
+    expected = np.asarray(Image.open(file).convert('RGB'))
+    np.testing.assert_allclose(preprocess.decode(file.getvalue()), expected, atol=1)
 
 
 def test_inception_crop_is_a_function_of_the_generator():
