@@ -55,7 +55,7 @@ def test_damaged_images_are_none(tmp_path, image_files, suffix='.jpg'):
   assert decode(cut.read_bytes()) is None
   assert decode(foreign.read_bytes()) is None
   assert decode(b'') is None
-  assert decode(whole.read_bytes()).size == (30, 22)
+  assert decode(whole.read_bytes()).shape == (22, 30, 3)
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
