@@ -37,7 +37,7 @@ def make_row(split, examples, classes, p, labels):
 def main():
   parser = make_parser(__doc__)
   parser.add_argument(
-    '--class_set', choices=['core', 'full'], default='core', help='glyphs_noisy, glyphs_noisy_full'
+    '--class_set', choices=['core', 'full', 'latin'], default='core', help='of glyphs_noisy, ...'
   )
   parser.add_argument(
     '--split', choices=['validation', 'shift'], default='validation', help='split of the task'

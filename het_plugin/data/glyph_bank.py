@@ -4,6 +4,7 @@ The classes are frozen in glyph_classes.tsv, so that class ids depend neither on
 tables nor on the fonts' versions. All of them are letters, numbers, symbols or punctuation marks
 (general category L, N, S or P) that have a Unicode name:
   core     glyphs that all 12 DejaVu text faces share (2,297)
+  latin    those of core up to U+017F, Latin Extended-A (316)
   full     glyphs of any of these faces (6,494)
   heldout  glyphs of at least two STIX faces that are not in core (1,142)
 """
@@ -14,6 +15,7 @@ import dataclasses
 import functools
 import importlib.resources
 import pathlib
+import sys
 
 import matplotlib
 import numpy as np
@@ -35,6 +37,7 @@ STIX_FACES = ('STIXGeneral', 'STIXGeneralBol', 'STIXGeneralBolIta', 'STIXGeneral
 # rotation, shear and translation do not cut it off.
 _EM = 0.85
 _BOX = 0.72
+_LATIN_END = 0x17F
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +70,12 @@ class GlyphBank:
 
 @functools.cache
 def glyph_classes(class_set: str) -> GlyphClasses:
-  """The frozen classes of 'core', 'full' or 'heldout', in order of code point."""
+  """The frozen classes of a set, in order of code point."""
+  column, end = ('core', _LATIN_END) if class_set == 'latin' else (class_set, sys.maxunicode)
   table = importlib.resources.files('het_plugin.data').joinpath('glyph_classes.tsv')
   with table.open(encoding='utf-8', newline='') as lines:
-    rows = [row for row in csv.DictReader(lines, delimiter='\t') if row[class_set] == '1']
+    rows = [row for row in csv.DictReader(lines, delimiter='\t') if row[column] == '1']
+  rows = [row for row in rows if int(row['code_point'], 16) <= end]
   return GlyphClasses(
     code_points=tuple(int(row['code_point'], 16) for row in rows),
     names=tuple(row['name'] for row in rows),

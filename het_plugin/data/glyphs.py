@@ -37,13 +37,23 @@ _FEWSHOT_SPLITS = {
   'train': GlyphSplit(glyph_bank.STIX_FACES, 32),
   'test': GlyphSplit(glyph_bank.STIX_FACES, 8),
 }
-SPLITS = {'core': _TRAINING_SPLITS, 'full': _TRAINING_SPLITS, 'heldout': _FEWSHOT_SPLITS}
+_LATIN_SPLITS = {
+  'train': GlyphSplit(glyph_bank.DEJAVU_FACES, None),
+  'finite': GlyphSplit(glyph_bank.DEJAVU_FACES, 64),
+  'validation': GlyphSplit(glyph_bank.DEJAVU_FACES, 48),
+}
+SPLITS = {
+  'core': _TRAINING_SPLITS,
+  'latin': _LATIN_SPLITS,
+  'full': _TRAINING_SPLITS,
+  'heldout': _FEWSHOT_SPLITS,
+}
 
 
 class GlyphSource:
   """An ExampleSource of augmented glyphs, float32 [B, size, size, 1] in [-1, 1], for any size.
 
-  class_set: 'core', 'full' or 'heldout'.
+  class_set: 'core', 'latin', 'full' or 'heldout'.
   """
 
   def __init__(self, class_set: str):
@@ -151,6 +161,7 @@ SOURCES = {
   'glyphs_heldout': GlyphSource('heldout'),
   'glyphs_noisy': NoisyGlyphSource('core'),
   'glyphs_noisy_full': NoisyGlyphSource('full'),
+  'glyphs_noisy_latin': NoisyGlyphSource('latin'),
 }
 
 

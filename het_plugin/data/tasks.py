@@ -250,7 +250,7 @@ def _made(prefix: str, argument: str) -> ImageTask:
 # Not by add_image_task, which reads their metadata, for which fonts must be loaded.
 for _name, _source in glyphs.SOURCES.items():
   _add(ImageTask(_name, _source))
-for _class_set in glyphs.SPLITS:
+for _class_set in ('core', 'full', 'heldout'):
   _name = 'glyph_names' if _class_set == 'core' else f'glyph_names_{_class_set}'
   _add(ImageTask(_name, glyphs.GlyphNameSource(_class_set), vocabulary='bytes'))
 _add(ImageTask('digits', array_source.digits_source()))

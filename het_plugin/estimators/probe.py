@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ from het_plugin.data.representations import Representations, read_representation
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.evaluation import agreement, uncertainty
+from het_plugin.evaluation.comparison import EXTREME, extreme_share
 from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.uncertainty_report import calibration_figures
 
-EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
 
@@ -339,20 +338,6 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
       difference['stderr_folds'] = {'nll': _over_folds(per_example, outcome.fold)}
     row['difference'] = difference
   return row
-
-
-def extreme_share(differences: np.ndarray) -> float | None:
-  """The share of the sum of differences [N] that is due to the largest 1% of them.
-
-  Largest means in absolute value, and at least one difference is taken. A share above 1 means that
-  the others have the opposite sign. None if the sum is 0.
-  """
-  total = float(differences.sum())
-  if not total:
-    return None
-  count = max(1, math.ceil(EXTREME * len(differences)))
-  largest = np.argsort(-np.abs(differences), kind='stable')[:count]
-  return float(differences[largest].sum()) / total
 
 
 def _sorted_by_index(scores):

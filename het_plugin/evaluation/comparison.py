@@ -1,6 +1,7 @@
-"""Statistics of runs: paired tests of few-shot results, and unpaired tests of groups of runs."""
+"""Statistics of runs: paired tests over draws and examples, unpaired tests of groups of runs."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ import scipy.stats
 
 from het_plugin.evaluation.fewshot import FewShotResult
 
+EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
 MIN_DATASETS = 6  # with fewer, the two-sided signed-rank test cannot reach 0.05
 
 
@@ -82,3 +84,31 @@ def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
   with warnings.catch_warnings():  # scipy warns of lost precision if runs in a group are equal
     warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
     return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)
+
+
+def paired(values: np.ndarray, baseline: np.ndarray) -> dict[str, float | None]:
+  """`values` minus `baseline`, both [seeds, N], of the same seeds and examples.
+
+  Returns:
+    'mean'; 'stderr_seeds' and 'p_seeds' of a paired t-test over seeds; 'stderr_examples' and
+    'p_examples' of one over examples, each with its mean over seeds; 'extreme', see extreme_share.
+  """
+  gaps = np.asarray(values, np.float64) - baseline
+  found = {'mean': float(gaps.mean())}
+  for name, means in (('seeds', gaps.mean(axis=1)), ('examples', gaps.mean(axis=0))):
+    found[f'stderr_{name}'], found[f'p_{name}'] = _t_test(means)
+  return found | {'extreme': extreme_share(gaps.mean(axis=0))}
+
+
+def extreme_share(differences: np.ndarray) -> float | None:
+  """The share of the sum of differences [N] that is due to the largest 1% of them.
+
+  Largest means in absolute value, and at least one difference is taken. A share above 1 means that
+  the others have the opposite sign. None if the sum is 0.
+  """
+  total = float(differences.sum())
+  if not total:
+    return None
+  count = max(1, math.ceil(EXTREME * len(differences)))
+  largest = np.argsort(-np.abs(differences), kind='stable')[:count]
+  return float(differences[largest].sum()) / total

@@ -2,6 +2,6 @@
 
 CONFIGURABLES = {
   'ablation': ('Ablation',),
-  'analyses': ('NoiseEffect', 'RowSpaceAlignment'),
+  'analyses': ('ExampleNLL', 'NoiseEffect', 'RowSpaceAlignment'),
   'flops': ('Flops',),
 }

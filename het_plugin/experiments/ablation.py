@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from het_plugin import reporting
 from het_plugin.evaluation import comparison
+from het_plugin.experiments import analyses
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments.study import Outcome, Request, check_label, check_settings
 from het_plugin.training import nonfinite, run_files
@@ -237,12 +240,13 @@ class _Training:
     rows = [self._row(label) for label in ablation.cells]
     seeds = ablation.seeds[: len(self._found[ablation.first])]
     first = {label: folders[0] for label, folders in self._folders.items()}
+    tables = self._differences(rows), self._tests(rows), self._choices()
     return Outcome(
       title=ablation.title,
       introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
       f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
       rows=rows,
-      tables=[table for table in (self._tests(rows), self._choices()) if table.lines],
+      tables=[table for table in tables if table.lines],
       notes=[
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
         'padding of the classes.',
@@ -268,8 +272,44 @@ class _Training:
         for name, of_name in values.items()
       }
     counts = self._counts[label]
+    if runs is not against and (differences := self._differences_of(label)):
+      row['difference'] = differences
     row |= {'num_params': counts.total, 'extra_params': counts.extra}
     return row | {'runs': values, 'chosen': dict(self._chosen[label][0])}
+
+  def _differences_of(self, label: str) -> dict[str, dict[str, float | None]]:
+    """What the analysis wrote per example minus that of the first cell, paired; {} if nothing."""
+    files = [
+      [folder / analyses.NLL_FILE for folder in self._folders[name]]
+      for name in (label, self._ablation.first)
+    ]
+    if not all(path.exists() for path in itertools.chain(*files)):
+      return {}
+    values, baseline = ([np.load(path) for path in of_cell] for of_cell in files)
+    stacked = {
+      name: [np.stack([run[name] for run in runs]) for runs in (values, baseline)]
+      for name in values[0]
+    }
+    return {name: comparison.paired(*pair) for name, pair in stacked.items()}
+
+  def _differences(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table:
+    lines = [
+      [
+        row['head'],
+        name,
+        f'{gap["mean"]:+.4f}',
+        *(f'{gap[k]:.4f}' if gap[k] else '–' for k in ('stderr_seeds', 'stderr_examples')),
+        reporting.p_text(gap['p_seeds']),
+        '–' if gap['extreme'] is None else f'{gap["extreme"]:.0%}',
+      ]
+      for row in rows
+      for name, gap in row.get('difference', {}).items()
+    ]
+    return reporting.Table(
+      f'Minus {self._ablation.first}, paired by seed and example',
+      ['cell', 'value', 'mean', '± seeds', '± examples', 'p (seeds)', 'extreme 1%'],
+      lines,
+    )
 
   def _tests(self, rows: Sequence[Mapping[str, Any]]) -> reporting.Table:
     """p of each cell and metric, where something can be tested."""

@@ -15,17 +15,20 @@ from het_plugin.config import trained_run
 from het_plugin.evaluation import class_covariance
 from het_plugin.evaluation.extraction import PerExample, Rows
 from het_plugin.evaluation.splits import open_split
-from het_plugin.integrate import GaussianLogits, shared_key
+from het_plugin.integrate import GaussianLogits, example_keys, shared_key
+
+NLL_FILE = 'nll.npz'
+_HELD_OUT = 'NLL, tau of held-out'
 
 
 def _per_example(
   run: trained_run.TrainedRun,
   compute: Callable[[Any, Any], dict[str, jax.Array]],
   split: str,
-  num_examples: int,
+  num_examples: int | None,
   rows_per_shard: int,
 ) -> Iterator[Rows]:
-  """Results of at most `num_examples` of a split, a fixed random choice, batch by batch.
+  """Results of at most `num_examples` of a split, a fixed random choice (None: all), by batch.
 
   `compute` maps (params, batch) to arrays with a row per example and is compiled.
   """
@@ -88,6 +91,61 @@ def _variance(logits: GaussianLogits) -> jax.Array:
   factors = logits.factors()[..., : logits.num_classes] / logits.temperature  # [B, R + 1, K]
   factors -= factors.mean(-1, keepdims=True)
   return jnp.square(factors).sum(1).mean(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleNLL:
+  """The NLL of each example, also with a temperature that other examples have chosen.
+
+    tau of held-out: tau times the power of 2^(1/4) from 1/2 to 2 with the least NLL on
+      choose_split;
+    NLL, tau of held-out: the NLL with it.
+
+  Writes nll.npz into the folder, with 'NLL' and 'NLL, tau of held-out', float32 [N] in the order of
+  the examples. `Ablation` computes errors over examples from it.
+
+  Attributes:
+    split: split of the run's task.
+    choose_split: examples that choose tau; tau is tried with the samples of training.
+    num_examples: largest number of examples that choose tau, a fixed random choice.
+  """
+
+  split: str = 'validation[50%:]'
+  choose_split: str = 'validation[:50%]'
+  num_examples: int = 2048
+
+  def __call__(self, run_dir: Path) -> dict[str, float]:
+    run = trained_run.open_run(run_dir)
+
+    def nlls_of(split, count, integrator, *scales):
+      """[N, len(scales)] in the order of the examples, and tau."""
+
+      def nlls(params, batch):
+        logits = run.model.logits(params, batch)
+        keys = example_keys(jax.random.key(run.model.eval_seed), batch['index'])
+
+        def scaled(scale):
+          changed = logits.replace(temperature=scale * logits.temperature)
+          return integrator.nll(changed, batch['label'], keys)
+
+        return {
+          'nll': jax.lax.map(scaled, jnp.array(scales)).T,
+          'tau': jnp.broadcast_to(logits.temperature, len(batch['index'])),
+        }
+
+      rows = list(_per_example(run, nlls, split, count, rows_per_shard=128))
+      index, nll, tau = (np.concatenate([x[k] for x in rows]) for k in ('index', 'nll', 'tau'))
+      return nll[np.argsort(index)], float(tau[0])
+
+    scales = 2 ** (np.arange(-4, 5) / 4)
+    tried, tau = nlls_of(self.choose_split, self.num_examples, run.model.train_integrator, *scales)
+    best = float(scales[tried.mean(0, dtype=np.float64).argmin()])
+    found, _ = nlls_of(self.split, None, run.model.eval_integrator, 1.0, best)
+    np.savez(run_dir / NLL_FILE, **{'NLL': found[:, 0], _HELD_OUT: found[:, 1]})
+    return {
+      _HELD_OUT: found[:, 1].mean(dtype=np.float64),
+      'tau of held-out': best * tau,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

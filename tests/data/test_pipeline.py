@@ -417,7 +417,9 @@ BAD_CONFIGS = {
   },
   "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyph_names', "
   "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout', "
-  "'glyphs_noisy', 'glyphs_noisy_full'": {'mixture_or_task_name': 'glyph_core'},
+  "'glyphs_noisy', 'glyphs_noisy_full', 'glyphs_noisy_latin'": {
+    'mixture_or_task_name': 'glyph_core'
+  },
   "num_epochs is 3; the split 'train' of glyphs_core is endless": {'num_epochs': 3},
   "'text': 8}; it must be {'image': H, 'label': L} with H at least 1 and L at least 1": {
     'task_feature_lengths': {'image': 28, 'text': 8}

@@ -23,6 +23,9 @@ def test_metadata_of_built_in_tasks():
   assert task_info('glyphs_core').class_names[0] == 'EXCLAMATION MARK'
   assert task_info('glyphs_noisy') == task_info('glyphs_core')
   assert task_info('glyphs_noisy_full') == task_info('glyphs_full')
+  latin = task_info('glyphs_noisy_latin')
+  assert latin.num_classes == 316 and latin.class_names[-1] == 'LATIN SMALL LETTER LONG S'
+  assert latin.splits == {'train': None, 'finite': 64 * 316, 'validation': 48 * 316}
   assert task_info('digits').splits == {'train': 1438, 'test': 359}
 
 

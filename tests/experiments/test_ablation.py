@@ -130,6 +130,24 @@ def test_an_analysis_adds_metrics_once(tmp_path, trained):
   assert outcome.rows[1]['runs']['depth'] == [2, 4] and len(seen) == 4
 
 
+def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
+  def analysis(folder):
+    learned, seed = folder.parent.name == 'learned', int(folder.name[-1])
+    nll = np.arange(100.0) * (1.01 if learned else 1) + seed * learned
+    np.savez(folder / 'nll.npz', NLL=nll)
+    return {}
+
+  outcome = last_outcome(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
+  det, learned = outcome.rows
+  found = learned['difference']['NLL']
+  gaps = np.arange(100.0) / 100 + 0.5
+  assert 'difference' not in det and math.isclose(found['mean'], gaps.mean())
+  assert math.isclose(found['stderr_seeds'], 0.5)
+  assert math.isclose(found['stderr_examples'], scipy.stats.sem(gaps))
+  assert math.isclose(found['extreme'], gaps[-1] / gaps.sum())
+  assert outcome.tables[0].lines[0][2:5] == [f'{gaps.mean():+.4f}', '0.5000', '0.0290']
+
+
 def test_bindings_of_the_command_line_win(tmp_path, trained):
   request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
   outcome = last_outcome(ablation(), tmp_path, **request)

@@ -1,14 +1,15 @@
-"""What the noise does in a trained run, against float64 numpy."""
+"""What the noise does in a trained run, and the NLL of its examples, against float64 numpy."""
 
+import jax
 import numpy as np
 import pytest
 from scipy import special
 
 from het_plugin import data
 from het_plugin.config import trained_run
-from het_plugin.experiments.analyses import NoiseEffect
+from het_plugin.experiments.analyses import ExampleNLL, NoiseEffect
 from het_plugin.heads import Det
-from het_plugin.integrate import Integrator
+from het_plugin.integrate import Integrator, example_keys
 
 EFFECT = NoiseEffect(split='test', num_examples=24)
 
@@ -57,3 +58,20 @@ def test_a_deterministic_head_has_none(digits_run, monkeypatch):
   del run.param_specs['head']['covariance'], run.param_specs['head']['temperature']
   monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
   assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
+
+
+def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_path, monkeypatch):
+  run = trained_run.open_run(digits_run[0])
+  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  found = ExampleNLL(split='test[:24]', choose_split='train', num_examples=64)(tmp_path)
+  written = np.load(tmp_path / 'nll.npz')
+  batch = batch_of(run)
+  np.testing.assert_allclose(written['NLL'], -run.model.score_batch(run.params, batch), rtol=1e-4)
+  logits = run.model.logits(run.params, batch)
+  scale = found['tau of held-out'] / float(logits.temperature)
+  assert round(4 * np.log2(scale), 4) in range(-4, 5)
+  keys = example_keys(jax.random.key(run.model.eval_seed), batch['index'])
+  changed = logits.replace(temperature=scale * logits.temperature)
+  nll = run.model.eval_integrator.nll(changed, batch['label'], keys)
+  np.testing.assert_allclose(written['NLL, tau of held-out'], nll, rtol=1e-4)
+  assert found['NLL, tau of held-out'] == pytest.approx(float(nll.mean()), rel=1e-4)
