@@ -23,10 +23,10 @@ def noisy_run(digits_run, monkeypatch):
   return run
 
 
-def batch_of(run):
+def batch_of(run, split='test', bounded=True):
   """The same examples in one batch."""
   size = 128
-  cfg = data.one_pass(run.task, 'test', image_size=8, max_labels=1, batch_size=size, bounded=True)
+  cfg = data.one_pass(run.task, split, image_size=8, max_labels=1, batch_size=size, bounded=bounded)
   batch = next(iter(data.get_dataset(cfg)))
   return {name: x[:24] for name, x in batch.items()}
 
@@ -65,7 +65,7 @@ def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_pat
   monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
   found = ExampleNLL(split='test[:24]', choose_split='train', num_examples=64)(tmp_path)
   written = np.load(tmp_path / 'nll.npz')
-  batch = batch_of(run)
+  batch = batch_of(run, 'test[:24]', bounded=False)
   np.testing.assert_allclose(written['NLL'], -run.model.score_batch(run.params, batch), rtol=1e-4)
   logits = run.model.logits(run.params, batch)
   scale = found['tau of held-out'] / float(logits.temperature)
