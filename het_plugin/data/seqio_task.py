@@ -185,8 +185,11 @@ class _ImageConverter(seqio.FeatureConverter):
       )
     super().__init__(pack=False, use_custom_packing_ops=False, **kwargs)
 
-  def __call__(self, ds: tf.data.Dataset, lengths: Mapping[str, int]) -> tf.data.Dataset:
+  def __call__(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
     # Only seqio's evaluator gives lengths of index and mask; tasks need not have these features.
+    lengths = task_feature_lengths
     return super().__call__(ds, {name: lengths[name] for name in lengths if name not in _NUMBERS})
 
   def _convert_features(
