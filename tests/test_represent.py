@@ -9,7 +9,9 @@ import pytest
 from flax import traverse_util
 from PIL import Image
 
-from het_plugin import data, represent, weights
+from het_plugin import data, estimators, represent, weights
+from het_plugin.config import parsing, registry
+from het_plugin.config.training_run import train_from_gin
 from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import represent as represent_lib
 
@@ -80,6 +82,34 @@ def test_digits(digits_run, call, tmp_path):
   assert 'train.safetensors was made with other settings (step 2, now 1; params' in error
   call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', '--overwrite')
   assert read_representations(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
+
+
+def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, call, tmp_path):
+  """A run of one step of length 0 has the NLL of the estimator, as has the estimator of the run."""
+  call(f'--checkpoint={digits_run[0]}', '--dataset=digits', f'--output_dir={tmp_path}')
+  train, test = (f'{tmp_path}/digits/pre_logits/{x}.safetensors' for x in ('train', 'test'))
+  fitted = estimators.DetClassifier(max_iter=20, tol=0.1).fit(train)
+  start = f'{tmp_path}/start.safetensors'
+  estimators.to_checkpoint(fitted, start, backbone=str(digits_run[0]))
+  registry.register_trainer()
+  parsing.parse_config(
+    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin'],
+    [
+      *(f"MODEL_DIR = '{tmp_path}/run'", 'TRAIN_STEPS = 1', 'EVAL_PERIOD = 1', 'SAVE_PERIOD = 1'),
+      *('EVAL_BATCH_SIZE = 40', 'EVAL_STEPS = 9'),
+      *('WARMUP_STEPS = 0', 'LEARNING_RATE = 1e-12', 'WEIGHT_DECAY = 0.0', 'BATCH_SIZE = 8'),
+      *('warmup_schedule.init_value = 0.0', 'warmup_schedule.end_value = 0.0', *TINY),
+      'CheckpointConfig.restore = @RestoreCheckpointConfig()',
+      f"RestoreCheckpointConfig.path = '{start}'",
+    ],
+  )
+  train_from_gin()
+  lines = [json.loads(x) for x in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+  (trained,) = (x['training_eval/digits/nll'] for x in lines if 'training_eval/digits/nll' in x)
+  y = read_representations(test).label
+  assert trained == pytest.approx(fitted.nll(test, y).mean(), abs=1e-4)
+  opened = estimators.from_run(str(tmp_path / 'run'))
+  assert opened.nll(test, y).mean() == pytest.approx(trained, abs=1e-4)
 
 
 def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):

@@ -1,6 +1,6 @@
 """Heads fitted to saved representations, with scikit-learn's interface."""
 
-from het_plugin.estimators.files import from_head, head_params, load, save, to_checkpoint
+from het_plugin.estimators.files import from_head, from_run, head_params, load, save, to_checkpoint
 from het_plugin.estimators.heads import (
   CLASSIFIERS,
   DetClassifier,
@@ -16,6 +16,7 @@ __all__ = [
   'HetHClassifier',
   'HetXLClassifier',
   'from_head',
+  'from_run',
   'head_params',
   'load',
   'save',

@@ -16,6 +16,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from het_plugin.estimators import (
   calibration,
   inputs,
+  lbfgs,
   minibatch,
   objective,
   placement,
@@ -36,7 +37,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   _head: str
   _noise: tuple[str, ...] = ()
 
-  def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> 'HeadClassifier':  # noqa: N803
+  def fit(
+    self,
+    X: Any,  # noqa: N803
+    y: Any = None,
+    sample_weight: Any = None,
+    start: 'HeadClassifier | None' = None,
+  ) -> 'HeadClassifier':
     """Fits the head.
 
     Args:
@@ -44,13 +51,17 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       y: class ids or strings [N]; an indicator of several labels [N, K]; votes [N, L], with -1 (or
         '') for a missing one; or probabilities [N, K]. See `target`. None takes those of the file.
       sample_weight: [N], at least 0; None is 1 for each.
+      start: a `DetClassifier` that has been fitted to the same rows with the same C, tau and hidden
+        layers. The noise starts at its optimum, which is otherwise computed first.
 
     Raises:
-      ValueError: a setting, X or y is wrong, or there is only one class.
+      ValueError: a setting, X, y or start is wrong, or there is only one class.
     """
     self._check()
     X, y = inputs.open_features(X, y)  # noqa: N806
     X, y = self._validated(X, y, fit=True)
+    if self.tau == 'validation' and start is not None:
+      raise ValueError("start needs one tau: tau='validation' fits DET at several")
     if self.tau == 'validation' and inputs.streams(X, self.solver):
       raise ValueError(
         f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} entries "
@@ -75,14 +86,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     tau = None if self.tau == 'learned' else self.tau
     if self.tau == 'validation':
       tau = self._choose_tau(X, encoded, weight, seed)
-    self._fit(tau, X, encoded, weight, seed)
+    self._fit(tau, X, encoded, weight, seed, start)
     return self
 
   def predict_log_proba(self, X: Any) -> np.ndarray:  # noqa: N803
     """log p(k | x), float32 [N, K]; for an indicator log p(y_k = 1 | x)."""
     check_is_fitted(self)
     if self.calibration_ is None:
-      return self._map(_log_prob, X)
+      return self._map('log_prob', X)
     if self.target_ == 'indicator':
       return -np.logaddexp(0.0, -self._scores(X))
     return self._scores(X)
@@ -116,7 +127,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     predicted = self.predict(X)
     if self.target_ in ('classes', 'indicator'):
       return accuracy_score(y, predicted, sample_weight=sample_weight)
-    shares = self._encoded(y).distribution()
+    shares = self._encoded(X, y).distribution()
     found = shares[np.arange(len(shares)), np.searchsorted(self.classes_, predicted)]
     return float(np.average(found, weights=sample_weight))
 
@@ -127,9 +138,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     votes and probabilities.
     """
     check_is_fitted(self)
-    encoded = self._encoded(y)
+    encoded = self._encoded(X, y)
     if self.calibration_ is None:
-      return self._map(_nll, X, encoded.values)
+      return self._map('nll', X, encoded.values)
     scores, shares = self._scores(X), encoded.distribution()
     if encoded.kind == 'indicator':
       return (np.logaddexp(0.0, scores) - shares * scores).sum(axis=1)
@@ -142,7 +153,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     Calibration is not applied.
     """
     check_is_fitted(self)
-    both = self._map(_entropies, X)
+    both = self._map('entropies', X)
     return both[:, 0], both[:, 1]
 
   def covariance(self, X: Any, classes: Any = None) -> np.ndarray:  # noqa: N803
@@ -161,7 +172,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       chosen = targets.encode(classes, 'classes', self.classes_).values[:, 0]
     if self._head == 'det':
       return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
-    factors = self._map(_factors, X)[:, :, chosen]  # [N, R + 1, k]
+    factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
     return np.einsum('nrk,nrl->nkl', factors, factors)
 
   def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:  # noqa: N803
@@ -176,7 +187,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return []
     total, rows = 0.0, np.asarray(X)
     for start in range(0, len(rows), 1024):
-      factors = self._map(_factors, rows[start : start + 1024])
+      factors = self._map('factors', rows[start : start + 1024])
       total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
     deviation = np.sqrt(np.diag(total))
     correlation = np.triu(total / np.outer(deviation, deviation), k=1)
@@ -201,7 +212,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """
     check_is_fitted(self)
     self.calibration_ = None
-    encoded, scores = self._encoded(y), self._scores(X)
+    encoded, scores = self._encoded(X, y), self._scores(X)
     shares, link = encoded.distribution(), encoded.link
     order = np.random.default_rng(0).permutation(len(shares))
     half = 0 if method == 'none' else (len(order) + 1) // 2
@@ -253,7 +264,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def _scores(self, X):  # noqa: N803
     """Calibrated log p, or log odds for an indicator, [N, K]."""
     indicator = self.target_ == 'indicator'
-    scores = self._map(_log_odds if indicator else _log_prob, X)
+    scores = self._map('log_odds' if indicator else 'log_prob', X)
     if self.calibration_ is None:
       return scores
     return self.calibration_.apply(scores, 'sigmoid' if indicator else 'softmax')
@@ -295,7 +306,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
     inputs.check_solver(self.solver)
-    if any(width < 1 for width in self.hidden_layers):
+    if not 0 < self.validation_fraction < 1:
+      raise ValueError(
+        f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
+      )
+    if np.ndim(self.hidden_layers) != 1 or any(width < 1 for width in self.hidden_layers):
       raise ValueError(f'{name}: hidden_layers={self.hidden_layers} must be positive widths')
 
   def _validated(self, X, y=None, fit=False):  # noqa: N803
@@ -321,23 +336,23 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       )
     return y
 
-  def _encoded(self, y):
-    return targets.encode(np.asarray(y), self.target, self.classes_, self.target_)
+  def _encoded(self, X, y):  # noqa: N803
+    y = self._labels(*inputs.open_features(X, y))
+    return targets.encode(y, self.target, self.classes_, self.target_)
 
-  def _fit(self, tau, X, encoded, weight, seed):  # noqa: N803
-    if not weight.any():
-      raise ValueError('all sample weights are 0')
+  def _fit(self, tau, X, encoded, weight, seed, start=None):  # noqa: N803
     model = self.model_ = self._model(len(encoded.classes), encoded.link, tau)
     has_no_noise = getattr(self, 'C_noise', None) == 0
     fit_rows = self._fit_streamed if inputs.streams(X, self.solver) else self._fit_in_memory
     with placement.on(self.mesh):
-      fit = fit_rows(model.deterministic if has_no_noise else model, X, encoded, weight, seed)
+      fitted = model.deterministic if has_no_noise else model
+      fit = fit_rows(fitted, X, encoded, weight, seed, start)
     self.params_ = fit.params
     if has_no_noise:
       self.params_ = starts.without_noise(model.init(seed, X.shape[1]), fit.params)
     self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
 
-  def _fit_streamed(self, model, X, encoded, weight, seed):  # noqa: N803
+  def _fit_streamed(self, model, X, encoded, weight, seed, start):  # noqa: N803
     data = minibatch.Data(X, encoded.values, weight)
     self.mean_ = data.mean
     return minibatch.fit(
@@ -350,9 +365,23 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       max_iter=self.max_iter,
       progress=self.progress,
       mesh=self.mesh,
+      det_fit=self._det_fit(start),
     )
 
-  def _fit_in_memory(self, model, X, encoded, weight, seed):  # noqa: N803
+  def _det_fit(self, start):
+    """The fit of `start`, which must be that of this estimator's DET."""
+    if start is None:
+      return None
+    check_is_fitted(start)
+    same = start.model_ == self.model_.deterministic and start.C == self.C
+    if not same or not np.array_equal(start.mean_, self.mean_):
+      raise ValueError(
+        'start must be a DetClassifier fitted to the same rows with the same C, tau and '
+        f'hidden_layers; it is {start}'
+      )
+    return lbfgs.Fit(start.params_, start.objective_, start.gradient_, start.n_iter_)
+
+  def _fit_in_memory(self, model, X, encoded, weight, seed, start):  # noqa: N803
     keep = weight > 0
     x, encoded, weight = X[keep], encoded.rows(keep), weight[keep]
     if inputs.is_mapped(X):
@@ -365,7 +394,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
     rows = placement.place_rows(rows, self.mesh)
     settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
-    return starts.fit(model, rows, shares, seed, self.mesh, **settings)
+    return starts.fit(model, rows, shares, seed, self.mesh, self._det_fit(start), **settings)
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
     """The tau of `TAU_GRID` with the best fit to held-out rows."""
@@ -375,20 +404,21 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     self.tau_grid_nll_ = {}
     for tau in TAU_GRID:
       self._fit(tau, X[train], encoded.rows(train), weight[train], seed)
-      nll = self._map(_nll, X[held_out], encoded.values[held_out])
+      nll = self._map('nll', X[held_out], encoded.values[held_out])
       self.tau_grid_nll_[tau] = float(np.average(nll, weights=weight[held_out]))
     return min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
 
-  def _map(self, function, X, target=None):  # noqa: N803
-    """`function` of the rows, computed in blocks of one shape."""
+  def _map(self, method, X, target=None):  # noqa: N803
+    """A method of the model for the rows, computed in blocks of one shape."""
     X, _ = inputs.open_features(X)  # noqa: N806
     is_mapped = inputs.is_mapped(X)
     X = X if is_mapped else self._validated(X)  # noqa: N806
     with placement.on(self.mesh):
-      return self._in_blocks(function, X, target, is_mapped)
+      return self._in_blocks(method, X, target, is_mapped)
 
-  def _in_blocks(self, function, X, target, is_mapped):  # noqa: N803
+  def _in_blocks(self, method, X, target, is_mapped):  # noqa: N803
     params = placement.place_params(self.model_, self.params_, self.mesh)
+    params = self.model_.multiplied(params)
     size = min(objective.block_rows(self.model_, len(X)), 4096)
     found = []
     for start in range(0, len(X), size):
@@ -399,7 +429,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         block.append(target[start : start + size])
       padding = size - len(block[0])
       block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
-      found.append(np.asarray(function(self.model_, params, *map(_narrow, block))))
+      found.append(np.asarray(_apply(self.model_, method, params, *map(_narrow, block))))
       placement.forget_pages(X)
     return np.concatenate(found)[: len(X)]
 
@@ -415,26 +445,6 @@ def _narrow(x):
   return np.asarray(x, np.float32) if x.dtype.kind == 'f' else x
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _log_prob(model, params, x):
-  return model.log_prob(params, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _log_odds(model, params, x):
-  return model.log_odds(params, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _nll(model, params, x, target):
-  return model.nll(params, x, target)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _entropies(model, params, x):
-  return model.entropies(params, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _factors(model, params, x):
-  return model.factors(params, x)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _apply(model, method, params, *arrays):
+  return getattr(model, method)(params, *arrays)

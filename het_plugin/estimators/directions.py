@@ -74,15 +74,16 @@ def _location_prob(model, params, x):
 
 
 def _residuals(model, det, rows):
-  """p and w (t - p), [n, K], of the first rows."""
-  limit = max(1, ENTRIES // model.num_classes)
-  p, gap, found = [], [], 0
-  for x, target, weight in zip(rows.x, rows.target, rows.weight, strict=True):
-    if found >= limit:
-      break
-    size = min(limit - found, len(x))
-    predicted = np.asarray(_location_prob(model.deterministic, det, x))[:size]
-    target, weight = np.asarray(target[:size]), np.asarray(weight[:size])
+  """p and w (t - p), [n, K], of evenly spaced rows."""
+  num_blocks, size = rows.weight.shape
+  stride = -(-rows.weight.size * model.num_classes // ENTRIES)
+  p, gap = [], []
+  for i in range(num_blocks):
+    chosen = slice(-i * size % stride, None, stride)
+    if chosen.start >= size:
+      continue
+    predicted = np.asarray(_location_prob(model.deterministic, det, rows.x[i]))[chosen]
+    target, weight = np.asarray(rows.target[i])[chosen], np.asarray(rows.weight[i])[chosen]
     if target.dtype.kind == 'i':
       listed = target >= 0
       row, column = np.nonzero(listed)
@@ -91,7 +92,6 @@ def _residuals(model, det, rows):
       target = shares / np.maximum(listed.sum(axis=1, keepdims=True), 1)
     p.append(predicted)
     gap.append((target - predicted) * weight[:, None])
-    found += size
   return np.concatenate(p), np.concatenate(gap)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import traverse_util
+from sklearn.utils.validation import check_is_fitted
 
 from het_plugin import heads as linen_heads
 from het_plugin import weights
@@ -23,6 +24,7 @@ _FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
 
 def save(estimator: HeadClassifier, path: str) -> None:
   """Writes a fitted estimator to PATH.safetensors, class names and calibration included."""
+  check_is_fitted(estimator)
   params = traverse_util.flatten_dict(estimator.params_, sep='/')
   arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}
   arrays['mean'] = np.asarray(estimator.mean_)
@@ -119,6 +121,7 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
   The mean that the estimator subtracts is added to the biases. What an estimator's calibration adds
   is left out.
   """
+  check_is_fitted(estimator)
   flat = traverse_util.flatten_dict(estimator.params_, sep='/')
   flat = {name: np.asarray(x) for name, x in flat.items()}
   if estimator._head == 'het_h':
@@ -147,14 +150,31 @@ def _all_buckets(estimator, flat):
   return full
 
 
+def from_run(checkpoint: str, classes: Any = None) -> HeadClassifier:
+  """The head of a training run as an estimator of its pre-logits, which `represent` writes.
+
+  Args:
+    checkpoint: directory of a run (its newest checkpoint), or of one checkpoint in it. The gin
+      configuration is that of the run afterwards.
+    classes: [K] names; None numbers them.
+
+  Raises:
+    ValueError: there is no checkpoint, or the head has settings that no estimator has.
+  """
+  from het_plugin.config import trained_run  # imports TensorFlow
+
+  run = trained_run.open_run(checkpoint)
+  return from_head(run.model.head, run.params['head'], classes)
+
+
 def from_head(
   head: linen_heads.Classifier, params: dict[str, Any], classes: Any = None
 ) -> HeadClassifier:
-  """The head of a training run as an estimator of its pre-logits.
+  """A linen head as an estimator of its pre-logits.
 
   Args:
-    head: head of a model, such as `run.model.head`.
-    params: parameters of the head, such as `run.params['head']`.
+    head: the module.
+    params: its parameters.
     classes: [K] names; None numbers them.
 
   Raises:

@@ -6,6 +6,7 @@ four, and the best parameters taken again, wherever the NLL of held-out rows has
 `PATIENCE` evaluations; the fit ends where that has happened `NUM_RATES` times.
 """
 
+import copy
 import functools
 import itertools
 import warnings
@@ -100,6 +101,7 @@ def fit(
   max_iter: int,
   progress: bool,
   mesh: Sequence[int] | None = None,
+  det_fit: lbfgs.Fit | None = None,
 ) -> lbfgs.Fit:
   """Fits a model; the objective of the result is the NLL of the held-out rows.
 
@@ -113,6 +115,7 @@ def fit(
     max_iter: epochs at most, of DET and of the noise each.
     progress: whether a bar shows the NLL.
     mesh: see `placement`.
+    det_fit: DET's, where the noise starts; None computes it.
   """
   rng = np.random.default_rng(seed)
   order = rng.permutation(data.index)
@@ -122,21 +125,20 @@ def fit(
   search = functools.partial(
     _search, data, index, held_out, rng, c, c_noise, max_iter=max_iter, progress=progress, mesh=mesh
   )
-  start = starts.det_start(det, det.init(seed, width), class_shares)
-  fitted = search(det, start)
+  if det_fit is None:
+    det_fit = search(det, starts.det_start(det, det.init(seed, width), class_shares))
   if model.head == 'det':
-    return fitted
+    return det_fit
   sample = data.rows(model, index[: max(16, min(len(index), 2**23 // width))], c, c_noise)
-  start = starts.noisy_start(model, fitted.params, sample, seed)
+  start = starts.noisy_start(model, det_fit.params, sample, seed)
   noisy = search(model, start)
-  return (
-    noisy
-    if noisy.objective <= fitted.objective
-    else search(model, starts.without_noise(start, fitted.params))
-  )
+  if not noisy.objective <= det_fit.objective:
+    noisy = search(model, starts.without_noise(start, det_fit.params))
+  return noisy
 
 
 def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, progress, mesh):
+  rng = copy.deepcopy(rng)  # every search sees the rows in the same order
   scale = jnp.asarray(data.scale, jnp.float32)
   theta = objective.unwhiten(model, jax.tree.map(jnp.asarray, params), 1.0 / scale)
   theta = placement.place_params(model, theta, mesh)

@@ -112,7 +112,7 @@ def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
   params = unwhiten(model, theta, whitening)
   of_location, of_noise = model.penalty(params)
   penalty = 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)
-  return (_sum(model, params, rows) + penalty) / rows.total
+  return (_sum(model, model.multiplied(params), rows) + penalty) / rows.total
 
 
 def mean_nll(model: Model, params, rows: Rows) -> jax.Array:

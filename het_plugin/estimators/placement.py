@@ -27,7 +27,7 @@ def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
   Raises:
     ValueError: there are too few devices, or the shape is no pair.
   """
-  mesh = tuple(mesh)
+  mesh = tuple(np.ravel(mesh).tolist())
   wrong = len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] > jax.device_count()
   if wrong or ROW_MULTIPLE % mesh[0]:
     raise ValueError(

@@ -131,7 +131,11 @@ def probe(
       f'the rows of another distribution have {ood_rows.shape[1]} features, those of {train} '
       f'{train_rows.features.shape[1]}'
     )
-  outcomes = [_outcome(head, train_rows, test_rows, ood_rows, settings) for head in settings.heads]
+  y, classes = _targets(train_rows, settings.target)
+  if test_rows is not None:
+    _columns(test_rows.labels, classes)
+  rows, starts = (train_rows, y, test_rows, ood_rows), {}
+  outcomes = [_outcome(head, *rows, settings, starts) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
@@ -145,7 +149,7 @@ def probe(
     f'± is a standard error over examples; differences to {baseline} are paired by example. '
     f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
     'differences make; a gain that they alone make is no gain for the others. ECE: 15 bins of '
-    'equal width.',
+    'equal width. seconds: that of DET, where the noise starts, count once.',
   ]
   notes += [
     f'{x.head}: {x.unfinished} fits ended above tol={settings.tol:g}; raise --max_iter.'
@@ -171,33 +175,49 @@ def _read(source: Source, name: str) -> tuple[Representations, str]:
   return Representations(x, y.astype(np.int32)[:, None], np.arange(len(x))), name
 
 
-def _targets(rows: Representations) -> np.ndarray:
-  """Ids [N], or an indicator [N, K] if examples have several labels."""
-  if rows.labels.shape[1] == 1:
-    return rows.label
-  num_classes = int(rows.labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
-  on = np.zeros((len(rows.labels), num_classes), int)
-  row, column = np.nonzero(rows.labels >= 0)
-  on[row, rows.labels[row, column]] = 1
+def _targets(rows: Representations, target: str) -> tuple[np.ndarray, np.ndarray]:
+  """y of the fits, and its classes: ids [N]; with several labels an example votes [N, L], or an
+  indicator [N, K].
+  """
+  labels = rows.labels
+  if target == 'votes' or labels.shape[1] == 1:
+    return labels if target == 'votes' else rows.label, np.unique(labels[labels >= 0])
+  num_classes = int(labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
+  return _indicator(labels, num_classes), np.arange(num_classes)
+
+
+def _indicator(labels: np.ndarray, num_classes: int) -> np.ndarray:
+  on = np.zeros((len(labels), num_classes), int)
+  row, column = np.nonzero(labels >= 0)
+  on[row, labels[row, column]] = 1
   return on
 
 
-def _outcome(head, train, test, ood, settings) -> Outcome:
+def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
+  """The numbers of labels [N, L] among the sorted classes, -1 where there is none.
+
+  Raises:
+    ValueError: a label is none of the classes.
+  """
+  found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
+  unseen = (classes[found] != labels) & (labels >= 0)
+  if unseen.any():
+    raise ValueError(
+      f'{int(unseen.any(axis=1).sum())} test rows have classes that the training rows have not, '
+      f'such as {int(labels[unseen][0])}'
+    )
+  return np.where(labels >= 0, found, -1)
+
+
+def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
   start = time.perf_counter()
-  y = train.labels if settings.target == 'votes' else _targets(train)
   if test is not None:
-    if settings.target == 'auto' and y.ndim == 2 and len(test.labels):
-      test_y = np.zeros((len(test.labels), y.shape[1]), int)
-      row, column = np.nonzero(test.labels >= 0)
-      if test.labels.max() >= y.shape[1]:
-        raise ValueError(f'the test rows have class {test.labels.max()}, which training has not')
-      test_y[row, test.labels[row, column]] = 1
     splits = [(np.arange(len(y)), None)]
   else:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
   for number, (fitted, held_out) in enumerate(splits):
-    estimator, point, failures = _fit_best(head, train.features, y, fitted, settings)
+    estimator, point, failures = _fit_best(head, train.features, y, fitted, settings, starts)
     rows = test if held_out is None else _rows(train, held_out)
     predictions = _predictions(estimator, rows)
     parts.append(_scores(predictions))
@@ -220,28 +240,30 @@ def _rows(rows: Representations, which: np.ndarray) -> Representations:
   )
 
 
-def _fit_best(head, x, y, fitted, settings) -> tuple[HeadClassifier, dict[str, Any], int]:
+def _fit_best(head, x, y, fitted, settings, starts) -> tuple[HeadClassifier, dict[str, Any], int]:
   """The estimator of the best point of the grid, fitted to all rows.
 
-  Also returns this point and the number of fits that did not converge.
+  `starts` collects the fits of DET, where the noise starts. Also returns this point and the number
+  of fits that did not converge.
   """
   grid = settings.grid(head)
-  common = {
-    'tol': settings.tol,
-    'max_iter': settings.max_iter,
-    'random_state': settings.seed,
-    'target': settings.target,
-    'solver': settings.solver,
-    'mesh': settings.mesh,
-    'progress': settings.progress,
-  }
+  names = ('tol', 'max_iter', 'target', 'solver', 'mesh', 'progress')
+  common = {name: getattr(settings, name) for name in names} | {'random_state': settings.seed}
 
   def fit(point, rows):
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
       # All rows without a copy: they may be a file.
       part = (x, y) if len(rows) == len(x) else (x[rows], y[rows])
-      return CLASSIFIERS[head](**common, **point).fit(*part)
+      start, tau = None, point['tau']
+      if head == 'det' or tau != 'validation':
+        key = (hash(rows.tobytes()), point['C'], tau)
+        if key not in starts:
+          starts[key] = CLASSIFIERS['det'](C=point['C'], tau=tau, **common).fit(*part)
+        start = starts[key]
+      if head == 'det':
+        return start
+      return CLASSIFIERS[head](**common, **point).fit(*part, start=start)
 
   best, failures = grid[0], 0
   if len(grid) > 1:
@@ -287,22 +309,12 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
 
 
 def _predictions(estimator: HeadClassifier, rows: Representations) -> Predictions:
-  indicator = estimator.target_ == 'indicator'
-  labels = rows.labels
-  if not indicator:
-    classes = estimator.classes_
-    labels = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
-    labels = np.where(rows.labels >= 0, labels, -1)
-    unseen = (classes[labels] != rows.labels) & (labels >= 0)
-    if unseen.any():
-      raise ValueError(
-        f'{int(unseen.sum())} test rows have classes that the training rows have not, such as '
-        f'{int(rows.labels[unseen][0])}'
-      )
+  labels = _columns(rows.labels, estimator.classes_).astype(np.int32)
   log_p = np.minimum(estimator.predict_log_proba(rows.features), 0.0)
-  nll = estimator.nll(rows.features, _targets(rows)) if indicator else None
-  link = 'sigmoid' if indicator else 'softmax'
-  return Predictions(log_p, labels.astype(np.int32), rows.index, link, nll=nll)
+  if estimator.target_ != 'indicator':
+    return Predictions(log_p, labels, rows.index, 'softmax')
+  nll = estimator.nll(rows.features, _indicator(labels, len(estimator.classes_)))
+  return Predictions(log_p, labels, rows.index, 'sigmoid', nll=nll)
 
 
 def _scores(predictions: Predictions) -> uncertainty.ExampleScores:

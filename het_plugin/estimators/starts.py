@@ -28,6 +28,7 @@ def fit(
   class_shares: np.ndarray,
   seed: int,
   mesh: Sequence[int] | None = None,
+  det_fit: lbfgs.Fit | None = None,
   **settings,
 ) -> lbfgs.Fit:
   """Fits a model.
@@ -38,6 +39,7 @@ def fit(
     class_shares: [K] frequencies of the classes.
     seed: seed of hidden layers and noise.
     mesh: see `placement`.
+    det_fit: DET's, where the noise starts; None computes it.
     **settings: tol, max_iter and progress of `lbfgs.minimise`.
   """
   num_features = rows.x.shape[-1]
@@ -47,16 +49,17 @@ def fit(
     params = placement.place_params(model, params, mesh)
     return lbfgs.minimise(model, params, rows, whitening, **settings)
 
-  params = det_start(det, det.init(seed, num_features), class_shares)
-  fitted = search(det, params, objective.whitening_of(det, None, rows, class_shares))
+  if det_fit is None:
+    params = det_start(det, det.init(seed, num_features), class_shares)
+    det_fit = search(det, params, objective.whitening_of(det, None, rows, class_shares))
   if model.head == 'det':
-    return fitted
-  whitening = objective.whitening_of(det, fitted.params, rows)
-  start = noisy_start(model, fitted.params, rows, seed)
+    return det_fit
+  whitening = objective.whitening_of(det, det_fit.params, rows)
+  start = noisy_start(model, det_fit.params, rows, seed)
   noisy = search(model, start, whitening)
-  if not noisy.objective <= fitted.objective + TOLERANCE:
-    noisy = search(model, without_noise(start, fitted.params), whitening)
-  return dataclasses.replace(noisy, num_iterations=fitted.num_iterations + noisy.num_iterations)
+  if not noisy.objective <= det_fit.objective + TOLERANCE:
+    noisy = search(model, without_noise(start, det_fit.params), whitening)
+  return dataclasses.replace(noisy, num_iterations=det_fit.num_iterations + noisy.num_iterations)
 
 
 def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dict:

@@ -90,7 +90,7 @@ def test_noise_never_has_a_worse_objective_than_det(cls):
   det = DetClassifier(0.3).fit(x, y)
   het = cls(0.3, max_iter=200, **SMALL).fit(x, y)
   assert het.objective_ <= det.objective_ + 2e-6
-  again = cls(0.3, max_iter=200, **SMALL).fit(x, y)
+  again = cls(0.3, max_iter=200, **SMALL).fit(x, y, start=det)
   np.testing.assert_array_equal(het.predict_log_proba(x), again.predict_log_proba(x))
   np.testing.assert_allclose(het.predict_proba(x).sum(axis=1), 1.0, rtol=1e-5)
   nll = -het.predict_log_proba(x)[np.arange(len(y)), y]
@@ -165,6 +165,8 @@ def test_hidden_layers_learn_what_a_line_cannot():
   [
     ({'C': 0}, 'C=0 must be positive'),
     ({'tau': 'best'}, "tau='best' must be"),
+    ({'hidden_layers': 8}, 'hidden_layers=8 must be positive widths'),
+    ({'validation_fraction': 2.0}, 'validation_fraction=2.0 must be a share'),
     ({'target': 'votes'}, 'needs y of two dimensions'),
     ({'target': 'ordinal'}, "target='ordinal' is unknown"),
   ],
@@ -175,10 +177,21 @@ def test_wrong_settings_are_one_sentence(change, message):
     DetClassifier(**change).fit(x, y)
 
 
+def test_the_start_is_a_fit_to_the_same_rows():
+  x, y = problem(num_rows=20)
+  for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):
+    with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
+      HetClassifier(**SMALL).fit(x, y, start=start)
+  with pytest.raises(ValueError, match='start needs one tau'):
+    HetClassifier(tau='validation', **SMALL).fit(x, y, start=start)
+
+
 def test_wrong_labels_are_one_sentence():
   x, y = problem(num_rows=20)
   with pytest.raises(ValueError, match='has the label 9'):
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
+  with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[20\]'):
+    DetClassifier().fit(x, y).calibrate(x, y[:7])
   with pytest.raises(ValueError, match='y has one class only, 0'):
     DetClassifier().fit(x, np.zeros(20, int))
   with pytest.raises(ValueError, match='add up to 0.5'):

@@ -77,6 +77,20 @@ def test_several_c_noise_include_no_noise(files):
   assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
 
 
+def test_several_labels_where_the_last_class_is_in_training_only(tmp_path):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(150, 4)).astype(np.float32)
+  on = x @ rng.normal(size=(4, 3)) + rng.logistic(size=(150, 3)) > 0
+  on[100:, 2] = False
+  labels = np.where(on, np.arange(3), -1)
+  for name, rows in (('a', slice(0, 100)), ('b', slice(100, None))):
+    np.savez(tmp_path / f'{name}.npz', features=x[rows], label=labels[rows])
+  (row,) = probe.probe(str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz'), settings()).json
+  expected = DetClassifier(max_iter=60).fit(x[:100], on[:100].astype(int))
+  nll = expected.nll(x[100:], on[100:].astype(int)).mean()
+  assert row['nll'] == pytest.approx(nll, abs=1e-5)
+
+
 def test_the_extreme_share():
   differences = np.concatenate([np.full(99, 0.01), [-5.0]])
   assert probe.extreme_share(differences) == pytest.approx(-5 / (0.99 - 5))

@@ -121,6 +121,7 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
   [
     ({'solver': 'sgd'}, "solver='sgd' is unknown: choose one of auto, lbfgs, adam"),
     ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
+    ({'mesh': 2}, r'mesh=\(2,\) must be \(data, model\)'),
     ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
     ({'solver': 'adam', 'tau': 'validation'}, "tau='validation' needs all rows in memory"),
   ],

@@ -24,7 +24,9 @@ BELOW = {
   'training': {'data', 'weights'},
   'operations': {'training', 'reporting'},
   'evaluation': {'training', 'data', 'weights', 'reporting'},
-  'estimators': {*('heads', 'integrate', 'data', 'weights', 'training', 'evaluation', 'reporting')},
+  'estimators': {
+    *('config', 'heads', 'integrate', 'data', 'weights', 'training', 'evaluation', 'reporting')
+  },
   'config': {'training', 'weights', 'operations'},
   'planning': {'config', 'training', 'data', 'reporting'},
   't5x_host': {'config', 'evaluation', 'training', 'data', 'integrate'},
