@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from het_plugin import probe as probe_main
 from het_plugin.estimators import DetClassifier, probe
 
 
@@ -41,6 +42,20 @@ def test_numbers_are_those_of_logistic_regression(files, tmp_path):
   report.write('het_plugin.probe', json=str(tmp_path / 'x.json'), html=str(tmp_path / 'x.html'))
   assert [row['head'] for row in json.loads((tmp_path / 'x.json').read_text())] == ['det', 'het']
   assert 'prec@1' in (tmp_path / 'x.html').read_text()
+
+
+def test_the_main(files, tmp_path, run_main):
+  arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det', '--max_iter=60')
+  run_main(probe_main, *arguments, f'--json={tmp_path}/x.json')
+  (row,) = json.loads((tmp_path / 'x.json').read_text())
+  (expected,) = probe.probe(*files, settings()).json
+  assert row['nll'] == expected['nll']
+  for flag, message in (
+    ('--C=0', '--C=0 must be a number > 0'),
+    ('--mesh=2', '--mesh=2 must be 2 whole numbers of at least 1'),
+    ('--tau=cold', '--tau=cold must be a number > 0, or learned, validation'),
+  ):
+    assert message in run_main(probe_main, *arguments, flag, code=2)
 
 
 def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
