@@ -147,6 +147,25 @@ def test_glyph_label_noise(run):
 
 
 @pytest.mark.slow
+def test_real_features(run, tmp_path):
+  flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--folds=2', '--samples=4']
+  rows, _ = run('real_features.py', *flags, '--heads=het', f'--work_dir={tmp_path / "work"}')
+  assert [(row['test'], row['head']) for row in rows] == [
+    (test, head) for test in ('other images', 'known') for head in ('det', 'det_tau', 'het')
+  ]
+  det, det_tau, het, *_, known = rows
+  assert det_tau['to_det'] == pytest.approx(0, abs=1e-3)  # at the optimum they are one model
+  assert het['to_det'] == pytest.approx(het['nll'] - det['nll'])
+  assert det['kl'] == det['nll'] and 0 < known['kl'] < known['nll']  # one label has no entropy
+
+
+def test_real_features_without_data(call_main, capsys):
+  with pytest.raises(SystemExit):
+    call_main('real_features.py', '--parts=worse')
+  assert '--data=None has no cifar10_human.npz' in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_paper_slice(run):
   tiny = ['BATCH_SIZE = 4', 'vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16']
   tiny += ['vit.num_heads = 2', 'vit.representation_size = 16', 'NUM_CLASSES = 100']

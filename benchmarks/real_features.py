@@ -1,0 +1,281 @@
+"""Heads fitted to their optimum on frozen representations of a DET backbone.
+
+    python benchmarks/real_features.py --json OUT [--parts glyphs] [--data DIR] [--work_dir DIR]
+
+    glyphs      images and labels of glyphs_noisy, whose distribution is known: A and the
+                characters that are taken for each other most often, --classes in all, without
+                images that are labelled as another one
+    aggre, worse, annotators
+                CIFAR-10 with people's labels (CIFAR-10N), from DIR/cifar10_human.npz. The heads
+                are tested on such labels of other images, and on the published labels and those of
+                51 people each (CIFAR-10H) of the test images. One backbone, trained on `worse`
+
+A part trains its backbone with `het_plugin.train`, writes representations of other images with
+`het_plugin.represent`, and fits heads to folds of them. Of the rows for a fit a fifth is held out:
+DET chooses C there, and the other heads, at this C, the C_noise that `probe.choose` takes.
+Everything is kept in --work_dir, and the same command goes on where it stopped.
+
+A row has the mean NLL of a head on test rows, and its differences to DET (`to_det`) and to DET
+with a learned tau (`to_det_tau`). `stderr` is over examples and `stderr_folds` over folds, whose
+fits share rows; `extreme` is the share of a difference that 1% of the examples make, and `kl` the
+divergence from the labels' distribution. Half an hour on one core.
+"""
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from command_line import make_parser, names, print_table, write_json
+from known_truth import fit_best
+from PIL import Image
+from scipy import special
+from sklearn.model_selection import KFold, train_test_split
+
+from het_plugin.data.glyphs import NoisyGlyphSource
+from het_plugin.data.representations import read_representations
+from het_plugin.estimators.probe import extreme_share
+from het_plugin.evaluation import uncertainty
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = 'cifar10_human.npz'
+PEOPLE = ('aggre', 'worse', 'annotators')
+HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
+NOISE_CS = (0.0, 0.3, 1.0)
+GRIDS = {  # C of DET, C_noise and R
+  'glyphs': ((0.001, 0.01, 0.1, 1.0), NOISE_CS, 16),
+  **dict.fromkeys(PEOPLE, ((0.01, 0.1, 1.0, 10.0), NOISE_CS, 4)),
+}
+
+
+# A part is the NPZ file of its images, of which the heads see the split 'heads'; gin files and
+# bindings of its backbone; what the heads are fitted to, int [N, L], several labels being votes;
+# and tests by name: a split, and the shares of the classes [N, K] among the labels of its rows.
+
+
+def glyphs(args):
+  source = NoisyGlyphSource('core')
+  num_classes = source.info.num_classes
+  chosen = most_confused(source, num_classes, args.classes)
+  ids = np.arange(args.rows_per_class * num_classes)
+  classes, _ = source.label_distribution('train', ids)
+  ids = ids[np.isin(classes[:, 0], chosen)]
+  image, label = source.read('train', ids, 28, 0)
+  keep = np.isin(label[:, 0], chosen)
+  classes, p = source.label_distribution('train', ids[keep])
+  true = np.zeros((len(p), num_classes))
+  np.add.at(true, (np.arange(len(p))[:, None], classes), p)
+  true = true[:, chosen] / true[:, chosen].sum(axis=1, keepdims=True)
+  label = np.searchsorted(chosen, label[keep, 0])
+  split = np.full(len(label), 'heads')
+  path = args.work_dir / 'glyphs' / 'images.npz'
+  write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
+  files = ['runs/glyphs_quickstart', 'datasets/glyphs_noisy', 'partitioning/data', 'heads/det']
+  # Seed 0 has the rows of the heads.
+  bindings = {'TRAIN_STEPS': args.steps or 1000, 'RANDOM_SEED': 1, 'ACTIONS': None}
+  tests = {'other images': ('heads', np.eye(len(chosen))[label]), 'known': ('heads', true)}
+  return path, files, bindings, label[:, None], tests
+
+
+def most_confused(source, num_classes, num_chosen):
+  """Ascending classes: A, and one by one what the classes so far are taken for most often."""
+  classes, p = source.label_distribution('train', np.arange(12 * num_classes))
+  taken = np.zeros((num_classes, num_classes))
+  np.add.at(taken, (classes[:, :1], classes), p)
+  taken += taken.T
+  np.fill_diagonal(taken, 0)
+  chosen = [source.info.class_names.index('LATIN CAPITAL LETTER A')]
+  while len(chosen) < num_chosen:
+    pull = taken[chosen].sum(axis=0)
+    pull[chosen] = -1.0
+    chosen.append(int(pull.argmax()))
+  return np.sort(chosen)
+
+
+def people(labels, args):
+  data = np.load(args.data / FILE)
+  path = args.work_dir / 'people' / 'images.npz'
+  if not path.exists():
+    ends, jpeg = data['jpeg_offset'], data['jpeg'].tobytes()
+    image = [np.asarray(Image.open(io.BytesIO(jpeg[a:b]))) for a, b in itertools.pairwise(ends)]
+    label = np.concatenate([data['worse'], data['label'][50_000:]])
+    split = np.repeat(['train', 'heads', 'test'], [30_000, 20_000, 10_000])
+    write_images(path, image=np.stack(image), label=label, split=split)
+  files = ['runs/own_images', 'models/wrn_16_4', 'heads/det']
+  bindings = {
+    'wide_resnet.variant': '10-1',
+    'train/DatasetConfig.augmentations': ('pad_crop', 'flip'),
+    'NUM_CLASSES': 10,
+    'IMAGE_SIZE': 32,
+    'MIXTURE_OR_TASK_NAME': f'npz:{path}',
+    'MAX_LABELS': 1,
+    'BATCH_SIZE': 128,
+    'TRAIN_STEPS': args.steps or 400,
+    'warmup_schedule.total_steps': 600,
+    'WARMUP_STEPS': 60,
+    'LEARNING_RATE': 4e-3,
+    'WEIGHT_DECAY': 0.01,
+    'EVAL_SPLIT': 'test',
+  }
+  labels = data[labels].reshape(50_000, -1)[30_000:].astype(np.int32)
+  counts = data['human_counts'].astype(float)
+  tests = {
+    'other images': ('heads', np.eye(10)[labels].mean(axis=1)),
+    'published': ('test', np.eye(10)[data['label'][50_000:]]),
+    '51 people': ('test', counts / counts.sum(axis=1, keepdims=True)),
+  }
+  return path, files, bindings, labels, tests
+
+
+def write_images(path, **arrays):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  if not path.exists():
+    np.savez(path.with_suffix('.part.npz'), **arrays)
+    path.with_suffix('.part.npz').rename(path)
+
+
+def run_main(main, *flags):
+  subprocess.run(
+    [sys.executable, '-m', f'het_plugin.{main}', *map(str, flags)], cwd=ROOT, check=True
+  )
+
+
+def represent(images, files, bindings, splits, max_rows):
+  """{split: representations}, by a backbone that is trained first."""
+  run = images.parent / 'backbone'
+  run_main(
+    'train',
+    *(f'--gin_file=gin/{file}.gin' for file in files),
+    *(f'--gin.{name}={value!r}' for name, value in {**bindings, 'MODEL_DIR': str(run)}.items()),
+  )
+  flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
+  run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
+  path = images.parent / 'images' / 'pre_logits'
+  return {x: read_representations(str(path / f'{x}.safetensors')) for x in splits}
+
+
+def fit(name, number, fitted, args, features, labels):
+  """{head: result} of one fold: settings, and log p [N, K] of all rows of the splits."""
+  folder = args.work_dir / name / 'fits'
+  folder.mkdir(parents=True, exist_ok=True)
+  cs, noise_cs, num_factors = GRIDS[name]
+  y = labels if labels.shape[1] > 1 else labels[:, 0]
+  target = {'target': 'votes'} if labels.shape[1] > 1 else {}
+  parts = train_test_split(fitted, test_size=0.2, random_state=0)
+  train, held_out = ((features['heads'][part], y[part]) for part in parts)
+  results, best_c = {}, None
+  for head in args.heads:
+    path = folder / f'fold{number}_{head}.npz'
+    if not path.exists():
+      start = time.process_time()
+      if head == 'det':
+        grid = [{'C': c} for c in cs]
+      elif head == 'det_tau':
+        grid = [{'C': best_c, 'tau': 'learned'}]
+      else:
+        noise = {'num_factors': num_factors, 'num_samples': args.samples}
+        grid = [{'C': best_c, 'C_noise': c_noise, **noise} for c_noise in noise_cs]
+      estimator = head.removesuffix('_tau')
+      found, _, nll = fit_best(estimator, [point | target for point in grid], train, held_out)
+      settings = found.get_params()
+      chosen = {'C': settings['C'], 'C_noise': settings.get('C_noise')}
+      chosen['held_out_nll'] = [float(x) for x in nll.mean(axis=1)]  # of the grid
+      chosen |= {'gradient': found.gradient_, 'cpu_seconds': time.process_time() - start}
+      log_p = {split: found.predict_log_proba(rows) for split, rows in features.items()}
+      np.savez(path, chosen=json.dumps(chosen), **log_p)
+    with np.load(path) as file:
+      results[head] = {split: file[split] for split in features}
+      chosen = results[head]['chosen'] = json.loads(str(file['chosen']))
+    best_c = chosen['C']  # of DET, which comes first
+    print(f'{name}, fold {number + 1} of {args.folds}, {head}: {chosen}', flush=True)
+  return results
+
+
+def measure(name, args):
+  """A row for each test and head."""
+  part = glyphs(args) if name == 'glyphs' else people(name, args)
+  *backbone, labels, tests = part
+  splits = sorted({split for split, _ in tests.values()})
+  rows = represent(*backbone, splits, args.max_rows)
+  labels = labels[rows['heads'].index]
+  features = {split: rows[split].features for split in splits}
+  folds = list(KFold(args.folds, shuffle=True, random_state=0).split(labels))
+  fits = [fit(name, n, fold[0], args, features, labels) for n, fold in enumerate(folds)]
+  results = []
+  for test, (split, shares) in tests.items():
+    shares = shares[rows[split].index]
+    nll, right = {}, {}
+    for head in args.heads:
+      # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
+      nll[head] = np.full((args.folds, len(shares)), np.nan)
+      right[head] = nll[head].copy()
+      for n, (_, held_out) in enumerate(folds):
+        which = held_out if split == 'heads' else np.arange(len(shares))
+        log_p, t = fits[n][head][split][which].astype(float), shares[which]
+        nll[head][n, which] = -np.where(t > 0, t * log_p, 0.0).sum(axis=1)
+        right[head][n, which] = t[np.arange(len(t)), log_p.argmax(axis=1)]
+    for head in args.heads:
+      row = {'part': name, 'test': test, 'head': head, 'examples': len(shares)}
+      row |= mean_and_errors(nll[head], 'nll')
+      row['precision_at_1'] = float(np.nanmean(right[head]))
+      row['kl'] = row['nll'] - float(special.entr(shares).sum(axis=1).mean())
+      for other in args.heads[:2]:
+        gap = nll[head] - nll[other]
+        row |= mean_and_errors(gap, f'to_{other}')
+        row[f'to_{other}_extreme'] = extreme_share(np.nanmean(gap, axis=0))
+      row['chosen'] = [fold[head]['chosen'] for fold in fits]
+      results.append(row)
+  return results
+
+
+def mean_and_errors(values, name):
+  """Mean of [folds, N], NaN where untested, and standard errors over examples and folds."""
+  per_example, per_fold = np.nanmean(values, axis=0), np.nanmean(values, axis=1)
+  return {
+    name: float(per_example.mean()),
+    f'{name}_stderr': uncertainty.stderr(per_example),
+    f'{name}_stderr_folds': uncertainty.stderr(per_fold),
+  }
+
+
+def main():
+  parser = make_parser(__doc__)
+  parser.add_argument('--parts', type=names(('glyphs', *PEOPLE)), default=['glyphs'])
+  parser.add_argument('--data', type=Path, help=f'folder of {FILE}')
+  parser.add_argument('--work_dir', type=Path, default=Path('runs/real_features'))
+  parser.add_argument('--heads', type=names(HEADS), default=HEADS)
+  parser.add_argument('--steps', type=int, help='of the backbones')
+  parser.add_argument('--classes', type=int, default=50, help='of glyphs')
+  parser.add_argument('--rows_per_class', type=int, default=100, help='of glyphs')
+  parser.add_argument('--max_rows', type=int, default=8000, help='of a split, for the heads')
+  parser.add_argument('--folds', type=int, default=4)
+  parser.add_argument('--samples', type=int, default=16, help='S')
+  args = parser.parse_args()
+  args.heads = [head for head in HEADS if head in ('det', 'det_tau', *args.heads)]
+  if set(args.parts) - {'glyphs'} and not (args.data and (args.data / FILE).exists()):
+    parser.error(f'--data={args.data} has no {FILE}, which all parts but glyphs read')
+  args.work_dir = args.work_dir.absolute()
+  args.work_dir.mkdir(parents=True, exist_ok=True)
+  settings = args.work_dir / 'settings.json'
+  given = {
+    x: getattr(args, x)
+    for x in ('steps', 'classes', 'rows_per_class', 'max_rows', 'folds', 'samples')
+  }
+  if settings.exists() and json.loads(settings.read_text()) != given:
+    parser.error(f'--work_dir={args.work_dir} is of {settings.read_text()}: give another')
+  settings.write_text(json.dumps(given))
+  rows = []
+  for name in args.parts:
+    rows += measure(name, args)
+    write_json(args.json, rows)
+  columns = ['part', 'test', 'head', 'nll', 'kl', 'precision_at_1']
+  columns += ['to_det', 'to_det_stderr', 'to_det_stderr_folds', 'to_det_extreme']
+  print_table(columns, [[row[column] for column in columns] for row in rows])
+
+
+if __name__ == '__main__':
+  main()
