@@ -203,7 +203,7 @@ def measure(name, args):
   rows = represent(*backbone, splits, args.max_rows)
   labels = labels[rows['heads'].index]
   features = {split: rows[split].features for split in splits}
-  folds = list(KFold(args.folds, shuffle=True, random_state=0).split(labels))
+  folds = list(KFold(args.folds, shuffle=True, random_state=0).split(labels))[: args.fits]
   fits = [fit(name, n, fold[0], args, features, labels) for n, fold in enumerate(folds)]
   results = []
   for test, (split, shares) in tests.items():
@@ -211,18 +211,20 @@ def measure(name, args):
     nll, right = {}, {}
     for head in args.heads:
       # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
-      nll[head] = np.full((args.folds, len(shares)), np.nan)
+      nll[head] = np.full((len(folds), len(shares)), np.nan)
       right[head] = nll[head].copy()
       for n, (_, held_out) in enumerate(folds):
         which = held_out if split == 'heads' else np.arange(len(shares))
         log_p, t = fits[n][head][split][which].astype(float), shares[which]
         nll[head][n, which] = -np.where(t > 0, t * log_p, 0.0).sum(axis=1)
         right[head][n, which] = t[np.arange(len(t)), log_p.argmax(axis=1)]
+    tested = ~np.isnan(nll['det']).all(axis=0)
+    nll = {head: values[:, tested] for head, values in nll.items()}
     for head in args.heads:
-      row = {'part': name, 'test': test, 'head': head, 'examples': len(shares)}
+      row = {'part': name, 'test': test, 'head': head, 'examples': int(tested.sum())}
       row |= mean_and_errors(nll[head], 'nll')
       row['precision_at_1'] = float(np.nanmean(right[head]))
-      row['kl'] = row['nll'] - float(special.entr(shares).sum(axis=1).mean())
+      row['kl'] = row['nll'] - float(special.entr(shares[tested]).sum(axis=1).mean())
       for other in args.heads[:2]:
         gap = nll[head] - nll[other]
         row |= mean_and_errors(gap, f'to_{other}')
@@ -253,6 +255,7 @@ def main():
   parser.add_argument('--rows_per_class', type=int, default=100, help='of glyphs')
   parser.add_argument('--max_rows', type=int, default=8000, help='of a split, for the heads')
   parser.add_argument('--folds', type=int, default=4)
+  parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
   args = parser.parse_args()
   args.heads = [head for head in HEADS if head in ('det', 'det_tau', *args.heads)]
