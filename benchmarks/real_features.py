@@ -76,7 +76,9 @@ def glyphs(args):
   write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
   files = ['runs/glyphs_quickstart', 'datasets/glyphs_noisy', 'partitioning/data', 'heads/det']
   # Seed 0 has the rows of the heads.
-  bindings = {'TRAIN_STEPS': args.steps or 1000, 'RANDOM_SEED': 1, 'ACTIONS': None}
+  steps = args.steps or 1000
+  bindings = {'TRAIN_STEPS': steps, 'WARMUP_STEPS': min(100, steps - 1)}
+  bindings |= {'RANDOM_SEED': 1, 'ACTIONS': None}
   tests = {'other images': ('heads', np.eye(len(chosen))[label]), 'known': ('heads', true)}
   return path, files, bindings, label[:, None], tests
 
