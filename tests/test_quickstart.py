@@ -41,6 +41,7 @@ def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path)
   assert het_xl['num_params'] - det['num_params'] == het_xl['extra_params']
   text = (tmp_path / 'results.txt').read_text()
   assert text.strip() in printed and 'ceiling' in text and 'chance' in text
+  assert head_comparison.sentences(rows)[2] in text
   page = (tmp_path / 'index.html').read_text()
   assert 'HET-XL' in page and 'HetXL.num_factors = 50' in page and page.count('<figure') == 2
 
@@ -55,18 +56,26 @@ def test_unknown_head_is_named(run_main, tmp_path):
   assert '--heads=het_xxl is unknown: choose from det, det_learned_tau' in message
 
 
-def test_the_verdict_follows_from_the_numbers():
+def result(head, nll, factors=None, extra=0, pace=100.0):
+  return {
+    'head': head, 'nll': nll, 'num_factors': factors, 'num_classes': 2297, 'steps': 600,
+    'precision_at_1': 0.65, 'num_params': 1000 + extra, 'extra_params': extra, 'ms_per_step': pace,
+  }  # fmt: skip
+
+
+def test_sentences_follow_from_the_numbers():
   rows = [
-    {'head': head, 'nll': nll, 'num_factors': factors}
-    for head, nll, factors in (
-      ('DET', 1.1, None),
-      ('DET, learned tau', 1.05, None),
-      ('HET', 0.95, 50),
-    )
+    result('DET', 1.1),
+    result('DET, learned tau', 1.05),
+    result('HET', 0.95, 50, 500, 200.0),
   ]
-  (found,) = head_comparison.verdict(rows)
-  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.100' in found
-  assert found.endswith('further -0.100: here noise lowers the NLL.')
-  (close,) = head_comparison.verdict([*rows[:2], rows[2] | {'nll': 1.04}])
+  best, cause, cost = head_comparison.sentences(rows)
+  assert 'HET has the lowest NLL, 0.950 nats per example' in best and '65.0%' in best
+  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.100' in cause
+  assert cause.endswith('further -0.100: here noise lowers the NLL.')
+  close = head_comparison.sentences([*rows[:2], result('HET', 1.04, 50, 500)])[1]
   assert close.endswith('by a further -0.010: less than seeds of one head differ by (about 0.05).')
-  assert head_comparison.verdict(rows[:2]) == []
+  assert 'HET has the most parameters, 1,500' in cost and '2.0 times as long as one of DET' in cost
+  assert (
+    'differ by 0.050 nats, from DET, learned tau to DET' in head_comparison.sentences(rows[:2])[1]
+  )

@@ -23,8 +23,8 @@ from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments import study
 from het_plugin.training import partitioning, run_files
 
-# The NLL of so short a run has a standard deviation of about 0.035 over seeds (tau_start in
-# docs/ablations.md), so the difference of two runs has one of 0.05.
+# The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
+# 600 steps), so the difference of two runs has one of 0.05.
 _SEED_SPREAD = 0.05
 HEADS = {
   'det': 'DET',
@@ -210,23 +210,45 @@ def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
   ]
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """A sentence on what tau and the noise change, if both DETs and a head with noise are there."""
-  nll = {row['head']: row['nll'] for row in rows}
-  noisy = [row for row in rows if row['num_factors']]
-  if not (noisy and {HEADS['det'], HEADS['det_learned_tau']} <= nll.keys()):
-    return []
-  det, tau = nll[HEADS['det']], nll[HEADS['det_learned_tau']]
-  noise = min(noisy, key=lambda r: r['nll'])
-  change = noise['nll'] - tau
-  if abs(change) < _SEED_SPREAD:
-    found = f'less than seeds of one head differ by (about {_SEED_SPREAD})'
-  else:
-    found = f'here noise {"lowers" if change < 0 else "raises"} the NLL'
-  return [
-    f'A learned temperature alone changes the NLL of DET by {tau - det:+.3f}, and '
-    f'{noise["head"]}, the best head with noise, by a further {change:+.3f}: {found}.'
+def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Three sentences on what the table shows, from its numbers."""
+  by_head = {row['head']: row for row in rows}
+  best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
+  found = [
+    f'After {best["steps"]:,} steps {best["head"]} has the lowest NLL, {best["nll"]:.3f} nats per '
+    f'example, and names {best["precision_at_1"]:.1%} of the unseen renderings correctly; '
+    f'guessing has {math.log(best["num_classes"]):.3f} nats and {1 / best["num_classes"]:.2%}.'
   ]
+  noisy = [row for row in rows if row['num_factors']]
+  det, tau = by_head.get(HEADS['det']), by_head.get(HEADS['det_learned_tau'])
+  if det and tau and noisy:
+    noise = min(noisy, key=lambda r: r['nll'])
+    change = noise['nll'] - tau['nll']
+    if abs(change) < _SEED_SPREAD:
+      verdict = f'less than seeds of one head differ by (about {_SEED_SPREAD})'
+    else:
+      verdict = f'here noise {"lowers" if change < 0 else "raises"} the NLL'
+    found.append(
+      f'A learned temperature alone changes the NLL of DET by {tau["nll"] - det["nll"]:+.3f}, and '
+      f'{noise["head"]}, the best head with noise, by a further {change:+.3f}: {verdict}.'
+    )
+  else:
+    found.append(
+      f'The heads differ by {worst["nll"] - best["nll"]:.3f} nats, from {best["head"]} to '
+      f'{worst["head"]}, whose NLL is {worst["nll"]:.3f}.'
+    )
+  large = max(rows, key=lambda r: r['num_params'])
+  slow, fast = max(rows, key=_pace), min(rows, key=_pace)
+  found.append(
+    f'{large["head"]} has the most parameters, {large["num_params"]:,}, of which '
+    f'{large["extra_params"]:,} are its noise and temperature, and a step of {slow["head"]} took '
+    f'{_pace(slow) / max(_pace(fast), 1e-9):.1f} times as long as one of {fast["head"]}.'
+  )
+  return found
+
+
+def _pace(row: Mapping[str, Any]) -> float:
+  return row['ms_per_step'] or 0.0
 
 
 def _write_examples(params: Any, run_dir: Path) -> None:
@@ -285,7 +307,7 @@ def write(
     'examples, then evaluated on unseen renderings.',
     rows=shown,
     references=yardsticks,
-    summary=verdict(rows),
+    summary=sentences(rows),
     notes=_NOTES,
     figures=[
       curves,
