@@ -174,7 +174,7 @@ def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
       (specs, mesh.data_partition_spec),
       ((None, None), specs),
     )
-    compiled = gradient.lower(variables['params'], batch).compile()
+    compiled = gradient.trace(variables['params'], batch).lower().compile()
     moved = {c.kind: c for c in hlo.collectives(compiled.as_text())}
     assert moved['all-to-all'].count == 4  # to experts and back, forward and backward
     assert 'all-gather' not in moved or moved['all-gather'].bytes < 1000
