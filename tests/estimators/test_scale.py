@@ -59,15 +59,15 @@ def test_a_mesh_gives_the_same_fit(data, solver):
 
 
 @pytest.mark.slow
-def test_imagenet_21k_classes_on_eight_devices():
-  """21,843 classes are 21,848 on 8 shards, and no device has more than its columns of W."""
+def test_thousands_of_classes_on_eight_devices():
+  """4,001 classes are 4,008 on 8 shards, and no device has more than its columns of W."""
   rng = np.random.default_rng(0)
-  x = rng.normal(size=(21_843, 16)).astype(np.float32)
+  x = rng.normal(size=(4_001, 16)).astype(np.float32)
   fit = HetXLClassifier(mesh=(1, 8), solver='adam', max_iter=1, **NOISY)
   with warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
-    fit.fit(x, np.arange(21_843))
-  assert fit.params_['head']['kernel'].shape == (16, 21_848)
+    fit.fit(x, np.arange(4_001))
+  assert fit.params_['head']['kernel'].shape == (16, 4_008)
   np.testing.assert_allclose(fit.predict_proba(x[:32]).sum(axis=1), 1.0, rtol=1e-4)
 
 
