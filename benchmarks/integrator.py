@@ -260,7 +260,7 @@ def equal_accuracy(args, head, link):
   log_prob = reference_log_prob(args, head, link, buckets)
   paper = Integrator(PAPER_SAMPLES, method='sample')
   error, target = (None, rmse_of(args, head, link, paper, buckets, log_prob, args.trials))
-  num_samples = 1 if link == 'sigmoid' else 2
+  num_samples = 1 if link == 'sigmoid' else 4
   while error is None or error > target:
     num_samples *= 1 if link == 'sigmoid' else 2
     integrator = Integrator(num_samples, sampler='sobol', implementation=args.implementations[0])

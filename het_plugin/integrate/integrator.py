@@ -17,7 +17,8 @@ from het_plugin.integrate.samples import Constants, samples_of
 IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples.
+# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples. With 4 and
+# 8 tilted ones a short training of HET ended worse (docs/integrator.md).
 MIN_ROTATED = 32
 
 
@@ -50,8 +51,8 @@ class Integrator:
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
-    tilt: whether a softmax loss of one label per example draws its samples of 'sobol' around the
-      noise that explains the label, and weights them accordingly (`draws`). Unbiased as well.
+    tilt: whether a softmax loss of one label per example draws these samples around the noise that
+      explains the label, and weights them accordingly (`draws`). Unbiased as well.
   """
 
   num_samples: int = 1000
@@ -205,13 +206,14 @@ class Integrator:
     samples, buckets = samples_of(logits, plan.project_first)
     draws = Draws(keys)
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
-    if is_known and self.sampler in ('sobol', samplers.sobol):
+    is_sobol = self.sampler in ('sobol', samplers.sobol) and self.num_samples >= MIN_ROTATED
+    if is_known and is_sobol:
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       location, num_normals = _deterministic(logits), samples.num_normals
       if self.tilt and label is not None:
         mean, location = find_tilt(to_logits, location, label, num_normals)
         draws = draws.replace(mean=mean)
-      if self.rotate and self.num_samples >= MIN_ROTATED:
+      if self.rotate:
         draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
     return plan, samples, Constants(draws, buckets)
 

@@ -256,7 +256,7 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label():
   logits = make_rotated(std=2.0)
   expected = Integrator(2**16, sampler='sobol').log_prob(logits, keys_of(B, 99))
   label = expected.argmin(axis=-1)
-  integrator = Integrator(16, sampler='sobol')
+  integrator = Integrator(32, sampler='sobol')
   nll = jax.jit(jax.vmap(integrator.nll, (None, None, 0)))
   keys = jnp.stack([keys_of(B, seed) for seed in range(512)])
   ratio = jnp.exp(-nll(logits, label, keys) - jnp.take_along_axis(expected, label[:, None], 1).T)
