@@ -12,7 +12,7 @@ exact answer in float64, for a softmax against 16,384 Sobol points. The method '
 samples; its row compares it with the paper's 1000.
 
 With --equal_accuracy, the paper's procedure with 1000 samples against ours at the same RMSE or
-less: the exact method for a sigmoid, the fewest rotated Sobol points for a softmax.
+less: the exact method for a sigmoid, the fewest Sobol points from 8 on for a softmax.
 
 Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
 --samples 1,16 --repeats 1.

@@ -17,9 +17,10 @@ from het_plugin.integrate.samples import Constants, samples_of
 IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples. With 4 and
-# 8 tilted ones a short training of HET ended worse (docs/integrator.md).
+# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples. A tilt
+# costs as much as four.
 MIN_ROTATED = 32
+MIN_TILTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Integrator:
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
-    tilt: whether a softmax loss of one label per example draws these samples around the noise that
-      explains the label, and weights them accordingly (`draws`). Unbiased as well.
+    tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
+      around the noise that explains the label, and weights them accordingly (`draws`). Applies to
+      the same logits; unbiased as well.
   """
 
   num_samples: int = 1000
@@ -206,14 +208,13 @@ class Integrator:
     samples, buckets = samples_of(logits, plan.project_first)
     draws = Draws(keys)
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
-    is_sobol = self.sampler in ('sobol', samplers.sobol) and self.num_samples >= MIN_ROTATED
-    if is_known and is_sobol:
+    if is_known and self.sampler in ('sobol', samplers.sobol):
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       location, num_normals = _deterministic(logits), samples.num_normals
-      if self.tilt and label is not None:
+      if self.tilt and label is not None and self.num_samples >= MIN_TILTED:
         mean, location = find_tilt(to_logits, location, label, num_normals)
         draws = draws.replace(mean=mean)
-      if self.rotate:
+      if self.rotate and self.num_samples >= MIN_ROTATED:
         draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
     return plan, samples, Constants(draws, buckets)
 
