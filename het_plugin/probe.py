@@ -30,7 +30,7 @@ def define_flags() -> None:
   flags.DEFINE_string('ood', None, f'Rows of another distribution, for the AUROC: {files}')
   flags.DEFINE_enum('target', 'auto', ['auto', 'votes'], 'Whether several labels are votes.')
   flags.DEFINE_list('mesh', [], 'DATA,MODEL devices that rows and classes are cut over.')
-  flags.DEFINE_string('checkpoint', None, 'Instead of files: a run, whose backbone is used.')
+  flags.DEFINE_string('checkpoint', None, 'Instead of files: a run or a published file.')
   flags.DEFINE_string('dataset', None, 'With --checkpoint: a task, represented first.')
   flags.DEFINE_list('splits', ['train', 'test'], 'Splits of --dataset to fit to and to score on.')
   flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the representation.')

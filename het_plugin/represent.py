@@ -4,9 +4,9 @@
       --layers=pre_logits,block00 --output_dir=representations
 
 writes representations/digits/pre_logits/train.safetensors and so on. Run it again to go on where it
-stopped; complete files stay. The checkpoint is a run's directory, one checkpoint in it, or a
-published ViT or BiT file whose model --gin_file gives. --arrays=FILE in place of --checkpoint and
---dataset turns arrays made elsewhere into such files.
+stopped; complete files stay. The checkpoint is a run's directory, one checkpoint in it, a file of
+timm, transformers or open_clip, or another published file, whose model --gin_file gives.
+--arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 
 Exit codes: 0 done; 2 a setting is wrong.
 """

@@ -4,8 +4,9 @@
     run.model.representations(run.params, batch, ('pre_logits',))
 
 A checkpoint is a run's directory (its newest checkpoint), one checkpoint in it
-(runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors), whose model gin files must
-describe. The imports of a run's configuration are limited (`foreign`).
+(runs/het_xl/checkpoint_400) or a published file (.npz, .safetensors), whose model gin files
+describe unless it is a tower of timm, transformers or open_clip. The imports of a run's
+configuration are limited (`foreign`).
 """
 
 import dataclasses

@@ -28,18 +28,14 @@ def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]
 
 
 def largest_that_fits(
-  what: str,
-  first: dict[str, Any],
-  compile_fn: Callable[[int], dict[str, Any]],
-  say: Callable[[str], None] = print,
+  what: str, first: dict[str, Any], compile_fn: Callable[[int], dict[str, Any]]
 ) -> int | None:
-  """The largest batch or number of samples that fits, to within a sixteenth.
+  """The largest batch or number of samples that fits, to within a sixteenth; a line per plan.
 
   Args:
     what: 'batch' or 'samples'.
     first: the plan of the unchanged configuration.
     compile_fn: maps a value to its plan.
-    say: called with a line per plan.
 
   Returns:
     The value, a multiple of the number of shards of a batch; None if not even one row per shard
@@ -50,7 +46,7 @@ def largest_that_fits(
 
   def fits(candidate: int) -> bool:
     plan = compile_fn(candidate)
-    say(report.line(plan))
+    print(report.line(plan), flush=True)
     return plan['fits']
 
   largest, smallest_failing = (value, None) if first['fits'] else (0, value)

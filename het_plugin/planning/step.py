@@ -25,8 +25,6 @@ PyTree = Any
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 _USED = re.compile(r'[Uu]sed ([\d.]+)([KMGT])?i?B? of [\d.]+[KMGT]')
 _TEMPORARIES = re.compile(r'HLO temporaries \(([\d.]+)([KMGT])\)')
-
-
 _DEFAULTS = 'het_plugin/gin/planning/defaults.gin'
 # gin copies the values of bindings, which devices do not allow, but not the values of references.
 _DEVICES: list[jax.Device] = []

@@ -252,9 +252,7 @@ def _big_transfer(name):
 
 
 def _older(name):
-  if not name.startswith(_VIT_BLOCK):
-    return name
-  if '/Moe/' in name:
+  if not name.startswith(_VIT_BLOCK) or '/Moe/' in name:
     return name
   return '/'.join(_RENAMED_IN_BLOCKS.get(part, part) for part in name.split('/'))
 

@@ -271,7 +271,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     image_size = side * patch_size
 
   gelu = 'gelu' if is_siglip else 'gelu_exact'
-  is_openai = is_clip and not any(name.startswith('visual.') for name in arrays)
+  # transformers' CLIP is OpenAI's; timm names the files that have its activation.
+  is_openai = any('pre_layrnorm' in name for name in arrays)
+  is_openai |= 'quickgelu' in config.get('architecture', '')
   activation = 'quick_gelu' if is_openai else 'gelu'
 
   def width_of(name):

@@ -107,7 +107,7 @@ def test_search_finds_the_largest_that_fits(start, limit):
     tried.append(value)
     return fake_plan(value, limit)
 
-  found = search.largest_that_fits('batch', fake_plan(start, limit), compile_fn, say=lambda _: None)
+  found = search.largest_that_fits('batch', fake_plan(start, limit), compile_fn)
   if limit < 4:  # less than a row per shard
     assert found is None
   else:

@@ -186,6 +186,18 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
     weights.read_text_tower({'visual.proj': np.zeros((2, 2))}, {})
 
 
+def test_the_activation_of_clip():
+  def mlp(arrays, **config):
+    return weights.read_tower(arrays, config).settings['mlp']
+
+  arrays = clip_arrays()
+  assert mlp(arrays) == 'quick_gelu'
+  assert mlp(arrays, hidden_act='gelu') == 'gelu_exact'
+  timm = {name.replace('pre_layrnorm', 'norm_pre'): x for name, x in arrays.items()}
+  assert mlp(timm, architecture='vit_base_patch16_clip_224') == 'gelu_exact'
+  assert mlp(timm, architecture='vit_base_patch16_clip_quickgelu_224') == 'quick_gelu'
+
+
 def timm_arrays(params):
   """Parameters of a DINOv2-like ViT of ours under timm's names, written out independently."""
   p, arrays = params, {}
