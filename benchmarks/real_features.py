@@ -5,10 +5,13 @@
     glyphs      images and labels of glyphs_noisy, whose distribution is known: A and the
                 characters that are taken for each other most often, --classes in all, without
                 images that are labelled as another one
+    omniglot    the first 200 characters of DIR/omniglot28.npz, on the backbone of glyphs; folds
+                are of drawers
     aggre, worse, annotators
-                CIFAR-10 with people's labels (CIFAR-10N), from DIR/cifar10_human.npz. The heads
-                are tested on such labels of other images, and on the published labels and those of
-                51 people each (CIFAR-10H) of the test images. One backbone, trained on `worse`
+                CIFAR-10 with people's labels (CIFAR-10N; all three annotators as votes), from
+                DIR/cifar10_human.npz. The heads are tested on such labels of other images, and on
+                the published labels and those of 51 people each (CIFAR-10H) of the test images. One
+                backbone, trained on `worse`
 
 A part trains its backbone with `het_plugin.train`, writes representations of other images with
 `het_plugin.represent`, and fits heads to folds of them. Of the rows for a fit a fifth is held out:
@@ -31,10 +34,10 @@ from pathlib import Path
 
 import numpy as np
 from command_line import make_parser, names, print_table, write_json
-from known_truth import fit_best
+from known_truth import NOISE_CS, fit_best
 from PIL import Image
 from scipy import special
-from sklearn.model_selection import KFold, train_test_split
+from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 
 from het_plugin.data.glyphs import NoisyGlyphSource
 from het_plugin.data.representations import read_representations
@@ -42,19 +45,21 @@ from het_plugin.estimators.probe import extreme_share
 from het_plugin.evaluation import uncertainty
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = 'cifar10_human.npz'
 PEOPLE = ('aggre', 'worse', 'annotators')
+FILES = {'omniglot': 'omniglot28.npz', **dict.fromkeys(PEOPLE, 'cifar10_human.npz')}
 HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
-NOISE_CS = (0.0, 0.3, 1.0)
-GRIDS = {  # C of DET, C_noise and R
-  'glyphs': ((0.001, 0.01, 0.1, 1.0), NOISE_CS, 16),
-  **dict.fromkeys(PEOPLE, ((0.01, 0.1, 1.0, 10.0), NOISE_CS, 4)),
+CHARACTERS = 200  # of Omniglot
+CS = {  # of DET
+  **dict.fromkeys(('glyphs', 'omniglot'), (0.001, 0.01, 0.1, 1.0)),
+  **dict.fromkeys(PEOPLE, (0.01, 0.1, 1.0, 10.0)),
 }
+NUM_FACTORS = 4
 
 
 # A part is the NPZ file of its images, of which the heads see the split 'heads'; gin files and
 # bindings of its backbone; what the heads are fitted to, int [N, L], several labels being votes;
-# and tests by name: a split, and the shares of the classes [N, K] among the labels of its rows.
+# groups [N], whose rows are in one fold; and tests by name: a split, and the shares of the classes
+# [N, K] among the labels of its rows.
 
 
 def glyphs(args):
@@ -74,13 +79,26 @@ def glyphs(args):
   split = np.full(len(label), 'heads')
   path = args.work_dir / 'glyphs' / 'images.npz'
   write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
+  tests = {'other images': ('heads', np.eye(len(chosen))[label]), 'known': ('heads', true)}
+  return path, *glyph_backbone(args), label[:, None], np.arange(len(label)), tests
+
+
+def glyph_backbone(args):
   files = ['runs/glyphs_quickstart', 'datasets/glyphs_noisy', 'partitioning/data', 'heads/det']
   # Seed 0 has the rows of the heads.
   steps = args.steps or 1000
   bindings = {'TRAIN_STEPS': steps, 'WARMUP_STEPS': min(100, steps - 1)}
-  bindings |= {'RANDOM_SEED': 1, 'ACTIONS': None}
-  tests = {'other images': ('heads', np.eye(len(chosen))[label]), 'known': ('heads', true)}
-  return path, files, bindings, label[:, None], tests
+  return files, bindings | {'RANDOM_SEED': 1, 'ACTIONS': None}
+
+
+def omniglot(args):
+  data = np.load(args.data / FILES['omniglot'])
+  chosen = data['label'] < CHARACTERS
+  label = data['label'][chosen].astype(np.int32)
+  path = args.work_dir / 'glyphs' / 'omniglot.npz'
+  write_images(path, image=data['image'][chosen], label=label, split=np.full(len(label), 'heads'))
+  tests = {'other drawers': ('heads', np.eye(CHARACTERS)[label])}
+  return path, *glyph_backbone(args), label[:, None], data['drawer'][chosen], tests
 
 
 def most_confused(source, num_classes, num_chosen):
@@ -99,7 +117,7 @@ def most_confused(source, num_classes, num_chosen):
 
 
 def people(labels, args):
-  data = np.load(args.data / FILE)
+  data = np.load(args.data / FILES[labels])
   path = args.work_dir / 'people' / 'images.npz'
   if not path.exists():
     ends, jpeg = data['jpeg_offset'], data['jpeg'].tobytes()
@@ -130,7 +148,10 @@ def people(labels, args):
     'published': ('test', np.eye(10)[data['label'][50_000:]]),
     '51 people': ('test', counts / counts.sum(axis=1, keepdims=True)),
   }
-  return path, files, bindings, labels, tests
+  return path, files, bindings, labels, np.arange(len(labels)), tests
+
+
+OTHERS = {'glyphs': glyphs, 'omniglot': omniglot}
 
 
 def write_images(path, **arrays):
@@ -156,31 +177,30 @@ def represent(images, files, bindings, splits, max_rows):
   )
   flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
   run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
-  path = images.parent / 'images' / 'pre_logits'
+  path = images.parent / images.stem / 'pre_logits'
   return {x: read_representations(str(path / f'{x}.safetensors')) for x in splits}
 
 
-def fit(name, number, fitted, args, features, labels):
+def fit(name, number, fitted, args, features, labels, groups):
   """{head: result} of one fold: settings, and log p [N, K] of all rows of the splits."""
   folder = args.work_dir / name / 'fits'
   folder.mkdir(parents=True, exist_ok=True)
-  cs, noise_cs, num_factors = GRIDS[name]
   y = labels if labels.shape[1] > 1 else labels[:, 0]
   target = {'target': 'votes'} if labels.shape[1] > 1 else {}
-  parts = train_test_split(fitted, test_size=0.2, random_state=0)
-  train, held_out = ((features['heads'][part], y[part]) for part in parts)
+  parts = GroupShuffleSplit(1, test_size=0.2, random_state=0).split(fitted, groups=groups[fitted])
+  train, held_out = ((features['heads'][fitted[x]], y[fitted[x]]) for x in next(parts))
   results, best_c = {}, None
   for head in args.heads:
     path = folder / f'fold{number}_{head}.npz'
     if not path.exists():
       start = time.process_time()
       if head == 'det':
-        grid = [{'C': c} for c in cs]
+        grid = [{'C': c} for c in CS[name]]
       elif head == 'det_tau':
         grid = [{'C': best_c, 'tau': 'learned'}]
       else:
-        noise = {'num_factors': num_factors, 'num_samples': args.samples}
-        grid = [{'C': best_c, 'C_noise': c_noise, **noise} for c_noise in noise_cs]
+        noise = {'num_factors': NUM_FACTORS, 'num_samples': args.samples}
+        grid = [{'C': best_c, 'C_noise': c_noise, **noise} for c_noise in NOISE_CS]
       estimator = head.removesuffix('_tau')
       found, _, nll = fit_best(estimator, [point | target for point in grid], train, held_out)
       settings = found.get_params()
@@ -199,14 +219,15 @@ def fit(name, number, fitted, args, features, labels):
 
 def measure(name, args):
   """A row for each test and head."""
-  part = glyphs(args) if name == 'glyphs' else people(name, args)
-  *backbone, labels, tests = part
+  part = people(name, args) if name in PEOPLE else OTHERS[name](args)
+  *backbone, labels, groups, tests = part
   splits = sorted({split for split, _ in tests.values()})
   rows = represent(*backbone, splits, args.max_rows)
-  labels = labels[rows['heads'].index]
+  labels, groups = (x[rows['heads'].index] for x in (labels, groups))
   features = {split: rows[split].features for split in splits}
-  folds = list(KFold(args.folds, shuffle=True, random_state=0).split(labels))[: args.fits]
-  fits = [fit(name, n, fold[0], args, features, labels) for n, fold in enumerate(folds)]
+  folds = GroupKFold(args.folds, shuffle=True, random_state=0).split(labels, groups=groups)
+  folds = list(folds)[: args.fits]
+  fits = [fit(name, n, fold[0], args, features, labels, groups) for n, fold in enumerate(folds)]
   results = []
   for test, (split, shares) in tests.items():
     shares = shares[rows[split].index]
@@ -248,21 +269,22 @@ def mean_and_errors(values, name):
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--parts', type=names(('glyphs', *PEOPLE)), default=['glyphs'])
-  parser.add_argument('--data', type=Path, help=f'folder of {FILE}')
+  parser.add_argument('--parts', type=names(CS), default=['glyphs'])
+  parser.add_argument('--data', type=Path, help='folder of the files')
   parser.add_argument('--work_dir', type=Path, default=Path('runs/real_features'))
   parser.add_argument('--heads', type=names(HEADS), default=HEADS)
   parser.add_argument('--steps', type=int, help='of the backbones')
-  parser.add_argument('--classes', type=int, default=50, help='of glyphs')
-  parser.add_argument('--rows_per_class', type=int, default=100, help='of glyphs')
-  parser.add_argument('--max_rows', type=int, default=8000, help='of a split, for the heads')
+  parser.add_argument('--classes', type=int, default=10, help='of glyphs')
+  parser.add_argument('--rows_per_class', type=int, default=2000, help='of glyphs')
+  parser.add_argument('--max_rows', type=int, default=20000, help='of a split, for the heads')
   parser.add_argument('--folds', type=int, default=4)
   parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
   args = parser.parse_args()
   args.heads = [head for head in HEADS if head in ('det', 'det_tau', *args.heads)]
-  if set(args.parts) - {'glyphs'} and not (args.data and (args.data / FILE).exists()):
-    parser.error(f'--data={args.data} has no {FILE}, which all parts but glyphs read')
+  for name, file in FILES.items():
+    if name in args.parts and not (args.data and (args.data / file).exists()):
+      parser.error(f'--data={args.data} has no {file}, which --parts={name} reads')
   args.work_dir = args.work_dir.absolute()
   args.work_dir.mkdir(parents=True, exist_ok=True)
   settings = args.work_dir / 'settings.json'
