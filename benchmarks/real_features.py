@@ -167,18 +167,19 @@ def run_main(main, *flags):
   )
 
 
-def represent(images, files, bindings, splits, max_rows):
+def represent(images, gin_files, bindings, splits, max_rows):
   """{split: representations}, by a backbone that is trained first."""
-  run = images.parent / 'backbone'
-  run_main(
-    'train',
-    *(f'--gin_file=gin/{file}.gin' for file in files),
-    *(f'--gin.{name}={value!r}' for name, value in {**bindings, 'MODEL_DIR': str(run)}.items()),
-  )
-  flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
-  run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
-  path = images.parent / images.stem / 'pre_logits'
-  return {x: read_representations(str(path / f'{x}.safetensors')) for x in splits}
+  run, folder = images.parent / 'backbone', images.parent / images.stem / 'pre_logits'
+  files = {x: folder / f'{x}.safetensors' for x in splits}
+  if not all(file.exists() for file in files.values()):
+    run_main(
+      'train',
+      *(f'--gin_file=gin/{file}.gin' for file in gin_files),
+      *(f'--gin.{name}={value!r}' for name, value in {**bindings, 'MODEL_DIR': str(run)}.items()),
+    )
+    flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
+    run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
+  return {x: read_representations(str(file)) for x, file in files.items()}
 
 
 def fit(name, number, fitted, args, features, labels, groups):
