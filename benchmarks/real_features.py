@@ -34,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 from command_line import make_parser, names, print_table, write_json
-from known_truth import NOISE_CS, fit_best
+from known_truth import fit_best
 from PIL import Image
 from scipy import special
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
@@ -51,8 +51,9 @@ HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
 CHARACTERS = 200  # of Omniglot
 CS = {  # of DET
   **dict.fromkeys(('glyphs', 'omniglot'), (0.001, 0.01, 0.1, 1.0)),
-  **dict.fromkeys(PEOPLE, (0.01, 0.1, 1.0, 10.0)),
+  **dict.fromkeys(PEOPLE, (0.1, 1.0, 10.0, 100.0)),
 }
+NOISE_CS = (0.0, 0.03, 0.1, 0.3)
 NUM_FACTORS = 4
 
 
