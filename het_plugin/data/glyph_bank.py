@@ -1,4 +1,4 @@
-"""Unicode characters rendered once per process: the un-augmented glyphs behind the glyph tasks.
+"""Unicode characters, each rendered once per process: the un-augmented glyphs of the glyph tasks.
 
 The classes are frozen in glyph_classes.tsv, so that class ids depend neither on Python's Unicode
 tables nor on the fonts' versions. All of them are letters, numbers, symbols or punctuation marks
@@ -16,6 +16,8 @@ import functools
 import importlib.resources
 import pathlib
 import sys
+import threading
+from collections.abc import Callable
 
 import matplotlib
 import numpy as np
@@ -56,11 +58,14 @@ class GlyphBank:
     has the character. S is the image side; sampling outside of it reads the blank border.
   first: int64 [K + 1]. A class that no face has owns no rows.
   faces: int64 [P], the number of each row's face in the order in which faces were asked for.
+  draw: makes sure that some rows of `images` (by default all) are drawn; call it before they are
+    used, from any thread.
   """
 
   images: np.ndarray
   first: np.ndarray
   faces: np.ndarray
+  draw: Callable[..., None] = lambda rows=None: None
 
   @property
   def faces_per_class(self) -> np.ndarray:
@@ -90,22 +95,28 @@ def face_characters(face: str) -> frozenset[int]:
 
 @locked_cache
 def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
-  """Renders every class of `class_set` in every one of `faces` that has it, at side `size` pixels.
+  """A bank of every class of `class_set` in every one of `faces` that has it, at side `size` pixels.
 
   Glyphs keep the proportions of their face (one em size), except that those larger than the box are
-  made smaller; they are centred on their ink. About 1 s for the 27,564 glyphs of core at 28 pixels.
+  made smaller; they are centred on their ink. To draw the 27,564 glyphs of core at 28 pixels takes
+  about 1 s, so each is drawn when it is first needed.
   """
   code_points = glyph_classes(class_set).code_points
   owned = [[f for f in faces if c in face_characters(f)] for c in code_points]
   first = np.concatenate([[0], np.cumsum([len(fs) for fs in owned])])
-  images = np.zeros((first[-1], size + 2, size + 2), np.uint8)
-  fonts = functools.cache(_load_font)  # released after this call; only the bank is kept
-  pairs = ((face, c) for c, fs in zip(code_points, owned, strict=True) for face in fs)
-  for row, (face, code_point) in enumerate(pairs):
-    _draw_centred(images[row, 1:-1, 1:-1], fonts, face, chr(code_point))
-  images.flags.writeable = False
-  numbers = np.array([faces.index(face) for fs in owned for face in fs], np.int64)
-  return GlyphBank(images=images, first=first, faces=numbers)
+  pairs = [(face, chr(c)) for c, fs in zip(code_points, owned, strict=True) for face in fs]
+  images = np.zeros((len(pairs), size + 2, size + 2), np.uint8)
+  blank, lock = np.ones(len(pairs), bool), threading.Lock()
+
+  def draw(rows: np.ndarray | slice = slice(None)) -> None:
+    with lock:
+      fonts = functools.cache(_load_font)  # released after this call: together they are 50 MB
+      for row in np.unique(np.arange(len(pairs))[rows][blank[rows]]):
+        _draw_centred(images[row, 1:-1, 1:-1], fonts, *pairs[row])
+        blank[row] = False
+
+  numbers = np.array([faces.index(face) for face, _ in pairs], np.int64)
+  return GlyphBank(images, first, numbers, draw)
 
 
 def homoglyph_ceiling(
@@ -139,6 +150,7 @@ def homoglyphs(
 
 def _classes_of_bitmaps(bank: GlyphBank) -> dict[bytes, collections.Counter]:
   """How many faces of each class have each bitmap."""
+  bank.draw()
   classes = collections.defaultdict(collections.Counter)
   numbers = np.repeat(np.arange(len(bank.faces_per_class)), bank.faces_per_class)
   for image, k in zip(bank.images, numbers.tolist(), strict=True):

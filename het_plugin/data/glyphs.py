@@ -81,6 +81,7 @@ class GlyphSource:
     self, split: str, ids: np.ndarray, size: int, seed: int
   ) -> tuple[np.ndarray, np.ndarray]:
     bank, classes, rows, keys = self._draw(split, ids, size, seed)
+    bank.draw(rows)
     images = glyph_augment.augment(bank.images, rows, keys)
     return images, self._labels(split, classes, rows, keys).astype(np.int32)[:, None]
 

@@ -34,6 +34,7 @@ def test_heldout_classes_are_in_two_stix_faces_and_not_in_core():
 
 def test_bank_has_every_core_glyph_inside_the_border():
   bank = glyph_bank.glyph_bank('core', DEJAVU_FACES, 28)
+  bank.draw()
   assert bank.images.shape == (27_564, 30, 30) and bank.images.dtype == np.uint8
   assert (bank.faces_per_class == 12).all()
   assert not bank.images[:, [0, -1]].any() and not bank.images[:, :, [0, -1]].any()

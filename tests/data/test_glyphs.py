@@ -67,6 +67,7 @@ def test_nearest_base_glyph_finds_the_class_more_often_than_not():
   images, labels = source.read('test', ids, 28, seed=0)
   spec = glyphs.SPLITS['heldout']['test']
   bank = glyphs.glyph_bank.glyph_bank('heldout', spec.faces, 28)
+  bank.draw()
   base = bank.images[:, 1:-1, 1:-1].reshape(len(bank.images), -1).astype(np.float32)
 
   def normalise(x):
