@@ -128,7 +128,7 @@ def apply_grads(
   applied = finite & ~jnp.asarray(halted)
 
   def choose(new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(applied, x, y), new, old)
+    return jax.tree.map(lambda x, y: lax.select(applied, x, y), new, old)
 
   params = choose(optax.apply_updates(train_state.params, updates), train_state.params)
   norms |= metrics_lib.norms('param_norm', params, norm_groups)
