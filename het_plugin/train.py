@@ -15,7 +15,6 @@ from het_plugin.operations import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
-  gc.disable()  # a start makes little garbage, and looking for it took a seventh of its CPU time
 
 from collections.abc import Sequence
 
@@ -31,6 +30,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  gc.disable()  # until the first step: a start makes little garbage, and looking for it takes time
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
     registry.register_trainer()

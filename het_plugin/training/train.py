@@ -233,7 +233,7 @@ def train(
     seconds = time.monotonic() - compile_start
     _log.info('Compiled the train step in %.1f s.', seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})
-    gc.enable()  # a main disables it for the start
+    gc.enable()  # the main `train` disables it for the start
     loop.run(
       metrics_lib.StepMetrics(
         schedule.stats_period, batch_size, num_flops, partitioner.mesh, loop.on_step

@@ -202,12 +202,11 @@ def test_analytic_bias(run):
 @pytest.mark.slow
 def test_restart(run):
   flags = ['--gin=vit.depth=1', '--gin=vit.width=12', '--gin=vit.mlp_dim=12', '--rounds=1']
-  rows, printed = run('restart.py', *flags, '--gin=IMAGE_SIZE=16')
+  rows, _ = run('restart.py', *flags, '--gin=IMAGE_SIZE=16', '--runs=digits')
   assert [row['cache'] for row in rows] == ['without', 'with']
   for row in rows:
-    assert row['total'] == row['lowest'] == row['highest'] > row['imports'] + row['compile']
-    assert row['imports'] > 0 and row['compile'] > 0
-  assert 'with the compilation cache' in printed[-1]
+    assert row['total'] == row['lowest'] == row['highest'] > row['compile'] > 0
+    assert row['cpu'] > 0
 
 
 @pytest.mark.slow
