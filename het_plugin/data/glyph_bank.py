@@ -95,7 +95,7 @@ def face_characters(face: str) -> frozenset[int]:
 
 @locked_cache
 def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
-  """A bank of every class of `class_set` in every one of `faces` that has it, at side `size` pixels.
+  """The glyphs of every class of `class_set` in each of `faces` that has it, at side `size` pixels.
 
   Glyphs keep the proportions of their face (one em size), except that those larger than the box are
   made smaller; they are centred on their ink. To draw the 27,564 glyphs of core at 28 pixels takes
