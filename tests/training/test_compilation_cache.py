@@ -12,17 +12,12 @@ SAVE = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=1))
 
 @pytest.fixture
 def no_cache():
-  """JAX as a user has it who has not asked for a cache, but for one that takes small programs."""
-  before = {
-    name: getattr(jax.config, name)
-    for name in ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
-  }
+  """JAX as a user has it who has not asked for a cache."""
+  before = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', None)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax_cache.reset_cache()
   yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+  jax.config.update('jax_compilation_cache_dir', before)
   jax_cache.reset_cache()
 
 
