@@ -220,21 +220,20 @@ class SparseExperts(nn.Module):
 
   def _run(self, groups, weights, slots, capacity, deterministic):
     """Output [G, n, D] of the experts for tokens [G, n, D]."""
-    num_groups, n, _ = groups.shape
-    num_experts = self.moe.num_experts
-    # Token in each place, n where there is none. Gathers by index cost no products; one-hot
+    num_groups, n, k = slots.shape
+    num_experts, dim = self.moe.num_experts, groups.shape[-1]
+    slots = slots.swapaxes(1, 2).reshape(num_groups, k * n)  # all first choices, all second ones
+    # Choice in each place, k n where there is none. Gathers by index cost no products; one-hot
     # matrices [n, E C] cost n / (4 D) of the experts' own.
-    tokens = jnp.broadcast_to(jnp.arange(n)[None, :, None], slots.shape)
-    source = jax.vmap(
-      lambda slot, token: (
-        jnp.full(num_experts * capacity, n).at[slot.ravel()].set(token.ravel(), mode='drop')
-      )
-    )(slots, tokens)  # [G, E C]
-    places = take(groups, source).reshape(num_groups, num_experts, capacity, -1)
-    out = self.make_experts()(to_experts(places), deterministic)  # [E, G, C, D]
-    out = from_experts(out).reshape(num_groups, num_experts * capacity, -1)
-    weights = weights.astype(groups.dtype)
-    return sum(weights[..., j, None] * take(out, slots[..., j]) for j in range(weights.shape[-1]))
+    empty = jnp.full(num_experts * capacity, k * n)
+    choice = jax.vmap(lambda slot: empty.at[slot].set(jnp.arange(k * n), mode='drop'))(slots)
+    token = jnp.where(choice < k * n, choice % n, n)  # [G, E C]
+    places = take(groups, token, slots.reshape(num_groups, k, n))
+    places = places.reshape(num_groups, num_experts, capacity, dim)
+    out = from_experts(self.make_experts()(to_experts(places), deterministic))  # [G, E, C, D]
+    out = take(out.reshape(num_groups, -1, dim), slots, choice[:, None])
+    weights = weights.astype(groups.dtype).swapaxes(1, 2)[..., None]  # [G, k, n, 1]
+    return (weights * out.reshape(num_groups, k, n, dim)).sum(1)
 
 
 class SoftExperts(nn.Module):
@@ -264,13 +263,18 @@ class SoftExperts(nn.Module):
 def top_k(gates: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """The k largest gates [G, n, k] and their experts int32 [G, n, k], in order."""
   # lax.top_k is a custom call, which would gather the tokens of all devices.
-  chosen = []
+  weights, chosen = [], []
   rest = jax.lax.stop_gradient(gates)
   for _ in range(k):
     chosen.append(rest.argmax(-1))
+    weights.append(pick(gates, chosen[-1]))
     rest = jnp.where(nn.one_hot(chosen[-1], gates.shape[-1], dtype=bool), -jnp.inf, rest)
-  chosen = jnp.stack(chosen, axis=-1)
-  return jnp.take_along_axis(gates, chosen, axis=-1), chosen
+  return jnp.stack(weights, axis=-1), jnp.stack(chosen, axis=-1)
+
+
+def pick(x: jax.Array, index: jax.Array) -> jax.Array:
+  """The element of x [..., E] at index [...], without a gather."""
+  return jnp.where(nn.one_hot(index, x.shape[-1], dtype=bool), x, 0).sum(-1)
 
 
 def assign(
@@ -287,17 +291,20 @@ def assign(
   Returns:
     int32 [G, n, k]: expert * C + place, or E * C for a choice without a place.
   """
-  num_groups, n, k = chosen.shape
-  order = jnp.broadcast_to(jnp.arange(n), (num_groups, n))
+  # Counts pairs of tokens. A sort takes seconds to compile for TPUs, in each layer.
+  token = jnp.arange(chosen.shape[1])
+  earlier = token < token[:, None]  # [n, n]: the second token goes before the first
   if batch_priority:
-    order = jnp.argsort(-weights[..., 0], axis=1)  # stable
-  ordered = jnp.take_along_axis(chosen, order[..., None], axis=1)
-  choices = ordered.swapaxes(1, 2).reshape(num_groups, k * n)
-  member = nn.one_hot(choices, num_experts, dtype=jnp.int32)  # [G, k n, E]
-  place = (jnp.cumsum(member, axis=1) * member).sum(-1) - 1
-  slots = jnp.where(place < capacity, choices * capacity + place, num_experts * capacity)
-  slots = slots.reshape(num_groups, k, n).swapaxes(1, 2)
-  return jnp.take_along_axis(slots, jnp.argsort(order, axis=1)[..., None], axis=1)
+    weight, other = weights[:, :, None, 0], weights[:, None, :, 0]
+    earlier = (other > weight) | ((other == weight) & earlier)  # [G, n, n]
+  places, used = [], 0
+  for choice in jnp.moveaxis(chosen, -1, 0):  # [G, n]
+    same = choice[:, :, None] == choice[:, None, :]
+    member = nn.one_hot(choice, num_experts, dtype=jnp.int32)  # [G, n, E]
+    places.append((earlier & same).sum(-1) + (member * used).sum(-1))
+    used += member.sum(1, keepdims=True)
+  place = jnp.stack(places, axis=-1)
+  return jnp.where(place < capacity, chosen * capacity + place, num_experts * capacity)
 
 
 def load_per_expert(
@@ -310,7 +317,7 @@ def load_per_expert(
     chosen: [G, n, k].
     std: standard deviation of the noise.
   """
-  threshold = jnp.take_along_axis(noisy, chosen[..., -1:], axis=-1)  # [G, n, 1]
+  threshold = pick(noisy, chosen[..., -1])[..., None]  # [G, n, 1]
   return jax.scipy.stats.norm.sf((threshold - logits) / std).mean(axis=1)
 
 
@@ -323,9 +330,27 @@ def unit_length(x: jax.Array, axis: int) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.square(x).sum(axis, keepdims=True) + 1e-6)
 
 
-def take(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Rows x [G, n, D] at index int32 [G, m], [G, m, D]; zeros where the index is n."""
+@jax.custom_vjp
+def take(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+  """Rows x [G, n, D] at index int32 [G, m], [G, m, D]; zeros where the index is n.
+
+  inverse int32 [G, j, n] are the places of each row in the result, m for none. With it the gradient
+  gathers, too; a scatter sorts on TPUs, which takes long to compile.
+  """
   return jnp.take_along_axis(x, index[..., None], axis=1, mode='fill', fill_value=0)
+
+
+def _take_fwd(x, index, inverse):
+  return take(x, index, inverse), (index, inverse)
+
+
+def _take_bwd(saved, dy):
+  index, inverse = saved
+  rows = [take(dy, inverse[:, j], index[:, None]) for j in range(inverse.shape[1])]
+  return sum(rows), None, None
+
+
+take.defvjp(_take_fwd, _take_bwd)
 
 
 def to_experts(x: jax.Array) -> jax.Array:

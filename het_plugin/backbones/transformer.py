@@ -321,26 +321,28 @@ def run_blocks(
   Returns:
     The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
   """
-  block = rematerialize(Block, remat, static_argnums=(2,), scanned=scan_layers)
   names = [f'block{layer:02d}' for layer in range(depth)]
   rates = drop_path_rates(stochastic_depth, depth)
-  if not scan_layers:
-    outputs, with_experts = {}, moe_layers(moe, depth)
-    for layer, (name, rate) in enumerate(zip(names, rates or [None] * depth, strict=True)):
-      layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
-      x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rate)
-    return x, outputs
-  blocks = scan_with_axes(
-    block,
-    variable_axes={'params': 0},
-    split_rngs={'params': True, 'dropout': True},
-    in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
-    length=depth,
-    axis_name='layers',
-  )(settings, scanned=True, name='blocks')
-  rates = None if rates is None else jnp.asarray(rates, jnp.float32)
-  x, stacked = blocks(x, deterministic, is_token, rotation, rates)
-  return x, dict(zip(names, stacked, strict=True))
+  with_experts, outputs = moe_layers(moe, depth), {}
+  looped = min(with_experts, default=depth) if scan_layers else 0
+  if looped:
+    blocks = scan_with_axes(
+      rematerialize(Block, remat, static_argnums=(2,), scanned=True),
+      variable_axes={'params': 0},
+      split_rngs={'params': True, 'dropout': True},
+      in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
+      length=looped,
+      axis_name='layers',
+    )(settings, scanned=True, name='blocks')
+    looped_rates = None if rates is None else jnp.asarray(rates[:looped], jnp.float32)
+    x, stacked = blocks(x, deterministic, is_token, rotation, looped_rates)
+    outputs = dict(zip(names[:looped], stacked, strict=True))
+  block = rematerialize(Block, remat, static_argnums=(2,))
+  for layer in range(looped, depth):
+    name, rate = names[layer], rates and rates[layer]
+    layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
+    x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rate)
+  return x, outputs
 
 
 def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:

@@ -130,9 +130,9 @@ class ViT(nn.Module):
     dtype: type of the activations. Parameters, layer normalisation, softmax and pre-logits stay
       float32.
     remat: what the backward pass recomputes to save memory (`layers.REMAT`).
-    scan_layers: runs one block in a loop, which compiles much faster. The parameters are stacked
-      [depth, ...] under 'blocks' instead of 'block00', ... (`weights.transfer.restacked`,
-      `unstacked`).
+    scan_layers: runs the blocks in front of the first experts in a loop, which compiles much
+      faster. Their parameters are stacked [blocks, ...] under 'blocks' instead of 'block00', ...
+      (`weights.transfer.restacked`, `unstacked`).
     position: position embeddings: 'learned', 'sincos2d' (fixed; `sincos_2d`), or 'rope' (queries
       and keys are rotated in every block; `rotary_2d`).
     num_registers: learned tokens after the class token; only attention and 'map' read them (Darcet
@@ -199,10 +199,6 @@ class ViT(nn.Module):
         f'multiple of 4: ViT.width={self.width}, num_heads={self.num_heads}'
       )
     moe_layers(self.moe, self.depth)
-    if self.moe is not None and self.scan_layers:
-      raise ValueError(
-        'ViT.scan_layers=True needs blocks that are all alike: with ViT.moe it must be False'
-      )
     super().__post_init__()
 
   @property

@@ -123,8 +123,12 @@ def layer_exponents(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
 
 
 def _place(match: re.Match) -> tuple[float, float]:
-  """Where a layer lies among those of its tower: stacked units follow the first of their stage."""
-  return tuple(math.inf if x == 's' else float(x or 0) for x in match.groups()[2:])
+  """Where a layer lies among those of its tower.
+
+  Stacked blocks precede the others, and stacked units follow the first of their stage.
+  """
+  number, unit = match.groups()[2:]
+  return -1 if number == 's' else float(number), math.inf if unit == 's' else float(unit or 0)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -83,11 +83,14 @@ def test_layers_count_back_from_the_head():
     'resnet/stage1_units/conv1/kernel': (2, 1, 1, 4, 4),
     'resnet/stage2_unit01/conv1/kernel': (1, 1, 4, 4),
     'resnet/norm/scale': (4,),
+    'vmoe/blocks/mlp/kernel': (2, 4, 4),  # before the first experts
+    'vmoe/block02/moe/router': (4, 2),
   }
   found = learning_rates.layer_exponents(shapes)
   assert [x.ravel().tolist() for x in found.values()] == [
     *([3], [2, 1], [0], [0], [2], [1]),
     *([5], [4], [3, 2], [1], [0]),
+    *([3, 2], [1]),
   ]
   assert found['backbone/blocks/mlp/kernel'].shape == (2, 1, 1)
   params = traverse_util.unflatten_dict({k: jnp.ones(v) for k, v in shapes.items()}, sep='/')
