@@ -262,7 +262,7 @@ def refit(estimator, params, train):
   """A copy of a fitted estimator, fitted from other parameters on."""
   estimator, (x, y) = copy.deepcopy(estimator), train
   model, mean = estimator.model_, estimator.mean_
-  values = estimator._encoded(y).values
+  values = estimator._encoded(x, y).values
   rows = objective.make_rows(
     model, x, mean, values, np.ones(len(x)), estimator.C, estimator.C_noise
   )

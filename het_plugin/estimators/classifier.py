@@ -37,6 +37,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   _head: str
   _noise: tuple[str, ...] = ()
 
+  def _set(self, arguments: dict[str, Any]) -> None:
+    """Keeps the arguments of `__init__` as they are, as scikit-learn wants it."""
+    for name in self._get_param_names():
+      setattr(self, name, arguments[name])
+
   def fit(
     self,
     X: Any,  # noqa: N803
@@ -301,11 +306,18 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f'{name}: C_noise={c_noise} must be at least 0, or None for C')
     if not (self.tau in ('learned', 'validation') if isinstance(self.tau, str) else self.tau > 0):
       raise ValueError(f"{name}: tau={self.tau!r} must be 'learned', 'validation' or positive")
+    for setting in ('num_samples', *self._noise):
+      value = getattr(self, setting, None)
+      if value is not None and value < 1:
+        raise ValueError(f'{name}: {setting}={value} must be at least 1')
     if self.max_iter < 1 or not self.tol > 0:
       raise ValueError(f'{name}: max_iter={self.max_iter} and tol={self.tol} must be positive')
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
-    inputs.check_solver(self.solver)
+    if self.solver not in inputs.SOLVERS:
+      raise ValueError(
+        f'solver={self.solver!r} is unknown: choose one of {", ".join(inputs.SOLVERS)}'
+      )
     if not 0 < self.validation_fraction < 1:
       raise ValueError(
         f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
@@ -319,10 +331,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return X, self._labels(X, y)
     if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
       X = np.asarray(X).astype(np.float32)  # noqa: N806
+    if np.ndim(X) == 1:
+      raise ValueError(f'Reshape your data: X has shape {np.shape(X)}, and must be [N, D]')
     dtype = [np.float32, np.float64]
+    X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)  # noqa: N806
+    if not np.isfinite(X.sum(dtype=np.float64)) and not (ok := np.isfinite(X).all(axis=1)).all():
+      raise ValueError(f'Input X contains NaN or infinity, first in row {ok.argmin()}')
     if not fit:
-      return validate_data(self, X, dtype=dtype, reset=False)
-    X = validate_data(self, X, dtype=dtype)  # noqa: N806
+      return X
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     return X, self._labels(X, y)

@@ -55,17 +55,7 @@ class DetClassifier(HeadClassifier):
     random_state=0,
     progress=False,
   ):
-    self.C = C
-    self.tau = tau
-    self.hidden_layers = hidden_layers
-    self.target = target
-    self.tol = tol
-    self.max_iter = max_iter
-    self.solver = solver
-    self.mesh = mesh
-    self.validation_fraction = validation_fraction
-    self.random_state = random_state
-    self.progress = progress
+    self._set(locals())
 
 
 class HetClassifier(HeadClassifier):
@@ -105,20 +95,7 @@ class HetClassifier(HeadClassifier):
     random_state=0,
     progress=False,
   ):
-    self.C = C
-    self.C_noise = C_noise
-    self.tau = tau
-    self.num_factors = num_factors
-    self.num_samples = num_samples
-    self.hidden_layers = hidden_layers
-    self.target = target
-    self.tol = tol
-    self.max_iter = max_iter
-    self.solver = solver
-    self.mesh = mesh
-    self.validation_fraction = validation_fraction
-    self.random_state = random_state
-    self.progress = progress
+    self._set(locals())
 
 
 class HetHClassifier(HetClassifier):
@@ -150,23 +127,7 @@ class HetHClassifier(HetClassifier):
     random_state=0,
     progress=False,
   ):
-    super().__init__(
-      C,
-      C_noise=C_noise,
-      tau=tau,
-      num_factors=num_factors,
-      num_samples=num_samples,
-      hidden_layers=hidden_layers,
-      target=target,
-      tol=tol,
-      max_iter=max_iter,
-      solver=solver,
-      mesh=mesh,
-      validation_fraction=validation_fraction,
-      random_state=random_state,
-      progress=progress,
-    )
-    self.num_buckets = num_buckets
+    self._set(locals())
 
 
 class HetXLClassifier(HetClassifier):
@@ -198,23 +159,7 @@ class HetXLClassifier(HetClassifier):
     random_state=0,
     progress=False,
   ):
-    super().__init__(
-      C,
-      C_noise=C_noise,
-      tau=tau,
-      num_factors=num_factors,
-      num_samples=num_samples,
-      hidden_layers=hidden_layers,
-      target=target,
-      tol=tol,
-      max_iter=max_iter,
-      solver=solver,
-      mesh=mesh,
-      validation_fraction=validation_fraction,
-      random_state=random_state,
-      progress=progress,
-    )
-    self.noise_dim = noise_dim
+    self._set(locals())
 
 
 # Keys are the names of the heads in --heads and in gin files.

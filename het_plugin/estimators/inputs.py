@@ -42,12 +42,6 @@ def is_mapped(x: Any) -> bool:
   return is_float and x.ndim == 2 and len(x) > 0
 
 
-def check_solver(solver: str) -> None:
-  """Raises ValueError if the solver is unknown."""
-  if solver not in SOLVERS:
-    raise ValueError(f'solver={solver!r} is unknown: choose one of {", ".join(SOLVERS)}')
-
-
 def streams(x: Any, solver: str) -> bool:
   """Whether a fit takes minibatches (the rule of docs/probe.md)."""
   return solver == 'adam' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)

@@ -63,6 +63,7 @@ RUNS = {
   '--heads=het_xl --samples=2,9 --batches=2 --repeats=1': (3, 'of DET'),
   'known_truth.py --problem=softmax,3,4,1,2,20 --heads=het_xl': (2, 'het_xl'),
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
+  'probe.py --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),
   'loop.py --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),
 }
 

@@ -177,6 +177,13 @@ def test_wrong_settings_are_one_sentence(change, message):
     DetClassifier(**change).fit(x, y)
 
 
+@pytest.mark.parametrize('setting', ['num_factors', 'num_samples', 'noise_dim', 'C_noise'])
+def test_wrong_settings_of_the_noise_are_one_sentence(setting):
+  x, y = problem(num_rows=20)
+  with pytest.raises(ValueError, match=f'HetXLClassifier: {setting}=-1 must be at least'):
+    HetXLClassifier(**{setting: -1}).fit(x, y)
+
+
 def test_the_start_is_a_fit_to_the_same_rows():
   x, y = problem(num_rows=20)
   for start in (DetClassifier(0.5).fit(x, y), DetClassifier().fit(x[1:], y[1:])):

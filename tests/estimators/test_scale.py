@@ -143,8 +143,10 @@ def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
   with pytest.raises(ValueError, match='does not exist'):
     det.fit(str(tmp_path / 'none.npz'))
   x[7, 2] = np.nan
-  with pytest.raises(ValueError, match='Input X contains NaN'):
+  with pytest.raises(ValueError, match='Input X contains NaN or infinity.* row'):
     det.fit(x, y)
+  with pytest.raises(ValueError, match=r'X has shape \(60,\), and must be \[N, D\]'):
+    det.fit(x[:, 0], y)
 
 
 def test_more_classes_than_rows_is_a_warning(data):
