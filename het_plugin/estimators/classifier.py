@@ -331,8 +331,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return X, self._labels(X, y)
     if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
       X = np.asarray(X).astype(np.float32)  # noqa: N806
-    if np.ndim(X) == 1:
-      raise ValueError(f'Reshape your data: X has shape {np.shape(X)}, and must be [N, D]')
+    if getattr(X, 'ndim', 2) == 1:
+      raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
     dtype = [np.float32, np.float64]
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)  # noqa: N806
     if not np.isfinite(X.sum(dtype=np.float64)) and not (ok := np.isfinite(X).all(axis=1)).all():

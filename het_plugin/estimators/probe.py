@@ -152,7 +152,7 @@ def probe(
     'equal width. seconds: that of DET, where the noise starts, count once.',
   ]
   notes += [
-    f'{x.head}: {x.unfinished} fits ended above tol={settings.tol:g}; raise --max_iter.'
+    f'{x.head}: {x.unfinished} of its fits ended above tol={settings.tol:g}; raise --max_iter.'
     for x in outcomes
     if x.unfinished
   ]

@@ -26,7 +26,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
   """
   _check(path)
   if not epath.Path(path).exists():
-    raise ValueError(f'weights file {path} does not exist')
+    raise ValueError(f'file {path} does not exist')
   content = epath.Path(path).read_bytes()
   try:
     if str(path).endswith('.npz'):
@@ -35,7 +35,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
     else:
       arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
   except Exception as error:  # zipfile, numpy and safetensors each raise their own types
-    raise ValueError(f'weights file {path} cannot be read: {error}') from error
+    raise ValueError(f'file {path} cannot be read: {error}') from error
   return {name: _widened(x) for name, x in arrays.items()}
 
 
