@@ -37,11 +37,6 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   _head: str
   _noise: tuple[str, ...] = ()
 
-  def _set(self, arguments: dict[str, Any]) -> None:
-    """Keeps the arguments of `__init__` as they are, as scikit-learn wants it."""
-    for name in self._get_param_names():
-      setattr(self, name, arguments[name])
-
   def fit(
     self,
     X: Any,  # noqa: N803
@@ -314,10 +309,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f'{name}: max_iter={self.max_iter} and tol={self.tol} must be positive')
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
-    if self.solver not in inputs.SOLVERS:
-      raise ValueError(
-        f'solver={self.solver!r} is unknown: choose one of {", ".join(inputs.SOLVERS)}'
-      )
+    inputs.check_solver(self.solver)
     if not 0 < self.validation_fraction < 1:
       raise ValueError(
         f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
@@ -328,32 +320,22 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def _validated(self, X, y=None, fit=False):  # noqa: N803
     if inputs.is_mapped(X) and y is not None:  # its rows are checked as they are read
       self.n_features_in_ = X.shape[1]
-      return X, self._labels(X, y)
+      return X, inputs.labels_of_rows(X, y)
     if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
       X = np.asarray(X).astype(np.float32)  # noqa: N806
     if getattr(X, 'ndim', 2) == 1:
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
     dtype = [np.float32, np.float64]
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)  # noqa: N806
-    if not np.isfinite(X.sum(dtype=np.float64)) and not (ok := np.isfinite(X).all(axis=1)).all():
-      raise ValueError(f'Input X contains NaN or infinity, first in row {ok.argmin()}')
+    inputs.check_finite(X)
     if not fit:
       return X
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
-    return X, self._labels(X, y)
-
-  def _labels(self, X, y):  # noqa: N803
-    y = np.asarray(y)
-    if y.ndim not in (1, 2) or len(y) != len(X):
-      raise ValueError(
-        f'y has shape {y.shape}; it must be [{len(X)}] or [{len(X)}, ...], as X has {len(X)} rows: '
-        'inconsistent numbers of samples'
-      )
-    return y
+    return X, inputs.labels_of_rows(X, y)
 
   def _encoded(self, X, y):  # noqa: N803
-    y = self._labels(*inputs.open_features(X, y))
+    y = inputs.labels_of_rows(*inputs.open_features(X, y))
     return targets.encode(y, self.target, self.classes_, self.target_)
 
   def _fit(self, tau, X, encoded, weight, seed, start=None):  # noqa: N803

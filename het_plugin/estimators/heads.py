@@ -3,6 +3,12 @@
 from het_plugin.estimators.classifier import HeadClassifier
 
 
+def _keep(estimator: HeadClassifier, arguments: dict[str, object]) -> None:
+  """Sets the arguments of `__init__` as attributes of the same names, as scikit-learn expects."""
+  for name in estimator._get_param_names():
+    setattr(estimator, name, arguments[name])
+
+
 class DetClassifier(HeadClassifier):
   """The deterministic head: logistic regression, with several labels, votes and probabilities.
 
@@ -55,7 +61,7 @@ class DetClassifier(HeadClassifier):
     random_state=0,
     progress=False,
   ):
-    self._set(locals())
+    _keep(self, locals())
 
 
 class HetClassifier(HeadClassifier):
@@ -95,7 +101,7 @@ class HetClassifier(HeadClassifier):
     random_state=0,
     progress=False,
   ):
-    self._set(locals())
+    _keep(self, locals())
 
 
 class HetHClassifier(HetClassifier):
@@ -127,7 +133,7 @@ class HetHClassifier(HetClassifier):
     random_state=0,
     progress=False,
   ):
-    self._set(locals())
+    _keep(self, locals())
 
 
 class HetXLClassifier(HetClassifier):
@@ -159,7 +165,7 @@ class HetXLClassifier(HetClassifier):
     random_state=0,
     progress=False,
   ):
-    self._set(locals())
+    _keep(self, locals())
 
 
 # Keys are the names of the heads in --heads and in gin files.

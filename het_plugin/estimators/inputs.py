@@ -42,6 +42,31 @@ def is_mapped(x: Any) -> bool:
   return is_float and x.ndim == 2 and len(x) > 0
 
 
+def check_solver(solver: str) -> None:
+  """Raises ValueError if the solver is unknown."""
+  if solver not in SOLVERS:
+    raise ValueError(f'solver={solver!r} is unknown: choose one of {", ".join(SOLVERS)}')
+
+
+def check_finite(x: np.ndarray) -> None:
+  """Raises ValueError if a row of x [N, D] has NaN or infinity."""
+  if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]
+    is_finite = np.isfinite(x).all(axis=1)
+    if not is_finite.all():
+      raise ValueError(f'Input X contains NaN or infinity, first in row {is_finite.argmin()}')
+
+
+def labels_of_rows(x: Any, y: Any) -> np.ndarray:
+  """y as an array; raises ValueError if it is not that of the rows of x."""
+  y = np.asarray(y)
+  if y.ndim not in (1, 2) or len(y) != len(x):
+    raise ValueError(
+      f'y has shape {y.shape}; it must be [{len(x)}] or [{len(x)}, ...], as X has {len(x)} rows: '
+      'inconsistent numbers of samples'
+    )
+  return y
+
+
 def streams(x: Any, solver: str) -> bool:
   """Whether a fit takes minibatches (the rule of docs/probe.md)."""
   return solver == 'adam' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)

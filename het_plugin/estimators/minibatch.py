@@ -165,7 +165,6 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
       order = rng.permutation(index)
       for i in range(per_epoch):
         batch = placement.place_rows(rows(order[i * size : (i + 1) * size]), mesh)
-        jax.block_until_ready(theta)  # else hundreds of batches may wait in memory for their step
         theta, state = _step(model, theta, state, rate, batch, scale)
         step += 1
         bar.update()
