@@ -66,10 +66,10 @@ def memory_mib():
     return int(re.search(r'RssAnon:\s+(\d+)', file.read())[1]) / 1024
 
 
-def waits(stop):
-  """Something every 50 ms until the event is set."""
+def watch_memory(found, stop):
+  """Appends `memory_mib` every 50 ms until the event is set."""
   while not stop.wait(0.05):
-    yield
+    found.append(memory_mib())
 
 
 def stream(args):
@@ -90,7 +90,7 @@ def stream(args):
       for rows in (args.rows // 4, args.rows):
         estimator = CLASSIFIERS[head](args.C, solver='adam', max_iter=1)
         memory, stop = [memory_mib()], threading.Event()
-        watch = threading.Thread(target=lambda: [memory.append(memory_mib()) for _ in waits(stop)])
+        watch = threading.Thread(target=watch_memory, args=(memory, stop))
         watch.start()
         cpu = time.process_time()
         estimator.fit(x[:rows], y[:rows])
