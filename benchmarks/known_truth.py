@@ -213,7 +213,7 @@ def measure(problem, truth, heads, seed, from_truth):
     correlation = angles = None
     c_noise = getattr(estimator, 'C_noise', None)
     if c_noise and problem.noise:
-      factors = _compared(estimator._map(_factors, compared), problem.link)
+      factors = _compared(estimator._map('factors', compared), problem.link)
       upper = np.triu_indices(factors.shape[-1])
       pair = (_covariance(x)[:, *upper].ravel() for x in (factors, true_factors))
       correlation = float(np.corrcoef(*pair)[0, 1])
@@ -274,10 +274,6 @@ def refit(estimator, params, train):
   )
   estimator.params_, estimator.objective_ = fit.params, fit.objective
   return estimator
-
-
-def _factors(model, params, x):
-  return model.factors(params, x)
 
 
 def over_seeds(rows):

@@ -61,7 +61,7 @@ RUNS = {
   ),
   'step_overhead.py --variant=Ti/16 --image_size=16 --classes=20 --factors=3 --dtype=float32 '
   '--heads=het_xl --samples=2,9 --batches=2 --repeats=1': (3, 'of DET'),
-  'known_truth.py --problem=softmax,3,4,1,2,20 --heads=het_xl': (2, 'het_xl'),
+  'known_truth.py --problem=sigmoid,10,4,2,3,300 --heads=het': (2, 'het'),
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'probe.py --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),
   'loop.py --sizes=tiny --pairs=2 --period=3': (1, 'of the steps/s of the bare step'),
