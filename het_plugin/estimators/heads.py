@@ -5,8 +5,9 @@ from het_plugin.estimators.classifier import HeadClassifier
 
 def _keep(estimator: HeadClassifier, arguments: dict[str, object]) -> None:
   """Sets the arguments of `__init__` as attributes of the same names, as scikit-learn expects."""
-  for name in estimator._get_param_names():
-    setattr(estimator, name, arguments[name])
+  for name, value in arguments.items():
+    if value is not estimator:
+      setattr(estimator, name, value)
 
 
 class DetClassifier(HeadClassifier):
