@@ -1,6 +1,7 @@
 """Fits and compares heads on saved representations, to the optimum; no backbone is trained.
 
     python -m het_plugin.probe --train=train.npz --test=test.npz --heads=det,het_xl
+    python -m het_plugin.probe --train=representations/digits  # of `represent`: train and test
     python -m het_plugin.probe --train=X.npy,Y.npy --heads=det,het,het_xl --C=0.1,1,10 --folds=5
     python -m het_plugin.probe --checkpoint=runs/det --dataset=digits
 

@@ -5,6 +5,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,14 +111,17 @@ def probe(
   """Fits the heads to representations.
 
   Args:
-    train: a file (`representations.read_representations`), or features [N, D] and class ids [N].
-    test: the same for the test rows; None uses folds of `train`.
+    train: a file (`representations.read_representations`), or features [N, D] and class ids [N]; or
+      without `test` a folder of `represent`, whose files train and test are taken.
+    test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
 
   Raises:
     ValueError: a file or a setting is wrong.
   """
+  if test is None and isinstance(train, str) and Path(train).is_dir():
+    train, test = _files_of(Path(train))
   train_rows, train = _read(train, 'the training rows')
   test_rows, test = (None, None) if test is None else _read(test, 'the test rows')
   if test_rows is not None and test_rows.features.shape[1] != train_rows.features.shape[1]:
@@ -164,6 +168,21 @@ def probe(
     notes=notes,
     draw=lambda: calibration_figures({x.head: x.scores for x in outcomes}),
     json=rows,
+  )
+
+
+def _files_of(folder: Path) -> tuple[str, str | None]:
+  """The files train and test in a folder, or its only file."""
+  files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
+  files = sorted(x for x in files if not x.parent.name.startswith('.'))  # of an unfinished split
+  if len(files) == 1:
+    return str(files[0]), None
+  pair = [x for x in files if x.stem in ('test', 'train')]
+  if [x.stem for x in pair] == ['test', 'train']:
+    return str(pair[1]), str(pair[0])
+  raise ValueError(
+    f'--train={folder} has {len(files)} .safetensors and .npz files, and not one named train and '
+    f'one named test: name one, and another as --test, of {", ".join(map(str, files)) or "none"}'
   )
 
 

@@ -1,6 +1,7 @@
 """`probe`: a table of heads on files of representations, against numbers computed here."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,23 @@ def test_the_main(files, tmp_path, run_main):
     ('--tau=cold', '--tau=cold must be a number > 0, or learned, validation'),
   ):
     assert message in run_main(probe_main, *arguments, flag, code=2)
+
+
+def test_a_folder_of_represent(files, tmp_path):
+  (expected,) = probe.probe(*files, settings()).json
+  for name, source in zip(('train', 'test'), files, strict=True):
+    for path in (tmp_path / f'pre_logits/{name}.npz', tmp_path / f'.unfinished.{name}/1.300.npz'):
+      path.parent.mkdir(exist_ok=True)
+      path.write_bytes(Path(source).read_bytes())
+  (row,) = probe.probe(str(tmp_path), None, settings()).json
+  assert row['nll'] == expected['nll']
+  (tmp_path / 'pre_logits/train.npz').rename(tmp_path / 'pre_logits/validation.npz')
+  message = 'has 2 .* one named test: .*/test.npz, .*/validation.npz'
+  with pytest.raises(ValueError, match=message):
+    probe.probe(str(tmp_path), None, settings())
+  (tmp_path / 'pre_logits/test.npz').unlink()
+  (row,) = probe.probe(str(tmp_path), None, settings(folds=2)).json  # its only file
+  assert row['num_examples'] == 300
 
 
 def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
