@@ -143,17 +143,14 @@ def principal_angles(factors, true):
   return np.degrees(np.arccos(np.clip(cosines, 0, 1))).mean(axis=0).round(1).tolist()
 
 
-def fit_best(head, grid, train, held_out):
+def fit_best(head, grid, train, held_out, start=None):
   """The estimator of the point of a grid that `choose` takes, the estimators of all points, and
   the NLL of held-out rows [points, N].
 
-  The points of a head with noise have one C, and its fits start at one fit of DET. The grid ends
+  The points of a head with noise have one C, and its fits start at DET's with this C. The grid ends
   where the NLL is 0.05 nats above the best: fits that overfit are slow.
   """
-  fits, nll, start = [], [], None
-  if 'C_noise' in grid[0]:
-    of_det = {name: value for name, value in grid[0].items() if name in ('C', 'target')}
-    start = CLASSIFIERS['det'](**SETTINGS, **of_det).fit(*train)
+  fits, nll = [], []
   for point in grid:
     fits.append(CLASSIFIERS[head](**SETTINGS, **point).fit(*train, start=start))
     nll.append(fits[-1].nll(*held_out))
@@ -202,7 +199,7 @@ def measure(problem, truth, heads, seed, from_truth):
   fitted = {'det': (det, *of_det)}
   for head in heads:
     grid = [{**noise, 'C_noise': c} for c in NOISE_CS]
-    fitted[head] = fit_best(head, grid, train, held_out)
+    fitted[head] = fit_best(head, grid, train, held_out, det)
   if from_truth and getattr(fitted[truth][0], 'C_noise', None) and len(det.classes_) == problem.k:
     estimator, *grid = fitted[truth]
     fitted[f'{truth} from the truth'] = refit(estimator, params, train), *grid

@@ -16,7 +16,8 @@
 A part trains its backbone with `het_plugin.train`, writes representations of other images with
 `het_plugin.represent`, and fits heads to folds of them. Of the rows for a fit a fifth is held out:
 DET chooses C there, and the other heads, at this C, the C_noise that `probe.choose` takes.
-Everything is kept in --work_dir, and the same command goes on where it stopped.
+Everything is kept in --work_dir, and the same command goes on where it stopped. Rows that --json
+already has are not measured again.
 
 A row has the mean NLL of a head on test rows, and its differences to DET (`to_det`) and to DET
 with a learned tau (`to_det_tau`). `stderr` is over examples and `stderr_folds` over folds, whose
@@ -41,6 +42,7 @@ from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 
 from het_plugin.data.glyphs import NoisyGlyphSource
 from het_plugin.data.representations import read_representations
+from het_plugin.estimators import load, save
 from het_plugin.estimators.probe import extreme_share
 from het_plugin.evaluation import uncertainty
 
@@ -171,16 +173,14 @@ def run_main(main, *flags):
 def represent(images, gin_files, bindings, splits, max_rows):
   """{split: representations}, by a backbone that is trained first."""
   run, folder = images.parent / 'backbone', images.parent / images.stem / 'pre_logits'
-  files = {x: folder / f'{x}.safetensors' for x in splits}
-  if not all(file.exists() for file in files.values()):
-    run_main(
-      'train',
-      *(f'--gin_file=gin/{file}.gin' for file in gin_files),
-      *(f'--gin.{name}={value!r}' for name, value in {**bindings, 'MODEL_DIR': str(run)}.items()),
-    )
-    flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
-    run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
-  return {x: read_representations(str(file)) for x, file in files.items()}
+  run_main(
+    'train',
+    *(f'--gin_file=gin/{file}.gin' for file in gin_files),
+    *(f'--gin.{name}={value!r}' for name, value in {**bindings, 'MODEL_DIR': str(run)}.items()),
+  )
+  flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
+  run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
+  return {x: read_representations(str(folder / f'{x}.safetensors')) for x in splits}
 
 
 def fit(name, number, fitted, args, features, labels, groups):
@@ -191,35 +191,38 @@ def fit(name, number, fitted, args, features, labels, groups):
   target = {'target': 'votes'} if labels.shape[1] > 1 else {}
   parts = GroupShuffleSplit(1, test_size=0.2, random_state=0).split(fitted, groups=groups[fitted])
   train, held_out = ((features['heads'][fitted[x]], y[fitted[x]]) for x in next(parts))
-  results, best_c = {}, None
+  results, det = {}, None
   for head in args.heads:
-    path = folder / f'fold{number}_{head}.npz'
+    path = folder / f'fold{number}_{head}.safetensors'
     if not path.exists():
       start = time.process_time()
       if head == 'det':
         grid = [{'C': c} for c in CS[name]]
       elif head == 'det_tau':
-        grid = [{'C': best_c, 'tau': 'learned'}]
+        grid = [{'C': det.C, 'tau': 'learned'}]
       else:
         noise = {'num_factors': NUM_FACTORS, 'num_samples': args.samples}
-        grid = [{'C': best_c, 'C_noise': c_noise, **noise} for c_noise in NOISE_CS]
-      estimator = head.removesuffix('_tau')
-      found, _, nll = fit_best(estimator, [point | target for point in grid], train, held_out)
-      settings = found.get_params()
-      chosen = {'C': settings['C'], 'C_noise': settings.get('C_noise')}
+        grid = [{'C': det.C, 'C_noise': c_noise, **noise} for c_noise in NOISE_CS]
+      found, _, nll = fit_best(
+        head.removesuffix('_tau'),
+        [point | target for point in grid],
+        *(train, held_out),
+        start=None if head == 'det_tau' else det,
+      )
+      chosen = {'C': found.C, 'C_noise': getattr(found, 'C_noise', None)}
       chosen['held_out_nll'] = [float(x) for x in nll.mean(axis=1)]  # of the grid
       chosen |= {'gradient': found.gradient_, 'cpu_seconds': time.process_time() - start}
-      log_p = {split: found.predict_log_proba(rows) for split, rows in features.items()}
-      np.savez(path, chosen=json.dumps(chosen), **log_p)
-    with np.load(path) as file:
-      results[head] = {split: file[split] for split in features}
-      chosen = results[head]['chosen'] = json.loads(str(file['chosen']))
-    best_c = chosen['C']  # of DET, which comes first
+      path.with_suffix('.json').write_text(json.dumps(chosen))
+      save(found, str(path))
+    found = load(str(path))
+    det = found if head == 'det' else det  # which comes first
+    results[head] = {split: found.predict_log_proba(rows) for split, rows in features.items()}
+    chosen = results[head]['chosen'] = json.loads(path.with_suffix('.json').read_text())
     print(f'{name}, fold {number + 1} of {args.folds}, {head}: {chosen}', flush=True)
   return results
 
 
-def measure(name, args):
+def measure(name, args, settings):
   """A row for each test and head."""
   part = people(name, args) if name in PEOPLE else OTHERS[name](args)
   *backbone, labels, groups, tests = part
@@ -246,7 +249,8 @@ def measure(name, args):
     tested = ~np.isnan(nll['det']).all(axis=0)
     nll = {head: values[:, tested] for head, values in nll.items()}
     for head in args.heads:
-      row = {'part': name, 'test': test, 'head': head, 'examples': int(tested.sum())}
+      row = {'part': name, 'test': test, 'head': head, 'settings': settings}
+      row['examples'] = int(tested.sum())
       row |= mean_and_errors(nll[head], 'nll')
       row['precision_at_1'] = float(np.nanmean(right[head]))
       row['kl'] = row['nll'] - float(special.entr(shares[tested]).sum(axis=1).mean())
@@ -289,18 +293,22 @@ def main():
       parser.error(f'--data={args.data} has no {file}, which --parts={name} reads')
   args.work_dir = args.work_dir.absolute()
   args.work_dir.mkdir(parents=True, exist_ok=True)
-  settings = args.work_dir / 'settings.json'
-  given = {
+  of_work_dir = args.work_dir / 'settings.json'
+  settings = {
     x: getattr(args, x)
     for x in ('steps', 'classes', 'rows_per_class', 'max_rows', 'folds', 'samples')
   }
-  if settings.exists() and json.loads(settings.read_text()) != given:
-    parser.error(f'--work_dir={args.work_dir} is of {settings.read_text()}: give another')
-  settings.write_text(json.dumps(given))
-  rows = []
+  if of_work_dir.exists() and json.loads(of_work_dir.read_text()) != settings:
+    parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')
+  of_work_dir.write_text(json.dumps(settings))
+  settings['fits'] = args.fits or args.folds
+  rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
   for name in args.parts:
-    rows += measure(name, args)
-    write_json(args.json, rows)
+    key = {'part': name, 'settings': settings}
+    done = {row['head'] for row in rows if key.items() <= row.items()}
+    if not done.issuperset(args.heads):
+      rows += [row for row in measure(name, args, settings) if row['head'] not in done]
+      write_json(args.json, rows)
   columns = ['part', 'test', 'head', 'nll', 'kl', 'precision_at_1']
   columns += ['to_det', 'to_det_stderr', 'to_det_stderr_folds', 'to_det_extreme']
   print_table(columns, [[row[column] for column in columns] for row in rows])
