@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from command_line import make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, write_json
 from known_truth import fit_best
 from PIL import Image
 from scipy import special
@@ -52,7 +52,7 @@ FILES = {'omniglot': 'omniglot28.npz', **dict.fromkeys(PEOPLE, 'cifar10_human.np
 HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
 CHARACTERS = 200  # of Omniglot
 CS = {  # of DET
-  **dict.fromkeys(('glyphs', 'omniglot'), (0.001, 0.01, 0.1, 1.0)),
+  **dict.fromkeys(('glyphs', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0)),
   **dict.fromkeys(PEOPLE, (0.1, 1.0, 10.0, 100.0)),
 }
 NOISE_CS = (0.0, 0.03, 0.1, 0.3, 1.0)  # ascending
@@ -188,7 +188,8 @@ def fit(name, number, fitted, args, features, labels, groups):
   folder = args.work_dir / name / 'fits'
   folder.mkdir(parents=True, exist_ok=True)
   y = labels if labels.shape[1] > 1 else labels[:, 0]
-  target = {'target': 'votes'} if labels.shape[1] > 1 else {}
+  common = {'hidden_layers': tuple(args.hidden)}
+  common |= {'target': 'votes'} if labels.shape[1] > 1 else {}
   parts = GroupShuffleSplit(1, test_size=0.2, random_state=0).split(fitted, groups=groups[fitted])
   train, held_out = ((features['heads'][fitted[x]], y[fitted[x]]) for x in next(parts))
   results, det = {}, None
@@ -205,7 +206,7 @@ def fit(name, number, fitted, args, features, labels, groups):
         grid = [{'C': det.C, 'C_noise': c_noise, **noise} for c_noise in NOISE_CS]
       found, _, nll = fit_best(
         head.removesuffix('_tau'),
-        [point | target for point in grid],
+        [point | common for point in grid],
         *(train, held_out),
         start=None if head == 'det_tau' else det,
       )
@@ -286,6 +287,7 @@ def main():
   parser.add_argument('--folds', type=int, default=4)
   parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
+  parser.add_argument('--hidden', type=integers, default=[], help='widths of layers below a head')
   args = parser.parse_args()
   args.heads = [head for head in HEADS if head in ('det', 'det_tau', *args.heads)]
   for name, file in FILES.items():
@@ -296,7 +298,7 @@ def main():
   of_work_dir = args.work_dir / 'settings.json'
   settings = {
     x: getattr(args, x)
-    for x in ('steps', 'classes', 'rows_per_class', 'max_rows', 'folds', 'samples')
+    for x in ('steps', 'classes', 'rows_per_class', 'max_rows', 'folds', 'samples', 'hidden')
   }
   if of_work_dir.exists() and json.loads(of_work_dir.read_text()) != settings:
     parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')

@@ -150,7 +150,8 @@ def test_glyph_label_noise(run):
 @pytest.mark.slow
 def test_real_features(run, tmp_path):
   flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--folds=2', '--samples=4']
-  rows, _ = run('real_features.py', *flags, '--heads=het', f'--work_dir={tmp_path / "work"}')
+  flags += ['--heads=het', f'--work_dir={tmp_path / "work"}']
+  rows, _ = run('real_features.py', *flags)
   assert [(row['test'], row['head']) for row in rows] == [
     (test, head) for test in ('other images', 'known') for head in ('det', 'det_tau', 'het')
   ]
@@ -158,6 +159,8 @@ def test_real_features(run, tmp_path):
   assert det_tau['to_det'] == pytest.approx(0, abs=1e-3)  # at the optimum they are one model
   assert het['to_det'] == pytest.approx(het['nll'] - det['nll'])
   assert det['kl'] == det['nll'] and 0 < known['kl'] < known['nll']  # one label has no entropy
+  again, printed = run('real_features.py', *flags)  # with the same --json
+  assert again == rows and not any(', fold' in line for line in printed)
 
 
 def test_real_features_without_data(call_main, capsys):
