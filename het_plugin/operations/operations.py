@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -104,6 +105,7 @@ class Operations(observer.Observer):
     self.recorder.tick()
 
   def before_step(self, step: int) -> None:
+    gc.enable()  # the main `train` disables it for the start
     self._profiler.before(step)
 
   def after_step(self, step: int, metrics: Any) -> None:

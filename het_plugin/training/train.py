@@ -1,7 +1,6 @@
 """`train`: checks the settings, sets a run up or resumes it, and hands over to the loop."""
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,7 +232,6 @@ def train(
     seconds = time.monotonic() - compile_start
     _log.info('Compiled the train step in %.1f s.', seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})
-    gc.enable()  # the main `train` disables it for the start
     loop.run(
       metrics_lib.StepMetrics(
         schedule.stats_period, batch_size, num_flops, partitioner.mesh, loop.on_step
