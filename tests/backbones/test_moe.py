@@ -76,15 +76,19 @@ def test_tokens_go_where_the_papers_algorithms_send_them(batch_priority, num_sel
     E, 'every_2', num_selected, capacity=0.5, group_size=2, noise=0.0, batch_priority=batch_priority
   )
   layer, params, x = make(settings)
-  y, sown = layer.apply({'params': params}, x, False, mutable=['losses', 'metrics'])
+  route = jax.jit(
+    lambda x: layer.apply({'params': params}, x, False, mutable=['losses', 'metrics'])
+  )
+  y, sown = route(x)
   capacity = int(np.ceil(0.5 * num_selected * 2 * N / E))
   np.testing.assert_allclose(y, by_loops(settings, params, x, capacity, 2), atol=1e-5)
   assert 0 < sown['metrics']['router'][0]['router_dropped'] < 1
   # Elsewhere each image is routed by itself, with more places.
   capacity = int(np.ceil(4.0 * num_selected * N / E))
   alone = by_loops(settings, params, x, capacity, 1)
-  np.testing.assert_allclose(layer.apply({'params': params}, x), alone, atol=1e-5)
-  np.testing.assert_allclose(layer.apply({'params': params}, x[1:2]), alone[1:2], atol=1e-5)
+  infer = jax.jit(lambda x: layer.apply({'params': params}, x))
+  np.testing.assert_allclose(infer(x), alone, atol=1e-5)
+  np.testing.assert_allclose(infer(x[1:2]), alone[1:2], atol=1e-5)
 
 
 def test_gradients_are_those_of_all_experts_for_all_tokens():
@@ -222,8 +226,9 @@ def test_dense_blocks_before_the_experts_run_in_a_loop():
   params = jax.jit(model.init)(jax.random.key(1), image)['params']
   looped = stacking.stack(model, params, image)
   assert looped.keys() & {'blocks', 'block02', 'block03'} == {'blocks', 'block03'}
-  phi, outputs = dataclasses.replace(model, scan_layers=True).apply({'params': looped}, image)
-  expected, names = model.apply({'params': params}, image)
+  loop = dataclasses.replace(model, scan_layers=True)
+  phi, outputs = jax.jit(loop.apply)({'params': looped}, image)
+  expected, names = jax.jit(model.apply)({'params': params}, image)
   np.testing.assert_allclose(phi, expected, atol=1e-5)
   assert outputs.keys() == names.keys()
 

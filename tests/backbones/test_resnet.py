@@ -25,7 +25,7 @@ def num_params(model):
 
 
 def random_params(model, image, scale=0.3):
-  params = model.init(jax.random.key(0), image)['params']
+  params = jax.jit(model.init)(jax.random.key(0), image)['params']
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(1), len(leaves))
   return tree.unflatten(
@@ -54,7 +54,8 @@ def test_152x1_has_the_parameters_of_table_3():
 
 def test_a_small_stem_keeps_the_resolution():
   model = ResNet((1, 1), width=32, stem='3x3')
-  (_, intermediates), variables = model.init_with_output(jax.random.key(0), images(1, 16))
+  init = jax.jit(model.init_with_output)
+  (_, intermediates), variables = init(jax.random.key(0), images(1, 16))
   assert [intermediates[name].shape[1] for name in ('root', 'stage1', 'stage2')] == [16, 16, 8]
   assert variables['params']['conv_root']['kernel'].shape == (3, 3, 3, 32)
 

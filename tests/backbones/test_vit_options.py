@@ -35,7 +35,9 @@ OPTIONS = {
 
 
 def perturbed(model, image):
-  flat = traverse_util.flatten_dict(model.init(jax.random.key(0), image)['params'], sep='/')
+  flat = traverse_util.flatten_dict(
+    jax.jit(model.init)(jax.random.key(0), image)['params'], sep='/'
+  )
   random = np.random.default_rng(3)
   flat = {name: np.asarray(x) + 0.3 * random.normal(size=x.shape) for name, x in flat.items()}
   return traverse_util.unflatten_dict(flat, sep='/')
@@ -159,7 +161,7 @@ def test_options_are_those_of_the_reference(options, scan_layers):
   if scan_layers:
     params = stack(model, params, image)
     model = dataclasses.replace(model, scan_layers=True)
-  phi, _ = model.apply({'params': params}, jnp.asarray(image, jnp.float32))
+  phi, _ = jax.jit(model.apply)({'params': params}, jnp.asarray(image, jnp.float32))
   np.testing.assert_allclose(phi, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -185,12 +187,13 @@ def test_resized_kernel_keeps_products_with_resized_patches():
 def test_one_checkpoint_serves_other_patch_and_image_sizes():
   stored = dataclasses.replace(TINY, stored_patch_size=4, stored_grid=3)
   image = jax.random.normal(jax.random.key(1), (2, 12, 12, 3))
-  params = stored.init(jax.random.key(0), image)
-  plain, _ = TINY.apply(params, image)
-  np.testing.assert_allclose(stored.apply(params, image)[0], plain, atol=1e-6)
+  params = jax.jit(stored.init)(jax.random.key(0), image)
+  plain, _ = jax.jit(TINY.apply)(params, image)
+  np.testing.assert_allclose(jax.jit(stored.apply)(params, image)[0], plain, atol=1e-6)
   for patch_size, size in [(6, 12), (4, 20), (2, 12)]:
     other = dataclasses.replace(stored, patch_size=patch_size)
-    phi, _ = other.apply(params, jax.image.resize(image, (2, size, size, 3), 'bilinear'))
+    resized = jax.image.resize(image, (2, size, size, 3), 'bilinear')
+    phi, _ = jax.jit(other.apply)(params, resized)
     assert np.isfinite(phi).all() and phi.shape == (2, 16)
 
 
@@ -210,14 +213,14 @@ def test_a_small_22b_trains_alike_on_every_mesh():
   image = jax.random.normal(jax.random.key(0), (16, 8, 8, 3))
   batch = {'image': image, 'label': jnp.arange(16)[:, None]}
   rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=2)
+  variables = model.get_initial_variables(jax.random.key(1), {'image': (1, 8, 8, 3)})
   losses = []
   for model_axis in (1, 4, 8):
     mesh = partitioning.PjitPartitioner(model_axis, logical_axis_rules=rules)
-    variables = model.get_initial_variables(jax.random.key(1), {'image': (1, 8, 8, 3)})
     state = TrainState.create(optimizer, variables)
     axes = mesh.get_mesh_axes(state)
     trainer = step.Trainer(model, mesh, axes, jax.random.key(2))
-    state = jax.device_put(state, mesh.shardings(axes))
+    state = jax.device_put(jax.device_get(state), mesh.shardings(axes))  # steps donate it
     losses.append([])
     for _ in range(3):
       state, metrics = trainer.train_step(state, mesh.shard_batch(batch, 16))
