@@ -21,15 +21,20 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 
-# The shapes do not give the number of attention heads: a head has 64 channels, except for these
-# widths.
-_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+# The shapes do not give the number of attention heads: a head has 64 channels, except that towers of
+# these widths have 16 heads.
+_SIXTEEN_HEADS = {
+  'image': (1152, 1280, 1408, 1664, 1792),
+  'SigLIP': (1152, 1536),
+  'text': (1152,),
+}
 
 _PREFIX = re.compile(r'^(?:(?:model|vit|deit|dinov2|dinov3|vision_model|visual|trunk|module)\.)+')
 _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
 )
 
+_OPEN_CLIP = 'open_clip_config.json'
 # config.json's names and ours.
 _ACTIVATIONS = {
   'gelu': 'gelu_exact',
@@ -170,7 +175,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
     if ours in ('embedding', 'position_embedding'):
       flat[ours] = np.asarray(x, np.float32)
     elif ours is not None:
-      flat |= _converted(ours, kind, x, transpose=name != 'text_projection')
+      flat |= _converted(ours, kind, x, transpose=not name.endswith('text_projection'))
   if 'embedding' not in flat or 'text_projection/kernel' not in flat:
     raise ValueError('the file has no text tower of CLIP or SigLIP')
   table = flat.pop('embedding')  # [V, D]
@@ -189,7 +194,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   settings = {
     'vocab_size': vocab_size + 2,
     'width': width,
-    **_block_settings(flat, config, width, default, _ACTIVATIONS),
+    **_block_settings(flat, config, 'text', width, default, _ACTIVATIONS),
     'norm_epsilon': config.get('layer_norm_eps') or (1e-6 if is_siglip else 1e-5),
     'causal': not is_siglip,
     'reads_padding': is_siglip,
@@ -210,20 +215,42 @@ def is_tower(names) -> bool:
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
-  """The content of config.json and preprocessor_config.json beside a file; empty without them.
+  """Settings from config.json, preprocessor_config.json and open_clip_config.json beside a file.
 
   Raises:
-    ValueError: one of the files is not JSON.
+    ValueError: one of the files is not JSON, or its towers are not supported.
   """
   read = {}
-  for name in ('config.json', 'preprocessor_config.json'):
+  for name in (_OPEN_CLIP, 'config.json', 'preprocessor_config.json'):
     file = epath.Path(path).parent / name
     if file.exists():
       try:
-        read |= json.loads(file.read_text())
+        settings = json.loads(file.read_text())
+        read |= _of_open_clip(settings) if name == _OPEN_CLIP else settings
       except ValueError as error:
         raise ValueError(f'{file} cannot be read: {error}') from error
   return {**read, **read.pop('vision_config', {}), **read.pop('pretrained_cfg', {})}
+
+
+def _of_open_clip(settings):
+  """The settings of open_clip under the names of transformers."""
+  model, pixels = settings['model_cfg'], settings.get('preprocess_cfg', {})
+  image, text = model['vision_cfg'], model['text_cfg']
+  pooling = image.get('pool_type', 'tok'), text.get('pool_type', 'argmax')
+  form = *pooling, text.get('no_causal_mask', False), text.get('proj_bias', False)
+  if form not in (('tok', 'argmax', False, False), ('tok', 'last', True, True)):
+    raise ValueError(f'its towers pool by {pooling[0]!r} and {pooling[1]!r}, unlike CLIP and SigLIP')
+  activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
+  is_plain = 'width' in image  # neither a ResNet nor a model of timm
+  return {
+    'num_attention_heads': image['width'] // image.get('head_width', 64) if is_plain else None,
+    'hidden_act': activation if is_plain else None,
+    **{f'image_{name}': pixels.get(name) for name in ('mean', 'std')},
+    'text_config': {
+      'num_attention_heads': text.get('heads'),
+      'hidden_act': activation if pooling[1] == 'argmax' else None,
+    },
+  }
 
 
 def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
@@ -270,7 +297,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
     image_size = side * patch_size
 
-  gelu = 'gelu' if is_siglip else 'gelu_exact'
+  form, gelu = ('SigLIP', 'gelu') if is_siglip else ('image', 'gelu_exact')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
   is_openai = any('pre_layrnorm' in name for name in arrays)
   is_openai |= 'quickgelu' in config.get('architecture', '')
@@ -282,7 +309,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   settings = {
     'patch_size': patch_size,
     'width': width,
-    **_block_settings(flat, config, width, activation, _ACTIVATIONS | {'gelu': gelu}),
+    **_block_settings(flat, config, form, width, activation, _ACTIVATIONS | {'gelu': gelu}),
     'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
     'position': 'rope' if is_rotary else 'learned',
@@ -297,8 +324,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   return Tower(settings, _of_a_classifier(flat), image_size, skipped)
 
 
-def _block_settings(flat, config, width, activation, mlps):
+def _block_settings(flat, config, form, width, activation, mlps):
   """Settings of the blocks; `activation` is the default name, and `mlps` says what is ours."""
+  usual_heads = 16 if width in _SIXTEEN_HEADS[form] else max(1, width // 64)
   activation = config.get('hidden_act') or activation
   if activation not in mlps:
     raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
@@ -306,7 +334,7 @@ def _block_settings(flat, config, width, activation, mlps):
   return {
     'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
     'mlp_dim': flat['block00/mlp/wi/kernel'].shape[-1],
-    'num_heads': config.get('num_attention_heads') or _HEADS.get(width) or max(1, width // 64),
+    'num_heads': config.get('num_attention_heads') or usual_heads,
     'mlp': 'swiglu' if is_gated else mlps[activation],
   }
 
@@ -402,6 +430,9 @@ def _converted(ours, kind, x, transpose):
     return {f'{ours}/{"scale" if kind == "weight" else "bias"}': x}
   if kind == 'weight' and transpose:
     x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
+  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 (NaFlex): patches as rows
+    side = math.isqrt(len(x) // 3)
+    x = x.reshape(side, side, 3, -1)
   parts = {
     'qkv': ('query', 'key', 'value'),
     'kv': ('key', 'value'),

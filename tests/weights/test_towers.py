@@ -2,6 +2,8 @@
 shapes and settings without them.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ TRANSFORMERS = {
     towers._IMAGENET,
   ),
   'SiglipVision': (SIZES, 'pooler_output', towers._HALF),
+  'Siglip2Vision': ({**SIZES, 'num_patches': 16}, 'pooler_output', towers._HALF),
   'CLIPVision': ({**SIZES, 'projection_dim': 12}, 'image_embeds', towers._CLIP),
 }
 
@@ -36,6 +39,12 @@ def phi_of(tower, image):
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
   backbone = {'vit': ViT, 'convnext': ConvNeXt}[tower.backbone](**tower.settings)
   return backbone.apply({'params': params['backbone']}, 2 * image - 1)[0]
+
+
+def text_embeddings(tower, text):
+  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
+  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, text)
+  return phi @ params['text_projection']['kernel'] + params['text_projection']['bias']
 
 
 @pytest.mark.parametrize('name', TRANSFORMERS)
@@ -51,7 +60,12 @@ def test_parity_with_transformers(name):
       p.add_(0.2 * torch.randn_like(p))
     image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
     pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
-    expected = model.eval()(pixel_values=pixels)[output].numpy()
+    inputs = {'pixel_values': pixels}
+    if name == 'Siglip2Vision':  # rows of patches
+      patches = pixels.reshape(2, 3, 4, 7, 4, 7).permute(0, 2, 4, 3, 5, 1).reshape(2, 16, -1)
+      inputs = {'pixel_values': patches, 'spatial_shapes': torch.tensor([[4, 4]] * 2)}
+      inputs['pixel_attention_mask'] = torch.ones(2, 16, dtype=torch.int32)
+    expected = model.eval()(**inputs)[output].numpy()
   if expected.ndim == 3:
     expected = expected[:, 0]
   arrays = {key: x.numpy() for key, x in model.state_dict().items()}
@@ -123,10 +137,56 @@ def test_text_towers_have_parity_with_transformers(name):
   tower = weights.read_text_tower(arrays, config.to_dict())
   assert tower.length == 9
   assert tower.scale == pytest.approx(np.exp(arrays['logit_scale']).item())
-  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
-  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, ours)
-  projection = params['text_projection']
-  np.testing.assert_allclose(phi @ projection['kernel'] + projection['bias'], expected, atol=2e-5)
+  np.testing.assert_allclose(text_embeddings(tower, ours), expected, atol=2e-5)
+
+
+OF_SIGLIP = {'no_causal_mask': True, 'proj_bias': True, 'pool_type': 'last'}
+OF_SIGLIP |= {'norm_kwargs': {'eps': 1e-6}, 'act_kwargs': {'approximate': 'tanh'}}
+
+
+@pytest.mark.parametrize(
+  'model, quick_gelu, text',
+  [('CLIP', True, {}), ('CustomTextCLIP', False, {}), ('CustomTextCLIP', False, OF_SIGLIP)],
+)
+def test_parity_with_open_clip(model, quick_gelu, text, tmp_path):
+  torch = pytest.importorskip('torch')
+  open_clip = pytest.importorskip('open_clip')
+  blocks = {'width': 32, 'layers': 2, 'mlp_ratio': 1.5}
+  image_cfg = {**blocks, 'image_size': 28, 'patch_size': 7, 'head_width': 8}
+  text_cfg = {**blocks, 'context_length': 9, 'vocab_size': 99, 'heads': 2, **text}
+  config = {'embed_dim': 32, 'quick_gelu': quick_gelu}
+  config |= {'vision_cfg': image_cfg, 'text_cfg': text_cfg}
+  theirs = getattr(open_clip.model, model)(**config).eval()
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in theirs.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+  path = tmp_path / 'open_clip_model.safetensors'
+  weights.write_arrays(path, {name: x.numpy() for name, x in theirs.state_dict().items()})
+  mean, std = (0.4, 0.5, 0.6), (0.3, 0.2, 0.1)
+  settings = {'model_cfg': config, 'preprocess_cfg': {'mean': mean, 'std': std}}
+  (tmp_path / 'open_clip_config.json').write_text(json.dumps(settings))
+  arrays, settings = weights.read_arrays(path), weights.read_config(path)
+
+  image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
+  pixels = torch.tensor(((image - mean) / std).transpose(0, 3, 1, 2), dtype=torch.float32)
+  end = 1 if text else 98
+  rows = [[5, 3, 33, end], [7, end]]
+  ids = np.asarray([[*row, *[end] * (9 - len(row))] for row in rows])
+  with torch.no_grad():
+    alpha, beta = theirs.encode_image(pixels).numpy(), theirs.encode_text(torch.tensor(ids)).numpy()
+  np.testing.assert_allclose(phi_of(weights.read_tower(arrays, settings), image), alpha, atol=2e-5)
+  ours = [[*(i + 2 for i in row[:-1]), 1, *[0] * (9 - len(row))] for row in rows]
+  tower = weights.read_text_tower(arrays, settings)
+  np.testing.assert_allclose(text_embeddings(tower, np.asarray(ours)), beta, atol=2e-5)
+
+
+def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
+  text = {'pool_type': 'last', 'no_causal_mask': True}
+  config = {'vision_cfg': {'pool_type': 'avg', 'no_ln_pre': True}, 'text_cfg': text}
+  (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
+  with pytest.raises(ValueError, match="towers pool by 'avg' and 'last', unlike CLIP and SigLIP"):
+    weights.read_config(tmp_path / 'open_clip_model.safetensors')
 
 
 def clip_arrays():
