@@ -10,7 +10,7 @@ import pytest
 from flax import traverse_util
 
 import gin
-from het_plugin import weights
+from het_plugin import fewshot, weights, zeroshot
 from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
 from het_plugin.config import trained_run
 from het_plugin.weights import towers
@@ -244,6 +244,42 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
   )
   with pytest.raises(ValueError, match='no text tower'):
     weights.read_text_tower({'visual.proj': np.zeros((2, 2))}, {})
+
+
+def test_few_and_zero_shot_of_a_file(tmp_path, run_main):
+  tokenizers = pytest.importorskip('tokenizers')
+  arrays = clip_arrays()
+  file = tmp_path / 'clip.safetensors'
+  weights.write_arrays(file, arrays)
+  heads = {'num_attention_heads': 2}
+  config = json.dumps({'text_config': heads, 'vision_config': heads})
+  (tmp_path / 'config.json').write_text(config)
+  words = {'a': 0, 'photo': 1, 'of': 2, '.': 3, 'wren': 15, 'robin': 22, '</s>': 29}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='a'))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single='$A </s>', special_tokens=[('</s>', 29)]
+  )
+  tokenizer.save(str(tmp_path / 'tokenizer.json'))
+  colours = np.random.default_rng(0).integers(0, 256, (60, 1, 1, 3)).astype(np.uint8)
+  images = np.broadcast_to(colours, (60, 8, 8, 3))
+  split, label = np.repeat(['train', 'test'], 30), np.arange(60) % 2
+  names = {'class_name': np.asarray(['robin', 'wren'])}
+  np.savez(tmp_path / 'birds.npz', image=images, label=label, split=split, **names)
+
+  common = (f'--checkpoint={file}', '--batch_size=8', f'--json={tmp_path}/out.json')
+  run_main(zeroshot, *common, f'--dataset={tmp_path}/birds.npz')
+  tower = weights.read_text_tower(arrays, weights.read_config(file))
+  text = np.asarray([[2, 3, 4, 2, 2 + words[x], 5, 1] for x in ('robin', 'wren')])
+  beta = text_embeddings(tower, text)
+  alpha = phi_of(weights.read_tower(arrays, weights.read_config(file)), images[30:] / 255)
+  predicted = np.argmax(alpha @ (beta / np.linalg.norm(beta, axis=1, keepdims=True)).T, axis=1)
+  top1 = json.loads((tmp_path / 'out.json').read_text())['top1']
+  assert top1 == pytest.approx(np.mean(predicted == label[30:])) and len(set(predicted.tolist())) == 2
+
+  run_main(fewshot, *common, f'--dataset={tmp_path}/birds.npz', '--shots=5', '--seeds=0')
+  (row,) = json.loads((tmp_path / 'out.json').read_text())['rows']
+  assert row['shots'] == 5 and row['run'] == 'clip'
 
 
 def test_the_activation_of_clip():
