@@ -81,11 +81,13 @@ def _trips(computations, line):
 
 
 def _result_bytes(shape: str, is_start: bool, kind: str) -> float:
-  """Bytes of the result. The tuple of an asynchronous start begins with the operands."""
+  """Bytes of the result.
+
+  The tuple of an asynchronous start has the operands, the results and, of a permutation, u32[]s.
+  """
   sizes = [
     _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
     for dtype, dims in _SHAPE.findall(shape)
+    if not (is_start and (dtype, dims) == ('u32', ''))
   ]
-  if is_start and kind != 'all-reduce' and len(sizes) > 1:
-    return sum(sizes[len(sizes) // 2 :][: len(sizes) // 2])
-  return sum(sizes)
+  return sum(sizes[len(sizes) // 2 :] if is_start and kind != 'all-reduce' else sizes)

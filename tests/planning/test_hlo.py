@@ -82,3 +82,8 @@ ENTRY %main (p: f32[8,4]) -> f32[32,4] {
 }
 """
   assert hlo.collectives(text) == [hlo.Collective('all-gather', 1, 32 * 4 * 4, 0)]
+  text = text.replace(
+    'f32[32,4]{1,0}) all-gather-', 'f32[8,4]{1,0:S(3)}, u32[]{:S(2)}, u32[]) all-gather-'
+  )
+  text = text.replace('all-gather', 'collective-permute')
+  assert hlo.collectives(text) == [hlo.Collective('collective-permute', 1, 8 * 4 * 4, 0)]
