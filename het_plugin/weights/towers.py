@@ -21,8 +21,8 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5,) * 3, (0.5,) * 3)
 
-# The shapes do not give the number of attention heads: a head has 64 channels, except that towers of
-# these widths have 16 heads.
+# The shapes do not give the number of attention heads: a head has 64 channels, except that towers
+# of these widths have 16 heads.
 _SIXTEEN_HEADS = {
   'image': (1152, 1280, 1408, 1664, 1792),
   'SigLIP': (1152, 1536),
@@ -239,7 +239,7 @@ def _of_open_clip(settings):
   pooling = image.get('pool_type', 'tok'), text.get('pool_type', 'argmax')
   form = *pooling, text.get('no_causal_mask', False), text.get('proj_bias', False)
   if form not in (('tok', 'argmax', False, False), ('tok', 'last', True, True)):
-    raise ValueError(f'its towers pool by {pooling[0]!r} and {pooling[1]!r}, unlike CLIP and SigLIP')
+    raise ValueError(f'its towers pool by {pooling[0]} and {pooling[1]}, unlike CLIP and SigLIP')
   activation = 'quick_gelu' if model.get('quick_gelu') else 'gelu'
   is_plain = 'width' in image  # neither a ResNet nor a model of timm
   return {
@@ -430,7 +430,7 @@ def _converted(ours, kind, x, transpose):
     return {f'{ours}/{"scale" if kind == "weight" else "bias"}': x}
   if kind == 'weight' and transpose:
     x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
-  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 (NaFlex): patches as rows
+  if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 NaFlex: rows of patches
     side = math.isqrt(len(x) // 3)
     x = x.reshape(side, side, 3, -1)
   parts = {

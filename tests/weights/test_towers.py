@@ -185,7 +185,7 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
   text = {'pool_type': 'last', 'no_causal_mask': True}
   config = {'vision_cfg': {'pool_type': 'avg', 'no_ln_pre': True}, 'text_cfg': text}
   (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
-  with pytest.raises(ValueError, match="towers pool by 'avg' and 'last', unlike CLIP and SigLIP"):
+  with pytest.raises(ValueError, match='towers pool by avg and last, unlike CLIP and SigLIP'):
     weights.read_config(tmp_path / 'open_clip_model.safetensors')
 
 
@@ -275,7 +275,8 @@ def test_few_and_zero_shot_of_a_file(tmp_path, run_main):
   alpha = phi_of(weights.read_tower(arrays, weights.read_config(file)), images[30:] / 255)
   predicted = np.argmax(alpha @ (beta / np.linalg.norm(beta, axis=1, keepdims=True)).T, axis=1)
   top1 = json.loads((tmp_path / 'out.json').read_text())['top1']
-  assert top1 == pytest.approx(np.mean(predicted == label[30:])) and len(set(predicted.tolist())) == 2
+  assert top1 == pytest.approx(np.mean(predicted == label[30:]))
+  assert len(set(predicted.tolist())) == 2
 
   run_main(fewshot, *common, f'--dataset={tmp_path}/birds.npz', '--shots=5', '--seeds=0')
   (row,) = json.loads((tmp_path / 'out.json').read_text())['rows']
