@@ -286,6 +286,6 @@ def _read_published(path, arrays, partitioner, init, specs, target) -> dict[str,
     read, report = weights.load_params(arrays, shapes, 'init', config=weights.read_config(path))
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
-  _log.info('Parameters from %s: %s', path, report.text())
+  report.log(path)
   fresh = partitioner.partition(lambda: init()['params'], (), specs)()
   return traverse_util.flatten_dict(fresh, sep='/') | warm_start.place(read, flat)

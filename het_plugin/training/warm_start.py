@@ -87,7 +87,7 @@ def _read_published(
     )
   except ValueError as error:
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
-  _log.info('Initial parameters from %s: %s', cfg.path, report.text())
+  report.log(cfg.path)
   return place(read, flat)
 
 

@@ -1,6 +1,7 @@
 """Converts published arrays to our parameters and back; reports what happened to every array."""
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from het_plugin.weights import layouts, towers
+
+_log = logging.getLogger(__name__)
 
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
@@ -41,6 +44,13 @@ class Report:
     lines += [f'  initialised: {name}' for name in self.initialised]
     lines += [f'  skipped: {name}' for name in self.skipped]
     return '\n'.join(lines)
+
+  def log(self, path: str) -> None:
+    """Logs the summary on a line of its own, which all mains show, and the rest for --verbose."""
+    summary, _, names = self.text().partition('\n')
+    _log.info('%s: %s', path, summary)
+    if names:
+      _log.info('Parameters and arrays of %s:\n%s', path, names)
 
 
 def load_params(

@@ -349,7 +349,7 @@ def test_names_and_settings_of_timm(ours):
   np.testing.assert_allclose(phi_of(default, image), expected, atol=1e-5)
 
 
-def test_a_tower_starts_a_run_of_another_resolution(ours):
+def test_a_tower_starts_a_run_of_another_resolution(ours, caplog):
   _, params, _ = ours
   tower = weights.read_tower(timm_arrays(params), {'num_attention_heads': 2})
   shapes = {name: x.shape for name, x in tower.params.items()}
@@ -361,6 +361,10 @@ def test_a_tower_starts_a_run_of_another_resolution(ours):
   for name in ('head/covariance/J', 'backbone/block01/adapter/wi/kernel'):
     assert f'initialised: {name}' in report.text()
   np.testing.assert_array_equal(read['head/kernel'][:, :5], 1)
+  with caplog.at_level('INFO'):
+    report.log('a file')
+  summary, names = caplog.messages
+  assert summary == f'a file: {report.text().partition(chr(10))[0]}' and 'initialised: ' in names
 
 
 def test_layers_without_a_place_are_named(ours):
