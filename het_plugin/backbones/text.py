@@ -151,7 +151,7 @@ def text_transformer(variant: str = 'S', **overrides: Any) -> TextTransformer:
   """A text tower by the size of the ViT that it equals, such as 'S' or 'g'.
 
   Args:
-    variant: one of the sizes Ti, S, B, L, H, g, G.
+    variant: one of `transformer.SIZES`.
     **overrides: fields of `TextTransformer` that replace or complete those of the size; vocab_size
       is 32,000 unless given (appendix N.2).
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from het_plugin import reporting
+from het_plugin.planning.topology import GIB
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 # Advice for each part of the memory.
 _ADVICE = {
   'parameters': 'split them further: a larger model axis (--mesh), or gin/partitioning/fsdp.gin',

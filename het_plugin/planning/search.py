@@ -5,12 +5,13 @@ from typing import Any
 
 from het_plugin import reporting
 from het_plugin.planning import report
+from het_plugin.planning.topology import GIB
 from het_plugin.planning.worker import Request, compile_in_process
 
 HEADS = ('det', 'het', 'het_h', 'het_xl')
 _SEARCHED = {'batch': 'batch_size', 'samples': 'num_samples'}
 _LARGEST = {'batch': 2**20, 'samples': 2**16}  # the end of a search
-GIB, TERA = 2**30, 1e12
+TERA = 1e12
 
 
 def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]:

@@ -199,10 +199,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
     'causal': not is_siglip,
     'reads_padding': is_siglip,
   }
-  params = {
-    name if name.startswith('text_projection/') else f'text_tower/{name}': np.asarray(x, np.float32)
-    for name, x in flat.items()
-  }
+  params = _placed(flat, 'text_tower', 'text_projection/')
   scale = float(np.exp(np.asarray(arrays.get('logit_scale', 0.0), np.float64)).reshape(()))
   return TextTower(settings, params, len(flat['position_embedding']), scale)
 
@@ -321,7 +318,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
     'projection_size': width_of('projection/kernel'),
     'representation_size': width_of('representation/kernel'),
   }
-  return Tower(settings, _of_a_classifier(flat), image_size, skipped)
+  return Tower(settings, _placed(flat), image_size, skipped)
 
 
 def _block_settings(flat, config, form, width, activation, mlps):
@@ -349,7 +346,7 @@ def _read_convnext(arrays, config):
     'width': flat['stem/kernel'].shape[-1],
     'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
   }
-  return Tower(settings, _of_a_classifier(flat), _image_size(config), (), 'convnext')
+  return Tower(settings, _placed(flat), _image_size(config), (), 'convnext')
 
 
 def _normalise_pixels(flat, layer, config, defaults):
@@ -367,10 +364,10 @@ def _image_size(config):
   return next(int(size) for size in sizes if size)
 
 
-def _of_a_classifier(flat):
-  """Parameters by our names in a model with this backbone."""
+def _placed(flat, tower='backbone', outside='head/'):
+  """Parameters by our names in a model with this tower."""
   return {
-    name if name.startswith('head/') else f'backbone/{name}': np.asarray(x, np.float32)
+    name if name.startswith(outside) else f'{tower}/{name}': np.asarray(x, np.float32)
     for name, x in flat.items()
   }
 
