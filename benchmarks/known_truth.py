@@ -266,9 +266,7 @@ def refit(estimator, params, train):
   shift = np.eye(len(mean) + 1, dtype=np.float32)
   shift[-1, :-1] = mean  # the estimator's features have the mean 0
   start = objective.unwhiten(model, params, jnp.asarray(shift))
-  fit = lbfgs.minimise(
-    model, start, rows, objective.whitening_of(model, start, rows), progress=False, **SETTINGS
-  )
+  fit = lbfgs.minimise(model, start, rows, progress=False, **SETTINGS)
   estimator.params_, estimator.objective_ = fit.params, fit.objective
   return estimator
 

@@ -309,7 +309,10 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f'{name}: max_iter={self.max_iter} and tol={self.tol} must be positive')
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
-    inputs.check_solver(self.solver)
+    if self.solver not in inputs.SOLVERS:
+      raise ValueError(
+        f'solver={self.solver!r} is unknown: choose one of {", ".join(inputs.SOLVERS)}'
+      )
     if not 0 < self.validation_fraction < 1:
       raise ValueError(
         f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
@@ -391,8 +394,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     c_noise = getattr(self, 'C_noise', None) or self.C
     rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
     rows = placement.place_rows(rows, self.mesh)
-    settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
-    return starts.fit(model, rows, shares, seed, self.mesh, self._det_fit(start), **settings)
+
+    def search(model, params):
+      params = placement.place_params(model, params, self.mesh)
+      settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
+      return lbfgs.minimise(model, params, rows, **settings)
+
+    width, det_fit = x.shape[1], self._det_fit(start)
+    return starts.fit(search, model, width, shares, lambda: rows, seed, det_fit)
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
     """The tau of `TAU_GRID` with the best fit to held-out rows."""
@@ -411,24 +420,20 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     X, _ = inputs.open_features(X)  # noqa: N806
     is_mapped = inputs.is_mapped(X)
     X = X if is_mapped else self._validated(X)  # noqa: N806
+    size, found = min(objective.block_rows(self.model_, len(X)), 4096), []
     with placement.on(self.mesh):
-      return self._in_blocks(method, X, target, is_mapped)
-
-  def _in_blocks(self, method, X, target, is_mapped):  # noqa: N803
-    params = placement.place_params(self.model_, self.params_, self.mesh)
-    params = self.model_.multiplied(params)
-    size = min(objective.block_rows(self.model_, len(X)), 4096)
-    found = []
-    for start in range(0, len(X), size):
-      x = X[start : start + size]
-      x = self._validated(np.asarray(x)) if is_mapped else x
-      block = [x - self.mean_]
-      if target is not None:
-        block.append(target[start : start + size])
-      padding = size - len(block[0])
-      block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
-      found.append(np.asarray(_apply(self.model_, method, params, *map(_narrow, block))))
-      placement.forget_pages(X)
+      params = placement.place_params(self.model_, self.params_, self.mesh)
+      params = self.model_.multiplied(params)
+      for start in range(0, len(X), size):
+        x = X[start : start + size]
+        x = self._validated(np.asarray(x)) if is_mapped else x
+        block = [x - self.mean_]
+        if target is not None:
+          block.append(target[start : start + size])
+        padding = size - len(x)
+        block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
+        found.append(np.asarray(_apply(self.model_, method, params, *map(_narrow, block))))
+        placement.forget_pages(X)
     return np.concatenate(found)[: len(X)]
 
 

@@ -82,7 +82,7 @@ def _residuals(model, det, rows):
     chosen = slice(-i * size % stride, None, stride)
     if chosen.start >= size:
       continue
-    predicted = np.asarray(_location_prob(model.deterministic, det, rows.x[i]))[chosen]
+    predicted = np.asarray(_location_prob(model, det, rows.x[i]))[chosen]
     target, weight = np.asarray(rows.target[i])[chosen], np.asarray(rows.weight[i])[chosen]
     if target.dtype.kind == 'i':
       listed = target >= 0

@@ -42,12 +42,6 @@ def is_mapped(x: Any) -> bool:
   return is_float and x.ndim == 2 and len(x) > 0
 
 
-def check_solver(solver: str) -> None:
-  """Raises ValueError if the solver is unknown."""
-  if solver not in SOLVERS:
-    raise ValueError(f'solver={solver!r} is unknown: choose one of {", ".join(SOLVERS)}')
-
-
 def check_finite(x: np.ndarray) -> None:
   """Raises ValueError if a row of x [N, D] has NaN or infinity."""
   if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]

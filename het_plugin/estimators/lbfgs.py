@@ -85,7 +85,6 @@ def minimise(
   model: Model,
   params: dict,
   rows: objective.Rows,
-  whitening: jax.Array,
   *,
   tol: float,
   max_iter: int,
@@ -102,6 +101,7 @@ def minimise(
   hidden = None if progress else True  # None: shown on a terminal
   with tqdm.tqdm(total=max_iter, desc=model.head, disable=hidden, leave=False) as bar:
     for restart in itertools.count():
+      whitening = objective.whitening_of(model, params, rows)
       evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
       theta = objective.whiten(model, params, whitening)
       state = optax.scale_by_lbfgs(MEMORY).init(theta)
@@ -126,7 +126,6 @@ def minimise(
       params = objective.unwhiten(model, theta, whitening)
       if num_iterations >= max_iter:
         break
-      whitening = objective.whitening_of(model, params, rows)
       stage *= 2
   if not float(largest) <= tol:
     reason = 'no step lowers it in float32' if failures > 1 else f'max_iter={max_iter} is reached'

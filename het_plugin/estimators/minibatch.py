@@ -121,20 +121,13 @@ def fit(
   order = rng.permutation(data.index)
   num_held_out = min(max(1, int(validation_fraction * len(order))), MAX_HELD_OUT)
   held_out, index = order[:num_held_out], order[num_held_out:]
-  det, width = model.deterministic, data.x.shape[1]
+  width = data.x.shape[1]
   search = functools.partial(
     _search, data, index, held_out, rng, c, c_noise, max_iter=max_iter, progress=progress, mesh=mesh
   )
-  if det_fit is None:
-    det_fit = search(det, starts.det_start(det, det.init(seed, width), class_shares))
-  if model.head == 'det':
-    return det_fit
-  sample = data.rows(model, index[: max(16, min(len(index), 2**23 // width))], c, c_noise)
-  start = starts.noisy_start(model, det_fit.params, sample, seed)
-  noisy = search(model, start)
-  if not noisy.objective <= det_fit.objective:
-    noisy = search(model, starts.without_noise(start, det_fit.params))
-  return noisy
+  first = index[: max(16, 2**23 // width)]
+  sample = functools.partial(data.rows, model, first, c, c_noise)
+  return starts.fit(search, model, width, class_shares, sample, seed, det_fit)
 
 
 def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, progress, mesh):

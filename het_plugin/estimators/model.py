@@ -167,7 +167,7 @@ class Model:
 
   def location_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
     """link(location / tau), without noise, [B, K]."""
-    logits = self.logits(params, x)
+    logits = self.deterministic.logits(params, x)
     u = (logits.location / logits.temperature)[:, : self.num_classes]
     return jax.nn.softmax(u) if self.link == 'softmax' else jax.nn.sigmoid(u)
 

@@ -124,9 +124,9 @@ def mean_nll(model: Model, params, rows: Rows) -> jax.Array:
 def _moments(model, params, rows):
   """E[c (x, 1) (x, 1)^T] and E[c], where c is the curvature of a row's loss by its logits.
 
-  That is the variance of the indicator of a class without noise, averaged over the classes. Without
-  parameters c is 1. The mean is over about `MOMENT_ROWS` (D + 1) rows, evenly spaced: it
-  preconditions the search, and all rows would cost as much as several iterations.
+  That is the variance of the indicator of a class without noise, averaged over the classes. The
+  mean is over about `MOMENT_ROWS` (D + 1) rows, evenly spaced: it preconditions the search, and all
+  rows would cost as much as several iterations.
   """
   size = rows.x.shape[-1] + 1
   stride = max(1, rows.weight.size // max(MOMENT_ROWS * size, 2**13))
@@ -137,9 +137,8 @@ def _moments(model, params, rows):
 
   def add(total, block):
     x, weight = block
-    if params is not None:
-      p = model.location_prob(params, x)
-      weight = weight * jnp.mean(p * (1.0 - p), axis=1)
+    p = model.location_prob(params, x)
+    weight = weight * jnp.mean(p * (1.0 - p), axis=1)
     x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
     moments = jnp.matmul(x.T * weight, x, precision=jax.lax.Precision.HIGHEST)
     return total + moments, None
@@ -148,20 +147,12 @@ def _moments(model, params, rows):
   return jax.lax.scan(add, jnp.zeros((size, size)), blocks)[0] / weight.sum()
 
 
-def whitening_of(model: Model, params, rows: Rows, class_shares: np.ndarray | None = None):
+def whitening_of(model: Model, params, rows: Rows) -> jax.Array:
   """T [D + 1, D + 1], where T T^T is the inverse curvature of the objective by a column of W.
 
-  The curvature is averaged over the classes.
-
-  Args:
-    model: the model.
-    params: parameters at which the curvature is computed; None before the first fit.
-    rows: rows of the fit.
-    class_shares: [K], used instead if there are no parameters.
+  The curvature is that at `params`, averaged over the classes.
   """
   moments = np.asarray(_moments(model, params, rows), np.float64)
-  if params is None:
-    moments *= max(float(np.mean(class_shares * (1 - class_shares))), 1e-6)
   # The bias is not regularised.
   ridge = np.full(len(moments), float(rows.strength) / float(rows.total))
   ridge[-1] = 0.0

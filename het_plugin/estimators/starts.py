@@ -6,12 +6,12 @@ and cannot be caught in a local optimum of the location.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.estimators import lbfgs, objective, placement
+from het_plugin.estimators import lbfgs, objective
 from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
 
@@ -23,42 +23,34 @@ _NO_NOISE = -16.0  # softplus of it is 1e-7
 
 
 def fit(
+  search: Callable[[Model, dict], lbfgs.Fit],
   model: Model,
-  rows: objective.Rows,
+  num_features: int,
   class_shares: np.ndarray,
+  sample: Callable[[], objective.Rows],
   seed: int,
-  mesh: Sequence[int] | None = None,
   det_fit: lbfgs.Fit | None = None,
-  **settings,
 ) -> lbfgs.Fit:
   """Fits a model.
 
   Args:
+    search: minimises the objective of a model from given parameters.
     model: the model.
-    rows: rows of the fit.
+    num_features: D.
     class_shares: [K] frequencies of the classes.
+    sample: gives rows of the fit, or a sample of them, for `noisy_start`.
     seed: seed of hidden layers and noise.
-    mesh: see `placement`.
     det_fit: DET's, where the noise starts; None computes it.
-    **settings: tol, max_iter and progress of `lbfgs.minimise`.
   """
-  num_features = rows.x.shape[-1]
   det = model.deterministic
-
-  def search(model, params, whitening):
-    params = placement.place_params(model, params, mesh)
-    return lbfgs.minimise(model, params, rows, whitening, **settings)
-
   if det_fit is None:
-    params = det_start(det, det.init(seed, num_features), class_shares)
-    det_fit = search(det, params, objective.whitening_of(det, None, rows, class_shares))
+    det_fit = search(det, det_start(det, det.init(seed, num_features), class_shares))
   if model.head == 'det':
     return det_fit
-  whitening = objective.whitening_of(det, det_fit.params, rows)
-  start = noisy_start(model, det_fit.params, rows, seed)
-  noisy = search(model, start, whitening)
+  start = noisy_start(model, det_fit.params, sample(), seed)
+  noisy = search(model, start)
   if not noisy.objective <= det_fit.objective + TOLERANCE:
-    noisy = search(model, without_noise(start, det_fit.params), whitening)
+    noisy = search(model, without_noise(start, det_fit.params))
   return dataclasses.replace(noisy, num_iterations=det_fit.num_iterations + noisy.num_iterations)
 
 
