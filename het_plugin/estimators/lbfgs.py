@@ -50,7 +50,7 @@ def _evaluate(model, theta, direction, step, rows, whitening):
   return theta, value, gradient, optax.tree.vdot(gradient, direction), largest
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=2)
 def _direction(theta, gradient, state):
   """Minus the inverse curvature times the gradient, its slope, and L-BFGS' memory."""
   scaled, state = optax.scale_by_lbfgs(MEMORY).update(gradient, state, theta)
@@ -104,7 +104,8 @@ def minimise(
       whitening = objective.whitening_of(model, params, rows)
       evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
       theta = objective.whiten(model, params, whitening)
-      state = optax.scale_by_lbfgs(MEMORY).init(theta)
+      # Copied because its two memories are one array, which cannot be donated twice.
+      state = jax.tree.map(jnp.copy, optax.scale_by_lbfgs(MEMORY).init(theta))
       theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)
       done = (restart > 0 and float(largest) <= tol) or failures > 1 or not np.isfinite(value)
       if done:
