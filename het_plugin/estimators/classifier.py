@@ -310,9 +310,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
     if self.solver not in inputs.SOLVERS:
-      raise ValueError(
-        f'solver={self.solver!r} is unknown: choose one of {", ".join(inputs.SOLVERS)}'
-      )
+      known = ', '.join(inputs.SOLVERS)
+      raise ValueError(f'solver={self.solver!r} is unknown: choose one of {known}')
     if not 0 < self.validation_fraction < 1:
       raise ValueError(
         f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
@@ -400,8 +399,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
       return lbfgs.minimise(model, params, rows, **settings)
 
-    width, det_fit = x.shape[1], self._det_fit(start)
-    return starts.fit(search, model, width, shares, lambda: rows, seed, det_fit)
+    return starts.fit(search, model, x.shape[1], shares, lambda: rows, seed, self._det_fit(start))
 
   def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
     """The tau of `TAU_GRID` with the best fit to held-out rows."""
@@ -432,7 +430,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
           block.append(target[start : start + size])
         padding = size - len(x)
         block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
-        found.append(np.asarray(_apply(self.model_, method, params, *map(_narrow, block))))
+        found.append(np.asarray(_apply(self.model_, method, params, *block)))
         placement.forget_pages(X)
     return np.concatenate(found)[: len(X)]
 
@@ -442,10 +440,6 @@ def _merged(x, values, weight):
   both = np.concatenate([x, values.astype(np.float64)], axis=1)
   _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
   return x[first], values[first], np.bincount(which.ravel(), weight)
-
-
-def _narrow(x):
-  return np.asarray(x, np.float32) if x.dtype.kind == 'f' else x
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
