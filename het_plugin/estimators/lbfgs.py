@@ -59,26 +59,41 @@ def _direction(theta, gradient, state):
 
 
 def _line_search(evaluate, value, slope):
-  """Finds a step that satisfies the weak Wolfe conditions, by bisection.
+  """Finds a step that satisfies the weak Wolfe conditions.
 
-  See Lewis and Overton 2013, algorithm 2.6. If float32 cannot tell the values apart, the
-  approximate conditions of Hager and Zhang (2005) are used. Returns the result of `evaluate` at
-  the step, or None if there is no such step.
+  After a step that is too long the next one is the minimum of the cubic with the values and slopes
+  at both ends of the bracket, or its middle if that minimum is close to an end. If float32 cannot
+  tell the values apart, the approximate conditions of Hager and Zhang (2005) are used. Returns the
+  result of `evaluate` at the step, or None if there is no such step.
   """
-  low, high, step = 0.0, math.inf, 1.0
+  low, high, step = (0.0, value, slope), None, 1.0
   for _ in range(MAX_LINE_SEARCH_STEPS):
     found = evaluate(step)
-    new_value, new_slope = float(found[1]), float(found[3])
+    end = step, float(found[1]), float(found[3])
+    _, new_value, new_slope = end
     close = new_value <= value + VALUE_TOLERANCE * abs(value)
     lower = new_value <= value + 1e-4 * step * slope or (close and new_slope <= -0.9998 * slope)
     if not lower:
-      high = step
+      high = end
     elif new_slope < 0.9 * slope:
-      low = step
+      low = end
     else:
       return found
-    step = 2 * low if math.isinf(high) else (low + high) / 2
+    step = 2 * step if high is None else _between(low, high)
   return None
+
+
+def _between(low, high):
+  """The next step between two of (step, value, slope)."""
+  (a, value_a, slope_a), (b, value_b, slope_b) = low, high
+  d = slope_a + slope_b - 3 * (value_b - value_a) / (b - a)
+  square = d * d - slope_a * slope_b
+  if square >= 0:  # not if a value is infinite
+    root = math.sqrt(square)
+    total = slope_b - slope_a + 2 * root
+    if total > 0 and 0.1 <= (share := 1 - (slope_b + root - d) / total) <= 0.9:
+      return a + share * (b - a)
+  return (a + b) / 2
 
 
 def minimise(
