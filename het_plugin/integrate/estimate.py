@@ -127,13 +127,19 @@ def _sigmoid_terms(u, sign, log_weight, counts, top):
   x = sign[:, None] * u  # [B, s, K]
   if counts is not None:
     x = jnp.where(counts[:, None], x, 2 * PADDED)  # makes everything that follows 0
-  # sigmoid(x) exp(-top) for top = min(max_s x, 0), from the one exponential exp(-|x| - top).
-  new_top = jnp.maximum(top, jnp.minimum(x.max(axis=1), 0.0))  # [B, K]
-  e = jnp.exp(-jnp.abs(x) - new_top[:, None])
-  t = e * jnp.exp(new_top)[:, None]  # exp(-|x|)
+  new_top, sigmoid, slope = _sigmoids(x, top)
+  return new_top, sigmoid.sum(axis=1), lambda z: (None, jnp.einsum('bst,bsk->btk', z, slope))
+
+
+def _sigmoids(x, top):
+  """The new top = max(top, min(max_s x, 0)) [B, K], and exp(-top) times sigmoid(x) and
+  sigmoid(x) sigmoid(-x), [B, s, K], from the one exponential exp(-|x| - top).
+  """
+  top = jnp.maximum(top, jnp.minimum(jax.lax.stop_gradient(x).max(axis=1), 0.0))
+  e = jnp.exp(-jnp.abs(x) - top[:, None])
+  t = e * jnp.exp(top)[:, None]  # exp(-|x|)
   r = 1.0 / (1.0 + t)
-  total = jnp.where(x < 0, e * r, r).sum(axis=1)
-  return new_top, total, lambda z: (None, jnp.einsum('bst,bsk->btk', z, e * r * r))
+  return top, jnp.where(x < 0, e * r, r), e * r * r
 
 
 def pull_samples(z: jax.Array, weights: jax.Array) -> jax.Array:
@@ -266,7 +272,33 @@ def log_softmax(plan: Plan, samples: Samples, constants: Constants) -> jax.Array
 
 def log_sigmoid(plan: Plan, samples: Samples, constants: Constants, sign: jax.Array) -> jax.Array:
   """log E[sigmoid(sign * u)], [B, K], for signs [B, K]; undefined at padded classes."""
-  return _log_mean_exp(plan, _log_sigmoid, samples, constants, sign)
+  if plan.num_chunks > 1:
+    return _log_mean_exp(plan, _log_sigmoid, samples, constants, sign)
+
+  def of_one_chunk(samples, constants, sign):
+    u, _, _ = _chunk_logits(plan, samples, constants, 0)
+    return _log_mean_sigmoid(sign[:, None] * u)
+
+  run = plan.placement.shard_map(of_one_chunk, (*_specs(samples, constants), 'bk'), 'bk')
+  return run(samples, constants, sign)
+
+
+@jax.custom_jvp
+def _log_mean_sigmoid(x):
+  """log mean_s sigmoid(x_s), [B, K] of [B, s, K].
+
+  Its own derivative, since that of `_log_mean_exp_of` took HET-H a tenth more CPU time.
+  """
+  top, sigmoid, _ = _sigmoids(x, 2 * PADDED)
+  return top + jnp.log(sigmoid.mean(axis=1))
+
+
+@_log_mean_sigmoid.defjvp
+def _log_mean_sigmoid_jvp(primals, tangents):
+  (x,) = primals
+  top, sigmoid, slope = _sigmoids(x, 2 * PADDED)
+  gradient = slope / sigmoid.sum(axis=1, keepdims=True)
+  return top + jnp.log(sigmoid.mean(axis=1)), (gradient * tangents[0]).sum(axis=1)
 
 
 def _log_softmax(u, sign, log_z):
