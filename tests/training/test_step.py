@@ -51,14 +51,12 @@ def test_parameters_split_over_data_agree():
   assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 
-@pytest.mark.parametrize('num_microbatches, real_rows', [(2, 13), (4, 1)])
-def test_microbatches_change_nothing(num_microbatches, real_rows):
-  """With 13 real rows the microbatches have different numbers of them; with 1, most have none."""
-  assert_same(train(4, num_microbatches, real_rows=real_rows), train(4, real_rows=real_rows))
+def test_microbatches_change_nothing(real_rows=5):
+  """The microbatches have 4, 1, 0 and 0 real rows."""
+  assert_same(train(4, 4, real_rows=real_rows), train(4, real_rows=real_rows))
 
 
 def test_microbatches_of_a_loss_with_a_constant_factor_are_summed():
-  assert_same(train(4, 4, factor=BATCH), train(4, factor=BATCH))
   assert_same(train(4, 4, factor=BATCH), train(4))
 
 
