@@ -20,35 +20,28 @@ from het_plugin.integrate import Integrator, example_keys
 
 PHI = jax.random.normal(jax.random.key(0), (4, 6))
 LABELS = jnp.array([[0], [1], [2], [3]])
-HEADS = {
-  'det': lambda **names: Det(5, temperature=LearnedTemperature(), **names),
-  'het': lambda **names: Het(5, num_factors=2, temperature=LearnedTemperature(), **names),
-  'het_h': lambda **names: HetH(5, num_factors=2, temperature=LearnedTemperature(), **names),
-  'het_xl': lambda **names: HetXL(5, num_factors=2, temperature=LearnedTemperature(), **names),
-}
-heads = pytest.mark.parametrize('make', HEADS.values(), ids=HEADS)
 
 
 class Network(nn.Module):
-  make: object
+  head: type
 
   @nn.compact
   def __call__(self, x):
     # The temperature is made in the scope of this module too.
-    return self.make(name='head')(nn.Dense(6)(x))
+    return self.head(5, temperature=LearnedTemperature(), name='head')(nn.Dense(6)(x))
 
 
-@heads
-def test_tau_is_a_parameter_of_the_head_inside_a_compact_module(make):
-  params = Network(make).init(jax.random.key(1), PHI)['params']
+@pytest.mark.parametrize('head', [Det, Het, HetH, HetXL])
+def test_tau_is_a_parameter_of_the_head_inside_a_compact_module(head):
+  params = Network(head).init(jax.random.key(1), PHI)['params']
   assert set(params) == {'Dense_0', 'head'}
-  alone = make().init(jax.random.key(1), PHI)['params']
+  alone = head(5, temperature=LearnedTemperature()).init(jax.random.key(1), PHI)['params']
   assert jax.tree.structure(params['head']) == jax.tree.structure(alone)
 
 
-@heads
-def test_a_head_trains_in_nnx(make):
-  head = nnx.bridge.ToNNX(make(), rngs=nnx.Rngs(0)).lazy_init(PHI)
+def test_a_head_trains_in_nnx():
+  head = HetXL(5, num_factors=2, temperature=LearnedTemperature())
+  head = nnx.bridge.ToNNX(head, rngs=nnx.Rngs(0)).lazy_init(PHI)
   optimizer = nnx.Optimizer(head, optax.adam(1e-1), wrt=nnx.Param)
   integrator = Integrator(num_samples=8)
   before = head.temperature['t'].get_value()
@@ -56,11 +49,13 @@ def test_a_head_trains_in_nnx(make):
   def loss(head):
     return integrator.nll(head(PHI), LABELS, example_keys(jax.random.key(2), jnp.arange(4))).mean()
 
-  losses = []
-  for _ in range(5):
+  @nnx.jit
+  def step(head, optimizer):
     value, gradients = nnx.value_and_grad(loss)(head)
     optimizer.update(head, gradients)
-    losses.append(float(value))
+    return value
+
+  losses = [float(step(head, optimizer)) for _ in range(5)]
   assert losses[-1] < losses[0]
   assert head.temperature['t'].get_value() != before
 

@@ -37,7 +37,7 @@ def size(tree):
 
 def init(head, *inputs):
   """Parameters with every bias away from zero, so that none of them can be forgotten."""
-  params = head.init(jax.random.key(1), *(inputs or [PHI])).get('params', {})
+  params = jax.jit(head.init)(jax.random.key(1), *(inputs or [PHI])).get('params', {})
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(2), max(1, len(leaves)))
   return tree.unflatten(
@@ -110,7 +110,8 @@ def test_heads_follow_their_equations(name, factor_bias):
   log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   expected = np.log(np.exp(log_p).mean(axis=1))
   for order in ('sample_then_project', 'project_then_sample'):
-    got = Integrator(num_samples=S, order=order).log_prob(head.apply({'params': params}, PHI), keys)
+    log_prob = Integrator(num_samples=S, order=order).log_prob
+    got = jax.jit(lambda p, f=log_prob: f(head.apply({'params': p}, PHI), keys))(params)
     np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
 
 
@@ -127,7 +128,7 @@ def test_padding_gets_no_gradient_and_every_real_parameter_does(name, link):
     logits = head.apply({'params': params}, PHI)
     return Integrator(num_samples=S).nll(logits, jnp.array([[0], [7], [12]]), keys).mean()
 
-  gradient = jax.grad(loss)(params)
+  gradient = jax.jit(jax.grad(loss))(params)
   for path, g in jax.tree_util.tree_leaves_with_path(gradient):
     assert np.isfinite(g).all(), path
     assert np.abs(g).max() > 0, path

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 
 import jax
@@ -80,8 +81,13 @@ def rows_of(batch, rows):
   return {name: x[rows] for name, x in batch.items()}
 
 
-def loss_and_grads(model, params, batch, key=STEP_KEY):
-  return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, key)[0]))(params, batch)
+@functools.cache
+def grad_of(model):
+  return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, STEP_KEY)[0]))
+
+
+def loss_and_grads(model, params, batch):
+  return grad_of(model)(params, batch)
 
 
 def steps_of(model):
@@ -97,9 +103,8 @@ def assert_trees_close(actual, expected, **tolerance):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
 
 
-@pytest.mark.parametrize('head, link', [('het', 'sigmoid'), ('het_xl', 'softmax')])
-def test_gradients_reach_every_parameter(head, link):
-  model, batch = make_model(head, link=link), make_batch()
+def test_gradients_reach_every_parameter():
+  model, batch = make_model(), make_batch()
   _, grads = loss_and_grads(model, make_params(model, batch), batch)
   for name, grad in traverse_util.flatten_dict(grads, sep='/').items():
     assert np.isfinite(grad).all(), name

@@ -10,8 +10,6 @@ from het_plugin.models import soft_labels
 B, D, K = 4, 6, 5
 HEADS = {
   'det': lambda link: heads.Det(K, link=link),
-  'het': lambda link: heads.Het(K, num_factors=2, link=link),
-  'het_h': lambda link: heads.HetH(K, num_factors=2, num_buckets=3, link=link),
   'het_xl': lambda link: heads.HetXL(K, num_factors=2, link=link),
 }
 
@@ -25,7 +23,7 @@ def logits_of(name, link):
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize('name', HEADS)
 def test_the_loss_is_the_mean_of_the_losses_of_the_votes(name, link):
-  """Of every head: votes as weights give the mean of the NLLs of the annotators' labels."""
+  """Votes as weights give the mean of the NLLs of the annotators' labels."""
   logits = logits_of(name, link)
   integrator, keys = Integrator(num_samples=64), example_keys(jax.random.key(2), jnp.arange(B))
   votes = jnp.array([[0, 1, 1], [2, 2, 2], [3, 0, 4], [1, 4, 1]])
