@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -26,6 +28,24 @@ class ImageFiles:
 @pytest.fixture(scope='session')
 def image_files():
   return ImageFiles
+
+
+@pytest.fixture(scope='session')
+def photos(tmp_path_factory):
+  """21 + 9 photographs of three classes with two captions each; one has none, one is cut off."""
+  root = tmp_path_factory.mktemp('photos')
+  for seed, name in enumerate('abc'):
+    ImageFiles.write(root / 'train' / name, 7, '.jpg', seed)
+    ImageFiles.write(root / 'validation' / name, 3, '.png', seed + 10)
+  ImageFiles.truncate(root / 'train' / 'b' / '002.jpg')
+  files = sorted(path.relative_to(root) for path in root.glob('*/*/*'))
+  records = [
+    {'file': str(file), 'split': file.parts[0], 'caption': [f'photo {file.stem}', file.parts[1]]}
+    for file in files
+  ]
+  records[3]['caption'] = ''
+  (root / 'captions.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  return root
 
 
 @pytest.fixture(scope='session')

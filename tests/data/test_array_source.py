@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import pathlib
 
 import numpy as np
@@ -99,19 +98,9 @@ BAD_FILES = {
     'label': np.array([[0, 1], [1, -1]]),
     'annotator': np.array([[7, -1], [7, -1]]),
   },
-  "annotator '7' has two votes for example 1": {
-    'image': images(2),
-    'label': np.array([[0, 1], [1, 0]]),
-    'annotator': np.array([[7, 8], [7, 7]]),
-  },
   'the label weights of example 1 sum to 0.9; weights must be': {
     'image': images(2),
     'label': np.array([[0.5, 0.5], [0.5, 0.4]]),
-  },
-  'label_weight is (2, 2); it must be (2, 1)': {
-    'image': images(2),
-    'label': np.arange(2),
-    'label_weight': np.eye(2),
   },
   "lacks the arrays ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
   r'label -1 of example 1 is out of range; labels are 0 .. 0.': {
@@ -129,32 +118,19 @@ def test_bad_npz(tmp_path, message):
   assert message in str(error.value)
 
 
-@pytest.mark.parametrize('level, shown', [(255.0, '255.0, 255.0'), (np.nan, 'nan, nan')])
-def test_float_images_out_of_range(tmp_path, level, shown):
-  path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), level), label=np.zeros(3, int))
-  with pytest.raises(ValueError, match=rf'must lie in \[0, 1\], these in \[{shown}\]'):
+def test_float_images_out_of_range(tmp_path):
+  path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), np.nan), label=np.zeros(3, int))
+  with pytest.raises(ValueError, match=r'must lie in \[0, 1\], these in \[nan, nan\]'):
     array_source.npz_source(path).load()
 
 
-def damaged(path, how):
-  content = bytearray(pathlib.Path(path).read_bytes())
-  if how == 'truncated':
-    content = content[: len(content) // 2]
-  elif how == 'empty':
-    content = b''
-  elif how == 'flipped':
-    content[len(content) // 3] ^= 0x40  # within the array of images
-  else:
-    file = io.BytesIO()
-    np.save(file, np.zeros(3))
-    content = file.getvalue()
-  pathlib.Path(path).write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize('how', ['truncated', 'empty', 'flipped', 'a renamed .npy'])
-def test_a_damaged_file_is_one_sentence_before_training(tmp_path, how):
+@pytest.mark.parametrize('damage', ['truncated', 'flipped'])
+def test_a_damaged_file_is_one_sentence_before_training(tmp_path, damage):
   path = write(tmp_path / 'a.npz', image=images(50), label=np.arange(50))
-  damaged(path, how)
+  content = bytearray(pathlib.Path(path).read_bytes())
+  content[len(content) // 3] ^= 0x40  # within the array of images
+  end = len(content) // 2 if damage == 'truncated' else None
+  pathlib.Path(path).write_bytes(content[:end])
   with pytest.raises(ValueError, match=r'^npz:.*a.npz is not a valid NPZ file: '):
     get_dataset(DatasetConfig(path, {'image': 6, 'label': 1}, 'train', 4))
 

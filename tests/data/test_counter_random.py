@@ -3,14 +3,6 @@ import numpy as np
 from het_plugin.data import counter_random
 
 
-def test_draws_depend_on_the_key_alone():
-  keys = counter_random.fold(counter_random.base_key(7, 1), np.arange(100))
-  alone = counter_random.fold(counter_random.base_key(7, 1), np.array([42]))
-  for draw in (counter_random.uniform, counter_random.standard_normal):
-    np.testing.assert_array_equal(draw(keys, 13)[42:43], draw(alone, 13))
-    np.testing.assert_array_equal(draw(keys, 13)[:, :5], draw(keys, 5))
-
-
 def test_uniform_moments_and_range():
   keys = counter_random.fold(counter_random.base_key(0), np.arange(2000))
   draws = counter_random.uniform(keys, 50)

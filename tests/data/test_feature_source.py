@@ -55,13 +55,3 @@ def test_splits_of_a_file(tmp_path, arrays):
   np.testing.assert_array_equal(got['image'][:, 0, 0], x[::3])
   with pytest.raises(ValueError, match="split is 'all'; the splits of"):
     batch(f'features:{tmp_path}/a.npz', split='all')
-
-
-def test_wrong_files_are_one_sentence(tmp_path, arrays):
-  x, y = arrays
-  with pytest.raises(ValueError, match='does not exist'):
-    array_source.features_source(str(tmp_path / 'none.npz'))
-  x[5, 2] = np.nan
-  np.savez(tmp_path / 'a.npz', features=x, label=y)
-  with pytest.raises(ValueError, match='1 rows that are not finite'):
-    array_source.features_source(str(tmp_path / 'a.npz'))

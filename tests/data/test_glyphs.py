@@ -39,19 +39,6 @@ def test_train_depends_on_the_seed_and_finite_splits_do_not():
     assert np.array_equal(labels, other_labels) == same
 
 
-def test_shift_shows_only_classes_that_stix_has():
-  _, labels = CORE.read('shift', np.arange(4 * 1139), 8, seed=0)
-  classes, counts = np.unique(labels, return_counts=True)
-  assert len(classes) == 1139 and (counts == 4).all()
-
-
-def test_the_first_shots_of_heldout_train_are_balanced():
-  source = GlyphSource('heldout')
-  K = source.info.num_classes
-  _, labels = source.read('train', np.arange(5 * K), 8, seed=0)
-  assert (np.bincount(labels[:, 0], minlength=K) == 5).all()
-
-
 def test_full_draws_only_faces_that_have_the_class():
   """A class that one face has is drawn from that face: no blank or replacement glyphs."""
   source = GlyphSource('full')

@@ -33,12 +33,6 @@ def make_reader(num_examples=10, bad=(), split='train', **kwargs):
   return ExampleReader(CountingSource(num_examples, bad), split, **(settings | kwargs))
 
 
-def test_every_record_once_in_each_epoch(num_examples=7):
-  labels = make_reader(num_examples).read(np.arange(3 * num_examples))[0]['label'][:, 0]
-  for epoch in labels.reshape(3, num_examples):
-    np.testing.assert_array_equal(np.sort(epoch), np.arange(num_examples))
-
-
 def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
   one_pass = make_reader(num_epochs=1).read(np.arange(10))[0]
   np.testing.assert_array_equal(one_pass['index'], one_pass['label'][:, 0])
@@ -46,15 +40,6 @@ def test_index_is_the_record_in_one_pass_and_the_position_otherwise():
   np.testing.assert_array_equal(endless['index'], np.arange(15))
   assert make_reader().read(np.array([2**31 + 5]))[0]['index'] == [5]
   assert endless['index'].dtype == np.int32
-
-
-def test_a_slice_is_a_range_of_records_in_the_order_of_the_records():
-  reader = make_reader(split='train[3:7]', shuffle=False, num_epochs=1)
-  examples = reader.read(np.arange(6))[0]
-  assert reader.num_examples == 4
-  np.testing.assert_array_equal(examples['mask'], [1, 1, 1, 1, 0, 0])
-  np.testing.assert_array_equal(examples['label'][:4, 0], [3, 4, 5, 6])
-  np.testing.assert_array_equal(examples['index'][:4], [3, 4, 5, 6])  # numbers in the whole split
 
 
 def test_a_slice_is_shuffled_within_itself_and_repeats():
@@ -80,14 +65,6 @@ def test_randomness_follows_seed_and_position():
   assert len({image.tobytes() for image in images}) == 20  # the second epoch is augmented anew
   np.testing.assert_array_equal(images, draws())
   assert not np.array_equal(images, draws(seed=1))
-
-
-def test_rows_past_the_end_are_masked():
-  examples, _ = make_reader(num_epochs=1).read(np.arange(8, 13))
-  np.testing.assert_array_equal(examples['mask'], [1, 1, 0, 0, 0])
-  np.testing.assert_array_equal(examples['label'][2:], -1)
-  np.testing.assert_array_equal(examples['image'][2:], np.full((3, 4, 4, 1), -1.0))
-  assert not make_reader(num_epochs=1).read(np.arange(10, 13))[0]['mask'].any()
 
 
 def test_unreadable_records_keep_their_position_and_are_named():

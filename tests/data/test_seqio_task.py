@@ -1,6 +1,3 @@
-import json
-import pathlib
-
 import numpy as np
 import pytest
 import seqio
@@ -22,40 +19,14 @@ TEXT_LENGTHS = {'image': 12, 'text': 16}
 MOST = {'max_corrupt_fraction': 0.1}
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory, image_files):
-  root = tmp_path_factory.mktemp('photos')
-  for seed, name in enumerate('abc'):
-    image_files.write(root / 'train' / name, 7, '.jpg', seed)
-    image_files.write(root / 'validation' / name, 3, '.png', seed + 10)
-  return f'image_folder:{root}'
-
-
-@pytest.fixture(scope='module')
-def captioned_folder(folder):
-  """The photographs of `folder` with two captions each; one of train has none."""
-  root = pathlib.Path(folder.removeprefix('image_folder:'))
-  files = sorted(path.relative_to(root) for path in root.glob('*/*/*'))
-  records = [
-    {'file': str(file), 'split': file.parts[0], 'caption': [f'photo {file.stem}', file.parts[1]]}
-    for file in files
-  ]
-  records[3]['caption'] = ''
-  (root / 'captions.jsonl').write_text('\n'.join(map(json.dumps, records)))
-  return f'image_folder_captions:{root}'
-
-
-@pytest.fixture(params=['image_folder', 'captions'])
-def name(request):
-  fixtures = {'image_folder': 'folder', 'captions': 'captioned_folder'}
-  if request.param in fixtures:
-    return request.getfixturevalue(fixtures[request.param])
-  return request.param
+@pytest.fixture(params=['image_folder', 'image_folder_captions'])
+def name(request, photos):
+  return f'{request.param}:{photos}'
 
 
 @pytest.fixture(autouse=True)
 def some_may_be_unreadable(monkeypatch):
-  """seqio.get_dataset cannot say how many; the photograph without captions is one of 21."""
+  """seqio.get_dataset cannot say how many; two of 21 are."""
   monkeypatch.setattr(reader, 'MAX_CORRUPT_FRACTION', 0.1)
 
 
@@ -145,19 +116,6 @@ def test_names_that_seqio_refuses_and_tasks_of_ones_own(tmp_path):
   finally:
     seqio.TaskRegistry.remove('own_glyphs')
     del tasks._TASKS['own_glyphs']
-
-
-def test_mixtures_draw_from_several_of_our_tasks():
-  seqio.MixtureRegistry.add('glyph_mixture', [('glyphs_core', 3), ('glyphs_heldout', 1)])
-  dataset = seqio.get_dataset(
-    'glyph_mixture', {'image': 12, 'label': 1}, ImageFeatureConverter(), 'train', seed=0
-  )
-  examples = list(dataset.take(80).as_numpy_iterator())
-  assert all(e['mask'] == 1 and e['image'].shape == (12, 12, 1) for e in examples)
-  # Only glyphs_core has classes from 1,142 on: half of its 2,297, so 3 / 8 of the examples.
-  assert 15 <= sum(int(e['label'][0]) >= 1142 for e in examples) <= 45
-  per_task = np.bincount([int(e['index']) for e in examples])
-  assert 10 <= np.sum(per_task == 2) <= 30  # the positions that both tasks have reached
 
 
 def plain_dataset(split, shuffle_files, seed=None):

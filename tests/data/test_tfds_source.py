@@ -121,39 +121,6 @@ def test_captions(name):
   assert [list(texts) for texts in captions] == expected
 
 
-@pytest.mark.usefixtures('caption_data_sets')
-def test_one_of_several_captions():
-  """In training another one in every epoch, in evaluation the first; none is an unreadable one."""
-  settings = dict(
-    mixture_or_task_name='tfds_captions:tiny_coco',
-    task_feature_lengths={'image': 6, 'text': 6},
-    split='train',
-    batch_size=4,
-    shuffle=False,
-    max_corrupt_fraction=0.3,
-  )
-
-  def texts(batch):
-    return [bytes(row[row > 2] - 3).decode() for row in batch['text'].astype(np.uint8)]
-
-  iterator = get_dataset(DatasetConfig(**settings, augment=False))
-  for _ in range(2):
-    batch = next(iterator)
-    assert texts(batch) == ['', '1 0', '2 0', '3 0']
-    np.testing.assert_array_equal(batch['mask'], [0, 1, 1, 1])
-  assert iterator.corrupt_records == (
-    'tfds_captions:tiny_coco train[0] (its caption is missing or empty)',
-  )
-  training, again = (get_dataset(DatasetConfig(**settings)) for _ in range(2))
-  epochs = [texts(next(training)) for _ in range(12)]
-  assert {epoch[3] for epoch in epochs} == {'3 0', '3 1', '3 2'}
-  assert {epoch[2] for epoch in epochs} == {'2 0', '2 1'}
-  again.set_state({'position': 4 * 5})
-  assert texts(next(again)) == epochs[5]
-  other = get_dataset(DatasetConfig(**settings, seed=1))
-  assert [texts(next(other)) for _ in range(12)] != epochs
-
-
 def test_captions_that_are_not_utf8_are_unreadable(tfds_files):
   features = {'image': tfds.features.Image(shape=(None, None, 3)), 'text': TEXT}
   examples = [{'image': np.zeros((4, 4, 3), np.uint8), 'text': t} for t in (b'\xff\xfe', 'good')]
