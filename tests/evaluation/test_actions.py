@@ -149,9 +149,7 @@ def test_bounds_and_endless_splits(tmp_path):
 @pytest.mark.parametrize(
   'change,message',
   [
-    ({'period': 0}, 'period=0'),
     ({'datasets': (DIGITS, DIGITS)}, r"distinct names; they are \['digits', 'digits'\]"),
-    ({'batch_size': 6}, 'batch_size=6'),
     ({'layer': 'no_such_layer'}, 'no_such_layer'),
   ],
 )

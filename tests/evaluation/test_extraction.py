@@ -60,27 +60,10 @@ def make_extractor(model, model_shards, **kwargs):
   return extractor, jax.device_put({'w': WEIGHTS}, partitioner.shardings(SPECS))
 
 
-def extract(extractor, params, batches, batch_size=8, max_examples=None):
-  """The one layer of the extractor."""
-  (representations,) = extractor.read(params, batches, batch_size, max_examples).values()
-  return representations
-
-
 def expected_rows(examples):
   order = np.argsort(examples['index'])
   flat = examples['image'].reshape(-1, 8)[order]
   return flat @ WEIGHTS, examples['label'][order], examples['index'][order]
-
-
-@pytest.mark.parametrize('model_shards,num_examples,batch_size', [(2, 21, 8), (8, 16, 16)])
-def test_rows_do_not_depend_on_mesh_or_batch(model_shards, num_examples, batch_size):
-  examples = make_examples(num_examples)
-  extractor, params = make_extractor(FakeModel(), model_shards, layers=('tokens',))
-  actual = extract(extractor, params, make_batches(examples, batch_size), batch_size)
-  features, labels, index = expected_rows(examples)
-  np.testing.assert_allclose(actual.features, features, rtol=1e-4, atol=1e-5)
-  np.testing.assert_array_equal(actual.labels, labels)
-  np.testing.assert_array_equal(actual.index, index)
 
 
 def test_all_layers_come_from_one_forward_pass():

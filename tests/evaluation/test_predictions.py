@@ -75,10 +75,8 @@ def test_other_peoples_files(tmp_path):
 BAD_FILES = {
   'exactly one of the arrays log_prob, prob, logits': {'prob': [[1.0]], 'logits': [[1.0]]},
   'sum to 3 instead of 1': {'prob': np.ones((2, 3)), 'label': [0, 1]},
-  'not finite': {'logits': [[np.inf, 0.0]], 'label': [0]},
   'label 3 of example 1': {'logits': np.ones((2, 3)), 'label': [0, 3]},
   'example 7 has no label': {'logits': np.ones((1, 3)), 'label': [-1], 'index': [7]},
-  "link is 'probit'": {'logits': np.ones((2, 3)), 'label': [0, 1], 'link': 'probit'},
   'nll has values': {'logits': np.ones((1, 2)), 'label': [0], 'nll': [np.nan], 'link': 'sigmoid'},
 }
 

@@ -12,10 +12,8 @@ from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.zeroshot import retrieval_recall
 from het_plugin.evaluation.zeroshot_datasets import (
-  Tokenizer,
   ZeroShotDataset,
   ZeroShotEvaluator,
-  run_tokenizer,
 )
 from tests.evaluation import fake_contrastive
 from tests.evaluation.fake_contrastive import FakeContrastive, Letters
@@ -145,21 +143,6 @@ def test_captions(fake_data, alike):
     identical_captions_right=alike,
   )
   assert found.text_to_image[1] < 1 == found.text_to_image[10]
-
-
-def test_tokenizer_of_a_run(monkeypatch):
-  info = types.SimpleNamespace(vocabulary='bytes')
-  monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
-  lengths = {'image': 28, 'text': 80}
-  cfg = types.SimpleNamespace(
-    mixture_or_task_name='x', task_feature_lengths=lengths, vocabulary=None
-  )
-  assert run_tokenizer(cfg) == Tokenizer('bytes', 80)
-  cfg.vocabulary = 'x.model'
-  assert run_tokenizer(cfg) == Tokenizer('x.model', 80)
-  del lengths['text']
-  with pytest.raises(ValueError, match="has no 'text': zero-shot evaluation needs a model"):
-    run_tokenizer(cfg)
 
 
 @pytest.mark.parametrize(
