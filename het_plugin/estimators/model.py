@@ -215,15 +215,25 @@ class Model:
 
   def axes(self, num_features: int) -> dict[tuple[str, ...], tuple[str | None, ...]]:
     """Logical axes of the parameters that have some, by path."""
-    x = jnp.zeros((ROW_MULTIPLE, num_features))
-    variables = jax.eval_shape(lambda: self.module().init(jax.random.key(0), x))
-    names = partitioning.get_axis_names(variables['params_axes'])
+    names = partitioning.get_axis_names(self._shapes(num_features)['params_axes'])
     return {path: tuple(spec) for path, spec in traverse_util.flatten_dict(names).items()}
 
   def init(self, seed: int, num_features: int) -> PyTree:
-    """The linen modules' initial parameters."""
+    """Initial parameters: normal matrices of variance 1 / rows, biases 0, and the first tau."""
+    # In numpy, because every shape of a linen initialiser takes up to a second to compile.
+    rng, found = np.random.default_rng(seed), {}
+    shapes = traverse_util.flatten_dict(self._shapes(num_features)['params'])
+    for path, x in shapes.items():
+      size = x.shape[0] ** -0.5 if is_matrix(path) else 0.0
+      found[path] = size * rng.standard_normal(x.shape, np.float32)
+    params = traverse_util.unflatten_dict(found)
+    if self.tau is None:
+      params['head']['temperature'] = self.make_head().temperature.init(jax.random.key(0))['params']
+    return params
+
+  def _shapes(self, num_features):
     x = jnp.zeros((ROW_MULTIPLE, num_features))
-    return self.module().init(jax.random.key(seed), x)['params']
+    return jax.eval_shape(lambda: self.module().init(jax.random.key(0), x))
 
 
 class _HeadOverFeatures(nn.Module):

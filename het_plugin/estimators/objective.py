@@ -168,6 +168,7 @@ def _on_features(model: Model, path) -> bool:
   return path[-1].endswith('kernel') and path[-1] != 'noise_kernel'
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _map_on_features(model, params, matrix):
   flat = traverse_util.flatten_dict(params)
   for path in list(flat):

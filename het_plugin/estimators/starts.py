@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.estimators import lbfgs, objective
@@ -69,7 +68,7 @@ def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dic
   count = dict(model.noise)['num_factors'] + 1
   directions = noise_directions(model, det, params, rows, count)
   features = model.features(det, rows.x[0])
-  feature_size = max(float(jnp.sqrt(jnp.mean(jnp.square(features)))), 1e-6)
+  feature_size = max(float(np.sqrt(np.mean(np.square(features)))), 1e-6)
   return with_noise(params, det, INITIAL_NOISE[model.head] * directions, feature_size)
 
 
@@ -78,8 +77,9 @@ def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
   shares = np.clip(class_shares, MIN_SHARE, 1 - MIN_SHARE)
   bias = np.log(shares) - (np.log1p(-shares) if model.link == 'sigmoid' else np.log(shares).mean())
   head = params['head']
-  bias = jnp.zeros_like(head['bias']).at[: len(bias)].set(bias * (model.tau or 1.0))
-  return {**params, 'head': {**head, 'kernel': jnp.zeros_like(head['kernel']), 'bias': bias}}
+  padded = np.zeros_like(head['bias'])
+  padded[: len(bias)] = bias * (model.tau or 1.0)
+  return {**params, 'head': {**head, 'kernel': np.zeros_like(head['kernel']), 'bias': padded}}
 
 
 def with_noise(params: dict, det: dict, directions: np.ndarray, feature_size: float) -> dict:
@@ -96,21 +96,21 @@ def with_noise(params: dict, det: dict, directions: np.ndarray, feature_size: fl
   factors = directions[:-1] / math.sqrt(len(directions) - 1)
   size = float(np.sqrt(np.mean(np.square(factors))))
   d = size * np.exp(0.5 * directions[-1] / np.abs(directions[-1]).max())
-  covariance['d_kernel'] = jnp.zeros_like(covariance['d_kernel'])
-  covariance['d_bias'] = jnp.asarray(np.log(np.expm1(d)), jnp.float32)
+  covariance['d_kernel'] = np.zeros_like(covariance['d_kernel'])
+  covariance['d_bias'] = np.asarray(np.log(np.expm1(d)), np.float32)
   if 'J' in covariance:  # v and J share the size of their product
     root = math.sqrt(size)
     covariance['v_kernel'] = (0.1 * root / feature_size) * covariance['v_kernel']
-    covariance['v_bias'] = jnp.full_like(covariance['v_bias'], root)
-    covariance['J'] = jnp.asarray(factors / root, jnp.float32)
+    covariance['v_bias'] = np.full_like(covariance['v_bias'], root)
+    covariance['J'] = np.asarray(factors / root, np.float32)
   else:
     covariance['V_kernel'] = (0.1 * size / feature_size) * covariance['V_kernel']
-    covariance['V_bias'] = jnp.asarray(factors, jnp.float32)
+    covariance['V_bias'] = np.asarray(factors, np.float32)
   return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}
 
 
 def without_noise(params: dict, det: dict) -> dict:
   """The same parameters with as little noise as the head can have."""
-  covariance = {name: jnp.zeros_like(x) for name, x in params['head']['covariance'].items()}
-  covariance['d_bias'] += _NO_NOISE
+  covariance = {name: np.zeros_like(x) for name, x in params['head']['covariance'].items()}
+  covariance['d_bias'] += np.float32(_NO_NOISE)
   return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}
