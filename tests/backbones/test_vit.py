@@ -133,28 +133,6 @@ def test_representation_layer_is_a_biased_tanh_layer():
   np.testing.assert_allclose(phi, expected, atol=1e-6)
 
 
-def test_one_image_of_one_patch_and_one_channel():
-  image = images(batch=1, size=4, channels=1)
-  phi, intermediates = TINY.apply(TINY.init(jax.random.key(0), image), image)
-  assert phi.shape == (1, 16)
-  assert intermediates['patches'].shape == (1, 1, 16)
-
-
-def test_dropout_acts_in_training_only():
-  model = dataclasses.replace(TINY, dropout=0.5)
-  params = model.init(jax.random.key(0), images())
-  evaluated, _ = model.apply(params, images())
-  undropped, _ = TINY.apply(params, images(), train=True)  # no rng needed at rate 0
-  np.testing.assert_array_equal(evaluated, undropped)
-
-  def train(seed):
-    return model.apply(params, images(), train=True, rngs={'dropout': jax.random.key(seed)})[0]
-
-  np.testing.assert_array_equal(train(0), train(0))
-  assert np.abs(train(0) - train(1)).max() > 1e-2
-  assert np.abs(train(0) - evaluated).max() > 1e-2
-
-
 def test_every_parameter_has_axes_of_its_rank_that_shard_heads_and_mlp():
   model = dataclasses.replace(TINY, representation_size=6)
   variables = shapes(model, size=8)

@@ -149,12 +149,11 @@ class Reference:
     return (y + self.mlp(pool['mlp'], self.norm(pool['mlp_norm'], y)))[:, 0]
 
 
-@pytest.mark.parametrize('scan_layers', [False, True])
-@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
-def test_options_are_those_of_the_reference(options, scan_layers):
-  if scan_layers and 'layer_scale' not in options:
-    pytest.skip('one option with parameters of its own is enough in the loop')
-  model = dataclasses.replace(TINY, **options)
+@pytest.mark.parametrize(
+  ('name', 'scan_layers'), [*((name, False) for name in OPTIONS), ('DINOv2', True)]
+)
+def test_options_are_those_of_the_reference(name, scan_layers):
+  model = dataclasses.replace(TINY, **OPTIONS[name])
   image = np.random.default_rng(1).normal(size=(2, 12, 12, 3))
   params = perturbed(model, image)
   expected = Reference(model)(params, image)
@@ -215,15 +214,15 @@ def test_a_small_22b_trains_alike_on_every_mesh():
   rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=2)
   variables = model.get_initial_variables(jax.random.key(1), {'image': (1, 8, 8, 3)})
   losses = []
-  for model_axis in (1, 4, 8):
+  for model_axis in (1, 4):
     mesh = partitioning.PjitPartitioner(model_axis, logical_axis_rules=rules)
     state = TrainState.create(optimizer, variables)
     axes = mesh.get_mesh_axes(state)
     trainer = step.Trainer(model, mesh, axes, jax.random.key(2))
     state = jax.device_put(jax.device_get(state), mesh.shardings(axes))  # steps donate it
     losses.append([])
-    for _ in range(3):
+    for _ in range(2):
       state, metrics = trainer.train_step(state, mesh.shard_batch(batch, 16))
       losses[-1].append(float(metrics['loss'].compute()))
-  assert losses[0][2] < losses[0][0]
-  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+  assert losses[0][1] < losses[0][0]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
