@@ -25,7 +25,6 @@ from tests.meshes import make_mesh, on_mesh
 
 B, D, R = 16, 6, 3
 KEY = jax.random.key(7)
-MESHES = [(8, 1), (2, 4)]
 
 
 def make(batch=B, *, dim=D, full=True, seed=0, scale=1.0):
@@ -147,8 +146,7 @@ def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
   assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want)
 
 
-@pytest.mark.parametrize('shape', MESHES)
-@pytest.mark.parametrize('chunk_bytes', [2**26, 1])
+@pytest.mark.parametrize('shape,chunk_bytes', [((8, 1), 1), ((2, 4), 2**26)])
 def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
   arrays, weights = make(), weights_of()
   mask = jnp.arange(B) != 5
@@ -353,8 +351,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize('name', LOSSES)
-@pytest.mark.parametrize('shape', [(8, 1), (2, 4)])
+@pytest.mark.parametrize(
+  'name,shape', [*((name, (8, 1)) for name in LOSSES), ('one_sample', (2, 4))]
+)
 def test_no_device_holds_all_similarities(name, shape):
   batch, dim = 992, 24  # no other dimension is 992 x 992 / 8
   compiled = compiled_loss(LOSSES[name], shape, batch, dim)

@@ -125,10 +125,11 @@ def relative_error(tree, expected):
 
 
 CASES = [
-  *((kind, link, False, 'rank_one') for kind in LOSS_KINDS for link in ('softmax', 'sigmoid')),
-  *(('linear', 'softmax', True, 'rank_one'), ('identity', 'sigmoid', True, 'rank_one')),
-  *(('identity', 'softmax', False, 'diag'), ('shared_w', 'softmax', False, 'diag')),
-  ('hash', 'sigmoid', False, 'diag'),
+  *(('identity', 'softmax', False, 'rank_one'), ('hash', 'sigmoid', False, 'rank_one')),
+  *(('linear', 'softmax', False, 'rank_one'), ('shared_w', 'softmax', False, 'rank_one')),
+  *(('shared_w', 'sigmoid', False, 'rank_one'), ('identity', 'sigmoid', True, 'rank_one')),
+  *(('linear', 'softmax', True, 'rank_one'), ('identity', 'softmax', False, 'diag')),
+  *(('shared_w', 'softmax', False, 'diag'), ('hash', 'sigmoid', False, 'diag')),
 ]
 
 
@@ -158,8 +159,9 @@ def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, rema
       assert relative_error(got_gradient, gradient) < 1e-9, (order, chunk_size)
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize(
+  'kind,link', [('identity', 'softmax'), ('hash', 'sigmoid'), ('linear', 'softmax')]
+)
 def test_log_prob_and_its_gradient_match_the_float64_reference(kind, link):
   with jax.enable_x64(True):
     arrays = make(kind)
@@ -331,27 +333,15 @@ def test_deterministic_logits_take_the_closed_form():
   np.testing.assert_allclose(nll, -(off.sum(-1) + on), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'kind,link', [('linear', 'softmax'), ('identity', 'softmax'), ('linear', 'sigmoid')]
-)
+@pytest.mark.parametrize('kind,link', [('identity', 'softmax'), ('linear', 'sigmoid')])
 def test_memory_does_not_grow_with_samples(kind, link):
   """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""
-  batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'hash': 32, 'linear': 32}[kind]
+  batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'linear': 32}[kind]
 
   def loss(location, scale, loading, diag, kernel, num_samples):
-    projection = {
-      'identity': None,
-      'hash': Hashed(jnp.arange(classes) % noise_dim),
-      'linear': Linear(kernel),
-    }[kind]
-    logits = GaussianLogits(
-      location,
-      LowRank(scale, loading, diag),
-      projection,
-      jnp.float32(1.0),
-      num_classes=classes,
-      link=link,
-    )
+    projection = {'identity': None, 'linear': Linear(kernel)}[kind]
+    covariance, tau = LowRank(scale, loading, diag), jnp.float32(1.0)
+    logits = GaussianLogits(location, covariance, projection, tau, classes, link)
     integrator = Integrator(num_samples=num_samples, method='sample')
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
 
@@ -394,9 +384,11 @@ def sharded(function, mesh):
 @pytest.mark.parametrize(
   'kind,link,order',
   [
-    *((kind, 'softmax', 'sample_then_project') for kind in LOSS_KINDS),
-    *((kind, 'softmax', 'project_then_sample') for kind in ('hash', 'shared_w')),
-    *((kind, 'sigmoid', 'sample_then_project') for kind in ('hash', 'shared_w')),
+    ('identity', 'softmax', 'sample_then_project'),
+    ('hash', 'sigmoid', 'sample_then_project'),
+    ('hash', 'softmax', 'project_then_sample'),
+    ('linear', 'softmax', 'sample_then_project'),
+    ('shared_w', 'softmax', 'project_then_sample'),
     ('shared_w', 'sigmoid', 'project_then_sample'),
   ],
 )
@@ -463,8 +455,7 @@ def compile_sharded_loss(name, link, integrator, mesh):
   'name,link,num_samples',
   [
     *((name, 'softmax', 200) for name in ('het', 'het_h', 'het_xl')),
-    *((name, 'softmax', 64) for name in ('het', 'het_h', 'het_xl')),
-    *(('het', 'softmax', 3), ('het_xl', 'softmax', 3), ('het_xl', 'sigmoid', 200)),
+    *(('het_xl', 'softmax', 64), ('het', 'softmax', 3), ('het_xl', 'sigmoid', 200)),
   ],
 )
 @pytest.mark.parametrize('platform', ['cpu', pytest.param('tpu', marks=pytest.mark.slow)])
@@ -509,8 +500,6 @@ def test_log_prob_over_a_mesh():
   [
     ({'num_samples': 0}, 'num_samples=0'),
     ({'order': 'fastest'}, 'project_then_sample'),
-    ({'chunk_size': 0}, 'chunk_size=0'),
-    ({'chunk_bytes': 0}, 'chunk_bytes=0'),
     ({'implementation': 'cuda'}, "implementation='cuda' is unknown: choose one of xla, pallas"),
     ({'sampler': 'halton'}, "sampler='halton'.*iid, antithetic, sobol"),
   ],
