@@ -128,18 +128,3 @@ def test_names(run_main, tmp_path):
   message = run_main(ablate, 'heads', '--gin.LEARNING_RATE=1', code=2)
   assert '--gin.LEARNING_RATE has no effect' in message
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)
-
-
-@pytest.mark.slow
-def test_contrastive_cells_report_zero_shot_accuracy(tmp_path, run_main):
-  sizes = ('width=16', 'depth=1', 'mlp_dim=16', 'num_heads=2')
-  tiny = [*(f'vit.{x}' for x in sizes), *(f'text_transformer.{x}' for x in sizes)]
-  tiny += ["TASK_FEATURE_LENGTHS={'image': 28, 'text': 8}", 'BATCH_SIZE=16', 'EVAL_STEPS=1']
-  tiny += ['PjitPartitioner.num_partitions=1', 'PjitPartitioner.devices=@one_device()']
-  tiny += ['TRAIN_STEPS=2', 'WARMUP_STEPS=1', 'EVAL_PERIOD=2', 'STATS_PERIOD=1']
-  tiny += [f'{name}/ZeroShotDataset.max_examples=64' for name in ('core', 'heldout', 'pairs')]
-  flags = ['--cell=HET-XL, both', '--seeds=0', *(f'--gin.{binding}' for binding in tiny)]
-  printed = run_main(ablate, 'normalization', f'--output_dir={tmp_path}', *flags)
-  (row,) = json.loads((tmp_path / 'results.json').read_text())['rows']
-  assert 0 <= row['zeroshot/glyphs_core/top1'] <= 1 and 0 < row['loss'] < 20
-  assert 'zeroshot/glyphs_heldout/top1' in printed

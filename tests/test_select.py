@@ -81,20 +81,6 @@ def test_knn_table_plot_and_page(runs, run, tmp_path):
   assert found['leave_one_out'] is True
 
 
-def test_npy_files_and_names(runs, run, tmp_path):
-  x, y = load(runs / 'good' / 'train.npz')
-  np.save(tmp_path / 'x.npy', x)
-  np.save(tmp_path / 'y.npy', y)
-  source = f'{tmp_path}/x.npy,{tmp_path}/y.npy'
-  np.savez(tmp_path / 'other.npz', features=x[:, :10], label=y)
-  text, found = run('knn', f'--train={source},{tmp_path}/other.npz', '--names=all,part')
-  assert [(row['candidate'], row['pre_logits_dim']) for row in found['rows']] == [
-    ('all', 64),
-    ('part', 10),
-  ]
-  assert 'pre-logits D' in text.splitlines()[0]
-
-
 def test_rank_keeps_the_best(runs, run):
   _, found = run(
     'rank',
@@ -124,16 +110,11 @@ def test_rank_keeping_all_measures_the_proxy(runs, run, tmp_path):
 
 def test_rankme_and_its_bound(runs, run, tmp_path):
   png = tmp_path / 'spectra.png'
-  _, found = run('rankme', files(runs, 'train', 'train.npz'), f'--png={png}')
-  assert [row['candidate'] for row in found['rows']] == ['poor', 'fair', 'good']
-  for row in found['rows']:
-    x, _ = load(runs / row['candidate'] / 'train.npz')
-    sigma = np.linalg.svd(x.astype(np.float64), compute_uv=False)
-    p = sigma / sigma.sum() + 1e-7
-    assert row['rankme'] == pytest.approx(np.exp(-np.sum(p * np.log(p))))
+  _, found = run('rankme', files(runs, 'train', 'train.npz'), '--max_examples=40', f'--png={png}')
+  ranks = [row['rankme'] for row in found['rows']]
+  assert ranks == sorted(ranks, reverse=True)
+  assert all(row['num_examples'] == len(row['singular_values']) == 40 for row in found['rows'])
   assert Image.open(png).size == (880, 495)
-  _, few = run('rankme', files(runs, 'train', 'train.npz'), '--max_examples=40')
-  assert all(row['num_examples'] == len(row['singular_values']) == 40 for row in few['rows'])
 
 
 def test_ensemble_beside_the_best_and_the_average(runs, run):
@@ -166,12 +147,8 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
     (['knn'], '--train is not set: give it a file for each candidate'),
     (['knn', '--shots=1'], '--shots means nothing for knn; it is for rank'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
-    (['knn', '--train=x.npz', '--test=y.npz,z.npz'], '--test has 2 files and --train 1'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
-    (['rank', '--train=GOOD', '--k=1,2'], '--k=1,2 must be one number for rank'),
-    (['rank', '--train=GOOD'], '--test is not set; rank measures'),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
-    (['rankme', '--train=GOOD', '--max_examples=0'], '--max_examples=0 must be at least 1'),
     (['ensemble', '--validation=P,Q'], 'holds other examples than'),
   ],
 )

@@ -44,23 +44,24 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
   return jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('head', ['het', 'het_xl'])
-def test_four_steps_agree_across_meshes_and_microbatches(head, tmp_path):
-  """K = 2,297 on 1, 4 and 8 shards; neither of the latter divides it.
-
-  All parameters but the attention keys' bias: softmax does not see it, its gradient is rounding
+def assert_same(got, expected):
+  """All parameters but the attention keys' bias: softmax does not see it, its gradient is rounding
   error around zero, and Adam scales that up to a full step.
   """
+  for path, value in jax.tree_util.tree_leaves_with_path(expected):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if not name.endswith('attention/key/bias'):
+      actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), got)
+      np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('head', 'cells'), [('het', (8, 4)), ('het_xl', (4, 2))])
+def test_four_steps_agree_across_meshes_and_microbatches(head, cells, tmp_path):
+  """K = 2,297 on 1 shard, and on 8 or 4, neither of which divides it."""
   expected = train_final_params(tmp_path / '0', head, 1, 1)
-  cells = {'het': [(8, 4)], 'het_xl': [(8, 1), (4, 2)]}
-  for i, (model_shards, num_microbatches) in enumerate(cells[head], 1):
-    got = train_final_params(tmp_path / str(i), head, model_shards, num_microbatches)
-    for path, value in jax.tree_util.tree_leaves_with_path(expected):
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      if not name.endswith('attention/key/bias'):
-        actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), got)
-        np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-4, err_msg=name)
+  got = train_final_params(tmp_path / '1', head, *cells)
+  assert_same(got, expected)
 
 
 def arguments(model_dir, *bindings):
@@ -77,19 +78,19 @@ def read_metrics(model_dir):
 
 def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   """Interrupted anywhere and started again, it ends with the metrics of the run that was not."""
-  settings = ('TRAIN_STEPS=150', 'EVAL_PERIOD=150', 'SAVE_PERIOD=150', 'STATS_PERIOD=10')
+  settings = ('TRAIN_STEPS=100', 'EVAL_PERIOD=100', 'SAVE_PERIOD=100', 'STATS_PERIOD=10')
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   command = [sys.executable, '-m', 'het_plugin.train', *arguments(parts, *settings)]
   process = subprocess.Popen(
     command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
   )
   deadline = time.time() + 300
-  while not (parts / 'metrics.jsonl').exists() or len(read_metrics(parts)) < 3:
+  while not (parts / 'metrics.jsonl').exists() or len(read_metrics(parts)) < 2:
     assert time.time() < deadline and process.poll() is None
     time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=120) == 42
-  assert max(line['step'] for line in read_metrics(parts)) < 150
+  assert max(line['step'] for line in read_metrics(parts)) < 100
   for model_dir in (parts, whole):
     run_main(main, *arguments(model_dir, *settings))
   assert 'HetXL' in (whole / 'config.gin').read_text()
@@ -146,25 +147,18 @@ def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('implementation', ['xla', 'pallas'])
-def test_a_replica_axis_changes_nothing(tmp_path, implementation):
+def test_a_replica_axis_changes_nothing(tmp_path):
   """Two slices of (2, 2), parameters over data too, against one device a model."""
   steps = ['TRAIN_STEPS = 3', *SHORT, 'train/Integrator.order = "project_then_sample"']
   parse('het_xl', tmp_path / 'flat', *steps)
   _, flat = train_from_gin()
   sliced = ['PjitPartitioner.num_partitions = 2', 'PjitPartitioner.num_replicas = 2']
-  sliced += [
-    f'train/Integrator.implementation = {implementation!r}',
-    'Trainer.num_microbatches = 2',
-  ]
   fsdp = ['het_plugin/gin/partitioning/fsdp.gin']
-  parse('het_xl', tmp_path / 'sliced', *steps, *sliced, files=fsdp)
-  _, state = train_from_gin()
-  kernel = state.params['head']['kernel']
-  assert kernel.sharding.mesh.axis_names == ('replica', 'data', 'model')
-  assert kernel.sharding.spec == jax.sharding.PartitionSpec('data', 'model')
-  for path, value in jax.tree_util.tree_leaves_with_path(flat.params):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    if not name.endswith('attention/key/bias'):  # see above
-      actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), state.params)
-      np.testing.assert_allclose(actual, value, atol=1e-4, err_msg=name)
+  for implementation in ('xla', 'pallas'):
+    of_it = [*sliced, f'train/Integrator.implementation = {implementation!r}']
+    parse('het_xl', tmp_path / implementation, *steps, *of_it, files=fsdp)
+    _, state = train_from_gin()
+    kernel = state.params['head']['kernel']
+    assert kernel.sharding.mesh.axis_names == ('replica', 'data', 'model')
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec('data', 'model')
+    assert_same(state.params, flat.params)

@@ -5,7 +5,6 @@ Checkpoints are stood in for by two linear towers, whose seed is the number in t
 
 import json
 import re
-import types
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import scipy.stats
 import gin
 from het_plugin import zeroshot
 from het_plugin.config import registry, trained_run
-from het_plugin.evaluation import zeroshot_datasets, zeroshot_report
-from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset, ZeroShotEvaluator
+from het_plugin.evaluation import zeroshot_datasets
 from tests.evaluation.fake_contrastive import Letters, opened
 
 FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
@@ -43,40 +41,6 @@ def towers(monkeypatch):
   registry.register_trainer()  # once for all tests, hence before anything is replaced
   monkeypatch.setattr(trained_run, 'open_run', open_towers)
   monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
-
-
-def evaluated(path, dataset, **settings):
-  """What the evaluator itself finds."""
-  run = open_towers(path)
-  evaluator = ZeroShotEvaluator(
-    run.model,
-    run.partitioner,
-    run.param_specs,
-    LETTERS,
-    **({'image_size': 8, 'channels': 1, 'batch_size': 64} | settings),
-  )
-  return evaluator(dataset, run.params)
-
-
-def test_one_checkpoint_on_one_data_set(towers, run_main, tmp_path):
-  out = tmp_path / 'deep' / 'out.json'
-  printed = run_main(
-    zeroshot,
-    *('--checkpoint=runs/lit_3', '--dataset=digits', '--samples=2', *FEW, f'--json={out}'),
-  )
-  dataset = ZeroShotDataset('digits', 'digits', 'test', 'none', max_examples=128)
-  expected = evaluated('runs/lit_3', dataset, num_samples=2)
-  assert expected != evaluated('runs/lit_3', dataset)
-  result = json.loads(out.read_text())
-  assert result['samples'] == 2
-  assert result['top1'] == expected.top1 and result['top5'] == expected.top5
-  assert (result['num_examples'], result['split'], result['step']) == (128, 'test', 9)
-  assert result['rows'] == [{k: v for k, v in result.items() if k not in ('rows', 'groups')}]
-  assert result['groups'] == [] and 'recall_at' not in result
-  lines = printed.strip().splitlines()
-  assert lines[0] == 'Zero-shot classification'
-  assert lines[2].split() == ['run', 'data', 'set', 'top1', 'top5']
-  assert lines[3].split() == ['lit_3', 'digits', f'{expected.top1:.4f}', f'{expected.top5:.4f}']
 
 
 def test_seeds_in_groups(towers, run_main, tmp_path):
@@ -134,42 +98,12 @@ def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   assert result['templates'] == ['{}', 'the {}']
 
 
-def test_recall_of_captions(towers, run_main, tmp_path, monkeypatch):
-  """What the main makes of a task of captions."""
-  info = types.SimpleNamespace(splits={'validation': 4}, channels=1)
-  monkeypatch.setattr(zeroshot_report.data, 'task_info', lambda task: info)
-  result = zeroshot_datasets.zeroshot.Recall(
-    {1: 0.25, 5: 0.5, 10: 1.0}, {1: 0.0, 5: 0.75, 10: 1.0}, 4, 8, 3
-  )
-  monkeypatch.setattr(ZeroShotEvaluator, 'check', lambda self, dataset: 4)
-  monkeypatch.setattr(ZeroShotEvaluator, '__call__', lambda self, dataset, params, on_rows: result)
-  out = tmp_path / 'out.json'
-  printed = run_main(
-    zeroshot,
-    *('--group=a=r/1,r/2', '--dataset=pairs', f'--json={out}', '--identical_captions_right'),
-  )
-  (row, _) = json.loads(out.read_text())['rows']
-  assert row['recall_at'] == {
-    'image_to_text': {'1': 0.25, '5': 0.5, '10': 1.0},
-    'text_to_image': {'1': 0.0, '5': 0.75, '10': 1.0},
-  }
-  assert row['split'] == 'validation' and row['identical_captions_right'] and 'top1' not in row
-  assert 'image->text @1' in printed and 'Zero-shot classification' not in printed
-  assert 'one before: pairs 3' in printed
-  groups = json.loads(out.read_text())['groups']
-  assert {group['metric'] for group in groups} == {
-    f'{way}/recall{k}' for way in ('image_to_text', 'text_to_image') for k in (1, 5, 10)
-  }
-  assert all(group['stderr'] == 0 for group in groups)
-
-
 @pytest.mark.parametrize(
   'flags,message',
   [
     ([], '--checkpoint or --group is needed'),
     (['--group=a'], '--group=a must be NAME=DIR,DIR'),
     (['--group=a=r/1,r/1'], 'has a checkpoint twice: a seed counts once'),
-    (['--checkpoint=r/1', '--dataset=digits,digits'], 'distinct names'),
     (['--checkpoint=r/1', '--dataset=digits', '--batch_size=6'], 'batch_size=6'),
   ],
 )

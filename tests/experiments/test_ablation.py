@@ -160,10 +160,8 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'cells': {}}, 'cells is empty'),
     ({'cells': {'DET': 'det.gin'}}, "'DET' has the setting 'det.gin'"),
     ({'cells': {'a b': (), 'a/b': ()}}, 'names that differ'),
-    ({'baseline': 'HET'}, "names the cell 'HET'; the cells are DET, learned"),
     ({'seeds': (0, 100)}, r'choose_seeds has \[100\]'),
     ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "'DET' needs 'learned', which must"),
   ],
