@@ -149,15 +149,16 @@ def run(code):
   return result.stdout.split()
 
 
-def test_the_core_brings_no_tensorflow():
-  assert (
-    run(
-      'import sys, het_plugin.heads, het_plugin.integrate, het_plugin.backbones\n'
-      'print(*{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules))\n'
-      'import het_plugin.evaluation\n'  # few-shot on arrays
-      'print(*{"tensorflow", "gin", "seqio", "clu"} & set(sys.modules))'
-    )
-    == []
+def test_few_shot_on_arrays_needs_numpy_only_and_the_core_brings_no_tensorflow():
+  others = '{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules)'
+  assert not run(
+    'import sys, numpy\n'
+    'from het_plugin.evaluation import few_shot\n'
+    'x, y = numpy.eye(4), numpy.arange(4) // 2\n'
+    'few_shot(x, y, x, y, shots=(1, 2))\n'
+    f'print(*{others} | ({{"jax"}} & set(sys.modules)))\n'
+    'import het_plugin.heads, het_plugin.integrate, het_plugin.backbones\n'
+    f'print(*{others})'
   )
 
 
