@@ -130,7 +130,7 @@ def test_gradients_reach_every_parameter(model):
 def test_a_mesh_shards_the_channels_and_changes_nothing(model, layer):
   image = images()
   params = random_params(model, image, 0.1)
-  expected = model.apply({'params': params}, image)[0]
+  expected = jax.jit(model.apply)({'params': params}, image)[0]
   mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   with jax.set_mesh(mesh), partitioning.axis_rules(RULES):
     axes = jax.eval_shape(model.init, jax.random.key(0), image)['params_axes']

@@ -21,13 +21,13 @@ TEXT = np.array([[5, 9, 2, 7, 1, 0, 0], [3, 1, 0, 0, 0, 0, 0], [8, 8, 8, 4, 40, 
 
 def tower(pooling):
   model = dataclasses.replace(TINY, pooling=pooling)
-  return model, model.init(jax.random.key(0), TEXT)['params']
+  return model, jax.jit(model.init)(jax.random.key(0), TEXT)['params']
 
 
 @pytest.mark.parametrize('pooling', POOLINGS)
 def test_padding_and_neighbours_change_nothing(pooling):
   model, params = tower(pooling)
-  phi, intermediates = model.apply({'params': params}, TEXT)
+  phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
   assert phi.shape == (3, model.pre_logits_dim)
   assert phi.dtype == jnp.float32
   np.testing.assert_array_equal(phi, intermediates['pre_logits'])
@@ -37,14 +37,14 @@ def test_padding_and_neighbours_change_nothing(pooling):
   short = TEXT[:1, :5]
   extra = 1 if pooling == 'token' else 0
   shorter = params | {'position_embedding': params['position_embedding'][: 5 + extra]}
-  alone, _ = model.apply({'params': shorter}, short)
+  alone, _ = jax.jit(model.apply)({'params': shorter}, short)
   np.testing.assert_allclose(alone[0], phi[0], atol=1e-5)
 
 
 def test_pooling_takes_what_it_says():
   for pooling in POOLINGS:
     model, params = tower(pooling)
-    phi, intermediates = model.apply({'params': params}, TEXT)
+    phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
     x = np.asarray(intermediates['encoder_norm'])
     expected = {
       'last': [x[0, 4], x[1, 1], x[2, 6]],
@@ -68,7 +68,7 @@ def test_an_empty_text_is_finite():
 
 def test_bfloat16_and_scanned_blocks():
   model, params = tower('last')
-  phi, intermediates = model.apply({'params': params}, TEXT)
+  phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
   scanned, scanned_intermediates = dataclasses.replace(model, scan_layers=True, remat='full').apply(
     {'params': stack(model, params, TEXT)}, TEXT
   )
@@ -88,7 +88,7 @@ def test_on_a_mesh():
   assert traverse_util.flatten_dict(axes, sep='/')['embedding_axes'].names == ('vocab', 'embed')
   assert params['embedding'].shape == (128, 16)  # padded, so that meshes divide it
   text = np.tile(TEXT, (8, 1))
-  phi, _ = model.apply({'params': params}, text)
+  phi, _ = jax.jit(model.apply)({'params': params}, text)
   partitioner = PjitPartitioner(num_partitions=2)
   with jax.set_mesh(partitioner.mesh), flax_partitioning.axis_rules(partitioner.logical_axis_rules):
     placed = jax.device_put(

@@ -41,7 +41,7 @@ def num_params(model, size=224):
 
 def random_params(model, image, scale=0.3):
   """Parameters without the zeros and ones of the initialisers, which would hide their use."""
-  params = model.init(jax.random.key(0), image)['params']
+  params = jax.jit(model.init)(jax.random.key(0), image)['params']
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(1), len(leaves))
   return jax.tree.unflatten(
@@ -105,8 +105,8 @@ def test_block_is_that_of_flax_modules():
 )
 def test_representations(pooling, tokens, dtype):
   model = dataclasses.replace(TINY, pooling=pooling, dtype=dtype)
-  variables = model.init(jax.random.key(0), images())
-  phi, intermediates = model.apply(variables, images())
+  variables = jax.jit(model.init)(jax.random.key(0), images())
+  phi, intermediates = jax.jit(model.apply)(variables, images())
   dtype = jnp.dtype(dtype)
   assert {name: (x.shape, x.dtype) for name, x in intermediates.items()} == {
     'patches': ((4, 4, 16), dtype),
@@ -125,7 +125,7 @@ def test_representations(pooling, tokens, dtype):
 def test_representation_layer_is_a_biased_tanh_layer():
   model = dataclasses.replace(TINY, representation_size=6)
   params = random_params(model, images())
-  phi, intermediates = model.apply({'params': params}, images())
+  phi, intermediates = jax.jit(model.apply)({'params': params}, images())
   layer = params['representation']
   pooled = intermediates['encoder_norm'][:, 0]
   expected = np.tanh(pooled @ layer['kernel'] + layer['bias'])

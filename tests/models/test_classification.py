@@ -69,7 +69,8 @@ def make_batch(rows=8, num_labels=1, seed=0):
 def make_params(model, batch):
   """Initial parameters, moved off the values at which parts of the model are switched off."""
   shapes = {name: x.shape for name, x in batch.items()}
-  params = model.get_initial_variables(jax.random.key(0), shapes)['params']
+  init = jax.jit(lambda key: model.get_initial_variables(key, shapes)['params'])
+  params = init(jax.random.key(0))
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(jax.random.key(1), len(leaves))
   return jax.tree.unflatten(

@@ -45,7 +45,8 @@ def make_batch(rows=B, seed=0):
 
 def initial(model, batch, seed=0):
   shapes = {name: x.shape for name, x in batch.items()}
-  return model.get_initial_variables(jax.random.key(seed), shapes)['params']
+  init = jax.jit(lambda key: model.get_initial_variables(key, shapes)['params'])
+  return init(jax.random.key(seed))
 
 
 def values(metrics):

@@ -68,15 +68,16 @@ def batch(model):
   return batch_of(model)
 
 
-def initial(model, batch, key=None):
+def initial(model, batch):
   """As `utils.TrainStateInitializer` does."""
-  return flax.core.freeze(
-    model.get_initial_variables(
-      rng=jax.random.PRNGKey(0) if key is None else key,
-      input_shapes={name: x.shape for name, x in batch.items()},
-      input_types={name: x.dtype for name, x in batch.items()},
-    )
-  )
+  shapes = {name: x.shape for name, x in batch.items()}
+  types = {name: x.dtype for name, x in batch.items()}
+
+  @jax.jit
+  def init(rng):
+    return model.get_initial_variables(rng=rng, input_shapes=shapes, input_types=types)
+
+  return flax.core.freeze(init(jax.random.PRNGKey(0)))
 
 
 def test_the_names_and_the_order_of_arguments(model):

@@ -38,12 +38,12 @@ TRANSFORMERS = {
 def phi_of(tower, image):
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
   backbone = {'vit': ViT, 'convnext': ConvNeXt}[tower.backbone](**tower.settings)
-  return backbone.apply({'params': params['backbone']}, 2 * image - 1)[0]
+  return jax.jit(backbone.apply)({'params': params['backbone']}, 2 * image - 1)[0]
 
 
 def text_embeddings(tower, text):
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
-  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, text)
+  phi, _ = jax.jit(TextTransformer(**tower.settings).apply)({'params': params['text_tower']}, text)
   return phi @ params['text_projection']['kernel'] + params['text_projection']['bias']
 
 
@@ -228,7 +228,7 @@ def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
   tower = weights.read_text_tower(arrays, weights.read_config(path))
   params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
   text = np.asarray([[4, 9, 1, 0, 0, 0, 0], [5, 1, 0, 0, 0, 0, 0]])
-  phi, _ = TextTransformer(**tower.settings).apply({'params': params['text_tower']}, text)
+  phi, _ = jax.jit(TextTransformer(**tower.settings).apply)({'params': params['text_tower']}, text)
   expected = phi @ arrays['text_projection.weight'].T
   got = run.model.text_embeddings(run.params, text)
   np.testing.assert_allclose(
@@ -328,7 +328,7 @@ def timm_arrays(params):
 def ours():
   model = ViT(7, 16, 2, 24, 2, num_registers=3, mlp='swiglu', layer_scale=1e-5)
   image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
-  params = model.init(jax.random.key(0), image)['params']
+  params = jax.jit(model.init)(jax.random.key(0), image)['params']
   random = np.random.default_rng(1)
   params = jax.tree.map(lambda x: np.asarray(x) + 0.2 * random.normal(size=x.shape), params)
   return model, jax.tree.map(np.float32, params), image
@@ -340,12 +340,12 @@ def test_names_and_settings_of_timm(ours):
   tower = weights.read_tower(timm_arrays(params), no_change)
   for name, value in {**tower.settings, 'mlp': 'swiglu'}.items():
     assert getattr(model, name) == value, name
-  expected, _ = model.apply({'params': params}, 2 * image - 1)
+  expected, _ = jax.jit(model.apply)({'params': params}, 2 * image - 1)
   np.testing.assert_allclose(phi_of(tower, image), expected, atol=1e-5)
   # DINOv2's own mean and deviation, where no file says another one.
   mean, std = towers._IMAGENET
   default = weights.read_tower(timm_arrays(params), {'num_attention_heads': 2})
-  expected, _ = model.apply({'params': params}, ((image - mean) / std).astype(np.float32))
+  expected, _ = jax.jit(model.apply)({'params': params}, ((image - mean) / std).astype(np.float32))
   np.testing.assert_allclose(phi_of(default, image), expected, atol=1e-5)
 
 

@@ -42,7 +42,7 @@ def load(arrays, backbone, classifier=None, image=IMAGE, **settings):
 
 
 def pre_logits(backbone, params, image=IMAGE):
-  return backbone.apply({'params': params['backbone']}, image)[0]
+  return jax.jit(backbone.apply)({'params': params['backbone']}, image)[0]
 
 
 @pytest.mark.parametrize('naming, scan', [('vision_transformer', False), ('stacked', True)])
