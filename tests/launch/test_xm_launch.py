@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -157,20 +156,12 @@ def test_ctrl_c_lets_the_running_jobs_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_here_and_is_not_trained_twice(tmp_path):
-  arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--max_parallel=2']
-  grid = ['--heads=det,het_xl', '--sweep=RANDOM_SEED=1']
-  result = launch(tmp_path, *arguments, *grid, '--gin.TRAIN_STEPS=2')
+def test_a_sweep_trains_here(tmp_path):
+  arguments = [*TINY, f'--model_dir={tmp_path}/sweep', '--gin.TRAIN_STEPS=2']
+  result = launch(tmp_path, *arguments, '--heads=het_xl', '--sweep=RANDOM_SEED=1')
   assert result.returncode == 0, result.stderr
-  runs = sorted((tmp_path / 'sweep').iterdir())
-  assert [run.name for run in runs] == ['det-RANDOM_SEED=1', 'het_xl-RANDOM_SEED=1']
-  losses = [json.loads(line) for run in runs for line in (run / 'metrics.jsonl').open()]
-  assert len({row['train/loss'] for row in losses if 'train/loss' in row}) == 2
-  metrics = (runs[-1] / 'metrics.jsonl').read_text()
-  corner = ['--heads=het_xl', '--sweep=RANDOM_SEED=1']
-  again = launch(tmp_path, *arguments, *corner, '--gin.TRAIN_STEPS=2')
-  assert again.returncode == 0, again.stderr
-  assert (runs[-1] / 'metrics.jsonl').read_text() == metrics  # the run is complete
+  (run,) = (tmp_path / 'sweep').iterdir()
+  assert run.name == 'het_xl-RANDOM_SEED=1' and (run / 'checkpoint_2').exists()
 
 
 @needs_xmanager

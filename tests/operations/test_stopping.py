@@ -88,10 +88,8 @@ def test_a_compilation_is_left_at_once(tmp_path):
 @pytest.mark.parametrize(
   ('where', 'number', 'code', 'output'),
   [
-    ('before', 'SIGTERM', 42, ''),
     ('before', 'SIGINT', 42, ''),
     ('once', 'SIGTERM', 0, 'True\nTrue\n'),
-    ('once', 'SIGINT', 0, 'True\nTrue\n'),
     ('twice', 'SIGINT', 130, 'True\n'),
   ],
 )
