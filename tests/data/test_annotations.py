@@ -67,16 +67,3 @@ def test_a_caption_without_tokens(sentencepiece_model):
   assert not vocabulary.encode('\u200b')
   _, problems = captions(vocabulary=vocabulary).rows([('\u200b',)], KEYS[:1])
   assert problems == ['its caption has no tokens in the vocabulary']
-
-
-def test_the_first_cut_caption_is_logged(caplog):
-  maker = captions(length=4)
-  maker.rows([('abc',)], KEYS[:1])
-  assert not caplog.records
-  rows, problems = maker.rows([('abcd',), ('ab',)], KEYS[:2])
-  np.testing.assert_array_equal(rows['text'], [[100, 101, 102, 1], [100, 101, 1, 0]])
-  assert problems == [None, None]
-  maker.rows([('too long',)], KEYS[:1])
-  assert caplog.messages == [
-    "Captions are cut to task_feature_lengths['text'] = 4 tokens; one has 4 and its end."
-  ]

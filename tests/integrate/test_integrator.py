@@ -2,7 +2,6 @@
 memory, sharding.
 """
 
-import dataclasses
 import itertools
 
 import flax
@@ -23,7 +22,6 @@ from het_plugin.integrate import (
   Opaque,
   example_keys,
   iid,
-  pick_order,
 )
 from tests.integrate import reference
 from tests.integrate.hlo import collectives
@@ -304,21 +302,6 @@ def test_probabilities_sum_to_one_at_30k_classes():
   np.testing.assert_allclose(np.exp(np.asarray(log_p, np.float64)).sum(), 1.0, atol=1e-5)
 
 
-def test_draws_depend_on_the_example_alone():
-  """The same example in another batch, at another place, with another chunk size: the same
-  answer.
-  """
-  arrays = make('linear', dtype=jnp.float32)
-  keys = keys_of()
-  integrator = Integrator(num_samples=S, chunk_size=4)
-  together = integrator.log_prob(gaussian(arrays, 'linear'), keys)
-  alone = {n: (x[2:] if n in ('location', 'scale', 'diag') else x) for n, x in arrays.items()}
-  alone = dataclasses.replace(integrator, chunk_size=5).log_prob(
-    gaussian(alone, 'linear'), keys[2:]
-  )
-  np.testing.assert_allclose(together[2:, :K], alone[:, :K], rtol=2e-6)
-
-
 def test_deterministic_logits_take_the_closed_form():
   location = jax.random.normal(jax.random.key(0), (B, KP))
   for link, expected in (
@@ -353,21 +336,6 @@ def test_memory_does_not_grow_with_samples(kind, link):
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)), static_argnums=5)
     temps.append(step.lower(*args, num_samples).compile().memory_analysis().temp_size_in_bytes)
   assert temps[1] < 1.05 * temps[0], temps
-
-
-def test_cost_model_picks_the_cheaper_order():
-  def shape(batch, noise_dim, classes, factors):
-    covariance = LowRank(
-      jnp.zeros((batch, noise_dim)), jnp.zeros((factors, noise_dim)), jnp.zeros((batch, noise_dim))
-    )
-    kernel = Linear(jnp.zeros((noise_dim, classes)))
-    return GaussianLogits(
-      jnp.zeros((batch, classes)), covariance, kernel, jnp.float32(1), num_classes=classes
-    )
-
-  wide = shape(2, 64, 512, 10)
-  assert pick_order(wide, 4) == 'sample_then_project'
-  assert pick_order(wide, 1000) == 'project_then_sample'
 
 
 # Sharded classes.
