@@ -8,6 +8,7 @@ Rows are for all examples of the split, and for its second half, which the ablat
     entropy         mean entropy of the distribution that each label is drawn from, in nats: the
                     lowest NLL that a classifier can have on average
     nll             mean NLL of the labels under that distribution, in nats
+    nll_sigmoid     the same with a sigmoid per class: the sum of the binary cross entropies
     precision_at_1  mean probability of the likeliest label: the highest that a classifier can have
 
 Takes seconds on any machine.
@@ -22,7 +23,8 @@ from het_plugin.data.glyphs import NoisyGlyphSource
 
 def make_row(split, examples, classes, p, labels):
   """One row, from classes and p [N, C], the true class first, and labels [N, 1]."""
-  likelihood = np.where(classes == labels, p, 0).sum(1)
+  is_label = classes == labels
+  likelihood = np.where(is_label, p, 0).sum(1)
   return {
     'split': split,
     'examples': examples,
@@ -30,6 +32,7 @@ def make_row(split, examples, classes, p, labels):
     'wrong': float((labels != classes[:, :1]).mean()),
     'entropy': float(special.entr(p).sum(1).mean()),
     'nll': float(-np.log(likelihood).mean()),
+    'nll_sigmoid': float(-np.log(np.where(is_label, p, 1 - p)).sum(1).mean()),
     'precision_at_1': float(p.max(1).mean()),
   }
 

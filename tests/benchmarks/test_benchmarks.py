@@ -147,6 +147,8 @@ def test_glyph_label_noise(run):
   for row in rows:
     assert 0.3 < row['wrong'] < 0.5 and 0.5 < row['precision_at_1'] < 0.7
     assert row['entropy'] == pytest.approx(row['nll'], abs=0.05)  # of 4,594 draws
+    # The product of 1 - p over the other classes is at least p(y), and below 1.
+    assert row['nll'] < row['nll_sigmoid'] <= 2 * row['nll']
   assert printed[0].split()[-1] == 'precision_at_1'
 
 
