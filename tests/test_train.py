@@ -120,6 +120,7 @@ def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
 
   def start(path, *settings, files=()):
     still = ['TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-9', 'warmup_schedule.end_value = 1e-9']
+    still += ['train/Integrator.num_samples = 4']
     parse(
       *('het_xl', tmp_path / f'from_{path.name}', *still, *SHORT, *settings),
       'CheckpointConfig.restore = @RestoreCheckpointConfig()',

@@ -154,7 +154,8 @@ def test_glyph_label_noise(run):
 
 @pytest.mark.slow
 def test_real_features(run, tmp_path):
-  flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--folds=2', '--samples=4']
+  flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--samples=4']
+  flags += ['--folds=2', '--fits=1']
   flags += ['--heads=het', f'--work_dir={tmp_path / "work"}']
   rows, _ = run('real_features.py', *flags)
   assert [(row['test'], row['head']) for row in rows] == [

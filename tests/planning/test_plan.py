@@ -44,16 +44,11 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   # No [B, K] is gathered: the rows of one device alone are 64 x 1152 floats.
   both = [*plan['collectives'], *plan['eval']['collectives']]
   assert all(c['kind'] != 'all-gather' or c['bytes'] < 4096 for c in both)
-
-
-@pytest.mark.slow
-def test_a_replica_axis_splits_the_batch_and_more_samples_need_no_more_memory():
-  flat = worker.compile_in_process(request().for_train_step(num_samples=128))
-  slices = worker.compile_in_process(request(mesh=[2, 2, 2]).for_train_step(num_samples=1000))
+  # A replica axis splits the batch.
+  slices = worker.compile_in_process(request(mesh=[2, 2, 2], steps=['train']))
   assert slices['mesh'] == {'replica': 2, 'data': 2, 'model': 2}
   for part in ('parameters', 'optimizer state', 'batch'):
-    assert slices['bytes_per_device'][part] == flat['bytes_per_device'][part]
-  assert slices['peak_bytes_per_device'] < 1.05 * flat['peak_bytes_per_device']
+    assert slices['bytes_per_device'][part] == plan['bytes_per_device'][part]
 
 
 @pytest.mark.parametrize(
