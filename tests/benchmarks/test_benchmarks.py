@@ -212,6 +212,7 @@ def test_analytic_bias(run):
 @pytest.mark.slow
 def test_restart(run):
   flags = ['--gin=vit.depth=1', '--gin=vit.width=12', '--gin=vit.mlp_dim=12', '--rounds=1']
+  flags += ['--gin=train/Integrator.num_samples=4']
   rows, _ = run('restart.py', *flags, '--gin=IMAGE_SIZE=16', '--runs=digits')
   assert [row['cache'] for row in rows] == ['without', 'with']
   for row in rows:
