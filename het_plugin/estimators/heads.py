@@ -1,16 +1,35 @@
 """The four estimators."""
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 from het_plugin.estimators.classifier import HeadClassifier
 
-
-def _keep(estimator: HeadClassifier, arguments: dict[str, object]) -> None:
-  """Sets the arguments of `__init__` as attributes of the same names, as scikit-learn expects."""
-  for name, value in arguments.items():
-    if value is not estimator:
-      setattr(estimator, name, value)
+# scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
+# and prints estimators itself.
+_estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 
 
-class DetClassifier(HeadClassifier):
+@_estimator
+class _Settings(HeadClassifier):
+  """The parameters of all estimators, see `DetClassifier`."""
+
+  C: float = dataclasses.field(default=1.0, kw_only=False)  # noqa: N815
+  tau: float | str = 1.0
+  hidden_layers: Sequence[int] = ()
+  target: str = 'auto'
+  tol: float = 1e-4
+  max_iter: int = 500
+  solver: str = 'auto'
+  mesh: tuple[int, int] | None = None
+  validation_fraction: float = 0.1
+  random_state: Any = 0
+  progress: bool = False
+
+
+@_estimator
+class DetClassifier(_Settings):
   """The deterministic head: logistic regression, with several labels, votes and probabilities.
 
   Minimises sum_i w_i nll_i + |W|^2 / (2 C) by L-BFGS over all rows. Without hidden layers this is
@@ -47,29 +66,13 @@ class DetClassifier(HeadClassifier):
 
   _head = 'det'
 
-  def __init__(
-    self,
-    C=1.0,  # noqa: N803
-    *,
-    tau=1.0,
-    hidden_layers=(),
-    target='auto',
-    tol=1e-4,
-    max_iter=500,
-    solver='auto',
-    mesh=None,
-    validation_fraction=0.1,
-    random_state=0,
-    progress=False,
-  ):
-    _keep(self, locals())
 
-
-class HetClassifier(HeadClassifier):
+@_estimator
+class HetClassifier(_Settings):
   """HET: Gaussian noise in the logits with covariance V(x)^T V(x) + d(x) d(x)^T, Q = K.
 
   The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
-  so the objective is deterministic. The search starts at DET's optimum with little noise, and ends
+  so the objective is deterministic. The search starts at DET's optimum with some noise, and ends
   with an objective no worse than DET's. C regularises the matrices of the noise (K_v, K_d, J) as it
   does W, unless C_noise is given. The smaller C_noise, the closer the result is to DET.
 
@@ -84,27 +87,12 @@ class HetClassifier(HeadClassifier):
   _head = 'het'
   _noise = ('num_factors',)
 
-  def __init__(
-    self,
-    C=1.0,  # noqa: N803
-    *,
-    C_noise=None,  # noqa: N803
-    tau=1.0,
-    num_factors=8,
-    num_samples=64,
-    hidden_layers=(),
-    target='auto',
-    tol=1e-4,
-    max_iter=500,
-    solver='auto',
-    mesh=None,
-    validation_fraction=0.1,
-    random_state=0,
-    progress=False,
-  ):
-    _keep(self, locals())
+  C_noise: float | None = None  # noqa: N815
+  num_factors: int = 8
+  num_samples: int = 64
 
 
+@_estimator
 class HetHClassifier(HetClassifier):
   """HET-H: the noise of HET in R^H, mapped to the classes by a fixed hash.
 
@@ -115,28 +103,10 @@ class HetHClassifier(HetClassifier):
   _head = 'het_h'
   _noise = ('num_factors', 'num_buckets')
 
-  def __init__(
-    self,
-    C=1.0,  # noqa: N803
-    *,
-    C_noise=None,  # noqa: N803
-    tau=1.0,
-    num_factors=8,
-    num_buckets=None,
-    num_samples=64,
-    hidden_layers=(),
-    target='auto',
-    tol=1e-4,
-    max_iter=500,
-    solver='auto',
-    mesh=None,
-    validation_fraction=0.1,
-    random_state=0,
-    progress=False,
-  ):
-    _keep(self, locals())
+  num_buckets: int | None = None
 
 
+@_estimator
 class HetXLClassifier(HetClassifier):
   """HET-XL: noise in the features (or in the last hidden layer), mapped to the classes by W.
 
@@ -147,26 +117,7 @@ class HetXLClassifier(HetClassifier):
   _head = 'het_xl'
   _noise = ('num_factors', 'noise_dim')
 
-  def __init__(
-    self,
-    C=1.0,  # noqa: N803
-    *,
-    C_noise=None,  # noqa: N803
-    tau=1.0,
-    num_factors=8,
-    noise_dim=None,
-    num_samples=64,
-    hidden_layers=(),
-    target='auto',
-    tol=1e-4,
-    max_iter=500,
-    solver='auto',
-    mesh=None,
-    validation_fraction=0.1,
-    random_state=0,
-    progress=False,
-  ):
-    _keep(self, locals())
+  noise_dim: int | None = None
 
 
 # Keys are the names of the heads in --heads and in gin files.
