@@ -3,12 +3,13 @@
     python benchmarks/tpu_cycles.py [--topology v5e:2x2] [--links softmax,sigmoid] [--json OUT]
 
 Sides: HET-XL compiled for one device of the topology by the paper's procedure, XLA's loop and the
-fused kernels; for the link 'sigmoid' also by the exact method, whatever S. XLA writes its estimate
-into the program, one per operation; those of a loop's body count as often as it runs. A kernel
-counts the bundles of instructions that libtpu dumps, which a TPU issues in this order, times its
-blocks: too many, since some run for the first or last block only. Neither knows all waits for
-memory. So these numbers choose between programs, and a TPU has to confirm them. Needs libtpu (the
-extra 'plan'); 20 seconds per row on one CPU core.
+fused kernels; for the link 'sigmoid' also by the exact method, whatever S: by XLA, which keeps all
+projected factors, and by the fused kernels. XLA writes its estimate into the program, one per
+operation; those of a loop's body count as often as it runs. A kernel counts the bundles of
+instructions that libtpu dumps, which a TPU issues in this order, times its blocks: too many, since
+some run for the first or last block only. Neither knows all waits for memory. So these numbers
+choose between programs, and a TPU has to confirm them. Needs libtpu (the extra 'plan'); 20 seconds
+per row on one CPU core.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from het_plugin.integrate.placement import Placement
 from het_plugin.planning import hlo, topology
 
 DUMP = 'HET_PLUGIN_TPU_CYCLES_DUMP'  # the directory of this process's dumps
-PROCEDURES = ('paper', 'xla', 'pallas', 'exact')
+CHUNK_BYTES = 2**30  # so that the exact method keeps all projected factors
+PROCEDURES = ('paper', 'xla', 'pallas')
+EXACT = ('exact, xla', 'exact, pallas')  # of the link 'sigmoid'
 
 
 def start_for(name):
@@ -93,7 +96,7 @@ def program_cycles(text):
 
 
 def kernel_cycles(name, args, sharding, num_samples):
-  """Bundles of a kernel times its blocks, over the cores that share them."""
+  """Cycles of a kernel of samples."""
   array = on(sharding)
 
   at_most = tpu_kernels.SUM_OF_CLASSES if name == 'log2_z' else tpu_kernels.SUM_OF_SAMPLES
@@ -107,17 +110,37 @@ def kernel_cycles(name, args, sharding, num_samples):
   }[name]
   z = array(args.batch, num_samples, args.factors + 2)
   rows = array(args.batch, args.factors + 2, num_classes)
+  kernel = functools.partial(getattr(kernels, name), backend='tpu')
+  blocks = args.batch * (num_samples // s) * class_blocks
+  return bundles(name, kernel, z, rows, array(num_classes), *others) * blocks / num_cores(sharding)
+
+
+def exact_kernel_cycles(args, sharding):
+  """Cycles of the kernels of the exact method. One core takes all blocks of the second one."""
+  array = on(sharding)
+  shape = args.factors + 2, args.dim
+  n, g, k = tpu_kernels.projected_blocks(args.batch, *shape, args.classes)
+  arrays = array(g, *shape), array(args.dim, args.classes), *[array(g, args.classes)] * 2
+  forward = bundles('last_and_squares', kernels.last_and_squares, *arrays[:2])
+  backward = bundles('squares_pull', kernels.squares_pull, *arrays)
+  return (forward / num_cores(sharding) + backward) * n * math.ceil(args.classes / k)
+
+
+def num_cores(sharding):
+  (device,) = sharding.device_set
+  return device.num_cores
+
+
+def bundles(name, kernel, *arrays):
+  """Bundles of instructions in the code of one kernel."""
   dump = Path(os.environ[DUMP])
   shutil.rmtree(dump)
   dump.mkdir()
-  kernel = functools.partial(getattr(kernels, name), backend='tpu')
-  jax.jit(kernel).lower(z, rows, array(num_classes), *others).compile()
+  jax.jit(kernel).lower(*arrays).compile()
   (path,) = (
     path for path in dump.glob(f'*-{name}*-final_bundles.txt') if 'schedule' not in path.name
   )
-  bundles = len(re.findall(r'^ *0x[0-9a-f]+ ', path.read_text(), re.MULTILINE))
-  (device,) = sharding.device_set
-  return bundles * args.batch * (num_samples // s) * class_blocks / device.num_cores
+  return len(re.findall(r'^ *0x[0-9a-f]+ ', path.read_text(), re.MULTILINE))
 
 
 def compile_side(args, sharding, link, num_samples, procedure):
@@ -125,15 +148,18 @@ def compile_side(args, sharding, link, num_samples, procedure):
   if procedure == 'paper':
     loss = reference_loss('het_xl', link, num_samples, None)
   else:
-    if procedure == 'exact':
-      integrator = Integrator(num_samples)
-    else:
-      integrator = Integrator(num_samples, implementation=procedure, method='sample')
+    *exact, implementation = procedure.split(', ')
+    method = 'exact' if exact else 'sample'
+    integrator = Integrator(
+      num_samples, chunk_bytes=CHUNK_BYTES, implementation=implementation, method=method
+    )
     loss = our_loss('het_xl', link, integrator, None, shared_draws=False)
   compiled = compile_loss(loss, *arguments(args, sharding))
   text = compiled.as_text()
   cycles = program_cycles(text)
-  if 'tpu_custom_call' in text:  # not where few samples go through W
+  if procedure == 'exact, pallas':
+    cycles += exact_kernel_cycles(args, sharding)
+  elif 'tpu_custom_call' in text:  # not where few samples go through W
     plan = fused.plan_calls(Plan(num_samples, num_samples, None, True, Placement()))
     names = ('log2_z', 'softmax_pull') if link == 'softmax' else ('sigmoid_sums',)
     cycles += plan.num_chunks * sum(
@@ -175,7 +201,7 @@ def main():
   rows = []
   for link in args.links:
     for s in args.samples:
-      procedures = PROCEDURES if link == 'sigmoid' else PROCEDURES[:-1]
+      procedures = PROCEDURES + EXACT if link == 'sigmoid' else PROCEDURES
       sides = [compile_side(args, sharding, link, s, procedure) for procedure in procedures]
       for side in sides:
         side['cycles_ratio'] = sides[0]['cycles'] / side['cycles']

@@ -20,13 +20,15 @@ float64 by at most 1e-6 and half a unit in its last place, and its derivatives b
 relative (tests).
 """
 
+import functools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.integrate import placement
+from het_plugin.integrate import fused, placement
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, apply_projection
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
@@ -109,9 +111,10 @@ def _moments(mean, variance):
 
 def _complement(log_q, by_mean, by_variance, where):
   """log(1 - q) and its derivatives at the mirrored mean, from those of log q <= log 1/2."""
-  odds = jnp.exp(log_q) / -jnp.expm1(log_q)
+  q = jnp.exp(log_q)
+  odds = q / (1.0 - q)
   return (
-    jnp.where(where, jnp.log1p(-jnp.exp(log_q)), log_q),
+    jnp.where(where, jnp.log1p(-q), log_q),
     jnp.where(where, odds, 1.0) * by_mean,
     jnp.where(where, -odds, 1.0) * by_variance,
   )
@@ -124,17 +127,23 @@ def _log_mixture(mean, variance):
   """
   z2_0 = jnp.square(SCALES[0] * mean) / (1.0 + SCALES[0] ** 2 * variance)
 
-  def add(sums, term):
-    p, s = term
-    spread = 1.0 + s**2 * variance
-    a = s * jax.lax.rsqrt(spread)
-    bump = p * jnp.exp(0.5 * (z2_0 - jnp.square(s * mean) / spread))  # p exp(-z^2 / 2)
-    new = bump * _erfcx(-a * mean * math.sqrt(0.5)), bump * a, bump * a * a * a
-    return jax.tree.map(jnp.add, sums, new), None
+  def sums(mean, variance, z2_0, unroll=1):
+    def add(sums, term):
+      p, s = term
+      spread = 1.0 + s**2 * variance
+      a = s * jax.lax.rsqrt(spread)
+      bump = p * jnp.exp(0.5 * (z2_0 - jnp.square(s * mean) / spread))  # p exp(-z^2 / 2)
+      new = bump * _erfcx(-a * mean * math.sqrt(0.5)), bump * a, bump * a * a * a
+      return jax.tree.map(jnp.add, sums, new), None
 
-  # A loop, because XLA keeps all terms at one time if they are unrolled.
-  terms = jnp.asarray(WEIGHTS, mean.dtype), jnp.asarray(SCALES, mean.dtype)
-  (q, first, second), _ = jax.lax.scan(add, (jnp.zeros_like(mean),) * 3, terms)
+    terms = jnp.asarray(WEIGHTS, mean.dtype), jnp.asarray(SCALES, mean.dtype)
+    return jax.lax.scan(add, (jnp.zeros_like(mean),) * 3, terms, unroll=unroll)[0]
+
+  # A CPU would keep all terms of unrolled sums at one time. A TPU's registers hold them: libtpu
+  # expects a third of the loop's cycles.
+  q, first, second = jax.lax.platform_dependent(
+    mean, variance, z2_0, cpu=sums, default=functools.partial(sums, unroll=True)
+  )
   log_q = jnp.log(0.5 * q) - 0.5 * z2_0
   density = math.sqrt(2.0 / math.pi) / q
   return log_q, density * first, density * second * (-0.5 * mean)
@@ -151,7 +160,9 @@ def _erfcx(x):
   return g / (1.0 + 2.0 * x)
 
 
-def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.Array]:
+def marginals(
+  logits: GaussianLogits, chunk_bytes: int, is_fused: bool = False
+) -> tuple[jax.Array, jax.Array]:
   """Mean and variance [B, Kp] of the logits over tau; any covariance, no opaque projection.
 
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
@@ -159,7 +170,8 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
   with a linear projection. In that case the projected factors [B, R, Kp] are kept for the backward
   pass if they fit into an eighth of `chunk_bytes` per device. Otherwise groups of factors of that
   size are projected one after the other, in both directions, and only the last one is kept. A group
-  needs no communication with other devices.
+  needs no communication with other devices. With `is_fused`, devices other than NVIDIA GPUs project
+  in a fused kernel, which keeps none and has first derivatives only.
   """
   inverse = 1.0 / logits.temperature
   mean = logits.location * inverse
@@ -167,7 +179,15 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
     return mean, jnp.zeros_like(mean)
   noise, projection = logits.covariance.scaled(inverse), logits.projection
   if isinstance(projection, Linear):
-    return _projected_marginals(noise, projection, mean, inverse, chunk_bytes)
+    arguments = noise, projection, mean, inverse
+    by_xla = functools.partial(_projected_marginals, _by_xla, chunk_bytes)
+    if not is_fused:
+      return by_xla(*arguments)
+    kernel = functools.partial(
+      fused.last_and_squares, placement.Placement.current(len(logits.location))
+    )
+    by_kernel = functools.partial(_projected_marginals, kernel, sys.maxsize)
+    return jax.lax.platform_dependent(*arguments, cuda=by_xla, default=by_kernel)
   variance = jnp.square(noise.loading).sum(-2)  # [Q] where all examples share J, or [B, Q]
   if noise.scale is not None:
     variance = variance * jnp.square(noise.scale)
@@ -175,7 +195,7 @@ def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.
   return mean, apply_projection(projection, variance[:, None])[:, 0]
 
 
-def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
+def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean, inverse):
   limit = max(1, chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean))
   num_groups = -(-noise.num_factors // limit)
   size = -(-noise.num_factors // num_groups)
@@ -184,14 +204,11 @@ def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
   rows = [noise.replace(loading=noise.loading[..., num_streamed:, :]).dense_loading()]
   if noise.remainder == 'rank_one':
     rows.append(noise.diag[:, None])
+  phi = jnp.zeros_like(noise.diag) if projection.phi is None else projection.phi * inverse
+  rows = jnp.concatenate([*rows, phi[:, None]], axis=1)
+  of_phi, variance = last_and_squares(rows, projection.kernel)
   if projection.phi is not None:
-    rows.append(projection.phi[:, None] * inverse)
-  rows = _product(jnp.concatenate(rows, axis=1), projection.kernel)  # [B, T, Kp]
-  if projection.phi is not None:
-    mean, variance = _last_and_squares(rows)
-    mean = mean + projection.bias * inverse
-  else:
-    variance = jnp.square(rows).sum(1)
+    mean = of_phi + projection.bias * inverse
   if noise.remainder == 'diag':
     variance += apply_projection(
       Linear(jnp.square(projection.kernel)), jnp.square(noise.diag)[:, None]
@@ -202,8 +219,10 @@ def _projected_marginals(noise, projection, mean, inverse, chunk_bytes):
   return mean, variance
 
 
-def _product(x, kernel):
-  """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which avoids copies."""
+def _by_xla(x, kernel):
+  """`_last_and_squares` of x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which
+  avoids copies.
+  """
 
   def as_matrices(x, kernel):
     return apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
@@ -211,7 +230,8 @@ def _product(x, kernel):
   def in_general(x, kernel):
     return apply_projection(Linear(kernel), x)
 
-  return jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
+  rows = jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
+  return _last_and_squares(rows)
 
 
 @jax.custom_jvp

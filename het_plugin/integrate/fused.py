@@ -1,4 +1,4 @@
-"""The losses of `estimate` by fused kernels, on one device or over a mesh.
+"""The losses of `estimate` and the sums of `exact` by fused kernels, on one device or over a mesh.
 
 A softmax takes two passes, because its normaliser spans all classes: the forward pass keeps log2 Z
 and u_y of every sample, [B, S], and the backward pass draws the normals again. A sigmoid takes one.
@@ -18,6 +18,7 @@ from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.estimate import draw, pull_samples, scan, with_shift
 from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
+from het_plugin.integrate.placement import Placement
 from het_plugin.integrate.samples import with_last
 
 # Samples per kernel call: normals [B, SAMPLES_A_CALL, R + 1] exist at one time.
@@ -148,6 +149,41 @@ log_sigmoid.defvjp(_log_sigmoid_fwd, _log_sigmoid_bwd)
 LOSSES = {'softmax': log_softmax_at, 'sigmoid': log_sigmoid}
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def last_and_squares(
+  placement: Placement, rows: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The last row of rows W, and the sum of the others' squares, float32 [B, Kp], for rows
+  [B, T, D] and W [D, Kp]. The backward pass multiplies again.
+  """
+  return _last_and_squares_fwd(placement, rows, kernel)[0]
+
+
+def _last_and_squares_fwd(placement, rows, kernel):
+  rows, kernel = first_order((rows, kernel))
+  local = functools.partial(_on_a_tpu, kernels.last_and_squares)
+  run = placement.shard_map(local, ('btd', 'dk'), ('bk', 'bk'))
+  return run(rows, kernel), (rows, kernel)
+
+
+def _last_and_squares_bwd(placement, residuals, g):
+  rows, kernel = residuals
+
+  def local(rows, kernel, *g):
+    to_rows, to_kernel = _on_a_tpu(kernels.squares_pull, rows, kernel, *g)
+    if placement.vocab is not None:
+      to_rows = jax.lax.psum(to_rows, placement.vocab)
+    if placement.batch is not None:
+      to_kernel = jax.lax.psum(to_kernel, placement.batch)
+    return to_rows.astype(rows.dtype), to_kernel.astype(kernel.dtype)
+
+  run = placement.shard_map(local, ('btd', 'dk', 'bk', 'bk'), ('btd', 'dk'))
+  return run(rows, kernel, *first_order(g))
+
+
+last_and_squares.defvjp(_last_and_squares_fwd, _last_and_squares_bwd)
+
+
 def _draw(plan, draws, rows, chunk):
   """z extended by a 1 for mu [B, s, T + 1], log-weights [B, s], and which samples count [s]."""
   z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, len(rows))
@@ -166,4 +202,10 @@ def _on_this_platform(kernel, *args):
     tpu=functools.partial(kernel, backend='tpu'),
     cuda=functools.partial(kernel, backend='gpu'),
     default=functools.partial(kernel, backend='tpu', interpret=True),
+  )
+
+
+def _on_a_tpu(kernel, *args):
+  return jax.lax.platform_dependent(
+    *args, tpu=kernel, default=functools.partial(kernel, interpret=True)
   )

@@ -44,11 +44,12 @@ class Integrator:
       requires it.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device.
     implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
-      first. They are for TPUs and NVIDIA GPUs; other devices interpret them, slowly.
+      first, or if the method is exact and the projection linear (HET-XL). They are for TPUs and
+      NVIDIA GPUs, those of the exact method for TPUs only; other devices interpret them, slowly.
     sampler: source of the normals: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
       function of that signature.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
-      `chunk_bytes`, affect samples only.
+      `chunk_bytes` and `implementation`, affect samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
@@ -142,7 +143,7 @@ class Integrator:
     if logits.covariance is None:
       return _entropy(_deterministic(logits), logits.link)
     if self._is_exact(logits):
-      entropy = exact.expected_entropy(*exact.marginals(logits, self.chunk_bytes))
+      entropy = exact.expected_entropy(*self._marginals(logits))
       return jnp.where(is_valid(logits), entropy, 0.0).sum(-1)
     entropy = functools.partial(_entropy, link=logits.link)
     return estimate.mean_over_samples(*self._problem(logits, keys), entropy)
@@ -164,7 +165,7 @@ class Integrator:
     if logits.covariance is None:
       return jax.nn.log_sigmoid(sign * _deterministic(logits))
     if self._is_exact(logits):
-      mean, variance = exact.marginals(logits, self.chunk_bytes)
+      mean, variance = self._marginals(logits)
       return exact.log_expected_sigmoid(sign * mean, variance)
     plan, samples, constants = self._problem(logits, keys)
     if (one_pass := self._one_pass(plan, samples, 'sigmoid')) is not None:
@@ -187,6 +188,10 @@ class Integrator:
     if is_fused:
       return functools.partial(fused.LOSSES[link], plan, *samples.rows())
     return functools.partial(estimate.one_pass, link, plan, samples)
+
+  def _marginals(self, logits):
+    is_fused = self.implementation == 'pallas' and logits.location.dtype == jnp.float32
+    return exact.marginals(logits, self.chunk_bytes, is_fused)
 
   def _is_exact(self, logits):
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)

@@ -1,8 +1,10 @@
-"""Fused kernels (Pallas) of project-then-sample: the logits of samples never reach device memory.
+"""Fused kernels (Pallas): the logits of samples never reach device memory, nor the projected
+factors of the exact sigmoid.
 
-Each kernel takes normals z [B, S, T] (T = R + 2, the last is a 1 for mu), rows [B, T, K] (the
-factors with mu as the last one, over tau) and shift [K]. It computes the logits u = z rows + shift
-of a block of samples and a block of classes in fast memory and reduces them there:
+A kernel of project-then-sample takes normals z [B, S, T] (T = R + 2, the last is a 1 for mu), rows
+[B, T, K] (the factors with mu as the last one, over tau) and shift [K]. It computes the logits
+u = z rows + shift of a block of samples and a block of classes in fast memory and reduces them
+there:
 
     log2_z         log2 sum_k exp(u_sk), and u_sy                                   [B, S]
     softmax_pull   sum_s z_s exp(u_sk) / 2^log2_scale_s                             [B, T, K]
@@ -11,9 +13,14 @@ of a block of samples and a block of classes in fast memory and reduces them the
 Devices have an instruction for 2^x, so logits and logarithms inside the kernels and in their
 results are in units of log 2.
 
-Each kernel exists twice. On a TPU (Mosaic) the grid walks the blocks of a sum in order and
+Each of these exists twice. On a TPU (Mosaic) the grid walks the blocks of a sum in order and
 accumulates into an output block that stays in VMEM. On an NVIDIA GPU (Triton) programs run in any
 order, so one program loops over the blocks of a sum and keeps the sum in registers.
+
+The exact sigmoid takes the factors before the projection, with phi as the last row, [B, T, D], and
+W [D, K]. `last_and_squares` projects and sums the squares of the factors, `squares_pull` projects
+again for the gradients. They exist for a TPU only: a GPU's registers do not hold the gradients of
+an example's rows, [T, D], or of a block of W, [D, k], while they are summed.
 
 The operands of matrix products are rounded as XLA rounds them by default on the same device, except
 mu and shift, which are added. Everything else is float32.
@@ -81,3 +88,24 @@ def sigmoid_sums(
   """
   penalty = jnp.where(counts, 0.0, 2 * PADDED)  # makes everything that follows 0
   return _of(backend).sigmoid_sums(z, rows, shift, sign, penalty, interpret)
+
+
+def last_and_squares(rows, kernel, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+  """The last row of u = rows W, and the sum of the squares of the others.
+
+  Args:
+    rows: [B, T, D].
+    kernel: W [D, K].
+    interpret: as of `log2_z`.
+
+  Returns:
+    Both float32 [B, K].
+  """
+  return _of('tpu').last_and_squares(rows, kernel, interpret)
+
+
+def squares_pull(
+  rows, kernel, to_last, to_squares, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+  """The gradients of rows and W, float32, for those of `last_and_squares`, float32 [B, K]."""
+  return _of('tpu').squares_pull(rows, kernel, to_last, to_squares, interpret)

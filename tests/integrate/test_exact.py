@@ -126,7 +126,13 @@ def test_second_derivatives():
 
 
 @pytest.mark.parametrize(
-  'name,integrator', [('het', EXACT), ('het_h', STREAMED), ('het_xl', STREAMED)]
+  'name,integrator',
+  [
+    ('het', EXACT),
+    ('het_h', STREAMED),
+    ('het_xl', STREAMED),
+    ('het_xl', Integrator(num_samples=1, implementation='pallas')),
+  ],
 )
 def test_shards_add_up_once(name, integrator):
   mesh = make_mesh(2, 4)

@@ -20,6 +20,7 @@ from het_plugin.integrate import (
   iid,
   kernels,
   shared_key,
+  tpu_kernels,
 )
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED
@@ -106,6 +107,30 @@ def test_sigmoid_sums(backend, shape):
   assert np.abs(got_gradient - gradient).max() < 1e-5 * np.abs(gradient).max()
 
 
+@pytest.mark.parametrize('at_most', [None, (512, 1)], ids=['one_group', 'groups'])
+@pytest.mark.parametrize('dtype,rtol', [('float32', 1e-5), ('bfloat16', 1e-2)])
+@pytest.mark.parametrize('shape', [(1, 3, 8, 130), (3, 12, 16, 300)], ids=str)  # B, T, D, K
+def test_last_and_squares(shape, dtype, rtol, at_most, monkeypatch):
+  if at_most is not None:
+    monkeypatch.setattr(tpu_kernels, 'PROJECTED', at_most)
+  batch, num_rows, dim, num_classes = shape
+  rng = np.random.default_rng(0)
+  shapes = [(batch, num_rows, dim), (dim, num_classes), *[(batch, num_classes)] * 2]
+  rows, kernel, *g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+  rows, kernel = rows.astype(dtype), kernel.astype(dtype)
+  x, w, *h = (np.float64(y) for y in (rows, kernel, *g))
+  u = x @ w
+  du = np.concatenate([2 * u[:, :-1] * h[1][:, None], h[0][:, None]], axis=1)
+  expected = u[:, -1], np.square(u[:, :-1]).sum(1), du @ w.T, np.einsum('btd,btk->dk', x, du)
+  got = (
+    *kernels.last_and_squares(rows, kernel, interpret=True),
+    *kernels.squares_pull(rows, kernel, *g, interpret=True),
+  )
+  for one, other in zip(got, expected, strict=True):
+    assert one.dtype == jnp.float32
+    assert np.abs(one - other).max() < rtol * np.abs(other).max()
+
+
 # Losses.
 
 B, D, K, KP, H, R = 4, 6, 13, 16, 5, 4
@@ -127,7 +152,7 @@ def problem(kind, scale=1.0):
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
 
 
-def loss(arrays, kind, link, keys, **settings):
+def loss(arrays, kind, link, keys, method='sample', **settings):
   projection = {
     'identity': None,
     'hash': Hashed(jnp.arange(KP) % H),
@@ -140,7 +165,7 @@ def loss(arrays, kind, link, keys, **settings):
   covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
   logits = GaussianLogits(location, covariance, projection, arrays['tau'], K, link)
   labels = jnp.array([[2], [12], [0], [7]])
-  integrator = Integrator(order='project_then_sample', method='sample', **settings)
+  integrator = Integrator(order='project_then_sample', method=method, **settings)
   return integrator.nll(logits, labels, keys) @ jnp.array([1.0, -2.0, 0.5, 1.0])
 
 
@@ -190,6 +215,16 @@ def test_losses_on_a_mesh(kind, link, shape):
   assert_agree(got, expected)
 
 
+@pytest.mark.parametrize('shape', [None, (2, 4), (1, 8), (4, 1)], ids=str)
+@pytest.mark.parametrize('kind', ['linear', 'shared_w'])
+def test_the_exact_sigmoid_is_that_of_xla(kind, shape):
+  arrays = problem(kind)
+  expected = value_and_grad(arrays, kind, 'sigmoid', method='exact')
+  mesh = make_mesh(*shape) if shape else None
+  got = value_and_grad(arrays, kind, 'sigmoid', mesh, method='exact', implementation='pallas')
+  assert_agree(got, expected)
+
+
 @pytest.mark.parametrize('link,shape', [('softmax', (2, 4)), ('sigmoid', None)])
 def test_shared_draws(link, shape):
   arrays, key = problem('linear'), jax.random.key(5)
@@ -221,15 +256,16 @@ def test_improbable_labels_keep_their_loss_and_gradient(link):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-def test_second_derivatives_are_refused(link):
+@pytest.mark.parametrize(
+  'link,method', [('softmax', 'sample'), ('sigmoid', 'sample'), ('sigmoid', 'exact')]
+)
+def test_second_derivatives_are_refused(link, method):
   arrays = problem('linear')
 
   def of_tau(tau):
     keys = example_keys(jax.random.key(3), jnp.arange(B))
-    return loss(
-      arrays | {'tau': tau}, 'linear', link, keys, num_samples=20, implementation='pallas'
-    )
+    settings = dict(method=method, num_samples=20, implementation='pallas')
+    return loss(arrays | {'tau': tau}, 'linear', link, keys, **settings)
 
   with pytest.raises(NotImplementedError, match='first derivatives only'):
     jax.grad(jax.grad(of_tau))(arrays['tau'])
@@ -299,6 +335,21 @@ def test_compiles_for_a_device_that_is_not_here(device, name):
     kernel = functools.partial(getattr(kernels, name), backend=backend)
     compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
     assert call in compiled.as_text()
+
+
+@pytest.mark.parametrize('shape', [(8, 52, 1024, 7397), (20, 102, 2048, 600), (1, 4, 64, 40)])
+@pytest.mark.parametrize('device', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4'])
+def test_exact_kernels_compile_for_a_tpu_that_is_not_here(device, shape):
+  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+  from jax.experimental import topologies
+
+  (device, *_) = topologies.get_topology_desc(platform='tpu', topology_name=device).devices
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  batch, num_rows, dim, num_classes = shape
+  shapes = [(batch, num_rows, dim), (dim, num_classes), *[(batch, num_classes)] * 2]
+  x = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes]
+  for kernel, arrays in ((kernels.last_and_squares, x[:2]), (kernels.squares_pull, x)):
+    assert 'tpu_custom_call' in jax.jit(kernel).lower(*arrays).compile().as_text()
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
