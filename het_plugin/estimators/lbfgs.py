@@ -64,6 +64,7 @@ def _as_vector(tree):
 
 @jax.jit
 def _no_memory(theta):
+  # Not compiled, its two memories would be one array, which `_direction` cannot be given twice.
   return optax.scale_by_lbfgs(MEMORY).init(_as_vector(theta)[0])
 
 

@@ -1,4 +1,4 @@
-"""Where a fit starts: DET at the classes' frequencies, the other heads at DET with little noise.
+"""Where a fit starts: DET at the classes' frequencies, the other heads at DET with some noise.
 
 A heteroscedastic head that starts at the optimum of DET ends with an objective no worse than DET's
 and cannot be caught in a local optimum of the location.
