@@ -44,7 +44,7 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
   return jax.tree.map(np.asarray, state.params)
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, rtol=1e-4):
   """All parameters but the attention keys' bias: softmax does not see it, its gradient is rounding
   error around zero, and Adam scales that up to a full step.
   """
@@ -52,7 +52,7 @@ def assert_same(got, expected):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     if not name.endswith('attention/key/bias'):
       actual = functools.reduce(lambda tree, key: tree[key], name.split('/'), got)
-      np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-4, err_msg=name)
+      np.testing.assert_allclose(actual, value, rtol=rtol, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.slow
@@ -153,7 +153,10 @@ def test_a_replica_axis_changes_nothing(tmp_path):
   steps = ['TRAIN_STEPS = 3', *SHORT, 'train/Integrator.order = "project_then_sample"']
   parse('het_xl', tmp_path / 'flat', *steps)
   _, flat = train_from_gin()
-  sliced = ['PjitPartitioner.num_partitions = 2', 'PjitPartitioner.num_replicas = 2']
+  sliced = [
+    *('PjitPartitioner.num_partitions = 2', 'PjitPartitioner.num_replicas = 2'),
+    'Trainer.num_microbatches = 2',
+  ]
   fsdp = ['het_plugin/gin/partitioning/fsdp.gin']
   for implementation in ('xla', 'pallas'):
     of_it = [*sliced, f'train/Integrator.implementation = {implementation!r}']
@@ -162,4 +165,4 @@ def test_a_replica_axis_changes_nothing(tmp_path):
     kernel = state.params['head']['kernel']
     assert kernel.sharding.mesh.axis_names == ('replica', 'data', 'model')
     assert kernel.sharding.spec == jax.sharding.PartitionSpec('data', 'model')
-    assert_same(state.params, flat.params)
+    assert_same(state.params, flat.params, rtol=1e-7)

@@ -2,6 +2,7 @@
 memory, sharding.
 """
 
+import dataclasses
 import itertools
 
 import flax
@@ -300,6 +301,21 @@ def test_probabilities_sum_to_one_at_30k_classes():
   )
   log_p = Integrator(num_samples=32).log_prob(logits, keys_of(1))
   np.testing.assert_allclose(np.exp(np.asarray(log_p, np.float64)).sum(), 1.0, atol=1e-5)
+
+
+def test_draws_depend_on_the_example_alone():
+  """The same example in another batch, at another place, with another chunk size: the same
+  answer.
+  """
+  arrays = make('linear', dtype=jnp.float32)
+  keys = keys_of()
+  integrator = Integrator(num_samples=S, chunk_size=4)
+  together = integrator.log_prob(gaussian(arrays, 'linear'), keys)
+  alone = {n: (x[2:] if n in ('location', 'scale', 'diag') else x) for n, x in arrays.items()}
+  alone = dataclasses.replace(integrator, chunk_size=5).log_prob(
+    gaussian(alone, 'linear'), keys[2:]
+  )
+  np.testing.assert_allclose(together[2:, :K], alone[:, :K], rtol=2e-6)
 
 
 def test_deterministic_logits_take_the_closed_form():
