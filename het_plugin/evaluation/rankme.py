@@ -16,21 +16,19 @@ EPS = 1e-7
 MAX_EXAMPLES = 25_600
 
 
-def singular_values(
-  features: np.ndarray, max_examples: int = MAX_EXAMPLES, seed: int = 0
-) -> np.ndarray:
+def singular_values(features: np.ndarray, max_examples: int = MAX_EXAMPLES) -> np.ndarray:
   """Singular values of features, finite float [N, D]: float64 [min(N, D)], descending.
 
   They are computed from the features themselves, because the eigenvalues of the Gram matrix lose
   singular values below 1e-8 of the largest. If there are more than `max_examples` rows, a random
-  choice is taken, which depends on N and the seed only.
+  choice is taken, which depends on N only.
 
   Raises:
     ValueError: all features are 0.
   """
   if len(features) > max_examples:
     # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
-    bits = np.random.PCG64(np.random.SeedSequence([seed, len(features)])).random_raw(len(features))
+    bits = np.random.PCG64(np.random.SeedSequence([0, len(features)])).random_raw(len(features))
     features = features[np.sort(np.argsort(bits, kind='stable')[:max_examples])]
   if not features.any():
     raise ValueError(f'all {len(features)} rows of the features are zero; they have no rank')

@@ -34,7 +34,7 @@ from sklearn import metrics
 
 from het_plugin.evaluation.predictions import Predictions, check
 
-NUM_BINS = 15  # as in `models.metrics`
+NUM_BINS = 15  # M, as in `models.metrics`
 _BLOCK = 2**22  # float64 elements in work at a time
 
 
@@ -200,31 +200,26 @@ def stderr(values: np.ndarray) -> float | None:
   return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
-def reliability(
-  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
-) -> Reliability:
+def reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
   """Bins of equal width: bin m holds the confidences in (m / M, (m + 1) / M], bin 0 also 0.
 
   Args:
     confidence: any float [N], in [0, 1].
     correct: bool [N].
-    num_bins: M.
   """
   confidence = confidence.astype(np.float64)
-  bins = np.clip(np.ceil(confidence * num_bins) - 1, 0, num_bins - 1).astype(int)
-  return _binned(bins, confidence, correct, num_bins)
+  bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(int)
+  return _binned(bins, confidence, correct, NUM_BINS)
 
 
-def adaptive_reliability(
-  confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS
-) -> Reliability:
-  """At most `num_bins` bins, with numbers of examples as equal as ties allow.
+def adaptive_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
+  """At most M bins, with numbers of examples as equal as ties allow.
 
   Bin m ends with the confidence of rank ceil(N (m + 1) / M); equal ends are one bin (Nixon et al.
   2019, https://arxiv.org/abs/1904.01685).
   """
   confidence = confidence.astype(np.float64)
-  last = np.ceil(len(confidence) * np.arange(1, num_bins + 1) / num_bins).astype(int) - 1
+  last = np.ceil(len(confidence) * np.arange(1, NUM_BINS + 1) / NUM_BINS).astype(int) - 1
   ends = np.unique(np.sort(confidence)[last])
   return _binned(np.searchsorted(ends, confidence), confidence, correct, len(ends))
 

@@ -98,15 +98,13 @@ def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
   return found
 
 
-def curves(
-  metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ('loss', 'tau')
-) -> dict[str, list[float]]:
-  """Training metrics of a run by step, from the lines of its metrics.jsonl.
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+  """Step, loss and tau of a training, from the lines of its metrics.jsonl.
 
   Values that were not finite are NaN.
   """
   lines = [line for line in metrics if 'train/loss' in line]
-  columns = {'step': 'step'} | {name: f'train/{name}' for name in names}
+  columns = {'step': 'step', 'loss': 'train/loss', 'tau': 'train/tau'}
   return {
     name: [math.nan if line[key] is None else line[key] for line in lines]
     for name, key in columns.items()

@@ -34,7 +34,7 @@ class CovariancePanel:
   neighbours: Sequence[tuple[str, float]]
 
 
-def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
+def covariance_png(panel: CovariancePanel) -> bytes:
   """A PNG: image, probabilities, correlation matrix in [-1, 1], and the list of neighbours."""
   m = len(panel.classes)
   figure = style.new_figure(15, 0.42 * m + 1.6)
@@ -64,10 +64,8 @@ def covariance_png(panel: CovariancePanel, dpi: int = 110) -> bytes:
   words.set_axis_off()
   lines = [f'{value:+.3f}  {_short(name)}' for name, value in panel.neighbours]
   words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5)
-  words.set_title(
-    f'most correlated with\n{_short(panel.anchor)}', fontsize=9, loc='left', parse_math=False
-  )
-  return style.to_png(figure, dpi)
+  words.set_title(f'most correlated with\n{_short(panel.anchor)}', fontsize=9, loc='left')
+  return style.to_png(figure, 110)
 
 
 def _short(name: str, length: int = _NAME_LENGTH) -> str:
@@ -81,7 +79,6 @@ def examples_png(
   images: np.ndarray,
   truths: Sequence[str],
   predictions: Mapping[str, Sequence[Prediction]],
-  dpi: int = 130,
 ) -> bytes:
   """A PNG with a column per example: its picture and truth, and below them a line per model.
 
@@ -89,7 +86,6 @@ def examples_png(
     images: float [N, H, W, C], levels in [-1, 1], C 1 or 3.
     truths: what the examples are, [N]; short, such as one character.
     predictions: {model: [N] predictions}.
-    dpi: pixels per inch; the figure is 11 inches wide.
   """
   lines = len(predictions)
   figure = style.new_figure(11, 1.5 + 0.55 * lines)
@@ -109,4 +105,4 @@ def examples_png(
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 130)

@@ -16,13 +16,12 @@ _SMOOTH_FRACTION = 0.02  # share of a curve's points in one moving average
 _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
 
 
-def curve_pngs(curves: Curves, dpi: int = 160) -> list[bytes]:
+def curve_pngs(curves: Curves) -> list[bytes]:
   """PNGs of loss and temperature against the step, one line per head.
 
   Args:
     curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are
       gaps.
-    dpi: pixels per inch; each is 5.5 inches wide.
 
   Raises:
     ValueError: a curve's length is not that of its steps.
@@ -34,7 +33,7 @@ def curve_pngs(curves: Curves, dpi: int = 160) -> list[bytes]:
     if lines:
       figure = style.new_figure(5.5, 5.6)
       _panel(figure.subplots(), name, lines, styles)
-      pngs.append(style.to_png(figure, dpi))
+      pngs.append(style.to_png(figure, 160))
   return pngs
 
 
@@ -93,7 +92,6 @@ def lines_png(
   log_x: bool = False,
   log_y: bool = False,
   whole_steps: bool = False,
-  dpi: int = 110,
 ) -> bytes:
   """A line per candidate, from {name: (x, y)}; lines of few points get markers.
 
@@ -103,7 +101,6 @@ def lines_png(
     xlabel, ylabel: titles of the axes.
     log_x, log_y: logarithmic axes.
     whole_steps: a tick for each x of the lines.
-    dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
   for i, (name, color, dashes) in enumerate(_styled(lines)):
@@ -118,7 +115,7 @@ def lines_png(
     ax.minorticks_off()
   if 1 < len(lines) <= _MAX_LEGEND:
     figure.legend(loc='outside right upper', frameon=False, fontsize=9)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 110)
 
 
 def scatter_png(
@@ -127,7 +124,6 @@ def scatter_png(
   *,
   xlabel: str,
   ylabel: str,
-  dpi: int = 110,
 ) -> bytes:
   """A point per candidate and group, from {group: (x [C], y [C])}.
 
@@ -135,7 +131,6 @@ def scatter_png(
     groups: drawn in a colour and marker each.
     names: names of the C candidates, written beside the points of the last group.
     xlabel, ylabel: titles of the axes.
-    dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(xlabel, ylabel)
   for i, (group, color, _) in enumerate(_styled(groups)):
@@ -145,7 +140,7 @@ def scatter_png(
     for name, where in zip(names, zip(x, y, strict=True), strict=True):
       ax.annotate(name, where, xytext=(5, 4), textcoords='offset points', fontsize=8)
   figure.legend(loc='outside right upper', frameon=False, fontsize=9)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 110)
 
 
 def unit_curves_png(
@@ -155,7 +150,6 @@ def unit_curves_png(
   x_label: str,
   y_label: str,
   diagonal: bool = False,
-  dpi: int = 130,
 ) -> bytes:
   """Curves within the unit square.
 
@@ -164,7 +158,6 @@ def unit_curves_png(
     title: title of the plot.
     x_label, y_label: titles of the axes.
     diagonal: draws the line of guessing in an ROC plot, and the y axis up to 1.
-    dpi: pixels per inch; the figure is 8 by 4.5 inches.
   """
   figure, ax = _figure(x_label, y_label)
   if diagonal:
@@ -177,7 +170,7 @@ def unit_curves_png(
   ax.set_xlim(0, 1)
   ax.set_ylim(0, 1.01 if diagonal else None)
   ax.legend(frameon=False, fontsize=9)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 130)
 
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -208,12 +201,11 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
   return figure, list(axes[:count])
 
 
-def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
+def shots_png(accuracies: Accuracies) -> bytes:
   """Accuracy with its standard error against shots, a line per run and a panel per data set.
 
   Args:
     accuracies: accuracies of each run; runs may lack data sets, but there must be one.
-    dpi: pixels per inch.
   """
   datasets = list(dict.fromkeys(name for run in accuracies.values() for name in run))
   figure, panels = _panels(len(datasets), 4.2, 3.5)
@@ -241,7 +233,7 @@ def shots_png(accuracies: Accuracies, dpi: int = 130) -> bytes:
     panel.set(xlabel='shots', ylabel='accuracy')
     style.plain_axes(panel)
   figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4, fontsize=9)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 130)
 
 
 class Bins(Protocol):
@@ -252,7 +244,7 @@ class Bins(Protocol):
   accuracy: np.ndarray
 
 
-def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
+def reliability_png(diagrams: Mapping[str, Bins]) -> bytes:
   """A reliability diagram per name (Guo et al. 2017, fig. 1); there must be one.
 
   Bars show the accuracy in equal bins of confidence. Dots lie at the mean confidence of a bin, with
@@ -269,22 +261,19 @@ def reliability_png(diagrams: Mapping[str, Bins], dpi: int = 110) -> bytes:
     ax.set_title(name, loc='left', fontsize=10)
     ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel='confidence', ylabel='accuracy')
     style.plain_axes(ax, grid=None)
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 110)
 
 
 Row = Mapping[str, Any]
 
 
-def grid_png(
-  rows: Sequence[Row], measures: Mapping[str, Callable[[Row], float | None]], dpi: int = 110
-) -> bytes:
+def grid_png(rows: Sequence[Row], measures: Mapping[str, Callable[[Row], float | None]]) -> bytes:
   """Heat maps over batch sizes and samples (fig. 2): a row per measure, a column per head.
 
   Args:
     rows: with the keys head, b (batch) and s (samples; 0 for a head without); cells without a row
       or with a measure of None are black.
     measures: {title: what to read from a row}.
-    dpi: pixels per inch.
   """
   heads = list(dict.fromkeys(row['head'] for row in rows))
   batches = sorted({row['b'] for row in rows})
@@ -307,4 +296,4 @@ def grid_png(
       ax.set_title(f'{head}: {title}', fontsize=10)
       ax.set_xlabel('batch')
       ax.set_ylabel('samples S')
-  return style.to_png(figure, dpi)
+  return style.to_png(figure, 110)

@@ -44,15 +44,15 @@ def many(count):
 
 
 PLOTS = {
-  'curves': lambda: reporting.curve_pngs({NAME: {'step': [1, 2], 'loss': [100.0, 1.0]}}, 20)[0],
+  'curves': lambda: reporting.curve_pngs({NAME: {'step': [1, 2], 'loss': [100.0, 1.0]}})[0],
   'curves, gaps': lambda: reporting.curve_pngs(
-    {'a': {'step': range(500), 'tau': [math.nan, *UNIT[1:500]]}, 'b': {'step': [], 'tau': []}}, 20
+    {'a': {'step': range(500), 'tau': [math.nan, *UNIT[1:500]]}, 'b': {'step': [], 'tau': []}}
   )[0],
-  'lines': lambda: reporting.lines_png(many(2), xlabel=NAME, ylabel='y', log_y=True, dpi=20),
+  'lines': lambda: reporting.lines_png(many(2), xlabel=NAME, ylabel='y', log_y=True),
   'many lines': lambda: reporting.lines_png(
-    many(30), xlabel='x', ylabel='y', log_x=True, whole_steps=True, dpi=20
+    many(30), xlabel='x', ylabel='y', log_x=True, whole_steps=True
   ),
-  'scatter': lambda: reporting.scatter_png(many(2), [NAME] * 4, xlabel='x', ylabel='y', dpi=20),
+  'scatter': lambda: reporting.scatter_png(many(2), [NAME] * 4, xlabel='x', ylabel='y'),
   'unit curves': lambda: reporting.unit_curves_png(
     {NAME: (UNIT, UNIT**2), 'one point': (np.ones(1), np.zeros(1))},
     title=NAME,
@@ -60,12 +60,12 @@ PLOTS = {
     y_label='y',
     diagonal=True,
   ),
-  'shots': lambda: reporting.shots_png({NAME: {NAME: CELLS}, 'b': {'c': CELLS}}, dpi=20),
-  'reliability': lambda: reporting.reliability_png(dict.fromkeys([NAME, *'abc'], BINS), dpi=20),
-  'grey image': lambda: reporting.covariance_png(panel(1), dpi=20),
-  'coloured image': lambda: reporting.covariance_png(panel(3), dpi=20),
+  'shots': lambda: reporting.shots_png({NAME: {NAME: CELLS}, 'b': {'c': CELLS}}),
+  'reliability': lambda: reporting.reliability_png(dict.fromkeys([NAME, *'abc'], BINS)),
+  'grey image': lambda: reporting.covariance_png(panel(1)),
+  'coloured image': lambda: reporting.covariance_png(panel(3)),
   'examples': lambda: reporting.examples_png(
-    np.zeros((1, 4, 4, 1)), [NAME], {NAME: [(NAME, 0.5, True)]}, dpi=20
+    np.zeros((1, 4, 4, 1)), [NAME], {NAME: [(NAME, 0.5, True)]}
   ),
 }
 
@@ -80,7 +80,7 @@ def test_nans_are_a_gap(monkeypatch, num_points=600):  # which are smoothed
   monkeypatch.setattr(style, 'STYLES', [('#ff0000', 'solid')])
 
   def columns(loss):
-    (png,) = reporting.curve_pngs({'': {'step': range(num_points), 'loss': loss}}, 100)
+    (png,) = reporting.curve_pngs({'': {'step': range(num_points), 'loss': loss}})
     image = np.asarray(Image.open(io.BytesIO(png)).convert('RGB'), int)
     return np.flatnonzero((image[..., 0] - image[..., 1:].max(-1) > 100).any(0))
 
