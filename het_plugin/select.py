@@ -17,7 +17,8 @@ with every combination of --sweep, and selects an ensemble; the last two read ch
 
 There is one source per candidate, separated by commas or with a flag each; files are
 representations (.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand
-takes --names, --json, --png and --html; a flag that a subcommand does not read is an error.
+takes --names, --json, --html and, but for soup, --png; a flag that a subcommand does not read is an
+error.
 
 Exit codes: 0 done; 2 a setting or a file is wrong.
 """
@@ -103,6 +104,8 @@ def main(argv: Sequence[str]) -> None:
         readers = ', '.join(name for name, (_, others) in SUBCOMMANDS.items() if flag in others)
         raise ValueError(f'--{flag} means nothing for {argv[1]}; it is for {readers}')
     values = flags.FLAGS
+    if values.png and argv[1] == 'soup':
+      raise ValueError('--png means nothing for soup, which has no plot')
     compute = getattr(importlib.import_module(f'het_plugin.{module}'), argv[1])
     if 'checkpoint' in read:
       distributed.initialize()

@@ -29,26 +29,30 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
     'soft_label_nll', 'disagreement_correlation' (only where an example has several labels),
     'correctness_auroc' (that a right answer is more confident than a wrong one),
     'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
-    confident than one of another distribution). Right is the class with the most votes.
+    confident than one of another distribution). Right is the class with the most votes. An AUROC is
+    NaN if there is nothing to tell apart, as where every answer is right.
 
   Raises:
     ValueError: the predictions are of a sigmoid.
   """
   if predictions.link != 'softmax':
     raise ValueError('metrics on the votes of annotators need predictions of a softmax')
-  log_prob, labels = predictions.log_prob, predictions.labels
-  shares = vote_counts(predictions)
-  label, top = shares.argmax(axis=1), log_prob.max(axis=1)
-  correct = log_prob.argmax(axis=1) == label
-  found = {'soft_label_nll': float(soft_label_nll(log_prob, shares).mean())}
-  if labels.shape[1] > 1:
-    found['disagreement_correlation'] = disagreement_correlation(log_prob, shares)
+  log_prob, parts = predictions.log_prob, []
+  for block in uncertainty.blocks(predictions):  # counts are twice as large as predictions
+    counts = vote_counts(block)
+    nll = soft_label_nll(block.log_prob, counts)
+    parts.append((nll, counts.argmax(axis=1), *_entropies(block.log_prob, counts)))
+  nll, label, *entropies = map(np.concatenate, zip(*parts, strict=True))
+  top, correct = log_prob.max(axis=1), log_prob.argmax(axis=1) == label
+  found = {'soft_label_nll': float(nll.mean())}
+  if predictions.labels.shape[1] > 1:
+    found['disagreement_correlation'] = float(stats.spearmanr(*entropies).statistic)
   found['correctness_auroc'] = uncertainty.auroc(top[correct], top[~correct])
   found['selective_accuracy'] = selective_accuracy(log_prob, label, COVERAGE)
   found['classwise_ece'] = classwise_ece(log_prob, label)
   if ood_log_prob is not None:
     found['ood_auroc'] = uncertainty.auroc(top, ood_log_prob.max(axis=1))
-  return found
+  return {name: np.nan if value is None else value for name, value in found.items()}
 
 
 def vote_counts(predictions: Predictions) -> np.ndarray:
@@ -72,11 +76,15 @@ def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
 def disagreement_correlation(log_prob: np.ndarray, shares: np.ndarray) -> float:
   """Rank correlation of the entropies of model and people; NaN if one of them is constant."""
+  return float(stats.spearmanr(*_entropies(log_prob, shares)).statistic)
+
+
+def _entropies(log_prob: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
+  """Entropies [N] of the model and of the people."""
   shares = shares / shares.sum(axis=1, keepdims=True)
   probability = np.exp(log_prob.astype(np.float64))
   # People with the same votes for other classes have ties, which rounding would break at random.
-  entropies = [special.entr(x).sum(axis=1).round(9) for x in (probability, shares)]
-  return float(stats.spearmanr(*entropies).statistic)
+  return [special.entr(x).sum(axis=1).round(9) for x in (probability, shares)]
 
 
 def selective_accuracy(log_prob: np.ndarray, label: np.ndarray, coverage: float) -> float:
@@ -98,7 +106,5 @@ def selective_accuracy(log_prob: np.ndarray, label: np.ndarray, coverage: float)
 
 def classwise_ece(log_prob: np.ndarray, label: np.ndarray) -> float:
   """Class-wise expected calibration error."""
-  p = np.exp(log_prob.astype(np.float64))
-  return float(
-    np.mean([uncertainty.reliability(p[:, k], label == k).ece for k in range(p.shape[1])])
-  )
+  columns = (np.exp(column.astype(np.float64)) for column in log_prob.T)
+  return float(np.mean([uncertainty.reliability(p, label == k).ece for k, p in enumerate(columns)]))

@@ -122,7 +122,7 @@ def from_checkpoints(
 
 def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.FewShotResult]]:
   """{data set: {shots: result}} of a run."""
-  most = max(int(np.bincount(train.y).max()) for train, _ in data.values())
+  most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
   shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
   fits = len(data) * len(shots) * len(fewshot.used_seeds(protocol, seeds))
   with reporting.Progress(run, fits, unit='fits') as progress:

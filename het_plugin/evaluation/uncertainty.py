@@ -24,7 +24,7 @@ confidences count as if their order were random, and half in an AUROC.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -98,7 +98,7 @@ _Scores = TypeVar('_Scores', ExampleScores, Uncertainty)
 
 def uncertainty(predictions: Predictions) -> Uncertainty:
   """The scores of predictions that do not need labels."""
-  return concatenate([_uncertainty(block) for block in _blocks(predictions)])
+  return concatenate([_uncertainty(block) for block in blocks(predictions)])
 
 
 def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> ExampleScores:
@@ -118,7 +118,7 @@ def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> Exam
       f'{num_classes}'
     )
   check(predictions)
-  return concatenate([_score(block, ks) for block in _blocks(predictions)])
+  return concatenate([_score(block, ks) for block in blocks(predictions)])
 
 
 def concatenate(parts: Sequence[_Scores]) -> _Scores:
@@ -276,7 +276,8 @@ def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, f
   }
 
 
-def _blocks(predictions: Predictions):
+def blocks(predictions: Predictions) -> Iterator[Predictions]:
+  """Parts that fit in memory in float64."""
   step = max(1, _BLOCK // predictions.log_prob.shape[1])
   for start in range(0, len(predictions), step):
     yield predictions.rows(slice(start, start + step))

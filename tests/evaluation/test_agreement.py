@@ -5,7 +5,7 @@ import pytest
 import sklearn.metrics
 from scipy import stats
 
-from het_plugin.evaluation import agreement
+from het_plugin.evaluation import agreement, uncertainty
 from het_plugin.evaluation.predictions import Predictions
 
 
@@ -54,7 +54,7 @@ def test_classwise_ece_by_hand(data):
   assert agreement.classwise_ece(log_p, label) == pytest.approx(total / 4)
 
 
-def test_the_summary_of_predictions(data):
+def test_the_summary_of_predictions(data, monkeypatch):
   log_p, counts, _ = data
   votes = np.stack([np.repeat(np.arange(4), row) for row in counts])
   ood = np.log(np.random.default_rng(1).dirichlet(np.full(4, 5.0), size=80))
@@ -69,7 +69,11 @@ def test_the_summary_of_predictions(data):
   assert found['ood_auroc'] == pytest.approx(sklearn.metrics.roc_auc_score(is_in, scores))
   assert found['soft_label_nll'] == pytest.approx(agreement.soft_label_nll(log_p, counts).mean())
   assert found['selective_accuracy'] == agreement.selective_accuracy(log_p, label, 0.8)
+  monkeypatch.setattr(uncertainty, '_BLOCK', 4 * 7)
+  assert agreement.summarize(Predictions(log_p, votes, np.arange(150)), ood) == found
   one = agreement.summarize(Predictions(log_p, label[:, None].astype(np.int32), np.arange(150)))
   assert 'disagreement_correlation' not in one and 'ood_auroc' not in one
   nll = sklearn.metrics.log_loss(label, np.exp(log_p), labels=range(4))
   assert one['soft_label_nll'] == pytest.approx(nll)
+  right = Predictions(log_p, log_p.argmax(axis=1)[:, None], np.arange(150))
+  assert np.isnan(agreement.summarize(right)['correctness_auroc'])  # there is no wrong answer
