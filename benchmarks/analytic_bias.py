@@ -7,11 +7,10 @@ three sizes of the noise, beside `location` (the noise left out) and independent
 seconds on two CPU cores; a few with --classes 20 --factors 4 --reference_samples 2000.
 """
 
-import argparse
 import dataclasses
 
 import jax
-from command_line import print_table, write_json
+from command_line import make_parser, print_table, write_json
 from gaussian_problem import (
   NOISE,
   add_flags,
@@ -65,7 +64,7 @@ def measure(args):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   add_flags(parser)
   args = parser.parse_args()
   rows = measure(args)

@@ -1,7 +1,6 @@
 """What the benchmarks of estimators share: random Gaussian logits and the reference answer."""
 
 import argparse
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--reference_samples', type=int, default=100_000, help='samples S of the reference answer'
   )
-  parser.add_argument('--json', type=Path, help='write the rows here')
 
 
 def make_logits(args: argparse.Namespace, noise: float, link: str = 'softmax') -> GaussianLogits:

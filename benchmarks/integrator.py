@@ -18,15 +18,13 @@ Two minutes for one head and link on two CPU cores; seconds with --dim 32 --clas
 --samples 1,16 --repeats 1.
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command_line import add_clock, integers, names, print_table, write_json
+from command_line import add_clock, integers, make_parser, names, report
 from gaussian_problem import loss_rmse, rmse
 
 from het_plugin.heads import class_buckets
@@ -283,7 +281,7 @@ def equal_accuracy(args, head, link):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
   parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
   parser.add_argument(
@@ -315,12 +313,10 @@ def main():
     '--equal_accuracy', action='store_true', help='compare seconds at the same RMSE of log p(y)'
   )
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
-  parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   if args.equal_accuracy:
     rows = [equal_accuracy(args, head, link) for head in args.heads for link in args.links]
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    write_json(args.json, rows)
+    report(args.json, rows)
     worst = min(rows, key=lambda row: row['time_ratio'])
     print(f'at equal accuracy {worst["time_ratio"]:.1f} times as fast as the paper, or more')
     return
@@ -336,11 +332,10 @@ def main():
         if link == 'sigmoid' and name == 'xla':  # against the paper's procedure with its own S
           samples.append(('exact', PAPER_SAMPLES))
         rows += [compare(args, head, link, name, *of, rates, log_prob) for of in samples]
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
+  report(args.json, rows)
   print_kernels(rows)
   last = max((row for row in rows if row['method'] == 'sample'), key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])
-  write_json(args.json, rows)
   print(
     f'{last["head"]}, {last["link"]}, S = {last["s"]}: {last["time_ratio"]:.2f} times as fast in '
     f'{last["memory_ratio"]:.1f} times less memory, at {last["of_bound"]:.0%} of the bound; least '

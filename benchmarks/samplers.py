@@ -9,14 +9,13 @@ over tau. A minute of CPU time; a few seconds with --heads het_xl --noises 0.5 -
 --classes 20 --reference_samples 4096 --trials 2.
 """
 
-import argparse
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import integers, names, print_table, write_json
+from command_line import integers, make_parser, names, print_table, write_json
 from gaussian_problem import add_flags, keys_of, loss_rmse
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -30,7 +29,7 @@ TRAIN_BATCH = 128
 
 
 def parse_args():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   add_flags(parser)
   parser.set_defaults(reference_samples=2**14, classes=200, dim=32)
   parser.add_argument('--heads', type=names(HEADS), default=list(HEADS), help=','.join(HEADS))

@@ -9,7 +9,6 @@ the first line above takes a minute on two CPU cores. With several batch sizes a
 Collier et al. (2023), fig. 2: black where the step does not fit in memory.
 """
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import add_clock, integers, names, print_table, write_json
+from command_line import add_clock, integers, make_parser, names, report
 
 from het_plugin.backbones import vit
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
@@ -148,7 +147,7 @@ GRID = {
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
   parser.add_argument(
     '--samples', type=integers, default=[64], help='values of S; a sigmoid is exact'
@@ -164,11 +163,9 @@ def main():
   parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
   add_clock(parser)
   parser.add_argument('--png', type=Path, help='draw the grid here')
-  parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   rows = [row for batch in args.batches for row in compare(args, batch)]
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   if args.png:
     args.png.write_bytes(grid_png(rows, GRID))
   fitting = [row for row in rows if row['time_ratio']]

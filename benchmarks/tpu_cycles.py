@@ -12,7 +12,6 @@ choose between programs, and a TPU has to confirm them. Needs libtpu (the extra 
 per row on one CPU core.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from command_line import integers, names, print_table, write_json
+from command_line import integers, make_parser, names, report
 from integrator import compile_loss, our_loss, reference_loss
 
 from het_plugin.integrate import LINKS, Integrator, fused, kernels, tpu_kernels
@@ -180,7 +179,7 @@ def compile_side(args, sharding, link, num_samples, procedure):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument('--topology', default='v5e:2x2', help='whose device, as of het_plugin.plan')
   parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
   parser.add_argument('--samples', type=integers, default=[64, 1000], help='values of S')
@@ -188,7 +187,6 @@ def main():
   parser.add_argument('--dim', type=int, default=1024, help='pre-logits D')
   parser.add_argument('--classes', type=int, default=21888, help='classes K')
   parser.add_argument('--factors', type=int, default=50, help='factors R')
-  parser.add_argument('--json', type=Path, help='write the rows here')
   args = parser.parse_args()
   try:
     start_for(args.topology)
@@ -208,8 +206,7 @@ def main():
         side['memory_ratio'] = sides[0]['temp_bytes'] / side['temp_bytes']
       rows += sides
   shutil.rmtree(os.environ[DUMP])
-  print_table(list(rows[0]), [list(row.values()) for row in rows])
-  write_json(args.json, rows)
+  report(args.json, rows)
   paper, xla, pallas, *_ = sides
   print(
     f"{paper['link']}, S = {paper['s']}: of the paper's procedure XLA's loop takes 1 / "
