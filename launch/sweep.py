@@ -3,15 +3,13 @@
 Nothing here starts a job or needs XManager.
 """
 
-import ast
 import dataclasses
-import io
 import itertools
 import re
-import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
+from het_plugin.config import flag_values
 from het_plugin.training import run_files
 
 HEAD = 'head'
@@ -60,48 +58,6 @@ def split_binding(binding: str) -> tuple[str, str]:
   return name, value
 
 
-def split_values(text: str) -> list[str]:
-  """Splits at the commas outside quotes and brackets: 'a(1, 2),"x,y"' is 'a(1, 2)' and '"x,y"'.
-
-  Values stay source text, as gin reads it: True remains True and strings keep their quotes.
-  """
-  values, depth, start = [], 0, 0
-  try:
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-      depth += (token.string in ('(', '[', '{')) - (token.string in (')', ']', '}'))
-      if token.type == tokenize.ERRORTOKEN and token.string in '"\'':
-        raise tokenize.TokenError('quotes')
-      if token.string == ',' and depth == 0:
-        values.append(text[start : token.start[1]].strip())
-        start = token.end[1]
-  except (tokenize.TokenError, SyntaxError) as error:
-    raise ValueError(f'{text!r} has quotes or brackets that do not match') from error
-  values.append(text[start:].strip())
-  if not all(values):
-    raise ValueError(f'{text!r} has an empty value')
-  return values
-
-
-def parse_sweep(text: str) -> tuple[str, list[str]]:
-  """('NAME', ['v1', 'v2']) of 'NAME=v1,v2'; another form or a repeated value is a ValueError."""
-  name, equals, values = text.partition('=')
-  name = name.strip()
-  if not equals or not re.fullmatch(r'[\w./]+', name):
-    raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE,..., NAME as in --gin.NAME')
-  values = split_values(values)
-  for value in values:
-    if not re.search('[@%]', value):  # references, which only gin resolves
-      try:
-        ast.literal_eval(value)
-      except (ValueError, SyntaxError) as error:
-        raise ValueError(
-          f'--sweep={text}: {value} is not a Python value; strings need quotes of their own'
-        ) from error
-  if repeated := [value for value in values if values.count(value) > 1]:
-    raise ValueError(f'--sweep={text} has {repeated[0]} twice')
-  return name, values
-
-
 def make_jobs(
   model_dir: str,
   gin_files: Sequence[str],
@@ -129,7 +85,7 @@ def make_jobs(
     raise ValueError('no --gin_file is given: training needs at least one')
   bound = [split_binding(binding)[0] for binding in gin_bindings]
   axes = [(HEAD, list(heads))] if heads else []
-  axes += [parse_sweep(sweep) for sweep in sweeps]
+  axes += [flag_values.parse_sweep(sweep) for sweep in sweeps]
   names = [name for name, _ in axes]
   for name in (*bound, *names):
     if name == MODEL_DIR:

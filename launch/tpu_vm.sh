@@ -142,18 +142,24 @@ create_request() {
 
 delete_resource() { queued delete "$NAME" --force --quiet; }
 
-# Returns when the queued resource is active. Requests it if it does not exist or was taken away.
+# Returns when the queued resource is active. Requests it if it does not exist or was taken away. Only the first look ends
+# the script if it fails: a request may wait for days, and gcloud fails now and then.
+LAST_STATE=''
 create() {
   if $DRY_RUN; then
     queued describe "$NAME" '--format=value(state.state)'
     create_request
     return
   fi
-  local state last=''
+  local state
   while true; do
-    state="$(resource_state)" || exit 1
-    if [[ "$state" != "$last" ]]; then say "$NAME: $state"; fi
-    last="$state"
+    if ! state="$(resource_state)"; then
+      [[ -n "$LAST_STATE" ]] || exit 1
+      sleep "$POLL_SECONDS"
+      continue
+    fi
+    if [[ "$state" != "$LAST_STATE" ]]; then say "$NAME: $state"; fi
+    LAST_STATE="$state"
     case "$state" in
       ACTIVE) return ;;
       NONE) create_request ;;

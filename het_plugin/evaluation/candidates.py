@@ -46,6 +46,14 @@ def candidate_names(
   return list(names)
 
 
+def number_to_keep(keep: str, names: Sequence[str]) -> int:
+  """The number of candidates to keep, from a number or 'all'; ValueError for another text."""
+  choices = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
+  if keep not in choices:
+    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  return choices[keep]
+
+
 def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> None:
   """Reads every file, one per candidate and split, before anything is computed.
 

@@ -23,17 +23,17 @@ class Settings:
   """The flags of the main `het_plugin.evaluate`, by name."""
 
   checkpoint: Sequence[str]
-  predictions: Sequence[str]
-  dataset: str | None
   split: str
-  ood_dataset: str | None
-  ood_split: str | None
-  max_examples: int | None
   batch_size: int
-  covariance_images: int
-  covariance_index: tuple[int, ...]
-  homoglyph_examples: int
-  save_to: Path | None  # folder of the predictions; None does not keep them
+  predictions: Sequence[str] = ()
+  dataset: str | None = None
+  ood_dataset: str | None = None
+  ood_split: str | None = None
+  max_examples: int | None = None
+  covariance_images: int = 0
+  covariance_index: tuple[int, ...] = ()
+  homoglyph_examples: int = 0
+  save_to: Path | None = None  # folder of the predictions; None does not keep them
 
   def __post_init__(self):
     if not self.checkpoint and not self.predictions:

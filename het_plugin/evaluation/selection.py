@@ -18,6 +18,7 @@ from het_plugin.evaluation import rankme as effective_rank
 from het_plugin.evaluation.candidates import (
   candidate_names,
   check_representations,
+  number_to_keep,
   read_softmax_predictions,
   same_predictions,
 )
@@ -107,14 +108,12 @@ def rank(
   names = candidate_names(names, train, test)
   if not test:
     raise ValueError('--test is not set; rank measures few-shot accuracy on test files')
-  choices = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
-  if keep not in choices:
-    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  num_kept = number_to_keep(keep, names)
   check_representations(train, test)
 
   proxy = [_knn_accuracy(source, None, k, metric)[0][k[0]] for source in train]
   order = best_first(proxy)
-  kept = order[: choices[keep]]
+  kept = order[:num_kept]
   results = {i: _few_shot(train[i], test[i], shots=shots, seeds=seeds, l2=l2) for i in kept}
   # {shots: (proxies, accuracies)}
   points = {n: ([proxy[i] for i in kept], [results[i][n].mean for i in kept]) for n in shots}

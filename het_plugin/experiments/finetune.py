@@ -25,9 +25,10 @@ import jax
 import gin
 from het_plugin import weights
 from het_plugin.config import changes, registry, trained_run
+from het_plugin.config.flag_values import parse_sweep
 from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import evaluate, knn, represent, selection
-from het_plugin.evaluation.candidates import candidate_names
+from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.evaluation.report import Report
 from het_plugin.experiments import runs
 from het_plugin.training import checkpoint_reader
@@ -76,9 +77,7 @@ def finetune(
     raise ValueError('--output_dir is not set: where the runs are written')
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
-  counts = {'all': len(names)} | {str(n): n for n in range(1, len(names) + 1)}
-  if keep not in counts:
-    raise ValueError(f"--keep={keep} must be in 1 .. {len(names)}, the candidates, or 'all'")
+  num_kept = number_to_keep(keep, names)
   settings = combinations(sweep)
   folder = Path(output_dir)
   registry.register_trainer()
@@ -91,7 +90,7 @@ def finetune(
     for name, source, training in zip(names, checkpoint, trainings, strict=True)
   }
   order = selection.best_first(list(proxy.values()))
-  kept = [names[i] for i in order[: counts[keep]]]
+  kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
   trained = {}
   for name, setting in itertools.product(kept, settings):
@@ -124,14 +123,9 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
   """{'LEARNING_RATE=0.001': bindings} of every combination of 'NAME=VALUE,VALUE' bindings.
 
   Raises:
-    ValueError: a binding lacks its values.
+    ValueError: see `parse_sweep`.
   """
-  axes = []
-  for text in sweep:
-    name, equals, values = text.partition('=')
-    if not (name and equals and values):
-      raise ValueError(f'--sweep={text} must be NAME=VALUE,VALUE')
-    axes.append([(name.strip(), value.strip()) for value in values.split(',')])
+  axes = [itertools.product([name], values) for name, values in map(parse_sweep, sweep)]
   found = {}
   for combination in itertools.product(*axes):
     label = ','.join(f'{name}={value}' for name, value in combination).replace('/', '_')
@@ -197,18 +191,7 @@ def _predictions(
   for name, run in trained.items():
     target = folder / 'predictions' / split / _file_name(name)
     settings = evaluate.Settings(
-      checkpoint=[str(run)],
-      predictions=(),
-      dataset=None,
-      split=split,
-      ood_dataset=None,
-      ood_split=None,
-      max_examples=None,
-      batch_size=batch_size,
-      covariance_images=0,
-      covariance_index=(),
-      homoglyph_examples=0,
-      save_to=target,
+      checkpoint=[str(run)], split=split, batch_size=batch_size, save_to=target
     )
     found = sorted(target.glob('*.npz'))
     if not found:

@@ -129,22 +129,23 @@ def soup(
     read = warm_start.restore_params(config, target)
     return traverse_util.unflatten_dict(read, sep='/')
 
-  def average(members: Sequence[int]) -> PyTree:
-    """One candidate at a time, so that two sets of parameters are in memory."""
-    total = read(members[0])
-    for number, member in enumerate(members[1:], 2):
-      step = jax.tree.map(lambda mean, x, n=number: mean + (x - mean) / n, total, read(member))
-      total = step
-    return total
+  # Holds the greedy soup so far and the last one tried, so that a trial reads one checkpoint.
+  @functools.lru_cache(maxsize=2)
+  def average(*members: int) -> PyTree:
+    *others, last = members
+    if not others:
+      return read(last)
+    mean = average(*others)
+    return jax.tree.map(lambda mean, x: mean + (x - mean) / len(members), mean, read(last))
 
   alone = [score_of(read(i)) for i in range(len(names))]
   accuracy = [scores['precision_at_1'] for scores in alone]
   best = max(range(len(names)), key=accuracy.__getitem__)
-  members = greedy_soup(accuracy, lambda some: score_of(average(some))['precision_at_1'])
+  members = greedy_soup(accuracy, lambda some: score_of(average(*some))['precision_at_1'])
   soups = {GREEDY: members, UNIFORM: list(range(len(names)))}
   rows = []
   for name, some in soups.items():
-    params = average(some)
+    params = average(*some)
     rows.append(_row(f'{name} soup', len(some), score_of(params)))
     config = changes.config_file(epath.Path(run.checkpoint), run.step).read_text()
     _write_run(folders[name], run.step, params, config, ema)

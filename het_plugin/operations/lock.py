@@ -31,14 +31,14 @@ _POLL_SECONDS = 0.2
 
 
 @contextlib.contextmanager
-def held(model_dir: epath.PathLike, patience_seconds: float | None = None) -> Iterator[epath.Path]:
+def held(model_dir: epath.PathLike, patience: float = PATIENCE_SECONDS) -> Iterator[epath.Path]:
   """Locks a run's directory, which is created if it is missing, and begins an attempt in it.
 
   All processes call this, and process 0 holds the lock.
 
   Args:
     model_dir: the directory.
-    patience_seconds: how long to wait for another training in it; None for PATIENCE_SECONDS.
+    patience: seconds to wait for another training in it.
 
   Yields:
     The folder of the new attempt, the same on all processes.
@@ -48,7 +48,6 @@ def held(model_dir: epath.PathLike, patience_seconds: float | None = None) -> It
     OSError: the directory cannot be written; a ValueError if there are several processes.
   """
   model_dir = epath.Path(model_dir)
-  patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
   with contextlib.ExitStack() as stack:
 
     def acquire() -> str:

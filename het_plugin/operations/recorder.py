@@ -19,16 +19,10 @@ from het_plugin.training.observer import END, PHASES, START
 class Recorder:
   """Records facts. One thread changes them; any thread may read them."""
 
-  def __init__(
-    self,
-    total_steps: int = 0,
-    began: float | None = None,
-    clock: Callable[[], float] = time.monotonic,
-  ):
+  def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic):
     """Begins in the phase START.
 
     Args:
-      total_steps: last step of the run.
       began: when START began, by `clock`; None for now.
       clock: returns the time in seconds.
     """
@@ -46,7 +40,7 @@ class Recorder:
       pid=os.getpid(),
       began=time.time() - (self._last_tick - self._since),
       time=time.time(),
-      total_steps=total_steps,
+      total_steps=0,
     )
 
   @contextlib.contextmanager

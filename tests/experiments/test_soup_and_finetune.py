@@ -46,10 +46,10 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
 
 
 def test_every_combination_of_a_sweep():
-  found = finetune.combinations(['LEARNING_RATE=0.1,0.01', 'a/B.c=1'])
+  found = finetune.combinations(['LEARNING_RATE=0.1,0.01', 'a/B.c=(1, 2)'])
   assert found == {
-    'LEARNING_RATE=0.1,a_B.c=1': ['LEARNING_RATE = 0.1', 'a/B.c = 1'],
-    'LEARNING_RATE=0.01,a_B.c=1': ['LEARNING_RATE = 0.01', 'a/B.c = 1'],
+    'LEARNING_RATE=0.1,a_B.c=(1, 2)': ['LEARNING_RATE = 0.1', 'a/B.c = (1, 2)'],
+    'LEARNING_RATE=0.01,a_B.c=(1, 2)': ['LEARNING_RATE = 0.01', 'a/B.c = (1, 2)'],
   }
   assert finetune.combinations([]) == {'default': []}
   with pytest.raises(ValueError, match='--sweep=LEARNING_RATE must be NAME=VALUE'):

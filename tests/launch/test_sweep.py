@@ -3,7 +3,7 @@
 import pytest
 
 import gin
-from het_plugin.config import command_line
+from het_plugin.config import command_line, flag_values
 from launch import sweep
 
 FILES = ['gin/runs/digits_smoke.gin']
@@ -49,7 +49,7 @@ def test_without_a_sweep_the_folder_is_the_runs_own():
   ],
 )
 def test_values_stay_what_they_are(text, values):
-  assert sweep.parse_sweep(f'x.y={text}') == ('x.y', values)
+  assert flag_values.parse_sweep(f'x.y={text}') == ('x.y', values)
 
 
 def test_values_arrive_in_gin_with_their_types():

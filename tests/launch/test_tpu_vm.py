@@ -29,6 +29,7 @@ case "$*" in
     state=$(next state)
     echo 'WARNING: a word on stderr' >&2
     if [[ $state == NONE ]]; then echo 'ERROR: NOT_FOUND: Resource was not found' >&2; exit 1; fi
+    if [[ $state == DOWN ]]; then echo 'ERROR: 503' >&2; exit 1; fi
     echo $state ;;
   *'cat het_plugin/run/supervisor.json'*)
     code=$(next codes)
@@ -111,7 +112,7 @@ def test_a_dry_run_prints_every_command_and_runs_none(cloud):
 
 
 def test_from_nothing_to_done(cloud):
-  states = ['NONE', 'WAITING_FOR_RESOURCES', 'PROVISIONING', 'ACTIVE']
+  states = ['NONE', 'WAITING_FOR_RESOURCES', 'DOWN', 'PROVISIONING', 'ACTIVE']
   result = cloud.script(*RUN, *TRAIN, states=states, codes=['-', 'gone', '0'])
   assert result.returncode == 0, result.stderr
   assert changes(cloud.verbs) == ['create', 'scp', 'install', 'start']
