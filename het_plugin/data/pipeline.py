@@ -160,7 +160,7 @@ class BatchIterator:
 
   def _open(self) -> Iterator[tuple[Batch, Mapping[int, str]]]:
     """The parts of the batches in order, beginning at the position."""
-    import grain  # slow to import
+    import grain  # imported by `get_dataset` before
 
     first = self._position // self._batch_size
     num_batches = _ENDLESS if self.num_batches is None else self.num_batches - first
@@ -286,6 +286,10 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     raise ValueError(
       f'rows is {rows.tolist()}; they must lie in [0, batch_size = {cfg.batch_size}).'
     )
+
+  # Not in the thread that reads ahead: while grain is imported, etils' lazy_imports replaces the
+  # import of Python, and what other threads import then, such as jax in a trace, is broken.
+  import grain.experimental  # noqa: F401
 
   from het_plugin.data import tasks  # not at the top: fonts and image files take time to import
 

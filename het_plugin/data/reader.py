@@ -179,7 +179,7 @@ class ExampleReader:
     epochs, offsets = np.divmod(positions, self.num_records)
     if not self._shuffle or self.num_records == 1:
       return self._first_record + offsets
-    from grain.experimental import index_shuffle  # slow to import; a background thread does it
+    from grain.experimental import index_shuffle  # imported by `get_dataset` before
 
     seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
     last = self.num_records - 1

@@ -35,7 +35,9 @@ def test_images_with_labels_need_no_tensorflow(tmp_path, image_files):
 import sys
 from het_plugin.data import DatasetConfig, get_dataset
 for name in ('glyphs_core', 'image_folder:{tmp_path}'):
-  next(get_dataset(DatasetConfig(name, {{'image': 8, 'label': 1}}, 'train', 2)))
+  batches = get_dataset(DatasetConfig(name, {{'image': 8, 'label': 1}}, 'train', 2))
+  assert 'grain' in sys.modules  # the thread that reads ahead must not import it
+  next(batches)
 sys.exit(str([name for name in ('tensorflow', 'seqio') if name in sys.modules]))
 """
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
