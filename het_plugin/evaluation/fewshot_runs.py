@@ -167,7 +167,12 @@ def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Re
   tables = []
   if of_methods:
     lines = [
-      (x['method'], str(x['shots']), _with_error(x, 'stderr'), str(x['num_cells']))
+      (
+        x['method'],
+        str(x['shots']),
+        reporting.cell(x['mean'], x['stderr'], spec='.4f'),
+        str(x['num_cells']),
+      )
       for x in of_methods
     ]
     header = ('method', 'shots', 'accuracy', 'cells')
@@ -175,7 +180,7 @@ def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Re
   if of_pairs:
     lines = [
       (f'{x["run"]} - {x["baseline"]}', x['dataset'], str(x['shots']))
-      + (_with_error(x, 'stderr_rows', '+'),)
+      + (reporting.cell(x['mean'], x.get('stderr_rows'), spec='+.4f'),)
       + tuple(reporting.p_text(x.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets'))
       for x in of_pairs
     ]
@@ -257,8 +262,3 @@ def differences(results: Results) -> list[dict[str, Any]]:
       over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
       rows.append(about | over_all)
   return rows
-
-
-def _with_error(row: Row, stderr: str, sign: str = '') -> str:
-  error = row.get(stderr)
-  return f'{row["mean"]:{sign}.4f}' + ('' if error is None else f' ±{error:.4f}')

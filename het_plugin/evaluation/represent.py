@@ -250,7 +250,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
   cells = [
     (
       *(row['split'], row['layer'], f'{row["num_examples"]:,}', f'{row["dim"]:,}'),
-      *('–' if row[x] is None else f'{row[x]:,.1f}' for x in ('seconds', 'images_per_second')),
+      *(reporting.cell(row[x], spec=',.1f') for x in ('seconds', 'images_per_second')),
       row['file'],
     )
     for row in rows

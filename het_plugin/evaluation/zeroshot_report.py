@@ -141,7 +141,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
     lines = [
       (
         *(group[name] for name in ('group', 'dataset', 'metric')),
-        f'{group["mean"]:.4f}' + ('' if group['stderr'] is None else f' ±{group["stderr"]:.4f}'),
+        reporting.cell(group['mean'], group['stderr'], spec='.4f'),
         str(group['num_runs']),
         reporting.p_text(group['p']),
       )

@@ -186,7 +186,7 @@ class _Training:
           kept = folder / 'analysis.json'
           if run_files.read_json(kept) is None:  # missing, or damaged
             reporting.write_json(ablation.analysis(folder), kept)
-          found |= run_files.read_json(kept)
+          found |= _with_nans(run_files.read_json(kept))
         self._folders[label].append(folder)
         self._found[label].append(found)
       yield self._outcome()
@@ -298,9 +298,9 @@ class _Training:
         row['head'],
         name,
         f'{gap["mean"]:+.4f}',
-        *(f'{gap[k]:.4f}' if gap[k] else '–' for k in ('stderr_seeds', 'stderr_examples')),
+        *(reporting.cell(gap[f'stderr_{of}'], spec='.4f') for of in ('seeds', 'examples')),
         reporting.p_text(gap['p_seeds']),
-        '–' if gap['extreme'] is None else f'{gap["extreme"]:.0%}',
+        reporting.cell(gap['extreme'], spec='.0%'),
       ]
       for row in rows
       for name, gap in row.get('difference', {}).items()
@@ -339,6 +339,11 @@ class _Training:
     )
 
 
+def _with_nans(values: Mapping[str, float | None]) -> dict[str, float]:
+  """Values of a JSON file, in which a NaN is null."""
+  return {k: math.nan if v is None else v for k, v in values.items()}
+
+
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   """The last values of metrics, from the files of a run.
 
@@ -348,7 +353,7 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   found = {}
   for line in metrics:
-    found |= {k: math.nan if v is None else v for k, v in line.items()}
+    found |= _with_nans(line)
   for group, values in runs_lib.final_evaluations(metrics).items():
     found |= values if group.startswith('training_eval/') else {}
   if missing := [name for name in names if name not in found]:

@@ -70,7 +70,8 @@ class Operations(observer.Observer):
           yield
     except OSError as error:
       file = error.filename or run.model_dir
-      if not str(file).startswith(str(run.model_dir)):
+      is_network = isinstance(error, (ConnectionError, TimeoutError))  # without a file, too
+      if is_network or not str(file).startswith(str(run.model_dir)):
         raise
       raise ValueError(f'{file} cannot be written: {error.strerror or error}') from error
 

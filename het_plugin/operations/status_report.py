@@ -55,12 +55,12 @@ def page(found: Found) -> str:
 def tables(found: Found) -> list[reporting.Table]:
   """The tables that have rows."""
   metrics = [
-    (title, _format(found['metrics'][key], spec))
+    (title, reporting.cell(found['metrics'][key], spec=spec))
     for key, (_, title, spec) in run_status.METRICS.items()
     if key in found['metrics']
   ]
   evaluations = [
-    (group, f'{values["step"]:,}', metric, _format(value, '.4g'))
+    (group, f'{values["step"]:,}', metric, reporting.cell(value, spec='.4g'))
     for group, values in found['evaluations'].items()
     for metric, value in values.items()
     if metric != 'step'
@@ -119,7 +119,7 @@ def _attempts(attempts: Sequence[Mapping[str, Any]]) -> reporting.Table:
       f'{datetime.datetime.fromtimestamp(row["began"]):%Y-%m-%d %H:%M:%S}',
       goodput.duration(row['wall_seconds']),
       _MISSING if row['start_step'] is None else f'{row["start_step"]:,} to {row["step"]:,}',
-      _format(row['saved_step'], ','),
+      reporting.cell(row['saved_step'], spec=','),
       row['ended'],
     )
     for row in attempts[-_SHOWN_ATTEMPTS:]
@@ -142,10 +142,6 @@ def _goodput(found: Mapping[str, Any] | None) -> reporting.Table:
   if found['repeated_steps']:
     caption += f', {found["repeated_steps"]:,} steps repeated'
   return reporting.Table(caption, ('', 'time', 'share'), lines)
-
-
-def _format(value: float | None, spec: str) -> str:
-  return _MISSING if value is None else format(value, spec)
 
 
 def _enumeration(values: Sequence[Any], shown: int = 8) -> str:

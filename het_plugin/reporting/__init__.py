@@ -1,6 +1,6 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
-from het_plugin.reporting.columns import p_text
+from het_plugin.reporting.columns import cell, p_text
 from het_plugin.reporting.page import Figure, Table, html_page
 from het_plugin.reporting.pictures import CovariancePanel, covariance_png, examples_png
 from het_plugin.reporting.plots import (
@@ -23,6 +23,7 @@ __all__ = [
   'Provenance',
   'Table',
   'aligned',
+  'cell',
   'covariance_png',
   'curve_pngs',
   'examples_png',

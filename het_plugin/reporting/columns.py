@@ -158,7 +158,7 @@ def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
   """{field: formatted value} of the problem's fields that are the same in every row."""
   shared = {}
   for name in _PROBLEM:
-    values = {_format(row.get(name), _FIELDS[name].spec) for row in rows}
+    values = {cell(row.get(name), spec=_FIELDS[name].spec) for row in rows}
     if len(values) == 1 and _MISSING not in values:
       shared[name] = values.pop()
   return shared
@@ -175,17 +175,15 @@ def _column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column
   field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
   if re.fullmatch(r'\d+ shots?', name):
     field = _Field(name, '.3f', max)
-  cells = [_format(value, field.spec) for value in values]
+  cells = [cell(value, spec=field.spec) for value in values]
   best = frozenset()
-  present = [cell for cell in cells[:compared] if cell != _MISSING]
+  present = [text for text in cells[:compared] if text != _MISSING]
   if field.better and len(present) > 1:
     # Rows that print the same lead together.
     leader = field.better(present, key=float)
-    best = frozenset(i for i, cell in enumerate(cells[:compared]) if cell == leader)
-  for i, error in enumerate(stderr):
-    if _is_present(error):
-      cells[i] += f' ±{error:{field.spec}}'
-  return Column(group, field.title, tuple(cells), best)
+    best = frozenset(i for i, text in enumerate(cells[:compared]) if text == leader)
+  with_errors = (cell(*pair, spec=field.spec) for pair in zip(values, stderr, strict=True))
+  return Column(group, field.title, tuple(with_errors), best)
 
 
 def _spec(values: Sequence[Any], stderr: Sequence[float | None]) -> str:
@@ -216,12 +214,14 @@ def p_text(p: float | None) -> str:
   return f'<{_LOWEST_SHOWN_P:g}' if p < _LOWEST_SHOWN_P else f'{p:.4f}'
 
 
-def _format(value: Any, spec: str) -> str:
+def cell(value: Any, error: float | None = None, *, spec: str) -> str:
+  """A value as text, with its standard error if there is one; a dash for None and NaN."""
   if not _is_present(value):
     return _MISSING
   if spec == _P_VALUE:
     return p_text(value)
-  return format(value, spec) if isinstance(value, numbers.Number) else str(value)
+  text = format(value, spec) if isinstance(value, numbers.Number) else str(value)
+  return f'{text} ±{error:{spec.lstrip("+")}}' if _is_present(error) else text
 
 
 def _is_present(value: Any) -> bool:

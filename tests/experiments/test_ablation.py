@@ -123,11 +123,12 @@ def test_an_analysis_adds_metrics_once(tmp_path, trained):
 
   def analysis(folder):
     seen.append(folder)
-    return {'depth': len(seen)}
+    return {'depth': len(seen), 'undefined': math.nan}
 
   for _ in range(2):
     outcome = last_outcome(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
   assert outcome.rows[1]['runs']['depth'] == [2, 4] and len(seen) == 4
+  assert math.isnan(outcome.rows[1]['undefined'])
 
 
 def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):

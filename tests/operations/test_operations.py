@@ -93,3 +93,8 @@ def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
   words = f'{tmp_path} cannot be written: No space left on device'
   with pytest.raises(ValueError, match=words), observing(tmp_path):
     pytest.fail('it began')
+
+
+def test_a_lost_connection_is_not_a_file_that_cannot_be_written(tmp_path):
+  with pytest.raises(ConnectionResetError), observing(tmp_path):
+    raise ConnectionResetError(104, 'Connection reset by peer')
