@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 NLL = 'nll'
 _OF_TRAINING = ('goodput', 'train')
+_ANALYSIS = 'analysis.json'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +184,19 @@ class _Training:
         folder = self._complete(label, seed, values, ablation.report_split, *bindings)
         found = _final_values(folder, ablation.metrics)
         if ablation.analysis is not None:
-          kept = folder / 'analysis.json'
-          if run_files.read_json(kept) is None:  # missing, or damaged
-            reporting.write_json(ablation.analysis(folder), kept)
-          found |= _with_nans(run_files.read_json(kept))
+          found |= self._analyse(folder)
         self._folders[label].append(folder)
         self._found[label].append(found)
       yield self._outcome()
+
+  def _analyse(self, folder: Path) -> dict[str, float]:
+    """What the analysis finds in a run; kept in a file for the next start."""
+    file, settings = folder / _ANALYSIS, repr(self._ablation.analysis)
+    kept = run_files.read_json(file)  # None: missing, or damaged
+    if kept is None or kept.get('analysis', settings) != settings:
+      reporting.write_json({'analysis': settings, **self._ablation.analysis(folder)}, file)
+      kept = run_files.read_json(file)
+    return _with_nans({name: value for name, value in kept.items() if name != 'analysis'})
 
   def _choose(self, label: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     candidates = self._ablation.candidates(label)
@@ -230,7 +237,12 @@ class _Training:
     )
     name = ','.join([f'seed={seed}', *(_folder_name(f'{k}={v}') for k, v in values.items())])
     folder = self._request.output_dir / _folder_name(label) / name
-    runs_lib.complete(run, folder)
+
+    def forget_analysis(_: Any) -> None:
+      for file in (_ANALYSIS, analyses.NLL_FILE):
+        (folder / file).unlink(missing_ok=True)
+
+    runs_lib.complete(run, folder, forget_analysis)
     if label not in self._counts:
       self._counts[label] = runs_lib.configured_model()[1]
     return folder

@@ -73,6 +73,10 @@ class TimedStep:
     trainer.train_step = train_step
     return trainer
 
+  @property
+  def has_trained(self) -> bool:
+    return self._batch is not None
+
   def seconds(self, steps: int) -> float:
     """Seconds per step, the mean of several steps."""
     start = time.perf_counter()
@@ -86,7 +90,7 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
   """Trains a head to its end with a progress bar, and leaves its configuration parsed.
 
   Returns:
-    The compiled step; None if the run was already complete.
+    The compiled step; None if there was nothing to train.
   """
   run.parse(run_dir)
   steps = gin.get_configurable(data.total_steps)()
@@ -98,8 +102,8 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
     timed.state = state
 
   with screen.only_warnings(), _bar(HEADS[head], run_dir, steps, batch_size):
-    trained = runs_lib.complete(run, run_dir, finish, trainer_cls=timed.trainer)
-  return timed if trained else None
+    runs_lib.complete(run, run_dir, finish, trainer_cls=timed.trainer)
+  return timed if timed.has_trained else None
 
 
 @contextlib.contextmanager

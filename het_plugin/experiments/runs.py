@@ -48,6 +48,9 @@ def complete(
 ) -> bool:
   """Trains the run to its end, from where it was interrupted; leaves its gin configuration parsed.
 
+  A run that was complete with another configuration, such as another split for evaluation, is
+  evaluated again.
+
   Args:
     run: the run to train.
     run_dir: folder of the checkpoints, metrics and, at the end, done.json.
@@ -55,8 +58,7 @@ def complete(
     settings: arguments of `train` that replace configured ones.
 
   Returns:
-    Whether there was anything to train: False if the run was already complete with this
-    configuration.
+    False if the run was already complete with this configuration.
 
   Raises:
     ValueError: a setting is wrong, or the folder has another run.
@@ -71,7 +73,7 @@ def complete(
       _log.warning('%s cannot be read: the run is opened again.', done)
     elif found.get('config') == config:
       return False
-  step, state = training_run.train_from_gin(**settings)
+  step, state = training_run.train_from_gin(evaluate_again=True, **settings)
   if finish is not None:
     finish(state)
   run_files.write_json(run_dir / _DONE, {'config': config})

@@ -1,6 +1,7 @@
 """`train`: checks the settings, sets a run up or resumes it, and hands over to the loop."""
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,6 +76,7 @@ def train(
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
   profile_steps: tuple[int, int] | None = None,
   profiler_port: int | None = None,
+  evaluate_again: bool = False,
   config: RunConfig | None = None,
   observer: observer_lib.Observer | None = None,
 ) -> tuple[int, TrainState]:
@@ -107,6 +109,8 @@ def train(
     nonfinite: what to do at a step whose loss, gradient or update is not finite.
     profile_steps: (first, last) step that the observer profiles, counted from 1; None for none.
     profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
+    evaluate_again: whether a run that is complete is evaluated once more, as now configured; the
+      new lines of metrics.jsonl replace those of its last evaluation.
     config: the configuration; None if there is none to check or keep.
     observer: watches the run. With None, model_dir is not locked and SIGTERM not noticed.
 
@@ -180,6 +184,8 @@ def train(
       initial_state.check_enough_batches(train_iter, batch_size, restored, total_steps)
       if restored is not None:
         start = initial_state.resume(restored, train_iter)
+        if evaluate_again and start.step == total_steps:
+          start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
       else:
         start = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
     observer.resumed(start.step)

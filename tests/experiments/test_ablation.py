@@ -2,6 +2,7 @@
 by a function of the configuration; tests/test_ablate.py trains.
 """
 
+import dataclasses
 import json
 import math
 
@@ -27,7 +28,7 @@ def trained(monkeypatch):
   registry.register_trainer()
   calls = []
 
-  def complete(run, folder):
+  def complete(run, folder, finish):
     run.parse(folder)
     rate, seed, split = (
       gin.query_parameter(f'%{name}') for name in ('LEARNING_RATE', 'RANDOM_SEED', 'EVAL_SPLIT')
@@ -119,16 +120,19 @@ def test_a_cell_can_follow_from_the_same_seed_of_another(tmp_path, trained):
 
 
 def test_an_analysis_adds_metrics_once(tmp_path, trained):
-  seen = []
+  @dataclasses.dataclass
+  class Analysis:
+    seen = []
+    split: str
 
-  def analysis(folder):
-    seen.append(folder)
-    return {'depth': len(seen), 'undefined': math.nan}
+    def __call__(self, folder):
+      self.seen.append(folder)
+      return {'depth': len(self.seen), 'undefined': math.nan}
 
-  for _ in range(2):
-    outcome = last_outcome(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
-  assert outcome.rows[1]['runs']['depth'] == [2, 4] and len(seen) == 4
-  assert math.isnan(outcome.rows[1]['undefined'])
+  for split, depths in (('a', [2, 4]), ('a', [2, 4]), ('b', [6, 8])):
+    outcome = last_outcome(ablation(seeds=(0, 1), analysis=Analysis(split)), tmp_path)
+    assert outcome.rows[1]['runs']['depth'] == depths
+    assert math.isnan(outcome.rows[1]['undefined'])
 
 
 def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):

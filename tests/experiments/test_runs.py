@@ -37,14 +37,17 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(train, 'train', None)
     assert not runs.complete(small_run(), tmp_path)
-  # other means: opened, with nothing left to train
-  assert runs.complete(small_run(STATS_PERIOD=2), tmp_path)
+  # another evaluation: opened, with nothing left to train
+  assert runs.complete(small_run(EVAL_STEPS=2), tmp_path)
+  lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
+  again = runs.final_evaluations(lines)['training_eval/digits']
+  assert again['nll'] != final['nll'] and runs.curves(lines)['step'] == [1, 2]
   with pytest.raises(ValueError, match='adamw.weight_decay'):
     runs.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
 
 
 def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):
-  def train_to_the_end():
+  def train_to_the_end(evaluate_again):
     with stopping.handled(lambda: True, lambda: None):
       os.kill(os.getpid(), signal.SIGTERM)
     return 2, None
