@@ -69,14 +69,7 @@ class ImageFolderSource:
 
   @property
   def typical_side(self) -> float:
-    """The median of the shorter sides of some images, in pixels."""
-    files = next(iter(self._files.values()))
-    sides = []
-    for path in files[:: max(len(files) // _SAMPLE, 1)]:
-      image = preprocess.decode(read_bytes(path) or b'')
-      if image is not None:
-        sides.append(min(image.shape[:2]))
-    return float(np.median(sides)) if sides else np.inf
+    return typical_side(next(iter(self._files.values())))
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int
@@ -144,6 +137,16 @@ def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[_V
   if not found:
     raise ValueError(f'{table} holds no records.')
   return found
+
+
+def typical_side(files: Sequence[pathlib.Path]) -> float:
+  """The median of the shorter sides of some images, in pixels; infinite if none can be read."""
+  sides = []
+  for path in files[:: max(len(files) // _SAMPLE, 1)]:
+    image = preprocess.decode(read_bytes(path) or b'')
+    if image is not None:
+      sides.append(min(image.shape[:2]))
+  return float(np.median(sides)) if sides else np.inf
 
 
 def read_bytes(path: str | os.PathLike) -> bytes | None:

@@ -239,12 +239,32 @@ def _prefix(name: str) -> tuple[str, str]:
 
 @functools.cache
 def _made(prefix: str, argument: str) -> ImageTask:
-  make, train, evaluation, vocabulary = _MAKERS[prefix]
+  make, *_, vocabulary = _MAKERS[prefix]
   source = make(argument)
-  if prefix == 'image_folder' and source.typical_side <= _SMALL:
-    # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
-    train, evaluation = (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
+  train, evaluation = _preprocessors(prefix, lambda: source.typical_side)
   return ImageTask(f'{prefix}:{argument}', source, train, evaluation, vocabulary)
+
+
+def _preprocessors(prefix: str, typical_side: Callable[[], float]) -> tuple[Sequence, Sequence]:
+  """Those of training and of evaluation."""
+  if prefix == 'image_folder' and typical_side() <= _SMALL:
+    # A crop of 5% of a small image shows nothing, and 8/7 of the side cuts off its border.
+    return (pp.PadCrop(), pp.Flip()), (pp.Resize(),)
+  return _MAKERS[prefix][1:3]
+
+
+def absent_eval_preprocessors(
+  name: str, typical_side: Callable[[], float]
+) -> Sequence[pp.Preprocessor]:
+  """The evaluation preprocessors of a task whose data are not here, for images of this side.
+
+  A task that was added under its name, and is not here, is taken to have none.
+  """
+  try:
+    prefix, _ = _prefix(name)
+  except ValueError:
+    prefix = 'image_folder' if os.path.dirname(name) else 'npz'
+  return _preprocessors(prefix, typical_side)[1]
 
 
 # Not by add_image_task, which reads their metadata, for which fonts must be loaded.

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import jax
 import numpy as np
 
 from het_plugin import data, reporting
-from het_plugin.data.image_folder import read_bytes
+from het_plugin.data.image_folder import read_bytes, typical_side
 from het_plugin.data.representations import reading
 from het_plugin.evaluation import predictions, uncertainty
+
+_log = logging.getLogger(__name__)
 
 SUFFIXES = ('.jpg', '.jpeg', '.png')
 _SPLIT = 'all'
@@ -25,6 +28,7 @@ class Images:
 
   Attributes:
     names: names of the images, for results.
+    files: their files; none for an array.
   """
 
   def __init__(self, path: str):
@@ -37,7 +41,7 @@ class Images:
     Raises:
       ValueError: there is no image, the file is damaged, or its levels are out of range.
     """
-    root, channels = Path(path), 3
+    root, channels, self.files = Path(path), 3, []
     self.is_array = root.suffix == '.npz'
     if self.is_array:
       with reading(path), np.load(path, allow_pickle=False) as arrays:
@@ -57,7 +61,7 @@ class Images:
       channels = self._images.shape[-1]
     else:
       found = sorted(root.rglob('*')) if root.is_dir() else [root]
-      self._images = [x for x in found if x.suffix.lower() in SUFFIXES and x.is_file()]
+      self._images = self.files = [x for x in found if x.suffix.lower() in SUFFIXES and x.is_file()]
       self.names = [str(x) for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
@@ -96,11 +100,15 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
   from het_plugin.data import tasks
 
   images = Images(path)
-  names, photo = None, ()
-  with contextlib.suppress(ValueError):  # the training data may not be on this machine
+  try:
     task = tasks.get_task(run.task)
-    names = task.info.class_names
-    photo = task.eval_preprocessors
+    if task.info.num_classes != (num_classes := run.model.head.num_classes):
+      raise ValueError(f'{run.task} has {task.info.num_classes} classes, the model {num_classes}')
+    names, photo = task.info.class_names, task.eval_preprocessors
+  except ValueError as error:
+    _log.warning('Classes have numbers, no names, as the training data are not here: %s', error)
+    names = None
+    photo = tasks.absent_eval_preprocessors(run.task, lambda: typical_side(images.files))
   top = min(top, run.model.head.num_classes)
   predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
   config = data.one_pass(
