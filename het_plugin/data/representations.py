@@ -15,6 +15,7 @@ first two (`FEATURE_NAMES`, `LABEL_NAMES`). Features in a .npy file have labels 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,6 +102,22 @@ def read_representations(source: str, mapped: bool = False) -> Representations:
     read = Representations(*columns, class_names, provenance)
     _check(read)
   return read
+
+
+def check_classes(sources: Sequence[str], names: Sequence[tuple[str, ...] | None]) -> None:
+  """Raises ValueError if a label means another class in the second of two files than in the first.
+
+  `names` are the class names of both; a file without any is not compared.
+  """
+  first, other = names
+  if first is None or other is None or first == other:
+    return
+  pairs = itertools.zip_longest(first, other)
+  label, (ours, theirs) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
+  raise ValueError(
+    f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have the '
+    'same classes in the same order'
+  )
 
 
 def _map_safetensors(path: str) -> dict[str, np.ndarray]:

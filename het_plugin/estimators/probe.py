@@ -12,7 +12,11 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
-from het_plugin.data.representations import Representations, read_representations
+from het_plugin.data.representations import (
+  Representations,
+  check_classes,
+  read_representations,
+)
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.evaluation import agreement, uncertainty
@@ -129,6 +133,8 @@ def probe(
       f'{test} has {test_rows.features.shape[1]} features and {train} '
       f'{train_rows.features.shape[1]}: they are of different models or layers'
     )
+  if test_rows is not None:
+    check_classes((train, test), (train_rows.class_names, test_rows.class_names))
   ood_rows = None if ood is None else _read(ood, 'the rows of another distribution')[0].features
   if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
     raise ValueError(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from het_plugin.data.representations import read_representations
+from het_plugin.data.representations import check_classes, read_representations
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
 
@@ -59,9 +59,9 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
 
   Raises:
     ValueError: a file is wrong, candidates have different examples, or two files of a candidate
-      have different numbers of features or come from different checkpoints or layers.
+      have different classes or numbers of features or come from different checkpoints or layers.
   """
-  described = {}
+  described, class_names = {}, {}
   for sources in (train, test):
     first = None
     for source in sources:
@@ -70,9 +70,11 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
       examples = read.index[order], read.labels[order]
       first = first or examples
       _check_same(sources[0], source, first, examples)
+      class_names[source] = read.class_names
       about = {name: read.provenance.get(name) for name in ('checkpoint', 'layer')}
       described[source] = about | {'features': read.features.shape[1]}
   for pair in zip(train, test, strict=True) if test else ():
+    check_classes(pair, [class_names[source] for source in pair])
     for name, ours in described[pair[0]].items():
       theirs = described[pair[1]][name]
       if None not in (ours, theirs) and ours != theirs:

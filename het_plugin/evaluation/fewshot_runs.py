@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.data.representations import read_representations
+from het_plugin.data.representations import check_classes, read_representations
 from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.report import Report
@@ -58,6 +58,7 @@ def from_files(
   runs = {}
   for name, *pair in zip(choose_names(names, train), train, test, strict=True):
     halves = [read_representations(source) for source in pair]
+    check_classes(pair, [read.class_names for read in halves])
     run, colon, dataset = name.partition(':')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
     datasets = runs.setdefault(run, {})

@@ -138,6 +138,11 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
   np.savez(tmp_path / 'other.npz', features=np.ones((4, 5), np.float32), label=np.arange(4))
   with pytest.raises(ValueError, match='has 5 features and'):
     probe.probe(files[0], str(tmp_path / 'other.npz'), settings())
+  for name, classes in (('a', ['ant', 'cat', 'dog']), ('b', ['ant', 'dog'])):  # no cats in b
+    rows = {'features': np.ones((2, 6), np.float32), 'label': np.array([0, 1])}
+    np.savez(tmp_path / f'{name}.npz', class_name=np.array(classes), **rows)
+  with pytest.raises(ValueError, match="label 1 is 'dog' in .*b.npz and 'cat' in .*a.npz: both"):
+    probe.probe(str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz'), settings())
   np.savez(tmp_path / 'more.npz', features=np.ones((2, 6), np.float32), label=np.array([0, 7]))
   with pytest.raises(ValueError, match='1 test rows have classes .* such as 7'):
     probe.probe(files[0], str(tmp_path / 'more.npz'), settings())
