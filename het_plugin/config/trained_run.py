@@ -231,12 +231,13 @@ def published_params(
   """Parameters of a run under the names of published files, see `weights.export_params`; arguments
   as in `open_run`. Of a contrastive model it is the image tower, for which there are such names.
   """
-  from het_plugin.training import checkpoint_reader
+  from het_plugin.training import checkpoint_reader, optimizers
 
-  params = checkpoint_reader.read_params(checkpoint)
   # The partitioner is of the devices that it trained on.
   arguments = checkpoint, gin_files, bindings, search_paths
   model = parse_run_config(*arguments, without=['partitioner'])['model']
+  ema = optimizers.evaluates_ema(model.optimizer_def)
+  params = checkpoint_reader.read_params(checkpoint, ema)
   num_classes = getattr(model.head, 'num_classes', None)
   if num_classes is None:
     params = {name: x for name, x in params.items() if name.startswith('backbone/')}

@@ -85,8 +85,8 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   Args:
     estimator: a fitted one. What its calibration adds is left out.
     path: a .safetensors or .npz file.
-    backbone: what made the features: the directory of a run, a file of weights in our names, or
-      {'backbone/...': array}.
+    backbone: what made the features: the directory of a run (the average of its parameters if it
+      keeps one), a file of weights in our names, or {'backbone/...': array}.
 
   Raises:
     ValueError: the estimator has hidden layers and there is a backbone below them, or the backbone
@@ -107,7 +107,7 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
     else:
       from het_plugin.training import checkpoint_reader  # imports orbax
 
-      backbone = checkpoint_reader.read_params(backbone)
+      backbone = checkpoint_reader.read_params(backbone, checkpoint_reader.keeps_average(backbone))
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')

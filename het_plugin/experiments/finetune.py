@@ -31,7 +31,7 @@ from het_plugin.evaluation import evaluate, knn, represent, selection
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.evaluation.report import Report
 from het_plugin.experiments import runs
-from het_plugin.training import checkpoint_reader
+from het_plugin.training import checkpoint_reader, optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -97,9 +97,8 @@ def finetune(
     training = trainings[names.index(name)]
     run = dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *settings[setting]])
     run_dir = trained[f'{name}/{setting}'] = folder / 'runs' / name / setting
-    if runs.complete(run, run_dir):
-      for old in folder.glob(f'predictions/*/{_file_name(f"{name}/{setting}")}'):
-        shutil.rmtree(old)
+    predicted = f'predictions/*/{_file_name(f"{name}/{setting}")}'
+    runs.complete(run, run_dir, lambda _, old=predicted: list(map(shutil.rmtree, folder.glob(old))))
   predict = functools.partial(_predictions, trained, folder, batch_size)
   report = selection.ensemble(
     validation=predict(split),
@@ -144,6 +143,8 @@ def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
     found = checkpoint_reader.find(source)
     files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]
     bindings = []
+    trained = trained_run.parse_run_config(found, without=['partitioner'])['model']
+    restore['ema'] = optimizers.evaluates_ema(trained.optimizer_def)  # as when it is ranked
     # The classes of the task are others, whatever their number.
     restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
     restore['assignment_map'] = (('head/.*', None),)

@@ -5,9 +5,10 @@ import pytest
 from flax import traverse_util
 
 import gin
-from het_plugin import weights
+from het_plugin import estimators, weights
 from het_plugin.config import parsing, registry, trained_run
 from het_plugin.config.training_run import train_from_gin
+from het_plugin.experiments import finetune
 from het_plugin.t5x_host import conversion
 from het_plugin.training import checkpoint_reader
 
@@ -68,6 +69,16 @@ def test_the_average_of_the_parameters_is_opened_unless_told_otherwise(digits_ru
   average, params = (checkpoint_reader.read_params(tmp_path, ema) for ema in (True, False))
   assert any((average[name] != params[name]).any() for name in params)
   assert_equal(trained_run.open_run(tmp_path).params, average)
+  exported = trained_run.published_params(tmp_path)
+  for name, x in weights.export_params(average, 10, 2).items():
+    np.testing.assert_array_equal(exported[name], x)
+  study = finetune._training(([], [], ['.']), tmp_path)
+  assert 'RestoreCheckpointConfig.ema = True' in study.gin_bindings
+  x = np.random.default_rng(0).normal(size=(40, 16))
+  det = estimators.DetClassifier().fit(x, np.arange(40) % 10)
+  estimators.to_checkpoint(det, tmp_path / 'start.npz', tmp_path)
+  norm = 'backbone/encoder_norm/scale'
+  np.testing.assert_array_equal(weights.read_arrays(tmp_path / 'start.npz')[norm], average[norm])
   gin.clear_config()
   run = trained_run.open_run(tmp_path, bindings=['with_ema.evaluate = False'])
   assert_equal(run.params, params)
