@@ -109,6 +109,19 @@ def test_noise_is_found_where_labels_have_it():
   assert gain.mean() > 4 * gain.std() / np.sqrt(len(gain))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('cls', [HetClassifier, HetHClassifier])
+@pytest.mark.filterwarnings('ignore')
+def test_votes_with_noise_are_the_shares_of_classes(cls):
+  x, y = problem(num_rows=100)
+  votes = np.stack([y, np.random.default_rng(1).integers(0, 4, len(y))], axis=1)
+  shares = (np.eye(4)[votes]).mean(axis=1)
+  by_votes = cls(target='votes', max_iter=20, **SMALL).fit(x, votes)
+  by_shares = cls(max_iter=20, **SMALL).fit(x, shares)
+  np.testing.assert_allclose(by_votes.predict_proba(x), by_shares.predict_proba(x), atol=1e-3)
+  np.testing.assert_allclose(by_votes.nll(x, votes), by_shares.nll(x, shares), atol=2e-3)
+
+
 def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   x, y = problem(num_rows=100)
   rng = np.random.default_rng(1)

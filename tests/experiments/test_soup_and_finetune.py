@@ -1,6 +1,7 @@
 """`select soup` and `select finetune` on small runs of digits."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -74,6 +75,28 @@ def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, t
   params, start = map(checkpoint_reader.read_params, (trained, run / kept.split('/')[-1]))
   moved = [np.abs(x - start[name]).max() for name, x in params.items() if 'backbone' in name]
   assert 0 < max(moved) < 0.05  # a few small steps from the candidate
+
+
+@pytest.mark.slow
+def test_a_fine_tuning_that_was_interrupted_goes_on(digits_run, run_main, tmp_path):
+  arguments = (
+    *(select, 'finetune', f'--checkpoint={digits_run[0]}', '--keep=1', '--split=test'),
+    *('--batch_size=64', '--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}'),
+    *(f'--gin.{mode}/Integrator.num_samples=4' for mode in ('train', 'eval')),
+    f'--json={tmp_path / "result.json"}',
+  )
+  run_main(*arguments)
+  found = (tmp_path / 'result.json').read_text()
+  (newest,) = tmp_path.glob('runs/**/checkpoint_3')
+  params = checkpoint_reader.read_params(newest)
+  shutil.rmtree(newest)
+  (newest.parent / 'done.json').unlink()
+  (predicted,) = tmp_path.glob('predictions/test/*/*.npz')
+  predicted.write_bytes(b'of another training')
+  run_main(*arguments)
+  assert (tmp_path / 'result.json').read_text() == found
+  for name, x in checkpoint_reader.read_params(newest).items():
+    np.testing.assert_array_equal(x, params[name])
 
 
 def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_main, tmp_path):

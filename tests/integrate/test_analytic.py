@@ -78,6 +78,17 @@ def test_same_conventions_as_the_integrator(method, link):
 
 @pytest.mark.parametrize('method', ESTIMATORS)
 @both_links
+def test_no_noise_gives_the_link(method, link):
+  logits = make('linear', link, noise=0.0)
+  log_p = Analytic(method).log_prob(logits)
+  u = logits.location[:, :K] / logits.temperature
+  expected = jax.nn.log_softmax(u) if link == 'softmax' else jax.nn.log_sigmoid(u)
+  np.testing.assert_allclose(log_p[:, :K], expected, rtol=1e-5)
+  assert (log_p[:, K:] <= -1e29).all()
+
+
+@pytest.mark.parametrize('method', ESTIMATORS)
+@both_links
 def test_nll_is_made_of_log_prob(method, link):
   with jax.enable_x64(True):
     logits = make('linear', link)

@@ -23,6 +23,7 @@ from het_plugin.integrate import (
   Opaque,
   example_keys,
   iid,
+  pick_order,
 )
 from tests.integrate import reference
 from tests.integrate.hlo import collectives
@@ -457,6 +458,15 @@ def test_shards_do_not_talk_inside_the_sample_loop(platform, name, link, num_sam
   inside, outside = collectives(compile_sharded_loss(name, link, integrator, mesh))
   assert not inside
   assert set(outside) == {'all-reduce'}  # nothing is gathered
+
+
+def test_cost_model_picks_the_cheaper_order(batch=2, noise_dim=64, classes=512, factors=10):
+  v = jnp.zeros((batch, noise_dim))
+  covariance = LowRank(v, jnp.zeros((factors, noise_dim)), v)
+  kernel, tau = Linear(jnp.zeros((noise_dim, classes))), jnp.float32(1)
+  wide = GaussianLogits(jnp.zeros((batch, classes)), covariance, kernel, tau, num_classes=classes)
+  assert pick_order(wide, 4) == 'sample_then_project'
+  assert pick_order(wide, 1000) == 'project_then_sample'
 
 
 def test_log_prob_over_a_mesh():

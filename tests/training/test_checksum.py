@@ -36,3 +36,9 @@ def test_it_is_the_same_on_every_mesh():
   x = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
   mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ('a', 'b'))
   assert of(jax.device_put(x, NamedSharding(mesh, PartitionSpec('a', 'b')))) == reference(x)
+
+
+def test_swapped_blocks_are_noticed_where_only_the_high_bits_are_used(stride=2**16):
+  """Blocks of a float32 array with the values of bfloat16, at distances of 2^k."""
+  x = np.random.default_rng(2).normal(size=4 * stride).astype(jnp.bfloat16).astype(np.float32)
+  assert of(x) != of(x.reshape(4, stride)[[1, 0, 3, 2]].reshape(-1))

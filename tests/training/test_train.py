@@ -1,6 +1,8 @@
 import errno
+import functools
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+from het_plugin import data
 from het_plugin.operations import (
   facts,
   goodput,
@@ -27,8 +30,10 @@ from het_plugin.training import (
   checkpoints,
   exit_codes,
   optimizers,
+  partitioning,
   run_files,
 )
+from het_plugin.training import step as step_lib
 from tests.training import faulty_run, toy, toy_run
 from tests.training.toy_run import assert_equal, lines, series
 
@@ -238,6 +243,37 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
+
+
+@pytest.mark.slow
+def test_resuming_on_another_mesh(tmp_path, uninterrupted):
+  """After four steps on 4 x 2 devices, with one row of them and microbatches."""
+  directory, want = uninterrupted
+  shutil.copytree(directory / 'checkpoint_4', tmp_path / 'checkpoint_4')
+  row = partitioning.PjitPartitioner(num_partitions=8)
+  trainer = functools.partial(step_lib.Trainer, num_microbatches=2)
+  _, got = toy_run.run(tmp_path, partitioner=row, trainer_cls=trainer)
+  for name in ('train/loss', 'training_eval/toy_eval/loss'):
+    expected = {step: x for step, x in series(directory, name).items() if step > 4}
+    assert series(tmp_path, name) == pytest.approx(expected, abs=1e-4)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got.params, want.params)
+
+
+@pytest.mark.slow
+def test_an_epoch_resumed_before_its_last_batch_has_every_example_once(tmp_path):
+  """Of the last of three batches, 8 of 16 rows are real."""
+  digits = {'image': 8, 'label': 1}
+  for total_steps in (2, 3):
+    toy_run.run(
+      tmp_path,
+      train_dataset_cfg=data.DatasetConfig('digits', digits, 'train[:40]', 16, num_epochs=1),
+      train_eval_dataset_cfg=None,
+      get_dataset_fn=data.get_dataset,
+      trainer_cls=toy_run.recording_trainer(tmp_path / 'seen.txt'),
+      total_steps=total_steps,
+    )
+  seen = [int(index) for index in (tmp_path / 'seen.txt').read_text().split()]
+  assert seen != sorted(seen) == list(range(40))
 
 
 def test_early_stopping_goes_on_where_it_was(tmp_path):
