@@ -129,4 +129,9 @@ def owned(temperature: nn.Module | None, default: nn.Module) -> nn.Module:
   A head takes this copy in `__post_init__`. Otherwise, if the head is built inside another module's
   `nn.compact`, linen would place t beside the head and not below it.
   """
-  return (default if temperature is None else temperature).clone(parent=None)
+  temperature = default if temperature is None else temperature
+  if not isinstance(temperature, nn.Module):
+    raise ValueError(
+      f'temperature={temperature!r} must be a module: FixedTemperature(tau) or LearnedTemperature()'
+    )
+  return temperature.clone(parent=None)

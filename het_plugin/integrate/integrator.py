@@ -205,8 +205,11 @@ class Integrator:
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    if keys is None:
-      raise ValueError('Integrator: samples need keys, one per example (example_keys)')
+    if (given := np.shape(keys)) not in ((batch := len(logits.location),), (1,)):
+      raise ValueError(
+        f'Integrator: samples need keys [{batch}], one per example (example_keys); got '
+        f'{"none" if keys is None else f"the shape {list(given)}"}'
+      )
     plan = make_plan(
       logits, self.num_samples, self._sampler(), self.order, self.chunk_size, self.chunk_bytes
     )

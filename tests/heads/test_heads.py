@@ -250,6 +250,11 @@ def test_bad_settings_are_one_sentence(head, words):
   assert '\n' not in str(error.value)
 
 
+def test_a_temperature_is_a_module():
+  with pytest.raises(ValueError, match='temperature=0.5 must be a module: FixedTemperature'):
+    Det(K, temperature=0.5)
+
+
 def test_initial_noise_scale_scales_the_noise_at_the_start():
   phi = jax.random.normal(jax.random.key(3), (256, D))
 

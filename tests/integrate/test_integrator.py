@@ -558,6 +558,9 @@ def test_wrong_labels_are_one_sentence(labels, words):
 
 def test_impossible_requests_are_named():
   arrays = make('linear', dtype=jnp.float32)
+  for keys in (None, jax.random.key(0), keys_of()[:2]):
+    with pytest.raises(ValueError, match=r'need keys \[3\], one per example'):
+      Integrator(2).log_prob(gaussian(arrays, 'linear'), keys)
   with pytest.raises(ValueError, match='remainder'):
     Integrator(num_samples=2, order='project_then_sample').log_prob(
       gaussian(arrays, 'linear', 'diag'), keys_of()
