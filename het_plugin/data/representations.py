@@ -88,7 +88,7 @@ def read_representations(source: str, mapped: bool = False) -> Representations:
     if path.endswith('.npy'):
       arrays, (provenance, class_names) = _read_npy(path), ({}, None)
     elif mapped and path.endswith('.safetensors') and epath.Path(path).exists():
-      arrays, (provenance, class_names) = _map_safetensors(path), _read_description(path)
+      (provenance, class_names), arrays = _read_description(path), _map_safetensors(path)
     elif weights.is_weights_file(path):
       arrays, (provenance, class_names) = weights.read_arrays(path), _read_description(path)
     else:

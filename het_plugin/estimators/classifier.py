@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from het_plugin.estimators import (
@@ -29,6 +31,7 @@ from het_plugin.estimators.model import Model
 # giving it a weight, and the order of the rows does not matter.
 MERGED_ENTRIES = 2**16
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
+_COUNT = Interval(Integral, 1, None, closed='left')
 
 
 class HeadClassifier(ClassifierMixin, BaseEstimator):
@@ -36,6 +39,21 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   _head: str
   _noise: tuple[str, ...] = ()
+  _parameter_constraints = {  # what `_validate_params` of scikit-learn checks
+    'C': [Interval(Real, 0, None, closed='right')],
+    'C_noise': [Interval(Real, 0, None, closed='both'), None],
+    'tau': [StrOptions({'learned', 'validation'}), Interval(Real, 0, None, closed='neither')],
+    'tol': [Interval(Real, 0, None, closed='neither')],
+    'max_iter': [_COUNT],
+    'num_factors': [_COUNT],
+    'num_samples': [_COUNT],
+    'num_buckets': [_COUNT, None],
+    'noise_dim': [_COUNT, None],
+    'solver': [StrOptions(set(inputs.SOLVERS))],
+    'validation_fraction': [Interval(Real, 0, 1, closed='neither')],
+    'random_state': ['random_state'],
+    'progress': ['boolean'],
+  }
 
   def fit(
     self,
@@ -169,7 +187,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     check_is_fitted(self)
     chosen = np.arange(len(self.classes_))
     if classes is not None:
-      chosen = targets.encode(classes, 'classes', self.classes_).values[:, 0]
+      chosen = targets.encode(np.atleast_1d(classes), 'classes', self.classes_).values[:, 0]
     if self._head == 'det':
       return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
     factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
@@ -211,8 +229,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       method: 'temperature', 'vector' or 'none' (`calibration`).
     """
     check_is_fitted(self)
-    self.calibration_ = None
-    encoded, scores = self._encoded(X, y), self._scores(X)
+    encoded, scores = self._encoded(X, y), self._raw_scores(X)
     shares, link = encoded.distribution(), encoded.link
     order = np.random.default_rng(0).permutation(len(shares))
     half = 0 if method == 'none' else (len(order) + 1) // 2
@@ -236,7 +253,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """
     check_is_fitted(self)
     if self.calibration_ is None or self.target_ != 'classes':
-      raise ValueError('predict_set needs one class an example, and calibrate(X, y) before it')
+      raise ValueError('predict_set needs one label per example, and calibrate(X, y) before it')
     return self.predict_proba(X) >= calibration.threshold(self.calibration_, alpha)
 
   @property
@@ -261,13 +278,17 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     tags.classifier_tags.multi_label = True
     return tags
 
+  def _raw_scores(self, X):  # noqa: N803
+    """log p, or log odds for an indicator, [N, K]."""
+    return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', X)
+
   def _scores(self, X):  # noqa: N803
-    """Calibrated log p, or log odds for an indicator, [N, K]."""
-    indicator = self.target_ == 'indicator'
-    scores = self._map('log_odds' if indicator else 'log_prob', X)
+    """The same, calibrated."""
+    scores = self._raw_scores(X)
     if self.calibration_ is None:
       return scores
-    return self.calibration_.apply(scores, 'sigmoid' if indicator else 'softmax')
+    link = 'sigmoid' if self.target_ == 'indicator' else 'softmax'
+    return self.calibration_.apply(scores, link)
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -293,31 +314,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return kernel, bias
 
   def _check(self):
-    name = type(self).__name__
-    if not self.C > 0:
-      raise ValueError(f'{name}: C={self.C} must be positive')
-    c_noise = getattr(self, 'C_noise', None)
-    if c_noise is not None and not c_noise >= 0:
-      raise ValueError(f'{name}: C_noise={c_noise} must be at least 0, or None for C')
-    if not (self.tau in ('learned', 'validation') if isinstance(self.tau, str) else self.tau > 0):
-      raise ValueError(f"{name}: tau={self.tau!r} must be 'learned', 'validation' or positive")
-    for setting in ('num_samples', *self._noise):
-      value = getattr(self, setting, None)
-      if value is not None and value < 1:
-        raise ValueError(f'{name}: {setting}={value} must be at least 1')
-    if self.max_iter < 1 or not self.tol > 0:
-      raise ValueError(f'{name}: max_iter={self.max_iter} and tol={self.tol} must be positive')
+    self._validate_params()
     if self.mesh is not None:
       placement.make_mesh(self.mesh)
-    if self.solver not in inputs.SOLVERS:
-      known = ', '.join(inputs.SOLVERS)
-      raise ValueError(f'solver={self.solver!r} is unknown: choose one of {known}')
-    if not 0 < self.validation_fraction < 1:
+    widths = self.hidden_layers
+    if np.ndim(widths) != 1 or not all(isinstance(w, Integral) and w > 0 for w in widths):
       raise ValueError(
-        f'{name}: validation_fraction={self.validation_fraction} must be a share in (0, 1)'
+        f'{type(self).__name__}: hidden_layers={widths!r} must be positive widths, such as (256,)'
       )
-    if np.ndim(self.hidden_layers) != 1 or any(width < 1 for width in self.hidden_layers):
-      raise ValueError(f'{name}: hidden_layers={self.hidden_layers} must be positive widths')
 
   def _validated(self, X, y=None, fit=False):  # noqa: N803
     if inputs.is_mapped(X) and y is not None:  # its rows are checked as they are read

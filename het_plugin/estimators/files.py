@@ -39,9 +39,11 @@ def save(estimator: HeadClassifier, path: str) -> None:
     'classes_dtype': estimator.classes_.dtype.str,
     'fitted': {name: getattr(estimator, name) for name in _FITTED},
   }
+  # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
+  metadata = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
-  safetensors.numpy.save_file(arrays, path, metadata={_METADATA: json.dumps(description)})
+  safetensors.numpy.save_file(arrays, path, metadata={_METADATA: metadata})
 
 
 def load(path: str) -> HeadClassifier:

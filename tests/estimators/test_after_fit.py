@@ -73,6 +73,11 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
   x, y = data
   path = str(tmp_path / 'het.safetensors')
   het.calibrate(x[500:700], y[500:700], 'vector')
+  calibrated = het.predict_proba(x)
+  with pytest.raises(ValueError, match="method='scaling' is unknown"):
+    het.calibrate(x[500:700], y[500:700], 'scaling')
+  np.testing.assert_array_equal(het.predict_proba(x), calibrated)  # the first one is kept
+  het.set_params(num_factors=np.int64(2))  # as GridSearchCV over np.arange does
   estimators.save(het, path)
   loaded = estimators.load(path)
   np.testing.assert_array_equal(loaded.predict_proba(x), het.predict_proba(x))

@@ -176,10 +176,12 @@ def test_hidden_layers_learn_what_a_line_cannot():
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'C': 0}, 'C=0 must be positive'),
-    ({'tau': 'best'}, "tau='best' must be"),
+    ({'C': 0}, "'C' parameter of DetClassifier must be a float in the range .* Got 0 instead"),
+    ({'C': '1'}, "'C' parameter of DetClassifier must be .* Got '1' instead"),
+    ({'tau': 'best'}, "'tau' parameter .* Got 'best' instead"),
     ({'hidden_layers': 8}, 'hidden_layers=8 must be positive widths'),
-    ({'validation_fraction': 2.0}, 'validation_fraction=2.0 must be a share'),
+    ({'hidden_layers': ('8',)}, r"hidden_layers=\('8',\) must be positive widths"),
+    ({'validation_fraction': 2.0}, "'validation_fraction' parameter .* Got 2.0 instead"),
     ({'target': 'votes'}, 'needs y of two dimensions'),
     ({'target': 'ordinal'}, "target='ordinal' is unknown"),
   ],
@@ -193,7 +195,9 @@ def test_wrong_settings_are_one_sentence(change, message):
 @pytest.mark.parametrize('setting', ['num_factors', 'num_samples', 'noise_dim', 'C_noise'])
 def test_wrong_settings_of_the_noise_are_one_sentence(setting):
   x, y = problem(num_rows=20)
-  with pytest.raises(ValueError, match=f'HetXLClassifier: {setting}=-1 must be at least'):
+  with pytest.raises(
+    ValueError, match=f"'{setting}' parameter of HetXLClassifier must be .* Got -1"
+  ):
     HetXLClassifier(**{setting: -1}).fit(x, y)
 
 

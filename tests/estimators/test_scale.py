@@ -119,7 +119,10 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'solver': 'sgd'}, "solver='sgd' is unknown: choose one of auto, lbfgs, adam"),
+    (
+      {'solver': 'sgd'},
+      "'solver' parameter of DetClassifier must be a str among .* Got 'sgd' instead",
+    ),
     ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
     ({'mesh': 2}, r'mesh=\(2,\) must be \(data, model\)'),
     ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
