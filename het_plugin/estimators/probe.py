@@ -15,6 +15,7 @@ from sklearn.model_selection import KFold, train_test_split
 from het_plugin.data.representations import (
   Representations,
   check_classes,
+  label_rows,
   read_representations,
 )
 from het_plugin.estimators.classifier import HeadClassifier
@@ -187,8 +188,8 @@ def _files_of(folder: Path) -> tuple[str, str | None]:
   if [x.stem for x in pair] == ['test', 'train']:
     return str(pair[1]), str(pair[0])
   raise ValueError(
-    f'--train={folder} has {len(files)} .safetensors and .npz files, and not one named train and '
-    f'one named test: name one, and another as --test, of {", ".join(map(str, files)) or "none"}'
+    f'--train={folder} must have one .safetensors or .npz file, or one named train and one named '
+    f'test; it has {", ".join(map(str, files)) or "none"}: name a file, and another as --test'
   )
 
 
@@ -197,7 +198,7 @@ def _read(source: Source, name: str) -> tuple[Representations, str]:
   if isinstance(source, str):
     return read_representations(source, mapped=True), source
   x, y = map(np.asarray, source)
-  return Representations(x, y.astype(np.int32)[:, None], np.arange(len(x))), name
+  return Representations(x, label_rows(y, len(x)), np.arange(len(x))), name
 
 
 def _targets(rows: Representations, target: str) -> tuple[np.ndarray, np.ndarray]:

@@ -56,6 +56,11 @@ class ParamCounts:
   head: int
   extra: int
 
+  def __str__(self) -> str:
+    return (
+      f'{self.backbone:,} in the backbone, {self.head:,} in the head ({self.extra:,} more than DET)'
+    )
+
   @property
   def total(self) -> int:
     return self.backbone + self.head

@@ -143,6 +143,12 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
     np.savez(tmp_path / f'{name}.npz', class_name=np.array(classes), **rows)
   with pytest.raises(ValueError, match="label 1 is 'dog' in .*b.npz and 'cat' in .*a.npz: both"):
     probe.probe(str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz'), settings())
+  for labels in (np.array(list('abab')), np.array([0.5, 1, 0, 1])):
+    with pytest.raises(ValueError, match='they must be integers'):
+      probe.probe((np.ones((4, 5), np.float32), labels), None, settings())
+  (tmp_path / 'empty').mkdir()
+  with pytest.raises(ValueError, match='must have one .* it has none'):
+    probe.probe(str(tmp_path / 'empty'), None, settings())
   np.savez(tmp_path / 'more.npz', features=np.ones((2, 6), np.float32), label=np.array([0, 7]))
   with pytest.raises(ValueError, match='1 test rows have classes .* such as 7'):
     probe.probe(files[0], str(tmp_path / 'more.npz'), settings())
