@@ -68,7 +68,7 @@ def test_a_folder_of_represent(files, tmp_path):
   (row,) = probe.probe(str(tmp_path), None, settings()).json
   assert row['nll'] == expected['nll']
   (tmp_path / 'pre_logits/train.npz').rename(tmp_path / 'pre_logits/validation.npz')
-  message = 'has 2 .* one named test: .*/test.npz, .*/validation.npz'
+  message = 'one named test; it has .*/test.npz, .*/validation.npz'
   with pytest.raises(ValueError, match=message):
     probe.probe(str(tmp_path), None, settings())
   (tmp_path / 'pre_logits/test.npz').unlink()
