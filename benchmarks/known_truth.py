@@ -79,6 +79,7 @@ def full_grid():
     points += [Problem(link, 10, 8, 2, 0.0, n), *(Problem(link, 10, 8, r, 3.0, n) for r in (1, 8))]
   points += [Problem(link, 10, 8, 2, 3.0, 5000) for link in links]
   points += [Problem('sigmoid', 1000, 32, 2, 3.0, n) for n in (5, 50)]
+  points += [Problem('sigmoid', 10, 256, 2, 3.0, 500), Problem('sigmoid', 100, 32, 50, 3.0, 50)]
   return sorted(points, key=lambda p: p.k**2 * p.n * (8 if p.link == 'softmax' else 1))
 
 
@@ -272,8 +273,8 @@ def refit(estimator, params, train):
 
 
 def over_seeds(rows):
-  """{point and head: mean gain, its standard error over examples, share of the possible gain, and
-  correlation of covariances or None, number of seeds}; the gain is None if no seed chose noise.
+  """{point and head: means}, whose gain is None if no seed chose noise, and covariance None if
+  there is none to compare.
   """
   names = ('head', 'link', 'k', 'd', 'r', 'noise', 'n')
   groups = {}
@@ -282,27 +283,54 @@ def over_seeds(rows):
       groups.setdefault(tuple(row[name] for name in names), []).append(row)
   means = {}
   for key, found in groups.items():
-    gain, possible = (
-      np.mean([f(row) for row in found])
-      for f in (lambda x: x['gain'], lambda x: x['nll_det'] - x['nll_true'])
-    )
-    error = np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found))
+    possible = np.mean([row['nll_det'] - row['nll_true'] for row in found])
+    gain = np.mean([row['gain'] for row in found])
     correlations = [row['covariance_correlation'] for row in found if row['c_noise']]
-    correlation = np.mean(correlations) if key[5] and correlations else None
-    has_noise = any(row['c_noise'] for row in found)
-    means[key] = gain if has_noise else None, error, gain / possible, correlation, len(found)
+    means[key] = {
+      'predicted': np.mean([predicted_share(row) for row in found]),
+      'gain': gain if any(row['c_noise'] for row in found) else None,
+      'stderr': np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found)),
+      'possible': possible,
+      'share': gain / possible,
+      'covariance': np.mean(correlations) if key[5] and correlations else None,
+      'seeds': len(found),
+    }
   return means
 
 
+def price(num_params, num_rows):
+  """Nats per example of new data that fitting parameters to rows costs (Akaike 1974)."""
+  return num_params / (2 * num_rows)
+
+
+def predicted_share(row):
+  """The share of the possible gain that is left after the price of the noise.
+
+  DET has paid its own price for W. What else it lacks to the truth is what the noise is worth.
+  """
+  k, d, num_rows = row['k'], row['d'], row['k'] * row['n']
+  noise_dim = {'het': k, 'het_h': min(k, d), 'het_xl': d}[row['head']]  # Q
+  possible = row['nll_det'] - row['nll_true']
+  worth = possible - price(k * (d + 1), num_rows)
+  return (worth - price(noise_dim * (2 * (d + 1) + row['r']), num_rows)) / possible
+
+
+def with_prediction(rows):
+  """`over_seeds` of labels with noise; without HET-H, whose buckets cannot express the truth."""
+  return {key: x for key, x in over_seeds(rows).items() if key[0] != 'het_h' and key[5]}
+
+
 def print_rows(rows):
-  """Prints the means over seeds, sorted by rows per parameter of the noise."""
-  table = []
-  for key, values in over_seeds(rows).items():
-    head, _, k, d, r, _, n = key
-    if head != 'het_h':
-      table.append([k * n / ((k if head == 'het' else d) * (2 * d + r + 2)), *key, *values])
-  header = 'rows/parameter head link k d r noise n gain ± share covariance seeds'
-  print_table(header.split(), sorted(table, key=lambda x: x[:2]))
+  """Prints the means over seeds, sorted by the prediction, and the error of the prediction."""
+  means = with_prediction(rows)
+  columns = 'predicted gain stderr share covariance seeds'.split()
+  table = [[*key, *(x[column] for column in columns)] for key, x in means.items()]
+  print_table([*'head link k d r noise n'.split(), *columns], sorted(table, key=lambda x: x[7]))
+  for head in ('het', 'het_xl'):
+    found = [x for key, x in means.items() if key[0] == head]
+    gaps = [x['share'] - max(x['predicted'], 0.0) for x in found]
+    error = np.sqrt(np.mean(np.square(gaps)))
+    print(f'{head}: share minus prediction, at least 0: {error:.2f} rms over {len(gaps)} points')
 
 
 def compare_rules(rows):
@@ -344,11 +372,9 @@ def draw_map(rows, path):
     ax, cells = panels[i, j], np.full((len(sizes), len(columns)), np.nan)
     for at in np.ndindex(cells.shape):
       (d, k), (n, noise) = sizes[at[0]], columns[at[1]]
-      gain, error, cells[at], *_ = means.get(
-        (*head, *link, k, d, MAP_FACTORS, noise, n), (None, 0.0, np.nan)
-      )
-      if np.isfinite(cells[at]):
-        weight = 'bold' if gain is not None and abs(gain) > 2 * error else 'normal'
+      if found := means.get((*head, *link, k, d, MAP_FACTORS, noise, n)):
+        gain, cells[at] = found['gain'], found['share']
+        weight = 'bold' if gain is not None and abs(gain) > 2 * found['stderr'] else 'normal'
         text = '–' if gain is None else f'{100 * cells[at]:.0f}'.replace('-0', '0')
         color = 'white' if abs(cells[at]) > 0.6 else 'black'
         ax.text(*at[::-1], text, ha='center', va='center', fontsize=7, color=color, weight=weight)
@@ -378,6 +404,32 @@ def draw_map(rows, path):
   path.write_bytes(style.to_png(figure, dpi=130))
 
 
+def draw_prediction(rows, path):
+  """Draws the share of the possible gain over `predicted_share`, ± over examples."""
+  figure = style.new_figure(6.4, 4.0)
+  ax = figure.subplots()
+  ax.plot([-1, 0, 1], [0, 0, 1], color='#999999', linewidth=1)
+  means = with_prediction(rows)
+  panels = itertools.product(('het', 'het_xl'), ('sigmoid', 'softmax'))
+  for (head, link), (color, _) in zip(panels, style.STYLES, strict=False):
+    found = [x for key, x in means.items() if key[:2] == (head, link)]
+    ax.errorbar(
+      [max(x['predicted'], -1) for x in found],
+      [x['share'] for x in found],
+      [x['stderr'] / x['possible'] for x in found],
+      fmt='s' if link == 'softmax' else 'o',
+      markersize=4,
+      elinewidth=1,
+      color=color,
+      label=f'{head.upper().replace("_", "-")}, {link}',
+    )
+  ax.set_xlabel('predicted share; -1 or less')
+  ax.set_ylabel('share of the possible gain')
+  ax.legend(fontsize=8)
+  style.plain_axes(ax, 'both')
+  path.write_bytes(style.to_png(figure, dpi=130))
+
+
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--truth', default='het_xl', choices=['het', 'het_xl'])
@@ -387,7 +439,7 @@ def main():
   parser.add_argument('--problem', action='append', help='one point instead: LINK,K,D,R,NOISE,N')
   parser.add_argument('--from_truth', action='store_true', help='also fits from the truth on')
   parser.add_argument(
-    '--plot', type=Path, help='a map of the rows of --json as a PNG; fits nothing'
+    '--plot', type=Path, help='a map of the rows of --json as a PNG, and X_price.png; fits nothing'
   )
   args = parser.parse_args()
   rows = []
@@ -395,6 +447,7 @@ def main():
     rows = json.loads(args.json.read_text())
   if args.plot:
     draw_map(rows, args.plot)
+    draw_prediction(rows, args.plot.with_stem(args.plot.stem + '_price'))
     print_rows(rows)
     compare_rules(rows)
     return
