@@ -3,8 +3,8 @@
     python benchmarks/real_features.py --json OUT [--parts glyphs] [--data DIR] [--work_dir DIR]
 
     glyphs      images and labels of glyphs_noisy, whose distribution is known: A and the
-                characters that are taken for each other most often, --classes in all, without
-                images that are labelled as another one
+                characters that are taken for each other most often, --classes in all (up to
+                2,297), without images that are labelled as another one
     omniglot    the first 200 characters of DIR/omniglot28.npz, on the backbone of glyphs; folds
                 are of drawers
     aggre, worse, annotators
@@ -184,14 +184,23 @@ def represent(images, gin_files, bindings, splits, max_rows):
 
 
 def fit(name, number, fitted, args, features, labels, groups):
-  """{head: result} of one fold: settings, and log p [N, K] of all rows of the splits."""
+  """The classes [k] that the rows of a fold's fits have, and {head: result}: settings, and log p
+  [N, k] of all rows of the splits.
+
+  Heads can say nothing about other classes.
+  """
   folder = args.work_dir / name / 'fits'
   folder.mkdir(parents=True, exist_ok=True)
-  y = labels if labels.shape[1] > 1 else labels[:, 0]
-  common = {'hidden_layers': tuple(args.hidden)}
-  common |= {'target': 'votes'} if labels.shape[1] > 1 else {}
   parts = GroupShuffleSplit(1, test_size=0.2, random_state=0).split(fitted, groups=groups[fitted])
-  train, held_out = ((features['heads'][fitted[x]], y[fitted[x]]) for x in next(parts))
+  train, held_out = (fitted[x] for x in next(parts))
+  seen = np.unique(labels[train])
+  held_out = held_out[np.isin(labels[held_out], seen).all(axis=1)]
+  y, common = labels, {'hidden_layers': tuple(args.hidden)}
+  if labels.shape[1] > 1:
+    common |= {'target': 'votes'}
+  else:
+    y = (labels == seen).astype(np.int8) if args.link == 'sigmoid' else labels[:, 0]
+  train, held_out = ((features['heads'][x], y[x]) for x in (train, held_out))
   results, det = {}, None
   for head in args.heads:
     path = folder / f'fold{number}_{head}.safetensors'
@@ -220,7 +229,7 @@ def fit(name, number, fitted, args, features, labels, groups):
     results[head] = {split: found.predict_log_proba(rows) for split, rows in features.items()}
     chosen = results[head]['chosen'] = json.loads(path.with_suffix('.json').read_text())
     print(f'{name}, fold {number + 1} of {args.folds}, {head}: {chosen}', flush=True)
-  return results
+  return seen, results
 
 
 def measure(name, args, settings):
@@ -237,31 +246,49 @@ def measure(name, args, settings):
   results = []
   for test, (split, shares) in tests.items():
     shares = shares[rows[split].index]
-    nll, right = {}, {}
-    for head in args.heads:
-      # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
-      nll[head] = np.full((len(folds), len(shares)), np.nan)
-      right[head] = nll[head].copy()
-      for n, (_, held_out) in enumerate(folds):
-        which = held_out if split == 'heads' else np.arange(len(shares))
-        log_p, t = fits[n][head][split][which].astype(float), shares[which]
-        nll[head][n, which] = -np.where(t > 0, t * log_p, 0.0).sum(axis=1)
+    # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
+    nll = {head: np.full((len(folds), len(shares)), np.nan) for head in (*args.heads, 'truth')}
+    right = {head: values.copy() for head, values in nll.items()}
+    for n, ((_, held_out), (seen, of_heads)) in enumerate(zip(folds, fits, strict=True)):
+      which = held_out if split == 'heads' else np.arange(len(shares))
+      which = which[shares[which][:, seen].sum(axis=1) > 0]
+      t = shares[which][:, seen]
+      t /= t.sum(axis=1, keepdims=True)
+      nll['truth'][n, which] = entropy(t, args.link)
+      for head in args.heads:
+        log_p = of_heads[head][split][which].astype(float)
+        nll[head][n, which] = cross_entropy(t, log_p, args.link)
         right[head][n, which] = t[np.arange(len(t)), log_p.argmax(axis=1)]
-    tested = ~np.isnan(nll['det']).all(axis=0)
+    tested = ~np.isnan(nll['truth']).all(axis=0)
     nll = {head: values[:, tested] for head, values in nll.items()}
+    lowest = float(np.nanmean(nll['truth'], axis=0).mean())
     for head in args.heads:
       row = {'part': name, 'test': test, 'head': head, 'settings': settings}
       row['examples'] = int(tested.sum())
       row |= mean_and_errors(nll[head], 'nll')
       row['precision_at_1'] = float(np.nanmean(right[head]))
-      row['kl'] = row['nll'] - float(special.entr(shares[tested]).sum(axis=1).mean())
+      row['kl'] = row['nll'] - lowest
       for other in args.heads[:2]:
         gap = nll[head] - nll[other]
         row |= mean_and_errors(gap, f'to_{other}')
         row[f'to_{other}_extreme'] = extreme_share(np.nanmean(gap, axis=0))
-      row['chosen'] = [fold[head]['chosen'] for fold in fits]
+      row['chosen'] = [of_heads[head]['chosen'] for _, of_heads in fits]
       results.append(row)
   return results
+
+
+def entropy(shares, link):
+  """Of shares of the classes [N, K]; with a sigmoid the sum over the classes, [N]."""
+  of_classes = special.entr(shares)
+  return (of_classes + special.entr(1 - shares) * (link == 'sigmoid')).sum(axis=1)
+
+
+def cross_entropy(shares, log_p, link):
+  """Of shares of the classes and log p, both [N, K]; as `entropy`, [N]."""
+  of_classes = -np.where(shares > 0, shares * log_p, 0.0)
+  if link == 'sigmoid':
+    of_classes -= np.where(shares < 1, (1 - shares) * np.log(-np.expm1(log_p)), 0.0)
+  return of_classes.sum(axis=1)
 
 
 def mean_and_errors(values, name):
@@ -287,19 +314,20 @@ def main():
   parser.add_argument('--folds', type=int, default=4)
   parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
+  parser.add_argument('--link', choices=['softmax', 'sigmoid'], default='softmax')
   parser.add_argument('--hidden', type=integers, default=[], help='widths of layers below a head')
   args = parser.parse_args()
   args.heads = [head for head in HEADS if head in ('det', 'det_tau', *args.heads)]
+  if args.link == 'sigmoid' and 'annotators' in args.parts:
+    parser.error('--link=sigmoid has no votes, which --parts=annotators fits')
   for name, file in FILES.items():
     if name in args.parts and not (args.data and (args.data / file).exists()):
       parser.error(f'--data={args.data} has no {file}, which --parts={name} reads')
   args.work_dir = args.work_dir.absolute()
   args.work_dir.mkdir(parents=True, exist_ok=True)
   of_work_dir = args.work_dir / 'settings.json'
-  settings = {
-    x: getattr(args, x)
-    for x in ('steps', 'classes', 'rows_per_class', 'max_rows', 'folds', 'samples', 'hidden')
-  }
+  names_of_settings = 'steps classes rows_per_class max_rows folds samples link hidden'.split()
+  settings = {x: getattr(args, x) for x in names_of_settings}
   if of_work_dir.exists() and json.loads(of_work_dir.read_text()) != settings:
     parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')
   of_work_dir.write_text(json.dumps(settings))
