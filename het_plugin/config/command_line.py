@@ -54,7 +54,10 @@ def one_sentence(error: BaseException) -> str:
   """An error's message on one line, without the call sites that gin appends to it."""
   text = str(error).strip() or type(error).__name__
   if unbound := re.match(r"No bindings specified for '(.+)/gin\.macro'", text):
-    return f'{unbound[1]} is not set: bind it in a gin file or with --gin.{unbound[1]}=VALUE'
+    return (
+      f'{unbound[1]} is not set: bind it in a gin file or with --gin.{unbound[1]}=VALUE, text in '
+      'quotes of its own'
+    )
   lines = [line.strip() for line in text.splitlines()]
   return ' '.join(line for line in lines if line and not line.startswith('In call to configurable'))
 

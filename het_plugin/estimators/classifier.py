@@ -287,8 +287,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     scores = self._raw_scores(X)
     if self.calibration_ is None:
       return scores
-    link = 'sigmoid' if self.target_ == 'indicator' else 'softmax'
-    return self.calibration_.apply(scores, link)
+    return self.calibration_.apply(scores, self.model_.link)
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
