@@ -248,12 +248,12 @@ def measure(name, args, settings):
     shares = shares[rows[split].index]
     # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
     nll = {head: np.full((len(folds), len(shares)), np.nan) for head in (*args.heads, 'truth')}
-    right = {head: values.copy() for head, values in nll.items()}
+    right = {head: nll[head].copy() for head in args.heads}
     for n, ((_, held_out), (seen, of_heads)) in enumerate(zip(folds, fits, strict=True)):
       which = held_out if split == 'heads' else np.arange(len(shares))
-      which = which[shares[which][:, seen].sum(axis=1) > 0]
       t = shares[which][:, seen]
-      t /= t.sum(axis=1, keepdims=True)
+      total = t.sum(axis=1)
+      which, t = which[total > 0], t[total > 0] / total[total > 0, None]
       nll['truth'][n, which] = entropy(t, args.link)
       for head in args.heads:
         log_p = of_heads[head][split][which].astype(float)
@@ -280,7 +280,9 @@ def measure(name, args, settings):
 def entropy(shares, link):
   """Of shares of the classes [N, K]; with a sigmoid the sum over the classes, [N]."""
   of_classes = special.entr(shares)
-  return (of_classes + special.entr(1 - shares) * (link == 'sigmoid')).sum(axis=1)
+  if link == 'sigmoid':
+    of_classes += special.entr(1 - shares)
+  return of_classes.sum(axis=1)
 
 
 def cross_entropy(shares, log_p, link):
