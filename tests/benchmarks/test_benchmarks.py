@@ -210,17 +210,6 @@ def test_analytic_bias(run):
 
 
 @pytest.mark.slow
-def test_restart(run):
-  flags = ['--gin=vit.depth=1', '--gin=vit.width=12', '--gin=vit.mlp_dim=12', '--rounds=1']
-  flags += ['--gin=train/Integrator.num_samples=4']
-  rows, _ = run('restart.py', *flags, '--gin=IMAGE_SIZE=16', '--runs=digits')
-  assert [row['cache'] for row in rows] == ['without', 'with']
-  for row in rows:
-    assert row['total'] == row['lowest'] == row['highest'] > row['compile'] > 0
-    assert row['cpu'] > 0
-
-
-@pytest.mark.slow
 def test_input(run):
   flags = ['--files=48', '--size=48', '--image_size=16', '--batch=8', '--turn=32', '--turns=1']
   rows, printed = run('input.py', *flags, '--workers=1')
