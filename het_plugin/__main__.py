@@ -51,7 +51,6 @@ def main() -> None:
     except ModuleNotFoundError as error:  # the extra `train` is not installed
       print(f'Error: {error}', file=sys.stderr)
       sys.exit(2)
-    chosen.define_flags()
     command_line.run(chosen.main)
 
 

@@ -66,19 +66,17 @@ def main(argv: Sequence[str]) -> None:
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
     distributed.initialize()
-    gin_settings = (F.gin_file, F.gin_bindings, F.gin_search_paths)
+    gin_settings = command_line.gin_settings()
     for checkpoint in F.checkpoint:  # mistakes show before the first run is opened
       config = trained_run.parse_run_config(checkpoint, *gin_settings, without=['partitioner'])
       task = F.dataset or config['train_dataset_cfg'].mixture_or_task_name
       evaluate.check_model(config['model'], task)
     evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
     report = uncertainty_report.make_report(evaluations)
-    if jax.process_index() == 0:
-      report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
-      if F.output_dir:
-        print(f'\nThe same with curves and pictures: {Path(F.output_dir) / "index.html"}')
+    report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
+    if F.output_dir and jax.process_index() == 0:
+      print(f'\nThe same with curves and pictures: {Path(F.output_dir) / "index.html"}')
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

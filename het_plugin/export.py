@@ -44,14 +44,11 @@ def main(argv: Sequence[str]) -> None:
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    F = flags.FLAGS
-    gin_settings = F.gin_file, F.gin_bindings, F.gin_search_paths
-    arrays = trained_run.published_params(checkpoint, *gin_settings)
+    arrays = trained_run.published_params(checkpoint, *command_line.gin_settings())
     weights.write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -10,15 +10,12 @@ shows results of earlier calls beside them.
 
 A run's name is METHOD or METHOD/SETTING; averages are over data sets and the settings of a method.
 Files of several data sets make one run under --names=RUN:DATASET,RUN:DATASET.
-
-Exit codes: 0 done; 2 a setting is wrong.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import flags
 
 import gin
@@ -86,7 +83,7 @@ def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
   return fewshot_runs.from_checkpoints(
     F.names,
     F.checkpoint,
-    lambda path: trained_run.open_run(path, F.gin_file, F.gin_bindings, F.gin_search_paths),
+    lambda path: trained_run.open_run(path, *command_line.gin_settings()),
     # These are the bindings of the run that was opened last.
     lambda: gin.get_bindings('FewShotAction').get('datasets'),
     **{name: F[name].value for name in fewshot_runs.OF_CHECKPOINTS},
@@ -104,10 +101,8 @@ def main(argv: Sequence[str]) -> None:
     protocol = {'name': F.protocol, **dataclasses.asdict(chosen['protocol'])}
     earlier = [row for path in F.results for row in fewshot_runs.read_rows(path)]
     report = fewshot_runs.make_report(protocol, earlier, evaluate(chosen))
-    if jax.process_index() == 0:
-      report.write('het_plugin.fewshot', json=F.json, html=F.html)
+    report.write('het_plugin.fewshot', json=F.json, html=F.html)
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
-    configuration = FLAGS.gin_file, FLAGS.gin_bindings, FLAGS.gin_search_paths
-    request = worker.Request(*map(list, configuration), FLAGS.topology, mesh, FLAGS.num_slices)
+    configuration = map(list, command_line.gin_settings())
+    request = worker.Request(*configuration, FLAGS.topology, mesh, FLAGS.num_slices)
     if FLAGS.grid:
       batches = flag_values.integers('batches', FLAGS.batches, least=1)
       samples = flag_values.integers('samples', FLAGS.samples, least=1)
@@ -79,5 +79,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

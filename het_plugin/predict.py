@@ -6,8 +6,6 @@ prints the most probable classes of each image with their probabilities, and the
 predictive distribution in nats. --dataset is an image file, a folder that is searched for .jpg and
 .png files, or a .npz file with an array 'image' [N, H, W] or [N, H, W, C] of uint8, or of floats in
 [0, 1]. Images that cannot be read are left out.
-
-Exit codes: 0 done; 2 a setting is wrong.
 """
 
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
       if not F[name].value:
         raise ValueError(f'--{name} is needed')
     distributed.initialize()
-    run = trained_run.open_run(F.checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths)
+    run = trained_run.open_run(F.checkpoint, *command_line.gin_settings())
     rows = predict.predict(run, F.dataset, F.top, F.batch_size)
     if jax.process_index() == 0:
       print(predict.table(rows))
@@ -49,5 +47,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

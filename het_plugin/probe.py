@@ -9,9 +9,7 @@ Prints NLL, precision@1, ECE and Brier score with standard errors, and differenc
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
 --C, --C_noise, --num_factors and --tau may list several values: those with the least NLL on a share
 (--validation) of the training rows are taken, and of several --C_noise and 0 (no noise) the
-smallest whose NLL is within a standard error of the least.
-Exit codes: 0 done; 2 a setting is wrong.
-"""
+smallest whose NLL is within a standard error of the least."""
 
 import functools
 from collections.abc import Sequence
@@ -71,8 +69,7 @@ def represented() -> list[str]:
   from het_plugin.evaluation import represent
 
   F = flags.FLAGS
-  gin_files = F.gin_file, F.gin_bindings, F.gin_search_paths
-  open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_files)
+  open_run = functools.partial(trained_run.open_run, F.checkpoint, *command_line.gin_settings())
   where = F.dataset, F.output_dir
   found = represent.represent(open_run, *where, splits=','.join(F.splits), layers=[F.layer])
   return [row['file'] for row in found['files']]
@@ -91,5 +88,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -67,5 +67,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -7,8 +7,6 @@ writes representations/digits/pre_logits/train.safetensors and so on. Run it aga
 stopped; complete files stay. The checkpoint is a run's directory, one checkpoint in it, a file of
 timm, transformers or open_clip, or another published file, whose model --gin_file gives.
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
-
-Exit codes: 0 done; 2 a setting is wrong.
 """
 
 import functools
@@ -71,9 +69,8 @@ def main(argv: Sequence[str]) -> None:
     if F.arrays:
       result = represent.convert(F.arrays, F.output_dir, **of_files)
     else:
-      open_run = functools.partial(
-        trained_run.open_run, F.checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths
-      )
+      gin_settings = command_line.gin_settings()
+      open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_settings)
       of_model = {name: F[name].value for name in _OF_A_MODEL}
       result = represent.represent(open_run, F.dataset, F.output_dir, **of_files, **of_model)
     if jax.process_index() == 0:
@@ -83,5 +80,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -19,8 +19,6 @@ There is one source per candidate, separated by commas or with a flag each; file
 representations (.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand
 takes --names, --json, --html and, but for soup, --png; a flag that a subcommand does not read is an
 error.
-
-Exit codes: 0 done; 2 a setting or a file is wrong.
 """
 
 import functools
@@ -28,7 +26,6 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values
@@ -109,13 +106,10 @@ def main(argv: Sequence[str]) -> None:
     compute = getattr(importlib.import_module(f'het_plugin.{module}'), argv[1])
     if 'checkpoint' in read:
       distributed.initialize()
-      gin_settings = (values.gin_file, values.gin_bindings, values.gin_search_paths)
-      compute = functools.partial(compute, gin_settings)
+      compute = functools.partial(compute, command_line.gin_settings())
     result = compute(names=values.names, **{flag: value_of(flag) for flag in read})
-    if jax.process_index() == 0:
-      result.write('het_plugin.select', json=values.json, png=values.png, html=values.html)
+    result.write('het_plugin.select', json=values.json, png=values.png, html=values.html)
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -75,5 +75,4 @@ def _request_profile(run_dir: str, steps: int) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

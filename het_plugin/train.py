@@ -34,13 +34,10 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
     registry.register_trainer()
-    parsing.parse_config(
-      flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths
-    )
+    parsing.parse_config(*command_line.gin_settings())
     observer = operations.Operations(flags.FLAGS.stall_timeout_seconds, stopping.BEGAN)
     training_run.train_from_gin(flags.FLAGS.accept_config_changes, observer)
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -10,13 +10,10 @@ prints top-1 and top-5 accuracy on data sets with class names, and recall at 1, 
 directions on data sets with captions. --checkpoint may be repeated. A --group is a name and the
 checkpoints of several seeds: its mean and standard error are printed, and for each further group
 the p-value against the first (table 6 of Collier et al. 2023).
-
-Exit codes: 0 done; 2 a setting is wrong.
 """
 
 from collections.abc import Sequence
 
-import jax
 from absl import flags
 
 import gin
@@ -66,8 +63,8 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
 
   def open_run(checkpoint: str):
-    arguments = checkpoint, F.gin_file, F.gin_bindings, F.gin_search_paths
-    run = trained_run.open_run(*arguments, published=trained_run.PUBLISHED_PAIRS)
+    given = command_line.gin_settings()
+    run = trained_run.open_run(checkpoint, *given, published=trained_run.PUBLISHED_PAIRS)
     zeroshot_datasets.check_model(run.model, F.samples)
     tokenizer = zeroshot_datasets.run_tokenizer(
       gin.get_bindings('het_plugin.training.train')['train_dataset_cfg']
@@ -80,10 +77,8 @@ def main(argv: Sequence[str]) -> None:
     runs = zeroshot_report.choose_runs(F.checkpoint, F.names, F.group)
     distributed.initialize()
     rows = zeroshot_report.evaluate(runs, open_run, F.batch_size, F.samples)
-    if jax.process_index() == 0:
-      zeroshot_report.make_report(rows).write('het_plugin.zeroshot', json=F.json)
+    zeroshot_report.make_report(rows).write('het_plugin.zeroshot', json=F.json)
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -189,9 +189,7 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     jobs = sweep.make_jobs(
       values.model_dir,
-      values.gin_file,
-      values.gin_bindings,
-      values.gin_search_paths,
+      *command_line.gin_settings(),
       values.heads,
       values.sweep,
       training_run.given_flags(),
@@ -214,5 +212,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -37,6 +37,12 @@ def define_binding_flags() -> None:
   foreign.define_flags()
 
 
+def gin_settings() -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+  """The values of the flags of `define_flags`: files, bindings and search paths."""
+  values = flags.FLAGS
+  return values.gin_file, values.gin_bindings, values.gin_search_paths
+
+
 def rewrite_flags(argv: Sequence[str]) -> list[str]:
   """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE, which absl can parse."""
   rewritten = [argv[0]]
@@ -81,11 +87,13 @@ def one_sentence_errors(argv: Sequence[str] = ()):
 
 
 def help_text(main: Callable[[Sequence[str]], None]) -> str:
-  """The text of --help: the docstring of the main's module and all flags of this project."""
+  """The text of --help: docstring of the main's module, exit codes, all flags of this project."""
   defined = flags.FLAGS.flags_by_module_dict()
   own_first = sorted(defined, key=lambda module: module.startswith(__package__))
   ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
   lines = [sys.modules[main.__module__].__doc__]
+  if 'Exit codes' not in lines[0]:
+    lines.append('Exit codes: 0 done; 2 a setting is wrong.\n')
   for flag in [flag for module in ours for flag in defined[module]]:
     default = '' if flag.default in (None, []) else f' (default: {flag.default_as_str[1:-1]})'
     text = ' '.join(flag.help.partition(';\n')[0].split()) + default  # absl explains lists there
@@ -96,7 +104,8 @@ def help_text(main: Callable[[Sequence[str]], None]) -> str:
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs a main with the flags of all mains, and with the log of `screen` on stderr."""
+  """Runs the `main` of a module, with the flags of its `define_flags` and of all mains."""
+  sys.modules[main.__module__].define_flags()
   screen.define_flags()
   if _HELP & set(sys.argv[1:]):
     print(help_text(main))

@@ -222,22 +222,27 @@ def open_run(
   )
 
 
-def published_params(
-  checkpoint: epath.PathLike,
-  gin_files: Sequence[str] = (),
-  bindings: Sequence[str] = (),
-  search_paths: Sequence[str] = ('.',),
-) -> dict[str, np.ndarray]:
-  """Parameters of a run under the names of published files, see `weights.export_params`; arguments
-  as in `open_run`. Of a contrastive model it is the image tower, for which there are such names.
+def read_params(
+  checkpoint: epath.PathLike, *gin_settings: Sequence[str]
+) -> tuple[Any, dict[str, np.ndarray]]:
+  """The model of a run, and {name: array} of the parameters that it is evaluated with, on the host:
+  their average where `with_ema` says so. Arguments as in `open_run`.
   """
   from het_plugin.training import checkpoint_reader, optimizers
 
   # The partitioner is of the devices that it trained on.
-  arguments = checkpoint, gin_files, bindings, search_paths
-  model = parse_run_config(*arguments, without=['partitioner'])['model']
+  model = parse_run_config(checkpoint, *gin_settings, without=['partitioner'])['model']
   ema = optimizers.evaluates_ema(model.optimizer_def)
-  params = checkpoint_reader.read_params(checkpoint, ema)
+  return model, checkpoint_reader.read_params(checkpoint, ema)
+
+
+def published_params(
+  checkpoint: epath.PathLike, *gin_settings: Sequence[str]
+) -> dict[str, np.ndarray]:
+  """`read_params` under the names of published files, see `weights.export_params`. Of a contrastive
+  model it is the image tower, for which there are such names.
+  """
+  model, params = read_params(checkpoint, *gin_settings)
   num_classes = getattr(model.head, 'num_classes', None)
   if num_classes is None:
     params = {name: x for name, x in params.items() if name.startswith('backbone/')}

@@ -87,8 +87,9 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   Args:
     estimator: a fitted one. What its calibration adds is left out.
     path: a .safetensors or .npz file.
-    backbone: what made the features: the directory of a run (the average of its parameters if it
-      keeps one), a file of weights in our names, or {'backbone/...': array}.
+    backbone: what made the features: the directory of a run (the parameters that it is evaluated
+      with, and its gin configuration is the current one afterwards), a file of weights in our
+      names, or {'backbone/...': array}.
 
   Raises:
     ValueError: the estimator has hidden layers and there is a backbone below them, or the backbone
@@ -107,9 +108,9 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
     if weights.is_weights_file(backbone):
       backbone = weights.read_arrays(backbone)
     else:
-      from het_plugin.training import checkpoint_reader  # imports orbax
+      from het_plugin.config import trained_run  # imports TensorFlow
 
-      backbone = checkpoint_reader.read_params(backbone, checkpoint_reader.keeps_average(backbone))
+      _, backbone = trained_run.read_params(backbone)
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')

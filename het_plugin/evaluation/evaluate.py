@@ -94,7 +94,7 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
 
   def predict(title, stream):
     batches, total = stream
-    with reporting.Progress(title, total, shown=jax.process_index() == 0) as progress:
+    with reporting.Progress(title, total) as progress:
       for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
         progress.update(len(part))
         yield part

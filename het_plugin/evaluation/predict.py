@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from het_plugin import data, reporting
@@ -121,7 +120,7 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
   )
   config = dataclasses.replace(config, max_corrupt_fraction=1.0)
   batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
-  progress = reporting.Progress('predict', len(images.names), shown=jax.process_index() == 0)
+  progress = reporting.Progress('predict', len(images.names))
   rows = []
   with contextlib.closing(batches), progress:
     for part in predictor(run.params, batches, batch_size):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from het_plugin import reporting
 
 Row = Mapping[str, Any]
@@ -41,7 +43,7 @@ class Report:
     html: str | None = None,
     output_dir: str | None = None,
   ) -> None:
-    """Prints the text and writes the files whose paths are given.
+    """Prints the text and writes the files whose paths are given; only process 0 does.
 
     Args:
       program: the main, as in `python -m PROGRAM`.
@@ -50,6 +52,8 @@ class Report:
       html: path of the page.
       output_dir: folder of results.json, results.txt, index.html and all plots.
     """
+    if jax.process_index() > 0:
+      return
     print(self.text())
     folder = Path(output_dir) if output_dir else None
     for path in filter(None, (json, folder and folder / 'results.json')):

@@ -101,11 +101,11 @@ def represent(
   # All errors of settings are found before the first split is begun.
   pending = {split: files[split].pending(layers, overwrite) for split in names}
   provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
-  shown, rows = jax.process_index() == 0, []
+  rows = []
   for split, left in pending.items():
     speed, start = {}, time.monotonic()
     if left.layers:
-      progress = reporting.Progress(split, num_examples[split], left.num_rows, shown=shown)
+      progress = reporting.Progress(split, num_examples[split], left.num_rows)
       with open_batches(split) as (batches, _), progress:
         files[split].extract(
           left,
@@ -120,7 +120,7 @@ def represent(
         )
       seconds, computed = time.monotonic() - start, progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
-    if shown:
+    if jax.process_index() == 0:
       rows += [_row(files[split], x, speed if x in left.layers else None) for x in layers]
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
 

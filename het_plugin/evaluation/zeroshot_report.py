@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from het_plugin import data, reporting
 from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import check_names, choose_names, short_names
@@ -115,7 +113,7 @@ def evaluate(
     about = {'checkpoint': opened.checkpoint, 'step': opened.step, 'samples': num_samples}
     for dataset, size in zip(datasets, sizes, strict=True):
       title = f'{run.name}: {dataset.name}'
-      with reporting.Progress(title, size, shown=jax.process_index() == 0) as progress:
+      with reporting.Progress(title, size) as progress:
         result = evaluator(dataset, opened.params, progress.update)
       rows.append(
         {'run': run.name, 'group': run.group, 'dataset': dataset.name}

@@ -5,11 +5,12 @@ import sys
 import time
 from typing import TextIO
 
+import jax
 import tqdm
 
 
 class Progress:
-  """Counts towards a total on stderr; a context manager.
+  """Counts towards a total on stderr, shown by process 0 only; a context manager.
 
       with Progress('train', total=50_000) as progress:
         progress.update(256)
@@ -25,7 +26,6 @@ class Progress:
     done: int = 0,
     unit: str = 'images',
     seconds: float = 10.0,
-    shown: bool = True,
     stream: TextIO | None = None,
   ):
     """
@@ -35,16 +35,15 @@ class Progress:
       done: the count at the start, which the rate leaves out.
       unit: unit of the count.
       seconds: least time between two lines if `stream` is not a terminal.
-      shown: False counts without output.
       stream: stderr by default.
     """
     self._stream = sys.stderr if stream is None else stream
     self._title, self._total, self._unit, self._seconds = title, total, unit, seconds
     self._start_count = self.count = done
-    self._shown = shown
+    self._shown = jax.process_index() == 0
     self._start = self._told = time.monotonic()
     self._bar = None
-    if shown and self._stream.isatty():
+    if self._shown and self._stream.isatty():
       self._bar = tqdm.tqdm(
         desc=title,
         total=total,

@@ -128,11 +128,6 @@ def params_root(saved: Collection[str], ema: bool = False) -> str:
   return min(roots, key=len) + _EMA.rstrip('/')
 
 
-def keeps_average(path: epath.PathLike) -> bool:
-  """Whether the checkpoint that `find` finds at `path` has an average of the parameters."""
-  return any(_EMA in name for name in _metadata(find(path)))
-
-
 def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray]:
   """{'head/kernel': float32 array, ...} on the host, of the checkpoint that `find` finds at `path`.
 

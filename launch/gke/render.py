@@ -198,13 +198,8 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
-    (job,) = sweep.make_jobs(
-      values.model_dir,
-      values.gin_file,
-      values.gin_bindings,
-      values.gin_search_paths,
-      train_flags=training_run.given_flags(),
-    )
+    given, train_flags = command_line.gin_settings(), training_run.given_flags()
+    (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
     text = to_yaml(jobset(values.name, settings(), job))
     if values.output:
       Path(values.output).write_text(text)
@@ -213,5 +208,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-  define_flags()
   command_line.run(main)

@@ -79,7 +79,7 @@ from het_plugin.config import distributed, command_line
 def main(argv):
   with command_line.one_sentence_errors():
     distributed.initialize()
-distributed.define_flags()
+define_flags = distributed.define_flags
 command_line.run(main)
 """
 
@@ -139,9 +139,10 @@ def main(argv):
       os.kill(os.getpid(), getattr(signal, flags.FLAGS.fault))
     while True:
       multihost_utils.process_allgather(np.ones(1))
-flags.DEFINE_string('fault', '', '')
-flags.DEFINE_integer('culprit', 1, '')
-distributed.define_flags()
+def define_flags():
+  flags.DEFINE_string('fault', '', '')
+  flags.DEFINE_integer('culprit', 1, '')
+  distributed.define_flags()
 command_line.run(main)
 """
 

@@ -140,7 +140,7 @@ def test_a_local_sweep_ends_with_a_table(tmp_path, monkeypatch, parsed_flags, ca
 @pytest.mark.slow
 def test_ctrl_c_lets_the_running_jobs_save(tmp_path):
   code = f'from launch import sweep, xm_launch as x\nsweep.TRAIN = ("-c", {TRAIN!r})\n'
-  code += 'x.define_flags()\nx.command_line.run(x.main)'
+  code += 'x.command_line.run(x.main)'
   arguments = [*RUN, f'--model_dir={tmp_path}', '--sweep=RANDOM_SEED=2,0']
   process = subprocess.Popen(
     [sys.executable, '-c', code, *arguments], cwd=ROOT, env=environment(tmp_path),

@@ -2,6 +2,7 @@
 
 import io
 
+import jax
 import pytest
 
 from het_plugin.reporting.progress import Progress
@@ -31,8 +32,9 @@ def test_a_terminal_gets_a_bar():
 
 
 @pytest.mark.parametrize('stream', [Terminal, io.StringIO])
-def test_hidden_it_only_counts(stream):
+def test_other_processes_only_count(stream, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
   stream = stream()
-  with Progress('train', 10, seconds=0.0, shown=False, stream=stream) as progress:
+  with Progress('train', 10, seconds=0.0, stream=stream) as progress:
     progress.update(4)
   assert stream.getvalue() == '' and progress.count == 4
