@@ -12,6 +12,8 @@ over (NLL of DET - NLL of the truth). covariance_correlation is that of the entr
 covariances of head and truth (centred for a softmax, to which shared noise is nothing), and
 principal_angles are those in degrees between their R leading factors at an x, in the mean over x.
 grid lists the values of C_noise, and the last table compares the rule with taking the least NLL.
+The prediction is that the gain of HET and HET-XL is what DET lacks, less the prices of W and of the
+noise (`probe.price`).
 --from_truth adds rows of the head that drew the labels, fitted from the true parameters on.
 
 Rows that --json already has are not measured again, so a run can be cut anywhere. The default takes
@@ -34,7 +36,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import CLASSIFIERS, lbfgs, objective
 from het_plugin.estimators.model import Model
-from het_plugin.estimators.probe import choose, extreme_share
+from het_plugin.estimators.probe import choose, extreme_share, price
 from het_plugin.evaluation.uncertainty import stderr
 from het_plugin.reporting import style
 
@@ -48,6 +50,7 @@ TRUE_SAMPLES = 512
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
 NUM_SAMPLES = 32
 MAP_FACTORS = 2  # R of the points of the map
+KEY = ('head', 'link', 'k', 'd', 'r', 'noise', 'n')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,21 +276,19 @@ def refit(estimator, params, train):
 
 
 def over_seeds(rows):
-  """{point and head: means}, whose gain is None if no seed chose noise, and covariance None if
+  """{head and point: means}, whose gain is None if no seed chose noise, and covariance None if
   there is none to compare.
   """
-  names = ('head', 'link', 'k', 'd', 'r', 'noise', 'n')
   groups = {}
   for row in rows:
     if row['head'] in CLASSIFIERS and row['head'] != 'det':
-      groups.setdefault(tuple(row[name] for name in names), []).append(row)
+      groups.setdefault(tuple(row[name] for name in KEY), []).append(row)
   means = {}
   for key, found in groups.items():
     possible = np.mean([row['nll_det'] - row['nll_true'] for row in found])
     gain = np.mean([row['gain'] for row in found])
     correlations = [row['covariance_correlation'] for row in found if row['c_noise']]
     means[key] = {
-      'predicted': np.mean([predicted_share(row) for row in found]),
       'gain': gain if any(row['c_noise'] for row in found) else None,
       'stderr': np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found)),
       'possible': possible,
@@ -298,26 +299,28 @@ def over_seeds(rows):
   return means
 
 
-def price(num_params, num_rows):
-  """Nats per example of new data that fitting parameters to rows costs (Akaike 1974)."""
-  return num_params / (2 * num_rows)
-
-
 def predicted_share(row):
-  """The share of the possible gain that is left after the price of the noise.
+  """The share of the possible gain that HET or HET-XL has after the price of its noise.
 
   DET has paid its own price for W. What else it lacks to the truth is what the noise is worth.
   """
   k, d, num_rows = row['k'], row['d'], row['k'] * row['n']
-  noise_dim = {'het': k, 'het_h': min(k, d), 'het_xl': d}[row['head']]  # Q
+  noise_dim = k if row['head'] == 'het' else d  # Q
   possible = row['nll_det'] - row['nll_true']
   worth = possible - price(k * (d + 1), num_rows)
   return (worth - price(noise_dim * (2 * (d + 1) + row['r']), num_rows)) / possible
 
 
 def with_prediction(rows):
-  """`over_seeds` of labels with noise; without HET-H, whose buckets cannot express the truth."""
-  return {key: x for key, x in over_seeds(rows).items() if key[0] != 'het_h' and key[5]}
+  """`over_seeds` of labels with noise, and the prediction; without HET-H, whose buckets cannot
+  express the truth.
+  """
+  rows = [row for row in rows if row['head'] in ('het', 'het_xl') and row['noise']]
+  means = over_seeds(rows)
+  for key, x in means.items():
+    names = dict(zip(KEY, key, strict=True))
+    x['predicted'] = np.mean([predicted_share(row) for row in rows if names.items() <= row.items()])
+  return means
 
 
 def print_rows(rows):
@@ -325,7 +328,7 @@ def print_rows(rows):
   means = with_prediction(rows)
   columns = 'predicted gain stderr share covariance seeds'.split()
   table = [[*key, *(x[column] for column in columns)] for key, x in means.items()]
-  print_table([*'head link k d r noise n'.split(), *columns], sorted(table, key=lambda x: x[7]))
+  print_table([*KEY, *columns], sorted(table, key=lambda x: x[7]))
   for head in ('het', 'het_xl'):
     found = [x for key, x in means.items() if key[0] == head]
     gaps = [x['share'] - max(x['predicted'], 0.0) for x in found]

@@ -5,6 +5,7 @@
     glyphs      images and labels of glyphs_noisy, whose distribution is known: A and the
                 characters that are taken for each other most often, --classes in all (up to
                 2,297), without images that are labelled as another one
+    glyphs_full the same of the 6,494 characters of glyphs_full, with their true classes as labels
     omniglot    the first 200 characters of DIR/omniglot28.npz, on the backbone of glyphs; folds
                 are of drawers
     aggre, worse, annotators
@@ -25,6 +26,7 @@ fits share rows; `extreme` is the share of a difference that 1% of the examples 
 divergence from the labels' distribution.
 """
 
+import functools
 import io
 import itertools
 import json
@@ -52,7 +54,7 @@ FILES = {'omniglot': 'omniglot28.npz', **dict.fromkeys(PEOPLE, 'cifar10_human.np
 HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
 CHARACTERS = 200  # of Omniglot
 CS = {  # of DET
-  **dict.fromkeys(('glyphs', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0)),
+  **dict.fromkeys(('glyphs', 'glyphs_full', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0)),
   **dict.fromkeys(PEOPLE, (0.1, 1.0, 10.0, 100.0)),
 }
 NOISE_CS = (0.0, 0.03, 0.1, 0.3, 1.0)  # ascending
@@ -65,29 +67,34 @@ NUM_FACTORS = 4
 # [N, K] among the labels of its rows.
 
 
-def glyphs(args):
-  source = NoisyGlyphSource('core')
+def glyphs(args, class_set='core'):
+  source = NoisyGlyphSource(class_set)
   num_classes = source.info.num_classes
   chosen = most_confused(source, num_classes, args.classes)
   ids = np.arange(args.rows_per_class * num_classes)
   classes, _ = source.label_distribution('train', ids)
   ids = ids[np.isin(classes[:, 0], chosen)]
   image, label = source.read('train', ids, 28, 0)
+  classes, p = source.label_distribution('train', ids)
+  if class_set == 'full':
+    label = classes[:, :1]
   keep = np.isin(label[:, 0], chosen)
-  classes, p = source.label_distribution('train', ids[keep])
-  true = np.zeros((len(p), num_classes))
-  np.add.at(true, (np.arange(len(p))[:, None], classes), p)
-  true = true[:, chosen] / true[:, chosen].sum(axis=1, keepdims=True)
   label = np.searchsorted(chosen, label[keep, 0])
   split = np.full(len(label), 'heads')
-  path = args.work_dir / 'glyphs' / 'images.npz'
+  path = args.work_dir / f'glyphs_{class_set}' / 'images.npz'
   write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
-  tests = {'other images': ('heads', np.eye(len(chosen))[label]), 'known': ('heads', true)}
-  return path, *glyph_backbone(args), label[:, None], np.arange(len(label)), tests
+  tests = {'other images': ('heads', np.eye(len(chosen))[label])}
+  if class_set == 'core':
+    true = np.zeros((len(label), num_classes))
+    np.add.at(true, (np.arange(len(true))[:, None], classes[keep]), p[keep])
+    true = true[:, chosen] / true[:, chosen].sum(axis=1, keepdims=True)
+    tests['known'] = ('heads', true)
+  dataset = 'glyphs_noisy' if class_set == 'core' else 'glyphs_full'
+  return path, *glyph_backbone(args, dataset), label[:, None], np.arange(len(label)), tests
 
 
-def glyph_backbone(args):
-  files = ['runs/glyphs_quickstart', 'datasets/glyphs_noisy', 'partitioning/data', 'heads/det']
+def glyph_backbone(args, dataset='glyphs_noisy'):
+  files = ['runs/glyphs_quickstart', f'datasets/{dataset}', 'partitioning/data', 'heads/det']
   # Seed 0 has the rows of the heads.
   steps = args.steps or 1000
   bindings = {'TRAIN_STEPS': steps, 'WARMUP_STEPS': min(100, steps - 1)}
@@ -98,7 +105,7 @@ def omniglot(args):
   data = np.load(args.data / FILES['omniglot'])
   chosen = data['label'] < CHARACTERS
   label = data['label'][chosen].astype(np.int32)
-  path = args.work_dir / 'glyphs' / 'omniglot.npz'
+  path = args.work_dir / 'glyphs_core' / 'omniglot.npz'
   write_images(path, image=data['image'][chosen], label=label, split=np.full(len(label), 'heads'))
   tests = {'other drawers': ('heads', np.eye(CHARACTERS)[label])}
   return path, *glyph_backbone(args), label[:, None], data['drawer'][chosen], tests
@@ -154,7 +161,11 @@ def people(labels, args):
   return path, files, bindings, labels, np.arange(len(labels)), tests
 
 
-OTHERS = {'glyphs': glyphs, 'omniglot': omniglot}
+OTHERS = {
+  'glyphs': glyphs,
+  'glyphs_full': functools.partial(glyphs, class_set='full'),
+  'omniglot': omniglot,
+}
 
 
 def write_images(path, **arrays):

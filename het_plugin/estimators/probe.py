@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
@@ -20,6 +21,7 @@ from het_plugin.data.representations import (
 )
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
+from het_plugin.estimators.model import is_noise
 from het_plugin.evaluation import agreement, uncertainty
 from het_plugin.evaluation.comparison import EXTREME, extreme_share
 from het_plugin.evaluation.predictions import Predictions
@@ -96,7 +98,9 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-  """One head: scores and folds of all test examples, and the settings chosen in each fold."""
+  """One head: scores and folds of all test examples, the settings chosen in each fold, and the
+  price of its noise.
+  """
 
   head: str
   scores: uncertainty.ExampleScores
@@ -105,6 +109,7 @@ class Outcome:
   seconds: float
   unfinished: int
   agreement: dict[str, float]
+  price: float
 
 
 Source = str | tuple[np.ndarray, np.ndarray]
@@ -160,7 +165,8 @@ def probe(
     f'± is a standard error over examples; differences to {baseline} are paired by example. '
     f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
     'differences make; a gain that they alone make is no gain for the others. ECE: 15 bins of '
-    'equal width. seconds: that of DET, where the noise starts, count once.',
+    'equal width. seconds: that of DET, where the noise starts, count once. price: nats per '
+    'example that the parameters of the noise cost, p / (2N), if they are not regularised.',
   ]
   notes += [
     f'{x.head}: {x.unfinished} of its fits ended above tol={settings.tol:g}; raise --max_iter.'
@@ -257,7 +263,23 @@ def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
   return Outcome(
     *(head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished),
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
+    price(num_noise_params(estimator), len(fitted)),
   )
+
+
+def price(num_params: int, num_rows: int) -> float:
+  """Nats per example of new data that fitting parameters to rows costs without regularisation.
+
+  It is p / (2 N), the expected excess of the NLL over that of the best parameters (Akaike 1974,
+  https://doi.org/10.1109/TAC.1974.1100705).
+  """
+  return num_params / (2 * num_rows)
+
+
+def num_noise_params(estimator: HeadClassifier) -> int:
+  """Number of the parameters of the noise of a fitted head; 0 for DET."""
+  flat = traverse_util.flatten_dict(estimator.params_)
+  return sum(x.size for path, x in flat.items() if is_noise(path))
 
 
 def _rows(rows: Representations, which: np.ndarray) -> Representations:
@@ -361,7 +383,8 @@ def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   row = {'head': outcome.head}
   names = ('nll', 'precision_at_1', 'ece', 'brier')
   row |= {name: summary.pop(name) for name in names}
-  row |= {'seconds': outcome.seconds, **summary, 'chosen': list(outcome.chosen)}
+  row |= {'seconds': outcome.seconds, **summary, 'price': outcome.price}
+  row['chosen'] = list(outcome.chosen)
   row |= {'agreement': outcome.agreement} if outcome.agreement else {}
   if in_folds:
     row['stderr_folds'] = {
@@ -396,7 +419,7 @@ def _shown(row):
   names = ('nll', 'precision_at_1', 'ece', 'brier', 'auroc_errors', 'seconds')
   shown = {name: row[name] for name in names if name in row}
   chosen = row['chosen'][0]
-  shown |= {'C': f'{chosen["C"]:g}', 'tau ': str(chosen['tau'])}
+  shown |= {'C': f'{chosen["C"]:g}', 'tau ': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']

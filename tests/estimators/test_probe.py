@@ -40,6 +40,8 @@ def test_numbers_are_those_of_logistic_regression(files, tmp_path):
   assert det['brier'] == pytest.approx(brier.mean(), abs=1e-4)
   assert {'ece', 'seconds'} <= set(det) and 'difference' not in det
   assert het['difference']['nll'] == pytest.approx(het['nll'] - det['nll'], abs=1e-6)
+  noise = 2 * (6 * 3 + 3) + 2 * 3  # of v(x) and d(x), and J
+  assert (det['price'], het['price']) == (0, pytest.approx(noise / (2 * 300)))
   report.write('het_plugin.probe', json=str(tmp_path / 'x.json'), html=str(tmp_path / 'x.html'))
   assert [row['head'] for row in json.loads((tmp_path / 'x.json').read_text())] == ['det', 'het']
   assert 'prec@1' in (tmp_path / 'x.html').read_text()
