@@ -6,7 +6,7 @@ import enum
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -158,29 +158,20 @@ class EarlyStoppingAction(BaseAction):
   def __init__(
     self,
     metric: tuple[str, str],
-    mode: str,
-    patience: int = 3,
-    atol: float = 0.0,
-    rtol: float = 0.0,
+    mode: Literal['min', 'max'],
+    patience: Annotated[int, '[2, inf)'] = 3,
+    atol: Annotated[float, '[0, inf)'] = 0.0,
+    rtol: Annotated[float, '[0, inf)'] = 0.0,
   ):
     """Starts with an empty history.
 
     Args:
       metric: (task, metric) to watch.
-      mode: 'min' or 'max', the better direction.
-      patience: number of successive values to compare, at least 2.
+      mode: the better direction.
+      patience: number of successive values to compare.
       atol: absolute change that is not an improvement.
       rtol: the same, relative to the predecessor.
-
-    Raises:
-      ValueError: mode, patience or a tolerance is out of range.
     """
-    if mode not in ('min', 'max'):
-      raise ValueError(f"mode={mode!r} must be 'min' or 'max'.")
-    if patience < 2:
-      raise ValueError(f'patience={patience} must be at least 2: it counts the values compared.')
-    if atol < 0 or rtol < 0:
-      raise ValueError(f'atol={atol} and rtol={rtol} must be at least 0.')
     self._task, self._metric = metric
     self._sign = 1.0 if mode == 'min' else -1.0
     self._patience = patience

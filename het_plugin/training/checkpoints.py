@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,28 +38,16 @@ class SaveCheckpointConfig:
   Attributes:
     period: steps between checkpoints; the last step is always saved.
     keep: number of newest checkpoints to keep; None keeps all.
-    dtype: 'float32', or 'bfloat16' to store floating-point arrays in half the space; a run that
-      resumes from these continues from rounded parameters.
+    dtype: 'bfloat16' stores floating-point arrays in half the space; a run that resumes from these
+      continues from rounded parameters.
     save_dataset: whether to save the input position; without it a resumed run starts again with the
       first example.
   """
 
-  period: int
-  keep: int | None = None
-  dtype: str = 'float32'
+  period: Annotated[int, '[1, inf)']
+  keep: Annotated[int, '[1, inf)'] | None = None
+  dtype: Literal['float32', 'bfloat16'] = 'float32'
   save_dataset: bool = True
-
-  def __post_init__(self):
-    if self.period < 1:
-      raise ValueError(f'SaveCheckpointConfig.period={self.period} must be at least 1.')
-    if self.keep is not None and self.keep < 1:
-      raise ValueError(
-        f'SaveCheckpointConfig.keep={self.keep} must be at least 1, or None for all.'
-      )
-    if self.dtype not in ('float32', 'bfloat16'):
-      raise ValueError(
-        f"SaveCheckpointConfig.dtype={self.dtype!r} must be 'float32' or 'bfloat16'."
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,23 +70,12 @@ class RestoreCheckpointConfig:
   """
 
   path: str
-  mode: str = 'latest'
+  mode: Literal['latest', 'specific'] = 'latest'
   assignment_map: Sequence[tuple[Annotated[str, 'regular expression'], str | None]] = ()
   fallback_to_scratch: bool = False
-  head: str = 'keep'
+  head: Literal[weights.HEADS] = 'keep'
   skip: Sequence[Annotated[str, 'regular expression']] = ()
   ema: bool = False
-
-  def __post_init__(self):
-    if self.head not in weights.HEADS:
-      raise ValueError(
-        f'RestoreCheckpointConfig.head={self.head!r} is unknown: choose one of '
-        f'{", ".join(weights.HEADS)}.'
-      )
-    if self.mode not in ('latest', 'specific'):
-      raise ValueError(
-        f"RestoreCheckpointConfig.mode={self.mode!r} must be 'latest' or 'specific'."
-      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ momentum, clipping or weight decay, whichever optimizer trains theta.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ LUKETINA, SIMPLE = 'luketina', 'simple'
 
 
 def temperature_optimizer(
-  optimizer_def: optimizers.OptaxWrapper, learning_rate: float | optax.Schedule | None = None
+  optimizer_def: optimizers.OptaxWrapper,
+  learning_rate: Annotated[float, '[0, inf)'] | optax.Schedule | None = None,
 ) -> optimizers.OptaxWrapper:
   """Trains t with a separate Adam, outside the moments and the clipping of the other parameters.
 
@@ -44,17 +45,15 @@ def temperature_optimizer(
     learning_rate: learning rate of t; 0 keeps t constant, None uses that of the others.
 
   Raises:
-    ValueError: the learning rate is negative, or it is None and optimizer_def does not state its
-      own, or optimizer_def is that of `with_ema`. At initialisation: the model does not have
-      exactly one learned temperature.
+    ValueError: the learning rate is None and optimizer_def does not state its own, or optimizer_def
+      is that of `with_ema`. At initialisation: the model does not have exactly one learned
+      temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
       'temperature_optimizer.learning_rate=None needs an optimizer_def with a learning_rate_fn: '
       'give a number.'
     )
-  if not callable(learning_rate) and learning_rate < 0:
-    raise ValueError(f'temperature_optimizer.learning_rate={learning_rate} must be at least 0.')
 
   def labels(params: PyTree) -> PyTree:
     path = _temperature_path(params)
@@ -149,8 +148,8 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     train_state_axes: TrainState,
     rng: jax.Array,
     num_microbatches: int | None = None,
-    held_out_every: int = 8,
-    estimator: str = LUKETINA,
+    held_out_every: Annotated[int, '[2, inf)'] = 8,
+    estimator: Literal[LUKETINA, SIMPLE] = LUKETINA,
     **settings,
   ):
     """Takes the arguments of `Trainer` and two more.
@@ -158,26 +157,16 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     Args:
       model, partitioner, train_state_axes, rng, num_microbatches, settings: as in `Trainer`.
       held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
-      estimator: 'luketina' or 'simple', the derivative with respect to t; see the module.
+      estimator: the derivative with respect to t; see the module.
 
     Raises:
-      ValueError: held_out_every is below 2, the estimator is unknown, num_microbatches is above 1,
-        or the model `needs_whole_batch`.
+      ValueError: num_microbatches is above 1, or the model `needs_whole_batch`.
     """
     super().__init__(model, partitioner, train_state_axes, rng, num_microbatches, **settings)
     if getattr(model, 'needs_whole_batch', False):
       raise ValueError(
         f'HeldOutTemperatureTrainer cannot hold out rows of {type(model).__name__}: its '
         'loss compares every example with the whole batch.'
-      )
-    if held_out_every < 2:
-      raise ValueError(
-        f'HeldOutTemperatureTrainer.held_out_every={held_out_every} must be at least 2: one of '
-        'that many rows is held out.'
-      )
-    if estimator not in (LUKETINA, SIMPLE):
-      raise ValueError(
-        f'HeldOutTemperatureTrainer.estimator={estimator!r} must be {LUKETINA!r} or {SIMPLE!r}.'
       )
     if (num_microbatches or 1) > 1:
       raise ValueError(

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import jax
 from etils import epath
@@ -31,14 +32,8 @@ class NonFinitePolicy:
       one more ends it.
   """
 
-  action: str = STOP
-  max_skipped: int = 10
-
-  def __post_init__(self):
-    if self.action not in (STOP, SKIP):
-      raise ValueError(f"NonFinitePolicy.action={self.action!r} must be 'stop' or 'skip'.")
-    if self.max_skipped < 0:
-      raise ValueError(f'NonFinitePolicy.max_skipped={self.max_skipped} must be at least 0.')
+  action: Literal[STOP, SKIP] = STOP
+  max_skipped: Annotated[int, '[0, inf)'] = 10
 
 
 DEFAULT_POLICY = NonFinitePolicy()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ def adamw(
   b1: Annotated[float, '[0, 1)'] = 0.9,
   b2: Annotated[float, '[0, 1)'] = 0.999,
   eps: float = 1e-8,
-  weight_decay: float = 0.0,
+  weight_decay: Annotated[float, '[0, inf)'] = 0.0,
   weight_decay_params: Annotated[str, 'regular expression'] = r'(kernel|/J)$',
-  clip_norm: float | None = None,
+  clip_norm: Annotated[float, '(0, inf)'] | None = None,
   frozen_params: Annotated[str, 'regular expression'] | None = None,
   learning_rate_factors: Sequence[
     tuple[Annotated[str, 'regular expression'], float | optax.Schedule]
@@ -63,13 +63,9 @@ def adamw(
       (`learning_rates.scale_by_layer`); None for the same rate everywhere.
 
   Raises:
-    ValueError: weight_decay is negative or clip_norm is not positive; at initialisation, a pattern
-      matches no parameter, or layer_decay is set for a model without layers.
+    ValueError: at initialisation, a pattern matches no parameter, or layer_decay is set for a model
+      without layers.
   """
-  if weight_decay < 0:
-    raise ValueError(f'weight_decay={weight_decay} must be at least 0.')
-  if clip_norm is not None and clip_norm <= 0:
-    raise ValueError(f'clip_norm={clip_norm} must be positive, or None for no clipping.')
 
   def decays(params: PyTree) -> PyTree:
     if not weight_decay:
@@ -147,10 +143,10 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 def warmup_schedule(
-  peak_value: float,
+  peak_value: Annotated[float, '(0, inf)'],
   total_steps: int,
   warmup_steps: int = 0,
-  decay: str = 'linear',
+  decay: Literal['linear', 'cosine', 'constant', 'rsqrt'] = 'linear',
   init_value: float = 0.0,
   end_value: float = 0.0,
 ) -> optax.Schedule:
@@ -160,22 +156,19 @@ def warmup_schedule(
     peak_value: learning rate at the end of the warm-up.
     total_steps: length of the schedule, including the warm-up; the last value stays afterwards.
     warmup_steps: 0 starts at peak_value.
-    decay: 'linear', 'cosine', 'constant' (stays at peak_value), or 'rsqrt', which is peak_value *
-      sqrt(warmup_steps / step) (Vaswani et al., 2017).
+    decay: 'constant' stays at peak_value; 'rsqrt' is peak_value * sqrt(warmup_steps / step)
+      (Vaswani et al., 2017).
     init_value: learning rate of step 0 if there is a warm-up.
     end_value: learning rate at total_steps; a lower bound for 'rsqrt', ignored by 'constant'.
 
   Raises:
-    ValueError: decay is unknown, the warm-up is not shorter than total_steps, or peak_value is not
-      positive.
+    ValueError: the warm-up is not shorter than total_steps.
   """
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
       f'warmup_steps={warmup_steps} (WARMUP_STEPS) must be at least 0 and below '
       f'total_steps={total_steps}.'
     )
-  if peak_value <= 0:
-    raise ValueError(f'peak_value={peak_value} must be positive.')
   steps = total_steps - warmup_steps
   decays: dict[str, Callable[[], optax.Schedule]] = {
     'linear': lambda: optax.linear_schedule(peak_value, end_value, steps),
@@ -183,8 +176,6 @@ def warmup_schedule(
     'constant': lambda: optax.constant_schedule(peak_value),
     'rsqrt': lambda: _rsqrt_schedule(peak_value, max(warmup_steps, 1), end_value, steps),
   }
-  if decay not in decays:
-    raise ValueError(f'Unknown decay {decay!r}; valid are {", ".join(decays)}.')
   if not warmup_steps:
     return decays[decay]()
   warmup = optax.linear_schedule(init_value, peak_value, warmup_steps)
@@ -195,10 +186,8 @@ def _rsqrt_schedule(
   peak_value: float, timescale: int, end_value: float, steps: int
 ) -> optax.Schedule:
   def schedule(count):
-    count = jax.numpy.minimum(count, steps)
-    return jax.numpy.maximum(
-      peak_value * jax.numpy.sqrt(timescale / (timescale + count)), end_value
-    )
+    count = jnp.minimum(count, steps)
+    return jnp.maximum(peak_value * jnp.sqrt(timescale / (timescale + count)), end_value)
 
   return schedule
 

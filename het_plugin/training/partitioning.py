@@ -7,7 +7,7 @@ Names and meanings follow t5x, so its gin bindings and axis names work here. The
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,8 +37,8 @@ _REPLICATED_AXES = (
 
 
 def standard_logical_axis_rules(
-  activation_partitioning_dims: int = 1,
-  parameter_partitioning_dims: int = 1,
+  activation_partitioning_dims: Literal[1, 2] = 1,
+  parameter_partitioning_dims: Literal[1, 2] = 1,
   additional_rules: LogicalAxisRules = (),
 ) -> LogicalAxisRules:
   """Rules from logical axis names to the mesh axes 'data' and 'model', as t5x sets them.
@@ -47,13 +47,7 @@ def standard_logical_axis_rules(
     activation_partitioning_dims: 2 also splits the 'embed' axis of activations over 'model'.
     parameter_partitioning_dims: 2 also splits the 'embed' axis of parameters over 'data'.
     additional_rules: appended; a standard rule for the same axis comes first.
-
-  Raises:
-    ValueError: a number of dimensions is neither 1 nor 2.
   """
-  dims = activation_partitioning_dims, parameter_partitioning_dims
-  if not {*dims} <= {1, 2}:
-    raise ValueError(f'activation_ and parameter_partitioning_dims={dims} must be 1 or 2.')
   rules = [
     ('batch', 'data'),
     ('vocab', 'model'),

@@ -29,6 +29,11 @@ def registered():
     ('HetXL.temperature = 1.0', 'must be a FixedTemperature: @...() or a LearnedTemperature'),
     ('vit.depth = 1.5', 'vit.depth = 1.5 must be a whole number'),  # a field of what vit() makes
     ('adamw.b1 = 2.0', 'adamw.b1 = 2.0 must be in [0, 1)'),
+    ('SAVE_PERIOD = 0', 'SAVE_PERIOD = 0 (SaveCheckpointConfig.period) must be in [1, inf)'),
+    (
+      "NonFinitePolicy.action = 'go'",
+      "NonFinitePolicy.action = 'go' must be one of 'stop', 'skip'",
+    ),
     ("RestoreCheckpointConfig.assignment_map = (('[', None),)", 'a regular expression: untermin'),
     ('TRAIN_STEP = 5', 'TRAIN_STEP = 5 is used by nothing: did you mean TRAIN_STEPS?'),
     ('A = (1, %A)', 'the macro A refers to itself'),

@@ -154,8 +154,3 @@ def test_only_the_step_number_changes(model, nan_row, finite):
   assert np.isnan(values['update_norm']) and all(np.isfinite(values[name]) for name in finite)
   assert int(state.step) == 1
   assert_equal((state.params, state.opt_state), before)
-
-
-def test_bad_settings_are_named():
-  with pytest.raises(ValueError, match="NonFinitePolicy.action='ignore' must be 'stop' or 'skip'"):
-    nonfinite.NonFinitePolicy('ignore')

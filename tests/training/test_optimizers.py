@@ -134,13 +134,6 @@ def test_schedules(decay, middle, end):
   np.testing.assert_allclose([schedule(s) for s in at], [0.1, 0.55, 1.0, middle, end, end], 1e-5)
 
 
-@pytest.mark.parametrize(
-  'make, words',
-  [
-    (lambda: optimizers.warmup_schedule(1.0, 10, decay='step'), "'step'; valid are linear, cosine"),
-    (lambda: optimizers.warmup_schedule(1.0, 10, 10), 'warmup_steps=10.*total_steps=10'),
-  ],
-)
-def test_bad_settings_are_named(make, words):
-  with pytest.raises(ValueError, match=words):
-    make()
+def test_a_warm_up_of_the_whole_run_is_refused():
+  with pytest.raises(ValueError, match='warmup_steps=10.*total_steps=10'):
+    optimizers.warmup_schedule(1.0, 10, 10)

@@ -88,7 +88,6 @@ def test_metrics():
   'num_microbatches, needs_whole_batch, words',
   [
     (4, False, 'batch_size=36 must be a positive multiple of 16.*num_microbatches=4'),
-    (0, False, 'num_microbatches=0'),
     (2, True, 'num_microbatches=2 must be 1: the loss of ToyModel'),
   ],
 )
