@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -46,11 +46,9 @@ class PeriodicAction(BaseAction):
       total_steps: the last step of training, which is always evaluated.
 
     Raises:
-      ValueError: the period is below 1, or two data sets have the same name.
+      ValueError: two data sets have the same name.
     """
     check_names(datasets, f'{type(self).__name__}.datasets')
-    if period is not None and period < 1:
-      raise ValueError(f'{type(self).__name__}.period={period} must be at least 1, or None.')
     self._datasets = tuple(datasets)
     self._period = period
     self._total_steps = total_steps
@@ -121,7 +119,7 @@ class FewShotAction(PeriodicAction):
     classifier: str = 'ridge',
     draw: str = 'random',
     layer: str = 'pre_logits',
-    period: int | None = None,
+    period: Annotated[int, '[1, inf)'] | None = None,
     total_steps: int | None = None,
   ):
     """Reads and compiles nothing yet.
@@ -187,7 +185,7 @@ class ZeroShotAction(PeriodicAction):
     batch_size: int = 256,
     datasets: Sequence[zeroshot_datasets.ZeroShotDataset] = zeroshot_datasets.DEFAULT_DATASETS,
     num_samples: int = 0,
-    period: int | None = None,
+    period: Annotated[int, '[1, inf)'] | None = None,
     total_steps: int | None = None,
   ):
     """Reads and compiles nothing yet.

@@ -3,8 +3,9 @@
 soft-label NLL   -sum_k t_k log p_k, with t the shares of annotators (Peterson et al. 2019,
                  https://arxiv.org/abs/1908.07086, CIFAR-10H)
 disagreement     Spearman's rank correlation of the entropy of p and the entropy of t
-selective        accuracy of the share `coverage` of examples with the largest confidence
-                 (Geifman and El-Yaniv 2017, https://arxiv.org/abs/1705.08500)
+selective        accuracy of the share `COVERAGE` of examples with the largest confidence
+                 (Geifman and El-Yaniv 2017, https://arxiv.org/abs/1705.08500); equal confidences
+                 count as in a random order
 class-wise ECE   mean over classes k of the ECE of p_k for the event y = k, 15 bins of equal width
                  (Kull et al. 2019, https://arxiv.org/abs/1910.12656)
 """
@@ -48,7 +49,8 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
   if predictions.labels.shape[1] > 1:
     found['disagreement_correlation'] = float(stats.spearmanr(*entropies).statistic)
   found['correctness_auroc'] = uncertainty.auroc(top[correct], top[~correct])
-  found['selective_accuracy'] = selective_accuracy(log_prob, label, COVERAGE)
+  risk = uncertainty.risk_coverage(top, correct)
+  found['selective_accuracy'] = float(1.0 - risk[int(np.ceil(COVERAGE * len(risk))) - 1])
   found['classwise_ece'] = classwise_ece(log_prob, label)
   if ood_log_prob is not None:
     found['ood_auroc'] = uncertainty.auroc(top, ood_log_prob.max(axis=1))
@@ -74,11 +76,6 @@ def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
   return -np.where(shares > 0, shares * log_prob.astype(np.float64), 0.0).sum(axis=1)
 
 
-def disagreement_correlation(log_prob: np.ndarray, shares: np.ndarray) -> float:
-  """Rank correlation of the entropies of model and people; NaN if one of them is constant."""
-  return float(stats.spearmanr(*_entropies(log_prob, shares)).statistic)
-
-
 def _entropies(log_prob: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
   """Entropies [N] of the model and of the people."""
   shares = shares / shares.sum(axis=1, keepdims=True)
@@ -87,24 +84,7 @@ def _entropies(log_prob: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
   return [special.entr(x).sum(axis=1).round(9) for x in (probability, shares)]
 
 
-def selective_accuracy(log_prob: np.ndarray, label: np.ndarray, coverage: float) -> float:
-  """Accuracy of the most confident examples; equal confidences count as in a random order.
-
-  Args:
-    log_prob: [N, K].
-    label: int [N].
-    coverage: share of the examples that are answered, in (0, 1].
-
-  Raises:
-    ValueError: coverage is out of range.
-  """
-  if not 0 < coverage <= 1:
-    raise ValueError(f'coverage={coverage} must be in (0, 1]')
-  risk = uncertainty.risk_coverage(log_prob.max(axis=1), log_prob.argmax(axis=1) == label)
-  return float(1.0 - risk[int(np.ceil(coverage * len(risk))) - 1])
-
-
 def classwise_ece(log_prob: np.ndarray, label: np.ndarray) -> float:
-  """Class-wise expected calibration error."""
+  """Class-wise expected calibration error, from log_prob [N, K] and label int [N]."""
   columns = (np.exp(column.astype(np.float64)) for column in log_prob.T)
   return float(np.mean([uncertainty.reliability(p, label == k).ece for k, p in enumerate(columns)]))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from het_plugin.data.representations import check_classes, read_representations
-from het_plugin.evaluation.names import short_names
+from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
 
 
@@ -22,10 +22,10 @@ def split_sources(text: str) -> list[str]:
 def candidate_names(
   names: Sequence[str] | None, sources: Sequence[str], test: Sequence[str] = (), flag: str = 'train'
 ) -> list[str]:
-  """Names of the candidates: those given, or the parts in which the paths of `sources` differ.
+  """`choose_names` for the candidates, whose sources the flag `flag` gives.
 
-  `flag` names the flag of the sources. Raises ValueError if there are no sources, if two are equal,
-  or if the numbers of names or test files differ from theirs.
+  Raises ValueError if there are no sources, if two are equal, or if the numbers of names or test
+  files differ from theirs.
   """
   if not sources:
     raise ValueError(f'--{flag} is not set: give it a file for each candidate')
@@ -36,14 +36,7 @@ def candidate_names(
     raise ValueError(
       f'--test has {len(test)} files and --{flag} {len(sources)}: give one per candidate'
     )
-  if names is None:
-    return short_names(sources)
-  if len(names) != len(sources) or len(set(names)) != len(names) or not all(names):
-    raise ValueError(
-      f'--names={",".join(names)} must be {len(sources)} different names, one for each file of '
-      f'--{flag}'
-    )
-  return list(names)
+  return choose_names(names, sources)
 
 
 def number_to_keep(keep: str, names: Sequence[str]) -> int:

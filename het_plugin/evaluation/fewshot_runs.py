@@ -56,7 +56,8 @@ def from_files(
       example.
   """
   runs = {}
-  for name, *pair in zip(choose_names(names, train), train, test, strict=True):
+  names = choose_names(names, train, distinct=False)
+  for name, *pair in zip(names, train, test, strict=True):
     halves = [read_representations(source) for source in pair]
     check_classes(pair, [read.class_names for read in halves])
     run, colon, dataset = name.partition(':')
@@ -95,11 +96,8 @@ def from_checkpoints(
   """
   from het_plugin.evaluation import fewshot_datasets  # imports TensorFlow, which files do not need
 
-  names = choose_names(names, checkpoints)
-  if len(set(names)) != len(names):
-    raise ValueError(f'--names={",".join(names)} must be distinct: each checkpoint is a run')
   results = {}
-  for name, checkpoint in zip(names, checkpoints, strict=True):
+  for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
     run = open_run(checkpoint)
     chosen = fewshot_datasets.choose(datasets, splits, bound_datasets())
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))

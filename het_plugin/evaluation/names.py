@@ -26,12 +26,18 @@ def short_names(sources: Sequence[str]) -> list[str]:
   return names if len(set(names)) == len(names) else list(sources)
 
 
-def choose_names(names: Sequence[str] | None, paths: Sequence[str]) -> list[str]:
-  """`names`, or the parts in which the paths differ; ValueError for another number of names."""
+def choose_names(
+  names: Sequence[str] | None, paths: Sequence[str], distinct: bool = True
+) -> list[str]:
+  """`names`, or the parts in which the paths differ; ValueError for another number of names, and
+  unless `distinct` is False for equal ones.
+  """
   if names is None:
     return short_names(paths) if paths else []
-  if len(names) != len(paths):
-    raise ValueError(f'--names={",".join(names)} must be {len(paths)} names')
+  is_repeated = len(set(names)) < len(names)
+  if len(names) != len(paths) or not all(names) or (distinct and is_repeated):
+    what = 'different names' if distinct else 'names'
+    raise ValueError(f'--names={",".join(names)} must be {len(paths)} {what}')
   return list(names)
 
 
