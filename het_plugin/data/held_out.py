@@ -5,12 +5,13 @@ share of both on any mesh, and the state of the input is still one integer.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from het_plugin.data import pipeline
+from het_plugin.data import pipeline, reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,86 +54,63 @@ class HeldOutDatasetConfig:
     return self.train.vocabulary
 
 
-class HeldOutIterator:
-  """Batches of both data sets, with the interface of `pipeline.BatchIterator`.
+class _Both:
+  """Reads the examples of two readers: of every n positions the last is one of the second."""
 
-  `index` counts within each data set, so rows of the two may have the same index.
-  """
+  def __init__(self, train: Callable, held_out: Callable, n: int):
+    self._readers = train, held_out
+    self._n = n
 
-  def __init__(self, cfg: HeldOutDatasetConfig, rows: np.ndarray):
-    """Reads nothing yet; `rows` are the row numbers of the global batch to read, int64 [B].
-
-    Raises:
-      ValueError: the data sets do not fit the task, or one ends.
-    """
-    n = cfg.held_out_every
-    group, place = np.divmod(rows, n)
-    self._is_held_out = place == n - 1  # [B]
-    train_rows = (group * (n - 1) + place)[~self._is_held_out]
-    self._both = (
-      pipeline.get_dataset(cfg.train, train_rows),
-      pipeline.get_dataset(cfg.held_out, group[self._is_held_out]),
-    )
-    for name, iterator in zip(('train', 'held_out'), self._both, strict=True):
-      if iterator.num_examples is not None:
-        raise ValueError(
-          f'HeldOutDatasetConfig.{name} ends after {iterator.num_examples} examples; it must be '
-          'endless: set its augment to True and its num_epochs to None.'
-        )
-    self._sizes = cfg.train.batch_size, cfg.held_out.batch_size
-    self.num_examples = self.num_batches = None
-    spec, other = (iterator.element_spec for iterator in self._both)
-    self.element_spec = {
-      name: jax.ShapeDtypeStruct((cfg.batch_size, *x.shape[1:]), x.dtype)
-      for name, x in spec.items()
-    }
-    if spec.keys() != other.keys():
-      raise ValueError(
-        'HeldOutDatasetConfig.train mixes images; held-out examples cannot be mixed.'
-      )
-
-  @property
-  def corrupt_records(self) -> tuple[str, ...]:
-    return sum((iterator.corrupt_records for iterator in self._both), ())
-
-  def __iter__(self) -> 'HeldOutIterator':
-    return self
-
-  def __next__(self) -> pipeline.Batch:
-    train, held_out = map(next, self._both)
-    batch = {}
-    for name, rows in train.items():
-      batch[name] = np.empty((len(self._is_held_out), *rows.shape[1:]), rows.dtype)
-      batch[name][~self._is_held_out] = rows
-      batch[name][self._is_held_out] = held_out[name]
-    return batch
-
-  def get_state(self) -> dict[str, int]:
-    """The number of rows before the next batch, of both data sets."""
-    return {'position': sum(x.get_state()['position'] for x in self._both)}
-
-  def set_state(self, state: Mapping[str, int]) -> None:
-    """Continues at a state of get_state."""
-    if set(state) != {'position'} or state['position'] % sum(self._sizes):
-      raise ValueError(
-        f"state is {dict(state)}; it must be {{'position': p}} with p a multiple of the batch, "
-        f'{sum(self._sizes)}.'
-      )
-    batches = state['position'] // sum(self._sizes)
-    for iterator, size in zip(self._both, self._sizes, strict=True):
-      iterator.set_state({'position': batches * size})
-
-  def close(self) -> None:
-    """Stops the background threads."""
-    for iterator in self._both:
-      iterator.close()
+  def read(self, positions: np.ndarray) -> tuple[pipeline.Batch, dict[Any, str]]:
+    group, place = np.divmod(positions, self._n)
+    is_held_out = place == self._n - 1
+    parts = (~is_held_out, group * (self._n - 1) + place), (is_held_out, group)
+    batch, unreadable = {}, {}
+    for number, (read, (rows, own)) in enumerate(zip(self._readers, parts, strict=True)):
+      examples, names = read(own[rows])
+      for name, x in examples.items():
+        whole = batch.setdefault(name, np.empty((len(positions), *x.shape[1:]), x.dtype))
+        whole[rows] = x
+      unreadable |= {(number, record): name for record, name in names.items()}
+    return batch, unreadable
 
 
 def get_dataset_with_held_out(
   cfg: pipeline.DatasetConfig | HeldOutDatasetConfig, rows: Sequence[int] | None = None
-) -> pipeline.BatchIterator | HeldOutIterator:
-  """`pipeline.get_dataset` that also takes a HeldOutDatasetConfig; for `train.get_dataset_fn`."""
+) -> pipeline.BatchIterator:
+  """`pipeline.get_dataset` that also takes a HeldOutDatasetConfig; for `train.get_dataset_fn`.
+
+  `index` counts within each data set, so rows of the two may have the same index.
+
+  Raises:
+    ValueError: the data sets do not fit the task, or one ends.
+  """
   if isinstance(cfg, pipeline.DatasetConfig):
     return pipeline.get_dataset(cfg, rows)
-  rows = np.arange(cfg.batch_size) if rows is None else np.asarray(rows, np.int64)
-  return HeldOutIterator(cfg, rows)
+  both = [pipeline.get_dataset(one) for one in (cfg.train, cfg.held_out)]
+  for name, one in zip(('train', 'held_out'), both, strict=True):
+    if one.num_examples is not None:
+      raise ValueError(
+        f'HeldOutDatasetConfig.{name} ends after {one.num_examples} examples; it must be '
+        'endless: set its augment to True and its num_epochs to None.'
+      )
+  spec, other = (one.element_spec for one in both)
+  if spec.keys() != other.keys():
+    raise ValueError('HeldOutDatasetConfig.train mixes images; held-out examples cannot be mixed.')
+  corrupt = reader.CorruptRecords(
+    sum(one.corrupt.num_records for one in both),
+    cfg.train.max_corrupt_fraction,
+    both[0].corrupt.noun,
+  )
+  B = cfg.batch_size
+  return pipeline.BatchIterator(
+    _Both(*(one.read for one in both), cfg.held_out_every).read,
+    corrupt,
+    {name: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype) for name, x in spec.items()},
+    B,
+    np.arange(B) if rows is None else np.asarray(rows, np.int64),
+    None,
+    cfg.train.num_threads,
+    cfg.train.num_workers,
+    multiple=cfg.held_out_every,
+  )

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -104,7 +104,7 @@ class BatchIterator:
 
   def __init__(
     self,
-    read: Callable[[np.ndarray], tuple[Batch, Mapping[int, str]]],
+    read: Callable[[np.ndarray], tuple[Batch, Mapping[Hashable, str]]],
     corrupt: reader.CorruptRecords,
     element_spec: Mapping[str, jax.ShapeDtypeStruct],
     batch_size: int,
@@ -112,15 +112,17 @@ class BatchIterator:
     num_examples: int | None,
     num_threads: int | None = None,
     num_workers: int = 0,
+    multiple: int = 1,
   ):
     """Reads nothing yet.
 
     `read` is as ExampleReader.read, called on any thread; `corrupt` counts what it could not read.
-    `rows` are the row numbers of the global batch to read. Others are as above and in
-    DatasetConfig.
+    `rows` are the row numbers of the global batch to read. It can begin at multiples of `multiple`.
+    Others are as above and in DatasetConfig.
     """
-    self._read = read
-    self._corrupt = corrupt
+    self.read = read
+    self.corrupt = corrupt
+    self._multiple = multiple
     self._batch_size = batch_size
     self.num_examples = num_examples
     self.element_spec = element_spec
@@ -136,7 +138,7 @@ class BatchIterator:
   @property
   def corrupt_records(self) -> tuple[str, ...]:
     """Names of the unreadable images in the batches that this host has returned."""
-    return self._corrupt.names
+    return self.corrupt.names
 
   def __iter__(self) -> 'BatchIterator':
     return self
@@ -149,7 +151,7 @@ class BatchIterator:
     try:
       parts = [next(self._blocks) for _ in self._parts]
       for _, unreadable in parts:
-        self._corrupt.add(unreadable)
+        self.corrupt.add(unreadable)
     except Exception:
       self.close()
       raise
@@ -158,13 +160,13 @@ class BatchIterator:
       return parts[0][0]
     return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in parts[0][0]}
 
-  def _open(self) -> Iterator[tuple[Batch, Mapping[int, str]]]:
+  def _open(self) -> Iterator[tuple[Batch, Mapping[Hashable, str]]]:
     """The parts of the batches in order, beginning at the position."""
     import grain  # imported by `get_dataset` before
 
     first = self._position // self._batch_size
     num_batches = _ENDLESS if self.num_batches is None else self.num_batches - first
-    read = functools.partial(_read_part, self._read, self._position, self._batch_size, self._parts)
+    read = functools.partial(_read_part, self.read, self._position, self._batch_size, self._parts)
     ahead = max(self._num_threads, PREFETCHED_BATCHES * len(self._parts))
     options = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=ahead)
     numbers = grain.MapDataset.range(num_batches * len(self._parts))
@@ -185,10 +187,14 @@ class BatchIterator:
     Raises:
       ValueError: this is not a state of get_state.
     """
-    if set(state) != {'position'} or state['position'] < 0:
-      raise ValueError(f"state is {dict(state)}; it must be {{'position': p}} with p >= 0.")
+    position = state.get('position', -1)
+    if set(state) != {'position'} or position < 0 or position % self._multiple:
+      raise ValueError(
+        f"state is {dict(state)}; it must be {{'position': p}} with p >= 0, a multiple of "
+        f'{self._multiple}.'
+      )
     self.close()
-    self._position = int(state['position'])
+    self._position = int(position)
 
   def close(self) -> None:
     """Stops reading ahead until the next batch is requested."""

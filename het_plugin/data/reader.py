@@ -6,7 +6,7 @@ For a slice, N is the number of its records, and the number of its first record 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,17 +25,17 @@ class CorruptRecords:
   """Counts the unreadable records of a split or slice; too many of them stop the run."""
 
   def __init__(self, num_records: int, max_fraction: float, noun: str = 'image'):
-    self._noun = noun
-    self._num_records = num_records
+    self.noun = noun
+    self.num_records = num_records
     self._max_fraction = max_fraction
-    self._names: dict[int, str] = {}
+    self._names: dict[Hashable, str] = {}
 
   @property
   def names(self) -> tuple[str, ...]:
     """Descriptions of the unreadable records found so far, each once, in the order of finding."""
     return tuple(self._names.values())
 
-  def add(self, records: Mapping[int, str]) -> None:
+  def add(self, records: Mapping[Hashable, str]) -> None:
     """Counts records by number; a record that is added again is not counted again.
 
     Raises:
@@ -45,13 +45,13 @@ class CorruptRecords:
       if record not in self._names:
         self._names[record] = name
         logging.getLogger(__name__).warning(
-          'Unreadable %s %s: its row is masked (%d so far).', self._noun, name, len(self._names)
+          'Unreadable %s %s: its row is masked (%d so far).', self.noun, name, len(self._names)
         )
     count = len(self._names)
-    if records and count > self._max_fraction * self._num_records:
+    if records and count > self._max_fraction * self.num_records:
       first = ', '.join(self.names[:_NAMED_RECORDS])
       raise ValueError(
-        f'{count} of {self._num_records} {self._noun}s are unreadable, more than '
+        f'{count} of {self.num_records} {self.noun}s are unreadable, more than '
         f'max_corrupt_fraction = {self._max_fraction} allows; the first are: {first}.'
       )
 
