@@ -2,19 +2,13 @@
 
     train            the whole split
     train[:2000]     its first 2,000 records; train[2000:] has the others, train[-500:] the last 500
-    train[10%:20%]   by percent; a boundary is the closest record, int(round(percent * N / 100))
+    train[10%:20%]   by percent; a boundary is the closest record
 
-See https://www.tensorflow.org/datasets/splits; sums of splits, shards and TFDS's other roundings
-are not supported.
+See https://www.tensorflow.org/datasets/splits; sums of splits are not supported.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
-
-_SLICE = re.compile(r'(?P<split>[^\[\]]+)\[(?P<start>[^:\]]*):(?P<stop>[^:\]]*)\]')
-_RECORD = re.compile(r'-?\d+(?:_\d+)*')
-_PERCENT = re.compile(r'(-?\d+(?:\.\d*)?)%')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,48 +54,26 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
   name = split.partition('[')[0]
   if name not in splits:
     raise ValueError(f'split is {split!r}; the splits of {task} are {sorted(splits)}.')
-  match = _SLICE.fullmatch(split)
-  boundaries = match and [match['start'], match['stop']]
-  if not boundaries or not _one_unit(boundaries):
-    raise ValueError(
-      f"split is {split!r}; a slice is of one split, in records ('{name}[:2000]', "
-      f"'{name}[-500:]') or in percent ('{name}[10%:20%]')."
-    )
   num_records = splits[name]
   if num_records is None:
     raise ValueError(
       f'split is {split!r}; the split {name!r} of {task} is endless, which has no slices: use '
       f'{name!r}, or a slice of a finite split.'
     )
-  start, stop = (
-    _boundary(text, default, num_records, f'split is {split!r}; the split {name!r} of {task}')
-    for text, default in zip(boundaries, (0, num_records), strict=True)
-  )
+  import tensorflow_datasets as tfds  # takes half a second
+
+  info = tfds.core.SplitInfo(name=name, shard_lengths=[num_records], num_bytes=0)
+  try:
+    (part,) = tfds.core.ReadInstruction.from_spec(split).to_absolute({name: info})
+  except ValueError as error:
+    raise ValueError(
+      f'split is {split!r}; the split {name!r} of {task} has {num_records} records: a slice of it '
+      f"is in records ('{name}[:20]', '{name}[-5:]') or in percent ('{name}[10%:20%]')."
+    ) from error
+  start, stop = part.from_ or 0, num_records if part.to is None else part.to
   if start >= stop:
     raise ValueError(
       f'split is {split!r}, which is empty: it goes from record {start} to before record {stop} '
       f'of the {num_records} that {name!r} of {task} has.'
     )
   return SplitPart(name, start, stop - start)
-
-
-def _one_unit(boundaries: list[str]) -> bool:
-  """Whether there is a boundary, and all boundaries are records or all are percents."""
-  given = [text for text in boundaries if text]
-  return bool(given) and any(all(map(unit.fullmatch, given)) for unit in (_RECORD, _PERCENT))
-
-
-def _boundary(text: str, default: int, num_records: int, context: str) -> int:
-  """The record number of a boundary; negative boundaries count from the end."""
-  if not text:
-    return default
-  percent = _PERCENT.fullmatch(text)
-  if percent and abs(float(percent[1])) > 100:
-    raise ValueError(f'{context} can be cut at -100% to 100% only.')
-  record = round(float(percent[1]) * num_records / 100.0) if percent else int(text)
-  if abs(record) > num_records:
-    raise ValueError(
-      f'{context} has {num_records} records: boundaries must lie in [-{num_records}, '
-      f'{num_records}].'
-    )
-  return record if record >= 0 else num_records + record
