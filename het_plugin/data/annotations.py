@@ -96,8 +96,9 @@ def check_weights(
     ValueError: weights are negative or not finite, or those of an example's labels do not sum to 1.
   """
   if label_weight is not None:
-    sums = np.where(listed, label_weight, 0).sum(1)
-    wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE) | (np.where(listed, label_weight, 0) < 0).any(1)
+    shares = np.where(listed, label_weight, 0)
+    sums = shares.sum(1)
+    wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE) | (shares < 0).any(1)
     if wrong.any():
       i = int(np.flatnonzero(wrong)[0])
       raise ValueError(
@@ -127,18 +128,16 @@ def annotator_numbers(
   if missing.any():
     i, j = np.argwhere(missing)[0]
     raise ValueError(f'{where}: vote {j + 1} of example {i} has no annotator.')
-  people, numbers = np.unique(names, return_inverse=True)
-  numbers = np.where(listed, numbers.reshape(names.shape), -1)
+  people, of_votes = np.unique(names[listed], return_inverse=True)
+  numbers = np.full(names.shape, -1, np.int32)
+  numbers[listed] = of_votes
   ordered = np.sort(numbers, axis=1)
   twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
   if twice.any():
     i = int(np.flatnonzero(twice.any(1))[0])
     who = people[ordered[i, 1:][twice[i]][0]]
     raise ValueError(f'{where}: annotator {str(who)!r} has two votes for example {i}.')
-  used, numbers = np.unique(numbers, return_inverse=True)
-  none = int(bool(len(used)) and used[0] < 0)  # -1 is the first number where there is one
-  numbers = numbers.reshape(names.shape).astype(np.int32) - none
-  return tuple(str(people[i]) for i in used[none:]), numbers
+  return tuple(map(str, people)), numbers
 
 
 class Captions:

@@ -1,7 +1,6 @@
 """Images in a folder per class, JPEG or PNG."""
 
 import csv
-import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ class ImageFolderSource:
     PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; the classes are those of train
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
   Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
-  dangling link, is skipped and counted in the log. An optional PATH/labels.csv replaces the labels
-  of the files that it names; docs/data.md has its columns.
+  dangling link, is an unreadable image. An optional PATH/labels.csv replaces the labels of the
+  files that it names; docs/data.md has its columns.
   """
 
   def __init__(self, path: str):
@@ -196,23 +195,14 @@ def _folders(root: pathlib.Path) -> list[pathlib.Path]:
 
 def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
   """The sorted image files of each class folder below `root`."""
-  files, skipped = {}, []
+  files = {}
   for folder in _folders(root):
-    with os.scandir(folder) as entries:
-      named = [entry for entry in entries if entry.name.lower().endswith(_SUFFIXES)]
-    # The first test needs no access to the file, unless it is a link.
-    regular = [e for e in named if e.is_file(follow_symlinks=False) or os.path.isfile(e.path)]
-    files[folder.name] = sorted(pathlib.Path(entry.path) for entry in regular)
-    skipped += sorted(entry.path for entry in named if entry not in regular)
-    if not files[folder.name]:
+    named = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES]
+    files[folder.name] = sorted(named)
+    if not named:
       raise ValueError(f'{folder} holds no images; a class needs files that end in {_SUFFIXES}.')
   if not files:
     raise ValueError(f'{root} holds no class folders; it must hold one folder of images per class.')
-  if skipped:
-    logging.getLogger(__name__).warning(
-      '%d names of images below %s are not regular files and are skipped; the first is %s.',
-      *(len(skipped), root, skipped[0]),
-    )
   return files
 
 
