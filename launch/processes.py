@@ -70,12 +70,8 @@ class Group:
   ):
     """Starts nothing.
 
-    Args:
-      command: command of each process.
-      environments: one per process.
-      grace_seconds: what a signal leaves them to save.
-      end_seconds: what a failed process leaves the others.
-      log: takes the output as it is; None for stdout, with numbers.
+    A signal leaves the processes `grace_seconds` to save, a failed process leaves the others
+    `end_seconds`. `log` takes the output as it is; None for stdout, with numbers.
     """
     self._command = command
     self._environments = environments

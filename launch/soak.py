@@ -135,11 +135,7 @@ def newest_step(run_dir: Path) -> int:
 def interrupt(
   this: dict, run_dir: Path, args: argparse.Namespace, total_steps: int, start_seconds: float
 ) -> None:
-  """Starts the run, sends the planned signal, and adds to `this` what happened.
-
-  Raises:
-    SoakError: the run ends by itself or hangs, or does not save on SIGTERM.
-  """
+  """Starts the run, sends the planned signal, and adds to `this` what happened."""
   began, first = time.monotonic(), newest_step(run_dir)
   with started(run_dir, args, total_steps) as launcher:
 

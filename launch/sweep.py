@@ -19,13 +19,9 @@ TRAIN = ('-m', 'het_plugin.train')  # arguments of Python for training
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One training run.
+  """One training run, named by its swept values.
 
-  Attributes:
-    name: the swept values; unique in a launch.
-    model_dir: folder of the run. It is the same at every launch, so launching again resumes it.
-    gin_files, gin_bindings, gin_search_paths: as in the flags of training.
-    train_flags: additional arguments of training.
+  `model_dir` is the same at every launch, so launching again resumes it.
   """
 
   name: str
@@ -69,12 +65,8 @@ def make_jobs(
 ) -> list[Job]:
   """One job per combination of head and swept values; heads change slowest.
 
-  Args:
-    model_dir: local or gs:// folder of the job; with a sweep, jobs get sub-folders.
-    gin_files, gin_bindings, gin_search_paths: settings of all jobs. Swept values override bindings.
-    heads: names of het_plugin/gin/heads/*.gin, which are included after the other files.
-    sweeps: 'NAME=VALUE,VALUE,...' each.
-    train_flags: additional arguments of training, for all jobs.
+  With a sweep, jobs have sub-folders of `model_dir`. `heads` are names of gin/heads/*.gin, included
+  after the other files, and `sweeps` 'NAME=VALUE,VALUE,...' each.
 
   Raises:
     ValueError: a sweep is wrong, a name is swept or bound twice, or a file or folder is missing.

@@ -94,13 +94,7 @@ def _harmless(config: Mapping[str, Any]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-  """A binding that differs between two configurations.
-
-  Attributes:
-    key: 'scope/configurable.parameter'.
-    before, after: its values; UNSET if it is not bound.
-    changes_results: whether it may change the results of the run.
-  """
+  """A binding, 'scope/configurable.parameter', that differs; UNSET where it is not bound."""
 
   key: str
   before: Any
@@ -132,11 +126,7 @@ def changes(before: str, after: str) -> list[Change]:
 
 
 class RunConfig:
-  """The configuration of a run that starts or is resumed.
-
-  Attributes:
-    text: the configuration as gin text.
-  """
+  """The configuration of a run that starts or is resumed, as gin text."""
 
   def __init__(
     self, text: str, accept_changes: bool = False, how_to_accept: str = '--accept_config_changes'
@@ -149,10 +139,6 @@ class RunConfig:
 
   def check(self, step: int, record: Mapping[str, Any]) -> None:
     """Compares the configuration with that in a checkpoint's record, and logs all changes.
-
-    Args:
-      step: step of the checkpoint.
-      record: record of the checkpoint.
 
     Raises:
       ValueError: a change may change the results and is not accepted.

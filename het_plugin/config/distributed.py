@@ -123,11 +123,7 @@ def leaving() -> Iterator[None]:
 
 
 def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:
-  """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given.
-
-  Raises:
-    ValueError: a variable is missing or wrong.
-  """
+  """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given."""
   address, count, index = (environment.get(name) for name in _EXPLICIT)
   if count is None and index is None:
     return None  # with an address only, jax finds the rest
@@ -153,9 +149,7 @@ def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | 
 def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None:
   """The source that says that this is one of several processes, in words; None if there is none.
 
-  Args:
-    environment: environment variables after the import of jax.
-    platforms: `jax.config.jax_platforms`, to which importing jax adds 'tpu' if there are TPUs.
+  `platforms` is `jax.config.jax_platforms`, to which importing jax adds 'tpu' if there are TPUs.
   """
   # A shell inside a Slurm job also has SLURM_NTASKS, but is not a task or the only one of its step.
   tasks = environment.get('SLURM_STEP_NUM_TASKS', environment.get('SLURM_NTASKS', '1'))

@@ -11,16 +11,10 @@ from collections.abc import Collection, Sequence
 def integers(
   flag: str, values: Sequence[str], least: int = 0, lengths: Collection[int] = ()
 ) -> list[int]:
-  """The whole numbers of a list flag.
-
-  Args:
-    flag: name of the flag, for the message.
-    values: parts of its value.
-    least: the smallest allowed number, at least 0.
-    lengths: allowed lengths of the list; by default any except 0.
+  """The whole numbers of a list flag, each at least `least`.
 
   Raises:
-    ValueError: a number or the length is wrong; the message names the flag.
+    ValueError: a number is wrong, or the length is 0 or none of `lengths`.
   """
   right = all(value.isdecimal() and int(value) >= least for value in values)
   if not right or not values or (lengths and len(values) not in lengths):
@@ -32,11 +26,7 @@ def integers(
 
 
 def positive_or_word(flag: str, value: str, words: Collection[str]) -> float | str:
-  """One of the words as it is, else a number.
-
-  Raises:
-    ValueError: it is neither a word nor a finite number > 0; the message names the flag.
-  """
+  """One of the words as it is, else a finite number > 0, else a ValueError."""
   if value in words:
     return value
   try:

@@ -35,12 +35,9 @@ def register(*rooms: str) -> None:
 
 
 def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
-  """Registers a table of configurables, each once.
+  """Registers the `CONFIGURABLES` of a package, each once.
 
-  Args:
-    package: full name of the room of the table.
-    table: {module: names}, where a module is one of the room or has its full name. In gin, an
-      object of this project has the name of its room, and any other that of its module.
+  In gin, an object of this project has the name of its room, and any other that of its module.
   """
   for key, names in table.items():
     in_room = '.' not in key and importlib.util.find_spec(f'{package}.{key}')

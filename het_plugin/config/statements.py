@@ -48,11 +48,7 @@ def statements(text: str) -> Iterator[tuple[str | None, Any]]:
 
 
 def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """({'scope/configurable.parameter': value}, {macro: value}); references are not resolved.
-
-  Raises:
-    SyntaxError: the text is not valid gin.
-  """
+  """({'scope/configurable.parameter': value}, {macro: value}); references are not resolved."""
   bound, macros = {}, {}
   for key, statement in statements(text):
     if key is not None:
@@ -61,21 +57,13 @@ def parse(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def bindings(text: str) -> dict[str, Any]:
-  """The bindings of `parse` with macros replaced by their values; constants stay names.
-
-  Raises:
-    SyntaxError: the text is not valid gin.
-  """
+  """The bindings of `parse` with macros replaced by their values; constants stay names."""
   bound, macros = parse(text)
   return {key: expand(value, macros) for key, value in bound.items()}
 
 
 def expand(value: Any, macros: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
-  """A value with macros replaced; `within` are the macros that it is part of.
-
-  Raises:
-    ValueError: a macro refers to itself.
-  """
+  """A value with macros replaced; ValueError if one refers to itself."""
   if isinstance(value, Macro) and value.name in macros:
     if value.name in within:
       raise ValueError(f'the macro {value.name} refers to itself: {macros[value.name]!r}')

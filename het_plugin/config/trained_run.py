@@ -43,19 +43,14 @@ _ANY_STEPS = 10**9
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedRun:
-  """A model and its parameters.
+  """A model and its parameters, placed on the mesh of the configuration over the devices here.
 
   Attributes:
-    checkpoint: the checkpoint's directory, or the published file.
-    step: step of the checkpoint; None for a published file.
-    model: has the t5x model surface.
-    partitioner: the mesh of the configuration, over the devices here.
-    params: the parameters, placed.
+    checkpoint: the checkpoint's directory, or the published file, without step and task.
     param_specs: PartitionSpecs in the tree of the parameters.
     image_size: side of the square images in the configuration, in pixels.
     channels: channels of the images that the parameters are for.
     max_labels: labels per image in the configuration; 1 for captions.
-    task: task that the configuration trains on; None for a published file.
     config: the configuration as gin text.
   """
 
@@ -85,9 +80,8 @@ def parse_run_config(
   """Parses the gin configuration of a run, and returns the arguments of its `train`.
 
   Args:
-    checkpoint, gin_files, bindings, search_paths: as in `open_run`.
+    checkpoint, gin_files, bindings, search_paths, published: as in `open_run`.
     without: arguments to leave out, besides the actions and the checkpoints.
-    published: the frame of a published file.
     arrays: the content of a published file; None reads it.
 
   Raises:

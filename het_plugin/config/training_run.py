@@ -40,10 +40,7 @@ def train_from_gin(
 ) -> tuple[int, object]:
   """Calls the gin-bound `train`, and keeps the configuration beside and in its checkpoints.
 
-  Args:
-    accept_config_changes: resumes a run although its configuration may now give other results.
-    observer: watches the run; None for `operations.Operations()`.
-    settings: arguments of `train` that replace bound ones.
+  `settings` replace bound arguments, and the `observer` is by default an `Operations`.
 
   Returns:
     The last step, and the train state.

@@ -47,14 +47,7 @@ class Labels:
     }
 
   def rows(self, labels: np.ndarray, keys: np.ndarray) -> Rows:
-    """Labels as a source reads them, padded to L.
-
-    Returns:
-      The features, and [B] None: no example has a problem.
-
-    Raises:
-      ValueError: there is an example with more than L labels.
-    """
+    """Labels as a source reads them, padded to L, and [B] None: no example has a problem."""
     del keys
     given = {name: labels[name] for name in labels.dtype.names or ()} or {'label': labels}
     width = given['label'].shape[1]
@@ -191,11 +184,7 @@ class Captions:
 
 
 def token_rows(ids: Sequence[Sequence[int]], length: int) -> np.ndarray:
-  """Token ids without end-of-sequence as rows: cut to fit, then END, then PADDING.
-
-  Returns:
-    int32 [N, length].
-  """
+  """Token ids without their end as int32 [N, length]: cut to fit, then END, then PADDING."""
   rows = np.full((len(ids), length), PADDING, np.int32)
   for row, tokens in zip(rows, ids, strict=True):
     count = min(len(tokens), length - 1)

@@ -35,7 +35,7 @@ class ArraySource:
     Args:
       name: name of the data set, for messages.
       load: returns images [N, H, W, C], uint8 or float32 in [-1, 1], and labels, int32 [N, L], or
-        captions, strings [N, M]. It is called once; the arrays stay in memory.
+        captions, strings [N, M]; called once.
       splits: the row numbers of each split, int64.
       info: makes the metadata of the task, given `splits`, the number of rows of each.
     """
@@ -108,24 +108,10 @@ def features_source(source: str) -> ArraySource:
 
 
 def npz_source(path: str) -> ArraySource:
-  """An NPZ file of images and labels.
-
-  Arrays of the file:
-    image       [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
-    label       integers [N]; [N, L] padded with -1, several labels or votes of annotators, which
-                may repeat; or soft labels, float [N, K] with rows that sum to 1.
-    label_weight
-                optional float [N, L], the probability of each label; sums to 1.
-    weight      optional float [N], the weight of each example in the training loss.
-    annotator   optional integers or strings [N, L], who gave each of several votes; a negative
-                number or '' where there is no vote.
-    class_name  optional [K] strings. Without it K is the largest label + 1.
-    split       optional [N] strings, the split of each example. Without it a fixed tenth of the
-                examples is 'validation' and the rest 'train'.
+  """An NPZ file of images and labels; docs/data.md has its arrays.
 
   Raises:
-    ValueError: the file or an array is missing or damaged, or does not have the shape, type or
-      values above.
+    ValueError: the file or an array is missing or damaged, or has another shape, type or values.
   """
   name = f'npz:{path}'
   with _reading(name, path, 'label') as arrays:
@@ -149,13 +135,7 @@ def npz_source(path: str) -> ArraySource:
 
 
 def npz_captions_source(path: str) -> ArraySource:
-  """An NPZ file of images and captions.
-
-  Arrays of the file:
-    image    [N, H, W] or [N, H, W, C]; uint8, or float in [0, 1].
-    caption  unicode strings (dtype '<U...'); [N], or [N, M] for up to M captions per image.
-             Blank captions do not count; an image without a caption is an unreadable record.
-    split    optional [N] strings, as in npz_source.
+  """An NPZ file of images and captions, strings [N] or [N, M] for up to M per image.
 
   Raises:
     ValueError: as npz_source.

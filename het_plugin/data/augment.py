@@ -11,11 +11,7 @@ from het_plugin.data import preprocess
 
 @dataclasses.dataclass(frozen=True)
 class RandAugment:
-  """`num_ops` random operations of strength `magnitude`, from 0 to 30 (Cubuk et al. 2020).
-
-  Raises:
-    ValueError: a setting is out of range, or an image has other than 1 or 3 channels.
-  """
+  """`num_ops` random operations of strength `magnitude`, from 0 to 30 (Cubuk et al. 2020)."""
 
   num_ops: int = 2
   magnitude: float = 9
@@ -143,11 +139,7 @@ NAMES = {
 def resolve(
   augmentations: Sequence,
 ) -> tuple[tuple[preprocess.Preprocessor, ...], Mixup | None]:
-  """The preprocessors in a list of names and objects, and the mixture that comes last, if any.
-
-  Raises:
-    ValueError: a name is unknown, or there are several mixtures.
-  """
+  """The preprocessors in a list of names and objects, and the mixture that comes last, if any."""
   made = []
   for given in augmentations:
     if isinstance(given, str) and given not in NAMES or isinstance(augmentations, str):

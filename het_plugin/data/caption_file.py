@@ -23,11 +23,7 @@ class CaptionFileSource:
   """
 
   def __init__(self, path: str):
-    """Reads the captions; no images.
-
-    Raises:
-      ValueError: there is no such folder or file, or a line is not as above.
-    """
+    """Reads the captions; no images. ValueError if there is no such file, or a line is wrong."""
     self._file = _captions_file(path)
     self._captions, split_of = _images(self._file)
     files = list(self._captions)

@@ -28,12 +28,7 @@ class ImageFolderSource:
   """
 
   def __init__(self, path: str):
-    """Lists the files; reads none.
-
-    Raises:
-      ValueError: the folder does not exist, a class has no images, or a split has classes that
-        train lacks.
-    """
+    """Lists the files; reads none. ValueError if a folder or the table is not as above."""
     root = pathlib.Path(path)
     if not root.is_dir():
       raise ValueError(f'image_folder:{path}: there is no such folder.')
@@ -162,11 +157,7 @@ def read_bytes(path: str | os.PathLike) -> bytes | None:
 def table_records(
   file: pathlib.Path, needed: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str | None]]]:
-  """Line number and fields of each record of a .csv or .tsv file whose first line names columns.
-
-  Raises:
-    ValueError: a needed column is missing, a record has too many fields, or it is not UTF-8.
-  """
+  """Line number and fields of each record of a .csv or .tsv file whose first line names columns."""
   delimiter = '\t' if file.suffix == '.tsv' else ','
   try:
     with file.open(encoding='utf-8-sig', newline='') as lines:

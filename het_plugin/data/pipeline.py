@@ -182,11 +182,7 @@ class BatchIterator:
     return {'position': self._position}
 
   def set_state(self, state: Mapping[str, int]) -> None:
-    """Continues at a state of get_state, as if never interrupted; reads nothing before it.
-
-    Raises:
-      ValueError: this is not a state of get_state.
-    """
+    """Continues at a state of get_state, as if never interrupted; reads nothing before it."""
     position = state.get('position', -1)
     if set(state) != {'position'} or position < 0 or position % self._multiple:
       raise ValueError(
@@ -213,9 +209,6 @@ def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextI
   """Metadata of a task with class labels or captions; reads no images.
 
   vocab_size depends on `vocabulary`, which is as in DatasetConfig.
-
-  Raises:
-    ValueError: the task or vocabulary does not exist, or its files are wrong.
   """
   from het_plugin.data import tasks
 
@@ -223,11 +216,7 @@ def task_info(name: str, vocabulary: str | None = None) -> TaskInfo | ImageTextI
 
 
 def classification_info(name: str) -> TaskInfo:
-  """`task_info` of a task that must have class labels.
-
-  Raises:
-    ValueError: as task_info, or the task has captions.
-  """
+  """`task_info` of a task that must have class labels."""
   info = task_info(name)
   if not isinstance(info, TaskInfo):
     raise ValueError(f'task is {name!r}, whose images have captions; class labels are needed here.')
@@ -254,13 +243,8 @@ def one_pass(
   endless.
 
   Raises:
-    ValueError: the task does not exist, a setting is out of range, or not exactly one of max_labels
-      and text_length is set.
+    ValueError: the task does not exist, or a setting is out of range.
   """
-  if (max_labels is None) == (text_length is None):
-    raise ValueError(
-      f'max_labels is {max_labels} and text_length is {text_length}; one of them must be None.'
-    )
   annotation = {'label': max_labels} if text_length is None else {'text': text_length}
   endless = task_info(task).splits.get(split, 0) is None
   return DatasetConfig(

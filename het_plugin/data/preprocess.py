@@ -89,9 +89,6 @@ class CentralCrop:
     not: both sides do, bilinear without antialiasing. This is the public few-shot protocol,
     big_vision's resize(256)|central_crop(224)|value_range(-1,1), except that levels are rounded
     here.
-
-  Raises:
-    ValueError: the mode is unknown.
   """
 
   mode: str = 'aspect'
@@ -115,11 +112,7 @@ class CentralCrop:
 
 @dataclasses.dataclass(frozen=True)
 class InceptionCrop:
-  """A random crop of a relative area and aspect ratio, resized (Szegedy et al., 2015).
-
-  Raises:
-    ValueError: the area range is not within (0, 1].
-  """
+  """A random crop of a relative area and aspect ratio, resized (Szegedy et al., 2015)."""
 
   area_range: tuple[float, float] = (0.05, 1.0)
   aspect_range: tuple[float, float] = (3 / 4, 4 / 3)
@@ -179,11 +172,7 @@ class Flip:
 
 @dataclasses.dataclass(frozen=True)
 class ToChannels:
-  """Converts grey (1) to RGB (3) or back (the luma of ITU-R BT.601).
-
-  Raises:
-    ValueError: num_channels is neither 1 nor 3.
-  """
+  """Converts grey (1) to RGB (3) or back (the luma of ITU-R BT.601)."""
 
   num_channels: int
 

@@ -36,11 +36,7 @@ class CorruptRecords:
     return tuple(self._names.values())
 
   def add(self, records: Mapping[Hashable, str]) -> None:
-    """Counts records by number; a record that is added again is not counted again.
-
-    Raises:
-      ValueError: more than max_fraction of the split's records are unreadable.
-    """
+    """Counts records by number, each once; ValueError if they are more than max_fraction."""
     for record, name in records.items():
       if record not in self._names:
         self._names[record] = name
@@ -83,9 +79,6 @@ class ExampleReader:
 
     The model takes square images of side `size`. `preprocessors` apply to each image, and `mixture`
     to pairs of images after that. Others are as in DatasetConfig; an endless split has no epochs.
-
-    Raises:
-      ValueError: the split or slice does not exist.
     """
     part = splits.resolve(split, source.info.splits)
     self._source = source

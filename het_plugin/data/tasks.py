@@ -66,11 +66,7 @@ class ImageTask:
   def split_preprocessors(
     self, augment: bool, resize: str | None = None
   ) -> Sequence[pp.Preprocessor]:
-    """The preprocessors of training (augment) or of evaluation, there with another `resize` if set.
-
-    Raises:
-      ValueError: `resize` is set for training, or for images that are no photographs.
-    """
+    """The preprocessors of training (augment) or of evaluation, there with another `resize`."""
     if resize is None:
       return self.preprocessors if augment else self.eval_preprocessors
     if augment:

@@ -23,12 +23,7 @@ class _Prepared:
   """The examples of a prepared data set, by number, with images as the bytes of their files."""
 
   def __init__(self, name: str):
-    """Reads the data set's metadata.
-
-    Raises:
-      ValueError: the data set is unknown to TFDS, not prepared, not prepared for random access, or
-        without the features that the source needs.
-    """
+    """Reads the data set's metadata; ValueError if it is not here or lacks what is needed."""
     self._name = f'{self.PREFIX}:{name}'
     builder = _prepared_builder(name)
     features = dict(builder.info.features.items())

@@ -104,11 +104,7 @@ class Ablation:
     return self.baseline or next(iter(self.cells))
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
-    """The ablation with some of its cells, in their order.
-
-    Raises:
-      ValueError: there is no such cell, or a cell needs another one.
-    """
+    """The ablation with some of its cells; ValueError if a cell is unknown or needs another."""
     check_settings('Ablation', self.shared, self.cells, labels)
     kept = {label: settings for label, settings in self.cells.items() if label in labels}
     return dataclasses.replace(
@@ -135,14 +131,7 @@ class Ablation:
     )
 
   def run(self, request: Request) -> Iterator[Outcome]:
-    """Trains the runs that are not complete, and reports after every seed.
-
-    Leaves the gin configuration of a run parsed.
-
-    Raises:
-      ValueError: a setting is wrong.
-      exit_codes.Preempted, nonfinite.NonFiniteStop: as `runs.complete`.
-    """
+    """Trains the runs that are not complete (`runs.complete`), and reports after every seed."""
     chosen = {name for label in self.cells for name in self.candidates(label)[0]}
     for binding in request.gin_bindings:
       if (name := binding.partition('=')[0].strip()) in chosen:
@@ -357,11 +346,7 @@ def _with_nans(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
-  """The last values of metrics, from the files of a run.
-
-  Raises:
-    ValueError: the run has no such metric.
-  """
+  """The last values of metrics, from the files of a run; ValueError for one that it lacks."""
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   found = {}
   for line in metrics:

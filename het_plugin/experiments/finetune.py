@@ -52,21 +52,14 @@ def finetune(
   batch_size: int,
   output_dir: str | None,
 ) -> Report:
-  """Ranks, fine-tunes and selects; all processes call it.
+  """Ranks, fine-tunes and selects; all processes call it. The flags of `select` explain the others.
 
   Args:
     gin_settings: data set, head and length of the fine-tuning; they come after a candidate's own
       configuration.
-    checkpoint: the candidates: runs, checkpoints or published files.
-    names: names of the candidates.
     k, metric: the proxy's number of neighbours, as a sequence of one, and its metric.
-    keep: number of candidates to fine-tune, or 'all'.
     sweep: 'NAME=VALUE,VALUE' bindings; every combination is trained.
-    split: the ensemble is selected on it.
-    test_split: it is also scored on; None for none.
-    max_members, replacement: see `selection.ensemble`.
-    batch_size: batch size of representations and predictions.
-    output_dir: takes everything.
+    split, test_split: the ensemble is selected on the first, and also scored on the second.
 
   Raises:
     ValueError: a setting is wrong.
@@ -119,11 +112,7 @@ def finetune(
 
 
 def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
-  """{'LEARNING_RATE=0.001': bindings} of every combination of 'NAME=VALUE,VALUE' bindings.
-
-  Raises:
-    ValueError: see `parse_sweep`.
-  """
+  """{'LEARNING_RATE=0.001': bindings} of all combinations of 'NAME=VALUE,VALUE' (`parse_sweep`)."""
   axes = [itertools.product([name], values) for name, values in map(parse_sweep, sweep)]
   found = {}
   for combination in itertools.product(*axes):

@@ -67,12 +67,8 @@ class Flops:
   Attributes:
     title: one line.
     paper: the figures that it mirrors, and what the paper found.
-    shared: settings of all cells (`Ablation`).
-    cells: {label: settings}.
+    shared, cells: settings of all cells, and {label: settings} (`Ablation`).
     samples: values of S, in training and evaluation.
-
-  Raises:
-    ValueError: an attribute has the wrong form.
   """
 
   title: str

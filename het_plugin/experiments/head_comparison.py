@@ -140,10 +140,10 @@ def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[Non
 
 
 def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: int = 3) -> None:
-  """Times the steps of the trained heads, by folder, and writes the time per step into each folder.
+  """Writes the time per step of the trained heads into their folders.
 
-  The time is the median over turns that alternate between the heads, so that other load on the
-  machine affects all of them.
+  It is the median over turns that alternate between the heads, so that other load on the machine
+  affects all of them.
   """
   for step in steps.values():
     step.seconds(1)
@@ -289,14 +289,9 @@ def write(
   yardsticks: Sequence[Mapping[str, Any]],
   copy: str | None,
 ) -> str:
-  """Writes results.json, results.txt and index.html; returns the text.
+  """Writes results.json, also to `copy`, results.txt and index.html; returns the text.
 
-  Args:
-    rows: rows of `row`.
-    runs: {head: folder of its run}.
-    output_dir: takes the files.
-    yardsticks: result of `references`.
-    copy: another place for results.json; None for none.
+  `rows` are those of `row`, `runs` the folders of the heads, and `yardsticks` the `references`.
   """
   shown = [
     {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}

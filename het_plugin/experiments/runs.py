@@ -25,20 +25,13 @@ _EVALUATIONS = ('training_eval', 'infer_eval')
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The configuration of a run.
-
-  Attributes:
-    gin_files: gin files; later ones win.
-    gin_bindings: bindings 'NAME = VALUE', which come after the files.
-    gin_search_paths: folders in which gin files are looked for.
-  """
+  """The configuration of a run: gin files, then bindings 'NAME = VALUE'; later ones win."""
 
   gin_files: Sequence[str]
   gin_bindings: Sequence[str] = ()
   gin_search_paths: Sequence[str] = ('.',)
 
   def parse(self, run_dir: Path) -> None:
-    """Parses the gin configuration of this run in this folder."""
     bindings = [*self.gin_bindings, f'MODEL_DIR = {str(run_dir)!r}']
     parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
 
@@ -52,10 +45,9 @@ def complete(
   evaluated again.
 
   Args:
-    run: the run to train.
-    run_dir: folder of the checkpoints, metrics and, at the end, done.json.
+    run, run_dir: the run, and its folder, which has done.json at the end.
     finish: called with the last train state; afterwards the run is complete.
-    settings: arguments of `train` that replace configured ones.
+    **settings: arguments of `train` that replace configured ones.
 
   Returns:
     False if the run was already complete with this configuration.

@@ -28,17 +28,11 @@ UNIFORM, GREEDY = 'uniform', 'greedy'
 
 
 def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float]) -> list[int]:
-  """The members of a greedy soup.
+  """The members of a greedy soup, the best candidate first.
 
   Candidates are tried from the best to the worst; one stays in if the average with it is at least
-  as good as the average without.
-
-  Args:
-    scores: scores of each candidate alone, larger is better.
-    try_with: (candidates) -> score of their average.
-
-  Returns:
-    The members, the best candidate first.
+  as good as the average without. `scores` are those of each candidate alone, larger is better, and
+  `try_with` maps candidates to the score of their average.
   """
   order = sorted(range(len(scores)), key=lambda i: -scores[i])
   members, best = order[:1], scores[order[0]]
@@ -96,11 +90,8 @@ def soup(
   """The uniform and the greedy soup beside the best single candidate.
 
   Args:
-    gin_settings: go before the configuration of the first candidate.
-    checkpoint: the candidates; model, mesh and configuration are those of the first.
-    names: names of the candidates.
+    gin_settings: go after the configuration of the first candidate, whose model and mesh are used.
     dataset, split: what members are chosen on, by precision@1; None for the run's task.
-    batch_size: global batch size.
     output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
 
   Raises:

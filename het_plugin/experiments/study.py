@@ -24,11 +24,7 @@ def names() -> list[str]:
 
 
 def gin_file(name: str) -> str:
-  """The gin file of an ablation of this package, or `name` itself if it is a file.
-
-  Raises:
-    ValueError: it is neither.
-  """
+  """The gin file of an ablation of this package, or `name` itself; ValueError if it is neither."""
   if name in names():
     return f'{FOLDER}{name}.gin'
   if name.endswith('.gin'):
@@ -68,12 +64,8 @@ def listing() -> str:
 class Request:
   """The settings of a study on the command line.
 
-  Attributes:
-    output_dir: folder of the runs.
-    gin_bindings: bindings for every cell, after its own.
-    gin_search_paths: folders in which gin files are looked for.
-    seeds: replace those of the study; None keeps them.
-    cells: labels of the cells to run; None for all.
+  `gin_bindings` come after those of every cell. `seeds` replace those of the study (None keeps
+  them), and `cells` are the labels of the cells to run (None for all).
   """
 
   output_dir: Path
@@ -116,16 +108,9 @@ def check_settings(
 class Outcome:
   """The results of a study as a table, with explanations.
 
-  Attributes:
-    title, introduction: title and introduction of the page.
-    rows: rows for `reporting.columns`.
-    references: rows to compare with, in the same form.
-    tables: further tables.
-    summary: sentences below the table.
-    notes: how to read the columns.
-    figures: plots.
-    configs: {cell: its gin configuration}.
-    details: further entries of results.json.
+  `rows`, and `references` to compare them with, are of `reporting.columns`; `summary` has sentences
+  below the table, `notes` how to read it, `configs` the gin configuration of each cell, and
+  `details` further entries of results.json.
   """
 
   title: str
@@ -147,14 +132,10 @@ class Outcome:
     row_title: str = 'cell',
     results: Any = None,
   ) -> str:
-    """Writes results.json, results.txt and index.html; returns the text.
+    """Writes results.json, also to `copy`, results.txt and index.html; returns the text.
 
-    Args:
-      output_dir: takes the files.
-      copy: another place for results.json; None for none.
-      main: the command that made it.
-      row_title: what a row is.
-      results: what results.json is; None for title, details and rows.
+    `main` is the command that made it, and `row_title` what a row is. results.json is `results`, by
+    default title, details and rows.
     """
     if results is None:
       results = {'title': self.title, **self.details, 'rows': self.rows}

@@ -80,11 +80,7 @@ METHODS = tuple(dict.fromkeys(name.partition(':')[0] for name in ROWS))
 
 
 def parse_methods(names: Sequence[str]) -> list[str]:
-  """Rows of the table in its order, from names of rows, of methods (all rows), or 'all'.
-
-  Raises:
-    ValueError: a name is none of these.
-  """
+  """Rows of the table in its order, from names of rows, of methods, or 'all'; else ValueError."""
   chosen = set()
   for name in names:
     found = [row for row in ROWS if name in ('all', row, row.partition(':')[0])]
@@ -117,13 +113,10 @@ def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int)
   2010, "kriging believer").
 
   Args:
-    taus: temperatures tried so far.
-    nlls: their NLLs; infinite if training failed, which counts as the worst.
-    count: number of suggestions.
+    taus, nlls: temperatures tried so far, and their NLLs; infinite if training failed, which counts
+      as the worst.
+    count: number of suggestions, which are rounded to four digits.
     seed: seed of the first ones.
-
-  Returns:
-    Temperatures, rounded to four digits.
   """
   from sklearn import exceptions, gaussian_process
   from sklearn.gaussian_process import kernels
@@ -158,15 +151,9 @@ def suggest(taus: Sequence[float], nlls: Sequence[float], count: int, seed: int)
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """A finished training.
+  """A finished training: its folder's name, tau at its end, and metrics of the test set.
 
-  Attributes:
-    name: name of its folder.
-    tau: the temperature at its end.
-    validation_nll, nll: NLL of validation and test set; infinite if training failed.
-    precision_at_1: precision@1 of the test set.
-    steps: planned number of steps.
-    ms_per_step: median time per step.
+  NLLs are infinite if it failed, `steps` are those planned, `ms_per_step` is the median.
   """
 
   name: str
@@ -182,13 +169,8 @@ class Trained:
 class Study:
   """One replication: runs each training that its methods need once, in its own folder.
 
-  Attributes:
-    base: the run whose temperature is tuned; it includes gin/runs/temperature.gin.
-    folder: folder of this replication.
-    seed: RANDOM_SEED of all its trainings.
-    grid: temperatures of the grid search.
-    rounds, trials_per_round: settings of Bayesian optimization; the trials of a round are chosen
-      together.
+  `base` is the run whose temperature is tuned, with gin/runs/temperature.gin, and `seed` the
+  RANDOM_SEED of all trainings. Bayesian optimization chooses the trials of a round together.
   """
 
   base: runs_lib.Run
@@ -199,11 +181,7 @@ class Study:
   trials_per_round: int = 5
 
   def outcome(self, row: str) -> dict[str, Any]:
-    """One row of the table in this replication: the chosen training, and the cost of all trainings.
-
-    Raises:
-      ValueError: a setting is wrong, or all trainings of a search failed.
-    """
+    """One row of the table in this replication: the chosen training, and the cost of all."""
     method, _, variant = row.partition(':')
     if method in ('grid', 'bayesian'):
       trainings = self._searched(row, self._grid if method == 'grid' else self._bayesian, variant)

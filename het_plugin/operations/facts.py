@@ -25,12 +25,8 @@ class Facts:
   """Facts about one process of an attempt.
 
   Attributes:
-    process: index of the process.
-    processes: number of processes.
-    host: name of its host.
-    pid: process id on that host.
-    began: when the process began, Unix seconds by its own clock.
-    time: when the facts were written, Unix seconds by its own clock.
+    process, processes: its index, and their number.
+    began, time: when the process began and the facts were written, Unix seconds by its own clock.
     total_steps: last step of the run.
     beat: number of times the facts have been written.
     phase: one of `observer.PHASES`.
@@ -41,9 +37,7 @@ class Facts:
     start_step: the step from which the attempt continued; None until that is known.
     step: number of training steps dispatched.
     saved_step: step of the last checkpoint whose writing began; None before the first.
-    state: RUNNING, DONE, PREEMPTED or FAILED.
-    message: why the process ended; empty while it runs.
-    exit_code: exit code of the process; None while it runs.
+    message, exit_code: why and how the process ended; '' and None while it runs.
   """
 
   process: int

@@ -39,11 +39,8 @@ class Heartbeat:
   ):
     """Touches no file yet.
 
-    Args:
-      attempt: the folder of this start of the run.
-      recorder: records what the training thread does.
-      stall_seconds: time without progress after which the process ends.
-      poll: called at each beat, after the facts are written.
+    `attempt` is the folder of this start of the run. The process ends after `stall_seconds` without
+    progress. `poll` is called at each beat, after the facts are written.
     """
     self._attempt = attempt
     self._recorder = recorder
@@ -56,11 +53,7 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, name='heartbeat', daemon=True)
 
   def start(self) -> None:
-    """Writes the first facts and begins to watch.
-
-    Raises:
-      OSError: the facts cannot be written.
-    """
+    """Writes the first facts, or raises an OSError, and begins to watch."""
     facts.write(self._attempt, self._recorder.now())
     self._thread.start()
 

@@ -34,11 +34,8 @@ _POLL_SECONDS = 0.2
 def held(model_dir: epath.PathLike, patience: float = PATIENCE_SECONDS) -> Iterator[epath.Path]:
   """Locks a run's directory, which is created if it is missing, and begins an attempt in it.
 
-  All processes call this, and process 0 holds the lock.
-
-  Args:
-    model_dir: the directory.
-    patience: seconds to wait for another training in it.
+  All processes call this, and process 0 holds the lock. It waits `patience` seconds for another
+  training in the directory.
 
   Yields:
     The folder of the new attempt, the same on all processes.

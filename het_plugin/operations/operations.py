@@ -32,9 +32,6 @@ class Operations(observer.Observer):
   """Writes facts, logs and profiles of a run, and ends the run if it is stuck.
 
   It does not change the result of a training, and its errors do not end the training.
-
-  Attributes:
-    recorder: records what the run is doing and the time spent in each phase.
   """
 
   def __init__(self, stall_seconds: float = heartbeat.STALL_SECONDS, began: float | None = None):

@@ -31,11 +31,7 @@ STEPS = 5  # of a request without a number
 
 
 def request(model_dir: epath.PathLike, steps: int) -> None:
-  """Asks a run for a profile of its next steps.
-
-  Raises:
-    ValueError: there is a request already.
-  """
+  """Asks a run for a profile of its next steps; ValueError if there is a request already."""
   path = epath.Path(model_dir) / REQUEST
   if path.exists():
     raise ValueError(f'{path} exists: a profile is asked for already.')
@@ -44,11 +40,7 @@ def request(model_dir: epath.PathLike, steps: int) -> None:
 
 @contextlib.contextmanager
 def server(port: int | None) -> Iterator[None]:
-  """Lets profilers request a trace: process i listens at port + i; None to listen nowhere.
-
-  Raises:
-    ValueError: the process cannot listen at its port.
-  """
+  """Lets profilers request a trace: process i listens at port + i; None to listen nowhere."""
   if port is None:
     yield
     return
@@ -84,9 +76,6 @@ class Profiler:
       recorder: records the time that it takes to write a trace.
       lead_seconds: least time from the answer to a request to the first traced step. All processes
         must call `poll` within this time.
-
-    Raises:
-      ValueError: profile_steps is not a range.
     """
     steps = run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1]:

@@ -20,12 +20,7 @@ class Recorder:
   """Records facts. One thread changes them; any thread may read them."""
 
   def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic):
-    """Begins in the phase START.
-
-    Args:
-      began: when START began, by `clock`; None for now.
-      clock: returns the time in seconds.
-    """
+    """Begins in the phase START, which `began` at a time of the clock; None for now."""
     self._clock = clock
     # Reentrant, because a signal handler that logs may read while the same thread changes phase.
     self._lock = threading.RLock()

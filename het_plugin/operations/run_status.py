@@ -50,10 +50,7 @@ def read(
 ) -> dict[str, Any]:
   """Everything that is known about a run, as JSON values; None for unknown values.
 
-  Args:
-    run_dir: MODEL_DIR of the run.
-    stale_seconds: time without a sign of life after which a run counts as dead.
-    now: Unix seconds; None for the current time.
+  After `stale_seconds` without a sign of life a run counts as dead. `now` is in Unix seconds.
 
   Raises:
     ValueError: run_dir is not a run.

@@ -47,12 +47,8 @@ def install() -> None:
 def handled(saves: Callable[[], bool], farewell: Callable[[], None]) -> Iterator[None]:
   """Lets a training notice signals with `reached`.
 
-  Without `install`, as in a notebook, only the training ends and the handlers are restored.
-
-  Args:
-    saves: whether the training would save now. If not, a program that called `install` ends at
-      once.
-    farewell: called before it ends.
+  Without `install`, as in a notebook, only the training ends and the handlers are restored. A
+  program that called `install` ends at once, after `farewell`, unless the training `saves` now.
   """
   global _training
   restore = None
@@ -91,10 +87,7 @@ def reached() -> bool:
 def leave(line: str, code: int, record: Callable[[], None] = lambda: None) -> NoReturn:
   """Ends the process at once, because the main thread may never return from C++.
 
-  Args:
-    line: message on stderr.
-    code: the exit code.
-    record: called before the end. If it hangs or fails, the process ends all the same.
+  `line` goes to stderr, and `record` is called. If it hangs or fails, the process ends as well.
   """
   _leaving.acquire()  # never released: another thread that wants to end waits for this one
   timer = threading.Timer(_LEAVE_SECONDS, os._exit, (code,))

@@ -21,13 +21,10 @@ _CONSTANT = re.compile(r'= s32\[\]\S* constant\((\d+)\)')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One kind of collective of a program.
+  """One of `KINDS` of collectives of a program, on one device.
 
-  Attributes:
-    kind: one of `KINDS`.
-    count: how often one device runs it per execution of the program.
-    bytes: size of all its results on one device.
-    in_loops: number of instructions of this kind inside loops.
+  `count` is how often it runs, `bytes` the size of all its results, and `in_loops` the number of
+  its instructions inside loops.
   """
 
   kind: str

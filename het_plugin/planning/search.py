@@ -31,16 +31,10 @@ def search(what: str, request: Request, first: dict[str, Any]) -> dict[str, Any]
 def largest_that_fits(
   what: str, first: dict[str, Any], compile_fn: Callable[[int], dict[str, Any]]
 ) -> int | None:
-  """The largest batch or number of samples that fits, to within a sixteenth; a line per plan.
+  """The largest batch or number of samples that fits, to within a sixteenth, at most `_LARGEST`.
 
-  Args:
-    what: 'batch' or 'samples'.
-    first: the plan of the unchanged configuration.
-    compile_fn: maps a value to its plan.
-
-  Returns:
-    The value, a multiple of the number of shards of a batch; None if not even one row per shard
-    fits. The search stops at `_LARGEST`.
+  `first` is the plan of the unchanged configuration, and `compile_fn` maps a value to its plan, of
+  which it prints a line. A batch is a multiple of the number of its shards. None if nothing fits.
   """
   unit = first['num_devices'] // first['mesh']['model'] if what == 'batch' else 1
   value = first[_SEARCHED[what]]
@@ -70,13 +64,9 @@ def largest_that_fits(
 def grid(
   request: Request, heads: Sequence[str], batches: Sequence[int], samples: Sequence[int]
 ) -> list[dict[str, Any]]:
-  """Compiles each head with each batch size and number of samples; prints a line per cell.
+  """Compiles each head with each batch size and number of samples; a row and a line for each.
 
-  Returns:
-    A row per cell. The deterministic head has one per batch size, with s = 0.
-
-  Raises:
-    ValueError: an unknown head, or a wrong setting.
+  The deterministic head has one per batch size, with s = 0.
   """
   if unknown := [head for head in heads if head not in HEADS]:
     raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')

@@ -49,10 +49,7 @@ CHIPS = {
 class Topology:
   """Devices to compile for.
 
-  Attributes:
-    name: as given, such as 'v3:8x8' or 'cpu:8'.
-    devices: devices of all slices.
-    hbm_bytes: memory per device that programs may use.
+  The devices are of all slices, and programs may use `hbm_bytes` of each one's memory.
   """
 
   name: str
@@ -65,11 +62,7 @@ class Topology:
 
 
 def parse(name: str) -> tuple[str, str]:
-  """(generation, shape) of 'v3:8x8', or ('cpu', number of devices) of 'cpu:8'.
-
-  Raises:
-    ValueError: the name has another form.
-  """
+  """(generation, shape) of 'v3:8x8', or ('cpu', number) of 'cpu:8'; ValueError for others."""
   generation, _, shape = name.partition(':')
   if generation == 'cpu' and re.fullmatch(r'[1-9]\d*', shape):
     return generation, shape
@@ -83,12 +76,7 @@ def parse(name: str) -> tuple[str, str]:
 
 
 def check(name: str, num_slices: int = 1, mesh: Sequence[int] | None = None) -> None:
-  """Checks settings without the compiler.
-
-  Raises:
-    ValueError: the topology or the number of slices is impossible, or the mesh has another number
-      of devices.
-  """
+  """Raises ValueError for an impossible topology, or a mesh with another number of devices."""
   generation, shape = parse(name)
   if num_slices < 1:
     raise ValueError(f'--num_slices={num_slices} must be at least 1')
@@ -156,16 +144,8 @@ def step_seconds(
 
   A step takes at least the longest of the three times, and their sum if nothing overlaps. A
   collective is a ring over links of both directions; an all-reduce passes twice. The network
-  between slices is left out.
-
-  Args:
-    name: such as 'v5e:4x4'.
-    flops: FLOPs; all count as bfloat16.
-    hbm_bytes: bytes read and written, as XLA counts them: the body of a loop once.
-    collectives: 'kind' and 'bytes' of each kind (`hlo.Collective`).
-
-  Returns:
-    {'compute': s, 'memory': s, 'collectives': s, 'at_least': s, 'without_overlap': s}.
+  between slices is left out. All FLOPs count as bfloat16, `hbm_bytes` is what XLA counts as read
+  and written (the body of a loop once), and `collectives` are those of `hlo.Collective`.
   """
   chip = CHIPS.get(parse(name)[0])
   if chip is None:

@@ -24,14 +24,10 @@ _QUIET_SECONDS = 10  # between two lines
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A request to compile a run.
+  """A request to compile steps of a run, 'train', 'eval' or both.
 
-  Attributes:
-    gin_files, gin_bindings, gin_search_paths: the configuration, as for training.
-    topology: see `topology.parse`.
-    mesh: (data, model) or (replica, data, model) devices; None takes the configuration's.
-    num_slices: TPU slices.
-    steps: 'train', 'eval' or both.
+  `topology` is as in `topology.parse`, and `mesh` has (data, model) or (replica, data, model)
+  devices; None takes the configuration's.
   """
 
   gin_files: Sequence[str]

@@ -68,12 +68,7 @@ def parse_slice(name: str, num_slices: int = 1) -> tuple[str, str, int]:
 
 
 def jobset(name: str, settings: Mapping[str, Any], job: sweep.Job) -> dict[str, Any]:
-  """Fills launch/gke/jobset.yaml.
-
-  Args:
-    name: name of the JobSet.
-    settings: values of the flags that `define_settings_flags` defines.
-    job: what the JobSet runs.
+  """Fills launch/gke/jobset.yaml with `settings()` and what the job runs.
 
   Raises:
     ValueError: a name, topology, folder or number is not possible; one sentence says which.
