@@ -28,6 +28,7 @@ _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 _OPTIMIZER = re.compile(r'^opt/(?!target/|params/)')
 _HEAD_PREFIXES = ('head', 'multiclass_head', 'multilabel_head')
 _VIT_BLOCK = 'Transformer/encoderblock'
+_PROJECTIONS = ('query', 'key', 'value')
 
 
 class Entry(NamedTuple):
@@ -56,61 +57,46 @@ def _lead(count):
   return lambda shape, num_heads: (*(1,) * count, *shape)
 
 
-def _attention(number):
-  """{(layer, parameter): (name in a file, shape)} of the attention with this number in the file."""
-  prefix = f'MultiHeadDotProductAttention_{number}'
-  entries = {
-    (name, part): (f'{prefix}/{name}/{part}', _split_last)
-    for name in ('query', 'key', 'value')
-    for part in ('kernel', 'bias')
-  }
-  out = f'{prefix}/out'
-  return entries | {
-    ('out', 'kernel'): (f'{out}/kernel', _split_first),
-    ('out', 'bias'): (f'{out}/bias', _same),
-  }
+def _layer(ours, theirs, parts=('kernel', 'bias'), shape=_same):
+  """{parameter of ours: (name in a file, shape)} of a layer."""
+  return {f'{ours}/{part}': (f'{theirs}/{part}', shape) for part in parts}
+
+
+def _norm(ours, theirs):
+  return _layer(ours, theirs, ('scale', 'bias'))
+
+
+def _mlp(ours, theirs):
+  return _layer(f'{ours}/wi', f'{theirs}/Dense_0') | _layer(f'{ours}/wo', f'{theirs}/Dense_1')
+
+
+def _attention(ours, theirs):
+  split = (_layer(f'{ours}/{x}', f'{theirs}/{x}', shape=_split_last) for x in _PROJECTIONS)
+  out = _layer(f'{ours}/out', f'{theirs}/out', ['kernel'], _split_first)
+  out |= _layer(f'{ours}/out', f'{theirs}/out', ['bias'])
+  return {name: entry for layer in (*split, out) for name, entry in layer.items()}
 
 
 _VIT: Mapping[str, tuple[str, Callable]] = {
-  'backbone/embedding/kernel': ('embedding/kernel', _same),
-  'backbone/embedding/bias': ('embedding/bias', _same),
-  'backbone/class_token': ('cls', _lead(2)),
-  'backbone/position_embedding': ('Transformer/posembed_input/pos_embedding', _lead(1)),
-  'backbone/encoder_norm/scale': ('Transformer/encoder_norm/scale', _same),
-  'backbone/encoder_norm/bias': ('Transformer/encoder_norm/bias', _same),
-  'backbone/representation/kernel': ('pre_logits/kernel', _same),
-  'backbone/representation/bias': ('pre_logits/bias', _same),
+  **_layer('embedding', 'embedding'),
+  'class_token': ('cls', _lead(2)),
+  'position_embedding': ('Transformer/posembed_input/pos_embedding', _lead(1)),
+  **_norm('encoder_norm', 'Transformer/encoder_norm'),
+  **_layer('representation', 'pre_logits'),
   # big_vision's pooling='map'.
-  'backbone/pooling/probe': ('MAPHead_0/probe', _lead(2)),
-  'backbone/pooling/mlp_norm/scale': ('MAPHead_0/LayerNorm_0/scale', _same),
-  'backbone/pooling/mlp_norm/bias': ('MAPHead_0/LayerNorm_0/bias', _same),
-  **{
-    f'backbone/pooling/attention/{name}/{part}': (f'MAPHead_0/{entry[0]}', entry[1])
-    for (name, part), entry in _attention(0).items()
-  },
-  **{
-    f'backbone/pooling/mlp/{name}/{part}': (f'MAPHead_0/MlpBlock_0/Dense_{i}/{part}', _same)
-    for i, name in enumerate(('wi', 'wo'))
-    for part in ('kernel', 'bias')
-  },
+  'pooling/probe': ('MAPHead_0/probe', _lead(2)),
+  **_norm('pooling/mlp_norm', 'MAPHead_0/LayerNorm_0'),
+  **_attention('pooling/attention', 'MAPHead_0/MultiHeadDotProductAttention_0'),
+  **_mlp('pooling/mlp', 'MAPHead_0/MlpBlock_0'),
 }
 _VIT_BLOCKS = {
-  'attention_norm/scale': ('LayerNorm_0/scale', _same),
-  'attention_norm/bias': ('LayerNorm_0/bias', _same),
-  **{f'attention/{name}/{part}': entry for (name, part), entry in _attention(1).items()},
-  'mlp_norm/scale': ('LayerNorm_2/scale', _same),
-  'mlp_norm/bias': ('LayerNorm_2/bias', _same),
-  'mlp/wi/kernel': ('MlpBlock_3/Dense_0/kernel', _same),
-  'mlp/wi/bias': ('MlpBlock_3/Dense_0/bias', _same),
-  'mlp/wo/kernel': ('MlpBlock_3/Dense_1/kernel', _same),
-  'mlp/wo/bias': ('MlpBlock_3/Dense_1/bias', _same),
+  **_norm('attention_norm', 'LayerNorm_0'),
+  **_attention('attention', 'MultiHeadDotProductAttention_1'),
+  **_norm('mlp_norm', 'LayerNorm_2'),
+  **_mlp('mlp', 'MlpBlock_3'),
   # vmoe's experts.
   'moe/router': ('Moe/Router/dense/kernel', _same),
-  **{
-    f'moe/experts/{name}/{part}': (f'Moe/Mlp/Dense_{i}/{part}', _same)
-    for i, name in enumerate(('wi', 'wo'))
-    for part in ('kernel', 'bias')
-  },
+  **_mlp('moe/experts', 'Moe/Mlp'),
 }
 # Names of big_vision and vmoe inside a block, and the older names of vision_transformer.
 _RENAMED_IN_BLOCKS = {
@@ -184,8 +170,7 @@ def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
   part, _, rest = our_name.partition('/')
   if part == 'head':
     return _head_entry(rest, layout, head_prefix)
-  found = _vit_entry(our_name) if layout == 'vit' else _bit_entry(rest)
-  return Entry(*found)
+  return Entry(*(_vit_entry(rest) if layout == 'vit' else _bit_entry(rest)))
 
 
 def _head_entry(rest, layout, head_prefix):
@@ -199,12 +184,12 @@ def _head_entry(rest, layout, head_prefix):
   return Entry(f'{prefix}/{_NOISE.get(rest, rest)}', _same)
 
 
-def _vit_entry(our_name):
-  if our_name in _VIT:
-    return _VIT[our_name]
-  block = re.fullmatch(r'backbone/block(\d+)/(.*)', our_name)
+def _vit_entry(rest):
+  if rest in _VIT:
+    return _VIT[rest]
+  block = re.fullmatch(r'block(\d+)/(.*)', rest)
   if block is None or block[2] not in _VIT_BLOCKS:
-    return our_name, _same  # no file has it
+    return f'backbone/{rest}', _same  # no file has it
   name, shape = _VIT_BLOCKS[block[2]]
   return f'{_VIT_BLOCK}_{int(block[1])}/{name}', shape
 

@@ -12,36 +12,39 @@ def arrays_of(shapes, seed=0):
   return {name: 0.3 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def dense(name, *shape):
+  return {f'{name}/kernel': shape, f'{name}/bias': shape[-1:]}
+
+
+def norm(name):
+  return {f'{name}/scale': (D,), f'{name}/bias': (D,)}
+
+
+def attention_and_mlp(attention, mlp):
+  shapes = {f'{attention}/out/kernel': (HEADS, D // HEADS, D), f'{attention}/out/bias': (D,)}
+  for name in ('query', 'key', 'value'):
+    shapes[f'{attention}/{name}/kernel'] = (D, HEADS, D // HEADS)
+    shapes[f'{attention}/{name}/bias'] = (HEADS, D // HEADS)
+  return shapes | dense(f'{mlp}/Dense_0', D, MLP) | dense(f'{mlp}/Dense_1', MLP, D)
+
+
 def vit(side=SIDE, representation=True, token=True):
   """vision_transformer's names, a linear head."""
   tokens = (side // PATCH) ** 2 + token
   shapes = {
-    'embedding/kernel': (PATCH, PATCH, 3, D),
-    'embedding/bias': (D,),
+    **dense('embedding', PATCH, PATCH, 3, D),
     'Transformer/posembed_input/pos_embedding': (1, tokens, D),
-    'Transformer/encoder_norm/scale': (D,),
-    'Transformer/encoder_norm/bias': (D,),
-    'head/kernel': (D, CLASSES),
-    'head/bias': (CLASSES,),
+    **norm('Transformer/encoder_norm'),
+    **dense('head', D, CLASSES),
   }
   if token:
     shapes['cls'] = (1, 1, D)
   if representation:
-    shapes |= {'pre_logits/kernel': (D, D), 'pre_logits/bias': (D,)}
+    shapes |= dense('pre_logits', D, D)
   for i in range(DEPTH):
     block = f'Transformer/encoderblock_{i}'
-    attention = f'{block}/MultiHeadDotProductAttention_1'
-    for name in ('query', 'key', 'value'):
-      shapes[f'{attention}/{name}/kernel'] = (D, HEADS, D // HEADS)
-      shapes[f'{attention}/{name}/bias'] = (HEADS, D // HEADS)
-    shapes[f'{attention}/out/kernel'] = (HEADS, D // HEADS, D)
-    shapes[f'{attention}/out/bias'] = (D,)
-    for norm in ('LayerNorm_0', 'LayerNorm_2'):
-      shapes |= {f'{block}/{norm}/scale': (D,), f'{block}/{norm}/bias': (D,)}
-    shapes[f'{block}/MlpBlock_3/Dense_0/kernel'] = (D, MLP)
-    shapes[f'{block}/MlpBlock_3/Dense_0/bias'] = (MLP,)
-    shapes[f'{block}/MlpBlock_3/Dense_1/kernel'] = (MLP, D)
-    shapes[f'{block}/MlpBlock_3/Dense_1/bias'] = (D,)
+    shapes |= attention_and_mlp(f'{block}/MultiHeadDotProductAttention_1', f'{block}/MlpBlock_3')
+    shapes |= norm(f'{block}/LayerNorm_0') | norm(f'{block}/LayerNorm_2')
   return arrays_of(shapes)
 
 
@@ -105,6 +108,16 @@ def gelu(x):
   return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def attend(p, layer, queries, x):
+  query, key, value = (
+    np.einsum('bnd,dhk->bnhk', y, p[f'{layer}/{name}/kernel']) + p[f'{layer}/{name}/bias']
+    for name, y in (('query', queries), ('key', x), ('value', x))
+  )
+  scores = np.einsum('bnhk,bmhk->bhnm', query, key) / np.sqrt(D // HEADS)
+  y = np.einsum('bhnm,bmhk->bnhk', scipy.special.softmax(scores, axis=-1), value)
+  return np.einsum('bnhk,hkd->bnd', y, p[f'{layer}/out/kernel']) + p[f'{layer}/out/bias']
+
+
 def vit_pre_logits(p, image):
   """phi [B, D] of images [B, H, W, 3], in float64."""
   p = {name: np.float64(x) for name, x in p.items()}
@@ -120,14 +133,7 @@ def vit_pre_logits(p, image):
     block = f'Transformer/encoderblock_{i}'
     attention = f'{block}/MultiHeadDotProductAttention_1'
     y = layer_norm(x, p, f'{block}/LayerNorm_0')
-    query, key, value = (
-      np.einsum('bnd,dhk->bnhk', y, p[f'{attention}/{name}/kernel']) + p[f'{attention}/{name}/bias']
-      for name in ('query', 'key', 'value')
-    )
-    scores = np.einsum('bnhk,bmhk->bhnm', query, key) / np.sqrt(D // HEADS)
-    y = np.einsum('bhnm,bmhk->bnhk', scipy.special.softmax(scores, axis=-1), value)
-    y = np.einsum('bnhk,hkd->bnd', y, p[f'{attention}/out/kernel']) + p[f'{attention}/out/bias']
-    x = x + y
+    x = x + attend(p, attention, y, y)
     y = layer_norm(x, p, f'{block}/LayerNorm_2')
     if f'{block}/Moe/Router/dense/kernel' in p:
       x = x + expert_mlps(p, block, y)
@@ -146,36 +152,15 @@ def vit_pre_logits(p, image):
 
 MAP_HEAD = {
   'MAPHead_0/probe': (1, 1, D),
-  **{
-    f'MAPHead_0/MultiHeadDotProductAttention_0/{x}/kernel': (D, HEADS, D // HEADS)
-    for x in ('query', 'key', 'value')
-  },
-  **{
-    f'MAPHead_0/MultiHeadDotProductAttention_0/{x}/bias': (HEADS, D // HEADS)
-    for x in ('query', 'key', 'value')
-  },
-  'MAPHead_0/MultiHeadDotProductAttention_0/out/kernel': (HEADS, D // HEADS, D),
-  'MAPHead_0/MultiHeadDotProductAttention_0/out/bias': (D,),
-  'MAPHead_0/LayerNorm_0/scale': (D,),
-  'MAPHead_0/LayerNorm_0/bias': (D,),
-  'MAPHead_0/MlpBlock_0/Dense_0/kernel': (D, MLP),
-  'MAPHead_0/MlpBlock_0/Dense_0/bias': (MLP,),
-  'MAPHead_0/MlpBlock_0/Dense_1/kernel': (MLP, D),
-  'MAPHead_0/MlpBlock_0/Dense_1/bias': (D,),
+  **attention_and_mlp('MAPHead_0/MultiHeadDotProductAttention_0', 'MAPHead_0/MlpBlock_0'),
+  **norm('MAPHead_0/LayerNorm_0'),
 }
 
 
 def map_head(p, x):
   """big_vision's pooling='map': a learned query over the positions x [B, N, D]."""
-  attention = 'MultiHeadDotProductAttention_0'
   probe = np.broadcast_to(p['probe'], (len(x), 1, D))
-  query, key, value = (
-    np.einsum('bnd,dhk->bnhk', y, p[f'{attention}/{name}/kernel']) + p[f'{attention}/{name}/bias']
-    for name, y in (('query', probe), ('key', x), ('value', x))
-  )
-  scores = np.einsum('bnhk,bmhk->bhnm', query, key) / np.sqrt(D // HEADS)
-  y = np.einsum('bhnm,bmhk->bnhk', scipy.special.softmax(scores, axis=-1), value)
-  y = np.einsum('bnhk,hkd->bnd', y, p[f'{attention}/out/kernel']) + p[f'{attention}/out/bias']
+  y = attend(p, 'MultiHeadDotProductAttention_0', probe, x)
   z = layer_norm(y, p, 'LayerNorm_0')
   z = gelu(z @ p['MlpBlock_0/Dense_0/kernel'] + p['MlpBlock_0/Dense_0/bias'])
   return (y + z @ p['MlpBlock_0/Dense_1/kernel'] + p['MlpBlock_0/Dense_1/bias'])[:, 0]
@@ -184,14 +169,10 @@ def map_head(p, x):
 def het_head(prefix, noise_dim):
   """uncertainty-baselines' heteroscedastic head; noise_dim is its latent_dim, or the classes."""
   shapes = {
-    'loc_layer/kernel': (D, CLASSES),
-    'loc_layer/bias': (CLASSES,),
-    'diag_layer/kernel': (D, noise_dim),
-    'diag_layer/bias': (noise_dim,),
-    'scale_layer_homoscedastic/kernel': (R, noise_dim),
-    'scale_layer_homoscedastic/bias': (noise_dim,),
-    'scale_layer_heteroscedastic/kernel': (D, noise_dim),
-    'scale_layer_heteroscedastic/bias': (noise_dim,),
+    **dense('loc_layer', D, CLASSES),
+    **dense('diag_layer', D, noise_dim),
+    **dense('scale_layer_homoscedastic', R, noise_dim),
+    **dense('scale_layer_heteroscedastic', D, noise_dim),
     'pre_sigmoid_temperature': (1,),
   }
   return {f'{prefix}/{name}': x for name, x in arrays_of(shapes, seed=1).items()}
@@ -205,15 +186,17 @@ def het_logits(p, prefix, phi, z, z_diag, is_latent):
   """
   p = {name.removeprefix(f'{prefix}/'): np.float64(x) for name, x in p.items()}
 
-  def dense(name, x):
+  def linear(name, x):
     return x @ p[f'{name}/kernel'] + p[f'{name}/bias']
 
-  diag = np.log1p(np.exp(dense('diag_layer', phi))) + 1e-3  # [B, Q]
-  noise = dense('scale_layer_heteroscedastic', phi)[:, None] * dense('scale_layer_homoscedastic', z)
+  diag = np.log1p(np.exp(linear('diag_layer', phi))) + 1e-3  # [B, Q]
+  noise = linear('scale_layer_heteroscedastic', phi)[:, None] * linear(
+    'scale_layer_homoscedastic', z
+  )
   noise = noise + diag[:, None] * z_diag  # [B, S, Q]
   if is_latent:
-    return dense('loc_layer', phi[:, None] + noise)
-  return dense('loc_layer', phi)[:, None] + noise
+    return linear('loc_layer', phi[:, None] + noise)
+  return linear('loc_layer', phi)[:, None] + noise
 
 
 WIDTH, UNITS = 32, (2, 1)
