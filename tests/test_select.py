@@ -41,21 +41,13 @@ def files(runs, flag, file, names=NOISE):
 
 
 @pytest.fixture
-def run(parsed_flags, capsys, tmp_path):
-  """Runs main in this process with flags of its own: (text, JSON)."""
+def run(run_main, tmp_path):
+  """Runs the main: (text, JSON); with code=2, the line of its error."""
 
   def call(*arguments, code=0):
     out = tmp_path / 'out.json'
-    json_flag = [f'--json={out}'] if not code else []
-    with parsed_flags(select, *arguments, *json_flag) as argv:
-      if not code:
-        select.main(argv)
-        return capsys.readouterr().out, json.loads(out.read_text())
-      with pytest.raises(SystemExit) as exit_info:
-        select.main(argv)
-    assert exit_info.value.code == code
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+    printed = run_main(select, *arguments, f'--json={out}', code=code)
+    return printed if code else (printed, json.loads(out.read_text()))
 
   return call
 
@@ -158,5 +150,4 @@ def test_what_is_wrong_is_one_sentence(runs, run, arguments, words):
   for short, file in (('GOOD', 'train'), ('TEST', 'test'), ('P', 'log_prob_train')):
     arguments = [x.replace(f'={short}', f'={good / file}.npz') for x in arguments]
   arguments = [x.replace(',Q', f',{good / "log_prob_test"}.npz') for x in arguments]
-  line = run(*arguments, code=2)
-  assert line.startswith('Error: ') and words in line
+  assert words in run(*arguments, code=2)

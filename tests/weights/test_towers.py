@@ -215,45 +215,40 @@ def clip_arrays():
   return {name: 0.3 * rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
 
 
-def test_both_towers_of_a_file_are_opened_without_a_gin_file(tmp_path):
-  arrays = clip_arrays()
-  path = str(tmp_path / 'clip.safetensors')
+@pytest.fixture
+def clip_file(tmp_path):
+  """(path, image tower, text tower) of a small CLIP."""
+  arrays, path = clip_arrays(), tmp_path / 'clip.safetensors'
   weights.write_arrays(path, arrays)
-  (tmp_path / 'config.json').write_text(
-    '{"text_config": {"num_attention_heads": 2}, "vision_config": {"num_attention_heads": 2}}'
-  )
+  heads = {'num_attention_heads': 2}
+  config = json.dumps({'text_config': heads, 'vision_config': heads})
+  (tmp_path / 'config.json').write_text(config)
+  config = weights.read_config(path)
+  return path, weights.read_tower(arrays, config), weights.read_text_tower(arrays, config)
+
+
+def unit(x):
+  return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def test_both_towers_of_a_file_are_opened_without_a_gin_file(clip_file):
+  path, image_tower, text_tower = clip_file
   looped = ['text_transformer.scan_layers = True']
   run = trained_run.open_run(path, bindings=looped, published=trained_run.PUBLISHED_PAIRS)
   gin.clear_config()
-  tower = weights.read_text_tower(arrays, weights.read_config(path))
-  params = traverse_util.unflatten_dict(dict(tower.params), sep='/')
   text = np.asarray([[4, 9, 1, 0, 0, 0, 0], [5, 1, 0, 0, 0, 0, 0]])
-  phi, _ = jax.jit(TextTransformer(**tower.settings).apply)({'params': params['text_tower']}, text)
-  expected = phi @ arrays['text_projection.weight'].T
-  got = run.model.text_embeddings(run.params, text)
-  np.testing.assert_allclose(
-    got, expected / np.linalg.norm(expected, axis=1, keepdims=True), atol=1e-5
-  )
-  image = np.random.default_rng(1).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
-  image_tower = weights.read_tower(arrays, weights.read_config(path))
-  alpha = phi_of(image_tower, (image + 1) / 2)
-  np.testing.assert_allclose(
-    run.model.image_embeddings(run.params, {'image': image}),
-    alpha / np.linalg.norm(alpha, axis=1, keepdims=True),
-    atol=1e-5,
-  )
+  beta = run.model.text_embeddings(run.params, text)
+  np.testing.assert_allclose(beta, unit(text_embeddings(text_tower, text)), atol=1e-5)
+  image = np.random.default_rng(1).random((2, 8, 8, 3)).astype(np.float32)
+  alpha = run.model.image_embeddings(run.params, {'image': 2 * image - 1})
+  np.testing.assert_allclose(alpha, unit(phi_of(image_tower, image)), atol=1e-5)
   with pytest.raises(ValueError, match='no text tower'):
     weights.read_text_tower({'visual.proj': np.zeros((2, 2))}, {})
 
 
-def test_few_and_zero_shot_of_a_file(tmp_path, run_main):
+def test_few_and_zero_shot_of_a_file(clip_file, tmp_path, run_main):
   tokenizers = pytest.importorskip('tokenizers')
-  arrays = clip_arrays()
-  file = tmp_path / 'clip.safetensors'
-  weights.write_arrays(file, arrays)
-  heads = {'num_attention_heads': 2}
-  config = json.dumps({'text_config': heads, 'vision_config': heads})
-  (tmp_path / 'config.json').write_text(config)
+  file, image_tower, text_tower = clip_file
   words = {'a': 0, 'photo': 1, 'of': 2, '.': 3, 'wren': 15, 'robin': 22, '</s>': 29}
   tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='a'))
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -269,11 +264,9 @@ def test_few_and_zero_shot_of_a_file(tmp_path, run_main):
 
   common = (f'--checkpoint={file}', '--batch_size=8', f'--json={tmp_path}/out.json')
   run_main(zeroshot, *common, f'--dataset={tmp_path}/birds.npz')
-  tower = weights.read_text_tower(arrays, weights.read_config(file))
   text = np.asarray([[2, 3, 4, 2, 2 + words[x], 5, 1] for x in ('robin', 'wren')])
-  beta = text_embeddings(tower, text)
-  alpha = phi_of(weights.read_tower(arrays, weights.read_config(file)), images[30:] / 255)
-  predicted = np.argmax(alpha @ (beta / np.linalg.norm(beta, axis=1, keepdims=True)).T, axis=1)
+  alpha, beta = phi_of(image_tower, images[30:] / 255), text_embeddings(text_tower, text)
+  predicted = np.argmax(alpha @ unit(beta).T, axis=1)
   top1 = json.loads((tmp_path / 'out.json').read_text())['top1']
   assert top1 == pytest.approx(np.mean(predicted == label[30:]))
   assert len(set(predicted.tolist())) == 2
