@@ -176,7 +176,7 @@ def test_wrong_flags_are_one_sentence(flags, message, run_main):
   assert message in run_main(fewshot, *flags, code=2)
 
 
-def test_wrong_data_are_one_sentence(files, digits_run, run_main):
+def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   two = [*pair(files, 'clean'), *pair(files, 'clean')]
   assert "run 'a' has the data set 'saved' twice" in run_main(fewshot, *two, '--names=a,a', code=2)
   run = f'--checkpoint={digits_run[0]}'
@@ -184,3 +184,6 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main):
   assert 'there is only one' in run_main(fewshot, run, '--datasets=digits', others, code=2)
   assert 'distinct names' in run_main(fewshot, run, '--datasets=digits,digits', code=2)
   assert 'batch_size=6' in run_main(fewshot, run, '--datasets=digits', '--batch_size=6', code=2)
+  earlier = tmp_path / 'earlier.json'
+  earlier.write_text('{"rows": [{"run": "a", "dataset": "b", "shots": 1}]}')
+  assert "of this program: KeyError('mean')" in run_main(fewshot, f'--results={earlier}', code=2)

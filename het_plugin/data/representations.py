@@ -71,6 +71,12 @@ class Representations:
       )
     return self.labels.max(axis=1)
 
+  @property
+  def meaning(self) -> dict[str, Any]:
+    """What files of one model must have in common; None for what a file does not say."""
+    of_model = {name: self.provenance.get(name) for name in ('checkpoint', 'layer')}
+    return {'D': self.features.shape[1], **of_model, 'classes': self.class_names}
+
 
 def read_representations(source: str, mapped: bool = False) -> Representations:
   """Reads a file.
@@ -104,20 +110,27 @@ def read_representations(source: str, mapped: bool = False) -> Representations:
   return read
 
 
-def check_classes(sources: Sequence[str], names: Sequence[tuple[str, ...] | None]) -> None:
-  """Raises ValueError if a label means another class in the second of two files than in the first.
+def check_pair(sources: Sequence[str], meanings: Sequence[dict[str, Any]]) -> None:
+  """Raises ValueError if features or labels mean something else in the second of two files.
 
-  `names` are the class names of both; a file without any is not compared.
+  `meanings` are `Representations.meaning` of both; what a file does not say is not compared.
   """
-  first, other = names
-  if first is None or other is None or first == other:
-    return
-  pairs = itertools.zip_longest(first, other)
-  label, (ours, theirs) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
-  raise ValueError(
-    f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have the '
-    'same classes in the same order'
-  )
+  first, other = meanings
+  for name, ours in first.items():
+    theirs = other[name]
+    if ours is None or theirs is None or ours == theirs:
+      continue
+    if name != 'classes':
+      raise ValueError(
+        f'{sources[1]} has {name} {theirs} and {sources[0]} {name} {ours}: the features of both '
+        'must be of the same model and layer'
+      )
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    label, (ours, theirs) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+      f'label {label} is {theirs!r} in {sources[1]} and {ours!r} in {sources[0]}: both must have '
+      'the same classes in the same order'
+    )
 
 
 def _map_safetensors(path: str) -> dict[str, np.ndarray]:

@@ -43,7 +43,8 @@ def save(estimator: HeadClassifier, path: str) -> None:
   metadata = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
-  safetensors.numpy.save_file(arrays, path, metadata={_METADATA: metadata})
+  with weights.replacing(path) as unfinished:
+    safetensors.numpy.save_file(arrays, unfinished, metadata={_METADATA: metadata})
 
 
 def load(path: str) -> HeadClassifier:

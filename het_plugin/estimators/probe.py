@@ -15,7 +15,7 @@ from sklearn.model_selection import KFold, train_test_split
 
 from het_plugin.data.representations import (
   Representations,
-  check_classes,
+  check_pair,
   label_rows,
   read_representations,
 )
@@ -134,13 +134,12 @@ def probe(
     train, test = _files_of(Path(train))
   train_rows, train = _read(train, 'the training rows')
   test_rows, test = (None, None) if test is None else _read(test, 'the test rows')
-  if test_rows is not None and test_rows.features.shape[1] != train_rows.features.shape[1]:
-    raise ValueError(
-      f'{test} has {test_rows.features.shape[1]} features and {train} '
-      f'{train_rows.features.shape[1]}: they are of different models or layers'
-    )
   if test_rows is not None:
-    check_classes((train, test), (train_rows.class_names, test_rows.class_names))
+    check_pair((train, test), (train_rows.meaning, test_rows.meaning))
+  elif len(train_rows.features) < settings.folds:
+    raise ValueError(
+      f'--folds={settings.folds} must be at most {len(train_rows.features)}, the rows of {train}'
+    )
   ood_rows = None if ood is None else _read(ood, 'the rows of another distribution')[0].features
   if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
     raise ValueError(

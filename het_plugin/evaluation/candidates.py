@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from het_plugin.data.representations import check_classes, read_representations
+from het_plugin.data.representations import check_pair, read_representations
 from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.predictions import Predictions, read_predictions
 
@@ -54,7 +54,7 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
     ValueError: a file is wrong, candidates have different examples, or two files of a candidate
       have different classes or numbers of features or come from different checkpoints or layers.
   """
-  described, class_names = {}, {}
+  meanings = {}
   for sources in (train, test):
     first = None
     for source in sources:
@@ -63,15 +63,9 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
       examples = read.index[order], read.labels[order]
       first = first or examples
       _check_same(sources[0], source, first, examples)
-      class_names[source] = read.class_names
-      about = {name: read.provenance.get(name) for name in ('checkpoint', 'layer')}
-      described[source] = about | {'features': read.features.shape[1]}
+      meanings[source] = read.meaning
   for pair in zip(train, test, strict=True) if test else ():
-    check_classes(pair, [class_names[source] for source in pair])
-    for name, ours in described[pair[0]].items():
-      theirs = described[pair[1]][name]
-      if None not in (ours, theirs) and ours != theirs:
-        raise ValueError(f'{pair[1]} has {name} {theirs}, but {pair[0]} {ours}')
+    check_pair(pair, [meanings[source] for source in pair])
 
 
 def read_softmax_predictions(source: str) -> Predictions:

@@ -1,6 +1,7 @@
 """Few-shot evaluation of runs, from files of representations or checkpoints, and its report."""
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.data.representations import check_classes, read_representations
+from het_plugin.data.representations import check_pair, read_representations
 from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
 from het_plugin.evaluation.report import Report
@@ -19,6 +20,7 @@ OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
+_SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 
 
 def check_flags(
@@ -59,7 +61,7 @@ def from_files(
   names = choose_names(names, train, distinct=False)
   for name, *pair in zip(names, train, test, strict=True):
     halves = [read_representations(source) for source in pair]
-    check_classes(pair, [read.class_names for read in halves])
+    check_pair(pair, [read.meaning for read in halves])
     run, colon, dataset = name.partition(':')
     dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
     datasets = runs.setdefault(run, {})
@@ -134,9 +136,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   """Rows of the --json of an earlier call."""
   try:
     rows = json.loads(Path(path).read_text())['rows']
-    return [dict(row) for row in rows if row['run'] and row['dataset'] and row['shots'] > 0]
+    for row in rows:
+      operator.itemgetter(*_SHOWN)(row)
+    return rows
   except (OSError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(f'--results={path} is not a --json of this program: {error}') from error
+    raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
 
 
 def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results) -> Report:

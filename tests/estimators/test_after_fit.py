@@ -71,7 +71,7 @@ def test_sets_cover_the_label(data):
 
 def test_files_give_the_same_predictions(data, het, tmp_path):
   x, y = data
-  path = str(tmp_path / 'het.safetensors')
+  path = str(tmp_path / 'new' / 'het.safetensors')
   het.calibrate(x[500:700], y[500:700], 'vector')
   calibrated = het.predict_proba(x)
   with pytest.raises(ValueError, match="method='scaling' is unknown"):

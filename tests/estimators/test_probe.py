@@ -138,8 +138,10 @@ def test_wrong_settings_are_one_sentence(files, tmp_path):
   with pytest.raises(ValueError, match='--baseline=het must be one of'):
     settings(baseline='het')
   np.savez(tmp_path / 'other.npz', features=np.ones((4, 5), np.float32), label=np.arange(4))
-  with pytest.raises(ValueError, match='has 5 features and'):
+  with pytest.raises(ValueError, match='other.npz has D 5 and'):
     probe.probe(files[0], str(tmp_path / 'other.npz'), settings())
+  with pytest.raises(ValueError, match='--folds=5 must be at most 4, the rows of'):
+    probe.probe(str(tmp_path / 'other.npz'), None, settings())
   for name, classes in (('a', ['ant', 'cat', 'dog']), ('b', ['ant', 'dog'])):  # no cats in b
     rows = {'features': np.ones((2, 6), np.float32), 'label': np.array([0, 1])}
     np.savez(tmp_path / f'{name}.npz', class_name=np.array(classes), **rows)

@@ -53,8 +53,8 @@ def test_representations_of_the_same_examples(tmp_path):
     with pytest.raises(ValueError, match=words):
       candidates.check_representations([train[0], write('c.npz', **other)])
   for other, words in [
-    (dict(d=4), r't.npz has features 4, but .*a.npz 3'),
-    (dict(layer='stem'), r't.npz has layer stem, but .*a.npz x'),
+    (dict(d=4), r't.npz has D 4 and .*a.npz D 3'),
+    (dict(layer='stem'), r't.npz has layer stem and .*a.npz layer x'),
   ]:
     with pytest.raises(ValueError, match=words):
       candidates.check_representations(train[:1], [write('t.npz', **few, **other)])
