@@ -4,12 +4,11 @@ The run of a head is complete if done.json is in its folder. A complete run is n
 and an interrupted one goes on.
 """
 
-import contextlib
+import itertools
 import math
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from het_plugin import data, reporting
 from het_plugin.config import screen
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments import study
-from het_plugin.training import partitioning, run_files
+from het_plugin.training import checkpoint_reader, partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
 # 600 steps), so the difference of two runs has one of 0.05.
@@ -36,7 +35,7 @@ HEADS = {
 _EXAMPLES_FILE = 'examples.npz'
 _NUM_EXAMPLES, _NUM_PICTURES = 64, 8
 _STEP_TIME = 'step_time.json'
-_BAR_SECONDS = 0.5  # between two reads of the metrics
+_LOSS_STEPS = 25  # between two looks at the loss
 
 
 _NOTES = (
@@ -55,20 +54,25 @@ _NOTES = (
 
 
 class TimedStep:
-  """The compiled step of a head that this process has trained, for timing."""
+  """The compiled step of a head: shows the progress of its training, and is timed afterwards."""
 
-  def __init__(self, trainer_cls: Callable[..., Any]):
-    self._trainer_cls = trainer_cls
-    self.state = self._trainer = self._batch = None
+  def __init__(self, trainer_cls: Callable[..., Any], progress: reporting.Progress):
+    self._trainer_cls, self._progress = trainer_cls, progress
+    self.state = self._step = self._batch = None
 
   def trainer(self, **settings: Any) -> Any:
     """The trainer_cls of `train`; remembers the last batch."""
-    self._trainer = trainer = self._trainer_cls(**settings)
-    step = trainer.train_step
+    trainer = self._trainer_cls(**settings)
+    self._step, steps, note = trainer.train_step, itertools.count(), ''
 
     def train_step(state, batch):
+      nonlocal note
       self._batch = batch
-      return step(state, batch)
+      state, metrics = self._step(state, batch)
+      if next(steps) % _LOSS_STEPS == 0:  # waits for the step
+        note = f'loss {metrics["loss"].compute():.3f}'
+      self._progress.update(len(batch['index']), note)
+      return state, metrics
 
     trainer.train_step = train_step
     return trainer
@@ -81,7 +85,7 @@ class TimedStep:
     """Seconds per step, the mean of several steps."""
     start = time.perf_counter()
     for _ in range(steps):
-      self.state, _ = self._trainer.train_step(self.state, self._batch)
+      self.state, _ = self._step(self.state, self._batch)
     jax.block_until_ready(self.state)
     return (time.perf_counter() - start) / steps
 
@@ -93,50 +97,21 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
     The compiled step; None if there was nothing to train.
   """
   run.parse(run_dir)
-  steps = gin.get_configurable(data.total_steps)()
   batch_size = gin.query_parameter('%BATCH_SIZE')
-  timed = TimedStep(gin.get_bindings('train')['trainer_cls'])
+  total = gin.get_configurable(data.total_steps)() * batch_size
+  done = max(checkpoint_reader.steps(run_dir), default=0) * batch_size
+  with (
+    screen.only_warnings(),
+    reporting.Progress(HEADS[head], total, done, unit='examples') as progress,
+  ):
+    timed = TimedStep(gin.get_bindings('train')['trainer_cls'], progress)
 
-  def finish(state):
-    _write_examples(state.eval_params, run_dir)
-    timed.state = state
+    def finish(state):
+      _write_examples(state.eval_params, run_dir)
+      timed.state = state
 
-  with screen.only_warnings(), _bar(HEADS[head], run_dir, steps, batch_size):
     runs_lib.complete(run, run_dir, finish, trainer_cls=timed.trainer)
   return timed if timed.has_trained else None
-
-
-@contextlib.contextmanager
-def _bar(title: str, run_dir: Path, steps: int, batch_size: int) -> Iterator[None]:
-  """Shows the progress of the training in `run_dir`.
-
-  A thread reads its metrics.jsonl, so the training itself does not depend on it.
-  """
-
-  def newest() -> tuple[int, float]:
-    """Examples so far, and the last loss."""
-    lines = run_files.read_lines(
-      run_dir / 'metrics.jsonl', damaged=lambda _: None, max_bytes=run_files.TAIL_BYTES
-    )
-    found = [(x['step'], x['train/loss']) for x in lines if x.get('train/loss') is not None]
-    step, loss = found[-1] if found else (0, math.nan)
-    return step * batch_size, loss
-
-  def follow() -> None:
-    while not over.wait(_BAR_SECONDS):
-      count, loss = newest()
-      if count > progress.count:
-        progress.update(count - progress.count, f'loss {loss:.3f}')
-
-  over = threading.Event()
-  with reporting.Progress(title, steps * batch_size, newest()[0], unit='examples') as progress:
-    thread = threading.Thread(target=follow, name='training bar', daemon=True)
-    thread.start()
-    try:
-      yield
-    finally:
-      over.set()
-      thread.join()
 
 
 def time_steps(steps: Mapping[Path, TimedStep], turns: int = 5, steps_per_turn: int = 3) -> None:
