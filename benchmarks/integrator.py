@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from command_line import add_clock, integers, make_parser, names, report
-from gaussian_problem import loss_rmse, rmse
 
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (
@@ -139,7 +138,22 @@ def rmse_of(args, head, link, integrator, buckets, reference, trials):
   log_prob = jax.jit(integrator.log_prob)
   keys = (example_keys(jax.random.key(i), jnp.arange(args.batch)) for i in range(trials))
   error = jnp.stack([log_prob(logits, key) - reference for key in keys])
-  return rmse(error, reference, link)
+  p = jax.nn.softmax(reference, axis=-1)  # of log p(y_k = 1), weighted by p(y_k = 1)
+  return float(jnp.sqrt((p * jnp.square(error)).sum(-1).mean()))
+
+
+def loss_rmse(integrator, logits, log_p, num_keys):
+  """RMSE of -`Integrator.nll` under a softmax, over keys, examples and labels drawn from the
+  predictive distribution log_p [B, K]; each key comes with new labels.
+  """
+  nll = jax.jit(integrator.nll)
+  errors = []
+  for i in range(num_keys):
+    labels = jax.random.categorical(jax.random.fold_in(jax.random.key(2**31 - 2), i), log_p)
+    keys = example_keys(jax.random.key(i), jnp.arange(len(labels)))
+    at_label = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+    errors.append(nll(logits, labels, keys) + at_label)
+  return float(jnp.sqrt(jnp.square(jnp.stack(errors)).mean()))
 
 
 def compile_loss(loss, *arguments):

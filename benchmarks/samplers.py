@@ -3,10 +3,10 @@
     python benchmarks/samplers.py [--json OUT] [--png OUT]
 
 RMSE of log p(y | x), from the loss, over keys, examples and labels y ~ p(y | x), against 16,384
-rotated Sobol points with other keys. The trained heads learn images of which a third has a label of
-a similar class; the noise of both is then scaled to a root mean square over classes of `noise_std`,
-over tau. A minute of CPU time; a few seconds with --heads het_xl --noises 0.5 --steps 5
---classes 20 --reference_samples 4096 --trials 2.
+rotated Sobol points with other keys; --samplers mean_field,taylor are the closed forms. The trained
+heads learn images of which a third has a label of a similar class; the noise of both is then scaled
+to a root mean square over classes of `noise_std`, over tau. A minute of CPU time; seconds with
+--heads het_xl --noises 0.5 --steps 5 --classes 20 --reference_samples 4096 --trials 2.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from command_line import integers, make_parser, names, print_table, write_json
-from gaussian_problem import add_flags, keys_of, loss_rmse
+from integrator import loss_rmse
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from het_plugin.heads import Het, HetH, HetXL, LearnedTemperature
-from het_plugin.integrate import SAMPLERS, Integrator, example_keys
+from het_plugin.integrate import ESTIMATORS, SAMPLERS, Analytic, Integrator, example_keys
 from het_plugin.integrate.exact import marginals
 
 HEADS = {'het': Het, 'het_h': HetH, 'het_xl': HetXL}
@@ -30,10 +30,14 @@ TRAIN_BATCH = 128
 
 def parse_args():
   parser = make_parser(__doc__)
-  add_flags(parser)
-  parser.set_defaults(reference_samples=2**14, classes=200, dim=32)
+  parser.add_argument('--batch', type=int, default=8, help='examples B')
+  parser.add_argument('--classes', type=int, default=200, help='classes K')
+  parser.add_argument('--dim', type=int, default=32, help='pre-logits D')
+  parser.add_argument('--factors', type=int, default=50, help='factors R')
+  parser.add_argument('--reference_samples', type=int, default=2**14, help='S of the reference')
   parser.add_argument('--heads', type=names(HEADS), default=list(HEADS), help=','.join(HEADS))
-  parser.add_argument('--samplers', type=names(SAMPLERS), default=['iid', 'sobol'])
+  samplers = *SAMPLERS, *ESTIMATORS
+  parser.add_argument('--samplers', type=names(samplers), default=['iid', 'sobol'])
   parser.add_argument('--samples', type=integers, default=[64, 1000], help='values of S')
   parser.add_argument(
     '--noises',
@@ -44,7 +48,12 @@ def parse_args():
   parser.add_argument('--steps', type=int, default=200, help='training steps of the trained heads')
   parser.add_argument('--trials', type=int, default=64, help='keys and labels per example')
   parser.add_argument('--png', type=Path, help='draw the errors here')
-  return parser.parse_args()
+  args = parser.parse_args()
+  # The closed forms take no samples.
+  args.columns = [
+    (name, s) for name in args.samplers for s in (args.samples if name in SAMPLERS else [0])
+  ]
+  return args
 
 
 class Problem:
@@ -103,12 +112,13 @@ def measure(args):
       for noise in args.noises:
         scaled = logits.replace(covariance=logits.covariance.scaled(noise / std))
         reference = Integrator(args.reference_samples, sampler='sobol')
-        expected = log_prob(reference, scaled, keys_of(args, 2**31 - 1))
-        for sampler in args.samplers:
-          for s in args.samples:
-            error = loss_rmse(Integrator(s, sampler=sampler), scaled, expected, args.trials)
-            row = dict(head=name, weights=weights, noise_std=noise, sampler=sampler, s=s)
-            rows.append(row | {'rmse': error})
+        keys = example_keys(jax.random.key(2**31 - 1), jnp.arange(args.batch))
+        expected = log_prob(reference, scaled, keys)
+        for sampler, s in args.columns:
+          integrator = Integrator(s, sampler=sampler) if s else Analytic(sampler)
+          error = loss_rmse(integrator, scaled, expected, args.trials)
+          row = dict(head=name, weights=weights, noise_std=noise, sampler=sampler, s=s)
+          rows.append(row | {'rmse': error})
   return rows
 
 
@@ -133,7 +143,6 @@ def draw(path, rows):
 def main():
   args = parse_args()
   rows = measure(args)
-  columns = [(sampler, s) for sampler in args.samplers for s in args.samples]
   table = {}
   for row in rows:
     key = row['weights'], row['head'], row['noise_std']
@@ -142,9 +151,10 @@ def main():
     f'RMSE of log p(y); B = {args.batch}, D = {args.dim}, K = {args.classes}, '
     f'R = {args.factors}, {args.trials} keys'
   )
-  header = 'weights', 'head', 'std', *(f'{sampler} S={s}' for sampler, s in columns)
-  print_table(header, [(*key, *(of[c] for c in columns)) for key, of in table.items()])
-  first, last = (args.samplers[-1], args.samples[0]), (args.samplers[0], args.samples[-1])
+  header = 'weights', 'head', 'std', *(f'{sampler} S={s}' for sampler, s in args.columns)
+  print_table(header, [(*key, *(of[c] for c in args.columns)) for key, of in table.items()])
+  first = next(c for c in args.columns if c[0] == args.samplers[-1])
+  last = next(c for c in reversed(args.columns) if c[0] == args.samplers[0])
   better = sum(of[first] < of[last] for of in table.values())
   print(
     f'{first[0]} at S = {first[1]} is below {last[0]} at S = {last[1]} in {better} of {len(table)}'

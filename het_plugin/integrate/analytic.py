@@ -1,7 +1,7 @@
 """E[softmax(u)] and E[sigmoid(u)] of Gaussian logits u without samples: closed forms, biased.
 
 These are baselines: with the link 'sigmoid' `Integrator` is exact at the same cost, (R + 1) Q K
-multiply-adds per example. `benchmarks/analytic_bias.py` measures their bias. Below, u is the logits
+multiply-adds per example. `benchmarks/samplers.py` measures their error. Below, u is the logits
 over tau, mu [K] its mean, Sigma = G^T G [K, K] its covariance with factors G [R + 1, K], and
 p = link(mu). No K x K matrix is ever formed.
 
