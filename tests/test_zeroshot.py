@@ -1,6 +1,6 @@
 """`python -m het_plugin.zeroshot`: checkpoints and groups of seeds in, tables and JSON out.
 
-Checkpoints are stood in for by two linear towers, whose seed is the number in the path.
+Checkpoints are stood in for by a small model, whose seed is the number in the path.
 """
 
 import json
@@ -14,7 +14,7 @@ import gin
 from het_plugin import zeroshot
 from het_plugin.config import registry, trained_run
 from het_plugin.evaluation import zeroshot_datasets
-from tests.evaluation.fake_contrastive import Letters, opened
+from tests.evaluation.small_contrastive import Letters, opened
 
 FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
 LETTERS = Letters()

@@ -20,7 +20,7 @@ from het_plugin.training.actions import ActionContext
 from het_plugin.training.optimizers import OptaxWrapper
 from het_plugin.training.partitioning import PjitPartitioner
 from het_plugin.training.state import TrainState
-from tests.evaluation.fake_contrastive import FakeContrastive, Letters
+from tests.evaluation.small_contrastive import Letters, SmallContrastive
 
 DIGITS = FewShotDataset('digits', 'digits')
 SIZE = 8
@@ -53,7 +53,8 @@ def make_context(model_dir, model_shards=2, channels=1, model=None):
     model = Model(backbone, Det(num_classes=10), optimizer, integrator, integrator)
   partitioner = PjitPartitioner(num_partitions=model_shards)
   context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, 0)
-  variables = model.get_initial_variables(jax.random.key(0), {'image': (8, SIZE, SIZE, channels)})
+  shapes = {'image': (8, SIZE, SIZE, channels), 'text': (8, 12)}
+  variables = model.get_initial_variables(jax.random.key(0), shapes)
   state = TrainState.create(optimizer, variables)
   specs = partitioner.get_mesh_axes(state).params
   return context, state.replace(params=jax.device_put(state.params, partitioner.shardings(specs)))
@@ -170,14 +171,14 @@ def make_zeroshot(**kwargs):
 
 
 def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
-  context, state = make_context(tmp_path, model=FakeContrastive())
+  context, state = make_context(tmp_path, model=SmallContrastive())
   action = make_zeroshot()
   action.setup(context)
   action.run(at(state, 1), {})
   before = action.results['digits']
-  text = state.params['text']
-  rolled = jax.device_put(jnp.roll(text, 1, axis=0), text.sharding)
-  changed = state.replace(params={**state.params, 'text': rolled})
+  tower = state.params['text_tower']
+  rolled = jax.tree.map(lambda x: jax.device_put(jnp.roll(x, 1, axis=0), x.sharding), tower)
+  changed = state.replace(params={**state.params, 'text_tower': rolled})
   action.run(at(changed, 2), {})
   assert action.results['digits'] != before
   action.run(at(state, 3), {})

@@ -16,6 +16,7 @@ from het_plugin.heads import Det, Het, HetH, HetXL
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
 from het_plugin.training.partitioning import PjitPartitioner
+from tests.evaluation.batches import in_batches
 
 K = 10
 SHARED = {'num_classes': K, 'class_multiple': 8}
@@ -52,15 +53,6 @@ def make_examples(n=19):
   }
 
 
-def padded(examples, size):
-  """Batches of `size`, the last one filled up with masked rows."""
-  n = len(examples['index'])
-  for start in range(0, n, size):
-    rows = np.arange(start, start + size)
-    batch = {name: x[np.minimum(rows, n - 1)] for name, x in examples.items()}
-    yield batch | {'mask': (rows < n).astype(np.float32)}
-
-
 @functools.cache
 def make_run(head):
   """What `trained_run.open_run` gives, as far as it is needed."""
@@ -86,7 +78,7 @@ def expected(head):
 
 
 def look(head, examples, **which):
-  return class_covariance.look(make_run(head), padded(examples, 8), 8, **which)
+  return class_covariance.look(make_run(head), in_batches(examples, 8), 8, **which)
 
 
 @pytest.mark.parametrize('head', HEADS)
@@ -157,15 +149,15 @@ def test_predictions_over_the_mesh():
   params = run.params
   examples = make_examples()
   predictor = Predictor(run.model, partitioner, run.param_specs, channels=1)
-  found = concatenate(list(predictor(params, padded(examples, 8), 8)))
+  found = concatenate(list(predictor(params, in_batches(examples, 8), 8)))
   _, predictive = expected('het_xl')
   np.testing.assert_allclose(found.log_prob, predictive['log_prob'], atol=1e-5)
   np.testing.assert_allclose(found.expected_entropy, predictive['expected_entropy'], atol=1e-5)
   np.testing.assert_array_equal(found.labels, examples['label'])
   np.testing.assert_array_equal(found.index, examples['index'])
   assert found.log_prob.shape == (19, K) and found.nll is None
-  padding = next(padded(examples, 8)) | {'mask': np.zeros(8, np.float32)}
+  padding = next(in_batches(examples, 8)) | {'mask': np.zeros(8, np.float32)}
   assert not list(predictor(params, [padding, padding], 8))
   for bound in (1, 11):
-    parts = list(predictor(params, padded(examples, 8), 8, max_examples=bound))
+    parts = list(predictor(params, in_batches(examples, 8), 8, max_examples=bound))
     np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])

@@ -14,6 +14,7 @@ from het_plugin.evaluation.extraction import (
   params_fingerprint,
 )
 from het_plugin.training.partitioning import PjitPartitioner
+from tests.evaluation.batches import in_batches
 
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 SPECS = {'w': PartitionSpec(None, 'model')}
@@ -40,18 +41,7 @@ def make_examples(n):
     'image': rng.normal(size=(n, 2, 2, 2)).astype(np.float32),
     'label': rng.integers(0, 5, (n, 1)).astype(np.int32),
     'index': index,
-    'mask': np.ones(n, np.float32),
   }
-
-
-def make_batches(examples, batch_size):
-  for start in range(0, len(examples['index']), batch_size):
-    batch = {name: rows[start : start + batch_size] for name, rows in examples.items()}
-    missing = batch_size - len(batch['index'])
-    yield {
-      name: np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
-      for name, rows in batch.items()
-    }
 
 
 def make_extractor(model, model_shards, **kwargs):
@@ -69,7 +59,7 @@ def expected_rows(examples):
 def test_all_layers_come_from_one_forward_pass():
   model, examples = FakeModel(), make_examples(21)
   extractor, params = make_extractor(model, 2, layers=('tokens', 'pre_logits'), pool='mean')
-  both = extractor.read(params, make_batches(examples, 8), 8)
+  both = extractor.read(params, in_batches(examples, 8), 8)
   assert list(both) == ['tokens', 'pre_logits'] and model.traces == 1
   flat, labels, index = expected_rows(examples)
   for layer, expected, rtol in (

@@ -15,8 +15,9 @@ from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
   ZeroShotEvaluator,
 )
-from tests.evaluation import fake_contrastive
-from tests.evaluation.fake_contrastive import FakeContrastive, Letters
+from tests.evaluation import small_contrastive
+from tests.evaluation.batches import in_batches
+from tests.evaluation.small_contrastive import Letters, SmallContrastive
 
 SIZE = 8
 NAMES = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
@@ -25,7 +26,7 @@ DIGITS = ZeroShotDataset('digits', 'digits', templates=('{}', 'a {}'), class_nam
 
 def make(model_shards=2, batch_size=64, **kwargs):
   """An evaluator of a model, and its initial parameters, placed."""
-  *run, params = fake_contrastive.opened(0, model_shards)
+  *run, params = small_contrastive.opened(0, model_shards)
   settings = {'image_size': SIZE, 'channels': 1, 'batch_size': batch_size} | kwargs
   return ZeroShotEvaluator(*run, Letters(), **settings), params
 
@@ -44,8 +45,8 @@ def test_digits_over_the_mesh():
   assert found.num_examples == sum(done) == evaluator.check(DIGITS) == 359
   assert found.num_classes == 10 and found.classes_alike == 0
   images, labels = digits(DIGITS.split)
-  classes = fake_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
-  scores = fake_contrastive.image_vectors(params, images) @ classes.T
+  classes = small_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
+  scores = small_contrastive.image_vectors(params, images) @ classes.T
   right = np.argsort(-scores, axis=1, kind='stable') == labels[:, None]
   assert found.top1 == pytest.approx(right[:, :1].any(1).mean(), abs=1e-12)
   assert found.top5 == pytest.approx(right[:, :5].any(1).mean(), abs=1e-12)
@@ -55,26 +56,13 @@ def test_digits_over_the_mesh():
 def test_samples_rank_by_probabilities():
   evaluator, params = make(num_samples=4)
   images, labels = digits('test')
-  classes = fake_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
+  classes = small_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
   batch = {'image': images, 'index': np.arange(len(images))}
-  log_prob = jax.jit(FakeContrastive().class_log_prob, static_argnums=3)(
+  log_prob = jax.jit(SmallContrastive().class_log_prob, static_argnums=3)(
     jax.device_get(params), batch, classes.astype(np.float32), 4
   )
   expected = float(np.mean(np.argmax(log_prob, axis=1) == labels))
   assert evaluator(DIGITS, params).top1 == pytest.approx(expected, abs=0.006)  # two near-ties
-
-
-def in_batches(arrays, batch_size, rows):
-  """This process's rows of padded batches; the padding would be best, if it counted."""
-  missing = -len(arrays['index']) % batch_size
-  padded = {
-    name: np.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=100)
-    for name, x in arrays.items()
-  } | {'mask': np.pad(np.ones(len(arrays['index']), np.float32), (0, missing))}
-  if 'text' in padded:
-    padded['text'] %= fake_contrastive.VOCAB_SIZE
-  for start in range(0, len(padded['mask']), batch_size):
-    yield {name: x[start : start + batch_size][rows] for name, x in padded.items()}
 
 
 @pytest.fixture
@@ -108,8 +96,8 @@ def test_several_labels_and_none(fake_data):
   evaluator, params = make(batch_size=8)
   names = ('aa', 'bcd', 'ef', 'g')
   found = evaluator(ZeroShotDataset('x', 'x', class_names=names, templates='none'), params)
-  classes = fake_contrastive.class_vectors(params, names, ('{}',), Letters())
-  best = np.argmax(fake_contrastive.image_vectors(params, image) @ classes.T, axis=1)
+  classes = small_contrastive.class_vectors(params, names, ('{}',), Letters())
+  best = np.argmax(small_contrastive.image_vectors(params, image) @ classes.T, axis=1)
   assert found.top1 == pytest.approx(np.mean((label == best[:, None]).any(axis=1)))
   assert found.top5 == pytest.approx(0.8)  # the image without a label is wrong even so
   assert found.num_examples == 5 and settings[0]['max_labels'] == 2
@@ -136,8 +124,8 @@ def test_captions(fake_data, alike):
 
   _, words = np.unique(text, axis=0, return_inverse=True)
   assert found == retrieval_recall(
-    fake_contrastive.image_vectors(params, image[:7]),
-    fake_contrastive.text_vectors(params, text),
+    small_contrastive.image_vectors(params, image[:7]),
+    small_contrastive.text_vectors(params, text),
     np.array([0, 1, 2, 3, 4, 5, 6, 0, 1]),
     words.reshape(-1),
     identical_captions_right=alike,
