@@ -61,19 +61,15 @@ def initialize() -> None:
   """
   if jax.distributed.is_initialized():
     return
-  explicit = explicit_settings(os.environ)
-  if explicit == {}:
-    return
-  if explicit is None and not (source := cluster(os.environ, jax.config.jax_platforms)):
-    return
-  if explicit is None:
-    settings, place = {}, source
-  else:
-    _check_port_is_free(explicit)
-    settings = {**explicit, 'cluster_detection_method': 'deactivate'}
+  settings = explicit_settings(os.environ)
+  if settings:
+    _check_port_is_free(settings)
     place = 'process {process_id} of {num_processes} through {coordinator_address}'.format(
-      **explicit
+      **settings
     )
+    settings['cluster_detection_method'] = 'deactivate'
+  elif settings is not None or not (place := cluster(os.environ, jax.config.jax_platforms)):
+    return
   seconds = flags.FLAGS.initialization_timeout_seconds
   _log.info('Waiting for the other processes (%s), at most %d s.', place, seconds)
   timer = threading.Timer(seconds, _give_up, (place, seconds))
@@ -81,7 +77,7 @@ def initialize() -> None:
   timer.start()
   try:
     jax.distributed.initialize(
-      **settings,
+      **(settings or {}),
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
       heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
     )

@@ -185,8 +185,8 @@ def open_run(
     step = checkpoint_reader.step_of(checkpoint)
     task = settings['train_dataset_cfg'].mixture_or_task_name
   errors = []
-  for channels in _channels(checkpoint, step, functools.partial(_init, model, lengths)):
-    init = functools.partial(_init, model, lengths, channels)
+  for channels in _channels(checkpoint, step, functools.partial(initial_variables, model, lengths)):
+    init = functools.partial(initial_variables, model, lengths, channels)
     specs, target = _placement(model, partitioner, init)
     try:
       if step is None:
@@ -243,7 +243,8 @@ def published_params(
   return weights.export_params(params, num_classes or 1, getattr(model.backbone, 'num_heads', 1))
 
 
-def _init(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
+def initial_variables(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:
+  """Variables of a model for images, and texts, of the lengths of a data set."""
   shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
   if 'text' in lengths:
     shapes['text'] = (1, lengths['text'])

@@ -26,7 +26,7 @@ import gin
 from het_plugin import weights
 from het_plugin.config import changes, registry, trained_run
 from het_plugin.config.flag_values import parse_sweep
-from het_plugin.data.representations import read_representations
+from het_plugin.data.representations import Representations, read_representations
 from het_plugin.evaluation import evaluate, knn, represent, selection
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
 from het_plugin.evaluation.report import Report
@@ -78,10 +78,10 @@ def finetune(
   trainings[0].parse(folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
 
-  proxy = {
-    name: _proxy(name, source, training, dataset, folder, batch_size, k[0], metric)
-    for name, source, training in zip(names, checkpoint, trainings, strict=True)
-  }
+  proxy = {}
+  for name, source, training in zip(names, checkpoint, trainings, strict=True):
+    read = _represented(source, training, dataset, folder / 'representations' / name, batch_size)
+    proxy[name] = knn.knn_accuracy(read.features, read.label, ks=k, metric=metric)[k[0]]
   order = selection.best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
@@ -146,31 +146,23 @@ def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
   return runs.Run([*files, *gin_files], bindings, search_paths)
 
 
-def _proxy(
-  name: str,
-  source: str,
-  training: runs.Run,
-  dataset: str,
-  folder: Path,
-  batch_size: int,
-  k: int,
-  metric: str,
-) -> float:
-  """Leave-one-out accuracy of a candidate's representations of the training split."""
+def _represented(
+  source: str, training: runs.Run, dataset: str, folder: Path, batch_size: int
+) -> Representations:
+  """A candidate's representations of the training split."""
   published = weights.is_weights_file(source)  # and described by the configuration of its training
   bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
   described = (training.gin_files, bindings, training.gin_search_paths) if published else ()
   found = represent.represent(
     lambda: trained_run.open_run(source, *described),
     dataset,
-    str(folder / 'representations' / name),
+    str(folder),
     splits='train',
     format='npz',
     batch_size=batch_size,
   )
   jax.clear_caches()  # the next model shares no program
-  read = read_representations(found['files'][0]['file'])
-  return knn.knn_accuracy(read.features, read.label, ks=(k,), metric=metric)[k]
+  return read_representations(found['files'][0]['file'])
 
 
 def _predictions(

@@ -12,7 +12,7 @@ import jax
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import parsing, training_run
+from het_plugin.config import parsing, trained_run, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import stopping
 from het_plugin.training import exit_codes, run_files
@@ -132,8 +132,5 @@ def configured_model() -> tuple[Any, Any]:
   model = called('MODEL')
   lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
   channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels
-  shapes = {'image': (1, lengths['image'], lengths['image'], channels)}
-  if 'text' in lengths:
-    shapes['text'] = (1, lengths['text'])
-  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
-  return model, model.count_params(params['params'])
+  variables = jax.eval_shape(lambda: trained_run.initial_variables(model, lengths, channels))
+  return model, model.count_params(variables['params'])

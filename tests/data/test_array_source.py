@@ -57,6 +57,8 @@ def test_npz_float_multi_label_names_and_splits(tmp_path):
   pictures, labels = source.read('train', np.array([1, 0]), 4, seed=0)
   np.testing.assert_array_equal(labels, [[-1, -1, -1], [0, 2, -1]])
   assert pictures.dtype == np.float32 and pictures.max() == 1 and pictures.min() == -1
+  with pytest.raises(ValueError, match=r"\['label'\] is 2; examples of npz:.* up to 3 labels"):
+    get_dataset(DatasetConfig(path, {'image': 4, 'label': 2}, 'train', 4))
 
 
 def test_soft_labels_votes_and_example_weights(tmp_path):

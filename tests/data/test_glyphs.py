@@ -77,19 +77,3 @@ def test_names_are_those_of_the_characters_shown(split='train'):
   names = [unicodedata.name(chr(code_points[k])).lower() for k in labels[:, 0]]
   assert [list(several) for several in captions] == [[name] for name in names]
   assert source.info.splits == CORE.info.splits and source.info.channels == 1
-
-
-def test_heldout_characters_have_names_that_training_never_shows():
-  """Zero-shot on them is about unseen names; words of the names are shared."""
-  core, heldout = (
-    {name.lower() for name in glyphs.glyph_bank.glyph_classes(s).names} for s in ('core', 'heldout')
-  )
-  assert not core & heldout
-  words = {word for name in core for word in name.split()}
-  seen = [word in words for name in heldout for word in name.split()]
-  # as docs/data.md has it
-  assert round(100 * np.mean(seen)) == 70
-  assert sum(all(word in words for word in name.split()) for name in heldout) == 225
-  assert not words & {'bold', 'italic', 'sans-serif'}
-  full = {name.lower() for name in glyphs.glyph_bank.glyph_classes('full').names}
-  assert len(heldout & full) == 899

@@ -21,19 +21,6 @@ GLYPHS = dict(mixture_or_task_name='glyphs_core', task_feature_lengths={'image':
 
 
 @pytest.fixture(scope='module')
-def npz(tmp_path_factory):
-  path = tmp_path_factory.mktemp('arrays') / 'multi label.npz'
-  rng = np.random.default_rng(0)
-  np.savez(
-    path,
-    image=rng.integers(0, 256, (30, 12, 12, 3), np.uint8),
-    label=rng.integers(-1, 5, (30, 3)),
-    split=np.repeat(['train', 'validation'], [21, 9]),
-  )
-  return path
-
-
-@pytest.fixture(scope='module')
 def npz_captions(tmp_path_factory):
   """Every image has up to three captions; the third image of each split has none."""
   path = tmp_path_factory.mktemp('arrays') / 'captions.npz'
@@ -376,19 +363,6 @@ def test_errors_before_anything_is_read(message):
   with pytest.raises(ValueError) as error:
     get_dataset(DatasetConfig(**settings))
   assert message in str(error.value)
-
-
-def test_arrays_of_another_side_are_resized(npz):
-  batch = next(get_dataset(DatasetConfig(f'npz:{npz}', {'image': 24, 'label': 3}, 'train', 4)))
-  same = next(get_dataset(DatasetConfig(f'npz:{npz}', {'image': 12, 'label': 3}, 'train', 4)))
-  assert batch['image'].shape == (4, 24, 24, 3)
-  halves = batch['image'].reshape(4, 12, 2, 12, 2, 3).mean((2, 4))
-  assert np.corrcoef(halves.ravel(), same['image'].ravel())[0, 1] > 0.9
-
-
-def test_too_few_labels(npz):
-  with pytest.raises(ValueError, match=r"\['label'\] is 2; examples of npz:.* up to 3 labels"):
-    get_dataset(DatasetConfig(f'npz:{npz}', {'image': 12, 'label': 2}, 'train', 4))
 
 
 def test_module_is_imported_first(tmp_path, monkeypatch):
