@@ -37,7 +37,6 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  registry.register_trainer()
   registry.register('experiments')
   with command_line.one_sentence_errors():
     if flags.FLAGS.list:

@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags
 
 import gin
-from het_plugin.config import command_line, registry
+from het_plugin.config import command_line
 from het_plugin.experiments import head_comparison, runs
 from het_plugin.experiments.head_comparison import HEADS
 
@@ -36,7 +36,6 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   settings, heads = flags.FLAGS, flags.FLAGS.heads
-  registry.register_trainer()
   with command_line.one_sentence_errors(argv):
     if unknown := [head for head in heads if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')

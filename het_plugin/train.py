@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, parsing, registry, training_run
+from het_plugin.config import command_line, distributed, parsing, training_run
 from het_plugin.operations import operations
 
 
@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> None:
   gc.disable()  # until the first step: a start makes little garbage, and looking for it takes time
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
-    registry.register_trainer()
     parsing.parse_config(*command_line.gin_settings())
     observer = operations.Operations(flags.FLAGS.stall_timeout_seconds, stopping.BEGAN)
     training_run.train_from_gin(flags.FLAGS.accept_config_changes, observer)

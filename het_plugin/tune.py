@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from het_plugin.config import command_line, registry
+from het_plugin.config import command_line
 from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments import temperature
 from het_plugin.training import compilation_cache
@@ -48,7 +48,6 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  registry.register_trainer()
   with command_line.one_sentence_errors(argv):
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)

@@ -141,11 +141,10 @@ def digits_run(tmp_path_factory):
   import numpy as np
 
   import gin
-  from het_plugin.config import parsing, registry
+  from het_plugin.config import parsing
   from het_plugin.config.training_run import train_from_gin
 
   folder = tmp_path_factory.mktemp('runs') / 'het_xl'
-  registry.register_trainer()
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
     [

@@ -10,7 +10,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import export, weights, zeroshot
-from het_plugin.config import parsing, registry, trained_run, training_run
+from het_plugin.config import parsing, trained_run, training_run
 
 TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2')
 DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', 'EVAL_STEPS = 1')
@@ -28,7 +28,6 @@ TINY = (
 
 
 def train(model_dir, files, *bindings):
-  registry.register_trainer()
   files = [f'het_plugin/gin/{name}.gin' for name in files]
   parsing.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *bindings])
   training_run.train_from_gin()

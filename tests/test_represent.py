@@ -10,7 +10,7 @@ from flax import traverse_util
 from PIL import Image
 
 from het_plugin import data, estimators, represent, weights
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.config.training_run import train_from_gin
 from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import represent as represent_lib
@@ -91,7 +91,6 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
   fitted = estimators.DetClassifier(max_iter=20, tol=0.1).fit(train)
   start = f'{tmp_path}/start.safetensors'
   estimators.to_checkpoint(fitted, start, backbone=str(digits_run[0]))
-  registry.register_trainer()
   parsing.parse_config(
     ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/det.gin'],
     [

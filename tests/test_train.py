@@ -15,7 +15,7 @@ import pytest
 import gin
 from het_plugin import export
 from het_plugin import train as main
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.config.training_run import train_from_gin
 from het_plugin.training import partitioning, train
 from het_plugin.training import step as step_lib
@@ -26,7 +26,6 @@ TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 
 
 
 def parse(head, model_dir, *extra, run='digits_smoke', files=()):
-  registry.register_trainer()
   files = [f'het_plugin/gin/runs/{run}.gin', f'het_plugin/gin/heads/{head}.gin', *files]
   parsing.parse_config(files, [f"MODEL_DIR = '{model_dir}'", *TINY, *extra])
 

@@ -10,7 +10,7 @@ import gin
 from het_plugin import estimators, heads
 from het_plugin import represent as represent_main
 from het_plugin import train as train_main
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.data import representations
 from het_plugin.training import checkpoint_reader, train
 
@@ -26,7 +26,6 @@ def rows(tmp_path_factory):
 
 
 def parse(head, path, model_dir, *extra):
-  registry.register_trainer()
   files = ['het_plugin/gin/runs/features.gin', f'het_plugin/gin/heads/{head}.gin']
   bindings = [
     f"MIXTURE_OR_TASK_NAME = 'features:{path}'",

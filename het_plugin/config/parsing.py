@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gin
-from het_plugin.config import checks
+from het_plugin.config import checks, registry
 
 PACKAGE = Path(__file__).parents[1]
 _PREFIX = 'het_plugin/gin/'
@@ -47,7 +47,8 @@ def parse_config(
 ) -> None:
   """Replaces the gin configuration by that of the files and, after them, of the bindings.
 
-  gin/builtin/train.gin, which has what only the built-in trainer knows, is read before them.
+  Registers the built-in trainer, and reads gin/builtin/train.gin, which has what only that trainer
+  knows, before the files.
 
   Raises:
     ValueError: a file cannot be found or includes itself, a binding has wrong syntax, or gin does
@@ -56,6 +57,7 @@ def parse_config(
   if not gin_files:
     raise ValueError('no --gin_file is given: a run of gin/runs and a head, for example')
   gin.clear_config()
+  registry.register_trainer()
   for path in search_paths:
     gin.add_config_file_search_path(path)
   for file in gin_files:

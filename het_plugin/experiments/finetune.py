@@ -24,7 +24,7 @@ import jax
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, registry, trained_run
+from het_plugin.config import changes, trained_run
 from het_plugin.config.flag_values import parse_sweep
 from het_plugin.data.representations import Representations, read_representations
 from het_plugin.evaluation import evaluate, knn, represent, selection
@@ -73,7 +73,6 @@ def finetune(
   num_kept = number_to_keep(keep, names)
   settings = combinations(sweep)
   folder = Path(output_dir)
-  registry.register_trainer()
   trainings = [_training(gin_settings, source) for source in checkpoint]
   trainings[0].parse(folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')

@@ -15,7 +15,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import data
-from het_plugin.config import command_line, parsing, registry
+from het_plugin.config import command_line, parsing
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.worker import Request
 from het_plugin.training import flops, initial_state, train
@@ -104,7 +104,6 @@ def plan(request: Request) -> dict[str, Any]:
 
 def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   """The arguments of the gin-bound `train` for these devices, without actions and restores."""
-  registry.register_trainer()
   _DEVICES[:] = place.devices
   parsing.parse_config(
     [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths

@@ -13,7 +13,7 @@ from flax import traverse_util
 import gin
 from het_plugin.backbones import ViT, vit
 from het_plugin.backbones.vit import resize_kernel
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.heads import HetXL
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
@@ -165,7 +165,6 @@ def test_options_are_those_of_the_reference(name, scan_layers):
 
 
 def test_22b_has_the_parameters_of_the_paper():
-  registry.register_trainer()
   parsing.parse_config(['het_plugin/gin/models/vit_22b.gin'], [])
   model = gin.query_parameter('%BACKBONE').scoped_configurable_fn()
   gin.clear_config()

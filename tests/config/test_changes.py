@@ -16,7 +16,6 @@ from het_plugin.training import partitioning
 
 
 def config_text(*files):
-  registry.register_trainer()
   try:
     parsing.parse_config([f'het_plugin/gin/{file}.gin' for file in files], ["MODEL_DIR = 'runs/x'"])
     return gin.config_str()

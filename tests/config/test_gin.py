@@ -10,7 +10,7 @@ import pytest
 
 import gin
 from het_plugin import data, heads, models
-from het_plugin.config import command_line, parsing, registry
+from het_plugin.config import command_line, parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.training import exit_codes
 from het_plugin.training import train as train_lib
@@ -42,8 +42,7 @@ OWN = [
 
 
 @pytest.fixture(autouse=True)
-def registered():
-  registry.register_trainer()
+def gin_left_clean():
   yield
   gin.clear_config()
 

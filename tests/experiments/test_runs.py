@@ -6,15 +6,9 @@ import signal
 
 import pytest
 
-from het_plugin.config import registry
 from het_plugin.experiments import runs
 from het_plugin.operations import stopping
 from het_plugin.training import exit_codes, run_files, train
-
-
-@pytest.fixture(autouse=True)
-def trainer():
-  registry.register_trainer()
 
 
 def small_run(**bindings):

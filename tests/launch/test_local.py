@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.config.training_run import train_from_gin
 from het_plugin.training import checkpoint_reader
 from launch import local
@@ -195,7 +195,6 @@ def start_training(model_dir, *bindings):
 
 def train_here(model_dir):
   """Trains four steps in this process with eight devices; {name: array} of the parameters."""
-  registry.register_trainer()
   files = [f'het_plugin/{file}' for file in GIN_FILES]
   parsing.parse_config(files, [*SETTINGS, 'TRAIN_STEPS = 4', f"MODEL_DIR = '{model_dir}'"])
   train_from_gin()

@@ -3,7 +3,7 @@
 import pytest
 
 import gin
-from het_plugin.config import parsing, registry
+from het_plugin.config import parsing
 from het_plugin.t5x_host import config
 
 
@@ -13,7 +13,6 @@ def configure(head):
 
 
 def test_a_run_is_not_resumed_with_another_head(tmp_path):
-  registry.register_trainer()
   configure('het_xl')
   config.summarize_config(tmp_path, None, 0)
   config.summarize_config(tmp_path, None, 4)  # the same run, resumed

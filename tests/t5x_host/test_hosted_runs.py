@@ -102,11 +102,10 @@ def ours(tmp_path_factory, run_in_process):
 @pytest.fixture(scope='module')
 def run_in_process():
   import gin
-  from het_plugin.config import parsing, registry
+  from het_plugin.config import parsing
   from het_plugin.config.training_run import train_from_gin
 
   def run(gin_files, bindings):
-    registry.register_trainer()
     parsing.parse_config([str(ROOT / file) for file in gin_files], bindings)
     train_from_gin()
     gin.clear_config()
