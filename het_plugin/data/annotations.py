@@ -80,6 +80,19 @@ def with_fields(label: np.ndarray, **fields: np.ndarray | None) -> np.ndarray:
   return rows
 
 
+def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None:
+  """Raises ValueError if a label of [N, L] is not below K, or negative; -1 is none where L > 1."""
+  lowest = 0 if labels.shape[1] == 1 else -1
+  highest = np.inf if num_classes is None else num_classes - 1
+  wrong = (labels < lowest) | (labels > highest)
+  if wrong.any():
+    i = int(np.flatnonzero(wrong.any(axis=1))[0])
+    raise ValueError(
+      f'{where}label {int(labels[i][wrong[i]][0])} of example {i} is out of range; labels are 0 .. '
+      f'{"K - 1" if num_classes is None else highest}{", or -1 for none" if lowest else ""}.'
+    )
+
+
 def check_weights(
   where: str, label_weight: np.ndarray | None, weight: np.ndarray | None, listed: np.ndarray
 ) -> None:

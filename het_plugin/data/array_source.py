@@ -207,14 +207,7 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   labels = labels.reshape(num_images, -1).astype(np.int64)
   if not is_soft:
     num_classes = len(names) if names is not None else int(labels.max()) + 1
-  lowest = 0 if labels.shape[1] == 1 else -1
-  wrong = (labels < lowest) | (labels >= num_classes)
-  if wrong.any():
-    row = int(np.flatnonzero(wrong.any(axis=1))[0])
-    raise ValueError(
-      f'{name}: label {int(labels[row][wrong[row]][0])} of example {row} is out of range; '
-      f'labels are 0 .. {num_classes - 1}' + (', or -1 for none.' if lowest else '.')
-    )
+  annotations.check_range(f'{name}: ', labels, num_classes)
   if label_weight is not None:
     label_weight = label_weight.reshape(num_images, -1)
   for field, array, shape in (

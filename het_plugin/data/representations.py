@@ -28,6 +28,7 @@ import safetensors.numpy
 from etils import epath
 
 from het_plugin import weights
+from het_plugin.data import annotations
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
@@ -294,15 +295,7 @@ def _check(read: Representations) -> None:
   blocks = (read.features[start : start + _CHECKED_ROWS] for start in starts)
   if wrong := sum(int((~np.isfinite(block).all(axis=1)).sum()) for block in blocks):
     raise ValueError(f'there are {wrong} rows that are not finite')
-  lowest = 0 if read.labels.shape[1] == 1 else -1
   names = read.class_names
-  highest = np.iinfo(np.int32).max if names is None else len(names) - 1
-  wrong = (read.labels < lowest) | (read.labels > highest)
-  if wrong.any():
-    row = int(np.flatnonzero(wrong.any(axis=1))[0])
-    raise ValueError(
-      f'label {int(read.labels[row][wrong[row]][0])} of row {row} is out of range; '
-      f'labels are 0 .. {"K - 1" if names is None else highest}'
-    )
+  annotations.check_range('', read.labels, None if names is None else len(names))
   if read.index.min() < 0:
     raise ValueError('index has an example id below 0')

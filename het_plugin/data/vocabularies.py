@@ -14,6 +14,7 @@ from het_plugin.data.locked_cache import locked_cache
 
 BYTES = 'bytes'
 TOKENIZER = 'tokenizer.json'
+_OF_BYTES = seqio.ByteVocabulary()
 
 
 class TokenizerFile(seqio.Vocabulary):
@@ -68,6 +69,7 @@ class TokenizerFile(seqio.Vocabulary):
     return tf.numpy_function(lambda row: self._decode(row.tolist()).encode(), [ids], tf.string)
 
 
+@locked_cache
 def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
   """The vocabulary with a name; the same object for the same name.
 
@@ -79,13 +81,8 @@ def get_vocabulary(name: str | None = None) -> seqio.Vocabulary:
     ValueError: the name is unknown, the file does not exist, or the model's padding is not id 0 or
       its end-of-sequence not id 1.
   """
-  return _load(BYTES if name is None else name)
-
-
-@locked_cache
-def _load(name: str) -> seqio.Vocabulary:
-  if name == BYTES:
-    return seqio.ByteVocabulary()
+  if name in (None, BYTES):
+    return _OF_BYTES
   if not isinstance(name, str) or not name.endswith(('.model', TOKENIZER)):
     raise ValueError(
       f'vocabulary is {name!r}; it must be {BYTES!r} or the path of a .model file or a {TOKENIZER}.'

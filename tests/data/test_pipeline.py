@@ -160,27 +160,26 @@ def test_slices_are_the_records_of_the_split(settings, shuffle):
     whole.close()
 
 
-def test_a_slice_of_train_is_evaluated_unless_augment_says_otherwise(photos):
-  settings = dict(
-    mixture_or_task_name=f'image_folder:{photos}',
-    task_feature_lengths={'image': 12, 'label': 1},
-    split='train[:6]',
-    batch_size=3,
-    shuffle=False,
+def of_photos(photos, split, batch_size, **settings):
+  lengths = {'image': 12, 'label': 1}
+  return get_dataset(
+    DatasetConfig(f'image_folder:{photos}', lengths, split, batch_size, **settings)
   )
-  evaluation = get_dataset(DatasetConfig(**settings))
-  plain = get_dataset(DatasetConfig(**settings, augment=False))
+
+
+def test_a_slice_of_train_is_evaluated_unless_augment_says_otherwise(photos):
+  evaluation, plain, training, bounded = (
+    of_photos(photos, 'train[:6]', 3, shuffle=False, **settings)
+    for settings in ({}, {'augment': False}, {'augment': True}, {'augment': True, 'num_epochs': 2})
+  )
   assert evaluation.num_batches == plain.num_batches == 2
   assert_same(next(evaluation), next(plain))
-  training = get_dataset(DatasetConfig(**settings, augment=True))
   assert training.num_batches is None
   first, _, again = take(training, 3)
   np.testing.assert_array_equal(first['label'], again['label'])
   assert not np.array_equal(first['image'], again['image'])
-  bounded = get_dataset(DatasetConfig(**settings, augment=True, num_epochs=2))
   assert bounded.num_batches == 4
-  augmented_split = {**settings, 'split': 'train'}
-  assert get_dataset(DatasetConfig(**augmented_split, augment=False)).num_batches is None
+  assert of_photos(photos, 'train', 3, augment=False).num_batches is None
 
 
 def test_captions_are_those_of_their_images(npz_captions):
@@ -210,21 +209,14 @@ def test_captions_are_those_of_their_images(npz_captions):
 def test_resize_is_chosen_for_photographs(photos, monkeypatch):
   monkeypatch.setattr(tasks, '_SMALL', 0)
   tasks._made.cache_clear()
-  settings = dict(
-    mixture_or_task_name=f'image_folder:{photos}',
-    task_feature_lengths={'image': 12, 'label': 1},
-    split='validation',
-    batch_size=9,
-    shuffle=False,
-  )
   images = {
-    mode: next(get_dataset(DatasetConfig(**settings, resize=mode)))['image']
+    mode: next(of_photos(photos, 'validation', 9, shuffle=False, resize=mode))['image']
     for mode in (None, 'aspect', 'squash')
   }
   np.testing.assert_array_equal(images[None], images['aspect'])
   assert not np.array_equal(images[None], images['squash'])
   with pytest.raises(ValueError, match="resize is 'squash'; images that are augmented"):
-    get_dataset(DatasetConfig(**settings, resize='squash', augment=True))
+    of_photos(photos, 'validation', 9, resize='squash', augment=True)
   with pytest.raises(ValueError, match="resize is 'squash'; it is for photographs.*digits are not"):
     get_dataset(DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 4, resize='squash'))
 
@@ -233,10 +225,7 @@ def test_unreadable_images_are_masked_and_reported(tmp_path, image_files, caplog
   for name in 'abc':
     image_files.write(tmp_path / 'train' / name, 7)
   image_files.truncate(tmp_path / 'train' / 'b' / '002.png')
-  cfg = DatasetConfig(
-    f'image_folder:{tmp_path}', {'image': 12, 'label': 1}, 'train', 7, max_corrupt_fraction=0.05
-  )
-  iterator = get_dataset(cfg)
+  iterator = of_photos(tmp_path, 'train', 7, max_corrupt_fraction=0.05)
   batches = take(iterator, 3)
   mask = np.concatenate([batch['mask'] for batch in batches])
   label = np.concatenate([batch['label'] for batch in batches])[:, 0]
@@ -247,10 +236,7 @@ def test_unreadable_images_are_masked_and_reported(tmp_path, image_files, caplog
 
 
 def test_an_error_of_the_background_thread_reaches_the_consumer(photos):
-  cfg = DatasetConfig(
-    f'image_folder:{photos}', {'image': 12, 'label': 1}, 'train', 21, max_corrupt_fraction=0.01
-  )
-  iterator = get_dataset(cfg)
+  iterator = of_photos(photos, 'train', 21, max_corrupt_fraction=0.01)
   for _ in range(2):  # it stays where it is
     with pytest.raises(ValueError, match='1 of 21 images are unreadable.*002.jpg'):
       next(iterator)
@@ -320,15 +306,10 @@ def test_reading_ahead_is_bounded_and_the_threads_end():
 
 @pytest.mark.slow
 def test_processes_read_the_same_batches(photos):
-  settings = dict(
-    mixture_or_task_name=f'image_folder:{photos}',
-    task_feature_lengths={'image': 12, 'label': 1},
-    split='train',
-    batch_size=8,
-    max_corrupt_fraction=0.1,
+  threads, processes = (
+    of_photos(photos, 'train', 8, max_corrupt_fraction=0.1, **settings)
+    for settings in ({}, {'num_workers': 2, 'num_threads': 1})
   )
-  threads = get_dataset(DatasetConfig(**settings))
-  processes = get_dataset(DatasetConfig(**settings, num_workers=2, num_threads=1))
   for iterator in (threads, processes):
     iterator.set_state({'position': 8})
   for _ in range(4):

@@ -82,7 +82,7 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
     (dict(features=np.ones((3, 2))), 'exactly one of the arrays label, labels'),
     (
       dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
-      r'label 2 of row 1 is out of range; labels are 0 \.\. 1',
+      r'label 2 of example 1 is out of range; labels are 0 \.\. 1',
     ),
     (dict(features=np.array([[np.nan]]), label=np.zeros(1, int)), '1 rows that are not finite'),
     (
