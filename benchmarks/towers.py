@@ -5,7 +5,7 @@ parameters.
     python benchmarks/towers.py [--json OUT] [--width 384 --depth 12 --batch 32]
 
 All compute the pre-logits of a ViT with patches of 16 pixels in float32 from prepared images of 224
-pixels; they take turns, and the fastest of --turns counts. The default is ViT-S/16.
+pixels; they take turns, and the median of --turns counts. The default is ViT-S/16.
 """
 
 import jax
@@ -15,6 +15,7 @@ import torch
 import transformers
 from command_line import add_clock, make_parser, report
 from flax import traverse_util
+from integrator import time_in_turns
 
 from het_plugin import weights
 from het_plugin.backbones import ViT
@@ -74,14 +75,9 @@ def compare(args, image, side):
     with torch.inference_mode():
       return represent(pixels).numpy()
 
-  seconds = {run_ours: [], run_theirs: []}
   difference = np.abs(run_ours() - run_theirs()).max()  # compiles, too
-  for _ in range(args.turns):
-    for run, times in seconds.items():
-      start = args.clock()
-      run()
-      times.append(args.clock() - start)
-  ours_rate, theirs_rate = (args.batch / min(times) for times in seconds.values())
+  seconds = time_in_turns((run_ours, run_theirs), (), args.turns, args.clock)
+  ours_rate, theirs_rate = (args.batch / x for x in seconds)
   return {
     **{'project': side.__name__.removesuffix('_side'), 'width': args.width, 'depth': args.depth},
     **{'batch': args.batch, 'ours_images_per_second': ours_rate},
