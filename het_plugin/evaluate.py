@@ -12,6 +12,7 @@ In the output directory: results.json, results.txt, index.html, its plots as .pn
 --save_predictions predictions/NAME.npz.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from het_plugin.config import command_line, distributed, flag_values, trained_ru
 from het_plugin.evaluation import evaluate, uncertainty_report
 
 _AS_GIVEN = (
-  *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
+  *('checkpoint', 'predictions', 'dataset', 'ood_dataset', 'ood_split', 'max_examples'),
   *('batch_size', 'covariance_images', 'homoglyph_examples'),
 )
 
@@ -35,7 +36,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_multi_string('predictions', [], 'An .npz file of predictions; repeatable.')
   flags.DEFINE_string('dataset', None, 'A task; by default what the run trained on.')
-  flags.DEFINE_string('split', 'validation', 'Split of the task.')
+  flags.DEFINE_string('split', None, 'Split of the task; by default what the run evaluated on.')
   flags.DEFINE_string('ood_dataset', None, 'A task of inputs to be told from known ones.')
   flags.DEFINE_string('ood_split', None, 'Split of --ood_dataset.')
   flags.DEFINE_integer(
@@ -62,15 +63,26 @@ def main(argv: Sequence[str]) -> None:
     index = F.covariance_index and flag_values.integers('covariance_index', F.covariance_index)
     settings = evaluate.Settings(
       **{name: F[name].value for name in _AS_GIVEN},
+      split=F.split or 'validation',
       covariance_index=tuple(dict.fromkeys(index)),
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
     distributed.initialize()
     gin_settings = command_line.gin_settings()
+    evaluated = []
     for checkpoint in F.checkpoint:  # mistakes show before the first run is opened
       config = trained_run.parse_run_config(checkpoint, *gin_settings, without=['partitioner'])
       task = F.dataset or config['train_dataset_cfg'].mixture_or_task_name
+      split = F.split or getattr(config.get('train_eval_dataset_cfg'), 'split', 'validation')
       evaluate.check_model(config['model'], task)
+      evaluated.append({'dataset': task, 'split': split})
+      if evaluated[0] != evaluated[-1]:
+        raise ValueError(
+          f'--checkpoint={checkpoint} would be evaluated on {task}, split {split}, and '
+          f'{F.checkpoint[0]} on {evaluated[0]["dataset"]}, split {evaluated[0]["split"]}: set '
+          '--dataset and --split'
+        )
+    settings = dataclasses.replace(settings, **(evaluated or [{}])[0])
     evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
     report = uncertainty_report.make_report(evaluations)
     report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)

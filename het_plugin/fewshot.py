@@ -39,7 +39,9 @@ def define_flags() -> None:
     'files bind to FewShotAction.datasets, else digits and glyphs_heldout.',
   )
   flags.DEFINE_list(
-    'splits', ['train', 'test'], 'Training and test split of --datasets; without commas.'
+    'splits',
+    None,
+    'Training and test split of --datasets; by default train, and test or else validation.',
   )
   flags.DEFINE_alias('dataset', 'datasets')
   flags.DEFINE_alias('split', 'splits')

@@ -1,6 +1,7 @@
 """The main, as a user runs it, on runs of a few steps."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   np.savez(other, image=rng.random((30, 8, 8, 3)), label=np.arange(30))
   printed = run_main(
     evaluate,
-    *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1', '--split=test'),
+    *(f'--checkpoint={run_dir}', f'--checkpoint={run_dir}/checkpoint_1'),
     *(f'--ood_dataset=npz:{other}', '--ood_split=train', f'--output_dir={output}'),
     *('--batch_size=64', '--covariance_index=7,3', '--save_predictions'),
     *('--gin.eval/Integrator.num_samples=3', f'--json={tmp_path / "rows.json"}'),
@@ -107,10 +108,14 @@ def test_settings_that_are_wrong(run_main):
     assert message in run_main(evaluate, *arguments, code=2)
 
 
-def test_data_that_do_not_fit(run_main, digits_run):
+def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
+  other = shutil.copytree(run_dir, tmp_path / 'other')
+  config = other / 'config.gin'
+  config.write_text(config.read_text().replace("EVAL_SPLIT = 'test'", "EVAL_SPLIT = 'test[:90%]'"))
   cases = {
     ('--dataset=glyphs_core',): 'HetXL.num_classes=10 must be the number of classes of the task',
+    (f'--checkpoint={other}',): 'evaluated on digits, split test[:90%], and',
     ('--split=validation',): "split is 'validation'; the splits of digits are ['test', 'train']",
     ('--split=test', '--ood_dataset=glyphs_core', '--ood_split=train'): (
       '--ood_split=train is endless: set --max_examples'

@@ -143,7 +143,7 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
 
 def _ks(num_classes: int) -> tuple[int, ...]:
   """The k of precision@k."""
-  return tuple(dict.fromkeys((1, min(5, num_classes))))
+  return (1, 5) if num_classes > 5 else (1,)
 
 
 @contextlib.contextmanager

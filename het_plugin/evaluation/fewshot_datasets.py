@@ -48,15 +48,22 @@ DEFAULT_DATASETS = (
 
 
 def choose(
-  texts: Sequence[str] | None, splits: Sequence[str], bound: Sequence[FewShotDataset] | None
+  texts: Sequence[str] | None,
+  splits: Sequence[str] | None,
+  bound: Sequence[FewShotDataset] | None,
 ) -> Sequence[FewShotDataset]:
-  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default."""
+  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default.
+
+  Without `splits` they are train, and test if the task has it, else validation.
+  """
   if texts is None:
     return bound or DEFAULT_DATASETS
   chosen = []
   for text in texts:
     name, equals, task = text.rpartition('=')
-    chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *splits))
+    has_test = splits is not None or 'test' in classification_info(task).splits
+    pair = splits or ('train', 'test' if has_test else 'validation')
+    chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *pair))
   check_names(chosen, '--datasets')
   return chosen
 

@@ -28,7 +28,7 @@ def check_flags(
   test: Sequence[str],
   checkpoint: Sequence[str],
   results: Sequence[str],
-  splits: Sequence[str],
+  splits: Sequence[str] | None,
   given: Sequence[str],
 ) -> None:
   """Raises ValueError for flags that exclude each other; `given` are those of `OF_CHECKPOINTS`."""
@@ -42,7 +42,7 @@ def check_flags(
     raise ValueError('--train and --test, --checkpoint, or --results are needed')
   if given and not checkpoint:
     raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
-  if len(splits) != 2:
+  if splits is not None and len(splits) != 2:
     raise ValueError(f'--splits={",".join(splits)} must be a training and a test split')
 
 
@@ -83,7 +83,7 @@ def from_checkpoints(
   layer: str,
   batch_size: int,
   datasets: Sequence[str] | None,
-  splits: Sequence[str],
+  splits: Sequence[str] | None,
   **settings: Any,
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
