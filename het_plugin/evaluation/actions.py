@@ -28,26 +28,14 @@ class Row(NamedTuple):
 class PeriodicAction(BaseAction):
   """Evaluates periodically on data sets; for mode TRAIN_EVAL.
 
-  Writes the scalars KIND/<data set>/<scalar>, and a line per result to <model_dir>/KIND.jsonl. A
+  Writes the scalars kind/<data set>/<scalar>, and a line per result to <model_dir>/kind.jsonl. A
   resumed run replaces the lines of steps that it repeats, and continues the period.
-
-  Attributes:
-    kind: KIND.
   """
 
   kind: str
 
   def __init__(self, datasets: Sequence[Any], period: int | None, total_steps: int | None):
-    """Sets the period.
-
-    Args:
-      datasets: data sets to evaluate on; each has a name.
-      period: least number of steps between evaluations; None evaluates at every call.
-      total_steps: the last step of training, which is always evaluated.
-
-    Raises:
-      ValueError: two data sets have the same name.
-    """
+    """Evaluates at least `period` steps apart, with None at every call, and at `total_steps`."""
     check_names(datasets, f'{type(self).__name__}.datasets')
     self._datasets = tuple(datasets)
     self._period = period
@@ -125,15 +113,11 @@ class FewShotAction(PeriodicAction):
     """Reads and compiles nothing yet.
 
     Args:
-      image_size, channels: size of the images that the model takes; see `PerExample`.
-      batch_size: global batch of the extraction.
+      image_size, channels, batch_size: see `FewShotReader`.
       datasets: data sets to evaluate on.
       shots, seeds, l2, classifier, draw: see `fewshot`.
       layer: name of the representation.
       period, total_steps: see `PeriodicAction`.
-
-    Raises:
-      ValueError: a setting is out of range, or two data sets have the same name.
     """
     super().__init__(datasets, period, total_steps)
     self._protocol = fewshot.Protocol(classifier, draw, l2)
@@ -196,9 +180,6 @@ class ZeroShotAction(PeriodicAction):
         `@train/DatasetConfig()`.
       datasets: data sets to evaluate on.
       period, total_steps: see `PeriodicAction`.
-
-    Raises:
-      ValueError: a setting is out of range, or two data sets have the same name.
     """
     super().__init__(datasets, period, total_steps)
     self._settings = {

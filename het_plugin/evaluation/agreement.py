@@ -32,9 +32,6 @@ def summarize(predictions: Predictions, ood_log_prob: np.ndarray | None = None) 
     'selective_accuracy' at coverage 0.8, 'classwise_ece', and 'ood_auroc' (that an example is more
     confident than one of another distribution). Right is the class with the most votes. An AUROC is
     NaN if there is nothing to tell apart, as where every answer is right.
-
-  Raises:
-    ValueError: the predictions are of a sigmoid.
   """
   if predictions.link != 'softmax':
     raise ValueError('metrics on the votes of annotators need predictions of a softmax')
@@ -66,12 +63,7 @@ def vote_counts(predictions: Predictions) -> np.ndarray:
 
 
 def soft_label_nll(log_prob: np.ndarray, shares: np.ndarray) -> np.ndarray:
-  """Cross-entropy of each example, float64 [N], nats.
-
-  Args:
-    log_prob: [N, K].
-    shares: [N, K] shares of the annotators, or their counts.
-  """
+  """Cross-entropy of each example in nats, float64 [N], from log p and shares or counts [N, K]."""
   shares = shares / shares.sum(axis=1, keepdims=True)
   return -np.where(shares > 0, shares * log_prob.astype(np.float64), 0.0).sum(axis=1)
 

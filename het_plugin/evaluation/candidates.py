@@ -69,11 +69,7 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
 
 
 def read_softmax_predictions(source: str) -> Predictions:
-  """Reads predictions of one label each, ascending by example id.
-
-  Raises:
-    ValueError: the file is wrong, or its classes are independent (`link` 'sigmoid').
-  """
+  """Reads predictions of one label each, ascending by example id."""
   read = read_predictions(source)
   if read.link != 'softmax':
     raise ValueError(f"{source} has link = '{read.link}'; an ensemble needs softmax predictions")
@@ -81,11 +77,7 @@ def read_softmax_predictions(source: str) -> Predictions:
 
 
 def same_predictions(sources: Sequence[str]) -> Iterator[Predictions]:
-  """Reads the candidates' predictions for a split, one after another (`read_softmax_predictions`).
-
-  Raises:
-    ValueError: a file is wrong, or its examples or classes differ from those of the first.
-  """
+  """`read_softmax_predictions` of one file after another, all for the same examples and classes."""
   first = None
   for source in sources:
     read = read_softmax_predictions(source)

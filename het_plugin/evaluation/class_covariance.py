@@ -62,9 +62,6 @@ def look(
     number: number of examples to take from the start; None takes those of `index`.
     index: ids of the examples to take, in this order.
     num_top: m, the number of most probable classes, at most K.
-
-  Raises:
-    ValueError: the head has no class correlations, or there is no example with one of the ids.
   """
   model = run.model
   if reason := why_none(model.head):

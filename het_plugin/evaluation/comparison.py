@@ -22,9 +22,6 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, floa
     draws with fixed test rows; 'stderr_rows' and 'p_rows' of one over test rows, each with the
     share of draws that classify it correctly. None if there are fewer than two values or all
     differences are equal.
-
-  Raises:
-    ValueError: the results differ in shots, or in the number of draws or test rows.
   """
   if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
     raise ValueError(

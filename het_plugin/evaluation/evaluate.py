@@ -57,11 +57,8 @@ def check_model(model: Any, task: str) -> None:
 
 
 def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:
-  """Evaluates all checkpoints, each opened by `open_run`, then all files of predictions.
-
-  Raises:
-    ValueError: a file is wrong, or the data do not fit a model or the settings; raised before the
-      model is compiled.
+  """Evaluates all checkpoints, each opened by `open_run`, then all files of predictions; a
+  ValueError about files, data or settings comes before the model is compiled.
   """
   names = short_names([*settings.checkpoint, *settings.predictions])
   num_runs = len(settings.checkpoint)

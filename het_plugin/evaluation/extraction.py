@@ -35,11 +35,8 @@ class PerExample:
   ):
     """Compiles nothing yet.
 
-    Args:
-      compute: maps (params, batch) to columns [B, ...].
-      partitioner: places batches.
-      param_specs: PartitionSpecs in the tree of the parameters.
-      channels: image channels that the model takes; None leaves images unchanged.
+    `compute` maps (params, batch) to columns [B, ...]. Images get the number of channels that the
+    model takes, unless `channels` is None.
     """
 
     def columns(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -59,14 +56,14 @@ class PerExample:
     """Rows of each batch in order; every process must take the same number of batches.
 
     Reads one batch ahead, so that the devices compute a batch while the host processes the one
-    before.
+    before, but no more than `max_examples` from the start of the stream.
 
     Args:
       params: parameters, placed by `param_specs`.
       batches: this process's rows of each batch (image, label or text, index, mask). Rows with mask
         0 (padding, and examples that could not be read) are dropped.
       batch_size: rows of the global batch.
-      max_examples: number of examples to take from the start of the stream; reads no further.
+      max_examples: None for all.
 
     Yields:
       The columns of `compute`, label and index, [n, ...] with 0 <= n <= B.
@@ -114,7 +111,6 @@ class RepresentationExtractor(PerExample):
     Args:
       model: has `representations(params, batch, layers) -> {layer: [B, ...]}`.
       partitioner, param_specs, channels: see `PerExample`.
-      layers: names of representations.
       pool: how a layer [B, ..., D] with positions, such as tokens [B, N, D] or a feature map
         [B, H, W, D], becomes rows. 'mean' averages over all positions, a class token included, to
         [B, D]. 'none' puts them side by side, [B, N D].
@@ -132,11 +128,7 @@ class RepresentationExtractor(PerExample):
   def read(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
   ) -> dict[str, Representations]:
-    """{layer: its representations} in memory; arguments as in `PerExample.__call__`.
-
-    Raises:
-      ValueError: there is no example, or an example id occurs twice.
-    """
+    """{layer: its representations} in memory; arguments as in `PerExample.__call__`."""
     whole = in_order(list(self(params, batches, batch_size, max_examples)))
     return {
       layer: Representations(whole[column(layer)], whole['label'], whole['index'])
@@ -150,11 +142,7 @@ def column(layer: str) -> str:
 
 
 def in_order(parts: Sequence[Mapping[str, np.ndarray]]) -> Rows:
-  """Joins the parts of a split, ascending by example id (column 'index').
-
-  Raises:
-    ValueError: there is no row, or an id occurs twice.
-  """
+  """Joins the parts of a split, ascending by example id (column 'index'), each of which is once."""
   index = np.concatenate([part['index'] for part in parts] or [[]])
   if not len(index):
     raise ValueError('The split has no examples to evaluate.')
@@ -176,11 +164,7 @@ def as_rows(x: jax.Array, pool: str) -> jax.Array:
 
 
 def match_channels(image: jax.Array, channels: int) -> jax.Array:
-  """Images [B, H, W, C] with `channels` channels: grey is repeated, colours are averaged to grey.
-
-  Raises:
-    ValueError: for any other change of channels.
-  """
+  """Images [B, H, W, C] with other channels: grey is repeated, colours are averaged to grey."""
   given = image.shape[-1]
   if given == channels:
     return image

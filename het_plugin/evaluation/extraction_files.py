@@ -64,8 +64,7 @@ class SplitFiles:
   def pending(self, layers: Sequence[str], overwrite: bool = False) -> Pending:
     """The work that is left; collective. Process 0 reads the files; nothing is changed.
 
-    Raises:
-      ValueError: there are files of other settings, and `overwrite` is False.
+    Files of other settings are a ValueError, unless `overwrite`.
     """
 
     def look() -> str:
@@ -124,9 +123,6 @@ class SplitFiles:
       num_examples: largest number of rows to write, from the start of the stream.
       class_names, provenance: written to the files beside the settings.
       on_rows: called with the number of rows of each batch.
-
-    Raises:
-      ValueError: a feature is not finite, there is no example, or an example id occurs twice.
     """
     is_first = jax.process_index() == 0
     if is_first and not pending.position:

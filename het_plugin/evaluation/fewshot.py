@@ -61,20 +61,11 @@ L2_RULES = ('loo', 'heldout', *MEAN_RANKS)
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-  """Settings of steps 1 to 3.
+  """Settings of steps 1 to 3."""
 
-  Attributes:
-    classifier: one of `CLASSIFIERS`.
-    draw: one of `DRAWS`.
-    l2: one of `L2_RULES`, or a strength > 0.
-
-  Raises:
-    ValueError: for anything else, or leave-one-out of a logistic regression.
-  """
-
-  classifier: str = 'ridge'
-  draw: str = 'random'
-  l2: float | str = 'loo'
+  classifier: str = 'ridge'  # one of `CLASSIFIERS`
+  draw: str = 'random'  # one of `DRAWS`
+  l2: float | str = 'loo'  # one of `L2_RULES`, or a strength > 0
 
   def __post_init__(self):
     for name, choices in (('classifier', CLASSIFIERS), ('draw', DRAWS)):
@@ -179,20 +170,8 @@ def few_shot_all(
   seeds: Sequence[int] = (0, 1, 2),
   on_trial: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, FewShotResult]]:
-  """Runs the protocol on several data sets.
-
-  Args:
-    datasets: {name: (training split, test split)}.
-    protocol: settings of steps 1 to 3.
-    shots: examples per class, each >= 1.
-    seeds: one subset is drawn for each; each >= 0.
-    on_trial: called after each fit.
-
-  Returns:
-    {name: {shots: FewShotResult}}.
-
-  Raises:
-    ValueError: as `few_shot`, or too few data sets for a rule over data sets.
+  """Runs the protocol on data sets {name: (training split, test split)}, as `few_shot`; gives
+  {name: {shots: FewShotResult}} and calls `on_trial` after each fit.
   """
   check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
   for name, (train, test) in datasets.items():

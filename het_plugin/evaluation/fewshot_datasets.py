@@ -85,10 +85,8 @@ class FewShotReader:
   ):
     """Reads and compiles nothing yet.
 
-    Args:
-      model, partitioner, param_specs, channels, layer, pool: see `RepresentationExtractor`.
-      image_size: side of the square images that the model takes, in pixels.
-      batch_size: global batch of the extraction.
+    `image_size` is the side of the images that the model takes, and `batch_size` the global batch.
+    The others are as in `RepresentationExtractor`.
     """
     self._extractor = RepresentationExtractor(
       model, partitioner, param_specs, layers=(layer,), channels=channels, pool=pool
@@ -97,12 +95,7 @@ class FewShotReader:
     self._settings = {'image_size': image_size, 'max_labels': 1, 'batch_size': batch_size}
 
   def check(self, dataset: FewShotDataset) -> None:
-    """Checks a data set before anything is compiled or any image is read.
-
-    Raises:
-      ValueError: the mesh does not divide the batch size, the task or split is unknown, images have
-        several labels, or an endless split has no bound.
-    """
+    """Checks a data set before anything is compiled or any image is read."""
     if classification_info(dataset.task).multi_label:
       raise ValueError(
         f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'

@@ -88,13 +88,9 @@ def from_checkpoints(
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
 
-  Args:
-    names: names of the runs; None takes the parts in which the paths differ.
-    checkpoints: paths, one per run.
-    open_run: opens a path as a `config.trained_run.TrainedRun`.
-    bound_datasets: the `FewShotDataset`s that the configuration of the opened run binds, or None.
-    layer, batch_size, datasets, splits: flags of `het_plugin.fewshot`.
-    **settings: as in `from_files`.
+  `open_run` opens a path as a `TrainedRun`, and `bound_datasets` gives the `FewShotDataset`s that
+  its configuration binds, or None. The others are flags of `het_plugin.fewshot`, or as in
+  `from_files`.
   """
   from het_plugin.evaluation import fewshot_datasets  # imports TensorFlow, which files do not need
 
@@ -144,13 +140,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results) -> Report:
-  """Compares runs.
-
-  Args:
-    protocol: settings of the protocol, by name.
-    earlier: rows of an earlier --json, shown first; they have no part in the differences.
-    results: results of the runs.
-  """
+  """Compares runs; rows of an `earlier` --json are shown first, without differences."""
   rows = list(earlier)
   for run, by_dataset in results.items():
     for dataset, by_shots in by_dataset.items():

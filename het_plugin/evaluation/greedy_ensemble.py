@@ -33,9 +33,6 @@ def greedy_ensemble(
   Returns:
     The candidates in the order in which they were added, at least one, and the validation NLL after
     each, in nats per example. Among equally good candidates, the first is taken.
-
-  Raises:
-    ValueError: max_members < 1.
   """
   if max_members < 1:
     raise ValueError(f'max_members={max_members} must be at least 1')
@@ -59,14 +56,8 @@ def greedy_ensemble(
 
 
 def mixture_log_prob(log_probs: Iterable[np.ndarray], weights: np.ndarray) -> np.ndarray:
-  """log sum_c w_c p_c for several mixtures of the candidates' probabilities.
-
-  Args:
-    log_probs: float [N, K] of each candidate; read once, one after another.
-    weights: float [E, C], one row per mixture.
-
-  Returns:
-    float64 [E, N, K].
+  """log sum_c w_c p_c, float64 [E, N, K], of mixtures with weights [E, C]; the candidates' log p
+  [N, K] are read once, one after another.
   """
   mixtures = None
   for log_prob, shares in zip(log_probs, weights.T, strict=True):

@@ -35,9 +35,6 @@ def knn_accuracy(
 
   Returns:
     {k: accuracy in [0, 1]}. Test examples of a class without a training example are wrong.
-
-  Raises:
-    ValueError: arrays do not fit together or are empty, or a setting is out of range.
   """
   from sklearn.neighbors import NearestNeighbors  # takes a second
 

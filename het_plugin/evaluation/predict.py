@@ -23,23 +23,12 @@ _SHOWN = 20  # rows of the printed table
 
 
 class Images:
-  """A `data.sources.ExampleSource` of images without labels.
-
-  Attributes:
-    names: names of the images, for results.
-    files: their files; none for an array.
+  """A `data.sources.ExampleSource` of images without labels, with `names` and, but for an array,
+  `files`.
   """
 
   def __init__(self, path: str):
-    """Lists the files, or reads the array.
-
-    Args:
-      path: an image file, a folder that is searched for image files, or a .npz file with an array
-        'image' [N, H, W] or [N, H, W, C] of uint8, or of floats in [0, 1].
-
-    Raises:
-      ValueError: there is no image, the file is damaged, or its levels are out of range.
-    """
+    """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
     root, channels, self.files = Path(path), 3, []
     self.is_array = root.suffix == '.npz'
     if self.is_array:
@@ -81,20 +70,12 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
   """The most probable classes of images, by the run's evaluation integrator.
 
   Photographs are preprocessed as in the evaluation of the run's task. Images of a run whose task
-  has images of one size are resized to that size. All processes call this.
-
-  Args:
-    run: a `config.trained_run.TrainedRun`.
-    path: see `Images`.
-    top: classes per image at most.
-    batch_size: rows of the global batch.
+  has images of one size are resized to that size. All processes call this. `run` is a `TrainedRun`;
+  the others are flags of `het_plugin.predict`.
 
   Returns:
     A row per readable image: 'image', 'entropy' of the predictive distribution in nats, and 'top',
     the most probable classes in order with 'class', 'name' and 'probability'.
-
-  Raises:
-    ValueError: there is no image, or the batch size does not fit the mesh.
   """
   from het_plugin.data import tasks
 

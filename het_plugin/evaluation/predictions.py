@@ -137,11 +137,7 @@ def concatenate(parts: Sequence[Predictions]) -> Predictions:
 
 
 def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
-  """Writes an .npz file.
-
-  Raises:
-    ValueError: the suffix is not .npz.
-  """
+  """Writes an .npz file."""
   path = epath.Path(path)
   if path.suffix != '.npz':
     raise ValueError(f'predictions file {path} must end in .npz')
@@ -161,12 +157,7 @@ def write_predictions(path: epath.PathLike, predictions: Predictions) -> None:
 
 
 def read_predictions(path: str) -> Predictions:
-  """Reads a file.
-
-  Raises:
-    ValueError: the file is missing or damaged, its arrays do not fit together, values are not
-      probabilities, or labels are out of range. The message is one sentence that names the file.
-  """
+  """Reads a file; what is wrong with it is a ValueError that names it."""
   with reading(path):
     if not path.endswith('.npz'):
       raise ValueError('predictions must be in a file that ends in .npz')

@@ -22,14 +22,8 @@ PROMPTS: dict[str, tuple[str, ...]] = {
 
 
 def get_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
-  """Prompt templates, each with one '{}'.
-
-  Args:
-    templates: a name in PROMPTS, one template, several templates, or the path of a text file with
-      one template per line (empty lines do not count).
-
-  Raises:
-    ValueError: it is none of these, or a template does not contain '{}' exactly once.
+  """Prompt templates, each with one '{}', from a name in PROMPTS, one template, several templates,
+  or the path of a text file with one template per line (empty lines do not count).
   """
   found = templates
   if isinstance(templates, str):
@@ -56,15 +50,9 @@ def readable_names(
 ) -> tuple[str, ...]:
   """The names of the classes as words: underscores become spaces.
 
-  Args:
-    task: name of the task, for messages.
-    own: the task's own names; None if it has none.
-    given: names to use instead, or the path of a text file with one name per line.
-    num_classes: the required number of names.
-
-  Raises:
-    ValueError: there are not `num_classes` names, one is empty, or the task's own names are WordNet
-      numbers (TFDS's ImageNet), which mean nothing to a text tower.
+  They are the `given` ones, which may be the path of a text file with one name per line, or else
+  the task's `own`, unless these are WordNet numbers (TFDS's ImageNet), which mean nothing to a text
+  tower.
   """
   source = repr(task) if given is None else 'class_names'
   names = own if given is None else given

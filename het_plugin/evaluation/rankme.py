@@ -22,9 +22,6 @@ def singular_values(features: np.ndarray, max_examples: int = MAX_EXAMPLES) -> n
   They are computed from the features themselves, because the eigenvalues of the Gram matrix lose
   singular values below 1e-8 of the largest. If there are more than `max_examples` rows, a random
   choice is taken, which depends on N only.
-
-  Raises:
-    ValueError: all features are 0.
   """
   if len(features) > max_examples:
     # The raw stream: numpy keeps it across versions, which it does not promise for permutation().

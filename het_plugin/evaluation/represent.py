@@ -41,15 +41,8 @@ def represent(
 ) -> dict[str, Any]:
   """Extracts layers of the splits of a data set.
 
-  Args:
-    open_run: opens a `config.trained_run.TrainedRun`; called once the splits are known.
-    dataset, output_dir, splits, ...: the flags of `het_plugin.represent`.
-
-  Returns:
-    The checkpoint and, under 'files', a row for each file (process 0).
-
-  Raises:
-    ValueError: a setting is wrong, or a file of other settings is there.
+  `open_run` opens a `TrainedRun` once the splits are known; the others are flags of
+  `het_plugin.represent`. Returns the checkpoint and, under 'files', a row per file (process 0).
   """
   _check_output(output_dir)
   if not layers:

@@ -82,27 +82,14 @@ class Ridge:
     return self._standardised(x) @ self.weights(l2) + self.bias(l2)
 
   def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
-    """Labels with the highest score; among equal scores, the smallest label.
-
-    Args:
-      x: features [M, D].
-      l2s: L strengths.
-
-    Returns:
-      int64 [L, M].
+    """Labels with the highest score at L strengths, int64 [L, M], for features x [M, D]; among
+    equal scores, the smallest label.
     """
     return self.classes[self._best_classes(x, l2s)]
 
   def leave_one_out(self, x: np.ndarray, y: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
-    """Predictions for examples of the set, each by the model refitted without it.
-
-    Args:
-      x: features [M, D] of some of the examples.
-      y: their labels, int [M].
-      l2s: L strengths.
-
-    Returns:
-      int64 [L, M].
+    """Predictions for examples x [M, D] of the set with labels y [M], each by the model refitted
+    without it, int64 [L, M].
     """
     own = np.searchsorted(self.classes, y)
     return self.classes[self._best_classes(x, l2s, own, self.leverage(x, l2s))]
@@ -163,11 +150,9 @@ class Ridge:
 
 
 def decompose(x: np.ndarray, y: np.ndarray) -> Ridge:
-  """Standardises and decomposes a set of examples.
+  """Standardises and decomposes examples x, any float [N, D], N >= 1, with labels y, int [N].
 
-  Args:
-    x: any float [N, D], N >= 1. Where N >= D it is read in blocks and may be memory-mapped.
-    y: labels, int [N].
+  Where N >= D, x is read in blocks and may be memory-mapped.
   """
   import scipy.sparse  # here, so that a training starts sooner
 

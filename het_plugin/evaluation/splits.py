@@ -23,20 +23,14 @@ def open_split(
   """Opens a split and closes it at the end of the block; reads no image yet.
 
   Args:
-    task, split: the task and its split.
-    partitioner: determines which rows of a batch this process reads.
+    task, split, partitioner: what is read, and which rows of a batch this process reads.
     max_examples: largest number of examples that will be read; None for all.
-    name: name of the split, for the error.
-    bound: the setting that limits the number of examples, for the error.
+    name, bound: the split, and the setting that limits its examples, for the error.
     whole: reads all rows of each batch on every process.
     **settings: image_size, batch_size and others of `data.one_pass`.
 
   Yields:
     The batches, and their number of examples, at most `max_examples`.
-
-  Raises:
-    ValueError: as `data.one_pass`; the split does not exist, or is endless and `max_examples` is
-      None; the mesh does not divide the batch size.
   """
   config = one_pass(task, split, bounded=max_examples is not None, **settings)
   rows = None if whole else partitioner.batch_rows(config.batch_size)

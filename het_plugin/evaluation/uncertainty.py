@@ -102,15 +102,7 @@ def uncertainty(predictions: Predictions) -> Uncertainty:
 
 
 def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> ExampleScores:
-  """The scores of labelled predictions.
-
-  Args:
-    predictions: predictions of a split or of a part of it.
-    ks: the k of precision@k; 1 <= k <= K.
-
-  Raises:
-    ValueError: a k is out of range, or labels do not fit (`predictions.check`).
-  """
+  """The scores of labelled predictions, with precision@k for 1 <= k <= K."""
   num_classes = predictions.log_prob.shape[1]
   if wrong := [k for k in ks if not 1 <= k <= num_classes]:
     raise ValueError(
@@ -122,11 +114,7 @@ def score_examples(predictions: Predictions, ks: Sequence[int] = (1, 5)) -> Exam
 
 
 def concatenate(parts: Sequence[_Scores]) -> _Scores:
-  """Joins the scores of the parts of a split.
-
-  Raises:
-    ValueError: there is no example, or an example id occurs twice.
-  """
+  """Joins the scores of the parts of a split, which has every example id once."""
   if not sum(len(x) for part in parts for x in jax.tree.leaves(part)):
     raise ValueError('there are no examples to evaluate')
   whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
@@ -174,9 +162,6 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
   Returns:
     Differences of the means of 'nll', 'brier' and 'precision_at_1' (if both have it), and under
     'stderr' the standard deviation of the differences per example (n - 1) over sqrt N.
-
-  Raises:
-    ValueError: the examples are not the same.
   """
   a, b = (jax.tree.map(lambda x, s=s: x[np.argsort(s.index)], s) for s in (scores, first))
   if not np.array_equal(a.index, b.index) or not np.array_equal(
@@ -201,12 +186,7 @@ def stderr(values: np.ndarray) -> float | None:
 
 
 def reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
-  """Bins of equal width: bin m holds the confidences in (m / M, (m + 1) / M], bin 0 also 0.
-
-  Args:
-    confidence: any float [N], in [0, 1].
-    correct: bool [N].
-  """
+  """Bins of equal width: bin m holds the confidences [N] in (m / M, (m + 1) / M], bin 0 also 0."""
   confidence = confidence.astype(np.float64)
   bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(int)
   return _binned(bins, confidence, correct, NUM_BINS)

@@ -48,11 +48,7 @@ class Evaluation:
     return str(k) if self.class_names is None else self.class_names[k]
 
   def row(self, first: 'Evaluation') -> dict[str, Any]:
-    """All numbers as JSON values, compared with the first evaluation.
-
-    Raises:
-      ValueError: the two have different examples.
-    """
+    """All numbers as JSON values, compared with the first evaluation."""
     row = {
       'name': self.name,
       'source': self.source,
@@ -97,11 +93,7 @@ class Evaluation:
 
 
 def make_report(evaluations: Sequence[Evaluation]) -> Report:
-  """Compares all evaluations with the first.
-
-  Raises:
-    ValueError: they have different examples.
-  """
+  """Compares all evaluations with the first, on the same examples."""
   rows = [evaluation.row(evaluations[0]) for evaluation in evaluations]
   where = '{dataset}, split {split}'.format(**rows[0]) if 'dataset' in rows[0] else 'a file'
   examples = f'{rows[0]["num_examples"]:,} examples of {where}.'

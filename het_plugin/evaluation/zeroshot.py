@@ -81,16 +81,8 @@ def class_embeddings(
 ) -> tuple[np.ndarray, int]:
   """Class embeddings, and the number of classes with the token ids of an earlier class.
 
-  An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D].
-
-  Args:
-    embed: maps token ids int32 [N, L] to embeddings float [N, D].
-    tokenize: maps texts to token ids.
-    names: names of the K classes.
-    templates: see `prompts.get_templates`.
-
-  Raises:
-    ValueError: an embedding is not finite, or that of a class is 0.
+  An embedding is the normalised mean over templates of normalised embeddings, float32 [K, D];
+  `embed` maps token ids int32 [N, L] to embeddings float [N, D].
   """
   total, texts = None, []
   for template in templates:
@@ -195,9 +187,6 @@ def retrieval_recall(
     caption_text: int [M], equal for equal captions.
     identical_captions_right: whether equal captions of other images are right.
     ks: numbers of answers.
-
-  Raises:
-    ValueError: there is no caption, or shapes or image numbers do not fit together.
   """
   N, M = len(image_embeddings), len(caption_embeddings)
   if not M or caption_image.shape != (M,) or caption_text.shape != (M,):

@@ -110,9 +110,6 @@ class ZeroShotEvaluator:
       num_samples: number of samples of the noise under which classes are ranked by their
         probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
         deterministic embeddings.
-
-    Raises:
-      ValueError: the model is not contrastive, or a setting is out of range.
     """
     check_model(model, num_samples)
     partitioner.check_batch_size(batch_size)
@@ -145,12 +142,7 @@ class ZeroShotEvaluator:
     self._embed_texts = extraction.PerExample(embed_texts, partitioner, param_specs)
 
   def check(self, dataset: ZeroShotDataset) -> int:
-    """The number of examples that will be read; nothing is compiled or read yet.
-
-    Raises:
-      ValueError: the task or split is unknown, an endless split has no bound, the number of class
-        names is wrong, or templates are wrong.
-    """
+    """Checks a data set and its settings before anything is compiled or read; its size."""
     if not has_captions(dataset):
       _class_names(dataset)
       prompts.get_templates(dataset.templates)
@@ -171,10 +163,6 @@ class ZeroShotEvaluator:
     """Accuracy or recall of the model, with its placed parameters, on a data set.
 
     `on_rows` is called with the number of images of each batch.
-
-    Raises:
-      ValueError: as `check`; a text has no finite embedding; the split has no examples, or gives
-        one twice.
     """
     evaluate = self._retrieve if has_captions(dataset) else self._classify
     return evaluate(dataset, params, on_rows)

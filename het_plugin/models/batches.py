@@ -78,11 +78,7 @@ def apply_in_training(
 def representations(
   backbone: nn.Module, params: PyTree, batch: Batch, layers: Sequence[str]
 ) -> dict[str, jax.Array]:
-  """The backbone's representations [B, ...] with the given names.
-
-  Raises:
-    ValueError: a name is unknown.
-  """
+  """The backbone's representations [B, ...] with the given names."""
   _, intermediates = backbone.apply({'params': params}, batch['image'], train=False)
   if unknown := [layer for layer in layers if layer not in intermediates]:
     raise ValueError(

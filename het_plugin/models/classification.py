@@ -44,17 +44,11 @@ class ClassificationModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ParamCounts:
-  """Exact numbers of parameters, without padded classes.
-
-  Attributes:
-    backbone: parameters of the backbone.
-    head: parameters of the head.
-    extra: parameters of the head beyond those of a deterministic head with a fixed temperature.
-  """
+  """Exact numbers of parameters, without padded classes."""
 
   backbone: int
   head: int
-  extra: int
+  extra: int  # of the head beyond those of a deterministic head with a fixed temperature
 
   def __str__(self) -> str:
     return (
@@ -157,15 +151,8 @@ class ClassificationModel:
     input_shapes: Mapping[str, Sequence[int]],
     input_types: Mapping[str, Any] | None = None,
   ) -> dict[str, PyTree]:
-    """Initial 'params', float32, and their logical axes, 'params_axes'.
-
-    Args:
-      rng: PRNG key.
-      input_shapes: {'image': (B, H, W, C)}; other entries are ignored.
-      input_types: {'image': dtype}, float32 by default.
-
-    Raises:
-      ValueError: the backbone has mutable collections or does not return phi [B, D].
+    """Initial 'params', float32, and their logical axes, 'params_axes', for input_shapes {'image':
+    (B, H, W, C)} and input_types {'image': dtype}, float32 by default.
     """
     dtype = (input_types or {}).get('image', jnp.float32)
     return with_axes(self.module.init(rng, jnp.zeros(tuple(input_shapes['image']), dtype)))
@@ -283,11 +270,7 @@ class ClassificationModel:
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
   ) -> dict[str, jax.Array]:
-    """The backbone's representations [B, ...] with the given names.
-
-    Raises:
-      ValueError: a name is unknown.
-    """
+    """The backbone's representations [B, ...] with the given names."""
     return batches.representations(self.backbone, params.get('backbone', {}), batch, layers)
 
   def pre_logits_dim(self, params_shapes: PyTree) -> int:

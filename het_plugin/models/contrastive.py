@@ -274,11 +274,7 @@ class ContrastiveModel:
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)
   ) -> dict[str, jax.Array]:
-    """The image tower's representations [B, ...] with the given names.
-
-    Raises:
-      ValueError: a name is unknown.
-    """
+    """The image tower's representations [B, ...] with the given names."""
     return batches.representations(self.backbone, params['backbone'], batch, layers)
 
   def count_params(self, params_shapes: PyTree) -> ParamCounts:

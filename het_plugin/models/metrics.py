@@ -32,16 +32,11 @@ class ExpectedCalibrationError(clu_metrics.Metric):
   The mean gap between confidence and accuracy over NUM_BINS bins of equal width, weighted by the
   number of rows. Bin m holds the confidences in (m / NUM_BINS, (m + 1) / NUM_BINS]; bin 0 also
   holds 0.
-
-  Attributes:
-    count: float32 [NUM_BINS], rows per bin.
-    confidence: float32 [NUM_BINS], sum of confidences per bin.
-    correct: float32 [NUM_BINS], number of correct predictions per bin.
   """
 
-  count: jax.Array
-  confidence: jax.Array
-  correct: jax.Array
+  count: jax.Array  # float32 [NUM_BINS], rows per bin
+  confidence: jax.Array  # float32 [NUM_BINS], sum of confidences per bin
+  correct: jax.Array  # float32 [NUM_BINS], number of correct predictions per bin
 
   @classmethod
   def empty(cls) -> 'ExpectedCalibrationError':
@@ -76,12 +71,9 @@ class DisagreementCorrelation(clu_metrics.Metric):
   Ranks need all examples at once, and a metric that is merged does not have them. It counts
   examples by bins of both entropies instead, and the examples of a bin are ties. The bins are
   equally wide in the square root of the entropy over log K, so finer where predictions are certain.
-
-  Attributes:
-    count: float32 [ENTROPY_BINS, ENTROPY_BINS], rows by bins of the predictions' entropy and of
-      people's.
   """
 
+  # float32 [ENTROPY_BINS, ENTROPY_BINS], rows by bins of the predictions' entropy and of people's
   count: jax.Array
 
   @classmethod
@@ -123,17 +115,8 @@ class DisagreementCorrelation(clu_metrics.Metric):
 def base_metrics(
   nll: jax.Array, correct: jax.Array, tau: jax.Array, mask: jax.Array
 ) -> dict[str, clu_metrics.Metric]:
-  """Loss, NLL, precision@1 and temperature of a batch.
-
-  Args:
-    nll: [B]; for the sigmoid link, summed over the classes.
-    correct: [B], whether the top class is among the labels.
-    tau: scalar.
-    mask: [B].
-
-  Returns:
-    'loss', 'nll' and 'precision_at_1', means over the real rows, with their number as `count`; and
-    'tau', of which a merge keeps the last value.
+  """'loss', 'nll' and 'precision_at_1', means over the real rows, with their number as `count`; and
+  'tau', of which a merge keeps the last value. nll, correct and mask are [B], tau is a scalar.
   """
   mean_nll = clu_metrics.Average.from_model_output(nll, mask=mask)
   return {

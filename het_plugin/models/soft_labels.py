@@ -22,11 +22,8 @@ def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax
   are equally likely. With a sigmoid, each class is on with its own probability, and labels without
   weights are on.
 
-  Args:
-    batch: 'label', and optionally 'label_weight'.
-    logits: logits of the examples.
-    smoothing: the share of the target that is spread evenly over the classes (softmax) or over on
-      and off (sigmoid) (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
+  `smoothing` is the share of the target that is spread evenly over the classes (softmax) or over on
+  and off (sigmoid) (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
   """
   labels = batch['label']
   weights = batch.get('label_weight', jnp.ones(labels.shape, jnp.float32))
@@ -48,14 +45,7 @@ def expected_nll(
   target: jax.Array,
   keys: jax.Array | None,
 ) -> jax.Array:
-  """The expectation over labels drawn from `target` of -log p(labels | x), float32 [B].
-
-  Args:
-    integrator: estimates the predictive distribution.
-    logits: logits of the examples.
-    target: see `targets`, [B, Kp].
-    keys: as `Integrator.nll` takes them.
-  """
+  """The expectation over labels drawn from `targets` [B, Kp] of -log p(labels | x), float32 [B]."""
   on = integrator.log_prob(logits, keys)  # [B, Kp]
   nll = jnp.where(target > 0, -target * on, 0.0)
   if logits.link == 'sigmoid':  # the noise is symmetric: p(off) is p(on) of the mirrored logits

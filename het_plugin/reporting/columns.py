@@ -81,19 +81,13 @@ _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 
 @dataclasses.dataclass(frozen=True)
 class TableOfRows:
-  """A table of formatted cells, for a terminal or a page.
+  """A table of formatted cells, for a terminal or a page."""
 
-  Attributes:
-    caption: fields that all rows share, or the name of a group of columns; may be empty.
-    header: the title of each column, that of the rows first.
-    rows: (cells, numbers of the columns in which the row is best, counted from 0 after the first).
-    references: cells of the rows to compare with.
-  """
-
-  caption: str
-  header: Sequence[str]
+  caption: str  # fields that all rows share, or the name of a group of columns; may be empty
+  header: Sequence[str]  # the title of each column, that of the rows first
+  # (cells, numbers of the columns in which the row is best, counted from 0 after the first)
   rows: Sequence[tuple[Sequence[str], Collection[int]]]
-  references: Sequence[Sequence[str]]
+  references: Sequence[Sequence[str]]  # cells of the rows to compare with
 
 
 def tables_of(

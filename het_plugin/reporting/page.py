@@ -13,20 +13,12 @@ from het_plugin.reporting.results import Provenance
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """A plot of a page.
+  """A plot of a page."""
 
-  Attributes:
-    png: bytes of the file; several are shown side by side, or stacked on a narrow page.
-    caption: caption below the plot.
-    alt: alternative text.
-    recolour: whether a dark page turns dark lines into light ones; False for pictures, which stay
-      on white.
-  """
-
-  png: bytes | Sequence[bytes]
+  png: bytes | Sequence[bytes]  # several are shown side by side, or stacked on a narrow page
   caption: str
-  alt: str
-  recolour: bool = True
+  alt: str  # alternative text
+  recolour: bool = True  # whether a dark page turns dark lines into light ones; not of pictures
 
   @property
   def pngs(self) -> Sequence[bytes]:
@@ -56,16 +48,7 @@ def html_page(
 ) -> str:
   """One HTML document that needs no other file and no script. All text is escaped.
 
-  Args:
-    title: title of the page.
-    introduction: one paragraph on what was done.
-    rows: results (see `columns`).
-    provenance: the command, date, versions and configurations.
-    references: rows to compare with, such as chance and ceiling, set apart below the results.
-    tables: further tables.
-    notes: how to read the columns, one line each.
-    figures: plots.
-    row_title: title of the column of row names.
+  The introduction is a paragraph, notes are lines; rows and references are as in `text_table`.
   """
   plain = [
     TableOfRows(table.caption, table.header, [(line, ()) for line in table.lines], [])

@@ -13,24 +13,15 @@ _MATRIX_NAME_LENGTH = 14
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CovariancePanel:
-  """The picture of the class correlations of one image.
+  """The picture of the class correlations of one image."""
 
-  Attributes:
-    image: float [H, W, C], levels in [-1, 1], C 1 or 3.
-    title: title of the picture, such as the true class.
-    classes: names of the m most probable classes.
-    probability: [m] of these.
-    correlation: [m, m] of their logits.
-    anchor: the class that the list below is for.
-    neighbours: (name, correlation) of the classes most correlated with the anchor, in order.
-  """
-
-  image: np.ndarray
+  image: np.ndarray  # float [H, W, C], levels in [-1, 1], C 1 or 3
   title: str
-  classes: Sequence[str]
-  probability: np.ndarray
-  correlation: np.ndarray
-  anchor: str
+  classes: Sequence[str]  # names of the m most probable classes
+  probability: np.ndarray  # [m] of these
+  correlation: np.ndarray  # [m, m] of their logits
+  anchor: str  # a class
+  # (name, correlation) of the classes most correlated with the anchor, in order
   neighbours: Sequence[tuple[str, float]]
 
 

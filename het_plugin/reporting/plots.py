@@ -19,12 +19,8 @@ _LOG_RATIO = 10.0  # a range wider than this gets a logarithmic axis
 def curve_pngs(curves: Curves) -> list[bytes]:
   """PNGs of loss and temperature against the step, one line per head.
 
-  Args:
-    curves: {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing. NaNs are
-      gaps.
-
-  Raises:
-    ValueError: a curve's length is not that of its steps.
+  Curves are {head: {'step': [N], 'loss': [N], 'tau': [N]}}; 'loss' or 'tau' may be missing, and
+  NaNs are gaps.
   """
   styles = style.line_styles(curves)
   pngs = []
@@ -95,12 +91,8 @@ def lines_png(
 ) -> bytes:
   """A line per candidate, from {name: (x, y)}; lines of few points get markers.
 
-  Args:
-    lines: at least one. Values that are not finite, or not positive on a logarithmic axis, are
-      gaps.
-    xlabel, ylabel: titles of the axes.
-    log_x, log_y: logarithmic axes.
-    whole_steps: a tick for each x of the lines.
+  Values that are not finite, or not positive on a logarithmic axis, are gaps. With `whole_steps`
+  there is a tick for each x.
   """
   figure, ax = _figure(xlabel, ylabel)
   for i, (name, color, dashes) in enumerate(_styled(lines)):
@@ -125,12 +117,8 @@ def scatter_png(
   xlabel: str,
   ylabel: str,
 ) -> bytes:
-  """A point per candidate and group, from {group: (x [C], y [C])}.
-
-  Args:
-    groups: drawn in a colour and marker each.
-    names: names of the C candidates, written beside the points of the last group.
-    xlabel, ylabel: titles of the axes.
+  """A point per candidate and group, from {group: (x [C], y [C])}; names [C] are beside the points
+  of the last group.
   """
   figure, ax = _figure(xlabel, ylabel)
   for i, (group, color, _) in enumerate(_styled(groups)):
@@ -151,13 +139,9 @@ def unit_curves_png(
   y_label: str,
   diagonal: bool = False,
 ) -> bytes:
-  """Curves within the unit square.
+  """Curves {name: (x [N], y [N])} within the unit square, x ascending.
 
-  Args:
-    curves: {name: (x [N], y [N])}, x ascending in [0, 1], y within [0, 1]; at least one.
-    title: title of the plot.
-    x_label, y_label: titles of the axes.
-    diagonal: draws the line of guessing in an ROC plot, and the y axis up to 1.
+  `diagonal` draws the line of guessing in an ROC plot, and the y axis up to 1.
   """
   figure, ax = _figure(x_label, y_label)
   if diagonal:
@@ -202,11 +186,7 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
 
 
 def shots_png(accuracies: Accuracies) -> bytes:
-  """Accuracy with its standard error against shots, a line per run and a panel per data set.
-
-  Args:
-    accuracies: accuracies of each run; runs may lack data sets, but there must be one.
-  """
+  """Accuracy with its standard error against shots, a line per run and a panel per data set."""
   datasets = list(dict.fromkeys(name for run in accuracies.values() for name in run))
   figure, panels = _panels(len(datasets), 4.2, 3.5)
   handles = {}

@@ -28,15 +28,7 @@ class Progress:
     seconds: float = 10.0,
     stream: TextIO | None = None,
   ):
-    """
-    Args:
-      title: title of the line.
-      total: the count at the end.
-      done: the count at the start, which the rate leaves out.
-      unit: unit of the count.
-      seconds: least time between two lines if `stream` is not a terminal.
-      stream: stderr by default.
-    """
+    """Starts at `done`, which the rate leaves out; two lines are at least `seconds` apart."""
     self._stream = sys.stderr if stream is None else stream
     self._title, self._total, self._unit, self._seconds = title, total, unit, seconds
     self._start_count = self.count = done

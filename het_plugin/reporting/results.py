@@ -19,18 +19,12 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'ten
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-  """The information that a reader needs to reproduce a result.
+  """The information that a reader needs to reproduce a result."""
 
-  Attributes:
-    command: the command line.
-    created: date and time with the time zone.
-    versions: {package: version}.
-    configs: {name: text} of gin configurations, shown folded.
-  """
-
-  command: str
-  created: str
-  versions: Mapping[str, str]
+  command: str  # the command line
+  created: str  # date and time with the time zone
+  versions: Mapping[str, str]  # {package: version}
+  # {name: text} of gin configurations, shown folded
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @classmethod

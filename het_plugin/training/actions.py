@@ -30,23 +30,15 @@ class ActionMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ActionContext:
-  """The argument of `BaseAction.setup`.
-
-  Attributes:
-    model: the model in training.
-    partitioner: places computations on the mesh.
-    writer: has the methods of clu's MetricWriter; all processes may call it, only process 0 writes.
-    model_dir: directory of the run.
-    random_seed: seed of the run.
-    evaluated_step: evaluations up to this step are done. Those of later steps will be done, again
-      if necessary. 0 for a new run.
-  """
+  """The argument of `BaseAction.setup`."""
 
   model: Any
   partitioner: partitioning.PjitPartitioner
+  # has the methods of clu's MetricWriter; all processes may call it, only process 0 writes
   writer: Any
   model_dir: str
   random_seed: int
+  # evaluations up to this step are done; those of later ones will be done, again if necessary
   evaluated_step: int = 0
 
 
@@ -163,15 +155,7 @@ class EarlyStoppingAction(BaseAction):
     atol: Annotated[float, '[0, inf)'] = 0.0,
     rtol: Annotated[float, '[0, inf)'] = 0.0,
   ):
-    """Starts with an empty history.
-
-    Args:
-      metric: (task, metric) to watch.
-      mode: the better direction.
-      patience: number of successive values to compare.
-      atol: absolute change that is not an improvement.
-      rtol: the same, relative to the predecessor.
-    """
+    """Watches the metric (task, metric); `mode` is the better direction."""
     self._task, self._metric = metric
     self._sign = 1.0 if mode == 'min' else -1.0
     self._patience = patience

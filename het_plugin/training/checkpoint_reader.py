@@ -40,17 +40,11 @@ class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-  """The JSON parts of a checkpoint of the built-in trainer.
+  """The JSON parts of a checkpoint of the built-in trainer."""
 
-  Attributes:
-    record: the `record` of `Checkpointer.save`.
-    dataset_state: the input position; None if it was not saved.
-    checksums: {name of an array: checksum}.
-  """
-
-  record: dict[str, Any]
-  dataset_state: dict[str, int] | None
-  checksums: dict[str, int]
+  record: dict[str, Any]  # of `Checkpointer.save`
+  dataset_state: dict[str, int] | None  # the input position; None if it was not saved
+  checksums: dict[str, int]  # by name of the array
 
 
 def steps(model_dir: epath.PathLike) -> list[int]:
@@ -69,11 +63,7 @@ def step_of(checkpoint: epath.PathLike) -> int:
 
 
 def find(path: epath.PathLike) -> epath.Path:
-  """The checkpoint at `path`, or the newest one of the run at `path`.
-
-  Raises:
-    ValueError: there is none.
-  """
+  """The checkpoint at `path`, or the newest one of the run at `path`; ValueError without one."""
   path = epath.Path(path).absolute()
   if (path / 'state').exists():
     return path
@@ -98,11 +88,7 @@ def newest_record(model_dir: epath.PathLike) -> tuple[int, dict[str, Any]] | Non
 def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tuple[int, ...]]:
   """{'head/kernel': shape, ...} of a checkpoint's parameters; reads no array.
 
-  With `ema`, the shapes of the average that `optimizers.with_ema` keeps.
-
-  Raises:
-    Unreadable: the checkpoint is damaged.
-    ValueError: the checkpoint has no average.
+  With `ema`, the shapes of the average that `optimizers.with_ema` keeps; ValueError without one.
   """
   saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
@@ -132,9 +118,6 @@ def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray
   """{'head/kernel': float32 array, ...} on the host, of the checkpoint that `find` finds at `path`.
 
   With `ema`, reads the average of the parameters.
-
-  Raises:
-    ValueError: there is no checkpoint, or it is damaged.
   """
   folder = find(path)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
@@ -148,11 +131,7 @@ def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray
 def read_params_to(
   checkpoint: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], ema: bool = False
 ) -> dict[str, jax.Array]:
-  """Some parameters of a checkpoint, or of their average, with the given dtypes and shardings.
-
-  Raises:
-    Unreadable: the checkpoint is damaged.
-  """
+  """Some parameters of a checkpoint, or of their average, with the given dtypes and shardings."""
   try:
     description, saved = on_all(functools.partial(describe, checkpoint))
     root = params_root(saved, ema)
@@ -202,7 +181,7 @@ def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
 def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]]:
   """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name.
 
-  Raises any exception if the checkpoint is damaged.
+  Raises any exception if it is damaged.
   """
   saved = _metadata(checkpoint)
   description = read_json(checkpoint)

@@ -80,15 +80,10 @@ class RestoreCheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """Saving and restoring of a run.
+  """Saving and restoring of a run."""
 
-  Attributes:
-    save: None saves nothing.
-    restore: source of the initial parameters; None initialises all of them.
-  """
-
-  save: SaveCheckpointConfig | None = None
-  restore: RestoreCheckpointConfig | None = None
+  save: SaveCheckpointConfig | None = None  # None saves nothing
+  restore: RestoreCheckpointConfig | None = None  # None initialises all parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +190,7 @@ class Checkpointer:
       train_state: the state to save.
       dataset_state: state of the input iterator after the batch of this step.
       record: a few JSON values about the run.
-      flush: called first; writes what must be on disk before the checkpoint.
+      flush: writes what must be on disk before the checkpoint.
 
     Raises:
       SaveFailed: the previous checkpoint could not be written, or `flush` failed.
@@ -236,11 +231,7 @@ class Checkpointer:
       self.wait_until_finished()
 
   def wait_until_finished(self) -> None:
-    """Blocks until the last save is on disk.
-
-    Raises:
-      SaveFailed: the save failed on this process or another.
-    """
+    """Blocks until the last save is on disk; SaveFailed if it failed on some process."""
     if self._saving is not None:
       saving, self._saving = self._saving, None
       self._check(self._saving_step, saving.exception())
@@ -266,10 +257,7 @@ class Checkpointer:
     """Reads the newest intact checkpoint; returns None if the run has no checkpoint.
 
     Damaged checkpoints are reported and skipped. Once an older one is read, they are renamed to
-    `unreadable_checkpoint_n`.
-
-    Args:
-      target: shapes with shardings; the mesh may differ from that of the saved run.
+    `unreadable_checkpoint_n`. The target is shapes with shardings, perhaps of another mesh.
 
     Raises:
       ValueError: parameters of the checkpoint do not match the target's, or none of the run's

@@ -16,9 +16,6 @@ def in_directory(model_dir: epath.Path) -> Iterator[None]:
 
   JAX_COMPILATION_CACHE_DIR or --jax_compilation_cache_dir name another folder, and
   JAX_ENABLE_COMPILATION_CACHE=false leaves it empty. All processes read, process 0 writes.
-
-  Args:
-    model_dir: a local path or gs://.
   """
   if jax.config.jax_compilation_cache_dir:
     yield

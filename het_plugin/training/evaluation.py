@@ -25,9 +25,6 @@ class Evaluator:
     """Keeps the iterator and its current state, to which every evaluation returns.
 
     Rows with mask 0 do not count. `max_batches` is None for the whole data set, if it is finite.
-
-    Raises:
-      ValueError: the data set has no batch, or it is endless and max_batches is None.
     """
     if iterator.num_batches == 0:
       raise ValueError(f'The evaluation data set {task!r} has no batch.')

@@ -21,11 +21,7 @@ _CONNECTION = re.compile(
 
 
 class Preempted(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Raised once the checkpoint of a preempted run is on disk; makes a main exit with 42.
-
-  Attributes:
-    step: the step saved.
-  """
+  """Raised once the checkpoint of a preempted run, of `step`, is on disk; a main exits with 42."""
 
   def __init__(self, step: int):
     super().__init__(PREEMPTED)

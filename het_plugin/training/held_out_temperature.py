@@ -40,14 +40,8 @@ def temperature_optimizer(
 ) -> optimizers.OptaxWrapper:
   """Trains t with a separate Adam, outside the moments and the clipping of the other parameters.
 
-  Args:
-    optimizer_def: optimizer of the other parameters.
-    learning_rate: learning rate of t; 0 keeps t constant, None uses that of the others.
-
-  Raises:
-    ValueError: the learning rate is None and optimizer_def does not state its own, or optimizer_def
-      is that of `with_ema`. At initialisation: the model does not have exactly one learned
-      temperature.
+  A learning rate of 0 keeps t constant, None uses that of `optimizer_def`, the optimizer of the
+  others. At initialisation, the model must have one learned temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
@@ -158,9 +152,6 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
       model, partitioner, train_state_axes, rng, num_microbatches, settings: as in `Trainer`.
       held_out_every: n; 8 holds out 12.5% of the rows, 4 holds out 25%.
       estimator: the derivative with respect to t; see the module.
-
-    Raises:
-      ValueError: num_microbatches is above 1, or the model `needs_whole_batch`.
     """
     super().__init__(model, partitioner, train_state_axes, rng, num_microbatches, **settings)
     if getattr(model, 'needs_whole_batch', False):

@@ -23,8 +23,7 @@ _LAYER = re.compile(r'^(.*?)(block|stage)(s|\d+)(?:_unit(s|\d+))?/')
 def matching(pattern: str, params: PyTree, setting: str) -> PyTree:
   """Whether a regular expression is found in the path of each parameter ('head/kernel').
 
-  Raises:
-    ValueError: it is found in no path; the message names the setting.
+  One that is found in none is a ValueError, which names the setting.
   """
   mask = jax.tree_util.tree_map_with_path(
     lambda path, _: bool(re.search(pattern, _name(path))), params
@@ -42,14 +41,7 @@ def unfreeze_at(step: int) -> optax.Schedule:
 def scale_by_group(
   factors: Sequence[tuple[str, float | optax.Schedule]],
 ) -> optax.GradientTransformation:
-  """Multiplies updates with the factor of the first pattern that is found in a parameter's path.
-
-  Args:
-    factors: (regular expression, number or schedule).
-
-  Raises:
-    ValueError: at initialisation, a pattern is found in no parameter.
-  """
+  """Multiplies updates with the factor of the first pattern that is found in a parameter's path."""
 
   def first(number: int) -> Callable[[PyTree], PyTree]:
     def mask(params: PyTree) -> PyTree:
@@ -68,9 +60,6 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
   Clark et al. (2020, https://arxiv.org/abs/2003.10555) and Bao et al. (2021,
   https://arxiv.org/abs/2106.08254) fine-tune in this way. Parameters after the last layer of a
   backbone have n = 0, the last layer n = 1, and patch and position embeddings the largest n.
-
-  Raises:
-    ValueError: at initialisation, no parameter belongs to a layer.
   """
 
   def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
@@ -94,11 +83,7 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
 
 
 def layer_exponents(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-  """The n of `scale_by_layer` by parameter: a scalar, or [layers, 1, ...] for stacked layers.
-
-  Args:
-    shapes: shapes of the parameters, by path.
-  """
+  """The n of `scale_by_layer`, from shapes by path: a scalar, or [layers, 1, ...] if stacked."""
   layers: dict[str, dict[tuple[float, float], int]] = {}  # {tower: {place of a layer: how many}}
   for path, shape in shapes.items():
     if match := _LAYER.match(path):

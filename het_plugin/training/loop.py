@@ -151,10 +151,8 @@ class TrainLoop:
   def _report(
     self, summaries: Sequence[metrics_lib.Summary], stats: metrics_lib.StepMetrics
   ) -> bool:
-    """Writes training metrics and runs the TRAIN actions on them; returns whether to stop.
-
-    Raises:
-      nonfinite.NonFiniteStop: the guard stops the run, after its metrics have been written.
+    """Writes training metrics and runs the TRAIN actions on them; returns whether to stop. If the
+    guard stops the run, this raises its `NonFiniteStop` after the metrics have been written.
     """
     stop = False
     if self.guard.stop is not None:
@@ -179,9 +177,7 @@ class TrainLoop:
   def evaluate(self) -> bool:
     """Evaluates every data set and runs the actions that follow; returns whether to stop.
 
-    Raises:
-      exit_codes.Preempted: the observer asked to stop; a resumed run evaluates again.
-      checkpoints.SaveFailed: a checkpoint could not be written.
+    If the observer asks to stop, it saves and raises as `run`; a resumed run evaluates again.
     """
     stop = False
     for mode, evaluator in self.evaluators.items():
@@ -207,11 +203,7 @@ class TrainLoop:
     return self._stop_asked()
 
   def _stop_asked(self) -> bool:
-    """Whether to save and leave now; all processes agree.
-
-    Raises:
-      checkpoints.SaveFailed: the last checkpoint could not be written.
-    """
+    """Whether to save and leave now; all processes agree. SaveFailed if the last save failed."""
     self.outputs.checkpointer.raise_failure()
     return self.observer.stop_asked()
 

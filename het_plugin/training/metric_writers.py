@@ -69,11 +69,7 @@ class JsonlWriter:
       self._failing = False
 
   def flush(self) -> None:
-    """Writes the lines that wait.
-
-    Raises:
-      Exception: OSError or another: the lines cannot be written and go on waiting.
-    """
+    """Writes the lines that wait; after an OSError or another exception they go on waiting."""
     if not self._pending:
       return
     self._last_write = time.monotonic()
@@ -195,11 +191,7 @@ class RunWriter:
     return self._pool(getattr(self._summary_writer, name))
 
   def flush(self) -> None:
-    """Waits until everything is written.
-
-    Raises:
-      Exception: OSError or another, if lines of metrics.jsonl cannot be written.
-    """
+    """Waits until everything is written; an exception if lines of metrics.jsonl cannot be."""
     self._pool.join()
     if self._jsonl is not None:
       self._jsonl.flush()

@@ -60,17 +60,11 @@ class UpdateReport(clu.metrics.Metric):
   """Norms of a step; `merge` averages them over steps.
 
   All norms are in one array, because each array is fetched from the device after every step.
-
-  Attributes:
-    total: float32 [len(names)], sums over the steps.
-    count: int32 [], number of steps.
-    finite: bool [], whether loss, gradient and update of all steps were finite.
-    names: names of the norms.
   """
 
-  total: jax.Array
-  count: jax.Array
-  finite: jax.Array
+  total: jax.Array  # float32 [len(names)], sums over the steps
+  count: jax.Array  # int32 [], number of steps
+  finite: jax.Array  # bool [], whether loss, gradient and update of all steps were finite
   names: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
   @classmethod
@@ -157,13 +151,8 @@ class StepMetrics:
     mesh: jax.sharding.Mesh,
     on_step: Callable[[int, Metrics], None],
   ):
-    """Starts the clock.
-
-    Args:
-      period: steps between summaries.
-      batch_size: examples per step.
-      flops_per_step: FLOPs per step over all devices of `mesh`.
-      on_step: called with each step and its metrics as soon as they are on the host.
+    """Starts the clock. `flops_per_step` are over all devices of `mesh`, and `on_step` is called
+    with each step and its metrics as soon as they are on the host.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
     self._period = period

@@ -40,11 +40,7 @@ DEFAULT_POLICY = NonFinitePolicy()
 
 
 class NonFiniteStop(SystemExit):  # noqa: N818 (it is an exit, not an error)
-  """Ends a run because a step is not finite; makes a main exit with 3.
-
-  Attributes:
-    step: the step.
-  """
+  """Ends a run because `step` is not finite; makes a main exit with 3."""
 
   def __init__(self, step: int):
     super().__init__(EXIT_CODE)
@@ -69,12 +65,8 @@ class NonFiniteGuard:
     self.stop: NonFiniteStop | None = None
 
   def report(self, step: int, values: Mapping[str, float], index: Sequence[int] | None) -> None:
-    """Takes a step that is not finite; all processes call it with the same values.
-
-    Args:
-      step: the step, counted from 1.
-      values: metrics of the step.
-      index: batch['index'] of all rows of the step.
+    """Takes a step that is not finite, counted from 1, its metrics, and batch['index'] of all of
+    its rows; all processes call it with the same values.
     """
     path = self._folder / f'step_{step}.json'
     self.num_skipped += 1

@@ -44,8 +44,7 @@ class Observer:
   def observing(self, run: ObservedRun) -> contextlib.AbstractContextManager[None]:
     """Encloses the run, from the first access to `model_dir` until the last file is closed.
 
-    Raises:
-      ValueError: when entered, on all processes: a setting is wrong, or the directory is in use.
+    Entering is a ValueError on all processes if a setting is wrong or the directory in use.
     """
     del run
     return contextlib.nullcontext()

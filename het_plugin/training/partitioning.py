@@ -116,10 +116,6 @@ class PjitPartitioner:
       logical_axis_rules: defaults to `standard_logical_axis_rules()`.
       devices: defaults to all devices of all processes.
       num_replicas: size of the replica axis, such as the number of TPU slices; 1 for no such axis.
-
-    Raises:
-      ValueError: both sizes of the model axis are set, a size is below 1, or the sizes do not
-        divide the number of devices.
     """
     if num_partitions is not None and model_parallel_submesh is not None:
       raise ValueError(
@@ -159,11 +155,7 @@ class PjitPartitioner:
 
   @classmethod
   def on_mesh(cls, mesh: Mesh, logical_axis_rules: LogicalAxisRules) -> 'PjitPartitioner':
-    """A partitioner for an existing mesh, whose last axis is the model axis.
-
-    Raises:
-      ValueError: a rule names an axis that the mesh does not have.
-    """
+    """A partitioner for an existing mesh, whose last axis is the model axis."""
     partitioner = cls.__new__(cls)
     partitioner._take(mesh, logical_axis_rules)
     return partitioner
@@ -232,14 +224,8 @@ class PjitPartitioner:
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
 
   def shard_batch(self, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
-    """Places this process's rows on its devices as part of the global batch.
-
-    Args:
-      batch: arrays [rows, ...], rows in the order of `batch_rows(batch_size)`.
-      batch_size: rows of the global batch.
-
-    Returns:
-      Global arrays [batch_size, ...], split over the data axis.
+    """Places this process's rows [rows, ...], in the order of `batch_rows(batch_size)`, on its
+    devices as part of the global batch [batch_size, ...], which is split over the data axis.
     """
     rows = self.batch_rows(batch_size)
     position = {row: i for i, row in enumerate(rows.tolist())}
@@ -269,13 +255,8 @@ class PjitPartitioner:
     }
 
   def get_mesh_axes(self, train_state: state_lib.TrainState) -> state_lib.TrainState:
-    """The state with PartitionSpecs as leaves; optimizer state is placed as its parameter.
-
-    Args:
-      train_state: arrays or shapes.
-
-    Raises:
-      ValueError: no rule maps an axis name of a parameter, or the mesh does not divide a dimension.
+    """The state, of arrays or shapes, with PartitionSpecs as leaves; optimizer state is placed as
+    its parameter.
     """
     names = flax_partitioning.get_axis_names(train_state.params_axes)
     flat_names = traverse_util.flatten_dict(names, sep='/')

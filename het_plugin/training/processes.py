@@ -13,14 +13,9 @@ _RETURNED = 'returned '  # prefix of a text that is not an error
 
 
 def in_the_first(fn: Callable[[], str | None]) -> str:
-  """Calls `fn` on process 0. All processes call this, and return when `fn` has returned.
+  """Calls `fn` on process 0; all processes call this, and get the text that it returns, or ''.
 
-  Returns:
-    The text that `fn` returned, on all processes; '' if it returned None.
-
-  Raises:
-    ValueError: `fn` raised an error of a setting (`exit_codes.SETTING_ERRORS`); raised on all
-      processes with its message.
+  An error of a setting (`exit_codes.SETTING_ERRORS`) becomes a ValueError on all of them.
   """
   text = ''
   if jax.process_index() == 0:

@@ -23,11 +23,8 @@ def is_remote(path: epath.PathLike) -> bool:
 def write_text(path: epath.PathLike, text: str) -> None:
   """Replaces a file as a whole.
 
-  Readers always see either the old or the new content, and after a crash or on a full disk the old
-  file is still there.
-
-  Raises:
-    OSError: the file cannot be written; names its path.
+  Readers always see either the old or the new content, and after a crash or an OSError, such as on
+  a full disk, the old file is still there.
   """
   path = epath.Path(path)
   if is_remote(path):  # an object appears when it is complete
@@ -47,9 +44,6 @@ def append_text(path: epath.PathLike, text: str) -> None:
   """Appends all of a text to a file or nothing, because half a line would spoil the next one.
 
   An object in a store is written anew with the text at its end, so use this for rare events only.
-
-  Raises:
-    OSError: the file cannot be written; names its path. The old content is still there.
   """
   path = epath.Path(path)
   if is_remote(path):
@@ -96,10 +90,8 @@ def read_lines(
 ) -> list[dict[str, Any]]:
   """The rows of a file of JSON lines, each with its step; none if there is no file.
 
-  Args:
-    path: path of the file. A last line without an end is still being written and left out.
-    damaged: called with a sentence if other lines are damaged; these are left out.
-    max_bytes: number of bytes to read from the end of the file; None for all.
+  A last line without an end is still being written and left out; if other lines are damaged, they
+  are left out and `damaged` gets a sentence. `max_bytes` are read from the end; None for all.
   """
   path = epath.Path(path)
   try:

@@ -13,20 +13,13 @@ PyTree = Any
 
 
 class TrainState(struct.PyTreeNode):
-  """Step, parameters and optimizer state; the leaves are arrays, shapes or PartitionSpecs.
+  """Step, parameters and optimizer state; the leaves are arrays, shapes or PartitionSpecs."""
 
-  Attributes:
-    step: number of updates done, int32 [].
-    params: the model's parameters, float32, as nested dicts.
-    opt_state: state of `optimizer_def.optax_optimizer` for `params`.
-    optimizer_def: the model's OptaxWrapper (static).
-    params_axes: logical axis names, laid out as flax's `params_axes` collection (static).
-  """
-
-  step: jax.Array
-  params: PyTree
+  step: jax.Array  # number of updates done, int32 []
+  params: PyTree  # float32, as nested dicts
   opt_state: PyTree
   optimizer_def: optimizers.OptaxWrapper = struct.field(pytree_node=False)
+  # logical axis names, laid out as flax's `params_axes` collection
   params_axes: core.FrozenDict = struct.field(pytree_node=False)
 
   @property
@@ -40,12 +33,7 @@ class TrainState(struct.PyTreeNode):
   def create(
     cls, optimizer_def: optimizers.OptaxWrapper, model_variables: Mapping[str, Any]
   ) -> 'TrainState':
-    """The state at step 0, from the result of a model's `get_initial_variables`.
-
-    Raises:
-      ValueError: a parameter has no axis names, or there is a collection besides params and
-        params_axes.
-    """
+    """The state at step 0, from the result of a model's `get_initial_variables`."""
     variables = core.unfreeze(model_variables)
     params, params_axes = variables.pop('params'), variables.pop('params_axes', {})
     if variables:

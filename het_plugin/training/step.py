@@ -106,7 +106,7 @@ def apply_grads(
     train_state: the state before the update.
     grads: gradients, float32, shaped as the parameters.
     metrics: metrics of the batch, which contain 'loss'.
-    norm_groups: groups of parameters whose norms are reported, see `metrics.GROUPS`.
+    norm_groups: see `metrics.GROUPS`.
     halted: bool []; True leaves the whole state unchanged, `step` included.
 
   Returns:
@@ -163,13 +163,9 @@ class Trainer:
       train_state_axes: `partitioner.get_mesh_axes(train_state)`.
       rng: typed key; step n uses fold_in(rng, n).
       num_microbatches: number of pieces a batch is cut into to save memory; None for one.
-      norm_groups: regular expressions that define groups of parameters whose norms are metrics, see
-        `metrics.GROUPS`.
+      norm_groups: groups of parameters whose norms are metrics, see `metrics.GROUPS`.
       halt_at_nonfinite: whether the state stays unchanged after a step whose loss, gradient or
         update was not finite. The host may dispatch further steps before it knows of this one.
-
-    Raises:
-      ValueError: num_microbatches is above 1 for a model that `needs_whole_batch`.
     """
     if (num_microbatches or 1) > 1 and getattr(model, 'needs_whole_batch', False):
       raise ValueError(

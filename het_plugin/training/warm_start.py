@@ -22,17 +22,8 @@ PyTree = Any
 def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
   """Reads parameters for a warm start; all processes call it together.
 
-  Args:
-    cfg: source and selection.
-    target: the model's parameters as shapes with shardings.
-
-  Returns:
-    {'head/kernel': array, ...} on the target's shardings. Parameters that are to be initialised are
-    absent.
-
-  Raises:
-    ValueError: there is no checkpoint at the path, its parameters do not match the target's, or it
-      is damaged.
+  The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
+  array, ...} on these, without parameters that are to be initialised.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):

@@ -31,11 +31,7 @@ def is_convnext(names) -> bool:
 
 
 def renamed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Parameters by our names without 'backbone/'.
-
-  Raises:
-    ValueError: the file has layers that `backbones.ConvNeXt` does not have; the message names them.
-  """
+  """Parameters by our names without 'backbone/'; ValueError if ConvNeXt lacks one of them."""
   flat, unknown = {}, []
   for name, x in arrays.items():
     ours = _ours(_PREFIX.sub('', name), x)

@@ -19,11 +19,7 @@ def is_weights_file(path: epath.PathLike) -> bool:
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """All arrays of a local or gs:// file; floating-point arrays become float32.
-
-  Raises:
-    ValueError: the suffix is not supported, or the file is missing or damaged.
-  """
+  """All arrays of a local or gs:// file; floating-point arrays become float32."""
   _check(path)
   if not epath.Path(path).exists():
     raise ValueError(f'file {path} does not exist')
@@ -40,11 +36,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
 
 
 def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes arrays to a local or gs:// file.
-
-  Raises:
-    ValueError: the suffix is not supported.
-  """
+  """Writes arrays to a local or gs:// file."""
   _check(path)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
   if str(path).endswith('.npz'):

@@ -138,11 +138,7 @@ _NOISE = {
 
 
 def layout_of(our_names) -> str:
-  """The layout of the backbone that our parameters belong to.
-
-  Raises:
-    ValueError: the backbone is neither a ViT nor a v2 ResNet. No weights are published for others.
-  """
+  """The layout of the backbone that our parameters belong to, a ViT or a v2 ResNet."""
   if 'backbone/embedding/kernel' in our_names:
     return 'vit'
   if 'backbone/conv_root/kernel' in our_names and 'backbone/norm/scale' in our_names:
@@ -158,12 +154,9 @@ def has_our_names(arrays) -> bool:
 
 
 def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
-  """Name and shape of one of our parameters in a file.
+  """Name and shape in a file of one of our parameters, such as 'backbone/block00/mlp/wi/kernel'.
 
-  Args:
-    our_name: name of an unstacked parameter, such as 'backbone/block00/mlp/wi/kernel'.
-    layout: one of `LAYOUTS`.
-    head_prefix: prefix of a heteroscedastic head in the file; None for a linear head.
+  `head_prefix` is that of a heteroscedastic head in the file; None for a linear head.
   """
   if layout == OURS:
     return Entry(our_name, _same)

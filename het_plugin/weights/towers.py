@@ -111,21 +111,13 @@ _TEXT_ROOT = re.compile(r'^(?:text_model|text)\.')
 
 @dataclasses.dataclass(frozen=True)
 class Tower:
-  """An image tower of another project.
+  """An image tower of another project."""
 
-  Attributes:
-    settings: fields of `backbones.ViT`, or of `backbones.ConvNeXt`.
-    params: {our name, such as 'backbone/block00/mlp/wi/kernel': float32 array}.
-    image_size: side in pixels of the images that the position embeddings are made for.
-    skipped: names in the file that the tower does not use, such as a text tower.
-    backbone: 'vit' or 'convnext'.
-  """
-
-  settings: Mapping[str, Any]
-  params: Mapping[str, np.ndarray]
-  image_size: int
-  skipped: tuple[str, ...]
-  backbone: str = 'vit'
+  settings: Mapping[str, Any]  # fields of `backbones.ViT`, or of `backbones.ConvNeXt`
+  params: Mapping[str, np.ndarray]  # float32, by our name: 'backbone/block00/mlp/wi/kernel'
+  image_size: int  # side in pixels of the images that the position embeddings are made for
+  skipped: tuple[str, ...]  # names in the file that the tower does not use, such as a text tower
+  backbone: str = 'vit'  # or 'convnext'
 
   def bindings(self) -> list[str]:
     """Gin bindings of backbone and image size."""
@@ -137,18 +129,13 @@ class Tower:
 class TextTower:
   """A text tower of another project, beside its image tower.
 
-  Attributes:
-    settings: fields of `backbones.TextTransformer`.
-    params: {our name, such as 'text_tower/block00/mlp/wi/kernel': float32 array}. Token ids are
-      theirs + 2; 1 is their end-of-sequence and 0 their padding (`data.TokenizerFile`).
-    length: L, token ids per text.
-    scale: factor of the similarities.
+  Token ids are theirs + 2; 1 is their end-of-sequence and 0 their padding (`data.TokenizerFile`).
   """
 
-  settings: Mapping[str, Any]
-  params: Mapping[str, np.ndarray]
-  length: int
-  scale: float
+  settings: Mapping[str, Any]  # fields of `backbones.TextTransformer`
+  params: Mapping[str, np.ndarray]  # float32, by our name: 'text_tower/block00/mlp/wi/kernel'
+  length: int  # L, token ids per text
+  scale: float  # factor of the similarities
 
   def bindings(self) -> list[str]:
     """Gin bindings of text tower, length and scale."""
@@ -161,11 +148,7 @@ class TextTower:
 
 
 def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> TextTower:
-  """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`.
-
-  Raises:
-    ValueError: the file has no text tower.
-  """
+  """The text tower of CLIP or SigLIP in a file's arrays; arguments as in `read_tower`."""
   config = config.get('text_config') or {}
   flat = {}
   for name, x in arrays.items():
@@ -212,11 +195,7 @@ def is_tower(names) -> bool:
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
-  """Settings from config.json, preprocessor_config.json and open_clip_config.json beside a file.
-
-  Raises:
-    ValueError: one of the files is not JSON, or its towers are not supported.
-  """
+  """Settings from config.json, preprocessor_config.json and open_clip_config.json beside a file."""
   read = {}
   for name in (_OPEN_CLIP, 'config.json', 'preprocessor_config.json'):
     file = epath.Path(path).parent / name
@@ -251,14 +230,9 @@ def _of_open_clip(settings):
 
 
 def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Tower:
-  """The tower in a file's arrays.
+  """The tower in a file's arrays; an empty `read_config` means the usual values of the project.
 
-  Args:
-    arrays: by their names in the file.
-    config: `read_config`; empty for the usual values of the file's project.
-
-  Raises:
-    ValueError: the file has layers that the backbone does not have; the message names them.
+  Layers that the backbone does not have are a ValueError that names them.
   """
   if convnext.is_convnext(arrays):
     return _read_convnext(arrays, config)
@@ -373,11 +347,7 @@ def _placed(flat, tower='backbone', outside='head/'):
 
 
 def tower_bindings(path: epath.PathLike) -> list[str]:
-  """Gin bindings of backbone and image size for the tower in a file; none if there is no tower.
-
-  Raises:
-    ValueError: as `files.read_arrays`, `read_config` and `read_tower`.
-  """
+  """Gin bindings of backbone and image size for the tower in a file; none if there is no tower."""
   arrays = files.read_arrays(path)
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 

@@ -21,17 +21,11 @@ _PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What happened to every array.
+  """What happened to every array."""
 
-  Attributes:
-    loaded: (our name, name in the file, what was changed or '').
-    initialised: our parameters that are not in the file and are to be initialised.
-    skipped: arrays of the file that are not used.
-  """
-
-  loaded: Sequence[tuple[str, str, str]]
-  initialised: Sequence[str]
-  skipped: Sequence[str]
+  loaded: Sequence[tuple[str, str, str]]  # (our name, name in the file, what was changed or '')
+  initialised: Sequence[str]  # our parameters that are not in the file
+  skipped: Sequence[str]  # arrays of the file that are not used
 
   def text(self) -> str:
     """The report: a summary, and all parameters that were not loaded unchanged."""
@@ -143,15 +137,9 @@ def load_params(
 def export_params(
   params: Mapping[str, np.ndarray], num_classes: int, num_heads: int = 1
 ) -> dict[str, np.ndarray]:
-  """Our parameters under the names and in the shapes of a published file.
+  """Our parameters, blocks stacked or not, under the names and in the shapes of a published file.
 
-  Args:
-    params: {our name: array}, blocks stacked or not.
-    num_classes: K; padded classes are left out.
-    num_heads: number of attention heads of a ViT.
-
-  Raises:
-    ValueError: there is no published layout for the backbone.
+  Padded classes, beyond K, are left out. `num_heads` are the attention heads of a ViT.
   """
   flat = unstacked({name: np.asarray(x) for name, x in params.items()})
   layout = layouts.layout_of(flat)
