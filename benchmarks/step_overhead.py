@@ -9,6 +9,7 @@ the first line above takes a minute on two CPU cores. With several batch sizes a
 Collier et al. (2023), fig. 2: black where the step does not fit in memory.
 """
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -103,41 +104,34 @@ def make_step(*arguments):
 
 def compare(args, batch):
   """Rows of one batch size, DET's first."""
-  det = make_step(args, 'det', 1, batch)
-  rows = [row_of(args, 'det', 0, batch, det, det, None)]
-  for name in args.heads:
-    for num_samples in args.samples:
-      step = make_step(args, name, num_samples, batch)
-      times = None
-      if step and det:
-        pairs = [(step.seconds(args.clock), det.seconds(args.clock)) for _ in range(args.repeats)]
-        times = [statistics.median(side) for side in zip(*pairs, strict=True)]
-      rows.append(row_of(args, name, num_samples, batch, step, det, times))
-  rows[0]['seconds'] = rows[0]['det_seconds'] = next(
-    (row['det_seconds'] for row in rows if row['det_seconds']), None
-  )
-  rows[0]['time_ratio'] = 1.0
+  det, rows = make_step(args, 'det', 1, batch), []
+  for name, num_samples in [('det', 0), *itertools.product(args.heads, args.samples)]:
+    step = det if name == 'det' else make_step(args, name, num_samples, batch)
+    fits = step is not None and det is not None
+    turns = range(args.repeats if fits else 0)
+    pairs = [(step.seconds(args.clock), det.seconds(args.clock)) for _ in turns]
+    seconds, det_seconds = (
+      map(statistics.median, zip(*pairs, strict=True)) if fits else (None, None)
+    )
+    temp, det_temp = (side and side.temp_bytes for side in (step, det))
+    rows.append(
+      dict(
+        head=name,
+        variant=args.variant,
+        k=args.classes,
+        r=args.factors,
+        b=batch,
+        s=num_samples,
+        sampler=args.sampler,
+        seconds=seconds,
+        det_seconds=det_seconds,
+        time_ratio=seconds / det_seconds if fits else None,
+        temp_bytes=temp,
+        det_temp_bytes=det_temp,
+        memory_ratio=temp / det_temp if fits else None,
+      )
+    )
   return rows
-
-
-def row_of(args, name, num_samples, batch, step, det, times):
-  seconds, det_seconds = times or (None, None)
-  temp, det_temp = (side.temp_bytes if side else None for side in (step, det))
-  return dict(
-    head=name,
-    variant=args.variant,
-    k=args.classes,
-    r=args.factors,
-    b=batch,
-    s=num_samples,
-    sampler=args.sampler,
-    seconds=seconds,
-    det_seconds=det_seconds,
-    time_ratio=seconds / det_seconds if times else None,
-    temp_bytes=temp,
-    det_temp_bytes=det_temp,
-    memory_ratio=temp / det_temp if step and det else None,
-  )
 
 
 GRID = {

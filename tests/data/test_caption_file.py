@@ -63,16 +63,6 @@ def test_forms_hold_the_same(photos, form):
   assert pairs(named) == pairs(source)
 
 
-def test_splits_of_the_file(photos):
-  splits = ['train', 'test', 'train', 'test']
-  write_json(
-    photos / 'captions.jsonl', [{**r, 'split': s} for r, s in zip(RECORDS, splits, strict=True)]
-  )
-  source = CaptionFileSource(str(photos))
-  assert source.info.splits == {'test': 2, 'train': 1}
-  assert [split for split, _ in pairs(source).values()] == ['test', 'test', 'train']
-
-
 def test_what_is_missing_is_an_unreadable_record(photos, caplog):
   """An image that is not there, one that is cut off, captions that are blank or null."""
   (photos / 'b.jpg').write_bytes((photos / 'b.jpg').read_bytes()[:200])

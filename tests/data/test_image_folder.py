@@ -37,27 +37,6 @@ def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
   assert [again.describe('validation', i) for i in range(3)] == names['validation']
 
 
-def test_grey_and_palette_images_become_rgb(tmp_path):
-  (tmp_path / 'a').mkdir()
-  grey = np.random.default_rng(0).integers(0, 256, (9, 9), np.uint8)
-  Image.fromarray(grey).save(tmp_path / 'a' / '0.png')
-  Image.fromarray(grey).convert('P').save(tmp_path / 'a' / '1.png')
-  source = ImageFolderSource(str(tmp_path))
-  for split in ('train', 'validation'):
-    (image,), _ = source.read(split, np.array([0]), 9, seed=0)
-    np.testing.assert_array_equal(decode(image), np.repeat(grey[..., None], 3, axis=-1))
-
-
-def test_damaged_images_are_none(tmp_path, image_files, suffix='.jpg'):
-  cut, foreign, whole = image_files.write(tmp_path / 'a', 3, suffix)
-  image_files.truncate(cut)
-  foreign.write_bytes(b'GIF89a not an image of ours')
-  assert decode(cut.read_bytes()) is None
-  assert decode(foreign.read_bytes()) is None
-  assert decode(b'') is None
-  assert decode(whole.read_bytes()).shape == (22, 30, 3)
-
-
 def test_wrong_folders_are_named(tmp_path, image_files):
   with pytest.raises(ValueError, match='image_folder:/nowhere: there is no such folder'):
     ImageFolderSource('/nowhere')

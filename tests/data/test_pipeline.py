@@ -221,20 +221,6 @@ def test_resize_is_chosen_for_photographs(photos, monkeypatch):
     get_dataset(DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 4, resize='squash'))
 
 
-def test_unreadable_images_are_masked_and_reported(tmp_path, image_files, caplog):
-  for name in 'abc':
-    image_files.write(tmp_path / 'train' / name, 7)
-  image_files.truncate(tmp_path / 'train' / 'b' / '002.png')
-  iterator = of_photos(tmp_path, 'train', 7, max_corrupt_fraction=0.05)
-  batches = take(iterator, 3)
-  mask = np.concatenate([batch['mask'] for batch in batches])
-  label = np.concatenate([batch['label'] for batch in batches])[:, 0]
-  assert mask.sum() == 20
-  np.testing.assert_array_equal(np.bincount(label[mask == 1]), [7, 6, 7])
-  assert iterator.corrupt_records == (str(tmp_path / 'train' / 'b' / '002.png'),)
-  assert caplog.text.count('002.png: its row is masked') == 1
-
-
 def test_an_error_of_the_background_thread_reaches_the_consumer(photos):
   iterator = of_photos(photos, 'train', 21, max_corrupt_fraction=0.01)
   for _ in range(2):  # it stays where it is

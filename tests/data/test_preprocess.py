@@ -40,10 +40,10 @@ def test_files_are_decoded_and_resized_as_by_pillow():
       reference = expected.resize(size, Image.Resampling.BILINEAR, box)
       np.testing.assert_allclose(made, np.asarray(reference), atol=2)  # rounded twice
     assert preprocess.decode(file.getvalue()[:-100]) is None
-  grey, cmyk = io.BytesIO(), io.BytesIO()
-  picture.convert('L').save(grey, 'JPEG')
-  picture.convert('CMYK').save(cmyk, 'JPEG')
-  for file in (grey, cmyk):
+  assert preprocess.decode(b'') is preprocess.decode(b'GIF89a not an image of ours') is None
+  for mode, form in (('L', 'JPEG'), ('CMYK', 'JPEG'), ('P', 'PNG')):
+    file = io.BytesIO()
+    picture.convert(mode).save(file, form)
     expected = np.asarray(Image.open(file).convert('RGB'))
     np.testing.assert_allclose(preprocess.decode(file.getvalue()), expected, atol=1)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from het_plugin.data.splits import SliceableSplits, SplitPart, resolve
+from het_plugin.data.splits import SplitPart, resolve
 
 SPLITS = {'train': 1438, 'test': 359, 'stream': None, 'odd[name]': 3}
 
@@ -37,11 +37,3 @@ def test_errors_are_one_sentence(split, message):
   with pytest.raises(ValueError) as error:
     resolve(split, SPLITS, 'digits')
   assert message in str(error.value)
-
-
-def test_a_mapping_for_seqio():
-  splits = SliceableSplits(SPLITS)
-  assert list(splits) == list(SPLITS) and len(splits) == 4
-  assert 'train' in splits and 'train[10%:]' in splits
-  assert 'dev' not in splits and 'stream[:5]' not in splits
-  assert splits['train[-500:]'] == 500 and splits['stream'] is None
