@@ -73,7 +73,6 @@ class PeriodicAction(BaseAction):
       if jax.process_index() == 0:
         rows = [row for row in run_files.read_lines(self._file) if row['step'] < step]
         rows += [{'step': step, 'dataset': x.dataset, **x.record} for x in results]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
@@ -128,7 +127,6 @@ class FewShotAction(PeriodicAction):
       'channels': channels,
       'batch_size': batch_size,
       'layer': layer,
-      'pool': 'none',
     }
     self.results: dict[str, dict[int, fewshot.FewShotResult]] = {}
 

@@ -81,15 +81,14 @@ class FewShotReader:
     channels: int,
     batch_size: int,
     layer: str,
-    pool: str = 'mean',
   ):
     """Reads and compiles nothing yet.
 
     `image_size` is the side of the images that the model takes, and `batch_size` the global batch.
-    The others are as in `RepresentationExtractor`.
+    Layers with positions are averaged over them. The others are as in `RepresentationExtractor`.
     """
     self._extractor = RepresentationExtractor(
-      model, partitioner, param_specs, layers=(layer,), channels=channels, pool=pool
+      model, partitioner, param_specs, layers=(layer,), channels=channels, pool='mean'
     )
     self._partitioner, self._batch_size = partitioner, batch_size
     self._settings = {'image_size': image_size, 'max_labels': 1, 'batch_size': batch_size}

@@ -85,7 +85,6 @@ class NonFiniteGuard:
       *(step, values['loss'], values['gradient_norm'], values['update_norm'], verdict, path),
     )
     if jax.process_index() == 0:
-      self._folder.mkdir(parents=True, exist_ok=True)
       row = {
         'step': step,
         **{name: x if math.isfinite(x) else str(x) for name, x in values.items()},

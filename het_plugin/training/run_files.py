@@ -9,6 +9,8 @@ from typing import Any
 
 from etils import epath
 
+from het_plugin import weights
+
 _log = logging.getLogger(__name__)
 
 # Bytes from the end of a file of lines that suffice to see where a run stands.
@@ -30,14 +32,8 @@ def write_text(path: epath.PathLike, text: str) -> None:
   if is_remote(path):  # an object appears when it is complete
     path.write_text(text)
     return
-  temporary = path.with_name(path.name + '.tmp')
-  with _naming(path):
-    try:
-      temporary.write_text(text)
-      temporary.replace(path)
-    except OSError:
-      temporary.unlink(missing_ok=True)
-      raise
+  with _naming(path), weights.replacing(path) as unfinished:
+    unfinished.write_text(text)
 
 
 def append_text(path: epath.PathLike, text: str) -> None:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 OURS = 'ours'  # the arrays have our names already
-LAYOUTS = ('vit', 'bit', OURS)
 # Prefixes that trainers put in front of all names.
 _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 # The optimizer's state in a training checkpoint.
