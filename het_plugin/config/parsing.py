@@ -27,15 +27,11 @@ def resolve(path: str) -> str:
 
 def install_file_reader() -> None:
   """Makes `include 'het_plugin/gin/...'` work in a checkout, where gin/ is not a package."""
-  gin.config.register_file_reader(_open_ours, _is_ours)
+  gin.config.register_file_reader(lambda path: open(resolve(path)), _is_ours)
   # gin asks its own package reader first, which logs an error for files that ours then finds.
   stdlib_logging.getLogger().addFilter(
     lambda record: not record.getMessage().startswith(f'Path not found: {_PREFIX}')
   )
-
-
-def _open_ours(path: str):
-  return open(resolve(path))
 
 
 def _is_ours(path: str) -> bool:

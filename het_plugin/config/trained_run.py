@@ -100,10 +100,7 @@ def parse_run_config(
     frame = changes.config_file(found, checkpoint_reader.step_of(found))
     if not frame.exists():
       raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
-    try:
-      foreign.check(frame.read_text(), str(frame))
-    except UnicodeDecodeError as error:
-      raise ValueError(f'{frame} is not valid gin: {error}') from error
+    foreign.check(frame.read_text(), str(frame))
   parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
   _fit_mesh(bindings)
   with gin.unlock_config():

@@ -1,7 +1,6 @@
 """One training run of a study: trained once, in its own folder, and read back from its files."""
 
 import dataclasses
-import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,6 @@ from het_plugin.config import parsing, trained_run, training_run
 from het_plugin.data import task_info
 from het_plugin.operations import stopping
 from het_plugin.training import exit_codes, run_files
-
-_log = logging.getLogger(__name__)
 
 _DONE = 'done.json'
 _EVALUATIONS = ('training_eval', 'infer_eval')
@@ -59,12 +56,8 @@ def complete(
   """
   run.parse(run_dir)
   config = gin.config_str()
-  if (done := run_dir / _DONE).exists():
-    found = run_files.read_json(done)
-    if found is None:
-      _log.warning('%s cannot be read: the run is opened again.', done)
-    elif found.get('config') == config:
-      return False
+  if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
+    return False
   step, state = training_run.train_from_gin(evaluate_again=True, **settings)
   if finish is not None:
     finish(state)

@@ -89,9 +89,7 @@ def write(attempt: epath.PathLike, facts: Facts) -> None:
 def read(path: epath.PathLike) -> Facts | None:
   """The facts in a file; None if there is no file or no facts in it."""
   try:
-    found = Facts(**run_files.read_json(path))
-    numbers = (found.process, found.step, found.ticks, found.time, found.began, found.wall_seconds)
-    return found if all(isinstance(x, (int, float)) for x in numbers) else None
+    return Facts(**run_files.read_json(path))
   except Exception:  # object stores raise their own types
     return None
 

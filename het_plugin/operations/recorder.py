@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from het_plugin.operations.facts import Facts
-from het_plugin.training.observer import END, PHASES, START
+from het_plugin.training.observer import END, START
 
 
 class Recorder:
@@ -40,9 +40,7 @@ class Recorder:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Encloses a phase; afterwards the run is in the previous one again."""
-    if name not in PHASES:
-      raise ValueError(f'phase={name!r} must be one of {", ".join(PHASES)}.')
+    """Encloses one of `observer.PHASES`; afterwards the run is in the previous one again."""
     with self._lock:
       self._turn_page()
       self._phases.append(name)

@@ -169,7 +169,6 @@ def test_files_that_are_being_written_or_are_something_else(tmp_path):
   (tmp_path / 'attempts/attempt_0001/process-00002.json').write_text('{}')
   (tmp_path / 'attempts/attempt_0002').mkdir()
   (tmp_path / 'metrics.jsonl').write_bytes(b'not JSON\n[1, 2]\n{"no step": 1}\n\xff\n{"step": 3}\n')
-  facts_of(tmp_path, 3, step='many')
   facts = read(tmp_path)
   assert len(facts['processes']) == len(facts['attempts']) == 1
   assert facts['state'] == 'running' and facts['metrics'] == {}
