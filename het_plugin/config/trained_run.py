@@ -181,23 +181,26 @@ def open_run(
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
     task = settings['train_dataset_cfg'].mixture_or_task_name
+  restore = checkpoints.RestoreCheckpointConfig(
+    str(checkpoint),
+    mode='specific',
+    head='init',
+    ema=optimizers.evaluates_ema(model.optimizer_def),
+  )
   errors = []
   for channels in _channels(checkpoint, step, functools.partial(initial_variables, model, lengths)):
     init = functools.partial(initial_variables, model, lengths, channels)
     specs, target = _placement(model, partitioner, init)
     try:
-      if step is None:
-        params = _read_published(checkpoint, arrays, partitioner, init, specs, target)
-      else:
-        restore = checkpoints.RestoreCheckpointConfig(
-          str(checkpoint), mode='specific', ema=optimizers.evaluates_ema(model.optimizer_def)
-        )
-        params = warm_start.restore_params(restore, target)
+      params = warm_start.restore_params(restore, target, arrays)
       break
     except ValueError as error:
       errors.append(error)
   else:
     raise min(errors, key=lambda error: len(str(error)))  # with the right channels it is shortest
+  if arrays is not None:  # the file has no head for the model, and perhaps not all of the rest
+    fresh = partitioner.partition(lambda: init()['params'], (), specs)()
+    params = traverse_util.flatten_dict(fresh, sep='/') | params
   return TrainedRun(
     checkpoint=str(checkpoint),
     step=step,
@@ -272,18 +275,3 @@ def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tupl
   state = jax.eval_shape(lambda: state_lib.TrainState.create(model.optimizer_def, init()))
   specs = partitioner.get_mesh_axes(state).params
   return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
-
-
-def _read_published(path, arrays, partitioner, init, specs, target) -> dict[str, jax.Array]:
-  """The backbone of the file, placed; everything else, including the head, is initialised."""
-  from het_plugin.training import warm_start
-
-  flat = traverse_util.flatten_dict(target, sep='/')
-  shapes = {name: x.shape for name, x in flat.items()}
-  try:
-    read, report = weights.load_params(arrays, shapes, 'init', config=weights.read_config(path))
-  except ValueError as error:
-    raise ValueError(f'{path}: {error}') from error
-  report.log(path)
-  fresh = partitioner.partition(lambda: init()['params'], (), specs)()
-  return traverse_util.flatten_dict(fresh, sep='/') | warm_start.place(read, flat)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.data.representations import Representations
-from het_plugin.training import checksum
+from het_plugin.training import checkpoint_reader, checksum
 from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
@@ -182,8 +182,7 @@ def params_fingerprint(params: PyTree) -> str:
 
   It does not depend on the mesh (`checksum.array_checksums`).
   """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  named = {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in leaves}
+  named = checkpoint_reader.named(params)
   sums = checksum.array_checksums(named)
   described = {name: [str(x.dtype), x.shape, sums[name]] for name, x in named.items()}
   return checksum.json_digest(described)[:16]

@@ -19,15 +19,20 @@ _log = logging.getLogger(__name__)
 PyTree = Any
 
 
-def restore_params(cfg: RestoreCheckpointConfig, target: PyTree) -> dict[str, jax.Array]:
+def restore_params(
+  cfg: RestoreCheckpointConfig,
+  target: PyTree,
+  arrays: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, jax.Array]:
   """Reads parameters for a warm start; all processes call it together.
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
-  array, ...} on these, without parameters that are to be initialised.
+  array, ...} on these, without parameters that are to be initialised. `arrays` are those of a
+  published file that has been read.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
-    return _read_published(cfg, flat)
+    return _read_published(cfg, flat, arrays)
   path = _checkpoint(cfg)
   saved = {
     name: jax.ShapeDtypeStruct(shape, np.float32)
@@ -66,27 +71,20 @@ def _source_name(name: str, assignment_map: Sequence[tuple[str, str | None]]) ->
 
 
 def _read_published(
-  cfg: RestoreCheckpointConfig, flat: Mapping[str, jax.ShapeDtypeStruct]
+  cfg: RestoreCheckpointConfig,
+  flat: Mapping[str, jax.ShapeDtypeStruct],
+  arrays: Mapping[str, np.ndarray] | None,
 ) -> dict[str, jax.Array]:
+  setting = 'RestoreCheckpointConfig.path=' if arrays is None else ''
   try:
-    read, report = weights.load_params(
-      weights.read_arrays(cfg.path),
-      {name: x.shape for name, x in flat.items()},
-      cfg.head,
-      cfg.skip,
-      weights.read_config(cfg.path),
-    )
+    arrays = weights.read_arrays(cfg.path) if arrays is None else arrays
+    shapes = {name: x.shape for name, x in flat.items()}
+    config = weights.read_config(cfg.path)
+    read, report = weights.load_params(arrays, shapes, cfg.head, cfg.skip, config)
   except ValueError as error:
-    raise ValueError(f'RestoreCheckpointConfig.path={cfg.path}: {error}') from error
+    raise ValueError(f'{setting}{cfg.path}: {error}') from error
   report.log(cfg.path)
-  return place(read, flat)
-
-
-def place(
-  arrays: Mapping[str, np.ndarray], target: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-  """Puts host arrays on the shardings of their targets, by name."""
   return {
-    name: jax.make_array_from_callback(x.shape, target[name].sharding, x.__getitem__)
-    for name, x in arrays.items()
+    name: jax.make_array_from_callback(x.shape, flat[name].sharding, x.__getitem__)
+    for name, x in read.items()
   }
