@@ -1,15 +1,6 @@
 """Evaluation of representations: extraction over the mesh, few-shot linear accuracy."""
 
-from het_plugin.evaluation.fewshot import (
-  BIG_VISION_L2,
-  L2_GRID,
-  PROTOCOLS,
-  FewShotResult,
-  Protocol,
-  Split,
-  few_shot,
-  few_shot_all,
-)
+from het_plugin.evaluation.fewshot import few_shot
 
 CONFIGURABLES = {
   'actions': ('FewShotAction', 'ZeroShotAction'),
@@ -17,13 +8,4 @@ CONFIGURABLES = {
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
 
-__all__ = [
-  'BIG_VISION_L2',
-  'L2_GRID',
-  'PROTOCOLS',
-  'FewShotResult',
-  'Protocol',
-  'Split',
-  'few_shot',
-  'few_shot_all',
-]
+__all__ = ['few_shot']

@@ -44,16 +44,16 @@ class Model(ClassificationModel):
     return super().representations(*args, **kwargs)
 
 
-def make_context(model_dir, model_shards=2, channels=1, model=None):
+def make_context(model_dir, model=None):
   """With the state of a tiny ViT, or of `model`."""
   optimizer = OptaxWrapper(optax.sgd(0.1))
   if model is None:
     backbone = ViT(patch_size=4, width=32, depth=1, mlp_dim=32, num_heads=2, pooling='gap')
     integrator = Integrator(num_samples=2)
     model = Model(backbone, Det(num_classes=10), optimizer, integrator, integrator)
-  partitioner = PjitPartitioner(num_partitions=model_shards)
+  partitioner = PjitPartitioner(num_partitions=2)
   context = ActionContext(model, partitioner, Writer(), str(model_dir), 0, 0)
-  shapes = {'image': (8, SIZE, SIZE, channels), 'text': (8, 12)}
+  shapes = {'image': (8, SIZE, SIZE, 1), 'text': (8, 12)}
   variables = model.get_initial_variables(jax.random.key(0), shapes)
   state = TrainState.create(optimizer, variables)
   specs = partitioner.get_mesh_axes(state).params
@@ -69,8 +69,8 @@ def make_action(**kwargs):
   return FewShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
 
 
-def records(model_dir, kind='fewshot'):
-  return [json.loads(line) for line in (model_dir / f'{kind}.jsonl').read_text().splitlines()]
+def records(model_dir):
+  return [json.loads(line) for line in (model_dir / 'fewshot.jsonl').read_text().splitlines()]
 
 
 def test_digits_over_the_mesh(tmp_path):

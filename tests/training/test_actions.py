@@ -7,8 +7,8 @@ from het_plugin.training import actions
 from het_plugin.training.actions import ActionMode
 
 
-def verdicts(action: actions.BaseAction, values, task='eval', metric='loss'):
-  return [action.run(None, {task: {metric: value}}) for value in values]
+def verdicts(action: actions.BaseAction, values):
+  return [action.run(None, {'eval': {'loss': value}}) for value in values]
 
 
 @pytest.mark.parametrize('value, stop', [(1.0, False), (np.nan, True)])

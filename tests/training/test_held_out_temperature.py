@@ -75,15 +75,15 @@ class Module(toy.Mlp):
     return self._dense(x, 'head', 16, ('embed', 'vocab')) / LearnedTemperature(name='temperature')()
 
 
-def toy_model(t_rate=0.01):
+def toy_model():
   base = optimizers.adamw(1e-2, weight_decay=1e-2, weight_decay_params='_kernel$', clip_norm=1.0)
-  return toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, t_rate))
+  return toy.ToyModel(Module(), held_out_temperature.temperature_optimizer(base, 0.01))
 
 
-def trained(num_partitions, estimator, steps=3, held_out_real=True, t_rate=0.01, **settings):
+def trained(num_partitions, estimator, steps=3, held_out_real=True, **settings):
   """State and metrics after some steps."""
   partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
-  model = toy_model(t_rate)
+  model = toy_model()
   axes, state = toy.initial_state(model, partitioner, jax.random.key(1))
   trainer = HeldOutTemperatureTrainer(
     model,

@@ -28,9 +28,9 @@ def attention_and_mlp(attention, mlp):
   return shapes | dense(f'{mlp}/Dense_0', D, MLP) | dense(f'{mlp}/Dense_1', MLP, D)
 
 
-def vit(side=SIDE, representation=True, token=True):
+def vit(representation=True, token=True):
   """vision_transformer's names, a linear head."""
-  tokens = (side // PATCH) ** 2 + token
+  tokens = (SIDE // PATCH) ** 2 + token
   shapes = {
     **dense('embedding', PATCH, PATCH, 3, D),
     'Transformer/posembed_input/pos_embedding': (1, tokens, D),
