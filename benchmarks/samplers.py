@@ -122,6 +122,10 @@ def measure(args):
   return rows
 
 
+def title(sampler, s):
+  return f'{sampler} S={s}' if s else sampler
+
+
 def draw(path, rows):
   """A panel per head and kind of weights: RMSE against the size of the noise."""
   panels = list(dict.fromkeys((row['weights'], row['head']) for row in rows))
@@ -132,7 +136,7 @@ def draw(path, rows):
     for sampler, s in dict.fromkeys((row['sampler'], row['s']) for row in of_panel):
       line = [row for row in of_panel if (row['sampler'], row['s']) == (sampler, s)]
       x, y = ([row[key] for row in line] for key in ('noise_std', 'rmse'))
-      ax.loglog(x, y, marker='o', label=f'{sampler}, S = {s}')
+      ax.loglog(x, y, marker='o', label=title(sampler, s))
     ax.set(title=' '.join(panel), xlabel='std of logits / tau')
   axes[0].set_ylabel('RMSE of log p(y)')
   axes[0].legend(frameon=False)
@@ -151,14 +155,12 @@ def main():
     f'RMSE of log p(y); B = {args.batch}, D = {args.dim}, K = {args.classes}, '
     f'R = {args.factors}, {args.trials} keys'
   )
-  header = 'weights', 'head', 'std', *(f'{sampler} S={s}' for sampler, s in args.columns)
+  header = 'weights', 'head', 'std', *(title(*column) for column in args.columns)
   print_table(header, [(*key, *(of[c] for c in args.columns)) for key, of in table.items()])
   first = next(c for c in args.columns if c[0] == args.samplers[-1])
   last = next(c for c in reversed(args.columns) if c[0] == args.samplers[0])
   better = sum(of[first] < of[last] for of in table.values())
-  print(
-    f'{first[0]} at S = {first[1]} is below {last[0]} at S = {last[1]} in {better} of {len(table)}'
-  )
+  print(f'{title(*first)} is below {title(*last)} in {better} of {len(table)}')
   if args.png:
     draw(args.png, rows)
   write_json(args.json, {'rows': rows, 'better': better, 'of': len(table)})

@@ -83,17 +83,6 @@ def test_seqio_knows_slices():
   assert [int(e['index']) for e in dataset.as_numpy_iterator()] == list(range(350, 359))
 
 
-@pytest.mark.slow
-def test_a_mixture_draws_from_two_tasks():
-  seqio.MixtureRegistry.add('two_glyphs', [('glyphs_core', 3), ('glyphs_heldout', 1)])
-  converter = ImageFeatureConverter()
-  dataset = seqio.get_dataset('two_glyphs', LENGTHS, converter, 'train', shuffle=False, seed=0)
-  examples = list(dataset.take(80).as_numpy_iterator())
-  assert all(e['mask'] == 1 and e['image'].shape == (12, 12, 1) for e in examples)
-  twice = np.sum(np.bincount([int(e['index']) for e in examples]) == 2)
-  assert 10 <= twice <= 30  # positions that both tasks have reached
-
-
 def test_shards_of_seqio_are_rows_of_the_global_batch(name):
   whole = seqio_batches(name, 'train', 8, 3, shuffle=True, seed=3, num_epochs=None)
   for index in range(2):
