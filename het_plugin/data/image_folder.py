@@ -4,6 +4,7 @@ import csv
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,57 +78,53 @@ class ImageFolderSource:
     """Takes the labels of a table, if there is one: the additional fields, and the annotators."""
     if not table.is_file():
       return (), None
-    found = _votes(table, {name: i for i, name in enumerate(names)})
-    _, _, weights, voters = zip(
-      *(vote for several in found.values() for vote in several), strict=True
-    )
-    people = sorted(set(voters) - {None})
-    has = {'label_weight': True, 'weight': set(weights) != {None}, 'annotator': bool(people)}
-    fields = tuple(name for name in has if has[name])
-    width = max(map(len, found.values()))
+    votes = _votes(table, {name: i for i, name in enumerate(names)})
+    every = [vote for several in votes.values() for vote in several]  # with the same columns
+    fields = 'label_weight', *(x for x in ('weight', 'annotator') if x in every[0])
+    people = sorted({vote['annotator'] for vote in every if 'annotator' in fields})
+    width = max(map(len, votes.values()))
     for split, files in self._files.items():
       label = np.full((len(files), width), -1, np.int32)
       label[:, 0] = self._labels[split][:, 0]
       label_weight, weight = (label >= 0).astype(np.float32), np.ones(len(files), np.float32)
       annotator = np.full((len(files), width), -1, np.int32)
       for i, file in enumerate(files):
-        several = found.pop(str(file.relative_to(table.parent)), ())
-        for j, (number, share, of_example, who) in enumerate(several):
-          label[i, j] = number
-          label_weight[i, j] = 1 / len(several) if share is None else share
-          weight[i] = 1 if of_example is None else of_example
-          annotator[i, j] = people.index(who) if people else -1
+        several = votes.pop(str(file.relative_to(table.parent)), ())
+        for j, vote in enumerate(several):
+          label[i, j] = vote['label']
+          label_weight[i, j] = vote.get('label_weight', 1 / len(several))
+          weight[i] = vote.get('weight', 1)
+          annotator[i, j] = people.index(vote['annotator']) if people else -1
       check_weights(f'{table}, split {split}', label_weight, weight, label >= 0)
       given = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
       self._labels[split] = with_fields(label, **{name: given[name] for name in fields})
-    if found:
-      raise ValueError(f'{table}: there is no image {next(iter(found))!r}.')
+    if votes:
+      raise ValueError(f'{table}: there is no image {next(iter(votes))!r}.')
     return fields, tuple(people) or None
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._files[split][example_id])
 
 
-_Vote = tuple[int, float | None, float | None, str | None]
-
-
-def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[_Vote]]:
-  """Class number, label_weight, weight and annotator of the records of labels.csv, by file."""
-  found: dict[str, list[_Vote]] = {}
+def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
+  """The label, as a number, and what else there is of each record of labels.csv, by file."""
+  found: dict[str, list[dict[str, Any]]] = {}
   for line, record in table_records(table, ('file', 'label')):
-    where, who = f'{table}, line {line}', record.get('annotator')
-    if record['label'] not in numbers:
+    where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}
+    if vote['label'] is None:
       raise ValueError(f'{where}: label {record["label"]!r} is not a class folder.')
     try:
-      values = [float(record[c]) if c in record else None for c in ('label_weight', 'weight')]
+      vote |= {c: float(record[c]) for c in ('label_weight', 'weight') if c in record}
     except (TypeError, ValueError) as error:
       raise ValueError(f'{where}: a weight is not a number.') from error
-    if 'annotator' in record and not (who or '').strip():
-      raise ValueError(f'{where}: the vote has no annotator.')
     votes = found.setdefault(str(record['file']), [])
-    if who is not None and any(who == vote[-1] for vote in votes):
-      raise ValueError(f'{where}: {who!r} has voted for this file before.')
-    votes.append((numbers[record['label']], *values, who))
+    if 'annotator' in record:
+      vote['annotator'] = who = record['annotator']
+      if not (who or '').strip():
+        raise ValueError(f'{where}: the vote has no annotator.')
+      if any(who == other['annotator'] for other in votes):
+        raise ValueError(f'{where}: {who!r} has voted for this file before.')
+    votes.append(vote)
   if not found:
     raise ValueError(f'{table} holds no records.')
   return found
