@@ -97,7 +97,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if len(self.classes_) < 2 and encoded.kind != 'indicator':
       raise ValueError(
         f'{type(self).__name__} needs at least 2 classes; y has one class only, '
-        f'{self.classes_[0].item()!r}'
+        f'{self.classes_.tolist()[0]!r}'
       )
     seed = int(check_random_state(self.random_state).randint(2**31 - 1))
     self.tau_grid_nll_ = self.calibration_ = None
@@ -189,7 +189,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if classes is not None:
       chosen = targets.encode(np.atleast_1d(classes), 'classes', self.classes_).values[:, 0]
     if self._head == 'det':
-      return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
+      rows = inputs.open_features(X)[0]
+      return np.zeros((len(rows), len(chosen), len(chosen)), np.float32)
     factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
     return np.einsum('nrk,nrl->nkl', factors, factors)
 
@@ -203,7 +204,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     check_is_fitted(self)
     if self._head == 'det':
       return []
-    total, rows = 0.0, np.asarray(X)
+    total, rows = 0.0, inputs.open_features(X)[0]
     for start in range(0, len(rows), 1024):
       factors = self._map('factors', rows[start : start + 1024])
       total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
@@ -211,11 +212,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     correlation = np.triu(total / np.outer(deviation, deviation), k=1)
     best = np.argsort(-np.abs(correlation), axis=None, kind='stable')[:num]
     pairs = [np.unravel_index(i, correlation.shape) for i in best]
-    return [
-      (self.classes_[i].item(), self.classes_[j].item(), float(correlation[i, j]))
-      for i, j in pairs
-      if i < j
-    ]
+    names = self.classes_.tolist()
+    return [(names[i], names[j], float(correlation[i, j])) for i, j in pairs if i < j]
 
   def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':  # noqa: N803
     """Calibrates predictions on rows that the fit has not seen.

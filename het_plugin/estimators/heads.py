@@ -1,6 +1,7 @@
 """The four estimators."""
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,15 @@ class HetXLClassifier(HetClassifier):
   _noise = ('num_factors', 'noise_dim')
 
   noise_dim: int | None = None
+
+
+# So that `help` of one shows all its parameters.
+for _child, _parent in (
+  (HetClassifier, DetClassifier),
+  (HetHClassifier, HetClassifier),
+  (HetXLClassifier, HetClassifier),
+):
+  _child.__doc__ = f'{inspect.getdoc(_child)}\n\n{inspect.getdoc(_parent)}'
 
 
 # Keys are the names of the heads in --heads and in gin files.

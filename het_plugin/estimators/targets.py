@@ -80,7 +80,10 @@ def encode(
   kind = target if target != 'auto' else _kind(y, like)
   if kind == 'classes':
     y = column_or_1d(y, warn=True)
-    check_classification_targets(y)
+    try:
+      check_classification_targets(y)
+    except TypeError as error:  # it cannot sort them
+      raise ValueError(f'y must be all numbers or all strings, none missing: {error}') from error
     values = y[:, None]
   elif y.ndim != 2:
     raise ValueError(f'target={kind!r} needs y of two dimensions; y has shape {y.shape}')
@@ -97,7 +100,7 @@ def encode(
   unseen = classes[number] != values[~missing]
   if unseen.any():
     raise ValueError(
-      f'y has the label {values[~missing][unseen][0].item()!r}, which is none of the '
+      f'y has the label {values[~missing][unseen].tolist()[0]!r}, which is none of the '
       f'{len(classes)} classes of fit'
     )
   ids = np.full(values.shape, -1, np.int32)

@@ -218,6 +218,8 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).calibrate(x, y[:7])
   with pytest.raises(ValueError, match='y has one class only, 0'):
     DetClassifier().fit(x, np.zeros(20, int))
+  with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
+    DetClassifier().fit(x, np.array(['a', None] * 10))  # of pandas
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
 
