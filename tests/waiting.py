@@ -3,6 +3,17 @@
 import time
 from pathlib import Path
 
+# A program that saves when told to, and ends as a preempted run does.
+PATIENT = """
+import os, signal, sys, time
+def save(*_):
+  print('saved', flush=True)
+  sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+print('ready', os.getpid(), flush=True)
+time.sleep(60)
+"""
+
 
 def wait_for(condition, seconds=20):
   """Returns once condition() holds; fails after so many seconds."""
