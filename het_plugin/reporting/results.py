@@ -1,5 +1,6 @@
 """Results as a JSON file, with their provenance: command, versions and configuration."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -31,7 +32,10 @@ class Provenance:
   def of_this_process(cls, module: str, configs: Mapping[str, str]) -> 'Provenance':
     """Provenance of `python -m MODULE` with this process's arguments, now."""
     versions = {'python': platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
+    for name in _PACKAGES:
+      # One may not be here, or be another distribution, such as tensorflow-cpu.
+      with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions[name] = importlib.metadata.version(name)
     return cls(
       command=shlex.join(['python', '-m', module, *sys.argv[1:]]),
       created=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='minutes'),

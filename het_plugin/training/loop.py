@@ -115,11 +115,10 @@ class TrainLoop:
     with stats.paused():
       if preempted:
         self._leave(evaluated=not evaluation_due)
-      if evaluation_due and not stop:
-        stop = self.evaluate()
-      if save_due or stop:
-        self._save(evaluated=True)
-    return stop
+      ended = evaluation_due and not stop and self.evaluate()
+      if save_due or stop or ended:
+        self._save(evaluated=not ended)  # a restart evaluates again, and so ends again
+    return stop or ended
 
   def _train_step(self) -> tuple[metrics_lib.Metrics, float]:
     """Dispatches one step; returns its metrics on the devices, and the seconds it waited."""

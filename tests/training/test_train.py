@@ -284,6 +284,7 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
 
   assert run(total_steps=4) == 4  # two evaluations, of which the second is worse
   assert run(total_steps=12) == 6
+  assert run(total_steps=12) == 6  # a restart trains no further
 
 
 def test_a_finished_run_does_nothing(tmp_path):
