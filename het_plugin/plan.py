@@ -13,6 +13,7 @@ heads by batch sizes by samples. Only gin files are read, and each compilation h
 Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a setting is wrong.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process that compiles, too
   with command_line.one_sentence_errors(argv):
     mesh = FLAGS.mesh and flag_values.integers('mesh', FLAGS.mesh, least=1, lengths=(2, 3))
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
