@@ -1,30 +1,20 @@
-"""Data: tasks read by global position, preprocessing, vocabularies and seqio tasks.
-
-Only vocabularies and seqio tasks import TensorFlow.
-"""
+"""Data: tasks read by global position, preprocessing, vocabularies and seqio tasks."""
 
 import importlib
 
-from het_plugin.data.duration import total_steps
-from het_plugin.data.held_out import HeldOutDatasetConfig, get_dataset_with_held_out
-from het_plugin.data.pipeline import (
-  BatchIterator,
-  DatasetConfig,
-  classification_info,
-  element_spec,
-  get_dataset,
-  one_pass,
-  task_info,
-)
-from het_plugin.data.sources import ImageTextInfo, TaskInfo
-
-# These need seqio, which imports TensorFlow, so they are imported on first use.
-_LAZY = {
-  'ImageFeatureConverter': 'seqio_task',
-  'ImageTextFeatureConverter': 'seqio_task',
-  'get_vocabulary': 'vocabularies',
-  'tokenize': 'vocabularies',
+# Imported on first use: estimators need no images, and only the last two import TensorFlow.
+_MODULES = {
+  'duration': ('total_steps',),
+  'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
+  'pipeline': (
+    *('BatchIterator', 'DatasetConfig', 'classification_info', 'element_spec', 'get_dataset'),
+    *('one_pass', 'task_info'),
+  ),
+  'sources': ('ImageTextInfo', 'TaskInfo'),
+  'seqio_task': ('ImageFeatureConverter', 'ImageTextFeatureConverter'),
+  'vocabularies': ('get_vocabulary', 'tokenize'),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
@@ -41,27 +31,10 @@ SAME_RESULTS = (
   'DatasetConfig.max_corrupt_fraction',
 )
 
-__all__ = [
-  'BatchIterator',
-  'DatasetConfig',
-  'HeldOutDatasetConfig',
-  'ImageFeatureConverter',
-  'ImageTextFeatureConverter',
-  'ImageTextInfo',
-  'TaskInfo',
-  'classification_info',
-  'element_spec',
-  'get_dataset',
-  'get_dataset_with_held_out',
-  'get_vocabulary',
-  'one_pass',
-  'task_info',
-  'tokenize',
-  'total_steps',
-]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str):
-  if name in _LAZY:
-    return getattr(importlib.import_module(f'het_plugin.data.{_LAZY[name]}'), name)
+  if name in _MODULE_OF:
+    return getattr(importlib.import_module(f'het_plugin.data.{_MODULE_OF[name]}'), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

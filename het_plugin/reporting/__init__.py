@@ -1,41 +1,25 @@
 """Results as a table, a JSON file, plots and one HTML page."""
 
-from het_plugin.reporting.columns import cell, p_text
-from het_plugin.reporting.page import Figure, Table, html_page
-from het_plugin.reporting.pictures import CovariancePanel, covariance_png, examples_png
-from het_plugin.reporting.plots import (
-  curve_pngs,
-  grid_png,
-  lines_png,
-  reliability_png,
-  scatter_png,
-  shots_png,
-  unit_curves_png,
-)
-from het_plugin.reporting.progress import Progress
-from het_plugin.reporting.results import Provenance, write_json
-from het_plugin.reporting.text import aligned, plain_table, text_table
+import importlib
 
-__all__ = [
-  'CovariancePanel',
-  'Figure',
-  'Progress',
-  'Provenance',
-  'Table',
-  'aligned',
-  'cell',
-  'covariance_png',
-  'curve_pngs',
-  'examples_png',
-  'grid_png',
-  'html_page',
-  'lines_png',
-  'p_text',
-  'plain_table',
-  'reliability_png',
-  'scatter_png',
-  'shots_png',
-  'text_table',
-  'unit_curves_png',
-  'write_json',
-]
+_MODULES = {  # imported on first use: tables need no matplotlib
+  'columns': ('cell', 'p_text'),
+  'page': ('Figure', 'Table', 'html_page'),
+  'pictures': ('CovariancePanel', 'covariance_png', 'examples_png'),
+  'plots': (
+    *('curve_pngs', 'grid_png', 'lines_png', 'reliability_png', 'scatter_png', 'shots_png'),
+    'unit_curves_png',
+  ),
+  'progress': ('Progress',),
+  'results': ('Provenance', 'write_json'),
+  'text': ('aligned', 'plain_table', 'text_table'),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str):
+  if name in _MODULE_OF:
+    return getattr(importlib.import_module(f'het_plugin.reporting.{_MODULE_OF[name]}'), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

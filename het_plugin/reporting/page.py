@@ -5,8 +5,6 @@ import dataclasses
 from collections.abc import Sequence
 from importlib import resources
 
-import jinja2
-
 from het_plugin.reporting.columns import Row, TableOfRows, tables_of
 from het_plugin.reporting.results import Provenance
 
@@ -55,6 +53,8 @@ def html_page(
     for table in tables
   ]
   found = tables_of(rows, references, row_title)
+  import jinja2  # tables do without
+
   environment = jinja2.Environment(
     autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
   )

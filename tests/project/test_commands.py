@@ -69,6 +69,17 @@ from het_plugin.__main__ import main
 main()
 """
 
+WITH_PROBE_ONLY = """
+import sys
+for name in ('PIL', 'clu', 'cykooz', 'gin', 'grain', 'jinja2', 'matplotlib', 'seqio', 'tensorflow'):
+  sys.modules[name] = None
+import het_plugin.estimators.probe
+"""
+
+
+def test_estimators_need_the_extra_probe_only():
+  subprocess.run([sys.executable, '-c', WITH_PROBE_ONLY], cwd=ROOT, check=True)
+
 
 def test_a_missing_extra_is_one_sentence():
   result = subprocess.run([sys.executable, '-c', MISSING], cwd=ROOT, capture_output=True, text=True)
