@@ -49,7 +49,8 @@ def main() -> None:
       chosen = importlib.import_module(f'het_plugin.{command}')
       from het_plugin.config import command_line
     except ModuleNotFoundError as error:  # the extra `train` is not installed
-      print(f'Error: {error}', file=sys.stderr)
+      hint = '' if 'pip install' in str(error) else ": pip install 'het_plugin[train]'"
+      print(f'Error: {error}{hint}', file=sys.stderr)
       sys.exit(2)
     command_line.run(chosen.main)
 

@@ -64,7 +64,7 @@ def test_bash_completes_flags():
 MISSING = """
 import sys
 sys.modules['gin'] = None
-sys.argv = ['het-plugin', 'train']
+sys.argv = ['het-plugin', 'fewshot']
 from het_plugin.__main__ import main
 main()
 """
