@@ -15,7 +15,7 @@ import numpy as np
 from flax.linen import partitioning
 
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.linear import check_pre_logits, matmul
+from het_plugin.heads.linear import matmul
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
   LINKS,
@@ -61,8 +61,8 @@ class Classifier(nn.Module):
     return -(-self.num_classes // self.class_multiple) * self.class_multiple
 
   @nn.nowrap
-  def check(self) -> None:
-    """Raises ValueError if an attribute is out of range."""
+  def check(self, phi: jax.Array) -> None:
+    """Raises ValueError if an attribute is out of range, or phi is not [B, D]."""
     name = type(self).__name__
     if self.num_classes < 1:
       raise ValueError(f'{name}.num_classes={self.num_classes} must be at least 1')
@@ -71,6 +71,8 @@ class Classifier(nn.Module):
     if self.link not in LINKS:
       raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
     self.temperature.check()
+    if phi.ndim != 2:
+      raise ValueError(f'{name}: pre-logits must be [B, D]; got the shape {phi.shape}')
 
   @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
@@ -120,8 +122,7 @@ class Det(Classifier):
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits without noise."""
-    self.check()
-    check_pre_logits(self, phi)
+    self.check(phi)
     return self.gaussian(self.location(phi, self.kernel(phi), self.bias()), None, None)
 
 
@@ -168,8 +169,8 @@ class Heteroscedastic(Classifier):
     )
 
   @nn.nowrap
-  def check(self) -> None:
-    super().check()
+  def check(self, phi: jax.Array) -> None:
+    super().check(phi)
     self.make_covariance(1, 'noise', parent=None).check(type(self).__name__)
 
 
@@ -183,8 +184,7 @@ class Het(Heteroscedastic):
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + z F(x)."""
-    self.check()
-    check_pre_logits(self, phi)
+    self.check(phi)
     location = self.location(phi, self.kernel(phi), self.bias())
     covariance, mean = self.make_covariance(self.padded_classes, 'vocab', name='covariance')(phi)
     return self.gaussian(_shift(location, mean, None), covariance, None)
@@ -217,8 +217,8 @@ class HetH(Heteroscedastic):
   hash_seed: int = 0
 
   @nn.nowrap
-  def check(self) -> None:
-    super().check()
+  def check(self, phi: jax.Array) -> None:
+    super().check(phi)
     if self.num_buckets is not None and self.num_buckets < 1:
       raise ValueError(f'HetH.num_buckets={self.num_buckets} must be at least 1, or None for D')
 
@@ -235,8 +235,7 @@ class HetH(Heteroscedastic):
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
-    self.check()
-    check_pre_logits(self, phi)
+    self.check(phi)
     location = self.location(phi, self.kernel(phi), self.bias())
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
@@ -259,8 +258,8 @@ class HetXL(Heteroscedastic):
   get_logits: Callable[[jax.Array], jax.Array] | nn.Module | None = None
 
   @nn.nowrap
-  def check(self) -> None:
-    super().check()
+  def check(self, phi: jax.Array) -> None:
+    super().check(phi)
     if self.noise_dim is not None and self.noise_dim < 1:
       raise ValueError(f'HetXL.noise_dim={self.noise_dim} must be at least 1, or None to share W')
     if self.noise_dim is not None and self.get_logits is not None:
@@ -287,8 +286,7 @@ class HetXL(Heteroscedastic):
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T (phi + z F(x)) + b."""
-    self.check()
-    check_pre_logits(self, phi)
+    self.check(phi)
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
     if self.get_logits is not None:

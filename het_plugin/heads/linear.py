@@ -8,13 +8,6 @@ import jax.numpy as jnp
 from flax.linen import partitioning
 
 
-def check_pre_logits(owner: nn.Module, phi: jax.Array) -> None:
-  """Raises ValueError if phi is not [B, D]."""
-  if phi.ndim != 2:
-    name = type(owner).__name__
-    raise ValueError(f'{name}: pre-logits must be [B, D]; got the shape {phi.shape}')
-
-
 def affine(
   module: nn.Module,
   name: str,

@@ -9,7 +9,7 @@ from flax import core
 from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.integrate.gaussian import PADDED
-from het_plugin.integrate.placement import mesh_axes
+from het_plugin.integrate.placement import Placement, mesh_axes
 
 CHUNK_BYTES = 2**26
 
@@ -19,7 +19,7 @@ class BatchPlan:
   """On which devices the rows lie and in which chunks they are processed (static under jit).
 
   Attributes:
-    mesh: the active mesh; None for one device.
+    mesh: the active mesh; None where it does not cut the batch.
     axes: the mesh axes that cut the batch, slowest first.
     dtype: compute type of the products.
     chunk_bytes: budget for the logits of a chunk, in bytes per device.
@@ -35,16 +35,8 @@ class BatchPlan:
     return jnp.promote_types(self.dtype, jnp.float32)
 
   def shard_map(self, function, inputs: tuple, outputs: tuple):
-    """`function` on each device's part; a spec is True where the leading dimension is cut."""
-    if not self.axes:
-      return function
-    cut = jax.sharding.PartitionSpec(self.axes)
-    inputs, outputs = jax.tree.map(
-      lambda is_cut: cut if is_cut else jax.sharding.PartitionSpec(), (inputs, outputs)
-    )
-    return jax.shard_map(
-      function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-    )
+    """`function` on each device's part; arrays with 'b' are cut along the rows, with '' whole."""
+    return Placement(self.mesh, self.axes).shard_map(function, inputs, outputs)
 
   def gather(self, x: jax.Array) -> jax.Array:
     """[b, ...] of every device as one [B, ...]."""
@@ -98,7 +90,7 @@ def _cut(batch_size):
     if batch_size % (shards * mesh.shape[axis]) == 0:
       axes.append(axis)
       shards *= mesh.shape[axis]
-  return mesh, tuple(axes)
+  return (mesh, tuple(axes)) if axes else (None, ())
 
 
 def is_real_pair(mask, batch_size):

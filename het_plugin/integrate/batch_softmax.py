@@ -181,8 +181,8 @@ def _symmetric_fwd(plan, rows, columns, inverse, valid):
     correct = [jnp.where(valid, sums.correct(own), 0.0) for sums in (of_rows, own_columns)]
     return (*nll, tuple(correct)), (of_rows, of_columns, everyone, block)
 
-  outputs = (True, True, (True, True)), (True, False, False, True if keeps else None)
-  answer, residuals = plan.shard_map(local, (True, True, False, True), outputs)(
+  outputs = ('b', 'b', ('b', 'b')), ('b', '', '', 'b' if keeps else None)
+  answer, residuals = plan.shard_map(local, ('b', 'b', '', 'b'), outputs)(
     rows, columns, inverse, valid
   )
   return answer, (rows, inverse, valid, *residuals)
@@ -243,9 +243,8 @@ def _symmetric_bwd(plan, residuals, g):
     to_inverse = plan.sum(jnp.sum(to_rows * rows))
     return to_rows * inverse, plan.scatter_sum(to_columns) * inverse, to_inverse
 
-  keeps = None if block is None else True
-  inputs = (True, False, True, True, False, False, keeps, True, True)
-  gradient = plan.shard_map(local, inputs, (True, True, False))(*residuals, g_rows, g_columns)
+  inputs = ('b', '', 'b', 'b', '', '', None if block is None else 'b', 'b', 'b')
+  gradient = plan.shard_map(local, inputs, ('b', 'b', ''))(*residuals, g_rows, g_columns)
   return *gradient, None
 
 

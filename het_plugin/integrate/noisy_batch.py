@@ -170,11 +170,10 @@ def _noisy_nll(plan, own, shared, keys, valid, weights):
     to_shared = plan.scatter_sum(total[0]), *plan.sum(total[1:])
     return nll, (to_own, jax.tree.map(lambda x, y: x.astype(y.dtype), to_shared, shared))
 
-  of_shared = (True, False, False)
-  gradient = None if weights is None else (True, of_shared)
-  return plan.shard_map(local, (True, of_shared, True, True, True), (True, gradient))(
-    own, shared, keys, valid, weights
-  )
+  of_shared = ('b', '', '')
+  outputs = 'b', None if weights is None else ('b', of_shared)
+  run = plan.shard_map(local, ('b', of_shared, 'b', 'b', 'b'), outputs)
+  return run(own, shared, keys, valid, weights)
 
 
 def _chunk_nll(plan, own, everyone, keys, labels, shift):
