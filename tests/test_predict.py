@@ -89,3 +89,5 @@ def test_wrong_settings(digits_run, run_main, tmp_path):
   }
   for argument, message in cases.items():
     assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)
+  published = '--checkpoint=vit.npz', '--dataset=photos'
+  assert 'vit.npz is a published file' in run_main(predict, *published, code=2)
