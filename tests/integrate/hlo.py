@@ -1,10 +1,20 @@
-"""Reading compiled programs."""
+"""Reading compiled programs, and devices that are not here to compile them for."""
 
 import re
+
+import pytest
 
 COLLECTIVE = re.compile(
   r' (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\('
 )
+
+
+def tpu_devices(name='v5e:2x4'):
+  """Devices of a TPU topology, for compiling ahead of time; skips the test without libtpu."""
+  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
+  from jax.experimental import topologies
+
+  return topologies.get_topology_desc(platform='tpu', topology_name=name).devices
 
 
 def collectives(hlo):

@@ -14,9 +14,8 @@ def noise(z, scale, loading, diag):
   low_rank_matrix = loading if scale is None else loading[None] * scale[:, None, :]
   low_rank_matrix = jnp.broadcast_to(low_rank_matrix, (z.shape[0], *low_rank_matrix.shape[1:]))
   eps = jnp.stack([z[b, :, :num_factors] @ low_rank_matrix[b] for b in range(z.shape[0])])
-  return (
-    eps + z[:, :, num_factors:] * diag[:, None, :]
-  )  # one normal more a sample (rank one), or Q (diag)
+  # One normal more a sample (rank one), or Q (diag).
+  return eps + z[:, :, num_factors:] * diag[:, None, :]
 
 
 def sample_logits(z, location, covariance, projection, buckets=None, kernel=None):
@@ -46,11 +45,6 @@ def nll(logits, tau, link, labels):
       row = log_prob(logits[b : b + 1], tau, link)[0]
       losses.append(-sum(row[i] for i in ids) / max(len(ids), 1))
     else:
-      on = (
-        jnp.zeros(logits.shape[-1]).at[jnp.array(ids, int)].set(1.0)
-        if ids
-        else jnp.zeros(logits.shape[-1])
-      )
-      sign = 2 * on - 1
+      sign = (-jnp.ones(logits.shape[-1])).at[jnp.array(ids, int)].set(1.0)
       losses.append(-log_prob(logits[b : b + 1] * sign, tau, link)[0].sum())
   return jnp.stack(losses)

@@ -24,11 +24,10 @@ B, K, KP, D, R = 2, 5, 8, 6, 1
 KINDS = ('identity', 'hash', 'linear')
 BUCKETS = np.arange(KP) * 7 % 3
 
-every_estimator = pytest.mark.parametrize('estimator', ESTIMATORS.values(), ids=ESTIMATORS)
 both_links = pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 
 
-def make(kind='identity', link='softmax', noise=1.0, *, full=False, remainder='rank_one', tau=0.8):
+def make(kind='identity', link='softmax', noise=1.0, *, full=False, remainder='rank_one'):
   """Gaussian logits of K classes in Kp; their padded entries are not zero, as in a real head."""
   rng = np.random.default_rng(0)
   noise_dim = {'identity': KP, 'hash': 3, 'linear': D}[kind]
@@ -46,14 +45,12 @@ def make(kind='identity', link='softmax', noise=1.0, *, full=False, remainder='r
     'linear': Linear(jnp.asarray(rng.normal(size=(D, KP))) / np.sqrt(D)),
   }[kind]
   location = jnp.asarray(1.5 * rng.normal(size=(B, KP)))
-  return GaussianLogits(
-    location, covariance, projection, jnp.asarray(tau), num_classes=K, link=link
-  )
+  return GaussianLogits(location, covariance, projection, jnp.asarray(0.8), K, link)
 
 
-def quadrature(logits, degree=40):
+def quadrature(logits):
   """E[link(u)], [B, K], by Gauss-Hermite over the R + 1 = 2 normals."""
-  nodes, weights = np.polynomial.hermite_e.hermegauss(degree)
+  nodes, weights = np.polynomial.hermite_e.hermegauss(40)
   z = np.stack(np.meshgrid(nodes, nodes), -1).reshape(-1, 2)
   weight = np.outer(weights, weights).reshape(-1) / (2 * np.pi)
   u = logits.location[:, None] + z @ np.asarray(logits.factors())  # [B, N, Kp]
@@ -74,17 +71,6 @@ def test_same_conventions_as_the_integrator(method, link):
     got, expected = getattr(analytic, name)(logits, *args), getattr(exact, name)(logits, *args)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize('method', ESTIMATORS)
-@both_links
-def test_no_noise_gives_the_link(method, link):
-  logits = make('linear', link, noise=0.0)
-  log_p = Analytic(method).log_prob(logits)
-  u = logits.location[:, :K] / logits.temperature
-  expected = jax.nn.log_softmax(u) if link == 'softmax' else jax.nn.log_sigmoid(u)
-  np.testing.assert_allclose(log_p[:, :K], expected, rtol=1e-5)
-  assert (log_p[:, K:] <= -1e29).all()
 
 
 @pytest.mark.parametrize('method', ESTIMATORS)
@@ -152,7 +138,7 @@ def test_mean_field_is_the_published_one_where_all_variances_are_equal():
     )
 
 
-@every_estimator
+@pytest.mark.parametrize('estimator', ESTIMATORS.values(), ids=ESTIMATORS)
 @both_links
 @pytest.mark.parametrize('noise', [1.0, 10.0, 1000.0])
 def test_probabilities_and_gradients_stay_sane_at_any_noise(estimator, link, noise):

@@ -27,9 +27,9 @@ B, D, R = 16, 6, 3
 KEY = jax.random.key(7)
 
 
-def make(batch=B, *, dim=D, full=True, seed=0, scale=1.0):
+def make(batch=B, *, dim=D, full=True, scale=1.0):
   """Arrays that gradients flow to, float32: rows and columns of about unit length, noise, tau."""
-  keys = iter(jax.random.split(jax.random.key(seed), 8))
+  keys = iter(jax.random.split(jax.random.key(0), 8))
   rows, noise = (jax.random.normal(next(keys), (batch, dim)) * dim**-0.5 for _ in range(2))
   shape = (batch, R, dim) if full else (R, dim)
   return {
@@ -44,9 +44,9 @@ def make(batch=B, *, dim=D, full=True, seed=0, scale=1.0):
   }
 
 
-def weights_of(batch=B, seed=9):
+def weights_of(batch=B):
   """Cotangents, none like another, of both directions."""
-  return jax.random.normal(jax.random.key(seed), (2, batch))
+  return jax.random.normal(jax.random.key(9), (2, batch))
 
 
 def deterministic(arrays, weights, mask=None, **settings):

@@ -2,6 +2,7 @@
 TPUs ahead of time, lowered for NVIDIA GPUs.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -9,30 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.integrate import (
-  GaussianLogits,
-  Hashed,
-  Integrator,
-  Linear,
-  LowRank,
-  example_keys,
-  fused,
-  iid,
-  kernels,
-  shared_key,
-  tpu_kernels,
-)
+from het_plugin.integrate import Integrator, fused, iid, kernels, shared_key, tpu_kernels
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import Placement
-from tests.integrate.hlo import collectives
+from tests.integrate.hlo import collectives, tpu_devices
+from tests.integrate.test_integrator import KP, gaussian, keys_of, make
 from tests.meshes import make_mesh, on_mesh
 
 SHAPES = [(2, 128, 12, 700), (1, 256, 3, 130), (3, 128, 2, 5)]  # B, S, T, K
 
 
-def make(batch, num_samples, num_rows, num_classes):
+def operands(batch, num_samples, num_rows, num_classes):
   """Arguments of the kernels; the last class is padded."""
   rng = np.random.default_rng(0)
   z = rng.normal(size=(batch, num_samples, num_rows))
@@ -60,7 +50,7 @@ def interpreted(name, backend):
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 @pytest.mark.parametrize('backend', kernels.BACKENDS)
 def test_log2_z(backend, shape):
-  arguments = make(*shape)
+  arguments = operands(*shape)
   num_classes = shape[-1]
   # The second is a class of the next device's, the third one of the device before.
   label = np.array([num_classes - 2, num_classes, -1][: shape[0]], np.int32)
@@ -76,7 +66,7 @@ def test_log2_z(backend, shape):
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 @pytest.mark.parametrize('backend', kernels.BACKENDS)
 def test_softmax_pull(backend, shape):
-  z, rows, shift = make(*shape)
+  z, rows, shift = operands(*shape)
   u = exact_logits(z, rows, shift)
   log_z = exact_log_z(u)
   log_scale = log_z + np.random.default_rng(1).exponential(size=shape[:2])
@@ -92,7 +82,7 @@ def test_softmax_pull(backend, shape):
 @pytest.mark.parametrize('backend', kernels.BACKENDS)
 def test_sigmoid_sums(backend, shape):
   batch, num_samples, _, num_classes = shape
-  z, rows, shift = make(*shape)
+  z, rows, shift = operands(*shape)
   sign = np.where(np.random.default_rng(1).random((batch, num_classes)) < 0.5, -1.0, 1.0)
   counts = np.arange(num_samples) < num_samples - 7
   x = (sign[:, None] * exact_logits(z, rows, shift))[:, counts]
@@ -133,48 +123,25 @@ def test_last_and_squares(shape, dtype, rtol, at_most, monkeypatch):
 
 # Losses.
 
-B, D, K, KP, H, R = 4, 6, 13, 16, 5, 4
+B = 4
 
 
-def problem(kind, scale=1.0):
-  rng = np.random.default_rng(0)
-  noise_dim = {'identity': KP, 'hash': H}.get(kind, D)
-  arrays = {
-    'location': scale * rng.normal(size=(B, KP)),
-    'scale': rng.normal(size=(B, noise_dim)),
-    'loading': rng.normal(size=(R, noise_dim)),
-    'diag': rng.uniform(0.1, 1.0, size=(B, noise_dim)),
-    'kernel': rng.normal(size=(D, KP)),
-    'phi': rng.normal(size=(B, D)),
-    'bias': scale * rng.normal(size=KP),
-    'tau': np.array(0.7),
-  }
-  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
+def problem(kind):
+  return make(kind, batch=B, dtype=jnp.float32)
 
 
 def loss(arrays, kind, link, keys, method='sample', **settings):
-  projection = {
-    'identity': None,
-    'hash': Hashed(jnp.arange(KP) % H),
-    'linear': Linear(arrays['kernel']),
-    'shared_w': Linear(arrays['kernel'], arrays['phi'], arrays['bias']),
-  }[kind]
-  location = arrays['location']
-  if kind == 'shared_w':
-    location = arrays['phi'] @ arrays['kernel'] + arrays['bias']
-  covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
-  logits = GaussianLogits(location, covariance, projection, arrays['tau'], K, link)
   labels = jnp.array([[2], [12], [0], [7]])
   integrator = Integrator(order='project_then_sample', method=method, **settings)
-  return integrator.nll(logits, labels, keys) @ jnp.array([1.0, -2.0, 0.5, 1.0])
+  nll = integrator.nll(gaussian(arrays, kind, link=link), labels, keys)
+  return nll @ jnp.array([1.0, -2.0, 0.5, 1.0])
 
 
-def value_and_grad(arrays, kind, link, mesh=None, keys=None, **settings):
-  keys = example_keys(jax.random.key(3), jnp.arange(B)) if keys is None else keys
+def value_and_grad(arrays, kind, link, shape=None, keys=None, **settings):
+  """On a mesh of this shape, or one device."""
+  keys = keys_of(B) if keys is None else keys
   step = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, kind, link, keys, **settings)))
-  if mesh is None:
-    return step(arrays)
-  with on_mesh(mesh):
+  with on_mesh(make_mesh(*shape)) if shape else contextlib.nullcontext():
     return step(arrays)
 
 
@@ -182,7 +149,7 @@ def assert_agree(got, expected, rtol=1e-5):
   np.testing.assert_allclose(got[0], expected[0], rtol=rtol)
   for name, value in expected[1].items():
     error = np.abs(got[1][name] - value).max()
-    least = 1.0 if name == 'tau' else 1e-3  # what tau's gradient sums is of order one
+    least = 2.0 if name == 'tau' else 1e-3  # what tau's gradient sums is of this order
     assert error <= rtol * max(np.abs(value).max(), least), name
 
 
@@ -210,8 +177,7 @@ def test_losses_are_those_of_xla(kind, link, num_samples):
 def test_losses_on_a_mesh(kind, link, shape):
   arrays = problem(kind)
   expected = value_and_grad(arrays, kind, link, num_samples=20)
-  mesh = make_mesh(*shape)
-  got = value_and_grad(arrays, kind, link, mesh, num_samples=20, implementation='pallas')
+  got = value_and_grad(arrays, kind, link, shape, num_samples=20, implementation='pallas')
   assert_agree(got, expected)
 
 
@@ -220,28 +186,17 @@ def test_losses_on_a_mesh(kind, link, shape):
 def test_the_exact_sigmoid_is_that_of_xla(kind, shape):
   arrays = problem(kind)
   expected = value_and_grad(arrays, kind, 'sigmoid', method='exact')
-  mesh = make_mesh(*shape) if shape else None
-  got = value_and_grad(arrays, kind, 'sigmoid', mesh, method='exact', implementation='pallas')
+  got = value_and_grad(arrays, kind, 'sigmoid', shape, method='exact', implementation='pallas')
   assert_agree(got, expected)
 
 
 @pytest.mark.parametrize('link,shape', [('softmax', (2, 4)), ('sigmoid', None)])
 def test_shared_draws(link, shape):
-  arrays, key = problem('linear'), jax.random.key(5)
-  mesh = make_mesh(*shape) if shape else None
-  same = jnp.repeat(shared_key(key), B)
-  expected = value_and_grad(arrays, 'linear', link, keys=same, num_samples=20)
+  arrays, key = problem('linear'), shared_key(jax.random.key(5))
+  expected = value_and_grad(arrays, 'linear', link, keys=jnp.repeat(key, B), num_samples=20)
   for implementation in ('xla', 'pallas'):
-    got = value_and_grad(
-      arrays,
-      'linear',
-      link,
-      mesh,
-      shared_key(key),
-      num_samples=20,
-      implementation=implementation,
-    )
-    assert_agree(got, expected)
+    settings = {'num_samples': 20, 'implementation': implementation}
+    assert_agree(value_and_grad(arrays, 'linear', link, shape, key, **settings), expected)
 
 
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
@@ -263,9 +218,8 @@ def test_second_derivatives_are_refused(link, method):
   arrays = problem('linear')
 
   def of_tau(tau):
-    keys = example_keys(jax.random.key(3), jnp.arange(B))
-    settings = dict(method=method, num_samples=20, implementation='pallas')
-    return loss(arrays | {'tau': tau}, 'linear', link, keys, **settings)
+    settings = {'method': method, 'num_samples': 20, 'implementation': 'pallas'}
+    return loss(arrays | {'tau': tau}, 'linear', link, keys_of(B), **settings)
 
   with pytest.raises(NotImplementedError, match='first derivatives only'):
     jax.grad(jax.grad(of_tau))(arrays['tau'])
@@ -318,19 +272,15 @@ dnn_version_info { major: 9 minor: 8 patch: 0 } runtime_version { major: 12 mino
 @pytest.mark.parametrize('name', KERNELS)
 @pytest.mark.parametrize('device', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4', 'sm_90'])
 def test_compiles_for_a_device_that_is_not_here(device, name):
-  from jax.experimental import topologies
-
   if device == 'sm_90':
     pytest.importorskip('jax_cuda12_plugin', reason="the extra 'gpu' is not installed")
-    backend, call = 'gpu', 'triton'
-    description = topologies.get_topology_desc(
-      platform='cuda', target_config=SM_90, topology='1x1x1'
-    )
+    from jax.experimental import topologies
+
+    target = {'platform': 'cuda', 'target_config': SM_90, 'topology': '1x1x1'}
+    backend, call, devices = 'gpu', 'triton', topologies.get_topology_desc(**target).devices
   else:
-    pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-    backend, call = 'tpu', 'tpu_custom_call'
-    description = topologies.get_topology_desc(platform='tpu', topology_name=device)
-  sharding = jax.sharding.SingleDeviceSharding(description.devices[0])
+    backend, call, devices = 'tpu', 'tpu_custom_call', tpu_devices(device)
+  sharding = jax.sharding.SingleDeviceSharding(devices[0])
   for shape in REAL_SHAPES:
     kernel = functools.partial(getattr(kernels, name), backend=backend)
     compiled = jax.jit(kernel).lower(*arguments(name, *shape, sharding)).compile()
@@ -340,11 +290,7 @@ def test_compiles_for_a_device_that_is_not_here(device, name):
 @pytest.mark.parametrize('shape', [(8, 52, 1024, 7397), (20, 102, 2048, 600), (1, 4, 64, 40)])
 @pytest.mark.parametrize('device', ['v4:2x2x1', 'v5e:2x4', 'v6e:2x4'])
 def test_exact_kernels_compile_for_a_tpu_that_is_not_here(device, shape):
-  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-  from jax.experimental import topologies
-
-  (device, *_) = topologies.get_topology_desc(platform='tpu', topology_name=device).devices
-  sharding = jax.sharding.SingleDeviceSharding(device)
+  sharding = jax.sharding.SingleDeviceSharding(tpu_devices(device)[0])
   batch, num_rows, dim, num_classes = shape
   shapes = [(batch, num_rows, dim), (dim, num_classes), *[(batch, num_classes)] * 2]
   x = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes]
@@ -356,15 +302,8 @@ def test_exact_kernels_compile_for_a_tpu_that_is_not_here(device, shape):
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_one_gathering_after_the_last_sample(platform, link):
   """And none but the batch's sums in the backward pass."""
-  shape, axis_types = (2, 4), (jax.sharding.AxisType.Auto,) * 2
-  if platform == 'tpu':
-    pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4').devices
-  else:
-    devices = jax.devices()
-  mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ('data', 'model'), axis_types)
+  devices = tpu_devices() if platform == 'tpu' else jax.devices()
+  mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ('data', 'model'))
   placement = Placement(mesh, batch='data', vocab='model')
   plan = fused.plan_calls(Plan(1300, 32, iid, project_first=True, placement=placement))
 
@@ -379,18 +318,10 @@ def test_one_gathering_after_the_last_sample(platform, link):
   of_label = array(('data',), 8, 1, dtype=jnp.int32)
   if link == 'sigmoid':
     of_label = array(('data', 'model'), 8, 400)
-  hlo = (
-    jax.jit(jax.value_and_grad(step, (0, 1)))
-    .lower(
-      array(('data', None, 'model'), 8, 5, 400),
-      array(('model',), 400),
-      array(('data',), 8, 2, dtype=jnp.uint32),
-      of_label,
-    )
-    .compile()
-    .as_text()
-  )
-  inside, outside = collectives(hlo)
+  rows, shift = array(('data', None, 'model'), 8, 5, 400), array(('model',), 400)
+  keys = array(('data',), 8, 2, dtype=jnp.uint32)
+  lowered = jax.jit(jax.value_and_grad(step, (0, 1))).lower(rows, shift, keys, of_label)
+  inside, outside = collectives(lowered.compile().as_text())
   assert not inside
   gathered = ['all-gather'] if link == 'softmax' else []
   assert [op for op in outside if op != 'all-reduce'] == gathered

@@ -2,11 +2,12 @@
 worth inside the integrator.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning
 from scipy.stats import kstest, norm, qmc
 
 from het_plugin.integrate import (
@@ -22,6 +23,7 @@ from het_plugin.integrate import (
 )
 from het_plugin.integrate.draws import Draws, find_rotation
 from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
+from tests.meshes import make_mesh, on_mesh
 
 every_sampler = pytest.mark.parametrize('sampler', SAMPLERS.values(), ids=SAMPLERS)
 
@@ -96,21 +98,12 @@ def test_sobol_beyond_its_dimensions_goes_on_with_independent_normals():
 B, K, R = 2, 10, 3
 
 
-def noisy(scale, dtype=jnp.float32):
+def noisy(scale):
   rng = np.random.default_rng(0)
-  arrays = {
-    'location': rng.normal(size=(B, K)),
-    'scale': scale * rng.normal(size=(B, K)),
-    'loading': rng.normal(size=(R, K)),
-    'diag': scale * rng.uniform(0.5, 1.0, size=(B, K)),
-  }
-  return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
-
-
-def gaussian(arrays, link='softmax'):
-  covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])
-  tau = jnp.ones((), arrays['location'].dtype)
-  return GaussianLogits(arrays['location'], covariance, None, tau, num_classes=K, link=link)
+  location, v = rng.normal(size=(B, K)), scale * rng.normal(size=(B, K))
+  loading, diag = rng.normal(size=(R, K)), scale * rng.uniform(0.5, 1.0, size=(B, K))
+  location, *noise = (jnp.asarray(x, jnp.float32) for x in (location, v, loading, diag))
+  return GaussianLogits(location, LowRank(*noise), None, jnp.float32(1.0), K)
 
 
 @pytest.mark.parametrize('name', ['antithetic', 'sobol'])
@@ -128,7 +121,7 @@ def test_variance_is_reduced(name):
     return float(jnp.mean(jnp.square(p - exact)))
 
   for scale, gain in ((0.3, 8.0), (2.0, 1.0)):
-    logits = gaussian(noisy(scale))
+    logits = noisy(scale)
     exact = jnp.exp(Integrator(num_samples=100_000).log_prob(logits, keys_of(B, 7)))
     assert error(name, logits, exact) * gain < error('iid', logits, exact), scale
 
@@ -136,10 +129,10 @@ def test_variance_is_reduced(name):
 # Rotation.
 
 
-def make_rotated(num_factors=50, std=0.5, remainder='rank_one'):
+def make_rotated(std=0.5, remainder='rank_one'):
   """Logits of 300 classes whose noise has a few strong directions, none along a coordinate."""
   rng = np.random.default_rng(0)
-  loading = rng.normal(size=(num_factors, 8)) @ rng.normal(size=(8, 300)) / np.sqrt(8)
+  loading = rng.normal(size=(50, 8)) @ rng.normal(size=(8, 300)) / np.sqrt(8)
   loading += 0.05 * rng.normal(size=loading.shape)
   scale = std / np.sqrt(np.square(loading).sum(0).mean())
   covariance = LowRank(
@@ -179,27 +172,6 @@ def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remain
   rotated = rmse(64, 'sobol')
   assert rotated < rmse(1000, 'iid')
   assert rotated < 0.8 * rmse(64, 'sobol', rotate=False)
-
-
-def test_both_orders_take_the_same_rotated_samples():
-  logits = make_rotated()
-  rng = np.random.default_rng(1)
-  kernel = jnp.asarray(rng.normal(size=(20, 300)), jnp.float32) / np.sqrt(20)
-  covariance = LowRank(
-    jnp.asarray(rng.normal(size=(B, 20)), jnp.float32),
-    jnp.asarray(rng.normal(size=(5, 20)), jnp.float32),
-    jnp.ones((B, 20)),
-  )
-  logits = logits.replace(covariance=covariance, projection=Linear(kernel))
-
-  def loss(order, logits):
-    integrator = Integrator(64, order, sampler='sobol')
-    return integrator.nll(logits, jnp.array([[1], [4]]), keys_of(B)).sum()
-
-  step = jax.jit(jax.value_and_grad(loss, 1, allow_int=True), static_argnums=0)
-  one, other = (step(order, logits) for order in ('sample_then_project', 'project_then_sample'))
-  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-    np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
 
 
 # Tilt.
@@ -265,22 +237,23 @@ def test_gradient_of_tilted_loss_is_that_of_the_integral():
     np.testing.assert_allclose(gradients[i].ravel()[k], (down - up) / 2e-4, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize('order', ['sample_then_project', 'project_then_sample'])
-def test_tilt_and_rotation_over_a_mesh(order):
-  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def test_both_orders_and_a_mesh_take_the_same_tilted_and_rotated_samples():
   rng = np.random.default_rng(1)
   location, scale = (jnp.asarray(rng.normal(size=(B, n)), jnp.float32) for n in (300, 20))
   loading, kernel = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((5, 20), (20, 300)))
 
-  def loss(location, kernel):
+  def loss(order, location, kernel):
     covariance = LowRank(scale, loading / 10, jnp.ones((B, 20)))
     logits = GaussianLogits(location, covariance, Linear(kernel), jnp.float32(1.0), 300)
     integrator = Integrator(32, order, sampler='sobol')
     return integrator.nll(logits, jnp.arange(B) * 100, keys_of(B)).sum()
 
-  step = jax.value_and_grad(loss, (0, 1))
-  one = jax.jit(step)(location, kernel)
-  with jax.set_mesh(mesh), partitioning.axis_rules([('batch', 'data'), ('vocab', 'model')]):
-    other = jax.jit(lambda *args: step(*args))(location, kernel)
-  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+  step = jax.value_and_grad(loss, (1, 2))
+  orders = ('sample_then_project', 'project_then_sample')
+  found = [jax.jit(step, static_argnums=0)(order, location, kernel) for order in orders]
+  with on_mesh(make_mesh(2, 4)):
+    # New functions, or jax would take the programs of one device.
+    found += [jax.jit(functools.partial(step, order))(location, kernel) for order in orders]
+  for other in found[1:]:
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
