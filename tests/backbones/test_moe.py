@@ -16,22 +16,20 @@ from het_plugin.models import ClassificationModel
 from het_plugin.planning import hlo
 from het_plugin.training import optimizers, partitioning, step
 from tests.backbones import stacking
+from tests.params import perturbed
 
 SETTINGS = BlockSettings(num_heads=2, mlp_dim=12)
 B, N, D, E = 4, 6, 8, 5
 
 
-def make(settings, seed=0):
+def make(settings):
   """The layer, perturbed parameters, with experts that differ, and an input [B, N, D]."""
   layer = settings.layer(
     lambda: moe.stack_experts(Mlp)(SETTINGS, ('expert_group', 'length'), name='experts'), 'moe'
   )
-  x = jax.random.normal(jax.random.key(seed), (B, N, D))
+  x = jax.random.normal(jax.random.key(0), (B, N, D))
   params = jax.jit(layer.init)(jax.random.key(1), x)['params']
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(2), len(leaves))
-  noise = [0.3 * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-  return layer, jax.tree.unflatten(tree, [a + b for a, b in zip(leaves, noise, strict=True)]), x
+  return layer, perturbed(params, 0.3), x
 
 
 def expert(params, e, x, numpy=np):
@@ -146,6 +144,16 @@ def test_soft_moe():
     np.testing.assert_allclose(got[b], np.einsum('esd,nes->nd', out, combine), atol=2e-5)
 
 
+def classification(moe):
+  """A model with these experts, its initial variables and a batch."""
+  backbone = ViT(patch_size=8, width=16, depth=2, mlp_dim=32, num_heads=4, moe=moe)
+  optimizer, integrator = optimizers.adamw(1e-2), Integrator(4)
+  model = ClassificationModel(backbone, Det(num_classes=10), optimizer, integrator, integrator)
+  image = jax.random.normal(jax.random.key(0), (16, 16, 16, 3))
+  batch = {'image': image, 'label': jnp.arange(16)[:, None] % 10, 'index': jnp.arange(16)}
+  return model, model.get_initial_variables(jax.random.key(1), {'image': (1, 16, 16, 3)}), batch
+
+
 @pytest.mark.parametrize(
   'settings',
   [
@@ -154,14 +162,7 @@ def test_soft_moe():
   ],
 )
 def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
-  backbone = ViT(patch_size=8, width=16, depth=2, mlp_dim=32, num_heads=4, moe=settings)
-  optimizer, integrator = optimizers.adamw(1e-2), Integrator(4)
-  model = ClassificationModel(backbone, Det(num_classes=10), optimizer, integrator, integrator)
-  batch = {
-    'image': jax.random.normal(jax.random.key(0), (16, 16, 16, 3)),
-    'label': jnp.arange(16)[:, None] % 10,
-  }
-  variables = model.get_initial_variables(jax.random.key(1), {'image': (1, 16, 16, 3)})
+  model, variables, batch = classification(settings)
   names = traverse_util.flatten_dict(flax_partitioning.get_axis_names(variables['params_axes']))
   results = []
   for model_axis, replicas in ((1, 1), (2, 2)):
@@ -198,14 +199,8 @@ def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
 
 
 def test_microbatches_change_nothing_where_images_are_routed_alone():
-  moe = SparseMoe(4, noise=0.0, group_size=1)
-  backbone = ViT(patch_size=8, width=16, depth=2, mlp_dim=32, num_heads=4, moe=moe)
-  optimizer, integrator = optimizers.adamw(1e-2), Integrator(4)
-  model = ClassificationModel(backbone, Det(num_classes=10), optimizer, integrator, integrator)
-  image = jax.random.normal(jax.random.key(0), (16, 16, 16, 3))
-  batch = {'image': image, 'label': jnp.arange(16)[:, None] % 10, 'index': jnp.arange(16)}
-  params = model.get_initial_variables(jax.random.key(1), {'image': (1, 16, 16, 3)})['params']
-  mesh = partitioning.PjitPartitioner()
+  model, variables, batch = classification(SparseMoe(4, noise=0.0, group_size=1))
+  params, mesh = variables['params'], partitioning.PjitPartitioner()
   whole, parts = (
     mesh.partition(
       lambda params, batch, n=n: step.accumulate_grads_microbatched(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin.backbones import ResNet, ViT, WideResNet, vit
+from het_plugin.backbones import ResNet, ViT, WideResNet
 from het_plugin.backbones.layers import drop_path
 from tests.backbones.stacking import stack, unstack
 
@@ -129,9 +128,9 @@ def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
     assert distinct[0] == 1
 
 
-def test_full_recomputation_keeps_less(case='vit'):
+def test_full_recomputation_keeps_less():
   """XLA's account of the temporaries of value and gradient at a size where activations count."""
-  model = dataclasses.replace(CASES[case], scan_layers=True)
+  model = dataclasses.replace(CASES['vit'], scan_layers=True)
   params = jax.eval_shape(model.init, jax.random.key(0), IMAGE)['params']
   image = jax.ShapeDtypeStruct((16, 32, 32, 3), jnp.float32)
 
@@ -144,12 +143,3 @@ def test_full_recomputation_keeps_less(case='vit'):
     return step.memory_analysis().temp_size_in_bytes
 
   assert temporaries('full') < temporaries('none')
-
-
-# G of table 2 of Zhai et al. 2021.
-def test_large_sizes_have_the_published_number_of_parameters():
-  model = vit('G/14', scan_layers=True)
-  image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-  params = jax.eval_shape(model.init, jax.random.key(0), image)['params']
-  count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-  assert count == pytest.approx(1843e6, rel=2e-3)

@@ -31,39 +31,31 @@ def test_padding_and_neighbours_change_nothing(pooling):
   assert phi.shape == (3, model.pre_logits_dim)
   assert phi.dtype == jnp.float32
   np.testing.assert_array_equal(phi, intermediates['pre_logits'])
-  num_tokens = 8 if pooling == 'token' else 7
-  assert intermediates['block01'].shape == (3, num_tokens, 16)
-  # As if the text ended where the padding begins.
-  short = TEXT[:1, :5]
   extra = 1 if pooling == 'token' else 0
+  assert intermediates['block01'].shape == (3, 7 + extra, 16)
+  # As if the text ended where the padding begins.
   shorter = params | {'position_embedding': params['position_embedding'][: 5 + extra]}
-  alone, _ = jax.jit(model.apply)({'params': shorter}, short)
+  alone, _ = jax.jit(model.apply)({'params': shorter}, TEXT[:1, :5])
   np.testing.assert_allclose(alone[0], phi[0], atol=1e-5)
+  # The pooling takes what it says.
+  x = np.asarray(intermediates['encoder_norm'])
+  expected = {
+    'last': [x[0, 4], x[1, 1], x[2, 6]],
+    'token': x[:, 0],
+    'mean': [x[0, :5].mean(0), x[1, :2].mean(0), x[2].mean(0)],
+  }[pooling]
+  np.testing.assert_allclose(phi, np.stack(expected), atol=1e-6)
 
 
-def test_pooling_takes_what_it_says():
-  for pooling in POOLINGS:
-    model, params = tower(pooling)
-    phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)
-    x = np.asarray(intermediates['encoder_norm'])
-    expected = {
-      'last': [x[0, 4], x[1, 1], x[2, 6]],
-      'token': x[:, 0],
-      'mean': [x[0, :5].mean(0), x[1, :2].mean(0), x[2].mean(0)],
-    }[pooling]
-    np.testing.assert_allclose(phi, np.stack(expected), atol=1e-6)
+@pytest.mark.parametrize('pooling', POOLINGS)
+def test_an_empty_text_is_finite(pooling):
+  model, params = tower(pooling)
 
+  def loss(params):
+    return model.apply({'params': params}, np.zeros((2, 7), np.int32))[0].sum()
 
-def test_an_empty_text_is_finite():
-  for pooling in POOLINGS:
-    model, params = tower(pooling)
-
-    def loss(params, model=model):
-      return model.apply({'params': params}, np.zeros((2, 7), np.int32))[0].sum()
-
-    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-    assert np.isfinite(value)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+  result = jax.jit(jax.value_and_grad(loss))(params)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(result))
 
 
 def test_bfloat16_and_scanned_blocks():

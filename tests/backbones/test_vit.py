@@ -12,45 +12,40 @@ from flax.linen import partitioning
 from het_plugin.backbones import ViT, vit
 from het_plugin.backbones.transformer import Block, BlockSettings
 from het_plugin.backbones.vit import PatchEmbedding
+from tests.meshes import make_mesh, on_mesh
+from tests.params import perturbed
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=32, num_heads=2)
 RULES = (
   ('batch', 'data'),
-  ('vocab', 'model'),
-  ('mlp', 'model'),
-  ('heads', 'model'),
-  ('joined_kv', 'model'),
-  ('kv', None),
-  ('embed', None),
-  ('length', None),
+  *((name, 'model') for name in ('vocab', 'mlp', 'heads', 'joined_kv')),
+  *((name, None) for name in ('kv', 'embed', 'length')),
 )
 
 
-def images(batch=4, size=8, channels=3):
-  return jax.random.normal(jax.random.key(7), (batch, size, size, channels))
+def images(batch=4):
+  return jax.random.normal(jax.random.key(7), (batch, 8, 8, 3))
 
 
-def shapes(model, size=224, channels=3):
-  image = jax.ShapeDtypeStruct((1, size, size, channels), jnp.float32)
+def shapes(model, size=224):
+  image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   return jax.eval_shape(model.init, jax.random.key(0), image)
 
 
-def num_params(model, size=224):
-  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes(model, size)['params']))
+def num_params(model):
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes(model)['params']))
 
 
-def random_params(model, image, scale=0.3):
-  """Parameters without the zeros and ones of the initialisers, which would hide their use."""
-  params = jax.jit(model.init)(jax.random.key(0), image)['params']
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(
-    tree, [x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-  )
+def random_params(model, image):
+  return perturbed(jax.jit(model.init)(jax.random.key(0), image)['params'], 0.3)
 
 
 def test_b16_has_the_published_number_of_parameters():
   assert num_params(vit('B/16')) + 1000 * (768 + 1) == 86_567_656
+
+
+def test_g14_has_about_the_parameters_of_table_2_of_zhai_et_al():
+  assert num_params(vit('G/14', scan_layers=True)) == pytest.approx(1843e6, rel=2e-3)
 
 
 def test_l32_with_representation_layer_has_the_parameters_of_table_3():
@@ -58,16 +53,13 @@ def test_l32_with_representation_layer_has_the_parameters_of_table_3():
   assert round((backbone + 1025 * 21_843) / 1e6, 1) == 328.9
 
 
-def test_patch_embedding_is_the_strided_convolution(patch_size=4):
-  image = images(size=8)
-  embedding = PatchEmbedding(patch_size, 16, jnp.float32)
+def test_patch_embedding_is_the_strided_convolution():
+  image = images()
+  embedding = PatchEmbedding(4, 16, jnp.float32)
   params = random_params(embedding, image)
+  dimensions = ('NHWC', 'HWIO', 'NHWC')
   convolved = jax.lax.conv_general_dilated(
-    image,
-    params['kernel'],
-    (patch_size, patch_size),
-    'VALID',
-    dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+    image, params['kernel'], (4, 4), 'VALID', dimension_numbers=dimensions
   )
   expected = convolved.reshape(4, -1, 16) + params['bias']
   np.testing.assert_allclose(embedding.apply({'params': params}, image), expected, atol=1e-5)
@@ -152,7 +144,6 @@ def test_every_parameter_has_axes_of_its_rank_that_shard_heads_and_mlp():
 
 
 def test_sharded_values_and_gradients_are_those_of_one_device():
-  model_shards = 4  # does not divide the 2 attention heads
   image = images(batch=8)
   params = random_params(TINY, image)
 
@@ -162,10 +153,7 @@ def test_sharded_values_and_gradients_are_those_of_one_device():
 
   step = jax.value_and_grad(loss, has_aux=True)
   expected = jax.jit(step)(params, image)
-  mesh = jax.make_mesh(
-    (8 // model_shards, model_shards), ('data', 'model'), (jax.sharding.AxisType.Auto,) * 2
-  )
-  with jax.set_mesh(mesh), partitioning.axis_rules(RULES):
+  with on_mesh(make_mesh(2, 4), RULES):  # 4 does not divide the 2 attention heads
     compiled = jax.jit(step).lower(params, image).compile()
     actual = compiled(params, image)
   assert 'all-reduce' in compiled.as_text()

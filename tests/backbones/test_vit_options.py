@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from flax import traverse_util
 
 import gin
 from het_plugin.backbones import ViT, vit
@@ -20,6 +19,7 @@ from het_plugin.models import ClassificationModel
 from het_plugin.training import optimizers, partitioning, step
 from het_plugin.training.state import TrainState
 from tests.backbones.stacking import stack
+from tests.params import perturbed
 
 TINY = ViT(patch_size=4, width=16, depth=2, mlp_dim=24, num_heads=2)
 OPTIONS = {
@@ -32,15 +32,6 @@ OPTIONS = {
   'adapters': {'adapter_dim': 5},
   'gap with registers': {'pooling': 'gap', 'num_registers': 1, 'qk_norm': True},
 }
-
-
-def perturbed(model, image):
-  flat = traverse_util.flatten_dict(
-    jax.jit(model.init)(jax.random.key(0), image)['params'], sep='/'
-  )
-  random = np.random.default_rng(3)
-  flat = {name: np.asarray(x) + 0.3 * random.normal(size=x.shape) for name, x in flat.items()}
-  return traverse_util.unflatten_dict(flat, sep='/')
 
 
 def softmax(x):
@@ -155,7 +146,8 @@ class Reference:
 def test_options_are_those_of_the_reference(name, scan_layers):
   model = dataclasses.replace(TINY, **OPTIONS[name])
   image = np.random.default_rng(1).normal(size=(2, 12, 12, 3))
-  params = perturbed(model, image)
+  params = perturbed(jax.jit(model.init)(jax.random.key(0), image)['params'], 0.3)
+  params = jax.tree.map(np.float64, params)
   expected = Reference(model)(params, image)
   if scan_layers:
     params = stack(model, params, image)

@@ -72,19 +72,16 @@ def numpy_nll(head, params, direction, num_samples):
 
 
 @pytest.mark.parametrize(
-  'head',
+  'settings',
   [
-    ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0),
-    ContrastiveHetXL(
-      num_factors=R, initial_noise_scale=1.0, pre_normalization=False, parametrization='efficient'
-    ),
-    ContrastiveHetXL(
-      num_factors=R, initial_noise_scale=1.0, pre_normalization=False, post_normalization=True
-    ),
+    {},
+    {'pre_normalization': False, 'parametrization': 'efficient'},
+    {'pre_normalization': False, 'post_normalization': True},
   ],
   ids=['pre', 'neither', 'post'],
 )
-def test_het_xl_follows_eq_8(head):
+def test_het_xl_follows_eq_8(settings):
+  head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0, **settings)
   num_samples = 1 if head.post_normalization else S
   params = init(head)
   integrator = Integrator(num_samples=num_samples)

@@ -19,6 +19,7 @@ from het_plugin.heads import (
   class_buckets,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
+from tests.params import perturbed
 
 B, D, K, R, H, M, S = 3, 6, 13, 4, 5, 7, 9
 HEADS = {
@@ -38,11 +39,7 @@ def size(tree):
 def init(head, *inputs):
   """Parameters with every bias away from zero, so that none of them can be forgotten."""
   params = jax.jit(head.init)(jax.random.key(1), *(inputs or [PHI])).get('params', {})
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(2), max(1, len(leaves)))
-  return tree.unflatten(
-    [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=False)]
-  )
+  return perturbed(params)
 
 
 @pytest.mark.parametrize('factor_bias', [False, True])

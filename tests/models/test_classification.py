@@ -1,6 +1,6 @@
-import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator, example_keys
 from het_plugin.models import ClassificationModel
 from tests.meshes import make_mesh, on_mesh
+from tests.params import perturbed
 
 NUM_CLASSES = 10
 PADDED_CLASSES = 16
@@ -34,12 +35,9 @@ HEADS = {
 STEP_KEY = jax.random.key(3)
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskInfo:
+def task(num_classes=NUM_CLASSES, multi_label=False):
   """The fields of `data.TaskInfo` that a model reads."""
-
-  num_classes: int = NUM_CLASSES
-  multi_label: bool = False
+  return types.SimpleNamespace(num_classes=num_classes, multi_label=multi_label)
 
 
 def make_model(head='het_xl', backbone=BACKBONE, link='softmax', **kwargs):
@@ -70,12 +68,7 @@ def make_params(model, batch):
   """Initial parameters, moved off the values at which parts of the model are switched off."""
   shapes = {name: x.shape for name, x in batch.items()}
   init = jax.jit(lambda key: model.get_initial_variables(key, shapes)['params'])
-  params = init(jax.random.key(0))
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(
-    tree, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-  )
+  return perturbed(init(jax.random.key(0)))
 
 
 def rows_of(batch, rows):
@@ -318,16 +311,16 @@ def test_representations_and_intermediates():
 
 
 def test_validate_names_what_does_not_fit():
-  make_model().validate(TaskInfo())
-  make_model(link='sigmoid').validate(TaskInfo(multi_label=True))
+  make_model().validate(task())
+  make_model(link='sigmoid').validate(task(multi_label=True))
   with pytest.raises(ValueError, match=r'HetXL.num_classes=10 must be .* of the task, 7'):
-    make_model().validate(TaskInfo(num_classes=7))
-  make_model().validate(TaskInfo(multi_label=True))  # the loss is the mean over the labels
+    make_model().validate(task(num_classes=7))
+  make_model().validate(task(multi_label=True))  # the loss is the mean over the labels
 
 
-def test_parameters_are_counted_without_padding(head='het_xl'):
+def test_parameters_are_counted_without_padding():
   def counts(class_multiple):
-    model = make_model(HEADS[head].clone(class_multiple=class_multiple))
+    model = make_model(HEADS['het_xl'].clone(class_multiple=class_multiple))
     shapes = jax.eval_shape(
       lambda: model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 1)})['params']
     )
@@ -348,13 +341,8 @@ def test_a_mesh_does_not_change_loss_gradients_or_predictions():
     loss, grads = jax.value_and_grad(lambda p: model.loss_fn(p, batch, STEP_KEY)[0])(params)
     return loss, grads, model.eval_fn(params, batch), model.predict_batch(params, batch)
 
-  rules = (
-    ('batch', 'data'),
-    ('vocab', 'model'),
-    ('mlp', 'model'),
-    ('joined_kv', 'model'),
-    ('embed', None),
-  )
+  cut = [(name, 'model') for name in ('vocab', 'mlp', 'joined_kv')]
+  rules = [('batch', 'data'), *cut, ('embed', None)]
   expected = jax.jit(step)(params, batch)
   with on_mesh(make_mesh(2, 4), rules):
     actual = jax.jit(step)(params, batch)
