@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 from scipy import special
 
 from het_plugin import estimators, heads
@@ -105,13 +106,9 @@ def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
   assert opened.temperature_ == pytest.approx(0.7) and set(opened.predict(x)) <= set('abcd')
 
   fitted = HetXLClassifier(num_factors=3, num_samples=16, max_iter=20, tol=0.1).fit(x + 3, y)
-  flat = estimators.head_params(fitted)
   own = head.clone(class_multiple=1, temperature=heads.FixedTemperature())
-  tree = {'covariance': {}}
-  for name, value in flat.items():
-    *path, last = name.split('/')
-    (tree['covariance'] if path[-1] == 'covariance' else tree)[last] = value
-  reopened = estimators.from_head(own, tree, classes=list('abcd'))
+  tree = traverse_util.unflatten_dict(estimators.head_params(fitted), sep='/')
+  reopened = estimators.from_head(own, tree['head'], classes=list('abcd'))
   np.testing.assert_allclose(
     reopened.set_params(num_samples=16).covariance(x + 3),
     fitted.covariance(x + 3),
@@ -125,12 +122,9 @@ def test_het_h_has_parameters_for_the_buckets_that_hold_a_class(data):
   x, y = data
   fitted = HetHClassifier(num_factors=2, num_buckets=40, num_samples=16, max_iter=20, tol=0.1)
   fitted.fit(x, y)
-  flat = estimators.head_params(fitted)
-  assert flat['head/covariance/J'].shape == (2, 40)
+  tree = traverse_util.unflatten_dict(estimators.head_params(fitted), sep='/')['head']
+  assert tree['covariance']['J'].shape == (2, 40)
   assert fitted.params_['head']['covariance']['J'].shape[1] <= 4
-  tree = {'kernel': flat['head/kernel'], 'bias': flat['head/bias']}
-  names = ('J', 'd_bias', 'd_kernel', 'v_bias', 'v_kernel')
-  tree['covariance'] = {name: flat[f'head/covariance/{name}'] for name in names}
   head = heads.HetH(4, num_factors=2, num_buckets=40, class_multiple=1)
   factors = np.asarray(head.apply({'params': tree}, x[:5]).factors())
   expected = np.einsum('nrk,nrl->nkl', factors, factors)

@@ -1,7 +1,5 @@
 """The estimators: scikit-learn's conventions, its optimum, targets of every kind, equal bits."""
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -21,11 +19,11 @@ NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
 SMALL = {'num_factors': 2, 'num_samples': 16}
 
 
-def problem(num_rows=300, num_classes=4, dim=6, seed=0):
+def problem(num_rows=300, num_classes=4):
   """Features, and labels of a linear model with noise in the logits."""
-  rng = np.random.default_rng(seed)
-  x = rng.normal(size=(num_rows, dim)).astype(np.float32)
-  u = x @ rng.normal(size=(dim, num_classes)) + rng.gumbel(size=(num_rows, num_classes))
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(num_rows, 6)).astype(np.float32)
+  u = x @ rng.normal(size=(6, num_classes)) + rng.gumbel(size=(num_rows, num_classes))
   return x, u.argmax(axis=1)
 
 
@@ -129,9 +127,8 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   shares = np.stack([(votes == k).sum(axis=1) for k in range(4)], axis=1) / (votes >= 0).sum(
     axis=1, keepdims=True
   )
-  kwargs = {'tol': 1e-6}
-  by_votes = DetClassifier(target='votes', **kwargs).fit(x, votes)
-  by_shares = DetClassifier(**kwargs).fit(x, shares)
+  by_votes = DetClassifier(target='votes', tol=1e-6).fit(x, votes)
+  by_shares = DetClassifier(tol=1e-6).fit(x, shares)
   np.testing.assert_allclose(by_votes.coef_, by_shares.coef_, atol=1e-3)
   np.testing.assert_allclose(by_votes.nll(x, votes), by_shares.nll(x, shares), atol=1e-3)
   assert by_votes.score(x, votes) == pytest.approx(by_shares.score(x, shares))
@@ -184,6 +181,14 @@ def test_hidden_layers_learn_what_a_line_cannot():
     ({'validation_fraction': 2.0}, "'validation_fraction' parameter .* Got 2.0 instead"),
     ({'target': 'votes'}, 'needs y of two dimensions'),
     ({'target': 'ordinal'}, "target='ordinal' is unknown"),
+    (
+      {'solver': 'sgd'},
+      "'solver' parameter .* a str among .* Got 'sgd' instead",
+    ),
+    ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
+    ({'mesh': 2}, r'mesh=\(2,\) must be \(data, model\)'),
+    ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
+    ({'solver': 'adam', 'tau': 'validation'}, "tau='validation' needs all rows in memory"),
   ],
 )
 def test_wrong_settings_are_one_sentence(change, message):
@@ -216,8 +221,6 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).nll(x, np.where(y == 0, 9, y))
   with pytest.raises(ValueError, match=r'y has shape \(7,\); it must be \[20\]'):
     DetClassifier().fit(x, y).calibrate(x, y[:7])
-  with pytest.raises(ValueError, match='y has one class only, 0'):
-    DetClassifier().fit(x, np.zeros(20, int))
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
     DetClassifier().fit(x, np.array(['a', None] * 10))  # of pandas
   with pytest.raises(ValueError, match='add up to 0.5'):
@@ -228,12 +231,3 @@ def test_an_unfinished_fit_warns():
   x, y = problem()
   with pytest.warns(ConvergenceWarning, match='max_iter=2 is reached'):
     DetClassifier(max_iter=2).fit(x, y)
-
-
-def test_import_brings_no_tensorflow():
-  code = (
-    'import sys, het_plugin.estimators\n'
-    'print(*{"tensorflow", "gin", "seqio", "clu", "orbax"} & set(sys.modules))'
-  )
-  result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
-  assert result.stdout.split() == []

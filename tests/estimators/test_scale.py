@@ -116,25 +116,6 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
   )
 
 
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    (
-      {'solver': 'sgd'},
-      "'solver' parameter of DetClassifier must be a str among .* Got 'sgd' instead",
-    ),
-    ({'mesh': (3, 1)}, r'mesh=\(3, 1\) must be \(data, model\)'),
-    ({'mesh': 2}, r'mesh=\(2,\) must be \(data, model\)'),
-    ({'mesh': (1, 64)}, 'at most 8, the number of devices'),
-    ({'solver': 'adam', 'tau': 'validation'}, "tau='validation' needs all rows in memory"),
-  ],
-)
-def test_wrong_settings_are_one_sentence(data, change, message):
-  x, y = data
-  with pytest.raises(ValueError, match=message):
-    DetClassifier(**change).fit(x[:50], y[:50])
-
-
 @pytest.mark.parametrize('solver', ['lbfgs', 'adam'])
 def test_wrong_rows_are_one_sentence(data, solver, tmp_path):
   x, y = (rows[:60].copy() for rows in data)

@@ -157,7 +157,7 @@ def test_few_shot_on_arrays_needs_numpy_only_and_the_core_brings_no_tensorflow()
     'x, y = numpy.eye(4), numpy.arange(4) // 2\n'
     'few_shot(x, y, x, y, shots=(1, 2))\n'
     f'print(*{others} | ({{"jax"}} & set(sys.modules)))\n'
-    'import het_plugin.heads, het_plugin.integrate, het_plugin.backbones\n'
+    'import het_plugin.backbones, het_plugin.estimators\n'
     f'print(*{others})'
   )
 

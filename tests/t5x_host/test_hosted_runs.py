@@ -91,26 +91,19 @@ def params(model_dir, step=STEPS):
 
 
 @pytest.fixture(scope='module')
-def ours(tmp_path_factory, run_in_process):
+def ours(tmp_path_factory):
   """Runs of the built-in trainer: HET-XL with the few-shot action, and its first half exported."""
-  folder = tmp_path_factory.mktemp('ours')
-  run_in_process(files('het_xl', engine=None), settings(folder / 'het_xl', *FEW_SHOT))
-  conversion.write_t5x(folder / 'het_xl' / 'checkpoint_2', folder / 'exported')
-  return folder
-
-
-@pytest.fixture(scope='module')
-def run_in_process():
   import gin
   from het_plugin.config import parsing
   from het_plugin.config.training_run import train_from_gin
 
-  def run(gin_files, bindings):
-    parsing.parse_config([str(ROOT / file) for file in gin_files], bindings)
-    train_from_gin()
-    gin.clear_config()
-
-  return run
+  folder = tmp_path_factory.mktemp('ours')
+  gin_files = [str(ROOT / file) for file in files('het_xl', engine=None)]
+  parsing.parse_config(gin_files, settings(folder / 'het_xl', *FEW_SHOT))
+  train_from_gin()
+  gin.clear_config()
+  conversion.write_t5x(folder / 'het_xl' / 'checkpoint_2', folder / 'exported')
+  return folder
 
 
 @pytest.fixture(scope='module')
@@ -131,16 +124,14 @@ def theirs(ours, tmp_path_factory):
     ['train', det, settings(folder / 'micro', *no_eval, 'Trainer.num_microbatches = 4')],
     ['train', digits, settings(folder / 'warm', *no_eval, *warm)],
     ['train', digits, settings(ours / 'exported', *no_eval)],
-    [
-      'eval',
-      ['gin/t5x/eval.gin', *digits[1:]],
-      settings(folder / 'het_xl', f"EVAL_OUTPUT_DIR = '{folder / 'eval'}'"),
-    ],
-    [
-      'infer',
-      ['gin/t5x/infer.gin', *digits[1:]],
-      settings(folder / 'het_xl', f"INFER_OUTPUT_DIR = '{folder / 'infer'}'"),
-    ],
+    *(
+      [
+        main,
+        [f'gin/t5x/{main}.gin', *digits[1:]],
+        settings(folder / 'het_xl', f"{main.upper()}_OUTPUT_DIR = '{folder / main}'"),
+      ]
+      for main in ('eval', 'infer')
+    ),
     [
       'train',
       files('het', run='glyphs_quickstart'),  # K = 2,297 over 8 devices
@@ -229,8 +220,7 @@ def test_eval_and_infer_agree_with_our_evaluation(theirs, run_main, tmp_path):
     f'--output_dir={tmp_path}',
     f'--json={tmp_path / "out.json"}',
   )
-  text = (tmp_path / 'out.json').read_text()
-  (row,) = json.loads(text)
+  (row,) = json.loads((tmp_path / 'out.json').read_text())
   assert metrics['step'] == STEPS
   assert metrics['nll'] == pytest.approx(row['nll'], abs=1e-5)
   assert metrics['precision_at_1'] == pytest.approx(row['precision_at_1'], abs=1e-6)
@@ -278,8 +268,8 @@ def test_a_configuration_of_t5x_takes_a_model_with_includes(tmp_path):
     *TINY[-6:],
     *('train.eval_period = 2', 'SaveCheckpointConfig.period = 2'),
     "train_eval/DatasetConfig.split = 'test'",
-    *('train/DatasetConfig.seed = 0', *FEW_SHOT[:1]),
-    *FEW_SHOT[1:],
+    'train/DatasetConfig.seed = 0',
+    *FEW_SHOT,
   ]
   bindings = [b.replace("'TRAIN': [@TerminateOnNanAction()], ", '') for b in bindings]
   job = ['train', [str(tmp_path / 'mine.gin'), *model, 'gin/heads/het_xl.gin'], bindings]
