@@ -52,15 +52,9 @@ class LowRankCovariance(nn.Module):
       raise ValueError(f'{owner}.num_factors={self.num_factors} must be at least 1')
     if self.noise_dim < 1:
       raise ValueError(f'{owner}: the noise dimension {self.noise_dim} must be at least 1')
-    if self.parametrization not in PARAMETRIZATIONS:
-      raise ValueError(
-        f'{owner}.parametrization={self.parametrization!r} is unknown: choose one of '
-        f'{", ".join(PARAMETRIZATIONS)}'
-      )
-    if self.remainder not in REMAINDERS:
-      raise ValueError(
-        f'{owner}.remainder={self.remainder!r} is unknown: choose one of {", ".join(REMAINDERS)}'
-      )
+    for name, known in (('parametrization', PARAMETRIZATIONS), ('remainder', REMAINDERS)):
+      if (value := getattr(self, name)) not in known:
+        raise ValueError(f'{owner}.{name}={value!r} is unknown: choose one of {", ".join(known)}')
     if not self.initial_noise_scale > 0:
       raise ValueError(
         f'{owner}.initial_noise_scale={self.initial_noise_scale} must be positive; 1.0 is the '

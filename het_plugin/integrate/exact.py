@@ -270,10 +270,5 @@ def _streamed_variance(scale, loading, kernel, size):
     zero = jnp.zeros((batch, kernel.shape[-1]), jnp.promote_types(loading.dtype, jnp.float32))
     return jax.lax.scan(add, zero, groups)[0]
 
-  if scale is None:
-    run = placement.Placement.current().shard_map(
-      lambda loading, kernel: local(None, loading, kernel), ('brq', 'qk'), 'bk'
-    )
-    return run(loading, kernel)
-  run = placement.Placement.current().shard_map(local, ('bq', 'rq', 'qk'), 'bk')
-  return run(scale, loading, kernel)
+  inputs = 'bq', 'brq' if scale is None else 'rq', 'qk'
+  return placement.Placement.current().shard_map(local, inputs, 'bk')(scale, loading, kernel)

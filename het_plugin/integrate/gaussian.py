@@ -126,18 +126,22 @@ class GaussianLogits:
   num_classes: int = struct.field(pytree_node=False)
   link: str = struct.field(pytree_node=False, default='softmax')
 
+  @property
+  def has_factors(self) -> bool:
+    """Whether the noise has factors in logit space.
+
+    It has none if get_logits is opaque or the remainder is 'diag' and fills the noise space.
+    """
+    is_known = self.covariance is not None and not isinstance(self.projection, Opaque)
+    return is_known and self.covariance.remainder == 'rank_one'
+
   def factors(self) -> jax.Array:
     """All factors in logit space, [B, R + 1, Kp]: logits = location + z @ factors, z ~ N(0, I).
 
     Raises:
-      ValueError: the classifier is deterministic or opaque, or the remainder is 'diag': there is no
-        such form.
+      ValueError: the classifier is deterministic, or there are none (`has_factors`).
     """
-    if (
-      self.covariance is None
-      or isinstance(self.projection, Opaque)
-      or self.covariance.remainder == 'diag'
-    ):
+    if not self.has_factors:
       raise ValueError(
         'factors() needs a covariance with remainder="rank_one" and a known projection; got '
         f'covariance={self.covariance is not None}, projection={type(self.projection).__name__}'

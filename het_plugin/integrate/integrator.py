@@ -210,8 +210,9 @@ class Integrator:
         f'Integrator: samples need keys [{batch}], one per example (example_keys); got '
         f'{"none" if keys is None else f"the shape {list(given)}"}'
       )
+    sampler = self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
     plan = make_plan(
-      logits, self.num_samples, self._sampler(), self.order, self.chunk_size, self.chunk_bytes
+      logits, self.num_samples, sampler, self.order, self.chunk_size, self.chunk_bytes
     )
     samples, buckets = samples_of(logits, plan.project_first)
     draws = Draws(keys)
@@ -225,9 +226,6 @@ class Integrator:
       if self.rotate and self.num_samples >= MIN_ROTATED:
         draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
     return plan, samples, Constants(draws, buckets)
-
-  def _sampler(self):
-    return self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
 
 
 @functools.cache

@@ -50,13 +50,8 @@ def make_plan(
   chunk_size: int | None,
   chunk_bytes: int,
 ) -> Plan:
-  """The plan for these logits; arguments are those of `Integrator`.
-
-  Raises:
-    ValueError: the order does not exist for these logits, or the classes do not divide over the
-      mesh.
-  """
-  has_factors = can_project_first(logits)
+  """The plan for these logits; arguments are those of `Integrator`."""
+  has_factors = logits.has_factors
   if order == 'project_then_sample' and not has_factors and logits.projection is not None:
     raise ValueError(
       "Integrator.order='project_then_sample' needs remainder='rank_one' and a known projection; "
@@ -88,14 +83,6 @@ def _placement(logits):
   return Placement.current(len(logits.location))
 
 
-def can_project_first(logits: GaussianLogits) -> bool:
-  """Whether the factors have a form in logit space.
-
-  They have none if get_logits is opaque or the remainder is 'diag' and fills the noise space.
-  """
-  return not isinstance(logits.projection, Opaque) and logits.covariance.remainder == 'rank_one'
-
-
 def pick_order(logits: GaussianLogits, num_samples: int) -> str:
   """The evaluation order that costs less.
 
@@ -104,12 +91,12 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
       sample then project   S (R + 1) Q + S Q K
       project then sample   (R + 1) Q K + S (R + 1) K
 
-  If `can_project_first` is False, only the first is possible. Without a projection (HET) or with a
-  hash (HET-H), the products are about equal in both orders, and the measured ratios decide
-  (`SAMPLES_PER_FACTOR`).
+  Without factors (`GaussianLogits.has_factors`) only the first is possible. Without a projection
+  (HET) or with a hash (HET-H), the products are about equal in both orders, and the measured ratios
+  decide (`SAMPLES_PER_FACTOR`).
   """
   covariance, projection = logits.covariance, logits.projection
-  if not can_project_first(logits):
+  if not logits.has_factors:
     return 'sample_then_project'
   factors = covariance.num_factors + 1
   match projection:
