@@ -160,12 +160,7 @@ class ConvNeXt(nn.Module):
 def convnext(variant: str = 'T', **overrides: Any) -> ConvNeXt:
   """A ConvNeXt by its size: A (atto), F, P, N, T, S, B, L, XL or H.
 
-  Args:
-    variant: the size.
-    **overrides: fields of `ConvNeXt` that replace those of the size.
-
-  Raises:
-    ValueError: the variant or a field is unknown.
+  `overrides` are fields of `ConvNeXt`. An unknown size or field is a ValueError.
   """
   if variant not in SIZES:
     raise ValueError(f'convnext.variant={variant!r} is unknown: choose one of {", ".join(SIZES)}')

@@ -142,11 +142,8 @@ def moe_layers(moe: Moe | None, depth: int) -> frozenset[int]:
 
 
 def stack_experts(mlp: type[nn.Module]) -> type[nn.Module]:
-  """The module class `mlp`, (x [G, C, D], deterministic) -> [G, C, D], for E experts at a time.
-
-  x and parameters have a leading axis E.
-
-  All experts start with the same parameters, as in V-MoE.
+  """The module class `mlp`, (x [G, C, D], deterministic) -> [G, C, D], for E experts at a time:
+  x and parameters have a leading axis E. All start with the same parameters, as in V-MoE.
   """
   return vmap_with_axes(
     mlp,
@@ -158,12 +155,7 @@ def stack_experts(mlp: type[nn.Module]) -> type[nn.Module]:
 
 
 class SparseExperts(nn.Module):
-  """Routes tokens to experts; see `SparseMoe`.
-
-  Attributes:
-    moe: the settings.
-    make_experts: makes the experts, [E, G, C, D] -> the same (`stack_experts`).
-  """
+  """Routes tokens to experts (`stack_experts`); see `SparseMoe`."""
 
   moe: SparseMoe
   make_experts: Callable[[], nn.Module]
@@ -282,14 +274,9 @@ def assign(
 ) -> jax.Array:
   """Gives places to choices: first all first choices, then all second ones (algorithms 1 and 2).
 
-  Args:
-    weights, chosen: [G, n, k], see `top_k`.
-    num_experts: E.
-    capacity: C.
-    batch_priority: order of the tokens by their largest weight, in place of their position.
-
-  Returns:
-    int32 [G, n, k]: expert * C + place, or E * C for a choice without a place.
+  Takes weights and chosen [G, n, k] of `top_k`, E and C. With `batch_priority` tokens are in the
+  order of their largest weights. Returns int32 [G, n, k]: expert * C + place, or E * C for a choice
+  without a place.
   """
   # Counts pairs of tokens. A sort takes seconds to compile for TPUs, in each layer.
   token = jnp.arange(chosen.shape[1])
@@ -310,12 +297,8 @@ def assign(
 def load_per_expert(
   logits: jax.Array, noisy: jax.Array, chosen: jax.Array, std: float
 ) -> jax.Array:
-  """Mean probability [G, E] that new noise selects an expert (appendix A, "Load Loss").
-
-  Args:
-    logits, noisy: [G, n, E] without and with the noise.
-    chosen: [G, n, k].
-    std: standard deviation of the noise.
+  """Mean probability [G, E] that new noise of deviation `std` selects an expert (appendix A, "Load
+  Loss"), from logits [G, n, E] without and with noise and the experts chosen [G, n, k].
   """
   threshold = pick(noisy, chosen[..., -1])[..., None]  # [G, n, 1]
   return jax.scipy.stats.norm.sf((threshold - logits) / std).mean(axis=1)

@@ -98,11 +98,7 @@ class Bottleneck(nn.Module):
     """x [B, H, W, I] -> [B, H / stride, W / stride, 4 width]; drops the residual branch at a rate
     that is not None.
     """
-    y = self._unit(x, drop_rate)
-    return (y, None) if self.scanned else y
-
-  def _unit(self, x, drop_rate):
-    before = self.version == 'v2'
+    before, width, outside = self.version == 'v2', self.width, 4 * self.width
 
     def conv(name, features, size, axes, x, stride=1):
       return StandardizedConv(
@@ -113,27 +109,26 @@ class Bottleneck(nn.Module):
       return GroupNorm(axis, dtype=self.dtype, name=name, **kwargs)(x)
 
     # The residual stream is replicated; between the convolutions channels are sharded.
-    widths = (self.width, self.width, 4 * self.width)
-    axes = (('embed', 'mlp'), ('mlp', 'embed'), ('mlp', 'embed'))
-    project = self.stride > 1 or x.shape[-1] != widths[-1]
+    project = self.stride > 1 or x.shape[-1] != outside
     if before:
       y = nn.relu(norm('norm1', 'embed', x))
       shortcut = y if project else x
     else:
       y, shortcut = x, x
     if project:
-      shortcut = conv('conv_proj', widths[-1], 1, (None, 'embed'), shortcut, self.stride)
+      shortcut = conv('conv_proj', outside, 1, (None, 'embed'), shortcut, self.stride)
       shortcut = shortcut if before else norm('norm_proj', 'embed', shortcut)
-    y = _sharded(conv('conv1', widths[0], 1, axes[0], y))
+    y = _sharded(conv('conv1', width, 1, ('embed', 'mlp'), y))
     y = nn.relu(norm('norm2' if before else 'norm1', 'mlp', y))
-    y = _sharded(conv('conv2', widths[1], 3, axes[1], y, self.stride))
+    y = _sharded(conv('conv2', width, 3, ('mlp', 'embed'), y, self.stride))
     y = nn.relu(norm('norm3' if before else 'norm2', 'mlp', y))
-    y = _whole(conv('conv3', widths[2], 1, axes[2], y))
+    y = _whole(conv('conv3', outside, 1, ('mlp', 'embed'), y))
     if not before:
       y = norm('norm3', 'embed', y, scale_init=nn.initializers.zeros)
     if drop_rate is not None:
       y = drop_path(y, drop_rate, self.make_rng('dropout'))
-    return shortcut + y if before else nn.relu(shortcut + y)
+    y = shortcut + y if before else nn.relu(shortcut + y)
+    return (y, None) if self.scanned else y
 
 
 class ResNet(nn.Module):
@@ -236,14 +231,8 @@ def run_stage(
 ) -> jax.Array:
   """Runs the residual units of one stage, submodules of the compact module that calls this.
 
-  Args:
-    x: [B, H, W, I].
-    unit: class of the units; `unit(stride=..., scanned=..., **settings)(x, drop_rate)`.
-    settings: settings of all units of the stage.
-    stages: number of units per stage.
-    stage: index of the stage to run.
-    rates: rates of stochastic depth, one per unit of all stages; None for none.
-    remat, scan_layers: see `ResNet`.
+  x is [B, H, W, I]. A unit is `unit(stride=..., scanned=..., **settings)(x, drop_rate)`. `stages`
+  are the numbers of units, `rates` the rates of stochastic depth of the units of all stages.
   """
   first, units = sum(stages[:stage]), stages[stage]
   rates = rates[first : first + units] if rates else [None] * units
@@ -276,12 +265,8 @@ def stacked_name(stage: int) -> str:
 def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:
   """A ResNet by its name in BiT: depth, x, factor of the width, such as '50x1' or '152x2'.
 
-  Args:
-    variant: a depth of 50, 101 or 152 with any whole factor.
-    **overrides: fields of `ResNet` that replace those of the variant.
-
-  Raises:
-    ValueError: the variant or a field is unknown.
+  The depths are 50, 101 and 152. `overrides` are fields of `ResNet`. An unknown variant or field is
+  a ValueError.
   """
   depth, x, factor = variant.partition('x')
   if not (x and depth.isdecimal() and factor.isdecimal()) or int(depth) not in DEPTHS:

@@ -150,13 +150,8 @@ def _pool(x: jax.Array, is_token: jax.Array, pooling: str) -> jax.Array:
 def text_transformer(variant: str = 'S', **overrides: Any) -> TextTransformer:
   """A text tower by the size of the ViT that it equals, such as 'S' or 'g'.
 
-  Args:
-    variant: one of `transformer.SIZES`.
-    **overrides: fields of `TextTransformer` that replace or complete those of the size; vocab_size
-      is 32,000 unless given (appendix N.2).
-
-  Raises:
-    ValueError: for an unknown variant or field.
+  `overrides` are fields of `TextTransformer`; vocab_size is 32,000 unless given (appendix N.2). An
+  unknown variant or field is a ValueError.
   """
   if variant not in SIZES:
     raise ValueError(

@@ -79,7 +79,7 @@ class BlockSettings:
 
   def normalisation(self, name: str, **overrides: Any) -> Norm:
     settings = {'kind': self.norm, 'epsilon': self.norm_epsilon, 'dtype': self.dtype}
-    return Norm(**(settings | overrides), name=name)
+    return Norm(**settings | overrides, name=name)
 
 
 class Attention(nn.Module):
@@ -266,13 +266,8 @@ def prepare_tokens(
   Prepends a learned class token if there is one, adds position embeddings, inserts registers after
   the class token, and applies dropout. The parameters belong to the compact module that calls this.
 
-  Args:
-    x: [B, L, D].
-    has_class_token: whether to prepend a class token.
-    dropout: dropout rate.
-    deterministic: True for no dropout.
-    position: (L or L + 1, D) -> position embeddings of class token and x, or None to add nothing.
-    num_registers: learned tokens that have no position.
+  `position` maps (L or L + 1, D) to the position embeddings of class token and x, or to None.
+  Registers are learned tokens without a position.
   """
   width = x.shape[-1]
 
@@ -310,16 +305,8 @@ def run_blocks(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs `depth` encoder blocks, submodules of the compact module that calls this.
 
-  Args:
-    x: [B, N, D].
-    is_token: bool [B, N], the tokens to attend to; None for all.
-    rotation: rotary position embeddings, see `Attention`.
-    settings, depth, remat, scan_layers, stochastic_depth: see `ViT`.
-    deterministic: True for no dropout and no stochastic depth.
-    moe: experts in some of the blocks.
-
-  Returns:
-    The last output [B, N, D] and the outputs of all blocks by name: 'block00', 'block01', ...
+  x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings those of `ViT`.
+  Returns the last output [B, N, D] and those of all blocks by name: 'block00', 'block01', ...
   """
   names = [f'block{layer:02d}' for layer in range(depth)]
   rates = drop_path_rates(stochastic_depth, depth)
@@ -347,11 +334,11 @@ def run_blocks(
 
 def check_encoder(module: nn.Module, poolings: Sequence[str]) -> None:
   """Raises ValueError if a setting of the encoder is out of range."""
-  owner = type(module).__name__
   check_positive(module, 'width', 'depth', 'mlp_dim', 'num_heads')
   if module.width % module.num_heads:
     raise ValueError(
-      f'{owner}.width={module.width} must be a multiple of num_heads={module.num_heads}'
+      f'{type(module).__name__}.width={module.width} must be a multiple of '
+      f'num_heads={module.num_heads}'
     )
   choices = {'pooling': poolings, 'mlp': MLPS, 'norm': NORMS, 'remat': REMAT}
   for name in choices.keys() & {f.name for f in dataclasses.fields(module)}:

@@ -292,12 +292,8 @@ class ViT(nn.Module):
 def vit(variant: str = 'S/16', **overrides: Any) -> ViT:
   """A ViT by the name of the papers: size, slash, patch size in pixels, such as 'S/16' or 'L/32'.
 
-  Args:
-    variant: one of the sizes Ti, S, B, L, H, g, G, 22B with any patch size.
-    **overrides: fields of `ViT` that replace those of the variant.
-
-  Raises:
-    ValueError: the variant or a field is unknown.
+  The sizes are Ti, S, B, L, H, g, G and 22B. `overrides` are fields of `ViT`. An unknown variant or
+  field is a ValueError.
   """
   size, slash, patch_size = variant.partition('/')
   if size not in SIZES or not slash or not patch_size.isdecimal():

@@ -140,12 +140,8 @@ class WideResNet(nn.Module):
 def wide_resnet(variant: str = '28-10', **overrides: Any) -> WideResNet:
   """A wide ResNet by the paper's name, depth-factor, such as '28-10' or '16-4'.
 
-  Args:
-    variant: a depth of 6 n + 4 and a factor of the width.
-    **overrides: fields of `WideResNet` that replace those of the variant.
-
-  Raises:
-    ValueError: the variant or a field is unknown.
+  A depth is 6 n + 4. `overrides` are fields of `WideResNet`. An unknown variant or field is a
+  ValueError.
   """
   depth, _, factor = variant.partition('-')
   if not (depth.isdecimal() and factor.isdecimal()) or int(depth) < 10 or int(depth) % 6 != 4:

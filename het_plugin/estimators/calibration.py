@@ -41,16 +41,8 @@ class Calibration:
 
 
 def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
-  """Scale and shift that minimise the NLL.
-
-  Args:
-    scores: log p or log odds [N, K].
-    shares: the distribution of labels [N, K] (`Targets.distribution`).
-    link: 'softmax' or 'sigmoid'.
-    method: one of `METHODS`.
-
-  Raises:
-    ValueError: the method is unknown.
+  """Scale and shift that minimise the NLL, from scores [N, K] (log p or log odds) and the
+  distribution of labels [N, K] (`Targets.distribution`), by one of `METHODS`.
   """
   if method not in METHODS:
     raise ValueError(f'method={method!r} is unknown: choose one of {", ".join(METHODS)}')
@@ -81,11 +73,7 @@ def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
 
 
 def threshold(calibration: Calibration, alpha: float) -> float:
-  """The smallest p of a class in a set.
-
-  Raises:
-    ValueError: alpha is not in (0, 1), or too few rows were kept for it.
-  """
+  """The smallest p of a class in a set."""
   if not 0 < alpha < 1:
     raise ValueError(f'alpha={alpha} must be in (0, 1): sets cover the label in 1 - alpha of rows')
   count = len(calibration.scores)

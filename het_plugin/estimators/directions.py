@@ -31,12 +31,8 @@ def noise_directions(
   """The leading directions, float32 [count, Q], of mean square 1 in the logits, or of less
   where W maps them to less than others.
 
-  Args:
-    model: with noise.
-    det: parameters of DET at its optimum.
-    params: initial parameters of the model, whose W' is used if it has one.
-    rows: rows of the fit.
-    count: how many.
+  `det` are the parameters of DET at its optimum, `params` the initial ones of the model with noise,
+  whose W' is used if it has one.
   """
   size, to_logits, from_logits = _noise_map(model, det, params)
   p, gap = _residuals(model, det, rows)
@@ -104,11 +100,8 @@ def _noise_map(model, det, params):
     return len(kernel), lambda z: kernel.T @ z, lambda u: kernel @ u
   size = params['head']['covariance']['d_bias'].shape[0]
   if model.head == 'het':
-    return (
-      size,
-      lambda z: z[:num_classes],
-      lambda u: np.pad(u, [(0, size - num_classes), (0, 0)]),
-    )
+    padding = [(0, size - num_classes), (0, 0)]
+    return size, lambda z: z[:num_classes], lambda u: np.pad(u, padding)
   buckets = model.make_head().buckets(det['head']['kernel'].shape[0])[:num_classes]
   held = np.zeros((num_classes, size), np.float32)
   held[np.arange(num_classes), buckets] = 1.0

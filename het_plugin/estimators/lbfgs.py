@@ -146,10 +146,8 @@ def minimise(
       end = min(num_iterations + stage, max_iter)
       while float(largest) > tol and num_iterations < end:
         direction, slope, state = _direction(theta, gradient, state)
-        found = _line_search(
-          functools.partial(evaluate, theta, direction),
-          *(float(value), float(slope)),
-        )
+        along = functools.partial(evaluate, theta, direction)
+        found = _line_search(along, float(value), float(slope))
         if found is None:
           failures += 1
           break

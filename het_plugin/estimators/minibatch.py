@@ -44,11 +44,7 @@ class Data:
   """
 
   def __init__(self, x: np.ndarray, values: np.ndarray, weight: np.ndarray):
-    """Reads all rows once.
-
-    Raises:
-      ValueError: a row is not finite.
-    """
+    """Reads all rows once; a ValueError if one is not finite."""
     self.x, self.values, self.weight = x, values, weight
     self.index = np.flatnonzero(weight > 0)
     total, first, second = 0.0, 0.0, 0.0
@@ -100,22 +96,13 @@ def fit(
   validation_fraction: float,
   max_iter: int,
   progress: bool,
-  mesh: Sequence[int] | None = None,
-  det_fit: lbfgs.Fit | None = None,
+  mesh: Sequence[int] | None,
+  det_fit: lbfgs.Fit | None,
 ) -> lbfgs.Fit:
   """Fits a model; the objective of the result is the NLL of the held-out rows.
 
-  Args:
-    model: the model.
-    data: its rows.
-    class_shares: [K] frequencies of the classes.
-    seed: seed of hidden layers, noise, order and held-out rows.
-    c, c_noise: inverse strengths of the regularisation.
-    validation_fraction: share of the rows that is held out.
-    max_iter: epochs at most, of DET and of the noise each.
-    progress: whether a bar shows the NLL.
-    mesh: see `placement`.
-    det_fit: DET's, where the noise starts; None computes it.
+  DET and the noise take `max_iter` epochs each at most. The seed is that of hidden layers, noise,
+  order and held-out rows. `class_shares` [K] and `det_fit` are as in `starts.fit`.
   """
   rng = np.random.default_rng(seed)
   order = rng.permutation(data.index)

@@ -22,18 +22,13 @@ RULES = (('batch', 'data'), ('vocab', 'model'))
 
 
 def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
-  """A mesh of (data, model) devices.
-
-  Raises:
-    ValueError: there are too few devices, or the shape is no pair.
-  """
+  """A mesh of (data, model) devices; a ValueError if the shape is no pair or they are too few."""
   mesh = tuple(np.ravel(mesh).tolist())
   wrong = len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] > jax.device_count()
   if wrong or ROW_MULTIPLE % mesh[0]:
     raise ValueError(
       f'mesh={mesh} must be (data, model), positive numbers of devices, where data divides '
-      f'{ROW_MULTIPLE} and the product is at most {jax.device_count()}, the number of '
-      'devices'
+      f'{ROW_MULTIPLE} and the product is at most {jax.device_count()}, the number of devices'
     )
   devices = np.array(jax.devices()[: mesh[0] * mesh[1]]).reshape(mesh)
   return jax.sharding.Mesh(devices, AXES)
@@ -54,7 +49,8 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
   if mesh is None:
     return params
   mesh, flat = make_mesh(mesh), traverse_util.flatten_dict(params)
-  names = model.axes(_num_features(flat))
+  num_features = len(flat.get(('hidden_0', 'kernel'), flat['head', 'kernel']))
+  names = model.axes(num_features)
 
   def sharding(path, x):
     axes = names.get(path) or (None,) * x.ndim
@@ -66,18 +62,13 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
   return traverse_util.unflatten_dict(placed)
 
 
-def _num_features(flat):
-  """D of the features that come in."""
-  return len(flat.get(('hidden_0', 'kernel'), flat['head', 'kernel']))
-
-
 def place_rows(rows: objective.Rows, mesh: Sequence[int] | None) -> objective.Rows:
   """Rows on the mesh, cut over `data`."""
   if mesh is None:
     return rows
   sharding = NamedSharding(make_mesh(mesh), PartitionSpec(None, 'data'))
-  placed = [jax.device_put(x, sharding) for x in (rows.x, rows.target, rows.weight)]
-  return rows.replace(x=placed[0], target=placed[1], weight=placed[2])
+  cut = {name: getattr(rows, name) for name in ('x', 'target', 'weight')}
+  return rows.replace(**jax.device_put(cut, sharding))
 
 
 def forget_pages(x: np.ndarray) -> None:

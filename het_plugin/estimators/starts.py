@@ -30,17 +30,14 @@ def fit(
   class_shares: np.ndarray,
   sample: Callable[[], objective.Rows],
   seed: int,
-  det_fit: lbfgs.Fit | None = None,
+  det_fit: lbfgs.Fit | None,
 ) -> lbfgs.Fit:
-  """Fits a model.
+  """Fits a model over D features.
 
   Args:
     search: minimises the objective of a model from given parameters.
-    model: the model.
-    num_features: D.
     class_shares: [K] frequencies of the classes.
     sample: gives rows of the fit, or a sample of them, for `noisy_start`.
-    seed: seed of hidden layers and noise.
     det_fit: DET's, where the noise starts; None computes it.
   """
   det = model.deterministic
@@ -56,13 +53,8 @@ def fit(
 
 
 def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dict:
-  """Parameters where the search of a head with noise starts.
-
-  Args:
-    model: the model.
-    det: parameters of DET at its optimum.
-    rows: rows of the fit, or a sample of them.
-    seed: seed of the initial parameters.
+  """Parameters where the search of a head with noise starts, from those of DET at its optimum and
+  rows of the fit, or a sample of them.
   """
   params = model.init(seed, rows.x.shape[-1])
   count = dict(model.noise)['num_factors'] + 1
