@@ -118,15 +118,10 @@ class ConvNeXt(nn.Module):
   def __call__(
     self, image: jax.Array, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes images.
+    """image float32 [B, H, W, C] -> phi float32 [B, pre_logits_dim], and the representations by
+    name: 'stem', 'stage1', 'stage2', ... [B, H', W', C'], and 'pre_logits', which is phi.
 
-    Args:
-      image: float32 [B, H, W, C].
-      train: applies stochastic depth, with the 'dropout' rng.
-
-    Returns:
-      phi float32 [B, pre_logits_dim], and the representations by name: 'stem', 'stage1', 'stage2',
-      ... [B, H', W', C'], and 'pre_logits', which is phi.
+    `train` applies stochastic depth, with the 'dropout' rng.
     """
     if any(side % (multiple := 2 ** (len(self.depths) + 1)) for side in image.shape[1:3]):
       raise ValueError(

@@ -153,9 +153,8 @@ class GroupNorm(nn.Module):
     shape = x.shape[-1:]
     scale = param_with_axes('scale', self.scale_init, shape, jnp.float32, axes=(self.axis,))
     bias = param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=(self.axis,))
-    groups = x.astype(jnp.float32).reshape(
-      *x.shape[:-1], self.num_groups, -1
-    )  # [B, H, W, G, C / G]
+    shape = *x.shape[:-1], self.num_groups, -1  # [B, H, W, G, C / G]
+    groups = x.astype(jnp.float32).reshape(shape)
     centred = groups - groups.mean((1, 2, 4), keepdims=True)
     variance = jnp.square(centred).mean((1, 2, 4), keepdims=True)
     normal = (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)

@@ -184,15 +184,10 @@ class ResNet(nn.Module):
   def __call__(
     self, image: jax.Array, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes images.
+    """image float32 [B, H, W, C] -> phi float32 [B, pre_logits_dim], and the representations by
+    name: 'root', 'stage1', 'stage2', ... [B, H', W', C'], and 'pre_logits', which is phi.
 
-    Args:
-      image: float32 [B, H, W, C].
-      train: applies stochastic depth, with the 'dropout' rng.
-
-    Returns:
-      phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1',
-      'stage2', ... [B, H', W', C'], and 'pre_logits', which is phi.
+    `train` applies stochastic depth, with the 'dropout' rng.
     """
     before, intermediates = self.version == 'v2', {}
     size, stride = (7, 2) if self.stem == '7x7_pool' else (3, 1)

@@ -85,17 +85,13 @@ class TextTransformer(nn.Module):
   def __call__(
     self, text: jax.Array, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes texts.
+    """text int32 [B, L], padded with 0 on the right -> phi float32 [B, D], and the representations
+    by name: 'embedding' [B, L, D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32
+    [B, N, D] and 'pre_logits', which is phi.
 
-    Args:
-      text: int32 [B, L], padded with 0 on the right. L is fixed by the position embeddings. An
-        empty text has a finite but meaningless representation.
-      train: applies dropout and stochastic depth, with the 'dropout' rng.
-
-    Returns:
-      phi float32 [B, D], and the representations by name: 'embedding' [B, L, D], 'block00',
-      'block01', ... [B, N, D], 'encoder_norm' float32 [B, N, D] and 'pre_logits', which is phi. N
-      is L, and one more with a class token in front.
+    N is L, and one more with a class token in front. L is fixed by the position embeddings. An
+    empty text has a finite but meaningless representation. `train` applies dropout and stochastic
+    depth, with the 'dropout' rng.
     """
     if text.ndim != 2 or not jnp.issubdtype(text.dtype, jnp.integer):
       raise ValueError(

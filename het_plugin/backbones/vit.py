@@ -210,16 +210,12 @@ class ViT(nn.Module):
   def __call__(
     self, image: jax.Array, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes images.
+    """image float32 [B, H, W, C] -> phi float32 [B, pre_logits_dim], and the representations by
+    name: 'patches' [B, (H/P)(W/P), D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32
+    [B, N, D] and 'pre_logits', which is phi.
 
-    Args:
-      image: float32 [B, H, W, C]. H and W are fixed by the position embeddings.
-      train: applies dropout and stochastic depth, with the 'dropout' rng.
-
-    Returns:
-      phi float32 [B, pre_logits_dim], and the representations by name: 'patches'
-      [B, (H/P)(W/P), D], 'block00', 'block01', ... [B, N, D], 'encoder_norm' float32 [B, N, D] and
-      'pre_logits', which is phi. N counts the patches, and the class token in front of them.
+    N counts the patches, and the class token in front of them. H and W are fixed by the position
+    embeddings. `train` applies dropout and stochastic depth, with the 'dropout' rng.
     """
     settings = BlockSettings.of(self)
     grid = tuple(n // self.patch_size for n in image.shape[1:3])

@@ -106,15 +106,10 @@ class WideResNet(nn.Module):
   def __call__(
     self, image: jax.Array, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Encodes images.
+    """image float32 [B, H, W, C] -> phi float32 [B, pre_logits_dim], and the representations by
+    name: 'root', 'stage1', 'stage2', 'stage3' [B, H', W', C'], and 'pre_logits', which is phi.
 
-    Args:
-      image: float32 [B, H, W, C].
-      train: applies dropout and stochastic depth, with the 'dropout' rng.
-
-    Returns:
-      phi float32 [B, pre_logits_dim], and the representations by name: 'root', 'stage1', 'stage2',
-      'stage3' [B, H', W', C'], and 'pre_logits', which is phi.
+    `train` applies dropout and stochastic depth, with the 'dropout' rng.
     """
     root = StandardizedConv(16, 3, (None, 'embed'), dtype=self.dtype, name='conv_root')
     x = root(image)

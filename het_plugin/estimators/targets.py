@@ -87,7 +87,7 @@ def encode(
     values = y[:, None]
   elif y.ndim != 2:
     raise ValueError(f'target={kind!r} needs y of two dimensions; y has shape {y.shape}')
-  elif kind == 'indicator' or kind == 'probabilities':
+  elif kind in ('indicator', 'probabilities'):
     return _matrix(y, kind, classes)
   else:
     values = y
@@ -113,12 +113,9 @@ def _kind(y, like):
     return 'classes'
   if like is not None and like != 'classes':
     return like
-  if y.dtype.kind in 'iub' or y.dtype.kind == 'f':
-    if np.isin(y, (0, 1)).all() and y.ndim == 2:
-      return 'indicator'
-  if y.dtype.kind == 'f':
-    return 'probabilities'
-  return 'votes'
+  if y.ndim == 2 and y.dtype.kind in 'iubf' and np.isin(y, (0, 1)).all():
+    return 'indicator'
+  return 'probabilities' if y.dtype.kind == 'f' else 'votes'
 
 
 def _missing(values):

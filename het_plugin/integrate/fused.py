@@ -66,9 +66,8 @@ def _log_softmax_at_fwd(plan, rows, shift, draws, label):
 
     _, (log2_z, at_label, log_weight) = scan(plan, body, None, jnp.arange(plan.num_chunks))
     if plan.placement.vocab is not None:
-      parts = jax.lax.all_gather(
-        jnp.stack([log2_z, at_label]), plan.placement.vocab
-      )  # [M, 2, C, B, s]
+      parts = jnp.stack([log2_z, at_label])
+      parts = jax.lax.all_gather(parts, plan.placement.vocab)  # [M, 2, C, B, s]
       top = parts[:, 0].max(axis=0)
       log2_z = top + jnp.log2(jnp.exp2(parts[:, 0] - top).sum(axis=0))
       at_label = parts[:, 1].sum(axis=0)

@@ -199,11 +199,9 @@ def test_wrong_settings_are_one_sentence(change, message):
 
 @pytest.mark.parametrize('setting', ['num_factors', 'num_samples', 'noise_dim', 'C_noise'])
 def test_wrong_settings_of_the_noise_are_one_sentence(setting):
-  x, y = problem(num_rows=20)
-  with pytest.raises(
-    ValueError, match=f"'{setting}' parameter of HetXLClassifier must be .* Got -1"
-  ):
-    HetXLClassifier(**{setting: -1}).fit(x, y)
+  message = f"'{setting}' parameter of HetXLClassifier must be .* Got -1"
+  with pytest.raises(ValueError, match=message):
+    HetXLClassifier(**{setting: -1}).fit(*problem(num_rows=20))
 
 
 def test_the_start_is_a_fit_to_the_same_rows():
