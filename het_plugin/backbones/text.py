@@ -112,18 +112,9 @@ class TextTransformer(nn.Module):
     if has_class_token:
       is_token = jnp.pad(is_token, ((0, 0), (1, 0)), constant_values=True)  # [B, N]
     x = prepare_tokens(x, has_class_token, self.dropout, deterministic=not train)
-    settings = BlockSettings.of(self)
-    x, outputs = run_blocks(
-      x,
-      is_token,
-      settings=settings,
-      depth=self.depth,
-      remat=self.remat,
-      scan_layers=self.scan_layers,
-      deterministic=not train,
-      stochastic_depth=self.stochastic_depth,
-    )
-    x = intermediates['encoder_norm'] = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
+    x, outputs = run_blocks(self, x, not train, is_token)
+    norm = BlockSettings.of(self).normalisation('encoder_norm', dtype=jnp.float32)
+    x = intermediates['encoder_norm'] = norm(x)
     intermediates |= outputs
     phi = _pool(x, is_token, self.pooling)
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))

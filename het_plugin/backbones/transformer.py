@@ -291,27 +291,23 @@ def prepare_tokens(
 
 
 def run_blocks(
+  module: nn.Module,
   x: jax.Array,
+  deterministic: bool,
   is_token: jax.Array | None = None,
   rotation: tuple[jax.Array, jax.Array] | None = None,
-  *,
-  settings: BlockSettings,
-  depth: int,
-  remat: str,
-  scan_layers: bool,
-  deterministic: bool,
-  stochastic_depth: float = 0.0,
   moe: Moe | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs `depth` encoder blocks, submodules of the compact module that calls this.
+  """Runs the encoder blocks of the compact module that calls this, with its settings.
 
   x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings those of `ViT`.
   Returns the last output [B, N, D] and those of all blocks by name: 'block00', 'block01', ...
   """
+  settings, depth, remat = BlockSettings.of(module), module.depth, module.remat
   names = [f'block{layer:02d}' for layer in range(depth)]
-  rates = drop_path_rates(stochastic_depth, depth)
+  rates = drop_path_rates(module.stochastic_depth, depth)
   with_experts, outputs = moe_layers(moe, depth), {}
-  looped = min(with_experts, default=depth) if scan_layers else 0
+  looped = min(with_experts, default=depth) if module.scan_layers else 0
   if looped:
     blocks = scan_with_axes(
       rematerialize(Block, remat, static_argnums=(2,), scanned=True),

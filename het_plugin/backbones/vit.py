@@ -237,17 +237,7 @@ class ViT(nn.Module):
     )
     if self.pre_norm:
       x = settings.normalisation('pre_norm')(x)
-    x, outputs = run_blocks(
-      x,
-      rotation=rotation,
-      settings=settings,
-      depth=self.depth,
-      remat=self.remat,
-      scan_layers=self.scan_layers,
-      deterministic=not train,
-      stochastic_depth=self.stochastic_depth,
-      moe=self.moe,
-    )
+    x, outputs = run_blocks(self, x, not train, rotation=rotation, moe=self.moe)
     intermediates |= outputs
 
     x = settings.normalisation('encoder_norm', dtype=jnp.float32)(x)
