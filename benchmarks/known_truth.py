@@ -81,7 +81,8 @@ def full_grid():
   for link, n in itertools.product(links, (50, 500)):
     points += [Problem(link, 10, 8, 2, 0.0, n), *(Problem(link, 10, 8, r, 3.0, n) for r in (1, 8))]
   points += [Problem(link, 10, 8, 2, 3.0, 5000) for link in links]
-  points += [Problem('sigmoid', 1000, 32, 2, 3.0, n) for n in (5, 50)]
+  points += [Problem(link, 1000, 32, 2, 3.0, n) for link in links for n in (5, 50)]
+  points += [Problem('sigmoid', 3000, 8, 2, 3.0, 5)]
   points += [Problem('sigmoid', 10, 256, 2, 3.0, 500), Problem('sigmoid', 100, 32, 50, 3.0, 50)]
   return sorted(points, key=lambda p: p.k**2 * p.n * (8 if p.link == 'softmax' else 1))
 
@@ -156,7 +157,7 @@ def fit_best(head, grid, train, held_out, start=None):
   """
   fits, nll = [], []
   for point in grid:
-    fits.append(CLASSIFIERS[head](**SETTINGS, **point).fit(*train, start=start))
+    fits.append(CLASSIFIERS[head](**SETTINGS | point).fit(*train, start=start))
     nll.append(fits[-1].nll(*held_out))
     if 'C_noise' in point and nll[-1].mean() > min(x.mean() for x in nll) + 0.05:
       break

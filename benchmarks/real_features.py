@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 from command_line import integers, make_parser, names, print_table, write_json
-from known_truth import fit_best
+from known_truth import NOISE_CS, fit_best
 from PIL import Image
 from scipy import special
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
@@ -57,8 +57,8 @@ CS = {  # of DET
   **dict.fromkeys(('glyphs', 'glyphs_full', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0)),
   **dict.fromkeys(PEOPLE, (0.1, 1.0, 10.0, 100.0)),
 }
-NOISE_CS = (0.0, 0.03, 0.1, 0.3, 1.0)  # ascending
 NUM_FACTORS = 4
+MAX_ITER = 600
 
 
 # A part is the NPZ file of its images, of which the heads see the split 'heads'; gin files and
@@ -206,7 +206,7 @@ def fit(name, number, fitted, args, features, labels, groups):
   train, held_out = (fitted[x] for x in next(parts))
   seen = np.unique(labels[train])
   held_out = held_out[np.isin(labels[held_out], seen).all(axis=1)]
-  y, common = labels, {'hidden_layers': tuple(args.hidden)}
+  y, common = labels, {'hidden_layers': tuple(args.hidden), 'max_iter': MAX_ITER}
   if labels.shape[1] > 1:
     common |= {'target': 'votes'}
   else:
