@@ -3,6 +3,7 @@ of mains, a small trained run.
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,13 +17,16 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Tests compile for longer than they compute. Without the slow passes of LLVM and the newer code
 # generator of XLA for fused loops it takes half of the time. Two programs may then round the last
-# bit of exp or erf_inv differently.
-os.environ.setdefault(
-  'XLA_FLAGS',
-  '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 '
-  '--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false '
-  '--xla_cpu_parallel_codegen_split_count=1',
-)
+# bit of exp or erf_inv differently. libtpu ends a process that has flags of the CPU's compiler.
+_FLAGS = ['--xla_force_host_platform_device_count=8']
+if importlib.util.find_spec('libtpu') is None:
+  _FLAGS += [
+    '--xla_backend_optimization_level=0',
+    '--xla_llvm_disable_expensive_passes=true',
+    '--xla_cpu_use_fusion_emitters=false',
+    '--xla_cpu_parallel_codegen_split_count=1',
+  ]
+os.environ.setdefault('XLA_FLAGS', ' '.join(_FLAGS))
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # A notice on each import otherwise.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')

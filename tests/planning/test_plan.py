@@ -173,7 +173,7 @@ def test_plans_for_tpu_slices():
 
   asked = request(topology='v5e:2x2', mesh=[4, 1]).for_train_step(batch=4194304)
   plan = worker.compile_in_process(asked)  # too little memory is a result
-  assert plan['peak_bytes_per_device'] > 100 * 2**30 > plan['hbm_bytes_per_device']
+  assert plan['peak_bytes_per_device'] > 2 * plan['hbm_bytes_per_device']
   assert 'The compiler on the train step' in report.verdict(plan)
 
 
