@@ -7,10 +7,10 @@ An ablation is one of ours, by name, or a gin file of your own (docs/ablations.m
 goes to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE to the ablation. Run the
 command again to go on where it stopped: finished runs are not trained again.
 
-The output directory gets results.json, results.txt, index.html with curves, and a folder per run
-with its checkpoints, metrics.jsonl and config.gin. The results are written after the first seed and
-again after each further one. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 42
-stopped by SIGTERM with a checkpoint saved, to be started again.
+The output directory gets results.json, results.txt, index.html with curves, their plots, and a
+folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and
+written after the first seed and again after each further one. Exit codes: 0 done; 2 a setting is
+wrong; 3 a run was not finite; 42 stopped by SIGTERM with a checkpoint saved, to be started again.
 """
 
 from het_plugin.operations import stopping
@@ -55,9 +55,8 @@ def main(argv: Sequence[str]) -> None:
       None if seeds is None else flag_values.integers('seeds', seeds),
       flags.FLAGS.cell,
     )
-    for outcome in chosen.run(request):
-      text = outcome.write(output_dir, flags.FLAGS.json)
-  print(f'\n{outcome.title}\n\n{text}\n\nThe same with curves: {output_dir / "index.html"}')
+    for report in chosen.run(request):
+      report.write('het_plugin.ablate', json=flags.FLAGS.json, output_dir=output_dir)
 
 
 if __name__ == '__main__':

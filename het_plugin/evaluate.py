@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values, trained_run
@@ -86,8 +85,6 @@ def main(argv: Sequence[str]) -> None:
     evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
     report = uncertainty_report.make_report(evaluations)
     report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
-    if F.output_dir and jax.process_index() == 0:
-      print(f'\nThe same with curves and pictures: {Path(F.output_dir) / "index.html"}')
 
 
 if __name__ == '__main__':

@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> None:
     yardsticks = head_comparison.references(
       rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
     )
-    text = head_comparison.write(rows, folders, output_dir, yardsticks, settings.json)
-  print(f'\n{text}\n\nThe same with curves and examples: {output_dir / "index.html"}')
+    print()
+    report = head_comparison.make_report(rows, folders, yardsticks)
+    report.write('het_plugin.quickstart', json=settings.json, output_dir=output_dir)
 
 
 if __name__ == '__main__':

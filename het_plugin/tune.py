@@ -75,9 +75,8 @@ def main(argv: Sequence[str]) -> None:
             *(seed + 1, flags.FLAGS.replications),
           )
           outcomes[row].append(study.outcome(row))
-        rows = temperature.table(outcomes)
-        table = temperature.write(rows, output_dir, flags.FLAGS.json)
-  print(f'\n{table}\n\nThe same with plots: {output_dir / "index.html"}')
+        report = temperature.make_report(temperature.table(outcomes), output_dir)
+        report.write('het_plugin.tune', json=flags.FLAGS.json, output_dir=output_dir)
 
 
 if __name__ == '__main__':

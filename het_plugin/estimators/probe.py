@@ -13,6 +13,7 @@ from flax import traverse_util
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
+from het_plugin import reporting
 from het_plugin.data.representations import (
   Representations,
   check_pair,
@@ -25,7 +26,6 @@ from het_plugin.estimators.model import is_noise
 from het_plugin.evaluation import agreement, uncertainty
 from het_plugin.evaluation.comparison import EXTREME, extreme_share
 from het_plugin.evaluation.predictions import Predictions
-from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.uncertainty_report import calibration_figures
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
@@ -117,7 +117,7 @@ Source = str | tuple[np.ndarray, np.ndarray]
 
 def probe(
   train: Source, test: Source | None, settings: Settings, ood: Source | None = None
-) -> Report:
+) -> reporting.Report:
   """Fits the heads to representations.
 
   Args:
@@ -155,12 +155,7 @@ def probe(
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
   where = test if test is not None else f'{settings.folds} folds of {train}'
-  introduction = (
-    f'{len(first.scores.index):,} examples of {where}; heads fitted to '
-    f'{len(train_rows.features):,} rows of {train_rows.features.shape[1]} features.'
-  )
   notes = [
-    introduction,
     f'± is a standard error over examples; differences to {baseline} are paired by example. '
     f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
     'differences make; a gain that they alone make is no gain for the others. ECE: 15 bins of '
@@ -172,9 +167,10 @@ def probe(
     for x in outcomes
     if x.unfinished
   ]
-  return Report(
+  return reporting.Report(
     title='Heads on saved representations',
-    introduction=introduction,
+    introduction=f'{len(first.scores.index):,} examples of {where}; heads fitted to '
+    f'{len(train_rows.features):,} rows of {train_rows.features.shape[1]} features.',
     rows=[_shown(row) for row in rows],
     row_title='head',
     notes=notes,

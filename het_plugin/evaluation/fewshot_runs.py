@@ -12,7 +12,6 @@ from het_plugin import reporting
 from het_plugin.data.representations import check_pair, read_representations
 from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
-from het_plugin.evaluation.report import Report
 
 # Flags of `het_plugin.fewshot` that belong to --checkpoint.
 OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')
@@ -139,7 +138,9 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
 
 
-def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results) -> Report:
+def make_report(
+  protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results
+) -> reporting.Report:
   """Compares runs; rows of an `earlier` --json are shown first, without differences."""
   rows = list(earlier)
   for run, by_dataset in results.items():
@@ -195,7 +196,7 @@ def make_report(protocol: Mapping[str, Any], earlier: Sequence[Row], results: Re
     if found := [f'{name} {number}' for name, number in numbers.items() if number]:
       notes.append(f'{what}: {", ".join(found)}.')
   text = 'Accuracy by shots.'
-  return Report(
+  return reporting.Report(
     title='Few-shot linear evaluation',
     introduction='Accuracy of a linear classifier fitted to a few examples per class.',
     rows=list(runs.values()),

@@ -20,6 +20,7 @@ from het_plugin.evaluation import extraction, extraction_files
 from het_plugin.evaluation.extraction_files import SplitFiles
 from het_plugin.evaluation.splits import open_split
 
+_PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
 _ARRAYS_SPLIT = 'all'
 
@@ -93,7 +94,7 @@ def represent(
   files = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
   # All errors of settings are found before the first split is begun.
   pending = {split: files[split].pending(layers, overwrite) for split in names}
-  provenance = {'checkpoint': run.checkpoint, **_how_and_when()}
+  provenance = {'checkpoint': run.checkpoint, **reporting.provenance(_PROGRAM)}
   rows = []
   for split, left in pending.items():
     speed, start = {}, time.monotonic()
@@ -203,7 +204,7 @@ def convert(
     pending = files.pending([_ARRAYS_LAYER], overwrite).layers
     if pending:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
-      provenance = {**read.provenance, **_how_and_when(), **made_from, **about}
+      provenance = {**read.provenance, **reporting.provenance(_PROGRAM), **made_from, **about}
       converted = dataclasses.replace(read, features=features, provenance=provenance)
       representations_lib.write_representations(files.path(_ARRAYS_LAYER), converted)
     rows.append(_row(files, _ARRAYS_LAYER, {} if pending else None))
@@ -213,11 +214,6 @@ def convert(
 def _sha256(path: str) -> str:
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def _how_and_when() -> dict[str, Any]:
-  made = dataclasses.asdict(reporting.Provenance.of_this_process('het_plugin.represent', {}))
-  return {name: made[name] for name in ('command', 'created', 'versions')}
 
 
 def _row(files: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Comparisons of `het_plugin.select`, from files of the candidates' representations or predictions.
 
 Each function takes one source per candidate (`candidates.py`), reads all of them before it computes
-anything, and returns a `Report` with the best candidate first. Errors name the program's flags.
+anything, and returns a report with the best candidate first. Errors name the program's flags.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from het_plugin import reporting
 from het_plugin.data.representations import read_representations
-from het_plugin.evaluation import fewshot, greedy_ensemble, report
+from het_plugin.evaluation import fewshot, greedy_ensemble
 from het_plugin.evaluation import knn as neighbors
 from het_plugin.evaluation import rankme as effective_rank
 from het_plugin.evaluation.candidates import (
@@ -22,8 +21,6 @@ from het_plugin.evaluation.candidates import (
   read_softmax_predictions,
   same_predictions,
 )
-
-_Report = functools.partial(report.Report, row_title='candidate')
 
 
 def agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[str, Any]:
@@ -58,7 +55,7 @@ def knn(
   names: Sequence[str] | None,
   k: Sequence[int],
   metric: str,
-) -> report.Report:
+) -> reporting.Report:
   """k-nearest-neighbour accuracy of every candidate, on test files or leaving one out."""
   names = candidate_names(names, train, test)
   check_representations(train, test)
@@ -69,7 +66,8 @@ def knn(
   rows.sort(key=lambda row: -row['accuracy'][k[0]])
   lines = {row['candidate']: (k, [row['accuracy'][n] for n in k]) for row in rows}
   measured = 'the test examples' if test else 'the training examples, each left out in turn'
-  return _Report(
+  return reporting.Report(
+    row_title='candidate',
     title='k-nearest-neighbour accuracy',
     introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
     f'{measured}.',
@@ -78,7 +76,6 @@ def knn(
       | {f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()}
       for row in rows
     ],
-    notes=[f'accuracy on {measured}; {metric} distance'],
     draw=lambda: _figure(
       reporting.lines_png(
         lines, xlabel='neighbours k', ylabel='accuracy', log_x=True, whole_steps=True
@@ -100,7 +97,7 @@ def rank(
   shots: Sequence[int],
   seeds: Sequence[int],
   l2: float | str,
-) -> report.Report:
+) -> reporting.Report:
   """The kNN proxy of every candidate, and few-shot accuracy of the `keep` best by it."""
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number for rank, the k of its proxy')
@@ -125,7 +122,8 @@ def rank(
     for n, found in agreements.items()
   ]
   proxy_name = f'kNN accuracy, k = {k[0]}'
-  return _Report(
+  return reporting.Report(
+    row_title='candidate',
     title='Candidates for a task',
     introduction=f'All candidates by the leave-one-out {proxy_name} ({metric} distance) on the '
     f'training examples, and few-shot accuracy on the test examples of the best {len(kept)}.',
@@ -169,7 +167,7 @@ def rank(
 
 def rankme(
   *, train: Sequence[str], names: Sequence[str] | None, max_examples: int
-) -> report.Report:
+) -> reporting.Report:
   """RankMe of every candidate, with its spectrum."""
   if max_examples < 1:
     raise ValueError(f'--max_examples={max_examples} must be at least 1')
@@ -201,7 +199,8 @@ def rankme(
     )
     return _figure(png, 'Singular values over the largest.')
 
-  return _Report(
+  return reporting.Report(
+    row_title='candidate',
     title='RankMe',
     introduction='Effective rank of the representations: the exponential of the entropy of their '
     'singular values (Garrido et al. 2023, eq. 1).',
@@ -227,7 +226,7 @@ def ensemble(
   names: Sequence[str] | None,
   max_members: int,
   replacement: bool,
-) -> report.Report:
+) -> reporting.Report:
   """A greedy ensemble beside the best single candidate and the average of all."""
   names = candidate_names(names, validation, test, flag='validation')
   # The test files are also read now, so that a wrong one is found before anything is computed.
@@ -259,7 +258,8 @@ def ensemble(
     {'candidate': names[member], 'validation_nll': nll}
     for member, nll in zip(members, path, strict=True)
   ]
-  return _Report(
+  return reporting.Report(
+    row_title='candidate',
     title='Greedy ensemble',
     introduction=f'Members out of {len(names)} candidates, added one by one for the smallest '
     f'validation NLL {"with" if replacement else "without"} replacement; an ensemble predicts the '

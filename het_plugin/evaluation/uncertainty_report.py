@@ -9,7 +9,6 @@ import numpy as np
 
 from het_plugin import reporting
 from het_plugin.evaluation import class_covariance, uncertainty
-from het_plugin.evaluation.report import Report
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
 _SHOWN = (
@@ -92,13 +91,11 @@ class Evaluation:
     }
 
 
-def make_report(evaluations: Sequence[Evaluation]) -> Report:
+def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
   """Compares all evaluations with the first, on the same examples."""
   rows = [evaluation.row(evaluations[0]) for evaluation in evaluations]
   where = '{dataset}, split {split}'.format(**rows[0]) if 'dataset' in rows[0] else 'a file'
-  examples = f'{rows[0]["num_examples"]:,} examples of {where}.'
   notes = [
-    examples,
     'NLL: nats per example; prec@k: the label is among the k most probable classes; ECE: 15 bins; '
     'AURC: mean error rate over all coverages; E-AURC: AURC minus that of the best order; AUROC '
     'errors: how well the confidence tells wrong predictions from right ones.',
@@ -108,9 +105,9 @@ def make_report(evaluations: Sequence[Evaluation]) -> Report:
     notes.append(
       'FPR@95: share of unknown inputs that pass a threshold that 95% of the known inputs pass.'
     )
-  return Report(
+  return reporting.Report(
     title='Predictive uncertainty',
-    introduction=examples,
+    introduction=f'{rows[0]["num_examples"]:,} examples of {where}.',
     rows=[_shown(row) for row in rows],
     row_title='checkpoint',
     notes=notes + [f'{r["name"]}: {r["no_covariance"]}' for r in rows if 'no_covariance' in r],

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from het_plugin import data, reporting
 from het_plugin.evaluation import comparison, zeroshot
 from het_plugin.evaluation.names import check_names, choose_names, short_names
-from het_plugin.evaluation.report import Report
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -122,7 +121,7 @@ def evaluate(
   return rows
 
 
-def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
+def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
   """Tables of rows, and of groups of seeds."""
   groups = compare_groups(rows)
   tables = []
@@ -151,7 +150,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
   counts = {x['dataset']: x.get('classes_alike', 0) or x.get('captions_alike', 0) for x in rows}
   alike = ', '.join(f'{name} {number}' for name, number in counts.items() if number)
   plain = [{k: v for k, v in row.items() if k != 'scalars'} for row in rows]
-  return Report(
+  return reporting.Report(
     title='Zero-shot evaluation',
     introduction='Zero-shot classification and retrieval.',
     tables=tables,

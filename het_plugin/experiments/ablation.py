@@ -23,7 +23,7 @@ from het_plugin import reporting
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import analyses
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.study import Outcome, Request, check_label, check_settings
+from het_plugin.experiments.study import Request, check_label, check_settings
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Ablation:
       run, gin_bindings=[*run.gin_bindings, *chosen, f'RANDOM_SEED = {seed}']
     )
 
-  def run(self, request: Request) -> Iterator[Outcome]:
+  def run(self, request: Request) -> Iterator[reporting.Report]:
     """Trains the runs that are not complete (`runs.complete`), and reports after every seed."""
     chosen = {name for label in self.cells for name in self.candidates(label)[0]}
     for binding in request.gin_bindings:
@@ -139,7 +139,7 @@ class Ablation:
     ablation = self if request.seeds is None else dataclasses.replace(self, seeds=request.seeds)
     if request.cells is not None:
       ablation = ablation.only(request.cells)
-    yield from _Training(ablation, request).outcomes()
+    yield from _Training(ablation, request).reports()
 
 
 def _folder_name(text: str) -> str:
@@ -160,7 +160,7 @@ class _Training:
     self._total = len(sizes) * len(ablation.seeds)
     self._total += len(ablation.choose_seeds) * sum(size for size in sizes if size > 1)
 
-  def outcomes(self) -> Iterator[Outcome]:
+  def reports(self) -> Iterator[reporting.Report]:
     ablation = self._ablation
     self._chosen = {label: self._choose(label) for label in ablation.cells}
     for seed in ablation.seeds:
@@ -176,7 +176,7 @@ class _Training:
           found |= self._analyse(folder)
         self._folders[label].append(folder)
         self._found[label].append(found)
-      yield self._outcome()
+      yield self._report()
 
   def _analyse(self, folder: Path) -> dict[str, float]:
     """What the analysis finds in a run; kept in a file for the next start."""
@@ -236,28 +236,31 @@ class _Training:
       self._counts[label] = runs_lib.configured_model()[1]
     return folder
 
-  def _outcome(self) -> Outcome:
+  def _report(self) -> reporting.Report:
     ablation = self._ablation
     rows = [self._row(label) for label in ablation.cells]
     seeds = ablation.seeds[: len(self._found[ablation.first])]
     first = {label: folders[0] for label, folders in self._folders.items()}
     tables = self._differences(rows), self._tests(rows), self._choices()
-    return Outcome(
+    return reporting.Report(
       title=ablation.title,
       introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
       f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
+      row_title='cell',
       rows=rows,
       tables=[table for table in tables if table.lines],
       notes=[
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
         'padding of the classes.',
       ],
-      figures=[runs_lib.curves_figure(first, f'Training loss and temperature, seed {seeds[0]}.')],
+      draw=lambda: runs_lib.draw_curves(first, f'Training loss and temperature, seed {seeds[0]}.'),
       configs={label: (folder / 'config.gin').read_text() for label, folder in first.items()},
-      details={
+      json={
+        'title': ablation.title,
         'paper': ablation.paper,
         'seeds': list(seeds),
         'choices': {label: tried for label, (_, tried) in self._chosen.items() if tried},
+        'rows': rows,
       },
     )
 

@@ -23,13 +23,12 @@ from typing import Any
 import jax
 
 import gin
-from het_plugin import weights
+from het_plugin import reporting, weights
 from het_plugin.config import changes, trained_run
 from het_plugin.config.flag_values import parse_sweep
 from het_plugin.data.representations import Representations, read_representations
 from het_plugin.evaluation import evaluate, knn, represent, selection
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
-from het_plugin.evaluation.report import Report
 from het_plugin.experiments import runs
 from het_plugin.training import checkpoint_reader, optimizers
 
@@ -51,7 +50,7 @@ def finetune(
   replacement: bool,
   batch_size: int,
   output_dir: str | None,
-) -> Report:
+) -> reporting.Report:
   """Ranks, fine-tunes and selects; all processes call it. The flags of `select` explain the others.
 
   Args:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import gin
 from het_plugin import integrate, reporting
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.study import Outcome, Request, check_settings
+from het_plugin.experiments.study import Request, check_settings
 from het_plugin.training.flops import count_flops
 
 _CHANNELS = 3
@@ -80,7 +80,7 @@ class Flops:
   def __post_init__(self):
     check_settings('Flops', self.shared, self.cells)
 
-  def run(self, request: Request) -> Iterator[Outcome]:
+  def run(self, request: Request) -> Iterator[reporting.Report]:
     """Counts; trains nothing, so seeds do not matter."""
     check_settings('Flops', self.shared, self.cells, request.cells or ())
     rows, backbone, configs = [], None, {}
@@ -114,18 +114,27 @@ class Flops:
           },
         }
       )
-    yield Outcome(
+    yield reporting.Report(
       title=self.title,
       introduction=f'{self.paper} Here: floating point operations of matrix products and '
       'convolutions, 2 per multiply and add, of forward and backward pass.',
+      row_title='cell',
       rows=rows,
       notes=[
         f'The backbone alone: {backbone.train / _GIGA:.4g} GFLOP per image in training, '
         f'{backbone.evaluation / _GIGA:.4g} in evaluation.'
       ],
-      figures=[self._figure(rows, group) for group in rows[0]['tables']],
+      draw=lambda: {
+        name: self._figure(rows, group)
+        for name, group in zip(('training', 'evaluation'), rows[0]['tables'], strict=True)
+      },
       configs=configs,
-      details={'paper': self.paper, 'backbone': dataclasses.asdict(backbone)},
+      json={
+        'title': self.title,
+        'paper': self.paper,
+        'backbone': dataclasses.asdict(backbone),
+        'rows': rows,
+      },
     )
 
   def _figure(self, rows: Sequence[Mapping[str, Any]], group: str) -> reporting.Figure:

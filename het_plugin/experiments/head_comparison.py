@@ -19,7 +19,6 @@ import gin
 from het_plugin import data, reporting
 from het_plugin.config import screen
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import study
 from het_plugin.training import checkpoint_reader, partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
@@ -257,46 +256,46 @@ def _write_examples(params: Any, run_dir: Path) -> None:
   )
 
 
-def write(
+def make_report(
   rows: Sequence[Mapping[str, Any]],
   runs: Mapping[str, Path],
-  output_dir: Path,
   yardsticks: Sequence[Mapping[str, Any]],
-  copy: str | None,
-) -> str:
-  """Writes results.json, also to `copy`, results.txt and index.html; returns the text.
-
-  `rows` are those of `row`, `runs` the folders of the heads, and `yardsticks` the `references`.
-  """
+) -> reporting.Report:
+  """Compares heads, from their rows (`row`), {head: folder} and rows to compare with."""
   shown = [
     {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}
     | {'fewshot': row['fewshot_by_dataset'], 'fewshot_stderr': row['fewshot_stderr_by_dataset']}
     for row in rows
   ]
   titles = {HEADS[head]: run for head, run in runs.items()}
-  curves = runs_lib.curves_figure(titles, 'Training loss and temperature.')
-  outcome = study.Outcome(
-    title='Heteroscedastic heads on rendered characters',
-    introduction=f'Every head trained for the same {rows[0]["steps"]:,} steps on the same '
-    'examples, then evaluated on unseen renderings.',
-    rows=shown,
-    references=yardsticks,
-    summary=sentences(rows),
-    notes=_NOTES,
-    figures=[
-      curves,
-      reporting.Figure(
+  trained = (
+    f'Every head trained for the same {rows[0]["steps"]:,} steps on the same examples, then '
+    'evaluated on unseen renderings.'
+  )
+
+  def draw():
+    return runs_lib.draw_curves(titles, 'Training loss and temperature.') | {
+      'examples': reporting.Figure(
         _examples(titles),
         'Unseen renderings, from the one of which the first head is surest (left) to the most '
         'doubtful, and the most probable character by each head with its probability. Green is '
         'right. Where different characters look alike, no head can be sure.',
         'Examples with the prediction of each head.',
         recolour=False,
-      ),
-    ],
+      )
+    }
+
+  return reporting.Report(
+    title='Heteroscedastic heads on rendered characters',
+    introduction='\n'.join([trained, *sentences(rows)]),
+    json=rows,
+    row_title='head',
+    rows=shown,
+    references=yardsticks,
+    notes=_NOTES,
+    draw=draw,
     configs={title: (run / 'config.gin').read_text() for title, run in titles.items()},
   )
-  return outcome.write(output_dir, copy, 'het_plugin.quickstart', 'head', rows)
 
 
 def _examples(titles: Mapping[str, Path]) -> bytes:

@@ -85,6 +85,16 @@ def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
   return found
 
 
+def draw_curves(folders: Mapping[str, Path], caption: str) -> dict[str, reporting.Figure]:
+  """{'curves': loss and temperature by step} of the runs in {title: folder}."""
+  lines = {
+    title: curves(run_files.read_lines(folder / 'metrics.jsonl'))
+    for title, folder in folders.items()
+  }
+  alt = 'Training loss and temperature tau by step.'
+  return {'curves': reporting.Figure(reporting.curve_pngs(lines), caption, alt)}
+
+
 def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
   """Step, loss and tau of a training, from the lines of its metrics.jsonl.
 
@@ -96,16 +106,6 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     name: [math.nan if line[key] is None else line[key] for line in lines]
     for name, key in columns.items()
   }
-
-
-def curves_figure(folders: Mapping[str, Path], caption: str) -> reporting.Figure:
-  """Loss and temperature of the runs in these folders by step."""
-  lines = {
-    title: curves(run_files.read_lines(folder / 'metrics.jsonl'))
-    for title, folder in folders.items()
-  }
-  alt = 'Training loss and temperature tau by step.'
-  return reporting.Figure(reporting.curve_pngs(lines), caption, alt)
 
 
 def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:

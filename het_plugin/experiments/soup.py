@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from etils import epath
 from flax import core, traverse_util
 
-from het_plugin import data, weights
+from het_plugin import data, reporting, weights
 from het_plugin.config import changes, trained_run
-from het_plugin.evaluation import report
 from het_plugin.evaluation.candidates import candidate_names
 from het_plugin.evaluation.splits import open_split
 from het_plugin.training import checkpoint_reader, checkpoints, evaluation, optimizers, warm_start
@@ -86,7 +85,7 @@ def soup(
   split: str,
   batch_size: int,
   output_dir: str | None,
-) -> report.Report:
+) -> reporting.Report:
   """The uniform and the greedy soup beside the best single candidate.
 
   Args:
@@ -143,7 +142,7 @@ def soup(
   rows.append(_row(f'best single: {names[best]}', 1, alone[best]))
   rows += [_row(name, 1, scores) for name, scores in zip(names, alone, strict=True)]
   chosen = [names[i] for i in members]
-  return report.Report(
+  return reporting.Report(
     title='Soups of checkpoints',
     introduction=f'Averages of the parameters of {len(names)} checkpoints on {split}; the greedy '
     'one adds candidates from the best to the worst and keeps those that do not lower precision@1.',

@@ -1,4 +1,4 @@
-"""Shared by all studies: names, settings of cells, requests of the command line, outcomes.
+"""Shared by all studies: names, settings of cells, requests of the command line.
 
 Settings are names of gin files, which end in .gin, and bindings, 'NAME = VALUE'. Files are read
 before bindings; later ones win.
@@ -102,62 +102,3 @@ def check_settings(
         )
   for label in only:
     check_label(f'{study}.cells', label, cells)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """The results of a study as a table, with explanations.
-
-  `rows`, and `references` to compare them with, are of `reporting.columns`; `summary` has sentences
-  below the table, `notes` how to read it, `configs` the gin configuration of each cell, and
-  `details` further entries of results.json.
-  """
-
-  title: str
-  introduction: str
-  rows: Sequence[Mapping[str, Any]]
-  references: Sequence[Mapping[str, Any]] = ()
-  tables: Sequence[reporting.Table] = ()
-  summary: Sequence[str] = ()
-  notes: Sequence[str] = ()
-  figures: Sequence[reporting.Figure] = ()
-  configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-  def write(
-    self,
-    output_dir: Path,
-    copy: str | None,
-    main: str = 'het_plugin.ablate',
-    row_title: str = 'cell',
-    results: Any = None,
-  ) -> str:
-    """Writes results.json, also to `copy`, results.txt and index.html; returns the text.
-
-    `main` is the command that made it, and `row_title` what a row is. results.json is `results`, by
-    default title, details and rows.
-    """
-    if results is None:
-      results = {'title': self.title, **self.details, 'rows': self.rows}
-    for path in [output_dir / 'results.json', *([copy] if copy else [])]:
-      reporting.write_json(results, path)
-    blocks = [
-      reporting.text_table(self.rows, self.references, row_title),
-      *map(reporting.plain_table, self.tables),
-      '\n'.join(self.summary),
-    ]
-    text = '\n\n'.join(filter(None, blocks))
-    (output_dir / 'results.txt').write_text(text + '\n')
-    page = reporting.html_page(
-      title=self.title,
-      introduction=' '.join([self.introduction, *self.summary]),
-      rows=self.rows,
-      references=self.references,
-      tables=self.tables,
-      notes=self.notes,
-      figures=self.figures,
-      provenance=reporting.Provenance.of_this_process(main, self.configs),
-      row_title=row_title,
-    )
-    (output_dir / 'index.html').write_text(page)
-    return text

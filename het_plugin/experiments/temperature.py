@@ -33,7 +33,6 @@ import gin
 from het_plugin import data, reporting
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import study as study_lib
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -363,27 +362,34 @@ def table(outcomes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
   return rows
 
 
-def write(rows: Sequence[Mapping[str, Any]], output_dir: Path, copy: str | None) -> str:
-  """Writes results.json (the rows), results.txt and index.html; returns the text."""
-  figures = [
-    reporting.Figure(
-      reporting.lines_png(
-        _tau_nll(rows), xlabel='temperature tau', ylabel='test NLL (nats per example)', log_x=True
-      ),
-      'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
-      'Test NLL of every training against its temperature.',
-    )
-  ]
-  seed_0 = {row['head']: output_dir / 'seed_0' / row['replications'][0]['chosen'] for row in rows}
+def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Report:
+  """The table of `rows`, whose trainings are in `folder`."""
+  seed_0 = {row['head']: folder / 'seed_0' / row['replications'][0]['chosen'] for row in rows}
   single = {r['head']: seed_0[r['head']] for r in rows if r['single training'] == 'yes'}
-  if single:
-    caption = 'Training loss and temperature of the methods of a single training, with seed 0.'
-    figures.append(runs_lib.curves_figure(single, caption))
   last = rows[-1]['head']
-  outcome = study_lib.Outcome(
+
+  def draw():
+    png = reporting.lines_png(
+      _tau_nll(rows), xlabel='temperature tau', ylabel='test NLL (nats per example)', log_x=True
+    )
+    figures = {
+      'tau': reporting.Figure(
+        png,
+        'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
+        'Test NLL of every training against its temperature.',
+      )
+    }
+    if single:
+      caption = 'Training loss and temperature of the methods of a single training, with seed 0.'
+      figures |= runs_lib.draw_curves(single, caption)
+    return figures
+
+  return reporting.Report(
     title='Ways to choose the temperature',
     introduction='Mean and standard error over '
     f'{len(rows[0]["replications"])} replications, as table 13 of Collier et al. 2023.',
+    json=rows,
+    row_title='method',
     rows=[{k: v for k, v in row.items() if k not in ('replications', 'row')} for row in rows],
     notes=[
       'NLL and prec@1: of the test set, which neither training nor the choice of tau saw. '
@@ -391,10 +397,9 @@ def write(rows: Sequence[Mapping[str, Any]], output_dir: Path, copy: str | None)
       'trainings and steps: what one replication takes. ms/step: of the chosen training.',
       "p: of Welch's test that the NLL is that of simple training.",
     ],
-    figures=figures,
+    draw=draw,
     configs={last: (seed_0[last] / 'config.gin').read_text()},
   )
-  return outcome.write(output_dir, copy, 'het_plugin.tune', 'method', rows)
 
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:

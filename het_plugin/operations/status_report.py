@@ -42,14 +42,14 @@ def text(found: Found) -> str:
 
 def page(found: Found) -> str:
   """The report as an HTML document."""
-  return reporting.html_page(
+  report = reporting.Report(
     title=found['run_dir'],
     introduction=headline(found),
-    rows=(),
+    json=found,
     tables=tables(found),
     notes=found['problems'],
-    provenance=reporting.Provenance.of_this_process('het_plugin.status', {}),
   )
+  return report.page('het_plugin.status')
 
 
 def tables(found: Found) -> list[reporting.Table]:

@@ -3,16 +3,16 @@
 import importlib
 
 _MODULES = {  # imported on first use: tables need no matplotlib
-  'columns': ('cell', 'p_text'),
-  'page': ('Figure', 'Table', 'html_page'),
+  'columns': ('Table', 'cell', 'p_text'),
   'pictures': ('CovariancePanel', 'covariance_png', 'examples_png'),
   'plots': (
     *('curve_pngs', 'grid_png', 'lines_png', 'reliability_png', 'scatter_png', 'shots_png'),
     'unit_curves_png',
   ),
   'progress': ('Progress',),
-  'results': ('Provenance', 'write_json'),
-  'text': ('aligned', 'plain_table', 'text_table'),
+  'report': ('Figure', 'Report'),
+  'results': ('provenance', 'write_json'),
+  'text': ('aligned', 'plain_table'),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

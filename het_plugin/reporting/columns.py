@@ -18,7 +18,6 @@ Any other number or string becomes a column of its own name. None and NaN are sh
 """
 
 import dataclasses
-import itertools
 import math
 import numbers
 import re
@@ -33,13 +32,14 @@ _LOWEST_SHOWN_P = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-  """One column: `group` names its table ('' is the main one), `best` the rows that lead it."""
+class Table:
+  """A table of text."""
 
-  group: str
-  title: str
-  cells: tuple[str, ...]
-  best: frozenset[int] = frozenset()
+  caption: str
+  header: Sequence[str]
+  lines: Sequence[Sequence[str]]
+  references: Sequence[Sequence[str]] = ()  # lines to compare with, set apart
+  best: Collection[tuple[int, int]] = ()  # (line, column) of cells that are marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,55 +79,34 @@ _FIELDS = {
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 
 
-@dataclasses.dataclass(frozen=True)
-class TableOfRows:
-  """A table of formatted cells, for a terminal or a page."""
-
-  caption: str  # fields that all rows share, or the name of a group of columns; may be empty
-  header: Sequence[str]  # the title of each column, that of the rows first
-  # (cells, numbers of the columns in which the row is best, counted from 0 after the first)
-  rows: Sequence[tuple[Sequence[str], Collection[int]]]
-  references: Sequence[Sequence[str]]  # cells of the rows to compare with
-
-
 def tables_of(
   rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head'
-) -> list[TableOfRows]:
-  """The main table of rows, then one for each further group; see the module docstring."""
+) -> list[Table]:
+  """The main table of rows, then one for each further group; see the module docstring.
+
+  The caption of the main table has the fields that all rows share: 'classes K 2,297, mesh 4x2'. A
+  cell of the rows is marked if it has the best value of its column.
+  """
   everything = [*rows, *references]
+  shared = _shared_fields(rows)
+  caption = ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared.items())
+  groups = {caption: [{k: v for k, v in row.items() if k not in shared} for row in everything]}
+  further = [_tables(row) for row in everything]
+  for title in dict.fromkeys(title for of_row in further for title in of_row):
+    groups[title] = [of_row.get(title, {}) for of_row in further]
   found = []
-  for group, members in itertools.groupby(
-    columns(everything, len(references)), key=lambda column: column.group
-  ):
-    members = list(members)
-    cells = [
-      [str(row['head']), *(column.cells[i] for column in members)]
-      for i, row in enumerate(everything)
-    ]
-    best = [{k for k, column in enumerate(members) if i in column.best} for i in range(len(rows))]
-    found.append(
-      TableOfRows(
-        caption=group or problem_line(rows),
-        header=[row_title, *(column.title for column in members)],
-        rows=list(zip(cells, best, strict=False)),
-        references=[line for line in cells[len(rows) :] if set(line[1:]) != {_MISSING}],
-      )
-    )
+  for caption, members in groups.items():
+    header, lines, best = [row_title], [[str(row['head'])] for row in everything], set()
+    for column, name in enumerate(_ordered_fields(members), 1):
+      title, cells, leaders = _column(name, members, len(rows))
+      header.append(title)
+      best |= {(i, column) for i in leaders}
+      for line, text in zip(lines, cells, strict=True):
+        line.append(text)
+    if len(header) > 1:
+      below = [line for line in lines[len(rows) :] if set(line[1:]) != {_MISSING}]
+      found.append(Table(caption, header, lines[: len(rows)], below, best))
   return found
-
-
-def columns(rows: Sequence[Row], num_references: int = 0) -> list[Column]:
-  """Columns of `rows`; the last `num_references` are references, never marked as best."""
-  compared = len(rows) - num_references
-  shared = shared_fields(rows[:compared])
-  result = [
-    _column('', name, rows, compared) for name in _ordered_fields(rows) if name not in shared
-  ]
-  tables = [_tables(row) for row in rows]
-  for title in dict.fromkeys(title for of_row in tables for title in of_row):
-    members = [of_row.get(title, {}) for of_row in tables]
-    result += [_column(title, name, members, compared) for name in _ordered_fields(members)]
-  return result
 
 
 def _tables(row: Row) -> dict[str, Row]:
@@ -148,7 +127,7 @@ def _by_shots(values: Mapping) -> dict[str, float | None]:
   return {f'{n} shot{"s" * (n != 1)}': value for n, value in ordered}
 
 
-def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
+def _shared_fields(rows: Sequence[Row]) -> dict[str, str]:
   """{field: formatted value} of the problem's fields that are the same in every row."""
   shared = {}
   for name in _PROBLEM:
@@ -158,26 +137,22 @@ def shared_fields(rows: Sequence[Row]) -> dict[str, str]:
   return shared
 
 
-def problem_line(rows: Sequence[Row]) -> str:
-  """The fields that all rows share as one line: 'classes K 2,297, mesh 4x2'."""
-  return ', '.join(f'{_FIELDS[name].title} {value}' for name, value in shared_fields(rows).items())
-
-
-def _column(group: str, name: str, rows: Sequence[Row], compared: int) -> Column:
+def _column(name: str, rows: Sequence[Row], compared: int) -> tuple[str, list[str], list[int]]:
+  """Title and cells of a field, and which of the first `compared` rows have the best value."""
   stderr = [(row.get('stderr') or {}).get(name) for row in rows]
   values = [row.get(name) for row in rows]
   field = _FIELDS.get(name) or _Field(name, _spec(values, stderr))
   if re.fullmatch(r'\d+ shots?', name):
     field = _Field(name, '.3f', max)
-  cells = [cell(value, spec=field.spec) for value in values]
-  best = frozenset()
-  present = [text for text in cells[:compared] if text != _MISSING]
+  printed = [cell(value, spec=field.spec) for value in values[:compared]]
+  present = [text for text in printed if text != _MISSING]
+  leaders = []
   if field.better and len(present) > 1:
     # Rows that print the same lead together.
     leader = field.better(present, key=float)
-    best = frozenset(i for i, text in enumerate(cells[:compared]) if text == leader)
-  with_errors = (cell(*pair, spec=field.spec) for pair in zip(values, stderr, strict=True))
-  return Column(group, field.title, tuple(with_errors), best)
+    leaders = [i for i, text in enumerate(printed) if text == leader]
+  cells = [cell(*pair, spec=field.spec) for pair in zip(values, stderr, strict=True)]
+  return field.title, cells, leaders
 
 
 def _spec(values: Sequence[Any], stderr: Sequence[float | None]) -> str:

@@ -1,7 +1,6 @@
-"""Results as a JSON file, with their provenance: command, versions and configuration."""
+"""Results as a JSON file, with their provenance: command, time and versions."""
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -18,30 +17,23 @@ import numpy as np
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
 
 
-@dataclasses.dataclass(frozen=True)
-class Provenance:
-  """The information that a reader needs to reproduce a result."""
+def provenance(program: str) -> dict[str, Any]:
+  """What a reader needs to reproduce a result of `python -m PROGRAM` in this process.
 
-  command: str  # the command line
-  created: str  # date and time with the time zone
-  versions: Mapping[str, str]  # {package: version}
-  # {name: text} of gin configurations, shown folded
-  configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-  @classmethod
-  def of_this_process(cls, module: str, configs: Mapping[str, str]) -> 'Provenance':
-    """Provenance of `python -m MODULE` with this process's arguments, now."""
-    versions = {'python': platform.python_version()}
-    for name in _PACKAGES:
-      # One may not be here, or be another distribution, such as tensorflow-cpu.
-      with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions[name] = importlib.metadata.version(name)
-    return cls(
-      command=shlex.join(['python', '-m', module, *sys.argv[1:]]),
-      created=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='minutes'),
-      versions=versions,
-      configs=configs,
-    )
+  Returns:
+    'command', the command line; 'created', date and time with the time zone; 'versions', {package:
+    version}.
+  """
+  versions = {'python': platform.python_version()}
+  for name in _PACKAGES:
+    # One may not be here, or be another distribution, such as tensorflow-cpu.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[name] = importlib.metadata.version(name)
+  return {
+    'command': shlex.join(['python', '-m', program, *sys.argv[1:]]),
+    'created': datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='minutes'),
+    'versions': versions,
+  }
 
 
 def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from rich import box, console, table
 from rich.text import Text
 
-from het_plugin.reporting.columns import Row, tables_of
-from het_plugin.reporting.page import Table
+from het_plugin.reporting.columns import Row, Table, tables_of
 
 _BEST = '*'
 _NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has aligned the cells
@@ -28,18 +27,21 @@ def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: s
   """
   blocks = []
   for number, found in enumerate(tables_of(rows, references, row_title)):
-    first, *titles = found.header
-    if number == 0 and found.caption:
+    header = found.header
+    if number:
+      header = [found.caption, *header[1:]]
+    elif found.caption:
       blocks.append(found.caption)
-    elif number:
-      first = found.caption
-    lines = [
-      [cells[0], *(c + (_BEST if i in best else _NO_STAR) for i, c in enumerate(cells[1:]))]
-      for cells, best in found.rows
-    ]
-    below = [[cells[0], *(f'{c}{_NO_STAR}' for c in cells[1:])] for cells in found.references]
-    blocks.append(_rendered([first, *(f'{title}{_NO_STAR}' for title in titles)], lines, below))
+    lines = [_marked(cells, found, i) for i, cells in enumerate(found.lines)]
+    below = [_marked(cells, found) for cells in found.references]
+    blocks.append(_rendered(_marked(header, found), lines, below))
   return '\n\n'.join(blocks)
+
+
+def _marked(cells: Sequence[str], found: Table, line: int | None = None) -> list[str]:
+  """Cells of a line of a table, each but the first with a star or with room for one."""
+  stars = (_BEST if (line, column) in found.best else _NO_STAR for column in range(1, len(cells)))
+  return [cells[0], *map(''.join, zip(cells[1:], stars, strict=True))]
 
 
 def plain_table(found: Table) -> str:

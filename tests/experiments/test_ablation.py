@@ -62,16 +62,16 @@ def ablation(**settings):
   return Ablation(**settings)
 
 
-def last_outcome(study, folder, **request):
-  *_, outcome = study.run(Request(folder, **request))
-  return outcome
+def last_report(study, folder, **request):
+  *_, report = study.run(Request(folder, **request))
+  return report
 
 
 def test_the_table_has_means_errors_and_p_over_seeds(tmp_path, trained):
-  outcomes = list(ablation(metrics=('nll', 'tau', 'zeroshot/x/top1')).run(Request(tmp_path)))
-  assert [len(outcome.details['seeds']) for outcome in outcomes] == [1, 2, 3]
+  reports = list(ablation(metrics=('nll', 'tau', 'zeroshot/x/top1')).run(Request(tmp_path)))
+  assert [len(report.json['seeds']) for report in reports] == [1, 2, 3]
   assert [seed for _, _, seed, _ in trained] == [0, 0, 1, 1, 2, 2]
-  det, learned = outcomes[-1].rows
+  det, learned = reports[-1].rows
   for row in (det, learned):
     values = row['runs']['nll']
     assert len(values) == 3 and math.isclose(row['nll'], np.mean(values))
@@ -79,8 +79,8 @@ def test_the_table_has_means_errors_and_p_over_seeds(tmp_path, trained):
   test = scipy.stats.ttest_ind(learned['runs']['nll'], det['runs']['nll'], equal_var=False)
   assert math.isclose(learned['p']['nll'], test.pvalue) and 'p' not in det
   assert learned['zeroshot/x/top1'] == 0.5 and learned['p']['zeroshot/x/top1'] is None
-  assert outcomes[0].rows[0]['stderr']['nll'] is None and not outcomes[0].tables
-  (tests,) = outcomes[-1].tables
+  assert reports[0].rows[0]['stderr']['nll'] is None and not reports[0].tables
+  (tests,) = reports[-1].tables
   assert tests.lines == [['learned', f'{test.pvalue:.4f}', *tests.lines[0][2:]]]
 
 
@@ -93,7 +93,7 @@ def test_each_cell_gets_its_best_values_from_runs_that_are_not_reported(tmp_path
     report_split='test[50%:]',
     seeds=(0,),
   )
-  outcome = last_outcome(study, tmp_path)
+  report = last_report(study, tmp_path)
   choosing = [(rate, seed) for _, rate, seed, split in trained if split == 'test[:50%]']
   assert len(choosing) == 3 * 2 + 6 * 2 - 3  # after one that is not finite no other of its kind
   assert {seed for _, seed in choosing} == {100, 101}
@@ -101,12 +101,12 @@ def test_each_cell_gets_its_best_values_from_runs_that_are_not_reported(tmp_path
     (0.011, 0),
     (0.011, 0),
   ]
-  det, learned = outcome.rows
+  det, learned = report.rows
   assert det['chosen'] == {'LEARNING_RATE': 0.011}
   assert learned['chosen'] == {'LEARNING_RATE': 0.011, 'LearnedTemperature.tau_max': 4.0}
-  assert math.isinf(outcome.details['choices']['DET'][-1]['nll'])
+  assert math.isinf(report.json['choices']['DET'][-1]['nll'])
   assert trained[-1][0] == 'seed=0,LEARNING_RATE=0.011,LearnedTemperature.tau_max=4.0'
-  table = outcome.tables[-1]
+  table = report.tables[-1]
   assert [line[2] for line in table.lines[:3]][1].endswith('*') and len(table.lines) == 9
 
 
@@ -115,7 +115,7 @@ def test_a_cell_can_follow_from_the_same_seed_of_another(tmp_path, trained):
     measured={'DET': {'FixedTemperature.tau': ('learned', 'tau')}},
     cells={'learned': (HEAD('det_learned_tau'),), 'DET': (HEAD('det'),)},
   )
-  learned, det = last_outcome(study, tmp_path).rows
+  learned, det = last_report(study, tmp_path).rows
   assert det['runs']['tau'] == learned['runs']['tau'] == [2.0, 2.125, 2.25]
 
 
@@ -130,9 +130,9 @@ def test_an_analysis_adds_metrics_once(tmp_path, trained):
       return {'depth': len(self.seen), 'undefined': math.nan}
 
   for split, depths in (('a', [2, 4]), ('a', [2, 4]), ('b', [6, 8])):
-    outcome = last_outcome(ablation(seeds=(0, 1), analysis=Analysis(split)), tmp_path)
-    assert outcome.rows[1]['runs']['depth'] == depths
-    assert math.isnan(outcome.rows[1]['undefined'])
+    report = last_report(ablation(seeds=(0, 1), analysis=Analysis(split)), tmp_path)
+    assert report.rows[1]['runs']['depth'] == depths
+    assert math.isnan(report.rows[1]['undefined'])
 
 
 def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
@@ -142,24 +142,24 @@ def test_errors_over_examples_of_what_an_analysis_wrote(tmp_path, trained):
     np.savez(folder / 'nll.npz', NLL=nll)
     return {}
 
-  outcome = last_outcome(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
-  det, learned = outcome.rows
+  report = last_report(ablation(seeds=(0, 1), analysis=analysis), tmp_path)
+  det, learned = report.rows
   found = learned['difference']['NLL']
   gaps = np.arange(100.0) / 100 + 0.5
   assert 'difference' not in det and math.isclose(found['mean'], gaps.mean())
   assert math.isclose(found['stderr_seeds'], 0.5)
   assert math.isclose(found['stderr_examples'], scipy.stats.sem(gaps))
   assert math.isclose(found['extreme'], gaps[-1] / gaps.sum())
-  assert outcome.tables[0].lines[0][2:5] == [f'{gaps.mean():+.4f}', '0.5000', '0.0290']
+  assert report.tables[0].lines[0][2:5] == [f'{gaps.mean():+.4f}', '0.5000', '0.0290']
 
 
 def test_bindings_of_the_command_line_win(tmp_path, trained):
   request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
-  outcome = last_outcome(ablation(), tmp_path, **request)
+  report = last_report(ablation(), tmp_path, **request)
   assert trained == [('seed=7', 0.02, 7, 'validation[50%:]')]
-  assert [row['head'] for row in outcome.rows] == ['learned']
+  assert [row['head'] for row in report.rows] == ['learned']
   with pytest.raises(ValueError, match='LEARNING_RATE.*is chosen'):
-    last_outcome(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
+    last_report(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_unknown_metrics_and_cells(tmp_path, trained):
   with pytest.raises(ValueError, match="'top2'; the run in .* has nll, step, tau"):
-    last_outcome(ablation(metrics=('top2',)), tmp_path)
+    last_report(ablation(metrics=('top2',)), tmp_path)
   with pytest.raises(ValueError, match="cells names the cell 'HET'"):
-    last_outcome(ablation(), tmp_path, cells=['HET'])
+    last_report(ablation(), tmp_path, cells=['HET'])
   study = ablation(measured={'learned': {'x': ('DET', 'tau')}})
   with pytest.raises(ValueError, match="'learned' needs 'DET'"):
-    last_outcome(study, tmp_path, cells=['learned'])
+    last_report(study, tmp_path, cells=['learned'])

@@ -10,21 +10,19 @@ from het_plugin import reporting
 
 PNG = b'\x89PNG not really'
 ROWS = [{'head': '<script>', 'nll': 1.0}, {'head': 'HET', 'nll': 2.0}]
-PROVENANCE = reporting.Provenance(
-  'python -m x "<u>"', 'today', {'jax': '1.2'}, {'<b>': "x = '<y>'"}
-)
 
 
 def test_text_is_escaped_the_best_marked_and_references_apart():
-  document = reporting.html_page(
+  report = reporting.Report(
     title='<b>title',
     introduction='<i>&amp;',
+    json=None,
     rows=ROWS,
     references=[{'head': 'chance', 'nll': 0.5}],
     notes=['note "one" <u>'],
-    figures=[reporting.Figure(PNG, 'cap<tion', 'alt "text" <img>')],
-    provenance=PROVENANCE,
+    configs={'<b>': "x = '<y>'"},
   )
+  document = report.page('<u>', [reporting.Figure(PNG, 'cap<tion', 'alt "text" <img>')])
   tags = set(re.findall(r'<(\w+)', document))
   assert not tags & {'script', 'i', 'b', 'u', 'y', 'tion'} and document.count('<img') == 1
   text = html.unescape(document)
@@ -38,9 +36,8 @@ def test_text_is_escaped_the_best_marked_and_references_apart():
 
 def test_provenance_is_the_command_the_versions_and_the_time(monkeypatch):
   monkeypatch.setattr(sys, 'argv', ['/a/path', '--gin.MODEL_DIR="x y"'])
-  provenance = reporting.Provenance.of_this_process('het_plugin.quickstart', {'DET': 'a = 1'})
-  assert provenance.command == """python -m het_plugin.quickstart '--gin.MODEL_DIR="x y"'"""
-  assert provenance.versions['jax'] == importlib.metadata.version('jax')
-  assert provenance.versions['python'] == '.'.join(map(str, sys.version_info[:3]))
-  assert datetime.datetime.fromisoformat(provenance.created).tzinfo is not None
-  assert provenance.configs == {'DET': 'a = 1'}
+  found = reporting.provenance('het_plugin.quickstart')
+  assert found['command'] == """python -m het_plugin.quickstart '--gin.MODEL_DIR="x y"'"""
+  assert found['versions']['jax'] == importlib.metadata.version('jax')
+  assert found['versions']['python'] == '.'.join(map(str, sys.version_info[:3]))
+  assert datetime.datetime.fromisoformat(found['created']).tzinfo is not None

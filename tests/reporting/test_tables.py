@@ -6,7 +6,8 @@ import math
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.reporting.columns import columns, problem_line
+from het_plugin.reporting.columns import tables_of
+from het_plugin.reporting.text import text_table
 
 ROWS = [
   {
@@ -23,23 +24,27 @@ ROWS = [
 CEILING = {'head': 'ceiling', 'precision_at_1': 0.9, 'nll': None}
 
 
-def column(rows, title, num_references=0):
-  (found,) = [c for c in columns(rows, num_references) if c.title == title]
-  return found
+def columns(rows):
+  """{(number of the table, title): (cells, the best rows)}."""
+  return {
+    (number, title): ([line[j] for line in found.lines], {i for i, k in found.best if k == j})
+    for number, found in enumerate(tables_of(rows))
+    for j, title in enumerate(found.header[1:], 1)
+  }
 
 
 def test_the_lowest_nll_and_the_highest_precision_are_best():
-  assert column(ROWS, 'NLL').best == {1}
-  assert column(ROWS, 'NLL').cells == ('1.250', '1.125', '–')
-  assert column(ROWS, 'prec@1').best == {0, 1}  # both print 0.500
+  found = columns(ROWS)
+  assert found[0, 'NLL'] == (['1.250', '1.125', '–'], {1})
+  assert found[0, 'prec@1'][1] == {0, 1}  # both print 0.500
 
 
 def test_the_problem_is_stated_once_where_rows_agree():
-  assert problem_line(ROWS) == 'classes K 2,297, mesh 4x2'
-  assert 'mesh' not in {c.title for c in columns(ROWS)}
+  assert tables_of(ROWS)[0].caption == 'classes K 2,297, mesh 4x2'
+  assert 'mesh' not in tables_of(ROWS)[0].header
   other = [*ROWS[:2], {**ROWS[2], 'mesh': '8x1'}]
-  assert problem_line(other) == 'classes K 2,297'
-  assert column(other, 'mesh').cells == ('4x2', '4x2', '8x1')
+  assert tables_of(other)[0].caption == 'classes K 2,297'
+  assert columns(other)[0, 'mesh'][0] == ['4x2', '4x2', '8x1']
 
 
 def test_few_shot_tables_by_data_set_with_errors():
@@ -51,12 +56,13 @@ def test_few_shot_tables_by_data_set_with_errors():
     },
     {'head': 'HET', 'fewshot': {'digits': {1: 0.75, 10: 0.7}}},
   ]
-  found = [(c.group, c.title, c.cells, set(c.best)) for c in columns(rows)]
-  assert found == [
-    ('few-shot accuracy digits', '1 shot', ('0.500', '0.750'), {1}),
-    ('few-shot accuracy digits', '10 shots', ('0.800 ±0.010', '0.700'), {0}),
-    ('few-shot accuracy birds', '1 shot', ('0.250', '–'), set()),
-  ]
+  captions = [found.caption for found in tables_of(rows)]
+  assert captions == ['few-shot accuracy digits', 'few-shot accuracy birds']
+  assert columns(rows) == {
+    (0, '1 shot'): (['0.500', '0.750'], {1}),
+    (0, '10 shots'): (['0.800 ±0.010', '0.700'], {0}),
+    (1, '1 shot'): (['0.250', '–'], set()),
+  }
 
 
 def test_errors_and_further_tables_by_title():
@@ -69,17 +75,18 @@ def test_errors_and_further_tables_by_title():
       'tables': {'against a': {'nll': -0.5, 'rate': 0.125, 'stderr': {'nll': 0.125}}},
     },
   ]
-  assert [(c.group, c.title, c.cells) for c in columns(rows)] == [
-    ('', 'NLL', ('1.000 ±0.250', '2.000')),
-    ('against a', 'NLL', ('–', '-0.500 ±0.125')),
-    ('against a', 'rate', ('–', '0.125')),
-  ]
-  text = reporting.text_table(rows, row_title='checkpoint')
+  assert [found.caption for found in tables_of(rows)] == ['', 'against a']
+  assert {key: cells for key, (cells, _) in columns(rows).items()} == {
+    (0, 'NLL'): ['1.000 ±0.250', '2.000'],
+    (1, 'NLL'): ['–', '-0.500 ±0.125'],
+    (1, 'rate'): ['–', '0.125'],
+  }
+  text = text_table(rows, row_title='checkpoint')
   assert text.startswith('checkpoint ') and '\nagainst a ' in text and 'head' not in text
 
 
 def test_text_is_aligned_with_references_below_a_rule():
-  lines = reporting.text_table(ROWS, [CEILING, {'head': 'unseen', 'fewshot': {}}]).splitlines()
+  lines = text_table(ROWS, [CEILING, {'head': 'unseen', 'fewshot': {}}]).splitlines()
   header, rule = lines[2], lines[3]
   assert lines[0] == 'classes K 2,297, mesh 4x2'
   assert set(rule) == {'-'} == set(lines[7]) and len(rule) == max(map(len, lines))
@@ -108,9 +115,9 @@ def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
     {'head': 'a', 'size': 0.98721, 'stderr': {'size': 0.002564}},
     {'head': 'b', 'size': 0.2094, 'stderr': {'size': 0.00080}},
   ]
-  text = reporting.text_table(rows)
+  text = text_table(rows)
   assert '0.9872 ±0.0026' in text and '0.2094 ±0.0008' in text
   rows = [{'head': 'a', 'size': 1234.5, 'stderr': {'size': 31.0}}]
-  assert '1234 ±31' in reporting.text_table(rows) and '0.5 ±0' in reporting.text_table(
+  assert '1234 ±31' in text_table(rows) and '0.5 ±0' in text_table(
     [{'head': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
   )

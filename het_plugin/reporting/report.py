@@ -1,0 +1,115 @@
+"""A comparison as text, JSON, plots and one self-contained HTML page."""
+
+import base64
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from het_plugin.reporting.columns import Row, Table, tables_of
+from het_plugin.reporting.results import provenance, write_json
+from het_plugin.reporting.text import plain_table, text_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+  """A plot of a page."""
+
+  png: bytes | Sequence[bytes]  # several are shown side by side, or stacked on a narrow page
+  caption: str
+  alt: str  # alternative text
+  recolour: bool = True  # whether a dark page turns dark lines into light ones; not of pictures
+
+  @property
+  def pngs(self) -> Sequence[bytes]:
+    return [self.png] if isinstance(self.png, bytes) else self.png
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+  """What a main prints and writes.
+
+  The introduction stands above the tables of a page, and first among the notes in a text.
+  """
+
+  title: str  # of the page
+  introduction: str
+  json: Any  # all numbers
+  rows: Sequence[Row] = ()  # one per run (see `columns`)
+  references: Sequence[Row] = ()  # rows to compare with, such as chance, set apart below the others
+  row_title: str = 'run'  # what a row is
+  tables: Sequence[Table] = ()  # further ones
+  notes: Sequence[str] = ()  # lines below the tables
+  # makes the plots, {file name: figure}; called only if they are wanted
+  draw: Callable[[], Mapping[str, Figure]] = dict
+  # {name: gin text}, shown folded
+  configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def text(self) -> str:
+    """Tables and notes for a terminal."""
+    blocks = [text_table(self.rows, self.references, self.row_title)] if self.rows else []
+    blocks += map(plain_table, self.tables)
+    return '\n\n'.join([*blocks, '\n'.join([self.introduction, *self.notes])])
+
+  def page(self, program: str, figures: Iterable[Figure] = ()) -> str:
+    """One HTML document that needs no other file and no script. All text is escaped."""
+    import jinja2  # tables do without
+
+    environment = jinja2.Environment(
+      autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters['base64'] = lambda png: base64.b64encode(png).decode('ascii')
+    return environment.from_string(_file('page.html')).render(
+      report=self,
+      style=_file('page.css'),
+      tables=[*tables_of(self.rows, self.references, self.row_title), *self.tables],
+      figures=figures,
+      provenance=provenance(program),
+    )
+
+  def write(
+    self,
+    program: str,
+    *,
+    json: str | None = None,
+    png: str | None = None,
+    html: str | None = None,
+    output_dir: str | Path | None = None,
+  ) -> None:
+    """Prints the text and writes the files whose paths are given; only process 0 does.
+
+    Args:
+      program: the main, as in `python -m PROGRAM`.
+      json: path of the numbers.
+      png: path of the first plot.
+      html: path of the page.
+      output_dir: folder of results.json, results.txt, index.html and all plots.
+    """
+    if jax.process_index() > 0:
+      return
+    print(self.text())
+    folder = Path(output_dir) if output_dir else None
+    for path in filter(None, (json, folder and folder / 'results.json')):
+      write_json(self.json, path)
+    if not (png or html or folder):
+      return
+    figures = self.draw()
+    page = self.page(program, figures.values()).encode()
+    files = {html: page, png: next(iter(figures.values())).png if png else b''}
+    if folder:
+      files |= {folder / 'index.html': page, folder / 'results.txt': f'{self.text()}\n'.encode()}
+      for name, figure in figures.items():
+        for i, one in enumerate(figure.pngs, 1):
+          files[folder / (f'{name}_{i}.png' if len(figure.pngs) > 1 else f'{name}.png')] = one
+    for path in filter(None, files):
+      Path(path).parent.mkdir(parents=True, exist_ok=True)
+      Path(path).write_bytes(files[path])
+    if folder:
+      print(f'\nThe same with plots: {folder / "index.html"}')
+
+
+def _file(name: str) -> str:
+  return resources.files(__package__).joinpath(name).read_text()
