@@ -1,8 +1,9 @@
 """Evaluations while a model trains: few-shot and zero-shot accuracies."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +11,8 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from het_plugin.evaluation import fewshot, fewshot_datasets, zeroshot, zeroshot_datasets
+from het_plugin.evaluation import fewshot, fewshot_datasets, zeroshot_datasets
+from het_plugin.evaluation.extraction import PlacedModel
 from het_plugin.evaluation.names import check_names
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
@@ -25,28 +27,42 @@ class Row(NamedTuple):
   record: Mapping[str, Any]
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class PeriodicAction(BaseAction):
   """Evaluates periodically on data sets; for mode TRAIN_EVAL.
 
   Writes the scalars kind/<data set>/<scalar>, and a line per result to <model_dir>/kind.jsonl. A
   resumed run replaces the lines of steps that it repeats, and continues the period.
+
+  Attributes:
+    image_size, channels: side in pixels, and channels, of the images that the model takes.
+    batch_size: global batch.
+    datasets: data sets to evaluate on.
+    period: the least number of steps between two evaluations; None evaluates at every call.
+    total_steps: a step that is evaluated in any case.
   """
 
-  kind: str
+  kind: ClassVar[str]
 
-  def __init__(self, datasets: Sequence[Any], period: int | None, total_steps: int | None):
-    """Evaluates at least `period` steps apart, with None at every call, and at `total_steps`."""
-    check_names(datasets, f'{type(self).__name__}.datasets')
-    self._datasets = tuple(datasets)
-    self._period = period
-    self._total_steps = total_steps
+  image_size: int
+  channels: int
+  batch_size: int = 256
+  datasets: Sequence[Any]
+  period: Annotated[int, '[1, inf)'] | None = None
+  total_steps: int | None = None
+
+  def __post_init__(self):
+    check_names(self.datasets, f'{type(self).__name__}.datasets')
     self._evaluator = None
 
   def setup(self, context: ActionContext) -> None:
     """Checks the data sets, and reads which steps an earlier run has evaluated."""
     self._context = context
-    checker = self.make_evaluator(None)
-    for dataset in self._datasets:
+    self._run = PlacedModel(
+      context.model, context.partitioner, None, self.image_size, self.channels
+    )
+    checker = self.make_evaluator(self._run)
+    for dataset in self.datasets:
       checker.check(dataset)
     self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
     # All processes must agree on when to run, and only process 0 writes the file.
@@ -59,11 +75,11 @@ class PeriodicAction(BaseAction):
     del metrics_by_task
     step = int(train_state.step)
     never_yet = self._last_step < 0
-    due = self._period is None or never_yet or step - self._last_step >= self._period
-    if due or step == self._total_steps:
+    due = self.period is None or never_yet or step - self._last_step >= self.period
+    if due or step == self.total_steps:
       if self._evaluator is None:
         specs = self._context.partitioner.get_mesh_axes(train_state).params
-        self._evaluator = self.make_evaluator(specs)
+        self._evaluator = self.make_evaluator(self._run._replace(param_specs=specs))
       results = self.rows(self._evaluator, train_state.params)
       self._last_step = step
       self._context.writer.write_scalars(
@@ -76,7 +92,7 @@ class PeriodicAction(BaseAction):
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
-  def make_evaluator(self, param_specs: Any) -> Any:
+  def make_evaluator(self, run: PlacedModel) -> Any:
     """What evaluates the model, with a method check(dataset); it compiles nothing yet."""
     raise NotImplementedError
 
@@ -85,58 +101,40 @@ class PeriodicAction(BaseAction):
     raise NotImplementedError
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class FewShotAction(PeriodicAction):
   """Fits linear classifiers to a layer's representations (`fewshot.py`) during training.
 
   The scalars are <shots>shot, in [0, 1], and with more than one seed <shots>shot_stderr. There is a
   line per data set and number of shots. `results` has the latest {name: {shots: FewShotResult}}.
+
+  Attributes:
+    shots, seeds, l2, classifier, draw: see `fewshot`.
+    layer: name of the representation.
   """
 
   kind = 'fewshot'
 
-  def __init__(
-    self,
-    image_size: int,
-    channels: int,
-    batch_size: int = 256,
-    datasets: Sequence[fewshot_datasets.FewShotDataset] = fewshot_datasets.DEFAULT_DATASETS,
-    shots: Sequence[int] = (1, 5, 10, 25),
-    seeds: Sequence[int] = (0, 1, 2),
-    l2: float | str = 'loo',
-    classifier: str = 'ridge',
-    draw: str = 'random',
-    layer: str = 'pre_logits',
-    period: Annotated[int, '[1, inf)'] | None = None,
-    total_steps: int | None = None,
-  ):
-    """Reads and compiles nothing yet.
+  datasets: Sequence[fewshot_datasets.FewShotDataset] = fewshot_datasets.DEFAULT_DATASETS
+  shots: Sequence[int] = (1, 5, 10, 25)
+  seeds: Sequence[int] = (0, 1, 2)
+  l2: float | str = 'loo'
+  classifier: str = 'ridge'
+  draw: str = 'random'
+  layer: str = 'pre_logits'
 
-    Args:
-      image_size, channels, batch_size: see `FewShotReader`.
-      datasets: data sets to evaluate on.
-      shots, seeds, l2, classifier, draw: see `fewshot`.
-      layer: name of the representation.
-      period, total_steps: see `PeriodicAction`.
-    """
-    super().__init__(datasets, period, total_steps)
-    self._protocol = fewshot.Protocol(classifier, draw, l2)
-    fewshot.check_settings(shots, seeds, l2, len(datasets))
-    self._draws = {'shots': tuple(shots), 'seeds': tuple(seeds)}
-    self._settings = {
-      'image_size': image_size,
-      'channels': channels,
-      'batch_size': batch_size,
-      'layer': layer,
-    }
-    self.results: dict[str, dict[int, fewshot.FewShotResult]] = {}
+  def __post_init__(self):
+    super().__post_init__()
+    self._protocol = fewshot.Protocol(self.classifier, self.draw, self.l2)
+    fewshot.check_settings(self.shots, self.seeds, self.l2, len(self.datasets))
+    self.results = {}
 
-  def make_evaluator(self, param_specs: Any) -> fewshot_datasets.FewShotReader:
-    model, mesh = self._context.model, self._context.partitioner
-    return fewshot_datasets.FewShotReader(model, mesh, param_specs, **self._settings)
+  def make_evaluator(self, run: PlacedModel) -> fewshot_datasets.FewShotReader:
+    return fewshot_datasets.FewShotReader(run, self.batch_size, self.layer)
 
   def rows(self, evaluator: fewshot_datasets.FewShotReader, params: Any) -> list[Row]:
-    data = {x.name: evaluator(x, params) for x in self._datasets}
-    self.results = fewshot.few_shot_all(data, self._protocol, **self._draws)
+    data = {x.name: evaluator(x, params) for x in self.datasets}
+    self.results = fewshot.few_shot_all(data, self._protocol, shots=self.shots, seeds=self.seeds)
     rows = []
     for name, by_shots in self.results.items():
       for shots, result in by_shots.items():
@@ -150,49 +148,33 @@ class FewShotAction(PeriodicAction):
     return rows
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class ZeroShotAction(PeriodicAction):
   """Zero-shot classification and retrieval (`zeroshot.py`) during training.
 
   The scalars are top1 and top5, or for captions image_to_text/recall1 and so on, in [0, 1]. Classes
   are embedded again each time. `results` has the latest {name: Accuracy or Recall}.
+
+  Attributes:
+    tokenizer: the tokenizer of the training; in gin `@run_tokenizer()` of `@train/DatasetConfig()`.
+    num_samples: see `ZeroShotEvaluator`.
   """
 
   kind = 'zeroshot'
 
-  def __init__(
-    self,
-    image_size: int,
-    channels: int,
-    tokenizer: zeroshot_datasets.Tokenizer,
-    batch_size: int = 256,
-    datasets: Sequence[zeroshot_datasets.ZeroShotDataset] = zeroshot_datasets.DEFAULT_DATASETS,
-    num_samples: int = 0,
-    period: Annotated[int, '[1, inf)'] | None = None,
-    total_steps: int | None = None,
-  ):
-    """Reads and compiles nothing yet.
+  datasets: Sequence[zeroshot_datasets.ZeroShotDataset] = zeroshot_datasets.DEFAULT_DATASETS
+  tokenizer: zeroshot_datasets.Tokenizer
+  num_samples: int = 0
 
-    Args:
-      image_size, channels, batch_size, num_samples: see `ZeroShotEvaluator`.
-      tokenizer: the tokenizer of the training; in gin `@run_tokenizer()` of
-        `@train/DatasetConfig()`.
-      datasets: data sets to evaluate on.
-      period, total_steps: see `PeriodicAction`.
-    """
-    super().__init__(datasets, period, total_steps)
-    self._settings = {
-      'tokenizer': tokenizer,
-      'image_size': image_size,
-      'channels': channels,
-      'batch_size': batch_size,
-      'num_samples': num_samples,
-    }
-    self.results: dict[str, zeroshot.Accuracy | zeroshot.Recall] = {}
+  def __post_init__(self):
+    super().__post_init__()
+    self.results = {}
 
-  def make_evaluator(self, param_specs: Any) -> zeroshot_datasets.ZeroShotEvaluator:
-    model, mesh = self._context.model, self._context.partitioner
-    return zeroshot_datasets.ZeroShotEvaluator(model, mesh, param_specs, **self._settings)
+  def make_evaluator(self, run: PlacedModel) -> zeroshot_datasets.ZeroShotEvaluator:
+    return zeroshot_datasets.ZeroShotEvaluator(
+      run, self.tokenizer, self.batch_size, self.num_samples
+    )
 
   def rows(self, evaluator: zeroshot_datasets.ZeroShotEvaluator, params: Any) -> list[Row]:
-    self.results = {x.name: evaluator(x, params) for x in self._datasets}
+    self.results = {x.name: evaluator(x, params) for x in self.datasets}
     return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]

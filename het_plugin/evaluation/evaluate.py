@@ -87,7 +87,7 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
   """Evaluates a `TrainedRun` on the split and the out-of-distribution split, and its covariance."""
   task = settings.dataset or run.task
   info = data.classification_info(task)
-  predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+  predictor = predictions.Predictor(run)
 
   def predict(title, stream):
     batches, total = stream

@@ -3,7 +3,7 @@
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,16 @@ Batches = Iterable[Mapping[str, np.ndarray]]
 Rows = dict[str, np.ndarray]  # {column: [n, ...]}, a row per example
 POOLS = ('mean', 'none')
 _KEPT = ('label', 'index', 'mask')
+
+
+class PlacedModel(NamedTuple):
+  """A model whose parameters are on a mesh: what evaluators need of a `TrainedRun`."""
+
+  model: Any
+  partitioner: PjitPartitioner
+  param_specs: PyTree  # PartitionSpecs in the tree of the parameters
+  image_size: int  # side of the square images that the model takes, in pixels
+  channels: int  # of these images
 
 
 class PerExample:
@@ -97,20 +107,16 @@ class RepresentationExtractor(PerExample):
 
   def __init__(
     self,
-    model: Any,
-    partitioner: PjitPartitioner,
-    param_specs: PyTree,
+    run: PlacedModel,
     *,
     layers: Sequence[str] = ('pre_logits',),
-    channels: int | None = None,
     pool: Literal['mean', 'none'] = 'none',
     dtype: Any = jnp.float32,
   ):
     """Compiles nothing yet.
 
     Args:
-      model: has `representations(params, batch, layers) -> {layer: [B, ...]}`.
-      partitioner, param_specs, channels: see `PerExample`.
+      run: its model has `representations(params, batch, layers) -> {layer: [B, ...]}`.
       pool: how a layer [B, ..., D] with positions, such as tokens [B, N, D] or a feature map
         [B, H, W, D], becomes rows. 'mean' averages over all positions, a class token included, to
         [B, D]. 'none' puts them side by side, [B, N D].
@@ -120,10 +126,10 @@ class RepresentationExtractor(PerExample):
     self.dtype = jnp.dtype(dtype)
 
     def extract(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-      outputs = model.representations(params, batch, self.layers)
+      outputs = run.model.representations(params, batch, self.layers)
       return {column(layer): as_rows(x, pool).astype(self.dtype) for layer, x in outputs.items()}
 
-    super().__init__(extract, partitioner, param_specs, channels)
+    super().__init__(extract, run.partitioner, run.param_specs, run.channels)
 
   def read(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from het_plugin.data import classification_info
-from het_plugin.evaluation.extraction import RepresentationExtractor
+from het_plugin.evaluation.extraction import PlacedModel, RepresentationExtractor
 from het_plugin.evaluation.fewshot import Split
 from het_plugin.evaluation.names import check_names
 from het_plugin.evaluation.splits import open_split
-from het_plugin.training.partitioning import PjitPartitioner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +70,11 @@ def choose(
 class FewShotReader:
   """Represents data sets by one layer of a model; every process calls its methods."""
 
-  def __init__(
-    self,
-    model: Any,
-    partitioner: PjitPartitioner,
-    param_specs: Any,
-    *,
-    image_size: int,
-    channels: int,
-    batch_size: int,
-    layer: str,
-  ):
-    """Reads and compiles nothing yet.
-
-    `image_size` is the side of the images that the model takes, and `batch_size` the global batch.
-    Layers with positions are averaged over them. The others are as in `RepresentationExtractor`.
-    """
-    self._extractor = RepresentationExtractor(
-      model, partitioner, param_specs, layers=(layer,), channels=channels, pool='mean'
-    )
-    self._partitioner, self._batch_size = partitioner, batch_size
-    self._settings = {'image_size': image_size, 'max_labels': 1, 'batch_size': batch_size}
+  def __init__(self, run: PlacedModel, batch_size: int, layer: str):
+    """Reads and compiles nothing yet; a layer with positions is averaged over them."""
+    self._extractor = RepresentationExtractor(run, layers=(layer,), pool='mean')
+    self._partitioner, self._batch_size = run.partitioner, batch_size
+    self._settings = {'image_size': run.image_size, 'max_labels': 1, 'batch_size': batch_size}
 
   def check(self, dataset: FewShotDataset) -> None:
     """Checks a data set before anything is compiled or any image is read."""

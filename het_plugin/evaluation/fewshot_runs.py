@@ -98,13 +98,7 @@ def from_checkpoints(
     run = open_run(checkpoint)
     chosen = fewshot_datasets.choose(datasets, splits, bound_datasets())
     fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
-    read = fewshot_datasets.FewShotReader(
-      *(run.model, run.partitioner, run.param_specs),
-      image_size=run.image_size,
-      channels=run.channels,
-      batch_size=batch_size,
-      layer=layer,
-    )
+    read = fewshot_datasets.FewShotReader(run, batch_size, layer)
     for dataset in chosen:
       read.check(dataset)
     data = {}

@@ -90,7 +90,7 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
     names = None
     photo = tasks.absent_eval_preprocessors(run.task, lambda: typical_side(images.files))
   top = min(top, run.model.head.num_classes)
-  predictor = predictions.Predictor(run.model, run.partitioner, run.param_specs, run.channels)
+  predictor = predictions.Predictor(run)
   config = data.one_pass(
     tasks.ImageTask(path, images, (), () if images.is_array else photo),
     _SPLIT,

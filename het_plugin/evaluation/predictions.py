@@ -27,8 +27,7 @@ from scipy import special
 
 from het_plugin import weights
 from het_plugin.data.representations import example_ids, label_rows, one_of, reading
-from het_plugin.evaluation.extraction import Batches, PerExample
-from het_plugin.training.partitioning import PjitPartitioner
+from het_plugin.evaluation.extraction import Batches, PerExample, PlacedModel
 
 PyTree = Any
 
@@ -101,19 +100,18 @@ _PER_EXAMPLE = ('log_prob', 'labels', 'index', 'expected_entropy', 'nll')
 class Predictor:
   """Maps batches to predictive distributions by the model's evaluation integrator.
 
-  Compiles once per batch shape. Arguments are as for `PerExample`; the model has
-  `predictive(params, batch)` and `head.link`.
+  Compiles once per batch shape. The model has `predictive(params, batch)` and `head.link`.
   """
 
-  def __init__(self, model: Any, partitioner: PjitPartitioner, param_specs: PyTree, channels: int):
+  def __init__(self, run: PlacedModel):
     # Classes are sharded until the log-probabilities of a batch are gathered here.
-    self._rows = PerExample(model.predictive, partitioner, param_specs, channels)
-    self._link = model.head.link
+    self._rows = PerExample(run.model.predictive, run.partitioner, run.param_specs, run.channels)
+    self._link = run.model.head.link
 
   def __call__(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
   ) -> Iterator[Predictions]:
-    """Yields the predictions batch by batch."""
+    """Yields the predictions batch by batch; arguments are as for `PerExample`."""
     for rows in self._rows(params, batches, batch_size, max_examples):
       if len(rows['index']):
         yield Predictions(

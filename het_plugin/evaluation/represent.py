@@ -69,10 +69,7 @@ def represent(
 
   @functools.cache
   def extractor_of(layers):
-    of_run = run.model, run.partitioner, run.param_specs
-    return extraction.RepresentationExtractor(
-      *of_run, layers=layers, channels=run.channels, pool=pool, dtype=jax.numpy.dtype(dtype)
-    )
+    return extraction.RepresentationExtractor(run, layers=layers, pool=pool, dtype=dtype)
 
   num_examples = {}
   for split in names:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from het_plugin.data import DatasetConfig, TaskInfo, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
 from het_plugin.evaluation.splits import open_split
-from het_plugin.training.partitioning import PjitPartitioner
 
 PyTree = Any
 
@@ -87,35 +86,29 @@ class ZeroShotEvaluator:
 
   def __init__(
     self,
-    model: Any,
-    partitioner: PjitPartitioner,
-    param_specs: PyTree,
+    run: extraction.PlacedModel,
     tokenizer: Tokenizer,
-    *,
-    image_size: int,
-    channels: int,
     batch_size: int,
     num_samples: int = 0,
   ):
     """Reads and compiles nothing yet.
 
     Args:
-      model: has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params, text int32
-        [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch, class_embeddings
-        [K, D], num_samples) -> [B, K]`.
-      partitioner, param_specs, channels: see `extraction.PerExample`.
+      run: its model has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params,
+        text int32 [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch,
+        class_embeddings [K, D], num_samples) -> [B, K]`.
       tokenizer: the tokenizer of the model's training.
-      image_size: side of the square images that the model takes, in pixels.
       batch_size: global batch, of images and of texts.
       num_samples: number of samples of the noise under which classes are ranked by their
         probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
         deterministic embeddings.
     """
+    model, partitioner, param_specs = run.model, run.partitioner, run.param_specs
     check_model(model, num_samples)
     partitioner.check_batch_size(batch_size)
     self._partitioner = partitioner
     self._tokenizer = tokenizer
-    self._image_size = image_size
+    self._image_size = run.image_size
     self._batch_size = batch_size
     self._num_samples = num_samples
 
@@ -137,8 +130,8 @@ class ZeroShotEvaluator:
       return {'text': model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
     with_classes = {'params': param_specs, 'classes': PartitionSpec()}
-    self._rank = extraction.PerExample(rank, partitioner, with_classes, channels)
-    self._embed_images = extraction.PerExample(embed_images, partitioner, param_specs, channels)
+    self._rank = extraction.PerExample(rank, partitioner, with_classes, run.channels)
+    self._embed_images = extraction.PerExample(embed_images, partitioner, param_specs, run.channels)
     self._embed_texts = extraction.PerExample(embed_texts, partitioner, param_specs)
 
   def check(self, dataset: ZeroShotDataset) -> int:

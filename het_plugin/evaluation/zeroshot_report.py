@@ -98,16 +98,7 @@ def evaluate(
   rows = []
   for run in runs:
     opened, tokenizer, datasets = open_run(run.checkpoint)
-    evaluator = ZeroShotEvaluator(
-      opened.model,
-      opened.partitioner,
-      opened.param_specs,
-      tokenizer,
-      image_size=opened.image_size,
-      channels=opened.channels,
-      batch_size=batch_size,
-      num_samples=num_samples,
-    )
+    evaluator = ZeroShotEvaluator(opened, tokenizer, batch_size, num_samples)
     sizes = [evaluator.check(dataset) for dataset in datasets]
     about = {'checkpoint': opened.checkpoint, 'step': opened.step, 'samples': num_samples}
     for dataset, size in zip(datasets, sizes, strict=True):

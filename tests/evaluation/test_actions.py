@@ -100,7 +100,7 @@ class Counting(PeriodicAction):
 
   kind = 'fewshot'
 
-  def make_evaluator(self, param_specs):
+  def make_evaluator(self, run):
     return types.SimpleNamespace(check=lambda dataset: None)
 
   def rows(self, evaluator, params):
@@ -110,7 +110,9 @@ class Counting(PeriodicAction):
 def evaluated(model_dir, steps, *, total_steps=None, evaluated_step=0):
   """Which of the steps an action with period 10 evaluates."""
   writer = Writer()
-  action = Counting((DIGITS,), 10, total_steps)
+  action = Counting(
+    image_size=8, channels=1, datasets=(DIGITS,), period=10, total_steps=total_steps
+  )
   mesh = types.SimpleNamespace(get_mesh_axes=lambda state: state)
   action.setup(ActionContext(None, mesh, writer, str(model_dir), 0, evaluated_step))
   for step in steps:

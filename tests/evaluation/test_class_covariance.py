@@ -11,6 +11,7 @@ from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 from het_plugin.evaluation import class_covariance
+from het_plugin.evaluation.extraction import PlacedModel
 from het_plugin.evaluation.predictions import Predictor, concatenate
 from het_plugin.heads import Det, Het, HetH, HetXL
 from het_plugin.integrate import Integrator
@@ -145,10 +146,11 @@ def test_homoglyph_rate_by_hand():
 
 
 def test_predictions_over_the_mesh():
-  run, partitioner = make_run('het_xl'), PjitPartitioner(num_partitions=4)
+  run = make_run('het_xl')
   params = run.params
   examples = make_examples()
-  predictor = Predictor(run.model, partitioner, run.param_specs, channels=1)
+  mesh = PjitPartitioner(num_partitions=4)
+  predictor = Predictor(PlacedModel(run.model, mesh, run.param_specs, 8, 1))
   found = concatenate(list(predictor(params, in_batches(examples, 8), 8)))
   _, predictive = expected('het_xl')
   np.testing.assert_allclose(found.log_prob, predictive['log_prob'], atol=1e-5)

@@ -8,6 +8,7 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
 from het_plugin.evaluation.extraction import (
+  PlacedModel,
   RepresentationExtractor,
   as_rows,
   match_channels,
@@ -46,7 +47,8 @@ def make_examples(n):
 
 def make_extractor(model, model_shards, **kwargs):
   partitioner = PjitPartitioner(num_partitions=model_shards)
-  extractor = RepresentationExtractor(model, partitioner, SPECS, **kwargs)
+  run = PlacedModel(model, partitioner, SPECS, image_size=2, channels=2)
+  extractor = RepresentationExtractor(run, **kwargs)
   return extractor, jax.device_put({'w': WEIGHTS}, partitioner.shardings(SPECS))
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import extraction_files
-from het_plugin.evaluation.extraction import RepresentationExtractor
+from het_plugin.evaluation.extraction import PlacedModel, RepresentationExtractor
 from het_plugin.evaluation.extraction_files import SplitFiles, safe_name
 from het_plugin.training.partitioning import PjitPartitioner
 
@@ -72,9 +72,8 @@ def extract(
   if pending.layers:
     partitioner = PjitPartitioner(num_partitions=model_shards)
     specs = {'w': PartitionSpec(None, 'model')}
-    extractor = RepresentationExtractor(
-      LinearModel(), partitioner, specs, layers=pending.layers, dtype=settings['dtype']
-    )
+    run = PlacedModel(LinearModel(), partitioner, specs, image_size=2, channels=1)
+    extractor = RepresentationExtractor(run, layers=pending.layers, dtype=settings['dtype'])
     params = jax.device_put({'w': WEIGHTS}, partitioner.shardings(specs))
     bound = min(x for x in (batches.num_examples, max_examples) if x is not None)
     files.extract(pending, extractor, params, batches, batch_size, bound, class_names=CLASSES)

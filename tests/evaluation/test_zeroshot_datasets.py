@@ -10,6 +10,7 @@ import pytest
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import zeroshot_datasets
+from het_plugin.evaluation.extraction import PlacedModel
 from het_plugin.evaluation.zeroshot import retrieval_recall
 from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
@@ -27,8 +28,7 @@ DIGITS = ZeroShotDataset('digits', 'digits', templates=('{}', 'a {}'), class_nam
 def make(model_shards=2, batch_size=64, **kwargs):
   """An evaluator of a model, and its initial parameters, placed."""
   *run, params = small_contrastive.opened(0, model_shards)
-  settings = {'image_size': SIZE, 'channels': 1, 'batch_size': batch_size} | kwargs
-  return ZeroShotEvaluator(*run, Letters(), **settings), params
+  return ZeroShotEvaluator(PlacedModel(*run, SIZE, 1), Letters(), batch_size, **kwargs), params
 
 
 def digits(split):
