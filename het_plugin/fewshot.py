@@ -22,6 +22,8 @@ import gin
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.evaluation import fewshot, fewshot_runs
 
+_OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
+
 
 def define_flags() -> None:
   command_line.define_flags()
@@ -63,6 +65,23 @@ def define_flags() -> None:
   flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
 
 
+def check_flags() -> None:
+  F = flags.FLAGS
+  if len(F.train) != len(F.test):
+    raise ValueError(
+      f'--train is given {len(F.train)} times and --test {len(F.test)} times; each run needs both'
+    )
+  if F.train and F.checkpoint:
+    raise ValueError('--train and --checkpoint cannot go together: represent the checkpoints first')
+  if not (F.train or F.checkpoint or F.results):
+    raise ValueError('--train and --test, --checkpoint, or --results are needed')
+  given = [name for name in _OF_CHECKPOINTS if F[name].present]
+  if given and not F.checkpoint:
+    raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
+  if F.splits is not None and len(F.splits) != 2:
+    raise ValueError(f'--splits={",".join(F.splits)} must be a training and a test split')
+
+
 def settings() -> dict[str, Any]:
   """Protocol, shots and seeds."""
   F = flags.FLAGS
@@ -80,16 +99,17 @@ def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
   F = flags.FLAGS
   if not F.checkpoint:
     return fewshot_runs.from_files(F.names, F.train, F.test, **chosen)
-  from het_plugin.config import trained_run  # imports TensorFlow, which files do not need
+  # These import TensorFlow, which files do not need.
+  from het_plugin.config import trained_run
+  from het_plugin.evaluation import fewshot_datasets
+
+  def open_run(checkpoint: str):
+    run = trained_run.open_run(checkpoint, *command_line.gin_settings())
+    bound = gin.get_bindings('FewShotAction').get('datasets')
+    return run, fewshot_datasets.choose(F.datasets, F.splits, bound)
 
   return fewshot_runs.from_checkpoints(
-    F.names,
-    F.checkpoint,
-    lambda path: trained_run.open_run(path, *command_line.gin_settings()),
-    # These are the bindings of the run that was opened last.
-    lambda: gin.get_bindings('FewShotAction').get('datasets'),
-    **{name: F[name].value for name in fewshot_runs.OF_CHECKPOINTS},
-    **chosen,
+    F.names, F.checkpoint, open_run, layer=F.layer, batch_size=F.batch_size, **chosen
   )
 
 
@@ -97,8 +117,7 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
     chosen = settings()
-    given = [name for name in fewshot_runs.OF_CHECKPOINTS if F[name].present]
-    fewshot_runs.check_flags(F.train, F.test, F.checkpoint, F.results, F.splits, given)
+    check_flags()
     distributed.initialize()
     protocol = {'name': F.protocol, **dataclasses.asdict(chosen['protocol'])}
     earlier = [row for path in F.results for row in fewshot_runs.read_rows(path)]

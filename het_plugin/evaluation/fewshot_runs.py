@@ -13,36 +13,10 @@ from het_plugin.data.representations import check_pair, read_representations
 from het_plugin.evaluation import comparison, fewshot
 from het_plugin.evaluation.names import choose_names
 
-# Flags of `het_plugin.fewshot` that belong to --checkpoint.
-OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')
-
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
-
-
-def check_flags(
-  train: Sequence[str],
-  test: Sequence[str],
-  checkpoint: Sequence[str],
-  results: Sequence[str],
-  splits: Sequence[str] | None,
-  given: Sequence[str],
-) -> None:
-  """Raises ValueError for flags that exclude each other; `given` are those of `OF_CHECKPOINTS`."""
-  if len(train) != len(test):
-    raise ValueError(
-      f'--train is given {len(train)} times and --test {len(test)} times; each run needs both'
-    )
-  if train and checkpoint:
-    raise ValueError('--train and --checkpoint cannot go together: represent the checkpoints first')
-  if not (train or checkpoint or results):
-    raise ValueError('--train and --test, --checkpoint, or --results are needed')
-  if given and not checkpoint:
-    raise ValueError(f'--{given[0]} is for --checkpoint, whose representations are computed here')
-  if splits is not None and len(splits) != 2:
-    raise ValueError(f'--splits={",".join(splits)} must be a training and a test split')
 
 
 def from_files(
@@ -76,34 +50,29 @@ def from_files(
 def from_checkpoints(
   names: Sequence[str] | None,
   checkpoints: Sequence[str],
-  open_run: Callable[[str], Any],
-  bound_datasets: Callable[[], Sequence[Any] | None],
+  open_run: Callable[[str], tuple[Any, Sequence[Any]]],
   *,
   layer: str,
   batch_size: int,
-  datasets: Sequence[str] | None,
-  splits: Sequence[str] | None,
   **settings: Any,
 ) -> Results:
   """Evaluates checkpoints; the representations of their data sets are kept in memory.
 
-  `open_run` opens a path as a `TrainedRun`, and `bound_datasets` gives the `FewShotDataset`s that
-  its configuration binds, or None. The others are flags of `het_plugin.fewshot`, or as in
-  `from_files`.
+  `open_run` gives the `TrainedRun` of a checkpoint and the `FewShotDataset`s to evaluate it on. The
+  others are flags of `het_plugin.fewshot`, or as in `from_files`.
   """
   from het_plugin.evaluation import fewshot_datasets  # imports TensorFlow, which files do not need
 
   results = {}
   for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
-    run = open_run(checkpoint)
-    chosen = fewshot_datasets.choose(datasets, splits, bound_datasets())
-    fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
+    run, datasets = open_run(checkpoint)
+    fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(datasets))
     read = fewshot_datasets.FewShotReader(run, batch_size, layer)
-    for dataset in chosen:
+    for dataset in datasets:
       read.check(dataset)
     data = {}
-    with reporting.Progress(f'{name}: data', len(chosen), unit='data sets') as progress:
-      for dataset in chosen:
+    with reporting.Progress(f'{name}: data', len(datasets), unit='data sets') as progress:
+      for dataset in datasets:
         data[dataset.name] = read(dataset, run.params)
         progress.update(1)
     results[name] = _evaluate(name, data, **settings)
@@ -140,7 +109,7 @@ def make_report(
   for run, by_dataset in results.items():
     for dataset, by_shots in by_dataset.items():
       rows += [{'run': run, 'dataset': dataset, **x.record()} for x in by_shots.values()]
-  runs, accuracies = {}, {}
+  runs = {}
   for row in rows:
     run, dataset, shots, mean, stderr = (
       row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
@@ -148,7 +117,6 @@ def make_report(
     shown = runs.setdefault(run, {'head': run, 'fewshot': {}, 'fewshot_stderr': {}})
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
-    accuracies.setdefault(run, {}).setdefault(dataset, {})[shots] = mean, stderr
   of_methods, of_pairs = averages(rows), differences(results)
   settings = ', '.join(f'{name} {value}' for name, value in protocol.items())
   notes = [f'Mean and standard error over draws of the examples. Protocol: {settings}.']
@@ -196,7 +164,7 @@ def make_report(
     rows=list(runs.values()),
     tables=tables,
     notes=notes,
-    draw=lambda: {'shots': reporting.Figure(reporting.shots_png(accuracies), text, text)},
+    draw=lambda: {'shots': reporting.Figure(reporting.shots_png(list(runs.values())), text, text)},
     json={
       'protocol': dict(protocol),
       'rows': rows,

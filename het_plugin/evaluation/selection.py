@@ -131,8 +131,8 @@ def rank(
       {
         'head': names[i],
         proxy_name: f'{proxy[i]:.4f}',
-        'fewshot': {n: result.mean for n, result in results.get(i, {}).items()},
-        'fewshot_stderr': {n: result.stderr for n, result in results.get(i, {}).items()},
+        'fewshot': {'': {n: result.mean for n, result in results.get(i, {}).items()}},
+        'fewshot_stderr': {'': {n: result.stderr for n, result in results.get(i, {}).items()}},
       }
       for i in order
     ],

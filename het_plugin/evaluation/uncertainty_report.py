@@ -190,7 +190,7 @@ def _plots(evaluations, rows) -> dict[str, reporting.Figure]:
     found[f'roc_{score}'] = reporting.Figure(png, title, f'ROC curves of {_SCORE_TITLES[score]}.')
   for evaluation, row in zip(evaluations, rows, strict=True):
     for look, numbers in zip(evaluation.looks, row['covariance'], strict=True):
-      panel = reporting.CovariancePanel(
+      png = reporting.covariance_png(
         image=look.image,
         title=f'example {look.index}: {numbers["label_name"] or "no label"}',
         classes=numbers['top_names'],
@@ -200,7 +200,7 @@ def _plots(evaluations, rows) -> dict[str, reporting.Figure]:
         neighbours=[(x['name'], x['correlation']) for x in numbers['most_correlated']],
       )
       found[f'covariance_{evaluation.file_name}_{look.index}'] = reporting.Figure(
-        reporting.covariance_png(panel),
+        png,
         f'{evaluation.name}, example {look.index}: which logits go up and down together.',
         f'Class correlations of example {look.index}.',
         recolour=False,

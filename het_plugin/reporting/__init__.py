@@ -4,7 +4,7 @@ import importlib
 
 _MODULES = {  # imported on first use: tables need no matplotlib
   'columns': ('Table', 'cell', 'p_text'),
-  'pictures': ('CovariancePanel', 'covariance_png', 'examples_png'),
+  'pictures': ('covariance_png', 'examples_png'),
   'plots': (
     *('curve_pngs', 'grid_png', 'lines_png', 'reliability_png', 'scatter_png', 'shots_png'),
     'unit_curves_png',

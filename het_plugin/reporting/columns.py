@@ -9,7 +9,7 @@ A row is a mapping. These fields are known (all optional but `head`):
   tau               the temperature
   num_params, extra_params    counts; extra is over the deterministic head
   ms_per_step       milliseconds
-  fewshot           {shots: accuracy} or {dataset: {shots: accuracy}}
+  fewshot           {dataset: {shots: accuracy}}
   fewshot_stderr    standard errors, nested like `fewshot`
   stderr            {field: standard error} of the fields above
   tables            {title: {field: value}}, each a table; with a 'stderr' of their own
@@ -27,7 +27,6 @@ from typing import Any
 Row = Mapping[str, Any]
 
 _MISSING = '–'
-_P_VALUE = 'p value'  # an additional format
 _LOWEST_SHOWN_P = 1e-4
 
 
@@ -74,7 +73,6 @@ _FIELDS = {
   'extra_params': _Field('extra', ','),
   'num_samples': _Field('samples S', ','),
   'ms_per_step': _Field('ms/step', '.1f'),
-  'welch_p': _Field('p', _P_VALUE),
 }
 _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 
@@ -112,19 +110,14 @@ def tables_of(
 def _tables(row: Row) -> dict[str, Row]:
   """The further tables of a row, few-shot accuracies among them."""
   found = dict(row.get('tables', {}))
-  values, errors = row.get('fewshot') or {}, row.get('fewshot_stderr') or {}
-  if not all(isinstance(value, Mapping) for value in values.values()):
-    values, errors = {'': values}, {'': errors}
-  for dataset, by_shots in values.items():
-    title = ' '.join(filter(None, ('few-shot accuracy', dataset)))
-    found[title] = _by_shots(by_shots) | {'stderr': _by_shots(errors.get(dataset) or {})}
+  for dataset, by_shots in row.get('fewshot', {}).items():
+    titles = {n: f'{n} shot{"s" * (n != 1)}' for n in sorted(by_shots)}
+    errors = row.get('fewshot_stderr', {}).get(dataset, {})
+    found[f'few-shot accuracy {dataset}'.strip()] = {
+      **{title: by_shots[n] for n, title in titles.items()},
+      'stderr': {title: errors.get(n) for n, title in titles.items()},
+    }
   return found
-
-
-def _by_shots(values: Mapping) -> dict[str, float | None]:
-  """{'5 shots': value} in ascending order; the keys may be JSON's strings."""
-  ordered = sorted((int(shots), value) for shots, value in values.items())
-  return {f'{n} shot{"s" * (n != 1)}': value for n, value in ordered}
 
 
 def _shared_fields(rows: Sequence[Row]) -> dict[str, str]:
@@ -187,8 +180,6 @@ def cell(value: Any, error: float | None = None, *, spec: str) -> str:
   """A value as text, with its standard error if there is one; a dash for None and NaN."""
   if not _is_present(value):
     return _MISSING
-  if spec == _P_VALUE:
-    return p_text(value)
   text = format(value, spec) if isinstance(value, numbers.Number) else str(value)
   return f'{text} ±{error:{spec.lstrip("+")}}' if _is_present(error) else text
 

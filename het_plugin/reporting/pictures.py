@@ -1,6 +1,5 @@
 """Pictures of examples as PNGs: with the correlations of their classes, and with predictions."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,51 +10,54 @@ _NAME_LENGTH = 40
 _MATRIX_NAME_LENGTH = 14
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CovariancePanel:
-  """The picture of the class correlations of one image."""
+def covariance_png(
+  image: np.ndarray,
+  title: str,
+  classes: Sequence[str],
+  probability: np.ndarray,
+  correlation: np.ndarray,
+  anchor: str,
+  neighbours: Sequence[tuple[str, float]],
+) -> bytes:
+  """A PNG: image, probabilities, correlation matrix in [-1, 1], and the list of neighbours.
 
-  image: np.ndarray  # float [H, W, C], levels in [-1, 1], C 1 or 3
-  title: str
-  classes: Sequence[str]  # names of the m most probable classes
-  probability: np.ndarray  # [m] of these
-  correlation: np.ndarray  # [m, m] of their logits
-  anchor: str  # a class
-  # (name, correlation) of the classes most correlated with the anchor, in order
-  neighbours: Sequence[tuple[str, float]]
-
-
-def covariance_png(panel: CovariancePanel) -> bytes:
-  """A PNG: image, probabilities, correlation matrix in [-1, 1], and the list of neighbours."""
-  m = len(panel.classes)
+  Args:
+    image: float [H, W, C], levels in [-1, 1], C 1 or 3.
+    title: above the picture.
+    classes: names of the m most probable classes.
+    probability, correlation: [m] of these classes, and [m, m] of their logits.
+    anchor: a class.
+    neighbours: (name, correlation) of the classes most correlated with the anchor, in order.
+  """
+  m = len(classes)
   figure = style.new_figure(15, 0.42 * m + 1.6)
   image_ax, bars, matrix, words = figure.subplots(1, 4, width_ratios=(1, 1.1, 1.1, 1.6))
-  image_ax.imshow(np.clip((panel.image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
+  image_ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
   image_ax.set_axis_off()
-  figure.suptitle(panel.title, x=0.01, ha='left', fontsize=11)
+  figure.suptitle(title, x=0.01, ha='left', fontsize=11)
 
-  names = [_short(name) for name in panel.classes]
-  bars.barh(range(m), panel.probability, color='#1b5fad')
+  names = [_short(name) for name in classes]
+  bars.barh(range(m), probability, color='#1b5fad')
   bars.set_yticks(range(m), names, fontsize=8, parse_math=False)
   bars.invert_yaxis()
   bars.set_xlim(0, 1)
   bars.set_title('probability', fontsize=10, loc='left')
   style.plain_axes(bars, grid=None)
 
-  shown = matrix.imshow(panel.correlation, cmap='RdBu_r', vmin=-1, vmax=1)
-  for (i, j), value in np.ndenumerate(panel.correlation):
+  shown = matrix.imshow(correlation, cmap='RdBu_r', vmin=-1, vmax=1)
+  for (i, j), value in np.ndenumerate(correlation):
     color = 'white' if abs(value) > 0.6 else 'black'
     matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
-  columns = [_short(name, _MATRIX_NAME_LENGTH) for name in panel.classes]
+  columns = [_short(name, _MATRIX_NAME_LENGTH) for name in classes]
   matrix.set_xticks(range(m), columns, fontsize=7, rotation=90, parse_math=False)
   matrix.set_yticks(range(m), columns, fontsize=7, parse_math=False)
   matrix.set_title('correlation of their logits', fontsize=10, loc='left')
   figure.colorbar(shown, ax=matrix, shrink=0.8)
 
   words.set_axis_off()
-  lines = [f'{value:+.3f}  {_short(name)}' for name, value in panel.neighbours]
+  lines = [f'{value:+.3f}  {_short(name)}' for name, value in neighbours]
   words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5)
-  words.set_title(f'most correlated with\n{_short(panel.anchor)}', fontsize=9, loc='left')
+  words.set_title(f'most correlated with\n{_short(anchor)}', fontsize=9, loc='left')
   return style.to_png(figure, 110)
 
 

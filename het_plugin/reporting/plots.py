@@ -1,13 +1,15 @@
 """Plots as PNGs: training curves, candidates, few-shot accuracies, calibration, grids."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from het_plugin.reporting import style
+from het_plugin.reporting.columns import Row
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -37,8 +39,6 @@ def _panel(ax: Axes, name: str, lines: Mapping, styles: Mapping) -> None:
   lows, highs = [], []
   for head, (step, values) in lines.items():
     step, values = np.asarray(step, float), np.asarray(values, float)
-    if step.shape != values.shape:
-      raise ValueError(f'{head}: {len(step)} steps but {len(values)} values of {name}.')
     color, dashes = styles[head]
     smooth = _smooth(values)
     if len(values) > 2 and not np.array_equal(smooth, values, equal_nan=True):
@@ -95,7 +95,7 @@ def lines_png(
   there is a tick for each x.
   """
   figure, ax = _figure(xlabel, ylabel)
-  for i, (name, color, dashes) in enumerate(_styled(lines)):
+  for i, (name, (color, dashes)) in enumerate(style.line_styles(lines).items()):
     x, y = lines[name][0], np.asarray(lines[name][1], float)
     marker = style.MARKERS[i % len(style.MARKERS)] if len(x) <= 30 else ''
     y = np.where(np.isfinite(y) & ((y > 0) | (not log_y)), y, np.nan)
@@ -121,7 +121,7 @@ def scatter_png(
   of the last group.
   """
   figure, ax = _figure(xlabel, ylabel)
-  for i, (group, color, _) in enumerate(_styled(groups)):
+  for i, (group, (color, _)) in enumerate(style.line_styles(groups).items()):
     x, y = groups[group]
     ax.scatter(x, y, color=color, marker=style.MARKERS[i % len(style.MARKERS)], label=group)
   if len(names) <= _MAX_LEGEND:
@@ -146,7 +146,7 @@ def unit_curves_png(
   figure, ax = _figure(x_label, y_label)
   if diagonal:
     ax.plot([0, 1], [0, 1], color='#aaaaaa', linewidth=0.9, linestyle=':')
-  for name, color, dashes in _styled(curves):
+  for name, (color, dashes) in style.line_styles(curves).items():
     x, y = curves[name]
     kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), _MAX_POINTS)).astype(int))
     ax.plot(x[kept], y[kept], color=color, linestyle=dashes, linewidth=1.7, label=name)
@@ -165,15 +165,6 @@ def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
   return figure, ax
 
 
-def _styled(lines: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-  """(name, colour, dashes) of each line."""
-  return ((name, *of_name) for name, of_name in style.line_styles(lines).items())
-
-
-# {run: {data set: {shots: (mean, standard error or None)}}}
-Accuracies = Mapping[str, Mapping[str, Mapping[int, tuple[float, float | None]]]]
-
-
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
   """A figure of so many panels of this size in inches, three side by side."""
   columns = min(3, count)
@@ -185,27 +176,33 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
   return figure, list(axes[:count])
 
 
-def shots_png(accuracies: Accuracies) -> bytes:
-  """Accuracy with its standard error against shots, a line per run and a panel per data set."""
-  datasets = list(dict.fromkeys(name for run in accuracies.values() for name in run))
+def shots_png(rows: Sequence[Row]) -> bytes:
+  """Accuracy with its standard error against shots, a line per row and a panel per data set.
+
+  Rows have head, fewshot and fewshot_stderr, {data set: {shots: value}} (see `columns`).
+  """
+  datasets = list(dict.fromkeys(name for row in rows for name in row['fewshot']))
+  styles = style.line_styles(row['head'] for row in rows)
   figure, panels = _panels(len(datasets), 4.2, 3.5)
   handles = {}
   for panel, dataset in zip(panels, datasets, strict=True):
-    for number, (run, color, dashes) in enumerate(_styled(accuracies)):
-      cells = sorted(accuracies[run].get(dataset, {}).items())
-      if cells:
-        handles[run] = panel.errorbar(
-          [n for n, _ in cells],
-          [mean for _, (mean, _) in cells],
-          yerr=[stderr or 0.0 for _, (_, stderr) in cells],
+    for row, marker in zip(rows, itertools.cycle(style.MARKERS), strict=False):
+      accuracy = row['fewshot'].get(dataset, {})
+      if accuracy:
+        shots = sorted(accuracy)
+        color, dashes = styles[row['head']]
+        handles[row['head']] = panel.errorbar(
+          shots,
+          [accuracy[n] for n in shots],
+          yerr=[row['fewshot_stderr'][dataset][n] or 0.0 for n in shots],
           color=color,
           linestyle=dashes,
-          marker=style.MARKERS[number % len(style.MARKERS)],
+          marker=marker,
           markersize=4,
           linewidth=1.4,
           capsize=2,
         )
-    shots = sorted({n for run in accuracies.values() for n in run.get(dataset, ())})
+    shots = sorted({n for row in rows for n in row['fewshot'].get(dataset, ())})
     panel.set_xscale('log')
     panel.set_xticks(shots, map(str, shots))
     panel.minorticks_off()
@@ -216,17 +213,10 @@ def shots_png(accuracies: Accuracies) -> bytes:
   return style.to_png(figure, 130)
 
 
-class Bins(Protocol):
-  """count, mean confidence and accuracy of each bin, [M]; NaN where a bin is empty."""
-
-  count: np.ndarray
-  confidence: np.ndarray
-  accuracy: np.ndarray
-
-
-def reliability_png(diagrams: Mapping[str, Bins]) -> bytes:
+def reliability_png(diagrams: Mapping[str, Any]) -> bytes:
   """A reliability diagram per name (Guo et al. 2017, fig. 1); there must be one.
 
+  Diagrams have count, mean confidence and accuracy of each bin, [M]; NaN where a bin is empty.
   Bars show the accuracy in equal bins of confidence. Dots lie at the mean confidence of a bin, with
   an area by its share of the examples. The diagonal is perfect calibration.
   """
@@ -242,9 +232,6 @@ def reliability_png(diagrams: Mapping[str, Bins]) -> bytes:
     ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel='confidence', ylabel='accuracy')
     style.plain_axes(ax, grid=None)
   return style.to_png(figure, 110)
-
-
-Row = Mapping[str, Any]
 
 
 def grid_png(rows: Sequence[Row], measures: Mapping[str, Callable[[Row], float | None]]) -> bytes:

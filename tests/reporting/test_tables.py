@@ -51,7 +51,7 @@ def test_few_shot_tables_by_data_set_with_errors():
   rows = [
     {
       'head': 'DET',
-      'fewshot': {'digits': {'10': 0.8, '1': 0.5}, 'birds': {1: 0.25}},  # JSON has string keys
+      'fewshot': {'digits': {10: 0.8, 1: 0.5}, 'birds': {1: 0.25}},
       'fewshot_stderr': {'digits': {10: 0.01, 1: None}},
     },
     {'head': 'HET', 'fewshot': {'digits': {1: 0.75, 10: 0.7}}},
