@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from het_plugin import reporting, weights
+from het_plugin import reporting
 from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import predict
+from het_plugin.evaluation import predict, predictions
 
 
 def define_flags() -> None:
@@ -35,11 +35,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ('checkpoint', 'dataset'):
       if not F[name].value:
         raise ValueError(f'--{name} is needed')
-    if weights.is_weights_file(F.checkpoint):
-      raise ValueError(
-        f'--checkpoint={F.checkpoint} is a published file, whose head is not trained: give the '
-        'directory of a run'
-      )
+    predictions.check_has_head(F.checkpoint)
     distributed.initialize()
     run = trained_run.open_run(F.checkpoint, *command_line.gin_settings())
     rows = predict.predict(run, F.dataset, F.top, F.batch_size)

@@ -18,7 +18,7 @@ from absl import flags
 
 import gin
 from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import actions, zeroshot_datasets, zeroshot_report
+from het_plugin.evaluation import actions, extraction, zeroshot_datasets, zeroshot_runs
 
 _OF_DATASETS = (
   *('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize'),
@@ -40,7 +40,7 @@ def define_flags() -> None:
     'By comma: names of data sets that gin files bind to ZeroShotAction.datasets, tasks, or '
     'NAME=TASK; by default all that are bound, else glyphs_heldout and glyphs_core.',
   )
-  splits = ' or '.join(zeroshot_report.SPLITS)
+  splits = ' or '.join(extraction.TEST_SPLITS)
   flags.DEFINE_string('split', None, f'A split or a slice of one; of a task by default {splits}.')
   flags.DEFINE_string('templates', None, "none, photo, ensemble, a text with '{}', or a file.")
   flags.DEFINE_string('class_names', None, "A file with a name per line, in the labels' order.")
@@ -71,13 +71,13 @@ def main(argv: Sequence[str]) -> None:
     )
     bound = gin.get_bindings(actions.ZeroShotAction).get('datasets')
     changes = {name: F[name].value for name in _OF_DATASETS}
-    return run, tokenizer, zeroshot_report.choose_datasets(F.dataset, bound, changes)
+    return run, tokenizer, zeroshot_runs.choose_datasets(F.dataset, bound, changes)
 
   with command_line.one_sentence_errors(argv):
-    runs = zeroshot_report.choose_runs(F.checkpoint, F.names, F.group)
+    runs = zeroshot_runs.choose_runs(F.checkpoint, F.names, F.group)
     distributed.initialize()
-    rows = zeroshot_report.evaluate(runs, open_run, F.batch_size, F.samples)
-    zeroshot_report.make_report(rows).write('het_plugin.zeroshot', json=F.json)
+    rows = zeroshot_runs.evaluate(runs, open_run, F.batch_size, F.samples)
+    zeroshot_runs.make_report(rows).write('het_plugin.zeroshot', json=F.json)
 
 
 if __name__ == '__main__':

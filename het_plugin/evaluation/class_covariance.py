@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from het_plugin.evaluation import uncertainty
 from het_plugin.evaluation.extraction import PerExample
 
 PyTree = Any
@@ -92,7 +93,7 @@ def look(
     {name: x[own] for name, x in batch.items()} for batch in batches if wanted(batch['index']).any()
   )
   found, bound = {}, len(set(index)) if number is None else number
-  compiled = PerExample(compute, run.partitioner, run.param_specs, run.channels)
+  compiled = PerExample(compute, run)
   for rows in compiled(run.params, local, batch_size):
     for i in np.flatnonzero(wanted(rows['index'])):
       row = {name: x[i] for name, x in rows.items()}
@@ -154,7 +155,7 @@ def homoglyph_rate(
     return {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
   return {
     'rate': float(np.mean(hits)),
-    'stderr': float(np.std(hits, ddof=1) / np.sqrt(len(hits))) if len(hits) > 1 else None,
+    'stderr': uncertainty.stderr(np.array(hits)),
     'chance': float(np.mean(chances)),
     'num_examples': len(hits),
   }

@@ -1,6 +1,5 @@
 """Statistics of runs: paired tests over draws and examples, unpaired tests of groups of runs."""
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,18 +27,20 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, floa
       f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows '
       f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
     )
-  gains = result.correct.astype(np.float64) - baseline.correct  # [draws, M]
-  found = {'mean': float(gains.mean())}
-  found['stderr_draws'], found['p_draws'] = _t_test(gains.mean(axis=1))
-  found['stderr_rows'], found['p_rows'] = _t_test(gains.mean(axis=0))
+  return _t_tests(result.correct.astype(np.float64) - baseline.correct, 'draws', 'rows')
+
+
+def _t_tests(gaps: np.ndarray, of_rows: str, of_columns: str) -> dict[str, float | None]:
+  """The 'mean' of gaps [N, M], and 'stderr_NAME' and 'p_NAME' of a t-test that it is 0, over the
+  means of rows and over the means of columns.
+  """
+  found = {'mean': float(gaps.mean())}
+  for name, means in ((of_rows, gaps.mean(axis=1)), (of_columns, gaps.mean(axis=0))):
+    found[f'stderr_{name}'] = found[f'p_{name}'] = None
+    if len(means) > 1 and np.ptp(means):
+      found[f'stderr_{name}'] = float(scipy.stats.sem(means))
+      found[f'p_{name}'] = float(scipy.stats.ttest_1samp(means, 0.0).pvalue)
   return found
-
-
-def _t_test(gains: np.ndarray) -> tuple[float | None, float | None]:
-  """Standard error of the mean, and p of the hypothesis that the mean is 0."""
-  if len(gains) < 2 or np.ptp(gains) == 0:
-    return None, None
-  return float(scipy.stats.sem(gains)), float(scipy.stats.ttest_1samp(gains, 0.0).pvalue)
 
 
 def signed_rank_p(
@@ -56,19 +57,11 @@ def signed_rank_p(
   return float(scipy.stats.wilcoxon(gains).pvalue)
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupMean:
-  """Mean of a metric over runs that differ in their seed; stderr is None for a single run."""
-
-  mean: float
-  stderr: float | None
-  num_runs: int
-
-
-def group_mean(values: Sequence[float]) -> GroupMean:
-  """Averages the metric of each run of a group."""
-  stderr = float(scipy.stats.sem(values)) if len(values) > 1 else None
-  return GroupMean(float(np.mean(values)), stderr, len(values))
+def group_mean(values: Sequence[float]) -> tuple[float, float | None]:
+  """Mean of a metric over runs that differ in their seed, and its standard error, None for a single
+  run.
+  """
+  return float(np.mean(values)), float(scipy.stats.sem(values)) if len(values) > 1 else None
 
 
 def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
@@ -91,10 +84,7 @@ def paired(values: np.ndarray, baseline: np.ndarray) -> dict[str, float | None]:
     'p_examples' of one over examples, each with its mean over seeds; 'extreme', see extreme_share.
   """
   gaps = np.asarray(values, np.float64) - baseline
-  found = {'mean': float(gaps.mean())}
-  for name, means in (('seeds', gaps.mean(axis=1)), ('examples', gaps.mean(axis=0))):
-    found[f'stderr_{name}'], found[f'p_{name}'] = _t_test(means)
-  return found | {'extreme': extreme_share(gaps.mean(axis=0))}
+  return _t_tests(gaps, 'seeds', 'examples') | {'extreme': extreme_share(gaps.mean(axis=0))}
 
 
 def extreme_share(differences: np.ndarray) -> float | None:

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from het_plugin import data, reporting, weights
+from het_plugin import data, reporting
 from het_plugin.evaluation import agreement, class_covariance, predictions, uncertainty
-from het_plugin.evaluation.extraction import match_channels
+from het_plugin.evaluation.extraction import match_channels, open_split
 from het_plugin.evaluation.names import short_names
-from het_plugin.evaluation.splits import open_split
 from het_plugin.evaluation.uncertainty_report import Evaluation
 
 
@@ -39,11 +38,7 @@ class Settings:
     if not self.checkpoint and not self.predictions:
       raise ValueError('--checkpoint is not set (nor is --predictions)')
     for checkpoint in self.checkpoint:
-      if weights.is_weights_file(checkpoint):
-        raise ValueError(
-          f'--checkpoint={checkpoint} is a published file, whose head is not trained: give the '
-          'directory of a run'
-        )
+      predictions.check_has_head(checkpoint)
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
     if self.ood_dataset and not self.checkpoint:
@@ -162,11 +157,10 @@ def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.Ba
     given = {
       'name': f'--{prefix}split={split}',
       'bound': '--max_examples',
-      'image_size': run.image_size,
       'max_labels': max(info.max_labels, run.max_labels),
       'batch_size': settings.batch_size,
     }
-    stream = open_split(task, split, run.partitioner, settings.max_examples, **{**given, **changes})
+    stream = open_split(run, task, split, settings.max_examples, **{**given, **changes})
     return stack.enter_context(stream)
 
 

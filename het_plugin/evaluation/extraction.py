@@ -1,5 +1,6 @@
 """Results per example of a split, such as representations, computed over the mesh."""
 
+import contextlib
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from het_plugin import data
 from het_plugin.data.representations import Representations
 from het_plugin.training import checkpoint_reader, checksum
 from het_plugin.training.partitioning import PjitPartitioner
@@ -17,6 +19,7 @@ PyTree = Any
 Batches = Iterable[Mapping[str, np.ndarray]]
 Rows = dict[str, np.ndarray]  # {column: [n, ...]}, a row per example
 POOLS = ('mean', 'none')
+TEST_SPLITS = ('test', 'validation')
 _KEPT = ('label', 'index', 'mask')
 
 
@@ -30,6 +33,49 @@ class PlacedModel(NamedTuple):
   channels: int  # of these images
 
 
+def default_split(task: str) -> str:
+  """The split of a task to evaluate on: the first of `TEST_SPLITS` that it has, else ValueError."""
+  splits = data.task_info(task).splits
+  if not (usual := [split for split in TEST_SPLITS if split in splits]):
+    raise ValueError(f'--split is needed: {task} has {", ".join(sorted(splits))}')
+  return usual[0]
+
+
+@contextlib.contextmanager
+def open_split(
+  run: PlacedModel,
+  task: str,
+  split: str,
+  max_examples: int | None = None,
+  *,
+  name: str | None = None,
+  bound: str = 'max_examples',
+  whole: bool = False,
+  **settings: Any,
+) -> Iterator[tuple['data.BatchIterator', int]]:
+  """Opens a split and closes it at the end of the block; reads no image yet.
+
+  Args:
+    run: takes the images, and says which rows of a batch this process reads.
+    task, split: what is read.
+    max_examples: largest number of examples that will be read; None for all.
+    name, bound: the split, and the setting that limits its examples, for the error.
+    whole: reads all rows of each batch on every process.
+    **settings: batch_size and others of `data.one_pass`.
+
+  Yields:
+    The batches, and their number of examples, at most `max_examples`.
+  """
+  settings = {'image_size': run.image_size, **settings}
+  config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
+  rows = None if whole else run.partitioner.batch_rows(config.batch_size)
+  with contextlib.closing(data.get_dataset(config, rows)) as batches:
+    sizes = [size for size in (batches.num_examples, max_examples) if size is not None]
+    if not sizes:
+      raise ValueError(f'{name or f"split {split!r} of {task!r}"} is endless: set {bound}')
+    yield batches, min(sizes)
+
+
 class PerExample:
   """A function of parameters and a batch, compiled for a mesh, whose rows come to every host.
 
@@ -39,26 +85,25 @@ class PerExample:
   def __init__(
     self,
     compute: Callable[[PyTree, Mapping[str, jax.Array]], dict[str, jax.Array]],
-    partitioner: PjitPartitioner,
-    param_specs: PyTree,
-    channels: int | None = None,
+    run: PlacedModel,
+    specs: PyTree | None = None,
   ):
     """Compiles nothing yet.
 
     `compute` maps (params, batch) to columns [B, ...]. Images get the number of channels that the
-    model takes, unless `channels` is None.
+    model takes. `specs` are the PartitionSpecs of params, by default those of the run.
     """
 
     def columns(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-      if channels is not None:
-        batch = {**batch, 'image': match_channels(batch['image'], channels)}
+      if 'image' in batch:
+        batch = {**batch, 'image': match_channels(batch['image'], run.channels)}
       kept = {name: batch[name] for name in _KEPT if name in batch}
       return {**compute(params, batch), **kept}
 
-    self._partitioner = partitioner
+    self._partitioner = run.partitioner
+    inputs = run.param_specs if specs is None else specs, run.partitioner.data_partition_spec
     # The results are replicated, so that each host reads whole batches, whichever rows it fed.
-    specs = (param_specs, partitioner.data_partition_spec)
-    self.compiled = partitioner.partition(columns, specs, None)
+    self.compiled = run.partitioner.partition(columns, inputs, None)
 
   def __call__(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
@@ -69,7 +114,7 @@ class PerExample:
     before, but no more than `max_examples` from the start of the stream.
 
     Args:
-      params: parameters, placed by `param_specs`.
+      params: parameters, placed by their PartitionSpecs.
       batches: this process's rows of each batch (image, label or text, index, mask). Rows with mask
         0 (padding, and examples that could not be read) are dropped.
       batch_size: rows of the global batch.
@@ -129,7 +174,7 @@ class RepresentationExtractor(PerExample):
       outputs = run.model.representations(params, batch, self.layers)
       return {column(layer): as_rows(x, pool).astype(self.dtype) for layer, x in outputs.items()}
 
-    super().__init__(extract, run.partitioner, run.param_specs, run.channels)
+    super().__init__(extract, run)
 
   def read(
     self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None

@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from het_plugin.data import classification_info
-from het_plugin.evaluation.extraction import PlacedModel, RepresentationExtractor
+from het_plugin.evaluation.extraction import (
+  PlacedModel,
+  RepresentationExtractor,
+  default_split,
+  open_split,
+)
 from het_plugin.evaluation.fewshot import Split
-from het_plugin.evaluation.names import check_names
-from het_plugin.evaluation.splits import open_split
+from het_plugin.evaluation.names import check_names, named_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +62,8 @@ def choose(
     return bound or DEFAULT_DATASETS
   chosen = []
   for text in texts:
-    name, equals, task = text.rpartition('=')
-    has_test = splits is not None or 'test' in classification_info(task).splits
-    pair = splits or ('train', 'test' if has_test else 'validation')
-    chosen.append(FewShotDataset(name if equals else Path(task).stem or task, task, *pair))
+    name, task = named_task(text)
+    chosen.append(FewShotDataset(name, task, *(splits or ('train', default_split(task)))))
   check_names(chosen, '--datasets')
   return chosen
 
@@ -73,8 +74,7 @@ class FewShotReader:
   def __init__(self, run: PlacedModel, batch_size: int, layer: str):
     """Reads and compiles nothing yet; a layer with positions is averaged over them."""
     self._extractor = RepresentationExtractor(run, layers=(layer,), pool='mean')
-    self._partitioner, self._batch_size = run.partitioner, batch_size
-    self._settings = {'image_size': run.image_size, 'max_labels': 1, 'batch_size': batch_size}
+    self._run, self._batch_size = run, batch_size
 
   def check(self, dataset: FewShotDataset) -> None:
     """Checks a data set before anything is compiled or any image is read."""
@@ -96,5 +96,10 @@ class FewShotReader:
     return tuple(halves)
 
   def _open(self, dataset: FewShotDataset, split: str, bound: int | None):
-    settings = {**self._settings, 'resize': dataset.resize, 'bound': 'max_train and max_test'}
-    return open_split(dataset.task, split, self._partitioner, bound, **settings)
+    return open_split(
+      *(self._run, dataset.task, split, bound),
+      bound='max_train and max_test',
+      max_labels=1,
+      batch_size=self._batch_size,
+      resize=dataset.resize,
+    )

@@ -1,6 +1,7 @@
 """Names of runs, checkpoints, files and data sets, for tables and plots."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 _SUFFIXES = ('.npz', '.safetensors', '.npy')
@@ -39,6 +40,12 @@ def choose_names(
     what = 'different names' if distinct else 'names'
     raise ValueError(f'--names={",".join(names)} must be {len(paths)} {what}')
   return list(names)
+
+
+def named_task(text: str) -> tuple[str, str]:
+  """Name and task of a data set given as NAME=TASK, or as TASK, which is named by its last part."""
+  name, equals, task = text.rpartition('=')
+  return name if equals else Path(task).stem or task, task
 
 
 def check_names(datasets: Iterable[Any], setting: str) -> None:

@@ -97,6 +97,15 @@ class Predictions:
 _PER_EXAMPLE = ('log_prob', 'labels', 'index', 'expected_entropy', 'nll')
 
 
+def check_has_head(checkpoint: str) -> None:
+  """Raises ValueError for a published file, which can be represented but predicts no classes."""
+  if weights.is_weights_file(checkpoint):
+    raise ValueError(
+      f'--checkpoint={checkpoint} is a published file, whose head is not trained: give the '
+      'directory of a run'
+    )
+
+
 class Predictor:
   """Maps batches to predictive distributions by the model's evaluation integrator.
 
@@ -105,7 +114,7 @@ class Predictor:
 
   def __init__(self, run: PlacedModel):
     # Classes are sharded until the log-probabilities of a batch are gathered here.
-    self._rows = PerExample(run.model.predictive, run.partitioner, run.param_specs, run.channels)
+    self._rows = PerExample(run.model.predictive, run)
     self._link = run.model.head.link
 
   def __call__(

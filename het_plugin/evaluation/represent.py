@@ -17,8 +17,8 @@ import numpy as np
 from het_plugin import data, reporting
 from het_plugin.data import representations as representations_lib
 from het_plugin.evaluation import extraction, extraction_files
+from het_plugin.evaluation.extraction import open_split
 from het_plugin.evaluation.extraction_files import SplitFiles
-from het_plugin.evaluation.splits import open_split
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -56,9 +56,9 @@ def represent(
 
   def open_batches(split):
     return open_split(
+      run,
       task,
       split,
-      run.partitioner,
       max_examples,
       name=f'--splits={split}: this split of {task}',
       bound='--max_examples',

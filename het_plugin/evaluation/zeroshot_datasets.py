@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.data import DatasetConfig, TaskInfo, task_info
 from het_plugin.evaluation import extraction, prompts, zeroshot
-from het_plugin.evaluation.splits import open_split
+from het_plugin.evaluation.extraction import open_split
 
 PyTree = Any
 
@@ -103,12 +103,11 @@ class ZeroShotEvaluator:
         probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
         deterministic embeddings.
     """
-    model, partitioner, param_specs = run.model, run.partitioner, run.param_specs
+    model = run.model
     check_model(model, num_samples)
-    partitioner.check_batch_size(batch_size)
-    self._partitioner = partitioner
+    run.partitioner.check_batch_size(batch_size)
+    self._run = run
     self._tokenizer = tokenizer
-    self._image_size = run.image_size
     self._batch_size = batch_size
     self._num_samples = num_samples
 
@@ -129,10 +128,10 @@ class ZeroShotEvaluator:
     def embed_texts(params, batch):
       return {'text': model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
-    with_classes = {'params': param_specs, 'classes': PartitionSpec()}
-    self._rank = extraction.PerExample(rank, partitioner, with_classes, run.channels)
-    self._embed_images = extraction.PerExample(embed_images, partitioner, param_specs, run.channels)
-    self._embed_texts = extraction.PerExample(embed_texts, partitioner, param_specs)
+    with_classes = {'params': run.param_specs, 'classes': PartitionSpec()}
+    self._rank = extraction.PerExample(rank, run, with_classes)
+    self._embed_images = extraction.PerExample(embed_images, run)
+    self._embed_texts = extraction.PerExample(embed_texts, run)
 
   def check(self, dataset: ZeroShotDataset) -> int:
     """Checks a data set and its settings before anything is compiled or read; its size."""
@@ -166,7 +165,7 @@ class ZeroShotEvaluator:
     embeddings, alike = zeroshot.class_embeddings(
       lambda tokens: self._embed(params, tokens), self._tokenizer, names, templates
     )
-    replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
+    replicated = NamedSharding(self._run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
     rows = self._read(self._rank, {'params': params, 'classes': classes}, dataset, on_rows)
     found = zeroshot.hits(rows['rank'], (1, 5))
@@ -199,7 +198,7 @@ class ZeroShotEvaluator:
 
   def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
-    own, last = self._partitioner.batch_rows(self._batch_size), len(tokens) - 1
+    own, last = self._run.partitioner.batch_rows(self._batch_size), len(tokens) - 1
 
     def batches():
       for start in range(0, len(tokens), self._batch_size):
@@ -216,11 +215,10 @@ class ZeroShotEvaluator:
     else:
       features = {'max_labels': task_info(dataset.task).max_labels}
     return open_split(
+      self._run,
       dataset.task,
       dataset.split,
-      self._partitioner,
       dataset.max_examples,
-      image_size=self._image_size,
       batch_size=self._batch_size,
       resize=dataset.resize,
       **features,

@@ -23,7 +23,7 @@ from het_plugin import reporting
 from het_plugin.evaluation import comparison
 from het_plugin.experiments import analyses
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.study import Request, check_label, check_settings
+from het_plugin.experiments.study import Request, check_labels, check_settings
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -81,8 +81,7 @@ class Ablation:
     folders = [_folder_name(label) for label in self.cells]
     if len(set(folders)) < len(folders):
       raise ValueError(f'Ablation.cells: the labels {", ".join(self.cells)} need names that differ')
-    for label in (self.first, *self.choose_for, *self.measured):
-      check_label('Ablation', label, self.cells)
+    check_labels('Ablation', (self.first, *self.choose_for, *self.measured), self.cells)
     if not self.seeds or len(set(self.seeds)) < len(self.seeds):
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     if common := set(self.seeds) & set(self.choose_seeds):
@@ -105,7 +104,7 @@ class Ablation:
 
   def only(self, labels: Sequence[str]) -> 'Ablation':
     """The ablation with some of its cells; ValueError if a cell is unknown or needs another."""
-    check_settings('Ablation', self.shared, self.cells, labels)
+    check_labels('Ablation.cells', labels, self.cells)
     kept = {label: settings for label, settings in self.cells.items() if label in labels}
     return dataclasses.replace(
       self,
@@ -267,9 +266,9 @@ class _Training:
   def _row(self, label: str) -> dict[str, Any]:
     runs, against = self._found[label], self._found[self._ablation.first]
     values = {name: [run[name] for run in runs] for name in runs[0]}
-    groups = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
-    row = {'head': label} | {name: group.mean for name, group in groups.items()}
-    row['stderr'] = {name: group.stderr for name, group in groups.items()}
+    means = {name: comparison.group_mean(of_name) for name, of_name in values.items()}
+    row = {'head': label} | {name: mean for name, (mean, _) in means.items()}
+    row['stderr'] = {name: stderr for name, (_, stderr) in means.items()}
     if runs is not against:
       row['p'] = {
         name: comparison.welch_p(of_name, [run[name] for run in against])

@@ -13,8 +13,7 @@ import scipy.linalg
 
 from het_plugin.config import trained_run
 from het_plugin.evaluation import class_covariance
-from het_plugin.evaluation.extraction import PerExample, Rows
-from het_plugin.evaluation.splits import open_split
+from het_plugin.evaluation.extraction import PerExample, Rows, open_split
 from het_plugin.integrate import GaussianLogits, example_keys, shared_key
 
 NLL_FILE = 'nll.npz'
@@ -33,9 +32,9 @@ def _per_example(
   `compute` maps (params, batch) to arrays with a row per example and is compiled.
   """
   batch_size = rows_per_shard * run.partitioner.data_shards
-  compiled = PerExample(compute, run.partitioner, run.param_specs)
-  settings = {'image_size': run.image_size, 'max_labels': run.max_labels, 'batch_size': batch_size}
-  with open_split(run.task, split, run.partitioner, num_examples, **settings) as (batches, _):
+  compiled = PerExample(compute, run)
+  settings = {'max_labels': run.max_labels, 'batch_size': batch_size}
+  with open_split(run, run.task, split, num_examples, **settings) as (batches, _):
     yield from compiled(run.params, batches, batch_size, num_examples)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import gin
 from het_plugin import integrate, reporting
 from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments.study import Request, check_settings
+from het_plugin.experiments.study import Request, check_labels, check_settings
 from het_plugin.training.flops import count_flops
 
 _CHANNELS = 3
@@ -82,7 +82,7 @@ class Flops:
 
   def run(self, request: Request) -> Iterator[reporting.Report]:
     """Counts; trains nothing, so seeds do not matter."""
-    check_settings('Flops', self.shared, self.cells, request.cells or ())
+    check_labels('Flops.cells', request.cells or (), self.cells)
     rows, backbone, configs = [], None, {}
     for label, settings in self.cells.items():
       if request.cells is not None and label not in request.cells:

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from etils import epath
 from flax import core, traverse_util
 
-from het_plugin import data, reporting, weights
+from het_plugin import data, reporting
 from het_plugin.config import changes, trained_run
+from het_plugin.evaluation import uncertainty
 from het_plugin.evaluation.candidates import candidate_names
-from het_plugin.evaluation.splits import open_split
-from het_plugin.training import checkpoint_reader, checkpoints, evaluation, optimizers, warm_start
+from het_plugin.evaluation.extraction import open_split
+from het_plugin.evaluation.predictions import Predictor, check_has_head
+from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
 from het_plugin.training.state import TrainState
 
 PyTree = Any
@@ -39,41 +41,6 @@ def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float])
     if (score := try_with([*members, candidate])) >= best:
       members, best = [*members, candidate], score
   return members
-
-
-class _Scorer:
-  """Metrics of parameters on a split, by the model's own `eval_fn`."""
-
-  def __init__(self, run: Any, task: str, split: str, batch_size: int):
-    """Compiles nothing yet; raises ValueError if the split does not fit the model."""
-    info = data.classification_info(task)
-    run.model.validate(info)
-    if info.channels != run.channels:
-      raise ValueError(f'{task} has {info.channels} channels; the model takes {run.channels}')
-    partitioner = run.partitioner
-    self._open = functools.partial(
-      open_split,
-      *(task, split, partitioner),
-      name=f'--split={split}',
-      image_size=run.image_size,
-      max_labels=max(info.max_labels, run.max_labels),
-      batch_size=batch_size,
-    )
-    self._evaluator = functools.partial(
-      evaluation.Evaluator, task, batch_size=batch_size, max_batches=None, partitioner=partitioner
-    )
-    self._metrics = partitioner.partition(
-      lambda params, batch: run.model.eval_fn(params, batch)[1],
-      (run.param_specs, partitioner.data_partition_spec),
-      None,
-    )
-
-  def eval_step(self, params: PyTree, batch: Any) -> Any:
-    return self._metrics(params, batch)
-
-  def __call__(self, params: PyTree) -> dict[str, float]:
-    with self._open() as (batches, _):
-      return self._evaluator(batches).run(self, params, lambda: False)
 
 
 def soup(
@@ -104,10 +71,24 @@ def soup(
     if checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
   for source in checkpoint:
-    if weights.is_weights_file(source):
-      raise ValueError(f'--checkpoint={source} is a published file, whose head is not trained')
+    check_has_head(source)
   run = trained_run.open_run(checkpoint[0], *gin_settings)
-  score_of = _Scorer(run, dataset or run.task, split, batch_size)
+  task = dataset or run.task
+  info = data.classification_info(task)
+  run.model.validate(info)
+  predictor = Predictor(run)
+
+  def score_of(params: PyTree) -> dict[str, float]:
+    with open_split(
+      *(run, task, split),
+      name=f'--split={split}',
+      max_labels=max(info.max_labels, run.max_labels),
+      batch_size=batch_size,
+    ) as (batches, _):
+      parts = predictor(params, batches, batch_size)
+      scores = uncertainty.concatenate([uncertainty.score_examples(part, (1,)) for part in parts])
+    return {'nll': float(scores.nll.mean()), 'precision_at_1': float(scores.precision[1].mean())}
+
   target = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
   )
@@ -136,11 +117,12 @@ def soup(
   rows = []
   for name, some in soups.items():
     params = average(*some)
-    rows.append(_row(f'{name} soup', len(some), score_of(params)))
+    rows.append({'candidate': f'{name} soup', 'num_members': len(some), **score_of(params)})
     config = changes.config_file(epath.Path(run.checkpoint), run.step).read_text()
     _write_run(folders[name], run.step, params, config, ema)
-  rows.append(_row(f'best single: {names[best]}', 1, alone[best]))
-  rows += [_row(name, 1, scores) for name, scores in zip(names, alone, strict=True)]
+  titles = [f'best single: {names[best]}', *names]
+  for title, scores in zip(titles, [alone[best], *alone], strict=True):
+    rows.append({'candidate': title, 'num_members': 1, **scores})
   chosen = [names[i] for i in members]
   return reporting.Report(
     title='Soups of checkpoints',
@@ -159,11 +141,6 @@ def soup(
     ],
     json={'rows': rows, 'members': chosen},
   )
-
-
-def _row(name: str, num_members: int, scores: dict[str, float]) -> dict[str, Any]:
-  kept = {x: scores[x] for x in ('nll', 'precision_at_1')}
-  return {'candidate': name, 'num_members': num_members, **kept}
 
 
 def _write_run(folder: epath.Path, step: int, params: PyTree, config: str, ema: bool) -> None:

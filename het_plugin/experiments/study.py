@@ -5,7 +5,7 @@ before bindings; later ones win.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,22 @@ class Request:
   seeds: Sequence[int] | None = None
   cells: Sequence[str] | None = None
 
-  def run_of(self, settings: Sequence[str], *bindings: str) -> runs_lib.Run:
-    """The run of a cell: its settings, then bindings, then those of the command line."""
+  def run_of(self, settings: Sequence[str]) -> runs_lib.Run:
+    """The run of a cell: its settings, then the bindings of the command line."""
     files = [setting for setting in settings if '=' not in setting]
     own = [setting for setting in settings if '=' in setting]
-    return runs_lib.Run(files, [*own, *bindings, *self.gin_bindings], self.gin_search_paths)
+    return runs_lib.Run(files, [*own, *self.gin_bindings], self.gin_search_paths)
 
 
-def check_label(where: str, label: str, cells: Mapping[str, Sequence[str]]) -> None:
-  """Raises ValueError if there is no such cell."""
-  if label not in cells:
-    raise ValueError(f'{where} names the cell {label!r}; the cells are {", ".join(cells)}')
+def check_labels(where: str, labels: Iterable[str], cells: Mapping[str, Sequence[str]]) -> None:
+  """Raises ValueError if a label names no cell."""
+  for label in labels:
+    if label not in cells:
+      raise ValueError(f'{where} names the cell {label!r}; the cells are {", ".join(cells)}')
 
 
-def check_settings(
-  study: str, shared: Sequence[str], cells: Mapping[str, Sequence[str]], only: Sequence[str] = ()
-) -> None:
-  """Raises ValueError if settings are not files and bindings, or a label names no cell."""
+def check_settings(study: str, shared: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+  """Raises ValueError if settings are not files and bindings."""
   if not cells:
     raise ValueError(f'{study}.cells is empty; it must be {{label: settings}}')
   for where, settings in {'shared': shared, **cells}.items():
@@ -100,5 +99,3 @@ def check_settings(
           f'{study}: {where!r} has the setting {setting!r}; settings are a tuple of gin files that '
           "end in .gin and of bindings 'NAME = VALUE'"
         )
-  for label in only:
-    check_label(f'{study}.cells', label, cells)

@@ -55,26 +55,21 @@ class Row:
   no_validation_set: bool
 
 
-def _rows() -> dict[str, Row]:
-  rows = {}
-  for method, title in (('grid', 'Grid search'), ('bayesian', 'Bayesian optimization')):
-    for variant, suffix in (
-      ('validation', ''),
-      ('2folds', ' (2 folds)'),
-      ('retrain', ' (+ retrain)'),
-    ):
-      rows[f'{method}:{variant}'] = Row(title + suffix, False, False)
-  for method, title, suffix in (
-    ('luketina', 'Luketina et al. (2016)', ''),
-    ('simple_gradient', 'Simple gradient', ' (val)'),
-  ):
-    rows[f'{method}:validation'] = Row(title + suffix, True, False)
-    for share in _SHARES:
-      rows[f'{method}:{share}'] = Row(f'{title} ({share})', True, True)
-  return rows | {BASELINE: Row('Simple training', True, True)}
-
-
-ROWS = _rows()
+ROWS = {
+  'grid:validation': Row('Grid search', False, False),
+  'grid:2folds': Row('Grid search (2 folds)', False, False),
+  'grid:retrain': Row('Grid search (+ retrain)', False, False),
+  'bayesian:validation': Row('Bayesian optimization', False, False),
+  'bayesian:2folds': Row('Bayesian optimization (2 folds)', False, False),
+  'bayesian:retrain': Row('Bayesian optimization (+ retrain)', False, False),
+  'luketina:validation': Row('Luketina et al. (2016)', True, False),
+  'luketina:12.5%': Row('Luketina et al. (2016) (12.5%)', True, True),
+  'luketina:25%': Row('Luketina et al. (2016) (25%)', True, True),
+  'simple_gradient:validation': Row('Simple gradient (val)', True, False),
+  'simple_gradient:12.5%': Row('Simple gradient (12.5%)', True, True),
+  'simple_gradient:25%': Row('Simple gradient (25%)', True, True),
+  BASELINE: Row('Simple training', True, True),
+}
 METHODS = tuple(dict.fromkeys(name.partition(':')[0] for name in ROWS))
 
 
@@ -341,13 +336,13 @@ def table(outcomes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
     means = {}
     for key in _AVERAGED:
       values = [outcome[key] for outcome in found]
-      means[key] = None if None in values else comparison.group_mean(values)
+      means[key] = (None, None) if None in values else comparison.group_mean(values)
     speeds = [x['ms_per_step'] for x in found if x['ms_per_step'] is not None]
     row = {
       'head': ROWS[name].title,
       'row': name,
-      **{key: mean and mean.mean for key, mean in means.items()},
-      'stderr': {key: mean and mean.stderr for key, mean in means.items()},
+      **{key: mean for key, (mean, _) in means.items()},
+      'stderr': {key: stderr for key, (_, stderr) in means.items()},
       'single training': 'yes' if ROWS[name].single_training else 'no',
       'no validation set': 'yes' if ROWS[name].no_validation_set else 'no',
       'trainings': found[0]['trainings'],
@@ -390,7 +385,11 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     f'{len(rows[0]["replications"])} replications, as table 13 of Collier et al. 2023.',
     json=rows,
     row_title='method',
-    rows=[{k: v for k, v in row.items() if k not in ('replications', 'row')} for row in rows],
+    rows=[
+      {k: v for k, v in row.items() if k not in ('replications', 'row', 'welch_p')}
+      | ({'p': reporting.p_text(row['welch_p'])} if 'welch_p' in row else {})
+      for row in rows
+    ],
     notes=[
       'NLL and prec@1: of the test set, which neither training nor the choice of tau saw. '
       'With (2 folds) it chose tau. Validation NLL: of the set that chose tau.',

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from het_plugin import data, reporting
+from het_plugin import reporting
 from het_plugin.evaluation import comparison, zeroshot
-from het_plugin.evaluation.names import check_names, choose_names, short_names
+from het_plugin.evaluation.extraction import default_split
+from het_plugin.evaluation.names import check_names, choose_names, named_task, short_names
 from het_plugin.evaluation.zeroshot_datasets import (
   DEFAULT_DATASETS,
   Tokenizer,
@@ -15,7 +15,6 @@ from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotEvaluator,
 )
 
-SPLITS = ('test', 'validation')  # the first of these that a task has is the default
 _TABLES = {
   'Zero-shot classification': ('top1', 'top5'),
   'Retrieval: recall at k': tuple(
@@ -69,19 +68,11 @@ def choose_datasets(
   for text in known if texts is None else texts:
     dataset = known.get(text)
     if dataset is None:
-      name, equals, task = text.rpartition('=')
-      split = changes.get('split') or _default_split(task)
-      dataset = ZeroShotDataset(name if equals else Path(task).stem or task, task, split)
+      name, task = named_task(text)
+      dataset = ZeroShotDataset(name, task, changes.get('split') or default_split(task))
     chosen.append(dataclasses.replace(dataset, **changes))
   check_names(chosen, '--dataset')
   return tuple(chosen)
-
-
-def _default_split(task: str) -> str:
-  splits = data.task_info(task).splits
-  if not (usual := [split for split in SPLITS if split in splits]):
-    raise ValueError(f'--split is needed: {task} has {", ".join(sorted(splits))}')
-  return usual[0]
 
 
 def evaluate(
@@ -161,9 +152,17 @@ def compare_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   for (dataset, metric), by_group in values.items():
     first = next(iter(by_group))
     for group, of_runs in by_group.items():
-      mean = dataclasses.asdict(comparison.group_mean(of_runs))
-      p = None if group == first else comparison.welch_p(of_runs, by_group[first])
+      mean, stderr = comparison.group_mean(of_runs)
       found.append(
-        {'dataset': dataset, 'metric': metric, 'group': group, **mean, 'baseline': first, 'p': p}
+        {
+          'dataset': dataset,
+          'metric': metric,
+          'group': group,
+          'mean': mean,
+          'stderr': stderr,
+          'num_runs': len(of_runs),
+          'baseline': first,
+          'p': None if group == first else comparison.welch_p(of_runs, by_group[first]),
+        }
       )
   return found
