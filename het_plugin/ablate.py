@@ -7,8 +7,8 @@ An ablation is one of ours, by name, or a gin file of your own (docs/ablations.m
 goes to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE to the ablation. Run the
 command again to go on where it stopped: finished runs are not trained again.
 
-The output directory gets results.json, results.txt, index.html with curves, their plots, and a
-folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and
+The output directory gets results.json, results.txt, index.html, its plots as .png files, and
+a folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and
 written after the first seed and again after each further one. Exit codes: 0 done; 2 a setting is
 wrong; 3 a run was not finite; 42 stopped by SIGTERM with a checkpoint saved, to be started again.
 """
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.cell,
     )
     for report in chosen.run(request):
+      print(f'\n{report.title}\n')
       report.write('het_plugin.ablate', json=flags.FLAGS.json, output_dir=output_dir)
 
 

@@ -3,8 +3,8 @@
     python -m het_plugin.quickstart --output_dir=runs/quickstart
 
 A head whose run is complete is not trained again; one that was interrupted goes on. In the output
-directory: results.json (a row per head), results.txt, index.html, and a run directory
-per head with its checkpoints, metrics.jsonl, event files, logs and config.gin.
+directory: results.json (a row per head), results.txt, index.html, its plots as .png files, and a
+run directory per head with its checkpoints, metrics.jsonl, event files, logs and config.gin.
 """
 
 from het_plugin.operations import stopping

@@ -4,8 +4,9 @@
 
 runs the trainings of each method with every seed and prints them as in table 13. A training that is
 complete is not repeated: run the same command again to go on, or with more methods to add their
-rows. The output directory gets results.json (one row per method), results.txt,
-index.html with plots, and a folder per seed with a run directory per training.
+rows. The output directory gets results.json (one row per method), results.txt, index.html, its
+plots as .png files, and a folder per seed with a run directory per training. The table is printed
+and written after every seed.
 """
 
 from het_plugin.operations import stopping

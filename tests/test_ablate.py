@@ -84,6 +84,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   table, page = ((out / name).read_text() for name in ('results.txt', 'index.html'))
   assert table.strip() in printed and '±' in table and "Welch's t-test against tau 1" in table
   assert 'data:image/png' in page and 'learned/seed=0' in page
+  assert {x.name for x in out.glob('*.png')} == {'curves_1.png', 'curves_2.png'}
 
   with monkeypatch.context() as patch:  # again: nothing is trained
     patch.setattr(train, 'train', None)
