@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -17,14 +17,6 @@ from het_plugin.evaluation.names import check_names
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.state import TrainState
-
-
-class Row(NamedTuple):
-  """A result of one data set: its scalars by name, and the content of its line in the file."""
-
-  dataset: str
-  scalars: Mapping[str, float]
-  record: Mapping[str, Any]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -80,15 +72,15 @@ class PeriodicAction(BaseAction):
       if self._evaluator is None:
         specs = self._context.partitioner.get_mesh_axes(train_state).params
         self._evaluator = self.make_evaluator(self._run._replace(param_specs=specs))
-      results = self.rows(self._evaluator, train_state.params)
+      results = self.evaluate(self._evaluator, train_state.params)
       self._last_step = step
       self._context.writer.write_scalars(
         step,
-        {f'{self.kind}/{x.dataset}/{k}': v for x in results for k, v in x.scalars.items()},
+        {f'{self.kind}/{name}/{k}': v for name, x in results for k, v in x.scalars().items()},
       )
       if jax.process_index() == 0:
         rows = [row for row in run_files.read_lines(self._file) if row['step'] < step]
-        rows += [{'step': step, 'dataset': x.dataset, **x.record} for x in results]
+        rows += [{'step': step, 'dataset': name, **x.record()} for name, x in results]
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
@@ -96,8 +88,11 @@ class PeriodicAction(BaseAction):
     """What evaluates the model, with a method check(dataset); it compiles nothing yet."""
     raise NotImplementedError
 
-  def rows(self, evaluator: Any, params: Any) -> Sequence[Row]:
-    """Evaluates parameters on the data sets; every process calls it."""
+  def evaluate(self, evaluator: Any, params: Any) -> Sequence[tuple[str, Any]]:
+    """(data set, result) pairs; every process calls it.
+
+    The methods of a result give `scalars()` by name, and `record()`, the content of its line.
+    """
     raise NotImplementedError
 
 
@@ -132,20 +127,14 @@ class FewShotAction(PeriodicAction):
   def make_evaluator(self, run: PlacedModel) -> fewshot_datasets.FewShotReader:
     return fewshot_datasets.FewShotReader(run, self.batch_size, self.layer)
 
-  def rows(self, evaluator: fewshot_datasets.FewShotReader, params: Any) -> list[Row]:
+  def evaluate(self, evaluator: fewshot_datasets.FewShotReader, params: Any):
     data = {x.name: evaluator(x, params) for x in self.datasets}
     self.results = fewshot.few_shot_all(data, self._protocol, shots=self.shots, seeds=self.seeds)
-    rows = []
-    for name, by_shots in self.results.items():
-      for shots, result in by_shots.items():
-        key = f'{shots}shot'
-        scalars = {key: result.mean}
-        if result.stderr is not None:
-          scalars[f'{key}_stderr'] = result.stderr
-        if result.classes_short:
-          logging.warning('%s, %s: %d classes have fewer images.', name, key, result.classes_short)
-        rows.append(Row(name, scalars, result.record()))
-    return rows
+    results = [(name, x) for name, by_shots in self.results.items() for x in by_shots.values()]
+    for name, x in results:
+      if x.classes_short:
+        logging.warning('%s, %dshot: %d classes have fewer images.', name, x.shots, x.classes_short)
+    return results
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -175,6 +164,6 @@ class ZeroShotAction(PeriodicAction):
       run, self.tokenizer, self.batch_size, self.num_samples
     )
 
-  def rows(self, evaluator: zeroshot_datasets.ZeroShotEvaluator, params: Any) -> list[Row]:
+  def evaluate(self, evaluator: zeroshot_datasets.ZeroShotEvaluator, params: Any):
     self.results = {x.name: evaluator(x, params) for x in self.datasets}
-    return [Row(name, x.scalars(), x.record()) for name, x in self.results.items()]
+    return list(self.results.items())

@@ -117,6 +117,11 @@ class FewShotResult:
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
     return {'mean': self.mean, 'stderr': self.stderr, **fields}
 
+  def scalars(self) -> dict[str, float]:
+    """The metrics of `FewShotAction`: '5shot', and '5shot_stderr' if there is one."""
+    found = {f'{self.shots}shot': self.mean, f'{self.shots}shot_stderr': self.stderr}
+    return {name: value for name, value in found.items() if value is not None}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:

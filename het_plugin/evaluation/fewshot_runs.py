@@ -157,14 +157,15 @@ def make_report(
   for what, numbers in lowered.items():
     if found := [f'{name} {number}' for name, number in numbers.items() if number]:
       notes.append(f'{what}: {", ".join(found)}.')
-  text = 'Accuracy by shots.'
   return reporting.Report(
     title='Few-shot linear evaluation',
     introduction='Accuracy of a linear classifier fitted to a few examples per class.',
     rows=list(runs.values()),
     tables=tables,
     notes=notes,
-    draw=lambda: {'shots': reporting.Figure(reporting.shots_png(list(runs.values())), text, text)},
+    draw=lambda: {
+      'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
+    },
     json={
       'protocol': dict(protocol),
       'rows': rows,

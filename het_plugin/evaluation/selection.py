@@ -296,7 +296,7 @@ def ensemble(
 
 
 def _figure(png: bytes, caption: str) -> dict[str, reporting.Figure]:
-  return {'plot': reporting.Figure(png, caption, caption)}
+  return {'plot': reporting.Figure(png, caption)}
 
 
 def _knn_accuracy(

@@ -20,7 +20,7 @@ class Figure:
 
   png: bytes | Sequence[bytes]  # several are shown side by side, or stacked on a narrow page
   caption: str
-  alt: str  # alternative text
+  alt: str = ''  # alternative text; without one, the caption
   recolour: bool = True  # whether a dark page turns dark lines into light ones; not of pictures
 
   @property

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from het_plugin.backbones import ViT
-from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, Row, ZeroShotAction
+from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, ZeroShotAction
 from het_plugin.evaluation.fewshot_datasets import FewShotDataset
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.heads import Det
@@ -103,8 +103,8 @@ class Counting(PeriodicAction):
   def make_evaluator(self, run):
     return types.SimpleNamespace(check=lambda dataset: None)
 
-  def rows(self, evaluator, params):
-    return [Row('digits', {'x': 1.0}, {'x': 1.0})]
+  def evaluate(self, evaluator, params):
+    return [('digits', types.SimpleNamespace(scalars=lambda: {'x': 1.0}, record=dict))]
 
 
 def evaluated(model_dir, steps, *, total_steps=None, evaluated_step=0):
