@@ -272,6 +272,7 @@ def _placement(model: Any, partitioner: Any, init: Callable[[], PyTree]) -> tupl
   from het_plugin.training import initial_state
   from het_plugin.training import state as state_lib
 
-  state = jax.eval_shape(lambda: state_lib.TrainState.create(model.optimizer_def, init()))
-  specs = partitioner.get_mesh_axes(state).params
-  return specs, initial_state.with_shardings(state.params, partitioner.shardings(specs))
+  axes, state = initial_state.placed(
+    lambda: state_lib.TrainState.create(model.optimizer_def, init()), partitioner
+  )
+  return axes.params, state.params

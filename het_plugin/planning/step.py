@@ -58,9 +58,8 @@ def plan(request: Request) -> dict[str, Any]:
   eval_cfg = settings.get('train_eval_dataset_cfg') or train_cfg
   init_rng, trainer_rng = jax.random.split(jax.random.key(0))
   element_spec = _element_spec(train_cfg)
-  state = jax.eval_shape(initial_state.init_fn(model, element_spec, init_rng))
-  axes = partitioner.get_mesh_axes(state)
-  state = initial_state.with_shardings(state, partitioner.shardings(axes))
+  init = initial_state.init_fn(model, element_spec, init_rng)
+  axes, state = initial_state.placed(init, partitioner)
   trainer = settings.get('trainer_cls', step_lib.Trainer)(
     model=model, partitioner=partitioner, train_state_axes=axes, rng=trainer_rng
   )

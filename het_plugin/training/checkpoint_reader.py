@@ -37,6 +37,10 @@ _CHECKSUMS, _DIGEST = 'checksums', 'digest'
 class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
   """A checkpoint cannot be read, or differs from what was saved; raised on all processes."""
 
+  def __init__(self, checkpoint: epath.PathLike, reason: str):
+    super().__init__(f'{checkpoint} cannot be read: {reason}')
+    self.reason = reason
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:
@@ -92,7 +96,7 @@ def params_shapes(checkpoint: epath.PathLike, ema: bool = False) -> dict[str, tu
   """
   saved, failure = attempt(functools.partial(_metadata, epath.Path(checkpoint)))
   if failure is not None:
-    raise Unreadable(f'{checkpoint} cannot be read: {one_line(failure)}') from failure
+    raise Unreadable(checkpoint, one_line(failure)) from failure
   prefix = f'{params_root(saved, ema)}/'
   return {
     name.removeprefix(prefix): tuple(x.shape)
@@ -120,11 +124,8 @@ def read_params(path: epath.PathLike, ema: bool = False) -> dict[str, np.ndarray
   With `ema`, reads the average of the parameters.
   """
   folder = find(path)
-  device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-  wanted = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
-    for name, shape in params_shapes(folder, ema).items()
-  }
+  shapes = params_shapes(folder, ema).items()
+  wanted = {name: _on_host(shape, jnp.float32) for name, shape in shapes}
   return {name: np.asarray(x) for name, x in read_params_to(folder, wanted, ema).items()}
 
 
@@ -132,44 +133,60 @@ def read_params_to(
   checkpoint: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], ema: bool = False
 ) -> dict[str, jax.Array]:
   """Some parameters of a checkpoint, or of their average, with the given dtypes and shardings."""
-  try:
-    description, saved = on_all(functools.partial(describe, checkpoint))
-    root = params_root(saved, ema)
-    names = {f'{root}/{name}': name for name in wanted}
-    handler = ocp.PyTreeCheckpointHandler()
-    item = jax.tree_util.tree_map_with_path(
-      lambda path, x: (
-        like(wanted[names[_name(path)]], x.dtype) if _name(path) in names else ocp.PLACEHOLDER
-      ),
-      handler.metadata(checkpoint / 'state').tree,
-      is_leaf=lambda x: hasattr(x, 'shape'),
-    )
-    args = ocp.args.PyTreeRestore(
-      item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
-    )
-    read = on_all(lambda: handler.restore(checkpoint / 'state', args=args))
-    if description is None:
-      _log.warning('%s has no checksums: damaged arrays may go unnoticed.', checkpoint)
-    else:
-      verify({name: x for name, x in named(read).items() if name in names}, description.checksums)
-  except Unreadable as reason:
-    raise Unreadable(f'{checkpoint} cannot be read: {reason}') from reason
-  read = named(read)
-  return {name: cast(read[f'{root}/{name}'], x.dtype) for name, x in wanted.items()}
+  description, saved = describe(checkpoint)
+  root = params_root(saved, ema)
+  read = read_to(checkpoint, {f'{root}/{name}': x for name, x in wanted.items()}, description)
+  return {name: read[f'{root}/{name}'] for name in wanted}
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
   """All arrays of the checkpoint that `find` finds at `path`, as saved, on the host.
 
-  The result is {'params/head/kernel': array, 'opt_state/...': array, 'step': array}. Checksums are
-  not verified.
+  The result is {'params/head/kernel': array, 'opt_state/...': array, 'step': array}.
   """
-  folder = find(path) / 'state'
-  tree = ocp.StandardCheckpointHandler().metadata(folder).tree
-  on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    read = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
-  return {name: np.asarray(x) for name, x in named(read).items()}
+  folder = find(path)
+  description, saved = describe(folder)
+  wanted = {name: _on_host(x.shape, x.dtype) for name, x in saved.items()}
+  return {name: np.asarray(x) for name, x in read_to(folder, wanted, description).items()}
+
+
+def read_to(
+  checkpoint: epath.Path,
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  description: Description | None,
+) -> dict[str, jax.Array]:
+  """Some arrays of a checkpoint by name, with the given dtypes and shardings.
+
+  Raises Unreadable if one differs from what was saved, as the description tells.
+  """
+  # Not through an orbax Checkpointer, at whose barrier the others would wait for a process that
+  # cannot read.
+  handler = ocp.PyTreeCheckpointHandler()
+
+  def target(path: tuple[Any, ...], x: Any) -> Any:
+    if (name := _name(path)) not in wanted:
+      return ocp.PLACEHOLDER
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted[name].sharding)
+
+  def read() -> dict[str, jax.Array]:
+    tree = handler.metadata(checkpoint / 'state').tree
+    item = jax.tree_util.tree_map_with_path(target, tree, is_leaf=_has_shape)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item, restore_args=restore_args)
+    arrays = named(handler.restore(checkpoint / 'state', args=args))
+    return {name: arrays[name] for name in wanted}
+
+  arrays = _on_all(checkpoint, read)
+  if description is None:
+    _log.warning('%s has no checksums: damaged arrays may go unnoticed.', checkpoint)
+  else:
+    found = checksum.array_checksums(arrays)
+    damaged = [name for name, value in found.items() if value != description.checksums[name]]
+    others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
+    reason = f'{damaged[0]} is not what was saved{others}.' if damaged else ''
+    if reasons := processes.gather(reason):
+      raise Unreadable(checkpoint, processes.as_one(reasons))
+  return {name: cast(x, wanted[name].dtype) for name, x in arrays.items()}
 
 
 def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
@@ -179,15 +196,15 @@ def read_dataset_state(path: epath.PathLike) -> dict[str, int] | None:
 
 
 def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]]:
-  """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name.
+  """JSON of a checkpoint (None if it has no record) and metadata of its arrays by name."""
 
-  Raises any exception if it is damaged.
-  """
-  saved = _metadata(checkpoint)
-  description = read_json(checkpoint)
-  if description is not None and set(description.checksums) != set(saved):
-    raise ValueError('its arrays are not those that were saved')
-  return description, saved
+  def read() -> tuple[Description | None, dict[str, Any]]:
+    saved, description = _metadata(checkpoint), read_json(checkpoint)
+    if description is not None and set(description.checksums) != set(saved):
+      raise ValueError('its arrays are not those that were saved')
+    return description, saved
+
+  return _on_all(checkpoint, read)
 
 
 def read_json(checkpoint: epath.Path) -> Description | None:
@@ -210,25 +227,13 @@ def seal(
   return {**record, _DIGEST: checksum.json_digest([record, dataset_state])}
 
 
-def verify(arrays: Mapping[str, jax.Array], checksums: Mapping[str, int]) -> None:
-  """Raises Unreadable on all processes if an array differs from what was saved on one of them."""
-  found = checksum.array_checksums(arrays)
-  damaged = [name for name, value in found.items() if value != checksums[name]]
-  others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
-  if reasons := processes.gather(f'{damaged[0]} is not what was saved{others}.' if damaged else ''):
-    raise Unreadable(processes.as_one(reasons))
-
-
 def check_match(
-  wanted: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: epath.PathLike
+  checkpoint: epath.PathLike,
+  wanted: Mapping[str, tuple[int, ...]],
+  saved: Mapping[str, tuple[int, ...]],
 ) -> None:
-  """Compares names and shapes of a run's arrays with those of a checkpoint; collective.
-
-  Raises:
-    ValueError: names or shapes differ on some process; raised on all, with the first difference.
-  """
-  mismatch = _mismatch(*({k: tuple(x.shape) for k, x in side.items()} for side in (wanted, saved)))
-  if reasons := processes.gather(mismatch):
+  """ValueError on all processes if the shapes of a checkpoint's arrays differ from a run's."""
+  if reasons := processes.gather(_mismatch(wanted, saved)):
     raise ValueError(f'{checkpoint} {next(iter(reasons.values()))}')
 
 
@@ -250,7 +255,7 @@ def _metadata(checkpoint: epath.Path) -> dict[str, Any]:
 
 def named(tree: PyTree) -> dict[str, Any]:
   """Arrays, shapes or metadata of arrays by name ('params/head/kernel')."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, 'shape'))
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_shape)
   return {_name(path): leaf for path, leaf in leaves}
 
 
@@ -258,14 +263,18 @@ def _name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
+def _has_shape(x: Any) -> bool:
+  return hasattr(x, 'shape')
+
+
+def _on_host(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
   """A floating-point array in another type; other arrays unchanged."""
   return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def like(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-  """Shape and sharding of `x` with another dtype."""
-  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
 
 def attempt(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -276,15 +285,11 @@ def attempt(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
     return None, error
 
 
-def on_all(fn: Callable[[], Any]) -> Any:
-  """Result of `fn`, which all processes call at the same time.
-
-  Raises:
-    Unreadable: `fn` raised on some process; raised on all of them.
-  """
+def _on_all(checkpoint: epath.PathLike, fn: Callable[[], Any]) -> Any:
+  """Result of `fn`, which all processes call at the same time; Unreadable if it raises on one."""
   result, failure = attempt(fn)
   if reasons := processes.gather('' if failure is None else one_line(failure)):
-    raise Unreadable(processes.as_one(reasons)) from failure
+    raise Unreadable(checkpoint, processes.as_one(reasons)) from failure
   return result
 
 

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from het_plugin import weights
-from het_plugin.training import checkpoint_reader, checksum
+from het_plugin.training import checkpoint_reader, checksum, processes
 from het_plugin.training.checkpoint_reader import PREFIX, Unreadable
 from het_plugin.training.state import TrainState
 
@@ -87,12 +87,22 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
-  """The arguments of `Checkpointer.save`, read back on the target's shardings."""
+class RunState:
+  """Where a run stands: what `Checkpointer.save` takes."""
 
   train_state: TrainState
-  dataset_state: dict[str, int] | None  # None if it was not saved
-  record: dict[str, Any]
+  dataset_state: dict[str, int] | None = None  # None if it was not saved
+  record: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def step(self) -> int:
+    """Number of steps done."""
+    return int(self.train_state.step)
+
+  @property
+  def evaluated(self) -> bool:
+    """Whether the evaluations of `step` are done."""
+    return self.record.get('evaluated', True)
 
 
 class SaveFailed(SystemExit):  # noqa: N818 (it is an exit, not an error)
@@ -253,7 +263,7 @@ class Checkpointer:
       f'({checkpoint_reader.one_line(failure)}); {newest}.'
     ) from failure
 
-  def restore(self, target: TrainState) -> Restored | None:
+  def restore(self, target: TrainState) -> RunState | None:
     """Reads the newest intact checkpoint; returns None if the run has no checkpoint.
 
     Damaged checkpoints are reported and skipped. Once an older one is read, they are renamed to
@@ -269,9 +279,9 @@ class Checkpointer:
       path = self._path(step)
       try:
         restored = _restore(path, target)
-      except Unreadable as reason:
-        _log.error('Skipping %s, which cannot be read: %s', path, reason)
-        reasons.append(str(reason).rstrip('.'))
+      except Unreadable as unreadable:
+        _log.error('Skipping %s, which cannot be read: %s', path, unreadable.reason)
+        reasons.append(unreadable.reason.rstrip('.'))
         continue
       _log.info('Resuming from %s.', path)
       self._set_aside(steps[:i])
@@ -303,7 +313,7 @@ class Checkpointer:
           target = target.with_name(f'unreadable_{PREFIX}_{step}.{number}')
         self._path(step).rename(target)
 
-    checkpoint_reader.on_all(rename if jax.process_index() == 0 else lambda: None)
+    processes.in_the_first(rename)
     self._manager.reload()
 
   def close(self) -> None:
@@ -314,26 +324,18 @@ class Checkpointer:
       _log.error('The checkpoint of step %d is not written: %s', self._saving_step, failure)
 
 
-def _restore(path: epath.Path, target: TrainState) -> Restored:
+def _restore(path: epath.Path, target: TrainState) -> RunState:
   """Raises Unreadable if it is damaged, ValueError if it belongs to another model."""
   arrays = _arrays(target)
-  description, saved = checkpoint_reader.on_all(functools.partial(checkpoint_reader.describe, path))
+  wanted = checkpoint_reader.named(arrays)
+  description, saved = checkpoint_reader.describe(path)
   if description is None:
-    raise Unreadable('it has no record.')
-  checkpoint_reader.check_match(checkpoint_reader.named(arrays), saved, path)
-  types = jax.tree.unflatten(
-    jax.tree.structure(arrays), [saved[name].dtype for name in checkpoint_reader.named(arrays)]
-  )
-  wanted = jax.tree.map(checkpoint_reader.like, arrays, types)
-  # Not through an orbax Checkpointer, at whose barrier the others would wait for a process that
-  # cannot read.
-  handler = ocp.StandardCheckpointHandler()
-  read = checkpoint_reader.on_all(
-    lambda: handler.restore(path / 'state', args=ocp.args.StandardRestore(wanted))
-  )
-  checkpoint_reader.verify(checkpoint_reader.named(read), description.checksums)
-  read = jax.tree.map(lambda x, like: checkpoint_reader.cast(x, like.dtype), read, arrays)
-  return Restored(target.replace(**read), description.dataset_state, description.record)
+    raise Unreadable(path, 'it has no record.')
+  shapes = ({name: tuple(x.shape) for name, x in side.items()} for side in (wanted, saved))
+  checkpoint_reader.check_match(path, *shapes)
+  read = checkpoint_reader.read_to(path, wanted, description)
+  read = jax.tree.unflatten(jax.tree.structure(arrays), [read[name] for name in wanted])
+  return RunState(target.replace(**read), description.dataset_state, description.record)
 
 
 def _arrays(train_state: TrainState) -> dict[str, PyTree]:

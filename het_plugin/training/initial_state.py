@@ -1,7 +1,5 @@
 """The initial state of a training: shapes, fresh values, a warm start or a checkpoint."""
 
-import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +9,6 @@ from jax.extend import core
 
 from het_plugin.training import checkpoints, partitioning, warm_start
 from het_plugin.training.state import TrainState
-
-_log = logging.getLogger(__name__)
 
 PyTree = Any
 
@@ -35,34 +31,17 @@ def init_fn(
   return lambda: jax.tree.unflatten(jax.tree.structure(state), make())
 
 
-def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-  """A tree of ShapeDtypeStructs with shapes and shardings."""
-  return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+def placed(
+  init: Callable[[], TrainState], partitioner: partitioning.PjitPartitioner
+) -> tuple[TrainState, TrainState]:
+  """PartitionSpecs, and shapes with shardings, of the state that `init` creates."""
+  shapes = jax.eval_shape(init)
+  axes = partitioner.get_mesh_axes(shapes)
+  return axes, jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    shapes,
+    partitioner.shardings(axes),
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-  """Where a call of `train` begins: number of steps done, state and record."""
-
-  step: int
-  train_state: TrainState
-  record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the checkpoint, if any
-
-  @property
-  def evaluated(self) -> bool:
-    """Whether the evaluations of `step` are done."""
-    return self.record.get('evaluated', True)
-
-
-def resume(restored: checkpoints.Restored, train_iter: Any) -> Start:
-  """Begins with a checkpoint and moves the data set to the next example."""
-  if restored.dataset_state is None:
-    _log.warning('The checkpoint has no input position: the data set starts again.')
-  else:
-    train_iter.set_state(restored.dataset_state)
-  return Start(int(restored.train_state.step), restored.train_state, restored.record)
 
 
 def begin(
@@ -71,8 +50,8 @@ def begin(
   axes: TrainState,
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
   partitioner: partitioning.PjitPartitioner,
-) -> Start:
-  """Begins at step 0 with a fresh state, or with the parameters of another run if one is given.
+) -> TrainState:
+  """The state at step 0: fresh, or with the parameters of another run if one is given.
 
   `target` has the shapes and shardings of the state, `axes` its partition specs.
   """
@@ -87,19 +66,18 @@ def begin(
     start = train_state.optimizer_def.optax_optimizer.init
     opt_state = partitioner.partition(start, (axes.params,), axes.opt_state)(params)
     train_state = train_state.replace(params=params, opt_state=opt_state)
-  return Start(0, train_state)
+  return train_state
 
 
 def check_enough_batches(
-  train_iter: Any, batch_size: int, restored: checkpoints.Restored | None, total_steps: int
+  train_iter: Any, batch_size: int, restored: checkpoints.RunState | None, total_steps: int
 ) -> None:
   """Raises ValueError if the data set does not last until the end of the run."""
   if train_iter.num_batches is None:
     return
-  step, position = 0, 0
-  if restored is not None:
-    step = int(restored.train_state.step)
-    position = (restored.dataset_state or {'position': 0})['position']
+  step = 0 if restored is None else restored.step
+  dataset_state = None if restored is None else restored.dataset_state
+  position = 0 if dataset_state is None else dataset_state['position']
   left = max(train_iter.num_batches - position // batch_size, 0)
   if left < total_steps - step:
     raise ValueError(

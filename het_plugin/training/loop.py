@@ -52,18 +52,6 @@ class Schedule:
     return period is not None and (step % period == 0 or step == self.total_steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-  """The writers of a run; the text of `config` is kept with each checkpoint."""
-
-  writer: metric_writers.RunWriter
-  checkpointer: checkpoints.Checkpointer
-  config: str
-
-  def write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
-    self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
-
-
 @dataclasses.dataclass
 class TrainLoop:
   """A run in progress; `step` and `train_state` change."""
@@ -75,7 +63,9 @@ class TrainLoop:
   batches: prefetch.DevicePrefetcher
   evaluators: Mapping[ActionMode, evaluation.Evaluator]  # actions of the mode follow each
   actions: actions_lib.Actions
-  outputs: Outputs
+  writer: metric_writers.RunWriter
+  checkpointer: checkpoints.Checkpointer
+  config: str  # the text of the configuration, which is kept with each checkpoint
   guard: nonfinite.NonFiniteGuard
   observer: observer_lib.Observer
 
@@ -158,9 +148,9 @@ class TrainLoop:
       summaries = [*summaries, *stats.close(self.guard.stop.step)]
     for summary in summaries:
       self._say(summary)
-      self.outputs.write('train', summary.step, summary.values)
+      self._write('train', summary.step, summary.values)
       if corrupt := self.batches.num_corrupt_records:
-        self.outputs.write('data', summary.step, {'corrupt_records': corrupt})
+        self._write('data', summary.step, {'corrupt_records': corrupt})
       if self.guard.stop is None:
         stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
     if self.guard.stop is not None:
@@ -187,9 +177,12 @@ class TrainLoop:
       name = f'{_METRIC_PREFIX[mode]}/{evaluator.task}'
       shown = '  '.join(f'{key}={value:.4g}' for key, value in sorted(values.items()))
       _log.info('step %d  %s  %s', self.step, name, shown)
-      self.outputs.write(name, self.step, values)
+      self._write(name, self.step, values)
       stop |= self._act(mode, {evaluator.task: values})
     return stop
+
+  def _write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
+    self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
 
   def _act(self, mode: ActionMode, metrics_by_task: actions_lib.MetricsByTask) -> bool:
     if not self.actions.get(mode):
@@ -203,14 +196,14 @@ class TrainLoop:
 
   def _stop_asked(self) -> bool:
     """Whether to save and leave now; all processes agree. SaveFailed if the last save failed."""
-    self.outputs.checkpointer.raise_failure()
+    self.checkpointer.raise_failure()
     return self.observer.stop_asked()
 
   def _leave(self, evaluated: bool) -> None:
     """Saves, waits until it is on disk, and raises Preempted, or SaveFailed if that fails."""
     self._save(evaluated)
     with self.observer.phase(observer_lib.SAVE):
-      self.outputs.checkpointer.wait_until_finished()
+      self.checkpointer.wait_until_finished()
     raise exit_codes.Preempted(self.step)
 
   def _save(self, evaluated: bool) -> None:
@@ -218,20 +211,20 @@ class TrainLoop:
       return
     start = time.monotonic()
     with self.observer.phase(observer_lib.SAVE):
-      self.outputs.checkpointer.save(
+      self.checkpointer.save(
         self.step,
         self.train_state,
         self.batches.state,
         {
-          'config': self.outputs.config,
+          'config': self.config,
           'evaluated': evaluated,
           'skipped_steps': self.guard.num_skipped,
           'actions': actions_lib.get_states(self.actions),
         },
-        flush=self.outputs.writer.flush,
+        flush=self.writer.flush,
       )
     self.observer.saved(self.step)
-    self.outputs.write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
+    self._write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
 
 
 def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from clu import parameter_overview
@@ -35,26 +35,6 @@ from het_plugin.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 
-class RunConfig(Protocol):
-  """The configuration of a run.
-
-  Attributes:
-    text: the configuration as text, which is kept in the record of each checkpoint.
-  """
-
-  text: str
-
-  def check(self, step: int, record: Mapping[str, Any]) -> None:
-    """Compares the configuration with the record of the newest checkpoint, on process 0.
-
-    Raises:
-      ValueError: the run must not be resumed with this configuration.
-    """
-
-  def write(self, model_dir: str, step: int) -> None:
-    """Writes the configuration into the run's directory, on process 0, before the first step."""
-
-
 def train(
   *,
   model: Any,
@@ -77,7 +57,7 @@ def train(
   profile_steps: tuple[int, int] | None = None,
   profiler_port: int | None = None,
   evaluate_again: bool = False,
-  config: RunConfig | None = None,
+  config: Any | None = None,
   observer: observer_lib.Observer | None = None,
 ) -> tuple[int, TrainState]:
   """Trains a model; argument names and meanings are those of t5x's `train`.
@@ -111,7 +91,9 @@ def train(
     profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
     evaluate_again: whether a run that is complete is evaluated once more, as now configured; the
       new lines of metrics.jsonl replace those of its last evaluation.
-    config: the configuration; None if there is none to check or keep.
+    config: the configuration, with the interface of `config.changes.RunConfig`, which process 0
+      calls: `check` on the record of the newest checkpoint, and `write` before the first step. Its
+      `text` is in the record of each checkpoint. None if there is none to check or keep.
     observer: watches the run. With None, model_dir is not locked and SIGTERM not noticed.
 
   Returns:
@@ -140,13 +122,14 @@ def train(
   eval_cfgs = {mode: (cfg, steps) for mode, (cfg, steps) in eval_cfgs.items() if cfg is not None}
   dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
   _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
-  run = observer_lib.ObservedRun(epath.Path(model_dir), total_steps, profile_steps, profiler_port)
+  model_dir = epath.Path(model_dir)
   if config is not None:
-    processes.in_the_first(lambda: _check_config(run.model_dir, config))
+    processes.in_the_first(lambda: _check_config(model_dir, config))
 
   with contextlib.ExitStack() as stack:
+    run = observer_lib.ObservedRun(model_dir, total_steps, profile_steps, profiler_port)
     stack.enter_context(observer.observing(run))
-    stack.enter_context(compilation_cache.in_directory(run.model_dir))
+    stack.enter_context(compilation_cache.in_directory(model_dir))
 
     def open_dataset(cfg: Any) -> Any:
       return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
@@ -154,8 +137,7 @@ def train(
     train_iter = open_dataset(train_dataset_cfg)
     init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed))
     init = initial_state.init_fn(model, train_iter.element_spec, init_rng)
-    abstract_state = jax.eval_shape(init)
-    axes = partitioner.get_mesh_axes(abstract_state)
+    axes, target = initial_state.placed(init, partitioner)
     trainer = trainer_cls(
       model=model,
       partitioner=partitioner,
@@ -171,8 +153,7 @@ def train(
       for mode, (cfg, max_batches) in eval_cfgs.items()
     }
 
-    target = initial_state.with_shardings(abstract_state, partitioner.shardings(axes))
-    checkpointer = checkpoints.Checkpointer(run.model_dir, save_cfg)
+    checkpointer = checkpoints.Checkpointer(model_dir, save_cfg)
     stack.callback(checkpointer.close)
     # The state comes from the first of these that exists:
     #   1. the newest checkpoint in model_dir that can be read: the run is resumed;
@@ -182,26 +163,31 @@ def train(
       restored = checkpointer.restore(target)
       batch_size = train_dataset_cfg.batch_size
       initial_state.check_enough_batches(train_iter, batch_size, restored, total_steps)
-      if restored is not None:
-        start = initial_state.resume(restored, train_iter)
+      if restored is None:
+        train_state = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
+        start = checkpoints.RunState(train_state)
+      else:
+        start = restored
+        if start.dataset_state is None:
+          _log.warning('The checkpoint has no input position: the data set starts again.')
+        else:
+          train_iter.set_state(start.dataset_state)
         if evaluate_again and start.step == total_steps:
           start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
-      else:
-        start = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
     observer.resumed(start.step)
     if start.step > total_steps:
       raise ValueError(
         f'total_steps={total_steps} is below the step of the checkpoint, {start.step}.'
       )
 
-    writer = metric_writers.RunWriter(run.model_dir, start.step, start.evaluated)
+    writer = metric_writers.RunWriter(model_dir, start.step, start.evaluated)
     stack.callback(writer.close)
-    _describe_run(model, start, config, run.model_dir, writer)
+    _describe_run(model, start, config, model_dir, writer)
     context = actions_lib.ActionContext(
       model=model,
       partitioner=partitioner,
       writer=writer,
-      model_dir=str(run.model_dir),
+      model_dir=str(model_dir),
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
     )
@@ -221,9 +207,11 @@ def train(
       batches=batches,
       evaluators=evaluators,
       actions=actions,
-      outputs=loop_lib.Outputs(writer, checkpointer, '' if config is None else config.text),
+      writer=writer,
+      checkpointer=checkpointer,
+      config='' if config is None else config.text,
       guard=nonfinite_lib.NonFiniteGuard(
-        nonfinite, run.model_dir, start.record.get('skipped_steps', 0)
+        nonfinite, model_dir, start.record.get('skipped_steps', 0)
       ),
       observer=observer,
     )
@@ -263,7 +251,7 @@ def _check_datasets(
       model.validate(task_info_fn(cfg.mixture_or_task_name, *arguments))
 
 
-def _check_config(model_dir: epath.Path, config: RunConfig) -> None:
+def _check_config(model_dir: epath.Path, config: Any) -> None:
   if (newest := checkpoint_reader.newest_record(model_dir)) is not None:
     config.check(*newest)
 
@@ -275,8 +263,8 @@ def _task_name(cfg: Any) -> str:
 
 def _describe_run(
   model: Any,
-  start: initial_state.Start,
-  config: RunConfig | None,
+  start: checkpoints.RunState,
+  config: Any | None,
   model_dir: epath.Path,
   writer: metric_writers.RunWriter,
 ) -> None:

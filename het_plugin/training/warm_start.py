@@ -34,10 +34,7 @@ def restore_params(
   if weights.is_weights_file(cfg.path):
     return _read_published(cfg, flat, arrays)
   path = _checkpoint(cfg)
-  saved = {
-    name: jax.ShapeDtypeStruct(shape, np.float32)
-    for name, shape in checkpoint_reader.params_shapes(path, cfg.ema).items()
-  }
+  saved = checkpoint_reader.params_shapes(path, cfg.ema)
   source = {name: _source_name(name, cfg.assignment_map) for name in flat}
   source = {name: found for name, found in source.items() if found is not None}
   if cfg.fallback_to_scratch:
@@ -46,7 +43,7 @@ def restore_params(
     _log.info('Not used: %s.', ', '.join(sorted(set(saved) - set(source.values()))) or 'nothing')
     saved = {found: saved[found] for found in source.values()}
   wanted = {found: flat[name] for name, found in source.items()}
-  checkpoint_reader.check_match(wanted, saved, path)
+  checkpoint_reader.check_match(path, {name: x.shape for name, x in wanted.items()}, saved)
   read = checkpoint_reader.read_params_to(path, wanted, cfg.ema)
   _log.info('Initial parameters from %s: %d of %d.', path, len(source), len(flat))
   return {name: read[found] for name, found in source.items()}

@@ -31,7 +31,7 @@ def fill_disk(patch) -> None:
 
 def lose(patch, name: str) -> None:
   """The arrays of the checkpoint of this name cannot be read from now on."""
-  handler = checkpoints.ocp.StandardCheckpointHandler
+  handler = checkpoints.ocp.PyTreeCheckpointHandler
   restore = handler.restore
 
   def fail(self, directory, *args, **kwargs):

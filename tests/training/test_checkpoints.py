@@ -49,7 +49,7 @@ def save(model_dir, *steps, state=None, cfg=SAVE):
   checkpointer.close()
 
 
-def restore(model_dir, target) -> checkpoints.Restored | None:
+def restore(model_dir, target) -> checkpoints.RunState | None:
   checkpointer = checkpoints.Checkpointer(model_dir, SAVE)
   restored = checkpointer.restore(abstract(target))
   checkpointer.close()
