@@ -32,17 +32,17 @@ def check_normalizing_factor(owner: str, factor: float | None) -> None:
     )
 
 
-def mean_loss(nll: jax.Array, mask: jax.Array, normalizing_factor: float | None) -> jax.Array:
-  """The mean of nll [B] over the real rows, or their sum divided by the factor."""
-  total = jnp.where(mask > 0, nll, 0.0).sum()
+def mean_loss(
+  nll: jax.Array,
+  mask: jax.Array,
+  normalizing_factor: float | None,
+  auxiliary: jax.Array | float = 0.0,
+) -> jax.Array:
+  """The mean of nll [B] over the real rows plus a scalar, or their sum over rows / the factor."""
+  total, rows = jnp.where(mask > 0, nll, 0.0).sum(), (mask > 0).sum()
   if normalizing_factor is None:
-    return total / jnp.maximum((mask > 0).sum(), 1)
-  return total / normalizing_factor
-
-
-def scale_of_mean(mask: jax.Array, normalizing_factor: float | None) -> jax.Array | float:
-  """Factor of a term that is a mean over rows, beside the `mean_loss` of the same rows."""
-  return 1.0 if normalizing_factor is None else (mask > 0).sum() / normalizing_factor
+    return total / jnp.maximum(rows, 1) + auxiliary
+  return (total + rows * auxiliary) / normalizing_factor
 
 
 def apply_in_training(
@@ -60,19 +60,12 @@ def apply_in_training(
   )
   if not (losses := jax.tree.leaves(sown.get('losses', {}))):
     return output, 0.0, {}
-  loss = sum(losses)
-  by_name = collections.defaultdict(list)
-  by_name['auxiliary_loss'].append(loss)
+  by_name = collections.defaultdict(list, auxiliary_loss=[sum(losses)])
   for path, value in jax.tree.leaves_with_path(sown.get('metrics', {})):
     by_name[path[-1].key].append(value)
-  return (
-    output,
-    loss,
-    {
-      name: clu_metrics.Average.from_model_output(jnp.stack(values))
-      for name, values in by_name.items()
-    },
-  )
+  average = clu_metrics.Average.from_model_output
+  metrics = {name: average(jnp.stack(values)) for name, values in by_name.items()}
+  return output, sum(losses), metrics
 
 
 def representations(

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from clu import metrics as clu_metrics
+from clu import parameter_overview
 from flax import linen as nn
 from flax import traverse_util
 
@@ -182,8 +182,8 @@ class ClassificationModel:
     keys = self._keys(noise_rng, batch)
     nll = soft_labels.nll(self.train_integrator, logits, batch, keys, self.label_smoothing)
     correct = soft_labels.correct(_top_location(logits), batch)
-    loss = self._loss(nll * batch.get('weight', 1.0), mask)
-    loss += batches.scale_of_mean(mask, self.loss_normalizing_factor) * auxiliary_loss
+    nll_weighted = nll * batch.get('weight', 1.0)
+    loss = batches.mean_loss(nll_weighted, mask, self.loss_normalizing_factor, auxiliary_loss)
     return loss, metrics_lib.base_metrics(nll, correct, logits.temperature, mask) | auxiliary
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
@@ -210,7 +210,7 @@ class ClassificationModel:
       metrics['disagreement'] = metrics_lib.DisagreementCorrelation.from_model_output(
         log_prob, soft_labels.targets(batch, logits), logits.num_classes, mask
       )
-    return self._loss(nll, mask), metrics
+    return batches.mean_loss(nll, mask, self.loss_normalizing_factor), metrics
 
   def predict_batch(self, params: PyTree, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
     """The most probable class of each example, int32 [B, 1]; `rng` as in predict_batch_with_aux."""
@@ -284,9 +284,7 @@ class ClassificationModel:
     """Exact numbers of parameters, from a tree of parameters or of their shapes."""
     width = self.pre_logits_dim(params_shapes)
     return ParamCounts(
-      backbone=sum(
-        int(np.prod(x.shape)) for x in jax.tree.leaves(params_shapes.get('backbone', {}))
-      ),
+      backbone=int(parameter_overview.count_parameters(params_shapes.get('backbone', {}))),
       head=self.head.num_params(width),
       extra=self.head.extra_params(width),
     )
@@ -302,9 +300,6 @@ class ClassificationModel:
 
   def _log_prob(self, logits, batch):
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]
-
-  def _loss(self, nll, mask):
-    return batches.mean_loss(nll, mask, self.loss_normalizing_factor)
 
 
 def _top_location(logits):

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from clu import metrics as clu_metrics
+from clu import parameter_overview
 from flax import linen as nn
 
 from het_plugin.backbones import as_backbone, with_axes
@@ -199,9 +199,10 @@ class ContrastiveModel:
       self.module, params, batch['image'], batch['text'], rngs=rngs
     )
     keys = example_keys(noise_rng, batches.index(batch))
-    loss, metrics = self._loss_and_metrics(pairs, self.train_integrator, keys, batch)
-    scale = batches.scale_of_mean(batches.mask(batch), self.loss_normalizing_factor)
-    return loss + scale * auxiliary_loss, metrics | auxiliary
+    loss, metrics = self._loss_and_metrics(
+      pairs, self.train_integrator, keys, batch, auxiliary_loss
+    )
+    return loss, metrics | auxiliary
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Loss and metrics as in `loss_fn`; they depend on the size of the batch."""
@@ -232,7 +233,8 @@ class ContrastiveModel:
     one array as in t5x.
     """
     pairs = self.pairs(params, batch)
-    scores = -_mean(self._nll(pairs, self.eval_integrator, self._eval_keys(batch), batch))
+    keys, mask = self._eval_keys(batch), batches.mask(batch)
+    scores = -_mean(contrastive_nll(pairs, self.eval_integrator, keys, mask))
     if not return_intermediates:
       return scores
     _, intermediates = self.backbone.apply({'params': params['backbone']}, batch['image'])
@@ -285,7 +287,7 @@ class ContrastiveModel:
     """
     dim = self.module.dim
     towers = {name: tree for name, tree in params_shapes.items() if name != 'head'}
-    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(towers))
+    total = int(parameter_overview.count_parameters(towers))
     rows, width = params_shapes['text_tower']['embedding'].shape
     return ParamCounts(
       backbone=total - (rows - self.text_tower.vocab_size) * width,
@@ -307,24 +309,21 @@ class ContrastiveModel:
   def _eval_keys(self, batch):
     return example_keys(jax.random.key(self.eval_seed), batches.index(batch))
 
-  def _nll(self, pairs, integrator, keys, batch):
-    return contrastive_nll(pairs, integrator, keys, batches.mask(batch))
-
-  def _loss_and_metrics(self, pairs, integrator, keys, batch):
+  def _loss_and_metrics(self, pairs, integrator, keys, batch, auxiliary_loss=0.0):
     mask = batches.mask(batch)
-    directions = self._nll(pairs, integrator, keys, batch)
+    directions = contrastive_nll(pairs, integrator, keys, mask)
     nll = _mean(directions)
     tau = pairs.temperature
+    average = clu_metrics.Average.from_model_output
     metrics = {
-      'loss': clu_metrics.Average.from_model_output(nll, mask=mask),
+      'loss': average(nll, mask=mask),
       'tau': clu_metrics.LastValue.from_model_output(tau[None]),
       'logit_scale': clu_metrics.LastValue.from_model_output(1.0 / tau[None]),
     }
     for name, direction in zip(('image_to_text', 'text_to_image'), directions, strict=True):
-      average = clu_metrics.Average.from_model_output
       metrics[f'nll/{name}'] = average(direction.nll, mask=mask)
       metrics[f'precision_at_1/{name}'] = average(direction.correct, mask=mask)
-    return batches.mean_loss(nll, mask, self.loss_normalizing_factor), metrics
+    return batches.mean_loss(nll, mask, self.loss_normalizing_factor, auxiliary_loss), metrics
 
 
 def _mean(directions: tuple[BatchSoftmax, BatchSoftmax]) -> jax.Array:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from clu import parameter_overview
 from flax import traverse_util
 
 import gin
@@ -80,7 +81,7 @@ def plan(request: Request) -> dict[str, Any]:
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,
     'parameters': _parameter_groups(state.params, axes.params),
-    'num_params': sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+    'num_params': int(parameter_overview.count_parameters(state.params)),
     'bytes_per_device': held,
   }
   if 'train' in request.steps:
