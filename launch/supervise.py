@@ -28,10 +28,6 @@ from pathlib import Path
 from launch import processes
 
 
-class FolderInUseError(Exception):
-  """Another supervisor uses the folder."""
-
-
 def read_state(folder: Path) -> dict[str, int | None]:
   """The contents of supervisor.json in the folder; empty if there is none."""
   with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
@@ -45,8 +41,7 @@ def supervise(
   """Runs the command with restarts; returns its last exit code. The flags explain the settings.
 
   Raises:
-    FolderInUseError: another supervisor uses the folder.
-    OSError: the command cannot be started.
+    OSError: another supervisor uses the folder, or the command cannot be started.
   """
   folder.mkdir(parents=True, exist_ok=True)
   with (
@@ -56,7 +51,7 @@ def supervise(
     try:
       fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      raise FolderInUseError(f'{folder} is in use: {read_state(folder)}') from error
+      raise OSError(f'{folder} is in use: {read_state(folder)}') from error
     group = processes.Group(command, [os.environ], grace_seconds, log=log)
     processes.on_signals(group.stop)
     preemptions = failures = 0
@@ -94,7 +89,7 @@ def main() -> int:
   )
   try:
     return supervise(**vars(parser.parse_args()))
-  except (FolderInUseError, OSError) as error:
+  except OSError as error:
     print(f'Error: {error}', file=sys.stderr)
     return processes.WRONG
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from het_plugin import reporting
 from het_plugin.config import flag_values
 from het_plugin.training import run_files
 
@@ -120,7 +121,10 @@ def results(model_dirs: Sequence[str], codes: Sequence[int]) -> list[list[str]]:
   found = [_last_metrics(Path(folder) / 'metrics.jsonl') for folder in model_dirs]
   metrics = [name for name in _METRICS if any(name in row for row in found)]
   lines = [
-    [folder, str(code), str(row.get('step', '–')), *(_number(row.get(x)) for x in metrics)]
+    [
+      *(folder, str(code), reporting.cell(row.get('step'), spec='')),
+      *(reporting.cell(row.get(name), spec='.4g') for name in metrics),
+    ]
     for folder, code, row in zip(model_dirs, codes, found, strict=True)
   ]
   return [['run', 'exit code', 'step', *metrics], *lines]
@@ -132,7 +136,3 @@ def _last_metrics(path: Path) -> dict[str, float]:
     last['step'] = row['step']
     last |= {k.rpartition('/')[2]: x for k, x in row.items() if k.startswith('training_eval/')}
   return last
-
-
-def _number(value: float | None) -> str:
-  return '–' if value is None else f'{value:.4g}'

@@ -45,13 +45,9 @@ def our_metrics(metrics_by_task: Mapping[str, Mapping[str, Any]]) -> dict[str, d
     value = value.value if isinstance(value, values.Scalar) else value
     return float(value) if hasattr(value, '__float__') and jax.numpy.ndim(value) == 0 else None
 
-  numbers = {
-    task: {name: number(value) for name, value in metrics.items()}
-    for task, metrics in metrics_by_task.items()
-  }
   return {
-    task: {name: value for name, value in metrics.items() if value is not None}
-    for task, metrics in numbers.items()
+    task: {name: x for name, value in metrics.items() if (x := number(value)) is not None}
+    for task, metrics in metrics_by_task.items()
   }
 
 

@@ -52,6 +52,6 @@ def ours(partitioner: t5x_partitioning.PjitPartitioner) -> partitioning.PjitPart
   Axes that only our heads use are replicated, because t5x ignores unknown names.
   """
   known = {name for name, _ in partitioner.logical_axis_rules}
-  own = [(name, axis) for name, axis in partitioning.standard_logical_axis_rules()]
-  rules = [*partitioner.logical_axis_rules, *(rule for rule in own if rule[0] not in known)]
+  own = [rule for rule in partitioning.standard_logical_axis_rules() if rule[0] not in known]
+  rules = [*partitioner.logical_axis_rules, *own]
   return partitioning.PjitPartitioner.on_mesh(partitioner.mesh, rules)

@@ -25,14 +25,8 @@ LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 # The replicated names of t5x and of the heads: the factors R and the noise dimension Q are not
 # split.
 _REPLICATED_AXES = (
-  'relpos_buckets',
-  'abspos_buckets',
-  'length',
-  'layers',
-  'stack',
-  'mlp_activations',
-  'factors',
-  'noise',
+  *('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations'),
+  *('factors', 'noise'),
 )
 
 
@@ -122,12 +116,11 @@ class PjitPartitioner:
         f'Set num_partitions or model_parallel_submesh, not both: they are {num_partitions} and '
         f'{tuple(model_parallel_submesh)}.'
       )
+    setting, model = f'num_partitions={num_partitions}', num_partitions
     if model_parallel_submesh is not None:
       setting = f'model_parallel_submesh={tuple(model_parallel_submesh)}'
       model = math.prod(model_parallel_submesh)
-    else:
-      setting = f'num_partitions={num_partitions}'
-      model = 1 if num_partitions is None else num_partitions
+    model = 1 if model is None else model
     devices = list(jax.devices() if devices is None else devices)
     if num_replicas < 1 or len(devices) % num_replicas:
       raise ValueError(
@@ -228,7 +221,6 @@ class PjitPartitioner:
     devices as part of the global batch [batch_size, ...], which is split over the data axis.
     """
     rows = self.batch_rows(batch_size)
-    position = {row: i for i, row in enumerate(rows.tolist())}
 
     def place(name: str, local: np.ndarray) -> jax.Array:
       if len(local) != len(rows):
@@ -236,7 +228,7 @@ class PjitPartitioner:
 
       def shard(index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[0].indices(batch_size)
-        first = position[start]
+        first = np.searchsorted(rows, start)
         return local[first : first + stop - start]
 
       return jax.make_array_from_callback(
@@ -303,15 +295,13 @@ def _mesh_devices(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.n
   # On TPUs mesh axes follow the physical torus, for nearest-neighbour links, and the replica axis
   # follows the slices.
   num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
-  if num_slices > 1 and num_slices == shape[0]:
-    return mesh_utils.create_hybrid_device_mesh(
-      (1, *shape[1:]),
-      (num_slices, *(1,) * len(shape[1:])),
-      devices,
-      allow_split_physical_axes=True,
-    )
-  if num_slices > 1:
+  if num_slices == 1:
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  if num_slices != shape[0]:
     raise ValueError(
       f'num_replicas must be the number of TPU slices, {num_slices}; the mesh is {shape}.'
     )
-  return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  within, across = (1, *shape[1:]), (num_slices, *(1,) * len(shape[1:]))
+  return mesh_utils.create_hybrid_device_mesh(
+    within, across, devices, allow_split_physical_axes=True
+  )
