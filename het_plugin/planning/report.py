@@ -50,7 +50,8 @@ def verdict(plan: Mapping[str, Any]) -> str:
   lines = ['It does not fit' + (f': {peak / GIB:.2f} of {hbm / GIB:.2f} GiB.' if peak else '.')]
   for step in ('train', 'eval'):
     if message := plan.get(step, {}).get('compiler_message'):
-      lines.append(f'The compiler on the {step} step: {_first_lines(message)}')
+      first = ' '.join(line.strip() for line in message.strip().splitlines()[:3])
+      lines.append(f'The compiler on the {step} step: {first}')
   name = dominant(plan)
   lines.append(f'What weighs most: {name}. What helps: {_ADVICE[name]}.')
   return '\n'.join(lines)
@@ -112,7 +113,3 @@ def _step(name, step):
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
   return reporting.aligned([header, *[[str(cell) for cell in row] for row in rows]])
-
-
-def _first_lines(message: str) -> str:
-  return ' '.join(line.strip() for line in message.strip().splitlines()[:3])

@@ -19,7 +19,7 @@ from het_plugin import data
 from het_plugin.config import command_line, parsing
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.worker import Request
-from het_plugin.training import flops, initial_state, train
+from het_plugin.training import exit_codes, flops, initial_state, train
 from het_plugin.training import step as step_lib
 
 PyTree = Any
@@ -38,7 +38,7 @@ def main() -> None:
   request = Request(**json.loads(Path(sys.argv[1]).read_text()))
   try:
     result = plan(request)
-  except (ValueError, OSError, SyntaxError, ImportError) as error:
+  except exit_codes.SETTING_ERRORS as error:
     result = {'error': command_line.one_sentence(error)}
   Path(sys.argv[2]).write_text(json.dumps(result))
 

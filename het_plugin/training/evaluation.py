@@ -41,7 +41,7 @@ class Evaluator:
     self, trainer: step_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
   ) -> dict[str, float] | None:
     """Metrics over the data set; None if `interrupted()`, asked before each batch, is True."""
-    in_flight = metrics_lib.InFlight(metrics_lib.max_steps_in_flight(self._partitioner.mesh))
+    in_flight = metrics_lib.InFlight(self._partitioner.mesh)
     batch_metrics = []
     self._iterator.set_state(self._start)
     with prefetch.DevicePrefetcher(self._iterator, self._partitioner, self._batch_size) as batches:

@@ -101,7 +101,7 @@ class TrainLoop:
     if not (stop or preempted or evaluation_due or save_due):
       return False
     leaving = stop or preempted or self.step == schedule.total_steps
-    stop |= self._report(stats.flush(self.step) if leaving else stats.drain(), stats)
+    stop |= self._report(stats.drain() + (stats.close(self.step) if leaving else []), stats)
     with stats.paused():
       if preempted:
         self._leave(evaluated=not evaluation_due)

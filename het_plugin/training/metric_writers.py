@@ -41,13 +41,15 @@ class JsonlWriter:
     `evaluated`: whether the evaluations of resume_step are done. If not, the run repeats them, and
     only the training lines of that step are kept.
     """
-    drop_later_lines(path, resume_step, evaluated)
     self._path = epath.Path(path)
     self._remote = run_files.is_remote(path)
-    if not self._path.exists():
-      if resume_step:
-        _log.warning('%s is missing: the metrics up to step %d are lost.', path, resume_step)
-      run_files.write_text(self._path, '')
+    rows = []
+    if self._path.exists():
+      rows = run_files.read_lines(path)
+    elif resume_step:
+      _log.warning('%s is missing: the metrics up to step %d are lost.', path, resume_step)
+    kept = [row for row in rows if _position(row) <= (resume_step, evaluated)]
+    run_files.write_text(self._path, ''.join(json.dumps(row) + '\n' for row in kept))
     self._written = self._path.read_text() if self._remote else ''  # content of the object
     self._pending = ''
     self._last_write = time.monotonic()
@@ -79,18 +81,6 @@ class JsonlWriter:
     else:
       run_files.append_text(self._path, self._pending)
     self._pending = ''
-
-
-def drop_later_lines(path: epath.PathLike, step: int, evaluated: bool = True) -> None:
-  """Removes lines of later steps, and with a warning damaged ones, from a file of JSON lines.
-
-  `evaluated` is as in `JsonlWriter`. The file need not exist.
-  """
-  path = epath.Path(path)
-  if path.exists():
-    limit = (step, evaluated)
-    kept = [row for row in run_files.read_lines(path) if _position(row) <= limit]
-    run_files.write_text(path, ''.join(json.dumps(row) + '\n' for row in kept))
 
 
 def _position(row: Mapping[str, Any]) -> tuple[int, bool]:

@@ -97,17 +97,12 @@ def norms(name: str, tree: PyTree, patterns: Sequence[str]) -> dict[str, jax.Arr
   return {key: jnp.sqrt(sum(terms)) for key, terms in squares.items()}
 
 
-def max_steps_in_flight(mesh: jax.sharding.Mesh) -> int:
-  """The limit for the platform of a mesh."""
-  is_cpu = mesh.devices.flat[0].platform == 'cpu'
-  return MAX_STEPS_IN_FLIGHT_CPU if is_cpu else MAX_STEPS_IN_FLIGHT
-
-
 class InFlight:
-  """A queue of device values that bounds how far the host runs ahead of the device."""
+  """A queue of device values that bounds how far the host runs ahead of the devices of a mesh."""
 
-  def __init__(self, limit: int):
-    self._limit = limit
+  def __init__(self, mesh: jax.sharding.Mesh):
+    is_cpu = mesh.devices.flat[0].platform == 'cpu'
+    self._limit = MAX_STEPS_IN_FLIGHT_CPU if is_cpu else MAX_STEPS_IN_FLIGHT
     self._queue: collections.deque[PyTree] = collections.deque()
 
   def push(self, value: PyTree) -> list[PyTree]:
@@ -159,11 +154,11 @@ class StepMetrics:
     self._batch_size = batch_size
     self._seconds_at_peak = None if peak is None else flops_per_step / (peak * mesh.size)
     self._on_step = on_step
-    self._in_flight = InFlight(max_steps_in_flight(mesh))
-    self._start_period(time.monotonic())
+    self._in_flight = InFlight(mesh)
+    self._start_period()
 
-  def _start_period(self, now: float) -> None:
-    self._start = now
+  def _start_period(self) -> None:
+    self._start = time.monotonic()
     self._merged: Metrics | None = None  # of the finite steps
     self._left_out: Metrics | None = None  # of the last step that was not finite
     self._steps = 0
@@ -182,17 +177,29 @@ class StepMetrics:
     """Waits for the steps in flight."""
     return self._collect(self._in_flight.drain())
 
-  def flush(self, step: int) -> list[Summary]:
-    """Waits for the steps in flight and closes the period at `step`."""
-    return self.drain() + self.close(step)
-
   def close(self, step: int) -> list[Summary]:
     """Closes the period at `step` without the steps in flight."""
-    return [self._summarise(step)] if self._steps else []
+    if (summary := self.so_far()) is None:
+      return []
+    self._start_period()
+    return [dataclasses.replace(summary, step=step)]
 
   def so_far(self) -> Summary | None:
     """The metrics since the last summary, without closing the period; None if there are none."""
-    return self._summary(self._last, time.monotonic()) if self._steps else None
+    if not self._steps:
+      return None
+    seconds = (time.monotonic() - self._start) / self._steps
+    if self._merged is None:
+      values = dict.fromkeys(compute_metrics(self._left_out), math.nan)
+    else:
+      values = compute_metrics(self._merged)
+    values['nonfinite_steps'] = float(self._nonfinite_steps)
+    values['timing/ms_per_step'] = 1e3 * seconds
+    values['timing/examples_per_second'] = self._batch_size / seconds
+    values['timing/data_wait_share'] = self._data_wait / self._steps / seconds
+    if self._seconds_at_peak is not None:
+      values['timing/mfu'] = self._seconds_at_peak / seconds
+    return Summary(self._last, values)
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -216,25 +223,5 @@ class StepMetrics:
       self._last = step
       self._data_wait += data_wait
       if step % self._period == 0:
-        summaries.append(self._summarise(step))
+        summaries += self.close(step)
     return summaries
-
-  def _summarise(self, step: int) -> Summary:
-    now = time.monotonic()
-    summary = self._summary(step, now)
-    self._start_period(now)
-    return summary
-
-  def _summary(self, step: int, now: float) -> Summary:
-    seconds = (now - self._start) / self._steps
-    if self._merged is None:
-      values = dict.fromkeys(compute_metrics(self._left_out), math.nan)
-    else:
-      values = compute_metrics(self._merged)
-    values['nonfinite_steps'] = float(self._nonfinite_steps)
-    values['timing/ms_per_step'] = 1e3 * seconds
-    values['timing/examples_per_second'] = self._batch_size / seconds
-    values['timing/data_wait_share'] = self._data_wait / self._steps / seconds
-    if self._seconds_at_peak is not None:
-      values['timing/mfu'] = self._seconds_at_peak / seconds
-    return Summary(step, values)

@@ -36,9 +36,9 @@ def test_summaries_come_at_multiples_of_the_period_and_weigh_by_rows():
   (summary,) = stats.add(6, metrics(1.0, rows=2), data_wait=0.0)
   assert summary.step == 6
   assert summary.values['loss'] == pytest.approx((7 + 2 * 1) / 3)
-  assert stats.flush(6) == []
+  assert stats.close(6) == []
   stats.add(7, metrics(5.0), data_wait=0.0)
-  (summary,) = stats.flush(7)
+  (summary,) = stats.drain() + stats.close(7)
   assert (summary.step, summary.values['loss']) == (7, 5.0)
 
 
