@@ -62,12 +62,8 @@ def hosted_actions(
 
   Scalars of the actions go to MODEL_DIR/actions; those of t5x are in MODEL_DIR/train.
 
-  Args:
-    actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}; None for none.
-    model: the model in training, or an equal one.
-    partitioner: the partitioner of the run, or an equal one.
-    model_dir: directory of the run.
-    random_seed: seed of the run.
+  `actions` are {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}, None for none. Model and
+  partitioner are those of the run, or equal ones.
 
   Raises:
     ValueError: model_dir is relative, a mode is unknown, `setup` raises it, or an action computes
@@ -99,5 +95,5 @@ def hosted_actions(
           'checkpoints afterwards (python -m het_plugin.fewshot).'
         )
       action.setup(context)
-    hosted[mode.name] = [HostedAction(action) for action in group]
+    hosted[mode] = [HostedAction(action) for action in group]
   return hosted

@@ -11,11 +11,7 @@ from het_plugin.training import checkpoint_reader, checkpoints, warm_start
 
 
 def find_checkpoint(path: str) -> str:
-  """The checkpoint at `path`, or the newest one if it is a run's directory.
-
-  Raises:
-    ValueError: there is no checkpoint.
-  """
+  """The checkpoint at `path`, or the newest one of the run at `path`; ValueError without one."""
   return str(checkpoint_reader.find(path))
 
 

@@ -23,14 +23,11 @@ def summarize_config(
   config.gin lacks bindings that only t5x knows, so our mains open the run's checkpoints without
   t5x.
 
-  Args:
-    model_dir: directory of the run.
-    summary_writer: writer of clu; None for no summary.
-    step: step of the checkpoint from which the run goes on; 0 at its start.
-    accept_changes: goes on although the configuration may now give other results.
+  `summary_writer` is one of clu, None for no summary, and `step` that of the checkpoint from which
+  the run goes on, 0 at its start.
 
   Raises:
-    ValueError: the configuration may give other results, and this is not accepted.
+    ValueError: the configuration may give other results, and `accept_changes` is False.
   """
   text = gin.config_str()
   folder = epath.Path(model_dir)

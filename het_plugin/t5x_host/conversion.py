@@ -17,12 +17,8 @@ def write_t5x(path: epath.PathLike, model_dir: epath.PathLike) -> str:
   It has parameters, optimizer state and the input position, which gin/t5x/train.gin reads in one
   process.
 
-  Args:
-    path: a run of the built-in trainer, or one of its checkpoints.
-    model_dir: directory of the run under t5x.
-
-  Returns:
-    Path of the written checkpoint, MODEL_DIR/checkpoint_STEP.
+  `path` is a run of the built-in trainer or one of its checkpoints, `model_dir` the directory of
+  the run under t5x. Returns the path of the written checkpoint, MODEL_DIR/checkpoint_STEP.
 
   Raises:
     ValueError: there is no checkpoint, it is t5x's already, or model_dir has one of this step.

@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 MetricsByTask = Mapping[str, Mapping[str, float]]
 
 
-class ActionMode(enum.Enum):
+class ActionMode(enum.StrEnum):
   """When an action runs."""
 
-  TRAIN = 1  # every stats_period, on the training metrics of that period
-  TRAIN_EVAL = 2  # after each train-eval
-  INFER_EVAL = 3  # after each infer-eval
+  TRAIN = 'TRAIN'  # every stats_period, on the training metrics of that period
+  TRAIN_EVAL = 'TRAIN_EVAL'  # after each train-eval
+  INFER_EVAL = 'INFER_EVAL'  # after each infer-eval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +70,24 @@ class BaseAction(abc.ABC):
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
 
-def parse_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None) -> Actions:
+def parse_actions(actions: Mapping[str, Sequence[BaseAction]] | None) -> Actions:
   """Maps t5x's string keys to modes; raises ValueError for an unknown key."""
-  parsed = {}
-  for key, group in (actions or {}).items():
-    name = key.name if isinstance(key, ActionMode) else key
-    if name not in ActionMode.__members__:
+  for key in actions or {}:
+    if key not in ActionMode.__members__:
       raise ValueError(
         f'Unknown action mode {key!r}; valid are {", ".join(ActionMode.__members__)}.'
       )
-    parsed[ActionMode[name]] = tuple(group)
-  return parsed
+  return {ActionMode(key): tuple(group) for key, group in (actions or {}).items()}
 
 
 def run_actions(
-  mode: ActionMode, actions: Actions, train_state: TrainState, metrics_by_task: MetricsByTask
+  actions: Sequence[BaseAction], train_state: TrainState, metrics_by_task: MetricsByTask
 ) -> bool:
-  """Runs the actions of a mode; all processes return whether process 0 wants to stop."""
+  """Runs actions; all processes return whether process 0 wants to stop."""
   stop = False
-  for action in actions.get(mode, ()):
+  for action in actions:
     stop |= bool(action.run(train_state, metrics_by_task))
-  if jax.process_count() > 1 and actions.get(mode):
+  if jax.process_count() > 1:
     stop = bool(multihost_utils.broadcast_one_to_all(np.asarray(stop)))
   return stop
 
@@ -110,7 +107,7 @@ def set_states(actions: Actions, states: Mapping[str, Any]) -> None:
 
 def _named(actions: Actions) -> list[tuple[str, BaseAction]]:
   return [
-    (f'{mode.name}/{index}/{type(action).__name__}', action)
+    (f'{mode}/{index}/{type(action).__name__}', action)
     for mode, group in actions.items()
     for index, action in enumerate(group)
   ]

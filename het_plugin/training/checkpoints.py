@@ -193,14 +193,8 @@ class Checkpointer:
   ) -> None:
     """Saves in the background, unless this step is saved already or the run saves nothing.
 
-    Returns once the state is copied off the device, so that its buffers may be donated.
-
-    Args:
-      step: the step in `train_state`.
-      train_state: the state to save.
-      dataset_state: state of the input iterator after the batch of this step.
-      record: a few JSON values about the run.
-      flush: writes what must be on disk before the checkpoint.
+    Returns once the state is copied off the device, so that its buffers may be donated. The record
+    has a few JSON values about the run. `flush` writes what must be on disk before the checkpoint.
 
     Raises:
       SaveFailed: the previous checkpoint could not be written, or `flush` failed.

@@ -83,14 +83,9 @@ def gradients(
 ) -> tuple[PyTree, jax.Array, Any, Any]:
   """The gradient of L with respect to theta, and the derivative of V with respect to t.
 
-  Args:
-    train_loss, held_out_loss: L and V, (theta, t) -> (scalar, auxiliary output).
-    theta: any tree.
-    t: scalar.
-    step_size: s of 'luketina'; None for 'simple'.
-
-  Returns:
-    L_theta shaped as theta, the derivative, and the auxiliary outputs of L and V.
+  The losses L and V are (theta, t) -> (scalar, auxiliary output), for any tree theta and a scalar
+  t. `step_size` is s of 'luketina', None for 'simple'. The last two results are the auxiliary
+  outputs of L and V.
   """
   if step_size is None:
     grads, aux = jax.grad(train_loss, has_aux=True)(theta, t)

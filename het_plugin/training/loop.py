@@ -185,10 +185,10 @@ class TrainLoop:
     self.writer.write_scalars(step, {f'{prefix}/{name}': value for name, value in values.items()})
 
   def _act(self, mode: ActionMode, metrics_by_task: actions_lib.MetricsByTask) -> bool:
-    if not self.actions.get(mode):
+    if not (actions := self.actions.get(mode)):
       return False
     with self.observer.phase(observer_lib.ACTIONS):
-      return actions_lib.run_actions(mode, self.actions, self.train_state, metrics_by_task)
+      return actions_lib.run_actions(actions, self.train_state, metrics_by_task)
 
   def _interrupted(self) -> bool:
     self.observer.progressed()

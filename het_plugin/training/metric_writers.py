@@ -50,7 +50,6 @@ class JsonlWriter:
       _log.warning('%s is missing: the metrics up to step %d are lost.', path, resume_step)
     kept = [row for row in rows if _position(row) <= (resume_step, evaluated)]
     run_files.write_text(self._path, ''.join(json.dumps(row) + '\n' for row in kept))
-    self._written = self._path.read_text() if self._remote else ''  # content of the object
     self._pending = ''
     self._last_write = time.monotonic()
     self._failing = False
@@ -72,15 +71,10 @@ class JsonlWriter:
 
   def flush(self) -> None:
     """Writes the lines that wait; after an OSError or another exception they go on waiting."""
-    if not self._pending:
-      return
-    self._last_write = time.monotonic()
-    if self._remote:
-      self._path.write_text(self._written + self._pending)
-      self._written += self._pending
-    else:
+    if self._pending:
+      self._last_write = time.monotonic()
       run_files.append_text(self._path, self._pending)
-    self._pending = ''
+      self._pending = ''
 
 
 def _position(row: Mapping[str, Any]) -> tuple[int, bool]:

@@ -39,7 +39,7 @@ def write_text(path: epath.PathLike, text: str) -> None:
 def append_text(path: epath.PathLike, text: str) -> None:
   """Appends all of a text to a file or nothing, because half a line would spoil the next one.
 
-  An object in a store is written anew with the text at its end, so use this for rare events only.
+  An object in a store is written anew with the text at its end.
   """
   path = epath.Path(path)
   if is_remote(path):

@@ -50,7 +50,7 @@ def train(
   eval_period: int,
   stats_period: int | None = None,
   random_seed: int = 0,
-  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
+  actions: Mapping[str, Sequence[actions_lib.BaseAction]] | None = None,
   get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset,
   task_info_fn: Callable[[str], Any] = data.task_info,
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
