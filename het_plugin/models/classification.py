@@ -1,8 +1,7 @@
 """Image classification with the model interface of t5x, for its trainer and the built-in one.
 
 B examples, K classes (Kp with padding), D pre-logits, L labels. A batch has image [B, H, W, C] and
-label int32 [B, L], padded with -1. It may have index int32 [B], the number of each example (default
-its row), and mask float32 [B], 0 for padding rows (default all real).
+label int32 [B, L], padded with -1, and may have `batches.index` and `batches.mask`.
 """
 
 import dataclasses

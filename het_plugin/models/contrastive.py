@@ -2,8 +2,7 @@
 
 It follows LiT (Zhai et al., 2022, https://arxiv.org/abs/2111.07991). B pairs, D dimensions of the
 common space, L token ids per text, K classes. A batch has image [B, H, W, C] and text int32 [B, L],
-padded with 0. It may have index int32 [B], the number of each pair (default: its row), and mask
-float32 [B], 0 for padding rows (default: all real).
+padded with 0, and may have `batches.index` and `batches.mask`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -77,10 +77,6 @@ class DisagreementCorrelation(clu_metrics.Metric):
   count: jax.Array
 
   @classmethod
-  def empty(cls) -> 'DisagreementCorrelation':
-    return cls(count=jnp.zeros((ENTROPY_BINS, ENTROPY_BINS), jnp.float32))
-
-  @classmethod
   def from_model_output(
     cls, log_prob: jax.Array, target: jax.Array, num_classes: int, mask: jax.Array
   ) -> 'DisagreementCorrelation':

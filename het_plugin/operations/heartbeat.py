@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from etils import epath
@@ -28,7 +29,7 @@ _MESSAGE_LENGTH = 500
 
 
 class Heartbeat:
-  """Beats in a thread, from `start` to `end`."""
+  """Beats in a thread while the context lasts, and writes how the process ended."""
 
   def __init__(
     self,
@@ -52,10 +53,12 @@ class Heartbeat:
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._run, name='heartbeat', daemon=True)
 
-  def start(self) -> None:
-    """Writes the first facts, or raises an OSError, and begins to watch."""
+  def __enter__(self) -> None:
     facts.write(self._attempt, self._recorder.now())
     self._thread.start()
+
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    self.end(error)
 
   def end(self, error: BaseException | None) -> None:
     """Stops, and writes how the process ended."""

@@ -63,28 +63,15 @@ class Operations(observer.Observer):
         self._heartbeat = heartbeat.Heartbeat(
           attempt, self.recorder, self._stall_seconds, self._profiler.poll
         )
-        with self._beating():
+        with self._heartbeat:
           yield
+        self._heartbeat.attempt('profile', self._profiler.end)
     except OSError as error:
       file = error.filename or run.model_dir
       is_network = isinstance(error, (ConnectionError, TimeoutError))  # without a file, too
       if is_network or not str(file).startswith(str(run.model_dir)):
         raise
       raise ValueError(f'{file} cannot be written: {error.strerror or error}') from error
-
-  @contextlib.contextmanager
-  def _beating(self) -> Iterator[None]:
-    self._heartbeat.start()
-    error = None
-    try:
-      yield
-    except BaseException as raised:
-      error = raised
-      raise
-    finally:
-      self._heartbeat.end(error)
-      if error is None:
-        self._heartbeat.attempt('profile', self._profiler.end)
 
   def _can_save(self) -> bool:
     return self.recorder.now().phase not in _NOTHING_TO_SAVE

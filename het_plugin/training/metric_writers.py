@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,23 +94,25 @@ class EventWriter:
     suffix = f'{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}'
     self._path = epath.Path(model_dir) / f'events.out.tfevents.{suffix}'
     self._failed = False
-    self._write(0, file_version='brain.Event:2')
+    self._write(0, [], file_version='brain.Event:2')
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-    tensors = {name: {'dtype': 'DT_FLOAT', 'float_val': [float(x)]} for name, x in scalars.items()}
-    self._write(step, summary=_summary('scalars', tensors))
+    from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+    self._write(step, [scalar_pb(name, float(x)) for name, x in scalars.items()])
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    tensors = {
-      name: {'dtype': 'DT_STRING', 'string_val': [x.encode()]} for name, x in texts.items()
-    }
-    self._write(step, summary=_summary('text', tensors))
+    from tensorboard.plugins.text.summary_v2 import text_pb
 
-  def _write(self, step: int, **fields: Any) -> None:
+    self._write(step, [text_pb(name, x) for name, x in texts.items()])
+
+  def _write(self, step: int, summaries: Sequence[Any], **fields: Any) -> None:
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer import record_writer
 
     event = event_pb2.Event(wall_time=time.time(), step=int(step), **fields)
+    for summary in summaries:
+      event.summary.MergeFrom(summary)
     try:
       with open(self._path, 'ab') as file:
         record_writer.RecordWriter(file).write(event.SerializeToString())
@@ -118,17 +120,6 @@ class EventWriter:
       if not self._failed:
         _log.warning('%s cannot be written: %s', self._path, error)
       self._failed = True
-
-
-def _summary(plugin: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-  """Values for a plugin of TensorBoard, as TensorFlow 2 writes them."""
-  metadata = {'plugin_data': {'plugin_name': plugin}}
-  return {
-    'value': [
-      {'tag': name, 'metadata': metadata, 'tensor': {'tensor_shape': {}, **tensor}}
-      for name, tensor in tensors.items()
-    ]
-  }
 
 
 _numbers = itertools.count()  # of the event files of this process

@@ -24,13 +24,10 @@ def beating(folder, followed):
 
 def test_the_file_follows_the_run(tmp_path):
   clock = recorder.Recorder()
-  watch = beating(tmp_path, clock)
-  watch.start()
-  with clock.phase(observer.EVALUATE):
+  with beating(tmp_path, clock), clock.phase(observer.EVALUATE):
     clock.tick(7)
     wait_for(lambda: facts.read_processes(tmp_path)[0].step == 7)
     (running,) = facts.read_processes(tmp_path)
-  watch.end(None)
   (done,) = facts.read_processes(tmp_path)
   assert (running.step, running.phase, running.state) == (7, 'evaluate', 'running')
   assert (running.process, running.processes) == (0, 1)
@@ -43,8 +40,7 @@ import sys, time
 from het_plugin.operations import heartbeat, recorder
 heartbeat.PERIOD_SECONDS = 0.1
 followed = recorder.Recorder()
-heartbeat.Heartbeat(sys.argv[1], followed, 1.0, lambda: None).start()
-with followed.phase('data'):
+with heartbeat.Heartbeat(sys.argv[1], followed, 1.0, lambda: None), followed.phase('data'):
   for step in range(15):
     followed.tick(step)
     time.sleep(0.1)
@@ -57,7 +53,7 @@ def test_one_that_is_stuck_ends_with_its_stacks(tmp_path):
     [sys.executable, '-c', STUCK, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50
   )
   assert done.returncode == exit_codes.LOST
-  assert 'in phase data at step 14 for 1 s' in done.stderr and 'line 11 in <module>' in done.stderr
+  assert 'in phase data at step 14 for 1 s' in done.stderr and 'line 10 in <module>' in done.stderr
   (found,) = facts.read_processes(tmp_path)
   assert (found.state, found.exit_code, found.step) == (facts.FAILED, exit_codes.LOST, 14)
   assert found.message in done.stderr
