@@ -20,11 +20,6 @@ def label_nll(log_prob: jax.Array, labels: jax.Array) -> jax.Array:
   return -jnp.where(listed, at_labels, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
 
 
-def is_listed(classes: jax.Array, labels: jax.Array) -> jax.Array:
-  """Whether each class, int32 [B], is among the labels of its example, float32 [B]."""
-  return (classes[:, None] == labels).any(-1).astype(jnp.float32)
-
-
 @flax.struct.dataclass
 class ExpectedCalibrationError(clu_metrics.Metric):
   """Expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).

@@ -29,10 +29,8 @@ _STEP = 0x9E3779B1  # c; odd, so that c i is different for all i < 2^32
 def array_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
   """The checksum of each array, 0 to 2^32 - 1, computed on the devices that hold the array.
 
-  All processes call it with the same names in the same order and get the same numbers.
-
-  Args:
-    arrays: booleans, integers or floating-point numbers of at most 8 bytes; any sharding.
+  All processes call it with the same names in the same order and get the same numbers. Arrays are
+  of booleans, integers or floating-point numbers of at most 8 bytes, with any sharding.
   """
   # One program per shape and sharding compiles much faster than one program for all arrays.
   sums = {}

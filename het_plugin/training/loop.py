@@ -74,10 +74,7 @@ class TrainLoop:
     self._next_line = 0.0  # time of the next line of the log; the first follows the first step
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
-    """Trains until total_steps, or until an action stops it.
-
-    Args:
-      stats: calls `on_step` of this loop.
+    """Trains until total_steps, or until an action stops it; `stats` calls `on_step`.
 
     Raises:
       exit_codes.Preempted: the observer asked to stop.

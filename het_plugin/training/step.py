@@ -102,17 +102,10 @@ def apply_grads(
 
   optax.apply_if_finite checks the gradients only, and its state would be in every checkpoint.
 
-  Args:
-    train_state: the state before the update.
-    grads: gradients, float32, shaped as the parameters.
-    metrics: metrics of the batch, which contain 'loss'.
-    norm_groups: see `metrics.GROUPS`.
-    halted: bool []; True leaves the whole state unchanged, `step` included.
-
-  Returns:
-    The new state and the metrics. If the step is not finite, only `step` of the state changes. The
-    metrics gain `learning_rate` and `update`, an UpdateReport of the L2 norms `gradient_norm`
-    (before clipping), `update_norm` and `param_norm` (after the update), in total and by group.
+  If the step is not finite, only `step` of the state changes; if `halted`, a bool [], nothing. The
+  metrics of the batch, which contain 'loss', gain `learning_rate` and `update`, an UpdateReport of
+  the L2 norms `gradient_norm` (before clipping), `update_norm` and `param_norm` (after the update),
+  in total and by group (`metrics.GROUPS`).
   """
   updates, opt_state = train_state.optimizer_def.optax_optimizer.update(
     grads, train_state.opt_state, train_state.params
@@ -224,14 +217,11 @@ class Trainer:
     return self._train_step.trace(train_state, batch, self._halted)
 
   def trace_eval(self, params: PyTree, batch: Batch) -> jax.stages.Traced:
-    """Traces the eval step for parameters and a batch, given as arrays or shapes with shardings."""
+    """Traces the eval step in the same way."""
     return self._eval_step.trace(params, batch)
 
   def compile_train(self, train_state: TrainState, batch: Batch) -> float:
-    """Compiles the train step for a state and a batch, given as arrays or shapes with shardings.
-
-    Returns the FLOPs of one step over all devices, matrix products and convolutions only.
-    """
+    """Compiles the train step, and returns the `count_flops` of one step over all devices."""
     traced = self.trace_train(train_state, batch)
     count = flops.count_flops(traced.jaxpr.jaxpr)
     self._train_step = traced.lower().compile()

@@ -7,7 +7,7 @@ import pytest
 from scipy import special, stats
 from sklearn import metrics as sklearn_metrics
 
-from het_plugin.models import metrics
+from het_plugin.models import metrics, soft_labels
 
 
 def random_batch(seed, rows=40, classes=7, num_labels=1):
@@ -22,7 +22,7 @@ def random_batch(seed, rows=40, classes=7, num_labels=1):
 
 def batch_metrics(log_prob, labels, mask, tau=1.0):
   top = jnp.argmax(log_prob, -1)
-  correct = metrics.is_listed(top, labels)
+  correct = soft_labels.correct(top, {'label': labels})
   result = metrics.base_metrics(
     metrics.label_nll(log_prob, labels), correct, jnp.float32(tau), jnp.asarray(mask)
   )
