@@ -195,11 +195,9 @@ class ClassificationModel:
     top, top_log_prob = jnp.argmax(log_prob, -1), jnp.max(log_prob, -1)  # [B]
     if logits.link == 'sigmoid':  # near p = 1, log(1 - p) cannot be computed from log p
       nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
-    elif 'label_weight' in batch:
+    else:
       target = soft_labels.targets(batch, logits)
       nll = jnp.where(target > 0, -target * log_prob, 0.0).sum(-1)
-    else:
-      nll = metrics_lib.label_nll(log_prob, batch['label'])
     correct = soft_labels.correct(top, batch)
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
@@ -207,7 +205,7 @@ class ClassificationModel:
     )
     if logits.link == 'softmax' and ('label_weight' in batch or batch['label'].shape[-1] > 1):
       metrics['disagreement'] = metrics_lib.DisagreementCorrelation.from_model_output(
-        log_prob, soft_labels.targets(batch, logits), logits.num_classes, mask
+        log_prob, target, logits.num_classes, mask
       )
     return batches.mean_loss(nll, mask, self.loss_normalizing_factor), metrics
 

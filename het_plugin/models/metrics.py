@@ -1,7 +1,6 @@
 """Classification metrics as clu metrics; merging batches gives the metrics of all rows.
 
-B examples, K classes, L labels. Labels are int32 [B, L], padded with -1; a mask float32 [B] is 1
-for real rows and 0 for padding.
+B examples, K classes; a mask float32 [B] is 1 for real rows and 0 for padding.
 """
 
 import flax
@@ -11,13 +10,6 @@ from clu import metrics as clu_metrics
 
 ENTROPY_BINS = 64  # by either entropy, in `DisagreementCorrelation`
 NUM_BINS = 15  # Guo et al. 2017 and most of the literature since
-
-
-def label_nll(log_prob: jax.Array, labels: jax.Array) -> jax.Array:
-  """-log p averaged over each example's labels, [B], from log_prob [B, K]; 0 if there are none."""
-  listed = labels >= 0
-  at_labels = jnp.take_along_axis(log_prob, jnp.maximum(labels, 0), axis=-1)  # [B, L]
-  return -jnp.where(listed, at_labels, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
 
 
 @flax.struct.dataclass

@@ -7,6 +7,7 @@ import pytest
 from scipy import special, stats
 from sklearn import metrics as sklearn_metrics
 
+from het_plugin.integrate import GaussianLogits
 from het_plugin.models import metrics, soft_labels
 
 
@@ -23,9 +24,9 @@ def random_batch(seed, rows=40, classes=7, num_labels=1):
 def batch_metrics(log_prob, labels, mask, tau=1.0):
   top = jnp.argmax(log_prob, -1)
   correct = soft_labels.correct(top, {'label': labels})
-  result = metrics.base_metrics(
-    metrics.label_nll(log_prob, labels), correct, jnp.float32(tau), jnp.asarray(mask)
-  )
+  logits = GaussianLogits(log_prob, None, None, 1.0, num_classes=log_prob.shape[-1])
+  nll = -(soft_labels.targets({'label': labels}, logits) * log_prob).sum(-1)
+  result = metrics.base_metrics(nll, correct, jnp.float32(tau), jnp.asarray(mask))
   confidence = jnp.exp(log_prob.max(-1))
   result['ece'] = metrics.ExpectedCalibrationError.from_model_output(confidence, correct, mask=mask)
   return result
