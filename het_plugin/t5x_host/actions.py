@@ -95,5 +95,5 @@ def hosted_actions(
           'checkpoints afterwards (python -m het_plugin.fewshot).'
         )
       action.setup(context)
-    hosted[mode] = [HostedAction(action) for action in group]
+    hosted[mode.value] = [HostedAction(action) for action in group]
   return hosted
