@@ -167,6 +167,7 @@ def probe(
     for x in outcomes
     if x.unfinished
   ]
+  notes += [note for x in outcomes for note in _ends_of_the_grid(x, settings)]
   return reporting.Report(
     title='Heads on saved representations',
     introduction=f'{len(first.scores.index):,} examples of {where}; heads fitted to '
@@ -260,6 +261,17 @@ def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     price(num_noise_params(estimator), len(fitted)),
   )
+
+
+def _ends_of_the_grid(outcome, settings):
+  """A note for each setting of which a fold chose the largest or smallest value."""
+  for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
+    values = sorted(x for x in values if x)
+    chosen = {point.get(name) for point in outcome.chosen}
+    for end, beyond in ((values[:1], 'smaller'), (values[-1:], 'larger')):
+      if len(values) > 1 and chosen & set(end):
+        where = f'{name}={end[0]:g} was chosen at the end of --{name}'
+        yield f'{outcome.head}: {where}: try {beyond} ones.'
 
 
 def price(num_params: int, num_rows: int) -> float:
@@ -414,7 +426,10 @@ def _shown(row):
   names = ('nll', 'precision_at_1', 'ece', 'brier', 'auroc_errors', 'seconds')
   shown = {name: row[name] for name in names if name in row}
   chosen = row['chosen'][0]
-  shown |= {'C': f'{chosen["C"]:g}', 'tau ': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
+  shown |= {'C': f'{chosen["C"]:g}'}
+  if chosen.get('C_noise') is not None:
+    shown['C_noise'] = f'{chosen["C_noise"]:g}'
+  shown |= {'tau ': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']

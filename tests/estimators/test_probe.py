@@ -82,6 +82,8 @@ def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
   (row,) = probe.probe(files[0], None, settings(c=(1e-5, 1.0), folds=3)).json
   assert row['num_examples'] == 300 and len(row['chosen']) == 3
   assert {point['C'] for point in row['chosen']} == {1.0}
+  report = probe.probe(*files, settings(c=(1e-5, 1.0)))
+  assert 'det: C=1 was chosen at the end of --C: try larger ones.' in report.text()
   assert row['stderr_folds']['nll'] > 0
 
 
