@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from het_plugin.weights import convnext, files
+from het_plugin.weights import files
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -23,16 +23,17 @@ _HALF = ((0.5,) * 3, (0.5,) * 3)
 
 # The shapes do not give the number of attention heads: a head has 64 channels, except that towers
 # of these widths have 16 heads.
-_SIXTEEN_HEADS = {
-  'image': (1152, 1280, 1408, 1664, 1792),
-  'SigLIP': (1152, 1536),
-  'text': (1152,),
-}
+_SIXTEEN_HEADS = {'image': (1152, 1280, 1408, 1664, 1792), 'SigLIP': (1152, 1536), 'text': (1152,)}
 
-_PREFIX = re.compile(r'^(?:(?:model|vit|deit|dinov2|dinov3|vision_model|visual|trunk|module)\.)+')
+_PREFIX = re.compile(
+  r'^(?:(?:model|vit|deit|dinov2|dinov3|convnext|convnextv2|vision_model|visual|trunk|module)\.)+'
+)
 _BLOCK = re.compile(
   r'(?:blocks|encoder\.layers?|layers?|transformer\.resblocks|model\.layer)\.(\d+)\.(.+)'
 )
+# Of a ConvNeXt: a block, and a layer between two stages.
+_STAGE_BLOCK = re.compile(r'(?:encoder\.)?stages\.(\d+)\.(?:blocks|layers)\.(\d+)\.(.+)')
+_STAGE_START = re.compile(r'(?:encoder\.)?stages\.(\d+)\.downsampl(?:e|ing_layer)\.([01])')
 
 _OPEN_CLIP = 'open_clip_config.json'
 # config.json's names and ours.
@@ -97,8 +98,20 @@ mlp/gate_and_wi       mlp.weights_in
 mlp/wo                mlp.fc2 mlp.c_proj mlp.down_proj mlp.weights_out output.dense
 mlp_scale             ls2.gamma layer_scale2.lambda1
 """)
-
-
+_CONVNEXT_OUTER = _table("""
+stem       stem.0 embeddings.patch_embeddings
+stem_norm  stem.1 embeddings.layernorm
+norm       head.norm layernorm
+head       head.fc classifier
+""")
+_CONVNEXT_INNER = _table("""
+depthwise    conv_dw dwconv
+norm         norm layernorm
+wi           mlp.fc1 pwconv1
+response     mlp.grn grn
+wo           mlp.fc2 pwconv2
+layer_scale  gamma layer_scale_parameter
+""")
 # Outside the blocks of text towers.
 _TEXT_OUTER = _table("""
 embedding           token_embedding embeddings.token_embedding
@@ -140,11 +153,7 @@ class TextTower:
   def bindings(self) -> list[str]:
     """Gin bindings of text tower, length and scale."""
     settings = [f'text_transformer.{name} = {value!r}' for name, value in self.settings.items()]
-    return [
-      f'TEXT_LENGTH = {self.length}',
-      f'LogitScale.initial_scale = {self.scale}',
-      *settings,
-    ]
+    return [f'TEXT_LENGTH = {self.length}', f'LogitScale.initial_scale = {self.scale}', *settings]
 
 
 def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> TextTower:
@@ -191,7 +200,12 @@ def is_tower(names) -> bool:
   """Whether the names of arrays are those of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
-  return is_vit or convnext.is_convnext(names)
+  return is_vit or _is_convnext(names)
+
+
+def _is_convnext(names):
+  found = {_convnext_stem(_PREFIX.sub('', name))[0] for name in names}
+  return {'stem', 'stage1_block01/wi'} <= found
 
 
 def read_config(path: epath.PathLike) -> dict[str, Any]:
@@ -234,9 +248,9 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
 
   Layers that the backbone does not have are a ValueError that names them.
   """
-  if convnext.is_convnext(arrays):
+  if _is_convnext(arrays):
     return _read_convnext(arrays, config)
-  flat, skipped = _renamed(arrays)
+  flat, skipped = _renamed(arrays, 'ViT', lambda name: _stem(name, _OUTER))
   kernel = flat['embedding/kernel']  # [P, P, C, D]
   patch_size, width = kernel.shape[0], kernel.shape[-1]
   is_clip, is_siglip = 'pre_norm/scale' in flat, 'pooling/probe' in flat
@@ -311,7 +325,7 @@ def _block_settings(flat, config, form, width, activation, mlps):
 
 
 def _read_convnext(arrays, config):
-  flat = convnext.renamed(arrays)
+  flat, skipped = _renamed(arrays, 'ConvNeXt', _convnext_stem)
   _normalise_pixels(flat, 'stem', config, _IMAGENET)
   blocks = [name for name in flat if name.endswith('/wo/kernel')]
   stages = sorted({name.partition('_')[0] for name in blocks})
@@ -320,7 +334,7 @@ def _read_convnext(arrays, config):
     'width': flat['stem/kernel'].shape[-1],
     'version': 'v1' if 'stage1_block01/layer_scale' in flat else 'v2',
   }
-  return Tower(settings, _placed(flat), _image_size(config), (), 'convnext')
+  return Tower(settings, _placed(flat), _image_size(config), skipped, 'convnext')
 
 
 def _normalise_pixels(flat, layer, config, defaults):
@@ -352,18 +366,36 @@ def tower_bindings(path: epath.PathLike) -> list[str]:
   return read_tower(arrays, read_config(path)).bindings() if is_tower(arrays) else []
 
 
+def _layer_and_kind(name):
+  """Their name of a layer, and 'weight' or 'bias'."""
+  layer, _, kind = name.rpartition('.')
+  if kind in ('weight', 'bias'):
+    return layer, kind
+  return name, 'bias' if kind.endswith('_bias') else 'weight'
+
+
 def _stem(name, outer):
   """Our name of a layer, None if it is unknown, and 'weight' or 'bias'."""
-  name, _, kind = name.rpartition('.')
-  if kind not in ('weight', 'bias'):
-    name, kind = f'{name}.{kind}'.removeprefix('.'), 'bias' if kind.endswith('_bias') else 'weight'
+  name, kind = _layer_and_kind(name)
   if block := _BLOCK.fullmatch(name):
     inner = _INNER.get(block[2])
     return inner and f'block{int(block[1]):02d}/{inner}', kind
   return outer.get(name), kind
 
 
-def _renamed(arrays):
+def _convnext_stem(name):
+  """The same of a ConvNeXt."""
+  name, kind = _layer_and_kind(name)
+  if block := _STAGE_BLOCK.fullmatch(name):
+    inner = _CONVNEXT_INNER.get(block[3])
+    root = f'stage{int(block[1]) + 1}_block{int(block[2]) + 1:02d}'
+    return root if inner == 'depthwise' else inner and f'{root}/{inner}', kind
+  if start := _STAGE_START.fullmatch(name):
+    return f'stage{int(start[1]) + 1}_{("norm", "patches")[int(start[2])]}', kind
+  return _CONVNEXT_OUTER.get(name), kind
+
+
+def _renamed(arrays, backbone, stem):
   """Parameters by our names without 'backbone/', and the names that the tower does not use."""
   roots = [root for root in ('visual.', 'vision_model.') if any(root in name for name in arrays)]
   flat, skipped, unknown = {}, [], []
@@ -371,14 +403,15 @@ def _renamed(arrays):
     if roots and roots[0] not in name and 'visual_projection' not in name:
       skipped.append(name)  # belongs to the text tower
       continue
-    ours, kind = _stem(_PREFIX.sub('', name), _OUTER)
+    ours, kind = stem(_PREFIX.sub('', name))
     if ours is not None:
       flat |= _converted(ours, kind, x, transpose=not name.endswith('proj'))
     else:
       (skipped if _SKIPPED.fullmatch(name) else unknown).append(name)
   if unknown:
     raise ValueError(
-      f'{len(unknown)} layers of the file have no place in a ViT, such as {", ".join(unknown[:5])}'
+      f'{len(unknown)} layers of the file have no place in a {backbone}, such as '
+      f'{", ".join(unknown[:5])}'
     )
   return flat, tuple(sorted(skipped))
 
@@ -391,10 +424,14 @@ def _converted(ours, kind, x, transpose):
     return {ours: x.reshape(-1)}
   if layer in ('position_embedding', 'registers', 'distillation'):
     return {ours: x.reshape(-1, x.shape[-1])}
-  if layer in ('attention_scale', 'mlp_scale'):
+  if layer in ('attention_scale', 'mlp_scale', 'layer_scale'):
     return {ours: x}
+  if layer == 'response':
+    return {f'{ours}_{"scale" if kind == "weight" else "bias"}': x.reshape(-1)}
   if layer.endswith('norm'):
     return {f'{ours}/{"scale" if kind == "weight" else "bias"}': x}
+  if layer in ('wi', 'wo') and x.shape[2:] == (1, 1):  # timm's 1 x 1 convolutions
+    x = x.reshape(x.shape[:2])
   if kind == 'weight' and transpose:
     x = x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
   if kind == 'weight' and layer == 'embedding' and x.ndim == 2:  # SigLIP 2 NaFlex: rows of patches
