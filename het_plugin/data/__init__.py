@@ -4,11 +4,10 @@ import importlib
 
 # Imported on first use: estimators need no images, and only the last two import TensorFlow.
 _MODULES = {
-  'duration': ('total_steps',),
   'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
   'pipeline': (
     *('BatchIterator', 'DatasetConfig', 'classification_info', 'element_spec', 'get_dataset'),
-    *('one_pass', 'task_info'),
+    *('one_pass', 'task_info', 'total_steps'),
   ),
   'sources': ('ImageTextInfo', 'TaskInfo'),
   'seqio_task': ('ImageFeatureConverter', 'ImageTextFeatureConverter'),
@@ -18,9 +17,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 CONFIGURABLES = {
   'augment': ('CutMix', 'Mixup', 'RandAugment', 'RandomErasing'),
-  'duration': ('total_steps',),
   'held_out': ('HeldOutDatasetConfig', 'get_dataset_with_held_out'),
-  'pipeline': ('DatasetConfig',),
+  'pipeline': ('DatasetConfig', 'total_steps'),
   'preprocess': ('Flip', 'InceptionCrop', 'PadCrop'),
 }
 # Settings that may change between two starts of a run without changing its results

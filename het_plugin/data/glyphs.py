@@ -123,9 +123,6 @@ class NoisyGlyphSource(GlyphSource):
   Each image is the same as in GlyphSource, whose labels are the true ones.
   """
 
-  def describe(self, split: str, example_id: int) -> str:
-    return f'{self.class_set} glyph {example_id} of {split}, with noisy labels'
-
   def label_distribution(
     self, split: str, ids: np.ndarray, seed: int = 0
   ) -> tuple[np.ndarray, np.ndarray]:

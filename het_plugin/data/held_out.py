@@ -5,6 +5,7 @@ share of both on any mesh, and the state of the input is still one integer.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,25 +55,21 @@ class HeldOutDatasetConfig:
     return self.train.vocabulary
 
 
-class _Both:
+def _read_both(
+  readers: Sequence[Callable], n: int, positions: np.ndarray
+) -> tuple[pipeline.Batch, dict[Any, str]]:
   """Reads the examples of two readers: of every n positions the last is one of the second."""
-
-  def __init__(self, train: Callable, held_out: Callable, n: int):
-    self._readers = train, held_out
-    self._n = n
-
-  def read(self, positions: np.ndarray) -> tuple[pipeline.Batch, dict[Any, str]]:
-    group, place = np.divmod(positions, self._n)
-    is_held_out = place == self._n - 1
-    parts = (~is_held_out, group * (self._n - 1) + place), (is_held_out, group)
-    batch, unreadable = {}, {}
-    for number, (read, (rows, own)) in enumerate(zip(self._readers, parts, strict=True)):
-      examples, names = read(own[rows])
-      for name, x in examples.items():
-        whole = batch.setdefault(name, np.empty((len(positions), *x.shape[1:]), x.dtype))
-        whole[rows] = x
-      unreadable |= {(number, record): name for record, name in names.items()}
-    return batch, unreadable
+  group, place = np.divmod(positions, n)
+  is_held_out = place == n - 1
+  parts = (~is_held_out, group * (n - 1) + place), (is_held_out, group)
+  batch, unreadable = {}, {}
+  for number, (read, (rows, own)) in enumerate(zip(readers, parts, strict=True)):
+    examples, names = read(own[rows])
+    for name, x in examples.items():
+      whole = batch.setdefault(name, np.empty((len(positions), *x.shape[1:]), x.dtype))
+      whole[rows] = x
+    unreadable |= {(number, record): name for record, name in names.items()}
+  return batch, unreadable
 
 
 def get_dataset_with_held_out(
@@ -104,7 +101,7 @@ def get_dataset_with_held_out(
   )
   B = cfg.batch_size
   return pipeline.BatchIterator(
-    _Both(*(one.read for one in both), cfg.held_out_every).read,
+    functools.partial(_read_both, [one.read for one in both], cfg.held_out_every),
     corrupt,
     {name: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype) for name, x in spec.items()},
     B,

@@ -5,6 +5,8 @@ p mod N in epoch p div N. If shuffled, a permutation keyed by (seed, epoch) is a
 For a slice, N is the number of its records, and the number of its first record is added.
 """
 
+import dataclasses
+import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -52,6 +54,7 @@ class CorruptRecords:
       )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ExampleReader:
   """Reads the examples at given positions of the global order, the same ones on every host.
 
@@ -59,42 +62,33 @@ class ExampleReader:
   -1 or text 0 and a black image, as a padding row. Every other example is therefore still read
   exactly once per epoch, and resuming needs no list of unreadable records. Positions after the last
   epoch are padding rows.
+
+  The model takes square images of side `size`. `preprocessors` apply to each image, and `mixture`
+  to pairs of images after that. Others are as in DatasetConfig; an endless split has no epochs.
   """
 
-  def __init__(
-    self,
-    source: ExampleSource,
-    split: str,
-    *,
-    size: int,
-    channels: int,
-    annotations: annotations_lib.Labels | annotations_lib.Captions,
-    preprocessors: Sequence[preprocess.Preprocessor] = (),
-    mixture: augment.Mixup | None = None,
-    shuffle: bool,
-    seed: int,
-    num_epochs: int | None,
-  ):
-    """Reads nothing yet.
+  source: ExampleSource
+  split: str
+  _: dataclasses.KW_ONLY
+  size: int
+  channels: int
+  annotations: annotations_lib.Labels | annotations_lib.Captions
+  preprocessors: Sequence[preprocess.Preprocessor] = ()
+  mixture: augment.Mixup | None = None
+  shuffle: bool
+  seed: int
+  num_epochs: int | None
 
-    The model takes square images of side `size`. `preprocessors` apply to each image, and `mixture`
-    to pairs of images after that. Others are as in DatasetConfig; an endless split has no epochs.
-    """
-    part = splits.resolve(split, source.info.splits)
-    self._source = source
-    self._split = part.split
-    self._first_record = part.start
-    self._size = size
-    self._shape = size, size, channels
-    self._annotations = annotations
-    self._preprocessors = preprocessors
-    self._mixture = mixture
-    self._shuffle = shuffle
-    self._seed = seed
-    self.num_records = part.num_records
-    endless = num_epochs is None or self.num_records is None
-    self.num_examples = None if endless else num_epochs * self.num_records
-    self._one_pass = num_epochs == 1
+  @functools.cached_property
+  def part(self) -> splits.SplitPart:
+    """The records of one epoch."""
+    return splits.resolve(self.split, self.source.info.splits)
+
+  @property
+  def num_examples(self) -> int | None:
+    """The number of positions before the end of the last epoch; None if there is no end."""
+    endless = self.num_epochs is None or self.part.num_records is None
+    return None if endless else self.num_epochs * self.part.num_records
 
   def read(self, positions: np.ndarray) -> tuple[Batch, dict[int, str]]:
     """Examples at `positions`, int64 [B]; safe to call from any thread.
@@ -112,7 +106,7 @@ class ExampleReader:
     Raises:
       ValueError: there is an example with too many labels, or an image has other channels.
     """
-    if self._mixture is None:
+    if self.mixture is None:
       return self._read(positions)
     needed, rows = np.unique(np.concatenate([positions, positions ^ 1]), return_inverse=True)
     batch, names = self._read(needed)
@@ -120,14 +114,14 @@ class ExampleReader:
     mixed = {name: x[pairs[:, 0]] for name, x in batch.items()}
     for name in ('label', 'label_weight'):
       mixed[name] = batch[name][pairs].reshape(len(positions), -1)
-    base = counter_random.base_key(self._seed, _MIX_STREAM)
+    base = counter_random.base_key(self.seed, _MIX_STREAM)
     keys = counter_random.fold(base, positions)
     half = mixed['label'].shape[1] // 2
     for i, (own, other) in enumerate(pairs):
       weight = 1.0
       if batch['mask'][own] and batch['mask'][other]:
         rng = np.random.default_rng(int(keys[i]))
-        mixed['image'][i], weight = self._mixture.mix(*batch['image'][[own, other]], rng)
+        mixed['image'][i], weight = self.mixture.mix(*batch['image'][[own, other]], rng)
       mixed['label_weight'][i, :half] *= weight
       mixed['label_weight'][i, half:] *= 1 - weight
     return mixed, names
@@ -138,19 +132,19 @@ class ExampleReader:
     if self.num_examples is not None:
       real = positions < self.num_examples
     records = self._records(positions[real])
-    base = counter_random.base_key(self._seed, _PREPROCESS_STREAM)
+    base = counter_random.base_key(self.seed, _PREPROCESS_STREAM)
     keys = counter_random.fold(base, positions[real])  # uint64 [B]
-    images, annotated = self._source.read(self._split, records, self._size, self._seed)
-    rows, problems = self._annotations.rows(annotated, keys)
+    images, annotated = self.source.read(self.part.split, records, self.size, self.seed)
+    rows, problems = self.annotations.rows(annotated, keys)
     images, readable = self._levels(images, keys)
     names = {}
     readable &= np.array([problem is None for problem in problems], bool)
     for i in np.flatnonzero(~readable):
-      name = self._source.describe(self._split, int(records[i]))
+      name = self.source.describe(self.part.split, int(records[i]))
       names[int(records[i])] = f'{name} ({problems[i]})' if problems[i] else name
 
     index = positions.copy()
-    if self._one_pass:
+    if self.num_epochs == 1:
       index[real] = records
     batch = {
       'image': images,
@@ -159,7 +153,7 @@ class ExampleReader:
       'mask': readable.astype(np.float32),
     }
     if not readable.all() or not real.all():
-      padding = {name: value for name, (*_, value) in self._annotations.features.items()}
+      padding = {name: value for name, (*_, value) in self.annotations.features.items()}
       for name, value in {'image': -1, **padding, 'mask': 0}.items():
         whole = np.full((len(positions), *batch[name].shape[1:]), value, batch[name].dtype)
         whole[np.flatnonzero(real)[readable]] = batch[name][readable]
@@ -167,41 +161,41 @@ class ExampleReader:
     return batch, names
 
   def _records(self, positions: np.ndarray) -> np.ndarray:
-    if self.num_records is None:
+    first, num_records = self.part.start, self.part.num_records
+    if num_records is None:
       return positions
-    epochs, offsets = np.divmod(positions, self.num_records)
-    if not self._shuffle or self.num_records == 1:
-      return self._first_record + offsets
+    epochs, offsets = np.divmod(positions, num_records)
+    if not self.shuffle or num_records == 1:
+      return first + offsets
     from grain.experimental import index_shuffle  # imported by `get_dataset` before
 
     seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
-    last = self.num_records - 1
     shuffled = [
-      index_shuffle(int(offset), max_index=last, seed=seeds[int(epoch)], rounds=4)
+      index_shuffle(int(offset), max_index=num_records - 1, seed=seeds[int(epoch)], rounds=4)
       for epoch, offset in zip(epochs, offsets, strict=True)
     ]
-    return self._first_record + np.array(shuffled, np.int64)
+    return first + np.array(shuffled, np.int64)
 
   def _epoch_seed(self, epoch: int) -> int:
-    return int(counter_random.base_key(self._seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))
+    return int(counter_random.base_key(self.seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))
 
   def _levels(self, images: Sequence, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Preprocessed images float32 [B, H, H, C], and whether each is readable, bool [B]."""
-    shape = self._shape
+    shape = self.size, self.size, self.channels
     readable = np.ones(len(images), bool)
-    if isinstance(images, np.ndarray) and images.shape[1:] == shape and not self._preprocessors:
+    if isinstance(images, np.ndarray) and images.shape[1:] == shape and not self.preprocessors:
       return preprocess.to_levels(images), readable
     levels = np.empty((len(images), *shape), np.float32)
     for i, (image, key) in enumerate(zip(images, keys, strict=True)):
       if isinstance(image, bytes):
-        image = preprocess.decode(image, self._source.info.channels)
+        image = preprocess.decode(image, self.source.info.channels)
       if image is None:
         readable[i] = False
         continue
       rng = np.random.default_rng(int(key))
-      for preprocessor in self._preprocessors:
-        image = preprocessor(image, rng, self._size)
-      image = preprocess.resized(image, self._size, self._size)
+      for preprocessor in self.preprocessors:
+        image = preprocessor(image, rng, self.size)
+      image = preprocess.resized(image, self.size, self.size)
       if image.shape != shape:
         raise ValueError(f'an image has the shape {image.shape}; it must be {shape}.')
       preprocess.to_levels(image, out=levels[i])

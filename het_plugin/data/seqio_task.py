@@ -13,7 +13,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from het_plugin.data import reader, seqio_metrics, sources, tasks
+from het_plugin.data import reader, sources, tasks
 from het_plugin.data import splits as splits_lib
 
 if tf.config.get_visible_devices('GPU'):
@@ -100,7 +100,7 @@ class SeqioTask(seqio.Task):
       num_epochs=num_epochs,
     )
     corrupt = reader.CorruptRecords(
-      examples.num_records or 0, reader.MAX_CORRUPT_FRACTION, annotations.noun
+      examples.part.num_records or 0, reader.MAX_CORRUPT_FRACTION, annotations.noun
     )
     shard, num_shards = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
     stop = examples.num_examples or np.iinfo(np.int64).max
@@ -145,6 +145,36 @@ def _output_features(task: tasks.ImageTask) -> dict[str, seqio.Feature]:
   }
 
 
+def precision(
+  targets: Sequence[np.ndarray],
+  predictions: Sequence[np.ndarray],
+  aux_values: Mapping[str, Sequence[np.ndarray]],
+) -> dict[str, float]:
+  """How often the most probable class, or one of the five most probable, is among the labels.
+
+  A metric of seqio's evaluator, which t5x.eval and t5x's infer-eval run on the host. Rows without a
+  label, such as unreadable images, do not count.
+
+  Args:
+    targets: N times int32 [L], padded with -1.
+    predictions: unused.
+    aux_values: from `predict_batch_with_aux`; 'top5' is read, N times [min(5, K)].
+  """
+  del predictions
+  labels, top = np.asarray(targets), np.asarray(aux_values['top5'])
+  right = (labels[:, :, None] == top[:, None, :]).any(1)[(labels >= 0).any(1)]  # [n, 5]
+  return {
+    'precision_at_1': float(right[:, 0].mean()),
+    'precision_in_5': float(right.any(1).mean()),
+  }
+
+
+def likelihood(targets: Sequence[np.ndarray], scores: Sequence[float]) -> dict[str, float]:
+  """The mean of -log p(labels | x) over such rows, from the N scores of `score_batch`."""
+  has_label = (np.asarray(targets) >= 0).any(1)
+  return {'nll': float(-np.asarray(scores)[has_label].mean())}
+
+
 def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
   """The seqio task of `tasks.get_task`, which is registered under a name that seqio accepts."""
   task = tasks.get_task(name, vocabulary)
@@ -159,7 +189,7 @@ def register(name: Any, vocabulary: str | None = None) -> SeqioTask:
       seqio_name,
       source=_Source(task.examples),
       output_features=_output_features(task),
-      metric_fns=(seqio_metrics.precision, seqio_metrics.likelihood) if has_labels else (),
+      metric_fns=(precision, likelihood) if has_labels else (),
       preprocessors=(),
       task_cls=SeqioTask,
       task=task,
