@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
@@ -23,6 +23,7 @@ from het_plugin.backbones.layers import (
   check_settings,
   drop_path,
   drop_path_rates,
+  param,
   rematerialize,
 )
 from het_plugin.backbones.vit import PatchEmbedding
@@ -47,11 +48,11 @@ class Block(nn.Module):
   def __call__(self, x: jax.Array, drop_rate: float | None = None) -> jax.Array:
     width = x.shape[-1]
 
-    def param(name, init, shape, axes):
-      return param_with_axes(name, init, shape, jnp.float32, axes=axes).astype(self.dtype)
+    def cast_param(*args):
+      return param(*args).astype(self.dtype)
 
     start = nn.initializers.truncated_normal(0.02)
-    kernel = param('kernel', start, (7, 7, 1, width), (None, None, None, 'embed'))
+    kernel = cast_param('kernel', start, (7, 7, 1, width), (None, None, None, 'embed'))
     y = jax.lax.conv_general_dilated(
       x,
       kernel,
@@ -60,19 +61,19 @@ class Block(nn.Module):
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
       feature_group_count=width,
     )
-    y += param('bias', nn.initializers.zeros, (width,), ('embed',))
+    y += cast_param('bias', nn.initializers.zeros, (width,), ('embed',))
     y = Norm(dtype=self.dtype, name='norm')(y)
     y = Dense(4 * width, ('embed', 'mlp'), self.dtype, kernel_init=start, name='wi')(y)
     y = nn.gelu(with_sharding_constraint(y, ('batch', None, None, 'mlp')), approximate=False)
     if self.version == 'v2':  # global response normalisation (Woo et al., section 3)
-      scale = param('response_scale', nn.initializers.zeros, y.shape[-1:], ('mlp',))
-      bias = param('response_bias', nn.initializers.zeros, y.shape[-1:], ('mlp',))
+      scale = cast_param('response_scale', nn.initializers.zeros, y.shape[-1:], ('mlp',))
+      bias = cast_param('response_bias', nn.initializers.zeros, y.shape[-1:], ('mlp',))
       response = jnp.sqrt(jnp.square(y.astype(jnp.float32)).sum((1, 2), keepdims=True) + 1e-20)
       response /= response.mean(-1, keepdims=True) + 1e-6
       y = y + scale * (y * response.astype(self.dtype)) + bias
     y = Dense(width, ('mlp', 'embed'), self.dtype, kernel_init=start, name='wo')(y)
     if self.version == 'v1':
-      y *= param('layer_scale', nn.initializers.constant(1e-6), (width,), ('embed',))
+      y *= cast_param('layer_scale', nn.initializers.constant(1e-6), (width,), ('embed',))
     if drop_rate is not None:
       y = drop_path(y, drop_rate, self.make_rng('dropout'))
     return with_sharding_constraint(x + y, ('batch', None, None, 'embed'))
@@ -136,8 +137,7 @@ class ConvNeXt(nn.Module):
 
     x = Norm(dtype=self.dtype, name='stem_norm')(patches('stem', 4, self.width, image))
     intermediates = {'stem': x}
-    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.depths))
-    rates = iter(rates or [None] * sum(self.depths))
+    rates = iter(drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.depths)))
     block = rematerialize(Block, self.remat)
     for stage, depth in enumerate(self.depths, start=1):
       if stage > 1:

@@ -1,7 +1,7 @@
 """Layers with float32 parameters that carry t5x's logical axis names."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,11 +73,18 @@ def drop_path(x: jax.Array, rate: jax.Array | float, rng: jax.Array) -> jax.Arra
   return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
-def drop_path_rates(largest: float, num_layers: int) -> list[float] | None:
-  """The rate of each layer, from 0 for the first to `largest` for the last; None if it is 0."""
+def drop_path_rates(largest: float, num_layers: int) -> list[float] | list[None]:
+  """The rate of each layer, from 0 for the first to `largest` for the last; None each for 0."""
   if not largest:
-    return None
+    return [None] * num_layers
   return [largest * i / max(num_layers - 1, 1) for i in range(num_layers)]
+
+
+def param(
+  name: str, init: nn.initializers.Initializer, shape: Sequence[int], axes: Sequence[str | None]
+) -> jax.Array:
+  """A float32 parameter with logical axes, of the compact module that calls this."""
+  return param_with_axes(name, init, shape, jnp.float32, axes=tuple(axes))
 
 
 class Dense(nn.Module):
@@ -96,13 +103,11 @@ class Dense(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     shape = (x.shape[-1], self.features)
-    kernel = param_with_axes('kernel', self.kernel_init, shape, jnp.float32, axes=self.kernel_axes)
+    kernel = param('kernel', self.kernel_init, shape, self.kernel_axes)
     x = x.astype(self.dtype) @ kernel.astype(self.dtype)
     if not self.use_bias:
       return x
-    bias = param_with_axes(
-      'bias', nn.initializers.zeros, shape[1:], jnp.float32, axes=self.kernel_axes[1:]
-    )
+    bias = param('bias', nn.initializers.zeros, shape[1:], self.kernel_axes[1:])
     return x + bias.astype(self.dtype)
 
 
@@ -125,13 +130,13 @@ class Norm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     shape, axes = x.shape[-1:], (self.axis,)
-    scale = param_with_axes('scale', nn.initializers.ones, shape, jnp.float32, axes=axes)
+    scale = param('scale', nn.initializers.ones, shape, axes)
     x = x.astype(jnp.float32)
     if self.kind == 'layer_norm':
       x = x - x.mean(-1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon) * scale
     if self.kind == 'layer_norm':
-      x += param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=axes)
+      x += param('bias', nn.initializers.zeros, shape, axes)
     return x.astype(self.dtype)
 
 
@@ -151,8 +156,8 @@ class GroupNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [B, H, W, C] -> the same shape."""
     shape = x.shape[-1:]
-    scale = param_with_axes('scale', self.scale_init, shape, jnp.float32, axes=(self.axis,))
-    bias = param_with_axes('bias', nn.initializers.zeros, shape, jnp.float32, axes=(self.axis,))
+    scale = param('scale', self.scale_init, shape, (self.axis,))
+    bias = param('bias', nn.initializers.zeros, shape, (self.axis,))
     shape = *x.shape[:-1], self.num_groups, -1  # [B, H, W, G, C / G]
     groups = x.astype(jnp.float32).reshape(shape)
     centred = groups - groups.mean((1, 2, 4), keepdims=True)

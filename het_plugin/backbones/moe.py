@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, vmap_with_axes, with_sharding_constraint
+from flax.linen.partitioning import vmap_with_axes, with_sharding_constraint
+
+from het_plugin.backbones.layers import param
 
 PLACES = re.compile(r'(every|last)_([1-9]\d*)')
 
@@ -180,7 +182,7 @@ class SparseExperts(nn.Module):
     groups = x.reshape(-1, images * x.shape[1], x.shape[2])  # [G, n, D]
     init = nn.initializers.lecun_normal()
     shape = x.shape[-1], moe.num_experts
-    kernel = param_with_axes('router', init, shape, jnp.float32, axes=('embed', None))
+    kernel = param('router', init, shape, ('embed', None))
     logits = groups.astype(jnp.float32) @ kernel  # [G, n, E]
     noisy, std = logits, moe.noise / moe.num_experts
     if noise := moe.noise > 0 and not deterministic:
@@ -240,8 +242,8 @@ class SoftExperts(nn.Module):
     moe = self.moe
     shape = x.shape[-1], moe.num_experts, moe.num_slots
     init = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
-    directions = param_with_axes('router', init, shape, jnp.float32, axes=('embed', None, None))
-    scale = param_with_axes('scale', nn.initializers.ones, (), jnp.float32, axes=())
+    directions = param('router', init, shape, ('embed', None, None))
+    scale = param('scale', nn.initializers.ones, (), ())
     tokens = unit_length(x.astype(jnp.float32), axis=-1)
     directions = scale * unit_length(directions, axis=0)
     logits = jnp.einsum('bnd,des->bnes', tokens, directions)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
+from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
@@ -25,6 +25,7 @@ from het_plugin.backbones.layers import (
   check_settings,
   drop_path,
   drop_path_rates,
+  param,
   rematerialize,
 )
 
@@ -61,13 +62,8 @@ class StandardizedConv(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """x [B, H, W, I] -> [B, H', W', O]."""
-    kernel = param_with_axes(
-      'kernel',
-      nn.initializers.he_normal(),
-      (self.kernel_size, self.kernel_size, x.shape[-1], self.features),
-      jnp.float32,
-      axes=(None, None, *self.axes),
-    )
+    shape = self.kernel_size, self.kernel_size, x.shape[-1], self.features
+    kernel = param('kernel', nn.initializers.he_normal(), shape, (None, None, *self.axes))
     kernel = kernel - kernel.mean(axis=(0, 1, 2))
     kernel = kernel * jax.lax.rsqrt(jnp.square(kernel).mean(axis=(0, 1, 2)) + 1e-10)
     sides = ((self.kernel_size // 2,) * 2,) * 2
@@ -201,12 +197,9 @@ class ResNet(nn.Module):
       x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))) if before else x
       x = nn.max_pool(x, (3, 3), (2, 2), 'VALID' if before else 'SAME')
     x = intermediates['root'] = _whole(x)
-    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(self.stages))
-    for stage in range(len(self.stages)):
-      settings = {'width': self.width * 2**stage, 'version': self.version, 'dtype': self.dtype}
-      x = intermediates[f'stage{stage + 1}'] = run_stage(
-        x, Bottleneck, settings, self.stages, stage, rates, self.remat, self.scan_layers
-      )
+    settings = {'version': self.version, 'dtype': self.dtype}
+    x, outputs = run_stages(self, x, Bottleneck, self.stages, self.width, train, **settings)
+    intermediates |= outputs
     if before:
       x = nn.relu(GroupNorm('embed', name='norm')(x))
     phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
@@ -214,47 +207,44 @@ class ResNet(nn.Module):
     return phi, intermediates
 
 
-def run_stage(
+def run_stages(
+  module: nn.Module,
   x: jax.Array,
   unit: type[nn.Module],
-  settings: dict[str, Any],
   stages: Sequence[int],
-  stage: int,
-  rates: Sequence[float] | None,
-  remat: str,
-  scan_layers: bool,
-) -> jax.Array:
-  """Runs the residual units of one stage, submodules of the compact module that calls this.
+  width: int,
+  train: bool,
+  **settings: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Runs the residual units of the compact module that calls this, with its `stochastic_depth`,
+  `remat` and `scan_layers`.
 
-  x is [B, H, W, I]. A unit is `unit(stride=..., scanned=..., **settings)(x, drop_rate)`. `stages`
-  are the numbers of units, `rates` the rates of stochastic depth of the units of all stages.
+  x is [B, H, W, I], and `stages` the numbers of units. A unit is
+  `unit(width=..., stride=..., scanned=..., **settings)(x, drop_rate)`; the width doubles from stage
+  to stage. Returns the last output and those of all stages by name: 'stage1', 'stage2', ...
   """
-  first, units = sum(stages[:stage]), stages[stage]
-  rates = rates[first : first + units] if rates else [None] * units
-  one = rematerialize(unit, remat)
-  x = one(stride=2 if stage else 1, **settings, name=unit_name(stage, 0))(x, rates[0])
-  if not scan_layers or units == 1:
-    for number in range(1, units):
-      x = one(stride=1, **settings, name=unit_name(stage, number))(x, rates[number])
-    return x
-  scan = scan_with_axes(
-    rematerialize(unit, remat, scanned=True),
-    variable_axes={'params': 0},
-    split_rngs={'params': True, 'dropout': True},
-    in_axes=0,
-    length=units - 1,
-    axis_name='layers',
-  )
-  stacked = None if rates[0] is None else jnp.asarray(rates[1:], jnp.float32)
-  return scan(stride=1, **settings, scanned=True, name=stacked_name(stage))(x, stacked)[0]
-
-
-def unit_name(stage: int, unit: int) -> str:
-  return f'stage{stage + 1}_unit{unit + 1:02d}'
-
-
-def stacked_name(stage: int) -> str:
-  return f'stage{stage + 1}_units'
+  rates = drop_path_rates(module.stochastic_depth if train else 0.0, sum(stages))
+  one, outputs = rematerialize(unit, module.remat), {}
+  for stage, units in enumerate(stages):
+    name, shared = f'stage{stage + 1}', {'width': width * 2**stage, **settings}
+    (first, *others), rates = rates[:units], rates[units:]
+    x = one(stride=2 if stage else 1, **shared, name=f'{name}_unit01')(x, first)
+    if module.scan_layers and others:
+      scan = scan_with_axes(
+        rematerialize(unit, module.remat, scanned=True),
+        variable_axes={'params': 0},
+        split_rngs={'params': True, 'dropout': True},
+        in_axes=0,
+        length=len(others),
+        axis_name='layers',
+      )
+      stacked = None if first is None else jnp.asarray(others, jnp.float32)
+      x, _ = scan(stride=1, **shared, scanned=True, name=f'{name}_units')(x, stacked)
+    else:
+      for number, rate in enumerate(others, start=2):
+        x = one(stride=1, **shared, name=f'{name}_unit{number:02d}')(x, rate)
+    outputs[name] = x
+  return x, outputs
 
 
 def resnet(variant: str = '50x1', **overrides: Any) -> ResNet:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import check_positive, check_settings
+from het_plugin.backbones.layers import check_positive, check_settings, param
 from het_plugin.backbones.transformer import (
   SIZES,
   BlockSettings,
@@ -33,22 +33,14 @@ class TextTransformer(nn.Module):
 
   Attributes:
     vocab_size: ids lie in [0, vocab_size).
-    width: D of the tokens; a multiple of num_heads.
-    depth: encoder blocks.
-    mlp_dim: hidden width of each block's MLP.
-    num_heads: attention heads.
     pooling: 'last', the representation of the last id before the padding; 'token', that of a
       learned class token; or 'mean', the mean over all ids before the padding.
     vocab_multiple: the embedding table is padded to a multiple of it, so that meshes divide it.
-    dropout: rate after the position embeddings, the attention and both MLP layers, when training.
-    dtype: type of the activations. Parameters, layer normalisation, softmax and pre-logits stay
-      float32.
-    remat: what the backward pass recomputes to save memory (`layers.REMAT`).
-    scan_layers: runs the blocks in a loop, with stacked parameters, as in `ViT`.
-    stochastic_depth, mlp, norm_epsilon: as in `ViT`.
     causal: whether a token attends to itself and earlier ones only, as in CLIP.
     reads_padding: whether padding is a token like any other, as in SigLIP; 'last' is then the last
       position.
+    width, depth, mlp_dim, num_heads, dropout, dtype, remat, scan_layers, stochastic_depth, mlp,
+      norm_epsilon: as in `ViT`.
 
   Raises:
     ValueError: a setting is out of range, or the ids are not int32 [B, L].
@@ -98,13 +90,8 @@ class TextTransformer(nn.Module):
         f'text has the shape {list(text.shape)} and dtype {text.dtype}; it must be int32 [B, L]'
       )
     rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-    embedding = param_with_axes(
-      'embedding',
-      nn.initializers.normal(self.width**-0.5),
-      (rows, self.width),
-      jnp.float32,
-      axes=('vocab', 'embed'),
-    )
+    init = nn.initializers.normal(self.width**-0.5)
+    embedding = param('embedding', init, (rows, self.width), ('vocab', 'embed'))
     is_token = jnp.full(text.shape, True) if self.reads_padding else text != PADDING  # [B, L]
     x = jnp.take(embedding.astype(self.dtype), text, axis=0)  # [B, L, D]
     intermediates = {'embedding': x}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, scan_with_axes, with_sharding_constraint
+from flax.linen.partitioning import scan_with_axes, with_sharding_constraint
 from jax.typing import DTypeLike
 
 from het_plugin.backbones.layers import (
@@ -25,6 +25,7 @@ from het_plugin.backbones.layers import (
   check_rates,
   drop_path,
   drop_path_rates,
+  param,
   rematerialize,
 )
 from het_plugin.backbones.moe import Moe, moe_layers, stack_experts
@@ -191,9 +192,7 @@ class Block(nn.Module):
     def residual(y, name):
       if s.layer_scale is not None:
         init = nn.initializers.constant(s.layer_scale)
-        y *= param_with_axes(
-          f'{name}_scale', init, x.shape[-1:], jnp.float32, axes=('embed',)
-        ).astype(s.dtype)
+        y *= param(f'{name}_scale', init, x.shape[-1:], ('embed',)).astype(s.dtype)
       y = nn.Dropout(s.dropout)(y, deterministic)
       if drop_rate is None or deterministic:
         return y
@@ -228,7 +227,7 @@ class AttentionPooling(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     width = x.shape[-1]
     init = nn.initializers.normal(width**-0.5)
-    probe = param_with_axes('probe', init, (width,), jnp.float32, axes=('embed',))
+    probe = param('probe', init, (width,), ('embed',))
     queries = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], 1, width))
     x = Attention(self.settings, name='attention')(x, queries=queries)
     y = self.settings.normalisation('mlp_norm')(x)
@@ -249,8 +248,7 @@ def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
 def learned_position(num_tokens: int, width: int) -> jax.Array:
   """Learned position embeddings [N, D], parameters of the compact module that calls this."""
   init = nn.initializers.normal(0.02)
-  shape = num_tokens, width
-  return param_with_axes('position_embedding', init, shape, jnp.float32, axes=('length', 'embed'))
+  return param('position_embedding', init, (num_tokens, width), ('length', 'embed'))
 
 
 def prepare_tokens(
@@ -275,16 +273,14 @@ def prepare_tokens(
     return jnp.broadcast_to(tokens.astype(x.dtype), (x.shape[0], *tokens.shape[-2:]))
 
   if has_class_token:
-    token = param_with_axes(
-      'class_token', nn.initializers.zeros, (width,), jnp.float32, axes=('embed',)
-    )
+    token = param('class_token', nn.initializers.zeros, (width,), ('embed',))
     x = jnp.concatenate([repeat(token[None]), x], axis=1)  # [B, L + 1, D]
   embeddings = position(*x.shape[1:])
   if embeddings is not None:
     x += embeddings.astype(x.dtype)
   if num_registers:
-    init, shape = nn.initializers.normal(0.02), (num_registers, width)
-    registers = param_with_axes('registers', init, shape, jnp.float32, axes=(None, 'embed'))
+    init = nn.initializers.normal(0.02)
+    registers = param('registers', init, (num_registers, width), (None, 'embed'))
     first, rest = x[:, :has_class_token], x[:, has_class_token:]
     x = jnp.concatenate([first, repeat(registers), rest], axis=1)  # [B, N, D]
   return nn.Dropout(dropout)(constrain_tokens(x), deterministic=deterministic)
@@ -317,14 +313,14 @@ def run_blocks(
       length=looped,
       axis_name='layers',
     )(settings, scanned=True, name='blocks')
-    looped_rates = None if rates is None else jnp.asarray(rates[:looped], jnp.float32)
+    looped_rates = None if rates[0] is None else jnp.asarray(rates[:looped], jnp.float32)
     x, stacked = blocks(x, deterministic, is_token, rotation, looped_rates)
     outputs = dict(zip(names[:looped], stacked, strict=True))
   block = rematerialize(Block, remat, static_argnums=(2,))
   for layer in range(looped, depth):
-    name, rate = names[layer], rates and rates[layer]
+    name = names[layer]
     layer_block = block(settings, moe=moe if layer in with_experts else None, name=name)
-    x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rate)
+    x = outputs[name] = layer_block(x, deterministic, is_token, rotation, rates[layer])
   return x, outputs
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import with_sharding_constraint
 from jax.typing import DTypeLike
 
-from het_plugin.backbones.layers import Dense, check_choice, check_positive, check_settings
+from het_plugin.backbones.layers import Dense, check_choice, check_positive, check_settings, param
 from het_plugin.backbones.moe import Moe, moe_layers
 from het_plugin.backbones.transformer import (
   SIZES,
@@ -53,16 +53,9 @@ class PatchEmbedding(nn.Module):
     if height % p or width % p:
       raise ValueError(f'ViT.patch_size={p} must divide the image, which is {height}x{width}')
     stored = self.stored_patch_size or p
-    kernel = param_with_axes(
-      'kernel',
-      nn.initializers.lecun_normal(),
-      (stored, stored, channels, self.width),
-      jnp.float32,
-      axes=(None, None, None, 'embed'),
-    )
-    bias = param_with_axes(
-      'bias', nn.initializers.zeros, (self.width,), jnp.float32, axes=('embed',)
-    )
+    shape = stored, stored, channels, self.width
+    kernel = param('kernel', nn.initializers.lecun_normal(), shape, (None, None, None, 'embed'))
+    bias = param('bias', nn.initializers.zeros, (self.width,), ('embed',))
     if stored != p:
       kernel = resize_kernel(kernel, p)
     patches = image.astype(self.dtype).reshape(batch, height // p, p, width // p, p, channels)

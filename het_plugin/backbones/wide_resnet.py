@@ -24,9 +24,8 @@ from het_plugin.backbones.layers import (
   check_rates,
   check_settings,
   drop_path,
-  drop_path_rates,
 )
-from het_plugin.backbones.resnet import StandardizedConv, run_stage
+from het_plugin.backbones.resnet import StandardizedConv, run_stages
 
 _NUM_GROUPS = 16  # the root has 16 channels
 
@@ -114,18 +113,10 @@ class WideResNet(nn.Module):
     root = StandardizedConv(16, 3, (None, 'embed'), dtype=self.dtype, name='conv_root')
     x = root(image)
     intermediates = {'root': x}
-    stages = (self.units,) * 3
-    rates = drop_path_rates(self.stochastic_depth if train else 0.0, sum(stages))
-    for stage in range(3):
-      settings = {
-        'width': 16 * self.factor * 2**stage,
-        'dropout': self.dropout,
-        'deterministic': not train,
-        'dtype': self.dtype,
-      }
-      x = intermediates[f'stage{stage + 1}'] = run_stage(
-        x, BasicUnit, settings, stages, stage, rates, self.remat, self.scan_layers
-      )
+    settings = {'dropout': self.dropout, 'deterministic': not train, 'dtype': self.dtype}
+    stages, width = (self.units,) * 3, 16 * self.factor
+    x, outputs = run_stages(self, x, BasicUnit, stages, width, train, **settings)
+    intermediates |= outputs
     x = nn.relu(GroupNorm('embed', num_groups=_NUM_GROUPS, name='norm')(x))
     phi = x.astype(jnp.float32).mean(axis=(1, 2))  # [B, D]
     phi = intermediates['pre_logits'] = with_sharding_constraint(phi, ('batch', 'embed'))

@@ -8,7 +8,6 @@ from flax import linen as nn
 from flax.linen import partitioning
 
 from het_plugin.backbones import ConvNeXt, ResNet, convnext, resnet, wide_resnet
-from het_plugin.backbones.layers import GroupNorm
 from het_plugin.backbones.resnet import StandardizedConv
 from tests.meshes import make_mesh, on_mesh
 from tests.params import perturbed
@@ -70,15 +69,6 @@ def test_convolution_is_that_of_flax_on_a_standardized_kernel(stride, same_paddi
   plain = nn.Conv(7, (3, 3), stride, 'SAME' if same_padding else 1, use_bias=False)
   expected = plain.apply({'params': {'kernel': jnp.asarray(standardized, jnp.float32)}}, x)
   np.testing.assert_allclose(conv.apply({'params': {'kernel': kernel}}, x), expected, atol=1e-4)
-
-
-def test_group_norm_is_that_of_flax():
-  x = 3.0 + images(2, 5, 64)
-  norm = GroupNorm('embed')
-  params = random_params(norm, x)
-  reference = nn.GroupNorm(num_groups=32, epsilon=1e-5, use_fast_variance=False)
-  expected = reference.apply({'params': params}, x)
-  np.testing.assert_allclose(norm.apply({'params': params}, x), expected, atol=1e-5)
 
 
 def test_representations():

@@ -5,13 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin.backbones import ViT, vit
-from het_plugin.backbones.transformer import Block, BlockSettings
-from het_plugin.backbones.vit import PatchEmbedding
 from tests.meshes import make_mesh, on_mesh
 from tests.params import perturbed
 
@@ -51,45 +48,6 @@ def test_g14_has_about_the_parameters_of_table_2_of_zhai_et_al():
 def test_l32_with_representation_layer_has_the_parameters_of_table_3():
   backbone = num_params(vit('L/32', representation_size=1024))
   assert round((backbone + 1025 * 21_843) / 1e6, 1) == 328.9
-
-
-def test_patch_embedding_is_the_strided_convolution():
-  image = images()
-  embedding = PatchEmbedding(4, 16, jnp.float32)
-  params = random_params(embedding, image)
-  dimensions = ('NHWC', 'HWIO', 'NHWC')
-  convolved = jax.lax.conv_general_dilated(
-    image, params['kernel'], (4, 4), 'VALID', dimension_numbers=dimensions
-  )
-  expected = convolved.reshape(4, -1, 16) + params['bias']
-  np.testing.assert_allclose(embedding.apply({'params': params}, image), expected, atol=1e-5)
-
-
-def test_block_is_that_of_flax_modules():
-  x = jax.random.normal(jax.random.key(2), (3, 5, 16))
-  block = Block(BlockSettings(num_heads=2, mlp_dim=32))
-  params = block.init(jax.random.key(0), x, deterministic=True)['params']
-  params = jax.tree.map(lambda p: p + 0.1 * jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
-
-  def split_heads(dense, shape):
-    bias = dense['bias'].reshape(shape[1:])
-    return {'kernel': dense['kernel'].reshape(shape), 'bias': bias}
-
-  attention = {
-    k: split_heads(params['attention'][k], (16, 2, 8)) for k in ('query', 'key', 'value')
-  }
-  out = params['attention']['out']
-  attention['out'] = {'kernel': out['kernel'].reshape(2, 8, 16), 'bias': out['bias']}
-
-  norm = nn.LayerNorm(epsilon=1e-6)
-  y = norm.apply({'params': params['attention_norm']}, x)
-  y = x + nn.MultiHeadAttention(num_heads=2).apply({'params': attention}, y)
-  z = norm.apply({'params': params['mlp_norm']}, y)
-  z = nn.gelu(nn.Dense(32).apply({'params': params['mlp']['wi']}, z))
-  expected = y + nn.Dense(16).apply({'params': params['mlp']['wo']}, z)
-
-  actual = block.apply({'params': params}, x, deterministic=True)
-  np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
