@@ -29,16 +29,12 @@ from etils import epath
 
 from het_plugin import weights
 from het_plugin.data import annotations
+from het_plugin.weights.files import SAFETENSORS_DTYPES
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
 DTYPES = ('float32', 'bfloat16', 'float16')
 _CHECKED_ROWS = 8192
-_SAFETENSORS_DTYPES = {
-  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16},
-  **{'I64': np.int64, 'I32': np.int32, 'I16': np.int16, 'I8': np.int8},
-  **{'U64': np.uint64, 'U32': np.uint32, 'U16': np.uint16, 'U8': np.uint8},
-}
 SUFFIXES = ('.npz', '.safetensors', '.npy')
 _METADATA = 'het_plugin'
 
@@ -147,10 +143,10 @@ def _map_safetensors(path: str) -> dict[str, np.ndarray]:
   arrays = {}
   for name, entry in header.items():
     start, stop = entry['data_offsets']
-    if entry['dtype'] not in _SAFETENSORS_DTYPES or start == stop:
+    if entry['dtype'] not in SAFETENSORS_DTYPES or start == stop:
       raise ValueError(f'{name} has the type {entry["dtype"]} and {stop - start} bytes')
     content = np.memmap(path, np.uint8, 'r', 8 + length + start, (stop - start,))
-    arrays[name] = content.view(_SAFETENSORS_DTYPES[entry['dtype']]).reshape(entry['shape'])
+    arrays[name] = content.view(SAFETENSORS_DTYPES[entry['dtype']]).reshape(entry['shape'])
   return arrays
 
 

@@ -11,6 +11,12 @@ import safetensors.numpy
 from etils import epath
 
 SUFFIXES = ('.npz', '.safetensors')
+# safetensors' own reader for numpy does not know bfloat16.
+SAFETENSORS_DTYPES = {
+  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
+  **{f'{kind}{bits}': f'{kind.lower()}{bits // 8}' for kind in 'IU' for bits in (8, 16, 32, 64)},
+  'BF16': ml_dtypes.bfloat16,
+}
 
 
 def is_weights_file(path: epath.PathLike) -> bool:
@@ -70,18 +76,10 @@ def _check(path):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
 
 
-# safetensors' numpy reader does not know bfloat16.
-_DTYPES = {
-  **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
-  **{f'{kind}{bits}': f'{kind.lower()}{bits // 8}' for kind in 'IU' for bits in (8, 16, 32, 64)},
-  'BF16': ml_dtypes.bfloat16,
-}
-
-
 def _from_safetensors(tensor):
-  if tensor['dtype'] not in _DTYPES:
-    raise ValueError(f'its type {tensor["dtype"]} is none of {", ".join(_DTYPES)}')
-  return np.frombuffer(tensor['data'], _DTYPES[tensor['dtype']]).reshape(tensor['shape'])
+  if tensor['dtype'] not in SAFETENSORS_DTYPES:
+    raise ValueError(f'its type {tensor["dtype"]} is none of {", ".join(SAFETENSORS_DTYPES)}')
+  return np.frombuffer(tensor['data'], SAFETENSORS_DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 
 def _widened(x):

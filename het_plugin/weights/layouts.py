@@ -27,7 +27,6 @@ _PREFIX = re.compile(r'^(?:opt/)?(?:target/|params/)*')
 _OPTIMIZER = re.compile(r'^opt/(?!target/|params/)')
 _HEAD_PREFIXES = ('head', 'multiclass_head', 'multilabel_head')
 _VIT_BLOCK = 'Transformer/encoderblock'
-_PROJECTIONS = ('query', 'key', 'value')
 
 
 class Entry(NamedTuple):
@@ -70,10 +69,11 @@ def _mlp(ours, theirs):
 
 
 def _attention(ours, theirs):
-  split = (_layer(f'{ours}/{x}', f'{theirs}/{x}', shape=_split_last) for x in _PROJECTIONS)
-  out = _layer(f'{ours}/out', f'{theirs}/out', ['kernel'], _split_first)
-  out |= _layer(f'{ours}/out', f'{theirs}/out', ['bias'])
-  return {name: entry for layer in (*split, out) for name, entry in layer.items()}
+  layers = _layer(f'{ours}/out', f'{theirs}/out', ['kernel'], _split_first)
+  layers |= _layer(f'{ours}/out', f'{theirs}/out', ['bias'])
+  for name in ('query', 'key', 'value'):
+    layers |= _layer(f'{ours}/{name}', f'{theirs}/{name}', shape=_split_last)
+  return layers
 
 
 _VIT: Mapping[str, tuple[str, Callable]] = {
@@ -106,23 +106,18 @@ _RENAMED_IN_BLOCKS = {
   'Mlp': 'MlpBlock_3',
 }
 _NEWER = ('/MlpBlock_0/', '/SelfAttention/')
-_ABC = ((1, 'a'), (2, 'b'), (3, 'c'))
-_BIT_CONVS = {
-  'conv1': 'a/standardized_conv2d',
-  'conv2': 'b/standardized_conv2d',
-  'conv3': 'c/standardized_conv2d',
+_BIT = {'conv_root': 'root_block/standardized_conv2d', 'norm': 'group_norm'}
+_BIT_UNITS = {
+  **{f'conv{i}': f'{x}/standardized_conv2d' for i, x in ((1, 'a'), (2, 'b'), (3, 'c'))},
+  **{f'norm{i}': f'{x}/group_norm' for i, x in ((1, 'a'), (2, 'b'), (3, 'c'))},
   'conv_proj': 'a/proj/standardized_conv2d',
 }
-_BIT_NORMS = {'norm1': 'a/group_norm', 'norm2': 'b/group_norm', 'norm3': 'c/group_norm'}
-# big_vision's names of the same (models/bit_paper.py), and a digit that some files add.
-_BIG_VISION_BIT = (
-  (r'root_block/conv_root', 'resnet/root_block/standardized_conv2d'),
-  (r'norm-pre-head', 'resnet/group_norm'),
-  (r'head', 'resnet/head/conv2d'),
-  (r'(block\d+/unit\d+)/conv_proj', r'resnet/\1/a/proj/standardized_conv2d'),
-  *((rf'(block\d+/unit\d+)/conv{i}', rf'resnet/\1/{x}/standardized_conv2d') for i, x in _ABC),
-  *((rf'(block\d+/unit\d+)/gn{i}', rf'resnet/\1/{x}/group_norm') for i, x in _ABC),
-)
+# big_vision's names (models/bit_paper.py) outside of units. Inside, they are ours with gn for norm.
+_BIG_VISION_BIT = {
+  'root_block/conv_root': 'root_block/standardized_conv2d',
+  'norm-pre-head': 'group_norm',
+  'head': 'head/conv2d',
+}
 _NUMBERED = re.compile(r'/standardized_conv2d_\d+/')
 _GROUP_NORM = {'scale': 'gamma', 'bias': 'beta'}
 _NOISE = {
@@ -187,15 +182,12 @@ def _vit_entry(rest):
 
 
 def _bit_entry(rest):
-  if rest == 'conv_root/kernel':
-    return 'resnet/root_block/standardized_conv2d/kernel', _same
-  if norm := re.fullmatch(r'norm/(scale|bias)', rest):
-    return f'resnet/group_norm/{_GROUP_NORM[norm[1]]}', _same
-  unit = re.fullmatch(r'stage(\d+)_unit(\d+)/(\w+)/(\w+)', rest)
-  where = f'resnet/block{unit[1]}/unit{int(unit[2]):02d}'
-  if unit[3] in _BIT_CONVS:
-    return f'{where}/{_BIT_CONVS[unit[3]]}/{unit[4]}', _same
-  return f'{where}/{_BIT_NORMS[unit[3]]}/{_GROUP_NORM[unit[4]]}', _same
+  layer, _, parameter = rest.rpartition('/')
+  if unit := re.fullmatch(r'stage(\d+)_unit(\d+)/(\w+)', layer):
+    theirs = f'block{unit[1]}/unit{int(unit[2]):02d}/{_BIT_UNITS[unit[3]]}'
+  else:
+    theirs = _BIT[layer]
+  return f'resnet/{theirs}/{_GROUP_NORM.get(parameter, parameter)}', _same
 
 
 def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -221,11 +213,14 @@ def canonical(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _big_transfer(name):
   layer, _, parameter = name.rpartition('/')
-  for pattern, ours in _BIG_VISION_BIT:
-    if re.fullmatch(pattern, layer):
-      parameter = _GROUP_NORM.get(parameter, parameter) if 'group_norm' in ours else parameter
-      return f'{re.sub(pattern, ours, layer)}/{parameter}'
-  return name
+  unit, _, inner = layer.rpartition('/')
+  inner = _BIT_UNITS.get(inner.replace('gn', 'norm'))
+  theirs = _BIG_VISION_BIT.get(layer) or (inner and f'{unit}/{inner}')
+  if theirs is None:
+    return name
+  if theirs.endswith('group_norm'):
+    parameter = _GROUP_NORM.get(parameter, parameter)
+  return f'resnet/{theirs}/{parameter}'
 
 
 def _older(name):
