@@ -39,6 +39,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   _head: str
   _noise: tuple[str, ...] = ()
+  # Of the heads with noise these are parameters.
+  C_noise = None
+  num_samples = 1
   _parameter_constraints = {  # what `_validate_params` of scikit-learn checks
     'C': [Interval(Real, 0, None, closed='right')],
     'C_noise': [Interval(Real, 0, None, closed='both'), None],
@@ -56,11 +59,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   }
 
   def fit(
-    self,
-    X: Any,  # noqa: N803
-    y: Any = None,
-    sample_weight: Any = None,
-    start: 'HeadClassifier | None' = None,
+    self, X: Any, y: Any = None, sample_weight: Any = None, start: 'HeadClassifier | None' = None
   ) -> 'HeadClassifier':
     """Fits the head.
 
@@ -76,7 +75,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       ValueError: a setting, X, y or start is wrong, or there is only one class.
     """
     self._check()
-    X, y = inputs.open_features(X, y)  # noqa: N806
+    X, y = inputs.open_features(X, y)
     X, y = self._validated(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
@@ -107,7 +106,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     self._fit(tau, X, encoded, weight, seed, start)
     return self
 
-  def predict_log_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+  def predict_log_proba(self, X: Any) -> np.ndarray:
     """log p(k | x), float32 [N, K]; for an indicator log p(y_k = 1 | x)."""
     check_is_fitted(self)
     if self.calibration_ is None:
@@ -116,11 +115,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return -np.logaddexp(0.0, -self._scores(X))
     return self._scores(X)
 
-  def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+  def predict_proba(self, X: Any) -> np.ndarray:
     """p(k | x), float32 [N, K], with columns in the order of `classes_`."""
     return np.exp(self.predict_log_proba(X))
 
-  def decision_function(self, X: Any) -> np.ndarray:  # noqa: N803
+  def decision_function(self, X: Any) -> np.ndarray:
     """Scores, float32 [N, K]; the class with the largest score is the prediction.
 
     Scores are log p(k | x), or for an indicator the log odds of each class. For two classes they
@@ -132,7 +131,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     log_p = self.predict_log_proba(X)
     return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
 
-  def predict(self, X: Any) -> np.ndarray:  # noqa: N803
+  def predict(self, X: Any) -> np.ndarray:
     """The most probable classes [N]; for an indicator whether each is more likely on than off."""
     scores = self.decision_function(X)
     if self.target_ == 'indicator':
@@ -140,7 +139,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     best = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
     return self.classes_[best]
 
-  def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:  # noqa: N803
+  def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
     """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction."""
     predicted = self.predict(X)
     if self.target_ in ('classes', 'indicator'):
@@ -149,7 +148,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     found = shares[np.arange(len(shares)), np.searchsorted(self.classes_, predicted)]
     return float(np.average(found, weights=sample_weight))
 
-  def nll(self, X: Any, y: Any) -> np.ndarray:  # noqa: N803
+  def nll(self, X: Any, y: Any) -> np.ndarray:
     """Negative log-likelihood of each example, float32 [N], nats.
 
     It is summed over the classes for an indicator, and averaged with the shares as weights for
@@ -164,7 +163,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return (np.logaddexp(0.0, scores) - shares * scores).sum(axis=1)
     return -np.where(shares > 0, shares * scores, 0.0).sum(axis=1)
 
-  def entropy(self, X: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: N803
+  def entropy(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
     """Entropy of the prediction and expected entropy given the noise, float32 [N] each, nats.
 
     See `Integrator.expected_entropy`. The difference is the mutual information of label and noise.
@@ -174,7 +173,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     both = self._map('entropies', X)
     return both[:, 0], both[:, 1]
 
-  def covariance(self, X: Any, classes: Any = None) -> np.ndarray:  # noqa: N803
+  def covariance(self, X: Any, classes: Any = None) -> np.ndarray:
     """Covariance of the logits over tau, float32 [N, K, K].
 
     Args:
@@ -194,7 +193,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
     return np.einsum('nrk,nrl->nkl', factors, factors)
 
-  def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:  # noqa: N803
+  def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:
     """The pairs of classes whose logits correlate most over the rows of X.
 
     Returns:
@@ -215,7 +214,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     names = self.classes_.tolist()
     return [(names[i], names[j], float(correlation[i, j])) for i, j in pairs if i < j]
 
-  def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':  # noqa: N803
+  def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':
     """Calibrates predictions on rows that the fit has not seen.
 
     Half of the rows fit the scaling. The other half is kept for `predict_set`, whose coverage
@@ -240,7 +239,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     self.calibration_ = found
     return self
 
-  def predict_set(self, X: Any, alpha: float = 0.1) -> np.ndarray:  # noqa: N803
+  def predict_set(self, X: Any, alpha: float = 0.1) -> np.ndarray:
     """Sets of classes, bool [N, K].
 
     For rows like those of `calibrate`, at least 1 - alpha of the sets contain the label. This
@@ -276,11 +275,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     tags.classifier_tags.multi_label = True
     return tags
 
-  def _raw_scores(self, X):  # noqa: N803
+  def _raw_scores(self, X):
     """log p, or log odds for an indicator, [N, K]."""
     return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', X)
 
-  def _scores(self, X):  # noqa: N803
+  def _scores(self, X):
     """The same, calibrated."""
     scores = self._raw_scores(X)
     if self.calibration_ is None:
@@ -294,7 +293,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       link=link,
       tau=tau,
       hidden_layers=tuple(self.hidden_layers),
-      num_samples=getattr(self, 'num_samples', 1),
+      num_samples=self.num_samples,
       noise=tuple((name, getattr(self, name)) for name in self._noise),
       class_multiple=1 if self.mesh is None else self.mesh[1],
     )
@@ -320,16 +319,16 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f'{type(self).__name__}: hidden_layers={widths!r} must be positive widths, such as (256,)'
       )
 
-  def _validated(self, X, y=None, fit=False):  # noqa: N803
+  def _validated(self, X, y=None, fit=False):
     if inputs.is_mapped(X) and y is not None:  # its rows are checked as they are read
       self.n_features_in_ = X.shape[1]
       return X, inputs.labels_of_rows(X, y)
     if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
-      X = np.asarray(X).astype(np.float32)  # noqa: N806
+      X = np.asarray(X).astype(np.float32)
     if getattr(X, 'ndim', 2) == 1:
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
     dtype = [np.float32, np.float64]
-    X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)  # noqa: N806
+    X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)
     inputs.check_finite(X)
     if not fit:
       return X
@@ -337,13 +336,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     return X, inputs.labels_of_rows(X, y)
 
-  def _encoded(self, X, y):  # noqa: N803
+  def _encoded(self, X, y):
     y = inputs.labels_of_rows(*inputs.open_features(X, y))
     return targets.encode(y, self.target, self.classes_, self.target_)
 
-  def _fit(self, tau, X, encoded, weight, seed, start=None):  # noqa: N803
+  def _fit(self, tau, X, encoded, weight, seed, start=None):
     model = self.model_ = self._model(len(encoded.classes), encoded.link, tau)
-    has_no_noise = getattr(self, 'C_noise', None) == 0
+    has_no_noise = self.C_noise == 0
     fit_rows = self._fit_streamed if inputs.streams(X, self.solver) else self._fit_in_memory
     with placement.on(self.mesh):
       fitted = model.deterministic if has_no_noise else model
@@ -353,7 +352,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       self.params_ = starts.without_noise(model.init(seed, X.shape[1]), fit.params)
     self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
 
-  def _fit_streamed(self, model, X, encoded, weight, seed, start):  # noqa: N803
+  def _fit_streamed(self, model, X, encoded, weight, seed, start):
     data = minibatch.Data(X, encoded.values, weight)
     self.mean_ = data.mean
     return minibatch.fit(
@@ -361,7 +360,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       data,
       encoded.class_shares(weight),
       seed,
-      *(self.C, getattr(self, 'C_noise', None) or self.C),
+      *(self.C, self.C_noise or self.C),
       validation_fraction=self.validation_fraction,
       max_iter=self.max_iter,
       progress=self.progress,
@@ -382,7 +381,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       )
     return lbfgs.Fit(start.params_, start.objective_, start.gradient_, start.n_iter_)
 
-  def _fit_in_memory(self, model, X, encoded, weight, seed, start):  # noqa: N803
+  def _fit_in_memory(self, model, X, encoded, weight, seed, start):
     keep = weight > 0
     x, encoded, weight = X[keep], encoded.rows(keep), weight[keep]
     if inputs.is_mapped(X):
@@ -391,8 +390,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if x.size <= MERGED_ENTRIES:
       x, values, weight = _merged(x, values, weight)
     self.mean_ = np.average(x, axis=0, weights=weight)
-    c_noise = getattr(self, 'C_noise', None) or self.C
-    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, c_noise)
+    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, self.C_noise or self.C)
     rows = placement.place_rows(rows, self.mesh)
 
     def search(model, params):
@@ -402,7 +400,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     return starts.fit(search, model, x.shape[1], shares, lambda: rows, seed, self._det_fit(start))
 
-  def _choose_tau(self, X, encoded, weight, seed):  # noqa: N803
+  def _choose_tau(self, X, encoded, weight, seed):
     """The tau of `TAU_GRID` with the best fit to held-out rows."""
     train, held_out = train_test_split(
       np.flatnonzero(weight > 0), test_size=self.validation_fraction, random_state=seed
@@ -414,11 +412,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       self.tau_grid_nll_[tau] = float(np.average(nll, weights=weight[held_out]))
     return min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
 
-  def _map(self, method, X, target=None):  # noqa: N803
+  def _map(self, method, X, target=None):
     """A method of the model for the rows, computed in blocks of one shape."""
-    X, _ = inputs.open_features(X)  # noqa: N806
+    X, _ = inputs.open_features(X)
     is_mapped = inputs.is_mapped(X)
-    X = X if is_mapped else self._validated(X)  # noqa: N806
+    X = X if is_mapped else self._validated(X)
     size, found = min(objective.block_rows(self.model_, len(X)), 4096), []
     with placement.on(self.mesh):
       params = placement.place_params(self.model_, self.params_, self.mesh)

@@ -56,7 +56,7 @@ def load(path: str) -> HeadClassifier:
   try:
     with safetensors.safe_open(path, framework='numpy') as file:
       description = json.loads((file.metadata() or {})[_METADATA])
-      arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+      arrays = {name: file.get_tensor(name) for name in file.keys()}
   except (KeyError, ValueError, OSError, safetensors.SafetensorError) as error:
     raise ValueError(f'{path} holds no estimator of het_plugin: {error}') from error
   settings = description['settings'] | {
@@ -203,7 +203,7 @@ def from_head(
     link=head.link,
     tau=head.temperature.tau if fixed else None,
     tau_range=(0.05, 5.0) if fixed else (head.temperature.tau_min, head.temperature.tau_max),
-    num_samples=getattr(estimator, 'num_samples', 1),
+    num_samples=estimator.num_samples,
     noise=tuple((fields | others).items()),
     class_multiple=head.class_multiple,
   )

@@ -16,7 +16,7 @@ _estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Settings(HeadClassifier):
   """The parameters of all estimators, see `DetClassifier`."""
 
-  C: float = dataclasses.field(default=1.0, kw_only=False)  # noqa: N815
+  C: float = dataclasses.field(default=1.0, kw_only=False)
   tau: float | str = 1.0
   hidden_layers: Sequence[int] = ()
   target: str = 'auto'
@@ -88,7 +88,7 @@ class HetClassifier(_Settings):
   _head = 'het'
   _noise = ('num_factors',)
 
-  C_noise: float | None = None  # noqa: N815
+  C_noise: float | None = None
   num_factors: int = 8
   num_samples: int = 64
 

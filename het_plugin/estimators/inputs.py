@@ -29,7 +29,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
     return read.features, labels if y is None else y
   if hasattr(x, 'get_tensor'):
-    arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}  # noqa: SIM118
+    arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
     features = representations.find_features(arrays)
     labels = representations.one_of(arrays, representations.LABEL_NAMES)[1] if y is None else y
     return features, labels
