@@ -136,9 +136,7 @@ NAMES = {
 }
 
 
-def resolve(
-  augmentations: Sequence,
-) -> tuple[tuple[preprocess.Preprocessor, ...], Mixup | None]:
+def resolve(augmentations: Sequence) -> tuple[tuple[preprocess.Preprocessor, ...], Mixup | None]:
   """The preprocessors in a list of names and objects, and the mixture that comes last, if any."""
   made = []
   for given in augmentations:

@@ -33,20 +33,18 @@ _TRAINING_SPLITS = {
   'validation': GlyphSplit(glyph_bank.DEJAVU_FACES, 4),
   'shift': GlyphSplit(glyph_bank.STIX_FACES, 4),
 }
-_FEWSHOT_SPLITS = {
-  'train': GlyphSplit(glyph_bank.STIX_FACES, 32),
-  'test': GlyphSplit(glyph_bank.STIX_FACES, 8),
-}
-_LATIN_SPLITS = {
-  'train': GlyphSplit(glyph_bank.DEJAVU_FACES, None),
-  'finite': GlyphSplit(glyph_bank.DEJAVU_FACES, 64),
-  'validation': GlyphSplit(glyph_bank.DEJAVU_FACES, 48),
-}
 SPLITS = {
   'core': _TRAINING_SPLITS,
-  'latin': _LATIN_SPLITS,
+  'latin': {
+    'train': GlyphSplit(glyph_bank.DEJAVU_FACES, None),
+    'finite': GlyphSplit(glyph_bank.DEJAVU_FACES, 64),
+    'validation': GlyphSplit(glyph_bank.DEJAVU_FACES, 48),
+  },
   'full': _TRAINING_SPLITS,
-  'heldout': _FEWSHOT_SPLITS,
+  'heldout': {
+    'train': GlyphSplit(glyph_bank.STIX_FACES, 32),
+    'test': GlyphSplit(glyph_bank.STIX_FACES, 8),
+  },
 }
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from het_plugin.data import augment, reader, splits
+from het_plugin.data import reader, splits
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 Batch = reader.Batch
@@ -84,12 +84,11 @@ class DatasetConfig:
       ('num_threads', self.num_threads is None or self.num_threads >= 1, 'be at least 1, or None'),
       ('num_workers', self.num_workers >= 0, 'be at least 0'),
       ('resize', self.resize in (None, 'aspect', 'squash'), "be 'aspect', 'squash' or None"),
+      ('use_cached', not self.use_cached, 'be False: image tasks are not cached'),
+      ('pack', not self.pack, 'be False: image tasks are not packed'),
     ):
       if not is_right:
         raise ValueError(f'{name} is {getattr(self, name)!r}; it must {what}.')
-    for name in ('use_cached', 'pack'):
-      if getattr(self, name):
-        raise ValueError(f'{name} is True; image tasks are neither cached nor packed: use False.')
 
 
 class BatchIterator:
@@ -322,42 +321,33 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
 
   task = tasks.get_task(cfg.mixture_or_task_name, cfg.vocabulary)
   augmented = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
-  preprocessors, mixture = task.split_preprocessors(augmented, cfg.resize), None
-  if augmented and cfg.augmentations is not None:
-    preprocessors, mixture = augment.resolve(cfg.augmentations)
-    if mixture and 'text' in cfg.task_feature_lengths:
-      raise ValueError(f'augmentations is {cfg.augmentations!r}; captions cannot be mixed.')
-  task.check(cfg.split, cfg.task_feature_lengths)
-  part = splits.resolve(cfg.split, task.examples.info.splits, task.name)
-  if cfg.num_epochs is not None and part.num_records is None:
-    raise ValueError(
-      f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
-      f'be None.'
-    )
   training = cfg.split == TRAIN_SPLIT or cfg.augment
-  annotations = task.annotations(cfg.task_feature_lengths, augmented, mixed=mixture is not None)
-  examples = reader.ExampleReader(
-    task.examples,
+  examples = task.reader(
     cfg.split,
-    size=cfg.task_feature_lengths['image'],
-    channels=task.info.channels,
-    annotations=annotations,
-    preprocessors=preprocessors,
-    mixture=mixture,
+    cfg.task_feature_lengths,
+    augment=augmented,
+    augmentations=cfg.augmentations,
+    resize=cfg.resize,
     shuffle=cfg.shuffle,
     seed=cfg.seed,
     num_epochs=cfg.num_epochs or (None if training else 1),
   )
-  spec = element_spec(cfg, task.info.channels)
+  num_records, annotations = examples.part.num_records, examples.annotations
+  if cfg.num_epochs is not None and num_records is None:
+    raise ValueError(
+      f'num_epochs is {cfg.num_epochs}; the split {cfg.split!r} of {task.name} is endless: it must '
+      f'be None.'
+    )
+  spec = element_spec(cfg, examples.channels)
   for name, (shape, dtype, _) in annotations.features.items():
-    double = mixture is not None and name in ('label', 'label_weight')
+    double = examples.mixture is not None and name in ('label', 'label_weight')
     shape = (2 * shape[0],) if double else shape
     spec[name] = jax.ShapeDtypeStruct((cfg.batch_size, *shape), dtype)
   if load := getattr(task.examples, 'load', None):
     load()  # reads arrays now, so that errors do not appear in a thread
   return BatchIterator(
     examples.read,
-    reader.CorruptRecords(part.num_records or 0, cfg.max_corrupt_fraction, annotations.noun),
+    reader.CorruptRecords(num_records or 0, cfg.max_corrupt_fraction, annotations.noun),
     spec,
     cfg.batch_size,
     rows,

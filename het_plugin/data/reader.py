@@ -169,15 +169,15 @@ class ExampleReader:
       return first + offsets
     from grain.experimental import index_shuffle  # imported by `get_dataset` before
 
-    seeds = {int(e): self._epoch_seed(int(e)) for e in np.unique(epochs)}
+    seeds = {
+      epoch: int(counter_random.base_key(self.seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))
+      for epoch in np.unique(epochs).tolist()
+    }
     shuffled = [
-      index_shuffle(int(offset), max_index=num_records - 1, seed=seeds[int(epoch)], rounds=4)
-      for epoch, offset in zip(epochs, offsets, strict=True)
+      index_shuffle(offset, max_index=num_records - 1, seed=seeds[epoch], rounds=4)
+      for epoch, offset in zip(epochs.tolist(), offsets.tolist(), strict=True)
     ]
     return first + np.array(shuffled, np.int64)
-
-  def _epoch_seed(self, epoch: int) -> int:
-    return int(counter_random.base_key(self.seed, _SHUFFLE_STREAM, epoch)[0] >> np.uint64(32))
 
   def _levels(self, images: Sequence, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Preprocessed images float32 [B, H, H, C], and whether each is readable, bool [B]."""

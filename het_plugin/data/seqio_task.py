@@ -84,21 +84,10 @@ class SeqioTask(seqio.Task):
         f'use_cached is True; the image task {self.name} cannot be cached: use False.'
       )
     lengths = sequence_length or {}
-    self._task.check(split, lengths)
     augment = split == sources.TRAIN_SPLIT
-    side, channels = lengths['image'], self._task.info.channels
-    annotations = self._task.annotations(lengths, augment)
-    examples = reader.ExampleReader(
-      self._task.examples,
-      split,
-      size=side,
-      channels=channels,
-      annotations=annotations,
-      preprocessors=self._task.split_preprocessors(augment),
-      shuffle=shuffle,
-      seed=seed or 0,
-      num_epochs=num_epochs,
-    )
+    order = {'shuffle': shuffle, 'seed': seed or 0, 'num_epochs': num_epochs}
+    examples = self._task.reader(split, lengths, augment=augment, **order)
+    annotations, side = examples.annotations, examples.size
     corrupt = reader.CorruptRecords(
       examples.part.num_records or 0, reader.MAX_CORRUPT_FRACTION, annotations.noun
     )
@@ -108,7 +97,7 @@ class SeqioTask(seqio.Task):
     if len(annotations.features) > 1:
       raise ValueError(f'{self.name} has soft labels or weights, which seqio tasks cannot have.')
     specs = {
-      'image': tf.TensorSpec([None, side, side, channels], tf.float32),
+      'image': tf.TensorSpec([None, side, side, examples.channels], tf.float32),
       feature: tf.TensorSpec([None, annotations.length], tf.int32),
       'index': tf.TensorSpec([None, 1], tf.int32),  # rank 1, see `_output_features`
       'mask': tf.TensorSpec([None, 1], tf.float32),

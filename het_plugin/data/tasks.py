@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from het_plugin.data import annotations, array_source, caption_file, glyphs, image_folder
+from het_plugin.data import annotations, array_source, glyphs, image_folder
+from het_plugin.data import augment as augment_lib
 from het_plugin.data import preprocess as pp
+from het_plugin.data import reader as reader_lib
 from het_plugin.data import splits as splits_lib
 from het_plugin.data.sources import ExampleSource, ImageTextInfo, TaskInfo
 
@@ -52,21 +54,50 @@ class ImageTask:
     named = isinstance(self.vocabulary, str)
     return vocabularies.get_vocabulary(self.vocabulary) if named else self.vocabulary
 
-  def annotations(
-    self, lengths: Mapping[str, int], augment: bool, mixed: bool = False
-  ) -> annotations.Labels | annotations.Captions:
-    """Makes rows of labels, with weights for mixed images, or of captions."""
+  def reader(
+    self,
+    split: str,
+    lengths: Mapping[str, int],
+    *,
+    augment: bool,
+    augmentations: Sequence[Any] | None = None,
+    resize: str | None = None,
+    shuffle: bool,
+    seed: int,
+    num_epochs: int | None,
+  ) -> reader_lib.ExampleReader:
+    """Reads the examples of a split or slice in the global order; settings as in DatasetConfig.
+
+    Raises:
+      ValueError: the split does not exist, or the task cannot make these lengths or augmentations.
+    """
+    self._check(split, lengths)
+    preprocessors, mixture = self._split_preprocessors(augment, resize), None
+    if augment and augmentations is not None:
+      preprocessors, mixture = augment_lib.resolve(augmentations)
+      if mixture and 'text' in lengths:
+        raise ValueError(f'augmentations is {augmentations!r}; captions cannot be mixed.')
     if self.vocabulary is None:
       fields = self.examples.info.label_fields
-      if mixed and 'label_weight' not in fields:
+      if mixture and 'label_weight' not in fields:
         fields = (*fields, 'label_weight')
-      return annotations.Labels(lengths['label'], fields)
-    return annotations.Captions(self.loaded_vocabulary, lengths['text'], at_random=augment)
+      annotated = annotations.Labels(lengths['label'], fields)
+    else:
+      annotated = annotations.Captions(self.loaded_vocabulary, lengths['text'], at_random=augment)
+    return reader_lib.ExampleReader(
+      self.examples,
+      split,
+      size=lengths['image'],
+      channels=self.info.channels,
+      annotations=annotated,
+      preprocessors=preprocessors,
+      mixture=mixture,
+      shuffle=shuffle,
+      seed=seed,
+      num_epochs=num_epochs,
+    )
 
-  def split_preprocessors(
-    self, augment: bool, resize: str | None = None
-  ) -> Sequence[pp.Preprocessor]:
-    """The preprocessors of training (augment) or of evaluation, there with another `resize`."""
+  def _split_preprocessors(self, augment: bool, resize: str | None) -> Sequence[pp.Preprocessor]:
     if resize is None:
       return self.preprocessors if augment else self.eval_preprocessors
     if augment:
@@ -80,7 +111,7 @@ class ImageTask:
       )
     return (pp.CentralCrop(resize),)
 
-  def check(self, split: str, lengths: Mapping[str, int]) -> None:
+  def _check(self, split: str, lengths: Mapping[str, int]) -> None:
     """ValueError if a split or slice does not exist, or the task cannot make these lengths."""
     info = self.examples.info
     if splits_lib.resolve(split, info.splits, self.name).num_records == 0:
@@ -124,7 +155,7 @@ _MAKERS: dict[str, tuple[Callable[[str], ExampleSource], Sequence, Sequence, str
   'image_folder': (image_folder.ImageFolderSource, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'tfds': (_tfds, _PHOTO_TRAIN, (pp.CentralCrop(),), None),
   'npz_captions': (array_source.npz_captions_source, (), (), 'bytes'),
-  'image_folder_captions': (caption_file.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),
+  'image_folder_captions': (image_folder.CaptionFileSource, _CAPTIONED, _CAPTIONED, 'bytes'),
   'tfds_captions': (_tfds_captions, _CAPTIONED, _CAPTIONED, 'bytes'),
 }
 

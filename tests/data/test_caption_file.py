@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from het_plugin.data import DatasetConfig, get_dataset, preprocess
-from het_plugin.data.caption_file import CaptionFileSource
+from het_plugin.data.image_folder import CaptionFileSource
 
 RECORDS = [
   {'file': 'a/000.png', 'caption': 'a dog, on the left'},

@@ -306,9 +306,6 @@ def test_processes_read_the_same_batches(photos):
 
 BAD_CONFIGS = {
   'batch_size is 0; it must be at least 1': {'batch_size': 0},
-  "split is 'validation[:100000]'; the split 'validation' of glyphs_core has 9188 records": {
-    'split': 'validation[:100000]'
-  },
   "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyph_names', "
   "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout', "
   "'glyphs_noisy', 'glyphs_noisy_full', 'glyphs_noisy_latin'": {
@@ -316,10 +313,6 @@ BAD_CONFIGS = {
   },
   "'text': 8}; it must be {'image': H, 'label': L} with H at least 1 and L at least 1": {
     'task_feature_lengths': {'image': 28, 'text': 8}
-  },
-  "vocabulary is 'words'; it must be 'bytes' or the path of a .model file": {
-    'mixture_or_task_name': 'glyph_names',
-    'vocabulary': 'words',
   },
 }
 

@@ -44,13 +44,6 @@ sys.exit(str([name for name in ('tensorflow', 'seqio') if name in sys.modules]))
   assert done.stderr.strip().endswith('[]')
 
 
-def test_unknown_names_list_the_valid_ones(name='glyphs'):
-  with pytest.raises(ValueError) as error:
-    task_info(name)
-  for valid in ('glyphs_core', 'npz:PATH', 'tfds:NAME'):
-    assert valid in str(error.value)
-
-
 def test_bare_paths(tmp_path, image_files):
   np.savez(tmp_path / 'a.npz', image=np.zeros((4, 3, 3), np.uint8), label=np.arange(4))
   image_files.write(tmp_path / 'dash-ed' / 'wren', 2)
