@@ -8,7 +8,8 @@ Any binding may change the results, including those of other packages, except
   - parameters that a room lists in the `SAME_RESULTS` of its `__init__.py`;
   - bindings of configurables that only these parameters refer to, such as the data set of an
     evaluation;
-  - the number of steps, if the learning rate does not decay towards the last one.
+  - the number of steps, if the learning rate does not decay towards the last one, and its warm-up
+    is not a share of them.
 
 The text of two configurations (`gin.config_str()`) is compared, so the names in it need not be
 importable.
@@ -83,7 +84,8 @@ def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
 def _harmless(config: Mapping[str, Any]) -> set[str]:
   """Keys of the bindings that do not change the results of a run."""
   stated = registry.same_results()
-  if config.get('warmup_schedule.decay', 'linear') in ('constant', 'rsqrt'):
+  share = isinstance(config.get('warmup_schedule.warmup_steps'), float)
+  if not share and config.get('warmup_schedule.decay', 'linear') in ('constant', 'rsqrt'):
     stated |= {('warmup_schedule', 'total_steps')}  # these schedules only end there
   aside = {key for key in config if _split(key)[1:] in stated}
   rest = {key: value for key, value in config.items() if key not in aside}

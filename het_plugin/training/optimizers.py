@@ -145,7 +145,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
 def warmup_schedule(
   peak_value: Annotated[float, '(0, inf)'],
   total_steps: int,
-  warmup_steps: int = 0,
+  warmup_steps: int | Annotated[float, '[0, 1)'] = 0,
   decay: Literal['linear', 'cosine', 'constant', 'rsqrt'] = 'linear',
   init_value: float = 0.0,
   end_value: float = 0.0,
@@ -155,7 +155,7 @@ def warmup_schedule(
   Args:
     peak_value: learning rate at the end of the warm-up.
     total_steps: length of the schedule, including the warm-up; the last value stays afterwards.
-    warmup_steps: 0 starts at peak_value.
+    warmup_steps: a number below 1 is a share of total_steps. 0 starts at peak_value.
     decay: 'constant' stays at peak_value; 'rsqrt' is peak_value * sqrt(warmup_steps / step)
       (Vaswani et al., 2017).
     init_value: learning rate of step 0 if there is a warm-up.
@@ -167,8 +167,10 @@ def warmup_schedule(
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
       f'warmup_steps={warmup_steps} (WARMUP_STEPS) must be at least 0 and below '
-      f'total_steps={total_steps}.'
+      f'total_steps={total_steps}; below 1 it is a share of them'
     )
+  if warmup_steps < 1:
+    warmup_steps = round(warmup_steps * total_steps)
   steps = total_steps - warmup_steps
   decays: dict[str, Callable[[], optax.Schedule]] = {
     'linear': lambda: optax.linear_schedule(peak_value, end_value, steps),

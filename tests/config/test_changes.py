@@ -109,6 +109,9 @@ def test_more_steps_change_results_where_the_learning_rate_ends_with_them(decay,
   was = own(decay=decay).replace("warmup_schedule.decay = 'None'", '')  # which is linear
   (change,) = changes(was, was.replace('total_steps = 1', 'total_steps = 2'))
   assert change.changes_results is serious
+  share = 'warmup_schedule.warmup_steps = 0.1\n'  # of more steps: another warm-up
+  (change,) = changes(was + share, was.replace('total_steps = 1', 'total_steps = 2') + share)
+  assert change.changes_results
 
 
 def parameters(configurable):

@@ -137,3 +137,8 @@ def test_schedules(decay, middle, end):
 def test_a_warm_up_of_the_whole_run_is_refused():
   with pytest.raises(ValueError, match='warmup_steps=10.*total_steps=10'):
     optimizers.warmup_schedule(1.0, 10, 10)
+
+
+def test_a_warm_up_below_1_is_a_share_of_the_steps():
+  schedule = optimizers.warmup_schedule(1.0, 200, 0.05, decay='constant')
+  np.testing.assert_allclose([schedule(s) for s in (5, 10, 20)], [0.5, 1.0, 1.0])
