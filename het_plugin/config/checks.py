@@ -1,7 +1,7 @@
 """Checks gin bindings against the annotations of the configurables, before anything runs.
 
 A range is stated beside the type, as an interval: `b1: Annotated[float, '[0, 1)']`. Regular
-expressions are `Annotated[str, REGEX]`. Values of references (@name) are not checked.
+expressions are `Annotated[str, REGEX]`. Results of references (@name()) are not checked.
 """
 
 import collections.abc
@@ -79,7 +79,7 @@ def _hints(annotated: Any) -> dict[str, Any]:
 def _mismatch(value: Any, hint: Any) -> str | None:
   """What a value must be instead; None if it fits or if only the run can tell."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-  if isinstance(value, (statements.Reference, statements.Macro)):
+  if isinstance(value, statements.Macro) or getattr(value, 'called', False):
     return None
   if origin is typing.Annotated:
     if not isinstance(arguments[1], str):  # another library's
@@ -87,7 +87,8 @@ def _mismatch(value: Any, hint: Any) -> str | None:
     return _mismatch(value, arguments[0]) or _out_of_range(value, arguments[1])
   if origin in (typing.Union, types.UnionType):
     if any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
-      return None if value is None or (value and isinstance(value, str)) else 'a path'
+      right = value and isinstance(value, str) or value is None and types.NoneType in arguments
+      return None if right else 'a path'
     expected = [_mismatch(value, argument) for argument in arguments]
     return None if None in expected else ' or '.join(dict.fromkeys(expected))
   if hint in (None, types.NoneType):
@@ -111,7 +112,8 @@ def _mismatch(value: Any, hint: Any) -> str | None:
   if not inspect.isclass(hint) or getattr(hint, '_is_protocol', False):
     return None
   known = hint.__module__.split('.')[0] in ('het_plugin', 'flax') or issubclass(hint, os.PathLike)
-  if known and isinstance(value, _LITERALS) and not isinstance(value, hint):
+  not_made = isinstance(value, (*_LITERALS, statements.Reference))
+  if known and not_made and not isinstance(value, hint):
     return 'a path' if issubclass(hint, os.PathLike) else f'a {hint.__name__}: @...()'
   return None
 

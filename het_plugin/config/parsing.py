@@ -1,5 +1,6 @@
 """Finds and parses gin files, in an installed package and in a checkout."""
 
+import difflib
 import logging as stdlib_logging
 import os
 import re
@@ -61,23 +62,41 @@ def parse_config(
       ours = _PREFIX + file.removeprefix('gin/')
       hint = f'; {ours} comes with the package' if _is_ours(ours) else ''
       raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}{hint}')
-  for file in [_BUILTIN, *gin_files]:
-    try:
-      gin.parse_config_file(file)
-    except RecursionError as error:
-      raise ValueError(f'gin_file={file!r} includes itself') from error
-  for binding in bindings:
-    try:
-      gin.parse_config(binding)
-    except SyntaxError as error:
-      raise ValueError(f'the binding {binding!r} is wrong: {_reason(binding, error)}') from error
+  try:
+    for file in [_BUILTIN, *gin_files]:
+      try:
+        gin.parse_config_file(file)
+      except RecursionError as error:
+        raise ValueError(f'gin_file={file!r} includes itself') from error
+    for binding in bindings:
+      try:
+        gin.parse_config(binding)
+      except SyntaxError as error:
+        raise ValueError(f'the binding {binding!r} is wrong: {_reason(binding, error)}') from error
+  except ValueError as error:
+    what, _, where = str(error).partition('\n')
+    if similar := _similar(what):
+      raise ValueError(f'{what.rstrip(".")}: did you mean {similar}?\n{where}') from error
+    raise
   checks.check(gin.config_str())
   gin.finalize()
+
+
+def _similar(message: str) -> str | None:
+  """The name that was probably meant, where gin does not know one."""
+  if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
+    known = checks.parameters(match[1])
+  elif match := re.match(r"(No configurable matching) .*?(\w+)(\(\))?'", message):
+    known = {name for _, name in registry.registered}
+  else:
+    return None
+  return next(iter(difflib.get_close_matches(match[2], known, 1)), None)
 
 
 def _reason(binding: str, error: SyntaxError) -> str:
   """What is wrong with a binding; for text without quotes, the command with them."""
   name, _, value = (part.strip() for part in binding.partition('='))
   if re.fullmatch(r'[A-Za-z./~][^\'"\n]*', value):
-    return f"""text needs quotes: --gin.{name}="'{value}'" """.rstrip()
+    reference = f', or an object @ and (): @{value}()' if registry.is_registered(value) else ''
+    return f"""text needs quotes: --gin.{name}="'{value}'"{reference}"""
   return str(error)

@@ -23,7 +23,7 @@ from het_plugin.config import screen
 MODEL_ROOMS = ('integrate', 'heads', 'backbones', 'models')
 TRAINER_ROOMS = ('data', 'training', 'evaluation')
 
-_registered = set()
+registered = set()
 
 
 def register(*rooms: str) -> None:
@@ -45,9 +45,9 @@ def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
     module = importlib.import_module(path)
     prefix = path.rpartition('.')[0] if path.startswith('het_plugin.') else path
     for name in names:
-      if (prefix, name) not in _registered:
+      if (prefix, name) not in registered:
         gin.external_configurable(getattr(module, name), name, module=prefix)
-        _registered.add((prefix, name))
+        registered.add((prefix, name))
 
 
 def register_trainer() -> None:

@@ -53,7 +53,10 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
     return SplitPart(split, 0, splits[split])
   name = split.partition('[')[0]
   if name not in splits:
-    raise ValueError(f'split is {split!r}; the splits of {task} are {sorted(splits)}.')
+    raise ValueError(
+      f'split is {split!r}; the splits of {task} are {sorted(splits)} (EVAL_SPLIT sets that of '
+      'evaluation in training).'
+    )
   num_records = splits[name]
   if num_records is None:
     raise ValueError(

@@ -141,7 +141,7 @@ class ClassificationModel:
     if self.head.num_classes != task_info.num_classes:
       raise ValueError(
         f'{name}.num_classes={self.head.num_classes} must be the number of classes of the task, '
-        f'{task_info.num_classes}'
+        f'{task_info.num_classes} (NUM_CLASSES)'
       )
 
   def get_initial_variables(
