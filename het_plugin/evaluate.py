@@ -71,9 +71,11 @@ def main(argv: Sequence[str]) -> None:
     evaluated = []
     for checkpoint in F.checkpoint:  # mistakes show before the first run is opened
       config = trained_run.parse_run_config(checkpoint, *gin_settings, without=['partitioner'])
-      task = F.dataset or config['train_dataset_cfg'].mixture_or_task_name
+      trained_on = config['train_dataset_cfg'].mixture_or_task_name
+      task = F.dataset or trained_on
       split = F.split or getattr(config.get('train_eval_dataset_cfg'), 'split', 'validation')
       evaluate.check_model(config['model'], task)
+      evaluate.check_names(task, trained_on)
       evaluated.append({'dataset': task, 'split': split})
       if evaluated[0] != evaluated[-1]:
         raise ValueError(
