@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
     check_flags()
     distributed.initialize()
     protocol = {'name': F.protocol, **dataclasses.asdict(chosen['protocol'])}
-    earlier = [row for path in F.results for row in fewshot_runs.read_rows(path)]
+    earlier = fewshot_runs.read_results(F.results)
     report = fewshot_runs.make_report(protocol, earlier, evaluate(chosen))
     report.write('het_plugin.fewshot', json=F.json, html=F.html)
 

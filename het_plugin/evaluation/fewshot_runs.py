@@ -16,6 +16,7 @@ from het_plugin.evaluation.names import choose_names
 # {run: {data set: {shots: result}}}
 Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
 Row = Mapping[str, Any]
+_KEY = operator.itemgetter('run', 'dataset', 'shots')
 _SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 
 
@@ -90,25 +91,43 @@ def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.
     )
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
-  """Rows of the --json of an earlier call."""
-  try:
-    rows = json.loads(Path(path).read_text())['rows']
-    for row in rows:
-      operator.itemgetter(*_SHOWN)(row)
-    return rows
-  except (OSError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
+def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """The --json of earlier calls, by path.
+
+  Raises:
+    ValueError: a file is something else, or a run has two results for a data set and shots.
+  """
+  found, of_key = {}, {}
+  for path in paths:
+    try:
+      found[path] = json.loads(Path(path).read_text())
+      for row in found[path]['rows']:
+        operator.itemgetter(*_SHOWN)(row)
+      dict(found[path]['protocol'])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
+    for key in map(_KEY, found[path]['rows']):
+      if key in of_key:
+        run, dataset, shots = key
+        raise ValueError(
+          f'--results={path} has a result of run {run!r} for {dataset}, {shots} shots, and so has '
+          f'{of_key[key]}: leave one out, or repeat one call with other --names'
+        )
+      of_key[key] = path
+  return found
 
 
 def make_report(
-  protocol: Mapping[str, Any], earlier: Sequence[Row], results: Results
+  protocol: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], results: Results
 ) -> reporting.Report:
-  """Compares runs; rows of an `earlier` --json are shown first, without differences."""
-  rows = list(earlier)
+  """Compares runs; rows of `earlier`, of `read_results`, are shown first, without differences."""
+  rows = []
   for run, by_dataset in results.items():
     for dataset, by_shots in by_dataset.items():
       rows += [{'run': run, 'dataset': dataset, **x.record()} for x in by_shots.values()]
+  before = [row for read in earlier.values() for row in read['rows']]
+  replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
+  rows = [row for row in before if _KEY(row) not in replaced] + rows
   runs = {}
   for row in rows:
     run, dataset, shots, mean, stderr = (
@@ -118,8 +137,19 @@ def make_report(
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
   of_methods, of_pairs = averages(rows), differences(results)
-  settings = ', '.join(f'{name} {value}' for name, value in protocol.items())
-  notes = [f'Mean and standard error over draws of the examples. Protocol: {settings}.']
+  protocols = {path: read['protocol'] for path, read in earlier.items()}
+  if results:
+    protocols['this call'] = dict(protocol)
+  notes = ['Mean and standard error over draws of the examples.']
+  calls = {}
+  for call, used in protocols.items():
+    calls.setdefault(', '.join(f'{name} {value}' for name, value in used.items()), []).append(call)
+  for settings, of in calls.items():
+    of = f' of {", ".join(of)}' if len(calls) > 1 else ''
+    notes.append(f'Protocol{of}: {settings}.')
+  if replaced:
+    names = ', '.join(f'{run} on {dataset}, {n} shots' for run, dataset, n in sorted(replaced))
+    notes.append(f'Results of this call replace those of --results: {names}.')
   tables = []
   if of_methods:
     lines = [
@@ -167,7 +197,7 @@ def make_report(
       'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
     },
     json={
-      'protocol': dict(protocol),
+      'protocol': [*protocols.values()][-1],
       'rows': rows,
       'averages': of_methods,
       'differences': of_pairs,
