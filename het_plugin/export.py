@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from het_plugin import weights
 from het_plugin.config import command_line, trained_run
+from het_plugin.weights import is_weights_file, write_arrays
 
 
 def define_flags() -> None:
@@ -37,15 +37,15 @@ def main(argv: Sequence[str]) -> None:
       if not value:
         raise ValueError(f'--{name} is not set')
     is_file = Path(output).suffix or Path(output).is_file()
-    if is_file and not weights.is_weights_file(output):
+    if is_file and not is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
-    if not weights.is_weights_file(output):
+    if not is_weights_file(output):
       from het_plugin.t5x_host import conversion
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
     arrays = trained_run.published_params(checkpoint, *command_line.gin_settings())
-    weights.write_arrays(output, arrays)
+    write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
 

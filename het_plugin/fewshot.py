@@ -18,7 +18,6 @@ from typing import Any
 
 from absl import flags
 
-import gin
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.evaluation import fewshot, fewshot_runs
 
@@ -99,7 +98,9 @@ def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
   F = flags.FLAGS
   if not F.checkpoint:
     return fewshot_runs.from_files(F.names, F.train, F.test, **chosen)
-  # These import TensorFlow, which files do not need.
+  # gin: het_plugin.config says how to install it. The others import TensorFlow, which files do not
+  # need.
+  import gin
   from het_plugin.config import trained_run
   from het_plugin.evaluation import fewshot_datasets
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from absl import flags
 
-import gin
 from het_plugin.config import command_line
 from het_plugin.experiments import head_comparison, runs
 from het_plugin.experiments.head_comparison import HEADS
@@ -35,6 +34,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  import gin  # not at the top: het_plugin.config says how to install it
+
   settings, heads = flags.FLAGS, flags.FLAGS.heads
   with command_line.one_sentence_errors(argv):
     if unknown := [head for head in heads if head not in HEADS]:

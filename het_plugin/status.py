@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 from absl import flags
-from etils import epath
 
 from het_plugin import reporting
 from het_plugin.config import command_line
@@ -57,6 +56,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _show(run_dir: str) -> str:
   """Prints and writes where the run stands; its state."""
+  from etils import epath  # not at the top: het_plugin.config says how to install it
+
   found = run_status.read(run_dir, flags.FLAGS.stale_seconds)
   print(status_report.text(found), flush=True)
   if flags.FLAGS.json:

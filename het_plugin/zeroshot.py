@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from absl import flags
 
-import gin
 from het_plugin.config import command_line, distributed, trained_run
 from het_plugin.evaluation import actions, extraction, zeroshot_datasets, zeroshot_runs
 
@@ -63,6 +62,8 @@ def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
 
   def open_run(checkpoint: str):
+    import gin  # not at the top: het_plugin.config says how to install it
+
     given = command_line.gin_settings()
     run = trained_run.open_run(checkpoint, *given, published=trained_run.PUBLISHED_PAIRS)
     zeroshot_datasets.check_model(run.model, F.samples)

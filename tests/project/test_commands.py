@@ -1,6 +1,7 @@
 """het-plugin COMMAND: every main by its name, with complete help."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -63,7 +64,6 @@ def test_bash_completes_flags():
 
 MISSING = """
 import sys
-sys.modules['gin'] = None
 sys.argv = ['het-plugin', 'fewshot']
 from het_plugin.__main__ import main
 main()
@@ -81,7 +81,16 @@ def test_estimators_need_the_extra_probe_only():
   subprocess.run([sys.executable, '-c', WITH_PROBE_ONLY], cwd=ROOT, check=True)
 
 
-def test_a_missing_extra_is_one_sentence():
-  result = subprocess.run([sys.executable, '-c', MISSING], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize('name', [None, *front.commands()])
+def test_a_missing_extra_is_one_sentence(name, tmp_path):
+  start = ['-c', MISSING] if name is None else ['-m', f'het_plugin.{name}']
+  absent = ('etils', 'gin', 'optax', 'orbax', 'safetensors', 'tensorflow')
+  (tmp_path / 'sitecustomize.py').write_text(
+    f'import sys\nsys.modules |= dict.fromkeys({absent})\n'
+  )
+  environment = os.environ | {'PYTHONPATH': f'{tmp_path}:{ROOT}'}
+  result = subprocess.run(
+    [sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True
+  )
   assert result.returncode == 2 and result.stderr.count('\n') == 1
   assert result.stderr.endswith("pip install 'het_plugin[train]'\n")
