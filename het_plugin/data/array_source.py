@@ -230,6 +230,8 @@ def _images_info(name: str, path: str) -> tuple[int, dict[str, Any]]:
   shape, dtype = _header(path, 'image')
   if len(shape) not in (3, 4) or 0 in shape:
     raise ValueError(f'{name}: image is {shape}; it must be [N, H, W] or [N, H, W, C].')
+  if len(shape) == 4 and shape[1] in (1, 3) and shape[2] == shape[3] > 4:
+    raise ValueError(f'{name}: image is {shape}, channels first; it must be [N, H, W, C].')
   if dtype != np.uint8 and dtype.kind != 'f':
     raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')
   with zipfile.ZipFile(path) as archive:

@@ -109,6 +109,10 @@ BAD_FILES = {
     'image': images(2),
     'label': np.array([0, -1]),
   },
+  'image is (2, 3, 8, 8), channels first': {
+    'image': np.zeros((2, 3, 8, 8)),
+    'label': np.zeros(2, int),
+  },
   'image is (2, 4); it must be [N, H, W]': {'image': np.zeros((2, 4)), 'label': np.zeros(2, int)},
 }
 
