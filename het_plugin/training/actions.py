@@ -40,6 +40,7 @@ class ActionContext:
   random_seed: int
   # evaluations up to this step are done; those of later ones will be done, again if necessary
   evaluated_step: int = 0
+  tasks: Sequence[str] = ()  # the tasks of metrics_by_task; () where they are not known
 
 
 class BaseAction(abc.ABC):
@@ -123,12 +124,20 @@ def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
   return metrics_by_task[task][metric]
 
 
+def _check_task(setting: str, task: str, context: ActionContext) -> None:
+  if context.tasks and task not in context.tasks:
+    raise ValueError(f'{setting} has the task {task!r}; it must be {" or ".join(context.tasks)}')
+
+
 class TerminateOnNanAction(BaseAction):
   """Stops training when a metric is NaN or infinite."""
 
   def __init__(self, task: str = 'train', metric: str = 'loss'):
     self._task = task
     self._metric = metric
+
+  def setup(self, context: ActionContext) -> None:
+    _check_task('TerminateOnNanAction.task', self._task, context)
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
     value = _metric(metrics_by_task, self._task, self._metric)
@@ -159,6 +168,9 @@ class EarlyStoppingAction(BaseAction):
     self._atol = atol
     self._rtol = rtol
     self._history: list[float] = []  # last values, with a sign that makes smaller better
+
+  def setup(self, context: ActionContext) -> None:
+    _check_task('EarlyStoppingAction.metric', self._task, context)
 
   def get_state(self) -> list[float]:
     return self._history

@@ -71,6 +71,8 @@ def find(path: epath.PathLike) -> epath.Path:
   path = epath.Path(path).absolute()
   if (path / 'state').exists():
     return path
+  if not path.is_dir():
+    raise ValueError(f'{path} does not exist, or is not the directory of a run or checkpoint')
   if not (found := steps(path)):
     raise ValueError(f'{path} holds no checkpoint.')
   return path / f'{PREFIX}_{max(found)}'

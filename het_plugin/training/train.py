@@ -190,6 +190,7 @@ def train(
       model_dir=str(model_dir),
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
+      tasks=('train', *(evaluator.task for evaluator in evaluators.values())),
     )
     for action in (action for group in actions.values() for action in group):
       action.setup(context)
