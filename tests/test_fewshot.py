@@ -104,7 +104,7 @@ def test_earlier_results_side_by_side(files, run_main, tmp_path):
   again = (*pair(files, 'noisy'), '--names=clean', '--shots=5', '--l2=1')
   printed = run_main(fewshot, *results, *again, f'--json={tmp_path / "new.json"}')
   assert 'this call replace those of --results: clean on saved, 5 shots.' in printed
-  assert 'noisy.json: name loo' in printed and 'Protocol of this call: name loo' in printed
+  assert 'noisy.json: loo, ' in printed and 'Protocol of this call: loo, ' in printed
   assert len(json.loads((tmp_path / 'new.json').read_text())['rows']) == 2
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,11 @@ def npz_captions_source(path: str) -> ArraySource:
   return ArraySource(name, lambda: (_load_images(name, path), captions), splits, info)
 
 
+def channels_first(shape: Sequence[int]) -> bool:
+  """Whether images are [N, 1, S, S] or [N, 3, S, S], as in PyTorch, not rows of S channels."""
+  return len(shape) == 4 and shape[1] in (1, 3) and shape[2] == shape[3] > 4
+
+
 def fixed_split(num_examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
   """Sorted row numbers (held out, kept), the same for every run; neither is empty if N > 1."""
   order = counter_random.permutation(SPLIT_KEY, num_examples)
@@ -230,7 +235,7 @@ def _images_info(name: str, path: str) -> tuple[int, dict[str, Any]]:
   shape, dtype = _header(path, 'image')
   if len(shape) not in (3, 4) or 0 in shape:
     raise ValueError(f'{name}: image is {shape}; it must be [N, H, W] or [N, H, W, C].')
-  if len(shape) == 4 and shape[1] in (1, 3) and shape[2] == shape[3] > 4:
+  if channels_first(shape):
     raise ValueError(f'{name}: image is {shape}, channels first; it must be [N, H, W, C].')
   if dtype != np.uint8 and dtype.kind != 'f':
     raise ValueError(f'{name}: image is {dtype}; it must be uint8, or float in [0, 1].')

@@ -143,7 +143,8 @@ def make_report(
   notes = ['Mean and standard error over draws of the examples.']
   calls = {}
   for call, used in protocols.items():
-    calls.setdefault(', '.join(f'{name} {value}' for name, value in used.items()), []).append(call)
+    text = ', '.join(f'{name} {value}' for name, value in used.items()).removeprefix('name ')
+    calls.setdefault(text, []).append(call)
   for settings, of in calls.items():
     of = f' of {", ".join(of)}' if len(calls) > 1 else ''
     notes.append(f'Protocol{of}: {settings}.')

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from het_plugin import data, reporting
+from het_plugin.data.array_source import channels_first
 from het_plugin.data.image_folder import read_bytes, typical_side
 from het_plugin.data.representations import reading
 from het_plugin.evaluation import predictions, uncertainty
@@ -29,15 +30,23 @@ class Images:
 
   def __init__(self, path: str):
     """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
-    root, channels, self.files = Path(path), 3, []
+    # These names of the same data are those of the other mains.
+    root = Path(path.removeprefix('image_folder:').removeprefix('npz:'))
+    channels, self.files = 3, []
+    if not root.exists():
+      raise ValueError(f'--dataset={path}: there is no such file or folder')
     self.is_array = root.suffix == '.npz'
     if self.is_array:
-      with reading(path), np.load(path, allow_pickle=False) as arrays:
+      with reading(path), np.load(root, allow_pickle=False) as arrays:
         images = arrays['image']
         if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
           raise ValueError(
             f'image is {images.dtype} {list(images.shape)}; it must be uint8, or floats in [0, 1], '
             '[N, H, W] or [N, H, W, C]'
+          )
+        if channels_first(images.shape):
+          raise ValueError(
+            f'image is {list(images.shape)}, channels first; it must be [N, H, W, C]'
           )
         levels = images.astype(np.float32) / (255 if images.dtype == np.uint8 else 1)
         if not ((levels >= 0) & (levels <= 1)).all():
