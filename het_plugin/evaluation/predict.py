@@ -31,7 +31,7 @@ class Images:
   def __init__(self, path: str):
     """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
     # These names of the same data are those of the other mains.
-    root = Path(path.removeprefix('image_folder:').removeprefix('npz:'))
+    root = Path(str(path).removeprefix('image_folder:').removeprefix('npz:'))
     channels, self.files = 3, []
     if not root.exists():
       raise ValueError(f'--dataset={path}: there is no such file or folder')
