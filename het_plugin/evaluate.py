@@ -74,8 +74,7 @@ def main(argv: Sequence[str]) -> None:
       trained_on = config['train_dataset_cfg'].mixture_or_task_name
       task = F.dataset or trained_on
       split = F.split or getattr(config.get('train_eval_dataset_cfg'), 'split', 'validation')
-      evaluate.check_model(config['model'], task)
-      evaluate.check_names(task, trained_on)
+      evaluate.check_model(config['model'], task, trained_on)
       evaluated.append({'dataset': task, 'split': split})
       if evaluated[0] != evaluated[-1]:
         raise ValueError(

@@ -48,10 +48,11 @@ class Settings:
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
 
 
-def check_model(model: Any, task: str) -> None:
+def check_model(model: Any, task: str, trained_on: str) -> None:
   """Raises ValueError if a model does not fit a task; needs no parameters."""
   with _named('--dataset', task):
     model.validate(data.classification_info(task))
+  check_names(task, trained_on)
 
 
 def check_names(task: str, trained_on: str) -> None:
