@@ -15,7 +15,7 @@ import numpy as np
 from flax.linen import partitioning
 
 from het_plugin.heads.covariance import LowRankCovariance
-from het_plugin.heads.linear import matmul
+from het_plugin.heads.linear import matmul, parameter
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, owned
 from het_plugin.integrate import (
   LINKS,
@@ -86,19 +86,12 @@ class Classifier(nn.Module):
     return self.temperature.num_params()
 
   def kernel(self, phi: jax.Array) -> jax.Array:
-    return partitioning.param_with_axes(
-      'kernel',
-      nn.initializers.lecun_normal(),
-      (phi.shape[-1], self.padded_classes),
-      jnp.float32,
-      axes=('embed', 'vocab'),
-    )
+    shape = phi.shape[-1], self.padded_classes
+    return parameter('kernel', nn.initializers.lecun_normal(), shape, ('embed', 'vocab'))
 
   def bias(self) -> jax.Array:
     start = nn.initializers.constant(self.initial_bias * self.temperature.tau_0)
-    return partitioning.param_with_axes(
-      'bias', start, (self.padded_classes,), jnp.float32, axes=('vocab',)
-    )
+    return parameter('bias', start, (self.padded_classes,), ('vocab',))
 
   def location(self, phi: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """W^T phi + b, float32 [B, Kp]."""
@@ -297,13 +290,9 @@ class HetXL(Heteroscedastic):
       phi = phi if mean is None else phi + mean
       projection = Linear(kernel.astype(self.dtype), phi, bias)
       return self.gaussian(self.location(phi, kernel, bias), covariance, projection)
-    noise_kernel = partitioning.param_with_axes(
-      'noise_kernel',
-      nn.initializers.lecun_normal(),
-      (noise_dim, self.padded_classes),
-      jnp.float32,
-      axes=('noise', 'vocab'),
-    )
+    shape = noise_dim, self.padded_classes
+    init = nn.initializers.lecun_normal()
+    noise_kernel = parameter('noise_kernel', init, shape, ('noise', 'vocab'))
     projection = Linear(noise_kernel.astype(self.dtype))
     location = _shift(self.location(phi, kernel, bias), mean, projection)
     return self.gaussian(location, covariance, projection)

@@ -5,9 +5,8 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning
 
-from het_plugin.heads.linear import affine
+from het_plugin.heads.linear import affine, parameter
 from het_plugin.integrate import REMAINDERS, LowRank
 
 PARAMETRIZATIONS = ('efficient', 'full')
@@ -90,13 +89,9 @@ class LowRankCovariance(nn.Module):
       loading = affine(self, 'V', phi, shape, axes, self.dtype, scale_init)  # [B, R, Q]
       return LowRank(None, loading, diag, self.remainder), None
     scale = affine(self, 'v', phi, (dim,), (axis,), self.dtype, scale_init)  # [B, Q]
-    loading = partitioning.param_with_axes(
-      'J', nn.initializers.lecun_normal(), (factors, dim), jnp.float32, axes=('factors', axis)
-    )
+    loading = parameter('J', nn.initializers.lecun_normal(), (factors, dim), ('factors', axis))
     mean = None
     if self.factor_bias:
-      bias = partitioning.param_with_axes(
-        'J_bias', nn.initializers.zeros, (dim,), jnp.float32, axes=(axis,)
-      )
+      bias = parameter('J_bias', nn.initializers.zeros, (dim,), (axis,))
       mean = bias * scale  # [B, Q]
     return LowRank(scale, loading, diag, self.remainder), mean

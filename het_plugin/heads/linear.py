@@ -29,23 +29,26 @@ def affine(
     flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
     return initial_scale * flat.reshape(shape)
 
-  kernel = partitioning.param_with_axes(
-    f'{name}_kernel',
-    kernel_init,
-    (pre_logits_dim, *features),
-    jnp.float32,
-    axes=('embed', *axes),
-    module=module,
-  )
-  bias = partitioning.param_with_axes(
-    f'{name}_bias',
-    nn.initializers.constant(initial_bias),
-    features,
-    jnp.float32,
-    axes=axes,
-    module=module,
-  )
+  shape, axes_of_kernel = (pre_logits_dim, *features), ('embed', *axes)
+  kernel = parameter(f'{name}_kernel', kernel_init, shape, axes_of_kernel, module)
+  bias_init = nn.initializers.constant(initial_bias)
+  bias = parameter(f'{name}_bias', bias_init, features, axes, module)
   return matmul(phi, kernel, dtype) + bias
+
+
+def parameter(
+  name: str,
+  init: nn.initializers.Initializer,
+  shape: tuple[int, ...],
+  axes: tuple[str, ...],
+  module: nn.Module | None = None,
+) -> jax.Array:
+  """A float32 parameter of `module` (that of the caller if None) with t5x's logical axes.
+
+  The value is float32 or wider, also where a caller gives parameters of a narrower type.
+  """
+  x = partitioning.param_with_axes(name, init, shape, jnp.float32, axes=axes, module=module)
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def matmul(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -9,7 +9,8 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning
+
+from het_plugin.heads.linear import parameter
 
 
 class FixedTemperature(nn.Module):
@@ -80,7 +81,7 @@ class LearnedTemperature(nn.Module):
     self.check()
     share = (self.tau_0 - self.tau_min) / (self.tau_max - self.tau_min)
     start = nn.initializers.constant(math.log(share) - math.log1p(-share))
-    t = partitioning.param_with_axes('t', start, (), jnp.float32, axes=())
+    t = parameter('t', start, (), ())
     return (self.tau_max - self.tau_min) * jax.nn.sigmoid(t) + self.tau_min
 
 
@@ -119,7 +120,7 @@ class LogitScale(nn.Module):
   def __call__(self) -> jax.Array:
     self.check()
     start = nn.initializers.constant(math.log(self.initial_scale))
-    t = partitioning.param_with_axes('t', start, (), jnp.float32, axes=())
+    t = parameter('t', start, (), ())
     return jnp.exp(-t)
 
 

@@ -217,6 +217,25 @@ def test_every_parameter_carries_logical_axes():
   assert axes['covariance']['J'] == jax.sharding.PartitionSpec('factors', 'vocab')
 
 
+@pytest.mark.parametrize('name', HEADS)
+def test_parameters_may_be_cast_to_bfloat16(name):
+  """As in mixed precision that casts all parameters of a model."""
+  head = HEADS[name].clone(temperature=LearnedTemperature())
+  keys = example_keys(jax.random.key(2), jnp.arange(B))
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(params):
+    logits = head.apply({'params': params}, PHI)
+    return Integrator(S).nll(logits, jnp.arange(B), keys).mean()
+
+  params = init(head)
+  narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  value, gradients = loss(narrow)
+  assert value.dtype == jnp.float32 and abs(value - loss(params)[0]) < 0.02
+  assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_bfloat16_products_give_float32_logits(name='het_xl'):
   head = HEADS[name].clone(dtype=jnp.bfloat16)
   params = init(head)
