@@ -8,12 +8,12 @@ import pytest
 from flax.linen import partitioning
 
 
-def make_mesh(*shape, names=('data', 'model')):
+def make_mesh(*shape, names=('data', 'model'), kind=jax.sharding.AxisType.Auto):
   """A mesh over the first devices; skips the test where there are fewer."""
   number = math.prod(shape)
   if jax.device_count() < number:
     pytest.skip(f'needs {number} devices')
-  axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+  axis_types = (kind,) * len(shape)
   return jax.make_mesh(shape, names, axis_types=axis_types, devices=jax.devices()[:number])
 
 

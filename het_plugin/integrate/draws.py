@@ -84,7 +84,8 @@ def find_tilt(
   model of log softmax_y - |m|^2 / 2 along its gradient.
   """
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
-  mean, u = jnp.zeros((len(location), num_normals), location.dtype), location
+  # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
+  mean, u = jnp.zeros_like(location, shape=(len(location), num_normals)), location
   _, pull = jax.vjp(to_logits, mean[:, None])
   for _ in range(NUM_TILT_STEPS):
     p = jax.nn.softmax(u)
@@ -114,7 +115,7 @@ def find_rotation(
   count = min(NUM_DIRECTIONS, num_normals)
   p = jax.nn.softmax(location)[:, None]
   start = jax.random.normal(jax.random.key(0), (count, num_normals), location.dtype)
-  directions = jnp.broadcast_to(start, (len(location), *start.shape))
+  directions = start + jnp.zeros_like(location[:, :1, None])  # varying, as in `find_tilt`
   for _ in range(NUM_ROUNDS):
     noise, pull = jax.vjp(to_logits, directions)
     weighted = p * (noise - jnp.sum(p * noise, axis=-1, keepdims=True))

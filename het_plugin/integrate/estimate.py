@@ -96,7 +96,8 @@ def _one_pass(link, plan, samples, draws, target, with_gradient):
       sums = jax.tree.map(lambda x, y: x * shrink[:, None] + y, sums, new_sums)
     return (new_top, total * shrink + new_total, sums), None
 
-  top, total = jnp.full(target.shape, 2 * PADDED, rows.dtype), jnp.zeros(target.shape, rows.dtype)
+  total = jnp.zeros_like(target, rows.dtype)
+  top = jnp.full_like(total, 2 * PADDED)
   sums = None
   if with_gradient:
     at_label = jnp.zeros_like(rows[..., :1]) if link == 'softmax' else None
@@ -338,7 +339,8 @@ def _log_mean_exp_of(value, plan, samples, constants, sign, log_z):
     total = total * jnp.exp(top - new_top) + jnp.exp(v - new_top[:, None]).sum(axis=1)
     return (new_top, total), None
 
-  start = jnp.full((samples.batch_size, samples.mean.shape[-1]), 2 * PADDED, samples.mean.dtype)
+  shape = samples.batch_size, samples.mean.shape[-1]
+  start = jnp.full_like(samples.mean, 2 * PADDED, shape=shape)
   chunks = jnp.arange(plan.num_chunks), log_z
   (top, total), _ = scan(plan, body, (start, jnp.zeros_like(start)), chunks)
   return top + jnp.log(total) - jnp.log(plan.num_samples)
@@ -383,5 +385,5 @@ def mean_over_samples(
     u, _, counts = _chunk_logits(plan, samples, constants, chunk)
     return total + jnp.where(counts, value(u), 0.0).sum(axis=1), None
 
-  zero = jnp.zeros(samples.batch_size, samples.mean.dtype)
+  zero = jnp.zeros_like(samples.mean, shape=samples.batch_size)
   return scan(plan, body, zero, jnp.arange(plan.num_chunks))[0] / plan.num_samples

@@ -267,7 +267,8 @@ def _streamed_variance(scale, loading, kernel, size):
       return total + of_group(group, scale, kernel), None
 
     batch = len(loading) if scale is None else len(scale)
-    zero = jnp.zeros((batch, kernel.shape[-1]), jnp.promote_types(loading.dtype, jnp.float32))
+    dtype = jnp.promote_types(loading.dtype, jnp.float32)
+    zero = jnp.zeros_like(loading, dtype, shape=(batch, kernel.shape[-1]))
     return jax.lax.scan(add, zero, groups)[0]
 
   inputs = 'bq', 'brq' if scale is None else 'rq', 'qk'

@@ -12,6 +12,7 @@ from het_plugin.integrate import estimate, exact, fused, samplers
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, is_valid, masked
 from het_plugin.integrate.order import make_plan
+from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.samples import Constants, samples_of
 
 IMPLEMENTATIONS = ('xla', 'pallas')
@@ -100,20 +101,26 @@ class Integrator:
         examples share. Ignored if the logits are deterministic or the method is exact.
 
     Returns:
-      float32 [B]; an example without any label gets 0 under softmax.
+      float32 [B]; an example without any label gets 0 under softmax, and one with a label that is
+      not below K gets NaN (under `jax.jit`, where labels cannot be looked at).
 
     Raises:
       ValueError: labels are not whole numbers, do not have B rows, or (if they are concrete) are
         not below K.
     """
+    return on_mesh_of_caller(self._nll, 'b', logits, labels, keys)
+
+  def _nll(self, logits, labels, keys):
     labels = check_labels(logits, labels)
     if logits.link == 'softmax':
       listed = labels >= 0
       log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
-      return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
-    on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
-    return -jnp.where(is_valid(logits), self._log_sigmoid(logits, sign, keys), 0.0).sum(-1)
+      nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+    else:
+      on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
+      sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
+      nll = -jnp.where(is_valid(logits), self._log_sigmoid(logits, sign, keys), 0.0).sum(-1)
+    return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) of every class: float32 [B, Kp], with padded classes at about -1e30.
@@ -121,6 +128,9 @@ class Integrator:
     With a softmax the probabilities of the classes sum to one. With a sigmoid this is
     log p(y_k = 1 | x) per class.
     """
+    return on_mesh_of_caller(self._log_prob, 'bk', logits, keys)
+
+  def _log_prob(self, logits, keys):
     if logits.link == 'sigmoid':
       log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
     elif logits.covariance is None:
@@ -140,6 +150,9 @@ class Integrator:
     Use it for evaluation only: with K sharded, every chunk of samples communicates over the model
     axis.
     """
+    return on_mesh_of_caller(self._expected_entropy, 'b', logits, keys)
+
+  def _expected_entropy(self, logits, keys):
     if logits.covariance is None:
       return _entropy(_deterministic(logits), logits.link)
     if self._is_exact(logits):
@@ -205,10 +218,12 @@ class Integrator:
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    if (given := np.shape(keys)) not in ((batch := len(logits.location),), (1,)):
+    given, batch = np.shape(keys), len(logits.location)
+    is_typed = keys is not None and jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key)
+    if not is_typed or given not in ((batch,), (1,)):
       raise ValueError(
-        f'Integrator: samples need keys [{batch}], one per example (example_keys); got '
-        f'{"none" if keys is None else f"the shape {list(given)}"}'
+        f'Integrator: samples need typed keys [{batch}], one per example (example_keys); got '
+        f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
       )
     sampler = self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
     plan = make_plan(
@@ -242,7 +257,7 @@ def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
   if len(shape) not in (1, 2) or shape[0] != batch:
     raise ValueError(f'labels must be [B] or [B, L] with B = {batch}; got {shape}')
   if not isinstance(labels, jax.core.Tracer):
-    largest = np.asarray(labels).max(initial=-1)
+    largest = np.asarray(labels).max(initial=0)
     if largest >= logits.num_classes:
       raise ValueError(f'labels hold {largest}: class ids are below K = {logits.num_classes}')
   return jnp.asarray(labels).reshape(batch, -1)

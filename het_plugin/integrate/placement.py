@@ -87,6 +87,36 @@ class Placement:
     return jax.sharding.PartitionSpec(*(axes.get(letter) for letter in letters))
 
 
+def on_mesh_of_caller(function, result: str, logits, *args):
+  """`function(logits, *args)` also inside `jax.shard_map` and on a mesh with explicit axes.
+
+  Inside `jax.shard_map`, arrays that are the same on all devices become varying along the axes that
+  others vary along, so that JAX sums their gradients. With explicit axes (the default of
+  `jax.make_mesh`) the compiler shards what is in between.
+
+  Args:
+    function: maps logits and arrays to an array.
+    result: letters of the dimensions of its result, 'b' or 'bk', sharded as the location is.
+    logits: `GaussianLogits`.
+    *args: arrays or None.
+  """
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    logits, args = _varying_alike((logits, args))
+  sharding = jax.typeof(logits.location).sharding
+  if not sharding.mesh.explicit_axes:
+    return function(logits, *args)
+  sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[: len(result)]))
+  return jax.sharding.auto_axes(function, out_sharding=sharding)(logits, *args)
+
+
+def _varying_alike(tree):
+  varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, tree)
+  axes = frozenset().union(*jax.tree.leaves(varying, is_leaf=lambda x: isinstance(x, frozenset)))
+  return jax.tree.map(
+    lambda x, has: jax.lax.pcast(x, tuple(sorted(axes - has)), to='varying'), tree, varying
+  )
+
+
 def num_shards(logical_axis: str) -> int:
   """Shards of a logical axis under the active mesh and flax's axis rules; 1 outside a mesh."""
   axis = mesh_axes(logical_axis)

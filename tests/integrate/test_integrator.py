@@ -24,6 +24,7 @@ from het_plugin.integrate import (
   iid,
   pick_order,
 )
+from het_plugin.integrate.integrator import MIN_ROTATED
 from tests.integrate import reference
 from tests.integrate.hlo import collectives, tpu_devices
 from tests.meshes import make_mesh, on_mesh
@@ -336,6 +337,35 @@ def test_memory_does_not_grow_with_samples(kind, link):
 # Sharded classes.
 
 
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_the_mesh_may_be_a_callers(link):
+  """One with explicit axes, the default of `jax.make_mesh`, or that of a `jax.shard_map`."""
+  spec = jax.sharding.PartitionSpec
+  args = make('linear', batch=4, dtype=jnp.float32), jnp.arange(4), keys_of(4)
+  per_example = ('location', 'diag', 'scale')
+  specs = {name: spec('data') if name in per_example else spec() for name in args[0]}
+  specs = specs, spec('data'), spec('data')
+  integrator = Integrator(MIN_ROTATED, chunk_size=16, sampler='sobol')
+
+  def loss(arrays, labels, keys):
+    logits = gaussian(arrays, 'linear', link=link)
+    losses = integrator.nll(logits, labels, keys) + integrator.expected_entropy(logits, keys)
+    return losses.mean() - integrator.log_prob(logits, keys)[:, :K].mean()
+
+  expected = jax.jit(jax.value_and_grad(loss))(*args)
+  mesh = make_mesh(2, names=('data',), kind=jax.sharding.AxisType.Explicit)
+  placed = jax.device_put(args, jax.tree.map(lambda x: jax.sharding.NamedSharding(mesh, x), specs))
+  of_part = jax.shard_map(
+    lambda *args: jax.lax.pmean(loss(*args), 'data'),
+    mesh=make_mesh(2, names=('data',)),
+    in_specs=specs,
+    out_specs=spec(),
+  )
+  for function, given in ((loss, placed), (of_part, args)):
+    got = jax.jit(jax.value_and_grad(function))(*given)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), got, expected)
+
+
 def sharded(function, mesh):
   def run(*args):
     with on_mesh(mesh):
@@ -504,8 +534,16 @@ def test_one_label_per_example_needs_no_second_dimension(link):
   integrator = Integrator(S)
   labels = pad(LABELS)
   expected = integrator.nll(logits, labels, keys_of())
-  for given in (labels[:, 0], np.asarray(labels)[:, 0]):
+  for given in (labels[:, 0], np.asarray(labels)[:, 0], np.asarray(labels)[:, 0].astype(np.uint8)):
     np.testing.assert_array_equal(integrator.nll(logits, given, keys_of()), expected)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('label', [K, KP, 5000])
+def test_a_label_not_below_k_that_jit_hides_gives_nan(link, label):
+  logits = gaussian(make('linear', dtype=jnp.float32), 'linear', link=link)
+  losses = jax.jit(Integrator(S).nll)(logits, jnp.array([2, label, 0]), keys_of())
+  np.testing.assert_array_equal(jnp.isnan(losses), [False, True, False])
 
 
 @pytest.mark.parametrize(
@@ -527,8 +565,8 @@ def test_wrong_labels_are_one_sentence(labels, words):
 
 def test_impossible_requests_are_named():
   arrays = make('linear', dtype=jnp.float32)
-  for keys in (None, jax.random.key(0), keys_of()[:2]):
-    with pytest.raises(ValueError, match=r'need keys \[3\], one per example'):
+  for keys in (None, jax.random.key(0), keys_of()[:2], jnp.arange(B)):
+    with pytest.raises(ValueError, match=r'need typed keys \[3\], one per example'):
       Integrator(2).log_prob(gaussian(arrays, 'linear'), keys)
   with pytest.raises(ValueError, match='remainder'):
     Integrator(num_samples=2, order='project_then_sample').log_prob(
