@@ -25,7 +25,8 @@ _ROOMS = {
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = ['__version__', *_ROOM_OF]
+# The models need the extra `train`, so help() and a star import, which import all names, omit them.
+__all__ = ['__version__', *(name for name, room in _ROOM_OF.items() if room != 'models')]
 
 
 def __getattr__(name: str):
