@@ -77,7 +77,7 @@ parse_arguments() {
   INTO="${INTO:-runs/$NAME}"
   if [[ "$COMMAND" == create || "$COMMAND" == run ]]; then parse_topology; fi
   if [[ "$COMMAND" == run || "$COMMAND" == collect ]]; then
-    check model_dir "$MODEL_DIR" 'gs://[a-z0-9][A-Za-z0-9._/=+~@%,-]*' 'a gs:// folder without spaces: TPU VMs are deleted with their disks'
+    check model_dir "$MODEL_DIR" 'gs://[a-z0-9][A-Za-z0-9._/=+~@%,-]*' 'a gs:// folder, its bucket in lower case and without spaces: TPU VMs are deleted with their disks'
     check into "$INTO" '[^-].*' 'a folder whose name does not begin with a hyphen'
   fi
   if [[ "$COMMAND" == run && ${#TRAIN_ARGUMENTS[@]} == 0 ]]; then

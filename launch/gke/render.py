@@ -132,7 +132,8 @@ def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -
     raise ValueError('--image is empty: name the container image that launch/Dockerfile built')
   if not re.match(r'gs://[a-z0-9]', job.model_dir):
     raise ValueError(
-      f'--model_dir={job.model_dir} must be a gs:// folder: the disk of a pod is lost with the pod'
+      f'--model_dir={job.model_dir} must be a gs:// folder, its bucket in lower case: the disk of '
+      'a pod is lost with the pod'
     )
 
 
