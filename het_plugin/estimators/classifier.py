@@ -208,7 +208,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       factors = self._map('factors', rows[start : start + 1024])
       total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
     deviation = np.sqrt(np.diag(total))
-    correlation = np.triu(total / np.outer(deviation, deviation), k=1)
+    correlation = np.triu(np.clip(total / np.outer(deviation, deviation), -1, 1), k=1)
     best = np.argsort(-np.abs(correlation), axis=None, kind='stable')[:num]
     pairs = [np.unravel_index(i, correlation.shape) for i in best]
     names = self.classes_.tolist()
