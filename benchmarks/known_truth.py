@@ -15,6 +15,8 @@ grid lists the values of C_noise, and the last table compares the rule with taki
 The prediction is that the gain of HET and HET-XL is what DET lacks, less the prices of W and of the
 noise (`probe.price`).
 --from_truth adds rows of the head that drew the labels, fitted from the true parameters on.
+--truth=het or het_h draws the labels from another head; where labels of all three were measured, a
+table shows what each head gets of each.
 
 Rows that --json already has are not measured again, so a run can be cut anywhere. The default takes
 minutes of CPU time, and --full, cheap points first, hours.
@@ -50,7 +52,7 @@ TRUE_SAMPLES = 512
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
 NUM_SAMPLES = 32
 MAP_FACTORS = 2  # R of the points of the map
-KEY = ('head', 'link', 'k', 'd', 'r', 'noise', 'n')
+KEY = ('truth', 'head', 'link', 'k', 'd', 'r', 'noise', 'n')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +279,8 @@ def refit(estimator, params, train):
 
 
 def over_seeds(rows):
-  """{head and point: means}, whose gain is None if no seed chose noise, and covariance None if
-  there is none to compare.
+  """{truth, head and point: means}, whose gain is None if no seed chose noise, and whose covariance
+  is None if there is none to compare.
   """
   groups = {}
   for row in rows:
@@ -294,29 +296,29 @@ def over_seeds(rows):
       'stderr': np.sqrt(np.mean([row['gain_stderr'] ** 2 for row in found]) / len(found)),
       'possible': possible,
       'share': gain / possible,
-      'covariance': np.mean(correlations) if key[5] and correlations else None,
+      'covariance': np.mean(correlations) if found[0]['noise'] and correlations else None,
       'seeds': len(found),
     }
   return means
 
 
 def predicted_share(row):
-  """The share of the possible gain that HET or HET-XL has after the price of its noise.
+  """The share of the possible gain that a head has after the price of its noise.
 
   DET has paid its own price for W. What else it lacks to the truth is what the noise is worth.
   """
   k, d, num_rows = row['k'], row['d'], row['k'] * row['n']
-  noise_dim = k if row['head'] == 'het' else d  # Q
+  noise = (('num_factors', row['r']),)
+  noise_dim = Model(row['head'], k, row['link'], noise=noise).make_head().unpadded_noise_dim(d)  # Q
   possible = row['nll_det'] - row['nll_true']
   worth = possible - price(k * (d + 1), num_rows)
   return (worth - price(noise_dim * (2 * (d + 1) + row['r']), num_rows)) / possible
 
 
 def with_prediction(rows):
-  """`over_seeds` of labels with noise, and the prediction; without HET-H, whose buckets cannot
-  express the truth.
-  """
-  rows = [row for row in rows if row['head'] in ('het', 'het_xl') and row['noise']]
+  """`over_seeds` of labels with noise, and the prediction, of heads that can express the truth."""
+  able = {('het_xl', 'het'), *((head, head) for head in CLASSIFIERS)}
+  rows = [row for row in rows if (row['truth'], row['head']) in able and row['noise']]
   means = over_seeds(rows)
   for key, x in means.items():
     names = dict(zip(KEY, key, strict=True))
@@ -329,12 +331,26 @@ def print_rows(rows):
   means = with_prediction(rows)
   columns = 'predicted gain stderr share covariance seeds'.split()
   table = [[*key, *(x[column] for column in columns)] for key, x in means.items()]
-  print_table([*KEY, *columns], sorted(table, key=lambda x: x[7]))
-  for head in ('het', 'het_xl'):
-    found = [x for key, x in means.items() if key[0] == head]
+  print_table([*KEY, *columns], sorted(table, key=lambda x: x[len(KEY)]))
+  for head in sorted({key[1] for key in means}):
+    found = [x for key, x in means.items() if key[1] == head]
     gaps = [x['share'] - max(x['predicted'], 0.0) for x in found]
     error = np.sqrt(np.mean(np.square(gaps)))
     print(f'{head}: share minus prediction, at least 0: {error:.2f} rms over {len(gaps)} points')
+
+
+def compare_truths(rows):
+  """Prints each head's share of the possible gain where labels of several heads were measured."""
+  means = over_seeds([row for row in rows if row['noise']])
+  heads = [head for head in CLASSIFIERS if head != 'det']
+  points = sorted({key[2:] for key in means})
+  table = []
+  for point, truth in itertools.product(points, heads):
+    if all((x, x, *point) in means for x in heads):
+      found = [means[truth, head, *point] for head in heads]
+      shares = [f'{x["share"]:.2f} ± {x["stderr"] / x["possible"]:.2f}' for x in found]
+      table.append([*point, truth, found[0]['possible'], *shares])
+  print_table([*KEY[2:], 'truth', 'possible', *heads], table)
 
 
 def compare_rules(rows):
@@ -356,7 +372,10 @@ def draw_map(rows, path):
   rows = [
     row
     for row in rows
-    if row['noise'] and row['r'] == MAP_FACTORS and row['head'] in set(CLASSIFIERS) - {'det'}
+    if row['truth'] == 'het_xl'
+    and row['noise']
+    and row['r'] == MAP_FACTORS
+    and row['head'] in set(CLASSIFIERS) - {'det'}
   ]
   means = over_seeds(rows)
   links, heads, noises, ns, sizes = (
@@ -376,7 +395,7 @@ def draw_map(rows, path):
     ax, cells = panels[i, j], np.full((len(sizes), len(columns)), np.nan)
     for at in np.ndindex(cells.shape):
       (d, k), (n, noise) = sizes[at[0]], columns[at[1]]
-      if found := means.get((*head, *link, k, d, MAP_FACTORS, noise, n)):
+      if found := means.get(('het_xl', *head, *link, k, d, MAP_FACTORS, noise, n)):
         gain, cells[at] = found['gain'], found['share']
         weight = 'bold' if gain is not None and abs(gain) > 2 * found['stderr'] else 'normal'
         text = '–' if gain is None else f'{100 * cells[at]:.0f}'.replace('-0', '0')
@@ -414,9 +433,9 @@ def draw_prediction(rows, path):
   ax = figure.subplots()
   ax.plot([-1, 0, 1], [0, 0, 1], color='#999999', linewidth=1)
   means = with_prediction(rows)
-  panels = itertools.product(('het', 'het_xl'), ('sigmoid', 'softmax'))
+  panels = itertools.product(('het', 'het_xl', 'het_h'), ('sigmoid', 'softmax'))
   for (head, link), (color, _) in zip(panels, style.STYLES, strict=False):
-    found = [x for key, x in means.items() if key[:2] == (head, link)]
+    found = [x for key, x in means.items() if key[1:3] == (head, link)]
     ax.errorbar(
       [max(x['predicted'], -1) for x in found],
       [x['share'] for x in found],
@@ -436,7 +455,7 @@ def draw_prediction(rows, path):
 
 def main():
   parser = make_parser(__doc__)
-  parser.add_argument('--truth', default='het_xl', choices=['het', 'het_xl'])
+  parser.add_argument('--truth', default='het_xl', choices=['het', 'het_h', 'het_xl'])
   parser.add_argument('--heads', type=names(CLASSIFIERS), default='het,het_h,het_xl'.split(','))
   parser.add_argument('--seed', type=integers, default=[0], help='one or several')
   parser.add_argument('--full', action='store_true', help='the whole grid')
@@ -453,6 +472,7 @@ def main():
     draw_map(rows, args.plot)
     draw_prediction(rows, args.plot.with_stem(args.plot.stem + '_price'))
     print_rows(rows)
+    compare_truths(rows)
     compare_rules(rows)
     return
   problems = full_grid() if args.full else SMALL
@@ -478,6 +498,7 @@ def main():
       flush=True,
     )
   print_rows(rows)
+  compare_truths(rows)
   compare_rules(rows)
 
 

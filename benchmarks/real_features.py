@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 from command_line import integers, make_parser, names, print_table, write_json
-from known_truth import NOISE_CS, fit_best
+from known_truth import fit_best
 from PIL import Image
 from scipy import special
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
@@ -54,9 +54,10 @@ FILES = {'omniglot': 'omniglot28.npz', **dict.fromkeys(PEOPLE, 'cifar10_human.np
 HEADS = ('det', 'det_tau', 'het', 'het_h', 'het_xl')
 CHARACTERS = 200  # of Omniglot
 CS = {  # of DET
-  **dict.fromkeys(('glyphs', 'glyphs_full', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0)),
+  **dict.fromkeys(('glyphs', 'glyphs_full', 'omniglot'), (0.001, 0.01, 0.03, 0.1, 1.0, 10.0)),
   **dict.fromkeys(PEOPLE, (0.1, 1.0, 10.0, 100.0)),
 }
+NOISE_CS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # ascending
 NUM_FACTORS = 4
 MAX_ITER = 600
 
@@ -71,9 +72,11 @@ def glyphs(args, class_set='core'):
   source = NoisyGlyphSource(class_set)
   num_classes = source.info.num_classes
   chosen = most_confused(source, num_classes, args.classes)
-  ids = np.arange(args.rows_per_class * num_classes)
-  classes, _ = source.label_distribution('train', ids)
-  ids = ids[np.isin(classes[:, 0], chosen)]
+  ids = []
+  for block in np.array_split(np.arange(args.rows_per_class * num_classes), args.rows_per_class):
+    classes, _ = source.label_distribution('train', block)
+    ids.append(block[np.isin(classes[:, 0], chosen)])
+  ids = np.concatenate(ids)
   image, label = source.read('train', ids, 28, 0)
   classes, p = source.label_distribution('train', ids)
   if class_set == 'full':
@@ -98,6 +101,7 @@ def glyph_backbone(args, dataset='glyphs_noisy'):
   # Seed 0 has the rows of the heads.
   steps = args.steps or 1000
   bindings = {'TRAIN_STEPS': steps, 'WARMUP_STEPS': min(100, steps - 1)}
+  bindings |= {'vit.width': args.dim, 'vit.mlp_dim': 2 * args.dim}
   return files, bindings | {'RANDOM_SEED': 1, 'ACTIONS': None}
 
 
@@ -206,7 +210,8 @@ def fit(name, number, fitted, args, features, labels, groups):
   train, held_out = (fitted[x] for x in next(parts))
   seen = np.unique(labels[train])
   held_out = held_out[np.isin(labels[held_out], seen).all(axis=1)]
-  y, common = labels, {'hidden_layers': tuple(args.hidden), 'max_iter': MAX_ITER}
+  y, common = labels, {'hidden_layers': tuple(args.hidden), 'solver': args.solver}
+  common['max_iter'] = MAX_ITER
   if labels.shape[1] > 1:
     common |= {'target': 'votes'}
   else:
@@ -232,7 +237,8 @@ def fit(name, number, fitted, args, features, labels, groups):
       )
       chosen = {'C': found.C, 'C_noise': getattr(found, 'C_noise', None)}
       chosen['held_out_nll'] = [float(x) for x in nll.mean(axis=1)]  # of the grid
-      chosen |= {'gradient': found.gradient_, 'cpu_seconds': time.process_time() - start}
+      chosen['gradient'] = found.gradient_ if args.solver == 'lbfgs' else None
+      chosen |= {'cpu_seconds': time.process_time() - start}
       path.with_suffix('.json').write_text(json.dumps(chosen))
       save(found, str(path))
     found = load(str(path))
@@ -324,6 +330,8 @@ def main():
   parser.add_argument('--classes', type=int, default=10, help='of glyphs')
   parser.add_argument('--rows_per_class', type=int, default=1000, help='of glyphs')
   parser.add_argument('--max_rows', type=int, default=8000, help='of a split, for the heads')
+  parser.add_argument('--dim', type=int, default=192, help='D of glyphs and omniglot')
+  parser.add_argument('--solver', choices=['lbfgs', 'adam'], default='lbfgs')
   parser.add_argument('--folds', type=int, default=4)
   parser.add_argument('--fits', type=int, help='of a head: the first folds; all by default')
   parser.add_argument('--samples', type=int, default=16, help='S')
@@ -339,8 +347,8 @@ def main():
   args.work_dir = args.work_dir.absolute()
   args.work_dir.mkdir(parents=True, exist_ok=True)
   of_work_dir = args.work_dir / 'settings.json'
-  names_of_settings = 'steps classes rows_per_class max_rows folds samples link hidden'.split()
-  settings = {x: getattr(args, x) for x in names_of_settings}
+  names_of_settings = 'steps classes rows_per_class max_rows dim solver folds samples link hidden'
+  settings = {x: getattr(args, x) for x in names_of_settings.split()}
   if of_work_dir.exists() and json.loads(of_work_dir.read_text()) != settings:
     parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')
   of_work_dir.write_text(json.dumps(settings))
