@@ -40,6 +40,7 @@ def define_flags() -> None:
   flags.DEFINE_list('C_noise', [], 'The same for the noise; --C by default.')
   flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
   flags.DEFINE_list('tau', ['1'], 'Temperatures: numbers, learned or validation.')
+  flags.DEFINE_list('hidden_layers', [], 'Widths of layers below the heads; none by default.')
   flags.DEFINE_integer('folds', 5, 'Folds of the training rows, without --test.', lower_bound=2)
   flags.DEFINE_float('validation', 0.1, 'Share of the training rows that chooses from a grid.')
   flags.DEFINE_integer('num_samples', 64, 'S, points of a softmax with noise.', lower_bound=1)
@@ -57,6 +58,7 @@ def settings() -> probe.Settings:
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
     c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise] or [None],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
+    hidden_layers=F.hidden_layers and flag_values.integers('hidden_layers', F.hidden_layers, 1),
     mesh=flag_values.integers('mesh', F.mesh, 1, (2,)) if F.mesh else None,
     tau=[flag_values.positive_or_word('tau', value, ('learned', 'validation')) for value in F.tau],
     **{name: F[name].value for name in same},

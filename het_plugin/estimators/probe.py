@@ -39,6 +39,7 @@ class Settings:
     heads: names in `CLASSIFIERS`.
     c, c_noise, num_factors, tau: the grid, from which `choose` takes a point by the NLL of held-out
       rows. If there are several values of c_noise, 0 (no noise) is one of them.
+    hidden_layers: widths of GELU layers below every head.
     baseline: the head that others are compared with.
     folds: number of folds of the training rows, used if there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
@@ -55,6 +56,7 @@ class Settings:
   c_noise: Sequence[float | None] = (None,)
   num_factors: Sequence[int] = (8,)
   tau: Sequence[float | str] = (1.0,)
+  hidden_layers: Sequence[int] = ()
   baseline: str | None = None
   folds: int = 5
   validation: float = 0.1
@@ -302,7 +304,7 @@ def _fit_best(head, x, y, fitted, settings, starts) -> tuple[HeadClassifier, dic
   of fits that did not converge.
   """
   grid = settings.grid(head)
-  names = ('tol', 'max_iter', 'target', 'solver', 'mesh', 'progress')
+  names = ('hidden_layers', 'tol', 'max_iter', 'target', 'solver', 'mesh', 'progress')
   common = {name: getattr(settings, name) for name in names} | {'random_state': settings.seed}
 
   def fit(point, rows):

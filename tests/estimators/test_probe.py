@@ -53,7 +53,12 @@ def test_the_main(files, tmp_path, run_main):
   (row,) = json.loads((tmp_path / 'x.json').read_text())
   (expected,) = probe.probe(*files, settings()).json
   assert row['nll'] == expected['nll']
+  run_main(probe_main, *arguments, '--hidden_layers=8', f'--json={tmp_path}/x.json')
+  (row,) = json.loads((tmp_path / 'x.json').read_text())
+  (expected,) = probe.probe(*files, settings(hidden_layers=(8,))).json
+  assert row['nll'] == expected['nll'] != probe.probe(*files, settings()).json[0]['nll']
   for flag, message in (
+    ('--hidden_layers=x', '--hidden_layers=x must be'),
     ('--C=0', '--C=0 must be a number > 0'),
     ('--mesh=2', '--mesh=2 must be 2 whole numbers of at least 1'),
     ('--tau=cold', '--tau=cold must be a number > 0, or learned, validation'),
