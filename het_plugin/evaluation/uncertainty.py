@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from scipy import special, stats
+from scipy import stats
 from sklearn import metrics
 
 from het_plugin.evaluation.predictions import Predictions, check
@@ -265,9 +265,9 @@ def blocks(predictions: Predictions) -> Iterator[Predictions]:
 
 def _uncertainty(block: Predictions) -> Uncertainty:
   log_p = block.log_prob.astype(np.float64)
-  entropy = special.entr(np.exp(log_p))
+  entropy = _plogp(log_p)
   if block.link == 'sigmoid':
-    entropy += special.entr(-np.expm1(log_p))
+    entropy += _plogp(log1mexp(log_p))
   entropy = entropy.sum(axis=1)
   information = None
   if block.expected_entropy is not None:
@@ -332,6 +332,12 @@ def log1mexp(log_p: np.ndarray) -> np.ndarray:
   """log(1 - p) of log p <= 0, accurate near both ends (Maechler 2012); -inf for p = 1."""
   with np.errstate(divide='ignore'):  # np.where computes both branches everywhere
     return np.where(log_p > -np.log(2), np.log(-np.expm1(log_p)), np.log1p(-np.exp(log_p)))
+
+
+def _plogp(log_p: np.ndarray) -> np.ndarray:
+  """-p log p; 0 for p = 0. `scipy.special.entr` takes p, which rounds to 1 where log p is small."""
+  p = np.exp(log_p)
+  return -p * np.where(p > 0, log_p, 0.0)
 
 
 def _labelled(positive, negative):

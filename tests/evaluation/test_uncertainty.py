@@ -147,6 +147,9 @@ def test_several_labels():
   assert found['ranking_ap'] == pytest.approx(metrics.label_ranking_average_precision_score(on, p))
   assert found['brier'] == pytest.approx(((p - on) ** 2).sum(axis=1).mean())
   assert found['entropy'] == pytest.approx(stats.entropy(np.stack([p, 1 - p])).sum(axis=1).mean())
+  rare = Predictions(np.full((1, 1), -70.0), np.full((1, 1), -1), np.arange(1), 'sigmoid')
+  entropy = uncertainty.score_examples(rare, (1,)).uncertainty.entropy
+  assert entropy == pytest.approx([71 * math.exp(-70)], rel=1e-6, abs=0)  # of both outcomes
 
 
 def test_sigmoid_extremes_and_the_likelihood_of_the_model():
