@@ -155,10 +155,10 @@ class StepMetrics:
     self._seconds_at_peak = None if peak is None else flops_per_step / (peak * mesh.size)
     self._on_step = on_step
     self._in_flight = InFlight(mesh)
-    self._start_period()
+    self._start_period(time.monotonic())
 
-  def _start_period(self) -> None:
-    self._start = time.monotonic()
+  def _start_period(self, start: float) -> None:
+    self._start = start
     self._merged: Metrics | None = None  # of the finite steps
     self._left_out: Metrics | None = None  # of the last step that was not finite
     self._steps = 0
@@ -179,9 +179,10 @@ class StepMetrics:
 
   def close(self, step: int) -> list[Summary]:
     """Closes the period at `step` without the steps in flight."""
+    end = time.monotonic()  # what follows is time of the next period
     if (summary := self.so_far()) is None:
       return []
-    self._start_period()
+    self._start_period(end)
     return [dataclasses.replace(summary, step=step)]
 
   def so_far(self) -> Summary | None:
