@@ -210,8 +210,8 @@ def fit(name, number, fitted, args, features, labels, groups):
   train, held_out = (fitted[x] for x in next(parts))
   seen = np.unique(labels[train])
   held_out = held_out[np.isin(labels[held_out], seen).all(axis=1)]
-  y, common = labels, {'hidden_layers': tuple(args.hidden), 'solver': args.solver}
-  common['max_iter'] = MAX_ITER
+  y = labels
+  common = {'hidden_layers': tuple(args.hidden), 'solver': args.solver, 'max_iter': MAX_ITER}
   if labels.shape[1] > 1:
     common |= {'target': 'votes'}
   else:

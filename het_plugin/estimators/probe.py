@@ -268,11 +268,12 @@ def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
 def _ends_of_the_grid(outcome, settings):
   """A note for each setting of which a fold chose the largest or smallest value."""
   for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
-    values = sorted(x for x in values if x)
-    chosen = {point.get(name) for point in outcome.chosen}
-    for end, beyond in ((values[:1], 'smaller'), (values[-1:], 'larger')):
-      if len(values) > 1 and chosen & set(end):
-        where = f'{name}={end[0]:g} was chosen at the end of --{name}'
+    values, chosen = sorted(x for x in values if x), [point.get(name) for point in outcome.chosen]
+    if len(values) < 2:
+      continue
+    for end, beyond in ((values[0], 'smaller'), (values[-1], 'larger')):
+      if end in chosen:
+        where = f'{name}={end:g} was chosen at the end of --{name}'
         yield f'{outcome.head}: {where}: try {beyond} ones.'
 
 
