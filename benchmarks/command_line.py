@@ -45,6 +45,10 @@ def integers(text):
   return [int(x) for x in text.split(',')]
 
 
+def numbers(text):
+  return [float(x) for x in text.split(',')]
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
   """Prints aligned columns, numbers with four significant digits."""
   cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]

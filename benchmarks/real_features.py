@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from command_line import integers, make_parser, names, print_table, write_json
+from command_line import integers, make_parser, names, numbers, print_table, write_json
 from known_truth import fit_best
 from PIL import Image
 from scipy import special
@@ -60,12 +60,13 @@ CS = {  # of DET
 NOISE_CS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # ascending
 NUM_FACTORS = 4
 MAX_ITER = 600
+BLOCK = 4096  # rows that are tested at once
 
 
 # A part is the NPZ file of its images, of which the heads see the split 'heads'; gin files and
 # bindings of its backbone; what the heads are fitted to, int [N, L], several labels being votes;
-# groups [N], whose rows are in one fold; and tests by name: a split, and the shares of the classes
-# [N, K] among the labels of its rows.
+# groups [N], whose rows are in one fold; and tests by name: a split, and a function from the
+# numbers of its rows to the shares of the classes among their labels, [n, K].
 
 
 def glyphs(args, class_set='core'):
@@ -86,12 +87,16 @@ def glyphs(args, class_set='core'):
   split = np.full(len(label), 'heads')
   path = args.work_dir / f'glyphs_{class_set}' / 'images.npz'
   write_images(path, image=(image[keep] + 1) / 2, label=label, split=split)
-  tests = {'other images': ('heads', np.eye(len(chosen))[label])}
+  tests = {'other images': ('heads', shares_of(label[:, None], len(chosen)))}
   if class_set == 'core':
-    true = np.zeros((len(label), num_classes))
-    np.add.at(true, (np.arange(len(true))[:, None], classes[keep]), p[keep])
-    true = true[:, chosen] / true[:, chosen].sum(axis=1, keepdims=True)
-    tests['known'] = ('heads', true)
+    classes, p = classes[keep], p[keep]
+
+    def known(rows):
+      shares = np.zeros((len(rows), num_classes))
+      np.add.at(shares, (np.arange(len(rows))[:, None], classes[rows]), p[rows])
+      return shares[:, chosen] / shares[:, chosen].sum(axis=1, keepdims=True)
+
+    tests['known'] = ('heads', known)
   dataset = 'glyphs_noisy' if class_set == 'core' else 'glyphs_full'
   return path, *glyph_backbone(args, dataset), label[:, None], np.arange(len(label)), tests
 
@@ -111,8 +116,13 @@ def omniglot(args):
   label = data['label'][chosen].astype(np.int32)
   path = args.work_dir / 'glyphs_core' / 'omniglot.npz'
   write_images(path, image=data['image'][chosen], label=label, split=np.full(len(label), 'heads'))
-  tests = {'other drawers': ('heads', np.eye(CHARACTERS)[label])}
+  tests = {'other drawers': ('heads', shares_of(label[:, None], CHARACTERS))}
   return path, *glyph_backbone(args), label[:, None], data['drawer'][chosen], tests
+
+
+def shares_of(labels, num_classes):
+  """The shares of the classes among labels [N, L], of rows by number."""
+  return lambda rows: np.eye(num_classes)[labels[rows]].mean(axis=1)
 
 
 def most_confused(source, num_classes, num_chosen):
@@ -156,11 +166,11 @@ def people(labels, args):
     'EVAL_SPLIT': 'test',
   }
   labels = data[labels].reshape(50_000, -1)[30_000:].astype(np.int32)
-  counts = data['human_counts'].astype(float)
+  counts = data['human_counts'] / data['human_counts'].sum(axis=1, keepdims=True)
   tests = {
-    'other images': ('heads', np.eye(10)[labels].mean(axis=1)),
-    'published': ('test', np.eye(10)[data['label'][50_000:]]),
-    '51 people': ('test', counts / counts.sum(axis=1, keepdims=True)),
+    'other images': ('heads', shares_of(labels, 10)),
+    'published': ('test', shares_of(data['label'][50_000:, None], 10)),
+    '51 people': ('test', lambda rows: counts[rows]),
   }
   return path, files, bindings, labels, np.arange(len(labels)), tests
 
@@ -199,11 +209,8 @@ def represent(images, gin_files, bindings, splits, max_rows):
 
 
 def fit(name, number, fitted, args, features, labels, groups):
-  """The classes [k] that the rows of a fold's fits have, and {head: result}: settings, and log p
-  [N, k] of all rows of the splits.
-
-  Heads can say nothing about other classes.
-  """
+  """Of the heads of a fold, one by one: its name, the estimator, the classes [k] that it has seen,
+  and its settings."""
   folder = args.work_dir / name / 'fits'
   folder.mkdir(parents=True, exist_ok=True)
   parts = GroupShuffleSplit(1, test_size=0.2, random_state=0).split(fitted, groups=groups[fitted])
@@ -216,19 +223,19 @@ def fit(name, number, fitted, args, features, labels, groups):
     common |= {'target': 'votes'}
   else:
     y = (labels == seen).astype(np.int8) if args.link == 'sigmoid' else labels[:, 0]
-  train, held_out = ((features['heads'][x], y[x]) for x in (train, held_out))
-  results, det = {}, None
+  train, held_out = ((features[x], y[x]) for x in (train, held_out))
+  det = None
   for head in args.heads:
     path = folder / f'fold{number}_{head}.safetensors'
     if not path.exists():
       start = time.process_time()
       if head == 'det':
-        grid = [{'C': c} for c in CS[name]]
+        grid = [{'C': c} for c in args.C or CS[name]]
       elif head == 'det_tau':
         grid = [{'C': det.C, 'tau': 'learned'}]
       else:
         noise = {'num_factors': NUM_FACTORS, 'num_samples': args.samples}
-        grid = [{'C': det.C, 'C_noise': c_noise, **noise} for c_noise in NOISE_CS]
+        grid = [{'C': det.C, 'C_noise': c_noise, **noise} for c_noise in args.C_noise or NOISE_CS]
       found, _, nll = fit_best(
         head.removesuffix('_tau'),
         [point | common for point in grid],
@@ -243,10 +250,9 @@ def fit(name, number, fitted, args, features, labels, groups):
       save(found, str(path))
     found = load(str(path))
     det = found if head == 'det' else det  # which comes first
-    results[head] = {split: found.predict_log_proba(rows) for split, rows in features.items()}
-    chosen = results[head]['chosen'] = json.loads(path.with_suffix('.json').read_text())
+    chosen = json.loads(path.with_suffix('.json').read_text())
     print(f'{name}, fold {number + 1} of {args.folds}, {head}: {chosen}', flush=True)
-  return seen, results
+    yield head, found, seen, chosen
 
 
 def measure(name, args, settings):
@@ -256,42 +262,55 @@ def measure(name, args, settings):
   splits = sorted({split for split, _ in tests.values()})
   rows = represent(*backbone, splits, args.max_rows)
   labels, groups = (x[rows['heads'].index] for x in (labels, groups))
-  features = {split: rows[split].features for split in splits}
   folds = GroupKFold(args.folds, shuffle=True, random_state=0).split(labels, groups=groups)
   folds = list(folds)[: args.fits]
-  fits = [fit(name, n, fold[0], args, features, labels, groups) for n, fold in enumerate(folds)]
+  # NLL, that of the truth, and accuracy: [3, folds, N], NaN where it was not tested. A row of the
+  # heads' split is tested by the fold that has not seen it.
+  values = {
+    (test, head): np.full((3, len(folds), len(rows[split].index)), np.nan)
+    for test, (split, _) in tests.items()
+    for head in args.heads
+  }
+  settings_of = {head: [] for head in args.heads}
+  for n, (fitted, others) in enumerate(folds):
+    fits = fit(name, n, fitted, args, rows['heads'].features, labels, groups)
+    for head, found, seen, chosen in fits:
+      settings_of[head].append(chosen)
+      for test, (split, shares) in tests.items():
+        x, index = rows[split].features, rows[split].index
+        which = others if split == 'heads' else np.arange(len(x))
+        for block in np.array_split(which, 1 + len(which) // BLOCK):
+          log_p = found.predict_log_proba(x[block]).astype(float)
+          of_seen = shares(index[block])[:, seen]
+          values[test, head][:, n, block] = score(log_p, of_seen, args.link)
   results = []
-  for test, (split, shares) in tests.items():
-    shares = shares[rows[split].index]
-    # [folds, N]; a row of the heads' split is tested by the fold that has not seen it.
-    nll = {head: np.full((len(folds), len(shares)), np.nan) for head in (*args.heads, 'truth')}
-    right = {head: nll[head].copy() for head in args.heads}
-    for n, ((_, held_out), (seen, of_heads)) in enumerate(zip(folds, fits, strict=True)):
-      which = held_out if split == 'heads' else np.arange(len(shares))
-      t = shares[which][:, seen]
-      total = t.sum(axis=1)
-      which, t = which[total > 0], t[total > 0] / total[total > 0, None]
-      nll['truth'][n, which] = entropy(t, args.link)
-      for head in args.heads:
-        log_p = of_heads[head][split][which].astype(float)
-        nll[head][n, which] = cross_entropy(t, log_p, args.link)
-        right[head][n, which] = t[np.arange(len(t)), log_p.argmax(axis=1)]
-    tested = ~np.isnan(nll['truth']).all(axis=0)
-    nll = {head: values[:, tested] for head, values in nll.items()}
-    lowest = float(np.nanmean(nll['truth'], axis=0).mean())
-    for head in args.heads:
-      row = {'part': name, 'test': test, 'head': head, 'settings': settings}
-      row['examples'] = int(tested.sum())
-      row |= mean_and_errors(nll[head], 'nll')
-      row['precision_at_1'] = float(np.nanmean(right[head]))
-      row['kl'] = row['nll'] - lowest
-      for other in args.heads[:2]:
-        gap = nll[head] - nll[other]
-        row |= mean_and_errors(gap, f'to_{other}')
-        row[f'to_{other}_extreme'] = extreme_share(np.nanmean(gap, axis=0))
-      row['chosen'] = [of_heads[head]['chosen'] for _, of_heads in fits]
-      results.append(row)
+  for test, head in values:
+    nll, truth, right = values[test, head]
+    tested = ~np.isnan(nll).all(axis=0)
+    nll = nll[:, tested]
+    row = {'part': name, 'test': test, 'head': head, 'settings': settings}
+    row['examples'] = int(tested.sum())
+    row |= mean_and_errors(nll, 'nll')
+    row['precision_at_1'] = float(np.nanmean(right))
+    row['kl'] = row['nll'] - float(np.nanmean(truth[:, tested], axis=0).mean())
+    for other in args.heads[:2]:
+      gap = nll - values[test, other][0][:, tested]
+      row |= mean_and_errors(gap, f'to_{other}')
+      row[f'to_{other}_extreme'] = extreme_share(np.nanmean(gap, axis=0))
+    row['chosen'] = settings_of[head]
+    results.append(row)
   return results
+
+
+def score(log_p, shares, link):
+  """NLL of log p [N, k], NLL of the shares of the k classes, and accuracy: [3, N].
+
+  NaN where the labels have none of these classes, of which heads can say nothing.
+  """
+  with np.errstate(invalid='ignore'):
+    shares = shares / shares.sum(axis=1, keepdims=True)
+  right = shares[np.arange(len(shares)), log_p.argmax(axis=1)]
+  return np.stack([cross_entropy(shares, log_p, link), entropy(shares, link), right])
 
 
 def entropy(shares, link):
@@ -304,9 +323,9 @@ def entropy(shares, link):
 
 def cross_entropy(shares, log_p, link):
   """Of shares of the classes and log p, both [N, K]; as `entropy`, [N]."""
-  of_classes = -np.where(shares > 0, shares * log_p, 0.0)
+  of_classes = -np.where(shares == 0, 0.0, shares * log_p)
   if link == 'sigmoid':
-    of_classes -= np.where(shares < 1, (1 - shares) * np.log(-np.expm1(log_p)), 0.0)
+    of_classes -= np.where(shares == 1, 0.0, (1 - shares) * np.log(-np.expm1(log_p)))
   return of_classes.sum(axis=1)
 
 
@@ -326,6 +345,8 @@ def main():
   parser.add_argument('--data', type=Path, help='folder of the files')
   parser.add_argument('--work_dir', type=Path, default=Path('runs/real_features'))
   parser.add_argument('--heads', type=names(HEADS), default=HEADS)
+  parser.add_argument('--C', type=numbers, help='the values for DET, ascending')
+  parser.add_argument('--C_noise', type=numbers, help='the values for the noise, ascending')
   parser.add_argument('--steps', type=int, help='of the backbones')
   parser.add_argument('--classes', type=int, default=10, help='of glyphs')
   parser.add_argument('--rows_per_class', type=int, default=1000, help='of glyphs')
@@ -347,8 +368,8 @@ def main():
   args.work_dir = args.work_dir.absolute()
   args.work_dir.mkdir(parents=True, exist_ok=True)
   of_work_dir = args.work_dir / 'settings.json'
-  names_of_settings = 'steps classes rows_per_class max_rows dim solver folds samples link hidden'
-  settings = {x: getattr(args, x) for x in names_of_settings.split()}
+  elsewhere = 'json', 'parts', 'data', 'work_dir', 'heads', 'fits'
+  settings = {x: value for x, value in vars(args).items() if x not in elsewhere}
   if of_work_dir.exists() and json.loads(of_work_dir.read_text()) != settings:
     parser.error(f'--work_dir={args.work_dir} is of {of_work_dir.read_text()}: give another')
   of_work_dir.write_text(json.dumps(settings))
