@@ -20,6 +20,7 @@ from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values, trained_run
 from het_plugin.evaluation import evaluate, uncertainty_report
+from het_plugin.training import class_names
 
 _AS_GIVEN = (
   *('checkpoint', 'predictions', 'dataset', 'ood_dataset', 'ood_split', 'max_examples'),
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
       trained_on = config['train_dataset_cfg'].mixture_or_task_name
       task = F.dataset or trained_on
       split = F.split or getattr(config.get('train_eval_dataset_cfg'), 'split', 'validation')
-      evaluate.check_model(config['model'], task, trained_on)
+      evaluate.check_model(config['model'], task, class_names.read(checkpoint))
       evaluated.append({'dataset': task, 'split': split})
       if evaluated[0] != evaluated[-1]:
         raise ValueError(

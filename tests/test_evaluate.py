@@ -108,20 +108,6 @@ def test_settings_that_are_wrong(run_main):
     assert message in run_main(evaluate, *arguments, code=2)
 
 
-def test_data_whose_classes_have_other_names(tmp_path, caplog):
-  def task(*names):
-    path = tmp_path / f'{"_".join(names)}.npz'
-    np.savez(path, image=np.zeros((2, 4, 4), np.uint8), label=[0, 1], class_name=names)
-    return f'npz:{path}'
-
-  evaluate_lib.check_names(task('ant', 'bee'), task('ant', 'bee'))
-  assert not caplog.text
-  evaluate_lib.check_names(task('ant', 'cat'), task('ant', 'bee'))
-  assert "class 1 is 'cat' and was 'bee'" in caplog.text
-  with pytest.raises(ValueError, match="'bee' is class 0, and class 1 of npz"):
-    evaluate_lib.check_names(task('bee', 'ant'), task('ant', 'bee'))
-
-
 def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
   other = shutil.copytree(run_dir, tmp_path / 'other')

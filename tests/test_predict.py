@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -58,24 +57,17 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
 
 
 @pytest.mark.slow
-def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(
-  digits_run, tmp_path, caplog
-):
+def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(digits_run, tmp_path):
   rng = np.random.default_rng(0)
   for i in range(10):
     path = tmp_path / 'photos' / f'class {i}' / f'{i}.png'
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(rng.integers(0, 255, (80, 160), np.uint8)).convert('RGB').save(path)
-  shutil.copytree(tmp_path / 'photos', tmp_path / 'fewer')
-  shutil.rmtree(tmp_path / 'fewer/class 0')
   run, found = open_run(digits_run[0]), []
-  for task in (f'{tmp_path}/photos', '/nowhere/photos', f'{tmp_path}/fewer'):
+  for task in (f'{tmp_path}/photos', '/nowhere/photos'):
     run = dataclasses.replace(run, task=task)
-    found.append(predict_images(run, f'{tmp_path}/photos/class 3', batch_size=64)[0]['top'])
-  for best in zip(*found, strict=True):
-    assert best[0]['name'] == f'class {best[1]["name"]}' and best[1] == best[2]
-    assert best[0]['probability'] == best[1]['probability']
-  assert f'{tmp_path}/fewer has 9 classes, the model 10' in caplog.text
+    found.append(predict_images(run, f'{tmp_path}/photos/class 3', batch_size=64))
+  assert found[0] == found[1]
 
 
 def test_wrong_settings(digits_run, run_main, tmp_path):

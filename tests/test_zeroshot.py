@@ -27,7 +27,7 @@ def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',), publ
   seed = int(re.search(r'\d+', str(checkpoint))[0])
   model, partitioner, specs, params = opened(seed)
   return trained_run.TrainedRun(
-    checkpoint, 9, model, partitioner, params, specs, 8, 1, 1, 'a task', 'a config'
+    checkpoint, 9, model, partitioner, params, specs, 8, 1, 1, 'a task', None, 'a config'
   )
 
 

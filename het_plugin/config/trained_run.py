@@ -51,6 +51,8 @@ class TrainedRun:
     image_size: side of the square images in the configuration, in pixels.
     channels: channels of the images that the parameters are for.
     max_labels: labels per image in the configuration; 1 for captions.
+    task: the task that it was trained on.
+    class_names: names of its K classes; None if the run's directory has none.
     config: the configuration as gin text.
   """
 
@@ -64,6 +66,7 @@ class TrainedRun:
   channels: int
   max_labels: int
   task: str | None
+  class_names: tuple[str, ...] | None
   config: str
 
 
@@ -170,7 +173,13 @@ def open_run(
   settings = parse_run_config(
     checkpoint, gin_files, bindings, search_paths, published=published, arrays=arrays
   )
-  from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
+  from het_plugin.training import (
+    checkpoint_reader,
+    checkpoints,
+    class_names,
+    optimizers,
+    warm_start,
+  )
 
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
@@ -212,6 +221,7 @@ def open_run(
     channels=channels,
     max_labels=lengths.get('label', 1),
     task=task,
+    class_names=None if arrays is not None else class_names.read(checkpoint),
     config=config,
   )
 

@@ -16,6 +16,7 @@ from het_plugin.evaluation import agreement, class_covariance, predictions, unce
 from het_plugin.evaluation.extraction import match_channels, open_split
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
+from het_plugin.training import class_names
 
 _log = logging.getLogger(__name__)
 
@@ -48,38 +49,12 @@ class Settings:
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
 
 
-def check_model(model: Any, task: str, trained_on: str) -> None:
-  """Raises ValueError if a model does not fit a task; needs no parameters."""
+def check_model(model: Any, task: str, names: Sequence[str] | None) -> None:
+  """Raises ValueError if a model of classes of these names does not fit a task."""
+  info = data.classification_info(task)
   with _named('--dataset', task):
-    model.validate(data.classification_info(task))
-  check_names(task, trained_on)
-
-
-def check_names(task: str, trained_on: str) -> None:
-  """Compares the class names of a task with those that a model was trained on, where both are here.
-
-  Raises:
-    ValueError: a name has another number; names that only one of the two has are a warning.
-  """
-  try:
-    names = data.classification_info(trained_on).class_names
-  except ValueError:
-    return  # the training data are not here
-  given = data.classification_info(task).class_names
-  if not names or not given or names == given:
-    return
-  number = {name: k for k, name in enumerate(names)}
-  for k, name in enumerate(given):
-    if number.get(name, k) != k:
-      raise ValueError(
-        f'--dataset={task}: {name!r} is class {k}, and class {number[name]} of {trained_on}, which '
-        'the model was trained on; the classes must be the same, in the same order'
-      )
-  k = next(k for k, name in enumerate(given) if name != names[k])
-  _log.warning(
-    'The classes of %s have other names than those of %s, which the model was trained on: class %d '
-    'is %r and was %r. They are taken to be the same.', task, trained_on, k, given[k], names[k],
-  )  # fmt: skip
+    model.validate(info)
+  class_names.check(f'--dataset={task}', info.class_names, names)
 
 
 def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:

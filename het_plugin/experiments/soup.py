@@ -21,7 +21,7 @@ from het_plugin.evaluation import uncertainty
 from het_plugin.evaluation.candidates import candidate_names
 from het_plugin.evaluation.extraction import open_split
 from het_plugin.evaluation.predictions import Predictor, check_has_head
-from het_plugin.training import checkpoint_reader, checkpoints, optimizers, warm_start
+from het_plugin.training import checkpoint_reader, checkpoints, class_names, optimizers, warm_start
 from het_plugin.training.state import TrainState
 
 PyTree = Any
@@ -111,7 +111,7 @@ def soup(
 
   alone = [score_of(read(i)) for i in range(len(names))]
   accuracy = [scores['precision_at_1'] for scores in alone]
-  best = max(range(len(names)), key=accuracy.__getitem__)
+  best = max(range(len(names)), key=lambda i: (accuracy[i], -alone[i]['nll']))
   members = greedy_soup(accuracy, lambda some: score_of(average(*some))['precision_at_1'])
   soups = {GREEDY: members, UNIFORM: list(range(len(names)))}
   rows = []
@@ -119,7 +119,7 @@ def soup(
     params = average(*some)
     rows.append({'candidate': f'{name} soup', 'num_members': len(some), **score_of(params)})
     config = changes.config_file(epath.Path(run.checkpoint), run.step).read_text()
-    _write_run(folders[name], run.step, params, config, ema)
+    _write_run(folders[name], run, params, config, ema)
   titles = [f'best single: {names[best]}', *names]
   for title, scores in zip(titles, [alone[best], *alone], strict=True):
     rows.append({'candidate': title, 'num_members': 1, **scores})
@@ -143,16 +143,18 @@ def soup(
   )
 
 
-def _write_run(folder: epath.Path, step: int, params: PyTree, config: str, ema: bool) -> None:
+def _write_run(folder: epath.Path, run: Any, params: PyTree, config: str, ema: bool) -> None:
   """A run directory with one checkpoint, without the state of an optimizer."""
   if ema:
     config += '\n# These parameters are averages already.\nwith_ema.evaluate = False\n'
   checkpointer = checkpoints.Checkpointer(
     folder, checkpoints.SaveCheckpointConfig(period=1, save_dataset=False)
   )
-  state = TrainState(jnp.asarray(step, jnp.int32), params, (), None, core.FrozenDict())
-  checkpointer.save(step, state, {}, {'config': config, 'evaluated': True})
+  state = TrainState(jnp.asarray(run.step, jnp.int32), params, (), None, core.FrozenDict())
+  checkpointer.save(run.step, state, {}, {'config': config, 'evaluated': True})
   checkpointer.wait_until_finished()
   checkpointer.close()
   if jax.process_index() == 0:
     (folder / 'config.gin').write_text(config)
+    if run.class_names:
+      class_names.write(folder, run.class_names)

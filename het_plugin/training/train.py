@@ -16,6 +16,7 @@ from het_plugin.training import actions as actions_lib
 from het_plugin.training import (
   checkpoint_reader,
   checkpoints,
+  class_names,
   compilation_cache,
   evaluation,
   initial_state,
@@ -76,7 +77,8 @@ def train(
     checkpoint_cfg: what to save, and where the initial parameters come from.
     partitioner: places arrays and computation.
     trainer_cls: `Trainer`, or a partial of it that sets num_microbatches.
-    model_dir: takes checkpoints, metrics.jsonl and event files.
+    model_dir: takes checkpoints, metrics.jsonl, event files, and class_names.txt if the task that
+      `validate` is called with has names of classes.
     total_steps: the step to stop after, counted from the beginning of the run, not of this call.
     eval_steps: batches per train-eval (fewer if the data set ends).
     eval_period: steps between evaluations; one follows the last step in any case.
@@ -121,10 +123,12 @@ def train(
   }
   eval_cfgs = {mode: (cfg, steps) for mode, (cfg, steps) in eval_cfgs.items() if cfg is not None}
   dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
-  _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
+  infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
+  names = getattr(infos[0], 'class_names', None) if infos else None
   model_dir = epath.Path(model_dir)
-  if config is not None:
-    processes.in_the_first(lambda: _check_config(model_dir, config))
+  processes.in_the_first(
+    lambda: _check_run(model_dir, config, _task_name(train_dataset_cfg), names)
+  )
 
   with contextlib.ExitStack() as stack:
     run = observer_lib.ObservedRun(model_dir, total_steps, profile_steps, profiler_port)
@@ -182,7 +186,7 @@ def train(
 
     writer = metric_writers.RunWriter(model_dir, start.step, start.evaluated)
     stack.callback(writer.close)
-    _describe_run(model, start, config, model_dir, writer)
+    _describe_run(model, start, config, names, model_dir, writer)
     context = actions_lib.ActionContext(
       model=model,
       partitioner=partitioner,
@@ -242,19 +246,28 @@ def _check_datasets(
   partitioner: partitioning.PjitPartitioner,
   model: Any,
   task_info_fn: Callable[..., Any],
-) -> None:
+) -> list[Any]:
+  """Returns what the tasks say of themselves, which a model without `validate` is not asked."""
+  infos = []
   for cfg in cfgs:
     partitioner.check_batch_size(cfg.batch_size)
     if hasattr(model, 'validate'):
       # The number of token ids of captions depends on the vocabulary.
       vocabulary = getattr(cfg, 'vocabulary', None)
       arguments = () if vocabulary is None else (vocabulary,)
-      model.validate(task_info_fn(cfg.mixture_or_task_name, *arguments))
+      infos.append(task_info_fn(cfg.mixture_or_task_name, *arguments))
+      model.validate(infos[-1])
+  return infos
 
 
-def _check_config(model_dir: epath.Path, config: Any) -> None:
+def _check_run(
+  model_dir: epath.Path, config: Any | None, task: str, names: Sequence[str] | None
+) -> None:
+  """Compares a run with its newest checkpoint."""
   if (newest := checkpoint_reader.newest_record(model_dir)) is not None:
-    config.check(*newest)
+    if config is not None:
+      config.check(*newest)
+    class_names.check(f'mixture_or_task_name={task}', names, class_names.read(model_dir))
 
 
 def _task_name(cfg: Any) -> str:
@@ -266,16 +279,21 @@ def _describe_run(
   model: Any,
   start: checkpoints.RunState,
   config: Any | None,
+  names: Sequence[str] | None,
   model_dir: epath.Path,
   writer: metric_writers.RunWriter,
 ) -> None:
-  """Logs the parameters and writes the configuration."""
+  """Logs the parameters, and writes the configuration and the names of the classes."""
   params = start.train_state.params
   table = parameter_overview.get_parameter_overview(params, include_stats='sharding')
   _log.info('Parameters and their shardings:\n%s', table)
   if hasattr(model, 'count_params'):
     _log.info('Parameters without padding: %s.', model.count_params(params))
-  if config is not None and jax.process_index() == 0:
+  if jax.process_index() != 0:
+    return
+  if names:
+    class_names.write(model_dir, names)
+  if config is not None:
     # Indented text is code in Markdown.
     indented = ''.join(f'    {line}\n' for line in config.text.splitlines())
     writer.write_texts(start.step, {'gin_config': indented})

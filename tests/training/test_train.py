@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -28,6 +29,7 @@ from het_plugin.training import (
   actions,
   checkpoint_reader,
   checkpoints,
+  class_names,
   exit_codes,
   optimizers,
   partitioning,
@@ -296,6 +298,22 @@ def test_a_finished_run_does_nothing(tmp_path):
   assert lines(tmp_path) == before
   with pytest.raises(ValueError, match='total_steps=3 is below the step of the checkpoint, 4'):
     toy_run.run(tmp_path, total_steps=3)
+
+
+def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
+  def run(*names):
+    model = toy.ToyModel()
+    model.validate = lambda info: None
+    info = types.SimpleNamespace(class_names=names)
+    toy_run.run(tmp_path, model=model, total_steps=2, task_info_fn=lambda task: info)
+
+  run('ant', 'bee')
+  assert class_names.read(tmp_path) == class_names.read(tmp_path / 'checkpoint_2') == ('ant', 'bee')
+  with pytest.raises(ValueError, match="name=toy: 'bee' is class 0, and class 1 of the data that"):
+    run('bee', 'ant')
+  assert class_names.read(tmp_path) == ('ant', 'bee') and 'other names' not in caplog.text
+  run('ant', 'wasp')
+  assert "class 1 is 'wasp' and was 'bee'" in caplog.text
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):

@@ -1,0 +1,51 @@
+"""The names of the classes that a run trains on: class_names.txt in its directory, a line each.
+
+Predictions have names by this file, without the training data.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from etils import epath
+
+from het_plugin.training import checkpoint_reader, run_files
+
+_log = logging.getLogger(__name__)
+
+FILE = 'class_names.txt'
+
+
+def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
+  """The names of a run's directory, or of that of a checkpoint; None without the file."""
+  try:
+    text = (checkpoint_reader.find(checkpoint).parent / FILE).read_text()
+  except OSError:
+    return None
+  return tuple(text.splitlines())
+
+
+def write(model_dir: epath.PathLike, names: Sequence[str]) -> None:
+  run_files.write_text(epath.Path(model_dir) / FILE, ''.join(f'{name}\n' for name in names))
+
+
+def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None) -> None:
+  """Compares the class names of a task, which `setting` chose, with those that a model was trained
+  on, if both have names.
+
+  Raises:
+    ValueError: a name has another number; names that only one of the two has are a warning.
+  """
+  if not names or not given or tuple(names) == tuple(given):
+    return
+  number = {name: k for k, name in enumerate(names)}
+  for k, name in enumerate(given):
+    if number.get(name, k) != k:
+      raise ValueError(
+        f'{setting}: {name!r} is class {k}, and class {number[name]} of the data that the model '
+        'was trained on; the classes must be the same, in the same order'
+      )
+  k = next(k for k, name in enumerate(given) if name != names[k])
+  _log.warning(
+    '%s: the classes have other names than those that the model was trained on: class %d is %r '
+    'and was %r. They are taken to be the same.', setting, k, given[k], names[k],
+  )  # fmt: skip
