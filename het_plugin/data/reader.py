@@ -20,7 +20,7 @@ Batch = dict[str, np.ndarray]
 
 _SHUFFLE_STREAM, _PREPROCESS_STREAM, _MIX_STREAM = 1, 2, 3
 MAX_CORRUPT_FRACTION = 0.01  # the default, and the limit of tasks under seqio
-_NAMED_RECORDS = 5  # how many unreadable records an error names
+_NAMED_RECORDS = 5  # how many unreadable records are named, in warnings and in the error
 
 
 class CorruptRecords:
@@ -42,9 +42,11 @@ class CorruptRecords:
     for record, name in records.items():
       if record not in self._names:
         self._names[record] = name
-        logging.getLogger(__name__).warning(
-          'Unreadable %s %s: its row is masked (%d so far).', self.noun, name, len(self._names)
-        )
+        number = len(self._names)
+        if number <= _NAMED_RECORDS or str(number).strip('0') == '1':  # 10, 100, ...
+          logging.getLogger(__name__).warning(
+            'Unreadable %s %s: its row is masked (%d so far).', self.noun, name, number
+          )
     count = len(self._names)
     if records and count > self._max_fraction * self.num_records:
       first = ', '.join(self.names[:_NAMED_RECORDS])
