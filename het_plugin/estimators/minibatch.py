@@ -1,10 +1,10 @@
 """Adam over minibatches of rows that stay on disk, for data beyond the memory.
 
 The objective is that of `lbfgs`, whose penalty each batch has in proportion. Features are scaled by
-their standard deviations, so that one learning rate suits them. What is evaluated, on held-out rows,
-and returned is an average of the parameters over about 1 / (1 - DECAY) steps. The learning rate is
-divided by four, and the best parameters taken again, wherever the NLL has not improved in `PATIENCE`
-evaluations; the fit ends where that has happened `NUM_RATES` times.
+their standard deviations, so that one learning rate suits them. What is evaluated on held-out rows,
+and returned, is an average of the parameters over about 1 / (1 - DECAY) steps. Wherever its NLL has
+not improved in `PATIENCE` evaluations, the learning rate is divided by four and the best parameters
+are taken again; the fit ends where that has happened `NUM_RATES` times.
 """
 
 import copy

@@ -48,7 +48,11 @@ def fit(
   start = noisy_start(model, det_fit.params, sample(), seed)
   noisy = search(model, start)
   if not noisy.objective <= det_fit.objective + TOLERANCE:
-    noisy = search(model, without_noise(start, det_fit.params))
+    noisy = dataclasses.replace(
+      det_fit,
+      params=without_noise(start, det_fit.params),
+      num_iterations=noisy.num_iterations,
+    )
   return dataclasses.replace(noisy, num_iterations=det_fit.num_iterations + noisy.num_iterations)
 
 
