@@ -132,9 +132,9 @@ def most_confused(source, num_classes, num_chosen):
   np.add.at(taken, (classes[:, :1], classes), p)
   taken += taken.T
   np.fill_diagonal(taken, 0)
-  chosen = [source.info.class_names.index('LATIN CAPITAL LETTER A')]
+  chosen, pull = [source.info.class_names.index('LATIN CAPITAL LETTER A')], np.zeros(num_classes)
   while len(chosen) < num_chosen:
-    pull = taken[chosen].sum(axis=0)
+    pull += taken[chosen[-1]]
     pull[chosen] = -1.0
     chosen.append(int(pull.argmax()))
   return np.sort(chosen)
