@@ -175,9 +175,6 @@ def _map_on_features(model, params, matrix):
     if _on_features(model, path):
       beside = (*path[:-1], path[-1].removesuffix('kernel') + 'bias')
       kernel, bias = flat[path], flat[beside]
-      if matrix.ndim == 1:
-        flat[path] = matrix.reshape(-1, *[1] * (kernel.ndim - 1)) * kernel
-        continue
       both = jnp.concatenate([kernel.reshape(len(kernel), -1), bias.reshape(1, -1)])
       both = jnp.matmul(matrix, both, precision=jax.lax.Precision.HIGHEST)
       flat[path] = both[:-1].reshape(kernel.shape)
@@ -186,7 +183,7 @@ def _map_on_features(model, params, matrix):
 
 
 def unwhiten(model: Model, theta, whitening: jax.Array):
-  """Parameters from white coordinates; `whitening` may be a scale of each feature, [D]."""
+  """Parameters from white coordinates."""
   return _map_on_features(model, theta, whitening)
 
 
