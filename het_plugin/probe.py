@@ -37,7 +37,7 @@ def define_flags() -> None:
   flags.DEFINE_list('heads', ['det', 'het_xl'], f'Of {", ".join(probe.CLASSIFIERS)}.')
   flags.DEFINE_string('baseline', None, 'The head to compare with; the first by default.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
-  flags.DEFINE_list('C_noise', [], 'The same for the noise; --C by default.')
+  flags.DEFINE_list('C_noise', [], 'The same for the noise; 0.03 of C by default.')
   flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
   flags.DEFINE_list('tau', ['1'], 'Temperatures: numbers, learned or validation.')
   flags.DEFINE_list('hidden_layers', [], 'Widths of layers below the heads; none by default.')

@@ -4,9 +4,9 @@
       --gin_file=gin/heads/het_xl.gin --gin.MODEL_DIR="'runs/het_xl'"
 
 Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any
-other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 42 stopped by SIGTERM,
-with a checkpoint saved; 134 another process is lost or this one is stuck. Start again after 42 and
-134.
+other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 3 a step is not finite; 42
+stopped by SIGTERM, with a checkpoint saved; 134 another process is lost or this one is stuck. Start
+again after 42 and 134.
 """
 
 import gc

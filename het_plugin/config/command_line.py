@@ -1,6 +1,7 @@
 """Shared by all mains: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
+import os
 import re
 import sys
 import textwrap
@@ -78,6 +79,8 @@ def one_sentence_errors(argv: Sequence[str] = ()):
     raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   try:
     yield
+  except BrokenPipeError:  # of `| head`: nobody reads on
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except exit_codes.SETTING_ERRORS as error:
     if logging.level_debug() or exit_codes.is_lost_connection(error):
       raise

@@ -54,6 +54,7 @@ class TrainedRun:
     task: the task that it was trained on.
     class_names: names of its K classes; None if the run's directory has none.
     config: the configuration as gin text.
+    max_corrupt_fraction: that of the training data; None for the default.
   """
 
   checkpoint: str
@@ -68,6 +69,7 @@ class TrainedRun:
   task: str | None
   class_names: tuple[str, ...] | None
   config: str
+  max_corrupt_fraction: float | None = None
 
 
 def parse_run_config(
@@ -183,13 +185,14 @@ def open_run(
 
   config = gin.config_str()
   model, partitioner = settings['model'], settings['partitioner']
-  lengths = settings['train_dataset_cfg'].task_feature_lengths
+  dataset = settings['train_dataset_cfg']
+  lengths = dataset.task_feature_lengths
   if arrays is not None:
     step, task = None, None
   else:
     checkpoint = checkpoint_reader.find(checkpoint)
     step = checkpoint_reader.step_of(checkpoint)
-    task = settings['train_dataset_cfg'].mixture_or_task_name
+    task = dataset.mixture_or_task_name
   restore = checkpoints.RestoreCheckpointConfig(
     str(checkpoint),
     mode='specific',
@@ -223,6 +226,7 @@ def open_run(
     task=task,
     class_names=None if arrays is not None else class_names.read(checkpoint),
     config=config,
+    max_corrupt_fraction=getattr(dataset, 'max_corrupt_fraction', None),
   )
 
 

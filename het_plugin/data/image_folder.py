@@ -1,6 +1,7 @@
 """Images in a folder, JPEG or PNG: a folder per class, or a file of captions."""
 
 import csv
+import hashlib
 import json
 import os
 import pathlib
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin.data import counter_random, preprocess
+from het_plugin.data import preprocess
 from het_plugin.data.annotations import check_weights, with_fields
-from het_plugin.data.array_source import SPLIT_KEY, VALIDATION_FRACTION, fixed_split
+from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 
 _SAMPLE = 16  # number of images whose size is read
@@ -235,13 +236,17 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
 
 
 def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:
-  """Holds out a fixed tenth of each class, and at least one file if the class has two."""
+  """Holds out a tenth of each class, and at least one file if the class has two.
+
+  These are the files whose names have the smallest hashes, so that a file that is added or removed
+  moves one other at most.
+  """
   splits = {'train': {}, 'validation': {}}
-  for number, (name, paths) in enumerate(files.items()):
+  for name, paths in files.items():
     num_held_out = max(round(VALIDATION_FRACTION * len(paths)), int(len(paths) > 1))
-    order = counter_random.permutation(counter_random.fold(SPLIT_KEY, number), len(paths))
-    splits['validation'][name] = [paths[i] for i in np.sort(order[:num_held_out])]
-    splits['train'][name] = [paths[i] for i in np.sort(order[num_held_out:])]
+    by_hash = sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest())
+    splits['validation'][name] = sorted(by_hash[:num_held_out])
+    splits['train'][name] = sorted(by_hash[num_held_out:])
   return splits
 
 

@@ -270,6 +270,7 @@ def one_pass(
   bounded: bool,
   resize: Literal['aspect', 'squash'] | None = None,
   vocabulary: str | None = None,
+  max_corrupt_fraction: float | None = None,
 ) -> DatasetConfig:
   """Settings for evaluation: each example of a split once, without augmentation.
 
@@ -282,6 +283,8 @@ def one_pass(
     ValueError: the task does not exist, or a setting is out of range.
   """
   annotation = {'label': max_labels} if text_length is None else {'text': text_length}
+  if max_corrupt_fraction is None:
+    max_corrupt_fraction = reader.MAX_CORRUPT_FRACTION
   endless = task_info(task).splits.get(split, 0) is None
   return DatasetConfig(
     mixture_or_task_name=task,
@@ -293,6 +296,7 @@ def one_pass(
     augment=False,
     resize=resize,
     vocabulary=vocabulary,
+    max_corrupt_fraction=max_corrupt_fraction,
   )
 
 

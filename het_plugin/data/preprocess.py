@@ -33,7 +33,10 @@ def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
       if height * width <= Image.MAX_IMAGE_PIXELS:
         return simplejpeg.decode_jpeg(encoded)
   try:
-    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG')).convert(MODES[channels])
+    image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
+    if image.mode.startswith('I'):  # 16 bits of grey, of which convert would clip what is above 255
+      image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image = image.convert(MODES[channels])
     return np.asarray(image).reshape(*image.size[::-1], channels)
   # Pillow raises these for foreign, truncated and damaged files.
   except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):

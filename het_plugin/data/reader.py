@@ -52,7 +52,7 @@ class CorruptRecords:
       first = ', '.join(self.names[:_NAMED_RECORDS])
       raise ValueError(
         f'{count} of {self.num_records} {self.noun}s are unreadable, more than '
-        f'max_corrupt_fraction = {self._max_fraction} allows; the first are: {first}.'
+        f'DatasetConfig.max_corrupt_fraction = {self._max_fraction} allows; the first are: {first}.'
       )
 
 

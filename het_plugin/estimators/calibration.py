@@ -3,7 +3,7 @@
     temperature  log p' = log_softmax(a log p)         one a > 0 (Guo et al. 2017,
                                                        https://arxiv.org/abs/1706.04599)
     vector       log p' = log_softmax(a_k log p_k + b_k)
-    sets         all classes with p >= 1 - q, with q the quantile of 1 - p(y) over n rows that gives
+    sets         all classes with 1 - p <= q, with q the quantile of 1 - p(y) over n rows that gives
                  coverage of at least 1 - alpha over exchangeable rows (split conformal prediction,
                  Sadinle et al. 2019, https://arxiv.org/abs/1609.00451)
 
@@ -73,7 +73,7 @@ def fit_scaling(scores: np.ndarray, shares: np.ndarray, link: str, method: str):
 
 
 def threshold(calibration: Calibration, alpha: float) -> float:
-  """The smallest p of a class in a set."""
+  """The largest 1 - p of a class in a set."""
   if not 0 < alpha < 1:
     raise ValueError(f'alpha={alpha} must be in (0, 1): sets cover the label in 1 - alpha of rows')
   count = len(calibration.scores)
@@ -83,4 +83,4 @@ def threshold(calibration: Calibration, alpha: float) -> float:
       f'alpha={alpha} needs at least {int(np.ceil(1 / alpha)) - 1} rows kept for sets; calibrate '
       f'has kept {count}'
     )
-  return 1.0 - calibration.scores[rank - 1]
+  return calibration.scores[rank - 1]

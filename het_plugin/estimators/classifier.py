@@ -34,6 +34,11 @@ TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 _COUNT = Interval(Integral, 1, None, closed='left')
 
 
+# C_noise / C. Where noise was chosen for labels of people and of characters, it was 0.001 to 0.3,
+# and 0.03 most often (benchmarks/real_features.py).
+NOISE_SHARE = 0.03
+
+
 class HeadClassifier(ClassifierMixin, BaseEstimator):
   """Base of the estimators. A subclass names its head and the head's fields that it exposes."""
 
@@ -251,7 +256,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     check_is_fitted(self)
     if self.calibration_ is None or self.target_ != 'classes':
       raise ValueError('predict_set needs one label per example, and calibrate(X, y) before it')
-    return self.predict_proba(X) >= calibration.threshold(self.calibration_, alpha)
+    # Computed as in `calibrate`, because rows of equal scores would be lost to rounding.
+    p = np.exp(self.predict_log_proba(X).astype(np.float64))
+    return 1.0 - p <= calibration.threshold(self.calibration_, alpha)
 
   @property
   def coef_(self) -> np.ndarray:
@@ -285,6 +292,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if self.calibration_ is None:
       return scores
     return self.calibration_.apply(scores, self.model_.link)
+
+  @property
+  def _noise_c(self) -> float:
+    """C_noise, which does not matter where it is 0."""
+    return self.C_noise or NOISE_SHARE * self.C
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -360,7 +372,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       data,
       encoded.class_shares(weight),
       seed,
-      *(self.C, self.C_noise or self.C),
+      *(self.C, self._noise_c),
       validation_fraction=self.validation_fraction,
       max_iter=self.max_iter,
       progress=self.progress,
@@ -390,7 +402,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     if x.size <= MERGED_ENTRIES:
       x, values, weight = _merged(x, values, weight)
     self.mean_ = np.average(x, axis=0, weights=weight)
-    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, self.C_noise or self.C)
+    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, self._noise_c)
     rows = placement.place_rows(rows, self.mesh)
 
     def search(model, params):

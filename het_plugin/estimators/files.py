@@ -1,5 +1,6 @@
 """Saves fitted estimators as safetensors with JSON metadata (no pickle), and converts heads."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -34,7 +35,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
   description = {
     'head': estimator._head,
     'settings': estimator.get_params(),
-    'tau': estimator.model_.tau,
+    'model': dataclasses.asdict(estimator.model_),
     'classes': estimator.classes_.tolist(),
     'classes_dtype': estimator.classes_.dtype.str,
     'fitted': {name: getattr(estimator, name) for name in _FITTED},
@@ -71,8 +72,9 @@ def load(path: str) -> HeadClassifier:
     tuple(name.split('/')[1:]): x for name, x in arrays.items() if name.startswith('params/')
   }
   estimator.params_ = traverse_util.unflatten_dict(params)
-  link = 'sigmoid' if estimator.target_ == 'indicator' else 'softmax'
-  estimator.model_ = estimator._model(len(estimator.classes_), link, description['tau'])
+  # JSON has lists; fields of a static argument of jit are tuples.
+  model = {x: tuple(y) if isinstance(y, list) else y for x, y in description['model'].items()}
+  estimator.model_ = Model(**model | {'noise': tuple(map(tuple, model['noise']))})
   parts = {name: arrays.get(f'calibration/{name}') for name in ('scale', 'shift', 'scores')}
   estimator.calibration_ = None if parts['scale'] is None else Calibration(**parts)
   return estimator

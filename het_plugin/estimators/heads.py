@@ -74,13 +74,12 @@ class HetClassifier(_Settings):
 
   The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
   so the objective is deterministic. The search starts at DET's optimum with some noise, and ends
-  with an objective no worse than DET's. C regularises the matrices of the noise (K_v, K_d, J) as it
-  does W, unless C_noise is given. The smaller C_noise, the closer the result is to DET.
+  with an objective no worse than DET's. C_noise regularises the matrices of the noise (K_v, K_d, J)
+  as C does W. The smaller it is, the closer the result is to DET.
 
   Parameters beyond those of `DetClassifier`:
-    C_noise: inverse strength of the regularisation of the noise; None is C, and 0 is no noise (the
-      fit is DET's). With few rows per class the noise needs a smaller value than W: choose it on
-      held-out rows (`probe.choose`).
+    C_noise: inverse strength of the regularisation of the noise; None is 0.03 C, and 0 is no noise
+      (the fit is DET's). Choose it on held-out rows (`probe.choose`).
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
   """

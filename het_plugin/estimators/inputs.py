@@ -43,11 +43,13 @@ def is_mapped(x: Any) -> bool:
 
 
 def check_finite(x: np.ndarray) -> None:
-  """Raises ValueError if a row of x [N, D] has NaN or infinity."""
+  """Raises ValueError if a row of x [N, D] has NaN, infinity or what float32 cannot hold."""
   if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]
     is_finite = np.isfinite(x).all(axis=1)
     if not is_finite.all():
       raise ValueError(f'Input X contains NaN or infinity, first in row {is_finite.argmin()}')
+  if x.dtype == np.float64 and max(x.max(), -x.min()) > np.finfo(np.float32).max:
+    raise ValueError('Input X contains a value too large for float32')
 
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:

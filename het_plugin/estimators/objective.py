@@ -156,9 +156,12 @@ def whitening_of(model: Model, params, rows: Rows) -> jax.Array:
   # The bias is not regularised.
   ridge = np.full(len(moments), float(rows.strength) / float(rows.total))
   ridge[-1] = 0.0
-  values, vectors = np.linalg.eigh(moments + np.diag(ridge))
+  moments += np.diag(ridge)
+  # Small features would lie below the floor otherwise.
+  scale = 1.0 / np.sqrt(np.maximum(np.diag(moments), np.finfo(np.float32).tiny))
+  values, vectors = np.linalg.eigh(scale[:, None] * moments * scale)
   floor = values[-1] * len(moments) * np.finfo(np.float32).eps
-  return jnp.asarray(vectors / np.sqrt(np.maximum(values, floor)), jnp.float32)
+  return jnp.asarray(scale[:, None] * vectors / np.sqrt(np.maximum(values, floor)), jnp.float32)
 
 
 def _on_features(model: Model, path) -> bool:

@@ -20,7 +20,7 @@ from het_plugin.data.representations import (
   label_rows,
   read_representations,
 )
-from het_plugin.estimators.classifier import HeadClassifier
+from het_plugin.estimators.classifier import NOISE_SHARE, HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
 from het_plugin.evaluation import agreement, uncertainty
@@ -156,7 +156,10 @@ def probe(
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
-  where = test if test is not None else f'{settings.folds} folds of {train}'
+  where, num_fitted = test, len(train_rows.features)
+  if test is None:
+    where = f'{settings.folds} folds of {train}'
+    num_fitted -= num_fitted // settings.folds
   notes = [
     f'± is a standard error over examples; differences to {baseline} are paired by example. '
     f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
@@ -173,7 +176,7 @@ def probe(
   return reporting.Report(
     title='Heads on saved representations',
     introduction=f'{len(first.scores.index):,} examples of {where}; heads fitted to '
-    f'{len(train_rows.features):,} rows of {train_rows.features.shape[1]} features.',
+    f'{num_fitted:,} rows of {train_rows.features.shape[1]} features.',
     rows=[_shown(row) for row in rows],
     row_title='head',
     notes=notes,
@@ -356,7 +359,7 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
 
   def c_noise(i):
     given = grid[i].get('C_noise')
-    return grid[i]['C'] if given is None else given
+    return NOISE_SHARE * grid[i]['C'] if given is None else given
 
   def is_close(i):
     difference = nll[i] - nll[best]

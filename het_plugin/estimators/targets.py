@@ -60,12 +60,13 @@ def encode(
 
   Args:
     y: class ids or strings [N]; zeros and ones [N, K], several labels per example; votes [N, L],
-      with -1 (or an empty string) for a missing one; or float probabilities [N, K] with rows that
-      add up to one.
+      with -1, NaN or an empty string for a missing one; or float probabilities [N, K], rows of
+      which add up to one.
     target: which of these y is. 'auto' decides by type and shape: one column is classes, zeros and
       ones are an indicator, other integers and strings are votes, and floats are probabilities.
     classes: classes of a fitted estimator; None finds them in y.
-    like: the kind of labels that a fitted estimator has seen.
+    like: the kind of labels that a fitted estimator has seen. One that has not seen an indicator
+      takes zeros and ones for probabilities.
 
   Raises:
     ValueError: y is none of these, or contains a class that `classes` lacks.
@@ -75,8 +76,10 @@ def encode(
   y = np.asarray(y)
   if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
     y = y.astype(np.float64)
-    if not np.isfinite(y).all():
+    if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
       raise ValueError('Input y contains NaN or infinity: labels must be finite')
+  if y.dtype.kind == 'O' and y.ndim == 2:  # as of pandas
+    y = np.array(y.tolist())
   kind = target if target != 'auto' else _kind(y, like)
   if kind == 'classes':
     y = column_or_1d(y, warn=True)
@@ -109,17 +112,19 @@ def encode(
 
 
 def _kind(y, like):
+  if like == 'indicator':
+    return like
   if y.ndim == 1 or y.shape[1] == 1:
     return 'classes'
   if like is not None and like != 'classes':
     return like
   if y.ndim == 2 and y.dtype.kind in 'iubf' and np.isin(y, (0, 1)).all():
-    return 'indicator'
+    return 'indicator' if like is None else 'probabilities'
   return 'probabilities' if y.dtype.kind == 'f' else 'votes'
 
 
 def _missing(values):
-  return values < 0 if values.dtype.kind in 'iu' else values == ''
+  return ~(values >= 0) if values.dtype.kind in 'iuf' else np.isin(values, ('', '-1'))
 
 
 def _matrix(y, kind, classes):

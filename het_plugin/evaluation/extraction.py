@@ -31,6 +31,7 @@ class PlacedModel(NamedTuple):
   param_specs: PyTree  # PartitionSpecs in the tree of the parameters
   image_size: int  # side of the square images that the model takes, in pixels
   channels: int  # of these images
+  max_corrupt_fraction: float | None = None  # as in DatasetConfig; None for its default
 
 
 def default_split(task: str) -> str:
@@ -66,7 +67,8 @@ def open_split(
   Yields:
     The batches, and their number of examples, at most `max_examples`.
   """
-  settings = {'image_size': run.image_size, **settings}
+  of_run = {x: getattr(run, x) for x in ('image_size', 'max_corrupt_fraction')}
+  settings = of_run | settings
   config = data.one_pass(task, split, bounded=max_examples is not None, **settings)
   rows = None if whole else run.partitioner.batch_rows(config.batch_size)
   with contextlib.closing(data.get_dataset(config, rows)) as batches:

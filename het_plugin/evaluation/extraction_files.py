@@ -75,9 +75,11 @@ class SplitFiles:
         or self._differs(path, read_provenance(path), overwrite)
       ]
       made_with = run_files.read_json(self.unfinished / 'settings.json')
-      if not missing or made_with is None or self._differs(self.unfinished, made_with, overwrite):
+      if not missing or made_with is None or not (shards := self.shards()):
         return json.dumps(Pending(missing))
-      for last in self.shards()[-1:]:
+      if self._differs(self.unfinished, made_with, overwrite):
+        return json.dumps(Pending(missing))
+      for last in shards[-1:]:
         with reading(str(last)), np.load(last) as rows:
           if {extraction.column(x) for x in missing} <= set(rows):
             return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))

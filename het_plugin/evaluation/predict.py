@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,8 +104,8 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
     max_labels=run.max_labels,
     batch_size=batch_size,
     bounded=False,
+    max_corrupt_fraction=1.0,
   )
-  config = dataclasses.replace(config, max_corrupt_fraction=1.0)
   batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
   progress = reporting.Progress('predict', len(images.names))
   rows = []

@@ -219,7 +219,8 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
   problems = []
   state, age, metrics = found['state'], found['seconds_since_sign_of_life'], found['metrics']
   if state == FAILED:
-    problems.append(f'The run failed: {found["message"] or "no reason is given"}.')
+    reason = (found['message'] or 'no reason is given').rstrip('.')
+    problems.append(f'The run failed: {reason}.')
   if state == STALE and age is not None:
     problems.append(f'No sign of life for {goodput.duration(age)}: it was killed, or stands still.')
   if state in (RUNNING, STARTING):

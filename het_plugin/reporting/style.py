@@ -1,6 +1,7 @@
 """The style of all plots, and their conversion to PNG."""
 
 import io
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,5 +60,8 @@ def to_png(figure: Figure, dpi: int) -> bytes:
     if text not in ticks:
       text.set_parse_math(False)
   png = io.BytesIO()
-  figure.savefig(png, format='png', dpi=dpi)
+  with warnings.catch_warnings():
+    # One for each letter, and for each time that it is drawn.
+    warnings.filterwarnings('ignore', r'Glyph .* missing from font')
+    figure.savefig(png, format='png', dpi=dpi)
   return png.getvalue()

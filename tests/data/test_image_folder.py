@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -35,6 +36,10 @@ def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
   assert len(set(names['train'] + names['validation'])) == 23
   again = ImageFolderSource(str(tmp_path))
   assert [again.describe('validation', i) for i in range(3)] == names['validation']
+  shutil.copy(tmp_path / 'a' / '000.png', tmp_path / 'a' / '000_again.png')  # comes second
+  more = ImageFolderSource(str(tmp_path))
+  kept = {more.describe('validation', i) for i in range(3)}
+  assert len(kept & set(names['validation'])) >= 2
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):

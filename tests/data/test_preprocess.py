@@ -104,6 +104,13 @@ def test_flip_mirrors_half_of_the_images():
   assert 70 < sum(mirrored) < 130
 
 
+def test_grey_images_of_16_bits_keep_their_levels():
+  levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
+  png = io.BytesIO()
+  Image.fromarray(257 * levels).save(png, 'PNG')
+  np.testing.assert_array_equal(preprocess.decode(png.getvalue())[..., 0], levels)
+
+
 def test_channels():
   grey = np.arange(12, dtype=np.uint8).reshape(3, 4, 1)
   rgb = apply(preprocess.ToChannels(3), grey)

@@ -69,6 +69,12 @@ def test_sets_cover_the_label(data):
     assert abs(covered - (1 - alpha)) < 0.07
   with pytest.raises(ValueError, match='needs at least 999 rows'):
     det.predict_set(x, 0.001)
+  # Rows of equal scores are in or out together: three different rows, of which two are one class.
+  same, labels = np.repeat(np.eye(3), 100, axis=0), np.repeat([0, 1, 1], 100)
+  labels[::10] = 1 - labels[::10]
+  sets = estimators.DetClassifier().fit(same, labels).calibrate(same, labels, 'none')
+  for alpha in (0.05, 0.1, 0.2):
+    assert sets.predict_set(same, alpha)[np.arange(300), labels].mean() >= 1 - alpha
 
 
 def test_files_give_the_same_predictions(data, het, tmp_path):
@@ -89,6 +95,25 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
   (tmp_path / 'bad.safetensors').write_bytes(b'no such file')
   with pytest.raises(ValueError, match='holds no estimator'):
     estimators.load(str(tmp_path / 'bad.safetensors'))
+
+
+@pytest.mark.parametrize(
+  'head',
+  [
+    heads.HetXL(
+      10, temperature=heads.LearnedTemperature(tau_min=0.1, tau_max=2.0, initial_tau=0.7)
+    ),
+    heads.Het(10, num_factors=3, parametrization='full'),
+    heads.HetH(10, num_factors=3, num_buckets=20, class_multiple=1),
+  ],
+)
+def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
+  x = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
+  opened = estimators.from_head(head, head.init(jax.random.key(0), x[:1])['params'])
+  estimators.save(opened, str(tmp_path / 'head.safetensors'))
+  loaded = estimators.load(str(tmp_path / 'head.safetensors'))
+  np.testing.assert_array_equal(loaded.predict_proba(x), opened.predict_proba(x))
+  assert loaded.temperature_ == opened.temperature_
 
 
 def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):

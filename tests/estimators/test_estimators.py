@@ -132,6 +132,12 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   np.testing.assert_allclose(by_votes.coef_, by_shares.coef_, atol=1e-3)
   np.testing.assert_allclose(by_votes.nll(x, votes), by_shares.nll(x, shares), atol=1e-3)
   assert by_votes.score(x, votes) == pytest.approx(by_shares.score(x, shares))
+  missing = np.where(votes < 0, np.nan, votes)
+  for same in (votes.astype(float), missing, votes.astype(object)):
+    found = DetClassifier(target='votes', tol=1e-6).fit(x, same)
+    np.testing.assert_array_equal(found.coef_, by_votes.coef_)
+  texts = DetClassifier(target='votes').fit(x, votes.astype(str))
+  assert list(texts.classes_) == list('0123')
   weight = rng.integers(0, 3, len(y))
   weighted = DetClassifier().fit(x, y, sample_weight=weight)
   repeated = DetClassifier().fit(np.repeat(x, weight, axis=0), np.repeat(y, weight))
@@ -221,8 +227,15 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).calibrate(x, y[:7])
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
     DetClassifier().fit(x, np.array(['a', None] * 10))  # of pandas
+  on = np.eye(4, dtype=int)[y]
+  with pytest.raises(ValueError, match="target='indicator' needs y of two dimensions"):
+    DetClassifier().fit(x, on).nll(x, y)
+  det = DetClassifier().fit(x, y)  # which has a softmax, whatever the labels of `nll` look like
+  np.testing.assert_array_equal(det.calibrate(x, y).nll(x, on), det.calibrate(x, on).nll(x, y))
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
+  with pytest.raises(ValueError, match='too large for float32'):
+    DetClassifier().fit(np.where(x > 1, 1e39, x), y)
 
 
 def test_an_unfinished_fit_warns():

@@ -106,8 +106,8 @@ def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
   assert probe.choose(grid, nll([0, 0, 0.04, 0, 0, 0])) == 0
   # The error is that of the paired difference, which is 0 between points that err alike.
   assert probe.choose(grid, nll([0, 0, 0, 0.1, 0, 0.11])) == 5
-  # C_noise=None is that of C.
-  assert probe.choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.1}], nll([0, 0])) == 1
+  # C_noise=None is 0.03 C.
+  assert probe.choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.01}], nll([0, 0])) == 1
 
 
 def test_several_c_noise_include_no_noise(files):
