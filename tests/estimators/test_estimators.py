@@ -235,7 +235,7 @@ def test_wrong_labels_are_one_sentence():
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
   with pytest.raises(ValueError, match='too large for float32'):
-    DetClassifier().fit(np.where(x > 1, 1e39, x), y)
+    DetClassifier().fit(np.where(x > 1, 1e39, x.astype(float)), y)
 
 
 def test_an_unfinished_fit_warns():
