@@ -76,7 +76,8 @@ def one_sentence_errors(argv: Sequence[str] = ()):
   `--verbosity=1` gives the traceback instead. `argv` is that of a main that takes flags only.
   """
   if argv[1:]:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+    message = f'Unknown arguments: {" ".join(argv[1:])}'
+    raise app.UsageError(message, exit_codes.WRONG_SETTING)
   try:
     yield
   except BrokenPipeError:  # of `| head`: nobody reads on
@@ -119,4 +120,12 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     screen.set_up()
     distributed.leaving()(main)(argv)
 
-  app.run(shown, flags_parser=lambda argv: app.parse_flags_with_usage(rewrite_flags(argv)))
+  app.run(shown, flags_parser=_parse)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  try:
+    return flags.FLAGS(rewrite_flags(argv))
+  except flags.Error as error:
+    print(f'Error: {error} (--help shows the flags)', file=sys.stderr)
+    sys.exit(exit_codes.WRONG_SETTING)

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from het_plugin.data import preprocess
 from het_plugin.data.annotations import check_weights, with_fields
 from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+
+_log = logging.getLogger(__name__)
 
 _SAMPLE = 16  # number of images whose size is read
 _SUFFIXES = ('.jpg', '.jpeg', '.png')
@@ -224,14 +227,21 @@ def _folders(root: pathlib.Path) -> list[pathlib.Path]:
 
 def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
   """The sorted image files of each class folder below `root`."""
-  files = {}
+  files, others = {}, []
   for folder in _folders(root):
-    named = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES]
+    paths = [path for path in folder.iterdir() if not path.name.startswith('.')]
+    named = [path for path in paths if path.suffix.lower() in _SUFFIXES]
     files[folder.name] = sorted(named)
+    others += [path for path in paths if path.suffix.lower() not in _SUFFIXES]
     if not named:
       raise ValueError(f'{folder} holds no images; a class needs files that end in {_SUFFIXES}.')
   if not files:
     raise ValueError(f'{root} holds no class folders; it must hold one folder of images per class.')
+  if others:
+    _log.warning(
+      '%s: %d files and folders in those of classes do not end in %s and are left out, such as %s.',
+      *(root, len(others), _SUFFIXES, min(others)),
+    )
   return files
 
 

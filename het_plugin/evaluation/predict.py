@@ -57,7 +57,13 @@ class Images:
       channels = self._images.shape[-1]
     else:
       found = sorted(root.rglob('*')) if root.is_dir() else [root]
-      self._images = self.files = [x for x in found if x.suffix.lower() in SUFFIXES and x.is_file()]
+      found = [x for x in found if x.is_file() and not x.name.startswith('.')]
+      self._images = self.files = [x for x in found if x.suffix.lower() in SUFFIXES]
+      if others := [x for x in found if x.suffix.lower() not in SUFFIXES]:
+        _log.warning(
+          '%d files do not end in %s and are left out, such as %s',
+          *(len(others), SUFFIXES, others[0]),
+        )
       self.names = [str(x) for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')

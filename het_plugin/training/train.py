@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -107,6 +108,8 @@ def train(
     nonfinite.NonFiniteStop: a step is not finite; a SystemExit with code 3.
     checkpoints.SaveFailed: a checkpoint could not be written; a SystemExit with code 1.
   """
+  if os.fspath(model_dir).startswith('~'):
+    raise ValueError(f'model_dir={model_dir}: only a shell knows ~; write the folder out')
   observer = observer or observer_lib.Observer()
   actions = actions_lib.parse_actions(actions)
   save_cfg = checkpoint_cfg.save

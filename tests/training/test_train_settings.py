@@ -91,3 +91,8 @@ def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
     toy_run.run(tmp_path / 'new', train_dataset_cfg=short)
   with pytest.raises(ValueError, match='at most 7: at step 4 .* has 3 batches of 16 left'):
     toy_run.run(tmp_path / 'half', train_dataset_cfg=short)
+
+
+def test_a_home_folder_is_written_out():
+  with pytest.raises(ValueError, match='model_dir=~/run: only a shell knows ~'):
+    toy_run.run('~/run')
