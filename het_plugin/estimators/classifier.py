@@ -295,8 +295,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
   @property
   def _noise_c(self) -> float:
-    """C_noise, which does not matter where it is 0."""
-    return self.C_noise or NOISE_SHARE * self.C
+    return self.C_noise or NOISE_SHARE * self.C  # without noise any value will do
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -400,7 +399,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       x = self._validated(np.asarray(x), fit=True, y=encoded.values)[0]
     shares, values = encoded.class_shares(weight), encoded.values
     if x.size <= MERGED_ENTRIES:
-      x, values, weight = _merged(x, values, weight)
+      x, values, weight = inputs.merged(x, values, weight)
     self.mean_ = np.average(x, axis=0, weights=weight)
     rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, self._noise_c)
     rows = placement.place_rows(rows, self.mesh)
@@ -444,13 +443,6 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         found.append(np.asarray(_apply(self.model_, method, params, *block)))
         placement.forget_pages(X)
     return np.concatenate(found)[: len(X)]
-
-
-def _merged(x, values, weight):
-  """Distinct rows in ascending order, with the sums of their weights."""
-  both = np.concatenate([x, values.astype(np.float64)], axis=1)
-  _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
-  return x[first], values[first], np.bincount(which.ravel(), weight)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

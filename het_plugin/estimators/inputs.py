@@ -66,3 +66,12 @@ def labels_of_rows(x: Any, y: Any) -> np.ndarray:
 def streams(x: Any, solver: str) -> bool:
   """Whether a fit takes minibatches (the rule of docs/probe.md)."""
   return solver == 'adam' or (solver == 'auto' and 4 * np.size(x) > MEMORY_BYTES)
+
+
+def merged(
+  x: np.ndarray, values: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Distinct rows in ascending order, with the sums of their weights."""
+  both = np.concatenate([x, values.astype(np.float64)], axis=1)
+  _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
+  return x[first], values[first], np.bincount(which.ravel(), weight)
