@@ -21,7 +21,7 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
     text = (checkpoint_reader.find(checkpoint).parent / FILE).read_text()
   except OSError:
     return None
-  return tuple(text.splitlines())
+  return tuple(text.split('\n')[:-1])
 
 
 def write(model_dir: epath.PathLike, names: Sequence[str]) -> None:
@@ -44,8 +44,10 @@ def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None
         f'{setting}: {name!r} is class {k}, and class {number[name]} of the data that the model '
         'was trained on; the classes must be the same, in the same order'
       )
-  k = next(k for k, name in enumerate(given) if name != names[k])
-  _log.warning(
-    '%s: the classes have other names than those that the model was trained on: class %d is %r '
-    'and was %r. They are taken to be the same.', setting, k, given[k], names[k],
-  )  # fmt: skip
+  for k, (new, old) in enumerate(zip(given, names, strict=False)):
+    if new != old:
+      _log.warning(
+        '%s: the classes have other names than those that the model was trained on: class %d is %r '
+        'and was %r. They are taken to be the same.', setting, k, new, old,
+      )  # fmt: skip
+      return
