@@ -19,7 +19,7 @@ from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
 _log = logging.getLogger(__name__)
 
 _SAMPLE = 16  # number of images whose size is read
-_SUFFIXES = ('.jpg', '.jpeg', '.png')
+SUFFIXES = ('.jpg', '.jpeg', '.png')
 CAPTION_FILES = ('captions.jsonl', 'captions.csv', 'captions.tsv')
 
 
@@ -227,22 +227,27 @@ def _folders(root: pathlib.Path) -> list[pathlib.Path]:
 
 def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
   """The sorted image files of each class folder below `root`."""
-  files, others = {}, []
-  for folder in _folders(root):
-    paths = [path for path in folder.iterdir() if not path.name.startswith('.')]
-    named = [path for path in paths if path.suffix.lower() in _SUFFIXES]
-    files[folder.name] = sorted(named)
-    others += [path for path in paths if path.suffix.lower() not in _SUFFIXES]
-    if not named:
-      raise ValueError(f'{folder} holds no images; a class needs files that end in {_SUFFIXES}.')
+  files = {folder: [] for folder in _folders(root)}
   if not files:
     raise ValueError(f'{root} holds no class folders; it must hold one folder of images per class.')
-  if others:
+  for path in image_files([path for folder in files for path in folder.iterdir()]):
+    files[path.parent].append(path)
+  for folder, paths in files.items():
+    if not paths:
+      raise ValueError(f'{folder} holds no images; a class needs files that end in {SUFFIXES}.')
+  return {folder.name: paths for folder, paths in files.items()}
+
+
+def image_files(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+  """The sorted images among paths, by their names; warns of others that are not hidden."""
+  named = [path for path in paths if path.suffix.lower() in SUFFIXES]
+  others = [path for path in paths if path.suffix.lower() not in SUFFIXES]
+  if others := [path for path in others if not path.name.startswith('.')]:
     _log.warning(
-      '%s: %d files and folders in those of classes do not end in %s and are left out, such as %s.',
-      *(root, len(others), _SUFFIXES, min(others)),
+      '%d files and folders do not end in %s and are left out, such as %s.',
+      *(len(others), SUFFIXES, min(others)),
     )
-  return files
+  return sorted(path for path in named if not path.name.startswith('.'))
 
 
 def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:

@@ -32,8 +32,6 @@ from het_plugin.estimators.model import Model
 MERGED_ENTRIES = 2**16
 TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 _COUNT = Interval(Integral, 1, None, closed='left')
-
-
 # C_noise / C. Where noise was chosen for labels of people and of characters, it was 0.001 to 0.3,
 # and 0.03 most often (benchmarks/real_features.py).
 NOISE_SHARE = 0.03

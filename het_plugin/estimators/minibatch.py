@@ -70,6 +70,7 @@ class Data:
     scale = 1.0 / np.where(deviation > 1e-6 * np.abs(shift + mean), deviation, 1.0)
     some = self.index[:: max(1, len(self.index) // (MOMENT_ROWS * len(mean)))]
     rows = scale * (np.asarray(x[some]) - self.mean)
+    placement.forget_pages(x)
     values, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
     self.whitening = np.eye(len(mean) + 1)
     self.whitening[:-1, :-1] = scale[:, None] * vectors / np.sqrt(np.maximum(values, MIN_VARIANCE))

@@ -47,13 +47,10 @@ def fit(
     return det_fit
   start = noisy_start(model, det_fit.params, sample(), seed)
   noisy = search(model, start)
+  num_iterations = det_fit.num_iterations + noisy.num_iterations
   if not noisy.objective <= det_fit.objective + TOLERANCE:
-    noisy = dataclasses.replace(
-      det_fit,
-      params=without_noise(start, det_fit.params),
-      num_iterations=noisy.num_iterations,
-    )
-  return dataclasses.replace(noisy, num_iterations=det_fit.num_iterations + noisy.num_iterations)
+    noisy = dataclasses.replace(det_fit, params=without_noise(start, det_fit.params))
+  return dataclasses.replace(noisy, num_iterations=num_iterations)
 
 
 def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dict:

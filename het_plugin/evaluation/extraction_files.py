@@ -75,14 +75,13 @@ class SplitFiles:
         or self._differs(path, read_provenance(path), overwrite)
       ]
       made_with = run_files.read_json(self.unfinished / 'settings.json')
-      if not missing or made_with is None or not (shards := self.shards()):
+      shards = self.shards() if missing and made_with is not None else []
+      if not shards or self._differs(self.unfinished, made_with, overwrite):
         return json.dumps(Pending(missing))
-      if self._differs(self.unfinished, made_with, overwrite):
-        return json.dumps(Pending(missing))
-      for last in shards[-1:]:
-        with reading(str(last)), np.load(last) as rows:
-          if {extraction.column(x) for x in missing} <= set(rows):
-            return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))
+      last = shards[-1]
+      with reading(str(last)), np.load(last) as rows:
+        if {extraction.column(x) for x in missing} <= set(rows):
+          return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))
       return json.dumps(Pending(missing))
 
     layers, *rest = json.loads(processes.in_the_first(look))

@@ -11,13 +11,12 @@ import numpy as np
 
 from het_plugin import data, reporting
 from het_plugin.data.array_source import channels_first
-from het_plugin.data.image_folder import read_bytes, typical_side
+from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
 from het_plugin.data.representations import reading
 from het_plugin.evaluation import predictions, uncertainty
 
 _log = logging.getLogger(__name__)
 
-SUFFIXES = ('.jpg', '.jpeg', '.png')
 _SPLIT = 'all'
 _SHOWN = 20  # rows of the printed table
 
@@ -56,14 +55,8 @@ class Images:
       self.names = [str(i) for i in range(len(images))]
       channels = self._images.shape[-1]
     else:
-      found = sorted(root.rglob('*')) if root.is_dir() else [root]
-      found = [x for x in found if x.is_file() and not x.name.startswith('.')]
-      self._images = self.files = [x for x in found if x.suffix.lower() in SUFFIXES]
-      if others := [x for x in found if x.suffix.lower() not in SUFFIXES]:
-        _log.warning(
-          '%d files do not end in %s and are left out, such as %s',
-          *(len(others), SUFFIXES, others[0]),
-        )
+      found = root.rglob('*') if root.is_dir() else [root]
+      self._images = self.files = image_files([x for x in found if x.is_file()])
       self.names = [str(x) for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
