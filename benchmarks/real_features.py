@@ -37,13 +37,13 @@ from pathlib import Path
 
 import numpy as np
 from command_line import integers, make_parser, names, numbers, print_table, write_json
+from het_plugin.data.representations import read_representations
 from known_truth import fit_best
 from PIL import Image
 from scipy import special
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 
 from het_plugin.data.glyphs import NoisyGlyphSource
-from het_plugin.data.representations import read_representations
 from het_plugin.estimators import load, save
 from het_plugin.estimators.probe import extreme_share
 from het_plugin.evaluation import uncertainty

@@ -4,26 +4,25 @@
       --split=validation --ood_dataset=glyphs_heldout --ood_split=test --output_dir=runs/uncertainty
 
 Prints a row per checkpoint: likelihood, calibration, selective prediction, and how well its scores
-tell the inputs of another data set from known ones; paired against the first checkpoint. Also takes
-predictions that were saved, here or elsewhere (--predictions). The configuration is the run's own
-config.gin; gin files and bindings override it, such as --gin.eval/Integrator.num_samples=1000.
+tell the inputs of another data set from known ones; paired against the first checkpoint. A file of
+predictions that were saved, here or elsewhere, may take the place of a checkpoint (or follow, as
+--predictions). The configuration is the run's own config.gin; gin files and bindings override it,
+such as --gin.eval/Integrator.num_samples=1000.
 
 In the output directory: results.json, results.txt, index.html, its plots as .png files, and with
 --save_predictions predictions/NAME.npz.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, flag_values, trained_run
+from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.evaluation import evaluate, uncertainty_report
-from het_plugin.training import class_names
 
 _AS_GIVEN = (
-  *('checkpoint', 'predictions', 'dataset', 'ood_dataset', 'ood_split', 'max_examples'),
+  *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
   *('batch_size', 'covariance_images', 'homoglyph_examples'),
 )
 
@@ -32,9 +31,12 @@ def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
   flags.DEFINE_multi_string(
-    'checkpoint', [], "A run's directory (its newest checkpoint) or one checkpoint; repeatable."
+    'checkpoint',
+    [],
+    "A run's directory (its newest checkpoint), one checkpoint, or a file of predictions (.npz, "
+    '.safetensors); repeatable.',
   )
-  flags.DEFINE_multi_string('predictions', [], 'An .npz file of predictions; repeatable.')
+  flags.DEFINE_multi_string('predictions', [], 'A file of predictions; repeatable.')
   flags.DEFINE_string('dataset', None, 'A task; by default what the run trained on.')
   flags.DEFINE_string('split', None, 'Split of the task; by default what the run evaluated on.')
   flags.DEFINE_string('ood_dataset', None, 'A task of inputs to be told from known ones.')
@@ -63,28 +65,11 @@ def main(argv: Sequence[str]) -> None:
     index = F.covariance_index and flag_values.integers('covariance_index', F.covariance_index)
     settings = evaluate.Settings(
       **{name: F[name].value for name in _AS_GIVEN},
-      split=F.split or 'validation',
       covariance_index=tuple(dict.fromkeys(index)),
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
     distributed.initialize()
-    gin_settings = command_line.gin_settings()
-    evaluated = []
-    for checkpoint in F.checkpoint:  # mistakes show before the first run is opened
-      config = trained_run.parse_run_config(checkpoint, *gin_settings, without=['partitioner'])
-      trained_on = config['train_dataset_cfg'].mixture_or_task_name
-      task = F.dataset or trained_on
-      split = F.split or getattr(config.get('train_eval_dataset_cfg'), 'split', 'validation')
-      evaluate.check_model(config['model'], task, class_names.read(checkpoint))
-      evaluated.append({'dataset': task, 'split': split})
-      if evaluated[0] != evaluated[-1]:
-        raise ValueError(
-          f'--checkpoint={checkpoint} would be evaluated on {task}, split {split}, and '
-          f'{F.checkpoint[0]} on {evaluated[0]["dataset"]}, split {evaluated[0]["split"]}: set '
-          '--dataset and --split'
-        )
-    settings = dataclasses.replace(settings, **(evaluated or [{}])[0])
-    evaluations = evaluate.evaluate(settings, lambda x: trained_run.open_run(x, *gin_settings))
+    evaluations = evaluate.evaluate(settings, command_line.gin_settings())
     report = uncertainty_report.make_report(evaluations)
     report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from het_plugin.config import command_line, trained_run
+from het_plugin import runs
+from het_plugin.config import command_line
 from het_plugin.weights import is_weights_file, write_arrays
 
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> None:
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    arrays = trained_run.published_params(checkpoint, *command_line.gin_settings())
+    config = runs.configuration(checkpoint, *command_line.gin_settings())
+    arrays = config.published_params()
     write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')

@@ -19,7 +19,8 @@ from typing import Any
 from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values
-from het_plugin.evaluation import fewshot, fewshot_runs
+from het_plugin.evaluation import fewshot as report
+from het_plugin.measures import fewshot
 
 _OF_CHECKPOINTS = ('datasets', 'splits', 'layer', 'batch_size')  # flags that belong to --checkpoint
 
@@ -94,24 +95,13 @@ def settings() -> dict[str, Any]:
   }
 
 
-def evaluate(chosen: dict[str, Any]) -> fewshot_runs.Results:
+def evaluate(chosen: dict[str, Any]) -> report.Results:
   F = flags.FLAGS
   if not F.checkpoint:
-    return fewshot_runs.from_files(F.names, F.train, F.test, **chosen)
-  # gin: het_plugin.config says how to install it. The others import TensorFlow, which files do not
-  # need.
-  import gin
-  from het_plugin.config import trained_run
-  from het_plugin.evaluation import fewshot_datasets
-
-  def open_run(checkpoint: str):
-    run = trained_run.open_run(checkpoint, *command_line.gin_settings())
-    bound = gin.get_bindings('FewShotAction').get('datasets')
-    return run, fewshot_datasets.choose(F.datasets, F.splits, bound)
-
-  return fewshot_runs.from_checkpoints(
-    F.names, F.checkpoint, open_run, layer=F.layer, batch_size=F.batch_size, **chosen
-  )
+    return report.from_files(F.names, F.train, F.test, **chosen)
+  of_checkpoints = {name: F[name].value for name in _OF_CHECKPOINTS}
+  gin_settings = command_line.gin_settings()
+  return report.from_checkpoints(F.names, F.checkpoint, gin_settings, **of_checkpoints, **chosen)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -121,9 +111,9 @@ def main(argv: Sequence[str]) -> None:
     check_flags()
     distributed.initialize()
     protocol = {'name': F.protocol, **dataclasses.asdict(chosen['protocol'])}
-    earlier = fewshot_runs.read_results(F.results)
-    report = fewshot_runs.make_report(protocol, earlier, evaluate(chosen))
-    report.write('het_plugin.fewshot', json=F.json, html=F.html)
+    earlier = report.read_results(F.results)
+    made = report.make_report(protocol, earlier, evaluate(chosen))
+    made.write('het_plugin.fewshot', json=F.json, html=F.html)
 
 
 if __name__ == '__main__':

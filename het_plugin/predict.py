@@ -5,7 +5,8 @@
 prints the most probable classes of each image with their probabilities, and the entropy of the
 predictive distribution in nats. --dataset is an image file, a folder that is searched for .jpg and
 .png files, or a .npz file with an array 'image' [N, H, W] or [N, H, W, C] of uint8, or of floats in
-[0, 1]. Images that cannot be read are left out.
+[0, 1]. Images that cannot be read are left out. A file of predictions, as
+`het_plugin.evaluate --save_predictions` writes them, may take the place of checkpoint and data set.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,17 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from het_plugin import reporting
-from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import predict, predictions
+from het_plugin import reporting, rows, runs, weights
+from het_plugin.config import command_line, distributed
+from het_plugin.evaluation import predict
 
 
 def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
-  flags.DEFINE_string('checkpoint', None, "A run's directory, or a checkpoint in it.")
+  flags.DEFINE_string(
+    'checkpoint', None, "A run's directory, a checkpoint in it, or a file of predictions."
+  )
   flags.DEFINE_string('dataset', None, 'An image file, a folder of images, or a .npz file.')
   flags.DEFINE_integer('top', 5, 'Classes per image at most.', lower_bound=1)
   flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
@@ -32,19 +35,24 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
-    for name in ('checkpoint', 'dataset'):
-      if not F[name].value:
-        raise ValueError(f'--{name} is needed')
-    predictions.check_has_head(F.checkpoint)
-    distributed.initialize()
-    run = trained_run.open_run(F.checkpoint, *command_line.gin_settings())
-    rows = predict.predict(run, F.dataset, F.top, F.batch_size)
+    if not F.checkpoint:
+      raise ValueError('--checkpoint is needed')
+    of_rows = weights.is_weights_file(F.checkpoint)
+    if of_rows == bool(F.dataset):
+      which = 'cannot go with a file of predictions' if of_rows else 'is needed'
+      raise ValueError(f'--dataset {which}: --checkpoint={F.checkpoint}')
+    if of_rows:
+      found = predict.most_probable(rows.read(F.checkpoint, 'log_prob'), F.top)
+    else:
+      distributed.initialize()
+      run = runs.open_run(F.checkpoint, *command_line.gin_settings())
+      found = predict.predict(run, F.dataset, F.top, F.batch_size)
     if jax.process_index() == 0:
-      print(predict.table(rows))
+      print(predict.table(found))
       if F.csv:
-        predict.write_csv(rows, F.csv)
+        predict.write_csv(found, F.csv)
       if F.json:
-        reporting.write_json(rows, F.json)
+        reporting.write_json(found, F.json)
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ Prints NLL, precision@1, ECE and Brier score with standard errors, and differenc
 (--validation) of the training rows are taken, and of several --C_noise and 0 (no noise) the
 smallest whose NLL is within a standard error of the least."""
 
-import functools
 from collections.abc import Sequence
 
 from absl import flags
@@ -67,14 +66,12 @@ def settings() -> probe.Settings:
 
 def represented() -> list[str]:
   """The files of the splits of --dataset."""
-  from het_plugin.config import trained_run  # imports TensorFlow, which files do not need
-  from het_plugin.evaluation import represent
+  from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
 
   F = flags.FLAGS
-  open_run = functools.partial(trained_run.open_run, F.checkpoint, *command_line.gin_settings())
-  where = F.dataset, F.output_dir
-  found = represent.represent(open_run, *where, splits=','.join(F.splits), layers=[F.layer])
-  return [row['file'] for row in found['files']]
+  source = F.checkpoint, command_line.gin_settings(), F.dataset
+  where = {'splits': ','.join(F.splits), 'layers': [F.layer]}
+  return [row['file'] for row in represent.represent(*source, F.output_dir, **where)['files']]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags
 
 from het_plugin.config import command_line
-from het_plugin.experiments import head_comparison, runs
+from het_plugin.experiments import head_comparison, trainings
 from het_plugin.experiments.head_comparison import HEADS
 
 RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     rows, trained = [], {}
     for number, (head, folder) in enumerate(folders.items(), 1):
       files = [settings.run, f'het_plugin/gin/heads/{head}.gin', *settings.gin_file]
-      run = runs.Run(files, settings.gin_bindings, settings.gin_search_paths)
+      run = trainings.Training(files, settings.gin_bindings, settings.gin_search_paths)
       print(f'{HEADS[head]} ({number} of {len(heads)}): compiling and training', flush=True)
       start = time.monotonic()
       if step := head_comparison.train_head(head, run, folder):

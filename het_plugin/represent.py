@@ -9,16 +9,16 @@ timm, transformers or open_clip, or another published file, whose model --gin_fi
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.data import representations
-from het_plugin.evaluation import extraction, represent
+from het_plugin.config import command_line, distributed
+from het_plugin.evaluation import represent
+from het_plugin.rows import files
+from het_plugin.runs.run import POOLS
 
 _OF_FILES = ('format', 'dtype', 'overwrite')
 _OF_A_MODEL = ('splits', 'layers', 'pool', 'batch_size', 'max_examples', 'image_size')
@@ -37,14 +37,14 @@ def define_flags() -> None:
   flags.DEFINE_alias('split', 'splits')
   flags.DEFINE_list('layers', ['pre_logits'], 'Representations of the backbone.')
   flags.DEFINE_enum(
-    'pool', 'mean', extraction.POOLS, 'Positions of a layer are averaged, or put side by side.'
+    'pool', 'mean', POOLS, 'Positions of a layer are averaged, or put side by side.'
   )
   flags.DEFINE_string(
     'arrays', None, 'F.npz, F.safetensors or X.npy,Y.npy: features made elsewhere, and labels.'
   )
   flags.DEFINE_string('output_dir', None, 'Where DATASET/LAYER/SPLIT files are written.')
   flags.DEFINE_enum('format', 'safetensors', ['safetensors', 'npz'], 'Format of the files.')
-  flags.DEFINE_enum('dtype', 'float32', representations.DTYPES, 'Type of the features.')
+  flags.DEFINE_enum('dtype', 'float32', files.DTYPES, 'Type of the features.')
   flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
   flags.DEFINE_integer(
     'max_examples', None, 'At most so many examples per split, chosen at random.', lower_bound=1
@@ -69,10 +69,9 @@ def main(argv: Sequence[str]) -> None:
     if F.arrays:
       result = represent.convert(F.arrays, F.output_dir, **of_files)
     else:
-      gin_settings = command_line.gin_settings()
-      open_run = functools.partial(trained_run.open_run, F.checkpoint, *gin_settings)
       of_model = {name: F[name].value for name in _OF_A_MODEL}
-      result = represent.represent(open_run, F.dataset, F.output_dir, **of_files, **of_model)
+      source = F.checkpoint, command_line.gin_settings(), F.dataset
+      result = represent.represent(*source, F.output_dir, **of_files, **of_model)
     if jax.process_index() == 0:
       print(represent.table(result['files']), flush=True)
       if F.json:

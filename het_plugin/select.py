@@ -29,20 +29,20 @@ from typing import Any
 from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values
-from het_plugin.evaluation import knn, rankme
 from het_plugin.evaluation.candidates import split_sources
+from het_plugin.measures import knn, rankme
 
 _OF_RUNS = ('checkpoint', 'split', 'batch_size', 'output_dir')
 _MEMBERS = ('max_members', 'replacement')
 # {subcommand, a function of this module: (module, the flags that it reads)}
 SUBCOMMANDS = {
-  'knn': ('evaluation.selection', ('train', 'test', 'k', 'metric')),
+  'knn': ('evaluation.select', ('train', 'test', 'k', 'metric')),
   'rank': (
-    'evaluation.selection',
+    'evaluation.select',
     ('train', 'test', 'k', 'metric', 'keep', 'shots', 'seeds', 'l2'),
   ),
-  'rankme': ('evaluation.selection', ('train', 'max_examples')),
-  'ensemble': ('evaluation.selection', ('validation', 'test', *_MEMBERS)),
+  'rankme': ('evaluation.select', ('train', 'max_examples')),
+  'ensemble': ('evaluation.select', ('validation', 'test', *_MEMBERS)),
   'soup': ('experiments.soup', (*_OF_RUNS, 'dataset')),
   'finetune': (
     'experiments.finetune',

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, parsing, training_run
+from het_plugin.config import command_line, distributed, parsing
 from het_plugin.operations import operations
+from het_plugin.runs import starting
 
 
 def define_flags() -> None:
   command_line.define_flags()
-  training_run.define_flags()
+  starting.define_flags()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.initialize()
     parsing.parse_config(*command_line.gin_settings())
     observer = operations.Operations(flags.FLAGS.stall_timeout_seconds, stopping.BEGAN)
-    training_run.train_from_gin(flags.FLAGS.accept_config_changes, observer)
+    starting.train_from_gin(flags.FLAGS.accept_config_changes, observer)
 
 
 if __name__ == '__main__':

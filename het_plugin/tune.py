@@ -20,8 +20,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from het_plugin.config import command_line
-from het_plugin.experiments import runs as runs_lib
-from het_plugin.experiments import temperature
+from het_plugin.experiments import temperature, trainings
 from het_plugin.training import compilation_cache
 
 RUN = 'het_plugin/gin/runs/temperature_glyphs.gin'
@@ -53,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     methods = temperature.parse_methods(flags.FLAGS.method)
     grid = temperature.parse_grid(flags.FLAGS.grid)
     output_dir = Path(flags.FLAGS.output_dir)
-    base = runs_lib.Run(
+    base = trainings.Training(
       [flags.FLAGS.run, *flags.FLAGS.gin_file],
       flags.FLAGS.gin_bindings,
       flags.FLAGS.gin_search_paths,

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, trained_run
-from het_plugin.evaluation import actions, extraction, zeroshot_datasets, zeroshot_runs
+from het_plugin.config import command_line, distributed
+from het_plugin.evaluation import zeroshot_report
+from het_plugin.runs.run import TEST_SPLITS
 
 _OF_DATASETS = (
   *('split', 'templates', 'class_names', 'lower', 'max_examples', 'resize'),
@@ -39,7 +40,7 @@ def define_flags() -> None:
     'By comma: names of data sets that gin files bind to ZeroShotAction.datasets, tasks, or '
     'NAME=TASK; by default all that are bound, else glyphs_heldout and glyphs_core.',
   )
-  splits = ' or '.join(extraction.TEST_SPLITS)
+  splits = ' or '.join(TEST_SPLITS)
   flags.DEFINE_string('split', None, f'A split or a slice of one; of a task by default {splits}.')
   flags.DEFINE_string('templates', None, "none, photo, ensemble, a text with '{}', or a file.")
   flags.DEFINE_string('class_names', None, "A file with a name per line, in the labels' order.")
@@ -60,25 +61,13 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
-
-  def open_run(checkpoint: str):
-    import gin  # not at the top: het_plugin.config says how to install it
-
-    given = command_line.gin_settings()
-    run = trained_run.open_run(checkpoint, *given, published=trained_run.PUBLISHED_PAIRS)
-    zeroshot_datasets.check_model(run.model, F.samples)
-    tokenizer = zeroshot_datasets.run_tokenizer(
-      gin.get_bindings('het_plugin.training.train')['train_dataset_cfg']
-    )
-    bound = gin.get_bindings(actions.ZeroShotAction).get('datasets')
-    changes = {name: F[name].value for name in _OF_DATASETS}
-    return run, tokenizer, zeroshot_runs.choose_datasets(F.dataset, bound, changes)
-
   with command_line.one_sentence_errors(argv):
-    runs = zeroshot_runs.choose_runs(F.checkpoint, F.names, F.group)
+    sources = zeroshot_report.choose_runs(F.checkpoint, F.names, F.group)
     distributed.initialize()
-    rows = zeroshot_runs.evaluate(runs, open_run, F.batch_size, F.samples)
-    zeroshot_runs.make_report(rows).write('het_plugin.zeroshot', json=F.json)
+    changes = {name: F[name].value for name in _OF_DATASETS}
+    settings = command_line.gin_settings(), F.dataset, changes, F.batch_size, F.samples
+    rows = zeroshot_report.evaluate(sources, *settings)
+    zeroshot_report.make_report(rows).write('het_plugin.zeroshot', json=F.json)
 
 
 if __name__ == '__main__':

@@ -33,8 +33,9 @@ from typing import Any
 from absl import flags
 
 from het_plugin import reporting
-from het_plugin.config import command_line, parsing, training_run
+from het_plugin.config import command_line, parsing
 from het_plugin.planning import topology
+from het_plugin.runs import starting
 from launch import processes, sweep
 from launch.gke import render
 
@@ -45,7 +46,7 @@ FAILED = 1
 
 def define_flags() -> None:
   command_line.define_flags()
-  training_run.define_flags()
+  starting.define_flags()
   render.define_settings_flags()
   flags.DEFINE_enum('executor', 'local', EXECUTORS, 'Where the jobs run.')
   flags.DEFINE_string('name', 'het-plugin', 'Name of the experiment and of JobSets.')
@@ -192,7 +193,7 @@ def main(argv: Sequence[str]) -> None:
       *command_line.gin_settings(),
       values.heads,
       values.sweep,
-      training_run.given_flags(),
+      starting.given_flags(),
     )
     check_heads(values.heads)
     described = [description(index, job, len(jobs)) for index, job in enumerate(jobs)]

@@ -146,7 +146,7 @@ def digits_run(tmp_path_factory):
 
   import gin
   from het_plugin.config import parsing
-  from het_plugin.config.training_run import train_from_gin
+  from het_plugin.runs.starting import train_from_gin
 
   folder = tmp_path_factory.mktemp('runs') / 'het_xl'
   parsing.parse_config(

@@ -11,8 +11,8 @@ import pytest
 import gin
 from het_plugin import ablate
 from het_plugin.config import parsing, registry
-from het_plugin.experiments import runs as runs_lib
 from het_plugin.experiments import study as study_lib
+from het_plugin.experiments import trainings
 from het_plugin.experiments.ablation import Ablation
 from het_plugin.experiments.flops import Flops
 from het_plugin.training import run_files, train
@@ -73,7 +73,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   }
   assert fixed['runs']['nll'][0] != fixed['runs']['nll'][1] and 0 < fixed['nll'] < 20
   assert learned['num_params'] == fixed['num_params'] + 1 and learned['extra_params'] == 1
-  last = runs_lib.final_evaluations(run_files.read_lines(out / 'learned/seed=1/metrics.jsonl'))
+  last = trainings.final_evaluations(run_files.read_lines(out / 'learned/seed=1/metrics.jsonl'))
   assert learned['runs']['nll'][1] == last['training_eval/digits']['nll']
 
   config = (out / 'learned/seed=1/config.gin').read_text()
@@ -111,7 +111,7 @@ def test_every_cell_builds_its_model(name, tmp_path):
       label, 0, study.candidates(label)[0], study_lib.Request(tmp_path), *task
     )
     run.parse(tmp_path)
-    _, counts = runs_lib.configured_model()
+    _, counts = trainings.configured_model()
     extra[label] = counts.total
   if name == 'det_equal_params':
     assert abs(extra['DET, wider MLP'] / extra['HET-XL'] - 1) < 0.001

@@ -6,10 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from het_plugin import evaluate, select
+from het_plugin import evaluate, runs, select
+from het_plugin import rows as rows_lib
 from het_plugin.data import task_info
-from het_plugin.evaluation import evaluate as evaluate_lib
-from het_plugin.evaluation.predictions import read_predictions
 
 
 def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
@@ -46,7 +45,7 @@ def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
 
   # What was saved gives the same numbers, without the model.
   saved = [str(output / 'predictions' / f'{x}.npz') for x in ('het_xl', 'het_xl_checkpoint_1')]
-  predictions = read_predictions(saved[0])
+  predictions = rows_lib.read(saved[0], 'log_prob')
   assert predictions.log_prob.shape == (359, 10) and predictions.class_names[3] == '3'
   assert predictions.provenance['task'] == 'digits'
   again = (f'--predictions={x}' for x in saved)
@@ -79,27 +78,48 @@ def test_a_file_with_the_labels_of_several_people(tmp_path, run_main):
   assert 'labels of several people' in printed
 
 
+def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
+  """A checkpoint, the file of its predictions, and the model's own evaluation agree."""
+  run_dir, _ = digits_run
+  rng = np.random.default_rng(0)
+  images, labels = rng.random((64, 8, 8, 1)), rng.integers(0, 10, (64, 3))
+  weight = np.full(labels.shape, 1 / 3, np.float32)
+  split = np.array(['train', 'test'] * 32)
+  arrays = {'image': images, 'label': labels, 'label_weight': weight, 'split': split}
+  np.savez(tmp_path / 'votes.npz', class_name=[str(k) for k in range(10)], **arrays)
+  task, out = f'npz:{tmp_path}/votes.npz', tmp_path / 'out'
+  printed = run_main(
+    evaluate,
+    *(f'--checkpoint={run_dir}', f'--dataset={task}', '--split=test', '--batch_size=32'),
+    *('--save_predictions', f'--output_dir={out}', '--covariance_images=0'),
+  )
+  assert 'labels of several people' in printed and 'drawn from their shares' in printed
+  (row,) = json.loads((out / 'results.json').read_text())
+  run = runs.open_run(run_dir)
+  with run.open_split('test', task=task, batch_size=32) as (batches, _):
+    _, metrics = run.model.eval_fn(run.params, next(batches))
+  for name, ours in (('nll', 'nll'), ('precision_at_1', 'precision_at_1'), ('ece', 'ece')):
+    assert row[ours] == pytest.approx(float(metrics[name].compute()), rel=1e-4)
+  file = out / 'predictions' / 'het_xl.npz'
+  run_main(evaluate, f'--checkpoint={file}', f'--json={tmp_path / "again.json"}')
+  (again,) = json.loads((tmp_path / 'again.json').read_text())
+  assert again['agreement'] == row['agreement'] and again['nll'] == row['nll']
+
+
 def test_glyphs_are_shown_and_their_look_alikes_known():
   info = task_info('glyphs_core')
-  names = evaluate_lib.shown_names('glyphs_core', info)
+  names = info.shown_names
   assert names[32] == 'A  LATIN CAPITAL LETTER A' and len(names) == info.num_classes
-  assert evaluate_lib.shown_names('digits', task_info('digits')) == tuple('0123456789')
-  assert (
-    evaluate_lib.glyph_class_set('npz:x') is None
-    and evaluate_lib.glyph_class_set('glyph_names') is None
-  )
-  sets = [evaluate_lib.glyph_class_set(f'glyphs_{x}') for x in ('core', 'noisy', 'noisy_full')]
-  assert sets == ['core', 'core', 'full']
-  (whole, part) = (
-    evaluate_lib.homoglyphs('core', split, 28) for split in ('validation', 'validation[:9]')
-  )
+  assert task_info('digits').shown_names is None and task_info('digits').look_alikes is None
+  assert task_info('glyphs_noisy').shown_names == names
+  whole, part = (info.look_alikes(split, 28) for split in ('validation', 'validation[:9]'))
   assert whole == part and {names[k][0] for k in whole[32]} == set('\u0391\u0410')
 
 
 def test_settings_that_are_wrong(run_main):
   cases = {
     (): '--checkpoint is not set',
-    ('--checkpoint=x.npz',): 'x.npz is a published file',
+    ('--checkpoint=x.npz',): '--checkpoint=x.npz: file x.npz does not exist',
     ('--checkpoint=x', '--ood_dataset=digits'): '--ood_dataset and --ood_split belong together',
     ('--checkpoint=x', '--save_predictions'): '--save_predictions needs --output_dir',
     ('--checkpoint=x', '--covariance_index=1,-2'): '--covariance_index=1,-2 must be whole',

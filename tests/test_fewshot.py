@@ -7,7 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from het_plugin import fewshot
-from het_plugin.evaluation import few_shot
+from het_plugin.measures import few_shot
 
 
 @pytest.fixture(scope='module')

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from het_plugin import data, evaluate, predict
-from het_plugin.config.trained_run import open_run
+from het_plugin import data, evaluate, predict, runs
+from het_plugin import rows as rows_lib
 from het_plugin.evaluation.predict import predict as predict_images
-from het_plugin.evaluation.predictions import read_predictions
 
 
 def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
@@ -22,7 +21,7 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
     *(*common, '--split=test', '--save_predictions', f'--output_dir={tmp_path}'),
     '--covariance_images=0',
   )
-  expected = read_predictions(str(tmp_path / 'predictions/het_xl.npz'))
+  expected = rows_lib.read(str(tmp_path / 'predictions/het_xl.npz'), 'log_prob')
 
   config = data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 359, shuffle=False)
   levels = (next(data.get_dataset(config))['image'] + 1) / 2
@@ -38,6 +37,11 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
   entropy = -(p * np.log(p)).sum(1)
   np.testing.assert_allclose([row['entropy'] for row in rows], entropy, rtol=1e-4)
   assert {len(row['top']) for row in rows} == {5} and rows[0]['top'][0]['name'] in '0123456789'
+
+  saved = tmp_path / 'predictions/het_xl.npz'
+  run_main(predict, f'--checkpoint={saved}', f'--json={out}')
+  for ours, theirs in zip(json.loads(out.read_text()), rows, strict=True):
+    assert [x['name'] for x in ours['top']] == [x['name'] for x in theirs['top']]
 
   folder = tmp_path / 'photos' / 'deep'
   folder.mkdir(parents=True)
@@ -63,7 +67,7 @@ def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(di
     path = tmp_path / 'photos' / f'class {i}' / f'{i}.png'
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(rng.integers(0, 255, (80, 160), np.uint8)).convert('RGB').save(path)
-  run, found = open_run(digits_run[0]), []
+  run, found = runs.open_run(digits_run[0]), []
   for task in (f'{tmp_path}/photos', '/nowhere/photos'):
     run = dataclasses.replace(run, task=task)
     found.append(predict_images(run, f'{tmp_path}/photos/class 3', batch_size=64))
@@ -84,5 +88,5 @@ def test_wrong_settings(digits_run, run_main, tmp_path):
   }
   for argument, message in cases.items():
     assert message in run_main(predict, f'--checkpoint={digits_run[0]}', argument, code=2)
-  published = '--checkpoint=vit.npz', '--dataset=photos'
-  assert 'vit.npz is a published file' in run_main(predict, *published, code=2)
+  rows = '--checkpoint=vit.npz', '--dataset=photos'
+  assert '--checkpoint=vit.npz' in run_main(predict, *rows, code=2)

@@ -10,10 +10,10 @@ from flax import traverse_util
 from PIL import Image
 
 from het_plugin import data, estimators, represent, weights
+from het_plugin import rows as rows_lib
 from het_plugin.config import parsing
-from het_plugin.config.training_run import train_from_gin
-from het_plugin.data.representations import read_representations
 from het_plugin.evaluation import represent as represent_lib
+from het_plugin.runs.starting import train_from_gin
 
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
 
@@ -49,7 +49,7 @@ def test_digits(digits_run, call, tmp_path):
   assert all(row['seconds'] > 0 and row['images_per_second'] > 0 for row in rows)
   assert str(out / 'digits/pre_logits/test.safetensors') in printed
 
-  test = read_representations(str(out / 'digits/pre_logits/test.safetensors'))
+  test = rows_lib.read(str(out / 'digits/pre_logits/test.safetensors'))
   batch = next(
     data.get_dataset(
       data.DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 359, shuffle=False)
@@ -70,7 +70,7 @@ def test_digits(digits_run, call, tmp_path):
     *(*common[:2], '--splits=test', f'--output_dir={tmp_path}/other', '--format=npz'),
     *('--batch_size=40', '--gin.PjitPartitioner.num_partitions=2'),
   )
-  other = read_representations(str(tmp_path / 'other/digits/pre_logits/test.npz'))
+  other = rows_lib.read(str(tmp_path / 'other/digits/pre_logits/test.npz'))
   assert_representations_equal(other, test, atol=1e-5)
 
   before = {path: path.stat().st_mtime_ns for path in out.rglob('*.safetensors')}
@@ -81,7 +81,7 @@ def test_digits(digits_run, call, tmp_path):
   error = call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', code=2)
   assert 'train.safetensors was made with other settings (step 2, now 1; params' in error
   call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', '--overwrite')
-  assert read_representations(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
+  assert rows_lib.read(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
 
 
 def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, call, tmp_path):
@@ -105,7 +105,7 @@ def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, cal
   train_from_gin()
   lines = [json.loads(x) for x in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   (trained,) = (x['training_eval/digits/nll'] for x in lines if 'training_eval/digits/nll' in x)
-  y = read_representations(test).label
+  y = rows_lib.read(test).label
   assert trained == pytest.approx(fitted.nll(test, y).mean(), abs=1e-4)
   opened = estimators.from_run(str(tmp_path / 'run'))
   assert opened.nll(test, y).mean() == pytest.approx(trained, abs=1e-4)
@@ -118,7 +118,7 @@ def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
     '--dtype=bfloat16',
   )
   assert (rows[0]['num_examples'], rows[0]['dim']) == (100, 4 * 16)
-  few = read_representations(rows[0]['file'])
+  few = rows_lib.read(rows[0]['file'])
   assert few.provenance['max_examples'] == 100 and few.index.max() > 100  # not the first ones
   rounded = few.features.astype(ml_dtypes.bfloat16).astype(np.float32)
   np.testing.assert_array_equal(few.features, rounded)
@@ -141,7 +141,7 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   np.savez(tmp_path / 'birds.npz', image=images, label=labels, split=split)
   rows, _ = call(*common, f'--dataset={tmp_path}/birds.npz')
   assert [(row['split'], row['num_examples']) for row in rows] == [('a', 10), ('b', 20)]
-  b = read_representations(f'{tmp_path}/out/birds/pre_logits/b.safetensors')
+  b = rows_lib.read(f'{tmp_path}/out/birds/pre_logits/b.safetensors')
   np.testing.assert_array_equal(b.label, labels[split == 'b'])
   assert b.provenance['step'] is None and 'image.npy' in b.provenance['dataset_version']
 
@@ -162,7 +162,7 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   (tmp_path / 'garden/wren/07.png').write_bytes(b'no image')
   rows, _ = call(*common, f'--dataset={tmp_path}/garden')
   assert sum(row['num_examples'] for row in rows) == 119
-  train = read_representations(f'{tmp_path}/out/garden/pre_logits/train.safetensors')
+  train = rows_lib.read(f'{tmp_path}/out/garden/pre_logits/train.safetensors')
   assert train.class_names == ('robin', 'wren') and set(train.label) == {0, 1}
   assert train.provenance['dataset_version'] == '120 files'
 
@@ -175,7 +175,7 @@ def test_arrays_made_elsewhere(call, tmp_path):
   common = (f'--arrays={tmp_path}/x.npy,{tmp_path}/y.npy', f'--output_dir={tmp_path}/out')
   rows, _ = call(*common)
   assert rows[0]['file'] == str(tmp_path / 'out/x/features/all.safetensors')
-  read = read_representations(rows[0]['file'])
+  read = rows_lib.read(rows[0]['file'])
   np.testing.assert_array_equal(read.features, features.astype(np.float32))
   np.testing.assert_array_equal(read.label, labels)
   assert read.provenance['source'] == common[0].removeprefix('--arrays=')
@@ -189,7 +189,7 @@ def test_arrays_made_elsewhere(call, tmp_path):
   rows, _ = call(f'--arrays={tmp_path}/f.npz', f'--output_dir={tmp_path}/out', '--dtype=float16')
   assert [(row['split'], row['num_examples']) for row in rows] == [('test', 2), ('train', 4)]
   np.testing.assert_array_equal(
-    read_representations(rows[0]['file']).features, features[[1, 4]].astype(np.float16)
+    rows_lib.read(rows[0]['file']).features, features[[1, 4]].astype(np.float16)
   )
   np.savez(tmp_path / 'f.npz', embeddings=features * 1e6, targets=labels)
   error = call(

@@ -8,9 +8,9 @@ from PIL import Image
 from scipy import special
 from sklearn.datasets import load_digits
 
+from het_plugin import rows as rows_lib
 from het_plugin import select
-from het_plugin.evaluation import few_shot
-from het_plugin.evaluation.predictions import Predictions, write_predictions
+from het_plugin.measures import few_shot
 
 NOISE = {'good': 0.0, 'fair': 4.0, 'poor': 12.0}  # of pixels, in 0 .. 16
 
@@ -31,8 +31,9 @@ def runs(tmp_path_factory):
     for split, rows in (('train', slice(0, 300)), ('test', slice(300, 500))):
       index = np.arange(500)[rows]
       np.savez(folder / name / f'{split}.npz', features=noisy[rows], label=y[rows], index=index)
-      predicted = Predictions(log_prob[rows].astype(np.float32), y[rows, None], index)
-      write_predictions(folder / name / f'log_prob_{split}.npz', predicted)
+      columns = {'log_prob': log_prob[rows].astype(np.float32)}
+      predicted = rows_lib.Rows(columns, y[rows, None], index)
+      rows_lib.write(folder / name / f'log_prob_{split}.npz', predicted)
   return folder
 
 

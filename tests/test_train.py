@@ -16,7 +16,7 @@ import gin
 from het_plugin import export
 from het_plugin import train as main
 from het_plugin.config import parsing
-from het_plugin.config.training_run import train_from_gin
+from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import partitioning, train
 from het_plugin.training import step as step_lib
 

@@ -63,9 +63,7 @@ def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
   page = (folder / 'index.html').read_text()
   assert 'Luketina' in page and page.count('<figure') == 2
 
-  monkeypatch.setattr(
-    'het_plugin.config.training_run.train_from_gin', None
-  )  # nothing is trained again
+  monkeypatch.setattr('het_plugin.runs.starting.train_from_gin', None)  # nothing is trained again
   assert run(**settings) == printed
   assert json.loads((folder / 'results.json').read_text()) == rows
 

@@ -11,24 +11,33 @@ import pytest
 import scipy.stats
 
 import gin
-from het_plugin import zeroshot
-from het_plugin.config import registry, trained_run
-from het_plugin.evaluation import zeroshot_datasets
-from tests.evaluation.small_contrastive import Letters, opened
+from het_plugin import runs, zeroshot
+from het_plugin.config import gin_state, registry
+from het_plugin.evaluation import zeroshot_report
+from tests.evaluation.small_contrastive import Letters, SmallContrastive, opened
 
 FEW = ('--max_examples=128', '--batch_size=64', '--templates=none')
 LETTERS = Letters()
 
 
-def open_towers(checkpoint, gin_files=(), bindings=(), search_paths=('.',), published=None):
-  """A `trained_run.open_run` whose parameters are drawn from the number in the path."""
-  gin.clear_config()
-  gin.parse_config_files_and_bindings(gin_files, [*bindings, "train.train_dataset_cfg = 'the run'"])
-  seed = int(re.search(r'\d+', str(checkpoint))[0])
-  model, partitioner, specs, params = opened(seed)
-  return trained_run.TrainedRun(
-    checkpoint, 9, model, partitioner, params, specs, 8, 1, 1, 'a task', None, 'a config'
-  )
+class Towers(runs.Configuration):
+  """A configuration whose parameters are drawn from the number in the path."""
+
+  def argument(self, name):
+    return {'model': SmallContrastive(), 'train_dataset_cfg': 'the run'}[name]
+
+  def open(self):
+    seed = int(re.search(r'\d+', self.checkpoint)[0])
+    model, partitioner, specs, params = opened(seed)
+    place = {'checkpoint': self.checkpoint, 'step': 9, 'task': 'a task'}
+    return runs.Run(model, partitioner, params, specs, image_size=8, channels=1, **place)
+
+
+def towers_of(checkpoint, gin_files=(), bindings=(), search_paths=('.',), published=None):
+  with gin_state.preserved():
+    gin.clear_config()
+    gin.parse_config_files_and_bindings(gin_files, bindings)
+    return Towers(checkpoint, 9, None)
 
 
 def tokenizer_of(dataset_cfg):
@@ -39,8 +48,8 @@ def tokenizer_of(dataset_cfg):
 @pytest.fixture
 def towers(monkeypatch):
   registry.register_trainer()  # once for all tests, hence before anything is replaced
-  monkeypatch.setattr(trained_run, 'open_run', open_towers)
-  monkeypatch.setattr(zeroshot_datasets, 'run_tokenizer', tokenizer_of)
+  monkeypatch.setattr(runs, 'configuration', towers_of)
+  monkeypatch.setattr(zeroshot_report, 'run_tokenizer', tokenizer_of)
 
 
 def test_seeds_in_groups(towers, run_main, tmp_path):

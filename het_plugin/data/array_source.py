@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from het_plugin.data import annotations, counter_random, representations
+from het_plugin import rows
+from het_plugin.data import annotations, counter_random
 from het_plugin.data.locked_cache import locked_cache
 from het_plugin.data.sources import ImageTextInfo, TaskInfo
+from het_plugin.rows import files
+from het_plugin.rows import labels as labels_lib
 
 SPLIT_KEY = counter_random.base_key(20230127)  # a constant: splits must not change between runs
 VALIDATION_FRACTION = 0.1
@@ -80,15 +83,15 @@ def features_source(source: str) -> ArraySource:
   'validation', the rest 'train', and 'all' has all rows.
 
   Args:
-    source: as in `representations.read_representations`.
+    source: as in `rows.read`.
 
   Raises:
     ValueError: as there, or labels are missing.
   """
-  read = representations.read_representations(source)
+  read = rows.read(source)
   images, labels, names = read.features[:, None, None], read.labels, read.class_names
-  path, named = representations.partition_source(source)
-  if named is None and os.path.isfile(path) and representations.split_names(path):
+  path, named = files.partition_source(source)
+  if named is None and os.path.isfile(path) and files.split_names(path):
     with np.load(path, allow_pickle=False) as arrays:
       splits = _splits(source, arrays, len(images))
   else:
@@ -212,7 +215,7 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   labels = labels.reshape(num_images, -1).astype(np.int64)
   if not is_soft:
     num_classes = len(names) if names is not None else int(labels.max()) + 1
-  annotations.check_range(f'{name}: ', labels, num_classes)
+  labels_lib.check_range(f'{name}: ', labels, num_classes)
   if label_weight is not None:
     label_weight = label_weight.reshape(num_images, -1)
   for field, array, shape in (
@@ -222,7 +225,7 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   ):
     if array is not None and array.shape != shape:
       raise ValueError(f'{name}: {field} is {array.shape}; it must be {shape}.')
-  annotations.check_weights(name, label_weight, weight, labels >= 0)
+  labels_lib.check_weights(name, label_weight, weight, labels >= 0)
   annotators = None
   if annotator is not None:
     annotators, annotator = annotations.annotator_numbers(name, annotator, labels >= 0)

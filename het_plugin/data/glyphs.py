@@ -61,19 +61,28 @@ class GlyphSource:
 
   @functools.cached_property
   def info(self) -> TaskInfo:
-    names = glyph_bank.glyph_classes(self.class_set).names
+    classes = glyph_bank.glyph_classes(self.class_set)
+    pairs = zip(classes.code_points, classes.names, strict=True)
     num_examples = {
       name: split.examples_per_class
       and split.examples_per_class * len(_split_classes(self.class_set, name))
       for name, split in SPLITS[self.class_set].items()
     }
     return TaskInfo(
-      num_classes=len(names),
+      num_classes=len(classes.names),
       multi_label=False,
       channels=1,
-      class_names=names,
+      class_names=classes.names,
       splits=num_examples,
+      shown_names=tuple(f'{chr(c)}  {name}' for c, name in pairs),
+      look_alikes=self.look_alikes,
     )
+
+  def look_alikes(self, split: str, image_size: int) -> tuple[frozenset[int], ...]:
+    """For each class, the classes that look the same in some typeface of the split."""
+    whole, _, _ = split.partition('[')  # of a slice
+    faces = SPLITS[self.class_set][whole].faces
+    return glyph_bank.homoglyphs(self.class_set, faces, image_size)
 
   def read(
     self, split: str, ids: np.ndarray, size: int, seed: int

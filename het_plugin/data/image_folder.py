@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from het_plugin.data import preprocess
-from het_plugin.data.annotations import check_weights, with_fields
+from het_plugin.data.annotations import with_fields
 from het_plugin.data.array_source import VALIDATION_FRACTION, fixed_split
 from het_plugin.data.sources import TRAIN_SPLIT, ImageTextInfo, TaskInfo
+from het_plugin.rows.labels import check_weights
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ An example is an image with class labels or with captions.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ class TaskInfo:
   annotators: names of the people whose votes the labels are, or None.
   version: identifies this state of the data as well as possible without reading them; None for data
     that do not change.
+  shown_names: names of the classes in tables and plots; None for class_names.
+  look_alikes: maps a split and an image size to [K] sets, for each class the other classes that
+    look the same in some image; None if this is not known.
   """
 
   num_classes: int
@@ -35,6 +38,8 @@ class TaskInfo:
   label_fields: tuple[str, ...] = ()
   annotators: tuple[str, ...] | None = None
   version: str | None = None
+  shown_names: tuple[str, ...] | None = None
+  look_alikes: Callable[[str, int], Sequence[frozenset[int]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,9 +111,9 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
     if weights.is_weights_file(backbone):
       backbone = weights.read_arrays(backbone)
     else:
-      from het_plugin.config import trained_run  # imports TensorFlow
+      from het_plugin import runs  # imports TensorFlow
 
-      _, backbone = trained_run.read_params(backbone)
+      backbone = runs.configuration(backbone).read_params()
   found = {name: x for name, x in backbone.items() if name.startswith('backbone/')}
   if not found:
     raise ValueError('the backbone has no parameters under backbone/')
@@ -160,16 +160,15 @@ def from_run(checkpoint: str, classes: Any = None) -> HeadClassifier:
   """The head of a training run as an estimator of its pre-logits, which `represent` writes.
 
   Args:
-    checkpoint: directory of a run (its newest checkpoint), or of one checkpoint in it. The gin
-      configuration is that of the run afterwards.
+    checkpoint: directory of a run (its newest checkpoint), or of one checkpoint in it.
     classes: [K] names; None numbers them.
 
   Raises:
     ValueError: there is no checkpoint, or the head has settings that no estimator has.
   """
-  from het_plugin.config import trained_run  # imports TensorFlow
+  from het_plugin import runs  # imports TensorFlow
 
-  run = trained_run.open_run(checkpoint)
+  run = runs.open_run(checkpoint)
   return from_head(run.model.head, run.params['head'], classes)
 
 

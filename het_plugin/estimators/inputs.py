@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from het_plugin.data import representations
+from het_plugin.rows import files
 
 SOLVERS = ('auto', 'lbfgs', 'adam')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
@@ -17,7 +17,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   """Features and labels; what is no file is returned as it is.
 
   Args:
-    x: an array; the name of a file (`representations.read_representations`), whose features stay on
+    x: an array; the name of a file (`rows.read`), whose features stay on
       disk where its format allows that; or an open `safetensors.safe_open`.
     y: labels; None takes those of the file.
 
@@ -25,13 +25,13 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
     ValueError: the file is missing or damaged, or has no features.
   """
   if isinstance(x, str | os.PathLike):
-    read = representations.read_representations(str(x), mapped=True)
+    read = files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
     return read.features, labels if y is None else y
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
-    features = representations.find_features(arrays)
-    labels = representations.one_of(arrays, representations.LABEL_NAMES)[1] if y is None else y
+    features = files.find_features(arrays)
+    labels = files.one_of(arrays, files.LABEL_NAMES)[1] if y is None else y
     return features, labels
   return x, y
 

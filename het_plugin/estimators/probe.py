@@ -14,19 +14,14 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
 from het_plugin import reporting
-from het_plugin.data.representations import (
-  Representations,
-  check_pair,
-  label_rows,
-  read_representations,
-)
 from het_plugin.estimators.classifier import NOISE_SHARE, HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
-from het_plugin.evaluation import agreement, uncertainty
-from het_plugin.evaluation.comparison import EXTREME, extreme_share
-from het_plugin.evaluation.predictions import Predictions
 from het_plugin.evaluation.uncertainty_report import calibration_figures
+from het_plugin.measures import agreement, uncertainty, votes
+from het_plugin.measures.comparison import EXTREME, extreme_share
+from het_plugin.rows import Rows, check_pair, label_rows
+from het_plugin.rows import read as read_rows
 
 _COMPARED = ('nll', 'brier', 'precision_at_1')
 
@@ -123,7 +118,7 @@ def probe(
   """Fits the heads to representations.
 
   Args:
-    train: a file (`representations.read_representations`), or features [N, D] and class ids [N]; or
+    train: a file (`rows.read`), or features [N, D] and class ids [N]; or
       without `test` a folder of `represent`, whose files train and test are taken.
     test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
@@ -200,15 +195,15 @@ def _files_of(folder: Path) -> tuple[str, str | None]:
   )
 
 
-def _read(source: Source, name: str) -> tuple[Representations, str]:
-  """Representations and their name."""
+def _read(source: Source, name: str) -> tuple[Rows, str]:
+  """Rows with features, and their name."""
   if isinstance(source, str):
-    return read_representations(source, mapped=True), source
+    return read_rows(source, mapped=True), source
   x, y = map(np.asarray, source)
-  return Representations(x, label_rows(y, len(x)), np.arange(len(x))), name
+  return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
 
 
-def _targets(rows: Representations, target: str) -> tuple[np.ndarray, np.ndarray]:
+def _targets(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray]:
   """y of the fits, and its classes: ids [N]; with several labels an example votes [N, L], or an
   indicator [N, K].
   """
@@ -216,14 +211,7 @@ def _targets(rows: Representations, target: str) -> tuple[np.ndarray, np.ndarray
   if target == 'votes' or labels.shape[1] == 1:
     return labels if target == 'votes' else rows.label, np.unique(labels[labels >= 0])
   num_classes = int(labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
-  return _indicator(labels, num_classes), np.arange(num_classes)
-
-
-def _indicator(labels: np.ndarray, num_classes: int) -> np.ndarray:
-  on = np.zeros((len(labels), num_classes), int)
-  row, column = np.nonzero(labels >= 0)
-  on[row, labels[row, column]] = 1
-  return on
+  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes)
 
 
 def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -251,12 +239,13 @@ def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
   parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
   for number, (fitted, held_out) in enumerate(splits):
     estimator, point, failures = _fit_best(head, train.features, y, fitted, settings, starts)
-    rows = test if held_out is None else _rows(train, held_out)
+    rows = test if held_out is None else train.take(held_out)
     predictions = _predictions(estimator, rows)
-    parts.append(_scores(predictions))
+    parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
-      agreements.append(agreement.summarize(predictions, ood_log_p))
+      people = agreement.score_examples(predictions.log_prob, predictions.labels)
+      agreements.append(agreement.summarize(people, ood_log_p))
     folds.append(np.full(len(rows.features), number))
     chosen.append(point)
     unfinished += failures
@@ -293,12 +282,6 @@ def num_noise_params(estimator: HeadClassifier) -> int:
   """Number of the parameters of the noise of a fitted head; 0 for DET."""
   flat = traverse_util.flatten_dict(estimator.params_)
   return sum(x.size for path, x in flat.items() if is_noise(path))
-
-
-def _rows(rows: Representations, which: np.ndarray) -> Representations:
-  return dataclasses.replace(
-    rows, features=rows.features[which], labels=rows.labels[which], index=rows.index[which]
-  )
 
 
 def _fit_best(head, x, y, fitted, settings, starts) -> tuple[HeadClassifier, dict[str, Any], int]:
@@ -369,25 +352,15 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
   return min([best, *filter(is_close, range(len(grid)))], key=c_noise)
 
 
-def _predictions(estimator: HeadClassifier, rows: Representations) -> Predictions:
+def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
+  """What the estimator predicts for the rows, with class numbers as labels."""
   labels = _columns(rows.labels, estimator.classes_).astype(np.int32)
-  log_p = np.minimum(estimator.predict_log_proba(rows.features), 0.0)
-  if estimator.target_ != 'indicator':
-    return Predictions(log_p, labels, rows.index, 'softmax')
-  nll = estimator.nll(rows.features, _indicator(labels, len(estimator.classes_)))
-  return Predictions(log_p, labels, rows.index, 'sigmoid', nll=nll)
-
-
-def _scores(predictions: Predictions) -> uncertainty.ExampleScores:
-  """The scores of examples; of votes the NLL is that of their shares, and right is the class with
-  the most.
-  """
-  scores = uncertainty.score_examples(predictions, ks=(1,))
-  if predictions.link == 'sigmoid' or predictions.labels.shape[1] == 1:
-    return scores
-  counts = agreement.vote_counts(predictions)
-  soft_nll = agreement.soft_label_nll(predictions.log_prob, counts)
-  return dataclasses.replace(scores, nll=soft_nll)
+  columns = {'log_prob': np.minimum(estimator.predict_log_proba(rows.features), 0.0)}
+  link = 'softmax'
+  if estimator.target_ == 'indicator':
+    link, on = 'sigmoid', votes.indicator(labels, len(estimator.classes_))
+    columns['nll'] = estimator.nll(rows.features, on.astype(int))
+  return Rows(columns, labels, rows.index, link=link)
 
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:

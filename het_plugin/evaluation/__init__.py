@@ -1,11 +1,7 @@
-"""Evaluation of representations: extraction over the mesh, few-shot linear accuracy."""
-
-from het_plugin.evaluation.fewshot import few_shot
+"""A file for each command: source -> rows -> measure -> report; and evaluations during training."""
 
 CONFIGURABLES = {
   'actions': ('FewShotAction', 'ZeroShotAction'),
-  'fewshot_datasets': ('FewShotDataset',),
+  'fewshot': ('FewShotDataset',),
   'zeroshot_datasets': ('ZeroShotDataset', 'run_tokenizer'),
 }
-
-__all__ = ['few_shot']

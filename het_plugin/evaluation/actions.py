@@ -11,9 +11,11 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from het_plugin.evaluation import fewshot, fewshot_datasets, zeroshot_datasets
-from het_plugin.evaluation.extraction import PlacedModel
+from het_plugin.evaluation import fewshot as fewshot_data
+from het_plugin.evaluation import zeroshot_datasets
 from het_plugin.evaluation.names import check_names
+from het_plugin.measures import fewshot
+from het_plugin.runs.run import Run
 from het_plugin.training import run_files
 from het_plugin.training.actions import ActionContext, BaseAction, MetricsByTask
 from het_plugin.training.state import TrainState
@@ -45,17 +47,14 @@ class PeriodicAction(BaseAction):
 
   def __post_init__(self):
     check_names(self.datasets, f'{type(self).__name__}.datasets')
-    self._evaluator = None
 
   def setup(self, context: ActionContext) -> None:
     """Checks the data sets, and reads which steps an earlier run has evaluated."""
     self._context = context
-    self._run = PlacedModel(
-      context.model, context.partitioner, None, self.image_size, self.channels
-    )
-    checker = self.make_evaluator(self._run)
+    # Its parameters come with each evaluation; what is compiled for the first one stays.
+    self._run = Run(context.model, context.partitioner, None, None, self.image_size, self.channels)
     for dataset in self.datasets:
-      checker.check(dataset)
+      self.check(self._run, dataset)
     self._file = epath.Path(context.model_dir) / f'{self.kind}.jsonl'
     # All processes must agree on when to run, and only process 0 writes the file.
     steps = (record['step'] for record in run_files.read_lines(self._file))
@@ -69,10 +68,9 @@ class PeriodicAction(BaseAction):
     never_yet = self._last_step < 0
     due = self.period is None or never_yet or step - self._last_step >= self.period
     if due or step == self.total_steps:
-      if self._evaluator is None:
-        specs = self._context.partitioner.get_mesh_axes(train_state).params
-        self._evaluator = self.make_evaluator(self._run._replace(param_specs=specs))
-      results = self.evaluate(self._evaluator, train_state.params)
+      specs = self._context.partitioner.get_mesh_axes(train_state).params
+      run = dataclasses.replace(self._run, params=train_state.params, param_specs=specs, step=step)
+      results = self.evaluate(run)
       self._last_step = step
       self._context.writer.write_scalars(
         step,
@@ -84,11 +82,11 @@ class PeriodicAction(BaseAction):
         run_files.write_text(self._file, ''.join(json.dumps(row) + '\n' for row in rows))
     return False
 
-  def make_evaluator(self, run: PlacedModel) -> Any:
-    """What evaluates the model, with a method check(dataset); it compiles nothing yet."""
+  def check(self, run: Run, dataset: Any) -> None:
+    """Raises ValueError if the run, which has no parameters yet, does not fit a data set."""
     raise NotImplementedError
 
-  def evaluate(self, evaluator: Any, params: Any) -> Sequence[tuple[str, Any]]:
+  def evaluate(self, run: Run) -> Sequence[tuple[str, Any]]:
     """(data set, result) pairs; every process calls it.
 
     The methods of a result give `scalars()` by name, and `record()`, the content of its line.
@@ -110,7 +108,7 @@ class FewShotAction(PeriodicAction):
 
   kind = 'fewshot'
 
-  datasets: Sequence[fewshot_datasets.FewShotDataset] = fewshot_datasets.DEFAULT_DATASETS
+  datasets: Sequence[fewshot_data.FewShotDataset] = fewshot_data.DEFAULT_DATASETS
   shots: Sequence[int] = (1, 5, 10, 25)
   seeds: Sequence[int] = (0, 1, 2)
   l2: float | str = 'loo'
@@ -124,11 +122,11 @@ class FewShotAction(PeriodicAction):
     fewshot.check_settings(self.shots, self.seeds, self.l2, len(self.datasets))
     self.results = {}
 
-  def make_evaluator(self, run: PlacedModel) -> fewshot_datasets.FewShotReader:
-    return fewshot_datasets.FewShotReader(run, self.batch_size, self.layer)
+  def check(self, run: Run, dataset: fewshot_data.FewShotDataset) -> None:
+    fewshot_data.check(run, dataset, self.batch_size)
 
-  def evaluate(self, evaluator: fewshot_datasets.FewShotReader, params: Any):
-    data = {x.name: evaluator(x, params) for x in self.datasets}
+  def evaluate(self, run: Run):
+    data = {x.name: fewshot_data.read(run, x, self.layer, self.batch_size) for x in self.datasets}
     self.results = fewshot.few_shot_all(data, self._protocol, shots=self.shots, seeds=self.seeds)
     results = [(name, x) for name, by_shots in self.results.items() for x in by_shots.values()]
     for name, x in results:
@@ -157,13 +155,14 @@ class ZeroShotAction(PeriodicAction):
 
   def __post_init__(self):
     super().__post_init__()
+    self._evaluator = zeroshot_datasets.ZeroShotEvaluator(
+      self.tokenizer, self.batch_size, self.num_samples
+    )
     self.results = {}
 
-  def make_evaluator(self, run: PlacedModel) -> zeroshot_datasets.ZeroShotEvaluator:
-    return zeroshot_datasets.ZeroShotEvaluator(
-      run, self.tokenizer, self.batch_size, self.num_samples
-    )
+  def check(self, run: Run, dataset: zeroshot_datasets.ZeroShotDataset) -> None:
+    self._evaluator.check(run, dataset)
 
-  def evaluate(self, evaluator: zeroshot_datasets.ZeroShotEvaluator, params: Any):
-    self.results = {x.name: evaluator(x, params) for x in self.datasets}
+  def evaluate(self, run: Run):
+    self.results = {x.name: self._evaluator(run, x) for x in self.datasets}
     return list(self.results.items())

@@ -1,12 +1,14 @@
 """Files of several checkpoints that are candidates for one task, with the same examples."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from het_plugin.data.representations import check_pair, read_representations
+from het_plugin import rows as rows_lib
 from het_plugin.evaluation.names import choose_names
-from het_plugin.evaluation.predictions import Predictions, read_predictions
+from het_plugin.measures import votes
+from het_plugin.rows import Rows
 
 
 def split_sources(text: str) -> list[str]:
@@ -58,25 +60,24 @@ def check_representations(train: Sequence[str], test: Sequence[str] = ()) -> Non
   for sources in (train, test):
     first = None
     for source in sources:
-      read = read_representations(source)
-      order = np.argsort(read.index, kind='stable')
-      examples = read.index[order], read.labels[order]
-      first = first or examples
-      _check_same(sources[0], source, first, examples)
+      read = rows_lib.read(source).ordered()
+      first = first or (read.index, read.labels)
+      _check_same(sources[0], source, first, (read.index, read.labels))
       meanings[source] = read.meaning
   for pair in zip(train, test, strict=True) if test else ():
-    check_pair(pair, [meanings[source] for source in pair])
+    rows_lib.check_pair(pair, [meanings[source] for source in pair])
 
 
-def read_softmax_predictions(source: str) -> Predictions:
-  """Reads predictions of one label each, ascending by example id."""
-  read = read_predictions(source)
+def read_softmax_predictions(source: str) -> Rows:
+  """Reads predictions ascending by example id; of several labels the most frequent one is kept."""
+  read = rows_lib.read(source, 'log_prob')
   if read.link != 'softmax':
     raise ValueError(f"{source} has link = '{read.link}'; an ensemble needs softmax predictions")
-  return read.rows(np.argsort(read.index, kind='stable'))
+  label = votes.majority(read.labels, read.label_weight)
+  return dataclasses.replace(read, labels=label[:, None], label_weight=None).ordered()
 
 
-def same_predictions(sources: Sequence[str]) -> Iterator[Predictions]:
+def same_predictions(sources: Sequence[str]) -> Iterator[Rows]:
   """`read_softmax_predictions` of one file after another, all for the same examples and classes."""
   first = None
   for source in sources:

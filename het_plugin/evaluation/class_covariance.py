@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.evaluation import uncertainty
-from het_plugin.evaluation.extraction import PerExample
+from het_plugin.measures import uncertainty
+from het_plugin.runs.run import Run
 
 PyTree = Any
 
@@ -47,7 +47,7 @@ def why_none(head: Any) -> str | None:
 
 
 def look(
-  run: Any,
+  run: Run,
   batches: Iterable[Mapping[str, np.ndarray]],
   batch_size: int,
   number: int | None = None,
@@ -57,7 +57,7 @@ def look(
   """The class correlations of some examples; every process calls it.
 
   Args:
-    run: a `config.trained_run.TrainedRun`.
+    run: its head has factors, see `why_none`.
     batches: whole batches of a split, the same on every process.
     batch_size: rows of the batches; few, because factors are R + 1 times as large as logits.
     number: number of examples to take from the start; None takes those of `index`.
@@ -93,7 +93,7 @@ def look(
     {name: x[own] for name, x in batch.items()} for batch in batches if wanted(batch['index']).any()
   )
   found, bound = {}, len(set(index)) if number is None else number
-  compiled = PerExample(compute, run)
+  compiled = run.per_example(compute, compute)
   for rows in compiled(run.params, local, batch_size):
     for i in np.flatnonzero(wanted(rows['index'])):
       row = {name: x[i] for name, x in rows.items()}
@@ -124,18 +124,18 @@ def most_correlated(correlation: np.ndarray, anchor: int, number: int) -> np.nda
   return order[order != anchor][:number]
 
 
-def homoglyph_rate(
+def look_alike_rate(
   labels: Sequence[int],
   with_label: Sequence[np.ndarray],
-  homoglyphs: Sequence[frozenset[int]],
+  look_alikes: Sequence[frozenset[int]],
 ) -> dict[str, float | int | None]:
   """How often the class that correlates most with the true class looks the same.
 
   Args:
     labels: [N] true classes.
     with_label: [N] correlations [K] with the true class. If several classes correlate most, such as
-      the classes of one bucket of HET-H, the share of homoglyphs among them counts.
-    homoglyphs: [K] sets of classes (`glyph_bank.homoglyphs`); images of classes without any do not
+      the classes of one bucket of HET-H, the share of look-alikes among them counts.
+    look_alikes: [K] sets of classes (`TaskInfo.look_alikes`); images of classes without any do not
       count.
 
   Returns:
@@ -144,13 +144,13 @@ def homoglyph_rate(
   """
   hits, chances = [], []
   for label, correlation in zip(labels, with_label, strict=True):
-    if homoglyphs[label]:
+    if look_alikes[label]:
       others = np.array(correlation, np.float64)
       others[label] = -np.inf
       # A tolerance, because products of equal factors may round differently.
       most = np.flatnonzero(others >= others.max() - 1e-6)
-      hits.append(np.mean([int(k) in homoglyphs[label] for k in most]))
-      chances.append(len(homoglyphs[label]) / (len(others) - 1))
+      hits.append(np.mean([int(k) in look_alikes[label] for k in most]))
+      chances.append(len(look_alikes[label]) / (len(others) - 1))
   if not hits:
     return {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
   return {

@@ -3,22 +3,23 @@
 import contextlib
 import dataclasses
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from het_plugin import data, reporting
-from het_plugin.evaluation import agreement, class_covariance, predictions, uncertainty
-from het_plugin.evaluation.extraction import match_channels, open_split
+from het_plugin import data, reporting, runs, weights
+from het_plugin import rows as rows_lib
+from het_plugin.evaluation import class_covariance
 from het_plugin.evaluation.names import short_names
 from het_plugin.evaluation.uncertainty_report import Evaluation
+from het_plugin.measures import agreement, uncertainty
+from het_plugin.rows import Rows
+from het_plugin.runs.opening import Configuration, GinSettings
+from het_plugin.runs.per_example import match_channels
 from het_plugin.training import class_names
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Settings:
   """The flags of the main `het_plugin.evaluate`, by name."""
 
   checkpoint: Sequence[str]
-  split: str
+  split: str | None
   batch_size: int
   predictions: Sequence[str] = ()
   dataset: str | None = None
@@ -41,61 +42,91 @@ class Settings:
   def __post_init__(self):
     if not self.checkpoint and not self.predictions:
       raise ValueError('--checkpoint is not set (nor is --predictions)')
-    for checkpoint in self.checkpoint:
-      predictions.check_has_head(checkpoint)
     if (self.ood_dataset is None) != (self.ood_split is None):
       raise ValueError('--ood_dataset and --ood_split belong together: set both')
-    if self.ood_dataset and not self.checkpoint:
+    if self.ood_dataset and all(map(weights.is_weights_file, self.checkpoint)):
       raise ValueError('--ood_dataset needs a --checkpoint to make its predictions with')
 
 
-def check_model(model: Any, task: str, names: Sequence[str] | None) -> None:
-  """Raises ValueError if a model of classes of these names does not fit a task."""
-  info = data.classification_info(task)
-  with _named('--dataset', task):
-    model.validate(info)
-  class_names.check(f'--dataset={task}', info.class_names, names)
+def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -> list[Evaluation]:
+  """Evaluates all checkpoints, then all files of predictions.
 
-
-def evaluate(settings: Settings, open_run: Callable[[str], Any]) -> list[Evaluation]:
-  """Evaluates all checkpoints, each opened by `open_run`, then all files of predictions; a
-  ValueError about files, data or settings comes before the model is compiled.
+  A checkpoint may be a file of predictions itself. A ValueError about files, data or settings comes
+  before the first model is compiled.
   """
-  names = short_names([*settings.checkpoint, *settings.predictions])
-  num_runs = len(settings.checkpoint)
-  pairs = zip(names[num_runs:], settings.predictions, strict=True)
-  files = [evaluate_file(name, path, settings) for name, path in pairs]
+  flags = [('--checkpoint', x) for x in settings.checkpoint]
+  flags += [('--predictions', x) for x in settings.predictions]
+  names = short_names([source for _, source in flags])
+  opened: list[Configuration | Rows] = []
+  for flag, source in flags:
+    if flag == '--predictions' or weights.is_weights_file(source):
+      with _named(flag, source):
+        opened.append(rows_lib.read(source, 'log_prob'))
+    else:
+      opened.append(runs.configuration(source, *gin_settings))
+  settings = _fitted(settings, [x for x in opened if isinstance(x, Configuration)])
   evaluations = []
-  for name, checkpoint in zip(names[:num_runs], settings.checkpoint, strict=True):
-    evaluations.append(evaluate_run(name, open_run(checkpoint), settings))
-    jax.clear_caches()  # the next model shares no programs
-  return evaluations + files
+  for name, (flag, source), of in zip(names, flags, opened, strict=True):
+    if isinstance(of, Configuration):
+      evaluations.append(evaluate_run(name, of.open(), settings))
+      jax.clear_caches()  # the next model shares no programs
+    else:
+      with _named(flag, source):
+        evaluations.append(evaluate_rows(name, source, of.take(slice(settings.max_examples))))
+  return evaluations
 
 
-def evaluate_file(name: str, path: str, settings: Settings) -> Evaluation:
-  """Scores the first max_examples of saved predictions."""
-  read = predictions.read_predictions(path)
-  num_classes = read.log_prob.shape[1]
-  with _named('--predictions', path):
-    kept = read.rows(slice(settings.max_examples))
-    scores = uncertainty.score_examples(kept, _ks(num_classes))
-    people = agreement.summarize(kept) if kept.link == 'softmax' else None
+def _fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
+  """The settings with task and split; ValueError if the models do not fit them."""
+  chosen = []
+  for config in configs:
+    task = settings.dataset or config.task
+    eval_cfg = config.argument('train_eval_dataset_cfg')
+    split = settings.split or getattr(eval_cfg, 'split', 'validation')
+    info = data.classification_info(task)
+    with _named('--dataset', task):
+      config.argument('model').validate(info)
+    class_names.check(f'--dataset={task}', info.class_names, config.class_names)
+    chosen.append((task, split))
+    if chosen[0] != chosen[-1]:
+      raise ValueError(
+        f'--checkpoint={config.checkpoint} would be evaluated on {task}, split {split}, and '
+        f'{configs[0].checkpoint} on {chosen[0][0]}, split {chosen[0][1]}: set --dataset and '
+        '--split'
+      )
+  if not chosen:
+    return settings
+  return dataclasses.replace(settings, dataset=chosen[0][0], split=chosen[0][1])
+
+
+def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
+  """Scores saved predictions, or those of an estimator."""
+  num_classes = rows.log_prob.shape[1]
+  scores, people = _score([rows], num_classes)
   details = {'num_classes': num_classes}
-  return Evaluation(name, path, details, scores, agreement=people, class_names=read.class_names)
+  return Evaluation(name, source, details, scores, agreement=people, class_names=rows.class_names)
 
 
-def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
-  """Evaluates a `TrainedRun` on the split and the out-of-distribution split, and its covariance."""
+def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
+  """Evaluates a run on the split and the out-of-distribution split, and its covariance."""
   task = settings.dataset or run.task
   info = data.classification_info(task)
-  predictor = predictions.Predictor(run)
 
   def predict(title, stream):
     batches, total = stream
     with reporting.Progress(title, total) as progress:
-      for part in predictor(run.params, batches, settings.batch_size, settings.max_examples):
+      limits = settings.batch_size, settings.max_examples
+      for part in run.stream(batches, ('log_prob',), *limits):
         progress.update(len(part))
         yield part
+
+  kept, of_unknown = [], None
+
+  def keeping(parts):
+    for part in parts:
+      if settings.save_to:
+        kept.append(part)
+      yield part
 
   with contextlib.ExitStack() as stack:
     known = _open(stack, '', task, settings.split, run, settings)
@@ -103,14 +134,11 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
       ood = settings.ood_dataset, settings.ood_split
       unknown = _open(stack, 'ood_', *ood, run, settings)
     covariance = _covariance(run, task, settings)
-    scores, kept, of_unknown = [], [], None
-    for part in predict(name, known):
-      scores.append(uncertainty.score_examples(part, _ks(info.num_classes)))
-      if settings.save_to:
-        kept.append(part)
+    scores, people = _score(keeping(predict(name, known)), info.num_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
-      of_unknown = uncertainty.concatenate([uncertainty.uncertainty(part) for part in parts])
+      scored = [uncertainty.uncertainty(**part.predictive) for part in parts]
+      of_unknown = uncertainty.concatenate(scored)
   evaluation = Evaluation(
     name,
     run.checkpoint,
@@ -124,24 +152,33 @@ def evaluate_run(name: str, run: Any, settings: Settings) -> Evaluation:
       'ood_dataset': settings.ood_dataset,
       'ood_split': settings.ood_split,
     },
-    uncertainty.concatenate(scores),
+    scores,
     of_unknown,
-    class_names=shown_names(task, info),
-    config=run.config,
+    agreement=people,
+    class_names=info.shown_names or info.class_names,
+    config=run.config.text,
     **covariance,
   )
   if settings.save_to and jax.process_index() == 0:
     provenance = {'checkpoint': run.checkpoint, 'task': task, 'split': settings.split}
-    whole = dataclasses.replace(
-      predictions.concatenate(kept), class_names=info.class_names, provenance=provenance
-    )
-    predictions.write_predictions(settings.save_to / f'{evaluation.file_name}.npz', whole)
+    whole = rows_lib.concatenate(kept)
+    whole = dataclasses.replace(whole, class_names=info.class_names, provenance=provenance)
+    rows_lib.write(settings.save_to / f'{evaluation.file_name}.npz', whole)
   return evaluation
 
 
-def _ks(num_classes: int) -> tuple[int, ...]:
-  """The k of precision@k."""
-  return (1, 5) if num_classes > 5 else (1,)
+def _score(
+  parts: Iterable[Rows], num_classes: int
+) -> tuple[uncertainty.ExampleScores, dict[str, float] | None]:
+  """The scores of the parts of a split; with a softmax also its agreement with people's labels."""
+  scores, people, ks = [], [], (1, 5) if num_classes > 5 else (1,)
+  for part in parts:
+    scores.append(uncertainty.score_examples(**part.labelled, ks=ks))
+    if part.link == 'softmax':
+      found = agreement.score_examples(part.log_prob, part.labels, part.label_weight)
+      people.append(found)
+  summary = agreement.summarize(agreement.concatenate(people)) if people else None
+  return uncertainty.concatenate(scores), summary
 
 
 @contextlib.contextmanager
@@ -161,20 +198,20 @@ def _open(stack, prefix, task, split, run, settings, **changes) -> tuple[data.Ba
     image = jax.ShapeDtypeStruct((1, run.image_size, run.image_size, info.channels), jnp.float32)
     jax.eval_shape(lambda x: match_channels(x, run.channels), image)
     given = {
+      'task': task,
       'name': f'--{prefix}split={split}',
       'bound': '--max_examples',
-      'max_labels': max(info.max_labels, run.max_labels),
       'batch_size': settings.batch_size,
     }
-    stream = open_split(run, task, split, settings.max_examples, **{**given, **changes})
-    return stack.enter_context(stream)
+    opened = run.open_split(split, settings.max_examples, **{**given, **changes})
+    return stack.enter_context(opened)
 
 
-def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
+def _covariance(run: runs.Run, task: str, settings: Settings) -> dict[str, Any]:
   """The covariance fields of an `Evaluation`."""
   index, images = settings.covariance_index, settings.covariance_images
-  class_set = glyph_class_set(task)
-  counted = settings.homoglyph_examples if class_set else 0
+  look_alikes = data.classification_info(task).look_alikes
+  counted = settings.homoglyph_examples if look_alikes else 0
   if not (index or images or counted):
     return {}
   if reason := class_covariance.why_none(run.model.head):
@@ -193,37 +230,12 @@ def _covariance(run: Any, task: str, settings: Settings) -> dict[str, Any]:
     looks = look_at(number=number)
     result['looks'] = looks[:images]
     if counted:
-      result['homoglyphs'] = class_covariance.homoglyph_rate(
+      result['homoglyphs'] = class_covariance.look_alike_rate(
         [x.label for x in looks[:counted]],
         [x.with_anchor for x in looks[:counted]],
-        homoglyphs(class_set, settings.split, run.image_size),
+        look_alikes(settings.split, run.image_size),
       )
   if index:
     with _named('--covariance_index', ','.join(map(str, index))):
       result['looks'] = look_at(index=index)
   return result
-
-
-def glyph_class_set(task: str) -> str | None:
-  """'core' for 'glyphs_core' and 'glyphs_noisy'; None for a task without glyphs."""
-  from het_plugin.data import glyphs
-
-  return glyphs.SOURCES[task].class_set if task in glyphs.SOURCES else None
-
-
-def homoglyphs(class_set: str, split: str, image_size: int) -> tuple[frozenset[int], ...]:
-  """For each class, the classes that look the same in some typeface of the split."""
-  from het_plugin.data import glyph_bank, glyphs
-
-  whole, _, _ = split.partition('[')  # of a slice
-  return glyph_bank.homoglyphs(class_set, glyphs.SPLITS[class_set][whole].faces, image_size)
-
-
-def shown_names(task: str, info: data.TaskInfo) -> Sequence[str] | None:
-  """Names of the classes; for glyphs with the characters themselves."""
-  from het_plugin.data import glyph_bank
-
-  if class_set := glyph_class_set(task):
-    classes = glyph_bank.glyph_classes(class_set)
-    return [f'{chr(c)}  {n}' for c, n in zip(classes.code_points, classes.names, strict=True)]
-  return info.class_names

@@ -1,367 +1,346 @@
-"""Few-shot linear evaluation: how well a linear map of a representation separates few examples.
-
-The protocol, in full. Each step has a setting; `PROTOCOLS` has the combinations of public
-evaluators by name. Differences from theirs are marked *.
-
-1. Draw (`draw`). For each class c of the training split, sort its examples by example id (*); so a
-   subset depends on ids, not on the order in which hosts or batches delivered the rows.
-   'random': the j-th example gets the j-th raw 64-bit output of
-   `np.random.PCG64(np.random.SeedSequence([seed, c]))`; the class contributes the `shots` examples
-   of smallest output, or all it has if fewer. For one seed the 1-shot subset lies within the 5-shot
-   one, and the draw of a class does not depend on what other classes there are.
-   'first': the first `shots` of each class; there is one such subset, whatever the seeds.
-2. Fit (`classifier`). Features are standardised by the mean and (population deviation + 1e-5) of
-   the subset; a feature constant over the subset is dropped (*). Over the classes that have at
-   least one example (*), and for one or many strengths l2:
-   'ridge': regression onto targets 1 (own class) and -1 with a constant feature of value 100, in
-   float64 (*) (`ridge.py`);
-   'logistic': multinomial logistic regression, scikit-learn's with C = 1 / l2 and at most 150
-   iterations of L-BFGS (`logistic.py`).
-3. Choose (`l2`). Of `L2_GRID` = 2^-10 .. 2^19
-   'loo' (*): the strength of the highest leave-one-out accuracy on the subset, of equal ones the
-   largest. Ridge only. The standardisation is not redone per left-out row. A row that is the
-   only example of its class is not left out: no model would know the class. If more than
-   `MAX_LEFT_OUT` rows remain, ordered by class and then as drawn, every n-th is left out, with the
-   smallest n that respects the limit.
-   'heldout': the highest accuracy on held-out rows of the training split, of equal ones the
-   largest. These are the rows drawn next, as many per class as shots, limited in the same way. They
-   use labels beyond the shots.
-   'mean_rank': the best mean rank by test accuracy over the draws of all data sets, V-MoE's rule;
-   'mean_rank_others': the same over the other data sets only (uncertainty-baselines'
-   'leave-self-out'). Both need `few_shot_all`, and both look at test splits. Theirs rank equal
-   accuracies by position, so that larger strengths win ties; here equal accuracies share their mean
-   rank (*), and of strengths with equal mean ranks the middle one is taken.
-   If there is nothing to choose by (1 shot), l2 = 2^10, big_vision's constant. A number is used
-   as it is. No other rule looks at test splits.
-4. Score. The class of the largest output (of equal ones the smallest label); accuracy over all test
-   rows, where rows of a class without any training example are wrong by necessity.
-
-Sources: big_vision's evaluators/fewshot_lsr.py (https://github.com/google-research/big_vision),
-V-MoE's evaluate/fewshot.py (https://github.com/google-research/vmoe), uncertainty-baselines'
-baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines).
-"""
+"""Few-shot evaluation of runs, from files of representations or checkpoints, and its report."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from het_plugin.evaluation import logistic, ridge
+from het_plugin import data, reporting
+from het_plugin import rows as rows_lib
+from het_plugin.evaluation.names import check_names, choose_names, named_task
+from het_plugin.measures import comparison, fewshot
+from het_plugin.runs.run import Run, default_split
 
-L2_GRID = tuple(2.0**k for k in range(-10, 20))
-BIG_VISION_L2 = 2.0**10
-MAX_LEFT_OUT = 4096  # gives an accuracy a standard error of at most 0.008
-CLASSIFIERS = ('ridge', 'logistic')
-DRAWS = ('random', 'first')
-MEAN_RANKS = ('mean_rank', 'mean_rank_others')
-L2_RULES = ('loo', 'heldout', *MEAN_RANKS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-  """Settings of steps 1 to 3."""
-
-  classifier: str = 'ridge'  # one of `CLASSIFIERS`
-  draw: str = 'random'  # one of `DRAWS`
-  l2: float | str = 'loo'  # one of `L2_RULES`, or a strength > 0
-
-  def __post_init__(self):
-    for name, choices in (('classifier', CLASSIFIERS), ('draw', DRAWS)):
-      value = getattr(self, name)
-      if value not in choices:
-        raise ValueError(f'{name}={value!r} is unknown: choose one of {", ".join(choices)}.')
-    if self.l2 not in L2_RULES and (isinstance(self.l2, str) or not 0 < self.l2 < np.inf):
-      raise ValueError(f'l2={self.l2!r} must be a finite number > 0, or {", ".join(L2_RULES)}.')
-    if self.classifier == 'logistic' and self.l2 == 'loo':
-      raise ValueError(
-        "l2='loo' needs classifier='ridge': a logistic regression would be refitted for every row; "
-        "choose 'heldout'."
-      )
-
-
-PROTOCOLS = {
-  'loo': Protocol(),
-  'big_vision': Protocol(l2=BIG_VISION_L2),
-  'vmoe': Protocol(l2='mean_rank'),
-  'uncertainty_baselines': Protocol('logistic', 'first', 'mean_rank_others'),
-}
+# {run: {data set: {shots: result}}}
+Results = Mapping[str, Mapping[str, Mapping[int, fewshot.FewShotResult]]]
+Row = Mapping[str, Any]
+_KEY = operator.itemgetter('run', 'dataset', 'shots')
+_SHOWN = ('run', 'dataset', 'shots', 'mean', 'stderr', 'classes_short', 'test_unseen')
 
 
 @dataclasses.dataclass(frozen=True)
-class FewShotResult:
-  """Accuracies at one number of shots."""
+class FewShotDataset:
+  """A task to evaluate on.
 
-  shots: int  # examples per class
-  accuracies: tuple[float, ...]  # of the test split, in [0, 1], for each draw
-  l2: tuple[float, ...]  # strength used for each draw
-  classes_short: int  # classes of the training split with fewer examples than `shots`
-  test_unseen: int  # test rows whose class has no training example at all
-  # bool [draws, M], whether a test row is classified correctly
-  correct: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+  Attributes:
+    name: name in results.
+    task: name of a single-label task.
+    train_split: split that the shots are drawn from, or a slice of one, 'train[:2000]'.
+    test_split: split or slice that accuracies are measured on.
+    max_train, max_test: largest number of examples of the split, a fixed random choice (of an
+      endless split, the first ones); None for all.
+    resize: 'squash' or 'aspect', see DatasetConfig; None uses that of the task.
+  """
+
+  name: str
+  task: str
+  train_split: str = 'train'
+  test_split: str = 'test'
+  max_train: int | None = None
+  max_test: int | None = None
+  resize: Literal['aspect', 'squash'] | None = None
 
   @property
-  def mean(self) -> float:
-    """Mean accuracy over draws."""
-    return float(np.mean(self.accuracies))
-
-  @property
-  def stderr(self) -> float | None:
-    """Standard error of `mean` over draws (deviation with n - 1); None for a single draw."""
-    n = len(self.accuracies)
-    return float(np.std(self.accuracies, ddof=1) / np.sqrt(n)) if n > 1 else None
-
-  def record(self) -> dict[str, Any]:
-    """The result for JSON: without `correct`, with mean and standard error."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
-    return {'mean': self.mean, 'stderr': self.stderr, **fields}
-
-  def scalars(self) -> dict[str, float]:
-    """The metrics of `FewShotAction`: '5shot', and '5shot_stderr' if there is one."""
-    found = {f'{self.shots}shot': self.mean, f'{self.shots}shot_stderr': self.stderr}
-    return {name: value for name, value in found.items() if value is not None}
+  def splits(self):
+    return (self.train_split, self.max_train), (self.test_split, self.max_test)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Split:
-  """Labelled features."""
-
-  x: np.ndarray  # float [N, D]
-  y: np.ndarray  # int [N], labels >= 0; they need be neither dense nor all present
-  index: np.ndarray | None = None  # int [N], distinct ids >= 0; None stands for row numbers
+# glyphs_heldout has characters and faces that are in no training split.
+DEFAULT_DATASETS = (
+  FewShotDataset('digits', 'digits'),
+  FewShotDataset('glyphs_heldout', 'glyphs_heldout'),
+)
 
 
-def few_shot(
-  train_x: np.ndarray,
-  train_y: np.ndarray,
-  test_x: np.ndarray,
-  test_y: np.ndarray,
-  *,
-  train_index: np.ndarray | None = None,
-  shots: Sequence[int] = (1, 5, 10, 25),
-  seeds: Sequence[int] = (0, 1, 2),
-  l2: float | str = 'loo',
-  classifier: str = 'ridge',
-  draw: str = 'random',
-) -> dict[int, FewShotResult]:
-  """Runs the protocol above on one data set.
+def choose(
+  texts: Sequence[str] | None,
+  splits: Sequence[str] | None,
+  bound: Sequence[FewShotDataset] | None,
+) -> Sequence[FewShotDataset]:
+  """The data sets of --datasets, TASK or NAME=TASK, else those that are bound, else the default.
+
+  Without `splits` they are train, and test if the task has it, else validation.
+  """
+  if texts is None:
+    return bound or DEFAULT_DATASETS
+  chosen = []
+  for text in texts:
+    name, task = named_task(text)
+    chosen.append(FewShotDataset(name, task, *(splits or ('train', default_split(task)))))
+  check_names(chosen, '--datasets')
+  return chosen
+
+
+def from_files(
+  names: Sequence[str] | None, train: Sequence[str], test: Sequence[str], **settings: Any
+) -> Results:
+  """Evaluates representations; each pair of a training and a test file is a data set of a run.
 
   Args:
-    train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
-    test_x, test_y: float [M, D] and int [M].
-    shots: examples per class, each >= 1.
-    seeds: one subset is drawn for each; each >= 0.
-    l2, classifier, draw: see `Protocol`; l2 is no rule over several data sets.
+    names: RUN or RUN:DATASET of each pair; None takes the parts in which the paths differ.
+    train, test: files (`rows.read`).
+    **settings: protocol, shots and seeds of `fewshot.few_shot_all`; shots of 'all' take every
+      example.
+  """
+  runs = {}
+  names = choose_names(names, train, distinct=False)
+  for name, *pair in zip(names, train, test, strict=True):
+    halves = [rows_lib.read(source) for source in pair]
+    rows_lib.check_pair(pair, [rows.meaning for rows in halves])
+    run, colon, dataset = name.partition(':')
+    dataset = dataset if colon else halves[0].provenance.get('dataset', 'saved')
+    datasets = runs.setdefault(run, {})
+    if dataset in datasets:
+      raise ValueError(
+        f'--train={pair[0]}: run {run!r} has the data set {dataset!r} twice: tell them apart with '
+        '--names=RUN:DATASET,...'
+      )
+    datasets[dataset] = tuple(map(_split, halves))
+  return {run: _evaluate(run, datasets, **settings) for run, datasets in runs.items()}
 
-  Returns:
-    {shots: FewShotResult}.
+
+def from_checkpoints(
+  names: Sequence[str] | None,
+  checkpoints: Sequence[str],
+  gin_settings: Sequence[Any] = (),
+  *,
+  datasets: Sequence[str] | None,
+  splits: Sequence[str] | None,
+  layer: str,
+  batch_size: int,
+  **settings: Any,
+) -> Results:
+  """Evaluates checkpoints; the representations of their data sets are kept in memory.
+
+  `gin_settings` go to `runs.configuration`. The others are flags of `het_plugin.fewshot`, or as in
+  `from_files`.
+  """
+  from het_plugin import runs  # imports TensorFlow, which files do not need
+
+  results = {}
+  for name, checkpoint in zip(choose_names(names, checkpoints), checkpoints, strict=True):
+    config = runs.configuration(checkpoint, *gin_settings)
+    run = config.open()
+    chosen = choose(datasets, splits, config.bindings('FewShotAction').get('datasets'))
+    fewshot.check_settings((1,), settings['seeds'], settings['protocol'].l2, len(chosen))
+    for dataset in chosen:
+      check(run, dataset, batch_size)
+    data = {}
+    with reporting.Progress(f'{name}: data', len(chosen), unit='data sets') as progress:
+      for dataset in chosen:
+        data[dataset.name] = read(run, dataset, layer, batch_size)
+        progress.update(1)
+    results[name] = _evaluate(name, data, **settings)
+  return results
+
+
+def check(run: Run, dataset: FewShotDataset, batch_size: int) -> None:
+  """Checks a data set before anything is compiled or any image is read."""
+  if data.classification_info(dataset.task).multi_label:
+    raise ValueError(
+      f'FewShotDataset.task={dataset.task!r} is multi-label; few-shot needs one label per image.'
+    )
+  for split, bound in dataset.splits:
+    with run.open_split(split, bound, **_settings(dataset, batch_size)):
+      pass
+
+
+def read(
+  run: Run, dataset: FewShotDataset, layer: str, batch_size: int
+) -> tuple[fewshot.Split, fewshot.Split]:
+  """(training split, test split), represented by a layer whose positions are averaged.
+
+  Every process calls it.
+  """
+  column = rows_lib.column(layer)
+  halves = []
+  for split, bound in dataset.splits:
+    settings = {'max_examples': bound, **_settings(dataset, batch_size)}
+    rows = rows_lib.of(run, split, (column,), **settings)
+    halves.append(fewshot.Split(rows[column], rows.label, rows.index))
+  return tuple(halves)
+
+
+def _settings(dataset: FewShotDataset, batch_size: int) -> dict[str, Any]:
+  settings = {'batch_size': batch_size, 'max_labels': 1, 'resize': dataset.resize}
+  return {'task': dataset.task, 'bound': 'max_train and max_test', **settings}
+
+
+def _split(rows: rows_lib.Rows) -> fewshot.Split:
+  return fewshot.Split(rows.features, rows.label, rows.index)
+
+
+def _evaluate(run, data, protocol, shots, seeds) -> dict[str, dict[int, fewshot.FewShotResult]]:
+  """{data set: {shots: result}} of a run."""
+  most = max(int(np.unique(train.y, return_counts=True)[1].max()) for train, _ in data.values())
+  shots = tuple(dict.fromkeys(most if n == 'all' else n for n in shots))
+  fits = len(data) * len(shots) * len(fewshot.used_seeds(protocol, seeds))
+  with reporting.Progress(run, fits, unit='fits') as progress:
+    return fewshot.few_shot_all(
+      data, protocol, shots=shots, seeds=seeds, on_trial=lambda: progress.update(1)
+    )
+
+
+def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """The --json of earlier calls, by path.
 
   Raises:
-    ValueError: arrays that do not fit together, are empty or not finite, or settings out of range.
+    ValueError: a file is something else, or a run has two results for a data set and shots.
   """
-  protocol = Protocol(classifier, draw, l2)
-  if l2 in MEAN_RANKS:
-    raise ValueError(f'l2={l2!r} ranks strengths over several data sets: call few_shot_all.')
-  data = {'': (Split(train_x, train_y, train_index), Split(test_x, test_y))}
-  return few_shot_all(data, protocol, shots=shots, seeds=seeds)['']
+  found, of_key = {}, {}
+  for path in paths:
+    try:
+      found[path] = json.loads(Path(path).read_text())
+      for row in found[path]['rows']:
+        operator.itemgetter(*_SHOWN)(row)
+      dict(found[path]['protocol'])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
+    for key in map(_KEY, found[path]['rows']):
+      if key in of_key:
+        run, dataset, shots = key
+        raise ValueError(
+          f'--results={path} has a result of run {run!r} for {dataset}, {shots} shots, and so has '
+          f'{of_key[key]}: leave one out, or repeat one call with other --names'
+        )
+      of_key[key] = path
+  return found
 
 
-def few_shot_all(
-  datasets: Mapping[str, tuple[Split, Split]],
-  protocol: Protocol,
-  *,
-  shots: Sequence[int] = (1, 5, 10, 25),
-  seeds: Sequence[int] = (0, 1, 2),
-  on_trial: Callable[[], None] = lambda: None,
-) -> dict[str, dict[int, FewShotResult]]:
-  """Runs the protocol on data sets {name: (training split, test split)}, as `few_shot`; gives
-  {name: {shots: FewShotResult}} and calls `on_trial` after each fit.
-  """
-  check_settings(shots, seeds, protocol.l2, num_datasets=len(datasets))
-  for name, (train, test) in datasets.items():
-    check_splits(train, test, name)
-  seeds = used_seeds(protocol, seeds)
-  trials = {}
-  for name, (train, test) in datasets.items():
-    for seed in seeds:
-      drawn = draw_order(train.y, _index(train), seed, protocol.draw)
-      for num_shots in shots:
-        trials[name, num_shots, seed] = _trial(train, test, protocol, num_shots, drawn)
-        on_trial()
-  if protocol.l2 in MEAN_RANKS:
-    for num_shots in shots:
-      accuracies = {
-        (name, seed): trials[name, num_shots, seed].correct.mean(axis=1)
-        for name in datasets
-        for seed in seeds
-      }
-      chosen = mean_rank(accuracies, others=protocol.l2 == 'mean_rank_others')
-      for (name, seed), i in chosen.items():
-        l2s, correct = trials[name, num_shots, seed]
-        trials[name, num_shots, seed] = _Trial(l2s[i : i + 1], correct[i : i + 1])
-  return {
-    name: {n: _result(n, [trials[name, n, s] for s in seeds], *datasets[name]) for n in shots}
-    for name in datasets
+def make_report(
+  protocol: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], results: Results
+) -> reporting.Report:
+  """Compares runs; rows of `earlier`, of `read_results`, are shown first, without differences."""
+  rows = []
+  for run, by_dataset in results.items():
+    for dataset, by_shots in by_dataset.items():
+      rows += [{'run': run, 'dataset': dataset, **x.record()} for x in by_shots.values()]
+  before = [row for read in earlier.values() for row in read['rows']]
+  replaced = {*map(_KEY, before)} & {*map(_KEY, rows)}
+  rows = [row for row in before if _KEY(row) not in replaced] + rows
+  runs = {}
+  for row in rows:
+    run, dataset, shots, mean, stderr = (
+      row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
+    )
+    shown = runs.setdefault(run, {'head': run, 'fewshot': {}, 'fewshot_stderr': {}})
+    shown['fewshot'].setdefault(dataset, {})[shots] = mean
+    shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
+  of_methods, of_pairs = averages(rows), differences(results)
+  protocols = {path: read['protocol'] for path, read in earlier.items()}
+  if results:
+    protocols['this call'] = dict(protocol)
+  notes = ['Mean and standard error over draws of the examples.']
+  calls = {}
+  for call, used in protocols.items():
+    text = ', '.join(f'{name} {value}' for name, value in used.items()).removeprefix('name ')
+    calls.setdefault(text, []).append(call)
+  for settings, of in calls.items():
+    of = f' of {", ".join(of)}' if len(calls) > 1 else ''
+    notes.append(f'Protocol{of}: {settings}.')
+  if replaced:
+    names = ', '.join(f'{run} on {dataset}, {n} shots' for run, dataset, n in sorted(replaced))
+    notes.append(f'Results of this call replace those of --results: {names}.')
+  tables = []
+  if of_methods:
+    lines = [
+      (
+        x['method'],
+        str(x['shots']),
+        reporting.cell(x['mean'], x['stderr'], spec='.4f'),
+        str(x['num_cells']),
+      )
+      for x in of_methods
+    ]
+    header = ('method', 'shots', 'accuracy', 'cells')
+    tables.append(reporting.Table('Average over data sets and settings', header, lines))
+  if of_pairs:
+    lines = [
+      (f'{x["run"]} - {x["baseline"]}', x['dataset'], str(x['shots']))
+      + (reporting.cell(x['mean'], x.get('stderr_rows'), spec='+.4f'),)
+      + tuple(reporting.p_text(x.get(name)) for name in ('p_draws', 'p_rows', 'p_datasets'))
+      for x in of_pairs
+    ]
+    header = ('runs', 'data set', 'shots', 'accuracy', 'p draws', 'p rows', 'p data sets')
+    tables.append(reporting.Table('Paired differences', header, lines))
+    notes.append(
+      'Differences are paired, with the standard error over test rows. p draws: t-test over draws; '
+      'p rows: t-test over test rows; p data sets: signed-rank test over data sets.'
+    )
+  lowered = {  # what lowers an accuracy
+    'Classes with fewer examples than shots, of which all are used': {
+      f'{x["dataset"]} {x["shots"]} shots': x['classes_short'] for x in rows
+    },
+    'Test rows of classes without any training example, which count as wrong': {
+      x['dataset']: x['test_unseen'] for x in rows
+    },
   }
-
-
-class _Trial(NamedTuple):
-  """One draw, fitted at some strengths."""
-
-  l2: np.ndarray  # [L]
-  correct: np.ndarray  # bool [L, M]
-
-
-def used_seeds(protocol: Protocol, seeds: Sequence[int]) -> Sequence[int]:
-  """The seeds that make a difference: `draw` 'first' gives all of them the same subset."""
-  return seeds[:1] if protocol.draw == 'first' else seeds
-
-
-def _trial(
-  train: Split,
-  test: Split,
-  protocol: Protocol,
-  num_shots: int,
-  drawn: Sequence[np.ndarray],
-) -> _Trial:
-  subset = np.concatenate([rows[:num_shots] for rows in drawn])
-  x, y = train.x[subset], train.y[subset]
-  model = ridge.decompose(x, y) if protocol.classifier == 'ridge' else logistic.Logistic(x, y)
-  if protocol.l2 in MEAN_RANKS:
-    l2s = np.array(L2_GRID)
-  elif protocol.l2 == 'loo':
-    l2s = np.array([leave_one_out_l2(model, x, y)])
-  elif protocol.l2 == 'heldout':
-    rows = _limited(np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn]))
-    predict = functools.partial(model.predict, train.x[rows], L2_GRID)
-    l2s = np.array([_best_l2(predict, train.y[rows], L2_GRID)])
-  else:
-    l2s = np.array([float(protocol.l2)])
-  return _Trial(l2s, model.predict(test.x, l2s) == test.y)
-
-
-def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split) -> FewShotResult:
-  classes, counts = np.unique(train.y, return_counts=True)
-  correct = np.concatenate([trial.correct for trial in trials])  # [draws, M]
-  return FewShotResult(
-    shots=num_shots,
-    accuracies=tuple(map(float, correct.mean(axis=1))),
-    l2=tuple(float(trial.l2[0]) for trial in trials),
-    classes_short=int(np.sum(counts < num_shots)),
-    test_unseen=int(np.sum(~np.isin(test.y, classes))),
-    correct=correct,
+  for what, numbers in lowered.items():
+    if found := [f'{name} {number}' for name, number in numbers.items() if number]:
+      notes.append(f'{what}: {", ".join(found)}.')
+  return reporting.Report(
+    title='Few-shot linear evaluation',
+    introduction='Accuracy of a linear classifier fitted to a few examples per class.',
+    rows=list(runs.values()),
+    tables=tables,
+    notes=notes,
+    draw=lambda: {
+      'shots': reporting.Figure(reporting.shots_png(list(runs.values())), 'Accuracy by shots.')
+    },
+    json={
+      'protocol': [*protocols.values()][-1],
+      'rows': rows,
+      'averages': of_methods,
+      'differences': of_pairs,
+    },
   )
 
 
-def draw_order(
-  labels: np.ndarray, index: np.ndarray, seed: int, draw: str = 'random'
-) -> list[np.ndarray]:
-  """Rows of each class, ascending by label, in the order in which they are drawn (step 1)."""
-  by_class = np.lexsort((index, labels))
-  starts = np.flatnonzero(np.diff(labels[by_class])) + 1
-  orders = np.split(by_class, starts)
-  if draw == 'random':
-    # The raw stream: numpy keeps it across versions, which it does not promise for permutation().
-    for i, rows in enumerate(orders):
-      bits = np.random.PCG64(np.random.SeedSequence([seed, int(labels[rows[0]])]))
-      orders[i] = rows[np.argsort(bits.random_raw(len(rows)), kind='stable')]
-  return orders
+def averages(rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """One row per method and number of shots, averaged over all data sets and settings.
 
-
-def leave_one_out_l2(
-  model: ridge.Ridge, x: np.ndarray, y: np.ndarray, grid: Sequence[float] = L2_GRID
-) -> float:
-  """The strength with the highest leave-one-out accuracy (step 3) on the model's examples x, y."""
-  rows = _limited(np.flatnonzero(model.counts[np.searchsorted(model.classes, y)] > 1))
-  return _best_l2(lambda: model.leave_one_out(x[rows], y[rows], grid), y[rows], grid)
-
-
-def _limited(rows: np.ndarray) -> np.ndarray:
-  return rows[:: max(1, -(-len(rows) // MAX_LEFT_OUT))]
-
-
-def _best_l2(predict: Callable[[], np.ndarray], y: np.ndarray, grid: Sequence[float]) -> float:
-  """From predictions [L, M] of labels y [M]; without any, big_vision's constant."""
-  if not y.size:
-    return BIG_VISION_L2
-  num_correct = (predict() == y).sum(axis=1)
-  return max(zip(num_correct, grid, strict=True))[1]
-
-
-def mean_rank(
-  accuracies: Mapping[tuple[str, Hashable], np.ndarray], others: bool
-) -> dict[tuple[str, Hashable], int]:
-  """One strength for many data sets (step 3): V-MoE's `_find_best_l2_reg`, uncertainty-baselines'
-  `select_best_l2_reg` with 'all' and 'leave-self-out' (`others`).
-
-  Args:
-    accuracies: {(data set, draw): test accuracy at each strength [L]}.
-    others: rank by the draws of other data sets only, of which there must be one.
-
-  Returns:
-    {(data set, draw): position of the strength}, the same for all draws of a data set.
+  See Collier et al. 2023, table 22. Methods are averaged over the cells (data set, setting) that
+  all of them have. Data sets and settings are fixed and only the draws are random, so the standard
+  error of n cells is sqrt(sum of their squared standard errors) / n.
   """
-  import scipy.stats  # takes a second, which training without few-shot does not need
-
-  ranks = {key: scipy.stats.rankdata(values) for key, values in accuracies.items()}
-
-  def best(name: str) -> int:
-    used = [rank for (other, _), rank in ranks.items() if not (others and other == name)]
-    mean = np.mean(used, axis=0)
-    leaders = np.flatnonzero(mean == mean.max())
-    return int(leaders[len(leaders) // 2])
-
-  chosen = {name: best(name) for name in dict.fromkeys(name for name, _ in accuracies)}
-  return {key: chosen[key[0]] for key in accuracies}
-
-
-def _index(split: Split) -> np.ndarray:
-  return np.arange(len(split.y)) if split.index is None else split.index
-
-
-def check_settings(
-  shots: Sequence[int], seeds: Sequence[int], l2: float | str, num_datasets: int = 1
-) -> None:
-  """Raises ValueError, in one sentence, for settings that `few_shot_all` cannot use."""
-  if not shots or min(shots) < 1:
-    raise ValueError(f'shots={tuple(shots)} must be one or more numbers >= 1.')
-  if not seeds or min(seeds) < 0:
-    raise ValueError(f'seeds={tuple(seeds)} must be one or more numbers >= 0.')
-  Protocol(l2=l2)
-  if l2 == 'mean_rank_others' and num_datasets < 2:
-    raise ValueError(
-      "l2='mean_rank_others' chooses by the other data sets, and there is only one: choose 'loo', "
-      "'heldout' or a number, or give more data sets."
-    )
+  methods = {}
+  for row in rows:
+    method, _, setting = row['run'].partition('/')
+    methods.setdefault((row['shots'], method), {})[row['dataset'], setting] = row
+  averaged = []
+  for shots in sorted({shots for shots, _ in methods}):
+    of_shots = {m: cells for (n, m), cells in methods.items() if n == shots}
+    common = set.intersection(*map(set, of_shots.values()))
+    for method, cells in of_shots.items() if len(common) > 1 else ():
+      means, errors = ([cells[key][name] for key in common] for name in ('mean', 'stderr'))
+      stderr = None if None in errors else float(np.linalg.norm(errors) / len(errors))
+      averaged.append(
+        {'method': method, 'shots': shots, 'mean': float(np.mean(means)), 'stderr': stderr}
+        | {'num_cells': len(common)}
+      )
+  return averaged
 
 
-def check_splits(train: Split, test: Split, name: str = '') -> None:
-  """Raises ValueError, in one sentence, for arrays that `few_shot` cannot use."""
-  prefix = f'{name}: ' if name else ''
-  _check_arrays(f'{prefix}train', train.x, train.y)
-  _check_arrays(f'{prefix}test', test.x, test.y)
-  if train.x.shape[1] != test.x.shape[1]:
-    raise ValueError(
-      f'{prefix}train_x has {train.x.shape[1]} features and test_x {test.x.shape[1]}; they must be '
-      'equal.'
-    )
-  index = _index(train)
-  if index.shape != train.y.shape or len(np.unique(index)) != len(train.y):
-    raise ValueError(f'{prefix}train_index must give {len(train.y)} distinct example ids.')
-
-
-def _check_arrays(split: str, x: np.ndarray, y: np.ndarray) -> None:
-  """Raises ValueError unless x is finite float [N, D] and y integers >= 0 [N], with N, D >= 1."""
-  if x.ndim != 2 or not x.size or y.shape != x.shape[:1]:
-    raise ValueError(
-      f'{split}_x must be [N, D] and {split}_y [N], N and D at least 1; they are {list(x.shape)} '
-      f'and {list(y.shape)}.'
-    )
-  if not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
-    raise ValueError(
-      f'{split}_y must hold integer labels >= 0; it has dtype {y.dtype}, min {y.min()}.'
-    )
-  if not np.isfinite(x).all():
-    bad = int(np.sum(~np.isfinite(x).all(axis=1)))
-    raise ValueError(f'{split}_x has {bad} rows that are not finite.')
+def differences(results: Results) -> list[dict[str, Any]]:
+  """Differences of each run to the first, per data set and number of shots, and over data sets."""
+  rows = []
+  (first, baseline), *others = results.items() or [(None, None)]
+  for run, by_dataset in others:
+    about = {'run': run, 'baseline': first}
+    common = [name for name in by_dataset if name in baseline]
+    shared = {name: sorted({*by_dataset[name]} & {*baseline[name]}) for name in common}
+    for name in common:
+      for n in shared[name]:
+        found = comparison.difference(by_dataset[name][n], baseline[name][n])
+        rows.append({**about, 'dataset': name, 'shots': n, **found})
+    for n in sorted(set.intersection(*map(set, shared.values()))) if len(common) > 1 else ():
+      ours, theirs = ({name: r[name][n] for name in common} for r in (by_dataset, baseline))
+      mean = float(np.mean([ours[name].mean - theirs[name].mean for name in common]))
+      p = comparison.signed_rank_p(ours, theirs)
+      over_all = {'dataset': f'all {len(common)}', 'shots': n, 'mean': mean, 'p_datasets': p}
+      rows.append(about | over_all)
+  return rows

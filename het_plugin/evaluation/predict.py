@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 from het_plugin import data, reporting
 from het_plugin.data.array_source import channels_first
 from het_plugin.data.image_folder import SUFFIXES, image_files, read_bytes, typical_side
-from het_plugin.data.representations import reading
-from het_plugin.evaluation import predictions, uncertainty
+from het_plugin.measures import uncertainty
+from het_plugin.rows import Rows
+from het_plugin.rows.files import reading
+from het_plugin.runs.run import Run
 
 _log = logging.getLogger(__name__)
 
@@ -73,29 +76,25 @@ class Images:
     return self.names[example_id]
 
 
-def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[dict[str, Any]]:
+def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[dict[str, Any]]:
   """The most probable classes of images, by the run's evaluation integrator.
 
   Photographs are preprocessed as in the evaluation of the run's task. Images of a run whose task
-  has images of one size are resized to that size. All processes call this. `run` is a `TrainedRun`;
-  the others are flags of `het_plugin.predict`.
+  has images of one size are resized to that size. All processes call this. The arguments beside
+  `run` are flags of `het_plugin.predict`.
 
   Returns:
-    A row per readable image: 'image', 'entropy' of the predictive distribution in nats, and 'top',
-    the most probable classes in order with 'class', 'name' and 'probability'.
+    A row per readable image, as `most_probable`.
   """
   from het_plugin.data import tasks
 
   images = Images(path)
-  names = run.class_names
-  if names is None:
+  if run.class_names is None:
     _log.warning('Classes have numbers: %s has no names', Path(run.checkpoint).parent)
   try:
     photo = tasks.get_task(run.task).eval_preprocessors
   except ValueError:  # the training data are not here
     photo = tasks.absent_eval_preprocessors(run.task, lambda: typical_side(images.files))
-  top = min(top, run.model.head.num_classes)
-  predictor = predictions.Predictor(run)
   config = data.one_pass(
     tasks.ImageTask(path, images, (), () if images.is_array else photo),
     _SPLIT,
@@ -107,22 +106,44 @@ def predict(run: Any, path: str, top: int = 5, batch_size: int = 256) -> list[di
   )
   batches = data.get_dataset(config, run.partitioner.batch_rows(batch_size))
   progress = reporting.Progress('predict', len(images.names))
-  rows = []
+  found = []
   with contextlib.closing(batches), progress:
-    for part in predictor(run.params, batches, batch_size):
-      entropy = uncertainty.uncertainty(part).entropy
-      order = np.argsort(-part.log_prob, axis=1, kind='stable')[:, :top]  # [n, top]
-      probability = np.exp(np.take_along_axis(part.log_prob, order, axis=1))
-      for i, index in enumerate(part.index):
-        best = [
-          {'class': int(k), 'name': str(k) if names is None else names[k], 'probability': float(p)}
-          for k, p in zip(order[i], probability[i], strict=True)
-        ]
-        rows.append({'image': images.names[index], 'entropy': float(entropy[i]), 'top': best})
+    for part in run.stream(batches, ('log_prob',), batch_size):
+      part = dataclasses.replace(part, class_names=run.class_names)
+      found += most_probable(part, top, images.names)
       progress.update(len(part))
-  if not rows:
+  if not found:
     raise ValueError(f'--dataset={path}: no image can be read')
-  return rows
+  return found
+
+
+def most_probable(
+  rows: Rows, top: int = 5, names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+  """The `top` most probable classes of each example of predictions.
+
+  Args:
+    rows: they have log_prob [N, K].
+    top: largest number of classes.
+    names: what each example is called, by its id; None for the id itself.
+
+  Returns:
+    A row per example: 'image', its name; 'entropy' of the predictive distribution in nats; and
+    'top', classes in order with 'class', 'name' and 'probability'.
+  """
+  entropy = uncertainty.uncertainty(**rows.predictive).entropy
+  order = np.argsort(-rows.log_prob, axis=1, kind='stable')[:, :top]  # [N, top]
+  probability = np.exp(np.take_along_axis(rows.log_prob, order, axis=1))
+  called = rows.class_names
+  found = []
+  for i, index in enumerate(rows.index):
+    best = [
+      {'class': int(k), 'name': str(k) if called is None else called[k], 'probability': float(p)}
+      for k, p in zip(order[i], probability[i], strict=True)
+    ]
+    name = str(index) if names is None else names[index]
+    found.append({'image': name, 'entropy': float(entropy[i]), 'top': best})
+  return found
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -1,12 +1,11 @@
 """Represents the splits of a data set as files, and turns arrays made elsewhere into such files."""
 
 import dataclasses
-import functools
 import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ import flax
 import jax
 import numpy as np
 
-from het_plugin import data, reporting
-from het_plugin.data import representations as representations_lib
-from het_plugin.evaluation import extraction, extraction_files
-from het_plugin.evaluation.extraction import open_split
-from het_plugin.evaluation.extraction_files import SplitFiles
+from het_plugin import data, reporting, runs
+from het_plugin import rows as rows_lib
+from het_plugin.rows import files
+from het_plugin.runs import unfinished
+from het_plugin.runs.opening import GinSettings
+from het_plugin.runs.run import params_fingerprint
+from het_plugin.runs.unfinished import SplitFiles
 
 _PROGRAM = 'het_plugin.represent'
 _ARRAYS_LAYER = 'features'
@@ -26,7 +27,8 @@ _ARRAYS_SPLIT = 'all'
 
 
 def represent(
-  open_run: Callable[[], Any],
+  checkpoint: str,
+  gin_settings: GinSettings,
   dataset: str,
   output_dir: str | None,
   *,
@@ -42,8 +44,8 @@ def represent(
 ) -> dict[str, Any]:
   """Extracts layers of the splits of a data set.
 
-  `open_run` opens a `TrainedRun` once the splits are known; the others are flags of
-  `het_plugin.represent`. Returns the checkpoint and, under 'files', a row per file (process 0).
+  `gin_settings` go to `runs.open_run`; the others are flags of `het_plugin.represent`. Returns the
+  checkpoint and, under 'files', a row per file (process 0).
   """
   _check_output(output_dir)
   if not layers:
@@ -51,46 +53,40 @@ def represent(
   task = task_name(dataset)
   info = data.classification_info(task)
   names = choose_splits(task, info, splits)
-  run = open_run()
+  run = runs.open_run(checkpoint, *gin_settings)
   layers = tuple(dict.fromkeys(layers))
 
   def open_batches(split):
-    return open_split(
-      run,
-      task,
+    return run.open_split(
       split,
       max_examples,
+      task=task,
       name=f'--splits={split}: this split of {task}',
       bound='--max_examples',
       image_size=image_size or run.image_size,
-      max_labels=max(run.max_labels, info.max_labels) if info.multi_label else 1,
       batch_size=batch_size,
     )
-
-  @functools.cache
-  def extractor_of(layers):
-    return extraction.RepresentationExtractor(run, layers=layers, pool=pool, dtype=dtype)
 
   num_examples = {}
   for split in names:
     with open_batches(split) as (batches, num_examples[split]):
       spec = batches.element_spec
-  _check_fit(extractor_of(layers), run, spec)
+  _check_fit(run, layers, pool, dtype, spec)
   made_from = {
     'step': run.step,
-    'params': extraction.params_fingerprint(run.params),
+    'params': params_fingerprint(run.params),
     'dataset': task,
     'dataset_version': info.version,
     'pool': pool,
     'dtype': dtype,
     'image_size': spec['image'].shape[1],
     'max_examples': max_examples,
-    'config': run.config,
+    'config': run.config.text,
   }
   folder = Path(output_dir) / folder_name(task)
-  files = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
+  written = {x: SplitFiles(folder, x, f'.{format}', {**made_from, 'split': x}) for x in names}
   # All errors of settings are found before the first split is begun.
-  pending = {split: files[split].pending(layers, overwrite) for split in names}
+  pending = {split: written[split].pending(layers, overwrite) for split in names}
   provenance = {'checkpoint': run.checkpoint, **reporting.provenance(_PROGRAM)}
   rows = []
   for split, left in pending.items():
@@ -98,13 +94,13 @@ def represent(
     if left.layers:
       progress = reporting.Progress(split, num_examples[split], left.num_rows)
       with open_batches(split) as (batches, _), progress:
-        files[split].extract(
+        written[split].complete(
           left,
-          extractor_of(left.layers),
-          run.params,
+          run,
           batches,
           batch_size,
           num_examples[split],
+          pool=pool,
           class_names=info.class_names,
           provenance=provenance,
           on_rows=progress.update,
@@ -112,7 +108,7 @@ def represent(
       seconds, computed = time.monotonic() - start, progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
     if jax.process_index() == 0:
-      rows += [_row(files[split], x, speed if x in left.layers else None) for x in layers]
+      rows += [_row(written[split], x, speed if x in left.layers else None) for x in layers]
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
 
 
@@ -138,7 +134,7 @@ def folder_name(task: str) -> str:
   """The folder of a task's representations: the name of its file or folder, without parents."""
   prefix, _, argument = task.partition(':')
   names = {'npz': Path(argument).stem, 'image_folder': Path(argument).resolve().name}
-  return extraction_files.safe_name({**names, 'tfds': argument}.get(prefix, task))
+  return unfinished.safe_name({**names, 'tfds': argument}.get(prefix, task))
 
 
 def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str]:
@@ -152,18 +148,19 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
     raise ValueError(
       f'--splits is needed: {task} has no finite split; choose from {", ".join(info.splits)}'
     )
-  if len({extraction_files.safe_name(name) for name in names}) != len(names):
+  if len({unfinished.safe_name(name) for name in names}) != len(names):
     raise ValueError(f'--splits={given}: the names are too alike to be those of files')
   return names
 
 
-def _check_fit(extractor, run, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_fit(run, layers, pool, dtype, spec: Mapping[str, jax.ShapeDtypeStruct]) -> None:
   """Raises ValueError for layers or image sizes that do not fit the model; compiles nothing."""
   shape = list(spec['image'].shape[1:])
   try:
-    extractor.compiled.trace(run.params, dict(spec))
+    columns = [rows_lib.column(layer) for layer in layers]
+    run.computing(columns, pool=pool, dtype=dtype).compiled.trace(run.params, dict(spec))
   except ValueError as error:
-    raise ValueError(f'--layers={",".join(extractor.layers)}, images {shape}: {error}') from error
+    raise ValueError(f'--layers={",".join(layers)}, images {shape}: {error}') from error
   except flax.errors.ScopeParamShapeError as error:
     raise ValueError(
       f'--image_size={shape[0]} does not fit the parameters of {run.checkpoint}, which are for '
@@ -184,27 +181,28 @@ def convert(
   Returns the source and, under 'files', a row per file.
   """
   _check_output(output_dir)
-  path, split = representations_lib.partition_source(source)
-  names = (split,) if split else representations_lib.split_names(path)
+  path, split = files.partition_source(source)
+  names = (split,) if split else files.split_names(path)
   wanted = {name: f'{path}:{name}' for name in names} or {_ARRAYS_SPLIT: source}
   paths = path.split(',') if path.endswith('.npy') else [path]
-  folder = Path(output_dir) / extraction_files.safe_name(Path(paths[0]).stem)
+  folder = Path(output_dir) / unfinished.safe_name(Path(paths[0]).stem)
   rows, digests = [], None
   for name, part in wanted.items():
-    read = representations_lib.read_representations(part)
+    read = rows_lib.read(part)
     digests = digests or [_sha256(path) for path in paths]
     with np.errstate(over='ignore'):  # the next line raises
       features = read.features.astype(jax.numpy.dtype(dtype))
-    extraction_files.check_finite(_ARRAYS_LAYER, features, read.index)
+    unfinished.check_finite(_ARRAYS_LAYER, features, read.index)
     made_from = {'source': part, 'sha256': digests, 'dtype': dtype, 'split': name}
-    files = SplitFiles(folder, name, f'.{format}', made_from)
-    pending = files.pending([_ARRAYS_LAYER], overwrite).layers
+    target = SplitFiles(folder, name, f'.{format}', made_from)
+    pending = target.pending([_ARRAYS_LAYER], overwrite).layers
     if pending:
       about = {'layer': _ARRAYS_LAYER, 'num_examples': len(features), 'dim': features.shape[1]}
       provenance = {**read.provenance, **reporting.provenance(_PROGRAM), **made_from, **about}
-      converted = dataclasses.replace(read, features=features, provenance=provenance)
-      representations_lib.write_representations(files.path(_ARRAYS_LAYER), converted)
-    rows.append(_row(files, _ARRAYS_LAYER, {} if pending else None))
+      columns = {'features': features}
+      converted = dataclasses.replace(read, columns=columns, provenance=provenance)
+      files.write(target.path(_ARRAYS_LAYER), converted)
+    rows.append(_row(target, _ARRAYS_LAYER, {} if pending else None))
   return {'arrays': source, 'files': rows}
 
 
@@ -213,14 +211,14 @@ def _sha256(path: str) -> str:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def _row(files: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
+def _row(target: SplitFiles, layer: str, speed: Mapping[str, float] | None) -> dict[str, Any]:
   """The row of a file; speed is None if the file was already complete."""
-  path = files.path(layer)
+  path = target.path(layer)
   if speed is None:
     print(f'{path} is complete already.', flush=True)
-  provenance = representations_lib.read_provenance(path)
+  provenance = files.read_provenance(path)
   return {
-    'split': files.split,
+    'split': target.split,
     'layer': layer,
     'num_examples': provenance['num_examples'],
     'dim': provenance['dim'],

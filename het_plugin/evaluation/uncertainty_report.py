@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import class_covariance, uncertainty
+from het_plugin.evaluation import class_covariance
+from het_plugin.measures import uncertainty
 
 _NEIGHBOURS = 12  # classes listed beside a correlation matrix
 _SHOWN = (
@@ -34,8 +35,8 @@ class Evaluation:
   unknown: uncertainty.Uncertainty | None = None
   looks: Sequence[class_covariance.ClassCovariance] = ()  # class correlations of some images
   no_covariance: str | None = None  # why there are no class correlations; None if there are
-  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.homoglyph_rate`, for glyph tasks
-  agreement: Mapping[str, float] | None = None  # `agreement.summarize`, for files of a softmax
+  homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.look_alike_rate`, where known
+  agreement: Mapping[str, float] | None = None  # `agreement.summarize`, of a softmax
   class_names: Sequence[str] | None = None  # as shown; None shows numbers
   config: str | None = None  # gin text; None for a file
 
@@ -101,6 +102,11 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
     'errors: how well the confidence tells wrong predictions from right ones.',
     '± is a standard error over the examples; differences to the first row are paired by example.',
   ]
+  if any('disagreement_correlation' in row.get('agreement', {}) for row in rows):
+    notes.append(
+      'Examples have the labels of several people: NLL, precision and calibration are means over a '
+      'label drawn from their shares, as in the evaluations of a training.'
+    )
   if any('ood' in row for row in rows):
     notes.append(
       'FPR@95: share of unknown inputs that pass a threshold that 95% of the known inputs pass.'

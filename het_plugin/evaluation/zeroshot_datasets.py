@@ -11,8 +11,10 @@ from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from het_plugin.data import DatasetConfig, TaskInfo, task_info
-from het_plugin.evaluation import extraction, prompts, zeroshot
-from het_plugin.evaluation.extraction import open_split
+from het_plugin.evaluation import prompts, zeroshot
+from het_plugin.rows import of_batch, ordered
+from het_plugin.runs.per_example import Columns, PerExample
+from het_plugin.runs.run import Run
 
 PyTree = Any
 
@@ -79,62 +81,39 @@ def run_tokenizer(dataset_cfg: DatasetConfig) -> Tokenizer:
 
 
 class ZeroShotEvaluator:
-  """Evaluates one model, with any parameters; compiles once per number of classes.
+  """Evaluates runs; compiles once per run and number of classes.
 
   All processes call its methods with the same arguments.
   """
 
-  def __init__(
-    self,
-    run: extraction.PlacedModel,
-    tokenizer: Tokenizer,
-    batch_size: int,
-    num_samples: int = 0,
-  ):
+  def __init__(self, tokenizer: Tokenizer, batch_size: int, num_samples: int = 0):
     """Reads and compiles nothing yet.
 
     Args:
-      run: its model has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params,
-        text int32 [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch,
-        class_embeddings [K, D], num_samples) -> [B, K]`.
       tokenizer: the tokenizer of the model's training.
       batch_size: global batch, of images and of texts.
       num_samples: number of samples of the noise under which classes are ranked by their
         probability (Collier et al. 2023, appendix M); not for captions. 0 ranks by the
         deterministic embeddings.
     """
-    model = run.model
-    check_model(model, num_samples)
-    run.partitioner.check_batch_size(batch_size)
-    self._run = run
     self._tokenizer = tokenizer
     self._batch_size = batch_size
     self._num_samples = num_samples
 
-    def rank(given, batch):
-      params, classes = given['params'], given['classes']  # [K, D]
-      if num_samples:
-        scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
-      else:
-        scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
-      return {
-        'rank': zeroshot.best_ranks(scores, zeroshot.label_mask(batch['label'], len(classes)))
-      }
+  def check(self, run: Run, dataset: ZeroShotDataset) -> int:
+    """Checks model, data set and settings before anything is compiled or read.
 
-    def embed_images(params, batch):
-      image = model.image_embeddings(params, batch).astype(jnp.float32)
-      return {'image': image, 'text': batch['text'], 'digest': batch['digest']}
+    Args:
+      run: its model has `image_embeddings(params, batch) -> [B, D]` and `text_embeddings(params,
+        text int32 [N, L]) -> [N, D]`; with num_samples also `class_log_prob(params, batch,
+        class_embeddings [K, D], num_samples) -> [B, K]`. Its parameters are not used yet.
+      dataset: what the run will be evaluated on.
 
-    def embed_texts(params, batch):
-      return {'text': model.text_embeddings(params, batch['text']).astype(jnp.float32)}
-
-    with_classes = {'params': run.param_specs, 'classes': PartitionSpec()}
-    self._rank = extraction.PerExample(rank, run, with_classes)
-    self._embed_images = extraction.PerExample(embed_images, run)
-    self._embed_texts = extraction.PerExample(embed_texts, run)
-
-  def check(self, dataset: ZeroShotDataset) -> int:
-    """Checks a data set and its settings before anything is compiled or read; its size."""
+    Returns:
+      The size of the data set.
+    """
+    check_model(run.model, self._num_samples)
+    run.partitioner.check_batch_size(self._batch_size)
     if not has_captions(dataset):
       _class_names(dataset)
       prompts.get_templates(dataset.templates)
@@ -143,62 +122,82 @@ class ZeroShotEvaluator:
         f'num_samples={self._num_samples} is for classes; {dataset.task!r} has captions, which are '
         'found by the deterministic embeddings: set 0'
       )
-    with self._open(dataset) as (_, num_examples):
+    with self._open(run, dataset) as (_, num_examples):
       return num_examples
 
   def __call__(
     self,
+    run: Run,
     dataset: ZeroShotDataset,
-    params: PyTree,
     on_rows: Callable[[int], None] = lambda number: None,
   ) -> zeroshot.Accuracy | zeroshot.Recall:
-    """Accuracy or recall of the model, with its placed parameters, on a data set.
-
-    `on_rows` is called with the number of images of each batch.
-    """
+    """Accuracy or recall of a run on a data set; `on_rows` gets the number of images of batches."""
     evaluate = self._retrieve if has_captions(dataset) else self._classify
-    return evaluate(dataset, params, on_rows)
+    return evaluate(run, dataset, on_rows)
 
-  def _classify(self, dataset, params, on_rows) -> zeroshot.Accuracy:
+  def _classify(self, run, dataset, on_rows) -> zeroshot.Accuracy:
+    model, num_samples = run.model, self._num_samples
+
+    def rank(given, batch):
+      params, classes = given['params'], given['classes']  # [K, D]
+      if num_samples:
+        scores = model.class_log_prob(params, batch, classes, num_samples).astype(jnp.float32)
+      else:
+        scores = zeroshot.similarity(model.image_embeddings(params, batch), classes)
+      label = zeroshot.label_mask(batch['label'], classes.shape[0])
+      return {'rank': zeroshot.best_ranks(scores, label)}
+
     names = _class_names(dataset)
     templates = prompts.get_templates(dataset.templates)
     embeddings, alike = zeroshot.class_embeddings(
-      lambda tokens: self._embed(params, tokens), self._tokenizer, names, templates
+      lambda tokens: self._embed(run, tokens), self._tokenizer, names, templates
     )
-    replicated = NamedSharding(self._run.partitioner.mesh, PartitionSpec())
+    replicated = NamedSharding(run.partitioner.mesh, PartitionSpec())
     classes = jax.make_array_from_callback(embeddings.shape, replicated, lambda i: embeddings[i])
-    rows = self._read(self._rank, {'params': params, 'classes': classes}, dataset, on_rows)
+    specs = {'params': run.param_specs, 'classes': PartitionSpec()}
+    compute = run.per_example(('zeroshot.rank', num_samples), rank, specs)
+    given = {'params': run.params, 'classes': classes}
+    rows = self._read(run, compute, given, dataset, on_rows)
     found = zeroshot.hits(rows['rank'], (1, 5))
     return zeroshot.Accuracy(found[1], found[5], len(rows['rank']), len(names), alike)
 
-  def _retrieve(self, dataset, params, on_rows) -> zeroshot.Recall:
-    rows = self._read(self._embed_images, params, dataset, on_rows)
+  def _retrieve(self, run, dataset, on_rows) -> zeroshot.Recall:
+    def embed_images(params, batch):
+      image = run.model.image_embeddings(params, batch).astype(jnp.float32)
+      return {'image': image, 'text': batch['text'], 'digest': batch['digest']}
+
+    compute = run.per_example('zeroshot.images', embed_images)
+    rows = self._read(run, compute, run.params, dataset, on_rows)
     # Data sets of pairs repeat an image with several captions.
     _, image, image_of = np.unique(rows['digest'], axis=0, return_index=True, return_inverse=True)
     texts, text_of = np.unique(rows['text'], axis=0, return_inverse=True)
     image_of, text_of = image_of.reshape(-1), text_of.reshape(-1)
     return zeroshot.retrieval_recall(
       rows['image'][image],
-      self._embed(params, texts)[text_of],
+      self._embed(run, texts)[text_of],
       image_of,
       text_of,
       identical_captions_right=dataset.identical_captions_right,
     )
 
-  def _read(self, compute, params, dataset, on_rows) -> extraction.Rows:
+  def _read(self, run, compute: PerExample, params, dataset, on_rows) -> Columns:
     """The columns of all examples, in the order of their ids."""
     parts = []
-    with self._open(dataset) as (batches, _):
+    with self._open(run, dataset) as (batches, _):
       if has_captions(dataset):
         batches = ({**batch, 'digest': digests(batch['image'])} for batch in batches)
-      for rows in compute(params, batches, self._batch_size, dataset.max_examples):
-        parts.append(rows)
-        on_rows(len(rows['index']))
-    return extraction.in_order(parts)
+      for found in compute(params, batches, self._batch_size, dataset.max_examples):
+        unlabelled = np.full((len(found['index']), 1), -1, np.int32)
+        parts.append(of_batch({'label': unlabelled, **found}))
+        on_rows(len(found['index']))
+    return ordered(parts).columns
 
-  def _embed(self, params: PyTree, tokens: np.ndarray) -> np.ndarray:
+  def _embed(self, run: Run, tokens: np.ndarray) -> np.ndarray:
     """float32 [N, D] of token ids int32 [N, L]."""
-    own, last = self._run.partitioner.batch_rows(self._batch_size), len(tokens) - 1
+    own, last = run.partitioner.batch_rows(self._batch_size), len(tokens) - 1
+
+    def embed_texts(params, batch):
+      return {'text': run.model.text_embeddings(params, batch['text']).astype(jnp.float32)}
 
     def batches():
       for start in range(0, len(tokens), self._batch_size):
@@ -206,19 +205,18 @@ class ZeroShotEvaluator:
         # The last text fills the last batch, so that no text is empty.
         yield {'text': tokens[np.minimum(rows, last)], 'mask': (rows <= last).astype(np.float32)}
 
-    found = self._embed_texts(params, batches(), self._batch_size)
+    compute = run.per_example('zeroshot.texts', embed_texts)
+    found = compute(run.params, batches(), self._batch_size)
     return np.concatenate([rows['text'] for rows in found])
 
-  def _open(self, dataset: ZeroShotDataset):
+  def _open(self, run: Run, dataset: ZeroShotDataset):
+    features = {}
     if has_captions(dataset):
       features = {'text_length': self._tokenizer.length, 'vocabulary': self._tokenizer.vocabulary}
-    else:
-      features = {'max_labels': task_info(dataset.task).max_labels}
-    return open_split(
-      self._run,
-      dataset.task,
+    return run.open_split(
       dataset.split,
       dataset.max_examples,
+      task=dataset.task,
       batch_size=self._batch_size,
       resize=dataset.resize,
       **features,

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from het_plugin import reporting
-from het_plugin.evaluation import comparison
-from het_plugin.experiments import analyses
-from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import analyses, trainings
 from het_plugin.experiments.study import Request, check_labels, check_settings
+from het_plugin.measures import comparison
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Ablation:
 
   def training_run(
     self, label: str, seed: int, values: Mapping[str, Any], request: Request, *bindings: str
-  ) -> runs_lib.Run:
+  ) -> trainings.Training:
     """The run of a cell with a seed and chosen hyperparameters; `bindings` come after its own."""
     chosen = [f'{name} = {value!r}' for name, value in values.items()]
     run = request.run_of([*self.shared, *self.cells[label], *bindings])
@@ -230,9 +229,9 @@ class _Training:
       for file in (_ANALYSIS, analyses.NLL_FILE):
         (folder / file).unlink(missing_ok=True)
 
-    runs_lib.complete(run, folder, forget_analysis)
+    trainings.complete(run, folder, forget_analysis)
     if label not in self._counts:
-      self._counts[label] = runs_lib.configured_model()[1]
+      self._counts[label] = trainings.configured_model()[1]
     return folder
 
   def _report(self) -> reporting.Report:
@@ -252,7 +251,7 @@ class _Training:
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
         'padding of the classes.',
       ],
-      draw=lambda: runs_lib.draw_curves(first, f'Training loss and temperature, seed {seeds[0]}.'),
+      draw=lambda: trainings.draw_curves(first, f'Training loss and temperature, seed {seeds[0]}.'),
       configs={label: (folder / 'config.gin').read_text() for label, folder in first.items()},
       json={
         'title': ablation.title,
@@ -353,7 +352,7 @@ def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
   found = {}
   for line in metrics:
     found |= _with_nans(line)
-  for group, values in runs_lib.final_evaluations(metrics).items():
+  for group, values in trainings.final_evaluations(metrics).items():
     found |= values if group.startswith('training_eval/') else {}
   if missing := [name for name in names if name not in found]:
     evaluated = sorted(name for name in found if name.partition('/')[0] not in _OF_TRAINING)

@@ -11,30 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
-from het_plugin.config import trained_run
+from het_plugin import runs
 from het_plugin.evaluation import class_covariance
-from het_plugin.evaluation.extraction import PerExample, Rows, open_split
 from het_plugin.integrate import GaussianLogits, example_keys, shared_key
+from het_plugin.runs.per_example import Columns
 
 NLL_FILE = 'nll.npz'
 _HELD_OUT = 'NLL, tau of held-out'
 
 
 def _per_example(
-  run: trained_run.TrainedRun,
+  run: runs.Run,
   compute: Callable[[Any, Any], dict[str, jax.Array]],
   split: str,
   num_examples: int | None,
   rows_per_shard: int,
-) -> Iterator[Rows]:
+) -> Iterator[Columns]:
   """Results of at most `num_examples` of a split, a fixed random choice (None: all), by batch.
 
   `compute` maps (params, batch) to arrays with a row per example and is compiled.
   """
   batch_size = rows_per_shard * run.partitioner.data_shards
-  compiled = PerExample(compute, run)
-  settings = {'max_labels': run.max_labels, 'batch_size': batch_size}
-  with open_split(run, run.task, split, num_examples, **settings) as (batches, _):
+  compiled = run.per_example(compute, compute)
+  with run.open_split(split, num_examples, batch_size=batch_size) as (batches, _):
     yield from compiled(run.params, batches, batch_size, num_examples)
 
 
@@ -61,7 +60,7 @@ class NoiseEffect:
   num_examples: int = 2048
 
   def __call__(self, run_dir: Path) -> dict[str, float]:
-    run = trained_run.open_run(run_dir)
+    run = runs.open_run(run_dir)
     reason = class_covariance.why_none(run.model.head)
     if reason and hasattr(run.model.head, 'num_factors'):  # not a deterministic head
       raise ValueError(f'NoiseEffect: {reason}')
@@ -114,7 +113,7 @@ class ExampleNLL:
   num_examples: int = 2048
 
   def __call__(self, run_dir: Path) -> dict[str, float]:
-    run = trained_run.open_run(run_dir)
+    run = runs.open_run(run_dir)
 
     def nlls_of(split, count, integrator, *scales):
       """[N, len(scales)] in the order of the examples, and tau."""
@@ -167,7 +166,7 @@ class RowSpaceAlignment:
   num_examples: int = 256
 
   def __call__(self, run_dir: Path) -> dict[str, float]:
-    run = trained_run.open_run(run_dir)
+    run = runs.open_run(run_dir)
     if reason := class_covariance.why_none(run.model.head):
       raise ValueError(f'RowSpaceAlignment: {reason}')
     kernel = np.asarray(run.params['head']['kernel'])[:, : run.model.head.num_classes]  # [D, K]
@@ -183,7 +182,7 @@ class RowSpaceAlignment:
       'std, random W': std[1],
     }
 
-  def _factors(self, run: trained_run.TrainedRun) -> Iterator[np.ndarray]:
+  def _factors(self, run: runs.Run) -> Iterator[np.ndarray]:
     """Q(x) [R + 1, K] of each example."""
     num_classes = run.model.head.num_classes
 

@@ -23,20 +23,24 @@ from typing import Any
 import jax
 
 import gin
-from het_plugin import reporting, weights
-from het_plugin.config import changes, trained_run
+from het_plugin import reporting, runs, weights
+from het_plugin import rows as rows_lib
+from het_plugin.config import changes
 from het_plugin.config.flag_values import parse_sweep
-from het_plugin.data.representations import Representations, read_representations
-from het_plugin.evaluation import evaluate, knn, represent, selection
+from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
-from het_plugin.experiments import runs
+from het_plugin.experiments import trainings
+from het_plugin.measures import knn
+from het_plugin.measures.ranking import best_first
+from het_plugin.rows import Rows
+from het_plugin.runs.opening import GinSettings
 from het_plugin.training import checkpoint_reader, optimizers
 
 _log = logging.getLogger(__name__)
 
 
 def finetune(
-  gin_settings: trained_run.GinSettings,
+  gin_settings: GinSettings,
   *,
   checkpoint: Sequence[str],
   names: Sequence[str] | None,
@@ -72,26 +76,31 @@ def finetune(
   num_kept = number_to_keep(keep, names)
   settings = combinations(sweep)
   folder = Path(output_dir)
-  trainings = [_training(gin_settings, source) for source in checkpoint]
-  trainings[0].parse(folder)
+  candidates = [_training(gin_settings, source) for source in checkpoint]
+  candidates[0].parse(folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
 
   proxy = {}
-  for name, source, training in zip(names, checkpoint, trainings, strict=True):
+  for name, source, training in zip(names, checkpoint, candidates, strict=True):
     read = _represented(source, training, dataset, folder / 'representations' / name, batch_size)
     proxy[name] = knn.knn_accuracy(read.features, read.label, ks=k, metric=metric)[k[0]]
-  order = selection.best_first(list(proxy.values()))
+  order = best_first(list(proxy.values()))
   kept = [names[i] for i in order[:num_kept]]
   _log.info('kNN accuracy: %s; fine-tuning %s.', proxy, ', '.join(kept))
   trained = {}
   for name, setting in itertools.product(kept, settings):
-    training = trainings[names.index(name)]
+    training = candidates[names.index(name)]
     run = dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *settings[setting]])
     run_dir = trained[f'{name}/{setting}'] = folder / 'runs' / name / setting
     predicted = f'predictions/*/{_file_name(f"{name}/{setting}")}'
-    runs.complete(run, run_dir, lambda _, old=predicted: list(map(shutil.rmtree, folder.glob(old))))
+
+    def forget_predictions(_: Any, old: str = predicted) -> None:
+      for of_earlier in folder.glob(old):
+        shutil.rmtree(of_earlier)
+
+    trainings.complete(run, run_dir, forget_predictions)
   predict = functools.partial(_predictions, trained, folder, batch_size)
-  report = selection.ensemble(
+  report = select.ensemble(
     validation=predict(split),
     test=predict(test_split) if test_split else [],
     names=list(trained),
@@ -119,7 +128,7 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
   return found
 
 
-def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
+def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
   restore: dict[str, Any] = {'path': str(source)}
@@ -130,7 +139,7 @@ def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
     found = checkpoint_reader.find(source)
     files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]
     bindings = []
-    trained = trained_run.parse_run_config(found, without=['partitioner'])['model']
+    trained = runs.configuration(found).argument('model')
     restore['ema'] = optimizers.evaluates_ema(trained.optimizer_def)  # as when it is ranked
     # The classes of the task are others, whatever their number.
     restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
@@ -141,26 +150,21 @@ def _training(gin_settings: trained_run.GinSettings, source: str) -> runs.Run:
     *(f'RestoreCheckpointConfig.{name} = {value!r}' for name, value in restore.items()),
     *gin_bindings,
   ]
-  return runs.Run([*files, *gin_files], bindings, search_paths)
+  return trainings.Training([*files, *gin_files], bindings, search_paths)
 
 
 def _represented(
-  source: str, training: runs.Run, dataset: str, folder: Path, batch_size: int
-) -> Representations:
+  source: str, training: trainings.Training, dataset: str, folder: Path, batch_size: int
+) -> Rows:
   """A candidate's representations of the training split."""
-  published = weights.is_weights_file(source)  # and described by the configuration of its training
-  bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
-  described = (training.gin_files, bindings, training.gin_search_paths) if published else ()
-  found = represent.represent(
-    lambda: trained_run.open_run(source, *described),
-    dataset,
-    str(folder),
-    splits='train',
-    format='npz',
-    batch_size=batch_size,
-  )
+  described = (), (), ('.',)
+  if weights.is_weights_file(source):  # the configuration of its training describes it
+    bindings = [*training.gin_bindings, f'MODEL_DIR = {str(folder)!r}']
+    described = training.gin_files, bindings, training.gin_search_paths
+  settings = {'splits': 'train', 'format': 'npz', 'batch_size': batch_size}
+  found = represent.represent(source, described, dataset, str(folder), **settings)
   jax.clear_caches()  # the next model shares no program
-  return read_representations(found['files'][0]['file'])
+  return rows_lib.read(found['files'][0]['file'])
 
 
 def _predictions(
@@ -175,7 +179,7 @@ def _predictions(
     )
     found = sorted(target.glob('*.npz'))
     if not found:
-      evaluate.evaluate(settings, trained_run.open_run)
+      evaluate.evaluate(settings)
       found = sorted(target.glob('*.npz'))
     files.append(str(found[0]))
   return files

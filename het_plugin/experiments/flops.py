@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import gin
 from het_plugin import integrate, reporting
-from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import trainings
 from het_plugin.experiments.study import Request, check_labels, check_settings
 from het_plugin.training.flops import count_flops
 
@@ -89,7 +89,7 @@ class Flops:
         continue
       request.run_of([*self.shared, *settings]).parse(request.output_dir)
       configs[label] = gin.config_str()
-      encoder, head = runs_lib.called('BACKBONE'), runs_lib.called('HEAD')
+      encoder, head = trainings.called('BACKBONE'), trainings.called('HEAD')
       if backbone is None:
         size = gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
         backbone = backbone_flops(encoder, (1, size, size, _CHANNELS))

@@ -18,7 +18,7 @@ import numpy as np
 import gin
 from het_plugin import data, reporting
 from het_plugin.config import screen
-from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import trainings
 from het_plugin.training import checkpoint_reader, partitioning, run_files
 
 # The NLL of so short a run has a standard deviation of about 0.035 over seeds (docs/ablations.md,
@@ -89,7 +89,7 @@ class TimedStep:
     return (time.perf_counter() - start) / steps
 
 
-def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
+def train_head(head: str, run: trainings.Training, run_dir: Path) -> TimedStep | None:
   """Trains a head to its end with a progress bar, and leaves its configuration parsed.
 
   Returns:
@@ -109,7 +109,7 @@ def train_head(head: str, run: runs_lib.Run, run_dir: Path) -> TimedStep | None:
       _write_examples(state.eval_params, run_dir)
       timed.state = state
 
-    runs_lib.complete(run, run_dir, finish, trainer_cls=timed.trainer)
+    trainings.complete(run, run_dir, finish, trainer_cls=timed.trainer)
   return timed if timed.has_trained else None
 
 
@@ -133,15 +133,15 @@ def ms_per_step(run_dir: Path) -> float | None:
   """Time per step as timed beside the other heads, else the median over the run."""
   timed = run_files.read_json(run_dir / _STEP_TIME) or {}
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
-  return timed.get('ms_per_step') or runs_lib.ms_per_step(metrics)
+  return timed.get('ms_per_step') or trainings.ms_per_step(metrics)
 
 
 def row(head: str, run_dir: Path) -> dict[str, Any]:
   """The row of a finished run, from its files; counts are those of the configured model."""
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
-  final = runs_lib.final_evaluations(metrics)[f'training_eval/{task}']
-  model, counts = runs_lib.configured_model()
+  final = trainings.final_evaluations(metrics)[f'training_eval/{task}']
+  model, counts = trainings.configured_model()
   partitioner = gin.get_configurable(partitioning.PjitPartitioner)()
   by_dataset, errors = few_shot_accuracies(
     run_files.read_lines(run_dir / 'fewshot.jsonl'), final['step']
@@ -235,7 +235,7 @@ def _write_examples(params: Any, run_dir: Path) -> None:
   The file has image [N, S, S, C], and label, top (the most probable class) and probability (of
   that class), [N] each.
   """
-  model = runs_lib.called('MODEL')
+  model = trainings.called('MODEL')
   cfg = data.one_pass(
     gin.query_parameter('%MIXTURE_OR_TASK_NAME'),
     gin.query_parameter('%EVAL_SPLIT'),
@@ -274,7 +274,7 @@ def make_report(
   )
 
   def draw():
-    return runs_lib.draw_curves(titles, 'Training loss and temperature.') | {
+    return trainings.draw_curves(titles, 'Training loss and temperature.') | {
       'examples': reporting.Figure(
         _examples(titles),
         'Unseen renderings, from the one of which the first head is surest (left) to the most '

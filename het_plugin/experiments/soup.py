@@ -6,6 +6,7 @@ checkpoints that were fine-tuned from the same parameters; averages of runs from
 initialisations predict no better than chance.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,11 @@ import jax.numpy as jnp
 from etils import epath
 from flax import core, traverse_util
 
-from het_plugin import data, reporting
-from het_plugin.config import changes, trained_run
-from het_plugin.evaluation import uncertainty
+from het_plugin import data, reporting, runs, weights
+from het_plugin.config import changes
 from het_plugin.evaluation.candidates import candidate_names
-from het_plugin.evaluation.extraction import open_split
-from het_plugin.evaluation.predictions import Predictor, check_has_head
+from het_plugin.measures import uncertainty
+from het_plugin.runs.opening import GinSettings
 from het_plugin.training import checkpoint_reader, checkpoints, class_names, optimizers, warm_start
 from het_plugin.training.state import TrainState
 
@@ -44,7 +44,7 @@ def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float])
 
 
 def soup(
-  gin_settings: trained_run.GinSettings,
+  gin_settings: GinSettings,
   *,
   checkpoint: Sequence[str],
   names: Sequence[str] | None,
@@ -70,23 +70,23 @@ def soup(
   for folder in folders.values():
     if checkpoint_reader.steps(folder):
       raise ValueError(f'{folder} holds a checkpoint already: take another --output_dir')
-  for source in checkpoint:
-    check_has_head(source)
-  run = trained_run.open_run(checkpoint[0], *gin_settings)
+  for source in filter(weights.is_weights_file, checkpoint):
+    raise ValueError(
+      f'--checkpoint={source} is a published file, whose head is not trained: give the directory '
+      'of a run'
+    )
+  run = runs.open_run(checkpoint[0], *gin_settings)
   task = dataset or run.task
   info = data.classification_info(task)
   run.model.validate(info)
-  predictor = Predictor(run)
 
   def score_of(params: PyTree) -> dict[str, float]:
-    with open_split(
-      *(run, task, split),
-      name=f'--split={split}',
-      max_labels=max(info.max_labels, run.max_labels),
-      batch_size=batch_size,
-    ) as (batches, _):
-      parts = predictor(params, batches, batch_size)
-      scores = uncertainty.concatenate([uncertainty.score_examples(part, (1,)) for part in parts])
+    averaged = dataclasses.replace(run, params=params)
+    settings = {'task': task, 'name': f'--split={split}', 'batch_size': batch_size}
+    with run.open_split(split, **settings) as (batches, _):
+      parts = averaged.stream(batches, ('log_prob',), batch_size)
+      scored = [uncertainty.score_examples(**part.labelled, ks=(1,)) for part in parts]
+    scores = uncertainty.concatenate(scored)
     return {'nll': float(scores.nll.mean()), 'precision_at_1': float(scores.precision[1].mean())}
 
   target = jax.tree.map(

@@ -12,7 +12,7 @@ from typing import Any
 import gin
 from het_plugin import reporting
 from het_plugin.config import parsing
-from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import trainings
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
 STUDY = 'STUDY'  # the macro that a file binds
@@ -45,7 +45,7 @@ def load(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = 
     gin.query_parameter(f'%{STUDY}')
   except ValueError:
     raise ValueError(f'{name} binds no {STUDY}, such as {STUDY} = @Ablation()') from None
-  return runs_lib.called(STUDY)
+  return trainings.called(STUDY)
 
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -74,11 +74,11 @@ class Request:
   seeds: Sequence[int] | None = None
   cells: Sequence[str] | None = None
 
-  def run_of(self, settings: Sequence[str]) -> runs_lib.Run:
+  def run_of(self, settings: Sequence[str]) -> trainings.Training:
     """The run of a cell: its settings, then the bindings of the command line."""
     files = [setting for setting in settings if '=' not in setting]
     own = [setting for setting in settings if '=' in setting]
-    return runs_lib.Run(files, [*own, *self.gin_bindings], self.gin_search_paths)
+    return trainings.Training(files, [*own, *self.gin_bindings], self.gin_search_paths)
 
 
 def check_labels(where: str, labels: Iterable[str], cells: Mapping[str, Sequence[str]]) -> None:

@@ -31,8 +31,8 @@ import scipy.stats
 
 import gin
 from het_plugin import data, reporting
-from het_plugin.evaluation import comparison
-from het_plugin.experiments import runs as runs_lib
+from het_plugin.experiments import trainings
+from het_plugin.measures import comparison
 from het_plugin.training import nonfinite, run_files
 
 _log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Study:
   RANDOM_SEED of all trainings. Bayesian optimization chooses the trials of a round together.
   """
 
-  base: runs_lib.Run
+  base: trainings.Training
   folder: Path
   seed: int
   grid: Sequence[float] = GRID
@@ -297,12 +297,12 @@ class Study:
       ],
     )
     try:
-      runs_lib.complete(run, self.folder / name)
+      trainings.complete(run, self.folder / name)
     except nonfinite.NonFiniteStop as stop:
       _log.warning('%s: step %d was not finite; the training counts as failed.', name, stop.step)
       return Trained(name, math.nan, math.inf, math.inf, math.nan, steps, None)
     metrics = run_files.read_lines(self.folder / name / 'metrics.jsonl')
-    final = runs_lib.final_evaluations(metrics)
+    final = trainings.final_evaluations(metrics)
     validation, test = final[f'training_eval/{task}'], final[f'infer_eval/{task}']
     return Trained(
       name,
@@ -311,7 +311,7 @@ class Study:
       _infinite(test['nll']),
       test['precision_at_1'],
       steps,
-      runs_lib.ms_per_step(metrics),
+      trainings.ms_per_step(metrics),
     )
 
 
@@ -376,7 +376,7 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     }
     if single:
       caption = 'Training loss and temperature of the methods of a single training, with seed 0.'
-      figures |= runs_lib.draw_curves(single, caption)
+      figures |= trainings.draw_curves(single, caption)
     return figures
 
   return reporting.Report(

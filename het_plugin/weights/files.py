@@ -24,8 +24,11 @@ def is_weights_file(path: epath.PathLike) -> bool:
   return str(path).endswith(SUFFIXES)
 
 
-def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-  """All arrays of a local or gs:// file; floating-point arrays become float32."""
+def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, np.ndarray]:
+  """All arrays of a local or gs:// file.
+
+  Floating-point arrays become float32, or with `as_float32=False` keep their types.
+  """
   _check(path)
   if not epath.Path(path).exists():
     raise ValueError(f'file {path} does not exist')
@@ -38,7 +41,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
       arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
   except Exception as error:  # zipfile, numpy and safetensors each raise their own types
     raise ValueError(f'file {path} cannot be read: {error}') from error
-  return {name: _widened(x) for name, x in arrays.items()}
+  return {name: _typed(x, as_float32) for name, x in arrays.items()}
 
 
 def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
@@ -82,9 +85,9 @@ def _from_safetensors(tensor):
   return np.frombuffer(tensor['data'], SAFETENSORS_DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 
-def _widened(x):
+def _typed(x, as_float32):
   # numpy has no bfloat16: big_vision's files store it as two bytes without a type.
   if x.dtype == np.dtype('V2'):
     x = x.view(ml_dtypes.bfloat16)
   is_float = np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16
-  return x.astype(np.float32) if is_float else x
+  return x.astype(np.float32) if as_float32 and is_float else x

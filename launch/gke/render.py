@@ -23,8 +23,9 @@ from typing import Any
 import yaml
 from absl import flags
 
-from het_plugin.config import command_line, training_run
+from het_plugin.config import command_line
 from het_plugin.planning import topology
+from het_plugin.runs import starting
 from launch import sweep
 from launch.processes import PREEMPTED
 
@@ -184,7 +185,7 @@ def settings() -> dict[str, Any]:
 
 def define_flags() -> None:
   command_line.define_flags()
-  training_run.define_flags()
+  starting.define_flags()
   define_settings_flags()
   flags.DEFINE_string('name', 'het-plugin', 'Name of the JobSet.')
   flags.DEFINE_string('model_dir', '', 'gs:// folder of the run.')
@@ -194,7 +195,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     values = flags.FLAGS
-    given, train_flags = command_line.gin_settings(), training_run.given_flags()
+    given, train_flags = command_line.gin_settings(), starting.given_flags()
     (job,) = sweep.make_jobs(values.model_dir, *given, train_flags=train_flags)
     text = to_yaml(jobset(values.name, settings(), job))
     if values.output:

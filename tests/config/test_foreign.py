@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from het_plugin.config import foreign, trained_run
+from het_plugin import runs
+from het_plugin.config import foreign
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
 HARMLESS = [
@@ -47,8 +48,8 @@ def test_a_run_is_opened_without_its_code(digits_run, tmp_path, monkeypatch):
   (tmp_path / 'evil_code.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
   monkeypatch.syspath_prepend(tmp_path)
   with pytest.raises(ValueError, match='imports evil_code, .* --allow_imports=evil_code permits'):
-    trained_run.open_run(folder)
+    runs.open_run(folder)
   assert not (tmp_path / 'ran').exists()
   monkeypatch.setattr(foreign, 'ALLOWED', (*foreign.ALLOWED, 'evil_code'))
-  assert trained_run.open_run(folder).step == 1
+  assert runs.open_run(folder).step == 1
   assert (tmp_path / 'ran').exists()

@@ -235,12 +235,12 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
 def test_config_errors_are_one_sentence_before_anything_is_written(
   files, extra, words, tmp_path, monkeypatch, capsys
 ):
-  from het_plugin.config import training_run
+  from het_plugin.runs import starting
 
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as stop, command_line.one_sentence_errors():
     parsing.parse_config(files, [f"MODEL_DIR = '{tmp_path / 'run'}'", *extra])
-    training_run.train_from_gin()
+    starting.train_from_gin()
   assert stop.value.code == exit_codes.WRONG_SETTING
   message = capsys.readouterr().err.strip()
   assert words in message.splitlines()[-1]

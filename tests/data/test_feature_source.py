@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from het_plugin.data import DatasetConfig, array_source, get_dataset, representations
+from het_plugin import rows
+from het_plugin.data import DatasetConfig, array_source, get_dataset
 
 
 @pytest.fixture
@@ -30,10 +31,9 @@ def test_files_of_every_kind_give_the_rows(tmp_path, arrays):
   np.savez(tmp_path / 'a.npz', features=x, label=y)
   np.save(tmp_path / 'x.npy', x)
   np.save(tmp_path / 'y.npy', y)
-  written = representations.Representations(
-    x, y[:, None].astype(np.int32), np.arange(60), ('a', 'b', 'c')
-  )
-  representations.write_representations(tmp_path / 'a.safetensors', written)
+  labels = y[:, None].astype(np.int32)
+  written = rows.Rows({'features': x}, labels, np.arange(60), class_names=('a', 'b', 'c'))
+  rows.write(tmp_path / 'a.safetensors', written)
   for name in ('a.npz', 'a.safetensors', f'x.npy,{tmp_path}/y.npy'):
     got = batch(f'features:{tmp_path}/{name}')
     np.testing.assert_array_equal(got['image'], x[:, None, None])

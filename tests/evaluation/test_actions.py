@@ -11,7 +11,7 @@ import pytest
 
 from het_plugin.backbones import ViT
 from het_plugin.evaluation.actions import FewShotAction, PeriodicAction, ZeroShotAction
-from het_plugin.evaluation.fewshot_datasets import FewShotDataset
+from het_plugin.evaluation.fewshot import FewShotDataset
 from het_plugin.evaluation.zeroshot_datasets import ZeroShotDataset
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator
@@ -100,10 +100,10 @@ class Counting(PeriodicAction):
 
   kind = 'fewshot'
 
-  def make_evaluator(self, run):
-    return types.SimpleNamespace(check=lambda dataset: None)
+  def check(self, run, dataset):
+    pass
 
-  def evaluate(self, evaluator, params):
+  def evaluate(self, run):
     return [('digits', types.SimpleNamespace(scalars=lambda: {'x': 1.0}, record=dict))]
 
 

@@ -1,7 +1,6 @@
 """Class correlations against a materialised Sigma, for every head and mesh; homoglyphs."""
 
 import functools
-import types
 
 import flax.linen as nn
 import jax
@@ -11,11 +10,11 @@ from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 from het_plugin.evaluation import class_covariance
-from het_plugin.evaluation.extraction import PlacedModel
-from het_plugin.evaluation.predictions import Predictor, concatenate
 from het_plugin.heads import Det, Het, HetH, HetXL
 from het_plugin.integrate import Integrator
 from het_plugin.models import ClassificationModel
+from het_plugin.rows import concatenate
+from het_plugin.runs import Run
 from het_plugin.training.partitioning import PjitPartitioner
 from tests.evaluation.batches import in_batches
 
@@ -56,17 +55,12 @@ def make_examples(n=19):
 
 @functools.cache
 def make_run(head):
-  """What `trained_run.open_run` gives, as far as it is needed."""
+  """A run of fresh parameters."""
   model = make_model(HEADS[head])
   start = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), {'image': (1, 8, 8, 1)}))
   params = start()['params']
-  return types.SimpleNamespace(
-    model=model,
-    partitioner=PjitPartitioner(num_partitions=2),
-    param_specs=jax.tree.map(lambda _: PartitionSpec(), params),
-    params=params,
-    channels=1,
-  )
+  specs = jax.tree.map(lambda _: PartitionSpec(), params)
+  return Run(model, PjitPartitioner(num_partitions=2), params, specs, image_size=8, channels=1)
 
 
 @functools.cache
@@ -135,31 +129,46 @@ def test_homoglyph_rate_by_hand():
     2: [1.0, 0.9, 1.0, 0, 0, 0],  # has none: does not count
     3: [0.0, 0.8, 0.8, 1.0, 0.8, 0.8],  # half of four equal ones
   }
-  found = class_covariance.homoglyph_rate(
+  found = class_covariance.look_alike_rate(
     list(correlation), [np.array(x) for x in correlation.values()], homoglyphs
   )
   assert found['rate'] == pytest.approx(0.75) and found['num_examples'] == 2
   assert found['chance'] == pytest.approx((1 / 5 + 2 / 5) / 2)
   assert found['stderr'] == pytest.approx(0.25)
-  none = class_covariance.homoglyph_rate([2], [np.zeros(6)], homoglyphs)
+  none = class_covariance.look_alike_rate([2], [np.zeros(6)], homoglyphs)
   assert none == {'rate': None, 'stderr': None, 'chance': None, 'num_examples': 0}
 
 
 def test_predictions_over_the_mesh():
   run = make_run('het_xl')
-  params = run.params
   examples = make_examples()
   mesh = PjitPartitioner(num_partitions=4)
-  predictor = Predictor(PlacedModel(run.model, mesh, run.param_specs, 8, 1))
-  found = concatenate(list(predictor(params, in_batches(examples, 8), 8)))
+  run = Run(run.model, mesh, run.params, run.param_specs, image_size=8, channels=1)
+
+  def predicted(batches, **bound):
+    return list(run.stream(batches, ('log_prob',), 8, **bound))
+
+  found = concatenate(predicted(in_batches(examples, 8)))
   _, predictive = expected('het_xl')
   np.testing.assert_allclose(found.log_prob, predictive['log_prob'], atol=1e-5)
-  np.testing.assert_allclose(found.expected_entropy, predictive['expected_entropy'], atol=1e-5)
+  np.testing.assert_allclose(found['expected_entropy'], predictive['expected_entropy'], atol=1e-5)
   np.testing.assert_array_equal(found.labels, examples['label'])
   np.testing.assert_array_equal(found.index, examples['index'])
-  assert found.log_prob.shape == (19, K) and found.nll is None
+  assert found.log_prob.shape == (19, K) and 'nll' not in found.columns
   padding = next(in_batches(examples, 8)) | {'mask': np.zeros(8, np.float32)}
-  assert not list(predictor(params, [padding, padding], 8))
+  assert not predicted([padding, padding])
   for bound in (1, 11):
-    parts = list(predictor(params, in_batches(examples, 8), 8, max_examples=bound))
+    parts = predicted(in_batches(examples, 8), max_examples=bound)
     np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])
+
+
+def test_one_batch_of_any_size():
+  """`Run.predict` and `Run.represent` take what people have: images alone, any number of them."""
+  run, examples = make_run('het_xl'), make_examples(5)
+  found = run.predict({name: examples[name] for name in ('image', 'index')})
+  _, predictive = expected('het_xl')
+  assert set(found) == {'log_prob', 'expected_entropy'}
+  np.testing.assert_allclose(found['log_prob'], predictive['log_prob'][:5], atol=1e-5)
+  assert run.predict({'image': examples['image'][:1]})['log_prob'].shape == (1, K)
+  with pytest.raises(ValueError, match='no_such_layer'):
+    run.represent({'image': examples['image']}, ['no_such_layer'])

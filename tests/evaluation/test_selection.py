@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin.data.representations import Representations, write_representations
-from het_plugin.evaluation import candidates, rankme
-from het_plugin.evaluation.greedy_ensemble import greedy_ensemble, mixture_log_prob
-from het_plugin.evaluation.selection import agreement, best_first
+from het_plugin import rows
+from het_plugin.evaluation import candidates
+from het_plugin.measures import rankme
+from het_plugin.measures.greedy_ensemble import greedy_ensemble, mixture_log_prob
+from het_plugin.measures.ranking import best_first, rank_agreement
 
 
 def test_kendall_tau_and_regret():
   proxy, accuracy = [0.1, 0.4, 0.3, 0.9], [0.2, 0.3, 0.6, 0.5]
   pairs = list(itertools.combinations(range(4), 2))
   signs = [np.sign((proxy[i] - proxy[j]) * (accuracy[i] - accuracy[j])) for i, j in pairs]
-  found = agreement(proxy, accuracy)
+  found = rank_agreement(proxy, accuracy)
   assert found['kendall_tau'] == pytest.approx(sum(signs) / len(pairs))
   np.testing.assert_allclose(found['regret'], [0.1, 0.1, 0, 0])
   assert best_first([0.5, 0.9, 0.5, 0.7]) == [1, 3, 0, 2]  # equal ones keep their order
@@ -24,7 +25,7 @@ def test_kendall_tau_and_regret():
 
 @pytest.mark.parametrize('proxy,accuracy', [([0.5], [0.5]), ([1, 1], [0, 1]), ([0, 1], [0.5, 0.5])])
 def test_an_undefined_tau_is_none(proxy, accuracy):
-  found = agreement(proxy, accuracy)
+  found = rank_agreement(proxy, accuracy)
   assert found['kendall_tau'] is None and np.isfinite(found['regret']).all()
 
 
@@ -38,8 +39,8 @@ def test_representations_of_the_same_examples(tmp_path):
   def write(name, *, d=3, index=(4, 2, 8), labels=(1, 0, 1), **provenance):
     features = np.random.default_rng(0).normal(size=(len(index), d))
     labels = np.array(labels, np.int32)[:, None]
-    read = Representations(features, labels, np.array(index), None, provenance)
-    write_representations(tmp_path / name, read)
+    written = rows.Rows({'features': features}, labels, np.array(index), provenance=provenance)
+    rows.write(tmp_path / name, written)
     return str(tmp_path / name)
 
   train = [write('a.npz', layer='x'), write('b.npz', d=5, index=(8, 4, 2), labels=(1, 1, 0))]

@@ -10,12 +10,12 @@ import pytest
 
 from het_plugin.data import TaskInfo, get_dataset, one_pass
 from het_plugin.evaluation import zeroshot_datasets
-from het_plugin.evaluation.extraction import PlacedModel
 from het_plugin.evaluation.zeroshot import retrieval_recall
 from het_plugin.evaluation.zeroshot_datasets import (
   ZeroShotDataset,
   ZeroShotEvaluator,
 )
+from het_plugin.runs import Run
 from tests.evaluation import small_contrastive
 from tests.evaluation.batches import in_batches
 from tests.evaluation.small_contrastive import Letters, SmallContrastive
@@ -26,9 +26,10 @@ DIGITS = ZeroShotDataset('digits', 'digits', templates=('{}', 'a {}'), class_nam
 
 
 def make(model_shards=2, batch_size=64, **kwargs):
-  """An evaluator of a model, and its initial parameters, placed."""
-  *run, params = small_contrastive.opened(0, model_shards)
-  return ZeroShotEvaluator(PlacedModel(*run, SIZE, 1), Letters(), batch_size, **kwargs), params
+  """An evaluator, and a run of a model with its initial parameters."""
+  model, partitioner, specs, params = small_contrastive.opened(0, model_shards)
+  run = Run(model, partitioner, params, specs, SIZE, channels=1)
+  return ZeroShotEvaluator(Letters(), batch_size, **kwargs), run
 
 
 def digits(split):
@@ -39,10 +40,10 @@ def digits(split):
 
 
 def test_digits_over_the_mesh():
-  evaluator, params = make(model_shards=2, batch_size=64)
-  done = []
-  found = evaluator(DIGITS, params, done.append)
-  assert found.num_examples == sum(done) == evaluator.check(DIGITS) == 359
+  evaluator, run = make(model_shards=2, batch_size=64)
+  done, params = [], run.params
+  found = evaluator(run, DIGITS, done.append)
+  assert found.num_examples == sum(done) == evaluator.check(run, DIGITS) == 359
   assert found.num_classes == 10 and found.classes_alike == 0
   images, labels = digits(DIGITS.split)
   classes = small_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
@@ -54,7 +55,8 @@ def test_digits_over_the_mesh():
 
 
 def test_samples_rank_by_probabilities():
-  evaluator, params = make(num_samples=4)
+  evaluator, run = make(num_samples=4)
+  params = run.params
   images, labels = digits('test')
   classes = small_contrastive.class_vectors(params, NAMES, DIGITS.templates, Letters())
   batch = {'image': images, 'index': np.arange(len(images))}
@@ -62,7 +64,7 @@ def test_samples_rank_by_probabilities():
     jax.device_get(params), batch, classes.astype(np.float32), 4
   )
   expected = float(np.mean(np.argmax(log_prob, axis=1) == labels))
-  assert evaluator(DIGITS, params).top1 == pytest.approx(expected, abs=0.006)  # two near-ties
+  assert evaluator(run, DIGITS).top1 == pytest.approx(expected, abs=0.006)  # two near-ties
 
 
 @pytest.fixture
@@ -73,13 +75,13 @@ def fake_data(monkeypatch):
     settings = []
 
     @contextlib.contextmanager
-    def open_split(run, task, split, max_examples=None, *, batch_size, **others):
+    def open_split(self, split, max_examples=None, *, task, batch_size, **others):
       settings.append(others)
-      rows = run.partitioner.batch_rows(batch_size)
+      rows = self.partitioner.batch_rows(batch_size)
       yield in_batches(arrays, batch_size, rows), len(arrays['index'])
 
     monkeypatch.setattr(zeroshot_datasets, 'task_info', lambda name: info)
-    monkeypatch.setattr(zeroshot_datasets, 'open_split', open_split)
+    monkeypatch.setattr(Run, 'open_split', open_split)
     return settings
 
   return install
@@ -90,17 +92,16 @@ def test_several_labels_and_none(fake_data):
   label = np.array([[3, -1], [0, 3], [-1, -1], [1, 2], [2, -1]], np.int32)
   image = rng.normal(size=(5, SIZE, SIZE, 1)).astype(np.float32)
   info = TaskInfo(4, True, 1, None, types.MappingProxyType({'test': 5}), max_labels=2)
-  settings = fake_data(
-    info, {'image': image, 'label': label, 'index': np.arange(5, dtype=np.int32)}
-  )
-  evaluator, params = make(batch_size=8)
+  fake_data(info, {'image': image, 'label': label, 'index': np.arange(5, dtype=np.int32)})
+  evaluator, run = make(batch_size=8)
+  params = run.params
   names = ('aa', 'bcd', 'ef', 'g')
-  found = evaluator(ZeroShotDataset('x', 'x', class_names=names, templates='none'), params)
+  found = evaluator(run, ZeroShotDataset('x', 'x', class_names=names, templates='none'))
   classes = small_contrastive.class_vectors(params, names, ('{}',), Letters())
   best = np.argmax(small_contrastive.image_vectors(params, image) @ classes.T, axis=1)
   assert found.top1 == pytest.approx(np.mean((label == best[:, None]).any(axis=1)))
   assert found.top5 == pytest.approx(0.8)  # the image without a label is wrong even so
-  assert found.num_examples == 5 and settings[0]['max_labels'] == 2
+  assert found.num_examples == 5
 
 
 @pytest.mark.parametrize('alike', [False, True])
@@ -114,12 +115,13 @@ def test_captions(fake_data, alike):
   info = types.SimpleNamespace(channels=1, splits=splits, vocabulary='letters')
   arrays = {'image': image, 'text': text, 'index': np.arange(9, dtype=np.int32)}
   settings = fake_data(info, arrays)
-  evaluator, params = make(batch_size=4, model_shards=2)
+  evaluator, run = make(batch_size=4, model_shards=2)
+  params = run.params
   dataset = ZeroShotDataset('pairs', 'pairs', identical_captions_right=alike)
-  assert evaluator.check(dataset) == 9
-  found = evaluator(dataset, params)
+  assert evaluator.check(run, dataset) == 9
+  found = evaluator(run, dataset)
   wanted = {'text_length': 12, 'vocabulary': 'letters'}
-  assert wanted.items() <= settings[-1].items() and 'max_labels' not in settings[-1]
+  assert wanted.items() <= settings[-1].items()
   assert (found.num_images, found.num_captions, found.captions_alike) == (7, 9, 3)
 
   _, words = np.unique(text, axis=0, return_inverse=True)
@@ -144,16 +146,16 @@ def test_captions(fake_data, alike):
   ],
 )
 def test_wrong_data_sets(change, message):
-  evaluator, _ = make()
+  evaluator, run = make()
   with pytest.raises(ValueError, match=message):
-    evaluator.check(dataclasses.replace(DIGITS, **change))
+    evaluator.check(run, dataclasses.replace(DIGITS, **change))
 
 
 def test_wrong_models_and_settings(fake_data):
   towers = types.SimpleNamespace(image_embeddings=None, text_embeddings=None)
   with pytest.raises(ValueError, match='has no class_log_prob'):
     zeroshot_datasets.check_model(towers, num_samples=2)
-  evaluator, _ = make(num_samples=2)
+  evaluator, run = make(num_samples=2)
   fake_data(types.SimpleNamespace(splits={'test': 1}), {})
   with pytest.raises(ValueError, match='num_samples=2 is for classes'):
-    evaluator.check(ZeroShotDataset('x', 'x'))
+    evaluator.check(run, ZeroShotDataset('x', 'x'))

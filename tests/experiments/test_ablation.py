@@ -12,7 +12,7 @@ import scipy.stats
 
 import gin
 from het_plugin.config import registry
-from het_plugin.experiments import runs
+from het_plugin.experiments import trainings
 from het_plugin.experiments.ablation import Ablation
 from het_plugin.experiments.study import Request
 from het_plugin.models.classification import ParamCounts
@@ -45,8 +45,8 @@ def trained(monkeypatch):
     (folder / 'metrics.jsonl').write_text(json.dumps(line) + '\n')
     (folder / 'config.gin').write_text(gin.config_str())
 
-  monkeypatch.setattr(runs, 'complete', complete)
-  monkeypatch.setattr(runs, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
+  monkeypatch.setattr(trainings, 'complete', complete)
+  monkeypatch.setattr(trainings, 'configured_model', lambda: (None, ParamCounts(5, 3, 1)))
   yield calls
   gin.clear_config()
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from het_plugin import data
-from het_plugin.config import trained_run
+from het_plugin import data, runs
 from het_plugin.experiments.analyses import ExampleNLL, NoiseEffect
 from het_plugin.heads import Det
 from het_plugin.integrate import Integrator, example_keys
@@ -17,9 +16,9 @@ EFFECT = NoiseEffect(split='test', num_examples=24)
 @pytest.fixture
 def noisy_run(digits_run, monkeypatch):
   """HET-XL with many samples at evaluation; whoever opens a run gets it."""
-  run = trained_run.open_run(digits_run[0])
+  run = runs.open_run(digits_run[0])
   run.model.eval_integrator = Integrator(num_samples=4000)
-  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  monkeypatch.setattr(runs, 'open_run', lambda path: run)
   return run
 
 
@@ -51,18 +50,18 @@ def test_against_samples_in_float64(noisy_run):
 
 
 def test_a_deterministic_head_has_none(digits_run, monkeypatch):
-  run = trained_run.open_run(digits_run[0])
+  run = runs.open_run(digits_run[0])
   run.model.head = Det(num_classes=10, class_multiple=run.model.head.class_multiple)
   run.model.module = run.model.module.clone(head=run.model.head)
   del run.params['head']['covariance'], run.params['head']['temperature']
   del run.param_specs['head']['covariance'], run.param_specs['head']['temperature']
-  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  monkeypatch.setattr(runs, 'open_run', lambda path: run)
   assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
 
 
 def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_path, monkeypatch):
-  run = trained_run.open_run(digits_run[0])
-  monkeypatch.setattr(trained_run, 'open_run', lambda path: run)
+  run = runs.open_run(digits_run[0])
+  monkeypatch.setattr(runs, 'open_run', lambda path: run)
   found = ExampleNLL(split='test[:24]', choose_split='train', num_examples=64)(tmp_path)
   written = np.load(tmp_path / 'nll.npz')
   batch = batch_of(run, 'test[:24]', bounded=False)

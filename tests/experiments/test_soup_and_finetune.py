@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from het_plugin import select, weights
-from het_plugin.config import trained_run
+from het_plugin import runs, select, weights
 from het_plugin.experiments import finetune, soup
 from het_plugin.training import checkpoint_reader
 
@@ -40,7 +39,7 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
     for start in ('greedy', 'best')
   )
   assert greedy >= best
-  opened = trained_run.open_run(tmp_path / 'uniform').params  # as every main does
+  opened = runs.open_run(tmp_path / 'uniform').params  # as every main does
   np.testing.assert_array_equal(opened['head']['kernel'], mean['head/kernel'])
   message = run_main(select, 'soup', f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
   assert 'greedy holds a checkpoint already: take another --output_dir' in message

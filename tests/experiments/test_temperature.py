@@ -8,7 +8,7 @@ import pytest
 
 import gin
 from het_plugin.config import registry
-from het_plugin.experiments import runs, temperature
+from het_plugin.experiments import temperature, trainings
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def trainer():
 @pytest.fixture
 def study(tmp_path, monkeypatch):
   """A study whose trainings are a formula; `study.trained` lists them."""
-  base = runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin'])
+  base = trainings.Training(['het_plugin/gin/runs/temperature_glyphs.gin'])
   study = temperature.Study(base, tmp_path, 1, grid=(0.1, 0.4, 3.0), rounds=2, trials_per_round=2)
   trained = []
 
@@ -97,14 +97,14 @@ def test_bayesian_optimization_goes_on_from_its_record(study, monkeypatch, tmp_p
 )
 def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
   """By the configuration that each run would be trained with."""
-  base = runs.Run(['het_plugin/gin/runs/temperature_glyphs.gin'], ['TRAIN_STEPS = 400'])
+  base = trainings.Training(['het_plugin/gin/runs/temperature_glyphs.gin'], ['TRAIN_STEPS = 400'])
   study = temperature.Study(base, tmp_path, 2)
 
   def complete(run, folder):
     run.parse(folder)
     raise StopIteration
 
-  monkeypatch.setattr(runs, 'complete', complete)
+  monkeypatch.setattr(trainings, 'complete', complete)
   with pytest.raises(StopIteration):
     study._fixed(0.05, 'TRAIN_SPLIT') if row == 'fixed' else study.outcome(row)
   settings = gin.get_bindings('train')

@@ -14,7 +14,7 @@ import pytest
 
 import gin
 from het_plugin.config import parsing
-from het_plugin.config.training_run import train_from_gin
+from het_plugin.runs.starting import train_from_gin
 from het_plugin.training import checkpoint_reader
 from launch import local
 from tests.waiting import PATIENT, alive, wait_for

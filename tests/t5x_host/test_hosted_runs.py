@@ -95,7 +95,7 @@ def ours(tmp_path_factory):
   """Runs of the built-in trainer: HET-XL with the few-shot action, and its first half exported."""
   import gin
   from het_plugin.config import parsing
-  from het_plugin.config.training_run import train_from_gin
+  from het_plugin.runs.starting import train_from_gin
 
   folder = tmp_path_factory.mktemp('ours')
   gin_files = [str(ROOT / file) for file in files('het_xl', engine=None)]

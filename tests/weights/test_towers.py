@@ -10,9 +10,8 @@ import pytest
 from flax import traverse_util
 
 import gin
-from het_plugin import fewshot, weights, zeroshot
+from het_plugin import fewshot, runs, weights, zeroshot
 from het_plugin.backbones import ConvNeXt, TextTransformer, ViT
-from het_plugin.config import trained_run
 from het_plugin.weights import towers
 
 SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
@@ -234,7 +233,7 @@ def unit(x):
 def test_both_towers_of_a_file_are_opened_without_a_gin_file(clip_file):
   path, image_tower, text_tower = clip_file
   looped = ['text_transformer.scan_layers = True']
-  run = trained_run.open_run(path, bindings=looped, published=trained_run.PUBLISHED_PAIRS)
+  run = runs.open_run(path, bindings=looped, published=runs.opening.PUBLISHED_PAIRS)
   gin.clear_config()
   text = np.asarray([[4, 9, 1, 0, 0, 0, 0], [5, 1, 0, 0, 0, 0, 0]])
   beta = run.model.text_embeddings(run.params, text)

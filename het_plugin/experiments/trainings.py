@@ -1,0 +1,130 @@
+"""One training run of a study: trained once, in its own folder, and read back from its files."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import gin
+from het_plugin import reporting
+from het_plugin.config import parsing
+from het_plugin.data import task_info
+from het_plugin.operations import stopping
+from het_plugin.runs import opening, starting
+from het_plugin.training import exit_codes, run_files
+
+_DONE = 'done.json'
+_EVALUATIONS = ('training_eval', 'infer_eval')
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """The configuration of a run: gin files, then bindings 'NAME = VALUE'; later ones win."""
+
+  gin_files: Sequence[str]
+  gin_bindings: Sequence[str] = ()
+  gin_search_paths: Sequence[str] = ('.',)
+
+  def parse(self, run_dir: Path) -> None:
+    bindings = [*self.gin_bindings, f'MODEL_DIR = {str(run_dir)!r}']
+    parsing.parse_config(self.gin_files, bindings, self.gin_search_paths)
+
+
+def complete(
+  run: Training, run_dir: Path, finish: Callable[[Any], None] | None = None, **settings: Any
+) -> bool:
+  """Trains the run to its end, from where it was interrupted; leaves its gin configuration parsed.
+
+  A run that was complete with another configuration, such as another split for evaluation, is
+  evaluated again.
+
+  Args:
+    run, run_dir: the run, and its folder, which has done.json at the end.
+    finish: called with the last train state; afterwards the run is complete.
+    **settings: arguments of `train` that replace configured ones.
+
+  Returns:
+    False if the run was already complete with this configuration.
+
+  Raises:
+    ValueError: a setting is wrong, or the folder has another run.
+    exit_codes.Preempted: SIGTERM arrived; call again to go on. It is also raised if the signal came
+      so late that the run was completed.
+  """
+  run.parse(run_dir)
+  config = gin.config_str()
+  if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
+    return False
+  step, state = starting.train_from_gin(evaluate_again=True, **settings)
+  if finish is not None:
+    finish(state)
+  run_files.write_json(run_dir / _DONE, {'config': config})
+  if stopping.requested():
+    raise exit_codes.Preempted(step)
+  jax.clear_caches()  # the next run compiles everything anew
+  return True
+
+
+def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+  """The last evaluations, {'training_eval/TASK' or 'infer_eval/TASK': {'step', 'nll', ...}}.
+
+  `metrics` are the lines of a run's metrics.jsonl. Values that were not finite are NaN.
+  """
+  found = {}
+  for line in metrics:
+    values = {}
+    for name, value in line.items():
+      group, _, metric = name.rpartition('/')
+      if group.split('/')[0] in _EVALUATIONS:
+        value = math.nan if value is None else value
+        values.setdefault(group, {'step': line['step']})[metric] = value
+    found |= values
+  return found
+
+
+def draw_curves(folders: Mapping[str, Path], caption: str) -> dict[str, reporting.Figure]:
+  """{'curves': loss and temperature by step} of the runs in {title: folder}."""
+  lines = {
+    title: curves(run_files.read_lines(folder / 'metrics.jsonl'))
+    for title, folder in folders.items()
+  }
+  alt = 'Training loss and temperature tau by step.'
+  return {'curves': reporting.Figure(reporting.curve_pngs(lines), caption, alt)}
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+  """Step, loss and tau of a training, from the lines of its metrics.jsonl.
+
+  Values that were not finite are NaN.
+  """
+  lines = [line for line in metrics if 'train/loss' in line]
+  columns = {'step': 'step', 'loss': 'train/loss', 'tau': 'train/tau'}
+  return {
+    name: [math.nan if line[key] is None else line[key] for line in lines]
+    for name, key in columns.items()
+  }
+
+
+def ms_per_step(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+  """The median time per step in the lines of a run's metrics.jsonl; None if there is none."""
+  name = 'train/timing/ms_per_step'
+  speeds = [line[name] for line in metrics if name in line]
+  return statistics.median(speeds) if speeds else None
+
+
+def called(macro: str) -> Any:
+  """The value of a macro of the parsed configuration that is a reference, such as @vit()."""
+  return gin.query_parameter(f'%{macro}').scoped_configurable_fn()
+
+
+def configured_model() -> tuple[Any, Any]:
+  """The model of the parsed configuration and its `ParamCounts`; nothing is computed."""
+  model = called('MODEL')
+  lengths = gin.query_parameter('%TASK_FEATURE_LENGTHS')
+  channels = task_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME')).channels
+  variables = jax.eval_shape(lambda: opening.initial_variables(model, lengths, channels))
+  return model, model.count_params(variables['params'])

@@ -1,0 +1,101 @@
+"""Statistics of runs: paired tests over draws and examples, unpaired tests of groups of runs."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import scipy.stats
+
+from het_plugin.measures.fewshot import FewShotResult
+
+EXTREME = 0.01  # the share of examples whose contribution to a difference is shown
+MIN_DATASETS = 6  # with fewer, the two-sided signed-rank test cannot reach 0.05
+
+
+def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, float | None]:
+  """`result` minus `baseline` on the same test rows and with the same draws, paired.
+
+  Returns:
+    'mean', the difference of the accuracies; 'stderr_draws' and 'p_draws' of a paired t-test over
+    draws with fixed test rows; 'stderr_rows' and 'p_rows' of one over test rows, each with the
+    share of draws that classify it correctly. None if there are fewer than two values or all
+    differences are equal.
+  """
+  if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
+    raise ValueError(
+      f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows '
+      f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
+    )
+  return _t_tests(result.correct.astype(np.float64) - baseline.correct, 'draws', 'rows')
+
+
+def _t_tests(gaps: np.ndarray, of_rows: str, of_columns: str) -> dict[str, float | None]:
+  """The 'mean' of gaps [N, M], and 'stderr_NAME' and 'p_NAME' of a t-test that it is 0, over the
+  means of rows and over the means of columns.
+  """
+  found = {'mean': float(gaps.mean())}
+  for name, means in ((of_rows, gaps.mean(axis=1)), (of_columns, gaps.mean(axis=0))):
+    found[f'stderr_{name}'] = found[f'p_{name}'] = None
+    if len(means) > 1 and np.ptp(means):
+      found[f'stderr_{name}'] = float(scipy.stats.sem(means))
+      found[f'p_{name}'] = float(scipy.stats.ttest_1samp(means, 0.0).pvalue)
+  return found
+
+
+def signed_rank_p(
+  results: Mapping[str, FewShotResult], baseline: Mapping[str, FewShotResult]
+) -> float | None:
+  """p of Wilcoxon's signed-rank test that two runs are equally good over data sets.
+
+  See Demsar 2006, https://jmlr.org/papers/v7/demsar06a.html. None for fewer than MIN_DATASETS data
+  sets.
+  """
+  gains = [results[name].mean - baseline[name].mean for name in results]
+  if len(gains) < MIN_DATASETS or not np.any(gains):
+    return None
+  return float(scipy.stats.wilcoxon(gains).pvalue)
+
+
+def group_mean(values: Sequence[float]) -> tuple[float, float | None]:
+  """Mean of a metric over runs that differ in their seed, and its standard error, None for a single
+  run.
+  """
+  return float(np.mean(values)), float(scipy.stats.sem(values)) if len(values) > 1 else None
+
+
+def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
+  """p of Welch's t-test (two samples, unequal variances) that two groups of runs are equally good.
+
+  See Collier et al. 2023, table 6. None if a group has fewer than two runs, or if no runs differ.
+  """
+  if min(len(values), len(baseline)) < 2 or not (np.ptp(values) or np.ptp(baseline)):
+    return None
+  with warnings.catch_warnings():  # scipy warns of lost precision if runs in a group are equal
+    warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
+    return float(scipy.stats.ttest_ind(values, baseline, equal_var=False).pvalue)
+
+
+def paired(values: np.ndarray, baseline: np.ndarray) -> dict[str, float | None]:
+  """`values` minus `baseline`, both [seeds, N], of the same seeds and examples.
+
+  Returns:
+    'mean'; 'stderr_seeds' and 'p_seeds' of a paired t-test over seeds; 'stderr_examples' and
+    'p_examples' of one over examples, each with its mean over seeds; 'extreme', see extreme_share.
+  """
+  gaps = np.asarray(values, np.float64) - baseline
+  return _t_tests(gaps, 'seeds', 'examples') | {'extreme': extreme_share(gaps.mean(axis=0))}
+
+
+def extreme_share(differences: np.ndarray) -> float | None:
+  """The share of the sum of differences [N] that is due to the largest 1% of them.
+
+  Largest means in absolute value, and at least one difference is taken. A share above 1 means that
+  the others have the opposite sign. None if the sum is 0.
+  """
+  total = float(differences.sum())
+  if not total:
+    return None
+  count = max(1, math.ceil(EXTREME * len(differences)))
+  largest = np.argsort(-np.abs(differences), kind='stable')[:count]
+  return float(differences[largest].sum()) / total

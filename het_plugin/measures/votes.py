@@ -1,0 +1,69 @@
+"""The distribution of an example's labels: one label, the votes of several people, or shares.
+
+The twin for batches in JAX is `models.soft_labels.targets`.
+"""
+
+import numpy as np
+
+LINKS = ('softmax', 'sigmoid')
+
+
+def shares(
+  labels: np.ndarray, num_classes: int, label_weight: np.ndarray | None = None
+) -> np.ndarray:
+  """The share of each class among the labels of each example, float64 [N, K].
+
+  Args:
+    labels: int [N, L], class numbers below K; a negative number is no label. A class counts as
+      often as it is listed.
+    num_classes: K.
+    label_weight: float [N, L], the weight of each label >= 0; None gives all labels of an example
+      the same weight.
+
+  Returns:
+    Rows that sum to one; a row without labels, or with weights of 0 only, is NaN.
+  """
+  totals = np.zeros((len(labels), num_classes))
+  row, column = np.nonzero(labels >= 0)
+  weight = 1.0 if label_weight is None else label_weight[row, column]
+  np.add.at(totals, (row, labels[row, column]), weight)
+  with np.errstate(invalid='ignore'):
+    return totals / totals.sum(axis=1, keepdims=True)
+
+
+def indicator(labels: np.ndarray, num_classes: int) -> np.ndarray:
+  """Whether each class is among the labels int [N, L] of each example, bool [N, K]."""
+  on = np.zeros((len(labels), num_classes), bool)
+  row, column = np.nonzero(labels >= 0)
+  on[row, labels[row, column]] = True
+  return on
+
+
+def majority(labels: np.ndarray, label_weight: np.ndarray | None = None) -> np.ndarray:
+  """The label with the largest share of each example, int [N]; of equal ones the smallest.
+
+  Labels and weights [N, L] are as in `shares`; examples without labels have -1.
+  """
+  if labels.shape[1] == 1:
+    return labels[:, 0]
+  weight = np.ones(labels.shape) if label_weight is None else label_weight
+  same = labels[:, :, None] == labels[:, None, :]  # [N, L, L]
+  total = np.where(labels >= 0, (same * weight[:, None, :]).sum(axis=2), -np.inf)
+  is_best = (total == total.max(axis=1, keepdims=True)) & (labels >= 0)
+  best = np.where(is_best, labels, np.iinfo(labels.dtype).max).min(axis=1)
+  return np.where((labels >= 0).any(axis=1), best, -1).astype(labels.dtype)
+
+
+def check_labels(labels: np.ndarray, num_classes: int, link: str, index: np.ndarray) -> None:
+  """Raises ValueError if a label of [N, L] is out of range or a softmax example has none.
+
+  `index` [N] names the examples in the error.
+  """
+  for row in np.flatnonzero(labels.max(axis=1, initial=-1) >= num_classes)[:1]:
+    raise ValueError(
+      f'label {int(labels[row].max())} of example {int(index[row])} is out of range; labels are '
+      f'0 .. {num_classes - 1}'
+    )
+  has_none = (labels < 0).all(axis=1)
+  for row in np.flatnonzero(has_none)[: link == 'softmax']:
+    raise ValueError(f'example {int(index[row])} has no label; under a softmax each must have one')

@@ -1,0 +1,28 @@
+"""Rows: named columns of the examples of a split, read from a file or computed by a run."""
+
+from het_plugin.rows.files import of, read, read_provenance, write
+from het_plugin.rows.labels import label_rows
+from het_plugin.rows.rows import (
+  Rows,
+  check_pair,
+  column,
+  concatenate,
+  layer_of,
+  of_batch,
+  ordered,
+)
+
+__all__ = [
+  'Rows',
+  'check_pair',
+  'column',
+  'concatenate',
+  'label_rows',
+  'layer_of',
+  'of',
+  'of_batch',
+  'ordered',
+  'read',
+  'read_provenance',
+  'write',
+]

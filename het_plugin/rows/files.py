@@ -1,0 +1,410 @@
+"""Files of rows: one reader and one writer.
+
+het_plugin writes .safetensors or .npz files with the columns of the rows (`Rows`) and the arrays
+
+    label         int32 [N, L], padded with -1; beside predictions [N] where L = 1
+    index         int64 [N], distinct example ids
+    label_weight  float32 [N, L], shares of the labels, if they are not equal
+    annotator     int32 [N, L], who gave each vote, if it is known
+
+and a description: class names (`class_name`, [K] strings), provenance (JSON), link, and checksums
+of the arrays. In an .npz file these are arrays too; a .safetensors file has them as JSON in its
+metadata, under 'het_plugin'.
+
+Files made elsewhere need features or predictions, and labels. They may use other names for them
+(`FEATURE_NAMES`, `LABEL_NAMES`). Predictions are exactly one of `log_prob`, `prob` and `logits`
+[N, K]. With a softmax, the probabilities of a row must sum to 1 within 0.001 (0.01 in half
+precision); logits are normalised. With link = 'sigmoid', each class is on with its own probability.
+Features in a .npy file have their labels in a second file.
+"""
+
+import contextlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+from etils import epath
+
+from het_plugin import weights
+from het_plugin.measures import votes
+from het_plugin.rows import labels as labels_lib
+from het_plugin.rows.rows import Rows
+from het_plugin.weights.files import SAFETENSORS_DTYPES
+
+FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
+LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
+VALUE_NAMES = ('log_prob', 'prob', 'logits')
+DTYPES = ('float32', 'bfloat16', 'float16')
+SUFFIXES = ('.npz', '.safetensors', '.npy')
+_PER_EXAMPLE = ('expected_entropy', 'nll')
+_JSON = ('provenance', 'checksums', 'digest')  # of an .npz file
+_METADATA = 'het_plugin'
+_BLOCK_BYTES = 2**24  # of an array that is looked through
+_SUM_TOLERANCE = 1e-3
+_HALF_SUM_TOLERANCE = 1e-2  # half precision rounds a log-probability of -10 by 4e-3
+
+
+def of(
+  source: Any, split: str | None = None, columns: Sequence[str] = ('features',), **settings: Any
+) -> Rows:
+  """The rows of a split, ascending by example id: read from a file, or computed by a run.
+
+  Args:
+    source: a file (`read`), or a `runs.Run`; every process calls this with it.
+    split: a split, or a slice of one, of a run; for a file a name in its array 'split', or None.
+    columns: of a run see `Run.rows`; of a file the first one is what it must have.
+    **settings: others of `Run.rows`; of a file only max_examples.
+  """
+  if not isinstance(source, str | os.PathLike):
+    return source.rows(split, columns, **settings)
+  name = str(source) if split is None else f'{source}:{split}'
+  return read(name, columns[0]).ordered().take(slice(settings.pop('max_examples', None)))
+
+
+def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows:
+  """Reads a file of rows.
+
+  Args:
+    source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is one split of a
+      file that has an array 'split' of strings [N].
+    column: what the file must have, 'features' or 'log_prob'.
+    mapped: whether arrays of a .safetensors file stay on disk, with the type that they have there,
+      as those of .npy files do. Other features are read as float32.
+
+  Raises:
+    ValueError: the file is missing or damaged, its arrays do not fit together, or values are not
+      finite or out of range. The message is one sentence that names the file.
+  """
+  path, split = partition_source(source)
+  with reading(path):
+    arrays = _arrays(path, column, mapped)
+    about = _description(path, arrays)
+    _check_sums(arrays, about)
+    found = _parse(arrays, about, column, mapped or path.endswith('.npy'))
+    return found if split is None else found.take(_rows_of_split(arrays, split, len(found)))
+
+
+def write(path: epath.PathLike, rows: Rows) -> None:
+  """Writes a local .npz or .safetensors file; ValueError for another suffix."""
+  path = epath.Path(path)
+  if not weights.is_weights_file(path):
+    raise ValueError(f'{path} must end in .npz or .safetensors')
+  labels = rows.labels.astype(np.int32)
+  one_each = 'log_prob' in rows.columns and labels.shape[1] == 1
+  arrays = dict(rows.columns) | {'label': labels[:, 0] if one_each else labels}
+  arrays['index'] = rows.index.astype(np.int64)
+  arrays |= {'label_weight': rows.label_weight, 'annotator': rows.annotator}
+  arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
+  about = {'class_names': rows.class_names, 'provenance': dict(rows.provenance)}
+  if 'log_prob' in arrays:
+    about['link'] = rows.link
+  about['checksums'] = {name: _crc(x) for name, x in arrays.items()}
+  about['digest'] = _digest(about)
+  with weights.replacing(path) as unfinished:
+    if path.suffix == '.npz':
+      strings = {name: np.array(json.dumps(about[name])) for name in _JSON}
+      if rows.class_names is not None:
+        strings['class_name'] = np.array(rows.class_names)
+      if 'link' in about:
+        strings['link'] = np.array(rows.link)
+      with unfinished.open('wb') as stream:
+        np.savez(stream, **arrays, **strings)
+    else:
+      metadata = {_METADATA: json.dumps(about)}
+      safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
+
+
+def read_provenance(path: epath.PathLike) -> dict[str, Any]:
+  """The provenance in a file, read without its columns; ValueError if it cannot be read."""
+  with reading(str(path)):
+    if str(path).endswith('.npz'):
+      with np.load(path, allow_pickle=False) as arrays:
+        return _description(str(path), arrays)['provenance']
+    return _description(str(path), {})['provenance']
+
+
+def split_names(path: str) -> tuple[str, ...]:
+  """The distinct strings in the array 'split' of a .npz file; empty if it has no such array."""
+  if not path.endswith('.npz') or not zipfile.is_zipfile(path):
+    return ()
+  with reading(path), np.load(path, allow_pickle=False) as arrays:
+    return tuple(np.unique(arrays['split'].astype(str)).tolist()) if 'split' in arrays else ()
+
+
+def partition_source(source: str) -> tuple[str, str | None]:
+  """Splits the source of `read` into path and split (None if it names none)."""
+  path, colon, split = source.rpartition(':')
+  if colon and path.endswith(SUFFIXES):
+    return path, split
+  return source, None
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+  """Turns any error into a ValueError of one sentence that names the file."""
+  try:
+    yield
+  except Exception as error:  # a damaged file makes zipfile, numpy, json ... raise many types
+    message = ' '.join(str(error).split()) or type(error).__name__
+    raise ValueError(message if path in message else f'{path}: {message}') from error
+
+
+def find_features(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+  """The array of features [N, D] among named ones; ValueError for none or several."""
+  _, features = one_of(arrays, FEATURE_NAMES)
+  is_float = features.dtype.kind == 'f' or features.dtype == ml_dtypes.bfloat16
+  if not is_float or features.ndim != 2 or not features.size:
+    raise ValueError(
+      f'features are {features.dtype} {list(features.shape)}; they must be floating point [N, D], '
+      'N and D at least 1'
+    )
+  return features
+
+
+def one_of(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[str, np.ndarray]:
+  """The array that has one of the names, and which; ValueError for none or several."""
+  found = [name for name in names if name in arrays]
+  if len(found) != 1:
+    shown = ', '.join(f'{name} {x.dtype} {list(x.shape)}' for name, x in arrays.items())
+    raise ValueError(
+      f'there must be exactly one of the arrays {", ".join(names)}; there are: {shown or "none"}'
+    )
+  return found[0], arrays[found[0]]
+
+
+def _arrays(path: str, column: str, mapped: bool) -> dict[str, np.ndarray]:
+  """All arrays of a file by name, as they are there."""
+  if column == 'features' and path.endswith('.npy'):
+    return _read_npy(path)
+  if not weights.is_weights_file(path):
+    npy = ' or .npy' if column == 'features' else ''
+    raise ValueError(f'a file with {column} must end in .npz, .safetensors{npy}')
+  if mapped and path.endswith('.safetensors') and epath.Path(path).exists():
+    return _map_safetensors(path)
+  return weights.read_arrays(path, as_float32=False)
+
+
+def _read_npy(source: str) -> dict[str, np.ndarray]:
+  features, comma, labels = source.partition(',')
+  if not comma:
+    raise ValueError('features in a .npy file need their labels: write FEATURES.npy,LABELS.npy')
+  arrays = {}
+  for name, path in (('features', features), ('label', labels)):
+    if not epath.Path(path).exists():
+      raise ValueError(f'{path} does not exist')
+    arrays[name] = np.load(path, mmap_mode='r', allow_pickle=False)
+  return arrays
+
+
+def _map_safetensors(path: str) -> dict[str, np.ndarray]:
+  """All arrays of a local file, mapped and of the type that they have there.
+
+  The file has the length of a JSON header in 8 bytes, the header and the arrays
+  (https://huggingface.co/docs/safetensors).
+  """
+  with open(path, 'rb') as stream:
+    length = int.from_bytes(stream.read(8), 'little')
+    header = json.loads(stream.read(length))
+  header.pop('__metadata__', None)
+  arrays = {}
+  for name, entry in header.items():
+    start, stop = entry['data_offsets']
+    if entry['dtype'] not in SAFETENSORS_DTYPES or start == stop:
+      raise ValueError(f'{name} has the type {entry["dtype"]} and {stop - start} bytes')
+    content = np.memmap(path, np.uint8, 'r', 8 + length + start, (stop - start,))
+    arrays[name] = content.view(SAFETENSORS_DTYPES[entry['dtype']]).reshape(entry['shape'])
+  return arrays
+
+
+def _description(path: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """Class names (None without), provenance ({} without), and what there is of link and checksums.
+
+  Raises:
+    ValueError: they are not what was written.
+  """
+  if path.endswith('.npz'):
+    about = {name: json.loads(str(arrays[name])) for name in _JSON if name in arrays}
+    if 'class_name' in arrays:
+      about['class_names'] = list(map(str, arrays['class_name']))
+    if 'link' in arrays:
+      about['link'] = str(arrays['link'])
+  elif path.endswith('.safetensors'):
+    with safetensors.safe_open(path, framework='numpy') as file:
+      about = json.loads((file.metadata() or {}).get(_METADATA, '{}'))
+  else:
+    about = {}  # a .npy file has arrays only
+  about = {'class_names': None, 'provenance': {}} | about
+  if 'digest' in about:
+    digest = about.pop('digest')
+    if _digest(about) != digest:
+      raise ValueError('its description is not what was written: the file is damaged')
+  return about
+
+
+def _digest(about: Mapping[str, Any]) -> int:
+  """CRC-32 of a description."""
+  return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _check_sums(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
+  """Raises ValueError if an array is not what was written. Files made elsewhere have no sums."""
+  for name, written in about.get('checksums', {}).items():
+    if name not in arrays or _crc(arrays[name]) != written:
+      raise ValueError(f'the array {name} is not what was written: the file is damaged')
+
+
+def _crc(x: np.ndarray) -> int:
+  """CRC-32 of the shape, type and values of an array, which may be a mapped file."""
+  found = zlib.crc32(f'{x.dtype.name} {x.shape}'.encode())
+  for block in _blocks(x):
+    found = zlib.crc32(np.ascontiguousarray(block).view(np.uint8), found)
+  return found
+
+
+def _blocks(x: np.ndarray) -> Iterator[np.ndarray]:
+  rows = max(1, _BLOCK_BYTES // max(1, x.nbytes // max(1, len(x))))
+  return (x[start : start + rows] for start in range(0, len(x), rows))
+
+
+def _parse(
+  arrays: Mapping[str, np.ndarray], about: Mapping[str, Any], column: str, on_disk: bool
+) -> Rows:
+  """The rows of named arrays, checked."""
+  link = about.get('link', votes.LINKS[0])
+  if link not in votes.LINKS:
+    raise ValueError(f'link is {link!r}; it must be one of {", ".join(votes.LINKS)}')
+  columns = {}
+  if column == 'log_prob' or any(name in arrays for name in VALUE_NAMES):
+    columns |= _predictions(arrays, link)
+  if column == 'features' or any(name in arrays for name in FEATURE_NAMES[:1]):
+    features = find_features(arrays)
+    columns['features'] = features if on_disk else features.astype(np.float32)
+  num_examples = len(columns[column])
+  if wrong := [name for name, x in columns.items() if len(x) != num_examples]:
+    raise ValueError(f'{wrong[0]} has {len(columns[wrong[0]])} rows and {column} {num_examples}')
+  index = _example_ids(arrays.get('index'), num_examples)
+  labels = labels_lib.label_rows(one_of(arrays, LABEL_NAMES)[1], num_examples)
+  names = about['class_names']
+  rows = Rows(
+    columns,
+    labels,
+    index,
+    label_weight=_beside(arrays, 'label_weight', labels.shape, 'f'),
+    annotator=_beside(arrays, 'annotator', labels.shape, 'iu'),
+    link=link,
+    class_names=None if names is None else tuple(names),
+    provenance=about['provenance'],
+  )
+  _check(rows)
+  return rows
+
+
+def _predictions(arrays: Mapping[str, np.ndarray], link: str) -> dict[str, np.ndarray]:
+  """The columns of predictions."""
+  name, values = one_of(arrays, VALUE_NAMES)
+  if values.dtype.kind != 'f' or values.ndim != 2 or not values.size:
+    raise ValueError(
+      f'{name} is {values.dtype} {list(values.shape)}; it must be floating point [N, K]'
+    )
+  columns = {'log_prob': _log_prob(name, values, link)}
+  for column in _PER_EXAMPLE:
+    if column in arrays and (column != 'nll' or link == 'sigmoid'):
+      if arrays[column].shape != values.shape[:1]:
+        raise ValueError(f'{column} is {list(arrays[column].shape)}; it must be [{len(values)}]')
+      if not np.isfinite(arrays[column]).all():
+        raise ValueError(f'{column} has values that are not finite')
+      columns[column] = arrays[column]
+  return columns
+
+
+def _log_prob(name: str, values: np.ndarray, link: str) -> np.ndarray:
+  """Log-probabilities [N, K]: given ones unchanged, others computed in float64."""
+  from scipy import special  # features, which a training may read, do not need it
+
+  tolerance = _SUM_TOLERANCE if values.dtype.itemsize >= 4 else _HALF_SUM_TOLERANCE
+  if name == 'logits':
+    if not np.isfinite(values).all():
+      raise ValueError('logits has values that are not finite')
+    values = values.astype(np.float64)
+    return special.log_softmax(values, axis=1) if link == 'softmax' else special.log_expit(values)
+  if name == 'prob':
+    if not ((values >= 0) & (values <= 1 + tolerance)).all():
+      raise ValueError('prob has values outside [0, 1]')
+    with np.errstate(divide='ignore'):  # a probability of 0 is valid: its log is -inf
+      log_prob = np.log(values.astype(np.float64))
+  else:
+    log_prob = values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+    if not (log_prob <= tolerance).all():
+      raise ValueError('log_prob has values above 0, or NaNs')
+  if link == 'softmax':
+    total = np.exp(special.logsumexp(log_prob, axis=1))
+    if (wrong := np.abs(total - 1) > tolerance).any():
+      row = int(np.flatnonzero(wrong)[0])
+      raise ValueError(
+        f'the probabilities of row {row} sum to {total[row]:.4g} instead of 1 (an array '
+        "link = 'sigmoid' says that classes are independent)"
+      )
+  return np.minimum(log_prob, 0.0)
+
+
+def _beside(
+  arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...], kinds: str
+) -> np.ndarray | None:
+  """An array that belongs to the labels; None without it."""
+  if name not in arrays:
+    return None
+  x = arrays[name]
+  if x.shape != shape or x.dtype.kind not in kinds:
+    raise ValueError(
+      f'{name} is {x.dtype} {list(x.shape)}; it must have the shape of the labels, {list(shape)}'
+    )
+  return x.astype(np.float32 if kinds == 'f' else np.int32)
+
+
+def _example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
+  """Example ids as int64 [N]; None counts from 0. ValueError unless N distinct integers."""
+  if index is None:
+    return np.arange(num_examples)
+  if index.shape != (num_examples,) or index.dtype.kind not in 'iu':
+    raise ValueError(
+      f'index is {index.dtype} {list(index.shape)}; it must be integers [{num_examples}]'
+    )
+  if len(np.unique(index)) != num_examples:
+    raise ValueError('index must give each example an id of its own')
+  if index.min() < 0:
+    raise ValueError('index has an example id below 0')
+  return index.astype(np.int64)
+
+
+def _rows_of_split(arrays: Mapping[str, np.ndarray], split: str, num_rows: int) -> np.ndarray:
+  names = arrays['split'].astype(str) if 'split' in arrays else np.empty(0, str)
+  if names.shape != (num_rows,) or split not in names:
+    raise ValueError(
+      f"an array 'split' of {num_rows} strings must have {split!r}; there are {sorted(set(names))}"
+    )
+  return np.flatnonzero(names == split)
+
+
+def _check(rows: Rows) -> None:
+  """Raises ValueError if a value is not finite or out of range."""
+  if 'features' in rows.columns:
+    blocks = _blocks(rows.features)
+    if wrong := sum(int((~np.isfinite(block).all(axis=1)).sum()) for block in blocks):
+      raise ValueError(f'there are {wrong} rows that are not finite')
+  names, num_classes = rows.class_names, None
+  if 'log_prob' in rows.columns:
+    num_classes = rows.log_prob.shape[1]
+    if names is not None and len(names) != num_classes:
+      raise ValueError(f'class_name is [{len(names)}]; it must be [{num_classes}]')
+    votes.check_labels(rows.labels, num_classes, rows.link, rows.index)
+  else:
+    labels_lib.check_range('', rows.labels, None if names is None else len(names))
+  if rows.label_weight is not None and rows.link == 'softmax':
+    labels_lib.check_weights('label_weight', rows.label_weight, None, rows.labels >= 0)

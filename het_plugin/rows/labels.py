@@ -1,0 +1,59 @@
+"""Checks of the labels of examples: class numbers [N, L], padded with -1, and their weights."""
+
+import numpy as np
+
+_SUM_TOLERANCE = 1e-3
+
+
+def label_rows(labels: np.ndarray, num_examples: int) -> np.ndarray:
+  """Labels [N] or [N, L] of any integer type as int32 [N, L].
+
+  Raises:
+    ValueError: they are not integers of this shape, or int32 cannot hold one.
+  """
+  if labels.dtype.kind not in 'iu' or labels.ndim not in (1, 2) or len(labels) != num_examples:
+    raise ValueError(
+      f'labels are {labels.dtype} {list(labels.shape)}; they must be integers [N] or [N, L] with '
+      f'N = {num_examples}, the number of examples'
+    )
+  largest = np.iinfo(np.int32).max
+  if labels.size and (labels.max() > largest or labels.min() < -largest):
+    wrong = labels.max() if labels.max() > largest else labels.min()
+    raise ValueError(f'there is the label {int(wrong)}; labels must be at most {largest}')
+  return (labels[:, None] if labels.ndim == 1 else labels).astype(np.int32)
+
+
+def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None:
+  """Raises ValueError if a label of [N, L] is not below K, or negative; -1 is none where L > 1."""
+  lowest = 0 if labels.shape[1] == 1 else -1
+  highest = np.inf if num_classes is None else num_classes - 1
+  wrong = (labels < lowest) | (labels > highest)
+  if wrong.any():
+    i = int(np.flatnonzero(wrong.any(axis=1))[0])
+    raise ValueError(
+      f'{where}label {int(labels[i][wrong[i]][0])} of example {i} is out of range; labels are 0 .. '
+      f'{"K - 1" if num_classes is None else highest}{", or -1 for none" if lowest else ""}.'
+    )
+
+
+def check_weights(
+  where: str, label_weight: np.ndarray | None, weight: np.ndarray | None, listed: np.ndarray
+) -> None:
+  """Checks the weights of labels, [N, L], of which bool [N, L] are listed, and of examples, [N].
+
+  Raises:
+    ValueError: weights are negative or not finite, or those of an example's labels do not sum to 1.
+  """
+  if label_weight is not None:
+    shares = np.where(listed, label_weight, 0)
+    sums = shares.sum(1)
+    wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE) | (shares < 0).any(1)
+    if wrong.any():
+      i = int(np.flatnonzero(wrong)[0])
+      raise ValueError(
+        f'{where}: the label weights of example {i} sum to {sums[i]:.4g}; weights must be at least '
+        '0 and sum to 1.'
+      )
+  if weight is not None and (wrong := ~(np.isfinite(weight) & (weight >= 0))).any():
+    i = int(np.flatnonzero(wrong)[0])
+    raise ValueError(f'{where}: weight of example {i} is {weight[i]}; it must be at least 0.')

@@ -1,0 +1,190 @@
+"""The value that evaluations and estimators share: columns of N examples, with their labels."""
+
+import dataclasses
+import itertools
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_FEATURES = 'features'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+  """Named columns of N examples of a split.
+
+  Attributes:
+    columns: {name: array [N, ...]}. 'features' is float [N, D]. 'log_prob' is float32 or float64
+      [N, K], at most 0: log p(k | x) with a softmax, log p(y_k = 1 | x) per class with a sigmoid.
+      'expected_entropy' is float32 [N] in nats (`Integrator.expected_entropy`), of predictions with
+      noise. 'nll' is float32 [N] in nats, from the model itself, because the log_prob of a sigmoid
+      does not determine it exactly.
+    labels: int32 [N, L], padded with -1: one class, several classes, or the votes of several
+      people.
+    index: int64 [N], distinct example ids >= 0.
+    label_weight: float32 [N, L], the share of each label; None for equal ones.
+    annotator: int32 [N, L], who gave each vote, -1 for none; None if it is not known.
+    link: 'softmax' or 'sigmoid', of log_prob.
+    class_names: names of the K classes; None if they are not known.
+    provenance: origin of the rows as JSON values: checkpoint, task, split, layer, ...
+  """
+
+  columns: Mapping[str, np.ndarray]
+  labels: np.ndarray
+  index: np.ndarray
+  label_weight: np.ndarray | None = None
+  annotator: np.ndarray | None = None
+  link: str = 'softmax'
+  class_names: tuple[str, ...] | None = None
+  provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __len__(self) -> int:
+    return len(self.index)
+
+  def __getitem__(self, column: str) -> np.ndarray:
+    """A column by name; ValueError if there is none."""
+    if column not in self.columns:
+      raise ValueError(f'there is no column {column!r}; there are {", ".join(self.columns)}')
+    return self.columns[column]
+
+  @property
+  def features(self) -> np.ndarray:
+    """The column 'features', float [N, D]."""
+    return self['features']
+
+  @property
+  def log_prob(self) -> np.ndarray:
+    """The column 'log_prob', float [N, K]."""
+    return self['log_prob']
+
+  @property
+  def label(self) -> np.ndarray:
+    """The label of each example, int32 [N].
+
+    Raises:
+      ValueError: an example has no label or several.
+    """
+    count = (self.labels >= 0).sum(axis=1)
+    if (count != 1).any():
+      row = int(np.flatnonzero(count != 1)[0])
+      raise ValueError(
+        f'example {int(self.index[row])} has {int(count[row])} labels; each must have one'
+      )
+    return self.labels.max(axis=1)
+
+  @property
+  def label_log_prob(self) -> np.ndarray:
+    """log p(y | x) of the single label, [N], for a softmax link."""
+    return np.take_along_axis(self.log_prob, self.label[:, None], axis=1)[:, 0]
+
+  @property
+  def predictive(self) -> dict[str, Any]:
+    """What measures take of predictions, by the names of their arguments."""
+    return {
+      'log_prob': self.log_prob,
+      'link': self.link,
+      'expected_entropy': self.columns.get('expected_entropy'),
+    }
+
+  @property
+  def labelled(self) -> dict[str, Any]:
+    """`predictive` and the labels: the arguments of `uncertainty.score_examples`."""
+    names = ('labels', 'index', 'label_weight')
+    nll = self.columns.get('nll') if self.link == 'sigmoid' else None
+    return {**self.predictive, **{name: getattr(self, name) for name in names}, 'nll': nll}
+
+  @property
+  def meaning(self) -> dict[str, Any]:
+    """What rows of one model must have in common; None for what they do not say."""
+    of_model = {name: self.provenance.get(name) for name in ('checkpoint', 'layer')}
+    return {'D': self.features.shape[1], **of_model, 'classes': self.class_names}
+
+  def take(self, which: slice | np.ndarray) -> 'Rows':
+    """Some of the examples."""
+    return _each(lambda x: x[which], self)
+
+  def ordered(self) -> 'Rows':
+    """The same examples ascending by id."""
+    return self.take(np.argsort(self.index, kind='stable'))
+
+
+_PER_EXAMPLE = ('labels', 'index', 'label_weight', 'annotator')
+
+
+def _each(function: Any, *parts: Rows) -> Rows:
+  """Rows whose arrays are the function of those of the parts; the rest is that of the first."""
+  first = parts[0]
+  columns = {name: function(*(part.columns[name] for part in parts)) for name in first.columns}
+  others = {
+    name: function(*(getattr(part, name) for part in parts))
+    for name in _PER_EXAMPLE
+    if getattr(first, name) is not None
+  }
+  return dataclasses.replace(first, columns=columns, **others)
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+  """Joins the parts of a split in their order."""
+  return _each(lambda *x: np.concatenate(x), *parts)
+
+
+def ordered(parts: Sequence[Rows]) -> Rows:
+  """Joins the parts of a split, ascending by id.
+
+  Raises:
+    ValueError: there are no examples, or an id is there twice.
+  """
+  if not sum(map(len, parts)):
+    raise ValueError('The split has no examples to evaluate.')
+  whole = concatenate(parts)
+  if (num_distinct := len(np.unique(whole.index))) != len(whole):
+    raise ValueError(
+      f'The split gives {len(whole)} examples but only {num_distinct} distinct example ids; an '
+      'evaluation split must give each example once.'
+    )
+  return whole.ordered()
+
+
+def of_batch(columns: Mapping[str, np.ndarray], link: str = 'softmax') -> Rows:
+  """Rows of the columns of a batch, which have its labels and index as columns too."""
+  beside = {name: columns.get(name) for name in ('label_weight', 'annotator')}
+  others = {name: x for name, x in columns.items() if name not in (*beside, 'label', 'index')}
+  if 'log_prob' in others:  # a mean over samples may round to above 0
+    others['log_prob'] = np.minimum(others['log_prob'], 0.0)
+  return Rows(others, columns['label'], columns['index'].astype(np.int64), link=link, **beside)
+
+
+def column(layer: str) -> str:
+  """The column of a layer of a model, a valid file name for any layer name."""
+  return f'{_FEATURES}.{urllib.parse.quote(layer, safe="")}'
+
+
+def layer_of(column: str) -> str:
+  """The layer of a column: that of `column`, or the pre-logits for 'features'."""
+  _, _, layer = column.partition('.')
+  return urllib.parse.unquote(layer) or 'pre_logits'
+
+
+def check_pair(sources: Sequence[str], meanings: Sequence[Mapping[str, Any]]) -> None:
+  """Raises ValueError if features or labels mean something else in the second of two sources.
+
+  `meanings` are `Rows.meaning` of both. What one of the two does not say is not compared.
+  """
+  (first, other), (ours_of, theirs_of) = sources, meanings
+  for name, ours in ours_of.items():
+    theirs = theirs_of[name]
+    if ours is None or theirs is None or ours == theirs:
+      continue
+    if name != 'classes':
+      raise ValueError(
+        f'{other} has {name} {theirs} and {first} {name} {ours}: the features of both must be of '
+        'the same model and layer'
+      )
+    both = enumerate(itertools.zip_longest(ours, theirs))
+    label, (ours, theirs) = next((k, names) for k, names in both if names[0] != names[1])
+    raise ValueError(
+      f'label {label} is {theirs!r} in {other} and {ours!r} in {first}: both must have the same '
+      'classes in the same order'
+    )

@@ -1,0 +1,6 @@
+"""Runs: a model with parameters on a mesh, opened from what a training left or while it trains."""
+
+from het_plugin.runs.opening import Configuration, configuration, open_run
+from het_plugin.runs.run import Run
+
+__all__ = ['Configuration', 'Run', 'configuration', 'open_run']

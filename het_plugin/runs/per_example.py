@@ -1,0 +1,122 @@
+"""Functions of batches whose results come back row by row, over a mesh."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from het_plugin.training.partitioning import PjitPartitioner
+
+PyTree = Any
+Batches = Iterable[Mapping[str, np.ndarray]]
+Columns = dict[str, np.ndarray]  # {name: [n, ...]}, a row per example
+Compute = Callable[[PyTree, Mapping[str, jax.Array]], dict[str, jax.Array]]
+# What a batch says of its examples, beside the image or text.
+KEPT = ('label', 'label_weight', 'annotator', 'index', 'mask')
+
+
+class PerExample:
+  """A function of parameters and a batch, compiled for a mesh, whose rows come to every host.
+
+  Compiles once per batch shape.
+  """
+
+  def __init__(
+    self,
+    compute: Compute,
+    partitioner: PjitPartitioner,
+    specs: PyTree,
+    channels: int,
+    active: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      compute: maps (params, batch) to columns [B, ...].
+      partitioner: of the mesh.
+      specs: PartitionSpecs of params.
+      channels: channels of the images that `compute` takes; others are converted.
+      active: the context in which `compute` is traced.
+    """
+
+    def columns(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+      if 'image' in batch:
+        batch = {**batch, 'image': match_channels(batch['image'], channels)}
+      kept = {name: batch[name] for name in KEPT if name in batch}
+      with active():
+        return {**compute(params, batch), **kept}
+
+    self._partitioner = partitioner
+    inputs = specs, partitioner.data_partition_spec
+    # The results are replicated, so that each host reads whole batches, whichever rows it fed.
+    self.compiled = partitioner.partition(columns, inputs, None)
+
+  def __call__(
+    self, params: PyTree, batches: Batches, batch_size: int, max_examples: int | None = None
+  ) -> Iterator[Columns]:
+    """Rows of each batch in order; every process must take the same number of batches.
+
+    Reads one batch ahead, so that the devices compute a batch while the host processes the one
+    before, but no more than `max_examples` from the start of the stream.
+
+    Args:
+      params: parameters, placed by their PartitionSpecs.
+      batches: this process's rows of each batch (image, label or text, index, mask). Rows with mask
+        0 (padding, and examples that could not be read) are dropped.
+      batch_size: rows of the global batch.
+      max_examples: None for all.
+
+    Yields:
+      The columns of `compute`, and those of `KEPT` that the batch has but mask, [n, ...] with
+      0 <= n <= B.
+    """
+    left = np.inf if max_examples is None else max_examples
+    in_flight = deque()
+
+    def fetch() -> Columns:
+      nonlocal left
+      columns = dict(jax.device_get(in_flight.popleft()))
+      rows = np.flatnonzero(columns.pop('mask') > 0)
+      rows = rows[: int(min(left, len(rows)))]
+      left -= len(rows)
+      return {name: x[rows] for name, x in columns.items()}
+
+    for batch in batches:
+      in_flight.append(self.compiled(params, self._partitioner.shard_batch(batch, batch_size)))
+      if len(in_flight) > 1:
+        yield fetch()
+        if left <= 0:
+          return
+    if in_flight:
+      yield fetch()
+
+
+def match_channels(image: jax.Array, channels: int) -> jax.Array:
+  """Images [B, H, W, C] with other channels: grey is repeated, colours are averaged to grey."""
+  given = image.shape[-1]
+  if given == channels:
+    return image
+  if given == 1:
+    return jnp.repeat(image, channels, axis=-1)
+  if channels == 1:
+    return image.mean(axis=-1, keepdims=True)
+  raise ValueError(
+    f'Images with {given} channels cannot be turned into {channels}; 1 or equal can.'
+  )
+
+
+def as_rows(x: jax.Array, pool: str) -> jax.Array:
+  """A layer [B, ..., D] as float32 rows.
+
+  A layer may have positions, such as tokens [B, N, D] or a feature map [B, H, W, D]. `pool` 'mean'
+  averages over all positions, a class token included, to [B, D]. 'none' puts them side by side,
+  [B, N D].
+  """
+  x = x.astype(jnp.float32)
+  if pool == 'mean' and x.ndim > 2:
+    x = x.mean(axis=range(1, x.ndim - 1))
+  return x.reshape(x.shape[0], -1)

@@ -1,0 +1,197 @@
+"""Files of the representations of a data set, written so that an interrupted start goes on.
+
+    OUTPUT_DIR/DATASET/LAYER/SPLIT.safetensors    complete, with its settings
+    OUTPUT_DIR/DATASET/.unfinished.SPLIT/         settings.json, and rows of all layers so far:
+                                                  POSITION.ROWS.npz, named by their end in the
+                                                  split and the number of rows up to there
+
+Files of other settings are never mixed in, and are replaced only on request.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from het_plugin import rows as rows_lib
+from het_plugin import weights
+from het_plugin.rows import files
+from het_plugin.runs.run import Run
+from het_plugin.training import processes, run_files
+
+_SHOWN = 40  # characters of a setting in an error
+_COMMIT_SECONDS = 30.0  # work that is lost if the process is killed; an exception loses none
+
+
+class Pending(NamedTuple):
+  """The layers that a split still needs, and the end of the rows that are already there."""
+
+  layers: tuple[str, ...]
+  position: int = 0  # in the stream of examples
+  num_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitFiles:
+  """The files of a split."""
+
+  folder: Path  # OUTPUT_DIR/DATASET
+  split: str  # its name
+  suffix: str  # '.safetensors' or '.npz'
+  settings: Mapping[str, Any]  # JSON values: all that the features depend on, besides the layer
+
+  def path(self, layer: str) -> Path:
+    return self.folder / safe_name(layer) / f'{safe_name(self.split)}{self.suffix}'
+
+  @property
+  def unfinished(self) -> Path:
+    return self.folder / f'.unfinished.{safe_name(self.split)}'
+
+  def shards(self) -> list[Path]:
+    return sorted(self.unfinished.glob('[0-9]*.npz'))
+
+  def pending(self, layers: Sequence[str], overwrite: bool = False) -> Pending:
+    """The work that is left; collective. Process 0 reads the files; nothing is changed.
+
+    Files of other settings are a ValueError, unless `overwrite`.
+    """
+
+    def look() -> str:
+      missing = [
+        layer
+        for layer in layers
+        if not (path := self.path(layer)).exists()
+        or self._differs(path, files.read_provenance(path), overwrite)
+      ]
+      made_with = run_files.read_json(self.unfinished / 'settings.json')
+      shards = self.shards() if missing and made_with is not None else []
+      if not shards or self._differs(self.unfinished, made_with, overwrite):
+        return json.dumps(Pending(missing))
+      last = shards[-1]
+      with files.reading(str(last)), np.load(last) as rows:
+        if {rows_lib.column(x) for x in missing} <= set(rows):
+          return json.dumps(Pending(missing, *map(int, last.stem.split('.'))))
+      return json.dumps(Pending(missing))
+
+    layers, *rest = json.loads(processes.in_the_first(look))
+    return Pending(tuple(layers), *rest)
+
+  def _differs(self, path: Path, found: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether a file has other settings; a ValueError with both unless it may be replaced."""
+    different = [name for name, value in self.settings.items() if found.get(name) != value]
+    if different and not overwrite:
+      shown = [
+        name
+        if max(len(str(found.get(name))), len(str(self.settings[name]))) > _SHOWN
+        else f'{name} {found.get(name)}, now {self.settings[name]}'
+        for name in different
+      ]
+      raise ValueError(
+        f'{path} was made with other settings ({"; ".join(shown)}): give another --output_dir, or '
+        '--overwrite to replace it'
+      )
+    return bool(different)
+
+  def complete(
+    self,
+    pending: Pending,
+    run: Run,
+    batches: Any,
+    batch_size: int,
+    num_examples: int,
+    *,
+    pool: str = 'mean',
+    class_names: tuple[str, ...] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    on_rows: Callable[[int], None] = lambda number: None,
+  ) -> None:
+    """Computes the pending layers; process 0 writes their files. Every process calls this.
+
+    Args:
+      pending: the result of `pending`.
+      run, batches, batch_size, pool: as in `Run.stream`; batches is a `data.BatchIterator`.
+      num_examples: largest number of rows to write, from the start of the stream.
+      class_names, provenance: written to the files beside the settings.
+      on_rows: called with the number of rows of each batch.
+    """
+    dtype = jax.numpy.dtype(self.settings['dtype'])
+    columns = [rows_lib.column(layer) for layer in pending.layers]
+    compute = run.computing(columns, pool=pool, dtype=dtype)
+    is_first = jax.process_index() == 0
+    if is_first and not pending.position:
+      shutil.rmtree(self.unfinished, ignore_errors=True)
+      self.unfinished.mkdir(parents=True)
+      run_files.write_json(self.unfinished / 'settings.json', dict(self.settings))
+    position, num_rows = pending.position, pending.num_rows
+    parts, written = [], time.monotonic()
+
+    def commit():
+      if is_first and parts:
+        path = self.unfinished / f'{position:012}.{num_rows}.npz'
+        with weights.replacing(path) as unfinished, unfinished.open('wb') as file:
+          np.savez(file, **{x: np.concatenate([part[x] for part in parts]) for x in parts[0]})
+      parts.clear()
+
+    batches.set_state({'position': position})
+    left = num_examples - num_rows
+    try:
+      for rows in compute(run.params, batches, batch_size, left) if left else ():
+        for layer, column in zip(pending.layers, columns, strict=True):
+          check_finite(layer, rows[column], rows['index'])
+        parts.append(rows)
+        position, num_rows = position + batch_size, num_rows + len(rows['index'])
+        on_rows(len(rows['index']))
+        if time.monotonic() >= written + _COMMIT_SECONDS:
+          commit()
+          written = time.monotonic()
+    finally:
+      commit()
+    if is_first:
+      self._write(pending.layers, dtype, class_names, provenance or {})
+
+  def _write(self, layers, dtype, class_names, provenance) -> None:
+    """Writes a file per layer, one layer in memory at a time, and deletes the shards."""
+    for layer in layers:
+      column, parts = rows_lib.column(layer), []
+      for path in self.shards():
+        with np.load(path) as shard:
+          found = {x: shard[x] for x in shard if not x.startswith('features') or x == column}
+        found['features'] = found.pop(column).view(dtype)  # .npz has no bfloat16
+        parts.append(rows_lib.of_batch(found))
+      try:
+        rows = rows_lib.ordered(parts)
+      except ValueError:  # these rows can never become a file
+        shutil.rmtree(self.unfinished)
+        raise
+      about = {'layer': layer, 'num_examples': len(rows), 'dim': rows.features.shape[1]}
+      about = {**provenance, **self.settings, **about}
+      rows = dataclasses.replace(rows, class_names=class_names, provenance=about)
+      files.write(self.path(layer), rows)
+    shutil.rmtree(self.unfinished)
+
+
+def check_finite(layer: str, features: np.ndarray, index: np.ndarray) -> None:
+  """Raises ValueError if a row of features [n, D] holds an infinity or a NaN."""
+  finite = np.isfinite(features).all(axis=1)
+  if not finite.all():
+    hint = ', which float16 may be too narrow for' if features.dtype == np.float16 else ''
+    raise ValueError(
+      f'layer {layer!r} of example {int(index[~finite][0])} is not finite in '
+      f'{features.dtype.name}{hint}'
+    )
+
+
+def safe_name(name: str) -> str:
+  """A file name for a layer or a split; safe characters stay.
+
+  Slices stay readable and distinct: 'train[:50%]' is 'train_..50pct', 'train[50:]' 'train_50..'.
+  """
+  readable = name.replace('[', '_').replace(']', '').replace(':', '..').replace('%', 'pct')
+  return re.sub(r'[^\w.+-]', '_', readable)

@@ -1,0 +1,67 @@
+"""Metrics on people's labels, against implementations of their own."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+from scipy import stats
+
+from het_plugin.measures import agreement, uncertainty
+
+
+@pytest.fixture(scope='module')
+def data():
+  rng = np.random.default_rng(0)
+  p = rng.dirichlet(np.full(4, 0.4), size=150)
+  counts = np.stack([rng.multinomial(10, row) for row in rng.dirichlet(np.ones(4), size=150)])
+  return np.log(p), counts, rng.integers(0, 4, 150)
+
+
+def summarize(log_p, labels, ood=None):
+  """From two parts, as of a stream."""
+  parts = [
+    agreement.score_examples(log_p[rows], labels[rows]) for rows in (slice(70), slice(70, None))
+  ]
+  return agreement.summarize(agreement.concatenate(parts), ood)
+
+
+def test_classwise_ece_by_hand(data):
+  log_p, _, label = data
+  p, total = np.exp(log_p), 0.0
+  for k in range(4):
+    for m in range(15):
+      rows = (p[:, k] > m / 15) & (p[:, k] <= (m + 1) / 15)
+      if rows.any():
+        total += rows.mean() * abs(p[rows, k].mean() - (label[rows] == k).mean())
+  assert agreement.classwise_ece(log_p, label) == pytest.approx(total / 4)
+
+
+def test_the_summary_of_predictions(data, monkeypatch):
+  log_p, counts, _ = data
+  votes = np.stack([np.repeat(np.arange(4), row) for row in counts])
+  ood = np.log(np.random.default_rng(1).dirichlet(np.full(4, 5.0), size=80))
+  found = summarize(log_p, votes, ood)
+  label = counts.argmax(axis=1)
+  nll = [-row[vote].mean() for row, vote in zip(log_p, votes, strict=True)]
+  assert found['soft_label_nll'] == pytest.approx(np.mean(nll))
+  # Rounded: the same votes for other classes are a tie.
+  entropies = [stats.entropy(x, axis=1).round(9) for x in (np.exp(log_p), counts)]
+  correlation = np.corrcoef(*map(stats.rankdata, entropies))[0, 1]
+  assert found['disagreement_correlation'] == pytest.approx(correlation)
+  confidence, right = log_p.max(axis=1), log_p.argmax(axis=1) == label
+  most = np.argsort(-confidence)[: int(0.8 * 150)]
+  assert found['selective_accuracy'] == pytest.approx(right[most].mean())
+  assert found['classwise_ece'] == pytest.approx(agreement.classwise_ece(log_p, label), rel=1e-12)
+  assert found['correctness_auroc'] == pytest.approx(
+    sklearn.metrics.roc_auc_score(right, confidence)
+  )
+  is_in = np.repeat([1, 0], [150, 80])
+  scores = np.concatenate([confidence, ood.max(axis=1)])
+  assert found['ood_auroc'] == pytest.approx(sklearn.metrics.roc_auc_score(is_in, scores))
+  monkeypatch.setattr(uncertainty, '_BLOCK', 4 * 7)
+  assert summarize(log_p, votes, ood) == pytest.approx(found, rel=1e-12)
+  one = summarize(log_p, label[:, None].astype(np.int32))
+  assert 'disagreement_correlation' not in one and 'ood_auroc' not in one
+  nll = sklearn.metrics.log_loss(label, np.exp(log_p), labels=range(4))
+  assert one['soft_label_nll'] == pytest.approx(nll)
+  right = summarize(log_p, log_p.argmax(axis=1)[:, None])
+  assert np.isnan(right['correctness_auroc'])  # there is no wrong answer

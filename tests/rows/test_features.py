@@ -1,0 +1,142 @@
+"""Files of representations: ours both ways, other people's, and wrong ones."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from het_plugin import rows
+from het_plugin.rows import Rows
+
+
+def make(n=6, d=4, **kwargs):
+  rng = np.random.default_rng(0)
+  return Rows(
+    {'features': rng.normal(size=(n, d)).astype(np.float32)},
+    labels=(np.arange(n, dtype=np.int32) % 3)[:, None],
+    index=np.arange(n)[::-1] * 7,
+    **kwargs,
+  )
+
+
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_ours_come_back(tmp_path, suffix):
+  names, provenance = ('a', 'ß', '漢'), {'checkpoint': 'runs/x', 'layer': 'pre_logits', 'step': 3}
+  written = make(class_names=names, provenance=provenance)
+  path = str(tmp_path / f'deep/er.{suffix}')
+  rows.write(path, written)
+  read = rows.read(path)
+  for name in ('features', 'labels', 'index'):
+    np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
+  assert read.class_names == names and read.provenance == provenance
+  assert [p.name for p in (tmp_path / 'deep').iterdir()] == [f'er.{suffix}']
+  np.testing.assert_array_equal(read.label, [0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_half_precision_is_widened_exactly(tmp_path, suffix):
+  dtype = np.float16 if suffix == 'npz' else ml_dtypes.bfloat16
+  small = make().features.astype(dtype)
+  path = str(tmp_path / f'x.{suffix}')
+  rows.write(path, Rows({'features': small}, make().labels, make().index))
+  read = rows.read(path)
+  assert read.features.dtype == np.float32
+  np.testing.assert_array_equal(read.features, small.astype(np.float32))
+
+
+def test_arrays_made_elsewhere(tmp_path):
+  ours, names = make(), ('embeddings', 'targets')
+  arrays = dict(
+    zip(names, (ours.features.astype(np.float64), ours.label.astype(np.uint8)), strict=True)
+  )
+  np.savez(tmp_path / 'x.npz', **arrays)
+  read = rows.read(str(tmp_path / 'x.npz'))
+  np.testing.assert_array_equal(read.features, ours.features)
+  np.testing.assert_array_equal(read.label, ours.label)
+  np.testing.assert_array_equal(read.index, np.arange(6))
+  safetensors.numpy.save_file(arrays, tmp_path / 'x.safetensors')
+  np.testing.assert_array_equal(rows.read(str(tmp_path / 'x.safetensors')).features, ours.features)
+
+
+def test_npy_with_labels_and_splits_in_one_file(tmp_path):
+  ours = make()
+  np.save(tmp_path / 'f.npy', ours.features)
+  np.save(tmp_path / 'l.npy', ours.label)
+  read = rows.read(f'{tmp_path}/f.npy,{tmp_path}/l.npy')
+  np.testing.assert_array_equal(read.features, ours.features)
+  split = np.array(['train', 'test', 'train', 'train', 'test', 'train'])
+  np.savez(tmp_path / 'x.npz', features=ours.features, label=ours.label, split=split)
+  test = rows.read(f'{tmp_path}/x.npz:test')
+  np.testing.assert_array_equal(test.features, ours.features[[1, 4]])
+  np.testing.assert_array_equal(test.index, [1, 4])  # ids of the file: two splits never share one
+  with pytest.raises(ValueError, match="must have 'val'; there are"):
+    rows.read(f'{tmp_path}/x.npz:val')
+
+
+@pytest.mark.parametrize(
+  'arrays,message',
+  [
+    (dict(features=np.ones((3, 2)), label=np.zeros(4, int)), r'labels are int64 \[4\].*N = 3'),
+    (dict(features=np.ones((3, 2))), 'exactly one of the arrays label, labels'),
+    (
+      dict(features=np.ones((2, 2)), label=np.array([0, 2]), class_name=np.array(['a', 'b'])),
+      r'label 2 of example 1 is out of range; labels are 0 \.\. 1',
+    ),
+    (dict(features=np.array([[np.nan]]), label=np.zeros(1, int)), '1 rows that are not finite'),
+    (dict(features=np.ones((1, 1)), label=np.array([2**32 + 1])), 'label 4294967297'),
+    (dict(features=np.ones((1, 1)), label=np.array([0.0])), r'labels are float64 \[1\]'),
+    (
+      dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
+      'each example an id of its own',
+    ),
+  ],
+)
+def test_wrong_arrays_are_one_sentence_with_the_file(tmp_path, arrays, message):
+  np.savez(tmp_path / 'x.npz', **arrays)
+  with pytest.raises(ValueError, match=message) as error:
+    rows.read(str(tmp_path / 'x.npz'))
+  assert str(tmp_path / 'x.npz') in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('mapped', [False, True])
+@pytest.mark.parametrize('suffix', ['npz', 'safetensors'])
+def test_a_damaged_file_is_noticed(tmp_path, suffix, mapped):
+  """Cut short, or with a bit changed, it reads as it was or is an error of one sentence."""
+  path = tmp_path / f'x.{suffix}'
+  want = make(class_names=('a', 'b', 'c'), provenance={'step': 3})
+  rows.write(path, want)
+  whole, unnoticed = path.read_bytes(), 0
+  rng = np.random.default_rng(0)
+  for position in (0, 1, *rng.integers(2, len(whole), 80)):
+    flipped = bytearray(whole)
+    flipped[position] ^= 1 << int(rng.integers(8))
+    for damaged in (whole[:position], bytes(flipped)):
+      path.write_bytes(damaged)
+      try:
+        read = rows.read(str(path), mapped=mapped)
+      except ValueError as error:
+        assert str(path) in str(error) and '\n' not in str(error)
+        continue
+      unnoticed += 1
+      np.testing.assert_array_equal(read.features, want.features)
+      np.testing.assert_array_equal(read.labels, want.labels)
+      np.testing.assert_array_equal(read.index, want.index)
+      # A name that is damaged itself leaves a file as others make it, without names.
+      assert read.class_names in (want.class_names, None)
+  assert unnoticed < 20
+
+
+def test_wrong_files(tmp_path):
+  (tmp_path / 'x.npz').write_bytes(b'not a zip')
+  (tmp_path / 'x.txt').write_text('1 2 3')
+  for name, message in [
+    ('x.npz', 'cannot be read'),
+    ('y.npz', 'does not exist'),
+    ('x.txt', 'must end in .npz'),
+    ('f.npy', 'write FEATURES.npy,LABELS.npy'),
+    ('f.npy,l.npy', 'f.npy does not exist'),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      rows.read(str(tmp_path / name))
+  with pytest.raises(ValueError, match='must end in .npz or .safetensors'):
+    rows.write(tmp_path / 'x.npy', make())

@@ -1,0 +1,190 @@
+"""Files of an extraction: interrupted anywhere they end the same, and settings are never mixed."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from het_plugin import rows
+from het_plugin.rows import files
+from het_plugin.runs import Run, unfinished
+from het_plugin.runs.unfinished import SplitFiles, safe_name
+from het_plugin.training.partitioning import PjitPartitioner
+
+NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')
+UNREADABLE = (5, 17)
+WEIGHTS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+IMAGES = np.random.default_rng(1).normal(size=(NUM_EXAMPLES, 2, 2, 1)).astype(np.float32)
+SETTINGS = {'step': 400, 'dataset': 'toy', 'split': 'train', 'dtype': 'float32'}
+
+
+class KilledError(Exception):
+  pass
+
+
+class LinearModel:
+  def representations(self, params, batch, layers):
+    flat = batch['image'].reshape(len(batch['image']), 4)
+    known = {'wide': flat @ params['w'], 'narrow': flat}
+    return {layer: known[layer] for layer in layers}
+
+
+class Stream:
+  """What a data.BatchIterator is to an extraction; reading position `stop_at` is too much."""
+
+  def __init__(self, batch_size=BATCH_SIZE, ids=None, stop_at=np.inf):
+    self._ids = np.arange(NUM_EXAMPLES) if ids is None else ids
+    self._batch_size, self._stop_at, self.num_examples = batch_size, stop_at, len(self._ids)
+
+  def set_state(self, state):
+    self._position = state['position']
+
+  def __iter__(self):
+    for start in range(self._position, len(self._ids), self._batch_size):
+      positions = np.arange(start, start + self._batch_size)
+      if positions[-1] >= self._stop_at:
+        raise KilledError
+      real = positions < len(self._ids)
+      index = np.where(real, self._ids[np.minimum(positions, len(self._ids) - 1)], 0)
+      yield {
+        'image': IMAGES[index] * real[:, None, None, None],
+        'label': np.where(real, index % 3, -1)[:, None].astype(np.int32),
+        'index': index.astype(np.int32),
+        'mask': (real & ~np.isin(index, UNREADABLE)).astype(np.float32),
+      }
+
+
+def extract(
+  folder,
+  batches,
+  batch_size=BATCH_SIZE,
+  layers=('wide', 'narrow'),
+  model_shards=2,
+  overwrite=False,
+  max_examples=None,
+  **changes,
+):
+  """A call of the program; returns what there was to do."""
+  settings = {**SETTINGS, **changes}
+  target = SplitFiles(folder, 'train', '.safetensors', settings)
+  pending = target.pending(layers, overwrite)
+  if pending.layers:
+    partitioner = PjitPartitioner(num_partitions=model_shards)
+    specs = {'w': PartitionSpec(None, 'model')}
+    params = jax.device_put({'w': WEIGHTS}, partitioner.shardings(specs))
+    run = Run(LinearModel(), partitioner, params, specs, image_size=2, channels=1)
+    bound = min(x for x in (batches.num_examples, max_examples) if x is not None)
+    target.complete(pending, run, batches, batch_size, bound, pool='none', class_names=CLASSES)
+  return pending
+
+
+def content(folder):
+  return {
+    str(path.relative_to(folder)): path.read_bytes()
+    for path in sorted(folder.rglob('*'))
+    if path.is_file()
+  }
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('uninterrupted')
+  extract(folder, Stream())
+  readable = np.setdiff1d(np.arange(NUM_EXAMPLES), UNREADABLE)
+  flat = IMAGES.reshape(-1, 4)[readable]
+  for layer, expected in (('wide', flat @ WEIGHTS), ('narrow', flat)):
+    read = rows.read(str(folder / layer / 'train.safetensors'))
+    np.testing.assert_allclose(read.features, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(read.index, readable)
+    np.testing.assert_array_equal(read.label, readable % 3)
+    assert read.class_names == CLASSES
+    about = {'layer': layer, 'num_examples': len(readable), 'dim': expected.shape[1]}
+    assert read.provenance == {**SETTINGS, **about}
+  found = content(folder)
+  assert sorted(found) == ['narrow/train.safetensors', 'wide/train.safetensors']
+  return found
+
+
+@pytest.fixture(autouse=True)
+def commit_each_batch(monkeypatch):
+  monkeypatch.setattr(unfinished, '_COMMIT_SECONDS', 0.0)
+
+
+@pytest.mark.parametrize('stop_at,seconds', [(0, 0), (24, 0), (40, 3600)])
+def test_interrupted_it_ends_bit_for_bit_the_same(
+  tmp_path, uninterrupted, stop_at, seconds, monkeypatch
+):
+  """An exception loses nothing, however long ago the last commit was."""
+  monkeypatch.setattr(unfinished, '_COMMIT_SECONDS', seconds)
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream(stop_at=stop_at))
+  assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
+  # One batch is in flight when the next cannot be read.
+  assert extract(tmp_path, Stream()).position == max(stop_at - 8, 0)
+  assert content(tmp_path) == uninterrupted
+
+
+def test_killed_between_the_files_of_two_layers(tmp_path, uninterrupted, monkeypatch):
+  write = files.write
+
+  def write_one(path, written):
+    if 'narrow' in str(path):
+      raise KilledError
+    write(path, written)
+
+  monkeypatch.setattr(files, 'write', write_one)
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream())
+  monkeypatch.undo()
+  pending = extract(tmp_path, Stream(stop_at=0))  # no image is needed again
+  assert pending.layers == ('narrow',) and pending.num_rows == 41
+  assert content(tmp_path) == uninterrupted
+
+
+def test_complete_files_stay_and_a_new_layer_is_added(tmp_path, uninterrupted):
+  extract(tmp_path, Stream(), layers=('wide',))
+  wide = tmp_path / 'wide/train.safetensors'
+  before = wide.stat().st_mtime_ns
+  assert extract(tmp_path, Stream(stop_at=0), layers=('wide',)).layers == ()
+  assert extract(tmp_path, Stream()).layers == ('narrow',)
+  assert wide.stat().st_mtime_ns == before
+  assert content(tmp_path) == uninterrupted
+
+
+def test_other_settings_are_an_error_until_overwritten(tmp_path):
+  changes = {'dtype': 'bfloat16', 'config': 'x' * 100}
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream(stop_at=24))
+  before = content(tmp_path)
+  with pytest.raises(ValueError, match=r'dtype float32, now bfloat16; config\).*--overwrite'):
+    extract(tmp_path, Stream(), **changes)
+  assert content(tmp_path) == before
+  extract(tmp_path, Stream(), overwrite=True, **changes)
+  provenance = rows.read(str(tmp_path / 'wide/train.safetensors')).provenance
+  assert changes.items() <= provenance.items() and len(content(tmp_path)) == 2
+
+
+def test_max_examples_of_a_shuffled_split(tmp_path):
+  ids = np.random.default_rng(2).permutation(NUM_EXAMPLES)
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream(ids=ids, stop_at=16), max_examples=20, dtype='bfloat16')
+  extract(tmp_path, Stream(ids=ids), max_examples=20, dtype='bfloat16')
+  first = sorted([i for i in ids if i not in UNREADABLE][:20])
+  read = rows.read(str(tmp_path / 'narrow/train.safetensors'))
+  np.testing.assert_array_equal(read.index, first)
+  expected = IMAGES.reshape(-1, 4)[first].astype(ml_dtypes.bfloat16)
+  np.testing.assert_array_equal(read.features, expected.astype(np.float32))
+
+
+def test_rows_that_cannot_be_a_file(tmp_path):
+  with pytest.raises(ValueError, match='3 examples but only 2 distinct'):
+    extract(tmp_path, Stream(ids=np.array([3, 4, 3])))
+  assert content(tmp_path) == {}
+
+
+def test_names_of_files():
+  splits = ('train', 'train[:2000]', 'train[2000:]', 'train[:50%]', 'train[:50]', '../x', 'a b')
+  assert [safe_name(split) for split in splits] == [
+    *('train', 'train_..2000', 'train_2000..', 'train_..50pct', 'train_..50', '.._x', 'a_b'),
+  ]
