@@ -83,6 +83,12 @@ def main_of(command):
 
 
 @pages
+def test_commands_exist(page):
+  for name in re.findall(r'`(?:het-plugin |python -m het_plugin\.)(\w+)', page.read_text()):
+    assert (ROOT / 'het_plugin' / f'{name}.py').is_file(), name
+
+
+@pages
 def test_flags_exist(page):
   for block in blocks(page, 'bash'):
     for command in re.sub(r'\\\n', ' ', block).splitlines():
