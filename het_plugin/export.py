@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from het_plugin import runs
 from het_plugin.config import command_line
+from het_plugin.runs import configuration
 from het_plugin.weights import is_weights_file, write_arrays
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
-    config = runs.configuration(checkpoint, *command_line.gin_settings())
+    config = configuration(checkpoint, *command_line.gin_settings())
     arrays = config.published_params()
     write_arrays(output, arrays)
   size = sum(np.size(x) for x in arrays.values())

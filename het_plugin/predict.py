@@ -14,9 +14,12 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from het_plugin import reporting, rows, runs, weights
+from het_plugin import reporting
 from het_plugin.config import command_line, distributed
 from het_plugin.evaluation import predict
+from het_plugin.rows import read
+from het_plugin.runs import open_run
+from het_plugin.weights import is_weights_file
 
 
 def define_flags() -> None:
@@ -37,15 +40,15 @@ def main(argv: Sequence[str]) -> None:
   with command_line.one_sentence_errors(argv):
     if not F.checkpoint:
       raise ValueError('--checkpoint is needed')
-    of_rows = weights.is_weights_file(F.checkpoint)
+    of_rows = is_weights_file(F.checkpoint)
     if of_rows == bool(F.dataset):
       which = 'cannot go with a file of predictions' if of_rows else 'is needed'
       raise ValueError(f'--dataset {which}: --checkpoint={F.checkpoint}')
     if of_rows:
-      found = predict.most_probable(rows.read(F.checkpoint, 'log_prob'), F.top)
+      found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:
       distributed.initialize()
-      run = runs.open_run(F.checkpoint, *command_line.gin_settings())
+      run = open_run(F.checkpoint, *command_line.gin_settings())
       found = predict.predict(run, F.dataset, F.top, F.batch_size)
     if jax.process_index() == 0:
       print(predict.table(found))

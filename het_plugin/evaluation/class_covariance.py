@@ -8,14 +8,16 @@ correlate because of the covariance in the pre-logits and because their columns 
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.measures import uncertainty
-from het_plugin.runs.run import Run
+
+if TYPE_CHECKING:  # the report of estimators does not need what a run needs
+  from het_plugin.runs.run import Run
 
 PyTree = Any
 
@@ -47,7 +49,7 @@ def why_none(head: Any) -> str | None:
 
 
 def look(
-  run: Run,
+  run: 'Run',
   batches: Iterable[Mapping[str, np.ndarray]],
   batch_size: int,
   number: int | None = None,
