@@ -47,7 +47,7 @@ def check(text: str, file: str) -> None:
   given = flags.FLAGS['allow_imports'].value if 'allow_imports' in flags.FLAGS else []
   try:
     found = [statement for _, statement in statements.statements(text)]
-  except (SyntaxError, tokenize.TokenError) as error:
+  except (SyntaxError, tokenize.TokenError, RecursionError) as error:
     raise ValueError(f'{file} is not valid gin: {error}') from error
   imported = [x.module for x in found if isinstance(x, config_parser.ImportStatement)]
   is_dynamic = _DYNAMIC in imported
