@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin.config import command_line
+from het_plugin.config import command_line, uses
 from het_plugin.experiments import head_comparison, trainings
 from het_plugin.experiments.head_comparison import HEADS
 
@@ -42,13 +42,18 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = Path(settings.output_dir)
     folders = {head: output_dir / head for head in heads}
+    of_heads, texts = {}, []
+    for head, folder in folders.items():
+      files = [settings.run, f'het_plugin/gin/heads/{head}.gin', *settings.gin_file]
+      of_heads[head] = trainings.Training(files, settings.gin_bindings, settings.gin_search_paths)
+      of_heads[head].parse(folder)
+      texts.append(gin.config_str())
+    uses.check(settings.gin_bindings, *texts)
     rows, trained = [], {}
     for number, (head, folder) in enumerate(folders.items(), 1):
-      files = [settings.run, f'het_plugin/gin/heads/{head}.gin', *settings.gin_file]
-      run = trainings.Training(files, settings.gin_bindings, settings.gin_search_paths)
       print(f'{HEADS[head]} ({number} of {len(heads)}): compiling and training', flush=True)
       start = time.monotonic()
-      if step := head_comparison.train_head(head, run, folder):
+      if step := head_comparison.train_head(head, of_heads[head], folder):
         trained[folder] = step
       rows.append(head_comparison.row(head, folder))
       print(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from het_plugin.config import command_line, distributed, parsing
+from het_plugin.config import command_line, distributed, parsing, uses
 from het_plugin.operations import operations
 from het_plugin.runs import starting
 
@@ -31,10 +31,14 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  import gin  # not at the top: het_plugin.config says how to install it
+
   gc.disable()  # until the first step: a start makes little garbage, and looking for it takes time
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
-    parsing.parse_config(*command_line.gin_settings())
+    files, typed, search_paths = command_line.gin_settings()
+    parsing.parse_config(files, typed, search_paths)
+    uses.check(typed, gin.config_str())
     observer = operations.Operations(flags.FLAGS.stall_timeout_seconds, stopping.BEGAN)
     starting.train_from_gin(flags.FLAGS.accept_config_changes, observer)
 

@@ -8,6 +8,7 @@ Any binding may change the results, including those of other packages, except
   - parameters that a room lists in the `SAME_RESULTS` of its `__init__.py`;
   - bindings of configurables that only these parameters refer to, such as the data set of an
     evaluation;
+  - bindings in whose place all calls take another, of a longer scope;
   - the number of steps, if the learning rate does not decay towards the last one, and its warm-up
     is not a share of them.
 
@@ -22,7 +23,7 @@ from typing import Any
 
 from etils import epath
 
-from het_plugin.config import registry, statements
+from het_plugin.config import registry, statements, uses
 from het_plugin.training import run_files
 
 _log = logging.getLogger(__name__)
@@ -42,28 +43,14 @@ class _Unset:
 UNSET = _Unset()
 
 
-def _split(key: str) -> tuple[str, str, str]:
-  """('a/b', 'name', 'parameter') of 'a/b/module.name.parameter'."""
-  path, _, parameter = key.rpartition('.')
-  scope, _, selector = path.rpartition('/')
-  return scope, selector.rpartition('.')[2], parameter
-
-
 def _references(value: Any) -> Iterator[_Place]:
-  for reference in statements.inside(value, statements.Reference):
-    scope, _, selector = reference.name.rpartition('/')
-    yield scope, selector.rpartition('.')[2]
+  return map(statements.place, statements.inside(value, statements.Reference))
 
 
 def _applies(key: str, places: Iterable[_Place]) -> bool:
-  """Whether a binding applies to a configurable that is called at one of these places.
-
-  A binding of scope 'a' also applies in scope 'a/b', and one without a scope in every scope.
-  """
-  scope, name, _ = _split(key)
-  return any(
-    name == called and (not scope or f'{at}/'.startswith(f'{scope}/')) for at, called in places
-  )
+  """Whether a binding applies to a configurable that is called at one of these places."""
+  scope, name, _ = statements.split(key)
+  return any(name == called and statements.holds(scope, at) for at, called in places)
 
 
 def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
@@ -81,17 +68,19 @@ def _reached(config: Mapping[str, Any], keys: Iterable[str]) -> set[_Place]:
   return reached
 
 
-def _harmless(config: Mapping[str, Any]) -> set[str]:
-  """Keys of the bindings that do not change the results of a run."""
+def _harmless(text: str, config: Mapping[str, Any]) -> set[str]:
+  """Keys of the bindings of a configuration that do not change the results of its run."""
   stated = registry.same_results()
   share = isinstance(config.get('warmup_schedule.warmup_steps'), float)
   if not share and config.get('warmup_schedule.decay', 'linear') in ('constant', 'rsqrt'):
     stated |= {('warmup_schedule', 'total_steps')}  # these schedules only end there
-  aside = {key for key in config if _split(key)[1:] in stated}
+  aside = {key for key in config if statements.split(key)[1:] in stated}
   rest = {key: value for key, value in config.items() if key not in aside}
   outside = _reached(config, aside)
   inside = _reached(rest, [key for key in rest if not _applies(key, outside)])
-  return aside | {key for key in rest if _applies(key, outside) and not _applies(key, inside)}
+  aside |= {key for key in rest if _applies(key, outside) and not _applies(key, inside)}
+  used = uses.of(text)
+  return aside | {key for key in config if used.hiding(key)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +102,8 @@ def changes(before: str, after: str) -> list[Change]:
   Raises:
     SyntaxError: one of the texts is not valid gin.
   """
-  sides = [(config, _harmless(config)) for config in map(statements.bindings, (before, after))]
-  (old, _), (new, _) = sides
+  old, new = map(statements.bindings, (before, after))
+  sides = (old, _harmless(before, old)), (new, _harmless(after, new))
   found = [
     Change(
       *(key, old.get(key, UNSET), new.get(key, UNSET)),

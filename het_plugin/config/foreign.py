@@ -1,93 +1,141 @@
-"""Limits the imports of the configuration of another person's run.
+"""Limits what the configuration of another person's run may name.
 
-gin imports the modules that a file names, which runs their code. With `dynamic_registration` a file
-can also call any function of these modules, such as os.system.
+gin imports the modules that a file names, and calls what its values refer to. A config.gin may name
+the configurables of this project and those of packages that --allow_imports permits. With gin's
+`dynamic_registration` a file can call any function of the modules that it imports, so it needs that
+flag. Our own runs have no such line.
 """
 
 import importlib
+import re
 import sys
 import tokenize
 from collections.abc import Collection
+from typing import Any
 
 from absl import flags
 
+import gin
 from gin import config_parser
-from het_plugin.config import statements
+from het_plugin.config import registry, statements
 
-# Packages whose modules a foreign configuration may import and refer to.
-ALLOWED = ('het_plugin', 't5x', 'flax', 'optax', 'seqio')
+OURS = 'het_plugin'
 _DYNAMIC = '__gin__.dynamic_registration'
+_BUILTINS = ('gin.macro', 'gin.constant', 'gin.singleton')
+_MAIN = 'het_plugin.training.train'  # called by a main, so that no value needs to
+# TFDS downloads the code of a data set that has a namespace: tfds:kaggle:birds.
+_NAMESPACE = re.compile(r'tfds\w*:([\w-]+):\w*[A-Za-z_]')
 
 
 def define_flags() -> None:
   flags.DEFINE_list(
     'allow_imports',
     [],
-    'Packages that the config.gin of a run that is opened may import, which runs their code, '
-    f'besides {", ".join(ALLOWED)}.',
+    'Packages whose code the config.gin of a run that is opened may run, besides the configurables '
+    'of het_plugin.',
   )
 
 
 def check(text: str, file: str) -> None:
-  """Checks the configuration of a run before gin reads it.
+  """Checks the configuration of a run before gin reads it, and imports the modules that it names.
 
   Modules that this process has already imported are allowed, because no code runs again.
 
   Raises:
-    ValueError: it imports or includes something else, or is not valid gin.
+    ValueError: it names something else or includes a file, or is not valid gin.
   """
   given = flags.FLAGS['allow_imports'].value if 'allow_imports' in flags.FLAGS else []
-  allowed = {*ALLOWED, *given}
-  symbols, selectors, is_dynamic = {}, [], False
   try:
-    for _, statement in statements.statements(text):
-      if isinstance(statement, config_parser.IncludeStatement):
-        raise ValueError(f'{file} includes {statement.filename!r}, which a config.gin never does')
-      if isinstance(statement, config_parser.BindingStatement):
-        selectors += [statement.selector] if statement.arg_name else []
-        found = statements.inside(statement.value, statements.Reference)
-        selectors += [reference.name.rpartition('/')[2] for reference in found]
-      if isinstance(statement, config_parser.ImportStatement):
-        is_dynamic |= statement.module == _DYNAMIC
-        if statement.module != _DYNAMIC:
-          _check_import(statement.module, file, allowed)
-          symbols[statement.bound_name()] = statement
-  except (SyntaxError, tokenize.TokenError) as error:
+    found = [statement for _, statement in statements.statements(text)]
+  except (SyntaxError, tokenize.TokenError, RecursionError) as error:
     raise ValueError(f'{file} is not valid gin: {error}') from error
-  for selector in selectors if is_dynamic else ():
-    _check_reference(selector, symbols, file, allowed)
-
-
-def _check_import(module: str, file: str, allowed: Collection[str]) -> None:
-  parents = module.split('.')
-  prefixes = {'.'.join(parents[: i + 1]) for i in range(len(parents))}
-  if not prefixes & set(allowed) and module not in sys.modules:
+  imported = [x.module for x in found if isinstance(x, config_parser.ImportStatement)]
+  is_dynamic = _DYNAMIC in imported
+  if is_dynamic and not given:
+    packages = dict.fromkeys(x.split('.')[0] for x in imported if x != _DYNAMIC)
     raise ValueError(
-      f'{file} imports {module}, which may run any code: --allow_imports={parents[0]} permits it'
+      f'{file} has {_DYNAMIC}, with which it can call any function of its modules: '
+      f'--allow_imports={",".join(packages)} permits it'
     )
+  names = _Names(file, given, is_dynamic)
+  for statement in found:  # in gin's order: a later import may give a name another meaning
+    if isinstance(statement, config_parser.IncludeStatement):
+      raise ValueError(f'{file} includes {statement.filename!r}, which a config.gin never does')
+    if isinstance(statement, config_parser.ImportStatement) and statement.module != _DYNAMIC:
+      names.add(statement)
+    if isinstance(statement, config_parser.BindingStatement):
+      if statement.arg_name:
+        names.check(statement.selector)
+      for reference in statements.inside(statement.value, statements.Reference):
+        names.check(reference.name.rpartition('/')[2], in_a_value=True)
+      for value in statements.inside(statement.value, str):
+        if (match := _NAMESPACE.match(value)) and match[1] not in given:
+          raise _refusal(f'{file} has the data set {value!r} of', match[1])
 
 
-def _check_reference(
-  selector: str,
-  symbols: dict[str, config_parser.ImportStatement],
-  file: str,
-  allowed: Collection[str],
-) -> None:
-  """Checks the origin of the object with a name, and of all modules on the way to it."""
-  first, *rest = selector.split('.')
-  if first == 'gin':
-    return
-  if first not in symbols:
-    raise ValueError(f'{file} refers to {selector}, which it does not import')
-  statement = symbols[first]
-  found = importlib.import_module(statement.module)
-  if not (statement.is_from or statement.alias):
-    found = sys.modules[first]
-  for name in ('', *rest):
-    found = getattr(found, name, None) if name else found
-    home = getattr(found, '__module__', None) or getattr(found, '__name__', 'nothing')
-    if not any(home == x or home.startswith(f'{x}.') for x in allowed):
-      raise ValueError(
-        f'{file} refers to {selector}, which is of {home}: --allow_imports={home.split(".")[0]} '
-        'permits it'
-      )
+def _refusal(what: str, home: str) -> ValueError:
+  package = home.split('.')[0]
+  return ValueError(f'{what} {home}, which may run any code: --allow_imports={package} permits it')
+
+
+class _Names:
+  """The objects that gin finds under the names of a configuration."""
+
+  def __init__(self, file: str, given: Collection[str], is_dynamic: bool):
+    self._file, self._given, self._is_dynamic = file, given, is_dynamic
+    self._modules = {}  # by the names that the file has for them
+    rooms = (*registry.MODEL_ROOMS, *registry.TRAINER_ROOMS)
+    self._ours = {gin.get_configurable(name) for name in registry.full_names(*rooms)}
+    self._main = gin.get_configurable(_MAIN)
+
+  def add(self, statement: config_parser.ImportStatement) -> None:
+    """Imports a module; ValueError if that could run code of a package that is not given."""
+    known = not self._is_dynamic and statement.module in sys.modules
+    if not known and statement.module.split('.')[0] not in (OURS, *self._given):
+      raise _refusal(f'{self._file} imports', statement.module)
+    module = importlib.import_module(statement.module)
+    name = statement.bound_name()
+    self._modules[name] = module if statement.is_from or statement.alias else sys.modules[name]
+
+  def check(self, selector: str, in_a_value: bool = False) -> None:
+    """Raises ValueError if the object with this name is neither ours nor of a given package."""
+    if selector in _BUILTINS:
+      return
+    path = self._dynamic(selector) if self._is_dynamic else self._registered(selector)
+    if not path:
+      return
+    configurable = _configurable(path[-1]) if self._is_dynamic else path[-1]
+    if in_a_value and configurable is self._main:
+      raise ValueError(f'{self._file} refers to {selector}, which only a main calls')
+    if configurable in self._ours:
+      return
+    for found in path:
+      home = getattr(found, '__module__', None) or getattr(found, '__name__', 'nothing')
+      if home.split('.')[0] not in self._given:
+        raise _refusal(f'{self._file} refers to {selector} of', home)
+
+  def _registered(self, selector: str) -> list[Any]:
+    try:
+      return [gin.get_configurable(selector)]
+    except KeyError as error:
+      raise ValueError(f'{self._file} refers to {selector}, which is ambiguous') from error
+    except ValueError:
+      return []  # gin finds none either, and says so
+
+  def _dynamic(self, selector: str) -> list[Any]:
+    """The module, and all objects on the way to the one with the name."""
+    first, *rest = selector.split('.')
+    if first not in self._modules:
+      raise ValueError(f'{self._file} refers to {selector}, which it does not import')
+    found = [self._modules[first]]
+    for name in rest:
+      found.append(getattr(found[-1], name, None))
+    return found
+
+
+def _configurable(found: Any) -> Any | None:
+  """The configurable of an object that is registered, under whatever name."""
+  try:
+    return gin.get_configurable(found)
+  except (ValueError, TypeError):
+    return None

@@ -15,7 +15,7 @@ also registers the rooms of the trainer, whose names are those of t5x's trainer;
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import gin
 from het_plugin.config import screen
@@ -39,15 +39,31 @@ def register_table(package: str, table: Mapping[str, Sequence[str]]) -> None:
 
   In gin, an object of this project has the name of its room, and any other that of its module.
   """
+  for path, prefix, name in _entries(package, table):
+    if (prefix, name) not in registered:
+      gin.external_configurable(getattr(importlib.import_module(path), name), name, module=prefix)
+      registered.add((prefix, name))
+
+
+def _entries(package: str, table: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
+  """The module, the module in gin and the name of each configurable of a package."""
   for key, names in table.items():
     in_room = '.' not in key and importlib.util.find_spec(f'{package}.{key}')
     path = f'{package}.{key}' if in_room else key
-    module = importlib.import_module(path)
     prefix = path.rpartition('.')[0] if path.startswith('het_plugin.') else path
     for name in names:
-      if (prefix, name) not in registered:
-        gin.external_configurable(getattr(module, name), name, module=prefix)
-        registered.add((prefix, name))
+      yield path, prefix, name
+
+
+def full_names(*rooms: str) -> list[str]:
+  """The names in gin of the configurables of rooms, which it registers."""
+  register(*rooms)
+  packages = [f'het_plugin.{room}' for room in rooms]
+  return [
+    f'{prefix}.{name}'
+    for package in packages
+    for _, prefix, name in _entries(package, importlib.import_module(package).CONFIGURABLES)
+  ]
 
 
 def register_trainer() -> None:

@@ -62,6 +62,24 @@ def bindings(text: str) -> dict[str, Any]:
   return {key: expand(value, macros) for key, value in bound.items()}
 
 
+def split(key: str) -> tuple[str, str, str]:
+  """('a/b', 'name', 'parameter') of 'a/b/module.name.parameter'."""
+  path, _, parameter = key.rpartition('.')
+  scope, _, selector = path.rpartition('/')
+  return scope, selector.rpartition('.')[2], parameter
+
+
+def place(reference: Reference) -> tuple[str, str]:
+  """('a/b', 'name') of @a/b/module.name."""
+  scope, _, selector = reference.name.rpartition('/')
+  return scope, selector.rpartition('.')[2]
+
+
+def holds(scope: str, at: str) -> bool:
+  """Whether a binding of a scope applies in another: that of 'a' in 'a/b', that of '' in all."""
+  return not scope or f'{at}/'.startswith(f'{scope}/')
+
+
 def expand(value: Any, macros: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
   """A value with macros replaced; ValueError if one refers to itself."""
   if isinstance(value, Macro) and value.name in macros:

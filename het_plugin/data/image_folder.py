@@ -298,6 +298,8 @@ def _captions(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str |
       texts = [] if texts is None else [texts] if isinstance(texts, str) else texts
       if not isinstance(name, str) or not name:
         raise ValueError(f"{where}: 'file' is {name!r}; it must be the path of an image.")
+      if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
+        raise ValueError(f"{where}: 'file' is {name!r}; it must be a path below {file.parent}.")
       if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: 'caption' is {texts!r}; it must be a text or a list of texts.")
       if split is not None and (not isinstance(split, str) or not split):

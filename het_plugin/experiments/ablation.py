@@ -137,6 +137,7 @@ class Ablation:
     ablation = self if request.seeds is None else dataclasses.replace(self, seeds=request.seeds)
     if request.cells is not None:
       ablation = ablation.only(request.cells)
+    request.check_used(ablation.shared, ablation.cells)
     yield from _Training(ablation, request).reports()
 
 

@@ -84,9 +84,13 @@ class Flops:
     """Counts; trains nothing, so seeds do not matter."""
     check_labels('Flops.cells', request.cells or (), self.cells)
     rows, backbone, configs = [], None, {}
-    for label, settings in self.cells.items():
-      if request.cells is not None and label not in request.cells:
-        continue
+    chosen = {
+      label: settings
+      for label, settings in self.cells.items()
+      if request.cells is None or label in request.cells
+    }
+    request.check_used(self.shared, chosen)
+    for label, settings in chosen.items():
       request.run_of([*self.shared, *settings]).parse(request.output_dir)
       configs[label] = gin.config_str()
       encoder, head = trainings.called('BACKBONE'), trainings.called('HEAD')

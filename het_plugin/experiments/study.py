@@ -11,7 +11,7 @@ from typing import Any
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import parsing
+from het_plugin.config import parsing, uses
 from het_plugin.experiments import trainings
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
@@ -79,6 +79,14 @@ class Request:
     files = [setting for setting in settings if '=' not in setting]
     own = [setting for setting in settings if '=' in setting]
     return trainings.Training(files, [*own, *self.gin_bindings], self.gin_search_paths)
+
+  def check_used(self, shared: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError if no cell uses a binding of the command line (`uses.check`)."""
+    texts = []
+    for settings in cells.values():
+      self.run_of([*shared, *settings]).parse(self.output_dir)
+      texts.append(gin.config_str())
+    uses.check(self.gin_bindings, *texts)
 
 
 def check_labels(where: str, labels: Iterable[str], cells: Mapping[str, Sequence[str]]) -> None:

@@ -16,7 +16,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import data
-from het_plugin.config import command_line, parsing
+from het_plugin.config import command_line, parsing, uses
 from het_plugin.planning import hlo, topology
 from het_plugin.planning.worker import Request
 from het_plugin.training import exit_codes, flops, initial_state, train
@@ -108,6 +108,7 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
   parsing.parse_config(
     [_DEFAULTS, *request.gin_files], request.gin_bindings, request.gin_search_paths
   )
+  uses.check(request.gin_bindings, gin.config_str())
   changes = {
     'PjitPartitioner.devices': '@planned_devices()',
     'train.actions': 'None',

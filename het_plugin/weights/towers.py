@@ -186,7 +186,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
   settings = {
     'vocab_size': vocab_size + 2,
     'width': width,
-    **_block_settings(flat, config, 'text', width, default, _ACTIVATIONS),
+    **_block_settings(flat, config, 'text', width, default),
     'norm_epsilon': config.get('layer_norm_eps') or (1e-6 if is_siglip else 1e-5),
     'causal': not is_siglip,
     'reads_padding': is_siglip,
@@ -282,11 +282,14 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
     image_size = side * patch_size
 
-  form, gelu = ('SigLIP', 'gelu') if is_siglip else ('image', 'gelu_exact')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
   is_openai = any('pre_layrnorm' in name for name in arrays)
   is_openai |= 'quickgelu' in config.get('architecture', '')
-  activation = 'quick_gelu' if is_openai else 'gelu'
+  is_tanh = any('head.probe' in name for name in arrays)  # transformers' SigLIP
+  if is_siglip or 'siglip' in config.get('architecture', ''):
+    is_tanh |= _is_tanh_in_timm(patch_size, width, image_size)
+  activation = 'quick_gelu' if is_openai else 'gelu_pytorch_tanh' if is_tanh else 'gelu'
+  form = 'SigLIP' if is_siglip else 'image'
 
   def width_of(name):
     return flat[name].shape[-1] if name in flat else None
@@ -294,7 +297,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   settings = {
     'patch_size': patch_size,
     'width': width,
-    **_block_settings(flat, config, form, width, activation, _ACTIVATIONS | {'gelu': gelu}),
+    **_block_settings(flat, config, form, width, activation),
     'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
     'position': 'rope' if is_rotary else 'learned',
@@ -309,18 +312,28 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   return Tower(settings, _placed(flat), image_size, skipped)
 
 
-def _block_settings(flat, config, form, width, activation, mlps):
-  """Settings of the blocks; `activation` is the default name, and `mlps` says what is ours."""
+def _is_tanh_in_timm(patch_size, width, image_size):
+  """Whether timm has a SigLIP of these sizes with the tanh approximation of GELU, not the exact one
+  (`act_layer` in its vision_transformer.py).
+  """
+  large = width == 1024 and image_size == 512
+  return patch_size == 32 or width == 1536 or large or (width == 1152 and patch_size == 16)
+
+
+def _block_settings(flat, config, form, width, activation):
+  """Settings of the blocks; `activation` is the name where the configuration has none."""
   usual_heads = 16 if width in _SIXTEEN_HEADS[form] else max(1, width // 64)
   activation = config.get('hidden_act') or activation
-  if activation not in mlps:
-    raise ValueError(f'hidden_act={activation!r} in config.json is none of {", ".join(mlps)}')
+  if activation not in _ACTIVATIONS:
+    raise ValueError(
+      f'hidden_act={activation!r} in config.json is none of {", ".join(_ACTIVATIONS)}'
+    )
   is_gated = 'block00/mlp/wi_gate/kernel' in flat
   return {
     'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
     'mlp_dim': flat['block00/mlp/wi/kernel'].shape[-1],
     'num_heads': config.get('num_attention_heads') or usual_heads,
-    'mlp': 'swiglu' if is_gated else mlps[activation],
+    'mlp': 'swiglu' if is_gated else _ACTIVATIONS[activation],
   }
 
 

@@ -53,6 +53,8 @@ EARLY = "train.actions = {'TRAIN': [@EarlyStoppingAction()]}\nEarlyStoppingActio
     ('ContrastiveModel.eval_integrator = @x/Integrator()', '', 'ContrastiveModel.eval_integrator'),
     (EARLY, '', 'train.actions EarlyStoppingAction.patience'),
     ('OURS = 3', '', ''),
+    ('Integrator.num_samples = 8', '', 'Integrator.num_samples'),  # hidden by those of two scopes
+    ("Integrator.method = 'sample'", 'Integrator.method', ''),
     ('ours.remat = 3', 'ours.remat', ''),
   ],
 )
@@ -168,7 +170,7 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   assert '\n  train.eval_steps: 1 -> 2' in caplog.text
   assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
 
-  run_main(main, *same, '--gin.SAVE_PERIOD=7', '--gin.UNUSED=3')  # harmless
+  run_main(main, *same, '--gin.SAVE_PERIOD=7')  # harmless
   assert 'SAVE_PERIOD = 7' in (folder / 'config.gin').read_text()
   assert not list(folder.glob('config_until*'))
 

@@ -4,30 +4,69 @@ import sys
 
 import pytest
 
-from het_plugin import runs
-from het_plugin.config import foreign
+import gin
+from het_plugin import export, predict, runs
+from het_plugin.config import foreign, parsing, registry
 
+IMPORT = 'import het_plugin.config\n'
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
-HARMLESS = [
-  'import het_plugin.config\nMODEL = @heads.HetXL()\nHetXL.num_factors = %R\n',
-  'import het_plugin.config.registry\nimport os\nx.y = @os.system\n',  # gin knows no such name
-  DYNAMIC + 'from het_plugin import heads\nheads.HetXL.dtype = 1\n',
-  DYNAMIC + 'import optax\nimport het_plugin.heads\n'
-  'het_plugin.heads.HetXL.x = @optax.adam()\nA/gin.macro.value = 3\n',
-]
+OF_PACKAGES = (
+  DYNAMIC + 'import optax\nfrom het_plugin import heads\nfrom het_plugin.training import train\n'
+  'heads.HetXL.x = @optax.adam()\ntrain.train.seed = @x/heads.Det\nA/gin.macro.value = 3\n'
+)
+HARMLESS = {
+  'ours': (IMPORT + 'MODEL = @heads.HetXL()\nHetXL.num_factors = %R\ntrain.model = %MODEL\n', ''),
+  'unknown': ('import het_plugin.config.registry\nimport os\nx.y = @os.system\n', ''),  # to gin
+  'packages': (OF_PACKAGES, 'optax'),
+  'any function of ours': (
+    DYNAMIC + 'from het_plugin.training import run_files\nrun_files.write_text.path = 1\n',
+    'het_plugin',
+  ),
+}
+WRITE = (
+  'from het_plugin.training import run_files\nfrom het_plugin.training import train\n'
+  'train.train.model_dir = @a/run_files.write_text()\n'
+  "a/run_files.write_text.path = {file!r}\na/run_files.write_text.text = 'x'\n"
+)
+PARSE = (
+  'from het_plugin.config import parsing\nfrom het_plugin.training import train\n'
+  'train.train.model = @parsing.parse_config()\n'
+  'parsing.parse_config.gin_files = [{file!r}]\nparsing.parse_config.bindings = []\n'
+)
+CALLS = {
+  'write_text': WRITE,
+  'parse_config': PARSE,
+  'leave': 'from het_plugin.operations import stopping\nA = @stopping.leave()\n',
+  'write_arrays': 'import het_plugin.weights\nA = [{{1: @x/het_plugin.weights.write_arrays}}]\n',
+  'system': 'import os\nA = @os.system()\n',
+  'inside': 'import seqio\nA = [@x/seqio.utils.os.system()]\n',
+  'inside ours': 'import het_plugin.config.parsing\nhet_plugin.config.parsing.os.system.x = 1\n',
+  'alias': 'import os as het_plugin\nA = @het_plugin.system\n',
+  'alias of two': 'import os as optax\nA = @optax.system\nimport optax\n',
+  'builtins': 'import optax\nA = @gin.macro.__globals__.clear()\n',
+  'attribute': 'import optax\nA = @optax.adam.__globals__.clear()\n',
+}
 CODE = {
   'import': 'import turtle\n',
-  'call': DYNAMIC + 'import os\nA = @os.system()\nos.system.x = 1\n',
-  'inside': DYNAMIC + 'import seqio\nA = [@x/seqio.utils.os.system()]',
-  'alias': DYNAMIC + 'import os as het_plugin\nA = @het_plugin.system',
+  'train': IMPORT + "A = @x/train()\nx/train.model_dir = '/tmp'\n",
+  'data set': IMPORT + "A = {1: ('tfds:kaggle:birds', 2)}\n",
   'include': "include '/tmp/other.gin'\n",
   'syntax': 'A = (\n',
 }
 
 
-@pytest.mark.parametrize('text', HARMLESS)
-def test_ordinary_configurations(text):
-  foreign.check(text, 'config.gin')
+@pytest.fixture(autouse=True)
+def registered():
+  registry.register_trainer()
+  yield
+  gin.clear_config()
+
+
+@pytest.mark.parametrize('kind', HARMLESS)
+def test_ordinary_configurations(kind, parsed_flags):
+  text, given = HARMLESS[kind]
+  with parsed_flags(predict, f'--allow_imports={given}'):
+    foreign.check(text, 'config.gin')
 
 
 @pytest.mark.parametrize('kind', CODE)
@@ -38,18 +77,75 @@ def test_what_runs_code(kind):
   assert 'turtle' not in sys.modules
 
 
-def test_a_run_is_opened_without_its_code(digits_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize('kind', CALLS)
+def test_dynamic_registration_is_for_given_packages(kind, parsed_flags):
+  text = DYNAMIC + CALLS[kind].format(file='x')
+  with pytest.raises(ValueError, match='dynamic_registration, .*--allow_imports=[a-z_,]+ permits'):
+    foreign.check(text, 'config.gin')
+  with parsed_flags(predict, '--allow_imports=optax'):
+    with pytest.raises(ValueError, match='which may run any code|which it does not import'):
+      foreign.check(text, 'config.gin')
+
+
+@pytest.mark.parametrize('given', [[], ['--allow_imports=optax']])
+@pytest.mark.parametrize('call', [WRITE, PARSE], ids=['write', 'parse'])
+@pytest.mark.parametrize('main', [predict, export], ids=['predict', 'export'])
+def test_mains_call_no_function(main, call, given, digits_run, tmp_path, run_main):
+  folder, file = tmp_path / 'run', tmp_path / 'file.gin'
+  folder.mkdir()
+  (folder / 'checkpoint_1').symlink_to(digits_run[0] / 'checkpoint_1')
+  if call is PARSE:
+    (tmp_path / 'evil_module.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    file.write_text('import evil_module\n')
+  (folder / 'config.gin').write_text(DYNAMIC + call.format(file=str(file)))
+  other = f'--dataset={tmp_path}' if main is predict else f'--output={tmp_path / "out.npz"}'
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(tmp_path)
+    message = run_main(main, f'--checkpoint={folder}', other, *given, code=2)
+  assert 'config.gin' in message and 'permits' in message
+  assert not (tmp_path / 'ran').exists() and file.exists() == (call is PARSE)
+
+
+def test_a_run_is_opened_without_its_code(digits_run, tmp_path, monkeypatch, parsed_flags):
   """Until the package is allowed."""
   folder = tmp_path / 'run'
   folder.mkdir()
   (folder / 'checkpoint_1').symlink_to(digits_run[0] / 'checkpoint_1')
   config = (digits_run[0] / 'config.gin').read_text()
-  (folder / 'config.gin').write_text(f'import evil_code\n{config}')
-  (tmp_path / 'evil_code.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+  (folder / 'config.gin').write_text(f'import evil_code\n{config}own_head.tau = 2.0\n')
+  (tmp_path / 'evil_code.py').write_text(
+    f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    'import gin\n'
+    "gin.external_configurable(lambda tau: tau, 'own_head', 'evil_code')\n"
+  )
   monkeypatch.syspath_prepend(tmp_path)
   with pytest.raises(ValueError, match='imports evil_code, .* --allow_imports=evil_code permits'):
     runs.open_run(folder)
   assert not (tmp_path / 'ran').exists()
-  monkeypatch.setattr(foreign, 'ALLOWED', (*foreign.ALLOWED, 'evil_code'))
-  assert runs.open_run(folder).step == 1
+  with parsed_flags(predict, '--allow_imports=evil_code'):
+    assert runs.open_run(folder).step == 1
   assert (tmp_path / 'ran').exists()
+
+
+def test_a_run_with_dynamic_registration_opens_once_its_packages_are_given(
+  digits_run, tmp_path, parsed_flags
+):
+  """Such a run is trained with gin files of one's own that have this line."""
+  frame = tmp_path / 'mine.gin'
+  frame.write_text(
+    DYNAMIC + 'from het_plugin.training import optimizers\nimport optax\n'
+    'optimizers.adamw.learning_rate = @optax.constant_schedule()\n'
+    'optax.constant_schedule.value = 0.1\n'
+  )
+  parsing.parse_config([str(digits_run[0] / 'config.gin'), str(frame)], [])
+  folder = tmp_path / 'run'
+  folder.mkdir()
+  (folder / 'checkpoint_1').symlink_to(digits_run[0] / 'checkpoint_1')
+  (folder / 'config.gin').write_text(gin.config_str())
+  assert (
+    '@optax.constant_schedule()' in gin.config_str() and 'train.train.model' in gin.config_str()
+  )
+  with pytest.raises(ValueError, match='--allow_imports=.*optax.* permits'):
+    runs.open_run(folder)
+  with parsed_flags(predict, '--allow_imports=optax'):
+    assert runs.open_run(folder).step == 1

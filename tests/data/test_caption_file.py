@@ -121,6 +121,8 @@ def test_no_such_file(tmp_path):
 
 
 BAD_FILES = {
+  "'file' is '../a.png'; it must be a path below": '{"file": "../a.png", "caption": "a"}',
+  "'file' is '/etc/a.png'; it must be a path below": 'file,caption\n/etc/a.png,a',
   'captions.jsonl, line 2 is not valid JSON': '{"file": "a", "caption": "b"}\n{"file": ',
   "line 1: a record must be an object with 'file' and 'caption'": '{"file": "a"}',
   "line 2: 'split' is 'y'; a was in 'x' before": '{"file": "a", "caption": "b", "split": "x"}\n'

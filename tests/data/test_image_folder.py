@@ -91,6 +91,7 @@ def test_labels_in_a_table(tmp_path, image_files):
     'file,label,annotator\ntrain/cat/000.png,cat,\n': 'line 2: the vote has no annotator',
     'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is not a class folder",
     'file,label\ntrain/cat/9.png,cat\n': "there is no image 'train/cat/9.png'",
+    'file,label\n../train/cat/9.png,cat\n': "there is no image '../train/cat/9.png'",
     'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'sum to 0.5; weights must be',
     'file\n': r"lacks the columns \['label'\]",
   }.items():

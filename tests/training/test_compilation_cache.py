@@ -1,6 +1,9 @@
+import os
+
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
@@ -45,3 +48,23 @@ def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_
   _, resumed = toy_run.run(tmp_path / 'parts', total_steps=2, **settings)
   assert hits() > before
   jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+
+
+@pytest.mark.usefixtures('no_cache')
+def test_programs_of_another_user_are_not_read(tmp_path, monkeypatch, caplog):
+  with compilation_cache.in_directory(epath.Path(tmp_path)):
+    jax.jit(lambda x: x + 1)(np.ones(3)).block_until_ready()
+  programs = {*(tmp_path / compilation_cache.FOLDER).iterdir()}
+  assert programs
+  real = os.stat
+
+  def stat(path, *args, **kwargs):
+    found = real(path, *args, **kwargs)
+    another = os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
+    return another if os.fspath(path) == str(min(programs)) else found
+
+  monkeypatch.setattr(os, 'stat', stat)
+  with compilation_cache.in_directory(epath.Path(tmp_path)):
+    jax.jit(lambda x: x + 2)(np.ones(3)).block_until_ready()
+  assert {*(tmp_path / compilation_cache.FOLDER).iterdir()} == programs
+  assert f'{min(programs)} belongs to another user' in caplog.text

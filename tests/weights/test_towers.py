@@ -287,6 +287,80 @@ def test_the_activation_of_clip():
   assert mlp(timm, architecture='vit_base_patch16_clip_quickgelu_224') == 'quick_gelu'
 
 
+def siglip_arrays(project, width=32, patch_size=7, side=4):
+  """An image tower of SigLIP with one block under a project's names, with random arrays."""
+  timm = project == 'timm'
+  block, pool = ('blocks.0', 'attn_pool') if timm else ('encoder.layers.0', 'head')
+  root = '' if timm else 'vision_model.'
+  rng, hidden = np.random.default_rng(0), width + 16
+  names = {
+    'norms': ('norm1', 'norm2') if timm else ('layer_norm1', 'layer_norm2'),
+    'attention': 'attn' if timm else 'self_attn',
+    'out': 'proj' if timm else 'out_proj',
+  }
+  shapes = {f'{root}{pool}.{"latent" if timm else "probe"}': (1, 1, width)}
+  embedding = 'patch_embed.proj' if timm else 'embeddings.patch_embedding'
+  shapes[f'{root}{embedding}.weight'] = (width, 3, patch_size, patch_size)
+  shapes[f'{root}{embedding}.bias'] = (width,)
+  if timm:
+    shapes['pos_embed'] = (1, side**2, width)
+  else:
+    shapes[f'{root}embeddings.position_embedding.weight'] = (side**2, width)
+  norms = [f'{block}.{name}' for name in names['norms']]
+  norms += ['norm' if timm else 'post_layernorm', f'{pool}.{"norm" if timm else "layernorm"}']
+  shapes |= {f'{root}{norm}.{x}': (width,) for norm in norms for x in ('weight', 'bias')}
+  dense = {f'{block}.{names["attention"]}.{names["out"]}': (width, width)}
+  if timm:
+    dense |= {f'{block}.attn.qkv': (3 * width, width), f'{pool}.q': (width, width)}
+    dense |= {f'{pool}.kv': (2 * width, width), f'{pool}.proj': (width, width)}
+  else:
+    dense |= {f'{block}.self_attn.{x}_proj': (width, width) for x in 'qkv'}
+    dense[f'{pool}.attention.out_proj'] = (width, width)
+    shapes[f'{root}{pool}.attention.in_proj_weight'] = (3 * width, width)
+    shapes[f'{root}{pool}.attention.in_proj_bias'] = (3 * width,)
+  for mlp in (f'{block}.mlp', f'{pool}.mlp'):
+    dense |= {f'{mlp}.fc1': (hidden, width), f'{mlp}.fc2': (width, hidden)}
+  for name, shape in dense.items():
+    shapes |= {f'{root}{name}.weight': shape, f'{root}{name}.bias': shape[:1]}
+  return {name: 0.3 * rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def test_the_gelu_of_siglip():
+  """Exact in most files of timm, the tanh approximation in those of transformers."""
+
+  def mlp(project, sizes=(), **config):
+    tower = weights.read_tower(siglip_arrays(project, *sizes), config)
+    assert tower.settings['pooling'] == 'map' and not tower.skipped
+    return tower.settings['mlp']
+
+  assert mlp('timm') == mlp('timm', architecture='vit_base_patch16_siglip_224') == 'gelu_exact'
+  assert mlp('transformers') == mlp('transformers', hidden_act='gelu_pytorch_tanh') == 'gelu'
+  assert mlp('transformers', hidden_act='gelu') == 'gelu_exact'
+  for sizes in ((32, 32, 2), (1536, 2, 1), (1152, 16, 1), (1024, 16, 32)):
+    assert mlp('timm', sizes) == 'gelu', sizes
+  for sizes in ((1152, 14, 1), (1024, 16, 24)):
+    assert mlp('timm', sizes) == 'gelu_exact', sizes
+
+
+@pytest.mark.parametrize('act_layer', [None, 'gelu_tanh'])
+def test_parity_with_siglip_of_timm(act_layer):
+  torch = pytest.importorskip('torch')
+  timm = pytest.importorskip('timm')
+  sizes = {'img_size': 28, 'patch_size': 7, 'embed_dim': 32, 'depth': 2, 'num_heads': 4}
+  special = {'class_token': False, 'global_pool': 'map', 'num_classes': 0, 'act_layer': act_layer}
+  model = timm.models.VisionTransformer(**sizes, **special).eval()
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(0.2 * torch.randn_like(p))
+  image = np.random.default_rng(0).random((2, 28, 28, 3)).astype(np.float32)
+  with torch.no_grad():
+    expected = model(torch.tensor((2 * image - 1).transpose(0, 3, 1, 2))).numpy()
+  arrays = {name: x.numpy() for name, x in model.state_dict().items()}
+  config = {'num_attention_heads': 4} | ({'hidden_act': 'gelu_pytorch_tanh'} if act_layer else {})
+  np.testing.assert_allclose(phi_of(weights.read_tower(arrays, config), image), expected, atol=2e-5)
+
+
 def timm_arrays(params):
   """Parameters of a DINOv2-like ViT of ours under timm's names, written out independently."""
   p, arrays = params, {}
