@@ -49,6 +49,7 @@ from het_plugin.integrate.gaussian import (
   Linear,
   LowRank,
   Opaque,
+  checked,
   is_valid,
   masked,
   project,
@@ -134,6 +135,7 @@ class Analytic:
     """Negative log-likelihood [B] of int32 labels [B] or [B, L], as `Integrator.nll` defines it;
     `keys` is ignored.
     """
+    logits = checked(logits)
     labels = check_labels(logits, labels)
     if logits.link == 'softmax':
       listed = labels >= 0
@@ -149,7 +151,7 @@ class Analytic:
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
-    return ESTIMATORS[self.method](logits)
+    return ESTIMATORS[self.method](checked(logits))
 
 
 def _refuse_opaque(logits):

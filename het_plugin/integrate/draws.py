@@ -52,14 +52,14 @@ class Draws:
     """Letters of the dimensions, for `Placement.shard_map`."""
     rotation = None if self.rotation is None else ('btm', 'bmt')
     mean = None if self.mean is None else 'bt'
-    return Draws('b' if len(self.keys) > 1 else '1', rotation, mean)
+    return Draws('1' if self.keys.shape[0] == 1 else 'b', rotation, mean)
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)
     if self.rotation is not None:
       left, right = (x.astype(z.dtype) for x in self.rotation)
-      z = jnp.broadcast_to(z, (len(left), *z.shape[1:]))
+      z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
       along = jnp.einsum('bst,btm->bsm', z, left, precision=jax.lax.Precision.HIGHEST)
       z = z - jnp.einsum('bsm,bmt->bst', along, right, precision=jax.lax.Precision.HIGHEST)
     return z if self.mean is None else z + self.mean[:, None].astype(z.dtype)
@@ -85,7 +85,7 @@ def find_tilt(
   """
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
   # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
-  mean, u = jnp.zeros_like(location, shape=(len(location), num_normals)), location
+  mean, u = jnp.zeros_like(location, shape=(location.shape[0], num_normals)), location
   _, pull = jax.vjp(to_logits, mean[:, None])
   for _ in range(NUM_TILT_STEPS):
     p = jax.nn.softmax(u)
@@ -114,8 +114,9 @@ def find_rotation(
   """
   count = min(NUM_DIRECTIONS, num_normals)
   p = jax.nn.softmax(location)[:, None]
-  start = jax.random.normal(jax.random.key(0), (count, num_normals), location.dtype)
-  directions = start + jnp.zeros_like(location[:, :1, None])  # varying, as in `find_tilt`
+  start = jax.random.normal(jax.random.key(0), (count, num_normals), jnp.float32)
+  # Varying, as in `find_tilt`.
+  directions = start.astype(location.dtype) + jnp.zeros_like(location[:, :1, None])
   for _ in range(NUM_ROUNDS):
     noise, pull = jax.vjp(to_logits, directions)
     weighted = p * (noise - jnp.sum(p * noise, axis=-1, keepdims=True))

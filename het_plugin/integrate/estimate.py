@@ -174,7 +174,7 @@ one_pass.defvjp(_one_pass_fwd, _one_pass_bwd)
 def with_shift(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The gradients of rows and shift."""
   # A product, because XLA's sum over examples took ten times as long on a CPU.
-  ones = jnp.ones(len(gradient), gradient.dtype)
+  ones = jnp.ones(gradient.shape[0], gradient.dtype)
   shift = jnp.einsum('b,bk->k', ones, gradient[:, -1], precision=jax.lax.Precision.HIGHEST)
   return gradient, shift
 
@@ -256,7 +256,7 @@ def _samples_spec(samples, buckets=None):
     noise = 'btk'
   if isinstance(projection, Linear):
     projection = Linear('qk', None if projection.phi is None else 'bq')
-  return Samples('bsk' if len(samples.mean) > 1 else '1sk', noise, projection)
+  return Samples('1sk' if samples.mean.shape[0] == 1 else 'bsk', noise, projection)
 
 
 # Values at all classes

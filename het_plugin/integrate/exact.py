@@ -125,7 +125,8 @@ def _log_mixture(mean, variance):
 
   All sums are relative to exp(-(a_0 mu)^2 / 2) with the smallest a_0, so that none underflows.
   """
-  z2_0 = jnp.square(SCALES[0] * mean) / (1.0 + SCALES[0] ** 2 * variance)
+  lowest = float(SCALES[0])  # a scalar of NumPy would widen float32 to float64
+  z2_0 = jnp.square(lowest * mean) / (1.0 + lowest**2 * variance)
 
   def sums(mean, variance, z2_0, unroll=1):
     def add(sums, term):
@@ -184,7 +185,7 @@ def marginals(
     if not is_fused:
       return by_xla(*arguments)
     kernel = functools.partial(
-      fused.last_and_squares, placement.Placement.current(len(logits.location))
+      fused.last_and_squares, placement.Placement.current(logits.location.shape[0])
     )
     by_kernel = functools.partial(_projected_marginals, kernel, sys.maxsize)
     return jax.lax.platform_dependent(*arguments, cuda=by_xla, default=by_kernel)
@@ -266,7 +267,7 @@ def _streamed_variance(scale, loading, kernel, size):
     def add(total, group):
       return total + of_group(group, scale, kernel), None
 
-    batch = len(loading) if scale is None else len(scale)
+    batch = (loading if scale is None else scale).shape[0]
     dtype = jnp.promote_types(loading.dtype, jnp.float32)
     zero = jnp.zeros_like(loading, dtype, shape=(batch, kernel.shape[-1]))
     return jax.lax.scan(add, zero, groups)[0]

@@ -185,7 +185,7 @@ last_and_squares.defvjp(_last_and_squares_fwd, _last_and_squares_bwd)
 
 def _draw(plan, draws, rows, chunk):
   """z extended by a 1 for mu [B, s, T + 1], log-weights [B, s], and which samples count [s]."""
-  z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, len(rows))
+  z, counts = draw(plan, draws, chunk, rows.shape[1] - 1, rows.shape[0])
   return with_last(z, 1.0), jnp.where(counts, draws.log_weight(z), -jnp.inf), counts
 
 

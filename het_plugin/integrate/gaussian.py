@@ -150,6 +150,32 @@ class GaussianLogits:
     return jnp.concatenate([projected.dense_loading(), projected.diag[:, None]], axis=1)
 
 
+def checked(logits: GaussianLogits) -> GaussianLogits:
+  """The logits with all arrays in the dtype of the location, float32 or wider, except the W of a
+  projection and the parameters of `get_logits`.
+
+  Raises:
+    ValueError: these are no `GaussianLogits`.
+  """
+  if not isinstance(logits, GaussianLogits):
+    raise ValueError(
+      f'logits must be the GaussianLogits that a head returns; got {type(logits).__name__}'
+    )
+  dtype = jnp.promote_types(jnp.result_type(logits.location), jnp.float32)
+  location, covariance, temperature = jax.tree.map(
+    lambda x: jnp.asarray(x, dtype), (logits.location, logits.covariance, logits.temperature)
+  )
+  projection = logits.projection
+  if isinstance(projection, Linear) and projection.phi is not None:
+    phi, bias = jnp.asarray(projection.phi, dtype), jnp.asarray(projection.bias, dtype)
+    projection = projection.replace(phi=phi, bias=bias)
+  elif isinstance(projection, Opaque):
+    projection = projection.replace(phi=jnp.asarray(projection.phi, dtype))
+  return logits.replace(
+    location=location, covariance=covariance, projection=projection, temperature=temperature
+  )
+
+
 def is_valid(logits: GaussianLogits) -> jax.Array:
   """bool [Kp], False at padded classes."""
   return jnp.arange(logits.location.shape[-1]) < logits.num_classes

@@ -10,7 +10,7 @@ import numpy as np
 
 from het_plugin.integrate import estimate, exact, fused, samplers
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt
-from het_plugin.integrate.gaussian import GaussianLogits, Opaque, is_valid, masked
+from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, is_valid, masked
 from het_plugin.integrate.order import make_plan
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.samples import Constants, samples_of
@@ -32,6 +32,9 @@ class Integrator:
   (`exact`). With the link 'softmax' it is a mean over samples. Probabilities never leave log space,
   so nothing is clipped. Deterministic logits (no covariance) always use the closed form.
 
+  Results have the dtype of the location, float32 or wider, and so have all numbers on the way. The
+  batch size may be symbolic (`jax.export`).
+
   All results are differentiable; those of fused kernels once. First derivatives stream over
   samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
   mode keeps the logits of all samples.
@@ -43,7 +46,8 @@ class Integrator:
       (`pick_order`). The same draws give the same values either way.
     chunk_size: samples whose logits exist at one time; None takes 32, or fewer if `chunk_bytes`
       requires it.
-    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device.
+    chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device; with a symbolic
+      B, for those of one example.
     implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
       first, or if the method is exact and the projection linear (HET-XL). They are for TPUs and
       NVIDIA GPUs, those of the exact method for TPUs only; other devices interpret them, slowly.
@@ -101,14 +105,14 @@ class Integrator:
         examples share. Ignored if the logits are deterministic or the method is exact.
 
     Returns:
-      float32 [B]; an example without any label gets 0 under softmax, and one with a label that is
+      [B]; an example without any label gets 0 under softmax, and one with a label that is
       not below K gets NaN (under `jax.jit`, where labels cannot be looked at).
 
     Raises:
-      ValueError: labels are not whole numbers, do not have B rows, or (if they are concrete) are
-        not below K.
+      ValueError: the logits are no `GaussianLogits`; or labels are not whole numbers, do not have B
+        rows, or (if they are concrete) are not below K.
     """
-    return on_mesh_of_caller(self._nll, 'b', logits, labels, keys)
+    return on_mesh_of_caller(self._nll, 'b', checked(logits), labels, keys)
 
   def _nll(self, logits, labels, keys):
     labels = check_labels(logits, labels)
@@ -123,12 +127,12 @@ class Integrator:
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """log p(k | x) of every class: float32 [B, Kp], with padded classes at about -1e30.
+    """log p(k | x) of every class: [B, Kp], with padded classes at about -1e30.
 
     With a softmax the probabilities of the classes sum to one. With a sigmoid this is
     log p(y_k = 1 | x) per class.
     """
-    return on_mesh_of_caller(self._log_prob, 'bk', logits, keys)
+    return on_mesh_of_caller(self._log_prob, 'bk', checked(logits), keys)
 
   def _log_prob(self, logits, keys):
     if logits.link == 'sigmoid':
@@ -140,7 +144,7 @@ class Integrator:
     return masked(logits, log_p)
 
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """E[H(y | x, z)], the entropy given the noise, averaged over the noise: float32 [B], nats.
+    """E[H(y | x, z)], the entropy given the noise, averaged over the noise: [B], nats.
 
     The entropy of `log_prob` less this is the mutual information of label and noise (Depeweg et al.
     2018, https://arxiv.org/abs/1710.07283, eq. 4, with noise in place of weights). Both are exact
@@ -150,7 +154,7 @@ class Integrator:
     Use it for evaluation only: with K sharded, every chunk of samples communicates over the model
     axis.
     """
-    return on_mesh_of_caller(self._expected_entropy, 'b', logits, keys)
+    return on_mesh_of_caller(self._expected_entropy, 'b', checked(logits), keys)
 
   def _expected_entropy(self, logits, keys):
     if logits.covariance is None:
@@ -218,7 +222,7 @@ class Integrator:
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
     self._is_exact(logits)  # refuses where method='exact' cannot be met
-    given, batch = np.shape(keys), len(logits.location)
+    given, batch = np.shape(keys), logits.location.shape[0]
     is_typed = keys is not None and jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key)
     if not is_typed or given not in ((batch,), (1,)):
       raise ValueError(
@@ -250,7 +254,7 @@ def _say_once(message):
 
 def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
   """Labels [B, L] of labels [B] or [B, L], as `Integrator.nll` takes them."""
-  batch = len(logits.location)
+  batch = logits.location.shape[0]
   shape, dtype = jnp.shape(labels), jnp.result_type(labels)
   if not jnp.issubdtype(dtype, jnp.integer):
     raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}')

@@ -80,7 +80,7 @@ def _placement(logits):
       f'{num_classes} (padded) classes do not divide into {shards} shards of the model axis: '
       f"set the head's class_multiple to a multiple of {shards}"
     )
-  return Placement.current(len(logits.location))
+  return Placement.current(logits.location.shape[0])
 
 
 def pick_order(logits: GaussianLogits, num_samples: int) -> str:

@@ -7,6 +7,7 @@ import math
 import jax
 from flax import core
 from flax.linen import partitioning as flax_partitioning
+from jax import export
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,10 @@ def mesh_axes(logical_axis: str) -> str | tuple[str, ...] | None:
 
 
 def bytes_per_device(logits: jax.Array) -> int:
-  """Bytes of an array [B, Kp] on one device, at least 1."""
+  """Bytes of an array [B, Kp] on one device, at least 1; with a symbolic B (`jax.export`), those
+  of one example.
+  """
+  batch, num_classes = logits.shape
+  num_elements = (1 if export.is_symbolic_dim(batch) else batch) * num_classes
   shards = num_shards('vocab') * num_shards('batch')
-  return max(1, logits.size * logits.dtype.itemsize // shards)
+  return max(1, num_elements * logits.dtype.itemsize // shards)

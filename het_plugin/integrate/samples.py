@@ -38,7 +38,8 @@ class Samples:
 
   @property
   def batch_size(self) -> int:
-    return len(self.noise.diag if isinstance(self.noise, LowRank) else self.noise)
+    noise = self.noise.diag if isinstance(self.noise, LowRank) else self.noise
+    return noise.shape[0]
 
   @property
   def num_normals(self) -> int:
@@ -60,7 +61,7 @@ class Samples:
     loading = self.noise.loading
     if self.noise.scale is not None:
       # An outer product, whose transpose is a product too: XLA's sum is slow on a CPU.
-      ones = jnp.ones(len(loading), loading.dtype)
+      ones = jnp.ones(loading.shape[0], loading.dtype)
       loading = loading * jnp.einsum('r,bk->brk', ones, self.noise.scale)
     rows = jnp.concatenate([loading, self.noise.diag[:, None], self.mean], axis=1)
     return rows, jnp.zeros_like(self.mean[0, 0])

@@ -1,6 +1,9 @@
-"""The heads: parameter counts, the paper's equations, padding, temperature, logical axes,
-errors.
+"""The heads: parameter counts, the paper's equations, padding, temperature, logical axes, dtypes,
+exports, errors.
 """
+
+import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import partitioning
+from jax import export
 
 from het_plugin.heads import (
   Det,
@@ -30,6 +34,7 @@ HEADS = {
   'het_xl_own': HetXL(K, num_factors=R, noise_dim=M, class_multiple=8),
 }
 PHI = jax.random.normal(jax.random.key(0), (B, D))
+INDEX = jnp.arange(B)
 
 
 def size(tree):
@@ -244,6 +249,73 @@ def test_bfloat16_products_give_float32_logits(name='het_xl'):
   exact = Integrator(num_samples=S).log_prob(HEADS[name].apply({'params': params}, PHI), keys)
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got[:, :K], exact[:, :K], atol=0.2)
+
+
+# A softmax of 8 Sobol points is tilted, one of 40 also rotated and drawn in chunks.
+INTEGRALS = [('softmax', 'sample', 8), ('softmax', 'sample', 40), ('sigmoid', 'sample', 8)]
+INTEGRALS.append(('sigmoid', 'exact', 1))
+
+
+def make_integrator(name, method, num_samples):
+  sampled = {'sampler': 'sobol', 'method': method}
+  return Integrator(num_samples, **({} if name == 'det' else sampled))
+
+
+@pytest.mark.parametrize('link,method,num_samples', INTEGRALS)
+@pytest.mark.parametrize('name', HEADS)
+def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
+  """Values and gradients for each dtype of phi and of the head."""
+  integrator = make_integrator(name, method, num_samples)
+  weight = np.random.default_rng(0).normal(size=(B, K))
+
+  def run(phi_dtype, dtype, params):
+    head = HEADS[name].clone(link=link, dtype=dtype)
+
+    @functools.partial(jax.value_and_grad, argnums=(1, 2), has_aux=True)
+    def losses(integrator, params, phi):
+      logits, keys = head.apply({'params': params}, phi), example_keys(jax.random.key(2), INDEX)
+      log_prob = integrator.log_prob(logits, keys)[:, :K]
+      nll, entropy = integrator.nll(logits, INDEX, keys), integrator.expected_entropy(logits, keys)
+      return (weight * log_prob).sum() + (nll - 2.0 * entropy).sum(), (log_prob, nll, entropy)
+
+    arguments = params, jnp.asarray(PHI, phi_dtype)
+    (_, values), gradients = jax.eval_shape(functools.partial(losses, integrator), *arguments)
+    assert {x.dtype for x in values} == {jnp.dtype(dtype)}
+    types = jax.tree.map(lambda x: x.dtype, (arguments, gradients))
+    assert types[0] == types[1]
+    # A rotation magnifies the rounding of float32 in directions with hardly any noise.
+    integrator_without = dataclasses.replace(integrator, rotate=False)
+    return jax.jit(functools.partial(losses, integrator_without))(*arguments)
+
+  params = init(HEADS[name])
+  with jax.enable_x64(True):
+    expected = run(jnp.float64, jnp.float64, params)
+    for dtypes in ((jnp.float32, jnp.float64), (jnp.float64, jnp.float32), (jnp.float32,) * 2):
+      got = run(*dtypes, params)
+      for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * (1e-3 + np.abs(y).max()))
+
+
+@pytest.mark.parametrize('link,method,num_samples', [INTEGRALS[1], INTEGRALS[-1]])
+@pytest.mark.parametrize('name', HEADS)
+def test_an_export_takes_any_batch_size(name, link, method, num_samples):
+  """`jax.export` with a symbolic B, of what a served model computes."""
+  head = HEADS[name].clone(link=link, temperature=LearnedTemperature())
+  params = init(head)
+  integrator = make_integrator(name, method, num_samples)
+
+  @jax.jit
+  def predict(params, phi, labels):
+    logits = head.apply({'params': params}, phi)
+    keys = example_keys(jax.random.key(2), jnp.arange(phi.shape[0]))
+    log_prob, entropy = integrator.log_prob(logits, keys), integrator.expected_entropy(logits, keys)
+    return log_prob, entropy, integrator.nll(logits, labels, keys[:1])
+
+  shapes = export.symbolic_args_specs((PHI, INDEX), ('b, ...', 'b'))
+  program = export.export(predict)(params, *shapes)
+  got, expected = program.call(params, PHI, INDEX), predict(params, PHI, INDEX)
+  for x, y in zip(got, expected, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

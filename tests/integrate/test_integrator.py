@@ -14,6 +14,7 @@ from scipy import special
 
 from het_plugin import heads
 from het_plugin.integrate import (
+  Analytic,
   GaussianLogits,
   Hashed,
   Integrator,
@@ -565,6 +566,9 @@ def test_wrong_labels_are_one_sentence(labels, words):
 
 def test_impossible_requests_are_named():
   arrays = make('linear', dtype=jnp.float32)
+  for function in (Integrator().nll, Analytic().nll):
+    with pytest.raises(ValueError, match='GaussianLogits.*got ArrayImpl'):
+      function(arrays['location'], pad(LABELS))
   for keys in (None, jax.random.key(0), keys_of()[:2], jnp.arange(B)):
     with pytest.raises(ValueError, match=r'need typed keys \[3\], one per example'):
       Integrator(2).log_prob(gaussian(arrays, 'linear'), keys)
