@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import het_plugin
-from het_plugin.operations import stopping
+from het_plugin.operations import stopping, versions
 
 _TRAINING = ('train', 'ablate', 'tune', 'quickstart')
 
@@ -45,6 +45,9 @@ def main() -> None:
     sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
     if command in _TRAINING:
       stopping.install()  # the imports below take seconds
+    if problem := versions.unsupported():
+      print(f'Error: {problem}', file=sys.stderr)
+      sys.exit(2)
     try:
       chosen = importlib.import_module(f'het_plugin.{command}')
       from het_plugin.config import command_line

@@ -3,40 +3,39 @@
 # when requirements.txt or pyproject.toml changed since the last time, and leaves
 #   ROOT     the checkout
 #   PYTHON   the environment's interpreter
-# HET_PLUGIN_PYTHON=/path/to/python chooses the interpreter that a new .venv is made from.
+# HET_PLUGIN_PYTHON=/path/to/python chooses the Python. An environment of another version of Python is made anew.
+# HET_PLUGIN_ENVIRONMENT=folder takes the place of .venv.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="$ROOT/.venv/bin/python"
+source "$ROOT/launch/find_python.sh"
 cd "$ROOT" || exit
+ENVIRONMENT="${HET_PLUGIN_ENVIRONMENT:-.venv}"
+[[ "$ENVIRONMENT" == /* ]] && PYTHON="$ENVIRONMENT/bin/python" || PYTHON="$ROOT/$ENVIRONMENT/bin/python"
 
 say() { printf '[%s] %s\n' "$(basename "$0")" "$*"; }
 die() { say "$*" >&2; exit 1; }
 
-# True when the interpreter $1 runs, can make environments, and is Python 3.11 or newer.
-suitable_python() {
-  "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
-}
-
-find_python() {
-  local candidate
-  for candidate in ${HET_PLUGIN_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
-    if suitable_python "$candidate"; then
-      echo "$candidate"
-      return
-    fi
-  done
-  die "found no Python 3.11 to 3.13 with venv (looked at: ${HET_PLUGIN_PYTHON:-python3.11 python3.12 python3.13 python3 python})." \
-    "Install one (Debian, Ubuntu: apt install python3 python3-venv) or set HET_PLUGIN_PYTHON to one."
-}
-
 make_environment() {
-  local base
+  local base="${HET_PLUGIN_PYTHON:-}" found=''
   if "$PYTHON" -m pip --version >/dev/null 2>&1; then
-    return
+    found="$(version_of "$PYTHON" || true)"
   fi
-  base="$(find_python)"
-  say "making .venv with $("$base" --version) ($base)"
-  "$base" -m venv .venv
+  if [[ -n "$base" ]]; then
+    version_of "$base" >/dev/null || die "HET_PLUGIN_PYTHON=$base is no Python 3.11 to 3.13 with venv."
+    [[ "$found" == "$(version_of "$base")" ]] && return
+  else
+    [[ -n "$found" ]] && return
+    base="$(find_pythons)"
+    base="${base%%$'\n'*}"  # the newest
+    [[ -n "$base" ]] || die "found no Python 3.11 to 3.13 with venv." \
+      "Install one (Debian, Ubuntu: apt install python3 python3-venv) or set HET_PLUGIN_PYTHON to one."
+  fi
+  if [[ -n "$found" ]]; then
+    say "$ENVIRONMENT is of Python $found: making it anew with $("$base" --version) ($base)"
+  else
+    say "making $ENVIRONMENT with $("$base" --version) ($base)"
+  fi
+  "$base" -m venv --clear "$ENVIRONMENT"
 }
 
 # What the installation depends on, as one hash: the two files, the interpreter, and the place (an editable install).
@@ -48,11 +47,7 @@ print(hashlib.sha256("\n".join(parts).encode()).hexdigest())' "$ROOT"
 }
 
 install() {
-  # The pins have wheels for Python 3.11 to 3.13; newer Pythons take what pyproject.toml's ranges allow.
-  local packages=(-e '.[train,test]')
-  if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then
-    packages+=(-r requirements.txt)
-  fi
+  local packages=(-e '.[train,test]' -r requirements.txt)
   "$PYTHON" -m pip install --quiet uv || say 'uv is not to be had here; pip will do, more slowly'
   if "$PYTHON" -m uv --version >/dev/null 2>&1; then
     # As pip does. Without, and where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile all of TensorFlow.
@@ -63,14 +58,14 @@ install() {
 }
 
 setup_environment() {
-  local stamp_file=.venv/het_plugin.stamp stamp
+  local stamp_file="$ENVIRONMENT/het_plugin.stamp" stamp
   make_environment
   stamp="$(wanted_stamp)"
   if [[ "$(cat "$stamp_file" 2>/dev/null)" == "$stamp" ]]; then
-    say "reusing .venv ($("$PYTHON" --version))"
+    say "reusing $ENVIRONMENT ($("$PYTHON" --version))"
     return
   fi
-  say 'installing into .venv: about a minute and 2 to 3 GB the first time'
+  say "installing into $ENVIRONMENT: about a minute and 2 to 3 GB the first time"
   local started=$SECONDS
   install
   echo "$stamp" > "$stamp_file"

@@ -3,8 +3,11 @@ of mains, a small trained run.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,16 +20,39 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Tests compile for longer than they compute. Without the slow passes of LLVM and the newer code
 # generator of XLA for fused loops it takes half of the time. Two programs may then round the last
-# bit of exp or erf_inv differently. libtpu ends a process that has flags of the CPU's compiler.
-_FLAGS = ['--xla_force_host_platform_device_count=8']
-if importlib.util.find_spec('libtpu') is None:
-  _FLAGS += [
-    '--xla_backend_optimization_level=0',
-    '--xla_llvm_disable_expensive_passes=true',
-    '--xla_cpu_use_fusion_emitters=false',
-    '--xla_cpu_parallel_codegen_split_count=1',
-  ]
-os.environ.setdefault('XLA_FLAGS', ' '.join(_FLAGS))
+# bit of exp or erf_inv differently.
+_FLAGS = (
+  '--xla_force_host_platform_device_count=8',
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+  '--xla_cpu_use_fusion_emitters=false',
+  '--xla_cpu_parallel_codegen_split_count=1',
+)
+
+
+def _known(flags):
+  """Those of `flags` that this jaxlib knows: XLA ends a process that has another.
+
+  Each is tried once, in a process of its own; the answers stay in .cache.
+  """
+  path = _CHECKOUT / '.cache' / f'xla_flags-{importlib.metadata.version("jaxlib")}.json'
+  answers = json.loads(path.read_text()) if path.exists() else {}
+  if not set(flags) <= set(answers):
+    program = [sys.executable, '-c', 'import jax; jax.devices()']
+    for flag in flags:
+      environment = os.environ | {'XLA_FLAGS': flag}
+      answers[flag] = not subprocess.run(program, env=environment, capture_output=True).returncode
+    path.parent.mkdir(exist_ok=True)
+    written = path.with_suffix(f'.{os.getpid()}')
+    written.write_text(json.dumps(answers, indent=2))
+    written.rename(path)  # another pytest may read it meanwhile
+  return [flag for flag in flags if answers[flag]]
+
+
+if 'XLA_FLAGS' not in os.environ:
+  # libtpu ends a process that has flags of the CPU's compiler.
+  asked = _FLAGS if importlib.util.find_spec('libtpu') is None else _FLAGS[:1]
+  os.environ['XLA_FLAGS'] = ' '.join(_known(asked))
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # A notice on each import otherwise.
 os.environ.setdefault('CUDA_VISIBLE_DEVICES', '')

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tqdm
 from jax.flatten_util import ravel_pytree
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import objective
 from het_plugin.estimators.model import Model
+from het_plugin.reporting import Progress
 
 MEMORY = 20
 MAX_LINE_SEARCH_STEPS = 30
@@ -132,8 +132,8 @@ def minimise(
   objective in float32.
   """
   num_iterations, stage, failures = 0, FIRST_STAGE, 0
-  hidden = None if progress else True  # None: shown on a terminal
-  with tqdm.tqdm(total=max_iter, desc=model.head, disable=hidden, leave=False) as bar:
+  terminal = {'seconds': math.inf, 'shown': progress}  # only there
+  with Progress(model.head, max_iter, unit='iterations', **terminal) as bar:
     for restart in itertools.count():
       whitening = objective.whitening_of(model, params, rows)
       evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
@@ -153,8 +153,7 @@ def minimise(
           break
         theta, value, gradient, _, largest = found
         num_iterations += 1
-        bar.update()
-        bar.set_postfix(objective=f'{value:.6f}', gradient=f'{largest:.1e}')
+        bar.update(1, f'objective {value:.6f}, gradient {largest:.1e}')
       params = objective.unwhiten(model, theta, whitening)
       if num_iterations >= max_iter:
         break

@@ -11,6 +11,7 @@ has happened `NUM_RATES` times.
 import copy
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -18,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tqdm
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import lbfgs, objective, placement, starts
 from het_plugin.estimators.model import Model
+from het_plugin.reporting import Progress
 
 BATCH_SIZE = 1024
 LEARNING_RATE = 0.1  # over the square root of D
@@ -152,8 +153,9 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
   period = min(EVALUATION_STEPS, max_iter * per_epoch)
   best, best_nll = theta, validate(theta)
   theta, mean = jax.tree.map(jnp.copy, (best, best))
-  hidden = None if progress else True  # None: shown on a terminal
-  with tqdm.tqdm(total=max_iter * per_epoch, desc=model.head, disable=hidden, leave=False) as bar:
+  note = ''
+  terminal = {'seconds': math.inf, 'shown': progress}  # only there
+  with Progress(model.head, max_iter * per_epoch, unit='steps', **terminal) as bar:
     for epoch in itertools.count():
       if epoch == max_iter or num_rates == NUM_RATES:
         break
@@ -162,11 +164,11 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
         batch = placement.place_rows(rows(order[i * size : (i + 1) * size]), mesh)
         theta, mean, state = _step(model, theta, mean, state, rate, batch, whitening)
         step += 1
-        bar.update()
+        bar.update(1, note)
         if step % period:
           continue
         nll = validate(mean)
-        bar.set_postfix(held_out_nll=f'{nll:.5f}', rate=f'{rate:.1e}')
+        note = f'held-out NLL {nll:.5f}, learning rate {rate:.1e}'
         waited = 0 if nll < best_nll - MIN_GAIN else waited + 1
         if nll < best_nll:
           best, best_nll = jax.tree.map(jnp.copy, mean), nll

@@ -180,7 +180,8 @@ def _reciprocal(x, interpret):
   """1 / x for float32 x in [1, 2]: the hardware's estimate and one Newton step."""
   if interpret:
     return 1.0 / x
-  r = pl.reciprocal(x, approx=True)
+  # jax 0.12 has it in pltpu, jax 0.10 in pl.
+  r = (pltpu if hasattr(pltpu, 'reciprocal') else pl).reciprocal(x, approx=True)
   return r * (2.0 - x * r)
 
 

@@ -6,7 +6,10 @@ import time
 from typing import TextIO
 
 import jax
-import tqdm
+from rich import progress
+from rich.console import Console
+
+_REFRESH_SECONDS = 0.1
 
 
 class Progress:
@@ -27,43 +30,57 @@ class Progress:
     unit: str = 'images',
     seconds: float = 10.0,
     stream: TextIO | None = None,
+    shown: bool = True,
   ):
-    """Starts at `done`, which the rate leaves out; two lines are at least `seconds` apart."""
+    """Starts at `done`, which the rate leaves out.
+
+    Two lines are at least `seconds` apart: without a terminal, math.inf shows nothing.
+    """
     self._stream = sys.stderr if stream is None else stream
     self._title, self._total, self._unit, self._seconds = title, total, unit, seconds
     self._start_count = self.count = done
-    self._shown = jax.process_index() == 0
+    self._shown = shown and jax.process_index() == 0
     self._start = self._told = time.monotonic()
     self._bar = None
     if self._shown and self._stream.isatty():
-      self._bar = tqdm.tqdm(
-        desc=title,
-        total=total,
-        initial=done,
-        unit=f' {unit}',
-        file=self._stream,
-        dynamic_ncols=True,
-        leave=False,
-      )
+      self._bar = _bar(self._stream)
+      self._bar.add_task(title, total=total, completed=done, behind=unit)
+      self._bar.start()
 
-  def update(self, number: int, note: str = '') -> None:
+  def update(self, number: int = 1, note: str = '') -> None:
     """Adds to the count; `note` is shown behind it, such as a loss."""
     self.count += number
-    if self._bar is not None:
-      self._bar.set_postfix_str(note, refresh=False)
-      self._bar.update(number)
+    now, pause = time.monotonic(), self._seconds if self._bar is None else _REFRESH_SECONDS
+    if not self._shown or now < self._told + pause:
       return
-    now = time.monotonic()
-    if self._shown and now >= self._told + self._seconds:
-      self._told = now
-      rate = (self.count - self._start_count) / (now - self._start)
-      left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
-      line = f'{self._title}: {self.count:,} of {self._total:,} {self._unit}, {rate:,.0f}/s'
-      print(', '.join(filter(None, [line, note, f'ETA {left}'])), file=self._stream, flush=True)
+    self._told = now
+    rate = (self.count - self._start_count) / (now - self._start)
+    left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
+    behind = ', '.join(filter(None, [f'{self._unit}, {rate:,.0f}/s', note, f'ETA {left}']))
+    if self._bar is None:
+      line = f'{self._title}: {self.count:,} of {self._total:,} {behind}'
+      print(line, file=self._stream, flush=True)
+    else:
+      (task,) = self._bar.task_ids
+      self._bar.update(task, completed=self.count, behind=behind, refresh=True)
 
   def __enter__(self) -> 'Progress':
     return self
 
   def __exit__(self, *exc_info) -> None:
     if self._bar is not None:
-      self._bar.close()
+      self._bar.stop()
+
+
+def _bar(stream: TextIO) -> progress.Progress:
+  """A bar with one task, which is drawn when it is updated and vanishes at the end."""
+  return progress.Progress(
+    progress.TextColumn('{task.description}: {task.percentage:3.0f}%', markup=False),
+    progress.BarColumn(bar_width=20),
+    progress.TextColumn('{task.completed:,} of {task.total:,} {task.fields[behind]}', markup=False),
+    console=Console(file=stream),
+    auto_refresh=False,  # needs no thread
+    transient=True,
+    redirect_stdout=False,  # what a main prints may go to a file
+    redirect_stderr=False,
+  )

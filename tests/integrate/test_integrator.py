@@ -245,7 +245,8 @@ def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
       return GaussianLogits(phi @ kernel, covariance, projection, arrays['tau'], K, link)
 
     def loss(build, *args):
-      integrator = Integrator(num_samples=S, chunk_size=chunk_size, method='sample')
+      settings = {'chunk_size': chunk_size, 'sampler': dyadic, 'method': 'sample'}
+      integrator = Integrator(num_samples=S, **settings)
       return integrator.nll(build(*args), pad(LABELS), keys_of()).sum()
 
     covariance = LowRank(arrays['scale'], arrays['loading'], arrays['diag'])

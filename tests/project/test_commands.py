@@ -94,3 +94,27 @@ def test_a_missing_extra_is_one_sentence(name, tmp_path):
   )
   assert result.returncode == 2 and result.stderr.count('\n') == 1
   assert result.stderr.endswith("pip install 'het_plugin[train]'\n")
+
+
+@pytest.mark.parametrize('version', ['0.9.1', '0.13.0'])
+@pytest.mark.parametrize('name', [None, 'train'])
+def test_an_unsupported_version_is_one_sentence(name, version, tmp_path):
+  start = ['-c', MISSING] if name is None else ['-m', f'het_plugin.{name}']
+  requires = ('jax<0.13,>=0.10.2', "flax>=0.1; extra == 'train'", "numpy<1; extra == 'launch'")
+  packages = {'het_plugin': ('0.1.0', requires), 'jax': (version, ())}
+  for package, (its_version, requires) in packages.items():
+    folder = tmp_path / f'{package}-{its_version}.dist-info'
+    folder.mkdir()
+    lines = [
+      f'Name: {package}',
+      f'Version: {its_version}',
+      *map('Requires-Dist: {}'.format, requires),
+    ]
+    (folder / 'METADATA').write_text('\n'.join(lines))
+  environment = os.environ | {'PYTHONPATH': f'{tmp_path}:{ROOT}'}
+  result = subprocess.run(
+    [sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True
+  )
+  message = f"jax {version}: pip install 'jax<0.13,>=0.10.2'\n"
+  assert result.returncode == 2 and result.stderr.endswith(message)
+  assert result.stderr.count('\n') == 1

@@ -1,11 +1,13 @@
 """The shell scripts, as far as they can be tried without installing anything."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -35,5 +37,17 @@ def test_without_a_suitable_python_one_sentence(script, tmp_path):
     text=True,
   )
   assert result.returncode == 1
-  assert 'found no Python 3.11' in result.stderr and '/nonexistent/python' in result.stderr
+  assert 'HET_PLUGIN_PYTHON=/nonexistent/python' in result.stderr
   assert not (tmp_path / '.venv').exists()
+
+
+def test_tools_and_pythons_are_the_same_everywhere():
+  find_python, pyproject, workflow = (
+    (ROOT / name).read_text()
+    for name in ('launch/find_python.sh', 'pyproject.toml', '.github/workflows/tests.yml')
+  )
+  versions = re.search(r'^VERSIONS=\((.*?)\)', find_python, re.M)[1].split()[::-1]
+  assert re.findall(r'Python :: (3\.\d+)', pyproject) == versions
+  assert yaml.safe_load(workflow)['jobs']['tests']['strategy']['matrix']['python'] == versions
+  (ruff,) = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())['repos']
+  assert f'ruff=={ruff["rev"].removeprefix("v")}\n' in (ROOT / 'requirements.txt').read_text()

@@ -1,6 +1,6 @@
-"""The wheel: what a user who only pip-installed it can do."""
+"""The wheel and the sdist: what a user who only pip-installed one of them can do."""
 
-import shutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -8,25 +8,51 @@ from pathlib import Path
 
 import pytest
 
+import het_plugin
+
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ('pyproject.toml', 'hatch_build.py', 'README.md', 'het_plugin', 'gin')
 
 
 @pytest.fixture(scope='module')
-def site(tmp_path_factory):
-  """The unpacked wheel of a copy of the checkout, which stays clean so."""
-  copy, site = tmp_path_factory.mktemp('copy'), tmp_path_factory.mktemp('site')
-  for name in SOURCES:
-    source = ROOT / name
-    if source.is_dir():
-      shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns('__pycache__'))
-    else:
-      shutil.copy(source, copy)
-  build = [sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', str(copy)]
-  subprocess.run([*build, str(copy)], check=True, capture_output=True)
-  (wheel,) = copy.glob('*.whl')
-  zipfile.ZipFile(wheel).extractall(site)
+def distributions(tmp_path_factory):
+  """[sdist, wheel]; the wheel is built from the sdist, so the checkout stays clean."""
+  folder = tmp_path_factory.mktemp('dist')
+  build = [sys.executable, '-m', 'build', '--no-isolation', '--outdir', str(folder), str(ROOT)]
+  subprocess.run(build, check=True, capture_output=True)
+  return [*folder.glob('*.tar.gz'), *folder.glob('*.whl')]
+
+
+@pytest.fixture(scope='module')
+def site(distributions, tmp_path_factory):
+  """The unpacked wheel."""
+  site = tmp_path_factory.mktemp('site')
+  zipfile.ZipFile(distributions[1]).extractall(site)
   return site
+
+
+def test_their_metadata_are_those_of_an_index(distributions):
+  name = f'het_plugin-{het_plugin.__version__}'
+  assert [path.name for path in distributions] == [f'{name}.tar.gz', f'{name}-py3-none-any.whl']
+  check = [sys.executable, '-m', 'twine', 'check', '--strict', *map(str, distributions)]
+  result = subprocess.run(check, capture_output=True, text=True)
+  assert result.returncode == 0, result.stdout
+  citation = (ROOT / 'CITATION.cff').read_text()
+  assert f'\nversion: {het_plugin.__version__}\n' in citation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number,extra', [(0, ''), (1, '[probe]')], ids=['sdist', 'wheel'])
+def test_readme_runs_in_a_fresh_environment(number, extra, distributions, tmp_path):
+  """With the pinned versions, and nothing else."""
+  subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path)], check=True)
+  python = str(tmp_path / 'bin' / 'python')
+  install = [sys.executable, '-m', 'uv', 'pip', 'install', '--quiet', '--python', python]
+  install += ['--constraint', str(ROOT / 'requirements.txt'), f'{distributions[number]}{extra}']
+  subprocess.run(install, check=True, cwd=tmp_path)
+  examples = re.findall('^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S)
+  command = [python, '-I', '-c', examples[number]]  # -I: without PYTHONPATH
+  result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+  assert (result.returncode, result.stderr) == (0, '')
 
 
 def test_all_code_and_gin_files_are_inside(site):

@@ -28,7 +28,7 @@ def test_a_terminal_gets_a_bar():
   terminal = Terminal()
   with Progress('train', 2000, done=500, stream=terminal) as progress:
     progress.update(250)
-  assert 'train:  25%' in terminal.getvalue() and '500/2000' in terminal.getvalue()
+  assert 'train:  25%' in terminal.getvalue() and '500 of 2,000 images' in terminal.getvalue()
 
 
 @pytest.mark.parametrize('stream', [Terminal, io.StringIO])
