@@ -236,7 +236,12 @@ def train(
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})
     loop.run(
       metrics_lib.StepMetrics(
-        schedule.stats_period, batch_size, num_flops, partitioner.mesh, loop.on_step
+        schedule.stats_period,
+        batch_size,
+        num_flops,
+        partitioner.mesh,
+        loop.on_step,
+        start.record.get('open_period'),
       )
     )
     with observer.phase(observer_lib.SAVE):
