@@ -80,7 +80,7 @@ def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterat
     *(args.training or DEFAULT_TRAINING),
     f'--gin.PjitPartitioner.num_partitions={math.gcd(2, args.processes * args.devices)}',
     *(f'--gin.TRAIN_STEPS={total_steps}', '--gin.SAVE_PERIOD=2', '--gin.EVAL_PERIOD=3'),
-    *('--gin.STATS_PERIOD=1', f'--gin.MODEL_DIR={str(run_dir)!r}'),
+    *('--gin.STATS_PERIOD=5', f'--gin.MODEL_DIR={str(run_dir)!r}'),
   ]
   with open(f'{run_dir}.log', 'ab') as log:
     launcher = subprocess.Popen(

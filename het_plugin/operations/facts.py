@@ -5,7 +5,9 @@ A process replaces its file as a whole, so a killed attempt leaves its last fact
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 
 from etils import epath
@@ -84,6 +86,15 @@ def file(attempt: epath.PathLike, process: int) -> epath.Path:
 
 def write(attempt: epath.PathLike, facts: Facts) -> None:
   run_files.write_json(file(attempt, facts.process), dataclasses.asdict(facts))
+
+
+def remove(attempt: epath.PathLike, process: int) -> None:
+  """Removes the facts of a process; the last one of an attempt takes the folder with it."""
+  file(attempt, process).unlink(missing_ok=True)
+  if not run_files.is_remote(attempt):  # an object store has no folders
+    with contextlib.suppress(OSError):  # another process is still there
+      os.rmdir(attempt)
+      os.rmdir(epath.Path(attempt).parent)
 
 
 def read(path: epath.PathLike) -> Facts | None:

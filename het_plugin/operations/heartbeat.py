@@ -29,21 +29,19 @@ _MESSAGE_LENGTH = 500
 
 
 class Heartbeat:
-  """Beats in a thread while the context lasts, and writes how the process ended."""
+  """Beats in a thread while the context lasts, and writes how the process ended.
 
-  def __init__(
-    self,
-    attempt: epath.PathLike,
-    recorder: Recorder,
-    stall_seconds: float,
-    poll: Callable[[], None],
-  ):
+  Nothing is written before `begin`. A start that is refused, by an error of a setting before it is
+  known from which step training goes on, is not kept: it was no attempt to train.
+  """
+
+  def __init__(self, recorder: Recorder, stall_seconds: float, poll: Callable[[], None]):
     """Touches no file yet.
 
-    `attempt` is the folder of this start of the run. The process ends after `stall_seconds` without
-    progress. `poll` is called at each beat, after the facts are written.
+    The process ends after `stall_seconds` without progress. `poll` is called at each beat after
+    `begin`, when the facts are written.
     """
-    self._attempt = attempt
+    self._attempt: epath.PathLike | None = None  # the folder of this start; None before `begin`
     self._recorder = recorder
     self._stall_seconds = stall_seconds
     self._poll = poll
@@ -54,17 +52,29 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, name='heartbeat', daemon=True)
 
   def __enter__(self) -> None:
-    facts.write(self._attempt, self._recorder.now())
     self._thread.start()
+
+  def begin(self, attempt: epath.PathLike) -> None:
+    """Writes facts from now on, in the folder of this start of the run; OSError if it cannot."""
+    self._attempt = attempt
+    facts.write(attempt, self._recorder.now())
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     self.end(error)
 
   def end(self, error: BaseException | None) -> None:
     """Stops, and writes how the process ended."""
-    self.fail(error)
+    refused = (
+      exit_codes.of(error) == exit_codes.WRONG_SETTING and self._recorder.now().start_step is None
+    )
+    if not refused:
+      self.fail(error)
     self._over.set()
     self._thread.join()
+    if refused:
+      if self._attempt is not None:
+        facts.remove(self._attempt, self._recorder.now().process)
+      return
     if self._recorder.now().state == facts.RUNNING:
       state, message = facts.DONE, ''
       if isinstance(error, exit_codes.Preempted):
@@ -110,7 +120,8 @@ class Heartbeat:
       stalled, ticks = 0.0 if own.ticks != ticks else stalled + seconds, own.ticks
       if stalled >= self._stall_seconds:
         self._end_process(own, stalled)
-      self.attempt('profile', self._poll)
+      if self._attempt is not None:
+        self.attempt('profile', self._poll)
 
   def _end_process(self, own: facts.Facts, stalled: float) -> None:
     message, code = own.message, own.exit_code
@@ -128,6 +139,8 @@ class Heartbeat:
 
   def _beat(self) -> None:
     with self._writing:
+      if self._attempt is None:
+        return
       self._recorder.change(beat=self._recorder.now().beat + 1)
       write = functools.partial(facts.write, self._attempt, self._recorder.now())
       self.attempt('signs of life', write)

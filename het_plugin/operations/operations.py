@@ -44,28 +44,22 @@ class Operations(observer.Observer):
     """
     self.recorder = recorder.Recorder(began=began)
     self._stall_seconds = stall_seconds
-    self._heartbeat: heartbeat.Heartbeat | None = None
 
   @contextlib.contextmanager
   def observing(self, run: observer.ObservedRun) -> Iterator[None]:
     self.recorder.change(total_steps=run.total_steps)
     alone = jax.process_count() == 1
     lead = _ALONE_LEAD_SECONDS if alone else 3 * heartbeat.PERIOD_SECONDS
+    self._run = run
     self._profiler = profiles.Profiler(run, self.recorder, lead)
+    self._heartbeat = heartbeat.Heartbeat(self.recorder, self._stall_seconds, self._profiler.poll)
     try:
       with (
         stopping.handled(self._can_save, self._farewell),
-        lock.held(run.model_dir) as attempt,
-        profiles.server(run.profiler_port),
-        logs.written(run.model_dir, self.recorder),
+        contextlib.ExitStack() as self._files,
+        self._heartbeat,
       ):
-        self._earlier = list(facts.read_attempts(run.model_dir).values())
-        self._heartbeat = heartbeat.Heartbeat(
-          attempt, self.recorder, self._stall_seconds, self._profiler.poll
-        )
-        with self._heartbeat:
-          yield
-        self._heartbeat.attempt('profile', self._profiler.end)
+        yield
     except OSError as error:
       file = error.filename or run.model_dir
       is_network = isinstance(error, (ConnectionError, TimeoutError))  # without a file, too
@@ -73,12 +67,20 @@ class Operations(observer.Observer):
         raise
       raise ValueError(f'{file} cannot be written: {error.strerror or error}') from error
 
+  def begin(self) -> None:
+    model_dir, files = self._run.model_dir, self._files
+    attempt = files.enter_context(lock.held(model_dir))
+    files.enter_context(profiles.server(self._run.profiler_port))
+    files.enter_context(logs.written(model_dir, self.recorder))
+    files.callback(self._heartbeat.attempt, 'profile', self._profiler.end)
+    self._earlier = list(facts.read_attempts(model_dir).values())
+    self._heartbeat.begin(attempt)
+
   def _can_save(self) -> bool:
     return self.recorder.now().phase not in _NOTHING_TO_SAVE
 
   def _farewell(self) -> None:
-    if self._heartbeat is not None:
-      self._heartbeat.end(exit_codes.Preempted(self.recorder.now().step))
+    self._heartbeat.end(exit_codes.Preempted(self.recorder.now().step))
 
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
     return self.recorder.phase(name)

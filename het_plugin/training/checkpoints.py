@@ -326,7 +326,15 @@ def _restore(path: epath.Path, target: TrainState) -> RunState:
   if description is None:
     raise Unreadable(path, 'it has no record.')
   shapes = ({name: tuple(x.shape) for name, x in side.items()} for side in (wanted, saved))
-  checkpoint_reader.check_match(path, *shapes)
+  try:
+    checkpoint_reader.check_match(path, *shapes)
+  except ValueError as error:
+    raise ValueError(
+      f'{error} A run keeps its shapes. To begin with the parameters of this checkpoint, take '
+      f'another model_dir, with CheckpointConfig.restore = @RestoreCheckpointConfig() and '
+      f'RestoreCheckpointConfig.path = {str(path)!r}; RestoreCheckpointConfig.assignment_map can '
+      'leave out those of another shape.'
+    ) from error
   read = checkpoint_reader.read_to(path, wanted, description)
   read = jax.tree.unflatten(jax.tree.structure(arrays), [read[name] for name in wanted])
   return RunState(target.replace(**read), description.dataset_state, description.record)

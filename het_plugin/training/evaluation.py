@@ -37,6 +37,11 @@ class Evaluator:
     self._max_batches = max_batches
     self._partitioner = partitioner
 
+  def trace(self, trainer: step_lib.Trainer, train_state: TrainState) -> None:
+    """Raises the errors of a model that cannot be evaluated on this data set; computes nothing."""
+    batch = self._partitioner.batch_spec(self._iterator.element_spec)
+    trainer.trace_eval(train_state.eval_params, batch)
+
   def run(
     self, trainer: step_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]
   ) -> dict[str, float] | None:

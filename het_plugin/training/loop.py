@@ -72,6 +72,7 @@ class TrainLoop:
   def __post_init__(self):
     self._index: dict[int, jax.Array | None] = {}  # batch['index'] by step in flight
     self._next_line = 0.0  # time of the next line of the log; the first follows the first step
+    self._stats: metrics_lib.StepMetrics | None = None  # None before `run`
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it; `stats` calls `on_step`.
@@ -82,23 +83,25 @@ class TrainLoop:
       checkpoints.SaveFailed: a checkpoint could not be written.
       ValueError: the training data set ends before total_steps.
     """
+    self._stats = stats
     with self.observer.phase(observer_lib.STEP):
       stopped = False
       while not stopped and self.step < self.schedule.total_steps:
-        stopped = self._step_and_report(stats)
+        stopped = self._step_and_report()
 
-  def _step_and_report(self, stats: metrics_lib.StepMetrics) -> bool:
+  def _step_and_report(self) -> bool:
     """One step and everything due after it; returns whether an action stops the run."""
     metrics, data_wait = self._train_step()
-    stop = self._report(stats.add(self.step, metrics, data_wait), stats)
+    stats = self._stats
+    stop = self._report(stats.add(self.step, metrics, data_wait))
     preempted = self._stop_asked()
     schedule = self.schedule
     evaluation_due = bool(self.evaluators) and schedule.is_due(schedule.eval_period, self.step)
     save_due = schedule.is_due(schedule.save_period, self.step)
     if not (stop or preempted or evaluation_due or save_due):
       return False
-    leaving = stop or preempted or self.step == schedule.total_steps
-    stop |= self._report(stats.drain() + (stats.close(self.step) if leaving else []), stats)
+    ending = stop or self.step == schedule.total_steps
+    stop |= self._report(stats.drain() + (stats.close(self.step) if ending else []))
     with stats.paused():
       if preempted:
         self._leave(evaluated=not evaluation_due)
@@ -134,15 +137,13 @@ class TrainLoop:
       index = np.asarray(multihost_utils.process_allgather(index, tiled=True)).tolist()
     self.guard.report(step, metrics_lib.compute_metrics(metrics), index)
 
-  def _report(
-    self, summaries: Sequence[metrics_lib.Summary], stats: metrics_lib.StepMetrics
-  ) -> bool:
+  def _report(self, summaries: Sequence[metrics_lib.Summary]) -> bool:
     """Writes training metrics and runs the TRAIN actions on them; returns whether to stop. If the
     guard stops the run, this raises its `NonFiniteStop` after the metrics have been written.
     """
     stop = False
     if self.guard.stop is not None:
-      summaries = [*summaries, *stats.close(self.guard.stop.step)]
+      summaries = [*summaries, *self._stats.close(self.guard.stop.step)]
     for summary in summaries:
       self._say(summary)
       self._write('train', summary.step, summary.values)
@@ -152,7 +153,7 @@ class TrainLoop:
         stop |= self._act(ActionMode.TRAIN, {'train': summary.values})
     if self.guard.stop is not None:
       raise self.guard.stop
-    if time.monotonic() >= self._next_line and (summary := stats.so_far()):
+    if time.monotonic() >= self._next_line and (summary := self._stats.so_far()):
       self._say(summary)
     return stop
 
@@ -217,6 +218,7 @@ class TrainLoop:
           'evaluated': evaluated,
           'skipped_steps': self.guard.num_skipped,
           'actions': actions_lib.get_states(self.actions),
+          'open_period': None if self._stats is None else self._stats.open_period(),
         },
         flush=self.writer.flush,
       )

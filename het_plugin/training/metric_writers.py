@@ -128,19 +128,24 @@ _numbers = itertools.count()  # of the event files of this process
 class RunWriter:
   """The writers of a run, in a background thread; has the methods of clu's MetricWriter.
 
-  Process 0 writes, and the others do nothing.
+  Process 0 writes, and the others do nothing. The first line opens the files.
   """
 
   def __init__(self, model_dir: epath.PathLike, resume_step: int, evaluated: bool = True):
-    """Opens the files; arguments as of `JsonlWriter`."""
+    """Touches no file yet; arguments as of `JsonlWriter`."""
     self._model_dir = os.fspath(model_dir)
+    self._resume_step, self._evaluated = resume_step, evaluated
+    self._writes = jax.process_index() == 0
     self._pool = asynclib.Pool('metrics', max_workers=1)
-    self._jsonl = self._events = None
-    if jax.process_index() == 0:
-      self._jsonl = JsonlWriter(epath.Path(model_dir) / 'metrics.jsonl', resume_step, evaluated)
-      # TensorFlow's writer appends to the files of object stores.
-      remote = run_files.is_remote(model_dir)
-      self._events = self._summary_writer if remote else EventWriter(model_dir)
+
+  @functools.cached_property
+  def _writers(self) -> tuple[JsonlWriter, Any]:
+    """The writers of metrics.jsonl and of event files."""
+    path = epath.Path(self._model_dir) / 'metrics.jsonl'
+    jsonl = JsonlWriter(path, self._resume_step, self._evaluated)
+    # TensorFlow's writer appends to the files of object stores.
+    remote = run_files.is_remote(self._model_dir)
+    return jsonl, self._summary_writer if remote else EventWriter(self._model_dir)
 
   @functools.cached_property
   def _summary_writer(self) -> Any:
@@ -149,27 +154,29 @@ class RunWriter:
     return metric_writers.SummaryWriter(self._model_dir)
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-    if self._jsonl is not None:
-      self._pool(self._events.write_scalars)(step, scalars)
-      self._pool(self._jsonl.write_scalars)(step, scalars)
+    if self._writes:
+      for writer in self._writers:
+        self._pool(writer.write_scalars)(step, scalars)
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    if self._jsonl is not None:
-      self._pool(self._events.write_texts)(step, texts)
+    if self._writes:
+      _, events = self._writers
+      self._pool(events.write_texts)(step, texts)
 
   def __getattr__(self, name: str) -> Callable[..., None]:
     """What else clu's SummaryWriter writes, such as pictures, in an event file of its own."""
     if not name.startswith('write_'):
       raise AttributeError(name)
-    if self._jsonl is None:
+    if not self._writes:
       return lambda *args, **kwargs: None
     return self._pool(getattr(self._summary_writer, name))
 
   def flush(self) -> None:
     """Waits until everything is written; an exception if lines of metrics.jsonl cannot be."""
     self._pool.join()
-    if self._jsonl is not None:
-      self._jsonl.flush()
+    if '_writers' in vars(self):
+      jsonl, _ = self._writers
+      jsonl.flush()
 
   def close(self) -> None:
     """Flushes and closes; logs a failure, which must not hide the exception that ends the run."""

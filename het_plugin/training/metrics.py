@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import re
 import time
@@ -13,8 +14,11 @@ import clu.metrics
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from het_plugin.training import flops as flops_lib
+
+_log = logging.getLogger(__name__)
 
 PyTree = Any
 Metrics = dict[str, clu.metrics.Metric]
@@ -145,9 +149,17 @@ class StepMetrics:
     flops_per_step: float,
     mesh: jax.sharding.Mesh,
     on_step: Callable[[int, Metrics], None],
+    open_period: Mapping[str, Any] | None = None,
   ):
-    """Starts the clock. `flops_per_step` are over all devices of `mesh`, and `on_step` is called
-    with each step and its metrics as soon as they are on the host.
+    """Starts the clock.
+
+    Args:
+      period: number of steps of a summary.
+      batch_size: rows of a step, over all devices.
+      flops_per_step: over all devices of `mesh`.
+      mesh: the devices of the run.
+      on_step: called with each step and its metrics as soon as they are on the host.
+      open_period: the result of the method of this name, from which a resumed run goes on.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
     self._period = period
@@ -155,6 +167,7 @@ class StepMetrics:
     self._seconds_at_peak = None if peak is None else flops_per_step / (peak * mesh.size)
     self._on_step = on_step
     self._in_flight = InFlight(mesh)
+    self._resumed = open_period  # until the next step shows which metrics there are
     self._start_period(time.monotonic())
 
   def _start_period(self, start: float) -> None:
@@ -202,6 +215,46 @@ class StepMetrics:
       values['timing/mfu'] = self._seconds_at_peak / seconds
     return Summary(self._last, values)
 
+  def open_period(self) -> dict[str, Any] | None:
+    """The steps since the last summary as a JSON value; None if there are none.
+
+    A checkpoint keeps it, so that the next summary of a resumed run covers the same steps as
+    without the interruption.
+    """
+    if not self._steps:
+      return None
+    return {
+      'steps': self._steps,
+      'nonfinite_steps': self._nonfinite_steps,
+      'seconds': time.monotonic() - self._start,
+      'data_wait_seconds': self._data_wait,
+      # JSON has the digits of a float64, so float32 values come back as they were.
+      'metrics': None
+      if self._merged is None
+      else {
+        'structure': str(jax.tree.structure(self._merged)),
+        'leaves': [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(self._merged)],
+      },
+    }
+
+  def _resume(self, found: Mapping[str, Any], metrics: Metrics) -> None:
+    """Goes on from a result of `open_period`; `metrics` are those of the next step."""
+    leaves, structure = jax.tree.flatten(metrics)
+    if saved := found['metrics']:
+      if saved['structure'] != str(structure):
+        _log.warning(
+          'The checkpoint has other metrics than this run: its %d steps since the last line of '
+          'metrics are left out of the next one.',
+          found['steps'],
+        )
+        return
+      values = [np.asarray(x, y.dtype) for x, y in zip(saved['leaves'], leaves, strict=True)]
+      self._merged = jax.tree.unflatten(structure, values)
+    self._steps = found['steps']
+    self._nonfinite_steps = found['nonfinite_steps']
+    self._start -= found['seconds']
+    self._data_wait = found['data_wait_seconds']
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
     """Excludes the time spent in this context, such as an evaluation, from the time per step."""
@@ -212,6 +265,9 @@ class StepMetrics:
   def _collect(self, done: list[tuple[int, float, Metrics]]) -> list[Summary]:
     summaries = []
     for step, data_wait, metrics in done:
+      if self._resumed is not None:
+        self._resume(self._resumed, metrics)
+        self._resumed = None
       self._on_step(step, metrics)
       if not is_finite(metrics):
         self._left_out = metrics

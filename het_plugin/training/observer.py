@@ -42,12 +42,16 @@ class Observer:
   """
 
   def observing(self, run: ObservedRun) -> contextlib.AbstractContextManager[None]:
-    """Encloses the run, from the first access to `model_dir` until the last file is closed.
-
-    Entering is a ValueError on all processes if a setting is wrong or the directory in use.
-    """
+    """Encloses the run, from the first access to its data until the last file is closed."""
     del run
     return contextlib.nullcontext()
+
+  def begin(self) -> None:
+    """The settings are checked: from here on until its end the run may write to `model_dir`.
+
+    Raises:
+      ValueError: on all processes, if the directory is in use or cannot be written.
+    """
 
   def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
     """Encloses a phase, one of PHASES. Afterwards the run is in the previous phase again."""
@@ -55,7 +59,7 @@ class Observer:
     return contextlib.nullcontext()
 
   def resumed(self, step: int) -> None:
-    """Training goes on from this step; 0 for a new run."""
+    """Training goes on from this step; 0 for a new run. Nothing can be refused any more."""
 
   def progressed(self) -> None:
     """A sign of progress inside a phase, such as a batch of an evaluation."""

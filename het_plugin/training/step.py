@@ -220,9 +220,12 @@ class Trainer:
     """Traces the eval step in the same way."""
     return self._eval_step.trace(params, batch)
 
-  def compile_train(self, train_state: TrainState, batch: Batch) -> float:
-    """Compiles the train step, and returns the `count_flops` of one step over all devices."""
-    traced = self.trace_train(train_state, batch)
+  def compile_train(self, traced: jax.stages.Traced) -> float:
+    """Compiles the train step, a result of `trace_train`.
+
+    Returns:
+      The `count_flops` of one step over all devices.
+    """
     count = flops.count_flops(traced.jaxpr.jaxpr)
     self._train_step = traced.lower().compile()
     return count

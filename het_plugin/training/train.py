@@ -103,7 +103,8 @@ def train(
     (last step, last train state).
 
   Raises:
-    ValueError: a setting is wrong, or model_dir is in use; raised before anything is compiled.
+    ValueError: a setting is wrong, or model_dir is in use. The run's configuration, metrics and
+      list of starts are then as they were.
     exit_codes.Preempted: SIGTERM arrived; the checkpoint is on disk.
     nonfinite.NonFiniteStop: a step is not finite; a SystemExit with code 3.
     checkpoints.SaveFailed: a checkpoint could not be written; a SystemExit with code 1.
@@ -136,7 +137,6 @@ def train(
   with contextlib.ExitStack() as stack:
     run = observer_lib.ObservedRun(model_dir, total_steps, profile_steps, profiler_port)
     stack.enter_context(observer.observing(run))
-    stack.enter_context(compilation_cache.in_directory(model_dir))
 
     def open_dataset(cfg: Any) -> Any:
       return get_dataset_fn(cfg, partitioner.batch_rows(cfg.batch_size))
@@ -160,6 +160,13 @@ def train(
       for mode, (cfg, max_batches) in eval_cfgs.items()
     }
 
+    # Tracing finds what is wrong with the model, while nothing is written yet.
+    traced = trainer.trace_train(target, partitioner.batch_spec(train_iter.element_spec))
+    for evaluator in evaluators.values():
+      evaluator.trace(trainer, target)
+
+    observer.begin()
+    stack.enter_context(compilation_cache.in_directory(model_dir))
     checkpointer = checkpoints.Checkpointer(model_dir, save_cfg)
     stack.callback(checkpointer.close)
     # The state comes from the first of these that exists:
@@ -181,7 +188,6 @@ def train(
           train_iter.set_state(start.dataset_state)
         if evaluate_again and start.step == total_steps:
           start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
-    observer.resumed(start.step)
     if start.step > total_steps:
       raise ValueError(
         f'total_steps={total_steps} is below the step of the checkpoint, {start.step}.'
@@ -189,7 +195,6 @@ def train(
 
     writer = metric_writers.RunWriter(model_dir, start.step, start.evaluated)
     stack.callback(writer.close)
-    _describe_run(model, start, config, names, model_dir, writer)
     context = actions_lib.ActionContext(
       model=model,
       partitioner=partitioner,
@@ -202,6 +207,8 @@ def train(
     for action in (action for group in actions.values() for action in group):
       action.setup(context)
     actions_lib.set_states(actions, start.record.get('actions', {}))
+    observer.resumed(start.step)
+    _describe_run(model, start, config, names, model_dir, writer)
 
     batches = prefetch.DevicePrefetcher(train_iter, partitioner, batch_size)
     stack.enter_context(batches)
@@ -227,16 +234,20 @@ def train(
     if stopped or start.step == total_steps:
       _log.info('The run is complete at step %d: nothing to train.', start.step)
       return start.step, start.train_state
-    batch_spec = partitioner.batch_spec(train_iter.element_spec)
     compile_start = time.monotonic()
     with observer.phase(observer_lib.COMPILE):
-      num_flops = trainer.compile_train(start.train_state, batch_spec)
+      num_flops = trainer.compile_train(traced)
     seconds = time.monotonic() - compile_start
     _log.info('Compiled the train step in %.1f s.', seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})
     loop.run(
       metrics_lib.StepMetrics(
-        schedule.stats_period, batch_size, num_flops, partitioner.mesh, loop.on_step
+        schedule.stats_period,
+        batch_size,
+        num_flops,
+        partitioner.mesh,
+        loop.on_step,
+        start.record.get('open_period'),
       )
     )
     with observer.phase(observer_lib.SAVE):

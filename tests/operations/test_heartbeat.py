@@ -1,5 +1,6 @@
 """The facts of a process that a thread writes, a run that stands still, and exit codes."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,12 @@ def fast(monkeypatch):
   monkeypatch.setattr(heartbeat, 'PERIOD_SECONDS', 0.02)
 
 
+@contextlib.contextmanager
 def beating(folder, followed):
-  return heartbeat.Heartbeat(folder, followed, 1800, lambda: None)
+  beats = heartbeat.Heartbeat(followed, 1800, lambda: None)
+  with beats:
+    beats.begin(folder)
+    yield
 
 
 def test_the_file_follows_the_run(tmp_path):
@@ -40,7 +45,9 @@ import sys, time
 from het_plugin.operations import heartbeat, recorder
 heartbeat.PERIOD_SECONDS = 0.1
 followed = recorder.Recorder()
-with heartbeat.Heartbeat(sys.argv[1], followed, 1.0, lambda: None), followed.phase('data'):
+beats = heartbeat.Heartbeat(followed, 1.0, lambda: None)
+with beats, followed.phase('data'):
+  beats.begin(sys.argv[1])
   for step in range(15):
     followed.tick(step)
     time.sleep(0.1)
@@ -53,7 +60,7 @@ def test_one_that_is_stuck_ends_with_its_stacks(tmp_path):
     [sys.executable, '-c', STUCK, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50
   )
   assert done.returncode == exit_codes.LOST
-  assert 'in phase data at step 14 for 1 s' in done.stderr and 'line 10 in <module>' in done.stderr
+  assert 'in phase data at step 14 for 1 s' in done.stderr and 'line 12 in <module>' in done.stderr
   (found,) = facts.read_processes(tmp_path)
   assert (found.state, found.exit_code, found.step) == (facts.FAILED, exit_codes.LOST, 14)
   assert found.message in done.stderr

@@ -1,5 +1,6 @@
 """The observer of a run, without a run."""
 
+import contextlib
 import json
 import logging
 import time
@@ -24,8 +25,12 @@ class Writer:
     self.written.append((step, scalars))
 
 
+@contextlib.contextmanager
 def observing(folder, watch=None):
-  return (watch or operations.Operations()).observing(observer.ObservedRun(folder, 10))
+  watch = watch or operations.Operations()
+  with watch.observing(observer.ObservedRun(folder, 10)):
+    watch.begin()
+    yield watch
 
 
 def messages(folder):
@@ -61,12 +66,22 @@ def test_files_follow_the_run(tmp_path, caplog):
   ],
 )
 def test_how_it_ended(tmp_path, error, message):
-  with pytest.raises(type(error)), observing(tmp_path):
+  with pytest.raises(type(error)), observing(tmp_path) as watch:
+    watch.resumed(0)
     raise error
   found = facts.read_attempts(tmp_path)[1]
   assert found.message.endswith(message)
   failed = not isinstance(error, exit_codes.Preempted)
   assert len(messages(tmp_path)) == failed
+
+
+def test_a_start_that_is_refused_is_no_attempt(tmp_path):
+  with pytest.raises(ValueError, match='shape'), observing(tmp_path):
+    assert list(facts.attempts(tmp_path)) == [1]
+    raise ValueError('another shape')
+  assert not (tmp_path / 'attempts').exists()
+  with observing(tmp_path):
+    assert list(facts.attempts(tmp_path)) == [1]
 
 
 def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog):

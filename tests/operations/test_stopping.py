@@ -32,6 +32,7 @@ def step(x):
 
 watch = operations.Operations()
 with watch.observing(observer.ObservedRun(epath.Path(sys.argv[1]), 10)):
+  watch.begin()
   with watch.phase(observer.COMPILE):
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
     print('compiling', flush=True)

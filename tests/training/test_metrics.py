@@ -1,3 +1,4 @@
+import json
 import math
 import time
 
@@ -24,10 +25,14 @@ def metrics(loss: float, rows: int = 1):
 
 
 def make_stats(
-  period: int, batch_size: int = 1, flops_per_step: float = 1.0, on_step=lambda *_: None
+  period: int,
+  batch_size: int = 1,
+  flops_per_step: float = 1.0,
+  on_step=lambda *_: None,
+  open_period=None,
 ):
   mesh = jax.make_mesh((8,), ('data',))
-  return metrics_lib.StepMetrics(period, batch_size, flops_per_step, mesh, on_step)
+  return metrics_lib.StepMetrics(period, batch_size, flops_per_step, mesh, on_step, open_period)
 
 
 def test_summaries_come_at_multiples_of_the_period_and_weigh_by_rows():
@@ -57,6 +62,31 @@ def test_steps_that_are_not_finite_are_left_out_and_counted():
   (summary,) = stats.add(5, metrics(1.0), data_wait=0.0) + stats.close(5)
   assert (summary.values['loss'], summary.values['nonfinite_steps']) == (1.0, 0.0)
   np.testing.assert_equal(seen, [(1, np.nan), (2, 3), (3, np.inf), (4, np.inf), (5, 1)])
+
+
+def through_json(stats):
+  return json.loads(json.dumps(stats.open_period()))
+
+
+def test_a_resumed_period_has_the_steps_before_the_interruption(caplog):
+  losses = [0.1, math.nan, 1 / 3, 0.7]
+  whole, stats = make_stats(period=4), make_stats(period=4)
+  assert stats.open_period() is None
+  for step, loss in enumerate(losses, 1):
+    wanted = whole.add(step, metrics(loss, rows=3), data_wait=0.0)
+    stats = make_stats(period=4, open_period=through_json(stats))
+    summaries = stats.add(step, metrics(loss, rows=3), data_wait=0.5)
+  assert (summaries[0].step, stats.open_period()) == (4, None)
+  for name in ('loss', 'gradient_norm', 'nonfinite_steps'):
+    assert summaries[0].values[name] == wanted[0].values[name]
+  seconds = 4 * summaries[0].values['timing/ms_per_step'] / 1e3
+  assert summaries[0].values['timing/data_wait_share'] == pytest.approx(4 * 0.5 / seconds)
+
+  stats.add(5, metrics(3.0), data_wait=0.0)
+  others = metrics(1.0) | {'nll': clu_metrics.Average(jnp.float32(1), jnp.int32(1))}
+  resumed = make_stats(period=2, open_period=through_json(stats))
+  (summary,) = resumed.add(6, others, data_wait=0.0)
+  assert summary.values['loss'] == 1.0 and 'other metrics' in caplog.text
 
 
 def test_speed_leaves_pauses_out_and_shows_the_wait_for_data(monkeypatch):

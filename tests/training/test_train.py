@@ -24,6 +24,7 @@ from het_plugin.operations import (
   heartbeat,
   operations,
   run_status,
+  stopping,
 )
 from het_plugin.training import (
   actions,
@@ -36,6 +37,7 @@ from het_plugin.training import (
   run_files,
 )
 from het_plugin.training import step as step_lib
+from launch import soak
 from tests.training import faulty_run, toy, toy_run
 from tests.training.toy_run import assert_equal, lines, series
 
@@ -136,6 +138,41 @@ def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_pat
   for name in ('train/loss', 'train/gradient_norm', 'training_eval/toy_eval/loss'):
     assert series(tmp_path, name) == series(directory, name)
     assert len([row for row in lines(tmp_path) if name in row]) == len(series(tmp_path, name))
+
+
+def test_interruptions_inside_a_period_of_statistics_leave_no_trace_in_the_metrics(tmp_path):
+  """A crash after the checkpoint of step 4, then SIGTERM in step 7; summaries at 5, 10 and 12."""
+
+  class Interrupt(actions.BaseAction):
+    def __init__(self, how):
+      self.how = how
+
+    def run(self, train_state, metrics_by_task):
+      self.how()
+      return False
+
+  def crash():
+    raise RuntimeError('crash')
+
+  def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+      if not stopping.requested():
+        time.sleep(0.01)
+
+  def run(folder, how=lambda: None):
+    interrupting = {'TRAIN_EVAL': [Interrupt(how)]}
+    toy_run.run(tmp_path / folder, stats_period=5, actions=interrupting)
+
+  run('whole')
+  for how, error in ((crash, RuntimeError), (sigterm, exit_codes.Preempted)):
+    with pytest.raises(error):
+      run('interrupted', how)
+  assert checkpoint_reader.steps(tmp_path / 'interrupted') == [4, 7]
+  run('interrupted')
+  want, got = (soak.metric_lines(tmp_path / x / 'metrics.jsonl') for x in ('whole', 'interrupted'))
+  assert got == want
+  assert list(series(tmp_path / 'interrupted', 'train/loss')) == [5, 10, 12]
 
 
 def run_two(module, *arguments):

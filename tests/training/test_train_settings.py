@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from het_plugin.training import checkpoints
+from het_plugin.operations import lock, run_status
+from het_plugin.training import actions, checkpoints
 from het_plugin.training import step as step_lib
 from tests.training import toy, toy_run
 
@@ -74,9 +75,51 @@ def test_bad_settings_are_named_before_anything_is_compiled(tmp_path, monkeypatc
   monkeypatch.setattr(checkpoints, 'Checkpointer', lambda *args: pytest.fail('opened model_dir'))
   with pytest.raises(ValueError, match=words):
     toy_run.run(tmp_path, **settings)
-  # What is found after the lock has left its log.
-  left = {path.name for path in tmp_path.iterdir()}
-  assert left <= {'attempts', 'lock', 'logs'}
+  assert not list(tmp_path.iterdir())
+
+
+class UntraceableModel(toy.ToyModel):
+  """Refuses its loss or its evaluation when it is traced, as an integrator does."""
+
+  def __init__(self, method):
+    super().__init__()
+    self._refused = method
+
+  def loss_fn(self, *args):
+    return self._unless_refused('loss_fn', *args)
+
+  def eval_fn(self, *args):
+    return self._unless_refused('eval_fn', *args)
+
+  def _unless_refused(self, method, *args):
+    if method == self._refused:
+      raise ValueError(f'{method} needs a sigmoid')
+    return getattr(super(), method)(*args)
+
+
+@pytest.mark.parametrize('method', ['loss_fn', 'eval_fn'])
+def test_a_model_that_cannot_be_traced_leaves_no_file(tmp_path, method):
+  with pytest.raises(ValueError, match=f'{method} needs a sigmoid'):
+    toy_run.run(tmp_path / 'run', model=UntraceableModel(method))
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_refused_start_of_a_run_changes_nothing_of_it(tmp_path):
+  config = Config()
+  toy_run.run(tmp_path, total_steps=4, config=config)
+
+  def content():
+    kept = [p for p in tmp_path.rglob('*') if p.is_file() and p.parent.name != 'logs']
+    return {path: path.read_bytes() for path in kept if path.name != lock.NAME}
+
+  before = content()
+  wider = toy.ToyModel(toy.Mlp(width=64))
+  unknown = {'TRAIN': [actions.TerminateOnNanAction('test')]}
+  for settings in ({'model': wider}, {'actions': unknown}, {'total_steps': 3}):
+    with pytest.raises(ValueError, match='shape|TerminateOnNanAction.task|total_steps=3'):
+      toy_run.run(tmp_path, **settings)
+    assert content() == before
+  assert run_status.read(tmp_path)['state'] == 'done' and len(config.written) == 1
 
 
 def test_a_training_set_that_is_too_short_is_named_before_anything_is_compiled(
