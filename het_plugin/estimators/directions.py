@@ -18,6 +18,7 @@ from scipy.sparse import linalg
 
 from het_plugin.estimators import objective
 from het_plugin.estimators.model import Model
+from het_plugin.integrate import Hashed, Linear
 
 # Predictions [n, K] of the rows that H is taken over have at most so many entries.
 ENTRIES = 2**22
@@ -92,17 +93,22 @@ def _residuals(model, det, rows):
 
 
 def _noise_map(model, det, params):
-  """Q, and B^T: [Q, n] to [K, n], and B back."""
-  num_classes = model.num_classes
-  if model.head == 'het_xl':
-    kernel = params['head'].get('noise_kernel', det['head']['kernel'])
-    kernel = np.asarray(kernel)[:, :num_classes]
-    return len(kernel), lambda z: kernel.T @ z, lambda u: kernel @ u
-  size = params['head']['covariance']['d_bias'].shape[0]
-  if model.head == 'het':
-    padding = [(0, size - num_classes), (0, 0)]
-    return size, lambda z: z[:num_classes], lambda u: np.pad(u, padding)
-  buckets = model.make_head().buckets(det['head']['kernel'].shape[0])[:num_classes]
-  held = np.zeros((num_classes, size), np.float32)
-  held[np.arange(num_classes), buckets] = 1.0
-  return size, lambda z: z[buckets], lambda u: held.T @ u
+  """Q, and B^T: [Q, n] to [K, n], and B back, of the head with the location of DET."""
+  params = {**det, 'head': {**params['head'], **det['head']}}
+  row = np.zeros((1, det.get('hidden_0', det['head'])['kernel'].shape[0]), np.float32)
+  num_classes, size = model.num_classes, _noise_dim(model, params, row)
+  match jax.jit(lambda params: model.logits(params, row).projection)(params):
+    case Linear(kernel):
+      kernel = np.asarray(kernel)[:, :num_classes]
+      return size, lambda z: kernel.T @ z, lambda u: kernel @ u
+    case Hashed(buckets):
+      buckets = np.asarray(buckets)[:num_classes]
+      held = np.zeros((num_classes, size), np.float32)
+      held[np.arange(num_classes), buckets] = 1.0
+      return size, lambda z: z[buckets], lambda u: held.T @ u
+  padding = [(0, size - num_classes), (0, 0)]
+  return size, lambda z: z[:num_classes], lambda u: np.pad(u, padding)
+
+
+def _noise_dim(model, params, row):
+  return jax.eval_shape(model.logits, params, row).covariance.diag.shape[1]

@@ -16,10 +16,9 @@ from het_plugin import weights
 from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
-from het_plugin.estimators.model import HEADS, Model
+from het_plugin.estimators.model import HEADS, Model, on_features
 
 _METADATA = 'het_plugin.estimator'
-_RUN_HEADS = {**HEADS, 'het_h': linen_heads.HetH}
 _FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
 
 
@@ -132,10 +131,8 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
   flat = {name: np.asarray(x) for name, x in flat.items()}
   if estimator._head == 'het_h':
     flat = _all_buckets(estimator, flat)
-  first = 'hidden_0/' if estimator.hidden_layers else 'head/'
   for name, kernel in list(flat.items()):
-    takes_features = name.startswith(first) and name.endswith('kernel')
-    if takes_features and not name.endswith('noise_kernel'):
+    if on_features(estimator.model_, tuple(name.split('/'))):
       bias = name.removesuffix('kernel') + 'bias'
       shift = np.tensordot(estimator.mean_, kernel, 1)
       flat[bias] = (flat[bias] - shift).astype(np.float32)
@@ -145,7 +142,7 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
 def _all_buckets(estimator, flat):
   """The parameters of HET-H with all buckets; those without a class are 0, their optimum."""
   head, width = estimator.model_.make_head(), len(flat['head/kernel'])
-  used = head.used(width)
+  used = head.used_buckets(width)
   full = {}
   for name, x in flat.items():
     if name.startswith('head/covariance/'):
@@ -185,7 +182,7 @@ def from_head(
   Raises:
     ValueError: the head has settings that no estimator has.
   """
-  kind = next((name for name, cls in _RUN_HEADS.items() if type(head) is cls), None)
+  kind = next((name for name, cls in HEADS.items() if type(head) is cls), None)
   if kind is None or getattr(head, 'get_logits', None) is not None:
     raise ValueError(f'{type(head).__name__} is not a head of an estimator')
   params = jax.tree.map(np.asarray, params)
@@ -208,8 +205,8 @@ def from_head(
     noise=tuple((fields | others).items()),
     class_multiple=head.class_multiple,
   )
-  if kind == 'het_h':
-    used = estimator.model_.make_head().used(estimator.n_features_in_)
+  if kind == 'het_h' and head.empty_buckets:
+    used = head.used_buckets(estimator.n_features_in_)
     covariance = {name: x[..., used] for name, x in params['covariance'].items()}
     params = {**params, 'covariance': covariance}
   estimator.params_ = {'head': params}

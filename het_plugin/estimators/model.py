@@ -20,32 +20,14 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin import heads
-from het_plugin.heads.covariance import MIN_DIAG
-from het_plugin.integrate import GaussianLogits, Integrator, LowRank, exact, shared_key
+from het_plugin.integrate import GaussianLogits, Integrator, exact, shared_key
 
 PyTree = dict
 ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divides
+_LOADING = 'affine_loading'  # beside the parameters of the head and of hidden layers
 
 
-class UsedBuckets(heads.HetH):
-  """HET-H without the buckets that hold no class, which change nothing: 94 of 768 for K = 100."""
-
-  @nn.nowrap
-  def used(self, pre_logits_dim: int) -> np.ndarray:
-    """Numbers of the buckets that hold a class, ascending, of `HetH`'s."""
-    return np.unique(super().buckets(pre_logits_dim))
-
-  @nn.nowrap
-  def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
-    return len(self.used(pre_logits_dim))
-
-  @nn.nowrap
-  def buckets(self, pre_logits_dim: int) -> np.ndarray:
-    all_buckets = super().buckets(pre_logits_dim)
-    return np.searchsorted(np.unique(all_buckets), all_buckets).astype(np.int32)
-
-
-HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': UsedBuckets, 'het_xl': heads.HetXL}
+HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +67,20 @@ class Model:
     return dataclasses.replace(self, head='det', noise=(), num_samples=1)
 
   def make_head(self) -> heads.Classifier:
-    """The head as a linen module, as in a training run; of HET-H with `UsedBuckets`."""
+    """The head as a linen module, as in a training run; HET-H without empty buckets."""
     temperature = heads.FixedTemperature(1.0 if self.tau is None else self.tau)
     if self.tau is None:
       low, high = self.tau_range
       temperature = heads.LearnedTemperature(low, high, 1.0 if low < 1.0 < high else None)
+    fields = dict(self.noise)
+    if self.head == 'het_h':
+      fields['empty_buckets'] = False
     return HEADS[self.head](
       num_classes=self.num_classes,
       link=self.link,
       temperature=temperature,
       class_multiple=self.class_multiple,
-      **dict(self.noise),
+      **fields,
     )
 
   def module(self) -> nn.Module:
@@ -105,48 +90,17 @@ class Model:
     """phi [B, D], the input of the head; x itself without hidden layers."""
     return self.module().apply({'params': params}, x, method='features')
 
+  def multiplied(self, params: PyTree) -> PyTree:
+    """The parameters, of HET-XL with `HetXL.affine_loading`: what many blocks of rows share."""
+    if self.head != 'het_xl':
+      return params
+    return {**params, _LOADING: self.make_head().affine_loading(params['head'])}
+
   def logits(self, params: PyTree, x: jax.Array) -> GaussianLogits:
     """Features x [B, D] to the Gaussian over logits; `params` may be those of `multiplied`."""
-    params = self.multiplied(params)
-    if 'maps' in params:
-      return self._affine(params, self.features(params, x))
-    return self.module().apply({'params': params}, x)
-
-  def multiplied(self, params: PyTree) -> PyTree:
-    """The parameters, of HET-XL with the product of K_v, J and W, which no row changes.
-
-    V(x) W is affine in phi, so v(x) in R^D, half of the cost at D = 768 and K = 100, is never
-    formed. A loop over blocks of rows takes the product, and its gradient, once.
-    """
-    is_plain = {'remainder', 'factor_bias', 'parametrization'}.isdisjoint(dict(self.noise))
-    if self.head != 'het_xl' or not is_plain or 'maps' in params:
-      return params
-    c, kernel = params['head']['covariance'], params['head']['kernel']
-    kernel = params['head'].get('noise_kernel', kernel)
-    covariance = {name: c[name] for name in ('d_kernel', 'd_bias')}
-    return {
-      **params,
-      'head': {**params['head'], 'covariance': covariance},
-      'maps': jnp.einsum('dq,rq,qk->drk', c['v_kernel'], c['J'], kernel),
-      'shift': jnp.einsum('q,rq,qk->rk', c['v_bias'], c['J'], kernel),
-    }
-
-  def _affine(self, params: PyTree, phi: jax.Array) -> GaussianLogits:
-    """HET-XL with the parameters of `multiplied`."""
-    maps, shift, params = params['maps'], params['shift'], params['head']
-    c, kernel = params['covariance'], params.get('noise_kernel', params['kernel'])
-    loading = phi @ maps.reshape(len(maps), -1)
-    loading = loading.reshape(-1, *maps.shape[1:]) + shift  # [B, R, Kp]
-    d = jax.nn.softplus(phi @ c['d_kernel'] + c['d_bias']) + MIN_DIAG  # [B, Q]
-    temperature = self.make_head().temperature
-    return GaussianLogits(
-      location=phi @ params['kernel'] + params['bias'],
-      covariance=LowRank(None, loading, d @ kernel),
-      projection=None,
-      temperature=temperature.apply({'params': params.get('temperature', {})}),
-      num_classes=self.num_classes,
-      link=self.link,
-    )
+    loading = params.get(_LOADING)
+    params = {name: value for name, value in params.items() if name != _LOADING}
+    return self.module().apply({'params': params}, x, *([] if loading is None else [loading]))
 
   def nll(self, params: PyTree, x: jax.Array, target: jax.Array) -> jax.Array:
     """Negative log-likelihood [B], nats, of `Targets.values`."""
@@ -198,17 +152,16 @@ class Model:
 
     Matrices that set the scale of the logits are divided by tau.
     """
-    inverse, scaled = 1.0, ()
+    inverse = 1.0
     if self.tau is None:
       temperature = self.make_head().temperature
       inverse = 1.0 / temperature.apply({'params': params['head']['temperature']})
-      # HET-XL's noise goes through W, or W'.
-      noise = () if self.head == 'het_xl' else ('v_kernel', 'd_kernel', 'V_kernel')
-      scaled = ('kernel', 'noise_kernel', *noise)
     flat = {path: x for path, x in traverse_util.flatten_dict(params).items() if is_matrix(path)}
     sums = {False: jnp.zeros(()), True: jnp.zeros(())}
     for path, x in flat.items():
-      is_scaled = path[0] == 'head' and path[-1] in scaled
+      # HET-XL's noise gets its scale from W, or W'. J has none, because v(x) multiplies it.
+      in_logits = self.head != 'het_xl' or 'covariance' not in path
+      is_scaled = path[0] == 'head' and path[-1].endswith('kernel') and in_logits
       sums[is_noise(path)] += jnp.square(x * inverse if is_scaled else x).sum()
     twice = 2.0 if self.link == 'softmax' and self.num_classes == 2 else 1.0
     return twice * sums[False], sums[True]
@@ -248,8 +201,15 @@ class _HeadOverFeatures(nn.Module):
       x = nn.gelu(layer(x))
     return x
 
-  def __call__(self, x):
-    return self.head(self.features(x))
+  def __call__(self, x, *loading):
+    return self.head(self.features(x), *loading)
+
+
+def on_features(model: Model, path: tuple[str, ...]) -> bool:
+  """Whether the matrix at this path acts on the features and has a bias beside it."""
+  if model.hidden_layers:
+    return path == ('hidden_0', 'kernel')
+  return path[-1].endswith('kernel') and path[-1] != 'noise_kernel'
 
 
 def is_matrix(path: tuple[str, ...]) -> bool:

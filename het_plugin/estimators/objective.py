@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct, traverse_util
 
-from het_plugin.estimators.model import ROW_MULTIPLE, Model
+from het_plugin.estimators.model import ROW_MULTIPLE, Model, on_features
 
 # Budget for the logits, samples and factors of a block, in bytes.
 BLOCK_BYTES = 2**27
@@ -117,7 +117,7 @@ def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
 
 def mean_nll(model: Model, params, rows: Rows) -> jax.Array:
   """The objective without its penalty."""
-  return _sum(model, params, rows) / rows.total
+  return _sum(model, model.multiplied(params), rows) / rows.total
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -164,18 +164,11 @@ def whitening_of(model: Model, params, rows: Rows) -> jax.Array:
   return jnp.asarray(scale[:, None] * vectors / np.sqrt(np.maximum(values, floor)), jnp.float32)
 
 
-def _on_features(model: Model, path) -> bool:
-  """Whether the matrix at this path acts on the features and has a bias beside it."""
-  if model.hidden_layers:
-    return path == ('hidden_0', 'kernel')
-  return path[-1].endswith('kernel') and path[-1] != 'noise_kernel'
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _map_on_features(model, params, matrix):
   flat = traverse_util.flatten_dict(params)
   for path in list(flat):
-    if _on_features(model, path):
+    if on_features(model, path):
       beside = (*path[:-1], path[-1].removesuffix('kernel') + 'bias')
       kernel, bias = flat[path], flat[beside]
       both = jnp.concatenate([kernel.reshape(len(kernel), -1), bias.reshape(1, -1)])

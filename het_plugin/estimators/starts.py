@@ -5,11 +5,11 @@ and cannot be caught in a local optimum of the location.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import numpy as np
 
+from het_plugin import heads
 from het_plugin.estimators import lbfgs, objective
 from het_plugin.estimators.directions import noise_directions
 from het_plugin.estimators.model import Model
@@ -20,7 +20,6 @@ from het_plugin.estimators.model import Model
 INITIAL_NOISE = 0.5
 MIN_SHARE = 1e-6
 TOLERANCE = 1e-6  # nats of the objective
-_NO_NOISE = -16.0  # softplus of it is 1e-7
 
 
 def fit(
@@ -62,7 +61,10 @@ def noisy_start(model: Model, det: dict, rows: objective.Rows, seed: int) -> dic
   directions = noise_directions(model, det, params, rows, count)
   features = model.features(det, rows.x[0])
   feature_size = max(float(np.sqrt(np.mean(np.square(features)))), 1e-6)
-  return with_noise(params, det, INITIAL_NOISE * directions, feature_size)
+  noise = heads.noise_in_directions(
+    params['head']['covariance'], INITIAL_NOISE * directions, feature_size
+  )
+  return {**det, 'head': {**params['head'], **det['head'], 'covariance': noise}}
 
 
 def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
@@ -75,35 +77,7 @@ def det_start(model: Model, params: dict, class_shares: np.ndarray) -> dict:
   return {**params, 'head': {**head, 'kernel': np.zeros_like(head['kernel']), 'bias': padded}}
 
 
-def with_noise(params: dict, det: dict, directions: np.ndarray, feature_size: float) -> dict:
-  """DET's parameters with noise of the size of `directions`, about the same for all x.
-
-  Args:
-    params: initial parameters of the model.
-    det: those of DET at its optimum.
-    directions: [R + 1, Q] (`noise_directions`), of J or V(x). The last one gives d its pattern: an
-      equal d of all classes would change no probability.
-    feature_size: root of the mean square of the features that the head takes.
-  """
-  covariance = dict(params['head']['covariance'])
-  factors = directions[:-1] / math.sqrt(len(directions) - 1)
-  size = float(np.sqrt(np.mean(np.square(factors))))
-  d = size * np.exp(0.5 * directions[-1] / np.abs(directions[-1]).max())
-  covariance['d_kernel'] = np.zeros_like(covariance['d_kernel'])
-  covariance['d_bias'] = np.asarray(np.log(np.expm1(d)), np.float32)
-  if 'J' in covariance:  # v and J share the size of their product
-    root = math.sqrt(size)
-    covariance['v_kernel'] = (0.1 * root / feature_size) * covariance['v_kernel']
-    covariance['v_bias'] = np.full_like(covariance['v_bias'], root)
-    covariance['J'] = np.asarray(factors / root, np.float32)
-  else:
-    covariance['V_kernel'] = (0.1 * size / feature_size) * covariance['V_kernel']
-    covariance['V_bias'] = np.asarray(factors, np.float32)
-  return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}
-
-
 def without_noise(params: dict, det: dict) -> dict:
-  """The same parameters with as little noise as the head can have."""
-  covariance = {name: np.zeros_like(x) for name, x in params['head']['covariance'].items()}
-  covariance['d_bias'] += np.float32(_NO_NOISE)
-  return {**det, 'head': {**params['head'], **det['head'], 'covariance': covariance}}
+  """The parameters of DET with as little noise as the head with the initial `params` can have."""
+  noise = heads.least_noise(params['head']['covariance'])
+  return {**det, 'head': {**params['head'], **det['head'], 'covariance': noise}}

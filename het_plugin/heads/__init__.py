@@ -1,6 +1,7 @@
 """Heads: map pre-logits to Gaussian logits, and pairs of representations to contrastive logits."""
 
 from het_plugin.heads.classifiers import (
+  AffineLoading,
   Classifier,
   Det,
   Het,
@@ -16,7 +17,7 @@ from het_plugin.heads.contrastive import (
   class_log_prob,
   contrastive_nll,
 )
-from het_plugin.heads.covariance import LowRankCovariance
+from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in_directions
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
 CONFIGURABLES = {
@@ -26,6 +27,7 @@ CONFIGURABLES = {
 }
 
 __all__ = [
+  'AffineLoading',
   'Classifier',
   'ContrastiveDet',
   'ContrastiveHetXL',
@@ -42,4 +44,6 @@ __all__ = [
   'class_buckets',
   'class_log_prob',
   'contrastive_nll',
+  'least_noise',
+  'noise_in_directions',
 ]

@@ -1,16 +1,21 @@
 """The low-rank noise of a heteroscedastic head as a function of phi (section 2.2, appendix L)."""
 
 import math
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from het_plugin.heads.linear import affine, parameter
 from het_plugin.integrate import REMAINDERS, LowRank
 
 PARAMETRIZATIONS = ('efficient', 'full')
 MIN_DIAG = 1e-3  # keeps d(x) off zero, as the reference implementation does
+# Of noise that starts in given directions: the part of V(x) that depends on x.
+_INITIAL_VARIATION = 0.1
+_NO_NOISE = -16.0  # softplus of it is 1e-7
 
 
 class LowRankCovariance(nn.Module):
@@ -95,3 +100,53 @@ class LowRankCovariance(nn.Module):
       bias = parameter('J_bias', nn.initializers.zeros, (dim,), (axis,))
       mean = bias * scale  # [B, Q]
     return LowRank(scale, loading, diag, self.remainder), mean
+
+
+def noise_in_directions(
+  params: Mapping[str, jax.Array], directions: np.ndarray, phi_size: float = 1.0
+) -> dict[str, np.ndarray]:
+  """Parameters of a covariance whose noise lies in given directions, about the same for all x.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> head, phi = heads.Het(num_classes=3, num_factors=1, class_multiple=1), jnp.ones((1, 4))
+      >>> params = head.init(jax.random.key(0), phi)['params']
+      >>> directions = jnp.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]])  # [R + 1, Q]
+      >>> noise = heads.noise_in_directions(params['covariance'], directions)
+      >>> head.apply({'params': params | {'covariance': noise}}, phi).factors().shape
+      (1, 2, 3)
+
+  Args:
+    params: initial parameters of a `LowRankCovariance` for D pre-logits, whose matrices make the
+      part of V(x) that depends on x, a tenth of the whole.
+    directions: float [R + 1, Q], in units of eps. The first R are those of V(x), over sqrt(R) each.
+      The last one gives d(x) its pattern about their size, within a factor of e^(1/2): an equal d
+      for all classes of HET would change no probability.
+    phi_size: root mean square of the entries of phi.
+
+  Returns:
+    The parameters, float32, of the shapes of `params`.
+  """
+  found = dict(params)
+  factors = directions[:-1] / math.sqrt(len(directions) - 1)
+  size = float(np.sqrt(np.mean(np.square(factors))))
+  d = size * np.exp(0.5 * directions[-1] / np.abs(directions[-1]).max())
+  found['d_kernel'] = np.zeros_like(found['d_kernel'])
+  found['d_bias'] = np.asarray(np.log(np.expm1(d)), np.float32)
+  variation = _INITIAL_VARIATION / phi_size
+  if 'J' in found:  # v and J share the size of their product
+    root = math.sqrt(size)
+    found['v_kernel'] = (variation * root) * found['v_kernel']
+    found['v_bias'] = np.full_like(found['v_bias'], root)
+    found['J'] = np.asarray(factors / root, np.float32)
+  else:
+    found['V_kernel'] = (variation * size) * found['V_kernel']
+    found['V_bias'] = np.asarray(factors, np.float32)
+  return found
+
+
+def least_noise(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+  """Parameters of a covariance with as little noise as it can have: V(x) = 0 and d(x) = 1e-3."""
+  found = {name: np.zeros_like(x) for name, x in params.items()}
+  found['d_bias'] += np.float32(_NO_NOISE)
+  return found

@@ -1,23 +1,11 @@
-"""The estimators' own forms of the heads, and where fits start."""
+"""Where fits start."""
 
-import jax
 import numpy as np
 import pytest
 from scipy import special
 
 from het_plugin.estimators import directions, objective
 from het_plugin.estimators.model import Model
-
-
-@pytest.mark.parametrize('noise_dim', [None, 7])
-def test_het_xl_with_products_of_matrices_is_the_head(noise_dim):
-  x = jax.random.normal(jax.random.key(0), (5, 12))
-  model = Model('het_xl', 6, tau=None, noise=(('num_factors', 3), ('noise_dim', noise_dim)))
-  params = model.init(0, 12)
-  ours, head = model.logits(params, x), model.module().apply({'params': params}, x)
-  np.testing.assert_allclose(ours.location, head.location, atol=1e-5)
-  np.testing.assert_allclose(ours.factors(), head.factors(), atol=1e-5)
-  assert ours.temperature == head.temperature
 
 
 @pytest.mark.parametrize('head', ['het', 'het_h', 'het_xl'])

@@ -21,6 +21,8 @@ from het_plugin.heads import (
   HetXL,
   LearnedTemperature,
   class_buckets,
+  least_noise,
+  noise_in_directions,
 )
 from het_plugin.integrate import Integrator, example_keys, iid
 from tests.params import perturbed
@@ -173,6 +175,51 @@ def test_hash_is_fixed_and_even():
   np.testing.assert_array_equal(class_buckets(8, 5, seed=3), [4, 0, 1, 2, 2, 4, 3, 3])
   counts = np.bincount(buckets, minlength=128)
   assert counts.min() > 150 and counts.max() < 320  # 234 expected, standard deviation 15
+
+
+def test_buckets_without_a_class_change_no_logit():
+  head = HetH(K, num_factors=R, num_buckets=40, class_multiple=8)
+  params, short = init(head), head.clone(empty_buckets=False)
+  used = head.used_buckets(D)
+  assert len(used) < 16 and short.extra_params(D) < head.extra_params(D)
+  cut = {name: x[..., used] for name, x in params['covariance'].items()}
+  logits = short.apply({'params': params | {'covariance': cut}}, PHI)
+  expected = head.apply({'params': params}, PHI)
+  np.testing.assert_allclose(logits.factors(), expected.factors(), rtol=1e-6)
+
+
+def test_het_xl_with_its_affine_loading_is_the_same():
+  head, labels = HEADS['het_xl'], jnp.arange(B)
+  params, keys = init(head), example_keys(jax.random.key(2), labels)
+
+  def loss(params, loading):
+    logits = head.apply({'params': params}, PHI, *loading(params))
+    return Integrator(S).nll(logits, labels, keys).sum()
+
+  plain = jax.value_and_grad(loss)(params, lambda params: ())
+  once = jax.value_and_grad(loss)(params, lambda params: (head.affine_loading(params),))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, once)
+  for change in ({'parametrization': 'full'}, {'factor_bias': True}, {'noise_dim': M}):
+    assert head.clone(**change).affine_loading(params) is None
+
+
+@pytest.mark.parametrize('parametrization', ['efficient', 'full'])
+def test_noise_starts_in_given_directions(parametrization):
+  head = HEADS['het'].clone(parametrization=parametrization)
+  params = init(head)
+  directions = np.random.default_rng(0).normal(size=(R + 1, head.padded_classes))
+
+  def factors(noise):
+    return head.apply({'params': params | {'covariance': noise}}, PHI).factors()
+
+  noise = noise_in_directions(params['covariance'], directions)
+  assert jax.tree.map(np.shape, noise) == jax.tree.map(np.shape, dict(params['covariance']))
+  found, expected = factors(noise)[:, :R], directions[:R] / np.sqrt(R)
+  for row in found:
+    assert np.vdot(row, expected) / np.linalg.norm(row) / np.linalg.norm(expected) > 0.8
+  small = noise_in_directions(params['covariance'], directions, phi_size=1e6)  # of much larger phi
+  np.testing.assert_allclose(factors(small)[:, :R], np.stack([expected] * B), rtol=1e-3, atol=1e-5)
+  assert np.abs(factors(least_noise(params['covariance']))).max() < 2e-3
 
 
 class OwnLogits(nn.Module):
