@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import data, heads, models
+from het_plugin import data, heads, models, status
 from het_plugin.config import command_line, parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.training import exit_codes
@@ -253,8 +253,23 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
 def test_flags_become_bindings():
   argv = command_line.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
   assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
-  with pytest.raises(SystemExit, match='lacks its value'):
-    command_line.rewrite_flags(['train', '--gin.MODEL_DIR'])
+
+
+@pytest.mark.parametrize(
+  'argument, message',
+  [
+    ('--gin.MODEL_DIR', '--gin.MODEL_DIR lacks its value: write --gin.MODEL_DIR=VALUE'),
+    ('--watch=nan', '--watch=nan must be a finite number'),
+    ('--watch=inf', '--watch=inf must be a finite number'),
+    ('--watch=0', '0.0'),
+  ],
+)
+def test_flags_that_cannot_be_parsed_are_wrong_settings(argument, message, parsed_flags, capsys):
+  with parsed_flags(status), pytest.raises(SystemExit) as stop:
+    command_line.parse_flags(['status', argument])
+  assert stop.value.code == exit_codes.WRONG_SETTING
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('Error: ') and message in line
 
 
 def test_what_makes_t5x_the_host_is_not_for_our_mains():
