@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
-from het_plugin.config import distributed, foreign, screen
+from het_plugin.config import distributed, foreign, parsing, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
@@ -67,7 +67,10 @@ def one_sentence(error: BaseException) -> str:
       'quotes of its own'
     )
   lines = [line.strip() for line in text.splitlines()]
-  return ' '.join(line for line in lines if line and not line.startswith('In call to configurable'))
+  lines = [line for line in lines if line and not line.startswith('In call to configurable')]
+  if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
+    lines.append('(docs/t5x.md says how to install it)')
+  return parsing.as_typed(' '.join(lines))
 
 
 @contextlib.contextmanager
