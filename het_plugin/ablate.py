@@ -21,7 +21,7 @@ if __name__ == '__main__':
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from het_plugin.config import command_line, flag_values, registry
 from het_plugin.experiments import study
@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> None:
       print(study.listing())
       return
     if len(argv) != 2:
-      raise app.UsageError(f'Name one ablation: {", ".join(study.names())}')
+      given = f', not {" ".join(argv[1:])!r}' if argv[1:] else ''
+      raise ValueError(f'name one ablation{given}: {", ".join(study.names())}')
     own, of_runs = study.split_bindings(flags.FLAGS.gin_bindings)
     chosen = study.load(argv[1], own, flags.FLAGS.gin_search_paths)
     output_dir = Path(flags.FLAGS.output_dir or f'runs/ablations/{Path(argv[1]).stem}')

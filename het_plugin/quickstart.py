@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
   settings, heads = flags.FLAGS, flags.FLAGS.heads
   with command_line.one_sentence_errors(argv):
-    if unknown := [head for head in heads if head not in HEADS]:
+    if unknown := [head for head in heads or [''] if head not in HEADS]:
       raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
     output_dir = Path(settings.output_dir)
     folders = {head: output_dir / head for head in heads}

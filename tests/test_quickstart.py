@@ -55,6 +55,7 @@ def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path)
 def test_unknown_head_is_named(run_main, tmp_path):
   message = run(run_main, tmp_path, '--heads=het_xxl', code=2)
   assert '--heads=het_xxl is unknown: choose from det, det_learned_tau' in message
+  assert '--heads= is unknown: choose from det' in run(run_main, tmp_path, '--heads=', code=2)
 
 
 def result(head, nll, factors=None, extra=0, pace=100.0):

@@ -85,15 +85,19 @@ def _harmless(text: str, config: Mapping[str, Any]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-  """A binding, 'scope/configurable.parameter', that differs; UNSET where it is not bound."""
+  """A binding, 'scope/configurable.parameter', that differs; UNSET where it is not bound.
+
+  `name` is that of the macro that both configurations take the value from, else the key.
+  """
 
   key: str
   before: Any
   after: Any
   changes_results: bool
+  name: str
 
   def __str__(self) -> str:
-    return f'{self.key}: {self.before!r} -> {self.after!r}'
+    return f'{self.name}: {self.before!r} -> {self.after!r}'
 
 
 def changes(before: str, after: str) -> list[Change]:
@@ -103,12 +107,21 @@ def changes(before: str, after: str) -> list[Change]:
     SyntaxError: one of the texts is not valid gin.
   """
   old, new = map(statements.bindings, (before, after))
+  (was, macros_before), (now, macros_after) = map(statements.parse, (before, after))
+
+  def name(key: str) -> str:
+    left, right, found = was.get(key), now.get(key), key
+    while isinstance(left, statements.Macro) and left == right:
+      found, left, right = left.name, macros_before.get(left.name), macros_after.get(left.name)
+    return found
+
   sides = (old, _harmless(before, old)), (new, _harmless(after, new))
   found = [
     Change(
       *(key, old.get(key, UNSET), new.get(key, UNSET)),
       # A binding is harmless only if it is so in every configuration that has it.
       changes_results=any(key in config and key not in harmless for config, harmless in sides),
+      name=name(key),
     )
     for key in sorted({*old, *new})
     if old.get(key, UNSET) != new.get(key, UNSET)
@@ -141,13 +154,14 @@ class RunConfig:
       ('The configuration', [x for x in found if not x.changes_results], logging.INFO),
     ):
       if some:
-        lines = ''.join(f'\n  {change}' for change in some)
+        lines = ''.join(f'\n  {line}' for line in dict.fromkeys(map(str, some)))
         _log.log(level, '%s changed since step %d:%s', what, step, lines)
     if not serious:
       return
     if not self._accept_changes:
-      names = ', '.join(change.key for change in serious[:_NAMED])
-      more = f' and {len(serious) - _NAMED} more' if len(serious) > _NAMED else ''
+      changed = [*dict.fromkeys(change.name for change in serious)]
+      names = ', '.join(changed[:_NAMED])
+      more = f' and {len(changed) - _NAMED} more' if len(changed) > _NAMED else ''
       raise ValueError(
         f'the run in this model_dir is another one since its step {step}: {names}{more} changed '
         f'(the lines above say how); undo that, take another model_dir, or go on with '

@@ -1,6 +1,7 @@
 """Shared by all mains: gin flags as in t5x, one sentence for a wrong setting, logging."""
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
-from het_plugin.config import distributed, foreign, screen
+from het_plugin.config import distributed, foreign, parsing, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
@@ -51,7 +52,7 @@ def rewrite_flags(argv: Sequence[str]) -> list[str]:
     if argument.startswith(_FLAG_PREFIX):
       name, equals, value = argument.removeprefix(_FLAG_PREFIX).partition('=')
       if not equals:
-        sys.exit(f'Error: {argument} lacks its value: write {argument}=VALUE')
+        raise flags.Error(f'{argument} lacks its value: write {argument}=VALUE')
       argument = f'--gin_bindings={name} = {value}'
     rewritten.append(argument)
   return rewritten
@@ -66,7 +67,10 @@ def one_sentence(error: BaseException) -> str:
       'quotes of its own'
     )
   lines = [line.strip() for line in text.splitlines()]
-  return ' '.join(line for line in lines if line and not line.startswith('In call to configurable'))
+  lines = [line for line in lines if line and not line.startswith('In call to configurable')]
+  if isinstance(error, ModuleNotFoundError) and error.name == 't5x':
+    lines.append('(docs/t5x.md says how to install it)')
+  return parsing.as_typed(' '.join(lines))
 
 
 @contextlib.contextmanager
@@ -120,12 +124,18 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     screen.set_up()
     distributed.leaving()(main)(argv)
 
-  app.run(shown, flags_parser=_parse)
+  app.run(shown, flags_parser=parse_flags)
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """Parses the flags, and returns the other arguments; a wrong one ends the program with code 2."""
   try:
-    return flags.FLAGS(rewrite_flags(argv))
+    rest = flags.FLAGS(rewrite_flags(argv))
+    for name in flags.FLAGS:
+      flag = flags.FLAGS[name]
+      if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
+        raise flags.Error(f'--{name}={flag.value} must be a finite number')  # beyond bounds of absl
+    return rest
   except flags.Error as error:
     print(f'Error: {error} (--help shows the flags)', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gin
-from het_plugin.config import checks, registry
+from het_plugin.config import checks, registry, statements
 
 PACKAGE = Path(__file__).parents[1]
 _PREFIX = 'het_plugin/gin/'
@@ -59,9 +59,9 @@ def parse_config(
     gin.add_config_file_search_path(path)
   for file in gin_files:
     if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
-      ours = _PREFIX + file.removeprefix('gin/')
-      hint = f'; {ours} comes with the package' if _is_ours(ours) else ''
-      raise ValueError(f'gin_file={file!r} does not exist in {", ".join(search_paths)}{hint}')
+      raise ValueError(
+        f'gin_file={file!r} does not exist in {", ".join(search_paths)}{_instead_of(file)}'
+      )
   try:
     for file in [_BUILTIN, *gin_files]:
       try:
@@ -73,6 +73,12 @@ def parse_config(
         gin.parse_config(binding)
       except SyntaxError as error:
         raise ValueError(f'the binding {binding!r} is wrong: {_reason(binding, error)}') from error
+  except OSError as error:
+    if match := re.search(r'Unable to open file: (\S+)\. ', str(error)):
+      raise ValueError(
+        f'{match[1]} is included but does not exist{_instead_of(match[1])}'
+      ) from error
+    raise
   except ValueError as error:
     what, _, where = str(error).partition('\n')
     if similar := _similar(what):
@@ -80,6 +86,29 @@ def parse_config(
     raise
   checks.check(gin.config_str())
   gin.finalize()
+
+
+def as_typed(message: str) -> str:
+  """A message with the macros that the parsed configuration binds in place of their parameters.
+
+  For example, 'eval_steps=0 must be at least 1' is 'EVAL_STEPS=0 must be at least 1'.
+  """
+  bound, macros = statements.parse(gin.config_str())
+  for key, macro in bound.items():
+    if isinstance(macro, statements.Macro) and macro.name not in message:
+      value, (_, configurable, parameter) = macros.get(macro.name), statements.split(key)
+      said = rf'(?<![\w./])({configurable}\.)?{parameter}(?=={re.escape(str(value))}(?![\w.]*\w))'
+      message = re.sub(said, macro.name, message)
+  return message
+
+
+def _instead_of(file: str) -> str:
+  """What is there in place of a gin file that is not: the file of this name or folder in ours."""
+  ours = _PREFIX + file.removeprefix(_PREFIX).removeprefix('gin/')
+  if _is_ours(ours):
+    return f'; {ours} comes with the package'
+  names = sorted(path.stem for path in Path(resolve(ours)).parent.glob('*.gin'))
+  return f': choose from {", ".join(names)}' if names else ''
 
 
 def _similar(message: str) -> str | None:

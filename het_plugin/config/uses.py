@@ -72,12 +72,15 @@ class Uses:
     return None
 
 
-def of(text: str) -> Uses:
-  """What the run of a configuration (`gin.config_str()`) uses; all, if it does not bind `train`."""
+def of(text: str, called: Sequence[str] = ()) -> Uses:
+  """What the run of a configuration (`gin.config_str()`) uses; all, if it does not bind `train`.
+
+  `called` are the names of further configurables that a main itself calls or reads.
+  """
   bound, macros = statements.parse(text)
   ours = {name for _, name in registry.registered}
   by_name = {}  # {name: {parameter: {scope: key}}}
-  pending = {('', _ROOT)}
+  pending = {('', name) for name in (_ROOT, *called)}
   for key in bound:
     scope, name, parameter = statements.split(key)
     by_name.setdefault(name, {}).setdefault(parameter, {})[scope] = key
@@ -109,8 +112,18 @@ def of(text: str) -> Uses:
   return Uses(settings, frozenset(used if _ROOT in by_name else settings), frozenset(places))
 
 
+def check_typed(typed: Sequence[str], runs: Sequence[Uses]) -> None:
+  """Raises ValueError if none of the runs uses a binding of the command line, 'NAME = VALUE'."""
+  used = {statements.split(key) for run in runs for key in run.used}
+  for binding in typed:
+    for settings in statements.parse(binding):
+      for key, value in settings.items():
+        if statements.split(key) not in used:
+          raise ValueError(runs[0].unused(key, value))
+
+
 def check(typed: Sequence[str], *texts: str) -> None:
-  """Checks that what was set is used, by at least one of several runs that share it.
+  """Checks that what was set for a training is used, by at least one of several that share it.
 
   Args:
     typed: bindings of a command line, 'NAME = VALUE'.
@@ -122,12 +135,8 @@ def check(typed: Sequence[str], *texts: str) -> None:
       on purpose. They are a warning, unless they are of this package's files too.
   """
   runs = [of(text) for text in texts]
+  check_typed(typed, runs)
   used = {statements.split(key) for run in runs for key in run.used}
-  for binding in typed:
-    for settings in statements.parse(binding):
-      for key, value in settings.items():
-        if statements.split(key) not in used:
-          raise ValueError(runs[0].unused(key, value))
   unused = {
     (key, repr(value)): run
     for run in runs

@@ -76,7 +76,7 @@ METHODS = tuple(dict.fromkeys(name.partition(':')[0] for name in ROWS))
 def parse_methods(names: Sequence[str]) -> list[str]:
   """Rows of the table in its order, from names of rows, of methods, or 'all'; else ValueError."""
   chosen = set()
-  for name in names:
+  for name in names or ['']:
     found = [row for row in ROWS if name in ('all', row, row.partition(':')[0])]
     if not found:
       raise ValueError(

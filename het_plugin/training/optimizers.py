@@ -166,7 +166,7 @@ def warmup_schedule(
   """
   if not 0 <= warmup_steps < total_steps:
     raise ValueError(
-      f'warmup_steps={warmup_steps} (WARMUP_STEPS) must be at least 0 and below '
+      f'warmup_steps={warmup_steps} must be at least 0 and below '
       f'total_steps={total_steps}; below 1 it is a share of them'
     )
   if warmup_steps < 1:

@@ -282,14 +282,15 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
       flat['position_embedding'] = np.pad(position, ((1, 0), (0, 0)))
     image_size = side * patch_size
 
+  names, architecture = ' '.join(arrays), config.get('architecture', '')
   # transformers' CLIP is OpenAI's; timm names the files that have its activation.
-  is_openai = any('pre_layrnorm' in name for name in arrays)
-  is_openai |= 'quickgelu' in config.get('architecture', '')
-  is_tanh = any('head.probe' in name for name in arrays)  # transformers' SigLIP
-  if is_siglip or 'siglip' in config.get('architecture', ''):
-    is_tanh |= _is_tanh_in_timm(patch_size, width, image_size)
+  is_openai = 'pre_layrnorm' in names or 'quickgelu' in architecture
+  # These sizes of timm's SigLIP have the tanh approximation of GELU, the others the exact one.
+  is_tanh = patch_size == 32 or width == 1536 or (patch_size, width) == (16, 1152)
+  is_tanh |= (width, image_size) == (1024, 512)
+  is_tanh &= is_siglip or 'siglip' in architecture
+  is_tanh |= 'head.probe' in names  # transformers' SigLIP, all sizes
   activation = 'quick_gelu' if is_openai else 'gelu_pytorch_tanh' if is_tanh else 'gelu'
-  form = 'SigLIP' if is_siglip else 'image'
 
   def width_of(name):
     return flat[name].shape[-1] if name in flat else None
@@ -297,7 +298,7 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   settings = {
     'patch_size': patch_size,
     'width': width,
-    **_block_settings(flat, config, form, width, activation),
+    **_block_settings(flat, config, 'SigLIP' if is_siglip else 'image', width, activation),
     'pooling': 'map' if is_siglip else 'token' if 'class_token' in flat else 'gap',
     'norm_epsilon': config.get('layer_norm_eps') or (1e-5 if is_clip or is_rotary else 1e-6),
     'position': 'rope' if is_rotary else 'learned',
@@ -312,22 +313,13 @@ def read_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> T
   return Tower(settings, _placed(flat), image_size, skipped)
 
 
-def _is_tanh_in_timm(patch_size, width, image_size):
-  """Whether timm has a SigLIP of these sizes with the tanh approximation of GELU, not the exact one
-  (`act_layer` in its vision_transformer.py).
-  """
-  large = width == 1024 and image_size == 512
-  return patch_size == 32 or width == 1536 or large or (width == 1152 and patch_size == 16)
-
-
 def _block_settings(flat, config, form, width, activation):
   """Settings of the blocks; `activation` is the name where the configuration has none."""
   usual_heads = 16 if width in _SIXTEEN_HEADS[form] else max(1, width // 64)
   activation = config.get('hidden_act') or activation
   if activation not in _ACTIVATIONS:
-    raise ValueError(
-      f'hidden_act={activation!r} in config.json is none of {", ".join(_ACTIVATIONS)}'
-    )
+    known = ', '.join(_ACTIVATIONS)
+    raise ValueError(f'hidden_act={activation!r} in config.json is none of {known}')
   is_gated = 'block00/mlp/wi_gate/kernel' in flat
   return {
     'depth': sum(name.endswith('/attention_norm/scale') for name in flat),
@@ -422,10 +414,8 @@ def _renamed(arrays, backbone, stem):
     else:
       (skipped if _SKIPPED.fullmatch(name) else unknown).append(name)
   if unknown:
-    raise ValueError(
-      f'{len(unknown)} layers of the file have no place in a {backbone}, such as '
-      f'{", ".join(unknown[:5])}'
-    )
+    some = ', '.join(unknown[:5])
+    raise ValueError(f'{len(unknown)} layers have no place in a {backbone}, such as {some}')
   return flat, tuple(sorted(skipped))
 
 

@@ -31,6 +31,7 @@ from launch.processes import PREEMPTED
 
 TEMPLATE = Path(__file__).with_name('jobset.yaml')
 CHIPS_PER_HOST = 4
+MAX_NODES = 65_000  # of a cluster, https://cloud.google.com/kubernetes-engine/quotas
 # Values of the node label cloud.google.com/gke-tpu-accelerator, from
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
 ACCELERATORS = {
@@ -129,6 +130,17 @@ def _check(name: str, settings: Mapping[str, Any], job: sweep.Job, hosts: int) -
   last = f'{name}-slice-{settings["num_slices"] - 1}-{hosts - 1}-abcde'
   if len(last) > 63:
     raise ValueError(f'--name={name} is {len(last) - 63} characters too long for its pods')
+  if (nodes := settings['num_slices'] * hosts) > MAX_NODES:
+    raise ValueError(
+      f'--num_slices={settings["num_slices"]} takes {nodes} nodes; a cluster has at most '
+      f'{MAX_NODES}'
+    )
+  texts = job.arguments()
+  for flag, value in settings.items():
+    values = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    texts += [f'--{flag}={text}' for text in values]
+  if unprintable := [text for text in texts if not text.isprintable()]:
+    raise ValueError(f'{unprintable[0]!r} has a control character or a line break')
   if not settings['image']:
     raise ValueError('--image is empty: name the container image that launch/Dockerfile built')
   if not re.match(r'gs://[a-z0-9]', job.model_dir):

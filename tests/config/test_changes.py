@@ -68,8 +68,8 @@ def test_another_head(before):
   assert not harmless
   assert {key.split('.')[0] for key in serious} == {'ClassificationModel', 'HetXL', 'Het'}
   lines = [str(change) for change in found]
-  assert 'ClassificationModel.head: @HetXL() -> @Het()' in lines
   assert 'HetXL.num_factors: 50 -> (not set)' in lines
+  assert 'HEAD: @HetXL() -> @Het()' in lines
 
 
 OWN = """
@@ -164,10 +164,10 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(partitioning.PjitPartitioner, 'batch_rows', lambda *_: pytest.fail('read data'))
     message = run_main(main, *same, *changed, code=2)
-  assert 'its step 2: train.random_seed, train/DatasetConfig.seed, warmup_schedule.p' in message
+  assert 'its step 2: RANDOM_SEED, LEARNING_RATE changed' in message
   assert message.endswith('go on with --accept_config_changes (--verbosity=1 shows where)')
-  assert '\n  warmup_schedule.peak_value: 0.003 -> 0.005' in caplog.text
-  assert '\n  train.eval_steps: 1 -> 2' in caplog.text
+  assert '\n  LEARNING_RATE: 0.003 -> 0.005' in caplog.text
+  assert '\n  EVAL_STEPS: 1 -> 2' in caplog.text
   assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
 
   run_main(main, *same, '--gin.SAVE_PERIOD=7')  # harmless

@@ -69,6 +69,15 @@ def test_ordinary_configurations(kind, parsed_flags):
     foreign.check(text, 'config.gin')
 
 
+GIN_FILES = [x for x in parsing.gin_root().rglob('*.gin') if not {'t5x', 'ablations'} & {*x.parts}]
+
+
+@pytest.mark.parametrize('path', GIN_FILES, ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_what_our_gin_files_name(path):
+  lines = path.read_text().splitlines(keepends=True)
+  foreign.check(''.join(line for line in lines if not line.startswith('include')), path.name)
+
+
 @pytest.mark.parametrize('kind', CODE)
 def test_what_runs_code(kind):
   assert 'turtle' not in sys.modules

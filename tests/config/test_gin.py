@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import data, heads, models
+from het_plugin import data, heads, models, status, train
 from het_plugin.config import command_line, parsing
 from het_plugin.evaluation import actions, prompts
 from het_plugin.training import exit_codes
@@ -229,6 +229,11 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     (RUN, ['HEAD = HetXL'], 'or an object @ and (): @HetXL()'),
     (RUN, ['HEAD = @HetXl()'], "matching reference '@HetXl()': did you mean HetXL?"),
     (RUN, ['HetXL.num_factor = 1'], "parameter named 'num_factor': did you mean num_factors?"),
+    (
+      ['gin/heads/hetxl.gin'],
+      [],
+      'does not exist in .: choose from contrastive_det, contrastive_h',
+    ),
     (['gin/heads/het.gin'], [], 'het_plugin/gin/heads/het.gin comes with the package'),
   ],
 )
@@ -250,11 +255,59 @@ def test_config_errors_are_one_sentence_before_anything_is_written(
   assert left <= {'attempts', 'lock', 'logs'}
 
 
+def test_a_misspelt_include_lists_what_there_is(tmp_path):
+  path = tmp_path / 'mine.gin'
+  path.write_text("import het_plugin.config\ninclude 'het_plugin/gin/heads/hetxl.gin'\n")
+  with pytest.raises(ValueError, match='heads/hetxl.gin is included .*: choose from .* het_xl'):
+    parsing.parse_config([str(path)], [])
+  path.write_text("include 'other.gin'\n")
+  with pytest.raises(ValueError, match='other.gin is included but does not exist$'):
+    parsing.parse_config([str(path)], [])
+
+
+@pytest.mark.parametrize(
+  'binding, message',
+  [
+    ('EVAL_STEPS=0', 'EVAL_STEPS=0 must be at least 1'),
+    ('BATCH_SIZE=12', 'BATCH_SIZE=12 must be a positive multiple of 8'),
+    ('WARMUP_STEPS=500', 'WARMUP_STEPS=500 '),
+    ('train.eval_period=0', 'eval_period=0 must be at least 1'),
+    ('LEARNING_RATE=-1.0', 'LEARNING_RATE = -1.0 (warmup_schedule.peak_value) must be in (0, inf)'),
+  ],
+)
+def test_messages_name_what_was_typed(binding, message, run_main, tmp_path):
+  files = [f'--gin_file={file}' for file in RUN]
+  said = run_main(
+    train, *files, f"--gin.MODEL_DIR='{tmp_path / 'run'}'", f'--gin.{binding}', code=2
+  )
+  assert said.startswith(f'Error: {message}')
+
+
+def test_what_t5x_needs_is_in_the_docs():
+  error = ModuleNotFoundError("No module named 't5x'", name='t5x')
+  assert 'docs/t5x.md' in command_line.one_sentence(error)
+
+
 def test_flags_become_bindings():
   argv = command_line.rewrite_flags(['train', '--gin_file=a.gin', "--gin.MODEL_DIR='x=y'", 'rest'])
   assert argv == ['train', '--gin_file=a.gin', "--gin_bindings=MODEL_DIR = 'x=y'", 'rest']
-  with pytest.raises(SystemExit, match='lacks its value'):
-    command_line.rewrite_flags(['train', '--gin.MODEL_DIR'])
+
+
+@pytest.mark.parametrize(
+  'argument, message',
+  [
+    ('--gin.MODEL_DIR', '--gin.MODEL_DIR lacks its value: write --gin.MODEL_DIR=VALUE'),
+    ('--watch=nan', '--watch=nan must be a finite number'),
+    ('--watch=inf', '--watch=inf must be a finite number'),
+    ('--watch=0', '0.0'),
+  ],
+)
+def test_flags_that_cannot_be_parsed_are_wrong_settings(argument, message, parsed_flags, capsys):
+  with parsed_flags(status), pytest.raises(SystemExit) as stop:
+    command_line.parse_flags(['status', argument])
+  assert stop.value.code == exit_codes.WRONG_SETTING
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('Error: ') and message in line
 
 
 def test_what_makes_t5x_the_host_is_not_for_our_mains():

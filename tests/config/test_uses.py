@@ -63,6 +63,14 @@ def test_what_is_used():
   uses.check(extra, config_text('het_xl', *extra))
 
 
+def test_what_a_main_reads_itself():
+  typed = ['FewShotAction.shots = (1, %MINE)', 'MINE = 3']
+  text = config_text('det', *typed, 'ACTIONS = None')
+  uses.check_typed(typed, [uses.of(text, called=['FewShotAction'])])
+  with pytest.raises(ValueError, match='FewShotAction.shots = .* nothing refers to @FewShotAction'):
+    uses.check_typed(typed, [uses.of(text)])
+
+
 def test_bindings_of_other_packages_may_be_used_anywhere():
   @gin.configurable('elsewhere', module='tests')
   def elsewhere(size=None):

@@ -195,6 +195,9 @@ def test_spot_and_reservations_are_node_labels():
     ({'topology': 'v5e:2x2', 'num_slices': 2}, 'several hosts'),
     ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
     ({'image': ''}, '--image is empty'),
+    ({'num_slices': 10**6}, '--num_slices=1000000 takes 4000000 nodes'),
+    ({'env': ['A=\x7f']}, r"--env=A=\\x7f' has a control character or a line break"),
+    ({'image': 'a\nb'}, r"--image=a\\nb' has a control character or a line break"),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(changes, words):
