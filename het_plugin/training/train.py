@@ -237,6 +237,7 @@ def train(
     compile_start = time.monotonic()
     with observer.phase(observer_lib.COMPILE):
       num_flops = trainer.compile_train(traced)
+      processes.meet()
     seconds = time.monotonic() - compile_start
     _log.info('Compiled the train step in %.1f s.', seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})

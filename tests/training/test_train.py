@@ -285,6 +285,13 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
 
 
 @pytest.mark.slow
+def test_processes_wait_for_one_that_compiles_longer():
+  codes, last_lines = run_two('tests.training.late_run')
+  assert codes == [0, 0], last_lines
+  assert last_lines == ["{0: 'mean 3.5', 1: 'mean 3.5'}"] * 2
+
+
+@pytest.mark.slow
 def test_resuming_on_another_mesh(tmp_path, uninterrupted):
   """After four steps on 4 x 2 devices, with one row of them and microbatches."""
   directory, want = uninterrupted
