@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from het_plugin import weights
 from het_plugin.reporting.columns import Row, Table, tables_of
 from het_plugin.reporting.results import provenance, write_json
 from het_plugin.reporting.text import plain_table, text_table
@@ -105,8 +106,8 @@ class Report:
         for i, one in enumerate(figure.pngs, 1):
           files[folder / (f'{name}_{i}.png' if len(figure.pngs) > 1 else f'{name}.png')] = one
     for path in filter(None, files):
-      Path(path).parent.mkdir(parents=True, exist_ok=True)
-      Path(path).write_bytes(files[path])
+      with weights.replacing(path) as unfinished:
+        unfinished.write_bytes(files[path])
     if folder:
       print(f'\nThe same with plots: {folder / "index.html"}')
 
