@@ -9,8 +9,6 @@ stopped by SIGTERM, with a checkpoint saved; 134 another process is lost or this
 again after 42 and 134.
 """
 
-import gc
-
 from het_plugin.operations import stopping
 
 if __name__ == '__main__':
@@ -30,7 +28,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  gc.disable()  # until the first step: a start makes little garbage, and looking for it takes time
+  operations.collect_garbage_later()
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
     parsing.parse_config(*command_line.gin_settings())
