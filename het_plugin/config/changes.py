@@ -198,7 +198,7 @@ def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
     if others := [str(change) for change in found if change.changes_results]:
       more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''
       _log.warning(
-        '%s was not trained with %s, as a checkpoint of another run was not: %s%s.',
+        '%s was not trained with %s (%s%s). Is it a checkpoint of another run?',
         *(checkpoint, file, '; '.join(others[:_NAMED]), more),
       )
   return file
