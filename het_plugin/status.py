@@ -16,6 +16,7 @@ from absl import flags
 from het_plugin import reporting
 from het_plugin.config import command_line
 from het_plugin.operations import facts, profiles, run_status, status_report
+from het_plugin.training import run_files
 
 _CLEAR = '\x1b[H\x1b[2J'
 
@@ -56,15 +57,12 @@ def main(argv: Sequence[str]) -> None:
 
 def _show(run_dir: str) -> str:
   """Prints and writes where the run stands; its state."""
-  from etils import epath  # not at the top: het_plugin.config says how to install it
-
   found = run_status.read(run_dir, flags.FLAGS.stale_seconds)
   print(status_report.text(found), flush=True)
   if flags.FLAGS.json:
     reporting.write_json(found, flags.FLAGS.json)
   if flags.FLAGS.html:
-    epath.Path(flags.FLAGS.html).parent.mkdir(parents=True, exist_ok=True)
-    epath.Path(flags.FLAGS.html).write_text(status_report.page(found))
+    run_files.write_text(flags.FLAGS.html, status_report.page(found))
   return found['state']
 
 

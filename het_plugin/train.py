@@ -9,8 +9,6 @@ stopped by SIGTERM, with a checkpoint saved; 134 another process is lost or this
 again after 42 and 134.
 """
 
-import gc
-
 from het_plugin.operations import stopping
 
 if __name__ == '__main__':
@@ -33,7 +31,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
   import gin  # not at the top: het_plugin.config says how to install it
 
-  gc.disable()  # until the first step: a start makes little garbage, and looking for it takes time
+  operations.collect_garbage_later()
   with command_line.one_sentence_errors(argv):
     distributed.initialize()
     files, typed, search_paths = command_line.gin_settings()

@@ -15,11 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 PREEMPTED = 42  # het_plugin.training.exit_codes.PREEMPTED
 WRONG = 2  # a setting is wrong, a folder is in use, or a command cannot be started
-_PR_SET_PDEATHSIG = 1  # prctl(2) on Linux
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2) on Linux
 _POLL_SECONDS = 0.2
 
 
@@ -41,6 +42,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def adopt_orphans() -> None:
+  """Makes this process the parent of its descendants whose parent has died (Linux only)."""
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def make_parser(description: str) -> argparse.ArgumentParser:
   """A parser with the arguments that all launchers of a command share."""
   parser = argparse.ArgumentParser(
@@ -58,6 +65,7 @@ class Group:
 
   Attributes:
     stopping: whether a signal has asked for the end.
+    code: the exit code; None until `run` has ended.
   """
 
   def __init__(
@@ -71,14 +79,17 @@ class Group:
     """Starts nothing.
 
     A signal leaves the processes `grace_seconds` to save, a failed process leaves the others
-    `end_seconds`. `log` takes the output as it is; None for stdout, with numbers.
+    `end_seconds`. `log` takes the output; None for stdout. A single process writes to its log
+    itself, without a number.
     """
     self._command = command
     self._environments = environments
     self._grace_seconds = grace_seconds
     self._end_seconds = end_seconds
     self._log = log
+    self._numbered = log is None or len(environments) > 1
     self.stopping = False
+    self.code: int | None = None
     self._stop_at = None  # when to kill; None while no end was requested
     self._processes: list[subprocess.Popen] = []
     self._told: set[subprocess.Popen] = set()  # those that got SIGTERM
@@ -96,11 +107,13 @@ class Group:
       for environment in self._environments:
         self._processes.append(self._start(environment))
       for index, process in enumerate(self._processes):
-        if self._log is None:
-          printers.append(threading.Thread(target=_print_lines, args=(index, process), daemon=True))
+        if self._numbered:
+          arguments = index, process, self._log or sys.stdout.buffer
+          printers.append(threading.Thread(target=_print_lines, args=arguments, daemon=True))
           printers[-1].start()
         threading.Thread(target=_wait, args=(index, process, ended), daemon=True).start()
-      return self._watch(ended)
+      self.code = self._watch(ended)
+      return self.code
     finally:
       for process in self._processes:
         if process.poll() is None:
@@ -108,12 +121,34 @@ class Group:
       for printer in printers:
         printer.join(timeout=1)  # a process that left its group may hold the pipe
 
+  def running(self) -> dict[int, int]:
+    """{index: process id} of the processes that run."""
+    return {i: process.pid for i, process in enumerate(self._processes) if process.poll() is None}
+
+  def await_orphans(self) -> None:
+    """Waits for the processes that this one has adopted (`adopt_orphans`).
+
+    Their parent was killed, so they are saving (`die_with_parent`). They have `grace_seconds`, or
+    less after a signal. Call it only where all children of this process are those of the group.
+    """
+    deadline = time.monotonic() + self._grace_seconds
+    while True:
+      try:
+        ended, _ = os.waitpid(-1, os.WNOHANG)
+      except ChildProcessError:  # there are none
+        return
+      if not ended:
+        if time.monotonic() > min(deadline, self._stop_at or deadline):
+          for pid in _children():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+
   def _start(self, environment: Mapping[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
       self._command,
       env=environment,
       stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE if self._log is None else self._log,
+      stdout=subprocess.PIPE if self._numbered else self._log,
       stderr=subprocess.STDOUT,
       start_new_session=True,
       preexec_fn=die_with_parent,
@@ -164,6 +199,9 @@ class Group:
   def _say(self, text: str) -> None:
     if self._log is None:
       print(f'[local] {text}', file=sys.stderr, flush=True)
+    elif self._numbered:
+      self._log.write(f'[local] {text}\n'.encode())
+      self._log.flush()
 
 
 def _kill_group(process: subprocess.Popen) -> None:
@@ -176,12 +214,23 @@ def _wait(index: int, process: subprocess.Popen, ended: queue.SimpleQueue[int]) 
   ended.put(index)
 
 
-def _print_lines(index: int, process: subprocess.Popen) -> None:
+def _children() -> list[int]:
+  """The process ids of the children of this process (Linux)."""
+  found = []
+  for stat in Path('/proc').glob('[0-9]*/stat'):
+    with contextlib.suppress(OSError):  # it has ended
+      parent = int(stat.read_text().rpartition(')')[2].split()[1])
+      if parent == os.getpid():
+        found.append(int(stat.parent.name))
+  return found
+
+
+def _print_lines(index: int, process: subprocess.Popen, sink: IO[bytes]) -> None:
   for line in process.stdout:
     text = line if line.endswith(b'\n') else line + b'\n'
     with contextlib.suppress(BrokenPipeError):  # the reader is gone; training goes on
-      sys.stdout.buffer.write(f'[{index}] '.encode() + text)
-      sys.stdout.buffer.flush()
+      sink.write(f'[{index}] '.encode() + text)
+      sink.flush()
 
 
 def _how(code: int) -> str:

@@ -27,15 +27,16 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.processes import PREEMPTED, WRONG
+from launch import local
+from launch.processes import PREEMPTED, WRONG, Group
 
 DEFAULT_TRAINING = (
   '--gin_file=het_plugin/gin/runs/digits_smoke.gin',
@@ -46,7 +47,6 @@ DEFAULT_TRAINING = (
 STEPS_PER_ROUND = 12  # more than pass in a round before its signal
 ALL = 'all'
 _LIMIT_SECONDS = 900  # far more than any start, round or end takes
-_TOKEN = 'HET_PLUGIN_SOAK'  # environment variable that marks the processes of a soak
 _TIMES = re.compile(r'(^|/)(timing|goodput)/')  # metrics that are durations, not results
 
 
@@ -67,38 +67,32 @@ def plan(rounds: int, sigterm_rounds: int, processes: int, seed: int) -> list[di
 
 
 @contextlib.contextmanager
-def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterator[Any]:
-  """Starts the run in a folder; afterwards its launcher has ended and no process is left."""
-  folder = run_dir.parent
+def started(run_dir: Path, args: argparse.Namespace, total_steps: int) -> Iterator[Group]:
+  """Starts the run in a folder; afterwards none of its processes is left."""
   cache = {
-    'JAX_COMPILATION_CACHE_DIR': str(folder / 'compilation_cache'),
+    'JAX_COMPILATION_CACHE_DIR': str(run_dir.parent / 'compilation_cache'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
   }
   command = [
-    *(sys.executable, '-m', 'launch.local', f'--processes={args.processes}', '--end_seconds=2'),
-    *(f'--devices={args.devices}', '--', sys.executable, '-m', 'het_plugin.train'),
-    *(args.training or DEFAULT_TRAINING),
+    *(sys.executable, '-m', 'het_plugin.train', *(args.training or DEFAULT_TRAINING)),
     f'--gin.PjitPartitioner.num_partitions={math.gcd(2, args.processes * args.devices)}',
     *(f'--gin.TRAIN_STEPS={total_steps}', '--gin.SAVE_PERIOD=2', '--gin.EVAL_PERIOD=3'),
     *('--gin.STATS_PERIOD=5', f'--gin.MODEL_DIR={str(run_dir)!r}'),
   ]
+  environments = local.environments(
+    {**cache, **os.environ}, local.free_port(), args.processes, args.devices
+  )
   with open(f'{run_dir}.log', 'ab') as log:
-    launcher = subprocess.Popen(
-      command,
-      env={**cache, **os.environ, _TOKEN: str(folder)},
-      stdin=subprocess.DEVNULL,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    )
-  try:
-    yield launcher
-    wait(run_dir, lambda: launcher.poll() is not None and not running(folder), 'its end')
-  finally:
-    for pid in (launcher.pid, *running(folder)):
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    launcher.wait()
+    group = Group(command, environments, grace_seconds=_LIMIT_SECONDS, end_seconds=2, log=log)
+    thread = threading.Thread(target=group.run)
+    thread.start()
+    try:
+      yield group
+      wait(run_dir, lambda: not thread.is_alive(), 'its end')
+    finally:
+      group.stop()
+      group.stop()  # at once
+      thread.join()
 
 
 def wait(run_dir: Path, condition: Any, what: str) -> None:
@@ -112,20 +106,6 @@ def wait(run_dir: Path, condition: Any, what: str) -> None:
       raise SoakError(f'{_LIMIT_SECONDS} s after step {step} there is not {what}: {run_dir}.log')
 
 
-def running(folder: Path) -> dict[int, int | None]:
-  """The running processes of this soak: {pid: number in the run, None for a launcher}."""
-  token, found = f'{_TOKEN}={folder}'.encode(), {}
-  for path in Path('/proc').glob('[0-9]*'):
-    try:
-      variables = (path / 'environ').read_bytes().split(b'\0')
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-      continue  # it has ended, or belongs to another user
-    if token in variables:
-      index = next((v[15:] for v in variables if v.startswith(b'JAX_PROCESS_ID=')), None)
-      found[int(path.name)] = None if index is None else int(index)
-  return found
-
-
 def newest_step(run_dir: Path) -> int:
   """Step of the newest complete checkpoint; 0 if there is none."""
   names = [path.name.removeprefix('checkpoint_') for path in run_dir.glob('checkpoint_*')]
@@ -137,14 +117,13 @@ def interrupt(
 ) -> None:
   """Starts the run, sends the planned signal, and adds to `this` what happened."""
   began, first = time.monotonic(), newest_step(run_dir)
-  with started(run_dir, args, total_steps) as launcher:
+  with started(run_dir, args, total_steps) as group:
 
     def victims() -> list[int]:
-      found = running(run_dir.parent).items()
-      return [pid for pid, index in found if index is not None and this['victim'] in (index, ALL)]
+      return [pid for index, pid in group.running().items() if this['victim'] in (index, ALL)]
 
     def is_time() -> bool:
-      if launcher.poll() is not None:
+      if group.code is not None:
         raise SoakError(f'the run ended by itself: see {run_dir}.log')
       far = newest_step(run_dir) >= first + STEPS_PER_ROUND // 2
       return (far or time.monotonic() > began + this['delay'] * start_seconds) and bool(victims())
@@ -153,7 +132,7 @@ def interrupt(
     for pid in victims():
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.Signals[this['signal']])
-  code = launcher.returncode
+  code = group.code
   this |= {'resumed': first, 'saved': newest_step(run_dir), 'exit_code': code}
   this['seconds'] = time.monotonic() - began
   if this['signal'] == 'SIGTERM' and this['saved'] > first and code not in (0, PREEMPTED):
@@ -213,11 +192,11 @@ def soak(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
   def train_to_end(run_dir: Path) -> float:
     """Returns the seconds to the first new checkpoint."""
     start, first = time.monotonic(), newest_step(run_dir)
-    with started(run_dir, args, total_steps) as launcher:
-      wait(run_dir, lambda: newest_step(run_dir) > first or launcher.poll() is not None, 'another')
+    with started(run_dir, args, total_steps) as group:
+      wait(run_dir, lambda: newest_step(run_dir) > first or group.code is not None, 'another')
       seconds = time.monotonic() - start
-    if launcher.returncode:
-      raise SoakError(f'{run_dir} ended with exit code {launcher.returncode}: see {run_dir}.log')
+    if group.code:
+      raise SoakError(f'{run_dir} ended with exit code {group.code}: see {run_dir}.log')
     return seconds
 
   try:

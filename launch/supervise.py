@@ -12,7 +12,9 @@ restarts too. Only one supervisor at a time may use a folder.
 
 SIGTERM and Ctrl-C are passed on to the command, so that it saves, and the supervisor ends with the
 command's code. A second signal, or --grace_seconds without an end, kills the command. Child
-processes that the command leaves in its process group are killed when it ends.
+processes that the command leaves in its process group are killed when it ends. If the command is a
+launcher and was killed alone, its processes save first: a restart waits for them, at most
+--grace_seconds (Linux only).
 
 Needs only the standard library, so that it also runs on hosts where nothing is installed yet.
 """
@@ -30,7 +32,7 @@ from launch import processes
 
 def read_state(folder: Path) -> dict[str, int | None]:
   """The contents of supervisor.json in the folder; empty if there is none."""
-  with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+  with contextlib.suppress(FileNotFoundError, ValueError):
     return json.loads((folder / 'supervisor.json').read_text())
   return {}
 
@@ -52,6 +54,7 @@ def supervise(
       fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise OSError(f'{folder} is in use: {read_state(folder)}') from error
+    processes.adopt_orphans()
     group = processes.Group(command, [os.environ], grace_seconds, log=log)
     processes.on_signals(group.stop)
     preemptions = failures = 0
@@ -74,6 +77,7 @@ def supervise(
       else:
         write(code)
         return code
+      group.await_orphans()
       log.write(f'[supervise] {why}\n'.encode())
       log.flush()
 

@@ -24,7 +24,7 @@ from typing import Any
 from etils import epath
 
 from het_plugin.config import registry, statements, uses
-from het_plugin.training import run_files
+from het_plugin.training import checkpoint_reader, run_files
 
 _log = logging.getLogger(__name__)
 
@@ -186,10 +186,22 @@ class RunConfig:
 def config_file(checkpoint: epath.Path, step: int) -> epath.Path:
   """The file with the configuration that a checkpoint was trained with.
 
-  This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step.
+  This is config.gin beside the checkpoint, or the first config_until_STEP.gin of a later step. Logs
+  a warning if the checkpoint's own record has one that gives other results, as a checkpoint of
+  another run has.
   """
   until = {
     int(path.stem.removeprefix(_UNTIL)): path for path in checkpoint.parent.glob(f'{_UNTIL}*.gin')
   }
   later = [last for last in until if last >= step]
-  return until[min(later)] if later else checkpoint.parent / CONFIG
+  file = until[min(later)] if later else checkpoint.parent / CONFIG
+  read, _ = checkpoint_reader.attempt(lambda: checkpoint_reader.read_json(checkpoint))
+  if read is not None and (trained_with := read.record.get('config')) and file.exists():
+    found = changes(file.read_text(), trained_with)
+    if others := [str(change) for change in found if change.changes_results]:
+      more = f' and {len(others) - _NAMED} more' if len(others) > _NAMED else ''
+      _log.warning(
+        '%s was not trained with %s (%s%s). Is it a checkpoint of another run?',
+        *(checkpoint, file, '; '.join(others[:_NAMED]), more),
+      )
+  return file

@@ -68,6 +68,9 @@ def parse_config(
         gin.parse_config_file(file)
       except RecursionError as error:
         raise ValueError(f'gin_file={file!r} includes itself') from error
+      except UnicodeDecodeError as error:
+        what = f'gin_file={file!r}, or a file that it includes,'
+        raise ValueError(f'{what} is not valid UTF-8: {error}') from error
     for binding in bindings:
       try:
         gin.parse_config(binding)

@@ -15,6 +15,7 @@ import jax
 from absl import flags
 from absl import logging as absl_logging
 
+_ORBAX = os.sep + 'orbax' + os.sep
 _PACKAGE = os.sep + 'het_plugin' + os.sep
 # Lines of the C++ libraries, such as 'I0000 00:00:1795373126.290662    2334 port.cc:153] ...'.
 _NATIVE = re.compile(
@@ -46,8 +47,11 @@ def is_shown(record: logging.LogRecord) -> bool:
   """Whether a record is shown without --verbose: one line of this package, or a warning.
 
   TensorFlow's warnings are left out: their advice on tracing does not apply to data sets that are
-  traced once.
+  traced once. So are the tracebacks of a write that fails: orbax logs an error that it also raises,
+  asyncio logs it for each further array, and training says it in a sentence.
   """
+  if record.exc_info and (record.name == 'asyncio' or _ORBAX in record.pathname):
+    return False
   if record.levelno >= logging.WARNING:
     return record.name != 'tensorflow' or record.levelno >= logging.ERROR
   return _PACKAGE in record.pathname and '\n' not in record.getMessage()

@@ -320,13 +320,13 @@ def _captions(file: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, str |
 
 def _json_records(file: pathlib.Path) -> Iterator[tuple[int, dict]]:
   """(line number, record)"""
-  with file.open(encoding='utf-8') as lines:
+  with file.open('rb') as lines:
     for number, line in enumerate(lines, 1):
       if not line.strip():
         continue
       try:
-        record = json.loads(line)
-      except json.JSONDecodeError as error:
+        record = json.loads(line.decode())
+      except (ValueError, RecursionError) as error:
         raise ValueError(f'{file}, line {number} is not valid JSON: {error}.') from error
       if not isinstance(record, dict) or 'caption' not in record:
         raise ValueError(

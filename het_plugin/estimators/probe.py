@@ -408,6 +408,7 @@ def _shown(row):
   shown |= {'C': f'{chosen["C"]:g}'}
   if chosen.get('C_noise') is not None:
     shown['C_noise'] = f'{chosen["C_noise"]:g}'
+  # A choice, beside the others. The field tau of a table would stand before them.
   shown |= {'tau ': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
   tables = {}
   if 'stderr_folds' in row:

@@ -16,6 +16,7 @@ PARTS = {
   TRAINING: 'training steps',
   observer.START: 'start-up',
   observer.RESTORE: 'restore',
+  observer.INITIALISE: 'initialise',
   observer.COMPILE: 'compile',
   observer.DATA: 'data wait',
   observer.EVALUATE: 'evaluation',

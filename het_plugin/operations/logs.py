@@ -26,6 +26,13 @@ FOLDER = 'logs'
 _FILE_BYTES = 16 * 2**20
 
 
+class _FileHandler(logging.handlers.RotatingFileHandler):
+  """Leaves out what cannot be written, instead of a traceback for each line on a full disk."""
+
+  def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name of logging)
+    del record
+
+
 class _JsonFormatter(logging.Formatter):
   """A record as one line of JSON."""
 
@@ -53,7 +60,7 @@ def written(model_dir: epath.PathLike, recorder: Recorder) -> Iterator[None]:
     return
   folder = epath.Path(model_dir) / FOLDER
   folder.mkdir(parents=True, exist_ok=True)
-  handler = logging.handlers.RotatingFileHandler(
+  handler = _FileHandler(
     os.fspath(folder / f'process-{recorder.now().process:05d}.jsonl'),
     maxBytes=_FILE_BYTES,
     backupCount=1,

@@ -25,7 +25,19 @@ _log = logging.getLogger(__name__)
 
 # Seconds from the answer to a request for a profile to its first step, with a single process.
 _ALONE_LEAD_SECONDS = 0.5
-_NOTHING_TO_SAVE = (observer.START, observer.RESTORE, observer.COMPILE)
+
+
+_collects_later = False
+
+
+def collect_garbage_later() -> None:
+  """Switches Python's garbage collector off until the first step of an `Operations`.
+
+  A start makes little garbage, and looking for it takes time.
+  """
+  global _collects_later
+  _collects_later = True
+  gc.disable()
 
 
 class Operations(observer.Observer):
@@ -77,7 +89,7 @@ class Operations(observer.Observer):
     self._heartbeat.begin(attempt)
 
   def _can_save(self) -> bool:
-    return self.recorder.now().phase not in _NOTHING_TO_SAVE
+    return self.recorder.now().phase not in observer.BEFORE_TRAINING
 
   def _farewell(self) -> None:
     self._heartbeat.end(exit_codes.Preempted(self.recorder.now().step))
@@ -92,7 +104,8 @@ class Operations(observer.Observer):
     self.recorder.tick()
 
   def before_step(self, step: int) -> None:
-    gc.enable()  # the main `train` disables it for the start
+    if _collects_later:
+      gc.enable()
     self._profiler.before(step)
 
   def after_step(self, step: int, metrics: Any) -> None:

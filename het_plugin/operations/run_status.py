@@ -37,7 +37,6 @@ METRICS = {
   'save_seconds': ('train/timing/save_seconds', 'checkpoint stall, s', '.2f'),
 }
 _EVALUATIONS = ('training_eval', 'infer_eval', 'fewshot')
-_BEFORE_TRAINING = (observer.START, observer.RESTORE, observer.COMPILE)
 _BEHIND_SECONDS = 10.0  # shorter waits of processes for each other are normal
 _MUCH_DATA_WAIT = 0.1
 _PROCESS_COLUMNS = ('process', 'host', 'pid', 'state', 'phase', 'step', 'ticks')
@@ -129,13 +128,13 @@ def _state(processes: Sequence[Facts], rows: Sequence[Mapping[str, Any]]) -> tup
     return first.state, first.message
   if all(row['is_silent'] for row in rows if row['state'] == RUNNING):
     return STALE, ''
-  return (STARTING if first.phase in _BEFORE_TRAINING else RUNNING), ''
+  return (STARTING if first.phase in observer.BEFORE_TRAINING else RUNNING), ''
 
 
 def _seconds_per_step(start: Facts | None, scalars: Scalars) -> float | None:
   """Seconds per step since the last start, including evaluations and checkpoints."""
   if start is not None and start.steps:
-    lost = (*_BEFORE_TRAINING, observer.END)
+    lost = (*observer.BEFORE_TRAINING, observer.END)
     return sum(x for phase, x in start.seconds.items() if phase not in lost) / start.steps
   milliseconds = scalars.get('train/timing/ms_per_step', (0, None))[1]
   return None if milliseconds is None else milliseconds / 1e3

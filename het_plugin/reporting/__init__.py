@@ -10,7 +10,7 @@ _MODULES = {  # imported on first use: tables need no matplotlib
     'unit_curves_png',
   ),
   'progress': ('Progress',),
-  'report': ('Figure', 'Report'),
+  'report': ('Figure', 'Picture', 'Report'),
   'results': ('provenance', 'write_json'),
   'text': ('aligned', 'plain_table'),
 }

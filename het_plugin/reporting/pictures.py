@@ -1,11 +1,15 @@
-"""Pictures of examples as PNGs: with the correlations of their classes, and with predictions."""
+"""Pictures of examples: with the correlations of their classes, and with predictions."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from het_plugin.reporting import style
+from het_plugin.reporting.report import Picture
 
+# Of about the same contrast on a white and on a dark page.
+_BAR, _RIGHT, _WRONG = '#3f7fc8', '#1a8a63', '#d0571a'
 _NAME_LENGTH = 40
 _MATRIX_NAME_LENGTH = 14
 
@@ -18,8 +22,8 @@ def covariance_png(
   correlation: np.ndarray,
   anchor: str,
   neighbours: Sequence[tuple[str, float]],
-) -> bytes:
-  """A PNG: image, probabilities, correlation matrix in [-1, 1], and the list of neighbours.
+) -> Picture:
+  """Draws image, probabilities, correlation matrix in [-1, 1], and the list of neighbours.
 
   Args:
     image: float [H, W, C], levels in [-1, 1], C 1 or 3.
@@ -29,36 +33,42 @@ def covariance_png(
     anchor: a class.
     neighbours: (name, correlation) of the classes most correlated with the anchor, in order.
   """
-  m = len(classes)
-  figure = style.new_figure(15, 0.42 * m + 1.6)
-  image_ax, bars, matrix, words = figure.subplots(1, 4, width_ratios=(1, 1.1, 1.1, 1.6))
-  image_ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
-  image_ax.set_axis_off()
-  figure.suptitle(title, x=0.01, ha='left', fontsize=11)
 
-  names = [_short(name) for name in classes]
-  bars.barh(range(m), probability, color='#1b5fad')
-  bars.set_yticks(range(m), names, fontsize=8, parse_math=False)
-  bars.invert_yaxis()
-  bars.set_xlim(0, 1)
-  bars.set_title('probability', fontsize=10, loc='left')
-  style.plain_axes(bars, grid=None)
+  def draw() -> Figure:
+    m = len(classes)
+    figure = style.new_figure(10, 0.65 * m + 2.6)
+    (image_ax, words), (bars, matrix) = figure.subplots(
+      2, 2, width_ratios=(1, 2), height_ratios=(0.25 * m + 1, 0.4 * m + 1.6)
+    )
+    image_ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
+    image_ax.set_axis_off()
+    figure.suptitle(title, x=0.01, ha='left', fontsize=11)
 
-  shown = matrix.imshow(correlation, cmap='RdBu_r', vmin=-1, vmax=1)
-  for (i, j), value in np.ndenumerate(correlation):
-    color = 'white' if abs(value) > 0.6 else 'black'
-    matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
-  columns = [_short(name, _MATRIX_NAME_LENGTH) for name in classes]
-  matrix.set_xticks(range(m), columns, fontsize=7, rotation=90, parse_math=False)
-  matrix.set_yticks(range(m), columns, fontsize=7, parse_math=False)
-  matrix.set_title('correlation of their logits', fontsize=10, loc='left')
-  figure.colorbar(shown, ax=matrix, shrink=0.8)
+    names = [_short(name) for name in classes]
+    bars.barh(range(m), probability, color=_BAR)
+    bars.set_yticks(range(m), names, fontsize=8, parse_math=False)
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1)
+    bars.set_title('probability', fontsize=10, loc='left')
+    style.plain_axes(bars, grid=None)
 
-  words.set_axis_off()
-  lines = [f'{value:+.3f}  {_short(name)}' for name, value in neighbours]
-  words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5)
-  words.set_title(f'most correlated with\n{_short(anchor)}', fontsize=9, loc='left')
-  return style.to_png(figure, 110)
+    shown = matrix.imshow(correlation, cmap='RdBu_r', vmin=-1, vmax=1)
+    for (i, j), value in np.ndenumerate(correlation):
+      color = 'white' if abs(value) > 0.6 else 'black'
+      matrix.text(j, i, f'{value:.2f}', ha='center', va='center', fontsize=7, color=color)
+    columns = [_short(name, _MATRIX_NAME_LENGTH) for name in classes]
+    matrix.set_xticks(range(m), columns, fontsize=7, rotation=90, parse_math=False)
+    matrix.set_yticks(range(m), columns, fontsize=7, parse_math=False)
+    matrix.set_title('correlation of their logits', fontsize=10, loc='left')
+    figure.colorbar(shown, ax=matrix, shrink=0.8)
+
+    words.set_axis_off()
+    lines = [f'{value:+.3f}  {_short(name)}' for name, value in neighbours]
+    words.text(0, 1, '\n'.join(lines), va='top', fontsize=8.5)
+    words.set_title(f'most correlated with\n{_short(anchor)}', fontsize=9, loc='left')
+    return figure
+
+  return style.picture(draw, 110)
 
 
 def _short(name: str, length: int = _NAME_LENGTH) -> str:
@@ -72,30 +82,34 @@ def examples_png(
   images: np.ndarray,
   truths: Sequence[str],
   predictions: Mapping[str, Sequence[Prediction]],
-) -> bytes:
-  """A PNG with a column per example: its picture and truth, and below them a line per model.
+) -> Picture:
+  """Draws a column per example: its picture and truth, and below them a line per model.
 
   Args:
     images: float [N, H, W, C], levels in [-1, 1], C 1 or 3.
     truths: what the examples are, [N]; short, such as one character.
     predictions: {model: [N] predictions}.
   """
-  lines = len(predictions)
-  figure = style.new_figure(11, 1.5 + 0.55 * lines)
-  ratios = [2.2, *[1] * lines]
-  axes = figure.subplots(lines + 1, len(images), height_ratios=ratios, squeeze=False)
-  for ax, image, truth in zip(axes[0], images, truths, strict=True):
-    ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
-    ax.set_title(truth, fontsize=13)
-  for row, (model, found) in zip(axes[1:], predictions.items(), strict=True):
-    for ax, (what, probability, right) in zip(row, found, strict=True):
-      color = '#00704d' if right else '#b33c00'
-      ax.text(0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
-      ax.text(0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
-    row[0].set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
-  axes[0, 0].set_ylabel('example, truth above', rotation=0, ha='right', va='center', fontsize=10)
-  for ax in axes.flat:
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.spines[:].set_visible(False)
-  return style.to_png(figure, 130)
+
+  def draw() -> Figure:
+    lines = len(predictions)
+    figure = style.new_figure(11, 1.5 + 0.55 * lines)
+    ratios = [2.2, *[1] * lines]
+    axes = figure.subplots(lines + 1, len(images), height_ratios=ratios, squeeze=False)
+    for ax, image, truth in zip(axes[0], images, truths, strict=True):
+      ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
+      ax.set_title(truth, fontsize=13)
+    for row, (model, found) in zip(axes[1:], predictions.items(), strict=True):
+      for ax, (what, probability, right) in zip(row, found, strict=True):
+        color = _RIGHT if right else _WRONG
+        ax.text(0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
+        ax.text(0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
+      row[0].set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
+    axes[0, 0].set_ylabel('example, truth above', rotation=0, ha='right', va='center', fontsize=10)
+    for ax in axes.flat:
+      ax.set_xticks([])
+      ax.set_yticks([])
+      ax.spines[:].set_visible(False)
+    return figure
+
+  return style.picture(draw, 130)

@@ -9,23 +9,40 @@ from typing import Any
 
 import jax
 
+from het_plugin import weights
 from het_plugin.reporting.columns import Row, Table, tables_of
 from het_plugin.reporting.results import provenance, write_json
 from het_plugin.reporting.text import plain_table, text_table
 
 
 @dataclasses.dataclass(frozen=True)
+class Picture:
+  """The PNG of a plot that has photographs in it, for a light and for a dark page."""
+
+  light: bytes
+  dark: bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Figure:
   """A plot of a page."""
 
-  png: bytes | Sequence[bytes]  # several are shown side by side, or stacked on a narrow page
+  # several are shown side by side, or stacked on a narrow page
+  png: bytes | Picture | Sequence[bytes]
   caption: str
   alt: str = ''  # alternative text; without one, the caption
   recolour: bool = True  # whether a dark page turns dark lines into light ones; not of pictures
 
   @property
   def pngs(self) -> Sequence[bytes]:
+    if isinstance(self.png, Picture):
+      return [self.png.light]
     return [self.png] if isinstance(self.png, bytes) else self.png
+
+  @property
+  def dark(self) -> bytes | None:
+    """The version of a picture for a dark page."""
+    return self.png.dark if isinstance(self.png, Picture) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,15 +115,15 @@ class Report:
       return
     figures = self.draw()
     page = self.page(program, figures.values()).encode()
-    files = {html: page, png: next(iter(figures.values())).png if png else b''}
+    files = {html: page, png: next(iter(figures.values())).pngs[0] if png else b''}
     if folder:
       files |= {folder / 'index.html': page, folder / 'results.txt': f'{self.text()}\n'.encode()}
       for name, figure in figures.items():
         for i, one in enumerate(figure.pngs, 1):
           files[folder / (f'{name}_{i}.png' if len(figure.pngs) > 1 else f'{name}.png')] = one
     for path in filter(None, files):
-      Path(path).parent.mkdir(parents=True, exist_ok=True)
-      Path(path).write_bytes(files[path])
+      with weights.replacing(path) as unfinished:
+        unfinished.write_bytes(files[path])
     if folder:
       print(f'\nThe same with plots: {folder / "index.html"}')
 

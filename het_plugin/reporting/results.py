@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from het_plugin import weights
+
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'seqio', 'tensorflow', 'numpy')
 
 
@@ -38,9 +40,9 @@ def provenance(program: str) -> dict[str, Any]:
 
 def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
   """Writes `rows` as JSON, NaN and infinities as null; makes the directory."""
-  path = Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n')
+  text = json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n'
+  with weights.replacing(path) as unfinished:
+    unfinished.write_text(text)
 
 
 def _plain(value: Any) -> Any:

@@ -2,15 +2,17 @@
 
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, colors
+from matplotlib import colormaps, colors, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+
+from het_plugin.reporting.report import Picture
 
 # (colour, dashes): colours with a contrast of 4.5:1 on white; dashes tell lines apart without them.
 STYLES = (
@@ -21,6 +23,12 @@ STYLES = (
   ('#00704d', 'solid'),
   ('#b33c00', (0, (5, 1.5))),
 )
+# The colours of page.css in the dark.
+_DARK = {
+  **dict.fromkeys(('figure.facecolor', 'axes.facecolor'), '#15171a'),
+  **dict.fromkeys(('text.color', 'axes.labelcolor', 'axes.edgecolor'), '#e6e8eb'),
+  **dict.fromkeys(('xtick.color', 'ytick.color'), '#e6e8eb'),
+}
 MARKERS = 'osD^vP'
 
 
@@ -42,6 +50,13 @@ def new_figure(width: float, height: float) -> Figure:
   figure = Figure(figsize=(width, height), layout='constrained')
   FigureCanvasAgg(figure)
   return figure
+
+
+def picture(draw: Callable[[], Figure], dpi: int) -> Picture:
+  """Calls `draw` in the colours of each page; it draws text and axes in the default colour."""
+  with rc_context(_DARK):
+    dark = to_png(draw(), dpi)
+  return Picture(to_png(draw(), dpi), dark)
 
 
 def plain_axes(ax: Axes, grid: str | None = 'y') -> None:

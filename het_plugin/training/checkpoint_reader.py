@@ -31,7 +31,8 @@ PyTree = Any
 PREFIX = 'checkpoint'
 _EMA = '/ema_params/'  # the field of `optimizers.EmaState`
 # Entries that `seal` adds to a record.
-_CHECKSUMS, _DIGEST = 'checksums', 'digest'
+_STEP, _CHECKSUMS, _DIGEST = 'step', 'checksums', 'digest'
+_NAME = rf'{PREFIX}_\d+'
 
 
 class Unreadable(ValueError):  # noqa: N818 (it describes a checkpoint)
@@ -217,15 +218,22 @@ def read_json(checkpoint: epath.Path) -> Description | None:
   dataset_state = read_dataset_state(checkpoint)
   if record.pop(_DIGEST, None) != checksum.json_digest([record, dataset_state]):
     raise ValueError('its record or its input position is not what was saved')
+  step = record.pop(_STEP, None)  # None in older checkpoints
+  name = f'{PREFIX}_{step}'
+  if step is not None and name != checkpoint.name and re.fullmatch(_NAME, checkpoint.name):
+    raise ValueError(f'it is {name} under another name')
   checksums = record.pop(_CHECKSUMS)
   return Description(record, dataset_state, checksums)
 
 
 def seal(
-  record: Mapping[str, Any], dataset_state: Mapping[str, int] | None, checksums: Mapping[str, int]
+  record: Mapping[str, Any],
+  dataset_state: Mapping[str, int] | None,
+  checksums: Mapping[str, int],
+  step: int,
 ) -> dict[str, Any]:
-  """The record with checksums and digest, as it is saved; `read_json` checks and removes them."""
-  record = {**record, _CHECKSUMS: dict(checksums)}
+  """The record with step, checksums and digest, as it is saved and as `read_json` undoes it."""
+  record = {**record, _STEP: step, _CHECKSUMS: dict(checksums)}
   return {**record, _DIGEST: checksum.json_digest([record, dataset_state])}
 
 

@@ -216,6 +216,7 @@ class Checkpointer:
       record,
       dict(dataset_state) if self._save_cfg.save_dataset else None,
       checksum.array_checksums(checkpoint_reader.named(arrays)),
+      step,
     )
     items['record'] = ocp.args.JsonSave(sealed)
     _, failure = checkpoint_reader.attempt(

@@ -29,6 +29,7 @@ from het_plugin.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 _LINE_SECONDS = 10.0  # at most this long between two lines of the log
+_NEAR = 0.1  # a temperature nearer to its start, relatively, is worth a line of the log
 _METRIC_PREFIX = {ActionMode.TRAIN_EVAL: 'training_eval', ActionMode.INFER_EVAL: 'infer_eval'}
 
 
@@ -68,6 +69,7 @@ class TrainLoop:
   config: str  # the text of the configuration, which is kept with each checkpoint
   guard: nonfinite.NonFiniteGuard
   observer: observer_lib.Observer
+  first_tau: float | None = None  # the temperature of step 1; None if it is not known
 
   def __post_init__(self):
     self._index: dict[int, jax.Array | None] = {}  # batch['index'] by step in flight
@@ -131,6 +133,8 @@ class TrainLoop:
   def on_step(self, step: int, metrics: metrics_lib.Metrics) -> None:
     """Takes the metrics of a step on the host; later steps may have been dispatched meanwhile."""
     index = self._index.pop(step)
+    if step == 1 and 'tau' in metrics:
+      self.first_tau = metrics_lib.compute_metrics({'tau': metrics['tau']})['tau']
     if metrics_lib.is_finite(metrics):
       return
     if index is not None:  # collective: gathers the rows of all processes
@@ -146,6 +150,8 @@ class TrainLoop:
       summaries = [*summaries, *self._stats.close(self.guard.stop.step)]
     for summary in summaries:
       self._say(summary)
+      if summary.step == self.schedule.total_steps:
+        self._say_if_tau_stayed(summary.values.get('tau'))
       self._write('train', summary.step, summary.values)
       if corrupt := self.batches.num_corrupt_records:
         self._write('data', summary.step, {'corrupt_records': corrupt})
@@ -160,6 +166,15 @@ class TrainLoop:
   def _say(self, summary: metrics_lib.Summary) -> None:
     _log.info('%s', _progress(summary, self.schedule.total_steps))
     self._next_line = time.monotonic() + _LINE_SECONDS
+
+  def _say_if_tau_stayed(self, tau: float | None) -> None:
+    first = self.first_tau
+    # A temperature that is the same to the last bit is not learned.
+    if first is not None and tau is not None and 0 < abs(tau - first) < _NEAR * first:
+      _log.info(
+        'tau ends at %.3f, within %.0f%% of its start, %.3f: a short run leaves it near there.',
+        *(tau, 100 * _NEAR, first),
+      )
 
   def evaluate(self) -> bool:
     """Evaluates every data set and runs the actions that follow; returns whether to stop.
@@ -218,6 +233,7 @@ class TrainLoop:
           'evaluated': evaluated,
           'skipped_steps': self.guard.num_skipped,
           'actions': actions_lib.get_states(self.actions),
+          'first_tau': self.first_tau,
           'open_period': None if self._stats is None else self._stats.open_period(),
         },
         flush=self.writer.flush,

@@ -13,7 +13,8 @@ from etils import epath
 
 # The phases of a run. It is always in exactly one.
 START = 'start'  # imports, shapes, data sets, files
-RESTORE = 'restore'  # reading a checkpoint, or computing the initial state
+RESTORE = 'restore'  # looking for a checkpoint of the run, and reading it
+INITIALISE = 'initialise'  # computing the initial state, or reading that of a warm start
 COMPILE = 'compile'
 DATA = 'data'  # waiting for the next batch
 STEP = 'step'  # dispatching steps and waiting for their results
@@ -21,7 +22,8 @@ EVALUATE = 'evaluate'
 ACTIONS = 'actions'  # and writing profiles
 SAVE = 'save'  # the part of a checkpoint that training waits for
 END = 'end'  # after training: closing files
-PHASES = (START, RESTORE, COMPILE, DATA, STEP, EVALUATE, ACTIONS, SAVE, END)
+PHASES = (START, RESTORE, INITIALISE, COMPILE, DATA, STEP, EVALUATE, ACTIONS, SAVE, END)
+BEFORE_TRAINING = (START, RESTORE, INITIALISE, COMPILE)
 
 
 @dataclasses.dataclass(frozen=True)

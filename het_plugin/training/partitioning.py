@@ -16,7 +16,7 @@ from flax.linen import partitioning as flax_partitioning
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from het_plugin.training import optimizers
+from het_plugin.training import optimizers, processes
 from het_plugin.training import state as state_lib
 
 PyTree = Any
@@ -63,15 +63,29 @@ def standard_logical_axis_rules(
 
 
 class PartitionedFn:
-  """A jitted function, traced under the partitioner's mesh and logical axis rules."""
+  """A jitted function, traced under the partitioner's mesh and logical axis rules.
+
+  Several processes start it together: they wait for each other when they have compiled it.
+  """
 
   def __init__(self, jitted: Any, context: Callable[[], contextlib.AbstractContextManager]):
     self._jitted = jitted
     self._context = context
+    self._compiled: set[Any] = set()  # shapes of the arguments, with several processes
 
   def __call__(self, *args):
     with self._context():
+      if jax.process_count() > 1:
+        self._compile(args)
       return self._jitted(*args)
+
+  def _compile(self, args: Sequence[Any]) -> None:
+    leaves, structure = jax.tree.flatten(args)
+    shapes = structure, tuple(map(jax.typeof, leaves))
+    if shapes not in self._compiled:
+      self._jitted.trace(*args).lower().compile()  # the call finds it in JAX's cache
+      processes.meet()
+      self._compiled.add(shapes)
 
   def trace(self, *args) -> jax.stages.Traced:
     with self._context():

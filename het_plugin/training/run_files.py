@@ -1,10 +1,9 @@
 """Small files of a run's directory: written whole, readable while they are written."""
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -32,7 +31,7 @@ def write_text(path: epath.PathLike, text: str) -> None:
   if is_remote(path):  # an object appears when it is complete
     path.write_text(text)
     return
-  with _naming(path), weights.replacing(path) as unfinished:
+  with weights.replacing(path) as unfinished:
     unfinished.write_text(text)
 
 
@@ -46,22 +45,13 @@ def append_text(path: epath.PathLike, text: str) -> None:
     path.write_text((path.read_text() if path.exists() else '') + text)
     return
   size = path.stat().length if path.exists() else 0
-  with _naming(path):
-    try:
-      with path.open('a') as file:
-        file.write(text)
-    except OSError:
-      if path.exists():
-        os.truncate(path, size)
-      raise
-
-
-@contextlib.contextmanager
-def _naming(path: epath.Path) -> Iterator[None]:
-  """Adds the path to an OSError, because errors of write() have none."""
   try:
-    yield
+    with path.open('a') as file:
+      file.write(text)
   except OSError as error:
+    if path.exists():
+      os.truncate(path, size)
+    # Errors of write() do not name the file.
     raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
@@ -74,7 +64,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any] | None:
   """The JSON object in a file; None if there is no such file or no such object."""
   try:
     value = json.loads(epath.Path(path).read_text())
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):  # the last one of brackets in brackets
     return None
   return value if isinstance(value, dict) else None
 
@@ -112,7 +102,7 @@ def read_lines(
 def _row(line: bytes) -> dict[str, Any] | None:
   try:
     row = json.loads(line)
-  except ValueError:  # no JSON, or no UTF-8
+  except (ValueError, RecursionError):  # no JSON, no UTF-8, or brackets in brackets
     return None
   return row if isinstance(row, dict) and isinstance(row.get('step'), int) else None
 

@@ -177,17 +177,18 @@ def train(
       restored = checkpointer.restore(target)
       batch_size = train_dataset_cfg.batch_size
       initial_state.check_enough_batches(train_iter, batch_size, restored, total_steps)
-      if restored is None:
+    if restored is None:
+      with observer.phase(observer_lib.INITIALISE):
         train_state = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
-        start = checkpoints.RunState(train_state)
+      start = checkpoints.RunState(train_state)
+    else:
+      start = restored
+      if start.dataset_state is None:
+        _log.warning('The checkpoint has no input position: the data set starts again.')
       else:
-        start = restored
-        if start.dataset_state is None:
-          _log.warning('The checkpoint has no input position: the data set starts again.')
-        else:
-          train_iter.set_state(start.dataset_state)
-        if evaluate_again and start.step == total_steps:
-          start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
+        train_iter.set_state(start.dataset_state)
+      if evaluate_again and start.step == total_steps:
+        start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
     if start.step > total_steps:
       raise ValueError(
         f'total_steps={total_steps} is below the step of the checkpoint, {start.step}.'
@@ -229,6 +230,7 @@ def train(
         nonfinite, model_dir, start.record.get('skipped_steps', 0)
       ),
       observer=observer,
+      first_tau=start.record.get('first_tau'),
     )
     stopped = not start.evaluated and loop.evaluate()
     if stopped or start.step == total_steps:
@@ -237,6 +239,7 @@ def train(
     compile_start = time.monotonic()
     with observer.phase(observer_lib.COMPILE):
       num_flops = trainer.compile_train(traced)
+      processes.meet()
     seconds = time.monotonic() - compile_start
     _log.info('Compiled the train step in %.1f s.', seconds)
     writer.write_scalars(start.step, {'train/timing/compile_seconds': seconds})

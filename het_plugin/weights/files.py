@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import os
+import zipfile
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
@@ -11,6 +13,8 @@ import safetensors.numpy
 from etils import epath
 
 SUFFIXES = ('.npz', '.safetensors')
+# An .npz file whose arrays are larger than both is refused before they are unpacked.
+_SMALL_BYTES, _LARGEST_RATIO = 2**28, 50
 # safetensors' own reader for numpy does not know bfloat16.
 SAFETENSORS_DTYPES = {
   **{'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BOOL': np.bool_},
@@ -35,8 +39,7 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
   content = epath.Path(path).read_bytes()
   try:
     if str(path).endswith('.npz'):
-      with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+      arrays = _from_npz(content)
     else:
       arrays = {name: _from_safetensors(x) for name, x in safetensors.deserialize(content)}
   except Exception as error:  # zipfile, numpy and safetensors each raise their own types
@@ -62,14 +65,22 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
 def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
   """Yields a temporary path to write to, and renames the file when it is complete.
 
-  After an error, such as a full disk, the old file is still there.
+  After an error, such as a full disk, the old file is still there. An OSError names the file. A
+  link or a device, such as /dev/stdout, is not replaced but written to.
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
+  if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+    yield path
+    return
   unfinished = path.with_name(f'.unfinished.{path.name}')
   try:
     yield unfinished
     unfinished.replace(path)
+  except OSError as error:
+    if error.errno is None or error.filename not in (None, os.fspath(unfinished)):
+      raise  # it is about another file
+    raise OSError(error.errno, error.strerror, os.fspath(path)) from error
   finally:
     unfinished.unlink(missing_ok=True)
 
@@ -77,6 +88,20 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
 def _check(path):
   if not is_weights_file(path):
     raise ValueError(f'weights file {path} must end in {" or ".join(SUFFIXES)}')
+
+
+def _from_npz(content):
+  if not zipfile.is_zipfile(io.BytesIO(content)):
+    raise ValueError('it is not a zip archive, as .npz files are')
+  with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+    # zipfile reads no more of a member than its header states.
+    stated = sum(member.file_size for member in archive.zip.infolist())
+    if stated > max(_SMALL_BYTES, _LARGEST_RATIO * len(content)):
+      raise ValueError(
+        f'its {len(content):,} bytes would become {stated:,}, more than {_LARGEST_RATIO} times as '
+        'many, which no weights do'
+      )
+    return {name: archive[name] for name in archive.files}
 
 
 def _from_safetensors(tensor):

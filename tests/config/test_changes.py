@@ -151,6 +151,18 @@ def test_a_checkpoint_belongs_to_the_configuration_of_its_time(tmp_path):
     assert config_changes.config_file(folder / f'checkpoint_{step}', step).read_text() == want
 
 
+def test_a_checkpoint_of_another_run_is_named(digits_run, tmp_path, caplog):
+  config = (digits_run[0] / 'config.gin').read_text()
+  checkpoint = next(digits_run[0].glob('checkpoint_*'))
+  shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+  step = int(checkpoint.name.removeprefix('checkpoint_'))
+  other = config.replace('RANDOM_SEED = ', 'RANDOM_SEED = 7')
+  for text, warned in ((config, False), (other, True)):
+    (tmp_path / 'config.gin').write_text(text)
+    config_changes.config_file(epath.Path(tmp_path) / checkpoint.name, step)
+    assert ('RANDOM_SEED' in caplog.text or 'random_seed' in caplog.text) == warned
+
+
 def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   digits_run, tmp_path, run_main, caplog
 ):

@@ -63,6 +63,13 @@ def test_right_bindings_and_references_pass():
   parsing.parse_config(RUN, ["MODEL_DIR = 'x'", *extra])
 
 
+def test_a_file_in_another_encoding_is_named(tmp_path):
+  path = tmp_path / 'latin.gin'
+  path.write_bytes('A = "é"'.encode('latin-1'))
+  with pytest.raises(ValueError, match='latin.gin.*UTF-8'):
+    parsing.parse_config([str(path)], [])
+
+
 def test_a_file_that_includes_itself(tmp_path):
   path = tmp_path / 'circle.gin'
   path.write_text(f"include '{path}'\n")

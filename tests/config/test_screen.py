@@ -34,6 +34,14 @@ def test_advice_of_tensorflow_is_not_shown_and_its_errors_are():
   assert screen.is_shown(record('/tf.py', logging.ERROR, 'no memory', 'tensorflow'))
 
 
+@pytest.mark.parametrize(('path', 'name'), [('/orbax/x.py', 'absl'), ('/events.py', 'asyncio')])
+def test_a_write_that_fails_is_told_by_training_alone(path, name):
+  failed = record(path, logging.ERROR, 'save failed', name)
+  assert screen.is_shown(failed)
+  failed.exc_info = (OSError, OSError('disk full'), None)
+  assert not screen.is_shown(failed)
+
+
 def native(monkeypatch, capfd):
   monkeypatch.delitem(sys.modules, 'tensorflow', raising=False)
   with pytest.raises(ValueError), screen.without_native_lines():

@@ -1,11 +1,14 @@
 """The supervisor, with small commands."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from launch import supervise
 from tests.waiting import PATIENT, wait_for
@@ -67,6 +70,43 @@ def test_sigterm_lets_the_command_save_and_does_not_start_it_again(tmp_path):
   process.send_signal(signal.SIGTERM)
   assert process.wait() == 42
   assert re.fullmatch(r'ready \d+\nsaved\n', log(tmp_path))
+
+
+# Notes when it starts, and when it has saved, a second after it is told to.
+SLOW = """
+import os, signal, sys, time
+def note(word):
+  with open({path!r}, 'a') as file:
+    print(word, os.getppid(), file=file)
+def save(*_):
+  time.sleep(1)
+  note('saved')
+  sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+note('ready')
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
+def test_a_restart_waits_for_the_processes_of_a_launcher_that_was_killed(tmp_path):
+  notes = tmp_path / 'notes'
+  command = [sys.executable, '-m', 'launch.supervise', f'--folder={tmp_path}', '--max_failures=1']
+  command += ['--', sys.executable, '-m', 'launch.local', '--processes=1', '--']
+  command += [sys.executable, '-c', SLOW.format(path=str(notes))]
+
+  def read():
+    return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+
+  supervisor = subprocess.Popen(command, cwd=ROOT)
+  wait_for(lambda: len(read()) == 1)
+  os.kill(int(read()[0][1]), signal.SIGKILL)  # the launcher, its parent
+  wait_for(lambda: len(read()) == 3)
+  assert [word for word, _ in read()] == ['ready', 'saved', 'ready']
+  assert int(read()[1][1]) == supervisor.pid
+  supervisor.terminate()
+  assert supervisor.wait() == 42
+  assert supervise.read_state(tmp_path)['failures'] == 1
 
 
 def test_a_folder_has_one_supervisor(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 
 import pytest
@@ -53,6 +54,15 @@ def test_what_ended_the_run_is_there_with_its_traceback(tmp_path, ours, caplog):
   assert ended['message'] == "The run ends: ValueError('no such thing')"
   assert ended['level'] == 'ERROR' and 'test_what_ended_the_run_is' in ended['exception']
   assert not caplog.records  # the main says so on the screen
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_a_full_disk_says_nothing_of_its_own(tmp_path, ours, capsys):
+  (tmp_path / 'logs').mkdir()
+  (tmp_path / 'logs' / 'process-00000.jsonl').symlink_to('/dev/full')
+  with written(tmp_path):
+    ours.info('hello')
+  assert 'Logging error' not in capsys.readouterr().err
 
 
 def test_an_object_store_gets_none(tmp_path, monkeypatch, ours):

@@ -1,6 +1,7 @@
 """The observer of a run, without a run."""
 
 import contextlib
+import gc
 import json
 import logging
 import time
@@ -73,6 +74,22 @@ def test_how_it_ended(tmp_path, error, message):
   assert found.message.endswith(message)
   failed = not isinstance(error, exit_codes.Preempted)
   assert len(messages(tmp_path)) == failed
+
+
+def test_garbage_is_collected_from_the_first_step_on_unless_the_program_decided(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(operations, '_collects_later', False)
+  try:
+    with observing(tmp_path) as watch:
+      gc.disable()
+      watch.before_step(1)
+      assert not gc.isenabled()
+      operations.collect_garbage_later()
+      watch.before_step(2)
+      assert gc.isenabled()
+  finally:
+    gc.enable()
 
 
 def test_a_start_that_is_refused_is_no_attempt(tmp_path):

@@ -46,6 +46,15 @@ def state(folder, **settings):
   return read(folder, **settings)['state']
 
 
+def test_brackets_in_brackets_are_no_facts(tmp_path):
+  facts_of(tmp_path)
+  nested = '[' * 100_000
+  (tmp_path / 'metrics.jsonl').write_text(nested + '\n')
+  (tmp_path / 'attempts/attempt_0001/process-00001.json').write_text(nested)
+  found = read(tmp_path)
+  assert len(found['processes']) == 1 and 'line 1 is damaged' in found['problems'][0]
+
+
 # States.
 
 

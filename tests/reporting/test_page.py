@@ -1,10 +1,16 @@
 """The HTML page and what it says of its origin."""
 
+import base64
 import datetime
+import errno
 import html
 import importlib.metadata
+import os
 import re
 import sys
+
+import pytest
+from etils import epath
 
 from het_plugin import reporting
 
@@ -32,6 +38,34 @@ def test_text_is_escaped_the_best_marked_and_references_apart():
   assert re.findall(r'<td class="best">([^<]*)<', document) == ['1.000']
   body, references = document.split('<tbody class="references">')
   assert 'chance' in references and 'chance' not in body
+
+
+def test_a_picture_has_a_version_for_a_dark_page():
+  report = reporting.Report(title='', introduction='', json=None)
+  picture = reporting.Picture(b'light', b'dark')
+  document = report.page('x', [reporting.Figure(picture, 'seen', recolour=False)])
+  encoded = [re.escape(base64.b64encode(png).decode()) for png in (picture.dark, picture.light)]
+  assert re.search('scheme: dark.*{}.*<img src=.*{}'.format(*encoded), document, re.DOTALL)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+  report = reporting.Report(title='new', introduction='', json={'nll': 1.0}, draw=dict)
+  report.write('x', output_dir=tmp_path)
+  before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+  assert {path.name for path in before} == {'index.html', 'results.json', 'results.txt'}
+
+  def fail(self, *args, **kwargs):
+    with open(self, 'w') as file:
+      file.write('half')
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  for method in ('write_text', 'write_bytes'):
+    monkeypatch.setattr(type(epath.Path(tmp_path)), method, fail)
+  with pytest.raises(OSError, match='results.json'):
+    report.write('x', output_dir=tmp_path)
+  with pytest.raises(OSError, match='index.html'):
+    report.write('x', html=str(tmp_path / 'index.html'))
+  assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_provenance_is_the_command_the_versions_and_the_time(monkeypatch):

@@ -74,8 +74,17 @@ PLOTS = {
 
 @pytest.mark.parametrize('name', PLOTS)
 def test_anything_can_be_drawn(name):
-  png = PLOTS[name]()
-  assert min(Image.open(io.BytesIO(png)).size) > 20
+  drawn = PLOTS[name]()
+  for png in (drawn.light, drawn.dark) if isinstance(drawn, reporting.Picture) else (drawn,):
+    assert min(Image.open(io.BytesIO(png)).size) > 20
+
+
+def test_a_picture_is_dark_on_a_dark_page_but_for_what_it_shows():
+  white = reporting.examples_png(np.ones((1, 4, 4, 1)), ['x'], {'m': [('y', 0.5, True)]})
+  light, dark = (np.asarray(Image.open(io.BytesIO(png))) for png in (white.light, white.dark))
+  assert light.shape == dark.shape and light[0, 0, 0] == 255 and dark[0, 0, 0] < 40
+  both = (light[..., :3] == 255).all(-1) & (dark[..., :3] == 255).all(-1)  # the example
+  assert both.sum() > 2000
 
 
 def test_nans_are_a_gap(monkeypatch, num_points=600):  # which are smoothed

@@ -219,6 +219,25 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path):
   assert int(restore(tmp_path, make_state()).train_state.step) == 1
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_not_read(tmp_path):
+  save(tmp_path, 4, 8)
+  (tmp_path / 'checkpoint_8').rename(tmp_path / 'checkpoint_12')
+  with pytest.raises(checkpoint_reader.Unreadable, match='checkpoint_12 .*: .*it is checkpoint_8'):
+    checkpoint_reader.read_params(tmp_path)
+  shutil.copytree(tmp_path / 'checkpoint_12', tmp_path / 'best')  # says nothing of a step
+  assert checkpoint_reader.read_params(tmp_path / 'best')
+  assert int(restore(tmp_path, make_state()).train_state.step) == 4
+  assert (tmp_path / 'unreadable_checkpoint_12').exists()
+
+
+def test_a_checkpoint_that_does_not_name_its_step_is_read(tmp_path, monkeypatch):
+  seal = checkpoint_reader.seal
+  monkeypatch.setattr(checkpoint_reader, '_STEP', 'another entry')
+  save(tmp_path, 4)
+  monkeypatch.undo()
+  assert checkpoint_reader.seal is seal and checkpoint_reader.read_params(tmp_path)
+
+
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(tmp_path):
   save(tmp_path, 1)
   words = r'params/head_bias with shape \(16,\), but .* \(32,\).*RestoreCheckpointConfig.path'

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from clu import metrics as clu_metrics
 from flax import traverse_util
 
 from het_plugin import data
@@ -42,6 +43,25 @@ from tests.training import faulty_run, toy, toy_run
 from tests.training.toy_run import assert_equal, lines, series
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Interrupt(actions.BaseAction):
+  """Calls a function."""
+
+  def __init__(self, how):
+    self._how = how
+
+  def run(self, train_state, metrics_by_task):
+    self._how()
+    return False
+
+
+def sigterm():
+  """Sends SIGTERM to this process, and returns when it is noticed."""
+  os.kill(os.getpid(), signal.SIGTERM)
+  for _ in range(1000):
+    if not stopping.requested():
+      time.sleep(0.01)
 
 
 @pytest.fixture(scope='module')
@@ -80,6 +100,26 @@ def test_it_learns_and_writes(tmp_path, caplog):
   assert any(path.name.startswith('events.out') for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(('learning_rate', 'said'), [(1e-2, True), (0.0, False), (0.3, False)])
+def test_a_temperature_that_stays_near_its_start_is_told(tmp_path, caplog, learning_rate, said):
+  """Also after an interruption: the checkpoint has where it began."""
+  caplog.set_level(logging.INFO, 'het_plugin')
+
+  class TauModel(toy.ToyModel):
+    def _loss(self, params, batch, noise):
+      loss, metrics = super()._loss(params, batch, noise)
+      tau = 1.0 + jax.nn.sigmoid(params['temperature'])
+      return loss, metrics | {'tau': clu_metrics.LastValue.from_model_output(tau[None])}
+
+  model = TauModel(optimizer_def=optimizers.adamw(learning_rate, weight_decay=0.0))
+  with pytest.raises(exit_codes.Preempted):
+    interrupt = {'TRAIN_EVAL': [Interrupt(sigterm)]}
+    toy_run.run(tmp_path, model=model, eval_period=3, actions=interrupt)
+  toy_run.run(tmp_path, model=model)
+  found = [message for message in caplog.messages if message.startswith('tau ends at ')]
+  assert len(found) == said and all('10% of its start, 1.500' in message for message in found)
+
+
 def test_where_it_stands_is_told(uninterrupted):
   directory, _ = uninterrupted
   facts = run_status.read(directory)
@@ -96,7 +136,7 @@ def test_where_it_stands_is_told(uninterrupted):
   assert facts['corrupt_records'] == 2
   seconds = facts['goodput']['seconds']
   assert all(
-    seconds[p] > 0 for p in ('training', 'start', 'restore', 'compile', 'evaluate', 'save')
+    seconds[p] > 0 for p in ('training', 'start', 'initialise', 'compile', 'evaluate', 'save')
   )
   assert series(directory, 'goodput/share')[12] == pytest.approx(facts['goodput']['share'], rel=0.2)
 
@@ -143,22 +183,8 @@ def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_pat
 def test_interruptions_inside_a_period_of_statistics_leave_no_trace_in_the_metrics(tmp_path):
   """A crash after the checkpoint of step 4, then SIGTERM in step 7; summaries at 5, 10 and 12."""
 
-  class Interrupt(actions.BaseAction):
-    def __init__(self, how):
-      self.how = how
-
-    def run(self, train_state, metrics_by_task):
-      self.how()
-      return False
-
   def crash():
     raise RuntimeError('crash')
-
-  def sigterm():
-    os.kill(os.getpid(), signal.SIGTERM)
-    for _ in range(1000):
-      if not stopping.requested():
-        time.sleep(0.01)
 
   def run(folder, how=lambda: None):
     interrupting = {'TRAIN_EVAL': [Interrupt(how)]}
@@ -282,6 +308,13 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
   _, state = toy_run.run(tmp_path)
   assert_equal(state.params, uninterrupted[1].params)
   assert series(tmp_path, 'train/loss') == series(uninterrupted[0], 'train/loss')
+
+
+@pytest.mark.slow
+def test_processes_wait_for_one_that_compiles_longer():
+  codes, last_lines = run_two('tests.training.late_run')
+  assert codes == [0, 0], last_lines
+  assert last_lines == ["{0: 'mean 3.5', 1: 'mean 3.5'}"] * 2
 
 
 @pytest.mark.slow

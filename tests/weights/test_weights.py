@@ -1,6 +1,8 @@
 """Published weights: the same forward pass, every tensor accounted for, and back."""
 
+import errno
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from het_plugin import heads, weights
 from het_plugin.backbones import ResNet, SparseMoe, TextTransformer, ViT
 from het_plugin.integrate import Integrator
 from het_plugin.models import ContrastiveModel
-from het_plugin.weights import layouts
+from het_plugin.weights import files, layouts
 from tests.weights import theirs
 
 IMAGE = np.random.default_rng(9).normal(size=(3, theirs.SIDE, theirs.SIDE, 3)).astype(np.float32)
@@ -278,5 +280,29 @@ def test_files(tmp_path):
     with pytest.raises(ValueError, match=words):
       weights.read_arrays(tmp_path / name)
   (tmp_path / 'c.npz').write_bytes(b'nothing')
-  with pytest.raises(ValueError, match='cannot be read'):
+  with pytest.raises(ValueError, match='c.npz cannot be read: it is not a zip archive'):
     weights.read_arrays(tmp_path / 'c.npz')
+
+
+def test_arrays_much_larger_than_their_file_are_not_unpacked(tmp_path, monkeypatch):
+  path = tmp_path / 'a.npz'
+  np.savez_compressed(path, kernel=np.zeros(2**20, np.float32))
+  assert weights.read_arrays(path)['kernel'].shape == (2**20,)
+  monkeypatch.setattr(files, '_SMALL_BYTES', 2**20)
+  monkeypatch.setattr(files.np.lib.npyio.NpzFile, '__getitem__', lambda *_: pytest.fail('unpacked'))
+  with pytest.raises(ValueError, match='a.npz cannot be read: its .* bytes would become 4,194,'):
+    weights.read_arrays(path)
+
+
+def test_a_file_is_replaced_when_it_is_complete(tmp_path):
+  path = tmp_path / 'page.html'
+  path.write_text('old')
+  with pytest.raises(OSError, match='page.html') as error, weights.replacing(path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  assert error.value.errno == errno.ENOSPC
+  assert path.read_text() == 'old' and list(tmp_path.iterdir()) == [path]
+  link = tmp_path / 'link'
+  link.symlink_to(path)
+  with weights.replacing(link) as target:
+    target.write_text('new')
+  assert link.is_symlink() and path.read_text() == 'new'
