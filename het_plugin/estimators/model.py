@@ -135,11 +135,13 @@ class Model:
     """Entropy of the prediction, and its expectation given the noise, [B, 2]."""
     logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
     expected = self.integrator.expected_entropy(logits, keys)
-    log_p = self.log_prob(params, x)
-    total = -(jnp.exp(log_p) * log_p).sum(-1)
-    if self.link == 'sigmoid':
-      log_q = jnp.log1p(-jnp.exp(log_p))
-      total = total - jnp.where(log_p < 0, jnp.exp(log_q) * log_q, 0.0).sum(-1)
+    if self.link == 'softmax':
+      log_p = self.log_prob(params, x)
+      total = -(jnp.exp(log_p) * log_p).sum(-1)
+    else:
+      odds = self.log_odds(params, x)
+      log_p, log_q = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+      total = -(jnp.exp(log_p) * log_p + jnp.exp(log_q) * log_q).sum(-1)
     return jnp.stack([total, jnp.minimum(expected, total)], axis=1)
 
   def factors(self, params: PyTree, x: jax.Array) -> jax.Array:
