@@ -48,7 +48,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     'solver': [StrOptions(set(inputs.SOLVERS))],
     'validation_fraction': [Interval(Real, 0, 1, closed='neither')],
     'random_state': ['random_state'],
-    'progress': ['boolean'],
+    'progress': ['boolean', str],
   }
 
   def fit(
@@ -63,6 +63,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       sample_weight: [N], at least 0; None is 1 for each.
       start: a `DetClassifier` that has been fitted to the same rows with the same C, tau and hidden
         layers. The noise starts at its optimum, which is otherwise computed first.
+
+    Returns:
+      The estimator.
 
     Raises:
       ValueError: a setting, X, y or start is wrong, or there is only one class.
@@ -106,11 +109,22 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self
 
   def predict_log_proba(self, X: Any) -> np.ndarray:
-    """log p(k | x), float32 [N, K]; for an indicator log p(y_k = 1 | x)."""
+    """log p(k | x), in nats.
+
+    Args:
+      X: float [N, D], or a file.
+
+    Returns:
+      float32 [N, K], with columns in the order of `classes_`; for an indicator log p(y_k = 1 | x).
+
+    Raises:
+      ValueError: X is wrong, here and below.
+      sklearn.exceptions.NotFittedError: `fit` has not run, here and below.
+    """
     return self._log_proba(self._opened(X)[0])
 
   def predict_proba(self, X: Any) -> np.ndarray:
-    """p(k | x), float32 [N, K], with columns in the order of `classes_`."""
+    """p(k | x), float32 [N, K]; the exponential of `predict_log_proba`."""
     return np.exp(self.predict_log_proba(X))
 
   def decision_function(self, X: Any) -> np.ndarray:
@@ -118,11 +132,22 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     Scores are log p(k | x), or for an indicator the log odds of each class. For two classes they
     are the log odds of the second class, [N].
+
+    Args:
+      X: float [N, D], or a file.
     """
     return self._decision(self._opened(X)[0])
 
   def predict(self, X: Any) -> np.ndarray:
-    """The most probable classes [N]; for an indicator whether each is more likely on than off."""
+    """The most probable classes.
+
+    Args:
+      X: float [N, D], or a file.
+
+    Returns:
+      [N] of the type of `classes_`; for an indicator int [N, K], whether each class is more likely
+      on than off.
+    """
     return self._predict(self._opened(X)[0])
 
   def predict_clean_proba(self, X: Any) -> np.ndarray:
@@ -179,7 +204,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     return self.classes_[clean.argmax(axis=1)]
 
   def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-    """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction."""
+    """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction.
+
+    Args:
+      X: float [N, D], or a file.
+      y: labels as in `fit`.
+      sample_weight: [N]; None is 1 for each.
+    """
     X, y = self._opened(X, y)
     predicted = self._predict(X)
     if self.target_ in ('classes', 'indicator'):
@@ -192,8 +223,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """Negative log-likelihood of each example, float32 [N], nats.
 
     It is summed over the classes for an indicator, and averaged with the shares as weights for
-    votes and probabilities. The arguments are those of `fit`; a class that `fit` has not seen is a
-    ValueError.
+    votes and probabilities.
+
+    Args:
+      X: float [N, D], or a file.
+      y: labels as in `fit`; None takes those of the file.
+
+    Raises:
+      ValueError: y has a class that `fit` has not seen.
     """
     X, y = self._opened(X, y)
     encoded = self._encoded(X, y)
@@ -209,6 +246,16 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     See `Integrator.expected_entropy`. The difference is the mutual information of label and noise.
     Calibration is not applied.
+
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import HetClassifier
+        >>> x, y = load_iris(return_X_y=True)
+        >>> total, expected = HetClassifier(num_factors=1, num_samples=16).fit(x, y).entropy(x)
+        >>> bool((total >= expected).all())
+        True
+
+    Args:
+      X: float [N, D], or a file.
     """
     both = self._map('entropies', self._opened(X)[0])
     return both[:, 0], both[:, 1]
@@ -216,8 +263,16 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def covariance(self, X: Any, classes: Any = None) -> np.ndarray:
     """Covariance of the logits over tau, float32 [N, K, K].
 
+        >>> import numpy as np
+        >>> from het_plugin.estimators import HetXLClassifier
+        >>> rng = np.random.default_rng(0)
+        >>> x, y = rng.normal(size=(90, 4)), np.array(['ant', 'bee', 'cat'] * 30)
+        >>> het = HetXLClassifier(num_factors=1, num_samples=16, max_iter=20, tol=0.1).fit(x, y)
+        >>> het.covariance(x, classes=['bee', 'cat']).shape
+        (90, 2, 2)
+
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       classes: names of the classes to show; None shows all.
 
     Raises:
@@ -236,7 +291,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     """The pairs of classes whose logits correlate most over the rows of X.
 
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       num: the number of pairs.
 
     Returns:
@@ -263,8 +318,17 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     Half of the rows fit the scaling. The other half is kept for `predict_set`, whose coverage
     needs separate rows. With method 'none' all rows are kept for it.
 
+        >>> from sklearn.datasets import load_digits
+        >>> from het_plugin.estimators import DetClassifier
+        >>> x, y = load_digits(return_X_y=True)
+        >>> det = DetClassifier(C=10.0).fit(x[:1000], y[:1000])
+        >>> before = det.nll(x[1400:], y[1400:]).mean()
+        >>> det = det.calibrate(x[1000:1400], y[1000:1400])
+        >>> bool(det.nll(x[1400:], y[1400:]).mean() < before)
+        True
+
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       y: as in `fit`, of the classes of `fit`.
       method: 'temperature', 'vector' or 'none' (`calibration`).
 
@@ -294,8 +358,15 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     For rows like those of `calibrate`, at least 1 - alpha of the sets contain the label. This
     conformal guarantee holds on average over rows, not for each class.
 
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import DetClassifier
+        >>> x, y = load_iris(return_X_y=True)
+        >>> det = DetClassifier().fit(x[::2], y[::2]).calibrate(x[1::2], y[1::2], 'none')
+        >>> det.predict_set(x, alpha=0.1).shape
+        (150, 3)
+
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       alpha: the share of sets that may lack the label, in (0, 1).
 
     Raises:

@@ -31,7 +31,7 @@ class Settings:
   solver: str
   mesh: Sequence[int] | None
   validation_fraction: float
-  progress: bool
+  progress: bool | str
   seed: int
 
 

@@ -177,14 +177,18 @@ class Model:
     """Initial parameters: normal matrices of variance 1 / rows, biases 0, and the first tau."""
     # In numpy, because every shape of a linen initialiser takes up to a second to compile.
     rng, found = np.random.default_rng(seed), {}
-    shapes = traverse_util.flatten_dict(self._shapes(num_features)['params'])
-    for path, x in shapes.items():
-      size = x.shape[0] ** -0.5 if is_matrix(path) else 0.0
-      found[path] = size * rng.standard_normal(x.shape, np.float32)
+    for path, shape in self.param_shapes(num_features).items():
+      size = shape[0] ** -0.5 if is_matrix(path) else 0.0
+      found[path] = size * rng.standard_normal(shape, np.float32)
     params = traverse_util.unflatten_dict(found)
     if self.tau is None:
       params['head']['temperature'] = self.make_head().temperature.init(jax.random.key(0))['params']
     return params
+
+  def param_shapes(self, num_features: int) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Shapes of the parameters by path."""
+    flat = traverse_util.flatten_dict(self._shapes(num_features)['params'])
+    return {path: x.shape for path, x in flat.items()}
 
   def _shapes(self, num_features):
     x = jnp.zeros((ROW_MULTIPLE, num_features))

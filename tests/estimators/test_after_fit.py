@@ -1,8 +1,13 @@
 """What a fitted estimator gives beside predictions: covariance, calibration, sets, files."""
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 from flax import traverse_util
 from scipy import special
 
@@ -95,6 +100,67 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
   (tmp_path / 'bad.safetensors').write_bytes(b'no such file')
   with pytest.raises(ValueError, match='holds no estimator'):
     estimators.load(str(tmp_path / 'bad.safetensors'))
+
+
+def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
+  """One flipped bit, at places all over the file: most of a small file is its header."""
+  x, y = data
+  path = tmp_path / 'head.safetensors'
+  fitted = HetXLClassifier(num_factors=2, num_samples=16, max_iter=5, tol=0.1).fit(x[:99], y[:99])
+  estimators.save(fitted.calibrate(x[:99], y[:99]), str(path))
+  whole, expected = path.read_bytes(), fitted.predict_proba(x[:3])
+  rng, noticed = np.random.default_rng(0), 0
+  for place in rng.choice(len(whole), 400, replace=False):
+    damaged = bytearray(whole)
+    damaged[place] ^= 1 << rng.integers(8)
+    path.write_bytes(damaged)
+    try:
+      loaded = estimators.load(str(path))
+    except ValueError as error:
+      assert str(path) in str(error) and '\n' not in str(error)
+      noticed += 1
+    else:
+      np.testing.assert_array_equal(loaded.predict_proba(x[:3]), expected)
+  assert noticed > 380
+  for length in rng.choice(len(whole), 30, replace=False):
+    path.write_bytes(whole[:length])
+    with pytest.raises(ValueError, match='head.safetensors'):
+      estimators.load(str(path))
+
+
+def rewritten(path, checksum=True, arrays=None, **changes):
+  """Changes the description in the file of an estimator; with a checksum, a right one."""
+  with safetensors.safe_open(path, framework='numpy') as file:
+    found = {name: file.get_tensor(name) for name in file.keys()} | (arrays or {})
+    description = json.loads(file.metadata()['het_plugin.estimator'])
+  text = json.dumps(description | changes)
+  metadata = {'het_plugin.estimator': text}
+  if checksum:
+    metadata['het_plugin.sha256'] = estimators.files._checksum(text, found)
+  safetensors.numpy.save_file(found, path, metadata=metadata)
+
+
+def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
+  x, y = data
+  path = str(tmp_path / 'head.safetensors')
+  fitted = DetClassifier(max_iter=5, tol=0.1).fit(x[:99], y[:99])
+  estimators.save(fitted, path)
+  rewritten(path, checksum=False)  # as of a version before checksums
+  np.testing.assert_array_equal(estimators.load(path).predict_proba(x), fitted.predict_proba(x))
+  model = dataclasses.asdict(fitted.model_)
+  for changes in (
+    {'model': model | {'num_classes': 10**12}},
+    {'model': model | {'class_multiple': 10**12}},
+    {'model': model | {'hidden_layers': [10**9]}},
+    {'model': model | {'head': 'het', 'noise': [['num_factors', 10**9]]}},
+    {'classes_dtype': f'<U{10**8}'},
+    {'classes': ['a']},
+    {'arrays': {'mean': np.zeros(4)}},
+  ):
+    estimators.save(fitted, path)
+    rewritten(path, **changes)
+    with pytest.raises(ValueError, match='head.safetensors holds no estimator'):
+      estimators.load(path)
 
 
 @pytest.mark.parametrize(
