@@ -285,7 +285,7 @@ def from_head(
   estimator.n_features_in_ = params['kernel'].shape[0]
   others = {
     name: getattr(head, name)
-    for name in ('parametrization', 'remainder', 'factor_bias')
+    for name in ('parametrization', 'remainder', 'factor_bias', 'hash_seed')
     if hasattr(head, name)
   }
   estimator.model_ = Model(

@@ -53,6 +53,19 @@ def test_covariance_is_that_of_the_samples(data, het):
   assert (aleatoric <= total).all() and (aleatoric < total).any()
 
 
+def test_clean_predictions_are_those_of_the_location(data, het):
+  x, y = data
+  head = het.params_['head']
+  location = ((x - het.mean_) @ head['kernel'] + head['bias'])[:, :4]
+  clean = het.predict_clean_proba(x)
+  np.testing.assert_allclose(clean, special.softmax(location, axis=1), rtol=1e-4, atol=1e-6)
+  np.testing.assert_array_equal(het.predict_clean(x), np.array(list('abcd'))[clean.argmax(axis=1)])
+  on = np.stack([x[:, 0] > 0, y == 'a'], axis=1).astype(int)
+  certain = HetClassifier(1e6, C_noise=1.0, num_factors=1, max_iter=20, tol=0.1).fit(x, on)
+  np.testing.assert_array_equal(certain.predict_clean(x), certain.predict_clean_proba(x) > 0.5)
+  assert np.isfinite(certain.entropy(100 * x)).all()  # of classes that are certain
+
+
 @pytest.mark.parametrize('method', ['temperature', 'vector'])
 def test_calibration_lowers_the_nll_of_an_overfitted_head(data, method):
   x, y = data
@@ -171,11 +184,17 @@ def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
     ),
     heads.Het(10, num_factors=3, parametrization='full'),
     heads.HetH(10, num_factors=3, num_buckets=20, class_multiple=1),
+    heads.HetH(10, num_factors=3, num_buckets=5, hash_seed=3, empty_buckets=False),
   ],
 )
 def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   x = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
-  opened = estimators.from_head(head, head.init(jax.random.key(0), x[:1])['params'])
+  params = head.init(jax.random.key(0), x[:1])['params']
+  opened = estimators.from_head(head, params)
+  logits = head.apply({'params': params}, x)
+  factors = np.asarray(logits.factors() / logits.temperature)[..., :10]
+  covariance = np.einsum('nrk,nrl->nkl', factors, factors)
+  np.testing.assert_allclose(opened.covariance(x), covariance, rtol=1e-3, atol=1e-5)
   estimators.save(opened, str(tmp_path / 'head.safetensors'))
   loaded = estimators.load(str(tmp_path / 'head.safetensors'))
   np.testing.assert_array_equal(loaded.predict_proba(x), opened.predict_proba(x))
