@@ -17,6 +17,7 @@ from absl import flags
 
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import probe
+from het_plugin.operations import stopping
 
 
 def define_flags() -> None:
@@ -87,4 +88,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
+  stopping.install()
   command_line.run(main)

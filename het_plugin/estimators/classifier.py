@@ -6,31 +6,21 @@ import warnings
 from numbers import Integral, Real
 from typing import Any
 
-import jax
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
-from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-
-from het_plugin.estimators import (
-  calibration,
-  inputs,
-  lbfgs,
-  minibatch,
-  objective,
-  placement,
-  starts,
-  targets,
+from sklearn.utils.validation import (
+  _check_n_features,
+  _check_sample_weight,
+  check_is_fitted,
+  validate_data,
 )
+
+from het_plugin.estimators import calibration, fitting, inputs, placement, targets
 from het_plugin.estimators.model import Model
 
-# If X has fewer entries than this, equal rows are merged: repeating a row gives the same bits as
-# giving it a weight, and the order of the rows does not matter.
-MERGED_ENTRIES = 2**16
-TAU_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 _COUNT = Interval(Integral, 1, None, closed='left')
 # C_noise / C. Where noise was chosen for labels of people and of characters, it was 0.001 to 0.3,
 # and 0.03 most often (benchmarks/real_features.py).
@@ -58,7 +48,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     'solver': [StrOptions(set(inputs.SOLVERS))],
     'validation_fraction': [Interval(Real, 0, 1, closed='neither')],
     'random_state': ['random_state'],
-    'progress': ['boolean'],
+    'progress': ['boolean', str],
   }
 
   def fit(
@@ -74,12 +64,14 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       start: a `DetClassifier` that has been fitted to the same rows with the same C, tau and hidden
         layers. The noise starts at its optimum, which is otherwise computed first.
 
+    Returns:
+      The estimator.
+
     Raises:
       ValueError: a setting, X, y or start is wrong, or there is only one class.
     """
     self._check()
-    X, y = inputs.open_features(X, y)
-    X, y = self._validated(X, y, fit=True)
+    X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
     if self.tau == 'validation' and inputs.streams(X, self.solver):
@@ -87,7 +79,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} entries "
         f'and solver={self.solver!r}'
       )
-    encoded = targets.encode(y, self.target)
+    if y is None:
+      raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
+    encoded = targets.encode(inputs.labels_of_rows(X, y), self.target)
     if len(encoded.classes) > len(X):
       warnings.warn(
         f'y has K={len(encoded.classes)} classes and X has N={len(X)} rows: some classes have no '
@@ -101,25 +95,36 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f'{type(self).__name__} needs at least 2 classes; y has one class only, '
         f'{self.classes_.tolist()[0]!r}'
       )
-    seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+    rows, settings = (X, encoded, weight), self._settings()
     self.tau_grid_nll_ = self.calibration_ = None
     tau = None if self.tau == 'learned' else self.tau
     if self.tau == 'validation':
-      tau = self._choose_tau(X, encoded, weight, seed)
-    self._fit(tau, X, encoded, weight, seed, start)
+      make_model = functools.partial(self._model, len(encoded.classes), encoded.link)
+      self.tau_grid_nll_ = fitting.tau_grid_nll(make_model, *rows, settings)
+      tau = min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
+    self.model_ = self._model(len(encoded.classes), encoded.link, tau)
+    done, self.mean_ = fitting.fit(self.model_, *rows, settings, start)
+    self.params_, self.n_iter_ = done.params, done.num_iterations
+    self.objective_, self.gradient_ = done.objective, done.gradient
     return self
 
   def predict_log_proba(self, X: Any) -> np.ndarray:
-    """log p(k | x), float32 [N, K]; for an indicator log p(y_k = 1 | x)."""
-    check_is_fitted(self)
-    if self.calibration_ is None:
-      return self._map('log_prob', X)
-    if self.target_ == 'indicator':
-      return -np.logaddexp(0.0, -self._scores(X))
-    return self._scores(X)
+    """log p(k | x), in nats.
+
+    Args:
+      X: float [N, D], or a file.
+
+    Returns:
+      float32 [N, K], with columns in the order of `classes_`; for an indicator log p(y_k = 1 | x).
+
+    Raises:
+      ValueError: X is wrong, here and below.
+      sklearn.exceptions.NotFittedError: `fit` has not run, here and below.
+    """
+    return self._log_proba(self._opened(X)[0])
 
   def predict_proba(self, X: Any) -> np.ndarray:
-    """p(k | x), float32 [N, K], with columns in the order of `classes_`."""
+    """p(k | x), float32 [N, K]; the exponential of `predict_log_proba`."""
     return np.exp(self.predict_log_proba(X))
 
   def decision_function(self, X: Any) -> np.ndarray:
@@ -127,37 +132,107 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     Scores are log p(k | x), or for an indicator the log odds of each class. For two classes they
     are the log odds of the second class, [N].
+
+    Args:
+      X: float [N, D], or a file.
     """
-    check_is_fitted(self)
-    if self.target_ == 'indicator':
-      return self._scores(X)
-    log_p = self.predict_log_proba(X)
-    return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
+    return self._decision(self._opened(X)[0])
 
   def predict(self, X: Any) -> np.ndarray:
-    """The most probable classes [N]; for an indicator whether each is more likely on than off."""
-    scores = self.decision_function(X)
+    """The most probable classes.
+
+    Args:
+      X: float [N, D], or a file.
+
+    Returns:
+      [N] of the type of `classes_`; for an indicator int [N, K], whether each class is more likely
+      on than off.
+    """
+    return self._predict(self._opened(X)[0])
+
+  def predict_clean_proba(self, X: Any) -> np.ndarray:
+    """The location's prediction, without the noise: link((W^T phi + b) / tau), float32 [N, K].
+
+    `predict_proba` is the distribution of labels like those of the fit, noise included. Where the
+    noise stands for errors of the labels, this is the distribution of the labels without them. It
+    is no better than that reading: noise may also be what the features do not tell. For DET both
+    are the same. Calibration is not applied.
+
+        >>> import numpy as np
+        >>> from het_plugin.estimators import HetClassifier
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(300, 4)).astype(np.float32)
+        >>> truth = x[:, :3].argmax(axis=1)
+        >>> y = np.where(x[:, 3] > 0, rng.integers(3, size=300), truth)  # wrong where x_3 > 0
+        >>> het = HetClassifier(C=10, C_noise=10, num_factors=2, num_samples=16).fit(x, y)
+        >>> clean = het.predict_clean_proba(x)[np.arange(300), truth]
+        >>> bool(clean.mean() > het.predict_proba(x)[np.arange(300), truth].mean())
+        True
+
+    Args:
+      X: float [N, D], or a file.
+
+    Returns:
+      p(k | x), with columns in the order of `classes_`; for an indicator p(y_k = 1 | x).
+
+    Raises:
+      ValueError: X is wrong.
+    """
+    return self._map('location_prob', self._opened(X)[0])
+
+  def predict_clean(self, X: Any) -> np.ndarray:
+    """The most probable classes without the noise (`predict_clean_proba`), [N].
+
+    For an indicator, whether each class is more likely on than off, int [N, K].
+
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import DetClassifier
+        >>> x, y = load_iris(return_X_y=True)
+        >>> det = DetClassifier().fit(x, y)
+        >>> bool((det.predict_clean(x) == det.predict(x)).all())  # DET has no noise
+        True
+
+    Args:
+      X: float [N, D], or a file.
+
+    Raises:
+      ValueError: X is wrong.
+    """
+    clean = self.predict_clean_proba(X)
     if self.target_ == 'indicator':
-      return (scores > 0).astype(int)
-    best = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
-    return self.classes_[best]
+      return (clean > 0.5).astype(int)
+    return self.classes_[clean.argmax(axis=1)]
 
   def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-    """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction."""
-    predicted = self.predict(X)
+    """Accuracy as in scikit-learn; for votes and probabilities the mean share of the prediction.
+
+    Args:
+      X: float [N, D], or a file.
+      y: labels as in `fit`.
+      sample_weight: [N]; None is 1 for each.
+    """
+    X, y = self._opened(X, y)
+    predicted = self._predict(X)
     if self.target_ in ('classes', 'indicator'):
       return accuracy_score(y, predicted, sample_weight=sample_weight)
     shares = self._encoded(X, y).distribution()
     found = shares[np.arange(len(shares)), np.searchsorted(self.classes_, predicted)]
     return float(np.average(found, weights=sample_weight))
 
-  def nll(self, X: Any, y: Any) -> np.ndarray:
+  def nll(self, X: Any, y: Any = None) -> np.ndarray:
     """Negative log-likelihood of each example, float32 [N], nats.
 
     It is summed over the classes for an indicator, and averaged with the shares as weights for
     votes and probabilities.
+
+    Args:
+      X: float [N, D], or a file.
+      y: labels as in `fit`; None takes those of the file.
+
+    Raises:
+      ValueError: y has a class that `fit` has not seen.
     """
-    check_is_fitted(self)
+    X, y = self._opened(X, y)
     encoded = self._encoded(X, y)
     if self.calibration_ is None:
       return self._map('nll', X, encoded.values)
@@ -171,44 +246,64 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     See `Integrator.expected_entropy`. The difference is the mutual information of label and noise.
     Calibration is not applied.
+
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import HetClassifier
+        >>> x, y = load_iris(return_X_y=True)
+        >>> total, expected = HetClassifier(num_factors=1, num_samples=16).fit(x, y).entropy(x)
+        >>> bool((total >= expected).all())
+        True
+
+    Args:
+      X: float [N, D], or a file.
     """
-    check_is_fitted(self)
-    both = self._map('entropies', X)
+    both = self._map('entropies', self._opened(X)[0])
     return both[:, 0], both[:, 1]
 
   def covariance(self, X: Any, classes: Any = None) -> np.ndarray:
     """Covariance of the logits over tau, float32 [N, K, K].
 
+        >>> import numpy as np
+        >>> from het_plugin.estimators import HetXLClassifier
+        >>> rng = np.random.default_rng(0)
+        >>> x, y = rng.normal(size=(90, 4)), np.array(['ant', 'bee', 'cat'] * 30)
+        >>> het = HetXLClassifier(num_factors=1, num_samples=16, max_iter=20, tol=0.1).fit(x, y)
+        >>> het.covariance(x, classes=['bee', 'cat']).shape
+        (90, 2, 2)
+
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       classes: names of the classes to show; None shows all.
 
     Raises:
       ValueError: a class is unknown.
     """
-    check_is_fitted(self)
+    X, _ = self._opened(X)
     chosen = np.arange(len(self.classes_))
     if classes is not None:
       chosen = targets.encode(np.atleast_1d(classes), 'classes', self.classes_).values[:, 0]
     if self._head == 'det':
-      rows = inputs.open_features(X)[0]
-      return np.zeros((len(rows), len(chosen), len(chosen)), np.float32)
+      return np.zeros((len(X), len(chosen), len(chosen)), np.float32)
     factors = self._map('factors', X)[:, :, chosen]  # [N, R + 1, k]
     return np.einsum('nrk,nrl->nkl', factors, factors)
 
   def correlated_classes(self, X: Any, num: int = 10) -> list[tuple[Any, Any, float]]:
     """The pairs of classes whose logits correlate most over the rows of X.
 
+    Args:
+      X: float [N, D], or a file.
+      num: the number of pairs.
+
     Returns:
       `num` tuples (class, other class, correlation) of the mean covariance over the rows, sorted by
       absolute correlation. Empty for the deterministic head.
     """
-    check_is_fitted(self)
+    X, _ = self._opened(X)
     if self._head == 'det':
       return []
-    total, rows = 0.0, inputs.open_features(X)[0]
-    for start in range(0, len(rows), 1024):
-      factors = self._map('factors', rows[start : start + 1024])
+    total = 0.0
+    for start in range(0, len(X), 1024):
+      factors = self._map('factors', X[start : start + 1024])
       total = total + np.tensordot(factors, factors, axes=((0, 1), (0, 1)))
     deviation = np.sqrt(np.diag(total))
     correlation = np.triu(np.clip(total / np.outer(deviation, deviation), -1, 1), k=1)
@@ -217,18 +312,33 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     names = self.classes_.tolist()
     return [(names[i], names[j], float(correlation[i, j])) for i, j in pairs if i < j]
 
-  def calibrate(self, X: Any, y: Any, method: str = 'temperature') -> 'HeadClassifier':
+  def calibrate(self, X: Any, y: Any = None, method: str = 'temperature') -> 'HeadClassifier':
     """Calibrates predictions on rows that the fit has not seen.
 
     Half of the rows fit the scaling. The other half is kept for `predict_set`, whose coverage
     needs separate rows. With method 'none' all rows are kept for it.
 
+        >>> from sklearn.datasets import load_digits
+        >>> from het_plugin.estimators import DetClassifier
+        >>> x, y = load_digits(return_X_y=True)
+        >>> det = DetClassifier(C=10.0).fit(x[:1000], y[:1000])
+        >>> before = det.nll(x[1400:], y[1400:]).mean()
+        >>> det = det.calibrate(x[1000:1400], y[1000:1400])
+        >>> bool(det.nll(x[1400:], y[1400:]).mean() < before)
+        True
+
     Args:
-      X: [N, D].
+      X: float [N, D], or a file.
       y: as in `fit`, of the classes of `fit`.
       method: 'temperature', 'vector' or 'none' (`calibration`).
+
+    Returns:
+      The estimator.
+
+    Raises:
+      ValueError: X, y or the method is wrong.
     """
-    check_is_fitted(self)
+    X, y = self._opened(X, y)
     encoded, scores = self._encoded(X, y), self._raw_scores(X)
     shares, link = encoded.distribution(), encoded.link
     order = np.random.default_rng(0).permutation(len(shares))
@@ -247,6 +357,17 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     For rows like those of `calibrate`, at least 1 - alpha of the sets contain the label. This
     conformal guarantee holds on average over rows, not for each class.
+
+        >>> from sklearn.datasets import load_iris
+        >>> from het_plugin.estimators import DetClassifier
+        >>> x, y = load_iris(return_X_y=True)
+        >>> det = DetClassifier().fit(x[::2], y[::2]).calibrate(x[1::2], y[1::2], 'none')
+        >>> det.predict_set(x, alpha=0.1).shape
+        (150, 3)
+
+    Args:
+      X: float [N, D], or a file.
+      alpha: the share of sets that may lack the label, in (0, 1).
 
     Raises:
       ValueError: `calibrate` has not run or kept too few rows, or examples have no single label.
@@ -280,6 +401,28 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     tags.classifier_tags.multi_label = True
     return tags
 
+  # Below, X is what `_opened` gives.
+
+  def _log_proba(self, X):
+    if self.calibration_ is None:
+      return self._map('log_prob', X)
+    if self.target_ == 'indicator':
+      return -np.logaddexp(0.0, -self._scores(X))
+    return self._scores(X)
+
+  def _decision(self, X):
+    if self.target_ == 'indicator':
+      return self._scores(X)
+    log_p = self._log_proba(X)
+    return log_p[:, 1] - log_p[:, 0] if len(self.classes_) == 2 else log_p
+
+  def _predict(self, X):
+    scores = self._decision(X)
+    if self.target_ == 'indicator':
+      return (scores > 0).astype(int)
+    best = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
+    return self.classes_[best]
+
   def _raw_scores(self, X):
     """log p, or log odds for an indicator, [N, K]."""
     return self._map('log_odds' if self.target_ == 'indicator' else 'log_prob', X)
@@ -291,9 +434,13 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       return scores
     return self.calibration_.apply(scores, self.model_.link)
 
-  @property
-  def _noise_c(self) -> float:
-    return self.C_noise or NOISE_SHARE * self.C  # without noise any value will do
+  def _encoded(self, X, y):
+    y = inputs.labels_of_rows(X, y)
+    return targets.encode(y, self.target, self.classes_, self.target_)
+
+  def _map(self, method, X, target=None):
+    model = self.model_
+    return fitting.apply(model, method, self.params_, self.mean_, X, target, self.mesh)
 
   def _model(self, num_classes: int, link: str, tau: float | None) -> Model:
     return Model(
@@ -305,6 +452,19 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       num_samples=self.num_samples,
       noise=tuple((name, getattr(self, name)) for name in self._noise),
       class_multiple=1 if self.mesh is None else self.mesh[1],
+    )
+
+  def _settings(self) -> fitting.Settings:
+    return fitting.Settings(
+      c=self.C,
+      c_noise=NOISE_SHARE * self.C if self.C_noise is None else self.C_noise,
+      tol=self.tol,
+      max_iter=self.max_iter,
+      solver=self.solver,
+      mesh=self.mesh,
+      validation_fraction=self.validation_fraction,
+      progress=self.progress,
+      seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
     )
 
   def _location(self):
@@ -328,121 +488,19 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f'{type(self).__name__}: hidden_layers={widths!r} must be positive widths, such as (256,)'
       )
 
-  def _validated(self, X, y=None, fit=False):
-    if inputs.is_mapped(X) and y is not None:  # its rows are checked as they are read
-      self.n_features_in_ = X.shape[1]
-      return X, inputs.labels_of_rows(X, y)
-    if getattr(getattr(X, 'dtype', None), 'name', '') in ('bfloat16', 'float16'):
-      X = np.asarray(X).astype(np.float32)
+  def _opened(self, X, y=None, fit=False):
+    """Checked features, and labels as they are. Rows that stay in a file are checked when read."""
+    if not fit:
+      check_is_fitted(self)
+    X, y = inputs.open_features(X, y)
+    if inputs.is_mapped(X) and (not fit or inputs.streams(X, self.solver)):
+      _check_n_features(self, X, reset=fit)
+      return X, y
     if getattr(X, 'ndim', 2) == 1:
       raise ValueError(f'Reshape your data: X has shape {X.shape}, and must be [N, D]')
+    if hasattr(X, 'dtype'):
+      X = inputs.widened(X)
     dtype = [np.float32, np.float64]
     X = validate_data(self, X, dtype=dtype, reset=fit, ensure_all_finite=False)
     inputs.check_finite(X)
-    if not fit:
-      return X
-    if y is None:
-      raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
-    return X, inputs.labels_of_rows(X, y)
-
-  def _encoded(self, X, y):
-    y = inputs.labels_of_rows(*inputs.open_features(X, y))
-    return targets.encode(y, self.target, self.classes_, self.target_)
-
-  def _fit(self, tau, X, encoded, weight, seed, start=None):
-    model = self.model_ = self._model(len(encoded.classes), encoded.link, tau)
-    has_no_noise = self.C_noise == 0
-    fit_rows = self._fit_streamed if inputs.streams(X, self.solver) else self._fit_in_memory
-    with placement.on(self.mesh):
-      fitted = model.deterministic if has_no_noise else model
-      fit = fit_rows(fitted, X, encoded, weight, seed, start)
-    self.params_ = fit.params
-    if has_no_noise:
-      self.params_ = starts.without_noise(model.init(seed, X.shape[1]), fit.params)
-    self.n_iter_, self.objective_, self.gradient_ = fit.num_iterations, fit.objective, fit.gradient
-
-  def _fit_streamed(self, model, X, encoded, weight, seed, start):
-    data = minibatch.Data(X, encoded.values, weight)
-    self.mean_ = data.mean
-    return minibatch.fit(
-      model,
-      data,
-      encoded.class_shares(weight),
-      seed,
-      *(self.C, self._noise_c),
-      validation_fraction=self.validation_fraction,
-      max_iter=self.max_iter,
-      progress=self.progress,
-      mesh=self.mesh,
-      det_fit=self._det_fit(start),
-    )
-
-  def _det_fit(self, start):
-    """The fit of `start`, which must be that of this estimator's DET."""
-    if start is None:
-      return None
-    check_is_fitted(start)
-    same = start.model_ == self.model_.deterministic and start.C == self.C
-    if not same or not np.array_equal(start.mean_, self.mean_):
-      raise ValueError(
-        'start must be a DetClassifier fitted to the same rows with the same C, tau and '
-        f'hidden_layers; it is {start}'
-      )
-    return lbfgs.Fit(start.params_, start.objective_, start.gradient_, start.n_iter_)
-
-  def _fit_in_memory(self, model, X, encoded, weight, seed, start):
-    keep = weight > 0
-    x, encoded, weight = X[keep], encoded.rows(keep), weight[keep]
-    if inputs.is_mapped(X):
-      x = self._validated(np.asarray(x), fit=True, y=encoded.values)[0]
-    shares, values = encoded.class_shares(weight), encoded.values
-    if x.size <= MERGED_ENTRIES:
-      x, values, weight = inputs.merged(x, values, weight)
-    self.mean_ = np.average(x, axis=0, weights=weight)
-    rows = objective.make_rows(model, x, self.mean_, values, weight, self.C, self._noise_c)
-    rows = placement.place_rows(rows, self.mesh)
-
-    def search(model, params):
-      params = placement.place_params(model, params, self.mesh)
-      settings = {'tol': self.tol, 'max_iter': self.max_iter, 'progress': self.progress}
-      return lbfgs.minimise(model, params, rows, **settings)
-
-    return starts.fit(search, model, x.shape[1], shares, lambda: rows, seed, self._det_fit(start))
-
-  def _choose_tau(self, X, encoded, weight, seed):
-    """The tau of `TAU_GRID` with the best fit to held-out rows."""
-    train, held_out = train_test_split(
-      np.flatnonzero(weight > 0), test_size=self.validation_fraction, random_state=seed
-    )
-    self.tau_grid_nll_ = {}
-    for tau in TAU_GRID:
-      self._fit(tau, X[train], encoded.rows(train), weight[train], seed)
-      nll = self._map('nll', X[held_out], encoded.values[held_out])
-      self.tau_grid_nll_[tau] = float(np.average(nll, weights=weight[held_out]))
-    return min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
-
-  def _map(self, method, X, target=None):
-    """A method of the model for the rows, computed in blocks of one shape."""
-    X, _ = inputs.open_features(X)
-    is_mapped = inputs.is_mapped(X)
-    X = X if is_mapped else self._validated(X)
-    size, found = min(objective.block_rows(self.model_, len(X)), 4096), []
-    with placement.on(self.mesh):
-      params = placement.place_params(self.model_, self.params_, self.mesh)
-      params = self.model_.multiplied(params)
-      for start in range(0, len(X), size):
-        x = X[start : start + size]
-        x = self._validated(np.asarray(x)) if is_mapped else x
-        block = [x - self.mean_]
-        if target is not None:
-          block.append(target[start : start + size])
-        padding = size - len(x)
-        block = [np.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) for x in block]
-        found.append(np.asarray(_apply(self.model_, method, params, *block)))
-        placement.forget_pages(X)
-    return np.concatenate(found)[: len(X)]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(model, method, params, *arrays):
-  return getattr(model, method)(params, *arrays)
+    return X, y

@@ -1,6 +1,7 @@
 """Saves fitted estimators as safetensors with JSON metadata (no pickle), and converts heads."""
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -19,11 +20,35 @@ from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import HEADS, Model, on_features
 
 _METADATA = 'het_plugin.estimator'
+_CHECKSUM = 'het_plugin.sha256'
+_MAX_NAME_BYTES = 2**30
 _FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
 
 
 def save(estimator: HeadClassifier, path: str) -> None:
-  """Writes a fitted estimator to PATH.safetensors, class names and calibration included."""
+  """Writes a fitted estimator, class names and calibration included.
+
+      >>> import os, tempfile
+      >>> from sklearn.datasets import load_iris
+      >>> from het_plugin import estimators
+      >>> x, y = load_iris(return_X_y=True)
+      >>> det = estimators.DetClassifier().fit(x, y)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'det.safetensors')
+      ...   estimators.save(det, path)
+      ...   opened = estimators.load(path)
+      >>> bool((opened.predict(x) == det.predict(x)).all())
+      True
+
+  Args:
+    estimator: a fitted one.
+    path: a .safetensors file, whose folder is made if need be. The file has no pickle, and a
+      checksum that `load` verifies.
+
+  Raises:
+    sklearn.exceptions.NotFittedError: the estimator has not been fitted.
+    OSError: the file cannot be written; an old one is then still there.
+  """
   check_is_fitted(estimator)
   params = traverse_util.flatten_dict(estimator.params_, sep='/')
   arrays = {f'params/{name}': np.asarray(x) for name, x in params.items()}
@@ -40,32 +65,61 @@ def save(estimator: HeadClassifier, path: str) -> None:
     'fitted': {name: getattr(estimator, name) for name in _FITTED},
   }
   # Settings may be numbers of NumPy; of a RandomState nothing is left that is worth keeping.
-  metadata = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
+  text = json.dumps(description, default=lambda x: getattr(x, 'tolist', lambda: None)())
   # A copy in C order, because safetensors writes the memory of an array as it is.
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
+  metadata = {_METADATA: text, _CHECKSUM: _checksum(text, arrays)}
   with weights.replacing(path) as unfinished:
-    safetensors.numpy.save_file(arrays, unfinished, metadata={_METADATA: metadata})
+    safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
 
 
 def load(path: str) -> HeadClassifier:
   """Reads an estimator that `save` wrote.
+
+  Args:
+    path: the file. Those of versions that wrote no checksum are read without one.
+
+  Returns:
+    The fitted estimator: its predictions have the same bits.
 
   Raises:
     ValueError: the file contains no estimator, or is damaged.
   """
   try:
     with safetensors.safe_open(path, framework='numpy') as file:
-      description = json.loads((file.metadata() or {})[_METADATA])
+      metadata = file.metadata() or {}
       arrays = {name: file.get_tensor(name) for name in file.keys()}
-  except (KeyError, ValueError, OSError, safetensors.SafetensorError) as error:
-    raise ValueError(f'{path} holds no estimator of het_plugin: {error}') from error
+    text = metadata[_METADATA]
+    if metadata.get(_CHECKSUM, (found := _checksum(text, arrays))) != found:
+      raise ValueError('it is damaged: it does not have the checksum that was written')
+    return _estimator(json.loads(text), arrays)
+  except Exception as error:  # damage makes safetensors, json and numpy raise many types
+    reason = ' '.join(str(error).split())
+    reason = f'{type(error).__name__}: {reason}' if isinstance(error, KeyError) else reason
+    raise ValueError(f'{path} holds no estimator of het_plugin: {reason}') from error
+
+
+def _checksum(text: str, arrays: dict[str, np.ndarray]) -> str:
+  """SHA-256 of a description and arrays with their names, types and shapes."""
+  found = hashlib.sha256(text.encode())
+  for name, x in sorted(arrays.items()):
+    found.update(f'{name} {x.dtype} {x.shape}'.encode())
+    found.update(x.tobytes())
+  return found.hexdigest()
+
+
+def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> HeadClassifier:
+  """The estimator of a file."""
   settings = description['settings'] | {
     'hidden_layers': tuple(description['settings']['hidden_layers'])
   }
   estimator = CLASSIFIERS[description['head']](**settings)
-  for name, value in description['fitted'].items():
-    setattr(estimator, name, value)
-  estimator.classes_ = np.array(description['classes'], description['classes_dtype'])
+  for name in _FITTED:
+    setattr(estimator, name, description['fitted'][name])
+  dtype = np.dtype(description['classes_dtype'])
+  if dtype.itemsize * len(description['classes']) > _MAX_NAME_BYTES:
+    raise ValueError(f'names of classes of the type {dtype} take more than {_MAX_NAME_BYTES} bytes')
+  estimator.classes_ = np.array(description['classes'], dtype)
   estimator.mean_ = arrays['mean']
   params = {
     tuple(name.split('/')[1:]): x for name, x in arrays.items() if name.startswith('params/')
@@ -76,7 +130,20 @@ def load(path: str) -> HeadClassifier:
   estimator.model_ = Model(**model | {'noise': tuple(map(tuple, model['noise']))})
   parts = {name: arrays.get(f'calibration/{name}') for name in ('scale', 'shift', 'scores')}
   estimator.calibration_ = None if parts['scale'] is None else Calibration(**parts)
+  _check_sizes(estimator, params)
   return estimator
+
+
+def _check_sizes(estimator, params):
+  """Raises ValueError if the description states other sizes than the arrays have."""
+  model, dim = estimator.model_, estimator.n_features_in_
+  # First, because the model has arrays of its padded classes.
+  padded = -(-model.num_classes // model.class_multiple) * model.class_multiple
+  stated = (dim,), padded, model.num_classes
+  found = estimator.mean_.shape, len(params['head', 'bias']), len(estimator.classes_)
+  shapes = {path: x.shape for path, x in params.items()}
+  if stated != found or model.param_shapes(dim) != shapes:
+    raise ValueError('its arrays have other shapes than its description states')
 
 
 def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) -> None:
@@ -85,6 +152,16 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
   The run binds `CheckpointConfig.restore = @RestoreCheckpointConfig()` and
   `RestoreCheckpointConfig.path` to the file. Without `backbone` it is one of gin/runs/features.gin,
   with `Mlp.hidden_layers` those of the estimator.
+
+      >>> import os, tempfile
+      >>> from sklearn.datasets import load_iris
+      >>> from het_plugin import estimators, weights
+      >>> det = estimators.DetClassifier().fit(*load_iris(return_X_y=True))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'head.safetensors')
+      ...   estimators.to_checkpoint(det, path)
+      ...   sorted(weights.read_arrays(path))
+      ['head/bias', 'head/kernel']
 
   Args:
     estimator: a fitted one. What its calibration adds is left out.
@@ -125,6 +202,15 @@ def head_params(estimator: HeadClassifier) -> dict[str, np.ndarray]:
 
   The mean that the estimator subtracts is added to the biases. What an estimator's calibration adds
   is left out.
+
+  Args:
+    estimator: a fitted one.
+
+  Returns:
+    float32 arrays by name; HET-H's have all buckets.
+
+  Raises:
+    sklearn.exceptions.NotFittedError: the estimator has not been fitted.
   """
   check_is_fitted(estimator)
   flat = traverse_util.flatten_dict(estimator.params_, sep='/')
@@ -174,6 +260,13 @@ def from_head(
 ) -> HeadClassifier:
   """A linen head as an estimator of its pre-logits.
 
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import estimators, heads
+      >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((5, 4))
+      >>> opened = estimators.from_head(head, head.init(jax.random.key(0), phi)['params'])
+      >>> opened.predict_proba(phi).shape
+      (5, 3)
+
   Args:
     head: the module.
     params: its parameters.
@@ -192,7 +285,7 @@ def from_head(
   estimator.n_features_in_ = params['kernel'].shape[0]
   others = {
     name: getattr(head, name)
-    for name in ('parametrization', 'remainder', 'factor_bias')
+    for name in ('parametrization', 'remainder', 'factor_bias', 'hash_seed')
     if hasattr(head, name)
   }
   estimator.model_ = Model(

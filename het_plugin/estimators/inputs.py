@@ -42,6 +42,20 @@ def is_mapped(x: Any) -> bool:
   return is_float and x.ndim == 2 and len(x) > 0
 
 
+def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
+  """Some rows of x [N, D], float32 or float64; those of a mapped file are checked now."""
+  block = x[rows]
+  if is_mapped(x):
+    block = widened(np.asarray(block))
+    check_finite(block)
+  return block
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+  """x itself, or as float32 if its numbers have two bytes."""
+  return np.asarray(x).astype(np.float32) if x.dtype.name in ('bfloat16', 'float16') else x
+
+
 def check_finite(x: np.ndarray) -> None:
   """Raises ValueError if a row of x [N, D] has NaN, infinity or what float32 cannot hold."""
   if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]
@@ -53,7 +67,7 @@ def check_finite(x: np.ndarray) -> None:
 
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:
-  """y as an array; raises ValueError if it is not that of the rows of x."""
+  """y as an array; raises ValueError if it is not one label or list of labels per row of x."""
   y = np.asarray(y)
   if y.ndim not in (1, 2) or len(y) != len(x):
     raise ValueError(

@@ -115,6 +115,13 @@ def _between(low, high):
   return (a + b) / 2
 
 
+def progress_of(progress: bool | str, head: str, total: int, unit: str) -> Progress:
+  """The progress of a fit, as `DetClassifier.progress` asks for it."""
+  if isinstance(progress, str):
+    return Progress(f'{progress}: {head}', total, unit=unit)
+  return Progress(head, total, unit=unit, seconds=math.inf, shown=progress)
+
+
 def minimise(
   model: Model,
   params: dict,
@@ -122,7 +129,7 @@ def minimise(
   *,
   tol: float,
   max_iter: int,
-  progress: bool,
+  progress: bool | str,
 ) -> Fit:
   """Minimises the objective from `params`.
 
@@ -132,8 +139,7 @@ def minimise(
   objective in float32.
   """
   num_iterations, stage, failures = 0, FIRST_STAGE, 0
-  terminal = {'seconds': math.inf, 'shown': progress}  # only there
-  with Progress(model.head, max_iter, unit='iterations', **terminal) as bar:
+  with progress_of(progress, model.head, max_iter, 'iterations') as bar:
     for restart in itertools.count():
       whitening = objective.whitening_of(model, params, rows)
       evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)

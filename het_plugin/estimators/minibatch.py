@@ -11,7 +11,6 @@ has happened `NUM_RATES` times.
 import copy
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -23,7 +22,6 @@ from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import lbfgs, objective, placement, starts
 from het_plugin.estimators.model import Model
-from het_plugin.reporting import Progress
 
 BATCH_SIZE = 1024
 LEARNING_RATE = 0.1  # over the square root of D
@@ -110,7 +108,7 @@ def fit(
   *,
   validation_fraction: float,
   max_iter: int,
-  progress: bool,
+  progress: bool | str,
   mesh: Sequence[int] | None,
   det_fit: lbfgs.Fit | None,
 ) -> lbfgs.Fit:
@@ -154,8 +152,7 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
   best, best_nll = theta, validate(theta)
   theta, mean = jax.tree.map(jnp.copy, (best, best))
   note = ''
-  terminal = {'seconds': math.inf, 'shown': progress}  # only there
-  with Progress(model.head, max_iter * per_epoch, unit='steps', **terminal) as bar:
+  with lbfgs.progress_of(progress, model.head, max_iter * per_epoch, 'steps') as bar:
     for epoch in itertools.count():
       if epoch == max_iter or num_rates == NUM_RATES:
         break

@@ -135,11 +135,13 @@ class Model:
     """Entropy of the prediction, and its expectation given the noise, [B, 2]."""
     logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
     expected = self.integrator.expected_entropy(logits, keys)
-    log_p = self.log_prob(params, x)
-    total = -(jnp.exp(log_p) * log_p).sum(-1)
-    if self.link == 'sigmoid':
-      log_q = jnp.log1p(-jnp.exp(log_p))
-      total = total - jnp.where(log_p < 0, jnp.exp(log_q) * log_q, 0.0).sum(-1)
+    if self.link == 'softmax':
+      log_p = self.log_prob(params, x)
+      total = -(jnp.exp(log_p) * log_p).sum(-1)
+    else:
+      odds = self.log_odds(params, x)
+      log_p, log_q = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+      total = -(jnp.exp(log_p) * log_p + jnp.exp(log_q) * log_q).sum(-1)
     return jnp.stack([total, jnp.minimum(expected, total)], axis=1)
 
   def factors(self, params: PyTree, x: jax.Array) -> jax.Array:
@@ -175,14 +177,18 @@ class Model:
     """Initial parameters: normal matrices of variance 1 / rows, biases 0, and the first tau."""
     # In numpy, because every shape of a linen initialiser takes up to a second to compile.
     rng, found = np.random.default_rng(seed), {}
-    shapes = traverse_util.flatten_dict(self._shapes(num_features)['params'])
-    for path, x in shapes.items():
-      size = x.shape[0] ** -0.5 if is_matrix(path) else 0.0
-      found[path] = size * rng.standard_normal(x.shape, np.float32)
+    for path, shape in self.param_shapes(num_features).items():
+      size = shape[0] ** -0.5 if is_matrix(path) else 0.0
+      found[path] = size * rng.standard_normal(shape, np.float32)
     params = traverse_util.unflatten_dict(found)
     if self.tau is None:
       params['head']['temperature'] = self.make_head().temperature.init(jax.random.key(0))['params']
     return params
+
+  def param_shapes(self, num_features: int) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Shapes of the parameters by path."""
+    flat = traverse_util.flatten_dict(self._shapes(num_features)['params'])
+    return {path: x.shape for path, x in flat.items()}
 
   def _shapes(self, num_features):
     x = jnp.zeros((ROW_MULTIPLE, num_features))

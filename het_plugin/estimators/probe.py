@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class Settings:
     solver, mesh: settings of the estimators.
     num_samples, tol, max_iter: settings of the estimators.
     seed: seed of splits and starts.
-    progress: whether bars are shown.
+    progress: whether each fit shows how far it is: a bar on a terminal, elsewhere a line every ten
+      seconds.
   """
 
   heads: Sequence[str] = ('det', 'het_xl')
@@ -65,6 +66,9 @@ class Settings:
   progress: bool = True
 
   def __post_init__(self):
+    for flag, values in (('heads', self.heads), ('C', self.c), ('tau', self.tau)):
+      if not values:
+        raise ValueError(f'--{flag}= has no value; it must list at least one')
     if unknown := [name for name in self.heads if name not in CLASSIFIERS]:
       raise ValueError(
         f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from '
@@ -117,12 +121,22 @@ def probe(
 ) -> reporting.Report:
   """Fits the heads to representations.
 
+      >>> from sklearn.datasets import load_iris
+      >>> settings = Settings(heads=['det'], c=[0.1, 1.0], folds=2, progress=False)
+      >>> report = probe(load_iris(return_X_y=True), None, settings)
+      >>> (row,) = report.json
+      >>> row['num_examples'], len(row['chosen'])
+      (150, 2)
+
   Args:
     train: a file (`rows.read`), or features [N, D] and class ids [N]; or
       without `test` a folder of `represent`, whose files train and test are taken.
     test: a file or arrays for the test rows; None uses folds of `train`.
     settings: settings of the comparison.
     ood: rows of another distribution, whose confidence is compared with that of the test rows.
+
+  Returns:
+    The report, with a row for each head. Its NLL is in nats per example.
 
   Raises:
     ValueError: a file or a setting is wrong.
@@ -147,7 +161,8 @@ def probe(
   if test_rows is not None:
     _columns(test_rows.labels, classes)
   rows, starts = (train_rows, y, test_rows, ood_rows), {}
-  outcomes = [_outcome(head, *rows, settings, starts) for head in settings.heads]
+  titles = _titles(settings, settings.folds if test is None else 1)
+  outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
   rows = [_row(x, first, test_rows is None) for x in outcomes]
@@ -230,7 +245,17 @@ def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
   return np.where(labels >= 0, found, -1)
 
 
-def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
+def _titles(settings: Settings, num_folds: int) -> Iterator[str]:
+  """What is shown during each fit, in the order in which they are made."""
+  num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
+  total, number = num_folds * sum(num_fits.values()), itertools.count(1)
+  for count in num_fits.values():
+    for fold, _ in itertools.product(range(num_folds), range(count)):
+      of_fold = f', fold {fold + 1} of {num_folds}' if num_folds > 1 else ''
+      yield f'fit {next(number)} of {total}{of_fold}'
+
+
+def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   start = time.perf_counter()
   if test is not None:
     splits = [(np.arange(len(y)), None)]
@@ -238,7 +263,8 @@ def _outcome(head, train, y, test, ood, settings, starts) -> Outcome:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
   parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
   for number, (fitted, held_out) in enumerate(splits):
-    estimator, point, failures = _fit_best(head, train.features, y, fitted, settings, starts)
+    of_fold = train.features, y, fitted, settings, starts, titles
+    estimator, point, failures = _fit_best(head, *of_fold)
     rows = test if held_out is None else train.take(held_out)
     predictions = _predictions(estimator, rows)
     parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
@@ -284,17 +310,20 @@ def num_noise_params(estimator: HeadClassifier) -> int:
   return sum(x.size for path, x in flat.items() if is_noise(path))
 
 
-def _fit_best(head, x, y, fitted, settings, starts) -> tuple[HeadClassifier, dict[str, Any], int]:
+def _fit_best(
+  head, x, y, fitted, settings, starts, titles
+) -> tuple[HeadClassifier, dict[str, Any], int]:
   """The estimator of the best point of the grid, fitted to all rows.
 
-  `starts` collects the fits of DET, where the noise starts. Also returns this point and the number
-  of fits that did not converge.
+  `starts` collects the fits of DET, where the noise starts; each fit takes one of `titles`. Also
+  returns this point and the number of fits that did not converge.
   """
   grid = settings.grid(head)
-  names = ('hidden_layers', 'tol', 'max_iter', 'target', 'solver', 'mesh', 'progress')
+  names = ('hidden_layers', 'tol', 'max_iter', 'target', 'solver', 'mesh')
   common = {name: getattr(settings, name) for name in names} | {'random_state': settings.seed}
 
   def fit(point, rows):
+    common['progress'] = settings.progress and next(titles)
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
       # All rows without a copy: they may be a file.
@@ -336,7 +365,10 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
 
   Args:
     grid: settings of estimators.
-    nll: [points, N], NLL of held-out rows.
+    nll: [points, N], NLL of held-out rows, nats.
+
+  Returns:
+    The number of the point.
   """
   best = int(np.argmin(nll.mean(axis=1)))
 

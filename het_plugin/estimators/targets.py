@@ -94,6 +94,8 @@ def encode(
     return _matrix(y, kind, classes)
   else:
     values = y
+    if y.dtype.kind == 'f' and (wrong := (y != np.floor(y)) & ~np.isnan(y)).any():
+      raise ValueError(f'y has the vote {y[wrong][0]:g}: votes must be class ids or strings')
   missing = _missing(values) if kind == 'votes' else np.zeros(values.shape, bool)
   if missing.all(axis=1).any():
     raise ValueError(f'row {int(missing.all(axis=1).argmax())} of y has no vote: leave it out')

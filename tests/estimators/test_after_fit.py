@@ -1,8 +1,13 @@
 """What a fitted estimator gives beside predictions: covariance, calibration, sets, files."""
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 from flax import traverse_util
 from scipy import special
 
@@ -46,6 +51,19 @@ def test_covariance_is_that_of_the_samples(data, het):
   p = het.predict_proba(x)
   np.testing.assert_allclose(total, special.entr(p).sum(axis=1), atol=1e-4)
   assert (aleatoric <= total).all() and (aleatoric < total).any()
+
+
+def test_clean_predictions_are_those_of_the_location(data, het):
+  x, y = data
+  head = het.params_['head']
+  location = ((x - het.mean_) @ head['kernel'] + head['bias'])[:, :4]
+  clean = het.predict_clean_proba(x)
+  np.testing.assert_allclose(clean, special.softmax(location, axis=1), rtol=1e-4, atol=1e-6)
+  np.testing.assert_array_equal(het.predict_clean(x), np.array(list('abcd'))[clean.argmax(axis=1)])
+  on = np.stack([x[:, 0] > 0, y == 'a'], axis=1).astype(int)
+  certain = HetClassifier(1e6, C_noise=1.0, num_factors=1, max_iter=20, tol=0.1).fit(x, on)
+  np.testing.assert_array_equal(certain.predict_clean(x), certain.predict_clean_proba(x) > 0.5)
+  assert np.isfinite(certain.entropy(100 * x)).all()  # of classes that are certain
 
 
 @pytest.mark.parametrize('method', ['temperature', 'vector'])
@@ -97,6 +115,67 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     estimators.load(str(tmp_path / 'bad.safetensors'))
 
 
+def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
+  """One flipped bit, at places all over the file: most of a small file is its header."""
+  x, y = data
+  path = tmp_path / 'head.safetensors'
+  fitted = HetXLClassifier(num_factors=2, num_samples=16, max_iter=5, tol=0.1).fit(x[:99], y[:99])
+  estimators.save(fitted.calibrate(x[:99], y[:99]), str(path))
+  whole, expected = path.read_bytes(), fitted.predict_proba(x[:3])
+  rng, noticed = np.random.default_rng(0), 0
+  for place in rng.choice(len(whole), 400, replace=False):
+    damaged = bytearray(whole)
+    damaged[place] ^= 1 << rng.integers(8)
+    path.write_bytes(damaged)
+    try:
+      loaded = estimators.load(str(path))
+    except ValueError as error:
+      assert str(path) in str(error) and '\n' not in str(error)
+      noticed += 1
+    else:
+      np.testing.assert_array_equal(loaded.predict_proba(x[:3]), expected)
+  assert noticed > 380
+  for length in rng.choice(len(whole), 30, replace=False):
+    path.write_bytes(whole[:length])
+    with pytest.raises(ValueError, match='head.safetensors'):
+      estimators.load(str(path))
+
+
+def rewritten(path, checksum=True, arrays=None, **changes):
+  """Changes the description in the file of an estimator; with a checksum, a right one."""
+  with safetensors.safe_open(path, framework='numpy') as file:
+    found = {name: file.get_tensor(name) for name in file.keys()} | (arrays or {})
+    description = json.loads(file.metadata()['het_plugin.estimator'])
+  text = json.dumps(description | changes)
+  metadata = {'het_plugin.estimator': text}
+  if checksum:
+    metadata['het_plugin.sha256'] = estimators.files._checksum(text, found)
+  safetensors.numpy.save_file(found, path, metadata=metadata)
+
+
+def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
+  x, y = data
+  path = str(tmp_path / 'head.safetensors')
+  fitted = DetClassifier(max_iter=5, tol=0.1).fit(x[:99], y[:99])
+  estimators.save(fitted, path)
+  rewritten(path, checksum=False)  # as of a version before checksums
+  np.testing.assert_array_equal(estimators.load(path).predict_proba(x), fitted.predict_proba(x))
+  model = dataclasses.asdict(fitted.model_)
+  for changes in (
+    {'model': model | {'num_classes': 10**12}},
+    {'model': model | {'class_multiple': 10**12}},
+    {'model': model | {'hidden_layers': [10**9]}},
+    {'model': model | {'head': 'het', 'noise': [['num_factors', 10**9]]}},
+    {'classes_dtype': f'<U{10**8}'},
+    {'classes': ['a']},
+    {'arrays': {'mean': np.zeros(4)}},
+  ):
+    estimators.save(fitted, path)
+    rewritten(path, **changes)
+    with pytest.raises(ValueError, match='head.safetensors holds no estimator'):
+      estimators.load(path)
+
+
 @pytest.mark.parametrize(
   'head',
   [
@@ -105,11 +184,17 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     ),
     heads.Het(10, num_factors=3, parametrization='full'),
     heads.HetH(10, num_factors=3, num_buckets=20, class_multiple=1),
+    heads.HetH(10, num_factors=3, num_buckets=5, hash_seed=3, empty_buckets=False),
   ],
 )
 def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   x = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
-  opened = estimators.from_head(head, head.init(jax.random.key(0), x[:1])['params'])
+  params = head.init(jax.random.key(0), x[:1])['params']
+  opened = estimators.from_head(head, params)
+  logits = head.apply({'params': params}, x)
+  factors = np.asarray(logits.factors() / logits.temperature)[..., :10]
+  covariance = np.einsum('nrk,nrl->nkl', factors, factors)
+  np.testing.assert_allclose(opened.covariance(x), covariance, rtol=1e-3, atol=1e-5)
   estimators.save(opened, str(tmp_path / 'head.safetensors'))
   loaded = estimators.load(str(tmp_path / 'head.safetensors'))
   np.testing.assert_array_equal(loaded.predict_proba(x), opened.predict_proba(x))

@@ -234,8 +234,19 @@ def test_wrong_labels_are_one_sentence():
   np.testing.assert_array_equal(det.calibrate(x, y).nll(x, on), det.calibrate(x, on).nll(x, y))
   with pytest.raises(ValueError, match='add up to 0.5'):
     DetClassifier(target='probabilities').fit(x, np.full((20, 2), 0.25))
+  with pytest.raises(ValueError, match='has the vote 0.5'):
+    DetClassifier(target='votes').fit(x, np.full((20, 2), 0.5))
   with pytest.raises(ValueError, match='too large for float32'):
     DetClassifier().fit(np.where(x > 1, 1e39, x.astype(float)), y)
+
+
+def test_class_ids_of_64_bits_stay_what_they_are():
+  x, y = problem(num_rows=60)
+  det = DetClassifier(max_iter=20, tol=0.1).fit(x, y)
+  large = DetClassifier(max_iter=20, tol=0.1).fit(x, y + 2**32)
+  np.testing.assert_array_equal(large.predict(x), det.predict(x) + 2**32)
+  with pytest.raises(ValueError, match=f'has the label {y[0] + 2**32}'):
+    det.nll(x, y + 2**32)
 
 
 def test_an_unfinished_fit_warns():

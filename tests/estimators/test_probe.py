@@ -1,6 +1,9 @@
 """`probe`: a table of heads on files of representations, against numbers computed here."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,10 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from het_plugin import probe as probe_main
-from het_plugin.estimators import DetClassifier, probe
+from het_plugin import reporting
+from het_plugin.estimators import DetClassifier, lbfgs, probe
+from het_plugin.training import exit_codes
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope='module')
@@ -60,10 +66,54 @@ def test_the_main(files, tmp_path, run_main):
   for flag, message in (
     ('--hidden_layers=x', '--hidden_layers=x must be'),
     ('--C=0', '--C=0 must be a number > 0'),
+    ('--heads=', '--heads= has no value'),
+    ('--C=', '--C= has no value'),
+    ('--tau=', '--tau= has no value'),
     ('--mesh=2', '--mesh=2 must be 2 whole numbers of at least 1'),
     ('--tau=cold', '--tau=cold must be a number > 0, or learned, validation'),
   ):
     assert message in run_main(probe_main, *arguments, flag, code=2)
+
+
+def test_every_fit_says_how_far_it_is(files, monkeypatch):
+  titles = []
+
+  class Noted(reporting.Progress):
+    def __init__(self, title, *args, **kwargs):
+      titles.append(title)
+      super().__init__(title, *args, **kwargs)
+
+  monkeypatch.setattr(lbfgs, 'Progress', Noted)
+  short = {'max_iter': 2, 'folds': 2}
+  probe.probe(files[0], None, settings(c=(0.1, 1.0), **short))
+  assert titles[:4] == [f'fit {i} of 6, fold {1 + (i > 3)} of 2: det' for i in (1, 2, 3, 4)]
+  titles.clear()
+  probe.probe(*files, settings(heads=('det', 'het'), **short))
+  assert titles == ['fit 1 of 2: det', 'fit 2 of 2: het']
+  titles.clear()
+  probe.probe(*files, settings(progress=False, **short))
+  assert titles == ['det']  # and not shown
+
+
+def test_sigterm_ends_it_as_other_mains(files):
+  command = [sys.executable, '-m', 'het_plugin.probe', f'--train={files[0]}', '--tol=1e-12']
+  process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+  def listens():
+    status = Path(f'/proc/{process.pid}/status').read_text()
+    caught = int(status.partition('SigCgt:')[2].split()[0], 16)
+    return caught >> (signal.SIGTERM - 1) & 1
+
+  wait_for(listens, 60)
+  process.send_signal(signal.SIGTERM)
+  assert 'SIGTERM: stopped' in process.communicate(timeout=20)[1]
+  assert process.returncode == exit_codes.PREEMPTED
+
+
+def test_labels_beyond_int32_are_an_error(files):
+  x = np.load(files[0])['features']
+  with pytest.raises(ValueError, match=str(2**32 + 2)):
+    probe.probe((x, np.arange(len(x)) % 3 + 2**32), None, settings())
 
 
 def test_a_folder_of_represent(files, tmp_path):
