@@ -270,7 +270,7 @@ def equal_accuracy(args, head, link):
   arguments = (x, labels, jax.random.key(1))
   buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
   log_prob = reference_log_prob(args, head, link, buckets)
-  paper = Integrator(PAPER_SAMPLES, method='sample')
+  paper = Integrator(PAPER_SAMPLES, sampler='iid', method='sample')
   target = rmse_of(args, head, link, paper, buckets, log_prob, args.trials)
   num_samples = MIN_TILTED  # fewer Sobol points are not tilted; for a sigmoid none are drawn
   while True:

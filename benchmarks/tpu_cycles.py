@@ -150,7 +150,11 @@ def compile_side(args, sharding, link, num_samples, procedure):
     *exact, implementation = procedure.split(', ')
     method = 'exact' if exact else 'sample'
     integrator = Integrator(
-      num_samples, chunk_bytes=CHUNK_BYTES, implementation=implementation, method=method
+      num_samples,
+      chunk_bytes=CHUNK_BYTES,
+      implementation=implementation,
+      sampler='iid',
+      method=method,
     )
     loss = our_loss('het_xl', link, integrator, None, shared_draws=False)
   compiled = compile_loss(loss, *arguments(args, sharding))

@@ -40,7 +40,7 @@ class Integrator:
   mode keeps the logits of all samples.
 
   Attributes:
-    num_samples: S >= 1.
+    num_samples: S >= 1; the paper takes 1000 of 'iid'.
     order: 'sample_then_project' applies the projection to every noise sample; 'project_then_sample'
       applies it to the R + 1 factors first and samples in logit space; 'auto' takes the cheaper one
       (`pick_order`). The same draws give the same values either way.
@@ -51,7 +51,7 @@ class Integrator:
     implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
       first, or if the method is exact and the projection linear (HET-XL). They are for TPUs and
       NVIDIA GPUs, those of the exact method for TPUs only; other devices interpret them, slowly.
-    sampler: source of the normals: 'iid', 'antithetic', 'sobol' (`samplers.SAMPLERS`), or a
+    sampler: source of the normals: 'sobol', 'iid', 'antithetic' (`samplers.SAMPLERS`), or a
       function of that signature.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
       `chunk_bytes` and `implementation`, affect samples only.
@@ -63,12 +63,12 @@ class Integrator:
       the same logits; unbiased as well.
   """
 
-  num_samples: int = 1000
+  num_samples: int = 64
   order: str = 'auto'
   chunk_size: int | None = None
   chunk_bytes: int = 2**28
   implementation: str = 'xla'
-  sampler: str | samplers.Sampler = 'iid'
+  sampler: str | samplers.Sampler = 'sobol'
   method: str = 'auto'
   rotate: bool = True
   tilt: bool = True

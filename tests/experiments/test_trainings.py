@@ -34,17 +34,10 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   # another evaluation: opened, with nothing left to train
   assert trainings.complete(small_run(EVAL_STEPS=2), tmp_path)
   lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
-<<<<<<< HEAD:tests/experiments/test_trainings.py
   again = trainings.final_evaluations(lines)['training_eval/digits']
   assert again['nll'] != final['nll'] and trainings.curves(lines)['step'] == [1, 2]
-  with pytest.raises(ValueError, match='adamw.weight_decay'):
-    trainings.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
-=======
-  again = runs.final_evaluations(lines)['training_eval/digits']
-  assert again['nll'] != final['nll'] and runs.curves(lines)['step'] == [1, 2]
   with pytest.raises(ValueError, match='WEIGHT_DECAY changed'):
-    runs.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
->>>>>>> config:tests/experiments/test_runs.py
+    trainings.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
 
 
 def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_het_xl_follows_eq_8(settings):
   head = ContrastiveHetXL(num_factors=R, initial_noise_scale=1.0, **settings)
   num_samples = 1 if head.post_normalization else S
   params = init(head)
-  integrator = Integrator(num_samples=num_samples)
+  integrator = Integrator(num_samples=num_samples, sampler='iid')
   got = jax.jit(lambda p: contrastive_nll(pairs_of(head, p), integrator, KEYS))(params)
   for direction in (0, 1):
     expected = numpy_nll(head, params, direction, num_samples)
@@ -108,7 +108,7 @@ def test_gradient_reaches_every_parameter_and_both_towers():
 
   def loss(params, alpha, beta):
     pairs = pairs_of(head, params, alpha, beta)
-    return sum(x.nll.mean() for x in contrastive_nll(pairs, Integrator(num_samples=1), KEYS))
+    return sum(x.nll.mean() for x in contrastive_nll(pairs, Integrator(1, sampler='iid'), KEYS))
 
   gradient = jax.jit(jax.grad(loss, (0, 1, 2)))(params, ALPHA, BETA)
   assert all(jnp.abs(x).max() > 1e-5 for x in jax.tree.leaves(gradient))
@@ -153,7 +153,7 @@ def test_class_log_prob(post_normalization):
   )
   pairs = pairs_of(head, init(head))
   classes = unit(np.random.default_rng(0).normal(size=(K, D)))
-  integrator = Integrator(num_samples=S)
+  integrator = Integrator(S, sampler='iid')
   noise = {'covariance': pairs.image_to_text, 'integrator': integrator, 'keys': KEYS}
   tau, settings = pairs.temperature, {'post_normalization': post_normalization}
   eps = pairs.image_to_text.noise(iid(KEYS, jnp.arange(S), R + 1))
@@ -176,7 +176,7 @@ def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
   pairs = pairs_of(head, init(head))
   classes = jax.random.normal(jax.random.key(3), (K + 1, D))
   arguments = pairs.alpha, classes, pairs.temperature, pairs.image_to_text
-  integrator = Integrator(num_samples=40)
+  integrator = Integrator(num_samples=40, sampler='iid')
   expected = class_log_prob(*arguments, integrator, KEYS)
   mesh = make_mesh(2, 4)
   with on_mesh(mesh):
@@ -189,8 +189,10 @@ def test_bfloat16_products_give_float32_losses():
   params = init(head)
   pairs = pairs_of(head, params, ALPHA.astype(jnp.bfloat16), BETA.astype(jnp.bfloat16))
   assert {x.dtype for x in jax.tree.leaves(pairs)} == {jnp.dtype(jnp.float32)}
-  got = contrastive_nll(pairs, Integrator(num_samples=S), KEYS)
-  exact = contrastive_nll(pairs_of(head.clone(dtype=jnp.float32), params), Integrator(S), KEYS)
+  got = contrastive_nll(pairs, Integrator(S, sampler='iid'), KEYS)
+  exact = contrastive_nll(
+    pairs_of(head.clone(dtype=jnp.float32), params), Integrator(S, sampler='iid'), KEYS
+  )
   for x, y in zip(got, exact, strict=True):
     assert x.nll.dtype == jnp.float32
     np.testing.assert_allclose(x.nll, y.nll, rtol=0.03, atol=0.03)
@@ -202,7 +204,7 @@ def test_a_zero_representation_is_finite():
 
   def loss(alpha):
     pairs = pairs_of(head, params, alpha, BETA)
-    return sum(x.nll.sum() for x in contrastive_nll(pairs, Integrator(num_samples=1), KEYS))
+    return sum(x.nll.sum() for x in contrastive_nll(pairs, Integrator(1, sampler='iid'), KEYS))
 
   value, gradient = jax.jit(jax.value_and_grad(loss))(ALPHA.at[0].set(0.0))
   assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
@@ -225,4 +227,4 @@ def test_bad_settings_are_one_sentence(head, rows, words):
 def test_noise_without_keys_is_refused():
   head = ContrastiveHetXL(num_factors=R)
   with pytest.raises(ValueError, match='need keys'):
-    contrastive_nll(pairs_of(head, init(head)), Integrator(num_samples=1))
+    contrastive_nll(pairs_of(head, init(head)), Integrator(1, sampler='iid'))

@@ -114,7 +114,7 @@ def test_heads_follow_their_equations(name, factor_bias):
   log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   expected = np.log(np.exp(log_p).mean(axis=1))
   for order in ('sample_then_project', 'project_then_sample'):
-    log_prob = Integrator(num_samples=S, order=order).log_prob
+    log_prob = Integrator(num_samples=S, order=order, sampler='iid').log_prob
     got = jax.jit(lambda p, f=log_prob: f(head.apply({'params': p}, PHI), keys))(params)
     np.testing.assert_allclose(got[:, :K], expected, rtol=2e-5, atol=2e-6)
 
@@ -130,7 +130,7 @@ def test_padding_gets_no_gradient_and_every_real_parameter_does(name, link):
 
   def loss(params):
     logits = head.apply({'params': params}, PHI)
-    return Integrator(num_samples=S).nll(logits, jnp.array([[0], [7], [12]]), keys).mean()
+    return Integrator(S, sampler='iid').nll(logits, jnp.array([[0], [7], [12]]), keys).mean()
 
   gradient = jax.jit(jax.grad(loss))(params)
   for path, g in jax.tree_util.tree_leaves_with_path(gradient):
@@ -233,7 +233,7 @@ class OwnLogits(nn.Module):
 def test_opaque_get_logits_as_module_and_as_function():
   keys = example_keys(jax.random.key(5), jnp.arange(B))
   labels = jnp.array([[1], [2], [3]])
-  integrator = Integrator(num_samples=S, chunk_size=4)
+  integrator = Integrator(num_samples=S, chunk_size=4, sampler='iid')
   head = HetXL(K, num_factors=R, get_logits=OwnLogits(K))
   params = init(head)
   assert set(params) == {'covariance', 'get_logits'}
@@ -279,7 +279,7 @@ def test_parameters_may_be_cast_to_bfloat16(name):
   @jax.value_and_grad
   def loss(params):
     logits = head.apply({'params': params}, PHI)
-    return Integrator(S).nll(logits, jnp.arange(B), keys).mean()
+    return Integrator(S, sampler='iid').nll(logits, jnp.arange(B), keys).mean()
 
   params = init(head)
   narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -292,8 +292,8 @@ def test_bfloat16_products_give_float32_logits(name='het_xl'):
   head = HEADS[name].clone(dtype=jnp.bfloat16)
   params = init(head)
   keys = example_keys(jax.random.key(5), jnp.arange(B))
-  got = Integrator(num_samples=S).log_prob(head.apply({'params': params}, PHI), keys)
-  exact = Integrator(num_samples=S).log_prob(HEADS[name].apply({'params': params}, PHI), keys)
+  got = Integrator(S, sampler='iid').log_prob(head.apply({'params': params}, PHI), keys)
+  exact = Integrator(S, sampler='iid').log_prob(HEADS[name].apply({'params': params}, PHI), keys)
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got[:, :K], exact[:, :K], atol=0.2)
 

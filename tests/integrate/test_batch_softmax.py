@@ -57,7 +57,7 @@ def deterministic(arrays, weights, mask=None, **settings):
 def noisy(arrays, weights, mask=None, *, num_samples, keys=None, integrator=None, **settings):
   batch = len(arrays['rows'])
   keys = example_keys(KEY, jnp.arange(batch)) if keys is None else keys
-  integrator = integrator or Integrator(num_samples=num_samples)
+  integrator = integrator or Integrator(num_samples=num_samples, sampler='iid')
   names = ('rows', 'covariance', 'columns', 'tau')
   return jnp.sum(
     weights[0] * batch_nll(integrator, *(arrays[n] for n in names), mask, keys, **settings)

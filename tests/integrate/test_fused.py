@@ -132,8 +132,8 @@ def problem(kind):
 
 def loss(arrays, kind, link, keys, method='sample', **settings):
   labels = jnp.array([[2], [12], [0], [7]])
-  order = 'project_then_sample'
-  integrator = Integrator(order=order, method=method, sampler=dyadic, **settings)
+  settings = {'order': 'project_then_sample', 'sampler': dyadic} | settings
+  integrator = Integrator(method=method, **settings)
   nll = integrator.nll(gaussian(arrays, kind, link=link), labels, keys)
   return nll @ jnp.array([1.0, -2.0, 0.5, 1.0])
 

@@ -202,7 +202,7 @@ def test_expected_entropy_is_that_of_the_samples(kind, link):
       entropy += special.entr(1 - p).sum(-1)
     logits = gaussian(arrays, kind, link=link)
     for order in ('sample_then_project', 'project_then_sample'):
-      integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample')
+      integrator = Integrator(S, order, chunk_size=4, sampler='iid', method='sample')
       got = jax.jit(integrator.expected_entropy)(logits, keys_of())
       np.testing.assert_allclose(got, entropy.mean(axis=1), rtol=1e-5)
     log_p = np.asarray(integrator.log_prob(logits, keys_of()))[:, :K]
@@ -221,7 +221,7 @@ def test_expected_entropy_at_the_ends():
   covariance = LowRank(None, jnp.zeros((2, 1, 4)), jnp.full((2, 4), 1e-3))
   for link in ('softmax', 'sigmoid'):
     logits = GaussianLogits(location, covariance, None, jnp.float32(1.0), 3, link)
-    got = Integrator(num_samples=5).expected_entropy(logits, keys_of(2))
+    got = Integrator(num_samples=5, sampler='iid').expected_entropy(logits, keys_of(2))
     certain = 0.0 if link == 'softmax' else np.log(2)  # one class at 0
     even = np.log(3) if link == 'softmax' else 3 * np.log(2)
     np.testing.assert_allclose(got, [certain, even], rtol=1e-4, atol=1e-6)
@@ -274,7 +274,7 @@ def test_improbable_labels_keep_their_loss_and_gradient(link):
     logits = gaussian(
       jax.tree.map(lambda x: x[:2] if x.shape[:1] == (B,) else x, arrays), 'identity', link=link
     )
-    integrator = Integrator(num_samples=S, method='sample')
+    integrator = Integrator(num_samples=S, method='sample', sampler='iid')
     return integrator.nll(logits, jnp.array([[0], [0]]), keys_of(2)).sum()
 
   value, gradient = jax.value_and_grad(loss)(arrays)
@@ -296,7 +296,7 @@ def test_probabilities_sum_to_one_at_30k_classes():
   logits = GaussianLogits(
     jnp.zeros((1, classes)), covariance, Linear(kernel), jnp.float32(1.0), num_classes=classes
   )
-  log_p = Integrator(num_samples=32).log_prob(logits, keys_of(1))
+  log_p = Integrator(num_samples=32, sampler='iid').log_prob(logits, keys_of(1))
   np.testing.assert_allclose(np.exp(np.asarray(log_p, np.float64)).sum(), 1.0, atol=1e-5)
 
 
@@ -323,7 +323,7 @@ def test_memory_does_not_grow_with_samples(kind, link):
     projection = {'identity': None, 'linear': Linear(kernel)}[kind]
     covariance, tau = LowRank(scale, loading, diag), jnp.float32(1.0)
     logits = GaussianLogits(location, covariance, projection, tau, classes, link)
-    integrator = Integrator(num_samples=num_samples, method='sample')
+    integrator = Integrator(num_samples=num_samples, method='sample', sampler='iid')
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
 
   rows = (batch, noise_dim)
@@ -513,7 +513,7 @@ def test_bad_settings_are_named(arguments, words):
   ],
 )
 def test_second_derivatives(link, order, method):
-  integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample')
+  integrator = Integrator(num_samples=S, chunk_size=4, order=order, method='sample', sampler='iid')
   arrays = make('linear', dtype=jnp.float32)
 
   def loss(tau):
@@ -579,6 +579,6 @@ def test_impossible_requests_are_named():
     )
   mesh = make_mesh(1, 3)
   with pytest.raises(ValueError, match='class_multiple'):
-    sharded(Integrator(num_samples=2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())
+    sharded(Integrator(2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())
   with pytest.raises(ValueError, match='rank_one'):
     gaussian(arrays, 'linear', 'diag').factors()

@@ -46,14 +46,14 @@ def make_model(network, head, train_samples=8, **kwargs):
   from tests.t5x_host.text_task import VOCABULARY
 
   module = encoder_decoder.Transformer(
-    config(network), head=head, integrator=Integrator(num_samples=16)
+    config(network), head=head, integrator=Integrator(num_samples=16, sampler='iid')
   )
   return encoder_decoder.EncoderDecoderModel(
     module,
     VOCABULARY,
     VOCABULARY,
     adafactor.Adafactor(1e-3),
-    train_integrator=Integrator(num_samples=train_samples),
+    train_integrator=Integrator(num_samples=train_samples, sampler='iid'),
     decode_fn=functools.partial(decoding.beam_search, alpha=0.0),
     **{'loss_normalizing_factor': FACTOR} | kwargs,
   )
