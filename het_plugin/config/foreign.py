@@ -20,6 +20,7 @@ _DYNAMIC = '__gin__.dynamic_registration'
 
 
 def define_flags() -> None:
+  """The flag --allow_imports, which `check` reads."""
   flags.DEFINE_list(
     'allow_imports',
     [],
