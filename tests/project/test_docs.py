@@ -167,7 +167,7 @@ def test_python_examples_run(page):
 @pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path):
   """No link is broken, and what it shows comes from itself: API, formulas and scripts."""
-  build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', tmp_path]
+  build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', tmp_path]
   environment = os.environ | {'NO_MKDOCS_2_WARNING': '1'}
   result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
   assert result.returncode == 0, result.stderr
