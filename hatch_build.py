@@ -13,6 +13,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class GinTreeHook(BuildHookInterface):
+  """Copies gin/ aside, with the files of packages, for the time of a build."""
+
   def initialize(self, version, build_data):
     if version == 'editable':  # An editable install reads the checkout's gin/ itself.
       return

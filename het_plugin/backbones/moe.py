@@ -312,6 +312,7 @@ def squared_variation(x: jax.Array) -> jax.Array:
 
 
 def unit_length(x: jax.Array, axis: int) -> jax.Array:
+  """x over its Euclidean length along `axis`, finite for x = 0."""
   return x * jax.lax.rsqrt(jnp.square(x).sum(axis, keepdims=True) + 1e-6)
 
 

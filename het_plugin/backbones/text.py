@@ -39,8 +39,8 @@ class TextTransformer(nn.Module):
     causal: whether a token attends to itself and earlier ones only, as in CLIP.
     reads_padding: whether padding is a token like any other, as in SigLIP; 'last' is then the last
       position.
-    width, depth, mlp_dim, num_heads, dropout, dtype, remat, scan_layers, stochastic_depth, mlp,
-      norm_epsilon: as in `ViT`.
+    width, depth, mlp_dim, num_heads, mlp, norm_epsilon: as in `ViT`.
+    dropout, stochastic_depth, dtype, remat, scan_layers: as in `ViT`.
 
   Raises:
     ValueError: a setting is out of range, or the ids are not int32 [B, L].

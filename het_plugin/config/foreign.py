@@ -28,6 +28,7 @@ _NAMESPACE = re.compile(r'tfds\w*:([\w-]+):\w*[A-Za-z_]')
 
 
 def define_flags() -> None:
+  """The flag --allow_imports, which `check` reads."""
   flags.DEFINE_list(
     'allow_imports',
     [],

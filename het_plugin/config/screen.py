@@ -30,6 +30,7 @@ def define_flags() -> None:
 
 
 def is_verbose() -> bool:
+  """Whether --verbose is given."""
   return 'verbose' in flags.FLAGS and flags.FLAGS['verbose'].value
 
 

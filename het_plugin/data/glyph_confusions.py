@@ -26,9 +26,10 @@ _LABEL_STREAM = 2**34  # folded into an example's key; apart from the other stre
 class Lookalikes:
   """For each row of a GlyphBank, the classes that it may be confused with, nearest first.
 
-  classes: int64 [P, C]; the row's own class first. Rows of a face with fewer than C classes repeat
-    their own, at an infinite distance.
-  squared_distance: float64 [P, C] to those classes' glyphs in the same face; 0 for the own class.
+  Attributes:
+    classes: int64 [P, C]; the row's own class first. Rows of a face with fewer than C classes
+      repeat their own, at an infinite distance.
+    squared_distance: float64 [P, C] to those classes' glyphs in the same face; 0 for the own class.
   """
 
   classes: np.ndarray

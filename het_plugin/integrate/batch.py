@@ -67,6 +67,7 @@ class BatchPlan:
 
 
 def plan_batch(caller, rows, columns, dtype, chunk_bytes):
+  """The `BatchPlan` of a loss over rows and columns [B, D]; errors name the caller."""
   if rows.shape != columns.shape or rows.ndim != 2:
     raise ValueError(
       f'{caller}: rows {rows.shape} and columns {columns.shape} must be of one shape [B, D]'
@@ -94,6 +95,7 @@ def _cut(batch_size):
 
 
 def is_real_pair(mask, batch_size):
+  """bool [B]: the pairs that count, all where there is no mask."""
   return jnp.ones(batch_size, bool) if mask is None else mask > 0
 
 
@@ -116,6 +118,7 @@ def in_batch(chunks, num_rows):
 
 
 def from_chunks(x, num_rows):
+  """The inverse of `to_chunks`: [n, c, ...] to [num_rows, ...]."""
   return x.reshape(-1, *x.shape[2:])[:num_rows]
 
 

@@ -66,8 +66,8 @@ def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def one_pass(link: str, plan: Plan, samples: Samples, draws: Draws, target: jax.Array) -> jax.Array:
-  """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)] [B, K] for the
-  target a [B, K] of +1 and -1.
+  """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)], [B, K], for
+  the target a [B, K] of +1 and -1.
   """
   return _run_one_pass(link, plan, samples, draws, target, with_gradient=False)[0]
 

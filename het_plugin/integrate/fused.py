@@ -112,7 +112,7 @@ log_softmax_at.defvjp(_log_softmax_at_fwd, _log_softmax_at_bwd)
 def log_sigmoid(
   plan: Plan, rows: jax.Array, shift: jax.Array, draws: Draws, sign: jax.Array
 ) -> jax.Array:
-  """log E[sigmoid(a u)] [B, K] as `estimate.one_pass`."""
+  """log E[sigmoid(a u)], [B, K], as `estimate.one_pass`."""
   return _log_sigmoid_fwd(plan, rows, shift, draws, sign)[0]
 
 

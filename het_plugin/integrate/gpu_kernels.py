@@ -101,6 +101,7 @@ def _log2_z_kernel(z_ref, rows_ref, mu_ref, label_ref, log2_z_ref, at_label_ref,
 
 
 def log2_z(z, rows, shift, label, interpret):
+  """`kernels.log2_z`."""
   batch, num_samples, _ = z.shape
   out_shape = [jax.ShapeDtypeStruct((batch, num_samples), jnp.float32)] * 2
   grid = (num_samples // SUM_OF_CLASSES[0], batch)
@@ -166,6 +167,7 @@ def _softmax_pull_kernel(z_ref, rows_ref, mu_ref, log2_scale_ref, out_ref, *, in
 
 
 def softmax_pull(z, rows, shift, log2_scale, interpret):
+  """`kernels.softmax_pull`."""
   z, mu = _operands(z, rows, shift)
   out_shape = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
   call = _pull_call(_softmax_pull_kernel, z, rows, out_shape, interpret)
@@ -202,6 +204,7 @@ def _sigmoid_sums_kernel(
 
 
 def sigmoid_sums(z, rows, shift, sign, penalty, interpret):
+  """`kernels.sigmoid_sums`."""
   batch, _, num_classes = rows.shape
   one_row = jax.ShapeDtypeStruct((batch, num_classes), jnp.float32)
   out_shape = [one_row, one_row, jax.ShapeDtypeStruct(rows.shape, jnp.float32)]

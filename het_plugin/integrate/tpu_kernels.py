@@ -106,6 +106,7 @@ def _log2_z_kernel(z, rows, mu, label, out, at_label, top, total, label_sum, *, 
 
 
 def log2_z(z, rows, shift, label, interpret):
+  """`kernels.log2_z`."""
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
   s, k = block_shape(SUM_OF_CLASSES, num_samples, num_classes)
@@ -137,6 +138,7 @@ def _softmax_pull_kernel(z, pulled, rows, mu, log2_scale, out):
 
 
 def softmax_pull(z, rows, shift, log2_scale, interpret):
+  """`kernels.softmax_pull`."""
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
   s, k = block_shape(SUM_OF_SAMPLES, num_samples, num_classes)
@@ -186,6 +188,7 @@ def _reciprocal(x, interpret):
 
 
 def sigmoid_sums(z, rows, shift, sign, penalty, interpret):
+  """`kernels.sigmoid_sums`."""
   batch, num_samples, num_rows = z.shape
   num_classes = rows.shape[-1]
   s, k = block_shape(SUM_OF_SAMPLES, num_samples, num_classes)
@@ -246,6 +249,7 @@ def _last_and_squares_kernel(x, w, last, squares):
 
 
 def last_and_squares(rows, kernel, interpret):
+  """`kernels.last_and_squares`."""
   batch, (dim, num_classes) = len(rows), kernel.shape
   n, g, k = projected_blocks(*rows.shape, num_classes)
   x = _groups(rows, n, g, interpret)
@@ -286,6 +290,7 @@ def _squares_pull_kernel(x, x_t, w, to_last, to_squares, start, dx, dw, *, num_c
 
 
 def squares_pull(rows, kernel, to_last, to_squares, interpret):
+  """`kernels.squares_pull`."""
   batch, (dim, num_classes) = len(rows), kernel.shape
   n, g, k = projected_blocks(*rows.shape, num_classes)
   x = _groups(rows, n, g, interpret)

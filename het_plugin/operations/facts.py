@@ -85,6 +85,7 @@ def file(attempt: epath.PathLike, process: int) -> epath.Path:
 
 
 def write(attempt: epath.PathLike, facts: Facts) -> None:
+  """Writes the file of the process, at once: a reader sees all of it or none."""
   run_files.write_json(file(attempt, facts.process), dataclasses.asdict(facts))
 
 

@@ -66,6 +66,7 @@ class EvalBatches:
 
 
 def local_spec(batches: data.BatchIterator, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes and types of the batches, with `rows` examples in each."""
   return {
     name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
     for name, x in batches.element_spec.items()

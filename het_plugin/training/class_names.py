@@ -25,6 +25,7 @@ def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
 
 
 def write(model_dir: epath.PathLike, names: Sequence[str]) -> None:
+  """Writes the names into the folder of a run, one a line."""
   run_files.write_text(epath.Path(model_dir) / FILE, ''.join(f'{name}\n' for name in names))
 
 

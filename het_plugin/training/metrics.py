@@ -37,6 +37,7 @@ GROUPS = (r'[^/]+', r'head/[^/]+')
 
 
 def is_metric(x: Any) -> bool:
+  """Whether x is a metric of clu, a leaf of trees of metrics."""
   return isinstance(x, clu.metrics.Metric)
 
 

@@ -1,6 +1,7 @@
 """README and docs/: links, paths, flags and bindings that they name exist, and examples run."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -167,3 +168,17 @@ def test_python_examples_run(page):
   if not code:
     pytest.skip('no Python on this page')
   subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly(tmp_path):
+  """No link is broken, and what it shows comes from itself: API, formulas and scripts."""
+  build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', tmp_path]
+  environment = os.environ | {'NO_MKDOCS_2_WARNING': '1'}
+  result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  heads, api = ((tmp_path / page / 'index.html').read_text() for page in ('heads', 'api/heads'))
+  assert '<math' in heads and 'id="het_plugin.heads.classifiers.HetXL"' in api
+  from_elsewhere = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="http')
+  for page in tmp_path.rglob('*.html'):
+    assert not from_elsewhere.search(page.read_text()), page
