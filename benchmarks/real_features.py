@@ -37,7 +37,6 @@ from pathlib import Path
 
 import numpy as np
 from command_line import integers, make_parser, names, numbers, print_table, write_json
-from het_plugin.data.representations import read_representations
 from known_truth import fit_best
 from PIL import Image
 from scipy import special
@@ -46,7 +45,8 @@ from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 from het_plugin.data.glyphs import NoisyGlyphSource
 from het_plugin.estimators import load, save
 from het_plugin.estimators.probe import extreme_share
-from het_plugin.evaluation import uncertainty
+from het_plugin.measures import uncertainty
+from het_plugin.rows import read as read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PEOPLE = ('aggre', 'worse', 'annotators')
@@ -205,7 +205,7 @@ def represent(images, gin_files, bindings, splits, max_rows):
   )
   flags = f'--checkpoint={run}', f'--dataset=npz:{images}', f'--splits={",".join(splits)}'
   run_main('represent', *flags, f'--max_examples={max_rows}', f'--output_dir={images.parent}')
-  return {x: read_representations(str(folder / f'{x}.safetensors')) for x in splits}
+  return {x: read_rows(str(folder / f'{x}.safetensors')) for x in splits}
 
 
 def fit(name, number, fitted, args, features, labels, groups):
