@@ -350,7 +350,8 @@ def main():
   args.noise = None
   if args.equal_accuracy:
     rows = []
-    for args.noise in args.noises or [None]:
+    for noise in args.noises or [None]:
+      args.noise = noise
       rows += [equal_accuracy(args, head, link) for head in args.heads for link in args.links]
     report(args.json, rows)
     worst = min(rows, key=lambda row: row['time_ratio'])
