@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning
+from jax.typing import DTypeLike
 
 
 def affine(
@@ -14,7 +15,7 @@ def affine(
   phi: jax.Array,
   features: tuple[int, ...],
   axes: tuple[str, ...],
-  dtype: jnp.dtype,
+  dtype: DTypeLike,
   initial_scale: float = 1.0,
   initial_bias: float = 0.0,
 ) -> jax.Array:
@@ -51,7 +52,7 @@ def parameter(
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def matmul(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def matmul(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
   """x [B, D] times kernel [D, ...]: operands in `dtype`, sums and result in float32 or wider."""
   return jax.lax.dot_general(
     x.astype(dtype),
