@@ -147,6 +147,13 @@ def few_shot(
 ) -> dict[int, FewShotResult]:
   """Runs the protocol above on one data set.
 
+      >>> from sklearn.datasets import load_iris
+      >>> from het_plugin.measures import few_shot
+      >>> x, y = load_iris(return_X_y=True)
+      >>> results = few_shot(x[::2], y[::2], x[1::2], y[1::2], shots=(10,))
+      >>> len(results[10].accuracies), results[10].mean > 0.8
+      (3, True)
+
   Args:
     train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
     test_x, test_y: float [M, D] and int [M].
