@@ -138,8 +138,8 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
   [
     ([], 'write one of knn, rank, rankme, ensemble'),
     (['knn'], '--train is not set: give it a file for each candidate'),
-    (['knn', '--shots=1'], '--shots means nothing for knn; it is for rank'),
-    (['soup', '--png=x.png'], '--png means nothing for soup'),
+    (['knn', '--shots=1'], '--shots has no effect on knn: rank'),
+    (['soup', '--png=x.png'], '--png has no effect on soup'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
     (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
     (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
