@@ -1,6 +1,6 @@
 """FLOPs of heads by the number of Monte Carlo samples S (figures 3 and 4), counted in the program.
 
-Nothing is computed, so the sizes are those of the paper.
+Nothing is computed, so the paper's sizes can be used.
 """
 
 import dataclasses

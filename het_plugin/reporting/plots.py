@@ -166,7 +166,7 @@ def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-  """A figure of so many panels of this size in inches, three side by side."""
+  """A figure of panels of this size in inches, three side by side."""
   columns = min(3, count)
   rows = -(-count // columns)
   figure = style.new_figure(width * columns, height * rows)

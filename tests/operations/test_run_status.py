@@ -193,6 +193,6 @@ def test_what_is_no_run(tmp_path, kind):
   if kind == 'runs':  # a folder of runs
     (path / 'het_xl').mkdir()
     (path / 'het_xl' / 'metrics.jsonl').touch()
-  words = 'does not exist' if kind == 'nothing' else 'is not a run: it has none of config.gin'
-  with pytest.raises(ValueError, match=f'RUN_DIR={path} {words}'):
+  words = 'exist' if kind == 'nothing' else 'config.gin'
+  with pytest.raises(ValueError, match=f'RUN_DIR={path} .*{words}'):
     run_status.read(path)
