@@ -34,12 +34,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from command_line import integers, make_parser, names, print_table, write_json
-from het_plugin.evaluation.uncertainty import stderr
 from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import CLASSIFIERS, lbfgs, objective
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.probe import choose, extreme_share, price
+from het_plugin.measures.uncertainty import stderr
 from het_plugin.reporting import style
 
 SIGNAL = 3.0

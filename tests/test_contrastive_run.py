@@ -11,7 +11,7 @@ from flax import traverse_util
 import gin
 from het_plugin import export, weights, zeroshot
 from het_plugin.config import parsing
-from het_plugin.runs import starting
+from het_plugin.runs import open_run, starting
 
 TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2')
 DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', 'EVAL_STEPS = 1')
@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
 def test_the_locked_tower_is_the_classifiers(runs):
   towers = []
   for run in runs:
-    params = runs.open_run(run).params
+    params = open_run(run).params
     towers.append(traverse_util.flatten_dict(params['backbone'], sep='/'))
   assert towers[0].keys() == towers[1].keys()
   for name, x in towers[0].items():

@@ -11,7 +11,7 @@ from het_plugin import estimators, heads
 from het_plugin import represent as represent_main
 from het_plugin import train as train_main
 from het_plugin.config import parsing
-from het_plugin.data import representations
+from het_plugin.rows import read as read_rows
 from het_plugin.training import checkpoint_reader, train
 
 
@@ -103,7 +103,7 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
   arguments = [f'--checkpoint={tmp_path}/run', f'--dataset=features:{path}', '--splits=all']
   run_main(represent_main, *arguments, f'--output_dir={out}')
   (file,) = out.rglob('*.safetensors')
-  found = representations.read_representations(str(file))
+  found = read_rows(str(file))
   hidden = checkpoint_reader.read_params(tmp_path / 'run')
   kernel, bias = (hidden[f'backbone/hidden_0/{name}'] for name in ('kernel', 'bias'))
   expected = np.asarray(jax.nn.gelu(x @ kernel + bias))
