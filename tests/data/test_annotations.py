@@ -3,7 +3,8 @@ import pytest
 import seqio
 
 from het_plugin.data import counter_random, get_vocabulary
-from het_plugin.data.annotations import Captions, Labels, check_weights, with_fields
+from het_plugin.data.annotations import Captions, Labels, with_fields
+from het_plugin.rows.labels import check_weights
 
 KEYS = counter_random.fold(counter_random.base_key(0), np.arange(1000))
 
