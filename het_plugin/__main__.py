@@ -15,7 +15,7 @@ from pathlib import Path
 import het_plugin
 from het_plugin.operations import stopping, versions
 
-_TRAINING = ('train', 'ablate', 'tune', 'quickstart')
+_STOPPABLE = ('train', 'ablate', 'tune', 'quickstart', 'represent', 'probe')  # by a signal
 
 
 def commands() -> dict[str, str]:
@@ -43,7 +43,7 @@ def main() -> None:
     sys.exit(2)
   else:
     sys.argv = [f'het-plugin {command}', *sys.argv[2:]]
-    if command in _TRAINING:
+    if command in _STOPPABLE:
       stopping.install()  # the imports below take seconds
     if problem := versions.unsupported():
       print(f'Error: {problem}', file=sys.stderr)

@@ -6,7 +6,8 @@
 A file (.npz or .safetensors) has a ViT under vision_transformer's names, a ResNet (v2) under Big
 Transfer's, and a heteroscedastic head under uncertainty-baselines'. Of a contrastive model only the
 image tower is written. The configuration is the run's own config.gin.
-`RestoreCheckpointConfig.path` reads such files. A directory gets a checkpoint of t5x with the state
+`RestoreCheckpointConfig.path` reads such files. The metadata of a .safetensors file say what it is:
+head, link, temperature, class names and images. A directory gets a checkpoint of t5x with the state
 of the optimizer, to go on there (docs/t5x.md).
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from het_plugin.config import command_line
+from het_plugin.config import changes, command_line
 from het_plugin.runs import configuration
 from het_plugin.weights import is_weights_file, write_arrays
 
@@ -41,13 +42,19 @@ def main(argv: Sequence[str]) -> None:
     if is_file and not is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     if not is_weights_file(output):
+      folder = Path(output)
+      of_a_run = any(folder.glob('checkpoint_*')) or (folder / changes.CONFIG).exists()
+      if folder.is_dir() and any(folder.iterdir()) and not of_a_run:
+        raise ValueError(
+          f'--output={output} is a folder with other files: name a new one, or that of a run'
+        )
       from het_plugin.t5x_host import conversion
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
     config = configuration(checkpoint, *command_line.gin_settings())
     arrays = config.published_params()
-    write_arrays(output, arrays)
+    write_arrays(output, arrays, config.describe())
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
 

@@ -3,11 +3,17 @@
     python -m het_plugin.represent --checkpoint=runs/het_xl --dataset=digits \\
       --layers=pre_logits,block00 --output_dir=representations
 
-writes representations/digits/pre_logits/train.safetensors and so on. Run it again to go on where it
-stopped; complete files stay. The checkpoint is a run's directory, one checkpoint in it, a file of
-timm, transformers or open_clip, or another published file, whose model --gin_file gives.
+writes representations/digits/pre_logits/train.safetensors and so on. Run it again to continue where
+it stopped, also after SIGTERM or Ctrl-C (exit code 42); complete files stay. The checkpoint is a
+run's directory, one checkpoint in it, a file of timm, transformers or open_clip, or another
+published file, whose model --gin_file gives.
 --arrays=FILE in place of --checkpoint and --dataset turns arrays made elsewhere into such files.
 """
+
+from het_plugin.operations import stopping
+
+if __name__ == '__main__':
+  stopping.install()  # the imports below take seconds
 
 from collections.abc import Sequence
 

@@ -193,3 +193,5 @@ def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   earlier = tmp_path / 'earlier.json'
   earlier.write_text('{"rows": [{"run": "a", "dataset": "b", "shots": 1}]}')
   assert "of this program: KeyError('mean')" in run_main(fewshot, f'--results={earlier}', code=2)
+  earlier.write_text('[' * 100_000)
+  assert 'of this program: RecursionError' in run_main(fewshot, f'--results={earlier}', code=2)

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -49,11 +50,12 @@ def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
     Image.fromarray(np.rint(levels[i, ..., 0] * 255).astype(np.uint8)).save(folder / f'{i}.png')
   (folder / 'x.png').write_bytes(b'no image')
   (folder / 'notes.txt').write_text('no image')
+  os.rename(folder / '2.png', os.fsencode(folder) + b'/2\xff.png')  # no text in UTF-8
   table = tmp_path / 'new' / 'out.csv'
   run_main(predict, *common, f'--dataset={tmp_path}/photos', '--top=2', f'--csv={table}')
   with table.open() as file:
     read = list(csv.DictReader(file))
-  assert [row['image'] for row in read] == [str(folder / f'{i}.png') for i in range(3)]
+  assert [row['image'] for row in read] == [str(folder / f'{i}.png') for i in (0, 1, r'2\xff')]
   for row, want in zip(read, rows, strict=False):
     # The PNG has rounded levels and the model is nearly untrained, so classes may change places.
     assert float(row['probability_1']) == pytest.approx(want['top'][0]['probability'], abs=0.01)

@@ -198,7 +198,7 @@ def read_results(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
       for row in found[path]['rows']:
         operator.itemgetter(*_SHOWN)(row)
       dict(found[path]['protocol'])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
       raise ValueError(f'--results={path} is not a --json of this program: {error!r}') from error
     for key in map(_KEY, found[path]['rows']):
       if key in of_key:

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Images:
     else:
       found = root.rglob('*') if root.is_dir() else [root]
       self._images = self.files = image_files([x for x in found if x.is_file()])
-      self.names = [str(x) for x in self._images]
+      # A name may have bytes that are not text, which no file of results can hold.
+      self.names = [os.fsencode(x).decode('utf-8', 'backslashreplace') for x in self._images]
     if not self.names:
       raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
     # Only a multi-label task may have images without a label.

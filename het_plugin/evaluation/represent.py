@@ -113,7 +113,7 @@ def represent(
 
 
 def _check_output(output_dir: str | None) -> None:
-  if output_dir is None:
+  if not output_dir:
     raise ValueError('--output_dir is needed: where the files are written')
   if '://' in output_dir:
     raise ValueError(f'--output_dir={output_dir} must be a local directory')

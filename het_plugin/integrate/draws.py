@@ -18,6 +18,18 @@ lowest where m is near the mode of softmax(mu + z G)_y N(z; 0, I), the solution 
 
 The same draws then also estimate the gradient better, whose mean is over this posterior of z. Its
 own gradient is stopped.
+
+Fit. With few samples the covariance of the draws matters too. Where the noise is large, the
+posterior of z is narrower than N(0, I) in its leading directions and its mean is far from the mode.
+In the span of `NUM_DIRECTIONS` principal directions the Gaussian q that is closest to it,
+KL(q | posterior), has
+
+    E_q[N (e_y - softmax(u))] = mean,    precision = I + E_q[N (diag(p) - p p^T) N^T]
+
+with N the noise of the logits along the directions (Opper and Archambeau 2009, "The variational
+Gaussian approximation revisited"). A few fixed-point steps with E_q over fixed points find it. They
+need products with N only. q's tails are lighter than the posterior's, so only a share of the
+precision is used (`SHARE`).
 """
 
 from collections.abc import Callable
@@ -26,37 +38,47 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from het_plugin.integrate.samplers import Sampler
+from het_plugin.integrate.samplers import Sampler, sobol
 
 NUM_DIRECTIONS = 8
 NUM_ROUNDS = 2
 NUM_TILT_STEPS = 2
 MAX_TILT = 1.5
+NUM_FIT_STEPS = 4
+NUM_FIT_POINTS = 16
+MAX_FIT_STEP = 2.0  # in standard deviations of the noise
+SHARE = 0.6
 
 
 @struct.dataclass
 class Draws:
-  """Keys, rotation and mean with which the normals of a batch are drawn.
+  """Keys, rotation, scale and mean with which the normals of a batch are drawn.
 
   Attributes:
     keys: typed PRNG keys [B], one per example, or [1], whose draws all examples share.
     rotation: (V [B, T, m], P [B, m, T]) of U = I - P^T V^T; None for the sampler's own coordinates.
     mean: m [B, T]; None for 0.
+    scale: [B, m], standard deviations of the leading coordinates of a rotation; None for 1.
   """
 
   keys: jax.Array
   rotation: tuple[jax.Array, jax.Array] | None = None
   mean: jax.Array | None = None
+  scale: jax.Array | None = None
 
   def letters(self) -> 'Draws':
     """Letters of the dimensions, for `Placement.shard_map`."""
     rotation = None if self.rotation is None else ('btm', 'bmt')
     mean = None if self.mean is None else 'bt'
-    return Draws('1' if self.keys.shape[0] == 1 else 'b', rotation, mean)
+    scale = None if self.scale is None else 'bm'
+    return Draws('1' if self.keys.shape[0] == 1 else 'b', rotation, mean, scale)
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)
+    if self.scale is not None:
+      rest = ((0, 0), (0, num_normals - self.scale.shape[1]))
+      z = z * jnp.pad(self.scale, rest, constant_values=1.0)[:, None].astype(z.dtype)
     if self.rotation is not None:
       left, right = (x.astype(z.dtype) for x in self.rotation)
       z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
@@ -65,11 +87,21 @@ class Draws:
     return z if self.mean is None else z + self.mean[:, None].astype(z.dtype)
 
   def log_weight(self, z: jax.Array) -> jax.Array:
-    """log N(z; 0, I) / N(z; m, I), [B, s], for normals z [B, s, T]."""
+    """log N(z; 0, I) - log q(z), [B, s], for normals z [B, s, T] drawn from q."""
     if self.mean is None:
       return jnp.zeros(z.shape[:2], z.dtype)
     mean = self.mean[:, None].astype(z.dtype)
-    return jnp.sum(mean * (0.5 * mean - z), axis=-1)
+    log_weight = jnp.sum(mean * (0.5 * mean - z), axis=-1)
+    if self.scale is None:
+      return log_weight
+    left, right = (x.astype(z.dtype) for x in self.rotation)
+    scale, highest = self.scale[:, None].astype(z.dtype), jax.lax.Precision.HIGHEST
+    leading, z = left[:, : scale.shape[-1]], z - mean
+    along = jnp.einsum('bst,bmt->bsm', z, right, precision=highest)
+    along = jnp.einsum('bsm,bjm->bsj', along, leading, precision=highest)
+    along = z[..., : scale.shape[-1]] - along  # in the leading coordinates
+    log_ratio = 0.5 * jnp.square(along) * (1.0 / jnp.square(scale) - 1.0) + jnp.log(scale)
+    return log_weight + log_ratio.sum(axis=-1)
 
 
 def find_tilt(
@@ -102,8 +134,64 @@ def find_tilt(
   return jax.lax.stop_gradient((mean * shrink, location + shrink * (u - location)))
 
 
+def fit(
+  draws: Draws,
+  to_logits: Callable[[jax.Array], jax.Array],
+  location: jax.Array,
+  label: jax.Array,
+) -> Draws:
+  """Draws of few samples: mean, rotation and scale of the fit (module docstring).
+
+  Args:
+    draws: with the mean m of `find_tilt`.
+    to_logits: as in `find_rotation`.
+    location: location + m G [B, K], as `find_tilt` returns it.
+    label: int32 [B].
+  """
+  mean, num_normals = draws.mean, draws.mean.shape[1]
+  left, right = find_rotation(to_logits, location, num_normals, num_rounds=1)
+  count = right.shape[1]
+  axes = jnp.eye(count, num_normals, dtype=mean.dtype) - left[:, :count] @ right  # [B, m, T]
+  noise = to_logits(axes)
+  # A softmax ignores what all logits share.
+  noise -= jnp.sum(jax.nn.softmax(location)[:, None] * noise, axis=-1, keepdims=True)
+  is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
+  points = sobol(jax.random.key(0)[None], jnp.arange(NUM_FIT_POINTS), count).astype(mean.dtype)
+  start = jnp.einsum('bmt,bt->bm', axes, mean)
+
+  def expectations(at):
+    """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], for at [B, s, m]."""
+    p = jax.nn.softmax(location[:, None] + at @ noise)
+    average, along = p.mean(axis=1), p @ jnp.swapaxes(noise, 1, 2)
+    gradient = jnp.einsum('bk,bmk->bm', is_label - average, noise)
+    second = jnp.einsum('bmk,bnk->bmn', noise * average[:, None], noise)
+    return gradient, second - jnp.einsum('bsm,bsn->bmn', along, along) / at.shape[1]
+
+  offset = jnp.zeros_like(start)  # of q's mean from m
+  _, curvature = expectations(offset[:, None])
+  size, basis = jnp.linalg.eigh(curvature)
+  for _ in range(NUM_FIT_STEPS):
+    root = basis * jax.lax.rsqrt(1.0 + size)[:, None]
+    gradient, curvature = expectations(offset[:, None] + points @ jnp.swapaxes(root, 1, 2))
+    size, basis = jnp.linalg.eigh(curvature)
+    size = jnp.maximum(size, 0.0)
+    step = jnp.einsum('bmn,bm->bn', basis, gradient - start - offset) / (1.0 + size)
+    step = jnp.einsum('bmn,bn->bm', basis, step)
+    length = jnp.linalg.norm(step, axis=-1, keepdims=True)
+    offset += step * jnp.minimum(1.0, MAX_FIT_STEP / jnp.where(length > 0, length, 1.0))
+  # The largest come first, where low-discrepancy points are best.
+  size, basis = size[:, ::-1], basis[:, :, ::-1]
+  mean = mean + jnp.einsum('bm,bmt->bt', offset, axes)
+  rotation = _reflections(jnp.einsum('bmn,bmt->bnt', basis, axes))
+  scale = jax.lax.rsqrt(1.0 + SHARE * size)
+  return jax.lax.stop_gradient(draws.replace(mean=mean, rotation=rotation, scale=scale))
+
+
 def find_rotation(
-  to_logits: Callable[[jax.Array], jax.Array], location: jax.Array, num_normals: int
+  to_logits: Callable[[jax.Array], jax.Array],
+  location: jax.Array,
+  num_normals: int,
+  num_rounds: int = NUM_ROUNDS,
 ) -> tuple[jax.Array, jax.Array]:
   """The rotation of `Draws`.
 
@@ -111,13 +199,14 @@ def find_rotation(
     to_logits: the linear map from normals [B, m, T] to the noise of the logits over tau [B, m, K].
     location: location of the logits over tau [B, K].
     num_normals: T.
+    num_rounds: of subspace iteration.
   """
   count = min(NUM_DIRECTIONS, num_normals)
   p = jax.nn.softmax(location)[:, None]
   start = jax.random.normal(jax.random.key(0), (count, num_normals), jnp.float32)
   # Varying, as in `find_tilt`.
   directions = start.astype(location.dtype) + jnp.zeros_like(location[:, :1, None])
-  for _ in range(NUM_ROUNDS):
+  for _ in range(num_rounds):
     noise, pull = jax.vjp(to_logits, directions)
     weighted = p * (noise - jnp.sum(p * noise, axis=-1, keepdims=True))
     (directions,) = pull(weighted - p * weighted.sum(axis=-1, keepdims=True))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.integrate import estimate, exact, fused, samplers
-from het_plugin.integrate.draws import Draws, find_rotation, find_tilt
+from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
 from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, is_valid, masked
 from het_plugin.integrate.order import make_plan
 from het_plugin.integrate.placement import on_mesh_of_caller
@@ -18,8 +18,9 @@ from het_plugin.integrate.samples import Constants, samples_of
 IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# Fewer Sobol points gain little from a rotation, which costs as much as a dozen samples. A tilt
-# costs as much as four.
+# From `MIN_TILTED` Sobol points on, a loss is tilted, which costs as much as four samples.
+# Below `MIN_ROTATED` they also take the covariance of the fit, from there on the rotation alone,
+# which costs as much as a dozen samples.
 MIN_ROTATED = 32
 MIN_TILTED = 8
 
@@ -59,8 +60,9 @@ class Integrator:
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
     tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
-      around the noise that explains the label, and weights them accordingly (`draws`). Applies to
-      the same logits; unbiased as well.
+      around the noise that explains the label, and weights them accordingly; fewer than
+      `MIN_ROTATED` also take the covariance of that noise (`draws`). Applies to the same logits;
+      unbiased as well.
   """
 
   num_samples: int = 64
@@ -242,6 +244,8 @@ class Integrator:
       if self.tilt and label is not None and self.num_samples >= MIN_TILTED:
         mean, location = find_tilt(to_logits, location, label, num_normals)
         draws = draws.replace(mean=mean)
+        if self.num_samples < MIN_ROTATED:
+          draws = fit(draws, to_logits, location, label)
       if self.rotate and self.num_samples >= MIN_ROTATED:
         draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
     return plan, samples, Constants(draws, buckets)

@@ -25,7 +25,7 @@ from flax import traverse_util
 
 import gin
 from het_plugin import weights
-from het_plugin.config import changes, foreign, gin_state, parsing, registry
+from het_plugin.config import changes, foreign, gin_state, parsing, registry, uses
 from het_plugin.runs.run import Run
 from het_plugin.weights import layouts
 
@@ -39,6 +39,7 @@ PUBLISHED_PAIRS = 'het_plugin/gin/evaluation/published_pairs.gin'
 TOKENIZER = 'tokenizer.json'  # beside the file
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
+_READ = ('FewShotAction', 'ZeroShotAction')  # configurables that mains read beside `train`
 _NEEDED = ('model', 'partitioner', 'train_dataset_cfg')
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
 # For the schedule, which is not used here: its length may depend on data that are not here.
@@ -89,10 +90,23 @@ class Configuration:
 
   @property
   def class_names(self) -> tuple[str, ...] | None:
-    """The names of the classes that the run trained on; None where they were not kept."""
+    """The names of the classes that the run trained on; None where they were not kept.
+
+    Raises:
+      ValueError: the file of names is damaged, or has another number of them than the head.
+    """
     from het_plugin.training import class_names
 
-    return None if self.step is None else class_names.read(self.checkpoint)
+    if self.step is None:
+      return None
+    names = class_names.read(self.checkpoint)
+    num_classes = getattr(getattr(self.argument('model'), 'head', None), 'num_classes', None)
+    if names and num_classes and len(names) != num_classes:
+      raise ValueError(
+        f'{class_names.FILE} beside {self.checkpoint} has {len(names)} names, and the head has '
+        f'{num_classes} classes'
+      )
+    return names
 
   def read_params(self) -> dict[str, np.ndarray]:
     """{name: array} of the parameters that a run is evaluated with, float32 on the host.
@@ -114,6 +128,24 @@ class Configuration:
     if num_classes is None:
       params = {name: x for name, x in params.items() if name.startswith('backbone/')}
     return weights.export_params(params, num_classes or 1, getattr(model.backbone, 'num_heads', 1))
+
+  def describe(self) -> dict[str, Any]:
+    """What a file of the parameters should say of the model, as JSON values."""
+    model, lengths = self.argument('model'), self.argument('train_dataset_cfg').task_feature_lengths
+    head = getattr(model, 'head', None)
+    temperature = getattr(head, 'temperature', None)
+    bounds = {x: getattr(temperature, x, None) for x in ('tau', 'tau_min', 'tau_max')}
+    return {
+      'head': type(head).__name__,
+      'link': getattr(head, 'link', None),
+      'num_classes': getattr(head, 'num_classes', None),
+      'temperature': {name: x for name, x in bounds.items() if x is not None},
+      'class_names': self.class_names,
+      'image_size': lengths['image'],
+      'image_range': [-1, 1],
+      'task': self.task,
+      'checkpoint': self.checkpoint,
+    }
 
   def open(self) -> Run:
     """The run on a mesh of the devices here; collective.
@@ -195,6 +227,7 @@ def configuration(
   Raises:
     ValueError: there is no checkpoint, there is no configuration beside it, or it lacks something.
   """
+  typed = bindings
   with gin_state.preserved():
     registry.register_trainer()  # first, because it hides the output of TensorFlow's import
     from het_plugin.training import checkpoint_reader, train
@@ -212,6 +245,7 @@ def configuration(
         raise ValueError(f'{checkpoint} has no configuration: {frame} does not exist')
       foreign.check(frame.read_text(), str(frame))
     parsing.parse_config([str(frame), *gin_files], bindings, search_paths)
+    uses.check_typed(typed, [uses.of(gin.config_str(), called=_READ)])
     _fit_mesh(bindings)
     with gin.unlock_config():
       gin.parse_config([f'train.{name} = None' for name in ('actions', 'checkpoint_cfg')])

@@ -22,9 +22,10 @@ import numpy as np
 
 from het_plugin import rows as rows_lib
 from het_plugin import weights
+from het_plugin.operations import stopping
 from het_plugin.rows import files
 from het_plugin.runs.run import Run
-from het_plugin.training import processes, run_files
+from het_plugin.training import exit_codes, processes, run_files
 
 _SHOWN = 40  # characters of a setting in an error
 _COMMIT_SECONDS = 30.0  # work that is lost if the process is killed; an exception loses none
@@ -132,7 +133,7 @@ class SplitFiles:
     position, num_rows = pending.position, pending.num_rows
     parts, written = [], time.monotonic()
 
-    def commit():
+    def commit() -> None:
       if is_first and parts:
         path = self.unfinished / f'{position:012}.{num_rows}.npz'
         with weights.replacing(path) as unfinished, unfinished.open('wb') as file:
@@ -142,15 +143,19 @@ class SplitFiles:
     batches.set_state({'position': position})
     left = num_examples - num_rows
     try:
-      for rows in compute(run.params, batches, batch_size, left) if left else ():
-        for layer, column in zip(pending.layers, columns, strict=True):
-          check_finite(layer, rows[column], rows['index'])
-        parts.append(rows)
-        position, num_rows = position + batch_size, num_rows + len(rows['index'])
-        on_rows(len(rows['index']))
-        if time.monotonic() >= written + _COMMIT_SECONDS:
-          commit()
-          written = time.monotonic()
+      # A signal waits for the rows at hand to be written; with none it ends the program at once.
+      with stopping.handled(lambda: bool(parts), lambda: None):
+        for rows in compute(run.params, batches, batch_size, left) if left else ():
+          for layer, column in zip(pending.layers, columns, strict=True):
+            check_finite(layer, rows[column], rows['index'])
+          parts.append(rows)
+          position, num_rows = position + batch_size, num_rows + len(rows['index'])
+          on_rows(len(rows['index']))
+          if stopping.reached():
+            raise exit_codes.Preempted(num_rows)
+          if time.monotonic() >= written + _COMMIT_SECONDS:
+            commit()
+            written = time.monotonic()
     finally:
       commit()
     if is_first:

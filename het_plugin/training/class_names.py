@@ -17,10 +17,13 @@ FILE = 'class_names.txt'
 
 def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
   """The names in the directory of a run, or of a checkpoint's run; None without the file."""
+  path = checkpoint_reader.find(checkpoint).parent / FILE
   try:
-    text = (checkpoint_reader.find(checkpoint).parent / FILE).read_text()
+    text = path.read_text()
   except OSError:
     return None
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{path} is damaged: {error}') from error
   return tuple(text.split('\n')[:-1])
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -47,8 +49,14 @@ def read_arrays(path: epath.PathLike, *, as_float32: bool = True) -> dict[str, n
   return {name: _typed(x, as_float32) for name, x in arrays.items()}
 
 
-def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes arrays to a local or gs:// file."""
+def write_arrays(
+  path: epath.PathLike, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any] | None = None
+) -> None:
+  """Writes arrays to a local or gs:// file.
+
+  `about` are JSON values, which a .safetensors file keeps in its metadata, under 'het_plugin'. An
+  .npz file has no place for them that other programs would not take for an array.
+  """
   _check(path)
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
   if str(path).endswith('.npz'):
@@ -56,7 +64,8 @@ def write_arrays(path: epath.PathLike, arrays: Mapping[str, np.ndarray]) -> None
     np.savez(buffer, **arrays)
     content = buffer.getvalue()
   else:
-    content = safetensors.numpy.save(arrays)
+    metadata = None if about is None else {'het_plugin': json.dumps(about)}
+    content = safetensors.numpy.save(arrays, metadata)
   with replacing(path) as unfinished:
     unfinished.write_bytes(content)
 
@@ -66,7 +75,8 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
   """Yields a temporary path to write to, and renames the file when it is complete.
 
   After an error, such as a full disk, the old file is still there. An OSError names the file. A
-  link or a device, such as /dev/stdout, is not replaced but written to.
+  link or a device, such as /dev/stdout, is not replaced but written to. A local file has the mode
+  of the umask, also where a library writes it that only the owner may read.
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +85,13 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     return
   unfinished = path.with_name(f'.unfinished.{path.name}')
   try:
+    mode = None
+    if '://' not in os.fspath(path):
+      unfinished.touch()
+      mode = os.stat(unfinished).st_mode
     yield unfinished
+    if mode is not None:
+      os.chmod(unfinished, mode)
     unfinished.replace(path)
   except OSError as error:
     if error.errno is None or error.filename not in (None, os.fspath(unfinished)):

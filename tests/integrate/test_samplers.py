@@ -197,7 +197,7 @@ def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones(remainde
   assert tilted < 0.7 * rmse(64, 'sobol', tilt=False)
 
 
-@pytest.mark.parametrize('num_samples', [8, 32])  # the former are not rotated
+@pytest.mark.parametrize('num_samples', [8, 32])  # the former are fitted
 def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   logits = make_rotated(std=2.0)
   expected = jax.jit(Integrator(2**16, sampler='sobol').log_prob)(logits, keys_of(B, 99))
@@ -209,6 +209,45 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   error = ratio.std(axis=0) / np.sqrt(len(keys))
   assert (jnp.abs(ratio.mean(axis=0) - 1) < 4 * error + 0.03).all()
   assert (error < 0.1).all()
+
+
+@pytest.mark.parametrize('kind', ['het', 'het_xl'])
+@pytest.mark.parametrize('std', [0.5, 2.0])
+def test_16_samples_are_fitted_to_large_noise_too(kind, std):
+  """Labels of the model, and any labels. HET, whose classes have noise of their own, is harder."""
+  as_many = {'het': 100, 'het_xl': 1000}[kind]
+  rng = np.random.default_rng(0)
+  batch, classes, dim, factors = 8, 200, 32, 10
+  width = classes if kind == 'het' else dim
+  noise = rng.normal(size=(batch, width)), rng.normal(size=(factors, width))
+  noise = *noise, rng.uniform(0.1, 0.5, size=(batch, width))
+  covariance = LowRank(*(jnp.asarray(x, jnp.float32) for x in noise))
+  kernel = jnp.asarray(rng.normal(size=(dim, classes)), jnp.float32)
+  logits = GaussianLogits(
+    jnp.asarray(rng.normal(size=(batch, classes)) * 2, jnp.float32),
+    covariance,
+    None if kind == 'het' else Linear(kernel),
+    jnp.float32(1.0),
+    classes,
+  )
+  size = jnp.sqrt(jnp.square(logits.factors()).sum(1).mean())
+  logits = logits.replace(covariance=covariance.scaled(std / size))
+
+  def log_p(num_samples, sampler, labels, seeds):
+    nll = Integrator(num_samples, sampler=sampler).nll
+    return jax.jit(jax.vmap(lambda seed: -nll(logits, labels, keys_of(batch, seed))))(seeds)
+
+  log_prob = jax.jit(Integrator(2**12).log_prob)(logits, keys_of(batch, 99))
+  of_model = jax.random.categorical(jax.random.key(0), log_prob)
+  for labels in (of_model, jnp.asarray(rng.integers(classes, size=batch))):
+    expected = jax.nn.logsumexp(log_p(2**12, 'sobol', labels, jnp.arange(90, 94)), axis=0)
+    expected -= np.log(4)
+
+    def rmse(num_samples, sampler, labels=labels, expected=expected):
+      error = log_p(num_samples, sampler, labels, jnp.arange(8)) - expected
+      return float(jnp.sqrt(jnp.square(error).mean()))
+
+    assert rmse(16, 'sobol') < rmse(as_many, 'iid')
 
 
 def test_gradient_of_tilted_loss_is_that_of_the_integral():

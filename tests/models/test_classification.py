@@ -46,8 +46,8 @@ def make_model(head='het_xl', backbone=BACKBONE, link='softmax', **kwargs):
     backbone=backbone,
     head=head.clone(link=link),
     optimizer_def=None,
-    train_integrator=Integrator(num_samples=8),
-    eval_integrator=Integrator(num_samples=16),
+    train_integrator=Integrator(num_samples=8, sampler='iid'),
+    eval_integrator=Integrator(num_samples=16, sampler='iid'),
     **kwargs,
   )
 

@@ -25,7 +25,8 @@ def logits_of(name, link):
 def test_the_loss_is_the_mean_of_the_losses_of_the_votes(name, link):
   """Votes as weights give the mean of the NLLs of the annotators' labels."""
   logits = logits_of(name, link)
-  integrator, keys = Integrator(num_samples=64), example_keys(jax.random.key(2), jnp.arange(B))
+  integrator = Integrator(num_samples=64, sampler='iid')
+  keys = example_keys(jax.random.key(2), jnp.arange(B))
   votes = jnp.array([[0, 1, 1], [2, 2, 2], [3, 0, 4], [1, 4, 1]])
   batch = {'label': votes, 'label_weight': jnp.full(votes.shape, 1 / 3)}
   expected = np.mean([integrator.nll(logits, votes[:, [a]], keys) for a in range(3)], axis=0)

@@ -132,10 +132,12 @@ def test_without_a_main_the_training_alone_stops():
   with stopping.handled(lambda: False, lambda: pytest.fail('it leaves')):
     assert not stopping.reached()
     # A data worker ends when it is told to, and leaves this process alone.
+    begun, begin = os.pipe()
     if (worker := os.fork()) == 0:
+      os.write(begin, b'.')
       time.sleep(60)
       os._exit(0)
-    time.sleep(1)
+    os.read(begun, 1)  # Python drops a signal that comes while it forks
     os.kill(worker, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
     assert not stopping.reached()

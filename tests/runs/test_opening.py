@@ -56,6 +56,24 @@ def test_opening_leaves_the_configuration_of_the_program_as_it_was(digits_run):
   assert gin.config_str() == before
 
 
+def test_a_typed_binding_that_nothing_uses_is_an_error(digits_run):
+  with pytest.raises(ValueError, match='Integrator.num_samples.*eval/Integrator.num_samples'):
+    runs.configuration(digits_run[0], bindings=['Integrator.num_samples = 8'])
+  runs.configuration(digits_run[0], bindings=['eval/Integrator.num_samples = 8'])
+
+
+@pytest.mark.parametrize(
+  'content,message',
+  [(b'\xff\xfe\n', 'class_names.txt is damaged'), (b'a\nb\n', '2 names.* 10 classes')],
+)
+def test_names_that_are_not_those_of_the_head(digits_run, tmp_path, content, message):
+  for name in ('checkpoint_2', 'config.gin'):
+    (tmp_path / name).symlink_to(digits_run[0] / name)
+  (tmp_path / 'class_names.txt').write_bytes(content)
+  with pytest.raises(ValueError, match=message):
+    runs.open_run(tmp_path)
+
+
 def test_a_mesh_that_the_devices_do_not_divide_into_gets_smaller():
   for bound, bindings, expected in [(3, [], 1), (12, [], 4), (2, [], 2), (3, [f'{NAME} = 3'], 3)]:
     registry.register_trainer()

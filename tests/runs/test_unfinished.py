@@ -1,5 +1,8 @@
 """Files of an extraction: interrupted anywhere they end the same, and settings are never mixed."""
 
+import os
+import signal
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -10,6 +13,7 @@ from het_plugin import rows
 from het_plugin.rows import files
 from het_plugin.runs import Run, unfinished
 from het_plugin.runs.unfinished import SplitFiles, safe_name
+from het_plugin.training import exit_codes
 from het_plugin.training.partitioning import PjitPartitioner
 
 NUM_EXAMPLES, BATCH_SIZE, CLASSES = 43, 8, ('a', 'b', 'c')
@@ -122,6 +126,23 @@ def test_interrupted_it_ends_bit_for_bit_the_same(
   assert all(name.startswith('.unfinished.train/') for name in content(tmp_path))
   # One batch is in flight when the next cannot be read.
   assert extract(tmp_path, Stream()).position == max(stop_at - 8, 0)
+  assert content(tmp_path) == uninterrupted
+
+
+def test_a_signal_ends_it_with_42_and_loses_no_row(tmp_path, uninterrupted, monkeypatch):
+  monkeypatch.setattr(unfinished, '_COMMIT_SECONDS', 3600)
+
+  class Signalled(Stream):
+    def __iter__(self):
+      for number, batch in enumerate(super().__iter__()):
+        if number == 3:
+          os.kill(os.getpid(), signal.SIGTERM)
+        yield batch
+
+  with pytest.raises(exit_codes.Preempted) as error:
+    extract(tmp_path, Signalled())
+  assert error.value.code == 42
+  assert extract(tmp_path, Stream()).position >= 8
   assert content(tmp_path) == uninterrupted
 
 
