@@ -227,7 +227,7 @@ def make_report(
     run, dataset, shots, mean, stderr = (
       row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
     )
-    shown = runs.setdefault(run, {'head': run, 'fewshot': {}, 'fewshot_stderr': {}})
+    shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
   of_methods, of_pairs = averages(rows), differences(results)

@@ -144,7 +144,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
       'stderr': {'rate': rate['stderr']},
     }
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1')}
-  return {'head': row['name'], **shown, 'stderr': errors, 'tables': tables}
+  return {'name': row['name'], **shown, 'stderr': errors, 'tables': tables}
 
 
 def calibration_figures(

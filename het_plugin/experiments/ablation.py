@@ -248,7 +248,7 @@ class _Training:
       introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
       f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
       row_title='cell',
-      rows=rows,
+      rows=[{'name': row['head']} | {k: v for k, v in row.items() if k != 'head'} for row in rows],
       tables=[table for table in tables if table.lines],
       notes=[
         'extra: parameters beyond the deterministic head. Parameters are counted without the '

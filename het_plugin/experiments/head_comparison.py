@@ -183,8 +183,8 @@ def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
   from het_plugin.data.glyph_bank import homoglyph_ceiling
 
   return [
-    {'head': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
-    {'head': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
+    {'name': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
+    {'name': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
   ]
 
 
@@ -265,7 +265,8 @@ def make_report(
 ) -> reporting.Report:
   """Compares heads, from their rows (`row`), {head: folder} and rows to compare with."""
   shown = [
-    {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}
+    {'name': row['head']}
+    | {k: v for k, v in row.items() if not k.startswith('fewshot') and k not in ('head', 'steps')}
     | {'fewshot': row['fewshot_by_dataset'], 'fewshot_stderr': row['fewshot_stderr_by_dataset']}
     for row in rows
   ]

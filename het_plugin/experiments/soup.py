@@ -130,7 +130,7 @@ def soup(
     'one adds candidates from the best to the worst and keeps those that do not lower precision@1.',
     row_title='candidate',
     rows=[
-      {'head': row['candidate'], 'members': row['num_members']}
+      {'name': row['candidate'], 'members': row['num_members']}
       | {title: f'{row[name]:.4f}' for title, name in (('NLL', 'nll'), ('P@1', 'precision_at_1'))}
       for row in rows
     ],

@@ -386,7 +386,8 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     json=rows,
     row_title='method',
     rows=[
-      {k: v for k, v in row.items() if k not in ('replications', 'row', 'welch_p')}
+      {'name': row['head']}
+      | {k: v for k, v in row.items() if k not in ('head', 'replications', 'row', 'welch_p')}
       | ({'p': reporting.p_text(row['welch_p'])} if 'welch_p' in row else {})
       for row in rows
     ],

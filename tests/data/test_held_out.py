@@ -41,7 +41,7 @@ def test_rows_and_position_are_those_of_the_global_batch():
   again = data.get_dataset_with_held_out(cfg)
   again.set_state({'position': 8})
   np.testing.assert_array_equal(next(again)['image'], expected['image'])
-  with pytest.raises(ValueError, match='batch_size=.* 4'):
+  with pytest.raises(ValueError, match="'position': 6}.* 4"):
     again.set_state({'position': 6})
 
 

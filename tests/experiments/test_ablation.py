@@ -157,7 +157,7 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
   request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
   report = last_report(ablation(), tmp_path, **request)
   assert trained == [('seed=7', 0.02, 7, 'validation[50%:]')]
-  assert [row['head'] for row in report.rows] == ['learned']
+  assert [row['name'] for row in report.rows] == ['learned']
   with pytest.raises(ValueError, match='gin.LEARNING_RATE .*Ablation.choose'):
     last_report(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
 
