@@ -152,7 +152,7 @@ class CaptionFileSource:
 
 
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
-  """The label, as a number, and what else there is of each record of labels.csv, by file."""
+  """The label, as a number, and the other fields of each record of labels.csv, by file."""
   found: dict[str, list[dict[str, Any]]] = {}
   for line, record in table_records(table, ('file', 'label')):
     where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}

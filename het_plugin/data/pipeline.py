@@ -94,7 +94,7 @@ class DatasetConfig:
 class BatchIterator:
   """Batches of numpy arrays, read ahead by grain.
 
-  ExampleReader.read says what a batch has, with B the number of `rows`. An error in reading a batch
+  `ExampleReader.read` describes a batch; B is the number of `rows`. An error in reading a batch
   is raised by the `next` that would have returned it; this `next` can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.

@@ -8,7 +8,7 @@ Every part is a file in the output directory, so an interrupted study continues:
 
     representations/NAME/...   of each candidate
     runs/NAME/SETTING/         a training run of a candidate that was kept
-    predictions/SPLIT/...npz   what the ensemble is selected from
+    predictions/SPLIT/...npz   the candidates for the ensemble
 """
 
 import dataclasses

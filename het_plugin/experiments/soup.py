@@ -57,7 +57,7 @@ def soup(
 
   Args:
     gin_settings: go after the configuration of the first candidate, whose model and mesh are used.
-    dataset, split: what members are chosen on, by precision@1; None for the run's task.
+    dataset, split: the data that choose the members, by precision@1; None for the run's task.
     output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
 
   Raises:

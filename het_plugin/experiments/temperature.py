@@ -370,7 +370,7 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     figures = {
       'tau': reporting.Figure(
         png,
-        'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
+        'Test NLL by tau, means over replications: trials of a search, or the end of a training.',
         'Test NLL of every training against its temperature.',
       )
     }
@@ -403,8 +403,8 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
 
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-  """{title: (tau, test NLL)}, means over replications: by tau the trials of a search, of the others
-  where they ended. A retrained one is left out where its search has a line already.
+  """{title: (tau, test NLL)}, means over replications. A search has a point per tau; another
+  training has the point where it ended. A retrained one is left out if its search has a line.
   """
   lines, names = {}, {row['row'] for row in rows}
   for row in rows:

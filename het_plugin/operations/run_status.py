@@ -1,4 +1,4 @@
-"""Where a run stands, from the files that it writes, also on another machine.
+"""The state and progress of a run, from its files, also on another machine.
 
 This module imports neither JAX nor orbax, so that it answers at once.
 """

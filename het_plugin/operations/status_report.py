@@ -1,4 +1,4 @@
-"""Where a run stands (`run_status`), as text and as a page."""
+"""The state and progress of a run (`run_status`), as text and as a page."""
 
 import datetime
 from collections.abc import Mapping, Sequence

@@ -88,7 +88,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-  """Where a run stands: what `Checkpointer.save` takes."""
+  """The progress of a run, as `Checkpointer.save` takes it."""
 
   train_state: TrainState
   dataset_state: dict[str, int] | None = None  # None if it was not saved

@@ -37,7 +37,7 @@ def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None
   on, if both have names.
 
   Raises:
-    ValueError: a name has another number; names that only one of the two has are a warning.
+    ValueError: a name has different numbers. A name that only one of the two has is a warning.
   """
   if not names or not given or tuple(names) == tuple(given):
     return

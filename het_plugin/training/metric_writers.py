@@ -164,7 +164,7 @@ class RunWriter:
       self._pool(events.write_texts)(step, texts)
 
   def __getattr__(self, name: str) -> Callable[..., None]:
-    """What else clu's SummaryWriter writes, such as pictures, in an event file of its own."""
+    """Writes pictures, and what else clu's SummaryWriter takes, to a separate event file."""
     if not name.startswith('write_'):
       raise AttributeError(name)
     if not self._writes:

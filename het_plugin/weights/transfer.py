@@ -40,7 +40,7 @@ class Report:
     return '\n'.join(lines)
 
   def log(self, path: str) -> None:
-    """Logs the summary on a line of its own, which all mains show, and the rest for --verbose."""
+    """Logs the summary, which all mains show, and the full report for --verbose."""
     summary, _, names = self.text().partition('\n')
     _log.info('%s: %s', path, summary)
     if names:
