@@ -103,7 +103,7 @@ def test_earlier_results_side_by_side(files, run_main, tmp_path):
   assert 'noisy.json has a result of run' in run_main(fewshot, *results, results[1], code=2)
   again = (*pair(files, 'noisy'), '--names=clean', '--shots=5', '--l2=1')
   printed = run_main(fewshot, *results, *again, f'--json={tmp_path / "new.json"}')
-  assert 'this call replace those of --results: clean on saved, 5 shots.' in printed
+  assert '--results: clean on saved, 5 shots.' in printed
   assert 'noisy.json: loo, ' in printed and 'Protocol of this call: loo, ' in printed
   assert len(json.loads((tmp_path / 'new.json').read_text())['rows']) == 2
 

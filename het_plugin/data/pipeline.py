@@ -29,7 +29,7 @@ _ENDLESS = 2**48  # batches
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """Settings of a data set; the names are those of t5x.
+  """Settings of a data set, with the names of t5x.
 
   mixture_or_task_name: a name (see tasks.py) or a task.
   task_feature_lengths: {'image': H, 'label': L}, side of the images and length of the labels; for a

@@ -84,7 +84,7 @@ def _files(found: Found) -> list[tuple[str, str]]:
     lines.append(('last complete checkpoint', f'step {checkpoint["step"]:,}, {age}, {size}'))
   lines += [(title, _enumeration(found[key])) for key, title in _STEPS.items() if found[key]]
   if found['profile_is_requested']:
-    lines.append(('profile', 'asked for'))
+    lines.append(('profile', 'requested'))
   if found['corrupt_records']:
     lines.append(('corrupt records', f'{found["corrupt_records"]:,}'))
   return lines

@@ -156,7 +156,7 @@ def _receive(number: int, again: bool) -> None:
     leave('Ctrl-C again: leaving at once, unsaved.', 128 + number)
   saves, farewell = _training or (lambda: False, lambda: None)
   if _installed and not saves() and not _is_distributed():
-    line = f'{name}: stopped. There was nothing new to save; the same command goes on.'
+    line = f'{name}: stopped. There was nothing new to save; the same command continues.'
     leave(line, exit_codes.PREEMPTED, farewell)
   hint = ' Once more leaves at once, unsaved.' if is_interrupt else ''
   _log.warning('%s: saving and exiting after this step.%s', name, hint)

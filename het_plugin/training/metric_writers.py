@@ -70,7 +70,7 @@ class JsonlWriter:
       self._failing = False
 
   def flush(self) -> None:
-    """Writes the lines that wait; after an OSError or another exception they go on waiting."""
+    """Writes the lines that wait; after an OSError or another exception they still wait."""
     if self._pending:
       self._last_write = time.monotonic()
       run_files.append_text(self._path, self._pending)

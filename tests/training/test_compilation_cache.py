@@ -67,4 +67,4 @@ def test_programs_of_another_user_are_not_read(tmp_path, monkeypatch, caplog):
   with compilation_cache.in_directory(epath.Path(tmp_path)):
     jax.jit(lambda x: x + 2)(np.ones(3)).block_until_ready()
   assert {*(tmp_path / compilation_cache.FOLDER).iterdir()} == programs
-  assert f'{min(programs)} belongs to another user' in caplog.text
+  assert str(min(programs)) in caplog.text
