@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes or reuses .venv, checks the style with ruff, and runs the tests. Other arguments go to pytest:
+# Makes or reuses .venv, checks the style with ruff and the types with ty, and runs the tests. Other arguments go to pytest:
 #   bash tests/run.sh                        what a change needs: at most ten minutes on two cores
 #   bash tests/run.sh --all                  everything, also the tests marked slow
 #   bash tests/run.sh tests/heads -k het_xl  some of it (paths are relative to the checkout)
@@ -19,6 +19,8 @@ style=0
 say 'ruff check, ruff format --check'
 "$PYTHON" -m ruff check --output-format concise . || style=1
 "$PYTHON" -m ruff format --check --quiet . || { say 'not formatted as "ruff format" would'; style=1; }
+say 'ty check'
+"$PYTHON" -m ty check --python "$PYTHON" --output-format concise || { say 'annotations do not fit (ty check)'; style=1; }
 
 # Two at a time: most tests compile on one core. -n 0 among the arguments runs them one after the other.
 say "pytest -n 2 ${which[*]} ${arguments[*]}"

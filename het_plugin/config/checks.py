@@ -89,8 +89,8 @@ def _mismatch(value: Any, hint: Any) -> str | None:
     if any(inspect.isclass(x) and issubclass(x, os.PathLike) for x in arguments):
       right = value and isinstance(value, str) or value is None and types.NoneType in arguments
       return None if right else 'a path'
-    expected = [_mismatch(value, argument) for argument in arguments]
-    return None if None in expected else ' or '.join(dict.fromkeys(expected))
+    expected = dict.fromkeys(_mismatch(value, argument) or '' for argument in arguments)
+    return None if '' in expected else ' or '.join(expected)
   if hint in (None, types.NoneType):
     return None if value is None else 'None'
   if hint is float:

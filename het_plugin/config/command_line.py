@@ -97,13 +97,14 @@ def one_sentence_errors(argv: Sequence[str] = ()):
 def help_text(main: Callable[[Sequence[str]], None]) -> str:
   """The text of --help: docstring of the main's module, exit codes, all flags of this project."""
   defined = flags.FLAGS.flags_by_module_dict()
-  own_first = sorted(defined, key=lambda module: module.startswith(__package__))
+  own_first = sorted(defined, key=lambda module: module.startswith('het_plugin.config'))
   ours = [m for m in own_first if m == sys.argv[0] or m.split('.')[0] in _OURS]
-  lines = [sys.modules[main.__module__].__doc__]
+  lines = [sys.modules[main.__module__].__doc__ or '']
   if 'Exit codes' not in lines[0]:
     lines.append('Exit codes: 0 done; 2 a setting is wrong.\n')
   for flag in [flag for module in ours for flag in defined[module]]:
-    default = '' if flag.default in (None, []) else f' (default: {flag.default_as_str[1:-1]})'
+    shown = (flag.default_as_str or '')[1:-1]
+    default = '' if flag.default in (None, []) else f' (default: {shown})'
     text = ' '.join(flag.help.partition(';\n')[0].split()) + default  # absl explains lists there
     indent = ' ' * 4
     lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')

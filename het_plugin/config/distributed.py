@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from typing import TypedDict
 
 import jax
 from absl import flags
@@ -32,6 +33,15 @@ _EXPLICIT = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 _JAX_EXTRA_SECONDS = 60
 # When process 0 ends, the others end too. If all of them fail, each should report it first.
 _LEAVE_SECONDS = 2
+
+
+class Settings(TypedDict, total=False):
+  """Arguments of `jax.distributed.initialize`."""
+
+  coordinator_address: str
+  num_processes: int
+  process_id: int
+  cluster_detection_method: str
 
 
 def define_flags() -> None:
@@ -68,7 +78,9 @@ def initialize() -> None:
       **settings
     )
     settings['cluster_detection_method'] = 'deactivate'
-  elif settings is not None or not (place := cluster(os.environ, jax.config.jax_platforms)):
+  elif settings is not None or not (
+    place := cluster(os.environ, jax.config.values['jax_platforms'])
+  ):
     return
   seconds = flags.FLAGS.initialization_timeout_seconds
   _log.info('Waiting for the other processes (%s), at most %d s.', place, seconds)
@@ -77,7 +89,7 @@ def initialize() -> None:
   timer.start()
   try:
     jax.distributed.initialize(
-      **(settings or {}),
+      **(settings or Settings()),
       initialization_timeout=seconds + _JAX_EXTRA_SECONDS,
       heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
     )
@@ -97,7 +109,7 @@ def initialize() -> None:
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
+def leaving() -> Generator[None]:
   """Ends a process of several at once if an exception leaves this context.
 
   Otherwise it would wait for the others, which wait for this one. Regular exits are left to Python.
@@ -118,7 +130,7 @@ def leaving() -> Iterator[None]:
     os._exit(code)
 
 
-def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | None:
+def explicit_settings(environment: Mapping[str, str]) -> Settings | None:
   """Arguments for `jax.distributed.initialize`; empty for a single process, None if not given."""
   address, count, index = (environment.get(name) for name in _EXPLICIT)
   if count is None and index is None:
@@ -127,9 +139,9 @@ def explicit_settings(environment: Mapping[str, str]) -> dict[str, str | int] | 
     raise ValueError(f'JAX_NUM_PROCESSES={count} must be a number >= 1')
   if count == '1' and index in (None, '0'):
     return {}
-  missing = [name for name in _EXPLICIT if environment.get(name) is None]
-  if missing:
-    raise ValueError(f'{missing[0]} is not set: {", ".join(_EXPLICIT)} go together')
+  if address is None or count is None or index is None:
+    missing = next(name for name in _EXPLICIT if name not in environment)
+    raise ValueError(f'{missing} is not set. Set all of {", ".join(_EXPLICIT)}, or none')
   if not index.isdecimal() or int(index) >= int(count):
     raise ValueError(f'JAX_PROCESS_ID={index} must be in 0..{int(count) - 1}: {count} processes')
   host, colon, port = address.rpartition(':')
@@ -164,11 +176,11 @@ def cluster(environment: Mapping[str, str], platforms: str | None) -> str | None
   return None if 'TPU_SKIP_MDS_QUERY' in environment else 'the metadata of a TPU VM'
 
 
-def _check_port_is_free(settings: Mapping[str, str | int]) -> None:
+def _check_port_is_free(settings: Settings) -> None:
   """Checks the port on process 0, because jaxlib would crash with a segmentation fault."""
   if settings['process_id'] != 0:
     return
-  port = int(str(settings['coordinator_address']).rpartition(':')[2])
+  port = int(settings['coordinator_address'].rpartition(':')[2])
   try:
     with socket.create_server(('', port)):
       pass
@@ -181,9 +193,9 @@ def _check_port_is_free(settings: Mapping[str, str | int]) -> None:
 
 def _give_up(place: str, seconds: int) -> None:
   print(
-    f'Error: the other processes ({place}) did not come within {seconds} s, '
-    '--initialization_timeout_seconds: is one of them not running, or is the address not that of '
-    'process 0?',
+    f'Error: the other processes ({place}) did not connect within {seconds} s '
+    '(--initialization_timeout_seconds). Check that all run, and that the address belongs to '
+    'process 0.',
     file=sys.stderr,
     flush=True,
   )

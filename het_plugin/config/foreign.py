@@ -45,7 +45,7 @@ def check(text: str, file: str) -> None:
   Raises:
     ValueError: it names something else or includes a file, or is not valid gin.
   """
-  given = flags.FLAGS['allow_imports'].value if 'allow_imports' in flags.FLAGS else []
+  given = (flags.FLAGS['allow_imports'].value or []) if 'allow_imports' in flags.FLAGS else []
   try:
     found = [statement for _, statement in statements.statements(text)]
   except (SyntaxError, tokenize.TokenError, RecursionError) as error:

@@ -5,7 +5,7 @@ of the program that opens it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from gin import config as gin_config
@@ -36,7 +36,7 @@ def put_back(state: State) -> None:
 
 
 @contextlib.contextmanager
-def preserved() -> Iterator[None]:
+def preserved() -> Generator[None]:
   """At the end of the block, also after an error, gin's configuration is as it was before."""
   before = capture()
   try:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 from absl import flags
@@ -31,7 +31,7 @@ def define_flags() -> None:
 
 def is_verbose() -> bool:
   """Whether --verbose is given."""
-  return 'verbose' in flags.FLAGS and flags.FLAGS['verbose'].value
+  return 'verbose' in flags.FLAGS and bool(flags.FLAGS['verbose'].value)
 
 
 def set_up() -> None:
@@ -59,7 +59,7 @@ def is_shown(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def only_warnings() -> Iterator[None]:
+def only_warnings() -> Generator[None]:
   """Shows only warnings, so that a progress bar stays intact; no effect with --verbose."""
   handler = absl_logging.get_absl_handler()
 
@@ -74,7 +74,7 @@ def only_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_native_lines() -> Iterator[None]:
+def without_native_lines() -> Generator[None]:
   """Drops the lines that C++ libraries write to file 2 when they are loaded.
 
   Other lines follow at the end. TensorFlow has no setting for this, because it writes before it

@@ -12,6 +12,7 @@ class-wise ECE   mean over classes k of the ECE of p_k for the event y = k, 15 b
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -61,7 +62,7 @@ def score_examples(
 
 def concatenate(parts: Sequence[AgreementScores]) -> AgreementScores:
   """The scores of the examples of all parts."""
-  columns = {}
+  columns: dict[str, Any] = {}
   for field in dataclasses.fields(AgreementScores):
     arrays = [getattr(part, field.name) for part in parts]
     if arrays[0] is None:

@@ -8,8 +8,8 @@ evaluators by name. Differences from theirs are marked *.
    'random': the j-th example gets the j-th raw 64-bit output of
    `np.random.PCG64(np.random.SeedSequence([seed, c]))`; the class contributes the `shots` examples
    of smallest output, or all it has if fewer. For one seed the 1-shot subset lies within the 5-shot
-   one, and the draw of a class does not depend on what other classes there are.
-   'first': the first `shots` of each class; there is one such subset, whatever the seeds.
+   one, and the draw of a class does not depend on the other classes.
+   'first': the first `shots` examples of each class. The seeds have no effect.
 2. Fit (`classifier`). Features are standardised by the mean and (population deviation + 1e-5) of
    the subset; a feature constant over the subset is dropped (*). Over the classes that have at
    least one example (*), and for one or many strengths l2:
@@ -43,7 +43,7 @@ baselines/jft/fewshot_utils.py (https://github.com/google/uncertainty-baselines)
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ class FewShotResult:
   classes_short: int  # classes of the training split with fewer examples than `shots`
   test_unseen: int  # test rows whose class has no training example at all
   # bool [draws, M], whether a test row is classified correctly
-  correct: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+  correct: np.ndarray = dataclasses.field(compare=False, repr=False)
 
   @property
   def mean(self) -> float:
@@ -230,7 +230,7 @@ def _trial(
   model = ridge.decompose(x, y) if protocol.classifier == 'ridge' else logistic.Logistic(x, y)
   if protocol.l2 in MEAN_RANKS:
     l2s = np.array(L2_GRID)
-  elif protocol.l2 == 'loo':
+  elif protocol.l2 == 'loo' and isinstance(model, ridge.Ridge):  # `Protocol` has no other
     l2s = np.array([leave_one_out_l2(model, x, y)])
   elif protocol.l2 == 'heldout':
     rows = _limited(np.concatenate([rows[num_shots : 2 * num_shots] for rows in drawn]))
@@ -290,8 +290,8 @@ def _best_l2(predict: Callable[[], np.ndarray], y: np.ndarray, grid: Sequence[fl
 
 
 def mean_rank(
-  accuracies: Mapping[tuple[str, Hashable], np.ndarray], others: bool
-) -> dict[tuple[str, Hashable], int]:
+  accuracies: Mapping[tuple[str, int], np.ndarray], others: bool
+) -> dict[tuple[str, int], int]:
   """One strength for many data sets (step 3): V-MoE's `_find_best_l2_reg`, uncertainty-baselines'
   `select_best_l2_reg` with 'all' and 'leave-self-out' (`others`).
 

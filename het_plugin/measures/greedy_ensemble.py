@@ -59,11 +59,13 @@ def mixture_log_prob(log_probs: Iterable[np.ndarray], weights: np.ndarray) -> np
   """log sum_c w_c p_c, float64 [E, N, K], of mixtures with weights [E, C]; the candidates' log p
   [N, K] are read once, one after another.
   """
-  mixtures = None
+  mixtures = None  # until K is known
   for log_prob, shares in zip(log_probs, weights.T, strict=True):
     if mixtures is None:
       mixtures = np.full((len(weights), *log_prob.shape), -np.inf)
     for mixture, share in zip(mixtures, shares, strict=True):
       if share:
         np.logaddexp(mixture, log_prob + np.log(share), out=mixture)
+  if mixtures is None:
+    raise ValueError('a mixture needs at least one candidate')
   return mixtures

@@ -38,8 +38,12 @@ def knn_accuracy(
   """
   from sklearn.neighbors import NearestNeighbors  # takes a second
 
-  train = Split(train_x, train_y)
-  check_splits(train, train if test_x is None else Split(test_x, test_y))
+  train = test = Split(train_x, train_y)
+  if test_x is not None and test_y is not None:
+    test = Split(test_x, test_y)
+  elif test_x is not None or test_y is not None:
+    raise ValueError('test_x and test_y belong together: give both, or neither')
+  check_splits(train, test)
   if metric not in METRICS:
     raise ValueError(f'metric={metric!r} is unknown: choose from {", ".join(METRICS)}')
   if not ks or min(ks) < 1 or max(ks) >= len(train_x):
@@ -50,13 +54,12 @@ def knn_accuracy(
   x, mean, queries = train_x.astype(np.float64), 0.0, None
   if metric == 'euclidean':
     mean = x.mean(axis=0)  # the search multiplies out |a - b|^2, which is exact near 0
-  if test_x is not None:
-    queries = test_x - mean
+  if test is not train:
+    queries = test.x - mean
   search = NearestNeighbors(algorithm='brute', metric=metric).fit(x - mean)
   # Without queries, these are the neighbours of each training row, which is not its own.
   labels = train_y[search.kneighbors(queries, max(ks), return_distance=False)]
-  wanted = train_y if test_x is None else test_y
-  return {k: float(np.mean(vote(labels[:, :k]) == wanted)) for k in ks}
+  return {k: float(np.mean(vote(labels[:, :k]) == test.y)) for k in ks}
 
 
 def vote(labels: np.ndarray) -> np.ndarray:

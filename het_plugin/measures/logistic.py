@@ -5,7 +5,6 @@ uncertainty-baselines (baselines/jft/fewshot_utils.py).
 """
 
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +23,7 @@ class Logistic:
   def _standardised(self, x: np.ndarray) -> np.ndarray:
     return (x - self._mean) / self._scale
 
-  def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+  def predict(self, x: np.ndarray, l2s: ridge.Strengths) -> np.ndarray:
     """The most probable labels of x [M, D] at L strengths, [L, M]."""
     # These imports take a second, which training without few-shot does not need.
     from sklearn.exceptions import ConvergenceWarning

@@ -21,11 +21,11 @@ def rank_agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[st
   """
   import scipy.stats  # slow to import
 
-  accuracy = np.asarray(accuracy)
-  kept = np.maximum.accumulate(accuracy[best_first(proxy)])
+  reached = np.asarray(accuracy)
+  kept = np.maximum.accumulate(reached[best_first(proxy)])
   # scipy's tau of a constant is NaN
-  tau = scipy.stats.kendalltau(proxy, accuracy).statistic if len(accuracy) > 1 else np.nan
+  tau = scipy.stats.kendalltau(proxy, reached).statistic if len(reached) > 1 else np.nan
   return {
     'kendall_tau': None if np.isnan(tau) else float(tau),
-    'regret': (accuracy.max() - kept).tolist(),
+    'regret': (reached.max() - kept).tolist(),
   }

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+Strengths = Sequence[float] | np.ndarray  # [L], of l2
+
 BIAS_FEATURE = 100.0  # value of the constant feature; large, so that l2 hardly changes the bias
 STD_OFFSET = 1e-5
 _BLOCK_ROWS = 4096  # examples that are read at once
@@ -81,25 +83,25 @@ class Ridge:
     """Regression outputs for features x [M, D]: float64 [M, K], columns in order of `classes`."""
     return self._standardised(x) @ self.weights(l2) + self.bias(l2)
 
-  def predict(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+  def predict(self, x: np.ndarray, l2s: Strengths) -> np.ndarray:
     """Labels with the highest score at L strengths, int64 [L, M], for features x [M, D]; among
     equal scores, the smallest label.
     """
     return self.classes[self._best_classes(x, l2s)]
 
-  def leave_one_out(self, x: np.ndarray, y: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+  def leave_one_out(self, x: np.ndarray, y: np.ndarray, l2s: Strengths) -> np.ndarray:
     """Predictions for examples x [M, D] of the set with labels y [M], each by the model refitted
     without it, int64 [L, M].
     """
     own = np.searchsorted(self.classes, y)
-    return self.classes[self._best_classes(x, l2s, own, self.leverage(x, l2s))]
+    return self.classes[self._best_classes(x, l2s, (own, self.leverage(x, l2s)))]
 
-  def leverage(self, x: np.ndarray, l2s: Sequence[float]) -> np.ndarray:
+  def leverage(self, x: np.ndarray, l2s: Strengths) -> np.ndarray:
     """H_ii of examples x [M, D] of the set, float64 [L, M]."""
     squares = (self._standardised(x) @ self.basis) ** 2  # [M, r]
-    l2s = np.asarray(l2s, np.float64)
-    bias = 1 / (self.num_rows + l2s / BIAS_FEATURE**2)  # [L]
-    return (1 / (self.eigenvalues + l2s[:, None])) @ squares.T + bias[:, None]
+    strengths = np.asarray(l2s, np.float64)
+    bias = 1 / (self.num_rows + strengths / BIAS_FEATURE**2)  # [L]
+    return (1 / (self.eigenvalues + strengths[:, None])) @ squares.T + bias[:, None]
 
   def _standardised(self, x: np.ndarray) -> np.ndarray:
     z = x - self.mean
@@ -109,30 +111,30 @@ class Ridge:
   def _best_classes(
     self,
     x: np.ndarray,
-    l2s: Sequence[float],
-    own: np.ndarray | None = None,
-    hat: np.ndarray | None = None,
+    l2s: Strengths,
+    left_out: tuple[np.ndarray, np.ndarray] | None = None,
   ) -> np.ndarray:
     """Positions in `classes` of the highest scores, int64 [L, M].
 
-    Where they are given, 2 hat [L, M] is subtracted from the scores of the classes own [M].
+    With `left_out`, (own [M], hat [L, M]), 2 hat is subtracted from the scores of the classes own.
     """
-    l2s = np.asarray(l2s, np.float64)
-    curves = 1 / (self.eigenvalues + l2s[:, None])  # [L, r]
-    bias = np.stack([self.bias(l2) for l2 in l2s])  # [L, K]
+    strengths = np.asarray(l2s, np.float64)
+    curves = 1 / (self.eigenvalues + strengths[:, None])  # [L, r]
+    bias = np.stack([self.bias(l2) for l2 in strengths])  # [L, K]
     picked, combine = _skeleton(curves * np.linalg.norm(self.rhs, axis=1))
-    weights = np.stack([self.weights(l2).astype(np.float32) for l2 in l2s[picked]], axis=-1)
+    weights = np.stack([self.weights(l2).astype(np.float32) for l2 in strengths[picked]], axis=-1)
     norms = np.linalg.norm(weights, axis=0).max(axis=0)  # [m], of weights [D, K, m]
     error = _ROUNDING * (np.abs(combine) @ norms)  # [L], of a score where |x| = 1
     mix, bias32 = combine.astype(np.float32), bias.astype(np.float32)
-    best = np.empty((len(l2s), len(x)), np.int64)
+    best = np.empty((len(strengths), len(x)), np.int64)
     doubtful = np.empty(best.shape, bool)
     for rows in blocks(len(x), max(128, _SCORES // bias.size)):
       z = self._standardised(x[rows])
       scores = z.astype(np.float32) @ weights.reshape(len(weights), -1)  # [rows, K m]
-      scores = (mix @ scores.reshape(-1, len(picked)).T).reshape(len(l2s), len(z), -1)
+      scores = (mix @ scores.reshape(-1, len(picked)).T).reshape(len(strengths), len(z), -1)
       scores += bias32[:, None]  # [L, rows, K]
-      if own is not None:
+      if left_out is not None:
+        own, hat = left_out
         scores[:, np.arange(len(z)), own[rows]] -= 2 * hat[:, rows]
       best[:, rows], lead = _best_and_lead(scores)
       doubtful[:, rows] = lead <= error[:, None] * np.linalg.norm(z, axis=1) + _ROUNDING
@@ -143,7 +145,8 @@ class Ridge:
       for i in np.flatnonzero(doubtful[:, here].any(axis=1)):
         some = np.flatnonzero(doubtful[i, here])
         scores = projected[some] @ (curves[i, :, None] * self.rhs) + bias[i]
-        if own is not None:
+        if left_out is not None:
+          own, hat = left_out
           scores[np.arange(len(some)), own[here[some]]] -= 2 * hat[i, here[some]]
         best[i, here[some]] = scores.argmax(axis=1)
     return best

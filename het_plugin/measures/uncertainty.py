@@ -196,7 +196,7 @@ def summarize(scores: ExampleScores) -> dict[str, Any]:
   means['brier'] = scores.brier
   if scores.ranking_ap is not None:
     means['ranking_ap'] = scores.ranking_ap
-  result = {name: float(values.mean()) for name, values in means.items()}
+  result: dict[str, Any] = {name: float(values.mean()) for name, values in means.items()}
   result |= {
     'ece': scores.reliability().ece,
     'adaptive_ece': adaptive_reliability(confidence, scores.correct).ece,
@@ -223,11 +223,10 @@ def difference(scores: ExampleScores, first: ExampleScores) -> dict[str, Any]:
     'stderr' the standard deviation of the differences per example (n - 1) over sqrt N.
   """
   a, b = (_map(lambda x, s=s: x[np.argsort(s.index)], s) for s in (scores, first))
-  if not np.array_equal(a.index, b.index) or not np.array_equal(
-    *map(_trimmed, (a.labels, b.labels))
-  ):
+  same_labels = np.array_equal(_trimmed(a.labels), _trimmed(b.labels))
+  if not np.array_equal(a.index, b.index) or not same_labels:
     raise ValueError(
-      'a comparison needs the same examples: the ids or the labels are not those of the first'
+      'the examples differ: a paired comparison needs the ids and labels of the first row'
     )
   with np.errstate(invalid='ignore'):  # inf - inf is NaN, which reports show as missing
     differences = {'nll': a.nll - b.nll, 'brier': a.brier - b.brier}
@@ -309,7 +308,7 @@ def fpr_at_95(unknown: np.ndarray, known: np.ndarray) -> float:
   return float((unknown <= threshold).mean())
 
 
-def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, float]]:
+def detection(unknown: Uncertainty, known: Uncertainty) -> dict[str, dict[str, float | None]]:
   """{score: {'auroc', 'fpr_at_95'}} for separating unknown inputs from known inputs."""
   known_scores = known.scores()
   return {
@@ -430,4 +429,4 @@ def _distinct(labels: np.ndarray) -> np.ndarray:
 
 def _trimmed(labels: np.ndarray) -> np.ndarray:
   """Labels without the padding columns that no example needs."""
-  return labels[:, : max(1, int((labels >= 0).sum(axis=1).max(initial=1)))]
+  return labels[:, : max(1, int(np.max((labels >= 0).sum(axis=1), initial=1)))]

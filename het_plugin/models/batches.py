@@ -46,7 +46,7 @@ def mean_loss(
 
 
 def apply_in_training(
-  module: nn.Module, params: PyTree, *inputs: jax.Array, rngs: Mapping[str, jax.Array]
+  module: nn.Module, params: PyTree, *inputs: jax.Array, rngs: dict[str, jax.Array]
 ) -> tuple[Any, jax.Array | float, dict[str, clu_metrics.Metric]]:
   """Applies the module with train=True.
 
@@ -64,7 +64,9 @@ def apply_in_training(
   for path, value in jax.tree.leaves_with_path(sown.get('metrics', {})):
     by_name[path[-1].key].append(value)
   average = clu_metrics.Average.from_model_output
-  metrics = {name: average(jnp.stack(values)) for name, values in by_name.items()}
+  metrics: dict[str, clu_metrics.Metric] = {
+    name: average(jnp.stack(values)) for name, values in by_name.items()
+  }
   return output, sum(losses), metrics
 
 

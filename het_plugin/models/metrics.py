@@ -3,16 +3,18 @@
 B examples, K classes; a mask float32 [B] is 1 for real rows and 0 for padding.
 """
 
-import flax
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
+from flax import struct
 
 ENTROPY_BINS = 64  # by either entropy, in `DisagreementCorrelation`
 NUM_BINS = 15  # Guo et al. 2017 and most of the literature since
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class ExpectedCalibrationError(clu_metrics.Metric):
   """Expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599, eq. 3).
 
@@ -51,7 +53,7 @@ class ExpectedCalibrationError(clu_metrics.Metric):
     return jnp.abs(self.correct - self.confidence).sum() / self.count.sum()
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class DisagreementCorrelation(clu_metrics.Metric):
   """Spearman's rank correlation of the entropy of predictions with that of people's labels.
 
@@ -80,7 +82,7 @@ class DisagreementCorrelation(clu_metrics.Metric):
     return cls(count=jnp.einsum('bi,bj,b->ij', member(jnp.exp(log_prob)), member(target), real))
 
   def merge(self, other: 'DisagreementCorrelation') -> 'DisagreementCorrelation':
-    return self.replace(count=self.count + other.count)
+    return dataclasses.replace(self, count=self.count + other.count)
 
   def compute(self) -> jax.Array:
     """The correlation; NaN where one of the entropies has a single bin."""

@@ -4,6 +4,7 @@ B examples, K classes (Kp with padding), L labels. Labels are int32 [B, L], padd
 float32 [B, L] are the probabilities of the labels, 0 for padding.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -58,11 +59,14 @@ def _mirrored(logits: GaussianLogits) -> GaussianLogits:
   """The distribution of minus the logits, for noise that is symmetric about the location."""
   projection = logits.projection
   if isinstance(projection, Linear):
-    projection = projection.replace(phi=None, bias=None)  # they would give the location again
+    # phi and bias would give the location again.
+    projection = dataclasses.replace(projection, phi=None, bias=None)
   elif isinstance(projection, Opaque):
     get_logits = projection.get_logits
-    projection = projection.replace(get_logits=lambda params, x: -get_logits(params, x))
-  return logits.replace(location=-logits.location, projection=projection)
+    projection = dataclasses.replace(
+      projection, get_logits=lambda params, x: -get_logits(params, x)
+    )
+  return dataclasses.replace(logits, location=-logits.location, projection=projection)
 
 
 def nll(

@@ -23,7 +23,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -98,10 +98,10 @@ def write(path: epath.PathLike, rows: Rows) -> None:
     raise ValueError(f'{path} must end in .npz or .safetensors')
   labels = rows.labels.astype(np.int32)
   one_each = 'log_prob' in rows.columns and labels.shape[1] == 1
-  arrays = dict(rows.columns) | {'label': labels[:, 0] if one_each else labels}
-  arrays['index'] = rows.index.astype(np.int64)
-  arrays |= {'label_weight': rows.label_weight, 'annotator': rows.annotator}
-  arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
+  label, index = labels[:, 0] if one_each else labels, rows.index.astype(np.int64)
+  beside = {'label_weight': rows.label_weight, 'annotator': rows.annotator}
+  named = {**rows.columns, 'label': label, 'index': index, **beside}
+  arrays = {name: np.ascontiguousarray(x) for name, x in named.items() if x is not None}
   about = {'class_names': rows.class_names, 'provenance': dict(rows.provenance)}
   if 'log_prob' in arrays:
     about['link'] = rows.link
@@ -115,7 +115,8 @@ def write(path: epath.PathLike, rows: Rows) -> None:
       if 'link' in about:
         strings['link'] = np.array(rows.link)
       with unfinished.open('wb') as stream:
-        np.savez(stream, **arrays, **strings)
+        # The stub takes each array for `allow_pickle`, the only keyword that it names.
+        np.savez(stream, **arrays, **strings)  # ty: ignore[invalid-argument-type]
     else:
       metadata = {_METADATA: json.dumps(about)}
       safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
@@ -147,7 +148,7 @@ def partition_source(source: str) -> tuple[str, str | None]:
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Generator[None]:
   """Turns any error into a ValueError of one sentence that names the file."""
   try:
     yield
@@ -264,7 +265,7 @@ def _crc(x: np.ndarray) -> int:
   """CRC-32 of the shape, type and values of an array, which may be a mapped file."""
   found = zlib.crc32(f'{x.dtype.name} {x.shape}'.encode())
   for block in _blocks(x):
-    found = zlib.crc32(np.ascontiguousarray(block).view(np.uint8), found)
+    found = zlib.crc32(np.ascontiguousarray(block).view(np.uint8).data, found)
   return found
 
 
@@ -377,7 +378,7 @@ def _example_ids(index: np.ndarray | None, num_examples: int) -> np.ndarray:
       f'index is {index.dtype} {list(index.shape)}; it must be integers [{num_examples}]'
     )
   if len(np.unique(index)) != num_examples:
-    raise ValueError('index must give each example an id of its own')
+    raise ValueError('the ids in index must be distinct')
   if index.min() < 0:
     raise ValueError('index has an example id below 0')
   return index.astype(np.int64)

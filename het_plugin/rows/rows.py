@@ -111,6 +111,7 @@ class Rows:
 
 
 _PER_EXAMPLE = ('labels', 'index', 'label_weight', 'annotator')
+_OF_BATCH = ('label', 'index', 'label_weight', 'annotator')  # the same, as a batch names them
 
 
 def _each(function: Any, *parts: Rows) -> Rows:
@@ -149,11 +150,17 @@ def ordered(parts: Sequence[Rows]) -> Rows:
 
 def of_batch(columns: Mapping[str, np.ndarray], link: str = 'softmax') -> Rows:
   """Rows of the columns of a batch, which have its labels and index as columns too."""
-  beside = {name: columns.get(name) for name in ('label_weight', 'annotator')}
-  others = {name: x for name, x in columns.items() if name not in (*beside, 'label', 'index')}
+  others = {name: x for name, x in columns.items() if name not in _OF_BATCH}
   if 'log_prob' in others:  # a mean over samples may round to above 0
     others['log_prob'] = np.minimum(others['log_prob'], 0.0)
-  return Rows(others, columns['label'], columns['index'].astype(np.int64), link=link, **beside)
+  return Rows(
+    others,
+    columns['label'],
+    columns['index'].astype(np.int64),
+    columns.get('label_weight'),
+    columns.get('annotator'),
+    link,
+  )
 
 
 def column(layer: str) -> str:

@@ -15,7 +15,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ class Configuration:
     self._made: dict[str, Any] = {}
 
   @contextlib.contextmanager
-  def active(self) -> Iterator[None]:
+  def active(self) -> Generator[None]:
     """gin's configuration is this one within the block."""
     with gin_state.preserved():
       gin_state.put_back(self._state)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ class Run:
     bound: str = 'max_examples',
     whole: bool = False,
     **settings: Any,
-  ) -> Iterator[tuple['data.BatchIterator', int]]:
+  ) -> Generator[tuple['data.BatchIterator', int]]:
     """Opens a split and closes it at the end of the block; reads no image yet.
 
     Args:
@@ -193,7 +193,7 @@ class Run:
     task = self.task if task is None else task
     info = data.task_info(task)
     max_labels = getattr(info, 'max_labels', None)  # captions have none
-    if getattr(info, 'multi_label', False):  # it may be known only from the configuration
+    if max_labels and getattr(info, 'multi_label', False):  # the configuration may know more
       max_labels = max(max_labels, self.max_labels)
     of_run = {x: getattr(self, x) for x in ('image_size', 'max_corrupt_fraction')}
     settings = of_run | {'max_labels': max_labels} | settings

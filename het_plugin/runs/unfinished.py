@@ -65,15 +65,15 @@ class SplitFiles:
     """
 
     def look() -> str:
-      missing = [
+      missing = tuple(
         layer
         for layer in layers
         if not (path := self.path(layer)).exists()
         or self._differs(path, files.read_provenance(path), overwrite)
-      ]
+      )
       made_with = run_files.read_json(self.unfinished / 'settings.json')
-      shards = self.shards() if missing and made_with is not None else []
-      if not shards or self._differs(self.unfinished, made_with, overwrite):
+      shards = self.shards() if missing else []
+      if not shards or made_with is None or self._differs(self.unfinished, made_with, overwrite):
         return json.dumps(Pending(missing))
       last = shards[-1]
       with files.reading(str(last)), np.load(last) as rows:
@@ -137,7 +137,9 @@ class SplitFiles:
       if is_first and parts:
         path = self.unfinished / f'{position:012}.{num_rows}.npz'
         with weights.replacing(path) as unfinished, unfinished.open('wb') as file:
-          np.savez(file, **{x: np.concatenate([part[x] for part in parts]) for x in parts[0]})
+          arrays = {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
+          # The stub takes each array for `allow_pickle`, the only keyword that it names.
+          np.savez(file, **arrays)  # ty: ignore[invalid-argument-type]
       parts.clear()
 
     batches.set_state({'position': position})

@@ -103,7 +103,7 @@ def test_others_that_do_not_come_are_one_sentence():
   address = f'localhost:{port}'
   code, (error,) = join(**{**EXPLICIT, 'JAX_COORDINATOR_ADDRESS': address})
   assert code == exit_codes.LOST
-  assert f'process 1 of 2 through {address}) did not come within 1 s' in error
+  assert f'process 1 of 2 through {address}) did not connect within 1 s' in error
 
 
 def test_a_port_in_use_is_one_sentence():

@@ -43,7 +43,10 @@ def test_other_draws_or_rows_cannot_be_paired():
 def test_signed_rank_over_data_sets():
   gains = [0.01, 0.03, -0.01, 0.02, 0.04, 0.05, 0.06]
   ours, theirs = (
-    {str(i): FewShotResult(1, (0.5 + x,), (1.0,), 0, 0) for i, x in enumerate(values)}
+    {
+      str(i): FewShotResult(1, (0.5 + x,), (1.0,), 0, 0, np.empty((1, 0), bool))
+      for i, x in enumerate(values)
+    }
     for values in (gains, [0.0] * len(gains))
   )
   expected = scipy.stats.wilcoxon([ours[i].mean - theirs[i].mean for i in ours]).pvalue

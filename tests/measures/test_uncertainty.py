@@ -199,7 +199,7 @@ def test_paired_differences():
   assert found['nll'] / found['stderr']['nll'] == pytest.approx(test.statistic)
   assert uncertainty.difference(a, a)['stderr'] == {'nll': 0, 'brier': 0, 'precision_at_1': 0}
   for other in (make(seed=9), make(n=N - 1, seed=3)):
-    with pytest.raises(ValueError, match='same examples'):
+    with pytest.raises(ValueError, match='ids and labels'):
       uncertainty.difference(score(other), a)
 
 

@@ -87,7 +87,7 @@ def test_npy_with_labels_and_splits_in_one_file(tmp_path):
     (dict(features=np.ones((1, 1)), label=np.array([0.0])), r'labels are float64 \[1\]'),
     (
       dict(features=np.ones((2, 2)), label=np.zeros(2, int), index=np.zeros(2, int)),
-      'each example an id of its own',
+      'ids in index must be distinct',
     ),
   ],
 )
