@@ -2,7 +2,7 @@
 
     python -m het_plugin.tune --method=all --output_dir=runs/temperature
 
-runs the trainings of each method with every seed and prints them as in table 13. To continue, or to
+Runs the trainings of each method with every seed and prints them as in table 13. To continue, or to
 add methods, run the same command again. Complete trainings are not repeated. The output directory
 gets results.json (one row per method), results.txt, index.html, its plots as .png files, and a
 folder per seed with a run directory per training. The table is printed and written after every
