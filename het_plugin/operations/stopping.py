@@ -78,8 +78,8 @@ def reached() -> bool:
   from jax.experimental import multihost_utils
 
   # The service announces the highest count so far plus one, and is true at that count only. Step
-  # numbers cannot be used: those of a resumed run begin above one, so it would never stop for a
-  # signal before its first step, and they do not advance in an evaluation.
+  # numbers cannot be used. A resumed run begins above one, so it would never stop for a signal
+  # before its first step. And step numbers do not advance in an evaluation.
   _num_calls += 1
   return multihost_utils.reached_preemption_sync_point(_num_calls)
 

@@ -136,7 +136,7 @@ class EncoderDecoderModel(models.EncoderDecoderModel):
     """Weighted sum of -log p over the target tokens, divided by the normalizing factor; metrics.
 
     In training every token has its own noise, and accuracy is measured on the noise-free
-    logits. Without `dropout_rng`, loss and accuracy are those of the predictive distribution.
+    logits. Without `dropout_rng`, loss and accuracy use the predictive distribution.
     """
     if dropout_rng is None:
       return super().loss_fn(params, batch, None)

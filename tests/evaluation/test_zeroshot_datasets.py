@@ -106,7 +106,7 @@ def test_several_labels_and_none(fake_data):
 
 @pytest.mark.parametrize('alike', [False, True])
 def test_captions(fake_data, alike):
-  """Nine pairs of seven images, of which two come twice, and captions of which some are alike."""
+  """Nine pairs of seven images. Two images come twice, and some captions are alike."""
   rng = np.random.default_rng(1)
   image = rng.normal(size=(7, SIZE, SIZE, 1)).astype(np.float32)[[0, 1, 2, 3, 4, 5, 6, 0, 1]]
   texts = ['cat', 'dog', 'cat', 'a bird', 'bird', 'dog', 'cow', 'feline', 'dog']

@@ -1,4 +1,4 @@
-"""JobSets have the documented form and say what was asked for."""
+"""JobSets have the documented form and the requested settings."""
 
 import math
 

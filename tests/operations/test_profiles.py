@@ -1,4 +1,4 @@
-"""Traces of ranges of steps: bound, asked for, refused."""
+"""Traces of ranges of steps: bound, requested, refused."""
 
 import json
 import socket

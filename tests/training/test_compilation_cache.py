@@ -15,7 +15,7 @@ SAVE = checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=1))
 
 @pytest.fixture
 def no_cache():
-  """JAX as a user has it who has not asked for a cache."""
+  """JAX without a configured cache, as most users have it."""
   before = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', None)
   jax_cache.reset_cache()

@@ -18,7 +18,7 @@ NAN_ROWS = toy.ToyDatasetConfig(16, nan_rows=(37, 100))  # of steps 3 and 7
 
 
 def run(model_dir, action, max_skipped=10, **settings):
-  """12 steps of which 3 and 7 are bad, a checkpoint every 2."""
+  """12 steps; steps 3 and 7 are bad, and every second step has a checkpoint."""
   defaults = {
     'train_dataset_cfg': NAN_ROWS,
     'checkpoint_cfg': checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=2)),

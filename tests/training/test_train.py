@@ -229,7 +229,7 @@ def run_two(module, *arguments):
 def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines(
   tmp_path, uninterrupted, caplog
 ):
-  """To that of step 4, because that of step 8 is damaged."""
+  """To checkpoint 4, because checkpoint 8 is damaged."""
 
   class Crash(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
@@ -355,7 +355,7 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
     period = {'eval_period': 2, 'total_steps': total_steps}
     return toy_run.run(tmp_path, actions={'TRAIN_EVAL': [stopping]}, **period)[0]
 
-  assert run(total_steps=4) == 4  # two evaluations, of which the second is worse
+  assert run(total_steps=4) == 4  # two evaluations; the second is worse
   assert run(total_steps=12) == 6
   assert run(total_steps=12) == 6  # a restart trains no further
 

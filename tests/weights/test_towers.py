@@ -326,7 +326,7 @@ def siglip_arrays(project, width=32, patch_size=7, side=4):
 
 
 def test_the_gelu_of_siglip():
-  """Exact in most files of timm, the tanh approximation in those of transformers."""
+  """Exact in most files of timm, the tanh approximation in files of transformers."""
 
   def mlp(project, sizes=(), **config):
     tower = weights.read_tower(siglip_arrays(project, *sizes), config)
