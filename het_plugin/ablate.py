@@ -3,14 +3,14 @@
     python -m het_plugin.ablate --list
     python -m het_plugin.ablate heads --output_dir=runs/ablations/heads --json=heads.json
 
-An ablation is one of ours, by name, or a gin file of your own (docs/ablations.md). --gin.NAME=VALUE
-goes to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE to the ablation. Run the
-command again to go on where it stopped: finished runs are not trained again.
+Give the name of an ablation from the list, or a gin file (docs/ablations.md). --gin.NAME=VALUE goes
+to every run, after the cell's own settings; --gin.Ablation.NAME=VALUE goes to the ablation. To
+continue after an interruption, run the command again: finished runs are not trained again.
 
 The output directory gets results.json, results.txt, index.html, its plots as .png files, and
 a folder per run with its checkpoints, metrics.jsonl and config.gin. The results are printed and
-written after the first seed and again after each further one. Exit codes: 0 done; 2 a setting is
-wrong; 3 a run was not finite; 42 stopped by SIGTERM with a checkpoint saved, to be started again.
+written after every seed. Exit codes: 0 done; 2 a setting is wrong; 3 a run was not finite; 42
+stopped by SIGTERM with a checkpoint saved: start it again.
 """
 
 from het_plugin.operations import stopping
@@ -29,10 +29,12 @@ from het_plugin.experiments import study
 
 def define_flags() -> None:
   command_line.define_binding_flags()
-  flags.DEFINE_bool('list', False, 'Prints the ablations that there are by name.')
-  flags.DEFINE_string('output_dir', None, 'Takes the runs and results; else runs/ablations/NAME.')
-  flags.DEFINE_list('seeds', None, "In place of the ablation's.")
-  flags.DEFINE_multi_string('cell', None, 'Label of a cell to compare, repeatable; else all.')
+  flags.DEFINE_bool('list', False, 'Prints the names of the ablations.')
+  flags.DEFINE_string(
+    'output_dir', None, 'Where runs and results go. Default: runs/ablations/NAME.'
+  )
+  flags.DEFINE_list('seeds', None, 'Seeds to use instead of those of the ablation.')
+  flags.DEFINE_multi_string('cell', None, 'Label of a cell to compare; repeatable. Default: all.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
 
 

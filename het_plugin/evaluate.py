@@ -3,14 +3,13 @@
     python -m het_plugin.evaluate --checkpoint=runs/het_xl --checkpoint=runs/det \\
       --split=validation --ood_dataset=glyphs_heldout --ood_split=test --output_dir=runs/uncertainty
 
-Prints a row per checkpoint: likelihood, calibration, selective prediction, and how well its scores
-tell the inputs of another data set from known ones; paired against the first checkpoint. A file of
-predictions that were saved, here or elsewhere, may take the place of a checkpoint (or follow, as
---predictions). The configuration is the run's own config.gin; gin files and bindings override it,
-such as --gin.eval/Integrator.num_samples=1000.
+Prints a row per checkpoint: likelihood, calibration, selective prediction, and detection of inputs
+from another data set. Differences are to the first checkpoint, paired by example. --checkpoint also
+takes a file of predictions; --predictions adds further files. The configuration is the run's own
+config.gin. Gin files and bindings override it, such as --gin.eval/Integrator.num_samples=1000.
 
-In the output directory: results.json, results.txt, index.html, its plots as .png files, and with
---save_predictions predictions/NAME.npz.
+The output directory gets results.json, results.txt, index.html and its plots as .png files. With
+--save_predictions it also gets predictions/NAME.npz.
 """
 
 from collections.abc import Sequence
@@ -37,19 +36,24 @@ def define_flags() -> None:
     '.safetensors); repeatable.',
   )
   flags.DEFINE_multi_string('predictions', [], 'A file of predictions; repeatable.')
-  flags.DEFINE_string('dataset', None, 'A task; by default what the run trained on.')
-  flags.DEFINE_string('split', None, 'Split of the task; by default what the run evaluated on.')
-  flags.DEFINE_string('ood_dataset', None, 'A task of inputs to be told from known ones.')
+  flags.DEFINE_string('dataset', None, 'A task. Default: the task that the run was trained on.')
+  flags.DEFINE_string(
+    'split', None, 'A split of the task. Default: the split that the run was evaluated on.'
+  )
+  flags.DEFINE_string('ood_dataset', None, 'A task with unknown inputs.')
   flags.DEFINE_string('ood_split', None, 'Split of --ood_dataset.')
   flags.DEFINE_integer(
-    'max_examples', None, 'At most so many of each split, chosen at random.', lower_bound=1
+    'max_examples',
+    None,
+    'Largest number of examples per split, chosen at random.',
+    lower_bound=1,
   )
   flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
-  flags.DEFINE_bool('save_predictions', False, 'Keeps log p in OUTPUT_DIR/predictions/NAME.npz.')
+  flags.DEFINE_bool('save_predictions', False, 'Writes OUTPUT_DIR/predictions/NAME.npz.')
   flags.DEFINE_integer(
-    'covariance_images', 4, 'Draws class correlations of the first images.', lower_bound=0
+    'covariance_images', 4, 'Number of images to draw class correlations of.', lower_bound=0
   )
-  flags.DEFINE_list('covariance_index', [], 'Draws those of the examples of these ids instead.')
+  flags.DEFINE_list('covariance_index', [], 'Example ids to draw instead.')
   flags.DEFINE_integer(
     'homoglyph_examples', 512, 'Images for the homoglyph rate of glyph tasks.', lower_bound=0
   )

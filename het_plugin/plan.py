@@ -1,4 +1,4 @@
-"""Compiles a training run for a TPU slice, on any machine, and says what it needs there.
+"""Compiles a training run for a TPU slice, on any machine, and prints what the run needs there.
 
     python -m het_plugin.plan --gin_file=gin/runs/jft4b_vit_l32_het_xl.gin --topology=v3:8x8 \\
       --mesh=32,4
@@ -6,9 +6,9 @@
 Takes the gin files and flags of training. The real train and eval steps are compiled ahead of time
 with libtpu, which needs no TPU (`pip install 'het_plugin[plan]'`), or for virtual CPU devices
 (--topology=cpu:8). Prints the parameters by sharding, the memory that a device needs and has,
-FLOPs, collectives, and an estimate of the time per step from the chip's peak rates. --search looks
-for the largest batch or number of samples that fits; --grid fills the paper's figures 2 and 5:
-heads by batch sizes by samples. Only gin files are read, and each compilation has its own process.
+FLOPs, collectives, and an estimate of the time per step from the chip's peak rates. --search finds
+the largest batch or number of samples that fits. --grid compiles heads by batch sizes by samples,
+as in figures 2 and 5 of the paper. Only gin files are read. Each compilation has its own process.
 
 Exit codes: 0 the plan is made, whether or not it fits (`fits` in --json); 2 a setting is wrong.
 """
@@ -38,18 +38,18 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'mesh',
     None,
-    'DATA,MODEL or REPLICA,DATA,MODEL devices; without it, what the configuration says.',
+    'DATA,MODEL or REPLICA,DATA,MODEL devices. Default: the mesh of the configuration.',
   )
-  flags.DEFINE_integer('num_slices', 1, 'Slices of that shape; each is a replica.')
+  flags.DEFINE_integer('num_slices', 1, 'Number of slices; each is a replica.')
   flags.DEFINE_enum(
-    'search', None, ['batch', 'samples'], 'Also looks for the largest batch, or S, that fits.'
+    'search', None, ['batch', 'samples'], 'Also finds the largest batch, or S, that fits.'
   )
-  flags.DEFINE_bool('grid', False, 'Compiles heads by batches by samples instead of one run.')
-  flags.DEFINE_list('heads', list(search.HEADS), 'Heads of the grid.')
-  flags.DEFINE_list('batches', ['1024', '2048', '4096', '6144'], 'Batches of the grid.')
-  flags.DEFINE_list('samples', ['10', '100', '1000'], 'Numbers of samples of the grid.')
-  flags.DEFINE_string('png', None, 'Where the grid is drawn.')
-  flags.DEFINE_string('json', None, 'Where all figures are written.')
+  flags.DEFINE_bool('grid', False, 'Compiles a grid of heads, batches and samples.')
+  flags.DEFINE_list('heads', list(search.HEADS), 'Heads in the grid.')
+  flags.DEFINE_list('batches', ['1024', '2048', '4096', '6144'], 'Batch sizes in the grid.')
+  flags.DEFINE_list('samples', ['10', '100', '1000'], 'Numbers of samples in the grid.')
+  flags.DEFINE_string('png', None, 'Where to draw the grid.')
+  flags.DEFINE_string('json', None, 'Where to write all numbers.')
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,15 +1,16 @@
-"""Fits and compares heads on saved representations, to the optimum; no backbone is trained.
+"""Fits heads to saved representations, up to convergence, and compares them; trains no backbone.
 
     python -m het_plugin.probe --train=train.npz --test=test.npz --heads=det,het_xl
-    python -m het_plugin.probe --train=representations/digits  # of `represent`: train and test
+    python -m het_plugin.probe --train=representations/digits  # from `represent`: train and test
     python -m het_plugin.probe --train=X.npy,Y.npy --heads=det,het,het_xl --C=0.1,1,10 --folds=5
     python -m het_plugin.probe --checkpoint=runs/det --dataset=digits
 
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
---C, --C_noise, --num_factors and --tau may list several values: those with the least NLL on a share
-(--validation) of the training rows are taken, and of several --C_noise and 0 (no noise) the
-smallest whose NLL is within a standard error of the least."""
+--C, --C_noise, --num_factors and --tau may list several values. The NLL on a share (--validation)
+of the training rows chooses. For --C_noise, 0 (no noise) is added, and the smallest value within
+one standard error of the best is taken.
+"""
 
 from collections.abc import Sequence
 
@@ -24,31 +25,35 @@ def define_flags() -> None:
   command_line.define_flags()
   distributed.define_flags()
   files = 'F.npz, F.safetensors or X.npy,Y.npy; F.npz:SPLIT if it has several.'
-  flags.DEFINE_string('train', None, f'Representations that the heads are fitted to: {files}')
-  flags.DEFINE_string('test', None, f'Representations that they are scored on: {files}')
+  flags.DEFINE_string('train', None, f'Representations to fit the heads to: {files}')
+  flags.DEFINE_string('test', None, f'Representations to score the heads on: {files}')
   flags.DEFINE_string('ood', None, f'Rows of another distribution, for the AUROC: {files}')
-  flags.DEFINE_enum('target', 'auto', ['auto', 'votes'], 'Whether several labels are votes.')
-  flags.DEFINE_list('mesh', [], 'DATA,MODEL devices that rows and classes are cut over.')
+  flags.DEFINE_enum('target', 'auto', ['auto', 'votes'], 'votes: the labels of a row are votes.')
+  flags.DEFINE_list('mesh', [], 'DATA,MODEL: devices that split rows and classes.')
   flags.DEFINE_string('checkpoint', None, 'Instead of files: a run or a published file.')
-  flags.DEFINE_string('dataset', None, 'With --checkpoint: a task, represented first.')
+  flags.DEFINE_string('dataset', None, 'With --checkpoint: the task to represent.')
   flags.DEFINE_list('splits', ['train', 'test'], 'Splits of --dataset to fit to and to score on.')
-  flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the representation.')
-  flags.DEFINE_string('output_dir', 'representations', 'With --checkpoint: where its files lie.')
-  flags.DEFINE_list('heads', ['det', 'het_xl'], f'Of {", ".join(probe.CLASSIFIERS)}.')
-  flags.DEFINE_string('baseline', None, 'The head to compare with; the first by default.')
+  flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the layer to represent.')
+  flags.DEFINE_string(
+    'output_dir', 'representations', 'With --checkpoint: where to write its files.'
+  )
+  flags.DEFINE_list('heads', ['det', 'het_xl'], f'Heads to fit: {", ".join(probe.CLASSIFIERS)}.')
+  flags.DEFINE_string('baseline', None, 'The head to compare with. Default: the first.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
-  flags.DEFINE_list('C_noise', [], 'The same for the noise; 0.03 of C by default.')
-  flags.DEFINE_list('num_factors', ['8'], 'R, of heads with noise.')
+  flags.DEFINE_list(
+    'C_noise', [], 'Inverse strength of the regularisation of the noise. Default: 0.03 C.'
+  )
+  flags.DEFINE_list('num_factors', ['8'], 'R, for heads with noise.')
   flags.DEFINE_list('tau', ['1'], 'Temperatures: numbers, learned or validation.')
-  flags.DEFINE_list('hidden_layers', [], 'Widths of layers below the heads; none by default.')
+  flags.DEFINE_list('hidden_layers', [], 'Widths of layers below the heads. Default: none.')
   flags.DEFINE_integer('folds', 5, 'Folds of the training rows, without --test.', lower_bound=2)
   flags.DEFINE_float('validation', 0.1, 'Share of the training rows that chooses from a grid.')
-  flags.DEFINE_integer('num_samples', 64, 'S, points of a softmax with noise.', lower_bound=1)
-  flags.DEFINE_float('tol', 1e-4, 'Gradient at which a fit ends.')
-  flags.DEFINE_integer('max_iter', 500, 'Iterations at which it ends anyway.', lower_bound=1)
-  flags.DEFINE_integer('seed', 0, 'Seed of folds and starts.', lower_bound=0)
-  flags.DEFINE_string('json', None, 'Where the rows are written.')
-  flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
+  flags.DEFINE_integer('num_samples', 64, 'S, for a softmax with noise.', lower_bound=1)
+  flags.DEFINE_float('tol', 1e-4, 'A fit ends when its gradient is this small.')
+  flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations.', lower_bound=1)
+  flags.DEFINE_integer('seed', 0, 'Seed of the folds and of the initial values.', lower_bound=0)
+  flags.DEFINE_string('json', None, 'Where to write the rows.')
+  flags.DEFINE_string('html', None, 'Where to write a page with plots.')
 
 
 def settings() -> probe.Settings:

@@ -1,10 +1,10 @@
-"""Trains every head for the same steps on rendered characters and lays the results side by side.
+"""Trains every head for the same steps on rendered characters and compares the results.
 
     python -m het_plugin.quickstart --output_dir=runs/quickstart
 
-A head whose run is complete is not trained again; one that was interrupted goes on. In the output
-directory: results.json (a row per head), results.txt, index.html, its plots as .png files, and a
-run directory per head with its checkpoints, metrics.jsonl, event files, logs and config.gin.
+Complete runs are not trained again, and interrupted runs continue. The output directory gets
+results.json (a row per head), results.txt, index.html and its plots as .png files. It also gets a
+run directory per head with checkpoints, metrics.jsonl, event files, logs and config.gin.
 """
 
 from het_plugin.operations import stopping
@@ -28,7 +28,7 @@ RUN = 'het_plugin/gin/runs/glyphs_quickstart.gin'
 def define_flags() -> None:
   command_line.define_flags()
   flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
-  flags.DEFINE_list('heads', list(HEADS), f'Some of {",".join(HEADS)}.')
+  flags.DEFINE_list('heads', list(HEADS), f'Heads to train, from {",".join(HEADS)}.')
   flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
 

@@ -9,16 +9,15 @@
       --keep=1 --sweep=LEARNING_RATE=1e-4,1e-3 --output_dir=runs/finetuned
 
 `knn`: k-nearest-neighbour accuracy, on test files or leaving out each training example in turn.
-`rank`: that as a proxy for all candidates, and few-shot accuracy of the --keep best of them.
+`rank`: uses this accuracy as a proxy, and measures few-shot accuracy of the --keep best candidates.
 `rankme`: effective rank of the representations. `ensemble`: greedy selection of members by their
 validation NLL, from the files that `het_plugin.evaluate --save_predictions` writes. `soup`: the
 uniform and the greedy average of the parameters. `finetune`: ranks by kNN, trains the --keep best
-with every combination of --sweep, and selects an ensemble; the last two read checkpoints.
+with every combination of --sweep, and selects an ensemble. `soup` and `finetune` read checkpoints.
 
-There is one source per candidate, separated by commas or with a flag each; files are
-representations (.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand
-takes --names, --json, --html and, but for soup, --png; a flag that a subcommand does not read is an
-error.
+Give one source per candidate, separated by commas or with a flag each. Files are representations
+(.npz, .safetensors, F.npz:split, or X.npy,Y.npy) or predictions. Every subcommand takes --names,
+--json and --html. All except soup take --png. A flag that a subcommand does not read is refused.
 """
 
 import functools
@@ -56,29 +55,31 @@ def define_flags() -> None:
   distributed.define_flags()
   flags.DEFINE_multi_string('train', [], 'Representations of the training split.')
   flags.DEFINE_multi_string('validation', [], 'Predictions for the validation split.')
-  flags.DEFINE_multi_string('test', [], 'The same for the test split, in the same order.')
+  flags.DEFINE_multi_string('test', [], 'The same files of the test split, in the same order.')
   flags.DEFINE_multi_string('checkpoint', [], 'Runs, checkpoints or published files.')
-  flags.DEFINE_list('names', None, 'Names of the candidates; by default where their paths differ.')
-  flags.DEFINE_list('k', ['1'], 'Numbers of neighbours; a single one but for knn.')
+  flags.DEFINE_list(
+    'names', None, 'Names of the candidates. Default: the parts in which their paths differ.'
+  )
+  flags.DEFINE_list('k', ['1'], 'Numbers of neighbours. rank and finetune take one.')
   flags.DEFINE_enum('metric', 'euclidean', knn.METRICS, 'Distance of neighbours.')
-  flags.DEFINE_string('keep', '1', "Candidates to evaluate few-shot or to train, or 'all'.")
+  flags.DEFINE_string('keep', '1', "Number of candidates to evaluate or train, or 'all'.")
   flags.DEFINE_list('shots', ['1', '5', '10', '25'], 'Examples per class.')
-  flags.DEFINE_list('seeds', ['0', '1', '2'], 'One few-shot subset is drawn for each.')
+  flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of few-shot subsets, one each.')
   flags.DEFINE_string('l2', 'loo', "Few-shot regularisation: 'loo', 'heldout' or a strength.")
   flags.DEFINE_integer(
-    'max_examples', rankme.MAX_EXAMPLES, 'If there are more, a random choice of this many is used.'
+    'max_examples', rankme.MAX_EXAMPLES, 'Largest number of examples, chosen at random.'
   )
   flags.DEFINE_integer('max_members', 10, 'Largest number of members, repetitions included.')
   flags.DEFINE_bool('replacement', True, 'Whether a member may be added again.')
   flags.DEFINE_multi_string('sweep', [], 'NAME=VALUE,VALUE: values of a gin setting.')
-  flags.DEFINE_string('dataset', None, 'A task; by default what the first run trained on.')
-  flags.DEFINE_string('split', 'validation', 'Of the task: members are chosen on it.')
-  flags.DEFINE_string('test_split', None, 'Of the task: the ensemble is scored on it too.')
+  flags.DEFINE_string('dataset', None, 'A task. Default: the task of the first run.')
+  flags.DEFINE_string('split', 'validation', 'Split that chooses the members.')
+  flags.DEFINE_string('test_split', None, 'Split that scores the ensemble.')
   flags.DEFINE_integer('batch_size', 256, 'Global batch.', lower_bound=1)
   flags.DEFINE_string('output_dir', None, 'Where soups or trained runs go.')
-  flags.DEFINE_string('json', None, 'Where the results are written as JSON.')
-  flags.DEFINE_string('png', None, 'Where the plot is written.')
-  flags.DEFINE_string('html', None, 'Where table, plot and command are written as a page.')
+  flags.DEFINE_string('json', None, 'Where to write the results as JSON.')
+  flags.DEFINE_string('png', None, 'Where to write the plot.')
+  flags.DEFINE_string('html', None, 'Where to write table, plot and command as a page.')
 
 
 def value_of(flag: str) -> Any:
@@ -99,10 +100,10 @@ def main(argv: Sequence[str]) -> None:
     for flag in {flag for _, others in SUBCOMMANDS.values() for flag in others}.difference(read):
       if flags.FLAGS[flag].present:
         readers = ', '.join(name for name, (_, others) in SUBCOMMANDS.items() if flag in others)
-        raise ValueError(f'--{flag} means nothing for {argv[1]}; it is for {readers}')
+        raise ValueError(f'--{flag} has no effect on {argv[1]}: {readers} read it')
     values = flags.FLAGS
     if values.png and argv[1] == 'soup':
-      raise ValueError('--png means nothing for soup, which has no plot')
+      raise ValueError('--png has no effect on soup, which has no plot')
     compute = getattr(importlib.import_module(f'het_plugin.{module}'), argv[1])
     if 'checkpoint' in read:
       distributed.initialize()

@@ -1,10 +1,10 @@
-"""Prints where a run stands, during and after it. RUN_DIR is its MODEL_DIR, local or gs://.
+"""Prints the state and progress of a run. RUN_DIR is its MODEL_DIR, local or gs://.
 
     python -m het_plugin.status runs/het_xl
     python -m het_plugin.status runs/het_xl --watch=10
     python -m het_plugin.status runs/het_xl --profile_steps=5    # asks the run for a profile
 
-Exit codes: 0 the run could be read, whatever its state; 2 RUN_DIR is not a run, or a flag is wrong.
+Exit codes: 0 the run could be read, in any state; 2 RUN_DIR is not a run, or a flag is wrong.
 """
 
 import sys
@@ -22,19 +22,22 @@ _CLEAR = '\x1b[H\x1b[2J'
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('json', None, 'Where the same facts are written as JSON.')
-  flags.DEFINE_string('html', None, 'Where they are written as a page.')
+  flags.DEFINE_string('json', None, 'Where to write the same facts as JSON.')
+  flags.DEFINE_string('html', None, 'Where to write them as a page.')
   flags.DEFINE_float(
-    'watch', None, 'Seconds after which it looks again, until the run is done.', lower_bound=0.1
+    'watch', None, 'Seconds between two readings, until the run is done.', lower_bound=0.1
   )
   flags.DEFINE_float(
     'stale_seconds',
     60,
-    'A run, or a process of it, that gave no sign of life for so long is taken for dead.',
+    'A run or process without a sign of life for this long counts as dead.',
     lower_bound=1,
   )
   flags.DEFINE_integer(
-    'profile_steps', None, 'Asks the run for a profile of so many of its next steps.', lower_bound=1
+    'profile_steps',
+    None,
+    'Asks the run to profile its next steps; the value is their number.',
+    lower_bound=1,
   )
 
 
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _show(run_dir: str) -> str:
-  """Prints and writes where the run stands; its state."""
+  """Prints and writes the facts about the run; returns its state."""
   found = run_status.read(run_dir, flags.FLAGS.stale_seconds)
   print(status_report.text(found), flush=True)
   if flags.FLAGS.json:
@@ -69,7 +72,7 @@ def _show(run_dir: str) -> str:
 def _request_profile(run_dir: str, steps: int) -> None:
   state = run_status.read(run_dir, flags.FLAGS.stale_seconds)['state']
   if state not in (facts.RUNNING, run_status.STARTING):
-    raise ValueError(f'--profile_steps={steps}: {run_dir} is {state}; only a run that runs answers')
+    raise ValueError(f'--profile_steps={steps} needs a running run; {run_dir} is {state}')
   profiles.request(run_dir, steps)
 
 

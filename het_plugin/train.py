@@ -3,10 +3,14 @@
     python -m het_plugin.train --gin_file=gin/runs/glyphs_quickstart.gin \\
       --gin_file=gin/heads/het_xl.gin --gin.MODEL_DIR="'runs/het_xl'"
 
-Run it again to go on where it stopped. Exit codes: 0 done; 1 a checkpoint cannot be written, or any
-other failure; 2 a setting is wrong, or another training is in MODEL_DIR; 3 a step is not finite; 42
-stopped by SIGTERM, with a checkpoint saved; 134 another process is lost or this one is stuck. Start
-again after 42 and 134.
+To continue after an interruption, run it again. Exit codes:
+
+  0    done
+  1    a checkpoint cannot be written, or another failure
+  2    a setting is wrong, or MODEL_DIR has another training
+  3    a step was not finite
+  42   stopped by SIGTERM with a checkpoint saved: start it again
+  134  another process is lost, or this one is stuck: start it again
 """
 
 from het_plugin.operations import stopping

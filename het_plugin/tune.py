@@ -2,11 +2,11 @@
 
     python -m het_plugin.tune --method=all --output_dir=runs/temperature
 
-runs the trainings of each method with every seed and prints them as in table 13. A training that is
-complete is not repeated: run the same command again to go on, or with more methods to add their
-rows. The output directory gets results.json (one row per method), results.txt, index.html, its
-plots as .png files, and a folder per seed with a run directory per training. The table is printed
-and written after every seed.
+Runs the trainings of each method with every seed and prints them as in table 13. To continue, or to
+add methods, run the same command again. Complete trainings are not repeated. The output directory
+gets results.json (one row per method), results.txt, index.html, its plots as .png files, and a
+folder per seed with a run directory per training. The table is printed and written after every
+seed.
 """
 
 from het_plugin.operations import stopping
@@ -34,13 +34,13 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'method',
     [temperature.BASELINE],
-    f'all, or some of {", ".join(temperature.METHODS)}, each with all its rows of table 13; or '
-    f'single rows: {", ".join(row for row in temperature.ROWS if ":" in row)}.',
+    f'all, or methods with all their rows of table 13: {", ".join(temperature.METHODS)}; or single '
+    f'rows: {", ".join(row for row in temperature.ROWS if ":" in row)}.',
   )
   flags.DEFINE_list('grid', list(map(str, temperature.GRID)), 'Temperatures of the grid search.')
-  flags.DEFINE_integer('rounds', 6, 'Of Bayesian optimization.', lower_bound=1)
+  flags.DEFINE_integer('rounds', 6, 'Rounds of Bayesian optimization.', lower_bound=1)
   flags.DEFINE_integer(
-    'trials_per_round', 5, 'Trainings of a round of Bayesian optimization.', lower_bound=1
+    'trials_per_round', 5, 'Trainings per round of Bayesian optimization.', lower_bound=1
   )
   flags.DEFINE_integer('replications', 3, 'Number of seeds: 0, 1, ...', lower_bound=1)
   flags.DEFINE_string('output_dir', 'runs/temperature', 'Where everything goes.')

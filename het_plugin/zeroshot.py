@@ -1,4 +1,4 @@
-"""Zero-shot classification and retrieval of contrastive checkpoints.
+"""Evaluates contrastive checkpoints by zero-shot classification and retrieval.
 
     python -m het_plugin.zeroshot --checkpoint=runs/lit_het_xl --dataset=glyphs_heldout
     python -m het_plugin.zeroshot --gin_file=gin/evaluation/zeroshot_paper.gin \\
@@ -6,10 +6,10 @@
 
     python -m het_plugin.zeroshot --checkpoint=clip.safetensors --dataset=image_folder:/data/birds
 
-prints top-1 and top-5 accuracy on data sets with class names, and recall at 1, 5 and 10 in both
+Prints top-1 and top-5 accuracy on data sets with class names, and recall at 1, 5 and 10 in both
 directions on data sets with captions. --checkpoint may be repeated. A --group is a name and the
-checkpoints of several seeds: its mean and standard error are printed, and for each further group
-the p-value against the first (table 6 of Collier et al. 2023).
+checkpoints of several seeds. For groups, means and standard errors are printed, and the p-value of
+each group against the first (table 6 of Collier et al. 2023).
 """
 
 from collections.abc import Sequence
@@ -33,30 +33,33 @@ def define_flags() -> None:
     'checkpoint', [], "A run's directory, or a checkpoint in it; repeatable."
   )
   flags.DEFINE_multi_string('group', [], 'NAME=DIR,DIR,...: runs of several seeds; repeatable.')
-  flags.DEFINE_list('names', None, 'Names of the --checkpoint runs; by default from their paths.')
+  flags.DEFINE_list('names', None, 'Names of the --checkpoint runs. Default: from their paths.')
   flags.DEFINE_list(
     'dataset',
     None,
-    'By comma: names of data sets that gin files bind to ZeroShotAction.datasets, tasks, or '
-    'NAME=TASK; by default all that are bound, else glyphs_heldout and glyphs_core.',
+    'Data sets that gin files bind to ZeroShotAction.datasets, by name; tasks; or NAME=TASK. '
+    'Default: all that are bound, else glyphs_heldout and glyphs_core.',
   )
   splits = ' or '.join(TEST_SPLITS)
-  flags.DEFINE_string('split', None, f'A split or a slice of one; of a task by default {splits}.')
+  flags.DEFINE_string('split', None, f'A split or a slice of one. Default for a task: {splits}.')
   flags.DEFINE_string('templates', None, "none, photo, ensemble, a text with '{}', or a file.")
   flags.DEFINE_string('class_names', None, "A file with a name per line, in the labels' order.")
   flags.DEFINE_bool('lower', None, 'Whether class names are lower-cased.')
   flags.DEFINE_bool(
-    'identical_captions_right', None, 'Whether a caption is right for all images of its text.'
+    'identical_captions_right', None, 'Whether a caption is right for every image with this text.'
   )
   flags.DEFINE_integer(
-    'max_examples', None, 'At most so many, a fixed random choice.', lower_bound=1
+    'max_examples', None, 'Largest number of examples, a fixed random choice.', lower_bound=1
   )
   flags.DEFINE_enum('resize', None, ['aspect', 'squash'], 'How photographs are made square.')
   flags.DEFINE_integer(
-    'samples', 0, 'Ranks classes by probability under so many noise samples.', lower_bound=0
+    'samples',
+    0,
+    'Ranks classes by their probability under this number of noise samples.',
+    lower_bound=0,
   )
   flags.DEFINE_integer('batch_size', 256, 'Global batch of images and of texts.', lower_bound=1)
-  flags.DEFINE_string('json', None, 'Where all results are written.')
+  flags.DEFINE_string('json', None, 'Where to write all results.')
 
 
 def main(argv: Sequence[str]) -> None:

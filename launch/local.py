@@ -43,7 +43,7 @@ def environments(
   devices: int | None = None,
   gpus_per_process: int | None = None,
 ) -> list[dict[str, str]]:
-  """The environment of each process; `port` is that of the coordinator, process 0.
+  """The environment of each process; `port` is the port of the coordinator, process 0.
 
   Raises:
     ValueError: a number is below 1, both kinds of devices are given, or there are too few GPUs.

@@ -64,7 +64,7 @@ class Group:
   """A command as several processes. Lines of output get the number of their process.
 
   Attributes:
-    stopping: whether a signal has asked for the end.
+    stopping: whether a signal has requested the end.
     code: the exit code; None until `run` has ended.
   """
 
@@ -129,7 +129,7 @@ class Group:
     """Waits for the processes that this one has adopted (`adopt_orphans`).
 
     Their parent was killed, so they are saving (`die_with_parent`). They have `grace_seconds`, or
-    less after a signal. Call it only where all children of this process are those of the group.
+    less after a signal. Call it only where all children of this process belong to the group.
     """
     deadline = time.monotonic() + self._grace_seconds
     while True:
@@ -228,7 +228,7 @@ def _children() -> list[int]:
 def _print_lines(index: int, process: subprocess.Popen, sink: IO[bytes]) -> None:
   for line in process.stdout:
     text = line if line.endswith(b'\n') else line + b'\n'
-    with contextlib.suppress(BrokenPipeError):  # the reader is gone; training goes on
+    with contextlib.suppress(BrokenPipeError):  # the reader is gone; training continues
       sink.write(f'[{index}] '.encode() + text)
       sink.flush()
 

@@ -9,8 +9,8 @@ again until it is done. At the end both runs must be the same bit for bit: the a
 checkpoint, its input position, and metrics.jsonl without times. Equal parameters imply equal
 examples: another batch in any step would change them.
 
-The arguments after "--" are those of het_plugin.train, without MODEL_DIR, TRAIN_STEPS, SAVE_PERIOD,
-EVAL_PERIOD and STATS_PERIOD, which are set here. The default is a tiny HET-XL on digits. Runs on
+The arguments after "--" are arguments of het_plugin.train. MODEL_DIR, TRAIN_STEPS, SAVE_PERIOD,
+EVAL_PERIOD and STATS_PERIOD are set here. The default is a tiny HET-XL on digits. Runs on
 virtual CPU devices of this machine; needs Linux.
 
 Exit codes: 0 the runs are the same; 1 they differ, hang or fail by themselves; 2 a setting is

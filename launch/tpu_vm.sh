@@ -182,7 +182,7 @@ test -x .venv/bin/python || python3 -m uv venv --quiet --python 3.11 .venv; \
 python3 -m uv pip install --quiet --compile-bytecode --python .venv/bin/python -c requirements.txt '.[train,tpu]'"
 }
 
-# Starts training on all hosts, detached from the connection. Hosts that already train go on: launch.supervise refuses to
+# Starts training on all hosts, detached from the connection. Hosts that already train continue: launch.supervise refuses to
 # start twice in one folder.
 start() {
   local arguments=''
@@ -209,7 +209,7 @@ follow() {
   local state
   while true; do
     sleep "$POLL_SECONDS"
-    state="$(resource_state)" || continue # the reason was printed; training goes on
+    state="$(resource_state)" || continue # the reason was printed; training continues
     if [[ "$state" != ACTIVE ]]; then
       echo preempted
       return

@@ -103,7 +103,7 @@ def test_earlier_results_side_by_side(files, run_main, tmp_path):
   assert 'noisy.json has a result of run' in run_main(fewshot, *results, results[1], code=2)
   again = (*pair(files, 'noisy'), '--names=clean', '--shots=5', '--l2=1')
   printed = run_main(fewshot, *results, *again, f'--json={tmp_path / "new.json"}')
-  assert 'this call replace those of --results: clean on saved, 5 shots.' in printed
+  assert '--results: clean on saved, 5 shots.' in printed
   assert 'noisy.json: loo, ' in printed and 'Protocol of this call: loo, ' in printed
   assert len(json.loads((tmp_path / 'new.json').read_text())['rows']) == 2
 
@@ -122,7 +122,7 @@ def test_all_examples_and_warnings(files, run_main, tmp_path):
   assert sorted(shots for _, _, shots in rows) == [5, most]
   assert rows['few', 'saved', 5]['classes_short'] == 1
   assert rows['few', 'saved', 5]['test_unseen'] == int((test_y == 3).sum())
-  assert f'count as wrong: saved {int((test_y == 3).sum())}.' in printed
+  assert f'): saved {int((test_y == 3).sum())}.' in printed
   assert 'Classes with fewer examples than shots' in printed
 
 

@@ -1,6 +1,7 @@
 """The quick start at a tiny size: its files, its fields, its rerun."""
 
 import json
+import re
 
 from het_plugin import quickstart
 from het_plugin.experiments import head_comparison
@@ -54,8 +55,8 @@ def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path)
 
 def test_unknown_head_is_named(run_main, tmp_path):
   message = run(run_main, tmp_path, '--heads=het_xxl', code=2)
-  assert '--heads=het_xxl is unknown: choose from det, det_learned_tau' in message
-  assert '--heads= is unknown: choose from det' in run(run_main, tmp_path, '--heads=', code=2)
+  assert '--heads=het_xxl ' in message and ': choose from det, det_learned_tau' in message
+  assert '--heads= ' in run(run_main, tmp_path, '--heads=', code=2)
 
 
 def result(head, nll, factors=None, extra=0, pace=100.0):
@@ -72,12 +73,10 @@ def test_sentences_follow_from_the_numbers():
     result('HET', 0.95, 50, 500, 200.0),
   ]
   best, cause, cost = head_comparison.sentences(rows)
-  assert 'HET has the lowest NLL, 0.950 nats per example' in best and '65.0%' in best
-  assert 'DET by -0.050, and HET, the best head with noise, by a further -0.100' in cause
-  assert cause.endswith('further -0.100: here noise lowers the NLL.')
+  assert 'HET ' in best and ' 0.950 nats' in best and '65.0%' in best
+  assert re.search(r'DET by -0.050.*\bHET, .* -0.100: .*noise lowers', cause)
   close = head_comparison.sentences([*rows[:2], result('HET', 1.04, 50, 500)])[1]
-  assert close.endswith('by a further -0.010: less than seeds of one head differ by (about 0.05).')
-  assert 'HET has the most parameters, 1,500' in cost and '2.0 times as long as one of DET' in cost
-  assert (
-    'differ by 0.050 nats, from DET, learned tau to DET' in head_comparison.sentences(rows[:2])[1]
-  )
+  assert re.search(r' -0.010: too small .* 0.05\.', close)
+  assert re.search(r'HET .* 1,500; 500 .*\bHET took 2.0 times .* DET\.', cost)
+  without = head_comparison.sentences(rows[:2])[1]
+  assert re.search(r' 0.050 nats, from DET, learned tau to DET,', without)

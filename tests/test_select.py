@@ -136,14 +136,14 @@ def test_ensemble_beside_the_best_and_the_average(runs, run):
 @pytest.mark.parametrize(
   'arguments,words',
   [
-    ([], 'write one of knn, rank, rankme, ensemble'),
-    (['knn'], '--train is not set: give it a file for each candidate'),
-    (['knn', '--shots=1'], '--shots means nothing for knn; it is for rank'),
-    (['soup', '--png=x.png'], '--png means nothing for soup'),
+    ([], 'knn, rank, rankme, ensemble'),
+    (['knn'], '--train is not set'),
+    (['knn', '--shots=1'], '--shots has no effect on knn: rank'),
+    (['soup', '--png=x.png'], '--png has no effect on soup'),
     (['knn', '--train=x.npz'], 'x.npz does not exist'),
-    (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 different names'),
-    (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1, the can'),
-    (['ensemble', '--validation=P,Q'], 'holds other examples than'),
+    (['knn', '--train=x.npz', '--names=a,b'], '--names=a,b must be 1 '),
+    (['rank', '--train=GOOD', '--test=TEST', '--keep=2'], '--keep=2 must be in 1 .. 1'),
+    (['ensemble', '--validation=P,Q'], 'log_prob_test.npz and '),
   ],
 )
 def test_what_is_wrong_is_one_sentence(runs, run, arguments, words):

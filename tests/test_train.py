@@ -57,7 +57,7 @@ def assert_same(got, expected, rtol=1e-4):
 @pytest.mark.slow
 @pytest.mark.parametrize(('head', 'cells'), [('het', (8, 4)), ('het_xl', (4, 2))])
 def test_four_steps_agree_across_meshes_and_microbatches(head, cells, tmp_path):
-  """K = 2,297 on 1 shard, and on 8 or 4, neither of which divides it."""
+  """K = 2,297 on 1 shard, and on 8 or 4 shards, which do not divide it."""
   expected = train_final_params(tmp_path / '0', head, 1, 1)
   got = train_final_params(tmp_path / '1', head, *cells)
   assert_same(got, expected)

@@ -60,7 +60,7 @@ def test_no_hidden_layer_ends_at_the_optimum_of_the_estimator(rows, tmp_path):
 
 
 def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_path):
-  """Its parameters are those of the estimator, with its hidden layer as the backbone."""
+  """It has the parameters of the estimator, with its hidden layer as the backbone."""
   path, x, y = rows
   fitted = estimators.HetXLClassifier(
     hidden_layers=(8,), num_factors=2, num_samples=16, max_iter=10, tol=0.1
@@ -87,7 +87,7 @@ def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_
 
 
 def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
-  """Files of its pre-logits are those of the MLP; the run is one of the main."""
+  """Its files have the pre-logits of the MLP; the run is a run of the main."""
   path, x, _ = rows
   bindings = [
     *(f"MIXTURE_OR_TASK_NAME='features:{path}'", f"MODEL_DIR='{tmp_path}/run'", 'NUM_CLASSES=5'),

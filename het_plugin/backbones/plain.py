@@ -74,8 +74,8 @@ def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
   variables = nn.unbox(variables)
   if state := sorted(set(variables) - {'params', 'params_axes'}):
     raise ValueError(
-      f'the model keeps state beside its parameters ({", ".join(state)}), which a training step '
-      'here does not update: take a layer without it, such as GroupNorm in place of BatchNorm'
+      f'the model has the mutable collections {", ".join(state)}, which training does not update. '
+      'Use a layer without state, such as GroupNorm instead of BatchNorm'
     )
   params = traverse_util.flatten_dict(variables['params'])
   axes = traverse_util.flatten_dict(variables.get('params_axes', {}))
@@ -87,7 +87,7 @@ def with_axes(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
   if added:
     sharded = sum('embed' in metadata.names for metadata in added.values())
     _log.info(
-      '%d parameters have no logical axes: %d are sharded as the axis embed is, the others are '
+      '%d parameters have no logical axes: %d are sharded like the axis embed, the others are '
       'replicated.',
       *(len(added), sharded),
     )

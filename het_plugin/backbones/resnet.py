@@ -221,7 +221,7 @@ def run_stages(
 
   x is [B, H, W, I], and `stages` the numbers of units. A unit is
   `unit(width=..., stride=..., scanned=..., **settings)(x, drop_rate)`; the width doubles from stage
-  to stage. Returns the last output and those of all stages by name: 'stage1', 'stage2', ...
+  to stage. Returns the last output and the outputs of all stages: 'stage1', 'stage2', ...
   """
   rates = drop_path_rates(module.stochastic_depth if train else 0.0, sum(stages))
   one, outputs = rematerialize(unit, module.remat), {}

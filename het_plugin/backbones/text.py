@@ -33,7 +33,7 @@ class TextTransformer(nn.Module):
 
   Attributes:
     vocab_size: ids lie in [0, vocab_size).
-    pooling: 'last', the representation of the last id before the padding; 'token', that of a
+    pooling: the representation to take: 'last', of the last id before the padding; 'token', of a
       learned class token; or 'mean', the mean over all ids before the padding.
     vocab_multiple: the embedding table is padded to a multiple of it, so that meshes divide it.
     causal: whether a token attends to itself and earlier ones only, as in CLIP.

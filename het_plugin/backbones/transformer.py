@@ -296,8 +296,8 @@ def run_blocks(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs the encoder blocks of the compact module that calls this, with its settings.
 
-  x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings those of `ViT`.
-  Returns the last output [B, N, D] and those of all blocks by name: 'block00', 'block01', ...
+  x is [B, N, D]; `is_token` and `rotation` are as for `Attention`, the settings as for `ViT`.
+  Returns the last output [B, N, D] and the outputs of all blocks: 'block00', 'block01', ...
   """
   settings, depth, remat = BlockSettings.of(module), module.depth, module.remat
   names = [f'block{layer:02d}' for layer in range(depth)]

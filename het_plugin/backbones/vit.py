@@ -34,9 +34,9 @@ POSITIONS = ('learned', 'sincos2d', 'rope')
 class PatchEmbedding(nn.Module):
   """Non-overlapping patches, each mapped linearly: image [B, H, W, C] to [B, (H/P)(W/P), D].
 
-  Result and parameters (kernel [P, P, C, D], bias [D]) are those of a P x P convolution of stride
-  P. One matrix product is 1.4 to 3.3 times as fast on CPU at 224 x 224 (forward and backward,
-  P = 16 and 32), and fills a matrix unit for any C.
+  Result and parameters (kernel [P, P, C, D], bias [D]) are the same as in a P x P convolution of
+  stride P. One matrix product is 1.4 to 3.3 times as fast on CPU at 224 x 224 (forward and
+  backward, P = 16 and 32), and fills a matrix unit for any C.
 
   With `stored_patch_size` the kernel has that size and is resized to P (`resize_kernel`).
   """
@@ -142,7 +142,7 @@ class ViT(nn.Module):
     projection_size: width of a linear layer without bias after pooling, as in CLIP; None for none.
     stored_patch_size: patch size of the embedding's parameters, which are resized to patch_size.
     stored_grid: side of the grid of the learned position embeddings, which are resized (bilinear)
-      to that of the image; None for no resizing. With both, one checkpoint serves any patch and
+      to the image's grid; None for no resizing. With both, one checkpoint serves any patch and
       image size.
     moe: `SparseMoe` or `SoftMoe`, experts in place of the MLP of some blocks; None for none.
     adapter_dim: hidden width of a residual adapter after each block, to be trained over a frozen

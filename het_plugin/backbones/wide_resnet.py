@@ -1,7 +1,7 @@
 """Wide ResNets (Zagoruyko and Komodakis 2016, https://arxiv.org/abs/1605.07146) for small images.
 
-The architecture is that of uncertainty-baselines' tables for CIFAR (Nado et al. 2021,
-https://arxiv.org/abs/2106.04015), in which a shortcut that changes the shape reads the input before
+The architecture is as in uncertainty-baselines' tables for CIFAR (Nado et al. 2021,
+https://arxiv.org/abs/2106.04015): a shortcut that changes the shape reads the input before
 normalisation. A training step here carries no statistics of batch normalisation, so there are group
 normalisation and weight standardisation instead, as in `resnet`.
 

@@ -82,7 +82,7 @@ def with_fields(label: np.ndarray, **fields: np.ndarray | None) -> np.ndarray:
 def annotator_numbers(
   where: str, names: np.ndarray, listed: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray]:
-  """Numbers of the people who gave votes, of which bool [N, L] are `listed`.
+  """Numbers the people who gave votes; `listed`, bool [N, L], marks the votes.
 
   `names` are strings or integers [N, L], '' or a negative number for nobody.
 

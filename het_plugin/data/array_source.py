@@ -212,7 +212,10 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
     classes = np.argsort(-labels, axis=1, kind='stable')[:, :most]
     label_weight = np.take_along_axis(labels, classes, axis=1)
     labels = np.where(label_weight != 0, classes, -1)
-  labels = labels.reshape(num_images, -1).astype(np.int64)
+  try:
+    labels = labels_lib.label_rows(labels.reshape(num_images, -1), num_images)
+  except ValueError as error:
+    raise ValueError(f'{name}: {error}') from error
   if not is_soft:
     num_classes = len(names) if names is not None else int(labels.max()) + 1
   labels_lib.check_range(f'{name}: ', labels, num_classes)
@@ -230,7 +233,7 @@ def _labels(name, arrays, names, num_images: int) -> tuple[int, np.ndarray, tupl
   if annotator is not None:
     annotators, annotator = annotations.annotator_numbers(name, annotator, labels >= 0)
   fields = {'label_weight': label_weight, 'weight': weight, 'annotator': annotator}
-  return num_classes, annotations.with_fields(labels.astype(np.int32), **fields), annotators
+  return num_classes, annotations.with_fields(labels, **fields), annotators
 
 
 def _images_info(name: str, path: str) -> tuple[int, dict[str, Any]]:

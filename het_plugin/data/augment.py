@@ -148,5 +148,7 @@ def resolve(augmentations: Sequence) -> tuple[tuple[preprocess.Preprocessor, ...
     made.append(NAMES[given]() if isinstance(given, str) else given)
   mixtures = [x for x in made if isinstance(x, Mixup)]
   if len(mixtures) > 1:
-    raise ValueError(f'augmentations is {augmentations!r}; one of mixup and cutmix is possible.')
+    raise ValueError(
+      f'augmentations is {augmentations!r}, with two mixtures of images: choose one.'
+    )
   return tuple(x for x in made if not isinstance(x, Mixup)), next(iter(mixtures), None)

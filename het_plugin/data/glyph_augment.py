@@ -70,8 +70,8 @@ def _augment_chunk(glyphs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np
 def _inverse_affine(u: np.ndarray, side: int) -> tuple[np.ndarray, ...]:
   """Maps output pixels to source pixels: y' = a y + b x + c, x' = d y + e x + f, each [B].
 
-  u: draws in [0, 1), [B, 6]. Coordinates are those of the bordered glyph for y', x', and count from
-  the centre of the image for y, x.
+  u: draws in [0, 1), [B, 6]. y' and x' are coordinates in the bordered glyph; y and x count
+  from the centre of the image.
   """
   symmetric = 2 * u - 1
   angle = _MAX_ROTATION * symmetric[:, 0]

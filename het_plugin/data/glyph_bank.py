@@ -4,7 +4,7 @@ The classes are frozen in glyph_classes.tsv, so that class ids depend neither on
 tables nor on the fonts' versions. All of them are letters, numbers, symbols or punctuation marks
 (general category L, N, S or P) that have a Unicode name:
   core     glyphs that all 12 DejaVu text faces share (2,297)
-  latin    those of core up to U+017F, Latin Extended-A (316)
+  latin    the part of core up to U+017F, Latin Extended-A (316)
   full     glyphs of any of these faces (6,494)
   heldout  glyphs of at least two STIX faces that are not in core (1,142)
 """
@@ -57,7 +57,7 @@ class GlyphBank:
   images: uint8 [P, S + 2, S + 2], ink = 255; one row for each (class, face) pair for which the face
     has the character. S is the image side; sampling outside of it reads the blank border.
   first: int64 [K + 1]. A class that no face has owns no rows.
-  faces: int64 [P], the number of each row's face in the order in which faces were asked for.
+  faces: int64 [P], the number of each row's face, in the order of the requested faces.
   draw: makes sure that some rows of `images` (by default all) are drawn; call it before they are
     used, from any thread.
   """

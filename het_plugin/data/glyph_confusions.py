@@ -18,7 +18,7 @@ from het_plugin.data.locked_cache import locked_cache
 NUM_CANDIDATES = 9  # the class itself and eight others
 READER_NOISE = 0.5  # h of an image of difficulty 1; levels are 0 to 1, summed over 14 x 14 pixels
 
-SIZE = 28  # glyphs are compared at this side and half the resolution, whatever the image size
+SIZE = 28  # glyphs of any image size are compared at this side and half the resolution
 _LABEL_STREAM = 2**34  # folded into an example's key; apart from the other streams of a glyph
 
 

@@ -19,7 +19,8 @@ from het_plugin.data import pipeline, reader
 class HeldOutDatasetConfig:
   """Two data sets read as one.
 
-  Both must be endless (augment = True on a slice), and held_out's batch_size divides that of train.
+  Both must be endless (augment = True on a slice). The batch_size of held_out must divide the
+  batch_size of train.
   """
 
   train: pipeline.DatasetConfig
@@ -28,8 +29,8 @@ class HeldOutDatasetConfig:
   def __post_init__(self):
     if self.train.batch_size % self.held_out.batch_size:
       raise ValueError(
-        f'HeldOutDatasetConfig.held_out has batch_size {self.held_out.batch_size}; it must divide '
-        f'that of train, {self.train.batch_size}.'
+        f'HeldOutDatasetConfig.held_out.batch_size={self.held_out.batch_size} must divide the '
+        f'batch_size of train, {self.train.batch_size}.'
       )
 
   @property

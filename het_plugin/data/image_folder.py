@@ -28,7 +28,7 @@ class ImageFolderSource:
   """An ExampleSource of RGB images, uint8, in their own sizes.
 
   The layout is the first one if there is a folder PATH/train:
-    PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; the classes are those of train
+    PATH/SPLIT/CLASS/*.jpg   every folder of PATH is a split; train has all classes
     PATH/CLASS/*.jpg         a fixed tenth of every class is 'validation', the rest 'train'
   Class ids follow the sorted folder names. A name of an image that is not a regular file, such as a
   dangling link, is an unreadable image. An optional PATH/labels.csv replaces the labels of the
@@ -152,7 +152,7 @@ class CaptionFileSource:
 
 
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
-  """The label, as a number, and what else there is of each record of labels.csv, by file."""
+  """The label, as a number, and the other fields of each record of labels.csv, by file."""
   found: dict[str, list[dict[str, Any]]] = {}
   for line, record in table_records(table, ('file', 'label')):
     where, vote = f'{table}, line {line}', {'label': numbers.get(record['label'])}

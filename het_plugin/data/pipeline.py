@@ -29,7 +29,7 @@ _ENDLESS = 2**48  # batches
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """Settings of a data set; the names are those of t5x.
+  """Settings of a data set, with the names of t5x.
 
   mixture_or_task_name: a name (see tasks.py) or a task.
   task_feature_lengths: {'image': H, 'label': L}, side of the images and length of the labels; for a
@@ -94,7 +94,7 @@ class DatasetConfig:
 class BatchIterator:
   """Batches of numpy arrays, read ahead by grain.
 
-  ExampleReader.read says what a batch has, with B the number of `rows`. An error in reading a batch
+  `ExampleReader.read` describes a batch; B is the number of `rows`. An error in reading a batch
   is raised by the `next` that would have returned it; this `next` can be repeated.
 
   element_spec: {name: jax.ShapeDtypeStruct} of the GLOBAL batch.

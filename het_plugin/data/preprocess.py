@@ -34,7 +34,7 @@ def decode(encoded: bytes, channels: int = 3) -> np.ndarray | None:
         return simplejpeg.decode_jpeg(encoded)
   try:
     image = Image.open(io.BytesIO(encoded), formats=('JPEG', 'PNG'))
-    if image.mode.startswith('I'):  # 16 bits of grey, of which convert would clip what is above 255
+    if image.mode.startswith('I'):  # 16-bit grey: convert would clip values above 255
       image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     image = image.convert(MODES[channels])
     return np.asarray(image).reshape(*image.size[::-1], channels)

@@ -231,7 +231,7 @@ class _ImageConverter(seqio.FeatureConverter):
     return ds.enumerate().map(convert, num_parallel_calls=tf.data.AUTOTUNE)
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    # seqio needs an entry for every model feature and skips those of rank 0.
+    # seqio needs an entry for every model feature and skips features of rank 0.
     return {**task_feature_lengths, 'index': 1, 'mask': 1}
 
 
@@ -241,7 +241,7 @@ class ImageFeatureConverter(_ImageConverter):
     image  float32 [H, H, C], levels in [-1, 1]
     label  int32 [L], padded with -1
     index  int32 [], the position of the example in the global order, which keys its noise; for
-           tasks that lack it, which are not ours, the running number on this host
+           tasks of others, which lack it, the running number on this host
     mask   float32 [], 1 for examples, 0 for rows that do not count; 1 for tasks that lack it
 
   Raises:

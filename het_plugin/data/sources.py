@@ -39,7 +39,9 @@ class TaskInfo:
   annotators: tuple[str, ...] | None = None
   version: str | None = None
   shown_names: tuple[str, ...] | None = None
-  look_alikes: Callable[[str, int], Sequence[frozenset[int]]] | None = None
+  look_alikes: Callable[[str, int], Sequence[frozenset[int]]] | None = dataclasses.field(
+    default=None, compare=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)

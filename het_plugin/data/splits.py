@@ -54,13 +54,13 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
   name = split.partition('[')[0]
   if name not in splits:
     raise ValueError(
-      f'split is {split!r}; the splits of {task} are {sorted(splits)} (EVAL_SPLIT sets that of '
-      'evaluation in training).'
+      f'split={split!r} is not a split of {task}; choose from {sorted(splits)}. EVAL_SPLIT sets '
+      'the split of evaluation in training.'
     )
   num_records = splits[name]
   if num_records is None:
     raise ValueError(
-      f'split is {split!r}; the split {name!r} of {task} is endless, which has no slices: use '
+      f'split is {split!r}; the split {name!r} of {task} is endless and has no slices: use '
       f'{name!r}, or a slice of a finite split.'
     )
   import tensorflow_datasets as tfds  # takes half a second
@@ -76,7 +76,7 @@ def resolve(split: str, splits: Mapping[str, int | None], task: str = 'the task'
   start, stop = part.from_ or 0, num_records if part.to is None else part.to
   if start >= stop:
     raise ValueError(
-      f'split is {split!r}, which is empty: it goes from record {start} to before record {stop} '
-      f'of the {num_records} that {name!r} of {task} has.'
+      f'split is {split!r}, which is empty: records {start} to {stop} of {name!r} of {task}, which '
+      f'has {num_records} records.'
     )
   return SplitPart(name, start, stop - start)

@@ -106,8 +106,8 @@ class ImageTask:
       )
     if not any(isinstance(x, pp.CentralCrop | pp.Resize) for x in self.eval_preprocessors):
       raise ValueError(
-        f'resize is {resize!r}; it is for photographs of any size, which the images of {self.name} '
-        'are not: it must be None.'
+        f'resize is {resize!r}; it must be None for {self.name}, whose images are not '
+        'photographs of any size.'
       )
     return (pp.CentralCrop(resize),)
 
@@ -200,8 +200,8 @@ def add_image_text_task(
   if vocabulary is not None and not isinstance(vocabulary, str):
     if vocabulary.eos_id != annotations.END:
       raise ValueError(
-        f'vocabulary is {vocabulary}, whose id of end-of-sequence is {vocabulary.eos_id}; it must '
-        f'be {annotations.END}.'
+        f'vocabulary {vocabulary} has the end-of-sequence id {vocabulary.eos_id}; it must be '
+        f'{annotations.END}.'
       )
   return _add(
     ImageTask(name, source, tuple(preprocessors), tuple(eval_preprocessors), vocabulary or 'bytes')

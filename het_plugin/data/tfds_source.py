@@ -163,7 +163,7 @@ def _prepared_builder(name: str) -> tfds.core.DatasetBuilder:
 
 
 def _element(feature: Any) -> Any:
-  """A feature, or that of the elements of a sequence."""
+  """A feature; for a sequence, the feature of its elements."""
   return feature.feature if isinstance(feature, tfds.features.Sequence) else feature
 
 

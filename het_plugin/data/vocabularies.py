@@ -36,7 +36,7 @@ class TokenizerFile(seqio.Vocabulary):
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises Exception itself
-      raise ValueError(f'vocabulary is {path!r}; it is no tokenizer file: {error}') from error
+      raise ValueError(f'vocabulary is {path!r}; it is not a tokenizer file: {error}') from error
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
     self._end = (self._tokenizer.encode('').ids or [None])[-1]

@@ -450,4 +450,4 @@ def _shown(row):
   if 'difference' in row:
     tables['difference'] = {k: v for k, v in row['difference'].items() if k != 'stderr_folds'}
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1', 'brier')}
-  return {'head': row['head'], **shown, 'stderr': errors, 'tables': tables}
+  return {'name': row['head'], **shown, 'stderr': errors, 'tables': tables}

@@ -83,7 +83,7 @@ class PeriodicAction(BaseAction):
     return False
 
   def check(self, run: Run, dataset: Any) -> None:
-    """Raises ValueError if the run, which has no parameters yet, does not fit a data set."""
+    """Raises ValueError if the run does not fit a data set. The run has no parameters yet."""
     raise NotImplementedError
 
   def evaluate(self, run: Run) -> Sequence[tuple[str, Any]]:

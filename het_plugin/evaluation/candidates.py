@@ -26,8 +26,9 @@ def candidate_names(
 ) -> list[str]:
   """`choose_names` for the candidates, whose sources the flag `flag` gives.
 
-  Raises ValueError if there are no sources, if two are equal, or if the numbers of names or test
-  files differ from theirs.
+  Raises:
+    ValueError: there are no sources, two are equal, or the number of names or of test files is
+      not the number of sources.
   """
   if not sources:
     raise ValueError(f'--{flag} is not set: give it a file for each candidate')
@@ -93,8 +94,8 @@ def _check_same(first_source: str, source: str, first: tuple, other: tuple) -> N
   """Compares (index, labels), ascending by index."""
   if not np.array_equal(first[0], other[0]):
     raise ValueError(
-      f'{source} holds other examples than {first_source}: {len(other[0])} and {len(first[0])}, '
-      f'{len(np.intersect1d(first[0], other[0]))} in both'
+      f'{source} and {first_source} have different examples: {len(other[0])} and {len(first[0])}, '
+      f'with {len(np.intersect1d(first[0], other[0]))} in both'
     )
   if not np.array_equal(first[1], other[1]):
-    raise ValueError(f'{source} has other labels than {first_source} for the same examples')
+    raise ValueError(f'{source} and {first_source} have different labels for the same examples')

@@ -62,7 +62,7 @@ def look(
     run: its head has factors, see `why_none`.
     batches: whole batches of a split, the same on every process.
     batch_size: rows of the batches; few, because factors are R + 1 times as large as logits.
-    number: number of examples to take from the start; None takes those of `index`.
+    number: number of examples to take from the start; None takes the examples in `index`.
     index: ids of the examples to take, in this order.
     num_top: m, the number of most probable classes, at most K.
   """
@@ -105,7 +105,7 @@ def look(
     if len(found) >= bound:
       break
   if missing := sorted(set(index) - set(found)):
-    raise ValueError(f'there is no example {missing[0]}')
+    raise ValueError(f'there is no example with id {missing[0]}')
   return [found[i] for i in index] if number is None else list(found.values())[:number]
 
 

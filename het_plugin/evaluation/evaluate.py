@@ -100,7 +100,7 @@ def _fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
 
 
 def evaluate_rows(name: str, source: str, rows: Rows) -> Evaluation:
-  """Scores saved predictions, or those of an estimator."""
+  """Scores predictions, of a file or of an estimator."""
   num_classes = rows.log_prob.shape[1]
   scores, people = _score([rows], num_classes)
   details = {'num_classes': num_classes}

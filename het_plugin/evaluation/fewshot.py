@@ -33,7 +33,7 @@ class FewShotDataset:
     test_split: split or slice that accuracies are measured on.
     max_train, max_test: largest number of examples of the split, a fixed random choice (of an
       endless split, the first ones); None for all.
-    resize: 'squash' or 'aspect', see DatasetConfig; None uses that of the task.
+    resize: 'squash' or 'aspect', see DatasetConfig; None uses the task's own.
   """
 
   name: str
@@ -227,7 +227,7 @@ def make_report(
     run, dataset, shots, mean, stderr = (
       row[x] for x in ('run', 'dataset', 'shots', 'mean', 'stderr')
     )
-    shown = runs.setdefault(run, {'head': run, 'fewshot': {}, 'fewshot_stderr': {}})
+    shown = runs.setdefault(run, {'name': run, 'fewshot': {}, 'fewshot_stderr': {}})
     shown['fewshot'].setdefault(dataset, {})[shots] = mean
     shown['fewshot_stderr'].setdefault(dataset, {})[shots] = stderr
   of_methods, of_pairs = averages(rows), differences(results)
@@ -244,7 +244,7 @@ def make_report(
     notes.append(f'Protocol{of}: {settings}.')
   if replaced:
     names = ', '.join(f'{run} on {dataset}, {n} shots' for run, dataset, n in sorted(replaced))
-    notes.append(f'Results of this call replace those of --results: {names}.')
+    notes.append(f'Results of this call replace results of --results: {names}.')
   tables = []
   if of_methods:
     lines = [
@@ -272,10 +272,10 @@ def make_report(
       'p rows: t-test over test rows; p data sets: signed-rank test over data sets.'
     )
   lowered = {  # what lowers an accuracy
-    'Classes with fewer examples than shots, of which all are used': {
+    'Classes with fewer examples than shots (all their examples are used)': {
       f'{x["dataset"]} {x["shots"]} shots': x['classes_short'] for x in rows
     },
-    'Test rows of classes without any training example, which count as wrong': {
+    'Test rows of classes without a training example (they count as wrong)': {
       x['dataset']: x['test_unseen'] for x in rows
     },
   }

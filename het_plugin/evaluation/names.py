@@ -30,8 +30,10 @@ def short_names(sources: Sequence[str]) -> list[str]:
 def choose_names(
   names: Sequence[str] | None, paths: Sequence[str], distinct: bool = True
 ) -> list[str]:
-  """`names`, or the parts in which the paths differ; ValueError for another number of names, and
-  unless `distinct` is False for equal ones.
+  """`names`, or the parts in which the paths differ.
+
+  Raises:
+    ValueError: the number of names is wrong, or two names are equal and `distinct` is True.
   """
   if names is None:
     return short_names(paths) if paths else []
@@ -56,7 +58,7 @@ def check_names(datasets: Iterable[Any], setting: str) -> None:
 
 
 def _parts(source: str) -> list[str]:
-  """Parts of a path; for features and labels ('X.npy,Y.npy') those of the features."""
+  """Parts of a path; of 'X.npy,Y.npy' (features and labels), the parts of X.npy."""
   parts = source.split(',')[0].rstrip('/').split('/')
   if parts[-1].startswith(_CHECKPOINT):
     parts[-2:] = ['/'.join(parts[-2:])]

@@ -98,8 +98,8 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
   where = '{dataset}, split {split}'.format(**rows[0]) if 'dataset' in rows[0] else 'a file'
   notes = [
     'NLL: nats per example; prec@k: the label is among the k most probable classes; ECE: 15 bins; '
-    'AURC: mean error rate over all coverages; E-AURC: AURC minus that of the best order; AUROC '
-    'errors: how well the confidence tells wrong predictions from right ones.',
+    'AURC: mean error rate over all coverages; E-AURC: AURC minus the AURC of the best possible '
+    'order; AUROC errors: how well the confidence separates wrong predictions from right ones.',
     '± is a standard error over the examples; differences to the first row are paired by example.',
   ]
   if any('disagreement_correlation' in row.get('agreement', {}) for row in rows):
@@ -144,7 +144,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
       'stderr': {'rate': rate['stderr']},
     }
   errors = {name: row['stderr'].get(name) for name in ('nll', 'precision_at_1')}
-  return {'head': row['name'], **shown, 'stderr': errors, 'tables': tables}
+  return {'name': row['name'], **shown, 'stderr': errors, 'tables': tables}
 
 
 def calibration_figures(
@@ -185,7 +185,7 @@ def _plots(evaluations, rows) -> dict[str, reporting.Figure]:
       for e in with_unknown
       if score in e.unknown.scores()
     }
-    title = f'Unknown inputs told from known ones by {_SCORE_TITLES[score]}.'
+    title = f'Detection of unknown inputs by {_SCORE_TITLES[score]}.'
     png = reporting.unit_curves_png(
       rocs,
       title=title,

@@ -42,7 +42,7 @@ class Accuracy:
   top5: float
   num_examples: int  # number of images
   num_classes: int  # K
-  # number of classes whose texts are, in the model's tokens, those of an earlier class. The
+  # number of classes whose texts have the same tokens as the texts of an earlier class. The
   # model cannot tell them apart, and their images are wrong at 1
   classes_alike: int = 0
 

@@ -27,12 +27,12 @@ class ZeroShotDataset:
     name: names its results.
     task: name of a task of classes or of captions.
     split: a split, or a slice of one, 'test[:2000]'.
-    templates: what is said about a class, see `prompts.get_templates`.
+    templates: prompt templates, see `prompts.get_templates`.
     class_names: in place of the task's own, in the order of the labels: names, or the path of a
       text file with one name per line.
     lower: whether class names are lower-cased.
-    max_examples: uses so many examples of the split, a fixed random choice (of an endless split,
-      the first); None for all.
+    max_examples: largest number of examples of the split, a fixed random choice (of an endless
+      split, the first ones); None for all.
     resize: 'squash' or 'aspect', see DatasetConfig; None for the task's own.
     identical_captions_right: for captions, see `zeroshot.retrieval_recall`.
   """

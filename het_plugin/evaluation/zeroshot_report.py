@@ -64,7 +64,7 @@ def choose_datasets(
 ) -> tuple[ZeroShotDataset, ...]:
   """The data sets of --dataset (names of bound ones, tasks, or NAME=TASK), or all that are bound.
 
-  `changes` are settings that replace those of the data sets; None leaves a setting.
+  `changes` replace settings of the data sets; None leaves a setting.
   """
   known = {dataset.name: dataset for dataset in bound or DEFAULT_DATASETS}
   changes = {name: value for name, value in changes.items() if value is not None}
@@ -142,7 +142,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> reporting.Report:
     title='Zero-shot evaluation',
     introduction='Zero-shot classification and retrieval.',
     tables=tables,
-    notes=[f'Classes or captions of the same words as one before: {alike}.'] if alike else [],
+    notes=[f'Classes or captions with the same words as an earlier one: {alike}.'] if alike else [],
     json={**(plain[0] if len(plain) == 1 else {}), 'rows': plain, 'groups': groups},
   )
 

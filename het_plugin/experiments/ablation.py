@@ -36,7 +36,7 @@ _ANALYSIS = 'analysis.json'
 class Ablation:
   """A comparison of cells.
 
-  Settings are gin files and bindings (`study`); those of a cell come after `shared`.
+  Settings are gin files and bindings (`study`); the settings of a cell come after `shared`.
 
   Attributes:
     title: one line.
@@ -85,8 +85,8 @@ class Ablation:
       raise ValueError(f'Ablation.seeds={tuple(self.seeds)} must be different numbers')
     if common := set(self.seeds) & set(self.choose_seeds):
       raise ValueError(
-        f'Ablation.choose_seeds has {sorted(common)}, which seeds has too: a run that chooses is '
-        'none that is reported'
+        f'Ablation.choose_seeds and Ablation.seeds share {sorted(common)}; runs that choose '
+        'hyperparameters must not be reported'
       )
     order = list(self.cells)
     for label, bindings in self.measured.items():
@@ -193,11 +193,13 @@ class _Training:
     tried = [values | {NLL: self._mean_nll(label, values)} for values in candidates]
     best = min(range(len(tried)), key=lambda i: tried[i][NLL])
     if not math.isfinite(tried[best][NLL]):
-      raise ValueError(f'Ablation: no values of {", ".join(candidates[0])} let {label!r} train')
+      raise ValueError(
+        f'Ablation: every run of {label!r} failed, with all values of {", ".join(candidates[0])}'
+      )
     for name, value in candidates[best].items():
       values = [x[name] for x in candidates if isinstance(x[name], int | float)]
       if len(set(values)) > 2 and value in (min(values), max(values)):
-        _log.warning('%s: the best %s, %s, is at the end of those tried.', label, name, value)
+        _log.warning('%s: the best %s, %s, is at an end of the values tried.', label, name, value)
     return candidates[best], tried
 
   def _mean_nll(self, label: str, values: Mapping[str, Any]) -> float:
@@ -246,7 +248,7 @@ class _Training:
       introduction=f'{ablation.paper} Here: mean and standard error of {len(seeds)} seeds '
       f'({", ".join(map(str, seeds))}) on {ablation.report_split}.',
       row_title='cell',
-      rows=rows,
+      rows=[{'name': row['head']} | {k: v for k, v in row.items() if k != 'head'} for row in rows],
       tables=[table for table in tables if table.lines],
       notes=[
         'extra: parameters beyond the deterministic head. Parameters are counted without the '
@@ -281,7 +283,7 @@ class _Training:
     return row | {'runs': values, 'chosen': dict(self._chosen[label][0])}
 
   def _differences_of(self, label: str) -> dict[str, dict[str, float | None]]:
-    """What the analysis wrote per example minus that of the first cell, paired; {} if nothing."""
+    """Differences per example to the first cell, from what the analysis wrote; {} if nothing."""
     files = [
       [folder / analyses.NLL_FILE for folder in self._folders[name]]
       for name in (label, self._ablation.first)
@@ -348,7 +350,7 @@ def _with_nans(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _final_values(run_dir: Path, names: Sequence[str]) -> dict[str, float]:
-  """The last values of metrics, from the files of a run; ValueError for one that it lacks."""
+  """The last values of metrics, from the files of a run; ValueError if a metric is missing."""
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   found = {}
   for line in metrics:

@@ -43,7 +43,7 @@ class NoiseEffect:
 
     noise / tau: root of the mean variance of logits / tau over classes and examples, without the
       part that all classes of an example share, to which the softmax is invariant;
-    NLL without noise: NLL of the noise-free logits minus that of the run's own integrator, nats
+    NLL without noise: NLL of the noise-free logits minus the NLL of the run's own integrator, nats
       per example.
 
   Both are 0 for a deterministic head.

@@ -4,11 +4,11 @@ The recipe of Mustafa et al. 2020 (https://arxiv.org/abs/2010.06866): rank pre-t
 by the leave-one-out k-nearest-neighbour accuracy of their representations of the training examples,
 fine-tune the best ones with a small sweep, and add members greedily by the validation NLL.
 
-Every part is a file in the output directory, so a study that was interrupted goes on:
+Every part is a file in the output directory, so an interrupted study continues:
 
     representations/NAME/...   of each candidate
     runs/NAME/SETTING/         a training run of a candidate that was kept
-    predictions/SPLIT/...npz   what the ensemble is selected from
+    predictions/SPLIT/...npz   the candidates for the ensemble
 """
 
 import dataclasses
@@ -66,11 +66,11 @@ def finetune(
 
   Raises:
     ValueError: a setting is wrong.
-    exit_codes.Preempted: a SystemExit, after SIGTERM; the same call goes on.
+    exit_codes.Preempted: a SystemExit, after SIGTERM; the same call continues.
   """
   names = candidate_names(names, checkpoint, flag='checkpoint')
   if not output_dir:
-    raise ValueError('--output_dir is not set: where the runs are written')
+    raise ValueError('--output_dir is not set: name the folder for the runs')
   if len(k) != 1:
     raise ValueError(f'--k={",".join(map(str, k))} must be one number, the k of the proxy')
   num_kept = number_to_keep(keep, names)
@@ -141,7 +141,7 @@ def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
     bindings = []
     trained = runs.configuration(found).argument('model')
     restore['ema'] = optimizers.evaluates_ema(trained.optimizer_def)  # as when it is ranked
-    # The classes of the task are others, whatever their number.
+    # The task has other classes, even if their number is the same.
     restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
     restore['assignment_map'] = (('head/.*', None),)
   bindings = [

@@ -1,6 +1,6 @@
 """FLOPs of heads by the number of Monte Carlo samples S (figures 3 and 4), counted in the program.
 
-Nothing is computed, so the sizes are those of the paper.
+Nothing is computed, so the paper's sizes can be used.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ class Flops:
       introduction=f'{self.paper} Here: floating point operations of matrix products and '
       'convolutions, 2 per multiply and add, of forward and backward pass.',
       row_title='cell',
-      rows=rows,
+      rows=[{'name': row['head']} | {k: v for k, v in row.items() if k != 'head'} for row in rows],
       notes=[
         f'The backbone alone: {backbone.train / _GIGA:.4g} GFLOP per image in training, '
         f'{backbone.evaluation / _GIGA:.4g} in evaluation.'

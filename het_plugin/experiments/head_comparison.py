@@ -1,7 +1,7 @@
 """Trains every head in the same way and compares them, as the quick start does.
 
-The run of a head is complete if done.json is in its folder. A complete run is not trained again,
-and an interrupted one goes on.
+The run of a head is complete if done.json is in its folder. Complete runs are not trained again,
+and interrupted runs continue.
 """
 
 import itertools
@@ -46,8 +46,8 @@ _NOTES = (
   'for a head that an earlier start had trained, the median over its run.',
   'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
   'typefaces that training did not show. Mean and standard error over draws of the shots.',
-  'Chance guesses uniformly. The ceiling is the best precision@1 that identical glyphs of '
-  'different characters leave.',
+  'Chance is a uniform guess. The ceiling is the best possible precision@1: some characters have '
+  'identical glyphs.',
   'Each row is one run with one seed: `python -m het_plugin.ablate heads` compares with several.',
 )
 
@@ -137,7 +137,7 @@ def ms_per_step(run_dir: Path) -> float | None:
 
 
 def row(head: str, run_dir: Path) -> dict[str, Any]:
-  """The row of a finished run, from its files; counts are those of the configured model."""
+  """The row of a finished run, from its files, with parameter counts of the configured model."""
   metrics = run_files.read_lines(run_dir / 'metrics.jsonl')
   task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
   final = trainings.final_evaluations(metrics)[f'training_eval/{task}']
@@ -183,8 +183,8 @@ def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
   from het_plugin.data.glyph_bank import homoglyph_ceiling
 
   return [
-    {'head': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
-    {'head': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
+    {'name': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
+    {'name': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
   ]
 
 
@@ -194,8 +194,9 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
   found = [
     f'After {best["steps"]:,} steps {best["head"]} has the lowest NLL, {best["nll"]:.3f} nats per '
-    f'example, and names {best["precision_at_1"]:.1%} of the unseen renderings correctly; '
-    f'guessing has {math.log(best["num_classes"]):.3f} nats and {1 / best["num_classes"]:.2%}.'
+    f'example (guessing: {math.log(best["num_classes"]):.3f}). It names '
+    f'{best["precision_at_1"]:.1%} of the unseen renderings correctly (guessing: '
+    f'{1 / best["num_classes"]:.2%}).'
   ]
   noisy = [row for row in rows if row['num_factors']]
   det, tau = by_head.get(HEADS['det']), by_head.get(HEADS['det_learned_tau'])
@@ -203,12 +204,13 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     noise = min(noisy, key=lambda r: r['nll'])
     change = noise['nll'] - tau['nll']
     if abs(change) < _SEED_SPREAD:
-      verdict = f'less than seeds of one head differ by (about {_SEED_SPREAD})'
+      verdict = f'too small to tell: seeds of one head differ by about {_SEED_SPREAD}'
     else:
       verdict = f'here noise {"lowers" if change < 0 else "raises"} the NLL'
     found.append(
-      f'A learned temperature alone changes the NLL of DET by {tau["nll"] - det["nll"]:+.3f}, and '
-      f'{noise["head"]}, the best head with noise, by a further {change:+.3f}: {verdict}.'
+      f'A learned temperature changes the NLL of DET by {tau["nll"] - det["nll"]:+.3f}. '
+      f'{noise["head"]}, the best head with noise, changes it by a further {change:+.3f}: '
+      f'{verdict}.'
     )
   else:
     found.append(
@@ -218,9 +220,9 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   large = max(rows, key=lambda r: r['num_params'])
   slow, fast = max(rows, key=_pace), min(rows, key=_pace)
   found.append(
-    f'{large["head"]} has the most parameters, {large["num_params"]:,}, of which '
-    f'{large["extra_params"]:,} are its noise and temperature, and a step of {slow["head"]} took '
-    f'{_pace(slow) / max(_pace(fast), 1e-9):.1f} times as long as one of {fast["head"]}.'
+    f'{large["head"]} has the most parameters, {large["num_params"]:,}; '
+    f'{large["extra_params"]:,} of them are noise and temperature. A step of {slow["head"]} took '
+    f'{_pace(slow) / max(_pace(fast), 1e-9):.1f} times as long as a step of {fast["head"]}.'
   )
   return found
 
@@ -263,7 +265,8 @@ def make_report(
 ) -> reporting.Report:
   """Compares heads, from their rows (`row`), {head: folder} and rows to compare with."""
   shown = [
-    {k: v for k, v in row.items() if not k.startswith('fewshot') and k != 'steps'}
+    {'name': row['head']}
+    | {k: v for k, v in row.items() if not k.startswith('fewshot') and k not in ('head', 'steps')}
     | {'fewshot': row['fewshot_by_dataset'], 'fewshot_stderr': row['fewshot_stderr_by_dataset']}
     for row in rows
   ]
@@ -277,9 +280,9 @@ def make_report(
     return trainings.draw_curves(titles, 'Training loss and temperature.') | {
       'examples': reporting.Figure(
         _examples(titles),
-        'Unseen renderings, from the one of which the first head is surest (left) to the most '
-        'doubtful, and the most probable character by each head with its probability. Green is '
-        'right. Where different characters look alike, no head can be sure.',
+        "Unseen renderings in the order of the first head's confidence, with the most probable "
+        'character of each head and its probability. Green is right. Some characters look alike, '
+        'so no head can be sure of them.',
         'Examples with the prediction of each head.',
         recolour=False,
       )

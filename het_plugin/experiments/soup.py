@@ -31,9 +31,9 @@ UNIFORM, GREEDY = 'uniform', 'greedy'
 def greedy_soup(scores: Sequence[float], try_with: Callable[[list[int]], float]) -> list[int]:
   """The members of a greedy soup, the best candidate first.
 
-  Candidates are tried from the best to the worst; one stays in if the average with it is at least
-  as good as the average without. `scores` are those of each candidate alone, larger is better, and
-  `try_with` maps candidates to the score of their average.
+  Candidates are tried from the best to the worst. One stays in if the average with it is at least
+  as good as the average without. `scores` has the score of each candidate alone, and larger is
+  better. `try_with` maps candidates to the score of their average.
   """
   order = sorted(range(len(scores)), key=lambda i: -scores[i])
   members, best = order[:1], scores[order[0]]
@@ -57,15 +57,15 @@ def soup(
 
   Args:
     gin_settings: go after the configuration of the first candidate, whose model and mesh are used.
-    dataset, split: what members are chosen on, by precision@1; None for the run's task.
+    dataset, split: the data that choose the members, by precision@1; None for the run's task.
     output_dir: gets a run `uniform` and a run `greedy`, which every main opens.
 
   Raises:
-    ValueError: a setting is wrong, or the parameters of a candidate are not those of the first.
+    ValueError: a setting is wrong, or the parameters of two candidates differ in name or shape.
   """
   names = candidate_names(names, checkpoint, flag='checkpoint')
   if not output_dir:
-    raise ValueError('--output_dir is not set: where the soups are written')
+    raise ValueError('--output_dir is not set: name the folder for the soups')
   folders = {name: epath.Path(output_dir) / name for name in (GREEDY, UNIFORM)}
   for folder in folders.values():
     if checkpoint_reader.steps(folder):
@@ -130,7 +130,7 @@ def soup(
     'one adds candidates from the best to the worst and keeps those that do not lower precision@1.',
     row_title='candidate',
     rows=[
-      {'head': row['candidate'], 'members': row['num_members']}
+      {'name': row['candidate'], 'members': row['num_members']}
       | {title: f'{row[name]:.4f}' for title, name in (('NLL', 'nll'), ('P@1', 'precision_at_1'))}
       for row in rows
     ],

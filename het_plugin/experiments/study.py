@@ -49,7 +49,7 @@ def load(name: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = 
 
 
 def split_bindings(bindings: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The bindings of studies, and those of runs."""
+  """The bindings of studies, and the bindings of runs."""
   own = [binding for binding in bindings if binding.startswith(('Ablation.', 'Flops.'))]
   return own, [binding for binding in bindings if binding not in own]
 
@@ -64,7 +64,7 @@ def listing() -> str:
 class Request:
   """The settings of a study on the command line.
 
-  `gin_bindings` come after those of every cell. `seeds` replace those of the study (None keeps
+  `gin_bindings` come after the bindings of every cell. `seeds` replace the study's own (None keeps
   them), and `cells` are the labels of the cells to run (None for all).
   """
 

@@ -2,7 +2,7 @@
 appendix G).
 
 The data have three parts: a training set, a validation set on which tau is chosen, and a test set.
-Results are those of the test set:
+Results are measured on the test set:
 
   grid search, Bayesian optimization   one training per tau; the best validation NLL wins
     (2 folds)    the test set chooses, and the validation data are trained on too
@@ -80,7 +80,7 @@ def parse_methods(names: Sequence[str]) -> list[str]:
     found = [row for row in ROWS if name in ('all', row, row.partition(':')[0])]
     if not found:
       raise ValueError(
-        f'--method={name} is unknown: choose from all, {", ".join(METHODS)}, or of their rows '
+        f'--method={name} is unknown: choose from all, {", ".join(METHODS)}, or single rows '
         f'{", ".join(row for row in ROWS if ":" in row)}'
       )
     chosen |= set(found)
@@ -328,7 +328,7 @@ _AVERAGED = ('nll', 'precision_at_1', 'tau', 'validation_nll')
 
 def table(outcomes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
   """The rows of the table, from `Study.outcome` of each row and replication: means, standard errors
-  and `welch_p`, p of Welch's test that a row's test NLL is that of simple training.
+  and `welch_p`, p of Welch's test of a row's test NLL against simple training.
   """
   nlls = {row: [outcome['nll'] for outcome in found] for row, found in outcomes.items()}
   rows = []
@@ -370,7 +370,7 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     figures = {
       'tau': reporting.Figure(
         png,
-        'Test NLL by tau: the trials of a search, the end of the others; means over replications.',
+        'Test NLL by tau, means over replications: trials of a search, or the end of a training.',
         'Test NLL of every training against its temperature.',
       )
     }
@@ -386,15 +386,16 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
     json=rows,
     row_title='method',
     rows=[
-      {k: v for k, v in row.items() if k not in ('replications', 'row', 'welch_p')}
+      {'name': row['head']}
+      | {k: v for k, v in row.items() if k not in ('head', 'replications', 'row', 'welch_p')}
       | ({'p': reporting.p_text(row['welch_p'])} if 'welch_p' in row else {})
       for row in rows
     ],
     notes=[
-      'NLL and prec@1: of the test set, which neither training nor the choice of tau saw. '
-      'With (2 folds) it chose tau. Validation NLL: of the set that chose tau.',
-      'trainings and steps: what one replication takes. ms/step: of the chosen training.',
-      "p: of Welch's test that the NLL is that of simple training.",
+      'NLL and prec@1 are on the test set. Except with (2 folds), the test set chooses nothing. '
+      'Validation NLL is on the set that chose tau.',
+      'trainings and steps: the cost of one replication. ms/step: the chosen training.',
+      "p: Welch's test of the NLL against simple training.",
     ],
     draw=draw,
     configs={last: (seed_0[last] / 'config.gin').read_text()},
@@ -402,8 +403,8 @@ def make_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> reporting.Re
 
 
 def _tau_nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-  """{title: (tau, test NLL)}, means over replications: by tau the trials of a search, of the others
-  where they ended. A retrained one is left out where its search has a line already.
+  """{title: (tau, test NLL)}, means over replications. A search has a point per tau; another
+  training has the point where it ended. A retrained one is left out if its search has a line.
   """
   lines, names = {}, {row['row'] for row in rows}
   for row in rows:

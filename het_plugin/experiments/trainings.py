@@ -52,8 +52,8 @@ def complete(
 
   Raises:
     ValueError: a setting is wrong, or the folder has another run.
-    exit_codes.Preempted: SIGTERM arrived; call again to go on. It is also raised if the signal came
-      so late that the run was completed.
+    exit_codes.Preempted: SIGTERM arrived; call again to continue. It is also raised if the signal
+      came so late that the run was completed.
   """
   run.parse(run_dir)
   config = gin.config_str()

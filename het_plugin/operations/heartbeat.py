@@ -31,8 +31,8 @@ _MESSAGE_LENGTH = 500
 class Heartbeat:
   """Beats in a thread while the context lasts, and writes how the process ended.
 
-  Nothing is written before `begin`. A start that is refused, by an error of a setting before it is
-  known from which step training goes on, is not kept: it was no attempt to train.
+  Nothing is written before `begin`. A start that ends with an error of a setting, before the step
+  to continue from is known, leaves no attempt.
   """
 
   def __init__(self, recorder: Recorder, stall_seconds: float, poll: Callable[[], None]):
@@ -96,7 +96,7 @@ class Heartbeat:
     self._failed(text, code)
 
   def attempt(self, name: str, task: Callable[[], None]) -> None:
-    """Calls a task on which training does not depend.
+    """Calls a task that training does not depend on.
 
     Only the first of several errors in a row is logged, because a full disk stays full.
     """
@@ -104,7 +104,7 @@ class Heartbeat:
       task()
     except Exception as error:
       if name not in self._failing:
-        _log.warning('Training goes on without its %s: %s', name, error)
+        _log.warning('Training continues without its %s: %s', name, error)
       self._failing.add(name)
     else:
       self._failing.discard(name)

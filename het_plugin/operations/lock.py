@@ -1,8 +1,8 @@
 """One training at a time in a run's directory.
 
 The kernel locks the file `lock` and releases it when the process ends, however it ends. In an
-object store (gs://), which has no locks, the facts of the newest attempt are watched: a process 0
-that runs renews them.
+object store (gs://), which has no locks, the facts of the newest attempt are watched: while it
+runs, its process 0 renews them.
 """
 
 import contextlib
@@ -102,8 +102,7 @@ def _wait_for_silence(model_dir: epath.Path, patience: float) -> None:
 
 def _in_use(model_dir: epath.Path, holder: str) -> ValueError:
   return ValueError(
-    f'model_dir={model_dir} is in use: {holder}, trains in it; stop that one, or take another '
-    'model_dir'
+    f'model_dir={model_dir} is in use by {holder}: stop that training, or take another model_dir'
   )
 
 

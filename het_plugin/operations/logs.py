@@ -1,8 +1,8 @@
 """The log of each process of a run as JSON lines, beside its checkpoints.
 
 A line has time (Unix seconds), level, process, step, phase, logger, message and, for an error, the
-traceback as exception. Logged are all messages of `het_plugin`, and warnings and errors of all
-other libraries.
+traceback as exception. All messages of `het_plugin` are logged, and the warnings and errors
+of all other libraries.
 
 A process appends to logs/process-00000.jsonl; beyond a size the file becomes process-00000.jsonl.1.
 Nothing can be appended in an object store (gs://), where the launcher keeps the output.

@@ -34,7 +34,7 @@ def request(model_dir: epath.PathLike, steps: int) -> None:
   """Asks a run for a profile of its next steps; ValueError if there is a request already."""
   path = epath.Path(model_dir) / REQUEST
   if path.exists():
-    raise ValueError(f'{path} exists: a profile is asked for already.')
+    raise ValueError(f'{path} exists: a profile was requested already.')
   run_files.write_json(path, {'steps': steps})
 
 
@@ -46,7 +46,7 @@ def server(port: int | None) -> Iterator[None]:
     return
   index = jax.process_index()
   try:
-    # If a port is taken, jax only logs this and goes on.
+    # If a port is taken, jax only logs this.
     with socket.create_server(('', port + index)):
       pass
   except (OSError, OverflowError) as error:
@@ -65,7 +65,7 @@ class Profiler:
   """Traces ranges of steps, each into profile/plugins/profile/step_FIRST of the run's directory.
 
   `before`, `after` and `close` are called by the training thread, `poll` by another. A trace that
-  fails is logged, and training goes on.
+  fails is logged, and training continues.
   """
 
   def __init__(self, run: observer.ObservedRun, recorder: Recorder, lead_seconds: float):
@@ -151,7 +151,7 @@ class Profiler:
       first = now.step + 1 + ahead
       asked = {'first': first, 'last': first + asked.get('steps', STEPS) - 1}
       run_files.write_json(self._request, asked)
-      _log.info('A profile is asked for: steps %(first)d to %(last)d will be traced.', asked)
+      _log.info('Profile requested: steps %(first)d to %(last)d will be traced.', asked)
     if asked['last'] > now.step:
       self._planned.add((asked['first'], asked['last']))
     else:

@@ -1,4 +1,4 @@
-"""Where a run stands, from the files that it writes, also on another machine.
+"""The state and progress of a run, from its files, also on another machine.
 
 This module imports neither JAX nor orbax, so that it answers at once.
 """
@@ -17,7 +17,7 @@ from het_plugin.operations import goodput
 from het_plugin.operations.facts import FAILED, FOLDER, RUNNING, Facts
 from het_plugin.training import observer, run_files
 
-# Further states of a run. STALE: it gives no sign of life any more, without a reason.
+# Further states of a run. STALE: it stopped giving signs of life, without a reason.
 STARTING, STALE = 'starting', 'stale'
 KILLED = 'killed'  # an attempt that did not write how it ended
 
@@ -221,7 +221,7 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
     reason = (found['message'] or 'no reason is given').rstrip('.')
     problems.append(f'The run failed: {reason}.')
   if state == STALE and age is not None:
-    problems.append(f'No sign of life for {goodput.duration(age)}: it was killed, or stands still.')
+    problems.append(f'No sign of life for {goodput.duration(age)}: it was killed, or it hangs.')
   if state in (RUNNING, STARTING):
     for key, words in (('is_silent', 'Silent: {}.'), ('is_behind', 'The others wait for {}.')):
       if numbers := [str(row['process']) for row in found['processes'] if row[key]]:

@@ -1,4 +1,4 @@
-"""Where a run stands (`run_status`), as text and as a page."""
+"""The state and progress of a run (`run_status`), as text and as a page."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ def _files(found: Found) -> list[tuple[str, str]]:
     lines.append(('last complete checkpoint', f'step {checkpoint["step"]:,}, {age}, {size}'))
   lines += [(title, _enumeration(found[key])) for key, title in _STEPS.items() if found[key]]
   if found['profile_is_requested']:
-    lines.append(('profile', 'asked for'))
+    lines.append(('profile', 'requested'))
   if found['corrupt_records']:
     lines.append(('corrupt records', f'{found["corrupt_records"]:,}'))
   return lines

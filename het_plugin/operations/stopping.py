@@ -78,8 +78,8 @@ def reached() -> bool:
   from jax.experimental import multihost_utils
 
   # The service announces the highest count so far plus one, and is true at that count only. Step
-  # numbers cannot be used: those of a resumed run begin above one, so it would never stop for a
-  # signal before its first step, and they do not advance in an evaluation.
+  # numbers cannot be used. A resumed run begins above one, so it would never stop for a signal
+  # before its first step. And step numbers do not advance in an evaluation.
   _num_calls += 1
   return multihost_utils.reached_preemption_sync_point(_num_calls)
 
@@ -156,7 +156,7 @@ def _receive(number: int, again: bool) -> None:
     leave('Ctrl-C again: leaving at once, unsaved.', 128 + number)
   saves, farewell = _training or (lambda: False, lambda: None)
   if _installed and not saves() and not _is_distributed():
-    line = f'{name}: stopped. There was nothing new to save; the same command goes on.'
+    line = f'{name}: stopped. There was nothing new to save; the same command continues.'
     leave(line, exit_codes.PREEMPTED, farewell)
   hint = ' Once more leaves at once, unsaved.' if is_interrupt else ''
   _log.warning('%s: saving and exiting after this step.%s', name, hint)

@@ -10,7 +10,7 @@ _REQUIREMENT = re.compile(r'([\w.-]+)([^;]*)(.*)')
 def unsupported() -> str:
   """One sentence on the installed packages that are too old or too new, '' if there are none.
 
-  Read are the ranges of the core and of the extra `train`. A package that is not installed is fine.
+  The ranges of the core and of the extra `train` count. A package may also be missing.
   """
   found, wanted = [], []
   for requirement in _of(importlib.metadata.requires, 'het_plugin') or ():

@@ -53,7 +53,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
       first = ' '.join(line.strip() for line in message.strip().splitlines()[:3])
       lines.append(f'The compiler on the {step} step: {first}')
   name = dominant(plan)
-  lines.append(f'What weighs most: {name}. What helps: {_ADVICE[name]}.')
+  lines.append(f'The largest part: {name}. To reduce it: {_ADVICE[name]}.')
   return '\n'.join(lines)
 
 

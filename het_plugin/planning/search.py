@@ -33,8 +33,8 @@ def largest_that_fits(
 ) -> int | None:
   """The largest batch or number of samples that fits, to within a sixteenth, at most `_LARGEST`.
 
-  `first` is the plan of the unchanged configuration, and `compile_fn` maps a value to its plan, of
-  which it prints a line. A batch is a multiple of the number of its shards. None if nothing fits.
+  `first` is the plan of the unchanged configuration. `compile_fn` maps a value to its plan. Prints
+  a line per plan. A batch is a multiple of the number of its shards. None if nothing fits.
   """
   unit = first['num_devices'] // first['mesh']['model'] if what == 'batch' else 1
   value = first[_SEARCHED[what]]
@@ -69,7 +69,7 @@ def grid(
   The deterministic head has one per batch size, with s = 0.
   """
   if unknown := [head for head in heads if head not in HEADS]:
-    raise ValueError(f'--heads={",".join(unknown)} unknown: choose from {", ".join(HEADS)}')
+    raise ValueError(f'--heads={",".join(unknown)} is unknown: choose from {", ".join(HEADS)}')
   rows = []
   for head in heads:
     for batch in batches:

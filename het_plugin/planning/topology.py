@@ -130,7 +130,7 @@ def get(name: str, num_slices: int = 1) -> Topology:
       platform='tpu', topology_name=f'{generation}:{shape}', **options
     )
   except Exception as error:  # its type depends on the version of libtpu
-    raise ValueError(f'--topology={name}: libtpu does not take it: {error}') from error
+    raise ValueError(f'--topology={name}: libtpu refuses it: {error}') from error
   return Topology(name, description.devices, int(CHIPS[generation].hbm_gib * GIB))
 
 
@@ -145,7 +145,7 @@ def step_seconds(
   A step takes at least the longest of the three times, and their sum if nothing overlaps. A
   collective is a ring over links of both directions; an all-reduce passes twice. The network
   between slices is left out. All FLOPs count as bfloat16, `hbm_bytes` is what XLA counts as read
-  and written (the body of a loop once), and `collectives` are those of `hlo.Collective`.
+  and written (the body of a loop once), and `collectives` is {kind: `hlo.Collective`}.
   """
   chip = CHIPS.get(parse(name)[0])
   if chip is None:

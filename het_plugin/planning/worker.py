@@ -81,7 +81,7 @@ def compile_in_process(request: Request) -> dict[str, Any]:
       end = ' / '.join(log.read().strip().splitlines()[-5:])
       raise ChildProcessError(
         f'the process that compiles for {request.topology} ended with code {process.returncode}, '
-        f'as it does where memory runs out (up to 4 GiB are needed): {end}'
+        f'perhaps because this machine ran out of memory (it needs up to 4 GiB): {end}'
       )
     result = json.loads(answer.read_text())
   if 'error' in result:

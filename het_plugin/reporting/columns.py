@@ -1,8 +1,8 @@
 """Rows of results as columns of formatted cells, for the text table and the HTML page.
 
-A row is a mapping. These fields are known (all optional but `head`):
+A row is a mapping. These fields are known (all are optional except `name`):
 
-  head              name of the row
+  name              name of the row, such as a head, a checkpoint or a cell
   num_classes, pre_logits_dim, num_factors, mesh    the problem; stated once where all rows agree
   nll               nats per example
   precision_at_1, ece, ...    in [0, 1]
@@ -78,7 +78,7 @@ _PROBLEM = ('num_classes', 'pre_logits_dim', 'num_factors', 'mesh')
 
 
 def tables_of(
-  rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head'
+  rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'name'
 ) -> list[Table]:
   """The main table of rows, then one for each further group; see the module docstring.
 
@@ -94,7 +94,7 @@ def tables_of(
     groups[title] = [of_row.get(title, {}) for of_row in further]
   found = []
   for caption, members in groups.items():
-    header, lines, best = [row_title], [[str(row['head'])] for row in everything], set()
+    header, lines, best = [row_title], [[str(row['name'])] for row in everything], set()
     for column, name in enumerate(_ordered_fields(members), 1):
       title, cells, leaders = _column(name, members, len(rows))
       header.append(title)
@@ -163,7 +163,7 @@ def _ordered_fields(rows: Sequence[Row]) -> list[str]:
     name
     for row in rows
     for name, value in row.items()
-    if name not in _FIELDS and name != 'head' and isinstance(value, numbers.Number | str)
+    if name not in _FIELDS and name != 'name' and isinstance(value, numbers.Number | str)
   )
   known = [name for name in _FIELDS if any(row.get(name) is not None for row in rows)]
   return [*known, *others]

@@ -166,7 +166,7 @@ def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-  """A figure of so many panels of this size in inches, three side by side."""
+  """A figure of panels of this size in inches, three side by side."""
   columns = min(3, count)
   rows = -(-count // columns)
   figure = style.new_figure(width * columns, height * rows)
@@ -179,10 +179,10 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
 def shots_png(rows: Sequence[Row]) -> bytes:
   """Accuracy with its standard error against shots, a line per row and a panel per data set.
 
-  Rows have head, fewshot and fewshot_stderr, {data set: {shots: value}} (see `columns`).
+  Rows have name, fewshot and fewshot_stderr, {data set: {shots: value}} (see `columns`).
   """
   datasets = list(dict.fromkeys(name for row in rows for name in row['fewshot']))
-  styles = style.line_styles(row['head'] for row in rows)
+  styles = style.line_styles(row['name'] for row in rows)
   figure, panels = _panels(len(datasets), 4.2, 3.5)
   handles = {}
   for panel, dataset in zip(panels, datasets, strict=True):
@@ -190,8 +190,8 @@ def shots_png(rows: Sequence[Row]) -> bytes:
       accuracy = row['fewshot'].get(dataset, {})
       if accuracy:
         shots = sorted(accuracy)
-        color, dashes = styles[row['head']]
-        handles[row['head']] = panel.errorbar(
+        color, dashes = styles[row['name']]
+        handles[row['name']] = panel.errorbar(
           shots,
           [accuracy[n] for n in shots],
           yerr=[row['fewshot_stderr'][dataset][n] or 0.0 for n in shots],

@@ -49,7 +49,7 @@ class Figure:
 class Report:
   """What a main prints and writes.
 
-  The introduction stands above the tables of a page, and first among the notes in a text.
+  The introduction is above the tables of a page, and the first of the notes in a text.
   """
 
   title: str  # of the page

@@ -14,7 +14,7 @@ _NO_STAR = '\ue000'  # a space until rich, which drops spaces at the end, has al
 _RULES = box.Box('    \n    \n -- \n    \n -- \n -- \n    \n    \n', ascii=True)
 
 
-def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'head') -> str:
+def text_table(rows: Sequence[Row], references: Sequence[Row] = (), row_title: str = 'name') -> str:
   """Aligned tables of `rows` (see `columns`): the main one, then one for each further group.
 
   Args:

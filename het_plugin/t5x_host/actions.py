@@ -60,10 +60,10 @@ def hosted_actions(
 ) -> dict[str, list[HostedAction]]:
   """Our actions as the argument `train.actions` of t5x; calls their `setup`.
 
-  Scalars of the actions go to MODEL_DIR/actions; those of t5x are in MODEL_DIR/train.
+  Scalars of the actions go to MODEL_DIR/actions; t5x writes its own to MODEL_DIR/train.
 
-  `actions` are {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}, None for none. Model and
-  partitioner are those of the run, or equal ones.
+  `actions` are {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': actions}, None for none. Pass the
+  model and the partitioner of the run, or equal ones.
 
   Raises:
     ValueError: model_dir is relative, a mode is unknown, `setup` raises it, or an action computes

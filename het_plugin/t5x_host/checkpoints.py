@@ -43,7 +43,7 @@ class TrainStateInitializer(utils.TrainStateInitializer):
     self._initial = checkpoint_cfg.initial
 
   def from_scratch(self, init_rng: jax.Array) -> Any:
-    """The initial state; errors are those of `warm_start.restore_params`."""
+    """The initial state; raises the errors of `warm_start.restore_params`."""
     state = super().from_scratch(init_rng)
     if self._initial is None:
       return state

@@ -23,8 +23,8 @@ def summarize_config(
   config.gin lacks bindings that only t5x knows, so our mains open the run's checkpoints without
   t5x.
 
-  `summary_writer` is one of clu, None for no summary, and `step` that of the checkpoint from which
-  the run goes on, 0 at its start.
+  `summary_writer` is a writer of clu, or None for no summary. `step` is the step of the checkpoint
+  that the run continues from, or 0 for a new run.
 
   Raises:
     ValueError: the configuration may give other results, and `accept_changes` is False.

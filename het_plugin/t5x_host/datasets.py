@@ -1,7 +1,7 @@
 """Our data sets for t5x, with the order, rows and position of our trainer.
 
-t5x itself reads the same tasks through seqio, which has no position, so a resumed run would begin
-with the first example again.
+t5x itself reads the same tasks through seqio. It has no position, so a resumed run would begin with
+the first example again.
 """
 
 import json

@@ -27,8 +27,8 @@ PyTree = Any
 class Transformer(network.Transformer):
   """t5x's minimal T5 with a classifier head instead of `logits_dense`.
 
-  The head has the path of that layer, `decoder/logits_dense`, and its kernel [D, Kp] is called
-  `kernel` as there, so a checkpoint of T5 starts the network including W.
+  The head has the path of that layer, `decoder/logits_dense`, and its kernel [D, Kp] is also called
+  `kernel`. So a checkpoint of T5 initialises the whole network, including W.
 
   Attributes:
     config: t5x's T5Config.
@@ -46,8 +46,7 @@ class Transformer(network.Transformer):
   def setup(self):
     if self.config.logits_via_embedding:
       raise ValueError(
-        'T5Config.logits_via_embedding=True has no layer of its own that a head could replace: '
-        'bind False'
+        'T5Config.logits_via_embedding=True has no last layer for the head to replace: bind False'
       )
     if self.head.num_classes != self.config.vocab_size:
       raise ValueError(
@@ -56,8 +55,8 @@ class Transformer(network.Transformer):
       )
     if self.head.link != 'softmax':
       raise ValueError(
-        f"{type(self.head).__name__}.link={self.head.link!r} must be 'softmax': a token is one of "
-        'the vocabulary'
+        f"{type(self.head).__name__}.link={self.head.link!r} must be 'softmax', because a token is "
+        'exactly one word of the vocabulary'
       )
     super().setup()
 
@@ -117,9 +116,9 @@ class Transformer(network.Transformer):
 class EncoderDecoderModel(models.EncoderDecoderModel):
   """t5x's EncoderDecoderModel, trained on the likelihood of a head's predictive distribution.
 
-  Evaluation, scoring and decoding are those of t5x: the network returns log-probabilities as
-  logits. There is neither label smoothing nor a z-loss, which are defined for one softmax and not
-  for a mean of several.
+  Evaluation, scoring and decoding are t5x's own: the network returns log-probabilities as logits.
+  There is no label smoothing and no z-loss, because they are defined for one softmax and not for a
+  mean of several.
   """
 
   def __init__(self, *args: Any, train_integrator: Integrator, **kwargs: Any):
@@ -136,8 +135,8 @@ class EncoderDecoderModel(models.EncoderDecoderModel):
   ) -> tuple[jax.Array, models.MetricsMap]:
     """Weighted sum of -log p over the target tokens, divided by the normalizing factor; metrics.
 
-    In training every token has its own noise, and accuracy is that of the noise-free logits.
-    Without `dropout_rng` both are those of the predictive distribution.
+    In training every token has its own noise, and accuracy is measured on the noise-free
+    logits. Without `dropout_rng`, loss and accuracy use the predictive distribution.
     """
     if dropout_rng is None:
       return super().loss_fn(params, batch, None)
@@ -181,7 +180,7 @@ def _segment_ids(batch: Batch) -> dict[str, jax.Array]:
 
 
 def logical_factor_rules() -> dict[str, adafactor.FactorDim]:
-  """Rules for the second moments of Adafactor: t5x's standard ones and those of the heads' axes."""
+  """Rules for the second moments of Adafactor: t5x's standard ones, and more for the heads."""
   return dict(adafactor.standard_logical_factor_rules()) | FACTOR_RULES
 
 

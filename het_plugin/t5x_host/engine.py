@@ -14,8 +14,7 @@ from het_plugin.config import registry
 def _register() -> None:
   if registry.is_registered('het_plugin.training.train'):
     raise ValueError(
-      'gin/t5x is for `python -m t5x.train`, t5x.eval and t5x.infer: without it this run is one of '
-      'the built-in trainer'
+      'gin/t5x is for t5x.train, t5x.eval and t5x.infer. Leave it out to use the built-in trainer'
     )
   importlib.import_module('het_plugin.t5x_host.hooks')  # its error says that t5x is missing
   import t5x.train

@@ -11,7 +11,7 @@ try:
   import t5x.train  # noqa: F401
 except ModuleNotFoundError as error:
   raise ModuleNotFoundError(
-    f'{error}: t5x and what it needs must be importable, docs/t5x.md says how'
+    f'{error}: install t5x and its dependencies, as in docs/t5x.md'
   ) from error
 
 registry.register_table(t5x_host.__name__, t5x_host.HOOKS)

@@ -27,7 +27,8 @@ class Trainer(trainer.Trainer):
         )
       if getattr(model, 'loss_normalizing_factor', 1) is None:
         raise ValueError(
-          f'Trainer.num_microbatches={num_microbatches} adds {num_microbatches} gradients up: bind '
-          f'{name}.loss_normalizing_factor = %BATCH_SIZE, so that they are those of parts.'
+          f'Trainer.num_microbatches={num_microbatches} sums {num_microbatches} gradients. Bind '
+          f'{name}.loss_normalizing_factor = %BATCH_SIZE, so that the sum is the gradient of the '
+          'batch.'
         )
     super().__init__(model, *args, num_microbatches=num_microbatches, **kwargs)

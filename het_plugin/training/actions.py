@@ -1,4 +1,4 @@
-"""Actions run between training steps and may stop training; the names are those of t5x."""
+"""Actions run between training steps and may stop training; names are as in t5x."""
 
 import abc
 import dataclasses
@@ -38,7 +38,7 @@ class ActionContext:
   writer: Any
   model_dir: str
   random_seed: int
-  # evaluations up to this step are done; those of later ones will be done, again if necessary
+  # evaluations up to this step are done; later ones will be done, again if necessary
   evaluated_step: int = 0
   tasks: Sequence[str] = ()  # the tasks of metrics_by_task; () where they are not known
 

@@ -186,7 +186,7 @@ def read_to(
     found = checksum.array_checksums(arrays)
     damaged = [name for name, value in found.items() if value != description.checksums[name]]
     others = f' ({len(damaged)} such arrays)' if len(damaged) > 1 else ''
-    reason = f'{damaged[0]} is not what was saved{others}.' if damaged else ''
+    reason = f'{damaged[0]} differs from what was saved{others}.' if damaged else ''
     if reasons := processes.gather(reason):
       raise Unreadable(checkpoint, processes.as_one(reasons))
   return {name: cast(x, wanted[name].dtype) for name, x in arrays.items()}
@@ -204,7 +204,7 @@ def describe(checkpoint: epath.Path) -> tuple[Description | None, dict[str, Any]
   def read() -> tuple[Description | None, dict[str, Any]]:
     saved, description = _metadata(checkpoint), read_json(checkpoint)
     if description is not None and set(description.checksums) != set(saved):
-      raise ValueError('its arrays are not those that were saved')
+      raise ValueError('its arrays differ from what was saved')
     return description, saved
 
   return _on_all(checkpoint, read)
@@ -217,7 +217,7 @@ def read_json(checkpoint: epath.Path) -> Description | None:
   record = ocp.JsonCheckpointHandler().restore(checkpoint / 'record')
   dataset_state = read_dataset_state(checkpoint)
   if record.pop(_DIGEST, None) != checksum.json_digest([record, dataset_state]):
-    raise ValueError('its record or its input position is not what was saved')
+    raise ValueError('its record or its input position differs from what was saved')
   step = record.pop(_STEP, None)  # None in older checkpoints
   name = f'{PREFIX}_{step}'
   if step is not None and name != checkpoint.name and re.fullmatch(_NAME, checkpoint.name):

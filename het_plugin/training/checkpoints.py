@@ -88,7 +88,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-  """Where a run stands: what `Checkpointer.save` takes."""
+  """The progress of a run, as `Checkpointer.save` takes it."""
 
   train_state: TrainState
   dataset_state: dict[str, int] | None = None  # None if it was not saved
@@ -119,7 +119,8 @@ class _PeerFailed(RuntimeError):  # noqa: N818 (the failure is elsewhere)
 class _Barrier:
   """The barrier of the threads that write a checkpoint on several processes.
 
-  A process whose write fails skips the remaining barriers of the write and goes on to a later one.
+  A process whose write fails skips the remaining barriers of the write and continues at a later
+  one.
   If barriers are matched by name, the others wait at the earlier one until they time out, in orbax
   after 20 minutes. Here all processes meet at any barrier, and all fail if their keys differ.
   """
@@ -131,7 +132,7 @@ class _Barrier:
     self._failed = False
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
-    """Waits until all processes have reached a barrier; `key` names that of this process."""
+    """Waits until all processes have reached a barrier; `key` names the barrier of this process."""
     if self._failed:
       raise _PeerFailed('another process has failed')
     folder = f'{self._folder}/{next(self._meetings)}'
@@ -283,8 +284,8 @@ class Checkpointer:
       return restored
     if steps:
       raise ValueError(
-        f'model_dir={self._directory} has {len(steps)} checkpoints, none of which can be read (the '
-        f'newest one: {reasons[0]}); put one back from a copy, or take another model_dir'
+        f'none of the {len(steps)} checkpoints in model_dir={self._directory} can be read (newest: '
+        f'{reasons[0]}). Restore one from a copy, or take another model_dir'
       )
     return None
 
@@ -316,7 +317,7 @@ class Checkpointer:
     _, failure = checkpoint_reader.attempt(self._manager.close)
     self._watcher.shutdown()
     if failure is not None and self._saving is not None:  # no SaveFailed has reported it
-      _log.error('The checkpoint of step %d is not written: %s', self._saving_step, failure)
+      _log.error('The checkpoint of step %d was not written: %s', self._saving_step, failure)
 
 
 def _restore(path: epath.Path, target: TrainState) -> RunState:
@@ -334,7 +335,7 @@ def _restore(path: epath.Path, target: TrainState) -> RunState:
       f'{error} A run keeps its shapes. To begin with the parameters of this checkpoint, take '
       f'another model_dir, with CheckpointConfig.restore = @RestoreCheckpointConfig() and '
       f'RestoreCheckpointConfig.path = {str(path)!r}; RestoreCheckpointConfig.assignment_map can '
-      'leave out those of another shape.'
+      'leave out parameters whose shapes differ.'
     ) from error
   read = checkpoint_reader.read_to(path, wanted, description)
   read = jax.tree.unflatten(jax.tree.structure(arrays), [read[name] for name in wanted])

@@ -16,7 +16,7 @@ FILE = 'class_names.txt'
 
 
 def read(checkpoint: epath.PathLike) -> tuple[str, ...] | None:
-  """The names of a run's directory, or of that of a checkpoint; None without the file."""
+  """The names in the directory of a run, or of a checkpoint's run; None without the file."""
   path = checkpoint_reader.find(checkpoint).parent / FILE
   try:
     text = path.read_text()
@@ -37,7 +37,7 @@ def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None
   on, if both have names.
 
   Raises:
-    ValueError: a name has another number; names that only one of the two has are a warning.
+    ValueError: a name has different numbers. A name that only one of the two has is a warning.
   """
   if not names or not given or tuple(names) == tuple(given):
     return
@@ -45,13 +45,13 @@ def check(setting: str, given: Sequence[str] | None, names: Sequence[str] | None
   for k, name in enumerate(given):
     if number.get(name, k) != k:
       raise ValueError(
-        f'{setting}: {name!r} is class {k}, and class {number[name]} of the data that the model '
-        'was trained on; the classes must be the same, in the same order'
+        f'{setting}: {name!r} is class {k} here and class {number[name]} in the training data. The '
+        'classes must be the same, in the same order'
       )
   for k, (new, old) in enumerate(zip(given, names, strict=False)):
     if new != old:
       _log.warning(
-        '%s: the classes have other names than those that the model was trained on: class %d is %r '
-        'and was %r. They are taken to be the same.', setting, k, new, old,
+        '%s: class %d is %r here and %r in the training data. The two are taken to be the same '
+        'class.', setting, k, new, old,
       )  # fmt: skip
       return

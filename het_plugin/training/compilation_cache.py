@@ -31,7 +31,7 @@ def in_directory(model_dir: epath.Path) -> Iterator[None]:
     yield
     return
   compilation_cache.set_cache_dir(str(folder))
-  # All programs: those of the checksums are small, but together they take a second to compile.
+  # Small programs too: the checksums' programs together take a second to compile.
   shortest = jax.config.jax_persistent_cache_min_compile_time_secs
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   try:

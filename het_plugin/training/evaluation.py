@@ -29,7 +29,7 @@ class Evaluator:
     if iterator.num_batches == 0:
       raise ValueError(f'The evaluation data set {task!r} has no batch.')
     if max_batches is None and iterator.num_batches is None:
-      raise ValueError(f'The evaluation data set {task!r} is endless, but is to be run to its end.')
+      raise ValueError(f'The evaluation data set {task!r} is endless; it must have an end.')
     self.task = task
     self._iterator = iterator
     self._start = iterator.get_state()

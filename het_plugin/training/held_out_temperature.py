@@ -40,8 +40,8 @@ def temperature_optimizer(
 ) -> optimizers.OptaxWrapper:
   """Trains t with a separate Adam, outside the moments and the clipping of the other parameters.
 
-  A learning rate of 0 keeps t constant, None uses that of `optimizer_def`, the optimizer of the
-  others. At initialisation, the model must have one learned temperature.
+  A learning rate of 0 keeps t constant. None uses the learning rate of `optimizer_def`, the
+  optimizer of the others. At initialisation, the model must have one learned temperature.
   """
   if learning_rate is None and (learning_rate := optimizer_def.learning_rate_fn) is None:
     raise ValueError(
@@ -126,8 +126,8 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
   """A Trainer that trains the temperature on every n-th row of a batch, and the rest on the others.
 
   The held-out rows are a share of the batch or come from a second data set
-  (`data.HeldOutDatasetConfig`). Their noise has a separate key. The metrics are those of the
-  training rows, and 'held_out_loss'.
+  (`data.HeldOutDatasetConfig`). Their noise has a separate key. The metrics cover the
+  training rows; 'held_out_loss' is added.
   """
 
   def __init__(
@@ -157,7 +157,7 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
     if (num_microbatches or 1) > 1:
       raise ValueError(
         f'HeldOutTemperatureTrainer.num_microbatches={num_microbatches} must be 1: the '
-        'gradient with respect to the temperature is that of one whole step.'
+        'gradient with respect to the temperature needs the whole batch in one step.'
       )
     self._held_out_every = held_out_every
     self._estimator = estimator

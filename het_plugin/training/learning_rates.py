@@ -108,7 +108,7 @@ def layer_exponents(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarr
 
 
 def _place(match: re.Match) -> tuple[float, float]:
-  """Where a layer lies among those of its tower.
+  """Where a layer lies among the layers of its tower.
 
   Stacked blocks precede the others, and stacked units follow the first of their stage.
   """

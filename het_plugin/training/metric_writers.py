@@ -70,7 +70,7 @@ class JsonlWriter:
       self._failing = False
 
   def flush(self) -> None:
-    """Writes the lines that wait; after an OSError or another exception they go on waiting."""
+    """Writes the lines that wait; after an OSError or another exception they still wait."""
     if self._pending:
       self._last_write = time.monotonic()
       run_files.append_text(self._path, self._pending)
@@ -164,7 +164,7 @@ class RunWriter:
       self._pool(events.write_texts)(step, texts)
 
   def __getattr__(self, name: str) -> Callable[..., None]:
-    """What else clu's SummaryWriter writes, such as pictures, in an event file of its own."""
+    """Writes pictures, and what else clu's SummaryWriter takes, to a separate event file."""
     if not name.startswith('write_'):
       raise AttributeError(name)
     if not self._writes:

@@ -160,7 +160,7 @@ class StepMetrics:
       flops_per_step: over all devices of `mesh`.
       mesh: the devices of the run.
       on_step: called with each step and its metrics as soon as they are on the host.
-      open_period: the result of the method of this name, from which a resumed run goes on.
+      open_period: the result of the method of this name, for a resumed run to continue from.
     """
     peak = flops_lib.peak_flops(mesh.devices.flat[0].device_kind)
     self._period = period
@@ -239,7 +239,7 @@ class StepMetrics:
     }
 
   def _resume(self, found: Mapping[str, Any], metrics: Metrics) -> None:
-    """Goes on from a result of `open_period`; `metrics` are those of the next step."""
+    """Continues from a result of `open_period`; `metrics` are the metrics of the next step."""
     leaves, structure = jax.tree.flatten(metrics)
     if saved := found['metrics']:
       if saved['structure'] != str(structure):

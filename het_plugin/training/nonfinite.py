@@ -1,7 +1,7 @@
 """What a run does at a step whose loss, gradient or update is NaN or infinite.
 
 The compiled step leaves parameters and optimizer unchanged (`step.apply_grads`). This module
-decides whether the run goes on, and describes the step.
+decides whether the run continues, and describes the step.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class NonFinitePolicy:
   """What to do at a step that is not finite.
 
   Attributes:
-    action: 'stop' ends the run at the first such step, 'skip' goes on with the next batch.
+    action: 'stop' ends the run at the first such step, 'skip' continues with the next batch.
     max_skipped: with 'skip', the number of such steps that the run may have, over all resumptions;
       one more ends it.
   """
@@ -55,7 +55,7 @@ class NonFiniteGuard:
 
   Attributes:
     num_skipped: number of steps of the whole run whose update was left out.
-    stop: the exception to raise to end the run; None while it goes on.
+    stop: the exception to raise to end the run; None while it continues.
   """
 
   def __init__(self, policy: NonFinitePolicy, model_dir: epath.PathLike, num_skipped: int):
@@ -76,7 +76,7 @@ class NonFiniteGuard:
     elif self.num_skipped > most:
       verdict = f'training stops, after NonFinitePolicy.max_skipped={most} others'
     else:
-      verdict = f'training goes on, {self.num_skipped} of at most {most} skipped'
+      verdict = f'training continues, with {self.num_skipped} of at most {most} steps skipped'
     if verdict.startswith('training stops'):
       self.stop = NonFiniteStop(step)
     _log.error(

@@ -14,7 +14,7 @@ from etils import epath
 # The phases of a run. It is always in exactly one.
 START = 'start'  # imports, shapes, data sets, files
 RESTORE = 'restore'  # looking for a checkpoint of the run, and reading it
-INITIALISE = 'initialise'  # computing the initial state, or reading that of a warm start
+INITIALISE = 'initialise'  # computing the initial state, or reading it for a warm start
 COMPILE = 'compile'
 DATA = 'data'  # waiting for the next batch
 STEP = 'step'  # dispatching steps and waiting for their results
@@ -61,7 +61,7 @@ class Observer:
     return contextlib.nullcontext()
 
   def resumed(self, step: int) -> None:
-    """Training goes on from this step; 0 for a new run. Nothing can be refused any more."""
+    """Training continues from this step; 0 for a new run. All settings have been accepted."""
 
   def progressed(self) -> None:
     """A sign of progress inside a phase, such as a batch of an evaluation."""

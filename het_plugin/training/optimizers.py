@@ -59,7 +59,7 @@ def adamw(
     learning_rate_factors: (regular expression, factor): the learning rate of a parameter is
       multiplied by the factor of the first pattern that is found in its path, a number or a
       schedule such as `learning_rates.unfreeze_at`.
-    layer_decay: the learning rate of a layer is this factor times that of the next layer
+    layer_decay: the learning rate of a layer is this factor times the rate of the next layer
       (`learning_rates.scale_by_layer`); None for the same rate everywhere.
 
   Raises:

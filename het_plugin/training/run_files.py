@@ -12,7 +12,7 @@ from het_plugin import weights
 
 _log = logging.getLogger(__name__)
 
-# Bytes from the end of a file of lines that suffice to see where a run stands.
+# This many bytes at the end of a file of lines show the progress of a run.
 TAIL_BYTES = 8 * 2**20
 
 

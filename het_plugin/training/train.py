@@ -62,11 +62,11 @@ def train(
   config: Any | None = None,
   observer: observer_lib.Observer | None = None,
 ) -> tuple[int, TrainState]:
-  """Trains a model; argument names and meanings are those of t5x's `train`.
+  """Trains a model; argument names and meanings are as in t5x's `train`.
 
   All processes call it. When the observer asks to stop, it saves a checkpoint after the step in
   progress and raises `exit_codes.Preempted`, a SystemExit with code 42. Called again with the same
-  model_dir, it goes on with the next example; an evaluation that was due runs first.
+  model_dir, it continues with the next example; an evaluation that was due runs first.
 
   Args:
     model: an object with t5x's model surface. If it has `validate(task_info)`, this is called with
@@ -93,7 +93,7 @@ def train(
     profile_steps: (first, last) step that the observer profiles, counted from 1; None for none.
     profiler_port: process i listens for profilers at profiler_port + i; None to listen nowhere.
     evaluate_again: whether a run that is complete is evaluated once more, as now configured; the
-      new lines of metrics.jsonl replace those of its last evaluation.
+      new lines of metrics.jsonl replace the lines of its last evaluation.
     config: the configuration, with the interface of `config.changes.RunConfig`, which process 0
       calls: `check` on the record of the newest checkpoint, and `write` before the first step. Its
       `text` is in the record of each checkpoint. None if there is none to check or keep.
@@ -110,7 +110,7 @@ def train(
     checkpoints.SaveFailed: a checkpoint could not be written; a SystemExit with code 1.
   """
   if os.fspath(model_dir).startswith('~'):
-    raise ValueError(f'model_dir={model_dir}: only a shell knows ~; write the folder out')
+    raise ValueError(f'model_dir={model_dir}: only a shell expands ~; write the full path')
   observer = observer or observer_lib.Observer()
   actions = actions_lib.parse_actions(actions)
   save_cfg = checkpoint_cfg.save
@@ -264,7 +264,7 @@ def _check_datasets(
   model: Any,
   task_info_fn: Callable[..., Any],
 ) -> list[Any]:
-  """Returns what the tasks say of themselves, which a model without `validate` is not asked."""
+  """The infos of the tasks, which `model.validate` accepts; [] for a model without `validate`."""
   infos = []
   for cfg in cfgs:
     partitioner.check_batch_size(cfg.batch_size)

@@ -27,8 +27,8 @@ def restore_params(
   """Reads parameters for a warm start; all processes call it together.
 
   The target is the model's parameters as shapes with shardings. The result is {'head/kernel':
-  array, ...} on these, without parameters that are to be initialised. `arrays` are those of a
-  published file that has been read.
+  array, ...} on these, without parameters that are to be initialised. `arrays` is the
+  content of a published file, if it has been read already.
   """
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
@@ -55,7 +55,7 @@ def _checkpoint(cfg: RestoreCheckpointConfig) -> epath.Path:
   if cfg.mode == 'specific' and is_checkpoint:
     return path
   if cfg.mode == 'specific' or is_checkpoint or not checkpoint_reader.steps(path):
-    what = 'is no checkpoint' if cfg.mode == 'specific' else 'holds no checkpoint'
+    what = 'is not a checkpoint' if cfg.mode == 'specific' else 'holds no checkpoint'
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path} {what} (mode={cfg.mode!r}).')
   return checkpoint_reader.find(path)
 

@@ -122,7 +122,7 @@ def _from_npz(content):
 
 def _from_safetensors(tensor):
   if tensor['dtype'] not in SAFETENSORS_DTYPES:
-    raise ValueError(f'its type {tensor["dtype"]} is none of {", ".join(SAFETENSORS_DTYPES)}')
+    raise ValueError(f'its type {tensor["dtype"]} must be one of {", ".join(SAFETENSORS_DTYPES)}')
   return np.frombuffer(tensor['data'], SAFETENSORS_DTYPES[tensor['dtype']]).reshape(tensor['shape'])
 
 

@@ -6,7 +6,7 @@
           (https://github.com/google-research/vmoe)
     bit   ResNets of Big Transfer (https://github.com/google-research/big_transfer)
 
-`towers` reads those of timm, transformers and open_clip.
+`towers` reads the names of timm, transformers and open_clip.
 
 The head is linear, or edward2's MCSoftmaxDenseFA or MCSigmoidDenseFA as in uncertainty-baselines:
 loc_layer (W, b), diag_layer (d = softplus + 1e-3), scale_layer_heteroscedastic (v),
@@ -138,7 +138,8 @@ def layout_of(our_names) -> str:
   if 'backbone/conv_root/kernel' in our_names and 'backbone/norm/scale' in our_names:
     return 'bit'
   raise ValueError(
-    "weights files exist for ViTs and for ResNets with ResNet.version='v2': the backbone is neither"
+    "weights can be exported for ViTs and for ResNets with ResNet.version='v2'; this backbone "
+    'is neither'
   )
 
 
@@ -150,7 +151,7 @@ def has_our_names(arrays) -> bool:
 def entry(our_name: str, layout: str, head_prefix: str | None) -> Entry:
   """Name and shape in a file of one of our parameters, such as 'backbone/block00/mlp/wi/kernel'.
 
-  `head_prefix` is that of a heteroscedastic head in the file; None for a linear head.
+  `head_prefix` is the prefix of a heteroscedastic head in the file; None for a linear head.
   """
   if layout == OURS:
     return Entry(our_name, _same)

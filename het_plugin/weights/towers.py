@@ -197,7 +197,7 @@ def read_text_tower(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any])
 
 
 def is_tower(names) -> bool:
-  """Whether the names of arrays are those of timm, transformers or open_clip."""
+  """Whether the arrays have the names of timm, transformers or open_clip."""
   stems = ((name, _stem(_PREFIX.sub('', name), _OUTER)[0]) for name in names)
   is_vit = any(stem == 'embedding' and 'embedding/' not in name for name, stem in stems)
   return is_vit or _is_convnext(names)
@@ -319,7 +319,7 @@ def _block_settings(flat, config, form, width, activation):
   activation = config.get('hidden_act') or activation
   if activation not in _ACTIVATIONS:
     known = ', '.join(_ACTIVATIONS)
-    raise ValueError(f'hidden_act={activation!r} in config.json is none of {known}')
+    raise ValueError(f'hidden_act={activation!r} in config.json must be one of {known}')
   is_gated = 'block00/mlp/wi_gate/kernel' in flat
   return {
     'depth': sum(name.endswith('/attention_norm/scale') for name in flat),

@@ -40,7 +40,7 @@ class Report:
     return '\n'.join(lines)
 
   def log(self, path: str) -> None:
-    """Logs the summary on a line of its own, which all mains show, and the rest for --verbose."""
+    """Logs the summary, which all mains show, and the full report for --verbose."""
     summary, _, names = self.text().partition('\n')
     _log.info('%s: %s', path, summary)
     if names:
@@ -112,7 +112,7 @@ def load_params(
         if ours in ('head/kernel', 'head/bias'):  # ours are padded: shapes would puzzle
           wrong.append(
             f'the head of the file has {source[theirs].shape[-1]} classes: set NUM_CLASSES to '
-            f"that, or bind RestoreCheckpointConfig.head = '{INIT}' for other classes"
+            f"it, or bind RestoreCheckpointConfig.head = '{INIT}' for other classes"
           )
         else:
           wrong.append(f'{theirs} {source[theirs].shape} does not fit {ours} {shape}: {error}')
@@ -208,7 +208,7 @@ def _fit(ours, x, shape, is_head):
   if is_head and padding > 0 and squeezed.shape[:-1] == tuple(shape[:-1]):
     widths = [(0, 0)] * (squeezed.ndim - 1) + [(0, padding)]
     return np.pad(squeezed, widths), f'{padding} padded classes added'
-  raise ValueError('the shape is another one')
+  raise ValueError('the shapes differ')
 
 
 def _merges(theirs, ours):

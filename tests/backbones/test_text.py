@@ -93,9 +93,9 @@ def test_on_a_mesh():
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: text_transformer('S/16'), "variant='S/16' is unknown: choose one of Ti, S, B"),
-    (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' is unknown: .* last, token"),
-    (lambda: TINY.init(jax.random.key(0), np.ones((2, 3))), r'dtype float64; it must be int32'),
+    (lambda: text_transformer('S/16'), "variant='S/16' .*Ti, S, B"),
+    (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' .* last, token"),
+    (lambda: TINY.init(jax.random.key(0), np.ones((2, 3))), 'text .*float64; .*int32'),
   ],
 )
 def test_wrong_settings(make, message):

@@ -123,8 +123,8 @@ def test_sharded_values_and_gradients_are_those_of_one_device():
 @pytest.mark.parametrize(
   ('overrides', 'message'),
   [
-    ({'widht': 8}, 'no setting widht: choose from .*width'),
-    ({'num_heads': 5}, 'width=768 must be a multiple of num_heads=5'),
+    ({'widht': 8}, 'widht: .*width'),
+    ({'num_heads': 5}, 'width=768 .*num_heads=5'),
   ],
 )
 def test_bad_settings_are_named(overrides, message):

@@ -3,7 +3,8 @@ import pytest
 import seqio
 
 from het_plugin.data import counter_random, get_vocabulary
-from het_plugin.data.annotations import Captions, Labels, check_weights, with_fields
+from het_plugin.data.annotations import Captions, Labels, with_fields
+from het_plugin.rows.labels import check_weights
 
 KEYS = counter_random.fold(counter_random.base_key(0), np.arange(1000))
 
@@ -21,7 +22,7 @@ def test_labels_are_padded():
   rows = features['label']
   np.testing.assert_array_equal(rows, [[1, 2, -1], [3, -1, -1]])
   assert rows.dtype == np.int32 and problems == [None, None]
-  with pytest.raises(ValueError, match=r"\['label'\] is 1; there is an example with 2 labels"):
+  with pytest.raises(ValueError, match=r"\['label'\] is 1; .* 2 labels"):
     Labels(1).rows(np.array([[1, 2]]), KEYS[:1])
 
 
@@ -33,9 +34,9 @@ def test_labels_with_weights_are_padded_with_zeros():
   features, _ = Labels(3, ('label_weight', 'weight')).rows(given, KEYS[:2])
   np.testing.assert_array_equal(features['label_weight'], [[0.75, 0.25, 0], [1, 0, 0]])
   np.testing.assert_array_equal(features['weight'], weight)
-  with pytest.raises(ValueError, match='here: the label weights of example 1 sum to nan; weights'):
+  with pytest.raises(ValueError, match='here: .*weights of example 1 .* nan'):
     check_weights('here', np.array([[1, 0], [np.nan, 0]]), None, label >= 0)
-  with pytest.raises(ValueError, match='here: weight of example 0 is -1.0; it must be at least 0'):
+  with pytest.raises(ValueError, match='here: weight of example 0 is -1.0'):
     check_weights('here', None, -weight, label >= 0)
 
 

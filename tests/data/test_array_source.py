@@ -57,7 +57,7 @@ def test_npz_float_multi_label_names_and_splits(tmp_path):
   pictures, labels = source.read('train', np.array([1, 0]), 4, seed=0)
   np.testing.assert_array_equal(labels, [[-1, -1, -1], [0, 2, -1]])
   assert pictures.dtype == np.float32 and pictures.max() == 1 and pictures.min() == -1
-  with pytest.raises(ValueError, match=r"\['label'\] is 2; examples of npz:.* up to 3 labels"):
+  with pytest.raises(ValueError, match=r"\['label'\] is 2; .*npz:.* 3 labels"):
     get_dataset(DatasetConfig(path, {'image': 4, 'label': 2}, 'train', 4))
 
 
@@ -95,38 +95,37 @@ def test_votes_with_annotators(tmp_path):
 
 
 BAD_FILES = {
-  'vote 2 of example 0 has no annotator': {
+  'vote 2 of example 0 .*annotator': {
     'image': images(2),
     'label': np.array([[0, 1], [1, -1]]),
     'annotator': np.array([[7, -1], [7, -1]]),
   },
-  'the label weights of example 1 sum to 0.9; weights must be': {
+  'weights of example 1 sum to 0.9': {
     'image': images(2),
     'label': np.array([[0.5, 0.5], [0.5, 0.4]]),
   },
-  "lacks the arrays ['label'] and has ['image', 'x']": {'image': images(2), 'x': np.zeros(2)},
-  r'label -1 of example 1 is out of range; labels are 0 .. 0.': {
+  r"\['label'\] .*\['image', 'x'\]": {'image': images(2), 'x': np.zeros(2)},
+  r'label -1 of example 1 .* 0 .. 0': {
     'image': images(2),
     'label': np.array([0, -1]),
   },
-  'image is (2, 3, 8, 8), channels first': {
+  r'image is \(2, 3, 8, 8\), channels first': {
     'image': np.zeros((2, 3, 8, 8)),
     'label': np.zeros(2, int),
   },
-  'image is (2, 4); it must be [N, H, W]': {'image': np.zeros((2, 4)), 'label': np.zeros(2, int)},
+  r'image is \(2, 4\); .*\[N, H, W\]': {'image': np.zeros((2, 4)), 'label': np.zeros(2, int)},
 }
 
 
 @pytest.mark.parametrize('message', BAD_FILES)
 def test_bad_npz(tmp_path, message):
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=message):
     array_source.npz_source(write(tmp_path / 'a.npz', **BAD_FILES[message]))
-  assert message in str(error.value)
 
 
 def test_float_images_out_of_range(tmp_path):
   path = write(tmp_path / 'a.npz', image=np.full((3, 4, 4), np.nan), label=np.zeros(3, int))
-  with pytest.raises(ValueError, match=r'must lie in \[0, 1\], these in \[nan, nan\]'):
+  with pytest.raises(ValueError, match=r'\[0, 1\].*\[nan, nan\]'):
     array_source.npz_source(path).load()
 
 
@@ -137,7 +136,7 @@ def test_a_damaged_file_is_one_sentence_before_training(tmp_path, damage):
   content[len(content) // 3] ^= 0x40  # within the array of images
   end = len(content) // 2 if damage == 'truncated' else None
   pathlib.Path(path).write_bytes(content[:end])
-  with pytest.raises(ValueError, match=r'^npz:.*a.npz is not a valid NPZ file: '):
+  with pytest.raises(ValueError, match=r'^npz:.*a.npz .*NPZ'):
     get_dataset(DatasetConfig(path, {'image': 6, 'label': 1}, 'train', 4))
 
 
@@ -165,8 +164,8 @@ def test_npz_captions(tmp_path):
 
 
 BAD_CAPTIONS = {
-  "it lacks the arrays ['caption'] and has ['image']": {'image': images(2)},
-  'caption is <U1 (3,); it must be unicode strings [N] or [N, M] with N = 2': {
+  r"\['caption'\] .*\['image'\]": {'image': images(2)},
+  r'caption is <U1 \(3,\); .*N = 2': {
     'image': images(2),
     'caption': captions('a', 'b', 'c'),
   },
@@ -176,6 +175,5 @@ BAD_CAPTIONS = {
 @pytest.mark.parametrize('message', BAD_CAPTIONS)
 def test_bad_npz_captions(tmp_path, message):
   path = write(tmp_path / 'a.npz', **BAD_CAPTIONS[message])
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=f'npz_captions:{path}.*{message}'):
     array_source.npz_captions_source(path)
-  assert str(error.value).startswith(f'npz_captions:{path}') and message in str(error.value)

@@ -80,17 +80,17 @@ def test_small_images_are_not_cropped_like_photographs(tmp_path, image_files):
 
 def test_wrong_augmentations(npz):
   for wrong, message in {
-    ('mixup', 'cutmix'): 'one of mixup and cutmix is possible',
-    ('blur',): "it must be a list of .*'pad_crop'",
-    'flip': "augmentations is 'flip'; it must be a list",
+    ('mixup', 'cutmix'): r"\('mixup', 'cutmix'\)",
+    ('blur',): r"\('blur',\); .*'pad_crop'",
+    'flip': "augmentations is 'flip'; ",
   }.items():
     with pytest.raises(ValueError, match=message):
       get_dataset(config(npz, augmentations=wrong))
-  with pytest.raises(ValueError, match='captions cannot be mixed'):
+  with pytest.raises(ValueError, match=r"augmentations is \['mixup'\]; captions"):
     get_dataset(
       DatasetConfig('glyph_names', {'image': 8, 'text': 8}, 'train', 2, augmentations=['mixup'])
     )
-  with pytest.raises(ValueError, match='RandAugment takes 1 or 3 channels; an image has 2'):
+  with pytest.raises(ValueError, match='RandAugment .* has 2'):
     next(get_dataset(config(npz, augmentations=('randaugment',))))
-  with pytest.raises(ValueError, match='CutMix.alpha is 0; it must be positive'):
+  with pytest.raises(ValueError, match='CutMix.alpha is 0; '):
     augment.CutMix(0)

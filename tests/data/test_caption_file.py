@@ -97,42 +97,36 @@ def test_what_is_missing_is_an_unreadable_record(photos, caplog):
     f'{photos}/nothing.jpg ({missing})',
     f'{photos}/a/../a/000.png ({missing})',
   }
-  assert f'Unreadable image-text pair {photos}/a/000.png ({missing}): its row' in caplog.text
-  with pytest.raises(ValueError, match='of 6 image-text pairs are unreadable, more'):
+  assert f'image-text pair {photos}/a/000.png ({missing})' in caplog.text
+  with pytest.raises(ValueError, match='of 6 image-text pairs '):
     next(get_dataset(DatasetConfig(**settings, max_corrupt_fraction=0.5)))
 
 
 def test_no_such_file(tmp_path):
-  with pytest.raises(ValueError, match='image_folder_captions:/nowhere: there is no such folder'):
+  with pytest.raises(ValueError, match='image_folder_captions:/nowhere: '):
     CaptionFileSource('/nowhere')
-  with pytest.raises(
-    ValueError, match=r'the folder holds 0 of \[.captions.jsonl.*it must hold one'
-  ):
+  with pytest.raises(ValueError, match=r' 0 of \[.captions.jsonl'):
     CaptionFileSource(str(tmp_path))
   for name in ('captions.csv', 'captions.tsv'):
     (tmp_path / name).write_text('file,caption\n')
-  with pytest.raises(ValueError, match='the folder holds 2 of'):
+  with pytest.raises(ValueError, match=r' 2 of \[.captions.jsonl'):
     CaptionFileSource(str(tmp_path))
-  with pytest.raises(ValueError, match='captions.csv holds no records'):
+  with pytest.raises(ValueError, match='captions.csv .*no records'):
     CaptionFileSource(str(tmp_path / 'captions.csv'))
   (tmp_path / 'captions.txt').write_text('x')
-  with pytest.raises(ValueError, match=r"must end in \['.jsonl', '.csv', '.tsv'\]"):
+  with pytest.raises(ValueError, match=r"captions.txt.*\['.jsonl', '.csv', '.tsv'\]"):
     CaptionFileSource(str(tmp_path / 'captions.txt'))
 
 
 BAD_FILES = {
-  "'file' is '../a.png'; it must be a path below": '{"file": "../a.png", "caption": "a"}',
-  "'file' is '/etc/a.png'; it must be a path below": 'file,caption\n/etc/a.png,a',
-  'captions.jsonl, line 2 is not valid JSON': '{"file": "a", "caption": "b"}\n{"file": ',
-  "line 1: a record must be an object with 'file' and 'caption'": '{"file": "a"}',
-  "line 2: 'split' is 'y'; a was in 'x' before": '{"file": "a", "caption": "b", "split": "x"}\n'
+  "'file' is '../a.png'": '{"file": "../a.png", "caption": "a"}',
+  "'file' is '/etc/a.png'": 'file,caption\n/etc/a.png,a',
+  'captions.jsonl, line 2 .*JSON': '{"file": "a", "caption": "b"}\n{"file": ',
+  "line 1: .*'file' and 'caption'": '{"file": "a"}',
+  "line 2: 'split' is 'y'; .*'x'": '{"file": "a", "caption": "b", "split": "x"}\n'
   '{"file": "a", "caption": "c", "split": "y"}',
-  "captions.csv lacks the columns ['caption']; its first line names ['file', 'text']": (
-    'file,text\na,b\n'
-  ),
-  "captions.csv, line 3 has more fields than the first line names; quote texts that hold a ','": (
-    'file,caption\na,b\nc,d, e\n'
-  ),
+  r"captions.csv .*\['caption'\]; .*\['file', 'text'\]": ('file,text\na,b\n'),
+  "captions.csv, line 3 .*','": ('file,caption\na,b\nc,d, e\n'),
 }
 
 
@@ -140,9 +134,8 @@ BAD_FILES = {
 def test_bad_files(tmp_path, message):
   text = BAD_FILES[message]
   (tmp_path / f'captions.{"jsonl" if text.startswith("{") else "csv"}').write_text(text)
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=message):
     CaptionFileSource(str(tmp_path))
-  assert message in str(error.value)
 
 
 def test_rows_of_a_table_that_end_early(tmp_path, image_files):
@@ -154,5 +147,5 @@ def test_rows_of_a_table_that_end_early(tmp_path, image_files):
   texts = [source.read(split, np.array([0]), 8, seed=0)[1][0] for split in source.info.splits]
   assert sorted(texts) == [[], ['second']]
   table.write_text('file,caption,split\n000.png,first\n001.png,second,train\n')
-  with pytest.raises(ValueError, match="000.png has no 'split', others have"):
+  with pytest.raises(ValueError, match="000.png .*'split'"):
     CaptionFileSource(str(tmp_path))

@@ -53,5 +53,5 @@ def test_splits_of_a_file(tmp_path, arrays):
   np.savez(tmp_path / 'a.npz', features=x, label=y, split=split)
   got = batch(f'features:{tmp_path}/a.npz', split='test', batch_size=20)
   np.testing.assert_array_equal(got['image'][:, 0, 0], x[::3])
-  with pytest.raises(ValueError, match="split is 'all'; the splits of"):
+  with pytest.raises(ValueError, match="split='all' is not a split of"):
     batch(f'features:{tmp_path}/a.npz', split='all')

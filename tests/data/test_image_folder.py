@@ -43,17 +43,17 @@ def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
-  with pytest.raises(ValueError, match='image_folder:/nowhere: there is no such folder'):
+  with pytest.raises(ValueError, match='image_folder:/nowhere: '):
     ImageFolderSource('/nowhere')
-  with pytest.raises(ValueError, match='holds no class folders'):
+  with pytest.raises(ValueError, match='class folders'):
     ImageFolderSource(str(tmp_path))
   image_files.write(tmp_path / 'train' / 'a', 1)
   image_files.write(tmp_path / 'validation' / 'b', 1)
-  with pytest.raises(ValueError, match=r"has classes that .* lacks: \['b'\]"):
+  with pytest.raises(ValueError, match=r"validation .*train .*\['b'\]"):
     ImageFolderSource(str(tmp_path))
   (tmp_path / 'train' / 'b').mkdir()
   (tmp_path / 'train' / 'b' / 'notes.txt').write_text('no image')
-  with pytest.raises(ValueError, match='b holds no images'):
+  with pytest.raises(ValueError, match='b .*no images'):
     ImageFolderSource(str(tmp_path))
 
 
@@ -88,12 +88,12 @@ def test_labels_in_a_table(tmp_path, image_files):
   _, labels = source.read('train', np.array([3, 1]), 8, seed=0)
   np.testing.assert_array_equal(labels['annotator'], [[2, 0], [-1, -1]])
   for text, message in {
-    'file,label,annotator\ntrain/cat/000.png,cat,\n': 'line 2: the vote has no annotator',
-    'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' is not a class folder",
-    'file,label\ntrain/cat/9.png,cat\n': "there is no image 'train/cat/9.png'",
-    'file,label\n../train/cat/9.png,cat\n': "there is no image '../train/cat/9.png'",
-    'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'sum to 0.5; weights must be',
-    'file\n': r"lacks the columns \['label'\]",
+    'file,label,annotator\ntrain/cat/000.png,cat,\n': 'line 2: .*annotator',
+    'file,label\ntrain/cat/000.png,dog\n': "line 2: label 'dog' ",
+    'file,label\ntrain/cat/9.png,cat\n': "image 'train/cat/9.png'",
+    'file,label\n../train/cat/9.png,cat\n': "image '../train/cat/9.png'",
+    'file,label,label_weight\ntrain/cat/000.png,cat,0.5\n': 'weights .* 0.5;',
+    'file\n': r"labels.csv .*\['label'\]",
   }.items():
     table.write_text(text)
     with pytest.raises(ValueError, match=message):

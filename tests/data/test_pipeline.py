@@ -215,16 +215,16 @@ def test_resize_is_chosen_for_photographs(photos, monkeypatch):
   }
   np.testing.assert_array_equal(images[None], images['aspect'])
   assert not np.array_equal(images[None], images['squash'])
-  with pytest.raises(ValueError, match="resize is 'squash'; images that are augmented"):
+  with pytest.raises(ValueError, match="resize is 'squash'; .*augmented"):
     of_photos(photos, 'validation', 9, resize='squash', augment=True)
-  with pytest.raises(ValueError, match="resize is 'squash'; it is for photographs.*digits are not"):
+  with pytest.raises(ValueError, match="resize is 'squash'; .*digits"):
     get_dataset(DatasetConfig('digits', {'image': 8, 'label': 1}, 'test', 4, resize='squash'))
 
 
 def test_an_error_of_the_background_thread_reaches_the_consumer(photos):
   iterator = of_photos(photos, 'train', 21, max_corrupt_fraction=0.01)
   for _ in range(2):  # it stays where it is
-    with pytest.raises(ValueError, match='1 of 21 images are unreadable.*002.jpg'):
+    with pytest.raises(ValueError, match='1 of 21 .*002.jpg'):
       next(iterator)
   assert iterator.get_state() == {'position': 0}
 
@@ -305,13 +305,11 @@ def test_processes_read_the_same_batches(photos):
 
 
 BAD_CONFIGS = {
-  'batch_size is 0; it must be at least 1': {'batch_size': 0},
-  "mixture_or_task_name is 'glyph_core'; it must be one of ['digits', 'glyph_names', "
-  "'glyph_names_full', 'glyph_names_heldout', 'glyphs_core', 'glyphs_full', 'glyphs_heldout', "
-  "'glyphs_noisy', 'glyphs_noisy_full', 'glyphs_noisy_latin'": {
+  'batch_size is 0; ': {'batch_size': 0},
+  "mixture_or_task_name is 'glyph_core'; .*'digits', 'glyph_names', .*'glyphs_core', ": {
     'mixture_or_task_name': 'glyph_core'
   },
-  "'text': 8}; it must be {'image': H, 'label': L} with H at least 1 and L at least 1": {
+  "task_feature_lengths is .*'text': 8}; .*{'image': H, 'label': L}": {
     'task_feature_lengths': {'image': 28, 'text': 8}
   },
 }
@@ -320,9 +318,8 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize('message', BAD_CONFIGS)
 def test_errors_before_anything_is_read(message):
   settings = {**GLYPHS, 'split': 'train', 'batch_size': 4} | BAD_CONFIGS[message]
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=message):
     get_dataset(DatasetConfig(**settings))
-  assert message in str(error.value)
 
 
 def test_module_is_imported_first(tmp_path, monkeypatch):
@@ -337,11 +334,11 @@ def test_module_is_imported_first(tmp_path, monkeypatch):
 
 def test_wrong_rows_state_and_kind_of_task():
   cfg = DatasetConfig(**GLYPHS, split='train', batch_size=4)
-  with pytest.raises(ValueError, match='they must lie in'):
+  with pytest.raises(ValueError, match=r'rows is \[-1, 2\]'):
     get_dataset(cfg, [-1, 2])
   iterator = get_dataset(cfg)
   assert isinstance(iterator, BatchIterator)
-  with pytest.raises(ValueError, match='state is'):
+  with pytest.raises(ValueError, match="state is {'position': -1}"):
     iterator.set_state({'position': -1})
-  with pytest.raises(ValueError, match="task is 'glyph_names', whose images have captions"):
+  with pytest.raises(ValueError, match="task is 'glyph_names'"):
     classification_info('glyph_names')

@@ -82,6 +82,6 @@ def test_too_many_unreadable_records():
   for _ in range(2):  # a record counts once
     corrupt.add({3: 'picture 3'})
   corrupt.add({})
-  message = '2 of 10 images are unreadable, more than DatasetConfig.max_corrupt_fraction = 0.1 '
-  with pytest.raises(ValueError, match=f'{message}allows; the first are: picture 3, picture 7'):
+  message = '2 of 10 .*DatasetConfig.max_corrupt_fraction = 0.1 .*: picture 3, picture 7'
+  with pytest.raises(ValueError, match=message):
     corrupt.add({7: 'picture 7'})

@@ -19,15 +19,15 @@ def test_whole_splits():
   assert resolve('odd[name]', SPLITS) == SplitPart('odd[name]', 0, 3)
 
 
-SYNTAX = "the split 'train' of digits has 1438 records: a slice of it is in records ('train[:20]', "
+SYNTAX = "'train' of digits has 1438 records: "
 
 
 @pytest.mark.parametrize(
   'split,message',
   [
-    ('dev[:5]', "split is 'dev[:5]'; the splits of digits are"),
+    ('dev[:5]', "split='dev[:5]' "),
     ('train[10%:200]', SYNTAX),
-    ('stream[:10]', "the split 'stream' of digits is endless, which has no slices"),
+    ('stream[:10]', "'stream' of digits is endless"),
     ('train[:2000]', SYNTAX),
     ('train[:5]+train[9:]', SYNTAX),
     ('train[7:7]', "split is 'train[7:7]', which is empty"),

@@ -57,7 +57,7 @@ def test_a_tfds_name_goes_before_a_folder_of_that_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match='tfds:mnist'):
     tasks.get_task('mnist')
-  with pytest.raises(ValueError, match='mnist holds no class folders'):
+  with pytest.raises(ValueError, match='mnist .*class folders'):
     tasks.get_task('./mnist')
 
 
@@ -90,7 +90,7 @@ def test_an_added_task_runs_its_preprocessors(own_tasks):
   images, labels = task.examples.read('test', np.arange(2), 9, seed=0)
   np.testing.assert_array_equal(batch['image'], np.repeat(images, 3, axis=-1))
   np.testing.assert_array_equal(batch['label'], labels)
-  with pytest.raises(ValueError, match="a task 'colour_glyphs' already"):
+  with pytest.raises(ValueError, match="task 'colour_glyphs' "):
     tasks.add_image_task('colour_glyphs', task.examples)
 
 
@@ -114,16 +114,16 @@ def test_an_image_text_task_of_ones_own(sentencepiece_model, own_tasks):
     np.testing.assert_array_equal(batch['text'][0], tokenize(own.vocabulary, [name], 80)[0])
   with pytest.raises(ValueError, match="'words'"):
     task_info('colour_names', 'words')
-  with pytest.raises(ValueError, match='whose id of end-of-sequence is None; it must be 1'):
+  with pytest.raises(ValueError, match='vocabulary .* None; .* 1'):
     tasks.add_image_text_task(
       'no_end', glyphs.GlyphNameSource('core'), vocabulary=seqio.PassThroughVocabulary(9)
     )
 
 
 def test_labels_and_captions_are_not_mixed_up():
-  with pytest.raises(ValueError, match="'x' have captions: call add_image_text_task"):
+  with pytest.raises(ValueError, match="'x' .*add_image_text_task"):
     tasks.add_image_task('x', glyphs.GlyphNameSource('core'))
-  with pytest.raises(ValueError, match="'x' have class labels, no captions: call add_image_task"):
+  with pytest.raises(ValueError, match="'x' .*add_image_task"):
     tasks.add_image_text_task('x', glyphs.GlyphSource('core'))
 
 

@@ -74,13 +74,13 @@ def test_names_with_and_without_prefix_and_version():
 
 @pytest.mark.usefixtures('data_sets')
 def test_errors():
-  with pytest.raises(ValueError, match='tfds:tiny_nothing: TensorFlow Datasets knows no such'):
+  with pytest.raises(ValueError, match='tfds:tiny_nothing: '):
     tfds_source.TfdsSource('tiny_nothing')
-  with pytest.raises(ValueError, match='run: tfds convert_format .*tiny_sequential/1.0.0'):
+  with pytest.raises(ValueError, match='tfds convert_format .*tiny_sequential/1.0.0'):
     tfds_source.TfdsSource('tiny_sequential')
-  with pytest.raises(ValueError, match=r"a class 'label'.*are \['image', 'label'\]"):
+  with pytest.raises(ValueError, match=r"'label'.*\['image', 'label'\]"):
     tfds_source.TfdsSource('tiny_regression')
-  with pytest.raises(ValueError, match='mnist is not prepared in .*; run: tfds build mnist'):
+  with pytest.raises(ValueError, match='mnist .*tfds build mnist'):
     tfds_source.TfdsSource('mnist')
 
 

@@ -37,12 +37,12 @@ def test_epochs_meet_each_example_equally_often(split, num_records, num_epochs):
 
 
 def test_one_length_must_be_set():
-  with pytest.raises(ValueError, match='given by steps=5 and num_epochs=2; exactly one'):
+  with pytest.raises(ValueError, match='steps=5 and num_epochs=2; '):
     total_steps(digits(num_epochs=2), steps=5)
 
 
 def test_an_endless_split_has_no_epochs():
   cfg = DatasetConfig('glyphs_core', LENGTHS, 'train', 100, num_epochs=2)
-  with pytest.raises(ValueError, match="num_epochs=2, but the split 'train' of glyphs_core is end"):
+  with pytest.raises(ValueError, match="num_epochs=2, .*'train' of glyphs_core .*endless"):
     total_steps(cfg)
   assert total_steps(DatasetConfig('glyphs_core', LENGTHS, 'train', 100), examples=1000) == 10

@@ -53,14 +53,14 @@ def test_rows_end_with_end_of_sequence_however_long_the_text(length=4):
 
 
 def test_errors(tmp_path):
-  with pytest.raises(ValueError, match="vocabulary is 'words'; it must be 'bytes' or the path"):
+  with pytest.raises(ValueError, match="vocabulary is 'words'; .*'bytes'"):
     get_vocabulary('words')
-  with pytest.raises(ValueError, match="vocabulary is '/nowhere/x.model'; there is no such file"):
+  with pytest.raises(ValueError, match="vocabulary is '/nowhere/x.model'"):
     get_vocabulary('/nowhere/x.model')
   (tmp_path / 'no.model').write_text('this is no model')
-  with pytest.raises(ValueError, match=r'no.model.; it is not a SentencePiece model'):
+  with pytest.raises(ValueError, match=r'no.model.; .*SentencePiece'):
     get_vocabulary(str(tmp_path / 'no.model'))
-  with pytest.raises(ValueError, match="texts is 'a cat'; it must be a sequence"):
+  with pytest.raises(ValueError, match="texts is 'a cat'"):
     tokenize('bytes', 'a cat', 8)
 
 
@@ -72,7 +72,5 @@ def test_a_model_with_other_special_ids(tmp_path):
     vocab_size=18,
     minloglevel=2,
   )
-  with pytest.raises(
-    ValueError, match=r'are \(-1, 2\) and must be \(0, 1\): train it with pad_id=0'
-  ):
+  with pytest.raises(ValueError, match=r'\(-1, 2\) .*\(0, 1\): .*pad_id=0'):
     get_vocabulary(str(tmp_path / 'default.model'))

@@ -145,14 +145,14 @@ def test_bounds_and_endless_splits(tmp_path):
   assert (np.array(action.results['few'][5].accuracies) * 40 % 1 < 1e-9).all()
 
   unbounded = make_action(datasets=(FewShotDataset('core', 'glyphs_core', 'train', 'validation'),))
-  with pytest.raises(ValueError, match="split 'train' of 'glyphs_core' is endless"):
+  with pytest.raises(ValueError, match="'train' .*'glyphs_core' .*endless"):
     unbounded.setup(context)
 
 
 @pytest.mark.parametrize(
   'change,message',
   [
-    ({'datasets': (DIGITS, DIGITS)}, r"distinct names; they are \['digits', 'digits'\]"),
+    ({'datasets': (DIGITS, DIGITS)}, r"datasets .*\['digits', 'digits'\]"),
     ({'layer': 'no_such_layer'}, 'no_such_layer'),
   ],
 )

@@ -12,9 +12,9 @@ def test_templates(tmp_path):
   file = tmp_path / 'mine.txt'
   file.write_text('une photo : {}\n\n  {} é\n', encoding='utf-8')
   assert prompts.get_templates(str(file)) == ('une photo : {}', '{} é')
-  with pytest.raises(ValueError, match="='clip' must be one of none, photo, ensemble, a text"):
+  with pytest.raises(ValueError, match="templates='clip' .* none, photo, ensemble"):
     prompts.get_templates('clip')
-  with pytest.raises(ValueError, match="'nothing' must hold '{}' once"):
+  with pytest.raises(ValueError, match="'nothing' .*'{}'"):
     prompts.get_templates(('a {}', 'nothing'))
 
 
@@ -32,10 +32,10 @@ def test_names_become_words(tmp_path):
 @pytest.mark.parametrize(
   'own,given,message',
   [
-    (None, None, "'t' has no class names: set class_names"),
-    (('a', 'b'), ('x', 'y', 'z'), "class_names has 3 names; 't' has 2 classes"),
-    (('n01440764', 'n01443537'), None, 'WordNet numbers .n01440764 ....*set class_names'),
-    (('a', 'b'), '/no/such/file', "class_names='/no/such/file' must be a tuple of names, or a te"),
+    (None, None, "'t' .* class_names"),
+    (('a', 'b'), ('x', 'y', 'z'), "class_names .* 3 .*'t' .* 2 "),
+    (('n01440764', 'n01443537'), None, 'n01440764 .*class_names'),
+    (('a', 'b'), '/no/such/file', "class_names='/no/such/file'"),
   ],
 )
 def test_wrong_names(own, given, message):

@@ -48,14 +48,14 @@ def test_representations_of_the_same_examples(tmp_path):
   test = [write('at.npz', **few), write('bt.npz', d=5, **few)]
   candidates.check_representations(train, test)  # the order of rows and the width may differ
   for other, words in [
-    (dict(index=(4, 2, 9)), r'c.npz holds other examples than .*a.npz: 3 and 3, 2 in both'),
-    (dict(labels=(1, 1, 1)), r'c.npz has other labels than .*a.npz for the same examples'),
+    (dict(index=(4, 2, 9)), r'c.npz .*a.npz .* 3 and 3, .* 2 '),
+    (dict(labels=(1, 1, 1)), r'c.npz .*a.npz .*labels'),
   ]:
     with pytest.raises(ValueError, match=words):
       candidates.check_representations([train[0], write('c.npz', **other)])
   for other, words in [
-    (dict(d=4), r't.npz has D 4 and .*a.npz D 3'),
-    (dict(layer='stem'), r't.npz has layer stem and .*a.npz layer x'),
+    (dict(d=4), r't.npz .* D 4 .*a.npz D 3'),
+    (dict(layer='stem'), r't.npz .* layer stem .*a.npz layer x'),
   ]:
     with pytest.raises(ValueError, match=words):
       candidates.check_representations(train[:1], [write('t.npz', **few, **other)])
@@ -73,9 +73,9 @@ def test_predictions_for_the_same_examples(tmp_path):
   for read in candidates.same_predictions([first, swapped]):
     assert (read.index.tolist(), read.label.tolist()) == ([0, 1], [0, 1])
   for second, words in [
-    (write('c.npz', k=3), 'c.npz has 3 classes and .*a.npz 2'),
-    (write('d.npz', index=(0, 2)), 'd.npz holds other examples than .*a.npz: 2 and 2, 1 in both'),
-    (write('f.npz', link='sigmoid'), "f.npz has link = 'sigmoid'; an ensemble needs softmax"),
+    (write('c.npz', k=3), 'c.npz .* 3 .*a.npz 2'),
+    (write('d.npz', index=(0, 2)), 'd.npz .*a.npz .* 2 and 2, .* 1 '),
+    (write('f.npz', link='sigmoid'), "f.npz .*'sigmoid'.*softmax"),
   ]:
     with pytest.raises(ValueError, match=words):
       list(candidates.same_predictions([first, second]))
@@ -139,7 +139,7 @@ def test_rankme_is_the_formula_of_the_paper_and_small_singular_values_survive():
   np.testing.assert_allclose(sigma, spectrum, rtol=1e-4)
   p = spectrum / spectrum.sum() + 1e-7
   assert rankme.rankme(sigma) == pytest.approx(np.prod(p**-p))
-  with pytest.raises(ValueError, match='all 4 rows of the features are zero'):
+  with pytest.raises(ValueError, match='4 rows .*zero'):
     rankme.singular_values(np.zeros((4, 3)))
 
 

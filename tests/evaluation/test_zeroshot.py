@@ -93,7 +93,7 @@ def test_embeddings_without_direction_are_refused(value):
   def embed(tokens):
     return np.where(np.arange(len(tokens))[:, None] == 1, value, np.ones((len(tokens), 3)))
 
-  with pytest.raises(ValueError, match='The embedding of text 1 has the length'):
+  with pytest.raises(ValueError, match='embedding of text 1 '):
     zeroshot.class_embeddings(embed, tokenize, ['a', 'b'], ('{}',))
 
 

@@ -106,7 +106,7 @@ def test_several_labels_and_none(fake_data):
 
 @pytest.mark.parametrize('alike', [False, True])
 def test_captions(fake_data, alike):
-  """Nine pairs of seven images, of which two come twice, and captions of which some are alike."""
+  """Nine pairs of seven images. Two images come twice, and some captions are alike."""
   rng = np.random.default_rng(1)
   image = rng.normal(size=(7, SIZE, SIZE, 1)).astype(np.float32)[[0, 1, 2, 3, 4, 5, 6, 0, 1]]
   texts = ['cat', 'dog', 'cat', 'a bird', 'bird', 'dog', 'cow', 'feline', 'dog']
@@ -138,10 +138,10 @@ def test_captions(fake_data, alike):
 @pytest.mark.parametrize(
   'change,message',
   [
-    ({'class_names': NAMES[:3]}, "class_names has 3 names; 'digits' has 10 classes"),
+    ({'class_names': NAMES[:3]}, "class_names .* 3 .*'digits' .* 10 "),
     (
       {'task': 'glyphs_core', 'split': 'train', 'class_names': None},
-      'is endless: set max_examples',
+      "'train' .*max_examples",
     ),
   ],
 )
@@ -153,9 +153,9 @@ def test_wrong_data_sets(change, message):
 
 def test_wrong_models_and_settings(fake_data):
   towers = types.SimpleNamespace(image_embeddings=None, text_embeddings=None)
-  with pytest.raises(ValueError, match='has no class_log_prob'):
+  with pytest.raises(ValueError, match='SimpleNamespace .*class_log_prob'):
     zeroshot_datasets.check_model(towers, num_samples=2)
   evaluator, run = make(num_samples=2)
   fake_data(types.SimpleNamespace(splits={'test': 1}), {})
-  with pytest.raises(ValueError, match='num_samples=2 is for classes'):
+  with pytest.raises(ValueError, match="num_samples=2 .*'x'"):
     evaluator.check(run, ZeroShotDataset('x', 'x'))

@@ -157,18 +157,18 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
   request = {'gin_bindings': ['LEARNING_RATE = 0.02'], 'seeds': [7], 'cells': ['learned']}
   report = last_report(ablation(), tmp_path, **request)
   assert trained == [('seed=7', 0.02, 7, 'validation[50%:]')]
-  assert [row['head'] for row in report.rows] == ['learned']
-  with pytest.raises(ValueError, match='LEARNING_RATE.*is chosen'):
+  assert [row['name'] for row in report.rows] == ['learned']
+  with pytest.raises(ValueError, match='gin.LEARNING_RATE .*Ablation.choose'):
     last_report(ablation(choose={'LEARNING_RATE': (1, 2)}), tmp_path, **request)
 
 
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'cells': {'DET': 'det.gin'}}, "'DET' has the setting 'det.gin'"),
-    ({'cells': {'a b': (), 'a/b': ()}}, 'names that differ'),
-    ({'seeds': (0, 100)}, r'choose_seeds has \[100\]'),
-    ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "'DET' needs 'learned', which must"),
+    ({'cells': {'DET': 'det.gin'}}, "'DET' .*'det.gin'"),
+    ({'cells': {'a b': (), 'a/b': ()}}, 'cells.* a b, a/b '),
+    ({'seeds': (0, 100)}, r'choose_seeds .*\[100\]'),
+    ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "measured.*'DET' .*'learned'"),
   ],
 )
 def test_settings_that_contradict_each_other(settings, message):
@@ -177,10 +177,10 @@ def test_settings_that_contradict_each_other(settings, message):
 
 
 def test_unknown_metrics_and_cells(tmp_path, trained):
-  with pytest.raises(ValueError, match="'top2'; the run in .* has nll, step, tau"):
+  with pytest.raises(ValueError, match="'top2'.* nll, step, tau"):
     last_report(ablation(metrics=('top2',)), tmp_path)
-  with pytest.raises(ValueError, match="cells names the cell 'HET'"):
+  with pytest.raises(ValueError, match="cells .*'HET'.* DET, learned"):
     last_report(ablation(), tmp_path, cells=['HET'])
   study = ablation(measured={'learned': {'x': ('DET', 'tau')}})
-  with pytest.raises(ValueError, match="'learned' needs 'DET'"):
+  with pytest.raises(ValueError, match="measured.*'learned' .*'DET'"):
     last_report(study, tmp_path, cells=['learned'])

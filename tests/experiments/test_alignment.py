@@ -36,7 +36,7 @@ def test_a_head_without_factors_is_told(digits_run, monkeypatch):
   run = runs.open_run(digits_run[0])
   run.model.head = run.model.head.clone(remainder='diag')
   monkeypatch.setattr(runs, 'open_run', lambda path: run)
-  with pytest.raises(ValueError, match="HetXL.remainder='diag' has no factors"):
+  with pytest.raises(ValueError, match="HetXL.remainder='diag' "):
     RowSpaceAlignment()(digits_run[0])
 
 

@@ -42,7 +42,7 @@ def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp
   opened = runs.open_run(tmp_path / 'uniform').params  # as every main does
   np.testing.assert_array_equal(opened['head']['kernel'], mean['head/kernel'])
   message = run_main(select, 'soup', f'--checkpoint={run}', f'--output_dir={tmp_path}', code=2)
-  assert 'greedy holds a checkpoint already: take another --output_dir' in message
+  assert f'{tmp_path}/greedy ' in message and '--output_dir' in message
 
 
 def test_every_combination_of_a_sweep():
@@ -52,7 +52,7 @@ def test_every_combination_of_a_sweep():
     'LEARNING_RATE=0.01,a_B.c=(1, 2)': ['LEARNING_RATE = 0.01', 'a/B.c = (1, 2)'],
   }
   assert finetune.combinations([]) == {'default': []}
-  with pytest.raises(ValueError, match='--sweep=LEARNING_RATE must be NAME=VALUE'):
+  with pytest.raises(ValueError, match='--sweep=LEARNING_RATE .*NAME=VALUE'):
     finetune.combinations(['LEARNING_RATE'])
 
 

@@ -41,7 +41,7 @@ def test_methods_are_rows_of_the_table_in_its_order():
   got = temperature.parse_methods(['simple_training', 'luketina', 'grid:retrain'])
   shares = ['luketina:12.5%', 'luketina:25%']
   assert got == ['grid:retrain', 'luketina:validation', *shares, 'simple_training']
-  with pytest.raises(ValueError, match='--method=luketina:50% is unknown: choose from all, grid'):
+  with pytest.raises(ValueError, match='--method=luketina:50% .* all, grid'):
     temperature.parse_methods(['luketina:50%'])
 
 
@@ -58,7 +58,7 @@ def test_grid_search_chooses_by_validation_and_two_folds_by_test(study):
   got = study.outcome('grid:retrain')
   assert trained[-1] == (0.4, 'FULL_SPLIT') and got['chosen'] == 'FULL_SPLIT_0.4'
   assert got['steps'] == 4 * 400 and got['validation_nll'] is None
-  with pytest.raises(ValueError, match='All 1 trainings of Grid search failed'):
+  with pytest.raises(ValueError, match=' 1 trainings of Grid search .*nonfinite'):
     dataclasses.replace(study, grid=(3.0,)).outcome('grid:validation')
 
 

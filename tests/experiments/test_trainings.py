@@ -36,7 +36,7 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   lines = run_files.read_lines(tmp_path / 'metrics.jsonl')
   again = trainings.final_evaluations(lines)['training_eval/digits']
   assert again['nll'] != final['nll'] and trainings.curves(lines)['step'] == [1, 2]
-  with pytest.raises(ValueError, match='WEIGHT_DECAY changed'):
+  with pytest.raises(ValueError, match='WEIGHT_DECAY'):
     trainings.complete(small_run(WEIGHT_DECAY=0.3), tmp_path)
 
 

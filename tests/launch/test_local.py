@@ -91,8 +91,11 @@ def test_the_coordinator_listens_on_loopback_unless_asked():
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    ({'processes': 2, 'devices': 4, 'gpus_per_process': 1}, 'give one'),
-    ({'processes': 2, 'gpus_per_process': 2}, 'needs 4 GPUs for 2 processes.*=0,1'),
+    ({'processes': 2, 'devices': 4, 'gpus_per_process': 1}, '--devices=4 .*--gpus_per_process=1 '),
+    (
+      {'processes': 2, 'gpus_per_process': 2},
+      '--gpus_per_process=2 .* 4 .*CUDA_VISIBLE_DEVICES=0,1',
+    ),
   ],
 )
 def test_wrong_numbers_are_one_sentence(settings, message):

@@ -1,4 +1,4 @@
-"""JobSets have the documented form and say what was asked for."""
+"""JobSets have the documented form and the requested settings."""
 
 import math
 
@@ -191,13 +191,13 @@ def test_spot_and_reservations_are_node_labels():
 @pytest.mark.parametrize(
   ('changes', 'words'),
   [
-    ({'topology': 'v2:4x4'}, 'GKE has no v2 slices'),
-    ({'topology': 'v5e:2x2', 'num_slices': 2}, 'several hosts'),
-    ({'name': 'Het_XL'}, '--name=Het_XL must be lower-case'),
-    ({'image': ''}, '--image is empty'),
-    ({'num_slices': 10**6}, '--num_slices=1000000 takes 4000000 nodes'),
-    ({'env': ['A=\x7f']}, r"--env=A=\\x7f' has a control character or a line break"),
-    ({'image': 'a\nb'}, r"--image=a\\nb' has a control character or a line break"),
+    ({'topology': 'v2:4x4'}, '--topology=v2:4x4: '),
+    ({'topology': 'v5e:2x2', 'num_slices': 2}, '--num_slices=2 .*v5e:2x2'),
+    ({'name': 'Het_XL'}, '--name=Het_XL '),
+    ({'image': ''}, '--image .*launch/Dockerfile'),
+    ({'num_slices': 10**6}, '--num_slices=1000000 .*4000000'),
+    ({'env': ['A=\x7f']}, r"--env=A=\\x7f' "),
+    ({'image': 'a\nb'}, r"--image=a\\nb' "),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(changes, words):
@@ -215,5 +215,5 @@ def test_the_script_prints_and_writes_the_same(tmp_path, run_main):
   assert '--gin.SEED=3' in parts(document)[2]['args']
   assert run_main(render, *arguments, '--env=A=b=c', f'--output={tmp_path}/x.yaml') == ''
   assert (tmp_path / 'x.yaml').read_text() == printed
-  with pytest.raises(ValueError, match='--env=A must be NAME=VALUE'):
+  with pytest.raises(ValueError, match='--env=A .*NAME=VALUE'):
     render.pairs('env', ['A'])

@@ -69,10 +69,10 @@ def test_values_arrive_in_gin_with_their_types():
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
-    ({'sweeps': ['RANDOM_SEED']}, 'RANDOM_SEED must be NAME=VALUE'),
-    ({'sweeps': ['dtype=bfloat16']}, 'quotes of their own'),
-    ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, 'swept and bound'),
-    ({'sweeps': ["x='a+b','a b','a_b'"]}, 'same folder name'),
+    ({'sweeps': ['RANDOM_SEED']}, '--sweep=RANDOM_SEED .*NAME=VALUE'),
+    ({'sweeps': ['dtype=bfloat16']}, 'dtype=bfloat16'),
+    ({'sweeps': ['x=1'], 'gin_bindings': ['x = 2']}, '--sweep=x='),
+    ({'sweeps': ["x='a+b','a b','a_b'"]}, 'two swept values'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(change, words):

@@ -82,7 +82,7 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
   assert dry_run(*GKE, '--heads=det,het,het_xl').count('kind: JobSet') == 3
   assert not list(tmp_path.glob('*.yaml'))
   message = run_main(xm_launch, *RUN, *GKE, '--heads=det,het,het_xl', '--name=sweep', code=2)
-  assert 'kubectl apply failed for gs://b/x/het_xl' in message
+  assert 'kubectl' in message and 'gs://b/x/het_xl' in message
   documents = [yaml.safe_load((tmp_path / f'{i}.yaml').read_text()) for i in range(2)]
   assert [document['metadata']['name'] for document in documents] == ['sweep-0', 'sweep-1']
   spec = documents[1]['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
@@ -92,9 +92,12 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
 @pytest.mark.parametrize(
   ('arguments', 'words'),
   [
-    (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown: choose from contrast'),
-    (['--model_dir=gs://b/x'], 'must be a local folder'),
-    (['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'], 'needs --model_dir=gs://'),
+    (['--heads=det,hetxl', '--model_dir=x'], '--heads=hetxl is unknown'),
+    (['--model_dir=gs://b/x'], '--model_dir=gs://b/x '),
+    (
+      ['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'],
+      '--executor=vertex needs --model_dir=gs://',
+    ),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):
@@ -105,7 +108,7 @@ def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):
 def test_without_xmanager_vertex_is_one_sentence(run_main):
   where = ['--image=i', '--topology=v3:2x2', '--model_dir=gs://b/x']
   message = run_main(xm_launch, *RUN, '--executor=vertex', *where, code=2)
-  assert "needs XManager: pip install '.[launch]'" in message
+  assert "pip install '.[launch]'" in message
 
 
 # In place of training: seed 0 leaves metrics, seed 1 fails, another waits for SIGTERM.

@@ -1,4 +1,4 @@
-"""The facts of a process that a thread writes, a run that stands still, and exit codes."""
+"""The facts of a process that a thread writes, a run that hangs, and exit codes."""
 
 import contextlib
 import subprocess

@@ -46,9 +46,8 @@ def test_a_holder_is_named_waited_for_and_one_that_was_killed_holds_nothing(tmp_
   try:
     worker = int(holder.stdout.readline())
     message = refused(tmp_path)
-    assert (
-      f'{tmp_path} is in use: process {holder.pid} on {socket.gethostname()}, since 2' in message
-    )
+    assert f'model_dir={tmp_path} ' in message
+    assert f'process {holder.pid} on {socket.gethostname()}, since 2' in message
     assert {path.name for path in tmp_path.iterdir()} == {lock.NAME, 'attempts'}
     threading.Timer(0.5, holder.kill).start()
     with held(tmp_path, patience=20) as attempt:
@@ -82,7 +81,7 @@ def test_one_whose_facts_change_holds_it(tmp_path, no_locks):
   with held(tmp_path) as attempt:
     write_facts(attempt, 1)
     threading.Timer(0.3, write_facts, (attempt, 2)).start()
-    assert 'in use: process 0 (host there, pid 7), trains' in refused(tmp_path, patience=1)
+    assert 'in use by process 0 (host there, pid 7)' in refused(tmp_path, patience=1)
     write_facts(attempt, 3, facts.DONE)
     with held(tmp_path, patience=60) as second:  # at once
       assert second.name == 'attempt_0002'

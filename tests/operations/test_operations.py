@@ -110,7 +110,7 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, caplog):
     wait_for(lambda: caplog.records)
     time.sleep(0.1)
     assert len(caplog.records) == 1
-    assert caplog.records[0].getMessage().startswith('Training goes on without its ')
+    assert caplog.records[0].getMessage().startswith('Training continues without its ')
     folder.unlink()
     (tmp_path / 'gone').rename(folder)
     watch.resumed(3)
@@ -122,7 +122,7 @@ def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, monkeypatch):
     raise OSError(28, 'No space left on device')
 
   monkeypatch.setattr(facts, 'write', write)
-  words = f'{tmp_path} cannot be written: No space left on device'
+  words = f'{tmp_path} .*No space left on device'
   with pytest.raises(ValueError, match=words), observing(tmp_path):
     pytest.fail('it began')
 

@@ -88,7 +88,7 @@ def test_killed(tmp_path):
   facts_of(tmp_path, seconds_ago=90)
   facts = read(tmp_path)
   assert (facts['state'], facts['seconds_since_sign_of_life']) == ('stale', 90.0)
-  assert facts['problems'] == ['No sign of life for 0:01:30: it was killed, or stands still.']
+  assert facts['problems'] == ['No sign of life for 0:01:30: it was killed, or it hangs.']
   assert facts['attempts'][0]['ended'] == 'killed'
   assert state(tmp_path, stale_seconds=120) == 'running'
 
@@ -193,6 +193,6 @@ def test_what_is_no_run(tmp_path, kind):
   if kind == 'runs':  # a folder of runs
     (path / 'het_xl').mkdir()
     (path / 'het_xl' / 'metrics.jsonl').touch()
-  words = 'does not exist' if kind == 'nothing' else 'is not a run: it has none of config.gin'
-  with pytest.raises(ValueError, match=f'RUN_DIR={path} {words}'):
+  words = 'exist' if kind == 'nothing' else 'config.gin'
+  with pytest.raises(ValueError, match=f'RUN_DIR={path} .*{words}'):
     run_status.read(path)

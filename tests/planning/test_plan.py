@@ -56,7 +56,7 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
   [
     (['--topology=v9:2x2'], '--topology=v9:2x2 is unknown: write cpu:N, or a TPU generation'),
     (['--topology=cpu:8', '--mesh=8'], '--mesh=8 must be 2 or 3 whole numbers of at least 1'),
-    (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett unknown'),
+    (['--topology=cpu:8', '--grid', '--heads=hett'], '--heads=hett is unknown'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
   ],
 )
@@ -149,7 +149,7 @@ def test_topologies():
   known = {'cpu:12': ('cpu', '12'), 'v3:8x8': ('v3', '8x8'), 'v5p': ('v5p', '2x2x1')}
   assert {name: topology.parse(name) for name in known} == known
   for name in ('cpu', 'cpu:0', 'v3:8', 'v3:8by8', 'tpu'):
-    with pytest.raises(ValueError, match='is unknown: write cpu:N'):
+    with pytest.raises(ValueError, match='--topology=.*cpu:N'):
       topology.parse(name)
 
 

@@ -1,4 +1,6 @@
-"""README and docs/: links, paths, flags and bindings that they name exist, and examples run."""
+"""README and docs/: lines are short, what they name exists (links, paths, flags, bindings), and
+examples run.
+"""
 
 import functools
 import os
@@ -33,6 +35,14 @@ def blocks(page, language):
   """The fenced blocks of a language, without their indentation in lists."""
   found = re.findall(rf'^( *)```{language}\n(.*?)^\1```', page.read_text(), re.M | re.S)
   return [re.sub(f'^{indent}', '', text, flags=re.M) for indent, text in found]
+
+
+@pages
+def test_lines_of_prose_are_short(page):
+  """So that changes are readable line by line. Targets of links cannot be broken."""
+  text = re.sub(r'^ *```.*?^ *```$', '', page.read_text(), flags=re.M | re.S)
+  text = re.sub(r'^( *\||    ).*', '', text, flags=re.M)  # tables, indented code
+  assert not [line for line in text.splitlines() if len(re.sub(r'\]\(\S+\)', ']', line)) > 120]
 
 
 @pages

@@ -15,7 +15,7 @@ from etils import epath
 from het_plugin import reporting
 
 PNG = b'\x89PNG not really'
-ROWS = [{'head': '<script>', 'nll': 1.0}, {'head': 'HET', 'nll': 2.0}]
+ROWS = [{'name': '<script>', 'nll': 1.0}, {'name': 'HET', 'nll': 2.0}]
 
 
 def test_text_is_escaped_the_best_marked_and_references_apart():
@@ -24,7 +24,7 @@ def test_text_is_escaped_the_best_marked_and_references_apart():
     introduction='<i>&amp;',
     json=None,
     rows=ROWS,
-    references=[{'head': 'chance', 'nll': 0.5}],
+    references=[{'name': 'chance', 'nll': 0.5}],
     notes=['note "one" <u>'],
     configs={'<b>': "x = '<y>'"},
   )

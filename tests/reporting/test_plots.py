@@ -20,11 +20,11 @@ BINS = types.SimpleNamespace(
 )
 SHOTS = [
   {
-    'head': head,
-    'fewshot': {name: {1: 0.2, 5: 0.5, 25: 0.8}},
-    'fewshot_stderr': {name: {1: 0.01, 5: None, 25: 0.02}},
+    'name': run,
+    'fewshot': {dataset: {1: 0.2, 5: 0.5, 25: 0.8}},
+    'fewshot_stderr': {dataset: {1: 0.01, 5: None, 25: 0.02}},
   }
-  for head, name in ((NAME, NAME), ('b', 'c'))
+  for run, dataset in ((NAME, NAME), ('b', 'c'))
 ]
 GAPS = ([1, 2, 3, 4], [1, math.inf, 0, 100])
 

@@ -11,17 +11,17 @@ from het_plugin.reporting.text import text_table
 
 ROWS = [
   {
-    'head': 'DET',
+    'name': 'DET',
     'num_classes': 2297,
     'mesh': '4x2',
     'nll': 1.25,
     'precision_at_1': 0.5,
     'tau': 1.0,
   },
-  {'head': 'HET', 'num_classes': 2297, 'mesh': '4x2', 'nll': 1.125, 'precision_at_1': 0.5004},
-  {'head': 'HET-XL', 'num_classes': 2297, 'mesh': '4x2', 'nll': math.nan, 'precision_at_1': 0.25},
+  {'name': 'HET', 'num_classes': 2297, 'mesh': '4x2', 'nll': 1.125, 'precision_at_1': 0.5004},
+  {'name': 'HET-XL', 'num_classes': 2297, 'mesh': '4x2', 'nll': math.nan, 'precision_at_1': 0.25},
 ]
-CEILING = {'head': 'ceiling', 'precision_at_1': 0.9, 'nll': None}
+CEILING = {'name': 'ceiling', 'precision_at_1': 0.9, 'nll': None}
 
 
 def columns(rows):
@@ -50,11 +50,11 @@ def test_the_problem_is_stated_once_where_rows_agree():
 def test_few_shot_tables_by_data_set_with_errors():
   rows = [
     {
-      'head': 'DET',
+      'name': 'DET',
       'fewshot': {'digits': {10: 0.8, 1: 0.5}, 'birds': {1: 0.25}},
       'fewshot_stderr': {'digits': {10: 0.01, 1: None}},
     },
-    {'head': 'HET', 'fewshot': {'digits': {1: 0.75, 10: 0.7}}},
+    {'name': 'HET', 'fewshot': {'digits': {1: 0.75, 10: 0.7}}},
   ]
   captions = [found.caption for found in tables_of(rows)]
   assert captions == ['few-shot accuracy digits', 'few-shot accuracy birds']
@@ -67,9 +67,9 @@ def test_few_shot_tables_by_data_set_with_errors():
 
 def test_errors_and_further_tables_by_title():
   rows = [
-    {'head': 'a', 'nll': 1.0, 'stderr': {'nll': 0.25}},
+    {'name': 'a', 'nll': 1.0, 'stderr': {'nll': 0.25}},
     {
-      'head': 'b',
+      'name': 'b',
       'nll': 2.0,
       'stderr': {'nll': None},
       'tables': {'against a': {'nll': -0.5, 'rate': 0.125, 'stderr': {'nll': 0.125}}},
@@ -82,11 +82,11 @@ def test_errors_and_further_tables_by_title():
     (1, 'rate'): ['–', '0.125'],
   }
   text = text_table(rows, row_title='checkpoint')
-  assert text.startswith('checkpoint ') and '\nagainst a ' in text and 'head' not in text
+  assert text.startswith('checkpoint ') and '\nagainst a ' in text and 'name' not in text
 
 
 def test_text_is_aligned_with_references_below_a_rule():
-  lines = text_table(ROWS, [CEILING, {'head': 'unseen', 'fewshot': {}}]).splitlines()
+  lines = text_table(ROWS, [CEILING, {'name': 'unseen', 'fewshot': {}}]).splitlines()
   header, rule = lines[2], lines[3]
   assert lines[0] == 'classes K 2,297, mesh 4x2'
   assert set(rule) == {'-'} == set(lines[7]) and len(rule) == max(map(len, lines))
@@ -112,12 +112,12 @@ def test_json_has_plain_values_only(tmp_path):
 
 def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():
   rows = [
-    {'head': 'a', 'size': 0.98721, 'stderr': {'size': 0.002564}},
-    {'head': 'b', 'size': 0.2094, 'stderr': {'size': 0.00080}},
+    {'name': 'a', 'size': 0.98721, 'stderr': {'size': 0.002564}},
+    {'name': 'b', 'size': 0.2094, 'stderr': {'size': 0.00080}},
   ]
   text = text_table(rows)
   assert '0.9872 ±0.0026' in text and '0.2094 ±0.0008' in text
-  rows = [{'head': 'a', 'size': 1234.5, 'stderr': {'size': 31.0}}]
+  rows = [{'name': 'a', 'size': 1234.5, 'stderr': {'size': 31.0}}]
   assert '1234 ±31' in text_table(rows) and '0.5 ±0' in text_table(
-    [{'head': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
+    [{'name': 'a', 'size': 0.5, 'stderr': {'size': 0.0}}]
   )

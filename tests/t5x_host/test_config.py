@@ -19,7 +19,7 @@ def test_a_run_is_not_resumed_with_another_head(tmp_path):
   saved = (tmp_path / 'config.gin').read_text()
   assert 'HetXL.num_factors' in saved
   configure('det')
-  with pytest.raises(ValueError, match=r'\(from step 4 on\): HEAD, '):
+  with pytest.raises(ValueError, match='step 4.*HEAD'):
     config.summarize_config(tmp_path, None, 4)
   assert (tmp_path / 'config.gin').read_text() == saved
   config.summarize_config(tmp_path, None, 4, accept_changes=True)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,17 +177,17 @@ def test_decoding_agrees_with_scoring(network, batch):
 
 
 @pytest.mark.parametrize(
-  ('head', 'config_change', 'sentence'),
+  ('head', 'config_change', 'words'),
   [
-    (Det(100), {}, 'Det.num_classes=100 must be T5Config.vocab_size, 260'),
+    (Det(100), {}, 'Det.num_classes=100 .*T5Config.vocab_size, 260'),
     (Det(VOCABULARY_SIZE), {'logits_via_embedding': True}, 'logits_via_embedding=True'),
-    (Det(VOCABULARY_SIZE, link='sigmoid'), {}, "Det.link='sigmoid' must be 'softmax'"),
+    (Det(VOCABULARY_SIZE, link='sigmoid'), {}, "Det.link='sigmoid' .*'softmax'"),
   ],
 )
-def test_wrong_settings(network, batch, head, config_change, sentence):
+def test_wrong_settings(network, batch, head, config_change, words):
   model = make_model(network, head)
   model.module = model.module.clone(config=config(network, **config_change))
-  with pytest.raises(ValueError, match=re.escape(sentence)):
+  with pytest.raises(ValueError, match=words):
     variables(model, batch)
 
 

@@ -1,4 +1,4 @@
-"""A process of a run of two, of which the second cannot read what the first can, nor write."""
+"""A process of a run with two. The second cannot read what the first can, and cannot write."""
 
 import errno
 import os

@@ -56,14 +56,14 @@ def test_states_go_back_to_their_actions():
 def test_a_task_that_is_not_evaluated_is_an_error_before_the_first_step():
   context = actions.ActionContext(None, None, None, '', 0, tasks=('train', 'digits'))
   actions.EarlyStoppingAction(('digits', 'nll'), 'min').setup(context)
-  with pytest.raises(ValueError, match="metric has the task 'birds'; it must be train or digits"):
+  with pytest.raises(ValueError, match="metric .*'birds'; .*train or digits"):
     actions.EarlyStoppingAction(('birds', 'nll'), 'min').setup(context)
 
 
 def test_watching_what_is_not_there_lists_what_is():
   action = actions.TerminateOnNanAction(task='trian')
-  with pytest.raises(ValueError, match="Unknown task 'trian'; valid are train"):
+  with pytest.raises(ValueError, match="'trian'; .*train"):
     action.run(None, {'train': {'loss': 1.0}})
   action = actions.EarlyStoppingAction(('train', 'nll'), 'min')
-  with pytest.raises(ValueError, match="no metric 'nll'; valid are loss, tau"):
+  with pytest.raises(ValueError, match="'nll'; .*loss, tau"):
     action.run(None, {'train': {'loss': 1.0, 'tau': 1.0}})

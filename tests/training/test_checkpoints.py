@@ -106,7 +106,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_skipped(tmp_path, caplog, d
   restored = restore(tmp_path, make_state())
   assert restored.dataset_state == {'position': 100}
   assert_equal(restored.train_state.params, make_state(seed=1).params)
-  assert 'checkpoint_2, which cannot be read' in caplog.text
+  assert 'Skipping' in caplog.text and 'checkpoint_2' in caplog.text
 
 
 def test_damaged_checkpoints_are_set_aside_under_free_names(tmp_path):
@@ -171,11 +171,11 @@ def test_damage_that_every_reader_takes_for_data_is_named(two_wide, tmp_path, ca
   files = [path for path in (directory / 'checkpoint_2').rglob('*') if path.is_file()]
   flip(max(files, key=lambda path: path.stat().st_size), 8 * 20_000)
   assert assert_first_or_second(directory, caplog) == 1
-  assert '_kernel is not what was saved' in caplog.text
+  assert '_kernel' in caplog.text
   aside = directory / 'unreadable_checkpoint_2'
-  with pytest.raises(ValueError, match='unreadable_checkpoint_2 cannot be read: params/.*_kernel'):
+  with pytest.raises(ValueError, match='unreadable_checkpoint_2 .*params/.*_kernel'):
     checkpoint_reader.read_params(aside)
-  with pytest.raises(ValueError, match='params/.*_kernel is not what was saved'):
+  with pytest.raises(ValueError, match='checkpoint_2 .*params/.*_kernel'):
     warm(make_state(num_classes=WIDE).params, aside, mode='specific')
   checkpoint_reader.read_params(directory)
 
@@ -191,7 +191,7 @@ def test_a_save_that_fails_says_what_is_left(tmp_path, full_disk):
   checkpointer = checkpoints.Checkpointer(tmp_path, SAVE)
   full_disk()
   checkpointer.save(2, at_step(make_state(seed=2), 2), {'position': 200}, RECORD)
-  words = r'step 2 cannot be written \(.*No space left on device\); .*checkpoint_1, from which'
+  words = r'step 2 .*No space left on device\); .*checkpoint_1,'
   with pytest.raises(checkpoints.SaveFailed, match=words) as failure:
     checkpointer.wait_until_finished()
   assert failure.value.code == str(failure.value)  # which Python prints, and exits with code 1
@@ -222,7 +222,7 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path):
 def test_a_checkpoint_under_the_name_of_another_step_is_not_read(tmp_path):
   save(tmp_path, 4, 8)
   (tmp_path / 'checkpoint_8').rename(tmp_path / 'checkpoint_12')
-  with pytest.raises(checkpoint_reader.Unreadable, match='checkpoint_12 .*: .*it is checkpoint_8'):
+  with pytest.raises(checkpoint_reader.Unreadable, match='checkpoint_12 .*checkpoint_8'):
     checkpoint_reader.read_params(tmp_path)
   shutil.copytree(tmp_path / 'checkpoint_12', tmp_path / 'best')  # says nothing of a step
   assert checkpoint_reader.read_params(tmp_path / 'best')
@@ -240,14 +240,11 @@ def test_a_checkpoint_that_does_not_name_its_step_is_read(tmp_path, monkeypatch)
 
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(tmp_path):
   save(tmp_path, 1)
-  words = r'params/head_bias with shape \(16,\), but .* \(32,\).*RestoreCheckpointConfig.path'
+  words = r'params/head_bias .*\(16,\), .* \(32,\).*RestoreCheckpointConfig.path'
   with pytest.raises(ValueError, match=words):
     restore(tmp_path, make_state(num_classes=32))
   truncate_arrays(tmp_path / 'checkpoint_1')
-  words = (
-    r'model_dir=.* has 1 checkpoints, none of which can be read \(the newest one: .*\); put one'
-  )
-  with pytest.raises(ValueError, match=words):
+  with pytest.raises(ValueError, match=r'1 checkpoints in model_dir=.* \(newest: .*model_dir'):
     restore(tmp_path, make_state())
   assert (tmp_path / 'checkpoint_1').exists()
 
@@ -269,12 +266,12 @@ def test_warm_start_of_a_model_with_other_parameters(tmp_path):
   save(tmp_path, 1)
   saved, params = make_state(seed=1).params, make_state(seed=7).params
   more = params | {'factors': params['head_bias']}
-  with pytest.raises(ValueError, match=r'has no factors, which this run has with shape \(16,\)'):
+  with pytest.raises(ValueError, match=r'no factors, .*\(16,\)'):
     warm(more, tmp_path)
   read = warm(more, tmp_path, fallback_to_scratch=True)
   assert_equal(read, saved | {'factors': params['head_bias']})
   fewer = {'head_kernel': params['head_kernel']}
-  with pytest.raises(ValueError, match='holds head_bias, which this run does not have'):
+  with pytest.raises(ValueError, match='holds head_bias, '):
     warm(fewer, tmp_path)
   assert_equal(warm(fewer, tmp_path, fallback_to_scratch=True)['head_kernel'], saved['head_kernel'])
 
@@ -292,5 +289,5 @@ def test_warm_start_for_other_classes_maps_names(tmp_path):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-  with pytest.raises(ValueError, match="no checkpoint .*mode='latest'"):
+  with pytest.raises(ValueError, match="absent .*mode='latest'"):
     warm(make_state().params, tmp_path / 'absent')

@@ -86,7 +86,7 @@ def test_a_resumed_period_has_the_steps_before_the_interruption(caplog):
   others = metrics(1.0) | {'nll': clu_metrics.Average(jnp.float32(1), jnp.int32(1))}
   resumed = make_stats(period=2, open_period=through_json(stats))
   (summary,) = resumed.add(6, others, data_wait=0.0)
-  assert summary.values['loss'] == 1.0 and 'other metrics' in caplog.text
+  assert summary.values['loss'] == 1.0 and 'metrics' in caplog.text
 
 
 def test_speed_leaves_pauses_out_and_shows_the_wait_for_data(monkeypatch):

@@ -18,7 +18,7 @@ NAN_ROWS = toy.ToyDatasetConfig(16, nan_rows=(37, 100))  # of steps 3 and 7
 
 
 def run(model_dir, action, max_skipped=10, **settings):
-  """12 steps of which 3 and 7 are bad, a checkpoint every 2."""
+  """12 steps; steps 3 and 7 are bad, and every second step has a checkpoint."""
   defaults = {
     'train_dataset_cfg': NAN_ROWS,
     'checkpoint_cfg': checkpoints.CheckpointConfig(checkpoints.SaveCheckpointConfig(period=2)),
@@ -99,9 +99,9 @@ def test_resuming_after_a_skip_changes_nothing_and_the_bound_is_of_the_whole_run
   tmp_path, skipped, caplog
 ):
   run(tmp_path, 'skip', max_skipped=1, total_steps=4)
-  assert '1 of at most 1 skipped' in caplog.text
+  assert '1 of at most 1 steps' in caplog.text
   assert stopped(tmp_path, 'skip', max_skipped=1) == 7
-  assert 'training stops, after NonFinitePolicy.max_skipped=1 others' in caplog.text
+  assert 'NonFinitePolicy.max_skipped=1 ' in caplog.text
   assert saved_steps(tmp_path) == [2, 4, 6]
   _, state = run(tmp_path, 'skip', max_skipped=2)
   directory, want = skipped

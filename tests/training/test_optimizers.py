@@ -66,7 +66,7 @@ def test_the_first_factor_that_matches_multiplies_the_learning_rate():
     np.testing.assert_allclose(got['head']['kernel'], head * want['head']['kernel'])
     np.testing.assert_allclose(got['block']['kernel'], 0.1 * want['block']['kernel'], rtol=1e-6)
     np.testing.assert_array_equal(got['norm']['scale'], want['norm']['scale'])
-  with pytest.raises(ValueError, match="learning_rate_factors='haed' matches no parameter"):
+  with pytest.raises(ValueError, match="learning_rate_factors='haed' "):
     optimizers.adamw(0.1, learning_rate_factors=(('haed', 2.0),)).optax_optimizer.init(PARAMS)
 
 
@@ -99,7 +99,7 @@ def test_layers_count_back_from_the_head():
   np.testing.assert_allclose(
     updates['backbone']['blocks']['mlp']['kernel'][:, 0, 0], [-0.025, -0.05], 1e-5
   )
-  with pytest.raises(ValueError, match='layer_decay=0.5 needs a backbone with layers'):
+  with pytest.raises(ValueError, match='layer_decay=0.5 .*layers'):
     optimizers.adamw(0.1, layer_decay=0.5).optax_optimizer.init(PARAMS['norm'])
 
 

@@ -39,10 +39,10 @@ def test_mesh_shape(setting, shape):
 @pytest.mark.parametrize(
   'setting, words',
   [
-    ({'num_partitions': 3}, 'num_partitions=3.*divide the number of devices, 8'),
-    ({'num_partitions': 2, 'model_parallel_submesh': (1, 2)}, 'not both'),
-    ({'num_replicas': 4, 'num_partitions': 4}, 'devices of each of 4 replicas, 2'),
-    ({'logical_axis_rules': [('embed', 'modle')]}, "'modle'; valid are 'data', 'model'"),
+    ({'num_partitions': 3}, 'num_partitions=3.* 8'),
+    ({'num_partitions': 2, 'model_parallel_submesh': (1, 2)}, r'num_partitions .* 2 and \(1, 2\)'),
+    ({'num_replicas': 4, 'num_partitions': 4}, 'num_partitions=4?.* 4 replicas, 2'),
+    ({'logical_axis_rules': [('embed', 'modle')]}, "'modle'; .*'data', 'model'"),
   ],
 )
 def test_bad_settings_are_named(setting, words):
@@ -57,7 +57,7 @@ def test_a_replica_axis_shares_the_batch_with_data():
   assert partitioner.data_partition_spec == P(('replica', 'data'))
   assert ('batch', ('replica', 'data')) in partitioner.logical_axis_rules
   assert ('vocab', 'model') in partitioner.logical_axis_rules
-  with pytest.raises(ValueError, match='batch_size=6 must be a positive multiple of 4'):
+  with pytest.raises(ValueError, match='batch_size=6 .* 4'):
     partitioner.check_batch_size(6)
 
 
@@ -88,15 +88,15 @@ def test_state_of_masked_optimizers_follows_the_parameters():
 
 def test_indivisible_parameter_is_named():
   partitioner = partitioning.PjitPartitioner(num_partitions=4)
-  with pytest.raises(ValueError, match=r"head_bias of shape \(10,\).*'vocab' of size 10.*4 shards"):
+  with pytest.raises(ValueError, match=r"head_bias .*\(10,\).*'vocab' .* 10 .*4 shards"):
     partitioner.get_mesh_axes(make_state(toy.ToyModel(toy.Mlp(num_classes=10))))
 
 
 @pytest.mark.parametrize(
   'layer, words',
   [
-    (nn.Dense(3), 'bias has no logical axis names'),
-    (nn.BatchNorm(use_running_average=False), 'mutable collections batch_stats'),
+    (nn.Dense(3), 'bias .*param_with_axes'),
+    (nn.BatchNorm(use_running_average=False), 'batch_stats'),
   ],
 )
 def test_layers_that_cannot_be_trained_are_named(layer, words):
@@ -108,7 +108,7 @@ def test_batch_that_does_not_divide_is_named():
   partitioner = partitioning.PjitPartitioner()
   with pytest.raises(ValueError, match='batch_size=12.*8 shards'):
     partitioner.batch_rows(12)
-  with pytest.raises(ValueError, match=r"batch\['index'\] has 4 rows; this process feeds 8"):
+  with pytest.raises(ValueError, match=r"batch\['index'\] .* 4 .* 8"):
     partitioner.shard_batch({'index': np.arange(4)}, 8)
 
 
@@ -118,5 +118,5 @@ def test_a_mesh_that_is_there_already():
   assert taken.mesh is given.mesh and (taken.data_shards, taken.model_shards) == (2, 4)
   state = make_state(toy.ToyModel())
   assert taken.get_mesh_axes(state) == given.get_mesh_axes(state)
-  with pytest.raises(ValueError, match="maps 'batch' to 'replica'; valid are 'data', 'model'"):
+  with pytest.raises(ValueError, match="'batch' to 'replica'; .*'data', 'model'"):
     partitioning.PjitPartitioner.on_mesh(given.mesh, [('batch', 'replica')])

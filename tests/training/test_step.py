@@ -87,8 +87,8 @@ def test_metrics():
 @pytest.mark.parametrize(
   'num_microbatches, needs_whole_batch, words',
   [
-    (4, False, 'batch_size=36 must be a positive multiple of 16.*num_microbatches=4'),
-    (2, True, 'num_microbatches=2 must be 1: the loss of ToyModel'),
+    (4, False, 'batch_size=36 .* 16.*num_microbatches=4'),
+    (2, True, 'num_microbatches=2 .*ToyModel'),
   ],
 )
 def test_bad_settings_are_named(num_microbatches, needs_whole_batch, words):

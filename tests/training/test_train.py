@@ -2,6 +2,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -228,7 +229,7 @@ def run_two(module, *arguments):
 def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines(
   tmp_path, uninterrupted, caplog
 ):
-  """To that of step 4, because that of step 8 is damaged."""
+  """To checkpoint 4, because checkpoint 8 is damaged."""
 
   class Crash(actions.BaseAction):
     def run(self, train_state, metrics_by_task):
@@ -242,7 +243,7 @@ def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines
   for path in (tmp_path / 'checkpoint_8' / 'state').rglob('d/*'):
     os.truncate(path, path.stat().st_size // 2)
   _, state = toy_run.run(tmp_path)
-  assert 'checkpoint_8, which cannot be read' in caplog.text
+  assert 'Skipping' in caplog.text and 'checkpoint_8' in caplog.text
   assert (tmp_path / 'unreadable_checkpoint_8').exists()
   assert_equal(state.params, uninterrupted[1].params)
   assert_equal(jax.tree.leaves(state.opt_state), jax.tree.leaves(uninterrupted[1].opt_state))
@@ -300,7 +301,7 @@ def test_a_full_disk_ends_the_run_soon_and_it_goes_on(tmp_path, uninterrupted, m
       if steps[-1] > 8:
         time.sleep(0.5)
 
-  with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left .*checkpoint_4, from'):
+  with pytest.raises(checkpoints.SaveFailed, match='step 8 .* No space left .*checkpoint_4,'):
     toy_run.run(tmp_path, actions={'TRAIN': [FillDisk()]})
   assert steps[-1] < 12  # not only when the next one is due
   monkeypatch.undo()
@@ -354,7 +355,7 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
     period = {'eval_period': 2, 'total_steps': total_steps}
     return toy_run.run(tmp_path, actions={'TRAIN_EVAL': [stopping]}, **period)[0]
 
-  assert run(total_steps=4) == 4  # two evaluations, of which the second is worse
+  assert run(total_steps=4) == 4  # two evaluations; the second is worse
   assert run(total_steps=12) == 6
   assert run(total_steps=12) == 6  # a restart trains no further
 
@@ -366,7 +367,7 @@ def test_a_finished_run_does_nothing(tmp_path):
   assert step == 4
   assert_equal(first.params, again.params)
   assert lines(tmp_path) == before
-  with pytest.raises(ValueError, match='total_steps=3 is below the step of the checkpoint, 4'):
+  with pytest.raises(ValueError, match='total_steps=3 .* 4'):
     toy_run.run(tmp_path, total_steps=3)
 
 
@@ -379,11 +380,11 @@ def test_the_classes_of_a_run_keep_their_numbers(tmp_path, caplog):
 
   run('ant', 'bee')
   assert class_names.read(tmp_path) == class_names.read(tmp_path / 'checkpoint_2') == ('ant', 'bee')
-  with pytest.raises(ValueError, match="name=toy: 'bee' is class 0, and class 1 of the data that"):
+  with pytest.raises(ValueError, match="name=toy: 'bee' is class 0 .*class 1 "):
     run('bee', 'ant')
-  assert class_names.read(tmp_path) == ('ant', 'bee') and 'other names' not in caplog.text
+  assert class_names.read(tmp_path) == ('ant', 'bee') and 'class ' not in caplog.text
   run('ant', 'wasp')
-  assert "class 1 is 'wasp' and was 'bee'" in caplog.text
+  assert re.search("class 1 is 'wasp' .*'bee'", caplog.text)
 
 
 def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
@@ -429,7 +430,7 @@ def test_the_average_of_the_parameters_is_evaluated_saved_and_resumed(tmp_path, 
 
   read = checkpoint_reader.read_params(tmp_path / 'a', ema=True)
   assert_equal(read, traverse_util.flatten_dict(average, sep='/'))
-  with pytest.raises(ValueError, match='without with_ema'):
+  with pytest.raises(ValueError, match='with_ema'):
     checkpoint_reader.read_params(uninterrupted[0], ema=True)
   # A warm start takes it, and its own average begins there.
   restore = checkpoints.RestoreCheckpointConfig(str(tmp_path / 'a'), ema=True)

@@ -184,7 +184,7 @@ def test_towers_of_open_clip_that_pool_otherwise_are_refused(tmp_path):
   text = {'pool_type': 'last', 'no_causal_mask': True}
   config = {'vision_cfg': {'pool_type': 'avg', 'no_ln_pre': True}, 'text_cfg': text}
   (tmp_path / 'open_clip_config.json').write_text(json.dumps({'model_cfg': config}))
-  with pytest.raises(ValueError, match='towers pool by avg and last, unlike CLIP and SigLIP'):
+  with pytest.raises(ValueError, match=' avg and last, '):
     weights.read_config(tmp_path / 'open_clip_model.safetensors')
 
 
@@ -326,7 +326,7 @@ def siglip_arrays(project, width=32, patch_size=7, side=4):
 
 
 def test_the_gelu_of_siglip():
-  """Exact in most files of timm, the tanh approximation in those of transformers."""
+  """Exact in most files of timm, the tanh approximation in files of transformers."""
 
   def mlp(project, sizes=(), **config):
     tower = weights.read_tower(siglip_arrays(project, *sizes), config)
@@ -435,7 +435,7 @@ def test_a_tower_starts_a_run_of_another_resolution(ours, caplog):
 
 def test_layers_without_a_place_are_named(ours):
   arrays = timm_arrays(ours[1]) | {'fc_norm.weight': np.ones(16)}
-  with pytest.raises(ValueError, match='no place in a ViT, such as fc_norm.weight'):
+  with pytest.raises(ValueError, match='ViT, .*fc_norm.weight'):
     weights.read_tower(arrays, {})
-  with pytest.raises(ValueError, match="hidden_act='relu' in config.json is none of gelu"):
+  with pytest.raises(ValueError, match="hidden_act='relu' in config.json .* gelu"):
     weights.read_tower(timm_arrays(ours[1]), {'hidden_act': 'relu'})
