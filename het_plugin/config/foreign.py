@@ -137,7 +137,7 @@ class _Names:
 
 
 def _configurable(found: Any) -> Any | None:
-  """The configurable of an object that is registered, under whatever name."""
+  """The configurable of an object that is registered, under any name."""
   try:
     return gin.get_configurable(found)
   except (ValueError, TypeError):

@@ -284,7 +284,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
 
 
 def _ends_of_the_grid(outcome, settings):
-  """A note for each setting of which a fold chose the largest or smallest value."""
+  """A note for each setting whose largest or smallest value was chosen by a fold."""
   for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
     values, chosen = sorted(x for x in values if x), [point.get(name) for point in outcome.chosen]
     if len(values) < 2:

@@ -26,7 +26,7 @@ def affine(
   """
   pre_logits_dim = phi.shape[-1]
 
-  def kernel_init(key, shape, dtype):  # fan-in D whatever the rank of `features`
+  def kernel_init(key, shape, dtype):  # the fan-in is D for any rank of `features`
     flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
     return initial_scale * flat.reshape(shape)
 

@@ -304,7 +304,7 @@ def mean_rank(
 
   Args:
     accuracies: {(data set, draw): test accuracy at each strength [L]}.
-    others: rank by the draws of other data sets only, of which there must be one.
+    others: rank by the draws of other data sets only; there must be at least one.
 
   Returns:
     {(data set, draw): position of the strength}, the same for all draws of a data set.

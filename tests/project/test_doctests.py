@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import het_plugin
-from het_plugin import estimators, heads, integrate, rows
+from het_plugin import estimators, heads, integrate, models, rows, runs
 from het_plugin.estimators.probe import probe
 from het_plugin.measures import (
   agreement,
@@ -56,11 +56,13 @@ NAMED = (
   integrate.mean_field,
   integrate.taylor,
   knn.knn_accuracy,
+  models.ClassificationModel,
   probe,
   rankme.rankme,
   rows.Rows,
   rows.read,
   rows.write,
+  runs.Run,
   uncertainty.score_examples,
   votes.shares,
 )
