@@ -7,8 +7,8 @@ A file (.npz or .safetensors) has a ViT under vision_transformer's names, a ResN
 Transfer's, and a heteroscedastic head under uncertainty-baselines'. Of a contrastive model only the
 image tower is written. The configuration is the run's own config.gin.
 `RestoreCheckpointConfig.path` reads such files. The metadata of a .safetensors file say what it is:
-head, link, temperature, class names and images. A directory gets a checkpoint of t5x with the state
-of the optimizer, to go on there (docs/t5x.md).
+head, link, temperature, class names and images. If --output is a directory, a checkpoint of t5x
+with the state of the optimizer is written, to continue there (docs/t5x.md).
 """
 
 from collections.abc import Sequence

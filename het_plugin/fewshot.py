@@ -50,8 +50,12 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'names', None, 'Names of the runs: METHOD or METHOD/SETTING; for files also RUN:DATASET.'
   )
-  flags.DEFINE_multi_string('results', [], 'An earlier --json to show beside; repeatable.')
-  flags.DEFINE_enum('protocol', 'loo', list(fewshot.PROTOCOLS), 'Sets the following three.')
+  flags.DEFINE_multi_string(
+    'results', [], 'A --json file of an earlier call, shown in the same tables; repeatable.'
+  )
+  flags.DEFINE_enum(
+    'protocol', 'loo', list(fewshot.PROTOCOLS), 'A named combination of the following three.'
+  )
   flags.DEFINE_enum('classifier', None, fewshot.CLASSIFIERS, 'By default from the protocol.')
   flags.DEFINE_enum('draw', None, fewshot.DRAWS, 'By default from the protocol.')
   flags.DEFINE_string(
@@ -62,7 +66,7 @@ def define_flags() -> None:
   flags.DEFINE_string('layer', 'pre_logits', "The checkpoints' representation.")
   flags.DEFINE_integer('batch_size', 256, 'Global batch of the extraction.', lower_bound=1)
   flags.DEFINE_string('json', None, 'Where all results are written.')
-  flags.DEFINE_string('html', None, 'Where they are written as a page with plots.')
+  flags.DEFINE_string('html', None, 'Where to write the results as a page with plots.')
 
 
 def check_flags() -> None:

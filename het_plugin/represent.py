@@ -58,7 +58,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'image_size', None, 'Side in pixels; what the run was trained on by default.', lower_bound=1
   )
-  flags.DEFINE_bool('overwrite', False, 'Replaces files, and unfinished ones, of other settings.')
+  flags.DEFINE_bool('overwrite', False, 'Replaces files that were made with other settings.')
   flags.DEFINE_string('json', None, 'Where the table is written as JSON.')
 
 

@@ -173,9 +173,9 @@ def probe(
   notes = [
     f'± is a standard error over examples; differences to {baseline} are paired by example. '
     f'extreme: share of the difference in NLL that the {EXTREME:.0%} of examples with the largest '
-    'differences make; a gain that they alone make is no gain for the others. ECE: 15 bins of '
-    'equal width. seconds: that of DET, where the noise starts, count once. price: nats per '
-    'example that the parameters of the noise cost, p / (2N), if they are not regularised.',
+    'differences make. Near 1, the other examples gain nothing. ECE: 15 bins of equal width. '
+    'seconds: the fit of DET, from which the noise starts, counts once. price: the nats per '
+    'example that the parameters of the noise cost without regularisation, p / (2N).',
   ]
   notes += [
     f'{x.head}: {x.unfinished} of its fits ended above tol={settings.tol:g}; raise --max_iter.'
@@ -440,8 +440,7 @@ def _shown(row):
   shown |= {'C': f'{chosen["C"]:g}'}
   if chosen.get('C_noise') is not None:
     shown['C_noise'] = f'{chosen["C_noise"]:g}'
-  # A choice, beside the others. The field tau of a table would stand before them.
-  shown |= {'tau ': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
+  shown |= {'chosen tau': str(chosen['tau']), 'price': f'{row["price"]:.3g}'}
   tables = {}
   if 'stderr_folds' in row:
     tables['± over folds'] = row['stderr_folds']

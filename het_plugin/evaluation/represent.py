@@ -149,7 +149,7 @@ def choose_splits(task: str, info: data.TaskInfo, given: str | None) -> list[str
       f'--splits is needed: {task} has no finite split; choose from {", ".join(info.splits)}'
     )
   if len({unfinished.safe_name(name) for name in names}) != len(names):
-    raise ValueError(f'--splits={given}: the names are too alike to be those of files')
+    raise ValueError(f'--splits={given}: two of these names give the same file name')
   return names
 
 

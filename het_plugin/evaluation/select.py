@@ -47,7 +47,7 @@ def knn(
     introduction=f'Accuracy of the vote of the k nearest training examples ({metric} distance) on '
     f'{measured}.',
     rows=[
-      {'head': row['candidate'], 'pre_logits_dim': row['pre_logits_dim']}
+      {'name': row['candidate'], 'pre_logits_dim': row['pre_logits_dim']}
       | {f'k = {n}': f'{accuracy:.4f}' for n, accuracy in row['accuracy'].items()}
       for row in rows
     ],
@@ -106,7 +106,7 @@ def rank(
     f'training examples, and few-shot accuracy on the test examples of the best {len(kept)}.',
     rows=[
       {
-        'head': names[i],
+        'name': names[i],
         proxy_name: f'{proxy[i]:.4f}',
         'fewshot': {'': {n: result.mean for n, result in results.get(i, {}).items()}},
         'fewshot_stderr': {'': {n: result.stderr for n, result in results.get(i, {}).items()}},
@@ -183,7 +183,7 @@ def rankme(
     'singular values (Garrido et al. 2023, eq. 1).',
     rows=[
       {
-        'head': row['candidate'],
+        'name': row['candidate'],
         'pre_logits_dim': row['pre_logits_dim'],
         'examples': row['num_examples'],
         'RankMe': row['rankme'],
@@ -242,7 +242,7 @@ def ensemble(
     f'validation NLL {"with" if replacement else "without"} replacement; an ensemble predicts the '
     'average of probabilities.',
     rows=[
-      {'head': row['ensemble'], 'members': row['num_members']}
+      {'name': row['ensemble'], 'members': row['num_members']}
       | {
         f'{split} {title}': f'{row[f"{split}_{name}"]:.4f}'
         for split in splits

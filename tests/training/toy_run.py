@@ -28,7 +28,7 @@ def recording_trainer(path: Path):
 
 
 def run(model_dir: Path, **overrides):
-  """Trains 12 steps of 16 examples on a 4 x 2 mesh; keyword arguments override arguments of `train`."""
+  """Trains 12 steps of 16 examples on a 4 x 2 mesh; keywords override arguments of `train`."""
   settings = {
     'model': toy.ToyModel(),
     'train_dataset_cfg': toy.ToyDatasetConfig(16),
