@@ -176,8 +176,8 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(partitioning.PjitPartitioner, 'batch_rows', lambda *_: pytest.fail('read data'))
     message = run_main(main, *same, *changed, code=2)
-  assert 'its step 2: RANDOM_SEED, LEARNING_RATE changed' in message
-  assert message.endswith('go on with --accept_config_changes (--verbosity=1 shows where)')
+  assert 'step 2 on): RANDOM_SEED, LEARNING_RATE changed' in message
+  assert message.endswith('--accept_config_changes (--verbosity=1 shows where)')
   assert '\n  LEARNING_RATE: 0.003 -> 0.005' in caplog.text
   assert '\n  EVAL_STEPS: 1 -> 2' in caplog.text
   assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files

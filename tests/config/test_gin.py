@@ -311,7 +311,7 @@ def test_flags_that_cannot_be_parsed_are_wrong_settings(argument, message, parse
 
 
 def test_what_makes_t5x_the_host_is_not_for_our_mains():
-  with pytest.raises(ValueError, match='gin/t5x is for .python -m t5x.train., t5x.eval'):
+  with pytest.raises(ValueError, match='gin/t5x .*t5x.train, t5x.eval'):
     parsing.parse_config(['gin/t5x/train.gin', *RUN], bindings('digits_smoke.gin'), [str(ROOT)])
 
 
