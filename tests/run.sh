@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes or reuses .venv, checks the style with ruff and the types with ty, and runs the tests. Other arguments go to pytest:
+# Makes or reuses .venv, checks the style with ruff and the annotations with ty, and runs the tests. Other arguments go
+# to pytest:
 #   bash tests/run.sh                        what a change needs: at most ten minutes on two cores
 #   bash tests/run.sh --all                  everything, also the tests marked slow
 #   bash tests/run.sh tests/heads -k het_xl  some of it (paths are relative to the checkout)

@@ -163,9 +163,9 @@ class RunConfig:
       names = ', '.join(changed[:_NAMED])
       more = f' and {len(changed) - _NAMED} more' if len(changed) > _NAMED else ''
       raise ValueError(
-        f'the run in this model_dir is another one since its step {step}: {names}{more} changed '
-        f'(the lines above say how); undo that, take another model_dir, or go on with '
-        f'{self._how_to_accept}'
+        f'model_dir holds a run with a different configuration (from step {step} on): {names}'
+        f'{more} changed (the lines above say how). Undo the change, take another model_dir, or '
+        f'continue with {self._how_to_accept}'
       )
     self._replaced = record['config']
 

@@ -21,9 +21,7 @@ _OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flag
 
 def define_flags() -> None:
   """Flags of mains that read gin files: --gin_file, --gin_search_paths, and --gin.NAME=VALUE."""
-  flags.DEFINE_multi_string(
-    'gin_file', [], 'Path of a gin file; may be given several times, later ones win.'
-  )
+  flags.DEFINE_multi_string('gin_file', [], 'A gin file. Repeatable; later files win.')
   define_binding_flags()
 
 
@@ -32,10 +30,10 @@ def define_binding_flags() -> None:
   flags.DEFINE_multi_string(
     'gin_bindings',
     [],
-    'A binding after the gin files, NAME=VALUE; usually written --gin.NAME=VALUE, with text in '
-    """quotes of its own: --gin.MODEL_DIR="'runs/x'"; repeatable.""",
+    'A binding after the gin files, NAME=VALUE; usually written --gin.NAME=VALUE. Put quotes '
+    """around text: --gin.MODEL_DIR="'runs/x'". Repeatable.""",
   )
-  flags.DEFINE_list('gin_search_paths', ['.'], 'Folders in which gin files are looked for.')
+  flags.DEFINE_list('gin_search_paths', ['.'], 'Folders to search for gin files.')
   foreign.define_flags()
 
 

@@ -32,8 +32,8 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'allow_imports',
     [],
-    'Packages whose code the config.gin of a run that is opened may run, besides the configurables '
-    'of het_plugin.',
+    'Packages that config.gin of an opened run may import, in addition to het_plugin. Importing '
+    'runs their code.',
   )
 
 
@@ -61,7 +61,9 @@ def check(text: str, file: str) -> None:
   names = _Names(file, given, is_dynamic)
   for statement in found:  # in gin's order: a later import may give a name another meaning
     if isinstance(statement, config_parser.IncludeStatement):
-      raise ValueError(f'{file} includes {statement.filename!r}, which a config.gin never does')
+      raise ValueError(
+        f'{file} includes {statement.filename!r}; a config.gin written by a run has no include'
+      )
     if isinstance(statement, config_parser.ImportStatement) and statement.module != _DYNAMIC:
       names.add(statement)
     if isinstance(statement, config_parser.BindingStatement):
@@ -135,7 +137,7 @@ class _Names:
 
 
 def _configurable(found: Any) -> Any | None:
-  """The configurable of an object that is registered, under whatever name."""
+  """The configurable of an object that is registered, under any name."""
   try:
     return gin.get_configurable(found)
   except (ValueError, TypeError):

@@ -26,7 +26,7 @@ _NATIVE = re.compile(
 def define_flags() -> None:
   """Defines --verbose for all mains; may be called several times."""
   if 'verbose' not in flags.FLAGS:
-    flags.DEFINE_bool('verbose', False, 'Prints all that this program and its libraries log.')
+    flags.DEFINE_bool('verbose', False, 'Also prints the log messages of libraries.')
 
 
 def is_verbose() -> bool:

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -27,11 +28,32 @@ _COUNT = Interval(Integral, 1, None, closed='left')
 NOISE_SHARE = 0.03
 
 
-class HeadClassifier(ClassifierMixin, BaseEstimator):
-  """Base of the estimators. A subclass names its head and the head's fields that it exposes."""
+# scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
+# and prints estimators itself.
+estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 
-  _head: str
-  _noise: tuple[str, ...] = ()
+
+@estimator
+class HeadClassifier(ClassifierMixin, BaseEstimator):
+  """Base of the estimators, with the parameters of all of them, see `DetClassifier`.
+
+  A subclass names its head and the head's fields that it exposes.
+  """
+
+  C: float = dataclasses.field(default=1.0, kw_only=False)
+  tau: float | str = 1.0
+  hidden_layers: Sequence[int] = ()
+  target: str = 'auto'
+  tol: float = 1e-4
+  max_iter: int = 500
+  solver: str = 'auto'
+  mesh: tuple[int, int] | None = None
+  validation_fraction: float = 0.1
+  random_state: Any = 0
+  progress: bool | str = False
+
+  _head: ClassVar[str]
+  _noise: ClassVar[tuple[str, ...]] = ()
   # Of the heads with noise these are parameters.
   C_noise = None
   num_samples = 1
@@ -97,11 +119,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       )
     rows, settings = (X, encoded, weight), self._settings()
     self.tau_grid_nll_ = self.calibration_ = None
-    tau = None if self.tau == 'learned' else self.tau
+    tau = None if isinstance(self.tau, str) else self.tau
     if self.tau == 'validation':
       make_model = functools.partial(self._model, len(encoded.classes), encoded.link)
-      self.tau_grid_nll_ = fitting.tau_grid_nll(make_model, *rows, settings)
-      tau = min(self.tau_grid_nll_, key=self.tau_grid_nll_.get)
+      grid = self.tau_grid_nll_ = fitting.tau_grid_nll(make_model, *rows, settings)
+      tau = min(grid, key=grid.__getitem__)
     self.model_ = self._model(len(encoded.classes), encoded.link, tau)
     done, self.mean_ = fitting.fit(self.model_, *rows, settings, start)
     self.params_, self.n_iter_ = done.params, done.num_iterations
@@ -393,8 +415,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def temperature_(self) -> float:
     """tau, fixed, chosen or learned."""
     check_is_fitted(self)
-    head = self.model_.make_head()
-    return float(head.temperature.apply({'params': self.params_['head'].get('temperature', {})}))
+    return float(self.model_.temperature(self.params_))
 
   def __sklearn_tags__(self):
     tags = super().__sklearn_tags__()

@@ -54,7 +54,8 @@ def noise_directions(
     vectors = np.linalg.eigh((matrix + matrix.T) / 2)[1][:, ::-1]
   else:
     shape, matvec = (size, size), lambda z: product(z.reshape(size, 1)).ravel()
-    operator = linalg.LinearOperator(shape, matvec, dtype=np.float32)
+    # The stub has the arguments of LinearOperator's subclasses.
+    operator = linalg.LinearOperator(shape, matvec, dtype=np.float32)  # ty: ignore[parameter-already-assigned]
     values, vectors = linalg.eigsh(operator, num, which='LA', v0=rng.normal(size=size), tol=1e-2)
     vectors = vectors[:, np.argsort(-values)]
   found[:num] = vectors[:, :num].T

@@ -126,10 +126,15 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
   }
   estimator.params_ = traverse_util.unflatten_dict(params)
   # JSON has lists; fields of a static argument of jit are tuples.
-  model = {x: tuple(y) if isinstance(y, list) else y for x, y in description['model'].items()}
-  estimator.model_ = Model(**model | {'noise': tuple(map(tuple, model['noise']))})
-  parts = {name: arrays.get(f'calibration/{name}') for name in ('scale', 'shift', 'scores')}
-  estimator.calibration_ = None if parts['scale'] is None else Calibration(**parts)
+  fields: dict[str, Any] = {
+    x: tuple(y) if isinstance(y, list) else y for x, y in description['model'].items()
+  }
+  fields['noise'] = tuple(map(tuple, fields['noise']))
+  estimator.model_ = Model(**fields)
+  estimator.calibration_ = None
+  if 'calibration/scale' in arrays:
+    parts = {name: arrays[f'calibration/{name}'] for name in ('scale', 'shift', 'scores')}
+    estimator.calibration_ = Calibration(**parts)
   _check_sizes(estimator, params)
   return estimator
 
@@ -180,8 +185,8 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
     return
   if estimator.hidden_layers:
     raise ValueError(
-      f'hidden_layers={tuple(estimator.hidden_layers)} lie between backbone and head, where a run '
-      'has none: fit without them'
+      f'hidden_layers={tuple(estimator.hidden_layers)} cannot be written to a run, which has no '
+      'layers between backbone and head: fit without them'
     )
   if not isinstance(backbone, dict):
     if weights.is_weights_file(backbone):
@@ -280,9 +285,14 @@ def from_head(
     raise ValueError(f'{type(head).__name__} is not a head of an estimator')
   params = jax.tree.map(np.asarray, params)
   fields = {name: getattr(head, name) for name in CLASSIFIERS[kind]._noise}
-  fixed = not isinstance(head.temperature, linen_heads.LearnedTemperature)
-  estimator = CLASSIFIERS[kind](tau=head.temperature.tau if fixed else 'learned', **fields)
-  estimator.n_features_in_ = params['kernel'].shape[0]
+  temperature = head.own_temperature
+  tau, tau_range = None, (0.05, 5.0)
+  if isinstance(temperature, linen_heads.LearnedTemperature):
+    tau_range = temperature.tau_min, temperature.tau_max
+  else:
+    tau = temperature.tau
+  estimator = CLASSIFIERS[kind](tau='learned' if tau is None else tau, **fields)
+  width = params['kernel'].shape[0]
   others = {
     name: getattr(head, name)
     for name in ('parametrization', 'remainder', 'factor_bias', 'hash_seed')
@@ -292,20 +302,20 @@ def from_head(
     head=kind,
     num_classes=head.num_classes,
     link=head.link,
-    tau=head.temperature.tau if fixed else None,
-    tau_range=(0.05, 5.0) if fixed else (head.temperature.tau_min, head.temperature.tau_max),
+    tau=tau,
+    tau_range=tau_range,
     num_samples=estimator.num_samples,
     noise=tuple((fields | others).items()),
     class_multiple=head.class_multiple,
   )
   if kind == 'het_h' and head.empty_buckets:
-    used = head.used_buckets(estimator.n_features_in_)
+    used = head.used_buckets(width)
     covariance = {name: x[..., used] for name, x in params['covariance'].items()}
     params = {**params, 'covariance': covariance}
   estimator.params_ = {'head': params}
-  estimator.mean_ = np.zeros(estimator.n_features_in_, np.float32)
+  estimator.mean_ = np.zeros(width, np.float32)
   estimator.classes_ = np.arange(head.num_classes) if classes is None else np.asarray(classes)
   estimator.target_ = 'indicator' if head.link == 'sigmoid' else 'classes'
   estimator.calibration_, estimator.n_iter_ = None, 0
-  estimator.objective_ = estimator.gradient_ = None
+  vars(estimator).update(n_features_in_=width, objective_=None, gradient_=None)
   return estimator

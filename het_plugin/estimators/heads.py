@@ -1,36 +1,12 @@
 """The four estimators."""
 
-import dataclasses
 import inspect
-from collections.abc import Sequence
-from typing import Any
 
-from het_plugin.estimators.classifier import HeadClassifier
-
-# scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
-# and prints estimators itself.
-_estimator = dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+from het_plugin.estimators.classifier import HeadClassifier, estimator
 
 
-@_estimator
-class _Settings(HeadClassifier):
-  """The parameters of all estimators, see `DetClassifier`."""
-
-  C: float = dataclasses.field(default=1.0, kw_only=False)
-  tau: float | str = 1.0
-  hidden_layers: Sequence[int] = ()
-  target: str = 'auto'
-  tol: float = 1e-4
-  max_iter: int = 500
-  solver: str = 'auto'
-  mesh: tuple[int, int] | None = None
-  validation_fraction: float = 0.1
-  random_state: Any = 0
-  progress: bool | str = False
-
-
-@_estimator
-class DetClassifier(_Settings):
+@estimator
+class DetClassifier(HeadClassifier):
   """The deterministic head: logistic regression, with several labels, votes and probabilities.
 
   Minimises sum_i w_i nll_i + |W|^2 / (2 C) by L-BFGS over all rows. Without hidden layers this is
@@ -76,8 +52,8 @@ class DetClassifier(_Settings):
   _head = 'det'
 
 
-@_estimator
-class HetClassifier(_Settings):
+@estimator
+class HetClassifier(HeadClassifier):
   """HET: Gaussian noise in the logits with covariance V(x)^T V(x) + d(x) d(x)^T, Q = K.
 
   The noise is integrated exactly for an indicator, and over `num_samples` fixed points otherwise,
@@ -107,7 +83,7 @@ class HetClassifier(_Settings):
   num_samples: int = 64
 
 
-@_estimator
+@estimator
 class HetHClassifier(HetClassifier):
   """HET-H: the noise of HET in R^H, mapped to the classes by a fixed hash.
 
@@ -128,7 +104,7 @@ class HetHClassifier(HetClassifier):
   num_buckets: int | None = None
 
 
-@_estimator
+@estimator
 class HetXLClassifier(HetClassifier):
   """HET-XL: noise in the features (or in the last hidden layer), mapped to the classes by W.
 

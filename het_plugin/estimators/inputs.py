@@ -61,7 +61,7 @@ def check_finite(x: np.ndarray) -> None:
   if not np.isfinite(x.sum(dtype=np.float64)):  # needs no second array [N, D]
     is_finite = np.isfinite(x).all(axis=1)
     if not is_finite.all():
-      raise ValueError(f'Input X contains NaN or infinity, first in row {is_finite.argmin()}')
+      raise ValueError(f'Input X contains NaN or infinity, first in row {np.argmin(is_finite)}')
   if x.dtype == np.float64 and max(x.max(), -x.min()) > np.finfo(np.float32).max:
     raise ValueError('Input X contains a value too large for float32')
 

@@ -73,7 +73,8 @@ def _direction(theta, gradient, state):
   """Minus the inverse curvature times the gradient, its slope, and L-BFGS' memory."""
   theta, to_tree = _as_vector(theta)
   gradient, _ = _as_vector(gradient)
-  scaled, state = optax.scale_by_lbfgs(MEMORY).update(gradient, state, theta)
+  update, state = optax.scale_by_lbfgs(MEMORY).update(gradient, state, theta)
+  scaled = jnp.asarray(update)  # a vector, as the gradient
   return to_tree(-scaled), -jnp.vdot(gradient, scaled), state
 
 

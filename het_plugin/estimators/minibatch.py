@@ -1,10 +1,10 @@
 """Adam over minibatches of rows that stay on disk, for data beyond the memory.
 
-The objective is that of `lbfgs`, whose penalty each batch has in proportion. The search is in
+The objective is the same as in `lbfgs`. Each batch has its share of the penalty. The search is in
 coordinates in which the features are white: one learning rate suits them, and correlated features
-cost no epochs. What is evaluated on held-out rows, and returned, is an average of the parameters
-over about 1 / (1 - DECAY) steps. Wherever its NLL has not improved in `PATIENCE` evaluations, the
-learning rate is divided by four and the best parameters are taken again; the fit ends where that
+cost no epochs. An average of the parameters over about 1 / (1 - DECAY) steps is evaluated on
+held-out rows, and returned. If its NLL has not improved in `PATIENCE` evaluations, the learning
+rate is divided by four and the search continues from the best parameters. The fit ends when that
 has happened `NUM_RATES` times.
 """
 
@@ -53,7 +53,7 @@ class Data:
     """Reads all rows once; a ValueError if one is not finite."""
     self.x, self.values, self.weight = x, values, weight
     self.index = np.flatnonzero(weight > 0)
-    total, first, second = 0.0, 0.0, 0.0
+    total, first, second = 0.0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
     shift = np.asarray(x[0], np.float64)  # spares digits where the mean is large
     for start in range(0, len(x), _READ_ROWS):
       block = np.asarray(x[start : start + _READ_ROWS]).astype(np.float64)

@@ -11,6 +11,7 @@ scikit-learn's binary logistic regression, which has one column.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -52,7 +53,7 @@ class Model:
   tau_range: tuple[float, float] = (0.05, 5.0)
   hidden_layers: tuple[int, ...] = ()
   num_samples: int = 64
-  noise: tuple[tuple[str, object], ...] = ()
+  noise: tuple[tuple[str, Any], ...] = ()
   class_multiple: int = 1
 
   @property
@@ -88,7 +89,7 @@ class Model:
 
   def features(self, params: PyTree, x: jax.Array) -> jax.Array:
     """phi [B, D], the input of the head; x itself without hidden layers."""
-    return self.module().apply({'params': params}, x, method='features')
+    return self._apply(params, x, method='features')
 
   def multiplied(self, params: PyTree) -> PyTree:
     """The parameters, of HET-XL with `HetXL.affine_loading`: what many blocks of rows share."""
@@ -100,7 +101,7 @@ class Model:
     """Features x [B, D] to the Gaussian over logits; `params` may be those of `multiplied`."""
     loading = params.get(_LOADING)
     params = {name: value for name, value in params.items() if name != _LOADING}
-    return self.module().apply({'params': params}, x, *([] if loading is None else [loading]))
+    return self._apply(params, x, *([] if loading is None else [loading]))
 
   def nll(self, params: PyTree, x: jax.Array, target: jax.Array) -> jax.Array:
     """Negative log-likelihood [B], nats, of `Targets.values`."""
@@ -149,15 +150,17 @@ class Model:
     logits = self.logits(params, x)
     return (logits.factors() / logits.temperature)[..., : self.num_classes]
 
+  def temperature(self, params: PyTree) -> jax.Array:
+    """tau, a scalar."""
+    tau = self.make_head().own_temperature
+    return jnp.asarray(tau.apply({'params': params['head'].get('temperature', {})}))
+
   def penalty(self, params: PyTree) -> tuple[jax.Array, jax.Array]:
     """Sums of squares of the matrices of the location and of the noise.
 
     Matrices that set the scale of the logits are divided by tau.
     """
-    inverse = 1.0
-    if self.tau is None:
-      temperature = self.make_head().temperature
-      inverse = 1.0 / temperature.apply({'params': params['head']['temperature']})
+    inverse = 1.0 / self.temperature(params) if self.tau is None else 1.0
     flat = {path: x for path, x in traverse_util.flatten_dict(params).items() if is_matrix(path)}
     sums = {False: jnp.zeros(()), True: jnp.zeros(())}
     for path, x in flat.items():
@@ -182,13 +185,17 @@ class Model:
       found[path] = size * rng.standard_normal(shape, np.float32)
     params = traverse_util.unflatten_dict(found)
     if self.tau is None:
-      params['head']['temperature'] = self.make_head().temperature.init(jax.random.key(0))['params']
+      tau = self.make_head().own_temperature
+      params['head']['temperature'] = tau.init(jax.random.key(0))['params']
     return params
 
   def param_shapes(self, num_features: int) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Shapes of the parameters by path."""
     flat = traverse_util.flatten_dict(self._shapes(num_features)['params'])
     return {path: x.shape for path, x in flat.items()}
+
+  def _apply(self, params, *inputs, **settings):
+    return self.module().apply({'params': params}, *inputs, **settings)
 
   def _shapes(self, num_features):
     x = jnp.zeros((ROW_MULTIPLE, num_features))

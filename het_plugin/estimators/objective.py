@@ -90,6 +90,10 @@ def _sum(model, params, rows):
   )[0]
 
 
+# The gradient of a sum over blocks is the sum of their gradients, and the cotangent g of the sum is
+# a number. So the forward pass adds up value and gradient of a block together, and the backward
+# pass multiplies by g. Reverse mode through the scan would keep or recompute the logits of every
+# block.
 def _sum_fwd(model, params, rows):
   def add(totals, block):
     new = jax.value_and_grad(lambda p: _block_sum(model, p, *block))(params)
@@ -135,6 +139,7 @@ def _moments(model, params, rows):
   x = jnp.pad(x, [(0, blocks * rows.x.shape[1] - len(x)), (0, 0)])
   weight = jnp.pad(weight, (0, len(x) - len(weight)))
 
+  # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
   def add(total, block):
     x, weight = block
     p = model.location_prob(params, x)
@@ -166,6 +171,8 @@ def whitening_of(model: Model, params, rows: Rows) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _map_on_features(model, params, matrix):
+  # x K + b = (x, 1) [K; b], so [K; b] = T theta turns the features (x, 1) into (x, 1) T, whose
+  # second moments, weighted by the curvature, are the identity if T T^T is their inverse.
   flat = traverse_util.flatten_dict(params)
   for path in list(flat):
     if on_features(model, path):

@@ -5,8 +5,10 @@ parameters of the noise. K is padded to a multiple of the mesh's model axis.
 """
 
 import contextlib
+import dataclasses
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ def make_mesh(mesh: Sequence[int]) -> jax.sharding.Mesh:
 
 
 @contextlib.contextmanager
-def on(mesh: Sequence[int] | None) -> Iterator[None]:
+def on(mesh: Sequence[int] | None) -> Generator[None]:
   """Inside, computations are on the mesh; None is one device."""
   if mesh is None:
     yield
@@ -48,15 +50,16 @@ def place_params(model: Model, params: dict, mesh: Sequence[int] | None) -> dict
   """Parameters on the mesh; a dimension that the mesh does not divide is whole."""
   if mesh is None:
     return params
-  mesh, flat = make_mesh(mesh), traverse_util.flatten_dict(params)
+  devices, flat = make_mesh(mesh), traverse_util.flatten_dict(params)
   num_features = len(flat.get(('hidden_0', 'kernel'), flat['head', 'kernel']))
   names = model.axes(num_features)
 
   def sharding(path, x):
     axes = names.get(path) or (None,) * x.ndim
-    spec = partitioning.logical_to_mesh_axes(axes, (*RULES, ('noise', 'model')))
-    spec = [a if a is None or x.shape[i] % mesh.shape[a] == 0 else None for i, a in enumerate(spec)]
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    spec = partitioning.logical_to_mesh_axes(axes, (*RULES, ('noise', 'model'))) or ()
+    divides = (a is None or x.shape[i] % devices.shape[a] == 0 for i, a in enumerate(spec))
+    whole = [a if fits else None for a, fits in zip(spec, divides, strict=True)]
+    return NamedSharding(devices, PartitionSpec(*whole))
 
   placed = {path: jax.device_put(x, sharding(path, x)) for path, x in flat.items()}
   return traverse_util.unflatten_dict(placed)
@@ -68,12 +71,14 @@ def place_rows(rows: objective.Rows, mesh: Sequence[int] | None) -> objective.Ro
     return rows
   sharding = NamedSharding(make_mesh(mesh), PartitionSpec(None, 'data'))
   cut = {name: getattr(rows, name) for name in ('x', 'target', 'weight')}
-  return rows.replace(**jax.device_put(cut, sharding))
+  return dataclasses.replace(rows, **jax.device_put(cut, sharding))
 
 
 def forget_pages(x: np.ndarray) -> None:
   """Takes the pages of a mapped file that have been read out of this process' memory."""
-  while isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
-    x = x.base
-  if isinstance(x, np.memmap) and isinstance(x._mmap, mmap.mmap):
-    x._mmap.madvise(mmap.MADV_DONTNEED)
+  owner: Any = x
+  while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
+    owner = owner.base
+  file = getattr(owner, '_mmap', None)  # of np.memmap
+  if isinstance(file, mmap.mmap):
+    file.madvise(mmap.MADV_DONTNEED)

@@ -145,7 +145,7 @@ def probe(
     train, test = _files_of(Path(train))
   train_rows, train = _read(train, 'the training rows')
   test_rows, test = (None, None) if test is None else _read(test, 'the test rows')
-  if test_rows is not None:
+  if test_rows is not None and test is not None:
     check_pair((train, test), (train_rows.meaning, test_rows.meaning))
   elif len(train_rows.features) < settings.folds:
     raise ValueError(
@@ -154,8 +154,8 @@ def probe(
   ood_rows = None if ood is None else _read(ood, 'the rows of another distribution')[0].features
   if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
     raise ValueError(
-      f'the rows of another distribution have {ood_rows.shape[1]} features, those of {train} '
-      f'{train_rows.features.shape[1]}'
+      f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
+      'they must be equal'
     )
   y, classes = _targets(train_rows, settings.target)
   if test_rows is not None:
@@ -239,8 +239,8 @@ def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
   unseen = (classes[found] != labels) & (labels >= 0)
   if unseen.any():
     raise ValueError(
-      f'{int(unseen.any(axis=1).sum())} test rows have classes that the training rows have not, '
-      f'such as {int(labels[unseen][0])}'
+      f'{int(unseen.any(axis=1).sum())} test rows have classes that do not occur in the training '
+      f'rows, such as {int(labels[unseen][0])}'
     )
   return np.where(labels >= 0, found, -1)
 
@@ -284,7 +284,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
 
 
 def _ends_of_the_grid(outcome, settings):
-  """A note for each setting of which a fold chose the largest or smallest value."""
+  """A note for each setting whose largest or smallest value was chosen by a fold."""
   for name, values in (('C', settings.c), ('C_noise', settings.c_noise)):
     values, chosen = sorted(x for x in values if x), [point.get(name) for point in outcome.chosen]
     if len(values) < 2:
@@ -398,7 +398,7 @@ def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:
   """All results of a head as JSON values."""
   summary = uncertainty.summarize(outcome.scores)
-  row = {'head': outcome.head}
+  row: dict[str, Any] = {'head': outcome.head}
   names = ('nll', 'precision_at_1', 'ece', 'brier')
   row |= {name: summary.pop(name) for name in names}
   row |= {'seconds': outcome.seconds, **summary, 'price': outcome.price}

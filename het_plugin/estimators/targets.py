@@ -98,15 +98,15 @@ def encode(
       raise ValueError(f'y has the vote {y[wrong][0]:g}: votes must be class ids or strings')
   missing = _missing(values) if kind == 'votes' else np.zeros(values.shape, bool)
   if missing.all(axis=1).any():
-    raise ValueError(f'row {int(missing.all(axis=1).argmax())} of y has no vote: leave it out')
+    raise ValueError(f'row {int(np.argmax(missing.all(axis=1)))} of y has no vote: leave it out')
   if classes is None:
     classes = np.unique(values[~missing])
   number = np.minimum(np.searchsorted(classes, values[~missing]), len(classes) - 1)
   unseen = classes[number] != values[~missing]
   if unseen.any():
     raise ValueError(
-      f'y has the label {values[~missing][unseen].tolist()[0]!r}, which is none of the '
-      f'{len(classes)} classes of fit'
+      f'y has the label {values[~missing][unseen].tolist()[0]!r}, which is not one of '
+      f'the {len(classes)} classes seen by fit'
     )
   ids = np.full(values.shape, -1, np.int32)
   ids[~missing] = number

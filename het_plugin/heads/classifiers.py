@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.linen import partitioning
+from jax.typing import DTypeLike
 
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.linear import matmul, parameter
@@ -51,11 +52,18 @@ class Classifier(nn.Module):
   temperature: Temperature | None = None
   class_multiple: int = 128
   initial_bias: float = 0.0
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   def __post_init__(self) -> None:
     self.temperature = owned(self.temperature, FixedTemperature())
     super().__post_init__()
+
+  @property
+  def own_temperature(self) -> Temperature:
+    """The module `temperature`; `__post_init__` has put the default in the place of None."""
+    if self.temperature is None:
+      raise ValueError(f'{type(self).__name__}.temperature is None after __post_init__')
+    return self.temperature
 
   @property
   def padded_classes(self) -> int:
@@ -72,7 +80,7 @@ class Classifier(nn.Module):
       raise ValueError(f'{name}.class_multiple={self.class_multiple} must be at least 1')
     if self.link not in LINKS:
       raise ValueError(f'{name}.link={self.link!r} is unknown: choose one of {", ".join(LINKS)}')
-    self.temperature.check()
+    self.own_temperature.check()
     if phi.ndim != 2:
       raise ValueError(f'{name}: pre-logits must be [B, D]; got the shape {phi.shape}')
 
@@ -85,14 +93,14 @@ class Classifier(nn.Module):
   def extra_params(self, pre_logits_dim: int) -> int:
     """Number of parameters beyond a deterministic head with fixed temperature, without padding."""
     del pre_logits_dim
-    return self.temperature.num_params()
+    return self.own_temperature.num_params()
 
   def kernel(self, phi: jax.Array) -> jax.Array:
     shape = phi.shape[-1], self.padded_classes
     return parameter('kernel', nn.initializers.lecun_normal(), shape, ('embed', 'vocab'))
 
   def bias(self) -> jax.Array:
-    start = nn.initializers.constant(self.initial_bias * self.temperature.tau_0)
+    start = nn.initializers.constant(self.initial_bias * self.own_temperature.tau_0)
     return parameter('bias', start, (self.padded_classes,), ('vocab',))
 
   def location(self, phi: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
@@ -105,14 +113,22 @@ class Classifier(nn.Module):
       location,
       covariance,
       projection,
-      self.temperature(),
+      self.own_temperature(),
       num_classes=self.num_classes,
       link=self.link,
     )
 
 
 class Det(Classifier):
-  """The deterministic classifier, link((W^T phi + b) / tau) (eq. 1; with learned tau, table 8)."""
+  """The deterministic classifier, link((W^T phi + b) / tau) (eq. 1; with learned tau, table 8).
+
+  >>> import jax, jax.numpy as jnp
+  >>> from het_plugin.heads import Det
+  >>> head, phi = Det(num_classes=3, class_multiple=4), jnp.ones((2, 8))  # B = 2, D = 8
+  >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+  >>> logits.location.shape, logits.num_classes  # one class is padding
+  ((2, 4), 3)
+  """
 
   @nn.compact
   def __call__(self, phi: jax.Array) -> GaussianLogits:
@@ -142,7 +158,7 @@ class Heteroscedastic(Classifier):
   def extra_params(self, pre_logits_dim: int) -> int:
     noise_dim = self.unpadded_noise_dim(pre_logits_dim)
     covariance = self.make_covariance(noise_dim, 'noise', parent=None)
-    return covariance.num_params(pre_logits_dim, noise_dim) + self.temperature.num_params()
+    return covariance.num_params(pre_logits_dim, noise_dim) + self.own_temperature.num_params()
 
   @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
@@ -170,7 +186,15 @@ class Heteroscedastic(Classifier):
 
 
 class Het(Heteroscedastic):
-  """HET (Collier et al. 2021; eq. 2, 4, 18): noise in logit space, Q = K."""
+  """HET (Collier et al. 2021; eq. 2, 4, 18): noise in logit space, Q = K.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from het_plugin.heads import Het
+  >>> head, phi = Het(num_classes=3, num_factors=2, class_multiple=4), jnp.ones((2, 8))
+  >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+  >>> logits.factors().shape  # [B, R + 1, Kp]
+  (2, 3, 4)
+  """
 
   @nn.nowrap
   def unpadded_noise_dim(self, pre_logits_dim: int) -> int:
@@ -202,6 +226,10 @@ def class_buckets(num_classes: int, num_buckets: int, seed: int = 0) -> np.ndarr
 
 class HetH(Heteroscedastic):
   """HET-H (eq. 9): noise in R^H, mapped to the classes by a fixed hash.
+
+      >>> from het_plugin.heads import HetH
+      >>> HetH(num_classes=1000, num_factors=50, num_buckets=64).extra_params(1024)
+      134400
 
   Attributes:
     num_buckets: H; None is D, which gives as many parameters as HET-XL has (section 6.1).
@@ -268,6 +296,12 @@ class AffineLoading:
 class HetXL(Heteroscedastic):
   """HET-XL (eq. 5): noise in the pre-logits, mapped to the classes by W itself.
 
+      >>> from het_plugin.heads import Het, HetXL
+      >>> Het(num_classes=21_843).extra_params(1024)  # R = 50
+      45870300
+      >>> HetXL(num_classes=21_843).extra_params(1024)
+      2150400
+
   Attributes:
     noise_dim: None shares W (Q = D). A number M gives the noise a separate W' [M, K] (eq. 14,
       Q = M).
@@ -286,8 +320,8 @@ class HetXL(Heteroscedastic):
       raise ValueError(f'HetXL.noise_dim={self.noise_dim} must be at least 1, or None to share W')
     if self.noise_dim is not None and self.get_logits is not None:
       raise ValueError(
-        'HetXL.noise_dim and HetXL.get_logits exclude each other: an opaque get_logits takes '
-        'phi + noise'
+        'set HetXL.noise_dim or HetXL.get_logits, not both: get_logits takes phi + noise as one '
+        'input'
       )
 
   @nn.nowrap
@@ -339,7 +373,7 @@ class HetXL(Heteroscedastic):
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
     if self.get_logits is not None:
       phi = phi.astype(covariance.diag.dtype)
-      return self._opaque(phi if mean is None else phi + mean, covariance)
+      return self._opaque(self.get_logits, phi if mean is None else phi + mean, covariance)
     kernel, bias = self.kernel(phi), self.bias()
     if loading is not None:
       in_logits = LowRank(
@@ -359,19 +393,19 @@ class HetXL(Heteroscedastic):
     location = _shift(self.location(phi, kernel, bias), mean, projection)
     return self.gaussian(location, covariance, projection)
 
-  def _opaque(self, phi, covariance):
-    location = self.get_logits(phi)
+  def _opaque(self, get_logits, phi, covariance):
+    location = get_logits(phi)
     if location.shape != (phi.shape[0], self.num_classes):
       raise ValueError(
         f'HetXL.get_logits returned shape {location.shape} for pre-logits {phi.shape}; '
         f'num_classes={self.num_classes} asks for {(phi.shape[0], self.num_classes)}'
       )
-    if isinstance(self.get_logits, nn.Module):
-      module, params = self.get_logits.unbind()
+    if isinstance(get_logits, nn.Module):
+      module, params = get_logits.unbind()
       projection = Opaque(phi, params, module.apply)
     else:
-      get_logits, params = jax.closure_convert(self.get_logits, phi)
-      projection = Opaque(phi, params, lambda params, phi: get_logits(phi, *params))
+      function, params = jax.closure_convert(get_logits, phi)
+      projection = Opaque(phi, params, lambda params, phi: function(phi, *params))
     return self.gaussian(location.astype(phi.dtype), covariance, projection)
 
 

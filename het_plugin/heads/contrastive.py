@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.linen import partitioning
+from jax.typing import DTypeLike
 
 from het_plugin.heads.covariance import LowRankCovariance
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale, owned
@@ -73,7 +74,7 @@ class Pairs:
   text_to_image: LowRank | None
   temperature: jax.Array
   post_normalization: bool = struct.field(pytree_node=False, default=False)
-  dtype: jnp.dtype = struct.field(pytree_node=False, default=jnp.float32)
+  dtype: DTypeLike = struct.field(pytree_node=False, default=jnp.float32)
 
   def representations(self) -> tuple[jax.Array, jax.Array]:
     """(alpha, beta) [B, D] without noise, scaled as for the similarities; used for zero-shot."""
@@ -93,7 +94,7 @@ class ContrastiveDet(nn.Module):
 
   pre_normalization: bool = True
   temperature: Temperature | None = None
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   _INITIAL_SCALE: ClassVar[float] = 10.0  # appendix N.2
 
@@ -101,10 +102,17 @@ class ContrastiveDet(nn.Module):
     self.temperature = owned(self.temperature, LogitScale(self._INITIAL_SCALE))
     super().__post_init__()
 
+  @property
+  def own_temperature(self) -> Temperature:
+    """The module `temperature`; `__post_init__` has put the default in the place of None."""
+    if self.temperature is None:
+      raise ValueError(f'{type(self).__name__}.temperature is None after __post_init__')
+    return self.temperature
+
   @nn.nowrap
   def check(self) -> None:
     """Raises ValueError if an attribute is out of range."""
-    self.temperature.check()
+    self.own_temperature.check()
 
   @nn.nowrap
   def num_params(self, pre_logits_dim: int) -> int:
@@ -115,7 +123,7 @@ class ContrastiveDet(nn.Module):
   def extra_params(self, pre_logits_dim: int) -> int:
     """Number of parameters beyond a deterministic head with fixed temperature."""
     del pre_logits_dim
-    return self.temperature.num_params()
+    return self.own_temperature.num_params()
 
   def normalized(self, alpha: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as float32, scaled to unit length with `pre_normalization`.
@@ -136,7 +144,7 @@ class ContrastiveDet(nn.Module):
     """Representations alpha (images) and beta (texts) [B, D] -> `Pairs` without noise."""
     self.check()
     alpha, beta = self.normalized(alpha, beta)
-    return Pairs(alpha, beta, None, None, self.temperature(), dtype=self.dtype)
+    return Pairs(alpha, beta, None, None, self.own_temperature(), dtype=self.dtype)
 
 
 class ContrastiveHetXL(ContrastiveDet):
@@ -169,7 +177,7 @@ class ContrastiveHetXL(ContrastiveDet):
   def extra_params(self, pre_logits_dim: int) -> int:
     covariance = self.make_covariance(pre_logits_dim, parent=None)
     both = 2 * covariance.num_params(pre_logits_dim, pre_logits_dim)
-    return both + self.temperature.num_params()
+    return both + self.own_temperature.num_params()
 
   @nn.nowrap
   def make_covariance(self, noise_dim: int, **kwargs) -> LowRankCovariance:
@@ -197,7 +205,7 @@ class ContrastiveHetXL(ContrastiveDet):
       alpha,
       beta,
       **noise,
-      temperature=self.temperature(),
+      temperature=self.own_temperature(),
       post_normalization=self.post_normalization,
       dtype=self.dtype,
     )
@@ -217,6 +225,17 @@ def contrastive_nll(
 ) -> tuple[BatchSoftmax, BatchSoftmax]:
   """Both directions of the contrastive loss; a batch has the mean over both and over all pairs.
 
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> from het_plugin.integrate import Integrator, example_keys
+      >>> alpha, beta = jax.random.normal(jax.random.key(0), (2, 4, 8))  # B = 4, D = 8
+      >>> head = heads.ContrastiveHetXL(num_factors=2)
+      >>> pairs = head.apply(head.init(jax.random.key(1), alpha, beta), alpha, beta)
+      >>> keys = example_keys(jax.random.key(2), jnp.arange(4))
+      >>> to_text, to_image = heads.contrastive_nll(pairs, Integrator(num_samples=1), keys)
+      >>> to_text.nll.shape
+      (4,)
+
   Uses the active mesh, see `integrate.batch_softmax`.
 
   Args:
@@ -235,13 +254,19 @@ def contrastive_nll(
   Raises:
     ValueError: there is noise but no keys.
   """
-  settings = {'dtype': pairs.dtype, 'chunk_bytes': chunk_bytes}
   alpha, beta = pairs.representations()
-  if integrator is None or pairs.image_to_text is None:
-    return symmetric_nll(alpha, beta, pairs.temperature, mask, **settings)
+  if integrator is None or pairs.image_to_text is None or pairs.text_to_image is None:
+    return symmetric_nll(
+      alpha, beta, pairs.temperature, mask, dtype=pairs.dtype, chunk_bytes=chunk_bytes
+    )
   if keys is None:
     raise ValueError('contrastive_nll: pairs with noise need keys, one per example (example_keys)')
-  plain = symmetric_nll(*jax.lax.stop_gradient((alpha, beta, pairs.temperature)), mask, **settings)
+  plain = symmetric_nll(
+    *jax.lax.stop_gradient((alpha, beta, pairs.temperature)),
+    mask,
+    dtype=pairs.dtype,
+    chunk_bytes=chunk_bytes,
+  )
   directions = (
     (pairs.alpha, pairs.image_to_text, beta),
     (pairs.beta, pairs.text_to_image, alpha),
@@ -256,13 +281,16 @@ def contrastive_nll(
       mask,
       jax.vmap(jax.random.fold_in, (0, None))(keys, direction),
       post_normalization=pairs.post_normalization,
-      **settings,
+      dtype=pairs.dtype,
+      chunk_bytes=chunk_bytes,
     )
     for direction, (rows, covariance, columns) in enumerate(directions)
   )
-  return tuple(
-    without_noise.replace(nll=nll) for without_noise, nll in zip(plain, noisy, strict=True)
+  image_to_text, text_to_image = (
+    dataclasses.replace(without_noise, nll=nll)
+    for without_noise, nll in zip(plain, noisy, strict=True)
   )
+  return image_to_text, text_to_image
 
 
 def class_log_prob(
@@ -274,12 +302,18 @@ def class_log_prob(
   keys: jax.Array | None = None,
   *,
   post_normalization: bool = False,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
   """Zero-shot classification: log p of K classes given as representations of the other tower.
 
   Without noise (the paper's choice) this is log softmax(<alpha, class_k> / tau), with noise the log
   of the expected probability (appendix M). Classes are not sharded.
+
+      >>> import jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> images, classes = jnp.eye(2, 8), jnp.eye(3, 8)
+      >>> heads.class_log_prob(images, classes, jnp.float32(0.1)).argmax(-1)
+      Array([0, 1], dtype=int32)
 
   Args:
     representation: [B, D], as in `Pairs`.
@@ -310,7 +344,7 @@ def class_log_prob(
   projection = Linear(weights.T)
   if post_normalization:
     projection = Opaque(representation, weights, get_logits)
-  logits = logits.replace(covariance=covariance, projection=projection)
+  logits = dataclasses.replace(logits, covariance=covariance, projection=projection)
   with partitioning.axis_rules(()):  # K has no shards here
     return integrator.log_prob(logits, keys)
 
@@ -320,7 +354,7 @@ class _Similarities:
   """(class embeddings [K, D], representations [N, D]) -> [N, K], accumulated in float32."""
 
   post_normalization: bool
-  dtype: jnp.dtype
+  dtype: DTypeLike
 
   def __call__(self, class_embeddings, representations):
     if self.post_normalization:

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from het_plugin.heads.linear import affine, parameter
 from het_plugin.integrate import REMAINDERS, LowRank
@@ -47,7 +48,7 @@ class LowRankCovariance(nn.Module):
   remainder: str = 'rank_one'
   factor_bias: bool = False
   initial_noise_scale: float = 1.0
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   @nn.nowrap
   def check(self, owner: str) -> None:
@@ -104,7 +105,7 @@ class LowRankCovariance(nn.Module):
 
 def noise_in_directions(
   params: Mapping[str, jax.Array], directions: np.ndarray, phi_size: float = 1.0
-) -> dict[str, np.ndarray]:
+) -> dict[str, jax.Array | np.ndarray]:
   """Parameters of a covariance whose noise lies in given directions, about the same for all x.
 
       >>> import jax, jax.numpy as jnp
@@ -127,7 +128,7 @@ def noise_in_directions(
   Returns:
     The parameters, float32, of the shapes of `params`.
   """
-  found = dict(params)
+  found: dict[str, jax.Array | np.ndarray] = dict(params)
   factors = directions[:-1] / math.sqrt(len(directions) - 1)
   size = float(np.sqrt(np.mean(np.square(factors))))
   d = size * np.exp(0.5 * directions[-1] / np.abs(directions[-1]).max())

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning
+from jax.typing import DTypeLike
 
 
 def affine(
@@ -14,7 +15,7 @@ def affine(
   phi: jax.Array,
   features: tuple[int, ...],
   axes: tuple[str, ...],
-  dtype: jnp.dtype,
+  dtype: DTypeLike,
   initial_scale: float = 1.0,
   initial_bias: float = 0.0,
 ) -> jax.Array:
@@ -25,7 +26,7 @@ def affine(
   """
   pre_logits_dim = phi.shape[-1]
 
-  def kernel_init(key, shape, dtype):  # fan-in D whatever the rank of `features`
+  def kernel_init(key, shape, dtype):  # the fan-in is D for any rank of `features`
     flat = nn.initializers.lecun_normal()(key, (pre_logits_dim, math.prod(features)), dtype)
     return initial_scale * flat.reshape(shape)
 
@@ -51,7 +52,7 @@ def parameter(
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def matmul(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def matmul(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
   """x [B, D] times kernel [D, ...]: operands in `dtype`, sums and result in float32 or wider."""
   return jax.lax.dot_general(
     x.astype(dtype),

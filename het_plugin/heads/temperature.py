@@ -5,12 +5,15 @@ contrastive learning (appendix N.2).
 """
 
 import math
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from het_plugin.heads.linear import parameter
+
+_Module = TypeVar('_Module', bound=nn.Module)
 
 
 class FixedTemperature(nn.Module):
@@ -43,6 +46,12 @@ class FixedTemperature(nn.Module):
 
 class LearnedTemperature(nn.Module):
   """tau(t) = (tau_max - tau_min) sigmoid(t) + tau_min with one trainable scalar t (eq. 16).
+
+      >>> import jax
+      >>> from het_plugin.heads import LearnedTemperature
+      >>> tau = LearnedTemperature(initial_tau=1.0)
+      >>> round(float(tau.apply(tau.init(jax.random.key(0)))), 3)
+      1.0
 
   Attributes:
     tau_min: lower end of the range, positive. 0.05 in the paper.
@@ -124,7 +133,7 @@ class LogitScale(nn.Module):
     return jnp.exp(-t)
 
 
-def owned(temperature: nn.Module | None, default: nn.Module) -> nn.Module:
+def owned(temperature: _Module | None, default: _Module) -> _Module:
   """A copy of the temperature, or of `default` if it is None, without a parent module.
 
   A head takes this copy in `__post_init__`. Otherwise, if the head is built inside another module's

@@ -67,6 +67,13 @@ TAYLOR_FLOOR = 0.01
 def mean_field(logits: GaussianLogits) -> jax.Array:
   """Mean-field approximation (module docstring) of log p(k | x).
 
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, LowRank, mean_field
+      >>> noise = LowRank(None, jnp.zeros((1, 1, 2)), jnp.array([[3.0, 0.0]]))
+      >>> logits = GaussianLogits(jnp.array([[1.0, 0.0]]), noise, None, jnp.float32(1.0), 2)
+      >>> round(float(jnp.exp(mean_field(logits))[0, 0]), 2)  # 0.73 without noise
+      0.7
+
   Args:
     logits: logits of B examples with either link; the result is exact for deterministic ones.
 
@@ -89,8 +96,22 @@ def mean_field(logits: GaussianLogits) -> jax.Array:
 def taylor(logits: GaussianLogits) -> jax.Array:
   """Second-order Taylor approximation (module docstring) of log p(k | x).
 
-  Arguments, result and errors are those of `mean_field`. With the link 'softmax', remainder 'diag'
-  with a projection is an error too.
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, LowRank, taylor
+      >>> noise = LowRank(None, jnp.zeros((1, 1, 2)), jnp.array([[1.0, 0.0]]))
+      >>> logits = GaussianLogits(jnp.array([[1.0, 0.0]]), noise, None, jnp.float32(1.0), 2)
+      >>> round(float(jnp.exp(taylor(logits))[0, 0]), 2)  # 0.73 without noise
+      0.69
+
+  Args:
+    logits: as in `mean_field`.
+
+  Returns:
+    As in `mean_field`.
+
+  Raises:
+    ValueError: for an opaque projection; with the link 'softmax' also for the remainder 'diag' with
+      a projection.
   """
   _refuse_opaque(logits)
   if logits.link == 'sigmoid':
@@ -143,9 +164,10 @@ class Analytic:
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
     # p(y_k = 0) is p(y_k = 1) of the mirrored logit, whose location is not phi W + bias.
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    logits = logits.replace(location=jnp.where(on, 1.0, -1.0) * logits.location)
+    location = jnp.where(on, 1.0, -1.0) * logits.location
+    logits = dataclasses.replace(logits, location=location)
     if isinstance(logits.projection, Linear):
-      logits = logits.replace(projection=Linear(logits.projection.kernel))
+      logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
     log_q = self.log_prob(logits)
     return -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
 

@@ -9,7 +9,7 @@ from flax import core
 from flax.linen import partitioning as flax_partitioning
 
 from het_plugin.integrate.gaussian import PADDED
-from het_plugin.integrate.placement import Placement, mesh_axes
+from het_plugin.integrate.placement import AnyMesh, Placement, mesh_axes
 
 CHUNK_BYTES = 2**26
 
@@ -25,7 +25,7 @@ class BatchPlan:
     chunk_bytes: budget for the logits of a chunk, in bytes per device.
   """
 
-  mesh: jax.sharding.Mesh | None
+  mesh: AnyMesh | None
   axes: tuple[str, ...]
   dtype: jnp.dtype
   chunk_bytes: int
@@ -44,6 +44,8 @@ class BatchPlan:
 
   def scatter_sum(self, x: jax.Array) -> jax.Array:
     """The sum of [B, ...] over devices; each device gets its own part [b, ...]."""
+    # The transpose of `gather`: every device used all gathered rows, so the gradient of a row is
+    # the sum of what the devices computed for it.
     if not self.axes:
       return x
     return jax.lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True)
@@ -106,6 +108,7 @@ def real_rows(x, valid, dtype):
 
 def to_chunks(x, chunks):
   """[b, ...] to [C, c, ...]; the last chunk is filled up with copies of the last row."""
+  # `in_batch` masks the losses of the copies, so they add nothing to a gradient.
   num_chunks, size = chunks
   if num_chunks * size != len(x):
     x = x[jnp.minimum(jnp.arange(num_chunks * size), len(x) - 1)]

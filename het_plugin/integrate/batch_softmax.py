@@ -19,12 +19,14 @@ that fits the budget is kept for the backward pass (3 products in all). Otherwis
 chunks, which the backward pass computes again (4 products). `noisy_batch` handles rows with noise.
 """
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from het_plugin.integrate.batch import (
   CHUNK_BYTES,
@@ -61,7 +63,7 @@ def symmetric_nll(
   temperature: jax.Array,
   mask: jax.Array | None = None,
   *,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[BatchSoftmax, BatchSoftmax]:
   """Both directions of the batch softmax without noise (eq. 6).
@@ -160,7 +162,7 @@ def _symmetric_fwd(plan, rows, columns, inverse, valid):
       new = _sums(u, axis=0)
       top = jnp.maximum(partial.top, new.top)
       partial = jax.tree.map(jnp.add, partial.relative_to(top), new.relative_to(top))
-      partial = partial.replace(top=top)
+      partial = dataclasses.replace(partial, top=top)
       own = jnp.take_along_axis(u, labels[:, None], axis=1)[:, 0]
       return partial, (_sums(u, axis=1), own, u)
 
@@ -174,7 +176,7 @@ def _symmetric_fwd(plan, rows, columns, inverse, valid):
       (of_rows, own), block = jax.tree.map(lambda x: from_chunks(x, len(rows)), outputs), None
     of_columns = partial.relative_to(plan.max(partial.top))
     total, ties = plan.sum((of_columns.total, of_columns.ties))
-    of_columns = of_columns.replace(total=total, ties=ties)
+    of_columns = dataclasses.replace(of_columns, total=total, ties=ties)
     own_columns = jax.tree.map(lambda x: x[plan.labels(len(rows))], of_columns)
 
     nll = [jnp.where(valid, -sums.log_prob(own), 0.0) for sums in (of_rows, own_columns)]
@@ -198,6 +200,18 @@ def _one_block(plan, batch_size):
   return plan.chunks(rows_a_device, batch_size * plan.accumulate.itemsize)[0] == 1
 
 
+# Let P_ij = exp(u_ij) / sum_j exp(u_ij), Q_ij = exp(u_ij) / sum_i exp(u_ij), and let g_i and h_j be
+# the cotangents of the losses of row i and column j. Each loss is a cross-entropy, so
+#
+#   dL / du_ij = g_i (P_ij - 1[i = j]) + h_j (Q_ij - 1[i = j]) =: U_ij
+#
+# and u = rows columns^T / tau gives
+#
+#   dL / drows = U columns / tau,  dL / dcolumns = U^T rows / tau,
+#   dL / d(1 / tau) = sum_ij U_ij <row_i, column_j> = sum_i <row_i, (U columns)_i>
+#
+# P and Q need the log-sum-exps of the forward pass only. A device has the rows of U of its own
+# rows, so its U^T rows is a part of a sum over devices.
 def _symmetric_bwd(plan, residuals, g):
   rows, inverse, valid, of_rows, of_columns, everyone, block = residuals
   g_rows, g_columns, _ = g

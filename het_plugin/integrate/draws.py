@@ -2,12 +2,13 @@
 
 Rotation. Low-discrepancy points fill their leading coordinates best. With G [T, K] the factors in
 logit space and p the softmax of the location, the covariance of the logits as the softmax sees them
-is A = G~ diag(p) G~^T [T, T], where G~_tk = G_tk - sum_i p_i G_ti, since a softmax ignores what all
-logits share. For an orthogonal U whose first columns span the principal directions of A, z U^T is
-standard normal, so the estimate stays unbiased for any U that does not depend on z. The gradient of
-U is stopped. Two rounds of subspace iteration find the directions. On a trained head with R = 50
-they were as good at S = 64 as an eigendecomposition per example, while one U for a whole batch
-gained little. They need products with `NUM_DIRECTIONS` columns only, and A is never formed.
+is A = G~ diag(p) G~^T [T, T], where G~_tk = G_tk - sum_i p_i G_ti. The subtraction is there because
+a softmax does not change if all logits move together. For an orthogonal U whose first columns span
+the principal directions of A, z U^T is standard normal, so the estimate stays unbiased for any U
+that does not depend on z. The gradient of U is stopped. Two rounds of subspace iteration find the
+directions. On a trained head with R = 50 they were as good at S = 64 as an eigendecomposition per
+example, while one U for a whole batch gained little. They need products with `NUM_DIRECTIONS`
+columns only, and A is never formed.
 
 Tilt (importance sampling with a shifted mean, as in Glasserman, Heidelberger and Shahabuddin 1999).
 The loss needs p(y) = E[softmax(mu + z G)_y] of one label. With z ~ N(m, I) and the weights
@@ -32,12 +33,14 @@ need products with N only. q's tails are lighter than the posterior's, so only a
 precision is used (`SHARE`).
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samplers import Sampler, sobol
 
 NUM_DIRECTIONS = 8
@@ -68,10 +71,10 @@ class Draws:
 
   def letters(self) -> 'Draws':
     """Letters of the dimensions, for `Placement.shard_map`."""
-    rotation = None if self.rotation is None else ('btm', 'bmt')
-    mean = None if self.mean is None else 'bt'
-    scale = None if self.scale is None else 'bm'
-    return Draws('1' if self.keys.shape[0] == 1 else 'b', rotation, mean, scale)
+    rotation = None if self.rotation is None else (dims('btm'), dims('bmt'))
+    mean = None if self.mean is None else dims('bt')
+    scale = None if self.scale is None else dims('bm')
+    return Draws(dims('1' if self.keys.shape[0] == 1 else 'b'), rotation, mean, scale)
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
@@ -92,7 +95,7 @@ class Draws:
       return jnp.zeros(z.shape[:2], z.dtype)
     mean = self.mean[:, None].astype(z.dtype)
     log_weight = jnp.sum(mean * (0.5 * mean - z), axis=-1)
-    if self.scale is None:
+    if self.scale is None or self.rotation is None:
       return log_weight
     left, right = (x.astype(z.dtype) for x in self.rotation)
     scale, highest = self.scale[:, None].astype(z.dtype), jax.lax.Precision.HIGHEST
@@ -148,7 +151,9 @@ def fit(
     location: location + m G [B, K], as `find_tilt` returns it.
     label: int32 [B].
   """
-  mean, num_normals = draws.mean, draws.mean.shape[1]
+  if (mean := draws.mean) is None:
+    raise ValueError('fit: the draws need a mean, that of find_tilt')
+  num_normals = mean.shape[1]
   left, right = find_rotation(to_logits, location, num_normals, num_rounds=1)
   count = right.shape[1]
   axes = jnp.eye(count, num_normals, dtype=mean.dtype) - left[:, :count] @ right  # [B, m, T]
@@ -184,7 +189,9 @@ def fit(
   mean = mean + jnp.einsum('bm,bmt->bt', offset, axes)
   rotation = _reflections(jnp.einsum('bmn,bmt->bnt', basis, axes))
   scale = jax.lax.rsqrt(1.0 + SHARE * size)
-  return jax.lax.stop_gradient(draws.replace(mean=mean, rotation=rotation, scale=scale))
+  return jax.lax.stop_gradient(
+    dataclasses.replace(draws, mean=mean, rotation=rotation, scale=scale)
+  )
 
 
 def find_rotation(

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
+from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
@@ -153,6 +154,18 @@ def _one_pass_fwd(link, plan, samples, draws, target):
   return log_p, (samples, sums, target)
 
 
+# The answer log p [B, n] has the cotangent g [B, n], and the forward pass kept the sums over
+# samples of the module docstring, all relative to exp(top), which cancels in their quotients:
+#
+#   softmax   total = sum_s omega_s [B, 1],  at_label = sum_s omega_s z_s [B, T + 1, 1],
+#             gradient = sum_s omega_s z_s e_sk / Z_s [B, T + 1, K]
+#             dL / dF = g (1[k = y] at_label - gradient) / total
+#   sigmoid   total = sum_s sigmoid(x_s) [B, K],
+#             gradient = sum_s z_s sigmoid(x_s) sigmoid(-x_s) [B, T + 1, K]
+#             dL / dF_tk = g_k a_k gradient_tk / total_k, for x = a u with a = +-1
+#
+# F is `Samples.rows`. Its last row is mu, because z ends with a 1. Where the noise came as v, J and
+# d, their gradients are the pullback of `rows`. The gradient of the draws is stopped.
 def _one_pass_bwd(link, plan, residuals, g):
   samples, (total, (at_label, gradient)), target = residuals
   if link == 'sigmoid':
@@ -216,10 +229,9 @@ def _partial_sums(plan, samples, constants, labels):
       inside = (labels >= 0) & (labels < num_classes)
       return peak, total, jnp.where(inside[:, None], at_label, 0.0)
 
-    if plan.num_chunks > 1:
-      partial = jax.checkpoint(partial, prevent_cse=False)
+    body = jax.checkpoint(partial, prevent_cse=False) if plan.num_chunks > 1 else partial
     chunks = jnp.arange(plan.num_chunks)
-    _, sums = scan(plan, lambda _, chunk: (None, partial(samples, chunk)), None, chunks)
+    _, sums = scan(plan, lambda _, chunk: (None, body(samples, chunk)), None, chunks)
     return jax.tree.map(lambda x: x[None], sums)
 
   inputs = *_specs(samples, constants), 'bl'
@@ -242,7 +254,7 @@ def _chunk_logits(plan, samples, constants, chunk):
 
 def _specs(samples, constants):
   """Letters of the arrays' dimensions for `Placement`."""
-  buckets = None if constants.buckets is None else 'k'
+  buckets = None if constants.buckets is None else dims('k')
   return _samples_spec(samples, buckets), Constants(constants.draws.letters(), buckets)
 
 
@@ -251,12 +263,12 @@ def _samples_spec(samples, buckets=None):
   if isinstance(noise, LowRank):
     q = 'k' if projection is None and buckets is None else 'q'
     scale, loading = (None, 'br' + q) if noise.scale is None else ('b' + q, 'r' + q)
-    noise = LowRank(scale, loading, 'b' + q, noise.remainder)
+    noise = LowRank(dims(scale), dims(loading), dims('b' + q), noise.remainder)
   else:
-    noise = 'btk'
+    noise = dims('btk')
   if isinstance(projection, Linear):
-    projection = Linear('qk', None if projection.phi is None else 'bq')
-  return Samples('1sk' if samples.mean.shape[0] == 1 else 'bsk', noise, projection)
+    projection = Linear(dims('qk'), None if projection.phi is None else dims('bq'))
+  return Samples(dims('1sk' if samples.mean.shape[0] == 1 else 'bsk'), noise, projection)
 
 
 # Values at all classes

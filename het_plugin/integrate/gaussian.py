@@ -11,6 +11,7 @@ B examples, S samples, K classes, D pre-logits, Q noise dimension, R factors. Kp
 that a mesh divides it; the padded classes have no probability.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +61,11 @@ class LowRank:
       low_rank = jnp.einsum('bsr,rq->bsq', z_factors, self.loading) * self.scale[:, None]
     return low_rank + z_diag * self.diag[:, None]  # [B, S, Q]
 
-  def scaled(self, factor: jax.Array) -> 'LowRank':
+  def scaled(self, factor: jax.Array | float) -> 'LowRank':
     """The noise `factor * eps`; only arrays [B, Q] are multiplied."""
     if self.scale is None:
-      return self.replace(loading=self.loading * factor, diag=self.diag * factor)
-    return self.replace(scale=self.scale * factor, diag=self.diag * factor)
+      return dataclasses.replace(self, loading=self.loading * factor, diag=self.diag * factor)
+    return dataclasses.replace(self, scale=self.scale * factor, diag=self.diag * factor)
 
   def dense_loading(self) -> jax.Array:
     """V(x) as an array [B, R, Q]."""
@@ -110,6 +111,13 @@ Projection = Linear | Hashed | Opaque | None
 class GaussianLogits:
   """Gaussian logits of a batch.
 
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, LowRank
+      >>> noise = LowRank(None, jnp.zeros((2, 1, 3)), jnp.ones((2, 3)))  # B = 2, R = 1, Q = K = 3
+      >>> logits = GaussianLogits(jnp.zeros((2, 3)), noise, None, jnp.float32(1.0), num_classes=3)
+      >>> logits.factors().shape  # [B, R + 1, K]
+      (2, 2, 3)
+
   Attributes:
     location: [B, Kp] float32, W^T phi + b.
     covariance: the noise, or None for a deterministic classifier.
@@ -125,6 +133,13 @@ class GaussianLogits:
   temperature: jax.Array
   num_classes: int = struct.field(pytree_node=False)
   link: str = struct.field(pytree_node=False, default='softmax')
+
+  @property
+  def noise(self) -> LowRank:
+    """The covariance; ValueError if the classifier is deterministic."""
+    if self.covariance is None:
+      raise ValueError('these logits are deterministic: covariance is None')
+    return self.covariance
 
   @property
   def has_factors(self) -> bool:
@@ -146,7 +161,7 @@ class GaussianLogits:
         'factors() needs a covariance with remainder="rank_one" and a known projection; got '
         f'covariance={self.covariance is not None}, projection={type(self.projection).__name__}'
       )
-    projected = project(self.covariance, self.projection)
+    projected = project(self.noise, self.projection)
     return jnp.concatenate([projected.dense_loading(), projected.diag[:, None]], axis=1)
 
 
@@ -168,11 +183,15 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
   projection = logits.projection
   if isinstance(projection, Linear) and projection.phi is not None:
     phi, bias = jnp.asarray(projection.phi, dtype), jnp.asarray(projection.bias, dtype)
-    projection = projection.replace(phi=phi, bias=bias)
+    projection = dataclasses.replace(projection, phi=phi, bias=bias)
   elif isinstance(projection, Opaque):
-    projection = projection.replace(phi=jnp.asarray(projection.phi, dtype))
-  return logits.replace(
-    location=location, covariance=covariance, projection=projection, temperature=temperature
+    projection = dataclasses.replace(projection, phi=jnp.asarray(projection.phi, dtype))
+  return dataclasses.replace(
+    logits,
+    location=location,
+    covariance=covariance,
+    projection=projection,
+    temperature=temperature,
   )
 
 
@@ -186,8 +205,12 @@ def masked(logits: GaussianLogits, u: jax.Array) -> jax.Array:
   return jnp.where(is_valid(logits), u, PADDED)
 
 
-def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:
-  """The same noise with factors in logit space: the first half of project-then-sample."""
+def project(covariance: LowRank, projection: Projection) -> LowRank:
+  """The same noise with factors in logit space: the first half of project-then-sample.
+
+  Raises:
+    TypeError: the projection is opaque.
+  """
   match projection:
     case None:
       return covariance
@@ -195,7 +218,7 @@ def project(covariance: LowRank, projection: Linear | Hashed | None) -> LowRank:
       return jax.tree.map(lambda x: x[..., buckets], covariance)
     case Linear(kernel):
       loading = _matmul(covariance.dense_loading(), kernel)  # [B, R, Kp]
-      return covariance.replace(scale=None, loading=loading, diag=_matmul(covariance.diag, kernel))
+      return LowRank(None, loading, _matmul(covariance.diag, kernel), covariance.remainder)
   raise TypeError(f'no logit-space factors for projection {type(projection).__name__}')
 
 
@@ -206,8 +229,12 @@ def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   )
 
 
-def apply_projection(projection: Linear | Hashed | None, eps: jax.Array) -> jax.Array:
-  """Noise samples [B, S, Q] to logit space [B, S, Kp]: the second half of sample-then-project."""
+def apply_projection(projection: Projection, eps: jax.Array) -> jax.Array:
+  """Noise samples [B, S, Q] to logit space [B, S, Kp]: the second half of sample-then-project.
+
+  Raises:
+    TypeError: the projection is opaque.
+  """
   match projection:
     case None:
       return eps

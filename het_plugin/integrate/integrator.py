@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from het_plugin.integrate import estimate, exact, fused, samplers
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
@@ -39,6 +40,15 @@ class Integrator:
   All results are differentiable; those of fused kernels once. First derivatives stream over
   samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
   mode keeps the logits of all samples.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> from het_plugin.integrate import Integrator, example_keys
+      >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((4, 8))
+      >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+      >>> keys = example_keys(jax.random.key(1), jnp.arange(4))
+      >>> Integrator(num_samples=16).nll(logits, jnp.array([0, 1, 2, 0]), keys).shape
+      (4,)
 
   Attributes:
     num_samples: S >= 1; the paper takes 1000 of 'iid'.
@@ -101,8 +111,8 @@ class Integrator:
       logits: logits of B examples.
       labels: int32 class ids, [B] or [B, L]; negative entries are padding. With a softmax the loss
         is the mean of -log p over an example's labels (the cross-entropy for one label). With a
-        sigmoid it is the sum of the binary cross-entropies over all classes, of which the listed
-        ones are on.
+        sigmoid it is the sum over classes of the binary cross-entropies; the target of a class is 1
+        if it is listed.
       keys: [B] typed PRNG keys, one per example (`samplers.example_keys`); or [1], whose draws all
         examples share. Ignored if the logits are deterministic or the method is exact.
 
@@ -129,10 +139,18 @@ class Integrator:
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """log p(k | x) of every class: [B, Kp], with padded classes at about -1e30.
+    """log p(k | x) of every class.
 
-    With a softmax the probabilities of the classes sum to one. With a sigmoid this is
-    log p(y_k = 1 | x) per class.
+    Args:
+      logits: logits of B examples.
+      keys: as in `nll`.
+
+    Returns:
+      [B, Kp], with padded classes at about -1e30. With a softmax the probabilities of the classes
+      sum to one. With a sigmoid this is log p(y_k = 1 | x) per class.
+
+    Raises:
+      ValueError: the logits are no `GaussianLogits`, or there are no keys where samples need them.
     """
     return on_mesh_of_caller(self._log_prob, 'bk', checked(logits), keys)
 
@@ -146,15 +164,24 @@ class Integrator:
     return masked(logits, log_p)
 
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
-    """E[H(y | x, z)], the entropy given the noise, averaged over the noise: [B], nats.
+    """E[H(y | x, z)], the entropy given the noise, averaged over the noise.
 
     The entropy of `log_prob` less this is the mutual information of label and noise (Depeweg et al.
     2018, https://arxiv.org/abs/1710.07283, eq. 4, with noise in place of weights). Both are exact
-    or use the same draws, so the difference is at least 0 up to rounding. With a sigmoid it is
-    summed over the classes. The arguments are those of `log_prob`.
+    or use the same draws, so the difference is at least 0 up to rounding.
 
     Use it for evaluation only: with K sharded, every chunk of samples communicates over the model
     axis.
+
+    Args:
+      logits: logits of B examples.
+      keys: as in `nll`.
+
+    Returns:
+      [B], nats. With a sigmoid it is summed over the classes.
+
+    Raises:
+      ValueError: as in `log_prob`.
     """
     return on_mesh_of_caller(self._expected_entropy, 'b', checked(logits), keys)
 
@@ -231,7 +258,9 @@ class Integrator:
         f'Integrator: samples need typed keys [{batch}], one per example (example_keys); got '
         f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
       )
-    sampler = self.sampler if callable(self.sampler) else samplers.SAMPLERS[self.sampler]
+    sampler = self.sampler
+    if isinstance(sampler, str):
+      sampler = samplers.SAMPLERS[sampler]
     plan = make_plan(
       logits, self.num_samples, sampler, self.order, self.chunk_size, self.chunk_bytes
     )
@@ -243,11 +272,12 @@ class Integrator:
       location, num_normals = _deterministic(logits), samples.num_normals
       if self.tilt and label is not None and self.num_samples >= MIN_TILTED:
         mean, location = find_tilt(to_logits, location, label, num_normals)
-        draws = draws.replace(mean=mean)
+        draws = dataclasses.replace(draws, mean=mean)
         if self.num_samples < MIN_ROTATED:
           draws = fit(draws, to_logits, location, label)
       if self.rotate and self.num_samples >= MIN_ROTATED:
-        draws = draws.replace(rotation=find_rotation(to_logits, location, num_normals))
+        rotation = find_rotation(to_logits, location, num_normals)
+        draws = dataclasses.replace(draws, rotation=rotation)
     return plan, samples, Constants(draws, buckets)
 
 
@@ -264,7 +294,7 @@ def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
     raise ValueError(f'labels must be class ids of an integer type; got {dtype} {shape}')
   if len(shape) not in (1, 2) or shape[0] != batch:
     raise ValueError(f'labels must be [B] or [B, L] with B = {batch}; got {shape}')
-  if not isinstance(labels, jax.core.Tracer):
+  if not isinstance(labels, core.Tracer):
     largest = np.asarray(labels).max(initial=0)
     if largest >= logits.num_classes:
       raise ValueError(f'labels hold {largest}: class ids are below K = {logits.num_classes}')

@@ -49,7 +49,7 @@ def log2_z(
   """log2 of the partition sum of every sample, and its logit at the label in the same unit.
 
   Args:
-    z: float32 [B, S, T] normals, of which the last is 1; S is a multiple of `SAMPLE_MULTIPLE`.
+    z: float32 [B, S, T] normals; the last of the T is 1. S is a multiple of `SAMPLE_MULTIPLE`.
     rows: float32 [B, T, K].
     shift: float32 [K].
     label: int32 [B]; a label outside [0, K) has the logit 0.

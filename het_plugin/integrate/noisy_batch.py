@@ -1,18 +1,20 @@
 """Softmax over a batch whose rows are Gaussian (HET-XL, eq. 8), as `batch_softmax` cuts it.
 
 The columns act as a classifier's W, and chunks of rows are ordinary problems of the `Integrator`.
-The losses of a chunk and their gradients are known at the same time, so the forward pass
-accumulates the gradient of sum_i nll_i and keeps nothing of a chunk (3 products with one sample).
+The losses of a chunk and their gradients are computed together. So the forward pass accumulates the
+gradient of sum_i nll_i and stores no chunk (3 products with one sample).
 If all rows have the same cotangent, as under a mean over the real rows, this is the gradient up to
 a factor. For any other cotangent the backward pass runs the chunks again.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as flax_partitioning
+from jax.typing import DTypeLike
 
 from het_plugin.integrate.batch import (
   CHUNK_BYTES,
@@ -28,6 +30,8 @@ from het_plugin.integrate.batch import (
 )
 from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, Opaque
 from het_plugin.integrate.integrator import Integrator
+
+_SHARED: Any = None  # in the place of a J that all rows share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ def batch_nll(
   keys: jax.Array,
   *,
   post_normalization: bool = False,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   chunk_bytes: int = CHUNK_BYTES,
 ) -> jax.Array:
   """One direction of the batch softmax, from noisy rows to columns (eq. 8): -log E[p(i | row_i)].
@@ -86,7 +90,7 @@ def batch_nll(
   keys = jnp.broadcast_to(keys, (len(rows),))
   own, loading = covariance, None
   if covariance.scale is not None:  # all rows share J
-    own, loading = covariance.replace(loading=None), covariance.loading
+    own, loading = dataclasses.replace(covariance, loading=_SHARED), covariance.loading
   if mask is not None:
     own = jax.tree.map(lambda x: real_rows(x, valid, x.dtype), own)
   shared = columns, jnp.asarray(temperature, plan.accumulate), loading
@@ -111,6 +115,9 @@ def _noisy_fwd(plan, own, shared, keys, valid):
   return nll, (own, shared, keys, valid, gradient)
 
 
+# For L = sum_i g_i nll_i the forward pass has the gradient G of sum_i nll_i over the real rows. If
+# all their g_i are one number g, dL = g G. Otherwise G does not tell the rows apart, and the chunks
+# run again with the g_i as weights.
 def _noisy_bwd(plan, residuals, g):
   *arguments, valid, gradient = residuals
   largest = jnp.max(g, where=valid, initial=-jnp.inf)
@@ -181,7 +188,7 @@ def _chunk_nll(plan, own, everyone, keys, labels, shift):
   phi, covariance = own
   columns, temperature, loading = everyone
   if loading is not None:
-    covariance = covariance.replace(loading=loading)
+    covariance = dataclasses.replace(covariance, loading=loading)
   # Divided by tau it is `PADDED` again.
   bias = shift * jax.lax.stop_gradient(temperature)
   if plan.post_normalization:

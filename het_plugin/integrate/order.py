@@ -55,7 +55,7 @@ def make_plan(
   if order == 'project_then_sample' and not has_factors and logits.projection is not None:
     raise ValueError(
       "Integrator.order='project_then_sample' needs remainder='rank_one' and a known projection; "
-      f'got remainder={logits.covariance.remainder!r} and '
+      f'got remainder={logits.noise.remainder!r} and '
       f"projection={type(logits.projection).__name__}: use 'sample_then_project' or 'auto'"
     )
   order = pick_order(logits, num_samples) if order == 'auto' else order
@@ -63,7 +63,7 @@ def make_plan(
   limit = chunk_size
   if limit is None:
     limit = min(MAX_CHUNK, max(1, chunk_bytes // bytes_per_device(logits.location)))
-    most = SAMPLES_AT_ONCE * logits.covariance.num_normals
+    most = SAMPLES_AT_ONCE * logits.noise.num_normals
     if has_factors and not project_first and num_samples <= most:
       limit = num_samples
   # Chunks of nearly equal size waste less of the last one.
@@ -95,9 +95,9 @@ def pick_order(logits: GaussianLogits, num_samples: int) -> str:
   (HET) or with a hash (HET-H), the products are about equal in both orders, and the measured ratios
   decide (`SAMPLES_PER_FACTOR`).
   """
-  covariance, projection = logits.covariance, logits.projection
   if not logits.has_factors:
     return 'sample_then_project'
+  covariance, projection = logits.noise, logits.projection
   factors = covariance.num_factors + 1
   match projection:
     case Linear():

@@ -3,11 +3,19 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from flax import core
 from flax.linen import partitioning as flax_partitioning
 from jax import export
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def dims(letters: str | None) -> Any:
+  """Letters of an array's dimensions, put in its place in a pytree (`Placement.shard_map`)."""
+  return letters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +28,7 @@ class Placement:
     vocab: the mesh axis or axes of K; None if it is not sharded.
   """
 
-  mesh: jax.sharding.Mesh | None = None
+  mesh: AnyMesh | None = None
   batch: str | tuple[str, ...] | None = None
   vocab: str | tuple[str, ...] | None = None
 
@@ -120,9 +128,10 @@ def _varying_alike(tree):
 
 def num_shards(logical_axis: str) -> int:
   """Shards of a logical axis under the active mesh and flax's axis rules; 1 outside a mesh."""
-  axis = mesh_axes(logical_axis)
-  names = axis if isinstance(axis, tuple) else (axis,)
-  return math.prod(core.meta.get_global_mesh().shape[name] for name in names if name is not None)
+  mesh, axis = core.meta.get_global_mesh(), mesh_axes(logical_axis)
+  if mesh is None or axis is None:
+    return 1
+  return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
 
 def mesh_axes(logical_axis: str) -> str | tuple[str, ...] | None:

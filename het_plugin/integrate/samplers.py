@@ -24,6 +24,13 @@ Sampler = Callable[[jax.Array, jax.Array, int], jax.Array]
 def example_keys(key: jax.Array, index: jax.Array) -> jax.Array:
   """One key per example.
 
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin.integrate import example_keys
+      >>> keys = example_keys(jax.random.key(0), jnp.array([7, 3]))
+      >>> alone = example_keys(jax.random.key(0), jnp.array([3]))  # in another batch
+      >>> keys.shape, bool(keys[1] == alone[0])
+      ((2,), True)
+
   Args:
     key: a typed or raw PRNG key.
     index: int32 [B], the identity of each example, such as its position in the global order.
@@ -45,7 +52,16 @@ def _typed(key):
 
 
 def iid(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Array:
-  """Independent normals, float32 [B, s, num_normals], for keys [B] and sample indices int32 [s]."""
+  """Independent normals.
+
+  Args:
+    keys: typed PRNG keys [B].
+    sample_index: int32 [s].
+    num_normals: normals of a sample.
+
+  Returns:
+    float32 [B, s, num_normals].
+  """
 
   def one(key, s):
     return jax.random.normal(jax.random.fold_in(key, s), (num_normals,), jnp.float32)

@@ -93,24 +93,25 @@ def samples_of(logits: GaussianLogits, project_first: bool) -> tuple[Samples, ja
   """What is sampled, already divided by tau, and the hash, if any. If the location is phi W + bias,
   one product serves location and noise, so W has one gradient.
   """
-  inverse, projection = 1.0 / logits.temperature, logits.projection
-  mean, noise = logits.location[:, None] * inverse, logits.covariance.scaled(inverse)
-  buckets = None
-  match projection:
+  inverse, covariance = 1.0 / logits.temperature, logits.noise
+  mean, noise = logits.location[:, None] * inverse, covariance.scaled(inverse)
+  match logits.projection:
     case Opaque(phi, params, get_logits):
-      projection = Opaque(phi, (params, inverse), _Tempered(get_logits))
-      mean, noise = jnp.zeros_like(mean[:1]), logits.covariance
-    case Linear(kernel, phi, bias) if phi is not None:
-      mean, projection = (bias * inverse)[None, None], Linear(kernel, phi * inverse)
-      if project_first:
-        rows = [noise.dense_loading(), noise.diag[:, None], projection.phi[:, None]]
-        noise = apply_projection(projection, jnp.concatenate(rows, axis=1))
-    case Hashed() if not project_first:
-      projection, buckets = None, projection.buckets
-  if project_first:
-    noise = project(noise, projection) if isinstance(noise, LowRank) else noise
-    projection = None
-  return Samples(masked(logits, mean), noise, projection), buckets
+      opaque = Opaque(phi, (params, inverse), _Tempered(get_logits))
+      return Samples(masked(logits, jnp.zeros_like(mean[:1])), covariance, opaque), None
+    case Linear(kernel, phi, bias) if phi is not None and bias is not None:
+      phi, mean = phi * inverse, masked(logits, (bias * inverse)[None, None])
+      if not project_first:
+        return Samples(mean, noise, Linear(kernel, phi)), None
+      rows = [noise.dense_loading(), noise.diag[:, None], phi[:, None]]
+      rows = apply_projection(Linear(kernel), jnp.concatenate(rows, axis=1))
+      return Samples(mean, rows, None), None
+    case Hashed(buckets) if not project_first:
+      return Samples(masked(logits, mean), noise, None), buckets
+    case Linear() as linear if not project_first:
+      return Samples(masked(logits, mean), noise, linear), None
+  noise = project(noise, logits.projection) if project_first else noise
+  return Samples(masked(logits, mean), noise, None), None
 
 
 @dataclasses.dataclass(frozen=True)

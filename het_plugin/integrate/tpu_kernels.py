@@ -7,6 +7,7 @@ were read from libtpu's final bundles, for v4, v5e, v5p and v6e.
 
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def _dot(a, b):
 def _call(
   kernel, grid, in_specs, out_specs, out_shape, scratch_shapes, interpret, parallel=2, aliases=()
 ):
-  semantics = ['parallel'] * parallel + ['arbitrary'] * (len(grid) - parallel)
+  semantics: list[Literal['parallel', 'arbitrary']] = ['parallel'] * parallel
+  semantics += ['arbitrary'] * (len(grid) - parallel)
   return pl.pallas_call(
     kernel,
     grid=grid,

@@ -75,6 +75,13 @@ def concatenate(parts: Sequence[AgreementScores]) -> AgreementScores:
 def summarize(scores: AgreementScores, ood_log_prob: np.ndarray | None = None) -> dict[str, float]:
   """All metrics of this file by name.
 
+      >>> import numpy as np
+      >>> from het_plugin.measures import agreement
+      >>> log_prob, people = np.log([[0.8, 0.2], [0.4, 0.6]]), np.array([[0, 0, 0], [0, 1, 1]])
+      >>> scores = agreement.score_examples(log_prob, people)
+      >>> round(agreement.summarize(scores)['soft_label_nll'], 3)
+      0.435
+
   Args:
     scores: scores of the examples.
     ood_log_prob: [M, K] of examples from another distribution; None leaves out `ood_auroc`.

@@ -79,6 +79,12 @@ def welch_p(values: Sequence[float], baseline: Sequence[float]) -> float | None:
 def paired(values: np.ndarray, baseline: np.ndarray) -> dict[str, float | None]:
   """`values` minus `baseline`, both [seeds, N], of the same seeds and examples.
 
+      >>> import numpy as np
+      >>> from het_plugin.measures import comparison
+      >>> nll = np.array([[1.0, 2.0], [1.5, 2.5]])
+      >>> round(comparison.paired(nll, nll - [[0.1, 0.2], [0.2, 0.3]])['mean'], 3)
+      0.2
+
   Returns:
     'mean'; 'stderr_seeds' and 'p_seeds' of a paired t-test over seeds; 'stderr_examples' and
     'p_examples' of one over examples, each with its mean over seeds; 'extreme', see extreme_share.

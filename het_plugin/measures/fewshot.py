@@ -147,6 +147,13 @@ def few_shot(
 ) -> dict[int, FewShotResult]:
   """Runs the protocol above on one data set.
 
+      >>> from sklearn.datasets import load_iris
+      >>> from het_plugin.measures import few_shot
+      >>> x, y = load_iris(return_X_y=True)
+      >>> results = few_shot(x[::2], y[::2], x[1::2], y[1::2], shots=(10,))
+      >>> len(results[10].accuracies), results[10].mean > 0.8
+      (3, True)
+
   Args:
     train_x, train_y, train_index: the split that subsets are drawn from, see `Split`.
     test_x, test_y: float [M, D] and int [M].
@@ -297,7 +304,7 @@ def mean_rank(
 
   Args:
     accuracies: {(data set, draw): test accuracy at each strength [L]}.
-    others: rank by the draws of other data sets only, of which there must be one.
+    others: rank by the draws of other data sets only; there must be at least one.
 
   Returns:
     {(data set, draw): position of the strength}, the same for all draws of a data set.

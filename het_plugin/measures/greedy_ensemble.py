@@ -25,6 +25,13 @@ def greedy_ensemble(
 ) -> tuple[list[int], list[float]]:
   """Selects members until the NLL falls by less than `MIN_IMPROVEMENT`.
 
+      >>> import numpy as np
+      >>> from het_plugin.measures import greedy_ensemble
+      >>> log_prob = np.log([[0.9, 0.2], [0.2, 0.9], [0.3, 0.3]])  # C = 3 candidates, N = 2
+      >>> members, nll = greedy_ensemble.greedy_ensemble(log_prob)
+      >>> members
+      [0, 1]
+
   Args:
     label_log_prob: float [C, N], log p(y_n) of each candidate, without NaNs; -inf is p = 0.
     max_members: largest number of members, repetitions included; at least 1.

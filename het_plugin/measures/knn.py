@@ -25,6 +25,12 @@ def knn_accuracy(
 ) -> dict[int, float]:
   """Accuracy of the vote of the k nearest training examples (`vote`).
 
+      >>> from sklearn.datasets import load_iris
+      >>> from het_plugin.measures import knn
+      >>> accuracy = knn.knn_accuracy(*load_iris(return_X_y=True), ks=(1, 5))
+      >>> round(accuracy[5], 3)
+      0.967
+
   Args:
     train_x: finite float [N, D].
     train_y: int [N].

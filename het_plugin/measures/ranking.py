@@ -14,6 +14,10 @@ def best_first(proxy: Sequence[float]) -> list[int]:
 def rank_agreement(proxy: Sequence[float], accuracy: Sequence[float]) -> dict[str, Any]:
   """How well the order of `proxy` [C] matches that of `accuracy` [C], both finite, C >= 1.
 
+      >>> from het_plugin.measures import ranking
+      >>> ranking.rank_agreement([0.3, 0.2, 0.1], [0.5, 0.75, 0.25])['regret']
+      [0.25, 0.0, 0.0]
+
   Returns:
     'kendall_tau': tau-b in [-1, 1]; None if it is undefined, with fewer than two candidates or if
     all are equal in the proxy or the accuracy. 'regret': by number of candidates kept, 1 .. C, the

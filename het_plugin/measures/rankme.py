@@ -33,6 +33,19 @@ def singular_values(features: np.ndarray, max_examples: int = MAX_EXAMPLES) -> n
 
 
 def rankme(sigma: np.ndarray) -> float:
-  """Eq. 1 for singular values [r] that are not all 0; in [1, r], apart from eps."""
+  """Eq. 1 of the paper: the exponential of the entropy of normalised singular values.
+
+      >>> import numpy as np
+      >>> from het_plugin.measures import rankme
+      >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+      >>> round(rankme.rankme(rankme.singular_values(x)), 3)
+      2.0
+
+  Args:
+    sigma: float [r], at least 0 and not all 0 (`singular_values`).
+
+  Returns:
+    The effective rank, in [1, r] apart from eps.
+  """
   p = sigma / sigma.sum() + EPS
   return float(np.exp(-(p * np.log(p)).sum()))

@@ -109,6 +109,9 @@ def uncertainty(
     link: 'softmax' or 'sigmoid'.
     expected_entropy: float [N], nats: the entropy expected given the noise
       (`Integrator.expected_entropy`); None without noise.
+
+  Returns:
+    Arrays [N], in nats.
   """
   parts = [
     _uncertainty(log_p, link, None if expected_entropy is None else expected_entropy[rows])
@@ -129,6 +132,15 @@ def score_examples(
   nll: np.ndarray | None = None,
 ) -> ExampleScores:
   """The scores of labelled predictions.
+
+      >>> import numpy as np
+      >>> from het_plugin.measures import uncertainty
+      >>> log_prob = np.log([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]])
+      >>> scores = uncertainty.score_examples(log_prob, np.array([[0], [0], [1]]), ks=(1,))
+      >>> scores.correct
+      array([1., 0., 0.])
+      >>> round(uncertainty.summarize(scores)['nll'], 3)  # nats per example
+      0.572
 
   Args:
     log_prob, link, expected_entropy: see `uncertainty`.
@@ -188,7 +200,15 @@ def _map(function: Callable[..., np.ndarray], *scores: Any) -> Any:
 
 
 def summarize(scores: ExampleScores) -> dict[str, Any]:
-  """All metrics of a split by name; 'stderr' has the standard errors of those that are means."""
+  """All metrics of a split.
+
+  Args:
+    scores: of `score_examples`, for all examples of the split.
+
+  Returns:
+    {name: value}, see the module docstring: 'nll', 'brier' and entropies in nats, the rest in
+    [0, 1]. 'stderr' has the standard errors of the metrics that are means, by the same names.
+  """
   confidence = np.exp(scores.uncertainty.log_confidence)
   risk = risk_coverage(scores.uncertainty.log_confidence, scores.correct)
   means = {'nll': scores.nll}

@@ -13,6 +13,12 @@ def shares(
 ) -> np.ndarray:
   """The share of each class among the labels of each example, float64 [N, K].
 
+      >>> import numpy as np
+      >>> from het_plugin.measures import votes
+      >>> votes.shares(np.array([[0, 0, 1, 2], [1, 1, -1, -1]]), num_classes=3)
+      array([[0.5 , 0.25, 0.25],
+             [0.  , 1.  , 0.  ]])
+
   Args:
     labels: int [N, L], class numbers below K; a negative number is no label. A class counts as
       often as it is listed.

@@ -62,6 +62,16 @@ class ParamCounts:
 class ClassificationModel:
   """A backbone and a head, trained by maximum likelihood.
 
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import backbones, heads, integrate, models
+      >>> head, rule = heads.HetXL(num_classes=3, num_factors=2), integrate.Integrator()
+      >>> model = models.ClassificationModel(backbones.Mlp((8,)), head, None, rule, rule)
+      >>> params = model.get_initial_variables(jax.random.key(0), {'image': (2, 1, 1, 4)})['params']
+      >>> batch = {'image': jnp.ones((2, 1, 1, 4)), 'label': jnp.array([[0], [2]])}
+      >>> loss, metrics = model.loss_fn(params, batch, jax.random.key(1))
+      >>> loss.shape, model.predict_batch(params, batch).shape
+      ((), (2, 1))
+
   The noise of an example depends on its index, or is the same for all examples (`shared_draws`).
   Without dropout, values therefore do not depend on mesh, hosts, batch size or number of
   microbatches. Training keys come from the step's `dropout_rng`. Evaluation, prediction and scoring

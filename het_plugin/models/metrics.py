@@ -101,7 +101,7 @@ def base_metrics(
   nll: jax.Array, correct: jax.Array, tau: jax.Array, mask: jax.Array
 ) -> dict[str, clu_metrics.Metric]:
   """'loss', 'nll' and 'precision_at_1', means over the real rows, with their number as `count`; and
-  'tau', of which a merge keeps the last value. nll, correct and mask are [B], tau is a scalar.
+  'tau': a merge keeps its last value. nll, correct and mask are [B], tau is a scalar.
   """
   mean_nll = clu_metrics.Average.from_model_output(nll, mask=mask)
   return {

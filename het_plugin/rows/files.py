@@ -71,6 +71,17 @@ def of(
 def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows:
   """Reads a file of rows.
 
+      >>> import os, tempfile
+      >>> import numpy as np
+      >>> from het_plugin import rows
+      >>> x, y = np.ones((2, 4), np.float32), np.array([0, 1])
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'train.npz')
+      ...   np.savez(path, features=x, label=y)
+      ...   found = rows.read(path)
+      >>> found.features.shape, found.label.tolist()
+      ((2, 4), [0, 1])
+
   Args:
     source: PATH.npz, PATH.safetensors, or FEATURES.npy,LABELS.npy. PATH.npz:NAME is one split of a
       file that has an array 'split' of strings [N].
@@ -92,7 +103,26 @@ def read(source: str, column: str = 'features', *, mapped: bool = False) -> Rows
 
 
 def write(path: epath.PathLike, rows: Rows) -> None:
-  """Writes a local .npz or .safetensors file; ValueError for another suffix."""
+  """Writes a local file, whole or not at all.
+
+      >>> import os, tempfile
+      >>> import numpy as np
+      >>> from het_plugin import rows
+      >>> x, labels = np.ones((2, 4), np.float32), np.array([[0], [1]], np.int32)
+      >>> some = rows.Rows({'features': x}, labels, np.arange(2), class_names=('cat', 'dog'))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   path = os.path.join(folder, 'test.safetensors')
+      ...   rows.write(path, some)
+      ...   rows.read(path).class_names
+      ('cat', 'dog')
+
+  Args:
+    path: PATH.npz or PATH.safetensors.
+    rows: the rows.
+
+  Raises:
+    ValueError: the file has another suffix.
+  """
   path = epath.Path(path)
   if not weights.is_weights_file(path):
     raise ValueError(f'{path} must end in .npz or .safetensors')

@@ -39,7 +39,13 @@ def check_range(where: str, labels: np.ndarray, num_classes: int | None) -> None
 def check_weights(
   where: str, label_weight: np.ndarray | None, weight: np.ndarray | None, listed: np.ndarray
 ) -> None:
-  """Checks the weights of labels, [N, L], of which bool [N, L] are listed, and of examples, [N].
+  """Checks the weights of labels and of examples.
+
+  Args:
+    where: what the error names.
+    label_weight: float [N, L]; None is not checked.
+    weight: float [N], of the examples; None is not checked.
+    listed: bool [N, L], where there is a label.
 
   Raises:
     ValueError: weights are negative or not finite, or those of an example's labels do not sum to 1.

@@ -15,6 +15,13 @@ _FEATURES = 'features'
 class Rows:
   """Named columns of N examples of a split.
 
+      >>> import numpy as np
+      >>> from het_plugin import rows
+      >>> log_prob, labels = np.log([[0.9, 0.1], [0.2, 0.8]]), np.array([[0], [1]])
+      >>> found = rows.Rows({'log_prob': log_prob}, labels, index=np.array([7, 3]))
+      >>> np.exp(found.ordered().label_log_prob).round(2)
+      array([0.8, 0.9])
+
   Attributes:
     columns: {name: array [N, ...]}. 'features' is float [N, D]. 'log_prob' is float32 or float64
       [N, K], at most 0: log p(k | x) with a softmax, log p(y_k = 1 | x) per class with a sigmoid.
@@ -164,7 +171,11 @@ def of_batch(columns: Mapping[str, np.ndarray], link: str = 'softmax') -> Rows:
 
 
 def column(layer: str) -> str:
-  """The column of a layer of a model, a valid file name for any layer name."""
+  """The column of a layer of a model, a valid file name for any layer name.
+
+  >>> column('block_0/mlp')
+  'features.block_0%2Fmlp'
+  """
   return f'{_FEATURES}.{urllib.parse.quote(layer, safe="")}'
 
 

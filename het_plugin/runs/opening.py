@@ -266,7 +266,14 @@ def open_run(
 ) -> Run:
   """Opens a checkpoint on a mesh of the devices here; collective.
 
-  Args and errors are those of `configuration` and `Configuration.open`.
+  Args:
+    checkpoint, gin_files, bindings, search_paths, published: see `configuration`.
+
+  Returns:
+    The run, with the parameters that it is evaluated with.
+
+  Raises:
+    ValueError: as in `configuration`, or the parameters do not fit the model.
   """
   return configuration(checkpoint, gin_files, bindings, search_paths, published).open()
 

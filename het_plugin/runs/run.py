@@ -27,6 +27,16 @@ class Run:
   `opening.open_run` opens one from files. During a training, `dataclasses.replace` makes one of the
   current parameters, which shares the compiled functions of the others.
 
+      >>> import jax, numpy as np
+      >>> from het_plugin import backbones, heads, integrate, models, runs
+      >>> from het_plugin.training.partitioning import PjitPartitioner
+      >>> head, rule = heads.Det(num_classes=3), integrate.Integrator()
+      >>> model = models.ClassificationModel(backbones.Mlp((8,)), head, None, rule, rule)
+      >>> params = model.get_initial_variables(jax.random.key(0), {'image': (2, 1, 1, 4)})['params']
+      >>> run = runs.Run(model, PjitPartitioner(), params, None, image_size=1, channels=4)
+      >>> run.predict({'image': np.ones((2, 1, 1, 4), np.float32)})['log_prob'].shape
+      (2, 3)
+
   Attributes:
     model: has `representations(params, batch, layers)`, and for `predict` also
       `predictive(params, batch)` and `head.link`.

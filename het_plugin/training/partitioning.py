@@ -177,6 +177,8 @@ class PjitPartitioner:
           )
     self.mesh = mesh
     self.logical_axis_rules = tuple(rules)
+    # All axes but the last cut the batch. Devices along the model axis get the same rows and
+    # compute different classes of them.
     batch_axes = mesh.axis_names[:-1]
     self.data_partition_spec = PartitionSpec(batch_axes if len(batch_axes) > 1 else 'data')
     self._batch_sharding = NamedSharding(mesh, self.data_partition_spec)
@@ -240,6 +242,8 @@ class PjitPartitioner:
       if len(local) != len(rows):
         raise ValueError(f'batch[{name!r}] has {len(local)} rows; this process feeds {len(rows)}.')
 
+      # JAX asks for the rows start .. stop of the global batch that a device of this process holds.
+      # `local` has them in ascending order, possibly with gaps between them in the global batch.
       def shard(index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[0].indices(batch_size)
         first = np.searchsorted(rows, start)

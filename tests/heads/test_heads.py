@@ -371,7 +371,7 @@ def test_an_export_takes_any_batch_size(name, link, method, num_samples):
     (Det(K, link='probit'), "link='probit'"),
     (Het(K, parametrization='dense'), 'efficient, full'),
     (Het(K, parametrization='full', factor_bias=True), 'factor_bias'),
-    (HetXL(K, noise_dim=4, get_logits=len), 'exclude'),
+    (HetXL(K, noise_dim=4, get_logits=len), 'noise_dim or HetXL.get_logits'),
     (HetXL(K, get_logits=lambda phi: phi), 'get_logits returned'),
     (
       Det(K, temperature=LearnedTemperature(tau_min=5.0, tau_max=0.05)),
