@@ -222,5 +222,5 @@ def test_splits_by_comma_outside_brackets():
   assert represent_lib.choose_splits('x', info, None) == ['a']
   names = represent_lib.choose_splits('x', info, 'train[:5], a[1,2],a')
   assert names == ['train[:5]', 'a[1,2]', 'a']
-  with pytest.raises(ValueError, match='a\?,a!.*same file name'):
+  with pytest.raises(ValueError, match=r'a\?,a!.*same file name'):
     represent_lib.choose_splits('x', info, 'a?,a!')

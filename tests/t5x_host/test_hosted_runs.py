@@ -240,7 +240,7 @@ def test_k_is_padded_for_any_number_of_devices(theirs):
 
 def test_what_would_train_another_model_is_refused(theirs):
   *_, microbatches, classes, relative, _ = theirs[1]
-  assert 'bind ClassificationModel.loss_normalizing_factor = %BATCH_SIZE' in microbatches
+  assert 'ClassificationModel.loss_normalizing_factor = %BATCH_SIZE' in microbatches
   assert 'HetXL.num_classes=11 must be the number of classes of the task, 10' in classes
   assert "MODEL_DIR='relative' must be an absolute path" in relative
 
