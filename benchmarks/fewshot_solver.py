@@ -25,8 +25,8 @@ import threadpoolctl
 from command_line import integers, make_parser, report
 from sklearn.linear_model import RidgeClassifier
 
-from het_plugin.evaluation import ridge
-from het_plugin.evaluation.fewshot import L2_GRID
+from het_plugin.measures import ridge
+from het_plugin.measures.fewshot import L2_GRID
 
 FREE_BIAS_L2 = 2.0**8
 BLOCK = 1 << 14
