@@ -15,6 +15,7 @@ from het_plugin.config import distributed, foreign, parsing, screen
 from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
+_OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
 
@@ -73,7 +74,8 @@ def one_sentence(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def one_sentence_errors(argv: Sequence[str] = ()):
-  """Ends the program with one line and exit code 2 if a setting is wrong.
+  """Ends the program with one line and exit code 2 if a setting is wrong or asks for more memory
+  than there is.
 
   `--verbosity=1` gives the traceback instead. `argv` is that of a main that takes flags only.
   """
@@ -89,6 +91,14 @@ def one_sentence_errors(argv: Sequence[str] = ()):
       raise
     logging.flush()
     print(f'Error: {one_sentence(error)} (--verbosity=1 shows where)', file=sys.stderr)
+    sys.exit(exit_codes.WRONG_SETTING)
+  except jax.errors.JaxRuntimeError as error:
+    if logging.level_debug() or not str(error).startswith(_OUT_OF_MEMORY):
+      raise
+    logging.flush()
+    reason = str(error).removeprefix(_OUT_OF_MEMORY).partition('\n')[0]
+    advice = 'take a smaller batch, fewer factors (num_factors) or a smaller model, or more devices'
+    print(f'Error: not enough memory: {reason.strip(": .")}; {advice}', file=sys.stderr)
     sys.exit(exit_codes.WRONG_SETTING)
 
 

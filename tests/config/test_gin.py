@@ -320,3 +320,12 @@ def test_without_t5x_its_engine_says_what_is_missing():
   code = 'import sys; sys.modules["t5x"] = None; import het_plugin.t5x_host.engine'
   result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
   assert 'docs/t5x.md' in result.stderr.splitlines()[-1]
+
+
+def test_too_little_memory_is_one_sentence(capsys):
+  with pytest.raises(SystemExit) as stop, command_line.one_sentence_errors():
+    jax.numpy.ones((10**7, 10**7)).block_until_ready()
+  assert stop.value.code == exit_codes.WRONG_SETTING
+  message = capsys.readouterr().err.strip()
+  assert message.startswith('Error: ') and 'allocating 4' in message and 'num_factors' in message
+  assert '\n' not in message
