@@ -18,6 +18,7 @@ from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import HEADS, Model, on_features
+from het_plugin.weights.files import save_safetensors
 
 _METADATA = 'het_plugin.estimator'
 _CHECKSUM = 'het_plugin.sha256'
@@ -70,7 +71,7 @@ def save(estimator: HeadClassifier, path: str) -> None:
   arrays = {name: np.array(x, order='C') for name, x in arrays.items()}
   metadata = {_METADATA: text, _CHECKSUM: _checksum(text, arrays)}
   with weights.replacing(path) as unfinished:
-    safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
+    save_safetensors(unfinished, arrays, metadata)
 
 
 def load(path: str) -> HeadClassifier:

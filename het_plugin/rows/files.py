@@ -36,7 +36,7 @@ from het_plugin import weights
 from het_plugin.measures import votes
 from het_plugin.rows import labels as labels_lib
 from het_plugin.rows.rows import Rows
-from het_plugin.weights.files import SAFETENSORS_DTYPES
+from het_plugin.weights.files import SAFETENSORS_DTYPES, save_safetensors
 
 FEATURE_NAMES = ('features', 'representations', 'embeddings', 'pre_logits', 'x')
 LABEL_NAMES = ('label', 'labels', 'y', 'target', 'targets')
@@ -149,7 +149,7 @@ def write(path: epath.PathLike, rows: Rows) -> None:
         np.savez(stream, **arrays, **strings)  # ty: ignore[invalid-argument-type]
     else:
       metadata = {_METADATA: json.dumps(about)}
-      safetensors.numpy.save_file(arrays, unfinished, metadata=metadata)
+      save_safetensors(unfinished, arrays, metadata)
 
 
 def read_provenance(path: epath.PathLike) -> dict[str, Any]:

@@ -70,13 +70,26 @@ def write_arrays(
     unfinished.write_bytes(content)
 
 
+def save_safetensors(
+  path: epath.PathLike, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+  """Writes a local .safetensors file that has the mode of the umask.
+
+  The library makes one that only its owner may read.
+  """
+  path = epath.Path(path)
+  path.touch()
+  mode = path.stat().mode
+  safetensors.numpy.save_file(dict(arrays), path, metadata=dict(metadata))
+  os.chmod(path, mode)
+
+
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
   """Yields a temporary path to write to, and renames the file when it is complete.
 
   After an error, such as a full disk, the old file is still there. An OSError names the file. A
-  link or a device, such as /dev/stdout, is not replaced but written to. A local file has the mode
-  of the umask, also where a library writes it that only the owner may read.
+  link or a device, such as /dev/stdout, is not replaced but written to.
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,13 +98,7 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     return
   unfinished = path.with_name(f'.unfinished.{path.name}')
   try:
-    mode = None
-    if '://' not in os.fspath(path):
-      unfinished.touch()
-      mode = os.stat(unfinished).st_mode
     yield unfinished
-    if mode is not None:
-      os.chmod(unfinished, mode)
     unfinished.replace(path)
   except OSError as error:
     if error.errno is None or error.filename not in (None, os.fspath(unfinished)):

@@ -197,7 +197,7 @@ def test_unknown_options_are_named():
 def test_a_small_22b_trains_alike_on_every_mesh():
   options = OPTIONS['22B'] | {'scan_layers': True, 'remat': 'full'}
   backbone = ViT(patch_size=4, width=64, depth=2, mlp_dim=64, num_heads=8, **options)
-  integrator = Integrator(8)
+  integrator = Integrator(8, sampler='iid')  # points of a fit magnify the rounding of a mesh
   optimizer = optimizers.adamw(1e-2)
   model = ClassificationModel(backbone, HetXL(num_classes=16), optimizer, integrator, integrator)
   image = jax.random.normal(jax.random.key(0), (16, 8, 8, 3))

@@ -40,17 +40,27 @@ def test_their_metadata_are_those_of_an_index(distributions):
   assert f'\nversion: {het_plugin.__version__}\n' in citation
 
 
+ESTIMATOR = """
+import numpy as np
+from het_plugin.estimators import HetXLClassifier
+x = np.random.default_rng(0).normal(size=(60, 4))
+fitted = HetXLClassifier(num_factors=2, tol=0.1).fit(x, np.arange(60) % 3)
+assert fitted.predict_proba(x).shape == (60, 3)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('number,extra', [(0, ''), (1, '[probe]')], ids=['sdist', 'wheel'])
 def test_readme_runs_in_a_fresh_environment(number, extra, distributions, tmp_path):
-  """With the pinned versions, and nothing else."""
+  """With the pinned versions, and nothing else; with the extra `probe` also an estimator."""
   subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path)], check=True)
   python = str(tmp_path / 'bin' / 'python')
   install = [sys.executable, '-m', 'uv', 'pip', 'install', '--quiet', '--python', python]
   install += ['--constraint', str(ROOT / 'requirements.txt'), f'{distributions[number]}{extra}']
   subprocess.run(install, check=True, cwd=tmp_path)
-  examples = re.findall('^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S)
-  command = [python, '-I', '-c', examples[number]]  # -I: without PYTHONPATH
+  (code,) = re.findall('^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S)
+  code += ESTIMATOR if extra else ''
+  command = [python, '-I', '-c', code]  # -I: without PYTHONPATH
   result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
   assert (result.returncode, result.stderr) == (0, '')
 
