@@ -76,7 +76,7 @@ def place(reference: Reference) -> tuple[str, str]:
 
 
 def holds(scope: str, at: str) -> bool:
-  """Whether a binding of a scope applies in another: that of 'a' in 'a/b', that of '' in all."""
+  """Whether a binding of a scope applies in another: 'a' applies in 'a/b', and '' in all."""
   return not scope or f'{at}/'.startswith(f'{scope}/')
 
 

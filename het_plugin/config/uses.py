@@ -1,9 +1,9 @@
 """Which settings a run uses, found in the text of its configuration.
 
 gin calls `train`, and for its arguments whatever they refer to. A binding is used if such a call
-takes its value: of several for one parameter, that of the longest scope. A macro is used if a value
-that is used refers to it. A configurable of another package may be called from anywhere, so its
-bindings count as used.
+takes its value. Of several bindings of a parameter, the call takes the one with the longest scope.
+A macro is used if a value that is used refers to it. A configurable of another package may be
+called from anywhere, so its bindings count as used.
 """
 
 import dataclasses

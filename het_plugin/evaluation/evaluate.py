@@ -57,22 +57,21 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   flags = [('--checkpoint', x) for x in settings.checkpoint]
   flags += [('--predictions', x) for x in settings.predictions]
   names = short_names([source for _, source in flags])
-  opened: list[Configuration | Rows] = []
-  for flag, source in flags:
+  opened: list[Configuration | Evaluation] = []
+  for name, (flag, source) in zip(names, flags, strict=True):
     if flag == '--predictions' or weights.is_weights_file(source):
-      with _named(flag, source):
-        opened.append(rows_lib.read(source, 'log_prob'))
+      with _named(flag, source):  # scored at once: one file is in memory at a time
+        rows = rows_lib.read(source, 'log_prob').take(slice(settings.max_examples))
+        opened.append(evaluate_rows(name, source, rows))
     else:
       opened.append(runs.configuration(source, *gin_settings))
   settings = _fitted(settings, [x for x in opened if isinstance(x, Configuration)])
   evaluations = []
-  for name, (flag, source), of in zip(names, flags, opened, strict=True):
+  for name, of in zip(names, opened, strict=True):
     if isinstance(of, Configuration):
-      evaluations.append(evaluate_run(name, of.open(), settings))
+      of = evaluate_run(name, of.open(), settings)
       jax.clear_caches()  # the next model shares no programs
-    else:
-      with _named(flag, source):
-        evaluations.append(evaluate_rows(name, source, of.take(slice(settings.max_examples))))
+    evaluations.append(of)
   return evaluations
 
 

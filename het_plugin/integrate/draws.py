@@ -152,7 +152,7 @@ def fit(
     label: int32 [B].
   """
   if (mean := draws.mean) is None:
-    raise ValueError('fit: the draws need a mean, that of find_tilt')
+    raise ValueError('fit: the draws need a mean; call find_tilt first')
   num_normals = mean.shape[1]
   left, right = find_rotation(to_logits, location, num_normals, num_rounds=1)
   count = right.shape[1]
