@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(
           f'--output={output} is a folder with other files: name a new one, or that of a run'
         )
-      from het_plugin.t5x_host import conversion
+      from het_plugin.hosts.t5x import conversion
 
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return

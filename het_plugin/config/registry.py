@@ -10,7 +10,7 @@ room does not import gin.
 
 Importing `het_plugin.config`, as our gin files do, registers the rooms that any host needs. A main
 also registers the rooms of the trainer, whose names are those of t5x's trainer; gin/t5x registers
-`t5x_host` instead.
+`hosts.t5x` instead.
 """
 
 import importlib

@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
 def test_a_configuration_without_what_a_host_knows():
   text = (
     'import het_plugin.config\n'
-    'import het_plugin.t5x_host.engine\n'
+    'import het_plugin.hosts.t5x.engine\n'
     'ACTIONS = None\n'
     "train.actions = {'TRAIN': [@a/EarlyStoppingAction()], 'x': (%ACTIONS, 'it\\'s', -1e-3)}\n"
     'train.get_dataset_fn = @get_dataset\n'
@@ -206,7 +206,7 @@ def test_a_configuration_without_what_a_host_knows():
     'Integrator.num_samples = 3\n'
   )
   dropped = {'train.get_dataset_fn', 'Integrator.num_samples'}
-  kept = statements.without(text, dropped, 'het_plugin.t5x_host.engine')
-  assert 't5x_host' not in kept and 'import het_plugin.config' in kept and 'ACTIONS = None' in kept
+  kept = statements.without(text, dropped, 'het_plugin.hosts.t5x.engine')
+  assert 'hosts.t5x' not in kept and 'import het_plugin.config' in kept and 'ACTIONS = None' in kept
   want = statements.bindings(text)
   assert statements.bindings(kept) == {k: x for k, x in want.items() if k not in dropped}

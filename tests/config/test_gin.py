@@ -317,7 +317,7 @@ def test_what_makes_t5x_the_host_is_not_for_our_mains():
 
 def test_without_t5x_its_engine_says_what_is_missing():
   # In a process of its own: here the names are the built-in trainer's already.
-  code = 'import sys; sys.modules["t5x"] = None; import het_plugin.t5x_host.engine'
+  code = 'import sys; sys.modules["t5x"] = None; import het_plugin.hosts.t5x.engine'
   result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
   assert 'docs/t5x.md' in result.stderr.splitlines()[-1]
 

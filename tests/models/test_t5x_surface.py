@@ -1,5 +1,5 @@
 """What t5x (revision cc342d4) calls of a model, called here as t5x calls it, so that a change which
-it would not survive fails where there is no t5x. tests/t5x_host has the real thing.
+it would not survive fails where there is no t5x. tests/hosts/t5x has the real thing.
 """
 
 import dataclasses

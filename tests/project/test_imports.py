@@ -32,14 +32,14 @@ BELOW = {
     *('runs', 'rows', 'measures', 'heads', 'integrate', 'weights', 'evaluation', 'reporting'),
   },
   'planning': {'config', 'training', 'data', 'reporting'},
-  't5x_host': {'config', 'evaluation', 'training', 'data', 'integrate'},
+  'hosts': {'config', 'evaluation', 'training', 'data', 'heads', 'integrate'},
   'experiments': {
     *('config', 'runs', 'evaluation', 'operations', 'training', 'data', 'rows', 'measures'),
     *('heads', 'integrate', 'reporting', 'weights'),
   },
 }
 PORTABLE = {'integrate', 'heads', 'backbones'}  # need jax, flax and numpy only
-KNOW_GIN = {'config', 'runs', 'planning', 't5x_host', 'experiments', 'mains'}
+KNOW_GIN = {'config', 'runs', 'planning', 'hosts', 'experiments', 'mains'}
 
 FILES = sorted(PACKAGE.rglob('*.py'))
 
@@ -128,12 +128,12 @@ def test_the_gin_tree_is_no_package():
   assert not list((ROOT / 'gin').rglob('*.py'))
 
 
-@pytest.mark.parametrize('room', BELOW)
+@pytest.mark.parametrize('room', [*BELOW, 'hosts.t5x'])
 def test_configurables_exist(room):
-  """Those of t5x_host need t5x, apart from ours."""
+  """Those of hosts.t5x need t5x, apart from ours."""
   package = f'het_plugin.{room}'
   for key, names in getattr(importlib.import_module(package), 'CONFIGURABLES', {}).items():
-    if room == 't5x_host' and not key.startswith('het_plugin.'):
+    if room == 'hosts.t5x' and not key.startswith('het_plugin.'):
       continue
     module = importlib.import_module(key if '.' in key else f'{package}.{key}')
     for name in names:

@@ -8,9 +8,9 @@ import gin
 from het_plugin import estimators, runs, weights
 from het_plugin.config import parsing, registry
 from het_plugin.experiments import finetune
+from het_plugin.hosts.t5x import conversion
 from het_plugin.runs import opening
 from het_plugin.runs.starting import train_from_gin
-from het_plugin.t5x_host import conversion
 from het_plugin.training import checkpoint_reader
 
 NAME = 'PjitPartitioner.num_partitions'

@@ -16,11 +16,11 @@ def _register() -> None:
     raise ValueError(
       'gin/t5x is for t5x.train, t5x.eval and t5x.infer. Leave it out to use the built-in trainer'
     )
-  importlib.import_module('het_plugin.t5x_host.hooks')  # its error says that t5x is missing
+  importlib.import_module('het_plugin.hosts.t5x.hooks')  # its error says that t5x is missing
   import t5x.train
   from t5x import utils
 
-  registry.register('t5x_host')
+  registry.register('hosts.t5x')
   # t5x.eval and t5x.infer read with seqio, and restore checkpoints of t5x.train.
   gin.external_configurable(utils.DatasetConfig, 'SeqioDatasetConfig', 't5x.utils')
   gin.external_configurable(

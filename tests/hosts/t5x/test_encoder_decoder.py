@@ -20,7 +20,7 @@ pytest.importorskip('t5x.train', reason='t5x is not importable: docs/t5x.md says
 pytestmark = [pytest.mark.t5x, pytest.mark.slow]
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 VOCABULARY_SIZE = 260  # padded to 384, which 8 devices divide
 FACTOR = 32.0
 
@@ -41,8 +41,8 @@ def config(network, **kwargs):
 def make_model(network, head, train_samples=8, **kwargs):
   from t5x import adafactor, decoding
 
-  from het_plugin.t5x_host import encoder_decoder
-  from tests.t5x_host.text_task import VOCABULARY
+  from het_plugin.hosts.t5x import encoder_decoder
+  from tests.hosts.t5x.text_task import VOCABULARY
 
   module = encoder_decoder.Transformer(
     config(network), head=head, integrator=Integrator(num_samples=16, sampler='iid')

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from het_plugin.t5x_host import conversion
+from het_plugin.hosts.t5x import conversion
 from het_plugin.training import checkpoint_reader
 
 pytest.importorskip('t5x.train', reason='t5x is not importable: docs/t5x.md says how')
 pytestmark = [pytest.mark.t5x, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENGINE = 'gin/t5x/train.gin'
 STEPS = 4
 TINY = [

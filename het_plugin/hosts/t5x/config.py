@@ -9,7 +9,7 @@ import gin
 from het_plugin.config import changes, parsing, statements
 
 _ENGINE = 'het_plugin/gin/t5x/train.gin'
-_ENGINE_MODULE = 'het_plugin.t5x_host.engine'
+_ENGINE_MODULE = 'het_plugin.hosts.t5x.engine'
 
 
 def summarize_config(

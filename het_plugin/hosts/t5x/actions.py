@@ -12,7 +12,7 @@ from t5x import partitioning as t5x_partitioning
 from t5x import trainer as t5x_trainer
 
 from het_plugin.evaluation.actions import PeriodicAction
-from het_plugin.t5x_host import partitioning
+from het_plugin.hosts.t5x import partitioning
 from het_plugin.training import actions as actions_lib
 from het_plugin.training.state import TrainState
 

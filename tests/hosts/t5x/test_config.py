@@ -4,7 +4,7 @@ import pytest
 
 import gin
 from het_plugin.config import parsing
-from het_plugin.t5x_host import config
+from het_plugin.hosts.t5x import config
 
 
 def configure(head):

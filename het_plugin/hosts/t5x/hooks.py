@@ -4,8 +4,8 @@ Raises:
   ModuleNotFoundError: t5x or a package that it needs is missing.
 """
 
-from het_plugin import t5x_host
 from het_plugin.config import registry
+from het_plugin.hosts import t5x as host
 
 try:
   import t5x.train  # noqa: F401
@@ -14,5 +14,5 @@ except ModuleNotFoundError as error:
     f'{error}: install t5x and its dependencies, as in docs/t5x.md'
   ) from error
 
-registry.register_table(t5x_host.__name__, t5x_host.HOOKS)
+registry.register_table(host.__name__, host.HOOKS)
 registry.register('evaluation')
