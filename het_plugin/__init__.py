@@ -15,10 +15,10 @@ _ROOMS = {
   'heads': (
     *('Classifier', 'Det', 'Het', 'HetH', 'HetXL', 'Heteroscedastic'),
     *('ContrastiveDet', 'ContrastiveHetXL', 'Pairs', 'contrastive_nll'),
-    *('FixedTemperature', 'LearnedTemperature', 'LogitScale'),
+    *('FixedTemperature', 'LearnedTemperature', 'LogitScale', 'PredictiveLogits'),
   ),
   'integrate': (
-    *('Analytic', 'BatchSoftmax', 'GaussianLogits', 'Integrator'),
+    *('Analytic', 'BatchSoftmax', 'GaussianLogits', 'Integrator', 'Location'),
     *('antithetic', 'example_keys', 'iid', 'shared_key', 'sobol', 'symmetric_nll'),
   ),
   'models': ('ClassificationModel', 'ContrastiveModel'),

@@ -18,6 +18,7 @@ from het_plugin.heads.contrastive import (
   contrastive_nll,
 )
 from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in_directions
+from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
 CONFIGURABLES = {
@@ -41,9 +42,12 @@ __all__ = [
   'LogitScale',
   'LowRankCovariance',
   'Pairs',
+  'PredictiveLogits',
   'class_buckets',
   'class_log_prob',
   'contrastive_nll',
   'least_noise',
   'noise_in_directions',
+  'predictive_logits',
+  'row_keys',
 ]

@@ -20,6 +20,7 @@ from het_plugin.integrate.integrator import (
   Integrator,
   multi_hot,
 )
+from het_plugin.integrate.location import Location
 from het_plugin.integrate.noisy_batch import batch_nll, unit_length
 from het_plugin.integrate.order import pick_order
 from het_plugin.integrate.samplers import (
@@ -31,7 +32,11 @@ from het_plugin.integrate.samplers import (
   sobol,
 )
 
-CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
+CONFIGURABLES = {
+  'analytic': ('Analytic',),
+  'integrator': ('Integrator',),
+  'location': ('Location',),
+}
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
@@ -53,6 +58,7 @@ __all__ = [
   'Hashed',
   'Integrator',
   'Linear',
+  'Location',
   'LowRank',
   'Opaque',
   'antithetic',

@@ -54,7 +54,7 @@ from het_plugin.integrate.gaussian import (
   masked,
   project,
 )
-from het_plugin.integrate.integrator import check_labels, multi_hot
+from het_plugin.integrate.integrator import check_labels, check_sigmoid, multi_hot
 
 LAMBDA_0 = math.pi / 8
 CHUNK_BYTES = 2**28  # budget for projected factors per device
@@ -162,18 +162,28 @@ class Analytic:
       listed = labels >= 0
       log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
-    # p(y_k = 0) is p(y_k = 1) of the mirrored logit, whose location is not phi W + bias.
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    location = jnp.where(on, 1.0, -1.0) * logits.location
-    logits = dataclasses.replace(logits, location=location)
-    if isinstance(logits.projection, Linear):
-      logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
-    log_q = self.log_prob(logits)
+    log_q = self.log_prob(_mirrored(logits, jnp.where(on, 1.0, -1.0)))
     return -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""
     return ESTIMATORS[self.method](checked(logits))
+
+  def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+    """The log odds of the classes [B, Kp], as `Integrator.log_odds` defines them; `keys` is
+    ignored.
+    """
+    logits = check_sigmoid(checked(logits))
+    return masked(logits, self.log_prob(logits) - self.log_prob(_mirrored(logits, -1.0)))
+
+
+def _mirrored(logits, sign):
+  """Logits whose p(y_k = 1) is p(y_k = 0) of these where `sign` [B, Kp] is -1."""
+  logits = dataclasses.replace(logits, location=sign * logits.location)
+  if isinstance(logits.projection, Linear):  # the location is not phi W + bias any more
+    logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
+  return logits
 
 
 def _refuse_opaque(logits):

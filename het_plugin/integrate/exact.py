@@ -75,6 +75,18 @@ def _jvp(primals, tangents):
   return value, by_mean * tangents[0] + by_variance * tangents[1]
 
 
+@jax.custom_jvp
+def expected_log_odds(mean: jax.Array, variance: jax.Array) -> jax.Array:
+  """log p - log(1 - p) of p = E[sigmoid(u)], u ~ N(mean, variance); as `log_expected_sigmoid`."""
+  return _log_odds(mean, variance)[0]
+
+
+@expected_log_odds.defjvp
+def _log_odds_jvp(primals, tangents):
+  value, by_mean, by_variance = _log_odds(*primals)
+  return value, by_mean * tangents[0] + by_variance * tangents[1]
+
+
 def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
   """E[H(sigmoid(u))] in nats, the entropy of the binary label given u, for u ~ N(mean, variance).
 
@@ -94,7 +106,11 @@ def expected_entropy(mean: jax.Array, variance: jax.Array) -> jax.Array:
 
 def _moments(mean, variance):
   """log E[sigmoid(u)] and its derivatives by mean and variance."""
-  # The smaller one of p and 1 - p is computed; the other one follows from it.
+  return _complement(*_smaller_moments(mean, variance), mean > 0)
+
+
+def _smaller_moments(mean, variance):
+  """`_moments` at -|mean|, of the smaller one of p and 1 - p; the other one follows from it."""
   below = -jnp.abs(mean)
   tilt = below + 0.5 * variance
   reflected = tilt < REFLECT_BELOW
@@ -106,7 +122,16 @@ def _moments(mean, variance):
   value = jnp.where(reflected, tilt + log_inner, log_inner)
   by_mean = jnp.where(reflected, 1.0 - by_inner, by_inner)
   by_variance = jnp.where(reflected, 0.5 - by_inner + by_variance, by_variance)
-  return _complement(value, by_mean, by_variance, mean > 0)
+  return value, by_mean, by_variance
+
+
+def _log_odds(mean, variance):
+  """The log odds of E[sigmoid(u)], odd in the mean, and their derivatives."""
+  log_q, by_mean, by_variance = _smaller_moments(mean, variance)
+  q = jnp.exp(log_q)
+  sign = jnp.where(mean > 0, -1.0, 1.0).astype(mean.dtype)
+  log_odds = sign * (log_q - jnp.log1p(-q))
+  return log_odds, by_mean / (1.0 - q), sign * by_variance / (1.0 - q)
 
 
 def _complement(log_q, by_mean, by_variance, where):

@@ -163,6 +163,30 @@ class Integrator:
       log_p = estimate.log_softmax(*self._problem(logits, keys))
     return masked(logits, log_p)
 
+  def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+    """log p(y_k = 1 | x) - log p(y_k = 0 | x) of every class of a sigmoid.
+
+    Args:
+      logits: logits of B examples with the link 'sigmoid'.
+      keys: as in `nll`.
+
+    Returns:
+      [B, Kp], with padded classes at about -1e30; accurate also where p rounds to 0 or 1.
+
+    Raises:
+      ValueError: as in `log_prob`, or the link is 'softmax'.
+    """
+    return on_mesh_of_caller(self._log_odds, 'bk', check_sigmoid(checked(logits)), keys)
+
+  def _log_odds(self, logits, keys):
+    if logits.covariance is None:
+      return _deterministic(logits)
+    if self._is_exact(logits):
+      return masked(logits, exact.expected_log_odds(*self._marginals(logits)))
+    on = jnp.ones_like(logits.location)
+    odds = self._log_sigmoid(logits, on, keys) - self._log_sigmoid(logits, -on, keys)
+    return masked(logits, odds)
+
   def expected_entropy(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """E[H(y | x, z)], the entropy given the noise, averaged over the noise.
 
@@ -284,6 +308,13 @@ class Integrator:
 @functools.cache
 def _say_once(message):
   logging.getLogger(__name__).info(message)
+
+
+def check_sigmoid(logits: GaussianLogits) -> GaussianLogits:
+  """The logits. Raises ValueError if their link has no odds of single classes."""
+  if logits.link != 'sigmoid':
+    raise ValueError(f"log_odds needs the link 'sigmoid'; got link={logits.link!r}: use log_prob")
+  return logits
 
 
 def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:

@@ -1,0 +1,112 @@
+"""A head as an ordinary layer: pre-logits phi [B, D] to logits [B, K] for anybody's loss.
+
+With a softmax, log p(k | x) are themselves logits, whose softmax is the predictive distribution.
+With a sigmoid, log p_k - log(1 - p_k) are. So a trainer's own cross-entropy of these logits is the
+heteroscedastic loss, and its label smoothing, mixup, metrics and argmax need no change.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Location, example_keys
+
+AnyIntegrator = Integrator | Analytic | Location
+
+
+def predictive_logits(
+  logits: GaussianLogits, integrator: AnyIntegrator, keys: jax.Array | None = None
+) -> jax.Array:
+  """Logits [B, K] whose softmax or sigmoid is the predictive distribution, float32 or wider.
+
+  Padded classes are cut off, and the mean of the noise and tau are inside.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> from het_plugin.integrate import Integrator, example_keys
+      >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((2, 8))
+      >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+      >>> keys = example_keys(jax.random.key(1), jnp.arange(2))
+      >>> heads.predictive_logits(logits, Integrator(), keys).shape
+      (2, 3)
+
+  Args:
+    logits: what a head returned for B examples.
+    integrator: estimates the predictive distribution. A softmax of `Integrator` is estimated from
+      `num_samples` samples; a sigmoid is exact and takes neither samples nor keys.
+    keys: typed PRNG keys [B], as in `Integrator.nll`.
+
+  Raises:
+    ValueError: the logits are no `GaussianLogits`, or there are no keys where samples need them.
+  """
+  if not isinstance(logits, GaussianLogits):
+    raise ValueError(
+      'PredictiveLogits.head must be a head, which returns GaussianLogits (Det, Het, HetH, HetXL); '
+      f'this one returned {type(logits).__name__}'
+    )
+  of_all = integrator.log_prob if logits.link == 'softmax' else integrator.log_odds
+  return of_all(logits, keys)[:, : logits.num_classes]
+
+
+def row_keys(key: jax.Array, num_rows: int) -> jax.Array:
+  """A typed PRNG key [num_rows] for each row of a batch, from a typed or a raw key."""
+  if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    key = jax.random.wrap_key_data(key)
+  return example_keys(key, jnp.arange(num_rows))
+
+
+class PredictiveLogits(nn.Module):
+  """phi [B, D] -> `predictive_logits` [B, K] of a head.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import HetXL, PredictiveLogits
+      >>> layer, phi = PredictiveLogits(HetXL(num_classes=3, num_factors=2)), jnp.ones((2, 8))
+      >>> params = layer.init(jax.random.key(0), phi)
+      >>> layer.apply(params, phi, rngs={'noise': jax.random.key(1)}).shape
+      (2, 3)
+
+  The noise of a softmax has a key for each row of the batch. Where the stream `rng_collection` is
+  given, as in training, the keys come from it. Without it they are the same in every call, so that
+  a prediction is a function of the parameters, phi and the row.
+
+  A caller that makes the collection 'intermediates' mutable gets 'gaussian_logits', the
+  `GaussianLogits`, and 'expected_entropy' [B] (`Integrator.expected_entropy`).
+
+  In training, `Integrator.nll` on the head itself has less noise for the same S, because it places
+  its samples where they explain the label (docs/integrator.md).
+
+  Attributes:
+    head: `Det`, `Het`, `HetH`, `HetXL`, or another module that returns `GaussianLogits`. Its
+      parameters are below 'head'.
+    integrator: `Integrator`, `Analytic` or `Location`.
+    rng_collection: name of the rng stream of the noise.
+  """
+
+  head: nn.Module
+  integrator: AnyIntegrator = Integrator()
+  rng_collection: str = 'noise'
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.head, nn.Module):
+      raise ValueError(
+        f'PredictiveLogits.head={self.head!r} must be a linen module: HetXL(num_classes=1000)'
+      )
+    if not isinstance(self.integrator, AnyIntegrator):
+      raise ValueError(
+        f'PredictiveLogits.integrator={self.integrator!r} must be an Integrator, Analytic or '
+        'Location: Integrator(num_samples=64)'
+      )
+    super().__post_init__()
+
+  def __call__(self, phi: jax.Array) -> jax.Array:
+    """phi [B, D] -> logits [B, K], float32 or wider."""
+    has_rng = self.has_rng(self.rng_collection)
+    key = self.make_rng(self.rng_collection) if has_rng else jax.random.key(0)
+    keys = row_keys(key, phi.shape[0])
+    logits = self.head(phi)
+    if self.is_mutable_collection('intermediates') and isinstance(logits, GaussianLogits):
+      self.sow('intermediates', 'gaussian_logits', logits)
+      if isinstance(self.integrator, Integrator):
+        entropy = self.integrator.expected_entropy(logits, keys)
+        self.sow('intermediates', 'expected_entropy', entropy)
+    return predictive_logits(logits, self.integrator, keys)

@@ -1,0 +1,43 @@
+"""The prediction of a head without its noise."""
+
+import dataclasses
+
+import jax
+
+from het_plugin.integrate.gaussian import GaussianLogits, checked
+from het_plugin.integrate.integrator import Integrator
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+  """link(location / tau), with the methods of an `Integrator`: what a head says of the classes
+  without its noise.
+
+  Where labels are noisy, the noise explains wrong labels and the location the true classes
+  (docs/uncertainty.md). It is no estimate of the likelihood of labels.
+
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, Location, LowRank
+      >>> noise = LowRank(None, jnp.zeros((1, 1, 2)), jnp.array([[3.0, 0.0]]))
+      >>> logits = GaussianLogits(jnp.array([[1.0, 0.0]]), noise, None, jnp.float32(1.0), 2)
+      >>> round(float(jnp.exp(Location().log_prob(logits))[0, 0]), 2)  # 0.7 with the noise
+      0.73
+  """
+
+  def nll(
+    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
+  ) -> jax.Array:
+    """As `Integrator.nll`; `keys` is ignored."""
+    return Integrator().nll(_without_noise(logits), labels)
+
+  def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+    """As `Integrator.log_prob`; `keys` is ignored."""
+    return Integrator().log_prob(_without_noise(logits))
+
+  def log_odds(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+    """As `Integrator.log_odds`; `keys` is ignored."""
+    return Integrator().log_odds(_without_noise(logits))
+
+
+def _without_noise(logits):
+  return dataclasses.replace(checked(logits), covariance=None, projection=None)
