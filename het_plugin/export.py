@@ -1,4 +1,4 @@
-"""Writes a run's parameters in the format of other projects.
+"""Writes a run's parameters in the format of other projects, or the run as a program for serving.
 
     python -m het_plugin.export --checkpoint=runs/het_xl --output=het_xl.npz
     python -m het_plugin.export --checkpoint=runs/het_xl --output=runs/het_xl_t5x
@@ -9,6 +9,11 @@ image tower is written. The configuration is the run's own config.gin.
 `RestoreCheckpointConfig.path` reads such files. The metadata of a .safetensors file say what it is:
 head, link, temperature, class names and images. If --output is a directory, a checkpoint of t5x
 with the state of the optimizer is written, to continue there (docs/t5x.md).
+
+    python -m het_plugin.export --checkpoint=runs/het_xl --output=het_xl_program --format=onnx
+
+With --format, the folder --output gets a program from images, or features, to probabilities that
+runs without het_plugin (docs/serve.md).
 """
 
 from collections.abc import Sequence
@@ -18,8 +23,9 @@ import numpy as np
 from absl import flags
 
 from het_plugin.config import changes, command_line
-from het_plugin.runs import configuration
-from het_plugin.weights import is_weights_file, write_arrays
+from het_plugin.evaluation import serve
+from het_plugin.runs import configuration, open_run
+from het_plugin.weights import is_weights_file, programs, write_arrays
 
 
 def define_flags() -> None:
@@ -28,8 +34,13 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output',
     None,
-    'Where to write: a file, .npz or .safetensors; or the directory of a run under t5x.',
+    'Where to write: a file, .npz or .safetensors; or the directory of a run under t5x, or of a '
+    'program.',
   )
+  flags.DEFINE_string(
+    'format', None, f'Of a program for serving: {", ".join(programs.NEEDED)}. None: parameters.'
+  )
+  flags.DEFINE_bool('entropies', False, 'Whether a program gives entropies too.')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,6 +49,11 @@ def main(argv: Sequence[str]) -> None:
     for name, value in (('checkpoint', checkpoint), ('output', output)):
       if not value:
         raise ValueError(f'--{name} is not set')
+    if flags.FLAGS.format:
+      _export_program(checkpoint, output, flags.FLAGS.format)
+      return
+    if flags.FLAGS.entropies:
+      raise ValueError('--entropies are outputs of a program: set --format')
     is_file = Path(output).suffix or Path(output).is_file()
     if is_file and not is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
@@ -57,6 +73,15 @@ def main(argv: Sequence[str]) -> None:
     write_arrays(output, arrays, config.describe())
   size = sum(np.size(x) for x in arrays.values())
   print(f'{len(arrays)} arrays, {size / 1e6:.2f}M parameters: {output}')
+
+
+def _export_program(checkpoint: str, output: str, kind: str) -> None:
+  programs.check(output, kind)
+  run = open_run(checkpoint, *command_line.gin_settings())
+  about = serve.export(run, output, kind, entropies=flags.FLAGS.entropies)
+  outputs = ', '.join(f'{name} {x["shape"]}' for name, x in about['outputs'].items())
+  print(f'A program ({kind}): {output}')
+  print(f'{about["input"]["name"]} {about["input"]["shape"]} -> {outputs}')
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ from het_plugin.estimators.heads import (
   HetHClassifier,
   HetXLClassifier,
 )
+from het_plugin.estimators.serving import export
 
 __all__ = [
   'CLASSIFIERS',
@@ -15,6 +16,7 @@ __all__ = [
   'HetClassifier',
   'HetHClassifier',
   'HetXLClassifier',
+  'export',
   'from_head',
   'from_run',
   'head_params',

@@ -18,7 +18,7 @@ from het_plugin.heads.contrastive import (
   contrastive_nll,
 )
 from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in_directions
-from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys
+from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys, served
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
 CONFIGURABLES = {
@@ -50,4 +50,5 @@ __all__ = [
   'noise_in_directions',
   'predictive_logits',
   'row_keys',
+  'served',
 ]

@@ -9,7 +9,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Location, example_keys
+from het_plugin.integrate import (
+  Analytic,
+  GaussianLogits,
+  Integrator,
+  Location,
+  entropy,
+  example_keys,
+  shared_key,
+)
 
 AnyIntegrator = Integrator | Analytic | Location
 
@@ -46,6 +54,62 @@ def predictive_logits(
     )
   of_all = integrator.log_prob if logits.link == 'softmax' else integrator.log_odds
   return of_all(logits, keys)[:, : logits.num_classes]
+
+
+def served(
+  logits: GaussianLogits,
+  integrator: AnyIntegrator,
+  *,
+  entropies: bool = False,
+  seed: int = 0,
+  scaling: tuple[jax.Array, jax.Array] | None = None,
+) -> dict[str, jax.Array]:
+  """The predictive distribution as an exported program computes it, without keys.
+
+  A softmax of `Integrator` takes fixed points (`Integrator.with_fixed_points`), so a prediction
+  depends neither on the row nor on the rest of the batch.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin import heads
+      >>> from het_plugin.integrate import Integrator
+      >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((2, 8))
+      >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+      >>> found = heads.served(logits, Integrator(), entropies=True)
+      >>> {name: x.shape for name, x in found.items()}
+      {'probabilities': (2, 3), 'entropy': (2,), 'expected_entropy': (2,)}
+
+  Args:
+    logits: what a head returned for B examples.
+    integrator: as in `predictive_logits`.
+    entropies: whether to add them.
+    seed: of the points.
+    scaling: scale and shift [K] or [1] of the `predictive_logits`, which calibrate probabilities,
+      but not entropies; None for none.
+
+  Returns:
+    'probabilities' float32 [B, K], p(k | x), or p(y_k = 1 | x) with a sigmoid. With `entropies`
+    also 'entropy' [B] of the predictive distribution in nats, summed over the classes of a sigmoid,
+    and, by an `Integrator`, 'expected_entropy' [B] (`Integrator.expected_entropy`).
+
+  Raises:
+    ValueError: as in `predictive_logits`.
+  """
+  if isinstance(integrator, Integrator):
+    integrator = integrator.with_fixed_points(seed)
+  keys = shared_key(jax.random.key(seed))  # which the fixed points ignore
+  u = predictive_logits(logits, integrator, keys)
+  calibrated = u
+  if scaling is not None:
+    calibrated = u * scaling[0] + scaling[1]
+    if logits.link == 'softmax':
+      calibrated = jax.nn.log_softmax(calibrated)
+  squash = jnp.exp if logits.link == 'softmax' else jax.nn.sigmoid
+  found = {'probabilities': squash(calibrated)}
+  if entropies:
+    found['entropy'] = entropy(u, logits.link)
+    if isinstance(integrator, Integrator):
+      found['expected_entropy'] = integrator.expected_entropy(logits, keys)
+  return found
 
 
 def row_keys(key: jax.Array, num_rows: int) -> jax.Array:

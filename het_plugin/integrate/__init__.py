@@ -18,6 +18,7 @@ from het_plugin.integrate.integrator import (
   METHODS,
   ORDERS,
   Integrator,
+  entropy,
   multi_hot,
 )
 from het_plugin.integrate.location import Location
@@ -64,6 +65,7 @@ __all__ = [
   'antithetic',
   'apply_projection',
   'batch_nll',
+  'entropy',
   'example_keys',
   'iid',
   'mean_field',

@@ -102,6 +102,19 @@ class Integrator:
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
 
+  def with_fixed_points(self, seed: int = 0) -> 'Integrator':
+    """The same with `samplers.FixedPoints`, which all examples share, and without kernels.
+
+    Results are those of the key [1] `shared_key(jax.random.key(seed))`. A program that is exported
+    then makes no random numbers.
+    """
+    points = samplers.FixedPoints(self._sampler, self.num_samples, seed)
+    return dataclasses.replace(self, sampler=points, implementation='xla')
+
+  @property
+  def _sampler(self) -> samplers.Sampler:
+    return samplers.SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
+
   def nll(
     self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
   ) -> jax.Array:
@@ -211,12 +224,12 @@ class Integrator:
 
   def _expected_entropy(self, logits, keys):
     if logits.covariance is None:
-      return _entropy(_deterministic(logits), logits.link)
+      return entropy(_deterministic(logits), logits.link)
     if self._is_exact(logits):
-      entropy = exact.expected_entropy(*self._marginals(logits))
-      return jnp.where(is_valid(logits), entropy, 0.0).sum(-1)
-    entropy = functools.partial(_entropy, link=logits.link)
-    return estimate.mean_over_samples(*self._problem(logits, keys), entropy)
+      of_classes = exact.expected_entropy(*self._marginals(logits))
+      return jnp.where(is_valid(logits), of_classes, 0.0).sum(-1)
+    of_samples = functools.partial(entropy, link=logits.link)
+    return estimate.mean_over_samples(*self._problem(logits, keys), of_samples)
 
   def _log_softmax_at(self, logits, labels, keys):
     """log p [B, L] at labels [B, L]; undefined at padding."""
@@ -282,16 +295,15 @@ class Integrator:
         f'Integrator: samples need typed keys [{batch}], one per example (example_keys); got '
         f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
       )
-    sampler = self.sampler
-    if isinstance(sampler, str):
-      sampler = samplers.SAMPLERS[sampler]
+    sampler = self._sampler
     plan = make_plan(
       logits, self.num_samples, sampler, self.order, self.chunk_size, self.chunk_bytes
     )
     samples, buckets = samples_of(logits, plan.project_first)
     draws = Draws(keys)
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
-    if is_known and self.sampler in ('sobol', samplers.sobol):
+    source = sampler.sampler if isinstance(sampler, samplers.FixedPoints) else sampler
+    if is_known and source is samplers.sobol:
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       location, num_normals = _deterministic(logits), samples.num_normals
       if self.tilt and label is not None and self.num_samples >= MIN_TILTED:
@@ -341,8 +353,16 @@ def _deterministic(logits):
   return masked(logits, logits.location / logits.temperature)
 
 
-def _entropy(u, link):
-  """Entropy in nats [...] of logits over tau [..., Kp]; padded classes add nothing."""
+def entropy(u: jax.Array, link: str) -> jax.Array:
+  """Entropy in nats [...] of logits over tau [..., Kp]; padded classes add nothing.
+
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import entropy
+      >>> round(float(entropy(jnp.zeros((1, 4)), 'softmax')[0]), 4)  # log 4
+      1.3863
+
+  With a sigmoid it is summed over the classes.
+  """
   if link == 'softmax':
     log_p = jax.nn.log_softmax(u, axis=-1)
     return -(jnp.exp(log_p) * log_p).sum(-1)

@@ -6,6 +6,7 @@ of every sampler are standard normal and leave the estimate of an expectation un
 differ in how the samples of one example depend on each other, and so in variance.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -102,6 +103,40 @@ def sobol(keys: jax.Array, sample_index: jax.Array, num_normals: int) -> jax.Arr
   # The middle of one of 2^23 equal intervals of (-1, 1) is exact in float32 and never an end.
   uniform = ((jax.vmap(points)(keys) >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1.0
   return jnp.float32(2**0.5) * jax.lax.erf_inv(uniform)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedPoints:
+  """A sampler whose points are a constant [1, S, T] of the program, for programs without keys.
+
+  They are those of `shared_key(jax.random.key(seed))`, the same for all examples.
+
+      >>> import jax, jax.numpy as jnp
+      >>> from het_plugin.integrate import shared_key
+      >>> from het_plugin.integrate.samplers import FixedPoints, sobol
+      >>> fixed = FixedPoints(sobol, num_samples=4)
+      >>> points = fixed(None, jnp.arange(4), 3)
+      >>> bool((points == sobol(shared_key(jax.random.key(0)), jnp.arange(4), 3)).all())
+      True
+
+  Attributes:
+    sampler: makes the points.
+    num_samples: S, that of the integrator.
+    seed: of the key.
+  """
+
+  sampler: Sampler
+  num_samples: int
+  seed: int = 0
+
+  def __call__(
+    self, keys: jax.Array | None, sample_index: jax.Array, num_normals: int
+  ) -> jax.Array:
+    """Points [1, s, num_normals] of sample_index int32 [s]; `keys` is ignored."""
+    with jax.ensure_compile_time_eval():
+      key = shared_key(jax.random.key(self.seed))
+      points = self.sampler(key, jnp.arange(self.num_samples), num_normals)
+    return jnp.take(points, sample_index, axis=1, mode='clip')
 
 
 SAMPLERS: dict[str, Sampler] = {'iid': iid, 'antithetic': antithetic, 'sobol': sobol}

@@ -15,7 +15,8 @@ from clu import parameter_overview
 from flax import linen as nn
 from flax import traverse_util
 
-from het_plugin.backbones import as_backbone, with_axes
+from het_plugin import heads
+from het_plugin.backbones import SparseMoe, as_backbone, with_axes
 from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
 from het_plugin.models import batches, soft_labels
 from het_plugin.models import metrics as metrics_lib
@@ -273,6 +274,25 @@ class ClassificationModel:
     if logits.link == 'sigmoid':
       predictive['nll'] = soft_labels.nll(self.eval_integrator, logits, batch, keys)
     return predictive
+
+  def served(
+    self, params: PyTree, image: jax.Array, *, entropies: bool = False
+  ) -> dict[str, jax.Array]:
+    """What an exported program computes of images [B, H, W, C], see `heads.served`.
+
+    It is the predictive distribution of `shared_draws`.
+
+    Raises:
+      ValueError: the backbone routes the images of a batch together, so that there is no function
+        of one image.
+    """
+    if isinstance(getattr(self.backbone, 'moe', None), SparseMoe):
+      raise ValueError(
+        f'{type(self.backbone).__name__}.moe is a SparseMoe, which routes groups of images: a '
+        'program for any batch cannot be exported; SoftMoe can'
+      )
+    logits = self.logits(params, {'image': image})
+    return heads.served(logits, self.eval_integrator, entropies=entropies, seed=self.eval_seed)
 
   def representations(
     self, params: PyTree, batch: Batch, layers: Sequence[str] = ('pre_logits',)

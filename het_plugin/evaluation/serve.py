@@ -1,0 +1,64 @@
+"""A run as a program for serving: images, or features, to the predictive distribution."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from het_plugin.runs import Run
+from het_plugin.weights import programs
+
+
+def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict[str, Any]:
+  """Writes the folder of a program (`programs`), which replaces one that is there.
+
+  Its input is 'image', float32 [B, H, W, C] in [-1, 1], or of a run on rows of features
+  'features' [B, D]. Its outputs are those of `heads.served`.
+
+  Args:
+    run: a run of a classifier, opened from files.
+    folder: where the program is written.
+    kind: 'stablehlo', 'saved_model' or 'onnx'.
+    entropies: whether entropies are outputs too.
+
+  Returns:
+    The metadata, which metadata.json has too.
+
+  Raises:
+    ValueError: the model has no classes of its own, or as in `programs.write`.
+    NotImplementedError: as in `programs.write`.
+  """
+  programs.check(folder, kind)
+  if not hasattr(run.model, 'served'):
+    raise ValueError(
+      f'{run.checkpoint} is a contrastive model, whose classes are texts: it is not exported as a '
+      'program; its image tower is exported to a file without --format'
+    )
+  with run.config.active():
+    return programs.write(_program(run, entropies), folder, kind)
+
+
+def _program(run: Run, entropies: bool) -> programs.Program:
+  side, channels = run.image_size, run.channels
+  is_features = side == 1  # the task features:PATH has images of one pixel
+  shape = (channels,) if is_features else (side, side, channels)
+
+  def function(params: Any, x: jax.Array) -> Mapping[str, jax.Array]:
+    image = x.reshape(x.shape[0], side, side, channels)
+    return run.model.served(params, image, entropies=entropies)
+
+  params = jax.tree.map(np.asarray, run.params)
+  about = run.config.describe() | {'step': run.step, 'tau': _tau(run, params, shape)}
+  if is_features:
+    for name in ('image_size', 'image_range'):
+      del about[name]
+  name = 'features' if is_features else 'image'
+  return programs.Program(function, params, name, shape, about)
+
+
+def _tau(run, params, shape):
+  """The temperature, which does not depend on the image."""
+  side = run.image_size
+  image = np.zeros((1, side, side, shape[-1]), np.float32)
+  return float(run.model.logits(params, {'image': image}).temperature)

@@ -1,0 +1,235 @@
+"""Programs of `python -m het_plugin.export --format`, run where het_plugin cannot be imported."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import gin
+from het_plugin import estimators, export, runs
+from het_plugin.config import parsing
+from het_plugin.runs.starting import train_from_gin
+from het_plugin.weights import onnx_graph, programs
+
+FORMATS = tuple(programs.NEEDED)
+pytest.importorskip('onnxruntime')
+
+# The lines of docs/serve.md; each gives run(x) -> {output: array}.
+LOAD = {
+  'stablehlo': """
+from jax import export
+program = export.deserialize(bytearray(open(f'{folder}/program.stablehlo', 'rb').read()))
+run = program.call
+""",
+  'saved_model': """
+import tensorflow as tf
+program = tf.saved_model.load(folder)
+run = lambda x: program.signatures['serving_default'](tf.constant(x))
+""",
+  'onnx': """
+import onnxruntime
+program = onnxruntime.InferenceSession(f'{folder}/model.onnx')
+run = lambda x: dict(zip([o.name for o in program.get_outputs()],
+                         program.run(None, {program.get_inputs()[0].name: x})))
+""",
+}
+PROGRAM = """
+import sys
+sys.modules['het_plugin'] = None
+import numpy as np
+folder, inputs, outputs = sys.argv[1:]
+{load}
+x = np.load(inputs)
+found = {{}}
+for size in (1, 7, len(x)):
+  found |= {{f'{{name}}_{{size}}': np.asarray(y) for name, y in run(x[:size]).items()}}
+np.savez(outputs, **found)
+"""
+
+
+def served(folder, kind, x, tmp_path):
+  """The outputs of a program for 100 rows, the same for the first rows alone."""
+  np.save(tmp_path / 'x.npy', x)
+  code = PROGRAM.format(load=LOAD[kind])
+  files = tmp_path / 'x.npy', tmp_path / 'found.npz'
+  subprocess.run([sys.executable, '-c', code, str(folder), *map(str, files)], check=True)
+  with np.load(tmp_path / 'found.npz') as found:
+    found = dict(found)
+  names = {name.rsplit('_', 1)[0] for name in found}
+  for name in names:
+    for size in (1, 7):
+      np.testing.assert_allclose(
+        found[f'{name}_{size}'], found[f'{name}_{len(x)}'][:size], atol=1e-5
+      )
+  return {name: found[f'{name}_{len(x)}'] for name in names}
+
+
+@pytest.fixture(scope='module')
+def images():
+  return np.random.default_rng(0).uniform(-1, 1, (100, 8, 8, 1)).astype(np.float32)
+
+
+def with_samples(run, num_samples, shared):
+  """The run, evaluated by so many samples."""
+  model = run.model
+  model.eval_integrator = dataclasses.replace(model.eval_integrator, num_samples=num_samples)
+  model.shared_draws = shared
+  return dataclasses.replace(run, _compiled={})
+
+
+@pytest.mark.parametrize('kind', FORMATS)
+def test_a_softmax_is_predict_with_shared_draws(kind, digits_run, run_main, images, tmp_path):
+  folder = tmp_path / kind
+  settings = (
+    *(f'--checkpoint={digits_run[0]}', f'--output={folder}', f'--format={kind}', '--entropies'),
+    '--gin.eval/Integrator.num_samples=64',
+  )
+  assert 'image [None, 8, 8, 1] -> entropy [None]' in run_main(export, *settings)
+  found = served(folder, kind, images, tmp_path)
+  run = runs.open_run(digits_run[0])
+  expected = with_samples(run, 64, shared=True).predict({'image': images})
+  p = np.exp(expected['log_prob'])
+  np.testing.assert_allclose(found['probabilities'], p, atol=1e-5)
+  np.testing.assert_allclose(found['probabilities'].sum(axis=1), 1, atol=1e-5)
+  np.testing.assert_allclose(found['entropy'], -(p * np.log(p)).sum(axis=1), atol=1e-5)
+  np.testing.assert_allclose(found['expected_entropy'], expected['expected_entropy'], atol=1e-5)
+  # Each image has its own points by default.
+  own = np.exp(with_samples(run, 64, shared=False).predict({'image': images})['log_prob'])
+  difference = np.abs(found['probabilities'] - own).max()
+  print(f'the largest difference to draws of each image: {difference:.2g}')
+  assert 1e-5 < difference < 0.03
+
+  about = json.loads((folder / 'metadata.json').read_text())
+  assert about['class_names'] == [str(k) for k in range(10)] and about['link'] == 'softmax'
+  assert about['head'] == 'HetXL' and about['temperature'] == {'tau_min': 0.05, 'tau_max': 5.0}
+  assert about['image_size'] == 8 and about['image_range'] == [-1, 1] and about['step'] == 2
+  assert about['tau'] == pytest.approx(2.525, abs=0.1) and about['format'] == kind
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(100, 6)).astype(np.float32)
+  y = (x @ rng.normal(size=(6, 5)) + rng.gumbel(size=(100, 5))).argmax(axis=1)
+  path = tmp_path_factory.mktemp('features') / 'a.npz'
+  np.savez(path, features=x, label=y)
+  return path, x, y
+
+
+@pytest.fixture(scope='module')
+def features_run(rows, tmp_path_factory):
+  """A sigmoid on rows of features."""
+  folder = tmp_path_factory.mktemp('runs') / 'features'
+  parsing.parse_config(
+    ['het_plugin/gin/runs/features.gin', 'het_plugin/gin/heads/het.gin',
+     'het_plugin/gin/links/sigmoid.gin'],
+    [f"MIXTURE_OR_TASK_NAME = 'features:{rows[0]}'", f"MODEL_DIR = '{folder}'", 'NUM_CLASSES = 5',
+     'BATCH_SIZE = 16', 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0'],
+  )  # fmt: skip
+  train_from_gin()
+  gin.clear_config()
+  return folder
+
+
+@pytest.mark.parametrize('kind', FORMATS)
+def test_a_sigmoid_on_features_is_predict(kind, features_run, rows, run_main, tmp_path):
+  x, folder = rows[1], tmp_path / kind
+  run_main(export, f'--checkpoint={features_run}', f'--output={folder}', f'--format={kind}')
+  found = served(folder, kind, x, tmp_path)
+  assert set(found) == {'probabilities'}
+  expected = runs.open_run(features_run).predict({'image': x[:, None, None]})['log_prob']
+  np.testing.assert_allclose(found['probabilities'], np.exp(expected), atol=1e-5)
+  about = json.loads((folder / 'metadata.json').read_text())
+  assert about['input'] == {'name': 'features', 'shape': [None, 6], 'dtype': 'float32'}
+
+
+@pytest.mark.parametrize('kind', FORMATS)
+def test_an_estimator_is_its_predict_proba(kind, rows, tmp_path):
+  _, x, y = rows
+  het = estimators.HetHClassifier(
+    num_factors=2, num_buckets=4, num_samples=32, max_iter=20, tol=0.1
+  )
+  het.fit(x, np.array([*'abcde'])[y]).calibrate(x, np.array([*'abcde'])[y], 'vector')
+  about = estimators.export(het, str(tmp_path / kind), kind, entropies=True)
+  assert about['class_names'] == [*'abcde']
+  found = served(tmp_path / kind, kind, x, tmp_path)
+  np.testing.assert_allclose(found['probabilities'], het.predict_proba(x), atol=1e-5)
+  total, expected = het.entropy(x)
+  np.testing.assert_allclose(found['entropy'], total, atol=1e-5)
+  np.testing.assert_allclose(found['expected_entropy'], expected, atol=1e-5)
+
+
+def test_a_saved_model_has_the_class_names(rows, tmp_path):
+  tf = pytest.importorskip('tensorflow')
+  det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(rows[1], np.array([*'äbcde'])[rows[2]])
+  estimators.export(det, str(tmp_path / 'det'), 'saved_model')
+  path = tf.saved_model.load(str(tmp_path / 'det')).class_names.asset_path.numpy().decode()
+  with open(path, encoding='utf-8') as file:
+    assert sorted(file.read().splitlines()) == [*'bcdeä']
+
+
+def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, monkeypatch):
+  run, out = f'--checkpoint={digits_run[0]}', tmp_path / 'out'
+  command = export, run, f'--output={out}'
+  error = run_main(*command, '--format=tflite', code=2)
+  assert "format='tflite' is unknown: choose one of stablehlo, saved_model, onnx" in error
+  assert '--entropies are outputs of a program: set --format' in run_main(
+    *command, '--entropies', code=2
+  )
+  out.mkdir()
+  (out / 'notes').write_text('mine')
+  assert 'is no folder of a program' in run_main(*command, '--format=onnx', code=2)
+  assert 'is no folder of a program' in run_main(
+    export, run, f'--output={out}/notes', '--format=onnx', code=2
+  )
+  assert 'must be a local folder' in run_main(
+    export, run, '--output=gs://a/b', '--format=onnx', code=2
+  )
+  found = programs.importlib.util.find_spec
+  monkeypatch.setattr(
+    programs.importlib.util, 'find_spec', lambda name: None if 'onnx' in name else found(name)
+  )
+  error = run_main(*command, '--format=onnx', code=2)
+  assert "needs onnx and onnxruntime: pip install 'het_plugin[onnx]'" in error
+  monkeypatch.undo()
+  monkeypatch.setattr(programs, 'MAX_BYTES', 100)
+  opened = runs.open_run(features_run)
+  program = programs.Program(None, opened.params, 'x', (6,), {})
+  with pytest.raises(ValueError, match='use saved_model'):
+    programs.write(program, str(tmp_path / 'large'), 'stablehlo')
+  assert {x.name for x in tmp_path.iterdir()} == {'out'}
+
+
+def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
+  _, x, y = rows
+  det, folder = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y), tmp_path / 'det'
+  estimators.export(det, str(folder), 'onnx')
+  estimators.export(det, str(folder), 'stablehlo')
+  names = {'metadata.json', 'program.stablehlo'}
+  assert {x.name for x in folder.iterdir()} == names
+
+  def fail(*_):
+    raise OSError('disk full')
+
+  monkeypatch.setitem(programs._WRITERS, 'onnx', fail)
+  with pytest.raises(OSError, match='disk full'):
+    estimators.export(det, str(folder), 'onnx')
+  assert {x.name for x in folder.iterdir()} == names and [*tmp_path.iterdir()] == [folder]
+
+
+def test_an_operation_that_onnx_lacks_is_named():
+  with pytest.raises(NotImplementedError, match="the operation 'sort' has no translation"):
+    onnx_graph.convert(lambda x: {'y': jax.numpy.sort(x)}, 'x', (3,), {})
+
+
+def test_a_wrong_translation_is_refused(rows, tmp_path, monkeypatch):
+  _, x, y = rows
+  det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y)
+  monkeypatch.setitem(onnx_graph.OPERATIONS, 'exp', lambda graph, eqn, x: graph.op('Neg', x))
+  with pytest.raises(ValueError, match='its translation is wrong'):
+    estimators.export(det, str(tmp_path / 'det'), 'onnx')
+  assert not [*tmp_path.iterdir()]
