@@ -18,7 +18,7 @@ from het_plugin.weights import onnx_graph, programs
 FORMATS = tuple(programs.NEEDED)
 pytest.importorskip('onnxruntime')
 
-# The lines of docs/serve.md; each gives run(x) -> {output: array}.
+# Each gives run(x) -> {output: array}, in the lines of docs/serve.md.
 LOAD = {
   'stablehlo': """
 from jax import export

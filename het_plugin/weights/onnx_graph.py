@@ -176,7 +176,7 @@ def _of_equation(graph, eqn, inputs):
     return _run(graph, _closed(branches[np.clip(inputs[0], 0, len(branches) - 1)]), inputs[1:])
   if kind == 'scan':
     return _written_out(graph, eqn, inputs)
-  is_constant = not any(isinstance(x, Name) for x in inputs)
+  is_constant = not any(isinstance(x, Name) for x in inputs) and kind != 'dim_as_value'
   if is_constant and all(isinstance(d, int) for out in eqn.outvars for d in out.aval.shape):
     with jax.ensure_compile_time_eval():
       found = eqn.primitive.bind(*map(jnp.asarray, inputs), **params)
@@ -354,6 +354,11 @@ def _stack_of(graph, eqn, *parts):
   return _stack(graph, list(parts), eqn.params.get('axis', eqn.params.get('dimension', 0)))
 
 
+def _unstack(graph, eqn, x):
+  axis = eqn.params['axis']
+  return [graph.op('Gather', x, np.int64(i), axis=axis) for i in range(len(eqn.outvars))]
+
+
 def _pad(graph, eqn, x, value):
   low, high, between = zip(*eqn.params['padding_config'], strict=True)
   if any(between) or min(*low, *high) < 0:
@@ -379,6 +384,8 @@ def _dynamic_slice(graph, eqn, x, *starts):
   for axis, (start, size, dim) in enumerate(zip(starts, sizes, shape, strict=True)):
     if size is dim or size == dim:
       continue
+    if not isinstance(dim, int):
+      raise NotImplementedError('ONNX: some rows of a batch')
     start = graph.op('Cast', graph.reshape(start, [1]), to=_onnx_type(np.int64))
     start = graph.op('Min', graph.op('Max', start, graph.ints([0])), graph.ints([dim - size]))
     end = graph.op('Add', start, graph.ints([size]))
@@ -574,6 +581,7 @@ OPERATIONS: dict[str, Callable] = {
   'squeeze': _to_output_shape,
   'stack': _stack_of,
   'transpose': _transpose,
+  'unstack': _unstack,
 }
 
 
