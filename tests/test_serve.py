@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import estimators, export, runs
+from het_plugin import backbones, estimators, export, models, runs
 from het_plugin.config import parsing
+from het_plugin.evaluation import serve
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs
+from tests.evaluation.small_contrastive import SmallContrastive
 
 FORMATS = tuple(programs.NEEDED)
 pytest.importorskip('onnxruntime')
@@ -81,8 +83,18 @@ def with_samples(run, num_samples, shared):
   return dataclasses.replace(run, _compiled={})
 
 
+@pytest.fixture(scope='module')
+def predicted(digits_run, images):
+  """What `predict` gives where all images share their points, and where each has its own."""
+  run = runs.open_run(digits_run[0])
+  shared, own = (with_samples(run, 64, x).predict({'image': images}) for x in (True, False))
+  return shared, own
+
+
 @pytest.mark.parametrize('kind', FORMATS)
-def test_a_softmax_is_predict_with_shared_draws(kind, digits_run, run_main, images, tmp_path):
+def test_a_softmax_is_predict_with_shared_draws(
+  kind, digits_run, predicted, run_main, images, tmp_path
+):
   folder = tmp_path / kind
   settings = (
     *(f'--checkpoint={digits_run[0]}', f'--output={folder}', f'--format={kind}', '--entropies'),
@@ -90,16 +102,14 @@ def test_a_softmax_is_predict_with_shared_draws(kind, digits_run, run_main, imag
   )
   assert 'image [None, 8, 8, 1] -> entropy [None]' in run_main(export, *settings)
   found = served(folder, kind, images, tmp_path)
-  run = runs.open_run(digits_run[0])
-  expected = with_samples(run, 64, shared=True).predict({'image': images})
+  expected, own = predicted
   p = np.exp(expected['log_prob'])
   np.testing.assert_allclose(found['probabilities'], p, atol=1e-5)
   np.testing.assert_allclose(found['probabilities'].sum(axis=1), 1, atol=1e-5)
   np.testing.assert_allclose(found['entropy'], -(p * np.log(p)).sum(axis=1), atol=1e-5)
   np.testing.assert_allclose(found['expected_entropy'], expected['expected_entropy'], atol=1e-5)
   # Each image has its own points by default.
-  own = np.exp(with_samples(run, 64, shared=False).predict({'image': images})['log_prob'])
-  difference = np.abs(found['probabilities'] - own).max()
+  difference = np.abs(found['probabilities'] - np.exp(own['log_prob'])).max()
   print(f'the largest difference to draws of each image: {difference:.2g}')
   assert 1e-5 < difference < 0.03
 
@@ -202,6 +212,18 @@ def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, m
   with pytest.raises(ValueError, match='use saved_model'):
     programs.write(program, str(tmp_path / 'large'), 'stablehlo')
   assert {x.name for x in tmp_path.iterdir()} == {'out'}
+
+
+def test_models_without_a_function_of_one_image(digits_run, tmp_path):
+  run = runs.open_run(digits_run[0])
+  pairs = dataclasses.replace(run, model=SmallContrastive())
+  with pytest.raises(ValueError, match='is a contrastive model, whose classes are texts'):
+    serve.export(pairs, str(tmp_path / 'out'), 'stablehlo')
+  backbone = run.model.backbone.clone(moe=backbones.SparseMoe(num_experts=2, layers='every_1'))
+  model = models.ClassificationModel(backbone, run.model.head, None, None, None)
+  with pytest.raises(ValueError, match='ViT.moe is a SparseMoe, which routes groups of images'):
+    model.served({}, np.zeros((2, 8, 8, 1), np.float32))
+  assert not [*tmp_path.iterdir()]
 
 
 def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):

@@ -582,3 +582,21 @@ def test_impossible_requests_are_named():
     sharded(Integrator(2).log_prob, mesh)(gaussian(arrays, 'linear'), keys_of())
   with pytest.raises(ValueError, match='rank_one'):
     gaussian(arrays, 'linear', 'diag').factors()
+
+
+def test_an_exported_loss_of_few_fitted_samples_takes_any_batch_size():
+  """Whose draws take the covariance of the noise that explains the label."""
+  head, phi = heads.HetXL(K, num_factors=R), np.random.default_rng(0).normal(size=(7, D))
+  phi, label = phi.astype(np.float32), np.arange(7, dtype=np.int32)
+  params = head.init(jax.random.key(0), phi)
+
+  @jax.jit
+  def nll(phi, label):
+    keys = example_keys(jax.random.key(0), jnp.arange(phi.shape[0]))
+    return Integrator(16).nll(head.apply(params, phi), label, keys)
+
+  exported = jax.export.export(nll)(*jax.export.symbolic_args_specs((phi, label), ('b, ...', 'b')))
+  program = jax.export.deserialize(exported.serialize())
+  for rows in (slice(0, 3), slice(0, 7)):
+    got, expected = program.call(phi[rows], label[rows]), nll(phi[rows], label[rows])
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
