@@ -5,7 +5,6 @@ big_vision imports `big_vision.models.{config.model_name}`. This module register
 'het', so that a config file that imports it can name it, and big_vision's code stays as it is.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 import sys
@@ -80,7 +79,7 @@ def Model(  # noqa: N802  big_vision calls it by this name
   base: str,
   head: str,
   num_samples: int = 64,
-  temperature: float | Mapping[str, float] | None = None,
+  temperature: float | Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> HeadModel:
   """The model of `config.model_name = 'het'` and `config.model`.
@@ -156,12 +155,12 @@ def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(cls: type[nn.Module]) -> list[str]:
   """Attributes of a module that a config may set; `Model` has an argument for the temperature."""
-  names = [field.name for field in dataclasses.fields(cls)]
-  return [name for name in names if name not in (*_NOT_SETTINGS, 'temperature')]
+  excluded = (*_NOT_SETTINGS, 'temperature')
+  return [name for name in cls.__dataclass_fields__ if name not in excluded]
 
 
 def _temperature(
-  head: str, temperature: float | Mapping[str, float] | None
+  head: str, temperature: float | Mapping[str, Any] | None
 ) -> FixedTemperature | LearnedTemperature:
   if temperature is None:
     return FixedTemperature() if head == 'det' else LearnedTemperature()
