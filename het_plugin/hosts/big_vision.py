@@ -43,8 +43,8 @@ class HeadModel(nn.Module):
   `lr_mults` and `wd_mults` find what they name.
 
   Attributes:
-    backbone: called as `backbone(image, train=train)`; returns (array, out) with out['pre_logits']
-      [B, D].
+    backbone: called as `backbone(image, train=train)`; returns an array and a dict `out`, where
+      `out['pre_logits']` is phi [B, D].
     classifier: takes the noise of training from the stream 'dropout', the only one of big_vision.
   """
 
@@ -58,7 +58,7 @@ class HeadModel(nn.Module):
   def __call__(self, image: jax.Array, *, train: bool = False) -> tuple[jax.Array, dict[str, Any]]:
     """image [B, H, W, C] -> logits [B, K], float32 or wider, and all outputs of the backbone.
 
-    out['logits'] are the logits.
+    `out['logits']` are the logits.
 
     Raises:
       ValueError: the backbone has no pre-logits [B, D].
@@ -115,7 +115,7 @@ def load(
   init_params: Mapping[str, Any] | None,
   init_file: str,
   model_cfg: Mapping[str, Any],
-  dont_load: Iterable[str] = (),
+  dont_load: str | Iterable[str] = (),
 ) -> dict[str, Any]:
   """Parameters of a checkpoint of the base or of this model: `config.model_init`.
 
@@ -126,7 +126,8 @@ def load(
     init_params: initial parameters; None returns those of the file.
     init_file: a path or a name that the base knows.
     model_cfg: `config.model`.
-    dont_load: patterns of names that keep their initial values, `config.model_load.dont_load`.
+    dont_load: a pattern or patterns of names that keep their initial values, as in
+      `config.model_load`.
 
   Raises:
     ValueError: other names are missing or left over, or the shape of a parameter of the head is
@@ -139,7 +140,8 @@ def load(
   initial = _flat(init_params)
   own = [f'head/{part}/' for part in ('covariance', 'temperature')] + ['head/noise_kernel']
   new = [name for name in initial if name.startswith(tuple(own)) and name not in names]
-  loaded = base.load(init_params, init_file, model_cfg, [*dont_load, *new])
+  kept = [dont_load] if isinstance(dont_load, str) else dont_load
+  loaded = base.load(init_params, init_file, model_cfg, [*kept, *new])
   for name, x in _flat(loaded).items():
     if name.startswith('head/') and x.shape != initial[name].shape:
       raise ValueError(

@@ -198,7 +198,7 @@ def test_a_checkpoint_of_a_noisy_head_is_loaded_with_its_noise(tmp_path):
   np.savez(file, **flat(saved))
   jax.tree.map(np.testing.assert_array_equal, host.load(params, file, cfg), saved)
   jax.tree.map(np.testing.assert_array_equal, host.load(None, file, cfg), saved)
-  kept = flat(host.load(params, file, cfg, ['head/covariance/.*']))
+  kept = flat(host.load(params, file, cfg, 'head/covariance/.*'))
   np.testing.assert_array_equal(kept['head/covariance/J'], params['head']['covariance']['J'])
   with pytest.raises(ValueError, match=r'\+ head/covariance/J'):  # DET has no use for it
     host.load(init(host.Model(K, head='det', **VIT)), file, VIT | {'head': 'det'})
