@@ -1,8 +1,10 @@
-r"""HET-XL in Kauldron (https://github.com/google-research/kauldron), on digits of 8 x 8 pixels.
+"""HET-XL in Kauldron (https://github.com/google-research/kauldron), on digits of 8 x 8 pixels.
 
-python -m kauldron.main --cfg=examples/kauldron_config.py --cfg.workdir=/tmp/kauldron_digits
+    python -m kauldron.main --cfg=examples/kauldron_config.py --cfg.workdir=/tmp/kauldron_digits
 
-Takes 40 s on two CPU cores and has an accuracy of 0.98.
+A minute of CPU time; ends at 0.97 accuracy and a loss of 0.09 nats on 359 digits that it has not
+seen. The lines with (*) are those that differ from a classifier with `nn.Dense`. Needs Python 3.12
+or newer: pip install '.[kauldron,train]'.
 """
 
 from kauldron import konfig
@@ -12,8 +14,8 @@ with konfig.imports():
   from flax import linen as nn
   from kauldron import kd
 
-  from het_plugin import heads
-  from het_plugin.hosts import kauldron as het
+  from het_plugin import heads  # (*)
+  from het_plugin.hosts import kauldron as het  # (*)
 
 
 def get_config():
@@ -22,25 +24,31 @@ def get_config():
   cfg.num_train_steps = 500
   cfg.train_ds = _digits(training=True)
 
-  head = heads.HetXL(num_classes=10, num_factors=4, temperature=heads.LearnedTemperature())
+  tau = heads.LearnedTemperature()  # (*)
+  head = heads.HetXL(num_classes=10, num_factors=4, temperature=tau)  # (*)
   cfg.model = kd.nn.Sequential(
     inputs='batch.image',
     layers=[
       kd.nn.Rearrange(pattern='b h w c -> b (h w c)'),
       nn.Dense(features=64),
       nn.relu,
-      het.Head(head=head),
+      het.Head(head=head),  # (*)
     ],
   )
 
   labels = {'labels': 'batch.label', 'mask': 'batch.mask'}
-  cfg.train_losses = {'nll': het.Nll(**labels)}
+  cfg.train_losses = {'nll': het.Nll(**labels)}  # (*)
   cfg.train_metrics = {
     'accuracy': kd.metrics.Accuracy(logits='preds.logits', **labels),
-    'ece': het.CalibrationError(logits='preds.logits', **labels),
-    'tau': kd.metrics.SingleDimension(tensor='preds.gaussian.temperature', index=None),
+    'nll': kd.losses.SoftmaxCrossEntropyWithIntLabels(logits='preds.logits', **labels),
+    'ece': het.CalibrationError(logits='preds.logits', **labels),  # (*)
+    'tau': kd.metrics.SingleDimension(tensor='preds.gaussian.temperature', index=None),  # (*)
   }
-  cfg.optimizer = optax.adam(learning_rate=3e-3)
+  cfg.optimizer = optax.adamw(
+    learning_rate=3e-3,
+    weight_decay=1e-4,
+    mask=kd.optim.exclude('temperature'),  # (*)
+  )
   cfg.checkpointer = kd.ckpts.Checkpointer(save_interval_steps=250)
   cfg.evals = {
     'eval': kd.evals.Evaluator(run=kd.evals.EveryNSteps(n=250), ds=_digits(training=False))

@@ -9,7 +9,7 @@ Metrics that Kauldron has, such as `kd.metrics.Accuracy`, read 'preds.logits' un
 
 import dataclasses
 import functools
-from typing import SupportsIndex
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -19,10 +19,12 @@ from flax import struct
 from jax.experimental import checkify
 from kauldron import kd, kontext
 
-from het_plugin.data import tasks
 from het_plugin.heads.predictive import AnyIntegrator, predictive_logits, row_keys
 from het_plugin.integrate import GaussianLogits, Integrator
 from het_plugin.measures import uncertainty
+
+if TYPE_CHECKING:
+  from het_plugin.data.reader import ExampleReader
 
 
 class Head(nn.Module):
@@ -165,7 +167,7 @@ class Task(kd.data.py.DataSourceBase):
   """Images of a task of ours (docs/data.md), as `kd.data.py.Tfds` is of one of TFDS.
 
   An example has image float32 [H, H, C] in [-1, 1], label int32 [L] padded with -1, and mask
-  float32 [1], 0 if the image is unreadable. Nothing is augmented.
+  float32 [1], 0 if the image is unreadable. Nothing is augmented. Needs the extra `train`.
 
   Attributes:
     name: 'digits', 'npz:PATH', 'image_folder:PATH' and so on.
@@ -180,22 +182,27 @@ class Task(kd.data.py.DataSourceBase):
 
   @functools.cached_property
   def data_source(self) -> '_Examples':
+    from het_plugin.data import tasks
+
     task = tasks.get_task(self.name)
+    if task.vocabulary is not None or task.info.label_fields:
+      raise ValueError(f'Task.name={self.name!r} must have class labels, without weights')
     lengths = {'image': self.size, 'label': task.info.max_labels}
-    return _Examples(
-      task.reader(self.split, lengths, augment=False, shuffle=False, seed=0, num_epochs=1)
-    )
+    reader = task.reader(self.split, lengths, augment=False, shuffle=False, seed=0, num_epochs=1)
+    if reader.num_examples is None:
+      raise ValueError(f'Task.split={self.split!r} of {self.name!r} is endless: take one that ends')
+    return _Examples(reader)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Examples:
   """The random access of grain to a reader."""
 
-  reader: tasks.reader_lib.ExampleReader
+  reader: 'ExampleReader'
 
   def __len__(self) -> int:
     return self.reader.num_examples
 
-  def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     batch, _ = self.reader.read(np.array([index]))
     return {'image': batch['image'][0], 'label': batch['label'][0], 'mask': batch['mask']}

@@ -13,17 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
-from het_plugin.heads import Det, HetXL
-from het_plugin.integrate import Integrator
+from het_plugin.heads import Det, HetXL, LearnedTemperature
+from het_plugin.integrate import Integrator, example_keys
+from tests.hosts import kauldron_run
 
-pytest.importorskip('kauldron', reason='Kauldron is not importable: docs/kauldron.md says how')
-
-from jax.experimental import checkify  # noqa: E402
-from kauldron import kd  # noqa: E402
-
+kd = pytest.importorskip('kauldron.kd', reason='needs Kauldron: docs/kauldron.md says how')
 from het_plugin.hosts import kauldron as het  # noqa: E402
-from tests.hosts import kauldron_run  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PHI = jax.random.normal(jax.random.key(0), (4, 6))
@@ -71,7 +68,33 @@ def test_draws_differ_by_row_and_key_and_are_fixed_in_evaluation():
 
   first, second = (draws(True, default=jax.random.key(seed)) for seed in (3, 4))
   assert len(first | second) == 8
-  assert draws(False) == draws(False) and len(draws(False)) == 4
+  fixed = draws(False)
+  assert draws(False) == fixed and len(fixed) == 4
+  assert len(fixed | draws(False, default=jax.random.key(5))) == 8  # RngStream(eval=True)
+
+
+def test_logits_that_no_metric_reads_are_not_computed():
+  head = HetXL(3, num_factors=2)
+  _, params = outputs(head)
+  rngs, loss = {'default': jax.random.key(3)}, het.Nll()
+
+  def of_layer(params):
+    out = het.Head(head).apply(params, PHI, rngs=rngs, is_training_property=True)
+    return loss(labels=LABELS, gaussian=out['gaussian'], keys=out['keys'])
+
+  def of_head(params):
+    keys = example_keys(jax.random.key(3), jnp.arange(4))
+    gaussian = head.apply({'params': params['params']['head']}, PHI)
+    return loss(labels=LABELS, gaussian=gaussian, keys=keys)
+
+  costs = [jax.jit(f).lower(params).compile().cost_analysis() for f in (of_layer, of_head)]
+  assert costs[0]['flops'] == pytest.approx(costs[1]['flops'], rel=0.02)
+
+
+def test_the_temperature_does_not_decay():
+  _, params = outputs(HetXL(3, num_factors=2, temperature=LearnedTemperature()))
+  decayed = kd.optim.exclude('temperature')(params['params'])['head']
+  assert decayed.pop('temperature') == {'t': False} and all(jax.tree.leaves(decayed))
 
 
 def test_calibration_error_is_that_of_numpy():
@@ -99,6 +122,18 @@ def test_a_task_is_read_by_number():
   assert len(source) == 359
   assert example['image'].shape == (8, 8, 1) and np.abs(example['image']).max() <= 1
   assert example['label'].shape == (1,) and example['mask'] == [1.0]
+
+
+@pytest.mark.parametrize(
+  ('name', 'message'),
+  [
+    ('glyph_names', "Task.name='glyph_names' must have class labels, without weights"),
+    ('glyphs_core', "Task.split='train' of 'glyphs_core' is endless: take one that ends"),
+  ],
+)
+def test_a_task_that_kauldron_cannot_read_is_one_sentence(name, message):
+  with pytest.raises(ValueError, match=message):
+    het.Task(name=name, split='train', size=16, shuffle=False).data_source  # noqa: B018
 
 
 @pytest.fixture(scope='module')
@@ -135,17 +170,20 @@ def written(folder, collection, name):
   return {e.step: float(tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(name)}
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_on_four_devices_and_after_a_stop(runs):
   one, four = (written(runs[devices], 'train', 'losses/nll') for devices in (1, 4))
   assert list(one) == list(four) == [0, 1, 2, 3, 4] and one[4] < one[0]
   np.testing.assert_allclose(list(one.values()), list(four.values()), rtol=1e-4)
-  for name in ('losses/nll', 'metrics/accuracy', 'metrics/ece', 'metrics/tau'):
+  metrics = [f'metrics/{name}' for name in ('accuracy', 'nll', 'ece', 'tau')]
+  for name in ('losses/nll', *metrics):
     one, four = (written(runs[devices], 'eval', name)[4] for devices in (1, 4))
     np.testing.assert_allclose(one, four, rtol=1e-4)
   right = 359 * written(runs[1], 'eval', 'metrics/accuracy')[4]  # padded rows do not count
   assert abs(right - round(right)) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_run_is_a_call_of_the_integrator(runs, tmp_path):
   trainer = kd.konfig.resolve(kauldron_run.config(tmp_path))
   batch = next(iter(trainer.train_ds))
@@ -194,7 +232,7 @@ def test_a_wrong_loss_is_one_sentence(field, value, message):
 
 
 def test_labels_of_more_classes_than_the_head_are_one_sentence_with_user_checks():
-  out, _ = outputs(Det(3))
+  out, _ = outputs(HetXL(3, num_factors=2))
   loss = checkify.checkify(
     jax.grad(
       lambda x: het.Nll(labels='batch.label')(labels=LABELS + 1, gaussian=x, keys=out['keys'])
