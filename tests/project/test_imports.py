@@ -32,7 +32,7 @@ BELOW = {
     *('runs', 'rows', 'measures', 'heads', 'integrate', 'weights', 'evaluation', 'reporting'),
   },
   'planning': {'config', 'training', 'data', 'reporting'},
-  'hosts': {'config', 'evaluation', 'training', 'data', 'heads', 'integrate'},
+  'hosts': {'config', 'evaluation', 'training', 'data', 'measures', 'heads', 'integrate'},
   'experiments': {
     *('config', 'runs', 'evaluation', 'operations', 'training', 'data', 'rows', 'measures'),
     *('heads', 'integrate', 'reporting', 'weights'),
@@ -116,6 +116,12 @@ def test_gin_and_orbax_stay_where_they_belong():
   assert {room_of(path) for path in users('gin')} <= KNOW_GIN
   knows_orbax = {'checkpoints.py', 'checkpoint_reader.py', 'conversion.py', 'processes.py'}
   assert {path.name for path in users('orbax')} == knows_orbax
+
+
+def test_hosts_alone_know_a_host():
+  for package in ('big_vision', 'kauldron', 't5x'):
+    assert {room_of(path) for path in users(package)} <= {'hosts'}, package
+  assert users('kauldron') and users('t5x')
 
 
 def test_the_root_holds_mains():
