@@ -13,9 +13,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent
 PACKAGE = ROOT / 'het_plugin'
-# The pages of the root by their names on the site.
+# The pages of the root and the examples by their names on the site.
 PAGES = {'index.md': 'README.md'}
 PAGES |= {name: name for name in ('CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CITATION.cff')}
+PAGES |= {
+  f'examples/{path.name}': f'examples/{path.name}' for path in (ROOT / 'examples').glob('*.py')
+}
 _FIGURE = re.compile(r'!\[(.*?)\]\(((?:docs/)?figures/[\w.]+)\)')
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 

@@ -3,7 +3,8 @@
     python benchmarks/samplers.py [--json OUT] [--png OUT]
 
 RMSE of log p(y | x), from the loss, over keys, examples and labels y ~ p(y | x), against 16,384
-rotated Sobol points with other keys; --samplers mean_field,taylor are the closed forms. The trained
+rotated Sobol points with other keys; --samplers mean_field,taylor are the closed forms, and
+'untilted' is 'sobol' as `log_prob` and `PredictiveLogits` take it, for all classes. The trained
 heads learn images of which a third has a label of a similar class; the noise of both is then scaled
 to a root mean square over classes of `noise_std`, over tau. A minute of CPU time; seconds with
 --heads het_xl --noises 0.5 --steps 5 --classes 20 --reference_samples 4096 --trials 2.
@@ -26,6 +27,7 @@ from het_plugin.integrate.exact import marginals
 
 HEADS = {'het': Het, 'het_h': HetH, 'het_xl': HetXL}
 TRAIN_BATCH = 128
+SAMPLING = {name: {'sampler': name} for name in SAMPLERS} | {'untilted': {'tilt': False}}
 
 
 def parse_args():
@@ -36,7 +38,7 @@ def parse_args():
   parser.add_argument('--factors', type=int, default=50, help='factors R')
   parser.add_argument('--reference_samples', type=int, default=2**14, help='S of the reference')
   parser.add_argument('--heads', type=names(HEADS), default=list(HEADS), help=','.join(HEADS))
-  samplers = *SAMPLERS, *ESTIMATORS
+  samplers = *SAMPLING, *ESTIMATORS
   parser.add_argument('--samplers', type=names(samplers), default=['iid', 'sobol'])
   parser.add_argument('--samples', type=integers, default=[64, 1000], help='values of S')
   parser.add_argument(
@@ -51,7 +53,7 @@ def parse_args():
   args = parser.parse_args()
   # The closed forms take no samples.
   args.columns = [
-    (name, s) for name in args.samplers for s in (args.samples if name in SAMPLERS else [0])
+    (name, s) for name in args.samplers for s in (args.samples if name in SAMPLING else [0])
   ]
   return args
 
@@ -115,7 +117,7 @@ def measure(args):
         keys = example_keys(jax.random.key(2**31 - 1), jnp.arange(args.batch))
         expected = log_prob(reference, scaled, keys)
         for sampler, s in args.columns:
-          integrator = Integrator(s, sampler=sampler) if s else Analytic(sampler)
+          integrator = Integrator(s, **SAMPLING[sampler]) if s else Analytic(sampler)
           error = loss_rmse(integrator, scaled, expected, args.trials)
           row = dict(head=name, weights=weights, noise_std=noise, sampler=sampler, s=s)
           rows.append(row | {'rmse': error})

@@ -15,14 +15,14 @@ from pathlib import Path
 import het_plugin
 from het_plugin.operations import stopping, versions
 
-_STOPPABLE = ('train', 'ablate', 'tune', 'quickstart', 'represent', 'probe')  # by a signal
+_STOPPABLE = ('train', 'ablate', 'tune', 'quickstart', 'represent', 'probe', 'audit')  # by a signal
 
 
 def commands() -> dict[str, str]:
   """{name: first line of its documentation} of the mains."""
-  files = sorted(Path(__file__).parent.glob('[a-z]*.py'))
-  docs = {path.stem: ast.get_docstring(ast.parse(path.read_text())) for path in files}
-  return {name: text.splitlines()[0] for name, text in docs.items()}
+  files = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob('[a-z]*.py'))}
+  mains = {name: text for name, text in files.items() if "__name__ == '__main__'" in text}
+  return {name: ast.get_docstring(ast.parse(text)).splitlines()[0] for name, text in mains.items()}
 
 
 def main() -> None:

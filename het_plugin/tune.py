@@ -57,22 +57,20 @@ def main(argv: Sequence[str]) -> None:
       flags.FLAGS.gin_bindings,
       flags.FLAGS.gin_search_paths,
     )
+    rounds, trials = flags.FLAGS.rounds, flags.FLAGS.trials_per_round
+    studies = [
+      temperature.Study(base, output_dir / f'seed_{seed}', seed, grid, rounds, trials)
+      for seed in range(flags.FLAGS.replications)
+    ]
+    studies[0].check_used(methods)
     outcomes = {row: [] for row in methods}
     with compilation_cache.in_directory(output_dir):
-      for seed in range(flags.FLAGS.replications):
-        study = temperature.Study(
-          base,
-          output_dir / f'seed_{seed}',
-          seed,
-          grid,
-          flags.FLAGS.rounds,
-          flags.FLAGS.trials_per_round,
-        )
+      for study in studies:
         for number, row in enumerate(methods, 1):
           logging.info(
             '=== %s (row %d of %d, replication %d of %d)',
             *(temperature.ROWS[row].title, number, len(methods)),
-            *(seed + 1, flags.FLAGS.replications),
+            *(study.seed + 1, len(studies)),
           )
           outcomes[row].append(study.outcome(row))
         report = temperature.make_report(temperature.table(outcomes), output_dir)

@@ -4,12 +4,13 @@
 #   ROOT     the checkout
 #   PYTHON   the environment's interpreter
 # HET_PLUGIN_PYTHON=/path/to/python chooses the Python. An environment of another version of Python is made anew.
-# HET_PLUGIN_ENVIRONMENT=folder takes the place of .venv.
+# HET_PLUGIN_ENVIRONMENT=folder takes the place of .venv, and HET_PLUGIN_EXTRAS that of train,test.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/launch/find_python.sh"
 cd "$ROOT" || exit
 ENVIRONMENT="${HET_PLUGIN_ENVIRONMENT:-.venv}"
+EXTRAS="${HET_PLUGIN_EXTRAS:-train,test}"
 [[ "$ENVIRONMENT" == /* ]] && PYTHON="$ENVIRONMENT/bin/python" || PYTHON="$ROOT/$ENVIRONMENT/bin/python"
 
 say() { printf '[%s] %s\n' "$(basename "$0")" "$*"; }
@@ -43,11 +44,11 @@ wanted_stamp() {
   "$PYTHON" -c '
 import hashlib, sys
 parts = [sys.version, *sys.argv[1:], *(open(name).read() for name in ("requirements.txt", "pyproject.toml"))]
-print(hashlib.sha256("\n".join(parts).encode()).hexdigest())' "$ROOT"
+print(hashlib.sha256("\n".join(parts).encode()).hexdigest())' "$ROOT" "$EXTRAS"
 }
 
 install() {
-  local packages=(-e '.[train,test]' -r requirements.txt)
+  local packages=(-e ".[$EXTRAS]" -r requirements.txt)
   "$PYTHON" -m pip install --quiet uv || say 'uv is not to be had here; pip will do, more slowly'
   if "$PYTHON" -m uv --version >/dev/null 2>&1; then
     # As pip does. Without, and where PYTHONDONTWRITEBYTECODE is set, every start of Python would compile all of TensorFlow.

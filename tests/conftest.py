@@ -68,14 +68,14 @@ class TfdsFiles:
   def __init__(self, root: Path):
     tfds = pytest.importorskip('tensorflow_datasets')  # takes seconds; few tests need it
 
-    self._root = root
+    self.root = root
     self._tfds = tfds
     tfds.core.add_data_dir(str(root))
 
   def write(self, name, features, examples, file_format='array_record', supervised_keys=None):
     """Writes `examples`, {split: [example]}, as `tfds build` would, three a shard."""
     core = self._tfds.core
-    folder = self._root / name / '1.0.0'
+    folder = self.root / name / '1.0.0'
     folder.mkdir(parents=True)
     identity = core.DatasetIdentity(
       name=name, version=core.Version('1.0.0'), data_dir=str(folder), module_name=''

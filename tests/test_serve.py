@@ -1,6 +1,7 @@
 """Programs of `python -m het_plugin.export --format`, run where het_plugin cannot be imported."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs
 from tests.evaluation.small_contrastive import SmallContrastive
 
-FORMATS = tuple(programs.NEEDED)
-pytest.importorskip('onnxruntime')
+NEEDS_ONNX = pytest.mark.skipif(
+  importlib.util.find_spec('onnxruntime') is None, reason="needs the extra 'onnx'"
+)
+FORMATS = [pytest.param(x, marks=NEEDS_ONNX if x == 'onnx' else ()) for x in programs.NEEDED]
 
 # Each gives run(x) -> {output: array}, in the lines of docs/serve.md.
 LOAD = {
@@ -182,6 +185,7 @@ def test_a_saved_model_has_the_class_names(rows, tmp_path):
     assert sorted(file.read().splitlines()) == [*'bcdeä']
 
 
+@NEEDS_ONNX
 def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, monkeypatch):
   run, out = f'--checkpoint={digits_run[0]}', tmp_path / 'out'
   command = export, run, f'--output={out}'
@@ -226,6 +230,7 @@ def test_models_without_a_function_of_one_image(digits_run, tmp_path):
   assert not [*tmp_path.iterdir()]
 
 
+@NEEDS_ONNX
 def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   _, x, y = rows
   det, folder = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y), tmp_path / 'det'
@@ -243,11 +248,13 @@ def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
   assert {x.name for x in folder.iterdir()} == names and [*tmp_path.iterdir()] == [folder]
 
 
+@NEEDS_ONNX
 def test_an_operation_that_onnx_lacks_is_named():
   with pytest.raises(NotImplementedError, match="the operation 'sort' has no translation"):
     onnx_graph.convert(lambda x: {'y': jax.numpy.sort(x)}, 'x', (3,), {})
 
 
+@NEEDS_ONNX
 def test_a_wrong_translation_is_refused(rows, tmp_path, monkeypatch):
   _, x, y = rows
   det = estimators.DetClassifier(max_iter=5, tol=1.0).fit(x, y)

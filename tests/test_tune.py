@@ -73,6 +73,8 @@ def test_wrong_settings_are_one_sentence(run):
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'method': ''}, '--method= is unknown'),
     ({'grid': '0.01'}, '--grid=0.01 must be '),
+    ({'method': 'all', 'gin.LR': 5.0}, 'LR = 5.0 is used by nothing: did you mean LEARNING_RATE?'),
+    ({'gin.HetXL.link': "'softmax'", 'gin.Het.num_factors': 3}, 'HEAD is @HetXL()'),
     ({'grid': 'x'}, '--grid=x must be '),
   ):
     assert message in run(code=2, **settings)

@@ -21,7 +21,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin import heads
-from het_plugin.integrate import GaussianLogits, Integrator, exact, shared_key
+from het_plugin.integrate import GaussianLogits, Integrator, Location, exact, shared_key
 
 PyTree = dict
 ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divides
@@ -99,7 +99,7 @@ class Model:
 
   def logits(self, params: PyTree, x: jax.Array) -> GaussianLogits:
     """Features x [B, D] to the Gaussian over logits; `params` may be those of `multiplied`."""
-    loading = params.get(_LOADING)
+    loading = params.get(_LOADING) if self.head == 'het_xl' else None
     params = {name: value for name, value in params.items() if name != _LOADING}
     return self._apply(params, x, *([] if loading is None else [loading]))
 
@@ -122,15 +122,13 @@ class Model:
 
   def location_prob(self, params: PyTree, x: jax.Array) -> jax.Array:
     """link(location / tau), without noise, [B, K]."""
-    logits = self.deterministic.logits(params, x)
-    u = (logits.location / logits.temperature)[:, : self.num_classes]
-    return jax.nn.softmax(u) if self.link == 'softmax' else jax.nn.sigmoid(u)
+    # The parameters may be those of DET, where the noise starts.
+    log_p = Location().log_prob(self.deterministic.logits(params, x))
+    return jnp.exp(log_p)[:, : self.num_classes]
 
   def log_odds(self, params: PyTree, x: jax.Array) -> jax.Array:
     """log p_k - log(1 - p_k) of the sigmoid link, [B, K], exact at both ends."""
-    mean, variance = exact.marginals(self.logits(params, x), self.integrator.chunk_bytes)
-    odds = exact.log_expected_sigmoid(mean, variance) - exact.log_expected_sigmoid(-mean, variance)
-    return odds[:, : self.num_classes]
+    return self.integrator.log_odds(self.logits(params, x))[:, : self.num_classes]
 
   def entropies(self, params: PyTree, x: jax.Array) -> jax.Array:
     """Entropy of the prediction, and its expectation given the noise, [B, 2]."""

@@ -143,15 +143,15 @@ def probe(
   """
   if test is None and isinstance(train, str) and Path(train).is_dir():
     train, test = _files_of(Path(train))
-  train_rows, train = _read(train, 'the training rows')
-  test_rows, test = (None, None) if test is None else _read(test, 'the test rows')
+  train_rows, train = read(train, 'the training rows')
+  test_rows, test = (None, None) if test is None else read(test, 'the test rows')
   if test_rows is not None and test is not None:
     check_pair((train, test), (train_rows.meaning, test_rows.meaning))
   elif len(train_rows.features) < settings.folds:
     raise ValueError(
       f'--folds={settings.folds} must be at most {len(train_rows.features)}, the rows of {train}'
     )
-  ood_rows = None if ood is None else _read(ood, 'the rows of another distribution')[0].features
+  ood_rows = None if ood is None else read(ood, 'the rows of another distribution')[0].features
   if ood_rows is not None and ood_rows.shape[1] != train_rows.features.shape[1]:
     raise ValueError(
       f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
@@ -161,7 +161,7 @@ def probe(
   if test_rows is not None:
     _columns(test_rows.labels, classes)
   rows, starts = (train_rows, y, test_rows, ood_rows), {}
-  titles = _titles(settings, settings.folds if test is None else 1)
+  titles = fit_titles(settings, settings.folds if test is None else 1)
   outcomes = [_outcome(head, *rows, settings, starts, titles) for head in settings.heads]
   baseline = settings.baseline or settings.heads[0]
   first = next(x for x in outcomes if x.head == baseline)
@@ -210,7 +210,7 @@ def _files_of(folder: Path) -> tuple[str, str | None]:
   )
 
 
-def _read(source: Source, name: str) -> tuple[Rows, str]:
+def read(source: Source, name: str) -> tuple[Rows, str]:
   """Rows with features, and their name."""
   if isinstance(source, str):
     return read_rows(source, mapped=True), source
@@ -245,7 +245,7 @@ def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
   return np.where(labels >= 0, found, -1)
 
 
-def _titles(settings: Settings, num_folds: int) -> Iterator[str]:
+def fit_titles(settings: Settings, num_folds: int) -> Iterator[str]:
   """What is shown during each fit, in the order in which they are made."""
   num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
   total, number = num_folds * sum(num_fits.values()), itertools.count(1)
@@ -264,7 +264,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
   for number, (fitted, held_out) in enumerate(splits):
     of_fold = train.features, y, fitted, settings, starts, titles
-    estimator, point, failures = _fit_best(head, *of_fold)
+    estimator, point, failures = fit_best(head, *of_fold)
     rows = test if held_out is None else train.take(held_out)
     predictions = _predictions(estimator, rows)
     parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
@@ -310,7 +310,7 @@ def num_noise_params(estimator: HeadClassifier) -> int:
   return sum(x.size for path, x in flat.items() if is_noise(path))
 
 
-def _fit_best(
+def fit_best(
   head, x, y, fitted, settings, starts, titles
 ) -> tuple[HeadClassifier, dict[str, Any], int]:
   """The estimator of the best point of the grid, fitted to all rows.

@@ -25,7 +25,7 @@ import jax
 import gin
 from het_plugin import reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.config import changes
+from het_plugin.config import changes, uses
 from het_plugin.config.flag_values import parse_sweep
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
@@ -77,7 +77,7 @@ def finetune(
   settings = combinations(sweep)
   folder = Path(output_dir)
   candidates = [_training(gin_settings, source) for source in checkpoint]
-  candidates[0].parse(folder)
+  _check_used(gin_settings[1], candidates, settings, folder)
   dataset = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
 
   proxy = {}
@@ -126,6 +126,24 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
     label = ','.join(f'{name}={value}' for name, value in combination).replace('/', '_')
     found[label or 'default'] = [f'{name} = {value}' for name, value in combination]
   return found
+
+
+def _check_used(
+  typed: Sequence[str],
+  candidates: Sequence[trainings.Training],
+  settings: Mapping[str, Sequence[str]],
+  folder: Path,
+) -> None:
+  """Raises ValueError if no run uses a binding of the command line or of the sweep; leaves the
+  configuration of the first candidate parsed.
+  """
+  texts = []
+  for training, bindings in itertools.product(reversed(candidates), settings.values()):
+    bindings = [*training.gin_bindings, *bindings]
+    dataclasses.replace(training, gin_bindings=bindings).parse(folder)
+    texts.append(gin.config_str())
+  swept = itertools.chain.from_iterable(settings.values())
+  uses.check([*typed, *swept], *texts)
 
 
 def _training(gin_settings: GinSettings, source: str) -> trainings.Training:

@@ -31,6 +31,7 @@ import scipy.stats
 
 import gin
 from het_plugin import data, reporting
+from het_plugin.config import uses
 from het_plugin.experiments import trainings
 from het_plugin.measures import comparison
 from het_plugin.training import nonfinite, run_files
@@ -180,10 +181,9 @@ class Study:
     if method in ('grid', 'bayesian'):
       trainings = self._searched(row, self._grid if method == 'grid' else self._bayesian, variant)
     elif method == BASELINE:
-      trainings = [self._train('simple_training', ['train/DatasetConfig.split = %FULL_SPLIT'])]
+      trainings = [self._train('simple_training', *_SIMPLE)]
     else:
-      estimator = 'luketina' if method == 'luketina' else 'simple'
-      trainings = [self._online(row, estimator, _SHARES.get(variant))]
+      trainings = [self._train(row.replace(':', '_').rstrip('%'), *self._online(method, variant))]
     chosen = trainings[0]
     return {
       **{name: getattr(chosen, name) for name in ('nll', 'precision_at_1', 'tau', 'ms_per_step')},
@@ -237,48 +237,55 @@ class Study:
       trials.append(self._fixed(tau, split))
       yield trials[-1]
 
+  def check_used(self, rows: Sequence[str]) -> None:
+    """Raises ValueError if no training of these rows uses a typed binding (`uses.check`)."""
+    self.base.parse(self.folder)
+    texts = [gin.config_str()]
+    for row in rows:
+      method, _, variant = row.partition(':')
+      splits = {'2folds': ['FULL_SPLIT'], 'retrain': ['TRAIN_SPLIT', 'FULL_SPLIT']}
+      if method in ('grid', 'bayesian'):
+        found = [(_fixed(1.0, split), 1.0) for split in splits.get(variant, ['TRAIN_SPLIT'])]
+      else:
+        found = [_SIMPLE if method == BASELINE else self._online(method, variant)]
+      for bindings, length in found:
+        self._run(bindings, length)[0].parse(self.folder)
+        texts.append(gin.config_str())
+    uses.check(self.base.gin_bindings, *texts)
+
   def _fixed(self, tau: float, split: str) -> Trained:
     """A training with a constant tau on the split that a macro names."""
-    low, high = _FIXED_RANGE
-    trained = self._train(
-      f'{split.lower()}_tau_{tau:g}',
-      [
-        f'train/DatasetConfig.split = %{split}',
-        f'LearnedTemperature.tau_min = {low}',
-        f'LearnedTemperature.tau_max = {high}',
-        f'LearnedTemperature.initial_tau = {tau}',
-        'OPTIMIZER = @temperature_optimizer()',
-        'temperature_optimizer.learning_rate = 0.0',
-      ],
-    )
+    trained = self._train(f'{split.lower()}_tau_{tau:g}', _fixed(tau, split))
     return dataclasses.replace(trained, tau=tau)
 
-  def _online(self, row: str, estimator: str, held_out_every: int | None) -> Trained:
-    """A training whose tau follows held-out rows, a share of the batch or of the validation set."""
+  def _online(self, method: str, variant: str) -> tuple[list[str], float]:
+    """Bindings and length of a training whose tau follows held-out rows, a share of the batch or of
+    the validation set.
+    """
+    held_out_every = _SHARES.get(variant)
+    of_a_share = ['train/DatasetConfig.split = %FULL_SPLIT']
+    length = 1 + 1 / held_out_every if held_out_every else 1.0
+    if held_out_every is None:
+      self.base.parse(self.folder)
+      held_out_every = _configured(data.HeldOutDatasetConfig).held_out_every
+      of_a_share = [
+        'train/DatasetConfig.split = %TRAIN_SPLIT',
+        'train.train_dataset_cfg = @HeldOutDatasetConfig()',
+        'train.get_dataset_fn = @get_dataset_with_held_out',
+      ]
+    estimator = 'luketina' if method == 'luketina' else 'simple'
     bindings = [
       'train.trainer_cls = @HeldOutTemperatureTrainer',
       f'HeldOutTemperatureTrainer.estimator = {estimator!r}',
       'OPTIMIZER = @temperature_optimizer()',
       'temperature_optimizer.learning_rate = %TEMPERATURE_LEARNING_RATE',
-    ]
-    if held_out_every is None:
-      self.base.parse(self.folder)
-      held_out_every = _configured(data.HeldOutDatasetConfig).held_out_every
-      bindings += [
-        f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
-        'train/DatasetConfig.split = %TRAIN_SPLIT',
-        'train.train_dataset_cfg = @HeldOutDatasetConfig()',
-        'train.get_dataset_fn = @get_dataset_with_held_out',
-      ]
-      return self._train(row.replace(':', '_'), bindings)
-    bindings += [
       f'HeldOutTemperatureTrainer.held_out_every = {held_out_every}',
-      'train/DatasetConfig.split = %FULL_SPLIT',
+      *of_a_share,
     ]
-    return self._train(row.replace(':', '_').rstrip('%'), bindings, 1 + 1 / held_out_every)
+    return bindings, length
 
-  def _train(self, name: str, bindings: Sequence[str], length: float = 1.0) -> Trained:
-    """Trains and reads back; `length` multiplies the steps of the base run."""
+  def _run(self, bindings: Sequence[str], length: float) -> tuple[trainings.Training, int, str]:
+    """A training, its steps and its task; `length` multiplies the steps of the base run."""
     self.base.parse(self.folder)
     head = gin.query_parameter('%HEAD').selector.rpartition('.')[2]
     optimizer = gin.query_parameter('%OPTIMIZER')
@@ -296,6 +303,11 @@ class Study:
         *bindings,
       ],
     )
+    return run, steps, task
+
+  def _train(self, name: str, bindings: Sequence[str], length: float = 1.0) -> Trained:
+    """Trains and reads back."""
+    run, steps, task = self._run(bindings, length)
     try:
       trainings.complete(run, self.folder / name)
     except nonfinite.NonFiniteStop as stop:
@@ -313,6 +325,22 @@ class Study:
       steps,
       trainings.ms_per_step(metrics),
     )
+
+
+_SIMPLE = ['train/DatasetConfig.split = %FULL_SPLIT'], 1.0
+
+
+def _fixed(tau: float, split: str) -> list[str]:
+  """Bindings of a training with a constant tau."""
+  low, high = _FIXED_RANGE
+  return [
+    f'train/DatasetConfig.split = %{split}',
+    f'LearnedTemperature.tau_min = {low}',
+    f'LearnedTemperature.tau_max = {high}',
+    f'LearnedTemperature.initial_tau = {tau}',
+    'OPTIMIZER = @temperature_optimizer()',
+    'temperature_optimizer.learning_rate = 0.0',
+  ]
 
 
 def _configured(configurable: Any) -> Any:

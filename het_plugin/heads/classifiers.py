@@ -404,8 +404,11 @@ class HetXL(Heteroscedastic):
       module, params = get_logits.unbind()
       projection = Opaque(phi, params, module.apply)
     else:
-      function, params = jax.closure_convert(get_logits, phi)
-      projection = Opaque(phi, params, lambda params, phi: function(phi, *params))
+      # What it closes over becomes an argument, for gradients. Of one row, since the result keeps
+      # the shapes of its trace, and integrators call it with B s rows.
+      function, params = jax.closure_convert(lambda row: get_logits(row[None])[0], phi[0])
+      of_rows = jax.vmap(function, (0, *[None] * len(params)))
+      projection = Opaque(phi, params, lambda params, phi: of_rows(phi, *params))
     return self.gaussian(location.astype(phi.dtype), covariance, projection)
 
 

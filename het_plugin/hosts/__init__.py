@@ -1,4 +1,5 @@
 """What other trainers need of us, one folder or file for each: t5x, big_vision, Kauldron.
 
-Each imports its host, which docs/hosts.md says how to get. Nothing else of the project knows one.
+Each imports its host, and its page of docs/ says how to get that. Nothing else of the project knows
+one.
 """

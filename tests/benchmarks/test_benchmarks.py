@@ -189,6 +189,15 @@ def test_paper_slice(run):
   assert 'of the memory of DET' in printed[-1]
 
 
+def test_audit(run):
+  flags = ['--data=linear', '--kinds=next', '--shares=0.3', '--seeds=2', '--rows=300']
+  rows, _ = run('audit.py', *flags, '--heads=det', '--no-cleanlab')
+  assert [row['method'] for row in rows] == ['det', 'det, p of the label']
+  for row in rows:
+    assert row['data'] == 'linear, next' and 0.25 < row['true_share'] < 0.35
+    assert 0.5 < row['auroc'] < 1 and row['average_precision'] > row['true_share']
+
+
 @pytest.mark.slow
 def test_samplers(run, tmp_path):
   png = tmp_path / 'errors.png'

@@ -60,6 +60,10 @@ def test_clean_predictions_are_those_of_the_location(data, het):
   clean = het.predict_clean_proba(x)
   np.testing.assert_allclose(clean, special.softmax(location, axis=1), rtol=1e-4, atol=1e-6)
   np.testing.assert_array_equal(het.predict_clean(x), np.array(list('abcd'))[clean.argmax(axis=1)])
+  xl = HetXLClassifier(C_noise=1.0, num_factors=1, max_iter=5, tol=1.0).fit(x, y)
+  location = (x - xl.mean_) @ xl.params_['head']['kernel'] + xl.params_['head']['bias']
+  expected = special.softmax(location[:, :4], axis=1)
+  np.testing.assert_allclose(xl.predict_clean_proba(x), expected, rtol=1e-4, atol=1e-6)
   on = np.stack([x[:, 0] > 0, y == 'a'], axis=1).astype(int)
   certain = HetClassifier(1e6, C_noise=1.0, num_factors=1, max_iter=20, tol=0.1).fit(x, on)
   np.testing.assert_array_equal(certain.predict_clean(x), certain.predict_clean_proba(x) > 0.5)

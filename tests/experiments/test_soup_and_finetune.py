@@ -58,8 +58,11 @@ def test_every_combination_of_a_sweep():
 
 def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, tmp_path):
   run, _ = digits_run
+  asked = select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'
+  wrong = run_main(*asked, '--sweep=LR=1e-3,1e-2', f'--output_dir={tmp_path / "wrong"}', code=2)
+  assert 'LR = 0.001 is used by nothing: did you mean LEARNING_RATE?' in wrong
   text = run_main(
-    *(select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'),
+    *asked,
     *('--keep=1', '--sweep=LEARNING_RATE=1e-3,1e-2', '--split=test', '--batch_size=64'),
     *('--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
   )

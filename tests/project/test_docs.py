@@ -16,7 +16,7 @@ from het_plugin.config import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')])
-TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs')
+TREES = ('het_plugin', 'gin', 'launch', 'tests', 'benchmarks', 'docs', 'examples')
 # Made by a run or a reader, not part of the tree.
 EXAMPLES = {'het_plugin/gin/heads/NAME.gin', 'gin/heads/NAME.gin', 'het_plugin.gin'}
 

@@ -1,0 +1,160 @@
+"""Wrong labels found by our audit and by cleanlab, where the truth is known.
+
+    pip install cleanlab && python benchmarks/audit.py [--json OUT]
+    python benchmarks/audit.py --data digits,linear --kinds next,uniform,pairs,rate --shares 0.1,0.3
+
+A share of the labels is moved: `next`, to the next class; `uniform`, to any; `pairs`, within pairs
+of classes; `rate`, to the next class at a rate that depends on x. `digits` are those of
+scikit-learn, `linear` is the argmax of a linear map of 24 normal features plus 0.3 Gumbel, of ten
+classes. All methods score the same rows out of the same folds:
+
+    cleanlab              its label quality (self-confidence) by LogisticRegression
+    HEAD                  the probability that the label is wrong (measures/audit.py)
+    HEAD, p of the label  the location's probability of the label alone
+
+Rows: AUROC and average precision of the wrong labels, and the precision of as many rows as are
+wrong; means over seeds, with standard errors. `share` is the estimate of the wrong labels, that of
+cleanlab by its number of label issues. Ten minutes of CPU time; seconds with --data linear --kinds
+next --shares 0.3 --seeds 2 --rows 300 --heads det.
+"""
+
+import argparse
+import functools
+import warnings
+
+import numpy as np
+from command_line import make_parser, names, numbers, report
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.model_selection import StratifiedKFold
+from sklearn.preprocessing import StandardScaler
+
+from het_plugin.estimators import CLASSIFIERS
+from het_plugin.measures import audit
+
+FOLDS = 3
+SETTINGS = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 4, 'max_iter': 200}
+
+
+def digits(rng, num_rows):
+  x, truth = load_digits(return_X_y=True)
+  rows = rng.permutation(len(x))[:num_rows]
+  return StandardScaler().fit_transform(x)[rows], truth[rows]
+
+
+def linear(rng, num_rows):
+  x = rng.normal(size=(num_rows, 24))
+  u = x @ rng.normal(size=(24, 10)) * 24**-0.5 * 3 + 0.3 * rng.gumbel(size=(num_rows, 10))
+  return x, u.argmax(axis=1)
+
+
+DATA = {'digits': digits, 'linear': linear}
+
+
+def moved(rng, kind, share, x, truth):
+  """Labels of which about a share is wrong."""
+  num_classes = truth.max() + 1
+  rate = np.full(len(truth), share)
+  if kind == 'rate':
+    u = 1 / (1 + np.exp(-3 * x @ rng.normal(size=x.shape[1]) / np.sqrt(x.shape[1])))
+    rate = np.minimum(share * u / u.mean(), 0.95)
+  targets = {
+    'uniform': (truth + rng.integers(1, num_classes, len(truth))) % num_classes,
+    'pairs': np.minimum(truth ^ 1, num_classes - 1),
+  }
+  target = targets.get(kind, (truth + 1) % num_classes)
+  return np.where(rng.random(len(truth)) < rate, target, truth)
+
+
+KINDS = ('next', 'uniform', 'pairs', 'rate')
+
+
+def out_of_fold(make, predict, x, y):
+  """Probabilities [N, K] of each fold by a fit to the others."""
+  p = np.zeros((len(y), y.max() + 1))
+  for fitted, held_out in StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(x, y):
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      p[held_out] = predict(make().fit(x[fitted], y[fitted]), x[held_out])
+  return p
+
+
+def scores(args, x, y):
+  """{method: (how wrong each label seems [N], estimated share)}."""
+  found = {}
+  if args.cleanlab:
+    from cleanlab.filter import find_label_issues
+    from cleanlab.rank import get_label_quality_scores
+
+    p = out_of_fold(
+      lambda: LogisticRegression(C=args.cleanlab_c, max_iter=1000),
+      lambda model, x: model.predict_proba(x),
+      *(x, y),
+    )
+    issues = find_label_issues(y, p, n_jobs=1)
+    found['cleanlab'] = -get_label_quality_scores(y, p), issues.mean()
+  for head in args.heads:
+    own = SETTINGS if head != 'det' else {'C': SETTINGS['C'], 'max_iter': SETTINGS['max_iter']}
+    make = functools.partial(CLASSIFIERS[head], **own)
+    result = audit.audit(out_of_fold(make, lambda model, x: model.predict_clean_proba(x), x, y), y)
+    found[head] = result.wrong, result.share
+    found[f'{head}, p of the label'] = -result.probability, float('nan')
+  return found
+
+
+def measure(args):
+  """A row for each data set, kind, share and method."""
+  rows = []
+  for data in args.data:
+    for kind in args.kinds:
+      for share in args.shares:
+        by_method = {}
+        for seed in range(args.seeds):
+          rng = np.random.default_rng(seed)
+          x, truth = DATA[data](rng, args.rows)
+          y = moved(rng, kind, share, x, truth)
+          is_wrong = y != truth
+          for method, (score, estimate) in scores(args, x, y).items():
+            worst = np.argsort(-score, kind='stable')[: is_wrong.sum()]
+            values = (
+              roc_auc_score(is_wrong, score),
+              average_precision_score(is_wrong, score),
+              is_wrong[worst].mean(),
+              estimate,
+              is_wrong.mean(),
+            )
+            by_method.setdefault(method, []).append(values)
+        for method, values in by_method.items():
+          mean = np.mean(values, axis=0)
+          error = np.std(values, axis=0, ddof=1) / np.sqrt(args.seeds)
+          columns = ('auroc', 'average_precision', 'precision', 'share', 'true_share')
+          row = {'data': f'{data}, {kind}', 'method': method}
+          row |= dict(zip(columns, map(float, mean), strict=True))
+          rows.append(row | {'stderr_ap': float(error[1])})
+  return rows
+
+
+def main():
+  parser = make_parser(__doc__)
+  parser.add_argument('--data', type=names(DATA), default=list(DATA), help=','.join(DATA))
+  parser.add_argument('--kinds', type=names(KINDS), default=list(KINDS), help=','.join(KINDS))
+  parser.add_argument('--shares', type=numbers, default=[0.3], help='shares of moved labels')
+  parser.add_argument('--seeds', type=int, default=3, help='number of seeds, 2 or more')
+  parser.add_argument('--rows', type=int, default=1500, help='rows N')
+  parser.add_argument(
+    '--heads', type=names(CLASSIFIERS), default=['det', 'het', 'het_xl'], help=','.join(CLASSIFIERS)
+  )
+  parser.add_argument(
+    '--cleanlab', action=argparse.BooleanOptionalAction, default=True, help='also cleanlab'
+  )
+  parser.add_argument('--cleanlab_c', type=float, default=1.0, help='C of its LogisticRegression')
+  args = parser.parse_args()
+  if args.seeds < 2:
+    parser.error(f'--seeds={args.seeds} must be at least 2, for the errors')
+  report(args.json, measure(args))
+
+
+if __name__ == '__main__':
+  main()

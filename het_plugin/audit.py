@@ -1,0 +1,90 @@
+"""Finds wrong labels of saved representations.
+
+    python -m het_plugin.audit --train=train.npz --csv=labels.csv --json=audit.json
+    python -m het_plugin.audit --train=train.npz --suggest=corrected.npz
+    python -m het_plugin.audit --checkpoint=runs/det --dataset=digits
+
+Fits a head to each fold's other folds, and compares the labels with its location: what it says of
+the classes without the noise. Prints the share of wrong labels, the pairs of classes that people
+confuse, and the labels that are most probably wrong. --csv and --json list every example: index,
+label, probability of the label, probability that it is wrong, suggested label, and its kind: wrong,
+ambiguous or fine. --suggest writes the rows with suggested labels in the place of wrong ones.
+--C, --C_noise and --num_factors may list several values, from which held-out labels choose.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.estimators import audit, probe
+from het_plugin.operations import stopping
+
+
+def define_flags() -> None:
+  command_line.define_flags()
+  distributed.define_flags()
+  flags.DEFINE_string('train', None, 'Rows: F.npz, F.safetensors or X.npy,Y.npy; or F.npz:SPLIT.')
+  flags.DEFINE_string('checkpoint', None, 'Instead of a file: a run or a published file.')
+  flags.DEFINE_string('dataset', None, 'With --checkpoint: the task to represent.')
+  flags.DEFINE_string('split', 'train', 'Split of --dataset.')
+  flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the layer to represent.')
+  flags.DEFINE_string(
+    'output_dir', 'representations', 'With --checkpoint: where to write its file.'
+  )
+  flags.DEFINE_string('head', 'het_xl', f'One of {", ".join(probe.CLASSIFIERS)}.')
+  flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
+  flags.DEFINE_list('C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise.')
+  flags.DEFINE_list('num_factors', ['4'], 'R.')
+  flags.DEFINE_integer('folds', 5, 'Folds of the rows.', lower_bound=2)
+  flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations of a fit.', lower_bound=1)
+  flags.DEFINE_integer('seed', 0, 'Seed of the folds and of the initial values.', lower_bound=0)
+  flags.DEFINE_string('csv', None, 'Where to write a line per example.')
+  flags.DEFINE_string('suggest', None, 'Where to write the rows with suggested labels.')
+  flags.DEFINE_string('json', None, 'Where to write all results.')
+  flags.DEFINE_string('html', None, 'Where to write a page.')
+
+
+def represented() -> str:
+  """The file of the split of --dataset."""
+  from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
+
+  F = flags.FLAGS
+  source = F.checkpoint, command_line.gin_settings(), F.dataset
+  where = {'splits': F.split, 'layers': [F.layer]}
+  return represent.represent(*source, F.output_dir, **where)['files'][0]['file']
+
+
+def main(argv: Sequence[str]) -> None:
+  F = flags.FLAGS
+  with command_line.one_sentence_errors(argv):
+    settings = probe.Settings(
+      heads=[F.head],
+      c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
+      c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise],
+      num_factors=flag_values.integers('num_factors', F.num_factors, 1),
+      folds=F.folds,
+      max_iter=F.max_iter,
+      seed=F.seed,
+    )
+    if (F.train is None) == (F.checkpoint is None or F.dataset is None):
+      raise ValueError('--train is needed, or --checkpoint and --dataset')
+    if F.head == 'det' and (F['C_noise'].present or F['num_factors'].present):
+      raise ValueError(
+        '--C_noise and --num_factors have no effect on --head=det, which has no noise'
+      )
+    if F.suggest and F.train and Path(F.suggest).resolve() == Path(F.train).resolve():
+      raise ValueError(f'--suggest={F.suggest} is --train: name another file')
+    source = F.train or represented()
+    report = audit.report(source, settings)
+    report.write('het_plugin.audit', json=F.json, html=F.html)
+    if F.csv:
+      audit.write_csv(F.csv, report.json['rows'])
+    if F.suggest:
+      audit.write_suggested(F.suggest, source, report.json['rows'])
+
+
+if __name__ == '__main__':
+  stopping.install()
+  command_line.run(main)

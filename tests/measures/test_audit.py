@@ -1,0 +1,78 @@
+"""The audit of labels against known truth, and against an independent optimum."""
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from het_plugin.measures.audit import audit
+
+T = np.array([[0.8, 0.2, 0.0], [0.0, 0.9, 0.1], [0.05, 0.05, 0.9]])
+
+
+@pytest.fixture(scope='module')
+def known():
+  """p of the truth, truths drawn from it, and labels that people write for them."""
+  rng = np.random.default_rng(0)
+  p = rng.dirichlet([0.1, 0.1, 0.1], size=20_000)
+  truth = drawn(rng, p)
+  return p, truth, drawn(rng, T[truth])
+
+
+def drawn(rng, p):
+  """A class of each row of p [N, K]."""
+  return np.minimum((rng.random((len(p), 1)) > p.cumsum(axis=1)).sum(axis=1), p.shape[1] - 1)
+
+
+def test_the_share_and_the_confusions_of_people_are_found(known):
+  p, truth, label = known
+  found = audit(p, label)
+  np.testing.assert_allclose(found.confusions, T, atol=0.02)
+  assert abs(found.share - (label != truth).mean()) < 3 * found.share_error
+  assert found.share_error == pytest.approx(found.wrong.std() / np.sqrt(20_000), rel=1e-3)
+  assert (label != truth)[found.kind == 'wrong'].mean() > 0.8
+  assert (found.suggested == truth).mean() > (label == truth).mean() + 0.05
+  bins = np.digitize(found.wrong, np.linspace(0, 1, 6))
+  for i in np.unique(bins):  # calibrated
+    chosen = bins == i
+    gap = found.wrong[chosen].mean() - (label != truth)[chosen].mean()
+    assert abs(gap) < 4 * 0.5 / np.sqrt(chosen.sum())
+  (first, *_) = found.pairs(3)
+  assert first[:2] == (0, 1) and first[2] == pytest.approx(0.2, abs=0.02)
+  assert set(found.kind) == {'wrong', 'ambiguous', 'fine'}
+  assert (p.max(axis=1)[found.kind == 'ambiguous'] <= 0.5).all()
+
+
+def test_the_confusions_are_the_maximum_of_the_likelihood():
+  rng = np.random.default_rng(1)
+  p = rng.dirichlet([0.3, 0.3], size=300)
+  label = (rng.random(300) < 0.4).astype(int)
+
+  def loss(x):
+    t = np.array([[1 - x[0], x[0]], [x[1], 1 - x[1]]])
+    return -np.log((p * t.T[label]).sum(axis=1)).mean()
+
+  best = optimize.minimize(loss, [0.1, 0.1], bounds=[(0, 1)] * 2)
+  found = audit(p, label).confusions
+  assert loss([found[0, 1], found[1, 0]]) == pytest.approx(best.fun, abs=2e-5)
+
+
+def test_extremes():
+  p = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1e-40, 1.0, 0.0]])
+  found = audit(p, np.array([0, 1, 0]))  # no one has the third class, and one label has no p
+  assert np.isfinite(found.wrong).all() and found.kind[0] == 'fine'
+  np.testing.assert_allclose(found.confusions.sum(axis=1), 1)
+  assert audit(np.ones((1, 1)), np.array([0])).share == 0
+
+
+@pytest.mark.parametrize(
+  'p, label, message',
+  [
+    (np.ones((2, 2)) / 2, np.array([0]), r'got \(2, 2\) and \(1,\)'),
+    (np.ones((2, 2)) / 2, np.array([0, 2]), 'classes 0 .. 1'),
+    (np.ones((2, 2)) / 2, np.array([0.0, 1.0]), 'classes 0 .. 1'),
+    (np.ones((0, 2)), np.array([], int), 'N > 0'),
+  ],
+)
+def test_wrong_arguments(p, label, message):
+  with pytest.raises(ValueError, match=message):
+    audit(p, label)
