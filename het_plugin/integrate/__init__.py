@@ -30,13 +30,14 @@ from het_plugin.integrate.samplers import (
   shared_key,
   sobol,
 )
+from het_plugin.integrate.tiles import top_class
 
 CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
   *('Integrator.order', 'Integrator.implementation'),
-  *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
+  *('Integrator.chunk_size', 'Integrator.chunk_bytes', 'Integrator.class_tile'),
 )
 
 __all__ = [
@@ -68,5 +69,6 @@ __all__ = [
   'sobol',
   'symmetric_nll',
   'taylor',
+  'top_class',
   'unit_length',
 ]

@@ -165,7 +165,7 @@ class Analytic:
     # p(y_k = 0) is p(y_k = 1) of the mirrored logit, whose location is not phi W + bias.
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
     location = jnp.where(on, 1.0, -1.0) * logits.location
-    logits = dataclasses.replace(logits, location=location)
+    logits = dataclasses.replace(logits, location=location, location_from=None)
     if isinstance(logits.projection, Linear):
       logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
     log_q = self.log_prob(logits)

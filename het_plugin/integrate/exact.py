@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.integrate import fused, placement
-from het_plugin.integrate.gaussian import GaussianLogits, Linear, apply_projection
+from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, apply_projection
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
 # second derivative on x in [0, 2.5].
@@ -189,11 +189,15 @@ def marginals(
     )
     by_kernel = functools.partial(_projected_marginals, kernel, sys.maxsize)
     return jax.lax.platform_dependent(*arguments, cuda=by_xla, default=by_kernel)
+  return mean, apply_projection(projection, variances(noise)[:, None])[:, 0]
+
+
+def variances(noise: LowRank) -> jax.Array:
+  """Var(eps_q), [B, Q]."""
   variance = jnp.square(noise.loading).sum(-2)  # [Q] where all examples share J, or [B, Q]
   if noise.scale is not None:
     variance = variance * jnp.square(noise.scale)
-  variance = variance + jnp.square(noise.diag)
-  return mean, apply_projection(projection, variance[:, None])[:, 0]
+  return variance + jnp.square(noise.diag)
 
 
 def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean, inverse):
@@ -221,7 +225,7 @@ def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean,
 
 
 def _by_xla(x, kernel):
-  """`_last_and_squares` of x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which
+  """`last_and_squares` of x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which
   avoids copies.
   """
 
@@ -232,22 +236,22 @@ def _by_xla(x, kernel):
     return apply_projection(Linear(kernel), x)
 
   rows = jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
-  return _last_and_squares(rows)
+  return last_and_squares(rows)
 
 
 @jax.custom_jvp
-def _last_and_squares(rows):
+def last_and_squares(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The last row, and the sum of the others' squares, [B, Kp] of [B, T, Kp]."""
   return rows[:, -1], jnp.square(rows[:, :-1]).sum(1)
 
 
-@_last_and_squares.defjvp
+@last_and_squares.defjvp
 def _last_and_squares_jvp(primals, tangents):
   # Sums under a mask, whose transpose is one array [B, T, Kp]; that of slices is three.
   (rows,), (tangent,) = primals, tangents
   is_noise = (jnp.arange(rows.shape[1]) < rows.shape[1] - 1)[:, None]
   of_squares = jnp.where(is_noise, 2.0 * rows * tangent, 0.0).sum(1)
-  return _last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
+  return last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
 
 
 def _streamed_variance(scale, loading, kernel, size):
