@@ -14,7 +14,6 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 from het_plugin.integrate.integrator import (
-  IMPLEMENTATIONS,
   METHODS,
   ORDERS,
   Integrator,
@@ -36,13 +35,17 @@ CONFIGURABLES = {'analytic': ('Analytic',), 'integrator': ('Integrator',)}
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
-  *('Integrator.order', 'Integrator.implementation'),
-  *('Integrator.chunk_size', 'Integrator.chunk_bytes', 'Integrator.class_tile'),
+  *('Integrator.order', 'Integrator.class_tile'),
+  *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
 )
+# Settings that are gone without a change of results, and what to do about a configuration that
+# binds them.
+REMOVED = {
+  'Integrator.implementation': 'the fused kernels are gone: leave it out',
+}
 
 __all__ = [
   'ESTIMATORS',
-  'IMPLEMENTATIONS',
   'LINKS',
   'METHODS',
   'ORDERS',

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from het_plugin.integrate import estimate, exact, fused, samplers, tiled_draws, tiled_losses
+from het_plugin.integrate import estimate, exact, samplers, tiled_draws, tiled_losses
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
@@ -31,7 +31,6 @@ from het_plugin.integrate.tiles import (
   tile_size,
 )
 
-IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 # From `MIN_TILTED` Sobol points on, a loss is tilted, which costs as much as four samples.
@@ -54,7 +53,7 @@ class Integrator:
   Results have the dtype of the location, float32 or wider, and so have all numbers on the way. The
   batch size may be symbolic (`jax.export`).
 
-  All results are differentiable; those of fused kernels once. First derivatives stream over
+  All results are differentiable. First derivatives stream over
   samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
   mode keeps the logits of all samples.
 
@@ -76,13 +75,10 @@ class Integrator:
       requires it.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device; with a symbolic
       B, for those of one example.
-    implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
-      first, or if the method is exact and the projection linear (HET-XL). They are for TPUs and
-      NVIDIA GPUs, those of the exact method for TPUs only; other devices interpret them, slowly.
     sampler: source of the normals: 'sobol', 'iid', 'antithetic' (`samplers.SAMPLERS`), or a
       function of that signature.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
-      `chunk_bytes` and `implementation`, affect samples only.
+      `chunk_bytes`, affect samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
@@ -100,7 +96,6 @@ class Integrator:
   order: str = 'auto'
   chunk_size: int | None = None
   chunk_bytes: int = 2**28
-  implementation: str = 'xla'
   sampler: str | samplers.Sampler = 'sobol'
   method: str = 'auto'
   rotate: bool = True
@@ -112,7 +107,7 @@ class Integrator:
       value = getattr(self, name)
       if value is not None and value < 1:
         raise ValueError(f'Integrator.{name}={value} must be at least 1')
-    choices = {'order': ORDERS, 'implementation': IMPLEMENTATIONS, 'method': METHODS}
+    choices = {'order': ORDERS, 'method': METHODS}
     for name, known in choices.items():
       if getattr(self, name) not in known:
         raise ValueError(
@@ -253,24 +248,16 @@ class Integrator:
 
   def _one_pass(self, plan, samples, link):
     """The loss of projected factors, (draws, target) -> log p; None if there is none."""
-    if not plan.project_first:
+    if not plan.project_first or (link == 'softmax' and plan.placement.vocab is not None):
       return None
-    is_fused = self.implementation == 'pallas' and samples.mean.dtype == jnp.float32
-    if not is_fused and link == 'softmax' and plan.placement.vocab is not None:
-      return None
-    if is_fused:
-      plan = fused.plan_calls(plan)
     _say_once(
       f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
-      f'at a time, by {"fused kernels" if is_fused else "XLA"}'
+      'at a time'
     )
-    if is_fused:
-      return functools.partial(fused.LOSSES[link], plan, *samples.rows())
     return functools.partial(estimate.one_pass, link, plan, samples)
 
   def _marginals(self, logits):
-    is_fused = self.implementation == 'pallas' and logits.location.dtype == jnp.float32
-    return exact.marginals(logits, self.chunk_bytes, is_fused)
+    return exact.marginals(logits, self.chunk_bytes)
 
   def _is_exact(self, logits):
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)
@@ -347,7 +334,7 @@ class Integrator:
   def _num_rows(self, logits):
     """Values per example and class that a tile has at one time."""
     if logits.covariance is None:
-      return 1
+      return 2
     if isinstance(logits.projection, Hashed):
       return LOCATION_ROWS
     if logits.link == 'sigmoid':
