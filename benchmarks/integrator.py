@@ -16,6 +16,12 @@ less: the exact method for a sigmoid, the fewest Sobol points, from `MIN_TILTED`
 --noises 0.5,1,2 repeats it with the noise scaled to these standard deviations of the logits over
 tau.
 
+    python benchmarks/integrator.py --classes 1000000 [--heads det,het_h,het_xl] [--memory_only]
+
+From `MANY_CLASSES` on there is no paper's procedure to compare with. A row is then our loss and
+gradient with all classes at one time, or in tiles of --class_tile classes.
+What needs more than --limit_gb is not run, and has no seconds; with --memory_only nothing is.
+
 Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
 --samples 1,16 --repeats 1.
 """
@@ -28,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from command_line import add_clock, integers, make_parser, names, report
 
+from het_plugin import heads
 from het_plugin.heads import class_buckets
 from het_plugin.integrate import (
-  IMPLEMENTATIONS,
   LINKS,
   SAMPLERS,
   GaussianLogits,
@@ -44,10 +50,11 @@ from het_plugin.integrate import (
 from het_plugin.integrate.exact import marginals
 from het_plugin.integrate.integrator import MIN_TILTED, multi_hot
 
-HEADS = ('het', 'het_h', 'het_xl')
+HEADS = ('det', 'het', 'het_h', 'het_xl')
 CLIP = 1e-7  # of the reference implementation's probabilities
 REFERENCE_SAMPLES = 2**14
 PAPER_SAMPLES = 1000
+MANY_CLASSES = 100_000
 EXPONENTIALS = 32  # a loaded value, where their rate is measured
 
 
@@ -187,7 +194,7 @@ def time_in_turns(functions, arguments, repeats, clock=time.perf_counter):
   return [statistics.median(times) for times in seconds]
 
 
-def compare(args, head, link, implementation, method, num_samples, rates, log_prob):
+def compare(args, head, link, method, num_samples, rates, log_prob):
   """One row: both sides' seconds and temporary bytes, how many times ours are smaller, and the part
   of our seconds that the bound explains.
   """
@@ -195,9 +202,7 @@ def compare(args, head, link, implementation, method, num_samples, rates, log_pr
   labels = jnp.arange(args.batch, dtype=jnp.int32)[:, None] % args.classes
   arguments = (x, labels, jax.random.key(1))
   buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
-  integrator = Integrator(
-    num_samples, sampler=args.sampler, implementation=implementation, method=method
-  )
+  integrator = Integrator(num_samples, sampler=args.sampler, method=method)
   ours = compile_loss(our_loss(head, link, integrator, buckets, args.shared_draws), *arguments)
   reference = compile_loss(reference_loss(head, link, num_samples, buckets), *arguments)
   seconds, reference_seconds = time_in_turns((ours, reference), arguments, args.repeats, args.clock)
@@ -211,7 +216,6 @@ def compare(args, head, link, implementation, method, num_samples, rates, log_pr
     r=args.factors,
     s=num_samples,
     sampler=args.sampler,
-    implementation=implementation,
     method=method,
     rmse=rmse_of(args, head, link, integrator, buckets, log_prob, args.trials),
     seconds=seconds,
@@ -260,20 +264,6 @@ def bound_seconds(args, head, num_samples, rates):
   return exponentials / rates[0] + flops / rates[1]
 
 
-def print_kernels(rows):
-  """Fused kernels over XLA, where both were measured."""
-  rows = (row for row in rows if row['method'] == 'sample')
-  of = {(r['head'], r['link'], r['s'], r['implementation']): r for r in rows}
-  for (head, link, s, implementation), xla in of.items():
-    if implementation == 'xla' and (fused := of.get((head, link, s, 'pallas'))):
-      time_ratio = xla['seconds'] / fused['seconds']
-      memory_ratio = xla['temp_bytes'] / fused['temp_bytes']
-      print(
-        f'{head}, {link}, S = {s}: fused kernels {time_ratio:.2f} times as fast as XLA in '
-        f'{memory_ratio:.2f} times less memory'
-      )
-
-
 def equal_accuracy(args, head, link):
   """One row: seconds until our RMSE is that of 1000 independent samples, and the paper's."""
   x = make_arguments(args, head)
@@ -285,7 +275,7 @@ def equal_accuracy(args, head, link):
   target = rmse_of(args, head, link, paper, buckets, log_prob, args.trials)
   num_samples = MIN_TILTED  # fewer Sobol points are not tilted; for a sigmoid none are drawn
   while True:
-    integrator = Integrator(num_samples, sampler='sobol', implementation=args.implementations[0])
+    integrator = Integrator(num_samples, sampler='sobol')
     error = rmse_of(args, head, link, integrator, buckets, log_prob, args.trials)
     if error <= target:
       break
@@ -306,25 +296,84 @@ def equal_accuracy(args, head, link):
   )
 
 
+def module_of(args, head, link, num_classes):
+  """The head, as users have it."""
+  if head == 'det':
+    return heads.Det(num_classes, link=link)
+  kind = {'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}[head]
+  return kind(num_classes, link=link, num_factors=args.factors)
+
+
+def many_classes(args, head, link, num_classes, is_tiled):
+  """One row of a head's loss and gradient by its parameters and phi."""
+  module = module_of(args, head, link, num_classes)
+  # Without an end of its budget, `Integrator` takes all classes at one time.
+  tiles = {'class_tile': args.class_tile} if is_tiled else {'chunk_bytes': 2**50}
+  integrator = Integrator(args.samples[0], chunk_size=32, **tiles)
+
+  def loss(params, phi, labels, key):
+    logits = module.apply({'params': params}, phi)
+    return integrator.nll(logits, labels, example_keys(key, jnp.arange(len(labels)))).mean()
+
+  phi = jax.ShapeDtypeStruct((args.batch, args.dim), jnp.float32)
+  params = jax.eval_shape(module.init, jax.random.key(0), phi)['params']
+  labels = jnp.arange(args.batch, dtype=jnp.int32) * 7 % num_classes
+  value_and_gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
+  compiled = value_and_gradient.lower(params, phi, labels, jax.random.key(1)).compile()
+  temp = compiled.memory_analysis().temp_size_in_bytes
+  seconds = float('nan')
+  if not args.memory_only and temp < args.limit_gb * 1e9:
+    phi = jnp.asarray(np.random.default_rng(0).normal(size=phi.shape), jnp.float32)
+    params = module.init(jax.random.key(0), phi)['params']
+    arguments = params, phi, labels, jax.random.key(1)
+    (seconds,) = time_in_turns([compiled], arguments, args.repeats, args.clock)
+  return dict(
+    head=head,
+    link=link,
+    b=args.batch,
+    d=args.dim,
+    k=num_classes,
+    r=args.factors,
+    s=args.samples[0],
+    tiled=is_tiled,
+    seconds=seconds,
+    temp_bytes=temp,
+  )
+
+
+def compare_tiles(args):
+  args.dim, args.batch, args.factors = args.dim or 64, args.batch or 32, args.factors or 15
+  args.samples = args.samples or [64]
+  rows = [
+    many_classes(args, head, link, num_classes, is_tiled)
+    for head in args.heads
+    for link in args.links
+    for num_classes in args.classes
+    # HET's noise is itself [B, K].
+    for is_tiled in ((False,) if head == 'het' else (False, True))
+  ]
+  report(args.json, rows)
+  least = min(rows, key=lambda row: row['temp_bytes'])
+  print(
+    f'least temporary memory: {least["temp_bytes"] / 1e6:.1f} MB ({least["head"]}, '
+    f'{least["link"]}, K = {least["k"]}, {"in tiles" if least["tiled"] else "all classes at once"})'
+  )
+
+
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--heads', type=names(HEADS), default=['het_xl'], help=','.join(HEADS))
   parser.add_argument('--links', type=names(LINKS), default=['softmax'], help=','.join(LINKS))
   parser.add_argument(
-    '--samples', type=integers, default=[1, 16, 64, 256, 1000], help='values of S'
+    '--samples', type=integers, help='values of S; 1,16,64,256,1000, or 64 for many classes'
   )
-  parser.add_argument('--batch', type=int, default=8, help='examples B')
-  parser.add_argument('--dim', type=int, default=1024, help='pre-logits D')
-  parser.add_argument('--classes', type=int, default=5000, help='classes K')
-  parser.add_argument('--factors', type=int, default=50, help='factors R')
-  parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of our side')
+  parser.add_argument('--batch', type=int, help='examples B; 8, or 32 for many classes')
+  parser.add_argument('--dim', type=int, help='pre-logits D; 1024, or 64 for many classes')
   parser.add_argument(
-    '--implementations',
-    type=names(IMPLEMENTATIONS),
-    default=['xla'],
-    help='of our side: xla, or the fused kernels pallas, or both, which are then compared; a CPU '
-    'interprets the kernels and their seconds mean nothing',
+    '--classes', type=integers, default=[5000], help='classes K; several if there are many'
   )
+  parser.add_argument('--factors', type=int, help='factors R; 50, or 15 for many classes')
+  parser.add_argument('--sampler', choices=SAMPLERS, default='iid', help='of our side')
   parser.add_argument(
     '--shared_draws', action='store_true', help='our examples share the normals of a step'
   )
@@ -343,10 +392,29 @@ def main():
     type=lambda text: [float(x) for x in text.split(',')],
     help='standard deviations of the logits over tau, for --equal_accuracy; else as it is drawn',
   )
+  parser.add_argument(
+    '--class_tile', type=int, default=512, help='of many classes: those of a tile'
+  )
+  parser.add_argument(
+    '--memory_only', action='store_true', help='of many classes: compile, and run nothing'
+  )
+  parser.add_argument(
+    '--limit_gb', type=float, default=4.0, help='of many classes: run what takes less memory'
+  )
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   args = parser.parse_args()
   if args.noises and not args.equal_accuracy:
     parser.error('--noises needs --equal_accuracy')
+  if max(args.classes) >= MANY_CLASSES:
+    if args.equal_accuracy:
+      parser.error(f'--equal_accuracy needs fewer than {MANY_CLASSES:,} --classes')
+    compare_tiles(args)
+    return
+  if len(args.classes) > 1 or 'det' in args.heads:
+    parser.error(f'several --classes, and the head det, need --classes of {MANY_CLASSES:,} or more')
+  (args.classes,) = args.classes
+  args.dim, args.batch, args.factors = args.dim or 1024, args.batch or 8, args.factors or 50
+  args.samples = args.samples or [1, 16, 64, 256, 1000]
   args.noise = None
   if args.equal_accuracy:
     rows = []
@@ -364,13 +432,11 @@ def main():
     buckets = jnp.asarray(class_buckets(args.classes, args.dim, 0))
     for link in args.links:
       log_prob = reference_log_prob(args, head, link, buckets)
-      for name in args.implementations:
-        samples = [('sample', s) for s in args.samples]
-        if link == 'sigmoid' and name == 'xla':  # against the paper's procedure with its own S
-          samples.append(('exact', PAPER_SAMPLES))
-        rows += [compare(args, head, link, name, *of, rates, log_prob) for of in samples]
+      samples = [('sample', s) for s in args.samples]
+      if link == 'sigmoid':  # against the paper's procedure with its own S
+        samples.append(('exact', PAPER_SAMPLES))
+      rows += [compare(args, head, link, *of, rates, log_prob) for of in samples]
   report(args.json, rows)
-  print_kernels(rows)
   last = max((row for row in rows if row['method'] == 'sample'), key=lambda row: row['s'])
   worst = min(rows, key=lambda row: row['time_ratio'])
   print(

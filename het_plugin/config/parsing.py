@@ -84,6 +84,8 @@ def parse_config(
     raise
   except ValueError as error:
     what, _, where = str(error).partition('\n')
+    if gone := _removed(what):
+      raise ValueError(f'{gone}\n{where}') from error
     if similar := _similar(what):
       raise ValueError(f'{what.rstrip(".")}: did you mean {similar}?\n{where}') from error
     raise
@@ -112,6 +114,13 @@ def _instead_of(file: str) -> str:
     return f'; {ours} comes with the package'
   names = sorted(path.stem for path in Path(resolve(ours)).parent.glob('*.gin'))
   return f': choose from {", ".join(names)}' if names else ''
+
+
+def _removed(message: str) -> str | None:
+  """What to do, where gin does not know a parameter because it is gone."""
+  match = re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message)
+  setting = f'{match[1].rpartition(".")[2]}.{match[2]}' if match else None
+  return f'{setting}: {what}' if (what := registry.removed().get(setting)) else None
 
 
 def _similar(message: str) -> str | None:

@@ -108,7 +108,13 @@ class Classifier(nn.Module):
     location = matmul(phi, kernel, self.dtype) + bias
     return partitioning.with_sharding_constraint(location, ('batch', 'vocab'))
 
-  def gaussian(self, location: jax.Array, covariance: LowRank | None, projection) -> GaussianLogits:
+  def gaussian(
+    self,
+    location: jax.Array,
+    covariance: LowRank | None,
+    projection,
+    location_from: Linear | None = None,
+  ) -> GaussianLogits:
     return GaussianLogits(
       location,
       covariance,
@@ -116,6 +122,7 @@ class Classifier(nn.Module):
       self.own_temperature(),
       num_classes=self.num_classes,
       link=self.link,
+      location_from=location_from,
     )
 
 
@@ -134,7 +141,9 @@ class Det(Classifier):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits without noise."""
     self.check(phi)
-    return self.gaussian(self.location(phi, self.kernel(phi), self.bias()), None, None)
+    kernel, bias = self.kernel(phi), self.bias()
+    linear = Linear(kernel.astype(self.dtype), phi, bias)
+    return self.gaussian(self.location(phi, kernel, bias), None, None, linear)
 
 
 class Heteroscedastic(Classifier):
@@ -278,11 +287,14 @@ class HetH(Heteroscedastic):
   def __call__(self, phi: jax.Array) -> GaussianLogits:
     """phi [B, D] -> logits W^T phi + b + (z F(x))[h(k)]."""
     self.check(phi)
-    location = self.location(phi, self.kernel(phi), self.bias())
+    kernel, bias = self.kernel(phi), self.bias()
+    location = self.location(phi, kernel, bias)
     noise_dim = self.unpadded_noise_dim(phi.shape[-1])
     covariance, mean = self.make_covariance(noise_dim, 'noise', name='covariance')(phi)
     projection = Hashed(jnp.asarray(self.buckets(phi.shape[-1])))
-    return self.gaussian(_shift(location, mean, projection), covariance, projection)
+    # With a factor bias the location has the mean of the noise, too.
+    linear = Linear(kernel.astype(self.dtype), phi, bias) if mean is None else None
+    return self.gaussian(_shift(location, mean, projection), covariance, projection, linear)
 
 
 @struct.dataclass
@@ -391,7 +403,8 @@ class HetXL(Heteroscedastic):
     noise_kernel = parameter('noise_kernel', init, shape, ('noise', 'vocab'))
     projection = Linear(noise_kernel.astype(self.dtype))
     location = _shift(self.location(phi, kernel, bias), mean, projection)
-    return self.gaussian(location, covariance, projection)
+    linear = Linear(kernel.astype(self.dtype), phi, bias) if mean is None else None
+    return self.gaussian(location, covariance, projection, linear)
 
   def _opaque(self, get_logits, phi, covariance):
     location = get_logits(phi)

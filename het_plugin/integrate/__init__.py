@@ -14,7 +14,6 @@ from het_plugin.integrate.gaussian import (
   project,
 )
 from het_plugin.integrate.integrator import (
-  IMPLEMENTATIONS,
   METHODS,
   ORDERS,
   Integrator,
@@ -32,6 +31,7 @@ from het_plugin.integrate.samplers import (
   shared_key,
   sobol,
 )
+from het_plugin.integrate.tiles import top_class
 
 CONFIGURABLES = {
   'analytic': ('Analytic',),
@@ -41,13 +41,17 @@ CONFIGURABLES = {
 # Settings that may change between two starts of a run without changing its results
 # (config/changes.py).
 SAME_RESULTS = (
-  *('Integrator.order', 'Integrator.implementation'),
+  *('Integrator.order', 'Integrator.class_tile'),
   *('Integrator.chunk_size', 'Integrator.chunk_bytes'),
 )
+# Settings that are gone without a change of results, and what to do about a configuration that
+# binds them.
+REMOVED = {
+  'Integrator.implementation': 'the fused kernels are gone: leave it out',
+}
 
 __all__ = [
   'ESTIMATORS',
-  'IMPLEMENTATIONS',
   'LINKS',
   'METHODS',
   'ORDERS',
@@ -76,5 +80,6 @@ __all__ = [
   'sobol',
   'symmetric_nll',
   'taylor',
+  'top_class',
   'unit_length',
 ]

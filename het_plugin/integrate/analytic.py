@@ -180,7 +180,7 @@ class Analytic:
 
 def _mirrored(logits, sign):
   """Logits whose p(y_k = 1) is p(y_k = 0) of these where `sign` [B, Kp] is -1."""
-  logits = dataclasses.replace(logits, location=sign * logits.location)
+  logits = dataclasses.replace(logits, location=sign * logits.location, location_from=None)
   if isinstance(logits.projection, Linear):  # the location is not phi W + bias any more
     logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
   return logits

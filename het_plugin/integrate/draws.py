@@ -132,10 +132,15 @@ def find_tilt(
     curvature = slope + jnp.sum(p * jnp.square(along), axis=-1, keepdims=True)
     length = slope / jnp.where(curvature > 0, curvature, 1.0)
     mean, u = mean + length * step, u + length * along
+  shrink = shrink_of_tilt(mean)
+  return jax.lax.stop_gradient((mean * shrink, location + shrink * (u - location)))
+
+
+def shrink_of_tilt(mean: jax.Array) -> jax.Array:
+  """The factor [B, 1] that makes means [B, T] no longer than `MAX_TILT`."""
   # The weights of a long m vary much where the mode is not the only one.
   size = jnp.linalg.norm(mean, axis=-1, keepdims=True)
-  shrink = jnp.minimum(1.0, MAX_TILT / jnp.where(size > 0, size, 1.0))
-  return jax.lax.stop_gradient((mean * shrink, location + shrink * (u - location)))
+  return jnp.minimum(1.0, MAX_TILT / jnp.where(size > 0, size, 1.0))
 
 
 def fit(
@@ -152,18 +157,12 @@ def fit(
     location: location + m G [B, K], as `find_tilt` returns it.
     label: int32 [B].
   """
-  if (mean := draws.mean) is None:
-    raise ValueError('fit: the draws need a mean; call find_tilt first')
-  num_normals = mean.shape[1]
-  left, right = find_rotation(to_logits, location, num_normals, num_rounds=1)
-  count = right.shape[1]
-  axes = jnp.eye(count, num_normals, dtype=mean.dtype) - left[:, :count] @ right  # [B, m, T]
+  mean = mean_of(draws)
+  axes = leading_axes(find_rotation(to_logits, location, mean.shape[1], num_rounds=1), mean.dtype)
   noise = to_logits(axes)
   # A softmax ignores what all logits share.
   noise -= jnp.sum(jax.nn.softmax(location)[:, None] * noise, axis=-1, keepdims=True)
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
-  points = sobol(jax.random.key(0)[None], jnp.arange(NUM_FIT_POINTS), count).astype(mean.dtype)
-  start = jnp.einsum('bmt,bt->bm', axes, mean)
 
   def expectations(at):
     """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], for at [B, s, m]."""
@@ -173,6 +172,32 @@ def fit(
     second = jnp.einsum('bmk,bnk->bmn', noise * average[:, None], noise)
     return gradient, second - jnp.einsum('bsm,bsn->bmn', along, along) / at.shape[1]
 
+  return fit_along(draws, axes, expectations)
+
+
+def mean_of(draws: Draws) -> jax.Array:
+  """The mean [B, T]; ValueError if there is none."""
+  if draws.mean is None:
+    raise ValueError('fit: the draws need a mean; call find_tilt first')
+  return draws.mean
+
+
+def leading_axes(rotation: tuple[jax.Array, jax.Array], dtype: jnp.dtype) -> jax.Array:
+  """The first m columns of U as rows [B, m, T]."""
+  left, right = rotation
+  count, num_normals = right.shape[1:]
+  return jnp.eye(count, num_normals, dtype=dtype) - left[:, :count] @ right
+
+
+def fit_along(
+  draws: Draws,
+  axes: jax.Array,
+  expectations: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> Draws:
+  """The fit in the span of axes [B, m, T], from the expectations that `fit` defines."""
+  mean, count = mean_of(draws), axes.shape[1]
+  points = sobol(jax.random.key(0)[None], jnp.arange(NUM_FIT_POINTS), count).astype(mean.dtype)
+  start = jnp.einsum('bmt,bt->bm', axes, mean)
   offset = jnp.zeros_like(start)  # of q's mean from m
   _, curvature = expectations(offset[:, None])
   size, basis = jnp.linalg.eigh(curvature)
@@ -209,16 +234,29 @@ def find_rotation(
     num_normals: T.
     num_rounds: of subspace iteration.
   """
-  count = min(NUM_DIRECTIONS, num_normals)
   p = jax.nn.softmax(location)[:, None]
-  with jax.ensure_compile_time_eval():  # a constant of the program, which then needs no keys
-    start = jax.random.normal(jax.random.key(0), (count, num_normals), jnp.float32)
-  # Varying, as in `find_tilt`.
-  directions = start.astype(location.dtype) + jnp.zeros_like(location[:, :1, None])
-  for _ in range(num_rounds):
+
+  def multiply(directions):
     noise, pull = jax.vjp(to_logits, directions)
     weighted = p * (noise - jnp.sum(p * noise, axis=-1, keepdims=True))
-    (directions,) = pull(weighted - p * weighted.sum(axis=-1, keepdims=True))
+    return pull(weighted - p * weighted.sum(axis=-1, keepdims=True))[0]
+
+  # Varying, as in `find_tilt`.
+  return rotation_of(multiply, jnp.zeros_like(location[:, :1, None]), num_normals, num_rounds)
+
+
+def rotation_of(
+  multiply: Callable[[jax.Array], jax.Array], zero: jax.Array, num_normals: int, num_rounds: int
+) -> tuple[jax.Array, jax.Array]:
+  """The rotation of `Draws` from products with the covariance A: multiply(directions [B, m, T]);
+  zero [B, 1, 1] has the dtype.
+  """
+  count = min(NUM_DIRECTIONS, num_normals)
+  with jax.ensure_compile_time_eval():  # a constant of the program, which then needs no keys
+    start = jax.random.normal(jax.random.key(0), (count, num_normals), jnp.float32)
+  directions = start.astype(zero.dtype) + zero
+  for _ in range(num_rounds):
+    directions = multiply(directions)
     largest = jnp.abs(directions).max(axis=(1, 2), keepdims=True)
     directions /= jnp.where(largest > 0, largest, 1.0)
   return jax.lax.stop_gradient(_reflections(directions))

@@ -22,14 +22,13 @@ relative (tests).
 
 import functools
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from het_plugin.integrate import fused, placement
-from het_plugin.integrate.gaussian import GaussianLogits, Linear, apply_projection
+from het_plugin.integrate import placement
+from het_plugin.integrate.gaussian import GaussianLogits, Linear, LowRank, apply_projection
 
 # p_i and s_i, ascending in s_i. Fitted by reweighted least squares on x in [0, 44], and to the
 # second derivative on x in [0, 2.5].
@@ -186,9 +185,7 @@ def _erfcx(x):
   return g / (1.0 + 2.0 * x)
 
 
-def marginals(
-  logits: GaussianLogits, chunk_bytes: int, is_fused: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def marginals(logits: GaussianLogits, chunk_bytes: int) -> tuple[jax.Array, jax.Array]:
   """Mean and variance [B, Kp] of the logits over tau; any covariance, no opaque projection.
 
   The variance of class k is the sum over factors of their squares in logit space. It costs B Kp
@@ -196,8 +193,7 @@ def marginals(
   with a linear projection. In that case the projected factors [B, R, Kp] are kept for the backward
   pass if they fit into an eighth of `chunk_bytes` per device. Otherwise groups of factors of that
   size are projected one after the other, in both directions, and only the last one is kept. A group
-  needs no communication with other devices. With `is_fused`, devices other than NVIDIA GPUs project
-  in a fused kernel, which keeps none and has first derivatives only.
+  needs no communication with other devices.
   """
   inverse = 1.0 / logits.temperature
   mean = logits.location * inverse
@@ -205,23 +201,19 @@ def marginals(
     return mean, jnp.zeros_like(mean)
   noise, projection = logits.covariance.scaled(inverse), logits.projection
   if isinstance(projection, Linear):
-    arguments = noise, projection, mean, inverse
-    by_xla = functools.partial(_projected_marginals, _by_xla, chunk_bytes)
-    if not is_fused:
-      return by_xla(*arguments)
-    kernel = functools.partial(
-      fused.last_and_squares, placement.Placement.current(logits.location.shape[0])
-    )
-    by_kernel = functools.partial(_projected_marginals, kernel, sys.maxsize)
-    return jax.lax.platform_dependent(*arguments, cuda=by_xla, default=by_kernel)
+    return _projected_marginals(chunk_bytes, noise, projection, mean, inverse)
+  return mean, apply_projection(projection, variances(noise)[:, None])[:, 0]
+
+
+def variances(noise: LowRank) -> jax.Array:
+  """Var(eps_q), [B, Q]."""
   variance = jnp.square(noise.loading).sum(-2)  # [Q] where all examples share J, or [B, Q]
   if noise.scale is not None:
     variance = variance * jnp.square(noise.scale)
-  variance = variance + jnp.square(noise.diag)
-  return mean, apply_projection(projection, variance[:, None])[:, 0]
+  return variance + jnp.square(noise.diag)
 
 
-def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean, inverse):
+def _projected_marginals(chunk_bytes, noise, projection, mean, inverse):
   limit = max(1, chunk_bytes // BUDGET_SHARE // placement.bytes_per_device(mean))
   num_groups = -(-noise.num_factors // limit)
   size = -(-noise.num_factors // num_groups)
@@ -232,7 +224,7 @@ def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean,
     rows.append(noise.diag[:, None])
   phi = jnp.zeros_like(noise.diag) if projection.phi is None else projection.phi * inverse
   rows = jnp.concatenate([*rows, phi[:, None]], axis=1)
-  of_phi, variance = last_and_squares(rows, projection.kernel)
+  of_phi, variance = last_and_squares(_product(rows, projection.kernel))
   if projection.phi is not None:
     mean = of_phi + projection.bias * inverse
   if noise.remainder == 'diag':
@@ -245,10 +237,8 @@ def _projected_marginals(last_and_squares, chunk_bytes, noise, projection, mean,
   return mean, variance
 
 
-def _by_xla(x, kernel):
-  """`_last_and_squares` of x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which
-  avoids copies.
-  """
+def _product(x, kernel):
+  """x [B, T, Q] times W [Q, Kp]; on a CPU as a product of matrices, which avoids copies."""
 
   def as_matrices(x, kernel):
     return apply_projection(Linear(kernel), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
@@ -256,23 +246,22 @@ def _by_xla(x, kernel):
   def in_general(x, kernel):
     return apply_projection(Linear(kernel), x)
 
-  rows = jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
-  return _last_and_squares(rows)
+  return jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=in_general)
 
 
 @jax.custom_jvp
-def _last_and_squares(rows):
+def last_and_squares(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The last row, and the sum of the others' squares, [B, Kp] of [B, T, Kp]."""
   return rows[:, -1], jnp.square(rows[:, :-1]).sum(1)
 
 
-@_last_and_squares.defjvp
+@last_and_squares.defjvp
 def _last_and_squares_jvp(primals, tangents):
   # Sums under a mask, whose transpose is one array [B, T, Kp]; that of slices is three.
   (rows,), (tangent,) = primals, tangents
   is_noise = (jnp.arange(rows.shape[1]) < rows.shape[1] - 1)[:, None]
   of_squares = jnp.where(is_noise, 2.0 * rows * tangent, 0.0).sum(1)
-  return _last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
+  return last_and_squares(rows), (jnp.where(is_noise, 0.0, tangent).sum(1), of_squares)
 
 
 def _streamed_variance(scale, loading, kernel, size):

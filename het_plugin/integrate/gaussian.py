@@ -125,6 +125,9 @@ class GaussianLogits:
     temperature: tau, a float32 scalar: probabilities are link(logits / tau).
     num_classes: K <= Kp; classes from K on are padding.
     link: 'softmax' or 'sigmoid'.
+    location_from: phi, W and bias of a location phi W + bias. Losses in tiles make it of a range of
+      classes from them, and never read `location`, which `jax.jit` then does not compute. None if
+      they are not known, or are those of the projection.
   """
 
   location: jax.Array
@@ -133,6 +136,7 @@ class GaussianLogits:
   temperature: jax.Array
   num_classes: int = struct.field(pytree_node=False)
   link: str = struct.field(pytree_node=False, default='softmax')
+  location_from: Linear | None = None
 
   @property
   def noise(self) -> LowRank:
@@ -181,9 +185,8 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
     lambda x: jnp.asarray(x, dtype), (logits.location, logits.covariance, logits.temperature)
   )
   projection = logits.projection
-  if isinstance(projection, Linear) and projection.phi is not None:
-    phi, bias = jnp.asarray(projection.phi, dtype), jnp.asarray(projection.bias, dtype)
-    projection = dataclasses.replace(projection, phi=phi, bias=bias)
+  if isinstance(projection, Linear):
+    projection = _checked_linear(projection, dtype)
   elif isinstance(projection, Opaque):
     projection = dataclasses.replace(projection, phi=jnp.asarray(projection.phi, dtype))
   return dataclasses.replace(
@@ -192,7 +195,15 @@ def checked(logits: GaussianLogits) -> GaussianLogits:
     covariance=covariance,
     projection=projection,
     temperature=temperature,
+    location_from=_checked_linear(logits.location_from, dtype),
   )
+
+
+def _checked_linear(linear, dtype):
+  if linear is None or linear.phi is None:
+    return linear
+  phi, bias = jnp.asarray(linear.phi, dtype), jnp.asarray(linear.bias, dtype)
+  return dataclasses.replace(linear, phi=phi, bias=bias)
 
 
 def is_valid(logits: GaussianLogits) -> jax.Array:

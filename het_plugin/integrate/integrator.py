@@ -3,20 +3,34 @@
 import dataclasses
 import functools
 import logging
+import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from het_plugin.integrate import estimate, exact, fused, samplers
+from het_plugin.integrate import estimate, exact, samplers, tiled_draws, tiled_losses
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
-from het_plugin.integrate.gaussian import GaussianLogits, Opaque, checked, is_valid, masked
-from het_plugin.integrate.order import make_plan
+from het_plugin.integrate.gaussian import (
+  GaussianLogits,
+  Hashed,
+  Opaque,
+  checked,
+  is_valid,
+  masked,
+)
+from het_plugin.integrate.order import MAX_CHUNK, make_plan, placement_of
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.samples import Constants, samples_of
+from het_plugin.integrate.tiles import (
+  Tiling,
+  factors_over_tau,
+  has_source,
+  source_of,
+  tile_size,
+)
 
-IMPLEMENTATIONS = ('xla', 'pallas')
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 # From `MIN_TILTED` Sobol points on, a loss is tilted, which costs as much as four samples.
@@ -24,6 +38,8 @@ ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 # which costs as much as a dozen samples.
 MIN_ROTATED = 32
 MIN_TILTED = 8
+# Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
+LOCATION_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Integrator:
   Results have the dtype of the location, float32 or wider, and so have all numbers on the way. The
   batch size may be symbolic (`jax.export`).
 
-  All results are differentiable; those of fused kernels once. First derivatives stream over
+  All results are differentiable. First derivatives stream over
   samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
   mode keeps the logits of all samples.
 
@@ -59,13 +75,10 @@ class Integrator:
       requires it.
     chunk_bytes: budget for the logits [B, s, Kp] of one chunk, in bytes per device; with a symbolic
       B, for those of one example.
-    implementation: 'xla', or 'pallas' for fused kernels (`kernels`) if a float32 loss projects
-      first, or if the method is exact and the projection linear (HET-XL). They are for TPUs and
-      NVIDIA GPUs, those of the exact method for TPUs only; other devices interpret them, slowly.
     sampler: source of the normals: 'sobol', 'iid', 'antithetic' (`samplers.SAMPLERS`), or a
       function of that signature.
     method: 'exact', 'sample', or 'auto' for exact where that exists. The attributes above, except
-      `chunk_bytes` and `implementation`, affect samples only.
+      `chunk_bytes`, affect samples only.
     rotate: whether `MIN_ROTATED` or more samples of 'sobol' are rotated so that their leading
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
@@ -73,24 +86,28 @@ class Integrator:
       around the noise that explains the label, and weights them accordingly; fewer than
       `MIN_ROTATED` also take the covariance of that noise (`draws`). Applies to the same logits;
       unbiased as well.
+    class_tile: classes whose logits a loss has at one time, for DET, HET-H and HET-XL: memory is
+      then independent of K, and every logit is computed twice. None takes all classes at one time
+      if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of
+      `chunk_bytes` otherwise. A sampled sigmoid, HET and opaque logits have no tiles.
   """
 
   num_samples: int = 64
   order: str = 'auto'
   chunk_size: int | None = None
   chunk_bytes: int = 2**28
-  implementation: str = 'xla'
   sampler: str | samplers.Sampler = 'sobol'
   method: str = 'auto'
   rotate: bool = True
   tilt: bool = True
+  class_tile: int | None = None
 
   def __post_init__(self):
     for name in ('num_samples', 'chunk_size', 'chunk_bytes'):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise ValueError(f'Integrator.{name}={value} must be at least 1')
-    choices = {'order': ORDERS, 'implementation': IMPLEMENTATIONS, 'method': METHODS}
+    choices = {'order': ORDERS, 'method': METHODS}
     for name, known in choices.items():
       if getattr(self, name) not in known:
         raise ValueError(
@@ -101,15 +118,22 @@ class Integrator:
         f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
+    if self.class_tile is not None and not (
+      isinstance(self.class_tile, numbers.Integral) and self.class_tile >= 1
+    ):
+      raise ValueError(
+        f'Integrator.class_tile={self.class_tile!r} must be a whole number of classes, at least 1, '
+        'or None'
+      )
 
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':
-    """The same with `samplers.FixedPoints`, which all examples share, and without kernels.
+    """The same with `samplers.FixedPoints`, which all examples share.
 
     Results are those of the key [1] `shared_key(jax.random.key(seed))`. A program that is exported
     then makes no random numbers.
     """
     points = samplers.FixedPoints(self._sampler, self.num_samples, seed)
-    return dataclasses.replace(self, sampler=points, implementation='xla')
+    return dataclasses.replace(self, sampler=points)
 
   @property
   def _sampler(self) -> samplers.Sampler:
@@ -145,6 +169,8 @@ class Integrator:
       listed = labels >= 0
       log_p = self._log_softmax_at(logits, labels, keys)  # [B, L]
       nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+    elif (tiling := self._tiling(logits)) is not None:
+      nll = self._tiled_sigmoid_nll(tiling, logits, labels)
     else:
       on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
       sign = jnp.where(on, 1.0, -1.0).astype(logits.location.dtype)
@@ -233,6 +259,8 @@ class Integrator:
 
   def _log_softmax_at(self, logits, labels, keys):
     """log p [B, L] at labels [B, L]; undefined at padding."""
+    if (tiling := self._tiling(logits)) is not None:
+      return self._tiled_log_softmax_at(tiling, logits, labels, keys)
     if logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
@@ -257,24 +285,16 @@ class Integrator:
 
   def _one_pass(self, plan, samples, link):
     """The loss of projected factors, (draws, target) -> log p; None if there is none."""
-    if not plan.project_first:
+    if not plan.project_first or (link == 'softmax' and plan.placement.vocab is not None):
       return None
-    is_fused = self.implementation == 'pallas' and samples.mean.dtype == jnp.float32
-    if not is_fused and link == 'softmax' and plan.placement.vocab is not None:
-      return None
-    if is_fused:
-      plan = fused.plan_calls(plan)
     _say_once(
       f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
-      f'at a time, by {"fused kernels" if is_fused else "XLA"}'
+      'at a time'
     )
-    if is_fused:
-      return functools.partial(fused.LOSSES[link], plan, *samples.rows())
     return functools.partial(estimate.one_pass, link, plan, samples)
 
   def _marginals(self, logits):
-    is_fused = self.implementation == 'pallas' and logits.location.dtype == jnp.float32
-    return exact.marginals(logits, self.chunk_bytes, is_fused)
+    return exact.marginals(logits, self.chunk_bytes)
 
   def _is_exact(self, logits):
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)
@@ -287,6 +307,23 @@ class Integrator:
 
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
+    plan = self._plan(logits, keys, self.chunk_size)
+    samples, buckets = samples_of(logits, plan.project_first)
+    draws = Draws(keys)
+    if self._is_refined(logits):
+      to_logits = functools.partial(samples.noise_of, buckets=buckets)
+      location, num_normals = _deterministic(logits), samples.num_normals
+      if label is not None and self._is_tilted:
+        mean, location = find_tilt(to_logits, location, label, num_normals)
+        draws = dataclasses.replace(draws, mean=mean)
+        if self.num_samples < MIN_ROTATED:
+          draws = fit(draws, to_logits, location, label)
+      if self._is_rotated:
+        rotation = find_rotation(to_logits, location, num_normals)
+        draws = dataclasses.replace(draws, rotation=rotation)
+    return plan, samples, Constants(draws, buckets)
+
+  def _plan(self, logits, keys, chunk_size):
     self._is_exact(logits)  # refuses where method='exact' cannot be met
     given, batch = np.shape(keys), logits.location.shape[0]
     is_typed = keys is not None and jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key)
@@ -295,26 +332,89 @@ class Integrator:
         f'Integrator: samples need typed keys [{batch}], one per example (example_keys); got '
         f'{"none" if keys is None else f"{jnp.result_type(keys)} {list(given)}"}'
       )
-    sampler = self._sampler
-    plan = make_plan(
-      logits, self.num_samples, sampler, self.order, self.chunk_size, self.chunk_bytes
-    )
-    samples, buckets = samples_of(logits, plan.project_first)
-    draws = Draws(keys)
+    order = self.order
+    return make_plan(logits, self.num_samples, self._sampler, order, chunk_size, self.chunk_bytes)
+
+  def _is_refined(self, logits):
+    """Whether draws may be tilted and rotated."""
     is_known = logits.link == 'softmax' and not isinstance(logits.projection, Opaque)
+    sampler = self._sampler
     source = sampler.sampler if isinstance(sampler, samplers.FixedPoints) else sampler
-    if is_known and source is samplers.sobol:
-      to_logits = functools.partial(samples.noise_of, buckets=buckets)
-      location, num_normals = _deterministic(logits), samples.num_normals
-      if self.tilt and label is not None and self.num_samples >= MIN_TILTED:
-        mean, location = find_tilt(to_logits, location, label, num_normals)
-        draws = dataclasses.replace(draws, mean=mean)
-        if self.num_samples < MIN_ROTATED:
-          draws = fit(draws, to_logits, location, label)
-      if self.rotate and self.num_samples >= MIN_ROTATED:
-        rotation = find_rotation(to_logits, location, num_normals)
-        draws = dataclasses.replace(draws, rotation=rotation)
-    return plan, samples, Constants(draws, buckets)
+    return is_known and source is samplers.sobol
+
+  @property
+  def _is_tilted(self):
+    return self.tilt and self.num_samples >= MIN_TILTED
+
+  @property
+  def _is_rotated(self):
+    return self.rotate and self.num_samples >= MIN_ROTATED
+
+  def _tiling(self, logits):
+    """How a loss of these logits is cut into tiles of classes; None for all at one time."""
+    is_tiled = has_source(logits)
+    if is_tiled and logits.link == 'sigmoid' and logits.covariance is not None:
+      is_tiled = self._is_exact(logits)
+    if self.class_tile is None:
+      size = tile_size(logits, self._num_rows(logits), self.chunk_bytes) if is_tiled else None
+    elif is_tiled:
+      size = int(self.class_tile)
+    else:
+      raise ValueError(
+        f'Integrator.class_tile={self.class_tile} needs logits of DET, HET-H or HET-XL, which are '
+        'made of a range of classes on demand, and for a sigmoid the exact method; got projection='
+        f'{type(logits.projection).__name__}, link={logits.link!r} and method={self.method!r}: '
+        'leave class_tile None'
+      )
+    return None if size is None else Tiling(size, logits.num_classes, placement_of(logits))
+
+  def _num_rows(self, logits):
+    """Values per example and class that a tile has at one time."""
+    if logits.covariance is None:
+      return 2
+    if isinstance(logits.projection, Hashed):
+      return LOCATION_ROWS
+    if logits.link == 'sigmoid':
+      return logits.noise.num_factors + LOCATION_ROWS
+    return logits.noise.num_factors + 2 + min(self.num_samples, self.chunk_size or MAX_CHUNK)
+
+  def _tiled_log_softmax_at(self, tiling, logits, labels, keys):
+    if logits.covariance is None:
+      sums = tiled_losses.softmax_sums(tiling, source_of(logits), None, labels)
+      return tiled_losses.log_p(*sums)[0, :, 0]
+    if isinstance(logits.projection, Hashed):
+      log_share, labels, buckets = tiled_losses.by_buckets(
+        tiling, logits, logits.projection.buckets, labels
+      )
+      whole = dataclasses.replace(self, class_tile=None)
+      return log_share + whole._log_softmax_at(buckets, labels, keys)
+    plan = self._plan(logits, keys, self.chunk_size or MAX_CHUNK)
+    noise = logits.noise.scaled(1.0 / logits.temperature)
+    draws = Draws(keys)
+    if self._is_refined(logits):
+      is_tilted = labels.shape[-1] == 1 and self._is_tilted
+      draws = tiled_draws.find(
+        tiling,
+        source_of(logits, jnp.zeros_like(noise.diag)[:, None]),
+        noise,
+        draws,
+        labels[:, 0] if is_tilted else None,
+        is_fitted=is_tilted and self.num_samples < MIN_ROTATED,
+        is_rotated=self._is_rotated,
+      )
+    return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
+
+  def _tiled_sigmoid_nll(self, tiling, logits, labels):
+    covariance = logits.covariance
+    if covariance is None:
+      return tiled_losses.sigmoid_nll(tiling, source_of(logits), None, labels)
+    noise = covariance.scaled(1.0 / logits.temperature)
+    if isinstance(logits.projection, Hashed):
+      source = source_of(logits, variance=exact.variances(noise))
+      return tiled_losses.sigmoid_nll(tiling, source, logits.projection.buckets, labels)
+    variance = jnp.square(noise.diag) if noise.remainder == 'diag' else None
+    source = source_of(logits, factors_over_tau(noise), variance, is_factors=True)
+    return tiled_losses.sigmoid_nll(tiling, source, None, labels)
 
 
 @functools.cache

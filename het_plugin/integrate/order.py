@@ -68,10 +68,11 @@ def make_plan(
       limit = num_samples
   # Chunks of nearly equal size waste less of the last one.
   chunk_size = math.ceil(num_samples / math.ceil(num_samples / limit))
-  return Plan(num_samples, chunk_size, sampler, project_first, _placement(logits))
+  return Plan(num_samples, chunk_size, sampler, project_first, placement_of(logits))
 
 
-def _placement(logits):
+def placement_of(logits: GaussianLogits) -> Placement:
+  """The placement; ValueError if the mesh does not divide the classes."""
   if isinstance(logits.projection, Opaque):
     return Placement()  # the layout of its classes is unknown
   num_classes, shards = logits.location.shape[-1], num_shards('vocab')

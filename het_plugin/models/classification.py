@@ -17,7 +17,14 @@ from flax import traverse_util
 
 from het_plugin import heads
 from het_plugin.backbones import SparseMoe, as_backbone, with_axes
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, example_keys, shared_key
+from het_plugin.integrate import (
+  Analytic,
+  GaussianLogits,
+  Integrator,
+  example_keys,
+  shared_key,
+  top_class,
+)
 from het_plugin.models import batches, soft_labels
 from het_plugin.models import metrics as metrics_lib
 
@@ -191,7 +198,7 @@ class ClassificationModel:
     )
     keys = self._keys(noise_rng, batch)
     nll = soft_labels.nll(self.train_integrator, logits, batch, keys, self.label_smoothing)
-    correct = soft_labels.correct(_top_location(logits), batch)
+    correct = soft_labels.correct(top_class(logits), batch)
     nll_weighted = nll * batch.get('weight', 1.0)
     loss = batches.mean_loss(nll_weighted, mask, self.loss_normalizing_factor, auxiliary_loss)
     return loss, metrics_lib.base_metrics(nll, correct, logits.temperature, mask) | auxiliary
@@ -327,12 +334,6 @@ class ClassificationModel:
 
   def _log_prob(self, logits, batch):
     return self.eval_integrator.log_prob(logits, self._eval_keys(batch))  # [B, Kp]
-
-
-def _top_location(logits):
-  """The class with the largest location, int32 [B]; never a padded class."""
-  real = jnp.arange(logits.location.shape[-1]) < logits.num_classes
-  return jnp.argmax(jnp.where(real, logits.location, -jnp.inf), axis=-1)
 
 
 def _top_k(log_prob, k):

@@ -66,7 +66,9 @@ def _mirrored(logits: GaussianLogits) -> GaussianLogits:
     projection = dataclasses.replace(
       projection, get_logits=lambda params, x: -get_logits(params, x)
     )
-  return dataclasses.replace(logits, location=-logits.location, projection=projection)
+  return dataclasses.replace(
+    logits, location=-logits.location, projection=projection, location_from=None
+  )
 
 
 def nll(

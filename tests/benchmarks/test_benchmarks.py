@@ -56,6 +56,8 @@ RUNS = {
   '--heads=het,het_xl --links=softmax,sigmoid': (6, 'times as fast'),
   'integrator.py --dim=8 --classes=20 --factors=3 --batch=2 --repeats=1 --trials=1 '
   '--links=softmax,sigmoid --equal_accuracy': (2, 'times as fast'),
+  'integrator.py --classes=1000,100000 --heads=det,het_xl --links=sigmoid --batch=2 --dim=4 '
+  '--factors=2 --repeats=1': (8, 'least temporary memory'),
   'contrastive_loss.py --batch=32 --dim=8 --factors=3 --samples=1,3 --repeats=1 --model_shards=2': (
     3,
     'plain loss',
@@ -86,57 +88,6 @@ def test_its_rows_are_consistent_and_its_last_line_concludes(run, monkeypatch, c
     if '--equal_accuracy' in flags:
       assert row['rmse'] <= row['reference_rmse']
     assert row.get('max_accuracy_difference', 0) == 0 and row.get('agreement', 1) == 1
-
-
-@pytest.mark.slow
-def test_integrator_by_kernels(run):
-  flags = ['--dim=8', '--classes=20', '--factors=3', '--batch=2', '--samples=9', '--repeats=1']
-  flags += ['--implementations=xla,pallas', '--shared_draws']
-  rows, printed = run('integrator.py', *flags)
-  assert [row['implementation'] for row in rows] == ['xla', 'pallas']
-  assert 'times as fast as XLA' in printed[-2]
-
-
-PROGRAM = """\
-HloModule jit_loss
-
-%cond.1 (p: (s32[], f32[8])) -> pred[] {
-  %constant.5 = s32[]{:T(128)} constant(32)
-  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.5), direction=LT
-}
-
-%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %a = f32[8]{0} fusion(%x), backend_config={"window_config":{"estimated_cycles":"7"}}
-  %b = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %c = f32[8]{0} fusion(%x), backend_config={"window_config":{"estimated_cycles":"100"}}
-  %w = (s32[], f32[8]) while(%t), condition=%cond.1, body=%body.1
-}
-"""
-
-
-def test_cycles_of_a_loop_count_as_often_as_it_runs(monkeypatch):
-  monkeypatch.syspath_prepend(ROOT / 'benchmarks')
-  assert importlib.import_module('tpu_cycles').program_cycles(PROGRAM) == 100 + 32 * 7
-
-
-@pytest.mark.slow
-def test_tpu_cycles(tmp_path):
-  pytest.importorskip('libtpu', reason="libtpu, the extra 'plan', is not installed")
-  flags = ['--topology=v5e:2x2', '--links=softmax,sigmoid', '--samples=600', '--batch=2']
-  flags += ['--classes=300', '--dim=16', '--factors=3']
-  rows, printed = run_process('tpu_cycles.py', tmp_path, *flags)
-  sides = ['paper', 'xla', 'pallas']
-  assert [(row['link'], row['procedure']) for row in rows] == [
-    *(('softmax', side) for side in sides),
-    *(('sigmoid', side) for side in [*sides, 'exact']),
-  ]
-  for row in rows:
-    paper = rows[0] if row['link'] == 'softmax' else rows[3]
-    assert row['cycles'] > 1000 and row['cycles_ratio'] == paper['cycles'] / row['cycles']
-  assert "of the paper's procedure" in printed[-1]
 
 
 @pytest.mark.slow

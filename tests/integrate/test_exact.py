@@ -131,7 +131,6 @@ def test_second_derivatives():
     ('het', EXACT),
     ('het_h', STREAMED),
     ('het_xl', STREAMED),
-    ('het_xl', Integrator(num_samples=1, implementation='pallas')),
   ],
 )
 def test_shards_add_up_once(name, integrator):

@@ -495,7 +495,7 @@ def test_log_prob_over_a_mesh():
   [
     ({'num_samples': 0}, 'num_samples=0'),
     ({'order': 'fastest'}, 'project_then_sample'),
-    ({'implementation': 'cuda'}, "implementation='cuda' is unknown: choose one of xla, pallas"),
+    ({'method': 'cuda'}, "method='cuda' is unknown: choose one of auto, exact, sample"),
     ({'sampler': 'halton'}, "sampler='halton'.*iid, antithetic, sobol"),
   ],
 )

@@ -1,0 +1,237 @@
+"""Tilt, rotation and fit of `draws`, with sums over classes in tiles (`tiles`).
+
+The results are those of `draws` up to rounding. There, the factors in logit space G = F W exist for
+all classes. Here they never do, because all that is needed of them are two sums over the classes
+in the noise space R^Q. With p the softmax of the logits at one point of the noise, and w_k the
+column of W that belongs to class k,
+
+    mean = sum_k p_k w_k                                       E_p[G] = F mean
+    C v = sum_k p_k (w_k - mean) ((w_k - mean) . v)            A = F C F^T
+
+Each is a loop over tiles that multiplies W with a few vectors per example. Every step of the fit
+takes two loops, so the fit costs several times as much as a loss of few samples.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate import draws as draws_lib
+from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.gaussian import PADDED, LowRank
+from het_plugin.integrate.placement import dims
+from het_plugin.integrate.tiles import Source, Tile, Tiling, fold
+
+
+def find(
+  tiling: Tiling,
+  source: Source,
+  noise: LowRank,
+  draws: Draws,
+  label: jax.Array | None,
+  is_fitted: bool,
+  is_rotated: bool,
+) -> Draws:
+  """Draws of a softmax, with stopped gradients.
+
+  Args:
+    tiling: how classes are cut.
+    source: of the location: x [B, 1, Q] is phi, or 0 where phi has a W of its own.
+    noise: over tau, in the noise space.
+    draws: with keys only.
+    label: int32 [B] if they are tilted (`draws.find_tilt`), else None.
+    is_fitted: whether they also take the covariance of the fit (`draws.fit`); needs a label.
+    is_rotated: whether they are rotated (`draws.find_rotation`).
+  """
+
+  def local(source, noise, label):
+    found = Draws(draws.keys)
+    mean = jnp.zeros_like(source.x, shape=(source.x.shape[0], noise.num_normals))
+    if label is not None:
+      at_label = _column(tiling, source, label)
+      mean = _tilt(tiling, source, noise, at_label, mean)
+      found = dataclasses.replace(found, mean=mean)
+    if is_fitted:
+      found = _fit(_point(tiling, source, noise, mean), at_label, found)
+    if is_rotated:
+      point = _point(tiling, source, noise, mean)
+      found = dataclasses.replace(found, rotation=point.rotation(draws_lib.NUM_ROUNDS))
+    return found.mean, found.rotation, found.scale
+
+  source, noise = jax.lax.stop_gradient((source, noise))
+  scale, loading = (None, 'brq') if noise.scale is None else (dims('bq'), 'rq')
+  letters = LowRank(scale, dims(loading), dims('bq'), noise.remainder)
+  inputs = source.letters(), letters, None if label is None else dims('b')
+  outputs = (
+    None if label is None else dims('bt'),
+    (dims('btm'), dims('bmt')) if is_fitted or is_rotated else None,
+    dims('bm') if is_fitted else None,
+  )
+  run = tiling.placement.shard_map(local, inputs, outputs)
+  mean, rotation, scale = jax.lax.stop_gradient(run(source, noise, label))
+  return Draws(draws.keys, rotation, mean, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+  """The softmax at one point of the noise.
+
+  Attributes:
+    tiling: how classes are cut.
+    source: the logits of its x [B, 1, Q] are those at the point.
+    noise: over tau, in the noise space.
+    top: the maximum of the logits, [B, 1].
+    log_total: log of the sum of their exponentials relative to it, [B, 1].
+    mean: sum_k p_k w_k, [B, 1, Q].
+  """
+
+  tiling: Tiling
+  source: Source
+  noise: LowRank
+  top: jax.Array
+  log_total: jax.Array
+  mean: jax.Array
+
+  def logits(self, tile: Tile, directions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """u [B, 1, t], and (w_k - mean) . v for v = directions [B, m, Q], [B, m, t]."""
+    products = tile.source.products(jnp.concatenate([self.source.x, directions], axis=1))
+    along = products[:, 1:] - directions @ jnp.swapaxes(self.mean, 1, 2)
+    return tile.masked(products[:, :1] + tile.source.offset()), along
+
+  def covariance_times(self, directions: jax.Array) -> jax.Array:
+    """C v, [B, m, Q]."""
+
+    def body(total, tile):
+      u, along = self.logits(tile, directions)
+      p = jnp.exp((u - self.top[..., None]) - self.log_total[..., None])
+      weighted = jnp.where(tile.counts, p * along, 0.0)
+      centred = weighted.sum(axis=-1, keepdims=True) * self.mean
+      return total + tile.source.pull(weighted) - centred
+
+    total = fold(self.tiling, self.source, body, jnp.zeros_like(directions))
+    return _over_shards(self.tiling, total)
+
+  def rotation(self, num_rounds: int) -> tuple[jax.Array, jax.Array]:
+    """The rotation of `Draws`."""
+
+    def multiply(directions):  # A z = F C F^T z, for [B, m, T]
+      vectors, pull = jax.vjp(self.noise.noise, directions)
+      return pull(self.covariance_times(vectors))[0]
+
+    zero = jnp.zeros_like(self.source.x[..., :1])
+    return draws_lib.rotation_of(multiply, zero, self.noise.num_normals, num_rounds)
+
+
+def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Point:
+  """That of normals z [B, T]; x of the source is the location without noise."""
+  x = source.x + noise.noise(z[:, None])
+  source = dataclasses.replace(source, x=x)
+
+  def body(carry, tile):
+    top, total, sums = carry
+    u = tile.masked(tile.source.products(x) + tile.source.offset())
+    high = jnp.maximum(top, u.max(axis=-1))
+    e, shrink = jnp.exp(u - high[..., None]), jnp.exp(top - high)
+    return (
+      high,
+      total * shrink + e.sum(axis=-1),
+      sums * shrink[..., None] + tile.source.pull(e),
+    )
+
+  zero = jnp.zeros_like(x[..., 0])
+  top, total, sums = fold(tiling, source, body, (zero + 2 * PADDED, zero, jnp.zeros_like(x)))
+  top, scale = _highest(tiling, top)
+  total = _over_shards(tiling, total * scale)
+  sums = _over_shards(tiling, sums * scale[..., None])
+  return _Point(tiling, source, noise, top, jnp.log(total), sums / total[..., None])
+
+
+def _tilt(tiling, source, noise, at_label, mean):
+  """The mean [B, T] of `draws.find_tilt`, for columns of W at the label [B, Q]."""
+  for _ in range(draws_lib.NUM_TILT_STEPS):
+    point = _point(tiling, source, noise, mean)
+    _, pull = jax.vjp(noise.noise, mean[:, None])
+    step = pull(at_label[:, None] - point.mean)[0][:, 0] - mean  # [B, T]
+    along = noise.noise(step[:, None])  # [B, 1, Q]
+    slope = jnp.sum(jnp.square(step), axis=-1, keepdims=True)
+    variance = jnp.sum(along * point.covariance_times(along), axis=-1)
+    curvature = slope + jnp.maximum(variance, 0.0)
+    mean += slope / jnp.where(curvature > 0, curvature, 1.0) * step
+  return mean * draws_lib.shrink_of_tilt(mean)
+
+
+def _fit(point: _Point, at_label: jax.Array, draws: Draws) -> Draws:
+  """The draws of `draws.fit`, around the point of their mean."""
+  axes = draws_lib.leading_axes(point.rotation(1), point.mean.dtype)
+  vectors, tiling = point.noise.noise(axes), point.tiling
+  of_label = jnp.einsum('bmq,bq->bm', vectors, at_label - point.mean[:, 0])
+
+  def expectations(at):
+    """As in `draws.fit`, for at [B, s, m]."""
+
+    def logits(tile):
+      u, along = point.logits(tile, vectors)
+      return tile.masked(u + at @ along), along
+
+    top, log_total = _log_z(tiling, point.source, logits, at[..., 0])
+
+    def body(sums, tile):
+      u, along = logits(tile)
+      p = jnp.where(tile.counts, jnp.exp((u - top[..., None]) - log_total[..., None]), 0.0)
+      average = p.mean(axis=1)
+      first = jnp.einsum('bk,bmk->bm', average, along)
+      second = jnp.einsum('bmk,bnk->bmn', along * average[:, None], along)
+      new = first, p @ jnp.swapaxes(along, 1, 2), second
+      return jax.tree.map(jnp.add, sums, new)
+
+    zero = jnp.zeros_like(of_label), jnp.zeros_like(at), jnp.zeros_like(axes[..., : at.shape[-1]])
+    first, each, second = fold(tiling, point.source, body, zero)
+    first, each, second = (_over_shards(tiling, x) for x in (first, each, second))
+    return of_label - first, second - jnp.einsum('bsm,bsn->bmn', each, each) / at.shape[1]
+
+  return draws_lib.fit_along(draws, axes, expectations)
+
+
+def _log_z(
+  tiling: Tiling,
+  source: Source,
+  logits: Callable[[Tile], tuple[jax.Array, jax.Array]],
+  like: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Maximum over classes and log of the sum of exponentials relative to it, [B, s] as `like`, of
+  the first result of logits(tile), [B, s, t].
+  """
+
+  def body(carry, tile):
+    top, total = carry
+    u, _ = logits(tile)
+    high = jnp.maximum(top, u.max(axis=-1))
+    return high, total * jnp.exp(top - high) + jnp.exp(u - high[..., None]).sum(axis=-1)
+
+  start = jnp.full_like(like, 2 * PADDED), jnp.zeros_like(like)
+  top, total = fold(tiling, source, body, start)
+  top, scale = _highest(tiling, top)
+  return top, jnp.log(_over_shards(tiling, total * scale))
+
+
+def _column(tiling, source, label):
+  """w_k of labels k int32 [B], [B, Q]; 0 for labels outside [0, Kp)."""
+  kernel = source.kernel
+  index = label - tiling.placement.shard_index() * kernel.shape[-1]
+  at = jnp.clip(index, 0, kernel.shape[-1] - 1)
+  column = jnp.where(index == at, kernel[:, at], 0.0).T
+  return _over_shards(tiling, column.astype(source.x.dtype))
+
+
+def _highest(tiling, top):
+  """The maximum of all shards, and the factor that makes this shard's sums relative to it."""
+  axes = tiling.placement.vocab
+  highest = top if axes is None else jax.lax.pmax(top, axes)
+  return highest, jnp.exp(top - highest)
+
+
+def _over_shards(tiling, x):
+  axes = tiling.placement.vocab
+  return x if axes is None else jax.lax.psum(x, axes)

@@ -1,0 +1,397 @@
+"""Losses in tiles of classes (`tiles`): softmax and exact sigmoid, and their gradients.
+
+Softmax. -log p(y) needs log Z_s = log sum_k exp(u_sk) and u_sy of every sample, [B, S], and nothing
+else of all classes. A loop over tiles finds them as an online softmax does: with a running maximum,
+to which the sum of exponentials is relative. A second loop makes the logits again for the gradient
+
+    dL / du_sk = g_s exp(u_sk - log Z_s) + h_s 1[k = y]
+
+with g and h the cotangents of log Z and u_y. DET is the case of one sample.
+
+HET-H. All classes of a bucket share their noise, so that with M_h = sum_{k: h(k) = h} exp(mu_k)
+
+    p(y) = exp(mu_y) / M_h(y)  E[softmax(log M + eps)_h(y)],    eps in R^H
+
+exactly. Tiles give log M [B, H]. What is left is a HET with H classes in place of K.
+
+Sigmoid. Classes are independent, so the loss is a sum over tiles. Its gradient is the sum of the
+tiles' gradients.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from het_plugin.integrate import exact
+from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.gaussian import (
+  PADDED,
+  GaussianLogits,
+  Linear,
+  LowRank,
+  apply_projection,
+)
+from het_plugin.integrate.order import Plan
+from het_plugin.integrate.placement import dims, num_shards
+from het_plugin.integrate.samples import with_last
+from het_plugin.integrate.tiles import (
+  Source,
+  Tile,
+  Tiling,
+  factors_over_tau,
+  fold,
+  pull_from_tiles,
+  source_of,
+)
+
+# Softmax of factors or samples
+
+
+def log_softmax_at(
+  plan: Plan,
+  tiling: Tiling,
+  logits: GaussianLogits,
+  noise: LowRank,
+  draws: Draws,
+  labels: jax.Array,
+) -> jax.Array:
+  """log E[softmax(u)]_y at labels y int32 [B, L] of HET-XL; undefined at labels outside [0, K).
+
+  The normals [B, S, T] exist at one time, and so do all samples in the noise space [B, S, Q] if
+  these are projected. The noise is that of the logits over tau.
+  """
+  batch, num_chunks = logits.location.shape[0], plan.num_chunks
+  index = jnp.arange(num_chunks * plan.chunk_size if plan.project_first else plan.num_samples)
+  z = draws.normals(plan.sampler, index, noise.num_normals)  # [B, S, T]
+  z = jnp.broadcast_to(z, (batch, *z.shape[1:])).astype(noise.diag.dtype)
+  log_weight = jnp.where(index < plan.num_samples, draws.log_weight(z), -jnp.inf)
+  if plan.project_first:
+    source = source_of(logits, factors_over_tau(noise), is_factors=True)
+    z = jnp.moveaxis(z.reshape(batch, num_chunks, plan.chunk_size, -1), 1, 0)
+    log_weight = jnp.moveaxis(log_weight.reshape(batch, num_chunks, plan.chunk_size), 1, 0)
+    sums = softmax_sums(tiling, source, z, labels)
+  else:
+    sums = softmax_sums(tiling, source_of(logits, noise.noise(z)), None, labels)
+    log_weight = log_weight[None]
+  of_samples = log_p(*sums) + log_weight[..., None]  # [C, B, s, L]
+  return jax.nn.logsumexp(of_samples, axis=(0, 2)) - jnp.log(plan.num_samples)
+
+
+def log_p(top: jax.Array, log_total: jax.Array, at: jax.Array) -> jax.Array:
+  """log softmax at labels [..., L], from what `softmax_sums` returns."""
+  # u - maximum is exact: log-probabilities near 0 keep their digits.
+  return (at - top[..., None]) - log_total[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def softmax_sums(
+  tiling: Tiling, source: Source, z: jax.Array | None, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Sums over classes of the samples in chunks.
+
+  Args:
+    tiling: how classes are cut.
+    source: of factors, or of samples.
+    z: normals [C, B, s, T] that factors are multiplied with; None for samples, where C is 1.
+    labels: int32 [B, L].
+
+  Returns:
+    The maximum over classes [C, B, s], whose gradient is stopped; log sum_k exp(u_k - maximum),
+    [C, B, s]; and u at the labels, 0 for labels outside [0, K), [C, B, s, L].
+  """
+  return _softmax_sums(tiling, source, z, labels)
+
+
+def _softmax_sums(tiling, source, z, labels):
+  def local(source, z, labels):
+    def body(carry, tile):
+      rows, shift = tile.source.rows()
+
+      def of_chunk(z):
+        u = tile.masked(_logits(rows, shift, z))
+        peak = jax.lax.stop_gradient(u.max(axis=-1))
+        return peak, jnp.exp(u - peak[..., None]).sum(axis=-1), _at_labels(u, labels, tile)
+
+      peak, new, at_new = _map_chunks(of_chunk, z)
+      top, total, at = carry
+      high = jnp.maximum(top, peak)
+      total = total * jnp.exp(top - high) + new * jnp.exp(peak - high)
+      return high, total, at + at_new
+
+    x = source.x
+    shape = (1, *x.shape[:2]) if z is None else z.shape[:3]
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    zero = jnp.zeros_like(x, dtype, shape=shape)
+    at = jnp.zeros_like(x, dtype, shape=(*shape, labels.shape[-1]))
+    return _over_shards(tiling, *fold(tiling, source, body, (zero + 2 * PADDED, zero, at)))
+
+  inputs = source.letters(), None if z is None else dims('cbst'), 'bl'
+  run = tiling.placement.shard_map(local, inputs, ('cbs', 'cbs', 'cbsl'))
+  return run(source, z, labels)
+
+
+def _over_shards(tiling, top, total, at):
+  """Maximum, log of the total relative to it, and logits at labels, of all devices' classes."""
+  axes = tiling.placement.vocab
+  if axes is not None:
+    highest = jax.lax.pmax(jax.lax.stop_gradient(top), axes)
+    total = jax.lax.psum(total * jnp.exp(top - highest), axes)
+    top, at = highest, jax.lax.psum(at, axes)
+  return top, jnp.log(total), at
+
+
+def _softmax_sums_fwd(tiling, source, z, labels):
+  sums = _softmax_sums(tiling, source, z, labels)
+  return sums, (source, z, labels, *sums[:2])
+
+
+def _softmax_sums_bwd(tiling, residuals, g):
+  source, z, labels, top, log_total = residuals
+
+  def local(source, z, labels, *per_sample):
+    def pull(tile):
+      (rows, shift), to_source = jax.vjp(Source.rows, tile.source)
+
+      def of_chunk(z, top, log_total, g_total, g_at):
+        u = _logits(rows, shift, z)
+        p = jnp.exp((u - top[..., None]) - log_total[..., None])
+        weighted = jnp.where(tile.counts, g_total[..., None] * p, 0.0)
+        is_label = (labels[..., None] == tile.classes) & tile.counts  # [B, L, t]
+        g_u = weighted + jnp.where(is_label[:, None], g_at[..., None], 0.0).sum(axis=2)
+        return g_u if z is None else jnp.einsum('bst,bsk->btk', with_last(z, 1.0), g_u)
+
+      g_rows = _sum_chunks(of_chunk, z, *per_sample)
+      of_mu = g_rows[:, -1] if source.is_factors else g_rows.reshape(-1, g_rows.shape[-1])
+      # A product, because XLA's sum over examples took ten times as long on a CPU.
+      ones = jnp.ones(of_mu.shape[0], of_mu.dtype)
+      g_shift = jnp.einsum('b,bk->k', ones, of_mu, precision=jax.lax.Precision.HIGHEST)
+      return to_source((g_rows, g_shift.astype(shift.dtype)))[0]
+
+    return pull_from_tiles(tiling, source, pull)
+
+  letters = source.letters()
+  inputs = letters, None if z is None else dims('cbst'), 'bl', *('cbs',) * 3, 'cbsl'
+  run = tiling.placement.shard_map(local, inputs, letters)
+  # The maximum moves nothing: it cancels in what callers compute.
+  return run(source, z, labels, top, log_total, *g[1:]), None, None
+
+
+softmax_sums.defvjp(_softmax_sums_fwd, _softmax_sums_bwd)
+
+
+def _logits(rows, shift, z):
+  """u [B, s, t] of rows [B, n, t], which are factors with mu as the last one, or samples."""
+  if z is None:
+    return rows + shift
+  # mu is added, not multiplied by a 1, since some devices round the operands of products.
+  return jnp.einsum('bst,btk->bsk', with_last(z, 0.0), rows) + (rows[:, -1:] + shift)
+
+
+def _at_labels(u, labels, tile):
+  """u [B, s, t] at labels [B, L], 0 where a label is no class of the tile: [B, s, L]."""
+  if labels.shape[-1] == 1:  # a sum, which XLA fuses with that of the exponentials
+    is_label = (labels == tile.classes) & tile.counts  # [B, t]
+    return jnp.where(is_label[:, None], u, 0.0).sum(axis=-1, keepdims=True)
+  index = labels - tile.classes[0]
+  at = jnp.clip(index, 0, u.shape[-1] - 1)
+  inside = (index == at) & tile.counts[at]
+  return jnp.where(inside[:, None], jnp.take_along_axis(u, at[:, None], axis=-1), 0.0)
+
+
+def _map_chunks(function, z):
+  """function(z) of all chunks, stacked; of None if there is one without normals."""
+  if z is not None and len(z) > 1:
+    return jax.lax.map(function, z)
+  return jax.tree.map(lambda x: x[None], function(None if z is None else z[0]))
+
+
+def _sum_chunks(function, *chunks):
+  """The sum of function(*chunk) over chunks; the first one may be None if there is one chunk."""
+  first = function(*jax.tree.map(lambda x: x[0], chunks))
+  if len(chunks[-1]) == 1:
+    return first
+  rest = jax.tree.map(lambda x: x[1:], chunks)
+  return jax.lax.scan(lambda total, chunk: (total + function(*chunk), None), first, rest)[0]
+
+
+# Softmax of HET-H
+
+
+def by_buckets(
+  tiling: Tiling, logits: GaussianLogits, buckets: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, GaussianLogits]:
+  """HET-H's softmax as one over buckets (module docstring).
+
+  Args:
+    tiling: how classes are cut.
+    logits: of HET-H.
+    buckets: h(k), int32 [Kp].
+    labels: int32 [B, L].
+
+  Returns:
+    mu_y - log M_h(y) at the labels, [B, L]; their buckets, int32 [B, L], -1 for labels outside
+    [0, K); and the logits over tau of the buckets, with H padded to what the mesh divides.
+  """
+  noise = logits.noise.scaled(1.0 / logits.temperature)
+  num_buckets = noise.diag.shape[-1]
+  top, log_total, at = bucket_sums(tiling, num_buckets, source_of(logits), buckets, labels)
+  inside = (labels >= 0) & (labels < logits.num_classes)
+  of_label = buckets[jnp.where(inside, labels, 0)]  # [B, L]
+  at_label = (jnp.take_along_axis(x, of_label, axis=-1) for x in (top, log_total))
+  log_share = log_p(*at_label, at[..., None])[..., 0]
+  is_used = jnp.isfinite(log_total)
+  location = jnp.where(is_used, top + jnp.where(is_used, log_total, 0.0), PADDED)
+  rest = -num_buckets % num_shards('vocab')
+  location, noise = jax.tree.map(
+    lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, noise)
+  )
+  one = jnp.ones_like(logits.temperature)
+  reduced = GaussianLogits(location, noise, None, one, num_classes=num_buckets)
+  return log_share, jnp.where(inside, of_label, -1), reduced
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def bucket_sums(
+  tiling: Tiling, num_buckets: int, source: Source, buckets: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Sums of exp(mu) over the classes of each bucket.
+
+  Args:
+    tiling: how classes are cut.
+    num_buckets: H.
+    source: of the location.
+    buckets: h(k), int32 [Kp].
+    labels: int32 [B, L].
+
+  Returns:
+    The maximum [B, H], whose gradient is stopped; log sum exp(mu - maximum) [B, H], -inf for a
+    bucket without classes; and mu at the labels, 0 for labels outside [0, K), [B, L].
+  """
+  return _bucket_sums(tiling, num_buckets, source, buckets, labels)
+
+
+def _bucket_sums(tiling, num_buckets, source, buckets, labels):
+  def local(source, buckets, labels):
+    def body(carry, tile):
+      top, total, at = carry
+      mu = tile.masked(_location(tile.source))  # [B, t]
+      # Class by class: a CPU took 15 times as long for a maximum under a mask [B, H, t].
+      peak = jax.ops.segment_max(jax.lax.stop_gradient(mu).T, tile.buckets, num_buckets).T
+      high = jnp.maximum(top, peak)
+      e = jnp.where(tile.counts, jnp.exp(mu - high[:, tile.buckets]), 0.0)
+      new = jax.ops.segment_sum(e.T, tile.buckets, num_buckets).T
+      total = total * jnp.exp(top - high) + new
+      return high, total, at + _at_labels(mu[:, None], labels, tile)[:, 0]
+
+    x = source.x
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    zero = jnp.zeros_like(x, dtype, shape=(x.shape[0], num_buckets))
+    at = jnp.zeros_like(x, dtype, shape=labels.shape)
+    return _over_shards(tiling, *fold(tiling, source, body, (zero + 2 * PADDED, zero, at), buckets))
+
+  run = tiling.placement.shard_map(local, (source.letters(), 'k', 'bl'), ('bh', 'bh', 'bl'))
+  return run(source, buckets, labels)
+
+
+def _bucket_sums_fwd(tiling, num_buckets, source, buckets, labels):
+  sums = _bucket_sums(tiling, num_buckets, source, buckets, labels)
+  return sums, (source, buckets, labels, *sums[:2])
+
+
+def _bucket_sums_bwd(tiling, num_buckets, residuals, g):
+  del num_buckets
+  source, buckets, labels, top, log_total = residuals
+
+  def local(source, buckets, labels, top, log_total, g_total, g_at):
+    def pull(tile):
+      mu, to_source = jax.vjp(_location, tile.source)
+      own = tile.buckets
+      p = jnp.exp((mu - top[:, own]) - log_total[:, own])
+      is_label = (labels[..., None] == tile.classes) & tile.counts  # [B, L, t]
+      g_mu = jnp.where(tile.counts, g_total[:, own] * p, 0.0)
+      g_mu += jnp.where(is_label, g_at[..., None], 0.0).sum(axis=1)
+      return to_source(g_mu)[0]
+
+    return pull_from_tiles(tiling, source, pull, buckets)
+
+  letters = source.letters()
+  inputs = letters, 'k', 'bl', *('bh',) * 3, 'bl'
+  run = tiling.placement.shard_map(local, inputs, letters)
+  return run(source, buckets, labels, top, log_total, *g[1:]), None, None
+
+
+bucket_sums.defvjp(_bucket_sums_fwd, _bucket_sums_bwd)
+
+
+def _location(source: Source) -> jax.Array:
+  """mu [B, t]."""
+  return (source.products(source.x) + source.offset())[:, 0]
+
+
+# Sigmoid
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sigmoid_nll(
+  tiling: Tiling, source: Source, buckets: jax.Array | None, labels: jax.Array
+) -> jax.Array:
+  """The sum over classes of the exact -log p(y_k), [B], with y_k = 1 for the labels int32 [B, L].
+
+  The source is of factors (HET-XL), or of the location, with the variances [B, H] of the noise and
+  buckets [Kp] for HET-H and without both for DET.
+  """
+  return _sigmoid_nll(tiling, source, buckets, labels)
+
+
+def _sigmoid_nll(tiling, source, buckets, labels):
+  def local(source, buckets, labels):
+    def body(total, tile):
+      return total + _tile_nll(tile.source, tile, labels)
+
+    zero = jnp.zeros_like(source.x, shape=source.x.shape[:1])
+    total = fold(tiling, source, body, zero, buckets)
+    axes = tiling.placement.vocab
+    return total if axes is None else jax.lax.psum(total, axes)
+
+  inputs = source.letters(), None if buckets is None else dims('k'), 'bl'
+  return tiling.placement.shard_map(local, inputs, 'b')(source, buckets, labels)
+
+
+def _sigmoid_nll_fwd(tiling, source, buckets, labels):
+  return _sigmoid_nll(tiling, source, buckets, labels), (source, buckets, labels)
+
+
+def _sigmoid_nll_bwd(tiling, residuals, g):
+  source, buckets, labels = residuals
+
+  def local(source, buckets, labels, g):
+    def pull(tile):
+      return jax.vjp(lambda source: _tile_nll(source, tile, labels), tile.source)[1](g)[0]
+
+    return pull_from_tiles(tiling, source, pull, buckets)
+
+  letters = source.letters()
+  inputs = letters, None if buckets is None else dims('k'), 'bl', 'b'
+  return tiling.placement.shard_map(local, inputs, letters)(source, buckets, labels, g), None, None
+
+
+sigmoid_nll.defvjp(_sigmoid_nll_fwd, _sigmoid_nll_bwd)
+
+
+def _tile_nll(source: Source, tile: Tile, labels: jax.Array) -> jax.Array:
+  """[B], of the classes of a tile."""
+  is_label = (labels[..., None] == tile.classes).any(axis=1)  # [B, t]
+  rows, shift = source.rows()
+  sign = jnp.where(is_label, 1.0, -1.0).astype(rows.dtype)
+  if not source.is_factors and source.variance is None:
+    log_p = jax.nn.log_sigmoid(sign * (rows[:, 0] + shift))
+  else:
+    mean, variance = exact.last_and_squares(rows)
+    if source.variance is not None and tile.buckets is not None:
+      variance += source.variance[:, tile.buckets]
+    elif source.variance is not None:
+      squares = Linear(jnp.square(source.kernel))
+      variance += apply_projection(squares, source.variance[:, None])[:, 0]
+    log_p = exact.log_expected_sigmoid(sign * (mean + shift), variance)
+  return -jnp.where(tile.counts, log_p, 0.0).sum(axis=-1)

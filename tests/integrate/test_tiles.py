@@ -1,0 +1,280 @@
+"""Losses in tiles of classes against those of all classes at one time: values, gradients, meshes,
+memory.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from het_plugin import heads
+from het_plugin.integrate import (
+  GaussianLogits,
+  Integrator,
+  LowRank,
+  example_keys,
+  shared_key,
+  top_class,
+)
+from tests.meshes import make_mesh, on_mesh
+
+B, D, K = 4, 16, 300  # 384 with padding
+TILE = 50  # divides neither K nor what is padded
+LABELS = np.array([3, 299, -1, 0], np.int32)
+MULTI_LABELS = np.array([[3, 4], [299, -1], [-1, -1], [49, 50]], np.int32)
+HEADS = {
+  'det': heads.Det,
+  'het_h': functools.partial(heads.HetH, num_factors=3, num_buckets=40),
+  'het_xl': functools.partial(heads.HetXL, num_factors=3),
+  'het_xl_full': functools.partial(heads.HetXL, num_factors=3, parametrization='full'),
+  'own_kernel': functools.partial(heads.HetXL, num_factors=3, noise_dim=24),
+  'one_factor': functools.partial(heads.HetXL, num_factors=1),
+  'factor_bias': functools.partial(heads.HetXL, num_factors=3, factor_bias=True),
+}
+
+
+def problem(name, link, dtype=jnp.float32, num_classes=K, seed=0):
+  """A head, its parameters with biases that are not 0, and phi [B, D]."""
+  head = HEADS[name](num_classes, link=link, dtype=dtype, temperature=heads.LearnedTemperature())
+  phi = jax.random.normal(jax.random.key(1), (B, D), jnp.promote_types(dtype, jnp.float32))
+  params = head.init(jax.random.key(seed), phi)['params']
+  noise = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: x + 0.3 * noise.normal(size=x.shape).astype(x.dtype), params)
+  return head, params, phi
+
+
+def value_and_gradient(integrator, head, params, phi, labels):
+  keys = example_keys(jax.random.key(2), jnp.arange(B))
+  weights = jnp.arange(1, B + 1)
+
+  def loss(params, phi):
+    nll = integrator.nll(head.apply({'params': params}, phi), jnp.asarray(labels), keys)
+    return (weights * nll).sum(), nll
+
+  (_, nll), gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, phi)
+  return nll, gradient
+
+
+def assert_close(found, expected, rtol):
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    y = np.asarray(y, np.float64)
+    assert np.all(np.isfinite(x)) and np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12
+
+
+@pytest.mark.parametrize(
+  'name,link,num_samples,labels',
+  [
+    *((name, 'softmax', 33, LABELS) for name in HEADS),  # tilted and rotated
+    *((name, 'sigmoid', 1, MULTI_LABELS) for name in HEADS),
+    ('het_xl', 'softmax', 11, LABELS),  # tilted and fitted
+    ('own_kernel', 'softmax', 11, LABELS),
+    ('het_h', 'softmax', 11, LABELS),
+    ('het_xl', 'softmax', 1, LABELS),
+    ('het_xl', 'softmax', 33, MULTI_LABELS),
+    ('det', 'softmax', 1, MULTI_LABELS),
+  ],
+)
+def test_tiles_agree_with_all_classes_at_one_time_in_float64(name, link, num_samples, labels):
+  with jax.enable_x64(True):
+    head, params, phi = problem(name, link, jnp.float64)
+    whole = Integrator(num_samples)
+    expected = value_and_gradient(whole, head, params, phi, labels)
+    tiled = dataclasses.replace(whole, class_tile=TILE)
+    # Normals are float32, so draws that are rotated agree to that.
+    assert_close(value_and_gradient(tiled, head, params, phi, labels), expected, 2e-6)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
+def test_float32_tiles_agree_with_float64(name, link):
+  head, params, phi = problem(name, link)
+  whole = Integrator(33, tilt=False, rotate=False)
+  tiled = dataclasses.replace(whole, class_tile=TILE)
+  found = value_and_gradient(tiled, head, params, phi, LABELS)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, phi))
+    expected = value_and_gradient(whole, head.clone(dtype=jnp.float64), *wide, LABELS)
+    assert_close(found, expected, 3e-5)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'order': 'sample_then_project'},
+    {'order': 'project_then_sample', 'chunk_size': 5},
+    {'class_tile': 1},
+    {'class_tile': 10**9},
+    {'sampler': 'iid', 'num_samples': 7},
+    {'tilt': False, 'rotate': False},
+  ],
+  ids=str,
+)
+def test_settings_change_no_result(settings):
+  head, params, phi = problem('het_xl', 'softmax')
+  tiled = Integrator(**{'num_samples': 33, 'class_tile': TILE} | settings)
+  whole = dataclasses.replace(tiled, class_tile=None)
+  expected = value_and_gradient(whole, head, params, phi, LABELS)
+  assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-4)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
+def test_a_w_in_bfloat16(name, link):
+  head, params, phi = problem(name, link, jnp.bfloat16)
+  whole = Integrator(33, tilt=False, rotate=False)
+  expected = value_and_gradient(whole, head, params, phi, LABELS)
+  tiled = dataclasses.replace(whole, class_tile=TILE)
+  assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-2)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
+def test_one_class(name, link):
+  head, params, phi = problem(name, link, num_classes=1)
+  labels = np.zeros(B, np.int32)
+  expected = value_and_gradient(Integrator(33), head, params, phi, labels)
+  found = value_and_gradient(Integrator(33, class_tile=TILE), head, params, phi, labels)
+  if link == 'softmax':
+    np.testing.assert_array_equal(found[0], 0.0)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(found))
+  else:
+    assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize('name', ['het_h', 'het_xl'])
+def test_noise_of_zero_is_det(name):
+  head, params, phi = problem(name, 'softmax')
+  logits = head.apply({'params': params}, phi)
+  logits = dataclasses.replace(logits, covariance=logits.covariance.scaled(0.0))
+  keys = shared_key(jax.random.key(0))
+  nll = jax.jit(Integrator(33, class_tile=TILE).nll)(logits, jnp.asarray(LABELS), keys)
+  alone = dataclasses.replace(logits, covariance=None)
+  np.testing.assert_allclose(nll, Integrator().nll(alone, jnp.asarray(LABELS)), rtol=1e-5)
+
+
+def test_buckets_far_below_the_others_are_not_lost():
+  """HET-H's label in a bucket 200 nats below the rest has the right loss."""
+  head, params, phi = problem('het_h', 'softmax')
+  bucket = head.buckets(D)[LABELS[0]]
+  bias = jnp.where(jnp.asarray(head.buckets(D)) == bucket, -200.0, 0.0)
+  params = params | {'bias': bias}
+  labels = np.full(B, LABELS[0], np.int32)
+  expected = value_and_gradient(Integrator(33), head, params, phi, labels)
+  found = value_and_gradient(Integrator(33, class_tile=TILE), head, params, phi, labels)
+  assert expected[0].min() > 70
+  assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl', 'own_kernel'])
+def test_losses_on_a_mesh(name, link):
+  head, params, phi = problem(name, link)
+  integrator = Integrator(33, class_tile=TILE)
+  expected = value_and_gradient(integrator, head, params, phi, LABELS)
+  with on_mesh(make_mesh(2, 4)):
+    assert_close(value_and_gradient(integrator, head, params, phi, LABELS), expected, 1e-4)
+
+
+def test_few_samples_on_a_mesh():
+  head, params, phi = problem('het_xl', 'softmax')
+  integrator = Integrator(11, class_tile=TILE)
+  expected = value_and_gradient(integrator, head, params, phi, MULTI_LABELS[:, :1])
+  with on_mesh(make_mesh(1, 8)):
+    found = value_and_gradient(integrator, head, params, phi, MULTI_LABELS[:, :1])
+  assert_close(found, expected, 1e-4)
+
+
+def temporary_bytes(name, link, num_classes, **settings):
+  head = HEADS[name](num_classes, link=link)
+  phi = jax.ShapeDtypeStruct((64, D), jnp.float32)
+  params = jax.eval_shape(head.init, jax.random.key(0), phi)
+
+  def loss(params, phi):
+    keys = example_keys(jax.random.key(0), jnp.arange(64))
+    labels = jnp.arange(64, dtype=jnp.int32)
+    return Integrator(16, **settings).nll(head.apply(params, phi), labels, keys).sum()
+
+  compiled = jax.jit(jax.value_and_grad(loss)).lower(params, phi).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
+def test_memory_does_not_grow_with_classes(name, link):
+  small, large = (temporary_bytes(name, link, k, class_tile=256) for k in (2**12, 2**17))
+  assert large <= 1.05 * small + 2**12
+  assert small < temporary_bytes(name, link, 2**12) or name == 'det'
+
+
+def test_large_losses_take_tiles_by_themselves():
+  whole = temporary_bytes('het_xl', 'softmax', 2**14)
+  tiled = temporary_bytes('het_xl', 'softmax', 2**14, chunk_bytes=2**22)  # [B, Kp] is 2^22 bytes
+  assert tiled < 0.2 * whole
+
+
+def test_symbolic_batch():
+  head, params, _ = problem('het_xl', 'softmax')
+  (batch,) = export.symbolic_shape('b')
+
+  def nll(phi, labels):
+    keys = shared_key(jax.random.key(0))
+    return Integrator(33, class_tile=TILE).nll(head.apply({'params': params}, phi), labels, keys)
+
+  shapes = [
+    jax.ShapeDtypeStruct((batch, D), jnp.float32),
+    jax.ShapeDtypeStruct((batch,), jnp.int32),
+  ]
+  exported = export.export(jax.jit(nll))(*shapes)
+  phi, labels = jax.random.normal(jax.random.key(1), (3, D)), jnp.array([0, 7, 299])
+  np.testing.assert_allclose(exported.call(phi, labels), jax.jit(nll)(phi, labels), rtol=1e-5)
+
+
+def test_forward_over_reverse():
+  head, params, phi = problem('het_xl', 'softmax')
+  keys = example_keys(jax.random.key(2), jnp.arange(B))
+  draws = Integrator(5, sampler='iid')
+
+  def of(integrator):
+    def loss(phi):
+      logits = head.apply({'params': params}, phi)
+      return integrator.nll(logits, jnp.asarray(LABELS), keys).sum()
+
+    return jax.jit(lambda phi: jax.jvp(jax.grad(loss), (phi,), (jnp.ones_like(phi),))[1])(phi)
+
+  assert_close(of(dataclasses.replace(draws, class_tile=TILE)), of(draws), 1e-4)
+
+
+@pytest.mark.parametrize('mesh', [None, (2, 4)])
+def test_top_class(mesh):
+  head, params, phi = problem('het_h', 'softmax')
+  logits = jax.jit(head.apply)({'params': params}, phi)
+  assert np.asarray(params['bias'])[K:].any()
+  expected = np.argmax(np.asarray(logits.location)[:, :K], axis=-1)
+  find = jax.jit(functools.partial(top_class, chunk_bytes=2**10))
+  if mesh is None:
+    np.testing.assert_array_equal(find(logits), expected)
+  else:
+    with on_mesh(make_mesh(*mesh)):
+      np.testing.assert_array_equal(find(logits), expected)
+
+
+@pytest.mark.parametrize('tile', [0, -3, 0.5, 256.0, '256'])
+def test_tiles_are_whole_numbers(tile):
+  with pytest.raises(ValueError, match=f'Integrator.class_tile={tile!r} must be a whole number'):
+    Integrator(class_tile=tile)
+
+
+@pytest.mark.parametrize('link,settings', [('softmax', {}), ('sigmoid', {'method': 'sample'})])
+def test_what_has_no_tiles_is_refused(link, settings):
+  covariance = LowRank(jnp.ones((B, 8)), jnp.ones((2, 8)), jnp.ones((B, 8)))
+  logits = GaussianLogits(jnp.zeros((B, 8)), covariance, None, jnp.float32(1.0), 8, link)
+  if settings:
+    head, params, phi = problem('het_xl', link)
+    logits = head.apply({'params': params}, phi)
+  keys = shared_key(jax.random.key(0))
+  with pytest.raises(ValueError, match='Integrator.class_tile=8 needs logits of DET, HET-H or HET'):
+    Integrator(class_tile=8, **settings).nll(logits, jnp.zeros(B, jnp.int32), keys)
