@@ -38,6 +38,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from het_plugin.integrate.placement import dims
@@ -252,9 +253,9 @@ def rotation_of(
   zero [B, 1, 1] has the dtype.
   """
   count = min(NUM_DIRECTIONS, num_normals)
-  with jax.ensure_compile_time_eval():  # a constant of the program, which then needs no keys
-    start = jax.random.normal(jax.random.key(0), (count, num_normals), jnp.float32)
-  directions = start.astype(zero.dtype) + zero
+  # A constant of the program, which then needs no keys; NumPy promises that its values stay.
+  start = np.random.RandomState(0).normal(size=(count, num_normals)).astype(np.float32)
+  directions = jnp.asarray(start, zero.dtype) + zero
   for _ in range(num_rounds):
     directions = multiply(directions)
     largest = jnp.abs(directions).max(axis=(1, 2), keepdims=True)
