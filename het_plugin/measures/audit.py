@@ -71,7 +71,7 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
       >>> found.kind[:5].tolist()
       ['fine', 'fine', 'fine', 'fine', 'wrong']
       >>> round(found.share, 2)
-      0.19
+      0.2
 
   Args:
     p: float [N, K], probabilities of the true classes, by a model that has not seen the label.
