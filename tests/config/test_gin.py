@@ -59,6 +59,9 @@ def features(tmp_path_factory):
   return [f"MIXTURE_OR_TASK_NAME = 'features:{file}'", 'NUM_CLASSES = 10']
 
 
+FEATURE_RUNS = 'features.gin', 'million_classes.gin'
+
+
 def bindings(run):
   return ["MODEL_DIR = 'unused'", *(OWN if run.startswith(NEED_DATA) else [])]
 
@@ -72,7 +75,7 @@ def test_every_run_takes_every_head(run, features):
   needs_backbone = run in ('jft300m.gin', 'jft4b.gin', 'imagenet21k.gin')
   for head, kind in HEADS.items():
     files = [f'het_plugin/gin/runs/{run}', f'het_plugin/gin/heads/{head}.gin']
-    own = [*bindings(run), *(features if run == 'features.gin' else [])]
+    own = [*bindings(run), *(features if run in FEATURE_RUNS else [])]
     parsing.parse_config([*files, *([BACKBONE] if needs_backbone else [])], own)
     model = make_model()
     assert type(model.head) is kind
