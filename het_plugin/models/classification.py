@@ -21,6 +21,7 @@ from het_plugin.integrate import (
   Analytic,
   GaussianLogits,
   Integrator,
+  Location,
   example_keys,
   shared_key,
   top_class,
@@ -92,7 +93,7 @@ class ClassificationModel:
     head: nn.Module,
     optimizer_def: Any,
     train_integrator: Integrator,
-    eval_integrator: Integrator | Analytic,
+    eval_integrator: Integrator | Analytic | Location,
     loss_normalizing_factor: float | None = None,
     eval_seed: int = 0,
     shared_draws: bool = False,
@@ -108,7 +109,7 @@ class ClassificationModel:
         methods `num_params(D)` and `extra_params(D)`.
       optimizer_def: the trainer's optimizer.
       train_integrator: estimates the training loss.
-      eval_integrator: estimates metrics, predictions and scores.
+      eval_integrator: estimates metrics, predictions and scores; `Location` leaves the noise out.
       loss_normalizing_factor: None for the mean loss over the real rows of a (micro)batch. A number
         divides the sum over rows instead: t5x sums the gradients of microbatches, so bind the
         global batch size there.

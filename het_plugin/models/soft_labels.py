@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Linear, Opaque
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Linear, Location, Opaque
 
 Batch = Mapping[str, jax.Array]
 
@@ -40,7 +40,7 @@ def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax
 
 
 def expected_nll(
-  integrator: Integrator | Analytic,
+  integrator: Integrator | Analytic | Location,
   logits: GaussianLogits,
   target: jax.Array,
   keys: jax.Array | None,
@@ -72,7 +72,7 @@ def _mirrored(logits: GaussianLogits) -> GaussianLogits:
 
 
 def nll(
-  integrator: Integrator | Analytic,
+  integrator: Integrator | Analytic | Location,
   logits: GaussianLogits,
   batch: Batch,
   keys: jax.Array | None,

@@ -10,7 +10,7 @@ from flax import traverse_util
 
 from het_plugin.backbones import ViT
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
-from het_plugin.integrate import Integrator, example_keys
+from het_plugin.integrate import Integrator, Location, example_keys
 from het_plugin.models import ClassificationModel
 from tests.meshes import make_mesh, on_mesh
 from tests.params import perturbed
@@ -40,14 +40,17 @@ def task(num_classes=NUM_CLASSES, multi_label=False):
   return types.SimpleNamespace(num_classes=num_classes, multi_label=multi_label)
 
 
-def make_model(head='het_xl', backbone=BACKBONE, link='softmax', **kwargs):
+SAMPLED = Integrator(num_samples=16, sampler='iid')
+
+
+def make_model(head='het_xl', backbone=BACKBONE, link='softmax', eval_integrator=SAMPLED, **kwargs):
   head = HEADS[head] if isinstance(head, str) else head
   return ClassificationModel(
     backbone=backbone,
     head=head.clone(link=link),
     optimizer_def=None,
     train_integrator=Integrator(num_samples=8, sampler='iid'),
-    eval_integrator=Integrator(num_samples=16, sampler='iid'),
+    eval_integrator=eval_integrator,
     **kwargs,
   )
 
@@ -239,9 +242,11 @@ def test_loss_normalizing_factor_divides_the_sum():
     make_model(loss_normalizing_factor=0)
 
 
+@pytest.mark.parametrize('integrator', [SAMPLED, Location()], ids=['sampled', 'location'])
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
-def test_multi_label_metrics_and_scores(link):
-  model, batch = make_model('het', link=link), make_batch(num_labels=3)
+def test_multi_label_metrics_and_scores(link, integrator):
+  model = make_model('het', link=link, eval_integrator=integrator)
+  batch = make_batch(num_labels=3)
   params = make_params(model, batch)
   loss, metrics = model.eval_fn(params, batch)
   top = np.asarray(model.predict_batch(params, batch))
