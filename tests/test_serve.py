@@ -68,7 +68,9 @@ def served(folder, kind, x, tmp_path):
   for name in names:
     for size in (1, 7):
       np.testing.assert_allclose(
-        found[f'{name}_{size}'], found[f'{name}_{len(x)}'][:size], atol=1e-5
+        found[f'{name}_{size}'],
+        found[f'{name}_{len(x)}'][:size],
+        atol=1e-4 if 'entropy' in name else 1e-5,
       )
   return {name: found[f'{name}_{len(x)}'] for name in names}
 
@@ -109,8 +111,8 @@ def test_a_softmax_is_predict_with_shared_draws(
   p = np.exp(expected['log_prob'])
   np.testing.assert_allclose(found['probabilities'], p, atol=1e-5)
   np.testing.assert_allclose(found['probabilities'].sum(axis=1), 1, atol=1e-5)
-  np.testing.assert_allclose(found['entropy'], -(p * np.log(p)).sum(axis=1), atol=1e-5)
-  np.testing.assert_allclose(found['expected_entropy'], expected['expected_entropy'], atol=1e-5)
+  np.testing.assert_allclose(found['entropy'], -(p * np.log(p)).sum(axis=1), atol=1e-4)
+  np.testing.assert_allclose(found['expected_entropy'], expected['expected_entropy'], atol=1e-4)
   # Each image has its own points by default.
   difference = np.abs(found['probabilities'] - np.exp(own['log_prob'])).max()
   print(f'the largest difference to draws of each image: {difference:.2g}')
@@ -172,8 +174,8 @@ def test_an_estimator_is_its_predict_proba(kind, rows, tmp_path):
   found = served(tmp_path / kind, kind, x, tmp_path)
   np.testing.assert_allclose(found['probabilities'], het.predict_proba(x), atol=1e-5)
   total, expected = het.entropy(x)
-  np.testing.assert_allclose(found['entropy'], total, atol=1e-5)
-  np.testing.assert_allclose(found['expected_entropy'], expected, atol=1e-5)
+  np.testing.assert_allclose(found['entropy'], total, atol=1e-4)
+  np.testing.assert_allclose(found['expected_entropy'], expected, atol=1e-4)
 
 
 def test_a_saved_model_has_the_class_names(rows, tmp_path):
