@@ -19,11 +19,11 @@ next --shares 0.3 --seeds 2 --rows 300 --heads det.
 """
 
 import argparse
-import functools
 import warnings
 
 import numpy as np
 from command_line import make_parser, names, numbers, report
+from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
@@ -54,7 +54,7 @@ DATA = {'digits': digits, 'linear': linear}
 
 
 def moved(rng, kind, share, x, truth):
-  """Labels of which about a share is wrong."""
+  """The labels, after about a share of them is moved."""
   num_classes = truth.max() + 1
   rate = np.full(len(truth), share)
   if kind == 'rate':
@@ -71,13 +71,13 @@ def moved(rng, kind, share, x, truth):
 KINDS = ('next', 'uniform', 'pairs', 'rate')
 
 
-def out_of_fold(make, predict, x, y):
+def out_of_fold(model, method, x, y):
   """Probabilities [N, K] of each fold by a fit to the others."""
   p = np.zeros((len(y), y.max() + 1))
   for fitted, held_out in StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(x, y):
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
-      p[held_out] = predict(make().fit(x[fitted], y[fitted]), x[held_out])
+      p[held_out] = getattr(clone(model).fit(x[fitted], y[fitted]), method)(x[held_out])
   return p
 
 
@@ -88,17 +88,13 @@ def scores(args, x, y):
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    p = out_of_fold(
-      lambda: LogisticRegression(C=args.cleanlab_c, max_iter=1000),
-      lambda model, x: model.predict_proba(x),
-      *(x, y),
-    )
+    p = out_of_fold(LogisticRegression(C=args.cleanlab_c, max_iter=1000), 'predict_proba', x, y)
     issues = find_label_issues(y, p, n_jobs=1)
     found['cleanlab'] = -get_label_quality_scores(y, p), issues.mean()
   for head in args.heads:
     own = SETTINGS if head != 'det' else {'C': SETTINGS['C'], 'max_iter': SETTINGS['max_iter']}
-    make = functools.partial(CLASSIFIERS[head], **own)
-    result = audit.audit(out_of_fold(make, lambda model, x: model.predict_clean_proba(x), x, y), y)
+    p = out_of_fold(CLASSIFIERS[head](**own), 'predict_clean_proba', x, y)
+    result = audit.audit(p, y)
     found[head] = result.wrong, result.share
     found[f'{head}, p of the label'] = -result.probability, float('nan')
   return found

@@ -1,4 +1,4 @@
-"""python -m het_plugin.audit, on labels of which a third is wrong."""
+"""python -m het_plugin.audit, on labels that are wrong in three cases of ten."""
 
 import csv
 import json

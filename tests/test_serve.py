@@ -17,6 +17,7 @@ from het_plugin.evaluation import serve
 from het_plugin.runs.starting import train_from_gin
 from het_plugin.weights import onnx_graph, programs
 from tests.evaluation.small_contrastive import SmallContrastive
+from tests.feature_rows import write_rows
 
 NEEDS_ONNX = pytest.mark.skipif(
   importlib.util.find_spec('onnxruntime') is None, reason="needs the extra 'onnx'"
@@ -127,12 +128,7 @@ def test_a_softmax_is_predict_with_shared_draws(
 
 @pytest.fixture(scope='module')
 def rows(tmp_path_factory):
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(100, 6)).astype(np.float32)
-  y = (x @ rng.normal(size=(6, 5)) + rng.gumbel(size=(100, 5))).argmax(axis=1)
-  path = tmp_path_factory.mktemp('features') / 'a.npz'
-  np.savez(path, features=x, label=y)
-  return path, x, y
+  return write_rows(tmp_path_factory.mktemp('features'), 100)
 
 
 @pytest.fixture(scope='module')

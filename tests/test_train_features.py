@@ -13,15 +13,12 @@ from het_plugin import train as train_main
 from het_plugin.config import parsing
 from het_plugin.rows import read as read_rows
 from het_plugin.training import checkpoint_reader, train
+from tests.feature_rows import write_rows
 
 
 @pytest.fixture(scope='module')
 def rows(tmp_path_factory):
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(512, 6)).astype(np.float32)
-  y = (x @ rng.normal(size=(6, 5)) + rng.gumbel(size=(512, 5))).argmax(axis=1)
-  path = tmp_path_factory.mktemp('features') / 'a.npz'
-  np.savez(path, features=x, label=y)
+  path, x, y = write_rows(tmp_path_factory.mktemp('features'), 512)
   return str(path), x, y
 
 

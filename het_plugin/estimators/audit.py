@@ -35,7 +35,7 @@ def audit(
 
   Args:
     features: float [N, D].
-    label: int [N], classes 0 .. K - 1, each of which occurs in at least `settings.folds` rows.
+    label: int [N], class ids. Each class has at least `settings.folds` rows.
     settings: one head, HET-XL by default, the folds, and its grid, from which held-out labels
       choose (`probe.choose`).
 

@@ -17,7 +17,7 @@ from het_plugin import weights
 from het_plugin.estimators.calibration import Calibration
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
-from het_plugin.estimators.model import HEADS, Model, on_features
+from het_plugin.estimators.model import Model, on_features
 from het_plugin.weights.files import save_safetensors
 
 _METADATA = 'het_plugin.estimator'
@@ -281,7 +281,7 @@ def from_head(
   Raises:
     ValueError: the head has settings that no estimator has.
   """
-  kind = next((name for name, cls in HEADS.items() if type(head) is cls), None)
+  kind = next((name for name, cls in linen_heads.HEADS.items() if type(head) is cls), None)
   if kind is None or getattr(head, 'get_logits', None) is not None:
     raise ValueError(f'{type(head).__name__} is not a head of an estimator')
   params = jax.tree.map(np.asarray, params)

@@ -28,15 +28,12 @@ ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divid
 _LOADING = 'affine_loading'  # beside the parameters of the head and of hidden layers
 
 
-HEADS = {'det': heads.Det, 'het': heads.Het, 'het_h': heads.HetH, 'het_xl': heads.HetXL}
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
   """The settings of a model, static under jit.
 
   Attributes:
-    head: a name in `HEADS`.
+    head: a name in `heads.HEADS`.
     num_classes: K.
     link: 'softmax' or 'sigmoid'.
     tau: the temperature; None learns it within `tau_range`.
@@ -76,7 +73,7 @@ class Model:
     fields = dict(self.noise)
     if self.head == 'het_h':
       fields['empty_buckets'] = False
-    return HEADS[self.head](
+    return heads.HEADS[self.head](
       num_classes=self.num_classes,
       link=self.link,
       temperature=temperature,

@@ -21,6 +21,8 @@ from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in
 from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys, served
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
+HEADS = {'det': Det, 'het': Het, 'het_h': HetH, 'het_xl': HetXL}  # by the names of their gin files
+
 CONFIGURABLES = {
   'classifiers': ('Det', 'Het', 'HetH', 'HetXL'),
   'contrastive': ('ContrastiveDet', 'ContrastiveHetXL'),
@@ -28,6 +30,7 @@ CONFIGURABLES = {
 }
 
 __all__ = [
+  'HEADS',
   'AffineLoading',
   'Classifier',
   'ContrastiveDet',

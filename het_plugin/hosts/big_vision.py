@@ -16,19 +16,9 @@ import flax.linen as nn
 import jax
 from flax import traverse_util
 
-from het_plugin.heads import (
-  Classifier,
-  Det,
-  FixedTemperature,
-  Het,
-  HetH,
-  HetXL,
-  LearnedTemperature,
-  PredictiveLogits,
-)
+from het_plugin.heads import HEADS, FixedTemperature, LearnedTemperature, PredictiveLogits
 from het_plugin.integrate import Integrator
 
-HEADS: Mapping[str, type[Classifier]] = {'det': Det, 'het': Het, 'het_h': HetH, 'het_xl': HetXL}
 # W keeps the shape [D, K] of big_vision's last layer, and a function is no value of a config.
 _NOT_SETTINGS = ('num_classes', 'class_multiple', 'get_logits', 'parent', 'name')
 

@@ -11,6 +11,7 @@ from het_plugin.integrate.gaussian import (
   LowRank,
   Opaque,
   apply_projection,
+  mirrored,
   project,
 )
 from het_plugin.integrate.integrator import (
@@ -73,6 +74,7 @@ __all__ = [
   'example_keys',
   'iid',
   'mean_field',
+  'mirrored',
   'multi_hot',
   'pick_order',
   'project',

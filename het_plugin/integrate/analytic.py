@@ -46,12 +46,12 @@ import jax.numpy as jnp
 from het_plugin.integrate.exact import marginals
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
-  Linear,
   LowRank,
   Opaque,
   checked,
   is_valid,
   masked,
+  mirrored,
   project,
 )
 from het_plugin.integrate.integrator import check_labels, check_sigmoid, multi_hot
@@ -163,7 +163,7 @@ class Analytic:
       log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
       return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
     on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    log_q = self.log_prob(_mirrored(logits, jnp.where(on, 1.0, -1.0)))
+    log_q = self.log_prob(mirrored(logits, jnp.where(on, 1.0, -1.0)))
     return -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
@@ -175,15 +175,7 @@ class Analytic:
     ignored.
     """
     logits = check_sigmoid(checked(logits))
-    return masked(logits, self.log_prob(logits) - self.log_prob(_mirrored(logits, -1.0)))
-
-
-def _mirrored(logits, sign):
-  """Logits whose p(y_k = 1) is p(y_k = 0) of these where `sign` [B, Kp] is -1."""
-  logits = dataclasses.replace(logits, location=sign * logits.location, location_from=None)
-  if isinstance(logits.projection, Linear):  # the location is not phi W + bias any more
-    logits = dataclasses.replace(logits, projection=Linear(logits.projection.kernel))
-  return logits
+    return masked(logits, self.log_prob(logits) - self.log_prob(mirrored(logits, -1.0)))
 
 
 def _refuse_opaque(logits):

@@ -216,6 +216,34 @@ def masked(logits: GaussianLogits, u: jax.Array) -> jax.Array:
   return jnp.where(is_valid(logits), u, PADDED)
 
 
+def mirrored(logits: GaussianLogits, sign: jax.Array | float = -1.0) -> GaussianLogits:
+  """The distribution of sign times the logits, for noise that is symmetric about the location.
+
+  With a sigmoid, p(y_k = 1) of these is p(y_k = 0) of the logits where the sign is -1.
+
+      >>> import jax.numpy as jnp
+      >>> from het_plugin.integrate import GaussianLogits, mirrored
+      >>> logits = GaussianLogits(jnp.array([[1.0, -2.0]]), None, None, jnp.float32(1.0), 2)
+      >>> mirrored(logits).location.tolist()
+      [[-1.0, 2.0]]
+
+  Args:
+    logits: logits of B examples.
+    sign: -1, or 1 or -1 for each class [B, Kp] of a known projection.
+  """
+  projection = logits.projection
+  if isinstance(projection, Linear):  # phi and bias would give the location again
+    projection = Linear(projection.kernel)
+  elif isinstance(projection, Opaque):
+    get_logits = projection.get_logits
+    projection = dataclasses.replace(
+      projection, get_logits=lambda params, x: -get_logits(params, x)
+    )
+  return dataclasses.replace(
+    logits, location=sign * logits.location, projection=projection, location_from=None
+  )
+
+
 def project(covariance: LowRank, projection: Projection) -> LowRank:
   """The same noise with factors in logit space: the first half of project-then-sample.
 

@@ -53,9 +53,9 @@ class Integrator:
   Results have the dtype of the location, float32 or wider, and so have all numbers on the way. The
   batch size may be symbolic (`jax.export`).
 
-  All results are differentiable. First derivatives stream over
-  samples, and so does forward mode over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse
-  mode keeps the logits of all samples.
+  All results are differentiable. First derivatives stream over samples, and so does forward mode
+  over them (`jax.jvp` of `jax.grad`). Reverse mode over reverse mode keeps the logits of all
+  samples.
 
       >>> import jax, jax.numpy as jnp
       >>> from het_plugin import heads

@@ -121,7 +121,7 @@ class FixedPoints:
 
   Attributes:
     sampler: makes the points.
-    num_samples: S, that of the integrator.
+    num_samples: S of the integrator.
     seed: of the key.
   """
 

@@ -111,7 +111,7 @@ class _Point:
       return total + tile.source.pull(weighted) - centred
 
     total = fold(self.tiling, self.source, body, jnp.zeros_like(directions))
-    return _over_shards(self.tiling, total)
+    return self.tiling.sum_of_shards(total)
 
   def rotation(self, num_rounds: int) -> tuple[jax.Array, jax.Array]:
     """The rotation of `Draws`."""
@@ -142,9 +142,9 @@ def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Poi
 
   zero = jnp.zeros_like(x[..., 0])
   top, total, sums = fold(tiling, source, body, (zero + 2 * PADDED, zero, jnp.zeros_like(x)))
-  top, scale = _highest(tiling, top)
-  total = _over_shards(tiling, total * scale)
-  sums = _over_shards(tiling, sums * scale[..., None])
+  top, scale = tiling.highest(top)
+  total = tiling.sum_of_shards(total * scale)
+  sums = tiling.sum_of_shards(sums * scale[..., None])
   return _Point(tiling, source, noise, top, jnp.log(total), sums / total[..., None])
 
 
@@ -188,7 +188,7 @@ def _fit(point: _Point, at_label: jax.Array, draws: Draws) -> Draws:
 
     zero = jnp.zeros_like(of_label), jnp.zeros_like(at), jnp.zeros_like(axes[..., : at.shape[-1]])
     first, each, second = fold(tiling, point.source, body, zero)
-    first, each, second = (_over_shards(tiling, x) for x in (first, each, second))
+    first, each, second = (tiling.sum_of_shards(x) for x in (first, each, second))
     return of_label - first, second - jnp.einsum('bsm,bsn->bmn', each, each) / at.shape[1]
 
   return draws_lib.fit_along(draws, axes, expectations)
@@ -212,8 +212,8 @@ def _log_z(
 
   start = jnp.full_like(like, 2 * PADDED), jnp.zeros_like(like)
   top, total = fold(tiling, source, body, start)
-  top, scale = _highest(tiling, top)
-  return top, jnp.log(_over_shards(tiling, total * scale))
+  top, scale = tiling.highest(top)
+  return top, jnp.log(tiling.sum_of_shards(total * scale))
 
 
 def _column(tiling, source, label):
@@ -222,16 +222,4 @@ def _column(tiling, source, label):
   index = label - tiling.placement.shard_index() * kernel.shape[-1]
   at = jnp.clip(index, 0, kernel.shape[-1] - 1)
   column = jnp.where(index == at, kernel[:, at], 0.0).T
-  return _over_shards(tiling, column.astype(source.x.dtype))
-
-
-def _highest(tiling, top):
-  """The maximum of all shards, and the factor that makes this shard's sums relative to it."""
-  axes = tiling.placement.vocab
-  highest = top if axes is None else jax.lax.pmax(top, axes)
-  return highest, jnp.exp(top - highest)
-
-
-def _over_shards(tiling, x):
-  axes = tiling.placement.vocab
-  return x if axes is None else jax.lax.psum(x, axes)
+  return tiling.sum_of_shards(column.astype(source.x.dtype))

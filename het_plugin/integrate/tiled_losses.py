@@ -133,11 +133,8 @@ def _softmax_sums(tiling, source, z, labels):
 
 def _over_shards(tiling, top, total, at):
   """Maximum, log of the total relative to it, and logits at labels, of all devices' classes."""
-  axes = tiling.placement.vocab
-  if axes is not None:
-    highest = jax.lax.pmax(jax.lax.stop_gradient(top), axes)
-    total = jax.lax.psum(total * jnp.exp(top - highest), axes)
-    top, at = highest, jax.lax.psum(at, axes)
+  top, scale = tiling.highest(top)
+  total, at = (tiling.sum_of_shards(x) for x in (total * scale, at))
   return top, jnp.log(total), at
 
 
@@ -350,9 +347,7 @@ def _sigmoid_nll(tiling, source, buckets, labels):
       return total + _tile_nll(tile.source, tile, labels)
 
     zero = jnp.zeros_like(source.x, shape=source.x.shape[:1])
-    total = fold(tiling, source, body, zero, buckets)
-    axes = tiling.placement.vocab
-    return total if axes is None else jax.lax.psum(total, axes)
+    return tiling.sum_of_shards(fold(tiling, source, body, zero, buckets))
 
   inputs = source.letters(), None if buckets is None else dims('k'), 'bl'
   return tiling.placement.shard_map(local, inputs, 'b')(source, buckets, labels)

@@ -53,6 +53,18 @@ class Tiling:
   num_classes: int
   placement: Placement
 
+  def sum_of_shards(self, x: jax.Array) -> jax.Array:
+    """The sum over the devices that have other classes; inside `Placement.shard_map`."""
+    axes = self.placement.vocab
+    return x if axes is None else jax.lax.psum(x, axes)
+
+  def highest(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The maximum of all shards, and the factor that makes this shard's sums relative to it."""
+    axes = self.placement.vocab
+    top = jax.lax.stop_gradient(top)
+    highest = top if axes is None else jax.lax.pmax(top, axes)
+    return highest, jnp.exp(top - highest)
+
 
 @struct.dataclass
 class Source:

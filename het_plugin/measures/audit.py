@@ -16,6 +16,9 @@ is near the identity, and few labels seem wrong.
 import dataclasses
 
 import numpy as np
+from scipy import sparse
+
+from het_plugin.measures import uncertainty
 
 KINDS = ('wrong', 'ambiguous', 'fine')
 UNSURE = 0.5  # the location is unsure of a row if no class is more probable than this
@@ -36,7 +39,7 @@ class Audit:
     confusions: float64 [K, K], T: the share of people who write y for the truth k.
     classes: float64 [K], the share of examples whose truth is k.
     share: the share of wrong labels, with its standard error over examples, given T.
-    share_error: that standard error.
+    share_error: that standard error; None for one example.
   """
 
   probability: np.ndarray
@@ -46,7 +49,7 @@ class Audit:
   confusions: np.ndarray
   classes: np.ndarray
   share: float
-  share_error: float
+  share_error: float | None
 
   def pairs(self, count: int) -> list[tuple[int, int, float, float]]:
     """The most frequent confusions: (truth k, label y, T_ky, share of all examples)."""
@@ -90,7 +93,6 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
   wrong = 1.0 - q[rows, label]
   kind = np.where(p.max(axis=1) > UNSURE, 'fine', 'ambiguous')
   kind = np.where(wrong > 0.5, 'wrong', kind)
-  error = wrong.std(ddof=1) / np.sqrt(len(wrong)) if len(wrong) > 1 else float('nan')
   return Audit(
     probability=p[rows, label],
     wrong=wrong,
@@ -99,32 +101,28 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
     confusions=confusions,
     classes=q.mean(axis=0),
     share=float(wrong.mean()),
-    share_error=float(error),
+    share_error=uncertainty.stderr(wrong),
   )
 
 
 def _confusions(p, label):
   """T [K, K] and the posterior q [N, K]."""
-  num_classes = p.shape[1]
-  counts = np.bincount(label, minlength=num_classes)
-  order = np.argsort(label, kind='stable')
-  p, starts = p[order], np.cumsum(counts) - counts
-  present = counts > 0
+  num_rows, num_classes = p.shape
+  by_label = sparse.csr_array(
+    (np.ones(num_rows), (label, np.arange(num_rows))), shape=(num_classes, num_rows)
+  )
   t = np.full((num_classes, num_classes), 0.1 / max(num_classes - 1, 1))
   np.fill_diagonal(t, 0.9)
   before = -np.inf
   for _ in range(_MAX_ROUNDS):
-    q = p * t.T[label[order]]  # [N, K]
+    q = p * t.T[label]  # [N, K]
     likelihood = np.maximum(q.sum(axis=1), np.finfo(np.float64).tiny)
     q /= likelihood[:, None]
-    joint = np.zeros((num_classes, num_classes))  # [label, truth]
-    joint[present] = np.add.reduceat(q, starts[present], axis=0)
+    joint = by_label @ q  # [label, truth]
     total = joint.sum(axis=0)
     t = np.where(total > 0, joint / np.where(total > 0, total, 1.0), t.T).T
     now = np.log(likelihood).mean()
     if now - before < _TOLERANCE:
       break
     before = now
-  back = np.empty_like(order)
-  back[order] = np.arange(len(order))
-  return t, q[back]
+  return t, q

@@ -4,13 +4,12 @@ B examples, K classes (Kp with padding), L labels. Labels are int32 [B, L], padd
 float32 [B, L] are the probabilities of the labels, 0 for padding.
 """
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Linear, Location, Opaque
+from het_plugin.integrate import Analytic, GaussianLogits, Integrator, Location, mirrored
 
 Batch = Mapping[str, jax.Array]
 
@@ -49,26 +48,10 @@ def expected_nll(
   on = integrator.log_prob(logits, keys)  # [B, Kp]
   nll = jnp.where(target > 0, -target * on, 0.0)
   if logits.link == 'sigmoid':  # the noise is symmetric: p(off) is p(on) of the mirrored logits
-    off = integrator.log_prob(_mirrored(logits), keys)
+    off = integrator.log_prob(mirrored(logits), keys)
     real = jnp.arange(target.shape[-1]) < logits.num_classes
     nll += jnp.where(real, -(1 - target) * off, 0.0)
   return nll.sum(-1)
-
-
-def _mirrored(logits: GaussianLogits) -> GaussianLogits:
-  """The distribution of minus the logits, for noise that is symmetric about the location."""
-  projection = logits.projection
-  if isinstance(projection, Linear):
-    # phi and bias would give the location again.
-    projection = dataclasses.replace(projection, phi=None, bias=None)
-  elif isinstance(projection, Opaque):
-    get_logits = projection.get_logits
-    projection = dataclasses.replace(
-      projection, get_logits=lambda params, x: -get_logits(params, x)
-    )
-  return dataclasses.replace(
-    logits, location=-logits.location, projection=projection, location_from=None
-  )
 
 
 def nll(

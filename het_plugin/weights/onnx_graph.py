@@ -1,9 +1,9 @@
 """A JAX function as an ONNX graph.
 
 The function is traced with a symbolic batch. Calls, custom derivatives and loops of fixed length
-are written out, what does not depend on the input is computed at once, and every operation that is
-left becomes a few ONNX nodes. Only the operations of `OPERATIONS` are known, those of our backbones
-and heads among them. (jax2onnx 0.17 fails on jax 0.12, and gives some of our broadcasts a wrong
+are written out, and what does not depend on the input is computed at once. Each operation that is
+left becomes a few ONNX nodes. `OPERATIONS` lists those that are known. They include all that our
+backbones and heads use. (jax2onnx 0.17 fails on jax 0.12, and gives some of our broadcasts a wrong
 shape.)
 
 bfloat16 becomes float32, because few runtimes multiply it.
@@ -93,7 +93,7 @@ class Graph:
     return self.op('Mul', self.batch_size, self.ints([multiple]))
 
   def reshape(self, x: Any, dims: Sequence[Any]) -> Name:
-    """x in another shape, of which at most one dimension is symbolic."""
+    """x in another shape. At most one of its dimensions is symbolic."""
     known = [d if isinstance(d, int) else -1 for d in dims]
     if known.count(-1) > 1:
       return self.op('Reshape', x, self.shape(dims))
