@@ -57,11 +57,13 @@ def moved(rng, kind, share, x, truth):
   """The labels, after about a share of them is moved."""
   num_classes = truth.max() + 1
   rate = np.full(len(truth), share)
-  if kind == 'rate':
+  if kind.startswith('rate'):
     u = 1 / (1 + np.exp(-3 * x @ rng.normal(size=x.shape[1]) / np.sqrt(x.shape[1])))
     rate = np.minimum(share * u / u.mean(), 0.95)
+  to_any = (truth + rng.integers(1, num_classes, len(truth))) % num_classes
   targets = {
-    'uniform': (truth + rng.integers(1, num_classes, len(truth))) % num_classes,
+    'uniform': to_any,
+    'rate_any': to_any,
     'pairs': np.minimum(truth ^ 1, num_classes - 1),
   }
   target = targets.get(kind, (truth + 1) % num_classes)

@@ -1,12 +1,13 @@
 """The main, as a user runs it, on runs of a few steps."""
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
 
-from het_plugin import evaluate, runs, select
+from het_plugin import data, evaluate, runs, select
 from het_plugin import rows as rows_lib
 from het_plugin.data import task_info
 
@@ -104,6 +105,38 @@ def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
   run_main(evaluate, f'--checkpoint={file}', f'--json={tmp_path / "again.json"}')
   (again,) = json.loads((tmp_path / 'again.json').read_text())
   assert again['agreement'] == row['agreement'] and again['nll'] == row['nll']
+
+
+def test_accuracy_on_the_true_classes_where_a_task_knows_them(
+  digits_run, run_main, tmp_path, monkeypatch
+):
+  run_dir, _ = digits_run
+  with_truth = dataclasses.replace(
+    task_info('digits'), true_classes=lambda split, ids: {'test': ids % 10}[split]
+  )
+  monkeypatch.setattr(data, 'classification_info', lambda task: with_truth)
+  found = {}
+  for name, integrator in (('noise', '@eval/Integrator()'), ('location', '@Location()')):
+    out = tmp_path / name
+    printed = run_main(
+      evaluate,
+      *(f'--checkpoint={run_dir}', '--split=test[:300]', '--covariance_images=0'),
+      *(f'--gin.ClassificationModel.eval_integrator={integrator}', f'--output_dir={out}'),
+      '--save_predictions',
+    )
+    assert 'true classes' in printed and 'clean_accuracy_location' in printed
+    (found[name],) = json.loads((out / 'results.json').read_text())
+    rows = rows_lib.read(str(out / 'predictions' / 'het_xl.npz'), 'log_prob')
+    assert set(rows.columns) <= {'log_prob', 'expected_entropy'}
+    truth, row = rows.index % 10, found[name]['truth']
+    right = rows.log_prob.argmax(axis=1) == truth
+    assert len(truth) == 300 and row['clean_accuracy'] == right.mean()
+    assert row['wrong_labels'] == (rows.label != truth).mean()
+    assert row['stderr']['clean_accuracy'] == pytest.approx(right.std(ddof=1) / 300**0.5)
+  # Both runs know the location; one evaluates it.
+  location = found['location']['truth']
+  assert location['clean_accuracy'] == location['clean_accuracy_location']
+  assert found['noise']['truth']['clean_accuracy_location'] == location['clean_accuracy']
 
 
 def test_glyphs_are_shown_and_their_look_alikes_known():

@@ -71,25 +71,35 @@ def nearest(bank: glyph_bank.GlyphBank, num_candidates: int) -> Lookalikes:
 
 
 def distribution(
-  class_set: str, faces: tuple[str, ...], rows: np.ndarray, keys: np.ndarray
+  class_set: str,
+  faces: tuple[str, ...],
+  rows: np.ndarray,
+  keys: np.ndarray,
+  reader_noise: float = READER_NOISE,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The distribution of the labels of images, given rows of the bank and augmentation keys, [B].
+
+  `reader_noise` is h of an image of difficulty 1.
 
   Returns:
     The candidate classes, int64 [B, C], the true one first, and their probabilities, float64
     [B, C].
   """
   table = lookalikes(class_set, faces)
-  h = READER_NOISE * glyph_augment.difficulty(keys)  # [B]
+  h = reader_noise * glyph_augment.difficulty(keys)  # [B]
   p = np.exp(-table.squared_distance[rows] / (2 * h[:, None] ** 2))  # the first is 1
   return table.classes[rows], p / p.sum(1, keepdims=True)
 
 
 def labels(
-  class_set: str, faces: tuple[str, ...], rows: np.ndarray, keys: np.ndarray
+  class_set: str,
+  faces: tuple[str, ...],
+  rows: np.ndarray,
+  keys: np.ndarray,
+  reader_noise: float = READER_NOISE,
 ) -> np.ndarray:
   """Labels of one reader, int64 [B], a function of the keys. Arguments as in `distribution`."""
-  classes, p = distribution(class_set, faces, rows, keys)
+  classes, p = distribution(class_set, faces, rows, keys, reader_noise)
   u = counter_random.uniform(counter_random.fold(keys, _LABEL_STREAM), 1)  # [B, 1], <= 1 - 2^-24
   answer = (p.cumsum(1) <= u).sum(1, keepdims=True)  # the sum of all p is closer to 1 than u
   return np.take_along_axis(classes, answer, 1)[:, 0]

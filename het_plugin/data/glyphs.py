@@ -128,7 +128,21 @@ class NoisyGlyphSource(GlyphSource):
   """A GlyphSource with noisy labels from readers who confuse lookalikes.
 
   Each image is the same as in GlyphSource, whose labels are the true ones.
+
+  reader_noise: how much readers confuse, h of an image of difficulty 1 (`glyph_confusions`).
   """
+
+  def __init__(self, class_set: str, reader_noise: float = glyph_confusions.READER_NOISE):
+    super().__init__(class_set)
+    self.reader_noise = reader_noise
+
+  @functools.cached_property
+  def info(self) -> TaskInfo:
+    return dataclasses.replace(super().info, true_classes=self.true_classes)
+
+  def true_classes(self, split: str, ids: np.ndarray, seed: int = 0) -> np.ndarray:
+    """The classes shown in examples of a whole split, int64 [B]."""
+    return self._draw(split, ids, glyph_confusions.SIZE, seed)[1]
 
   def label_distribution(
     self, split: str, ids: np.ndarray, seed: int = 0
@@ -136,11 +150,11 @@ class NoisyGlyphSource(GlyphSource):
     """The distribution from which the labels of `read` are drawn: glyph_confusions.distribution."""
     _, _, rows, keys = self._draw(split, ids, glyph_confusions.SIZE, seed)
     faces = SPLITS[self.class_set][split].faces
-    return glyph_confusions.distribution(self.class_set, faces, rows, keys)
+    return glyph_confusions.distribution(self.class_set, faces, rows, keys, self.reader_noise)
 
   def _labels(self, split: str, classes, rows, keys) -> np.ndarray:
     faces = SPLITS[self.class_set][split].faces
-    return glyph_confusions.labels(self.class_set, faces, rows, keys)
+    return glyph_confusions.labels(self.class_set, faces, rows, keys, self.reader_noise)
 
 
 class GlyphNameSource(GlyphSource):
@@ -165,6 +179,7 @@ SOURCES = {
   'glyphs_full': GlyphSource('full'),
   'glyphs_heldout': GlyphSource('heldout'),
   'glyphs_noisy': NoisyGlyphSource('core'),
+  'glyphs_noisy_mild': NoisyGlyphSource('core', reader_noise=0.27),
   'glyphs_noisy_full': NoisyGlyphSource('full'),
   'glyphs_noisy_latin': NoisyGlyphSource('latin'),
 }

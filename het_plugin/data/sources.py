@@ -27,6 +27,8 @@ class TaskInfo:
   shown_names: names of the classes in tables and plots; None for class_names.
   look_alikes: maps a split and an image size to [K] sets, for each class the other classes that
     look the same in some image; None if this is not known.
+  true_classes: maps a split and ids int [B] of its examples to their true classes, int [B], where
+    labels may be wrong; None if these are not known.
   """
 
   num_classes: int
@@ -40,6 +42,9 @@ class TaskInfo:
   version: str | None = None
   shown_names: tuple[str, ...] | None = None
   look_alikes: Callable[[str, int], Sequence[frozenset[int]]] | None = dataclasses.field(
+    default=None, compare=False
+  )
+  true_classes: Callable[[str, np.ndarray], np.ndarray] | None = dataclasses.field(
     default=None, compare=False
   )
 

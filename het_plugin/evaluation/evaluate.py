@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from het_plugin import data, reporting, runs, weights
 from het_plugin import rows as rows_lib
@@ -111,18 +112,24 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
   task = settings.dataset or run.task
   info = data.classification_info(task)
 
-  def predict(title, stream):
+  def predict(title, stream, *others):
     batches, total = stream
     with reporting.Progress(title, total) as progress:
       limits = settings.batch_size, settings.max_examples
-      for part in run.stream(batches, ('log_prob',), *limits):
+      for part in run.stream(batches, ('log_prob', *others), *limits):
         progress.update(len(part))
         yield part
 
-  kept, of_unknown = [], None
+  kept, of_truth, of_unknown = [], [], None
+  whole_split = settings.split.partition('[')[0]  # of a slice
+  knows_truth = info.true_classes is not None and info.splits.get(whole_split) is not None
 
   def keeping(parts):
     for part in parts:
+      if knows_truth:
+        truth = info.true_classes(whole_split, part.index)
+        of_truth.append(_right(part, truth))
+        part = part.without('location_top')
       if settings.save_to:
         kept.append(part)
       yield part
@@ -133,7 +140,8 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
       ood = settings.ood_dataset, settings.ood_split
       unknown = _open(stack, 'ood_', *ood, run, settings)
     covariance = _covariance(run, task, settings)
-    scores, people = _score(keeping(predict(name, known)), info.num_classes)
+    others = ('location_top',) if knows_truth else ()
+    scores, people = _score(keeping(predict(name, known, *others)), info.num_classes)
     if settings.ood_dataset:
       parts = predict(f'{name}, unknown inputs', unknown)
       scored = [uncertainty.uncertainty(**part.predictive) for part in parts]
@@ -154,6 +162,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
     scores,
     of_unknown,
     agreement=people,
+    truth=_of_truth(of_truth) if of_truth else None,
     class_names=info.shown_names or info.class_names,
     config=run.config.text,
     **covariance,
@@ -164,6 +173,22 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
     whole = dataclasses.replace(whole, class_names=info.class_names, provenance=provenance)
     rows_lib.write(settings.save_to / f'{evaluation.file_name}.npz', whole)
   return evaluation
+
+
+def _right(part: Rows, truth: np.ndarray) -> dict[str, np.ndarray]:
+  """Of each example of a part, bool [n], by its true class [n]."""
+  return {
+    'clean_accuracy': part.log_prob.argmax(axis=1) == truth,
+    'clean_accuracy_location': part['location_top'] == truth,
+    'wrong_labels': part.label != truth,
+  }
+
+
+def _of_truth(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
+  """Means over the examples of all parts, with their standard errors."""
+  columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+  means: dict[str, Any] = {name: float(x.mean()) for name, x in columns.items()}
+  return means | {'stderr': {name: uncertainty.stderr(x) for name, x in columns.items()}}
 
 
 def _score(

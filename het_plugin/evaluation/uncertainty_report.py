@@ -37,6 +37,8 @@ class Evaluation:
   no_covariance: str | None = None  # why there are no class correlations; None if there are
   homoglyphs: Mapping[str, Any] | None = None  # `class_covariance.look_alike_rate`, where known
   agreement: Mapping[str, float] | None = None  # `agreement.summarize`, of a softmax
+  # Accuracies on the true classes and the share of wrong labels, where a task knows them.
+  truth: Mapping[str, Any] | None = None
   class_names: Sequence[str] | None = None  # as shown; None shows numbers
   config: str | None = None  # gin text; None for a file
 
@@ -66,6 +68,8 @@ class Evaluation:
       row['num_ood_examples'] = len(self.unknown.entropy)
     if self.agreement:
       row['agreement'] = self.agreement
+    if self.truth:
+      row['truth'] = self.truth
     if self.no_covariance:
       row['no_covariance'] = self.no_covariance
     if self.homoglyphs:
@@ -107,6 +111,11 @@ def make_report(evaluations: Sequence[Evaluation]) -> reporting.Report:
       'Examples have the labels of several people: NLL, precision and calibration are means over a '
       'label drawn from their shares, as in the evaluations of a training.'
     )
+  if any('truth' in row for row in rows):
+    notes.append(
+      'The true classes are known, and some labels are wrong. Clean accuracy is the share of right '
+      'predictions: by the predictive distribution, and by the location without the noise.'
+    )
   if any('ood' in row for row in rows):
     notes.append(
       'FPR@95: share of unknown inputs that pass a threshold that 95% of the known inputs pass.'
@@ -135,6 +144,8 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     tables['difference to the first'] = row['difference']
   if 'disagreement_correlation' in row.get('agreement', {}):
     tables['labels of several people'] = row['agreement']
+  if 'truth' in row:
+    tables['true classes'] = row['truth']
   if 'homoglyphs' in row:
     rate = row['homoglyphs']
     tables['most correlated class is a homoglyph'] = {

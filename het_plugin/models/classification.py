@@ -265,6 +265,10 @@ class ClassificationModel:
     """The Gaussian over the logits of each example, without dropout."""
     return self._logits(params, batch)[0]
 
+  def location_top(self, params: PyTree, batch: Batch) -> jax.Array:
+    """The class with the largest location of each example, without the noise, int32 [B]."""
+    return top_class(self.logits(params, batch))
+
   def predictive(self, params: PyTree, batch: Batch) -> dict[str, jax.Array]:
     """The predictive distribution of each example, estimated by `eval_integrator`.
 

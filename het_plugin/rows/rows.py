@@ -112,6 +112,11 @@ class Rows:
     """Some of the examples."""
     return _each(lambda x: x[which], self)
 
+  def without(self, column: str) -> 'Rows':
+    """The same examples without a column."""
+    columns = {name: x for name, x in self.columns.items() if name != column}
+    return dataclasses.replace(self, columns=columns)
+
   def ordered(self) -> 'Rows':
     """The same examples ascending by id."""
     return self.take(np.argsort(self.index, kind='stable'))

@@ -113,7 +113,8 @@ class Run:
     Args:
       split: a split, or a slice of one.
       columns: 'log_prob', which brings the other columns of the predictive distribution;
-        'features', the pre-logits; `rows.column(layer)`, another layer.
+        'location_top', the class with the largest location, int32 [N]; 'features', the pre-logits;
+        `rows.column(layer)`, another layer.
       task: None for what the run trained on.
       batch_size: rows of the global batch.
       max_examples: a fixed random choice of so many; None for all.
@@ -149,13 +150,16 @@ class Run:
     The columns of layers are [n, D] in `dtype`; they are pooled in float32 first.
     """
     columns, dtype = tuple(columns), jnp.dtype(dtype)
-    layers = {layer_of(name): name for name in columns if name != 'log_prob'}
+    of_head = 'log_prob', 'location_top'
+    layers = {layer_of(name): name for name in columns if name not in of_head}
 
     def compute(params: PyTree, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       found = {}
       if layers:
         outputs = self.model.representations(params, batch, tuple(layers))
         found = {layers[x]: as_rows(y, pool).astype(dtype) for x, y in outputs.items()}
+      if 'location_top' in columns:  # the same forward pass once it is compiled
+        found['location_top'] = self.model.location_top(params, batch)
       # Classes are sharded until the log-probabilities of a batch are gathered.
       return found | (self.model.predictive(params, batch) if 'log_prob' in columns else {})
 

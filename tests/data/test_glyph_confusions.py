@@ -37,6 +37,18 @@ def test_distribution_is_the_softmax_of_the_squared_distances():
   )
 
 
+def test_true_classes_and_readers_who_look_closer():
+  mild, ids = glyphs.SOURCES['glyphs_noisy_mild'], np.arange(300, 1300)
+  _, true = glyphs.GlyphSource('core').read('validation', ids, 8, 0)
+  np.testing.assert_array_equal(mild.info.true_classes('validation', ids), true[:, 0])
+  _, p = SOURCE.label_distribution('validation', ids)
+  _, mild_p = mild.label_distribution('validation', ids)
+  assert (mild_p[:, 0] >= p[:, 0]).all()
+  assert 1 - mild_p[:, 0].mean() == pytest.approx(0.2, abs=0.02)
+  _, labels = mild.read('validation', ids, 8, 0)
+  assert (labels != true).mean() == pytest.approx(1 - mild_p[:, 0].mean(), abs=0.04)
+
+
 def test_labels_are_drawn_from_the_distribution():
   ids = np.arange(SOURCE.info.splits['validation'])
   classes, p = SOURCE.label_distribution('validation', ids)
