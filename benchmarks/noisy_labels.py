@@ -27,7 +27,7 @@ move. imagenet_features.py makes the features, of which 64 whitened principal co
                         al. 2017, https://arxiv.org/abs/1609.03683)
     forward_estimated   with confusions read off det's most certain row of each class (their eq. 12)
     forward_audit       with the confusions that our audit finds on the held-out rows by the
-                        location of the chosen het_xl
+                        location of the chosen het_xl; forward_audit_det, by that of det
     cleanlab            its CleanLearning of LogisticRegression: prunes and fits again
     het, het_h, het_xl  the heads, R = 4, S = 16
 
@@ -71,8 +71,9 @@ SIGNAL = 3.0
 NUM_TEST = 3000
 BAYES_DRAWS = 100  # of the hidden features
 CS = (0.03, 0.1, 0.3, 1.0, 3.0)
-NOISE_CS = (0.03, 0.3, 3.0)  # C of heads with noise
-NOISE_RATIOS = (0.03, 0.3, 3.0)  # C_noise / C
+NOISE_CS = (0.3, 1.0, 3.0)  # C of heads with noise
+NOISE_CS_OF_FEATURES = (0.03, 0.1, 0.3)  # the same for images' features
+NOISE_RATIOS = (0.03, 0.1, 0.3)  # C_noise / C
 SMOOTHING = (0.1, 0.3)
 Q = 0.7  # of gce
 SETTINGS = {'tol': 1e-3, 'max_iter': 150}
@@ -87,8 +88,12 @@ COLUMNS = (
   *('average_precision', 'truth_nll_location', 'truth_ece', 'truth_ece_location', 'gradient'),
 )
 SHOWN = {  # in the picture
-  **{'det': 'DET', 'gce': 'generalised cross-entropy', 'forward_estimated': 'forward, estimated'},
-  **{'cleanlab': 'cleanlab', 'het': 'HET', 'het_xl': 'HET-XL'},
+  'det': 'DET',
+  'cleanlab': 'cleanlab',
+  'het': 'HET, location',
+  'gce': 'generalised cross-entropy',
+  'het_xl': 'HET-XL, location',
+  'forward_audit': 'corrected by HET-XL',
 }
 TITLES = {
   'next': 'next class',
@@ -254,7 +259,7 @@ def smoothing(data, starts):
 def heads(head):
   def fits(data, starts):
     found = []
-    for c in NOISE_CS:
+    for c in NOISE_CS if data.bayes else NOISE_CS_OF_FEATURES:
       for ratio in NOISE_RATIOS:
         settings = {'C': c, 'C_noise': ratio * c}
         estimator = CLASSIFIERS[head](**settings, **NOISE, **SETTINGS)
@@ -317,19 +322,26 @@ def forward_known(data, starts):
   return [fit_linear('forward', data, t, starts[c], c) for c in CS]
 
 
+def best_det(data, starts):
+  return starts[min(CS, key=lambda c: nll(starts[c].predict_log_proba(data.x[1]), data.y[1]))]
+
+
 def forward_estimated(data, starts):
-  best = min(CS, key=lambda c: nll(starts[c].predict_log_proba(data.x[1]), data.y[1]))
-  p = starts[best].predict_proba(data.x[0])
+  p = best_det(data, starts).predict_proba(data.x[0])
   t = p[p.argmax(axis=0)]  # row k: of the row that is most certainly k
   return [fit_linear('forward', data, t, starts[c], c) for c in CS]
 
 
-def forward_audit(data, starts):
-  if 'het_xl' not in starts:
-    heads('het_xl')(data, starts)
-  clean = starts['het_xl'].predict_clean_proba(data.x[1])
-  t = np.maximum(audit.audit(clean, data.y[1]).confusions, 1e-6)
-  return [fit_linear('forward', data, t, starts[c], c) for c in CS]
+def forward_audited(head):
+  def fits(data, starts):
+    if head != 'det' and head not in starts:
+      heads(head)(data, starts)
+    estimator = best_det(data, starts) if head == 'det' else starts[head]
+    found = audit.audit(estimator.predict_clean_proba(data.x[1]), data.y[1])
+    t = np.maximum(found.confusions, 1e-6)
+    return [fit_linear('forward', data, t, starts[c], c) for c in CS]
+
+  return fits
 
 
 def cleanlab(data, starts):
@@ -338,7 +350,8 @@ def cleanlab(data, starts):
 
   found = []
   for c in CS:
-    model = CleanLearning(LogisticRegression(C=c, max_iter=1000), seed=0)
+    regression = LogisticRegression(C=c, max_iter=1000)
+    model = CleanLearning(regression, seed=0, find_label_issues_kwargs={'n_jobs': 1})
     model.fit(data.x[0], data.y[0])
     wrong = float((model.predict(data.x[1]) != data.y[1]).mean())
     p = np.full((len(data.x[2]), data.num_classes), 1e-6)
@@ -356,7 +369,8 @@ METHODS = {
   'forward_estimated': forward_estimated,
   'cleanlab': cleanlab,
   **{head: heads(head) for head in ('het', 'het_h', 'het_xl')},
-  'forward_audit': forward_audit,
+  'forward_audit': forward_audited('het_xl'),
+  'forward_audit_det': forward_audited('det'),
 }
 
 

@@ -150,6 +150,41 @@ def test_audit(run):
 
 
 @pytest.mark.slow
+def test_noisy_labels(run, tmp_path):
+  flags = ['--problem=next,0.3,300,3,4,0.3,0', '--seeds=0,1', '--no-cleanlab']
+  heads = ['det', 'smoothing', 'gce', 'forward_known', 'forward_estimated', 'het_xl']
+  heads += ['forward_audit']
+  rows, printed = run('noisy_labels.py', *flags, f'--heads={",".join(heads)}')
+  assert [(row['seed'], row['head']) for row in rows] == [(s, x) for s in (0, 1) for x in heads]
+  for row in rows:
+    assert (row['kind'], row['share'], row['n'], row['k']) == ('next', 0.3, 300, 3)
+    assert 0.9 < row['bayes'] < 1 and row['clean_accuracy_location'] <= row['best_accuracy'] + 1e-9
+    assert 0.7 < row['clean_accuracy_location'] < row['bayes'] + 0.02
+    assert row['average_precision'] > 0.3 and row['auroc'] > 0.6
+    grid = row['grid']
+    chosen = min(grid, key=lambda x: x['held_out'])
+    assert row['chosen'].items() <= chosen.items() and row['auroc'] == chosen['auroc']
+  by_head = {row['head']: row for row in rows if row['seed'] == 0}
+  assert by_head['det']['clean_accuracy'] == by_head['det']['clean_accuracy_location']
+  # With the noise known, a linear location tells both the truth and the labels better.
+  known, det = by_head['forward_known'], by_head['det']
+  assert known['truth_nll_location'] < det['truth_nll_location']
+  assert known['nll'] < det['nll'] - 0.1
+  assert any('C_noise / C' in line for line in printed)
+  again, printed = run('noisy_labels.py', *flags, f'--heads={",".join(heads)}')
+  assert again == rows and not any('/2 ' in line for line in printed)
+
+
+def test_noisy_labels_without_data(call_main, capsys, tmp_path):
+  with pytest.raises(SystemExit):
+    call_main('noisy_labels.py', f'--data={tmp_path}', '--features', 'a.npz', 'b.npz')
+  assert 'has no cifar10_human.npz, which --people=aggre reads' in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    call_main('noisy_labels.py', f'--data={tmp_path}')
+  assert '--data and --features belong together' in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_samplers(run, tmp_path):
   png = tmp_path / 'errors.png'
   flags = ['--heads=het_xl', '--noises=0.5', '--steps=5', '--reference_samples=4096', '--trials=2']
