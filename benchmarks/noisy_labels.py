@@ -36,7 +36,8 @@ labels: gce by its own loss, cleanlab, whose model has no distribution of noisy 
 accuracy on them. All else is of other rows: noisy `nll`; the accuracy on the truth by the
 predictive distribution (`clean_accuracy`) and by the location or its counterpart
 (`clean_accuracy_location`); the NLL and calibration error of both on the truth; `auroc` and
-`average_precision` of wrong labels by the location's probability of the label. `best_accuracy` is
+`average_precision` of wrong labels by the location's probability of the label (`_predictive`: by
+that of the predictive distribution). `best_accuracy` is
 the most that any point of the method's grid has by the location: what choosing on noisy labels
 leaves. `gradient` is its largest entry at the end of the fit (of gce and forward in raw
 coordinates; cleanlab tells none).
@@ -85,7 +86,8 @@ NUM_COMPONENTS = 64
 POINT = ('kind', 'share', 'n', 'k', 'd', 'gumbel', 'hidden')
 COLUMNS = (
   *('nll', 'clean_accuracy', 'clean_accuracy_location', 'best_accuracy', 'auroc'),
-  *('average_precision', 'truth_nll_location', 'truth_ece', 'truth_ece_location', 'gradient'),
+  *('average_precision', 'average_precision_predictive'),
+  *('truth_nll_location', 'truth_ece', 'truth_ece_location', 'gradient'),
 )
 SHOWN = {  # in the picture
   'det': 'DET',
@@ -380,11 +382,15 @@ def accuracy(p, truth):
 
 def of_location(fit, y, truth):
   """What the location of a fit is worth, by the truth of the test rows."""
-  is_wrong, score = y != truth, 1 - of_labels(fit.clean, y)
-  row = {'clean_accuracy_location': accuracy(fit.clean, truth)}
-  for name, score_of in (('auroc', roc_auc_score), ('average_precision', average_precision_score)):
-    row[name] = float(score_of(is_wrong, score)) if is_wrong.any() else None
-  return row
+  return {'clean_accuracy_location': accuracy(fit.clean, truth)} | detection(fit.clean, y, truth)
+
+
+def detection(p, y, truth):
+  """How well 1 - p [N, K] of the label tells wrong labels; None where there are none."""
+  is_wrong, score = y != truth, 1 - of_labels(p, y)
+  measures = {'auroc': roc_auc_score, 'average_precision': average_precision_score}
+  some = is_wrong.any()
+  return {name: float(of(is_wrong, score)) if some else None for name, of in measures.items()}
 
 
 def measure(data, methods):
@@ -398,6 +404,8 @@ def measure(data, methods):
     best = min(fits, key=lambda fit: fit.held_out)
     row = {'nll': nll(best.log_p, y), 'clean_accuracy': accuracy(best.log_p, truth)}
     row |= of_location(best, y, truth)
+    by_predictive = detection(np.exp(best.log_p), y, truth)
+    row |= {f'{name}_predictive': value for name, value in by_predictive.items()}
     row['best_accuracy'] = max(accuracy(fit.clean, truth) for fit in fits)
     for suffix, p in (('', np.exp(best.log_p)), ('_location', best.clean)):
       row[f'truth_nll{suffix}'] = nll(np.log(np.maximum(p, 1e-12)), truth)
@@ -423,7 +431,7 @@ def over_seeds(rows):
   for key, found in groups.items():
     means[key] = {}
     for column in COLUMNS:
-      values = [row[column] for row in found if row[column] is not None]
+      values = [row[column] for row in found if row.get(column) is not None]
       if values:
         means[key][column] = np.mean(values), uncertainty.stderr(np.array(values)), len(values)
   return means
@@ -486,7 +494,16 @@ def draw_picture(rows, path):
       if points:
         share, mean, error = zip(*points, strict=True)
         error = [e or 0.0 for e in error]
-        ax.errorbar(share, mean, error, color=color, linestyle=dashes, label=SHOWN[head])
+        ax.errorbar(
+          share,
+          mean,
+          error,
+          color=color,
+          linestyle=dashes,
+          marker='o',
+          markersize=3,
+          label=SHOWN[head],
+        )
     ax.set_title(TITLES[kind], fontsize=10)
     ax.set_xlabel('share of wrong labels')
     style.plain_axes(ax, 'both')
