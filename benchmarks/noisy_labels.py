@@ -37,12 +37,12 @@ accuracy on them. All else is of other rows: noisy `nll`; the accuracy on the tr
 predictive distribution (`clean_accuracy`) and by the location or its counterpart
 (`clean_accuracy_location`); the NLL and calibration error of both on the truth; `auroc` and
 `average_precision` of wrong labels by the location's probability of the label (`_predictive`: by
-that of the predictive distribution). `best_accuracy` is
-the most that any point of the method's grid has by the location: what choosing on noisy labels
-leaves. `gradient` is its largest entry at the end of the fit (of gce and forward in raw
-coordinates; cleanlab tells none).
+that of the predictive distribution). `best_accuracy` is the most that any point of the method's
+grid has by the location: what choosing on noisy labels leaves. `gradient` is its largest entry at
+the end of the fit (of gce and forward in raw coordinates; cleanlab tells none).
 
-Rows that --json already has are not measured again. The whole grid takes 40 minutes of CPU time.
+Rows that --json already has are not measured again. The whole grid takes about an hour of CPU time.
+docs/results has the rows that docs/noisy_labels.md states, which took 20 minutes.
 """
 
 import argparse
@@ -456,19 +456,19 @@ def compare_noise(rows):
   table = []
   columns = 'held_out', 'clean_accuracy_location', 'auroc'
   groups = sorted({(row['head'], row['kind'] in FILES) for row in rows})
-  for head, of_people in groups:
-    found = [row for row in rows if (row['head'], row['kind'] in FILES) == (head, of_people)]
+  for head, of_images in groups:
+    found = [row for row in rows if (row['head'], row['kind'] in FILES) == (head, of_images)]
     for ratio in NOISE_RATIOS:
       gaps = []
       for row in found:
         some = [x for x in row['grid'] if np.isclose(x['C_noise'], ratio * x['C'])]
         first, best = (min(x, key=lambda x: x['held_out']) for x in (some, row['grid']))
         gaps.append([(first[x] or np.nan) - (best[x] or np.nan) for x in columns])
-      labels = "people's" if of_people else 'our making'
-      table.append([head, labels, ratio, len(found), *map(float, np.nanmean(gaps, axis=0))])
+      features = 'of images' if of_images else 'normal'
+      table.append([head, features, ratio, len(found), *map(float, np.nanmean(gaps, axis=0))])
   if table:
     print(f'C_noise / C, whose default is {NOISE_SHARE}:')
-    print_table(['head', 'labels', 'C_noise / C', 'fits', *columns], table)
+    print_table(['head', 'features', 'C_noise / C', 'fits', *columns], table)
 
 
 def draw_picture(rows, path):
@@ -508,7 +508,7 @@ def draw_picture(rows, path):
     ax.set_xlabel('share of wrong labels')
     style.plain_axes(ax, 'both')
   panels[0].set_ylabel('accuracy on the truth')
-  panels[-1].legend(fontsize=8)
+  panels[len(panels) // 2].legend(fontsize=7, loc='lower left')
   path.write_bytes(style.to_png(figure, dpi=130))
 
 
