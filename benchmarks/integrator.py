@@ -221,7 +221,8 @@ def compare(args, head, link, method, num_samples, rates, log_prob):
     seconds=seconds,
     reference_seconds=reference_seconds,
     time_ratio=reference_seconds / seconds,
-    of_bound=bound_seconds(args, head, 0 if method == 'exact' else num_samples, rates) / seconds,
+    of_bound=bound_seconds(args, head, link, 0 if method == 'exact' else num_samples, rates)
+    / seconds,
     temp_bytes=temp,
     reference_temp_bytes=reference_temp,
     memory_ratio=reference_temp / temp,
@@ -246,10 +247,13 @@ def measure_rates(args):
   return EXPONENTIALS * x.size / exp_seconds, 2 * rows.size * args.classes / dot_seconds
 
 
-def bound_seconds(args, head, num_samples, rates):
+def bound_seconds(args, head, link, num_samples, rates):
   """Seconds that value and gradient need at least at the measured rates: one exponential a class
-  and sample, and the products of the cheaper order with their gradients.
+  and sample, and the products of the cheaper order with their gradients. A softmax of HET-H has
+  buckets in place of classes.
   """
+  is_hashed = head == 'het_h' and link == 'softmax'
+  sampled = min(args.dim, args.classes) if is_hashed else args.classes
   per_row = 2 * args.batch * args.classes  # of a product that gives one row of logits, a unit wide
   factors = args.factors + 2  # with d and mu
   product = 3 * args.dim  # with W: forward, and to both operands
@@ -258,9 +262,9 @@ def bound_seconds(args, head, num_samples, rates):
     if num_samples:
       flops = min(num_samples * product, flops)
   else:
-    flops = product + num_samples * 2 * factors
+    flops = product + num_samples * 2 * factors * sampled / args.classes
   flops *= per_row
-  exponentials = args.batch * num_samples * args.classes
+  exponentials = args.batch * num_samples * sampled
   return exponentials / rates[0] + flops / rates[1]
 
 
