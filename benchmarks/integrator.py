@@ -19,13 +19,16 @@ tau.
     python benchmarks/integrator.py --classes 1000000 [--heads det,het_h,het_xl] [--memory_only]
 
 From `MANY_CLASSES` on there is no paper's procedure to compare with. A row is then our loss and
-gradient with all classes at one time, or in tiles of --class_tile classes.
+gradient with all classes at one time, or in tiles of --class_tile classes. Both take turns.
 What needs more than --limit_gb is not run, and has no seconds; with --memory_only nothing is.
+With --tokamax (pip install tokamax), a third row of the head det and the link softmax is the
+'chunked_xla' of tokamax.linear_softmax_cross_entropy_loss, which has no bias.
 
 Two minutes for one head and link on two CPU cores; seconds with --dim 32 --classes 100
 --samples 1,16 --repeats 1.
 """
 
+import importlib.util
 import statistics
 import time
 
@@ -54,7 +57,7 @@ HEADS = ('det', 'het', 'het_h', 'het_xl')
 CLIP = 1e-7  # of the reference implementation's probabilities
 REFERENCE_SAMPLES = 2**14
 PAPER_SAMPLES = 1000
-MANY_CLASSES = 100_000
+MANY_CLASSES = 50_000
 EXPONENTIALS = 32  # a loaded value, where their rate is measured
 
 
@@ -221,7 +224,8 @@ def compare(args, head, link, method, num_samples, rates, log_prob):
     seconds=seconds,
     reference_seconds=reference_seconds,
     time_ratio=reference_seconds / seconds,
-    of_bound=bound_seconds(args, head, 0 if method == 'exact' else num_samples, rates) / seconds,
+    of_bound=bound_seconds(args, head, link, 0 if method == 'exact' else num_samples, rates)
+    / seconds,
     temp_bytes=temp,
     reference_temp_bytes=reference_temp,
     memory_ratio=reference_temp / temp,
@@ -246,10 +250,13 @@ def measure_rates(args):
   return EXPONENTIALS * x.size / exp_seconds, 2 * rows.size * args.classes / dot_seconds
 
 
-def bound_seconds(args, head, num_samples, rates):
+def bound_seconds(args, head, link, num_samples, rates):
   """Seconds that value and gradient need at least at the measured rates: one exponential a class
-  and sample, and the products of the cheaper order with their gradients.
+  and sample, and the products of the cheaper order with their gradients. A softmax of HET-H has
+  buckets in place of classes.
   """
+  is_hashed = head == 'het_h' and link == 'softmax'
+  sampled = min(args.dim, args.classes) if is_hashed else args.classes
   per_row = 2 * args.batch * args.classes  # of a product that gives one row of logits, a unit wide
   factors = args.factors + 2  # with d and mu
   product = 3 * args.dim  # with W: forward, and to both operands
@@ -258,9 +265,9 @@ def bound_seconds(args, head, num_samples, rates):
     if num_samples:
       flops = min(num_samples * product, flops)
   else:
-    flops = product + num_samples * 2 * factors
+    flops = product + num_samples * 2 * factors * sampled / args.classes
   flops *= per_row
-  exponentials = args.batch * num_samples * args.classes
+  exponentials = args.batch * num_samples * sampled
   return exponentials / rates[0] + flops / rates[1]
 
 
@@ -304,59 +311,85 @@ def module_of(args, head, link, num_classes):
   return kind(num_classes, link=link, num_factors=args.factors)
 
 
-def many_classes(args, head, link, num_classes, is_tiled):
-  """One row of a head's loss and gradient by its parameters and phi."""
+def many_classes(args, head, link, num_classes, num_samples):
+  """Rows of a head's loss and gradient by its parameters and phi, timed in turns."""
   module = module_of(args, head, link, num_classes)
   # Without an end of its budget, `Integrator` takes all classes at one time.
-  tiles = {'class_tile': args.class_tile} if is_tiled else {'chunk_bytes': 2**50}
-  integrator = Integrator(args.samples[0], chunk_size=32, **tiles)
-
-  def loss(params, phi, labels, key):
-    logits = module.apply({'params': params}, phi)
-    return integrator.nll(logits, labels, example_keys(key, jnp.arange(len(labels)))).mean()
-
+  ways = {'at once': {'chunk_bytes': 2**50}}
+  if head != 'het':  # its noise is itself [B, K]
+    ways['in tiles'] = {'class_tile': args.class_tile}
+  losses = {
+    way: loss_of(module, Integrator(num_samples, chunk_size=32, **settings))
+    for way, settings in ways.items()
+  }
+  if args.tokamax and (head, link) == ('det', 'softmax'):
+    losses['tokamax'] = tokamax_loss
   phi = jax.ShapeDtypeStruct((args.batch, args.dim), jnp.float32)
   params = jax.eval_shape(module.init, jax.random.key(0), phi)['params']
   labels = jnp.arange(args.batch, dtype=jnp.int32) * 7 % num_classes
-  value_and_gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
-  compiled = value_and_gradient.lower(params, phi, labels, jax.random.key(1)).compile()
-  temp = compiled.memory_analysis().temp_size_in_bytes
-  seconds = float('nan')
-  if not args.memory_only and temp < args.limit_gb * 1e9:
+  compiled = {
+    way: jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, phi, labels).compile()
+    for way, loss in losses.items()
+  }
+  temp = {way: f.memory_analysis().temp_size_in_bytes for way, f in compiled.items()}
+  run = [way for way in compiled if not args.memory_only and temp[way] < args.limit_gb * 1e9]
+  seconds = {}
+  if run:
     phi = jnp.asarray(np.random.default_rng(0).normal(size=phi.shape), jnp.float32)
-    params = module.init(jax.random.key(0), phi)['params']
-    arguments = params, phi, labels, jax.random.key(1)
-    (seconds,) = time_in_turns([compiled], arguments, args.repeats, args.clock)
-  return dict(
-    head=head,
-    link=link,
-    b=args.batch,
-    d=args.dim,
-    k=num_classes,
-    r=args.factors,
-    s=args.samples[0],
-    tiled=is_tiled,
-    seconds=seconds,
-    temp_bytes=temp,
+    arguments = module.init(jax.random.key(0), phi)['params'], phi, labels
+    times = time_in_turns([compiled[way] for way in run], arguments, args.repeats, args.clock)
+    seconds = dict(zip(run, times, strict=True))
+  return [
+    dict(
+      head=head,
+      link=link,
+      b=args.batch,
+      d=args.dim,
+      k=num_classes,
+      r=args.factors,
+      s=num_samples,
+      classes=way,
+      seconds=seconds.get(way, float('nan')),
+      temp_bytes=temp[way],
+    )
+    for way in compiled
+  ]
+
+
+def loss_of(module, integrator):
+  """(parameters, phi, labels) -> mean loss."""
+
+  def loss(params, phi, labels):
+    keys = example_keys(jax.random.key(1), jnp.arange(len(labels)))
+    return integrator.nll(module.apply({'params': params}, phi), labels, keys).mean()
+
+  return loss
+
+
+def tokamax_loss(params, phi, labels):
+  from tokamax import linear_softmax_cross_entropy_loss
+
+  return linear_softmax_cross_entropy_loss(
+    phi, labels, params['kernel'], reduction='mean', implementation='chunked_xla'
   )
 
 
 def compare_tiles(args):
   args.dim, args.batch, args.factors = args.dim or 64, args.batch or 32, args.factors or 15
-  args.samples = args.samples or [64]
-  rows = [
-    many_classes(args, head, link, num_classes, is_tiled)
-    for head in args.heads
-    for link in args.links
-    for num_classes in args.classes
-    # HET's noise is itself [B, K].
-    for is_tiled in ((False,) if head == 'het' else (False, True))
-  ]
+  rows = []
+  for head in args.heads:
+    for link in args.links:
+      # Without samples, their number changes nothing.
+      samples = args.samples or [64]
+      samples = samples[:1] if head == 'det' or link == 'sigmoid' else samples
+      for num_classes in args.classes:
+        for num_samples in samples:
+          rows += many_classes(args, head, link, num_classes, num_samples)
   report(args.json, rows)
   least = min(rows, key=lambda row: row['temp_bytes'])
   print(
     f'least temporary memory: {least["temp_bytes"] / 1e6:.1f} MB ({least["head"]}, '
-    f'{least["link"]}, K = {least["k"]}, {"in tiles" if least["tiled"] else "all classes at once"})'
+    f'{least["link"]}, K = {least["k"]}, classes {least["classes"]})'
   )
 
 
@@ -401,10 +434,15 @@ def main():
   parser.add_argument(
     '--limit_gb', type=float, default=4.0, help='of many classes: run what takes less memory'
   )
+  parser.add_argument(
+    '--tokamax', action='store_true', help="of many classes and det: also tokamax's loss"
+  )
   parser.add_argument('--trials', type=int, default=16, help='keys per example of an RMSE')
   args = parser.parse_args()
   if args.noises and not args.equal_accuracy:
     parser.error('--noises needs --equal_accuracy')
+  if args.tokamax and not importlib.util.find_spec('tokamax'):
+    parser.error('--tokamax needs the package tokamax: pip install tokamax')
   if max(args.classes) >= MANY_CLASSES:
     if args.equal_accuracy:
       parser.error(f'--equal_accuracy needs fewer than {MANY_CLASSES:,} --classes')

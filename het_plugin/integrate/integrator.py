@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from het_plugin.integrate import estimate, exact, samplers, tiled_draws, tiled_losses
+from het_plugin.integrate import estimate, exact, hashed, samplers, tiled_draws, tiled_losses
 from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
@@ -198,6 +198,9 @@ class Integrator:
       log_p = self._log_sigmoid(logits, jnp.ones_like(logits.location), keys)
     elif logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
+    elif hashed.has_fewer_buckets(logits):
+      sums, log_share = hashed.shares_of(logits)
+      log_p = log_share + self._log_prob(sums.logits(logits), keys)[:, sums.buckets]
     else:
       log_p = estimate.log_softmax(*self._problem(logits, keys))
     return masked(logits, log_p)
@@ -254,6 +257,11 @@ class Integrator:
     if self._is_exact(logits):
       of_classes = exact.expected_entropy(*self._marginals(logits))
       return jnp.where(is_valid(logits), of_classes, 0.0).sum(-1)
+    if hashed.has_fewer_buckets(logits):
+      sums, log_share = hashed.shares_of(logits)
+      buckets, within = sums.logits(logits), hashed.entropy_in_buckets(sums, log_share)
+      p = jnp.exp(self._log_prob(buckets, keys))[:, : within.shape[-1]]  # [B, H]
+      return self._expected_entropy(buckets, keys) + (p * within).sum(-1)
     of_samples = functools.partial(entropy, link=logits.link)
     return estimate.mean_over_samples(*self._problem(logits, keys), of_samples)
 
@@ -264,6 +272,9 @@ class Integrator:
     if logits.covariance is None:
       log_p = jax.nn.log_softmax(_deterministic(logits), axis=-1)
       return jnp.take_along_axis(log_p, jnp.maximum(labels, 0), axis=-1)
+    if hashed.has_fewer_buckets(logits):
+      log_share, labels, buckets = hashed.at_labels(logits, labels)
+      return log_share + self._log_softmax_at(buckets, labels, keys)
     label = labels[:, 0] if labels.shape[-1] == 1 else None
     plan, samples, constants = self._problem(logits, keys, label)
     one_pass = self._one_pass(plan, samples, 'softmax')

@@ -8,11 +8,7 @@ to which the sum of exponentials is relative. A second loop makes the logits aga
 
 with g and h the cotangents of log Z and u_y. DET is the case of one sample.
 
-HET-H. All classes of a bucket share their noise, so that with M_h = sum_{k: h(k) = h} exp(mu_k)
-
-    p(y) = exp(mu_y) / M_h(y)  E[softmax(log M + eps)_h(y)],    eps in R^H
-
-exactly. Tiles give log M [B, H]. What is left is a HET with H classes in place of K.
+HET-H. Its softmax is one over buckets (`hashed`). Tiles give log M [B, H].
 
 Sigmoid. Classes are independent, so the loss is a sum over tiles. Its gradient is the sum of the
 tiles' gradients.
@@ -32,8 +28,9 @@ from het_plugin.integrate.gaussian import (
   LowRank,
   apply_projection,
 )
+from het_plugin.integrate.hashed import BucketSums
 from het_plugin.integrate.order import Plan
-from het_plugin.integrate.placement import dims, num_shards
+from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samples import with_last
 from het_plugin.integrate.tiles import (
   Source,
@@ -218,34 +215,12 @@ def _sum_chunks(function, *chunks):
 def by_buckets(
   tiling: Tiling, logits: GaussianLogits, buckets: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, GaussianLogits]:
-  """HET-H's softmax as one over buckets (module docstring).
-
-  Args:
-    tiling: how classes are cut.
-    logits: of HET-H.
-    buckets: h(k), int32 [Kp].
-    labels: int32 [B, L].
-
-  Returns:
-    mu_y - log M_h(y) at the labels, [B, L]; their buckets, int32 [B, L], -1 for labels outside
-    [0, K); and the logits over tau of the buckets, with H padded to what the mesh divides.
+  """HET-H's softmax at labels int32 [B, L] as one over buckets, h(k) int32 [Kp]: what
+  `hashed.BucketSums.at` returns.
   """
-  noise = logits.noise.scaled(1.0 / logits.temperature)
-  num_buckets = noise.diag.shape[-1]
-  top, log_total, at = bucket_sums(tiling, num_buckets, source_of(logits), buckets, labels)
-  inside = (labels >= 0) & (labels < logits.num_classes)
-  of_label = buckets[jnp.where(inside, labels, 0)]  # [B, L]
-  at_label = (jnp.take_along_axis(x, of_label, axis=-1) for x in (top, log_total))
-  log_share = log_p(*at_label, at[..., None])[..., 0]
-  is_used = jnp.isfinite(log_total)
-  location = jnp.where(is_used, top + jnp.where(is_used, log_total, 0.0), PADDED)
-  rest = -num_buckets % num_shards('vocab')
-  location, noise = jax.tree.map(
-    lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, rest),)), (location, noise)
-  )
-  one = jnp.ones_like(logits.temperature)
-  reduced = GaussianLogits(location, noise, None, one, num_classes=num_buckets)
-  return log_share, jnp.where(inside, of_label, -1), reduced
+  num_buckets = logits.noise.diag.shape[-1]
+  top, log_total, mu = bucket_sums(tiling, num_buckets, source_of(logits), buckets, labels)
+  return BucketSums(buckets, top, log_total).at(logits, labels, mu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -44,6 +44,7 @@ def adamw(
     tuple[Annotated[str, 'regular expression'], float | optax.Schedule]
   ] = (),
   layer_decay: Annotated[float, '(0, 1]'] | None = None,
+  factored_params: Annotated[str, 'regular expression'] | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -61,6 +62,10 @@ def adamw(
       schedule such as `learning_rates.unfreeze_at`.
     layer_decay: the learning rate of a layer is this factor times the rate of the next layer
       (`learning_rates.scale_by_layer`); None for the same rate everywhere.
+    factored_params: regular expression; if it is found in the path of a parameter, Adafactor takes
+      the place of Adam there: a matrix [D, K] keeps D + K numbers instead of two moments
+      (`factored_rms`). '^head/(kernel|noise_kernel)$' are W and W'. Learning rate, decay and
+      clipping are the same. None for none.
 
   Raises:
     ValueError: at initialisation, a pattern matches no parameter, or layer_decay is set for a model
@@ -76,9 +81,15 @@ def adamw(
     mask = learning_rates.matching(frozen_params, params, 'frozen_params')
     return jax.tree.map(lambda is_frozen: 'frozen' if is_frozen else 'trained', mask)
 
-  parts = [
-    optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
-  ]
+  def factors(params: PyTree) -> PyTree:
+    mask = learning_rates.matching(factored_params, params, 'factored_params')
+    return jax.tree.map(lambda is_factored: 'factored' if is_factored else 'adam', mask)
+
+  scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+  if factored_params is not None:
+    scale = optax.partition({'factored': factored_rms(), 'adam': scale}, factors)
+  decay = optax.add_decayed_weights(weight_decay, decays)
+  parts = [optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))]
   if clip_norm is not None:
     parts.insert(0, optax.clip_by_global_norm(clip_norm))
   if learning_rate_factors:
@@ -90,6 +101,19 @@ def adamw(
   if frozen_params is not None:
     optimizer = optax.partition({'trained': optimizer, 'frozen': optax.set_to_zero()}, freezes)
   return OptaxWrapper(optimizer, learning_rate_fn=schedule)
+
+
+def factored_rms() -> optax.GradientTransformation:
+  """Adafactor without momentum (Shazeer and Stern, 2018, https://arxiv.org/abs/1804.04235).
+
+  Gradients are divided by the root of a second moment, and the result by its own root mean square
+  if that is above 1 (algorithm 4). Of the second moment of a matrix only the means over rows and
+  over columns are kept. Steps are not in units of the parameter's size, so a learning rate means
+  what it means for Adam.
+  """
+  return optax.chain(
+    optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0)
+  )
 
 
 class EmaState(NamedTuple):
@@ -204,8 +228,9 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTre
   """PartitionSpecs of an optimizer state.
 
   A leaf whose path ends with the path of a parameter, and which has its shape, gets the parameter's
-  spec. Other leaves are small (counts, Adafactor's row and column sums) and are replicated. This
-  works for any optax optimizer, masked ones included.
+  spec. One that has this shape without one dimension (the means of `factored_rms`) gets the spec
+  without it. Other leaves are small (counts) and are replicated. This works for any optax
+  optimizer, masked ones included.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -213,9 +238,21 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTre
 
   def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
     for start in range(len(path)):
-      shape, param_spec = by_path.get(path[start:], (None, None))
-      if shape == leaf.shape:
-        return param_spec
+      if path[start:] in by_path:
+        return _spec_of(leaf.shape, *by_path[path[start:]])
     return PartitionSpec()
 
   return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _spec_of(
+  shape: tuple[int, ...], param_shape: tuple[int, ...], param_spec: PartitionSpec
+) -> PartitionSpec:
+  """The spec of a shape that may be a parameter's, or that without one dimension."""
+  if shape == param_shape:
+    return param_spec
+  axes = (*param_spec, *(None,) * (len(param_shape) - len(param_spec)))
+  for i in range(len(param_shape)):
+    if shape == param_shape[:i] + param_shape[i + 1 :]:
+      return PartitionSpec(*axes[:i], *axes[i + 1 :])
+  return PartitionSpec()

@@ -1,11 +1,15 @@
 """Each benchmark runs at a tiny size and its rows are consistent. Speed is not tested."""
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from PIL import Image
 
@@ -88,6 +92,28 @@ def test_its_rows_are_consistent_and_its_last_line_concludes(run, monkeypatch, c
     if '--equal_accuracy' in flags:
       assert row['rmse'] <= row['reference_rmse']
     assert row.get('max_accuracy_difference', 0) == 0 and row.get('agreement', 1) == 1
+
+
+def test_tokamax_takes_the_shapes_of_det_or_is_asked_for(run, call_main, monkeypatch, capsys):
+  flags = ['--classes=50048', '--heads=det', '--batch=2', '--dim=4', '--repeats=1', '--tokamax']
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(SystemExit):
+    call_main('integrator.py', *flags)
+  assert '--tokamax needs the package tokamax: pip install tokamax' in capsys.readouterr().err
+
+  def loss(x, labels, weights, reduction, implementation):
+    assert (reduction, implementation) == ('mean', 'chunked_xla')
+    log_p = jax.nn.log_softmax(x @ weights)
+    return -jnp.take_along_axis(log_p, labels[:, None], axis=-1).mean()
+
+  fake = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
+  monkeypatch.setitem(sys.modules, 'tokamax', fake)
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: fake)
+  rows, printed = run('integrator.py', *flags)
+  assert [row['classes'] for row in rows] == ['at once', 'in tiles', 'tokamax']
+  assert all(row['seconds'] > 0 for row in rows)
+  assert rows[1]['temp_bytes'] < rows[0]['temp_bytes']
+  assert 'classes in tiles' in printed[-1]
 
 
 @pytest.mark.slow

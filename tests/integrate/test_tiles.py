@@ -210,6 +210,21 @@ def test_memory_does_not_grow_with_classes(name, link):
   assert small < temporary_bytes(name, link, 2**12) or name == 'det'
 
 
+@pytest.mark.parametrize('num_samples', [32, 1000])
+@pytest.mark.parametrize('name,arrays', [('det', 1), ('het_h', 1), ('het_xl', 24)])
+def test_log_prob_of_a_million_classes_keeps_no_samples(name, arrays, num_samples):
+  """Temporary memory in arrays [B, K] of 16 MB; [B, S, K] would be 32 or 1,000 of them."""
+  head, phi = HEADS[name](10**6), jax.ShapeDtypeStruct((B, 64), jnp.float32)
+  params = jax.eval_shape(head.init, jax.random.key(0), phi)
+
+  def log_prob(params, phi):
+    keys = example_keys(jax.random.key(0), jnp.arange(B))
+    return Integrator(num_samples).log_prob(head.apply(params, phi), keys)
+
+  temp = jax.jit(log_prob).lower(params, phi).compile().memory_analysis().temp_size_in_bytes
+  assert temp < (arrays + 1) * 16e6
+
+
 def test_large_losses_take_tiles_by_themselves():
   whole = temporary_bytes('het_xl', 'softmax', 2**14)
   tiled = temporary_bytes('het_xl', 'softmax', 2**14, chunk_bytes=2**22)  # [B, Kp] is 2^22 bytes

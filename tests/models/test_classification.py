@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from het_plugin.backbones import ViT
+from het_plugin.backbones import Mlp, ViT
 from het_plugin.heads import Det, Het, HetH, HetXL, LearnedTemperature
 from het_plugin.integrate import Integrator, Location, example_keys
 from het_plugin.models import ClassificationModel
@@ -352,3 +352,17 @@ def test_a_mesh_does_not_change_loss_gradients_or_predictions():
   with on_mesh(make_mesh(2, 4), rules):
     actual = jax.jit(step)(params, batch)
   assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('head', ['det', 'het_h', 'het_xl'])
+def test_evaluation_of_a_million_classes_keeps_no_samples(head):
+  """Loss, top class and calibration of 4 examples. [B, K] is 16 MB and [B, S, K] would be 16 GB."""
+  million = HEADS[head].clone(num_classes=10**6, class_multiple=128)
+  model = make_model(million, Mlp(()), eval_integrator=Integrator(1000))
+  batch = {'image': jnp.ones((4, 1, 1, 16)), 'label': jnp.zeros((4, 1), jnp.int32)}
+  init = functools.partial(model.get_initial_variables, input_shapes={'image': (4, 1, 1, 16)})
+  params = jax.eval_shape(init, jax.random.key(0))['params']
+  compiled = jax.jit(model.eval_fn).lower(params, batch).compile()
+  # The projected factors of HET-XL are 4 [B, K], and samples in chunks take `chunk_bytes` = 2^28.
+  budget = {'det': 5, 'het_h': 10, 'het_xl': 50}[head] * 16e6
+  assert compiled.memory_analysis().temp_size_in_bytes < budget

@@ -103,6 +103,38 @@ def test_layers_count_back_from_the_head():
     optimizers.adamw(0.1, layer_decay=0.5).optax_optimizer.init(PARAMS['norm'])
 
 
+def test_factored_moments_against_float64():
+  """Adafactor (algorithm 4, without momentum) on one matrix, Adam on the rest; decay and learning
+  rate are common.
+  """
+  rng = np.random.default_rng(0)
+  params = {'head': {'kernel': jnp.asarray(rng.normal(size=(3, 5)), 'f4'), 'bias': jnp.ones(5)}}
+  settings = {'weight_decay': 0.2, 'weight_decay_params': 'kernel$'}
+  tx = optimizers.adamw(0.1, factored_params='^head/kernel$', **settings).optax_optimizer
+  plain = optimizers.adamw(0.1, **settings).optax_optimizer
+  state, plain_state = tx.init(params), plain.init(params)
+  rows, columns = np.zeros(3), np.zeros(5)
+  for n in range(1, 5):
+    grads = {'kernel': 3.0**n * rng.normal(size=(3, 5)), 'bias': rng.normal(size=5)}
+    grads = {'head': {name: jnp.asarray(x, jnp.float32) for name, x in grads.items()}}
+    updates, state = tx.update(grads, state, params)
+    plain_updates, plain_state = plain.update(grads, plain_state, params)
+    g, w = (np.float64(x['head']['kernel']) for x in (grads, params))
+    beta = 1 - n**-0.8
+    rows = beta * rows + (1 - beta) * np.square(g).mean(axis=1)
+    columns = beta * columns + (1 - beta) * np.square(g).mean(axis=0)
+    step = g / np.sqrt(np.outer(rows, columns) / rows.mean())
+    size = np.sqrt(np.square(step).mean())
+    assert n == 1 or size > 1  # the clipping is tested
+    want = -0.1 * (step / max(1, size) + 0.2 * w)
+    np.testing.assert_allclose(updates['head']['kernel'], want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(updates['head']['bias'], plain_updates['head']['bias'], 1e-6)
+  sizes = [x.size for x in jax.tree.leaves(state) if x.shape]
+  assert sorted(sizes) == [1, 3, 5, 5, 5]  # rows, columns; two moments of the bias
+  with pytest.raises(ValueError, match="factored_params='.haed/' matches no"):
+    optimizers.adamw(0.1, factored_params='^haed/').optax_optimizer.init(params)
+
+
 def test_the_average_of_the_parameters_against_float64():
   tx = optimizers.with_ema(optimizers.adamw(0.1), decay=0.6).optax_optimizer
   params, state = PARAMS, tx.init(PARAMS)

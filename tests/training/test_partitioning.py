@@ -86,6 +86,17 @@ def test_state_of_masked_optimizers_follows_the_parameters():
   assert adam.mu['head_kernel'] == adam.nu['head_kernel'] == P(None, 'model')
 
 
+def test_factored_moments_are_split_along_the_dimension_that_they_keep():
+  optimizer = optimizers.adamw(1e-2, factored_params='^head_kernel$')
+  rules = partitioning.standard_logical_axis_rules(parameter_partitioning_dims=2)
+  partitioner = partitioning.PjitPartitioner(num_partitions=4, logical_axis_rules=rules)
+  axes = partitioner.get_mesh_axes(make_state(toy.ToyModel(optimizer_def=optimizer)))
+  moments = axes.opt_state[0][0].inner_states['factored'].inner_state[0]
+  kept = {moments.v_row['head_kernel'], moments.v_col['head_kernel']}
+  assert kept == {P('data'), P('model')}  # of W [D, K]
+  assert moments.v['head_kernel'] == P()
+
+
 def test_indivisible_parameter_is_named():
   partitioner = partitioning.PjitPartitioner(num_partitions=4)
   with pytest.raises(ValueError, match=r"head_bias .*\(10,\).*'vocab' .* 10 .*4 shards"):

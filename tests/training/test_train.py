@@ -181,6 +181,19 @@ def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_pat
     assert len([row for row in lines(tmp_path) if name in row]) == len(series(tmp_path, name))
 
 
+def test_factored_moments_are_saved_and_resumed(tmp_path):
+  optimizer = optimizers.adamw(1e-2, factored_params='^head_kernel$')
+  settings = {'model': toy.ToyModel(optimizer_def=optimizer)}
+  _, want = toy_run.run(tmp_path / 'whole', **settings)
+  toy_run.run(tmp_path / 'parts', total_steps=8, **settings)
+  step, state = toy_run.run(tmp_path / 'parts', **settings)
+  assert step == 12
+  assert_equal(state.params, want.params)
+  assert_equal(jax.tree.leaves(state.opt_state), jax.tree.leaves(want.opt_state))
+  loss = series(tmp_path / 'parts', 'train/loss')
+  assert loss[12] < loss[1]
+
+
 def test_interruptions_inside_a_period_of_statistics_leave_no_trace_in_the_metrics(tmp_path):
   """A crash after the checkpoint of step 4, then SIGTERM in step 7; summaries at 5, 10 and 12."""
 

@@ -1,0 +1,109 @@
+"""HET-H's softmax over its buckets, against the same logits with the noise of every class."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from het_plugin import heads
+from het_plugin.integrate import Integrator, Linear, example_keys
+from tests.meshes import make_mesh, on_mesh
+
+B, D, K, H = 4, 16, 300, 40
+LABELS = np.array([3, 299, -1, 0], np.int32)
+MULTI_LABELS = np.array([[3, 4], [299, -1], [-1, -1], [49, 50]], np.int32)
+KEYS = example_keys(jax.random.key(2), jnp.arange(B))
+
+
+def problem(remainder='rank_one', **fields):
+  """HET-H with parameters that are not zero, and phi [B, D]."""
+  head = heads.HetH(K, num_factors=3, num_buckets=H, remainder=remainder, **fields)
+  phi = jax.random.normal(jax.random.key(1), (B, D))
+  params = head.init(jax.random.key(0), phi)['params']
+  rng = np.random.default_rng(0)
+  return head, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype('f4'), params), phi
+
+
+def of_classes(logits):
+  """The same logits, whose hash is a matrix [H, Kp] of ones and zeros."""
+  buckets = logits.projection.buckets
+  one_hot = jax.nn.one_hot(
+    buckets, logits.noise.diag.shape[-1], axis=0, dtype=logits.location.dtype
+  )
+  return dataclasses.replace(logits, projection=Linear(one_hot), location_from=None)
+
+
+def results(integrator, head, params, phi, change):
+  """nll of one label and of several, log_prob, expected entropy, and their gradients."""
+
+  def total(params, phi):
+    logits = change(head.apply({'params': params}, phi))
+    log_p = integrator.log_prob(logits, KEYS)[:, :K]
+    values = (
+      integrator.nll(logits, jnp.asarray(LABELS), KEYS),
+      integrator.nll(logits, jnp.asarray(MULTI_LABELS), KEYS),
+      log_p,
+      integrator.expected_entropy(logits, KEYS),
+    )
+    weight = jnp.cos(jnp.arange(K))
+    return sum(x.sum() for x in values[:2]) + (weight * log_p).sum() + values[3].sum(), values
+
+  (_, values), gradient = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, phi)
+  return values, gradient
+
+
+def assert_close(found, expected, rtol):
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    y = np.asarray(y, np.float64)
+    assert np.all(np.isfinite(x)) and np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12
+
+
+@pytest.mark.parametrize(
+  'num_samples,remainder',
+  [(5, 'rank_one'), (11, 'rank_one'), (33, 'rank_one'), (11, 'diag')],  # plain, fitted, rotated
+)
+def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
+  with jax.enable_x64(True):
+    head, params, phi = problem(remainder, dtype=jnp.float64)
+    params, phi = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, phi))
+    integrator = Integrator(num_samples)
+    expected = results(integrator, head, params, phi, of_classes)
+    # Normals are float32, so draws that are fitted or rotated agree to that.
+    assert_close(results(integrator, head, params, phi, lambda x: x), expected, 1e-5)
+
+
+@pytest.mark.parametrize('mesh', [None, (2, 4)])
+def test_float32_buckets_agree_with_float64_classes(mesh):
+  head, params, phi = problem()
+  integrator = Integrator(33, sampler='iid')
+  if mesh is None:
+    found = results(integrator, head, params, phi, lambda x: x)
+  else:
+    with on_mesh(make_mesh(*mesh)):
+      found = results(integrator, head, params, phi, lambda x: x)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, phi))
+    expected = results(integrator, head.clone(dtype=jnp.float64), *wide, of_classes)
+    assert_close(found, expected, 3e-5)
+
+
+def test_a_bucket_far_below_the_others_keeps_its_loss():
+  head, params, phi = problem()
+  is_low = head.buckets(D) == head.buckets(D)[3]
+  params = params | {'bias': jnp.where(is_low, -200.0, 0.0)}
+  logits = head.apply({'params': params}, phi)
+  labels = jnp.full(B, 3, jnp.int32)
+  found = Integrator(33).nll(logits, labels, KEYS)
+  assert found.min() > 190
+  np.testing.assert_allclose(found, Integrator(33).nll(of_classes(logits), labels, KEYS), rtol=1e-5)
+
+
+def test_more_buckets_than_classes():
+  head = heads.HetH(5, num_factors=2, num_buckets=40, class_multiple=8)
+  phi = jax.random.normal(jax.random.key(1), (B, D))
+  logits = head.apply(head.init(jax.random.key(0), phi), phi)
+  labels = jnp.arange(B, dtype=jnp.int32)
+  found = Integrator(33).nll(logits, labels, KEYS)
+  np.testing.assert_allclose(found, Integrator(33).nll(of_classes(logits), labels, KEYS), rtol=1e-4)
