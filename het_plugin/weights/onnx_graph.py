@@ -447,9 +447,24 @@ def _scatter_add(graph, eqn, x, index, update):
     return graph.op('Add', x, graph.op('Pad', update, graph.ints([*low, *high])))
   last = len(shape) - 1
   if places != (last,) or tuple(numbers.inserted_window_dims) != (last,) or index.ndim != 2:
-    raise NotImplementedError(f'ONNX: a scatter of {numbers}')
+    return _scatter_rows('add')(graph, eqn, x, index, update)
   one_hot = np.eye(shape[last], dtype=_dtype(eqn.invars[0].aval.dtype))[index[:, 0]]
   return graph.op('Add', x, graph.op('MatMul', update, one_hot))
+
+
+def _scatter_rows(reduction):
+  """Rows that are added to, or compared with, the rows of a constant index."""
+
+  def translate(graph, eqn, x, index, update):
+    numbers, shape = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
+    rows = tuple(range(1, len(shape)))
+    of_rows = (numbers.update_window_dims, numbers.inserted_window_dims) == (rows, (0,))
+    if isinstance(index, Name) or numbers.operand_batching_dims or not of_rows:
+      raise NotImplementedError(f'ONNX: a scatter of {numbers}')
+    index = np.asarray(index, np.int64)
+    return graph.op('ScatterND', x, index, update, reduction=reduction)
+
+  return translate
 
 
 def _iota(graph, eqn):
@@ -574,6 +589,7 @@ OPERATIONS: dict[str, Callable] = {
   'rev': _reverse,
   'rsqrt': _rsqrt,
   'scatter-add': _scatter_add,
+  'scatter-max': _scatter_rows('max'),
   'select_n': _select,
   'slice': _slice,
   'split': _split,
