@@ -10,30 +10,30 @@ directions. On a trained head with R = 50 they were as good at S = 64 as an eige
 example, while one U for a whole batch gained little. They need products with `NUM_DIRECTIONS`
 columns only, and A is never formed.
 
-Tilt (importance sampling with a shifted mean, as in Glasserman, Heidelberger and Shahabuddin 1999).
-The loss needs p(y) = E[softmax(mu + z G)_y] of one label. With z ~ N(m, I) and the weights
-exp(-z m + |m|^2 / 2) the estimate is unbiased for any m that does not depend on z. Its variance is
-lowest where m is near the mode of softmax(mu + z G)_y N(z; 0, I), the solution of
+Fit. The loss needs p(y) = E[softmax(mu + z G)_y] of one label. With z ~ q and the weights
+N(z; 0, I) / q(z) the estimate is unbiased for any q that does not depend on z (importance sampling,
+as in Glasserman, Heidelberger and Shahabuddin 1999). Its variance is lowest where q is near the
+posterior of z, which is softmax(mu + z G)_y N(z; 0, I) up to a constant. The same draws then also
+estimate the gradient better, whose mean is over this posterior. The gradient of q is stopped.
 
-    m = G (e_y - softmax(mu + m G))
-
-The same draws then also estimate the gradient better, whose mean is over this posterior of z. Its
-own gradient is stopped.
-
-Fit. With few samples the covariance of the draws matters too. Where the noise is large, the
-posterior of z is narrower than N(0, I) in its leading directions and its mean is far from the mode.
-In the span of `NUM_DIRECTIONS` principal directions the Gaussian q that is closest to it,
-KL(q | posterior), has
+Outside the span of a few axes q is N(0, I). In it q is the Gaussian that is closest to the
+posterior, KL(q | posterior). With N [m, K] the noise of the logits along the axes,
 
     E_q[N (e_y - softmax(u))] = mean,    precision = I + E_q[N (diag(p) - p p^T) N^T]
 
-with N the noise of the logits along the directions (Opper and Archambeau 2009, "The variational
-Gaussian approximation revisited"). A few fixed-point steps with E_q over fixed points find it. They
-need products with N only. q's tails are lighter than the posterior's, so only a share of the
-precision is used (`SHARE`).
+(Opper and Archambeau 2009, "The variational Gaussian approximation revisited"). A few fixed-point
+steps with E_q over fixed points find it. They need products with N only. q's tails are lighter than
+the posterior's, so only a share of the precision is used (`SHARE`).
+
+Axes. Where the posterior differs from N(0, I) is what the label's gradients span. Each axis is the
+gradient of log softmax_y at the mode in the span of the axes before it, less its part in that span,
+as in a Krylov method. An axis costs one product with G and one with its transpose.
+
+Few samples. Along the axes, logits need N only. So the S draws of the other coordinates are mapped
+to logits once, and `NUM_POINTS` points along the axes share them (`NestedDraws`): every S-th point
+has the same draw. That is a problem with S + m factors, the draws and the axes, in place of T.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -47,185 +47,249 @@ from het_plugin.integrate.samplers import Sampler, sobol
 NUM_DIRECTIONS = 8
 NUM_ROUNDS = 2
 SMALL = 1e-4
-NUM_TILT_STEPS = 2
-MAX_TILT = 1.5
-NUM_FIT_STEPS = 4
+NUM_AXES = 6
+SMALL_AXIS = 1e-3
+NUM_POINTS = 64
+NUM_FIT_STEPS = 3
 NUM_FIT_POINTS = 16
-MAX_FIT_STEP = 2.0  # in standard deviations of the noise
-SHARE = 0.6
+MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
+SHARE = 0.4
+HIGHEST = jax.lax.Precision.HIGHEST  # an axis that is not orthonormal is a bias
+
+
+@struct.dataclass
+class Fit:
+  """The Gaussian q of the module docstring.
+
+  Attributes:
+    axes: orthonormal [B, m, T]; outside their span q is N(0, I).
+    mean: of q along the axes, [B, m].
+    root: the lower triangular L [B, m, m] whose L L^T is the precision of q along the axes.
+  """
+
+  axes: jax.Array
+  mean: jax.Array
+  root: jax.Array
+
+  def letters(self) -> 'Fit':
+    """As in `Draws`."""
+    return Fit(dims('bmt'), dims('bm'), dims('bmn'))
+
+  def along(self, normals: jax.Array) -> jax.Array:
+    """Coordinates along the axes [B, s, m] of draws from q, from standard normals of that shape."""
+    shape = (self.root.shape[0], *normals.shape[1:])
+    normals = jnp.broadcast_to(normals.astype(self.root.dtype), shape)
+    return self.mean[:, None] + jax.lax.linalg.triangular_solve(self.root, normals, lower=True)
+
+  def log_weight(self, along: jax.Array) -> jax.Array:
+    """log N(z; 0, I) - log q(z), [B, s], for coordinates along the axes [B, s, m]."""
+    normals = jnp.einsum('bsm,bmn->bsn', along - self.mean[:, None], self.root)
+    log_root = jnp.log(jnp.diagonal(self.root, axis1=-2, axis2=-1)).sum(axis=-1)
+    squares = jnp.square(normals) - jnp.square(along)
+    return 0.5 * squares.sum(axis=-1) - log_root[:, None]
 
 
 @struct.dataclass
 class Draws:
-  """Keys, rotation, scale and mean with which the normals of a batch are drawn.
+  """Keys, rotation and fit with which the normals of a batch are drawn.
 
   Attributes:
     keys: typed PRNG keys [B], one per example, or [1], whose draws all examples share.
     rotation: (V [B, T, m], P [B, m, T]) of U = I - P^T V^T; None for the sampler's own coordinates.
-    mean: m [B, T]; None for 0.
-    scale: [B, m], standard deviations of the leading coordinates of a rotation; None for 1.
+    fit: q, whose axes span the leading coordinates of the rotation; None for N(0, I).
   """
 
   keys: jax.Array
   rotation: tuple[jax.Array, jax.Array] | None = None
-  mean: jax.Array | None = None
-  scale: jax.Array | None = None
+  fit: Fit | None = None
 
   def letters(self) -> 'Draws':
     """Letters of the dimensions, for `Placement.shard_map`."""
     rotation = None if self.rotation is None else (dims('btm'), dims('bmt'))
-    mean = None if self.mean is None else dims('bt')
-    scale = None if self.scale is None else dims('bm')
-    return Draws(dims('1' if self.keys.shape[0] == 1 else 'b'), rotation, mean, scale)
+    fit = None if self.fit is None else self.fit.letters()
+    return Draws(dims('1' if self.keys.shape[0] == 1 else 'b'), rotation, fit)
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, T], or [1, s, T] if all examples share it."""
     z = sampler(self.keys, sample_index, num_normals)
-    if self.scale is not None:
-      rest = ((0, 0), (0, num_normals - self.scale.shape[1]))
-      z = z * jnp.pad(self.scale, rest, constant_values=1.0)[:, None].astype(z.dtype)
-    if self.rotation is not None:
-      left, right = (x.astype(z.dtype) for x in self.rotation)
-      z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
-      along = jnp.einsum('bst,btm->bsm', z, left, precision=jax.lax.Precision.HIGHEST)
-      z = z - jnp.einsum('bsm,bmt->bst', along, right, precision=jax.lax.Precision.HIGHEST)
-    return z if self.mean is None else z + self.mean[:, None].astype(z.dtype)
+    if self.fit is None:
+      return self._rotated(z)
+    count = self.fit.mean.shape[-1]
+    along = self.fit.along(z[..., :count])
+    return self._rotated(z.at[..., :count].set(0.0)) + on_axes(along, self.fit.axes)
+
+  def _rotated(self, z):
+    if self.rotation is None:
+      return z
+    left, right = (x.astype(z.dtype) for x in self.rotation)
+    z = jnp.broadcast_to(z, (left.shape[0], *z.shape[1:]))
+    along = jnp.einsum('bst,btm->bsm', z, left, precision=HIGHEST)
+    return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
 
   def log_weight(self, z: jax.Array) -> jax.Array:
     """log N(z; 0, I) - log q(z), [B, s], for normals z [B, s, T] drawn from q."""
-    if self.mean is None:
+    if self.fit is None:
       return jnp.zeros(z.shape[:2], z.dtype)
-    mean = self.mean[:, None].astype(z.dtype)
-    log_weight = jnp.sum(mean * (0.5 * mean - z), axis=-1)
-    if self.scale is None or self.rotation is None:
-      return log_weight
-    left, right = (x.astype(z.dtype) for x in self.rotation)
-    scale, highest = self.scale[:, None].astype(z.dtype), jax.lax.Precision.HIGHEST
-    leading, z = left[:, : scale.shape[-1]], z - mean
-    along = jnp.einsum('bst,bmt->bsm', z, right, precision=highest)
-    along = jnp.einsum('bsm,bjm->bsj', along, leading, precision=highest)
-    along = z[..., : scale.shape[-1]] - along  # in the leading coordinates
-    log_ratio = 0.5 * jnp.square(along) * (1.0 / jnp.square(scale) - 1.0) + jnp.log(scale)
-    return log_weight + log_ratio.sum(axis=-1)
+    along = jnp.einsum('bst,bmt->bsm', z, self.fit.axes, precision=HIGHEST)
+    return self.fit.log_weight(along)
 
 
-def find_tilt(
+@struct.dataclass
+class NestedDraws:
+  """Draws of a problem whose factors are S draws of the noise and m axes (module docstring).
+
+  Normals are [B, s, S + m]: a 1 for the draw of a point, and its coordinates along the axes.
+
+  Attributes:
+    keys: as in `Draws`.
+    fit: q.
+    num_draws: S.
+  """
+
+  keys: jax.Array
+  fit: Fit
+  num_draws: int = struct.field(pytree_node=False)
+
+  def letters(self) -> 'NestedDraws':
+    """As in `Draws`."""
+    keys = dims('1' if self.keys.shape[0] == 1 else 'b')
+    return NestedDraws(keys, self.fit.letters(), self.num_draws)
+
+  def factors(self, sampler: Sampler) -> jax.Array:
+    """Normals [B, S + m, T]: the draws orthogonal to the axes, and the axes."""
+    count, num_normals = self.fit.axes.shape[1:]
+    # A second sequence: its leading coordinates are the best ones, too.
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(self.keys)
+    z = sampler(keys, jnp.arange(self.num_draws), num_normals).astype(self.fit.axes.dtype)
+    along = jnp.einsum('bst,bmt->bsm', z, self.fit.axes, precision=HIGHEST)
+    z = z - on_axes(along, self.fit.axes)
+    return jnp.concatenate([z, self.fit.axes], axis=1)
+
+  def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
+    """z [B, s, S + m]; num_normals is S + m."""
+    along = self.fit.along(sampler(self.keys, sample_index, num_normals - self.num_draws))
+    draw = jax.nn.one_hot(sample_index % self.num_draws, self.num_draws, dtype=along.dtype)
+    draw = jnp.broadcast_to(draw, (*along.shape[:2], self.num_draws))
+    return jnp.concatenate([draw, along], axis=-1)
+
+  def log_weight(self, z: jax.Array) -> jax.Array:
+    """As in `Draws`."""
+    return self.fit.log_weight(z[..., self.num_draws :])
+
+
+def on_axes(along: jax.Array, axes: jax.Array) -> jax.Array:
+  """Normals [B, s, T] of coordinates [B, s, m] along axes [B, m, T]."""
+  return jnp.einsum('bsm,bmt->bst', along, axes, precision=HIGHEST)
+
+
+def fit(
   to_logits: Callable[[jax.Array], jax.Array],
   location: jax.Array,
   label: jax.Array,
   num_normals: int,
-) -> tuple[jax.Array, jax.Array]:
-  """The mean m [B, T] of `Draws` for labels int32 [B], and location + m G [B, K].
-
-  The other arguments are those of `find_rotation`. Each step goes to the maximum of the quadratic
-  model of log softmax_y - |m|^2 / 2 along its gradient.
-  """
+) -> Fit:
+  """The fit for labels int32 [B]; the other arguments are those of `find_rotation`."""
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
   # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
-  mean, u = jnp.zeros_like(location, shape=(location.shape[0], num_normals)), location
-  _, pull = jax.vjp(to_logits, mean[:, None])
-  for _ in range(NUM_TILT_STEPS):
-    p = jax.nn.softmax(u)
-    step = pull((is_label - p)[:, None])[0][:, 0] - mean  # [B, T]
-    along = to_logits(step[:, None])[:, 0]  # [B, K]
-    along -= jnp.sum(p * along, axis=-1, keepdims=True)
-    slope = jnp.sum(jnp.square(step), axis=-1, keepdims=True)
-    curvature = slope + jnp.sum(p * jnp.square(along), axis=-1, keepdims=True)
-    length = slope / jnp.where(curvature > 0, curvature, 1.0)
-    mean, u = mean + length * step, u + length * along
-  shrink = shrink_of_tilt(mean)
-  return jax.lax.stop_gradient((mean * shrink, location + shrink * (u - location)))
+  zero = jnp.zeros_like(location, shape=(location.shape[0], 1, num_normals))
+  _, pull = jax.vjp(to_logits, zero)
 
+  def gradient(mean, noise):
+    """That of log softmax_y in z [B, T], and p there."""
+    p = jax.nn.softmax(location + jnp.einsum('bm,bmk->bk', mean, noise))
+    return pull((is_label - p)[:, None])[0][:, 0], p
 
-def shrink_of_tilt(mean: jax.Array) -> jax.Array:
-  """The factor [B, 1] that makes means [B, T] no longer than `MAX_TILT`."""
-  # The weights of a long m vary much where the mode is not the only one.
-  size = jnp.linalg.norm(mean, axis=-1, keepdims=True)
-  return jnp.minimum(1.0, MAX_TILT / jnp.where(size > 0, size, 1.0))
+  def curvature(p, noise):
+    along = jnp.einsum('bmk,bk->bm', noise, p)
+    second = jnp.einsum('bmk,bnk->bmn', noise * p[:, None], noise)
+    return second - along[:, :, None] * along[:, None]
 
-
-def fit(
-  draws: Draws,
-  to_logits: Callable[[jax.Array], jax.Array],
-  location: jax.Array,
-  label: jax.Array,
-) -> Draws:
-  """Draws of few samples: mean, rotation and scale of the fit (module docstring).
-
-  Args:
-    draws: with the mean m of `find_tilt`.
-    to_logits: as in `find_rotation`.
-    location: location + m G [B, K], as `find_tilt` returns it.
-    label: int32 [B].
-  """
-  mean = mean_of(draws)
-  axes = leading_axes(find_rotation(to_logits, location, mean.shape[1], num_rounds=1), mean.dtype)
-  noise = to_logits(axes)
-  # A softmax ignores what all logits share.
-  noise -= jnp.sum(jax.nn.softmax(location)[:, None] * noise, axis=-1, keepdims=True)
-  is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
+  axes, noise, mean = zero[:, :0], to_logits(zero)[:, :0], zero[:, 0, :0]
+  for _ in range(min(NUM_AXES, num_normals)):
+    slope, p = gradient(mean, noise)
+    axes = with_axis(axes, slope)
+    noise = jnp.concatenate([noise, to_logits(axes[:, -1:])], axis=1)
+    mean = newton_step(axes, slope, mean, curvature(p, noise))
 
   def expectations(at):
     """The gradient of log softmax_y [B, m] and minus its Hessian [B, m, m], for at [B, s, m]."""
     p = jax.nn.softmax(location[:, None] + at @ noise)
     average, along = p.mean(axis=1), p @ jnp.swapaxes(noise, 1, 2)
-    gradient = jnp.einsum('bk,bmk->bm', is_label - average, noise)
+    slope = jnp.einsum('bk,bmk->bm', is_label - average, noise)
     second = jnp.einsum('bmk,bnk->bmn', noise * average[:, None], noise)
-    return gradient, second - jnp.einsum('bsm,bsn->bmn', along, along) / at.shape[1]
+    return slope, second - jnp.einsum('bsm,bsn->bmn', along, along) / at.shape[1]
 
-  return fit_along(draws, axes, expectations)
-
-
-def mean_of(draws: Draws) -> jax.Array:
-  """The mean [B, T]; ValueError if there is none."""
-  if draws.mean is None:
-    raise ValueError('fit: the draws need a mean; call find_tilt first')
-  return draws.mean
+  return fit_along(axes, mean, expectations)
 
 
-def leading_axes(rotation: tuple[jax.Array, jax.Array], dtype: jnp.dtype) -> jax.Array:
-  """The first m columns of U as rows [B, m, T]."""
-  left, right = rotation
-  count, num_normals = right.shape[1:]
-  return jnp.eye(count, num_normals, dtype=dtype) - left[:, :count] @ right
+def with_axis(axes: jax.Array, slope: jax.Array) -> jax.Array:
+  """Orthonormal axes [B, m, T] with one more: slope [B, T] less its part in their span."""
+  count, num_normals = axes.shape[1:]
+  # Where nothing is left of the slope but rounding, a constant sets the axis (see `rotation_to`).
+  other = np.random.RandomState(count).normal(size=num_normals).astype(np.float32)
+  other = jnp.asarray(other / np.linalg.norm(other), slope.dtype)
+
+  def less_span(x):
+    for _ in range(2):  # once leaves rounding of the parts that cancel
+      along = jnp.einsum('bmt,bt->bm', axes, x, precision=HIGHEST)
+      x = x - jnp.einsum('bm,bmt->bt', along, axes, precision=HIGHEST)
+    return x
+
+  def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+  size = jnp.linalg.norm(slope, axis=-1, keepdims=True)
+  rest = less_span(slope / jnp.where(size > 0, size, 1.0))
+  axis = unit(rest + SMALL_AXIS * unit(less_span(jnp.zeros_like(slope) + other)))
+  return jnp.concatenate([axes, axis[:, None]], axis=1)
+
+
+def newton_step(
+  axes: jax.Array, slope: jax.Array, mean: jax.Array, curvature: jax.Array
+) -> jax.Array:
+  """The next mode along axes [B, m, T], from the mode [B, m - 1] along those before the last one.
+
+  Args:
+    axes: the axes.
+    slope: the gradient of log softmax_y, [B, T].
+    mean: the mode.
+    curvature: minus the Hessian of log softmax_y along the axes, [B, m, m].
+  """
+  mean = jnp.pad(mean, ((0, 0), (0, 1)))
+  precision = curvature + jnp.eye(mean.shape[1], dtype=mean.dtype)
+  step = jnp.einsum('bmt,bt->bm', axes, slope) - mean
+  return mean + clipped(jnp.linalg.solve(precision, step[..., None])[..., 0])
+
+
+def clipped(step: jax.Array) -> jax.Array:
+  """Steps [B, m], no longer than `MAX_STEP`."""
+  length = jnp.linalg.norm(step, axis=-1, keepdims=True)
+  return step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
 
 
 def fit_along(
-  draws: Draws,
   axes: jax.Array,
+  mean: jax.Array,
   expectations: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-) -> Draws:
-  """The fit in the span of axes [B, m, T], from the expectations that `fit` defines."""
-  mean, count = mean_of(draws), axes.shape[1]
+) -> Fit:
+  """The fit in the span of axes [B, m, T], from the mode along them [B, m] and the expectations
+  that `fit` defines.
+  """
+  count = axes.shape[1]
   points = sobol(jax.random.key(0)[None], jnp.arange(NUM_FIT_POINTS), count).astype(mean.dtype)
-  start = jnp.einsum('bmt,bt->bm', axes, mean)
-  offset = jnp.zeros_like(start)  # of q's mean from m
-  _, curvature = expectations(offset[:, None])
-  size, basis = jnp.linalg.eigh(curvature)
+  identity = jnp.eye(count, dtype=mean.dtype)
+  _, curvature = expectations(mean[:, None])
   for _ in range(NUM_FIT_STEPS):
-    root = basis * jax.lax.rsqrt(1.0 + size)[:, None]
-    gradient, curvature = expectations(offset[:, None] + points @ jnp.swapaxes(root, 1, 2))
-    size, basis = jnp.linalg.eigh(curvature)
-    size = jnp.maximum(size, 0.0)
-    step = jnp.einsum('bmn,bm->bn', basis, gradient - start - offset) / (1.0 + size)
-    step = jnp.einsum('bmn,bn->bm', basis, step)
-    length = jnp.linalg.norm(step, axis=-1, keepdims=True)
-    offset += step * jnp.minimum(1.0, MAX_FIT_STEP / jnp.where(length > 0, length, 1.0))
-  # The largest come first, where low-discrepancy points are best.
-  size, basis = size[:, ::-1], basis[:, :, ::-1]
-  mean = mean + jnp.einsum('bm,bmt->bt', offset, axes)
-  rotation = _reflections(jnp.einsum('bmn,bmt->bnt', basis, axes))
-  scale = jax.lax.rsqrt(1.0 + SHARE * size)
-  return jax.lax.stop_gradient(
-    dataclasses.replace(draws, mean=mean, rotation=rotation, scale=scale)
-  )
+    at = Fit(axes, mean, jnp.linalg.cholesky(identity + curvature)).along(points)
+    slope, curvature = expectations(at)
+    step = jnp.linalg.solve(identity + curvature, (slope - mean)[..., None])[..., 0]
+    mean = mean + clipped(step)
+  root = jnp.linalg.cholesky(identity + SHARE * curvature)
+  return jax.lax.stop_gradient(Fit(axes, mean, root))
 
 
 def find_rotation(
-  to_logits: Callable[[jax.Array], jax.Array],
-  location: jax.Array,
-  num_normals: int,
-  num_rounds: int = NUM_ROUNDS,
+  to_logits: Callable[[jax.Array], jax.Array], location: jax.Array, num_normals: int
 ) -> tuple[jax.Array, jax.Array]:
   """The rotation of `Draws`.
 
@@ -233,7 +297,6 @@ def find_rotation(
     to_logits: the linear map from normals [B, m, T] to the noise of the logits over tau [B, m, K].
     location: location of the logits over tau [B, K].
     num_normals: T.
-    num_rounds: of subspace iteration.
   """
   p = jax.nn.softmax(location)[:, None]
 
@@ -242,12 +305,12 @@ def find_rotation(
     weighted = p * (noise - jnp.sum(p * noise, axis=-1, keepdims=True))
     return pull(weighted - p * weighted.sum(axis=-1, keepdims=True))[0]
 
-  # Varying, as in `find_tilt`.
-  return rotation_of(multiply, jnp.zeros_like(location[:, :1, None]), num_normals, num_rounds)
+  # Varying, as in `fit`.
+  return rotation_of(multiply, jnp.zeros_like(location[:, :1, None]), num_normals)
 
 
 def rotation_of(
-  multiply: Callable[[jax.Array], jax.Array], zero: jax.Array, num_normals: int, num_rounds: int
+  multiply: Callable[[jax.Array], jax.Array], zero: jax.Array, num_normals: int
 ) -> tuple[jax.Array, jax.Array]:
   """The rotation of `Draws` from products with the covariance A: multiply(directions [B, m, T]);
   zero [B, 1, 1] has the dtype.
@@ -256,14 +319,14 @@ def rotation_of(
   # A constant of the program, which then needs no keys; NumPy promises that its values stay.
   start = np.random.RandomState(0).normal(size=(count, num_normals)).astype(np.float32)
   directions = jnp.asarray(start, zero.dtype) + zero
-  for _ in range(num_rounds):
+  for _ in range(NUM_ROUNDS):
     directions = multiply(directions)
     largest = jnp.abs(directions).max(axis=(1, 2), keepdims=True)
     directions /= jnp.where(largest > 0, largest, 1.0)
-  return jax.lax.stop_gradient(_reflections(directions))
+  return jax.lax.stop_gradient(rotation_to(directions))
 
 
-def _reflections(rows):
+def rotation_to(rows):
   """Householder's reflections U = H_0 H_1 ... whose leading columns span rows [B, m, T].
 
   Where a row is nearly in the span of those before it, the rest of it is rounding. A coordinate of
@@ -281,7 +344,7 @@ def _reflections(rows):
     v = x + jnp.where(place == j, (sign * size)[:, None], 0.0)
     length = jnp.linalg.norm(v, axis=-1, keepdims=True)
     v = v / jnp.where(length > 0, length, 1.0)
-    along = jnp.einsum('bmt,bt->bm', rows, v, precision=jax.lax.Precision.HIGHEST)
+    along = jnp.einsum('bmt,bt->bm', rows, v, precision=HIGHEST)
     rows = rows - 2.0 * along[:, :, None] * v[:, None]
     # U (I - 2 v v^T) = U - p v^T with p = 2 U v
     p = v

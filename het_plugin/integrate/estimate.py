@@ -29,14 +29,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.draws import Draws, NestedDraws
 from het_plugin.integrate.gaussian import PADDED, Linear, LowRank
 from het_plugin.integrate.order import Plan
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.samples import Constants, Samples, with_last
 
 
-def draw(plan: Plan, draws: Draws, chunk: jax.Array, num_normals: int, batch: int):
+def draw(plan: Plan, draws: Draws | NestedDraws, chunk: jax.Array, num_normals: int, batch: int):
   """The normals of a chunk, [B, s, T], and which of its samples count, bool [s]."""
   index = chunk * plan.chunk_size + jnp.arange(plan.chunk_size)
   z = draws.normals(plan.sampler, index, num_normals)
@@ -66,7 +66,9 @@ def at_class(u: jax.Array, label: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def one_pass(link: str, plan: Plan, samples: Samples, draws: Draws, target: jax.Array) -> jax.Array:
+def one_pass(
+  link: str, plan: Plan, samples: Samples, draws: Draws | NestedDraws, target: jax.Array
+) -> jax.Array:
   """log E[softmax(u)]_y [B, 1] for the target y int32 [B, 1], or log E[sigmoid(a u)], [B, K], for
   the target a [B, K] of +1 and -1.
   """

@@ -11,16 +11,25 @@ import numpy as np
 from jax import core
 
 from het_plugin.integrate import estimate, exact, hashed, samplers, tiled_draws, tiled_losses
-from het_plugin.integrate.draws import Draws, find_rotation, find_tilt, fit
+from het_plugin.integrate.draws import (
+  NUM_POINTS,
+  Draws,
+  Fit,
+  NestedDraws,
+  find_rotation,
+  fit,
+  rotation_to,
+)
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
+  LowRank,
   Opaque,
   checked,
   is_valid,
   masked,
 )
-from het_plugin.integrate.order import MAX_CHUNK, make_plan, placement_of
+from het_plugin.integrate.order import MAX_CHUNK, Plan, make_plan, placement_of
 from het_plugin.integrate.placement import on_mesh_of_caller
 from het_plugin.integrate.samples import Constants, samples_of
 from het_plugin.integrate.tiles import (
@@ -33,11 +42,10 @@ from het_plugin.integrate.tiles import (
 
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# From `MIN_TILTED` Sobol points on, a loss is tilted, which costs as much as four samples.
-# Below `MIN_ROTATED` they also take the covariance of the fit, from there on the rotation alone,
-# which costs as much as a dozen samples.
+# From `MIN_ROTATED` Sobol points on, those for all classes are rotated, which costs as much as a
+# dozen samples. From `MIN_TILTED` on, those of a loss follow the fit, which costs as much as eight.
 MIN_ROTATED = 32
-MIN_TILTED = 8
+MIN_TILTED = 4
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
 LOCATION_ROWS = 8
 
@@ -83,9 +91,9 @@ class Integrator:
       coordinates are the principal directions of the noise (`draws`). Applies to the link
       'softmax' with a known projection.
     tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
-      around the noise that explains the label, and weights them accordingly; fewer than
-      `MIN_ROTATED` also take the covariance of that noise (`draws`). Applies to the same logits;
-      unbiased as well.
+      around the noise that explains the label, with the covariance of that noise, and weights them
+      accordingly (`draws`). Fewer than `draws.NUM_POINTS` samples then come with as many points
+      along the axes of that noise. Applies to the same logits; unbiased as well.
     class_tile: classes whose logits a loss has at one time, for DET, HET-H and HET-XL: memory is
       then independent of K, and every logit is computed twice. None takes all classes at one time
       if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of
@@ -129,8 +137,8 @@ class Integrator:
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':
     """The same with `samplers.FixedPoints`, which all examples share.
 
-    Results are those of the key [1] `shared_key(jax.random.key(seed))`. A program that is exported
-    then makes no random numbers.
+    Results are those of the key [1] `shared_key(jax.random.key(seed))`, without `tilt`. A program
+    that is exported then makes no random numbers.
     """
     points = samplers.FixedPoints(self._sampler, self.num_samples, seed)
     return dataclasses.replace(self, sampler=points)
@@ -299,7 +307,7 @@ class Integrator:
     if not plan.project_first or (link == 'softmax' and plan.placement.vocab is not None):
       return None
     _say_once(
-      f'Integrator: losses project first and take {self.num_samples} samples, {plan.chunk_size} '
+      f'Integrator: losses project first and take {plan.num_samples} samples, {plan.chunk_size} '
       'at a time'
     )
     return functools.partial(estimate.one_pass, link, plan, samples)
@@ -319,20 +327,35 @@ class Integrator:
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
     plan = self._plan(logits, keys, self.chunk_size)
-    samples, buckets = samples_of(logits, plan.project_first)
-    draws = Draws(keys)
+    draws, num_normals = Draws(keys), logits.noise.num_normals
     if self._is_refined(logits):
+      samples, buckets = samples_of(logits, project_first=False)
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
-      location, num_normals = _deterministic(logits), samples.num_normals
       if label is not None and self._is_tilted:
-        mean, location = find_tilt(to_logits, location, label, num_normals)
-        draws = dataclasses.replace(draws, mean=mean)
-        if self.num_samples < MIN_ROTATED:
-          draws = fit(draws, to_logits, location, label)
-      if self._is_rotated:
-        rotation = find_rotation(to_logits, location, num_normals)
-        draws = dataclasses.replace(draws, rotation=rotation)
+        around = fit(to_logits, _deterministic(logits), label, num_normals)
+        plan, logits, draws = self._around(around, logits, keys, self.chunk_size)
+      elif self._is_rotated:
+        draws = Draws(keys, find_rotation(to_logits, _deterministic(logits), num_normals))
+    samples, buckets = samples_of(logits, plan.project_first)
     return plan, samples, Constants(draws, buckets)
+
+  def _around(
+    self, around: Fit, logits: GaussianLogits, keys: jax.Array, chunk_size: int | None
+  ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
+    """The problem of a loss whose samples follow a fit."""
+    whole = dataclasses.replace(self, num_samples=self._num_points)
+    num_axes, num_normals = around.axes.shape[1:]
+    if whole.num_samples == self.num_samples or num_normals <= self.num_samples + num_axes:
+      return (
+        whole._plan(logits, keys, chunk_size),
+        logits,
+        Draws(keys, rotation_to(around.axes), around),
+      )
+    draws = NestedDraws(keys, around, self.num_samples)
+    factors = logits.noise.noise(draws.factors(self._sampler))
+    noise = LowRank(None, factors[:, :-1], factors[:, -1])
+    logits = dataclasses.replace(logits, covariance=noise)
+    return whole._plan(logits, keys, chunk_size), logits, draws
 
   def _plan(self, logits, keys, chunk_size):
     self._is_exact(logits)  # refuses where method='exact' cannot be met
@@ -355,7 +378,14 @@ class Integrator:
 
   @property
   def _is_tilted(self):
-    return self.tilt and self.num_samples >= MIN_TILTED
+    # Fixed points have no second sequence for the draws beside the axes.
+    is_fixed = isinstance(self._sampler, samplers.FixedPoints)
+    return self.tilt and self.num_samples >= MIN_TILTED and not is_fixed
+
+  @property
+  def _num_points(self):
+    """Softmaxes of a loss: S, or a multiple of S of at least `NUM_POINTS` if it is tilted."""
+    return self.num_samples * (-(-NUM_POINTS // self.num_samples) if self._is_tilted else 1)
 
   @property
   def _is_rotated(self):
@@ -387,7 +417,7 @@ class Integrator:
       return LOCATION_ROWS
     if logits.link == 'sigmoid':
       return logits.noise.num_factors + LOCATION_ROWS
-    return logits.noise.num_factors + 2 + min(self.num_samples, self.chunk_size or MAX_CHUNK)
+    return logits.noise.num_factors + 2 + min(self._num_points, self.chunk_size or MAX_CHUNK)
 
   def _tiled_log_softmax_at(self, tiling, logits, labels, keys):
     if logits.covariance is None:
@@ -399,20 +429,17 @@ class Integrator:
       )
       whole = dataclasses.replace(self, class_tile=None)
       return log_share + whole._log_softmax_at(buckets, labels, keys)
-    plan = self._plan(logits, keys, self.chunk_size or MAX_CHUNK)
-    noise = logits.noise.scaled(1.0 / logits.temperature)
-    draws = Draws(keys)
+    chunk_size = self.chunk_size or MAX_CHUNK
+    plan, draws = self._plan(logits, keys, chunk_size), Draws(keys)
     if self._is_refined(logits):
-      is_tilted = labels.shape[-1] == 1 and self._is_tilted
-      draws = tiled_draws.find(
-        tiling,
-        source_of(logits, jnp.zeros_like(noise.diag)[:, None]),
-        noise,
-        draws,
-        labels[:, 0] if is_tilted else None,
-        is_fitted=is_tilted and self.num_samples < MIN_ROTATED,
-        is_rotated=self._is_rotated,
-      )
+      noise = logits.noise.scaled(1.0 / logits.temperature)
+      location = source_of(logits, jnp.zeros_like(noise.diag)[:, None])
+      if labels.shape[-1] == 1 and self._is_tilted:
+        around = tiled_draws.fit(tiling, location, noise, labels[:, 0])
+        plan, logits, draws = self._around(around, logits, keys, chunk_size)
+      elif self._is_rotated:
+        draws = Draws(keys, tiled_draws.find_rotation(tiling, location, noise))
+    noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 
   def _tiled_sigmoid_nll(self, tiling, logits, labels):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.draws import Draws, NestedDraws
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
@@ -85,7 +85,7 @@ class Samples:
 class Constants:
   """Draws, and the hash of HET-H [K] if noise is hashed after it is sampled."""
 
-  draws: Draws
+  draws: Draws | NestedDraws
   buckets: jax.Array | None = None
 
 

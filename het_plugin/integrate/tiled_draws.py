@@ -1,4 +1,4 @@
-"""Tilt, rotation and fit of `draws`, with sums over classes in tiles (`tiles`).
+"""Rotation and fit of `draws`, with sums over classes in tiles (`tiles`).
 
 The results are those of `draws` up to rounding. There, the factors in logit space G = F W exist for
 all classes. Here they never do, because all that is needed of them are two sums over the classes
@@ -19,59 +19,59 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import draws as draws_lib
-from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.draws import Fit
 from het_plugin.integrate.gaussian import PADDED, LowRank
 from het_plugin.integrate.placement import dims
 from het_plugin.integrate.tiles import Source, Tile, Tiling, fold
 
 
-def find(
-  tiling: Tiling,
-  source: Source,
-  noise: LowRank,
-  draws: Draws,
-  label: jax.Array | None,
-  is_fitted: bool,
-  is_rotated: bool,
-) -> Draws:
-  """Draws of a softmax, with stopped gradients.
+def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array) -> Fit:
+  """The fit of `draws.fit`.
 
   Args:
     tiling: how classes are cut.
     source: of the location: x [B, 1, Q] is phi, or 0 where phi has a W of its own.
     noise: over tau, in the noise space.
-    draws: with keys only.
-    label: int32 [B] if they are tilted (`draws.find_tilt`), else None.
-    is_fitted: whether they also take the covariance of the fit (`draws.fit`); needs a label.
-    is_rotated: whether they are rotated (`draws.find_rotation`).
+    label: int32 [B].
   """
 
   def local(source, noise, label):
-    found = Draws(draws.keys)
-    mean = jnp.zeros_like(source.x, shape=(source.x.shape[0], noise.num_normals))
-    if label is not None:
-      at_label = _column(tiling, source, label)
-      mean = _tilt(tiling, source, noise, at_label, mean)
-      found = dataclasses.replace(found, mean=mean)
-    if is_fitted:
-      found = _fit(_point(tiling, source, noise, mean), at_label, found)
-    if is_rotated:
-      point = _point(tiling, source, noise, mean)
-      found = dataclasses.replace(found, rotation=point.rotation(draws_lib.NUM_ROUNDS))
-    return found.mean, found.rotation, found.scale
+    at_label = _column(tiling, source, label)
+    zero = jnp.zeros_like(source.x, shape=(source.x.shape[0], 1, noise.num_normals))
+    _, pull = jax.vjp(noise.noise, zero)
+    start = _point(tiling, source, noise, zero[:, 0])
+    axes, mean = zero[:, :0], zero[:, 0, :0]
+    for j in range(min(draws_lib.NUM_AXES, noise.num_normals)):
+      z = jnp.einsum('bm,bmt->bt', mean, axes)
+      point = _point(tiling, source, noise, z) if j else start
+      slope = pull(at_label[:, None] - point.mean)[0][:, 0]  # [B, T]
+      axes = draws_lib.with_axis(axes, slope)
+      curvature = point.covariance_of(noise.noise(axes))
+      mean = draws_lib.newton_step(axes, slope, mean, curvature)
+    return draws_lib.fit_along(axes, mean, _expectations(start, at_label, noise.noise(axes)))
 
   source, noise = jax.lax.stop_gradient((source, noise))
-  scale, loading = (None, 'brq') if noise.scale is None else (dims('bq'), 'rq')
-  letters = LowRank(scale, dims(loading), dims('bq'), noise.remainder)
-  inputs = source.letters(), letters, None if label is None else dims('b')
-  outputs = (
-    None if label is None else dims('bt'),
-    (dims('btm'), dims('bmt')) if is_fitted or is_rotated else None,
-    dims('bm') if is_fitted else None,
-  )
+  inputs, outputs = (*_letters(source, noise), dims('b')), Fit(dims('bmt'), dims('bm'), dims('bmn'))
   run = tiling.placement.shard_map(local, inputs, outputs)
-  mean, rotation, scale = jax.lax.stop_gradient(run(source, noise, label))
-  return Draws(draws.keys, rotation, mean, scale)
+  return jax.lax.stop_gradient(run(source, noise, label))
+
+
+def find_rotation(tiling: Tiling, source: Source, noise: LowRank) -> tuple[jax.Array, jax.Array]:
+  """The rotation of `draws.find_rotation`; arguments are those of `fit`."""
+
+  def local(source, noise):
+    zero = jnp.zeros_like(source.x, shape=(source.x.shape[0], noise.num_normals))
+    return _point(tiling, source, noise, zero).rotation()
+
+  source, noise = jax.lax.stop_gradient((source, noise))
+  outputs = dims('btm'), dims('bmt')
+  run = tiling.placement.shard_map(local, _letters(source, noise), outputs)
+  return jax.lax.stop_gradient(run(source, noise))
+
+
+def _letters(source, noise):
+  scale, loading = (None, 'brq') if noise.scale is None else (dims('bq'), 'rq')
+  return source.letters(), LowRank(scale, dims(loading), dims('bq'), noise.remainder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,19 @@ class _Point:
     total = fold(self.tiling, self.source, body, jnp.zeros_like(directions))
     return self.tiling.sum_of_shards(total)
 
-  def rotation(self, num_rounds: int) -> tuple[jax.Array, jax.Array]:
+  def covariance_of(self, directions: jax.Array) -> jax.Array:
+    """v_i . C v_j, [B, m, m], of directions v [B, m, Q]."""
+
+    def body(total, tile):
+      u, along = self.logits(tile, directions)
+      p = jnp.exp((u - self.top[..., None]) - self.log_total[..., None])
+      along = jnp.where(tile.counts, along, 0.0)
+      return total + jnp.einsum('bmk,bnk->bmn', p * along, along)
+
+    zero = jnp.zeros_like(directions[..., :1]) + jnp.zeros_like(directions[:, None, :, 0])
+    return self.tiling.sum_of_shards(fold(self.tiling, self.source, body, zero))
+
+  def rotation(self) -> tuple[jax.Array, jax.Array]:
     """The rotation of `Draws`."""
 
     def multiply(directions):  # A z = F C F^T z, for [B, m, T]
@@ -121,7 +133,7 @@ class _Point:
       return pull(self.covariance_times(vectors))[0]
 
     zero = jnp.zeros_like(self.source.x[..., :1])
-    return draws_lib.rotation_of(multiply, zero, self.noise.num_normals, num_rounds)
+    return draws_lib.rotation_of(multiply, zero, self.noise.num_normals)
 
 
 def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Point:
@@ -148,24 +160,9 @@ def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Poi
   return _Point(tiling, source, noise, top, jnp.log(total), sums / total[..., None])
 
 
-def _tilt(tiling, source, noise, at_label, mean):
-  """The mean [B, T] of `draws.find_tilt`, for columns of W at the label [B, Q]."""
-  for _ in range(draws_lib.NUM_TILT_STEPS):
-    point = _point(tiling, source, noise, mean)
-    _, pull = jax.vjp(noise.noise, mean[:, None])
-    step = pull(at_label[:, None] - point.mean)[0][:, 0] - mean  # [B, T]
-    along = noise.noise(step[:, None])  # [B, 1, Q]
-    slope = jnp.sum(jnp.square(step), axis=-1, keepdims=True)
-    variance = jnp.sum(along * point.covariance_times(along), axis=-1)
-    curvature = slope + jnp.maximum(variance, 0.0)
-    mean += slope / jnp.where(curvature > 0, curvature, 1.0) * step
-  return mean * draws_lib.shrink_of_tilt(mean)
-
-
-def _fit(point: _Point, at_label: jax.Array, draws: Draws) -> Draws:
-  """The draws of `draws.fit`, around the point of their mean."""
-  axes = draws_lib.leading_axes(point.rotation(1), point.mean.dtype)
-  vectors, tiling = point.noise.noise(axes), point.tiling
+def _expectations(point, at_label, vectors):
+  """Those of `draws.fit`, for points along vectors [B, m, Q] in the noise space, from a point."""
+  tiling = point.tiling
   of_label = jnp.einsum('bmq,bq->bm', vectors, at_label - point.mean[:, 0])
 
   def expectations(at):
@@ -186,12 +183,13 @@ def _fit(point: _Point, at_label: jax.Array, draws: Draws) -> Draws:
       new = first, p @ jnp.swapaxes(along, 1, 2), second
       return jax.tree.map(jnp.add, sums, new)
 
-    zero = jnp.zeros_like(of_label), jnp.zeros_like(at), jnp.zeros_like(axes[..., : at.shape[-1]])
+    second = jnp.zeros_like(of_label, shape=(*of_label.shape, of_label.shape[-1]))
+    zero = jnp.zeros_like(of_label), jnp.zeros_like(at), second
     first, each, second = fold(tiling, point.source, body, zero)
     first, each, second = (tiling.sum_of_shards(x) for x in (first, each, second))
     return of_label - first, second - jnp.einsum('bsm,bsn->bmn', each, each) / at.shape[1]
 
-  return draws_lib.fit_along(draws, axes, expectations)
+  return expectations
 
 
 def _log_z(

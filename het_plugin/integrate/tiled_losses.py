@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from het_plugin.integrate import exact
-from het_plugin.integrate.draws import Draws
+from het_plugin.integrate.draws import Draws, NestedDraws
 from het_plugin.integrate.gaussian import (
   PADDED,
   GaussianLogits,
@@ -50,7 +50,7 @@ def log_softmax_at(
   tiling: Tiling,
   logits: GaussianLogits,
   noise: LowRank,
-  draws: Draws,
+  draws: Draws | NestedDraws,
   labels: jax.Array,
 ) -> jax.Array:
   """log E[softmax(u)]_y at labels y int32 [B, L] of HET-XL; undefined at labels outside [0, K).
