@@ -326,17 +326,17 @@ class Integrator:
 
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
-    plan = self._plan(logits, keys, self.chunk_size)
-    draws, num_normals = Draws(keys), logits.noise.num_normals
-    if self._is_refined(logits):
-      samples, buckets = samples_of(logits, project_first=False)
-      to_logits = functools.partial(samples.noise_of, buckets=buckets)
-      if label is not None and self._is_tilted:
-        around = fit(to_logits, _deterministic(logits), label, num_normals)
-        plan, logits, draws = self._around(around, logits, keys, self.chunk_size)
-      elif self._is_rotated:
-        draws = Draws(keys, find_rotation(to_logits, _deterministic(logits), num_normals))
+    plan, draws = self._plan(logits, keys, self.chunk_size), Draws(keys)
     samples, buckets = samples_of(logits, plan.project_first)
+    if self._is_refined(logits):
+      to_logits = functools.partial(samples.noise_of, buckets=buckets)
+      location, num_normals = _deterministic(logits), samples.num_normals
+      if label is not None and self._is_tilted:
+        around = fit(to_logits, location, label, num_normals)
+        plan, logits, draws = self._around(around, logits, keys, self.chunk_size)
+        samples, buckets = samples_of(logits, plan.project_first)
+      elif self._is_rotated:
+        draws = Draws(keys, find_rotation(to_logits, location, num_normals))
     return plan, samples, Constants(draws, buckets)
 
   def _around(
