@@ -45,7 +45,7 @@ ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 # From `MIN_ROTATED` Sobol points on, those for all classes are rotated, which costs as much as a
 # dozen samples. From `MIN_TILTED` on, those of a loss follow the fit, which costs as much as eight.
 MIN_ROTATED = 32
-MIN_TILTED = 4
+MIN_TILTED = 8
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
 LOCATION_ROWS = 8
 

@@ -301,7 +301,7 @@ def test_bfloat16_products_give_float32_logits(name='het_xl'):
   np.testing.assert_allclose(got[:, :K], exact[:, :K], atol=0.2)
 
 
-# A softmax of 8 Sobol points is fitted, one of 40 tilted, rotated and drawn in chunks.
+# For a softmax 64 points share 8 draws; 40 are drawn around the fit, in chunks.
 INTEGRALS = [('softmax', 'sample', 8), ('softmax', 'sample', 40), ('sigmoid', 'sample', 8)]
 INTEGRALS.append(('sigmoid', 'exact', 1))
 

@@ -197,7 +197,7 @@ def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones(remainde
   assert tilted < 0.7 * rmse(64, 'sobol', tilt=False)
 
 
-@pytest.mark.parametrize('num_samples', [8, 32])  # the former are fitted
+@pytest.mark.parametrize('num_samples', [8, 32])  # 64 points share 8 draws
 def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   logits = make_rotated(std=2.0)
   expected = jax.jit(Integrator(2**16, sampler='sobol').log_prob)(logits, keys_of(B, 99))
@@ -213,9 +213,8 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
 
 @pytest.mark.parametrize('kind', ['het', 'het_xl'])
 @pytest.mark.parametrize('std', [0.5, 2.0])
-def test_16_samples_are_fitted_to_large_noise_too(kind, std):
+def test_16_samples_are_as_good_as_1000_independent_ones(kind, std):
   """Labels of the model, and any labels. HET, whose classes have noise of their own, is harder."""
-  as_many = {'het': 100, 'het_xl': 1000}[kind]
   rng = np.random.default_rng(0)
   batch, classes, dim, factors = 8, 200, 32, 10
   width = classes if kind == 'het' else dim
@@ -247,7 +246,7 @@ def test_16_samples_are_fitted_to_large_noise_too(kind, std):
       error = log_p(num_samples, sampler, labels, jnp.arange(8)) - expected
       return float(jnp.sqrt(jnp.square(error).mean()))
 
-    assert rmse(16, 'sobol') < rmse(as_many, 'iid')
+    assert rmse(16, 'sobol') < (1.5 if kind == 'het' else 1.0) * rmse(1000, 'iid')
 
 
 def test_gradient_of_tilted_loss_is_that_of_the_integral():
@@ -276,15 +275,16 @@ def test_gradient_of_tilted_loss_is_that_of_the_integral():
     np.testing.assert_allclose(gradients[i].ravel()[k], (down - up) / 2e-4, rtol=0.02, atol=2e-3)
 
 
-def test_both_orders_and_a_mesh_take_the_same_tilted_and_rotated_samples():
+@pytest.mark.parametrize('num_samples,factors', [(32, 5), (8, 30)])  # 64 points share 8 draws
+def test_both_orders_and_a_mesh_take_the_same_samples(num_samples, factors):
   rng = np.random.default_rng(1)
   location, scale = (jnp.asarray(rng.normal(size=(B, n)), jnp.float32) for n in (300, 20))
-  loading, kernel = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((5, 20), (20, 300)))
+  loading, kernel = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((factors, 20), (20, 300)))
 
   def loss(order, location, kernel):
     covariance = LowRank(scale, loading / 10, jnp.ones((B, 20)))
     logits = GaussianLogits(location, covariance, Linear(kernel), jnp.float32(1.0), 300)
-    integrator = Integrator(32, order, sampler='sobol')
+    integrator = Integrator(num_samples, order, sampler='sobol')
     return integrator.nll(logits, jnp.arange(B) * 100, keys_of(B)).sum()
 
   step = jax.value_and_grad(loss, (1, 2))
