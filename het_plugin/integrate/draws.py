@@ -31,7 +31,8 @@ as in a Krylov method. An axis costs one product with G and one with its transpo
 
 Few samples. Along the axes, logits need N only. So the S draws of the other coordinates are mapped
 to logits once, and `NUM_POINTS` points along the axes share them (`NestedDraws`): every S-th point
-has the same draw. That is a problem with S + m factors, the draws and the axes, in place of T.
+has the same draw. That is a problem with S + m factors, the draws and the axes, in place of T. Many
+samples take one point each, and the principal directions follow the axes.
 """
 
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def fit(
   label: jax.Array,
   num_normals: int,
 ) -> Fit:
-  """The fit for labels int32 [B]; the other arguments are those of `find_rotation`."""
+  """The fit for labels int32 [B]; the other arguments are those of `principal_directions`."""
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
   # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
   zero = jnp.zeros_like(location, shape=(location.shape[0], 1, num_normals))
@@ -288,10 +289,10 @@ def fit_along(
   return jax.lax.stop_gradient(Fit(axes, mean, root))
 
 
-def find_rotation(
+def principal_directions(
   to_logits: Callable[[jax.Array], jax.Array], location: jax.Array, num_normals: int
-) -> tuple[jax.Array, jax.Array]:
-  """The rotation of `Draws`.
+) -> jax.Array:
+  """The principal directions of A, [B, m, T], neither orthogonal nor of length 1.
 
   Args:
     to_logits: the linear map from normals [B, m, T] to the noise of the logits over tau [B, m, K].
@@ -306,14 +307,14 @@ def find_rotation(
     return pull(weighted - p * weighted.sum(axis=-1, keepdims=True))[0]
 
   # Varying, as in `fit`.
-  return rotation_of(multiply, jnp.zeros_like(location[:, :1, None]), num_normals)
+  return directions_of(multiply, jnp.zeros_like(location[:, :1, None]), num_normals)
 
 
-def rotation_of(
+def directions_of(
   multiply: Callable[[jax.Array], jax.Array], zero: jax.Array, num_normals: int
-) -> tuple[jax.Array, jax.Array]:
-  """The rotation of `Draws` from products with the covariance A: multiply(directions [B, m, T]);
-  zero [B, 1, 1] has the dtype.
+) -> jax.Array:
+  """`principal_directions` from products with A: multiply(directions [B, m, T]); zero [B, 1, 1] has
+  the dtype.
   """
   count = min(NUM_DIRECTIONS, num_normals)
   # A constant of the program, which then needs no keys; NumPy promises that its values stay.
@@ -323,11 +324,11 @@ def rotation_of(
     directions = multiply(directions)
     largest = jnp.abs(directions).max(axis=(1, 2), keepdims=True)
     directions /= jnp.where(largest > 0, largest, 1.0)
-  return jax.lax.stop_gradient(rotation_to(directions))
+  return jax.lax.stop_gradient(directions)
 
 
-def rotation_to(rows):
-  """Householder's reflections U = H_0 H_1 ... whose leading columns span rows [B, m, T].
+def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The rotation of `Draws` whose leading columns span rows [B, m, T], by Householder's reflections.
 
   Where a row is nearly in the span of those before it, the rest of it is rounding. A coordinate of
   `SMALL` of its length then sets the column, so that an estimate does not depend on rounding: with

@@ -16,8 +16,8 @@ from het_plugin.integrate.draws import (
   Draws,
   Fit,
   NestedDraws,
-  find_rotation,
   fit,
+  principal_directions,
   rotation_to,
 )
 from het_plugin.integrate.gaussian import (
@@ -42,8 +42,8 @@ from het_plugin.integrate.tiles import (
 
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# From `MIN_ROTATED` Sobol points on, those for all classes are rotated, which costs as much as a
-# dozen samples. From `MIN_TILTED` on, those of a loss follow the fit, which costs as much as eight.
+# From `MIN_ROTATED` Sobol points on they are rotated, which costs as much as a dozen samples. From
+# `MIN_TILTED` on, those of a loss follow the fit, which costs as much as eight.
 MIN_ROTATED = 32
 MIN_TILTED = 8
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
@@ -92,8 +92,8 @@ class Integrator:
       'softmax' with a known projection.
     tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
       around the noise that explains the label, with the covariance of that noise, and weights them
-      accordingly (`draws`). Fewer than `draws.NUM_POINTS` samples then come with as many points
-      along the axes of that noise. Applies to the same logits; unbiased as well.
+      accordingly (`draws`). Fewer than `MIN_ROTATED` samples then come with `draws.NUM_POINTS`
+      points along the axes of that noise. Applies to the same logits; unbiased as well.
     class_tile: classes whose logits a loss has at one time, for DET, HET-H and HET-XL: memory is
       then independent of K, and every logit is computed twice. None takes all classes at one time
       if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of
@@ -331,26 +331,34 @@ class Integrator:
     if self._is_refined(logits):
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       location, num_normals = _deterministic(logits), samples.num_normals
+      directions = None
+      if self._is_rotated:
+        directions = principal_directions(to_logits, location, num_normals)
       if label is not None and self._is_tilted:
         around = fit(to_logits, location, label, num_normals)
-        plan, logits, draws = self._around(around, logits, keys, self.chunk_size)
+        plan, logits, draws = self._around(around, directions, logits, keys, self.chunk_size)
         samples, buckets = samples_of(logits, plan.project_first)
       elif self._is_rotated:
-        draws = Draws(keys, find_rotation(to_logits, location, num_normals))
+        draws = Draws(keys, rotation_to(directions))
     return plan, samples, Constants(draws, buckets)
 
   def _around(
-    self, around: Fit, logits: GaussianLogits, keys: jax.Array, chunk_size: int | None
+    self,
+    around: Fit,
+    directions: jax.Array | None,
+    logits: GaussianLogits,
+    keys: jax.Array,
+    chunk_size: int | None,
   ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
-    """The problem of a loss whose samples follow a fit."""
+    """The problem of a loss whose samples follow a fit, and then the directions [B, m, T]."""
     whole = dataclasses.replace(self, num_samples=self._num_points)
     num_axes, num_normals = around.axes.shape[1:]
     if whole.num_samples == self.num_samples or num_normals <= self.num_samples + num_axes:
-      return (
-        whole._plan(logits, keys, chunk_size),
-        logits,
-        Draws(keys, rotation_to(around.axes), around),
-      )
+      leading = around.axes
+      if directions is not None:
+        leading = jnp.concatenate([leading, directions], axis=1)[:, :num_normals]
+      draws = Draws(keys, rotation_to(leading), around)
+      return whole._plan(logits, keys, chunk_size), logits, draws
     draws = NestedDraws(keys, around, self.num_samples)
     factors = logits.noise.noise(draws.factors(self._sampler))
     noise = LowRank(None, factors[:, :-1], factors[:, -1])
@@ -384,8 +392,9 @@ class Integrator:
 
   @property
   def _num_points(self):
-    """Softmaxes of a loss: S, or a multiple of S of at least `NUM_POINTS` if it is tilted."""
-    return self.num_samples * (-(-NUM_POINTS // self.num_samples) if self._is_tilted else 1)
+    """Softmaxes of a loss: S, or a multiple of S of at least `NUM_POINTS` if few are tilted."""
+    is_shared = self._is_tilted and self.num_samples < MIN_ROTATED
+    return self.num_samples * (-(-NUM_POINTS // self.num_samples) if is_shared else 1)
 
   @property
   def _is_rotated(self):
@@ -434,11 +443,14 @@ class Integrator:
     if self._is_refined(logits):
       noise = logits.noise.scaled(1.0 / logits.temperature)
       location = source_of(logits, jnp.zeros_like(noise.diag)[:, None])
+      directions = None
+      if self._is_rotated:
+        directions = tiled_draws.principal_directions(tiling, location, noise)
       if labels.shape[-1] == 1 and self._is_tilted:
         around = tiled_draws.fit(tiling, location, noise, labels[:, 0])
-        plan, logits, draws = self._around(around, logits, keys, chunk_size)
+        plan, logits, draws = self._around(around, directions, logits, keys, chunk_size)
       elif self._is_rotated:
-        draws = Draws(keys, tiled_draws.find_rotation(tiling, location, noise))
+        draws = Draws(keys, rotation_to(directions))
     noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 

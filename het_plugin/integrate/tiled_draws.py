@@ -56,16 +56,15 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array) -> Fit
   return jax.lax.stop_gradient(run(source, noise, label))
 
 
-def find_rotation(tiling: Tiling, source: Source, noise: LowRank) -> tuple[jax.Array, jax.Array]:
-  """The rotation of `draws.find_rotation`; arguments are those of `fit`."""
+def principal_directions(tiling: Tiling, source: Source, noise: LowRank) -> jax.Array:
+  """Those of `draws.principal_directions`; arguments are those of `fit`."""
 
   def local(source, noise):
     zero = jnp.zeros_like(source.x, shape=(source.x.shape[0], noise.num_normals))
-    return _point(tiling, source, noise, zero).rotation()
+    return _point(tiling, source, noise, zero).principal_directions()
 
   source, noise = jax.lax.stop_gradient((source, noise))
-  outputs = dims('btm'), dims('bmt')
-  run = tiling.placement.shard_map(local, _letters(source, noise), outputs)
+  run = tiling.placement.shard_map(local, _letters(source, noise), dims('bmt'))
   return jax.lax.stop_gradient(run(source, noise))
 
 
@@ -125,15 +124,15 @@ class _Point:
     zero = jnp.zeros_like(directions[..., :1]) + jnp.zeros_like(directions[:, None, :, 0])
     return self.tiling.sum_of_shards(fold(self.tiling, self.source, body, zero))
 
-  def rotation(self) -> tuple[jax.Array, jax.Array]:
-    """The rotation of `Draws`."""
+  def principal_directions(self) -> jax.Array:
+    """The principal directions of A, [B, m, T]."""
 
     def multiply(directions):  # A z = F C F^T z, for [B, m, T]
       vectors, pull = jax.vjp(self.noise.noise, directions)
       return pull(self.covariance_times(vectors))[0]
 
     zero = jnp.zeros_like(self.source.x[..., :1])
-    return draws_lib.rotation_of(multiply, zero, self.noise.num_normals)
+    return draws_lib.directions_of(multiply, zero, self.noise.num_normals)
 
 
 def _point(tiling: Tiling, source: Source, noise: LowRank, z: jax.Array) -> _Point:

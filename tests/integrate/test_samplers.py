@@ -21,7 +21,7 @@ from het_plugin.integrate import (
   iid,
   sobol,
 )
-from het_plugin.integrate.draws import Draws, find_rotation
+from het_plugin.integrate.draws import Draws, principal_directions, rotation_to
 from het_plugin.integrate.sobol_sequence import DIRECTION_NUMBERS, MAX_DIMENSIONS, sobol_points
 from tests.meshes import make_mesh, on_mesh
 
@@ -148,7 +148,8 @@ def make_rotated(std=0.5, remainder='rank_one'):
 def test_rotation_is_orthogonal_and_leads_with_the_principal_directions():
   logits = make_rotated()
   factors, p = logits.factors(), jax.nn.softmax(logits.location)
-  rotation = find_rotation(logits.covariance.noise, logits.location, 51)
+  directions = principal_directions(logits.covariance.noise, logits.location, 51)
+  rotation = rotation_to(directions)
   u = Draws(None, rotation).normals(lambda *_: jnp.eye(51)[None], None, 51)  # rows are U's columns
   np.testing.assert_allclose(u @ jnp.swapaxes(u, 1, 2), np.tile(np.eye(51), (B, 1, 1)), atol=1e-5)
   centred = factors - jnp.einsum('btk,bk->bt', factors, p)[..., None]
@@ -279,7 +280,9 @@ def test_gradient_of_tilted_loss_is_that_of_the_integral():
 def test_both_orders_and_a_mesh_take_the_same_samples(num_samples, factors):
   rng = np.random.default_rng(1)
   location, scale = (jnp.asarray(rng.normal(size=(B, n)), jnp.float32) for n in (300, 20))
-  loading, kernel = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((factors, 20), (20, 300)))
+  loading, kernel = (
+    jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((factors, 20), (20, 300))
+  )
 
   def loss(order, location, kernel):
     covariance = LowRank(scale, loading / 10, jnp.ones((B, 20)))
