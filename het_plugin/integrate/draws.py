@@ -328,7 +328,7 @@ def directions_of(
 
 
 def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The rotation of `Draws` whose leading columns span rows [B, m, T], by Householder's reflections.
+  """The rotation of `Draws` whose leading columns span rows [B, m, T] (Householder reflections).
 
   Where a row is nearly in the span of those before it, the rest of it is rounding. A coordinate of
   `SMALL` of its length then sets the column, so that an estimate does not depend on rounding: with

@@ -338,7 +338,7 @@ class Integrator:
         around = fit(to_logits, location, label, num_normals)
         plan, logits, draws = self._around(around, directions, logits, keys, self.chunk_size)
         samples, buckets = samples_of(logits, plan.project_first)
-      elif self._is_rotated:
+      elif directions is not None:
         draws = Draws(keys, rotation_to(directions))
     return plan, samples, Constants(draws, buckets)
 
@@ -449,7 +449,7 @@ class Integrator:
       if labels.shape[-1] == 1 and self._is_tilted:
         around = tiled_draws.fit(tiling, location, noise, labels[:, 0])
         plan, logits, draws = self._around(around, directions, logits, keys, chunk_size)
-      elif self._is_rotated:
+      elif directions is not None:
         draws = Draws(keys, rotation_to(directions))
     noise = logits.noise.scaled(1.0 / logits.temperature)
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
