@@ -268,6 +268,11 @@ def clipped(step: jax.Array) -> jax.Array:
   return step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
 
 
+def orthonormal(rows: jax.Array) -> jax.Array:
+  """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
+  return leading_axes(_reflections(rows), rows.dtype)
+
+
 def fit_along(
   axes: jax.Array,
   mean: jax.Array,

@@ -23,6 +23,7 @@ from het_plugin.integrate.draws import (
 from het_plugin.integrate.gaussian import (
   GaussianLogits,
   Hashed,
+  Linear,
   LowRank,
   Opaque,
   checked,
@@ -31,6 +32,7 @@ from het_plugin.integrate.gaussian import (
 )
 from het_plugin.integrate.order import MAX_CHUNK, Plan, make_plan, placement_of
 from het_plugin.integrate.placement import on_mesh_of_caller
+from het_plugin.integrate.principal import reduced
 from het_plugin.integrate.samples import Constants, samples_of
 from het_plugin.integrate.tiles import (
   Tiling,
@@ -98,6 +100,11 @@ class Integrator:
       then independent of K, and every logit is computed twice. None takes all classes at one time
       if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of
       `chunk_bytes` otherwise. A sampled sigmoid, HET and opaque logits have no tiles.
+    principal_factors: m >= 1, the factors of HET-XL that the exact method projects by W instead of
+      R + 1; the rest is noise that is independent across dimensions (`principal`), and costs as
+      much as one factor more. None, or m of at least R, is the exact integral. Applies to the link
+      'sigmoid' with noise that W or a W' of its own projects (eq. 5, 14); to all results, so leave
+      it None for evaluation.
   """
 
   num_samples: int = 64
@@ -109,6 +116,7 @@ class Integrator:
   rotate: bool = True
   tilt: bool = True
   class_tile: int | None = None
+  principal_factors: int | None = None
 
   def __post_init__(self):
     for name in ('num_samples', 'chunk_size', 'chunk_bytes'):
@@ -126,13 +134,12 @@ class Integrator:
         f'Integrator.sampler={self.sampler!r} is unknown: choose one of '
         f'{", ".join(samplers.SAMPLERS)}, or give a function'
       )
-    if self.class_tile is not None and not (
-      isinstance(self.class_tile, numbers.Integral) and self.class_tile >= 1
-    ):
-      raise ValueError(
-        f'Integrator.class_tile={self.class_tile!r} must be a whole number of classes, at least 1, '
-        'or None'
-      )
+    for name, of_what in {'class_tile': 'classes', 'principal_factors': 'factors'}.items():
+      value = getattr(self, name)
+      if value is not None and not (isinstance(value, numbers.Integral) and value >= 1):
+        raise ValueError(
+          f'Integrator.{name}={value!r} must be a whole number of {of_what}, at least 1, or None'
+        )
 
   def with_fixed_points(self, seed: int = 0) -> 'Integrator':
     """The same with `samplers.FixedPoints`, which all examples share.
@@ -313,7 +320,13 @@ class Integrator:
     return functools.partial(estimate.one_pass, link, plan, samples)
 
   def _marginals(self, logits):
-    return exact.marginals(logits, self.chunk_bytes)
+    return exact.marginals(self._reduced(logits), self.chunk_bytes)
+
+  def _reduced(self, logits):
+    """The logits whose exact expectation is taken."""
+    if self.principal_factors is None or not isinstance(logits.projection, Linear):
+      return logits
+    return dataclasses.replace(logits, covariance=reduced(logits.noise, self.principal_factors))
 
   def _is_exact(self, logits):
     exists = logits.link == 'sigmoid' and not isinstance(logits.projection, Opaque)
@@ -425,7 +438,8 @@ class Integrator:
     if isinstance(logits.projection, Hashed):
       return LOCATION_ROWS
     if logits.link == 'sigmoid':
-      return logits.noise.num_factors + LOCATION_ROWS
+      num_factors = logits.noise.num_factors
+      return min(num_factors, self.principal_factors or num_factors) + LOCATION_ROWS
     return logits.noise.num_factors + 2 + min(self._num_points, self.chunk_size or MAX_CHUNK)
 
   def _tiled_log_softmax_at(self, tiling, logits, labels, keys):
@@ -455,6 +469,7 @@ class Integrator:
     return tiled_losses.log_softmax_at(plan, tiling, logits, noise, draws, labels)
 
   def _tiled_sigmoid_nll(self, tiling, logits, labels):
+    logits = self._reduced(logits)
     covariance = logits.covariance
     if covariance is None:
       return tiled_losses.sigmoid_nll(tiling, source_of(logits), None, labels)

@@ -1,0 +1,258 @@
+"""The exact sigmoid of a few principal factors: formula, gradient, tiles, meshes, extremes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from het_plugin.integrate import Integrator, principal
+from het_plugin.integrate.exact import marginals
+from tests.integrate.hlo import collectives
+from tests.integrate.test_integrator import (
+  MULTI_LABELS,
+  K,
+  R,
+  compile_sharded_loss,
+  gaussian,
+  make,
+  pad,
+  relative_error,
+  sharded,
+)
+from tests.integrate.test_tiles import (
+  LABELS,
+  TILE,
+  B,
+  D,
+  assert_close,
+  problem,
+  temporary_bytes,
+  value_and_gradient,
+)
+from tests.meshes import make_mesh, on_mesh
+
+FORMS = [
+  *(('linear', False, 'rank_one'), ('shared_w', True, 'rank_one')),
+  *(('shared_w', False, 'diag'), ('linear', True, 'diag')),
+]
+
+
+def all_factors(logits):
+  """F [B, T, Q] over tau, without d where that is noise of each dimension."""
+  noise = logits.covariance.scaled(1.0 / logits.temperature)
+  rows = [noise.dense_loading()]
+  if noise.remainder == 'rank_one':
+    rows.append(noise.diag[:, None])
+  return np.concatenate(rows, axis=1), np.asarray(noise.diag)
+
+
+@pytest.mark.parametrize('kind,full,remainder', FORMS)
+@pytest.mark.parametrize('count', [1, 2, R - 1])
+def test_variances_are_those_of_the_formula(kind, full, remainder, count, monkeypatch):
+  """And the directions leave hardly more than those of an eigendecomposition."""
+  found = []
+  axes_of = principal.principal_axes
+
+  def keep(*args):
+    found.append(np.asarray(axes_of(*args)))
+    return found[0]
+
+  monkeypatch.setattr(principal, 'principal_axes', keep)
+  with jax.enable_x64(True):
+    logits = gaussian(make(kind, full=full), kind, remainder, 'sigmoid')
+    noise = principal.reduced(logits.covariance, count)
+    _, variance = marginals(logits.replace(covariance=noise), 2**28)
+    (axes,) = found
+    factors, diag = all_factors(logits)
+  kernel = np.asarray(logits.projection.kernel)
+  np.testing.assert_allclose(axes @ np.swapaxes(axes, 1, 2), [np.eye(count)] * 3, atol=1e-12)
+  rows = axes @ factors
+  rest = np.square(factors).sum(1) - np.square(rows).sum(1)
+  if remainder == 'diag':
+    rest += np.square(diag)
+  expected = np.square(rows @ kernel).sum(1) + rest @ np.square(kernel)
+  np.testing.assert_allclose(variance, expected, rtol=1e-10)
+
+  gram = factors @ np.swapaxes(factors, 1, 2)
+  best = np.linalg.eigvalsh(gram)[:, ::-1][:, :count].sum(1)
+  held = np.einsum('bmt,bts,bms->b', axes, gram, axes)
+  assert held.sum() > 0.9 * best.sum() and (held <= best * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize('kind,full,remainder', FORMS)
+def test_as_many_as_there_are_is_exact(kind, full, remainder):
+  logits = gaussian(make(kind, full=full, dtype=jnp.float32), kind, remainder, 'sigmoid')
+  expected = Integrator().nll(logits, pad(MULTI_LABELS))
+  for count in (R, R + 1, 10**6):
+    found = Integrator(principal_factors=count).nll(logits, pad(MULTI_LABELS))
+    np.testing.assert_array_equal(found, expected)
+  fewer = Integrator(principal_factors=R - 1).nll(logits, pad(MULTI_LABELS))
+  assert np.abs(fewer - expected).max() > 1e-4
+
+
+@pytest.mark.parametrize('kind,full,remainder', FORMS)
+def test_gradient_is_that_of_the_objective_with_fixed_directions(
+  kind, full, remainder, monkeypatch
+):
+  """Against differences in float64, in all parameters, along a random direction of each."""
+  rng = np.random.default_rng(1)
+  with jax.enable_x64(True):
+    arrays = make(kind, full=full)
+
+    def loss(arrays):
+      logits = gaussian(arrays, kind, remainder, 'sigmoid')
+      return Integrator(principal_factors=2).nll(logits, pad(MULTI_LABELS)).sum()
+
+    gradient = jax.grad(loss)(arrays)
+    logits = gaussian(arrays, kind, remainder, 'sigmoid')
+    factors, _ = all_factors(logits)
+    axes = principal.principal_axes(jnp.asarray(factors), 2)
+    monkeypatch.setattr(principal, 'principal_axes', lambda *_: axes)
+    for name, x in arrays.items():
+      step = 1e-5 * rng.normal(size=x.shape)
+      above, below = (loss(arrays | {name: x + sign * step}) for sign in (1, -1))
+      expected = (above - below) / 2
+      np.testing.assert_allclose((gradient[name] * step).sum(), expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize('name', ['het_xl', 'het_xl_full', 'own_kernel', 'one_factor'])
+def test_tiles_agree_with_all_classes_at_one_time(name, count):
+  with jax.enable_x64(True):
+    head, params, phi = problem(name, 'sigmoid', jnp.float64)
+    whole = Integrator(principal_factors=count)
+    expected = value_and_gradient(whole, head, params, phi, LABELS)
+    tiled = dataclasses.replace(whole, class_tile=TILE)
+    assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-9)
+
+
+@pytest.mark.parametrize('settings', [{}, {'class_tile': TILE}, {'chunk_bytes': 1}], ids=str)
+@pytest.mark.parametrize('name', ['het_xl', 'own_kernel'])
+def test_float32_and_bfloat16_agree_with_float64(name, settings):
+  integrator = Integrator(principal_factors=2)
+  with jax.enable_x64(True):
+    head, params, phi = problem(name, 'sigmoid')
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, phi))
+    expected = value_and_gradient(integrator, head.clone(dtype=jnp.float64), *wide, LABELS)
+    expected = jax.tree.map(np.asarray, expected)
+  integrator = dataclasses.replace(integrator, **settings)
+  assert_close(value_and_gradient(integrator, head, params, phi, LABELS), expected, 1e-4)
+  found = value_and_gradient(integrator, head.clone(dtype=jnp.bfloat16), params, phi, LABELS)
+  assert_close(found[0], expected[0], 1e-2)
+  assert_close(found[1], expected[1], 5e-2)
+
+
+@pytest.mark.parametrize('shape', [(1, 8), (2, 4)])
+def test_a_mesh_changes_nothing(shape):
+  """Of 13 classes, to which the mesh pads 3 with a W that is not 0."""
+  with jax.enable_x64(True):
+    arrays = make('shared_w', batch=4)
+
+    def loss(arrays):
+      logits = gaussian(arrays, 'shared_w', link='sigmoid')
+      return Integrator(principal_factors=2).nll(logits, jnp.array([2, 12, 0, -1])).sum()
+
+    value, gradient = jax.value_and_grad(loss)(arrays)
+    got, got_gradient = sharded(jax.value_and_grad(loss), make_mesh(*shape))(arrays)
+    np.testing.assert_allclose(got, value, rtol=1e-10)
+    assert relative_error(got_gradient, gradient) < 1e-9
+
+
+def test_padded_classes_do_not_count():
+  arrays = make('shared_w', dtype=jnp.float32)
+  other = arrays | {'kernel': arrays['kernel'].at[:, K:].mul(100.0)}
+  found = [
+    Integrator(principal_factors=2).nll(gaussian(x, 'shared_w', link='sigmoid'), pad(MULTI_LABELS))
+    for x in (arrays, other)
+  ]
+  np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize('name', ['het_xl', 'own_kernel'])
+def test_tiles_on_a_mesh(name):
+  head, params, phi = problem(name, 'sigmoid')
+  integrator = Integrator(principal_factors=2, class_tile=TILE)
+  expected = value_and_gradient(integrator, head, params, phi, LABELS)
+  with on_mesh(make_mesh(2, 4)):
+    assert_close(value_and_gradient(integrator, head, params, phi, LABELS), expected, 1e-4)
+
+
+def test_nothing_is_gathered_on_a_mesh():
+  integrator = Integrator(principal_factors=2)
+  mesh = make_mesh(2, 4)
+  inside, outside = collectives(compile_sharded_loss('het_xl', 'sigmoid', integrator, mesh))
+  assert not inside and set(outside) == {'all-reduce'}
+
+
+def test_memory_does_not_grow_with_classes():
+  small, large = (
+    temporary_bytes('het_xl', 'sigmoid', k, class_tile=256, principal_factors=1)
+    for k in (2**12, 2**17)
+  )
+  assert large <= 1.05 * small + 2**12
+
+
+@pytest.mark.parametrize('class_tile', [None, TILE])
+def test_noise_of_zero_is_det(class_tile):
+  head, params, phi = problem('het_xl', 'sigmoid')
+  integrator = Integrator(principal_factors=2, class_tile=class_tile)
+
+  def loss(params, scale):
+    logits = head.apply({'params': params}, phi)
+    noise = logits.covariance
+    noise = dataclasses.replace(noise, scale=scale * noise.scale, diag=scale * noise.diag)
+    return integrator.nll(dataclasses.replace(logits, covariance=noise), LABELS).sum()
+
+  value, gradient = jax.jit(jax.value_and_grad(loss))(params, 0.0)
+  logits = dataclasses.replace(head.apply({'params': params}, phi), covariance=None)
+  np.testing.assert_allclose(value, Integrator().nll(logits, LABELS).sum(), rtol=1e-5)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+
+
+def test_symbolic_batch():
+  head, params, _ = problem('het_xl', 'sigmoid')
+  (batch,) = export.symbolic_shape('b')
+
+  def nll(phi, labels):
+    return Integrator(principal_factors=1).nll(head.apply({'params': params}, phi), labels)
+
+  shapes = [
+    jax.ShapeDtypeStruct((batch, D), jnp.float32),
+    jax.ShapeDtypeStruct((batch,), jnp.int32),
+  ]
+  exported = export.export(jax.jit(nll))(*shapes)
+  phi, labels = jax.random.normal(jax.random.key(1), (3, D)), jnp.array([0, 7, 299])
+  np.testing.assert_allclose(exported.call(phi, labels), jax.jit(nll)(phi, labels), rtol=1e-5)
+
+
+def test_one_result_takes_the_same_variances_as_another():
+  head, params, phi = problem('het_xl', 'sigmoid')
+  logits = head.apply({'params': params}, phi)
+  few = Integrator(principal_factors=1)
+  p = np.exp(few.log_prob(logits)[:, :300], dtype=np.float64)
+  np.testing.assert_allclose(
+    few.log_odds(logits)[:, :300], np.log(p / (1 - p)), rtol=1e-3, atol=1e-4
+  )
+  on = np.zeros((B, 300))
+  on[[0, 1, 3], [3, 299, 0]] = 1.0
+  expected = -np.log(np.where(on, p, 1 - p)).sum(-1)
+  np.testing.assert_allclose(few.nll(logits, jnp.asarray(LABELS)), expected, rtol=1e-4)
+  assert (few.expected_entropy(logits) != Integrator().expected_entropy(logits)).all()
+
+
+@pytest.mark.parametrize('name', ['het_h', 'det'])
+def test_other_heads_ignore_it(name):
+  head, params, phi = problem(name, 'sigmoid')
+  logits = head.apply({'params': params}, phi)
+  found = Integrator(principal_factors=1).nll(logits, jnp.asarray(LABELS))
+  np.testing.assert_array_equal(found, Integrator().nll(logits, jnp.asarray(LABELS)))
+
+
+@pytest.mark.parametrize('count', [0, -3, 0.5, 8.0, '8'])
+def test_factors_are_whole_numbers(count):
+  message = f'Integrator.principal_factors={count!r} must be a whole number of factors, at least 1'
+  with pytest.raises(ValueError, match=message):
+    Integrator(principal_factors=count)
