@@ -54,7 +54,9 @@ class Step:
 
   def __init__(self, args, name, num_samples, batch):
     model = Model(vit(args.variant, dtype=args.dtype, pooling='gap'), make_head(args, name))
-    integrator = Integrator(num_samples=num_samples, sampler=args.sampler)
+    integrator = Integrator(
+      num_samples=num_samples, sampler=args.sampler, principal_factors=args.principal_factors
+    )
     optimizer = optax.adamw(1e-4)
     rng = np.random.default_rng(0)
     image = rng.normal(size=(batch, args.image_size, args.image_size, 3))
@@ -153,6 +155,7 @@ def main():
   parser.add_argument('--factors', type=int, default=50, help='factors R')
   parser.add_argument('--link', choices=LINKS, default='softmax', help='of the loss')
   parser.add_argument('--sampler', choices=SAMPLERS, default='sobol', help='of the noise')
+  parser.add_argument('--principal_factors', type=int, help='m of HET-XL with a sigmoid')
   parser.add_argument('--dtype', default='bfloat16', help='of activations and products')
   parser.add_argument('--repeats', type=int, default=5, help='timed steps of each side')
   add_clock(parser)
