@@ -206,7 +206,9 @@ def draw(path, rows):
 def main():
   args = parse_args()
   if args.principal_factors:
-    report(args.json, measure_principal(args))
+    rows = measure_principal(args)
+    report(args.json, rows)
+    print(f'the loss of an example errs by {rows[0]["rms"]:.2g} nats with m = {rows[0]["m"]}')
     return
   rows = measure(args)
   table = {}

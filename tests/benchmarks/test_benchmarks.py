@@ -68,6 +68,10 @@ RUNS = {
   ),
   'step_overhead.py --variant=Ti/16 --image_size=16 --classes=20 --factors=3 --dtype=float32 '
   '--heads=het_xl --samples=9 --batches=2 --repeats=1': (2, 'of DET'),
+  'samplers.py --principal_factors=1,2 --classes=20 --dim=8 --factors=4 --batch=4 --steps=2': (
+    4,
+    'nats with m = 1',
+  ),
   'known_truth.py --problem=sigmoid,10,4,2,3,300 --heads=het': (2, 'het'),
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'probe.py --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),

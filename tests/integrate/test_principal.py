@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax import export
 
+from het_plugin import heads
 from het_plugin.integrate import Integrator, principal
 from het_plugin.integrate.exact import marginals
+from het_plugin.training.flops import count_flops
 from tests.integrate.hlo import collectives
 from tests.integrate.test_integrator import (
   MULTI_LABELS,
@@ -193,6 +195,26 @@ def test_memory_does_not_grow_with_classes():
     for k in (2**12, 2**17)
   )
   assert large <= 1.05 * small + 2**12
+
+
+def test_flops_of_a_factor():
+  """6 B D K in the loss and its gradient; m factors cost as much as an exact head of m factors."""
+  phi = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+  def flops(num_factors, m=None):
+    head = heads.HetXL(5000, class_multiple=1, link='sigmoid', num_factors=num_factors)
+    params = jax.eval_shape(head.init, jax.random.key(0), phi)
+
+    def loss(params, phi):
+      labels = jnp.zeros(8, jnp.int32)
+      return Integrator(principal_factors=m).nll(head.apply(params, phi), labels).sum()
+
+    return count_flops(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, phi).jaxpr)
+
+  few, more = flops(20, 4), flops(20, 8)
+  assert more - few == pytest.approx(6 * 8 * 4 * 64 * 5000, rel=0.01)
+  assert few == pytest.approx(flops(4), rel=0.02)
+  assert few < 0.35 * flops(20)
 
 
 @pytest.mark.parametrize('class_tile', [None, TILE])
