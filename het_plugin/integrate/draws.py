@@ -268,11 +268,6 @@ def clipped(step: jax.Array) -> jax.Array:
   return step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
 
 
-def orthonormal(rows: jax.Array) -> jax.Array:
-  """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
-  return leading_axes(_reflections(rows), rows.dtype)
-
-
 def fit_along(
   axes: jax.Array,
   mean: jax.Array,
@@ -359,3 +354,11 @@ def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     lefts.append(v)
     rights.append(2.0 * p)
   return jnp.stack(lefts, axis=-1), jnp.stack(rights, axis=1)
+
+
+def orthonormal(rows: jax.Array) -> jax.Array:
+  """Orthonormal rows [B, m, T], m <= T, that span the rows given; also where those span less."""
+  left, right = rotation_to(rows)
+  count, num_normals = rows.shape[1:]
+  along = jnp.einsum('bmn,bnt->bmt', left[:, :count], right, precision=HIGHEST)
+  return jnp.eye(count, num_normals, dtype=rows.dtype) - along

@@ -52,7 +52,7 @@ def principal_axes(factors: jax.Array, count: int) -> jax.Array:
   gram = jnp.einsum('btq,bsq->bts', factors, factors, precision=highest)
   largest = jnp.abs(gram).max(axis=(1, 2), keepdims=True)
   gram /= jnp.where(largest > 0, largest, 1.0)
-  # A constant of the program, as in `draws.rotation_of`.
+  # A constant of the program, as in `draws.directions_of`.
   start = np.random.RandomState(0).normal(size=(count, factors.shape[1])).astype(np.float32)
   axes = jnp.broadcast_to(start.astype(factors.dtype), (factors.shape[0], *start.shape))
   for _ in range(NUM_ROUNDS):
