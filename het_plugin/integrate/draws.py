@@ -30,9 +30,10 @@ gradient of log softmax_y at the mode in the span of the axes before it, less it
 as in a Krylov method. An axis costs one product with G and one with its transpose.
 
 Few samples. Along the axes, logits need N only. So the S draws of the other coordinates are mapped
-to logits once, and `NUM_POINTS` points along the axes share them (`NestedDraws`): every S-th point
-has the same draw. That is a problem with S + m factors, the draws and the axes, in place of T. Many
-samples take one point each, and the principal directions follow the axes.
+to logits once, and `POINTS_PER_DRAW` S points along the axes share them (`NestedDraws`): every S-th
+point has the same draw, or in turn its negative. That is a problem with S + m factors, the draws
+and the axes, in place of T. Many samples take one point each, and the principal directions follow
+the axes.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ NUM_ROUNDS = 2
 SMALL = 1e-4
 NUM_AXES = 6
 SMALL_AXIS = 1e-3
-NUM_POINTS = 64
+POINTS_PER_DRAW = 8
 NUM_FIT_STEPS = 3
 NUM_FIT_POINTS = 16
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
@@ -139,7 +140,7 @@ class Draws:
 class NestedDraws:
   """Draws of a problem whose factors are S draws of the noise and m axes (module docstring).
 
-  Normals are [B, s, S + m]: a 1 for the draw of a point, and its coordinates along the axes.
+  Normals are [B, s, S + m]: 1 or -1 for the draw of a point, and its coordinates along the axes.
 
   Attributes:
     keys: as in `Draws`.
@@ -170,6 +171,7 @@ class NestedDraws:
     """z [B, s, S + m]; num_normals is S + m."""
     along = self.fit.along(sampler(self.keys, sample_index, num_normals - self.num_draws))
     draw = jax.nn.one_hot(sample_index % self.num_draws, self.num_draws, dtype=along.dtype)
+    draw *= jnp.where(sample_index // self.num_draws % 2, -1.0, 1.0)[:, None]
     draw = jnp.broadcast_to(draw, (*along.shape[:2], self.num_draws))
     return jnp.concatenate([draw, along], axis=-1)
 

@@ -12,7 +12,7 @@ from jax import core
 
 from het_plugin.integrate import estimate, exact, hashed, samplers, tiled_draws, tiled_losses
 from het_plugin.integrate.draws import (
-  NUM_POINTS,
+  POINTS_PER_DRAW,
   Draws,
   Fit,
   NestedDraws,
@@ -94,8 +94,9 @@ class Integrator:
       'softmax' with a known projection.
     tilt: whether a loss of one label per example draws `MIN_TILTED` or more samples of 'sobol'
       around the noise that explains the label, with the covariance of that noise, and weights them
-      accordingly (`draws`). Fewer than `MIN_ROTATED` samples then come with `draws.NUM_POINTS`
-      points along the axes of that noise. Applies to the same logits; unbiased as well.
+      accordingly (`draws`). Fewer than `MIN_ROTATED` samples then come with
+      `draws.POINTS_PER_DRAW` points each, along the axes of that noise. Applies to the same logits;
+      unbiased as well.
     class_tile: classes whose logits a loss has at one time, for DET, HET-H and HET-XL: memory is
       then independent of K, and every logit is computed twice. None takes all classes at one time
       if an array [B, Kp] is at most a quarter of `chunk_bytes`, and tiles of about an eighth of
@@ -405,9 +406,9 @@ class Integrator:
 
   @property
   def _num_points(self):
-    """Softmaxes of a loss: S, or a multiple of S of at least `NUM_POINTS` if few are tilted."""
+    """Softmaxes of a loss: S, or `POINTS_PER_DRAW` S if few are tilted."""
     is_shared = self._is_tilted and self.num_samples < MIN_ROTATED
-    return self.num_samples * (-(-NUM_POINTS // self.num_samples) if is_shared else 1)
+    return self.num_samples * (POINTS_PER_DRAW if is_shared else 1)
 
   @property
   def _is_rotated(self):
