@@ -36,7 +36,7 @@ import numpy as np
 from command_line import integers, make_parser, names, print_table, write_json
 from sklearn.exceptions import ConvergenceWarning
 
-from het_plugin.estimators import CLASSIFIERS, lbfgs, objective
+from het_plugin.estimators import CLASSIFIERS, lbfgs, objective, whitening
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.probe import choose, extreme_share, price
 from het_plugin.measures.uncertainty import stderr
@@ -272,7 +272,7 @@ def refit(estimator, params, train):
   )
   shift = np.eye(len(mean) + 1, dtype=np.float32)
   shift[-1, :-1] = mean  # the estimator's features have the mean 0
-  start = objective.unwhiten(model, params, jnp.asarray(shift))
+  start = whitening.unwhiten(model, params, whitening.Whitening(jnp.asarray(shift)))
   fit = lbfgs.minimise(model, start, rows, progress=False, **SETTINGS)
   estimator.params_, estimator.objective_ = fit.params, fit.objective
   return estimator

@@ -64,7 +64,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from het_plugin.estimators import CLASSIFIERS
-from het_plugin.estimators.classifier import NOISE_SHARE
+from het_plugin.estimators.selection import NOISE_SHARE
 from het_plugin.measures import audit, uncertainty
 from het_plugin.reporting import style
 

@@ -21,11 +21,9 @@ from sklearn.utils.validation import (
 
 from het_plugin.estimators import calibration, fitting, inputs, placement, targets
 from het_plugin.estimators.model import Model
+from het_plugin.estimators.selection import NOISE_SHARE
 
 _COUNT = Interval(Integral, 1, None, closed='left')
-# C_noise / C. Where noise was chosen for labels of people and of characters, it was 0.001 to 0.3,
-# and 0.03 most often (benchmarks/real_features.py).
-NOISE_SHARE = 0.03
 
 
 # scikit-learn reads the parameters of an estimator from the signature of `__init__`. It compares
@@ -44,6 +42,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   tau: float | str = 1.0
   hidden_layers: Sequence[int] = ()
   target: str = 'auto'
+  class_weight: dict | str | None = None
   tol: float = 1e-4
   max_iter: int = 500
   solver: str = 'auto'
@@ -59,8 +58,9 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   num_samples = 1
   _parameter_constraints = {  # what `_validate_params` of scikit-learn checks
     'C': [Interval(Real, 0, None, closed='right')],
-    'C_noise': [Interval(Real, 0, None, closed='both'), None],
+    'C_noise': [Interval(Real, 0, None, closed='both'), StrOptions({'auto'}), None],
     'tau': [StrOptions({'learned', 'validation'}), Interval(Real, 0, None, closed='neither')],
+    'class_weight': [dict, StrOptions({'balanced'}), None],
     'tol': [Interval(Real, 0, None, closed='neither')],
     'max_iter': [_COUNT],
     'num_factors': [_COUNT],
@@ -96,11 +96,12 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
-    if self.tau == 'validation' and inputs.streams(X, self.solver):
-      raise ValueError(
-        f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} entries "
-        f'and solver={self.solver!r}'
-      )
+    for name, value in (('tau', 'validation'), ('C_noise', 'auto')):
+      if getattr(self, name) == value and inputs.streams(X, self.solver):
+        raise ValueError(
+          f"{name}={value!r} needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} "
+          f'entries and solver={self.solver!r}'
+        )
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     encoded = targets.encode(inputs.labels_of_rows(X, y), self.target)
@@ -117,6 +118,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
         f'{type(self).__name__} needs at least 2 classes; y has one class only, '
         f'{self.classes_.tolist()[0]!r}'
       )
+    if self.class_weight is not None:
+      weight = weight * encoded.class_factors(self.class_weight, weight)
     rows, settings = (X, encoded, weight), self._settings()
     self.tau_grid_nll_ = self.calibration_ = None
     tau = None if isinstance(self.tau, str) else self.tau
@@ -125,9 +128,15 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       grid = self.tau_grid_nll_ = fitting.tau_grid_nll(make_model, *rows, settings)
       tau = min(grid, key=grid.__getitem__)
     self.model_ = self._model(len(encoded.classes), encoded.link, tau)
-    done, self.mean_ = fitting.fit(self.model_, *rows, settings, start)
+    near = self.noise_nll_ = None
+    if self.C_noise == 'auto':
+      path = fitting.noise_path(self.model_, *rows, settings, start)
+      settings = dataclasses.replace(settings, c_noise=path.c_noise)
+      self.noise_nll_, near = path.nll, path.near
+    done, self.mean_ = fitting.fit(self.model_, *rows, settings, start, near)
+    self.C_noise_ = 0.0 if self._head == 'det' else settings.c_noise
     self.params_, self.n_iter_ = done.params, done.num_iterations
-    self.objective_, self.gradient_ = done.objective, done.gradient
+    self.objective_, self.gradient_, self.gap_ = done.objective, done.gradient, done.gap
     return self
 
   def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -478,7 +487,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
   def _settings(self) -> fitting.Settings:
     return fitting.Settings(
       c=self.C,
-      c_noise=NOISE_SHARE * self.C if self.C_noise is None else self.C_noise,
+      c_noise=NOISE_SHARE * self.C if self.C_noise in (None, 'auto') else self.C_noise,
       tol=self.tol,
       max_iter=self.max_iter,
       solver=self.solver,

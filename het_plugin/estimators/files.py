@@ -23,7 +23,10 @@ from het_plugin.weights.files import save_safetensors
 _METADATA = 'het_plugin.estimator'
 _CHECKSUM = 'het_plugin.sha256'
 _MAX_NAME_BYTES = 2**30
-_FITTED = ('target_', 'n_iter_', 'objective_', 'gradient_', 'n_features_in_')
+_FITTED = (
+  *('target_', 'C_noise_', 'n_iter_', 'objective_', 'gradient_', 'gap_'),
+  'n_features_in_',
+)
 
 
 def save(estimator: HeadClassifier, path: str) -> None:
@@ -57,9 +60,12 @@ def save(estimator: HeadClassifier, path: str) -> None:
   if estimator.calibration_ is not None:
     for name in ('scale', 'shift', 'scores'):
       arrays[f'calibration/{name}'] = getattr(estimator.calibration_, name)
+  settings = estimator.get_params()
+  if isinstance(settings['class_weight'], dict):  # JSON has no keys that are numbers
+    settings['class_weight'] = [[k, float(v)] for k, v in settings['class_weight'].items()]
   description = {
     'head': estimator._head,
-    'settings': estimator.get_params(),
+    'settings': settings,
     'model': dataclasses.asdict(estimator.model_),
     'classes': estimator.classes_.tolist(),
     'classes_dtype': estimator.classes_.dtype.str,
@@ -114,9 +120,11 @@ def _estimator(description: dict[str, Any], arrays: dict[str, np.ndarray]) -> He
   settings = description['settings'] | {
     'hidden_layers': tuple(description['settings']['hidden_layers'])
   }
+  if isinstance(settings.get('class_weight'), list):
+    settings['class_weight'] = dict(settings['class_weight'])
   estimator = CLASSIFIERS[description['head']](**settings)
   for name in _FITTED:
-    setattr(estimator, name, description['fitted'][name])
+    setattr(estimator, name, description['fitted'].get(name))
   dtype = np.dtype(description['classes_dtype'])
   if dtype.itemsize * len(description['classes']) > _MAX_NAME_BYTES:
     raise ValueError(f'names of classes of the type {dtype} take more than {_MAX_NAME_BYTES} bytes')
@@ -318,5 +326,6 @@ def from_head(
   estimator.classes_ = np.arange(head.num_classes) if classes is None else np.asarray(classes)
   estimator.target_ = 'indicator' if head.link == 'sigmoid' else 'classes'
   estimator.calibration_, estimator.n_iter_ = None, 0
-  vars(estimator).update(n_features_in_=width, objective_=None, gradient_=None)
+  vars(estimator).update(n_features_in_=width, C_noise_=None)
+  vars(estimator).update(objective_=None, gradient_=None, gap_=None)
   return estimator

@@ -27,17 +27,22 @@ class DetClassifier(HeadClassifier):
     hidden_layers: widths of GELU layers below the head.
     target: kind of y: 'classes', 'indicator', 'votes', 'probabilities' or 'auto'
       (`targets.encode`).
+    class_weight: factors of the weights of rows by class, {class: factor}, 1 where one is missing;
+      'balanced' gives all classes the same sum of weights; None is 1. As in scikit-learn, and for
+      one class per row.
     tol: the search ends when the largest entry of the gradient of the mean objective is below this,
-      in coordinates in which the objective has unit curvature.
-    max_iter: largest number of L-BFGS iterations; if they do not suffice there is a
-      `ConvergenceWarning`.
+      in coordinates in which the objective has about unit curvature; with noise also when `gap_` is
+      at most a hundredth of it, in nats.
+    max_iter: largest number of L-BFGS iterations of DET, and of the noise once it has grown for 20;
+      if they do not suffice there is a `ConvergenceWarning`, which says how far from the optimum
+      the objective may be.
     solver: 'lbfgs'; 'adam' over minibatches; 'auto' takes minibatches where X in float32 has more
       than `inputs.MEMORY_BYTES`. For 'adam' max_iter counts epochs, and tol does not matter.
     mesh: (data, model) numbers of devices that rows and classes are cut over; None is one device.
     validation_fraction: share of rows held out if something is chosen on them.
     random_state: seed of hidden layers, noise and splits. Equal seeds give equal bits.
-    progress: whether a terminal shows a bar with the objective. A string is its title, and gives a
-      line every ten seconds where there is no terminal.
+    progress: whether a terminal shows a bar with the objective, after two seconds. A string is its
+      title, and gives a line every ten seconds where there is no terminal.
 
   Attributes:
     classes_: the classes, [K].
@@ -47,6 +52,8 @@ class DetClassifier(HeadClassifier):
     intercept_: b / tau, float32 [K] or [1].
     params_: the linen parameters.
     n_iter_, objective_, gradient_: iterations, objective and gradient at the end of the fit.
+    gap_: how far objective_ may be above the optimum, an estimate in nats (`lbfgs.gap_of`). With
+      noise there are plateaus and several optima, so another one may be lower.
   """
 
   _head = 'det'
@@ -70,15 +77,21 @@ class HetClassifier(HeadClassifier):
 
   Parameters beyond those of `DetClassifier`:
     C_noise: inverse strength of the regularisation of the noise; None is 0.03 C, and 0 is no noise
-      (the fit is DET's). Choose it on held-out rows (`probe.choose`).
+      (the fit is DET's). 'auto' chooses it on a held-out fifth of the rows from 0 and 0.003, 0.01,
+      0.03, 0.1 and 0.3 of C: the least that is as good as the best, up to a standard error
+      (`selection.least_noise`). Then all rows are fitted.
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
+
+  Attributes beyond those of `DetClassifier`:
+    C_noise_: the C_noise of the fit.
+    noise_nll_: of 'auto', the mean NLL of the held-out rows by C_noise, nats.
   """
 
   _head = 'het'
   _noise = ('num_factors',)
 
-  C_noise: float | None = None
+  C_noise: float | str | None = None
   num_factors: int = 8
   num_samples: int = 64
 

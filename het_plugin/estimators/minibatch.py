@@ -22,6 +22,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import lbfgs, objective, placement, starts
 from het_plugin.estimators.model import Model
+from het_plugin.estimators.whitening import Whitening, unwhiten, whiten
 
 BATCH_SIZE = 1024
 LEARNING_RATE = 0.1  # over the square root of D
@@ -46,7 +47,7 @@ class Data:
     weight: [N].
     index: the rows of positive weight.
     mean: [D].
-    whitening: T [D + 1, D + 1] as in `objective`; T T^T is the inverse covariance of the features.
+    whitening: T [D + 1, D + 1] of `whitening`; T T^T is the inverse covariance of the features.
   """
 
   def __init__(self, x: np.ndarray, values: np.ndarray, weight: np.ndarray):
@@ -87,7 +88,7 @@ class Data:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
 def _step(model, theta, mean, state, rate, rows, whitening):
-  gradient = jax.grad(objective.objective, argnums=1)(model, theta, rows, whitening)
+  gradient = jax.grad(lbfgs.white_objective, argnums=1)(model, theta, rows, whitening)
   updates, state = optax.scale_by_adam().update(gradient, state)
   theta = jax.tree.map(lambda x, u: x - rate * u, theta, updates)
   return theta, optax.incremental_update(theta, mean, 1 - DECAY), state
@@ -95,7 +96,7 @@ def _step(model, theta, mean, state, rate, rows, whitening):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mean_nll(model, theta, rows, whitening):
-  return objective.mean_nll(model, objective.unwhiten(model, theta, whitening), rows)
+  return objective.mean_nll(model, unwhiten(model, theta, whitening), rows)
 
 
 def fit(
@@ -132,8 +133,8 @@ def fit(
 
 def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, progress, mesh):
   rng = copy.deepcopy(rng)  # every search sees the rows in the same order
-  whitening = jnp.asarray(data.whitening, jnp.float32)
-  theta = objective.whiten(model, jax.tree.map(jnp.asarray, params), whitening)
+  whitening = Whitening(jnp.asarray(data.whitening, jnp.float32))
+  theta = whiten(model, jax.tree.map(jnp.asarray, params), whitening)
   theta = placement.place_params(model, theta, mesh)
   state = optax.scale_by_adam().init(theta)
   size = max(1, min(BATCH_SIZE, len(index) // MIN_EPOCH_STEPS))
@@ -182,5 +183,5 @@ def _search(data, index, held_out, rng, c, c_noise, model, params, *, max_iter, 
       ConvergenceWarning,
       stacklevel=2,
     )
-  params = jax.tree.map(np.asarray, objective.unwhiten(model, best, whitening))
-  return lbfgs.Fit(params, best_nll, float('nan'), epoch)
+  params = jax.tree.map(np.asarray, unwhiten(model, best, whitening))
+  return lbfgs.Fit(params, best_nll, float('nan'), epoch, float('nan'))

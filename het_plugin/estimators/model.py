@@ -21,7 +21,7 @@ from flax import traverse_util
 from flax.linen import partitioning
 
 from het_plugin import heads
-from het_plugin.integrate import GaussianLogits, Integrator, Location, exact, shared_key
+from het_plugin.integrate import Draws, GaussianLogits, Integrator, Location, exact, shared_key
 
 PyTree = dict
 ROW_MULTIPLE = 16  # of the rows of a block, which the data axis of a mesh divides
@@ -56,7 +56,7 @@ class Model:
   @property
   def integrator(self) -> Integrator:
     # The points of a tilt would move with the parameters, but L-BFGS needs a function of them.
-    # Those of a rotation move little: fits may end at gradients of 0.01, but with a lower NLL.
+    # A search holds those of a rotation still between two restarts.
     return Integrator(num_samples=self.num_samples, sampler='sobol', tilt=False)
 
   @property
@@ -100,9 +100,30 @@ class Model:
     params = {name: value for name, value in params.items() if name != _LOADING}
     return self._apply(params, x, *([] if loading is None else [loading]))
 
-  def nll(self, params: PyTree, x: jax.Array, target: jax.Array) -> jax.Array:
-    """Negative log-likelihood [B], nats, of `Targets.values`."""
-    logits, keys = self.logits(params, x), shared_key(jax.random.key(0))
+  def nll(
+    self, params: PyTree, x: jax.Array, target: jax.Array, draws: Draws | None = None
+  ) -> jax.Array:
+    """Negative log-likelihood [B], nats, of `Targets.values`, from given `draws` or its own."""
+    return self.nll_of(self.logits(params, x), target, draws)
+
+  @property
+  def is_sampled(self) -> bool:
+    """Whether the likelihood is a mean over points: a softmax with noise."""
+    return self.head != 'det' and self.link == 'softmax'
+
+  def draws(self, params: PyTree, x: jax.Array) -> Draws:
+    """Draws for rows x [B, D] under these parameters, if the model is sampled."""
+    return self.integrator.draws(self.logits(params, x), shared_key(jax.random.key(0)))
+
+  def num_outputs(self, params: PyTree) -> int:
+    """The largest number of outputs of a matrix of the head."""
+    return max(x.shape[-1] for x in jax.tree.leaves(params['head']) if np.ndim(x))
+
+  def nll_of(
+    self, logits: GaussianLogits, target: jax.Array, draws: Draws | None = None
+  ) -> jax.Array:
+    """`nll` of given logits."""
+    keys = shared_key(jax.random.key(0)) if draws is None else draws
     if target.dtype.kind == 'i':
       return self.integrator.nll(logits, target, keys)
     if self.link == 'softmax':

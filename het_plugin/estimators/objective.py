@@ -1,25 +1,20 @@
-"""The objective of a fit over all rows: a sum over blocks of rows, with its gradient in one pass.
+"""The objective of a fit: a sum over blocks of all rows, with its gradient in one pass."""
 
-L-BFGS works in coordinates in which the features are white: the matrices and biases that act on
-them are [K; b] = T theta, where T T^T is the inverse of the features' second moments plus the
-curvature of the penalty. Badly scaled or correlated features then cost no iterations. The
-objective itself does not change.
-"""
-
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct, traverse_util
+from flax import struct
 
-from het_plugin.estimators.model import ROW_MULTIPLE, Model, on_features
+from het_plugin.estimators.model import ROW_MULTIPLE, Model
+from het_plugin.integrate import Draws
 
 # Budget for the logits, samples and factors of a block, in bytes.
 BLOCK_BYTES = 2**27
 # On a CPU they stay in its caches: at K = 100 and R = 4, HET took 0.5 to 0.7 of the time.
 CACHE_BYTES = 2**23
-MOMENT_ROWS = 8  # per feature, and 2^13 at least: what is nearly separable has few rows that count
 
 
 @struct.dataclass
@@ -32,6 +27,7 @@ class Rows:
     weight: [n, b].
     total: the sum of the weights.
     strength, noise_strength: 1 / C and 1 / C_noise.
+    draws: `with_draws`; None is those that the model takes at its parameters.
   """
 
   x: jax.Array
@@ -40,6 +36,7 @@ class Rows:
   total: jax.Array
   strength: jax.Array
   noise_strength: jax.Array
+  draws: Draws | None = None
 
 
 def block_rows(model: Model, num_rows: int) -> int:
@@ -76,8 +73,25 @@ def make_rows(model, x, mean, target, weight, c, c_noise) -> Rows:
   )
 
 
-def _block_sum(model, params, x, target, weight):
-  return jnp.sum(weight * model.nll(params, x, target))
+def with_draws(model: Model, params, rows: Rows) -> Rows:
+  """Rows with the draws of the model at `params`, which then do not move with the parameters.
+
+  The objective is then a smooth function, whose gradient is exact. For a head with R factors they
+  are 16 (R + 1) numbers a row.
+  """
+  if not model.is_sampled:
+    return rows
+  return dataclasses.replace(rows, draws=_draws(model, params, rows.x))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draws(model, params, x):
+  params = model.multiplied(params)
+  return jax.lax.scan(lambda _, x: (None, model.draws(params, x)), None, x)[1]
+
+
+def _block_sum(model, params, x, target, weight, draws):
+  return jnp.sum(weight * model.nll(params, x, target, draws))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,7 +100,7 @@ def _sum(model, params, rows):
   return jax.lax.scan(
     lambda total, block: (total + _block_sum(model, params, *block), None),
     jnp.zeros(()),
-    (rows.x, rows.target, rows.weight),
+    (rows.x, rows.target, rows.weight, rows.draws),
   )[0]
 
 
@@ -100,7 +114,7 @@ def _sum_fwd(model, params, rows):
     return jax.tree.map(jnp.add, totals, new), None
 
   start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-  return jax.lax.scan(add, start, (rows.x, rows.target, rows.weight))[0]
+  return jax.lax.scan(add, start, (rows.x, rows.target, rows.weight, rows.draws))[0]
 
 
 def _sum_bwd(model, gradient, g):
@@ -111,9 +125,8 @@ def _sum_bwd(model, gradient, g):
 _sum.defvjp(_sum_fwd, _sum_bwd)
 
 
-def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
-  """The objective (`model`) at white coordinates."""
-  params = unwhiten(model, theta, whitening)
+def objective(model: Model, params, rows: Rows) -> jax.Array:
+  """The objective (`model`)."""
   of_location, of_noise = model.penalty(params)
   penalty = 0.5 * (rows.strength * of_location + rows.noise_strength * of_noise)
   return (_sum(model, model.multiplied(params), rows) + penalty) / rows.total
@@ -122,75 +135,3 @@ def objective(model: Model, theta, rows: Rows, whitening: jax.Array):
 def mean_nll(model: Model, params, rows: Rows) -> jax.Array:
   """The objective without its penalty."""
   return _sum(model, model.multiplied(params), rows) / rows.total
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _moments(model, params, rows):
-  """E[c (x, 1) (x, 1)^T] and E[c], where c is the curvature of a row's loss by its logits.
-
-  That is the variance of the indicator of a class without noise, averaged over the classes. The
-  mean is over about `MOMENT_ROWS` (D + 1) rows, evenly spaced: it preconditions the search, and all
-  rows would cost as much as several iterations.
-  """
-  size = rows.x.shape[-1] + 1
-  stride = max(1, rows.weight.size // max(MOMENT_ROWS * size, 2**13))
-  x, weight = rows.x.reshape(-1, size - 1)[::stride], rows.weight.ravel()[::stride]
-  blocks = -(-len(x) // rows.x.shape[1])
-  x = jnp.pad(x, [(0, blocks * rows.x.shape[1] - len(x)), (0, 0)])
-  weight = jnp.pad(weight, (0, len(x) - len(weight)))
-
-  # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
-  def add(total, block):
-    x, weight = block
-    p = model.location_prob(params, x)
-    weight = weight * jnp.mean(p * (1.0 - p), axis=1)
-    x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
-    moments = jnp.matmul(x.T * weight, x, precision=jax.lax.Precision.HIGHEST)
-    return total + moments, None
-
-  blocks = x.reshape(blocks, -1, size - 1), weight.reshape(blocks, -1)
-  return jax.lax.scan(add, jnp.zeros((size, size)), blocks)[0] / weight.sum()
-
-
-def whitening_of(model: Model, params, rows: Rows) -> jax.Array:
-  """T [D + 1, D + 1], where T T^T is the inverse curvature of the objective by a column of W.
-
-  The curvature is that at `params`, averaged over the classes.
-  """
-  moments = np.asarray(_moments(model, params, rows), np.float64)
-  # The bias is not regularised.
-  ridge = np.full(len(moments), float(rows.strength) / float(rows.total))
-  ridge[-1] = 0.0
-  moments += np.diag(ridge)
-  # Small features would lie below the floor otherwise.
-  scale = 1.0 / np.sqrt(np.maximum(np.diag(moments), np.finfo(np.float32).tiny))
-  values, vectors = np.linalg.eigh(scale[:, None] * moments * scale)
-  floor = values[-1] * len(moments) * np.finfo(np.float32).eps
-  return jnp.asarray(scale[:, None] * vectors / np.sqrt(np.maximum(values, floor)), jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _map_on_features(model, params, matrix):
-  # x K + b = (x, 1) [K; b], so [K; b] = T theta turns the features (x, 1) into (x, 1) T, whose
-  # second moments, weighted by the curvature, are the identity if T T^T is their inverse.
-  flat = traverse_util.flatten_dict(params)
-  for path in list(flat):
-    if on_features(model, path):
-      beside = (*path[:-1], path[-1].removesuffix('kernel') + 'bias')
-      kernel, bias = flat[path], flat[beside]
-      both = jnp.concatenate([kernel.reshape(len(kernel), -1), bias.reshape(1, -1)])
-      both = jnp.matmul(matrix, both, precision=jax.lax.Precision.HIGHEST)
-      flat[path] = both[:-1].reshape(kernel.shape)
-      flat[beside] = both[-1].reshape(bias.shape)
-  return traverse_util.unflatten_dict(flat)
-
-
-def unwhiten(model: Model, theta, whitening: jax.Array):
-  """Parameters from white coordinates."""
-  return _map_on_features(model, theta, whitening)
-
-
-def whiten(model: Model, params, whitening: jax.Array):
-  """White coordinates from parameters."""
-  inverse = np.linalg.inv(np.asarray(whitening, np.float64))
-  return _map_on_features(model, params, jnp.asarray(inverse, whitening.dtype))

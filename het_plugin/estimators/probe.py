@@ -1,6 +1,7 @@
 """Heads compared on saved representations: a grid, folds, errors, and paired differences."""
 
 import dataclasses
+import datetime
 import itertools
 import time
 import warnings
@@ -14,9 +15,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
 from het_plugin import reporting
-from het_plugin.estimators.classifier import NOISE_SHARE, HeadClassifier
+from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
+from het_plugin.estimators.selection import NOISE_SHARE, least_noise
 from het_plugin.evaluation.uncertainty_report import calibration_figures
 from het_plugin.measures import agreement, uncertainty, votes
 from het_plugin.measures.comparison import EXTREME, extreme_share
@@ -43,8 +45,8 @@ class Settings:
     solver, mesh: settings of the estimators.
     num_samples, tol, max_iter: settings of the estimators.
     seed: seed of splits and starts.
-    progress: whether each fit shows how far it is: a bar on a terminal, elsewhere a line every ten
-      seconds.
+    progress: whether each fit longer than two seconds shows how far it is: a bar on a terminal,
+      elsewhere a line every ten seconds.
   """
 
   heads: Sequence[str] = ('det', 'het_xl')
@@ -248,11 +250,16 @@ def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
 def fit_titles(settings: Settings, num_folds: int) -> Iterator[str]:
   """What is shown during each fit, in the order in which they are made."""
   num_fits = {head: len(grid := settings.grid(head)) + (len(grid) > 1) for head in settings.heads}
-  total, number = num_folds * sum(num_fits.values()), itertools.count(1)
+  total, done, start = num_folds * sum(num_fits.values()), 0, time.monotonic()
   for count in num_fits.values():
     for fold, _ in itertools.product(range(num_folds), range(count)):
       of_fold = f', fold {fold + 1} of {num_folds}' if num_folds > 1 else ''
-      yield f'fit {next(number)} of {total}{of_fold}'
+      left = ''
+      if done:
+        seconds = (time.monotonic() - start) / done * (total - done)
+        left = f' (all: ETA {datetime.timedelta(seconds=round(seconds))})'
+      done += 1
+      yield f'fit {done} of {total}{of_fold}{left}'
 
 
 def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
@@ -358,10 +365,8 @@ def fit_best(
 def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
   """The number of the point of a grid to take, by the one-standard-error rule for the noise.
 
-  Of the points that differ from the one with the least mean NLL in C_noise only, it is the one with
-  the least C_noise whose mean is within a standard error of the least. The standard error is that
-  of the paired difference over examples. See Breiman et al. (1984), Classification and Regression
-  Trees, section 3.4.3.
+  It is one of the points that differ from the one with the least mean NLL in C_noise only
+  (`selection.least_noise`).
 
   Args:
     grid: settings of estimators.
@@ -370,18 +375,11 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
   Returns:
     The number of the point.
   """
-  best = int(np.argmin(nll.mean(axis=1)))
-
-  def c_noise(i):
-    given = grid[i].get('C_noise')
-    return NOISE_SHARE * grid[i]['C'] if given is None else given
-
-  def is_close(i):
-    difference = nll[i] - nll[best]
-    same = {**grid[i], 'C_noise': None} == {**grid[best], 'C_noise': None}
-    return same and difference.mean() <= (uncertainty.stderr(difference) or 0.0)
-
-  return min([best, *filter(is_close, range(len(grid)))], key=c_noise)
+  best = grid[int(np.argmin(nll.mean(axis=1)))]
+  same = [i for i, x in enumerate(grid) if {**x, 'C_noise': None} == {**best, 'C_noise': None}]
+  given = [(grid[i].get('C_noise'), grid[i]['C']) for i in same]
+  c_noise = np.array([NOISE_SHARE * c if noise is None else noise for noise, c in given])
+  return same[least_noise(c_noise, nll[same])]
 
 
 def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:

@@ -6,6 +6,7 @@ and cannot be caught in a local optimum of the location.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,13 @@ MIN_SHARE = 1e-6
 TOLERANCE = 1e-6  # nats of the objective
 
 
+class Near(NamedTuple):
+  """Parameters of DET and of a head with noise, fitted to nearly the same rows or C_noise."""
+
+  det: dict
+  noisy: dict
+
+
 def fit(
   search: Callable[[Model, dict], lbfgs.Fit],
   model: Model,
@@ -30,6 +38,8 @@ def fit(
   sample: Callable[[], objective.Rows],
   seed: int,
   det_fit: lbfgs.Fit | None,
+  grow: Callable[[Model, dict], lbfgs.Fit] | None = None,
+  near: Near | None = None,
 ) -> lbfgs.Fit:
   """Fits a model over D features.
 
@@ -38,15 +48,23 @@ def fit(
     class_shares: [K] frequencies of the classes.
     sample: gives rows of the fit, or a sample of them, for `noisy_start`.
     det_fit: DET's, where the noise starts; None computes it.
+    grow: a short search with less regularisation of the noise, before that of the noise. Under the
+      full one, noise in slightly wrong directions vanishes before it has turned to better ones.
+    near: where the searches start instead; nothing grows then.
   """
   det = model.deterministic
   if det_fit is None:
-    det_fit = search(det, det_start(det, det.init(seed, num_features), class_shares))
+    first = near.det if near else det_start(det, det.init(seed, num_features), class_shares)
+    det_fit = search(det, first)
   if model.head == 'det':
     return det_fit
-  start = noisy_start(model, det_fit.params, sample(), seed)
+  start = near.noisy if near else noisy_start(model, det_fit.params, sample(), seed)
+  num_iterations = det_fit.num_iterations
+  if grow is not None and near is None:
+    grown = grow(model, start)
+    start, num_iterations = grown.params, num_iterations + grown.num_iterations
   noisy = search(model, start)
-  num_iterations = det_fit.num_iterations + noisy.num_iterations
+  num_iterations += noisy.num_iterations
   if not noisy.objective <= det_fit.objective + TOLERANCE:
     noisy = dataclasses.replace(det_fit, params=without_noise(start, det_fit.params))
   return dataclasses.replace(noisy, num_iterations=num_iterations)

@@ -1,6 +1,8 @@
 """Labels of estimators: class ids, strings, several labels, votes, probabilities."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
@@ -32,6 +34,10 @@ class Targets:
   def rows(self, rows: np.ndarray | slice) -> 'Targets':
     return dataclasses.replace(self, values=self.values[rows])
 
+  def main_class(self) -> np.ndarray:
+    """One class of each example, int [N]: the first one of several, or the most probable one."""
+    return self.values[:, 0] if self.values.dtype.kind == 'i' else self.values.argmax(axis=1)
+
   def distribution(self) -> np.ndarray:
     """Share of each class for each example, float64 [N, K]; the indicator itself if y is one."""
     if self.values.dtype.kind == 'f':
@@ -40,6 +46,36 @@ class Targets:
     row, column = np.nonzero(self.values >= 0)
     np.add.at(shares, (row, self.values[row, column]), 1.0)
     return shares / shares.sum(axis=1, keepdims=True)
+
+  def class_factors(
+    self, class_weight: str | Mapping[Any, float], weight: np.ndarray
+  ) -> np.ndarray:
+    """What the weights [N] of the examples are multiplied by, float64 [N].
+
+    Args:
+      class_weight: factors by class, 1 where one is missing; or 'balanced', which gives all classes
+        the same sum of weights.
+      weight: [N].
+
+    Raises:
+      ValueError: an example has no single class, or a class is unknown or its factor negative.
+    """
+    if self.kind != 'classes':
+      raise ValueError(
+        f'class_weight={class_weight!r} needs one class per row; y is of the kind {self.kind!r}'
+      )
+    ids, names = self.values[:, 0], self.classes.tolist()
+    if isinstance(class_weight, str):
+      totals = np.bincount(ids, weight, len(names))
+      return (weight.sum() / (len(names) * np.where(totals > 0, totals, 1.0)))[ids]
+    if unknown := [name for name in class_weight if name not in names]:
+      raise ValueError(
+        f'class_weight has {unknown[0]!r}, which is not one of the {len(names)} classes of y'
+      )
+    factors = np.array([class_weight.get(name, 1.0) for name in names], np.float64)
+    if not (factors >= 0).all():
+      raise ValueError(f'class_weight={class_weight!r} must have factors of at least 0')
+    return factors[ids]
 
   def class_shares(self, weight: np.ndarray) -> np.ndarray:
     """Share of each class over the examples with weights [N], float64 [K]."""

@@ -2,6 +2,7 @@
 
 from het_plugin.integrate.analytic import ESTIMATORS, Analytic, mean_field, taylor
 from het_plugin.integrate.batch_softmax import BatchSoftmax, symmetric_nll
+from het_plugin.integrate.draws import Draws
 from het_plugin.integrate.gaussian import (
   LINKS,
   REMAINDERS,
@@ -60,6 +61,7 @@ __all__ = [
   'SAMPLERS',
   'Analytic',
   'BatchSoftmax',
+  'Draws',
   'GaussianLogits',
   'Hashed',
   'Integrator',

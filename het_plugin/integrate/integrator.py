@@ -156,7 +156,7 @@ class Integrator:
     return samplers.SAMPLERS[self.sampler] if isinstance(self.sampler, str) else self.sampler
 
   def nll(
-    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | None = None
+    self, logits: GaussianLogits, labels: jax.Array, keys: jax.Array | Draws | None = None
   ) -> jax.Array:
     """Negative log-likelihood of each example.
 
@@ -167,7 +167,8 @@ class Integrator:
         sigmoid it is the sum over classes of the binary cross-entropies; the target of a class is 1
         if it is listed.
       keys: [B] typed PRNG keys, one per example (`samplers.example_keys`); or [1], whose draws all
-        examples share. Ignored if the logits are deterministic or the method is exact.
+        examples share; or `draws` of such logits. Ignored if the logits are deterministic or the
+        method is exact.
 
     Returns:
       [B]; an example without any label gets 0 under softmax, and one with a label that is
@@ -193,7 +194,31 @@ class Integrator:
       nll = -jnp.where(is_valid(logits), self._log_sigmoid(logits, sign, keys), 0.0).sum(-1)
     return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
-  def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
+  def draws(self, logits: GaussianLogits, keys: jax.Array) -> Draws:
+    """The draws of these logits, which `nll` and `log_prob` take in the place of keys.
+
+    A rotation follows the logits, and its own gradient is stopped. Draws that are found once stay
+    when the logits move: the likelihood is then a smooth function with an exact gradient. They are
+    not tilted, because with draws that know the label a fit learns the draws.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from het_plugin import heads
+        >>> from het_plugin.integrate import Integrator, shared_key
+        >>> head, phi = heads.Het(num_classes=3, num_factors=2), jnp.ones((4, 8))
+        >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
+        >>> integrator, keys = Integrator(num_samples=32), shared_key(jax.random.key(1))
+        >>> draws = integrator.draws(logits, keys)
+        >>> same = integrator.log_prob(logits, draws) == integrator.log_prob(logits, keys)
+        >>> bool(same.all())
+        True
+
+    Args:
+      logits: logits of B examples with noise, and the link 'softmax'.
+      keys: as in `nll`.
+    """
+    return self._problem(checked(logits), keys)[2].draws
+
+  def log_prob(self, logits: GaussianLogits, keys: jax.Array | Draws | None = None) -> jax.Array:
     """log p(k | x) of every class.
 
     Args:
@@ -340,9 +365,10 @@ class Integrator:
 
   def _problem(self, logits, keys, label=None):
     """How to sample, what, and from which draws; label [B] if only its probability is wanted."""
-    plan, draws = self._plan(logits, keys, self.chunk_size), Draws(keys)
+    draws = keys if isinstance(keys, Draws) else Draws(keys)
+    plan = self._plan(logits, draws.keys, self.chunk_size)
     samples, buckets = samples_of(logits, plan.project_first)
-    if self._is_refined(logits):
+    if draws is not keys and self._is_refined(logits):
       to_logits = functools.partial(samples.noise_of, buckets=buckets)
       location, num_normals = _deterministic(logits), samples.num_normals
       directions = None
@@ -454,8 +480,9 @@ class Integrator:
       whole = dataclasses.replace(self, class_tile=None)
       return log_share + whole._log_softmax_at(buckets, labels, keys)
     chunk_size = self.chunk_size or MAX_CHUNK
-    plan, draws = self._plan(logits, keys, chunk_size), Draws(keys)
-    if self._is_refined(logits):
+    draws = keys if isinstance(keys, Draws) else Draws(keys)
+    plan = self._plan(logits, draws.keys, chunk_size)
+    if draws is not keys and self._is_refined(logits):
       noise = logits.noise.scaled(1.0 / logits.temperature)
       location = source_of(logits, jnp.zeros_like(noise.diag)[:, None])
       directions = None

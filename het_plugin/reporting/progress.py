@@ -1,6 +1,7 @@
 """Progress of a long loop: a bar on a terminal, elsewhere a line every ten seconds."""
 
 import datetime
+import math
 import sys
 import time
 from typing import TextIO
@@ -31,29 +32,35 @@ class Progress:
     seconds: float = 10.0,
     stream: TextIO | None = None,
     shown: bool = True,
+    first: float | None = None,
   ):
     """Starts at `done`, which the rate leaves out.
 
-    Two lines are at least `seconds` apart: without a terminal, math.inf shows nothing.
+    Two lines are at least `seconds` apart: without a terminal, math.inf shows nothing. A loop that
+    ends before `first` seconds shows nothing; None is a bar at once, and a line after `seconds`.
     """
     self._stream = sys.stderr if stream is None else stream
-    self._title, self._total, self._unit, self._seconds = title, total, unit, seconds
+    self._title, self._total, self._unit = title, total, unit
     self._start_count = self.count = done
     self._shown = shown and jax.process_index() == 0
-    self._start = self._told = time.monotonic()
-    self._bar = None
+    self._start = time.monotonic()
+    self._bar, self._pause = None, seconds
     if self._shown and self._stream.isatty():
       self._bar = _bar(self._stream)
+      self._pause = _REFRESH_SECONDS
       self._bar.add_task(title, total=total, completed=done, behind=unit)
-      self._bar.start()
+      if first is None:
+        self._bar.start()
+    is_default = first is None or self._pause == math.inf
+    self._next = self._start + (self._pause if is_default else first)
 
   def update(self, number: int = 1, note: str = '') -> None:
     """Adds to the count; `note` is shown behind it, such as a loss."""
     self.count += number
-    now, pause = time.monotonic(), self._seconds if self._bar is None else _REFRESH_SECONDS
-    if not self._shown or now < self._told + pause:
+    now = time.monotonic()
+    if not self._shown or now < self._next:
       return
-    self._told = now
+    self._next = now + self._pause
     rate = (self.count - self._start_count) / (now - self._start)
     left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
     behind = ', '.join(filter(None, [f'{self._unit}, {rate:,.0f}/s', note, f'ETA {left}']))
@@ -61,6 +68,7 @@ class Progress:
       line = f'{self._title}: {self.count:,} of {self._total:,} {behind}'
       print(line, file=self._stream, flush=True)
     else:
+      self._bar.start()
       (task,) = self._bar.task_ids
       self._bar.update(task, completed=self.count, behind=behind, refresh=True)
 

@@ -13,7 +13,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from het_plugin.estimators import DetClassifier, HetClassifier, HetHClassifier, HetXLClassifier
+from het_plugin.estimators import (
+  DetClassifier,
+  HetClassifier,
+  HetHClassifier,
+  HetXLClassifier,
+  load,
+  save,
+)
 
 NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
 SMALL = {'num_factors': 2, 'num_samples': 16}
@@ -144,6 +151,32 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   np.testing.assert_array_equal(weighted.coef_, repeated.coef_)
 
 
+def test_class_weights_are_weights_of_rows(tmp_path):
+  x, y = problem(num_rows=150)
+  y = np.array([5, 3, 8, 7])[np.where(y == 3, 0, y)]
+  own = np.where(y == 5, 2.0, 1.0)
+  by_class = DetClassifier(class_weight={5: 2.0}).fit(x, y)
+  np.testing.assert_array_equal(by_class.coef_, DetClassifier().fit(x, y, sample_weight=own).coef_)
+  balanced = DetClassifier(class_weight='balanced', tol=1e-6).fit(x, y)
+  reference = LogisticRegression(class_weight='balanced', tol=1e-6, max_iter=1000).fit(x, y)
+  np.testing.assert_allclose(balanced.coef_, reference.coef_, atol=1e-3)
+  save(by_class, str(tmp_path / 'det.safetensors'))
+  assert load(str(tmp_path / 'det.safetensors')).class_weight == {5: 2.0}
+
+
+def test_wrong_class_weights_are_one_sentence():
+  x, y = problem(num_rows=20)
+  for wrong, message in (
+    ({9: 1.0}, 'class_weight has 9, which is not one of the 4 classes'),
+    ({0: -1.0}, 'must have factors of at least 0'),
+    ('equal', "'class_weight' parameter .* Got 'equal' instead"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      DetClassifier(class_weight=wrong).fit(x, y)
+  with pytest.raises(ValueError, match="needs one class per row; y is of the kind 'indicator'"):
+    DetClassifier(class_weight='balanced').fit(x, np.eye(4, dtype=int)[y])
+
+
 def test_strings_pipelines_and_searches():
   x, y = problem(num_rows=150)
   names = np.array(['cat', 'dog', 'eel', 'fox'])[y]
@@ -251,5 +284,21 @@ def test_class_ids_of_64_bits_stay_what_they_are():
 
 def test_an_unfinished_fit_warns():
   x, y = problem()
-  with pytest.warns(ConvergenceWarning, match='max_iter=2 is reached'):
+  with pytest.warns(ConvergenceWarning, match='nats above its optimum .* max_iter=2 is reached'):
     DetClassifier(max_iter=2).fit(x, y)
+
+
+@pytest.mark.parametrize('cls', [DetClassifier, HetXLClassifier])
+def test_the_gap_of_an_unfinished_fit_is_predicted(cls):
+  """Within a factor of twenty, where it is above 1e-5."""
+  x, y = problem(num_rows=1500)
+  settings = {} if cls is DetClassifier else {**SMALL, 'C_noise': 1.0}
+  det = DetClassifier().fit(x, y)
+  start = {} if cls is DetClassifier else {'start': det}
+  best = cls(tol=1e-6, **settings).fit(x, y, **start).objective_
+  for max_iter in (4, 8, 12, 30):
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', ConvergenceWarning)
+      fit = cls(max_iter=max_iter, **settings).fit(x, y, **start)
+    gap = fit.objective_ - best
+    assert gap / 20 - 1e-5 <= fit.gap_ <= 20 * gap + 1e-5, (max_iter, gap, fit.gap_)

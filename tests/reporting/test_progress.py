@@ -1,6 +1,7 @@
 """Progress on a terminal and in a log."""
 
 import io
+import time
 
 import jax
 import pytest
@@ -29,6 +30,20 @@ def test_a_terminal_gets_a_bar():
   with Progress('train', 2000, done=500, stream=terminal) as progress:
     progress.update(250)
   assert 'train:  25%' in terminal.getvalue() and '500 of 2,000 images' in terminal.getvalue()
+
+
+@pytest.mark.parametrize('stream', [Terminal, io.StringIO])
+def test_a_short_loop_shows_nothing(stream, monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+  stream = stream()
+  with Progress('fit', 10, stream=stream, first=2.0) as progress:
+    for now[0] in (0.5, 1.9):
+      progress.update()
+    assert stream.getvalue() == ''
+    now[0] = 2.1
+    progress.update()
+    assert '3 of 10 images' in stream.getvalue()
 
 
 @pytest.mark.parametrize('stream', [Terminal, io.StringIO])

@@ -1,0 +1,211 @@
+"""Coordinates in which the objective has about unit curvature, so that a search takes few steps.
+
+The matrices that act on the features, with their biases, are [K; b] = T (s * theta) R^T, and J is
+(s * theta) R^T. T makes the features white: T T^T is the inverse of E[c (x, 1) (x, 1)^T] plus the
+curvature of the penalty, where c is the curvature of a row's loss by its logits. Badly scaled or
+correlated features then cost no iterations. R are the eigenvectors of the second moments of the
+gradient of a row's loss by the outputs (the location, v and d before its softplus), and s^-2 is
+their curvature: the Fisher matrix as a Kronecker product (Martens and Grosse 2015,
+https://arxiv.org/abs/1503.05671). Directions of the noise that change little then move as fast as
+W. The objective itself does not change.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct, traverse_util
+
+from het_plugin.estimators.model import Model, is_noise, on_features
+from het_plugin.estimators.objective import Rows
+from het_plugin.heads.covariance import MIN_DIAG
+from het_plugin.integrate import LowRank
+
+MOMENT_ROWS = 8  # per feature, and 2^13 at least: what is nearly separable has few rows that count
+OUTPUT_ROWS = 2**13  # whose gradients give R and s
+MAX_OUTPUTS = 2048  # up to so many outputs have an R
+# Curvatures are at least this, relative to that of a column of W: below, a gradient is rounding.
+MIN_CURVATURE = 1e-3
+
+Path = tuple[str, ...]
+
+
+@struct.dataclass
+class Whitening:
+  """The coordinates.
+
+  Attributes:
+    left: T [D + 1, D + 1].
+    scale: s by path of the matrix, [D + 1, Q], or [Q] of J; missing is 1.
+    right: R [Q, Q] by path; missing is the identity.
+  """
+
+  left: jax.Array
+  scale: dict[Path, jax.Array] = struct.field(default_factory=dict)
+  right: dict[Path, jax.Array] = struct.field(default_factory=dict)
+
+
+def _some(values: jax.Array, num_rows: int) -> jax.Array:
+  """About `num_rows` rows of blocks [n, b, ...], evenly spaced, as fewer blocks filled with 0."""
+  rows = values.reshape(-1, *values.shape[2:])
+  rows = rows[:: max(1, len(rows) // num_rows)]
+  num_blocks = -(-len(rows) // values.shape[1])
+  padding = num_blocks * values.shape[1] - len(rows)
+  rows = jnp.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)])
+  return rows.reshape(num_blocks, -1, *rows.shape[1:])
+
+
+def _second_moments(weight, g):
+  """sum_b w_b g_b g_b^T."""
+  return jnp.matmul(g.T * weight, g, precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _feature_moments(model, params, rows):
+  """E[c (x, 1) (x, 1)^T], where c is the curvature of a row's loss by its logits.
+
+  That is the variance of the indicator of a class without noise, averaged over the classes. The
+  mean is over about `MOMENT_ROWS` (D + 1) rows: all would cost as much as several iterations.
+  """
+  size = rows.x.shape[-1] + 1
+  x, weight = (_some(x, max(MOMENT_ROWS * size, 2**13)) for x in (rows.x, rows.weight))
+
+  # The Hessian of -log softmax_y by column k of [W; b] is p_k (1 - p_k) (x, 1) (x, 1)^T.
+  def add(total, block):
+    x, weight = block
+    p = model.location_prob(params, x)
+    x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+    return total + _second_moments(weight * jnp.mean(p * (1.0 - p), axis=1), x), None
+
+  return jax.lax.scan(add, jnp.zeros((size, size)), (x, weight))[0] / weight.sum()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _output_moments(model, params, rows):
+  """Second moments [Q, Q] of the gradients of a row's loss by the outputs of each matrix, by path.
+
+  Of the location they are the expected ones without noise; of the noise those of the labels.
+  """
+
+  def moments(x, target, weight):
+    p = model.location_prob(params, x)
+    if model.link == 'sigmoid':
+      of_location = jnp.diag(weight @ (p * (1.0 - p)))
+    else:
+      of_location = jnp.diag(weight @ p) - _second_moments(weight, p)
+    padding = params['head']['bias'].shape[0] - model.num_classes
+    found = {('kernel',): jnp.pad(of_location, (0, padding))}
+    if model.head == 'det':
+      return found
+    logits = model.logits(params, x)
+    noise = logits.noise
+
+    def nll(loading, diag):
+      changed = LowRank(None, loading, diag)
+      return model.nll_of(dataclasses.replace(logits, covariance=changed), target).sum()
+
+    by_loading, by_diag = jax.grad(nll, argnums=(0, 1))(noise.dense_loading(), noise.diag)
+    by_scale = jnp.einsum('brq,rq->bq', by_loading, noise.loading)
+    by_diag *= -jnp.expm1(MIN_DIAG - noise.diag)  # the derivative of the softplus
+    by_j = (by_loading * noise.scale[:, None]).reshape(-1, noise.diag.shape[-1])
+    of_factor = jnp.repeat(weight, noise.num_factors) / noise.num_factors
+    return found | {
+      ('covariance', 'v_kernel'): _second_moments(weight, by_scale),
+      ('covariance', 'd_kernel'): _second_moments(weight, by_diag),
+      ('covariance', 'J'): _second_moments(of_factor, by_j),
+    }
+
+  blocks = tuple(_some(x, OUTPUT_ROWS) for x in (rows.x, rows.target, rows.weight))
+  total = jax.tree.map(jnp.zeros_like, jax.eval_shape(moments, *(x[0] for x in blocks)))
+
+  def add(total, block):
+    return jax.tree.map(jnp.add, total, moments(*block)), None
+
+  total, _ = jax.lax.scan(add, total, blocks)
+  return {('head', *path): x / blocks[2].sum() for path, x in total.items()}
+
+
+def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """T [D + 1, D + 1] for second moments and the curvature of the penalty, ridge [D + 1]; and the
+  part [D + 1] of the unit curvature that is the penalty's.
+  """
+  moments = moments + np.diag(ridge)
+  # Small features would lie below the floor otherwise.
+  scale = 1.0 / np.sqrt(np.maximum(np.diag(moments), np.finfo(np.float32).tiny))
+  values, vectors = np.linalg.eigh(scale[:, None] * moments * scale)
+  floor = values[-1] * len(moments) * np.finfo(np.float32).eps
+  left = scale[:, None] * vectors / np.sqrt(np.maximum(values, floor))
+  return left, np.square(left).T @ ridge
+
+
+def whitening_of(model: Model, params, rows: Rows) -> Whitening:
+  """The coordinates that suit `params`, in which a column of W has unit curvature on average."""
+  ridge = np.full(rows.x.shape[-1] + 1, float(rows.strength / rows.total))
+  ridge[-1] = 0.0  # the bias is not regularised
+  moments = np.asarray(_feature_moments(model, params, rows), np.float64)
+  left, penalty = of_features(moments, ridge)
+  found = Whitening(jnp.asarray(left, jnp.float32))
+  if model.hidden_layers or model.num_outputs(params) > MAX_OUTPUTS:
+    return found
+  output_moments = {
+    path: np.asarray(x, np.float64) for path, x in _output_moments(model, params, rows).items()
+  }
+  unit = np.trace(output_moments['head', 'kernel']) / model.num_classes
+  for path, moments in output_moments.items():
+    values, right = np.linalg.eigh(moments)
+    strength = rows.noise_strength if is_noise(path) else rows.strength
+    if on_features(model, path):
+      of_penalty = penalty[:, None] * float(strength / rows.strength)
+      size = values / unit * (1.0 - penalty[:, None]) + of_penalty
+      size = np.maximum(size, MIN_CURVATURE)
+    else:
+      size = np.maximum(values + float(strength / rows.total), MIN_CURVATURE * unit)
+    found.scale[path] = jnp.asarray(1.0 / np.sqrt(size), jnp.float32)
+    found.right[path] = jnp.asarray(right, jnp.float32)
+  return found
+
+
+def unwhiten(model: Model, theta, whitening: Whitening):
+  """Parameters from white coordinates."""
+  return _mapped(model, theta, functools.partial(_to_params, whitening))
+
+
+def whiten(model: Model, params, whitening: Whitening):
+  """White coordinates from parameters."""
+  left = np.linalg.inv(np.asarray(whitening.left, np.float64))
+  inverse = dataclasses.replace(whitening, left=jnp.asarray(left, jnp.float32))
+  return _mapped(model, params, functools.partial(_to_theta, inverse))
+
+
+def _mapped(model, params, change):
+  """The tree with `change(path, x)` of each matrix on features, with its bias, and of J."""
+  flat = traverse_util.flatten_dict(params)
+  for path, kernel in list(flat.items()):
+    if on_features(model, path):
+      beside = (*path[:-1], path[-1].removesuffix('kernel') + 'bias')
+      bias = flat[beside]
+      both = jnp.concatenate([kernel.reshape(len(kernel), -1), bias.reshape(1, -1)])
+      both = change(path, both)
+      flat[path] = both[:-1].reshape(kernel.shape)
+      flat[beside] = both[-1].reshape(bias.shape)
+    elif path[-1] == 'J':
+      flat[path] = change(path, kernel)
+  return traverse_util.unflatten_dict(flat)
+
+
+_multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+def _to_params(whitening, path, x):
+  if path in whitening.scale:
+    x = _multiply(x * whitening.scale[path], whitening.right[path].T)
+  return x if path[-1] == 'J' else _multiply(whitening.left, x)
+
+
+def _to_theta(whitening, path, x):
+  x = x if path[-1] == 'J' else _multiply(whitening.left, x)
+  if path in whitening.scale:
+    x = _multiply(x, whitening.right[path]) / whitening.scale[path]
+  return x
