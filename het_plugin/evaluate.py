@@ -8,6 +8,9 @@ from another data set. Differences are to the first checkpoint, paired by exampl
 takes a file of predictions; --predictions adds further files. The configuration is the run's own
 config.gin. Gin files and bindings override it, such as --gin.eval/Integrator.num_samples=1000.
 
+--noise_test evaluates no head with noise. It estimates what such heads would gain over runs whose
+head is Det, from representations of the split.
+
 The output directory gets results.json, results.txt, index.html and its plots as .png files. With
 --save_predictions it also gets predictions/NAME.npz.
 """
@@ -17,8 +20,11 @@ from pathlib import Path
 
 from absl import flags
 
+from het_plugin import reporting, runs
 from het_plugin.config import command_line, distributed, flag_values
+from het_plugin.estimators import noise_test
 from het_plugin.evaluation import evaluate, uncertainty_report
+from het_plugin.evaluation.names import short_names
 
 _AS_GIVEN = (
   *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
@@ -57,8 +63,27 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'homoglyph_examples', 512, 'Images for the homoglyph rate of glyph tasks.', lower_bound=0
   )
+  flags.DEFINE_bool('noise_test', False, 'Estimates what noise would gain over DET instead.')
   flags.DEFINE_string('output_dir', None, 'Where the report goes.')
   flags.DEFINE_string('json', None, 'Another place for results.json.')
+
+
+def noise_tests(settings: evaluate.Settings) -> reporting.Report:
+  """The report of --noise_test."""
+  F = flags.FLAGS
+  unused = 'predictions ood_dataset save_predictions covariance_images covariance_index'.split()
+  if given := [name for name in unused if F[name].present]:
+    raise ValueError(f'--{given[0]} has no effect on --noise_test')
+  configs = [runs.configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
+  for config in configs:
+    noise_test.check_run(config.checkpoint, config.argument('model'))
+  settings = evaluate.fitted(settings, configs)
+  limits = {'batch_size': F.batch_size, 'max_examples': F.max_examples}
+  found = {
+    name: noise_test.of_run(config.open(), settings.dataset, settings.split, **limits)
+    for name, config in zip(short_names(F.checkpoint), configs, strict=True)
+  }
+  return noise_test.make_report(found, f'{settings.dataset}, split {settings.split}')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -73,6 +98,10 @@ def main(argv: Sequence[str]) -> None:
       save_to=Path(F.output_dir) / 'predictions' if F.save_predictions else None,
     )
     distributed.initialize()
+    if F.noise_test:
+      report = noise_tests(settings)
+      report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)
+      return
     evaluations = evaluate.evaluate(settings, command_line.gin_settings())
     report = uncertainty_report.make_report(evaluations)
     report.write('het_plugin.evaluate', json=F.json, output_dir=F.output_dir)

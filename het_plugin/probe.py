@@ -4,20 +4,24 @@
     python -m het_plugin.probe --train=representations/digits  # from `represent`: train and test
     python -m het_plugin.probe --train=X.npy,Y.npy --heads=det,het,het_xl --C=0.1,1,10 --folds=5
     python -m het_plugin.probe --checkpoint=runs/det --dataset=digits
+    python -m het_plugin.probe --train=train.npz --noise_test  # seconds: what heads would gain
 
 Prints NLL, precision@1, ECE and Brier score with standard errors, and differences to the first head
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
 --C, --C_noise, --num_factors and --tau may list several values. The NLL on a share (--validation)
 of the training rows chooses. For --C_noise, 0 (no noise) is added, and the smallest value within
 one standard error of the best is taken.
+
+--noise_test fits no head. It estimates what noise, and what a hidden layer, would gain over DET.
 """
 
 from collections.abc import Sequence
 
 from absl import flags
 
+from het_plugin import reporting
 from het_plugin.config import command_line, distributed, flag_values
-from het_plugin.estimators import probe
+from het_plugin.estimators import noise_test, probe
 from het_plugin.operations import stopping
 
 
@@ -52,6 +56,7 @@ def define_flags() -> None:
   flags.DEFINE_float('tol', 1e-4, 'A fit ends when its gradient is this small.')
   flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations.', lower_bound=1)
   flags.DEFINE_integer('seed', 0, 'Seed of the folds and of the initial values.', lower_bound=0)
+  flags.DEFINE_bool('noise_test', False, 'Estimates gains instead of fitting heads with noise.')
   flags.DEFINE_string('json', None, 'Where to write the rows.')
   flags.DEFINE_string('html', None, 'Where to write a page with plots.')
 
@@ -80,6 +85,23 @@ def represented() -> list[str]:
   return [row['file'] for row in represent.represent(*source, F.output_dir, **where)['files']]
 
 
+def tested(train: str, chosen: probe.Settings) -> reporting.Report:
+  """The report of --noise_test."""
+  F = flags.FLAGS
+  unused = 'test ood baseline C_noise tau hidden_layers validation num_samples mesh'.split()
+  if given := [name for name in unused if F[name].present]:
+    raise ValueError(f'--{given[0]} has no effect on --noise_test')
+  for name in ('C', 'num_factors'):
+    if len(F[name].value) > 1:
+      raise ValueError(f'--{name}={",".join(F[name].value)}: --noise_test takes one value')
+  settings = {name: getattr(chosen, name) for name in ('folds', 'tol', 'max_iter', 'seed')}
+  if F['heads'].present:
+    settings['heads'] = [name for name in chosen.heads if name != 'det']
+  return noise_test.of_rows(
+    train, chosen.target, C=chosen.c[0], num_factors=chosen.num_factors[0], **settings
+  )
+
+
 def main(argv: Sequence[str]) -> None:
   F = flags.FLAGS
   with command_line.one_sentence_errors(argv):
@@ -88,7 +110,10 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError('--train is needed, or --checkpoint and --dataset')
     if F.checkpoint:
       train, *test = represented()
-    report = probe.probe(train, test[0] if test else None, chosen, F.ood)
+    if F.noise_test:
+      report = tested(train, chosen)
+    else:
+      report = probe.probe(train, test[0] if test else None, chosen, F.ood)
     report.write('het_plugin.probe', json=F.json, html=F.html)
 
 

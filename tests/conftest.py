@@ -167,6 +167,16 @@ def run_main(capsys):
 @pytest.fixture(scope='session')
 def digits_run(tmp_path_factory):
   """(directory, parameters of the last step) of a small HET-XL on digits: checkpoints 1 and 2."""
+  return _train_on_digits(tmp_path_factory, 'het_xl')
+
+
+@pytest.fixture(scope='session')
+def digits_det_run(tmp_path_factory):
+  """The same of DET."""
+  return _train_on_digits(tmp_path_factory, 'det')
+
+
+def _train_on_digits(tmp_path_factory, head):
   import jax
   import numpy as np
 
@@ -174,9 +184,9 @@ def digits_run(tmp_path_factory):
   from het_plugin.config import parsing
   from het_plugin.runs.starting import train_from_gin
 
-  folder = tmp_path_factory.mktemp('runs') / 'het_xl'
+  folder = tmp_path_factory.mktemp('runs') / head
   parsing.parse_config(
-    ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin'],
+    ['het_plugin/gin/runs/digits_smoke.gin', f'het_plugin/gin/heads/{head}.gin'],
     [
       *(f"MODEL_DIR = '{folder}'", 'TRAIN_STEPS = 2', 'WARMUP_STEPS = 0', 'EVAL_PERIOD = 2'),
       *('SAVE_PERIOD = 1', 'BATCH_SIZE = 8', 'EVAL_STEPS = 1'),

@@ -139,6 +139,28 @@ def test_accuracy_on_the_true_classes_where_a_task_knows_them(
   assert found['noise']['truth']['clean_accuracy_location'] == location['clean_accuracy']
 
 
+def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, tmp_path):
+  run_dir, params = digits_det_run
+  arguments = ('--noise_test', '--split=train', f'--json={tmp_path / "out.json"}')
+  printed = run_main(evaluate, f'--checkpoint={run_dir}', *arguments)
+  rows = json.loads((tmp_path / 'out.json').read_text())
+  assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', 'hidden layer']
+  row = rows[2]
+  assert f'HET-XL would gain {row["gain"]:.4f} ± ' in printed and 'det: fitting W' in printed
+  # The location that the test starts from is that of the model.
+  run = runs.open_run(run_dir)
+  labelled = run.rows('train', ('log_prob',))
+  nll = -labelled.log_prob[np.arange(len(labelled.label)), labelled.label].mean()
+  assert row['num_rows'] == len(labelled.label) and params['head']['kernel'].shape[1] >= 10
+  assert row['nll_det'] + row['refit'] == pytest.approx(nll, abs=1e-4)
+  for arguments, message in {
+    (f'--checkpoint={digits_run[0]}',): 'has HetXL',
+    (f'--checkpoint={run_dir}', '--covariance_images=2'): '--covariance_images has no effect',
+    ('--predictions=x.npz',): '--predictions has no effect',
+  }.items():
+    assert message in run_main(evaluate, '--noise_test', *arguments, code=2)
+
+
 def test_glyphs_are_shown_and_their_look_alikes_known():
   info = task_info('glyphs_core')
   names = info.shown_names

@@ -35,7 +35,7 @@ def noise_directions(
   `det` are the parameters of DET at its optimum, `params` the initial ones of the model with noise,
   whose W' is used if it has one.
   """
-  size, to_logits, from_logits = _noise_map(model, det, params)
+  size, to_logits, from_logits = noise_map(model, det, params)
   p, gap = _residuals(model, det, rows)
 
   def product(z):  # [Q, n]
@@ -93,7 +93,7 @@ def _residuals(model, det, rows):
   return np.concatenate(p), np.concatenate(gap)
 
 
-def _noise_map(model, det, params):
+def noise_map(model, det, params):
   """Q, and B^T: [Q, n] to [K, n], and B back, of the head with the location of DET."""
   params = {**det, 'head': {**params['head'], **det['head']}}
   row = np.zeros((1, det.get('hidden_0', det['head'])['kernel'].shape[0]), np.float32)

@@ -144,7 +144,7 @@ def probe(
     ValueError: a file or a setting is wrong.
   """
   if test is None and isinstance(train, str) and Path(train).is_dir():
-    train, test = _files_of(Path(train))
+    train, test = files_of(Path(train))
   train_rows, train = read(train, 'the training rows')
   test_rows, test = (None, None) if test is None else read(test, 'the test rows')
   if test_rows is not None and test is not None:
@@ -159,7 +159,7 @@ def probe(
       f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
       'they must be equal'
     )
-  y, classes = _targets(train_rows, settings.target)
+  y, classes = targets_of(train_rows, settings.target)
   if test_rows is not None:
     _columns(test_rows.labels, classes)
   rows, starts = (train_rows, y, test_rows, ood_rows), {}
@@ -197,7 +197,7 @@ def probe(
   )
 
 
-def _files_of(folder: Path) -> tuple[str, str | None]:
+def files_of(folder: Path) -> tuple[str, str | None]:
   """The files train and test in a folder, or its only file."""
   files = [*folder.rglob('[!.]*.safetensors'), *folder.rglob('[!.]*.npz')]
   files = sorted(x for x in files if not x.parent.name.startswith('.'))  # of an unfinished split
@@ -220,7 +220,7 @@ def read(source: Source, name: str) -> tuple[Rows, str]:
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
 
 
-def _targets(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray]:
+def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray]:
   """y of the fits, and its classes: ids [N]; with several labels an example votes [N, L], or an
   indicator [N, K].
   """

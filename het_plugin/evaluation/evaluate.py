@@ -66,7 +66,7 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
         opened.append(evaluate_rows(name, source, rows))
     else:
       opened.append(runs.configuration(source, *gin_settings))
-  settings = _fitted(settings, [x for x in opened if isinstance(x, Configuration)])
+  settings = fitted(settings, [x for x in opened if isinstance(x, Configuration)])
   evaluations = []
   for name, of in zip(names, opened, strict=True):
     if isinstance(of, Configuration):
@@ -76,7 +76,7 @@ def evaluate(settings: Settings, gin_settings: GinSettings = ((), (), ('.',))) -
   return evaluations
 
 
-def _fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
+def fitted(settings: Settings, configs: Sequence[Configuration]) -> Settings:
   """The settings with task and split; ValueError if the models do not fit them."""
   chosen = []
   for config in configs:

@@ -22,7 +22,7 @@ def test_directions_raise_the_likelihood_most(head):
   y32, weight = y[:, None].astype(np.int32), np.ones(4000)
   rows = objective.make_rows(model, x, np.zeros(5), y32, weight, 1.0, 1.0)
   found = directions.noise_directions(model, det, params, rows, 2)
-  _, to_logits, _ = directions._noise_map(model, det, params)
+  _, to_logits, _ = directions.noise_map(model, det, params)
 
   def gain(direction):
     u = 0.3 * to_logits(direction[:, None] / np.linalg.norm(direction))[:, 0]

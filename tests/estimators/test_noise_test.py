@@ -1,0 +1,125 @@
+"""`noise_test`: its first order against quadrature, and its gains on labels of known origin."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from het_plugin import probe as probe_main
+from het_plugin.estimators.first_order import FirstOrder
+from het_plugin.estimators.noise_test import HIDDEN, noise_test
+
+D, K = 5, 6
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_the_first_order_is_that_of_the_integral(link):
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(7, D)), jnp.float32)
+  w, b, u = rng.normal(size=(D, K)), rng.normal(size=K), rng.normal(size=(K, 1))
+  v = np.float64(rng.normal(size=(D, 1)))
+  nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+  weights = weights / weights.sum()
+  mu = np.float64(x) @ w + b
+  link_of = {'softmax': lambda v: np.exp(v) / np.exp(v).sum(-1, keepdims=True)}
+  link_of['sigmoid'] = lambda v: 1 / (1 + np.exp(-v))
+  model = FirstOrder('det', K, link, num_samples=1)
+
+  def errors(size):
+    """Largest change of the log-probability by noise, and by how much the model misses it."""
+    params = {
+      'head': {'kernel': w, 'bias': b},
+      'fixed': {'directions': u},
+      'size': {'v_kernel': size * v, 'v_bias': size * np.ones(1)},
+    }
+    params = jax.tree.map(jnp.float32, params)
+    a = np.float64(size) * (np.float64(x) @ v + 1.0)  # [B, 1], of either sign: u has both
+    exact = np.einsum(
+      'z,zbk->bk', weights, link_of[link](mu + nodes[:, None, None] * (a * u[:, 0]))
+    )
+    if link == 'softmax':
+      labels = [jnp.full((7, 1), k, jnp.int32) for k in range(K)]
+      found = -np.stack([model.nll(params, x, y) for y in labels], axis=1)
+    else:
+      alone = [jnp.eye(K)[k] * jnp.ones((7, 1)) for k in range(K)]
+      none = model.nll(params, x, jnp.zeros((7, K)))
+      found = np.stack([none - model.nll(params, x, y) for y in alone], axis=1)  # log-odds
+      exact = exact / (1 - exact)
+    before = link_of[link](mu)
+    before = before / (1 - before) if link == 'sigmoid' else before
+    return np.abs(np.log(exact / before)).max(), np.abs(found - np.log(exact)).max()
+
+  (large, missed_large), (change, missed) = errors(0.2), errors(0.1)
+  assert missed < 0.15 * change and 3.0 < large / change < 5.0
+  assert missed < 0.15 * missed_large  # of fourth order in the standard deviation
+
+
+def labels(kind, n=4000):
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(n, 4)).astype(np.float32)
+  w = 2.0 * rng.normal(size=(4, K))
+  u = x @ w
+  if kind == 'noise':
+    u = u + 2.0 * rng.normal(size=(n, 1)) * (rng.normal(size=4) @ w)  # in the space of W
+  if kind == 'curved':
+    u = u + 2.0 * (np.square(x) - 1.0) @ rng.normal(size=(4, K))
+  return x, (u + rng.gumbel(size=u.shape)).argmax(axis=1)
+
+
+def test_gains_where_there_is_noise_and_none_where_there_is_not():
+  settings = {'num_factors': 2, 'progress': False, 'C': 10.0}
+  of_noise = {t.name: t.row() for t in noise_test(*labels('noise', 8000), **settings).tested}
+  for head in ('het', 'het_xl'):
+    assert of_noise[head]['gain'] > 3 * of_noise[head]['stderr'] > 0
+    assert of_noise[head]['constant'] > 0 and of_noise[head]['price'] > 0
+  found = noise_test(*labels('none'), **settings)
+  assert found.gradient <= found.tol and found.num_rows == 4000
+  for tested in found.tested:
+    assert abs(tested.gain.mean()) < 0.002
+  curved = {t.name: t.gain.mean() for t in noise_test(*labels('curved'), **settings).tested}
+  assert curved[HIDDEN] > 0.05 and curved[HIDDEN] > 2 * max(curved['het'], curved['het_xl'])
+
+
+def test_several_labels_and_a_given_location():
+  x, y = labels('noise', 600)
+  rng = np.random.default_rng(0)
+  settings = {'heads': ['het_xl'], 'num_factors': 1, 'progress': False}
+  votes = np.stack([y, np.where(rng.random(600) < 0.5, y, -1)], axis=1)
+  assert noise_test(x, votes, target='votes', **settings).nll > 0
+  shares = 0.9 * np.eye(K)[y] + 0.1 / K
+  assert noise_test(x, shares, **settings).nll > 0
+  on = np.eye(K, dtype=int)[y]
+  assert noise_test(x, on, **settings).tested[0].gain.shape == (600,)
+  # DET's own optimum, given, is refitted by little.
+  from het_plugin.estimators import DetClassifier
+
+  det = DetClassifier(C=1.0).fit(x, y)
+  given = det.coef_.T, det.intercept_
+  found = noise_test(x, y, location=given, C=1e-4, **settings)
+  assert found.refit is not None and abs(found.refit.mean()) < 0.01
+  assert found.nll == pytest.approx(det.nll(x, y).mean(), abs=0.01)
+
+
+def test_the_main_and_its_errors(tmp_path, run_main):
+  x, y = labels('noise', 1000)
+  np.savez(tmp_path / 'rows.npz', features=x, label=y)
+  train = f'--train={tmp_path}/rows.npz'
+  printed = run_main(probe_main, train, '--noise_test', '--folds=2', f'--json={tmp_path}/out.json')
+  rows = json.loads((tmp_path / 'out.json').read_text())
+  assert [row['head'] for row in rows] == ['het', 'het_h', 'het_xl', HIDDEN]
+  gain = next(row['gain'] for row in rows if row['head'] == 'het_xl')
+  assert f'HET-XL would gain {gain:.4f} ± ' in printed
+  for flag, message in {
+    '--C_noise=1': '--C_noise has no effect on --noise_test',
+    '--C=1,2': '--C=1,2: --noise_test takes one value',
+  }.items():
+    assert message in run_main(probe_main, train, '--noise_test', flag, code=2)
+  for changes, message in (({'heads': ['det']}, "'det'"), ({'folds': 1001}, 'folds=1001')):
+    with pytest.raises(ValueError, match=message):
+      noise_test(x, y, progress=False, **changes)
+  with pytest.raises(ValueError, match='NaN'):
+    noise_test(np.where(x > 3, np.nan, x), y, progress=False)
+  with pytest.raises(ValueError, match='1 class'):
+    noise_test(x, np.zeros(1000, int), progress=False)
