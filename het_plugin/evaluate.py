@@ -20,11 +20,12 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin import reporting, runs
+from het_plugin import reporting
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import noise_test
 from het_plugin.evaluation import evaluate, uncertainty_report
 from het_plugin.evaluation.names import short_names
+from het_plugin.runs import configuration
 
 _AS_GIVEN = (
   *('checkpoint', 'predictions', 'dataset', 'split', 'ood_dataset', 'ood_split', 'max_examples'),
@@ -74,7 +75,7 @@ def noise_tests(settings: evaluate.Settings) -> reporting.Report:
   unused = 'predictions ood_dataset save_predictions covariance_images covariance_index'.split()
   if given := [name for name in unused if F[name].present]:
     raise ValueError(f'--{given[0]} has no effect on --noise_test')
-  configs = [runs.configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
+  configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
   for config in configs:
     noise_test.check_run(config.checkpoint, config.argument('model'))
   settings = evaluate.fitted(settings, configs)
