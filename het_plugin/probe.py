@@ -75,13 +75,13 @@ def settings() -> probe.Settings:
   )
 
 
-def represented() -> list[str]:
-  """The files of the splits of --dataset."""
+def represented(splits: Sequence[str]) -> list[str]:
+  """The files of splits of --dataset."""
   from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
 
   F = flags.FLAGS
   source = F.checkpoint, command_line.gin_settings(), F.dataset
-  where = {'splits': ','.join(F.splits), 'layers': [F.layer]}
+  where = {'splits': ','.join(splits), 'layers': [F.layer]}
   return [row['file'] for row in represent.represent(*source, F.output_dir, **where)['files']]
 
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     if (train is None) == (F.checkpoint is None or F.dataset is None):
       raise ValueError('--train is needed, or --checkpoint and --dataset')
     if F.checkpoint:
-      train, *test = represented()
+      train, *test = represented(F.splits[:1] if F.noise_test else F.splits)
     if F.noise_test:
       report = tested(train, chosen)
     else:

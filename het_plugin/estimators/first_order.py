@@ -21,7 +21,7 @@ from het_plugin.estimators.model import Model
 class FirstOrder(Model):
   """DET whose prediction noise changes to the first order, or with a random hidden layer beside it.
 
-  Its parameters are those of DET under 'head', of which 'fixed' is not learned:
+  'head' has the parameters of DET. The other groups are optional, and 'fixed' is not learned:
 
       fixed: directions [K, m], hidden [D + 1, M], offset [D + 1, K] added to (W; b)
       size: v_kernel [D, m], v_bias [m]; a_j(x) = (v_kernel_j . x + v_bias_j)^2

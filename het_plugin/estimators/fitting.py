@@ -27,8 +27,8 @@ from het_plugin.estimators.targets import Targets
 # If X has fewer entries than this, equal rows are merged: repeating a row gives the same bits as
 # giving it a weight, and the order of the rows does not matter.
 MERGED_ENTRIES = 2**16
-# The noise first has GROWTH times its C_noise. On labels of which a third are wrong, of digits and
-# of benchmarks/noisy_labels.py, the NLL of other rows was lower by 0.003 to 0.13 in 7 of 8 fits.
+# The noise first has GROWTH times its C_noise. With a third of the labels wrong (digits, and
+# benchmarks/noisy_labels.py) this lowered the NLL of other rows by 0.003 to 0.13 in 7 of 8 fits.
 GROWTH, GROWTH_ITERATIONS = 10.0, 20
 # Of the fits of `noise_path`.
 PATH_TOLERANCE = 1e-3

@@ -271,9 +271,10 @@ class _Fold:
       }
       fitted = {'head': whole}
     initial = head.init(test.seed, test.num_features)
-    count = min(test.num_factors, noise_map(head, fitted, initial)[0])
+    size, to_logits, _ = noise_map(head, fitted, initial)
+    count = min(test.num_factors, size)
     found = noise_directions(head, fitted, initial, self.rows, count)
-    in_logits = noise_map(head, fitted, initial)[1](found.T.astype(np.float32))  # [K, m]
+    in_logits = to_logits(found.T.astype(np.float32))  # [K, m]
     fixed = {**det.get('fixed', {}), 'directions': np.ascontiguousarray(in_logits, np.float32)}
     params = {
       'head': det['head'],
@@ -351,10 +352,8 @@ def of_run(run: 'Run', task: str, split: str, **settings: Any) -> Result:
     ValueError: the head has noise, or the labels do not fit.
   """
   check_run(run.checkpoint, run.model)
-  of_rows = {
-    name: settings.pop(name) for name in ('batch_size', 'max_examples') if name in settings
-  }
-  rows = run.rows(split, ('features',), task=task, **of_rows)
+  limits = {name: settings.pop(name) for name in ('batch_size', 'max_examples') if name in settings}
+  rows = run.rows(split, ('features',), task=task, **limits)
   head, params = run.model.head, run.params['head']
   w, b = (multihost_utils.process_allgather(params[x], tiled=True) for x in ('kernel', 'bias'))
   tau = float(head.own_temperature.apply({'params': params.get('temperature', {})}))
@@ -381,12 +380,8 @@ def make_report(found: Mapping[str, Result], where: str) -> reporting.Report:
   """A report of the tests of rows or of runs, by name; `where` says which examples they are of."""
   shown, rows, notes = [], [], []
   for name, result in found.items():
-    of_all: dict[str, Any] = {
-      'nll_det': result.nll,
-      'gradient': result.gradient,
-      'seconds': result.seconds,
-    }
-    of_all |= {'num_rows': result.num_rows}
+    of_all: dict[str, Any] = {'nll_det': result.nll, 'gradient': result.gradient}
+    of_all |= {'seconds': result.seconds, 'num_rows': result.num_rows}
     if result.refit is not None:
       refit = float(result.refit.mean()), uncertainty.stderr(result.refit)
       of_all |= {'refit': refit[0], 'refit_stderr': refit[1]}
