@@ -6,7 +6,8 @@ never leaves an incomplete `checkpoint_n`. This module adds two things:
 - Every array and every JSON value is verified on reading (`checkpoint_reader`). A damaged
   checkpoint is set aside, and the one before it is used.
 - If a save fails on one process, for example because a disk is full, all processes end soon with
-  one sentence, and none waits for another until a barrier times out (`_Barrier`).
+  one sentence, and none waits for another until a barrier times out (`_Barrier`). A process that is
+  already in a step which another does not begin ends when JAX notices that the other has gone.
 """
 
 import concurrent.futures

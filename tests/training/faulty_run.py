@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from het_plugin.config import distributed
 from het_plugin.training import checkpoints
 from tests.training import toy_run
 
@@ -43,11 +44,14 @@ def lose(patch, name: str) -> None:
 
 
 def main(model_dir: str, address: str, process: str) -> None:
-  jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+  jax.distributed.initialize(
+    address, num_processes=2, process_id=int(process), heartbeat_timeout_seconds=10
+  )
   if process == '1':
     fill_disk(setattr)
     lose(setattr, 'checkpoint_8')
-  toy_run.run(Path(model_dir))
+  with distributed.leaving():  # as the mains do
+    toy_run.run(Path(model_dir))
 
 
 if __name__ == '__main__':

@@ -279,15 +279,18 @@ def test_one_process_that_cannot_read_or_write_stops_no_other(tmp_path, uninterr
   """Process 1 cannot read checkpoint 8, so both pass over it; nor save it again: both end."""
   toy_run.run(tmp_path, total_steps=8)
   codes, last_lines = run_two('tests.training.faulty_run', tmp_path)
-  assert codes == [1, 1]
-  sentence = (
-    'Error: the checkpoint of step 8 cannot be written (OSError: [Errno 28] No space left on '
-    f'device); the newest complete one is {tmp_path}/checkpoint_4, from which the same command '
-    'resumes.'
+  # One may be in a step that the other does not begin; it ends when it has lost the other.
+  assert 1 in codes and set(codes) <= {1, exit_codes.LOST, -signal.SIGABRT}
+  reasons = (
+    '_PeerFailed: another process has failed',
+    'OSError: [Errno 28] No space left on device',
   )
-  assert last_lines[1] == sentence
-  # The first says so itself, or is ended by the words of the second.
-  assert 'another process has failed); the newest' in last_lines[0] or sentence in last_lines[0]
+  for code, line, reason in zip(codes, last_lines, reasons, strict=True):
+    sentence = (
+      f'Error: the checkpoint of step 8 cannot be written ({reason}); the newest complete one is '
+      f'{tmp_path}/checkpoint_4, from which the same command resumes.'
+    )
+    assert code != 1 or line == sentence
   assert (tmp_path / 'unreadable_checkpoint_8').exists()
   _, state = toy_run.run(tmp_path)
   jax.tree.map(
