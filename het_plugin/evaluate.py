@@ -72,7 +72,10 @@ def define_flags() -> None:
 def noise_tests(settings: evaluate.Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
-  unused = 'predictions ood_dataset save_predictions covariance_images covariance_index'.split()
+  unused = (
+    *('predictions', 'ood_dataset', 'ood_split', 'save_predictions'),
+    *('covariance_images', 'covariance_index', 'homoglyph_examples'),
+  )
   if given := [name for name in unused if F[name].present]:
     raise ValueError(f'--{given[0]} has no effect on --noise_test')
   configs = [configuration(source, *command_line.gin_settings()) for source in F.checkpoint]
