@@ -27,7 +27,8 @@ the posterior's, so only a share of the precision is used (`SHARE`).
 
 Axes. Where the posterior differs from N(0, I) is what the label's gradients span. Each axis is the
 gradient of log softmax_y at the mode in the span of the axes before it, less its part in that span,
-as in a Krylov method. An axis costs one product with G and one with its transpose.
+as in a Krylov method. An axis costs one product with G and one with its transpose. The first axes
+gain most, so few samples take fewer of them (`num_axes`).
 
 Few samples. Along the axes, logits need N only. So the S draws of the other coordinates are mapped
 to logits once, and `POINTS_PER_DRAW` S points along the axes share them (`NestedDraws`): every S-th
@@ -49,7 +50,7 @@ from het_plugin.integrate.samplers import Sampler, sobol
 NUM_DIRECTIONS = 8
 NUM_ROUNDS = 2
 SMALL = 1e-4
-NUM_AXES = 6
+MAX_AXES = 6
 SMALL_AXIS = 1e-3
 POINTS_PER_DRAW = 8
 NUM_FIT_STEPS = 3
@@ -180,6 +181,11 @@ class NestedDraws:
     return self.fit.log_weight(z[..., self.num_draws :])
 
 
+def num_axes(num_samples: int) -> int:
+  """Axes of a fit for S samples: three for every four, and at most `MAX_AXES`."""
+  return max(1, min(MAX_AXES, 3 * num_samples // 4))
+
+
 def on_axes(along: jax.Array, axes: jax.Array) -> jax.Array:
   """Normals [B, s, T] of coordinates [B, s, m] along axes [B, m, T]."""
   return jnp.einsum('bsm,bmt->bst', along, axes, precision=HIGHEST)
@@ -190,8 +196,11 @@ def fit(
   location: jax.Array,
   label: jax.Array,
   num_normals: int,
+  count: int,
 ) -> Fit:
-  """The fit for labels int32 [B]; the other arguments are those of `principal_directions`."""
+  """The fit for labels int32 [B] along `count` axes, or T if that is less; the other arguments are
+  those of `principal_directions`.
+  """
   is_label = jax.nn.one_hot(label, location.shape[-1], dtype=location.dtype)
   # Of the location, so that inside `jax.shard_map` it is varying: `pull` would sum over devices.
   zero = jnp.zeros_like(location, shape=(location.shape[0], 1, num_normals))
@@ -208,7 +217,7 @@ def fit(
     return second - along[:, :, None] * along[:, None]
 
   axes, noise, mean = zero[:, :0], to_logits(zero)[:, :0], zero[:, 0, :0]
-  for _ in range(min(NUM_AXES, num_normals)):
+  for _ in range(min(count, num_normals)):
     slope, p = gradient(mean, noise)
     axes = with_axis(axes, slope)
     noise = jnp.concatenate([noise, to_logits(axes[:, -1:])], axis=1)

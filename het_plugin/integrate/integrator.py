@@ -17,6 +17,7 @@ from het_plugin.integrate.draws import (
   Fit,
   NestedDraws,
   fit,
+  num_axes,
   principal_directions,
   rotation_to,
 )
@@ -45,9 +46,9 @@ from het_plugin.integrate.tiles import (
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
 # From `MIN_ROTATED` Sobol points on they are rotated, which costs as much as a dozen samples. From
-# `MIN_TILTED` on, those of a loss follow the fit, which costs as much as eight.
+# `MIN_TILTED` on, those of a loss follow the fit, which costs about as much as eight (S = 4: five).
 MIN_ROTATED = 32
-MIN_TILTED = 8
+MIN_TILTED = 4
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.
 LOCATION_ROWS = 8
 
@@ -375,7 +376,7 @@ class Integrator:
       if self._is_rotated:
         directions = principal_directions(to_logits, location, num_normals)
       if label is not None and self._is_tilted:
-        around = fit(to_logits, location, label, num_normals)
+        around = fit(to_logits, location, label, num_normals, num_axes(self.num_samples))
         plan, logits, draws = self._around(around, directions, logits, keys, self.chunk_size)
         samples, buckets = samples_of(logits, plan.project_first)
       elif directions is not None:
@@ -392,8 +393,8 @@ class Integrator:
   ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
     """The problem of a loss whose samples follow a fit, and then the directions [B, m, T]."""
     whole = dataclasses.replace(self, num_samples=self._num_points)
-    num_axes, num_normals = around.axes.shape[1:]
-    if whole.num_samples == self.num_samples or num_normals <= self.num_samples + num_axes:
+    count, num_normals = around.axes.shape[1:]
+    if whole.num_samples == self.num_samples or num_normals <= self.num_samples + count:
       leading = around.axes
       if directions is not None:
         leading = jnp.concatenate([leading, directions], axis=1)[:, :num_normals]
@@ -489,7 +490,7 @@ class Integrator:
       if self._is_rotated:
         directions = tiled_draws.principal_directions(tiling, location, noise)
       if labels.shape[-1] == 1 and self._is_tilted:
-        around = tiled_draws.fit(tiling, location, noise, labels[:, 0])
+        around = tiled_draws.fit(tiling, location, noise, labels[:, 0], num_axes(self.num_samples))
         plan, logits, draws = self._around(around, directions, logits, keys, chunk_size)
       elif directions is not None:
         draws = Draws(keys, rotation_to(directions))

@@ -25,7 +25,7 @@ from het_plugin.integrate.placement import dims
 from het_plugin.integrate.tiles import Source, Tile, Tiling, fold
 
 
-def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array) -> Fit:
+def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array, count: int) -> Fit:
   """The fit of `draws.fit`.
 
   Args:
@@ -33,6 +33,7 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array) -> Fit
     source: of the location: x [B, 1, Q] is phi, or 0 where phi has a W of its own.
     noise: over tau, in the noise space.
     label: int32 [B].
+    count: number of axes.
   """
 
   def local(source, noise, label):
@@ -41,7 +42,7 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array) -> Fit
     _, pull = jax.vjp(noise.noise, zero)
     start = _point(tiling, source, noise, zero[:, 0])
     axes, mean = zero[:, :0], zero[:, 0, :0]
-    for j in range(min(draws_lib.NUM_AXES, noise.num_normals)):
+    for j in range(min(count, noise.num_normals)):
       z = jnp.einsum('bm,bmt->bt', mean, axes)
       point = _point(tiling, source, noise, z) if j else start
       slope = pull(at_label[:, None] - point.mean)[0][:, 0]  # [B, T]

@@ -198,7 +198,7 @@ def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones(remainde
   assert tilted < 0.7 * rmse(64, 'sobol', tilt=False)
 
 
-@pytest.mark.parametrize('num_samples', [8, 32])  # 64 points share 8 draws
+@pytest.mark.parametrize('num_samples', [4, 32])  # 32 points share 4 draws
 def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   logits = make_rotated(std=2.0)
   expected = jax.jit(Integrator(2**16, sampler='sobol').log_prob)(logits, keys_of(B, 99))
@@ -214,7 +214,7 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
 
 @pytest.mark.parametrize('kind', ['het', 'het_xl'])
 @pytest.mark.parametrize('std', [0.5, 2.0])
-def test_16_samples_are_as_good_as_1000_independent_ones(kind, std):
+def test_few_samples_are_as_good_as_many_independent_ones(kind, std):
   """Labels of the model, and any labels. HET, whose classes have noise of their own, is harder."""
   rng = np.random.default_rng(0)
   batch, classes, dim, factors = 8, 200, 32, 10
@@ -248,6 +248,7 @@ def test_16_samples_are_as_good_as_1000_independent_ones(kind, std):
       return float(jnp.sqrt(jnp.square(error).mean()))
 
     assert rmse(16, 'sobol') < (1.5 if kind == 'het' else 1.0) * rmse(1000, 'iid')
+    assert rmse(4, 'sobol') < rmse(16 if kind == 'het' else 64, 'iid')
 
 
 def test_gradient_of_tilted_loss_is_that_of_the_integral():
@@ -276,7 +277,7 @@ def test_gradient_of_tilted_loss_is_that_of_the_integral():
     np.testing.assert_allclose(gradients[i].ravel()[k], (down - up) / 2e-4, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize('num_samples,factors', [(32, 5), (8, 30)])  # 64 points share 8 draws
+@pytest.mark.parametrize('num_samples,factors', [(32, 5), (4, 30)])  # 32 points share 4 draws
 def test_both_orders_and_a_mesh_take_the_same_samples(num_samples, factors):
   rng = np.random.default_rng(1)
   location, scale = (jnp.asarray(rng.normal(size=(B, n)), jnp.float32) for n in (300, 20))
