@@ -50,46 +50,45 @@ def evaluation(model_dir, step):
   return {k: x for row in rows for k, x in row.items() if k.startswith('training_eval/')}
 
 
-@pytest.mark.parametrize('head', HEADS)
-def test_until_the_start_a_run_is_that_of_det_to_the_last_bit(head, tmp_path):
-  det, _ = trained(tmp_path / 'det', 'det_learned_tau', late=False, total_steps=START)
-  params, _ = trained(tmp_path / head, head, total_steps=START)
-  for name, x in det.items():
-    np.testing.assert_array_equal(params[name], x, err_msg=name)
-  of_det, values = (evaluation(tmp_path / name, START - 1) for name in ('det', head))
-  assert len(of_det) > 2 and values == of_det
+@pytest.fixture(scope='module')
+def det(tmp_path_factory):
+  """Parameters of DET after START steps, and its folder."""
+  model_dir = tmp_path_factory.mktemp('det')
+  return trained(model_dir, 'det_learned_tau', late=False, total_steps=START)[0], model_dir
 
-  one_step, _ = trained(tmp_path / 'one_step', head, total_steps=1)
-  noise = [name for name in params if name not in det]
-  assert noise
-  for name in noise:
-    np.testing.assert_array_equal(params[name], one_step[name], err_msg=name)
+
+@pytest.mark.parametrize('head', HEADS)
+def test_until_the_start_a_run_is_that_of_det_to_the_last_bit(head, det, tmp_path):
+  params, _ = trained(tmp_path, head, total_steps=START)
+  for name, x in det[0].items():
+    np.testing.assert_array_equal(params[name], x, err_msg=name)
+  of_det, values = (evaluation(model_dir, START - 1) for model_dir in (det[1], tmp_path))
+  assert len(of_det) > 2 and values == of_det
 
 
 def test_from_the_start_the_noise_learns_also_after_interruptions_and_on_another_mesh(tmp_path):
   whole, state = trained(tmp_path / 'whole', 'het_xl')
-  det, _ = trained(tmp_path / 'det', 'det_learned_tau', late=False)
-  assert not np.array_equal(whole['head/kernel'], det['head/kernel'])
-  for total_steps in (START - 1, START, STEPS - 1, STEPS):
+  for total_steps in (START - 1, START + 1, STEPS):
     parts, resumed = trained(tmp_path / 'parts', 'het_xl', total_steps=total_steps)
   for name, x in whole.items():
     np.testing.assert_array_equal(parts[name], x, err_msg=name)
   jax.tree.map(np.testing.assert_array_equal, resumed.opt_state, state.opt_state)
   mesh = 'PjitPartitioner.num_partitions = 2', 'Trainer.num_microbatches = 2'
   split, _ = trained(tmp_path / 'split', 'het_xl', *mesh)
-  first, _ = trained(tmp_path / 'first', 'het_xl', total_steps=START)
   for name, x in whole.items():
     np.testing.assert_allclose(split[name], x, atol=2e-3, err_msg=name)
-    assert not np.array_equal(first[name], x), name
 
 
-def test_w_of_the_noise_alone_waits_too(tmp_path):
-  own = 'HetXL.noise_dim = 4'
-  first, _ = trained(tmp_path / 'first', 'het_xl', own, total_steps=1)
-  before, _ = trained(tmp_path / 'before', 'het_xl', own, total_steps=START)
-  after, _ = trained(tmp_path / 'after', 'het_xl', own, total_steps=START + 1)
-  np.testing.assert_array_equal(before['head/noise_kernel'], first['head/noise_kernel'])
-  assert not np.array_equal(before['head/noise_kernel'], after['head/noise_kernel'])
+def test_the_noise_keeps_its_first_values_until_the_start(tmp_path):
+  """With a W' of its own (eq. 14), which is noise, too."""
+  early, before, after = (
+    trained(tmp_path, 'het_xl', 'HetXL.noise_dim = 4', total_steps=n)[0]
+    for n in (1, START, START + 1)
+  )
+  for name, x in before.items():
+    is_noise = name.startswith(('head/covariance/', 'head/noise_kernel'))
+    assert np.array_equal(early[name], x) == is_noise, name
+    assert not np.array_equal(after[name], x), name
 
 
 @pytest.mark.parametrize(
