@@ -6,6 +6,7 @@ import jax
 
 from het_plugin.integrate.gaussian import GaussianLogits, checked
 from het_plugin.integrate.integrator import Integrator
+from het_plugin.integrate.tiles import linear_location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +41,6 @@ class Location:
 
 
 def _without_noise(logits):
-  return dataclasses.replace(checked(logits), covariance=None, projection=None)
+  logits = checked(logits)
+  linear = linear_location(logits)  # with which losses in tiles of classes make the location
+  return dataclasses.replace(logits, covariance=None, projection=None, location_from=linear)

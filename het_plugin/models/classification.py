@@ -4,6 +4,7 @@ B examples, K classes (Kp with padding), D pre-logits, L labels. A batch has ima
 label int32 [B, L], padded with -1, and may have `batches.index` and `batches.mask`.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -134,7 +135,7 @@ class ClassificationModel:
     self.head = head
     self.module = ClassificationModule(self.backbone, head)
     self.optimizer_def = optimizer_def
-    self.train_integrator = train_integrator
+    self.train_integrator: Integrator | Location = train_integrator
     self.eval_integrator = eval_integrator
     self.loss_normalizing_factor = loss_normalizing_factor
     self.eval_seed = eval_seed
@@ -264,6 +265,15 @@ class ClassificationModel:
   def logits(self, params: PyTree, batch: Batch) -> GaussianLogits:
     """The Gaussian over the logits of each example, without dropout."""
     return self._logits(params, batch)[0]
+
+  def without_noise(self) -> 'ClassificationModel':
+    """The model of the same parameters that leaves the noise out, in training and after it: DET.
+
+    The parameters of the noise have no gradient in it.
+    """
+    model = copy.copy(self)
+    model.train_integrator = model.eval_integrator = Location()
+    return model
 
   def location_top(self, params: PyTree, batch: Batch) -> jax.Array:
     """The class with the largest location of each example, without the noise, int32 [B]."""

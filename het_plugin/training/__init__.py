@@ -5,7 +5,7 @@ CONFIGURABLES = {
   'checkpoints': ('CheckpointConfig', 'SaveCheckpointConfig', 'RestoreCheckpointConfig'),
   'held_out_temperature': ('HeldOutTemperatureTrainer', 'temperature_optimizer'),
   'nonfinite': ('NonFinitePolicy',),
-  'learning_rates': ('unfreeze_at',),
+  'learning_rates': ('step_of', 'unfreeze_at'),
   'optimizers': ('adamw', 'warmup_schedule', 'with_ema'),
   'partitioning': ('PjitPartitioner', 'standard_logical_axis_rules'),
   'step': ('Trainer',),

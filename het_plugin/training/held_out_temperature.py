@@ -154,6 +154,11 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
         f'HeldOutTemperatureTrainer cannot hold out rows of {type(model).__name__}: its '
         'loss compares every example with the whole batch.'
       )
+    if settings.get('noise_start'):
+      raise ValueError(
+        f'HeldOutTemperatureTrainer.noise_start={settings["noise_start"]} must be 0: the gradient '
+        'with respect to the temperature is that of the model with its noise.'
+      )
     if (num_microbatches or 1) > 1:
       raise ValueError(
         f'HeldOutTemperatureTrainer.num_microbatches={num_microbatches} must be 1: the '

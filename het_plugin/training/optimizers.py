@@ -45,6 +45,7 @@ def adamw(
   ] = (),
   layer_decay: Annotated[float, '(0, 1]'] | None = None,
   factored_params: Annotated[str, 'regular expression'] | None = None,
+  late_params: tuple[str, int] | None = None,
 ) -> OptaxWrapper:
   """AdamW (Loshchilov and Hutter, 2019): updates are -lr * (adam(gradient) + weight_decay * param).
 
@@ -66,10 +67,13 @@ def adamw(
       the place of Adam there: a matrix [D, K] keeps D + K numbers instead of two moments
       (`factored_rms`). '^head/(kernel|noise_kernel)$' are W and W'. Learning rate, decay and
       clipping are the same. None for none.
+    late_params: (regular expression, update): parameters in whose path it is found keep their
+      value, and have no part in the norm, before this update, counted from 0. Their moments start
+      there as at the start of a run; the learning rate is that of the others. None for none.
 
   Raises:
-    ValueError: at initialisation, a pattern matches no parameter, or layer_decay is set for a model
-      without layers.
+    ValueError: late_params has a negative update; or at initialisation, a pattern matches no
+      parameter, or layer_decay is set for a model without layers.
   """
 
   def decays(params: PyTree) -> PyTree:
@@ -85,9 +89,26 @@ def adamw(
     mask = learning_rates.matching(factored_params, params, 'factored_params')
     return jax.tree.map(lambda is_factored: 'factored' if is_factored else 'adam', mask)
 
+  def times(params: PyTree) -> PyTree:
+    kinds = jax.tree.map(lambda _: 'adam', params) if factored_params is None else factors(params)
+    mask = learning_rates.matching(late_params[0], params, 'late_params')
+    return jax.tree.map(lambda kind, is_late: kind + '_late' * is_late, kinds, mask)
+
   scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+  kinds = {'adam': scale}
   if factored_params is not None:
-    scale = optax.partition({'factored': factored_rms(), 'adam': scale}, factors)
+    kinds['factored'] = factored_rms()
+    scale = optax.partition(kinds, factors)
+  if late_params is not None:
+    late, start = late_params
+    if start < 0:
+      raise ValueError(
+        f'adamw.late_params={late_params!r} must end with a number of updates, at least 0'
+      )
+    unfreeze = learning_rates.start_at(late, start, 'late_params')
+    for kind, part in dict(kinds).items():
+      kinds[f'{kind}_late'] = optax.conditionally_mask(part, lambda count: count >= start)
+    scale = optax.partition(kinds, times)
   decay = optax.add_decayed_weights(weight_decay, decays)
   parts = [optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))]
   if clip_norm is not None:
@@ -96,6 +117,8 @@ def adamw(
     parts.append(learning_rates.scale_by_group(learning_rate_factors))
   if layer_decay is not None:
     parts.append(learning_rates.scale_by_layer(layer_decay))
+  if late_params is not None:  # neither the norm nor weight decay sees them before their start
+    parts = [unfreeze, *parts, unfreeze]
   schedule = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
   optimizer = optax.chain(*parts)
   if frozen_params is not None:

@@ -6,7 +6,8 @@ of real rows in the batch. A model whose loss compares examples with each other 
 `needs_whole_batch`.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import clu.metrics
@@ -86,9 +87,12 @@ def learning_rate(train_state: TrainState) -> jax.Array | None:
   """Learning rate of the next update, float32 []; None if the optimizer does not state it."""
   if (schedule := train_state.optimizer_def.learning_rate_fn) is None:
     return None
-  # Not train_state.step, which also counts the steps without an update.
-  count = optimizers.num_updates(train_state.opt_state, default=train_state.step)
-  return jnp.asarray(schedule(count), jnp.float32)
+  return jnp.asarray(schedule(num_updates(train_state)), jnp.float32)
+
+
+def num_updates(train_state: TrainState) -> jax.Array:
+  """Number of updates done; `train_state.step` also counts the steps without an update."""
+  return optimizers.num_updates(train_state.opt_state, default=train_state.step)
 
 
 def apply_grads(
@@ -147,6 +151,7 @@ class Trainer:
     num_microbatches: Annotated[int, '[1, inf)'] | None = None,
     norm_groups: Sequence[Annotated[str, 'regular expression']] = metrics_lib.GROUPS,
     halt_at_nonfinite: bool = True,
+    noise_start: Annotated[int, '[0, inf)'] = 0,
   ):
     """Prepares the steps; nothing is compiled.
 
@@ -159,14 +164,31 @@ class Trainer:
       norm_groups: groups of parameters whose norms are metrics, see `metrics.GROUPS`.
       halt_at_nonfinite: whether the state stays unchanged after a step whose loss, gradient or
         update was not finite. The host may dispatch further steps before it knows of this one.
+      noise_start: until so many updates are done, `model.without_noise()` is trained and
+        evaluated, whose parameters of the noise have no gradient (gin/heads/late_noise.gin).
+
+    Raises:
+      ValueError: a setting does not fit the model, or noise_start is negative.
     """
     if (num_microbatches or 1) > 1 and getattr(model, 'needs_whole_batch', False):
       raise ValueError(
         f'num_microbatches={num_microbatches} must be 1: the loss of {type(model).__name__} '
         "compares every example with the whole batch. To save memory set the backbones' remat."
       )
+    if noise_start < 0:
+      raise ValueError(
+        f'Trainer.noise_start={noise_start} must be at least 0: the steps before it are without '
+        'noise'
+      )
+    if noise_start and not hasattr(model, 'without_noise'):
+      raise ValueError(
+        f'Trainer.noise_start={noise_start} must be 0: {type(model).__name__} has no method '
+        'without_noise; late noise is for image classification'
+      )
     self.num_microbatches = num_microbatches
     self._model = model
+    self._noise_start = noise_start
+    self._without_noise = model.without_noise() if noise_start else None
     self._partitioner = partitioner
     self._halted: jax.Array | np.bool_ = np.False_
 
@@ -180,8 +202,8 @@ class Trainer:
         halted |= ~metrics['update'].finite
       return train_state, metrics, halted
 
-    def eval_step(params: PyTree, batch: Batch) -> Metrics:
-      _, metrics = model.eval_fn(params, batch)
+    def eval_step(of: Any, params: PyTree, batch: Batch) -> Metrics:
+      _, metrics = of.eval_fn(params, batch)
       return metrics
 
     batch_axes = partitioner.data_partition_spec
@@ -191,10 +213,13 @@ class Trainer:
       out_axis_resources=(train_state_axes, None, None),
       donate_argnums=(0,),
     )
-    self._eval_step = partitioner.partition(
-      eval_step,
-      in_axis_resources=(train_state_axes.eval_params, batch_axes),
-      out_axis_resources=None,
+    self._eval_step, self._early_eval_step = (
+      partitioner.partition(
+        functools.partial(eval_step, of),
+        in_axis_resources=(train_state_axes.eval_params, batch_axes),
+        out_axis_resources=None,
+      )
+      for of in (model, self._without_noise)
     )
 
   def compute_grads(
@@ -204,9 +229,18 @@ class Trainer:
 
     Subclasses may override this. `batch` has arrays [B, ...] split over the data axis.
     """
-    return accumulate_grads_microbatched(
-      self._model, train_state.params, batch, step_rng, self.num_microbatches
-    )
+
+    def of(model: Any) -> Callable[[], tuple[PyTree, Metrics]]:
+      return lambda: accumulate_grads_microbatched(
+        model, train_state.params, batch, step_rng, self.num_microbatches
+      )
+
+    if not self._noise_start:
+      return of(self._model)()
+    return lax.cond(self._is_without_noise(train_state), of(self._without_noise), of(self._model))
+
+  def _is_without_noise(self, train_state: TrainState) -> jax.Array:
+    return num_updates(train_state) < self._noise_start
 
   def check_batch_size(self, batch_size: int) -> None:
     """Raises ValueError unless the batch divides into microbatches and shards."""
@@ -237,4 +271,6 @@ class Trainer:
 
   def eval_step(self, train_state: TrainState, batch: Batch) -> Metrics:
     """Metrics of one batch."""
-    return self._eval_step(train_state.eval_params, batch)
+    is_early = self._noise_start and bool(self._is_without_noise(train_state))
+    step = self._early_eval_step if is_early else self._eval_step
+    return step(train_state.eval_params, batch)

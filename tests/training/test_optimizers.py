@@ -70,6 +70,29 @@ def test_the_first_factor_that_matches_multiplies_the_learning_rate():
     optimizers.adamw(0.1, learning_rate_factors=(('haed', 2.0),)).optax_optimizer.init(PARAMS)
 
 
+@pytest.mark.parametrize('factored', [None, 'kernel$'])
+def test_late_parameters_start_as_at_the_start_of_a_run(factored):
+  settings = {'weight_decay': 0.2, 'clip_norm': 1.0, 'factored_params': factored}
+  late = optimizers.adamw(0.1, late_params=('^head/', 2), **settings).optax_optimizer
+  grads = jax.tree.map(jnp.ones_like, PARAMS)
+  rest = {name: x for name, x in PARAMS.items() if name != 'head'}
+  others = optimizers.adamw(0.1, **settings).optax_optimizer
+  state, others_state = late.init(PARAMS), others.init(rest)
+  for n in range(2):
+    assert int(optimizers.num_updates(state, default=jnp.int32(7))) == n
+    got, state = late.update(grads, state, PARAMS)
+    want, others_state = others.update({k: grads[k] for k in rest}, others_state, rest)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, jnp.zeros_like(x)), got['head'])
+    for name in rest:
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), got[name], want[name])
+  got, _ = late.update(grads, state, PARAMS)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-6),
+    got['head'],
+    update(optimizers.adamw(0.1, **settings), grads)['head'],
+  )
+
+
 def test_layers_count_back_from_the_head():
   shapes = {
     'backbone/embedding/kernel': (4, 4),
