@@ -467,7 +467,7 @@ def compare_noise(rows):
       features = 'of images' if of_images else 'normal'
       table.append([head, features, ratio, len(found), *map(float, np.nanmean(gaps, axis=0))])
   if table:
-    print(f'C_noise / C, whose default is {NOISE_SHARE}:')
+    print(f'C_noise / C, which is {NOISE_SHARE} where nothing is chosen:')
     print_table(['head', 'features', 'C_noise / C', 'fits', *columns], table)
 
 

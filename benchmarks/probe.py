@@ -37,9 +37,9 @@ NUM_TEST = 2000
 SIGNAL, NOISE, RANK = 3.0, 2.0, 4
 
 
-def problem(truth, num_rows, dim, num_classes):
+def problem(truth, num_rows, dim, num_classes, seed=0):
   """Features float32 [N, D] and labels [N]."""
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(seed)
   if truth == 'het_xl':
     x = rng.normal(size=(num_rows, dim)).astype(np.float32)
     kernel = rng.normal(size=(dim, num_classes)) * SIGNAL / np.sqrt(dim)

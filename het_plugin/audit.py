@@ -9,7 +9,8 @@ the classes without the noise. Prints the share of wrong labels, the pairs of cl
 confuse, and the labels that are most probably wrong. --csv and --json list every example: index,
 label, probability of the label, probability that it is wrong, suggested label, and its kind: wrong,
 ambiguous or fine. --suggest writes the rows with suggested labels in the place of wrong ones.
---C, --C_noise and --num_factors may list several values, from which held-out labels choose.
+--C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
+--C_noise=auto every fit chooses from no noise and shares of C.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_string('head', 'het_xl', f'One of {", ".join(probe.CLASSIFIERS)}.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
-  flags.DEFINE_list('C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise.')
+  flags.DEFINE_list(
+    'C_noise', ['0.1'], 'Inverse strength of the regularisation of the noise, or auto.'
+  )
   flags.DEFINE_list('num_factors', ['4'], 'R.')
   flags.DEFINE_integer('folds', 5, 'Folds of the rows.', lower_bound=2)
   flags.DEFINE_integer('max_iter', 500, 'Largest number of iterations of a fit.', lower_bound=1)
@@ -62,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     settings = probe.Settings(
       heads=[F.head],
       c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
-      c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise],
+      c_noise=[flag_values.positive_or_word('C_noise', value, ('auto',)) for value in F.C_noise],
       num_factors=flag_values.integers('num_factors', F.num_factors, 1),
       folds=F.folds,
       max_iter=F.max_iter,

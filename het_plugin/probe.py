@@ -10,7 +10,9 @@ Prints NLL, precision@1, ECE and Brier score with standard errors, and differenc
 (or --baseline), paired by example. Without --test the rows of --train are scored fold by fold.
 --C, --C_noise, --num_factors and --tau may list several values. The NLL on a share (--validation)
 of the training rows chooses. For --C_noise, 0 (no noise) is added, and the smallest value within
-one standard error of the best is taken.
+one standard error of the best is taken. With --C_noise=auto, the default, there is no such grid:
+every fit chooses no noise or a share of C by the same rule, on a fifth of its own rows. A list has
+a whole fit for each value; auto has short ones, each from the end of the one before.
 
 --noise_test fits no head. It estimates what noise, and what a hidden layer, would gain over DET.
 """
@@ -45,7 +47,9 @@ def define_flags() -> None:
   flags.DEFINE_string('baseline', None, 'The head to compare with. Default: the first.')
   flags.DEFINE_list('C', ['1'], 'Inverse strength of the regularisation, as in scikit-learn.')
   flags.DEFINE_list(
-    'C_noise', [], 'Inverse strength of the regularisation of the noise. Default: 0.03 C.'
+    'C_noise',
+    ['auto'],
+    'Inverse strength of the regularisation of the noise; auto: every fit chooses it.',
   )
   flags.DEFINE_list('num_factors', ['8'], 'R, for heads with noise.')
   flags.DEFINE_list('tau', ['1'], 'Temperatures: numbers, learned or validation.')
@@ -66,7 +70,7 @@ def settings() -> probe.Settings:
   same = 'heads baseline folds validation num_samples tol max_iter seed target'.split()
   return probe.Settings(
     c=[flag_values.positive_or_word('C', value, ()) for value in F.C],
-    c_noise=[flag_values.positive_or_word('C_noise', value, ()) for value in F.C_noise] or [None],
+    c_noise=[flag_values.positive_or_word('C_noise', value, ('auto',)) for value in F.C_noise],
     num_factors=flag_values.integers('num_factors', F.num_factors, 1),
     hidden_layers=F.hidden_layers and flag_values.integers('hidden_layers', F.hidden_layers, 1),
     mesh=flag_values.integers('mesh', F.mesh, 1, (2,)) if F.mesh else None,

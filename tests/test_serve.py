@@ -162,7 +162,7 @@ def test_a_sigmoid_on_features_is_predict(kind, features_run, rows, run_main, tm
 def test_an_estimator_is_its_predict_proba(kind, rows, tmp_path):
   _, x, y = rows
   het = estimators.HetHClassifier(
-    num_factors=2, num_buckets=4, num_samples=32, max_iter=20, tol=0.1
+    C_noise=0.03, num_factors=2, num_buckets=4, num_samples=32, max_iter=20, tol=0.1
   )
   het.fit(x, np.array([*'abcde'])[y]).calibrate(x, np.array([*'abcde'])[y], 'vector')
   about = estimators.export(het, str(tmp_path / kind), kind, entropies=True)

@@ -60,7 +60,7 @@ def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_
   """It has the parameters of the estimator, with its hidden layer as the backbone."""
   path, x, y = rows
   fitted = estimators.HetXLClassifier(
-    hidden_layers=(8,), num_factors=2, num_samples=16, max_iter=10, tol=0.1
+    hidden_layers=(8,), C_noise=0.03, num_factors=2, num_samples=16, max_iter=10, tol=0.1
   ).fit(x, y)
   estimators.to_checkpoint(fitted, str(tmp_path / 'start.safetensors'))
   parse(

@@ -96,12 +96,12 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
     X, y = self._opened(X, y, fit=True)
     if self.tau == 'validation' and start is not None:
       raise ValueError("start needs one tau: tau='validation' fits DET at several")
-    for name, value in (('tau', 'validation'), ('C_noise', 'auto')):
-      if getattr(self, name) == value and inputs.streams(X, self.solver):
-        raise ValueError(
-          f"{name}={value!r} needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} "
-          f'entries and solver={self.solver!r}'
-        )
+    streams = inputs.streams(X, self.solver)
+    if self.tau == 'validation' and streams:
+      raise ValueError(
+        f"tau='validation' needs all rows in memory (solver='lbfgs'); X has {np.size(X):,} "
+        f'entries and solver={self.solver!r}'
+      )
     if y is None:
       raise ValueError(f'{type(self).__name__} requires y to be passed, but the target y is None')
     encoded = targets.encode(inputs.labels_of_rows(X, y), self.target)
@@ -129,7 +129,7 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       tau = min(grid, key=grid.__getitem__)
     self.model_ = self._model(len(encoded.classes), encoded.link, tau)
     near = self.noise_nll_ = None
-    if self.C_noise == 'auto':
+    if self.C_noise == 'auto' and not streams:
       path = fitting.noise_path(self.model_, *rows, settings, start)
       settings = dataclasses.replace(settings, c_noise=path.c_noise)
       self.noise_nll_, near = path.nll, path.near

@@ -172,7 +172,7 @@ class _Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoisePath:
-  """What `noise_path` finds.
+  """What `noise_path` finds; without held-out rows it is no noise, and None.
 
   Attributes:
     c_noise: the C_noise to take.
@@ -181,8 +181,8 @@ class NoisePath:
   """
 
   c_noise: float
-  nll: dict[float, float]
-  near: starts.Near
+  nll: dict[float, float] | None = None
+  near: starts.Near | None = None
 
 
 def noise_path(
@@ -198,25 +198,31 @@ def noise_path(
   The fits to the other rows go from the most noise to the least. Each starts at the one before, and
   ends early: differences of a standard error decide. Less noise is left out where a fit is worse by
   more than that than the best so far and that one has noise, and where the noise has vanished.
+  With fewer than `selection.MIN_HELD_OUT` held-out rows nothing speaks for noise: it warns.
 
   Args:
     model, x, targets, weight, settings, start: as in `fit`, in memory.
 
   Raises:
-    ValueError: C is infinite, no row can be held out, or `start` is not a fit of the same rows.
+    ValueError: C is infinite, or `start` is not a fit of the same rows.
   """
   if not np.isfinite(settings.c):
-    raise ValueError(f"C_noise='auto' chooses a share of C={settings.c:g}, which must be finite")
+    raise ValueError(
+      f"C_noise='auto' chooses a share of C={settings.c:g}, which must be finite: give C_noise a "
+      'number'
+    )
   with placement.on(settings.mesh), warnings.catch_warnings():
     warnings.simplefilter('ignore', ConvergenceWarning)
     data = _Data.of(x, targets, weight)
     whole = _fit_of(start, model, settings.c, data.mean)
     held_out = selection.held_out_rows(data.targets.main_class(), settings.seed)
-    if not held_out.any():
-      raise ValueError(
-        f"C_noise='auto' holds out one row in {selection.HELD_OUT} of classes with several; the "
-        f'{len(held_out)} rows of X are too few'
+    if held_out.sum() < selection.MIN_HELD_OUT:
+      warnings.warn(
+        f"C_noise='auto' takes no noise: it holds out one row in {selection.HELD_OUT} of each "
+        f'class, and the {len(held_out)} rows of X are too few for that',
+        stacklevel=3,
       )
+      return NoisePath(0.0)
     fitted, weight = np.where(held_out, 0.0, data.weight), data.weight[held_out]
     rows = data.x[held_out], data.targets.values[held_out]
 

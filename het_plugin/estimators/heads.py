@@ -76,22 +76,23 @@ class HetClassifier(HeadClassifier):
       (150, 3, 3)
 
   Parameters beyond those of `DetClassifier`:
-    C_noise: inverse strength of the regularisation of the noise; None is 0.03 C, and 0 is no noise
-      (the fit is DET's). 'auto' chooses it on a held-out fifth of the rows from 0 and 0.003, 0.01,
+    C_noise: inverse strength of the regularisation of the noise; 0 is no noise (the fit is DET's),
+      and None is 0.03 C. 'auto' chooses it on a held-out fifth of the rows from 0 and 0.003, 0.01,
       0.03, 0.1 and 0.3 of C: the least that is as good as the best, up to a standard error
-      (`selection.least_noise`). Then all rows are fitted.
+      (`selection.least_noise`). Then all rows are fitted. If too few rows can be held out, it warns
+      and takes 0. In minibatches, which end by held-out rows, it takes 0.03 C. C must be finite.
     num_factors: R.
     num_samples: S, points of a softmax in fit and prediction; powers of two are best.
 
   Attributes beyond those of `DetClassifier`:
     C_noise_: the C_noise of the fit.
-    noise_nll_: of 'auto', the mean NLL of the held-out rows by C_noise, nats.
+    noise_nll_: of 'auto', the mean NLL of the held-out rows by C_noise, nats; None if none were.
   """
 
   _head = 'het'
   _noise = ('num_factors',)
 
-  C_noise: float | str | None = None
+  C_noise: float | str | None = 'auto'
   num_factors: int = 8
   num_samples: int = 64
 

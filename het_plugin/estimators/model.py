@@ -194,11 +194,14 @@ class Model:
 
   def init(self, seed: int, num_features: int) -> PyTree:
     """Initial parameters: normal matrices of variance 1 / rows, biases 0, and the first tau."""
-    # In numpy, because every shape of a linen initialiser takes up to a second to compile.
-    rng, found = np.random.default_rng(seed), {}
-    for path, shape in self.param_shapes(num_features).items():
+    # In numpy, because every shape of a linen initialiser takes up to a second to compile. Each
+    # parameter has a stream of its own, with classes last: those that a mesh pads change no other.
+    found = {}
+    for path, shape in sorted(self.param_shapes(num_features).items()):
+      rng = np.random.default_rng([seed, len(found)])
       size = shape[0] ** -0.5 if is_matrix(path) else 0.0
-      found[path] = size * rng.standard_normal(shape, np.float32)
+      normal = rng.standard_normal(shape[::-1], np.float32).T
+      found[path] = np.ascontiguousarray(size * normal)
     params = traverse_util.unflatten_dict(found)
     if self.tau is None:
       tau = self.make_head().own_temperature

@@ -24,7 +24,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold
 
 from het_plugin import reporting
-from het_plugin.estimators import fitting, lbfgs, objective, probe, targets
+from het_plugin.estimators import fitting, lbfgs, objective, probe, selection, targets
 from het_plugin.estimators.directions import noise_directions, noise_map
 from het_plugin.estimators.first_order import FirstOrder
 from het_plugin.estimators.model import Model, is_noise
@@ -198,13 +198,11 @@ def _chosen(name, nll, fold, price) -> Tested:
   """Takes for each fold the least noise within a standard error of the best on the other folds."""
   order = ['none', *(s for s in nll if s != 'none')]  # from little to much
   gain, chosen = np.zeros(len(fold)), []
+  of_all = np.stack([nll[s] for s in order])
   for number in np.unique(fold):
-    others, own = fold != number, fold == number
-    best = min(order, key=lambda s: nll[s][others].mean())
-    gaps = {s: nll[s][others] - nll[best][others] for s in order}
-    close = [s for s in order if gaps[s].mean() <= (uncertainty.stderr(gaps[s]) or 0.0)]
-    chosen.append(close[0])
-    gain[own] = nll['none'][own] - nll[close[0]][own]
+    own = fold == number
+    chosen.append(order[selection.least_noise(np.arange(len(order)), of_all[:, ~own])])
+    gain[own] = nll['none'][own] - nll[chosen[-1]][own]
   constant = nll['none'] - nll['constant'] if 'constant' in nll else None
   return Tested(name, gain, constant, fold, chosen, price)
 

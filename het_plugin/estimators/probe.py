@@ -35,7 +35,8 @@ class Settings:
   Attributes:
     heads: names in `CLASSIFIERS`.
     c, c_noise, num_factors, tau: the grid, from which `choose` takes a point by the NLL of held-out
-      rows. If there are several values of c_noise, 0 (no noise) is one of them.
+      rows. If there are several values of c_noise, 0 (no noise) is one of them. 'auto', alone, is
+      no grid: every fit chooses on rows of its own (`HetClassifier`).
     hidden_layers: widths of GELU layers below every head.
     baseline: the head that others are compared with.
     folds: number of folds of the training rows, used if there is no test file.
@@ -51,7 +52,7 @@ class Settings:
 
   heads: Sequence[str] = ('det', 'het_xl')
   c: Sequence[float] = (1.0,)
-  c_noise: Sequence[float | None] = (None,)
+  c_noise: Sequence[float | str | None] = ('auto',)
   num_factors: Sequence[int] = (8,)
   tau: Sequence[float | str] = (1.0,)
   hidden_layers: Sequence[int] = ()
@@ -68,9 +69,15 @@ class Settings:
   progress: bool = True
 
   def __post_init__(self):
-    for flag, values in (('heads', self.heads), ('C', self.c), ('tau', self.tau)):
+    lists = {'heads': self.heads, 'C': self.c, 'C_noise': self.c_noise, 'tau': self.tau}
+    for flag, values in lists.items():
       if not values:
         raise ValueError(f'--{flag}= has no value; it must list at least one')
+    if 'auto' in self.c_noise and len(self.c_noise) > 1:
+      raise ValueError(
+        f'--C_noise={",".join(map(str, self.c_noise))}: auto chooses from values of its own, and '
+        'must be the only one'
+      )
     if unknown := [name for name in self.heads if name not in CLASSIFIERS]:
       raise ValueError(
         f'--heads={",".join(self.heads)}: {unknown[0]} is unknown; choose from '
@@ -323,7 +330,7 @@ def fit_best(
   """The estimator of the best point of the grid, fitted to all rows.
 
   `starts` collects the fits of DET, where the noise starts; each fit takes one of `titles`. Also
-  returns this point and the number of fits that did not converge.
+  returns this point, with the C_noise of the fit, and the number of fits that did not converge.
   """
   grid = settings.grid(head)
   names = ('hidden_layers', 'tol', 'max_iter', 'target', 'solver', 'mesh')
@@ -359,6 +366,8 @@ def fit_best(
       failures += estimator.gradient_ > settings.tol
     best = grid[choose(grid, np.stack(nll))]
   estimator = fit(best, fitted)
+  if head != 'det':
+    best = {**best, 'C_noise': estimator.C_noise_}
   return estimator, best, failures + int(estimator.gradient_ > settings.tol)
 
 
@@ -378,7 +387,8 @@ def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
   best = grid[int(np.argmin(nll.mean(axis=1)))]
   same = [i for i, x in enumerate(grid) if {**x, 'C_noise': None} == {**best, 'C_noise': None}]
   given = [(grid[i].get('C_noise'), grid[i]['C']) for i in same]
-  c_noise = np.array([NOISE_SHARE * c if noise is None else noise for noise, c in given])
+  # 'auto' is alone, and any number.
+  c_noise = np.array([NOISE_SHARE * c if x in (None, 'auto') else x for x, c in given])
   return same[least_noise(c_noise, nll[same])]
 
 

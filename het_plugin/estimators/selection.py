@@ -2,36 +2,37 @@
 
 import numpy as np
 
-# C_noise / C. Where noise was chosen for labels of people and of characters, it was 0.001 to 0.3,
-# and 0.03 most often (benchmarks/real_features.py).
+# C_noise / C where nothing is chosen. For labels of people and of characters 0.001 to 0.3 was
+# chosen, and 0.03 most often (benchmarks/real_features.py).
 NOISE_SHARE = 0.03
 # The path of C_noise='auto' has the most noise first, because a search that starts with less noise
 # than it needs may end on a plateau near DET.
 NOISE_SHARES = (0.3, 0.1, 0.03, 0.01, 0.003)
 HELD_OUT = 5  # one row in so many
+MIN_HELD_OUT = 2  # rows: of one there is no standard error
 MIN_GAIN = 1e-4  # nats: less is the tolerance of fits
 
 
-def least_noise(c_noise: np.ndarray, nll: np.ndarray, weight: np.ndarray | None = None) -> int:
+def least_noise(noise: np.ndarray, nll: np.ndarray, weight: np.ndarray | None = None) -> int:
   """The number of the point with the least noise that is as good as the best one.
 
-  It is the point of the least C_noise whose mean NLL is within a standard error of the least mean.
+  It is the point of the least noise whose mean NLL is within a standard error of the least mean.
   The standard error is that of the paired difference over examples. See Breiman et al. (1984),
   Classification and Regression Trees, section 3.4.3.
 
-      >>> c_noise = np.array([0.0, 0.1, 1.0])
+      >>> noise = np.array([0.0, 0.1, 1.0])
       >>> nll = np.array([[1.1, 1.3, 1.2, 1.4], [1.0, 1.2, 1.1, 1.35], [0.9, 1.2, 1.2, 1.3]])
-      >>> least_noise(c_noise, nll)
+      >>> least_noise(noise, nll)
       1
 
   Args:
-    c_noise: [points].
+    noise: [points], C_noise, or another number that grows with the noise.
     nll: [points, N], NLL of held-out rows, nats.
     weight: [N]; None is 1 for each.
   """
   best = int(np.argmin(np.average(nll, axis=1, weights=weight)))
   close = [i for i in range(len(nll)) if i == best or is_close(nll[i], nll[best], weight)]
-  return min(close, key=lambda i: (c_noise[i], i != best))
+  return min(close, key=lambda i: (noise[i], i != best))
 
 
 def is_close(nll: np.ndarray, best: np.ndarray, weight: np.ndarray | None = None) -> bool:

@@ -73,6 +73,7 @@ RUNS = {
     'nats with m = 1',
   ),
   'known_truth.py --problem=sigmoid,10,4,2,3,300 --heads=het': (2, 'het'),
+  'noise_default.py --problems=known --seeds=0 --heads=het --rows=100': (3, 'auto'),
   'noise_test.py --only=rate,0.4,2500,10,24,0.3 --folds=2': (3, 'times what the test predicted'),
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
   'probe.py --stream --rows=2000 --dim=6 --classes=3 --heads=det': (2, 'det'),

@@ -27,7 +27,8 @@ def data():
 @pytest.fixture(scope='module')
 def het(data):
   x, y = data
-  return HetClassifier(num_factors=2, num_samples=64, max_iter=100, tol=1e-3).fit(x[:500], y[:500])
+  settings = {'C_noise': 0.03, 'num_factors': 2, 'max_iter': 100, 'tol': 1e-3}
+  return HetClassifier(**settings).fit(x[:500], y[:500])
 
 
 def test_covariance_is_that_of_the_samples(data, het):

@@ -23,7 +23,7 @@ from het_plugin.estimators import (
 )
 
 NOISY = (HetClassifier, HetHClassifier, HetXLClassifier)
-SMALL = {'num_factors': 2, 'num_samples': 16}
+SMALL = {'C_noise': None, 'num_factors': 2, 'num_samples': 16}
 
 
 def problem(num_rows=300, num_classes=4):
@@ -43,7 +43,11 @@ def optimum(x, y, c):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'estimator',
-  [DetClassifier(max_iter=100), *(cls(max_iter=30, **SMALL) for cls in NOISY)],
+  [
+    DetClassifier(max_iter=100),
+    HetClassifier(max_iter=30, num_factors=2, num_samples=16),  # C_noise='auto'
+    *(cls(max_iter=30, **SMALL) for cls in NOISY[1:]),
+  ],
   ids=lambda e: type(e).__name__,
 )
 @pytest.mark.filterwarnings('ignore')
@@ -185,6 +189,12 @@ def test_strings_pipelines_and_searches():
   ).fit(x, names)
   assert set(search.predict(x)) <= set(names)
   assert search.score(x, names) > 0.6
+  fast = {'num_factors': 1, 'num_samples': 8, 'max_iter': 10, 'tol': 0.1}
+  values = [0.0, 0.1, 'auto']
+  search = GridSearchCV(HetClassifier(**fast), {'C_noise': values}, cv=2, error_score='raise')
+  search.fit(x, names)
+  assert search.best_params_['C_noise'] in values
+  assert clone(HetClassifier()).C_noise == 'auto' and search.best_estimator_.C_noise_ >= 0
   assert clone(HetXLClassifier(tau=2.0)).tau == 2.0
 
 

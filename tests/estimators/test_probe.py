@@ -31,7 +31,14 @@ def files(tmp_path_factory):
 
 def settings(**changes):
   return probe.Settings(
-    **{'heads': ('det',), 'max_iter': 60, 'num_factors': (2,), 'num_samples': 16} | changes
+    **{
+      'heads': ('det',),
+      'max_iter': 60,
+      'num_factors': (2,),
+      'num_samples': 16,
+      'c_noise': (None,),
+    }
+    | changes
   )
 
 
@@ -72,6 +79,10 @@ def test_the_main(files, tmp_path, run_main):
     ('--tau=', '--tau= has no value'),
     ('--mesh=2', '--mesh=2 must be 2 whole numbers of at least 1'),
     ('--tau=cold', '--tau=cold must be a number > 0, or learned, validation'),
+    ('--C_noise=', '--C_noise= has no value'),
+    ('--C_noise=0', '--C_noise=0 must be a number > 0, or auto'),
+    ('--C_noise=best', '--C_noise=best must be a number > 0, or auto'),
+    ('--C_noise=auto,0.1', '--C_noise=auto,0.1: auto chooses from values of its own'),
   ):
     assert message in run_main(probe_main, *arguments, flag, code=2)
 
@@ -168,6 +179,16 @@ def test_several_c_noise_include_no_noise(files):
   # The labels have no noise beside that of the link, so the noise is not taken.
   det, het = probe.probe(*files, settings(heads=('det', 'het'), c_noise=(0.1, 3.0))).json
   assert het['chosen'][0]['C_noise'] == 0.0
+  assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
+
+
+def test_auto_is_the_default_and_no_grid(files, tmp_path, run_main):
+  assert [x['C_noise'] for x in probe.Settings().grid('het')] == ['auto']
+  arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det,het', '--max_iter=60')
+  small = ('--num_factors=2', '--num_samples=16')
+  run_main(probe_main, *arguments, *small, f'--json={tmp_path}/x.json')
+  det, het = json.loads((tmp_path / 'x.json').read_text())
+  assert het['chosen'] == [{**het['chosen'][0], 'C_noise': 0.0}]  # these labels have no noise
   assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
 
 

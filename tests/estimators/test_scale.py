@@ -54,8 +54,7 @@ def test_a_mesh_gives_the_same_fit(data, solver):
       one = cls(**settings).fit(x, y)
       many = cls(**settings, mesh=(2, 4)).fit(x, y)
     assert many.params_['head']['kernel'].shape[1] == 12
-    # Padded classes draw another random start, and eight iterations do not converge.
-    np.testing.assert_allclose(many.nll(x, y).mean(), one.nll(x, y).mean(), atol=5e-3)
+    np.testing.assert_allclose(many.nll(x, y).mean(), one.nll(x, y).mean(), atol=2e-3)
     assert many.predict_proba(x).shape == (1500, 11)
 
 

@@ -1,4 +1,4 @@
-"""C_noise='auto': the held-out rows, the rule, and what it chooses."""
+"""C_noise='auto', the default: the held-out rows, the rule, and what it chooses."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from het_plugin.estimators import DetClassifier, HetClassifier, HetXLClassifier, load, save
 from het_plugin.estimators.selection import NOISE_SHARES, held_out_rows, is_close, least_noise
 
-SETTINGS = {'C_noise': 'auto', 'num_factors': 2, 'num_samples': 16, 'max_iter': 100}
+SETTINGS = {'num_factors': 2, 'num_samples': 16, 'max_iter': 100}
 
 
 def problem(num_rows, is_noisy):
@@ -77,13 +77,29 @@ def test_weights_are_repetitions_and_the_order_of_rows_is_nothing():
 
 def test_what_cannot_be_chosen_is_one_sentence():
   x, y = problem(40, is_noisy=False)
-  with pytest.raises(ValueError, match=r"C_noise='auto' needs all rows in memory .* solver='adam'"):
-    HetClassifier(**SETTINGS, solver='adam').fit(x, y)
   with pytest.raises(ValueError, match="'C_noise' parameter .* Got 'best' instead"):
     HetClassifier(C_noise='best').fit(x, y)
   with pytest.raises(ValueError, match="C_noise='auto' chooses a share of C=inf, which must be"):
     HetClassifier(float('inf'), **SETTINGS).fit(x, y)
-  with pytest.raises(ValueError, match='holds out one row in 5 .* the 4 rows of X are too few'):
-    HetClassifier(**SETTINGS).fit(x[:4], [0, 0, 1, 1])
   with pytest.raises(ValueError, match='start must be a DetClassifier fitted to the same rows'):
     HetClassifier(**SETTINGS).fit(x, y, start=DetClassifier(C=2.0).fit(x, y))
+
+
+def test_with_too_few_rows_no_noise_is_taken():
+  x, _ = problem(7, is_noisy=False)
+  y = np.array([0, 0, 0, 0, 0, 1, 1])  # one row could be held out
+  with pytest.warns(UserWarning, match="C_noise='auto' takes no noise: .* 7 rows of X are too few"):
+    head = HetClassifier(**SETTINGS).fit(x, y)
+  assert (head.C_noise, head.C_noise_, head.noise_nll_) == ('auto', 0.0, None)
+  expected = DetClassifier().fit(x, y).predict_proba(x)
+  np.testing.assert_allclose(head.predict_proba(x), expected, atol=1e-3)
+
+
+@pytest.mark.filterwarnings('ignore::sklearn.exceptions.ConvergenceWarning')
+def test_in_minibatches_the_held_out_rows_end_the_fit_instead():
+  x, y = problem(300, is_noisy=True)
+  settings = {**SETTINGS, 'max_iter': 2, 'solver': 'adam'}
+  head = HetClassifier(2.0, **settings).fit(x, y)
+  assert (head.C_noise_, head.noise_nll_) == (0.06, None)
+  same = HetClassifier(2.0, C_noise=0.06, **settings).fit(x, y)
+  np.testing.assert_array_equal(head.predict_proba(x), same.predict_proba(x))
