@@ -120,7 +120,8 @@ def test_more_steps_change_results_where_the_learning_rate_ends_with_them(decay,
 def parameters(configurable):
   """Names of its parameters and, of a function that makes a module, of those of the module."""
   made = inspect.signature(configurable).return_annotation
-  fields = inspect.signature(made).parameters if inspect.isclass(made) else ()
+  is_module = inspect.isclass(made) and made is not int  # whose constructor has no signature
+  fields = inspect.signature(made).parameters if is_module else ()
   return {*inspect.signature(configurable).parameters, *fields}
 
 
