@@ -45,8 +45,8 @@ from het_plugin.integrate.tiles import (
 
 METHODS = ('auto', 'exact', 'sample')
 ORDERS = ('auto', 'project_then_sample', 'sample_then_project')
-# From `MIN_ROTATED` Sobol points on they are rotated, which costs as much as a dozen samples. From
-# `MIN_TILTED` on, those of a loss follow the fit, which costs about as much as eight (S = 4: five).
+# `MIN_ROTATED` or more Sobol points are rotated. This costs as much as a dozen samples. In a loss,
+# `MIN_TILTED` or more follow the fit. It costs as much as five samples if S = 4, else about eight.
 MIN_ROTATED = 32
 MIN_TILTED = 4
 # Values per class and example of a tile beside those of its factors: exact sigmoid, HET-H.

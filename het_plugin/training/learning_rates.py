@@ -58,28 +58,22 @@ def step_of(share: Annotated[float, '[0, inf)'], total_steps: int) -> int:
 
 
 def scale_by_group(
-  factors: Sequence[tuple[str, float | optax.Schedule]],
+  factors: Sequence[tuple[str, float | optax.Schedule]], setting: str = 'learning_rate_factors'
 ) -> optax.GradientTransformation:
-  """Multiplies updates with the factor of the first pattern that is found in a parameter's path."""
+  """Multiplies updates with the factor of the first pattern that is found in a parameter's path.
+
+  A pattern that is found in none is a ValueError at initialisation, which names the setting.
+  """
 
   def first(number: int) -> Callable[[PyTree], PyTree]:
     def mask(params: PyTree) -> PyTree:
-      masks = [matching(x, params, 'learning_rate_factors') for x, _ in factors[: number + 1]]
+      masks = [matching(x, params, setting) for x, _ in factors[: number + 1]]
       return jax.tree.map(lambda *found: found[-1] and not any(found[:-1]), *masks)
 
     return mask
 
   scales = [optax.scale_by_schedule(f) if callable(f) else optax.scale(f) for _, f in factors]
   return optax.chain(*(optax.masked(scale, first(i)) for i, scale in enumerate(scales)))
-
-
-def start_at(pattern: str, step: int, setting: str) -> optax.GradientTransformation:
-  """Updates of the parameters in whose path a pattern is found are 0 before an update.
-
-  A pattern that is found in none is a ValueError at initialisation, which names the setting.
-  """
-  scale = optax.scale_by_schedule(unfreeze_at(step))
-  return optax.masked(scale, lambda params: matching(pattern, params, setting))
 
 
 def scale_by_layer(decay: float) -> optax.GradientTransformation:

@@ -105,7 +105,8 @@ def adamw(
       raise ValueError(
         f'adamw.late_params={late_params!r} must end with a number of updates, at least 0'
       )
-    unfreeze = learning_rates.start_at(late, start, 'late_params')
+    factors_of_time = ((late, learning_rates.unfreeze_at(start)),)
+    unfreeze = learning_rates.scale_by_group(factors_of_time, 'late_params')
     for kind, part in dict(kinds).items():
       kinds[f'{kind}_late'] = optax.conditionally_mask(part, lambda count: count >= start)
     scale = optax.partition(kinds, times)
