@@ -176,8 +176,8 @@ def minimise(
   with progress_of(progress, model.head, max_iter, 'iterations') as bar:
     for restart in itertools.count():
       whitening = whitening_of(model, params, rows)
-      rows = objective.with_draws(model, params, rows)
-      evaluate = functools.partial(_evaluate, model, rows=rows, whitening=whitening)
+      drawn = objective.with_draws(model, params, rows)
+      evaluate = functools.partial(_evaluate, model, rows=drawn, whitening=whitening)
       theta = whiten(model, params, whitening)
       state = _no_memory(theta)
       theta, value, gradient, _, largest = evaluate(theta, theta, 0.0)

@@ -8,7 +8,7 @@ exp of a difference of logarithms. There are three loops.
 one number per example (softmax) or class (sigmoid), so its cotangent only scales a gradient that is
 known as soon as the samples are. The forward pass accumulates the gradient with respect to the
 factors F [T, K], relative to a running maximum as in an online softmax: no sample is drawn or
-projected twice. On a CPU it takes one example after the other (`Placement.by_example`). With
+projected twice. On a CPU it takes few examples at a time (`Placement.by_example`). With
 e_s = exp(u_s - max), Z_s = sum_k e_sk, omega_s the weight times the probability of y in sample s
 relative to the largest over s, and z_s extended by a 1 for the mean,
 
@@ -78,7 +78,13 @@ def one_pass(
 def _run_one_pass(link, plan, samples, draws, target, with_gradient):
   run = functools.partial(_one_pass, link, plan, with_gradient=with_gradient)
   inputs = _samples_spec(samples), draws.letters(), 'bk'
-  return plan.placement.by_example(run, inputs)(samples, draws, target)
+  example_bytes = plan.chunk_size * _class_bytes(samples)
+  return plan.placement.by_example(run, inputs, example_bytes)(samples, draws, target)
+
+
+def _class_bytes(samples):
+  """Bytes of K numbers."""
+  return samples.mean.shape[-1] * samples.mean.dtype.itemsize
 
 
 def _one_pass(link, plan, samples, draws, target, with_gradient):
@@ -179,7 +185,9 @@ def _one_pass_bwd(link, plan, residuals, g):
   if not isinstance(samples.noise, LowRank):
     gradient, shift = with_shift(gradient)
     return Samples(shift[None, None], gradient, None), None, None
-  to_rows = plan.placement.by_example(lambda x: x.rows()[0], (_samples_spec(samples),))
+  example_bytes = (samples.num_normals + 1) * _class_bytes(samples)
+  spec = (_samples_spec(samples),)
+  to_rows = plan.placement.by_example(lambda x: x.rows()[0], spec, example_bytes)
   return *jax.vjp(to_rows, samples)[1](gradient), None, None
 
 
