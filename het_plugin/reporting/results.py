@@ -8,7 +8,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,32 @@ def provenance(program: str) -> dict[str, Any]:
 
 
 def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
-  """Writes `rows` as JSON, NaN and infinities as null; makes the directory."""
-  text = json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n'
-  with weights.replacing(path) as unfinished:
-    unfinished.write_text(text)
+  """Writes `rows` as JSON, NaN and infinities as null; makes the directory.
+
+  The entries of sequences are taken one after the other, so that they need not be in memory.
+  """
+  with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
+    stream.writelines(_json(rows))
+    stream.write('\n')
 
 
-def _plain(value: Any) -> Any:
-  if isinstance(value, Mapping):
-    return {str(key): _plain(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return [_plain(item) for item in value]
+def _json(value: Any, indent: str = '\n') -> Iterator[str]:
+  """Pieces of the text of a value, whose lines begin with `indent`."""
   if isinstance(value, np.generic | np.ndarray):
-    return _plain(value.tolist())
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
-  return value
+    value = value.tolist()
+  inner, entries = f'{indent}  ', None
+  if isinstance(value, Mapping):
+    brackets, entries = '{}', ((f'{json.dumps(str(name))}: ', x) for name, x in value.items())
+  elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    brackets, entries = '[]', (('', x) for x in value)
+  elif isinstance(value, float) and not math.isfinite(value):
+    value = None
+  if entries is None:
+    yield json.dumps(value)
+    return
+  before = brackets[0]
+  for name, x in entries:
+    yield f'{before}{inner}{name}'
+    yield from _json(x, inner)
+    before = ','
+  yield brackets if before != ',' else f'{indent}{brackets[1]}'
