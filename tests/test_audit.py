@@ -103,7 +103,7 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
   for image, name, text in sum(galleries.values(), []):
     index = int(re.search(r'#(\d+)$', text)[1])
     assert 256 * int(image[0, 0]) + int(image[0, 1]) == index and image.shape == (4, 4)
-    assert image[2:].min() == 255 and name.endswith(f'images.npz[{index}]')
+    assert image[2:].min() == 255 and name == f'npz:{task}[{index}]' == by_index[index]['name']
     assert text.startswith(by_index[index]['label_name']) or text[0] in '01'
   worst, ambiguous, *pairs = galleries.items()
   shown = [int(text.partition('#')[2]) for *_, text in worst[1]]

@@ -91,12 +91,14 @@ class Listed(Sequence):
     label: int [N], their labels.
     found: their audit.
     order: int [N], the numbers of the rows in this order.
+    name: gives the name of an example by its id; None if it has none.
   """
 
   rows: rows_lib.Rows
   label: np.ndarray
   found: measure.Audit
   order: np.ndarray
+  name: Callable[[int], str] | None = None
 
   def __len__(self) -> int:
     return len(self.order)
@@ -107,9 +109,10 @@ class Listed(Sequence):
     return self._row(self.order[place])
 
   def _row(self, i):
-    found, label, suggested = self.found, int(self.label[i]), int(self.found.suggested[i])
+    found, index, label = self.found, int(self.rows.index[i]), int(self.label[i])
+    suggested = int(found.suggested[i])
     listed = {
-      'index': int(self.rows.index[i]),
+      'index': index,
       'label': label,
       'probability': round(float(found.probability[i]), 6),
       'wrong': round(float(found.wrong[i]), 6),
@@ -118,6 +121,8 @@ class Listed(Sequence):
     }
     if names := self.rows.class_names:
       listed |= {'label_name': names[label], 'suggested_name': names[suggested]}
+    if self.name:
+      listed['name'] = self.name(index)
     return listed
 
 
@@ -158,7 +163,8 @@ def report(
     names = examples.info.shown_names or rows.class_names
   label = rows.label
   found = audit(rows.features, label, settings)
-  listed = Listed(rows, label, found, np.argsort(-found.wrong, kind='stable'))
+  order = np.argsort(-found.wrong, kind='stable')
+  listed = Listed(rows, label, found, order, examples.name if examples else None)
 
   def shown(k):
     return str(k) if names is None else names[k]
@@ -219,12 +225,15 @@ def _galleries(
   """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
   found, label = listed.found, listed.label
 
+  def likely(i):
+    return f'{found.wrong[i]:.3f}'
+
   def moved(i):
-    return f'{shown(label[i])}\n→ {shown(found.suggested[i])}'
+    return f'{shown(label[i])}\n→ {shown(found.suggested[i])}\n{likely(i)}'
 
   def unsure(i):
     others = '' if label[i] == found.suggested[i] else f' or\n{shown(found.suggested[i])}'
-    return f'{shown(label[i])}{others}?'
+    return f'{shown(label[i])}{others}?\n{found.confidence[i]:.3f}'
 
   wrong = listed.order[: (found.kind == 'wrong').sum()]
   ambiguous = np.flatnonzero(found.kind == 'ambiguous')
@@ -235,21 +244,22 @@ def _galleries(
       'Labels that are most probably wrong: label → suggested, and the probability that the label '
       'is wrong',
       wrong[:_THUMBNAILS],
-      lambda i: f'{moved(i)}\n{found.wrong[i]:.3f}',
+      moved,
     ),
     'ambiguous': (
       'The most ambiguous: label, the most probable truth if it is another, and the largest p of a '
       'class',
       ambiguous[:_THUMBNAILS],
-      lambda i: f'{unsure(i)}\n{found.confidence[i]:.3f}',
+      unsure,
     ),
   }
   for number, (k, y, rate, _) in enumerate(found.pairs(_SHOWN), 1):
     rows = wrong[(label[wrong] == y) & (found.suggested[wrong] == k)]
     caption = f'Truth {shown(k)}, label {shown(y)}: {rate:.1%} of this truth'
-    below = lambda i: f'{found.wrong[i]:.3f}'  # noqa: E731
-    chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], below
+    chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], likely
   numbers = np.unique(np.concatenate([rows for _, rows, _ in chosen.values()]))
+  if not len(numbers):
+    return {}
   read = examples.read(listed.rows.index[numbers], listed.rows.provenance.get('image_size'))
   other = [i for i, y in zip(numbers, read.labels, strict=True) if label[i] not in y]
   galleries = {}
@@ -261,7 +271,7 @@ def _galleries(
       reporting.Thumbnail(
         reporting.thumbnail_png(read.images[n]),
         f'{text(numbers[n])}  #{listed.rows.index[numbers[n]]}',
-        read.names[n],
+        examples.name(int(listed.rows.index[numbers[n]])),
       )
       for n in places
     ]

@@ -19,23 +19,22 @@ class Found(NamedTuple):
   Attributes:
     images: float32 [B, S, S, C], levels in [-1, 1], preprocessed as in an evaluation.
     labels: int32 [B, L], those of the data set, padded with -1.
-    names: [B], such as the path of a file.
     readable: bool [B]; the image of one that is not is black.
   """
 
   images: np.ndarray
   labels: np.ndarray
-  names: list[str]
   readable: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-  """The examples of a split of a task, or of a slice of one; `of` makes it."""
+  """The examples of a split of a task, or of a slice of one, whose whole split is `whole`."""
 
   task: tasks.ImageTask
   info: data.TaskInfo
   split: str
+  whole: str
 
   @classmethod
   def of(cls, dataset: str, split: str) -> 'Examples':
@@ -46,8 +45,7 @@ class Examples:
     """
     task = tasks.get_task(represent.task_name(dataset))
     info = data.classification_info(task)
-    splits.resolve(split, info.splits, task.name)
-    return cls(task, info, split)
+    return cls(task, info, split, splits.resolve(split, info.splits, task.name).split)
 
   @property
   def are_images(self) -> bool:
@@ -64,7 +62,7 @@ class Examples:
     given = rows.provenance.get('split') if 'dataset' in rows.provenance else self.split
     if given != self.split:
       raise ValueError(f'--split={self.split}: the rows are of the split {given}')
-    size = info.splits[splits.resolve(self.split, info.splits).split]
+    size = info.splits[self.whole]
     if size is not None and rows.index.max() >= size:
       raise ValueError(
         f'the rows have the example id {rows.index.max()}; ids of {of} are 0 .. {size - 1}'
@@ -78,12 +76,15 @@ class Examples:
       )
     return dataclasses.replace(rows, class_names=names)
 
+  def name(self, index: int) -> str:
+    """The name of an example, such as the path of its file."""
+    return self.task.examples.describe(self.whole, index)
+
   def read(self, index: np.ndarray, size: int | None = None) -> Found:
     """Examples by id, int [B], with square images of `size` pixels, or `SIDE` if that is less."""
     info, side = self.info, min(SIDE, size or SIDE)
-    split = splits.resolve(self.split, info.splits).split
     lengths = {'image': side, 'label': info.max_labels}
-    reader = self.task.reader(split, lengths, augment=False, shuffle=False, seed=0, num_epochs=1)
+    order = {'shuffle': False, 'seed': 0, 'num_epochs': 1}
+    reader = self.task.reader(self.whole, lengths, augment=False, **order)
     batch, _ = reader.read(np.asarray(index, np.int64))
-    names = [self.task.examples.describe(split, int(i)) for i in index]
-    return Found(batch['image'], batch['label'], names, batch['mask'] > 0)
+    return Found(batch['image'], batch['label'], batch['mask'] > 0)

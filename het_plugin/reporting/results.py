@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import platform
@@ -41,7 +42,7 @@ def provenance(program: str) -> dict[str, Any]:
 def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
   """Writes `rows` as JSON, NaN and infinities as null; makes the directory.
 
-  The entries of sequences are taken one after the other, so that they need not be in memory.
+  Entries of a sequence that is no list are taken one after the other: they need not be in memory.
   """
   with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
     stream.writelines(_json(rows))
@@ -50,21 +51,36 @@ def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str 
 
 def _json(value: Any, indent: str = '\n') -> Iterator[str]:
   """Pieces of the text of a value, whose lines begin with `indent`."""
-  if isinstance(value, np.generic | np.ndarray):
-    value = value.tolist()
-  inner, entries = f'{indent}  ', None
+  inner = f'{indent}  '
   if isinstance(value, Mapping):
-    brackets, entries = '{}', ((f'{json.dumps(str(name))}: ', x) for name, x in value.items())
-  elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-    brackets, entries = '[]', (('', x) for x in value)
-  elif isinstance(value, float) and not math.isfinite(value):
-    value = None
-  if entries is None:
-    yield json.dumps(value)
+    named = ((json.dumps(str(name)), x) for name, x in value.items())
+    brackets, entries = '{}', (itertools.chain([name, ': '], _json(x, inner)) for name, x in named)
+  elif isinstance(value, Sequence) and not isinstance(value, list | tuple | str | bytes):
+    brackets, entries = '[]', ([_text(x, inner)] for x in value)
+  else:
+    yield _text(value, indent)
     return
   before = brackets[0]
-  for name, x in entries:
-    yield f'{before}{inner}{name}'
-    yield from _json(x, inner)
+  for pieces in entries:
+    yield f'{before}{inner}'
+    yield from pieces
     before = ','
-  yield brackets if before != ',' else f'{indent}{brackets[1]}'
+  yield f'{indent}{brackets[1]}' if before == ',' else brackets
+
+
+def _text(value: Any, indent: str) -> str:
+  return json.dumps(_plain(value), indent=2, allow_nan=False).replace('\n', indent)
+
+
+def _plain(value: Any) -> Any:
+  if value is None or isinstance(value, str | int):
+    return value
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  if isinstance(value, Mapping):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(item) for item in value]
+  if isinstance(value, np.generic | np.ndarray):
+    return _plain(value.tolist())
+  return value
