@@ -128,7 +128,7 @@ class Listed(Sequence):
 
 def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
   """Writes the rows of an audit, a line each."""
-  with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
+  with weights.replacing(path) as unfinished, unfinished.open('w', encoding='utf-8') as stream:
     writer = csv.DictWriter(stream, list(listed[0]), lineterminator='\n')
     writer.writeheader()
     writer.writerows(listed)
