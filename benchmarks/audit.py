@@ -16,13 +16,24 @@ Rows: AUROC and average precision of the wrong labels, and the precision of as m
 wrong; means over seeds, with standard errors. `share` is the estimate of the wrong labels, that of
 cleanlab by its number of label issues. Ten minutes of CPU time; seconds with --data linear --kinds
 next --shares 0.3 --seeds 2 --rows 300 --heads det.
+
+    python benchmarks/audit.py --stream --rows 1000000
+
+instead audits features of 32 columns that stay on disk, with labels of 20 classes, by one epoch of
+DET for each fold: of a tenth of the rows, then of all. It writes all files of the command, and
+prints the CPU seconds and the peak memory of the process, without mapped files.
 """
 
 import argparse
+import pathlib
+import tempfile
+import threading
+import time
 import warnings
 
 import numpy as np
 from command_line import make_parser, names, numbers, report
+from probe import memory_mib, watch_memory
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning
@@ -31,7 +42,9 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
-from het_plugin.estimators import CLASSIFIERS
+from het_plugin import reporting
+from het_plugin.estimators import CLASSIFIERS, probe
+from het_plugin.estimators import audit as of_files
 from het_plugin.measures import audit
 
 FOLDS = 3
@@ -134,6 +147,37 @@ def measure(args):
   return rows
 
 
+def stream(args):
+  """A row per number of rows."""
+  rng, found = np.random.default_rng(0), []
+  kernel = rng.normal(size=(32, 20)).astype(np.float32)
+  settings = probe.Settings(['det'], solver='adam', max_iter=1, progress=False)
+  for num_rows in (args.rows // 10, args.rows):
+    with tempfile.TemporaryDirectory() as name:
+      folder, labels = pathlib.Path(name), []
+      shape = (num_rows, len(kernel))
+      x = np.lib.format.open_memmap(folder / 'x.npy', 'w+', np.float32, shape)
+      for start in range(0, num_rows, 4096):
+        x[start : start + 4096] = rng.standard_normal(x[start : start + 4096].shape, np.float32)
+        labels.append((x[start : start + 4096] @ kernel).argmax(axis=1))
+      del x
+      y = np.concatenate(labels)
+      np.save(folder / 'y.npy', np.where(rng.random(num_rows) < 0.2, (y + 1) % 20, y))
+      memory, stop = [memory_mib()], threading.Event()
+      watch = threading.Thread(target=watch_memory, args=(memory, stop))
+      watch.start()
+      cpu = time.process_time()
+      made = of_files.report(f'{folder}/x.npy,{folder}/y.npy', settings)
+      reporting.write_json(made.json, folder / 'a.json')
+      of_files.write_csv(folder / 'a.csv', made.json['rows'])
+      of_files.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
+      cpu = time.process_time() - cpu
+      stop.set()
+      watch.join()
+    found.append({'rows': num_rows, 'cpu_seconds': cpu, 'peak_mib': max(memory)})
+  report(args.json, found)
+
+
 def main():
   parser = make_parser(__doc__)
   parser.add_argument('--data', type=names(DATA), default=list(DATA), help=','.join(DATA))
@@ -148,7 +192,10 @@ def main():
     '--cleanlab', action=argparse.BooleanOptionalAction, default=True, help='also cleanlab'
   )
   parser.add_argument('--cleanlab_c', type=float, default=1.0, help='C of its LogisticRegression')
+  parser.add_argument('--stream', action='store_true', help='the memory of rows on disk')
   args = parser.parse_args()
+  if args.stream:
+    return stream(args)
   if args.seeds < 2:
     parser.error(f'--seeds={args.seeds} must be at least 2, for the errors')
   report(args.json, measure(args))

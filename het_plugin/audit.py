@@ -2,13 +2,16 @@
 
     python -m het_plugin.audit --train=train.npz --csv=labels.csv --json=audit.json
     python -m het_plugin.audit --train=train.npz --suggest=corrected.npz
-    python -m het_plugin.audit --checkpoint=runs/det --dataset=digits
+    python -m het_plugin.audit --checkpoint=runs/det --dataset=digits --html=audit.html
+    python -m het_plugin.audit --train=train.npz --dataset=digits --html=audit.html
 
 Fits a head to each fold's other folds, and compares the labels with its location: what it says of
 the classes without the noise. Prints the share of wrong labels, the pairs of classes that people
 confuse, and the labels that are most probably wrong. --csv and --json list every example: index,
 label, probability of the label, probability that it is wrong, suggested label, and its kind: wrong,
-ambiguous or fine. --suggest writes the rows with suggested labels in the place of wrong ones.
+ambiguous or fine. --suggest writes the rows with suggested labels in the place of wrong ones. With
+--dataset the page of --html shows images of the worst labels, of the most ambiguous ones and of the
+confused pairs. The index of a row is then the number of its example in --split.
 --C, --C_noise and --num_factors may list several values, from which held-out labels choose; with
 --C_noise=auto every fit chooses from no noise and shares of C.
 """
@@ -28,7 +31,7 @@ def define_flags() -> None:
   distributed.define_flags()
   flags.DEFINE_string('train', None, 'Rows: F.npz, F.safetensors or X.npy,Y.npy; or F.npz:SPLIT.')
   flags.DEFINE_string('checkpoint', None, 'Instead of a file: a run or a published file.')
-  flags.DEFINE_string('dataset', None, 'With --checkpoint: the task to represent.')
+  flags.DEFINE_string('dataset', None, 'The task to represent, or of the rows of --train.')
   flags.DEFINE_string('split', 'train', 'Split of --dataset.')
   flags.DEFINE_string('layer', 'pre_logits', 'With --checkpoint: the layer to represent.')
   flags.DEFINE_string(
@@ -47,16 +50,6 @@ def define_flags() -> None:
   flags.DEFINE_string('suggest', None, 'Where to write the rows with suggested labels.')
   flags.DEFINE_string('json', None, 'Where to write all results.')
   flags.DEFINE_string('html', None, 'Where to write a page.')
-
-
-def represented() -> str:
-  """The file of the split of --dataset."""
-  from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
-
-  F = flags.FLAGS
-  source = F.checkpoint, command_line.gin_settings(), F.dataset
-  where = {'splits': F.split, 'layers': [F.layer]}
-  return represent.represent(*source, F.output_dir, **where)['files'][0]['file']
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,13 +72,21 @@ def main(argv: Sequence[str]) -> None:
       )
     if F.suggest and F.train and Path(F.suggest).resolve() == Path(F.train).resolve():
       raise ValueError(f'--suggest={F.suggest} is --train: name another file')
-    source = F.train or represented()
-    report = audit.report(source, settings)
+    examples, source = None, F.train
+    if F.dataset:
+      from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
+      from het_plugin.evaluation.examples import Examples
+
+      examples = Examples.of(F.dataset, F.split)
+      if F.checkpoint:
+        of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
+        (source,) = represent.files_of(*of_run, [F.split], F.layer)
+    report = audit.report(source, settings, examples)
     report.write('het_plugin.audit', json=F.json, html=F.html)
     if F.csv:
       audit.write_csv(F.csv, report.json['rows'])
     if F.suggest:
-      audit.write_suggested(F.suggest, source, report.json['rows'])
+      audit.write_suggested(F.suggest, report.json['rows'])
 
 
 if __name__ == '__main__':

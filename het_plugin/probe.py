@@ -79,16 +79,6 @@ def settings() -> probe.Settings:
   )
 
 
-def represented(splits: Sequence[str]) -> list[str]:
-  """The files of splits of --dataset."""
-  from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
-
-  F = flags.FLAGS
-  source = F.checkpoint, command_line.gin_settings(), F.dataset
-  where = {'splits': ','.join(splits), 'layers': [F.layer]}
-  return [row['file'] for row in represent.represent(*source, F.output_dir, **where)['files']]
-
-
 def tested(train: str, chosen: probe.Settings) -> reporting.Report:
   """The report of --noise_test."""
   F = flags.FLAGS
@@ -113,7 +103,11 @@ def main(argv: Sequence[str]) -> None:
     if (train is None) == (F.checkpoint is None or F.dataset is None):
       raise ValueError('--train is needed, or --checkpoint and --dataset')
     if F.checkpoint:
-      train, *test = represented(F.splits[:1] if F.noise_test else F.splits)
+      from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
+
+      of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
+      splits = F.splits[:1] if F.noise_test else F.splits
+      train, *test = represent.files_of(*of_run, splits, F.layer)
     if F.noise_test:
       report = tested(train, chosen)
     else:

@@ -1,13 +1,20 @@
 """python -m het_plugin.audit, on labels that are wrong in three cases of ten."""
 
+import base64
 import csv
+import dataclasses
+import html
+import io
 import json
+import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from het_plugin import audit
 from het_plugin import rows as rows_lib
+from het_plugin.data import tasks
 
 FAST = ['--folds=2', '--C=10', '--C_noise=1', '--num_factors=1', '--max_iter=40']
 
@@ -40,20 +47,92 @@ def test_wrong_labels_are_listed_first_and_corrected_in_a_copy(noisy, run_main, 
   assert 0.2 < found['share'] < 0.4 and sum(found['counts'].values()) == 900
   rows = found['rows']
   assert [list(row) for row in rows[:1]] == [
-    ['index', 'label', 'probability', 'wrong', 'suggested', 'kind']
+    [
+      *('index', 'label', 'probability', 'wrong', 'suggested', 'kind'),
+      *('label_name', 'suggested_name'),
+    ]
   ]
+  assert all(row['label_name'] == ('cat', 'dog', 'owl')[row['label']] for row in rows)
   order = np.array([row['index'] - 7 for row in rows])
   is_wrong = (label != truth)[order]
   assert is_wrong[:150].mean() > 0.85 and is_wrong[-300:].mean() < 0.1
   assert {(pair['truth'], pair['label']) for pair in found['pairs'][:3]} == {(0, 1), (1, 2), (2, 0)}
   with files['csv'].open() as file:
     listed = list(csv.DictReader(file))
-  assert [int(row['index']) for row in listed] == [row['index'] for row in rows]
+  assert [[*map(str, row.values())] for row in rows] == [[*row.values()] for row in listed]
   corrected = rows_lib.read(str(fixed))
   assert (corrected.label == truth).mean() > (label == truth).mean() + 0.15
   np.testing.assert_array_equal(rows_lib.read(str(path)).label, label)  # the source is as it was
   np.testing.assert_array_equal(corrected.features, rows_lib.read(str(path)).features)
-  assert 'Labels that people confuse' in files['html'].read_text()
+  page = files['html'].read_text()
+  assert 'Labels that people confuse' in page and '<img' not in page
+
+
+def pictures(page):
+  """{caption: [(image, name, lines of text)]} of the galleries of a page."""
+  found = {}
+  for caption, gallery in re.findall(r'<figcaption>(.*?)</figcaption><ul>(.*?)</ul>', page, re.S):
+    items = re.findall(r'base64,([^"]*)" alt="([^"]*)"[^>]*>([^<]*)</li>', gallery)
+    found[html.unescape(caption)] = [
+      (np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))), name, html.unescape(text))
+      for png, name, text in items
+    ]
+  return found
+
+
+def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
+  """Images say which example they are; labels of the task are the truth."""
+  path, truth, label = noisy
+  number = np.arange(1000)  # ids are 7 to 906
+  images = np.zeros((1000, 4, 4), np.uint8)
+  images[:, 0, 0], images[:, 0, 1] = number // 256, number % 256
+  images[:, 2:] = 255
+  task, page = tmp_path / 'images.npz', tmp_path / 'a.html'
+  labels, split = np.zeros(1000, int), np.array(['train'] * 1000)
+  labels[7:907] = truth
+  np.savez(task, image=images, label=labels, split=split, class_name=['cat', 'dog', 'owl'])
+  rows = rows_lib.read(str(path))
+  sized = tmp_path / 'sized.npz'
+  rows_lib.write(sized, dataclasses.replace(rows, provenance={'image_size': 4}))
+  where = f'--json={tmp_path / "a.json"}', f'--html={page}'
+  run_main(audit, f'--train={sized}', f'--dataset={task}', *where, *FAST)
+  listed = json.loads((tmp_path / 'a.json').read_text())
+  by_index = {row['index']: row for row in listed['rows']}
+  galleries = pictures(page.read_text())
+  assert 5 <= len(galleries) <= 8  # the worst, the ambiguous, and pairs
+  for image, name, text in sum(galleries.values(), []):
+    index = int(re.search(r'#(\d+)$', text)[1])
+    assert 256 * int(image[0, 0]) + int(image[0, 1]) == index and image.shape == (4, 4)
+    assert image[2:].min() == 255 and name == f'npz:{task}[{index}]' == by_index[index]['name']
+    assert text.startswith(by_index[index]['label_name']) or text[0] in '01'
+  worst, ambiguous, *pairs = galleries.items()
+  shown = [int(text.partition('#')[2]) for *_, text in worst[1]]
+  assert shown == [row['index'] for row in listed['rows'][: len(shown)]] and len(shown) == 24
+  first = listed['rows'][0]
+  assert worst[1][0][2].startswith(f'{first["label_name"]}\n→ {first["suggested_name"]}\n')
+  others = sum(label[i - 7] != truth[i - 7] for i in shown)
+  assert others > 20 and f'{others} of 24 have another label in npz:{task}' in worst[0]
+  assert all(by_index[int(x[2].partition('#')[2])]['kind'] == 'ambiguous' for x in ambiguous[1])
+  for caption, items in pairs:
+    names = re.match('Truth (cat|dog|owl), label (cat|dog|owl):', caption).groups()
+    for *_, text in items:
+      row = by_index[int(text.partition('#')[2])]
+      assert (row['suggested_name'], row['label_name'], row['kind']) == (*names, 'wrong')
+
+
+def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp_path):
+  run_dir, _ = digits_det_run
+  page = tmp_path / 'a.html'
+  run_main(
+    *(audit, f'--checkpoint={run_dir}', '--dataset=digits', '--split=test', '--head=det'),
+    *(f'--output_dir={tmp_path}', f'--html={page}', '--folds=2', '--C=1', '--max_iter=20'),
+  )
+  images, labels = tasks.get_task('digits').examples.read('test', np.arange(359), 8, 0)
+  shown = sum(pictures(page.read_text()).values(), [])
+  assert shown
+  for image, _, text in shown:
+    expected = np.round((images[int(text.partition('#')[2]), ..., 0] + 1) * 127.5)
+    np.testing.assert_array_equal(image, expected)
 
 
 def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
@@ -61,6 +140,9 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
   rare = tmp_path / 'rare.npz'
   labels = np.append(label[:-1], 3)[:, None]
   np.savez(rare, features=np.zeros((900, 2), np.float32), labels=labels, index=np.arange(900))
+  of_test = tmp_path / 'of_test.npz'
+  about = {'dataset': 'digits', 'split': 'test'}
+  rows_lib.write(of_test, dataclasses.replace(rows_lib.read(str(path)), provenance=about))
   for arguments, message in (
     ([], '--train is needed'),
     ([f'--train={path}', f'--suggest={path}'], 'is --train: name another file'),
@@ -70,5 +152,12 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
     ([f'--train={path}', '--C_noise=x'], '--C_noise=x must be a number > 0, or auto'),
     ([f'--train={rare}'], 'class 3 has 1 rows: --folds=5 needs'),
     ([f'--train={tmp_path / "none.npz"}'], 'none.npz'),
+    (
+      [f'--train={path}', '--dataset=digits', '--split=dev'],
+      "split='dev' is not a split of digits",
+    ),
+    ([f'--train={path}', '--dataset=digits', '--split=test'], 'id 906; ids of digits, split test'),
+    ([f'--train={path}', '--dataset=digits'], 'class names of the rows are not those of digits'),
+    ([f'--train={of_test}', '--dataset=digits'], '--split=train: the rows are of the split test'),
   ):
     assert message in run_main(audit, *arguments, code=2)

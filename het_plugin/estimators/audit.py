@@ -2,22 +2,26 @@
 
 import csv
 import dataclasses
-import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sklearn.model_selection import StratifiedKFold
 
 from het_plugin import reporting, weights
 from het_plugin import rows as rows_lib
-from het_plugin.estimators import probe
+from het_plugin.estimators import inputs, probe
 from het_plugin.measures import audit as measure
+
+if TYPE_CHECKING:  # imports tasks of images, which files do not need
+  from het_plugin.evaluation.examples import Examples
 
 # Those of the command. The share of wrong labels needs noise, so 'auto' is no default here: where
 # it takes none, the location is that of DET, which finds too few.
 SETTINGS = probe.Settings(('het_xl',), c_noise=(0.1,), num_factors=(4,))
 _SHOWN = 10
+_THUMBNAILS, _THUMBNAILS_OF_PAIR = 24, 8
 
 
 def audit(
@@ -26,7 +30,7 @@ def audit(
   """Audits labels by fits to the other folds, so that no label scores itself.
 
       >>> import numpy as np
-      >>> from het_plugin.estimators import probe
+      >>> from het_plugin.estimators import inputs, probe
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(600, 4))
       >>> truth = x[:, :3].argmax(axis=1)
@@ -57,69 +61,119 @@ def audit(
       f'class {classes[counts.index(min(counts))]} has {min(counts)} rows: '
       f'--folds={settings.folds} needs at least as many of each class'
     )
-  p = np.zeros((len(y), len(classes)), np.float32)
-  starts, titles = {}, probe.fit_titles(settings, settings.folds)
+  starts, titles, order = {}, probe.fit_titles(settings, settings.folds), []
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
-  for fitted, held_out in folds.split(np.zeros(len(y)), y):
-    estimator, _, _ = probe.fit_best(
-      settings.heads[0], features, y, fitted, settings, starts, titles
-    )
-    p[held_out] = estimator.predict_clean_proba(features[held_out])
-  found = measure.audit(p, y)
-  return dataclasses.replace(found, suggested=classes[found.suggested])
+  with tempfile.TemporaryFile() as file:  # of the probabilities of all rows, fold by fold
+    for fitted, held_out in folds.split(np.zeros(len(y)), y):
+      estimator, _, _ = probe.fit_best(
+        settings.heads[0], features, y, fitted, settings, starts, titles
+      )
+      for part in inputs.parts(held_out, features):
+        file.write(estimator.predict_clean_proba(features[part]).tobytes())
+      order.append(held_out)
+    file.flush()
+    order = np.concatenate(order)
+    p = np.memmap(file, np.float32, 'r', shape=(len(y), len(classes)))
+    found = measure.audit(p, y[order])
+  place = np.argsort(order)
+  rows = ('probability', 'confidence', 'wrong', 'suggested', 'kind')
+  of_rows = {name: getattr(found, name)[place] for name in rows}
+  of_rows['suggested'] = classes[of_rows['suggested']]
+  return dataclasses.replace(found, ids=classes, **of_rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Listed(Sequence):
+  """The rows of an audit as JSON values, the most probably wrong first, each made when it is read.
+
+  Attributes:
+    rows: N rows.
+    label: int [N], their labels.
+    found: their audit.
+    order: int [N], the numbers of the rows in this order.
+    name: gives the name of an example by its id; None if it has none.
+  """
+
+  rows: rows_lib.Rows
+  label: np.ndarray
+  found: measure.Audit
+  order: np.ndarray
+  name: Callable[[int], str] | None = None
+
+  def __len__(self) -> int:
+    return len(self.order)
+
+  def __getitem__(self, place: Any) -> Any:
+    if isinstance(place, slice):
+      return [self._row(i) for i in self.order[place]]
+    return self._row(self.order[place])
+
+  def _row(self, i):
+    found, index, label = self.found, int(self.rows.index[i]), int(self.label[i])
+    suggested = int(found.suggested[i])
+    listed = {
+      'index': index,
+      'label': label,
+      'probability': round(float(found.probability[i]), 6),
+      'wrong': round(float(found.wrong[i]), 6),
+      'suggested': suggested,
+      'kind': str(found.kind[i]),
+    }
+    if names := self.rows.class_names:
+      listed |= {'label_name': names[label], 'suggested_name': names[suggested]}
+    if self.name:
+      listed['name'] = self.name(index)
+    return listed
 
 
 def write_csv(path: str, listed: Sequence[Mapping[str, Any]]) -> None:
   """Writes the rows of an audit, a line each."""
-  text = io.StringIO()
-  writer = csv.DictWriter(text, list(listed[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(listed)
-  with weights.replacing(path) as temporary:
-    temporary.write_text(text.getvalue())
+  with weights.replacing(path) as unfinished, unfinished.open('w', encoding='utf-8') as stream:
+    writer = csv.DictWriter(stream, list(listed[0]), lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(listed)
 
 
-def write_suggested(path: str, source: str, listed: Sequence[Mapping[str, Any]]) -> None:
-  """Writes the rows of a file with the suggested labels in the place of wrong ones."""
-  rows = rows_lib.read(source, mapped=True)
-  place = {int(i): n for n, i in enumerate(rows.index)}
-  labels = np.array(rows.label)
-  for row in listed:
-    if row['kind'] == 'wrong':
-      labels[place[row['index']]] = row['suggested']
-  rows_lib.write(path, dataclasses.replace(rows, labels=labels[:, None], label_weight=None))
+def write_suggested(path: str, listed: Listed) -> None:
+  """Writes the rows of an audit with the suggested labels in the place of wrong ones."""
+  labels = np.where(listed.found.kind == 'wrong', listed.found.suggested, listed.label)[:, None]
+  rows_lib.write(path, dataclasses.replace(listed.rows, labels=labels, label_weight=None))
 
 
-def report(source: str, settings: probe.Settings) -> reporting.Report:
+def report(
+  source: str, settings: probe.Settings, examples: 'Examples | None' = None
+) -> reporting.Report:
   """The audit of a file of rows (`rows.read`) with one label per example.
+
+  Args:
+    source: the file.
+    settings: as in `audit`.
+    examples: of which these are rows; the page shows images of some. None shows none.
+
+  Returns:
+    The report. 'rows' of its JSON values are `Listed`.
 
   Raises:
     ValueError: the file or a setting is wrong, or an example has several labels.
   """
   rows, name = probe.read(source, 'the rows')
+  names = rows.class_names
+  if examples is not None:
+    rows = examples.named(rows)
+    names = examples.info.shown_names or rows.class_names
   label = rows.label
   found = audit(rows.features, label, settings)
-  classes = np.unique(label)
   order = np.argsort(-found.wrong, kind='stable')
-  listed = [
-    {
-      'index': int(rows.index[i]),
-      'label': int(label[i]),
-      'probability': round(float(found.probability[i]), 6),
-      'wrong': round(float(found.wrong[i]), 6),
-      'suggested': int(found.suggested[i]),
-      'kind': str(found.kind[i]),
-    }
-    for i in order
-  ]
-  pairs = [
-    {'truth': int(classes[k]), 'label': int(classes[y]), 'rate': rate, 'share': share}
-    for k, y, rate, share in found.pairs(_SHOWN)
-  ]
+  listed = Listed(rows, label, found, order, examples.name if examples else None)
 
   def shown(k):
-    return str(k) if rows.class_names is None else rows.class_names[k]
+    return str(k) if names is None else names[k]
 
+  pairs: list[dict[str, Any]] = []
+  for k, y, rate, share in found.pairs(_SHOWN):
+    pairs.append({'truth': k, 'label': y, 'rate': rate, 'share': share})
+    if classes := rows.class_names:
+      pairs[-1] |= {'truth_name': classes[k], 'label_name': classes[y]}
   counts = {kind: int((found.kind == kind).sum()) for kind in measure.KINDS}
   worst = [row for row in listed[:_SHOWN] if row['kind'] == 'wrong']
   tables = [
@@ -144,6 +198,8 @@ def report(source: str, settings: probe.Settings) -> reporting.Report:
   notes = ['The error is over examples. That the location may be wrong is not in it.']
   if head == 'det':
     notes.append('det has no noise: its p is that of the label, so it finds too few wrong ones.')
+  if examples is not None and not examples.are_images:
+    notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
   return reporting.Report(
     title='Audit of labels',
     introduction=f'{len(label):,} labels of {name}, by the location of {head} fitted to '
@@ -151,6 +207,7 @@ def report(source: str, settings: probe.Settings) -> reporting.Report:
     f'are wrong. {counts["wrong"]:,} are listed as wrong, {counts["ambiguous"]:,} as ambiguous.',
     tables=[table for table in tables if table.lines],
     notes=notes,
+    draw=lambda: _galleries(listed, examples, shown) if examples and examples.are_images else {},
     json={
       'head': head,
       'share': found.share,
@@ -160,3 +217,64 @@ def report(source: str, settings: probe.Settings) -> reporting.Report:
       'rows': listed,
     },
   )
+
+
+def _galleries(
+  listed: Listed, examples: 'Examples', shown: Callable[[int], str]
+) -> dict[str, reporting.Gallery]:
+  """Images of the worst labels, of the most ambiguous ones, and of the most confused pairs."""
+  found, label = listed.found, listed.label
+
+  def likely(i):
+    return f'{found.wrong[i]:.3f}'
+
+  def moved(i):
+    return f'{shown(label[i])}\n→ {shown(found.suggested[i])}\n{likely(i)}'
+
+  def unsure(i):
+    others = '' if label[i] == found.suggested[i] else f' or\n{shown(found.suggested[i])}'
+    return f'{shown(label[i])}{others}?\n{found.confidence[i]:.3f}'
+
+  wrong = listed.order[: (found.kind == 'wrong').sum()]
+  ambiguous = np.flatnonzero(found.kind == 'ambiguous')
+  ambiguous = ambiguous[np.argsort(found.confidence[ambiguous], kind='stable')]
+  # name: (caption, row numbers, text below a picture)
+  chosen = {
+    'worst': (
+      'Labels that are most probably wrong: label → suggested, and the probability that the label '
+      'is wrong',
+      wrong[:_THUMBNAILS],
+      moved,
+    ),
+    'ambiguous': (
+      'The most ambiguous: label, the most probable truth if it is another, and the largest p of a '
+      'class',
+      ambiguous[:_THUMBNAILS],
+      unsure,
+    ),
+  }
+  for number, (k, y, rate, _) in enumerate(found.pairs(_SHOWN), 1):
+    rows = wrong[(label[wrong] == y) & (found.suggested[wrong] == k)]
+    caption = f'Truth {shown(k)}, label {shown(y)}: {rate:.1%} of this truth'
+    chosen[f'pair_{number}'] = caption, rows[:_THUMBNAILS_OF_PAIR], likely
+  numbers = np.unique(np.concatenate([rows for _, rows, _ in chosen.values()]))
+  if not len(numbers):
+    return {}
+  read = examples.read(listed.rows.index[numbers], listed.rows.provenance.get('image_size'))
+  other = [i for i, y in zip(numbers, read.labels, strict=True) if label[i] not in y]
+  galleries = {}
+  for name, (caption, rows, text) in chosen.items():
+    places = [n for n in np.searchsorted(numbers, rows) if read.readable[n]]
+    if count := len({*numbers[places]} & {*other}):
+      caption += f'. {count} of {len(places)} have another label in {examples.task.name}'
+    thumbnails = [
+      reporting.Thumbnail(
+        reporting.thumbnail_png(read.images[n]),
+        f'{text(numbers[n])}  #{listed.rows.index[numbers[n]]}',
+        examples.name(int(listed.rows.index[numbers[n]])),
+      )
+      for n in places
+    ]
+    if thumbnails:
+      galleries[name] = reporting.Gallery(f'{caption}.', thumbnails)
+  return galleries

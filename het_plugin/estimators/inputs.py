@@ -1,16 +1,19 @@
 """Features as estimators take them: arrays, files, and data beyond the memory."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from het_plugin.estimators import placement
 from het_plugin.rows import files
 
 SOLVERS = ('auto', 'lbfgs', 'adam')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
 MEMORY_BYTES = 2**31
+_PART_ROWS = 8192
 
 
 def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
@@ -49,6 +52,13 @@ def read_rows(x: np.ndarray, rows: slice) -> np.ndarray:
     block = widened(np.asarray(block))
     check_finite(block)
   return block
+
+
+def parts(rows: np.ndarray, x: np.ndarray) -> Iterator[np.ndarray]:
+  """Numbers of rows of x [N, D], int [n], in parts that are read one after the other."""
+  for part in np.array_split(rows, -(-len(rows) // _PART_ROWS)):
+    yield part
+    placement.forget_pages(x)
 
 
 def widened(x: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 
 from het_plugin import reporting
+from het_plugin.estimators import inputs
 from het_plugin.estimators.classifier import HeadClassifier
 from het_plugin.estimators.heads import CLASSIFIERS
 from het_plugin.estimators.model import is_noise
@@ -340,8 +341,13 @@ def fit_best(
     common['progress'] = settings.progress and next(titles)
     with warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
-      # All rows without a copy: they may be a file.
-      part = (x, y) if len(rows) == len(x) else (x[rows], y[rows])
+      # All rows without a copy where they may be a file: others have no weight.
+      if len(rows) == len(x):
+        part = x, y
+      elif inputs.streams(x, settings.solver):
+        part = x, y, np.bincount(rows, minlength=len(x))
+      else:
+        part = x[rows], y[rows]
       start, tau = None, point['tau']
       if head == 'det' or tau != 'validation':
         key = (hash(rows.tobytes()), point['C'], tau)
@@ -362,7 +368,8 @@ def fit_best(
     nll = []
     for point in grid:
       estimator = fit(point, part)
-      nll.append(estimator.nll(x[held_out], y[held_out]))
+      parts = inputs.parts(held_out, x)
+      nll.append(np.concatenate([estimator.nll(x[part], y[part]) for part in parts]))
       failures += estimator.gradient_ > settings.tol
     best = grid[choose(grid, np.stack(nll))]
   estimator = fit(best, fitted)

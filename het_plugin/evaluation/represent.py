@@ -112,6 +112,20 @@ def represent(
   return {'checkpoint': run.checkpoint, 'step': run.step, 'dataset': task, 'files': rows}
 
 
+def files_of(
+  checkpoint: str,
+  gin_settings: GinSettings,
+  dataset: str,
+  output_dir: str | None,
+  splits: Sequence[str],
+  layer: str,
+) -> list[str]:
+  """The files of a layer of splits, written by `represent` if they are not there."""
+  where = {'splits': ','.join(splits), 'layers': [layer]}
+  made = represent(checkpoint, gin_settings, dataset, output_dir, **where)
+  return [row['file'] for row in made['files']]
+
+
 def _check_output(output_dir: str | None) -> None:
   if not output_dir:
     raise ValueError('--output_dir is needed: where the files are written')

@@ -4,13 +4,13 @@ import importlib
 
 _MODULES = {  # imported on first use: tables need no matplotlib
   'columns': ('Table', 'cell', 'p_text'),
-  'pictures': ('covariance_png', 'examples_png'),
+  'pictures': ('covariance_png', 'examples_png', 'thumbnail_png'),
   'plots': (
     *('curve_pngs', 'grid_png', 'lines_png', 'reliability_png', 'scatter_png', 'shots_png'),
     'unit_curves_png',
   ),
   'progress': ('Progress',),
-  'report': ('Figure', 'Picture', 'Report'),
+  'report': ('Figure', 'Gallery', 'Picture', 'Report', 'Thumbnail'),
   'results': ('provenance', 'write_json'),
   'text': ('aligned', 'plain_table'),
 }

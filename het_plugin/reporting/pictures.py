@@ -1,9 +1,11 @@
-"""Pictures of examples: with the correlations of their classes, and with predictions."""
+"""Pictures of examples: alone, with the correlations of their classes, and with predictions."""
 
+import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 
 from het_plugin.reporting import style
 from het_plugin.reporting.report import Picture
@@ -12,6 +14,14 @@ from het_plugin.reporting.report import Picture
 _BAR, _RIGHT, _WRONG = '#3f7fc8', '#1a8a63', '#d0571a'
 _NAME_LENGTH = 40
 _MATRIX_NAME_LENGTH = 14
+
+
+def thumbnail_png(image: np.ndarray) -> bytes:
+  """The PNG of an image, float [H, W, C], levels in [-1, 1], C 1 or 3, in its own pixels."""
+  levels = np.round(np.clip(image + 1, 0, 2) * 127.5).astype(np.uint8)
+  png = io.BytesIO()
+  Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels).save(png, 'PNG')
+  return png.getvalue()
 
 
 def covariance_png(

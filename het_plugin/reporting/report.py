@@ -45,6 +45,27 @@ class Figure:
     return self.png.dark if isinstance(self.png, Picture) else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Thumbnail:
+  """A small picture of an example."""
+
+  png: bytes
+  text: str  # lines below it
+  name: str  # of the example, which the page shows of a picture that is pointed at
+
+
+@dataclasses.dataclass(frozen=True)
+class Gallery:
+  """Small pictures of a page, below a caption."""
+
+  caption: str
+  thumbnails: Sequence[Thumbnail]
+
+  @property
+  def pngs(self) -> Sequence[bytes]:
+    return [thumbnail.png for thumbnail in self.thumbnails]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
   """What a main prints and writes.
@@ -61,7 +82,7 @@ class Report:
   tables: Sequence[Table] = ()  # further ones
   notes: Sequence[str] = ()  # lines below the tables
   # makes the plots, {file name: figure}; called only if they are wanted
-  draw: Callable[[], Mapping[str, Figure]] = dict
+  draw: Callable[[], Mapping[str, Figure | Gallery]] = dict
   # {name: gin text}, shown folded
   configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +92,7 @@ class Report:
     blocks += map(plain_table, self.tables)
     return '\n\n'.join([*blocks, '\n'.join([self.introduction, *self.notes])])
 
-  def page(self, program: str, figures: Iterable[Figure] = ()) -> str:
+  def page(self, program: str, figures: Iterable[Figure | Gallery] = ()) -> str:
     """One HTML document that needs no other file and no script. All text is escaped."""
     import jinja2  # tables do without
 

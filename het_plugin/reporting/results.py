@@ -3,12 +3,13 @@
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,47 @@ def provenance(program: str) -> dict[str, Any]:
 
 
 def write_json(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], path: str | Path) -> None:
-  """Writes `rows` as JSON, NaN and infinities as null; makes the directory."""
-  text = json.dumps(_plain(rows), indent=2, allow_nan=False) + '\n'
-  with weights.replacing(path) as unfinished:
-    unfinished.write_text(text)
+  """Writes `rows` as JSON, NaN and infinities as null; makes the directory.
+
+  Entries of a sequence that is no list are taken one after the other: they need not be in memory.
+  """
+  with weights.replacing(path) as unfinished, unfinished.open('w') as stream:
+    stream.writelines(_json(rows))
+    stream.write('\n')
+
+
+def _json(value: Any, indent: str = '\n') -> Iterator[str]:
+  """Pieces of the text of a value, whose lines begin with `indent`."""
+  inner = f'{indent}  '
+  if isinstance(value, Mapping):
+    named = ((json.dumps(str(name)), x) for name, x in value.items())
+    brackets, entries = '{}', (itertools.chain([name, ': '], _json(x, inner)) for name, x in named)
+  elif isinstance(value, Sequence) and not isinstance(value, list | tuple | str | bytes):
+    brackets, entries = '[]', ([_text(x, inner)] for x in value)
+  else:
+    yield _text(value, indent)
+    return
+  before = brackets[0]
+  for pieces in entries:
+    yield f'{before}{inner}'
+    yield from pieces
+    before = ','
+  yield f'{indent}{brackets[1]}' if before == ',' else brackets
+
+
+def _text(value: Any, indent: str) -> str:
+  return json.dumps(_plain(value), indent=2, allow_nan=False).replace('\n', indent)
 
 
 def _plain(value: Any) -> Any:
+  if value is None or isinstance(value, str | int):
+    return value
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
   if isinstance(value, Mapping):
     return {str(key): _plain(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
     return [_plain(item) for item in value]
   if isinstance(value, np.generic | np.ndarray):
     return _plain(value.tolist())
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
   return value

@@ -179,6 +179,8 @@ def test_audit(run):
   for row in rows:
     assert row['data'] == 'linear, next' and 0.25 < row['true_share'] < 0.35
     assert 0.5 < row['auroc'] < 1 and row['average_precision'] > row['true_share']
+  rows, _ = run('audit.py', '--stream', '--rows=4000')
+  assert [row['rows'] for row in rows] == [400, 4000] and rows[1]['peak_mib'] > 50
 
 
 @pytest.mark.slow

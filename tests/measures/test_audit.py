@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from het_plugin.measures import audit as measure
 from het_plugin.measures.audit import audit
 
 T = np.array([[0.8, 0.2, 0.0], [0.0, 0.9, 0.1], [0.05, 0.05, 0.9]])
@@ -54,6 +55,23 @@ def test_the_confusions_are_the_maximum_of_the_likelihood():
   best = optimize.minimize(loss, [0.1, 0.1], bounds=[(0, 1)] * 2)
   found = audit(p, label).confusions
   assert loss([found[0, 1], found[1, 0]]) == pytest.approx(best.fun, abs=2e-5)
+
+
+def test_blocks_of_a_mapped_file_give_the_same_as_one_block(known, tmp_path, monkeypatch):
+  p, _, label = known
+  p, label = p[:1003].astype(np.float32), label[:1003]
+  np.save(tmp_path / 'p.npy', p)
+  whole = audit(p, label)
+  monkeypatch.setattr(measure, 'BLOCK_BYTES', 8 * 3 * 100)  # 100 rows
+  blocked = audit(np.load(tmp_path / 'p.npy', mmap_mode='r'), label)
+  for name in ('probability', 'confidence', 'wrong', 'confusions', 'classes', 'share'):
+    np.testing.assert_allclose(getattr(blocked, name), getattr(whole, name), atol=1e-12)
+  for name in ('suggested', 'kind', 'ids'):
+    np.testing.assert_array_equal(getattr(blocked, name), getattr(whole, name))
+  np.testing.assert_array_equal(whole.confidence, p.max(axis=1))
+  q = p * whole.confusions.T[label]  # what `wrong` says is the posterior under these confusions
+  q /= q.sum(axis=1, keepdims=True)
+  np.testing.assert_allclose(whole.wrong, 1 - q[np.arange(1003), label], atol=1e-12)
 
 
 def test_extremes():

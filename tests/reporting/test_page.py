@@ -48,6 +48,22 @@ def test_a_picture_has_a_version_for_a_dark_page():
   assert re.search('scheme: dark.*{}.*<img src=.*{}'.format(*encoded), document, re.DOTALL)
 
 
+def test_a_gallery_has_each_picture_with_its_text_and_name():
+  report = reporting.Report(title='', introduction='', json=None)
+  some = [
+    reporting.Thumbnail(b'one', 'cat\n→ <dog>', 'a/1.png'),
+    reporting.Thumbnail(b'2', 'b', 'c'),
+  ]
+  document = report.page(
+    'x', [reporting.Gallery('worst <first>', some), reporting.Figure(PNG, 'p')]
+  )
+  found = re.findall(r'base64,([^"]*)" alt="([^"]*)" title="[^"]*">([^<]*)</li>', document)
+  assert [(base64.b64decode(png), name, html.unescape(text)) for png, name, text in found] == [
+    (x.png, x.name, x.text) for x in some
+  ]
+  assert 'worst &lt;first&gt;' in document and document.count('<figure') == 2
+
+
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
   report = reporting.Report(title='new', introduction='', json={'nll': 1.0}, draw=dict)
   report.write('x', output_dir=tmp_path)
@@ -59,7 +75,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
       file.write('half')
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  for method in ('write_text', 'write_bytes'):
+  for method in ('open', 'write_bytes'):
     monkeypatch.setattr(type(epath.Path(tmp_path)), method, fail)
   with pytest.raises(OSError, match='results.json'):
     report.write('x', output_dir=tmp_path)

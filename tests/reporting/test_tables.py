@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -108,6 +109,24 @@ def test_json_has_plain_values_only(tmp_path):
   assert json.loads(path.read_text()) == [
     {'nll': 0.5, 'ece': None, 'tau': None, 'fewshot': {'1': 0.25, '5': [3]}, 'curve': [1.0, None]}
   ]
+
+
+class Made(Sequence):
+  """Rows that are made when they are asked for."""
+
+  def __len__(self):
+    return 3
+
+  def __getitem__(self, i):
+    if i >= 3:
+      raise IndexError
+    return {'i': i, 'empty': [[], {}, ()], 'name': 'é "1"'}
+
+
+def test_a_sequence_that_is_not_in_memory_is_the_text_of_its_list(tmp_path):
+  reporting.write_json({'rows': Made(), 'none': None}, tmp_path / 'a.json')
+  expected = json.dumps({'rows': list(Made()), 'none': None}, indent=2) + '\n'
+  assert (tmp_path / 'a.json').read_text() == expected
 
 
 def test_fields_of_ones_own_have_the_digits_that_their_errors_allow():

@@ -1,0 +1,90 @@
+"""The images of single examples of a data set, by the ids that rows have of them."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from het_plugin import data
+from het_plugin.data import splits, tasks
+from het_plugin.evaluation import represent
+from het_plugin.rows import Rows
+
+SIDE = 96  # pixels of an image, at most
+
+
+class Found(NamedTuple):
+  """Some examples.
+
+  Attributes:
+    images: float32 [B, S, S, C], levels in [-1, 1], preprocessed as in an evaluation.
+    labels: int32 [B, L], those of the data set, padded with -1.
+    readable: bool [B]; the image of one that is not is black.
+  """
+
+  images: np.ndarray
+  labels: np.ndarray
+  readable: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+  """The examples of a split of a task, or of a slice of one, whose whole split is `whole`."""
+
+  task: tasks.ImageTask
+  info: data.TaskInfo
+  split: str
+  whole: str
+
+  @classmethod
+  def of(cls, dataset: str, split: str) -> 'Examples':
+    """Those of the flags --dataset and --split; reads no image.
+
+    Raises:
+      ValueError: the task or the split does not exist, or the images have captions.
+    """
+    task = tasks.get_task(represent.task_name(dataset))
+    info = data.classification_info(task)
+    return cls(task, info, split, splits.resolve(split, info.splits, task.name).split)
+
+  @property
+  def are_images(self) -> bool:
+    """Whether the examples can be shown: features, for one, are images of other channels."""
+    return self.info.channels in (1, 3)
+
+  def named(self, rows: Rows) -> Rows:
+    """Rows of these examples, with the names of the task's classes if they have none.
+
+    Raises:
+      ValueError: the rows are of other examples, as far as they say.
+    """
+    info, of = self.info, f'{self.task.name}, split {self.split}'
+    given = rows.provenance.get('split') if 'dataset' in rows.provenance else self.split
+    if given != self.split:
+      raise ValueError(f'--split={self.split}: the rows are of the split {given}')
+    size = info.splits[self.whole]
+    if size is not None and rows.index.max() >= size:
+      raise ValueError(
+        f'the rows have the example id {rows.index.max()}; ids of {of} are 0 .. {size - 1}'
+      )
+    names = rows.class_names or info.class_names
+    if info.class_names not in (None, names):
+      raise ValueError(f'the class names of the rows are not those of {self.task.name}')
+    if names is not None and rows.labels.max() >= len(names):
+      raise ValueError(
+        f'the rows have the label {rows.labels.max()}; {self.task.name} has {len(names)} classes'
+      )
+    return dataclasses.replace(rows, class_names=names)
+
+  def name(self, index: int) -> str:
+    """The name of an example, such as the path of its file."""
+    return self.task.examples.describe(self.whole, index)
+
+  def read(self, index: np.ndarray, size: int | None = None) -> Found:
+    """Examples by id, int [B], with square images of `size` pixels, or `SIDE` if that is less."""
+    info, side = self.info, min(SIDE, size or SIDE)
+    lengths = {'image': side, 'label': info.max_labels}
+    order = {'shuffle': False, 'seed': 0, 'num_epochs': 1}
+    reader = self.task.reader(self.whole, lengths, augment=False, **order)
+    batch, _ = reader.read(np.asarray(index, np.int64))
+    return Found(batch['image'], batch['label'], batch['mask'] > 0)

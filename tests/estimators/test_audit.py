@@ -1,0 +1,103 @@
+"""The audit of rows that stay in a file."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from het_plugin import rows as rows_lib
+from het_plugin.estimators import DetClassifier, inputs, minibatch, probe
+from het_plugin.estimators import audit as audit_lib
+from het_plugin.estimators.probe import Settings
+
+
+def problem(num_rows):
+  """Features, and labels 3, 7 and 9 of which three in ten are the next one."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(num_rows, 6)).astype(np.float32)
+  truth = x[:, :3].argmax(axis=1)
+  label = np.where(rng.random(num_rows) < 0.3, (truth + 1) % 3, truth)
+  return x, np.array([3, 7, 9])[truth], np.array([3, 7, 9])[label]
+
+
+SETTINGS = {'heads': ['det'], 'c': [10.0], 'folds': 3, 'progress': False}
+
+
+class Watched(np.memmap):
+  """A mapped file that knows how many rows were read of it at one time."""
+
+  most = 0
+
+  def __getitem__(self, rows):
+    found = super().__getitem__(rows)
+    if isinstance(rows, np.ndarray):
+      Watched.most = max(Watched.most, len(found))
+    return found
+
+
+@pytest.mark.parametrize('grid', [[10.0], [0.01, 10.0]])
+def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
+  x, truth, label = problem(1200)
+  x.tofile(tmp_path / 'x')
+  mapped = Watched(tmp_path / 'x', np.float32, 'r', shape=x.shape)
+  monkeypatch.setattr(inputs, '_PART_ROWS', 100)
+  monkeypatch.setattr(minibatch, '_READ_ROWS', 100)
+  monkeypatch.setattr(Watched, 'most', 0)
+  settings = Settings(**SETTINGS | {'c': grid}, solver='adam', max_iter=10)
+  found = audit_lib.audit(mapped, label, settings)
+  assert 0 < Watched.most < 200  # a copy of two folds would be 800
+  assert found.wrong[label != truth].mean() > 3 * found.wrong[label == truth].mean()
+
+
+def test_rows_without_weight_are_as_if_they_were_not_there(tmp_path):
+  x, _, label = problem(900)
+  np.save(tmp_path / 'x.npy', x)
+  mapped, rows = np.load(tmp_path / 'x.npy', mmap_mode='r'), np.arange(0, 900, 3)
+  settings = Settings(**SETTINGS, solver='adam', max_iter=20)
+  found, *_ = probe.fit_best('det', mapped, label, rows, settings, {}, iter(()))
+  alone = DetClassifier(C=10.0, solver='adam', max_iter=20).fit(x[rows], label[rows])
+  np.testing.assert_allclose(found.predict_proba(x), alone.predict_proba(x), atol=1e-3)
+
+
+def test_pairs_and_suggestions_are_ids_of_classes():
+  x, truth, label = problem(600)
+  found = audit_lib.audit(x, label, Settings(**SETTINGS))
+  assert {pair[:2] for pair in found.pairs(3)} == {(3, 7), (7, 9), (9, 3)}
+  assert found.ids.tolist() == [3, 7, 9] and set(found.suggested) == {3, 7, 9}
+  assert (found.suggested == truth).mean() > (label == truth).mean()
+
+
+PEAK = """
+import sys, threading
+from het_plugin.estimators import audit, probe
+sys.path.insert(0, 'benchmarks')
+from probe import memory_mib, watch_memory
+settings = probe.Settings(['det'], folds=2, solver='adam', max_iter=1, progress=False)
+found, stop = [], threading.Event()
+watch = threading.Thread(target=watch_memory, args=(found, stop))
+watch.start()
+report = audit.report(sys.argv[1], settings)
+report.write('audit', json=sys.argv[1] + '.json')
+audit.write_csv(sys.argv[1] + '.csv', report.json['rows'])
+audit.write_suggested(sys.argv[1] + '.corrected.safetensors', report.json['rows'])
+stop.set()
+watch.join()
+print(max(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_is_that_of_results_per_row(tmp_path):
+  """80,000 rows more have 61 MiB of probabilities, 39 MiB of features and 20 MiB of dicts."""
+  peaks = []
+  for num_rows in (20_000, 100_000):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 128)).astype(np.float32)
+    labels = (np.arange(num_rows) % 200).astype(np.int32)[:, None]
+    path = tmp_path / f'{num_rows}.safetensors'
+    rows_lib.write(path, rows_lib.Rows({'features': x}, labels, np.arange(num_rows)))
+    command = [sys.executable, '-c', PEAK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peaks.append(float(done.stdout.splitlines()[-1]))
+  assert peaks[1] - peaks[0] < 40, peaks
