@@ -30,7 +30,7 @@ def audit(
   """Audits labels by fits to the other folds, so that no label scores itself.
 
       >>> import numpy as np
-      >>> from het_plugin.estimators import inputs, probe
+      >>> from het_plugin.estimators import probe
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(600, 4))
       >>> truth = x[:, :3].argmax(axis=1)
