@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -155,6 +156,35 @@ def test_real_features_without_data(call_main, capsys):
   with pytest.raises(SystemExit):
     call_main('real_features.py', '--parts=worse')
   assert '--data=None has no cifar10_human.npz' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_colour_names(run, tmp_path, call_main, capsys):
+  rng = np.random.default_rng(0)
+  lab = rng.uniform((20, -60, -60), (90, 60, 60), (80, 3)).astype(np.int16)
+  name = np.array(['dark', 'grey', 'gray', 'light'])
+  light = lab[:, :1] / 40.0
+  p = np.exp(light * (-1, 0, 0, 1) + (1, 0, 0, -2))
+  p /= p.sum(axis=1, keepdims=True)
+  counts = np.stack([rng.multinomial(600, x) for x in p])
+  row, name_id = np.nonzero(counts)
+  file = {'row': row, 'name_id': name_id, 'count': counts[row, name_id]}
+  np.savez(tmp_path / 'colour_names.npz', lab=lab, name=name, **file)
+  flags = [f'--data={tmp_path}', '--heads=het_xl', '--dims=3', '--max_iter=20']
+  rows, _ = run('colour_names.py', *flags)
+  det, het_xl, answers = rows
+  assert [row['head'] for row in rows] == ['det', 'het_xl', 'answers']
+  assert det['difference'] == det['price'] == 0 and det['n'] == 48_000
+  assert het_xl['difference'] == pytest.approx(het_xl['nll'] - det['nll'])
+  assert het_xl['price'] == (2 * 3 * 4 + 4 * 3) / 48_000  # v, d and J; half of the answers
+  # The entropy of 600 answers is less than that of the names, by about 3 / 1,200.
+  entropy = -(p * np.log(p)).sum(axis=1).mean()
+  assert answers['nll'] == pytest.approx(entropy - 3 / 1200, abs=0.01)
+  assert answers['nll'] < det['nll']
+  call_main('colour_names.py', *flags, f'--plot={tmp_path / "colours.png"}')
+  assert (tmp_path / 'colours.png').read_bytes().startswith(b'\x89PNG')
+  printed = capsys.readouterr().out
+  assert printed.count('correlation') == 2 and 'nll' not in printed
 
 
 @pytest.mark.slow
