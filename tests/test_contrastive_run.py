@@ -57,6 +57,26 @@ def test_the_locked_tower_is_the_classifiers(runs):
     np.testing.assert_array_equal(x, towers[1][name], err_msg=name)
 
 
+def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
+  path = f"RestoreCheckpointConfig.path = '{runs[0]}'"
+  shared = *TINY, path, 'ACTIONS = None', 'LogitScale.initial_scale = 10.0'
+  train(tmp_path / 'det', ['runs/lit_glyphs_det'], *shared, 'TRAIN_STEPS = 2')
+  late = *shared, 'NOISE_START = 2', 'TRAIN_STEPS = 3', 'EVAL_PERIOD = 1', 'SAVE_PERIOD = 1'
+  files = ['runs/lit_glyphs_het_xl', 'heads/late_noise']
+  train(tmp_path / 'late', files, *late, 'SaveCheckpointConfig.keep = 3')
+  det, first, second, third = (
+    traverse_util.flatten_dict(open_run(tmp_path / folder).params, sep='/')
+    for folder in ('det', *(f'late/checkpoint_{step}' for step in (1, 2, 3)))
+  )
+  for name, x in det.items():
+    np.testing.assert_array_equal(x, second[name], err_msg=name)
+  noise = second.keys() - det.keys()
+  assert {name.split('/')[1] for name in noise} == {'image_to_text', 'text_to_image'}
+  for name in noise:
+    np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    assert not np.array_equal(second[name], third[name]), name
+
+
 def test_it_is_evaluated_while_it_trains_and_goes_on(runs):
   rows = [json.loads(line) for line in (runs[1] / 'metrics.jsonl').read_text().splitlines()]
   assert [row['step'] for row in rows if 'train/loss' in row] == [1, 2, 3]

@@ -5,6 +5,7 @@ common space, L token ids per text, K classes. A batch has image [B, H, W, C] an
 padded with 0, and may have `batches.index` and `batches.mask`.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -242,6 +243,15 @@ class ContrastiveModel:
   def pairs(self, params: PyTree, batch: Batch) -> Pairs:
     """The input of the loss for a batch, without dropout."""
     return self._apply(params, batch['image'], batch['text'])
+
+  def without_noise(self) -> 'ContrastiveModel':
+    """The model of the same parameters that leaves the noise out, in training and after it: DET.
+
+    The parameters of the noise have no gradient in it.
+    """
+    model = copy.copy(self)
+    model.train_integrator = model.eval_integrator = None
+    return model
 
   def image_embeddings(self, params: PyTree, batch: Batch) -> jax.Array:
     """Image embeddings, float32 [B, D]; similarity to `text_embeddings` is the dot product."""

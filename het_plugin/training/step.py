@@ -183,7 +183,7 @@ class Trainer:
     if noise_start and not hasattr(model, 'without_noise'):
       raise ValueError(
         f'Trainer.noise_start={noise_start} must be 0: {type(model).__name__} has no method '
-        'without_noise; late noise is for image classification'
+        'without_noise'
       )
     self.num_microbatches = num_microbatches
     self._model = model
