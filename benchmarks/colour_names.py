@@ -16,9 +16,9 @@ far the objective may be above its optimum, and converged whether both fits have
 is that of the noise (`probe.price`) per answer. predicted is the gain that the noise test expects,
 ± predicted_error; in the rows of det it is that of a hidden layer.
 
-The row `answers` is a ceiling that no prediction reaches: the entropy of the answers of each colour,
-which knows them. C3 has no names with one answer, so the usual estimates of the part of chance in it
-do not apply.
+The row `answers` is a ceiling that no prediction reaches: the entropy of the answers of each
+colour, which knows them. C3 has no names with one answer, so the usual estimates of the part of
+chance in it do not apply.
 
 --plot fits the first of --heads above the first of --dims to all answers. It draws held-out colours
 with people's names and what DET and the head predict, and prints the names that vary together. The
