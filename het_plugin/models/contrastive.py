@@ -137,7 +137,7 @@ class ContrastiveModel:
     self.head = head
     self.module = ContrastiveModule(self.backbone, text_tower, head, embedding_dim, locked)
     self.optimizer_def = optimizer_def
-    self.train_integrator = train_integrator
+    self.train_integrator: Integrator | None = train_integrator
     self.eval_integrator = eval_integrator
     self.loss_normalizing_factor = loss_normalizing_factor
     self.eval_seed = eval_seed
