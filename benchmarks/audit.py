@@ -27,13 +27,12 @@ prints the CPU seconds and the peak memory of the process, without mapped files.
 import argparse
 import pathlib
 import tempfile
-import threading
 import time
 import warnings
 
 import numpy as np
 from command_line import make_parser, names, numbers, report
-from probe import memory_mib, watch_memory
+from probe import memory_watched
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning
@@ -163,17 +162,13 @@ def stream(args):
       del x
       y = np.concatenate(labels)
       np.save(folder / 'y.npy', np.where(rng.random(num_rows) < 0.2, (y + 1) % 20, y))
-      memory, stop = [memory_mib()], threading.Event()
-      watch = threading.Thread(target=watch_memory, args=(memory, stop))
-      watch.start()
-      cpu = time.process_time()
-      made = of_files.report(f'{folder}/x.npy,{folder}/y.npy', settings)
-      reporting.write_json(made.json, folder / 'a.json')
-      of_files.write_csv(folder / 'a.csv', made.json['rows'])
-      of_files.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
-      cpu = time.process_time() - cpu
-      stop.set()
-      watch.join()
+      with memory_watched() as memory:
+        cpu = time.process_time()
+        made = of_files.report(f'{folder}/x.npy,{folder}/y.npy', settings)
+        reporting.write_json(made.json, folder / 'a.json')
+        of_files.write_csv(folder / 'a.csv', made.json['rows'])
+        of_files.write_suggested(folder / 'suggested.safetensors', made.json['rows'])
+        cpu = time.process_time() - cpu
     found.append({'rows': num_rows, 'cpu_seconds': cpu, 'peak_mib': max(memory)})
   report(args.json, found)
 

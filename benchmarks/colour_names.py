@@ -124,8 +124,9 @@ def measure(heads, x, counts, hidden, max_iter):
     of_test = {'heads': noisy, 'C': C, 'num_factors': 4, 'progress': False}
     test = noise_test(x[totals > 0], shares[totals > 0], **of_test)
     predicted = {tested.name: tested.row() for tested in test.tested}
-  weight, of_det, rows = totals / totals.mean(), held_out_prob(found['det'], x), []
-  nll_det = cross_entropy(shares, of_det)
+  weight, rows = totals / totals.mean(), []
+  of_heads = {head: cross_entropy(shares, held_out_prob(of, x)) for head, of in found.items()}
+  nll_det = of_heads['det']
 
   def add(head, nll, **about):
     gap = weight * (nll - nll_det)
@@ -145,7 +146,7 @@ def measure(heads, x, counts, hidden, max_iter):
     _, estimators, converged, seconds = zip(*halves, strict=True)
     add(
       head,
-      cross_entropy(shares, held_out_prob(halves, x)),
+      of_heads[head],
       gradient=max(x.gradient_ for x in estimators),
       gap=max(x.gap_ for x in estimators),
       converged=all(converged),

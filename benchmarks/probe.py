@@ -19,6 +19,7 @@ prints the CPU seconds and the peak memory of the process, without mapped files,
 with the features.
 """
 
+import contextlib
 import re
 import tempfile
 import threading
@@ -88,10 +89,22 @@ def memory_mib():
     return int(re.search(r'RssAnon:\s+(\d+)', file.read())[1]) / 1024
 
 
-def watch_memory(found, stop):
-  """Appends `memory_mib` every 50 ms until the event is set."""
-  while not stop.wait(0.05):
-    found.append(memory_mib())
+@contextlib.contextmanager
+def memory_watched():
+  """Gives a list to which `memory_mib` is appended at once, and every 50 ms inside."""
+  found, stop = [memory_mib()], threading.Event()
+
+  def watch():
+    while not stop.wait(0.05):
+      found.append(memory_mib())
+
+  thread = threading.Thread(target=watch)
+  thread.start()
+  try:
+    yield found
+  finally:
+    stop.set()
+    thread.join()
 
 
 def stream(args):
@@ -111,16 +124,11 @@ def stream(args):
     for head in args.heads:
       for rows in (args.rows // 4, args.rows):
         estimator = CLASSIFIERS[head](args.C, solver='adam', max_iter=1)
-        memory, stop = [memory_mib()], threading.Event()
-        watch = threading.Thread(target=watch_memory, args=(memory, stop))
-        watch.start()
-        cpu = time.process_time()
-        with warnings.catch_warnings():
+        with memory_watched() as memory, warnings.catch_warnings():
           warnings.simplefilter('ignore', ConvergenceWarning)  # of one epoch
+          cpu = time.process_time()
           estimator.fit(x[:rows], y[:rows])
-        cpu = time.process_time() - cpu
-        stop.set()
-        watch.join()
+          cpu = time.process_time() - cpu
         row = {'head': head, 'rows': rows, 'mib_of_features': rows * args.dim / 2**18}
         found.append(row | {'cpu_seconds': cpu, 'peak_mib': max(memory)})
         print(found[-1], flush=True)

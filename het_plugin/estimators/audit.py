@@ -148,7 +148,7 @@ def report(
   Args:
     source: the file.
     settings: as in `audit`.
-    examples: of which these are rows; the page shows images of some. None shows none.
+    examples: the data set of the rows. The page shows some of its images; None shows none.
 
   Returns:
     The report. 'rows' of its JSON values are `Listed`.

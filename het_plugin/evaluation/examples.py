@@ -18,7 +18,7 @@ class Found(NamedTuple):
 
   Attributes:
     images: float32 [B, S, S, C], levels in [-1, 1], preprocessed as in an evaluation.
-    labels: int32 [B, L], those of the data set, padded with -1.
+    labels: int32 [B, L], from the data set. Missing ones are -1.
     readable: bool [B]; the image of one that is not is black.
   """
 

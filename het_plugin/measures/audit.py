@@ -90,8 +90,7 @@ def audit(p: np.ndarray, label: np.ndarray) -> Audit:
   Raises:
     ValueError: shapes do not fit, or a label is no class.
   """
-  p = p if isinstance(p, np.ndarray) else np.asarray(p)
-  label = np.asarray(label)
+  p, label = np.asarray(p), np.asarray(label)
   if p.ndim != 2 or label.shape != p.shape[:1] or not len(label):
     raise ValueError(f'p must be [N, K] and label [N], N > 0; got {p.shape} and {label.shape}')
   num_rows, num_classes = p.shape

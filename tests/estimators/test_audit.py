@@ -13,7 +13,7 @@ from het_plugin.estimators.probe import Settings
 
 
 def problem(num_rows):
-  """Features, and labels 3, 7 and 9 of which three in ten are the next one."""
+  """Features, and labels 3, 7 and 9. Three labels in ten are moved to the next class."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=(num_rows, 6)).astype(np.float32)
   truth = x[:, :3].argmax(axis=1)
@@ -69,20 +69,16 @@ def test_pairs_and_suggestions_are_ids_of_classes():
 
 
 PEAK = """
-import sys, threading
+import sys
 from het_plugin.estimators import audit, probe
 sys.path.insert(0, 'benchmarks')
-from probe import memory_mib, watch_memory
+from probe import memory_watched
 settings = probe.Settings(['det'], folds=2, solver='adam', max_iter=1, progress=False)
-found, stop = [], threading.Event()
-watch = threading.Thread(target=watch_memory, args=(found, stop))
-watch.start()
-report = audit.report(sys.argv[1], settings)
-report.write('audit', json=sys.argv[1] + '.json')
-audit.write_csv(sys.argv[1] + '.csv', report.json['rows'])
-audit.write_suggested(sys.argv[1] + '.corrected.safetensors', report.json['rows'])
-stop.set()
-watch.join()
+with memory_watched() as found:
+  report = audit.report(sys.argv[1], settings)
+  report.write('audit', json=sys.argv[1] + '.json')
+  audit.write_csv(sys.argv[1] + '.csv', report.json['rows'])
+  audit.write_suggested(sys.argv[1] + '.corrected.safetensors', report.json['rows'])
 print(max(found))
 """
 
