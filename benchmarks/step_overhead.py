@@ -82,7 +82,13 @@ class Step:
     lowered = jax.jit(step, donate_argnums=0).lower(state, self.image, self.label)
     self.compiled = lowered.compile()
     self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
-    self.state = jax.jit(init)(jax.random.key(1), self.image)
+    # A GPU's compiler takes longer for the initialisation than for the step.
+    leaves, treedef = jax.tree.flatten(state[0])
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    params = treedef.unflatten(
+      0.02 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)
+    )
+    self.state = params, optimizer.init(params), jnp.int32(0)
 
   def seconds(self, clock=time.perf_counter):
     start = clock()

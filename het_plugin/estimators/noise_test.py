@@ -24,7 +24,15 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold
 
 from het_plugin import reporting
-from het_plugin.estimators import fitting, lbfgs, objective, probe, selection, targets
+from het_plugin.estimators import (
+  fitting,
+  lbfgs,
+  objective,
+  placement,
+  probe,
+  selection,
+  targets,
+)
 from het_plugin.estimators.directions import noise_directions, noise_map
 from het_plugin.estimators.first_order import FirstOrder
 from het_plugin.estimators.model import Model, is_noise
@@ -313,7 +321,7 @@ class _Fold:
   def _fit(self, params, strength, max_iter=MAX_ITER, tol=None):
     noise_strength = jnp.float32(1.0 / (strength * self.test.c))
     rows = dataclasses.replace(self.rows, noise_strength=noise_strength)
-    with warnings.catch_warnings():
+    with placement.on(None), warnings.catch_warnings():
       warnings.simplefilter('ignore', ConvergenceWarning)
       minimise = functools.partial(lbfgs.minimise, self.model, params, rows, progress=False)
       return minimise(tol=tol or 0.1 * self.test.tol, max_iter=max_iter)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from het_plugin.estimators import DetClassifier, lbfgs, objective
+from het_plugin.estimators import DetClassifier, HetXLClassifier, lbfgs, objective
 from het_plugin.estimators.model import Model
 from het_plugin.estimators.whitening import unwhiten, whiten, whitening_of
 
@@ -48,6 +48,24 @@ def test_the_curvature_is_near_one():
   values = np.linalg.eigvalsh((hessian + hessian.T) / 2)
   values = values[5:]  # a softmax does not change if all logits move together
   assert 0.3 < values.min() and values.max() < 6, values
+
+
+def test_a_fit_multiplies_in_float32(monkeypatch):
+  # A GPU or TPU would take fewer bits, and the gradient would not fall to `tol`.
+  evaluate, programs = lbfgs._evaluate, set()
+
+  def spy(*arguments, **named):
+    programs.add(evaluate.lower(*arguments, **named).as_text())
+    return evaluate(*arguments, **named)
+
+  monkeypatch.setattr(lbfgs, '_evaluate', spy)
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(60, 3)), rng.integers(4, size=60)
+  HetXLClassifier(num_factors=1, num_samples=8, max_iter=2).fit(x, y)
+  assert len(programs) == 2  # DET's and HET-XL's
+  for program in programs:
+    assert 'precision = [HIGHEST, HIGHEST]' in program
+    assert 'precision = [DEFAULT, DEFAULT]' not in program
 
 
 def test_badly_scaled_features_and_rare_classes_cost_few_iterations():
