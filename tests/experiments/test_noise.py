@@ -71,6 +71,6 @@ def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_pat
   assert round(4 * np.log2(scale), 4) in range(-4, 5)
   keys = example_keys(jax.random.key(run.model.eval_seed), batch['index'])
   changed = logits.replace(temperature=scale * logits.temperature)
-  nll = run.model.eval_integrator.nll(changed, batch['label'], keys)
+  nll = jax.jit(run.model.eval_integrator.nll)(changed, batch['label'], keys)
   np.testing.assert_allclose(written['NLL, tau of held-out'], nll, rtol=1e-4)
   assert found['NLL, tau of held-out'] == pytest.approx(float(nll.mean()), rel=1e-4)
