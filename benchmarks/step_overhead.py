@@ -63,10 +63,6 @@ class Step:
     self.image = jnp.asarray(image, jnp.float32)
     self.label = jnp.asarray(rng.integers(args.classes, size=(batch, 1)), jnp.int32)
 
-    def init(key, image):
-      params = model.init(key, image)['params']
-      return params, optimizer.init(params), jnp.int32(0)
-
     def step(state, image, label):
       params, opt_state, count = state
 
@@ -78,17 +74,17 @@ class Step:
       updates, opt_state = optimizer.update(gradient, opt_state, params)
       return (optax.apply_updates(params, updates), opt_state, count + 1), value
 
-    state = jax.eval_shape(init, jax.random.key(0), self.image)
-    lowered = jax.jit(step, donate_argnums=0).lower(state, self.image, self.label)
-    self.compiled = lowered.compile()
-    self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
     # A GPU's compiler takes longer for the initialisation than for the step.
-    leaves, treedef = jax.tree.flatten(state[0])
+    shapes = jax.eval_shape(model.init, jax.random.key(0), self.image)['params']
+    leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     params = treedef.unflatten(
       0.02 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)
     )
     self.state = params, optimizer.init(params), jnp.int32(0)
+    lowered = jax.jit(step, donate_argnums=0).lower(self.state, self.image, self.label)
+    self.compiled = lowered.compile()
+    self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
 
   def seconds(self, clock=time.perf_counter):
     start = clock()

@@ -59,19 +59,19 @@ def log_prob(params, images):  # [B, K]
   return integrator.log_prob(logits, keys)[:, :CLASSES]  # classes are padded to 128 (*)
 
 
-def main(steps: int = STEPS) -> float:
+def main() -> float:
   images, labels = load_digits(return_X_y=True)
   train_x, test_x, train_y, test_y = train_test_split(
     (images / 16.0).astype('float32'), labels.astype('int32'), test_size=500, random_state=0
   )
   params = model.init(jax.random.key(1), train_x[:1])['params']
   state = optimizer.init(params)
-  for step in range(steps):
+  for step in range(STEPS):
     key = jax.random.fold_in(jax.random.key(2), step)
     rows = jax.random.randint(key, (BATCH,), 0, len(train_x))
     params, state, loss = train_step(params, state, train_x[rows], train_y[rows], key)
     if step % 100 == 99:
-      print(f'step {step + 1} of {steps}: loss {loss:.3f}')
+      print(f'step {step + 1} of {STEPS}: loss {loss:.3f}')
   accuracy = float((log_prob(params, test_x).argmax(-1) == test_y).mean())
   print(f'accuracy {accuracy:.3f} on {len(test_y)} held-out digits')
   return accuracy

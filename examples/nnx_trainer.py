@@ -58,7 +58,7 @@ def predict(model, images):
   return nnx.view(model, deterministic=True)(images).argmax(-1)  # the same noise every time
 
 
-def main(steps: int = STEPS) -> float:
+def main() -> float:
   images, labels = load_digits(return_X_y=True)
   train_x, test_x, train_y, test_y = train_test_split(
     (images / 16.0).astype('float32'), labels.astype('int32'), test_size=500, random_state=0
@@ -73,12 +73,12 @@ def main(steps: int = STEPS) -> float:
     transform = optax.adamw(3e-3, weight_decay=1e-3, mask=mask)
     optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
     of_data = NamedSharding(mesh, PartitionSpec('data'))
-    for step in range(steps):
+    for step in range(STEPS):
       rows = jax.random.randint(jax.random.key(step), (BATCH,), 0, len(train_x))
       batch = jax.device_put((train_x[rows], train_y[rows]), of_data)
       loss = train_step(model, optimizer, *batch)
       if step % 100 == 99:
-        print(f'step {step + 1} of {steps}: loss {loss:.3f}')
+        print(f'step {step + 1} of {STEPS}: loss {loss:.3f}')
     accuracy = float((predict(model, test_x) == test_y).mean())
   print(f'accuracy {accuracy:.3f} on {len(test_y)} held-out digits')
   return accuracy

@@ -121,7 +121,7 @@ def test_every_cell_builds_its_model(name, tmp_path):
 def test_names(run_main, tmp_path):
   listed = run_main(ablate, '--list')
   assert all(f'\n{name} ' in listed for name in study_lib.names())
-  assert ': alignment, ' in run_main(ablate, code=2)
+  assert f': {", ".join(study_lib.names())}' in run_main(ablate, code=2)
   assert "'heads x'" in run_main(ablate, 'heads', 'x', code=2)
   message = run_main(ablate, 'head', code=2)
   assert "'head' " in message and 'heads, heads_noisy' in message
