@@ -23,6 +23,7 @@ from het_plugin.training import step as step_lib
 ROOT = pathlib.Path(__file__).parents[1]
 SHORT = ['WARMUP_STEPS = 0', 'train.train_eval_dataset_cfg = None']
 TINY = ['vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2']
+FEW = [f'{mode}/Integrator.num_samples = 2' for mode in ('train', 'eval')]  # no fit to compile
 
 
 def parse(head, model_dir, *extra, run='digits_smoke', files=()):
@@ -77,7 +78,7 @@ def read_metrics(model_dir):
 
 def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   """Interrupted anywhere and started again, it ends with the metrics of the run that was not."""
-  settings = ('TRAIN_STEPS=100', 'EVAL_PERIOD=100', 'SAVE_PERIOD=100', 'STATS_PERIOD=10')
+  settings = ('TRAIN_STEPS=100', 'EVAL_PERIOD=100', 'SAVE_PERIOD=100', 'STATS_PERIOD=10', *FEW)
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   command = [sys.executable, '-m', 'het_plugin.train', *arguments(parts, *settings)]
   process = subprocess.Popen(
@@ -119,9 +120,8 @@ def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
 
   def start(path, *settings, files=()):
     still = ['TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-9', 'warmup_schedule.end_value = 1e-9']
-    still += ['train/Integrator.num_samples = 4']
     parse(
-      *('het_xl', tmp_path / f'from_{path.name}', *still, *SHORT, *settings),
+      *('het_xl', tmp_path / f'from_{path.name}', *still, *SHORT, *FEW, *settings),
       'CheckpointConfig.restore = @RestoreCheckpointConfig()',
       f"RestoreCheckpointConfig.path = '{path}'",
       files=files,
@@ -149,8 +149,7 @@ def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
 @pytest.mark.slow
 def test_a_replica_axis_changes_nothing(tmp_path):
   """Two slices of (2, 2), parameters over data too, against one device a model."""
-  steps = ['TRAIN_STEPS = 3', *SHORT, 'train/Integrator.order = "project_then_sample"']
-  steps += ["train/Integrator.sampler = 'iid'"]  # points of a fit magnify the rounding of a mesh
+  steps = ['TRAIN_STEPS = 3', *SHORT, *FEW, 'train/Integrator.order = "project_then_sample"']
   parse('het_xl', tmp_path / 'flat', *steps)
   _, flat = train_from_gin()
   sliced = [

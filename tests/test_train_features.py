@@ -66,7 +66,7 @@ def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_
   parse(
     *('het_xl', path, tmp_path / 'run', 'TRAIN_STEPS = 1', 'LEARNING_RATE = 1e-12'),
     *('HetXL.num_factors = 2', 'Mlp.hidden_layers = (8,)', 'WEIGHT_DECAY = 0.0'),
-    'train/Integrator.num_samples = 4',
+    'train/Integrator.num_samples = 2',
     *('HetXL.temperature = @FixedTemperature()', 'FixedTemperature.tau = 1.0'),
     'warmup_schedule.init_value = 0.0',
     'warmup_schedule.end_value = 0.0',
@@ -90,7 +90,7 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
     *(f"MIXTURE_OR_TASK_NAME='features:{path}'", f"MODEL_DIR='{tmp_path}/run'", 'NUM_CLASSES=5'),
     *('TRAIN_STEPS=3', 'WARMUP_STEPS=0', 'BATCH_SIZE=64', 'Mlp.hidden_layers=(16,)'),
     *('PjitPartitioner.num_partitions=4', 'HetXL.num_factors=3', 'EVAL_PERIOD=3'),
-    *(f'{mode}/Integrator.num_samples=4' for mode in ('train', 'eval')),
+    *(f'{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
   ]
   files = [f'--gin_file=het_plugin/gin/{x}.gin' for x in ('runs/features', 'heads/het_xl')]
   run_main(train_main, *files, *(f'--gin.{x}' for x in bindings))

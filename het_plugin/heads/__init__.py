@@ -18,6 +18,7 @@ from het_plugin.heads.contrastive import (
   contrastive_nll,
 )
 from het_plugin.heads.covariance import LowRankCovariance, least_noise, noise_in_directions
+from het_plugin.heads.mixture import MixtureOfSoftmaxes
 from het_plugin.heads.predictive import PredictiveLogits, predictive_logits, row_keys, served
 from het_plugin.heads.temperature import FixedTemperature, LearnedTemperature, LogitScale
 
@@ -26,6 +27,7 @@ HEADS = {'det': Det, 'het': Het, 'het_h': HetH, 'het_xl': HetXL}  # by the names
 CONFIGURABLES = {
   'classifiers': ('Det', 'Het', 'HetH', 'HetXL'),
   'contrastive': ('ContrastiveDet', 'ContrastiveHetXL'),
+  'mixture': ('MixtureOfSoftmaxes',),
   'temperature': ('FixedTemperature', 'LearnedTemperature', 'LogitScale'),
 }
 
@@ -44,6 +46,7 @@ __all__ = [
   'LearnedTemperature',
   'LogitScale',
   'LowRankCovariance',
+  'MixtureOfSoftmaxes',
   'Pairs',
   'PredictiveLogits',
   'class_buckets',

@@ -74,7 +74,8 @@ class Integrator:
       >>> head, phi = heads.HetXL(num_classes=3, num_factors=2), jnp.ones((4, 8))
       >>> logits = head.apply(head.init(jax.random.key(0), phi), phi)
       >>> keys = example_keys(jax.random.key(1), jnp.arange(4))
-      >>> Integrator(num_samples=16).nll(logits, jnp.array([0, 1, 2, 0]), keys).shape
+      >>> nll = jax.jit(Integrator(num_samples=16).nll)
+      >>> nll(logits, jnp.array([0, 1, 2, 0]), keys).shape
       (4,)
 
   Attributes:

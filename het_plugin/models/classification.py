@@ -78,8 +78,8 @@ class ClassificationModel:
       >>> model = models.ClassificationModel(backbones.Mlp((8,)), head, None, rule, rule)
       >>> params = model.get_initial_variables(jax.random.key(0), {'image': (2, 1, 1, 4)})['params']
       >>> batch = {'image': jnp.ones((2, 1, 1, 4)), 'label': jnp.array([[0], [2]])}
-      >>> loss, metrics = model.loss_fn(params, batch, jax.random.key(1))
-      >>> loss.shape, model.predict_batch(params, batch).shape
+      >>> loss, metrics = jax.jit(model.loss_fn)(params, batch, jax.random.key(1))
+      >>> loss.shape, jax.jit(model.predict_batch)(params, batch).shape
       ((), (2, 1))
 
   The noise of an example depends on its index, or is the same for all examples (`shared_draws`).

@@ -53,8 +53,8 @@ def model(backbone):
     backbone,
     HetXL(3, num_factors=2, temperature=LearnedTemperature()),
     optimizers.adamw(1e-3),
-    Integrator(num_samples=4),
-    Integrator(num_samples=4),
+    Integrator(num_samples=2),
+    Integrator(num_samples=2),
   )
 
 
@@ -97,7 +97,7 @@ def test_it_trains_bound_by_one_line_of_gin(run_main, tmp_path):
     '--gin_file=het_plugin/gin/heads/het_xl.gin',
     '--gin_file=het_plugin/gin/partitioning/fsdp.gin',
     *('--gin.BACKBONE=@OwnNet()', '--gin.TRAIN_STEPS=2', '--gin.WARMUP_STEPS=0'),
-    *(f'--gin.{mode}/Integrator.num_samples=4' for mode in ('train', 'eval')),
+    *(f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
     *('--gin.EVAL_STEPS=1', f"--gin.MODEL_DIR='{run}'"),
   )
   assert (run / 'checkpoint_2').is_dir()

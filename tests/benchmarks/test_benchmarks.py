@@ -68,7 +68,7 @@ RUNS = {
     'plain loss',
   ),
   'step_overhead.py --variant=Ti/16 --image_size=16 --classes=20 --factors=3 --dtype=float32 '
-  '--heads=het_xl --samples=9 --batches=2 --repeats=1': (2, 'of DET'),
+  '--heads=het_xl --samples=3 --batches=2 --repeats=1': (2, 'of DET'),
   'samplers.py --principal_factors=1,2 --classes=20 --dim=8 --factors=4 --batch=4 --steps=2': (
     4,
     'nats with m = 1',
@@ -137,7 +137,7 @@ def test_glyph_label_noise(run):
 
 @pytest.mark.slow
 def test_real_features(run, tmp_path):
-  flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--samples=4']
+  flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--samples=2']
   flags += ['--folds=2', '--fits=1']
   flags += ['--heads=het', f'--work_dir={tmp_path / "work"}']
   rows, _ = run('real_features.py', *flags)

@@ -17,7 +17,7 @@ EFFECT = NoiseEffect(split='test', num_examples=24)
 def noisy_run(digits_run, monkeypatch):
   """HET-XL with many samples at evaluation; whoever opens a run gets it."""
   run = runs.open_run(digits_run[0])
-  run.model.eval_integrator = Integrator(num_samples=4000)
+  run.model.eval_integrator = Integrator(4000, tilt=False, rotate=False)
   monkeypatch.setattr(runs, 'open_run', lambda path: run)
   return run
 

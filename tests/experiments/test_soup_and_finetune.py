@@ -84,7 +84,7 @@ def test_a_fine_tuning_that_was_interrupted_goes_on(digits_run, run_main, tmp_pa
   arguments = (
     *(select, 'finetune', f'--checkpoint={digits_run[0]}', '--keep=1', '--split=test'),
     *('--batch_size=64', '--gin.TRAIN_STEPS=3', f'--output_dir={tmp_path}'),
-    *(f'--gin.{mode}/Integrator.num_samples=4' for mode in ('train', 'eval')),
+    *(f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
     f'--json={tmp_path / "result.json"}',
   )
   run_main(*arguments)
@@ -111,7 +111,7 @@ def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_m
     *('--gin.vit.width=16', '--gin.vit.depth=1', '--gin.vit.mlp_dim=16', '--gin.vit.num_heads=2'),
     *('--gin.BATCH_SIZE=8', '--gin.TRAIN_STEPS=2', '--gin.LEARNING_RATE=1e-3'),
     *('--gin.SAVE_PERIOD=2', '--gin.WARMUP_STEPS=0', '--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1'),
-    *(f'--gin.{mode}/Integrator.num_samples=4' for mode in ('train', 'eval')),
+    *(f'--gin.{mode}/Integrator.num_samples=2' for mode in ('train', 'eval')),
     *('--batch_size=64', f'--output_dir={tmp_path}', f'--json={tmp_path / "result.json"}'),
   )
   found = json.loads((tmp_path / 'result.json').read_text())

@@ -14,7 +14,7 @@ from het_plugin.training import exit_codes, run_files, train
 def small_run(**bindings):
   sizes = {'TRAIN_STEPS': 2, 'EVAL_STEPS': 1, 'EVAL_PERIOD': 2}
   sizes |= {'STATS_PERIOD': 1, 'WARMUP_STEPS': 1}
-  sizes |= {f'{mode}/Integrator.num_samples': 4 for mode in ('train', 'eval')}
+  sizes |= {f'{mode}/Integrator.num_samples': 2 for mode in ('train', 'eval')}
   sizes |= {'vit.width': 16, 'vit.depth': 1, 'vit.mlp_dim': 16, 'BATCH_SIZE': 16} | bindings
   files = ['het_plugin/gin/runs/digits_smoke.gin', 'het_plugin/gin/heads/het_xl.gin']
   return trainings.Training(files, [f'{name} = {value}' for name, value in sizes.items()])

@@ -62,7 +62,7 @@ def assert_close(found, expected, rtol):
 
 @pytest.mark.parametrize(
   'num_samples,remainder',
-  [(5, 'rank_one'), (11, 'rank_one'), (33, 'rank_one'), (11, 'diag')],  # plain, fitted, rotated
+  [(5, 'rank_one'), (11, 'diag'), (33, 'rank_one')],  # plain, fitted, rotated
 )
 def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
   with jax.enable_x64(True):
@@ -74,15 +74,11 @@ def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
     assert_close(results(integrator, head, params, phi, lambda x: x), expected, 1e-5)
 
 
-@pytest.mark.parametrize('mesh', [None, (2, 4)])
-def test_float32_buckets_agree_with_float64_classes(mesh):
+def test_float32_buckets_over_a_mesh_agree_with_float64_classes():
   head, params, phi = problem()
   integrator = Integrator(33, sampler='iid')
-  if mesh is None:
+  with on_mesh(make_mesh(2, 4)):
     found = results(integrator, head, params, phi, lambda x: x)
-  else:
-    with on_mesh(make_mesh(*mesh)):
-      found = results(integrator, head, params, phi, lambda x: x)
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, phi))
     expected = results(integrator, head.clone(dtype=jnp.float64), *wide, of_classes)

@@ -160,7 +160,7 @@ SETTINGS = [
   *('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2'),
   *('EVAL_PERIOD = 4', 'EVAL_STEPS = 2', 'SAVE_PERIOD = 2', 'STATS_PERIOD = 1', 'BATCH_SIZE = 16'),
   *('WARMUP_STEPS = 0', "warmup_schedule.decay = 'constant'", 'HetXL.num_factors = 4'),
-  *('train/Integrator.num_samples = 4', 'eval/Integrator.num_samples = 4'),
+  *('train/Integrator.num_samples = 2', 'eval/Integrator.num_samples = 2'),
   "ACTIONS = {'TRAIN_EVAL': [@FewShotAction()]}",
   *('FewShotAction.image_size = 8', 'FewShotAction.channels = 1'),
   *('FewShotAction.shots = (1,)', 'FewShotAction.seeds = (0,)', 'FewShotAction.batch_size = 64'),

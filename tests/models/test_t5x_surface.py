@@ -29,7 +29,7 @@ HEAD = HetXL(num_classes=10, num_factors=2, temperature=LearnedTemperature())
 
 
 def classification():
-  integrator = Integrator(num_samples=4)
+  integrator = Integrator(num_samples=2)
   optimizer = optimizers.adamw(1e-3, weight_decay=0.1, clip_norm=1.0)
   return ClassificationModel(
     VIT, HEAD, optimizer, integrator, integrator, loss_normalizing_factor=B
@@ -167,17 +167,17 @@ def test_predictions_and_scores_are_as_seqios_evaluator_takes_them(model, batch)
     pytest.skip('t5x.eval and t5x.infer are of classification')
   params = initial(model, batch)['params']
   key = jax.random.PRNGKey(0)
-  predictions = model.predict_batch(params, batch, key)
-  with_aux, aux = model.predict_batch_with_aux(params, batch, key)
-  scores = model.score_batch(params, batch)
+  predict, score = jax.jit(model.predict_batch), jax.jit(model.score_batch)
+  predictions, scores = predict(params, batch, key), score(params, batch)
+  with_aux, aux = jax.jit(model.predict_batch_with_aux)(params, batch, key)
   np.testing.assert_array_equal(predictions, with_aux)
   assert predictions.shape == (B, 1) and predictions.dtype == jnp.int32
   assert scores.shape == (B,) and {'top5', 'log_prob'} == set(aux)
   assert all(len(x) == B for x in aux.values())
   # It repeats rows to fill the last batch, and drops them by number afterwards.
   padded = {name: np.concatenate([x[:3], x[:1], x[:1]]) for name, x in batch.items()}
-  np.testing.assert_array_equal(model.predict_batch(params, padded, key)[:3], predictions[:3])
-  np.testing.assert_allclose(model.score_batch(params, padded)[:3], scores[:3], rtol=1e-5)
+  np.testing.assert_array_equal(predict(params, padded, key)[:3], predictions[:3])
+  np.testing.assert_allclose(score(params, padded)[:3], scores[:3], rtol=1e-5)
 
 
 def test_the_states_of_our_optimizer_are_of_types_that_t5x_can_place():
