@@ -383,7 +383,9 @@ def rotation_to(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     # U (I - 2 v v^T) = U - p v^T with p = 2 U v
     along = jnp.einsum('btm,bt->bm', left, v, precision=HIGHEST)
     p = v - jnp.einsum('bm,bmt->bt', along, right, precision=HIGHEST)
-    return rows, left.at[:, :, j].set(v), right.at[:, j].set(2.0 * p)
+    is_column = jnp.arange(count) == j  # in place of a scatter, for which ONNX has no word
+    left = jnp.where(is_column, v[:, :, None], left)
+    return rows, left, jnp.where(is_column[:, None], 2.0 * p[:, None], right)
 
   # A loop, since a program with every reflection is several times as large.
   start = rows, jnp.zeros_like(rows, shape=(batch, num_normals, count)), jnp.zeros_like(rows)
