@@ -53,6 +53,7 @@ def registered():
   register()
 
 
+@pytest.mark.slow
 def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeypatch, caplog):
   study, out, copy = tmp_path / 'tiny.gin', tmp_path / 'out', tmp_path / 'copy.json'
   study.write_text(STUDY)
@@ -94,6 +95,7 @@ def test_a_study_is_trained_once_and_makes_its_table(tmp_path, run_main, monkeyp
   assert row['nll'] == learned['runs']['nll'][1] and row['stderr']['nll'] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', study_lib.names())
 def test_every_cell_builds_its_model(name, tmp_path):
   study = study_lib.load(name)

@@ -34,6 +34,7 @@ def noisy(tmp_path_factory):
   return path, truth, label
 
 
+@pytest.mark.slow
 def test_wrong_labels_are_listed_first_and_corrected_in_a_copy(noisy, run_main, tmp_path):
   path, truth, label = noisy
   files = {name: tmp_path / f'a.{name}' for name in ('csv', 'json', 'html')}
@@ -80,6 +81,7 @@ def pictures(page):
   return found
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
   """Images say which example they are; labels of the task are the truth."""
   path, truth, label = noisy
@@ -120,6 +122,7 @@ def test_the_page_shows_the_images_of_the_rows(noisy, run_main, tmp_path):
       assert (row['suggested_name'], row['label_name'], row['kind']) == (*names, 'wrong')
 
 
+@pytest.mark.slow
 def test_a_run_is_represented_and_its_images_shown(digits_det_run, run_main, tmp_path):
   run_dir, _ = digits_det_run
   page = tmp_path / 'a.html'

@@ -12,6 +12,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.data import task_info
 
 
+@pytest.mark.slow
 def test_a_report_of_two_checkpoints(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
   output, other = tmp_path / 'out', tmp_path / 'other.npz'
@@ -79,6 +80,7 @@ def test_a_file_with_the_labels_of_several_people(tmp_path, run_main):
   assert 'labels of several people' in printed
 
 
+@pytest.mark.slow
 def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
   """A checkpoint, the file of its predictions, and the model's own evaluation agree."""
   run_dir, _ = digits_run
@@ -107,6 +109,7 @@ def test_votes_are_evaluated_as_in_training(digits_run, run_main, tmp_path):
   assert again['agreement'] == row['agreement'] and again['nll'] == row['nll']
 
 
+@pytest.mark.slow
 def test_accuracy_on_the_true_classes_where_a_task_knows_them(
   digits_run, run_main, tmp_path, monkeypatch
 ):
@@ -139,6 +142,7 @@ def test_accuracy_on_the_true_classes_where_a_task_knows_them(
   assert found['noise']['truth']['clean_accuracy_location'] == location['clean_accuracy']
 
 
+@pytest.mark.slow
 def test_what_noise_would_gain_over_a_run(digits_det_run, digits_run, run_main, tmp_path):
   run_dir, params = digits_det_run
   arguments = ('--noise_test', '--split=train', f'--json={tmp_path / "out.json"}')

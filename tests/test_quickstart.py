@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from het_plugin import quickstart
 from het_plugin.experiments import head_comparison
 
@@ -26,6 +28,7 @@ def run(run_main, output_dir, *arguments, **kwargs):
   )
 
 
+@pytest.mark.slow
 def test_quickstart_makes_the_table_and_reuses_finished_runs(run_main, tmp_path):
   printed = run(run_main, tmp_path, f'--json={tmp_path / "copy.json"}')
   rows = json.loads((tmp_path / 'results.json').read_text())

@@ -84,6 +84,7 @@ def test_digits(digits_run, call, tmp_path):
   assert rows_lib.read(str(out / 'digits/patches/test.safetensors')).provenance['step'] == 1
 
 
+@pytest.mark.slow
 def test_a_head_fitted_to_representations_goes_over_the_backbone(digits_run, call, tmp_path):
   """A run of one step of length 0 has the NLL of the estimator, as has the estimator of the run."""
   call(f'--checkpoint={digits_run[0]}', '--dataset=digits', f'--output_dir={tmp_path}')

@@ -97,6 +97,7 @@ def predicted(digits_run, images):
   return shared, own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', FORMATS)
 def test_a_softmax_is_predict_with_shared_draws(
   kind, digits_run, predicted, run_main, images, tmp_path
@@ -146,6 +147,7 @@ def features_run(rows, tmp_path_factory):
   return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', FORMATS)
 def test_a_sigmoid_on_features_is_predict(kind, features_run, rows, run_main, tmp_path):
   x, folder = rows[1], tmp_path / kind
@@ -158,6 +160,7 @@ def test_a_sigmoid_on_features_is_predict(kind, features_run, rows, run_main, tm
   assert about['input'] == {'name': 'features', 'shape': [None, 6], 'dtype': 'float32'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', FORMATS)
 def test_an_estimator_is_its_predict_proba(kind, rows, tmp_path):
   _, x, y = rows

@@ -102,6 +102,7 @@ def test_main_trains_stops_on_sigterm_and_goes_on(tmp_path, run_main):
   assert final(parts) == final(whole)
 
 
+@pytest.mark.slow
 def test_a_det_run_starts_a_het_xl_model(tmp_path, run_main):
   """The plug-in property: backbone and W are kept, only the noise and tau are new (section 3.1).
 

@@ -41,6 +41,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.slow
 def test_no_hidden_layer_ends_at_the_optimum_of_the_estimator(rows, tmp_path):
   path, x, y = rows
   settings = ('TRAIN_STEPS = 150', 'LEARNING_RATE = 0.2', 'WEIGHT_DECAY = 0.0')
@@ -56,6 +57,7 @@ def test_no_hidden_layer_ends_at_the_optimum_of_the_estimator(rows, tmp_path):
   assert trained == pytest.approx(fitted, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_path):
   """It has the parameters of the estimator, with its hidden layer as the backbone."""
   path, x, y = rows
@@ -83,6 +85,7 @@ def test_a_run_starts_from_a_fitted_head_and_its_head_is_an_estimator(rows, tmp_
   )
 
 
+@pytest.mark.slow
 def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
   """Its files have the pre-logits of the MLP; the run is a run of the main."""
   path, x, _ = rows

@@ -39,6 +39,7 @@ def run(tmp_path, run_main):
   return call
 
 
+@pytest.mark.slow
 def test_the_table_and_its_rerun(run, tmp_path, monkeypatch):
   methods = ['grid:validation', 'luketina:validation']
   settings = {'method': ','.join(methods), 'grid': '0.2', 'replications': 1}

@@ -52,6 +52,7 @@ def towers(monkeypatch):
   monkeypatch.setattr(zeroshot_report, 'run_tokenizer', tokenizer_of)
 
 
+@pytest.mark.slow
 def test_seeds_in_groups(towers, run_main, tmp_path):
   out = tmp_path / 'out.json'
   printed = run_main(

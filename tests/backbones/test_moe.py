@@ -67,6 +67,7 @@ def by_loops(settings, params, x, capacity, images):
   return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('batch_priority', [True, False])
 @pytest.mark.parametrize('num_selected', [1, 2])
 def test_tokens_go_where_the_papers_algorithms_send_them(batch_priority, num_selected):
@@ -107,6 +108,7 @@ def test_gradients_are_those_of_all_experts_for_all_tokens():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
 
 
+@pytest.mark.slow
 def test_balance_losses():
   settings = SparseMoe(E, group_size=2, importance_weight=2.0, load_weight=3.0)
   layer, params, x = make(settings)
@@ -154,6 +156,7 @@ def classification(moe):
   return model, model.get_initial_variables(jax.random.key(1), {'image': (1, 16, 16, 3)}), batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'settings',
   [
@@ -198,6 +201,7 @@ def test_any_mesh_gives_the_same_and_moves_tokens_not_experts(settings):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), other_grads, grads)
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing_where_images_are_routed_alone():
   model, variables, batch = classification(SparseMoe(4, noise=0.0, group_size=1))
   params, mesh = variables['params'], partitioning.PjitPartitioner()
@@ -215,6 +219,7 @@ def test_microbatches_change_nothing_where_images_are_routed_alone():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts[0], whole[0])
 
 
+@pytest.mark.slow
 def test_dense_blocks_before_the_experts_run_in_a_loop():
   model = ViT(8, 16, 4, 32, 2, moe=SparseMoe(4, layers='last_1'), layer_scale=0.1)
   image = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))

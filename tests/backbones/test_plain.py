@@ -67,6 +67,7 @@ def test_parameters_have_the_modules_own_names_and_axes():
   assert axes['Dense_0']['bias_axes'].names == (None,)
 
 
+@pytest.mark.slow
 def test_modes_and_representations_reach_the_module():
   made = model(WithModes())
   params = made.get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})['params']
@@ -87,6 +88,7 @@ def test_what_does_not_fit_is_one_sentence(backbone, message):
     model(backbone).get_initial_variables(jax.random.key(1), {'image': IMAGES.shape})
 
 
+@pytest.mark.slow
 def test_it_trains_bound_by_one_line_of_gin(run_main, tmp_path):
   from het_plugin import train
 

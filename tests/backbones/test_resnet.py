@@ -51,6 +51,7 @@ def test_152x1_has_the_parameters_of_table_3():
   assert round((num_params(resnet('152x1')) + 2049 * 21_843) / 1e6, 1) == 102.9
 
 
+@pytest.mark.slow
 def test_a_small_stem_keeps_the_resolution():
   model = ResNet((1, 1), width=32, stem='3x3')
   init = jax.jit(model.init_with_output)
@@ -71,6 +72,7 @@ def test_convolution_is_that_of_flax_on_a_standardized_kernel(stride, same_paddi
   np.testing.assert_allclose(conv.apply({'params': {'kernel': kernel}}, x), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_representations():
   model = ResNet((1, 2), width=32)
   (phi, intermediates), _ = jax.jit(model.init_with_output)(jax.random.key(0), images())
@@ -86,6 +88,7 @@ def test_representations():
   np.testing.assert_array_equal(phi, intermediates['pre_logits'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'model',
   [
@@ -102,6 +105,7 @@ def test_gradients_reach_every_parameter(model):
   assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('model', 'layer'),
   [

@@ -46,6 +46,7 @@ def assert_close(got, expected):
       np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5 * scale, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('case', 'remat', 'scan'),
   [
@@ -83,6 +84,7 @@ def test_stacked_parameters_name_their_layers():
   assert names['blocks/mlp/wi/kernel_axes'].names == ('layers', 'embed', 'mlp')
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_looped_blocks():
   model = dataclasses.replace(CASES['vit'], scan_layers=True, dropout=0.5)
   params = jax.jit(model.init)(jax.random.key(1), IMAGE)['params']
@@ -103,6 +105,7 @@ def test_stochastic_depth_drops_a_branch_or_scales_it():
   np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('case', 'scan'), [('vit', False), ('vit', True), ('resnet', True), ('wide_resnet', False)]
 )
@@ -128,6 +131,7 @@ def test_stochastic_depth_spares_the_first_layer_and_evaluation(case, scan):
     assert distinct[0] == 1
 
 
+@pytest.mark.slow
 def test_full_recomputation_keeps_less():
   """XLA's account of the temporaries of value and gradient at a size where activations count."""
   model = dataclasses.replace(CASES['vit'], scan_layers=True)

@@ -24,6 +24,7 @@ def tower(pooling):
   return model, jax.jit(model.init)(jax.random.key(0), TEXT)['params']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pooling', POOLINGS)
 def test_padding_and_neighbours_change_nothing(pooling):
   model, params = tower(pooling)
@@ -58,6 +59,7 @@ def test_an_empty_text_is_finite(pooling):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(result))
 
 
+@pytest.mark.slow
 def test_bfloat16_and_scanned_blocks():
   model, params = tower('last')
   phi, intermediates = jax.jit(model.apply)({'params': params}, TEXT)

@@ -50,6 +50,7 @@ def test_l32_with_representation_layer_has_the_parameters_of_table_3():
   assert round((backbone + 1025 * 21_843) / 1e6, 1) == 328.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('pooling', 'tokens', 'dtype'), [('token', 5, 'bfloat16'), ('gap', 4, 'float32')]
 )
@@ -101,6 +102,7 @@ def test_every_parameter_has_axes_of_its_rank_that_shard_heads_and_mlp():
   assert split == {f'block{layer:02d}/{name}' for layer in range(2) for name in in_block}
 
 
+@pytest.mark.slow
 def test_sharded_values_and_gradients_are_those_of_one_device():
   image = images(batch=8)
   params = random_params(TINY, image)

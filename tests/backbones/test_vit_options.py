@@ -140,6 +140,7 @@ class Reference:
     return (y + self.mlp(pool['mlp'], self.norm(pool['mlp_norm'], y)))[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'scan_layers'), [*((name, False) for name in OPTIONS), ('DINOv2', True)]
 )
@@ -174,6 +175,7 @@ def test_resized_kernel_keeps_products_with_resized_patches():
   np.testing.assert_allclose(actual, np.einsum('ijc,ijcd->d', patch, kernel), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_checkpoint_serves_other_patch_and_image_sizes():
   stored = dataclasses.replace(TINY, stored_patch_size=4, stored_grid=3)
   image = jax.random.normal(jax.random.key(1), (2, 12, 12, 3))
@@ -194,6 +196,7 @@ def test_unknown_options_are_named():
     dataclasses.replace(TINY, position='rope', width=12)
 
 
+@pytest.mark.slow
 def test_a_small_22b_trains_alike_on_every_mesh():
   options = OPTIONS['22B'] | {'scan_layers': True, 'remat': 'full'}
   backbone = ViT(patch_size=4, width=64, depth=2, mlp_dim=64, num_heads=8, **options)

@@ -165,6 +165,7 @@ def test_a_checkpoint_of_another_run_is_named(digits_run, tmp_path, caplog):
     assert ('RANDOM_SEED' in caplog.text or 'random_seed' in caplog.text) == warned
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_configuration_once_that_is_accepted(
   digits_run, tmp_path, run_main, caplog
 ):

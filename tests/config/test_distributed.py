@@ -97,6 +97,7 @@ def join(**environment):
   return result.returncode, [line for line in result.stderr.splitlines() if 'Error' in line]
 
 
+@pytest.mark.slow
 def test_others_that_do_not_come_are_one_sentence():
   with socket.create_server(('localhost', 0)) as nobody:
     port = nobody.getsockname()[1]
@@ -116,6 +117,7 @@ def test_a_port_in_use_is_one_sentence():
   assert f'{address}: process 0 cannot listen there: Address already in use' in error
 
 
+@pytest.mark.slow
 def test_a_cluster_that_jax_does_not_know_is_one_sentence():
   """Open MPI 5 no longer sets the variable from which jax takes the address."""
   code, (error,) = join(OMPI_COMM_WORLD_SIZE='2')

@@ -268,6 +268,7 @@ def test_threads_change_neither_the_order_nor_the_batches(monkeypatch):
     iterator.close()
 
 
+@pytest.mark.slow
 def test_reading_ahead_is_bounded_and_the_threads_end():
   source = SlowSource()
   task = tasks.ImageTask('slow_source', source)

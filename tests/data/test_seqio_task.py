@@ -56,6 +56,7 @@ def assert_same(batch, other):
     np.testing.assert_array_equal(batch[feature], other[feature], err_msg=feature)
 
 
+@pytest.mark.slow
 def test_seqio_and_the_pipeline_give_the_same_training_batches(name):
   ours = get_dataset(DatasetConfig(name, lengths_of(name), 'train', 8, seed=3, **MOST))
   theirs = seqio_batches(name, 'train', 8, 5, shuffle=True, seed=3, num_epochs=None)
@@ -83,6 +84,7 @@ def test_seqio_knows_slices():
   assert [int(e['index']) for e in dataset.as_numpy_iterator()] == list(range(350, 359))
 
 
+@pytest.mark.slow
 def test_shards_of_seqio_are_rows_of_the_global_batch(name):
   whole = seqio_batches(name, 'train', 8, 3, shuffle=True, seed=3, num_epochs=None)
   for index in range(2):
@@ -157,6 +159,7 @@ def test_the_converter_completes_tasks_without_index_and_mask():
   assert [e['label'].tolist() for e in examples] == [[0, -1, -1], [1, 1, -1], [2, 2, 2]]
 
 
+@pytest.mark.slow
 def test_the_converter_checks_lengths():
   with pytest.raises(ValueError, match='image|shape'):
     converted(plain_task(), {'image': 16, 'label': 3}, shuffle=False)
@@ -185,6 +188,7 @@ def test_likelihood_leaves_out_rows_without_a_label():
   assert seqio_task.likelihood(targets, [-1.0, -9.0, -3.0]) == {'nll': pytest.approx(2.0)}
 
 
+@pytest.mark.slow
 def test_the_evaluator_reads_a_task_whole_and_in_order():
   evaluator = seqio.Evaluator(
     'digits',

@@ -29,6 +29,7 @@ def test_metadata_of_built_in_tasks():
   assert task_info('digits').splits == {'train': 1438, 'test': 359}
 
 
+@pytest.mark.slow
 def test_images_with_labels_need_no_tensorflow(tmp_path, image_files):
   image_files.write(tmp_path / 'a', 2, '.jpg')
   program = f"""

@@ -31,6 +31,7 @@ def het(data):
   return HetClassifier(**settings).fit(x[:500], y[:500])
 
 
+@pytest.mark.slow
 def test_covariance_is_that_of_the_samples(data, het):
   x, _ = data
   covariance = het.covariance(x[:3])
@@ -54,6 +55,7 @@ def test_covariance_is_that_of_the_samples(data, het):
   assert (aleatoric <= total).all() and (aleatoric < total).any()
 
 
+@pytest.mark.slow
 def test_clean_predictions_are_those_of_the_location(data, het):
   x, y = data
   head = het.params_['head']
@@ -120,6 +122,7 @@ def test_files_give_the_same_predictions(data, het, tmp_path):
     estimators.load(str(tmp_path / 'bad.safetensors'))
 
 
+@pytest.mark.slow
 def test_damage_of_a_file_is_noticed_or_harmless(data, tmp_path):
   """One flipped bit, at places all over the file: most of a small file is its header."""
   x, y = data
@@ -206,6 +209,7 @@ def test_a_head_of_a_run_is_saved_with_its_settings(head, tmp_path):
   assert loaded.temperature_ == opened.temperature_
 
 
+@pytest.mark.slow
 def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
   x, y = data
   head = heads.HetXL(4, temperature=heads.LearnedTemperature(initial_tau=0.7), num_factors=3)
@@ -232,6 +236,7 @@ def test_a_head_of_a_run_is_an_estimator_and_the_way_back(data):
   )
 
 
+@pytest.mark.slow
 def test_het_h_has_parameters_for_the_buckets_that_hold_a_class(data):
   """A run has all buckets; the estimator fits only those that a class is hashed to."""
   x, y = data

@@ -54,6 +54,7 @@ def test_check_estimator():
   assert not failed
 
 
+@pytest.mark.slow
 def test_det_is_logistic_regression_at_its_optimum():
   """The digits are nearly separable: scikit-learn's own L-BFGS takes thousands of steps."""
   x, y = load_digits(return_X_y=True)
@@ -87,6 +88,7 @@ def test_features_of_any_scale_reach_the_optimum():
   assert abs(det.nll(x, y).mean() - nll) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cls', NOISY)
 def test_noise_never_has_a_worse_objective_than_det(cls):
   x, y = problem(num_rows=120)
@@ -100,6 +102,7 @@ def test_noise_never_has_a_worse_objective_than_det(cls):
   np.testing.assert_allclose(het.nll(x, y), nll, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_is_found_where_labels_have_it():
   """Rows with x_0 > 0 have random labels, which a linear location cannot say."""
   rng = np.random.default_rng(0)
@@ -175,6 +178,7 @@ def test_wrong_class_weights_are_one_sentence():
     DetClassifier(class_weight='balanced').fit(x, np.eye(4, dtype=int)[y])
 
 
+@pytest.mark.slow
 def test_strings_pipelines_and_searches():
   x, y = problem(num_rows=150)
   names = np.array(['cat', 'dog', 'eel', 'fox'])[y]
@@ -192,6 +196,7 @@ def test_strings_pipelines_and_searches():
   assert clone(HetXLClassifier(tau=2.0)).tau == 2.0
 
 
+@pytest.mark.slow
 def test_tau():
   x, y = problem(num_rows=200)
   plain = DetClassifier(tol=1e-5).fit(x, y)
@@ -201,6 +206,7 @@ def test_tau():
   assert chosen.temperature_ == min(chosen.tau_grid_nll_, key=chosen.tau_grid_nll_.get) < 1
 
 
+@pytest.mark.slow
 def test_hidden_layers_learn_what_a_line_cannot():
   rng = np.random.default_rng(0)
   x = rng.uniform(-1, 1, (400, 2))
@@ -292,6 +298,7 @@ def test_an_unfinished_fit_warns():
     DetClassifier(max_iter=2).fit(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cls', [DetClassifier, HetXLClassifier])
 def test_the_gap_of_an_unfinished_fit_is_predicted(cls):
   """Within a factor of twenty, where it is above 1e-5."""

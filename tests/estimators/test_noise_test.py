@@ -68,6 +68,7 @@ def labels(kind, n=4000):
   return x, (u + rng.gumbel(size=u.shape)).argmax(axis=1)
 
 
+@pytest.mark.slow
 def test_gains_where_there_is_noise_and_none_where_there_is_not():
   settings = {'num_factors': 2, 'progress': False, 'C': 10.0}
   of_noise = {t.name: t.row() for t in noise_test(*labels('noise', 8000), **settings).tested}
@@ -82,6 +83,7 @@ def test_gains_where_there_is_noise_and_none_where_there_is_not():
   assert curved[HIDDEN] > 0.05 and curved[HIDDEN] > 2 * max(curved['het'], curved['het_xl'])
 
 
+@pytest.mark.slow
 def test_several_labels_and_a_given_location():
   x, y = labels('noise', 600)
   rng = np.random.default_rng(0)
@@ -102,6 +104,7 @@ def test_several_labels_and_a_given_location():
   assert found.nll == pytest.approx(det.nll(x, y).mean(), abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_main_and_its_errors(tmp_path, run_main):
   x, y = labels('noise', 1000)
   np.savez(tmp_path / 'rows.npz', features=x, label=y)

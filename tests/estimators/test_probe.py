@@ -42,6 +42,7 @@ def settings(**changes):
   )
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_logistic_regression(files, tmp_path):
   report = probe.probe(*files, settings(heads=('det', 'het')))
   det, het = report.json
@@ -108,6 +109,7 @@ def test_every_fit_says_how_far_it_is(files, monkeypatch):
   assert titles == ['det']  # and not shown
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_as_other_mains(files):
   command = [sys.executable, '-m', 'het_plugin.probe', f'--train={files[0]}', '--tol=1e-12']
   process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -146,6 +148,7 @@ def test_a_folder_of_represent(files, tmp_path):
   assert row['num_examples'] == 300
 
 
+@pytest.mark.slow
 def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
   (row,) = probe.probe(files[0], None, settings(c=(1e-5, 1.0), folds=3)).json
   assert row['num_examples'] == 300 and len(row['chosen']) == 3
@@ -173,6 +176,7 @@ def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
   assert probe.choose([{'C': 1.0, 'C_noise': None}, {'C': 1.0, 'C_noise': 0.01}], nll([0, 0])) == 1
 
 
+@pytest.mark.slow
 def test_several_c_noise_include_no_noise(files):
   assert [x['C_noise'] for x in settings(c_noise=(0.1, 1.0)).grid('het')] == [0.0, 0.1, 1.0]
   assert [x['C_noise'] for x in settings(c_noise=(0.1,)).grid('het')] == [0.1]

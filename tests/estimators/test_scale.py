@@ -25,6 +25,7 @@ def data():
   return (scales * (x + 3)).astype(np.float32), y
 
 
+@pytest.mark.slow
 def test_minibatches_end_near_the_optimum_and_read_files(data, tmp_path):
   x, y = data
   exact = DetClassifier(10.0).fit(x, y).nll(x, y).mean()
@@ -36,6 +37,7 @@ def test_minibatches_end_near_the_optimum_and_read_files(data, tmp_path):
   np.testing.assert_array_equal(again.predict_log_proba(mapped), streamed.predict_log_proba(x))
 
 
+@pytest.mark.slow
 def test_minibatches_stop_early_and_warn_if_they_do_not(data):
   x, y = data
   assert DetClassifier(10.0, solver='adam', max_iter=1000).fit(x, y).n_iter_ < 500
@@ -43,6 +45,7 @@ def test_minibatches_stop_early_and_warn_if_they_do_not(data):
     HetXLClassifier(solver='adam', max_iter=1, **NOISY).fit(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('solver', [pytest.param('lbfgs', marks=pytest.mark.slow), 'adam'])
 def test_a_mesh_gives_the_same_fit(data, solver):
   """K = 11 on 4 shards of classes."""

@@ -34,6 +34,7 @@ def test_weights_count_as_repetitions_in_the_mean_of_the_rule():
   assert is_close(nll[0], nll[1], np.array([1.0, 1.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::sklearn.exceptions.ConvergenceWarning')
 @pytest.mark.parametrize('cls', [HetClassifier, HetXLClassifier])
 def test_noise_is_taken_where_labels_have_it(cls, tmp_path):
@@ -49,6 +50,7 @@ def test_noise_is_taken_where_labels_have_it(cls, tmp_path):
   assert (opened.C_noise, opened.C_noise_) == ('auto', head.C_noise_)
 
 
+@pytest.mark.slow
 def test_without_noise_in_the_labels_the_fit_is_that_of_det():
   x, y = problem(300, is_noisy=False)
   head = HetClassifier(**SETTINGS).fit(x, y)
@@ -63,6 +65,7 @@ def test_a_fit_that_starts_at_its_optimum_has_a_gap_near_zero():
   assert 0 <= head.gap_ < 0.02
 
 
+@pytest.mark.slow
 def test_weights_are_repetitions_and_the_order_of_rows_is_nothing():
   x, y = problem(200, is_noisy=True)
   weight = 1 + np.arange(200) % 2
@@ -95,6 +98,7 @@ def test_with_too_few_rows_no_noise_is_taken():
   np.testing.assert_allclose(head.predict_proba(x), expected, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::sklearn.exceptions.ConvergenceWarning')
 def test_in_minibatches_the_held_out_rows_end_the_fit_instead():
   x, y = problem(300, is_noisy=True)

@@ -50,6 +50,7 @@ def test_the_curvature_is_near_one():
   assert 0.3 < values.min() and values.max() < 6, values
 
 
+@pytest.mark.slow
 def test_a_fit_multiplies_in_float32(monkeypatch):
   # A GPU or TPU would take fewer bits, and the gradient would not fall to `tol`.
   evaluate, programs = lbfgs._evaluate, set()

@@ -73,6 +73,7 @@ def records(model_dir):
   return [json.loads(line) for line in (model_dir / 'fewshot.jsonl').read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_digits_over_the_mesh(tmp_path):
   context, state = make_context(tmp_path)
   action = make_action(shots=(1, 25))
@@ -172,6 +173,7 @@ def make_zeroshot(**kwargs):
   return ZeroShotAction(image_size=SIZE, channels=1, **(defaults | kwargs))
 
 
+@pytest.mark.slow
 def test_classes_are_embedded_by_the_current_text_tower(tmp_path):
   context, state = make_context(tmp_path, model=SmallContrastive())
   action = make_zeroshot()

@@ -76,6 +76,7 @@ def look(head, examples, **which):
   return class_covariance.look(make_run(head), in_batches(examples, 8), 8, **which)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', HEADS)
 def test_correlations_are_those_of_sigma(head):
   examples = make_examples()

@@ -39,6 +39,7 @@ def digits(split):
   return batch['image'][real], batch['label'][real, 0]
 
 
+@pytest.mark.slow
 def test_digits_over_the_mesh():
   evaluator, run = make(model_shards=2, batch_size=64)
   done, params = [], run.params
@@ -54,6 +55,7 @@ def test_digits_over_the_mesh():
   assert 0 < found.top1 < found.top5 < 1
 
 
+@pytest.mark.slow
 def test_samples_rank_by_probabilities():
   evaluator, run = make(num_samples=4)
   params = run.params
@@ -104,6 +106,7 @@ def test_several_labels_and_none(fake_data):
   assert found.num_examples == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('alike', [False, True])
 def test_captions(fake_data, alike):
   """Nine pairs of seven images. Two images come twice, and some captions are alike."""

@@ -18,6 +18,7 @@ def integrator(samples):
   return Integrator(num_samples=samples, chunk_size=2)
 
 
+@pytest.mark.slow
 def test_backbone_and_head_make_the_model():
   encoder = vit('Ti/4', width=D, depth=1, mlp_dim=24, num_heads=2)
   head = HetXL(K, num_factors=R, class_multiple=1)

@@ -30,6 +30,7 @@ def batch_of(run, split='test', bounded=True):
   return {name: x[:24] for name, x in batch.items()}
 
 
+@pytest.mark.slow
 def test_against_samples_in_float64(noisy_run):
   found = EFFECT(None)
   batch = batch_of(noisy_run)
@@ -59,6 +60,7 @@ def test_a_deterministic_head_has_none(digits_run, monkeypatch):
   assert EFFECT(None) == {'noise / tau': 0, 'NLL without noise': 0}
 
 
+@pytest.mark.slow
 def test_the_nll_of_each_example_and_a_temperature_of_others(digits_run, tmp_path, monkeypatch):
   run = runs.open_run(digits_run[0])
   monkeypatch.setattr(runs, 'open_run', lambda path: run)

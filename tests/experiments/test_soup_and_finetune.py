@@ -22,6 +22,7 @@ def test_a_greedy_soup_keeps_what_does_not_harm():
   assert tried == [[2, 0], [2, 0, 1]]
 
 
+@pytest.mark.slow
 def test_a_soup_is_a_run_whose_parameters_are_the_mean(digits_run, run_main, tmp_path):
   run, _ = digits_run
   sources = [run / f'checkpoint_{step}' for step in (1, 2)]
@@ -56,6 +57,7 @@ def test_every_combination_of_a_sweep():
     finetune.combinations(['LEARNING_RATE'])
 
 
+@pytest.mark.slow
 def test_the_best_candidates_are_fine_tuned_and_selected(digits_run, run_main, tmp_path):
   run, _ = digits_run
   asked = select, 'finetune', f'--checkpoint={run / "checkpoint_1"},{run / "checkpoint_2"}'
@@ -101,6 +103,7 @@ def test_a_fine_tuning_that_was_interrupted_goes_on(digits_run, run_main, tmp_pa
     np.testing.assert_array_equal(x, params[name])
 
 
+@pytest.mark.slow
 def test_a_published_candidate_is_fine_tuned_with_a_fresh_head(digits_run, run_main, tmp_path):
   params = checkpoint_reader.read_params(digits_run[0])
   params['head/kernel'] = params['head/kernel'] + 1

@@ -20,6 +20,7 @@ def small_run(**bindings):
   return trainings.Training(files, [f'{name} = {value}' for name, value in sizes.items()])
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
   assert trainings.complete(small_run(), tmp_path)
   lines = run_files.read_lines(tmp_path / 'metrics.jsonl')

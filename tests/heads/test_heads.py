@@ -188,6 +188,7 @@ def test_buckets_without_a_class_change_no_logit():
   np.testing.assert_allclose(logits.factors(), expected.factors(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_het_xl_with_its_affine_loading_is_the_same():
   head, labels = HEADS['het_xl'], jnp.arange(B)
   params, keys = init(head), example_keys(jax.random.key(2), labels)
@@ -231,6 +232,7 @@ class OwnLogits(nn.Module):
     return nn.Dense(self.features)(jnp.tanh(phi))
 
 
+@pytest.mark.slow
 def test_opaque_get_logits_as_module_and_as_function():
   keys = example_keys(jax.random.key(5), jnp.arange(B))
   labels = jnp.array([[1], [2], [3]])
@@ -312,6 +314,7 @@ def make_integrator(name, method, num_samples):
   return Integrator(num_samples, **({} if name == 'det' else sampled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link,method,num_samples',
   [
@@ -356,6 +359,7 @@ def test_float64_and_any_mix_of_dtypes(name, link, method, num_samples):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * (1e-3 + np.abs(y).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link,method,num_samples',
   [

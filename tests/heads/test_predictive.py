@@ -72,6 +72,7 @@ def test_the_sigmoid_cross_entropy_of_a_host_is_our_loss(head):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', HEADS)
 def test_the_softmax_cross_entropy_of_a_host_is_our_loss(head):
   """Of soft labels, with the host's own rng."""
@@ -164,6 +165,7 @@ class Host(nn.Module):
     return self.classifier(nn.Dropout(0.1, deterministic=not train)(nn.relu(x)))
 
 
+@pytest.mark.slow
 def test_a_host_with_batch_norm_and_dropout_learns():
   host = Host(PredictiveLogits(make(HetXL)))
   variables = host.init(jax.random.key(0), PHI, train=False)
@@ -192,6 +194,7 @@ def test_a_host_with_batch_norm_and_dropout_learns():
   assert np.abs(stats['BatchNorm_0']['mean'] - before['BatchNorm_0']['mean']).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_export_with_a_symbolic_batch(link):
   layer, params = layer_of(HetXL, link)
@@ -233,6 +236,7 @@ def nnx_head(head, seed=0, **settings):
   return of_nnx(D, K, rngs=nnx.Rngs(seed), temperature=temperature, **factors, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', HEADS)
 def test_nnx_heads_are_the_linen_heads(head):
   """The same parameters by name, logits and gradients."""
@@ -297,6 +301,7 @@ def test_nnx_trains_without_new_traces_and_evaluates_with_fixed_noise():
   assert set(nnx.to_pure_dict(found)) == {'gaussian_logits', 'expected_entropy'}
 
 
+@pytest.mark.slow
 def test_nnx_parameters_lie_on_the_mesh_that_rules_name():
   mesh = jax.make_mesh((2, 4), ('data', 'model'))
   with jax.set_mesh(mesh):

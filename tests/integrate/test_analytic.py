@@ -138,6 +138,7 @@ def test_mean_field_is_the_published_one_where_all_variances_are_equal():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('estimator', ESTIMATORS.values(), ids=ESTIMATORS)
 @both_links
 @pytest.mark.parametrize('noise', [1.0, 10.0, 1000.0])

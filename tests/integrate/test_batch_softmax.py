@@ -174,6 +174,7 @@ def test_a_replica_axis_cuts_the_batch_too():
   assert f'f32[{B // 8},{B}]' in compiled.as_text()
 
 
+@pytest.mark.slow
 def test_correct_is_the_argmax():
   arrays = make()
   u = np.asarray(arrays['rows'] @ arrays['columns'].T)
@@ -216,6 +217,7 @@ def test_extreme_temperatures(scale):
   )
 
 
+@pytest.mark.slow
 def test_near_certain_pairs_keep_the_digits_of_their_loss():
   rows = jnp.eye(4)
   tau = 1 / 12.0
@@ -224,6 +226,7 @@ def test_near_certain_pairs_keep_the_digits_of_their_loss():
     np.testing.assert_allclose(direction.nll, np.log1p(3 * np.exp(-12.0)), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_what_does_not_count_may_hold_anything():
   arrays, weights, mask = make(), weights_of(), jnp.arange(B) != 2
   broken = jax.tree.map(lambda x: x.at[2].set(jnp.nan) if x.ndim else x, arrays)
@@ -273,6 +276,7 @@ def normals(batch, num_samples, sampler=iid, keys=None):
   return sampler(keys, jnp.arange(num_samples), R + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'full, num_samples, alike',
   [(True, 1, True), (True, 1, False), (False, 3, False), (True, 40, True)],
@@ -288,6 +292,7 @@ def test_batch_nll_and_its_gradient(full, num_samples, alike):
     assert_close(jax.jit(jax.value_and_grad(loss))(arrays, weights), want, 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape, full', [((8, 1), True), ((2, 4), False)])
 def test_batch_nll_over_a_mesh(shape, full):
   arrays, weights, mask = make(full=full), weights_of(), jnp.arange(B) != 5
@@ -296,6 +301,7 @@ def test_batch_nll_over_a_mesh(shape, full):
   assert_close(sharded(shape, jax.value_and_grad(loss), arrays, weights), want, 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_samples, chunk_bytes', [(1, 2**26), (3, 4 * B * 5)])
 def test_post_normalization(num_samples, chunk_bytes):
   arrays, weights = make(), weights_of()
@@ -308,6 +314,7 @@ def test_post_normalization(num_samples, chunk_bytes):
     assert_close(sharded((4, 2), jax.value_and_grad(loss), arrays, weights), want, 5e-6)
 
 
+@pytest.mark.slow
 def test_the_integrator_is_that_of_the_caller():
   """Its sampler, and a remainder that fills the noise space; shared draws."""
   arrays, weights = make(), weights_of()

@@ -113,6 +113,7 @@ def test_every_covariance_has_its_variances_and_gradients(kind, full, remainder)
       assert relative_error(got_gradient, gradient) < 1e-9
 
 
+@pytest.mark.slow
 def test_second_derivatives():
   def loss(tau):
     logits = gaussian(arrays | {'tau': tau}, 'linear', link='sigmoid')

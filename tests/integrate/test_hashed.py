@@ -60,6 +60,7 @@ def assert_close(found, expected, rtol):
     assert np.all(np.isfinite(x)) and np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'num_samples,remainder',
   [(5, 'rank_one'), (11, 'diag'), (33, 'rank_one')],  # plain, fitted, rotated
@@ -74,6 +75,7 @@ def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
     assert_close(results(integrator, head, params, phi, lambda x: x), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_float32_buckets_over_a_mesh_agree_with_float64_classes():
   head, params, phi = problem()
   integrator = Integrator(33, sampler='iid')
@@ -85,6 +87,7 @@ def test_float32_buckets_over_a_mesh_agree_with_float64_classes():
     assert_close(found, expected, 3e-5)
 
 
+@pytest.mark.slow
 def test_a_bucket_far_below_the_others_keeps_its_loss():
   head, params, phi = problem()
   is_low = head.buckets(D) == head.buckets(D)[3]
@@ -97,6 +100,7 @@ def test_a_bucket_far_below_the_others_keeps_its_loss():
   np.testing.assert_allclose(found, nll(of_classes(logits), labels, KEYS), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_buckets_than_classes():
   head = heads.HetH(5, num_factors=2, num_buckets=40, class_multiple=8)
   phi = jax.random.normal(jax.random.key(1), (B, D))

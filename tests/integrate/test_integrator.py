@@ -229,6 +229,7 @@ def test_expected_entropy_at_the_ends():
     np.testing.assert_allclose(got, [certain, even], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chunk_size,link', [(3, 'softmax'), (None, 'sigmoid')])
 def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
   """On a mesh too, which 13 classes do not divide over."""
@@ -340,6 +341,7 @@ def test_memory_does_not_grow_with_samples(kind, link):
 # Sharded classes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_the_mesh_may_be_a_callers(link):
   """One with explicit axes, the default of `jax.make_mesh`, or that of a `jax.shard_map`."""
@@ -377,6 +379,7 @@ def sharded(function, mesh):
   return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'kind,link,order',
   [
@@ -442,6 +445,7 @@ def compile_sharded_loss(name, link, integrator, mesh):
     return jax.jit(jax.value_and_grad(loss)).lower(params, phi).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
 @pytest.mark.parametrize(
   'name,link,num_samples',
@@ -476,6 +480,7 @@ def test_cost_model_picks_the_cheaper_order(batch=2, noise_dim=64, classes=512, 
   assert pick_order(wide, 1000) == 'project_then_sample'
 
 
+@pytest.mark.slow
 def test_log_prob_over_a_mesh():
   """The only value at all classes that needs two loops there; a batch that the mesh cannot cut."""
   mesh = make_mesh(2, 4)
@@ -510,6 +515,7 @@ def test_bad_settings_are_named(arguments, words):
     Integrator(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('link', 'order', 'method'),
   [
@@ -590,6 +596,7 @@ def test_impossible_requests_are_named():
     gaussian(arrays, 'linear', 'diag').factors()
 
 
+@pytest.mark.slow
 def test_an_exported_loss_of_few_fitted_samples_takes_any_batch_size():
   """Whose draws take the covariance of the noise that explains the label."""
   head, phi = heads.HetXL(K, num_factors=R), np.random.default_rng(0).normal(size=(7, D))

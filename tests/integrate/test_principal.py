@@ -95,6 +95,7 @@ def test_as_many_as_there_are_is_exact(kind, full, remainder):
   assert np.abs(fewer - expected).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind,full,remainder', FORMS)
 def test_gradient_is_that_of_the_objective_with_fixed_directions(
   kind, full, remainder, monkeypatch
@@ -120,6 +121,7 @@ def test_gradient_is_that_of_the_objective_with_fixed_directions(
       np.testing.assert_allclose((gradient[name] * step).sum(), expected, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('count', [1, 2])
 @pytest.mark.parametrize('name', ['het_xl', 'het_xl_full', 'own_kernel', 'one_factor'])
 def test_tiles_agree_with_all_classes_at_one_time(name, count):
@@ -131,6 +133,7 @@ def test_tiles_agree_with_all_classes_at_one_time(name, count):
     assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('settings', [{}, {'class_tile': TILE}, {'chunk_bytes': 1}], ids=str)
 @pytest.mark.parametrize('name', ['het_xl', 'own_kernel'])
 def test_float32_and_bfloat16_agree_with_float64(name, settings):
@@ -147,6 +150,7 @@ def test_float32_and_bfloat16_agree_with_float64(name, settings):
   assert_close(found[1], expected[1], 5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', [(1, 8), (2, 4)])
 def test_a_mesh_changes_nothing(shape):
   """Of 13 classes, to which the mesh pads 3 with a W that is not 0."""

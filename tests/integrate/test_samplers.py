@@ -106,6 +106,7 @@ def noisy(scale):
   return GaussianLogits(location, LowRank(*noise), None, jnp.float32(1.0), K)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['antithetic', 'sobol'])
 def test_variance_is_reduced(name):
   """Mean squared error of p at S = 64, over many keys: none above iid's, and far below it on a
@@ -159,6 +160,7 @@ def test_rotation_is_orthogonal_and_leads_with_the_principal_directions():
   assert (captured > 0.98 * best).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('remainder', ['rank_one', 'diag'])
 def test_rotated_sobol_of_64_samples_is_better_than_1000_independent_ones(remainder):
   logits = make_rotated(remainder=remainder)
@@ -184,6 +186,7 @@ def test_the_points_of_a_fit_are_those_of_sobol():
   np.testing.assert_allclose(FIT_POINTS, points, atol=6e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('remainder,std', [('rank_one', 2.0), ('diag', 0.5)])
 def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones(remainder, std):
   logits = make_rotated(std=std, remainder=remainder)
@@ -204,6 +207,7 @@ def test_tilted_loss_of_64_samples_is_better_than_1000_independent_ones(remainde
   assert tilted < 0.7 * rmse(64, 'sobol', tilt=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_samples', [4, 32])  # 32 points share 4 draws
 def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   logits = make_rotated(std=2.0)
@@ -218,6 +222,7 @@ def test_tilt_is_unbiased_also_for_the_least_probable_label(num_samples):
   assert (error < 0.1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind,std', [('het', 2.0), ('het_xl', 0.5)])
 def test_few_samples_are_as_good_as_many_independent_ones(kind, std):
   """Labels of the model, and any labels. HET, whose classes have noise of their own, is harder."""
@@ -283,6 +288,7 @@ def test_gradient_of_tilted_loss_is_that_of_the_integral():
     np.testing.assert_allclose(gradients[i].ravel()[k], (down - up) / 2e-4, rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_samples,factors', [(32, 5), (4, 30)])  # 32 points share 4 draws
 def test_both_orders_and_a_mesh_take_the_same_samples(num_samples, factors):
   rng = np.random.default_rng(1)

@@ -66,6 +66,7 @@ def assert_close(found, expected, rtol):
     assert np.all(np.isfinite(x)) and np.linalg.norm(x - y) <= rtol * np.linalg.norm(y) + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link,num_samples,labels',
   [
@@ -89,6 +90,7 @@ def test_tiles_agree_with_all_classes_at_one_time_in_float64(name, link, num_sam
     assert_close(value_and_gradient(tiled, head, params, phi, labels), expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize('name', ['det', 'het_h', 'het_xl'])
 def test_float32_tiles_agree_with_float64(name, link):
@@ -102,6 +104,7 @@ def test_float32_tiles_agree_with_float64(name, link):
     assert_close(found, expected, 3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'settings',
   [
@@ -131,6 +134,7 @@ def test_a_w_in_bfloat16(name, link):
   assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link', [('det', 'softmax'), ('het_h', 'sigmoid'), ('het_xl', 'softmax')]
 )
@@ -146,6 +150,7 @@ def test_one_class(name, link):
     assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['het_h', 'het_xl'])
 def test_noise_of_zero_is_det(name):
   head, params, phi = problem(name, 'softmax')
@@ -157,6 +162,7 @@ def test_noise_of_zero_is_det(name):
   np.testing.assert_allclose(nll, Integrator().nll(alone, jnp.asarray(LABELS)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_buckets_far_below_the_others_are_not_lost():
   """HET-H's label in a bucket 200 nats below the rest has the right loss."""
   head, params, phi = problem('het_h', 'softmax')
@@ -170,6 +176,7 @@ def test_buckets_far_below_the_others_are_not_lost():
   assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link',
   [
@@ -185,6 +192,7 @@ def test_losses_on_a_mesh(name, link):
     assert_close(value_and_gradient(integrator, head, params, phi, LABELS), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_few_samples_on_a_mesh():
   head, params, phi = problem('het_xl', 'softmax')
   integrator = Integrator(11, class_tile=TILE)
@@ -208,6 +216,7 @@ def temporary_bytes(name, link, num_classes, **settings):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link',
   [('det', 'sigmoid'), ('het_h', 'sigmoid'), ('het_xl', 'softmax'), ('het_xl', 'sigmoid')],
@@ -233,12 +242,14 @@ def test_log_prob_of_a_million_classes_keeps_no_samples(name, arrays, num_sample
   assert temp < (arrays + 1) * 16e6
 
 
+@pytest.mark.slow
 def test_large_losses_take_tiles_by_themselves():
   whole = temporary_bytes('het_xl', 'softmax', 2**14)
   tiled = temporary_bytes('het_xl', 'softmax', 2**14, chunk_bytes=2**22)  # [B, Kp] is 2^22 bytes
   assert tiled < 0.2 * whole
 
 
+@pytest.mark.slow
 def test_symbolic_batch():
   head, params, _ = problem('het_xl', 'softmax')
   (batch,) = export.symbolic_shape('b')

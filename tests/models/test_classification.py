@@ -100,6 +100,7 @@ def assert_trees_close(actual, expected, **tolerance):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter():
   model, batch = make_model(), make_batch()
   _, grads = loss_and_grads(model, make_params(model, batch), batch)
@@ -110,6 +111,7 @@ def test_gradients_reach_every_parameter():
     assert np.abs(grad).max() > 1e-7, name
 
 
+@pytest.mark.slow
 def test_padded_classes_never_count():
   model, batch = make_model('het_xl', link='sigmoid'), make_batch()
   params = make_params(model, batch)
@@ -130,6 +132,7 @@ def test_padded_classes_never_count():
   np.testing.assert_array_equal(grads['head']['kernel'][:, NUM_CLASSES:], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('link, garbage_label', [('softmax', -1), ('sigmoid', 3)])
 def test_padding_rows_change_nothing(link, garbage_label):
   model, batch = make_model(link=link), make_batch(rows=6)
@@ -160,6 +163,7 @@ def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
   assert all(np.abs(g).max() == 0 for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_neither_order_nor_microbatches_change_the_step():
   model, batch = make_model(), make_batch()
   params = make_params(model, batch)
@@ -187,6 +191,7 @@ def test_evaluation_does_not_depend_on_the_batches():
     np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_keys_decide_the_noise():
   model, batch = make_model(), make_batch()
   params = make_params(model, batch)
@@ -221,6 +226,7 @@ def test_dropout_acts_in_training_only_and_follows_the_key():
   assert float(model.loss_fn(params, batch, None)[0]) == expected  # t5x's deterministic mode
 
 
+@pytest.mark.slow
 def test_index_and_mask_are_optional():
   model, batch = make_model(), make_batch()
   params = make_params(model, batch)
@@ -242,6 +248,7 @@ def test_loss_normalizing_factor_divides_the_sum():
     make_model(loss_normalizing_factor=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('integrator', [SAMPLED, Location()], ids=['sampled', 'location'])
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_multi_label_metrics_and_scores(link, integrator):
@@ -299,6 +306,7 @@ def test_fixed_draws_make_the_loss_a_function_of_the_parameters():
   assert losses[True][0] == losses[True][1]
 
 
+@pytest.mark.slow
 def test_representations_and_intermediates():
   model, batch = make_model(backbone=BACKBONE.clone(depth=2)), make_batch()
   params = make_params(model, batch)
@@ -338,6 +346,7 @@ def test_parameters_are_counted_without_padding():
   assert unpadded.head - unpadded.extra == (12 + 1) * NUM_CLASSES
 
 
+@pytest.mark.slow
 def test_a_mesh_does_not_change_loss_gradients_or_predictions():
   model, batch = make_model(), make_batch()
   params = make_params(model, batch)

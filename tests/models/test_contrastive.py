@@ -53,6 +53,7 @@ def values(metrics):
   return {name: float(np.asarray(metric.compute())) for name, metric in metrics.items()}
 
 
+@pytest.mark.slow
 def test_the_loss_is_equation_6():
   model, batch = make_model(), make_batch()
   params = initial(model, batch)
@@ -78,6 +79,7 @@ def test_the_loss_is_equation_6():
   np.testing.assert_allclose(aux['text'], beta, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_masked_rows_do_not_matter():
   model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)
@@ -97,6 +99,7 @@ def test_masked_rows_do_not_matter():
   assert float(jax.jit(model.eval_fn)(params, nothing)[0]) == 0
 
 
+@pytest.mark.slow
 def test_noise_is_of_training_and_follows_the_examples():
   model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)
@@ -119,6 +122,7 @@ def test_noise_is_of_training_and_follows_the_examples():
   assert abs(jax.jit(noisy.eval_fn)(params, batch)[0] - plain) > 1e-5
 
 
+@pytest.mark.slow
 def test_a_locked_tower_has_no_gradient_and_its_projection_has():
   model = make_model(embedding_dim=10, locked=True)
   batch = make_batch()
@@ -133,6 +137,7 @@ def test_a_locked_tower_has_no_gradient_and_its_projection_has():
   assert model.image_embeddings(params, batch).shape == (B, 10)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_on_every_mesh():
   """The loss compares all of the batch, over all devices."""
   batch = make_batch()
@@ -160,6 +165,7 @@ def test_a_step_is_the_same_on_every_mesh():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=1e-4), results[0][1], params)
 
 
+@pytest.mark.slow
 def test_zero_shot_probabilities():
   model, batch = make_model('het_xl'), make_batch()
   params = initial(model, batch)

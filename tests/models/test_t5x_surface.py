@@ -100,6 +100,7 @@ def test_the_names_and_the_order_of_arguments(model):
   assert isinstance(model.optimizer_def.optax_optimizer, optax.GradientTransformation)
 
 
+@pytest.mark.slow
 def test_the_feature_converter_is_made_as_t5x_makes_it(model):
   converter = model.FEATURE_CONVERTER_CLS
   made = converter(pack=False, use_custom_packing_ops=False)
@@ -142,6 +143,7 @@ def is_metric(x):
   return isinstance(x, clu.metrics.Metric)
 
 
+@pytest.mark.slow
 def test_a_step_takes_t5xs_keys_and_gives_metrics_that_it_can_merge_and_write(model, batch):
   params = initial(model, batch)['params']
   key = jax.random.fold_in(jax.random.PRNGKey(1), jnp.int32(3))  # `_get_step_rng`: a raw key
@@ -162,6 +164,7 @@ def test_a_step_takes_t5xs_keys_and_gives_metrics_that_it_can_merge_and_write(mo
     assert isinstance(type(metric)(**zeros), type(metric))
 
 
+@pytest.mark.slow
 def test_predictions_and_scores_are_as_seqios_evaluator_takes_them(model, batch):
   if isinstance(model, ContrastiveModel):
     pytest.skip('t5x.eval and t5x.infer are of classification')

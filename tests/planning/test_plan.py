@@ -26,6 +26,7 @@ def request(**changes):
   return Request(**{**fields, 'topology': 'cpu:8', 'mesh': [4, 2], **changes})
 
 
+@pytest.mark.slow
 def test_a_plan_for_virtual_devices(tmp_path, run_main):
   out = tmp_path / 'plan.json'
   files = [f'--gin_file={file}' for file in RUN]

@@ -55,6 +55,7 @@ echo "${{COMPREPLY[@]}}"
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_flags():
   script = COMPLETE.format(python=sys.executable, words='fewshot --check', last=2)
   result = subprocess.run(['bash', '-c', script], cwd=ROOT, capture_output=True, text=True)

@@ -171,6 +171,7 @@ def test_parameters_in_the_text_exist(page):
       gin.parse_config(f'{name}.{parameter} = None')  # an error where there is no such parameter
 
 
+@pytest.mark.slow
 @pages
 def test_python_examples_run(page):
   """Together, in the order of the page; those that are files of a reader's own are skipped."""

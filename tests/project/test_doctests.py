@@ -68,6 +68,7 @@ NAMED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MODULES)
 def test_examples_run(name):
   assert not doctest.testmod(importlib.import_module(name)).failed

@@ -18,6 +18,7 @@ def load(name):
   return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['linen_trainer', 'nnx_trainer'])
 def test_trainers_learn_the_digits(name, capsys):
   accuracy = load(name).main()
@@ -37,6 +38,7 @@ def test_the_temperature_does_not_decay():
   assert nnx.is_decayed(('classifier', 'head', 'kernel'), None)
 
 
+@pytest.mark.slow
 def test_noise_finds_the_truth_behind_wrong_labels():
   found = load('saved_features').main()
   (det_loss, det, det_clean), (loss, predicted, clean) = found['Det'], found['HetXL']

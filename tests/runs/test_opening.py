@@ -83,6 +83,7 @@ def test_a_mesh_that_the_devices_do_not_divide_into_gets_smaller():
     gin.clear_config()
 
 
+@pytest.mark.slow
 def test_one_checkpoint(digits_run):
   digits_run, _ = digits_run
   run = runs.open_run(digits_run / 'checkpoint_1')

@@ -66,6 +66,7 @@ def test_until_the_start_a_run_is_that_of_det_to_the_last_bit(head, det, tmp_pat
   assert len(of_det) > 2 and values == of_det
 
 
+@pytest.mark.slow
 def test_from_the_start_the_noise_learns_also_after_interruptions_and_on_another_mesh(tmp_path):
   whole, state = trained(tmp_path / 'whole', 'het_xl')
   for total_steps in (START - 1, START + 1, STEPS):
@@ -79,6 +80,7 @@ def test_from_the_start_the_noise_learns_also_after_interruptions_and_on_another
     np.testing.assert_allclose(split[name], x, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_noise_keeps_its_first_values_until_the_start(tmp_path):
   """With a W' of its own (eq. 14), which is noise, too."""
   early, before, after = (

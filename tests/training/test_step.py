@@ -40,6 +40,7 @@ def assert_same(a, b):
     np.testing.assert_allclose(value, b[2][name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_meshes_agree():
   assert_same(train(4), train(1))
 
@@ -51,6 +52,7 @@ def test_parameters_split_over_data_agree():
   assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing(real_rows=5):
   """The microbatches have 4, 1, 0 and 0 real rows."""
   assert_same(train(4, 4, real_rows=real_rows), train(4, real_rows=real_rows))

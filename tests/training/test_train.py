@@ -81,6 +81,7 @@ def uninterrupted(tmp_path_factory):
   return directory, state
 
 
+@pytest.mark.slow
 def test_it_learns_and_writes(tmp_path, caplog):
   caplog.set_level(logging.INFO, 'het_plugin')
   toy_run.run(
@@ -101,6 +102,7 @@ def test_it_learns_and_writes(tmp_path, caplog):
   assert any(path.name.startswith('events.out') for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('learning_rate', 'said'), [(1e-2, True), (0.0, False), (0.3, False)])
 def test_a_temperature_that_stays_near_its_start_is_told(tmp_path, caplog, learning_rate, said):
   """Also after an interruption: the checkpoint has where it began."""
@@ -181,6 +183,7 @@ def test_sigterm_saves_and_a_relaunch_goes_on_as_if_nothing_had_happened(tmp_pat
     assert len([row for row in lines(tmp_path) if name in row]) == len(series(tmp_path, name))
 
 
+@pytest.mark.slow
 def test_factored_moments_are_saved_and_resumed(tmp_path):
   optimizer = optimizers.adamw(1e-2, factored_params='^head_kernel$')
   settings = {'model': toy.ToyModel(optimizer_def=optimizer)}
@@ -194,6 +197,7 @@ def test_factored_moments_are_saved_and_resumed(tmp_path):
   assert loss[12] < loss[1]
 
 
+@pytest.mark.slow
 def test_interruptions_inside_a_period_of_statistics_leave_no_trace_in_the_metrics(tmp_path):
   """A crash after the checkpoint of step 4, then SIGTERM in step 7; summaries at 5, 10 and 12."""
 
@@ -426,6 +430,7 @@ def test_warm_start_takes_parameters_only(tmp_path, uninterrupted):
   assert int(state.opt_state[1][0].count) == 1
 
 
+@pytest.mark.slow
 def test_the_average_of_the_parameters_is_evaluated_saved_and_resumed(tmp_path, uninterrupted):
   def model(evaluate=True):
     averaged = optimizers.with_ema(toy.ToyModel().optimizer_def, 0.9, evaluate)

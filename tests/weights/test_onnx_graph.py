@@ -50,6 +50,7 @@ BACKBONES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', BACKBONES)
 def test_backbones(name):
   x = np.random.default_rng(0).uniform(-1, 1, (9, 16, 16, 3)).astype(np.float32)

@@ -230,6 +230,7 @@ def unit(x):
   return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_both_towers_of_a_file_are_opened_without_a_gin_file(clip_file):
   path, image_tower, text_tower = clip_file
   looped = ['text_transformer.scan_layers = True']
