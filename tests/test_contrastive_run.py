@@ -13,6 +13,8 @@ from het_plugin import export, weights, zeroshot
 from het_plugin.config import parsing
 from het_plugin.runs import open_run, starting
 
+pytestmark = pytest.mark.slow  # of the fixture `runs`
+
 TOWER = ('vit.width = 16', 'vit.depth = 1', 'vit.mlp_dim = 16', 'vit.num_heads = 2')
 DET = (*TOWER, 'TRAIN_STEPS = 1', 'BATCH_SIZE = 16', 'WARMUP_STEPS = 0', 'EVAL_STEPS = 1')
 TINY = (
@@ -57,7 +59,6 @@ def test_the_locked_tower_is_the_classifiers(runs):
     np.testing.assert_array_equal(x, towers[1][name], err_msg=name)
 
 
-@pytest.mark.slow
 def test_late_noise_is_that_of_det_until_it_starts(runs, tmp_path):
   path = f"RestoreCheckpointConfig.path = '{runs[0]}'"
   shared = *TINY, path, 'ACTIONS = None', 'LogitScale.initial_scale = 10.0'
@@ -91,7 +92,6 @@ def test_it_is_evaluated_while_it_trains_and_goes_on(runs):
   assert any('train/precision_at_1/text_to_image' in row for row in rows)
 
 
-@pytest.mark.slow
 def test_zero_shot_of_the_checkpoint(runs, run_main, tmp_path):
   """The main finds what the action has found."""
   out = tmp_path / 'zeroshot.json'

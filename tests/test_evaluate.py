@@ -187,6 +187,7 @@ def test_settings_that_are_wrong(run_main):
     assert message in run_main(evaluate, *arguments, code=2)
 
 
+@pytest.mark.slow
 def test_data_that_do_not_fit(run_main, digits_run, tmp_path):
   run_dir, _ = digits_run
   other = shutil.copytree(run_dir, tmp_path / 'other')

@@ -182,6 +182,7 @@ def test_wrong_flags_are_one_sentence(flags, message, run_main):
   assert message in run_main(fewshot, *flags, code=2)
 
 
+@pytest.mark.slow
 def test_wrong_data_are_one_sentence(files, digits_run, run_main, tmp_path):
   two = [*pair(files, 'clean'), *pair(files, 'clean')]
   assert "run 'a' has the data set 'saved' twice" in run_main(fewshot, *two, '--names=a,a', code=2)

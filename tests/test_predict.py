@@ -14,6 +14,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.evaluation.predict import predict as predict_images
 
 
+@pytest.mark.slow
 def test_images_of_a_file_and_of_a_folder(digits_run, run_main, tmp_path):
   run_dir, _ = digits_run
   common = (f'--checkpoint={run_dir}', '--gin.eval/Integrator.num_samples=3', '--batch_size=64')
@@ -76,6 +77,7 @@ def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(di
   assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_wrong_settings(digits_run, run_main, tmp_path):
   (tmp_path / 'broken.npz').write_bytes(b'PK')
   np.savez(tmp_path / 'levels.npz', image=np.full((2, 8, 8), 255.0))

@@ -37,6 +37,7 @@ def assert_representations_equal(got, want, atol=0.0):
   assert got.class_names == want.class_names
 
 
+@pytest.mark.slow
 def test_digits(digits_run, call, tmp_path):
   folder, _ = digits_run
   out = tmp_path / 'out'
@@ -125,6 +126,7 @@ def test_bounded_pooled_and_stored_in_half(digits_run, call, tmp_path):
   np.testing.assert_array_equal(few.features, rounded)
 
 
+@pytest.mark.slow
 def test_images_of_ones_own(digits_run, call, tmp_path):
   folder, params = digits_run
   arrays = weights.export_params(traverse_util.flatten_dict(params, sep='/'), 10, 2)

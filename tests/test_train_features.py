@@ -110,6 +110,7 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
   np.testing.assert_allclose(found.features[np.argsort(found.index)], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'head,noise_dim',
   [

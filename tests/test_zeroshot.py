@@ -89,6 +89,7 @@ def test_seeds_in_groups(towers, run_main, tmp_path):
   assert f'±{groups["digits", "top5", "DET"]["stderr"]:.4f}' in printed
 
 
+@pytest.mark.slow
 def test_data_sets_that_gin_files_bind(towers, run_main, tmp_path):
   gin_file = tmp_path / 'sets.gin'
   gin_file.write_text(

@@ -90,6 +90,7 @@ def test_tokens_go_where_the_papers_algorithms_send_them(batch_priority, num_sel
   np.testing.assert_allclose(infer(x[1:2]), alone[1:2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_all_experts_for_all_tokens():
   settings = SparseMoe(E, capacity=100.0, noise=0.0, group_size=B)
   layer, params, x = make(settings)

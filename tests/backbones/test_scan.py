@@ -69,6 +69,7 @@ def test_loops_and_recomputation_change_nothing(case, remat, scan):
   assert_close(got_gradient, stack(model, gradient, IMAGE) if scan else gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', CASES)
 def test_stacking_has_an_inverse(case):
   params, _ = plain(case)

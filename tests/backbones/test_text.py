@@ -48,6 +48,7 @@ def test_padding_and_neighbours_change_nothing(pooling):
   np.testing.assert_allclose(phi, np.stack(expected), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pooling', POOLINGS)
 def test_an_empty_text_is_finite(pooling):
   model, params = tower(pooling)

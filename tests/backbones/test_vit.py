@@ -73,6 +73,7 @@ def test_representations(pooling, tokens, dtype):
   assert {x.dtype for x in jax.tree.leaves(variables['params'])} == {jnp.dtype('float32')}
 
 
+@pytest.mark.slow
 def test_representation_layer_is_a_biased_tanh_layer():
   model = dataclasses.replace(TINY, representation_size=6)
   params = random_params(model, images())

@@ -202,6 +202,7 @@ def test_paper_slice(run):
   assert 'of the memory of DET' in printed[-1]
 
 
+@pytest.mark.slow
 def test_audit(run):
   flags = ['--data=linear', '--kinds=next', '--shares=0.3', '--seeds=2', '--rows=300']
   rows, _ = run('audit.py', *flags, '--heads=det', '--no-cleanlab')

@@ -107,6 +107,7 @@ def test_others_that_do_not_come_are_one_sentence():
   assert f'process 1 of 2 through {address}) did not connect within 1 s' in error
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_sentence():
   with socket.create_server(('', 0)) as taken:
     port = taken.getsockname()[1]

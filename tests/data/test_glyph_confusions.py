@@ -22,6 +22,7 @@ def test_nearest_agrees_with_all_pairs():
     np.testing.assert_allclose(got.squared_distance[row], distance[near], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_distribution_is_the_softmax_of_the_squared_distances():
   ids = np.arange(300, 340)
   classes, p = SOURCE.label_distribution('validation', ids)

@@ -83,6 +83,7 @@ def test_calibration_lowers_the_nll_of_an_overfitted_head(data, method):
   np.testing.assert_allclose(det.predict_proba(x).sum(axis=1), 1.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sets_cover_the_label(data):
   x, y = data
   det = DetClassifier().fit(x[:200], y[:200])
@@ -184,6 +185,7 @@ def test_sizes_that_a_file_states_are_those_of_its_arrays(data, tmp_path):
       estimators.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'head',
   [

@@ -36,6 +36,7 @@ class Watched(np.memmap):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('grid', [[10.0], [0.01, 10.0]])
 def test_rows_of_a_file_are_read_in_parts(grid, tmp_path, monkeypatch):
   x, truth, label = problem(1200)

@@ -128,6 +128,7 @@ def test_votes_with_noise_are_the_shares_of_classes(cls):
   np.testing.assert_allclose(by_votes.nll(x, votes), by_shares.nll(x, shares), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   x, y = problem(num_rows=100)
   rng = np.random.default_rng(1)

@@ -88,6 +88,7 @@ def test_the_main(files, tmp_path, run_main):
     assert message in run_main(probe_main, *arguments, flag, code=2)
 
 
+@pytest.mark.slow
 def test_every_fit_says_how_far_it_is(files, monkeypatch):
   titles = []
 

@@ -59,6 +59,7 @@ def test_without_noise_in_the_labels_the_fit_is_that_of_det():
   np.testing.assert_allclose(head.predict_proba(x), reference.predict_proba(x), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_fit_that_starts_at_its_optimum_has_a_gap_near_zero():
   x, y = problem(300, is_noisy=False)
   head = HetClassifier(**{**SETTINGS, 'tol': 1e-2}).fit(x, y)

@@ -89,6 +89,7 @@ def fake_data(monkeypatch):
   return install
 
 
+@pytest.mark.slow
 def test_several_labels_and_none(fake_data):
   rng = np.random.default_rng(0)
   label = np.array([[3, -1], [0, 3], [-1, -1], [1, 2], [2, -1]], np.int32)

@@ -130,6 +130,7 @@ def test_parameter_counts():
     assert size(init(head)) == head.num_params(D) == head.extra_params(D) == expected + learned
 
 
+@pytest.mark.slow
 def test_noise_starts_with_a_length_that_does_not_depend_on_the_dimension(dim=512):
   """About s sqrt(R + 1/2) times that of the representation, as the module says."""
   alpha, beta = jax.random.normal(jax.random.key(0), (2, 20, dim))
@@ -184,6 +185,7 @@ def test_class_log_prob_of_classes_that_a_mesh_does_not_divide():
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_give_float32_losses():
   head = ContrastiveHetXL(num_factors=R, dtype=jnp.bfloat16)
   params = init(head)

@@ -275,6 +275,7 @@ def test_every_parameter_carries_logical_axes():
   assert axes['covariance']['J'] == jax.sharding.PartitionSpec('factors', 'vocab')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', HEADS)
 def test_parameters_may_be_cast_to_bfloat16(name):
   """As in mixed precision that casts all parameters of a model."""

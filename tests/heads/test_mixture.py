@@ -11,6 +11,7 @@ from het_plugin.integrate import Integrator
 from tests.params import perturbed
 
 
+@pytest.mark.slow
 def test_its_definition_and_its_rank():
   temperature = FixedTemperature(0.5)
   head = MixtureOfSoftmaxes(20, temperature=temperature, num_components=3, class_multiple=8)

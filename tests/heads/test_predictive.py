@@ -142,6 +142,7 @@ def test_noise_comes_from_the_stream_or_is_fixed():
   assert np.abs(dropout.apply({'params': params}, PHI, rngs=rngs) - run()).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_what_a_host_can_log():
   layer, params = layer_of(HetXL)
   logits, state = layer.apply({'params': params}, PHI, mutable=['intermediates'])
@@ -257,6 +258,7 @@ def test_nnx_heads_are_the_linen_heads(head):
   )
 
 
+@pytest.mark.slow
 def test_an_nnx_classifier_in_the_place_of_w():
   head = het_plugin.nnx.HetXL(
     D, K, num_factors=2, get_logits=nnx.Linear(D, K, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(0)
@@ -269,6 +271,7 @@ def test_an_nnx_classifier_in_the_place_of_w():
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_nnx_trains_without_new_traces_and_evaluates_with_fixed_noise():
   rngs = nnx.Rngs(0)
   head = het_plugin.nnx.HetXL(D, K, num_factors=2, rngs=rngs)

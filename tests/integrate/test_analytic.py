@@ -73,6 +73,7 @@ def test_same_conventions_as_the_integrator(method, link):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ESTIMATORS)
 @both_links
 def test_nll_is_made_of_log_prob(method, link):

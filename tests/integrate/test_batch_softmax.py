@@ -136,6 +136,7 @@ def sharded(shape, function, *args):
 # Deterministic.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chunk_bytes,masked', [(2**26, False), (4 * B * 5, True), (1, False)])
 def test_symmetric_nll_and_its_gradient(chunk_bytes, masked):
   """In one block, in chunks that do not divide the batch, row by row."""
@@ -155,6 +156,7 @@ def test_symmetric_nll_over_a_mesh(shape, chunk_bytes):
   assert_close(sharded(shape, jax.value_and_grad(loss), arrays, weights), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('batch', [1, 6])
 def test_batches_that_the_mesh_does_not_divide(batch):
   arrays, weights = make(batch), weights_of(batch)

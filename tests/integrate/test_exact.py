@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind,full,remainder', CASES)
 def test_every_covariance_has_its_variances_and_gradients(kind, full, remainder):
   with jax.enable_x64(True):

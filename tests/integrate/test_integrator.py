@@ -166,6 +166,7 @@ def test_nll_and_its_gradient_match_the_float64_reference(kind, link, full, rema
       assert relative_error(got_gradient, gradient) < 1e-9, (order, chunk_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'kind,link', [('identity', 'softmax'), ('hash', 'sigmoid'), ('linear', 'softmax')]
 )
@@ -264,6 +265,7 @@ def test_opaque_get_logits_agrees_with_shared_w(chunk_size, link):
     assert relative_error(cut[1], values[0][1]) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
 def test_improbable_labels_keep_their_loss_and_gradient(link):
   """Where averaged probabilities underflow (p below 1e-30) the loss is still exact and still
@@ -316,6 +318,7 @@ def test_deterministic_logits_take_the_closed_form():
   np.testing.assert_allclose(nll, -(off.sum(-1) + on), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind,link', [('identity', 'softmax'), ('linear', 'sigmoid')])
 def test_memory_does_not_grow_with_samples(kind, link):
   """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""

@@ -177,6 +177,7 @@ def test_padded_classes_do_not_count():
   np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['het_xl', 'own_kernel'])
 def test_tiles_on_a_mesh(name):
   head, params, phi = problem(name, 'sigmoid')
@@ -193,6 +194,7 @@ def test_nothing_is_gathered_on_a_mesh():
   assert not inside and set(outside) == {'all-reduce'}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_classes():
   small, large = (
     temporary_bytes('het_xl', 'sigmoid', k, class_tile=256, principal_factors=1)

@@ -262,6 +262,7 @@ def test_few_samples_are_as_good_as_many_independent_ones(kind, std):
     assert rmse(4, 'sobol') < rmse(16 if kind == 'het' else 64, 'iid')
 
 
+@pytest.mark.slow
 def test_gradient_of_tilted_loss_is_that_of_the_integral():
   """Of a probability of about 1e-33; the reference is a sum over a grid in float64."""
   location, factor = np.array([0.0, -78.0, 1.0]), np.array([[0.5, 1.5, -0.5]])

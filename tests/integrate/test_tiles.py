@@ -123,6 +123,7 @@ def test_settings_change_no_result(settings):
   assert_close(value_and_gradient(tiled, head, params, phi, LABELS), expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name,link', [('det', 'sigmoid'), ('het_h', 'sigmoid'), ('het_xl', 'softmax')]
 )

@@ -155,6 +155,7 @@ def test_padding_rows_change_nothing(link, garbage_label):
       np.testing.assert_allclose(float(metrics[name].compute()), value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_batch_of_padding_only_has_no_loss_and_no_gradient():
   model, batch = make_model(), make_batch()
   batch['mask'] = np.zeros_like(batch['mask'])
@@ -178,6 +179,7 @@ def test_neither_order_nor_microbatches_change_the_step():
   assert_trees_close(mean, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batches():
   model, batch = make_model(), make_batch()
   params = make_params(model, batch)
@@ -215,6 +217,7 @@ def test_keys_decide_the_noise():
   assert eval_loss(model) != eval_loss(model, moved)
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_only_and_follows_the_key():
   model = make_model('det', backbone=BACKBONE.clone(dropout=0.5))
   batch = make_batch()

@@ -55,6 +55,7 @@ with beats, followed.phase('data'):
 """
 
 
+@pytest.mark.slow
 def test_one_that_is_stuck_ends_with_its_stacks(tmp_path):
   done = subprocess.run(
     [sys.executable, '-c', STUCK, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50

@@ -148,6 +148,7 @@ def test_what_is_no_run(digits_run, tmp_path):
     runs.open_run(digits_run, bindings=['vit.mlp_dim = 32'])
 
 
+@pytest.mark.slow
 def test_a_run_of_t5x(digits_run, tmp_path):
   """Its checkpoint, as t5x lays it out, beside the configuration that it leaves for our mains."""
   folder, params = digits_run

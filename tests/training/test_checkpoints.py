@@ -75,6 +75,7 @@ def test_state_position_and_record_come_back_on_any_mesh(tmp_path, num_partition
   assert restored.record == RECORD
 
 
+@pytest.mark.slow
 def test_arrays_of_half_the_size_without_the_input_position_of_the_newest_alone(tmp_path):
   save(tmp_path, 0, 1, cfg=dataclasses.replace(SAVE, keep=1, dtype='bfloat16', save_dataset=False))
   assert [path.name for path in tmp_path.iterdir()] == ['checkpoint_1']

@@ -37,6 +37,7 @@ def hits():
   monitoring.unregister_event_listener(listen)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('no_cache')
 def test_a_restart_reads_what_the_run_compiled_and_ends_where_it_would_have(tmp_path, hits):
   settings = {'train_eval_dataset_cfg': None, 'checkpoint_cfg': SAVE}

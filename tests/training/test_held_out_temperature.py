@@ -108,6 +108,7 @@ def t_of(state):
   return float(state.params['temperature']['t'])
 
 
+@pytest.mark.slow
 def test_meshes_agree(estimator='luketina'):
   (state, metrics), (other, other_metrics) = (trained(n, estimator) for n in (1, 4))
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), state.params, other.params)

@@ -57,6 +57,7 @@ def det(tmp_path_factory):
   return trained(model_dir, 'det_learned_tau', late=False, total_steps=START)[0], model_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', HEADS)
 def test_until_the_start_a_run_is_that_of_det_to_the_last_bit(head, det, tmp_path):
   params, _ = trained(tmp_path, head, total_steps=START)

@@ -45,6 +45,7 @@ def test_meshes_agree():
   assert_same(train(4), train(1))
 
 
+@pytest.mark.slow
 def test_parameters_split_over_data_agree():
   split = train(4, dims=2)
   assert_same(split, train(1))
@@ -58,6 +59,7 @@ def test_microbatches_change_nothing(real_rows=5):
   assert_same(train(4, 4, real_rows=real_rows), train(4, real_rows=real_rows))
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_loss_with_a_constant_factor_are_summed():
   assert_same(train(4, 4, factor=BATCH), train(4))
 

@@ -489,6 +489,7 @@ def test_an_action_stops_the_run_which_is_saved(tmp_path):
   assert (tmp_path / 'checkpoint_6').exists()
 
 
+@pytest.mark.slow
 def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
   """Asked for at step 2, where training waits for the answer."""
   monkeypatch.setattr(heartbeat, 'PERIOD_SECONDS', 0.01)

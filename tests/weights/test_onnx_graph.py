@@ -91,6 +91,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', HEADS)
 def test_heads(name):
   head, integrator = HEADS[name]
