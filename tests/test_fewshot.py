@@ -142,6 +142,7 @@ def test_protocols_by_name_and_by_part(files, run_main, tmp_path):
   assert len(row['accuracies']) == 1  # one draw of the first ones
 
 
+@pytest.mark.slow
 def test_checkpoints_on_data_sets(digits_run, run_main, tmp_path):
   """A task and an NPZ file, by two checkpoints of a run."""
   run_dir, _ = digits_run

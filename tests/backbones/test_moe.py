@@ -133,6 +133,7 @@ def test_balance_losses():
   )
 
 
+@pytest.mark.slow
 def test_soft_moe():
   layer, params, x = make(SoftMoe(E, num_slots=2))
   got = layer.apply({'params': params}, x)

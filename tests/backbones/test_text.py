@@ -77,6 +77,7 @@ def test_bfloat16_and_scanned_blocks():
   np.testing.assert_allclose(half, phi, atol=0.1)
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
   model, params = tower('mean')
   axes = jax.eval_shape(model.init, jax.random.key(0), TEXT)['params_axes']

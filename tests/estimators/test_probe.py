@@ -187,6 +187,7 @@ def test_several_c_noise_include_no_noise(files):
   assert het['nll'] == pytest.approx(det['nll'], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_auto_is_the_default_and_no_grid(files, tmp_path, run_main):
   assert [x['C_noise'] for x in probe.Settings().grid('het')] == ['auto']
   arguments = (f'--train={files[0]}', f'--test={files[1]}', '--heads=det,het', '--max_iter=60')

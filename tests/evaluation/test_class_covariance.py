@@ -163,6 +163,7 @@ def test_predictions_over_the_mesh():
     np.testing.assert_array_equal(concatenate(parts).index, examples['index'][:bound])
 
 
+@pytest.mark.slow
 def test_one_batch_of_any_size():
   """`Run.predict` and `Run.represent` take what people have: images alone, any number of them."""
   run, examples = make_run('het_xl'), make_examples(5)

@@ -142,6 +142,7 @@ def test_shards_add_up_once(name, integrator):
   assert set(outside) == {'all-reduce'}  # nothing is gathered
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing():
   mesh = make_mesh(1, 8)
   with jax.enable_x64(True):

@@ -256,6 +256,7 @@ def test_symbolic_batch():
   np.testing.assert_allclose(exported.call(phi, labels), jax.jit(nll)(phi, labels), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_result_takes_the_same_variances_as_another():
   head, params, phi = problem('het_xl', 'sigmoid')
   logits = head.apply({'params': params}, phi)

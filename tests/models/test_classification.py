@@ -239,6 +239,7 @@ def test_index_and_mask_are_optional():
     assert computed(step(params, bare)[1]) == computed(step(params, full)[1])
 
 
+@pytest.mark.slow
 def test_loss_normalizing_factor_divides_the_sum():
   batch = make_batch()
   model, summed = make_model(), make_model(loss_normalizing_factor=4.0)

@@ -118,6 +118,7 @@ def test_meshes_agree(estimator='luketina'):
   assert t_of(state) != 0.0
 
 
+@pytest.mark.slow
 def test_only_the_temperature_sees_the_held_out_rows():
   """One step takes theta to the same place by both estimators, and t by its rate."""
   luketina, simple = trained(1, 'luketina', 1)[0], trained(1, 'simple', 1)[0]
