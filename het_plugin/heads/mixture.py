@@ -1,19 +1,20 @@
 """A mixture of softmaxes without noise, a control for the heads with noise where K / D is large."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from het_plugin.heads.classifiers import Classifier
 from het_plugin.heads.linear import affine
-from het_plugin.integrate import GaussianLogits
-from het_plugin.integrate.gaussian import PADDED
+from het_plugin.integrate import GaussianLogits, Integrator
 
 INITIAL_SCALE = 0.1  # of V_m: the components differ, and their mean is nearly DET
 
 
 class MixtureOfSoftmaxes(Classifier):
-  """log sum_m pi_m(x) softmax((W^T (phi + V_m^T phi + c_m) + b) / tau), with pi = softmax(P^T phi).
+  """log sum_m pi_m(x) softmax((W^T (phi + V_m^T phi + c_m) + b) / tau), pi = softmax(P^T phi + q).
 
   HET-XL is such a mixture, too, over Gaussian samples of what is added to phi. Here M of them are
   learned, with their weights. The log-probabilities of a softmax have at most rank D + 1, and
@@ -42,7 +43,7 @@ class MixtureOfSoftmaxes(Classifier):
 
   @nn.nowrap
   def extra_params(self, pre_logits_dim: int) -> int:
-    of_components = self.num_components * (pre_logits_dim + 1) ** 2  # V and c; P and its bias
+    of_components = self.num_components * (pre_logits_dim + 1) ** 2  # V and c; P and q
     return of_components + super().extra_params(pre_logits_dim)
 
   @nn.compact
@@ -54,10 +55,7 @@ class MixtureOfSoftmaxes(Classifier):
     moved = affine(self, 'component', phi, (count, dim), axes, self.dtype, INITIAL_SCALE)
     weights = affine(self, 'weight', phi, (count,), ('factors',), self.dtype)  # [B, M]
     rows = (phi[:, None] + moved).reshape(-1, dim)  # [B M, D]
-    logits = self.location(rows, self.kernel(phi), self.bias()) / self.own_temperature()
-    is_class = jnp.arange(self.padded_classes) < self.num_classes
-    log_p = jax.nn.log_softmax(jnp.where(is_class, logits, PADDED))
-    log_p = log_p.reshape(len(phi), count, -1)  # [B, M, Kp]
+    logits = self.gaussian(self.location(rows, self.kernel(phi), self.bias()), None, None)
+    log_p = Integrator().log_prob(logits).reshape(len(phi), count, -1)  # [B, M, Kp]
     mixed = jax.nn.logsumexp(jax.nn.log_softmax(weights)[..., None] + log_p, axis=1)
-    one = jnp.ones((), mixed.dtype)
-    return GaussianLogits(mixed, None, None, one, num_classes=self.num_classes, link=self.link)
+    return dataclasses.replace(logits, location=mixed, temperature=jnp.ones((), mixed.dtype))

@@ -45,9 +45,9 @@ def optimum(x, y, c):
 def test_check_estimator():
   """All checks for DET; the other heads share all that these look at, except for their settings."""
   found = check_estimator(DetClassifier(max_iter=100), on_fail=None)
-  for auto in (HetXLClassifier, HetHClassifier):  # C_noise='auto'
-    settings = {'max_iter': 30, 'num_factors': 2, 'num_samples': 16}
-    found += check_estimator(auto(**settings), legacy=False, on_fail=None)
+  for cls in (HetXLClassifier, HetHClassifier):
+    estimator = cls(max_iter=30, **SMALL | {'C_noise': 'auto'})
+    found += check_estimator(estimator, legacy=False, on_fail=None)
   failed = [
     (result['check_name'], result['exception']) for result in found if result['status'] == 'failed'
   ]
