@@ -1,16 +1,13 @@
-"""Collective operations of the processes of a run, in the training thread."""
+"""Operations that all processes of a run call, in the training thread and in the same order."""
 
 import itertools
 from collections.abc import Callable, Mapping
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from het_plugin.training import exit_codes
 
-_MAX_BYTES = 4096  # per message: all processes must know its size before they receive it
 # JAX ends a wait for a lost process, and the observer of a run a wait for one that is stuck.
 _MEET_SECONDS = 24 * 3600
 _meetings = itertools.count()
@@ -50,15 +47,18 @@ def in_the_first(fn: Callable[[], str | None]) -> str:
 def gather(text: str) -> dict[int, str]:
   """The texts of all processes by their index, without empty ones.
 
-  Texts are cut to 4096 bytes.
+  They go through the coordination service. A collective operation of the devices would leave
+  threads behind that a process waits for when it ends, on CPU for ever if the other has ended.
   """
   if jax.process_count() == 1:
     return {0: text} if text else {}
-  meet()
-  content = text.encode()[:_MAX_BYTES].ljust(_MAX_BYTES, b'\0')
-  rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(content, np.uint8)))
-  texts = (row.tobytes().rstrip(b'\0').decode(errors='ignore') for row in rows)
-  return {index: text for index, text in enumerate(texts) if text}
+  client = ocp.multihost.get_jax_distributed_client()
+  folder = f'het_plugin/texts/{next(_meetings)}'
+  if text:
+    client.key_value_set(f'{folder}/{jax.process_index()}', text)
+  client.wait_at_barrier(folder, 1000 * _MEET_SECONDS)
+  texts = {int(key.rpartition('/')[2]): x for key, x in client.key_value_dir_get(folder)}
+  return dict(sorted(texts.items()))
 
 
 def as_one(texts: Mapping[int, str]) -> str:
