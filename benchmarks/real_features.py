@@ -102,7 +102,7 @@ def glyphs(args, class_set='core'):
 
 
 def glyph_backbone(args, dataset='glyphs_noisy'):
-  files = ['runs/glyphs_quickstart', f'datasets/{dataset}', 'partitioning/data', 'heads/det']
+  files = ['runs/glyphs', f'datasets/{dataset}', 'heads/det']
   # Seed 0 has the rows of the heads.
   steps = args.steps or 1000
   bindings = {'TRAIN_STEPS': steps, 'WARMUP_STEPS': min(100, steps - 1)}

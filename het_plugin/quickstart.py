@@ -64,9 +64,8 @@ def main(argv: Sequence[str]) -> None:
     head_comparison.time_steps(trained)
     for row, folder in zip(rows, folders.values(), strict=True):
       row['ms_per_step'] = head_comparison.ms_per_step(folder)
-    yardsticks = head_comparison.references(
-      rows[0]['num_classes'], gin.query_parameter('%TASK_FEATURE_LENGTHS')['image']
-    )
+    task = gin.query_parameter('%MIXTURE_OR_TASK_NAME')
+    yardsticks = head_comparison.references(task, gin.query_parameter('%EVAL_SPLIT'))
     print()
     report = head_comparison.make_report(rows, folders, yardsticks)
     report.write('het_plugin.quickstart', json=settings.json, output_dir=output_dir)

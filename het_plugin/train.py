@@ -1,6 +1,6 @@
 """Trains a model that gin files describe.
 
-    python -m het_plugin.train --gin_file=gin/runs/glyphs_quickstart.gin \\
+    python -m het_plugin.train --gin_file=gin/runs/glyphs.gin \\
       --gin_file=gin/heads/het_xl.gin --gin.MODEL_DIR="'runs/het_xl'"
 
 To continue after an interruption, run it again. Exit codes:

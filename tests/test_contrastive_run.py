@@ -41,7 +41,7 @@ def train(model_dir, files, *bindings):
 def runs(tmp_path_factory):
   """(a classifier, LiT of two steps that was started again for a third one)."""
   folder = tmp_path_factory.mktemp('runs')
-  train(folder / 'det', ['runs/glyphs_quickstart', 'heads/det'], *DET, 'ACTIONS = None')
+  train(folder / 'det', ['runs/glyphs', 'heads/det'], *DET, 'ACTIONS = None')
   path = f"RestoreCheckpointConfig.path = '{folder / 'det'}'"
   for steps in (2, 3):
     lit = *TINY, path, f'TRAIN_STEPS = {steps}'

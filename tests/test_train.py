@@ -37,7 +37,7 @@ def train_final_params(model_dir, head, model_shards, num_microbatches):
     *('TRAIN_STEPS = 4', *SHORT, 'ACTIONS = None', 'CheckpointConfig.save = None'),
     *('BATCH_SIZE = 32', f'PjitPartitioner.num_partitions = {model_shards}'),
   ]
-  parse(head, model_dir, *settings, run='glyphs_quickstart')
+  parse(head, model_dir, *settings, run='glyphs')
   _, state = gin.get_configurable(train.train)(
     trainer_cls=functools.partial(step_lib.Trainer, num_microbatches=num_microbatches)
   )

@@ -119,23 +119,6 @@ def glyph_bank(class_set: str, faces: tuple[str, ...], size: int) -> GlyphBank:
   return GlyphBank(images, first, numbers, draw)
 
 
-def homoglyph_ceiling(
-  class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
-) -> float:
-  """An upper bound on the precision@1 of a glyph task, from characters that look the same.
-
-  The image depends on the class only through the bitmap g of its glyph. With classes equally likely
-  and faces equally likely within a class, the Bayes classifier that sees g is right with
-  probability sum_g max_k p(k, g). Classes that no face has are left out, as in the splits.
-  """
-  bank = glyph_bank(class_set, faces, size)
-  count = bank.faces_per_class
-  best = {}  # p(class, bitmap) of the likeliest class, times the number of classes
-  for bitmap, classes in _classes_of_bitmaps(bank).items():
-    best[bitmap] = max(sum([1 / count[k]] * n) for k, n in classes.items())
-  return float(sum(best.values()) / np.count_nonzero(count))
-
-
 def homoglyphs(
   class_set: str = 'core', faces: tuple[str, ...] = DEJAVU_FACES, size: int = 28
 ) -> tuple[frozenset[int], ...]:

@@ -138,7 +138,11 @@ class NoisyGlyphSource(GlyphSource):
 
   @functools.cached_property
   def info(self) -> TaskInfo:
-    return dataclasses.replace(super().info, true_classes=self.true_classes)
+    return dataclasses.replace(
+      super().info,
+      true_classes=self.true_classes,
+      label_distribution=self.label_distribution,
+    )
 
   def true_classes(self, split: str, ids: np.ndarray, seed: int = 0) -> np.ndarray:
     """The classes shown in examples of a whole split, int64 [B]."""

@@ -29,6 +29,8 @@ class TaskInfo:
     look the same in some image; None if this is not known.
   true_classes: maps a split and ids int [B] of its examples to their true classes, int [B], where
     labels may be wrong; None if these are not known.
+  label_distribution: maps a split and ids to the distributions that the labels were drawn from,
+    as classes int [B, C] and their probabilities [B, C]; None if it is not known.
   """
 
   num_classes: int
@@ -46,6 +48,9 @@ class TaskInfo:
   )
   true_classes: Callable[[str, np.ndarray], np.ndarray] | None = dataclasses.field(
     default=None, compare=False
+  )
+  label_distribution: Callable[[str, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = (
+    dataclasses.field(default=None, compare=False)
   )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy import special
 
 import gin
 from het_plugin import data, reporting
@@ -46,9 +47,10 @@ _NOTES = (
   'for a head that an earlier start had trained, the median over its run.',
   'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
   'typefaces that training did not show. Mean and standard error over draws of the shots.',
-  'Chance is a uniform guess. The ceiling is the best possible precision@1: some characters have '
-  'identical glyphs.',
-  'Each row is one run with one seed: `python -m het_plugin.ablate heads` compares with several.',
+  'Chance is a uniform guess. The best possible predictions are the probabilities with which the '
+  'labels were drawn: a classifier that knew them would have this NLL and precision.',
+  'Each row is one run with one seed; `--gin.RANDOM_SEED=1 --output_dir=DIR` repeats it with '
+  'another.',
 )
 
 
@@ -178,14 +180,19 @@ def average_over_datasets(by_dataset: Mapping[str, Mapping[int, float]]) -> dict
   return {n: statistics.fmean(a[n] for a in by_dataset.values() if n in a) for n in sorted(shots)}
 
 
-def references(num_classes: int, image_size: int) -> list[dict[str, Any]]:
-  """Rows to compare the heads with: guessing, and the best that identical glyphs allow."""
-  from het_plugin.data.glyph_bank import homoglyph_ceiling
-
-  return [
-    {'name': 'chance', 'nll': math.log(num_classes), 'precision_at_1': 1 / num_classes},
-    {'name': 'ceiling (identical glyphs)', 'precision_at_1': homoglyph_ceiling(size=image_size)},
+def references(task: str, split: str) -> list[dict[str, Any]]:
+  """Rows to compare the heads with: guessing, and what the labels were drawn from, if known."""
+  info = data.classification_info(task)
+  rows = [
+    {'name': 'chance', 'nll': math.log(info.num_classes), 'precision_at_1': 1 / info.num_classes}
   ]
+  if info.label_distribution and (examples := info.splits.get(split)):
+    _, p = info.label_distribution(split, np.arange(examples))
+    entropy = special.entr(p).sum(axis=1).mean()
+    rows.append(
+      {'name': 'best possible', 'nll': float(entropy), 'precision_at_1': float(p.max(1).mean())}
+    )
+  return rows
 
 
 def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -194,8 +201,8 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
   found = [
     f'After {best["steps"]:,} steps {best["head"]} has the lowest NLL, {best["nll"]:.3f} nats per '
-    f'example (guessing: {math.log(best["num_classes"]):.3f}). It names '
-    f'{best["precision_at_1"]:.1%} of the unseen renderings correctly (guessing: '
+    f'example (guessing: {math.log(best["num_classes"]):.3f}). Its most probable class is the '
+    f'label of {best["precision_at_1"]:.1%} of the unseen renderings (guessing: '
     f'{1 / best["num_classes"]:.2%}).'
   ]
   noisy = [row for row in rows if row['num_factors']]
@@ -281,8 +288,8 @@ def make_report(
       'examples': reporting.Figure(
         _examples(titles),
         "Unseen renderings in the order of the first head's confidence, with the most probable "
-        'character of each head and its probability. Green is right. Some characters look alike, '
-        'so no head can be sure of them.',
+        'character of each head and its probability. Green agrees with the label. Labels may be '
+        'wrong, and some characters look alike, so no head can be sure of them.',
         'Examples with the prediction of each head.',
         recolour=False,
       )
@@ -303,9 +310,9 @@ def make_report(
 
 def _examples(titles: Mapping[str, Path]) -> bytes:
   """The picture of some examples, evenly spaced by the first head's probability of its answer."""
-  from het_plugin.data.glyph_bank import glyph_classes
-
-  characters = [chr(c) for c in glyph_classes('core').code_points]
+  info = data.classification_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
+  names = info.shown_names or info.class_names or map(str, range(info.num_classes))
+  characters = [name.split()[0] for name in names]
   found = {title: np.load(run / _EXAMPLES_FILE) for title, run in titles.items()}
   first = next(iter(found.values()))
   order = np.argsort(-first['probability'], kind='stable')

@@ -10,7 +10,7 @@ from het_plugin.config import parsing, registry, statements, uses
 from het_plugin.experiments import study
 
 GIN = pathlib.Path(__file__).parents[2] / 'gin'
-RUN = ['het_plugin/gin/runs/glyphs_quickstart.gin', 'het_plugin/gin/heads/{head}.gin']
+RUN = ['het_plugin/gin/runs/glyphs.gin', 'het_plugin/gin/heads/{head}.gin']
 CONTRASTIVE = ('contrastive_det', 'contrastive_het_xl')
 HEADS = ('het_xl', 'det', 'het', 'het_h', 'det_learned_tau')
 FRAMES = ('train.gin', 'temperature.gin')  # runs/temperature.gin is for `tune`, which reads it
@@ -23,7 +23,7 @@ def gin_left_clean():
   gin.clear_config()
 
 
-def config_text(head, *bindings, run='runs/glyphs_quickstart', files=()):
+def config_text(head, *bindings, run='runs/glyphs', files=()):
   files = [f'het_plugin/gin/{name}.gin' for name in (run, *files, f'heads/{head}')]
   parsing.parse_config(files, ["MODEL_DIR = 'x'", *bindings])
   return gin.config_str()

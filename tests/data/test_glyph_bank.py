@@ -1,7 +1,6 @@
 import unicodedata
 
 import numpy as np
-import pytest
 
 from het_plugin.data import glyph_bank
 from het_plugin.data.glyph_bank import DEJAVU_FACES, STIX_FACES, face_characters, glyph_classes
@@ -34,14 +33,3 @@ def test_bank_has_every_core_glyph_inside_the_border():
   assert (bank.faces_per_class == 12).all()
   assert not bank.images[:, [0, -1]].any() and not bank.images[:, :, [0, -1]].any()
   assert (bank.images.max(axis=(1, 2)) > 0).mean() > 0.999
-
-
-def test_homoglyph_ceiling_of_a_hand_made_bank(monkeypatch):
-  """Classes 0 and 1 look alike in face 0 only; class 2 is unique; class 3 has no face."""
-  pictures = {'both': 1, 'zero': 2, 'one': 3, 'two': 4, 'two_again': 5}
-  order = ['both', 'zero', 'both', 'one', 'two', 'two_again']
-  images = np.stack([np.full((4, 4), pictures[name], np.uint8) for name in order])
-  bank = glyph_bank.GlyphBank(images, np.array([0, 2, 4, 6, 6]), np.array([0, 1, 0, 1, 0, 1]))
-  monkeypatch.setattr(glyph_bank, 'glyph_bank', lambda *args: bank)
-  # six (class, face) pairs: two of them are right half of the time
-  assert glyph_bank.homoglyph_ceiling('core', ('a', 'b'), 2) == pytest.approx(5 / 6)

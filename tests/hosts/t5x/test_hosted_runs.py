@@ -134,7 +134,7 @@ def theirs(ours, tmp_path_factory):
     ),
     [
       'train',
-      files('het', run='glyphs_quickstart'),  # K = 2,297 over 8 devices
+      files('het', run='glyphs'),  # K = 2,297 over 8 devices
       settings(folder / 'glyphs', *no_eval, 'TRAIN_STEPS = 2', 'ACTIONS = None'),
     ],
     [
