@@ -115,7 +115,7 @@ def examples_png(
         ax.text(0.45, 0.5, what, color=color, fontsize=15, ha='right', va='center')
         ax.text(0.55, 0.5, f'{probability:.0%}', color=color, fontsize=9, va='center')
       row[0].set_ylabel(model, rotation=0, ha='right', va='center', fontsize=10)
-    axes[0, 0].set_ylabel('example, truth above', rotation=0, ha='right', va='center', fontsize=10)
+    axes[0, 0].set_ylabel('example, label above', rotation=0, ha='right', va='center', fontsize=10)
     for ax in axes.flat:
       ax.set_xticks([])
       ax.set_yticks([])
