@@ -7,10 +7,15 @@ results.json (a row per head), results.txt, index.html and its plots as .png fil
 run directory per head with checkpoints, metrics.jsonl, event files, logs and config.gin.
 """
 
+import os
+
 from het_plugin.operations import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
+  # On a machine without an accelerator, two virtual devices show the sharding. The flag concerns
+  # JAX's CPU backend only.
+  os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=2')
 
 import time
 from collections.abc import Sequence
@@ -30,7 +35,7 @@ def define_flags() -> None:
   flags.DEFINE_string('run', RUN, 'The gin file that all heads share.')
   flags.DEFINE_list('heads', list(HEADS), f'Heads to train, from {",".join(HEADS)}.')
   flags.DEFINE_string('output_dir', 'runs/quickstart', 'Where everything goes.')
-  flags.DEFINE_string('json', None, 'Another place for results.json.')
+  flags.DEFINE_string('json', None, 'A second copy of results.json.')
 
 
 def main(argv: Sequence[str]) -> None:

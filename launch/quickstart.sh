@@ -4,8 +4,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-# On a machine without an accelerator, 2 virtual devices show the sharding. The flag only concerns JAX's CPU backend.
-export XLA_FLAGS="${XLA_FLAGS---xla_force_host_platform_device_count=2}"
-
-say 'training DET, DET with learned tau, HET, HET-H and HET-XL for the same steps: five minutes on two CPU cores'
+say 'training DET, DET with learned tau, HET, HET-H and HET-XL for the same steps: about five minutes on two CPU cores'
 "$PYTHON" -m het_plugin.quickstart "$@"

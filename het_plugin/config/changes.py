@@ -133,9 +133,15 @@ class RunConfig:
   """The configuration of a run that starts or is resumed, as gin text."""
 
   def __init__(
-    self, text: str, accept_changes: bool = False, how_to_accept: str = '--accept_config_changes'
+    self,
+    text: str,
+    accept_changes: bool = False,
+    how_to_accept: str | None = '--accept_config_changes',
   ):
-    """With `accept_changes` a run goes on although its results may change."""
+    """With `accept_changes` a run goes on although its results may change.
+
+    The error names `how_to_accept` them; None where a command has no such flag.
+    """
     self.text = text
     self._accept_changes = accept_changes
     self._how_to_accept = how_to_accept
@@ -162,10 +168,12 @@ class RunConfig:
       changed = [*dict.fromkeys(change.name for change in serious)]
       names = ', '.join(changed[:_NAMED])
       more = f' and {len(changed) - _NAMED} more' if len(changed) > _NAMED else ''
+      ways_out = ' or take another model_dir'
+      if self._how_to_accept is not None:
+        ways_out = f', take another model_dir, or continue with {self._how_to_accept}'
       raise ValueError(
         f'model_dir holds a run with a different configuration (from step {step} on): {names}'
-        f'{more} changed (the lines above say how). Undo the change, take another model_dir, or '
-        f'continue with {self._how_to_accept}'
+        f'{more} changed (the lines above say how). Undo the change{ways_out}'
       )
     self._replaced = record['config']
 

@@ -228,6 +228,8 @@ def noise_path(
 
     def point(model, c_noise, det_fit=None, near=None):
       limits = dataclasses.replace(settings, c_noise=c_noise)
+      if isinstance(settings.progress, str):  # the title of a bar
+        limits = dataclasses.replace(limits, progress=f'{settings.progress}, C_noise={c_noise:.3g}')
       if model.head != 'det':
         tol, max_iter = max(settings.tol, PATH_TOLERANCE), min(settings.max_iter, PATH_ITERATIONS)
         limits = dataclasses.replace(limits, tol=tol, max_iter=max_iter)

@@ -22,8 +22,8 @@ from het_plugin.config import screen
 from het_plugin.experiments import trainings
 from het_plugin.training import checkpoint_reader, partitioning, run_files
 
-# Standard deviation over seeds of the difference between heads in so short a run: the quick start's
-# HET-XL minus DET with a learned tau was -0.064, 0.009 and -0.067 (docs/studies.md).
+# Standard deviation of the difference between heads over seeds, after the 1,000 steps of the quick
+# start: HET-XL minus DET with a learned tau was -0.064, 0.009 and -0.067 (docs/studies.md).
 _SEED_SPREAD = 0.04
 HEADS = {
   'det': 'DET',
@@ -40,17 +40,17 @@ _LOSS_STEPS = 25  # between two looks at the loss
 
 _NOTES = (
   'NLL: negative log-likelihood of the validation split in nats; prec@1: share of examples whose '
-  'most probable class is right; ECE: expected calibration error over 15 bins.',
+  'most probable class is the label; ECE: expected calibration error over 15 bins.',
   'extra: parameters beyond the deterministic head. Parameters are counted without the padding of '
   'the classes.',
-  'ms/step: median of turns that alternate between the heads, on the machine that made this page; '
-  'for a head that an earlier start had trained, the median over its run.',
+  'ms/step: the heads are timed in turns, and this is the median. A head that an earlier start '
+  'trained keeps its earlier value. The smaller the backbone, the larger the share of the noise.',
   'few-shot: ridge regression on the frozen pre-logits; glyphs_heldout has characters and '
   'typefaces that training did not show. Mean and standard error over draws of the shots.',
   'Chance is a uniform guess. The best possible predictions are the probabilities with which the '
   'labels were drawn: a classifier that knew them would have this NLL and precision.',
-  'Each row is one run with one seed; `--gin.RANDOM_SEED=1 --output_dir=DIR` repeats it with '
-  'another.',
+  'Each row is one run with one seed. `python -m het_plugin.quickstart --gin.RANDOM_SEED=1 '
+  '--output_dir=DIR` takes another one.',
 )
 
 
@@ -196,7 +196,7 @@ def references(task: str, split: str) -> list[dict[str, Any]]:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Three sentences on what the table shows, from its numbers."""
+  """Three lines on what the table shows, from its numbers."""
   by_head = {row['head']: row for row in rows}
   best, worst = min(rows, key=lambda r: r['nll']), max(rows, key=lambda r: r['nll'])
   found = [
@@ -211,7 +211,10 @@ def sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     noise = min(noisy, key=lambda r: r['nll'])
     change = noise['nll'] - tau['nll']
     if abs(change) < 2 * _SEED_SPREAD:
-      verdict = f'one seed cannot tell, as this has a standard deviation of about {_SEED_SPREAD}'
+      verdict = (
+        'one seed cannot show whether the noise helps, because in short runs this difference has a '
+        f'standard deviation of about {_SEED_SPREAD} over seeds'
+      )
     else:
       verdict = f'here noise {"lowers" if change < 0 else "raises"} the NLL'
     found.append(

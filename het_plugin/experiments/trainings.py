@@ -59,7 +59,7 @@ def complete(
   config = gin.config_str()
   if (run_files.read_json(run_dir / _DONE) or {}).get('config') == config:
     return False
-  step, state = starting.train_from_gin(evaluate_again=True, **settings)
+  step, state = starting.train_from_gin(how_to_accept=None, evaluate_again=True, **settings)
   if finish is not None:
     finish(state)
   run_files.write_json(run_dir / _DONE, {'config': config})

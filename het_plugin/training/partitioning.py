@@ -142,9 +142,9 @@ class PjitPartitioner:
         f'{len(devices)}.'
       )
     if model < 1 or len(devices) % (num_replicas * model):
-      hint = ''
+      hint = '; --gin.PjitPartitioner.num_partitions=1 suits any number'
       if devices[0].platform == 'cpu':
-        hint = ' (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a CPU)'
+        hint += ', and XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of a CPU'
       of_replicas = f' of each of {num_replicas} replicas' if num_replicas > 1 else ''
       raise ValueError(
         f'{setting} asks for a model axis of {model}, which must be at least 1 and divide the '

@@ -236,11 +236,12 @@ def run_two(module, *arguments):
   finally:
     for process in processes:
       process.kill()
-  last_lines = []
-  for log in logs:
-    log.seek(0)
-    last_lines.append(log.read().splitlines()[-1])
-  return codes, last_lines
+    texts = []
+    for log in logs:
+      log.seek(0)
+      texts.append(log.read())
+      print(texts[-1])  # pytest shows it if the test fails
+  return codes, [text.splitlines()[-1] for text in texts]
 
 
 def test_a_crash_goes_back_to_the_last_intact_checkpoint_without_repeating_lines(
