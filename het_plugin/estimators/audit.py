@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # imports tasks of images, which files do not need
 # it takes none, the location is that of DET, which finds too few.
 SETTINGS = probe.Settings(('het_xl',), c_noise=(0.1,), num_factors=(4,))
 _SHOWN = 10
+_WORST = 100  # whose truth is counted
 _THUMBNAILS, _THUMBNAILS_OF_PAIR = 24, 8
 
 
@@ -198,6 +199,13 @@ def report(
   notes = ['The error is over examples. That the location may be wrong is not in it.']
   if head == 'det':
     notes.append('det has no noise: its p is that of the label, so it finds too few wrong ones.')
+  truth = _by_truth(listed, examples) if examples is not None else None
+  if truth is not None:
+    notes.append(
+      f'The task knows the true classes. {truth["wrong"]:,} labels are wrong: '
+      f'{truth["wrong_of_listed"]:,} of the {counts["wrong"]:,} that are listed as wrong, and '
+      f'{truth["wrong_of_worst"]} of the {min(_WORST, len(label))} that are most probably wrong.'
+    )
   if examples is not None and not examples.are_images:
     notes.append(f'There are no pictures of examples of {examples.info.channels} channels.')
   return reporting.Report(
@@ -215,8 +223,23 @@ def report(
       'counts': counts,
       'pairs': pairs,
       'rows': listed,
-    },
+    }
+    | ({} if truth is None else {'truth': truth}),
   )
+
+
+def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
+  """Numbers of labels that are wrong, where the task knows the true classes."""
+  info = examples.info
+  if info.true_classes is None or info.splits.get(examples.whole) is None:
+    return None
+  found, label = listed.found, listed.label
+  is_wrong = info.true_classes(examples.whole, listed.rows.index) != label
+  return {
+    'wrong': int(is_wrong.sum()),
+    'wrong_of_listed': int(is_wrong[found.kind == 'wrong'].sum()),
+    'wrong_of_worst': int(is_wrong[listed.order[:_WORST]].sum()),
+  }
 
 
 def _galleries(

@@ -10,6 +10,7 @@ from het_plugin import rows as rows_lib
 from het_plugin.estimators import DetClassifier, inputs, minibatch, probe
 from het_plugin.estimators import audit as audit_lib
 from het_plugin.estimators.probe import Settings
+from het_plugin.evaluation.examples import Examples
 
 
 def problem(num_rows):
@@ -98,3 +99,27 @@ def test_the_memory_is_that_of_results_per_row(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peaks.append(float(done.stdout.splitlines()[-1]))
   assert peaks[1] - peaks[0] < 55, peaks  # where the allocator keeps pages, 44 was seen
+
+
+def test_where_the_task_knows_the_truth_the_report_counts_wrong_labels(tmp_path):
+  examples = Examples.of('glyphs_noisy_latin', 'finite')
+  index = np.arange(8000)
+  truth, label = examples.info.true_classes('finite', index), examples.read(index, size=8).labels
+  most = np.bincount(truth[truth != label[:, 0]]).argmax()  # the class that is confused most
+  group = np.unique(label[truth == most])
+  kept = np.isin(truth, group) & np.isin(label[:, 0], group)
+  index, truth, label = index[kept], truth[kept], label[kept]
+  features = np.float32(truth[:, None] == group)
+  rows = rows_lib.Rows({'features': features}, label, index)
+  rows_lib.write(tmp_path / 'rows.npz', rows)
+  report = audit_lib.report(str(tmp_path / 'rows.npz'), Settings(**SETTINGS, max_iter=30), examples)
+  found, is_wrong = report.json['truth'], label[:, 0] != truth
+  assert found['wrong'] == is_wrong.sum() > 5
+  by_index = dict(zip(index, is_wrong, strict=True))
+  listed = report.json['rows']
+  kinds = [by_index[row['index']] for row in listed if row['kind'] == 'wrong']
+  assert found['wrong_of_listed'] == sum(kinds)
+  worst = min(100, len(index))
+  assert found['wrong_of_worst'] == sum(by_index[row['index']] for row in listed[:worst])
+  (note,) = (note for note in report.notes if 'true classes' in note)
+  assert f'{is_wrong.sum()} labels are wrong: {sum(kinds)} of the {len(kinds)} ' in note
