@@ -17,7 +17,7 @@ SIZES = [
   'EVAL_STEPS=2', 'BATCH_SIZE=32', 'vit.width=16', 'vit.mlp_dim=16', 'vit.num_heads=2',
   'digits/FewShotDataset.max_train=300', 'glyphs/FewShotDataset.max_train=300',
   'glyphs/FewShotDataset.max_test=100', 'FewShotAction.shots=(1,5)',
-  'eval/Integrator.num_samples=2',
+  'train/Integrator.num_samples=2', 'eval/Integrator.num_samples=2',
 ]  # fmt: skip
 
 
