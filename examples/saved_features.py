@@ -2,8 +2,8 @@
 
     python examples/saved_features.py
 
-Twenty seconds on two CPU cores. Three in ten of the labels are wrong here, moved to the next class, so
-the truth is known. The table has the log-loss of held-out noisy labels, and the accuracy on the
+Twenty seconds on two CPU cores. Three in ten of the labels are wrong here, moved to the next class,
+so the truth is known. The table has the log-loss of held-out noisy labels, and the accuracy on the
 truth of `predict` (the most probable label) and of `predict_clean` (the class without the noise).
 Needs pip install '.[probe]'.
 """
