@@ -42,7 +42,7 @@ def test_a_complete_run_is_not_opened_again(tmp_path, monkeypatch):
 
 
 def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_starting(tmp_path, monkeypatch):
-  def train_to_the_end(evaluate_again):
+  def train_to_the_end(**settings):
     with stopping.handled(lambda: True, lambda: None):
       os.kill(os.getpid(), signal.SIGTERM)
     return 2, None
