@@ -315,7 +315,7 @@ def _examples(titles: Mapping[str, Path]) -> bytes:
   """The picture of some examples, evenly spaced by the first head's probability of its answer."""
   info = data.classification_info(gin.query_parameter('%MIXTURE_OR_TASK_NAME'))
   names = info.shown_names or info.class_names or map(str, range(info.num_classes))
-  characters = [name.split()[0] for name in names]
+  characters = [(name.split() or [name])[0] for name in names]
   found = {title: np.load(run / _EXAMPLES_FILE) for title, run in titles.items()}
   first = next(iter(found.values()))
   order = np.argsort(-first['probability'], kind='stable')

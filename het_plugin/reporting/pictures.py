@@ -90,14 +90,14 @@ Prediction = tuple[str, float, bool]  # class, probability, and whether it is ri
 
 def examples_png(
   images: np.ndarray,
-  truths: Sequence[str],
+  labels: Sequence[str],
   predictions: Mapping[str, Sequence[Prediction]],
 ) -> Picture:
-  """Draws a column per example: its picture and truth, and below them a line per model.
+  """Draws a column per example: its picture and label, and below them a line per model.
 
   Args:
     images: float [N, H, W, C], levels in [-1, 1], C 1 or 3.
-    truths: what the examples are, [N]; short, such as one character.
+    labels: of the examples, [N]; short, such as one character.
     predictions: {model: [N] predictions}.
   """
 
@@ -106,9 +106,9 @@ def examples_png(
     figure = style.new_figure(11, 1.5 + 0.55 * lines)
     ratios = [2.2, *[1] * lines]
     axes = figure.subplots(lines + 1, len(images), height_ratios=ratios, squeeze=False)
-    for ax, image, truth in zip(axes[0], images, truths, strict=True):
+    for ax, image, label in zip(axes[0], images, labels, strict=True):
       ax.imshow(np.clip((image + 1) / 2, 0, 1).squeeze(), cmap='gray', vmin=0, vmax=1)
-      ax.set_title(truth, fontsize=13)
+      ax.set_title(label, fontsize=13)
     for row, (model, found) in zip(axes[1:], predictions.items(), strict=True):
       for ax, (what, probability, right) in zip(row, found, strict=True):
         color = _RIGHT if right else _WRONG
