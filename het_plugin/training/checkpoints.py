@@ -127,7 +127,6 @@ class _Barrier:
   """
 
   def __init__(self):
-    self._client = ocp.multihost.get_jax_distributed_client()
     self._folder = f'het_plugin/barrier/{next(_numbers)}'
     self._meetings = itertools.count()
     self._failed = False
@@ -137,9 +136,7 @@ class _Barrier:
     if self._failed:
       raise _PeerFailed('another process has failed')
     folder = f'{self._folder}/{next(self._meetings)}'
-    self._client.key_value_set(f'{folder}/{jax.process_index()}', key)
-    self._client.wait_at_barrier(folder, timeout_ms)
-    self._failed = {place for _, place in self._client.key_value_dir_get(folder)} != {key}
+    self._failed = set(processes.exchange(folder, key, timeout_ms).values()) != {key}
     if self._failed:
       raise _PeerFailed('another process has failed')
 

@@ -52,12 +52,16 @@ def gather(text: str) -> dict[int, str]:
   """
   if jax.process_count() == 1:
     return {0: text} if text else {}
+  return exchange(f'het_plugin/texts/{next(_meetings)}', text, 1000 * _MEET_SECONDS)
+
+
+def exchange(place: str, text: str, timeout_ms: int) -> dict[int, str]:
+  """`gather` of several processes at a place that no others use, from any thread."""
   client = ocp.multihost.get_jax_distributed_client()
-  folder = f'het_plugin/texts/{next(_meetings)}'
   if text:
-    client.key_value_set(f'{folder}/{jax.process_index()}', text)
-  client.wait_at_barrier(folder, 1000 * _MEET_SECONDS)
-  texts = {int(key.rpartition('/')[2]): x for key, x in client.key_value_dir_get(folder)}
+    client.key_value_set(f'{place}/{jax.process_index()}', text)
+  client.wait_at_barrier(place, timeout_ms)
+  texts = {int(key.rpartition('/')[2]): x for key, x in client.key_value_dir_get(place)}
   return dict(sorted(texts.items()))
 
 
