@@ -53,6 +53,10 @@ class TaskInfo:
     dataclasses.field(default=None, compare=False)
   )
 
+  def knows_truth(self, split: str) -> bool:
+    """Whether `true_classes` has those of a whole split; those of an endless one need its seed."""
+    return self.true_classes is not None and self.splits.get(split) is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageTextInfo:

@@ -231,7 +231,7 @@ def report(
 def _by_truth(listed: Listed, examples: 'Examples') -> dict[str, int] | None:
   """Numbers of labels that are wrong, where the task knows the true classes."""
   info = examples.info
-  if info.true_classes is None or info.splits.get(examples.whole) is None:
+  if not info.knows_truth(examples.whole):
     return None
   found, label = listed.found, listed.label
   is_wrong = info.true_classes(examples.whole, listed.rows.index) != label

@@ -122,7 +122,7 @@ def evaluate_run(name: str, run: runs.Run, settings: Settings) -> Evaluation:
 
   kept, of_truth, of_unknown = [], [], None
   whole_split = settings.split.partition('[')[0]  # of a slice
-  knows_truth = info.true_classes is not None and info.splits.get(whole_split) is not None
+  knows_truth = info.knows_truth(whole_split)
 
   def keeping(parts):
     for part in parts:
