@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 
 from het_plugin.nnx import HetXL, LearnedTemperature, PredictiveLogits
 
-STEPS, BATCH, CLASSES = 300, 128, 10
+STEPS, BATCH, CLASSES = 200, 128, 10
 
 
 class Classifier(nnx.Module):

@@ -111,14 +111,7 @@ def test_an_mlp_under_het_xl_on_a_mesh_is_represented(rows, tmp_path, run_main):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'head,noise_dim',
-  [
-    ('det', None),
-    pytest.param('het_xl', None, marks=pytest.mark.slow),
-    pytest.param('het_xl', 4, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize('head,noise_dim', [('det', None), ('het_xl', 4)])
 def test_the_run_of_a_million_classes_learns_and_resumes_without_moments_of_w(
   head, noise_dim, tmp_path
 ):
@@ -136,7 +129,7 @@ def test_the_run_of_a_million_classes_learns_and_resumes_without_moments_of_w(
       *(f"MIXTURE_OR_TASK_NAME = 'features:{path}'", f"MODEL_DIR = '{tmp_path / model_dir}'"),
       *('NUM_CLASSES = 2000', 'BATCH_SIZE = 32', 'LEARNING_RATE = 0.05'),
       *('EVAL_STEPS = 1', 'EVAL_BATCH_SIZE = 8', 'PjitPartitioner.num_partitions = 2'),
-      *('train/Integrator.class_tile = 256', 'train/Integrator.num_samples = 8'),
+      *('train/Integrator.class_tile = 256', 'train/Integrator.num_samples = 2'),
       *('TRAIN_STEPS = 30', f'train.total_steps = {steps}', 'warmup_schedule.total_steps = 30'),
       *('SAVE_PERIOD = 10', 'STATS_PERIOD = 1', 'EVAL_PERIOD = 30', 'WARMUP_STEPS = 0'),
     ]

@@ -73,7 +73,7 @@ RUNS = {
     4,
     'nats with m = 1',
   ),
-  'known_truth.py --problem=sigmoid,10,4,2,3,300 --heads=het': (2, 'het'),
+  'known_truth.py --problem=sigmoid,5,3,2,3,60 --heads=het': (2, 'het'),
   'noise_default.py --problems=known --seeds=0 --heads=het --rows=100': (3, 'auto'),
   'noise_test.py --only=rate,0.4,2500,10,24,0.3 --folds=2': (3, 'times what the test predicted'),
   'probe.py --rows=300 --dim=6 --classes=3 --heads=det': (2, 'of LogisticRegression'),
@@ -138,7 +138,7 @@ def test_glyph_label_noise(run):
 @pytest.mark.slow
 def test_real_features(run, tmp_path):
   flags = ['--classes=5', '--rows_per_class=20', '--steps=2', '--samples=2']
-  flags += ['--folds=2', '--fits=1']
+  flags += ['--folds=2', '--fits=1', '--C=0.3', '--C_noise=0,0.1', '--dim=16']
   flags += ['--heads=het', f'--work_dir={tmp_path / "work"}']
   rows, _ = run('real_features.py', *flags)
   assert [(row['test'], row['head']) for row in rows] == [
@@ -216,11 +216,11 @@ def test_audit(run):
 
 @pytest.mark.slow
 def test_noisy_labels(run, tmp_path):
-  flags = ['--problem=next,0.3,300,3,4,0.3,0', '--seeds=0,1', '--no-cleanlab']
+  flags = ['--problem=next,0.3,300,3,4,0.3,0', '--seeds=0', '--no-cleanlab']
   heads = ['det', 'smoothing', 'gce', 'forward_known', 'forward_estimated', 'het_xl']
   heads += ['forward_audit']
   rows, printed = run('noisy_labels.py', *flags, f'--heads={",".join(heads)}')
-  assert [(row['seed'], row['head']) for row in rows] == [(s, x) for s in (0, 1) for x in heads]
+  assert [(row['seed'], row['head']) for row in rows] == [(0, x) for x in heads]
   for row in rows:
     assert (row['kind'], row['share'], row['n'], row['k']) == ('next', 0.3, 300, 3)
     assert 0.9 < row['bayes'] < 1 and row['clean_accuracy_location'] <= row['best_accuracy'] + 1e-9
@@ -233,7 +233,7 @@ def test_noisy_labels(run, tmp_path):
     grid = row['grid']
     chosen = min(grid, key=lambda x: x['held_out'])
     assert row['chosen'].items() <= chosen.items() and row['auroc'] == chosen['auroc']
-  by_head = {row['head']: row for row in rows if row['seed'] == 0}
+  by_head = {row['head']: row for row in rows}
   assert by_head['det']['clean_accuracy'] == by_head['det']['clean_accuracy_location']
   # With the noise known, a linear location tells both the truth and the labels better.
   known, det = by_head['forward_known'], by_head['det']
@@ -241,7 +241,7 @@ def test_noisy_labels(run, tmp_path):
   assert known['nll'] < det['nll'] - 0.1
   assert any('C_noise / C' in line for line in printed)
   again, printed = run('noisy_labels.py', *flags, f'--heads={",".join(heads)}')
-  assert again == rows and not any('/2 ' in line for line in printed)
+  assert again == rows and not any('1/1 ' in line for line in printed)
 
 
 def test_noisy_labels_without_data(call_main, capsys, tmp_path):

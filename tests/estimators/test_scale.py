@@ -13,7 +13,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from het_plugin.estimators import DetClassifier, HetXLClassifier
 
-NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 16}
+NOISY = {'C': 1.0, 'C_noise': 0.1, 'num_factors': 2, 'num_samples': 2}
 
 
 @pytest.fixture(scope='module')
