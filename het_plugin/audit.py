@@ -24,6 +24,7 @@ from absl import flags
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import audit, probe
 from het_plugin.operations import stopping
+from het_plugin.rows import files
 
 
 def define_flags() -> None:
@@ -70,8 +71,10 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         '--C_noise and --num_factors have no effect on --head=det, which has no noise'
       )
-    if F.suggest and F.train and Path(F.suggest).resolve() == Path(F.train).resolve():
-      raise ValueError(f'--suggest={F.suggest} is --train: name another file')
+    if F.suggest and Path(F.suggest).suffix not in ('.npz', '.safetensors'):
+      raise ValueError(f'--suggest={F.suggest} must end in .npz or .safetensors')
+    if F.train:
+      _check_suggested(F.suggest, F.train)
     examples, source = None, F.train
     if F.dataset:
       from het_plugin.evaluation import represent  # imports TensorFlow, which files do not need
@@ -81,12 +84,20 @@ def main(argv: Sequence[str]) -> None:
       if F.checkpoint:
         of_run = F.checkpoint, command_line.gin_settings(), F.dataset, F.output_dir
         (source,) = represent.files_of(*of_run, [F.split], F.layer)
+        _check_suggested(F.suggest, source)
     report = audit.report(source, settings, examples)
     report.write('het_plugin.audit', json=F.json, html=F.html)
     if F.csv:
       audit.write_csv(F.csv, report.json['rows'])
     if F.suggest:
       audit.write_suggested(F.suggest, report.json['rows'])
+
+
+def _check_suggested(path: str | None, source: str) -> None:
+  """Raises ValueError if a file that is read would be replaced."""
+  read = files.partition_source(source)[0].split(',')
+  if path and Path(path).resolve() in (Path(x).resolve() for x in read):
+    raise ValueError(f'--suggest={path} is read by the audit: name another file')
 
 
 if __name__ == '__main__':

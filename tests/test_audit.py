@@ -148,7 +148,9 @@ def test_what_is_wrong_is_one_sentence(noisy, run_main, tmp_path):
   rows_lib.write(of_test, dataclasses.replace(rows_lib.read(str(path)), provenance=about))
   for arguments, message in (
     ([], '--train is needed'),
-    ([f'--train={path}', f'--suggest={path}'], 'is --train: name another file'),
+    ([f'--train={path}', f'--suggest={path}'], 'is read by the audit: name another file'),
+    ([f'--train={path}:train', f'--suggest={path}'], 'is read by the audit: name another file'),
+    ([f'--train={path}', '--suggest=new.npy'], '--suggest=new.npy must end in .npz'),
     ([f'--train={path}', '--head=lda'], '--heads=lda: lda is unknown'),
     ([f'--train={path}', '--head=det', '--C_noise=1'], 'no effect on --head=det'),
     ([f'--train={path}', '--C=-1'], '--C=-1'),

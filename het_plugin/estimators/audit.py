@@ -3,10 +3,12 @@
 import csv
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold
 
 from het_plugin import reporting, weights
@@ -51,6 +53,18 @@ def audit(
     ValueError: there are several heads, or too few rows of a class.
   """
   settings = SETTINGS if settings is None else settings
+  found, failures = _audit(features, label, settings)
+  if failures:
+    warnings.warn(_unfinished(failures, 'max_iter', settings), ConvergenceWarning, stacklevel=2)
+  return found
+
+
+def _unfinished(failures, setting, settings) -> str:
+  return f'{failures} fits have not converged: raise {setting}={settings.max_iter}'
+
+
+def _audit(features, label, settings) -> tuple[measure.Audit, int]:
+  """The audit, and the number of fits that have not converged."""
   if len(settings.heads) != 1:
     raise ValueError(f'--head={",".join(settings.heads)} must be one head')
   classes, y = np.unique(label, return_inverse=True)
@@ -62,13 +76,13 @@ def audit(
       f'class {classes[counts.index(min(counts))]} has {min(counts)} rows: '
       f'--folds={settings.folds} needs at least as many of each class'
     )
-  starts, titles, order = {}, probe.fit_titles(settings, settings.folds), []
+  starts, titles, order, failures = {}, probe.fit_titles(settings, settings.folds), [], 0
   folds = StratifiedKFold(settings.folds, shuffle=True, random_state=settings.seed)
   with tempfile.TemporaryFile() as file:  # of the probabilities of all rows, fold by fold
     for fitted, held_out in folds.split(np.zeros(len(y)), y):
-      estimator, _, _ = probe.fit_best(
-        settings.heads[0], features, y, fitted, settings, starts, titles
-      )
+      of_fold = features, y, fitted, settings, starts, titles
+      estimator, _, unfinished = probe.fit_best(settings.heads[0], *of_fold)
+      failures += unfinished
       for part in inputs.parts(held_out, features):
         file.write(estimator.predict_clean_proba(features[part]).tobytes())
       order.append(held_out)
@@ -80,7 +94,7 @@ def audit(
   rows = ('probability', 'confidence', 'wrong', 'suggested', 'kind')
   of_rows = {name: getattr(found, name)[place] for name in rows}
   of_rows['suggested'] = classes[of_rows['suggested']]
-  return dataclasses.replace(found, ids=classes, **of_rows)
+  return dataclasses.replace(found, ids=classes, **of_rows), failures
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +177,7 @@ def report(
     rows = examples.named(rows)
     names = examples.info.shown_names or rows.class_names
   label = rows.label
-  found = audit(rows.features, label, settings)
+  found, failures = _audit(rows.features, label, settings)
   order = np.argsort(-found.wrong, kind='stable')
   listed = Listed(rows, label, found, order, examples.name if examples else None)
 
@@ -197,6 +211,8 @@ def report(
   ]
   head = settings.heads[0]
   notes = ['The error is over examples. That the location may be wrong is not in it.']
+  if failures:
+    notes.append(f'{_unfinished(failures, "--max_iter", settings)}.')
   if head == 'det':
     notes.append('det has no noise: its p is that of the label, so it finds too few wrong ones.')
   truth = _by_truth(listed, examples) if examples is not None else None

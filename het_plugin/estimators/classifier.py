@@ -120,6 +120,8 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
       )
     if self.class_weight is not None:
       weight = weight * encoded.class_factors(self.class_weight, weight)
+      if not weight.any():
+        raise ValueError(f'class_weight={self.class_weight} leaves no row a weight above 0')
     rows, settings = (X, encoded, weight), self._settings()
     self.tau_grid_nll_ = self.calibration_ = None
     tau = None if isinstance(self.tau, str) else self.tau
@@ -327,10 +329,11 @@ class HeadClassifier(ClassifierMixin, BaseEstimator):
 
     Returns:
       `num` tuples (class, other class, correlation) of the mean covariance over the rows, sorted by
-      absolute correlation. Empty for the deterministic head.
+      absolute correlation. Empty without noise: for the deterministic head, and where the fit
+      took none.
     """
     X, _ = self._opened(X)
-    if self._head == 'det':
+    if self._head == 'det' or not np.any(self.params_['head']['covariance']['J']):
       return []
     total = 0.0
     for start in range(0, len(X), 1024):

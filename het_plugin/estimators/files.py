@@ -165,7 +165,9 @@ def to_checkpoint(estimator: HeadClassifier, path: str, backbone: Any = None) ->
 
   The run binds `CheckpointConfig.restore = @RestoreCheckpointConfig()` and
   `RestoreCheckpointConfig.path` to the file. Without `backbone` it is one of gin/runs/features.gin,
-  with `Mlp.hidden_layers` those of the estimator.
+  with `Mlp.hidden_layers` those of the estimator. The file has tau only if it was learned. Else the
+  head of the run starts at its own: bind `LearnedTemperature.initial_tau` or
+  `FixedTemperature.tau` to `estimator.temperature_`.
 
       >>> import os, tempfile
       >>> from sklearn.datasets import load_iris

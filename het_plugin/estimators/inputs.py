@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from het_plugin.estimators import placement
+from het_plugin.measures import votes
 from het_plugin.rows import files
 
 SOLVERS = ('auto', 'lbfgs', 'adam')
@@ -22,7 +23,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   Args:
     x: an array; the name of a file (`rows.read`), whose features stay on
       disk where its format allows that; or an open `safetensors.safe_open`.
-    y: labels; None takes those of the file.
+    y: labels; None takes those of the file, float [N, K] if its `label_weight` gives shares.
 
   Raises:
     ValueError: the file is missing or damaged, or has no features.
@@ -30,6 +31,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   if isinstance(x, str | os.PathLike):
     read = files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
+    if votes.has_shares(read.labels, read.label_weight):
+      labels = votes.shares(read.labels, read.num_classes, read.label_weight)
     return read.features, labels if y is None else y
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}

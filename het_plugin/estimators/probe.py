@@ -43,7 +43,7 @@ class Settings:
     folds: number of folds of the training rows, used if there is no test file.
     validation: share of the training rows held out to choose from a grid of more than one point.
     target: 'votes' if the labels of an example are those of several annotators; 'auto' takes
-      several labels for an indicator.
+      several labels for an indicator. Labels with weights are shares in either case.
     solver, mesh: settings of the estimators.
     num_samples, tol, max_iter: settings of the estimators.
     seed: seed of splits and starts.
@@ -86,7 +86,7 @@ class Settings:
       )
     if self.baseline is not None and self.baseline not in self.heads:
       raise ValueError(f'--baseline={self.baseline} must be one of --heads={",".join(self.heads)}')
-    if self.target not in ('auto', 'votes'):
+    if self.target not in ('auto', 'votes', 'probabilities'):
       raise ValueError(f"--target={self.target} must be 'auto' or 'votes'")
     if self.folds < 2:
       raise ValueError(f'--folds={self.folds} must be at least 2')
@@ -119,6 +119,7 @@ class Outcome:
   chosen: Sequence[dict[str, Any]]
   seconds: float
   unfinished: int
+  left_out: int
   agreement: dict[str, float]
   price: float
 
@@ -167,7 +168,8 @@ def probe(
       f'--ood has {ood_rows.shape[1]} features and {train} has {train_rows.features.shape[1]}; '
       'they must be equal'
     )
-  y, classes = targets_of(train_rows, settings.target)
+  y, classes, target = targets_of(train_rows, settings.target)
+  settings = dataclasses.replace(settings, target=target)
   if test_rows is not None:
     _columns(test_rows.labels, classes)
   rows, starts = (train_rows, y, test_rows, ood_rows), {}
@@ -188,10 +190,12 @@ def probe(
     'example that the parameters of the noise cost without regularisation, p / (2N).',
   ]
   notes += [
-    f'{x.head}: {x.unfinished} of its fits ended above tol={settings.tol:g}; raise --max_iter.'
+    f'{x.head}: {x.unfinished} of its fits have not converged; raise --max_iter.'
     for x in outcomes
     if x.unfinished
   ]
+  if first.left_out:
+    notes.append(f'{first.left_out} rows of classes that no other fold has are left out.')
   notes += [note for x in outcomes for note in _ends_of_the_grid(x, settings)]
   return reporting.Report(
     title='Heads on saved representations',
@@ -228,15 +232,18 @@ def read(source: Source, name: str) -> tuple[Rows, str]:
   return Rows({'features': x}, label_rows(y, len(x)), np.arange(len(x))), name
 
 
-def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray]:
-  """y of the fits, and its classes: ids [N]; with several labels an example votes [N, L], or an
-  indicator [N, K].
+def targets_of(rows: Rows, target: str) -> tuple[np.ndarray, np.ndarray, str]:
+  """y of the fits, its classes, and which `target` it is: ids [N]; with several labels an example
+  votes [N, L], an indicator [N, K], or, where they have weights, shares of the classes [N, K].
   """
-  labels = rows.labels
+  labels, num_classes = rows.labels, rows.num_classes
+  if votes.has_shares(labels, rows.label_weight):
+    shares = votes.shares(labels, num_classes, rows.label_weight)
+    return shares, np.arange(num_classes), 'probabilities'
   if target == 'votes' or labels.shape[1] == 1:
-    return labels if target == 'votes' else rows.label, np.unique(labels[labels >= 0])
-  num_classes = int(labels.max()) + 1 if rows.class_names is None else len(rows.class_names)
-  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes)
+    y = labels if target == 'votes' else rows.label
+    return y, np.unique(labels[labels >= 0]), target
+  return votes.indicator(labels, num_classes).astype(int), np.arange(num_classes), target
 
 
 def _columns(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -276,16 +283,24 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
     splits = [(np.arange(len(y)), None)]
   else:
     splits = list(KFold(settings.folds, shuffle=True, random_state=settings.seed).split(y))
-  parts, folds, chosen, unfinished, agreements = [], [], [], 0, []
+  parts, folds, chosen, unfinished, left_out, agreements = [], [], [], 0, 0, []
   for number, (fitted, held_out) in enumerate(splits):
     of_fold = train.features, y, fitted, settings, starts, titles
     estimator, point, failures = fit_best(head, *of_fold)
-    rows = test if held_out is None else train.take(held_out)
+    rows = test
+    if held_out is not None:
+      known = held_out
+      if settings.target == 'votes' or y.ndim == 1:  # others have no probability
+        labels, seen = train.labels[held_out], train.labels[fitted]
+        known = held_out[((labels < 0) | np.isin(labels, seen)).all(axis=1)]
+      left_out += len(held_out) - len(known)
+      rows = train.take(known)
     predictions = _predictions(estimator, rows)
     parts.append(uncertainty.score_examples(**predictions.labelled, ks=(1,)))
     if predictions.link == 'softmax':
       ood_log_p = None if ood is None else estimator.predict_log_proba(ood)
-      people = agreement.score_examples(predictions.log_prob, predictions.labels)
+      of_people = predictions.log_prob, predictions.labels, predictions.label_weight
+      people = agreement.score_examples(*of_people)
       agreements.append(agreement.summarize(people, ood_log_p))
     folds.append(np.full(len(rows.features), number))
     chosen.append(point)
@@ -293,6 +308,7 @@ def _outcome(head, train, y, test, ood, settings, starts, titles) -> Outcome:
   seconds = time.perf_counter() - start
   return Outcome(
     *(head, uncertainty.concatenate(parts), np.concatenate(folds), chosen, seconds, unfinished),
+    left_out,
     {name: float(np.mean([x[name] for x in agreements])) for name in (agreements or [{}])[0]},
     price(num_noise_params(estimator), len(fitted)),
   )
@@ -339,24 +355,22 @@ def fit_best(
 
   def fit(point, rows):
     common['progress'] = settings.progress and next(titles)
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore', ConvergenceWarning)
-      # All rows without a copy where they may be a file: others have no weight.
-      if len(rows) == len(x):
-        part = x, y
-      elif inputs.streams(x, settings.solver):
-        part = x, y, np.bincount(rows, minlength=len(x))
-      else:
-        part = x[rows], y[rows]
-      start, tau = None, point['tau']
-      if head == 'det' or tau != 'validation':
-        key = (hash(rows.tobytes()), point['C'], tau)
-        if key not in starts:
-          starts[key] = CLASSIFIERS['det'](C=point['C'], tau=tau, **common).fit(*part)
-        start = starts[key]
-      if head == 'det':
-        return start
-      return CLASSIFIERS[head](**common, **point).fit(*part, start=start)
+    # All rows without a copy where they may be a file: others have no weight.
+    if len(rows) == len(x):
+      part = x, y
+    elif inputs.streams(x, settings.solver):
+      part = x, y, np.bincount(rows, minlength=len(x))
+    else:
+      part = x[rows], y[rows]
+    tau, det = point['tau'], (None, False)
+    if head == 'det' or tau != 'validation':
+      key = (hash(rows.tobytes()), point['C'], tau)
+      if key not in starts:
+        starts[key] = _fitted(CLASSIFIERS['det'](C=point['C'], tau=tau, **common), *part)
+      det = starts[key]
+    if head == 'det':
+      return det
+    return _fitted(CLASSIFIERS[head](**common, **point), *part, start=det[0])
 
   best, failures = grid[0], 0
   if len(grid) > 1:
@@ -367,15 +381,26 @@ def fit_best(
       held_out = held_out[np.isin(y[held_out], y[part])]
     nll = []
     for point in grid:
-      estimator = fit(point, part)
+      estimator, is_unfinished = fit(point, part)
       parts = inputs.parts(held_out, x)
       nll.append(np.concatenate([estimator.nll(x[part], y[part]) for part in parts]))
-      failures += estimator.gradient_ > settings.tol
+      failures += is_unfinished
     best = grid[choose(grid, np.stack(nll))]
-  estimator = fit(best, fitted)
+  estimator, is_unfinished = fit(best, fitted)
   if head != 'det':
     best = {**best, 'C_noise': estimator.C_noise_}
-  return estimator, best, failures + int(estimator.gradient_ > settings.tol)
+  return estimator, best, failures + is_unfinished
+
+
+def _fitted(estimator: HeadClassifier, *rows, **start) -> tuple[HeadClassifier, bool]:
+  """The estimator after its fit, and whether it warned that it has not converged."""
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    estimator.fit(*rows, **start)
+  of_others = [x for x in caught if not issubclass(x.category, ConvergenceWarning)]
+  for x in of_others:
+    warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
+  return estimator, len(of_others) < len(caught)
 
 
 def choose(grid: Sequence[dict[str, Any]], nll: np.ndarray) -> int:
@@ -407,7 +432,8 @@ def _predictions(estimator: HeadClassifier, rows: Rows) -> Rows:
   if estimator.target_ == 'indicator':
     link, on = 'sigmoid', votes.indicator(labels, len(estimator.classes_))
     columns['nll'] = estimator.nll(rows.features, on.astype(int))
-  return Rows(columns, labels, rows.index, link=link)
+  weight = rows.label_weight if link == 'softmax' else None
+  return Rows(columns, labels, rows.index, weight, link=link)
 
 
 def _row(outcome: Outcome, first: Outcome, in_folds: bool) -> dict[str, Any]:

@@ -115,7 +115,9 @@ def encode(
     if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
       raise ValueError('Input y contains NaN or infinity: labels must be finite')
   if y.dtype.kind == 'O' and y.ndim == 2:  # as of pandas
-    y = np.array(y.tolist())
+    has_names = any(isinstance(x, str) for x in y.ravel())
+    missing = '' if has_names else np.nan
+    y = np.array([[missing if _is_none(x) else x for x in row] for row in y.tolist()])
   kind = target if target != 'auto' else _kind(y, like)
   if kind == 'classes':
     y = column_or_1d(y, warn=True)
@@ -131,7 +133,10 @@ def encode(
   else:
     values = y
     if y.dtype.kind == 'f' and (wrong := (y != np.floor(y)) & ~np.isnan(y)).any():
-      raise ValueError(f'y has the vote {y[wrong][0]:g}: votes must be class ids or strings')
+      raise ValueError(
+        f'y has the vote {y[wrong][0]:g}: votes must be class ids or strings; shares of the '
+        "classes are target='probabilities'"
+      )
   missing = _missing(values) if kind == 'votes' else np.zeros(values.shape, bool)
   if missing.all(axis=1).any():
     raise ValueError(f'row {int(np.argmax(missing.all(axis=1)))} of y has no vote: leave it out')
@@ -159,6 +164,11 @@ def _kind(y, like):
   if y.ndim == 2 and y.dtype.kind in 'iubf' and np.isin(y, (0, 1)).all():
     return 'indicator' if like is None else 'probabilities'
   return 'probabilities' if y.dtype.kind == 'f' else 'votes'
+
+
+def _is_none(value):
+  """Whether an object is None, or NaN or NA of pandas, which does not compare."""
+  return value is None or type(value).__name__ == 'NAType' or value != value
 
 
 def _missing(values):

@@ -142,10 +142,14 @@ def of_features(moments: np.ndarray, ridge: np.ndarray) -> tuple[np.ndarray, np.
 
 def whitening_of(model: Model, params, rows: Rows) -> Whitening:
   """The coordinates that suit `params`, in which a column of W has unit curvature on average."""
-  ridge = np.full(rows.x.shape[-1] + 1, float(rows.strength / rows.total))
-  ridge[-1] = 0.0  # the bias is not regularised
+
+  def ridge(strength):
+    found = np.full(rows.x.shape[-1] + 1, float(strength / rows.total))
+    found[-1] = 0.0  # the bias is not regularised
+    return found
+
   moments = np.asarray(_feature_moments(model, params, rows), np.float64)
-  left, penalty = of_features(moments, ridge)
+  left, penalty = of_features(moments, ridge(rows.strength))
   found = Whitening(jnp.asarray(left, jnp.float32))
   if model.hidden_layers or model.num_outputs(params) > MAX_OUTPUTS:
     return found
@@ -157,8 +161,8 @@ def whitening_of(model: Model, params, rows: Rows) -> Whitening:
     values, right = np.linalg.eigh(moments)
     strength = rows.noise_strength if is_noise(path) else rows.strength
     if on_features(model, path):
-      of_penalty = penalty[:, None] * float(strength / rows.strength)
-      size = values / unit * (1.0 - penalty[:, None]) + of_penalty
+      of_penalty = np.square(left).T @ ridge(strength)
+      size = values / unit * (1.0 - penalty[:, None]) + of_penalty[:, None]
       size = np.maximum(size, MIN_CURVATURE)
     else:
       size = np.maximum(values + float(strength / rows.total), MIN_CURVATURE * unit)

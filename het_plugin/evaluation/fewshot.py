@@ -171,6 +171,7 @@ def _settings(dataset: FewShotDataset, batch_size: int) -> dict[str, Any]:
 
 
 def _split(rows: rows_lib.Rows) -> fewshot.Split:
+  rows = rows.ordered()  # files of two runs may have the same rows in two orders
   return fewshot.Split(rows.features, rows.label, rows.index)
 
 

@@ -21,12 +21,21 @@ def difference(result: FewShotResult, baseline: FewShotResult) -> dict[str, floa
     draws with fixed test rows; 'stderr_rows' and 'p_rows' of one over test rows, each with the
     share of draws that classify it correctly. None if there are fewer than two values or all
     differences are equal.
+
+  Raises:
+    ValueError: shots, draws or test rows differ.
   """
   if result.correct.shape != baseline.correct.shape or result.shots != baseline.shots:
     raise ValueError(
       f'Results of {result.shots} shots with {list(result.correct.shape)} draws and test rows '
       f'cannot be paired with {baseline.shots} shots, {list(baseline.correct.shape)}.'
     )
+  for name in ('test_index', 'test_y'):
+    ours, theirs = getattr(result, name), getattr(baseline, name)
+    if ours is not None and theirs is not None and not np.array_equal(ours, theirs):
+      raise ValueError(
+        'the test rows differ: a paired comparison needs the same ids and labels, in one order'
+      )
   return _t_tests(result.correct.astype(np.float64) - baseline.correct, 'draws', 'rows')
 
 

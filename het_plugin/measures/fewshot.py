@@ -100,6 +100,9 @@ class FewShotResult:
   test_unseen: int  # test rows whose class has no training example at all
   # bool [draws, M], whether a test row is classified correctly
   correct: np.ndarray = dataclasses.field(compare=False, repr=False)
+  # int [M], ids of the test rows, if they have any, and their labels
+  test_index: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+  test_y: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
   def mean(self) -> float:
@@ -258,6 +261,8 @@ def _result(num_shots: int, trials: Sequence[_Trial], train: Split, test: Split)
     classes_short=int(np.sum(counts < num_shots)),
     test_unseen=int(np.sum(~np.isin(test.y, classes))),
     correct=correct,
+    test_index=test.index,
+    test_y=test.y,
   )
 
 

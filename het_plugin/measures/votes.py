@@ -45,6 +45,16 @@ def indicator(labels: np.ndarray, num_classes: int) -> np.ndarray:
   return on
 
 
+def has_shares(labels: np.ndarray, label_weight: np.ndarray | None) -> bool:
+  """Whether an example has several labels of different weights; arguments as in `shares`."""
+  if label_weight is None or labels.shape[1] < 2:
+    return False
+  listed = labels >= 0
+  most = np.where(listed, label_weight, -np.inf).max(axis=1)
+  least = np.where(listed, label_weight, np.inf).min(axis=1)
+  return bool((most > least + 1e-6).any())
+
+
 def majority(labels: np.ndarray, label_weight: np.ndarray | None = None) -> np.ndarray:
   """The label with the largest share of each example, int [N]; of equal ones the smallest.
 

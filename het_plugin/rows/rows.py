@@ -82,6 +82,11 @@ class Rows:
     return self.labels.max(axis=1)
 
   @property
+  def num_classes(self) -> int:
+    """K: the number of class names, or without them the largest label plus one."""
+    return int(self.labels.max()) + 1 if self.class_names is None else len(self.class_names)
+
+  @property
   def label_log_prob(self) -> np.ndarray:
     """log p(y | x) of the single label, [N], for a softmax link."""
     return np.take_along_axis(self.log_prob, self.label[:, None], axis=1)[:, 0]

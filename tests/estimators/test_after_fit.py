@@ -33,7 +33,7 @@ def het(data):
 
 @pytest.mark.slow
 def test_covariance_is_that_of_the_samples(data, het):
-  x, _ = data
+  x, y = data
   covariance = het.covariance(x[:3])
   assert covariance.shape == (3, 4, 4)
   np.testing.assert_allclose(covariance, covariance.swapaxes(1, 2))
@@ -47,6 +47,7 @@ def test_covariance_is_that_of_the_samples(data, het):
     p = special.softmax(u, axis=1).mean(axis=0)
     np.testing.assert_allclose(het.predict_proba(x[row : row + 1])[0], p, atol=0.01)
   het.classes_ = het.classes_.astype(object)  # as a fit to strings of pandas gives
+  assert HetClassifier(C_noise=0).fit(x[:50], y[:50]).correlated_classes(x) == []
   pairs = het.correlated_classes(x)
   assert len(pairs) == 6 and all(-1.001 <= pair[2] <= 1.001 for pair in pairs)
   total, aleatoric = het.entropy(x)

@@ -66,6 +66,14 @@ def test_det_is_logistic_regression_at_its_optimum():
   np.testing.assert_allclose(det.coef_, expected.coef_, atol=1e-3)
 
 
+def test_without_a_penalty_it_is_that_of_a_tiny_one():
+  x, y = problem(num_rows=200)
+  free, weak = (DetClassifier(c, tol=1e-5).fit(x, y) for c in (np.inf, 1e8))
+  np.testing.assert_allclose(free.predict_proba(x), weak.predict_proba(x), atol=1e-3)
+  noisy = HetXLClassifier(np.inf, tol=1e-2, **FEW | {'C_noise': 0.1}).fit(x, y)
+  assert noisy.objective_ <= free.objective_ + 1e-6
+
+
 def test_two_classes_and_several_labels_are_logistic_regression():
   x, y = problem(num_classes=2)
   expected = optimum(x, y, 0.5)
@@ -144,6 +152,10 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   for same in (votes.astype(float), missing, votes.astype(object)):
     found = DetClassifier(target='votes', tol=1e-6).fit(x, same)
     np.testing.assert_array_equal(found.coef_, by_votes.coef_)
+  names = np.where(votes < 0, None, votes.astype(str).astype(object))
+  for none in (None, np.nan):
+    texts = DetClassifier(target='votes').fit(x, np.where(names == None, none, names))  # noqa: E711
+    assert list(texts.classes_) == list('0123')
   texts = DetClassifier(target='votes').fit(x, votes.astype(str))
   assert list(texts.classes_) == list('0123')
   weight = rng.integers(0, 3, len(y))
@@ -171,6 +183,7 @@ def test_wrong_class_weights_are_one_sentence():
     ({9: 1.0}, 'class_weight has 9, which is not one of the 4 classes'),
     ({0: -1.0}, 'must have factors of at least 0'),
     ('equal', "'class_weight' parameter .* Got 'equal' instead"),
+    (dict.fromkeys(range(4), 0.0), 'class_weight={0: 0.0, .* leaves no row a weight above 0'),
   ):
     with pytest.raises(ValueError, match=message):
       DetClassifier(class_weight=wrong).fit(x, y)

@@ -159,6 +159,41 @@ def test_folds_score_every_training_row_and_a_grid_is_chosen_from(files):
   assert row['stderr_folds']['nll'] > 0
 
 
+def test_rows_of_a_class_of_one_fold_are_left_out(files):
+  arrays = dict(np.load(files[0]))
+  arrays['label'][7] = 9  # the only one
+  report = probe.probe((arrays['features'], arrays['label']), None, settings(folds=3))
+  assert report.json[0]['num_examples'] == 299
+  assert '1 rows of classes that no other fold has are left out.' in report.text()
+
+
+def test_weights_of_labels_are_shares(files, tmp_path):
+  """A file of `represent` has them where people or a task give probabilities."""
+  x = np.load(files[0])['features']
+  share = 1 / (1 + np.exp(-3 * x[:, 0]))
+  labels = np.tile(np.array([0, 1], np.int32), (len(x), 1))
+  weight = np.stack([share, 1 - share], axis=1).astype(np.float32)
+  path = str(tmp_path / 'soft.npz')
+  np.savez(path, features=x, label=labels, label_weight=weight)
+  found = DetClassifier().fit(path)
+  assert found.target_ == 'probabilities'
+  np.testing.assert_allclose(found.predict_proba(x)[:, 0], share, atol=0.1)
+  for target in ('auto', 'votes'):
+    (row,) = probe.probe(path, path, settings(target=target)).json
+    entropy = -(weight * np.log(weight)).sum(axis=1).mean()
+    assert row['nll'] == pytest.approx(entropy, abs=0.02)
+    assert row['agreement']['soft_label_nll'] == pytest.approx(row['nll'], abs=1e-5)
+  with pytest.raises(ValueError, match="has the vote .* are target='probabilities'"):
+    DetClassifier(target='votes').fit(path)
+
+
+def test_fits_that_have_not_converged_are_counted(files):
+  """As they warn: not those that end by their gap, above tol."""
+  report = probe.probe(*files, settings(max_iter=2))
+  assert 'det: 1 of its fits have not converged; raise --max_iter.' in report.text()
+  assert 'converged' not in probe.probe(*files, settings()).text()
+
+
 def test_of_the_noise_the_least_within_a_standard_error_is_chosen():
   grid = [{'C': 1.0, 'C_noise': c, 'num_factors': r} for c in (0.0, 0.1, 3.0) for r in (2, 4)]
   rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """Averages and paired tests against scipy and by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -38,6 +40,12 @@ def test_differences_without_a_test():
 def test_other_draws_or_rows_cannot_be_paired():
   with pytest.raises(ValueError, match=r'with \[1, 3\] draws and test rows cannot be paired'):
     comparison.difference(result([[1, 0, 1]]), result([[1, 0]]))
+  ours, theirs = (
+    dataclasses.replace(result([[1, 0, 1]]), test_index=np.array(ids))
+    for ids in ([1, 2, 3], [1, 3, 2])
+  )
+  with pytest.raises(ValueError, match='the test rows differ'):
+    comparison.difference(ours, theirs)
 
 
 def test_signed_rank_over_data_sets():
