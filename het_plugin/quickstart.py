@@ -13,9 +13,9 @@ from het_plugin.operations import stopping
 
 if __name__ == '__main__':
   stopping.install()  # the imports below take seconds
-  # On a machine without an accelerator, two virtual devices show the sharding. The flag concerns
-  # JAX's CPU backend only.
-  os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=2')
+# On a machine without an accelerator, two virtual devices show the sharding. The flag concerns
+# JAX's CPU backend only.
+os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=2')
 
 import time
 from collections.abc import Sequence

@@ -29,9 +29,10 @@ def resolve(path: str) -> str:
 def install_file_reader() -> None:
   """Makes `include 'het_plugin/gin/...'` work in a checkout, where gin/ is not a package."""
   gin.config.register_file_reader(lambda path: open(resolve(path)), _is_ours)
-  # gin asks its own package reader first, which logs an error for files that ours then finds.
+  # gin asks its own package reader first, and each search path, which logs errors for files that
+  # are then found. `parse_config` names those that are not.
   stdlib_logging.getLogger().addFilter(
-    lambda record: not record.getMessage().startswith(f'Path not found: {_PREFIX}')
+    lambda record: not record.getMessage().startswith('Path not found: ')
   )
 
 

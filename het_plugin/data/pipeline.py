@@ -7,7 +7,6 @@ content of a row depends only on its position.
 
 import dataclasses
 import functools
-import importlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -53,7 +52,7 @@ class DatasetConfig:
   num_threads: threads that read ahead; None: one per core, at most 16.
   num_workers: processes that read ahead, each with num_threads threads, for hosts with more cores
     than threads of one process can use; 0: threads of this process.
-  module: a module to import first, for example one that registers tasks.
+  module: must be None. A gin file imports the module of a task, for every command of the run.
   use_cached, pack: must be False.
   """
 
@@ -84,6 +83,7 @@ class DatasetConfig:
       ('num_threads', self.num_threads is None or self.num_threads >= 1, 'be at least 1, or None'),
       ('num_workers', self.num_workers >= 0, 'be at least 0'),
       ('resize', self.resize in (None, 'aspect', 'squash'), "be 'aspect', 'squash' or None"),
+      ('module', self.module is None, "be None: write 'import NAME' in a gin file instead"),
       ('use_cached', not self.use_cached, 'be False: image tasks are not cached'),
       ('pack', not self.pack, 'be False: image tasks are not packed'),
     ):
@@ -236,8 +236,6 @@ def total_steps(
   if steps is not None:
     return steps
   if examples is None:
-    if dataset.module:
-      importlib.import_module(dataset.module)
     task = dataset.mixture_or_task_name
     num_records = splits.resolve(dataset.split, task_info(task).splits, str(task)).num_records
     if num_records is None:
@@ -309,8 +307,6 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
   Raises:
     ValueError: the configuration is wrong or does not fit the task; raised before reading images.
   """
-  if cfg.module:
-    importlib.import_module(cfg.module)
   rows = np.arange(cfg.batch_size) if rows is None else np.asarray(rows, np.int64)
   if not len(rows) or rows.min() < 0 or rows.max() >= cfg.batch_size:
     raise ValueError(
@@ -348,6 +344,11 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
     shape = (2 * shape[0],) if double else shape
     spec[name] = jax.ShapeDtypeStruct((cfg.batch_size, *shape), dtype)
   if load := getattr(task.examples, 'load', None):
+    if cfg.num_workers:
+      raise ValueError(
+        f'num_workers is {cfg.num_workers}; it must be 0 for {task.name}, whose examples are in '
+        'the memory of this process.'
+      )
     load()  # reads arrays now, so that errors do not appear in a thread
   return BatchIterator(
     examples.read,

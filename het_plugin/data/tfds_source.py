@@ -143,6 +143,8 @@ def _builder(name: str) -> tfds.core.DatasetBuilder | None:
     return tfds.builder(name)
   except tfds.core.DatasetNotFoundError:
     return None
+  except (AssertionError, TypeError) as error:  # of another version, or other settings
+    raise ValueError(f'tfds:{name} cannot be opened: {error}') from error
 
 
 def _prepared_builder(name: str) -> tfds.core.DatasetBuilder:

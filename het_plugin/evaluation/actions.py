@@ -68,8 +68,11 @@ class PeriodicAction(BaseAction):
     never_yet = self._last_step < 0
     due = self.period is None or never_yet or step - self._last_step >= self.period
     if due or step == self.total_steps:
-      specs = self._context.partitioner.get_mesh_axes(train_state).params
-      run = dataclasses.replace(self._run, params=train_state.params, param_specs=specs, step=step)
+      params, specs = (
+        getattr(x, 'eval_params', x.params)  # t5x's states have none
+        for x in (train_state, self._context.partitioner.get_mesh_axes(train_state))
+      )
+      run = dataclasses.replace(self._run, params=params, param_specs=specs, step=step)
       results = self.evaluate(run)
       self._last_step = step
       self._context.writer.write_scalars(

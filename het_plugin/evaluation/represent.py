@@ -93,7 +93,7 @@ def represent(
     speed, start = {}, time.monotonic()
     if left.layers:
       progress = reporting.Progress(split, num_examples[split], left.num_rows)
-      with open_batches(split) as (batches, _), progress:
+      with written[split].held(), open_batches(split) as (batches, _), progress:
         written[split].complete(
           left,
           run,

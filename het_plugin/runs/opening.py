@@ -39,6 +39,7 @@ PUBLISHED_PAIRS = 'het_plugin/gin/evaluation/published_pairs.gin'
 TOKENIZER = 'tokenizer.json'  # beside the file
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
+_REPLICAS = 'PjitPartitioner.num_replicas'
 _READ = ('FewShotAction', 'ZeroShotAction')  # configurables that mains read beside `train`
 _NEEDED = ('model', 'partitioner', 'train_dataset_cfg')
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -294,19 +295,22 @@ def _published_bindings(
 
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
-  """Reduces the number of partitions if the mesh of the run does not fit the devices here."""
-  try:
-    wanted = gin.query_parameter(_PARTITIONS)
-  except ValueError:  # not bound
-    return
-  if not isinstance(wanted, int) or any(_PARTITIONS in binding for binding in bindings):
-    return
-  here = math.gcd(wanted, jax.device_count())
-  if here != wanted:
-    _log.info('%s = %d for the devices here (%d); the run has %d', _PARTITIONS, here,
-              jax.device_count(), wanted)  # fmt: skip
-    with gin.unlock_config():
-      gin.bind_parameter(_PARTITIONS, here)
+  """Reduces the mesh of the run if it does not fit the devices here, where it is not typed."""
+  left = jax.device_count()
+  for name in (_REPLICAS, _PARTITIONS):
+    try:
+      wanted = gin.query_parameter(name)
+    except ValueError:  # not bound
+      continue
+    if not isinstance(wanted, int) or any(name in binding for binding in bindings):
+      continue
+    here = math.gcd(wanted, left)
+    if here != wanted:
+      _log.info('%s = %d for the devices here (%d); the run has %d', name, here,
+                jax.device_count(), wanted)  # fmt: skip
+      with gin.unlock_config():
+        gin.bind_parameter(name, here)
+    left //= here
 
 
 def initial_variables(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:

@@ -4,16 +4,21 @@
     OUTPUT_DIR/DATASET/.unfinished.SPLIT/         settings.json, and rows of all layers so far:
                                                   POSITION.ROWS.npz, named by their end in the
                                                   split and the number of rows up to there
+    OUTPUT_DIR/DATASET/.lock.SPLIT                while a process writes the split
 
 Files of other settings are never mixed in, and are replaced only on request.
 """
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +120,8 @@ class SplitFiles:
   ) -> None:
     """Computes the pending layers; process 0 writes their files. Every process calls this.
 
+    Call it inside `held`.
+
     Args:
       pending: the result of `pending`.
       run, batches, batch_size, pool: as in `Run.stream`; batches is a `data.BatchIterator`.
@@ -161,9 +168,36 @@ class SplitFiles:
     finally:
       commit()
     if is_first:
-      self._write(pending.layers, dtype, class_names, provenance or {})
+      self._write(pending.layers, dtype, num_rows, class_names, provenance or {})
 
-  def _write(self, layers, dtype, class_names, provenance) -> None:
+  @contextlib.contextmanager
+  def held(self) -> Generator[None]:
+    """Keeps other programs from writing the split; collective.
+
+    Process 0 holds a lock, which the kernel releases when it ends. ValueError if another has it.
+    """
+    with contextlib.ExitStack() as stack:
+      processes.in_the_first(lambda: self._lock(stack) or '')
+      yield
+
+  def _lock(self, stack: contextlib.ExitStack) -> None:
+    self.folder.mkdir(parents=True, exist_ok=True)
+    path = self.folder / f'.lock.{safe_name(self.split)}'
+    file = stack.enter_context(path.open('a'))
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      if error.errno not in (errno.EACCES, errno.EAGAIN):
+        return  # a file system without locks
+      raise ValueError(
+        f'{self.folder} is in use: another program writes its split {self.split}; wait for its '
+        'end, or give another --output_dir'
+      ) from error
+    if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+      return self._lock(stack)  # the other program has just ended and taken its file away
+    stack.callback(path.unlink)
+
+  def _write(self, layers, dtype, num_rows, class_names, provenance) -> None:
     """Writes a file per layer, one layer in memory at a time, and deletes the shards."""
     for layer in layers:
       column, parts = rows_lib.column(layer), []
@@ -177,6 +211,12 @@ class SplitFiles:
       except ValueError:  # these rows can never become a file
         shutil.rmtree(self.unfinished)
         raise
+      if len(rows) != num_rows:
+        shutil.rmtree(self.unfinished)
+        raise ValueError(
+          f'{self.unfinished} has {len(rows)} of {num_rows} rows: another program has changed it. '
+          'Start again'
+        )
       about = {'layer': layer, 'num_examples': len(rows), 'dim': rows.features.shape[1]}
       about = {**provenance, **self.settings, **about}
       rows = dataclasses.replace(rows, class_names=class_names, provenance=about)

@@ -63,8 +63,11 @@ def steps(model_dir: epath.PathLike) -> list[int]:
 
 
 def step_of(checkpoint: epath.PathLike) -> int:
-  """The step in the name of a checkpoint's directory."""
-  return int(epath.Path(checkpoint).name.removeprefix(f'{PREFIX}_'))
+  """The step in the name of a checkpoint's directory; ValueError if it has another name."""
+  step = epath.Path(checkpoint).name.removeprefix(f'{PREFIX}_')
+  if not step.isdecimal():
+    raise ValueError(f'{checkpoint} is a checkpoint, so its folder must be named {PREFIX}_STEP')
+  return int(step)
 
 
 def find(path: epath.PathLike) -> epath.Path:

@@ -57,8 +57,8 @@ class RestoreCheckpointConfig:
 
   Attributes:
     path: a run's directory, one of its checkpoints (ours or t5x's), or a published file.
-    mode: 'latest' takes the newest checkpoint of the run at `path`, 'specific' the checkpoint at
-      `path`.
+    mode: 'latest' takes the checkpoint at `path`, or the newest one of the run there; 'specific'
+      takes a checkpoint only.
     assignment_map: (pattern, replacement) pairs. A parameter of the model ('head/kernel') whose
       whole name matches a pattern is read from the replacement (re.sub syntax), or initialised if
       the replacement is None.

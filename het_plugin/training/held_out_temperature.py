@@ -164,24 +164,24 @@ class HeldOutTemperatureTrainer(step_lib.Trainer):
         f'HeldOutTemperatureTrainer.num_microbatches={num_microbatches} must be 1: the '
         'gradient with respect to the temperature needs the whole batch in one step.'
       )
-    self._held_out_every = held_out_every
+    self.held_out_every = held_out_every
     self._estimator = estimator
 
   def check_batch_size(self, batch_size: int) -> None:
     """Raises ValueError unless every device holds out the same number of rows."""
     super().check_batch_size(batch_size)
-    multiple = self._held_out_every * self._partitioner.data_shards
+    multiple = self.held_out_every * self._partitioner.data_shards
     if batch_size % multiple:
       raise ValueError(
         f'batch_size={batch_size} must be a multiple of {multiple}: one of '
-        f'held_out_every={self._held_out_every} rows is held out on each of the '
+        f'held_out_every={self.held_out_every} rows is held out on each of the '
         f'{self._partitioner.data_shards} shards of the data axis.'
       )
 
   def compute_grads(
     self, train_state: TrainState, batch: Batch, step_rng: jax.Array
   ) -> tuple[PyTree, Metrics]:
-    train_rows, held_out_rows = split_held_out(batch, self._held_out_every)
+    train_rows, held_out_rows = split_held_out(batch, self.held_out_every)
     flat = traverse_util.flatten_dict(train_state.params)
     path = _temperature_path(train_state.params)
     t = flat.pop(path)

@@ -75,6 +75,7 @@ class TrainLoop:
     self._index: dict[int, jax.Array | None] = {}  # batch['index'] by step in flight
     self._next_line = 0.0  # time of the next line of the log; the first follows the first step
     self._stats: metrics_lib.StepMetrics | None = None  # None before `run`
+    self._stopped = False  # by an action of TRAIN
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it; `stats` calls `on_step`.
@@ -104,10 +105,12 @@ class TrainLoop:
       return False
     ending = stop or self.step == schedule.total_steps
     stop |= self._report(stats.drain() + (stats.close(self.step) if ending else []))
+    self._stopped = stop
+    evaluation_due |= stop and bool(self.evaluators)
     with stats.paused():
       if preempted:
         self._leave(evaluated=not evaluation_due)
-      ended = evaluation_due and not stop and self.evaluate()
+      ended = evaluation_due and self.evaluate()
       if save_due or stop or ended:
         self._save(evaluated=not ended)  # a restart evaluates again, and so ends again
     return stop or ended
@@ -231,6 +234,7 @@ class TrainLoop:
         {
           'config': self.config,
           'evaluated': evaluated,
+          'stopped': self._stopped,
           'skipped_steps': self.guard.num_skipped,
           'actions': actions_lib.get_states(self.actions),
           'first_tau': self.first_tau,

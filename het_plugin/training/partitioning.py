@@ -298,10 +298,12 @@ class PjitPartitioner:
       )
     spec = flax_partitioning.logical_to_mesh_axes(names, self.logical_axis_rules)
     for dim, name, axis in zip(shape, names, spec, strict=True):
-      if axis is not None and dim % self.mesh.shape[axis]:
+      axes = axis if isinstance(axis, tuple) else (axis,)
+      shards = math.prod(self.mesh.shape[x] for x in axes if x is not None)
+      if dim % shards:
         raise ValueError(
           f'Parameter {path} of shape {shape} cannot be split: its axis {name!r} of size {dim} '
-          f'does not divide by the {self.mesh.shape[axis]} shards of the mesh axis {axis!r}.'
+          f'does not divide by the {shards} shards of the mesh axis {axis!r}.'
         )
     return spec
 

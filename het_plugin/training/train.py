@@ -53,7 +53,7 @@ def train(
   stats_period: int | None = None,
   random_seed: int = 0,
   actions: Mapping[str, Sequence[actions_lib.BaseAction]] | None = None,
-  get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset,
+  get_dataset_fn: Callable[[Any, Any], Any] = data.get_dataset_with_held_out,
   task_info_fn: Callable[[str], Any] = data.task_info,
   nonfinite: nonfinite_lib.NonFinitePolicy = nonfinite_lib.DEFAULT_POLICY,
   profile_steps: tuple[int, int] | None = None,
@@ -153,6 +153,7 @@ def train(
       halt_at_nonfinite=nonfinite.action == nonfinite_lib.STOP,
     )
     trainer.check_batch_size(train_dataset_cfg.batch_size)
+    _check_held_out(train_dataset_cfg, trainer)
     evaluators = {
       mode: evaluation.Evaluator(
         _task_name(cfg), open_dataset(cfg), cfg.batch_size, max_batches, partitioner
@@ -233,6 +234,9 @@ def train(
       first_tau=start.record.get('first_tau'),
     )
     stopped = not start.evaluated and loop.evaluate()
+    # With other settings a run that an action of TRAIN has stopped goes on.
+    same = start.record.get('config') == loop.config
+    stopped |= bool(start.record.get('stopped')) and same
     if stopped or start.step == total_steps:
       _log.info('The run is complete at step %d: nothing to train.', start.step)
       return start.step, start.train_state
@@ -275,6 +279,16 @@ def _check_datasets(
       infos.append(task_info_fn(cfg.mixture_or_task_name, *arguments))
       model.validate(infos[-1])
   return infos
+
+
+def _check_held_out(cfg: Any, trainer: Any) -> None:
+  """Raises ValueError unless the trainer knows which rows a data set holds out."""
+  of_data, of_trainer = (getattr(x, 'held_out_every', None) for x in (cfg, trainer))
+  if of_data not in (None, of_trainer):
+    raise ValueError(
+      f'train_dataset_cfg holds out one of {of_data} rows: train.trainer_cls must be '
+      f'@HeldOutTemperatureTrainer, with HeldOutTemperatureTrainer.held_out_every = {of_data}'
+    )
 
 
 def _check_run(

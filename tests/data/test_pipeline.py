@@ -323,14 +323,10 @@ def test_errors_before_anything_is_read(message):
     get_dataset(DatasetConfig(**settings))
 
 
-def test_module_is_imported_first(tmp_path, monkeypatch):
-  (tmp_path / 'my_tasks.py').write_text(
-    'from het_plugin.data import glyphs, tasks\n'
-    "tasks.add_image_task('my_glyphs', glyphs.GlyphSource('heldout'))\n"
-  )
-  monkeypatch.syspath_prepend(str(tmp_path))
-  cfg = DatasetConfig('my_glyphs', {'image': 8, 'label': 1}, 'test', 4, module='my_tasks')
-  assert next(get_dataset(cfg))['image'].shape == (4, 8, 8, 1)
+def test_arrays_are_read_by_threads_only():
+  cfg = DatasetConfig('digits', {'image': 8, 'label': 1}, 'train', 4, num_workers=1)
+  with pytest.raises(ValueError, match='num_workers is 1; it must be 0 for digits'):
+    get_dataset(cfg)
 
 
 def test_wrong_rows_state_and_kind_of_task():

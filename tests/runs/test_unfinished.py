@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -209,3 +211,41 @@ def test_names_of_files():
   assert [safe_name(split) for split in splits] == [
     *('train', 'train_..2000', 'train_2000..', 'train_..50pct', 'train_..50', '.._x', 'a_b'),
   ]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from het_plugin.runs.unfinished import SplitFiles
+with SplitFiles(Path(sys.argv[1]), 'train', '.npz', {}).held():
+  print('held', flush=True)
+  sys.stdin.read()
+"""
+
+
+def test_one_program_writes_a_split(tmp_path):
+  train, test = (SplitFiles(tmp_path, split, '.npz', {}) for split in ('train', 'test'))
+  command = [sys.executable, '-c', HOLDER, str(tmp_path)]
+  other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  assert other.stdout.readline() == 'held\n'
+  with test.held():
+    pass
+  with pytest.raises(ValueError, match='another program writes its split train'), train.held():
+    pass
+  other.communicate()
+  with train.held():
+    pass
+  assert not [*tmp_path.iterdir()]
+
+
+def test_rows_that_have_gone_make_no_file(tmp_path):
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream(stop_at=2 * BATCH_SIZE))
+  with pytest.raises(KilledError):
+    extract(tmp_path, Stream(stop_at=4 * BATCH_SIZE))
+  first, *_ = sorted((tmp_path / '.unfinished.train').glob('[0-9]*.npz'))
+  first.unlink()
+  with pytest.raises(ValueError, match='another program has changed it'):
+    extract(tmp_path, Stream())
+  assert not [*tmp_path.rglob('*.safetensors')]
+  assert extract(tmp_path, Stream()).position == 0

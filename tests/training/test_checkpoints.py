@@ -179,6 +179,11 @@ def test_damage_that_every_reader_takes_for_data_is_named(two_wide, tmp_path, ca
   with pytest.raises(ValueError, match='checkpoint_2 .*params/.*_kernel'):
     warm(make_state(num_classes=WIDE).params, aside, mode='specific')
   checkpoint_reader.read_params(directory)
+  whole = warm(make_state(num_classes=WIDE).params, two_wide / 'checkpoint_2')  # as errors advise
+  assert whole.keys() == warm(make_state(num_classes=WIDE).params, two_wide).keys()
+  renamed = two_wide.with_name('best')
+  with pytest.raises(ValueError, match='best is a checkpoint, so its folder must be named check'):
+    checkpoint_reader.step_of(renamed)
 
 
 @pytest.fixture

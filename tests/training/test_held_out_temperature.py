@@ -1,6 +1,7 @@
 """Derivatives of the held-out loss with respect to t, and the trainer that follows them."""
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -102,6 +103,17 @@ def trained(num_partitions, estimator, steps=3, held_out_real=True, **settings):
     state, metrics = trainer.train_step(state, partitioner.shard_batch(batch, BATCH))
     jax.block_until_ready(metrics)
   return state, steps and metrics_lib.compute_metrics(jax.device_get(metrics))
+
+
+def test_rows_that_a_data_set_holds_out_are_those_of_the_trainer():
+  from het_plugin.training import train
+
+  cfg, trainer = types.SimpleNamespace(held_out_every=2), types.SimpleNamespace(held_out_every=8)
+  with pytest.raises(ValueError, match='one of 2 rows: .*held_out_every = 2'):
+    train._check_held_out(cfg, trainer)
+  with pytest.raises(ValueError, match='must be @HeldOutTemperatureTrainer'):
+    train._check_held_out(cfg, types.SimpleNamespace())
+  train._check_held_out(types.SimpleNamespace(), trainer)  # a share of the batch
 
 
 def t_of(state):

@@ -490,6 +490,20 @@ def test_an_action_stops_the_run_which_is_saved(tmp_path):
   assert (tmp_path / 'checkpoint_6').exists()
 
 
+def test_a_run_that_an_action_of_train_stops_is_evaluated_and_stays_where_it_is(tmp_path):
+  for _ in range(2):
+    last, state = toy_run.run(tmp_path, actions={'TRAIN': [Stop()]})
+    assert (last, int(state.step)) == (1, 1)
+  assert list(series(tmp_path, 'training_eval/toy_eval/loss')) == [1]
+
+  def nothing(*_):
+    return None
+
+  config = types.SimpleNamespace(text='other actions', check=nothing, write=nothing)
+  last, _ = toy_run.run(tmp_path, config=config)
+  assert last == 12
+
+
 @pytest.mark.slow
 def test_profiles_of_the_steps_bound_and_on_request(tmp_path, monkeypatch):
   """Asked for at step 2, where training waits for the answer."""
