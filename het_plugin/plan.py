@@ -59,6 +59,11 @@ def main(argv: Sequence[str]) -> None:
     topology.check(FLAGS.topology, FLAGS.num_slices, mesh)
     configuration = map(list, command_line.gin_settings())
     request = worker.Request(*configuration, FLAGS.topology, mesh, FLAGS.num_slices)
+    of_other = ('search',) if FLAGS.grid else ('heads', 'batches', 'samples', 'png')
+    for name in of_other:
+      if FLAGS[name].present:
+        other = 'without --grid' if FLAGS.grid else 'with --grid'
+        raise ValueError(f'--{name} has an effect {other} only')
     if FLAGS.grid:
       batches = flag_values.integers('batches', FLAGS.batches, least=1)
       samples = flag_values.integers('samples', FLAGS.samples, least=1)
