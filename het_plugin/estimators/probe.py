@@ -195,7 +195,7 @@ def probe(
     if x.unfinished
   ]
   if first.left_out:
-    notes.append(f'{first.left_out} rows of classes that no other fold has are left out.')
+    notes.append(f'Rows left out, because no other fold has their class: {first.left_out}.')
   notes += [note for x in outcomes for note in _ends_of_the_grid(x, settings)]
   return reporting.Report(
     title='Heads on saved representations',

@@ -110,14 +110,14 @@ def encode(
   if target not in TARGETS:
     raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')
   y = np.asarray(y)
-  if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
-    y = y.astype(np.float64)
-    if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
-      raise ValueError('Input y contains NaN or infinity: labels must be finite')
   if y.dtype.kind == 'O' and y.ndim == 2:  # as of pandas
     has_names = any(isinstance(x, str) for x in y.ravel())
     missing = '' if has_names else np.nan
     y = np.array([[missing if _is_none(x) else x for x in row] for row in y.tolist()])
+  if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
+    y = y.astype(np.float64)
+    if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
+      raise ValueError('Input y contains NaN or infinity: labels must be finite')
   kind = target if target != 'auto' else _kind(y, like)
   if kind == 'classes':
     y = column_or_1d(y, warn=True)

@@ -156,6 +156,8 @@ def test_votes_are_the_shares_of_classes_and_weights_are_repetitions():
   for none in (None, np.nan):
     texts = DetClassifier(target='votes').fit(x, np.where(names == None, none, names))  # noqa: E711
     assert list(texts.classes_) == list('0123')
+  with pytest.raises(ValueError, match='Input y contains NaN'):
+    DetClassifier().fit(x, np.where(votes < 0, None, (votes > 1).astype(object)))
   texts = DetClassifier(target='votes').fit(x, votes.astype(str))
   assert list(texts.classes_) == list('0123')
   weight = rng.integers(0, 3, len(y))

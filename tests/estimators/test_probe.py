@@ -164,7 +164,7 @@ def test_rows_of_a_class_of_one_fold_are_left_out(files):
   arrays['label'][7] = 9  # the only one
   report = probe.probe((arrays['features'], arrays['label']), None, settings(folds=3))
   assert report.json[0]['num_examples'] == 299
-  assert '1 rows of classes that no other fold has are left out.' in report.text()
+  assert 'Rows left out, because no other fold has their class: 1.' in report.text()
 
 
 def test_weights_of_labels_are_shares(files, tmp_path):
