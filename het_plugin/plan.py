@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> None:
     of_other = ('search',) if FLAGS.grid else ('heads', 'batches', 'samples', 'png')
     for name in of_other:
       if FLAGS[name].present:
-        other = 'without --grid' if FLAGS.grid else 'with --grid'
-        raise ValueError(f'--{name} has an effect {other} only')
+        other = 'without' if FLAGS.grid else 'with'
+        raise ValueError(f'--{name} has an effect only {other} --grid')
     if FLAGS.grid:
       batches = flag_values.integers('batches', FLAGS.batches, least=1)
       samples = flag_values.integers('samples', FLAGS.samples, least=1)

@@ -76,14 +76,14 @@ def _read_both(
 def get_dataset_with_held_out(
   cfg: pipeline.DatasetConfig | HeldOutDatasetConfig, rows: Sequence[int] | None = None
 ) -> pipeline.BatchIterator:
-  """`pipeline.get_dataset` that also takes a HeldOutDatasetConfig; for `train.get_dataset_fn`.
+  """`pipeline.get_dataset` that also takes a HeldOutDatasetConfig.
 
   `index` counts within each data set, so rows of the two may have the same index.
 
   Raises:
     ValueError: the data sets do not fit the task, or one ends.
   """
-  if isinstance(cfg, pipeline.DatasetConfig):
+  if not isinstance(cfg, HeldOutDatasetConfig):
     return pipeline.get_dataset(cfg, rows)
   both = [pipeline.get_dataset(one) for one in (cfg.train, cfg.held_out)]
   for name, one in zip(('train', 'held_out'), both, strict=True):

@@ -60,7 +60,7 @@ def audit(
 
 
 def _unfinished(failures, setting, settings) -> str:
-  return f'{failures} fits have not converged: raise {setting}={settings.max_iter}'
+  return f'Fits that have not converged: {failures}; raise {setting} (now {settings.max_iter})'
 
 
 def _audit(features, label, settings) -> tuple[measure.Audit, int]:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from het_plugin.estimators import placement
+from het_plugin.estimators.targets import Shares
 from het_plugin.measures import votes
 from het_plugin.rows import files
 
@@ -23,7 +24,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   Args:
     x: an array; the name of a file (`rows.read`), whose features stay on
       disk where its format allows that; or an open `safetensors.safe_open`.
-    y: labels; None takes those of the file, float [N, K] if its `label_weight` gives shares.
+    y: labels; None takes those of the file, `Shares` if they have weights.
 
   Raises:
     ValueError: the file is missing or damaged, or has no features.
@@ -32,7 +33,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
     read = files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
     if votes.has_shares(read.labels, read.label_weight):
-      labels = votes.shares(read.labels, read.num_classes, read.label_weight)
+      labels = votes.shares(read.labels, read.num_classes, read.label_weight).view(Shares)
     return read.features, labels if y is None else y
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
@@ -81,7 +82,7 @@ def check_finite(x: np.ndarray) -> None:
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:
   """y as an array; raises ValueError if it is not one label or list of labels per row of x."""
-  y = np.asarray(y)
+  y = np.asanyarray(y)
   if y.ndim not in (1, 2) or len(y) != len(x):
     raise ValueError(
       f'y has shape {y.shape}; it must be [{len(x)}] or [{len(x)}, ...], as X has {len(x)} rows: '

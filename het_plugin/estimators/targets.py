@@ -109,11 +109,13 @@ def encode(
   """
   if target not in TARGETS:
     raise ValueError(f'target={target!r} is unknown: choose one of {", ".join(TARGETS)}')
+  if isinstance(y, Shares):
+    target = 'probabilities'
+    num_more = 0 if classes is None else max(0, len(classes) - y.shape[1])
+    y = np.pad(y, ((0, 0), (0, num_more)))
   y = np.asarray(y)
   if y.dtype.kind == 'O' and y.ndim == 2:  # as of pandas
-    has_names = any(isinstance(x, str) for x in y.ravel())
-    missing = '' if has_names else np.nan
-    y = np.array([[missing if _is_none(x) else x for x in row] for row in y.tolist()])
+    y = _of_objects(y, target)
   if y.dtype.kind == 'f' or y.dtype.name == 'bfloat16':
     y = y.astype(np.float64)
     if np.isinf(y).any() or (target != 'votes' and np.isnan(y).any()):
@@ -164,6 +166,19 @@ def _kind(y, like):
   if y.ndim == 2 and y.dtype.kind in 'iubf' and np.isin(y, (0, 1)).all():
     return 'indicator' if like is None else 'probabilities'
   return 'probabilities' if y.dtype.kind == 'f' else 'votes'
+
+
+class Shares(np.ndarray):
+  """Shares of the classes [N, K] that a file has as labels with weights."""
+
+
+def _of_objects(y, target):
+  """Objects [N, L] as numbers or strings, with NaN or '' where a vote is missing."""
+  is_missing = np.array([[_is_none(x) for x in row] for row in y.tolist()])
+  if is_missing.any() and (target == 'classes' or y.shape[1] == 1):
+    raise ValueError('y must be all numbers or all strings, none missing')
+  has_names = any(isinstance(x, str) for x in y.ravel())
+  return np.array(np.where(is_missing, '' if has_names else np.nan, y).tolist())
 
 
 def _is_none(value):

@@ -94,17 +94,20 @@ def represent(
     if left.layers:
       progress = reporting.Progress(split, num_examples[split], left.num_rows)
       with written[split].held(), open_batches(split) as (batches, _), progress:
-        written[split].complete(
-          left,
-          run,
-          batches,
-          batch_size,
-          num_examples[split],
-          pool=pool,
-          class_names=info.class_names,
-          provenance=provenance,
-          on_rows=progress.update,
-        )
+        # Another program may have written some of it meanwhile.
+        now = written[split].pending(layers, overwrite)
+        if now.layers:
+          written[split].complete(
+            now,
+            run,
+            batches,
+            batch_size,
+            num_examples[split],
+            pool=pool,
+            class_names=info.class_names,
+            provenance=provenance,
+            on_rows=progress.update,
+          )
       seconds, computed = time.monotonic() - start, progress.count - left.num_rows
       speed = {'seconds': seconds, 'images_per_second': computed / seconds}
     if jax.process_index() == 0:

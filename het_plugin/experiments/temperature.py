@@ -271,6 +271,7 @@ class Study:
       of_a_share = [
         'train/DatasetConfig.split = %TRAIN_SPLIT',
         'train.train_dataset_cfg = @HeldOutDatasetConfig()',
+        'train.get_dataset_fn = @get_dataset_with_held_out',
       ]
     estimator = 'luketina' if method == 'luketina' else 'simple'
     bindings = [

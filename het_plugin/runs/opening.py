@@ -296,21 +296,29 @@ def _published_bindings(
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
   """Reduces the mesh of the run if it does not fit the devices here, where it is not typed."""
-  left = jax.device_count()
-  for name in (_REPLICAS, _PARTITIONS):
-    try:
-      wanted = gin.query_parameter(name)
-    except ValueError:  # not bound
-      continue
-    if not isinstance(wanted, int) or any(name in binding for binding in bindings):
-      continue
-    here = math.gcd(wanted, left)
-    if here != wanted:
+  bound = {name: _bound_size(name) for name in (_REPLICAS, _PARTITIONS)}
+  num_devices, sizes = jax.device_count(), dict(bound)
+  slices = len({getattr(device, 'slice_index', 0) for device in jax.devices()})
+  typed = [name for name in bound if any(name in binding for binding in bindings)]
+  if num_devices % math.prod(sizes.values()) and _REPLICAS not in typed:
+    sizes[_REPLICAS] = math.gcd(sizes[_REPLICAS], slices)
+  if _PARTITIONS not in typed:
+    sizes[_PARTITIONS] = math.gcd(sizes[_PARTITIONS], num_devices // sizes[_REPLICAS])
+  for name, here in sizes.items():
+    if here != bound[name]:
       _log.info('%s = %d for the devices here (%d); the run has %d', name, here,
-                jax.device_count(), wanted)  # fmt: skip
+                num_devices, bound[name])  # fmt: skip
       with gin.unlock_config():
         gin.bind_parameter(name, here)
-    left //= here
+
+
+def _bound_size(name: str) -> int:
+  """The size of an axis of the mesh; 1 if it is not bound, or not to a number."""
+  try:
+    size = gin.query_parameter(name)
+  except ValueError:
+    return 1
+  return size if isinstance(size, int) and size > 0 else 1
 
 
 def initial_variables(model: Any, lengths: Mapping[str, int], channels: int) -> PyTree:

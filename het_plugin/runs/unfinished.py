@@ -188,6 +188,7 @@ class SplitFiles:
       fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       if error.errno not in (errno.EACCES, errno.EAGAIN):
+        stack.callback(path.unlink, missing_ok=True)
         return  # a file system without locks
       raise ValueError(
         f'{self.folder} is in use: another program writes its split {self.split}; wait for its '

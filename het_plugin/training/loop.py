@@ -234,7 +234,7 @@ class TrainLoop:
         {
           'config': self.config,
           'evaluated': evaluated,
-          'stopped': self._stopped,
+          'stopped': stopped_by(self.actions, self.schedule) if self._stopped else None,
           'skipped_steps': self.guard.num_skipped,
           'actions': actions_lib.get_states(self.actions),
           'first_tau': self.first_tau,
@@ -244,6 +244,12 @@ class TrainLoop:
       )
     self.observer.saved(self.step)
     self._write('train', self.step, {'timing/save_seconds': time.monotonic() - start})
+
+
+def stopped_by(actions: actions_lib.Actions, schedule: Schedule) -> dict[str, list[str] | int]:
+  """What has to change for a run that an action of TRAIN has stopped to go on."""
+  names = [type(action).__name__ for action in actions.get(ActionMode.TRAIN, ())]
+  return {'actions': names, 'total_steps': int(schedule.total_steps)}
 
 
 def _progress(summary: metrics_lib.Summary, total_steps: int) -> str:

@@ -178,6 +178,7 @@ def train(
       restored = checkpointer.restore(target)
       batch_size = train_dataset_cfg.batch_size
       initial_state.check_enough_batches(train_iter, batch_size, restored, total_steps)
+    stays = False  # stopped, by an action of TRAIN
     if restored is None:
       with observer.phase(observer_lib.INITIALISE):
         train_state = initial_state.begin(init, target, axes, checkpoint_cfg.restore, partitioner)
@@ -188,7 +189,8 @@ def train(
         _log.warning('The checkpoint has no input position: the data set starts again.')
       else:
         train_iter.set_state(start.dataset_state)
-      if evaluate_again and start.step == total_steps:
+      stays = start.record.get('stopped') == loop_lib.stopped_by(actions, schedule)
+      if evaluate_again and (start.step == total_steps or stays):
         start = dataclasses.replace(start, record={**start.record, 'evaluated': False})
     if start.step > total_steps:
       raise ValueError(
@@ -234,10 +236,7 @@ def train(
       first_tau=start.record.get('first_tau'),
     )
     stopped = not start.evaluated and loop.evaluate()
-    # With other settings a run that an action of TRAIN has stopped goes on.
-    same = start.record.get('config') == loop.config
-    stopped |= bool(start.record.get('stopped')) and same
-    if stopped or start.step == total_steps:
+    if stopped or stays or start.step == total_steps:
       _log.info('The run is complete at step %d: nothing to train.', start.step)
       return start.step, start.train_state
     compile_start = time.monotonic()

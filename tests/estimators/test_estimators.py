@@ -285,6 +285,8 @@ def test_wrong_labels_are_one_sentence():
     DetClassifier().fit(x, y).calibrate(x, y[:7])
   with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
     DetClassifier().fit(x, np.array(['a', None] * 10))  # of pandas
+  with pytest.raises(ValueError, match='y must be all numbers or all strings, none missing'):
+    DetClassifier().fit(x, np.array([['a'], ['b'], [None], ['b']] * 5, object))
   on = np.eye(4, dtype=int)[y]
   with pytest.raises(ValueError, match="target='indicator' needs y of two dimensions"):
     DetClassifier().fit(x, on).nll(x, y)

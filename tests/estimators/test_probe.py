@@ -175,16 +175,19 @@ def test_weights_of_labels_are_shares(files, tmp_path):
   weight = np.stack([share, 1 - share], axis=1).astype(np.float32)
   path = str(tmp_path / 'soft.npz')
   np.savez(path, features=x, label=labels, label_weight=weight)
-  found = DetClassifier().fit(path)
-  assert found.target_ == 'probabilities'
-  np.testing.assert_allclose(found.predict_proba(x)[:, 0], share, atol=0.1)
+  for target in ('auto', 'votes'):
+    found = DetClassifier(target=target).fit(path)
+    assert found.target_ == 'probabilities'
+    np.testing.assert_allclose(found.predict_proba(x)[:, 0], share, atol=0.1)
+    expected = -(weight * found.predict_log_proba(x)).sum(axis=1)
+    np.testing.assert_allclose(found.nll(path), expected, rtol=1e-4)
   for target in ('auto', 'votes'):
     (row,) = probe.probe(path, path, settings(target=target)).json
     entropy = -(weight * np.log(weight)).sum(axis=1).mean()
     assert row['nll'] == pytest.approx(entropy, abs=0.02)
     assert row['agreement']['soft_label_nll'] == pytest.approx(row['nll'], abs=1e-5)
   with pytest.raises(ValueError, match="has the vote .* are target='probabilities'"):
-    DetClassifier(target='votes').fit(path)
+    DetClassifier(target='votes').fit(x, weight)
 
 
 def test_fits_that_have_not_converged_are_counted(files):

@@ -82,7 +82,7 @@ def test_a_mesh_that_the_devices_do_not_divide_into_gets_smaller():
     assert gin.query_parameter(NAME) == expected
     gin.clear_config()
   replicas = 'PjitPartitioner.num_replicas'  # as launch/ binds them for several slices
-  for bound, expected in (((3, 4), (1, 4)), ((2, 8), (2, 4))):
+  for bound, expected in (((3, 4), (1, 4)), ((2, 8), (1, 8)), ((2, 4), (2, 4))):
     registry.register_trainer()
     for name, size in zip((replicas, NAME), bound, strict=True):
       gin.bind_parameter(name, size)

@@ -496,11 +496,12 @@ def test_a_run_that_an_action_of_train_stops_is_evaluated_and_stays_where_it_is(
     assert (last, int(state.step)) == (1, 1)
   assert list(series(tmp_path, 'training_eval/toy_eval/loss')) == [1]
 
-  def nothing(*_):
-    return None
-
-  config = types.SimpleNamespace(text='other actions', check=nothing, write=nothing)
-  last, _ = toy_run.run(tmp_path, config=config)
+  toy_run.run(tmp_path, actions={'TRAIN': [Stop()]}, eval_steps=1, evaluate_again=True)
+  losses = [row for row in lines(tmp_path) if 'training_eval/toy_eval/loss' in row]
+  assert [row['step'] for row in losses] == [1] and lines(tmp_path)[-1]['step'] == 1
+  last, _ = toy_run.run(tmp_path, actions={'TRAIN': [Stop()]}, total_steps=13)
+  assert last == 2
+  last, _ = toy_run.run(tmp_path)
   assert last == 12
 
 
