@@ -63,7 +63,7 @@ def assert_close(found, expected, rtol):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'num_samples,remainder',
-  [(3, 'rank_one'), (4, 'diag')],  # plain, fitted
+  [(3, 'rank_one'), (4, 'diag'), (33, 'rank_one')],  # plain, fitted, rotated
 )
 def test_buckets_agree_with_classes_in_float64(num_samples, remainder):
   with jax.enable_x64(True):

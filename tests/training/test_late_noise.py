@@ -58,7 +58,7 @@ def det(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('head', ['het', 'het_xl'])
+@pytest.mark.parametrize('head', ['het', 'het_h', 'het_xl'])
 def test_until_the_start_a_run_is_that_of_det_to_the_last_bit(head, det, tmp_path):
   params, _ = trained(tmp_path, head, total_steps=START)
   for name, x in det[0].items():
