@@ -21,6 +21,7 @@ from pathlib import Path
 
 from absl import flags
 
+from het_plugin import weights
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import audit, probe
 from het_plugin.operations import stopping
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         '--C_noise and --num_factors have no effect on --head=det, which has no noise'
       )
-    if F.suggest and Path(F.suggest).suffix not in ('.npz', '.safetensors'):
+    if F.suggest and not weights.is_weights_file(F.suggest):
       raise ValueError(f'--suggest={F.suggest} must end in .npz or .safetensors')
     if F.train:
       _check_suggested(F.suggest, F.train)

@@ -10,7 +10,7 @@ import numpy as np
 from het_plugin.estimators import placement
 from het_plugin.estimators.targets import Shares
 from het_plugin.measures import votes
-from het_plugin.rows import files
+from het_plugin.rows import Rows, files
 
 SOLVERS = ('auto', 'lbfgs', 'adam')
 # Features of more bytes than this in float32 stay on disk under solver='auto'.
@@ -24,7 +24,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   Args:
     x: an array; the name of a file (`rows.read`), whose features stay on
       disk where its format allows that; or an open `safetensors.safe_open`.
-    y: labels; None takes those of the file, `Shares` if they have weights.
+    y: labels; None takes those of the file, the `Rows` themselves if they have weights.
 
   Raises:
     ValueError: the file is missing or damaged, or has no features.
@@ -33,7 +33,7 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
     read = files.read(str(x), mapped=True)
     labels = read.labels[:, 0] if read.labels.shape[1] == 1 else read.labels
     if votes.has_shares(read.labels, read.label_weight):
-      labels = votes.shares(read.labels, read.num_classes, read.label_weight).view(Shares)
+      labels = read  # shares [N, K] are made where they are needed (`labels_of_rows`)
     return read.features, labels if y is None else y
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
@@ -82,6 +82,8 @@ def check_finite(x: np.ndarray) -> None:
 
 def labels_of_rows(x: Any, y: Any) -> np.ndarray:
   """y as an array; raises ValueError if it is not one label or list of labels per row of x."""
+  if isinstance(y, Rows):
+    y = votes.shares(y.labels, y.num_classes, y.label_weight).view(Shares)
   y = np.asanyarray(y)
   if y.ndim not in (1, 2) or len(y) != len(x):
     raise ValueError(

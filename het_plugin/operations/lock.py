@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from typing import IO
 
 from etils import epath
 
@@ -58,16 +59,24 @@ def held(model_dir: epath.PathLike, patience: float = PATIENCE_SECONDS) -> Itera
     yield model_dir / facts.FOLDER / processes.in_the_first(acquire)
 
 
+def taken(file: IO[str]) -> bool | None:
+  """Locks an open file, and says whether this process has it; None if there are no locks."""
+  try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forks
+  except OSError as error:
+    return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+  return True
+
+
 def _lock(file, model_dir: epath.Path, patience: float) -> None:
   deadline, waiting = time.monotonic() + patience, False
   while True:
-    try:
-      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forks
+    has_lock = taken(file)
+    if has_lock:
       break
-    except OSError as error:
-      if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
-        _wait_for_silence(model_dir, patience)
-        return
+    if has_lock is None:
+      _wait_for_silence(model_dir, patience)
+      return
     holder = 'process {pid} on {host}, since {since}'.format(
       **({'pid': '?', 'host': '?', 'since': '?'} | (run_files.read_json(model_dir / NAME) or {}))
     )

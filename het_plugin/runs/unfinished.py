@@ -11,8 +11,6 @@ Files of other settings are never mixed in, and are replaced only on request.
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import re
@@ -27,7 +25,7 @@ import numpy as np
 
 from het_plugin import rows as rows_lib
 from het_plugin import weights
-from het_plugin.operations import stopping
+from het_plugin.operations import lock, stopping
 from het_plugin.rows import files
 from het_plugin.runs.run import Run
 from het_plugin.training import exit_codes, processes, run_files
@@ -177,26 +175,23 @@ class SplitFiles:
     Process 0 holds a lock, which the kernel releases when it ends. ValueError if another has it.
     """
     with contextlib.ExitStack() as stack:
-      processes.in_the_first(lambda: self._lock(stack) or '')
+      processes.in_the_first(lambda: self._lock(stack))
       yield
 
   def _lock(self, stack: contextlib.ExitStack) -> None:
     self.folder.mkdir(parents=True, exist_ok=True)
     path = self.folder / f'.lock.{safe_name(self.split)}'
     file = stack.enter_context(path.open('a'))
-    try:
-      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      if error.errno not in (errno.EACCES, errno.EAGAIN):
-        stack.callback(path.unlink, missing_ok=True)
-        return  # a file system without locks
+    has_lock = lock.taken(file)
+    if has_lock is False:
       raise ValueError(
         f'{self.folder} is in use: another program writes its split {self.split}; wait for its '
         'end, or give another --output_dir'
-      ) from error
-    if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+      )
+    is_there = path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    if has_lock and not is_there:
       return self._lock(stack)  # the other program has just ended and taken its file away
-    stack.callback(path.unlink)
+    stack.callback(path.unlink, missing_ok=True)
 
   def _write(self, layers, dtype, num_rows, class_names, provenance) -> None:
     """Writes a file per layer, one layer in memory at a time, and deletes the shards."""

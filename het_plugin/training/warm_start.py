@@ -52,9 +52,7 @@ def restore_params(
 def _checkpoint(cfg: RestoreCheckpointConfig) -> epath.Path:
   path = epath.Path(cfg.path).absolute()
   is_checkpoint = (path / 'state').exists()
-  if is_checkpoint:
-    return path
-  if cfg.mode == 'specific' or not checkpoint_reader.steps(path):
+  if not is_checkpoint and (cfg.mode == 'specific' or not checkpoint_reader.steps(path)):
     what = 'is not a checkpoint' if cfg.mode == 'specific' else 'holds no checkpoint'
     raise ValueError(f'RestoreCheckpointConfig.path={cfg.path} {what} (mode={cfg.mode!r}).')
   return checkpoint_reader.find(path)
