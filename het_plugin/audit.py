@@ -21,11 +21,11 @@ from pathlib import Path
 
 from absl import flags
 
-from het_plugin import weights
 from het_plugin.config import command_line, distributed, flag_values
 from het_plugin.estimators import audit, probe
 from het_plugin.operations import stopping
 from het_plugin.rows import files
+from het_plugin.weights import is_weights_file
 
 
 def define_flags() -> None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
       raise ValueError(
         '--C_noise and --num_factors have no effect on --head=det, which has no noise'
       )
-    if F.suggest and not weights.is_weights_file(F.suggest):
+    if F.suggest and not is_weights_file(F.suggest):
       raise ValueError(f'--suggest={F.suggest} must end in .npz or .safetensors')
     if F.train:
       _check_suggested(F.suggest, F.train)
