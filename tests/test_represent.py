@@ -78,7 +78,11 @@ def test_digits(digits_run, call, tmp_path):
   rows, printed = call(*common, f'--output_dir={out}')
   assert printed.count('is complete already.') == 4 and rows[0]['seconds'] is None
   assert {path: path.stat().st_mtime_ns for path in out.rglob('*.safetensors')} == before
+  of_two = '--gin.PjitPartitioner.num_partitions=2'
+  assert 'is complete already.' in call(*common, f'--output_dir={out}', of_two)[1]
 
+  error = call(*common, f'--output_dir={out}', '--gin.eval/Integrator.num_samples=3', code=2)
+  assert 'other settings (eval/Integrator.num_samples: ' in error and '-> 3)' in error
   error = call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', code=2)
   assert 'train.safetensors was made with other settings (step 2, now 1; params' in error
   call(f'--checkpoint={folder}/checkpoint_1', *common[1:], f'--output_dir={out}', '--overwrite')

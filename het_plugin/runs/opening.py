@@ -40,6 +40,7 @@ TOKENIZER = 'tokenizer.json'  # beside the file
 _CHANNELS = (3, 1)
 _PARTITIONS = 'PjitPartitioner.num_partitions'
 _REPLICAS = 'PjitPartitioner.num_replicas'
+MESH = (_REPLICAS, _PARTITIONS)  # what is fitted to the devices here
 _READ = ('FewShotAction', 'ZeroShotAction')  # configurables that mains read beside `train`
 _NEEDED = ('model', 'partitioner', 'train_dataset_cfg')
 GinSettings = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -296,7 +297,7 @@ def _published_bindings(
 
 def _fit_mesh(bindings: Sequence[str]) -> None:
   """Reduces the mesh of the run if it does not fit the devices here, where it is not typed."""
-  bound = {name: _bound_size(name) for name in (_REPLICAS, _PARTITIONS)}
+  bound = {name: _bound_size(name) for name in MESH}
   num_devices, sizes = jax.device_count(), dict(bound)
   slices = len({getattr(device, 'slice_index', 0) for device in jax.devices()})
   typed = [name for name in bound if any(name in binding for binding in bindings)]

@@ -25,8 +25,10 @@ import numpy as np
 
 from het_plugin import rows as rows_lib
 from het_plugin import weights
+from het_plugin.config import changes
 from het_plugin.operations import lock, stopping
 from het_plugin.rows import files
+from het_plugin.runs import opening
 from het_plugin.runs.run import Run
 from het_plugin.training import exit_codes, processes, run_files
 
@@ -89,17 +91,16 @@ class SplitFiles:
 
   def _differs(self, path: Path, found: Mapping[str, Any], overwrite: bool) -> bool:
     """Whether a file has other settings; a ValueError with both unless it may be replaced."""
-    different = [name for name, value in self.settings.items() if found.get(name) != value]
+    shown = {
+      name: _shown(name, found.get(name), value)
+      for name, value in self.settings.items()
+      if found.get(name) != value
+    }
+    different = [text for text in shown.values() if text]
     if different and not overwrite:
-      shown = [
-        name
-        if max(len(str(found.get(name))), len(str(self.settings[name]))) > _SHOWN
-        else f'{name} {found.get(name)}, now {self.settings[name]}'
-        for name in different
-      ]
       raise ValueError(
-        f'{path} was made with other settings ({"; ".join(shown)}): give another --output_dir, or '
-        '--overwrite to replace it'
+        f'{path} was made with other settings ({"; ".join(different)}): give another '
+        '--output_dir, or --overwrite to replace it'
       )
     return bool(different)
 
@@ -218,6 +219,15 @@ class SplitFiles:
       rows = dataclasses.replace(rows, class_names=class_names, provenance=about)
       files.write(self.path(layer), rows)
     shutil.rmtree(self.unfinished)
+
+
+def _shown(name: str, before: Any, now: Any) -> str:
+  """How an error names a setting that differs; '' if it changes no representation."""
+  if name == 'config' and isinstance(before, str):
+    found = (x for x in changes.changes(before, now) if x.key not in opening.MESH)
+    return '; '.join(dict.fromkeys(map(str, found)))
+  is_long = max(len(str(before)), len(str(now))) > _SHOWN
+  return name if is_long else f'{name} {before}, now {now}'
 
 
 def check_finite(layer: str, features: np.ndarray, index: np.ndarray) -> None:
