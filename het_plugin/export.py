@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> None:
       return
     if flags.FLAGS.entropies:
       raise ValueError('--entropies are outputs of a program: set --format')
-    is_file = Path(output).suffix or Path(output).is_file()
+    # A folder may have a version in its name: 'runs/birds_v1.5'.
+    is_file = Path(output).suffix[1:2].isalpha() or Path(output).is_file()
     if is_file and not is_weights_file(output):
       raise ValueError(f'--output={output} must end in .npz or .safetensors, or be a directory')
     if not is_weights_file(output):

@@ -27,7 +27,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
     y: labels; None takes those of the file, the `Rows` themselves if they have weights.
 
   Raises:
-    ValueError: the file is missing or damaged, or has no features.
+    ValueError: the file is missing or damaged, has no features, or is open and has weights of its
+      labels.
   """
   if isinstance(x, str | os.PathLike):
     read = files.read(str(x), mapped=True)
@@ -38,6 +39,8 @@ def open_features(x: Any, y: Any = None) -> tuple[Any, Any]:
   if hasattr(x, 'get_tensor'):
     arrays = {name: np.asarray(x.get_tensor(name)) for name in x.keys()}
     features = files.find_features(arrays)
+    if y is None and 'label_weight' in arrays:
+      raise ValueError('the open file has label_weight: give its path, which reads weights too')
     labels = files.one_of(arrays, files.LABEL_NAMES)[1] if y is None else y
     return features, labels
   return x, y

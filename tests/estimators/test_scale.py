@@ -114,6 +114,14 @@ def test_features_in_files_and_of_two_bytes(data, tmp_path):
   assert from_file.score(path, y) == (expected.argmax(axis=1) == y).mean()
   with safetensors.safe_open(path, framework='flax') as handle:
     np.testing.assert_array_equal(DetClassifier().fit(handle).predict_log_proba(x), expected)
+  weighted = str(tmp_path / 'weighted.safetensors')
+  weight = np.ones(len(y), np.float32)
+  safetensors.numpy.save_file({'features': x, 'label': y, 'label_weight': weight}, weighted)
+  with (
+    safetensors.safe_open(weighted, framework='flax') as handle,
+    pytest.raises(ValueError, match='the open file has label_weight: give its path'),
+  ):
+    DetClassifier().fit(handle)
   np.testing.assert_array_equal(
     DetClassifier().fit(jnp.asarray(x), y).predict_log_proba(x), expected
   )
