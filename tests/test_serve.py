@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gin
-from het_plugin import backbones, estimators, export, models, runs
+from het_plugin import backbones, estimators, export, models, runs, weights
 from het_plugin.config import parsing
 from het_plugin.evaluation import serve
 from het_plugin.runs.starting import train_from_gin
@@ -212,6 +212,13 @@ def test_what_cannot_be_exported(digits_run, features_run, run_main, tmp_path, m
   error = run_main(*command, '--format=onnx', code=2)
   assert "needs onnx and onnxruntime: pip install 'het_plugin[onnx]'" in error
   monkeypatch.undo()
+  weights.write_arrays(tmp_path / 'vit.npz', runs.configuration(digits_run[0]).published_params())
+  config = f'--gin_file={digits_run[0]}/config.gin'
+  published = f'--checkpoint={tmp_path}/vit.npz', config, f'--output={tmp_path}/new'
+  assert 'vit.npz is a published file, whose head is not trained' in run_main(
+    export, *published, '--format=onnx', code=2
+  )
+  (tmp_path / 'vit.npz').unlink()
   monkeypatch.setattr(programs, 'MAX_BYTES', 100)
   opened = runs.open_run(features_run)
   program = programs.Program(None, opened.params, 'x', (6,), {})
@@ -251,9 +258,27 @@ def test_a_program_replaces_a_program_as_a_whole(rows, tmp_path, monkeypatch):
 
 
 @NEEDS_ONNX
-def test_an_operation_that_onnx_lacks_is_named():
-  with pytest.raises(NotImplementedError, match="the operation 'sort' has no translation"):
-    onnx_graph.convert(lambda x: {'y': jax.numpy.sort(x)}, 'x', (3,), {})
+@pytest.mark.slow
+def test_onnx_computes_in_float32_what_the_run_computes_in_bfloat16(digits_run, tmp_path):
+  run = runs.open_run(digits_run[0], bindings=['vit.dtype = "bfloat16"'])
+  x = np.random.default_rng(0).uniform(-1, 1, (5, 8, 8, 1)).astype(np.float32)
+  serve.export(run, str(tmp_path / 'het_xl'), 'onnx', entropies=True)
+  found = served(tmp_path / 'het_xl', 'onnx', np.tile(x, (20, 1, 1, 1)), tmp_path)
+  exact = with_samples(runs.open_run(digits_run[0]), run.model.eval_integrator.num_samples, True)
+  expected = np.exp(exact.predict({'image': x})['log_prob'])
+  np.testing.assert_allclose(found['probabilities'][:5], expected, atol=1e-5)
+
+
+@NEEDS_ONNX
+def test_what_onnx_cannot_compute_is_named(tmp_path):
+  for function, words in (
+    (jax.numpy.sort, "the operation 'sort' has no translation"),
+    (lambda x: jax.lax.map(jax.numpy.sum, x), 'a loop over the batch'),
+  ):
+    program = programs.Program(lambda _, x, f=function: {'y': f(x)}, {}, 'x', (3,), {})
+    with pytest.raises(ValueError, match=f'{words}.*; use stablehlo or saved_model'):
+      programs.write(program, str(tmp_path / 'out'), 'onnx')
+  assert not [*tmp_path.iterdir()]
 
 
 @NEEDS_ONNX

@@ -1,9 +1,12 @@
 """A run as a program for serving: images, or features, to the predictive distribution."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from het_plugin.runs import Run
@@ -26,8 +29,8 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
     The metadata, which metadata.json has too.
 
   Raises:
-    ValueError: the model has no classes of its own, or as in `programs.write`.
-    NotImplementedError: as in `programs.write`.
+    ValueError: the model has no classes of its own, or a head that is not trained, or as in
+      `programs.write`.
   """
   programs.check(folder, kind)
   if not hasattr(run.model, 'served'):
@@ -35,18 +38,32 @@ def export(run: Run, folder: str, kind: str, *, entropies: bool = False) -> dict
       f'{run.checkpoint} is a contrastive model, whose classes are texts: it is not exported as a '
       'program; its image tower is exported to a file without --format'
     )
+  if run.step is None:
+    raise ValueError(
+      f'{run.checkpoint} is a published file, whose head is not trained: export the run itself'
+    )
+  model = run.model
+  if kind == 'onnx':
+    # ONNX's bfloat16 is float32, and what is written is compared with a model that rounds alike.
+    module = model.module.clone(backbone=_float32(model.backbone), head=_float32(model.head))
+    model = copy.copy(model)
+    model.backbone, model.head, model.module = module.backbone, module.head, module
   with run.config.active():
-    return programs.write(_program(run, entropies), folder, kind)
+    return programs.write(_program(run, model, entropies), folder, kind)
 
 
-def _program(run: Run, entropies: bool) -> programs.Program:
+def _float32(module: nn.Module) -> nn.Module:
+  return module.clone(dtype=jnp.float32) if hasattr(module, 'dtype') else module
+
+
+def _program(run: Run, model: Any, entropies: bool) -> programs.Program:
   side, channels = run.image_size, run.channels
   is_features = side == 1  # the task features:PATH has images of one pixel
   shape = (channels,) if is_features else (side, side, channels)
 
   def function(params: Any, x: jax.Array) -> Mapping[str, jax.Array]:
     image = x.reshape(x.shape[0], side, side, channels)
-    return run.model.served(params, image, entropies=entropies)
+    return model.served(params, image, entropies=entropies)
 
   params = jax.tree.map(np.asarray, run.params)
   about = run.config.describe() | {'step': run.step, 'tau': _tau(run, params, shape)}

@@ -127,9 +127,13 @@ class Configuration:
     """
     model, params = self.argument('model'), self.read_params()
     num_classes = getattr(model.head, 'num_classes', None)
+    noise_dim, kernel = None, params.get('head/kernel')
     if num_classes is None:
       params = {name: x for name, x in params.items() if name.startswith('backbone/')}
-    return weights.export_params(params, num_classes or 1, getattr(model.backbone, 'num_heads', 1))
+    elif kernel is not None and hasattr(model.head, 'unpadded_noise_dim'):
+      noise_dim = model.head.unpadded_noise_dim(len(kernel))
+    num_heads = getattr(model.backbone, 'num_heads', 1)
+    return weights.export_params(params, num_classes or 1, num_heads, noise_dim)
 
   def describe(self) -> dict[str, Any]:
     """What a file of the parameters should say of the model, as JSON values."""

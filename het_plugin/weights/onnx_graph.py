@@ -70,7 +70,8 @@ class Graph:
     if key not in self.constants:
       name = f'constant_{len(self.constants)}'
       # Not in C order, an array would be stored transposed.
-      self.constants[key] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+      in_order = np.ascontiguousarray(value).reshape(value.shape)  # a scalar would become [1]
+      self.constants[key] = numpy_helper.from_array(in_order, name)
     return self.constants[key].name
 
   def ints(self, values: Sequence[int]) -> np.ndarray:
@@ -198,6 +199,8 @@ def _written_out(graph, eqn, inputs):
   than in the body; the rest are constants and carries.
   """
   body, length = _closed(eqn.params['jaxpr']), eqn.params['length']
+  if not isinstance(length, int):
+    raise NotImplementedError('ONNX: a loop over the batch')
   inner = [var.aval.shape for var in body.jaxpr.invars]
   num_scanned = sum(len(a) != len(b.aval.shape) for a, b in zip(inner, eqn.invars, strict=True))
   outer = [var.aval.shape for var in eqn.outvars]

@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 KEEP, INIT = 'keep', 'init'
 HEADS = (KEEP, INIT)
 _SHOWN = 20  # names in an error
+_OF_CLASSES = ('head/kernel', 'head/bias', 'head/noise_kernel')  # their last axis is padded
 _PARTS, _TEXT = ('backbone/', 'head/'), ('text_tower/', 'text_projection/')
 
 
@@ -135,20 +136,26 @@ def load_params(
 
 
 def export_params(
-  params: Mapping[str, np.ndarray], num_classes: int, num_heads: int = 1
+  params: Mapping[str, np.ndarray],
+  num_classes: int,
+  num_heads: int = 1,
+  noise_dim: int | None = None,
 ) -> dict[str, np.ndarray]:
   """Our parameters, blocks stacked or not, under the names and in the shapes of a published file.
 
-  Padded classes, beyond K, are left out. `num_heads` are the attention heads of a ViT.
+  Padded classes, beyond K, are left out. `num_heads` are the attention heads of a ViT, `noise_dim`
+  is the head's Q without padding: K for HET, but D for HET-XL, which shapes do not tell if D is
+  the padded K. None cuts no noise.
   """
   flat = unstacked({name: np.asarray(x) for name, x in params.items()})
   layout = layouts.layout_of(flat)
-  padded = flat['head/bias'].shape[0] if 'head/bias' in flat else num_classes
   prefix = 'head' if any(name.startswith('head/covariance') for name in flat) else None
   arrays = {}
   for ours, x in flat.items():
-    if ours.startswith('head/') and x.ndim and x.shape[-1] == padded:
+    if ours in _OF_CLASSES:
       x = x[..., :num_classes]
+    elif ours.startswith('head/covariance/'):
+      x = x[..., :noise_dim]
     name, shape = layouts.entry(ours, layout, prefix)
     arrays[name] = x.reshape(shape(x.shape, num_heads))
   factors = flat.get('head/covariance/J')

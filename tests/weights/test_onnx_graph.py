@@ -87,6 +87,7 @@ HEADS = {
     heads.HetXL(10, num_factors=5, link='sigmoid', class_multiple=1),
     Integrator(chunk_bytes=2 * 8 * 40),
   ),
+  'mixture': (heads.MixtureOfSoftmaxes(10, num_components=3), Integrator()),
   'mean_field': (heads.HetXL(10, num_factors=3), Analytic('mean_field')),
 }
 
@@ -126,6 +127,8 @@ def test_other_operations():
       'finite': jnp.isfinite(jnp.exp(100 * x)),
       'clip': jnp.clip(jnp.ceil(x), -1, 1),
       'halves': jnp.concatenate(jnp.split(x, 2, axis=1)[::-1], axis=1),
+      'scan': jax.lax.map(lambda row: 2 * row, x[:, :3].T).T,
+      'unstack': jnp.unstack(x, axis=1)[2],
       'table': jnp.arange(5.0)[jnp.argmax(x[:, :5], axis=1)],
     }
 

@@ -240,6 +240,33 @@ def test_an_export_has_the_bias_that_edward2_expects():
     weights.load_params(arrays, shapes)
 
 
+@pytest.mark.parametrize(
+  'head, noise_dim',
+  [
+    (heads.Het(12, num_factors=2, class_multiple=16), 12),
+    (heads.HetXL(12, num_factors=2, class_multiple=16), 16),
+    (heads.HetXL(12, num_factors=2, class_multiple=16, noise_dim=5), 5),
+    (heads.HetH(12, num_factors=2, class_multiple=16), 16),
+  ],
+)
+def test_an_export_cuts_the_padded_classes_alone_where_d_is_their_number(head, noise_dim):
+  """The backbone has D = 16."""
+  shapes = shapes_of(our_vit(), head)
+  rng = np.random.default_rng(0)
+  params = {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
+  assert head.unpadded_noise_dim(16) == noise_dim
+  arrays = weights.export_params(params, 12, theirs.HEADS, noise_dim)
+  assert arrays['head/loc_layer/kernel'].shape == (16, 12)
+  v = arrays['head/scale_layer_heteroscedastic/kernel']
+  np.testing.assert_array_equal(v, params['head/covariance/v_kernel'][:, :noise_dim])
+  back, _ = weights.load_params(arrays, shapes)
+  for name, x in params.items():
+    real = 12 if name in ('head/kernel', 'head/bias', 'head/noise_kernel') else noise_dim
+    last = slice(real if name.startswith('head/') else None)
+    np.testing.assert_array_equal(back[name][..., last], x[..., last], err_msg=name)
+    assert not np.any(back[name][..., real:]) or not name.startswith('head/'), name
+
+
 @pytest.mark.parametrize('suffix, scan', [('npz', False), ('safetensors', True)])
 def test_export_is_the_inverse(tmp_path, suffix, scan):
   arrays = theirs.vit() | theirs.het_head('head', theirs.D)
