@@ -67,6 +67,12 @@ def main(argv: Sequence[str]) -> None:
         )
       from het_plugin.hosts.t5x import conversion
 
+      gin_files, gin_bindings, _ = command_line.gin_settings()
+      if gin_files or gin_bindings:
+        raise ValueError(
+          'a checkpoint of t5x has the configuration of its run: it takes no --gin_file and no '
+          'bindings'
+        )
       print(f'A checkpoint of t5x: {conversion.write_t5x(checkpoint, output)}')
       return
     config = configuration(checkpoint, *command_line.gin_settings())

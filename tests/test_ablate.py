@@ -110,7 +110,7 @@ def test_every_cell_builds_its_model(name, tmp_path):
     # The user names Omniglot's file.
     task = ["MIXTURE_OR_TASK_NAME = 'digits'"] if name == 'heads_omniglot' else []
     run = study.training_run(
-      label, 0, study.candidates(label)[0], study_lib.Request(tmp_path), *task
+      label, 0, study.candidates(label)[0], 'test', study_lib.Request(tmp_path), *task
     )
     run.parse(tmp_path)
     _, counts = trainings.configured_model()
@@ -132,4 +132,9 @@ def test_names(run_main, tmp_path):
   assert 'binds no STUDY' in run_main(ablate, tmp_path / 'mine.gin', code=2)
   message = run_main(ablate, 'heads', '--gin.LEARNING_RATE=1', code=2)
   assert '--gin.LEARNING_RATE has no effect' in message
+  for setting, words in {
+    'RANDOM_SEED=7': 'has no effect: give --seeds',
+    "EVAL_SPLIT='shift'": 'has no effect: bind Ablation.choose_split and Ablation.report_split',
+  }.items():
+    assert words in run_main(ablate, 'heads', f'--gin.{setting}', code=2), setting
   assert "cells names the cell 'HET-L'" in run_main(ablate, 'heads', '--cell=HET-L', code=2)

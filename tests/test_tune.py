@@ -74,6 +74,11 @@ def test_wrong_settings_are_one_sentence(run):
     ({'method': 'newton'}, '--method=newton is unknown'),
     ({'method': ''}, '--method= is unknown'),
     ({'grid': '0.01'}, '--grid=0.01 must be '),
+    ({'gin.RANDOM_SEED': 7}, 'RANDOM_SEED = 7 has no effect: the study binds it for every run'),
+    (
+      {'method': 'grid:validation', 'gin.LearnedTemperature.tau_max': 3.0},
+      'LearnedTemperature.tau_max = 3.0 has no effect',
+    ),
     ({'method': 'all', 'gin.LR': 5.0}, 'LR = 5.0 is used by nothing: did you mean LEARNING_RATE?'),
     ({'gin.HetXL.link': "'softmax'", 'gin.Het.num_factors': 3}, 'HEAD is @HetXL()'),
     ({'grid': 'x'}, '--grid=x must be '),

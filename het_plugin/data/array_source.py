@@ -118,7 +118,9 @@ def npz_source(path: str) -> ArraySource:
   """
   name = f'npz:{path}'
   with _reading(name, path, 'label') as arrays:
-    names = tuple(map(str, arrays['class_name'])) if 'class_name' in arrays.files else None
+    names = (
+      tuple(arrays['class_name'].astype(str).tolist()) if 'class_name' in arrays.files else None
+    )
     num_images, common = _images_info(name, path)
     num_classes, labels, annotators = _labels(name, arrays, names, num_images)
     splits = _splits(name, arrays, num_images)

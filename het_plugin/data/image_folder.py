@@ -260,7 +260,7 @@ def _split_by_class(files: dict[str, list[pathlib.Path]]) -> dict[str, dict]:
   splits = {'train': {}, 'validation': {}}
   for name, paths in files.items():
     num_held_out = max(round(VALIDATION_FRACTION * len(paths)), int(len(paths) > 1))
-    by_hash = sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest())
+    by_hash = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest())
     splits['validation'][name] = sorted(by_hash[:num_held_out])
     splits['train'][name] = sorted(by_hash[num_held_out:])
   return splits

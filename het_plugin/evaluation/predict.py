@@ -87,7 +87,14 @@ def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[di
 
   Returns:
     A row per readable image, as `most_probable`.
+
+  Raises:
+    ValueError: the model has no classes of its own.
   """
+  if not hasattr(run.model, 'predictive'):
+    raise ValueError(
+      f'{run.checkpoint} is a contrastive model, whose classes are texts: use zeroshot'
+    )
   from het_plugin.data import tasks
 
   images = Images(path)

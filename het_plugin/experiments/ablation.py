@@ -95,6 +95,11 @@ class Ablation:
           raise ValueError(
             f'Ablation.measured: {label!r} needs {other!r}, which must come before it in the cells'
           )
+      if missing := {metric for _, metric in bindings.values()} - set(self.metrics):
+        raise ValueError(
+          f'Ablation.measured: {label!r} needs {min(missing)!r}, which must be one of '
+          f'Ablation.metrics={tuple(self.metrics)}'
+        )
 
   @property
   def first(self) -> str:
@@ -119,21 +124,31 @@ class Ablation:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
   def training_run(
-    self, label: str, seed: int, values: Mapping[str, Any], request: Request, *bindings: str
+    self,
+    label: str,
+    seed: int,
+    values: Mapping[str, Any],
+    split: str,
+    request: Request,
+    *bindings: str,
   ) -> trainings.Training:
-    """The run of a cell with a seed and chosen hyperparameters; `bindings` come after its own."""
+    """The run of a cell with a seed and chosen hyperparameters, evaluated on a split; `bindings`
+    come after its own.
+    """
     chosen = [f'{name} = {value!r}' for name, value in values.items()]
     run = request.run_of([*self.shared, *self.cells[label], *bindings])
-    return dataclasses.replace(
-      run, gin_bindings=[*run.gin_bindings, *chosen, f'RANDOM_SEED = {seed}']
-    )
+    own = [*chosen, f'EVAL_SPLIT = {split!r}', f'RANDOM_SEED = {seed}']
+    return dataclasses.replace(run, gin_bindings=[*run.gin_bindings, *own])
 
   def run(self, request: Request) -> Iterator[reporting.Report]:
     """Trains the runs that are not complete (`runs.complete`), and reports after every seed."""
     chosen = {name for label in self.cells for name in self.candidates(label)[0]}
+    instead = {'RANDOM_SEED': 'give --seeds', 'MODEL_DIR': 'give --output_dir'}
+    instead |= {'EVAL_SPLIT': 'bind Ablation.choose_split and Ablation.report_split'}
+    instead |= dict.fromkeys(chosen, 'it is chosen; bind Ablation.choose instead')
     for binding in request.gin_bindings:
-      if (name := binding.partition('=')[0].strip()) in chosen:
-        raise ValueError(f'--gin.{name} has no effect: it is chosen; bind Ablation.choose instead')
+      if (name := binding.partition('=')[0].strip()) in instead:
+        raise ValueError(f'--gin.{name} has no effect: {instead[name]}')
     ablation = self if request.seeds is None else dataclasses.replace(self, seeds=request.seeds)
     if request.cells is not None:
       ablation = ablation.only(request.cells)
@@ -222,9 +237,7 @@ class _Training:
     self._finished += 1
     words = ', '.join([label, *(f'{k} {v}' for k, v in values.items()), f'seed {seed}'])
     _log.info('=== run %d of %d: %s', self._finished, self._total, words)
-    run = self._ablation.training_run(
-      label, seed, values, self._request, f'EVAL_SPLIT = {split!r}', *bindings
-    )
+    run = self._ablation.training_run(label, seed, values, split, self._request, *bindings)
     name = ','.join([f'seed={seed}', *(_folder_name(f'{k}={v}') for k, v in values.items())])
     folder = self._request.output_dir / _folder_name(label) / name
 

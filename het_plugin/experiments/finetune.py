@@ -25,7 +25,7 @@ import jax
 import gin
 from het_plugin import reporting, runs, weights
 from het_plugin import rows as rows_lib
-from het_plugin.config import changes, uses
+from het_plugin.config import changes
 from het_plugin.config.flag_values import parse_sweep
 from het_plugin.evaluation import evaluate, represent, select
 from het_plugin.evaluation.candidates import candidate_names, number_to_keep
@@ -137,13 +137,12 @@ def _check_used(
   """Raises ValueError if no run uses a binding of the command line or of the sweep; leaves the
   configuration of the first candidate parsed.
   """
-  texts = []
-  for training, bindings in itertools.product(reversed(candidates), settings.values()):
-    bindings = [*training.gin_bindings, *bindings]
-    dataclasses.replace(training, gin_bindings=bindings).parse(folder)
-    texts.append(gin.config_str())
+  runs = [
+    dataclasses.replace(training, gin_bindings=[*training.gin_bindings, *bindings])
+    for training, bindings in itertools.product(reversed(candidates), settings.values())
+  ]
   swept = itertools.chain.from_iterable(settings.values())
-  uses.check([*typed, *swept], *texts)
+  trainings.check_used([*typed, *swept], runs, folder)
 
 
 def _training(gin_settings: GinSettings, source: str) -> trainings.Training:

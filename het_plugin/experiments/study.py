@@ -11,7 +11,7 @@ from typing import Any
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import parsing, uses
+from het_plugin.config import parsing
 from het_plugin.experiments import trainings
 
 FOLDER = 'het_plugin/gin/runs/ablations/'
@@ -81,12 +81,9 @@ class Request:
     return trainings.Training(files, [*own, *self.gin_bindings], self.gin_search_paths)
 
   def check_used(self, shared: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError if no cell uses a binding of the command line (`uses.check`)."""
-    texts = []
-    for settings in cells.values():
-      self.run_of([*shared, *settings]).parse(self.output_dir)
-      texts.append(gin.config_str())
-    uses.check(self.gin_bindings, *texts)
+    """Raises ValueError if no cell uses a binding of the command line."""
+    runs = [self.run_of([*shared, *settings]) for settings in cells.values()]
+    trainings.check_used(self.gin_bindings, runs, self.output_dir)
 
 
 def check_labels(where: str, labels: Iterable[str], cells: Mapping[str, Sequence[str]]) -> None:

@@ -31,7 +31,6 @@ import scipy.stats
 
 import gin
 from het_plugin import data, reporting
-from het_plugin.config import uses
 from het_plugin.experiments import trainings
 from het_plugin.measures import comparison
 from het_plugin.training import nonfinite, run_files
@@ -238,9 +237,8 @@ class Study:
       yield trials[-1]
 
   def check_used(self, rows: Sequence[str]) -> None:
-    """Raises ValueError if no training of these rows uses a typed binding (`uses.check`)."""
-    self.base.parse(self.folder)
-    texts = [gin.config_str()]
+    """Raises ValueError if no training of these rows uses a binding of the command line."""
+    runs = []
     for row in rows:
       method, _, variant = row.partition(':')
       splits = {'2folds': ['FULL_SPLIT'], 'retrain': ['TRAIN_SPLIT', 'FULL_SPLIT']}
@@ -248,10 +246,8 @@ class Study:
         found = [(_fixed(1.0, split), 1.0) for split in splits.get(variant, ['TRAIN_SPLIT'])]
       else:
         found = [_SIMPLE if method == BASELINE else self._online(method, variant)]
-      for bindings, length in found:
-        self._run(bindings, length)[0].parse(self.folder)
-        texts.append(gin.config_str())
-    uses.check(self.base.gin_bindings, *texts)
+      runs += [self._run(bindings, length)[0] for bindings, length in found]
+    trainings.check_used(self.base.gin_bindings, runs, self.folder)
 
   def _fixed(self, tau: float, split: str) -> Trained:
     """A training with a constant tau on the split that a macro names."""

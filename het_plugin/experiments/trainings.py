@@ -11,7 +11,7 @@ import jax
 
 import gin
 from het_plugin import reporting
-from het_plugin.config import parsing
+from het_plugin.config import gin_state, parsing, uses
 from het_plugin.data import task_info
 from het_plugin.operations import stopping
 from het_plugin.runs import opening, starting
@@ -67,6 +67,35 @@ def complete(
     raise exit_codes.Preempted(step)
   jax.clear_caches()  # the next run compiles everything anew
   return True
+
+
+def check_used(typed: Sequence[str], runs: Sequence[Training], run_dir: Path) -> None:
+  """Checks bindings of the command line against the runs of a study, of which they are part.
+
+  Args:
+    typed: bindings 'NAME = VALUE'.
+    runs: one or more, with the bindings that the study adds.
+    run_dir: as of `complete`; the configuration of the last run stays parsed.
+
+  Raises:
+    ValueError: no run uses a binding (`uses.check`), or all of them bind something else in its
+      place.
+  """
+  texts, overridden = [], list(typed)
+  for run in runs:
+    run.parse(run_dir)
+    texts.append(gin.config_str())
+    overridden = [binding for binding in overridden if not _holds(binding, texts[-1])]
+  uses.check(typed, *texts)
+  if overridden:
+    raise ValueError(f'--gin.{overridden[0]} has no effect: the study binds it for every run')
+
+
+def _holds(binding: str, text: str) -> bool:
+  """Whether a binding changes nothing about the parsed configuration, whose text is given."""
+  with gin_state.preserved(), gin.unlock_config():
+    gin.parse_config(binding)
+    return gin.config_str() == text
 
 
 def final_evaluations(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -169,6 +169,7 @@ def test_bindings_of_the_command_line_win(tmp_path, trained):
     ({'cells': {'a b': (), 'a/b': ()}}, 'cells.* a b, a/b '),
     ({'seeds': (0, 100)}, r'choose_seeds .*\[100\]'),
     ({'measured': {'DET': {'x': ('learned', 'tau')}}}, "measured.*'DET' .*'learned'"),
+    ({'measured': {'learned': {'x': ('DET', 'top')}}}, "'learned' needs 'top', .*metrics=\\('nll'"),
   ],
 )
 def test_settings_that_contradict_each_other(settings, message):
