@@ -142,16 +142,17 @@ create_request() {
 
 delete_resource() { queued delete "$NAME" --force --quiet; }
 
-# Returns when the queued resource is active. Requests it if it does not exist or was taken away. Only the first look ends
-# the script if it fails: a request may wait for days, and gcloud fails now and then.
-LAST_STATE=''
+# Returns when the queued resource is active. Requests it if it does not exist or was taken away. Only the first look and the
+# first request end the script if they fail: a request may wait for days, and gcloud fails now and then. Three requests in a
+# row that end as FAILED end it too, since the next one would.
+LAST_STATE='' REQUESTED=false
 create() {
   if $DRY_RUN; then
     queued describe "$NAME" '--format=value(state.state)'
     create_request
     return
   fi
-  local state
+  local state failures=0
   while true; do
     if ! state="$(resource_state)"; then
       [[ -n "$LAST_STATE" ]] || exit 1
@@ -160,26 +161,42 @@ create() {
     fi
     if [[ "$state" != "$LAST_STATE" ]]; then say "$NAME: $state"; fi
     LAST_STATE="$state"
+    if [[ "$state" != NONE ]]; then REQUESTED=true; fi
     case "$state" in
       ACTIVE) return ;;
-      NONE) create_request ;;
-      SUSPENDED | FAILED) delete_resource ;;
+      NONE)
+        if create_request; then REQUESTED=true; else $REQUESTED || exit 1; fi
+        ;;
+      SUSPENDED) delete_resource || say "$NAME: not deleted; trying again" ;;
+      FAILED)
+        say "$NAME: $(queued describe "$NAME" '--format=value(state)' || true)"
+        ((++failures < 3)) || die "$NAME failed 3 times in a row"
+        delete_resource || say "$NAME: not deleted; trying again"
+        ;;
       *) ;; # not ready yet: WAITING_FOR_RESOURCES, PROVISIONING, SUSPENDING, DELETING, ...
     esac
     sleep "$POLL_SECONDS"
   done
 }
 
-# Copies the tracked files of the checkout to each host and installs them. uv installs Python 3.11: the images have an older
-# one.
-install() {
-  local archive="$SCRATCH/het_plugin.tar.gz"
-  (cd "$ROOT" && git ls-files -z | tar --null --create --gzip --files-from=- --file="$archive") || return 1
-  queued scp "$archive" "$NAME:" --node=all --worker=all || return 1
+# Packs the tracked files of the checkout.
+pack() {
+  (cd "$ROOT" && git ls-files -z | tar --null --create --gzip --files-from=- --file="$SCRATCH/het_plugin.tar.gz") ||
+    die "the checkout $ROOT cannot be packed: it must be a git repository with all its files"
+}
+
+# Copies the packed checkout to each host and installs it. uv installs Python 3.11: the images have an older one.
+install_packed() {
+  queued scp "$SCRATCH/het_plugin.tar.gz" "$NAME:" --node=all --worker=all || return 1
   on_all_hosts "set -e; mkdir -p $REMOTE; tar -xzf het_plugin.tar.gz -C $REMOTE; cd $REMOTE; \
 python3 -m pip install --quiet --user uv; \
 test -x .venv/bin/python || python3 -m uv venv --quiet --python 3.11 .venv; \
 python3 -m uv pip install --quiet --compile-bytecode --python .venv/bin/python -c requirements.txt '.[train,tpu]'"
+}
+
+install() {
+  pack
+  install_packed
 }
 
 # Starts training on all hosts, detached from the connection. Hosts that already train continue: launch.supervise refuses to
@@ -192,13 +209,19 @@ start() {
 -- .venv/bin/python -m het_plugin.train $arguments > run.out 2>&1 < /dev/null & sleep 5; cat run.out"
 }
 
-# Prints the first host's exit code of training, 'running', or 'unreachable'.
+# Prints the first host's exit code of training, 'running', or 'unreachable'. A host that lost its peers ends with a signal's
+# code; then that of the host which failed first counts.
 training_state() {
-  local out
+  local out code
   if ! out="$(on_first_host "cat $REMOTE/run/supervisor.json" 2>/dev/null)"; then
     echo unreachable
   elif [[ "$out" =~ \"exit_code\":\ ([0-9]+) ]]; then
-    echo "${BASH_REMATCH[1]}"
+    code="${BASH_REMATCH[1]}"
+    if ((code > 128)); then
+      out="$(on_all_hosts "cat $REMOTE/run/supervisor.json" 2>/dev/null)" || true
+      if [[ "$out" =~ \"exit_code\":\ ([123])[^0-9] ]]; then code="${BASH_REMATCH[1]}"; fi
+    fi
+    echo "$code"
   else
     echo running
   fi
@@ -225,9 +248,10 @@ follow() {
 
 run() {
   local attempt outcome
+  pack
   for ((attempt = 1; attempt <= MAX_ATTEMPTS; attempt++)); do
     create
-    if ! install || ! start; then
+    if ! install_packed || ! start; then
       # The host may have been taken away; create then requests the resource again.
       say "attempt $attempt: installing or starting failed"
       sleep "$POLL_SECONDS"

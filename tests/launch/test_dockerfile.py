@@ -1,6 +1,9 @@
 """The container, as far as it can be checked without building it."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +19,20 @@ def test_what_is_copied_exists_and_is_not_ignored():
   assert all((ROOT / name).exists() for name in copied)
   # What the wheel is made of, see tests/project/test_wheel.py.
   assert {'pyproject.toml', 'hatch_build.py', 'README.md', 'het_plugin', 'gin'} <= copied
+
+
+def test_the_layer_of_the_dependencies_is_a_package(tmp_path):
+  before, _ = TEXT.split('&& pip install', 1)
+  (copied,) = re.findall(r'^COPY (.+) \./$', before, re.M)
+  for name in copied.split():
+    shutil.copy(ROOT / name, tmp_path)
+  commands = before.rpartition('\nRUN ')[2].replace('\\\n', ' ')
+  subprocess.run(['bash', '-c', commands], cwd=tmp_path, check=True)
+  build = 'import hatchling.build; print(hatchling.build.build_wheel("."))'
+  done = subprocess.run(
+    [sys.executable, '-c', build], cwd=tmp_path, check=True, capture_output=True, text=True
+  )
+  assert done.stdout.startswith('het_plugin-0-')
 
 
 def test_it_installs_an_extra_of_the_project():

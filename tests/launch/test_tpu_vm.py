@@ -3,12 +3,14 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / 'launch' / 'tpu_vm.sh'
 WHERE = ['--name=het', '--zone=us-east5-a', '--project=p']
 TRAIN = ['--', '--gin_file=gin/runs/digits_smoke.gin', "--gin.NAME='a b'"]
 RUN = ['run', *WHERE, '--topology=v5e:4x4', '--model_dir=gs://b/x', '--poll_seconds=0.01']
@@ -50,15 +52,15 @@ class Cloud:
     gcloud.write_text(FAKE_GCLOUD.format(folder=folder))
     gcloud.chmod(0o755)
 
-  def script(self, *arguments, states=('ACTIVE',), codes=('0',), fail=()):
+  def script(self, *arguments, states=('ACTIVE',), codes=('0',), fail=(), path=SCRIPT):
     for name, lines in (('state', states), ('codes', codes), ('fail', fail)):
       (self.folder / name).write_text(''.join(f'{line}\n' for line in lines))
     (self.folder / 'calls').write_text('')
-    path = f'{self.folder / "bin"}:{os.environ["PATH"]}'
+    programs = f'{self.folder / "bin"}:{os.environ["PATH"]}'
     return subprocess.run(
-      ['bash', str(ROOT / 'launch' / 'tpu_vm.sh'), *arguments],
+      ['bash', str(path), *arguments],
       cwd=self.folder,
-      env={**os.environ, 'PATH': path},
+      env={**os.environ, 'PATH': programs},
       capture_output=True,
       text=True,
       timeout=60,
@@ -129,7 +131,7 @@ def test_a_preemption_requests_the_resource_again_and_resumes(cloud):
 
 
 def test_a_run_that_was_preempted_or_killed_starts_again_and_another_failure_does_not(cloud):
-  result = cloud.script(*RUN, *TRAIN, codes=['42', '-', '134', '0'])
+  result = cloud.script(*RUN, *TRAIN, codes=['42', '-', '134', '134', '0'])
   assert result.returncode == 0, result.stderr
   assert cloud.verbs.count('start') == 3 and 'create' not in cloud.verbs
   for code, words in (('2', 'a setting is wrong'), ('1', 'exit code 1')):
@@ -145,6 +147,40 @@ def test_a_host_lost_while_installing_is_tried_again(cloud):
   result = cloud.script(*RUN, *TRAIN, fail=['scp', 'uv pip install', 'launch.supervise'])
   assert result.returncode == 0, result.stderr
   assert result.stderr.count('installing or starting failed') == 3
+
+
+def test_a_host_that_failed_first_decides(cloud):
+  result = cloud.script(*RUN, *TRAIN, codes=['134', '1'])
+  assert result.returncode == 1 and 'exit code 1' in result.stderr
+  assert cloud.verbs.count('start') == 1
+
+
+def test_a_request_that_fails_after_a_preemption_is_repeated(cloud):
+  states = ['ACTIVE', *['SUSPENDED'] * 3, 'NONE', 'NONE', 'ACTIVE']
+  failing = ['queued-resources delete', 'queued-resources create']
+  result = cloud.script(*RUN, *TRAIN, states=states, codes=['0'], fail=failing)
+  assert result.returncode == 0, result.stderr
+  once = ['scp', 'install', 'start']
+  assert changes(cloud.verbs) == [*once, 'delete', 'delete', 'create', 'create', *once]
+  # The first request may be wrong.
+  result = cloud.script(*RUN, *TRAIN, states=['NONE'], fail=failing[1:])
+  assert result.returncode == 1 and cloud.verbs == ['describe', 'create']
+
+
+def test_requests_that_fail_again_and_again_end_the_script(cloud):
+  states = ['NONE', *['FAILED', 'FAILED', 'NONE'] * 3]
+  result = cloud.script(*RUN, *TRAIN, states=states)
+  assert result.returncode == 1 and 'failed 3 times in a row' in result.stderr
+  assert changes(cloud.verbs) == ['create', 'delete', 'create', 'delete', 'create']
+
+
+def test_a_checkout_that_cannot_be_packed_ends_the_script_before_anything_is_requested(tmp_path):
+  cloud = Cloud(tmp_path / 'cloud')
+  (tmp_path / 'launch').mkdir()
+  copy = shutil.copy(ROOT / 'launch' / 'tpu_vm.sh', tmp_path / 'launch')
+  result = cloud.script(*RUN, *TRAIN, path=copy)
+  assert result.returncode == 1 and 'must be a git repository' in result.stderr
+  assert not cloud.calls
 
 
 def test_status_and_delete(cloud):
