@@ -73,7 +73,9 @@ def environments(
   if gpus_per_process is not None:
     needed = processes * gpus_per_process
     visible = base.get('CUDA_VISIBLE_DEVICES')
-    gpus = [str(i) for i in range(needed)] if visible is None else visible.split(',')
+    gpus = (
+      [str(i) for i in range(needed)] if visible is None else [x for x in visible.split(',') if x]
+    )
     if len(gpus) < needed:
       raise ValueError(
         f'--gpus_per_process={gpus_per_process} needs {needed} GPUs for {processes} processes; '

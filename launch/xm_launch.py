@@ -13,7 +13,8 @@ Takes the gin files and flags of training.
     --executor=gke     applies one JobSet per job with kubectl (launch/gke/render.py). XManager's
                        own Kubernetes executor requests no TPUs.
 
-Repeating a launch resumes its jobs. --dry_run prints all jobs.
+Repeating a launch resumes its jobs; on GKE, delete the JobSets that have ended first. --dry_run
+prints all jobs.
 
 Exit codes: 0 all jobs are done, or were submitted; 1 a job failed; 2 a setting is wrong; 42 the
 launch was interrupted.
@@ -21,8 +22,10 @@ launch was interrupted.
 
 import asyncio
 import concurrent.futures
+import hashlib
 import importlib.util
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -39,7 +42,14 @@ from het_plugin.runs import starting
 from launch import processes, sweep
 from launch.gke import render
 
-EXECUTORS = ('local', 'vertex', 'gke')
+# The flags of each executor, beside the name, the folder and what the jobs are.
+USED = {
+  'local': ('max_parallel', 'max_restarts', 'grace_seconds'),
+  'vertex': ('image', 'topology'),
+  'gke': render.SETTINGS,
+}
+EXECUTORS = tuple(USED)
+_JOB_NAME = 20  # characters of a job's name in that of its JobSet
 VERTEX_CORES_PER_CHIP = 2  # XManager counts cores: tpu_v3=8 is a 2x2
 FAILED = 1
 
@@ -84,10 +94,27 @@ def vertex_requirements(name: str | None) -> dict[str, int]:
   return {f'tpu_{generation}': chips * VERTEX_CORES_PER_CHIP}
 
 
-def jobset_of(index: int, job: sweep.Job, num_jobs: int) -> dict[str, Any]:
-  """The JobSet of a job, called NAME, or NAME-INDEX if there are several."""
+def jobset_of(job: sweep.Job) -> dict[str, Any]:
+  """The JobSet of a job, called NAME, or NAME-JOB in a sweep.
+
+  A job has the same name in a longer sweep. What a name of Kubernetes cannot have gives way to a
+  hash of it.
+  """
   name = flags.FLAGS.name
-  return render.jobset(f'{name}-{index}' if num_jobs > 1 else name, render.settings(), job)
+  if job.name:
+    short = re.sub('[^a-z0-9]+', '-', job.name.lower()).strip('-')[:_JOB_NAME]
+    if short != job.name:
+      short = f'{short}-{hashlib.sha256(job.name.encode()).hexdigest()[:6]}'
+    name = f'{name}-{short}'
+  return render.jobset(name, render.settings(), job)
+
+
+def check_flags(executor: str) -> None:
+  """Raises ValueError if a flag of another executor is on the command line."""
+  for name in (*render.SETTINGS, 'max_parallel'):
+    if flags.FLAGS[name].present and name not in USED[executor]:
+      users = ', '.join(x for x in EXECUTORS if name in USED[x])
+      raise ValueError(f'--{name} has no effect with --executor={executor}: it is for {users}')
 
 
 def check_heads(names: Sequence[str]) -> None:
@@ -122,7 +149,7 @@ def description(index: int, job: sweep.Job, num_jobs: int) -> str:
     lines += [f'image: {values.image}', f'arguments: {shlex.join(job.arguments())}']
   else:
     lines.append(f'executor: JobSet, {values.num_slices} x {values.topology}')
-    lines += render.to_yaml(jobset_of(index, job, num_jobs)).rstrip().splitlines()
+    lines += render.to_yaml(jobset_of(job)).rstrip().splitlines()
   return '\n  '.join(lines)
 
 
@@ -178,8 +205,8 @@ async def launch_vertex(experiment: Any, jobs: Sequence[sweep.Job]) -> None:
 
 def launch_gke(jobs: Sequence[sweep.Job]) -> None:
   """Applies the JobSets in order; those before one that kubectl refuses stay applied."""
-  for index, job in enumerate(jobs):
-    document = render.to_yaml(jobset_of(index, job, len(jobs)))
+  for job in jobs:
+    document = render.to_yaml(jobset_of(job))
     applied = subprocess.run(['kubectl', 'apply', '-f', '-'], input=document, text=True)
     if applied.returncode:
       raise OSError(f'kubectl apply failed for {job.model_dir}; see its message above')
@@ -196,6 +223,7 @@ def main(argv: Sequence[str]) -> None:
       starting.given_flags(),
     )
     check_heads(values.heads)
+    check_flags(values.executor)
     described = [description(index, job, len(jobs)) for index, job in enumerate(jobs)]
     if values.dry_run:
       print(*described, sep='\n')

@@ -23,8 +23,9 @@ _CONSTANT = re.compile(r'= s32\[\]\S* constant\((\d+)\)')
 class Collective:
   """One of `KINDS` of collectives of a program, on one device.
 
-  `count` is how often it runs, `bytes` the size of all its results, and `in_loops` the number of
-  its instructions inside loops.
+  `count` is how often it runs, `bytes` the size of all its results (of a reduce-scatter, whose
+  result is a part, that of its operands), and `in_loops` the number of its instructions inside
+  loops.
   """
 
   kind: str
@@ -42,9 +43,15 @@ def collectives(hlo: str) -> list[Collective]:
   computations, entry = parse(hlo)
   counts, sizes, loops = Counter(), Counter(), Counter()
   for name, times, in_loop in _visits(computations, entry, 1, False):
-    for shape, kind, start in _COLLECTIVE.findall(computations[name]):
+    for line in computations[name].splitlines():
+      if (found := _COLLECTIVE.search(line)) is None:
+        continue
+      shape, kind, start = found.groups()
       counts[kind] += times
-      sizes[kind] += times * _result_bytes(shape, bool(start), kind)
+      if kind == 'reduce-scatter':
+        sizes[kind] += times * _operand_bytes(line, computations[name])
+      else:
+        sizes[kind] += times * _result_bytes(shape, bool(start), kind)
       loops[kind] += in_loop
   return [Collective(k, counts[k], int(sizes[k]), loops[k]) for k in KINDS if counts[k]]
 
@@ -75,6 +82,16 @@ def _trips(computations, line):
   condition = computations.get(_CONDITION.search(line)[1], '')
   constants = _CONSTANT.findall(condition)
   return int(constants[0]) if len(constants) == 1 and 'direction=LT' in condition else 1
+
+
+def _operand_bytes(line: str, computation: str) -> float:
+  """Bytes of the operands of a line's instruction, from the lines that compute them."""
+  operands = line.partition('reduce-scatter')[2].partition('(')[2].partition(')')[0]
+  total = 0.0
+  for name in re.findall(r'%([\w.-]+)', operands):
+    found = re.search(rf'%{re.escape(name)} = (.*?) [\w-]+\(', computation)
+    total += _result_bytes(found[1], False, '') if found else 0.0
+  return total
 
 
 def _result_bytes(shape: str, is_start: bool, kind: str) -> float:

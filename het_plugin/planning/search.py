@@ -34,9 +34,10 @@ def largest_that_fits(
   """The largest batch or number of samples that fits, to within a sixteenth, at most `_LARGEST`.
 
   `first` is the plan of the unchanged configuration. `compile_fn` maps a value to its plan. Prints
-  a line per plan. A batch is a multiple of the number of its shards. None if nothing fits.
+  a line per plan. A batch is a multiple of its shards times the microbatches. None if nothing fits.
   """
-  unit = first['num_devices'] // first['mesh']['model'] if what == 'batch' else 1
+  shards = first['num_devices'] // first['mesh']['model']
+  unit = shards * first['num_microbatches'] if what == 'batch' else 1
   value = first[_SEARCHED[what]]
 
   def fits(candidate: int) -> bool:

@@ -77,6 +77,7 @@ def plan(request: Request) -> dict[str, Any]:
     'num_devices': len(place.devices),
     'mesh': dict(partitioner.mesh.shape),
     'batch_size': train_cfg.batch_size,
+    'num_microbatches': trainer.num_microbatches or 1,
     'num_samples': getattr(getattr(model, 'train_integrator', None), 'num_samples', None),
     'head': type(model.head).__name__ if hasattr(model, 'head') else None,
     'hbm_bytes_per_device': place.hbm_bytes,
@@ -132,10 +133,17 @@ def configure(request: Request, place: topology.Topology) -> Mapping[str, Any]:
 
 
 def _element_spec(cfg: data.DatasetConfig) -> dict[str, jax.ShapeDtypeStruct]:
-  """The spec of a task that is known here; RGB images for others, whose data may be on a pod."""
+  """The spec of a task that is known here; RGB images for others, whose data may be on a pod.
+
+  Raises:
+    ValueError: the task has rows of features, whose width only their file tells.
+  """
+  task = cfg.mixture_or_task_name
   try:
-    channels = data.task_info(cfg.mixture_or_task_name).channels
-  except Exception:  # readers that do not find their data raise many types
+    channels = data.task_info(task).channels
+  except Exception as error:  # readers that do not find their data raise many types
+    if str(task).startswith('features:'):
+      raise ValueError(f'{task}: a plan needs the file, for the width of its rows') from error
     channels = 3
   return data.element_spec(cfg, channels)
 

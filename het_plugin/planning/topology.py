@@ -23,7 +23,8 @@ class Chip:
     hbm_bytes: peak bytes/s of a chip's memory.
     link_bytes: bytes/s of one link between chips, in one direction.
     devices: number of devices that JAX shows per chip; v4 shows one, compiled as a 'megacore'.
-    default_shape: the chips of one host, used if only the generation is given.
+    default_shape: the chips of one host, used if only the generation is given. A slice has as many
+      dimensions.
   """
 
   hbm_gib: float
@@ -66,8 +67,14 @@ def parse(name: str) -> tuple[str, str]:
   generation, _, shape = name.partition(':')
   if generation == 'cpu' and re.fullmatch(r'[1-9]\d*', shape):
     return generation, shape
-  if generation in CHIPS and (not shape or re.fullmatch(r'\d+(x\d+){1,2}', shape)):
-    return generation, shape or CHIPS[generation].default_shape
+  if generation in CHIPS and (not shape or re.fullmatch(r'[1-9]\d*(x[1-9]\d*){1,2}', shape)):
+    default = CHIPS[generation].default_shape
+    dimensions = default.count('x') + 1
+    if shape and shape.count('x') + 1 != dimensions:
+      raise ValueError(
+        f'--topology={name}: a slice of {generation} has {dimensions} dimensions, as {default}'
+      )
+    return generation, shape or default
   raise ValueError(
     f'--topology={name} is unknown: write cpu:N, or a TPU generation of '
     f'{", ".join(CHIPS)}, a colon and the shape of the slice in chips, such as v3:8x8, v4:4x4x8 '

@@ -3,7 +3,7 @@
 from absl import flags
 
 import gin
-from het_plugin.config import changes, distributed
+from het_plugin.config import changes, distributed, foreign, screen
 from het_plugin.training import observer as observer_lib
 
 
@@ -25,12 +25,18 @@ def define_flags() -> None:
 
 
 def given_flags() -> list[str]:
-  """The flags of training on the command line, as arguments of training."""
-  defined = flags.FLAGS.flags_by_module_dict()
+  """The flags of training on the command line, as arguments of training.
+
+  They include those of JAX and of the log, without gin's (`sweep.make_jobs` has these).
+  """
+  ours = distributed.__name__, __name__, foreign.__name__, screen.__name__, 'absl.logging'
   return [
-    flag.serialize() for name in (distributed.__name__, __name__) for flag in defined[name]
+    flag.serialize()
+    for module, defined in sorted(flags.FLAGS.flags_by_module_dict().items())
+    if module in ours or module.partition('.')[0] == 'jax'
+    for flag in defined
     if flag.present
-  ]  # fmt: skip
+  ]
 
 
 def train_from_gin(

@@ -185,14 +185,14 @@ def define_settings_flags() -> None:
   )
 
 
-_SETTINGS = (
+SETTINGS = (
   *('image', 'topology', 'num_slices', 'max_restarts', 'grace_seconds', 'namespace', 'spot'),
   *('service_account', 'queue', 'privileged', 'node_selector', 'env'),
 )
 
 
 def settings() -> dict[str, Any]:
-  return {name: flags.FLAGS[name].value for name in _SETTINGS}
+  return {name: flags.FLAGS[name].value for name in SETTINGS}
 
 
 def define_flags() -> None:

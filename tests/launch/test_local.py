@@ -94,13 +94,13 @@ def test_the_coordinator_listens_on_loopback_unless_asked():
     ({'processes': 2, 'devices': 4, 'gpus_per_process': 1}, '--devices=4 .*--gpus_per_process=1 '),
     (
       {'processes': 2, 'gpus_per_process': 2},
-      '--gpus_per_process=2 .* 4 .*CUDA_VISIBLE_DEVICES=0,1',
+      '--gpus_per_process=2 .* 4 .*CUDA_VISIBLE_DEVICES=0,1,',
     ),
   ],
 )
 def test_wrong_numbers_are_one_sentence(settings, message):
   with pytest.raises(ValueError, match=message):
-    local.environments({'CUDA_VISIBLE_DEVICES': '0,1'}, 1234, **settings)
+    local.environments({'CUDA_VISIBLE_DEVICES': '0,1,'}, 1234, **settings)
 
 
 def test_lines_carry_the_number_of_their_process():

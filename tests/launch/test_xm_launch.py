@@ -84,7 +84,7 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
   message = run_main(xm_launch, *RUN, *GKE, '--heads=det,het,het_xl', '--name=sweep', code=2)
   assert 'kubectl' in message and 'gs://b/x/het_xl' in message
   documents = [yaml.safe_load((tmp_path / f'{i}.yaml').read_text()) for i in range(2)]
-  assert [document['metadata']['name'] for document in documents] == ['sweep-0', 'sweep-1']
+  assert [document['metadata']['name'] for document in documents] == ['sweep-det', 'sweep-het']
   spec = documents[1]['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
   assert "--gin.MODEL_DIR='gs://b/x/het'" in spec['containers'][0]['args']
 
@@ -98,6 +98,8 @@ def test_gke_applies_one_jobset_per_job(tmp_path, monkeypatch, run_main, dry_run
       ['--executor=vertex', '--model_dir=x', '--topology=v3:2x2'],
       '--executor=vertex needs --model_dir=gs://',
     ),
+    (['--model_dir=x', '--spot'], '--spot has no effect with --executor=local: it is for gke'),
+    ([*GKE, '--max_parallel=2'], '--max_parallel has no effect with --executor=gke'),
   ],
 )
 def test_one_sentence_for_a_wrong_setting(arguments, words, dry_run):

@@ -35,6 +35,16 @@ def test_kinds_counts_and_bytes():
   assert not got['all-reduce'].in_loops
 
 
+def test_a_reduce_scatter_passes_what_it_reduces():
+  """As much as the all-gather of the same array: each is half of an all-reduce."""
+
+  def function(x):  # [8, 4] on a device
+    return jax.lax.psum_scatter(x, 'model', scatter_dimension=0, tiled=True).sum()
+
+  got = {c.kind: c for c in hlo.collectives(compiled(function, P(None, 'model')))}
+  assert (got['reduce-scatter'].count, got['reduce-scatter'].bytes) == (1, 8 * 4 * 4)
+
+
 def test_loops_count_as_often_as_they_run():
   def function(x):
     def body(carry, _):

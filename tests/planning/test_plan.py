@@ -61,6 +61,12 @@ def test_a_plan_for_virtual_devices(tmp_path, run_main):
     (['--grid', '--search=batch'], '--search has an effect only without --grid'),
     (['--png=x.png'], '--png has an effect only with --grid'),
     (['--topology=cpu:8', '--mesh=4,3'], '--mesh=4,3 has 12 devices; cpu:8 has 8'),
+    (['--topology=v5p:4x4'], '--topology=v5p:4x4: a slice of v5p has 3 dimensions, as 2x2x1'),
+    (['--topology=v5e:0x4'], '--topology=v5e:0x4 is unknown'),
+    (
+      ['--topology=cpu:1', "--gin.MIXTURE_OR_TASK_NAME='features:away.npz'"],
+      'features:away.npz: a plan needs the file, for the width of its rows',
+    ),
   ],
 )
 def test_wrong_flags_are_one_sentence(run_main, flags, words):
@@ -86,31 +92,34 @@ def test_grid(tmp_path, run_main):
 # Parts.
 
 
-def fake_plan(batch, limit):
+def fake_plan(batch, limit, num_microbatches=1):
   return {
     'batch_size': batch,
     'num_samples': batch,
     'num_devices': 8,
+    'num_microbatches': num_microbatches,
     'mesh': {'data': 4, 'model': 2},
     'fits': batch <= limit,
     'peak_bytes_per_device': batch,
   }
 
 
-@pytest.mark.parametrize('start, limit', [(4, 1000), (64, 100), (4096, 4), (64, 3)])
-def test_search_finds_the_largest_that_fits(start, limit):
-  tried = []
+@pytest.mark.parametrize(
+  'start, limit, pieces', [(4, 1000, 1), (64, 100, 1), (4096, 4, 1), (64, 3, 1), (60, 100, 3)]
+)
+def test_search_finds_the_largest_that_fits(start, limit, pieces):
+  tried, unit = [], 4 * pieces
 
   def compile_fn(value):
     tried.append(value)
     return fake_plan(value, limit)
 
-  found = search.largest_that_fits('batch', fake_plan(start, limit), compile_fn)
+  found = search.largest_that_fits('batch', fake_plan(start, limit, pieces), compile_fn)
   if limit < 4:  # less than a row per shard
     assert found is None
   else:
-    assert found <= limit < found + max(4, found // 16) + 4
-    assert all(value % 4 == 0 for value in tried)
+    assert found <= limit < found + max(unit, found // 16) + unit
+    assert all(value % unit == 0 for value in tried)
   assert len(set(tried)) == len(tried) < 25
 
 

@@ -9,7 +9,8 @@ from launch import xm_launch
 from launch.gke import render
 
 GIVEN = [
-  *('--heartbeat_timeout_seconds=30', '--accept_config_changes', '--stall_timeout_seconds=60')
+  *('--heartbeat_timeout_seconds=30', '--accept_config_changes', '--stall_timeout_seconds=60'),
+  '--allow_imports=mine',
 ]
 
 
