@@ -18,9 +18,9 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Read by JAX and TensorFlow when they are first imported, which is after this file.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Tests compile for longer than they compute. Without the slow passes of LLVM and the newer code
-# generator of XLA for fused loops it takes half of the time. Two programs may then round the last
-# bit of exp or erf_inv differently.
+# Tests compile for longer than they compute. Without the slow passes of LLVM, and without XLA's
+# newer code generator for fused loops where jaxlib still has the older one, it takes half of the
+# time. Two programs may then round the last bit of exp or erf_inv differently.
 _FLAGS = (
   '--xla_force_host_platform_device_count=8',
   '--xla_backend_optimization_level=0',
