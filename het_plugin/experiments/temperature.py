@@ -247,7 +247,7 @@ class Study:
       else:
         found = [_SIMPLE if method == BASELINE else self._online(method, variant)]
       runs += [self._run(bindings, length)[0] for bindings, length in found]
-    trainings.check_used(self.base.gin_bindings, runs, self.folder)
+    trainings.check_used(self.base.gin_bindings, runs, self.folder, _READ)
 
   def _fixed(self, tau: float, split: str) -> Trained:
     """A training with a constant tau on the split that a macro names."""
@@ -323,6 +323,8 @@ class Study:
     )
 
 
+# What `_run` makes the steps and the optimizer of a training from.
+_READ = ('TRAIN_STEPS', 'TRAIN_EXAMPLES', 'TRAIN_EPOCHS', 'OPTIMIZER')
 _SIMPLE = ['train/DatasetConfig.split = %FULL_SPLIT'], 1.0
 
 

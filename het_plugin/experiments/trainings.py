@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,23 @@ def complete(
   return True
 
 
-def check_used(typed: Sequence[str], runs: Sequence[Training], run_dir: Path) -> None:
+def check_used(
+  typed: Sequence[str], runs: Sequence[Training], run_dir: Path, read: Collection[str] = ()
+) -> None:
   """Checks bindings of the command line against the runs of a study, of which they are part.
 
   Args:
     typed: bindings 'NAME = VALUE'.
     runs: one or more, with the bindings that the study adds.
     run_dir: as of `complete`; the configuration of the last run stays parsed.
+    read: names whose values the study makes its own of.
 
   Raises:
     ValueError: no run uses a binding (`uses.check`), or all of them bind something else in its
       place.
   """
-  texts, overridden = [], list(typed)
+  texts = []
+  overridden = [binding for binding in typed if binding.partition('=')[0].strip() not in read]
   for run in runs:
     run.parse(run_dir)
     texts.append(gin.config_str())

@@ -99,6 +99,7 @@ def test_what_a_method_trains(tmp_path, monkeypatch, row, steps, every, split):
   """By the configuration that each run would be trained with."""
   base = trainings.Training(['het_plugin/gin/runs/temperature_glyphs.gin'], ['TRAIN_STEPS = 400'])
   study = temperature.Study(base, tmp_path, 2)
+  study.check_used(['grid:validation' if row == 'fixed' else row])  # though 400 becomes 450
 
   def complete(run, folder):
     run.parse(folder)
