@@ -1,12 +1,11 @@
 """What the benchmarks share: their flags, the table that they print and the JSON file."""
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from het_plugin.reporting import aligned
+from het_plugin import reporting
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -52,12 +51,13 @@ def numbers(text):
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
   """Prints aligned columns, numbers with four significant digits."""
   cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row] for row in rows]
-  print(aligned([header, *cells]))
+  print(reporting.aligned([header, *cells]))
 
 
 def write_json(path: Path | None, result: dict | list) -> None:
+  """Writes the result to the path of --json, NaN as null."""
   if path is not None:
-    path.write_text(json.dumps(result, indent=1) + '\n')
+    reporting.write_json(result, path)
 
 
 def report(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:

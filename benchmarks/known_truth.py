@@ -485,10 +485,15 @@ def main():
   for number, (seed, problem) in enumerate(itertools.product(args.seed, problems), start=1):
     key = {**dataclasses.asdict(problem), 'seed': seed, 'truth': args.truth}
     done = {row['head'] for row in rows if key.items() <= row.items()}
-    if done.issuperset(args.heads):
+    wanted = set(args.heads)
+    if args.from_truth:
+      wanted |= {args.truth, f'{args.truth} from the truth'}
+    if done >= wanted:
       continue
     start = time.process_time()
     heads = [head for head in args.heads if head not in done]
+    if args.from_truth and args.truth not in heads:
+      heads.append(args.truth)
     found = measure(problem, args.truth, heads, seed, args.from_truth)
     rows += [row for row in found if row['head'] not in done]
     write_json(args.json, rows)

@@ -110,9 +110,11 @@ def main():
   rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
   warnings.simplefilter('ignore', ConvergenceWarning)  # of what compiles
   for problem, seed in itertools.product(args.problems, args.seeds):
-    if not any((row['problem'], row['seed']) == (problem, seed) for row in rows):
-      found = measure(problem, seed, args.heads, args.rows)
-      rows += found
+    key = {'problem': problem, 'seed': seed, 'n': len(PROBLEMS[problem](seed)[0][0][: args.rows])}
+    done = {row['head'] for row in rows if key.items() <= row.items()}
+    if left := [head for head in args.heads if head not in done]:
+      found = measure(problem, seed, left, args.rows)
+      rows += [row for row in found if row['head'] not in done]
       write_json(args.json, rows)
       print(problem, seed, *(f'{row["nll"]:.4f}' for row in found), flush=True)
   print_table(list(rows[0]), [list(row.values()) for row in rows])

@@ -519,7 +519,9 @@ def main():
   parser.add_argument(
     '--seeds', type=integers, help='0,1 for example, in place of those of the grid'
   )
-  parser.add_argument('--data', type=Path, help="folder of people's labels, which are added")
+  parser.add_argument(
+    '--data', type=Path, help="folder of people's labels, which take the place of the grid"
+  )
   parser.add_argument(
     '--features', type=Path, nargs=2, help='files of imagenet_features.py for CIFAR-10 and Omniglot'
   )
@@ -547,9 +549,10 @@ def run(args, rows):
   """Measures what rows lack."""
   warnings.simplefilter('ignore', ConvergenceWarning)  # gradients are among the results
   methods = [x for x in args.heads if args.cleanlab or x != 'cleanlab']
-  points = [(as_problem(text), 1) for text in args.problem or ()] or grid()
+  points = [(as_problem(text), 1) for text in args.problem or ()]
   if args.data:
-    points = [(kind, 3) for kind in args.people]
+    points += [(kind, 3) for kind in args.people]
+  points = points or grid()
   work = [(p, seed) for p, seeds in points for seed in args.seeds or range(seeds)]
   for number, (point, seed) in enumerate(work, start=1):
     start = time.process_time()

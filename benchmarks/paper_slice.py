@@ -92,12 +92,11 @@ def main():
     for head in args.heads
   ]
   report(args.json, rows)
-  peaks = {row['head']: row['peak_gib'] for row in rows if row['mesh'] == rows[0]['mesh']}
+  first = {name: rows[0][name] for name in ('backbone', 'mesh')}
+  peaks = {row['head']: row['peak_gib'] for row in rows if first.items() <= row.items()}
   if peaks.get('det') and peaks.get('het_xl'):
-    print(
-      f'mesh {rows[0]["mesh"]}: HET-XL takes {peaks["het_xl"] / peaks["det"]:.3f} of the memory of '
-      'DET'
-    )
+    ratio = peaks['het_xl'] / peaks['det']
+    print(f'{", ".join(first.values())}: HET-XL takes {ratio:.3f} of the memory of DET')
 
 
 if __name__ == '__main__':

@@ -66,6 +66,11 @@ class TextTransformer(nn.Module):
   def __post_init__(self):
     check_positive(self, 'vocab_size', 'vocab_multiple')
     check_encoder(self, POOLINGS)
+    if self.causal and self.pooling == 'token':
+      raise ValueError(
+        "TextTransformer.pooling='token' with causal=True sees no text: the token comes first. "
+        "Take 'last'"
+      )
     super().__post_init__()
 
   @property

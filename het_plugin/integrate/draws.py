@@ -25,6 +25,13 @@ posterior, KL(q | posterior). With N [m, K] the noise of the logits along the ax
 steps with E_q over fixed points find it. They need products with N only. q's tails are lighter than
 the posterior's, so only a share of the precision is used (`SHARE`).
 
+Large noise. Where the noise is many times tau, the softmax is near a step function, and far from
+the mode the posterior is as wide as N(0, I). The weights then have no variance, and the estimate
+collapses. So where the shares of the precision sum to more than `MAX_SHARES`, or the fit does not
+settle, the second half of the points is drawn from N(0, I), and every weight is 2 N / (N + q). It
+is at most 2 (a defensive mixture, Hesterberg 1995, "Weighted average importance sampling and
+defensive mixture distributions").
+
 Axes. Where the posterior differs from N(0, I) is what the label's gradients span. Each axis is the
 gradient of log softmax_y at the mode in the span of the axes before it, less its part in that span,
 as in a Krylov method. An axis costs one product with G and one with its transpose. The first axes
@@ -37,6 +44,7 @@ and the axes, in place of T. Many samples take one point each, and the principal
 the axes.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -56,6 +64,8 @@ POINTS_PER_DRAW = 8
 NUM_FIT_STEPS = 3
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 SHARE = 0.4
+MAX_SHARES = 6.0
+MAX_LAST_STEP = 1.0  # of a fit, as `MAX_STEP`
 HIGHEST = jax.lax.Precision.HIGHEST  # an axis that is not orthonormal is a bias
 # The normals over which a fit takes E_q, [16, MAX_AXES]: the first points of `sobol` for the key 0.
 # A program that computes them is larger by a tenth.
@@ -87,24 +97,50 @@ class Fit:
     axes: orthonormal [B, m, T]; outside their span q is N(0, I).
     mean: of q along the axes, [B, m].
     root: the lower triangular L [B, m, m] whose L L^T is the precision of q along the axes.
+    is_mixed: 1 for examples with large noise, whose points are of the mixture, else 0, [B].
+    num_points: of an estimate, of which the second half is drawn from N(0, I) if mixed.
   """
 
   axes: jax.Array
   mean: jax.Array
   root: jax.Array
+  is_mixed: jax.Array
+  num_points: int = struct.field(pytree_node=False, default=1)
 
   def letters(self) -> 'Fit':
     """As in `Draws`."""
-    return Fit(dims('bmt'), dims('bm'), dims('bmn'))
+    return Fit(dims('bmt'), dims('bm'), dims('bmn'), dims('b'), self.num_points)
 
-  def along(self, normals: jax.Array) -> jax.Array:
+  @property
+  def _num_prior(self) -> int:
+    return self.num_points // 2
+
+  def along(self, normals: jax.Array, sample_index: jax.Array) -> jax.Array:
+    """Coordinates along the axes [B, s, m] of points with numbers [s], from standard normals of
+    that shape.
+    """
+    found = self.of_q(normals)
+    is_prior = (sample_index >= self.num_points - self._num_prior)[:, None]  # [s, 1]
+    return jnp.where(is_prior & (self.is_mixed[:, None, None] > 0), normals, found)
+
+  def of_q(self, normals: jax.Array) -> jax.Array:
     """Coordinates along the axes [B, s, m] of draws from q, from standard normals of that shape."""
     shape = (self.root.shape[0], *normals.shape[1:])
     normals = jnp.broadcast_to(normals.astype(self.root.dtype), shape)
     return self.mean[:, None] + jax.lax.linalg.triangular_solve(self.root, normals, lower=True)
 
   def log_weight(self, along: jax.Array) -> jax.Array:
-    """log N(z; 0, I) - log q(z), [B, s], for coordinates along the axes [B, s, m]."""
+    """log N(z; 0, I) minus the log-density of the points, [B, s], for coordinates along the axes
+    [B, s, m].
+    """
+    share = self._num_prior / self.num_points
+    weight = self._log_weight_of_q(along)
+    if not share:
+      return weight
+    mixed = -jnp.logaddexp(math.log(share), math.log1p(-share) - weight)
+    return jnp.where(self.is_mixed[:, None] > 0, mixed, weight)
+
+  def _log_weight_of_q(self, along):
     normals = jnp.einsum('bsm,bmn->bsn', along - self.mean[:, None], self.root)
     log_root = jnp.log(jnp.diagonal(self.root, axis1=-2, axis2=-1)).sum(axis=-1)
     squares = jnp.square(normals) - jnp.square(along)
@@ -137,7 +173,7 @@ class Draws:
     if self.fit is None:
       return self._rotated(z)
     count = self.fit.mean.shape[-1]
-    along = self.fit.along(z[..., :count])
+    along = self.fit.along(z[..., :count], sample_index)
     return self._rotated(z.at[..., :count].set(0.0)) + on_axes(along, self.fit.axes)
 
   def _rotated(self, z):
@@ -149,7 +185,7 @@ class Draws:
     return z - jnp.einsum('bsm,bmt->bst', along, right, precision=HIGHEST)
 
   def log_weight(self, z: jax.Array) -> jax.Array:
-    """log N(z; 0, I) - log q(z), [B, s], for normals z [B, s, T] drawn from q."""
+    """As of `Fit`, for normals z [B, s, T]."""
     if self.fit is None:
       return jnp.zeros(z.shape[:2], z.dtype)
     along = jnp.einsum('bst,bmt->bsm', z, self.fit.axes, precision=HIGHEST)
@@ -189,7 +225,8 @@ class NestedDraws:
 
   def normals(self, sampler: Sampler, sample_index: jax.Array, num_normals: int) -> jax.Array:
     """z [B, s, S + m]; num_normals is S + m."""
-    along = self.fit.along(sampler(self.keys, sample_index, num_normals - self.num_draws))
+    z = sampler(self.keys, sample_index, num_normals - self.num_draws)
+    along = self.fit.along(z, sample_index)
     draw = jax.nn.one_hot(sample_index % self.num_draws, self.num_draws, dtype=along.dtype)
     draw *= jnp.where(sample_index // self.num_draws % 2, -1.0, 1.0)[:, None]
     draw = jnp.broadcast_to(draw, (*along.shape[:2], self.num_draws))
@@ -235,11 +272,16 @@ def fit(
     second = jnp.einsum('bmk,bnk->bmn', noise * p[:, None], noise)
     return second - along[:, :, None] * along[:, None]
 
+  def centred(noise):
+    """Less what all classes share, which no softmax sees and which would cancel in float32."""
+    return noise - jnp.sum(p_0 * noise, axis=-1, keepdims=True)
+
+  p_0 = jax.nn.softmax(location)[:, None]
   axes, noise, mean = zero[:, :0], to_logits(zero)[:, :0], zero[:, 0, :0]
   for _ in range(min(count, num_normals)):
     slope, p = gradient(mean, noise)
     axes = with_axis(axes, slope)
-    noise = jnp.concatenate([noise, to_logits(axes[:, -1:])], axis=1)
+    noise = jnp.concatenate([noise, centred(to_logits(axes[:, -1:]))], axis=1)
     mean = newton_step(axes, slope, mean, curvature(p, noise))
 
   def expectations(at):
@@ -285,9 +327,10 @@ def newton_step(
 
 
 def root_of(curvature: jax.Array) -> jax.Array:
-  """The lower triangular L [B, m, m] of I + curvature = L L^T."""
-  precision = curvature + jnp.eye(curvature.shape[-1], dtype=curvature.dtype)
-  return jax.lax.linalg.cholesky(precision, symmetrize_input=False)
+  """The lower triangular L [B, m, m] of I + curvature = L L^T; I where rounding leaves none."""
+  eye = jnp.eye(curvature.shape[-1], dtype=curvature.dtype)
+  root = jax.lax.linalg.cholesky(curvature + eye, symmetrize_input=False)
+  return jnp.where(jnp.isfinite(root).all(axis=(1, 2), keepdims=True), root, eye)
 
 
 def solved(root: jax.Array, slope: jax.Array) -> jax.Array:
@@ -299,7 +342,8 @@ def solved(root: jax.Array, slope: jax.Array) -> jax.Array:
 
 
 def clipped(step: jax.Array) -> jax.Array:
-  """Steps [B, m], no longer than `MAX_STEP`."""
+  """Steps [B, m], no longer than `MAX_STEP`; 0 where they are not finite."""
+  step = jnp.where(jnp.isfinite(step).all(axis=-1, keepdims=True), step, 0.0)
   length = jnp.linalg.norm(step, axis=-1, keepdims=True)
   return step * jnp.minimum(1.0, MAX_STEP / jnp.where(length > 0, length, 1.0))
 
@@ -313,12 +357,22 @@ def fit_along(
   that `fit` defines.
   """
   points = jnp.asarray(FIT_POINTS[None, :, : axes.shape[1]], mean.dtype)
-  root = root_of(expectations(mean[:, None])[1])
+
+  def shares(curvature):
+    return SHARE * jnp.trace(curvature, axis1=1, axis2=2)
+
+  curvature = expectations(mean[:, None])[1]
+  root, largest = root_of(curvature), shares(curvature)
   for _ in range(NUM_FIT_STEPS):  # no loop of the program, where devices would wait for each other
-    slope, curvature = expectations(Fit(axes, mean, root).along(points))
-    root = root_of(curvature)
-    mean = mean + clipped(solved(root, slope - mean))
-  return jax.lax.stop_gradient(Fit(axes, mean, root_of(SHARE * curvature)))
+    slope, curvature = expectations(Fit(axes, mean, root, mean[:, 0]).of_q(points))
+    # Of all steps, because far out the softmax may be flat.
+    root, largest = root_of(curvature), jnp.maximum(largest, shares(curvature))
+    step = clipped(solved(root, slope - mean))
+    mean = mean + step
+  # Also where they are not finite, and where the mean does not settle: there the softmax is a step.
+  is_good = (largest <= MAX_SHARES) & (jnp.linalg.norm(step, axis=-1) <= MAX_LAST_STEP)
+  is_mixed = 1 - is_good.astype(mean.dtype)
+  return jax.lax.stop_gradient(Fit(axes, mean, root_of(SHARE * curvature), is_mixed))
 
 
 def principal_directions(

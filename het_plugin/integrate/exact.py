@@ -287,4 +287,6 @@ def _streamed_variance(scale, loading, kernel, size):
     return jax.lax.scan(add, zero, groups)[0]
 
   inputs = 'bq', 'brq' if scale is None else 'rq', 'qk'
-  return placement.Placement.current().shard_map(local, inputs, 'bk')(scale, loading, kernel)
+  batch = (loading if scale is None else scale).shape[0]
+  where = placement.Placement.current(batch)
+  return where.shard_map(local, inputs, 'bk')(scale, loading, kernel)

@@ -394,6 +394,7 @@ class Integrator:
   ) -> tuple[Plan, GaussianLogits, Draws | NestedDraws]:
     """The problem of a loss whose samples follow a fit, and then the directions [B, m, T]."""
     whole = dataclasses.replace(self, num_samples=self._num_points)
+    around = dataclasses.replace(around, num_points=whole.num_samples)
     count, num_normals = around.axes.shape[1:]
     if whole.num_samples == self.num_samples or num_normals <= self.num_samples + count:
       leading = around.axes

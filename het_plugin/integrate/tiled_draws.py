@@ -52,7 +52,8 @@ def fit(tiling: Tiling, source: Source, noise: LowRank, label: jax.Array, count:
     return draws_lib.fit_along(axes, mean, _expectations(start, at_label, noise.noise(axes)))
 
   source, noise = jax.lax.stop_gradient((source, noise))
-  inputs, outputs = (*_letters(source, noise), dims('b')), Fit(dims('bmt'), dims('bm'), dims('bmn'))
+  inputs = *_letters(source, noise), dims('b')
+  outputs = Fit(dims('bmt'), dims('bm'), dims('bmn'), dims('b'))
   run = tiling.placement.shard_map(local, inputs, outputs)
   return jax.lax.stop_gradient(run(source, noise, label))
 

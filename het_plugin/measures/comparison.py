@@ -46,7 +46,7 @@ def _t_tests(gaps: np.ndarray, of_rows: str, of_columns: str) -> dict[str, float
   found = {'mean': float(gaps.mean())}
   for name, means in ((of_rows, gaps.mean(axis=1)), (of_columns, gaps.mean(axis=0))):
     found[f'stderr_{name}'] = found[f'p_{name}'] = None
-    if len(means) > 1 and np.ptp(means):
+    if len(means) > 1 and np.ptp(means) > 1e-12 * np.abs(means).max():  # else rounding
       found[f'stderr_{name}'] = float(scipy.stats.sem(means))
       found[f'p_{name}'] = float(scipy.stats.ttest_1samp(means, 0.0).pvalue)
   return found

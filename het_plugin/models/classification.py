@@ -200,7 +200,7 @@ class ClassificationModel:
     )
     keys = self._keys(noise_rng, batch)
     nll = soft_labels.nll(self.train_integrator, logits, batch, keys, self.label_smoothing)
-    correct = soft_labels.correct(top_class(logits), batch)
+    correct = soft_labels.correct(top_class(logits), batch, logits.link)
     nll_weighted = nll * batch.get('weight', 1.0)
     loss = batches.mean_loss(nll_weighted, mask, self.loss_normalizing_factor, auxiliary_loss)
     return loss, metrics_lib.base_metrics(nll, correct, logits.temperature, mask) | auxiliary
@@ -217,8 +217,8 @@ class ClassificationModel:
       nll = soft_labels.nll(self.eval_integrator, logits, batch, self._eval_keys(batch))
     else:
       target = soft_labels.targets(batch, logits)
-      nll = jnp.where(target > 0, -target * log_prob, 0.0).sum(-1)
-    correct = soft_labels.correct(top, batch)
+      nll = jnp.where(target == 0, 0.0, -target * log_prob).sum(-1)
+    correct = soft_labels.correct(top, batch, logits.link)
     metrics = metrics_lib.base_metrics(nll, correct, logits.temperature, mask)
     metrics['ece'] = metrics_lib.ExpectedCalibrationError.from_model_output(
       jnp.exp(top_log_prob), correct, mask=mask

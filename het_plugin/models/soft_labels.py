@@ -23,19 +23,23 @@ def targets(batch: Batch, logits: GaussianLogits, smoothing: float = 0.0) -> jax
 
   `smoothing` is the share of the target that is spread evenly over the classes (softmax) or over on
   and off (sigmoid) (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7).
+
+  A label of K or more makes its row NaN, as the loss of `Integrator.nll`.
   """
   labels = batch['label']
   weights = batch.get('label_weight', jnp.ones(labels.shape, jnp.float32))
   classes = jnp.arange(logits.location.shape[-1])
   target = jnp.where(labels[..., None] == classes, weights[..., None], 0.0).sum(1)  # [B, Kp]
   real = classes < logits.num_classes
+  is_wrong = (labels >= logits.num_classes).any(-1, keepdims=True)
+  target = jnp.where(is_wrong, jnp.nan, target)
   if logits.link == 'sigmoid':
     target = (1 - smoothing) * jnp.minimum(target, 1.0) + smoothing / 2
     return jnp.where(real, target, 0.0)
   total = target.sum(-1, keepdims=True)
   target = target / jnp.maximum(total, 1e-12)
   smoothed = (1 - smoothing) * target + smoothing / logits.num_classes
-  return jnp.where(real & (total > 0), smoothed, 0.0)
+  return jnp.where(real & (total != 0), smoothed, 0.0)
 
 
 def expected_nll(
@@ -46,7 +50,7 @@ def expected_nll(
 ) -> jax.Array:
   """The expectation over labels drawn from `targets` [B, Kp] of -log p(labels | x), float32 [B]."""
   on = integrator.log_prob(logits, keys)  # [B, Kp]
-  nll = jnp.where(target > 0, -target * on, 0.0)
+  nll = jnp.where(target == 0, 0.0, -target * on)
   if logits.link == 'sigmoid':  # the noise is symmetric: p(off) is p(on) of the mirrored logits
     off = integrator.log_prob(mirrored(logits), keys)
     real = jnp.arange(target.shape[-1]) < logits.num_classes
@@ -67,9 +71,15 @@ def nll(
   return expected_nll(integrator, logits, targets(batch, logits, smoothing), keys)
 
 
-def correct(classes: jax.Array, batch: Batch) -> jax.Array:
-  """Whether each class, int32 [B], is among the labels; with weights, the weight of the class."""
+def correct(classes: jax.Array, batch: Batch, link: str) -> jax.Array:
+  """The probability that each class, int32 [B], is the label, float32 [B].
+
+  It is the weight of the class or, without weights, its share of the votes (softmax), or whether it
+  is among the labels (sigmoid).
+  """
   same = classes[:, None] == batch['label']  # [B, L]
   if 'label_weight' in batch:
     return jnp.where(same, batch['label_weight'], 0.0).sum(-1)
-  return same.any(-1).astype(jnp.float32)
+  if link == 'sigmoid':
+    return same.any(-1).astype(jnp.float32)
+  return same.sum(-1) / jnp.maximum((batch['label'] >= 0).sum(-1), 1).astype(jnp.float32)

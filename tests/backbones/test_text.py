@@ -99,6 +99,10 @@ def test_on_a_mesh():
   [
     (lambda: text_transformer('S/16'), "variant='S/16' .*Ti, S, B"),
     (lambda: dataclasses.replace(TINY, pooling='gap'), "pooling='gap' .* last, token"),
+    (
+      lambda: dataclasses.replace(TINY, pooling='token', causal=True),
+      "pooling='token' with causal=True sees no text",
+    ),
     (lambda: TINY.init(jax.random.key(0), np.ones((2, 3))), 'text .*float64; .*int32'),
   ],
 )

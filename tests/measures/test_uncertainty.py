@@ -271,8 +271,7 @@ def test_votes_are_scored_as_in_the_evaluation_of_a_training():
   model = types.SimpleNamespace(location=jnp.zeros((N, K)), link='softmax', num_classes=K)
   batch = {'label': jnp.asarray(labels)}
   np.testing.assert_allclose(soft_labels.targets(batch, model), shares, rtol=1e-6)
-  weights = (labels >= 0) / (labels >= 0).sum(axis=1, keepdims=True)
-  found = soft_labels.correct(jnp.asarray(top[:, 0]), batch | {'label_weight': weights})
+  found = soft_labels.correct(jnp.asarray(top[:, 0]), batch, 'softmax')
   np.testing.assert_allclose(found, listed.correct, rtol=1e-6)
 
 

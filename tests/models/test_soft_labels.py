@@ -56,7 +56,23 @@ def test_smoothing_spreads_the_target():
 def test_accuracy_of_soft_labels_is_the_share_that_agrees():
   label = jnp.array([[0, 1], [2, -1]])
   top = jnp.array([1, 2])
-  np.testing.assert_array_equal(soft_labels.correct(top, {'label': label}), [1, 1])
+  np.testing.assert_array_equal(soft_labels.correct(top, {'label': label}, 'sigmoid'), [1, 1])
+  np.testing.assert_array_equal(soft_labels.correct(top, {'label': label}, 'softmax'), [0.5, 1])
+  votes = {'label': jnp.array([[0, 0, 1, 2], [-1, -1, -1, -1]])}
+  np.testing.assert_array_equal(soft_labels.correct(top, votes, 'softmax'), [0.25, 0])
   weights = jnp.array([[0.7, 0.3], [1.0, 0.0]])
   batch = {'label': label, 'label_weight': weights}
-  np.testing.assert_allclose(soft_labels.correct(top, batch), [0.3, 1.0])
+  np.testing.assert_allclose(soft_labels.correct(top, batch, 'softmax'), [0.3, 1.0])
+
+
+@pytest.mark.parametrize('link', ['softmax', 'sigmoid'])
+def test_a_label_that_is_no_class_is_nan_with_weights_and_smoothing_too(link):
+  logits = logits_of('det', link)
+  label = jnp.arange(len(logits.location), dtype=jnp.int32)[:, None] % K
+  label = label.at[1].set(K)
+  for batch, smoothing in (
+    ({'label': label, 'label_weight': jnp.ones(label.shape)}, 0.0),
+    ({'label': label}, 0.1),
+  ):
+    nll = soft_labels.nll(Integrator(), logits, batch, None, smoothing)
+    assert np.isnan(nll[1]) and np.isfinite(np.delete(nll, 1)).all()
