@@ -441,6 +441,13 @@ def main():
   args = parser.parse_args()
   if args.noises and not args.equal_accuracy:
     parser.error('--noises needs --equal_accuracy')
+  unread = ()
+  if max(args.classes) >= MANY_CLASSES:
+    unread = ('sampler', 'shared_draws', 'trials')
+  elif args.equal_accuracy:
+    unread = ('sampler', 'samples')
+  if given := [name for name in unread if getattr(args, name) != parser.get_default(name)]:
+    parser.error(f'--{given[0]} has no effect with these --classes or --equal_accuracy')
   if args.tokamax and not importlib.util.find_spec('tokamax'):
     parser.error('--tokamax needs the package tokamax: pip install tokamax')
   if max(args.classes) >= MANY_CLASSES:

@@ -1,4 +1,4 @@
-"""A completion script for bash, and for zsh after `bashcompinit`, of the command het-plugin."""
+"""A completion script for bash of the command het-plugin."""
 
 import importlib
 from collections.abc import Iterable
