@@ -426,6 +426,8 @@ def over_seeds(rows):
   """{(point, head): {column: (mean, standard error, number of seeds)}}."""
   groups = {}
   for row in rows:
+    if row['kind'] in FILES:  # the share is that of a split
+      row = row | {'share': None}
     groups.setdefault((*(row[name] for name in POINT), row['head']), []).append(row)
   means = {}
   for key, found in groups.items():
