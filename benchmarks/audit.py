@@ -13,9 +13,10 @@ classes. All methods score the same rows out of the same folds:
     HEAD, p of the label  the location's probability of the label alone
 
 Rows: AUROC and average precision of the wrong labels, and the precision of as many rows as are
-wrong; means over seeds, with the standard error of the average precision. `share` is the estimate
-of the wrong labels, that of cleanlab by its number of label issues. Ten minutes of CPU time;
-seconds with --data linear --kinds next --shares 0.3 --seeds 2 --rows 300 --heads det.
+wrong; means over seeds, with the standard error of the average precision. `share` is the estimated
+share of wrong labels. For cleanlab it is the number of label issues over the number of rows. All
+data take ten minutes of CPU time. A few seconds are enough for --data linear --kinds next
+--shares 0.3 --seeds 2 --rows 300 --heads det.
 
     python benchmarks/audit.py --stream --rows 1000000
 

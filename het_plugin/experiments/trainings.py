@@ -72,13 +72,13 @@ def complete(
 def check_used(
   typed: Sequence[str], runs: Sequence[Training], run_dir: Path, read: Collection[str] = ()
 ) -> None:
-  """Checks bindings of the command line against the runs of a study, of which they are part.
+  """Checks that bindings of the command line have an effect on the runs of a study.
 
   Args:
     typed: bindings 'NAME = VALUE'.
-    runs: one or more, with the bindings that the study adds.
+    runs: one or more. They have the typed bindings, and those that the study adds.
     run_dir: as of `complete`; the configuration of the last run stays parsed.
-    read: names whose values the study makes its own of.
+    read: names that the study reads and replaces; they have an effect.
 
   Raises:
     ValueError: no run uses a binding (`uses.check`), or all of them bind something else in its

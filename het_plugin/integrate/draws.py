@@ -64,7 +64,7 @@ POINTS_PER_DRAW = 8
 NUM_FIT_STEPS = 3
 MAX_STEP = 2.0  # of the mean of q, in standard deviations of the noise
 SHARE = 0.4
-MAX_SHARES = 6.0
+MAX_SHARES = 6.0  # of the precision, summed over the axes
 MAX_LAST_STEP = 1.0  # of a fit, as `MAX_STEP`
 HIGHEST = jax.lax.Precision.HIGHEST  # an axis that is not orthonormal is a bias
 # The normals over which a fit takes E_q, [16, MAX_AXES]: the first points of `sobol` for the key 0.
@@ -97,8 +97,8 @@ class Fit:
     axes: orthonormal [B, m, T]; outside their span q is N(0, I).
     mean: of q along the axes, [B, m].
     root: the lower triangular L [B, m, m] whose L L^T is the precision of q along the axes.
-    is_mixed: 1 for examples with large noise, whose points are of the mixture, else 0, [B].
-    num_points: of an estimate, of which the second half is drawn from N(0, I) if mixed.
+    is_mixed: [B], 1 for an example with large noise, else 0. It has the points of the mixture.
+    num_points: the number of points. The mixture draws the second half of them from N(0, I).
   """
 
   axes: jax.Array
@@ -119,15 +119,10 @@ class Fit:
     """Coordinates along the axes [B, s, m] of points with numbers [s], from standard normals of
     that shape.
     """
-    found = self.of_q(normals)
+    normals = normals.astype(self.root.dtype)
+    found = from_q(self.mean, self.root, normals)
     is_prior = (sample_index >= self.num_points - self._num_prior)[:, None]  # [s, 1]
     return jnp.where(is_prior & (self.is_mixed[:, None, None] > 0), normals, found)
-
-  def of_q(self, normals: jax.Array) -> jax.Array:
-    """Coordinates along the axes [B, s, m] of draws from q, from standard normals of that shape."""
-    shape = (self.root.shape[0], *normals.shape[1:])
-    normals = jnp.broadcast_to(normals.astype(self.root.dtype), shape)
-    return self.mean[:, None] + jax.lax.linalg.triangular_solve(self.root, normals, lower=True)
 
   def log_weight(self, along: jax.Array) -> jax.Array:
     """log N(z; 0, I) minus the log-density of the points, [B, s], for coordinates along the axes
@@ -235,6 +230,12 @@ class NestedDraws:
   def log_weight(self, z: jax.Array) -> jax.Array:
     """As in `Draws`."""
     return self.fit.log_weight(z[..., self.num_draws :])
+
+
+def from_q(mean: jax.Array, root: jax.Array, normals: jax.Array) -> jax.Array:
+  """Coordinates along the axes [B, s, m] of draws from q, from standard normals [B or 1, s, m]."""
+  normals = jnp.broadcast_to(normals, (root.shape[0], *normals.shape[1:]))
+  return mean[:, None] + jax.lax.linalg.triangular_solve(root, normals, lower=True)
 
 
 def num_axes(num_samples: int) -> int:
@@ -364,7 +365,7 @@ def fit_along(
   curvature = expectations(mean[:, None])[1]
   root, largest = root_of(curvature), shares(curvature)
   for _ in range(NUM_FIT_STEPS):  # no loop of the program, where devices would wait for each other
-    slope, curvature = expectations(Fit(axes, mean, root, mean[:, 0]).of_q(points))
+    slope, curvature = expectations(from_q(mean, root, points))
     # Of all steps, because far out the softmax may be flat.
     root, largest = root_of(curvature), jnp.maximum(largest, shares(curvature))
     step = clipped(solved(root, slope - mean))

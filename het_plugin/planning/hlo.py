@@ -23,9 +23,8 @@ _CONSTANT = re.compile(r'= s32\[\]\S* constant\((\d+)\)')
 class Collective:
   """One of `KINDS` of collectives of a program, on one device.
 
-  `count` is how often it runs, `bytes` the size of all its results (of a reduce-scatter, whose
-  result is a part, that of its operands), and `in_loops` the number of its instructions inside
-  loops.
+  `count` is how often it runs. `bytes` is the size of all its results; for a reduce-scatter it is
+  the size of the operands. `in_loops` is the number of its instructions inside loops.
   """
 
   kind: str

@@ -91,12 +91,11 @@ class SplitFiles:
 
   def _differs(self, path: Path, found: Mapping[str, Any], overwrite: bool) -> bool:
     """Whether a file has other settings; a ValueError with both unless it may be replaced."""
-    shown = {
-      name: _shown(name, found.get(name), value)
+    different = [
+      text
       for name, value in self.settings.items()
-      if found.get(name) != value
-    }
-    different = [text for text in shown.values() if text]
+      if found.get(name) != value and (text := _shown(name, found.get(name), value))
+    ]
     if different and not overwrite:
       raise ValueError(
         f'{path} was made with other settings ({"; ".join(different)}): give another '
