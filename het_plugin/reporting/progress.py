@@ -36,6 +36,9 @@ class Progress:
   ):
     """Starts at `done`, which the rate leaves out.
 
+    It also leaves out a first update of at most 1% of what is left, which is shown with the next:
+    most loops compile in it.
+
     Two lines are at least `seconds` apart: without a terminal, math.inf shows nothing. A loop that
     ends before `first` seconds shows nothing; None is a bar at once, and a line after `seconds`.
     """
@@ -56,8 +59,11 @@ class Progress:
 
   def update(self, number: int = 1, note: str = '') -> None:
     """Adds to the count; `note` is shown behind it, such as a loss."""
-    self.count += number
     now = time.monotonic()
+    if self.count == self._start_count and number <= (self._total - self.count) / 100:
+      self._start, self._start_count = now, self.count + number
+      self._next = max(self._next, now + self._pause)
+    self.count += number
     if not self._shown or now < self._next:
       return
     self._next = now + self._pause

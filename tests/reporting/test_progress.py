@@ -25,6 +25,16 @@ def test_a_log_gets_a_line_now_and_then():
   assert progress.count == 1750
 
 
+def test_the_rate_leaves_out_a_first_update_that_compiles(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+  log = io.StringIO()
+  with Progress('train', 1000, stream=log) as progress:
+    for now[0] in (60.0, 61.0, 71.0):
+      progress.update(10)
+  assert log.getvalue() == 'train: 30 of 1,000 images, 2/s, ETA 0:08:54\n'
+
+
 def test_a_terminal_gets_a_bar():
   terminal = Terminal()
   with Progress('train', 2000, done=500, stream=terminal) as progress:
