@@ -6,6 +6,7 @@ multiple of `class_multiple`. It does not depend on the mesh, so checkpoints mov
 and every mesh whose model axis divides `class_multiple` can shard it.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -415,7 +416,7 @@ class HetXL(Heteroscedastic):
       )
     if isinstance(get_logits, nn.Module):
       module, params = get_logits.unbind()
-      projection = Opaque(phi, params, module.apply)
+      projection = Opaque(phi, params, _Apply(module))
     else:
       # What it closes over becomes an argument, for gradients. Of one row, since the result keeps
       # the shapes of its trace, and integrators call it with B s rows.
@@ -423,6 +424,16 @@ class HetXL(Heteroscedastic):
       of_rows = jax.vmap(function, (0, *[None] * len(params)))
       projection = Opaque(phi, params, lambda params, phi: of_rows(phi, *params))
     return self.gaussian(location.astype(phi.dtype), covariance, projection)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apply:
+  """module.apply, but equal where the modules are: a bound method compiles again at each call."""
+
+  module: nn.Module
+
+  def __call__(self, params, phi):
+    return self.module.apply(params, phi)
 
 
 def _shift(

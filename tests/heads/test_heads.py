@@ -258,6 +258,8 @@ def test_opaque_get_logits_as_module_and_as_function():
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, other_gradient
   )
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+  once, again = (jax.tree.structure(head.apply({'params': params}, PHI)) for _ in range(2))
+  assert once == again  # a jitted nll does not compile again
   first = HetXL(2, num_factors=R, get_logits=lambda phi: phi[:, :2])  # whose trace knows its shape
   logits = first.apply({'params': {'covariance': params['covariance']}}, PHI)
   assert np.isfinite(integrator.nll(logits, labels % 2, keys)).all()
