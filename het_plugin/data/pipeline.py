@@ -321,6 +321,11 @@ def get_dataset(cfg: DatasetConfig, rows: Sequence[int] | None = None) -> BatchI
 
   task = tasks.get_task(cfg.mixture_or_task_name, cfg.vocabulary)
   augmented = cfg.split == TRAIN_SPLIT if cfg.augment is None else cfg.augment
+  if cfg.augmentations and cfg.augment is None and cfg.split.startswith(f'{TRAIN_SPLIT}['):
+    raise ValueError(
+      f'augmentations is {cfg.augmentations!r}, but {cfg.split!r} is a part of the training split: '
+      'it is augmented only with augment = True.'
+    )
   training = cfg.split == TRAIN_SPLIT or cfg.augment
   examples = task.reader(
     cfg.split,

@@ -148,19 +148,17 @@ def _check_used(
 def _training(gin_settings: GinSettings, source: str) -> trainings.Training:
   """A fine-tuning from a candidate: its own configuration, then the task's."""
   gin_files, gin_bindings, search_paths = gin_settings
-  restore: dict[str, Any] = {'path': str(source)}
+  # The task has other classes, even if their number is the same.
+  restore: dict[str, Any] = {'path': str(source), 'head': 'init'}
   if weights.is_weights_file(source):
     files, bindings = [], weights.tower_bindings(source)
-    restore['head'] = 'init'
   else:
     found = checkpoint_reader.find(source)
     files = [str(changes.config_file(found, checkpoint_reader.step_of(found)))]
     bindings = []
     trained = runs.configuration(found).argument('model')
     restore['ema'] = optimizers.evaluates_ema(trained.optimizer_def)  # as when it is ranked
-    # The task has other classes, even if their number is the same.
     restore |= {'path': str(found), 'mode': 'specific', 'fallback_to_scratch': True}
-    restore['assignment_map'] = (('head/.*', None),)
   bindings = [
     *bindings,
     'CheckpointConfig.restore = @RestoreCheckpointConfig()',

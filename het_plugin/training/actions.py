@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -40,7 +40,8 @@ class ActionContext:
   random_seed: int
   # evaluations up to this step are done; later ones will be done, again if necessary
   evaluated_step: int = 0
-  tasks: Sequence[str] = ()  # the tasks of metrics_by_task; () where they are not known
+  # names of metrics by task, as in metrics_by_task; {} or () where they are not known
+  metrics: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 class BaseAction(abc.ABC):
@@ -118,15 +119,21 @@ def _metric(metrics_by_task: MetricsByTask, task: str, metric: str) -> float:
   """Looks up a metric; a missing one is an error, because the action would never do anything."""
   if task not in metrics_by_task:
     raise ValueError(f'Unknown task {task!r}; valid are {", ".join(sorted(metrics_by_task))}.')
-  if metric not in metrics_by_task[task]:
-    valid = ', '.join(sorted(metrics_by_task[task]))
-    raise ValueError(f'Task {task!r} has no metric {metric!r}; valid are {valid}.')
+  _check_metric(task, metric, metrics_by_task[task])
   return metrics_by_task[task][metric]
 
 
-def _check_task(setting: str, task: str, context: ActionContext) -> None:
-  if context.tasks and task not in context.tasks:
-    raise ValueError(f'{setting} has the task {task!r}; it must be {" or ".join(context.tasks)}')
+def _check_metric(task: str, metric: str, valid: Collection[str]) -> None:
+  if metric not in valid:
+    valid = ', '.join(sorted(valid))
+    raise ValueError(f'Task {task!r} has no metric {metric!r}; valid are {valid}.')
+
+
+def _check(setting: str, task: str, metric: str, context: ActionContext) -> None:
+  if context.metrics and task not in context.metrics:
+    raise ValueError(f'{setting} has the task {task!r}; it must be {" or ".join(context.metrics)}')
+  if valid := context.metrics.get(task):
+    _check_metric(task, metric, valid)
 
 
 class TerminateOnNanAction(BaseAction):
@@ -137,7 +144,7 @@ class TerminateOnNanAction(BaseAction):
     self._metric = metric
 
   def setup(self, context: ActionContext) -> None:
-    _check_task('TerminateOnNanAction.task', self._task, context)
+    _check('TerminateOnNanAction.task', self._task, self._metric, context)
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
     value = _metric(metrics_by_task, self._task, self._metric)
@@ -170,7 +177,7 @@ class EarlyStoppingAction(BaseAction):
     self._history: list[float] = []  # last values, with a sign that makes smaller better
 
   def setup(self, context: ActionContext) -> None:
-    _check_task('EarlyStoppingAction.metric', self._task, context)
+    _check('EarlyStoppingAction.metric', self._task, self._metric, context)
 
   def get_state(self) -> list[float]:
     return self._history

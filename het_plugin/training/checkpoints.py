@@ -64,9 +64,9 @@ class RestoreCheckpointConfig:
       the replacement is None.
     fallback_to_scratch: True initialises parameters that the checkpoint lacks and ignores those
       that the model lacks (for example DET to HET-XL). False makes both an error.
-    head: for a published file (.npz or .safetensors, see `weights`): 'keep' reads its head, and the
-      model must have the same classes; 'init' initialises the model's head.
-    skip: for a published file: regular expressions of the names to ignore.
+    head: 'keep' reads the head, and the model must have the same classes; 'init' initialises it.
+    skip: for a published file (.npz or .safetensors, see `weights`): regular expressions of the
+      names to ignore.
     ema: True reads the average that `with_ema` kept instead of the parameters.
   """
 

@@ -37,10 +37,13 @@ class Evaluator:
     self._max_batches = max_batches
     self._partitioner = partitioner
 
-  def trace(self, trainer: step_lib.Trainer, train_state: TrainState) -> None:
-    """Raises the errors of a model that cannot be evaluated on this data set; computes nothing."""
+  def trace(self, trainer: step_lib.Trainer, train_state: TrainState) -> tuple[str, ...]:
+    """Names of the metrics; raises the errors of a model that cannot be evaluated on this data set.
+
+    It computes nothing on the data.
+    """
     batch = self._partitioner.batch_spec(self._iterator.element_spec)
-    trainer.trace_eval(train_state.eval_params, batch)
+    return metrics_lib.names_of(trainer.trace_eval(train_state.eval_params, batch).out_info)
 
   def run(
     self, trainer: step_lib.Trainer, train_state: TrainState, interrupted: Callable[[], bool]

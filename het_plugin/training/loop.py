@@ -1,11 +1,13 @@
 """The loop over steps: train, report, evaluate, act, save, and leave when asked to."""
 
+import copy
 import dataclasses
 import datetime
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,6 +78,7 @@ class TrainLoop:
     self._next_line = 0.0  # time of the next line of the log; the first follows the first step
     self._stats: metrics_lib.StepMetrics | None = None  # None before `run`
     self._stopped = False  # by an action of TRAIN
+    self._before_evaluation: tuple[int, dict[str, Any]] = (-1, {})  # step, states of the actions
 
   def run(self, stats: metrics_lib.StepMetrics) -> None:
     """Trains until total_steps, or until an action stops it; `stats` calls `on_step`.
@@ -101,9 +104,9 @@ class TrainLoop:
     schedule = self.schedule
     evaluation_due = bool(self.evaluators) and schedule.is_due(schedule.eval_period, self.step)
     save_due = schedule.is_due(schedule.save_period, self.step)
-    if not (stop or preempted or evaluation_due or save_due):
-      return False
     ending = stop or self.step == schedule.total_steps
+    if not (ending or preempted or evaluation_due or save_due):
+      return False
     stop |= self._report(stats.drain() + (stats.close(self.step) if ending else []))
     self._stopped = stop
     evaluation_due |= stop and bool(self.evaluators)
@@ -185,6 +188,7 @@ class TrainLoop:
     If the observer asks to stop, it saves and raises as `run`; a resumed run evaluates again.
     """
     stop = False
+    self._before_evaluation = self.step, copy.deepcopy(actions_lib.get_states(self.actions))
     for mode, evaluator in self.evaluators.items():
       with self.observer.phase(observer_lib.EVALUATE):
         values = evaluator.run(self.trainer, self.train_state, self._interrupted)
@@ -226,6 +230,9 @@ class TrainLoop:
     if self.schedule.save_period is None:
       return
     start = time.monotonic()
+    step, states = self._before_evaluation
+    # A resumed run repeats the evaluation, and its actions must not see a metric twice.
+    repeats = not evaluated and step == self.step
     with self.observer.phase(observer_lib.SAVE):
       self.checkpointer.save(
         self.step,
@@ -236,7 +243,7 @@ class TrainLoop:
           'evaluated': evaluated,
           'stopped': stopped_by(self.actions, self.schedule) if self._stopped else None,
           'skipped_steps': self.guard.num_skipped,
-          'actions': actions_lib.get_states(self.actions),
+          'actions': states if repeats else actions_lib.get_states(self.actions),
           'first_tau': self.first_tau,
           'open_period': None if self._stats is None else self._stats.open_period(),
         },

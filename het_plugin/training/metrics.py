@@ -60,6 +60,11 @@ def compute_metrics(metrics: Metrics) -> dict[str, float]:
   return {name: float(value) for name, value in values.items()}
 
 
+def names_of(shapes: PyTree) -> tuple[str, ...]:
+  """The names that `compute_metrics` gives, of clu metrics with shapes in the place of arrays."""
+  return tuple(compute_metrics(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)))
+
+
 @flax.struct.dataclass
 class UpdateReport(clu.metrics.Metric):
   """Norms of a step; `merge` averages them over steps.

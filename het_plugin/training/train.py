@@ -126,6 +126,12 @@ def train(
     ActionMode.INFER_EVAL: (infer_eval_dataset_cfg, None),
   }
   eval_cfgs = {mode: (cfg, steps) for mode, (cfg, steps) in eval_cfgs.items() if cfg is not None}
+  for mode in (ActionMode.TRAIN_EVAL, ActionMode.INFER_EVAL):
+    if actions.get(mode) and mode not in eval_cfgs:
+      raise ValueError(
+        f'train.actions has {type(actions[mode][0]).__name__} for {mode}, but '
+        f'train.{mode.lower()}_dataset_cfg is None, so it would never run'
+      )
   dataset_cfgs = [train_dataset_cfg, *(cfg for cfg, _ in eval_cfgs.values())]
   infos = _check_datasets(dataset_cfgs, partitioner, model, task_info_fn)
   names = getattr(infos[0], 'class_names', None) if infos else None
@@ -163,8 +169,10 @@ def train(
 
     # Tracing finds what is wrong with the model, while nothing is written yet.
     traced = trainer.trace_train(target, partitioner.batch_spec(train_iter.element_spec))
+    metrics: dict[str, tuple[str, ...]] = {'train': ()}
     for evaluator in evaluators.values():
-      evaluator.trace(trainer, target)
+      names_of_task = evaluator.trace(trainer, target)
+      metrics[evaluator.task] = (*metrics.get(evaluator.task, ()), *names_of_task)
 
     observer.begin()
     stack.enter_context(compilation_cache.in_directory(model_dir))
@@ -206,7 +214,7 @@ def train(
       model_dir=str(model_dir),
       random_seed=random_seed,
       evaluated_step=start.step if start.evaluated else start.step - 1,
-      tasks=('train', *(evaluator.task for evaluator in evaluators.values())),
+      metrics=metrics,
     )
     for action in (action for group in actions.values() for action in group):
       action.setup(context)

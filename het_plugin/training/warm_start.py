@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 
+_SHOWN = 4  # names of parameters in an error
+
 
 def restore_params(
   cfg: RestoreCheckpointConfig,
@@ -33,9 +35,25 @@ def restore_params(
   flat = traverse_util.flatten_dict(target, sep='/')
   if weights.is_weights_file(cfg.path):
     return _read_published(cfg, flat, arrays)
+  if cfg.skip:
+    raise ValueError(
+      f'RestoreCheckpointConfig.skip={cfg.skip!r} is for a published file; {cfg.path} is a '
+      'checkpoint: use assignment_map or fallback_to_scratch'
+    )
+  assignment_map = [*cfg.assignment_map]
+  for pattern, _ in assignment_map:
+    if not any(re.fullmatch(pattern, name) for name in flat):
+      raise ValueError(
+        f'RestoreCheckpointConfig.assignment_map has {pattern!r}, which matches no parameter of '
+        f'the model: {", ".join(sorted(flat)[:_SHOWN])}, ...'
+      )
+  if cfg.head == weights.INIT:
+    assignment_map = [('head/.*', None), *assignment_map]
   path = _checkpoint(cfg)
   saved = checkpoint_reader.params_shapes(path, cfg.ema)
-  source = {name: _source_name(name, cfg.assignment_map) for name in flat}
+  source = {name: _source_name(name, assignment_map) for name in flat}
+  if cfg.head == weights.INIT:
+    saved = {name: shape for name, shape in saved.items() if not name.startswith('head/')}
   source = {name: found for name, found in source.items() if found is not None}
   if cfg.fallback_to_scratch:
     source = {name: found for name, found in source.items() if found in saved}

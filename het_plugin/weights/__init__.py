@@ -8,10 +8,11 @@ from het_plugin.weights.towers import (
   read_tower,
   tower_bindings,
 )
-from het_plugin.weights.transfer import HEADS, Report, export_params, load_params
+from het_plugin.weights.transfer import HEADS, INIT, Report, export_params, load_params
 
 __all__ = [
   'HEADS',
+  'INIT',
   'Report',
   'export_params',
   'is_tower',

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,10 @@ def test_wrong_augmentations(npz):
   }.items():
     with pytest.raises(ValueError, match=message):
       get_dataset(config(npz, augmentations=wrong))
+  with pytest.raises(
+    ValueError, match=r"'flip',\), but 'train\[:90%\]' is a part of .*augment = True"
+  ):
+    get_dataset(dataclasses.replace(config(npz, augmentations=('flip',)), split='train[:90%]'))
   with pytest.raises(ValueError, match=r"augmentations is \['mixup'\]; captions"):
     get_dataset(
       DatasetConfig('glyph_names', {'image': 8, 'text': 8}, 'train', 2, augmentations=['mixup'])

@@ -53,9 +53,12 @@ def test_states_go_back_to_their_actions():
   actions.set_states(make(), {'TRAIN_EVAL/0/EarlyStoppingAction': [0.0]})
 
 
-def test_a_task_that_is_not_evaluated_is_an_error_before_the_first_step():
-  context = actions.ActionContext(None, None, None, '', 0, tasks=('train', 'digits'))
+def test_what_is_not_evaluated_is_an_error_before_the_first_step():
+  known = {'train': (), 'digits': ('loss', 'nll')}
+  context = actions.ActionContext(None, None, None, '', 0, metrics=known)
   actions.EarlyStoppingAction(('digits', 'nll'), 'min').setup(context)
+  with pytest.raises(ValueError, match="'digits' has no metric 'accuracy'; valid are loss, nll"):
+    actions.EarlyStoppingAction(('digits', 'accuracy'), 'max').setup(context)
   with pytest.raises(ValueError, match="metric .*'birds'; .*train or digits"):
     actions.EarlyStoppingAction(('birds', 'nll'), 'min').setup(context)
 

@@ -292,6 +292,10 @@ def test_warm_start_for_other_classes_maps_names(tmp_path):
   read = warm(params, tmp_path, fallback_to_scratch=True, assignment_map=mapping)
   assert_equal(read['trunk_kernel'], make_state(seed=1).params['hidden_kernel'])
   assert_equal(read['head_kernel'], params['head_kernel'])
+  with pytest.raises(ValueError, match=r"'haed_\.\*', which matches no parameter .* head_bias, "):
+    warm(params, tmp_path, assignment_map=(('haed_.*', None),))
+  with pytest.raises(ValueError, match='skip=.* is for a published file; .* is a checkpoint'):
+    warm(params, tmp_path, skip=('head_.*',))
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

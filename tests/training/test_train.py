@@ -381,6 +381,24 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
   assert run(total_steps=12) == 6  # a restart trains no further
 
 
+def test_an_evaluation_that_is_repeated_counts_once(tmp_path):
+  def run(*more):
+    stopping = actions.EarlyStoppingAction(('toy_eval', 'loss'), 'min', patience=2)
+    infer = toy.ToyDatasetConfig(16, 'toy_infer', num_examples=40)
+    settings = {'actions': {'TRAIN_EVAL': [stopping, *more]}, 'infer_eval_dataset_cfg': infer}
+    return toy_run.run(tmp_path, **settings)[0]
+
+  with pytest.raises(exit_codes.Preempted):
+    run(Interrupt(sigterm))  # noticed in infer-eval
+  assert run() == 12
+
+
+def test_the_last_step_ends_a_period_also_of_a_run_that_only_trains(tmp_path):
+  nothing = {'checkpoint_cfg': checkpoints.CheckpointConfig(), 'train_eval_dataset_cfg': None}
+  toy_run.run(tmp_path, total_steps=5, stats_period=4, **nothing)
+  assert list(series(tmp_path, 'train/loss')) == [4, 5]
+
+
 def test_a_finished_run_does_nothing(tmp_path):
   _, first = toy_run.run(tmp_path, total_steps=4)
   before = lines(tmp_path)

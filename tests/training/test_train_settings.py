@@ -66,6 +66,10 @@ def test_the_model_sees_the_task_in_the_vocabulary_of_the_data_set(tmp_path):
     ),
     ({'model': toy.ToyModel(toy.Mlp(num_classes=15))}, 'head_bias of shape'),
     ({'actions': {'EVAL': []}}, "'EVAL'"),
+    (
+      {'actions': {'INFER_EVAL': [actions.TerminateOnNanAction()]}},
+      'TerminateOnNanAction for INFER_EVAL, but train.infer_eval_dataset_cfg is None',
+    ),
     ({'infer_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'endless')}, "'endless' "),
     ({'train_eval_dataset_cfg': toy.ToyDatasetConfig(16, 'empty', 0)}, "'empty' .*no batch"),
   ],
