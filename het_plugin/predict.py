@@ -47,9 +47,10 @@ def main(argv: Sequence[str]) -> None:
     if of_rows:
       found = predict.most_probable(read(F.checkpoint, 'log_prob'), F.top)
     else:
+      images = predict.Images(F.dataset)  # before the model: its path may be wrong
       distributed.initialize()
       run = open_run(F.checkpoint, *command_line.gin_settings())
-      found = predict.predict(run, F.dataset, F.top, F.batch_size)
+      found = predict.predict(run, images, F.top, F.batch_size)
     if jax.process_index() == 0:
       print(predict.table(found))
       if F.csv:

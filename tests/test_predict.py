@@ -81,9 +81,12 @@ def test_photographs_are_cropped_alike_on_a_machine_without_the_training_data(di
 def test_wrong_settings(digits_run, run_main, tmp_path):
   (tmp_path / 'broken.npz').write_bytes(b'PK')
   np.savez(tmp_path / 'levels.npz', image=np.full((2, 8, 8), 255.0))
+  np.savez(tmp_path / 'other.npz', features=np.zeros((2, 3)))
   np.savez(tmp_path / 'first.npz', image=np.zeros((2, 3, 8, 8)))
   cases = {
     '--top=3': '--dataset is needed',
+    'flat': 'unknown arguments flat: flags begin with --',
+    f'--dataset={tmp_path}/other.npz': 'other.npz: it has no array image; it has features',
     f'--dataset={tmp_path}/none': 'none: there is no such file or folder',
     f'--dataset=image_folder:{tmp_path}': 'holds no images',
     f'--dataset=npz:{tmp_path}/first.npz': 'channels first',

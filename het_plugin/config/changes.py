@@ -147,8 +147,8 @@ class RunConfig:
     self._how_to_accept = how_to_accept
     self._replaced = None
 
-  def check(self, step: int, record: Mapping[str, Any]) -> None:
-    """Compares the configuration with that in a checkpoint's record, and logs all changes.
+  def check(self, step: int, record: Mapping[str, Any], model_dir: epath.PathLike) -> None:
+    """Compares the configuration with that in a record of model_dir, and logs all changes.
 
     Raises:
       ValueError: a change may change the results and is not accepted.
@@ -168,11 +168,11 @@ class RunConfig:
       changed = [*dict.fromkeys(change.name for change in serious)]
       names = ', '.join(changed[:_NAMED])
       more = f' and {len(changed) - _NAMED} more' if len(changed) > _NAMED else ''
-      ways_out = ' or take another model_dir'
+      ways_out = ' or take another directory'
       if self._how_to_accept is not None:
-        ways_out = f', take another model_dir, or continue with {self._how_to_accept}'
+        ways_out = f', take another directory, or continue with {self._how_to_accept}'
       raise ValueError(
-        f'model_dir holds a run with a different configuration (from step {step} on): {names}'
+        f'{model_dir} holds a run with a different configuration (from step {step} on): {names}'
         f'{more} changed (the lines above say how). Undo the change{ways_out}'
       )
     self._replaced = record['config']

@@ -16,6 +16,8 @@ from het_plugin.training import exit_codes
 
 _FLAG_PREFIX = '--gin.'
 _OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'
+# What is rather bound by a file of ours than by hand.
+_OF_FILES = {'HEAD': 'gin/heads/het_xl.gin', 'BACKBONE': 'gin/models/vit_s_16.gin'}
 _HELP = {'--help', '-h', '-help', '--helpshort', '--helpfull'}
 _OURS = ('het_plugin', 'launch', 'benchmarks', '__main__')  # modules whose flags --help shows
 
@@ -61,9 +63,11 @@ def one_sentence(error: BaseException) -> str:
   """An error's message on one line, without the call sites that gin appends to it."""
   text = str(error).strip() or type(error).__name__
   if unbound := re.match(r"No bindings specified for '(.+)/gin\.macro'", text):
+    name = unbound[1]
+    if name in _OF_FILES:
+      return f'{name} is not set: give a file that binds it, such as --gin_file={_OF_FILES[name]}'
     return (
-      f'{unbound[1]} is not set: bind it in a gin file or with --gin.{unbound[1]}=VALUE, text in '
-      'quotes of its own'
+      f'{name} is not set: bind it in a file or with --gin.{name}=VALUE, text in its own quotes'
     )
   lines = [line.strip() for line in text.splitlines()]
   lines = [line for line in lines if line and not line.startswith('In call to configurable')]
@@ -80,8 +84,9 @@ def one_sentence_errors(argv: Sequence[str] = ()):
   `--verbosity=1` gives the traceback instead. `argv` is that of a main that takes flags only.
   """
   if argv[1:]:
-    message = f'Unknown arguments: {" ".join(argv[1:])}'
-    raise app.UsageError(message, exit_codes.WRONG_SETTING)
+    unknown = f'unknown arguments {" ".join(argv[1:])}: flags begin with --'
+    print(f'Error: {unknown} (--help shows the flags)', file=sys.stderr)
+    sys.exit(exit_codes.WRONG_SETTING)
   try:
     yield
   except BrokenPipeError:  # of `| head`: nobody reads on

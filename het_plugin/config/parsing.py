@@ -53,16 +53,16 @@ def parse_config(
       not know a name.
   """
   if not gin_files:
-    raise ValueError('no --gin_file is given: a run of gin/runs and a head, for example')
+    example = '--gin_file=gin/runs/digits_smoke.gin --gin_file=gin/heads/het_xl.gin'
+    raise ValueError(f'no --gin_file is given: take a run and a head, such as {example}')
   gin.clear_config()
   registry.register_trainer()
   for path in search_paths:
     gin.add_config_file_search_path(path)
   for file in gin_files:
     if not any(os.path.isfile(os.path.join(path, resolve(file))) for path in ('', *search_paths)):
-      raise ValueError(
-        f'gin_file={file!r} does not exist in {", ".join(search_paths)}{_instead_of(file)}'
-      )
+      searched = '' if os.path.isabs(file) else f' in {", ".join(search_paths)}'
+      raise ValueError(f'gin_file={file!r} does not exist{searched}{_instead_of(file)}')
   try:
     for file in [_BUILTIN, *gin_files]:
       try:
@@ -113,7 +113,8 @@ def _instead_of(file: str) -> str:
   ours = _PREFIX + file.removeprefix(_PREFIX).removeprefix('gin/')
   if _is_ours(ours):
     return f'; {ours} comes with the package'
-  names = sorted(path.stem for path in Path(resolve(ours)).parent.glob('*.gin'))
+  folder = Path(file).parent if os.path.isabs(file) else Path(resolve(ours)).parent
+  names = sorted(path.name for path in folder.glob('*.gin'))
   return f': choose from {", ".join(names)}' if names else ''
 
 

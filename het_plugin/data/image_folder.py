@@ -235,7 +235,9 @@ def _class_files(root: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     files[path.parent].append(path)
   for folder, paths in files.items():
     if not paths:
-      raise ValueError(f'{folder} holds no images; a class needs files that end in {SUFFIXES}.')
+      raise ValueError(
+        f'{folder} holds no images; a class needs files that end in {" or ".join(SUFFIXES)}.'
+      )
   return {folder.name: paths for folder, paths in files.items()}
 
 

@@ -71,7 +71,10 @@ class Settings:
 
   def __post_init__(self):
     lists = {'heads': self.heads, 'C': self.c, 'C_noise': self.c_noise, 'tau': self.tau}
+    lists |= {'num_factors': self.num_factors}
     for flag, values in lists.items():
+      if values is None or isinstance(values, (str, int, float)):
+        raise ValueError(f'{flag}={values!r} must be a list: [{values!r}]')
       if not values:
         raise ValueError(f'--{flag}= has no value; it must list at least one')
     if 'auto' in self.c_noise and len(self.c_noise) > 1:

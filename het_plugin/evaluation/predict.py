@@ -26,20 +26,25 @@ _SHOWN = 20  # rows of the printed table
 
 
 class Images:
-  """A `data.sources.ExampleSource` of images without labels, with `names` and, but for an array,
-  `files`.
+  """A `data.sources.ExampleSource` of images without labels, with `path`, `names` and, but for an
+  array, `files`.
   """
 
   def __init__(self, path: str):
     """Lists the files, or reads the array, of the flag --dataset of `het_plugin.predict`."""
     # These names of the same data are those of the other mains.
+    self.path = path
     root = Path(str(path).removeprefix('image_folder:').removeprefix('npz:'))
     channels, self.files = 3, []
     if not root.exists():
-      raise ValueError(f'--dataset={path}: there is no such file or folder')
+      raise ValueError(
+        f'--dataset={path}: there is no such file or folder (a task is for het_plugin.evaluate)'
+      )
     self.is_array = root.suffix == '.npz'
     if self.is_array:
       with reading(path), np.load(root, allow_pickle=False) as arrays:
+        if 'image' not in arrays:
+          raise ValueError(f'it has no array image; it has {", ".join(arrays.files)}')
         images = arrays['image']
         if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or images.dtype.kind == 'f'):
           raise ValueError(
@@ -64,7 +69,9 @@ class Images:
       # A name may have bytes that are not text, which no file of results can hold.
       self.names = [os.fsencode(x).decode('utf-8', 'backslashreplace') for x in self._images]
     if not self.names:
-      raise ValueError(f'--dataset={path} holds no images: a .npz file or files of {SUFFIXES}')
+      raise ValueError(
+        f'--dataset={path} holds no images: a .npz file or files of {", ".join(SUFFIXES)}'
+      )
     # Only a multi-label task may have images without a label.
     self.info = data.TaskInfo(1, True, channels, None, {_SPLIT: len(self.names)})
 
@@ -78,12 +85,14 @@ class Images:
     return self.names[example_id]
 
 
-def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[dict[str, Any]]:
+def predict(
+  run: Run, images: 'str | Images', top: int = 5, batch_size: int = 256
+) -> list[dict[str, Any]]:
   """The most probable classes of images, by the run's evaluation integrator.
 
   Photographs are preprocessed as in the evaluation of the run's task. Images of a run whose task
-  has images of one size are resized to that size. All processes call this. The arguments beside
-  `run` are flags of `het_plugin.predict`.
+  has images of one size are resized to that size. All processes call this. `images` may be their
+  path; this and the other arguments are flags of `het_plugin.predict`.
 
   Returns:
     A row per readable image, as `most_probable`.
@@ -97,7 +106,7 @@ def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[di
     )
   from het_plugin.data import tasks
 
-  images = Images(path)
+  images = Images(images) if isinstance(images, str) else images
   if run.class_names is None:
     _log.warning('Classes have numbers: %s has no names', Path(run.checkpoint).parent)
   try:
@@ -105,7 +114,7 @@ def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[di
   except ValueError:  # the training data are not here
     photo = tasks.absent_eval_preprocessors(run.task, lambda: typical_side(images.files))
   config = data.one_pass(
-    tasks.ImageTask(path, images, (), () if images.is_array else photo),
+    tasks.ImageTask(images.path, images, (), () if images.is_array else photo),
     _SPLIT,
     image_size=run.image_size,
     max_labels=run.max_labels,
@@ -122,7 +131,7 @@ def predict(run: Run, path: str, top: int = 5, batch_size: int = 256) -> list[di
       found += most_probable(part, top, images.names)
       progress.update(len(part))
   if not found:
-    raise ValueError(f'--dataset={path}: no image can be read')
+    raise ValueError(f'--dataset={images.path}: no image can be read')
   return found
 
 

@@ -342,8 +342,8 @@ class Integrator:
     if not plan.project_first or (link == 'softmax' and plan.placement.vocab is not None):
       return None
     _say_once(
-      f'Integrator: losses project first and take {plan.num_samples} samples, {plan.chunk_size} '
-      'at a time'
+      f'Integrator: S = {self.num_samples}. Losses project the factors first and take '
+      f'{plan.num_samples} points, {plan.chunk_size} at a time.'
     )
     return functools.partial(estimate.one_pass, link, plan, samples)
 

@@ -69,7 +69,8 @@ class Progress:
     self._next = now + self._pause
     rate = (self.count - self._start_count) / (now - self._start)
     left = datetime.timedelta(seconds=round(max(0, self._total - self.count) / max(rate, 1e-9)))
-    behind = ', '.join(filter(None, [f'{self._unit}, {rate:,.0f}/s', note, f'ETA {left}']))
+    shown = f'{rate:,.0f}' if rate >= 10 else f'{rate:.2g}'
+    behind = ', '.join(filter(None, [f'{self._unit}, {shown}/s', note, f'ETA {left}']))
     if self._bar is None:
       line = f'{self._title}: {self.count:,} of {self._total:,} {behind}'
       print(line, file=self._stream, flush=True)

@@ -165,8 +165,9 @@ class Configuration:
     dataset = self.argument('train_dataset_cfg')
     lengths = dataset.task_feature_lengths
     ema = optimizers.evaluates_ema(model.optimizer_def)
+    head = 'keep' if self._arrays is None else 'init'  # a file has no head of this model
     restore = checkpoints.RestoreCheckpointConfig(
-      self.checkpoint, mode='specific', head='init', ema=ema
+      self.checkpoint, mode='specific', head=head, ema=ema
     )
     errors = []
     for channels in self._channels(functools.partial(initial_variables, model, lengths)):

@@ -78,7 +78,9 @@ def find(path: epath.PathLike) -> epath.Path:
   if not path.is_dir():
     raise ValueError(f'{path} does not exist, or is not the directory of a run or checkpoint')
   if not (found := steps(path)):
-    raise ValueError(f'{path} holds no checkpoint.')
+    runs = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and steps(folder))
+    choice = f', but runs: choose from {", ".join(runs)}' if runs else ''
+    raise ValueError(f'{path} holds no checkpoint{choice}')
   return path / f'{PREFIX}_{max(found)}'
 
 

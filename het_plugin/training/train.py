@@ -304,7 +304,7 @@ def _check_run(
   """Compares a run with its newest checkpoint."""
   if (newest := checkpoint_reader.newest_record(model_dir)) is not None:
     if config is not None:
-      config.check(*newest)
+      config.check(*newest, model_dir)
     class_names.check(f'mixture_or_task_name={task}', names, class_names.read(model_dir))
 
 

@@ -146,7 +146,7 @@ def test_a_checkpoint_belongs_to_the_configuration_of_its_time(tmp_path):
   folder = epath.Path(tmp_path)
   for step, was, now in ((4, 'A.x = 1', 'A.x = 2'), (8, 'A.x = 2', 'A.x = 3')):
     config = config_changes.RunConfig(now, accept_changes=True)
-    config.check(step, {'config': was})
+    config.check(step, {'config': was}, folder)
     config.write(folder, step)
   wanted = {2: 'A.x = 1', 4: 'A.x = 1', 6: 'A.x = 2', 8: 'A.x = 2', 9: 'A.x = 3'}
   for step, want in wanted.items():

@@ -224,7 +224,11 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
 @pytest.mark.parametrize(
   'files,extra,words',
   [
-    (RUN[:1], [], 'HEAD is not set: bind it in a gin file or with --gin.HEAD=VALUE'),
+    (
+      RUN[:1],
+      [],
+      'HEAD is not set: give a file that binds it, such as --gin_file=gin/heads/het_xl.gin',
+    ),
     (RUN, ['NUM_CLASSES = 11'], 'HetXL.num_classes=11 must be the number of classes of the task'),
     (RUN, ['HetXL.class_multiple = 5', 'PjitPartitioner.num_partitions = 4'], 'cannot be split'),
     (RUN, ['TRAIN_STEPS = None'], 'given by nothing; exactly one of steps (TRAIN_STEPS), examples'),
@@ -240,7 +244,7 @@ def test_a_users_config_elsewhere_binds_a_head_with_one_include(tmp_path, monkey
     (
       ['gin/heads/hetxl.gin'],
       [],
-      'does not exist in .: choose from contrastive_det, contrastive_h',
+      'does not exist in .: choose from contrastive_det.gin, contrastive_h',
     ),
     (['gin/heads/het.gin'], [], 'het_plugin/gin/heads/het.gin comes with the package'),
   ],

@@ -32,7 +32,7 @@ def test_the_rate_leaves_out_a_first_update_that_compiles(monkeypatch):
   with Progress('train', 1000, stream=log) as progress:
     for now[0] in (60.0, 61.0, 71.0):
       progress.update(10)
-  assert log.getvalue() == 'train: 30 of 1,000 images, 2/s, ETA 0:08:54\n'
+  assert log.getvalue() == 'train: 30 of 1,000 images, 1.8/s, ETA 0:08:54\n'
 
 
 def test_a_terminal_gets_a_bar():

@@ -18,7 +18,7 @@ class Config:
   def __init__(self):
     self.seen, self.written = [], []
 
-  def check(self, step, record):
+  def check(self, step, record, model_dir):
     self.seen.append((step, record['config']))
     if len(self.seen) == 2:
       raise ValueError('another run')

@@ -39,7 +39,7 @@ def summarize_config(
   )
   before = folder / changes.CONFIG
   if step and before.exists():
-    config.check(step, {'config': before.read_text()})
+    config.check(step, {'config': before.read_text()}, folder)
   if jax.process_index():
     return
   folder.mkdir(parents=True, exist_ok=True)
