@@ -1,13 +1,14 @@
 """Where noise helps DET most: the directions in which a fit of a noisy head starts.
 
 With noise of a small covariance Sigma in the logits, the log-likelihood of a softmax grows by
-tr(Sigma H) / 2, with p the prediction, t the label as a distribution and
+tr(Sigma H) / 2, with p the prediction, t one label (one-hot) and
 
     H = E[(t - p)(t - p)^T] - E[diag(p) - p p^T]
 
 by how much the labels vary more than p says. This is diag(E[t - p]) - A - A^T with
-A = E[(t - p) p^T]. For a sigmoid H = diag(E[(t - p) (1 - 2 p)]). With B the map
-from the noise space to the logits, the directions are the leading eigenvectors of B H B^T.
+A = E[(t - p) p^T], where t may be the shares of several labels. For a sigmoid
+H = diag(E[(t - p) (1 - 2 p)]). With B the map from the noise space to the logits, the directions
+are the leading eigenvectors of B H B^T.
 """
 
 import functools

@@ -161,10 +161,12 @@ class Analytic:
     if logits.link == 'softmax':
       listed = labels >= 0
       log_p = jnp.take_along_axis(self.log_prob(logits), jnp.maximum(labels, 0), axis=-1)  # [B, L]
-      return -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
-    on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
-    log_q = self.log_prob(mirrored(logits, jnp.where(on, 1.0, -1.0)))
-    return -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
+      nll = -jnp.where(listed, log_p, 0.0).sum(-1) / jnp.maximum(listed.sum(-1), 1)
+    else:
+      on = multi_hot(labels, logits.location.shape[-1])  # [B, Kp]
+      log_q = self.log_prob(mirrored(logits, jnp.where(on, 1.0, -1.0)))
+      nll = -jnp.where(is_valid(logits), log_q, 0.0).sum(-1)
+    return jnp.where((labels < logits.num_classes).all(-1), nll, jnp.nan)
 
   def log_prob(self, logits: GaussianLogits, keys: jax.Array | None = None) -> jax.Array:
     """log p(k | x) [B, Kp], as `Integrator.log_prob` defines it; `keys` is ignored."""

@@ -113,7 +113,7 @@ def _one_pass(link, plan, samples, draws, target, with_gradient):
     sums = at_label, jnp.zeros_like(rows)
   chunks = jnp.arange(plan.num_chunks)
   (top, total, sums), _ = scan(plan, body, (top, total, sums), chunks)
-  return top + jnp.log(total) - jnp.log(plan.num_samples), total, sums
+  return top + jnp.log(total / plan.num_samples), total, sums
 
 
 def _softmax_terms(u, label, log_weight, counts, top):
@@ -215,7 +215,7 @@ def log_softmax_at(
   counts = counts.reshape(plan.num_chunks, 1, plan.chunk_size, 1)
   log_p = (at_label.sum(axis=0) - top[..., None]) - log_z[..., None]  # [C, B, s, L]
   log_p = jnp.where(counts, log_p, -jnp.inf)
-  return jax.nn.logsumexp(log_p, axis=(0, 2)) - jnp.log(plan.num_samples)
+  return jax.nn.logsumexp(log_p, axis=(0, 2), b=1.0 / plan.num_samples)
 
 
 def _partial_sums(plan, samples, constants, labels):
@@ -258,8 +258,20 @@ def _combine(peak, total):
 
 def _chunk_logits(plan, samples, constants, chunk):
   """u [B, s, K] of a chunk, the log-weights of its samples [B, s], and which count, bool [s]."""
-  z, counts = draw(plan, constants.draws, chunk, samples.num_normals, samples.batch_size)
-  return samples.logits(z, constants.buckets), constants.draws.log_weight(z), counts
+  noise, vocab, num_normals = samples.noise, plan.placement.vocab, samples.num_normals
+  in_classes = isinstance(noise, LowRank) and samples.projection is None
+  # In the space of the classes a remainder 'diag' has a normal for each class, and these are cut.
+  is_cut = in_classes and noise.remainder == 'diag' and vocab and constants.buckets is None
+  if is_cut:
+    num_own = noise.diag.shape[-1]
+    num_normals = noise.num_factors + num_own * jax.lax.psum(1, vocab)
+  z, counts = draw(plan, constants.draws, chunk, num_normals, samples.batch_size)
+  log_weight = constants.draws.log_weight(z)
+  if is_cut:
+    first = noise.num_factors + num_own * plan.placement.shard_index()
+    own = jax.lax.dynamic_slice_in_dim(z, first, num_own, axis=-1)
+    z = jnp.concatenate([z[..., : noise.num_factors], own], axis=-1)
+  return samples.logits(z, constants.buckets), log_weight, counts
 
 
 def _specs(samples, constants):
@@ -365,7 +377,7 @@ def _log_mean_exp_of(value, plan, samples, constants, sign, log_z):
   start = jnp.full_like(samples.mean, 2 * PADDED, shape=shape)
   chunks = jnp.arange(plan.num_chunks), log_z
   (top, total), _ = scan(plan, body, (start, jnp.zeros_like(start)), chunks)
-  return top + jnp.log(total) - jnp.log(plan.num_samples)
+  return top + jnp.log(total / plan.num_samples)
 
 
 def _log_mean_exp_fwd(value, plan, samples, constants, sign, log_z):
@@ -403,9 +415,10 @@ def mean_over_samples(
 ) -> jax.Array:
   """mean_s value(u_s), [B], for value [B, s] of u [B, s, K]."""
 
-  def body(total, chunk):
+  def add(total, chunk):
     u, _, counts = _chunk_logits(plan, samples, constants, chunk)
     return total + jnp.where(counts, value(u), 0.0).sum(axis=1), None
 
+  body = jax.checkpoint(add, prevent_cse=False) if plan.num_chunks > 1 else add
   zero = jnp.zeros_like(samples.mean, shape=samples.batch_size)
   return scan(plan, body, zero, jnp.arange(plan.num_chunks))[0] / plan.num_samples

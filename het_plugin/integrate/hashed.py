@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from het_plugin.integrate.gaussian import PADDED, GaussianLogits, Hashed, masked
-from het_plugin.integrate.placement import Placement, num_shards
+from het_plugin.integrate.order import placement_of
+from het_plugin.integrate.placement import num_shards
 
 
 @struct.dataclass
@@ -102,8 +103,7 @@ def _sums(logits):
     return peak[None], total[None]
 
   mu = masked(logits, logits.location / logits.temperature)
-  placement = Placement.current(logits.location.shape[0])
-  run = placement.shard_map(of_shard, ('bk', 'k'), ('kbh', 'kbh'))
+  run = placement_of(logits).shard_map(of_shard, ('bk', 'k'), ('kbh', 'kbh'))
   peak, total = run(mu, buckets)  # [M, B, H] of M shards of classes
   top = peak.max(axis=0)
   total = jnp.sum(total * jnp.exp(peak - top), axis=0)

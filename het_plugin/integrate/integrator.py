@@ -150,7 +150,9 @@ class Integrator:
     Results are those of the key [1] `shared_key(jax.random.key(seed))`, without `tilt`. A program
     that is exported then makes no random numbers.
     """
-    points = samplers.FixedPoints(self._sampler, self.num_samples, seed)
+    source = self._sampler
+    source = source.sampler if isinstance(source, samplers.FixedPoints) else source
+    points = samplers.FixedPoints(source, self.num_samples, seed)
     return dataclasses.replace(self, sampler=points)
 
   @property
@@ -537,7 +539,7 @@ def check_labels(logits: GaussianLogits, labels: jax.Array) -> jax.Array:
     largest = np.asarray(labels).max(initial=0)
     if largest >= logits.num_classes:
       raise ValueError(f'labels hold {largest}: class ids are below K = {logits.num_classes}')
-  return jnp.asarray(labels).reshape(batch, -1)
+  return jnp.asarray(labels, jnp.int32).reshape(batch, -1)  # int8 cannot hold K
 
 
 def multi_hot(labels: jax.Array, num_classes: int) -> jax.Array:

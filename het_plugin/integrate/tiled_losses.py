@@ -72,7 +72,7 @@ def log_softmax_at(
     sums = softmax_sums(tiling, source_of(logits, noise.noise(z)), None, labels)
     log_weight = log_weight[None]
   of_samples = log_p(*sums) + log_weight[..., None]  # [C, B, s, L]
-  return jax.nn.logsumexp(of_samples, axis=(0, 2)) - jnp.log(plan.num_samples)
+  return jax.nn.logsumexp(of_samples, axis=(0, 2), b=1.0 / plan.num_samples)
 
 
 def log_p(top: jax.Array, log_total: jax.Array, at: jax.Array) -> jax.Array:

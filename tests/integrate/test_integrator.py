@@ -320,8 +320,15 @@ def test_deterministic_logits_take_the_closed_form():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind,link', [('identity', 'softmax'), ('linear', 'sigmoid')])
-def test_memory_does_not_grow_with_samples(kind, link):
+@pytest.mark.parametrize(
+  'kind,link,result',
+  [
+    ('identity', 'softmax', 'nll'),
+    ('linear', 'sigmoid', 'nll'),
+    ('linear', 'softmax', 'expected_entropy'),
+  ],
+)
+def test_memory_does_not_grow_with_samples(kind, link, result):
   """XLA's own account of temporaries of value and gradient, S = 1000 against S = 128."""
   batch, classes, noise_dim = 4, 1024, {'identity': 1024, 'linear': 32}[kind]
 
@@ -330,6 +337,8 @@ def test_memory_does_not_grow_with_samples(kind, link):
     covariance, tau = LowRank(scale, loading, diag), jnp.float32(1.0)
     logits = GaussianLogits(location, covariance, projection, tau, classes, link)
     integrator = Integrator(num_samples=num_samples, method='sample', sampler='iid')
+    if result == 'expected_entropy':
+      return integrator.expected_entropy(logits, keys_of(batch)).mean()
     return integrator.nll(logits, jnp.zeros((batch, 1), jnp.int32), keys_of(batch)).mean()
 
   rows = (batch, noise_dim)
@@ -414,6 +423,37 @@ def test_sharded_classes_match_the_float64_reference(kind, link, order):
     got, got_gradient = step(arrays)
     np.testing.assert_allclose(got, value, rtol=1e-10)
     assert relative_error(got_gradient, gradient) < 1e-9
+
+
+@pytest.mark.slow
+def test_a_diagonal_remainder_of_sharded_classes_has_a_normal_for_each():
+  with jax.enable_x64(True):
+    arrays, keys, labels = make('identity', batch=4), keys_of(4), pad([*LABELS, [7]])
+    z = dyadic(keys, jnp.arange(S), R + KP)
+    noise = z[..., :R] @ arrays['loading'] * arrays['scale'][:, None]
+    u = arrays['location'][:, None] + noise + z[..., R:] * arrays['diag'][:, None]
+    p = jax.nn.softmax(u[..., :K] / arrays['tau']).mean(axis=1)
+    integrator, logits = (
+      Integrator(S, chunk_size=4, sampler=dyadic),
+      gaussian(arrays, 'identity', 'diag'),
+    )
+    run = sharded(
+      lambda x: (integrator.log_prob(x, keys), integrator.nll(x, labels, keys)), make_mesh(2, 4)
+    )
+    log_p, nll = run(logits)
+    np.testing.assert_allclose(jnp.exp(log_p[:, :K]), p, rtol=1e-10)
+    np.testing.assert_allclose(nll, -jnp.log(p[jnp.arange(4), labels[:, 0]]), rtol=1e-10)
+
+  @jax.value_and_grad
+  def loss(logits):  # tilted, with draws of its own
+    return Integrator(4).nll(logits, labels, keys).mean()
+
+  with jax.enable_x64(False):
+    logits = gaussian(make('identity', batch=4, dtype=jnp.float32), 'identity', 'diag')
+    one, gradient = loss(logits)
+    many, of_many = sharded(loss, make_mesh(2, 4))(logits)
+    np.testing.assert_allclose(one, many, rtol=1e-4)
+    assert relative_error(of_many.covariance, gradient.covariance) < 1e-2
 
 
 def compile_sharded_loss(name, link, integrator, mesh):
@@ -563,6 +603,22 @@ def test_a_label_not_below_k_that_jit_hides_gives_nan(link, label):
   logits = gaussian(make('linear', dtype=jnp.float32), 'linear', link=link)
   losses = jax.jit(Integrator(S).nll)(logits, jnp.array([2, label, 0]), keys_of())
   np.testing.assert_array_equal(jnp.isnan(losses), [False, True, False])
+  analytic = jax.jit(Analytic().nll)(logits, jnp.array([2, label, 0]))
+  np.testing.assert_array_equal(jnp.isnan(analytic), [False, True, False])
+
+
+def test_fixed_points_of_fixed_points_are_those_of_the_sampler():
+  logits = gaussian(make('linear', dtype=jnp.float32), 'linear')
+  once, twice = Integrator(8).with_fixed_points(5), Integrator(8).with_fixed_points(0)
+  twice = twice.with_fixed_points(5)
+  np.testing.assert_array_equal(*(x.log_prob(logits, keys_of()) for x in (once, twice)))
+
+
+@pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int64])
+def test_labels_may_be_narrow(dtype):
+  logits = GaussianLogits(jnp.zeros((2, 300)), None, None, jnp.float32(1.0), num_classes=300)
+  nll = jax.jit(Integrator(S).nll)(logits, np.array([1, 100], dtype), keys_of(2))
+  np.testing.assert_allclose(nll, np.log(300), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
