@@ -171,7 +171,11 @@ def test_images_of_ones_own(digits_run, call, tmp_path):
   assert sum(row['num_examples'] for row in rows) == 119
   train = rows_lib.read(f'{tmp_path}/out/garden/pre_logits/train.safetensors')
   assert train.class_names == ('robin', 'wren') and set(train.label) == {0, 1}
-  assert train.provenance['dataset_version'] == '120 files'
+  assert train.provenance['dataset_version'].startswith('120 files ')
+  other = (tmp_path / 'garden').rename(tmp_path / 'other/garden')
+  (other / 'wren/08.png').rename(other / 'robin/99.png')
+  error = call(*common, f'--dataset={other}', code=2)
+  assert 'other settings (dataset; dataset_version 120 files ' in error
 
 
 def test_arrays_made_elsewhere(call, tmp_path):

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ class ImageFolderSource:
       labels = np.repeat([names.index(name) for name in by_class], counts)
       self._labels[split] = labels.astype(np.int32)[:, None]
     fields, annotators = self._read_table(root / 'labels.csv', names)
+    checksum = _checksum(names)
+    for split, paths in self._files.items():
+      checksum = _checksum((split, *(path.name for path in paths)), checksum)
+      checksum = zlib.crc32(self._labels[split].tobytes(), checksum)
     max_labels = max((x['label'] if fields else x).shape[1] for x in self._labels.values())
     self.info = TaskInfo(
       num_classes=len(names),
@@ -66,7 +71,7 @@ class ImageFolderSource:
       max_labels=max_labels,
       label_fields=fields,
       annotators=annotators,
-      version=f'{sum(map(len, self._files.values()))} files',
+      version=f'{sum(map(len, self._files.values()))} files {checksum:08x}',
     )
 
   @property
@@ -132,12 +137,16 @@ class CaptionFileSource:
     if None in split_of.values():
       held_out, _ = fixed_split(len(files), VALIDATION_FRACTION)
       split_of = dict.fromkeys(files, TRAIN_SPLIT) | {files[i]: 'validation' for i in held_out}
+    checksum = 0
+    for file, texts in self._captions.items():
+      checksum = _checksum((split_of[file], file, *texts), checksum)
+    number = f'{len(files)} images, {sum(map(len, self._captions.values()))} captions'
     splits = sorted(set(split_of.values()))
     self._files = {split: [f for f in files if split_of[f] == split] for split in splits}
     self.info = ImageTextInfo(
       channels=3,
       splits={split: len(files) for split, files in self._files.items()},
-      version=f'{len(files)} images, {sum(map(len, self._captions.values()))} captions',
+      version=f'{number} {checksum:08x}',
     )
 
   def read(
@@ -149,6 +158,11 @@ class CaptionFileSource:
 
   def describe(self, split: str, example_id: int) -> str:
     return str(self._file.parent / self._files[split][example_id])
+
+
+def _checksum(texts: Iterable[str], checksum: int = 0) -> int:
+  """CRC-32 of names and other texts, after others of this checksum; reads no file."""
+  return zlib.crc32('\0'.join([*texts, '']).encode(errors='surrogatepass'), checksum)
 
 
 def _votes(table: pathlib.Path, numbers: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:

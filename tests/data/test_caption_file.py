@@ -52,7 +52,7 @@ def test_forms_hold_the_same(photos, form):
     (photos / f'captions{form}').write_text('\ufeff' + text, 'utf-8')
   source = CaptionFileSource(str(photos))
   assert source.info.channels == 3 and source.info.splits == {'train': 2, 'validation': 1}
-  assert source.info.version == '3 images, 5 captions'
+  assert source.info.version == '3 images, 5 captions f451fad7'
   texts = {name: captions for name, (_, captions) in pairs(source).items()}
   assert texts == {
     str(photos / 'a' / '000.png'): ['a dog, on the left', 'another caption'],

@@ -35,11 +35,26 @@ def test_class_folders_are_split_once_and_for_all(tmp_path, image_files):
   }
   assert len(set(names['train'] + names['validation'])) == 23
   again = ImageFolderSource(str(tmp_path))
+  assert again.info == source.info and again.info.version.startswith('23 files ')
   assert [again.describe('validation', i) for i in range(3)] == names['validation']
   shutil.copy(tmp_path / 'a' / '000.png', tmp_path / 'a' / '000_again.png')  # comes second
   more = ImageFolderSource(str(tmp_path))
   kept = {more.describe('validation', i) for i in range(3)}
   assert len(kept & set(names['validation'])) >= 2
+
+
+def test_the_version_knows_names_and_labels(tmp_path, image_files):
+  first, *_ = image_files.write(tmp_path / 'train' / 'ant', 3)
+  image_files.write(tmp_path / 'train' / 'cat', 3)
+  versions = [ImageFolderSource(str(tmp_path)).info.version]
+  first.rename(first.with_name('001_b.png'))
+  versions.append(ImageFolderSource(str(tmp_path)).info.version)
+  (tmp_path / 'labels.csv').write_text('file,label\ntrain/ant/001.png,cat\n')
+  versions.append(ImageFolderSource(str(tmp_path)).info.version)
+  (tmp_path / 'train' / 'cat').rename(tmp_path / 'train' / 'dog')
+  (tmp_path / 'labels.csv').write_text('file,label\ntrain/ant/001.png,dog\n')
+  versions.append(ImageFolderSource(str(tmp_path)).info.version)
+  assert len(set(versions)) == 4 and all(x.startswith('6 files ') for x in versions)
 
 
 def test_wrong_folders_are_named(tmp_path, image_files):
